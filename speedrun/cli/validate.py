@@ -1,0 +1,70 @@
+"""`speedrun validate`: every claim of a record, checked offline."""
+
+from pathlib import Path
+
+import click
+import msgspec
+
+from speedrun.cli.options import example, json_option
+from speedrun.errors import UsageError
+from speedrun.ledger.validate import Report, find_check, validate
+
+_COLOURS = {"ok": "green", "failed": "red", "warning": "yellow", "skipped": "bright_black"}
+
+
+@click.command(
+    epilog=example("speedrun validate records/smoke-cpu/2026-10-02-first", "speedrun validate --explain V104")
+)
+@click.argument("record", type=click.Path(path_type=Path), required=False)
+@click.option("--strict", is_flag=True, help="Let warnings fail, too.")
+@click.option("--explain", metavar="ID", help="Say what one check wants, and stop.")
+@json_option
+@click.pass_context
+def command(
+    ctx: click.Context, *, record: Path | None, strict: bool, explain: str | None, as_json: bool
+) -> None:
+    """Check every claim of the record in folder RECORD.
+
+    Reads only: no network, no accelerator, and nothing in the record is executed. Exits with 0 if the record
+    is good, else with 1.
+    """
+    if explain is not None:
+        _explain(explain, as_json=as_json)
+        return
+    if record is None:
+        raise UsageError("no record given; name the folder that holds its manifest.json")
+    report = validate(record, strict=strict)
+    if as_json:
+        click.echo(_encoded(report))
+    else:
+        _show(report)
+    ctx.exit(report.exit_code)
+
+
+def _explain(id: str, *, as_json: bool) -> None:
+    check = find_check(id)
+    facts = {"id": check.id, "severity": check.severity, "title": check.title, "fix": check.hint}
+    if as_json:
+        click.echo(msgspec.json.encode(facts))
+    else:
+        click.echo(f"{check.id}  {check.title} ({check.severity})\nfix   {check.hint}")
+
+
+def _show(report: Report) -> None:
+    for result in report.results:
+        status = click.style(f"{result.status:<8}", fg=_COLOURS[result.status])
+        click.echo(f"{status} {result.check.id}  {result.check.title}")
+        for message in result.messages:
+            click.echo(f"               {message}")
+        if result.status in ("failed", "warning"):
+            click.echo(f"               fix: {result.check.hint}")
+    counts = [(len(report.having(status)), status) for status in ("ok", "failed", "warning", "skipped")]
+    click.echo(", ".join(f"{count} {status}" for count, status in counts if count))
+
+
+def _encoded(report: Report) -> bytes:
+    results = [
+        {"id": result.check.id, "status": result.status, "messages": result.messages}
+        for result in report.results
+    ]
+    return msgspec.json.encode({"exit_code": report.exit_code, "results": results})

@@ -1,0 +1,206 @@
+"""The order of tokens: which ones make the next batch, and where a run that goes on later continues.
+
+    B sequences of a batch    T tokens of a sequence
+
+Tokens are read in order, shard by shard by name, without shuffling; a sequence may begin in the middle of a
+document, and targets run across the ends of sequences and documents. A shard is left when what remains of it
+is not longer than a batch and its last target; that remainder is dropped.
+
+Source: modded-nanogpt, record 21, `distributed_data_generator`.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import NamedTuple, Self
+
+import numpy as np
+
+from speedrun.clock import Stopwatch
+from speedrun.data.shards import Shard
+from speedrun.errors import DataError, UsageError
+
+
+class Cursor(NamedTuple):
+    """The whole state of a stream: the next token to be read."""
+
+    shard: int  #: counts on through the epochs
+    offset: int  #: tokens, in that shard
+
+
+START = Cursor(0, 0)
+
+
+class Batch(NamedTuple):
+    """What one step is fed: int32, and `targets_BT` is the token after each of `tokens_BT`."""
+
+    tokens_BT: np.ndarray
+    targets_BT: np.ndarray
+
+
+class ShardRange(NamedTuple):
+    """Tokens that were inputs of a step: `start` to `stop` without `stop`, which was a target only."""
+
+    name: str
+    shard_tokens: int  #: in the whole shard
+    start: int
+    stop: int
+
+
+class TokenStream:
+    """Batches in order. `cursor` and `ranges` say what has been read."""
+
+    def __init__(self, shards: Sequence[Shard], cursor: Cursor = START, *, num_epochs: int = 1) -> None:
+        """Starts or goes on at `cursor`.
+
+        Args:
+            shards: in the order of reading.
+            cursor: as a stream over the same shards reported it.
+            num_epochs: how often the shards may be read.
+
+        Raises:
+            DataError: if there is no such place in these shards.
+        """
+        self._shards = shards
+        self._num_shards = num_epochs * len(shards)
+        self.cursor = cursor
+        self.ranges: tuple[ShardRange, ...] = ()
+        if cursor.shard > self._num_shards or cursor.offset > shards[cursor.shard % len(shards)].num_tokens:
+            raise DataError(
+                f"{cursor} is not in these {len(shards)} shards; bring the shards that the run began with"
+            )
+
+    def take(self, num_tokens: int) -> np.ndarray:
+        """The next tokens and the one after them; moves on by `num_tokens`.
+
+        Returns:
+            uint16 of `num_tokens + 1`.
+
+        Raises:
+            DataError: if no shard is left that is long enough.
+        """
+        index, offset = self.cursor
+        while index < self._num_shards:
+            shard = self._shards[index % len(self._shards)]
+            # The record's own test: it also drops a remainder that would just have been enough.
+            if offset + num_tokens + 1 < shard.num_tokens:
+                tokens = shard.read(offset, offset + num_tokens + 1)
+                self.cursor = Cursor(index, offset + num_tokens)
+                self._note(ShardRange(shard.path.name, shard.num_tokens, offset, offset + num_tokens))
+                return tokens
+            index, offset = index + 1, 0
+        raise DataError(
+            f"no shard of {len(self._shards)} has tokens left after {self.cursor}; the next batch needs "
+            f"{num_tokens + 2:,} in one shard; get more shards or run fewer steps"
+        )
+
+    def batch(self, num_sequences: int, seq_len: int) -> Batch:
+        """The next `num_sequences` rows of `seq_len` tokens.
+
+        Raises:
+            DataError: as `take`.
+        """
+        return _rows(self.take(num_sequences * seq_len), num_sequences)
+
+    def _note(self, new: ShardRange) -> None:
+        """Adds a range, or makes the last one longer."""
+        last = self.ranges[-1] if self.ranges else None
+        if last and (last.name, last.stop) == (new.name, new.start):
+            self.ranges = (*self.ranges[:-1], new._replace(start=last.start))
+        else:
+            self.ranges = (*self.ranges, new)
+
+
+def _rows(tokens: np.ndarray, num_sequences: int) -> Batch:
+    """Consecutive rows; the last token is a target only."""
+    ids = tokens.astype(np.int32)
+    return Batch(ids[:-1].reshape(num_sequences, -1), ids[1:].reshape(num_sequences, -1))
+
+
+def validation_batches(shard: Shard, num_tokens: int, num_sequences: int, seq_len: int) -> Iterator[Batch]:
+    """The start of a shard in order, each of `num_tokens` targets once.
+
+    Raises:
+        UsageError: if the batches do not divide `num_tokens`.
+        DataError: if the shard is too short.
+    """
+    batch_tokens = num_sequences * seq_len
+    if num_tokens % batch_tokens:
+        raise UsageError(
+            f"validation batches of {num_sequences} x {seq_len:,} tokens; they must divide {num_tokens:,}; "
+            "choose another number or length of sequences"
+        )
+    _check_length(shard, num_tokens)
+    starts = range(0, num_tokens, batch_tokens)
+    return (_rows(shard.read(start, start + batch_tokens + 1), num_sequences) for start in starts)
+
+
+def validation_sha256(shard: Shard, num_tokens: int) -> str:
+    """Digest of the ids that are scored and read for it: `num_tokens + 1`, as little-endian uint16.
+
+    Raises:
+        DataError: if the shard is too short.
+    """
+    _check_length(shard, num_tokens)
+    return hashlib.sha256(shard.read(0, num_tokens + 1).tobytes()).hexdigest()
+
+
+def _check_length(shard: Shard, num_tokens: int) -> None:
+    if shard.num_tokens < num_tokens + 1:
+        need = num_tokens + 1
+        raise DataError(
+            f"{shard.path}: {shard.num_tokens:,} tokens; validation needs {need:,}; get a whole one"
+        )
+
+
+class Prefetch:
+    """Reads one batch ahead on a thread of its own; an iterator that ends only by an error.
+
+    `cursor` and `ranges` are those of the batches handed out, never of the one ahead. Nothing is read before
+    the first `next`, so a clock started before it sees the first read. Call `drain` before the clock pauses:
+    then no read goes on unseen, and the next one begins with the next `next`.
+    """
+
+    def __init__(self, stream: TokenStream, num_sequences: int, seq_len: int) -> None:
+        self._stream = stream
+        self._shape = num_sequences, seq_len
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batch-ahead")
+        self._ahead: Future[Batch] | None = None
+        self.cursor = stream.cursor
+        self.ranges = stream.ranges
+        self.wait_s = 0.0  #: time the caller has stood waiting for batches
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        """The next batch.
+
+        Raises:
+            DataError: what the reading of this batch raised; a batch nobody asks for raises nothing.
+        """
+        waiting = Stopwatch()
+        ahead = self._ahead or self._submit()
+        try:
+            batch = ahead.result()
+        finally:
+            self.wait_s += waiting.seconds
+        # Nothing is being read at this moment: the stream stands behind this batch.
+        self.cursor, self.ranges = self._stream.cursor, self._stream.ranges
+        self._ahead = self._submit()
+        return batch
+
+    def drain(self) -> None:
+        """Waits until nothing is being read."""
+        waiting = Stopwatch()
+        wait([self._ahead] if self._ahead else [])
+        self.wait_s += waiting.seconds
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    def _submit(self) -> Future[Batch]:
+        return self._thread.submit(self._stream.batch, *self._shape)

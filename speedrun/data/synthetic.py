@@ -1,0 +1,164 @@
+"""A synthetic token stream whose entropy rate is computed, not estimated.
+
+    document   one or more lines; each line is an opener and `line_words` words
+    opener     DOCUMENT (0) for the first line of a document; then NEW (1) or REPEAT (2)
+    new line   words of a sparse Markov chain: the next word is one of a few successors, which hash the word
+               before it, or, with a small probability, any word (Zipf). Its first word is a Zipf draw
+    repeat     the words of the line before, exactly
+
+So the conditional distribution of every token given all earlier ones is known: openers have the entropy of
+three outcomes, repeated words have none, a new word that of its row. Without attention a model cannot
+repeat. All probabilities are whole multiples of 2^-32 and all draws come from a counter-based integer hash,
+so that the stream is the same, bit for bit, on every platform and for every version of numpy.
+
+Legend: L lines, W words a line, V vocabulary, S successors.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+DOCUMENT, NEW, REPEAT = 0, 1, 2
+FIRST_WORD = 3
+ONE = 1 << 32  #: probability one
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The stream's parameters. Probabilities are numerators over 2^32."""
+
+    seed: int
+    vocab_size: int
+    line_words: int
+    num_successors: int
+    zipf_offset: int  #: the weight of the word of rank r is 1 / (r + zipf_offset)
+    noise: int  #: any word instead of a successor
+    repeat: int  #: a line repeats the one before
+    end: int  #: a document ends after a line
+
+    @property
+    def line_tokens(self) -> int:
+        """Opener and words."""
+        return 1 + self.line_words
+
+
+def mix(*keys: int | np.ndarray) -> np.ndarray:
+    """Hashes integers (arrays broadcast) to uint32, by rounds of splitmix64. Source: Steele et al. 2014."""
+    with np.errstate(over="ignore"):
+        h = np.uint64(0)
+        for key in keys:
+            h = (h ^ np.asarray(key).astype(np.uint64)) + np.uint64(0x9E3779B97F4A7C15)
+            h = (h ^ (h >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            h = (h ^ (h >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            h = h ^ (h >> np.uint64(31))
+    return (h >> np.uint64(32)).astype(np.uint32)
+
+
+def zipf_weights_V(source: Source) -> np.ndarray:
+    """Numerators over 2^32 of the word marginal, i64 [V]; openers have none, the remainder goes to rank 0."""
+    ranks = np.arange(source.vocab_size - FIRST_WORD, dtype=np.int64)
+    raw = (1 << 40) // (ranks + source.zipf_offset)
+    words = raw * (1 << 20) // raw.sum() * (1 << 12)
+    words[0] += ONE - words.sum()
+    return np.concatenate([np.zeros(FIRST_WORD, np.int64), words])
+
+
+def successors_VVS(source: Source) -> np.ndarray:
+    """The words that may follow each pair of words: i64 [V, V, S], drawn by Zipf; two of a row may coincide."""
+    cumulative_V = np.cumsum(zipf_weights_V(source))
+    first, second, slot = np.ogrid[: source.vocab_size, : source.vocab_size, : source.num_successors]
+    return np.searchsorted(cumulative_V, mix(source.seed, 1, first, second, slot), side="right")
+
+
+def slot_weights_S(source: Source) -> np.ndarray:
+    """Numerators over 2^32 - noise of the successors: each slot half as likely again as the next, roughly."""
+    raw = np.array([(1 << 40) * 2**i // 3**i for i in range(source.num_successors)], np.int64)
+    weights = raw * (1 << 20) // raw.sum() * ((ONE - source.noise) >> 20)
+    weights[0] += ONE - source.noise - weights.sum()
+    return weights
+
+
+def rows_VVV(source: Source) -> np.ndarray:
+    """Distribution of the word after each pair, f64 [V, V, V]; exact multiples of 2^-64 rounded once."""
+    size = source.vocab_size
+    rows = np.tile(zipf_weights_V(source) / ONE * (source.noise / ONE), (size * size, 1))
+    next_VVS, weights_S = successors_VVS(source).reshape(size * size, -1), slot_weights_S(source) / ONE
+    for s in range(source.num_successors):
+        rows[np.arange(size * size), next_VVS[:, s]] += weights_S[s]
+    return rows.reshape(size, size, size)
+
+
+def entropy_nats(p: np.ndarray) -> np.ndarray:
+    """-sum p ln p over the last axis."""
+    return -np.sum(p * np.log(np.where(p > 0, p, 1.0)), axis=-1)
+
+
+def entropy_rate_nats(source: Source) -> float:
+    """Exact conditional entropy of a token given all before it, averaged over the stream.
+
+    Lines are independent and equally long, so it is the entropy of an opener and of a line's words over the
+    tokens of a line; the chain's word distribution is carried forward column by column.
+    """
+    rows = rows_VVV(source)
+    row_entropy_VV = entropy_nats(rows)
+    p_V = zipf_weights_V(source) / ONE
+    words = entropy_nats(p_V)
+    p_VV = np.zeros((source.vocab_size, source.vocab_size))
+    p_VV[DOCUMENT] = p_V  # before a line's second word stand any opener and the first word
+    for _ in range(source.line_words - 1):
+        words += np.sum(p_VV * row_entropy_VV)
+        p_VV = np.einsum("ab,abc->bc", p_VV, rows)
+    end, repeat = source.end / ONE, source.repeat / ONE
+    # A document's first line is never a repeat: lines open with DOCUMENT, REPEAT or NEW.
+    opener = entropy_nats(np.array([end, (1 - end) * repeat, (1 - end) * (1 - repeat)]))
+    return float((opener + (1 - (1 - end) * repeat) * words) / source.line_tokens)
+
+
+def openers_L(source: Source, stream: int, num_lines: int) -> np.ndarray:
+    """Which token opens each line: i64 [L]; the first line of a stream opens a document."""
+    lines = np.arange(num_lines)
+    ends = mix(source.seed, 2, stream, lines) < source.end
+    ends[0] = True
+    repeats = mix(source.seed, 3, stream, lines) < source.repeat
+    return np.where(ends, DOCUMENT, np.where(repeats, REPEAT, NEW))
+
+
+def generate(source: Source, stream: int, num_lines: int) -> np.ndarray:
+    """Tokens of the first `num_lines` lines of a stream: u16 [L * (1 + W)].
+
+    Args:
+        source: the parameters.
+        stream: streams of different numbers are independent; shards are streams.
+        num_lines: at least one.
+    """
+    lines_L = np.arange(num_lines)
+    zipf_V, next_VVS = np.cumsum(zipf_weights_V(source)), successors_VVS(source)
+    slots_S = np.cumsum(slot_weights_S(source))
+    tokens = np.zeros((num_lines, source.line_tokens), np.uint16)
+    tokens[:, 0] = openers_L(source, stream, num_lines)
+    tokens[:, 1] = np.searchsorted(zipf_V, mix(source.seed, 4, stream, lines_L, 1), side="right")
+    for column in range(2, source.line_tokens):
+        slot_L = np.searchsorted(slots_S, mix(source.seed, 5, stream, lines_L, column), side="right")
+        noise_L = np.searchsorted(zipf_V, mix(source.seed, 4, stream, lines_L, column), side="right")
+        before_L = tokens[:, column - 2] if column > 2 else np.zeros_like(tokens[:, 0])
+        followed_L = next_VVS[before_L, tokens[:, column - 1], np.minimum(slot_L, source.num_successors - 1)]
+        tokens[:, column] = np.where(slot_L < source.num_successors, followed_L, noise_L)
+    # A repeated line takes the words of the last line that was not a repeat.
+    origin_L = np.maximum.accumulate(np.where(tokens[:, 0] == REPEAT, 0, lines_L))
+    tokens[:, 1:] = tokens[origin_L, 1:]
+    return tokens.reshape(-1)
+
+
+def code_length_nats(source: Source, tokens: np.ndarray) -> float:
+    """Mean -ln p of the tokens under the true conditional distribution: what an ideal model would score."""
+    lines = tokens.reshape(-1, source.line_tokens).astype(np.int64)
+    end, repeat = source.end / ONE, source.repeat / ONE
+    rows = rows_VVV(source)
+    opener = -np.log(np.array([end, (1 - end) * (1 - repeat), (1 - end) * repeat]))[lines[:, 0]]
+    words = -np.log((zipf_weights_V(source) / ONE)[lines[:, 1]])
+    for column in range(2, source.line_tokens):
+        before_L = lines[:, column - 2] if column > 2 else 0
+        words += -np.log(rows[before_L, lines[:, column - 1], lines[:, column]])
+    words[lines[:, 0] == REPEAT] = 0
+    return float((opener + words).sum() / tokens.size)

@@ -1,0 +1,50 @@
+"""Errors a user can cause, and the exit code each one ends the program with.
+
+Every message has three parts: what we got, what we need, what to do. It fits on one line.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class SpeedrunError(Exception):
+    """The program ran and the answer is no: a target missed, a check failed."""
+
+    exit_code = 1
+
+
+class UsageError(SpeedrunError):
+    """An argument, a setting or an output folder that cannot be used."""
+
+    exit_code = 2
+
+
+class DataError(SpeedrunError):
+    """Shards that are missing, damaged, foreign or too short."""
+
+    exit_code = 3
+
+
+class NonFiniteError(SpeedrunError):
+    """A loss or gradient that is not a finite number."""
+
+    exit_code = 5
+
+
+#: What `speedrun COMMAND --help` and the README print. Codes 4 (checkpoint), 6 (hang) and 75 (preempted)
+#: are kept free for the parts of the harness that will need them.
+EXIT_CODES = {
+    0: "done",
+    1: "ran, and the answer is no: target missed or a check failed",
+    2: "usage: unknown name, bad setting, output folder or device count",
+    3: "data: shard missing, damaged, foreign or too short",
+    5: "non-finite loss; the first bad leaf is named",
+}
+
+
+def unknown(kind: str, got: str, known: Iterable[str]) -> UsageError:
+    """The error for a name that does not exist: names the nearest one that does."""
+    known = sorted(known)
+    near = difflib.get_close_matches(got, known, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else f"choose one of: {', '.join(known)}"
+    return UsageError(f"unknown {kind} {got!r}; {hint}")

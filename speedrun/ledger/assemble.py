@@ -1,0 +1,238 @@
+"""From runs to a record: `manifest.json`, `summary.json` and the head of `README.md`.
+
+All three follow from the runs and from what people wrote in the manifest, so `assemble` may be called
+again at any time and changes nothing that did not change. The validator derives them once more.
+"""
+
+import math
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from speedrun import console, runlog, track
+from speedrun.errors import UsageError
+from speedrun.ledger import format
+from speedrun.ledger.format import (
+    About,
+    Batch,
+    FileRef,
+    FormatError,
+    Hardware,
+    Manifest,
+    Recipe,
+    RunOutcome,
+    Source,
+    SourceFile,
+    Summary,
+    TrackRef,
+)
+from speedrun.ledger.record import read_files, run_folders
+from speedrun.ledger.run import Run, read_json, read_run
+from speedrun.sourcefile import split_source
+from speedrun.track import Track
+
+HEAD_END = "<!-- end of the generated head; write below -->\n"
+
+
+def assemble(
+    record_dir: Path,
+    *,
+    title: str | None = None,
+    authors: Sequence[str] | None = None,
+    parent_record: str | None = None,
+    changes: Sequence[str] | None = None,
+    declared_runs: int | None = None,
+) -> Summary:
+    """Writes `manifest.json`, `summary.json` and the head of `README.md` from the runs in the folder.
+
+    Args:
+        record_dir: holds `source.txt` and `runs/`.
+        title: what the record is, in a few words; this and the next four keep what the manifest already
+            says when they are None.
+        authors: name or handle each.
+        parent_record: the record this one is compared with.
+        changes: against the parent, one sentence each.
+        declared_runs: how many runs were promised before the first; the number of runs if never said.
+
+    Raises:
+        UsageError: if a run cannot be read, or the folder holds what a record may not.
+    """
+    raw, refused = read_files(record_dir)
+    for path, why in refused.items():
+        raise UsageError(f"{record_dir / path}: {why}; take it out of the record")
+    try:
+        runs = [read_run(raw, folder) for folder in run_folders(raw)]
+        source = derive_source(raw)
+        old = read_json(raw, "manifest.json", Manifest) if "manifest.json" in raw else None
+    except FormatError as error:
+        raise UsageError(f"{record_dir}: {error}; 'speedrun validate' lists all problems") from None
+    if not runs:
+        raise UsageError(f"{record_dir} holds no runs; 'speedrun run' writes them")
+    said = {"title": title, "authors": authors, "parent_record": parent_record, "changes": changes}
+    about = replace(old.about if old else About(), **{k: v for k, v in said.items() if v is not None})
+    declared_runs = declared_runs or (old.batch.declared_runs if old else len(runs))
+    manifest = derive_manifest(runs, about, declared_runs, source, derive_files(raw))
+    summary = derive_summary(runs, track.load(manifest.track.id.rpartition("@")[0]))
+    (record_dir / "manifest.json").write_bytes(format.encode(manifest))
+    (record_dir / "summary.json").write_bytes(format.encode(summary))
+    own = raw.get("README.md", b"").rpartition(HEAD_END.encode())[2]
+    (record_dir / "README.md").write_bytes(readme_head(manifest, summary, runs).encode() + own)
+    return summary
+
+
+def derive_manifest(
+    runs: Sequence[Run], about: About, declared_runs: int, source: Source, files: dict[str, FileRef]
+) -> Manifest:
+    """The facts of all runs; where runs must agree, those of the first one by name."""
+    first = runs[0].file
+    manifest = Manifest(
+        record_id="",
+        about=about,
+        created_utc=min(run.file.created_utc for run in runs),
+        track=TrackRef(id=first.track, sha256=first.track_sha256),
+        recipe=Recipe(name=first.recipe, revision=first.recipe_revision, overrides=first.overrides),
+        source=source,
+        config=runs[0].start.config,
+        config_sha256=first.config_sha256,
+        data=first.data,
+        hardware=Hardware(
+            platform=first.platform,
+            device_kind=first.device_kind,
+            num_devices=first.num_devices,
+            matmul_gflops=next((hw.matmul_gflops for hw in runs[0].of(runlog.Preflight)), 0.0),
+        ),
+        software=first.software,
+        environment=first.environment,
+        batch=Batch(
+            declared_runs=declared_runs,
+            runs=tuple(
+                RunOutcome(run_id=run.file.run_id, seed=run.file.seed, outcome=run.file.outcome)
+                for run in runs
+            ),
+        ),
+        files=files,
+    )
+    return replace(manifest, record_id=format.record_id(manifest))
+
+
+def derive_files(raw: dict[str, bytes]) -> dict[str, FileRef]:
+    """Size and digest of every file the manifest answers for."""
+    return {
+        path: FileRef(bytes=len(content), sha256=format.sha256(content))
+        for path, content in sorted(raw.items())
+        if path == "source.txt" or path.startswith("runs/")
+    }
+
+
+def derive_source(raw: dict[str, bytes]) -> Source:
+    """What `source.txt` holds.
+
+    Raises:
+        FormatError: if it is missing or is not a source text.
+    """
+    content = raw.get("source.txt")
+    if content is None:
+        raise FormatError("source.txt: missing")
+    try:
+        texts = split_source(content.decode())
+    except ValueError as error:
+        raise FormatError(f"source.txt: {error}") from None
+    files = tuple(
+        SourceFile(path=path, sha256=format.sha256(text.encode()), lines=text.count("\n"))
+        for path, text in texts.items()
+    )
+    return Source(sha256=format.sha256(content), lines=sum(file.lines for file in files), files=files)
+
+
+def derive_summary(runs: Sequence[Run], rules: Track) -> Summary:
+    """The numbers that follow from the logs; the loss is taken from the exact sums."""
+    done = [run for run in runs if run.finished]
+    val_loss = _mean([run.val_loss for run in done])
+    train_time_s = _mean([run.train_time_s for run in done])
+    data_wait_s = _mean([run.end.data_wait_s for run in done])
+    p50_ms, p95_ms, max_ms = console.quantiles_ms([second for run in done for second in run.step_s])
+    none_blew_up = all(run.file.outcome != "non-finite" for run in runs)
+    return Summary(
+        num_runs=len(runs),
+        num_finished=len(done),
+        target_loss=rules.target.loss,
+        target_reached=none_blew_up and val_loss is not None and val_loss <= rules.target.loss,
+        val_loss_mean=val_loss,
+        val_loss_sd=_sd([run.val_loss for run in done]),
+        train_time_s_mean=train_time_s,
+        train_time_s_sd=_sd([run.train_time_s for run in done]),
+        cold_wall_s_mean=_mean([run.end.cold_wall_s for run in done]),
+        compile_s_mean=_mean([run.end.compile_s for run in done]),
+        num_steps=max((len(run.steps) for run in done), default=0),
+        num_tokens=max((run.steps[-1].tokens_seen for run in done), default=0),
+        step_p50_ms=p50_ms,
+        step_p95_ms=p95_ms,
+        step_max_ms=max_ms,
+        data_wait_share=data_wait_s / train_time_s if data_wait_s is not None and train_time_s else None,
+    )
+
+
+def _mean(numbers: Sequence[float]) -> float | None:
+    return sum(numbers) / len(numbers) if numbers else None
+
+
+def _sd(numbers: Sequence[float]) -> float | None:
+    """Of the sample: n - 1 below the sum."""
+    mean = _mean(numbers)
+    if mean is None or len(numbers) < 2:
+        return None
+    return math.sqrt(sum((number - mean) * (number - mean) for number in numbers) / (len(numbers) - 1))
+
+
+def reproduce_command(run: Run) -> str:
+    """The command line that makes this run again."""
+    name = run.file.track.rpartition("@")[0]
+    command = ["speedrun", "run", "--track", name, "--recipe", run.file.recipe, "--seed", str(run.file.seed)]
+    for key, value in run.file.overrides.items():
+        command += ["--set", f"{key}={value}"]
+    return shlex.join(command)
+
+
+def readme_head(manifest: Manifest, summary: Summary, runs: Sequence[Run]) -> str:
+    """The generated part of `README.md`: title, result card, command, plot."""
+    rows = [
+        ("track", manifest.track.id),
+        ("recipe", f"{manifest.recipe.name}, revision {manifest.recipe.revision}"),
+        ("validation loss", _spread(summary.val_loss_mean, summary.val_loss_sd, "nats per token", digits=4)),
+        ("target", f"{summary.target_loss:g}, {'reached' if summary.target_reached else 'not reached'}"),
+        ("train time", _spread(summary.train_time_s_mean, summary.train_time_s_sd, "s", digits=2)),
+        ("cold wall time", _spread(summary.cold_wall_s_mean, None, "s", digits=1)),
+        ("runs", f"{summary.num_finished} finished of {manifest.batch.declared_runs} declared"),
+        ("steps", f"{summary.num_steps:,} of {summary.step_p50_ms:.1f} ms (median)"),
+        ("tokens", f"{summary.num_tokens:,}"),
+        ("hardware", f"{manifest.hardware.num_devices} x {manifest.hardware.device_kind}"),
+        ("source", f"{manifest.source.lines:,} lines, sha256 `{manifest.source.sha256[:16]}`"),
+        ("authors", ", ".join(manifest.about.authors) or "not named"),
+        ("parent", manifest.about.parent_record or "none"),
+    ]
+    table = "\n".join(["| | |", "|---|---|", *(f"| {name} | {_cell(value)} |" for name, value in rows)])
+    changes = "\n".join(f"- {_cell(change)}" for change in manifest.about.changes)
+    command = console.clean(reproduce_command(runs[0]))
+    blocks = [
+        f"# {_cell(manifest.about.title)}",
+        table,
+        changes,
+        "![loss against train time](plots/loss.svg)",
+        f"Run it again:\n\n    {command}",
+        HEAD_END,
+    ]
+    return "\n\n".join(block for block in blocks if block)
+
+
+def _spread(mean: float | None, sd: float | None, unit: str, *, digits: int) -> str:
+    if mean is None:
+        return "none"
+    return f"{mean:.{digits}f}{f' (sd {sd:.{digits}f})' if sd is not None else ''} {unit}"
+
+
+def _cell(text: str) -> str:
+    """Text that cannot break out of a table cell or hold markup."""
+    shown = console.clean(text)
+    return shown.replace("&", "&amp;").replace("<", "&lt;").replace("|", "&#124;").replace("[", "&#91;")

@@ -1,0 +1,63 @@
+"""V309, V310, V404: the result is possible, it is the one that was measured, on the hardware of the track."""
+
+from collections.abc import Iterator
+
+from speedrun.ledger.assemble import derive_summary
+from speedrun.ledger.checks.table import check
+from speedrun.ledger.record import Record
+from speedrun.ledger.run import loss_of
+
+#: Nats; a stated loss is printed and stored in full, so it may differ from its sum by rounding only.
+_ROUNDING = 1e-6
+
+
+@check(
+    "V309",
+    "the loss is possible",
+    needs=("runs", "track"),
+    hint="look for a leak, a shifted target or a broken mean",
+)
+def possible(record: Record) -> Iterator[str]:
+    """Finite, and not below the entropy rate where the track knows it."""
+    rate = record.rules.target.entropy_rate
+    for run in record.runs:
+        if run.file.outcome == "non-finite":
+            yield f"{run.folder}: the loss became non-finite"
+        for val in run.vals:
+            if (loss := loss_of(val)) < rate:
+                yield f"{run.folder}: loss {loss:.4f} before step {val.step}; nothing gets below {rate:.4f}"
+
+
+@check(
+    "V310",
+    "the stated result is the measured one",
+    needs=("runs", "track", "summary"),
+    hint="the loss is the exact sum of the last validation, divided by its tokens",
+)
+def stated(record: Record) -> Iterator[str]:
+    """Loss and verdict, from the exact sums."""
+    for run in record.finished:
+        for val in run.vals:
+            if abs(val.loss - (loss := loss_of(val))) > _ROUNDING:
+                yield f"{run.folder}: val before step {val.step} says {val.loss:.6f}, its sum {loss:.6f}"
+        if run.end.val_loss != run.vals[-1].loss:
+            yield f"{run.folder}: run_end says {run.end.val_loss}, the last validation {run.vals[-1].loss}"
+    assert record.summary is not None
+    reached = derive_summary(record.runs, record.rules).target_reached
+    if record.summary.target_reached != reached:
+        yield f"summary.json says target_reached {record.summary.target_reached}; the runs say {reached}"
+
+
+@check(
+    "V404", "the hardware is the track's", needs=("runs", "track"), hint="run on the hardware the track names"
+)
+def hardware(record: Record) -> Iterator[str]:
+    """Platform and number of devices; all runs of a record on the same kind."""
+    rules = record.rules.rules
+    for run in record.runs:
+        if rules.platform not in ("any", run.file.platform):
+            yield f"{run.folder}: ran on {run.file.platform}, the track wants {rules.platform}"
+        if rules.num_devices not in (0, run.file.num_devices):
+            yield f"{run.folder}: ran on {run.file.num_devices} devices, the track wants {rules.num_devices}"
+    if len({(run.file.device_kind, run.file.num_devices) for run in record.runs}) > 1:
+        yield "the runs of one record ran on different hardware"

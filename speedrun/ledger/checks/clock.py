@@ -1,0 +1,192 @@
+"""V201 to V210: the train time is what the clock could have shown."""
+
+from collections.abc import Iterator
+from datetime import datetime
+from itertools import pairwise
+from statistics import median
+
+from speedrun import runlog
+from speedrun.ledger.checks.table import check_run
+from speedrun.ledger.record import Record
+from speedrun.ledger.run import Run
+
+#: Two readings of one time may differ by the larger of these: an event is stamped after the clock was read.
+_SLACK_S = 0.05
+_SLACK_SHARE = 0.005
+#: A forward pass is one third of a training step's arithmetic.
+_FORWARD_SHARE = 1 / 3
+#: Times the median step.
+_OUTLIER = 10.0
+
+
+def _agree(a_s: float, b_s: float) -> bool:
+    return abs(a_s - b_s) <= max(_SLACK_S, _SLACK_SHARE * abs(b_s))
+
+
+@check_run("V201", "time never goes back", hint="the log was edited, or the clock is broken")
+def monotonic(run: Run, _record: Record) -> Iterator[str]:
+    """Stamps of the log, and train time from step to step."""
+    for before, after in pairwise(run.lines):
+        if after.t_mono_ns < before.t_mono_ns:
+            back_ns = before.t_mono_ns - after.t_mono_ns
+            yield f"line {after.i + 1} is stamped {back_ns:,} ns before the line above"
+            break
+    for step, seconds in zip(run.steps, run.step_s, strict=True):
+        if seconds < 0:
+            yield f"step {step.step} ends {-seconds:.6f} s before the step above"
+            break
+
+
+@check_run("V202", "steps, clock events and stamps give one train time", hint="only the harness keeps time")
+def clock_total(run: Run, _record: Record) -> Iterator[str]:
+    """The clock is run again from the stamps of its events."""
+    running_ns = since_ns = 0
+    for line in run.lines:
+        match line.event:
+            case runlog.ClockStart() | runlog.ClockResume():
+                since_ns = line.t_mono_ns
+            case runlog.ClockPause(train_time_s=stated_s) | runlog.ClockStop(train_time_s=stated_s):
+                running_ns += line.t_mono_ns - since_ns
+                if not _agree(stated_s, running_ns / 1e9):
+                    yield f"line {line.i + 1} says {stated_s:.3f} s, the stamps {running_ns / 1e9:.3f} s"
+    total_s = run.train_time_s
+    if not _agree(run.steps[-1].train_time_s, total_s):
+        yield f"the last step ends at {run.steps[-1].train_time_s:.3f} s, the clock stops at {total_s:.3f} s"
+    if run.end.train_time_s != total_s:
+        yield f"run_end says {run.end.train_time_s:.3f} s, clock_stop {total_s:.3f} s"
+
+
+@check_run(
+    "V203", "the train time fits into the wall time", hint="stamps in UTC are made with the log, never later"
+)
+def wall_time(run: Run, _record: Record) -> Iterator[str]:
+    """By the stamps in UTC, which another clock made."""
+    begun, ended = (
+        datetime.fromisoformat(run.line_of(kind).t_utc) for kind in (runlog.ClockStart, runlog.ClockStop)
+    )
+    span_s = (ended - begun).total_seconds()
+    for wall, wall_s in (("the stamps in UTC span", span_s), ("the cold wall time is", run.end.cold_wall_s)):
+        if wall_s < run.train_time_s and not _agree(run.train_time_s, wall_s):
+            yield f"{wall} {wall_s:.3f} s, the train time {run.train_time_s:.3f} s"
+
+
+@check_run(
+    "V204",
+    "the clock pauses for the declared validations only",
+    needs=("runs", "track"),
+    hint="the track says when to validate; nothing else stops the clock",
+)
+def pauses(run: Run, record: Record) -> Iterator[str]:
+    """One validation in each pause, the last one after the clock stopped."""
+    num_steps = run.start.num_steps
+    want = [step for step in range(num_steps) if record.rules.validates_at(step)] + [num_steps]
+    got = [val.step for val in run.vals]
+    if got != want:
+        yield f"validated before steps {_some(got)}; the track says {_some(want)}"
+    places = [_letter(line.event) for line in run.lines]
+    shape = "".join(place for place in places if place)
+    if shape != "(" + "[v]" * (len(run.vals) - 1) + ")v":
+        yield "a validation lies outside a pause, or a pause holds none"
+
+
+def _letter(event: runlog.AnyEvent) -> str:
+    """The clock's events as a word over ( [ v ] )."""
+    match event:
+        case runlog.ClockStart():
+            return "("
+        case runlog.ClockPause():
+            return "["
+        case runlog.Val():
+            return "v"
+        case runlog.ClockResume():
+            return "]"
+        case runlog.ClockStop():
+            return ")"
+    return ""
+
+
+def _some(steps: list[int]) -> str:
+    shown = ", ".join(map(str, steps[:8]))
+    return f"{shown}, ... ({len(steps)})" if len(steps) > 8 else shown
+
+
+@check_run(
+    "V205", "validations take the time they need", hint="a validation that takes no time scored nothing"
+)
+def val_time(run: Run, _record: Record) -> Iterator[str]:
+    """At least the arithmetic of a forward pass at the benched speed, and no longer than its pause."""
+    (plan,), (hw,) = run.of(runlog.Plan), run.of(runlog.Preflight)
+    peak_flops = hw.matmul_gflops * 1e9
+    for val in run.vals:
+        need_s = val.tokens * plan.flops_per_token * _FORWARD_SHARE / peak_flops if peak_flops > 0 else 0.0
+        if val.seconds < need_s or val.seconds <= 0:
+            yield f"step {val.step}: {val.seconds:.6f} s for {val.tokens:,} tokens; need {need_s:.6f} s"
+    paused_ns = 0
+    inside: list[runlog.Val] = []
+    for line in run.lines:
+        match line.event:
+            case runlog.ClockPause():
+                paused_ns, inside = line.t_mono_ns, []
+            case runlog.Val() as val:
+                inside.append(val)
+            case runlog.ClockResume():
+                pause_s, val_s = (line.t_mono_ns - paused_ns) / 1e9, sum(val.seconds for val in inside)
+                if pause_s < val_s and not _agree(pause_s, val_s):
+                    yield f"line {line.i + 1}: a pause of {pause_s:.3f} s for a validation of {val_s:.3f} s"
+
+
+@check_run("V206", "nothing is compiled while the clock runs", hint="compile every stage ahead of time")
+def no_compile(run: Run, _record: Record) -> Iterator[str]:
+    """Pauses count as running: compiling in one would be hidden."""
+    begun, ended = run.line_of(runlog.ClockStart).i, run.line_of(runlog.ClockStop).i
+    for line in run.lines[begun:ended]:
+        if isinstance(line.event, runlog.Compile):
+            yield f"line {line.i + 1}: {line.event.name} compiled in the clock"
+
+
+@check_run("V207", "the warm-up taught nothing", hint="rebuild the state after the warm-up")
+def warm_up(run: Run, _record: Record) -> Iterator[str]:
+    """The state before the first step is the initial one."""
+    hashes = [event.state_hash for event in (*run.of(runlog.WarmupStart), *run.of(runlog.WarmupEnd))]
+    if len(hashes) not in (0, 2) or not {run.file.init_hash}.issuperset(hashes):
+        yield "the state hashes before and after the warm-up and in run.json are not one"
+
+
+@check_run("V208", "what is not timed is short", needs=("runs", "track"), hint="compile less, or cache it")
+def untimed(run: Run, record: Record) -> Iterator[str]:
+    """From the first line to the start of the clock."""
+    cap_s = record.rules.rules.untimed_cap_s
+    spent_s = (run.line_of(runlog.ClockStart).t_mono_ns - run.lines[0].t_mono_ns) / 1e9
+    if spent_s > cap_s:
+        yield f"{spent_s:.1f} s before the clock; the track allows {cap_s:.1f} s"
+
+
+@check_run(
+    "V209",
+    "no step beats the benched speed",
+    hint="the host did not wait for the devices: sync, or bench again",
+)
+def throughput(run: Run, _record: Record) -> Iterator[str]:
+    """Model arithmetic a second, in the median step and in total, against the preflight's matmul."""
+    (plan,), (hw,) = run.of(runlog.Plan), run.of(runlog.Preflight)
+    per_step = [
+        step.batch_tokens / seconds if seconds > 0 else float("inf")
+        for step, seconds in zip(run.steps, run.step_s, strict=True)
+    ]
+    total = run.steps[-1].tokens_seen / run.train_time_s if run.train_time_s > 0 else float("inf")
+    for what, tokens_per_s in (("median step", median(per_step)), ("whole run", total)):
+        gflops = plan.flops_per_token * tokens_per_s / 1e9
+        if not 0 < gflops <= hw.matmul_gflops:
+            yield f"{what}: {gflops:,.1f} Gflop/s, the bench reached {hw.matmul_gflops:,.1f}"
+
+
+@check_run(
+    "V210", "no step stands out", severity="warning", hint="was the machine shared, or a step slow to start?"
+)
+def outliers(run: Run, _record: Record) -> Iterator[str]:
+    """A warning only: shared machines stutter."""
+    usual_s = median(run.step_s)
+    slow = [step for step, seconds in enumerate(run.step_s) if seconds > _OUTLIER * usual_s]
+    if slow:
+        usual = f"the median of {usual_s * 1e3:.1f} ms"
+        yield f"{len(slow)} step(s) took over {_OUTLIER:.0f} x {usual}: {_some(slow)}"

@@ -1,0 +1,49 @@
+"""What a check is."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from speedrun.ledger.record import Record
+from speedrun.ledger.run import Run
+
+Severity = Literal["error", "warning"]
+Need = Literal["runs", "manifest", "summary", "source", "track"]
+
+
+class Skip(Exception):
+    """Raised by a check that has nothing to say about this record; carries the reason."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One rule of a record, with an id that never changes."""
+
+    id: str
+    title: str  #: what is true of a good record
+    hint: str  #: what to do if it is not
+    needs: tuple[Need, ...]  #: parts of the record without which it cannot be asked
+    severity: Severity
+    find: Callable[[Record], Iterable[str]]  #: one line for each problem
+
+
+def check(
+    id: str, title: str, *, hint: str, needs: tuple[Need, ...] = ("runs",), severity: Severity = "error"
+) -> Callable[[Callable[[Record], Iterable[str]]], Check]:
+    """Makes a check of a function from a record to its problems."""
+    return lambda find: Check(id, title, hint, needs, severity, find)
+
+
+def check_run(
+    id: str, title: str, *, hint: str, needs: tuple[Need, ...] = ("runs",), severity: Severity = "error"
+) -> Callable[[Callable[[Run, Record], Iterable[str]]], Check]:
+    """Makes a check of a function that looks at one finished run (the record is there for its rules)."""
+
+    def decorate(find: Callable[[Run, Record], Iterable[str]]) -> Check:
+        def find_all(record: Record) -> Iterator[str]:
+            for run in record.finished:
+                yield from (f"{run.folder}: {problem}" for problem in find(run, record))
+
+        return Check(id, title, hint, needs, severity, find_all)
+
+    return decorate

@@ -1,0 +1,223 @@
+"""The files of a record, as types.
+
+    README.md  manifest.json  summary.json  source.txt  runs/<run>/{run.json,metrics.jsonl,log.txt}  plots/
+
+`run.json` holds the facts of one run, written when it ends. `manifest.json` holds the facts of all runs
+together, `summary.json` the numbers derived from them; both follow from the runs and can be made again.
+Losses are nats per token. A key that is not declared here is an error.
+"""
+
+import hashlib
+from typing import Literal, TypeVar
+
+import msgspec
+
+RUN_SCHEMA = "speedrun.run/1"
+MANIFEST_SCHEMA = "speedrun.manifest/1"
+SUMMARY_SCHEMA = "speedrun.summary/1"
+
+Outcome = Literal["finished", "non-finite", "aborted"]
+
+
+class FormatError(ValueError):
+    """A file of a record that is not what this module declares."""
+
+
+class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base: every key is known."""
+
+
+class ShardRange(_Strict, frozen=True):
+    """One contiguous range of positions read as inputs; the target one further is not counted."""
+
+    name: str
+    sha256: str  #: of the whole file
+    tokens: int  #: in the whole file
+    start: int  #: inclusive
+    stop: int  #: exclusive
+
+
+class DataRead(_Strict, frozen=True):
+    """What a run read."""
+
+    shards: tuple[ShardRange, ...]  #: in reading order
+    val_shard: ShardRange
+    val_sha256: str  #: of the scored ids
+    num_epochs: int = 1  #: each training position is read at most so often
+
+
+class RunFile(_Strict, frozen=True, tag_field="schema", tag=RUN_SCHEMA):
+    """`run.json`: the facts of one run."""
+
+    run_id: str  #: also the name of its folder
+    seed: int
+    track: str  #: name and version, as `smoke-cpu@1`
+    track_sha256: str
+    recipe: str
+    recipe_revision: int
+    overrides: dict[str, str]  #: what `--set` changed
+    config_sha256: str
+    source_sha256: str  #: of `source.txt`
+    created_utc: str
+    outcome: Outcome
+    init_hash: str  #: of the state before the first step
+    final_hash: str
+    first_batch_sha256: str | None  #: None if the run ended before its first step
+    first_loss: str | None  #: float as C hex; two seeds that share it are one seed
+    platform: str
+    device_kind: str
+    num_devices: int
+    software: dict[str, str]
+    environment: dict[str, str]
+    data: DataRead
+    peak_bytes: int
+    resumed_from: str | None = None
+
+
+class TrackRef(_Strict, frozen=True):
+    """The rules a record was made under."""
+
+    id: str
+    sha256: str
+
+
+class SourceFile(_Strict, frozen=True):
+    """One file inside `source.txt`."""
+
+    path: str
+    sha256: str
+    lines: int
+
+
+class Source(_Strict, frozen=True):
+    """The source closure."""
+
+    sha256: str
+    lines: int
+    files: tuple[SourceFile, ...]
+
+
+class Recipe(_Strict, frozen=True):
+    """What ran, and how to say so on a command line."""
+
+    name: str
+    revision: int
+    overrides: dict[str, str]
+
+
+class Hardware(_Strict, frozen=True):
+    """What it ran on."""
+
+    platform: str
+    device_kind: str
+    num_devices: int
+    matmul_gflops: float  #: of the bench before the first run
+
+
+class RunOutcome(_Strict, frozen=True):
+    """One run of the batch and how it ended; no run may vanish."""
+
+    run_id: str
+    seed: int
+    outcome: Outcome
+
+
+class Batch(_Strict, frozen=True):
+    """The declared runs and the ones that are there."""
+
+    declared_runs: int
+    runs: tuple[RunOutcome, ...]
+
+
+class FileRef(_Strict, frozen=True):
+    """One file of the record."""
+
+    bytes: int
+    sha256: str
+
+
+class About(_Strict, frozen=True):
+    """The part of a manifest that people write."""
+
+    title: str = "untitled"
+    authors: tuple[str, ...] = ()
+    parent_record: str | None = None
+    changes: tuple[str, ...] = ()  #: against the parent; one sentence each
+
+
+class Manifest(_Strict, frozen=True, tag_field="schema", tag=MANIFEST_SCHEMA):
+    """`manifest.json`: the facts of all runs."""
+
+    record_id: str  #: content hash of everything below
+    about: About
+    created_utc: str  #: of the first run
+    track: TrackRef
+    recipe: Recipe
+    source: Source
+    config: dict
+    config_sha256: str
+    data: DataRead
+    hardware: Hardware
+    software: dict[str, str]
+    environment: dict[str, str]
+    batch: Batch
+    files: dict[str, FileRef]  #: all but README.md, manifest.json, summary.json and plots
+
+
+class Summary(_Strict, frozen=True, tag_field="schema", tag=SUMMARY_SCHEMA):
+    """`summary.json`: derived numbers. Means are over finished runs; an sd needs two of them."""
+
+    num_runs: int
+    num_finished: int
+    target_loss: float
+    target_reached: bool
+    val_loss_mean: float | None
+    val_loss_sd: float | None
+    train_time_s_mean: float | None
+    train_time_s_sd: float | None
+    cold_wall_s_mean: float | None
+    compile_s_mean: float | None
+    num_steps: int
+    num_tokens: int
+    step_p50_ms: float
+    step_p95_ms: float
+    step_max_ms: float
+    data_wait_share: float | None  #: of the train time
+
+
+_File = TypeVar("_File", RunFile, Manifest, Summary)
+
+
+def encode(file: RunFile | Manifest | Summary) -> bytes:
+    """The one way to write a file of a record: indented, so that people and `diff` can read it."""
+    return msgspec.json.format(msgspec.json.encode(file), indent=2) + b"\n"
+
+
+def decode(raw: bytes, kind: type[_File]) -> _File:
+    """Reads what `encode` wrote, and nothing else.
+
+    Raises:
+        FormatError: not JSON, a missing, unknown or repeated key, a wrong type, other spacing.
+    """
+    try:
+        file = msgspec.json.decode(raw, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise FormatError(str(error)) from None
+    if encode(file) != raw:
+        raise FormatError("not in canonical form (a key twice, or other spacing)")
+    return file
+
+
+def sha256(raw: bytes) -> str:
+    """Full digest, 64 hex digits."""
+    return hashlib.sha256(raw).hexdigest()
+
+
+def config_sha256(config: dict) -> str:
+    """Digest of a resolved config: of its JSON with sorted keys. The seed is not part of a config."""
+    return sha256(msgspec.json.encode(config, order="sorted"))
+
+
+def record_id(manifest: Manifest) -> str:
+    """Content hash of a manifest without its own id."""
+    return sha256(encode(msgspec.structs.replace(manifest, record_id="")))

@@ -1,0 +1,148 @@
+"""Loss against train time: what a record looks like.
+
+The same record gives the same bytes: no dates, fixed ids. matplotlib is imported when something is drawn.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from speedrun.errors import UsageError
+from speedrun.ledger.record import Record, load
+from speedrun.ledger.run import Run, loss_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_INK, _GREY, _TRAIN, _VAL, _TARGET = "#1c2733", "#7a8691", "#93b1cf", "#1f5fa8", "#c8452f"
+_MAX_LABELS = 6
+_STYLE = {
+    "svg.hashsalt": "speedrun",
+    "font.family": ["DejaVu Sans"],
+    "font.size": 10,
+    "text.color": _INK,
+    "text.parse_math": False,  # a dollar sign in a name is a dollar sign
+    "axes.edgecolor": _GREY,
+    "axes.labelcolor": _INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "xtick.color": _GREY,
+    "ytick.color": _GREY,
+    "xtick.labelcolor": _INK,
+    "ytick.labelcolor": _INK,
+}
+
+
+def plot(record_dir: Path) -> list[Path]:
+    """Draws the record into `plots/loss.svg` and `plots/loss.png`.
+
+    Returns:
+        The files written.
+
+    Raises:
+        UsageError: if the folder is no record, or none of its runs can be read or has a step.
+    """
+    record = load(record_dir)
+    runs = [run for run in record.runs if run.steps]
+    if not runs:
+        raise UsageError(f"{record_dir} holds no run with a step; 'speedrun validate {record_dir}' says why")
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    folder = record_dir / "plots"
+    folder.mkdir(exist_ok=True)
+    paths = [folder / "loss.svg", folder / "loss.png"]
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(8.0, 4.5), layout="constrained")
+        _draw(figure.add_subplot(), record, runs)
+        figure.savefig(paths[0], metadata={"Date": None, "Creator": None})
+        figure.savefig(paths[1], dpi=160, metadata={"Software": None})
+    return paths
+
+
+def _draw(axes: "Axes", record: Record, runs: Sequence[Run]) -> None:
+    for run in runs:
+        times_s, losses = [step.train_time_s for step in run.steps], [step.loss for step in run.steps]
+        axes.plot(times_s, losses, color=_TRAIN, linewidth=0.7, alpha=0.8, zorder=1)
+        # No line through the validations: there are few, and the train loss shows the way between them.
+        axes.plot(
+            *_vals(run), color=_VAL, linestyle="none", marker="o", markersize=5, clip_on=False, zorder=3
+        )
+    if record.track is not None:
+        target = record.track.target
+        _level(axes, target.loss, f"target {target.loss:g}", _TARGET)
+        if target.entropy_rate:
+            _level(axes, target.entropy_rate, f"entropy rate {target.entropy_rate:.2f}", _GREY)
+    _label(axes, runs)
+    axes.set_xlim(left=0)
+    axes.margins(x=0.02)
+    axes.set_xlabel("train time (s)")
+    axes.set_ylabel("loss (nats per token)")
+    axes.set_title(_ascii(_headline(runs)), loc="left", fontsize=11, fontweight="bold", pad=14)
+    for height, name, colour in ((0.985, "train", _TRAIN), (0.925, "validation", _VAL)):
+        axes.text(0.995, height, name, color=colour, transform=axes.transAxes, ha="right", va="top")
+
+
+def _vals(run: Run) -> tuple[list[float], list[float]]:
+    """Train time and loss of the validations: one before step s stands where step s - 1 ended."""
+    ends_s = [0.0, *(step.train_time_s for step in run.steps)]
+    known = [val for val in run.vals if 0 <= val.step < len(ends_s) and val.tokens > 0]
+    return [ends_s[val.step] for val in known], [loss_of(val) for val in known]
+
+
+def _level(axes: "Axes", loss: float, text: str, colour: str) -> None:
+    """A horizontal line with its name at the left end, where the curves are far above it."""
+    axes.axhline(loss, color=colour, linewidth=1, linestyle=(0, (5, 3)), zorder=2)
+    axes.annotate(
+        text,
+        (0, loss),
+        xycoords=("axes fraction", "data"),
+        xytext=(5, 3),
+        textcoords="offset points",
+        color=colour,
+        fontsize=9,
+    )
+
+
+def _label(axes: "Axes", runs: Sequence[Run]) -> None:
+    """Writes the mean loss of the runs above some of the validations; always above the last."""
+    from matplotlib.patheffects import withStroke
+
+    points: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
+    for run in runs:
+        for number, point in enumerate(zip(*_vals(run), strict=True)):
+            points[number].append(point)
+    last = len(points) - 1
+    every = max(1, -(-last // (_MAX_LABELS - 1)))
+    for number in range(last, -1, -every):
+        times_s, losses = zip(*points[number], strict=True)
+        axes.annotate(
+            f"{fmean(losses):.4f}" if number == last else f"{fmean(losses):.2f}",
+            (fmean(times_s), max(losses)),
+            xytext=(0, 8) if number else (8, 0),
+            textcoords="offset points",
+            ha="center" if number else "left",  # the first one stands on the axis
+            color=_VAL,
+            fontsize=10 if number == last else 9,
+            path_effects=[withStroke(linewidth=3, foreground="white")],
+            fontweight="bold" if number == last else "normal",
+            zorder=4,
+        )
+
+
+def _headline(runs: Sequence[Run]) -> str:
+    """Recipe, track and result in one line."""
+    done = [run for run in runs if run.finished]
+    what = f"{runs[0].file.recipe} on {runs[0].file.track}"
+    if not done:
+        return f"{what}: not finished"
+    mean = "" if len(done) == 1 else f", mean of {len(done)} runs"
+    val, train = fmean(run.val_loss for run in done), fmean(run.train_time_s for run in done)
+    return f"{what}: {val:.4f} after {train:.1f} s{mean}"
+
+
+def _ascii(text: str) -> str:
+    """The font has few glyphs, and a stranger's text may be long."""
+    return text[:120].encode("ascii", "backslashreplace").decode()

@@ -1,0 +1,180 @@
+"""Reading a record folder that somebody else may have made.
+
+Nothing in it is trusted: only files with known names are opened, none above its size cap, none through a
+link. Each file is decoded once. What cannot be used is listed, never guessed at.
+"""
+
+import itertools
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from speedrun import track
+from speedrun.errors import UsageError
+from speedrun.ledger.format import FormatError, Manifest, Summary
+from speedrun.ledger.run import Run, read_json, read_run
+from speedrun.track import Track
+
+_MIB = 2**20
+
+_RUN = r"runs/[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}"
+
+#: Every folder of a record.
+FOLDERS = re.compile(rf"runs|plots|{_RUN}")
+
+#: Every file a record may hold, and how many bytes it may have.
+FILES = (
+    (re.compile(r"(manifest|summary)\.json"), _MIB),
+    (re.compile(r"source\.txt"), 4 * _MIB),
+    (re.compile(r"[A-Z]{1,30}\.md"), _MIB),
+    (re.compile(rf"{_RUN}/run\.json"), _MIB),
+    (re.compile(rf"{_RUN}/metrics\.jsonl"), 32 * _MIB),
+    (re.compile(rf"{_RUN}/log\.txt"), _MIB),
+    (re.compile(r"plots/[a-z0-9-]{1,60}\.(svg|png)"), 4 * _MIB),
+)
+MAX_FILES = 1000
+MAX_BYTES = 256 * _MIB
+
+_Read = TypeVar("_Read", Run, Manifest, Summary)
+
+
+@dataclass(frozen=True)
+class Record:
+    """A record folder, as far as it could be read."""
+
+    root: Path
+    raw: dict[str, bytes]  #: every file that may be here, by its path from the root
+    refused: dict[str, str]  #: what may not be here, by its path: why
+    malformed: tuple[str, ...]  #: files that do not hold what they must
+    runs: tuple[Run, ...]  #: by folder name
+    manifest: Manifest | None
+    summary: Summary | None
+    track: Track | None  #: None where these rules are not known here
+    whole: bool  #: every run could be read
+
+    @property
+    def finished(self) -> tuple[Run, ...]:
+        """The runs that came to their end."""
+        return tuple(run for run in self.runs if run.finished)
+
+    @property
+    def rules(self) -> Track:
+        """The track, for checks that are only asked when it is known."""
+        if self.track is None:
+            raise LookupError("this check must say that it needs the track")
+        return self.track
+
+
+def load(root: Path) -> Record:
+    """Reads a record folder; problems end up in the result.
+
+    Raises:
+        UsageError: if `root` is not a folder.
+    """
+    raw, refused = read_files(root)
+    folders = run_folders(raw)
+    malformed: list[str] = [] if folders else ["runs: the record holds no run"]
+
+    def attempt(read: Callable[[], _Read], paths: set[str]) -> _Read | None:
+        """None where it fails; a file that was refused has its line already."""
+        try:
+            return read()
+        except FormatError as error:
+            if paths.isdisjoint(refused):
+                malformed.append(str(error))
+            return None
+
+    read = [attempt(partial(read_run, raw, folder), run_paths(folder)) for folder in folders]
+    runs = tuple(run for run in read if run is not None)
+    manifest = attempt(lambda: read_json(raw, "manifest.json", Manifest), {"manifest.json"})
+    summary = attempt(lambda: read_json(raw, "summary.json", Summary), {"summary.json"})
+    return Record(
+        root=root,
+        raw=raw,
+        refused=refused,
+        malformed=tuple(malformed),
+        runs=runs,
+        manifest=manifest,
+        summary=summary,
+        track=known_track(runs),
+        whole=0 < len(runs) == len(folders),
+    )
+
+
+def known_track(runs: Sequence[Run]) -> Track | None:
+    """The rules that all runs name, if they are ours to the byte."""
+    named = {ref for run in runs for ref in (_track_in_log(run), (run.file.track, run.file.track_sha256))}
+    if len(named) != 1:
+        return None
+    track_id, sha256 = named.pop()
+    name = track_id.rpartition("@")[0]
+    if name not in track.names() or track.sha256(name) != sha256:
+        return None
+    rules = track.load(name)
+    return rules if rules.id == track_id else None
+
+
+def _track_in_log(run: Run) -> tuple[str, str]:
+    return run.start.track, run.start.track_sha256
+
+
+def read_files(root: Path) -> tuple[dict[str, bytes], dict[str, str]]:
+    """All files that a record may hold, and what else is there; both by path from the root.
+
+    Returns:
+        The content of each good file, and for each other thing the reason why it is refused.
+
+    Raises:
+        UsageError: if `root` is not a folder.
+    """
+    if not root.is_dir():
+        raise UsageError(f"{root} is not a folder; give the folder of a record (it holds manifest.json)")
+    raw: dict[str, bytes] = {}
+    refused: dict[str, str] = {}
+    left_bytes = MAX_BYTES
+    for path, entry in itertools.islice(_walk(root, ""), MAX_FILES):
+        size_bytes = entry.stat(follow_symlinks=False).st_size
+        if why := _objection(path, entry, size_bytes, left_bytes):
+            refused[path] = why
+        else:
+            raw[path] = Path(entry.path).read_bytes()
+            left_bytes -= size_bytes
+    return raw, refused
+
+
+def _objection(path: str, entry: os.DirEntry[str], size_bytes: int, left_bytes: int) -> str | None:
+    """Why a thing may not be in a record, or None."""
+    if entry.is_dir(follow_symlinks=False):
+        return "no folder of a record"
+    if not entry.is_file(follow_symlinks=False):
+        return "a link or a special file; a record holds plain files only"
+    cap_bytes = next((cap for pattern, cap in FILES if pattern.fullmatch(path)), None)
+    if cap_bytes is None:
+        return "no file of a record"
+    if size_bytes > min(cap_bytes, left_bytes):
+        return f"{size_bytes:,} bytes; at most {min(cap_bytes, left_bytes):,} are left for it"
+    return None
+
+
+def _walk(folder: Path, prefix: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """All files, and the folders it does not enter; never follows a link."""
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        path = prefix + entry.name
+        if entry.is_dir(follow_symlinks=False) and FOLDERS.fullmatch(path):
+            yield from _walk(folder / entry.name, f"{path}/")
+        else:
+            yield path, entry
+
+
+def run_folders(raw: dict[str, bytes]) -> list[str]:
+    """Names of the run folders."""
+    return sorted({path.split("/")[1] for path in raw if path.startswith("runs/")})
+
+
+def run_paths(folder: str) -> set[str]:
+    """The files of one run."""
+    return {f"runs/{folder}/{name}" for name in ("run.json", "metrics.jsonl", "log.txt")}

@@ -1,0 +1,185 @@
+"""One run of a record: its facts, its log line by line, its text.
+
+The log may come from a stranger. A line counts only if it is the one canonical spelling of a known event,
+which also refuses keys given twice, NaN and stray spaces; and the events must stand in an order that the
+checks can rely on.
+"""
+
+import itertools
+import math
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from typing import TypeVar
+
+import msgspec
+
+from speedrun import runlog
+from speedrun.ledger.format import FormatError, Manifest, RunFile, Summary, decode
+
+#: Events that a finished run has exactly once.
+_ONCE = (
+    runlog.Preflight,
+    runlog.DataReady,
+    runlog.Plan,
+    runlog.ClockStart,
+    runlog.ClockStop,
+    runlog.RunEnd,
+)
+_CLOCK = (runlog.ClockStart, runlog.ClockPause, runlog.ClockResume, runlog.ClockStop)
+
+
+_Event = TypeVar("_Event", bound=runlog.Event)
+_File = TypeVar("_File", RunFile, Manifest, Summary)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: its facts, its log, its text."""
+
+    file: RunFile
+    raw_lines: tuple[bytes, ...]
+    lines: tuple[runlog.Line, ...]
+    text: str
+    folder: str
+
+    @property
+    def finished(self) -> bool:
+        """Whether it claims to have come to its end."""
+        return self.file.outcome == "finished"
+
+    def of(self, kind: type[_Event]) -> list[_Event]:
+        """All events of one kind, in order."""
+        return [line.event for line in self.lines if isinstance(line.event, kind)]
+
+    def line_of(self, kind: type[runlog.Event]) -> runlog.Line:
+        """The line of the first event of one kind; the grammar says which must be there."""
+        return next(line for line in self.lines if isinstance(line.event, kind))
+
+    @cached_property
+    def start(self) -> runlog.RunStart:
+        """The first event."""
+        return self.of(runlog.RunStart)[0]
+
+    @cached_property
+    def end(self) -> runlog.RunEnd:
+        """The last event of a finished run."""
+        return self.of(runlog.RunEnd)[0]
+
+    @cached_property
+    def steps(self) -> list[runlog.Step]:
+        """All training steps."""
+        return self.of(runlog.Step)
+
+    @cached_property
+    def vals(self) -> list[runlog.Val]:
+        """All validations; the last one is the result."""
+        return self.of(runlog.Val)
+
+    @cached_property
+    def step_s(self) -> list[float]:
+        """Seconds each step took on the ranked clock."""
+        times = [0.0, *(step.train_time_s for step in self.steps)]
+        return [after - before for before, after in itertools.pairwise(times)]
+
+    @property
+    def train_time_s(self) -> float:
+        """What the clock showed when it was stopped."""
+        return self.of(runlog.ClockStop)[0].train_time_s
+
+    @property
+    def val_loss(self) -> float:
+        """The result, from the exact sum of the last validation."""
+        return loss_of(self.vals[-1])
+
+
+def loss_of(val: runlog.Val) -> float:
+    """Loss of a validation, from its exact sum."""
+    return float.fromhex(val.nll_sum) / val.tokens
+
+
+def read_json(raw: dict[str, bytes], path: str, kind: type[_File]) -> _File:
+    """One of the JSON files.
+
+    Raises:
+        FormatError: missing, or not what its type says.
+    """
+    try:
+        return decode(_required(raw, path), kind)
+    except FormatError as error:
+        raise FormatError(f"{path}: {error}") from None
+
+
+def read_run(raw: dict[str, bytes], folder: str) -> Run:
+    """One run with its log, decoded line by line.
+
+    Raises:
+        FormatError: a file is missing, or a line is not one canonical event.
+    """
+    path = f"runs/{folder}"
+    file = read_json(raw, f"{path}/run.json", RunFile)
+    log = _required(raw, f"{path}/metrics.jsonl").split(b"\n")
+    if log.pop():
+        raise FormatError(f"{path}/metrics.jsonl: the last line is torn")
+    lines = []
+    for number, raw_line in enumerate(log, 1):
+        try:
+            lines.append(_read_line(raw_line))
+        except FormatError as error:
+            raise FormatError(f"{path}/metrics.jsonl line {number}: {error}") from None
+    try:
+        text = _required(raw, f"{path}/log.txt").decode()
+    except UnicodeDecodeError as error:
+        raise FormatError(f"{path}/log.txt: {error}") from None
+    run = Run(file, tuple(log), tuple(lines), text, folder)
+    if problem := grammar_problem(run):
+        raise FormatError(f"{path}: {problem}")
+    return run
+
+
+def _read_line(raw_line: bytes) -> runlog.Line:
+    """One line, if it is canonical, and its hex floats and stamps are readable."""
+    try:
+        line = runlog.decode(raw_line)
+        if not datetime.fromisoformat(line.t_utc).tzinfo:
+            raise FormatError("t_utc has no time zone")
+        if isinstance(line.event, runlog.Val) and not math.isfinite(float.fromhex(line.event.nll_sum)):
+            raise FormatError("nll_sum is not finite")
+    except (msgspec.DecodeError, ValueError, OverflowError, RecursionError) as error:
+        raise FormatError(str(error)) from None
+    if line.encode() != raw_line:
+        raise FormatError("not in canonical form (a key twice, or other spacing)")
+    return line
+
+
+def _required(raw: dict[str, bytes], path: str) -> bytes:
+    if path not in raw:
+        raise FormatError(f"{path}: missing")
+    return raw[path]
+
+
+def grammar_problem(run: Run) -> str | None:
+    """What is wrong with the order of events, or None. Runs that broke off need only begin well."""
+    kinds = [type(line.event) for line in run.lines]
+    if not kinds or kinds[0] is not runlog.RunStart or kinds.count(runlog.RunStart) != 1:
+        return "the log must begin with its only run_start"
+    if [step.step for step in run.steps] != list(range(len(run.steps))):
+        return "steps must be numbered 0, 1, 2, ... without a gap"
+    if not run.finished:
+        return None
+    for kind in _ONCE:
+        if kinds.count(kind) != 1:
+            return (
+                f"a finished run has one {kind.__struct_config__.tag} event, this log has {kinds.count(kind)}"
+            )
+    clock = [kind for kind in kinds if kind in _CLOCK]
+    num_pauses = kinds.count(runlog.ClockPause)
+    if clock != [runlog.ClockStart, *(runlog.ClockPause, runlog.ClockResume) * num_pauses, runlog.ClockStop]:
+        return "the clock must start, pause and resume in turn, and stop"
+    if kinds[-1] is not runlog.RunEnd:
+        return "the log of a finished run must end with run_end"
+    if not run.vals or run.start.num_steps != len(run.steps) or not run.steps:
+        return f"want {run.start.num_steps} steps and a validation, got {len(run.steps)} and {len(run.vals)}"
+    if any(val.tokens <= 0 for val in run.vals):
+        return "a validation must score at least one token"
+    return None

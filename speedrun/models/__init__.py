@@ -1,0 +1,1 @@
+"""Architectures: a table of parameters and a forward function each."""

@@ -1,0 +1,45 @@
+"""Pure functions that models are wired from.
+
+Legend: B batch, T time, D model, H heads, K head width, F mlp.
+"""
+
+import jax
+import jax.numpy as jnp
+
+#: float32 machine epsilon: what the record's norms use.
+EPS = 1.1920929e-07
+
+
+def rms_norm(x: jax.Array) -> jax.Array:
+    """x / rms(x) over the last axis, no gain; computed in float32, returned in the dtype of `x`."""
+    x32 = x.astype(jnp.float32)
+    return (x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + EPS)).astype(x.dtype)
+
+
+def documents(tokens_BT: jax.Array, document_token: int) -> jax.Array:
+    """Index of the document each token belongs to; the opening token belongs to the document it opens."""
+    return jnp.cumsum(tokens_BT == document_token, axis=1)
+
+
+def rotary_angles(num_positions: int, head_dim: int) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines [T, K/2] of half-truncated rotary: half of the frequencies are zero.
+
+    f_i = (1/1024)^(i / (K/4 - 1)) for the first K/4 pairs; the other K/4 pairs do not turn, so that half
+    of the head is free of position. Source: record 2024-12, @YouJiacheng.
+    """
+    quarter = head_dim // 4
+    f_K = jnp.concatenate([(1 / 1024) ** jnp.linspace(0, 1, quarter, dtype=jnp.float32), jnp.zeros(quarter)])
+    theta_TK = jnp.arange(num_positions, dtype=jnp.float32)[:, None] * f_K[None, :]
+    return jnp.cos(theta_TK), jnp.sin(theta_TK)
+
+
+def rotary(x_BTHK: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Turns the pairs (i, i + K/2) of each head by its position times f_i; in float32, returned as it came."""
+    cos_THK, sin_THK = (a[:, None, :] for a in angles)
+    u, w = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([u * cos_THK + w * sin_THK, w * cos_THK - u * sin_THK], axis=-1).astype(x_BTHK.dtype)
+
+
+def relu_squared_mlp(x_BTD: jax.Array, up_FD: jax.Array, down_DF: jax.Array) -> jax.Array:
+    """W_down relu(W_up x)^2. Source: So et al. 2021, Primer."""
+    return jnp.square(jax.nn.relu(x_BTD @ up_FD.T)) @ down_DF.T

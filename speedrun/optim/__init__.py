@@ -1,0 +1,1 @@
+"""Optimisers by the optax contract, and schedules."""

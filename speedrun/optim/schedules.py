@@ -1,0 +1,38 @@
+"""What changes from step to step without changing shapes. All of it is traced: a new value never recompiles."""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+
+class StepInputs(NamedTuple):
+    """Inputs of one training step beside its batch; numpy scalars on the host."""
+
+    lr_scale: np.float32
+    momentum: np.float32
+    window_blocks: np.int32
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Record 21's schedules: flat then linear learning rate, momentum warm-up, windows that grow."""
+
+    cooldown_fraction: float  #: the last part of training, in which the learning rate falls
+    final_lr_scale: float
+    momentum_start: float
+    momentum_end: float
+    momentum_steps: int
+    final_window: float  #: blocks; the window is the smallest whole number not below final_window * progress
+
+    def at(self, step: int, num_steps: int) -> StepInputs:
+        """Inputs of step number `step` (from 0) of `num_steps`; at `num_steps` those of the last validation."""
+        progress = step / num_steps
+        remaining = min(1.0, (1 - progress) / self.cooldown_fraction)
+        warm = min(1.0, step / self.momentum_steps)
+        return StepInputs(
+            lr_scale=np.float32(remaining + self.final_lr_scale * (1 - remaining)),
+            momentum=np.float32(self.momentum_start + (self.momentum_end - self.momentum_start) * warm),
+            window_blocks=np.int32(max(1, math.ceil(self.final_window * progress))),
+        )

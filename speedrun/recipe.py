@@ -1,0 +1,143 @@
+"""A recipe is a value: everything that could change the loss curve, and nothing else."""
+
+import ast
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+
+from speedrun.errors import UsageError, unknown
+from speedrun.optim.groups import Transforms
+from speedrun.optim.schedules import Schedule, StepInputs
+from speedrun.params import Params, Table
+
+
+class ModelConfig(Protocol):
+    """What the step needs to know of any model."""
+
+    @property
+    def logit_cap(self) -> float:
+        """Soft cap of the logits."""
+        ...
+
+
+class Optimizer(Protocol):
+    """Anything that hands out one transformation a group."""
+
+    def transforms(self) -> Transforms:
+        """One transformation a group."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A stretch of training with static shapes: one executable each."""
+
+    num_steps: int
+    num_sequences: int  #: of one step, over all devices
+    seq_len: int  #: tokens
+
+    @property
+    def batch_tokens(self) -> int:
+        """Tokens of one step."""
+        return self.num_sequences * self.seq_len
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """All the science of a run. Variants are made by `dataclasses.replace`, never by flags."""
+
+    name: str
+    summary: str
+    parent: str | None
+    revision: int  #: goes up when its pinned trace changes
+    config: Any  #: a ModelConfig; one small dataclass a model file
+    table: Callable[[Any], Table]
+    forward: Callable[[Params, jax.Array, jax.Array, Any], jax.Array]
+    optimizer: Optimizer
+    schedule: Schedule
+    stages: tuple[Stage, ...]
+    eval_sequences: int  #: of one validation pass, over all devices
+    eval_seq_len: int
+    compute_dtype: str
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of all stages."""
+        return sum(stage.num_steps for stage in self.stages)
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of all stages."""
+        return sum(stage.num_steps * stage.batch_tokens for stage in self.stages)
+
+    def stage_of(self, step: int) -> int:
+        """Index of the stage that step number `step` belongs to."""
+        for i, stage in enumerate(self.stages):
+            if step < stage.num_steps:
+                return i
+            step -= stage.num_steps
+        raise ValueError(f"step lies {step} behind the last of {self.num_steps}")
+
+    def inputs_at(self, step: int) -> StepInputs:
+        """Scheduled inputs of a step."""
+        return self.schedule.at(step, self.num_steps)
+
+    def override(self, settings: Mapping[str, str]) -> "Recipe":
+        """A recipe with other numbers: `{"config.model_dim": "64", "stages.0.num_steps": "20"}`.
+
+        Raises:
+            UsageError: for a name that does not exist, or a value that is no literal of the right type.
+        """
+        recipe = self
+        for key, text in settings.items():
+            recipe = _replace(recipe, key, key.split("."), text)
+        return recipe
+
+
+def describe(value: Any) -> Any:
+    """A recipe (or part of it) as JSON: numbers as they are, functions by their dotted name."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: describe(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {"kind": f"{type(value).__module__}.{type(value).__qualname__}", **fields}
+    if isinstance(value, tuple):
+        return [describe(v) for v in value]
+    return f"{value.__module__}.{value.__qualname__}" if callable(value) else value
+
+
+def _replace(node: Any, key: str, path: list[str], text: str) -> Any:
+    """`node` with the setting at `path` replaced; rebuilds the frozen values on the way up."""
+    head, *rest = path
+    if isinstance(node, tuple):
+        places = {str(i): v for i, v in enumerate(node)}
+    elif dataclasses.is_dataclass(node):
+        places = {f.name: getattr(node, f.name) for f in dataclasses.fields(node)}
+    else:
+        raise UsageError(f"setting {key!r}: nothing lies below {node!r}; leave out '.{'.'.join(path)}'")
+    if head not in places:
+        raise unknown(f"setting in {key!r}:", head, places)
+    new = _replace(places[head], key, rest, text) if rest else _literal(places[head], key, text)
+    try:
+        if isinstance(node, tuple):
+            return tuple(new if i == int(head) else v for i, v in enumerate(node))
+        return dataclasses.replace(node, **{head: new})
+    except ValueError as error:
+        raise UsageError(f"setting {key}={text}: {error}") from None
+
+
+def _literal(old: Any, key: str, text: str) -> Any:
+    """`text` as a value of the type of `old`."""
+    kind = type(old)
+    if kind is str:
+        return text
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        value = None
+    if kind is float and type(value) is int:
+        value = float(value)
+    if kind not in (int, float, tuple) or type(value) is not kind:
+        raise UsageError(f"setting {key}={text!r}: need {'a number' if kind in (int, float) else 'a value'} like {old!r}")
+    return value

@@ -1,0 +1,268 @@
+"""The training step: one `jit` of one `shard_map`, the same code on 1, 2, 4 or 8 devices.
+
+    gather    one all-gather for each packed array, in the compute dtype
+    accumulate  forward and backward of each micro-batch on whole parameters, gradients summed in float32
+    scatter   one reduce-scatter for each packed array, the mean in float32
+    update    Muon on whole local matrices, Adam on local rows; nothing more is communicated
+
+State is donated, born sharded, and never whole on any device. What changes from step to step is read from
+a schedule that lies on the device, by the step number in the state: a step costs the host one dispatch.
+
+Legend: B sequences, T time, K matrices of a bank.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from speedrun.errors import UsageError
+from speedrun.kernels.cross_entropy import cross_entropy
+from speedrun.optim.muon import shape_factor
+from speedrun.optim.schedules import StepInputs
+from speedrun.params import AXIS, SCALARS, SHARDS, Layout, Params
+from speedrun.recipe import Recipe
+
+
+class TrainState(NamedTuple):
+    """All that a run is, apart from its place in the data. `params` are packed (`params.Layout`)."""
+
+    step: jax.Array  #: i32[]
+    params: Params
+    opt_state: optax.OptState
+
+
+class StepMetrics(NamedTuple):
+    """What one step tells, on the device; fetched one step late."""
+
+    loss: jax.Array  #: f32[], mean nats per token before the update
+    nonfinite: dict[str, jax.Array]  #: packed name -> bool[...], where a gradient is not finite
+
+
+@dataclass(frozen=True)
+class Program:
+    """A recipe on a mesh: the functions to compile, and where their arrays live."""
+
+    recipe: Recipe
+    mesh: Mesh
+    microbatches: int = SHARDS  #: of one step, over all devices; a split of the work, not of the mathematics
+
+    def __post_init__(self) -> None:
+        for stage in self.recipe.stages:
+            _check_division(stage.num_sequences, self.num_devices, self.microbatches)
+        _check_division(self.recipe.eval_sequences, self.num_devices, SHARDS)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the mesh."""
+        return self.mesh.size
+
+    @cached_property
+    def layout(self) -> Layout:
+        """How the recipe's parameters are packed."""
+        return Layout(self.recipe.table(self.recipe.config))
+
+    @cached_property
+    def transform(self) -> optax.GradientTransformationExtraArgs:
+        """The recipe's optimiser over packed arrays."""
+        return optax.partition(dict(self.recipe.optimizer.transforms()), self.layout.groups)
+
+    @cached_property
+    def specs(self) -> TrainState:
+        """How each leaf of the state is divided: an optimiser's leaf like the parameter it belongs to."""
+        abstract = jax.eval_shape(self._init, jax.random.key(0))
+
+        def spec(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> P:
+            # Zeros depend on no input, so XLA would put them on one device: say where they live.
+            names = [k.key for k in path if isinstance(k, jax.tree_util.DictKey) and k.key in self.layout.specs]
+            shaped_alike = names and leaf.shape == abstract.params[names[-1]].shape
+            return self.layout.specs[names[-1]] if shaped_alike else P()
+
+        return jax.tree_util.tree_map_with_path(spec, abstract)
+
+    @cached_property
+    def schedule(self) -> StepInputs:
+        """Inputs of every step and of the last validation, replicated on the devices: arrays [num_steps + 1]."""
+        rows = [self.recipe.inputs_at(step) for step in range(self.recipe.num_steps + 1)]
+        return jax.device_put(StepInputs(*map(np.stack, zip(*rows, strict=True))), NamedSharding(self.mesh, P()))
+
+    def shardings(self, specs: Any) -> Any:
+        """A tree of specs as shardings on this mesh."""
+        return jax.tree.map(lambda s: NamedSharding(self.mesh, s), specs, is_leaf=lambda s: isinstance(s, P))
+
+    def _init(self, key: jax.Array) -> TrainState:
+        params = self.layout.init(key)
+        return TrainState(jnp.zeros((), jnp.int32), params, self.transform.init(params))
+
+    @cached_property
+    def init(self) -> Callable[[jax.Array], TrainState]:
+        """Key to starting state; each device makes only its own part."""
+        return jax.jit(self._init, out_shardings=self.shardings(self.specs))
+
+    @cached_property
+    def train_step(self) -> Any:
+        """(state, tokens_BT, targets_BT, schedule) -> (state, metrics). `state` is donated."""
+        metrics_specs = StepMetrics(P(), self.layout.specs)
+        step = jax.shard_map(
+            self._train_step,
+            mesh=self.mesh,
+            in_specs=(self.specs, P(AXIS), P(AXIS), P()),
+            out_specs=(self.specs, metrics_specs),
+        )
+        return jax.jit(step, donate_argnums=0)
+
+    def _train_step(
+        self, state: TrainState, tokens_BT: jax.Array, targets_BT: jax.Array, schedule: StepInputs
+    ) -> tuple[TrainState, StepMetrics]:
+        """One device's part of a step."""
+        inputs = jax.tree.map(lambda x: x[state.step], schedule)
+        params = self.layout.unpack(self._gather(state.params))
+        loss, named_grads = self._loss_and_grads(params, tokens_BT, targets_BT, inputs)
+        grads = self._scatter_mean(self.layout.pack(named_grads))
+        updates, opt_state = self.transform.update(
+            grads, state.opt_state, state.params, momentum=inputs.momentum
+        )
+        updates = updates | {k: self._local_factor(k, f) * updates[k] for k, f in self._factors.items()}
+        new = jax.tree.map(lambda p, u: p + inputs.lr_scale * u, state.params, updates)
+        metrics = StepMetrics(jax.lax.pmean(loss, AXIS), {k: _nonfinite(k, g) for k, g in grads.items()})
+        return TrainState(state.step + 1, new, opt_state), metrics
+
+    def _loss_and_grads(
+        self, params: Params, tokens_BT: jax.Array, targets_BT: jax.Array, inputs: StepInputs
+    ) -> tuple[jax.Array, Params]:
+        """Mean loss and float32 gradients over this device's sequences, one micro-batch at a time."""
+        num_local = self.microbatches // self.num_devices
+
+        def loss_fn(params: Params, tokens_BT: jax.Array, targets_BT: jax.Array) -> jax.Array:
+            return jnp.mean(self.nll(params, tokens_BT, targets_BT, inputs.window_blocks))
+
+        def accumulate(total: Any, batch: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
+            one = jax.value_and_grad(loss_fn)(params, *batch)
+            return jax.tree.map(lambda t, x: t + x.astype(jnp.float32), total, one), None
+
+        first, *rest = zip(*(jnp.split(x, num_local) for x in (tokens_BT, targets_BT)), strict=True)
+        total = jax.tree.map(lambda x: x.astype(jnp.float32), jax.value_and_grad(loss_fn)(params, *first))
+        if rest:
+            stacked = jax.tree.map(lambda *x: jnp.stack(x), *rest)
+            total, _ = jax.lax.scan(accumulate, total, stacked)
+        return jax.tree.map(lambda x: x / num_local, total)
+
+    def nll(self, params: Params, tokens_BT: jax.Array, targets_BT: jax.Array, window_blocks: jax.Array) -> jax.Array:
+        """Negative log likelihood of every target under named parameters: f32 [B * T], nats."""
+        x_BTD = self.recipe.forward(params, tokens_BT, window_blocks, self.recipe.config)
+        x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
+        return cross_entropy(x_ND, params["head"], targets_BT.reshape(-1), cap=self.recipe.config.logit_cap)
+
+    @cached_property
+    def eval_step(self) -> Any:
+        """(packed params, tokens_BT, targets_BT, schedule, step) -> summed nats of each sequence, f32 [B]."""
+        return jax.jit(
+            jax.shard_map(
+                self._eval_step,
+                mesh=self.mesh,
+                in_specs=(self.layout.specs, P(AXIS), P(AXIS), P(), P()),
+                out_specs=P(AXIS),
+            )
+        )
+
+    def _eval_step(
+        self, packed: Params, tokens_BT: jax.Array, targets_BT: jax.Array, schedule: StepInputs, step: jax.Array
+    ) -> jax.Array:
+        """One device's sequences, in chunks as large as on a full node, so that memory does not grow."""
+        params = self.layout.unpack(self._gather(packed))
+        chunk = self.recipe.eval_sequences // SHARDS
+
+        def score(batch: tuple[jax.Array, jax.Array]) -> jax.Array:
+            nll_N = self.nll(params, *batch, schedule.window_blocks[step])
+            return jnp.sum(nll_N.reshape(chunk, -1), axis=1)
+
+        chunks = tuple(x.reshape(-1, chunk, x.shape[-1]) for x in (tokens_BT, targets_BT))
+        return jax.lax.map(score, chunks).reshape(-1)
+
+    def _gather(self, packed: Params) -> Params:
+        """Whole parameters on every device, in the compute dtype."""
+        cast = {k: x.astype(self.recipe.compute_dtype) for k, x in packed.items()}
+        return {
+            k: jax.lax.pcast(x, AXIS, to="varying") if k == SCALARS else jax.lax.all_gather(x, AXIS, tiled=True)
+            for k, x in cast.items()
+        }
+
+    def _scatter_mean(self, grads: Params) -> Params:
+        """Mean over devices; each keeps the part it owns."""
+        return {
+            k: (jax.lax.psum(g, AXIS) if k == SCALARS else jax.lax.psum_scatter(g, AXIS, tiled=True)) / self.num_devices
+            for k, g in grads.items()
+        }
+
+    @cached_property
+    def _factors(self) -> dict[str, np.ndarray]:
+        """Muon's shape factor of each matrix of each bank."""
+        return self.layout.per_matrix(shape_factor)
+
+    def _local_factor(self, name: str, factor_K: np.ndarray) -> jax.Array:
+        """The factors of the matrices this device owns: f32 [K / devices, 1, 1]."""
+        num_local = len(factor_K) // self.num_devices
+        start = jax.lax.axis_index(AXIS) * num_local
+        return jax.lax.dynamic_slice_in_dim(jnp.asarray(factor_K), start, num_local)[:, None, None]
+
+    def first_nonfinite(self, metrics: StepMetrics) -> str | None:
+        """Name of the first parameter, in the order of the table, whose gradient is not finite."""
+        bad: set[str] = set()
+        for packed, flags in jax.device_get(metrics.nonfinite).items():
+            if packed in self.layout.banks:
+                bad |= {m.name for m, flag in zip(self.layout.banks[packed], flags, strict=False) if flag}
+            elif packed != SCALARS:
+                bad |= {packed} if flags.any() else set()
+            else:
+                sizes = [self.layout.table[name].size for name in self.layout.scalars]
+                parts = np.split(flags, np.cumsum(sizes)[:-1])
+                bad |= {name for name, part in zip(self.layout.scalars, parts, strict=True) if part.any()}
+        return next((name for name in self.layout.table if name in bad), None)
+
+
+def _nonfinite(name: str, grad: jax.Array) -> jax.Array:
+    """Where a gradient is not finite: one flag a matrix, one a device for a table, one a scalar."""
+    bad = ~jnp.isfinite(grad)
+    if name == SCALARS:
+        return bad
+    return jnp.any(bad, axis=(1, 2)) if grad.ndim == 3 else jnp.any(bad)[None]
+
+
+def _check_division(num_sequences: int, num_devices: int, microbatches: int) -> None:
+    if SHARDS % num_devices:
+        raise UsageError(f"got {num_devices} devices, need a divisor of {SHARDS}; pass --devices 1, 2, 4 or 8")
+    if num_sequences % microbatches or microbatches % num_devices:
+        raise UsageError(
+            f"{num_sequences} sequences in {microbatches} micro-batches on {num_devices} devices do not come out even; "
+            f"choose a number of micro-batches that {num_devices} divides and that divides {num_sequences}"
+        )
+
+
+@jax.jit
+def fingerprint(state: TrainState) -> jax.Array:
+    """64 bits of a state, equal for equal bits whatever the devices: u32[2].
+
+    Integer sums wrap and do not depend on their order, so no device count or reduction tree can change them.
+    """
+    lanes = jnp.zeros(2, jnp.uint32)
+    for leaf in jax.tree.leaves(state):
+        flat = leaf.reshape(-1)
+        width = jnp.dtype(leaf.dtype).itemsize * 8
+        bits = jax.lax.bitcast_convert_type(flat, jnp.dtype(f"uint{width}")).astype(jnp.uint32)
+        place = jax.lax.iota(jnp.uint32, flat.size)
+        odd = (place[None, :] * jnp.array([[2654435761], [2246822519]], jnp.uint32)) | 1
+        mixed = (bits[None, :] ^ (bits[None, :] >> 15)) * odd
+        lanes = lanes * jnp.uint32(1000003) + jnp.sum(mixed ^ (mixed >> 13), axis=1, dtype=jnp.uint32)
+    return lanes
+
+
+def state_hash(state: TrainState) -> str:
+    """`fingerprint` as 16 hex digits on the host."""
+    return "".join(f"{int(lane):08x}" for lane in jax.device_get(fingerprint(state)))

@@ -1,0 +1,268 @@
+"""Makes small records by code alone: honest ones, and forgeries by somebody who knows the format.
+
+A forger edits events or facts *before* the log is chained and the record is assembled, so every hash is
+right and only the one thing that was edited is wrong. Time is a fake clock.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from speedrun import console, runlog, track
+from speedrun.ledger import format
+from speedrun.ledger.assemble import assemble
+from speedrun.ledger.format import DataRead, RunFile, ShardRange
+from speedrun.sourcefile import join_source
+
+VAL_TOKENS = 1000
+SHARD_TOKENS = 5000
+BATCH_TOKENS = 100
+VAL_S = 0.5
+PAUSE_S = 0.6
+EPOCH = datetime(2026, 10, 2, tzinfo=UTC)
+SOURCE = join_source({"speedrun/recipes/tiny.py": "SIZE = 1\n", "speedrun/empty.py": ""})
+CONFIG = {"recipe": {"width": 8, "lr": 0.02}, "stages": [10]}
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def install_track(folder: Path) -> None:
+    """Writes the track of the forged records; the caller points speedrun.track at the folder."""
+    shards = [f"t_{kind}_{number}.bin" for kind, number in (("val", 0), ("train", 1), ("train", 2))]
+    table = "\n".join(f'"{name}" = "{digest(name)}"' for name in shards)
+    (folder / "forged.toml").write_text(
+        f"""
+        name = "forged"
+        version = 1
+        summary = "a track for forgers"
+        recipe = "tiny"
+        [data]
+        folder = "forged"
+        train = "t_train_*.bin"
+        val = "t_val_*.bin"
+        val_tokens = {VAL_TOKENS}
+        vocab_size = 256
+        document_token = 0
+        get = "none"
+        [data.sha256]
+        {table}
+        [target]
+        loss = 3.28
+        entropy_rate = 3.0
+        [rules]
+        platform = "cpu"
+        num_devices = 8
+        min_runs = 1
+        val_every = 4
+        untimed_cap_s = 1800.0
+        ranked = false
+        """
+    )
+
+
+class Moment(NamedTuple):
+    """An event and when it was."""
+
+    event: runlog.AnyEvent
+    mono_ns: int
+    utc_ns: int
+
+
+Moments = list[Moment]
+Edit = Callable[[Moments], Moments]
+
+
+def shard(name: str, start: int, stop: int) -> ShardRange:
+    return ShardRange(name=name, sha256=digest(name), tokens=SHARD_TOKENS, start=start, stop=stop)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a run is made from."""
+
+    seed: int = 1
+    shards: tuple[ShardRange, ...] = (shard("t_train_1.bin", 0, 600), shard("t_train_2.bin", 0, 400))
+    step_s: tuple[float, ...] = (0.1,) * 10
+    val_losses: tuple[float, ...] = (5.5, 4.0, 3.4, 3.25)
+    edit_log: Edit = list
+    edit_run: Callable[[RunFile], RunFile] = lambda run: run
+
+    @property
+    def run_id(self) -> str:
+        return f"tiny-{self.seed}-00a{self.seed}"
+
+
+class _FakeClock:
+    def __init__(self) -> None:
+        self.mono_ns = 10_000_000_000_000
+        self.train_ns = 0
+        self.moments: Moments = []
+
+    def emit(self, event: runlog.AnyEvent, after_s: float = 0.0) -> None:
+        self.mono_ns += round(after_s * 1e9)
+        self.moments.append(Moment(event, self.mono_ns, self.mono_ns))
+
+    def train(self, seconds: float) -> float:
+        self.train_ns += round(seconds * 1e9)
+        self.mono_ns += round(seconds * 1e9)
+        return self.train_s
+
+    @property
+    def train_s(self) -> float:
+        return self.train_ns / 1e9
+
+
+def moments(spec: Spec) -> Moments:
+    """The log of an honest run."""
+    clock, num_steps = _FakeClock(), len(spec.step_s)
+    losses = iter(spec.val_losses)
+    places = [
+        (number, offset)
+        for number, part in enumerate(spec.shards)
+        for offset in range(part.start + BATCH_TOKENS, part.stop + 1, BATCH_TOKENS)
+    ]
+    for event in _opening(spec, num_steps):
+        clock.emit(event, after_s=0.2)
+    clock.emit(runlog.ClockStart())
+    for step, seconds in enumerate(spec.step_s):
+        if step % 4 == 0:
+            clock.emit(runlog.ClockPause("validation", clock.train_s))
+            clock.emit(_val(step, next(losses)), after_s=PAUSE_S)
+            clock.emit(runlog.ClockResume(clock.train_s))
+        time_s, seen = clock.train(seconds), BATCH_TOKENS * (step + 1)
+        clock.emit(
+            runlog.Step(
+                step, time_s, 5.0 - 0.1 * step + 0.01 * spec.seed, BATCH_TOKENS, seen, places[step], 1.0, 3
+            )
+        )
+    clock.emit(runlog.ClockStop(clock.train_s))
+    final = next(losses)
+    clock.emit(_val(num_steps, final), after_s=PAUSE_S)
+    clock.emit(runlog.RunEnd("finished", final, clock.train_s, 9.0, 0.4, 0.2, 2.4, 0.01, 2**20, "f" * 16))
+    return clock.moments
+
+
+def _opening(spec: Spec, num_steps: int) -> list[runlog.AnyEvent]:
+    tokens = num_steps * BATCH_TOKENS
+    return [
+        runlog.RunStart(
+            run_id=spec.run_id,
+            track="forged@1",
+            track_sha256=track.sha256("forged"),
+            recipe="tiny",
+            seed=spec.seed,
+            num_steps=num_steps,
+            source_sha256=digest(SOURCE),
+            config=CONFIG,
+            config_sha256=format.config_sha256(CONFIG),
+        ),
+        runlog.Preflight("cpu", "cpu", 8, {"jax": "0.10.2"}, {"XLA_FLAGS": ""}, 50.0),
+        runlog.DataReady("forged", ["t_train_1.bin", "t_train_2.bin"], "t_val_0.bin", VAL_TOKENS, "a" * 64),
+        runlog.Plan(1_000_000, BATCH_TOKENS, tokens, 6e6, 2**20, 2**21),
+        runlog.Compile("train/0", 0.3),
+        runlog.Compile("eval", 0.1),
+        runlog.WarmupStart("e" * 16),
+        runlog.WarmupEnd("e" * 16, 2, 0.2),
+    ]
+
+
+def _val(step: int, loss: float) -> runlog.Val:
+    nll_sum = loss * VAL_TOKENS
+    return runlog.Val(step, nll_sum / VAL_TOKENS, VAL_TOKENS, nll_sum.hex(), VAL_S)
+
+
+def run_file(spec: Spec, log: Moments) -> RunFile:
+    """The facts of an honest run."""
+    first = next((moment.event for moment in log if isinstance(moment.event, runlog.Step)), None)
+    return RunFile(
+        run_id=spec.run_id,
+        seed=spec.seed,
+        track="forged@1",
+        track_sha256=track.sha256("forged"),
+        recipe="tiny",
+        recipe_revision=1,
+        overrides={"lr": "0.02"},
+        config_sha256=format.config_sha256(CONFIG),
+        source_sha256=digest(SOURCE),
+        created_utc=f"2026-10-02T0{spec.seed}:00:00+00:00",
+        outcome="finished",
+        init_hash="e" * 16,
+        final_hash="f" * 16,
+        first_batch_sha256="b" * 64,
+        first_loss=first.loss.hex() if first else None,
+        platform="cpu",
+        device_kind="cpu",
+        num_devices=8,
+        software={"jax": "0.10.2"},
+        environment={"XLA_FLAGS": ""},
+        data=DataRead(shards=spec.shards, val_shard=shard("t_val_0.bin", 0, VAL_TOKENS), val_sha256="a" * 64),
+        peak_bytes=2**20,
+    )
+
+
+def chain(log: Moments) -> list[runlog.Line]:
+    """The lines of a log, with their hashes."""
+    lines, prev = [], runlog.GENESIS
+    for number, (event, mono_ns, utc_ns) in enumerate(log):
+        utc = (EPOCH + timedelta(microseconds=utc_ns // 1000)).isoformat(timespec="microseconds")
+        lines.append(runlog.Line(number, mono_ns, utc, prev, event))
+        prev = runlog.digest(lines[-1].encode())
+    return lines
+
+
+def write_run(root: Path, spec: Spec) -> Path:
+    """Writes one run into a record; returns its folder."""
+    honest = moments(spec)
+    lines = chain(spec.edit_log(honest))
+    folder = root / "runs" / spec.run_id
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_bytes(b"".join(line.encode() + b"\n" for line in lines))
+    (folder / "log.txt").write_text(console.render(lines))
+    (folder / "run.json").write_bytes(format.encode(spec.edit_run(run_file(spec, honest))))
+    return folder
+
+
+def forge(root: Path, *, seeds: Sequence[int] = (1, 2), **spec) -> Path:
+    """Writes a record of one run for each seed, all made from the same spec; returns its folder."""
+    root.mkdir(exist_ok=True)
+    (root / "source.txt").write_text(SOURCE)
+    for seed in seeds:
+        write_run(root, Spec(seed=seed, **spec))
+    assemble(root, title="forged", authors=["nobody"])
+    return root
+
+
+def change(kind: type[runlog.Event], *, at: int | None = None, **fields) -> Edit:
+    """Edits fields of all events of a kind, or of the one `at` a place among them."""
+
+    def edit(log: Moments) -> Moments:
+        places = [place for place, moment in enumerate(log) if isinstance(moment.event, kind)]
+        for place in places if at is None else [places[at]]:
+            new = {k: v(log[place].event) if callable(v) else v for k, v in fields.items()}
+            log[place] = log[place]._replace(event=msgspec.structs.replace(log[place].event, **new))
+        return log
+
+    return edit
+
+
+def both(*edits: Edit) -> Edit:
+    """One edit after the other."""
+
+    def edit(log: Moments) -> Moments:
+        for one in edits:
+            log = one(log)
+        return log
+
+    return edit
+
+
+def facts(**fields) -> Callable[[RunFile], RunFile]:
+    """Edits fields of run.json."""
+    return lambda run: msgspec.structs.replace(run, **fields)

@@ -1,0 +1,229 @@
+"""The command line: fast, helpful, and its errors are one line with the right exit code."""
+
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import click
+import msgspec
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from speedrun import __version__, cli, track
+from speedrun.cli import doctor
+from speedrun.cli.options import json_option
+from speedrun.clock import Stopwatch
+from speedrun.data import shards, synthetic
+from speedrun.errors import EXIT_CODES, DataError, NonFiniteError, SpeedrunError, UsageError
+
+HEAVY = ("jax", "numpy", "msgspec", "rich", "optax", "matplotlib")
+
+
+def invoke(*args: str) -> Result:
+    return CliRunner().invoke(cli.command, args, prog_name="speedrun")
+
+
+def test_help_is_fast():
+    def seconds() -> float:
+        watch = Stopwatch()
+        subprocess.run([sys.executable, "-m", "speedrun", "--help"], check=True, capture_output=True)
+        return watch.seconds
+
+    assert min(seconds() for _ in range(3)) < 0.3
+
+
+def test_help_imports_nothing_heavy():
+    script = (
+        "import sys; from speedrun.cli import command; command(['--help'], standalone_mode=False)\n"
+        f"sys.exit(','.join(set({HEAVY}) & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "\n"), "sys.exit prints the names"
+    assert "Commands:" in done.stdout
+
+
+def test_help_says_what_there_is():
+    shown = invoke("--help").output
+    for name in cli.COMMANDS:
+        assert f"\n  {name} " in shown
+    for code, meaning in EXIT_CODES.items():
+        assert f"\n  {code}  {meaning}" in shown
+    assert "Example:" in shown
+    assert invoke("--version").output == f"speedrun {__version__}\n"
+
+
+SUBCOMMANDS = ("data", "synth"), ("data", "verify")
+
+
+@pytest.mark.parametrize("names", [*((name,) for name in cli.COMMANDS), *SUBCOMMANDS], ids=" ".join)
+def test_every_help_has_an_example(names: tuple[str, ...]):
+    result = invoke(*names, "--help")
+    assert result.exit_code == 0
+    assert f"Usage: speedrun {' '.join(names)} " in result.output
+    assert f"speedrun {' '.join(names)}" in result.output.partition("Example")[2]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["dta"], "error: unknown command 'dta'; did you mean 'data'?"),
+        (["zzz"], "error: unknown command 'zzz'; choose one of: data, doctor, plot, replay, run, validate"),
+        (["data", "verify", "--track", "smoke"], "error: unknown track 'smoke'; did you mean 'smoke-cpu'?"),
+        (["data", "synth", "--track", "webmini"], "error: track 'webmini' is not synthetic"),
+        (["data", "verify", "--fall"], "Error: No such option"),
+        (["data", "verfy"], "Error: No such command 'verfy'"),
+    ],
+)
+def test_wrong_usage_ends_with_2(args: list[str], message: str):
+    result = invoke(*args)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stdout == ""
+
+
+# --- errors -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def raiser(monkeypatch: pytest.MonkeyPatch):
+    """Makes `speedrun run` raise what the test wants."""
+
+    def install(error: BaseException) -> None:
+        @click.command
+        @json_option
+        def command(*, as_json: bool) -> None:
+            raise error
+
+        module = types.SimpleNamespace(command=command)
+        monkeypatch.setitem(sys.modules, "speedrun.cli.run", module)
+
+    return install
+
+
+@pytest.mark.parametrize("kind", [SpeedrunError, UsageError, DataError, NonFiniteError])
+def test_an_expected_error_is_one_line(raiser, kind: type[SpeedrunError]):
+    raiser(kind("got; need; do"))
+    plain = invoke("run")
+    assert (plain.exit_code, plain.stdout, plain.stderr) == (kind.exit_code, "", "error: got; need; do\n")
+    machine = invoke("run", "--json")
+    assert (machine.exit_code, machine.stderr) == (kind.exit_code, "")
+    assert json.loads(machine.stdout) == {"error": "got; need; do", "exit_code": kind.exit_code}
+    assert kind.exit_code in EXIT_CODES
+
+
+def test_an_interrupt_ends_with_130(raiser):
+    raiser(KeyboardInterrupt())
+    assert invoke("run").exit_code == 130
+
+
+def test_an_unexpected_error_keeps_its_traceback(raiser):
+    raiser(ZeroDivisionError("a bug"))
+    assert isinstance(invoke("run").exception, ZeroDivisionError)
+
+
+# --- data -------------------------------------------------------------------------------------------------
+
+SMALL = msgspec.structs.replace(
+    track.load("smoke-cpu").data, val_tokens=3, vocab_size=5, document_token=0, sha256={}
+)
+
+
+def write(_: track.Track, folder: Path) -> shards.Manifest:
+    """Stands for the generator: two shards of five tokens."""
+    folder.mkdir()
+    names = ("smoke_train_000001.bin", "smoke_val_000000.bin")
+    digests = [shards.sha256(shards.write_shard(folder / name, np.arange(5)).path) for name in names]
+    entries = {name: shards.ShardEntry(5, 1, digest) for name, digest in zip(names, digests, strict=True)}
+    manifest = shards.Manifest("a test", {}, 5, 0, entries)
+    shards.write_manifest(folder, manifest)
+    return manifest
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The smoke track with hardly any data; answers where its data belongs."""
+    smoke = msgspec.structs.replace(track.load("smoke-cpu"), data=SMALL, synthetic={"seed": 1})
+    monkeypatch.setattr(track, "load", lambda _: smoke)
+    monkeypatch.setattr(synthetic, "write", write, raising=False)
+    monkeypatch.setenv("SPEEDRUN_DATA", str(tmp_path))
+    return tmp_path / "smoke"
+
+
+def test_data_is_made_and_verified(small: Path):
+    assert invoke("data", "verify").exit_code == DataError.exit_code
+    made = invoke("data", "synth")
+    assert made.exit_code == 0, made.output
+    assert f"{small / 'smoke_val_000000.bin'}  5 tokens  1 documents" in made.stdout
+    assert "ok  " in invoke("data", "verify").stdout
+    digest = shards.sha256(small / "smoke_val_000000.bin")
+    assert digest not in invoke("data", "verify").stdout
+    assert digest in invoke("data", "verify", "--full").stdout
+
+
+def test_data_speaks_json(small: Path):
+    folder = small.with_name("elsewhere")
+    made = json.loads(invoke("data", "synth", "--out", str(folder), "--json").stdout)
+    assert (made["track"], made["folder"]) == ("smoke-cpu@1", str(folder))
+    verified = json.loads(invoke("data", "verify", "--data", str(folder), "--full", "--json").stdout)
+    digests = {shard["name"]: shard["sha256"] for shard in verified["shards"]}
+    assert digests == {name: entry["sha256"] for name, entry in made["manifest"]["shards"].items()}
+    refused = invoke("data", "verify", "--json")
+    assert json.loads(refused.stdout)["exit_code"] == refused.exit_code == DataError.exit_code
+
+
+# --- doctor -----------------------------------------------------------------------------------------------
+
+
+def test_doctor_finds_this_machine_fit():
+    # A process of its own: it wants eight devices, and JAX may have started here with another number.
+    args = [sys.executable, "-m", "speedrun", "doctor", "--json"]
+    done = subprocess.run(args, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    found = {check["name"]: check for check in report["checks"]}
+    assert report["ready"]
+    assert report["next"].startswith("speedrun ")
+    assert {"python", "jax", "devices", "collective", "matmul", "disk", "data smoke-cpu"} <= found.keys()
+    assert found["track smoke-cpu"]["ok"]
+    devices = found["devices"]["found"]
+    assert "cpu" not in devices or devices == "8 x cpu (simulated)"
+
+
+@pytest.mark.parametrize(
+    ("version", "ok"),
+    [("0.10.2", True), ("0.10.10", True), ("0.11.0.dev1", True), ("0.10.1", False), ("0.9.9", False)],
+)
+def test_doctor_compares_versions_as_numbers(version: str, ok: bool):
+    assert doctor._check_floor("jax", version, "jax>=0.10.2").ok == ok
+
+
+def test_doctor_refuses_a_machine_that_is_not_fit(small: Path, monkeypatch: pytest.MonkeyPatch):
+    bad = doctor.Check("python", "2.7; need python>=3.11", ok=False)
+    monkeypatch.setattr(doctor, "_check_software", lambda: [bad])
+    result = invoke("doctor")
+    assert result.exit_code == 1
+    assert "bad   python: 2.7; need python>=3.11\n" in result.stdout
+    assert "note  data smoke-cpu: " in result.stdout
+    assert result.stdout.splitlines()[-1] == "next: repair what is marked above, then: speedrun doctor"
+
+
+def test_doctor_says_what_to_type_next(small: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(doctor, "_check_software", lambda: [])
+    monkeypatch.setattr(doctor, "_check_devices", lambda: [])
+    assert invoke("doctor").stdout.splitlines()[-1] == "next: speedrun data synth --track smoke-cpu"
+    invoke("data", "synth")
+    assert invoke("doctor").stdout.splitlines()[-1] == "next: speedrun run --track smoke-cpu"
+
+
+def test_doctor_survives_a_broken_driver(small: Path, monkeypatch: pytest.MonkeyPatch):
+    def broken():
+        raise RuntimeError("no CUDA\nand a long tale")
+
+    monkeypatch.setattr(doctor, "_check_software", lambda: [])
+    monkeypatch.setattr(doctor, "_check_devices", broken)
+    result = invoke("doctor")
+    assert result.exit_code == 1
+    assert "bad   devices: no CUDA\n" in result.stdout

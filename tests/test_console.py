@@ -1,0 +1,145 @@
+import io
+import re
+from itertools import pairwise
+
+import pytest
+from record_forge import Spec, chain, change, install_track, moments
+from rich.console import Console
+
+from speedrun import runlog, track
+from speedrun.console import Live, TextLog, clean, duration, quantiles_ms, quantity, render
+
+
+@pytest.fixture
+def lines(tmp_path, monkeypatch):
+    install_track(tmp_path)
+    monkeypatch.setattr(track, "TRACKS_DIR", tmp_path)
+    return chain(moments(Spec()))
+
+
+@pytest.fixture
+def spec_lines(lines):
+    """Lines of a run made from a spec."""
+    return lambda **spec: chain(moments(Spec(**spec)))
+
+
+def test_a_run_reads_from_top_to_bottom(lines):
+    text = render(lines)
+    words = [
+        "speedrun",
+        "hw",
+        "data",
+        "plan",
+        "comp",
+        "warm",
+        "clock start",
+        "train",
+        "val",
+        "clock stop",
+        "result",
+    ]
+    places = [text.index(word) for word in words]
+    assert all(before < after for before, after in pairwise(places)), text
+
+
+def test_the_numbers_are_the_logs(lines):
+    text = render(lines)
+    assert "100.0 ms/step" in text
+    assert "1.00 ktok/s" in text
+    assert "val 3.2500  (clock stopped" in text
+    assert "result  finished | val 3.2500 | train 1.00 s | cold wall 9.0 s" in text
+    assert "(compile 0.4, warm-up 0.2, val 2.4, other 5.0)" in text
+    assert "data wait 1.0%" in text
+
+
+def test_about_ten_step_lines_and_always_the_last(spec_lines):
+    num_steps = 57
+    shards = (Spec().shards[0].__class__("t_train_1.bin", "0" * 64, 10**6, 0, num_steps * 100),)
+    text = render(spec_lines(step_s=(0.1,) * num_steps, shards=shards, val_losses=(4.0,) * 20))
+    shown = [int(number) for number in re.findall(r"(\d+)/57  train", text)]
+    assert 9 <= len(shown) <= 12
+    assert shown[-1] == num_steps
+
+
+def test_rates_are_means_since_the_line_before(spec_lines):
+    text = render(spec_lines(step_s=(0.1,) * 9 + (0.4,)))
+    assert "400.0 ms/step" in text.splitlines()[-5]
+    assert "max 400.0" in text
+
+
+def test_a_state_that_was_not_restored_is_said(lines):
+    log = change(runlog.WarmupEnd, state_hash="d" * 16)(moments(Spec()))
+    assert "NOT restored" in render(chain(log))
+    assert "NOT restored" not in render(lines)
+
+
+def test_no_field_can_write_on_the_terminal():
+    hostile = "\x1b[31mred\x07\r\n\u202egnp\u2066\u200b" + "x" * 100_000
+    shown = clean(hostile)
+    assert shown.isprintable()
+    assert len(shown) < 1000
+    line = runlog.Line(0, 0, "", "", runlog.Warning(hostile))
+    text = TextLog()(line)
+    assert text is not None
+    assert text.isprintable()
+
+
+def test_printable_text_is_left_alone():
+    assert clean("l'\u00e9t\u00e9 \u6625") == "l'\u00e9t\u00e9 \u6625"
+
+
+@pytest.mark.parametrize(
+    ("number", "shown"),
+    [(0.5, "0.50 x"), (5.02e6, "5.02 Mx"), (999_600, "1.00 Mx"), (50_200, "50.2 kx"), (999, "999 x")],
+)
+def test_quantities_have_three_digits(number, shown):
+    assert quantity(number, "x") == shown
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(0, "0s"), (59.4, "59s"), (125, "2m05s"), (3780, "1h03m")])
+def test_durations(seconds, shown):
+    assert duration(seconds) == shown
+
+
+def test_quantiles_are_nearest_rank():
+    assert quantiles_ms([number / 1e3 for number in range(100, 0, -1)]) == pytest.approx((50, 95, 100))
+    assert quantiles_ms([]) == (0, 0, 0)
+
+
+def test_into_a_file_go_the_same_lines_and_nothing_else(lines):
+    stream = io.StringIO()
+    with Live(stream) as live:
+        for line in lines:
+            live(line)
+    assert stream.getvalue() == render(lines)
+    assert not re.search(r"[\x1b\r]", stream.getvalue())
+
+
+def test_a_stream_without_unicode_does_not_end_the_run():
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii", newline="\n")
+    with Live(stream) as live:
+        live(runlog.Line(0, 0, "", "", runlog.Warning("l'\u00e9t\u00e9")))
+    assert raw.getvalue() == b"warn  l'\\xe9t\\xe9\n"
+
+
+class _Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self):
+        return True
+
+
+def test_on_a_terminal_a_bar_runs_below_the_lines(lines, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert Console(file=_Terminal()).is_terminal
+    stream = _Terminal()
+    with Live(stream) as live:
+        for line in lines:
+            live(line)
+    shown = stream.getvalue()
+    assert "\x1b" in shown
+    for text in render(lines).splitlines():
+        assert text.strip() in shown

@@ -1,0 +1,267 @@
+"""The file format and the folder it lies in: what is written comes back, what is broken is named."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from speedrun import track
+from speedrun.data import shards
+from speedrun.data.shards import Manifest, ShardEntry, open_shard, open_track, verify, write_shard
+from speedrun.errors import DataError
+
+VOCAB_SIZE = 50257
+
+
+def header(magic: int = shards.MAGIC, version: int = 1, count: int = 4, order: str = "<") -> bytes:
+    words = np.zeros(256, f"{order}i4")
+    words[:3] = magic, version, count
+    return words.tobytes()
+
+
+BODY = np.arange(4, dtype="<u2").tobytes()
+BAD_FILES = {
+    "wrong magic": (header(magic=7) + BODY, "starts with 7"),
+    "llama": (header(magic=20240801, version=7) + BODY * 2, "Llama"),
+    "version 2": (header(version=2) + BODY, "version 2"),
+    "big-endian": (header(order=">") + BODY, "big-endian"),
+    "no tokens": (header(count=0), "promises 0 tokens"),
+    "negative": (header(count=-1), "promises -1 tokens"),
+    "too short": (header(count=5) + BODY, "1,032 bytes"),
+    "too long": (header(count=3) + BODY, "1,032 bytes"),
+    "odd byte": (header() + BODY + b"x", "1,033 bytes"),
+    "half a header": (header()[:500], "500 bytes"),
+    "empty": (b"", "empty"),
+}
+
+
+@pytest.mark.parametrize(("content", "cause"), BAD_FILES.values(), ids=BAD_FILES)
+def test_damaged_and_foreign_files_are_refused(tmp_path: Path, content: bytes, cause: str):
+    path = tmp_path / "x_train_000001.bin"
+    path.write_bytes(content)
+    assert_refused(path, cause)
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path):
+    loop = tmp_path / "loop.bin"
+    loop.symlink_to(loop)
+    folder = tmp_path / "folder.bin"
+    folder.mkdir()
+    pipe = tmp_path / "pipe.bin"
+    os.mkfifo(pipe)
+    assert_refused(loop, "symbolic links")
+    assert_refused(folder, "a folder")
+    assert_refused(pipe, "no regular file")
+    assert_refused(tmp_path / "missing.bin", "no such file")
+
+
+def assert_refused(path: Path, cause: str):
+    with pytest.raises(DataError) as caught:
+        open_shard(path, vocab_size=VOCAB_SIZE)
+    message = str(caught.value)
+    assert message.startswith(f"{path}: ")
+    assert cause in message
+    assert "\n" not in message
+    assert message.count(";") == 2, "got; need; do"
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 65535), min_size=1, max_size=50), st.data())
+def test_what_is_written_is_read(
+    tmp_path_factory: pytest.TempPathFactory, ids: list[int], data: st.DataObject
+):
+    path = tmp_path_factory.mktemp("shard") / "x.bin"
+    shard = write_shard(path, np.array(ids))
+    start = data.draw(st.integers(0, len(ids)))
+    stop = data.draw(st.integers(start, len(ids)))
+    assert shard.num_tokens == len(ids)
+    assert shard.read(start, stop).tolist() == ids[start:stop]
+    assert shard.read(start, stop).dtype == np.uint16
+    assert path.read_bytes() == header(count=len(ids)) + np.array(ids, "<u2").tobytes()
+    with pytest.raises(ValueError, match="no range"):
+        shard.read(start, len(ids) + 1)
+
+
+@pytest.mark.parametrize("tokens", [[], [-1], [65536], [0.5], [[1, 2]]], ids=str)
+def test_what_the_format_cannot_hold_is_not_written(tmp_path: Path, tokens: list):
+    with pytest.raises(DataError):
+        write_shard(tmp_path / "x.bin", np.array(tokens))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path):
+    path = tmp_path / "x.bin"
+    write_shard(path, np.array([1, 2, VOCAB_SIZE - 1, 60000, 3]))
+    shard = open_shard(path, vocab_size=VOCAB_SIZE)
+    assert shard.read(0, 3).tolist() == [1, 2, VOCAB_SIZE - 1]
+    with pytest.raises(DataError, match=r"x\.bin: token 3 is id 60000; .* below 50,257"):
+        shard.read(1, 5)
+
+
+def truncate(path: Path):
+    os.truncate(path, shards.HEADER_BYTES + 6)
+
+
+def replace(path: Path):
+    write_shard(path, np.arange(100) + 1)
+
+
+@pytest.mark.parametrize(
+    ("accident", "cause"), [(truncate, "changed"), (replace, "changed"), (Path.unlink, "No such")]
+)
+def test_a_shard_must_rest_during_a_run(tmp_path: Path, accident, cause: str):
+    shard = write_shard(tmp_path / "x.bin", np.arange(100))
+    accident(shard.path)
+    with pytest.raises(DataError, match=cause):
+        shard.read(0, 2)
+
+
+def test_killed_between_write_and_rename(tmp_path: Path):
+    path = tmp_path / "x.bin"
+    write_shard(path, np.array([1, 2, 3]))
+    script = (
+        "import os, signal, sys; from pathlib import Path; import numpy as np\n"
+        "from speedrun.data import shards\n"
+        "os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "shards.write_shard(Path(sys.argv[1]), np.arange(1000))"
+    )
+    killed = subprocess.run([sys.executable, "-c", script, path], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert open_shard(path, vocab_size=VOCAB_SIZE).read(0, 3).tolist() == [1, 2, 3]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["x.bin", "x.bin.partial"]
+    write_shard(path, np.arange(1000))
+    assert [p.name for p in tmp_path.iterdir()] == ["x.bin"]
+
+
+def test_a_folder_that_cannot_be_written_to(tmp_path: Path):
+    with pytest.raises(DataError, match="cannot be written: No such file"):
+        write_shard(tmp_path / "missing" / "x.bin", np.array([1]))
+
+
+# --- a folder ---------------------------------------------------------------------------------------------
+
+TRAIN, VAL = "t_train_1.bin", "t_val_0.bin"
+DATA = track.Data(
+    folder="t",
+    train="t_train_*.bin",
+    val="t_val_*.bin",
+    val_tokens=9,
+    vocab_size=10,
+    document_token=0,
+    get="get it!",
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A sound one: two training shards, one for validation, a manifest."""
+    ids = np.arange(10)
+    for name in (TRAIN, "t_train_2.bin", VAL):
+        write_shard(tmp_path / name, ids)
+    entry = ShardEntry(10, 1, shards.sha256(tmp_path / VAL))
+    names = [TRAIN, "t_train_2.bin", VAL]
+    shards.write_manifest(tmp_path, Manifest("a test", {"seed": 1}, 10, 0, dict.fromkeys(names, entry)))
+    return tmp_path
+
+
+def listed(folder: Path, *names: str) -> track.Data:
+    """The track with a table of digests."""
+    return msgspec.structs.replace(DATA, sha256={name: shards.sha256(folder / name) for name in names})
+
+
+def test_a_sound_folder_passes(folder: Path):
+    train, val = open_track(folder, DATA)
+    assert [s.path.name for s in (*train, *val)] == [TRAIN, "t_train_2.bin", VAL]
+    assert [v.sha256 for v in verify(folder, DATA, full=False)] == [None] * 3
+    full = verify(folder, listed(folder, TRAIN, "t_train_2.bin", VAL), full=True)
+    assert [v.sha256 for v in full] == [shards.sha256(folder / v.name) for v in full]
+    assert shards.read_manifest(folder.parent) is None
+
+
+def overwrite(name: str, *ids: int):
+    return lambda folder: write_shard(folder / name, np.array(ids))
+
+
+def edit_manifest(old: str, new: str):
+    def edit(folder: Path):
+        path = folder / shards.MANIFEST
+        assert old in path.read_text()
+        path.write_text(path.read_text().replace(old, new))
+
+    return edit
+
+
+def same_file(folder: Path):
+    (folder / VAL).unlink()
+    os.link(folder / TRAIN, folder / VAL)
+
+
+FAST_FAULTS = {
+    "validation too short": (overwrite(VAL, *range(9)), "9 tokens; validation needs 10: get it!"),
+    "no validation": (lambda f: (f / VAL).unlink(), r"no t_val_\*\.bin"),
+    "no training": (lambda f: [(f / n).unlink() for n in (TRAIN, "t_train_2.bin")], r"no t_train_\*\.bin"),
+    "trained and scored": (same_file, "also a validation shard"),
+    "not in the manifest": (overwrite("t_train_3.bin", 0), "manifest.json says nothing"),
+    "other count": (overwrite(TRAIN, 0, 1), "2 tokens; manifest.json says 10"),
+    "other vocabulary": (edit_manifest('"vocab_size": 10', '"vocab_size": 11'), r"\(11, 0\); need \(10, 0\)"),
+    "no manifest": (edit_manifest('"source"', '"sauce"'), "manifest is needed"),
+}
+FULL_FAULTS = {
+    "other bytes": (overwrite("t_train_2.bin", *range(9, -1, -1)), "sha256 is"),
+    "foreign id": (overwrite(TRAIN, 0, *[10] * 9), "token 1 is id 10"),
+    "no document token": (overwrite(VAL, *range(9, -1, -1)), "begins with id 9; need 0"),
+    "documents": (edit_manifest('"documents": 1', '"documents": 2'), "1 documents; manifest.json says 2"),
+}
+
+
+@pytest.mark.parametrize(("fault", "cause"), FAST_FAULTS.values(), ids=FAST_FAULTS)
+def test_faults_seen_at_once(folder: Path, fault, cause: str):
+    fault(folder)
+    with pytest.raises(DataError, match=cause):
+        verify(folder, DATA, full=False)
+
+
+@pytest.mark.parametrize(("fault", "cause"), FULL_FAULTS.values(), ids=FULL_FAULTS)
+def test_faults_seen_by_reading(folder: Path, fault, cause: str):
+    fault(folder)
+    verify(folder, DATA, full=False)
+    with pytest.raises(DataError, match=cause):
+        verify(folder, DATA, full=True)
+
+
+def test_the_list_of_the_track_is_the_order_of_tokens(folder: Path):
+    (folder / shards.MANIFEST).unlink()
+    data = listed(folder, TRAIN, "t_train_2.bin", VAL)
+    (folder / "t_train_2.bin").unlink()
+    open_track(folder, data)  # the first of the list: fewer tokens, in the same order
+    write_shard(folder / "t_train_3.bin", np.arange(10))
+    with pytest.raises(DataError, match=r"t_train_3\.bin is not the track's"):
+        open_track(folder, data)
+    (folder / "t_train_3.bin").unlink()
+    (folder / TRAIN).rename(folder / "t_train_2.bin")
+    with pytest.raises(DataError, match=r"t_train_1\.bin is missing"):
+        open_track(folder, data)
+
+
+def test_a_wrong_byte_is_found_by_the_track_alone(folder: Path):
+    data = listed(folder, TRAIN, "t_train_2.bin", VAL)
+    (folder / shards.MANIFEST).unlink()
+    write_shard(folder / TRAIN, np.arange(10)[::-1])
+    with pytest.raises(DataError, match=r"sha256 is [0-9a-f]{64}; need [0-9a-f]{64}"):
+        verify(folder, data, full=True)
+
+
+def test_where_data_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    smoke = track.load("smoke-cpu")
+    monkeypatch.delenv("SPEEDRUN_DATA", raising=False)
+    assert shards.data_folder(smoke, None) == Path("data/smoke")
+    monkeypatch.setenv("SPEEDRUN_DATA", str(tmp_path))
+    assert shards.data_folder(smoke, None) == tmp_path / "smoke"
+    assert shards.data_folder(smoke, Path("here")) == Path("here")

@@ -1,0 +1,218 @@
+"""The order of tokens, against an oracle that is slow and obvious; where a run goes on; reading ahead."""
+
+import hashlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from speedrun.data.shards import Shard, write_shard
+from speedrun.data.stream import (
+    Batch,
+    Cursor,
+    Prefetch,
+    ShardRange,
+    TokenStream,
+    validation_batches,
+    validation_sha256,
+)
+from speedrun.errors import DataError, UsageError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("shards")
+
+
+def make(folder: Path, *lengths: int) -> list[Shard]:
+    """Shards whose tokens say where they stand: 0, 1, 2, ... all through."""
+    starts = np.cumsum([0, *lengths])
+    return [
+        write_shard(folder / f"s{i}.bin", np.arange(start, start + length))
+        for i, (start, length) in enumerate(zip(starts, lengths, strict=False))
+    ]
+
+
+def oracle(shards: list[Shard], num_tokens: int) -> Iterator[tuple[list[int], str, int]]:
+    """What record 21 reads, one Python list a shard: tokens and one more, name of the shard, start."""
+    for shard in shards:
+        tokens = shard.read(0, shard.num_tokens).tolist()
+        position = 0
+        while not position + num_tokens + 1 >= len(tokens):
+            yield tokens[position:][: num_tokens + 1], shard.path.name, position
+            position += num_tokens
+
+
+LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=4)
+
+
+@given(LENGTHS, st.integers(1, 12), st.integers(1, 3))
+@settings(max_examples=60, deadline=None)
+def test_the_stream_is_the_oracle(folder: Path, lengths: list[int], num_tokens: int, num_epochs: int):
+    shards = make(folder, *lengths)
+    stream = TokenStream(shards, num_epochs=num_epochs)
+    read: list[ShardRange] = []
+    for want, name, start in list(oracle(shards, num_tokens)) * num_epochs:
+        assert stream.take(num_tokens).tolist() == want
+        read += [
+            ShardRange(name, want_length(shards, name), start + i, start + i + 1) for i in range(num_tokens)
+        ]
+    with pytest.raises(DataError, match=rf"next batch needs {num_tokens + 2} in one shard"):
+        stream.take(num_tokens)
+    # The ranges are the same tokens, without one too many, and no two of them touch.
+    one_by_one = [
+        ShardRange(r.name, r.shard_tokens, i, i + 1) for r in stream.ranges for i in range(r.start, r.stop)
+    ]
+    assert one_by_one == read
+    assert not any(
+        a.name == b.name and a.stop == b.start for a, b in zip(stream.ranges, stream.ranges[1:], strict=False)
+    )
+
+
+def want_length(shards: list[Shard], name: str) -> int:
+    return next(shard.num_tokens for shard in shards if shard.path.name == name)
+
+
+@given(LENGTHS, st.integers(1, 12), st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_cursor_is_the_whole_state(folder: Path, lengths: list[int], num_tokens: int, data: st.DataObject):
+    shards = make(folder, *lengths)
+    batches = [want for want, *_ in list(oracle(shards, num_tokens)) * 2]
+    stop = data.draw(st.integers(0, len(batches)))
+    first = TokenStream(shards, num_epochs=2)
+    for want in batches[:stop]:
+        assert first.take(num_tokens).tolist() == want
+    second = TokenStream(shards, Cursor(*tuple(first.cursor)), num_epochs=2)
+    for want in batches[stop:]:
+        assert second.take(num_tokens).tolist() == want
+
+
+def test_a_shard_is_left_as_the_record_leaves_it(folder: Path):
+    # 11 tokens would hold two batches of 5 and the last target; the record wants one more.
+    stream = TokenStream(make(folder, 11, 12))
+    assert [stream.take(5)[0] for _ in range(3)] == [0, 11, 16]
+    assert stream.cursor == Cursor(1, 10)
+    assert stream.ranges == (ShardRange("s0.bin", 11, 0, 5), ShardRange("s1.bin", 12, 0, 10))
+
+
+def test_full_shards_give_the_batches_that_the_record_counts():
+    # 254 steps of 393,216 tokens a shard of 100 million; 7 shards for 1,770 steps.
+    tokens = np.lib.stride_tricks.as_strided(np.zeros(1, np.uint16), (10**8,), (0,))
+
+    class Big(Shard):
+        def read(self, start: int, stop: int) -> np.ndarray:
+            return tokens[start:stop]
+
+    stream = TokenStream([Big(Path(f"{i}.bin"), 10**8, 50257, (0, 0, 0)) for i in range(7)])
+    for _ in range(1770):
+        stream.take(393_216)
+    assert stream.cursor == Cursor(6, (1770 - 6 * 254) * 393_216)
+
+
+def test_rows_follow_each_other_and_so_do_their_targets(folder: Path):
+    tokens_BT, targets_BT = TokenStream(make(folder, 20)).batch(2, 3)
+    assert tokens_BT.tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert targets_BT.tolist() == [[1, 2, 3], [4, 5, 6]]
+    assert tokens_BT.dtype == targets_BT.dtype == np.int32
+
+
+@pytest.mark.parametrize("cursor", [Cursor(2, 0), Cursor(0, 21)])
+def test_a_cursor_of_other_shards_is_refused(folder: Path, cursor: Cursor):
+    with pytest.raises(DataError, match="shards that the run began with"):
+        TokenStream(make(folder, 20), cursor)
+
+
+def test_validation_reads_each_target_once(folder: Path):
+    (shard,) = make(folder, 13)
+    batches = list(validation_batches(shard, 12, 2, 3))
+    assert np.concatenate([b.targets_BT.ravel() for b in batches]).tolist() == list(range(1, 13))
+    assert np.concatenate([b.tokens_BT.ravel() for b in batches]).tolist() == list(range(12))
+    ids = b"".join(i.to_bytes(2, "little") for i in range(13))
+    assert validation_sha256(shard, 12) == hashlib.sha256(ids).hexdigest()
+    assert validation_sha256(shard, 11) == hashlib.sha256(ids[:-2]).hexdigest()
+
+
+def test_validation_refuses_what_it_cannot_do_before_it_begins(folder: Path):
+    (shard,) = make(folder, 12)
+    with pytest.raises(UsageError, match="must divide 11"):
+        validation_batches(shard, 11, 2, 3)
+    with pytest.raises(DataError, match="12 tokens; validation needs 13"):
+        validation_batches(shard, 12, 2, 3)
+    with pytest.raises(DataError, match="12 tokens; validation needs 13"):
+        validation_sha256(shard, 12)
+
+
+# --- reading ahead ----------------------------------------------------------------------------------------
+
+
+class Watched(TokenStream):
+    """Counts the reads; each one waits for leave."""
+
+    def __init__(self, shards: list[Shard]) -> None:
+        super().__init__(shards)
+        self.reads = 0
+        self.leave = threading.Event()
+        self.leave.set()
+
+    def batch(self, num_sequences: int, seq_len: int) -> Batch:
+        assert self.leave.wait(10)
+        self.reads += 1
+        return super().batch(num_sequences, seq_len)
+
+
+def test_reading_ahead_changes_nothing(folder: Path):
+    shards = make(folder, 30, 30)
+    plain = TokenStream(shards)
+    with Prefetch(TokenStream(shards), 2, 3) as ahead:
+        for _ in range(8):
+            want, got = plain.batch(2, 3), next(ahead)
+            assert (want.tokens_BT == got.tokens_BT).all()
+            assert (want.targets_BT == got.targets_BT).all()
+            assert (ahead.cursor, ahead.ranges) == (plain.cursor, plain.ranges)
+        assert ahead.wait_s > 0
+
+
+def test_one_ahead_and_none_while_the_clock_stands_still(folder: Path):
+    stream = Watched(make(folder, 30))
+    with Prefetch(stream, 2, 3) as ahead:
+        assert stream.reads == 0, "the clock has not started"
+        next(ahead)
+        ahead.drain()
+        assert stream.reads == 2
+        assert (ahead.cursor, stream.cursor) == (Cursor(0, 6), Cursor(0, 12))
+        ahead.drain()
+        assert stream.reads == 2
+        next(ahead)
+        ahead.drain()
+        assert stream.reads == 3
+
+
+def test_draining_waits_for_the_read_under_way(folder: Path):
+    stream = Watched(make(folder, 30))
+    with Prefetch(stream, 2, 3) as ahead:
+        next(ahead)
+        ahead.drain()
+        stream.leave.clear()
+        next(ahead)
+        timer = threading.Timer(0.05, stream.leave.set)
+        timer.start()
+        before_s = ahead.wait_s
+        ahead.drain()
+        assert stream.reads == 3
+        assert ahead.wait_s - before_s > 0.02
+        timer.join()
+
+
+def test_an_error_comes_with_the_batch_it_belongs_to(folder: Path):
+    with Prefetch(TokenStream(make(folder, 14)), 2, 3) as ahead:
+        next(ahead)
+        next(ahead)  # the last one; the thread has already found no third
+        ahead.drain()
+        for _ in range(2):
+            with pytest.raises(DataError, match="next batch needs 8"):
+                next(ahead)
+        assert ahead.cursor == Cursor(0, 12)
