@@ -1,6 +1,6 @@
 """The only place that makes meshes and puts arrays on them."""
 
-import os
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -11,14 +11,22 @@ from speedrun.errors import UsageError
 from speedrun.params import AXIS
 
 
-def prepare_cpu(num_devices: int) -> None:
-    """Asks for simulated CPU devices. Has an effect only before the first use of JAX in this process.
+#: Simulated CPU devices; eight stand for a node.
+CPU_DEVICES = 8
+
+
+def prepare(platform: str) -> None:
+    """Chooses the devices of this process. Must come before the first use of JAX.
 
     Args:
-        num_devices: eight stand for a node.
+        platform: "cpu" simulates a node; "gpu" takes what is there; "any" takes GPUs if there are some.
     """
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", num_devices)
+    has_gpu = any(Path("/dev").glob("nvidia[0-9]*"))
+    if platform == "gpu" or (platform == "any" and has_gpu):
+        return
+    for name, value in {"jax_platforms": "cpu", "jax_num_cpu_devices": CPU_DEVICES}.items():
+        if getattr(jax.config, name) != value:  # JAX refuses a change once it has started
+            jax.config.update(name, value)
 
 
 def make_mesh(num_devices: int) -> Mesh:
@@ -45,9 +53,3 @@ def peak_bytes(mesh: Mesh) -> int:
     """Largest memory in use so far on one device; 0 where the platform does not say."""
     stats = [device.memory_stats() or {} for device in mesh.devices.flat]
     return max(s.get("peak_bytes_in_use", 0) for s in stats)
-
-
-def allowed_environment() -> dict[str, str]:
-    """The environment variables that may change a run; nothing else of the environment is recorded."""
-    keep = ("XLA_FLAGS", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS")
-    return {name: os.environ[name] for name in keep if name in os.environ}

@@ -10,7 +10,8 @@ import re
 #: The line before each file's text.
 MARKER = "#### file: {path} sha256:{sha256} lines:{lines}\n"
 
-_MARKER = re.compile(r"#### file: (\S{1,200}) sha256:([0-9a-f]{64}) lines:(0|[1-9][0-9]{0,6})")
+_MAX_PATH = 200  #: characters
+_MARKER = re.compile(r"#### file: (\S+) sha256:([0-9a-f]{64}) lines:(0|[1-9][0-9]{0,6})")
 _PATH = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*/)*[A-Za-z0-9_][A-Za-z0-9_.-]*\.(?:py|toml)")
 
 
@@ -20,9 +21,9 @@ def check_path(path: str) -> str:
     Raises:
         ValueError: unless it is relative, plain ASCII, without dot folders, and ends in .py or .toml.
     """
-    if not _PATH.fullmatch(path):
+    if len(path) > _MAX_PATH or not _PATH.fullmatch(path):
         raise ValueError(
-            f"source path {path!r}; need a relative path of plain names that ends in .py or .toml"
+            f"source path {path!r}; need a short relative path of plain names that ends in .py or .toml"
         )
     return path
 

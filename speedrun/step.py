@@ -127,9 +127,8 @@ class Program:
         loss, named_grads = self._loss_and_grads(params, tokens_BT, targets_BT, inputs)
         grads = self._scatter_mean(self.layout.pack(named_grads))
         updates, opt_state = self.transform.update(
-            grads, state.opt_state, state.params, momentum=inputs.momentum
+            grads, state.opt_state, state.params, momentum=inputs.momentum, factors=self._local_factors()
         )
-        updates = updates | {k: self._local_factor(k, f) * updates[k] for k, f in self._factors.items()}
         new = jax.tree.map(lambda p, u: p + inputs.lr_scale * u, state.params, updates)
         metrics = StepMetrics(jax.lax.pmean(loss, AXIS), {k: _nonfinite(k, g) for k, g in grads.items()})
         return TrainState(state.step + 1, new, opt_state), metrics
@@ -201,16 +200,15 @@ class Program:
             for k, g in grads.items()
         }
 
-    @cached_property
-    def _factors(self) -> dict[str, np.ndarray]:
-        """Muon's shape factor of each matrix of each bank."""
-        return self.layout.per_matrix(shape_factor)
+    def _local_factors(self) -> Params:
+        """Muon's shape factor of the matrices this device owns: f32 [K / devices, 1, 1] by bank."""
 
-    def _local_factor(self, name: str, factor_K: np.ndarray) -> jax.Array:
-        """The factors of the matrices this device owns: f32 [K / devices, 1, 1]."""
-        num_local = len(factor_K) // self.num_devices
-        start = jax.lax.axis_index(AXIS) * num_local
-        return jax.lax.dynamic_slice_in_dim(jnp.asarray(factor_K), start, num_local)[:, None, None]
+        def local(factor_K: np.ndarray) -> jax.Array:
+            num_local = len(factor_K) // self.num_devices
+            start = jax.lax.axis_index(AXIS) * num_local
+            return jax.lax.dynamic_slice_in_dim(jnp.asarray(factor_K), start, num_local)[:, None, None]
+
+        return jax.tree.map(local, self.layout.per_matrix(shape_factor))
 
     def first_nonfinite(self, metrics: StepMetrics) -> str | None:
         """Name of the first parameter, in the order of the table, whose gradient is not finite."""

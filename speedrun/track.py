@@ -56,7 +56,7 @@ class Track(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data: Data
     target: Target
     rules: Rules
-    synthetic: dict[str, int | float] | None = None  #: the generator's settings, where the data is made
+    synthetic: dict[str, int] | None = None  #: the generator's settings, where the data is made
 
     @property
     def id(self) -> str:

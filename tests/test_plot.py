@@ -44,7 +44,5 @@ def test_a_folder_without_runs_is_an_error(tmp_path):
 def test_the_command_prints_the_paths(record):
     result = CliRunner().invoke(command, [str(record), "--json"])
     assert result.exit_code == 0, result.output
-    assert json.loads(result.output)["plots"] == [
-        str(record / "plots/loss.svg"),
-        str(record / "plots/loss.png"),
-    ]
+    paths = [record / "plots" / name for name in ("loss.svg", "loss.png")]
+    assert json.loads(result.output)["plots"] == [str(path) for path in paths]

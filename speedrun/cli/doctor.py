@@ -9,24 +9,19 @@ import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import click
 import msgspec
 
 from speedrun import track as tracks
 from speedrun.cli.options import example, json_option
-from speedrun.clock import Stopwatch
 from speedrun.data import shards
 from speedrun.errors import SpeedrunError
 from speedrun.track import Track
 
-if TYPE_CHECKING:
-    from jax.sharding import Mesh
-
 SMOKE = "smoke-cpu"
 NEED_BYTES = 2 * 10**9  #: the smoke data, a record and compiled programs fit well
-_BENCH_MULTIPLICATIONS = 8
 
 
 class Check(NamedTuple):
@@ -122,56 +117,18 @@ def _check_devices() -> Iterator[Check]:
     """Devices, one program over all of them, their speed, and the tracks they are enough for."""
     import jax
 
-    from speedrun import mesh
+    from speedrun import health, mesh
 
-    if not any(Path("/dev").glob("nvidia[0-9]*")):
-        mesh.prepare_cpu(8)
+    mesh.prepare("any")
     devices = jax.devices()
     over = mesh.make_mesh(len(devices))
     simulated = " (simulated)" if devices[0].platform == "cpu" else ""
     yield Check("devices", f"{len(devices)} x {devices[0].device_kind}{simulated}", ok=True)
-    total, need = _psum(over), len(devices) * (len(devices) - 1) / 2
-    yield Check("collective", f"sum over the devices is {total:g}; need {need:g}", ok=total == need)
-    yield Check("matmul", f"{_matmul_gflops(over):,.0f} Gflop/s, all devices together", ok=True)
+    agree = health.all_devices_agree(over)
+    yield Check("collective", "a sum over the devices comes out right" if agree else "a sum over the devices is wrong", ok=agree)
+    yield Check("matmul", f"{health.matmul_gflops(over):,.0f} Gflop/s, all devices together", ok=True)
     for name in tracks.names():
         yield _check_track(tracks.load(name), devices)
-
-
-def _psum(mesh: "Mesh") -> float:
-    """The sum of the devices' numbers, by a compiled collective."""
-    import jax
-    import jax.numpy as jnp
-    from jax.sharding import PartitionSpec as P
-
-    (axis,) = mesh.axis_names
-    program = jax.shard_map(lambda x: jax.lax.psum(x, axis), mesh=mesh, in_specs=P(axis), out_specs=P())
-    return float(jax.jit(program)(jnp.arange(mesh.size, dtype=jnp.float32))[0])
-
-
-def _matmul_gflops(mesh: "Mesh") -> float:
-    """Speed of a chain of square matrix multiplications on every device at once, after compiling it."""
-    import jax
-    import jax.numpy as jnp
-    from jax.sharding import NamedSharding
-    from jax.sharding import PartitionSpec as P
-
-    cpu = mesh.devices.flat[0].platform == "cpu"
-    size, dtype = (512, jnp.float32) if cpu else (8192, jnp.bfloat16)
-    (axis,) = mesh.axis_names
-    sharding = NamedSharding(mesh, P(axis))
-    x_NMM = jax.device_put(jnp.full((mesh.size, size, size), 1 / size, dtype), sharding)
-
-    def chain(x_NMM: Any) -> Any:
-        y_NMM = x_NMM
-        for _ in range(_BENCH_MULTIPLICATIONS):
-            y_NMM = y_NMM @ x_NMM
-        return y_NMM
-
-    program = jax.jit(chain, in_shardings=sharding, out_shardings=sharding)
-    program(x_NMM).block_until_ready()
-    watch = Stopwatch()
-    program(x_NMM).block_until_ready()
-    return _BENCH_MULTIPLICATIONS * mesh.size * 2 * size**3 / watch.seconds / 1e9
 
 
 def _check_track(track: Track, devices: list[Any]) -> Check:

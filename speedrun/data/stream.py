@@ -111,6 +111,29 @@ class TokenStream:
             self.ranges = (*self.ranges, new)
 
 
+def require_steps(shards: Sequence[Shard], batch_tokens: Sequence[int], *, num_epochs: int = 1) -> None:
+    """Walks the stream without reading, so that a run which would starve is refused before it starts.
+
+    Args:
+        shards: in the order of reading.
+        batch_tokens: tokens of each step, in order.
+        num_epochs: how often the shards may be read.
+
+    Raises:
+        DataError: if there are fewer tokens than the steps need.
+    """
+    lengths, offset, steps = [shard.num_tokens for shard in shards] * num_epochs, 0, 0
+    for num_tokens in batch_tokens:
+        while lengths and offset + num_tokens + 1 >= lengths[0]:
+            lengths, offset = lengths[1:], 0
+        if not lengths:
+            raise DataError(
+                f"{len(shards)} training shards last for {steps:,} steps; the recipe takes {len(batch_tokens):,}; "
+                "get more shards or run fewer steps"
+            )
+        offset, steps = offset + num_tokens, steps + 1
+
+
 def _rows(tokens: np.ndarray, num_sequences: int) -> Batch:
     """Consecutive rows; the last token is a target only."""
     ids = tokens.astype(np.int32)

@@ -3,21 +3,25 @@
     document   one or more lines; each line is an opener and `line_words` words
     opener     DOCUMENT (0) for the first line of a document; then NEW (1) or REPEAT (2)
     new line   words of a sparse Markov chain: the next word is one of a few successors, which hash the word
-               before it, or, with a small probability, any word (Zipf). Its first word is a Zipf draw
+               before it and the class of the one before that, or it is any word (Zipf). So is its first word
     repeat     the words of the line before, exactly
 
 So the conditional distribution of every token given all earlier ones is known: openers have the entropy of
-three outcomes, repeated words have none, a new word that of its row. Without attention a model cannot
-repeat. All probabilities are whole multiples of 2^-32 and all draws come from a counter-based integer hash,
+three outcomes, repeated words have none, a new word that of its row. A model needs attention to repeat a
+line and to see the word before the last, and memory in its matrices for the rows. All probabilities are whole multiples of 2^-32 and all draws come from a counter-based integer hash,
 so that the stream is the same, bit for bit, on every platform and for every version of numpy.
 
-Legend: L lines, W words a line, V vocabulary, S successors.
+Legend: L lines, W words a line, V vocabulary, C classes, S successors.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+
+from speedrun.data.shards import Manifest, ShardEntry, sha256, write_manifest, write_shard
+from speedrun.errors import DataError
+from speedrun.track import Track
 
 DOCUMENT, NEW, REPEAT = 0, 1, 2
 FIRST_WORD = 3
@@ -31,11 +35,15 @@ class Source:
     seed: int
     vocab_size: int
     line_words: int
+    num_classes: int  #: of the word before the last; its id modulo this
     num_successors: int
     zipf_offset: int  #: the weight of the word of rank r is 1 / (r + zipf_offset)
     noise: int  #: any word instead of a successor
     repeat: int  #: a line repeats the one before
     end: int  #: a document ends after a line
+    val_lines: int
+    shard_lines: int  #: of each training shard
+    num_shards: int
 
     @property
     def line_tokens(self) -> int:
@@ -64,10 +72,10 @@ def zipf_weights_V(source: Source) -> np.ndarray:
     return np.concatenate([np.zeros(FIRST_WORD, np.int64), words])
 
 
-def successors_VVS(source: Source) -> np.ndarray:
-    """The words that may follow each pair of words: i64 [V, V, S], drawn by Zipf; two of a row may coincide."""
+def successors_CVS(source: Source) -> np.ndarray:
+    """The words that may follow a class and a word: i64 [C, V, S], drawn by Zipf; two of a row may coincide."""
     cumulative_V = np.cumsum(zipf_weights_V(source))
-    first, second, slot = np.ogrid[: source.vocab_size, : source.vocab_size, : source.num_successors]
+    first, second, slot = np.ogrid[: source.num_classes, : source.vocab_size, : source.num_successors]
     return np.searchsorted(cumulative_V, mix(source.seed, 1, first, second, slot), side="right")
 
 
@@ -79,14 +87,14 @@ def slot_weights_S(source: Source) -> np.ndarray:
     return weights
 
 
-def rows_VVV(source: Source) -> np.ndarray:
-    """Distribution of the word after each pair, f64 [V, V, V]; exact multiples of 2^-64 rounded once."""
-    size = source.vocab_size
-    rows = np.tile(zipf_weights_V(source) / ONE * (source.noise / ONE), (size * size, 1))
-    next_VVS, weights_S = successors_VVS(source).reshape(size * size, -1), slot_weights_S(source) / ONE
+def rows_CVV(source: Source) -> np.ndarray:
+    """Distribution of the next word, f64 [C, V, V]: by class, word, next word."""
+    next_CVS, weights_S = successors_CVS(source), slot_weights_S(source) / ONE
+    rows = np.tile(zipf_weights_V(source) / ONE * (source.noise / ONE), (*next_CVS.shape[:2], 1))
+    first, second = np.ogrid[: source.num_classes, : source.vocab_size]
     for s in range(source.num_successors):
-        rows[np.arange(size * size), next_VVS[:, s]] += weights_S[s]
-    return rows.reshape(size, size, size)
+        rows[first, second, next_CVS[:, :, s]] += weights_S[s]
+    return rows
 
 
 def entropy_nats(p: np.ndarray) -> np.ndarray:
@@ -100,15 +108,16 @@ def entropy_rate_nats(source: Source) -> float:
     Lines are independent and equally long, so it is the entropy of an opener and of a line's words over the
     tokens of a line; the chain's word distribution is carried forward column by column.
     """
-    rows = rows_VVV(source)
-    row_entropy_VV = entropy_nats(rows)
+    rows = rows_CVV(source)
+    row_entropy_CV = entropy_nats(rows)
     p_V = zipf_weights_V(source) / ONE
     words = entropy_nats(p_V)
-    p_VV = np.zeros((source.vocab_size, source.vocab_size))
-    p_VV[DOCUMENT] = p_V  # before a line's second word stand any opener and the first word
+    p_CV = np.zeros(row_entropy_CV.shape)
+    p_CV[0] = p_V  # before the first word stands an opener, which counts as class 0
     for _ in range(source.line_words - 1):
-        words += np.sum(p_VV * row_entropy_VV)
-        p_VV = np.einsum("ab,abc->bc", p_VV, rows)
+        words += np.sum(p_CV * row_entropy_CV)
+        p_VV = np.einsum("cv,cvw->vw", p_CV, rows)
+        p_CV = np.stack([p_VV[c :: source.num_classes].sum(axis=0) for c in range(source.num_classes)])
     end, repeat = source.end / ONE, source.repeat / ONE
     # A document's first line is never a repeat: lines open with DOCUMENT, REPEAT or NEW.
     opener = entropy_nats(np.array([end, (1 - end) * repeat, (1 - end) * (1 - repeat)]))
@@ -133,7 +142,7 @@ def generate(source: Source, stream: int, num_lines: int) -> np.ndarray:
         num_lines: at least one.
     """
     lines_L = np.arange(num_lines)
-    zipf_V, next_VVS = np.cumsum(zipf_weights_V(source)), successors_VVS(source)
+    zipf_V, next_CVS = np.cumsum(zipf_weights_V(source)), successors_CVS(source)
     slots_S = np.cumsum(slot_weights_S(source))
     tokens = np.zeros((num_lines, source.line_tokens), np.uint16)
     tokens[:, 0] = openers_L(source, stream, num_lines)
@@ -141,8 +150,8 @@ def generate(source: Source, stream: int, num_lines: int) -> np.ndarray:
     for column in range(2, source.line_tokens):
         slot_L = np.searchsorted(slots_S, mix(source.seed, 5, stream, lines_L, column), side="right")
         noise_L = np.searchsorted(zipf_V, mix(source.seed, 4, stream, lines_L, column), side="right")
-        before_L = tokens[:, column - 2] if column > 2 else np.zeros_like(tokens[:, 0])
-        followed_L = next_VVS[before_L, tokens[:, column - 1], np.minimum(slot_L, source.num_successors - 1)]
+        last_slot_L = np.minimum(slot_L, source.num_successors - 1)
+        followed_L = next_CVS[_class_L(source, tokens, column), tokens[:, column - 1], last_slot_L]
         tokens[:, column] = np.where(slot_L < source.num_successors, followed_L, noise_L)
     # A repeated line takes the words of the last line that was not a repeat.
     origin_L = np.maximum.accumulate(np.where(tokens[:, 0] == REPEAT, 0, lines_L))
@@ -154,11 +163,51 @@ def code_length_nats(source: Source, tokens: np.ndarray) -> float:
     """Mean -ln p of the tokens under the true conditional distribution: what an ideal model would score."""
     lines = tokens.reshape(-1, source.line_tokens).astype(np.int64)
     end, repeat = source.end / ONE, source.repeat / ONE
-    rows = rows_VVV(source)
+    rows = rows_CVV(source)
     opener = -np.log(np.array([end, (1 - end) * (1 - repeat), (1 - end) * repeat]))[lines[:, 0]]
     words = -np.log((zipf_weights_V(source) / ONE)[lines[:, 1]])
     for column in range(2, source.line_tokens):
-        before_L = lines[:, column - 2] if column > 2 else 0
-        words += -np.log(rows[before_L, lines[:, column - 1], lines[:, column]])
+        words += -np.log(rows[_class_L(source, lines, column), lines[:, column - 1], lines[:, column]])
     words[lines[:, 0] == REPEAT] = 0
     return float((opener + words).sum() / tokens.size)
+
+
+def _class_L(source: Source, tokens: np.ndarray, column: int) -> np.ndarray:
+    """Class of the word two before a column; an opener counts as class 0."""
+    return tokens[:, column - 2] % source.num_classes if column > 2 else np.zeros(len(tokens), np.int64)
+
+
+def write(track: Track, folder: Path) -> Manifest:
+    """Makes the shards of a synthetic track; the same bytes everywhere.
+
+    Raises:
+        DataError: if a shard differs from the digest in the track file, or the folder cannot be written.
+    """
+    settings = track.synthetic or {}
+    source = Source(**settings)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{folder}: {error.strerror}; choose a folder that can be written") from None
+    names = [track.data.val.replace("*", "000000")]
+    names += [track.data.train.replace("*", f"{i:06d}") for i in range(1, source.num_shards + 1)]
+    entries = {name: _write_one(source, stream, folder / name, track) for stream, name in enumerate(names)}
+    manifest = Manifest(
+        source=f"speedrun data synth --track {track.name}",
+        settings=dict(settings),
+        vocab_size=track.data.vocab_size,
+        document_token=track.data.document_token,
+        shards=entries,
+    )
+    write_manifest(folder, manifest)
+    return manifest
+
+
+def _write_one(source: Source, stream: int, path: Path, track: Track) -> ShardEntry:
+    """Stream 0 is the validation shard."""
+    tokens = generate(source, stream, source.val_lines if stream == 0 else source.shard_lines)
+    write_shard(path, tokens)
+    got, want = sha256(path), track.data.sha256.get(path.name)
+    if want not in (got, None):
+        raise DataError(f"{path}: sha256 is {got}, {track.id} says {want}; this machine makes other bytes: report it")
+    return ShardEntry(tokens=tokens.size, documents=int(np.sum(tokens == DOCUMENT)), sha256=got)

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from speedrun.errors import UsageError
 from speedrun.ledger.record import Record, load
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _INK, _GREY, _TRAIN, _VAL, _TARGET = "#1c2733", "#7a8691", "#93b1cf", "#1f5fa8", "#c8452f"
 _MAX_LABELS = 6
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "svg.hashsalt": "speedrun",
     "font.family": ["DejaVu Sans"],
     "font.size": 10,
@@ -67,9 +67,7 @@ def _draw(axes: "Axes", record: Record, runs: Sequence[Run]) -> None:
         times_s, losses = [step.train_time_s for step in run.steps], [step.loss for step in run.steps]
         axes.plot(times_s, losses, color=_TRAIN, linewidth=0.7, alpha=0.8, zorder=1)
         # No line through the validations: there are few, and the train loss shows the way between them.
-        axes.plot(
-            *_vals(run), color=_VAL, linestyle="none", marker="o", markersize=5, clip_on=False, zorder=3
-        )
+        axes.plot(*_vals(run), "o", color=_VAL, markersize=5, clip_on=False, zorder=3)
     if record.track is not None:
         target = record.track.target
         _level(axes, target.loss, f"target {target.loss:g}", _TARGET)

@@ -5,6 +5,7 @@ and communicates nothing. Source: Jordan et al. 2024; coefficients and Nesterov 
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -50,18 +51,34 @@ class MuonState(NamedTuple):
 
 
 def scale_by_muon(*, steps: int) -> optax.GradientTransformationExtraArgs:
-    """m <- mu m + (1 - mu) g;  update = orthogonalize(mu m + (1 - mu) g). `momentum` (mu) is an extra argument."""
+    """m <- mu m + (1 - mu) g;  update = factor * orthogonalize(mu m + (1 - mu) g).
+
+    Extra arguments of `update`: `momentum`, which is mu, and `factors`, `shape_factor` of each matrix by the
+    name of its bank (f32 [K, 1, 1]).
+    """
 
     def init(params: optax.Params) -> MuonState:
         return MuonState(jax.tree.map(jnp.zeros_like, params))
 
     def update(
-        updates: optax.Updates, state: MuonState, params: optax.Params | None = None, *, momentum: jax.Array, **_: Any
+        updates: optax.Updates,
+        state: MuonState,
+        params: optax.Params | None = None,
+        *,
+        momentum: jax.Array,
+        factors: Mapping[str, jax.Array],
+        **_: Any,
     ) -> tuple[optax.Updates, MuonState]:
         del params
-        mix = lambda old, new: momentum * old + (1 - momentum) * new  # noqa: E731
-        mean = jax.tree.map(mix, state.momentum, updates)
-        nesterov = jax.tree.map(mix, mean, updates)
-        return jax.tree.map(lambda g: orthogonalize(g, steps=steps), nesterov), MuonState(mean)
+
+        def lerp(old: jax.Array, new: jax.Array) -> jax.Array:
+            return momentum * old + (1 - momentum) * new
+
+        def direction(path: tuple[Any, ...], g_Kmn: jax.Array) -> jax.Array:
+            return factors[path[-1].key] * orthogonalize(g_Kmn, steps=steps)
+
+        mean = jax.tree.map(lerp, state.momentum, updates)
+        nesterov = jax.tree.map(lerp, mean, updates)
+        return jax.tree_util.tree_map_with_path(direction, nesterov), MuonState(mean)
 
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,45 @@
+"""What the devices achieve before a run: the number that a claimed step time is held against."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from speedrun.clock import Stopwatch
+from speedrun.params import AXIS
+
+_MULTIPLICATIONS = 8
+_TRIALS = 5
+
+
+def all_devices_agree(mesh: Mesh) -> bool:
+    """Whether a compiled sum over the devices gives what it must."""
+    program = jax.shard_map(lambda x: jax.lax.psum(x, AXIS), mesh=mesh, in_specs=P(AXIS), out_specs=P())
+    total = jax.jit(program)(jnp.arange(mesh.size, dtype=jnp.float32))
+    return float(total[0]) == mesh.size * (mesh.size - 1) / 2
+
+
+def matmul_gflops(mesh: Mesh) -> float:
+    """Best rate of a chain of square matrix products on every device at once, all devices together.
+
+    float32 on CPU, bfloat16 elsewhere: the dtypes the recipes train in.
+    """
+    cpu = mesh.devices.flat[0].platform == "cpu"
+    size, dtype = (512, jnp.float32) if cpu else (8192, jnp.bfloat16)
+    sharding = NamedSharding(mesh, P(AXIS))
+    x_NMM = jax.device_put(jnp.full((mesh.size, size, size), 1 / size, dtype), sharding)
+
+    def chain(x_NMM: jax.Array) -> jax.Array:
+        y_NMM = x_NMM
+        for _ in range(_MULTIPLICATIONS):
+            y_NMM = y_NMM @ x_NMM
+        return y_NMM
+
+    program = jax.jit(chain, in_shardings=sharding, out_shardings=sharding)
+    program(x_NMM).block_until_ready()
+    seconds = []
+    for _ in range(_TRIALS):
+        watch = Stopwatch()
+        program(x_NMM).block_until_ready()
+        seconds.append(watch.seconds)
+    return _MULTIPLICATIONS * mesh.size * 2 * size**3 / min(seconds) / 1e9
