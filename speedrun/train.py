@@ -448,4 +448,5 @@ def _run_file(ready: Ready, run_id: str, created_utc: str, outcome: Any, tally: 
 
 if __name__ == "__main__":
     with console.Live(sys.stdout) as live:
-        train(msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=RunConfig), live)
+        raw = Path(sys.argv[1]).read_bytes()
+        train(msgspec.json.decode(raw, type=RunConfig, dec_hook=lambda kind, value: kind(value)), live)

@@ -203,6 +203,12 @@ def write(track: Track, folder: Path) -> Manifest:
     return manifest
 
 
+def ensure(track: Track, folder: Path) -> None:
+    """Makes the shards of a synthetic track where its folder is missing; other tracks bring theirs."""
+    if track.synthetic is not None and not folder.exists():
+        write(track, folder)
+
+
 def _write_one(source: Source, stream: int, path: Path, track: Track) -> ShardEntry:
     """Stream 0 is the validation shard."""
     tokens = generate(source, stream, source.val_lines if stream == 0 else source.shard_lines)

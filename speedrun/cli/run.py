@@ -1,0 +1,128 @@
+"""`speedrun run`: one run on a track, and the record of it."""
+
+import sys
+from pathlib import Path
+
+import click
+import msgspec
+
+from speedrun import clock, console
+from speedrun import track as tracks
+from speedrun.cli.options import data_option, example, json_option, track_option
+from speedrun.data import shards, synthetic
+from speedrun.errors import UsageError
+from speedrun.ledger import format
+from speedrun.ledger.assemble import assemble
+from speedrun.ledger.plot import plot
+from speedrun.ledger.validate import Report, validate
+
+
+def parse_settings(texts: tuple[str, ...]) -> dict[str, str]:
+    """`key=value` texts as a dictionary.
+
+    Raises:
+        UsageError: for a text without `=` or a key given twice.
+    """
+    settings: dict[str, str] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not (key and equals and value):
+            raise UsageError(f"--set {text!r}; need key=value, for example --set optimizer.muon_lr=0.05")
+        if key in settings:
+            raise UsageError(f"--set {key} was given twice; keep one")
+        settings[key] = value
+    return settings
+
+
+@click.command(
+    epilog=example(
+        "speedrun run --track smoke-cpu",
+        "speedrun run --track smoke-cpu --seed 1 --set optimizer.muon_lr=0.05",
+        "speedrun run --track webmini --data DIR",
+    )
+)
+@track_option()
+@click.option("--recipe", metavar="NAME", help="What to train. Default: the track's own recipe.")
+@click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True, help="Initialises the weights.")
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Change a number of the recipe. Repeatable.")
+@click.option("--devices", type=click.IntRange(1), metavar="N", help="Default: what the track asks for, or all there are.")
+@click.option("--microbatches", type=click.IntRange(1), metavar="N", help="Parts of a step's batch. Default: 8.")
+@data_option
+@click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="A new folder. Default: runs/<date>-<track>-<n>.")
+@json_option
+@click.pass_context
+def command(
+    ctx: click.Context,
+    *,
+    track: str,
+    recipe: str | None,
+    seed: int,
+    settings: tuple[str, ...],
+    devices: int | None,
+    microbatches: int | None,
+    data: Path | None,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Train once on a track, under the clock; write, draw and validate a record.
+
+    Exits with 0 if the target is reached and every check passes, with 1 if not.
+    """
+    rules = tracks.load(track)
+    overrides = parse_settings(settings)
+    synthetic.ensure(rules, shards.data_folder(rules, data))
+    # JAX is imported only now: nothing above needs it, and an error above should not wait for it.
+    from speedrun.train import RunConfig, train
+
+    config = RunConfig(
+        track=track,
+        out=out or _new_folder(track),
+        recipe=recipe,
+        seed=seed,
+        overrides=overrides,
+        data=data,
+        num_devices=devices,
+        microbatches=microbatches,
+    )
+    with console.Live(sys.stderr if as_json else sys.stdout) as live:
+        train(config, live)
+    summary = assemble(config.out, title=f"{recipe or rules.recipe} on {rules.id}", declared_runs=1)
+    picture = next(path for path in plot(config.out) if path.suffix == ".png")
+    report = validate(config.out)
+    if as_json:
+        click.echo(_encoded(config.out, picture, summary, report))
+    else:
+        click.echo(card(rules, summary, report))
+        click.echo(f"record  {config.out}\nplot    {picture}\nnext    speedrun validate {config.out}")
+    ctx.exit(0 if summary.target_reached and report.exit_code == 0 else 1)
+
+
+def card(rules: tracks.Track, summary: format.Summary, report: Report) -> str:
+    """The result in three lines."""
+    reached = "reached" if summary.target_reached else "NOT reached"
+    failed = report.having("failed")
+    checks = f"{len(report.having('ok'))} checks passed"
+    checks += "".join(f"\n        {r.check.id} FAILED: {'; '.join(r.messages)}" for r in failed)
+    return (
+        f"card    {rules.id}: target {rules.target.loss:g} {reached}, val {summary.val_loss_mean:.4f} "
+        f"in {summary.train_time_s_mean:.2f} s of training\n"
+        f"        {summary.num_steps:,} steps, {summary.num_tokens:,} tokens, cold wall {summary.cold_wall_s_mean:.1f} s\n"
+        f"checks  {checks}"
+    )
+
+
+def _new_folder(track: str) -> Path:
+    """The first name of today that is free."""
+    taken = (Path("runs") / f"{clock.today()}-{track}-{i}" for i in range(1, 10_000))
+    return next(path for path in taken if not path.exists())
+
+
+def _encoded(out: Path, picture: Path, summary: format.Summary, report: Report) -> bytes:
+    return msgspec.json.encode(
+        {
+            "record": str(out),
+            "plot": str(picture),
+            "summary": summary,
+            "failed_checks": {r.check.id: r.messages for r in report.having("failed")},
+        }
+    )
