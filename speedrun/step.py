@@ -157,7 +157,7 @@ class Program:
         """Negative log likelihood of every target under named parameters: f32 [B * T], nats."""
         x_BTD = self.recipe.forward(params, tokens_BT, window_blocks, self.recipe.config)
         x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
-        return cross_entropy(x_ND, params["head"], targets_BT.reshape(-1), cap=self.recipe.config.logit_cap)
+        return cross_entropy(x_ND, params["head"], targets_BT.reshape(-1), self.recipe.config.logit_cap)
 
     @cached_property
     def eval_step(self) -> Any:

@@ -1,0 +1,96 @@
+#!/usr/bin/env bash
+# Makes .venv from the lock files. Called by quickstart.sh and test.sh; may be called by hand, as often as you like.
+#
+#   scripts/install.sh [run|dev]     dev adds the tools of scripts/test.sh
+#
+# Environment, all optional:
+#   PYTHON                 the interpreter to use (3.11 or newer)
+#   SPEEDRUN_ACCELERATOR   cpu, cuda12 or cuda13, instead of what the NVIDIA driver says
+#   SPEEDRUN_JAX           another JAX that has a lock here, such as 0.11.2
+#
+# Nothing is installed outside .venv. Every package is pinned by digest. pip asks the index you configured.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+die() {
+  echo "install: $*" >&2
+  exit 1
+}
+
+# The first Python that is new enough and can make environments; says why none will do.
+find_python() {
+  local name tried="" candidates=(python3 python3.14 python3.13 python3.12 python3.11 python)
+  if [[ -n ${PYTHON:-} ]]; then candidates=("$PYTHON"); fi
+  for name in "${candidates[@]}"; do
+    if ! "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+      continue
+    elif "$name" -c 'import ensurepip, venv' 2>/dev/null; then
+      # Inside an activated .venv, this is the Python it was made with: ours may be about to go.
+      "$name" -c 'import sys; print(sys._base_executable)'
+      return
+    fi
+    tried+=" $name"
+  done
+  if [[ -n $tried ]]; then
+    die "found$tried, but without the venv module; install it (Debian, Ubuntu: apt install python3-venv)"
+  fi
+  die "found no Python 3.11 or newer as ${candidates[*]}; install one, or name it: PYTHON=/path/to/python3.12 $0"
+}
+
+# cuda13 needs driver 580; older drivers run CUDA 12.
+accelerator() {
+  local driver
+  if [[ -n ${SPEEDRUN_ACCELERATOR:-} ]]; then
+    echo "$SPEEDRUN_ACCELERATOR"
+  elif driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null) && [[ -n $driver ]]; then
+    if ((${driver%%.*} >= 580)); then echo cuda13; else echo cuda12; fi
+  else
+    echo cpu
+  fi
+}
+
+# One number for everything that decides what is installed.
+digest() {
+  "$1" -c 'import hashlib, sys
+from pathlib import Path
+print(hashlib.sha256(b"\0".join([sys.version.encode(), *(Path(p).read_bytes() for p in sys.argv[1:])])).hexdigest())' \
+    "${@:2}"
+}
+
+main() {
+  local want=${1:-run} kind lock locks overlay=() python pip stamp=.venv/speedrun.stamp sum
+  [[ $want == run || $want == dev ]] || die "got $want; need run or dev"
+  kind=$(accelerator)
+  locks=("requirements/$want.lock")
+  if [[ $kind != cpu ]]; then locks+=("requirements/$kind.lock"); fi
+  if [[ -n ${SPEEDRUN_JAX:-} ]]; then
+    [[ $kind == cpu ]] || die "SPEEDRUN_JAX has no lock for $kind; need SPEEDRUN_ACCELERATOR=cpu"
+    overlay=("requirements/jax-$SPEEDRUN_JAX.lock")
+  fi
+  for lock in "${locks[@]}" "${overlay[@]+"${overlay[@]}"}"; do
+    [[ -f $lock ]] || die "there is no $lock; choose one of: $(echo requirements/*.lock)"
+  done
+
+  # An environment made for tests has all that a run needs: leave it.
+  python=$(find_python)
+  sum="$kind ${SPEEDRUN_JAX:-} $(digest "$python" pyproject.toml requirements/*.lock)"
+  if [[ -x .venv/bin/speedrun && -f $stamp ]]; then
+    case $(<"$stamp") in "$want $sum" | "dev $sum") return ;; esac
+  fi
+
+  echo "install: $("$python" --version), $kind, ${locks[*]}${overlay[*]+ ${overlay[*]}} -> .venv"
+  [[ ! -e .venv || -f $stamp ]] || die ".venv exists and was not made by this script; move it away"
+  mkdir -p .venv
+  echo "unfinished" >"$stamp"
+  # What the last environment held must not shine through.
+  find .venv/ -mindepth 1 -not -path "$stamp" -delete
+  "$python" -m venv .venv
+  pip=(.venv/bin/python -m pip --disable-pip-version-check --quiet install)
+  "${pip[@]}" --require-hashes "${locks[@]/#/--requirement=}"
+  if ((${#overlay[@]})); then "${pip[@]}" --no-deps --require-hashes "${overlay[@]/#/--requirement=}"; fi
+  "${pip[@]}" --no-deps --no-build-isolation --editable .
+  .venv/bin/python -m pip --disable-pip-version-check check --quiet
+  echo "$want $sum" >"$stamp"
+}
+
+main "$@"

@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Makes requirements/*.lock anew from pyproject.toml. For maintainers; needs uv ($UV, or on the PATH).
+#
+#   scripts/lock.sh              keeps every pin that still fits
+#   scripts/lock.sh --upgrade    takes the newest of everything
+#
+# The locks are universal: one file for Linux, macOS, x86-64 and arm64, for Python 3.11 (with the last JAX that
+# knows it) and for newer ones (with the newest JAX). They name no index: pip asks the one you configured.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+# lock FILE WHAT [UV ARGUMENTS]: one file of pins and digests.
+lock() {
+  local file=requirements/$1 what=$2 pins
+  shift 2
+  pins=$(mktemp)
+  # uv keeps the pins that it finds in its output file.
+  if [[ -f $file ]]; then cp "$file" "$pins"; fi
+  "${UV:-uv}" pip compile --quiet --universal --python-version "${python:-3.11}" --generate-hashes \
+    --no-header --no-emit-index-url --no-annotate --output-file "$pins" "$@" >/dev/null
+  { echo "# $what Made by scripts/lock.sh; not by hand."; cat "$pins"; } >"$file"
+  rm "$pins"
+}
+
+# The largest one first; the others take its pins, so that all of them agree.
+lock dev.lock "Everything that scripts/test.sh needs." pyproject.toml --group build --extra dev "$@"
+for extra in cuda12 cuda13; do
+  lock $extra.lock "What scripts/quickstart.sh needs on a machine with an NVIDIA GPU." \
+    pyproject.toml --group build --extra $extra --constraint requirements/dev.lock "$@"
+done
+lock run.lock "What scripts/quickstart.sh needs." \
+  pyproject.toml --group build --constraint requirements/dev.lock "$@"
+
+# One more JAX, to be laid over the others: SPEEDRUN_JAX=0.11.2 scripts/test.sh.
+python=3.12 lock jax-0.11.2.lock "The JAX that GPU images carry; laid over the other locks." --no-deps \
+  - "$@" <<<$'jax==0.11.2\njaxlib==0.11.2'

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# From a bare checkout to a validated record: installs, checks the machine, trains on the smoke track.
+# Only the install needs a network. Arguments go to `speedrun run`, for instance --seed 1.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+scripts/install.sh run
+export PATH="$PWD/.venv/bin:$PATH"
+# A font cache is made on the first plot: keep it inside the checkout.
+export MPLCONFIGDIR="${MPLCONFIGDIR:-$PWD/.venv/matplotlib}"
+
+speedrun doctor
+speedrun run --track smoke-cpu "$@"
