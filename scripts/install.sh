@@ -20,12 +20,14 @@ die() {
 # The first Python that is new enough and can make environments; says why none will do.
 find_python() {
   local name tried="" candidates=(python3 python3.14 python3.13 python3.12 python3.11 python)
+  # An environment that is there keeps its Python.
+  if [[ -x .venv/bin/python ]]; then candidates=(.venv/bin/python "${candidates[@]}"); fi
   if [[ -n ${PYTHON:-} ]]; then candidates=("$PYTHON"); fi
   for name in "${candidates[@]}"; do
     if ! "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
       continue
     elif "$name" -c 'import ensurepip, venv' 2>/dev/null; then
-      # Inside an activated .venv, this is the Python it was made with: ours may be about to go.
+      # Not the one in .venv, which may be about to go, but the one that made it.
       "$name" -c 'import sys; print(sys._base_executable)'
       return
     fi

@@ -35,9 +35,9 @@ def rotary_angles(num_positions: int, head_dim: int) -> tuple[jax.Array, jax.Arr
 
 def rotary(x_BTHK: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Turns the pairs (i, i + K/2) of each head by its position times f_i; in float32, returned as it came."""
-    cos_THK, sin_THK = (a[:, None, :] for a in angles)
+    cos_BTHK, sin_BTHK = (a[None, :, None, :] for a in angles)
     u, w = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([u * cos_THK + w * sin_THK, w * cos_THK - u * sin_THK], axis=-1).astype(x_BTHK.dtype)
+    return jnp.concatenate([u * cos_BTHK + w * sin_BTHK, w * cos_BTHK - u * sin_BTHK], axis=-1).astype(x_BTHK.dtype)
 
 
 def relu_squared_mlp(x_BTD: jax.Array, up_FD: jax.Array, down_DF: jax.Array) -> jax.Array:

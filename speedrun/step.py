@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from speedrun.errors import UsageError
-from speedrun.kernels.cross_entropy import cross_entropy
+from speedrun.kernels.cross_entropy import summed_cross_entropy
 from speedrun.optim.muon import shape_factor
 from speedrun.optim.schedules import StepInputs
 from speedrun.params import AXIS, SCALARS, SHARDS, Layout, Params
@@ -140,7 +140,7 @@ class Program:
         num_local = self.microbatches // self.num_devices
 
         def loss_fn(params: Params, tokens_BT: jax.Array, targets_BT: jax.Array) -> jax.Array:
-            return jnp.mean(self.nll(params, tokens_BT, targets_BT, inputs.window_blocks))
+            return self.nll_sum(params, tokens_BT, targets_BT, inputs.window_blocks) / targets_BT.size
 
         def accumulate(total: Any, batch: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
             one = jax.value_and_grad(loss_fn)(params, *batch)
@@ -153,11 +153,11 @@ class Program:
             total, _ = jax.lax.scan(accumulate, total, stacked)
         return jax.tree.map(lambda x: x / num_local, total)
 
-    def nll(self, params: Params, tokens_BT: jax.Array, targets_BT: jax.Array, window_blocks: jax.Array) -> jax.Array:
-        """Negative log likelihood of every target under named parameters: f32 [B * T], nats."""
+    def nll_sum(self, params: Params, tokens_BT: jax.Array, targets_BT: jax.Array, window_blocks: jax.Array) -> jax.Array:
+        """Negative log likelihood of all targets together under named parameters: f32 [], nats."""
         x_BTD = self.recipe.forward(params, tokens_BT, window_blocks, self.recipe.config)
         x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
-        return cross_entropy(x_ND, params["head"], targets_BT.reshape(-1), self.recipe.config.logit_cap)
+        return summed_cross_entropy(x_ND, params["head"], targets_BT.reshape(-1), self.recipe.config.logit_cap)
 
     @cached_property
     def eval_step(self) -> Any:
@@ -174,16 +174,14 @@ class Program:
     def _eval_step(
         self, packed: Params, tokens_BT: jax.Array, targets_BT: jax.Array, schedule: StepInputs, step: jax.Array
     ) -> jax.Array:
-        """One device's sequences, in chunks as large as on a full node, so that memory does not grow."""
+        """One device's sequences, one after the other, so that memory does not depend on their number."""
         params = self.layout.unpack(self._gather(packed))
-        chunk = self.recipe.eval_sequences // SHARDS
 
-        def score(batch: tuple[jax.Array, jax.Array]) -> jax.Array:
-            nll_N = self.nll(params, *batch, schedule.window_blocks[step])
-            return jnp.sum(nll_N.reshape(chunk, -1), axis=1)
+        def score(batch_T: tuple[jax.Array, jax.Array]) -> jax.Array:
+            tokens_T, targets_T = batch_T
+            return self.nll_sum(params, tokens_T[None], targets_T[None], schedule.window_blocks[step])
 
-        chunks = tuple(x.reshape(-1, chunk, x.shape[-1]) for x in (tokens_BT, targets_BT))
-        return jax.lax.map(score, chunks).reshape(-1)
+        return jax.lax.map(score, (tokens_BT, targets_BT))
 
     def _gather(self, packed: Params) -> Params:
         """Whole parameters on every device, in the compute dtype."""

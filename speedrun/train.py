@@ -88,6 +88,7 @@ class Tally:
     first_loss: float | None = None
     first_batch_sha256: str | None = None
     tokens_seen: int = 0
+    peak_bytes: int = 0
     ranges: tuple[stream.ShardRange, ...] = ()
 
 
@@ -142,7 +143,7 @@ def train(config: RunConfig, reader: console.Live | None = None) -> format.RunFi
         run_dir.mkdir(parents=True)
     except OSError as error:
         raise UsageError(f"{run_dir}: {error.strerror}; choose an --out that can be written") from None
-    (config.out / "source.txt").write_text(ready.source)
+    (config.out / "source.txt").write_text(ready.source, encoding="utf-8")
     tally = Tally()
     with runlog.RunLog(run_dir / "metrics.jsonl", now) as log:
         if reader is not None:
@@ -161,8 +162,10 @@ def train(config: RunConfig, reader: console.Live | None = None) -> format.RunFi
             raise
         finally:
             # Also on the way out of a failure: a run that broke off stays visible in its record.
+            tally.peak_bytes = meshes.peak_bytes(ready.program.mesh)
             log.emit(_run_end(ready, outcome, clock, tally))
-            (run_dir / "log.txt").write_text(console.render(runlog.read(run_dir / "metrics.jsonl")))
+            text = console.render(runlog.read(run_dir / "metrics.jsonl"))
+            (run_dir / "log.txt").write_text(text, encoding="utf-8")
             run_file = _run_file(ready, run_id, started.utc, outcome, tally)
             (run_dir / "run.json").write_bytes(format.encode(run_file))
     return run_file
@@ -391,6 +394,8 @@ def _validate(ready: Ready, score: Any, state: TrainState, log: runlog.RunLog, t
     val: Score = evaluate(ready.program, score, state, ready.shards.val[0], ready.track.data.val_tokens)
     tally.val_s += val.seconds
     step = int(jax.device_get(state.step))
+    if not np.isfinite(val.nll_sum):
+        raise NonFiniteError(f"validation at step {step}: loss is {val.loss}; lower the learning rate")
     log.emit(runlog.Val(step, val.loss, val.tokens, val.nll_sum.hex(), val.seconds))
     return val.loss
 
@@ -405,7 +410,7 @@ def _run_end(ready: Ready, outcome: str, clock: Clock, tally: Tally) -> runlog.R
         warmup_s=tally.warmup_s,
         val_s=tally.val_s,
         data_wait_s=tally.data_wait_s,
-        peak_bytes=meshes.peak_bytes(ready.program.mesh),
+        peak_bytes=tally.peak_bytes,
         final_hash=tally.final_hash,
     )
 
@@ -442,7 +447,7 @@ def _run_file(ready: Ready, run_id: str, created_utc: str, outcome: Any, tally: 
             val_shard=format.ShardRange(val.path.name, digest[val.path.name], val.num_tokens, 0, val_tokens),
             val_sha256=stream.validation_sha256(val, val_tokens),
         ),
-        peak_bytes=meshes.peak_bytes(ready.program.mesh),
+        peak_bytes=tally.peak_bytes,
     )
 
 

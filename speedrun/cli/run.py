@@ -84,9 +84,13 @@ def command(
         num_devices=devices,
         microbatches=microbatches,
     )
-    with console.Live(sys.stderr if as_json else sys.stdout) as live:
-        train(config, live)
-    summary = assemble(config.out, title=f"{recipe or rules.recipe} on {rules.id}", declared_runs=1)
+    try:
+        with console.Live(sys.stderr if as_json else sys.stdout) as live:
+            train(config, live)
+    finally:
+        # A run that broke off is a record, too: of a failure.
+        if list(config.out.glob("runs/*/run.json")):
+            summary = assemble(config.out, title=f"{recipe or rules.recipe} on {rules.id}", declared_runs=1)
     picture = next(path for path in plot(config.out) if path.suffix == ".png")
     report = validate(config.out)
     if as_json:

@@ -20,7 +20,7 @@ def visible(doc_BT: jax.Array, window_blocks: jax.Array, block_tokens: int) -> j
     t_T = jnp.arange(doc_BT.shape[-1])
     causal_TS = t_T[:, None] >= t_T[None, :]
     near_TS = (t_T // block_tokens)[:, None] - (t_T // block_tokens)[None, :] < window_blocks
-    return (causal_TS & near_TS) & (doc_BT[:, :, None] == doc_BT[:, None, :])
+    return (causal_TS & near_TS)[None] & (doc_BT[:, :, None] == doc_BT[:, None, :])
 
 
 def attention(q_BTHK: jax.Array, k_BTHK: jax.Array, v_BTHK: jax.Array, visible_BTS: jax.Array, *, scale: float) -> jax.Array:

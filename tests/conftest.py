@@ -1,0 +1,39 @@
+"""Eight simulated devices for every test, and no silent broadcasting of ranks."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from speedrun import mesh, recipes
+from speedrun.models import record21
+from speedrun.recipe import Recipe, Stage
+
+mesh.prepare("cpu")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Recipe:
+    """The smoke recipe with everything that occurs in it, as small as it can be: compiles in a second or two."""
+    smoke = recipes.load("smoke")
+    config = dataclasses.replace(
+        smoke.config,
+        vocab_size=61,
+        head_size=64,
+        model_dim=16,
+        num_heads=2,
+        head_dim=8,
+        mlp_dim=32,
+        mixing=("long", "none", "short", "long"),
+        value_tables=(0, record21.NO_TABLE, 1, 0),
+        block_tokens=4,
+    )
+    return dataclasses.replace(
+        smoke,
+        name="tiny",
+        config=config,
+        stages=(Stage(num_steps=6, num_sequences=16, seq_len=32),),
+        eval_sequences=16,
+        eval_seq_len=32,
+    )

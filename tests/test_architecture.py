@@ -1,0 +1,186 @@
+"""The house rules that a reader cannot see in one file. The tables here are the architecture."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from speedrun import provenance, recipes, track
+from speedrun.sourcefile import split_source
+
+ROOT = Path(__file__).parent.parent
+
+#: A module imports only from lower floors, or from its own row. The longest prefix that fits counts.
+FLOORS = {
+    "speedrun.__main__": 10,
+    "speedrun.cli": 9,
+    "speedrun.train": 8,
+    "speedrun.evaluate": 7,
+    "speedrun.step": 6,
+    "speedrun.recipes": 5,
+    "speedrun.models": 4,
+    "speedrun.recipe": 4,
+    "speedrun.nn": 3,
+    "speedrun.optim": 3,
+    "speedrun.mesh": 3,
+    "speedrun.health": 3,
+    "speedrun.ledger": 3,
+    "speedrun.params": 2,
+    "speedrun.kernels": 2,
+    "speedrun.data": 2,
+    "speedrun.console": 2,
+    "speedrun.track": 1,
+    "speedrun.runlog": 1,
+    "speedrun.provenance": 1,
+    "speedrun.clock": 0,
+    "speedrun.sourcefile": 0,
+    "speedrun.errors": 0,
+    "speedrun": 0,
+}
+
+#: What could change a loss curve. It imports no instrument: no clock, no log, no ledger, no data files.
+SCIENCE = {"recipes", "models", "nn", "kernels", "optim", "params", "recipe", "step"}
+
+#: Rows above the first floor that start fast, too, because they leave these out.
+LIGHT = {"speedrun.data", "speedrun.console", "speedrun.ledger", "speedrun.cli"}
+HEAVY = {"jax", "jaxlib", "optax", "orbax", "matplotlib", "datasets", "huggingface_hub", "tiktoken", "wandb"}
+
+SCIENCE_LINES = 1_200
+CLOSURE_LINES = 3_600
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+PATHS = {name_of(path): path for path in sorted((ROOT / "speedrun").rglob("*.py"))}
+TREES = {module: ast.parse(path.read_text()) for module, path in PATHS.items()}
+
+
+def imports(module: str) -> Iterator[str]:
+    """Modules of ours that an import statement names, wherever in the file it stands."""
+    for node in ast.walk(TREES[module]):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in PATHS)
+        elif isinstance(node, ast.ImportFrom) and node.module in PATHS:
+            deeper = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (name if name in PATHS else node.module for name in deeper)
+
+
+EDGES = [(here, there) for here in PATHS for there in imports(here)]
+
+
+def row(module: str) -> str:
+    """The row of the table a module stands in."""
+    while module not in FLOORS:
+        module = module.rpartition(".")[0]
+    return module
+
+
+def part(module: str) -> str:
+    """The first name below `speedrun`; empty for the package itself."""
+    return module.partition(".")[2].partition(".")[0]
+
+
+def is_light(module: str) -> bool:
+    return FLOORS[row(module)] <= 1 or row(module) in LIGHT
+
+
+def test_every_module_has_a_floor_and_every_floor_a_module() -> None:
+    homeless = [module for module in PATHS if module != "speedrun" and row(module) == "speedrun"]
+    assert not homeless, f"give them a row in FLOORS: {homeless}"
+    assert not set(FLOORS) - set(PATHS), "rows of FLOORS without a module"
+
+
+def test_a_module_imports_only_from_lower_floors() -> None:
+    wrong = [
+        f"{here} (floor {FLOORS[row(here)]}) imports {there} (floor {FLOORS[row(there)]})"
+        for here, there in EDGES
+        if row(here) != row(there) and FLOORS[row(there)] >= FLOORS[row(here)]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_module_reaches_itself() -> None:
+    """Inside a row, too: whoever reads a file can read first what it needs."""
+    graph: dict[str, set[str]] = {module: set() for module in PATHS}
+    for here, there in EDGES:
+        graph[here].add(there)
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+
+
+def test_science_imports_no_instrument() -> None:
+    allowed = SCIENCE | {"errors"}
+    wrong = [
+        f"{here} imports {there}"
+        for here, there in EDGES
+        if part(here) in SCIENCE and part(there) not in allowed
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_recipe_imports_no_recipe_but_its_parent() -> None:
+    for here, there in EDGES:
+        if row(here) == row(there) == "speedrun.recipes":
+            parent = recipes.load(here.rpartition(".")[2]).parent
+            assert there == f"speedrun.recipes.{parent}", f"{here} imports {there}, its parent is {parent}"
+
+
+def test_the_lower_floors_and_the_command_line_start_without_heavy_packages() -> None:
+    light = sorted(module for module in PATHS if is_light(module) and module != "speedrun.__main__")
+    script = f"""
+import importlib, sys
+for module in {light}:
+    importlib.import_module(module)
+    heavy = {HEAVY} & set(sys.modules)
+    if heavy:
+        sys.exit(f"{{module}} imports {{sorted(heavy)}}")
+"""
+    argv = [sys.executable, "-c", script]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def config_fields() -> Iterator[tuple[str, str]]:
+    """Every field of every dataclass of the models, and the text of its type."""
+    models = [tree for module, tree in TREES.items() if row(module) == "speedrun.models"]
+    for node in (node for tree in models for node in ast.walk(tree)):
+        if isinstance(node, ast.ClassDef) and "dataclass" in " ".join(map(ast.unparse, node.decorator_list)):
+            for field in node.body:
+                if isinstance(field, ast.AnnAssign):
+                    yield f"{node.name}.{ast.unparse(field.target)}", ast.unparse(field.annotation)
+
+
+def test_no_model_config_holds_a_boolean() -> None:
+    """A variant is another function, or another entry in a tuple with one entry a layer. Never a flag."""
+    fields = list(config_fields())
+    assert fields
+    flags = [name for name, kind in fields if "bool" in kind or "Callable" in kind]
+    assert not flags, f"{flags}: write a second function, or a Literal that says what it is"
+
+
+@pytest.mark.parametrize("recipe", recipes.names())
+def test_a_record_can_be_read_in_one_sitting(recipe: str) -> None:
+    """The budgets of `source.txt`: see the price of lines in RULES.md."""
+    rules = [track.TRACKS_DIR / "smoke-cpu.toml"]
+    files = split_source(provenance.closure([f"speedrun.recipes.{recipe}", "speedrun.train"], rules))
+    lines = {path: text.count("\n") for path, text in files.items()}
+    modules = {path: path.removesuffix(".py").replace("/", ".") for path in lines}
+    science = sum(lines[path] for path, module in modules.items() if part(module) in SCIENCE)
+    assert science <= SCIENCE_LINES, f"{science:,} lines of science in {lines}"
+    assert sum(lines.values()) <= CLOSURE_LINES, f"{sum(lines.values()):,} lines in {lines}"
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    silent = [module for module, tree in TREES.items() if not ast.get_docstring(tree)]
+    assert not silent
+
+
+def test_files_are_named_by_what_they_are_about() -> None:
+    drawers = {"utils", "util", "helpers", "common", "misc", "tools"}
+    assert not [module for module in PATHS if drawers & set(module.split("."))]

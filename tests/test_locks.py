@@ -1,0 +1,57 @@
+"""The lock files: whole, agreed, and tied to no host."""
+
+import re
+import tomllib
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LOCKS = {path.stem: path.read_text() for path in sorted((ROOT / "requirements").glob("*.lock"))}
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+PIN = re.compile(r"([a-z0-9-]+)==([0-9][0-9a-z.]*)(?: ; ([^\\]+))? \\")
+HASH = re.compile(r"    --hash=sha256:[0-9a-f]{64}(?: \\)?")
+
+
+def pins(lock: str) -> set[tuple[str, str, str]]:
+    """Name, version and marker of every pin."""
+    return {(m[1], m[2], m[3] or "") for line in LOCKS[lock].splitlines() if (m := PIN.fullmatch(line))}
+
+
+def names(requirements: list[str]) -> set[str]:
+    return {re.split(r"[\[<>=! ]", requirement)[0].lower().replace("_", "-") for requirement in requirements}
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_a_lock_is_pins_and_digests_and_nothing_else(lock: str) -> None:
+    lines = LOCKS[lock].splitlines()
+    odd = [
+        line for line in lines if not (line.startswith("# ") or PIN.fullmatch(line) or HASH.fullmatch(line))
+    ]
+    assert not odd
+    assert not re.search(r"://|--index|\.(org|com|io|net)\b", LOCKS[lock])
+    # A pin continues on the next line, so that each has a digest.
+    assert all(HASH.fullmatch(after) for line, after in pairwise(lines) if PIN.fullmatch(line))
+
+
+def test_locks_hold_what_the_project_asks_for() -> None:
+    project = PROJECT["project"]
+    extras, build = project["optional-dependencies"], PROJECT["dependency-groups"]["build"]
+    assert names(build) == names(PROJECT["build-system"]["requires"])
+    for lock, asked in {
+        "run": [],
+        "dev": extras["dev"],
+        "cuda12": ["jax-cuda12-plugin"],
+        "cuda13": ["jax-cuda13-plugin"],
+    }.items():
+        missing = names([*project["dependencies"], *build, *asked]) - {name for name, *_ in pins(lock)}
+        assert not missing, f"{lock}.lock lacks {missing}; run scripts/lock.sh"
+
+
+def test_locks_agree() -> None:
+    everything = pins("cuda12") | pins("cuda13") | pins("dev")
+    assert pins("run") <= pins("dev")
+    places = [(name, marker) for name, _, marker in everything]
+    assert len(places) == len(set(places)), "one package, two versions; run scripts/lock.sh"

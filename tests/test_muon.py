@@ -1,0 +1,59 @@
+"""Newton-Schulz and Muon against a slow reference and against optax."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from speedrun.optim.muon import orthogonalize, scale_by_muon, shape_factor
+
+
+def slow_orthogonalize(g: np.ndarray, steps: int) -> np.ndarray:
+    """The odd polynomial a x + b x^3 + c x^5 of each singular value, through an SVD in float64."""
+    u, s, vt = np.linalg.svd(g.astype(np.float64), full_matrices=False)
+    s = s / (np.sqrt((s * s).sum()) + 1e-7)
+    for _ in range(steps):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return (u * s) @ vt
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (8, 32), (16, 17), (1, 5)])
+def test_newton_schulz_is_its_polynomial_on_the_singular_values(shape):
+    bank = np.random.default_rng(0).standard_normal((3, *shape)).astype(np.float32)
+    got = orthogonalize(jnp.asarray(bank), steps=5)
+    want = np.stack([slow_orthogonalize(g, 5) for g in bank])
+    np.testing.assert_allclose(got, want, atol=2e-4)
+
+
+def test_optax_computes_the_same_direction():
+    grads = {"w": jax.random.normal(jax.random.key(1), (16, 24))}
+    tx = optax.contrib.scale_by_muon(beta=0.0, nesterov=False, ns_steps=5)
+    theirs, _ = tx.update(grads, tx.init(grads), grads)
+    ours = orthogonalize(grads["w"][None], steps=5)[0]
+    np.testing.assert_allclose(ours, theirs["w"], atol=1e-3)
+
+
+def test_zero_stays_zero_and_tall_matrices_are_refused():
+    assert not orthogonalize(jnp.zeros((2, 3, 5)), steps=5).any()
+    with pytest.raises(ValueError, match="5 x 3"):
+        orthogonalize(jnp.zeros((2, 5, 3)), steps=5)
+
+
+def test_momentum_is_nesterov_and_each_matrix_has_its_factor():
+    key = jax.random.key(2)
+    g1, g2 = jax.random.normal(key, (2, 8, 3, 4))
+    factor = jnp.arange(1.0, 9.0)[:, None, None]
+    tx = scale_by_muon(steps=5)
+    state = tx.init({"bank": g1})
+    _, state = tx.update({"bank": g1}, state, momentum=jnp.float32(0.9), factors={"bank": factor})
+    update, _ = tx.update({"bank": g2}, state, momentum=jnp.float32(0.8), factors={"bank": factor})
+    mean = 0.8 * (0.1 * g1) + 0.2 * g2
+    look_ahead = 0.8 * mean + 0.2 * g2
+    want = np.stack([k * slow_orthogonalize(np.asarray(g), 5) for k, g in enumerate(look_ahead, 1)])
+    np.testing.assert_allclose(update["bank"], want, atol=2e-3)
+
+
+@pytest.mark.parametrize(("rows", "cols", "factor"), [(4, 4, 1), (3072, 768, 2), (768, 3072, 1)])
+def test_tall_matrices_move_further(rows, cols, factor):
+    assert shape_factor(rows, cols) == factor

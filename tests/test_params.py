@@ -1,0 +1,85 @@
+"""Declaration, packing, and the way back."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from speedrun import params
+from speedrun.params import Layout, ParamSpec, constant, normal, uniform_fan_in, zeros
+
+TABLE = {
+    "embed": ParamSpec((13, 4), ("vocab", "model"), normal, "embed"),
+    "block.0.qkv": ParamSpec((3, 6, 4), ("qkv", "heads", "model"), uniform_fan_in, "matrix"),
+    "block.0.out": ParamSpec((4, 6), ("model", "heads"), zeros, "matrix"),
+    "block.0.up": ParamSpec((8, 4), ("mlp", "model"), uniform_fan_in, "matrix"),
+    "block.0.lambdas": ParamSpec((2,), ("lambda",), constant(1.0, 0.0), "scalar"),
+    "skips": ParamSpec((3,), ("layer",), constant(1.0), "scalar"),
+    "head": ParamSpec((16, 4), ("vocab", "model"), zeros, "head"),
+}
+
+
+def values() -> dict[str, jax.Array]:
+    keys = jax.random.split(jax.random.key(0), len(TABLE))
+    return {name: jax.random.normal(key, spec.shape) for key, (name, spec) in zip(keys, TABLE.items(), strict=True)}
+
+
+def test_unpack_undoes_pack():
+    layout, given = Layout(TABLE), values()
+    back = layout.unpack(layout.pack(given))
+    assert list(back) == list(TABLE)
+    for name, x in given.items():
+        np.testing.assert_array_equal(back[name], x)
+
+
+def test_packed_arrays_divide_by_eight_and_hold_wide_matrices():
+    packed = Layout(TABLE).pack(values())
+    banks = {name: x.shape for name, x in packed.items() if name.startswith("bank.")}
+    assert banks == {"bank.4x6": (8, 4, 6), "bank.4x8": (8, 4, 8)}
+    assert packed["embed"].shape == (16, 4)
+    assert packed[params.SCALARS].shape == (5,)
+    assert all(x.shape[0] % params.SHARDS == 0 for name, x in packed.items() if name != params.SCALARS)
+
+
+def test_padding_is_zero_and_no_parameter():
+    layout = Layout(TABLE)
+    packed = layout.pack(values())
+    assert not packed["bank.4x6"][4:].any()
+    assert not packed["embed"][13:].any()
+    assert params.count(TABLE) == sum(math.prod(spec.shape) for spec in TABLE.values()) == 13 * 4 + 72 + 24 + 32 + 5 + 64
+
+
+def test_a_number_for_each_matrix_follows_the_declared_orientation():
+    factors = Layout(TABLE).per_matrix(lambda rows, cols: rows / cols)
+    assert factors["bank.4x6"].tolist() == pytest.approx([1.5, 1.5, 1.5, 4 / 6, 1, 1, 1, 1])
+    assert factors["bank.4x8"].tolist() == [2, 1, 1, 1, 1, 1, 1, 1]
+
+
+def test_every_packed_array_has_one_group_and_one_spec():
+    layout = Layout(TABLE)
+    assert set(layout.groups) == set(layout.specs) == set(layout.pack(values()))
+
+
+def test_starting_values_depend_on_the_name_and_seed_only():
+    alone = Layout({"embed": TABLE["embed"], "skips": TABLE["skips"]})
+    first, again, other = (
+        layout.init(jax.random.key(seed))["embed"] for layout, seed in ((Layout(TABLE), 0), (alone, 0), (alone, 1))
+    )
+    np.testing.assert_array_equal(first, again)
+    assert (first != other).any()
+
+
+def test_initialisers_have_the_declared_spread():
+    key = jax.random.key(0)
+    assert float(jnp.std(normal(key, (300, 300)))) == pytest.approx(1, abs=0.02)
+    x = uniform_fan_in(key, (300, 400))
+    assert float(jnp.std(x)) == pytest.approx(0.5 / math.sqrt(400), rel=0.02)
+    assert float(jnp.max(jnp.abs(x))) <= math.sqrt(3) * 0.5 / math.sqrt(400)
+    assert constant(0.5, 0.25)(key, (2,)).tolist() == [0.5, 0.25]
+
+
+def test_a_shape_needs_a_name_for_each_axis():
+    with pytest.raises(ValueError, match="2 dimensions"):
+        ParamSpec((2, 3), ("model",), zeros, "matrix")

@@ -1,0 +1,208 @@
+"""The step as a whole: devices and splits do not matter, state is divided, everything moves, nothing peeks."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from speedrun import mesh
+from speedrun.kernels.cross_entropy import cross_entropy
+from speedrun.params import SCALARS
+from speedrun.recipe import Recipe
+from speedrun.step import Program, TrainState, fingerprint, state_hash
+
+
+def batch(recipe: Recipe, seed: int = 0) -> np.ndarray:
+    """Random ids with a few documents in each sequence: [B, T + 1]."""
+    stage = recipe.stages[0]
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(1, recipe.config.vocab_size, (stage.num_sequences, stage.seq_len + 1), np.int32)
+    ids[rng.random(ids.shape) < 0.1] = recipe.config.document_token
+    return ids
+
+
+def run(program: Program, num_steps: int, seed: int = 0) -> tuple[TrainState, list[float]]:
+    """A few steps on fixed random batches; the losses, exactly."""
+    state, losses = program.init(jax.random.key(seed)), []
+    for i in range(num_steps):
+        ids = batch(program.recipe, i)
+        tokens_BT, targets_BT = (mesh.place(x, program.mesh) for x in (ids[:, :-1], ids[:, 1:]))
+        state, metrics = program.train_step(state, tokens_BT, targets_BT, program.schedule)
+        losses.append(float(metrics.loss))
+    return state, losses
+
+
+@pytest.fixture(scope="module")
+def on_eight(tiny: Recipe) -> tuple[Program, TrainState, list[float]]:
+    program = Program(tiny, mesh.make_mesh(8))
+    return program, *run(program, 5)
+
+
+@pytest.mark.parametrize(("num_devices", "microbatches"), [(1, 8), (1, 1), (2, 16), (4, 4), (8, 16)])
+def test_devices_and_accumulation_do_not_matter(tiny, on_eight, num_devices, microbatches):
+    _, losses = run(Program(tiny, mesh.make_mesh(num_devices), microbatches), 5)
+    np.testing.assert_allclose(losses, on_eight[2], rtol=1e-4)
+
+
+def test_parameters_and_optimiser_state_are_divided_by_eight(on_eight):
+    program, state, _ = on_eight
+    whole = divided = 0
+    for leaf in jax.tree.leaves(state):
+        local = leaf.addressable_shards[0].data.size
+        if leaf.size == local:
+            whole += leaf.size
+        else:
+            assert leaf.size == 8 * local
+            divided += leaf.size
+    scalars = state.params[SCALARS].size
+    # Whole on every device: the scalars with their two Adam moments, and a few counters.
+    assert whole <= 3 * scalars + 8
+    # Muon keeps one number a weight beside it, Adam two.
+    muon = sum(x.size for name, x in state.params.items() if name in program.layout.banks)
+    adam = sum(state.params[name].size for name in program.layout.tables)
+    assert divided == 2 * muon + 3 * adam
+
+
+def test_state_is_born_as_it_lives(tiny, on_eight):
+    program, after, _ = on_eight
+    born = program.init(jax.random.key(0))
+    for a, b in zip(jax.tree.leaves(born), jax.tree.leaves(after), strict=True):
+        assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+        assert a.dtype == b.dtype
+
+
+def test_starting_state_is_equal_on_any_number_of_devices(tiny):
+    hashes = {state_hash(Program(tiny, mesh.make_mesh(n)).init(jax.random.key(3))) for n in (1, 2, 4, 8)}
+    assert len(hashes) == 1
+
+
+def test_the_state_is_donated(tiny):
+    program = Program(tiny, mesh.make_mesh(8))
+    state, ids = program.init(jax.random.key(0)), batch(tiny)
+    tokens_BT, targets_BT = (mesh.place(x, program.mesh) for x in (ids[:, :-1], ids[:, 1:]))
+    program.train_step(state, tokens_BT, targets_BT, program.schedule)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+
+
+def test_the_hash_sees_every_bit_and_every_place():
+    x = jnp.arange(12, dtype=jnp.float32).reshape(3, 4)
+    seen = {tuple(fingerprint(t).tolist()) for t in ((x,), (x.T,), (x.at[2, 3].set(jnp.nextafter(x[2, 3], 99.0)),), (x[::-1],))}
+    assert len(seen) == 4
+
+
+def test_every_parameter_moves_and_no_two_start_equal(on_eight, tiny):
+    program, after, _ = on_eight
+    first = program.layout.unpack(program.init(jax.random.key(0)).params)
+    last = program.layout.unpack(after.params)
+    still = [name for name in first if (first[name] == last[name]).all()]
+    assert not still
+    random = [x.ravel()[:8].tolist() for x in first.values() if x.size >= 8 and float(jnp.std(x)) > 0]
+    assert len({tuple(x) for x in random}) == len(random)
+
+
+def test_padding_never_moves(on_eight):
+    program, after, _ = on_eight
+    for name, bank in program.layout.banks.items():
+        assert not np.asarray(after.params[name])[len(bank) :].any()
+    for name in program.layout.tables:
+        assert not np.asarray(after.params[name])[program.layout.table[name].shape[0] :].any()
+
+
+def test_another_seed_is_another_run(tiny, on_eight):
+    program = on_eight[0]
+    assert run(program, 3, seed=1)[1] != on_eight[2][:3]
+    assert run(program, 3)[1] == on_eight[2][:3]
+
+
+def test_the_first_loss_is_that_of_a_uniform_guess(tiny, on_eight):
+    assert on_eight[2][0] == pytest.approx(np.log(tiny.config.head_size), abs=1e-5)
+
+
+def test_the_step_communicates_once_for_each_packed_array(tiny):
+    program = Program(tiny, mesh.make_mesh(8))
+    ids = batch(tiny)
+    state = program.init(jax.random.key(0))
+    args = [mesh.place(x, program.mesh) for x in (ids[:, :-1], ids[:, 1:])]
+    text = program.train_step.lower(state, *args, program.schedule).as_text()
+    num_divided = len(program.layout.banks) + len(program.layout.tables)
+    assert text.count('"stablehlo.all_gather"') == num_divided
+    assert text.count('"stablehlo.reduce_scatter"') == num_divided
+    assert text.count('"stablehlo.all_to_all"') == 0
+    assert text.count('"stablehlo.all_reduce"') == 2  # the scalars, and the loss
+
+
+def named_nll(recipe: Recipe, params, ids: np.ndarray) -> jax.Array:
+    """Loss of every position under named parameters, from the definition: [B, T]."""
+    x_BTD = recipe.forward(params, jnp.asarray(ids[:, :-1]), jnp.int32(3), recipe.config)
+    x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
+    nll_N = cross_entropy(x_ND, params["head"], jnp.asarray(ids[:, 1:]).ravel(), cap=recipe.config.logit_cap)
+    return nll_N.reshape(len(ids), -1)
+
+
+def trained(on_eight: tuple[Program, TrainState, list[float]]):
+    """Named parameters after a few steps, so that no path is hidden behind a zero."""
+    program, state, _ = on_eight
+    return jax.device_get(program.layout.unpack(state.params))
+
+
+def test_no_position_sees_a_later_token(tiny, on_eight):
+    params, ids = trained(on_eight), batch(tiny)[:1]
+    base = named_nll(tiny, params, ids)
+    for t in (1, 9, 20, 31):
+        changed = ids.copy()
+        changed[0, t] = (ids[0, t] + 7) % tiny.config.vocab_size
+        nll = named_nll(tiny, params, changed)
+        # Position t - 1 has it as its target; everything before must not know.
+        np.testing.assert_array_equal(nll[0, : t - 1], base[0, : t - 1])
+        assert nll[0, t - 1] != base[0, t - 1]
+
+
+def test_no_position_sees_another_document_or_sequence(tiny, on_eight):
+    params, ids = trained(on_eight), batch(tiny)[:2]
+    ids[:, :] = np.maximum(ids, 1)
+    ids[0, 16] = tiny.config.document_token
+    base = named_nll(tiny, params, ids)
+    changed = ids.copy()
+    changed[0, 3:12] = 5
+    nll = named_nll(tiny, params, changed)
+    np.testing.assert_array_equal(nll[0, 16:], base[0, 16:])
+    np.testing.assert_array_equal(nll[1], base[1])
+    assert (nll[0, 3:12] != base[0, 3:12]).any()
+
+
+def copier(shift: int, recipe: Recipe) -> Recipe:
+    """A model that bets everything on the token `shift` places further on in the batch it is shown."""
+
+    def forward(p, tokens_BT, window_blocks, cfg):
+        del window_blocks
+        peeked_BT = jnp.roll(tokens_BT, -shift, axis=1)
+        return jax.nn.one_hot(peeked_BT, cfg.head_size) * 1e4 + 0 * p["embed"][0, 0]
+
+    return dataclasses.replace(recipe, forward=forward)
+
+
+def test_a_model_that_peeks_scores_zero_and_one_that_looks_back_does_not(tiny):
+    """Targets are the next token: only a look at the next one pays."""
+    ids = batch(tiny)[:4]
+    params = {"embed": jnp.zeros((1, 1)), "head": jnp.eye(tiny.config.head_size)}
+
+    def loss(shift: int) -> float:
+        nll_BT = named_nll(copier(shift, tiny), params, ids)
+        return float(nll_BT[:, :-1].mean())  # the last position has no next token to peek at
+
+    assert loss(1) == pytest.approx(0, abs=1e-4)
+    assert loss(0) > 5
+    assert loss(-1) > 5
+
+
+@pytest.mark.parametrize("leaf", ["block.0.qkv", "head", "block.2.lambdas"])
+def test_the_first_parameter_with_a_bad_gradient_is_named(tiny, on_eight, leaf):
+    program, state, _ = on_eight
+    named = program.layout.unpack(jax.tree.map(jnp.zeros_like, state.params))
+    bad = program.layout.pack(named | {leaf: named[leaf].at[..., 0].set(jnp.nan)})
+    from speedrun.step import StepMetrics, _nonfinite
+
+    flags = {name: _nonfinite(name, grad) for name, grad in bad.items()}
+    assert program.first_nonfinite(StepMetrics(jnp.float32(0), flags)) == leaf

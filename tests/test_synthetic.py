@@ -1,0 +1,123 @@
+"""The synthetic stream against its definition, written out slowly."""
+
+import dataclasses
+import math
+
+import msgspec
+import numpy as np
+import pytest
+
+from speedrun import track
+from speedrun.data import shards, synthetic
+from speedrun.data.synthetic import ONE, Source
+from speedrun.errors import DataError
+
+SMOKE = track.load("smoke-cpu")
+assert SMOKE.synthetic is not None
+SOURCE = Source(**SMOKE.synthetic)
+SMALL = dataclasses.replace(SOURCE, vocab_size=20, line_words=5, num_classes=3, num_successors=2, zipf_offset=1)
+
+
+def true_log_probabilities(source: Source, tokens: np.ndarray) -> list[float]:
+    """ln p of each token given all before it, by walking the stream with plain Python numbers."""
+    zipf = [w / ONE for w in synthetic.zipf_weights_V(source).tolist()]
+    slots = [w / ONE for w in synthetic.slot_weights_S(source).tolist()]
+    followers = synthetic.successors_CVS(source).tolist()
+    noise, end, repeat = source.noise / ONE, source.end / ONE, source.repeat / ONE
+    out, line, previous = [], [], []
+    for position, token in enumerate(tokens.tolist()):
+        column = position % source.line_tokens
+        if column == 0:
+            previous, line = line or previous, [token]
+            p = {0: end, 1: (1 - end) * (1 - repeat), 2: (1 - end) * repeat}[token]
+        elif line[0] == synthetic.REPEAT:
+            p = float(token == previous[column])
+            line.append(token)
+        elif column == 1:
+            p = zipf[token]
+            line.append(token)
+        else:
+            group = line[-2] % source.num_classes if column > 2 else 0
+            row = followers[group][line[-1]]
+            p = noise * zipf[token] + sum(s for s, follower in zip(slots, row, strict=True) if follower == token)
+            line.append(token)
+        out.append(math.log(p))
+    return out
+
+
+def test_the_smoke_track_has_an_entropy_rate_of_three_nats():
+    assert synthetic.entropy_rate_nats(SOURCE) == pytest.approx(SMOKE.target.entropy_rate, abs=1e-8)
+
+
+@pytest.mark.parametrize("source", [SOURCE, SMALL], ids=["smoke", "small"])
+def test_the_computed_entropy_is_what_a_long_sample_costs(source: Source):
+    tokens = synthetic.generate(source, 7, 400_000)
+    cost = synthetic.code_length_nats(source, tokens)
+    # Six million tokens of independent lines: the sample mean is good to a few thousandths.
+    assert cost == pytest.approx(synthetic.entropy_rate_nats(source), abs=0.006)
+
+
+@pytest.mark.parametrize("source", [SOURCE, SMALL], ids=["smoke", "small"])
+def test_every_token_has_the_probability_that_the_definition_gives_it(source: Source):
+    tokens = synthetic.generate(source, 3, 2_000)
+    slow = -np.mean(true_log_probabilities(source, tokens))
+    # A log of zero would have raised: no token is impossible.
+    assert synthetic.code_length_nats(source, tokens) == pytest.approx(slow, rel=1e-9)
+
+
+def test_frequencies_are_the_declared_probabilities():
+    lines = synthetic.generate(SMALL, 1, 200_000).reshape(-1, SMALL.line_tokens)
+    end, repeat = SMALL.end / ONE, SMALL.repeat / ONE
+    shares = np.bincount(lines[:, 0], minlength=3) / len(lines)
+    assert shares == pytest.approx([end, (1 - end) * (1 - repeat), (1 - end) * repeat], abs=0.004)
+    first = np.bincount(lines[lines[:, 0] != synthetic.REPEAT, 1], minlength=SMALL.vocab_size)
+    assert first / first.sum() == pytest.approx(synthetic.zipf_weights_V(SMALL) / ONE, abs=0.004)
+
+
+def test_rows_are_distributions():
+    assert synthetic.rows_CVV(SOURCE).sum(axis=2) == pytest.approx(np.ones((SOURCE.num_classes, SOURCE.vocab_size)))
+    assert synthetic.zipf_weights_V(SOURCE).sum() == ONE
+    assert synthetic.slot_weights_S(SOURCE).sum() == ONE - SOURCE.noise
+
+
+def test_repeated_lines_repeat_inside_their_document():
+    lines = synthetic.generate(SOURCE, 2, 5_000).reshape(-1, SOURCE.line_tokens)
+    repeats = np.flatnonzero(lines[:, 0] == synthetic.REPEAT)
+    assert len(repeats) > 500
+    assert lines[0, 0] == synthetic.DOCUMENT
+    assert (lines[repeats, 1:] == lines[repeats - 1, 1:]).all()
+
+
+def test_a_longer_stream_begins_with_the_shorter_one_and_streams_differ():
+    long, short = (synthetic.generate(SOURCE, 1, n) for n in (500, 100))
+    assert (long[: short.size] == short).all()
+    assert (long != synthetic.generate(SOURCE, 2, 500)).any()
+
+
+def slow_mix(*keys: int) -> int:
+    """The hash in Python's own integers."""
+    h, mask = 0, (1 << 64) - 1
+    for key in keys:
+        h = ((h ^ key) + 0x9E3779B97F4A7C15) & mask
+        h = ((h ^ (h >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        h = ((h ^ (h >> 27)) * 0x94D049BB133111EB) & mask
+        h ^= h >> 31
+    return h >> 32
+
+
+def test_the_hash_is_exact_integer_arithmetic():
+    assert synthetic.mix(1, np.arange(200), 2).tolist() == [slow_mix(1, i, 2) for i in range(200)]
+    # The shards of the track, and so all records on it, hang on these numbers.
+    assert synthetic.mix(1, np.arange(3), 2).tolist() == [485722705, 1150506727, 3912282003]
+
+
+def test_written_shards_are_those_of_the_track(tmp_path):
+    manifest = synthetic.write(SMOKE, tmp_path)
+    assert {name: entry.sha256 for name, entry in manifest.shards.items()} == SMOKE.data.sha256
+    assert len(shards.verify(tmp_path, SMOKE.data, full=True)) == 1 + SOURCE.num_shards
+
+
+def test_other_bytes_than_the_tracks_are_refused(tmp_path):
+    data = msgspec.structs.replace(SMOKE.data, sha256=dict.fromkeys(SMOKE.data.sha256, "0" * 64))
+    with pytest.raises(DataError, match="makes other bytes"):
+        synthetic.write(msgspec.structs.replace(SMOKE, data=data), tmp_path)
