@@ -80,8 +80,8 @@ main() {
     case $(<"$stamp") in "$want $sum" | "dev $sum") return ;; esac
   fi
 
-  echo "install: $("$python" --version), $kind, ${locks[*]}${overlay[*]+ ${overlay[*]}} -> .venv"
   [[ ! -e .venv || -f $stamp ]] || die ".venv exists and was not made by this script; move it away"
+  echo "install: $("$python" --version), $kind, ${locks[*]}${overlay[*]+ ${overlay[*]}} -> .venv"
   mkdir -p .venv
   echo "unfinished" >"$stamp"
   # What the last environment held must not shine through.

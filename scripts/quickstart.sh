@@ -11,3 +11,4 @@ export MPLCONFIGDIR="${MPLCONFIGDIR:-$PWD/.venv/matplotlib}"
 
 speedrun doctor
 speedrun run --track smoke-cpu "$@"
+echo "by hand: source .venv/bin/activate"

@@ -146,11 +146,15 @@ class Program:
             one = jax.value_and_grad(loss_fn)(params, *batch)
             return jax.tree.map(lambda t, x: t + x.astype(jnp.float32), total, one), None
 
-        first, *rest = zip(*(jnp.split(x, num_local) for x in (tokens_BT, targets_BT)), strict=True)
-        total = jax.tree.map(lambda x: x.astype(jnp.float32), jax.value_and_grad(loss_fn)(params, *first))
-        if rest:
-            stacked = jax.tree.map(lambda *x: jnp.stack(x), *rest)
-            total, _ = jax.lax.scan(accumulate, total, stacked)
+        def zeros(x: jax.Array) -> jax.Array:
+            return jax.lax.pcast(jnp.zeros(x.shape, jnp.float32), AXIS, to="varying")
+
+        split = [x.reshape(num_local, -1, x.shape[-1]) for x in (tokens_BT, targets_BT)]
+        if num_local == 1:  # no loop: gradients are reduced while the backward pass goes on
+            loss, grads = jax.value_and_grad(loss_fn)(params, *(x[0] for x in split))
+            return loss, jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        start = zeros(jnp.zeros(())), jax.tree.map(zeros, params)
+        total, _ = jax.lax.scan(accumulate, start, tuple(split))
         return jax.tree.map(lambda x: x / num_local, total)
 
     def nll_sum(self, params: Params, tokens_BT: jax.Array, targets_BT: jax.Array, window_blocks: jax.Array) -> jax.Array:

@@ -1,6 +1,10 @@
 """Eight simulated devices for every test, and no silent broadcasting of ranks."""
 
 import dataclasses
+import os
+
+# Half of the suite's time would be LLVM making small programs fast.
+os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 import jax
 import pytest

@@ -42,8 +42,11 @@ def on_eight(tiny: Recipe) -> tuple[Program, TrainState, list[float]]:
 
 @pytest.mark.parametrize(("num_devices", "microbatches"), [(1, 8), (1, 1), (2, 16), (4, 4), (8, 16)])
 def test_devices_and_accumulation_do_not_matter(tiny, on_eight, num_devices, microbatches):
-    _, losses = run(Program(tiny, mesh.make_mesh(num_devices), microbatches), 5)
-    np.testing.assert_allclose(losses, on_eight[2], rtol=1e-4)
+    program = Program(tiny, mesh.make_mesh(num_devices), microbatches)
+    _, losses = run(program, 5)
+    # Sums in another order differ in the last bit; Newton-Schulz lifts directions without gradient by 3.4^5.
+    np.testing.assert_allclose(losses[:3], on_eight[2][:3], rtol=1e-5)
+    np.testing.assert_allclose(losses, on_eight[2], rtol=3e-4)
 
 
 def test_parameters_and_optimiser_state_are_divided_by_eight(on_eight):

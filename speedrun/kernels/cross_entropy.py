@@ -62,7 +62,8 @@ class _Scored(NamedTuple):
 def _score(x_ND: jax.Array, head_VD: jax.Array, targets_N: jax.Array, cap: float) -> _Scored:
     tanh_NV = jnp.tanh(jnp.einsum("nd,vd->nv", x_ND, head_VD, preferred_element_type=jnp.float32) / cap)
     exp_NV = jnp.exp(cap * tanh_NV - cap)
-    sum_N = jnp.sum(exp_NV, axis=1)
+    # A product with ones, not jnp.sum: XLA for CPU fuses exp into a reduction and computes both without vectors.
+    sum_N = exp_NV @ jnp.ones(exp_NV.shape[1], jnp.float32)
     target_N = _capped(jnp.sum(x_ND * head_VD[targets_N], axis=1, dtype=jnp.float32), cap)
     return _Scored(jnp.sum(jnp.log(sum_N) + cap - target_N), exp_NV, sum_N, tanh_NV)
 

@@ -1,0 +1,160 @@
+"""Recipes as values: every setting matters, names are right, pinned traces stand."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from speedrun import mesh, recipes, track
+from speedrun.models import record21
+from speedrun.optim.groups import Adam, AdamOnly
+from speedrun.recipe import Recipe, Stage
+from speedrun.step import Program
+
+TRACES = {
+    # First losses with seed 0 on the ids below, in a batch of 8 x 64. If a change here is intended, bump the
+    # recipe's `revision` and say why in CHANGELOG.md.
+    "smoke": [],
+    "webmini": [],
+}
+
+
+def trace(recipe: Recipe, num_steps: int = 4, num_devices: int = 1) -> list[float]:
+    """Losses of the first steps on fixed ids, and the last validation's; documents open at ids of their own."""
+    program = Program(recipe, mesh.make_mesh(num_devices))
+    state, losses, stage = program.init(jax.random.key(0)), [], recipe.stages[0]
+    rng = np.random.default_rng(0)
+    shape = num_steps, stage.num_sequences, stage.seq_len + 1
+    ids = rng.integers(0, 50, shape, np.int32)
+    for ids_BT in ids:
+        tokens_BT, targets_BT = (mesh.place(x, program.mesh) for x in (ids_BT[:, :-1], ids_BT[:, 1:]))
+        state, metrics = program.train_step(state, tokens_BT, targets_BT, program.schedule)
+        losses.append(float(metrics.loss))
+    shape = recipe.eval_sequences, recipe.eval_seq_len + 1
+    ids_BT = rng.integers(0, 50, shape, np.int32)
+    tokens_BT, targets_BT = (mesh.place(x, program.mesh) for x in (ids_BT[:, :-1], ids_BT[:, 1:]))
+    nll_B = program.eval_step(state.params, tokens_BT, targets_BT, program.schedule, state.step)
+    return [*losses, float(np.sum(nll_B)) / targets_BT.size]
+
+
+def settings(node: Any, path: str = "") -> dict[str, Any]:
+    """Every leaf of a recipe by its dotted name."""
+    if dataclasses.is_dataclass(node):
+        parts = {f.name: getattr(node, f.name) for f in dataclasses.fields(node)}
+    elif isinstance(node, tuple) and node and dataclasses.is_dataclass(node[0]):
+        parts = {str(i): value for i, value in enumerate(node)}
+    else:
+        return {path: node}
+    return {name: leaf for key, value in parts.items() for name, leaf in settings(value, f"{path}.{key}".strip(".")).items()}
+
+
+SMALL = dataclasses.replace(
+    recipes.load("smoke"),
+    config=record21.Config(
+        vocab_size=50,
+        head_size=56,
+        model_dim=8,
+        num_heads=2,
+        head_dim=8,
+        mlp_dim=16,
+        mixing=("long", "short"),
+        value_tables=(0, record21.NO_TABLE),
+        block_tokens=4,
+        attention_scale=0.5,
+        logit_cap=15.0,
+        document_token=0,
+    ),
+    stages=(Stage(num_steps=4, num_sequences=8, seq_len=24),),
+    eval_sequences=8,
+    eval_seq_len=24,
+)
+SMALL = dataclasses.replace(SMALL, schedule=dataclasses.replace(SMALL.schedule, momentum_steps=3))
+
+#: What says who a recipe is, not what it computes; functions are replaced in code, not by `--set`.
+NAMES = {"name", "summary", "parent", "revision", "table", "forward"}
+OTHER = {
+    "config.mixing": "('long', 'none')",
+    "config.value_tables": "(0, 1)",
+    "config.document_token": "7",
+    "config.head_dim": "12",
+    "optimizer.adam.eps": "0.1",
+    "schedule.cooldown_fraction": "0.7",
+    "compute_dtype": "bfloat16",
+}
+
+
+@pytest.fixture(scope="module")
+def base() -> list[float]:
+    return trace(SMALL)
+
+
+@pytest.mark.parametrize("key", [key for key in settings(SMALL) if key not in NAMES])
+def test_every_setting_matters(key, base):
+    old = settings(SMALL)[key]
+    changed = SMALL.override({key: OTHER.get(key, str(old * 2) if not isinstance(old, str) else "")})
+    assert trace(changed) != base
+
+
+def test_every_setting_is_covered_once():
+    assert set(OTHER) <= set(settings(SMALL))
+    assert len(settings(SMALL)) > 25
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_a_recipe_is_called_like_its_file(name):
+    assert recipes.load(name).name == name
+
+
+@pytest.mark.parametrize("name", track.names())
+def test_a_track_names_a_recipe_that_knows_its_ids(name):
+    rules = track.load(name)
+    recipe = recipes.load(rules.recipe)
+    assert rules.name == name
+    assert recipe.config.vocab_size >= rules.data.vocab_size
+    assert recipe.config.document_token == rules.data.document_token
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_pinned_traces_stand(name):
+    recipe = dataclasses.replace(
+        recipes.load(name), stages=(Stage(4, 8, 64),), eval_sequences=8, eval_seq_len=64
+    )
+    # Four digits: enough to see another algorithm, not another machine's rounding.
+    np.testing.assert_allclose(
+        trace(recipe),
+        TRACES[name],
+        rtol=2e-4,
+        err_msg="if this change is intended, bump the recipe's revision and say why in CHANGELOG.md",
+    )
+
+
+def test_stages_follow_each_other():
+    recipe = dataclasses.replace(SMALL, stages=(Stage(2, 8, 24), Stage(3, 16, 24)))
+    assert [recipe.stage_of(step) for step in range(recipe.num_steps)] == [0, 0, 1, 1, 1]
+    assert recipe.total_tokens == 2 * 192 + 3 * 384
+    with pytest.raises(ValueError, match="behind the last"):
+        recipe.stage_of(5)
+
+
+def test_the_schedule_is_record_21s():
+    """Values of the published schedule: 1,770 steps, cooldown 0.4 to 0.1, momentum over 300, windows to 13.5."""
+    from speedrun.optim.schedules import Schedule
+
+    at = [Schedule(0.4, 0.1, 0.85, 0.95, 300, 13.5).at(step, 1770) for step in range(1771)]
+    assert [x.lr_scale for x in (at[0], at[1061])] == [1, 1]
+    assert at[1062].lr_scale == pytest.approx(1, abs=1e-6)
+    assert at[1416].lr_scale == pytest.approx(0.55)
+    assert at[1770].lr_scale == pytest.approx(0.1)
+    assert [at[s].momentum for s in (0, 150, 300, 1769)] == pytest.approx([0.85, 0.90, 0.95, 0.95])
+    first_steps = [next(s for s in range(1771) if at[s].window_blocks == w) for w in range(2, 15)]
+    assert first_steps == [132, 263, 394, 525, 656, 787, 918, 1049, 1181, 1312, 1443, 1574, 1705]
+
+
+def test_adam_for_everything_is_another_optimiser_and_trains(base):
+    adam = AdamOnly(matrix_lr=0.01, embed_lr=0.3, head_lr=0.008, scalar_lr=0.04, adam=Adam(0.8, 0.95, 1e-10))
+    losses = trace(dataclasses.replace(SMALL, optimizer=adam))
+    assert losses[0] == base[0]
+    assert losses != base
+    assert losses[-1] < losses[0]

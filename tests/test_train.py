@@ -1,0 +1,240 @@
+"""The whole loop, small: what a run writes, what it refuses, and that it can be run again."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import msgspec
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from speedrun import provenance, runlog, track
+from speedrun.cli import command
+from speedrun.cli.run import parse_settings
+from speedrun.data import shards, synthetic
+from speedrun.errors import DataError, NonFiniteError, UsageError
+from speedrun.ledger.assemble import assemble
+from speedrun.ledger.validate import validate
+from speedrun.sourcefile import split_source
+from speedrun.train import RunConfig, _compilations, train
+
+#: The smoke recipe, small enough for a test; 12 steps.
+SMALL = {
+    "stages.0.num_steps": "12",
+    "stages.0.seq_len": "64",
+    "config.model_dim": "16",
+    "config.num_heads": "2",
+    "config.head_dim": "8",
+    "config.mlp_dim": "32",
+}
+
+
+@pytest.fixture(scope="session")
+def smoke_data(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("smoke")
+    synthetic.write(track.load("smoke-cpu"), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory, smoke_data) -> Path:
+    """A finished run, assembled."""
+    out = tmp_path_factory.mktemp("records") / "small"
+    train(RunConfig("smoke-cpu", out, overrides=SMALL, data=smoke_data))
+    assemble(out, title="small", declared_runs=1)
+    return out
+
+
+def events(record: Path) -> list[runlog.Event]:
+    (path,) = record.glob("runs/*/metrics.jsonl")
+    return [line.event for line in runlog.read(path)]
+
+
+def losses(record: Path) -> list[float]:
+    return [event.loss for event in events(record) if isinstance(event, runlog.Step)]
+
+
+def refused(smoke_data: Path, tmp_path: Path, **changes) -> pytest.ExceptionInfo:
+    """The error of a run, and that it left nothing behind."""
+    given = {"track": "smoke-cpu", "out": tmp_path / "out", "overrides": SMALL, "data": smoke_data} | changes
+    with pytest.raises((UsageError, DataError)) as info:
+        train(RunConfig(**given))
+    assert "\n" not in str(info.value)
+    assert not (tmp_path / "out").exists() or changes.get("out")
+    return info
+
+
+def test_a_run_passes_every_check(record):
+    report = validate(record)
+    failed = {result.check.id: result.messages for result in report.having("failed")}
+    assert not failed
+    assert len(report.having("ok")) > 20
+
+
+def test_nothing_is_compiled_inside_the_clock(record):
+    names = [type(event).__name__ for event in events(record)]
+    inside = names[names.index("ClockStart") : names.index("ClockStop")]
+    assert "Compile" not in inside
+    assert names.count("Compile") == 2  # one stage, one validation
+
+
+def test_a_compilation_inside_the_clock_would_be_seen(tmp_path):
+    from speedrun.clock import now
+
+    with runlog.RunLog(tmp_path / "log", now) as log, _compilations(log):
+        jax.jit(lambda x: x * 3 + 1).lower(np.float32(2)).compile()
+    assert [type(line.event) for line in runlog.read(tmp_path / "log")] == [runlog.Compile]
+
+
+def test_the_run_reads_exactly_what_it_says(record):
+    steps = [event for event in events(record) if isinstance(event, runlog.Step)]
+    assert [s.tokens_seen for s in steps] == [512 * (i + 1) for i in range(12)]
+    assert steps[-1].cursor == (0, 12 * 512)
+    vals = [event for event in events(record) if isinstance(event, runlog.Val)]
+    assert [(v.step, v.tokens) for v in vals] == [(0, 131072), (12, 131072)]
+    assert vals[0].loss == pytest.approx(np.log(256), abs=1e-5)
+    assert vals[1].loss == float.fromhex(vals[1].nll_sum) / 131072
+
+
+def test_two_stages_are_two_executables_and_one_stream(tmp_path, smoke_data):
+    """The second stage has other shapes, and goes on where the first one stopped."""
+    import dataclasses
+
+    from speedrun import recipes
+    from speedrun.recipe import Stage
+
+    recipe = recipes.load("smoke").override(SMALL)
+    stages = (Stage(3, 8, 64), Stage(2, 16, 32), Stage(2, 8, 64))
+    patched = dataclasses.replace(recipe, stages=stages)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recipes, "load", lambda name: patched)
+        out = tmp_path / "out"
+        train(RunConfig("smoke-cpu", out, data=smoke_data))
+    assemble(out, title="stages", declared_runs=1)
+    names = [event.name for event in events(out) if isinstance(event, runlog.Compile)]
+    assert names == ["train/8x64", "train/16x32", "eval/64x256"]
+    assert not validate(out).having("failed")
+
+
+def test_a_replay_of_the_closure_gives_identical_losses(record, smoke_data, tmp_path):
+    out = tmp_path / "again"
+    done = subprocess.run(
+        [sys.executable, "-m", "speedrun", "replay", str(record), "--data", str(smoke_data), "--out", str(out), "--json"],
+        capture_output=True,
+        text=True,
+        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert (facts["equal"], facts["losses"], facts["largest_difference"]) == (12, 12, 0.0)
+    # The unpacked source, asked for its own closure, gives the text it was unpacked from.
+    assert (out / "source.txt").read_text() == (record / "source.txt").read_text()
+
+
+def test_the_closure_holds_the_science_and_no_command_line(record):
+    files = split_source((record / "source.txt").read_text())
+    assert list(files)[0] == "speedrun/recipes/smoke.py"
+    assert {"speedrun/step.py", "speedrun/models/record21.py", "speedrun/tracks/smoke-cpu.toml"} <= set(files)
+    assert not [path for path in files if path.startswith("speedrun/cli")]
+    assert not [path for path in files if "webmini" in path]
+
+
+def test_lazy_imports_are_in_the_closure(tmp_path, monkeypatch):
+    (tmp_path / "speedrun").mkdir()
+    (tmp_path / "speedrun/__init__.py").write_text("")
+    (tmp_path / "speedrun/a.py").write_text("def f():\n    from speedrun import b\n    return b\n")
+    (tmp_path / "speedrun/b.py").write_text("import speedrun.c.d\n")
+    (tmp_path / "speedrun/c").mkdir()
+    (tmp_path / "speedrun/c/__init__.py").write_text("")
+    (tmp_path / "speedrun/c/d.py").write_text("")
+    (tmp_path / "speedrun/unused.py").write_text("")
+    monkeypatch.setattr(provenance, "_ROOT", tmp_path)
+    files = split_source(provenance.closure(["speedrun.a"], []))
+    assert set(files) == {"speedrun/__init__.py", "speedrun/a.py", "speedrun/b.py", "speedrun/c/__init__.py", "speedrun/c/d.py"}
+
+
+def test_a_loss_that_is_no_number_ends_the_run_and_names_the_leaf(tmp_path, smoke_data):
+    out = tmp_path / "out"
+    with pytest.raises(NonFiniteError, match=r"step \d+: loss is nan; first non-finite gradient: embed"):
+        train(RunConfig("smoke-cpu", out, overrides=SMALL | {"optimizer.embed_lr": "1e39"}, data=smoke_data))
+    assemble(out, title="broken", declared_runs=1)
+    assert events(out)[-1].status == "non-finite"  # pyright: ignore[reportAttributeAccessIssue]
+    assert "V309" in {result.check.id for result in validate(out).having("failed")}
+
+
+def test_the_folder_of_a_run_must_be_new(tmp_path, smoke_data):
+    assert "exists already" in str(refused(smoke_data, tmp_path, out=tmp_path).value)
+
+
+def test_the_folder_of_a_run_must_be_writable(tmp_path, smoke_data):
+    (tmp_path / "file").write_text("")
+    assert "choose an --out" in str(refused(smoke_data, tmp_path, out=tmp_path / "file" / "out").value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"track": "smoke-gpu"}, "did you mean 'smoke-cpu'"),
+        ({"recipe": "smok"}, "did you mean 'smoke'"),
+        ({"overrides": {"config.model_dims": "3"}}, "did you mean 'model_dim'"),
+        ({"overrides": {"config.model_dim": "wide"}}, "need a number"),
+        ({"overrides": {"config.model_dim.x": "1"}}, "nothing lies below"),
+        ({"overrides": {"config.head_dim": "6"}}, "multiple of 4"),
+        ({"overrides": {"config.vocab_size": "200"}}, "knows 200 ids"),
+        ({"overrides": {"stages.0.num_sequences": "12"}}, "do not come out even"),
+        ({"num_devices": 3}, "divisor of 8"),
+        ({"num_devices": 64}, "found 8 cpu devices, need 64"),
+        ({"overrides": {"stages.0.num_steps": "9999"}}, "last for"),
+        ({"overrides": {"eval_seq_len": "100"}}, "must divide"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_in_one_line(tmp_path, smoke_data, changes, words):
+    assert words in str(refused(smoke_data, tmp_path, **changes).value)
+
+
+def test_missing_data_names_the_command_that_gets_it(tmp_path):
+    info = refused(tmp_path / "nowhere", tmp_path)
+    assert info.type is DataError
+    assert "speedrun data synth" in str(info.value)
+
+
+def test_a_validation_shard_that_is_too_short_is_refused(tmp_path):
+    folder = tmp_path / "short"
+    folder.mkdir()
+    ids = np.arange(5000) % 50000
+    shards.write_shard(folder / "x_val_000000.bin", ids)
+    shards.write_shard(folder / "x_train_000001.bin", ids)
+    info = refused(folder, tmp_path, track="webmini", overrides={})
+    assert "validation needs" in str(info.value)
+
+
+def test_settings_are_key_and_value_once():
+    assert parse_settings(("a.b=1", "c=x=y")) == {"a.b": "1", "c": "x=y"}
+    for bad in (("a",), ("=1",), ("a=",), ("a=1", "a=2")):
+        with pytest.raises(UsageError):
+            parse_settings(bad)
+
+
+def test_the_command_writes_a_record_and_says_no_when_the_target_is_missed(tmp_path, smoke_data):
+    out = tmp_path / "out"
+    settings = [word for key, value in SMALL.items() for word in ("--set", f"{key}={value}")]
+    result = CliRunner().invoke(command, ["run", "--data", str(smoke_data), "--out", str(out), "--json", *settings])
+    assert result.exit_code == 1
+    facts = msgspec.json.decode(result.stdout)
+    assert facts["summary"]["target_reached"] is False
+    assert facts["failed_checks"] == {}
+    assert (out / "plots/loss.png").is_file()
+    assert (out / "README.md").read_text().startswith("# smoke on smoke-cpu@1")
+
+
+def test_a_broken_run_leaves_a_readable_record_and_its_exit_code(tmp_path, smoke_data):
+    out = tmp_path / "out"
+    settings = [w for k, v in (SMALL | {"optimizer.embed_lr": "1e39"}).items() for w in ("--set", f"{k}={v}")]
+    result = CliRunner().invoke(command, ["run", "--data", str(smoke_data), "--out", str(out), *settings])
+    assert result.exit_code == 5
+    assert (out / "manifest.json").is_file()
