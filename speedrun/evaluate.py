@@ -29,7 +29,9 @@ class Score(NamedTuple):
         return self.nll_sum / self.tokens
 
 
-def evaluate(program: Program, score: Callable[..., jax.Array], state: TrainState, shard: Shard, num_tokens: int) -> Score:
+def evaluate(
+    program: Program, score: Callable[..., jax.Array], state: TrainState, shard: Shard, num_tokens: int
+) -> Score:
     """Scores the first `num_tokens` targets of a shard, each once.
 
     Args:

@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 from speedrun.errors import UsageError
 from speedrun.params import AXIS
 
-
 #: Simulated CPU devices; eight stand for a node.
 CPU_DEVICES = 8
 

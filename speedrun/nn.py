@@ -11,7 +11,7 @@ EPS = 1.1920929e-07
 
 
 def rms_norm(x: jax.Array) -> jax.Array:
-    """x / rms(x) over the last axis, no gain; computed in float32, returned in the dtype of `x`."""
+    """X / rms(x) over the last axis, no gain; computed in float32, returned in the dtype of `x`."""
     x32 = x.astype(jnp.float32)
     return (x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + EPS)).astype(x.dtype)
 
@@ -37,7 +37,9 @@ def rotary(x_BTHK: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Turns the pairs (i, i + K/2) of each head by its position times f_i; in float32, returned as it came."""
     cos_BTHK, sin_BTHK = (a[None, :, None, :] for a in angles)
     u, w = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([u * cos_BTHK + w * sin_BTHK, w * cos_BTHK - u * sin_BTHK], axis=-1).astype(x_BTHK.dtype)
+    return jnp.concatenate([u * cos_BTHK + w * sin_BTHK, w * cos_BTHK - u * sin_BTHK], axis=-1).astype(
+        x_BTHK.dtype
+    )
 
 
 def relu_squared_mlp(x_BTD: jax.Array, up_FD: jax.Array, down_DF: jax.Array) -> jax.Array:

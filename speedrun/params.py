@@ -46,7 +46,9 @@ class ParamSpec:
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.axes):
-            raise ValueError(f"shape {self.shape} has {len(self.shape)} dimensions, axes {self.axes} name {len(self.axes)}")
+            raise ValueError(
+                f"shape {self.shape} has {len(self.shape)} dimensions, axes {self.axes} name {len(self.axes)}"
+            )
 
     @property
     def size(self) -> int:
@@ -151,12 +153,16 @@ class Layout:
         slices: dict[str, list[jax.Array]] = {}
         for name, bank in self.banks.items():
             for k, m in enumerate(bank):
-                slices.setdefault(m.name, []).append(packed[name][k] if m.rows <= m.cols else packed[name][k].T)
+                slices.setdefault(m.name, []).append(
+                    packed[name][k] if m.rows <= m.cols else packed[name][k].T
+                )
         offset = 0
         params: Params = {}
         for name, spec in self.table.items():
             if name in slices:
-                params[name] = (slices[name][0] if len(spec.shape) == 2 else jnp.stack(slices[name])).reshape(spec.shape)
+                params[name] = (slices[name][0] if len(spec.shape) == 2 else jnp.stack(slices[name])).reshape(
+                    spec.shape
+                )
             elif name in self.tables:
                 params[name] = packed[name][: spec.shape[0]]
             else:
@@ -167,7 +173,10 @@ class Layout:
     def init(self, key: jax.Array) -> Params:
         """Packed starting values. A parameter's own key depends on its name only, not on its place in the table."""
         return self.pack(
-            {name: spec.init(jax.random.fold_in(key, zlib.crc32(name.encode())), spec.shape) for name, spec in self.table.items()}
+            {
+                name: spec.init(jax.random.fold_in(key, zlib.crc32(name.encode())), spec.shape)
+                for name, spec in self.table.items()
+            }
         )
 
 

@@ -139,5 +139,7 @@ def _literal(old: Any, key: str, text: str) -> Any:
     if kind is float and type(value) is int:
         value = float(value)
     if kind not in (int, float, tuple) or type(value) is not kind:
-        raise UsageError(f"setting {key}={text!r}: need {'a number' if kind in (int, float) else 'a value'} like {old!r}")
+        raise UsageError(
+            f"setting {key}={text!r}: need {'a number' if kind in (int, float) else 'a value'} like {old!r}"
+        )
     return value

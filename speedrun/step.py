@@ -81,7 +81,9 @@ class Program:
 
         def spec(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> P:
             # Zeros depend on no input, so XLA would put them on one device: say where they live.
-            names = [k.key for k in path if isinstance(k, jax.tree_util.DictKey) and k.key in self.layout.specs]
+            names = [
+                k.key for k in path if isinstance(k, jax.tree_util.DictKey) and k.key in self.layout.specs
+            ]
             shaped_alike = names and leaf.shape == abstract.params[names[-1]].shape
             return self.layout.specs[names[-1]] if shaped_alike else P()
 
@@ -91,7 +93,9 @@ class Program:
     def schedule(self) -> StepInputs:
         """Inputs of every step and of the last validation, replicated on the devices: arrays [num_steps + 1]."""
         rows = [self.recipe.inputs_at(step) for step in range(self.recipe.num_steps + 1)]
-        return jax.device_put(StepInputs(*map(np.stack, zip(*rows, strict=True))), NamedSharding(self.mesh, P()))
+        return jax.device_put(
+            StepInputs(*map(np.stack, zip(*rows, strict=True))), NamedSharding(self.mesh, P())
+        )
 
     def shardings(self, specs: Any) -> Any:
         """A tree of specs as shardings on this mesh."""
@@ -157,11 +161,15 @@ class Program:
         total, _ = jax.lax.scan(accumulate, start, tuple(split))
         return jax.tree.map(lambda x: x / num_local, total)
 
-    def nll_sum(self, params: Params, tokens_BT: jax.Array, targets_BT: jax.Array, window_blocks: jax.Array) -> jax.Array:
+    def nll_sum(
+        self, params: Params, tokens_BT: jax.Array, targets_BT: jax.Array, window_blocks: jax.Array
+    ) -> jax.Array:
         """Negative log likelihood of all targets together under named parameters: f32 [], nats."""
         x_BTD = self.recipe.forward(params, tokens_BT, window_blocks, self.recipe.config)
         x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
-        return summed_cross_entropy(x_ND, params["head"], targets_BT.reshape(-1), self.recipe.config.logit_cap)
+        return summed_cross_entropy(
+            x_ND, params["head"], targets_BT.reshape(-1), self.recipe.config.logit_cap
+        )
 
     @cached_property
     def eval_step(self) -> Any:
@@ -176,7 +184,12 @@ class Program:
         )
 
     def _eval_step(
-        self, packed: Params, tokens_BT: jax.Array, targets_BT: jax.Array, schedule: StepInputs, step: jax.Array
+        self,
+        packed: Params,
+        tokens_BT: jax.Array,
+        targets_BT: jax.Array,
+        schedule: StepInputs,
+        step: jax.Array,
     ) -> jax.Array:
         """One device's sequences, one after the other, so that memory does not depend on their number."""
         params = self.layout.unpack(self._gather(packed))
@@ -191,14 +204,17 @@ class Program:
         """Whole parameters on every device, in the compute dtype."""
         cast = {k: x.astype(self.recipe.compute_dtype) for k, x in packed.items()}
         return {
-            k: jax.lax.pcast(x, AXIS, to="varying") if k == SCALARS else jax.lax.all_gather(x, AXIS, tiled=True)
+            k: jax.lax.pcast(x, AXIS, to="varying")
+            if k == SCALARS
+            else jax.lax.all_gather(x, AXIS, tiled=True)
             for k, x in cast.items()
         }
 
     def _scatter_mean(self, grads: Params) -> Params:
         """Mean over devices; each keeps the part it owns."""
         return {
-            k: (jax.lax.psum(g, AXIS) if k == SCALARS else jax.lax.psum_scatter(g, AXIS, tiled=True)) / self.num_devices
+            k: (jax.lax.psum(g, AXIS) if k == SCALARS else jax.lax.psum_scatter(g, AXIS, tiled=True))
+            / self.num_devices
             for k, g in grads.items()
         }
 
@@ -237,7 +253,9 @@ def _nonfinite(name: str, grad: jax.Array) -> jax.Array:
 
 def _check_division(num_sequences: int, num_devices: int, microbatches: int) -> None:
     if SHARDS % num_devices:
-        raise UsageError(f"got {num_devices} devices, need a divisor of {SHARDS}; pass --devices 1, 2, 4 or 8")
+        raise UsageError(
+            f"got {num_devices} devices, need a divisor of {SHARDS}; pass --devices 1, 2, 4 or 8"
+        )
     if num_sequences % microbatches or microbatches % num_devices:
         raise UsageError(
             f"{num_sequences} sequences in {microbatches} micro-batches on {num_devices} devices do not come out even; "

@@ -85,7 +85,9 @@ def load(name: str) -> Track:
     try:
         return msgspec.convert(tomllib.loads(path.read_text()), Track)
     except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
-        raise UsageError(f"{path}: {error}; a track file must hold exactly the fields of speedrun/track.py") from None
+        raise UsageError(
+            f"{path}: {error}; a track file must hold exactly the fields of speedrun/track.py"
+        ) from None
 
 
 def sha256(name: str) -> str:

@@ -111,9 +111,13 @@ def prepare(config: RunConfig) -> Ready:
     opened = shards.open_track(folder, track.data)
     needed = recipe.config.vocab_size
     if needed < track.data.vocab_size:
-        raise UsageError(f"recipe {recipe.name} knows {needed} ids, {track.id} has {track.data.vocab_size}; choose another")
+        raise UsageError(
+            f"recipe {recipe.name} knows {needed} ids, {track.id} has {track.data.vocab_size}; choose another"
+        )
     stream.require_steps(opened.train, [s.batch_tokens for s in recipe.stages for _ in range(s.num_steps)])
-    stream.validation_batches(opened.val[0], track.data.val_tokens, recipe.eval_sequences, recipe.eval_seq_len)
+    stream.validation_batches(
+        opened.val[0], track.data.val_tokens, recipe.eval_sequences, recipe.eval_seq_len
+    )
     source = provenance.closure(
         [f"speedrun.recipes.{config.recipe or track.recipe}", "speedrun.train"],
         [tracks.TRACKS_DIR / f"{track.name}.toml"],
@@ -233,7 +237,9 @@ def _run(ready: Ready, log: runlog.RunLog, clock: Clock, tally: Tally) -> None:
         tally.first_loss = loss if step == 0 else tally.first_loss
         if not np.isfinite(loss):
             leaf = program.first_nonfinite(metrics)
-            raise NonFiniteError(f"step {step}: loss is {loss}; first non-finite gradient: {leaf}; lower the learning rate")
+            raise NonFiniteError(
+                f"step {step}: loss is {loss}; first non-finite gradient: {leaf}; lower the learning rate"
+            )
         log.emit(
             runlog.Step(
                 step=step,
@@ -266,7 +272,9 @@ def _run(ready: Ready, log: runlog.RunLog, clock: Clock, tally: Tally) -> None:
             tokens_BT, targets_BT = (meshes.place(x, program.mesh) for x in batch)
             if step == 0:
                 tally.first_batch_sha256 = format.sha256(batch.tokens_BT.astype("<u2").tobytes())
-            state, metrics = steps[ready.recipe.stage_of(step)](state, tokens_BT, targets_BT, program.schedule)
+            state, metrics = steps[ready.recipe.stage_of(step)](
+                state, tokens_BT, targets_BT, program.schedule
+            )
             if pending is not None:
                 report(pending)
             pending = step, metrics, batches.cursor
@@ -283,13 +291,13 @@ Pending = tuple[int, StepMetrics, stream.Cursor]
 
 def _batches(ready: Ready, tally: Tally) -> Iterator[tuple[int, stream.Prefetch]]:
     """The number of each step, with the stream its batch comes from; each stage has batches of its own size."""
-    step, cursor = 0, stream.START
+    first, cursor = 0, stream.START
     for stage in ready.recipe.stages:
         tokens = stream.TokenStream(ready.shards.train, cursor)
         with stream.Prefetch(tokens, stage.num_sequences, stage.seq_len) as batches:
-            for step in range(step, step + stage.num_steps):
+            for step in range(first, first + stage.num_steps):
                 yield step, batches
-        step, cursor = step + 1, batches.cursor
+        first, cursor = first + stage.num_steps, batches.cursor
         tally.data_wait_s += batches.wait_s
         tally.ranges += batches.ranges
 
@@ -381,7 +389,12 @@ def _warm_up(
     for stage, step in zip(ready.recipe.stages, steps, strict=True):
         for _ in range(_WARMUP_STEPS):
             state, _ = step(state, *ids(stage.num_sequences, stage.seq_len), program.schedule)
-    score(state.params, *ids(ready.recipe.eval_sequences, ready.recipe.eval_seq_len), program.schedule, state.step)
+    score(
+        state.params,
+        *ids(ready.recipe.eval_sequences, ready.recipe.eval_seq_len),
+        program.schedule,
+        state.step,
+    )
     state = program.init(jax.random.key(ready.config.seed))
     tally.init_hash = state_hash(state)
     tally.warmup_s = watch.seconds
@@ -419,7 +432,9 @@ def _run_file(ready: Ready, run_id: str, created_utc: str, outcome: Any, tally: 
     """The facts of the run."""
     device, val = ready.program.mesh.devices.flat[0], ready.shards.val[0]
     digest = {shard.path.name: shards.sha256(shard.path) for shard in (*ready.shards.train, val)}
-    read = tuple(format.ShardRange(r.name, digest[r.name], r.shard_tokens, r.start, r.stop) for r in tally.ranges)
+    read = tuple(
+        format.ShardRange(r.name, digest[r.name], r.shard_tokens, r.start, r.stop) for r in tally.ranges
+    )
     val_tokens = ready.track.data.val_tokens
     return format.RunFile(
         run_id=run_id,

@@ -19,7 +19,9 @@ def sees(t: int, s: int, doc: list[int], window: int, block: int) -> bool:
 @pytest.mark.parametrize("window", [1, 2, 3, 99])
 @pytest.mark.parametrize("block", [1, 4, 7])
 @pytest.mark.parametrize(
-    "doc", [[0] * 17, list(range(17)), [0, 0, 0, 1, 2, 2, 2, 2, 2, 3, 4, 5, 5, 5, 5, 5, 5]], ids=["one", "each", "mixed"]
+    "doc",
+    [[0] * 17, list(range(17)), [0, 0, 0, 1, 2, 2, 2, 2, 2, 3, 4, 5, 5, 5, 5, 5, 5]],
+    ids=["one", "each", "mixed"],
 )
 def test_visibility_is_the_rule(window, block, doc):
     got = visible(jnp.array([doc]), jnp.int32(window), block)[0]
@@ -36,7 +38,9 @@ def test_attention_is_a_softmax_over_visible_keys():
         for h in range(2):
             keys = np.flatnonzero(mask[0, t])
             weights = np.exp(0.3 * k[0, keys, h] @ q[0, t, h])
-            np.testing.assert_allclose(got[0, t, h], weights @ v[0, keys, h] / weights.sum(), rtol=2e-5, atol=2e-6)
+            np.testing.assert_allclose(
+                got[0, t, h], weights @ v[0, keys, h] / weights.sum(), rtol=2e-5, atol=2e-6
+            )
 
 
 @pytest.mark.parametrize("num_tokens", [1, 7, CHUNK_TOKENS, 2 * CHUNK_TOKENS])
@@ -51,7 +55,9 @@ def test_summed_cross_entropy_is_the_sum_of_the_definition(num_tokens):
     def fast(x_ND: jax.Array, head_VD: jax.Array) -> jax.Array:
         return 0.25 * summed_cross_entropy(x_ND, head_VD, targets_N, CAP)
 
-    (want, want_grads), (got, got_grads) = (jax.value_and_grad(f, (0, 1))(x_ND, head_VD) for f in (slow, fast))
+    (want, want_grads), (got, got_grads) = (
+        jax.value_and_grad(f, (0, 1))(x_ND, head_VD) for f in (slow, fast)
+    )
     np.testing.assert_allclose(got, want, rtol=1e-6)
     np.testing.assert_allclose(summed_cross_entropy(x_ND, head_VD, targets_N, CAP) / 4, want, rtol=1e-6)
     for a, b in zip(got_grads, want_grads, strict=True):

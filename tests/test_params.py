@@ -23,7 +23,10 @@ TABLE = {
 
 def values() -> dict[str, jax.Array]:
     keys = jax.random.split(jax.random.key(0), len(TABLE))
-    return {name: jax.random.normal(key, spec.shape) for key, (name, spec) in zip(keys, TABLE.items(), strict=True)}
+    return {
+        name: jax.random.normal(key, spec.shape)
+        for key, (name, spec) in zip(keys, TABLE.items(), strict=True)
+    }
 
 
 def test_unpack_undoes_pack():
@@ -48,7 +51,11 @@ def test_padding_is_zero_and_no_parameter():
     packed = layout.pack(values())
     assert not packed["bank.4x6"][4:].any()
     assert not packed["embed"][13:].any()
-    assert params.count(TABLE) == sum(math.prod(spec.shape) for spec in TABLE.values()) == 13 * 4 + 72 + 24 + 32 + 5 + 64
+    assert (
+        params.count(TABLE)
+        == sum(math.prod(spec.shape) for spec in TABLE.values())
+        == 13 * 4 + 72 + 24 + 32 + 5 + 64
+    )
 
 
 def test_a_number_for_each_matrix_follows_the_declared_orientation():
@@ -65,7 +72,8 @@ def test_every_packed_array_has_one_group_and_one_spec():
 def test_starting_values_depend_on_the_name_and_seed_only():
     alone = Layout({"embed": TABLE["embed"], "skips": TABLE["skips"]})
     first, again, other = (
-        layout.init(jax.random.key(seed))["embed"] for layout, seed in ((Layout(TABLE), 0), (alone, 0), (alone, 1))
+        layout.init(jax.random.key(seed))["embed"]
+        for layout, seed in ((Layout(TABLE), 0), (alone, 0), (alone, 1))
     )
     np.testing.assert_array_equal(first, again)
     assert (first != other).any()

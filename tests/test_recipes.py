@@ -47,7 +47,11 @@ def settings(node: Any, path: str = "") -> dict[str, Any]:
         parts = {str(i): value for i, value in enumerate(node)}
     else:
         return {path: node}
-    return {name: leaf for key, value in parts.items() for name, leaf in settings(value, f"{path}.{key}".strip(".")).items()}
+    return {
+        name: leaf
+        for key, value in parts.items()
+        for name, leaf in settings(value, f"{path}.{key}".strip(".")).items()
+    }
 
 
 SMALL = dataclasses.replace(

@@ -91,7 +91,10 @@ def test_the_state_is_donated(tiny):
 
 def test_the_hash_sees_every_bit_and_every_place():
     x = jnp.arange(12, dtype=jnp.float32).reshape(3, 4)
-    seen = {tuple(fingerprint(t).tolist()) for t in ((x,), (x.T,), (x.at[2, 3].set(jnp.nextafter(x[2, 3], 99.0)),), (x[::-1],))}
+    seen = {
+        tuple(fingerprint(t).tolist())
+        for t in ((x,), (x.T,), (x.at[2, 3].set(jnp.nextafter(x[2, 3], 99.0)),), (x[::-1],))
+    }
     assert len(seen) == 4
 
 

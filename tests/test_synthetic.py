@@ -15,7 +15,9 @@ from speedrun.errors import DataError
 SMOKE = track.load("smoke-cpu")
 assert SMOKE.synthetic is not None
 SOURCE = Source(**SMOKE.synthetic)
-SMALL = dataclasses.replace(SOURCE, vocab_size=20, line_words=5, num_classes=3, num_successors=2, zipf_offset=1)
+SMALL = dataclasses.replace(
+    SOURCE, vocab_size=20, line_words=5, num_classes=3, num_successors=2, zipf_offset=1
+)
 
 
 def true_log_probabilities(source: Source, tokens: np.ndarray) -> list[float]:
@@ -39,7 +41,9 @@ def true_log_probabilities(source: Source, tokens: np.ndarray) -> list[float]:
         else:
             group = line[-2] % source.num_classes if column > 2 else 0
             row = followers[group][line[-1]]
-            p = noise * zipf[token] + sum(s for s, follower in zip(slots, row, strict=True) if follower == token)
+            p = noise * zipf[token] + sum(
+                s for s, follower in zip(slots, row, strict=True) if follower == token
+            )
             line.append(token)
         out.append(math.log(p))
     return out
@@ -75,7 +79,9 @@ def test_frequencies_are_the_declared_probabilities():
 
 
 def test_rows_are_distributions():
-    assert synthetic.rows_CVV(SOURCE).sum(axis=2) == pytest.approx(np.ones((SOURCE.num_classes, SOURCE.vocab_size)))
+    assert synthetic.rows_CVV(SOURCE).sum(axis=2) == pytest.approx(
+        np.ones((SOURCE.num_classes, SOURCE.vocab_size))
+    )
     assert synthetic.zipf_weights_V(SOURCE).sum() == ONE
     assert synthetic.slot_weights_S(SOURCE).sum() == ONE - SOURCE.noise
 

@@ -8,7 +8,6 @@ import shutil
 import sys
 from collections.abc import Iterator
 from importlib import metadata
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
@@ -125,7 +124,11 @@ def _check_devices() -> Iterator[Check]:
     simulated = " (simulated)" if devices[0].platform == "cpu" else ""
     yield Check("devices", f"{len(devices)} x {devices[0].device_kind}{simulated}", ok=True)
     agree = health.all_devices_agree(over)
-    yield Check("collective", "a sum over the devices comes out right" if agree else "a sum over the devices is wrong", ok=agree)
+    yield Check(
+        "collective",
+        "a sum over the devices comes out right" if agree else "a sum over the devices is wrong",
+        ok=agree,
+    )
     yield Check("matmul", f"{health.matmul_gflops(over):,.0f} Gflop/s, all devices together", ok=True)
     for name in tracks.names():
         yield _check_track(tracks.load(name), devices)

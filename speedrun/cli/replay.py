@@ -27,11 +27,22 @@ from speedrun.sourcefile import split_source
 @click.argument("record", type=click.Path(path_type=Path))
 @click.option("--run", "run_id", metavar="ID", help="Which run of the record. Default: the first.")
 @data_option
-@click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Keep the new run here. Default: thrown away.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Keep the new run here. Default: thrown away.",
+)
 @json_option
 @click.pass_context
 def command(
-    ctx: click.Context, *, record: Path, run_id: str | None, data: Path | None, out: Path | None, as_json: bool
+    ctx: click.Context,
+    *,
+    record: Path,
+    run_id: str | None,
+    data: Path | None,
+    out: Path | None,
+    as_json: bool,
 ) -> None:
     """Unpack the source of RECORD, run it again, compare all losses. EXECUTES CODE FROM THE RECORD.
 
@@ -46,13 +57,20 @@ def command(
     with tempfile.TemporaryDirectory() as scratch:
         target = (out or Path(scratch) / "record").absolute()
         echo = sys.stderr if as_json else sys.stdout
-        losses = _replay(old, (record / "source.txt").read_text(), folder, target, Path(scratch) / "source", echo)
+        losses = _replay(
+            old, (record / "source.txt").read_text(), folder, target, Path(scratch) / "source", echo
+        )
     pairs = list(zip([step.loss for step in old.steps], losses, strict=False))
     num_equal = sum(a == b for a, b in pairs)
     largest = max((abs(a - b) for a, b in pairs), default=0.0)
     equal = num_equal == len(old.steps) == len(losses)
     if as_json:
-        facts = {"run": old.file.run_id, "losses": len(old.steps), "equal": num_equal, "largest_difference": largest}
+        facts = {
+            "run": old.file.run_id,
+            "losses": len(old.steps),
+            "equal": num_equal,
+            "largest_difference": largest,
+        }
         click.echo(msgspec.json.encode(facts))
     else:
         click.echo(f"replay  {num_equal} of {len(old.steps)} losses equal, largest difference {largest:.3g}")
@@ -92,6 +110,8 @@ def _replay(old: Run, source: str, data: Path, out: Path, scratch: Path, echo: T
         check=False,
     )
     if done.returncode:
-        raise SpeedrunError(f"the source of {old.file.run_id} ended with exit code {done.returncode}; see its output above")
+        raise SpeedrunError(
+            f"the source of {old.file.run_id} ended with exit code {done.returncode}; see its output above"
+        )
     log = next((out / "runs").glob("*/metrics.jsonl"))
     return [line.event.loss for line in runlog.read(log) if isinstance(line.event, runlog.Step)]

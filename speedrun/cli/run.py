@@ -43,12 +43,28 @@ def parse_settings(texts: tuple[str, ...]) -> dict[str, str]:
 )
 @track_option()
 @click.option("--recipe", metavar="NAME", help="What to train. Default: the track's own recipe.")
-@click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True, help="Initialises the weights.")
-@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Change a number of the recipe. Repeatable.")
-@click.option("--devices", type=click.IntRange(1), metavar="N", help="Default: what the track asks for, or all there are.")
-@click.option("--microbatches", type=click.IntRange(1), metavar="N", help="Parts of a step's batch. Default: 8.")
+@click.option(
+    "--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True, help="Initialises the weights."
+)
+@click.option(
+    "--set", "settings", multiple=True, metavar="KEY=VALUE", help="Change a number of the recipe. Repeatable."
+)
+@click.option(
+    "--devices",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Default: what the track asks for, or all there are.",
+)
+@click.option(
+    "--microbatches", type=click.IntRange(1), metavar="N", help="Parts of a step's batch. Default: 8."
+)
 @data_option
-@click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="A new folder. Default: runs/<date>-<track>-<n>.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="A new folder. Default: runs/<date>-<track>-<n>.",
+)
 @json_option
 @click.pass_context
 def command(
@@ -110,7 +126,8 @@ def card(rules: tracks.Track, summary: format.Summary, report: Report) -> str:
     return (
         f"card    {rules.id}: target {rules.target.loss:g} {reached}, val {summary.val_loss_mean:.4f} "
         f"in {summary.train_time_s_mean:.2f} s of training\n"
-        f"        {summary.num_steps:,} steps, {summary.num_tokens:,} tokens, cold wall {summary.cold_wall_s_mean:.1f} s\n"
+        f"        {summary.num_steps:,} steps, {summary.num_tokens:,} tokens, "
+        f"cold wall {summary.cold_wall_s_mean:.1f} s\n"
         f"checks  {checks}"
     )
 

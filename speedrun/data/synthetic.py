@@ -8,8 +8,10 @@
 
 So the conditional distribution of every token given all earlier ones is known: openers have the entropy of
 three outcomes, repeated words have none, a new word that of its row. A model needs attention to repeat a
-line and to see the word before the last, and memory in its matrices for the rows. All probabilities are whole multiples of 2^-32 and all draws come from a counter-based integer hash,
-so that the stream is the same, bit for bit, on every platform and for every version of numpy.
+line and to see the word before the last, and memory in its matrices for the rows.
+
+All probabilities are whole multiples of 2^-32 and all draws come from a counter-based integer hash, so that
+the stream is the same, bit for bit, on every platform and for every version of numpy.
 
 Legend: L lines, W words a line, V vocabulary, C classes, S successors.
 """
@@ -215,5 +217,7 @@ def _write_one(source: Source, stream: int, path: Path, track: Track) -> ShardEn
     write_shard(path, tokens)
     got, want = sha256(path), track.data.sha256.get(path.name)
     if want not in (got, None):
-        raise DataError(f"{path}: sha256 is {got}, {track.id} says {want}; this machine makes other bytes: report it")
+        raise DataError(
+            f"{path}: sha256 is {got}, {track.id} says {want}; this machine makes other bytes: report it"
+        )
     return ShardEntry(tokens=tokens.size, documents=int(np.sum(tokens == DOCUMENT)), sha256=got)

@@ -23,7 +23,9 @@ def visible(doc_BT: jax.Array, window_blocks: jax.Array, block_tokens: int) -> j
     return (causal_TS & near_TS)[None] & (doc_BT[:, :, None] == doc_BT[:, None, :])
 
 
-def attention(q_BTHK: jax.Array, k_BTHK: jax.Array, v_BTHK: jax.Array, visible_BTS: jax.Array, *, scale: float) -> jax.Array:
+def attention(
+    q_BTHK: jax.Array, k_BTHK: jax.Array, v_BTHK: jax.Array, visible_BTS: jax.Array, *, scale: float
+) -> jax.Array:
     """softmax(scale q k^T, over visible keys) v, with a float32 softmax. Memory grows with T squared.
 
     Args:

@@ -14,7 +14,7 @@ CHUNK_TOKENS = 256
 
 
 def logits(x_ND: jax.Array, head_VD: jax.Array, *, cap: float) -> jax.Array:
-    """cap * tanh(x W^T / cap) in float32: [N, V], each within +-cap.
+    """Cap * tanh(x W^T / cap) in float32: [N, V], each within +-cap.
 
     The record writes 30 sigmoid(z / 7.5), which is 15 tanh(z / 15) plus a constant that softmax ignores.
     """
@@ -68,8 +68,12 @@ def _score(x_ND: jax.Array, head_VD: jax.Array, targets_N: jax.Array, cap: float
     return _Scored(jnp.sum(jnp.log(sum_N) + cap - target_N), exp_NV, sum_N, tanh_NV)
 
 
-def _forward(x_ND: jax.Array, head_VD: jax.Array, targets_N: jax.Array, cap: float) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    def add(carry: tuple[jax.Array, jax.Array], chunk: tuple[jax.Array, jax.Array]) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+def _forward(
+    x_ND: jax.Array, head_VD: jax.Array, targets_N: jax.Array, cap: float
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    def add(
+        carry: tuple[jax.Array, jax.Array], chunk: tuple[jax.Array, jax.Array]
+    ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
         (total, dhead_VD), (x_ND, targets_N) = carry, chunk
         loss, exp_NV, sum_N, tanh_NV = _score(x_ND, head_VD, targets_N, cap)
         is_target_NV = jax.lax.broadcasted_iota(jnp.int32, exp_NV.shape, 1) == targets_N[:, None]

@@ -41,7 +41,9 @@ class Config:
 
     def __post_init__(self) -> None:
         if len(self.value_tables) != len(self.mixing):
-            raise ValueError(f"value_tables has {len(self.value_tables)} entries, mixing {len(self.mixing)}: one a layer")
+            raise ValueError(
+                f"value_tables has {len(self.value_tables)} entries, mixing {len(self.mixing)}: one a layer"
+            )
         if self.num_layers % 2:
             raise ValueError(f"{self.num_layers} layers: the U-net needs an even number")
         if self.head_dim % 4:
@@ -83,7 +85,9 @@ def attention_table(cfg: Config) -> Table:
 def attend(window: Mixing) -> Callable[[jax.Array, Params, str, int, Context, Config], jax.Array]:
     """Attention with one of the context's windows: QK-norm, rotary, mixed-in value embedding."""
 
-    def apply(h_BTD: jax.Array, p: Params, block: str, value_table: int, ctx: Context, cfg: Config) -> jax.Array:
+    def apply(
+        h_BTD: jax.Array, p: Params, block: str, value_table: int, ctx: Context, cfg: Config
+    ) -> jax.Array:
         heads = (*h_BTD.shape[:2], cfg.num_heads, cfg.head_dim)
         q_BTHK, k_BTHK, v_BTHK = ((h_BTD @ w.T).reshape(heads) for w in p[f"{block}.qkv"])
         own, shared = p[f"{block}.value_lambdas"]
@@ -145,7 +149,8 @@ def context(p: Params, tokens_BT: jax.Array, window_blocks: jax.Array, cfg: Conf
     return Context(
         visible={kind: visible(doc_BT, blocks[kind], cfg.block_tokens) for kind in blocks},
         angles=nn.rotary_angles(tokens_BT.shape[1], cfg.head_dim),
-        values=[p[f"value_embed.{i}"][tokens_BT].reshape(heads) for i in tables] + [jnp.zeros((), p["embed"].dtype)],
+        values=[p[f"value_embed.{i}"][tokens_BT].reshape(heads) for i in tables]
+        + [jnp.zeros((), p["embed"].dtype)],
     )
 
 

@@ -51,7 +51,7 @@ class MuonState(NamedTuple):
 
 
 def scale_by_muon(*, steps: int) -> optax.GradientTransformationExtraArgs:
-    """m <- mu m + (1 - mu) g;  update = factor * orthogonalize(mu m + (1 - mu) g).
+    """M <- mu m + (1 - mu) g;  update = factor * orthogonalize(mu m + (1 - mu) g).
 
     Extra arguments of `update`: `momentum`, which is mu, and `factors`, `shape_factor` of each matrix by the
     name of its bank (f32 [K, 1, 1]).

@@ -1,0 +1,113 @@
+"""The smoke track tells right from wrong: the target is reached by the right program and by no wrong one.
+
+Minutes of training, so not in CI: `pytest -m slow tests/test_separation.py`. Outcomes: docs/LOG.md.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from speedrun import mesh, recipes, track
+from speedrun.data import shards, synthetic
+from speedrun.data.stream import TokenStream
+from speedrun.evaluate import evaluate
+from speedrun.optim.groups import AdamOnly
+from speedrun.params import AXIS, SCALARS, Params
+from speedrun.recipe import Recipe
+from speedrun.step import Program
+
+pytestmark = pytest.mark.slow
+
+TRACK = track.load("smoke-cpu")
+SMOKE = recipes.load("smoke")
+
+
+class LocalGradients(Program):
+    """The averaging fault: each device moves what it owns by its own gradient alone."""
+
+    def _scatter_mean(self, grads: Params) -> Params:
+        def own(name: str, g: jax.Array) -> jax.Array:
+            if name == SCALARS:
+                return jax.lax.pmean(g, AXIS)
+            num_local = g.shape[0] // self.num_devices
+            return jax.lax.dynamic_slice_in_dim(g, jax.lax.axis_index(AXIS) * num_local, num_local)
+
+        return {name: own(name, g) for name, g in grads.items()}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("smoke")
+    synthetic.write(TRACK, folder)
+    return folder
+
+
+def batches(
+    recipe: Recipe, opened: shards.TrackShards, shift: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """What the loop reads; targets are `shift` places ahead of their tokens, and 1 is right."""
+    stream, stage = TokenStream(opened.train), recipe.stages[0]
+    for _ in range(recipe.num_steps):
+        tokens_BT, targets_BT = stream.batch(stage.num_sequences, stage.seq_len)
+        yield tokens_BT, np.roll(targets_BT, 1 - shift, axis=1)
+
+
+def final_loss(program: Program, data: Path, *, seed: int = 0, shift: int = 1) -> float:
+    """Validation loss after training; the score itself is always the right one."""
+    opened = shards.open_track(data, TRACK.data)
+    state = program.init(jax.random.key(seed))
+    for batch in batches(program.recipe, opened, shift):
+        state, metrics = program.train_step(
+            state, *(mesh.place(x, program.mesh) for x in batch), program.schedule
+        )
+        jax.block_until_ready(metrics.loss)
+    return evaluate(program, program.eval_step, state, opened.val[0], TRACK.data.val_tokens).loss
+
+
+def on_node(recipe: Recipe = SMOKE) -> Program:
+    return Program(recipe, mesh.make_mesh(8))
+
+
+def adam(lr: float) -> Recipe:
+    """Adam in Muon's place, everything else as it was."""
+    muon = SMOKE.optimizer
+    groups = AdamOnly(lr, muon.embed_lr, muon.head_lr, muon.scalar_lr, muon.adam)  # pyright: ignore[reportAttributeAccessIssue]
+    return dataclasses.replace(SMOKE, optimizer=groups)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_right_program_reaches_the_target(data, seed):
+    loss = final_loss(on_node(), data, seed=seed)
+    print(f"right, seed {seed}: {loss:.4f}")
+    assert TRACK.target.entropy_rate < loss <= TRACK.target.loss
+
+
+def test_without_attention_it_does_not(data):
+    config = dataclasses.replace(SMOKE.config, mixing=("none",) * SMOKE.config.num_layers)
+    loss = final_loss(on_node(dataclasses.replace(SMOKE, config=config)), data)
+    print(f"no attention: {loss:.4f}")
+    assert loss > TRACK.target.loss
+
+
+@pytest.mark.parametrize("shift", [0, 2])
+def test_with_shifted_targets_it_does_not(data, shift):
+    loss = final_loss(on_node(), data, shift=shift)
+    print(f"targets shifted by {shift}: {loss:.4f}")
+    assert loss > TRACK.target.loss
+
+
+@pytest.mark.parametrize("lr", [0.001, 0.002, 0.003, 0.005])
+def test_with_adam_in_muons_place_it_does_not(data, lr):
+    loss = final_loss(on_node(adam(lr)), data)
+    print(f"adam {lr}: {loss:.4f}")
+    assert loss > TRACK.target.loss
+
+
+def test_with_gradients_that_are_not_averaged_it_does_not(data):
+    loss = final_loss(LocalGradients(SMOKE, mesh.make_mesh(8)), data)
+    print(f"own gradients only: {loss:.4f}")
+    assert loss > TRACK.target.loss
