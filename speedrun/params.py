@@ -81,10 +81,10 @@ def constant(*values: float) -> Init:
 
 
 class Member(NamedTuple):
-    """Matrix `index` of parameter `name`, as declared [rows, cols]."""
+    """Matrix number `place` of parameter `name`, as declared [rows, cols]."""
 
     name: str
-    index: int
+    place: int
     rows: int
     cols: int
 
@@ -141,7 +141,7 @@ class Layout:
         """Named parameters (or gradients) to packed arrays."""
         packed: Params = {}
         for name, bank in self.banks.items():
-            wide = [_wide(params[m.name].reshape(-1, m.rows, m.cols)[m.index]) for m in bank]
+            wide = [_wide(params[m.name].reshape(-1, m.rows, m.cols)[m.place]) for m in bank]
             packed[name] = _pad_rows(jnp.stack(wide))
         for name in self.tables:
             packed[name] = _pad_rows(params[name])

@@ -112,7 +112,7 @@ def _replace(node: Any, key: str, path: list[str], text: str) -> Any:
     head, *rest = path
     if isinstance(node, tuple):
         places = {str(i): v for i, v in enumerate(node)}
-    elif dataclasses.is_dataclass(node):
+    elif dataclasses.is_dataclass(node) and not isinstance(node, type):
         places = {f.name: getattr(node, f.name) for f in dataclasses.fields(node)}
     else:
         raise UsageError(f"setting {key!r}: nothing lies below {node!r}; leave out '.{'.'.join(path)}'")

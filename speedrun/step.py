@@ -8,7 +8,7 @@
 State is donated, born sharded, and never whole on any device. What changes from step to step is read from
 a schedule that lies on the device, by the step number in the state: a step costs the host one dispatch.
 
-Legend: B sequences, T time, K matrices of a bank.
+Legend: A micro-batches of a device, B sequences, T time, K matrices of a bank.
 """
 
 from collections.abc import Callable
@@ -72,7 +72,7 @@ class Program:
     @cached_property
     def transform(self) -> optax.GradientTransformationExtraArgs:
         """The recipe's optimiser over packed arrays."""
-        return optax.partition(dict(self.recipe.optimizer.transforms()), self.layout.groups)
+        return optax.partition({**self.recipe.optimizer.transforms()}, self.layout.groups)
 
     @cached_property
     def specs(self) -> TrainState:
@@ -113,12 +113,11 @@ class Program:
     @cached_property
     def train_step(self) -> Any:
         """(state, tokens_BT, targets_BT, schedule) -> (state, metrics). `state` is donated."""
-        metrics_specs = StepMetrics(P(), self.layout.specs)
         step = jax.shard_map(
             self._train_step,
             mesh=self.mesh,
             in_specs=(self.specs, P(AXIS), P(AXIS), P()),
-            out_specs=(self.specs, metrics_specs),
+            out_specs=(self.specs, StepMetrics(P(), self.layout.specs)),  # pyright: ignore[reportArgumentType]
         )
         return jax.jit(step, donate_argnums=0)
 
@@ -134,8 +133,8 @@ class Program:
             grads, state.opt_state, state.params, momentum=inputs.momentum, factors=self._local_factors()
         )
         new = jax.tree.map(lambda p, u: p + inputs.lr_scale * u, state.params, updates)
-        metrics = StepMetrics(jax.lax.pmean(loss, AXIS), {k: _nonfinite(k, g) for k, g in grads.items()})
-        return TrainState(state.step + 1, new, opt_state), metrics
+        flags = {k: _nonfinite(k, g) for k, g in grads.items()}
+        return TrainState(state.step + 1, new, opt_state), StepMetrics(jax.lax.pmean(loss, AXIS), flags)
 
     def _loss_and_grads(
         self, params: Params, tokens_BT: jax.Array, targets_BT: jax.Array, inputs: StepInputs
@@ -153,12 +152,12 @@ class Program:
         def zeros(x: jax.Array) -> jax.Array:
             return jax.lax.pcast(jnp.zeros(x.shape, jnp.float32), AXIS, to="varying")
 
-        split = [x.reshape(num_local, -1, x.shape[-1]) for x in (tokens_BT, targets_BT)]
+        tokens_ABT, targets_ABT = (x.reshape(num_local, -1, x.shape[-1]) for x in (tokens_BT, targets_BT))
         if num_local == 1:  # no loop: gradients are reduced while the backward pass goes on
-            loss, grads = jax.value_and_grad(loss_fn)(params, *(x[0] for x in split))
+            loss, grads = jax.value_and_grad(loss_fn)(params, tokens_ABT[0], targets_ABT[0])
             return loss, jax.tree.map(lambda g: g.astype(jnp.float32), grads)
         start = zeros(jnp.zeros(())), jax.tree.map(zeros, params)
-        total, _ = jax.lax.scan(accumulate, start, tuple(split))
+        total, _ = jax.lax.scan(accumulate, start, (tokens_ABT, targets_ABT))
         return jax.tree.map(lambda x: x / num_local, total)
 
     def nll_sum(
@@ -168,7 +167,7 @@ class Program:
         x_BTD = self.recipe.forward(params, tokens_BT, window_blocks, self.recipe.config)
         x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
         return summed_cross_entropy(
-            x_ND, params["head"], targets_BT.reshape(-1), self.recipe.config.logit_cap
+            x_ND, params["head"], targets_BT.reshape(-1), cap=self.recipe.config.logit_cap
         )
 
     @cached_property
@@ -264,8 +263,8 @@ def _check_division(num_sequences: int, num_devices: int, microbatches: int) -> 
 
 
 @jax.jit
-def fingerprint(state: TrainState) -> jax.Array:
-    """64 bits of a state, equal for equal bits whatever the devices: u32[2].
+def fingerprint(state: Any) -> jax.Array:
+    """64 bits of a state (any tree of arrays), equal for equal bits whatever the devices: u32[2].
 
     Integer sums wrap and do not depend on their order, so no device count or reduction tree can change them.
     """

@@ -316,9 +316,10 @@ def _log_stage_change(ready: Ready, step: int, log: runlog.RunLog) -> None:
 def _compilations(log: runlog.RunLog) -> ExitStack:
     """Writes every compilation inside the block into the log: there should be none."""
 
-    def listen(event: str, seconds: float, **_: Any) -> None:
+    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        del kwargs
         if event == "/jax/core/compile/backend_compile_duration":
-            log.emit(runlog.Compile("inside the clock", seconds))
+            log.emit(runlog.Compile("inside the clock", duration_secs))
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     stack = ExitStack()

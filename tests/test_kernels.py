@@ -53,13 +53,13 @@ def test_summed_cross_entropy_is_the_sum_of_the_definition(num_tokens):
         return 0.25 * cross_entropy(x_ND, head_VD, targets_N, cap=CAP).sum()
 
     def fast(x_ND: jax.Array, head_VD: jax.Array) -> jax.Array:
-        return 0.25 * summed_cross_entropy(x_ND, head_VD, targets_N, CAP)
+        return 0.25 * summed_cross_entropy(x_ND, head_VD, targets_N, cap=CAP)
 
     (want, want_grads), (got, got_grads) = (
         jax.value_and_grad(f, (0, 1))(x_ND, head_VD) for f in (slow, fast)
     )
     np.testing.assert_allclose(got, want, rtol=1e-6)
-    np.testing.assert_allclose(summed_cross_entropy(x_ND, head_VD, targets_N, CAP) / 4, want, rtol=1e-6)
+    np.testing.assert_allclose(summed_cross_entropy(x_ND, head_VD, targets_N, cap=CAP) / 4, want, rtol=1e-6)
     for a, b in zip(got_grads, want_grads, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
 

@@ -1,5 +1,7 @@
 """Newton-Schulz and Muon against a slow reference and against optax."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,6 +31,7 @@ def test_newton_schulz_is_its_polynomial_on_the_singular_values(shape):
 def test_optax_computes_the_same_direction():
     grads = {"w": jax.random.normal(jax.random.key(1), (16, 24))}
     tx = optax.contrib.scale_by_muon(beta=0.0, nesterov=False, ns_steps=5)
+    theirs: Any
     theirs, _ = tx.update(grads, tx.init(grads), grads)
     ours = orthogonalize(grads["w"][None], steps=5)[0]
     np.testing.assert_allclose(ours, theirs["w"], atol=1e-3)
@@ -47,6 +50,7 @@ def test_momentum_is_nesterov_and_each_matrix_has_its_factor():
     tx = scale_by_muon(steps=5)
     state = tx.init({"bank": g1})
     _, state = tx.update({"bank": g1}, state, momentum=jnp.float32(0.9), factors={"bank": factor})
+    update: Any
     update, _ = tx.update({"bank": g2}, state, momentum=jnp.float32(0.8), factors={"bank": factor})
     mean = 0.8 * (0.1 * g1) + 0.2 * g2
     look_ahead = 0.8 * mean + 0.2 * g2

@@ -10,7 +10,7 @@ from speedrun import clock, console
 from speedrun import track as tracks
 from speedrun.cli.options import data_option, example, json_option, track_option
 from speedrun.data import shards, synthetic
-from speedrun.errors import UsageError
+from speedrun.errors import SpeedrunError, UsageError
 from speedrun.ledger import format
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.plot import plot
@@ -100,13 +100,15 @@ def command(
         num_devices=devices,
         microbatches=microbatches,
     )
+    title = f"{recipe or rules.recipe} on {rules.id}"
     try:
         with console.Live(sys.stderr if as_json else sys.stdout) as live:
             train(config, live)
-    finally:
-        # A run that broke off is a record, too: of a failure.
-        if list(config.out.glob("runs/*/run.json")):
-            summary = assemble(config.out, title=f"{recipe or rules.recipe} on {rules.id}", declared_runs=1)
+    except (SpeedrunError, KeyboardInterrupt):
+        if list(config.out.glob("runs/*/run.json")):  # a run that broke off is a record, too: of a failure
+            assemble(config.out, title=title, declared_runs=1)
+        raise
+    summary = assemble(config.out, title=title, declared_runs=1)
     picture = next(path for path in plot(config.out) if path.suffix == ".png")
     report = validate(config.out)
     if as_json:

@@ -56,7 +56,7 @@ class Source:
 def mix(*keys: int | np.ndarray) -> np.ndarray:
     """Hashes integers (arrays broadcast) to uint32, by rounds of splitmix64. Source: Steele et al. 2014."""
     with np.errstate(over="ignore"):
-        h = np.uint64(0)
+        h = np.zeros((), np.uint64)
         for key in keys:
             h = (h ^ np.asarray(key).astype(np.uint64)) + np.uint64(0x9E3779B97F4A7C15)
             h = (h ^ (h >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

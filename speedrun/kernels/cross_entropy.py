@@ -4,7 +4,7 @@ Legend: N tokens, D model, V vocabulary.
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +28,9 @@ def cross_entropy(x_ND: jax.Array, head_VD: jax.Array, targets_N: jax.Array, *, 
     return jax.nn.logsumexp(logits_NV, axis=1) - target_N
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def summed_cross_entropy(x_ND: jax.Array, head_VD: jax.Array, targets_N: jax.Array, cap: float) -> jax.Array:
+def summed_cross_entropy(
+    x_ND: jax.Array, head_VD: jax.Array, targets_N: jax.Array, *, cap: float
+) -> jax.Array:
     """Sum of `cross_entropy` over the tokens, f32 [], chunk by chunk.
 
     When it is differentiated, the gradients are formed with the loss, while a chunk's logits are at hand: three
@@ -43,7 +44,11 @@ def summed_cross_entropy(x_ND: jax.Array, head_VD: jax.Array, targets_N: jax.Arr
         targets_N: i32, each below V.
         cap: of the logits; at most 40, or exp(-2 cap) would underflow float32.
     """
+    return _summed(x_ND, head_VD, targets_N, cap)
 
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _summed(x_ND: jax.Array, head_VD: jax.Array, targets_N: jax.Array, cap: float) -> Any:
     def add(total: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         return total + _score(chunk[0], head_VD, chunk[1], cap).loss, None
 
@@ -93,7 +98,7 @@ def _backward(cap: float, grads: tuple[jax.Array, ...], g: jax.Array) -> tuple[j
     return (g * dx_ND).astype(dx_ND.dtype), (g * dhead_VD).astype(dhead_VD.dtype), None
 
 
-summed_cross_entropy.defvjp(_forward, _backward)
+_summed.defvjp(_forward, _backward)
 
 
 def _capped(z: jax.Array, cap: float) -> jax.Array:

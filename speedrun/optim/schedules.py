@@ -2,17 +2,17 @@
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 
 class StepInputs(NamedTuple):
-    """Inputs of one training step beside its batch; numpy scalars on the host."""
+    """Inputs of one training step beside its batch: numpy scalars on the host, arrays on the device."""
 
-    lr_scale: np.float32
-    momentum: np.float32
-    window_blocks: np.int32
+    lr_scale: Any  #: f32
+    momentum: Any  #: f32
+    window_blocks: Any  #: i32
 
 
 @dataclass(frozen=True, slots=True)
