@@ -16,9 +16,12 @@ ROOT = Path(__file__).parent.parent
 
 #: A module imports only from lower floors, or from its own row. The longest prefix that fits counts.
 FLOORS = {
-    "speedrun.__main__": 10,
-    "speedrun.cli": 9,
-    "speedrun.train": 8,
+    "speedrun.__main__": 12,
+    "speedrun.cli": 11,
+    "speedrun.train": 10,
+    "speedrun.warmup": 9,
+    "speedrun.outcome": 8,
+    "speedrun.prepare": 7,
     "speedrun.evaluate": 7,
     "speedrun.step": 6,
     "speedrun.recipes": 5,
@@ -49,8 +52,9 @@ SCIENCE = {"recipes", "models", "nn", "kernels", "optim", "params", "recipe", "s
 LIGHT = {"speedrun.data", "speedrun.console", "speedrun.ledger", "speedrun.cli"}
 HEAVY = {"jax", "jaxlib", "optax", "orbax", "matplotlib", "datasets", "huggingface_hub", "tiktoken", "wandb"}
 
+#: Lines that are not blank: what there is to read.
 SCIENCE_LINES = 1_200
-CLOSURE_LINES = 3_600
+CLOSURE_LINES = 3_500
 
 
 def name_of(path: Path) -> str:
@@ -169,7 +173,7 @@ def test_a_record_can_be_read_in_one_sitting(recipe: str) -> None:
     """The budgets of `source.txt`: see the price of lines in RULES.md."""
     rules = [track.TRACKS_DIR / "smoke-cpu.toml"]
     files = split_source(provenance.closure([f"speedrun.recipes.{recipe}", "speedrun.train"], rules))
-    lines = {path: text.count("\n") for path, text in files.items()}
+    lines = {path: sum(map(bool, text.split("\n"))) for path, text in files.items()}
     modules = {path: path.removesuffix(".py").replace("/", ".") for path in lines}
     science = sum(lines[path] for path, module in modules.items() if part(module) in SCIENCE)
     assert science <= SCIENCE_LINES, f"{science:,} lines of science in {lines}"

@@ -20,8 +20,9 @@ from speedrun.data import shards, synthetic
 from speedrun.errors import DataError, NonFiniteError, UsageError
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.validate import validate
+from speedrun.prepare import RunConfig
 from speedrun.sourcefile import split_source
-from speedrun.train import RunConfig, _compilations, train
+from speedrun.train import _compilations, train
 
 #: The smoke recipe, small enough for a test; 12 steps.
 SMALL = {

@@ -88,7 +88,8 @@ def command(
     overrides = parse_settings(settings)
     synthetic.ensure(rules, shards.data_folder(rules, data))
     # JAX is imported only now: nothing above needs it, and an error above should not wait for it.
-    from speedrun.train import RunConfig, train
+    from speedrun.prepare import RunConfig
+    from speedrun.train import train
 
     config = RunConfig(
         track=track,

@@ -42,8 +42,8 @@ RECIPE = Recipe(
         momentum_steps=100,
         final_window=6.0,
     ),
-    stages=(Stage(num_steps=300, num_sequences=8, seq_len=256),),
-    eval_sequences=64,
-    eval_seq_len=256,
+    stages=(Stage(num_steps=260, num_sequences=8, seq_len=256),),
+    eval_sequences=16,
+    eval_seq_len=1024,
     compute_dtype="float32",
 )

@@ -1,0 +1,83 @@
+"""What a run found out, gathered while it goes on, and the two places where it ends up."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from speedrun import provenance, runlog
+from speedrun import track as tracks
+from speedrun.clock import Clock, cold_wall_s
+from speedrun.data import shards, stream
+from speedrun.ledger import format
+from speedrun.prepare import Ready
+
+
+@dataclass
+class Tally:
+    """What accumulates during a run and ends up in `run_end` and `run.json`."""
+
+    compile_s: float = 0.0
+    warmup_s: float = 0.0
+    val_s: float = 0.0
+    data_wait_s: float = 0.0
+    init_hash: str = ""
+    final_hash: str = ""
+    val_loss: float | None = None
+    first_loss: float | None = None
+    first_batch_sha256: str | None = None
+    tokens_seen: int = 0
+    peak_bytes: int = 0
+    ranges: tuple[stream.ShardRange, ...] = ()
+
+
+def run_end(ready: Ready, outcome: str, clock: Clock, tally: Tally) -> runlog.RunEnd:
+    """The last line of the log."""
+    return runlog.RunEnd(
+        status=outcome,
+        val_loss=tally.val_loss if outcome == "finished" else None,
+        train_time_s=clock.seconds,
+        cold_wall_s=cold_wall_s(),
+        compile_s=tally.compile_s,
+        warmup_s=tally.warmup_s,
+        val_s=tally.val_s,
+        data_wait_s=tally.data_wait_s,
+        peak_bytes=tally.peak_bytes,
+        final_hash=tally.final_hash,
+    )
+
+
+def run_file(ready: Ready, run_id: str, created_utc: str, outcome: Any, tally: Tally) -> format.RunFile:
+    """The facts of the run: its `run.json`."""
+    device, val = ready.program.mesh.devices.flat[0], ready.shards.val[0]
+    digest = {shard.path.name: shards.sha256(shard.path) for shard in (*ready.shards.train, val)}
+    read = tuple(
+        format.ShardRange(r.name, digest[r.name], r.shard_tokens, r.start, r.stop) for r in tally.ranges
+    )
+    val_tokens = ready.track.data.val_tokens
+    return format.RunFile(
+        run_id=run_id,
+        seed=ready.config.seed,
+        track=ready.track.id,
+        track_sha256=tracks.sha256(ready.track.name),
+        recipe=ready.recipe.name,
+        recipe_revision=ready.recipe.revision,
+        overrides=ready.config.overrides,
+        config_sha256=format.config_sha256(ready.described),
+        source_sha256=ready.source_sha256,
+        created_utc=created_utc,
+        outcome=outcome,
+        init_hash=tally.init_hash,
+        final_hash=tally.final_hash,
+        first_batch_sha256=tally.first_batch_sha256,
+        first_loss=None if tally.first_loss is None else tally.first_loss.hex(),
+        platform=device.platform,
+        device_kind=device.device_kind,
+        num_devices=ready.program.num_devices,
+        software=provenance.software(),
+        environment=provenance.environment(),
+        data=format.DataRead(
+            shards=read,
+            val_shard=format.ShardRange(val.path.name, digest[val.path.name], val.num_tokens, 0, val_tokens),
+            val_sha256=stream.validation_sha256(val, val_tokens),
+        ),
+        peak_bytes=tally.peak_bytes,
+    )
