@@ -28,6 +28,8 @@ from speedrun.train import _compilations, train
 SMALL = {
     "stages.0.num_steps": "12",
     "stages.0.seq_len": "64",
+    "eval_sequences": "64",
+    "eval_seq_len": "128",
     "config.model_dim": "16",
     "config.num_heads": "2",
     "config.head_dim": "8",
@@ -118,7 +120,7 @@ def test_two_stages_are_two_executables_and_one_stream(tmp_path, smoke_data):
         train(RunConfig("smoke-cpu", out, data=smoke_data))
     assemble(out, title="stages", declared_runs=1)
     names = [event.name for event in events(out) if isinstance(event, runlog.Compile)]
-    assert names == ["train/8x64", "train/16x32", "eval/64x256"]
+    assert names == ["train/8x64", "train/16x32", "eval/64x128"]
     assert not validate(out).having("failed")
 
 

@@ -3,6 +3,7 @@
 Legend: N tokens, D model, V vocabulary.
 """
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -67,8 +68,7 @@ class _Scored(NamedTuple):
 def _score(x_ND: jax.Array, head_VD: jax.Array, targets_N: jax.Array, cap: float) -> _Scored:
     tanh_NV = jnp.tanh(jnp.einsum("nd,vd->nv", x_ND, head_VD, preferred_element_type=jnp.float32) / cap)
     exp_NV = jnp.exp(cap * tanh_NV - cap)
-    # A product with ones, not jnp.sum: XLA for CPU fuses exp into a reduction and computes both without vectors.
-    sum_N = exp_NV @ jnp.ones(exp_NV.shape[1], jnp.float32)
+    sum_N = _row_sums(exp_NV)
     target_N = _capped(jnp.sum(x_ND * head_VD[targets_N], axis=1, dtype=jnp.float32), cap)
     return _Scored(jnp.sum(jnp.log(sum_N) + cap - target_N), exp_NV, sum_N, tanh_NV)
 
@@ -99,6 +99,16 @@ def _backward(cap: float, grads: tuple[jax.Array, ...], g: jax.Array) -> tuple[j
 
 
 _summed.defvjp(_forward, _backward)
+
+
+def _row_sums(x_NV: jax.Array) -> jax.Array:
+    """Sum over the last axis, first inside groups of up to 128 columns.
+
+    XLA for CPU fuses exp into a plain reduction and then computes both without vectors, 2.5 times slower; a
+    product with ones keeps them apart, and groups keep its rounding error below 1e-6 of the sum.
+    """
+    group = math.gcd(x_NV.shape[1], 128)
+    return jnp.sum(x_NV.reshape(len(x_NV), -1, group) @ jnp.ones(group, x_NV.dtype), axis=1)
 
 
 def _capped(z: jax.Array, cap: float) -> jax.Array:
