@@ -4,7 +4,9 @@ import dataclasses
 import os
 
 # Half of the suite's time would be LLVM making small programs fast.
-os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+os.environ.setdefault(
+    "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+)
 
 import jax
 import pytest

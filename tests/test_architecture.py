@@ -31,6 +31,7 @@ FLOORS = {
     "speedrun.optim": 3,
     "speedrun.mesh": 3,
     "speedrun.health": 3,
+    "speedrun.bench": 3,
     "speedrun.ledger": 3,
     "speedrun.params": 2,
     "speedrun.kernels": 2,

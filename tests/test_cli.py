@@ -55,7 +55,7 @@ def test_help_says_what_there_is():
     assert invoke("--version").output == f"speedrun {__version__}\n"
 
 
-SUBCOMMANDS = ("data", "synth"), ("data", "verify")
+SUBCOMMANDS = ("bench", "head"), ("data", "synth"), ("data", "verify")
 
 
 @pytest.mark.parametrize("names", [*((name,) for name in cli.COMMANDS), *SUBCOMMANDS], ids=" ".join)
@@ -70,7 +70,10 @@ def test_every_help_has_an_example(names: tuple[str, ...]):
     ("args", "message"),
     [
         (["dta"], "error: unknown command 'dta'; did you mean 'data'?"),
-        (["zzz"], "error: unknown command 'zzz'; choose one of: data, doctor, plot, replay, run, validate"),
+        (
+            ["zzz"],
+            "error: unknown command 'zzz'; choose one of: bench, data, doctor, plot, replay, run, validate",
+        ),
         (["data", "verify", "--track", "smoke"], "error: unknown track 'smoke'; did you mean 'smoke-cpu'?"),
         (["data", "synth", "--track", "webmini"], "error: track 'webmini' is not synthetic"),
         (["data", "verify", "--fall"], "Error: No such option"),

@@ -1,6 +1,6 @@
 """The smoke track tells right from wrong: the target is reached by the right program and by no wrong one.
 
-Minutes of training, so not in CI: `pytest -m slow tests/test_separation.py`. Outcomes: docs/LOG.md.
+Minutes of training, so not in CI: `XLA_FLAGS= pytest -s -m slow tests/test_separation.py`. Outcomes: docs/LOG.md.
 """
 
 import dataclasses

@@ -20,6 +20,7 @@ COMMANDS = {
     "validate": "Check a record offline: every claim that can be computed is computed again.",
     "plot": "Draw the loss and the steps of a record.",
     "replay": "Run the source that a record carries.",
+    "bench": "Time operations against their bounds.",
 }
 INTERRUPTED = 130
 
