@@ -2,10 +2,12 @@
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+import numpy as np
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from speedrun.clock import Stopwatch
+from speedrun.mesh import place
 from speedrun.params import AXIS
 
 _MULTIPLICATIONS = 8
@@ -26,8 +28,7 @@ def matmul_gflops(mesh: Mesh) -> float:
     """
     cpu = mesh.devices.flat[0].platform == "cpu"
     size, dtype = (512, jnp.float32) if cpu else (8192, jnp.bfloat16)
-    sharding = NamedSharding(mesh, P(AXIS))
-    x_NMM = jax.device_put(jnp.full((mesh.size, size, size), 1 / size, dtype), sharding)
+    x_NMM = place(np.full((mesh.size, size, size), 1 / size, dtype), mesh)
 
     def chain(x_NMM: jax.Array) -> jax.Array:
         y_NMM = x_NMM
@@ -35,7 +36,7 @@ def matmul_gflops(mesh: Mesh) -> float:
             y_NMM = y_NMM @ x_NMM
         return y_NMM
 
-    program = jax.jit(chain, in_shardings=sharding, out_shardings=sharding)
+    program = jax.jit(chain, out_shardings=x_NMM.sharding)
     program(x_NMM).block_until_ready()
     seconds = []
     for _ in range(_TRIALS):

@@ -3,6 +3,7 @@
 import resource
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -48,6 +49,11 @@ def make_mesh(num_devices: int) -> Mesh:
 def place(x_BT: np.ndarray, mesh: Mesh) -> jax.Array:
     """One global array, divided by rows; an explicit transfer, so the transfer guard lets it pass."""
     return jax.device_put(x_BT, NamedSharding(mesh, P(AXIS)))
+
+
+def replicate(tree: Any, mesh: Mesh) -> Any:
+    """The same arrays on every device."""
+    return jax.device_put(tree, NamedSharding(mesh, P()))
 
 
 def peak_bytes(mesh: Mesh) -> int:

@@ -1,6 +1,7 @@
 """What a run found out, gathered while it goes on, and the two places where it ends up."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from speedrun import provenance, runlog
@@ -26,6 +27,8 @@ class Tally:
     first_batch_sha256: str | None = None
     tokens_seen: int = 0
     peak_bytes: int = 0
+    cold_wall_s: float = 0.0  #: 0 until the last validation is done
+    val_sha256: str = ""
     ranges: tuple[stream.ShardRange, ...] = ()
 
 
@@ -35,7 +38,7 @@ def run_end(ready: Ready, outcome: str, clock: Clock, tally: Tally) -> runlog.Ru
         status=outcome,
         val_loss=tally.val_loss if outcome == "finished" else None,
         train_time_s=clock.seconds,
-        cold_wall_s=cold_wall_s(),
+        cold_wall_s=tally.cold_wall_s or cold_wall_s(),
         compile_s=tally.compile_s,
         warmup_s=tally.warmup_s,
         val_s=tally.val_s,
@@ -48,9 +51,9 @@ def run_end(ready: Ready, outcome: str, clock: Clock, tally: Tally) -> runlog.Ru
 def run_file(ready: Ready, run_id: str, created_utc: str, outcome: Any, tally: Tally) -> format.RunFile:
     """The facts of the run: its `run.json`."""
     device, val = ready.program.mesh.devices.flat[0], ready.shards.val[0]
-    digest = {shard.path.name: shards.sha256(shard.path) for shard in (*ready.shards.train, val)}
     read = tuple(
-        format.ShardRange(r.name, digest[r.name], r.shard_tokens, r.start, r.stop) for r in tally.ranges
+        format.ShardRange(r.name, _digest(ready.folder / r.name), r.shard_tokens, r.start, r.stop)
+        for r in tally.ranges
     )
     val_tokens = ready.track.data.val_tokens
     return format.RunFile(
@@ -76,8 +79,16 @@ def run_file(ready: Ready, run_id: str, created_utc: str, outcome: Any, tally: T
         environment=provenance.environment(),
         data=format.DataRead(
             shards=read,
-            val_shard=format.ShardRange(val.path.name, digest[val.path.name], val.num_tokens, 0, val_tokens),
-            val_sha256=stream.validation_sha256(val, val_tokens),
+            val_shard=format.ShardRange(val.path.name, _digest(val.path), val.num_tokens, 0, val_tokens),
+            val_sha256=tally.val_sha256,
         ),
         peak_bytes=tally.peak_bytes,
     )
+
+
+def _digest(path: Path) -> str:
+    """Digest of a shard; empty if it has gone meanwhile, so that a broken run can still be written down."""
+    try:
+        return shards.sha256(path)
+    except OSError:
+        return ""

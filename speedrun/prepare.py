@@ -1,4 +1,4 @@
-"""Before anything is written: what a run was asked to do, and whether it can be done."""
+"""Before a record is begun: what a run was asked to do, and whether it can be done."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +10,10 @@ import msgspec
 from speedrun import mesh as meshes
 from speedrun import provenance, recipes
 from speedrun import track as tracks
-from speedrun.data import shards, stream
+from speedrun.data import shards, stream, synthetic
 from speedrun.errors import UsageError
 from speedrun.ledger import format
+from speedrun.params import SHARDS
 from speedrun.recipe import Recipe, describe
 from speedrun.step import Program
 
@@ -58,7 +59,7 @@ class Ready:
 
 
 def prepare(config: RunConfig) -> Ready:
-    """Checks everything that can be wrong with a run before anything is written or compiled.
+    """Checks everything that can be wrong with a run before its folder is made; makes synthetic data if missing.
 
     Raises:
         UsageError: unknown track, recipe or setting; device count; output folder.
@@ -66,19 +67,16 @@ def prepare(config: RunConfig) -> Ready:
     """
     track = tracks.load(config.track)
     recipe = recipes.load(config.recipe or track.recipe).override(config.overrides)
-    if config.out.exists():
-        raise UsageError(f"{config.out} exists already; need a new folder; remove it or pass another --out")
+    _check_new(config.out)
     meshes.prepare(track.rules.platform)
     num_devices = config.num_devices or track.rules.num_devices or len(jax.devices())
     mesh = meshes.make_mesh(num_devices)
-    program = Program(recipe, mesh, *([config.microbatches] if config.microbatches else []))
+    program = Program(recipe, mesh, config.microbatches or SHARDS)
     folder = shards.data_folder(track, config.data)
+    if config.data is None:
+        synthetic.ensure(track, folder)
     opened = shards.open_track(folder, track.data)
-    needed = recipe.config.vocab_size
-    if needed < track.data.vocab_size:
-        raise UsageError(
-            f"recipe {recipe.name} knows {needed} ids, {track.id} has {track.data.vocab_size}; choose another"
-        )
+    _check_ids(recipe, track)
     stream.require_steps(opened.train, [s.batch_tokens for s in recipe.stages for _ in range(s.num_steps)])
     stream.validation_batches(
         opened.val[0], track.data.val_tokens, recipe.eval_sequences, recipe.eval_seq_len
@@ -88,3 +86,25 @@ def prepare(config: RunConfig) -> Ready:
         [tracks.TRACKS_DIR / f"{track.name}.toml"],
     )
     return Ready(config, track, recipe, program, opened, folder, source)
+
+
+def _check_new(out: Path) -> None:
+    try:
+        taken = out.exists()
+    except OSError as error:
+        raise UsageError(f"{out}: {error.strerror}; choose an --out that can be written") from None
+    if taken:
+        raise UsageError(f"{out} exists already; need a new folder; remove it or pass another --out")
+
+
+def _check_ids(recipe: Recipe, track: tracks.Track) -> None:
+    """The recipe must know the track's ids, and the one that opens a document: its mask depends on it."""
+    known, needed = recipe.config.vocab_size, track.data.vocab_size
+    if known < needed:
+        raise UsageError(f"recipe {recipe.name} knows {known} ids, {track.id} has {needed}; choose another")
+    opens, needed = recipe.config.document_token, track.data.document_token
+    if opens != needed:
+        raise UsageError(
+            f"recipe {recipe.name} takes id {opens} for the start of a document, {track.id} needs {needed}; "
+            f"--set config.document_token={needed}, or choose another recipe"
+        )

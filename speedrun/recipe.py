@@ -2,9 +2,10 @@
 
 import ast
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 
@@ -20,6 +21,16 @@ class ModelConfig(Protocol):
     @property
     def logit_cap(self) -> float:
         """Soft cap of the logits."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are below it."""
+        ...
+
+    @property
+    def document_token(self) -> int:
+        """Opens each document."""
         ...
 
 
@@ -38,6 +49,10 @@ class Stage:
     num_steps: int
     num_sequences: int  #: of one step, over all devices
     seq_len: int  #: tokens
+
+    def __post_init__(self) -> None:
+        if min(self.num_steps, self.num_sequences, self.seq_len) < 1:
+            raise ValueError(f"{self} must have at least one step, sequence and token")
 
     @property
     def batch_tokens(self) -> int:
@@ -61,7 +76,15 @@ class Recipe:
     stages: tuple[Stage, ...]
     eval_sequences: int  #: of one validation pass, over all devices
     eval_seq_len: int
-    compute_dtype: str
+    compute_dtype: Literal["float32", "bfloat16"]
+
+    def __post_init__(self) -> None:
+        if not self.stages or not all(isinstance(stage, Stage) for stage in self.stages):
+            raise ValueError(f"stages is {self.stages}; need at least one Stage")
+        if self.compute_dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"compute_dtype is {self.compute_dtype!r}; need float32 or bfloat16")
+        if min(self.eval_sequences, self.eval_seq_len) < 1:
+            raise ValueError("a validation pass needs at least one sequence of one token")
 
     @property
     def num_steps(self) -> int:
@@ -89,12 +112,18 @@ class Recipe:
         """A recipe with other numbers: `{"config.model_dim": "64", "stages.0.num_steps": "20"}`.
 
         Raises:
-            UsageError: for a name that does not exist, or a value that is no literal of the right type.
+            UsageError: for a name that does not exist, a value that is no literal of the right type, and for
+                what says who the recipe is: another name is another file.
         """
         recipe = self
         for key, text in settings.items():
+            if key in _IDENTITY:
+                raise UsageError(f"setting {key!r} says who the recipe is; to change it, write a recipe file")
             recipe = _replace(recipe, key, key.split("."), text)
         return recipe
+
+
+_IDENTITY = ("name", "summary", "parent", "revision")
 
 
 def describe(value: Any) -> Any:
@@ -138,6 +167,8 @@ def _literal(old: Any, key: str, text: str) -> Any:
         value = None
     if kind is float and type(value) is int:
         value = float(value)
+    if kind is float and isinstance(value, float) and not math.isfinite(value):
+        value = None
     if kind not in (int, float, tuple) or type(value) is not kind:
         raise UsageError(
             f"setting {key}={text!r}: need {'a number' if kind in (int, float) else 'a value'} like {old!r}"

@@ -43,6 +43,7 @@ class StepMetrics(NamedTuple):
     """What one step tells, on the device; fetched one step late."""
 
     loss: jax.Array  #: f32[], mean nats per token before the update
+    bad: jax.Array  #: f32[], above zero if any gradient is not finite
     nonfinite: dict[str, jax.Array]  #: packed name -> bool[...], where a gradient is not finite
 
 
@@ -56,8 +57,8 @@ class Program:
 
     def __post_init__(self) -> None:
         for stage in self.recipe.stages:
-            _check_division(stage.num_sequences, self.num_devices, self.microbatches)
-        _check_division(self.recipe.eval_sequences, self.num_devices, SHARDS)
+            _check_division("a step's", stage.num_sequences, self.num_devices, self.microbatches)
+        _check_division("eval_sequences:", self.recipe.eval_sequences, self.num_devices, SHARDS)
 
     @property
     def num_devices(self) -> int:
@@ -117,7 +118,7 @@ class Program:
             self._train_step,
             mesh=self.mesh,
             in_specs=(self.specs, P(AXIS), P(AXIS), P()),
-            out_specs=(self.specs, StepMetrics(P(), self.layout.specs)),  # pyright: ignore[reportArgumentType]
+            out_specs=(self.specs, StepMetrics(P(), P(), self.layout.specs)),  # pyright: ignore[reportArgumentType]
         )
         return jax.jit(step, donate_argnums=0)
 
@@ -134,7 +135,9 @@ class Program:
         )
         new = jax.tree.map(lambda p, u: p + inputs.lr_scale * u, state.params, updates)
         flags = {k: _nonfinite(k, g) for k, g in grads.items()}
-        return TrainState(state.step + 1, new, opt_state), StepMetrics(jax.lax.pmean(loss, AXIS), flags)
+        any_bad = sum(jnp.sum(flag, dtype=jnp.float32) for flag in flags.values())
+        mean_loss, mean_bad = jax.lax.pmean(jnp.stack([loss, any_bad]), AXIS)
+        return TrainState(state.step + 1, new, opt_state), StepMetrics(mean_loss, mean_bad, flags)
 
     def _loss_and_grads(
         self, params: Params, tokens_BT: jax.Array, targets_BT: jax.Array, inputs: StepInputs
@@ -250,15 +253,15 @@ def _nonfinite(name: str, grad: jax.Array) -> jax.Array:
     return jnp.any(bad, axis=(1, 2)) if grad.ndim == 3 else jnp.any(bad)[None]
 
 
-def _check_division(num_sequences: int, num_devices: int, microbatches: int) -> None:
+def _check_division(what: str, num_sequences: int, num_devices: int, parts: int) -> None:
     if SHARDS % num_devices:
         raise UsageError(
             f"got {num_devices} devices, need a divisor of {SHARDS}; pass --devices 1, 2, 4 or 8"
         )
-    if num_sequences % microbatches or microbatches % num_devices:
+    if num_sequences % parts or parts % num_devices:
         raise UsageError(
-            f"{num_sequences} sequences in {microbatches} micro-batches on {num_devices} devices do not come out even; "
-            f"choose a number of micro-batches that {num_devices} divides and that divides {num_sequences}"
+            f"{what} {num_sequences} sequences in {parts} parts on {num_devices} devices do not come out even; "
+            f"need a multiple of {parts} sequences, and {num_devices} to divide {parts}"
         )
 
 

@@ -9,8 +9,8 @@ the first token is read.
 
 import hashlib
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Generator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,9 @@ import numpy as np
 from speedrun import console, health, provenance, runlog
 from speedrun import mesh as meshes
 from speedrun import track as tracks
-from speedrun.clock import Clock, now
+from speedrun.clock import Clock, cold_wall_s, now
 from speedrun.data import stream
-from speedrun.errors import NonFiniteError, SpeedrunError, UsageError
+from speedrun.errors import NonFiniteError, UsageError
 from speedrun.evaluate import Score, evaluate
 from speedrun.ledger import format
 from speedrun.outcome import Tally, run_end, run_file
@@ -45,7 +45,7 @@ def train(config: RunConfig, reader: console.Live | None = None) -> format.RunFi
         The facts of the run, as in its `run.json`.
 
     Raises:
-        SpeedrunError: with nothing written, if `prepare` refuses; with an ended log, if the run breaks off.
+        SpeedrunError: with no folder made, if `prepare` refuses; with an ended log, if the run breaks off.
     """
     ready = prepare(config)
     started = now()
@@ -54,27 +54,24 @@ def train(config: RunConfig, reader: console.Live | None = None) -> format.RunFi
     run_dir = config.out / "runs" / run_id
     try:
         run_dir.mkdir(parents=True)
+        (config.out / "source.txt").write_text(ready.source, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{run_dir}: {error.strerror}; choose an --out that can be written") from None
-    (config.out / "source.txt").write_text(ready.source, encoding="utf-8")
     tally = Tally()
     with runlog.RunLog(run_dir / "metrics.jsonl", now) as log:
         if reader is not None:
             log.subscribe(reader)
         clock, outcome = Clock(), "aborted"
         try:
-            _announce(ready, run_id, log)
+            _announce(ready, run_id, log, tally)
             _run(ready, log, clock, tally)
             outcome = "finished"
-        except NonFiniteError as error:
-            outcome = "non-finite"
-            log.emit(runlog.Error(outcome, str(error)))
-            raise
-        except (SpeedrunError, KeyboardInterrupt) as error:
+        except BaseException as error:
+            # Whatever ends a run is in its log, and goes on its way: a run that broke off stays visible.
+            outcome = "non-finite" if isinstance(error, NonFiniteError) else "aborted"
             log.emit(runlog.Error(type(error).__name__, str(error)))
             raise
         finally:
-            # Also on the way out of a failure: a run that broke off stays visible in its record.
             tally.peak_bytes = meshes.peak_bytes(ready.program.mesh)
             log.emit(run_end(ready, outcome, clock, tally))
             text = console.render(runlog.read(run_dir / "metrics.jsonl"))
@@ -84,7 +81,7 @@ def train(config: RunConfig, reader: console.Live | None = None) -> format.RunFi
     return facts
 
 
-def _announce(ready: Ready, run_id: str, log: runlog.RunLog) -> None:
+def _announce(ready: Ready, run_id: str, log: runlog.RunLog, tally: Tally) -> None:
     """What is about to run, on what, from which data."""
     track, recipe, mesh = ready.track, ready.recipe, ready.program.mesh
     log.emit(
@@ -112,13 +109,14 @@ def _announce(ready: Ready, run_id: str, log: runlog.RunLog) -> None:
         )
     )
     val = ready.shards.val[0]
+    tally.val_sha256 = stream.validation_sha256(val, track.data.val_tokens)
     log.emit(
         runlog.DataReady(
             folder=ready.folder.name,
             train_shards=[shard.path.name for shard in ready.shards.train],
             val_shard=val.path.name,
             val_tokens=track.data.val_tokens,
-            val_sha256=stream.validation_sha256(val, track.data.val_tokens),
+            val_sha256=tally.val_sha256,
         )
     )
 
@@ -140,11 +138,11 @@ def _run(ready: Ready, log: runlog.RunLog, clock: Clock, tally: Tally) -> None:
     def report(pending: Pending) -> None:
         """Fetches and logs a finished step; the device is already busy with the next one."""
         step, metrics, cursor = pending
-        loss = float(jax.device_get(metrics.loss))
+        loss, bad = (float(x) for x in jax.device_get((metrics.loss, metrics.bad)))
         stage, inputs = ready.recipe.stages[ready.recipe.stage_of(step)], ready.recipe.inputs_at(step)
         tally.tokens_seen += stage.batch_tokens
         tally.first_loss = loss if step == 0 else tally.first_loss
-        if not np.isfinite(loss):
+        if bad or not np.isfinite(loss):
             leaf = program.first_nonfinite(metrics)
             raise NonFiniteError(
                 f"step {step}: loss is {loss}; first non-finite gradient: {leaf}; lower the learning rate"
@@ -162,11 +160,12 @@ def _run(ready: Ready, log: runlog.RunLog, clock: Clock, tally: Tally) -> None:
             )
         )
 
-    with jax.transfer_guard("disallow"), _compilations(log):
+    feed = _batches(ready, tally)
+    with jax.transfer_guard("disallow"), _compilations(log), closing(feed):
         clock.start(sync)
         log.emit(runlog.ClockStart())
         pending: Pending | None = None
-        for step, batches in _batches(ready, tally):
+        for step, batches in feed:
             if track.validates_at(step):
                 if pending is not None:
                     report(pending)
@@ -192,20 +191,23 @@ def _run(ready: Ready, log: runlog.RunLog, clock: Clock, tally: Tally) -> None:
         clock.stop(sync)
         log.emit(runlog.ClockStop(clock.seconds))
         validate()
+    tally.cold_wall_s = cold_wall_s()
     tally.final_hash = state_hash(state)
 
 
-def _batches(ready: Ready, tally: Tally) -> Iterator[tuple[int, stream.Prefetch]]:
+def _batches(ready: Ready, tally: Tally) -> Generator[tuple[int, stream.Prefetch], None, None]:
     """The number of each step, with the stream its batch comes from; each stage has batches of its own size."""
     first, cursor = 0, stream.START
     for stage in ready.recipe.stages:
         tokens = stream.TokenStream(ready.shards.train, cursor)
         with stream.Prefetch(tokens, stage.num_sequences, stage.seq_len) as batches:
-            for step in range(first, first + stage.num_steps):
-                yield step, batches
+            try:
+                for step in range(first, first + stage.num_steps):
+                    yield step, batches
+            finally:  # also when the run breaks off: what was read is told
+                tally.data_wait_s += batches.wait_s
+                tally.ranges += batches.ranges
         first, cursor = first + stage.num_steps, batches.cursor
-        tally.data_wait_s += batches.wait_s
-        tally.ranges += batches.ranges
 
 
 def _log_stage_change(ready: Ready, step: int, log: runlog.RunLog) -> None:

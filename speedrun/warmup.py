@@ -65,12 +65,13 @@ def warm_up(
     for stage, step in zip(ready.recipe.stages, steps, strict=True):
         for _ in range(_STEPS):
             state, _ = step(state, *ids(stage.num_sequences, stage.seq_len), program.schedule)
-    score(
+    scores = score(
         state.params,
         *ids(ready.recipe.eval_sequences, ready.recipe.eval_seq_len),
         program.schedule,
         state.step,
     )
+    jax.block_until_ready(scores)
     state = program.init(jax.random.key(ready.config.seed))
     tally.init_hash = state_hash(state)
     tally.warmup_s = watch.seconds

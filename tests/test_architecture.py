@@ -27,10 +27,10 @@ FLOORS = {
     "speedrun.recipes": 5,
     "speedrun.models": 4,
     "speedrun.recipe": 4,
+    "speedrun.health": 4,
     "speedrun.nn": 3,
     "speedrun.optim": 3,
     "speedrun.mesh": 3,
-    "speedrun.health": 3,
     "speedrun.bench": 3,
     "speedrun.ledger": 3,
     "speedrun.params": 2,
@@ -120,7 +120,7 @@ def test_no_module_reaches_itself() -> None:
 
 
 def test_science_imports_no_instrument() -> None:
-    allowed = SCIENCE | {"errors"}
+    allowed = SCIENCE | {"errors", "mesh"}
     wrong = [
         f"{here} imports {there}"
         for here, there in EDGES

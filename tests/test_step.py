@@ -211,4 +211,4 @@ def test_the_first_parameter_with_a_bad_gradient_is_named(tiny, on_eight, leaf):
     from speedrun.step import StepMetrics, _nonfinite
 
     flags = {name: _nonfinite(name, grad) for name, grad in bad.items()}
-    assert program.first_nonfinite(StepMetrics(jnp.float32(0), flags)) == leaf
+    assert program.first_nonfinite(StepMetrics(jnp.float32(0), jnp.float32(1), flags)) == leaf

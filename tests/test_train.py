@@ -1,26 +1,31 @@
 """The whole loop, small: what a run writes, what it refuses, and that it can be run again."""
 
+import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import msgspec
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from speedrun import provenance, runlog, track
+from speedrun import mesh, provenance, recipes, runlog, track
 from speedrun.cli import command
 from speedrun.cli.run import parse_settings
 from speedrun.data import shards, synthetic
 from speedrun.errors import DataError, NonFiniteError, UsageError
+from speedrun.ledger import format
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.validate import validate
 from speedrun.prepare import RunConfig
+from speedrun.recipe import Stage
 from speedrun.sourcefile import split_source
 from speedrun.train import _compilations, train
 
@@ -106,11 +111,6 @@ def test_the_run_reads_exactly_what_it_says(record):
 
 def test_two_stages_are_two_executables_and_one_stream(tmp_path, smoke_data):
     """The second stage has other shapes, and goes on where the first one stopped."""
-    import dataclasses
-
-    from speedrun import recipes
-    from speedrun.recipe import Stage
-
     recipe = recipes.load("smoke").override(SMALL)
     stages = (Stage(3, 8, 64), Stage(2, 16, 32), Stage(2, 8, 64))
     patched = dataclasses.replace(recipe, stages=stages)
@@ -188,6 +188,71 @@ def test_a_loss_that_is_no_number_ends_the_run_and_names_the_leaf(tmp_path, smok
     assert "V309" in {result.check.id for result in validate(out).having("failed")}
 
 
+def test_a_bad_gradient_ends_the_run_before_its_loss_is_bad_and_is_named(tmp_path, smoke_data):
+    recipe = recipes.load("smoke").override(SMALL)
+
+    def forward(p, tokens_BT, window_blocks, cfg):
+        nothing = 0 * jnp.sqrt(0 * jnp.sum(p["block.1.qkv"]))  # its derivative is zero times infinity
+        return recipe.forward(p, tokens_BT, window_blocks, cfg) + nothing
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recipes, "load", lambda name: dataclasses.replace(recipe, forward=forward))
+        with pytest.raises(
+            NonFiniteError, match=r"step 0: loss is 5.5\d*; first non-finite gradient: block.1.qkv"
+        ):
+            train(RunConfig("smoke-cpu", tmp_path / "out", data=smoke_data))
+
+
+def test_the_loop_refuses_a_transfer_that_nobody_asked_for(tmp_path, smoke_data, monkeypatch):
+    real, out = mesh.place, tmp_path / "out"
+    # Warm-up places zeros and random ids before the clock; inside it, batches stay on the host.
+    inside = lambda x, m: x if list(out.glob("runs/*/metrics.jsonl")) and _clock_runs(out) else real(x, m)  # noqa: E731
+    monkeypatch.setattr(mesh, "place", inside)
+    with pytest.raises(Exception, match="[Dd]isallowed"):
+        train(RunConfig("smoke-cpu", out, overrides=SMALL, data=smoke_data))
+    assert events(out)[-1].status == "aborted"
+
+
+def _clock_runs(out: Path) -> bool:
+    return any(isinstance(event, runlog.ClockStart) for event in events(out))
+
+
+def test_a_refused_run_leaves_the_record_that_is_there_alone(record):
+    before = {path: path.read_bytes() for path in record.rglob("*") if path.is_file()}
+    for extra in ([], ["--recipe", "nope"], ["--set", "a=1"]):
+        result = CliRunner().invoke(command, ["run", "--out", str(record), *extra])
+        assert result.exit_code == 2
+    assert {path: path.read_bytes() for path in record.rglob("*") if path.is_file()} == before
+
+
+def test_a_run_that_breaks_off_tells_what_it_read(tmp_path, smoke_data, monkeypatch):
+    out, calls = tmp_path / "out", []
+
+    def interrupt(*args) -> None:
+        calls.append(args)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("speedrun.train._log_stage_change", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        train(RunConfig("smoke-cpu", out, overrides=SMALL, data=smoke_data))
+    assemble(out, title="interrupted", declared_runs=1)
+    (path,) = out.glob("runs/*/run.json")
+    facts = format.decode(path.read_bytes(), format.RunFile)
+    assert facts.outcome == "aborted"
+    assert [(r.start, r.stop) for r in facts.data.shards] == [(0, 4 * 512)]
+    assert not validate(out).having("failed")
+
+
+def test_replay_executes_nothing_that_the_run_did_not(record, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(record, copy)
+    (copy / "source.txt").write_text((copy / "source.txt").read_text().replace("0.05", "0.06"))
+    result = CliRunner().invoke(command, ["replay", str(copy)])
+    assert result.exit_code == 2
+    assert "nothing was executed" in result.stderr
+
+
 def test_the_folder_of_a_run_must_be_new(tmp_path, smoke_data):
     assert "exists already" in str(refused(smoke_data, tmp_path, out=tmp_path).value)
 
@@ -208,6 +273,16 @@ def test_the_folder_of_a_run_must_be_writable(tmp_path, smoke_data):
         ({"overrides": {"config.head_dim": "6"}}, "multiple of 4"),
         ({"overrides": {"config.vocab_size": "200"}}, "knows 200 ids"),
         ({"overrides": {"stages.0.num_sequences": "12"}}, "do not come out even"),
+        ({"overrides": {"stages.0.num_steps": "0"}}, "at least one step"),
+        ({"overrides": {"stages": "()"}}, "at least one Stage"),
+        ({"overrides": {"compute_dtype": "banana"}}, "need float32 or bfloat16"),
+        ({"overrides": {"config.mixing": "('foo',)*4"}}, "need a value like"),
+        ({"overrides": {"config.mixing": "('foo','long','long','long')"}}, "mixing holds ['foo']"),
+        ({"overrides": {"config.num_heads": "0"}}, "at least 1"),
+        ({"overrides": {"schedule.momentum_steps": "0"}}, "momentum_steps at least 1"),
+        ({"overrides": {"optimizer.muon_lr": "1e999"}}, "need a number"),
+        ({"overrides": {"name": "../../x"}}, "write a recipe file"),
+        ({"overrides": {"config.document_token": "3"}}, "for the start of a document"),
         ({"num_devices": 3}, "divisor of 8"),
         ({"num_devices": 64}, "found 8 cpu devices, need 64"),
         ({"overrides": {"stages.0.num_steps": "9999"}}, "last for"),

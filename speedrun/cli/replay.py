@@ -16,11 +16,15 @@ import msgspec
 from speedrun import runlog
 from speedrun import track as tracks
 from speedrun.cli.options import data_option, example, json_option
-from speedrun.data import shards, synthetic
+from speedrun.data import shards
 from speedrun.errors import SpeedrunError, UsageError
+from speedrun.ledger import format
 from speedrun.ledger.record import Record, load
 from speedrun.ledger.run import Run
 from speedrun.sourcefile import split_source
+
+#: What a process needs to run at all.
+_ENVIRONMENT = ("PATH", "HOME", "TMPDIR", "LANG", "LD_LIBRARY_PATH")
 
 
 @click.command(epilog=example("speedrun replay records/smoke-cpu/2026-11-21-first"))
@@ -49,17 +53,13 @@ def command(
     Exits with 0 if every loss is equal to the last bit, else with 1. Equality is promised only for the same
     software on the same kind of machine.
     """
-    old = _find(load(record), record, run_id)
-    name = old.file.track.rpartition("@")[0]
-    rules = tracks.load(name)
-    folder = shards.data_folder(rules, data).absolute()
-    synthetic.ensure(rules, folder)
+    loaded = load(record)
+    old = _find(loaded, record, run_id)
+    source = _checked_source(loaded, record, old)
+    echo = sys.stderr if as_json else sys.stdout
     with tempfile.TemporaryDirectory() as scratch:
         target = (out or Path(scratch) / "record").absolute()
-        echo = sys.stderr if as_json else sys.stdout
-        losses = _replay(
-            old, (record / "source.txt").read_text(), folder, target, Path(scratch) / "source", echo
-        )
+        losses = _replay(old, source, data, target, Path(scratch) / "source", echo)
     pairs = list(zip([step.loss for step in old.steps], losses, strict=False))
     num_equal = sum(a == b for a, b in pairs)
     largest = max((abs(a - b) for a, b in pairs), default=0.0)
@@ -86,26 +86,45 @@ def _find(record: Record, folder: Path, run_id: str | None) -> Run:
     return runs[run_id] if run_id is not None else record.runs[0]
 
 
-def _replay(old: Run, source: str, data: Path, out: Path, scratch: Path, echo: TextIO) -> list[float]:
+def _checked_source(record: Record, folder: Path, run: Run) -> dict[str, str]:
+    """The files of `source.txt`, if they are what the run says it ran."""
+    raw = record.raw.get("source.txt", b"")
+    if format.sha256(raw) != run.file.source_sha256:
+        raise UsageError(
+            f"{folder}/source.txt is not the source of {run.file.run_id} (its sha256 differs); nothing was executed; "
+            f"'speedrun validate {folder}' says what is wrong"
+        )
+    try:
+        return split_source(raw.decode())
+    except ValueError as error:
+        raise UsageError(f"{folder}/source.txt: {error}; nothing was executed") from None
+
+
+def _replay(
+    old: Run, source: dict[str, str], data: Path | None, out: Path, scratch: Path, echo: TextIO
+) -> list[float]:
     """Runs the unpacked source; the losses of its steps."""
-    for path, text in split_source(source).items():
+    for path, text in source.items():
         (scratch / path).parent.mkdir(parents=True, exist_ok=True)
-        (scratch / path).write_text(text)
+        (scratch / path).write_text(text, encoding="utf-8")
+    rules = tracks.load(old.file.track.rpartition("@")[0])
     config = {
-        "track": old.file.track.rpartition("@")[0],
+        "track": rules.name,
         "out": str(out),
         "recipe": old.file.recipe,
         "seed": old.file.seed,
         "overrides": old.file.overrides,
-        "data": str(data),
-        "num_devices": old.start.config["num_devices"],
-        "microbatches": old.start.config["microbatches"],
+        "data": str(shards.data_folder(rules, data).absolute()) if data or rules.synthetic is None else None,
+        "num_devices": old.file.num_devices,
+        "microbatches": old.start.config.get("microbatches"),
     }
     (scratch / "run.json").write_bytes(msgspec.json.encode(config))
+    # Foreign code gets no secrets of this machine, and the variables that the run had.
+    keep = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     done = subprocess.run(
         [sys.executable, "-m", "speedrun.train", "run.json"],
         cwd=scratch,
-        env={**os.environ, "PYTHONPATH": str(scratch)},
+        env={**keep, **old.file.environment, "PYTHONPATH": str(scratch)},
         stdout=echo,
         check=False,
     )

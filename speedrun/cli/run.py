@@ -1,5 +1,6 @@
 """`speedrun run`: one run on a track, and the record of it."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -9,8 +10,7 @@ import msgspec
 from speedrun import clock, console
 from speedrun import track as tracks
 from speedrun.cli.options import data_option, example, json_option, track_option
-from speedrun.data import shards, synthetic
-from speedrun.errors import SpeedrunError, UsageError
+from speedrun.errors import UsageError
 from speedrun.ledger import format
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.plot import plot
@@ -86,7 +86,6 @@ def command(
     """
     rules = tracks.load(track)
     overrides = parse_settings(settings)
-    synthetic.ensure(rules, shards.data_folder(rules, data))
     # JAX is imported only now: nothing above needs it, and an error above should not wait for it.
     from speedrun.prepare import RunConfig
     from speedrun.train import train
@@ -101,13 +100,13 @@ def command(
         num_devices=devices,
         microbatches=microbatches,
     )
-    title = f"{recipe or rules.recipe} on {rules.id}"
+    title, fresh = f"{recipe or rules.recipe} on {rules.id}", not os.path.exists(config.out)
     try:
         with console.Live(sys.stderr if as_json else sys.stdout) as live:
             train(config, live)
-    except (SpeedrunError, KeyboardInterrupt):
-        if list(config.out.glob("runs/*/run.json")):  # a run that broke off is a record, too: of a failure
-            assemble(config.out, title=title, declared_runs=1)
+    except BaseException:
+        if fresh:
+            _keep(config.out, title)
         raise
     summary = assemble(config.out, title=title, declared_runs=1)
     picture = next(path for path in plot(config.out) if path.suffix == ".png")
@@ -118,6 +117,16 @@ def command(
         click.echo(card(rules, summary, report))
         click.echo(f"record  {config.out}\nplot    {picture}\nnext    speedrun validate {config.out}")
     ctx.exit(0 if summary.target_reached and report.exit_code == 0 else 1)
+
+
+def _keep(out: Path, title: str) -> None:
+    """A run that broke off is a record, too: of a failure."""
+    if not list(out.glob("runs/*/run.json")):
+        return
+    try:
+        assemble(out, title=title, declared_runs=1)
+    except UsageError as error:  # the error on its way out matters more
+        click.echo(f"warning: the record of the broken run is incomplete: {error}", err=True)
 
 
 def card(rules: tracks.Track, summary: format.Summary, report: Report) -> str:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from speedrun.data.shards import Manifest, ShardEntry, sha256, write_manifest, write_shard
+from speedrun.data.shards import Manifest, ShardEntry, read_manifest, sha256, write_manifest, write_shard
 from speedrun.errors import DataError
 from speedrun.track import Track
 
@@ -206,8 +206,8 @@ def write(track: Track, folder: Path) -> Manifest:
 
 
 def ensure(track: Track, folder: Path) -> None:
-    """Makes the shards of a synthetic track where its folder is missing; other tracks bring theirs."""
-    if track.synthetic is not None and not folder.exists():
+    """Makes the shards of a synthetic track unless its folder is complete; other tracks bring theirs."""
+    if track.synthetic is not None and read_manifest(folder) is None:
         write(track, folder)
 
 

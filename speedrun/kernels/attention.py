@@ -2,7 +2,7 @@
 
 Query q may see key k iff  k <= q,  doc[q] == doc[k],  q // block - k // block < window_blocks.
 Legend: B batch, T time (queries), S time (keys), H heads, K head width.
-Source: record 21's mask; the one-line form was checked against the upstream construction (docs/LOG.md).
+Source: record 21, whose block-sparse mask this rule states in one line.
 """
 
 import jax

@@ -69,7 +69,8 @@ def _score(x_ND: jax.Array, head_VD: jax.Array, targets_N: jax.Array, cap: float
     tanh_NV = jnp.tanh(jnp.einsum("nd,vd->nv", x_ND, head_VD, preferred_element_type=jnp.float32) / cap)
     exp_NV = jnp.exp(cap * tanh_NV - cap)
     sum_N = _row_sums(exp_NV)
-    target_N = _capped(jnp.sum(x_ND * head_VD[targets_N], axis=1, dtype=jnp.float32), cap)
+    z_N = jnp.einsum("nd,nd->n", x_ND, head_VD[targets_N], preferred_element_type=jnp.float32)
+    target_N = _capped(z_N, cap)
     return _Scored(jnp.sum(jnp.log(sum_N) + cap - target_N), exp_NV, sum_N, tanh_NV)
 
 
@@ -108,7 +109,9 @@ def _row_sums(x_NV: jax.Array) -> jax.Array:
     product with ones keeps them apart, and groups keep its rounding error below 1e-6 of the sum.
     """
     group = math.gcd(x_NV.shape[1], 128)
-    return jnp.sum(x_NV.reshape(len(x_NV), -1, group) @ jnp.ones(group, x_NV.dtype), axis=1)
+    groups = x_NV.reshape(len(x_NV), -1, group)
+    exact = jax.lax.Precision.HIGHEST  # a GPU would round float32 factors to TF32
+    return jnp.sum(jnp.matmul(groups, jnp.ones(group, x_NV.dtype), precision=exact), axis=1)
 
 
 def _capped(z: jax.Array, cap: float) -> jax.Array:
@@ -116,8 +119,8 @@ def _capped(z: jax.Array, cap: float) -> jax.Array:
 
 
 def _chunks(x_ND: jax.Array, targets_N: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Both cut into chunks along the first axis; one chunk where they do not come out even."""
-    size = CHUNK_TOKENS if len(x_ND) % CHUNK_TOKENS == 0 else len(x_ND)
+    """Both cut into even chunks along the first axis, as large as allowed."""
+    size = max(size for size in range(1, min(CHUNK_TOKENS, len(x_ND)) + 1) if len(x_ND) % size == 0)
     return x_ND.reshape(-1, size, x_ND.shape[1]), targets_N.reshape(-1, size)
 
 

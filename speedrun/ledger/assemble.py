@@ -190,6 +190,10 @@ def reproduce_command(run: Run) -> str:
     """The command line that makes this run again."""
     name = run.file.track.rpartition("@")[0]
     command = ["speedrun", "run", "--track", name, "--recipe", run.file.recipe, "--seed", str(run.file.seed)]
+    if name in track.names() and run.file.num_devices != track.load(name).rules.num_devices:
+        command += ["--devices", str(run.file.num_devices)]
+    if name in track.names() and track.load(name).synthetic is None:
+        command += ["--data", "DIR"]
     for key, value in run.file.overrides.items():
         command += ["--set", f"{key}={value}"]
     return shlex.join(command)

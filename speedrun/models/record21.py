@@ -44,6 +44,22 @@ class Config:
             raise ValueError(
                 f"value_tables has {len(self.value_tables)} entries, mixing {len(self.mixing)}: one a layer"
             )
+        if unknown := set(self.mixing) - set(MIXERS):
+            raise ValueError(f"mixing holds {sorted(unknown)}; a layer is one of {', '.join(MIXERS)}")
+        if min(self.value_tables, default=NO_TABLE) < NO_TABLE:
+            raise ValueError(
+                f"value_tables is {self.value_tables}; number tables from 0, {NO_TABLE} for none"
+            )
+        sizes = (
+            self.model_dim,
+            self.num_heads,
+            self.head_dim,
+            self.mlp_dim,
+            self.block_tokens,
+            self.num_layers,
+        )
+        if min(sizes) < 1:
+            raise ValueError(f"sizes are {sizes}; each must be at least 1")
         if self.num_layers % 2:
             raise ValueError(f"{self.num_layers} layers: the U-net needs an even number")
         if self.head_dim % 4:
@@ -62,7 +78,7 @@ class Context(NamedTuple):
 
     visible: dict[str, jax.Array]  #: bool [B, T, S] of each kind of window
     angles: tuple[jax.Array, jax.Array]
-    values: list[jax.Array]  #: looked-up value embeddings [B, T, H, K]; the last entry is a plain zero
+    values: dict[int, jax.Array]  #: looked-up value embeddings [B, T, H, K] by table; zero for NO_TABLE
 
 
 class Mixer(NamedTuple):
@@ -149,8 +165,8 @@ def context(p: Params, tokens_BT: jax.Array, window_blocks: jax.Array, cfg: Conf
     return Context(
         visible={kind: visible(doc_BT, blocks[kind], cfg.block_tokens) for kind in blocks},
         angles=nn.rotary_angles(tokens_BT.shape[1], cfg.head_dim),
-        values=[p[f"value_embed.{i}"][tokens_BT].reshape(heads) for i in tables]
-        + [jnp.zeros((), p["embed"].dtype)],
+        values={i: p[f"value_embed.{i}"][tokens_BT].reshape(heads) for i in tables}
+        | {NO_TABLE: jnp.zeros((), p["embed"].dtype)},
     )
 
 

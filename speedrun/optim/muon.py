@@ -24,7 +24,7 @@ def orthogonalize(g_Kmn: jax.Array, *, steps: int) -> jax.Array:
         steps: five in every record.
 
     Returns:
-        Same shape and dtype. Zero stays zero.
+        Same shape and dtype, which is also the one it iterates in (the record iterates in bfloat16). Zero stays zero.
 
     Raises:
         ValueError: if m > n.

@@ -26,6 +26,10 @@ class Schedule:
     momentum_steps: int
     final_window: float  #: blocks; the window is the smallest whole number not below final_window * progress
 
+    def __post_init__(self) -> None:
+        if self.cooldown_fraction <= 0 or self.momentum_steps < 1:
+            raise ValueError("cooldown_fraction must be above 0 and momentum_steps at least 1")
+
     def at(self, step: int, num_steps: int) -> StepInputs:
         """Inputs of step number `step` (from 0) of `num_steps`; at `num_steps` those of the last validation."""
         progress = step / num_steps
