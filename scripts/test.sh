@@ -13,4 +13,4 @@ trap 'echo "test: ${SECONDS} s in all"' EXIT
 ruff check
 ruff format --check
 pyright
-pytest "$@"
+pytest -n 2 "$@"
