@@ -9,6 +9,7 @@ export PATH="$PWD/.venv/bin:$PATH"
 # A font cache is made on the first plot: keep it inside the checkout.
 export MPLCONFIGDIR="${MPLCONFIGDIR:-$PWD/.venv/matplotlib}"
 
+echo "quickstart: checks this machine, then trains for about two minutes in all"
 speedrun doctor
 speedrun run --track smoke-cpu "$@"
 echo "by hand: source .venv/bin/activate"

@@ -39,6 +39,7 @@ EXIT_CODES = {
     2: "usage: unknown name, bad setting, output folder or device count",
     3: "data: shard missing, damaged, foreign or too short",
     5: "non-finite loss; the first bad leaf is named",
+    130: "interrupted; the log up to there is kept",
 }
 
 

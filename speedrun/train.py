@@ -69,7 +69,7 @@ def train(config: RunConfig, reader: console.Live | None = None) -> format.RunFi
         except BaseException as error:
             # Whatever ends a run is in its log, and goes on its way: a run that broke off stays visible.
             outcome = "non-finite" if isinstance(error, NonFiniteError) else "aborted"
-            log.emit(runlog.Error(type(error).__name__, str(error)))
+            log.emit(runlog.Error(type(error).__name__, str(error) or "stopped from outside"))
             raise
         finally:
             tally.peak_bytes = meshes.peak_bytes(ready.program.mesh)

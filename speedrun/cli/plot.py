@@ -9,7 +9,7 @@ from speedrun.cli.options import example, json_option
 from speedrun.ledger.plot import plot
 
 
-@click.command(epilog=example("speedrun plot records/smoke-cpu/2026-10-02-first"))
+@click.command(epilog=example("speedrun plot records/smoke-cpu/2026-11-21-first"))
 @click.argument("record", type=click.Path(path_type=Path))
 @json_option
 def command(*, record: Path, as_json: bool) -> None:

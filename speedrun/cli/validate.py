@@ -13,7 +13,7 @@ _COLOURS = {"ok": "green", "failed": "red", "warning": "yellow", "skipped": "bri
 
 
 @click.command(
-    epilog=example("speedrun validate records/smoke-cpu/2026-10-02-first", "speedrun validate --explain V104")
+    epilog=example("speedrun validate records/smoke-cpu/2026-11-21-first", "speedrun validate --explain V104")
 )
 @click.argument("record", type=click.Path(path_type=Path), required=False)
 @click.option("--strict", is_flag=True, help="Let warnings fail, too.")
@@ -33,6 +33,10 @@ def command(
         return
     if record is None:
         raise UsageError("no record given; name the folder that holds its manifest.json")
+    if record.is_dir() and not (record / "manifest.json").exists():
+        inside = sorted(path.parent for path in record.glob("*/manifest.json"))
+        hint = f"did you mean {inside[0]}?" if inside else "name the folder that 'speedrun run' printed"
+        raise UsageError(f"{record} holds no manifest.json, so it is no record; {hint}")
     report = validate(record, strict=strict)
     if as_json:
         click.echo(_encoded(report))
