@@ -111,7 +111,8 @@ def base() -> list[float]:
 def test_every_setting_matters(key, base):
     old = settings(SMALL)[key]
     changed = SMALL.override({key: OTHER.get(key, str(old * 2) if not isinstance(old, str) else "")})
-    assert trace(changed) != base if key.startswith("eval") else train_only(changed) != base[:-1]
+    late = key.startswith(("eval", "schedule"))  # seen by a validation after the last step
+    assert trace(changed) != base if late else train_only(changed) != base[:-1]
 
 
 def test_every_setting_is_covered_once():

@@ -1,6 +1,7 @@
 """The step as a whole: devices and splits do not matter, state is divided, everything moves, nothing peeks."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,11 @@ def run(program: Program, num_steps: int, seed: int = 0) -> tuple[TrainState, li
         state, metrics = program.train_step(state, tokens_BT, targets_BT, program.schedule)
         losses.append(float(metrics.loss))
     return state, losses
+
+
+def on_host(program: Program, state: TrainState) -> Any:
+    """Named parameters. Fetched first: unpacking divided arrays eagerly would be many small collectives."""
+    return program.layout.unpack(jax.device_get(state.params))
 
 
 @pytest.fixture(scope="module")
@@ -100,8 +106,8 @@ def test_the_hash_sees_every_bit_and_every_place():
 
 def test_every_parameter_moves_and_no_two_start_equal(on_eight, tiny):
     program, after, _ = on_eight
-    first = program.layout.unpack(program.init(jax.random.key(0)).params)
-    last = program.layout.unpack(after.params)
+    first = on_host(program, program.init(jax.random.key(0)))
+    last = on_host(program, after)
     still = [name for name in first if (first[name] == last[name]).all()]
     assert not still
     random = [x.ravel()[:8].tolist() for x in first.values() if x.size >= 8 and float(jnp.std(x)) > 0]
@@ -150,7 +156,7 @@ def named_nll(recipe: Recipe, params, ids: np.ndarray) -> jax.Array:
 def trained(on_eight: tuple[Program, TrainState, list[float]]):
     """Named parameters after a few steps, so that no path is hidden behind a zero."""
     program, state, _ = on_eight
-    return jax.device_get(program.layout.unpack(state.params))
+    return on_host(program, state)
 
 
 def test_no_position_sees_a_later_token(tiny, on_eight):
@@ -206,7 +212,7 @@ def test_a_model_that_peeks_scores_zero_and_one_that_looks_back_does_not(tiny):
 @pytest.mark.parametrize("leaf", ["block.0.qkv", "head", "block.2.lambdas"])
 def test_the_first_parameter_with_a_bad_gradient_is_named(tiny, on_eight, leaf):
     program, state, _ = on_eight
-    named = program.layout.unpack(jax.tree.map(jnp.zeros_like, state.params))
+    named = jax.tree.map(jnp.zeros_like, on_host(program, state))
     bad = program.layout.pack(named | {leaf: named[leaf].at[..., 0].set(jnp.nan)})
     from speedrun.step import StepMetrics, _nonfinite
 
