@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 from speedrun.errors import UsageError
 from speedrun.kernels.cross_entropy import summed_cross_entropy
+from speedrun.mesh import replicate
 from speedrun.optim.muon import shape_factor
 from speedrun.optim.schedules import StepInputs
 from speedrun.params import AXIS, SCALARS, SHARDS, Layout, Params
@@ -94,9 +95,7 @@ class Program:
     def schedule(self) -> StepInputs:
         """Inputs of every step and of the last validation, replicated on the devices: arrays [num_steps + 1]."""
         rows = [self.recipe.inputs_at(step) for step in range(self.recipe.num_steps + 1)]
-        return jax.device_put(
-            StepInputs(*map(np.stack, zip(*rows, strict=True))), NamedSharding(self.mesh, P())
-        )
+        return replicate(StepInputs(*map(np.stack, zip(*rows, strict=True))), self.mesh)
 
     def shardings(self, specs: Any) -> Any:
         """A tree of specs as shardings on this mesh."""
