@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from speedrun import nn
-from speedrun.kernels.attention import attention, visible
+from speedrun.kernels.attention import Sight, attention, sight
 from speedrun.params import Params, ParamSpec, Table, constant, normal, uniform_fan_in, zeros
 
 Mixing = Literal["long", "short", "none"]
@@ -76,7 +76,7 @@ class Config:
 class Context(NamedTuple):
     """What the attention of every layer shares: computed once a step."""
 
-    visible: dict[str, jax.Array]  #: bool [B, T, S] of each kind of window
+    sights: dict[str, Sight]  #: how far back a token sees, by kind of window
     angles: tuple[jax.Array, jax.Array]
     values: dict[int, jax.Array]  #: looked-up value embeddings [B, T, H, K] by table; zero for NO_TABLE
 
@@ -111,7 +111,7 @@ def attend(window: Mixing) -> Callable[[jax.Array, Params, str, int, Context, Co
             nn.rotary(nn.rms_norm(q_BTHK), ctx.angles),
             nn.rotary(nn.rms_norm(k_BTHK), ctx.angles),
             own * v_BTHK + shared * ctx.values[value_table],
-            ctx.visible[window],
+            ctx.sights[window],
             scale=cfg.attention_scale,
         )
         return o_BTHK.reshape(*h_BTD.shape[:2], -1) @ p[f"{block}.attn_out"].T
@@ -157,13 +157,13 @@ def table(cfg: Config) -> Table:
 
 
 def context(p: Params, tokens_BT: jax.Array, window_blocks: jax.Array, cfg: Config) -> Context:
-    """Masks, rotary angles and value embeddings of a batch."""
+    """Windows, rotary angles and value embeddings of a batch."""
     doc_BT = nn.documents(tokens_BT, cfg.document_token)
     blocks = {"long": window_blocks, "short": jnp.maximum(1, window_blocks // 2)}
     heads = (*tokens_BT.shape, cfg.num_heads, cfg.head_dim)
     tables = sorted(set(cfg.value_tables) - {NO_TABLE})
     return Context(
-        visible={kind: visible(doc_BT, blocks[kind], cfg.block_tokens) for kind in blocks},
+        sights={kind: sight(doc_BT, blocks[kind], cfg.block_tokens) for kind in blocks},
         angles=nn.rotary_angles(tokens_BT.shape[1], cfg.head_dim),
         values={i: p[f"value_embed.{i}"][tokens_BT].reshape(heads) for i in tables}
         | {NO_TABLE: jnp.zeros((), p["embed"].dtype)},
