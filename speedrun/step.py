@@ -126,9 +126,7 @@ class Program:
     ) -> tuple[TrainState, StepMetrics]:
         """One device's part of a step."""
         inputs = jax.tree.map(lambda x: x[state.step], schedule)
-        params = self.layout.unpack(self._gather(state.params))
-        loss, named_grads = self._loss_and_grads(params, tokens_BT, targets_BT, inputs)
-        grads = self._scatter_mean(self.layout.pack(named_grads))
+        loss, grads = self.loss_and_grads(state.params, tokens_BT, targets_BT, inputs)
         updates, opt_state = self.transform.update(
             grads, state.opt_state, state.params, momentum=inputs.momentum, factors=self._local_factors()
         )
@@ -138,7 +136,15 @@ class Program:
         mean_loss, mean_bad = jax.lax.pmean(jnp.stack([loss, any_bad]), AXIS)
         return TrainState(state.step + 1, new, opt_state), StepMetrics(mean_loss, mean_bad, flags)
 
-    def _loss_and_grads(
+    def loss_and_grads(
+        self, packed: Params, tokens_BT: jax.Array, targets_BT: jax.Array, inputs: StepInputs
+    ) -> tuple[jax.Array, Params]:
+        """Mean loss of this device's tokens, and its part of the mean gradient over all devices, packed."""
+        params = self.layout.unpack(self._gather(packed))
+        loss, grads = self._accumulate(params, tokens_BT, targets_BT, inputs)
+        return loss, self._scatter_mean(self.layout.pack(grads))
+
+    def _accumulate(
         self, params: Params, tokens_BT: jax.Array, targets_BT: jax.Array, inputs: StepInputs
     ) -> tuple[jax.Array, Params]:
         """Mean loss and float32 gradients over this device's sequences, one micro-batch at a time."""
