@@ -16,6 +16,15 @@ def rms_norm(x: jax.Array) -> jax.Array:
     return (x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + EPS)).astype(x.dtype)
 
 
+def blend(*terms: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Sum of weight * x over the terms (weight, x); in float32, returned in the dtype of the first `x`.
+
+    Weights are learned scalars. They stay float32: rounded to bfloat16 they would be off by up to 0.4 %.
+    """
+    total = sum(weight.astype(jnp.float32) * x.astype(jnp.float32) for weight, x in terms)
+    return jnp.asarray(total).astype(terms[0][1].dtype)
+
+
 def documents(tokens_BT: jax.Array, document_token: int) -> jax.Array:
     """Index of the document each token belongs to; the opening token belongs to the document it opens."""
     return jnp.cumsum(tokens_BT == document_token, axis=1)

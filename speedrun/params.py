@@ -3,8 +3,9 @@
 A model's table maps flat dotted names ("block.3.qkv") to `ParamSpec`. `Layout` packs the named
 parameters into a few arrays that FSDP can divide evenly:
 
-    matrices  -> banks [K, m, n], m <= n, sharded over K: a device owns whole matrices, so Muon needs
-                 no communication. Tall matrices lie transposed; K is padded with zero matrices.
+    matrices  -> banks [8, m, n], m <= n, sharded over matrices: a device owns whole ones, so Muon needs no
+                 communication. Tall matrices lie transposed; the last bank is padded with zero matrices.
+                 Banks follow the depth of the model, so that the first layers need not wait for the last.
     tables    -> [rows, D], sharded over rows, rows padded with zeros ("vocab" is their first axis)
     the rest  -> one replicated vector, so that all scalars cost one all-reduce
 
@@ -26,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 Params = dict[str, jax.Array]
 Init = Callable[[jax.Array, tuple[int, ...]], jax.Array]
 Group = Literal["matrix", "embed", "head", "scalar"]
+Dtype = Literal["float32", "bfloat16"]
 
 #: Banks and tables are padded to a multiple of this, whatever the number of devices: one node has at most
 #: eight, and the same arrays then serve 1, 2, 4 and 8 of them.
@@ -43,6 +45,7 @@ class ParamSpec:
     axes: tuple[str, ...]  #: a name for each dimension; the layout, not the model, decides what is sharded
     init: Init
     group: Group  #: which optimiser moves it
+    dtype: Dtype = "float32"  #: in which it is stored; its moments likewise
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.axes):
@@ -97,14 +100,18 @@ class Layout:
 
     @cached_property
     def banks(self) -> dict[str, tuple[Member, ...]]:
-        """Matrices of one shape (up to transposition), in the order of the table."""
-        banks: dict[str, list[Member]] = {}
+        """Up to SHARDS matrices of one shape (up to transposition), in the order of the table."""
+        alike: dict[str, list[Member]] = {}
         for name, spec in self.table.items():
             if spec.group == "matrix":
                 rows, cols = spec.shape[-2:]
-                bank = banks.setdefault(f"bank.{min(rows, cols)}x{max(rows, cols)}", [])
-                bank += [Member(name, i, rows, cols) for i in range(math.prod(spec.shape[:-2]))]
-        return {name: tuple(bank) for name, bank in banks.items()}
+                members = alike.setdefault(f"{min(rows, cols)}x{max(rows, cols)}", [])
+                members += [Member(name, i, rows, cols) for i in range(math.prod(spec.shape[:-2]))]
+        return {
+            f"bank.{shape}.{start // SHARDS}": tuple(members[start : start + SHARDS])
+            for shape, members in alike.items()
+            for start in range(0, len(members), SHARDS)
+        }
 
     @cached_property
     def tables(self) -> tuple[str, ...]:
@@ -174,7 +181,7 @@ class Layout:
         """Packed starting values. A parameter's own key depends on its name only, not on its place in the table."""
         return self.pack(
             {
-                name: spec.init(jax.random.fold_in(key, zlib.crc32(name.encode())), spec.shape)
+                name: spec.init(_key_of(name, key), spec.shape).astype(spec.dtype)
                 for name, spec in self.table.items()
             }
         )
@@ -183,6 +190,10 @@ class Layout:
 def count(table: Mapping[str, ParamSpec]) -> int:
     """Number of declared scalars; padding is not a parameter."""
     return sum(spec.size for spec in table.values())
+
+
+def _key_of(name: str, key: jax.Array) -> jax.Array:
+    return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 
 def _wide(x: jax.Array) -> jax.Array:

@@ -2,7 +2,7 @@
 
     gather    one all-gather for each packed array, in the compute dtype
     accumulate  forward and backward of each micro-batch on whole parameters, gradients summed in float32
-    scatter   one reduce-scatter for each packed array, the mean in float32
+    scatter   one reduce-scatter for each packed array, then the mean in float32
     update    Muon on whole local matrices, Adam on local rows; nothing more is communicated
 
 State is donated, born sharded, and never whole on any device. What changes from step to step is read from
@@ -130,7 +130,9 @@ class Program:
         updates, opt_state = self.transform.update(
             grads, state.opt_state, state.params, momentum=inputs.momentum, factors=self._local_factors()
         )
-        new = jax.tree.map(lambda p, u: p + inputs.lr_scale * u, state.params, updates)
+        new = jax.tree.map(
+            lambda p, u: (p.astype(jnp.float32) + inputs.lr_scale * u).astype(p.dtype), state.params, updates
+        )
         flags = {k: _nonfinite(k, g) for k, g in grads.items()}
         any_bad = sum(jnp.sum(flag, dtype=jnp.float32) for flag in flags.values())
         mean_loss, mean_bad = jax.lax.pmean(jnp.stack([loss, any_bad]), AXIS)
@@ -147,7 +149,10 @@ class Program:
     def _accumulate(
         self, params: Params, tokens_BT: jax.Array, targets_BT: jax.Array, inputs: StepInputs
     ) -> tuple[jax.Array, Params]:
-        """Mean loss and float32 gradients over this device's sequences, one micro-batch at a time."""
+        """Mean loss and gradients over this device's sequences, one micro-batch at a time.
+
+        Gradients of several are summed in float32; those of one stay in the compute dtype, and travel in it.
+        """
         num_local = self.microbatches // self.num_devices
 
         def loss_fn(params: Params, tokens_BT: jax.Array, targets_BT: jax.Array) -> jax.Array:
@@ -162,8 +167,7 @@ class Program:
 
         tokens_ABT, targets_ABT = (x.reshape(num_local, -1, x.shape[-1]) for x in (tokens_BT, targets_BT))
         if num_local == 1:  # no loop: gradients are reduced while the backward pass goes on
-            loss, grads = jax.value_and_grad(loss_fn)(params, tokens_ABT[0], targets_ABT[0])
-            return loss, jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+            return jax.value_and_grad(loss_fn)(params, tokens_ABT[0], targets_ABT[0])
         start = zeros(jnp.zeros(())), jax.tree.map(zeros, params)
         total, _ = jax.lax.scan(accumulate, start, (tokens_ABT, targets_ABT))
         return jax.tree.map(lambda x: x / num_local, total)
@@ -208,19 +212,20 @@ class Program:
         return jax.lax.map(score, (tokens_BT, targets_BT))
 
     def _gather(self, packed: Params) -> Params:
-        """Whole parameters on every device, in the compute dtype."""
-        cast = {k: x.astype(self.recipe.compute_dtype) for k, x in packed.items()}
+        """Whole parameters on every device, in the compute dtype; scalars cost nothing and stay float32."""
         return {
             k: jax.lax.pcast(x, AXIS, to="varying")
             if k == SCALARS
-            else jax.lax.all_gather(x, AXIS, tiled=True)
-            for k, x in cast.items()
+            else jax.lax.all_gather(x.astype(self.recipe.compute_dtype), AXIS, tiled=True)
+            for k, x in packed.items()
         }
 
     def _scatter_mean(self, grads: Params) -> Params:
-        """Mean over devices; each keeps the part it owns."""
+        """Mean over devices in float32; each keeps the part it owns."""
         return {
-            k: (jax.lax.psum(g, AXIS) if k == SCALARS else jax.lax.psum_scatter(g, AXIS, tiled=True))
+            k: (jax.lax.psum(g, AXIS) if k == SCALARS else jax.lax.psum_scatter(g, AXIS, tiled=True)).astype(
+                jnp.float32
+            )
             / self.num_devices
             for k, g in grads.items()
         }

@@ -23,7 +23,7 @@ def slow_orthogonalize(g: np.ndarray, steps: int) -> np.ndarray:
 @pytest.mark.parametrize("shape", [(4, 4), (8, 32), (16, 17), (1, 5)])
 def test_newton_schulz_is_its_polynomial_on_the_singular_values(shape):
     bank = np.random.default_rng(0).standard_normal((3, *shape)).astype(np.float32)
-    got = orthogonalize(jnp.asarray(bank), steps=5)
+    got = orthogonalize(jnp.asarray(bank), steps=5, dtype="float32")
     want = np.stack([slow_orthogonalize(g, 5) for g in bank])
     np.testing.assert_allclose(got, want, atol=2e-4)
 
@@ -34,21 +34,21 @@ def test_optax_computes_the_same_direction():
     tx = optax.contrib.scale_by_muon(beta=0.0, nesterov=False, ns_steps=5, weight_dimension_numbers=dims)
     theirs: Any
     theirs, _ = tx.update(grads, tx.init(grads), grads)
-    ours = orthogonalize(grads["w"][None], steps=5)[0]
+    ours = orthogonalize(grads["w"][None], steps=5, dtype="float32")[0]
     np.testing.assert_allclose(ours, theirs["w"], atol=1e-5)
 
 
 def test_zero_stays_zero_and_tall_matrices_are_refused():
-    assert not orthogonalize(jnp.zeros((2, 3, 5)), steps=5).any()
+    assert not orthogonalize(jnp.zeros((2, 3, 5)), steps=5, dtype="float32").any()
     with pytest.raises(ValueError, match="5 x 3"):
-        orthogonalize(jnp.zeros((2, 5, 3)), steps=5)
+        orthogonalize(jnp.zeros((2, 5, 3)), steps=5, dtype="float32")
 
 
 def test_momentum_is_nesterov_and_each_matrix_has_its_factor():
     key = jax.random.key(2)
     g1, g2 = jax.random.normal(key, (2, 8, 3, 4))
     factor = jnp.arange(1.0, 9.0)[:, None, None]
-    tx = scale_by_muon(steps=5)
+    tx = scale_by_muon(steps=5, dtype="float32")
     state = tx.init({"bank": g1})
     _, state = tx.update({"bank": g1}, state, momentum=jnp.float32(0.9), factors={"bank": factor})
     update: Any

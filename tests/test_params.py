@@ -12,7 +12,7 @@ from speedrun.params import Layout, ParamSpec, constant, normal, uniform_fan_in,
 
 TABLE = {
     "embed": ParamSpec((13, 4), ("vocab", "model"), normal, "embed"),
-    "block.0.qkv": ParamSpec((3, 6, 4), ("qkv", "heads", "model"), uniform_fan_in, "matrix"),
+    "block.0.qkv": ParamSpec((9, 6, 4), ("qkv", "heads", "model"), uniform_fan_in, "matrix"),
     "block.0.out": ParamSpec((4, 6), ("model", "heads"), zeros, "matrix"),
     "block.0.up": ParamSpec((8, 4), ("mlp", "model"), uniform_fan_in, "matrix"),
     "block.0.lambdas": ParamSpec((2,), ("lambda",), constant(1.0, 0.0), "scalar"),
@@ -40,28 +40,41 @@ def test_unpack_undoes_pack():
 def test_packed_arrays_divide_by_eight_and_hold_wide_matrices():
     packed = Layout(TABLE).pack(values())
     banks = {name: x.shape for name, x in packed.items() if name.startswith("bank.")}
-    assert banks == {"bank.4x6": (8, 4, 6), "bank.4x8": (8, 4, 8)}
+    assert banks == {"bank.4x6.0": (8, 4, 6), "bank.4x6.1": (8, 4, 6), "bank.4x8.0": (8, 4, 8)}
     assert packed["embed"].shape == (16, 4)
     assert packed[params.SCALARS].shape == (5,)
     assert all(x.shape[0] % params.SHARDS == 0 for name, x in packed.items() if name != params.SCALARS)
 
 
+def test_banks_follow_the_order_of_the_table():
+    places = [(m.name, m.place) for bank in Layout(TABLE).banks.values() for m in bank]
+    assert places[:10] == [*(("block.0.qkv", i) for i in range(9)), ("block.0.out", 0)]
+
+
+def test_a_parameter_is_born_in_its_own_dtype():
+    table = {
+        "embed": ParamSpec((8, 4), ("vocab", "model"), normal, "embed", "bfloat16"),
+        "skips": TABLE["skips"],
+    }
+    assert Layout(table).init(jax.random.key(0))["embed"].dtype == jnp.bfloat16
+
+
 def test_padding_is_zero_and_no_parameter():
     layout = Layout(TABLE)
     packed = layout.pack(values())
-    assert not packed["bank.4x6"][4:].any()
+    assert not packed["bank.4x6.1"][2:].any()
     assert not packed["embed"][13:].any()
     assert (
         params.count(TABLE)
         == sum(math.prod(spec.shape) for spec in TABLE.values())
-        == 13 * 4 + 72 + 24 + 32 + 5 + 64
+        == 13 * 4 + 216 + 24 + 32 + 5 + 64
     )
 
 
 def test_a_number_for_each_matrix_follows_the_declared_orientation():
     factors = Layout(TABLE).per_matrix(lambda rows, cols: rows / cols)
-    assert factors["bank.4x6"].tolist() == pytest.approx([1.5, 1.5, 1.5, 4 / 6, 1, 1, 1, 1])
-    assert factors["bank.4x8"].tolist() == [2, 1, 1, 1, 1, 1, 1, 1]
+    assert factors["bank.4x6.1"].tolist() == pytest.approx([1.5, 4 / 6, 1, 1, 1, 1, 1, 1])
+    assert factors["bank.4x8.0"].tolist() == [2, 1, 1, 1, 1, 1, 1, 1]
 
 
 def test_every_packed_array_has_one_group_and_one_spec():

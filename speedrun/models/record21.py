@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from speedrun import nn
 from speedrun.kernels.attention import Sight, attention, sight
-from speedrun.params import Params, ParamSpec, Table, constant, normal, uniform_fan_in, zeros
+from speedrun.params import Dtype, Params, ParamSpec, Table, constant, normal, uniform_fan_in, zeros
 
 Mixing = Literal["long", "short", "none"]
 
@@ -38,6 +38,7 @@ class Config:
     attention_scale: float
     logit_cap: float
     document_token: int
+    table_dtype: Dtype  #: in which token and value embeddings, their gradients and their moments are stored
 
     def __post_init__(self) -> None:
         if len(self.value_tables) != len(self.mixing):
@@ -110,7 +111,7 @@ def attend(window: Mixing) -> Callable[[jax.Array, Params, str, int, Context, Co
         o_BTHK = attention(
             nn.rotary(nn.rms_norm(q_BTHK), ctx.angles),
             nn.rotary(nn.rms_norm(k_BTHK), ctx.angles),
-            own * v_BTHK + shared * ctx.values[value_table],
+            nn.blend((own, v_BTHK), (shared, ctx.values[value_table])),
             ctx.sights[window],
             scale=cfg.attention_scale,
         )
@@ -144,11 +145,15 @@ def table(cfg: Config) -> Table:
         for name, spec in block_table(mixing, cfg).items()
     }
     values = {
-        f"value_embed.{i}": ParamSpec((cfg.vocab_size, inner), ("vocab", "heads"), normal, "embed")
+        f"value_embed.{i}": ParamSpec(
+            (cfg.vocab_size, inner), ("vocab", "heads"), normal, "embed", cfg.table_dtype
+        )
         for i in sorted(set(cfg.value_tables) - {NO_TABLE})
     }
     return {
-        "embed": ParamSpec((cfg.vocab_size, cfg.model_dim), ("vocab", "model"), normal, "embed"),
+        "embed": ParamSpec(
+            (cfg.vocab_size, cfg.model_dim), ("vocab", "model"), normal, "embed", cfg.table_dtype
+        ),
         **values,
         **blocks,
         "skips": ParamSpec((cfg.num_layers // 2,), ("layer",), constant(1.0), "scalar"),
@@ -173,7 +178,7 @@ def context(p: Params, tokens_BT: jax.Array, window_blocks: jax.Array, cfg: Conf
 def block(x_BTD: jax.Array, x0_BTD: jax.Array, p: Params, i: int, ctx: Context, cfg: Config) -> jax.Array:
     """One layer: embedding shortcut, mixing over time, MLP."""
     keep, shortcut = p[f"block.{i}.lambdas"]
-    x_BTD = keep * x_BTD + shortcut * x0_BTD
+    x_BTD = nn.blend((keep, x_BTD), (shortcut, x0_BTD))
     mix = MIXERS[cfg.mixing[i]].apply
     x_BTD = x_BTD + mix(nn.rms_norm(x_BTD), p, f"block.{i}", cfg.value_tables[i], ctx, cfg)
     return x_BTD + nn.relu_squared_mlp(nn.rms_norm(x_BTD), p[f"block.{i}.mlp_up"], p[f"block.{i}.mlp_down"])
@@ -200,6 +205,6 @@ def forward(p: Params, tokens_BT: jax.Array, window_blocks: jax.Array, cfg: Conf
         x_BTD = block(x_BTD, x0_BTD, p, i, ctx, cfg)
         saved.append(x_BTD)
     for i in range(half, cfg.num_layers):
-        x_BTD = x_BTD + p["skips"][i - half] * saved.pop()
+        x_BTD = x_BTD + nn.blend((p["skips"][i - half], saved.pop()))
         x_BTD = block(x_BTD, x0_BTD, p, i, ctx, cfg)
     return nn.rms_norm(x_BTD)
