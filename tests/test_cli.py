@@ -38,11 +38,12 @@ def test_help_is_fast():
 
 def test_help_imports_nothing_heavy():
     script = (
-        "import sys; from speedrun.cli import command; command(['--help'], standalone_mode=False)\n"
-        f"sys.exit(','.join(set({HEAVY}) & set(sys.modules)))"
+        "import atexit, sys; from speedrun.cli import command\n"
+        f"atexit.register(lambda: print(','.join(set({HEAVY}) & set(sys.modules)), file=sys.stderr))\n"
+        "command(['--help'])"
     )
     done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (1, "\n"), "sys.exit prints the names"
+    assert (done.returncode, done.stderr) == (0, "\n"), "the names of what was imported"
     assert "Commands:" in done.stdout
 
 
@@ -77,15 +78,36 @@ def test_every_help_has_an_example(names: tuple[str, ...]):
         ),
         (["data", "verify", "--track", "smoke"], "error: unknown track 'smoke'; did you mean 'smoke-cpu'?"),
         (["data", "synth", "--track", "webmini"], "error: track 'webmini' is not synthetic"),
-        (["data", "verify", "--fall"], "Error: No such option"),
-        (["data", "verfy"], "Error: No such command 'verfy'"),
+        (["data", "verify", "--fall"], "error: unknown option '--fall'; did you mean '--full'?"),
+        (["data", "verfy"], "error: unknown command 'verfy'; did you mean 'verify'?"),
+        (["--bogus"], "error: unknown option '--bogus'; choose one of: --help, --version"),
+        (["run", "--seed", "x"], "'x' is not a valid integer; 'speedrun run --help' shows what is needed"),
+        (["run", "--seed", "-1"], "-1 is not in the range 0<=x<=2147483647; 'speedrun run --help' shows"),
+        (["run", "--seed"], "error: option '--seed' requires an argument; --help shows what is needed"),
+        (["plot"], "error: missing argument 'RECORD'; 'speedrun plot --help' shows what is needed"),
+        (
+            ["validate", "a", "b"],
+            "error: got unexpected extra argument (b); 'speedrun validate --help' shows",
+        ),
     ],
 )
-def test_wrong_usage_ends_with_2(args: list[str], message: str):
+def test_wrong_usage_is_one_line_and_ends_with_2(args: list[str], message: str):
     result = invoke(*args)
     assert result.exit_code == 2
     assert message in result.stderr
-    assert result.stdout == ""
+    assert (result.stdout, result.stderr.count("\n")) == ("", 1)
+    machine = invoke(*args, "--json")
+    assert (machine.exit_code, machine.stderr) == (2, "")
+    report = json.loads(machine.stdout)
+    assert (report["exit_code"], report["error"].count("\n")) == (2, 0)
+
+
+@pytest.mark.parametrize("names", [(), ("data",), ("bench",)], ids=" ".join)
+def test_a_command_of_commands_alone_is_a_question_for_help(names: tuple[str, ...]):
+    result = invoke(*names)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"Usage: {' '.join(['speedrun', *names])} ")
+    assert "Example" in result.stderr
 
 
 # --- errors -----------------------------------------------------------------------------------------------

@@ -6,12 +6,15 @@
 
 import importlib
 import json
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import click
 
 from speedrun import __version__
-from speedrun.cli.options import wants_json
-from speedrun.errors import EXIT_CODES, SpeedrunError, unknown
+from speedrun.cli.options import Group
+from speedrun.errors import EXIT_CODES, SpeedrunError, UsageError, unknown
 
 COMMANDS = {
     "doctor": "Say what this machine can run, and what to type next.",
@@ -25,14 +28,12 @@ COMMANDS = {
 INTERRUPTED = 130
 
 
-class _Commands(click.Group):
+class _Commands(Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
-        if cmd_name not in COMMANDS:
-            raise unknown("command", cmd_name, COMMANDS)
-        return importlib.import_module(f"speedrun.cli.{cmd_name}").command
+    def load(self, ctx: click.Context, name: str) -> click.Command | None:
+        return importlib.import_module(f"speedrun.cli.{name}").command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -44,19 +45,42 @@ class _Commands(click.Group):
         with formatter.section("Example"):
             formatter.write_text("speedrun doctor")
 
-    def invoke(self, ctx: click.Context) -> object:
-        """Runs a command. An expected error is one line and an exit code; others keep their traceback."""
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **named: Any) -> NoReturn:
+        """Runs a command and exits. An expected error is one line; others keep their traceback."""
+        words = list(sys.argv[1:] if args is None else args)
+        named["standalone_mode"] = False  # click's own errors come out, to be said in our words
         try:
-            return super().invoke(ctx)
+            sys.exit(super().main(words, *rest, **named))
+        except click.exceptions.NoArgsIsHelpError as error:
+            error.show()
+            sys.exit(error.exit_code)
+        except click.UsageError as error:
+            _fail(_in_our_words(error), words)
         except SpeedrunError as error:
-            if wants_json(ctx):
-                click.echo(json.dumps({"error": str(error), "exit_code": error.exit_code}))
-            else:
-                click.echo(f"error: {error}", err=True)
-            ctx.exit(error.exit_code)
-        except KeyboardInterrupt:
+            _fail(error, words)
+        except click.Abort:  # what click makes of KeyboardInterrupt
             click.echo("interrupted", err=True)
-            ctx.exit(INTERRUPTED)
+            sys.exit(INTERRUPTED)
+
+
+def _fail(error: SpeedrunError, words: list[str]) -> NoReturn:
+    """Says one line and exits. The words are asked for --json, for a command may have failed to read them."""
+    if "--json" in words:
+        click.echo(json.dumps({"error": str(error), "exit_code": error.exit_code}))
+    else:
+        click.echo(f"error: {error}", err=True)
+    sys.exit(error.exit_code)
+
+
+def _in_our_words(error: click.UsageError) -> UsageError:
+    """What click says of an argument, as one line that ends with what to do."""
+    ctx = error.ctx
+    if isinstance(error, click.NoSuchOption) and ctx is not None:
+        options = [name for param in ctx.command.get_params(ctx) for name in param.opts if name[0] == "-"]
+        return unknown("option", error.option_name, options)
+    said = " ".join(error.format_message().split()).rstrip(".")
+    help_option = f"'{ctx.command_path} --help'" if ctx is not None else "--help"
+    return UsageError(f"{said[:1].lower()}{said[1:]}; {help_option} shows what is needed")
 
 
 @click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

@@ -3,20 +3,18 @@
 import click
 import msgspec
 
-from speedrun.cli.options import example, json_option
+from speedrun.cli.options import Group, Integer, example, json_option
 
 
-@click.group(epilog=example("speedrun bench head"))
+@click.command(cls=Group, epilog=example("speedrun bench head"))
 def command() -> None:
     """Time operations side by side, in one run."""
 
 
 @command.command(epilog=example("speedrun bench head", "speedrun bench head --tokens 4096 --dim 768"))
-@click.option("--tokens", type=click.IntRange(1), default=1024, show_default=True, help="Rows of the logits.")
-@click.option("--dim", type=click.IntRange(1), default=128, show_default=True, help="Width of the model.")
-@click.option(
-    "--vocab", type=click.IntRange(1), default=50304, show_default=True, help="Columns of the logits."
-)
+@click.option("--tokens", type=Integer(1), default=1024, show_default=True, help="Rows of the logits.")
+@click.option("--dim", type=Integer(1), default=128, show_default=True, help="Width of the model.")
+@click.option("--vocab", type=Integer(1), default=50304, show_default=True, help="Columns of the logits.")
 @json_option
 def head(*, tokens: int, dim: int, vocab: int, as_json: bool) -> None:
     """Loss and gradients of the vocabulary head, against its definition and its three matrix products."""

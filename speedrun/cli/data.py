@@ -6,12 +6,12 @@ import click
 import msgspec
 
 from speedrun import track as tracks
-from speedrun.cli.options import data_option, example, json_option, track_option
+from speedrun.cli.options import Group, data_option, example, json_option, track_option
 from speedrun.data import shards, synthetic
 from speedrun.errors import UsageError
 
 
-@click.group(epilog=example("speedrun data synth", "speedrun data verify --full"))
+@click.command(cls=Group, epilog=example("speedrun data synth", "speedrun data verify --full"))
 def command() -> None:
     """Make and check shards."""
 

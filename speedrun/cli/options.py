@@ -8,9 +8,9 @@ from pathlib import Path
 
 import click
 
-Decorator = Callable[[Callable[..., object]], Callable[..., object]]
+from speedrun.errors import unknown
 
-_JSON = "speedrun.json"
+Decorator = Callable[[Callable[..., object]], Callable[..., object]]
 
 
 def example(*lines: str) -> str:
@@ -18,24 +18,33 @@ def example(*lines: str) -> str:
     return "\n".join(["\b", "Example:", *(f"  {line}" for line in lines)])
 
 
-def _note_json(ctx: click.Context, _: click.Parameter, value: bool) -> bool:  # noqa: FBT001 -- click's signature
-    ctx.meta[_JSON] = value
-    return value
+class Group(click.Group):
+    """A command of commands, which knows what to say of a name that does not exist."""
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of that name.
+
+        Raises:
+            UsageError: if there is none (names the nearest).
+        """
+        if cmd_name not in self.list_commands(ctx):
+            raise unknown("command", cmd_name, self.list_commands(ctx))
+        return self.load(ctx, cmd_name)
+
+    def load(self, ctx: click.Context, name: str) -> click.Command | None:
+        """The command of a name that exists."""
+        return super().get_command(ctx, name)
 
 
-def wants_json(ctx: click.Context) -> bool:
-    """Whether the command that was invoked got --json: then an error is JSON, too."""
-    return ctx.meta.get(_JSON, False)
+class Integer(click.IntRange):
+    """A whole number in a range; click's own name for it, "integer range", stood in its errors."""
+
+    name = "integer"
 
 
-#: `--json`, as the argument `as_json`. Eager, so that an error in any other option already knows.
+#: `--json`, as the argument `as_json`.
 json_option: Decorator = click.option(
-    "--json",
-    "as_json",
-    is_flag=True,
-    is_eager=True,
-    callback=_note_json,
-    help="Print one JSON object on stdout.",
+    "--json", "as_json", is_flag=True, help="Print one JSON object on stdout, also of an error."
 )
 
 #: `--data DIR`, as the argument `data`; None means the track's own folder.

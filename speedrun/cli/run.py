@@ -9,7 +9,7 @@ import msgspec
 
 from speedrun import clock, console
 from speedrun import track as tracks
-from speedrun.cli.options import data_option, example, json_option, track_option
+from speedrun.cli.options import Integer, data_option, example, json_option, track_option
 from speedrun.errors import UsageError
 from speedrun.ledger import format
 from speedrun.ledger.assemble import assemble
@@ -44,20 +44,18 @@ def parse_settings(texts: tuple[str, ...]) -> dict[str, str]:
 @track_option()
 @click.option("--recipe", metavar="NAME", help="What to train. Default: the track's own recipe.")
 @click.option(
-    "--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True, help="Initialises the weights."
+    "--seed", type=Integer(0, 2**31 - 1), default=0, show_default=True, help="Initialises the weights."
 )
 @click.option(
     "--set", "settings", multiple=True, metavar="KEY=VALUE", help="Change a number of the recipe. Repeatable."
 )
 @click.option(
     "--devices",
-    type=click.IntRange(1),
+    type=Integer(1),
     metavar="N",
     help="Default: what the track asks for, or all there are.",
 )
-@click.option(
-    "--microbatches", type=click.IntRange(1), metavar="N", help="Parts of a step's batch. Default: 8."
-)
+@click.option("--microbatches", type=Integer(1), metavar="N", help="Parts of a step's batch. Default: 8.")
 @data_option
 @click.option(
     "--out",
