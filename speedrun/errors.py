@@ -44,8 +44,9 @@ EXIT_CODES = {
 
 
 def unknown(kind: str, got: str, known: Iterable[str]) -> UsageError:
-    """The error for a name that does not exist: names the nearest one that does."""
+    """The error for a name that does not exist: names those that end in it as in `a.b.got`, else the nearest one."""
     known = sorted(known)
-    near = difflib.get_close_matches(got, known, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"choose one of: {', '.join(known)}"
+    near = [name for name in known if name.endswith(f".{got}")]
+    near = near or difflib.get_close_matches(got, known, n=1, cutoff=0.5)
+    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"choose one of: {', '.join(known)}"
     return UsageError(f"unknown {kind} {got!r}; {hint}")

@@ -3,7 +3,7 @@
 import ast
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -119,11 +119,31 @@ class Recipe:
         for key, text in settings.items():
             if key in _IDENTITY:
                 raise UsageError(f"setting {key!r} says who the recipe is; to change it, write a recipe file")
+            names = {*_settings(recipe)} - {*_IDENTITY}
+            if key not in names:
+                raise unknown("setting", key, names)
             recipe = _replace(recipe, key, key.split("."), text)
         return recipe
 
 
 _IDENTITY = ("name", "summary", "parent", "revision")
+
+
+def _settings(node: Any, above: str = "") -> Iterator[str]:
+    """Dotted names of all that can be set: numbers, texts, and tuples of them as a whole."""
+    for name, value in _parts(node).items():
+        if isinstance(value, int | float | str | tuple) and not _parts(value):
+            yield above + name
+        yield from _settings(value, f"{above}{name}.")
+
+
+def _parts(node: Any) -> dict[str, Any]:
+    """What lies below a value, by the next part of a dotted name."""
+    if isinstance(node, tuple) and any(map(dataclasses.is_dataclass, node)):
+        return {str(i): part for i, part in enumerate(node)}
+    if dataclasses.is_dataclass(node):
+        return {field.name: getattr(node, field.name) for field in dataclasses.fields(node)}
+    return {}
 
 
 def describe(value: Any) -> Any:
@@ -139,18 +159,11 @@ def describe(value: Any) -> Any:
 def _replace(node: Any, key: str, path: list[str], text: str) -> Any:
     """`node` with the setting at `path` replaced; rebuilds the frozen values on the way up."""
     head, *rest = path
-    if isinstance(node, tuple):
-        places = {str(i): v for i, v in enumerate(node)}
-    elif dataclasses.is_dataclass(node) and not isinstance(node, type):
-        places = {f.name: getattr(node, f.name) for f in dataclasses.fields(node)}
-    else:
-        raise UsageError(f"setting {key!r}: nothing lies below {node!r}; leave out '.{'.'.join(path)}'")
-    if head not in places:
-        raise unknown(f"setting in {key!r}:", head, places)
-    new = _replace(places[head], key, rest, text) if rest else _literal(places[head], key, text)
+    parts = _parts(node)
+    new = _replace(parts[head], key, rest, text) if rest else _literal(parts[head], key, text)
     try:
         if isinstance(node, tuple):
-            return tuple(new if i == int(head) else v for i, v in enumerate(node))
+            return tuple((parts | {head: new}).values())
         return dataclasses.replace(node, **{head: new})
     except ValueError as error:
         raise UsageError(f"setting {key}={text}: {error}") from None

@@ -1,6 +1,7 @@
 """Recipes as values: every setting matters, names are right, pinned traces stand."""
 
 import dataclasses
+import re
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from speedrun import mesh, recipes, track
+from speedrun.errors import UsageError
 from speedrun.models import record21
 from speedrun.optim.groups import Adam, AdamOnly
 from speedrun.recipe import Recipe, Stage
@@ -121,6 +123,22 @@ def test_every_setting_matters(key, base):
 def test_every_setting_is_covered_once():
     assert set(OTHER) <= set(settings(SMALL))
     assert len(settings(SMALL)) > 25
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("muon_lr", "did you mean 'optimizer.muon_lr'?"),
+        ("num_steps", "did you mean 'stages.0.num_steps' or 'stages.1.num_steps'?"),
+        ("config.model_dims", "did you mean 'config.model_dim'?"),
+        ("lr", f"choose one of: {', '.join(sorted(set(settings(SMALL)) - NAMES))}"),
+        ("table", "choose one of: compute_dtype, config."),
+    ],
+)
+def test_an_unknown_setting_suggests_only_what_can_be_set(key, said):
+    recipe = SMALL if key == "lr" else dataclasses.replace(SMALL, stages=SMALL.stages * 2)
+    with pytest.raises(UsageError, match=re.escape(f"unknown setting '{key}'; {said}")):
+        recipe.override({key: "1"})
 
 
 @pytest.mark.parametrize("name", recipes.names())
