@@ -246,8 +246,11 @@ def test_the_command_speaks_json(folder):
 
 def test_the_command_explains(folder):
     result = CliRunner().invoke(command, ["--explain", "v104"])
+    check = find_check("V104")
     assert result.exit_code == 0
-    assert find_check("V104").hint in result.output
+    assert result.output == f"V104  {check.title} (error)\nwhy   {check.why}\nfix   {check.hint}\n"
+    spoken = json.loads(CliRunner().invoke(command, ["--explain", "V104", "--json"]).output)
+    assert (spoken["why"], spoken["fix"]) == (check.why, check.hint)
     assert isinstance(CliRunner().invoke(command, ["--explain", "V999"]).exception, UsageError)
     assert isinstance(CliRunner().invoke(command, []).exception, UsageError)
     assert isinstance(CliRunner().invoke(command, [str(folder)]).exception, UsageError)

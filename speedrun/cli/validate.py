@@ -17,7 +17,7 @@ _COLOURS = {"ok": "green", "failed": "red", "warning": "yellow", "skipped": "bri
 )
 @click.argument("record", type=click.Path(path_type=Path), required=False)
 @click.option("--strict", is_flag=True, help="Let warnings fail, too.")
-@click.option("--explain", metavar="ID", help="Say what one check wants, and stop.")
+@click.option("--explain", metavar="ID", help="Say what one check wants, why, and what to do, and stop.")
 @json_option
 @click.pass_context
 def command(
@@ -47,11 +47,17 @@ def command(
 
 def _explain(id: str, *, as_json: bool) -> None:
     check = find_check(id)
-    facts = {"id": check.id, "severity": check.severity, "title": check.title, "fix": check.hint}
+    facts = {
+        "id": check.id,
+        "severity": check.severity,
+        "title": check.title,
+        "why": check.why,
+        "fix": check.hint,
+    }
     if as_json:
         click.echo(msgspec.json.encode(facts))
     else:
-        click.echo(f"{check.id}  {check.title} ({check.severity})\nfix   {check.hint}")
+        click.echo(f"{check.id}  {check.title} ({check.severity})\nwhy   {check.why}\nfix   {check.hint}")
 
 
 def _show(report: Report) -> None:

@@ -15,7 +15,8 @@ _ROUNDING = 1e-6
     "V309",
     "the loss is possible",
     needs=("runs", "track"),
-    hint="look for a leak, a shifted target or a broken mean",
+    why="below the entropy rate of a stream there is nothing left to learn but the answers; NaN is no loss",
+    hint="look for a leak, a shifted target or a broken mean; for NaN, lower the learning rate",
 )
 def possible(record: Record) -> Iterator[str]:
     """Finite, and not below the entropy rate where the track knows it."""
@@ -32,7 +33,8 @@ def possible(record: Record) -> Iterator[str]:
     "V310",
     "the stated result is the measured one",
     needs=("runs", "track", "summary"),
-    hint="the loss is the exact sum of the last validation, divided by its tokens",
+    why="the stated loss is for reading; the exact sum in the log is what was measured",
+    hint="restore the log and assemble again: the loss is the last validation's sum over its tokens",
 )
 def stated(record: Record) -> Iterator[str]:
     """Loss and verdict, from the exact sums."""
@@ -49,7 +51,11 @@ def stated(record: Record) -> Iterator[str]:
 
 
 @check(
-    "V404", "the hardware is the track's", needs=("runs", "track"), hint="run on the hardware the track names"
+    "V404",
+    "the hardware is the track's",
+    needs=("runs", "track"),
+    why="times and losses of other hardware belong to another board",
+    hint="run on the hardware the track names, without --devices",
 )
 def hardware(record: Record) -> Iterator[str]:
     """Platform and number of devices; all runs of a record on the same kind."""

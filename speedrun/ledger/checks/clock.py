@@ -23,7 +23,12 @@ def _agree(a_s: float, b_s: float) -> bool:
     return abs(a_s - b_s) <= max(_SLACK_S, _SLACK_SHARE * abs(b_s))
 
 
-@check_run("V201", "time never goes back", hint="the log was edited, or the clock is broken")
+@check_run(
+    "V201",
+    "time never goes back",
+    why="every time in the record is a difference of stamps; a stamp that goes back makes all of them doubtful",
+    hint="if the log was not edited, the machine's clock is broken: run on another one",
+)
 def monotonic(run: Run, _record: Record) -> Iterator[str]:
     """Stamps of the log, and train time from step to step."""
     for before, after in pairwise(run.lines):
@@ -37,7 +42,12 @@ def monotonic(run: Run, _record: Record) -> Iterator[str]:
             break
 
 
-@check_run("V202", "steps, clock events and stamps give one train time", hint="only the harness keeps time")
+@check_run(
+    "V202",
+    "steps, clock events and stamps give one train time",
+    why="the train time is told three times, and an edit that forgets one of them shows here",
+    hint="leave timing to the harness: a recipe neither reads nor stops the clock",
+)
 def clock_total(run: Run, _record: Record) -> Iterator[str]:
     """The clock is run again from the stamps of its events."""
     running_ns = since_ns = 0
@@ -57,7 +67,10 @@ def clock_total(run: Run, _record: Record) -> Iterator[str]:
 
 
 @check_run(
-    "V203", "the train time fits into the wall time", hint="stamps in UTC are made with the log, never later"
+    "V203",
+    "the train time fits into the wall time",
+    why="the stamps in UTC come from another clock than the train time, so both would have to be forged",
+    hint="keep the machine's time from being set during a run, and run again",
 )
 def wall_time(run: Run, _record: Record) -> Iterator[str]:
     """By the stamps in UTC, which another clock made."""
@@ -74,7 +87,8 @@ def wall_time(run: Run, _record: Record) -> Iterator[str]:
     "V204",
     "the clock pauses for the declared validations only",
     needs=("runs", "track"),
-    hint="the track says when to validate; nothing else stops the clock",
+    why="a pause is free time: it may hold a validation that the track declares, and nothing else",
+    hint="validate when the track says, not when a recipe likes",
 )
 def pauses(run: Run, record: Record) -> Iterator[str]:
     """One validation in each pause, the last one after the clock stopped."""
@@ -111,7 +125,10 @@ def _some(steps: list[int]) -> str:
 
 
 @check_run(
-    "V205", "validations take the time they need", hint="a validation that takes no time scored nothing"
+    "V205",
+    "validations take the time they need",
+    why="a validation faster than its own arithmetic scored nothing, and a longer one hides work in a pause",
+    hint="look for scores that are kept from before, or a bench on a busy machine; run again",
 )
 def val_time(run: Run, _record: Record) -> Iterator[str]:
     """At least the arithmetic of a forward pass at the benched speed, and no longer than its pause."""
@@ -135,7 +152,12 @@ def val_time(run: Run, _record: Record) -> Iterator[str]:
                     yield f"line {line.i + 1}: a pause of {pause_s:.3f} s for a validation of {val_s:.3f} s"
 
 
-@check_run("V206", "nothing is compiled while the clock runs", hint="compile every stage ahead of time")
+@check_run(
+    "V206",
+    "nothing is compiled while the clock runs",
+    why="compiling is the one slow thing that may be done before the clock, so none may be left for later",
+    hint="compile every stage ahead of time: a shape or dtype changed after the warm-up",
+)
 def no_compile(run: Run, _record: Record) -> Iterator[str]:
     """Pauses count as running: compiling in one would be hidden."""
     begun, ended = run.line_of(runlog.ClockStart).i, run.line_of(runlog.ClockStop).i
@@ -148,7 +170,12 @@ def no_compile(run: Run, _record: Record) -> Iterator[str]:
 _BENCH_SLACK = 1.25
 
 
-@check_run("V207", "the warm-up taught nothing", hint="rebuild the state after the warm-up")
+@check_run(
+    "V207",
+    "the warm-up taught nothing",
+    why="warm-up steps are not timed, so nothing of them may stay in the state",
+    hint="rebuild the state from the seed after the warm-up",
+)
 def warm_up(run: Run, _record: Record) -> Iterator[str]:
     """The state before the first step is the initial one."""
     hashes = [event.state_hash for event in (*run.of(runlog.WarmupStart), *run.of(runlog.WarmupEnd))]
@@ -157,7 +184,13 @@ def warm_up(run: Run, _record: Record) -> Iterator[str]:
         yield "the state hashes before and after the warm-up and in run.json are not one"
 
 
-@check_run("V208", "what is not timed is short", needs=("runs", "track"), hint="compile less, or cache it")
+@check_run(
+    "V208",
+    "what is not timed is short",
+    needs=("runs", "track"),
+    why="without a cap, work would move from the timed part to the untimed one",
+    hint="compile less, or fill the compilation cache first",
+)
 def untimed(run: Run, record: Record) -> Iterator[str]:
     """From the first line to the start of the clock."""
     cap_s = record.rules.rules.untimed_cap_s
@@ -169,7 +202,8 @@ def untimed(run: Run, record: Record) -> Iterator[str]:
 @check_run(
     "V209",
     "no step beats the benched speed",
-    hint="the host did not wait for the devices: sync, or bench again",
+    why="the host can run ahead of the devices: a step that is too fast was not waited for",
+    hint="wait for the devices before the clock is read, or bench again on an idle machine",
 )
 def throughput(run: Run, _record: Record) -> Iterator[str]:
     """Model arithmetic a second, in the median step and in total, against the preflight's matmul."""
@@ -186,7 +220,11 @@ def throughput(run: Run, _record: Record) -> Iterator[str]:
 
 
 @check_run(
-    "V210", "no step stands out", severity="warning", hint="was the machine shared, or a step slow to start?"
+    "V210",
+    "no step stands out",
+    severity="warning",
+    why="one slow step can be a busy machine or hidden work, and both are worth a look",
+    hint="run again on a machine that nobody shares; if the step stays slow, look what it does",
 )
 def outliers(run: Run, _record: Record) -> Iterator[str]:
     """A warning only: shared machines stutter."""

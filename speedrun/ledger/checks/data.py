@@ -15,7 +15,8 @@ from speedrun.ledger.run import Run
     "V101",
     "shards are the track's own",
     needs=("runs", "track"),
-    hint="get the shards the track names, verify them",
+    why="the same loss on other text is another result",
+    hint="get the shards the track names, check them with `speedrun data verify --full`, and run again",
 )
 def shard_hashes(record: Record) -> Iterator[str]:
     """Digest by digest, where the track lists them."""
@@ -32,7 +33,8 @@ def shard_hashes(record: Record) -> Iterator[str]:
     "V102",
     "shards are read from the first one on, by name",
     needs=("runs", "track"),
-    hint="do not choose or reorder shards",
+    why="whoever chooses the order of the data can choose the loss a little",
+    hint="keep all shards of the track in the folder, under their own names, and run again",
 )
 def shard_order(run: Run, record: Record) -> Iterator[str]:
     """Validation shards in the list are V103's business."""
@@ -52,7 +54,11 @@ def shard_order(run: Run, record: Record) -> Iterator[str]:
 
 
 @check_run(
-    "V103", "no training on the validation shard", needs=("runs", "track"), hint="a leak: throw the run away"
+    "V103",
+    "no training on the validation shard",
+    needs=("runs", "track"),
+    why="a model that has seen the scored tokens is measured by its memory",
+    hint="a leak: take the shard out of the training data, throw the run away, run again",
 )
 def no_leak(run: Run, record: Record) -> Iterator[str]:
     """By name and by digest, so that renaming does not help."""
@@ -69,7 +75,12 @@ def _is_scored(shard: ShardRange, run: Run) -> bool:
     return shard.name == val.name or shard.sha256 == val.sha256
 
 
-@check_run("V104", "every token is counted", hint="tokens seen, batches, cursor and ranges must add up")
+@check_run(
+    "V104",
+    "every token is counted",
+    why="tokens that are read and not counted would be training for free",
+    hint="tokens seen, batches, cursor and ranges must add up: look for a change in the data stream",
+)
 def token_count(run: Run, _record: Record) -> Iterator[str]:
     """Sum of batches = tokens seen = ranges read, and the cursor stands where the ranges say."""
     shards = iter(run.file.data.shards)
@@ -97,7 +108,8 @@ def token_count(run: Run, _record: Record) -> Iterator[str]:
     "V105",
     "exactly the declared tokens are scored",
     needs=("runs", "track"),
-    hint="validation has one size, from the start of one shard",
+    why="losses compare only over the same tokens, and fewer tokens are easier to be lucky on",
+    hint="score the size the track declares, from the start of its first validation shard",
 )
 def val_tokens(run: Run, record: Record) -> Iterator[str]:
     """In every validation, not only in the last."""
@@ -114,7 +126,10 @@ def val_tokens(run: Run, record: Record) -> Iterator[str]:
 
 
 @check(
-    "V106", "ranges lie inside their shards", hint="the same shard has the same size and digest everywhere"
+    "V106",
+    "ranges lie inside their shards",
+    why="a range beyond the end of its file was never read",
+    hint="look for a shard that was swapped: one name has one size and digest in all runs of a record",
 )
 def shard_sizes(record: Record) -> Iterator[str]:
     """One name, one file; no position beyond its end."""
@@ -128,7 +143,12 @@ def shard_sizes(record: Record) -> Iterator[str]:
                 yield f"{run.folder}: {shard.name} is two different files"
 
 
-@check_run("V107", "no position is read more often than declared", hint="declare the epochs, or read on")
+@check_run(
+    "V107",
+    "no position is read more often than declared",
+    why="reading a position twice is training for longer than was said",
+    hint="get more shards, or train for fewer steps",
+)
 def read_once(run: Run, _record: Record) -> Iterator[str]:
     """Counts how many ranges cover a position of a shard."""
     data = run.file.data

@@ -25,13 +25,24 @@ _ACTIVE_SVG = re.compile(
 )
 
 
-@check("V001", "every file can be read and has its form", needs=(), hint="let the harness write the files")
+@check(
+    "V001",
+    "every file can be read and has its form",
+    needs=(),
+    why="a file that cannot be read in exactly one way can say two things to two readers",
+    hint="let the harness write the files: `speedrun run` makes them, nobody edits them",
+)
 def schema(record: Record) -> Iterator[str]:
     """Unknown keys, other spacing, a key twice, NaN, events out of order: all end up here."""
     yield from record.malformed
 
 
-@check("V002", "the hash chain of each log is unbroken", hint="a line was edited; run again")
+@check(
+    "V002",
+    "the hash chain of each log is unbroken",
+    why="each line carries the digest of the line before, so a line edited later breaks the chain there",
+    hint="restore the log from where the run wrote it, or run again",
+)
 def chain(record: Record) -> Iterator[str]:
     """`prev` of each line is the digest of the line before, and `i` counts."""
     for run in record.runs:
@@ -47,6 +58,7 @@ def chain(record: Record) -> Iterator[str]:
     "V003",
     "source and files are the ones the manifest names",
     needs=("runs", "manifest", "source"),
+    why="the source text is what replay executes and reviewers read: it must be the one that ran",
     hint="restore the files, or assemble the record again",
 )
 def hashes(record: Record) -> Iterator[str]:
@@ -71,6 +83,7 @@ def hashes(record: Record) -> Iterator[str]:
     "V004",
     "manifest, summary and README follow from the runs",
     needs=("runs", "manifest", "summary", "track"),
+    why="numbers that people read are worth nothing unless the logs give them again",
     hint="assemble the record again; never edit derived numbers",
 )
 def derived(record: Record) -> Iterator[str]:
@@ -91,7 +104,10 @@ def derived(record: Record) -> Iterator[str]:
 
 
 @check(
-    "V005", "one config, and its hash is right", hint="runs of a record share the config; only seeds differ"
+    "V005",
+    "one config, and its hash is right",
+    why="runs with different settings are different experiments, and their mean says nothing",
+    hint="make one record for each config; only the seeds of its runs differ",
 )
 def config(record: Record) -> Iterator[str]:
     """The resolved config stands in the log; its digest in the log and in run.json."""
@@ -106,6 +122,7 @@ def config(record: Record) -> Iterator[str]:
 @check(
     "V006",
     "the track is known, to the byte",
+    why="a rule is never changed in place, so a track file with another digest is another track",
     hint="validate with the version of speedrun that made the record",
 )
 def known_track(record: Record) -> Iterator[str]:
@@ -116,7 +133,10 @@ def known_track(record: Record) -> Iterator[str]:
 
 
 @check(
-    "V007", "run.json, metrics.jsonl and log.txt agree", hint="run.json and log.txt are written from the log"
+    "V007",
+    "run.json, metrics.jsonl and log.txt agree",
+    why="people read log.txt and programs read metrics.jsonl; both must tell the same run",
+    hint="restore run.json and log.txt: the run writes both from its log",
 )
 def one_story(record: Record) -> Iterator[str]:
     """The text log is rendered again; what run.json shares with the log is compared."""
@@ -153,7 +173,11 @@ def _shared_facts(run: Run) -> Iterator[tuple[str, object, object]]:
 
 
 @check(
-    "V008", "only known, plain, small files", needs=(), hint="take out everything the harness did not write"
+    "V008",
+    "only known, plain, small files",
+    needs=(),
+    why="a record is read by strangers: nothing in it may run, hide, or be too large to review",
+    hint="take out everything the harness did not write",
 )
 def plain_files(record: Record) -> Iterator[str]:
     """Nothing that runs, hides or surprises: no links, binaries, scripts, terminal codes or turned text."""

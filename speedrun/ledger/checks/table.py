@@ -21,6 +21,7 @@ class Check:
 
     id: str
     title: str  #: what is true of a good record
+    why: str  #: it matters
     hint: str  #: what to do if it is not
     needs: tuple[Need, ...]  #: parts of the record without which it cannot be asked
     severity: Severity
@@ -28,14 +29,26 @@ class Check:
 
 
 def check(
-    id: str, title: str, *, hint: str, needs: tuple[Need, ...] = ("runs",), severity: Severity = "error"
+    id: str,
+    title: str,
+    *,
+    why: str,
+    hint: str,
+    needs: tuple[Need, ...] = ("runs",),
+    severity: Severity = "error",
 ) -> Callable[[Callable[[Record], Iterable[str]]], Check]:
     """Makes a check of a function from a record to its problems."""
-    return lambda find: Check(id, title, hint, needs, severity, find)
+    return lambda find: Check(id, title, why, hint, needs, severity, find)
 
 
 def check_run(
-    id: str, title: str, *, hint: str, needs: tuple[Need, ...] = ("runs",), severity: Severity = "error"
+    id: str,
+    title: str,
+    *,
+    why: str,
+    hint: str,
+    needs: tuple[Need, ...] = ("runs",),
+    severity: Severity = "error",
 ) -> Callable[[Callable[[Run, Record], Iterable[str]]], Check]:
     """Makes a check of a function that looks at one finished run (the record is there for its rules)."""
 
@@ -44,6 +57,6 @@ def check_run(
             for run in record.finished:
                 yield from (f"{run.folder}: {problem}" for problem in find(run, record))
 
-        return Check(id, title, hint, needs, severity, find_all)
+        return Check(id, title, why, hint, needs, severity, find_all)
 
     return decorate
