@@ -204,9 +204,16 @@ class Live:
         if self._bar is not None:
             self._bar.show(line, shown)
         elif shown is not None:
-            encoding = self._stream.encoding or "utf-8"
-            self._stream.write(shown.encode(encoding, "backslashreplace").decode(encoding) + "\n")
-            self._stream.flush()
+            self._write(shown)
+
+    def say(self, text: str) -> None:
+        """Shows a line that is no event of the run."""
+        self._write(clean(text))
+
+    def _write(self, text: str) -> None:
+        encoding = self._stream.encoding or "utf-8"
+        self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+        self._stream.flush()
 
     def __enter__(self) -> Self:
         return self

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import msgspec
 
+from speedrun import console, provenance, recipes
 from speedrun import mesh as meshes
-from speedrun import provenance, recipes
 from speedrun import track as tracks
 from speedrun.data import shards, stream, synthetic
 from speedrun.errors import UsageError
@@ -58,8 +58,12 @@ class Ready:
         }
 
 
-def prepare(config: RunConfig) -> Ready:
+def prepare(config: RunConfig, reader: console.Live | None = None) -> Ready:
     """Checks everything that can be wrong with a run before its folder is made; makes synthetic data if missing.
+
+    Args:
+        config: what to run.
+        reader: is told of data that was made.
 
     Raises:
         UsageError: unknown track, recipe or setting; device count; output folder.
@@ -73,8 +77,8 @@ def prepare(config: RunConfig) -> Ready:
     mesh = meshes.make_mesh(num_devices)
     program = Program(recipe, mesh, config.microbatches or SHARDS)
     folder = shards.data_folder(track, config.data)
-    if config.data is None:
-        synthetic.ensure(track, folder)
+    if config.data is None and (made := synthetic.ensure(track, folder)) and reader is not None:
+        reader.say(_made(made, folder))
     opened = shards.open_track(folder, track.data)
     _check_ids(recipe, track)
     stream.require_steps(opened.train, [s.batch_tokens for s in recipe.stages for _ in range(s.num_steps)])
@@ -86,6 +90,12 @@ def prepare(config: RunConfig) -> Ready:
         [tracks.TRACKS_DIR / f"{track.name}.toml"],
     )
     return Ready(config, track, recipe, program, opened, folder, source)
+
+
+def _made(made: shards.Manifest, folder: Path) -> str:
+    tokens = sum(shard.tokens for shard in made.shards.values())
+    size = console.memory(sum((folder / name).stat().st_size for name in made.shards))
+    return f"made  {len(made.shards)} synthetic shards in {folder}: {tokens:,} tokens, {size}"
 
 
 def _check_new(out: Path) -> None:

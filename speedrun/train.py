@@ -39,7 +39,7 @@ def train(config: RunConfig, reader: console.Live | None = None) -> format.RunFi
 
     Args:
         config: what to run.
-        reader: is told every event; the console.
+        reader: the console; is told every event, and of data that had to be made.
 
     Returns:
         The facts of the run, as in its `run.json`.
@@ -47,7 +47,7 @@ def train(config: RunConfig, reader: console.Live | None = None) -> format.RunFi
     Raises:
         SpeedrunError: with no folder made, if `prepare` refuses; with an ended log, if the run breaks off.
     """
-    ready = prepare(config)
+    ready = prepare(config, reader)
     started = now()
     nonce = hashlib.sha256(f"{started}".encode()).hexdigest()[:4]
     run_id = f"{ready.recipe.name}-{config.seed}-{nonce}"

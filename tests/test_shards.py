@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -140,6 +141,22 @@ def test_killed_between_write_and_rename(tmp_path: Path):
     assert [p.name for p in tmp_path.iterdir()] == ["x.bin"]
 
 
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda _: None, "no such folder"),
+        (lambda folder: folder.mkdir(), "an empty folder"),
+        (lambda folder: folder.write_text(""), "a file, not a folder"),
+        (lambda folder: (folder / "other").mkdir(parents=True), "a folder with 1 other entries"),
+    ],
+    ids=["missing", "empty", "file", "other"],
+)
+def test_a_place_without_shards_is_told_apart(tmp_path: Path, make: Callable[[Path], object], said: str):
+    make(tmp_path / "t")
+    with pytest.raises(DataError, match=f"t: {said}; the track needs .*; {DATA.get}"):
+        open_track(tmp_path / "t", DATA)
+
+
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path):
     with pytest.raises(DataError, match="cannot be written: No such file"):
         write_shard(tmp_path / "missing" / "x.bin", np.array([1]))
@@ -205,8 +222,11 @@ def same_file(folder: Path):
 
 FAST_FAULTS = {
     "validation too short": (overwrite(VAL, *range(9)), "9 tokens; validation needs 10: get it!"),
-    "no validation": (lambda f: (f / VAL).unlink(), r"no t_val_\*\.bin"),
-    "no training": (lambda f: [(f / n).unlink() for n in (TRAIN, "t_train_2.bin")], r"no t_train_\*\.bin"),
+    "no validation": (lambda f: (f / VAL).unlink(), r"the track needs t_val_\*\.bin"),
+    "no training": (
+        lambda f: [(f / n).unlink() for n in (TRAIN, "t_train_2.bin")],
+        r"the track needs t_train_\*\.bin",
+    ),
     "trained and scored": (same_file, "also a validation shard"),
     "not in the manifest": (overwrite("t_train_3.bin", 0), "manifest.json says nothing"),
     "other count": (overwrite(TRAIN, 0, 1), "2 tokens; manifest.json says 10"),

@@ -1,6 +1,7 @@
 """The whole loop, small: what a run writes, what it refuses, and that it can be run again."""
 
 import dataclasses
+import io
 import json
 import os
 import shutil
@@ -16,15 +17,15 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from speedrun import mesh, provenance, recipes, runlog, track
+from speedrun import console, mesh, provenance, recipes, runlog, track
 from speedrun.cli import command
-from speedrun.cli.run import parse_settings
+from speedrun.cli.run import card, following, parse_settings
 from speedrun.data import shards, synthetic
 from speedrun.errors import DataError, NonFiniteError, UsageError
 from speedrun.ledger import format
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.validate import validate
-from speedrun.prepare import RunConfig
+from speedrun.prepare import RunConfig, prepare
 from speedrun.recipe import Stage
 from speedrun.sourcefile import split_source
 from speedrun.train import _compilations, train
@@ -329,6 +330,37 @@ def test_the_command_writes_a_record_and_says_no_when_the_target_is_missed(tmp_p
     assert facts["failed_checks"] == {}
     assert (out / "plots/loss.png").is_file()
     assert (out / "README.md").read_text().startswith("# smoke on smoke-cpu@1")
+
+
+def test_data_that_a_run_had_to_make_is_told_once(tmp_path, smoke_data, monkeypatch):
+    monkeypatch.setenv("SPEEDRUN_DATA", str(tmp_path))
+
+    def copied(rules: track.Track, folder: Path) -> shards.Manifest | None:
+        shutil.copytree(smoke_data, folder)
+        return shards.read_manifest(folder)
+
+    monkeypatch.setattr(synthetic, "write", copied)
+    for said in (f"made  4 synthetic shards in {tmp_path / 'smoke'}: 1,115,136 tokens, 2.1 MiB\n", ""):
+        stream = io.StringIO()
+        prepare(RunConfig("smoke-cpu", tmp_path / "out", overrides=SMALL), console.Live(stream))
+        assert stream.getvalue() == said
+
+
+def test_the_next_command_is_the_one_that_helps(tmp_path, record):
+    summary, report = assemble(record), validate(record)
+    reached = msgspec.structs.replace(summary, target_reached=True)
+    plain = RunConfig("smoke-cpu", Path("runs/x"), seed=3)
+    assert following(plain, reached, report) == "speedrun replay runs/x"
+    assert following(plain, summary, report) == "speedrun run --track smoke-cpu --seed 4"
+    changed = RunConfig("smoke-cpu", Path("runs/x"), overrides=SMALL, data=Path("my data"))
+    assert following(changed, summary, report) == "speedrun run --track smoke-cpu --data 'my data'"
+    (bad,) = (result for result in report.results if result.check.id == "V404")
+    bad = dataclasses.replace(bad, status="failed", messages=("on a toaster",))
+    failed = dataclasses.replace(report, results=(*report.results[:-1], bad))
+    assert following(changed, reached, failed) == "speedrun validate --explain V404"
+    shown = card(track.load("smoke-cpu"), summary, failed)
+    num_passed = len(report.having("ok")) - 1
+    assert f"checks  {num_passed} checks passed, 1 failed\n        V404 failed: on a toaster" in shown
 
 
 def test_a_broken_run_leaves_a_readable_record_and_its_exit_code(tmp_path, smoke_data):

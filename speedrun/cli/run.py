@@ -1,8 +1,10 @@
 """`speedrun run`: one run on a track, and the record of it."""
 
 import os
+import shlex
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 import msgspec
@@ -14,7 +16,10 @@ from speedrun.errors import UsageError
 from speedrun.ledger import format
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.plot import plot
-from speedrun.ledger.validate import Report, validate
+from speedrun.ledger.validate import Report, Status, validate
+
+if TYPE_CHECKING:
+    from speedrun.prepare import RunConfig
 
 
 def parse_settings(texts: tuple[str, ...]) -> dict[str, str]:
@@ -113,7 +118,8 @@ def command(
         click.echo(_encoded(config.out, picture, summary, report))
     else:
         click.echo(card(rules, summary, report))
-        click.echo(f"record  {config.out}\nplot    {picture}\nnext    speedrun validate {config.out}")
+        click.echo(f"record  {config.out}\nplot    {picture}")
+        click.echo(f"next    {following(config, summary, report)}")
     ctx.exit(0 if summary.target_reached and report.exit_code == 0 else 1)
 
 
@@ -128,18 +134,35 @@ def _keep(out: Path, title: str) -> None:
 
 
 def card(rules: tracks.Track, summary: format.Summary, report: Report) -> str:
-    """The result in three lines."""
+    """The result in three lines, and one for each check that did not pass."""
     reached = "reached" if summary.target_reached else "NOT reached"
-    failed = report.having("failed")
-    checks = f"{len(report.having('ok'))} checks passed"
-    checks += "".join(f"\n        {r.check.id} FAILED: {'; '.join(r.messages)}" for r in failed)
+    words: dict[Status, str] = {"failed": "failed", "warning": "warned", "skipped": "not asked"}
+    others = [(word, report.having(status)) for status, word in words.items() if report.having(status)]
+    checks = [f"{len(report.having('ok'))} checks passed"]
+    checks += [f", {len(results)} {word}" for word, results in others]
+    checks += [f"\n        {r.check.id} {word}: {'; '.join(r.messages)}" for word, rs in others for r in rs]
     return (
         f"card    {rules.id}: target {rules.target.loss:g} {reached}, val {summary.val_loss_mean:.4f} "
         f"in {summary.train_time_s_mean:.2f} s of training\n"
         f"        {summary.num_steps:,} steps, {summary.num_tokens:,} tokens, "
         f"cold wall {summary.cold_wall_s_mean:.1f} s\n"
-        f"checks  {checks}"
+        f"checks  {''.join(checks)}"
     )
+
+
+def following(config: "RunConfig", summary: format.Summary, report: Report) -> str:
+    """The command that is worth most after this run: what failed means, the way back, or whether it holds."""
+    data = ["--data", str(config.data)] if config.data else []
+    if failed := report.having("failed"):
+        words = ["validate", "--explain", failed[0].check.id]
+    elif summary.target_reached:
+        words = ["replay", str(config.out), *data]
+    else:
+        # The track's own recipe reaches the target; if this was it, the seed may have been a bad one.
+        changed = config.overrides or config.recipe
+        words = ["run", "--track", config.track, *data]
+        words += [] if changed else ["--seed", str(config.seed + 1)]
+    return shlex.join(["speedrun", *words])
 
 
 def _new_folder(track: str) -> Path:

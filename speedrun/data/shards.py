@@ -276,13 +276,21 @@ def _open_split(folder: Path, pattern: str, data: Data) -> tuple[Shard, ...]:
     """All shards of one split. Where the track lists its shards, they are the first of that list."""
     names = sorted(path.name for path in folder.glob(pattern))
     if not names:
-        raise DataError(f"{folder}: no {pattern}; the track needs it; {data.get}")
+        raise DataError(f"{folder}: {_what_is_there(folder)}; the track needs {pattern}; {data.get}")
     listed = sorted(fnmatch.filter(data.sha256, pattern))
     if listed and (wrong := set(names) ^ set(listed[: len(names)])):
         foreign = sorted(wrong & set(names))
         what = f"{foreign[0]} is not the track's" if foreign[0] not in listed else f"{min(wrong)} is missing"
         raise DataError(f"{folder}: {what}; need its shards in order, no gap; remove or add it; {data.get}")
     return tuple(open_shard(folder / name, vocab_size=data.vocab_size) for name in names)
+
+
+def _what_is_there(folder: Path) -> str:
+    """What was found in place of shards."""
+    if not folder.is_dir():
+        return "a file, not a folder" if folder.exists() else "no such folder"
+    num_entries = sum(1 for _ in folder.glob("*"))
+    return f"a folder with {num_entries} other entries" if num_entries else "an empty folder"
 
 
 def _check_manifest(folder: Path, data: Data, shards: Sequence[Shard]) -> None:

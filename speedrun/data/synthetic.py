@@ -205,10 +205,15 @@ def write(track: Track, folder: Path) -> Manifest:
     return manifest
 
 
-def ensure(track: Track, folder: Path) -> None:
-    """Makes the shards of a synthetic track unless its folder is complete; other tracks bring theirs."""
-    if track.synthetic is not None and read_manifest(folder) is None:
-        write(track, folder)
+def ensure(track: Track, folder: Path) -> Manifest | None:
+    """Makes the shards of a synthetic track unless its folder is complete; other tracks bring theirs.
+
+    Returns:
+        What was made; None if nothing was.
+    """
+    if track.synthetic is None or read_manifest(folder) is not None:
+        return None
+    return write(track, folder)
 
 
 def _write_one(source: Source, stream: int, path: Path, track: Track) -> ShardEntry:
