@@ -40,10 +40,10 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     platform: str  #: "cpu", "gpu" or "any"
     num_devices: int  #: 0: any
-    min_runs: int
+    min_runs: int  #: a record needs so many finished ones
     val_every: int  #: steps between declared validations; one more after the last step
     untimed_cap_s: float  #: compile and warm-up may take this long before the clock
-    ranked: bool
+    ranked: bool  #: by train time; else results are shown, not ranked
 
 
 class Track(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

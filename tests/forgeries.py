@@ -29,6 +29,12 @@ def val_after_its_pause(log: Moments) -> Moments:
     return log
 
 
+def broken_off(log: Moments) -> Moments:
+    """After five steps, by an error that the log tells."""
+    place = place_of(log, runlog.Step, 5)
+    return [*log[:place], log[place]._replace(event=runlog.Error("OSError", "no | space"))]
+
+
 def pause_for_nothing(log: Moments) -> Moments:
     place = place_of(log, runlog.ClockPause, 1)
     resume = log[place]._replace(event=log[place + 2].event)
@@ -122,6 +128,13 @@ def other_config_in_one_run(folder: Path) -> None:
     assemble(folder)
 
 
+def blown_up_in_one_run(folder: Path) -> None:
+    edit_log = change(runlog.RunEnd, status="non-finite", val_loss=None)
+    forge(folder)
+    write_run(folder, Spec(seed=3, edit_log=edit_log, edit_run=facts(outcome="non-finite")))
+    assemble(folder)
+
+
 def made(**spec) -> Build:
     """Runs made from an edited spec."""
     return lambda folder: forge(folder, **spec)
@@ -142,7 +155,6 @@ LOG = "runs/*1/metrics.jsonl"
 LOSS_31 = (change(runlog.Val, at=-1, loss=3.1), change(runlog.RunEnd, val_loss=3.1))
 ALL_SHARDS = ["t_train_1.bin", "t_train_2.bin", "t_val_0.bin"]
 SHIFTED = replace(SCORED, start=5, stop=1005)
-BLOWN_UP = change(runlog.RunEnd, status="non-finite", val_loss=None)
 
 
 def data(*ranges: ShardRange, val: ShardRange = SCORED) -> DataRead:
@@ -205,8 +217,9 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V208", "two hours", logged(stamped_earlier(runlog.RunStart, 7200.0))),
     ("V209", "faster than the bench", logged(change(runlog.Preflight, matmul_gflops=4.0))),
     ("V210", "a slow step", made(step_s=(0.1,) * 5 + (3.0,) + (0.1,) * 4)),
+    ("V301", "broke off", logged(broken_off, outcome="aborted", final_hash="")),
     ("V309", "below the entropy rate", made(val_losses=(5.5, 4.0, 3.4, 2.9))),
-    ("V309", "blew up", logged(BLOWN_UP, outcome="non-finite")),
+    ("V309", "blew up", blown_up_in_one_run),
     ("V310", "loss was edited", logged(*LOSS_31)),
     ("V310", "end was edited", logged(change(runlog.RunEnd, val_loss=3.1))),
     ("V310", "verdict was edited", claimed),

@@ -155,6 +155,11 @@ def test_a_track_names_a_recipe_that_knows_its_ids(name):
     assert recipe.config.document_token == rules.data.document_token
 
 
+@pytest.mark.parametrize("name", track.names())
+def test_no_track_ranks_while_there_are_no_statistics(name):
+    assert not track.load(name).rules.ranked, "RULES.md, Records 6: a rank needs batches declared beforehand"
+
+
 @pytest.mark.parametrize("name", recipes.names())
 def test_pinned_traces_stand(name):
     recipe = dataclasses.replace(

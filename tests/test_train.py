@@ -186,7 +186,7 @@ def test_a_loss_that_is_no_number_ends_the_run_and_names_the_leaf(tmp_path, smok
         train(RunConfig("smoke-cpu", out, overrides=SMALL | {"optimizer.embed_lr": "1e38"}, data=smoke_data))
     assemble(out, title="broken", declared_runs=1)
     assert events(out)[-1].status == "non-finite"
-    assert "V309" in {result.check.id for result in validate(out).having("failed")}
+    assert [result.check.id for result in validate(out).having("failed")] == ["V301", "V309"]
 
 
 def test_a_bad_gradient_ends_the_run_before_its_loss_is_bad_and_is_named(tmp_path, smoke_data):
@@ -242,7 +242,10 @@ def test_a_run_that_breaks_off_tells_what_it_read(tmp_path, smoke_data, monkeypa
     facts = format.decode(path.read_bytes(), format.RunFile)
     assert facts.outcome == "aborted"
     assert [(r.start, r.stop) for r in facts.data.shards] == [(0, 4 * 512)]
-    assert not validate(out).having("failed")
+    (failed,) = validate(out).having("failed")
+    told = f"{facts.run_id} broke off after 3 of 12 steps: KeyboardInterrupt: stopped from outside"
+    assert (failed.check.id, failed.messages) == ("V301", ("0 of 1 runs finished", told))
+    assert f"- {told}" in (out / "README.md").read_text()
 
 
 def test_replay_executes_nothing_that_the_run_did_not(record, tmp_path):
@@ -359,8 +362,14 @@ def test_the_next_command_is_the_one_that_helps(tmp_path, record):
     failed = dataclasses.replace(report, results=(*report.results[:-1], bad))
     assert following(changed, reached, failed) == "speedrun validate --explain V404"
     shown = card(track.load("smoke-cpu"), summary, failed)
+    ranked = msgspec.structs.replace(track.load("smoke-cpu").rules, ranked=True, min_runs=4)
+    ranked = msgspec.structs.replace(track.load("smoke-cpu"), rules=ranked)
+    assert " s | 1 of the 4 runs that a rank takes\n" in card(ranked, summary, failed)
     num_passed = len(report.having("ok")) - 1
-    assert f"checks  {num_passed} checks passed, 1 failed\n        V404 failed: on a toaster" in shown
+    assert (
+        f" s | shown, not ranked\nchecks  {num_passed} checks passed, 1 failed\n        V404 failed: on a toaster"
+        in shown
+    )
 
 
 def test_a_broken_run_leaves_a_readable_record_and_its_exit_code(tmp_path, smoke_data):

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from forgeries import FORGERIES, LOG, edited, logged, place_of
+from forgeries import FORGERIES, LOG, broken_off, edited, logged, place_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from record_forge import SOURCE, Moments, Spec, change, digest, facts, forge, install_track, shard, write_run
+from record_forge import SOURCE, Spec, change, digest, facts, forge, install_track, shard, write_run
 
 from speedrun import runlog, track
 from speedrun.cli.validate import command
@@ -155,15 +155,48 @@ def test_any_byte_may_be_wrong(folder, place, byte, which):
     assert validate(folder).exit_code == int(changed)
 
 
-def test_a_run_that_broke_off_is_no_forgery(folder):
-    def broke(log: Moments) -> Moments:
-        return log[: place_of(log, runlog.Step, 5)]
+BROKE = Spec(seed=3, edit_log=broken_off, edit_run=facts(outcome="aborted", final_hash=""))
 
+
+def test_a_run_that_broke_off_is_no_forgery_and_is_told(folder):
     forge(folder)
-    write_run(folder, Spec(seed=3, edit_log=broke, edit_run=facts(outcome="aborted", final_hash="")))
+    write_run(folder, BROKE)
     assemble(folder, declared_runs=3)
     assert found(folder) == {}
-    assert "2 finished of 3 declared" in (folder / "README.md").read_text()
+    readme = (folder / "README.md").read_text()
+    assert "2 finished of 3 declared" in readme
+    assert "\n- tiny-3-00a3 broke off after 5 of 10 steps: OSError: no &#124; space\n" in readme
+    assert "no result" not in readme
+
+
+def test_a_record_in_which_no_run_finished_says_that_it_holds_no_result(folder):
+    folder.mkdir()
+    (folder / "source.txt").write_text(SOURCE)
+    write_run(folder, BROKE)
+    assemble(folder)
+    readme = (folder / "README.md").read_text()
+    assert "**No run finished, so this record holds no result.**\n\n- tiny-3-00a3 broke off after 5" in readme
+    assert "validation loss" not in readme
+    assert "loss.svg" not in readme
+    result = CliRunner().invoke(command, [str(folder)])
+    assert result.exit_code == 1
+    shown = result.output.splitlines()
+    place = shown.index("failed   V301  enough runs finished")
+    assert [line.strip() for line in shown[place + 1 : place + 3]] == [
+        "0 of 1 runs finished",
+        "tiny-3-00a3 broke off after 5 of 10 steps: OSError: no | space",
+    ]
+    assert "skipped  V202" in result.output, "nothing was asked of the clock of a run without an end"
+    assert shown[-1].startswith("refused: ")
+
+
+def test_a_run_killed_before_its_clock_is_told_as_that(folder):
+    folder.mkdir()
+    (folder / "source.txt").write_text(SOURCE)
+    cut = facts(outcome="aborted", final_hash="", first_loss=None)
+    write_run(folder, Spec(edit_log=lambda log: log[: place_of(log, runlog.Compile)], edit_run=cut))
+    assemble(folder)
+    assert found(folder)["V301"][1] == "tiny-1-00a1 broke off before the clock: its log just ends"
 
 
 # --- assembling --------------------------------------------------------------------------------------------
@@ -227,7 +260,7 @@ def test_the_command_prints_and_exits(folder):
     forge(folder)
     good = CliRunner().invoke(command, [str(folder)])
     assert good.exit_code == 0, good.output
-    assert f"{len(CHECKS)} ok" in good.output
+    assert good.output.splitlines()[-1] == f"good: {len(CHECKS)} ok"
     edited_readme = folder / "README.md"
     edited_readme.write_text(edited_readme.read_text().replace("3.2500", "3.1500"))
     bad = CliRunner().invoke(command, [str(folder)])

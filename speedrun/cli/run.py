@@ -129,6 +129,7 @@ def _keep(out: Path, title: str) -> None:
         return
     try:
         assemble(out, title=title, declared_runs=1)
+        click.echo(f"record  {out} tells where the run broke off", err=True)
     except UsageError as error:  # the error on its way out matters more
         click.echo(f"warning: the record of the broken run is incomplete: {error}", err=True)
 
@@ -145,9 +146,16 @@ def card(rules: tracks.Track, summary: format.Summary, report: Report) -> str:
         f"card    {rules.id}: target {rules.target.loss:g} {reached}, val {summary.val_loss_mean:.4f} "
         f"in {summary.train_time_s_mean:.2f} s of training\n"
         f"        {summary.num_steps:,} steps, {summary.num_tokens:,} tokens, "
-        f"cold wall {summary.cold_wall_s_mean:.1f} s\n"
+        f"cold wall {summary.cold_wall_s_mean:.1f} s | {_standing(rules.rules, summary)}\n"
         f"checks  {''.join(checks)}"
     )
+
+
+def _standing(rules: tracks.Rules, summary: format.Summary) -> str:
+    """What the track makes of the result."""
+    if not rules.ranked:
+        return "shown, not ranked"
+    return f"{summary.num_finished} of the {rules.min_runs} runs that a rank takes"
 
 
 def following(config: "RunConfig", summary: format.Summary, report: Report) -> str:

@@ -69,7 +69,8 @@ def _show(report: Report) -> None:
         if result.status in ("failed", "warning"):
             click.echo(f"               fix: {result.check.hint}")
     counts = [(len(report.having(status)), status) for status in ("ok", "failed", "warning", "skipped")]
-    click.echo(", ".join(f"{count} {status}" for count, status in counts if count))
+    verdict = "refused" if report.exit_code else "good"
+    click.echo(f"{verdict}: {', '.join(f'{count} {status}' for count, status in counts if count)}")
 
 
 def _encoded(report: Report) -> bytes:

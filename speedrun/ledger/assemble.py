@@ -216,14 +216,19 @@ def readme_head(manifest: Manifest, summary: Summary, runs: Sequence[Run]) -> st
         ("authors", ", ".join(manifest.about.authors) or "not named"),
         ("parent", manifest.about.parent_record or "none"),
     ]
+    measured = ("validation loss", "target", "train time", "cold wall time", "steps", "tokens")
+    if not summary.num_finished:
+        rows = [row for row in rows if row[0] not in measured]
     table = "\n".join(["| | |", "|---|---|", *(f"| {name} | {_cell(value)} |" for name, value in rows)])
     changes = "\n".join(f"- {_cell(change)}" for change in manifest.about.changes)
     command = console.clean(reproduce_command(runs[0]))
     blocks = [
         f"# {_cell(manifest.about.title)}",
+        "" if summary.num_finished else "**No run finished, so this record holds no result.**",
+        "\n".join(f"- {_cell(run.broke_off)}" for run in runs if not run.finished),
         table,
         changes,
-        "![loss against train time](plots/loss.svg)",
+        "![loss against train time](plots/loss.svg)" if summary.num_finished else "",
         f"Run it again:\n\n    {command}",
         HEAD_END,
     ]

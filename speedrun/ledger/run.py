@@ -48,6 +48,16 @@ class Run:
         """Whether it claims to have come to its end."""
         return self.file.outcome == "finished"
 
+    @property
+    def broke_off(self) -> str:
+        """Where and why a run that did not finish ended."""
+        begun = bool(self.of(runlog.ClockStart))
+        where = (
+            f"after {len(self.steps):,} of {self.start.num_steps:,} steps" if begun else "before the clock"
+        )
+        errors = [f"{error.kind}: {error.message}" for error in self.of(runlog.Error)]
+        return f"{self.folder} broke off {where}: {errors[-1] if errors else 'its log just ends'}"
+
     def of(self, kind: type[_Event]) -> list[_Event]:
         """All events of one kind, in order."""
         return [line.event for line in self.lines if isinstance(line.event, kind)]

@@ -29,6 +29,7 @@ CHECKS: tuple[Check, ...] = (
     clock.untimed,
     clock.throughput,
     clock.outliers,
+    claims.enough_runs,
     claims.possible,
     claims.stated,
     claims.hardware,

@@ -1,4 +1,4 @@
-"""V309, V310, V404: the result is possible, it is the one that was measured, on the hardware of the track."""
+"""V301, V309, V310, V404: there is a result, it is possible and the measured one, on the track's hardware."""
 
 from collections.abc import Iterator
 
@@ -9,6 +9,21 @@ from speedrun.ledger.run import loss_of
 
 #: Nats; a stated loss is printed and stored in full, so it may differ from its sum by rounding only.
 _ROUNDING = 1e-6
+
+
+@check(
+    "V301",
+    "enough runs finished",
+    needs=("runs", "track"),
+    why="a run that broke off is a fact worth keeping, but no result; and a track may ask for more than one",
+    hint="read why in the log of the run that broke off, and run again into a new folder",
+)
+def enough_runs(record: Record) -> Iterator[str]:
+    """As many as the track asks for; what keeps the others from counting."""
+    need = record.rules.rules.min_runs
+    if len(record.finished) < need:
+        yield f"{len(record.finished)} of {need} runs finished"
+        yield from (run.broke_off for run in record.runs if not run.finished)
 
 
 @check(

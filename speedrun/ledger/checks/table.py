@@ -54,6 +54,8 @@ def check_run(
 
     def decorate(find: Callable[[Run, Record], Iterable[str]]) -> Check:
         def find_all(record: Record) -> Iterator[str]:
+            if not record.finished:
+                raise Skip("no run finished")
             for run in record.finished:
                 yield from (f"{run.folder}: {problem}" for problem in find(run, record))
 
