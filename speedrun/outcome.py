@@ -29,7 +29,7 @@ class Tally:
     peak_bytes: int = 0
     cold_wall_s: float = 0.0  #: 0 until the last validation is done
     val_sha256: str = ""
-    ranges: tuple[stream.ShardRange, ...] = ()
+    ranges: tuple[stream.Span, ...] = ()
 
 
 def run_end(ready: Ready, outcome: str, clock: Clock, tally: Tally) -> runlog.RunEnd:

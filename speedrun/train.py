@@ -108,6 +108,10 @@ def _announce(ready: Ready, run_id: str, log: runlog.RunLog, tally: Tally) -> No
             matmul_gflops=health.matmul_gflops(mesh),
         )
     )
+    if mesh.size != (asked := track.rules.num_devices or mesh.size):
+        log.emit(
+            runlog.Warning(f"{mesh.size} devices, {track.id} asks for {asked}: the record will not pass V404")
+        )
     val = ready.shards.val[0]
     tally.val_sha256 = stream.validation_sha256(val, track.data.val_tokens)
     log.emit(
@@ -212,13 +216,12 @@ def _batches(ready: Ready, tally: Tally) -> Generator[tuple[int, stream.Prefetch
 
 def _log_stage_change(ready: Ready, step: int, log: runlog.RunLog) -> None:
     """Says when another executable or another window begins to be used."""
-    if step == 0:
-        return
-    (stage, window), before = (
-        (ready.recipe.stage_of(s), int(ready.recipe.inputs_at(s).window_blocks)) for s in (step, step - 1)
-    )
-    if (stage, window) != before:
-        log.emit(runlog.StageChange(step, stage, window))
+
+    def used_at(step: int) -> tuple[int, int]:
+        return ready.recipe.stage_of(step), int(ready.recipe.inputs_at(step).window_blocks)
+
+    if step > 0 and used_at(step) != used_at(step - 1):
+        log.emit(runlog.StageChange(step, *used_at(step)))
 
 
 def _compilations(log: runlog.RunLog) -> ExitStack:

@@ -27,10 +27,7 @@ def compile_all(ready: Ready, state: TrainState, log: runlog.RunLog, tally: Tall
         tally.compile_s += watch.seconds
         return executable
 
-    def ids(num_sequences: int, seq_len: int) -> tuple[jax.Array, jax.Array]:
-        x_BT = np.zeros((num_sequences, seq_len), np.int32)
-        return meshes.place(x_BT, program.mesh), meshes.place(x_BT, program.mesh)
-
+    ids = _RandomIds(ready)
     shapes = list(dict.fromkeys((s.num_sequences, s.seq_len) for s in recipe.stages))
     by_shape = {
         shape: compiled(
@@ -56,12 +53,7 @@ def warm_up(
     program, watch = ready.program, Stopwatch()
     before = state_hash(state)
     log.emit(runlog.WarmupStart(before))
-    rng = np.random.default_rng(0)
-
-    def ids(num_sequences: int, seq_len: int) -> list[jax.Array]:
-        random = rng.integers(0, ready.track.data.vocab_size, (2, num_sequences, seq_len), np.int32)
-        return [meshes.place(x_BT, program.mesh) for x_BT in random]
-
+    ids = _RandomIds(ready)
     for stage, step in zip(ready.recipe.stages, steps, strict=True):
         for _ in range(_STEPS):
             state, _ = step(state, *ids(stage.num_sequences, stage.seq_len), program.schedule)
@@ -77,6 +69,19 @@ def warm_up(
     tally.warmup_s = watch.seconds
     log.emit(runlog.WarmupEnd(tally.init_hash, _STEPS * len(steps), watch.seconds))
     return state
+
+
+class _RandomIds:
+    """Batches of ids that come from nowhere, placed like real ones: a call gives tokens and targets."""
+
+    def __init__(self, ready: Ready) -> None:
+        self._rng = np.random.default_rng(0)
+        self._vocab_size = ready.track.data.vocab_size
+        self._mesh = ready.program.mesh
+
+    def __call__(self, num_sequences: int, seq_len: int) -> list[jax.Array]:
+        pair = self._rng.integers(0, self._vocab_size, (2, num_sequences, seq_len), np.int32)
+        return [meshes.place(x_BT, self._mesh) for x_BT in pair]
 
 
 def _plan(ready: Ready, state: TrainState, temp_bytes: int) -> runlog.Plan:

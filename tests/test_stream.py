@@ -15,7 +15,7 @@ from speedrun.data.stream import (
     Batch,
     Cursor,
     Prefetch,
-    ShardRange,
+    Span,
     TokenStream,
     validation_batches,
     validation_sha256,
@@ -55,17 +55,15 @@ LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=4)
 def test_the_stream_is_the_oracle(folder: Path, lengths: list[int], num_tokens: int, num_epochs: int):
     shards = make(folder, *lengths)
     stream = TokenStream(shards, num_epochs=num_epochs)
-    read: list[ShardRange] = []
+    read: list[Span] = []
     for want, name, start in list(oracle(shards, num_tokens)) * num_epochs:
         assert stream.take(num_tokens).tolist() == want
-        read += [
-            ShardRange(name, want_length(shards, name), start + i, start + i + 1) for i in range(num_tokens)
-        ]
+        read += [Span(name, want_length(shards, name), start + i, start + i + 1) for i in range(num_tokens)]
     with pytest.raises(DataError, match=rf"next batch needs {num_tokens + 2} in one shard"):
         stream.take(num_tokens)
     # The ranges are the same tokens, without one too many, and no two of them touch.
     one_by_one = [
-        ShardRange(r.name, r.shard_tokens, i, i + 1) for r in stream.ranges for i in range(r.start, r.stop)
+        Span(r.name, r.shard_tokens, i, i + 1) for r in stream.ranges for i in range(r.start, r.stop)
     ]
     assert one_by_one == read
     assert not any(
@@ -96,7 +94,7 @@ def test_a_shard_is_left_as_the_record_leaves_it(folder: Path):
     stream = TokenStream(make(folder, 11, 12))
     assert [stream.take(5)[0] for _ in range(3)] == [0, 11, 16]
     assert stream.cursor == Cursor(1, 10)
-    assert stream.ranges == (ShardRange("s0.bin", 11, 0, 5), ShardRange("s1.bin", 12, 0, 10))
+    assert stream.ranges == (Span("s0.bin", 11, 0, 5), Span("s1.bin", 12, 0, 10))
 
 
 def test_full_shards_give_the_batches_that_the_record_counts():

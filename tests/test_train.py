@@ -20,15 +20,17 @@ from click.testing import CliRunner
 from speedrun import console, mesh, provenance, recipes, runlog, track
 from speedrun.cli import command
 from speedrun.cli.run import card, following, parse_settings
+from speedrun.clock import now
 from speedrun.data import shards, synthetic
 from speedrun.errors import DataError, NonFiniteError, UsageError
 from speedrun.ledger import format
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.validate import validate
+from speedrun.outcome import Tally
 from speedrun.prepare import RunConfig, prepare
 from speedrun.recipe import Stage
 from speedrun.sourcefile import split_source
-from speedrun.train import _compilations, train
+from speedrun.train import _announce, _compilations, train
 
 #: The smoke recipe, small enough for a test; 12 steps.
 SMALL = {
@@ -92,9 +94,18 @@ def test_nothing_is_compiled_inside_the_clock(record):
     assert names.count("Compile") == 2  # one stage, one validation
 
 
-def test_a_compilation_inside_the_clock_would_be_seen(tmp_path):
-    from speedrun.clock import now
+@pytest.mark.parametrize(("num_devices", "warned"), [(2, 1), (8, 0)])
+def test_a_run_on_fewer_devices_than_the_track_asks_for_is_warned(tmp_path, smoke_data, num_devices, warned):
+    given = RunConfig("smoke-cpu", tmp_path / "out", data=smoke_data, num_devices=num_devices)
+    with runlog.RunLog(tmp_path / "log", now) as log:
+        _announce(prepare(given), "a-run", log, Tally())
+    lines = list(runlog.read(tmp_path / "log"))
+    assert sum(isinstance(line.event, runlog.Warning) for line in lines) == warned
+    text = "warn  2 devices, smoke-cpu@1 asks for 8: the record will not pass V404\n"
+    assert (text in console.render(lines)) == bool(warned)
 
+
+def test_a_compilation_inside_the_clock_would_be_seen(tmp_path):
     with runlog.RunLog(tmp_path / "log", now) as log, _compilations(log):
         jax.jit(lambda x: x * 3 + 1).lower(np.float32(2)).compile()
     assert [type(line.event) for line in runlog.read(tmp_path / "log")] == [runlog.Compile]
@@ -122,6 +133,8 @@ def test_two_stages_are_two_executables_and_one_stream(tmp_path, smoke_data):
     assemble(out, title="stages", declared_runs=1)
     names = [event.name for event in events(out) if isinstance(event, runlog.Compile)]
     assert names == ["train/8x64", "train/16x32", "eval/64x128"]
+    changes = [(event.step, event.stage) for event in events(out) if isinstance(event, runlog.StageChange)]
+    assert [change for change in dict.fromkeys(changes) if change[0] in (3, 5)] == [(3, 1), (5, 2)]
     assert not validate(out).having("failed")
 
 

@@ -38,8 +38,8 @@ class Batch(NamedTuple):
     targets_BT: np.ndarray
 
 
-class ShardRange(NamedTuple):
-    """Tokens that were inputs of a step: `start` to `stop` without `stop`, which was a target only."""
+class Span(NamedTuple):
+    """A stretch of a shard that was input of steps: `start` to `stop` without `stop`, which was a target only."""
 
     name: str
     shard_tokens: int  #: in the whole shard
@@ -64,7 +64,7 @@ class TokenStream:
         self._shards = shards
         self._num_shards = num_epochs * len(shards)
         self.cursor = cursor
-        self.ranges: tuple[ShardRange, ...] = ()
+        self.ranges: tuple[Span, ...] = ()
         if cursor.shard > self._num_shards or cursor.offset > shards[cursor.shard % len(shards)].num_tokens:
             raise DataError(
                 f"{cursor} is not in these {len(shards)} shards; bring the shards that the run began with"
@@ -86,7 +86,7 @@ class TokenStream:
             if offset + num_tokens + 1 < shard.num_tokens:
                 tokens = shard.read(offset, offset + num_tokens + 1)
                 self.cursor = Cursor(index, offset + num_tokens)
-                self._note(ShardRange(shard.path.name, shard.num_tokens, offset, offset + num_tokens))
+                self._note(Span(shard.path.name, shard.num_tokens, offset, offset + num_tokens))
                 return tokens
             index, offset = index + 1, 0
         raise DataError(
@@ -102,7 +102,7 @@ class TokenStream:
         """
         return _rows(self.take(num_sequences * seq_len), num_sequences)
 
-    def _note(self, new: ShardRange) -> None:
+    def _note(self, new: Span) -> None:
         """Adds a range, or makes the last one longer."""
         last = self.ranges[-1] if self.ranges else None
         if last and (last.name, last.stop) == (new.name, new.start):
