@@ -17,7 +17,7 @@ _ROOT = Path(__file__).parent.parent
 #: Packages whose versions decide what a run computes.
 _PACKAGES = ("jax", "jaxlib", "optax", "numpy")
 #: Environment variables that may change a run; nothing else of the environment is recorded.
-_VARIABLES = ("XLA_FLAGS", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS")
+VARIABLES = ("XLA_FLAGS", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS")
 
 
 def closure(modules: list[str], extra: list[Path]) -> str:
@@ -68,4 +68,4 @@ def software() -> dict[str, str]:
 
 def environment() -> dict[str, str]:
     """The allow-listed environment variables that are set."""
-    return {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+    return {name: os.environ[name] for name in VARIABLES if name in os.environ}

@@ -270,6 +270,32 @@ def test_replay_executes_nothing_that_the_run_did_not(record, tmp_path):
     assert "nothing was executed" in result.stderr
 
 
+@pytest.mark.parametrize("name", ["LD_PRELOAD", "PYTHONPATH", "JAX_PLATFORMS"])
+def test_replay_takes_no_other_variable_from_a_record_than_runs_record(record, tmp_path, monkeypatch, name):
+    copy = tmp_path / "copy"
+    shutil.copytree(record, copy)
+    (path,) = copy.glob("runs/*/run.json")
+    facts = format.decode(path.read_bytes(), format.RunFile)
+    hostile = msgspec.structs.replace(facts, environment={**facts.environment, name: "cpu"})
+    path.write_bytes(format.encode(hostile))
+    given = []
+
+    def child(*args, env, **kwargs):
+        given.append(env)
+        return subprocess.CompletedProcess(args, 7)
+
+    monkeypatch.setattr(subprocess, "run", child)
+    monkeypatch.setenv("SECRET", "of this machine")
+    result = CliRunner().invoke(command, ["replay", str(copy)])
+    if name in provenance.VARIABLES:
+        assert given[0][name] == "cpu"
+        assert "SECRET" not in given[0]
+    else:
+        assert (result.exit_code, given) == (2, [])
+        assert f"holds {name}; only XLA_FLAGS" in result.stderr
+        assert result.stderr.endswith("; nothing was executed\n")
+
+
 def test_the_folder_of_a_run_must_be_new(tmp_path, smoke_data):
     assert "exists already" in str(refused(smoke_data, tmp_path, out=tmp_path).value)
 

@@ -13,9 +13,10 @@ from typing import TextIO
 import click
 import msgspec
 
-from speedrun import runlog
+from speedrun import provenance, runlog
 from speedrun import track as tracks
 from speedrun.cli.options import data_option, example, json_option
+from speedrun.console import clean
 from speedrun.data import shards
 from speedrun.errors import SpeedrunError, UsageError
 from speedrun.ledger import format
@@ -56,10 +57,11 @@ def command(
     loaded = load(record)
     old = _find(loaded, record, run_id)
     source = _checked_source(loaded, record, old)
+    environment = _checked_environment(record, old)
     echo = sys.stderr if as_json else sys.stdout
     with tempfile.TemporaryDirectory() as scratch:
         target = (out or Path(scratch) / "record").absolute()
-        losses = _replay(old, source, data, target, Path(scratch) / "source", echo)
+        losses = _replay(old, source, environment, data, target, Path(scratch) / "source", echo)
     pairs = list(zip([step.loss for step in old.steps], losses, strict=False))
     num_equal = sum(a == b for a, b in pairs)
     largest = max((abs(a - b) for a, b in pairs), default=0.0)
@@ -100,8 +102,24 @@ def _checked_source(record: Record, folder: Path, run: Run) -> dict[str, str]:
         raise UsageError(f"{folder}/source.txt: {error}; nothing was executed") from None
 
 
+def _checked_environment(folder: Path, run: Run) -> dict[str, str]:
+    """The variables that the run had, if they are ones that a run records: others could load foreign code."""
+    if foreign := sorted(run.file.environment.keys() - set(provenance.VARIABLES)):
+        raise UsageError(
+            f"{folder}: the environment of {run.file.run_id} holds {clean(', '.join(foreign))}; "
+            f"only {', '.join(provenance.VARIABLES)} may stand there; nothing was executed"
+        )
+    return run.file.environment
+
+
 def _replay(
-    old: Run, source: dict[str, str], data: Path | None, out: Path, scratch: Path, echo: TextIO
+    old: Run,
+    source: dict[str, str],
+    environment: dict[str, str],
+    data: Path | None,
+    out: Path,
+    scratch: Path,
+    echo: TextIO,
 ) -> list[float]:
     """Runs the unpacked source; the losses of its steps."""
     for path, text in source.items():
@@ -124,7 +142,7 @@ def _replay(
     done = subprocess.run(
         [sys.executable, "-m", "speedrun.train", "run.json"],
         cwd=scratch,
-        env={**keep, **old.file.environment, "PYTHONPATH": str(scratch)},
+        env={**keep, **environment, "PYTHONPATH": str(scratch)},
         stdout=echo,
         check=False,
     )
