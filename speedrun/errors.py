@@ -31,14 +31,21 @@ class NonFiniteError(SpeedrunError):
     exit_code = 5
 
 
-#: What `speedrun COMMAND --help` and the README print. Codes 4 (checkpoint), 6 (hang) and 75 (preempted)
-#: are kept free for the parts of the harness that will need them.
+class Terminated(BaseException):
+    """SIGTERM. Like KeyboardInterrupt no `Exception`, so that nobody on the way handles it by mistake."""
+
+    exit_code = 75
+
+
+#: What `speedrun COMMAND --help` and the README print. Codes 4 (checkpoint) and 6 (hang) are kept free for the
+#: parts of the harness that will need them.
 EXIT_CODES = {
     0: "done",
     1: "ran, and the answer is no: target missed or a check failed",
     2: "usage: unknown name, bad setting, output folder or device count",
     3: "data: shard missing, damaged, foreign or too short",
     5: "non-finite loss; the first bad leaf is named",
+    75: "stopped by SIGTERM; the log up to there is kept",
     130: "interrupted; the log up to there is kept",
 }
 

@@ -18,7 +18,7 @@ import jax
 import msgspec
 import numpy as np
 
-from speedrun import console, health, provenance, runlog
+from speedrun import console, health, provenance, runlog, signals
 from speedrun import mesh as meshes
 from speedrun import track as tracks
 from speedrun.clock import Clock, cold_wall_s, now
@@ -58,13 +58,14 @@ def train(config: RunConfig, reader: console.Live | None = None) -> format.RunFi
     except OSError as error:
         raise UsageError(f"{run_dir}: {error.strerror}; choose an --out that can be written") from None
     tally = Tally()
-    with runlog.RunLog(run_dir / "metrics.jsonl", now) as log:
+    with runlog.RunLog(run_dir / "metrics.jsonl", now) as log, signals.handled_by(signals.ignore):
         if reader is not None:
             log.subscribe(reader)
         clock, outcome = Clock(), "aborted"
         try:
-            _announce(ready, run_id, log, tally)
-            _run(ready, log, clock, tally)
+            with signals.handled_by(signals.stop):
+                _announce(ready, run_id, log, tally)
+                _run(ready, log, clock, tally)
             outcome = "finished"
         except BaseException as error:
             # Whatever ends a run is in its log, and goes on its way: a run that broke off stays visible.

@@ -38,6 +38,7 @@ FLOORS = {
     "speedrun.data": 2,
     "speedrun.console": 2,
     "speedrun.track": 1,
+    "speedrun.signals": 1,
     "speedrun.runlog": 1,
     "speedrun.provenance": 1,
     "speedrun.clock": 0,

@@ -18,7 +18,7 @@ from speedrun.cli import doctor
 from speedrun.cli.options import json_option
 from speedrun.clock import Stopwatch
 from speedrun.data import shards, synthetic
-from speedrun.errors import EXIT_CODES, DataError, NonFiniteError, SpeedrunError, UsageError
+from speedrun.errors import EXIT_CODES, DataError, NonFiniteError, SpeedrunError, Terminated, UsageError
 
 HEAVY = ("jax", "numpy", "msgspec", "rich", "optax", "matplotlib")
 
@@ -140,9 +140,16 @@ def test_an_expected_error_is_one_line(raiser, kind: type[SpeedrunError]):
     assert kind.exit_code in EXIT_CODES
 
 
-def test_an_interrupt_ends_with_130(raiser):
-    raiser(KeyboardInterrupt())
-    assert invoke("run").exit_code == 130
+@pytest.mark.parametrize(
+    ("error", "exit_code", "said"),
+    [(KeyboardInterrupt(), 130, "interrupted"), (Terminated("stopped"), 75, "stopped")],
+)
+def test_a_stop_has_an_exit_code_of_its_own(raiser, error: BaseException, exit_code: int, said: str):
+    raiser(error)
+    result = invoke("run")
+    assert (result.exit_code, result.stderr.strip()) == (exit_code, f"error: {said}")
+    assert json.loads(invoke("run", "--json").stdout) == {"error": said, "exit_code": exit_code}
+    assert exit_code in EXIT_CODES
 
 
 def test_an_unexpected_error_keeps_its_traceback(raiser):

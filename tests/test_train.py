@@ -5,8 +5,10 @@ import io
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -259,6 +261,44 @@ def test_a_run_that_breaks_off_tells_what_it_read(tmp_path, smoke_data, monkeypa
     told = f"{facts.run_id} broke off after 3 of 12 steps: KeyboardInterrupt: stopped from outside"
     assert (failed.check.id, failed.messages) == ("V301", ("0 of 1 runs finished", told))
     assert f"- {told}" in (out / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("sent", "seen", "exit_code", "said"),
+    [
+        (signal.SIGTERM, "warmup_start", 75, "broke off before the clock: Terminated: stopped by SIGTERM"),
+        (signal.SIGTERM, "step", 75, "of 400 steps: Terminated: stopped by SIGTERM"),
+        (signal.SIGINT, "data", 130, "broke off before the clock: KeyboardInterrupt: stopped by SIGINT"),
+    ],
+)
+def test_a_stopped_run_ends_its_log_and_writes_its_facts(tmp_path, smoke_data, sent, seen, exit_code, said):
+    """A process of its own, stopped when its log says `seen`: after `data` it compiles."""
+    out = tmp_path / "out"
+    settings = [w for k, v in (SMALL | {"stages.0.num_steps": "400"}).items() for w in ("--set", f"{k}={v}")]
+    argv = [sys.executable, "-m", "speedrun", "run", "--data", str(smoke_data), "--out", str(out), *settings]
+    running = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        while not any(f'"ev":"{seen}"' in path.read_text() for path in out.glob("runs/*/metrics.jsonl")):
+            assert running.poll() is None, running.communicate()
+            threading.Event().wait(0.05)
+        running.send_signal(sent)
+        _, stderr = running.communicate(timeout=60)
+    finally:
+        running.kill()
+    assert running.returncode == exit_code, stderr
+    assert stderr.count("Traceback") == 0
+    *_, error, end = events(out)
+    assert (error.message, end.status) == (f"stopped by {sent.name}", "aborted")
+    (path,) = out.glob("runs/*/run.json")
+    assert format.decode(path.read_bytes(), format.RunFile).outcome == "aborted"
+    (failed,) = validate(out).having("failed")
+    assert failed.messages[1].endswith(said)
+
+
+def test_the_handlers_of_signals_are_put_back(record):
+    del record  # a run in this process
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_replay_executes_nothing_that_the_run_did_not(record, tmp_path):

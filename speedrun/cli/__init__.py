@@ -14,7 +14,7 @@ import click
 
 from speedrun import __version__
 from speedrun.cli.options import Group
-from speedrun.errors import EXIT_CODES, SpeedrunError, UsageError, unknown
+from speedrun.errors import EXIT_CODES, SpeedrunError, Terminated, UsageError, unknown
 
 COMMANDS = {
     "doctor": "Say what this machine can run, and what to type next.",
@@ -55,32 +55,31 @@ class _Commands(Group):
             error.show()
             sys.exit(error.exit_code)
         except click.UsageError as error:
-            _fail(_in_our_words(error), words)
-        except SpeedrunError as error:
-            _fail(error, words)
+            _fail(_in_our_words(error), UsageError.exit_code, words)
+        except (SpeedrunError, Terminated) as error:
+            _fail(str(error), error.exit_code, words)
         except click.Abort:  # what click makes of KeyboardInterrupt
-            click.echo("interrupted", err=True)
-            sys.exit(INTERRUPTED)
+            _fail("interrupted", INTERRUPTED, words)
 
 
-def _fail(error: SpeedrunError, words: list[str]) -> NoReturn:
+def _fail(said: str, exit_code: int, words: list[str]) -> NoReturn:
     """Says one line and exits. The words are asked for --json, for a command may have failed to read them."""
     if "--json" in words:
-        click.echo(json.dumps({"error": str(error), "exit_code": error.exit_code}))
+        click.echo(json.dumps({"error": said, "exit_code": exit_code}))
     else:
-        click.echo(f"error: {error}", err=True)
-    sys.exit(error.exit_code)
+        click.echo(f"error: {said}", err=True)
+    sys.exit(exit_code)
 
 
-def _in_our_words(error: click.UsageError) -> UsageError:
+def _in_our_words(error: click.UsageError) -> str:
     """What click says of an argument, as one line that ends with what to do."""
     ctx = error.ctx
     if isinstance(error, click.NoSuchOption) and ctx is not None:
         options = [name for param in ctx.command.get_params(ctx) for name in param.opts if name[0] == "-"]
-        return unknown("option", error.option_name, options)
+        return str(unknown("option", error.option_name, options))
     said = " ".join(error.format_message().split()).rstrip(".")
     help_option = f"'{ctx.command_path} --help'" if ctx is not None else "--help"
-    return UsageError(f"{said[:1].lower()}{said[1:]}; {help_option} shows what is needed")
+    return f"{said[:1].lower()}{said[1:]}; {help_option} shows what is needed"
 
 
 @click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
