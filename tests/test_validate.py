@@ -177,6 +177,8 @@ def test_a_record_in_which_no_run_finished_says_that_it_holds_no_result(folder):
     readme = (folder / "README.md").read_text()
     assert "**No run finished, so this record holds no result.**\n\n- tiny-3-00a3 broke off after 5" in readme
     assert "validation loss" not in readme
+    summary = decode((folder / "summary.json").read_bytes(), Summary)
+    assert summary.broke_off == ("tiny-3-00a3 broke off after 5 of 10 steps: OSError: no | space",)
     assert "loss.svg" not in readme
     result = CliRunner().invoke(command, [str(folder)])
     assert result.exit_code == 1
@@ -247,9 +249,9 @@ def test_files_have_one_spelling():
 
 
 ABOUT_NOTHING = Summary(
-    num_runs=0, num_finished=0, target_loss=3.28, target_reached=False, val_loss_mean=None, val_loss_sd=None,
-    train_time_s_mean=None, train_time_s_sd=None, cold_wall_s_mean=None, compile_s_mean=None, num_steps=0,
-    num_tokens=0, step_p50_ms=0.0, step_p95_ms=0.0, step_max_ms=0.0, data_wait_share=None,
+    num_runs=0, num_finished=0, broke_off=(), target_loss=3.28, target_reached=False, val_loss_mean=None,
+    val_loss_sd=None, train_time_s_mean=None, train_time_s_sd=None, cold_wall_s_mean=None, compile_s_mean=None,
+    num_steps=0, num_tokens=0, step_p50_ms=0.0, step_p95_ms=0.0, step_max_ms=0.0, data_wait_share=None,
 )  # fmt: skip
 
 

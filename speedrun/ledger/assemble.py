@@ -157,6 +157,7 @@ def derive_summary(runs: Sequence[Run], rules: Track) -> Summary:
     return Summary(
         num_runs=len(runs),
         num_finished=len(done),
+        broke_off=tuple(run.broke_off for run in runs if not run.finished),
         target_loss=rules.target.loss,
         target_reached=none_blew_up and val_loss is not None and val_loss <= rules.target.loss,
         val_loss_mean=val_loss,
@@ -225,7 +226,7 @@ def readme_head(manifest: Manifest, summary: Summary, runs: Sequence[Run]) -> st
     blocks = [
         f"# {_cell(manifest.about.title)}",
         "" if summary.num_finished else "**No run finished, so this record holds no result.**",
-        "\n".join(f"- {_cell(run.broke_off)}" for run in runs if not run.finished),
+        "\n".join(f"- {_cell(said)}" for said in summary.broke_off),
         table,
         changes,
         "![loss against train time](plots/loss.svg)" if summary.num_finished else "",

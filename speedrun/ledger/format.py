@@ -169,6 +169,7 @@ class Summary(_Strict, frozen=True, tag_field="schema", tag=SUMMARY_SCHEMA):
 
     num_runs: int
     num_finished: int
+    broke_off: tuple[str, ...]  #: where and why, for each run that did not finish
     target_loss: float
     target_reached: bool
     val_loss_mean: float | None

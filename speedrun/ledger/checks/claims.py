@@ -23,7 +23,7 @@ def enough_runs(record: Record) -> Iterator[str]:
     need = record.rules.rules.min_runs
     if len(record.finished) < need:
         yield f"{len(record.finished)} of {need} runs finished"
-        yield from (run.broke_off for run in record.runs if not run.finished)
+        yield from derive_summary(record.runs, record.rules).broke_off
 
 
 @check(
