@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -44,6 +45,19 @@ def make_mesh(num_devices: int) -> Mesh:
             f"pass --devices {len(devices)} or run where {num_devices} are visible"
         )
     return Mesh(np.array(devices[:num_devices]), (AXIS,))
+
+
+def make_target_mesh(target: str, num_devices: int) -> Mesh:
+    """A mesh of devices that are described, not there: one can compile for it, and nothing more.
+
+    Args:
+        target: the device as XLA wants it described (`devices.target`).
+        num_devices: in one machine.
+    """
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=target, topology=f"1x1x{num_devices}"
+    )
+    return Mesh(np.array(topology.devices), (AXIS,))
 
 
 def place(x_BT: np.ndarray, mesh: Mesh) -> jax.Array:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from collections.abc import Callable
 
 # Half of the suite's time would be LLVM making small programs fast.
 os.environ.setdefault(
@@ -10,8 +11,9 @@ os.environ.setdefault(
 
 import jax
 import pytest
+from jax.sharding import Mesh
 
-from speedrun import mesh, recipes
+from speedrun import deviceless, mesh, recipes
 from speedrun.models import record21
 from speedrun.recipe import Recipe, Stage
 
@@ -43,3 +45,11 @@ def tiny() -> Recipe:
         eval_sequences=16,
         eval_seq_len=32,
     )
+
+
+@pytest.fixture(scope="session")
+def h100() -> Callable[[int], Mesh]:
+    """Meshes of so many H100s to compile for, where the compiler is installed."""
+    if missing := deviceless.missing_wheels():
+        pytest.skip(f"needs {', '.join(missing)}: scripts/test.sh installs them, --quick leaves them out")
+    return lambda num_devices: deviceless.target_mesh("h100", num_devices)

@@ -1,0 +1,245 @@
+"""Reads the text of a compiled XLA program: its computations, their instructions, and what each one moves.
+
+Text, because it is all that every version of JAX hands out for every backend. Needs no JAX.
+The module must be scheduled ("is_scheduled=true"), as a compiled one is.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+#: Opcodes that are names for memory, or bookkeeping: they start no kernel.
+_FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "opt-barrier"}
+_FREE |= {"after-all", "add-dependency", "domain", "partition-id", "replica-id"}
+#: These count by what they run.
+_FREE |= {"while", "conditional", "call", "async-start", "async-update", "async-done"}
+#: Opcodes that read of their first operand only what they return.
+_SLICES = ("slice", "dynamic-slice", "gather")
+#: Opcodes that write into their first operand, in place; and which operand they write.
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
+
+_ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
+_NAME = re.compile(r"%([\w.-]+)")
+_HEADER = re.compile(r"(ENTRY )?%([\w.-]+) \(.*\{$")
+_ASSIGNMENT = re.compile(r" +(ROOT )?%([\w.-]+) = ")
+
+
+class Array(NamedTuple):
+    """The type of one array."""
+
+    dtype: str  #: as XLA writes it: "bf16", "f8e4m3fn", "s32", "pred"
+    dims: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all elements; 4-bit ones are packed."""
+        digits = re.search(r"\d+", self.dtype)
+        bits = int(digits[0]) if digits else 8 if self.dtype == "pred" else 0  # a token has no bytes
+        return -(-math.prod(self.dims) * bits // 8)
+
+
+class Instruction(NamedTuple):
+    """One line of a computation."""
+
+    name: str
+    arrays: tuple[Array, ...]  #: the result; the leaves, if it is a tuple
+    opcode: str
+    operands: tuple[str, ...]  #: names; of a parameter, its number
+    attributes: str  #: the rest of the line
+    is_root: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the result."""
+        return sum(array.num_bytes for array in self.arrays)
+
+    @property
+    def results(self) -> tuple[Array, ...]:
+        """The result without the scratch space (`s8`) that a library call returns beside it."""
+        scratch = "s8" if self.opcode == "custom-call" else None
+        return tuple(array for array in self.arrays if array.dtype != scratch)
+
+    @property
+    def kind(self) -> str:
+        """The opcode of what an asynchronous pair does together: `all-gather` of `all-gather-start`."""
+        return self.opcode.removesuffix("-start").removesuffix("-done")
+
+    def calls(self, *roles: str) -> list[str]:
+        """Names of the computations it runs in one of these roles ("body", "to_apply")."""
+        found = re.findall(rf"\b(?:{'|'.join(roles)})=(\{{[^}}]*\}}|%[\w.-]+)", self.attributes)
+        return [name for text in found for name in _NAME.findall(text)]
+
+    def attribute(self, pattern: str) -> str | None:
+        """The first group of a regular expression, searched in the attributes."""
+        found = re.search(pattern, self.attributes)
+        return found[1] if found else None
+
+
+Computation = dict[str, Instruction]
+
+
+class Executed(NamedTuple):
+    """An instruction that the schedule reaches, where it stands and how often it runs in one call."""
+
+    instruction: Instruction
+    computation: Computation
+    times: int
+
+
+class Module(NamedTuple):
+    """A parsed program."""
+
+    computations: dict[str, Computation]
+    entry: str
+
+    def executed(self) -> Iterator[Executed]:
+        """Every instruction of the entry and of what it runs, in the order of the schedule.
+
+        A loop's body counts by its known trip count, once if XLA does not know it (`unknown_loops`). Every
+        branch of a conditional counts, as if all were taken. The inside of a fusion is one kernel and is not
+        entered, nor is what a reduction applies to pairs of elements.
+        """
+        yield from self._executed(self.entry, 1)
+
+    def _executed(self, name: str, times: int) -> Iterator[Executed]:
+        computation = self.computations[name]
+        for instruction in computation.values():
+            yield Executed(instruction, computation, times)
+            trips = times * (trip_count(instruction) or 1)
+            for callee in _entered(instruction):
+                yield from self._executed(callee, trips)
+
+    def unknown_loops(self) -> int:
+        """Loops whose trip count XLA does not know: they are counted once."""
+        return sum(
+            one.instruction.opcode == "while" and not trip_count(one.instruction) for one in self.executed()
+        )
+
+    def traffic_bytes(self, instruction: Instruction, computation: Computation) -> int:
+        """Bytes that one instruction reads from and writes to device memory, as if nothing were cached.
+
+        Its operands, each once, and its result. Of an operand that is only sliced or gathered from, the slices;
+        of a result that is an update in place, the update: both also inside a fusion. The scratch space of
+        library calls does not count. An asynchronous pair reads at its start and writes at its end.
+        """
+        if instruction.opcode in _FREE:
+            return 0
+        fused = self._fused(instruction)
+        reads = _reads(instruction, computation) if fused is None else _reads_fused(fused)
+        writes = _written(instruction, computation) if fused is None else _written(_root(fused), fused)
+        starts, ends = instruction.opcode.endswith("-start"), instruction.opcode.endswith("-done")
+        return (0 if ends else reads) + (0 if starts else writes)
+
+    def _fused(self, instruction: Instruction) -> Computation | None:
+        """The inside of a fusion."""
+        names = instruction.calls("calls") if instruction.kind == "fusion" else []
+        return self.computations[names[0]] if names else None
+
+
+def parse(text: str) -> Module:
+    """The module that `compiled.as_text()` prints.
+
+    Raises:
+        ValueError: if the text is no scheduled module.
+    """
+    if "is_scheduled=true" not in text.partition("\n")[0]:
+        raise ValueError(f"got {text[:60]!r}; need the text of a compiled, scheduled HLO module")
+    computations: dict[str, Computation] = {}
+    entry = current = ""
+    for line in text.splitlines():
+        if header := _HEADER.match(line):
+            current = header[2]
+            computations[current] = {}
+            entry = current if header[1] else entry
+        elif assigned := _ASSIGNMENT.match(line):
+            one = _instruction(assigned[2], line[assigned.end() :], is_root=bool(assigned[1]))
+            computations[current][one.name] = one
+    return Module(computations, entry)
+
+
+def _instruction(name: str, text: str, *, is_root: bool) -> Instruction:
+    """`bf16[8,4]{1,0} add(%a, %b), metadata={...}` in parts."""
+    end = _closing(text, 0) if text.startswith("(") else text.index(" ")
+    opening = text.index("(", end)
+    closing = _closing(text, opening)
+    opcode, inner = text[end:opening].strip(), text[opening + 1 : closing - 1]
+    arrays = tuple(
+        Array(dtype, tuple(map(int, filter(None, dims.split(",")))))
+        for dtype, dims in _ARRAY.findall(text[:end])
+    )
+    operands = (inner,) if opcode == "parameter" else tuple(_NAME.findall(inner))
+    return Instruction(name, arrays, opcode, operands, text[closing:], is_root)
+
+
+def _closing(text: str, opening: int) -> int:
+    """Just behind the parenthesis that closes the one at `opening`."""
+    depth = 0
+    for place in range(opening, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[place], 0)
+        if depth == 0:
+            return place + 1
+    raise ValueError(f"a parenthesis in {text[:60]!r} is never closed")
+
+
+def trip_count(instruction: Instruction) -> int | None:
+    """How often a loop runs, if XLA knows; None for all else."""
+    text = instruction.attribute(r'"known_trip_count":\{"n":"?(\d+)')
+    return int(text) if instruction.opcode == "while" and text else None
+
+
+def _entered(instruction: Instruction) -> list[str]:
+    """Computations whose instructions are kernels of their own."""
+    match instruction.opcode:
+        case "while":
+            return instruction.calls("body")
+        case "conditional":
+            return instruction.calls("branch_computations", "true_computation", "false_computation")
+        case "call":
+            return instruction.calls("to_apply")
+        case "async-start":
+            return instruction.calls("calls")
+    return []
+
+
+def _root(computation: Computation) -> Instruction:
+    return next(one for one in computation.values() if one.is_root)
+
+
+def _reads(instruction: Instruction, computation: Computation) -> int:
+    """What an instruction outside of fusions reads: each operand once."""
+    alone = {instruction.name: instruction}
+    return sum(_taken(computation[name], alone) for name in dict.fromkeys(instruction.operands))
+
+
+def _reads_fused(fused: Computation) -> int:
+    """What a fusion reads of its parameters."""
+    return sum(_taken(one, fused) for one in fused.values() if one.opcode == "parameter")
+
+
+def _taken(source: Instruction, users: Computation) -> int:
+    """Bytes that `users` read of `source`: slices, if all of them only slice."""
+    total = 0
+    for user in users.values():
+        if source.name not in user.operands:
+            continue
+        only_first = user.operands.index(source.name) == 0 and user.operands.count(source.name) == 1
+        if user.opcode == "bitcast":
+            total += _taken(user, users)
+        elif only_first and user.opcode in _SLICES:
+            total += user.num_bytes
+        elif not (only_first and user.opcode in _UPDATES):
+            return source.num_bytes
+    return min(total, source.num_bytes)
+
+
+def _written(instruction: Instruction, computation: Computation) -> int:
+    """Bytes of a result that are new: of an update in place, the update."""
+    if instruction.opcode in ("bitcast", "tuple"):  # the root of a fusion
+        return sum(_written(computation[name], computation) for name in instruction.operands)
+    if instruction.opcode in _UPDATES:
+        return computation[instruction.operands[_UPDATES[instruction.opcode]]].num_bytes
+    return sum(array.num_bytes for array in instruction.results)

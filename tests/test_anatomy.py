@@ -1,0 +1,258 @@
+"""The reader of compiled programs: on text whose numbers are known, and on programs for GPUs that are not there."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from speedrun import anatomy, deviceless, devices, hlo
+from speedrun.anatomy import Anatomy, Memory
+from speedrun.deviceless import compile_for_target
+from speedrun.errors import UsageError
+from speedrun.params import AXIS
+
+HEADER = "HloModule test, is_scheduled=true\n"
+NO_MEMORY = Memory(0, 0, 0, 0, 0)
+
+
+def read(text: str) -> Anatomy:
+    return anatomy.read(HEADER + text, NO_MEMORY)
+
+
+def entry(*lines: str) -> str:
+    return "\n".join(["ENTRY %main (p: f32[8]) -> f32[8] {", *(f"  {line}" for line in lines), "}\n"])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_bytes"),
+    [("f32", 24), ("bf16", 12), ("f8e4m3fn", 6), ("f8e5m2", 6), ("pred", 6), ("s4", 3), ("token", 0)],
+)
+def test_bytes_of_an_array(dtype: str, num_bytes: int) -> None:
+    assert hlo.Array(dtype, (2, 3)).num_bytes == num_bytes
+
+
+def test_a_kernel_reads_its_operands_once_and_writes_its_result() -> None:
+    got = read(
+        entry(
+            "%p = f32[8]{0} parameter(0)",
+            "%view = f32[2,4]{1,0} bitcast(%p)",
+            "%sum = f32[2,4]{1,0} add(%view, %view)",
+            "ROOT %half = bf16[2,4]{1,0} convert(%sum)",
+        )
+    )
+    assert got.traffic == {"add": 32 + 32, "convert": 32 + 16}
+    assert got.holds("f32", 2, 4)
+    assert not got.holds("f32", 8), "a parameter or a view is no new array"
+
+
+FUSIONS = """
+%slicing (a: f32[100,8], i: s32[]) -> f32[1,8] {
+  %a = f32[100,8]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %flat = f32[100,8]{1,0} bitcast(%a)
+  %row = f32[1,8]{1,0} dynamic-slice(%flat, %i, %i), dynamic_slice_sizes={1,8}
+  ROOT %twice = f32[1,8]{1,0} add(%row, %row)
+}
+
+%writing (b: f32[100,8], c: f32[1,8], j: s32[]) -> f32[100,8] {
+  %b = f32[100,8]{1,0} parameter(0)
+  %c = f32[1,8]{1,0} parameter(1)
+  %j = s32[] parameter(2)
+  ROOT %new = f32[100,8]{1,0} dynamic-update-slice(%b, %c, %j, %j)
+}
+
+"""
+
+
+def test_slices_and_updates_in_place_count_as_such_inside_fusions() -> None:
+    got = read(
+        FUSIONS
+        + entry(
+            "%p = f32[100,8]{1,0} parameter(0)",
+            "%k = s32[] parameter(1)",
+            "%row = f32[1,8]{1,0} fusion(%p, %k), kind=kLoop, calls=%slicing",
+            "ROOT %out = f32[100,8]{1,0} fusion(%p, %row, %k), kind=kLoop, calls=%writing",
+        )
+    )
+    row, index = 32, 4
+    assert got.traffic == {"fusion": (row + index + row) + (row + index + row)}
+
+
+def test_a_gather_reads_what_it_returns_and_a_use_beside_it_reads_all() -> None:
+    gather = "%rows = f32[2,8]{1,0} gather(%p, %k), offset_dims={1}"
+    table, rows, index = 3200, 64, 8
+    assert read(
+        entry("%p = f32[100,8]{1,0} parameter(0)", "%k = s32[2]{0} parameter(1)", gather)
+    ).traffic == {"gather": rows + index + rows}
+    both = FUSIONS.replace("add(%row, %row)", "reduce(%row, %a), to_apply=%slicing")
+    text = both + entry(
+        "%p = f32[100,8]{1,0} parameter(0)",
+        "%k = s32[] parameter(1)",
+        "ROOT %row = f32[1,8]{1,0} fusion(%p, %k), kind=kLoop, calls=%slicing",
+    )
+    assert read(text).traffic == {"fusion": table + 4 + 32}
+
+
+LOOP = """
+%body (s: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %s = (s32[], f32[8]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %x = f32[8]{0} get-tuple-element(%s), index=1
+  %y = f32[8]{0} negate(%x)
+  %call = (f32[8]{0}, s8[4096]{0}) custom-call(%y, /*index=1*/%y), custom_call_target="gemm"
+  %z = f32[8]{0} get-tuple-element(%call), index=0
+  ROOT %t = (s32[], f32[8]{0}) tuple(%i, %z)
+}
+
+%cond (s2: (s32[], f32[8])) -> pred[] {
+  %s2 = (s32[], f32[8]{0}) parameter(0)
+  ROOT %less = pred[] constant(true)
+}
+
+"""
+
+
+@pytest.mark.parametrize(
+    ("known", "times", "unknown_loops"),
+    [(', backend_config={"known_trip_count":{"n":"5"}}', 5, 0), ("", 1, 1)],
+)
+def test_a_loop_counts_as_often_as_it_runs(known: str, times: int, unknown_loops: int) -> None:
+    loop = "ROOT %w = (s32[], f32[8]{0}) while(%s), condition=%cond, body=%body" + known
+    got = read(LOOP + entry("%s = (s32[], f32[8]{0}) parameter(0)", loop))
+    assert got.traffic == {"negate": times * 64, "gemm": times * 64}, "the scratch of the call does not count"
+    assert got.custom_calls == {"gemm": times}
+    assert got.unknown_loops == unknown_loops
+    assert ("unknown length" in got.table()) == bool(unknown_loops)
+
+
+def test_every_branch_counts() -> None:
+    text = """
+%one (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  ROOT %n = f32[8]{0} negate(%a)
+}
+
+%two (b: f32[8]) -> f32[8] {
+  %b = f32[8]{0} parameter(0)
+  ROOT %m = f32[8]{0} exponential(%b)
+}
+
+"""
+    choose = "ROOT %c = f32[8]{0} conditional(%q, %p, %p), branch_computations={%one, %two}"
+    got = read(text + entry("%p = f32[8]{0} parameter(0)", "%q = s32[] parameter(1)", choose))
+    assert got.traffic == {"negate": 64, "exponential": 64}
+
+
+COLLECTIVES = entry(
+    "%p = bf16[4]{0} parameter(0)",
+    "%q = f32[16]{0} parameter(1)",
+    "%ag = ((bf16[4]{0}, f32[16]{0}), (bf16[32]{0}, f32[128]{0})) all-gather-start(%p, %q), "
+    'metadata={op_name="jit(f)/gather"}, backend_config={"collective_backend_config":{"is_sync":false}}',
+    "%agd = (bf16[32]{0}, f32[128]{0}) all-gather-done(%ag)",
+    "%rs = ((f32[16]{0}), f32[2]{0}) reduce-scatter-start(%q), "
+    'backend_config={"collective_backend_config":{"is_sync":true}}',
+    "%rsd = f32[2]{0} reduce-scatter-done(%rs)",
+    "ROOT %a2a = f32[16]{0} all-to-all(%q), dimensions={0}",
+)
+
+
+def test_collectives_are_named_with_the_bytes_of_the_whole() -> None:
+    got = read(COLLECTIVES)
+    gather, scatter, exchange = got.collectives
+    assert (gather.kind, gather.dtype, gather.num_bytes) == ("all-gather", "bf16+f32", 64 + 512)
+    assert (scatter.kind, scatter.dtype, scatter.num_bytes) == ("reduce-scatter", "f32", 64)
+    assert (exchange.kind, exchange.times) == ("all-to-all", 1)
+    assert [one.is_synchronous for one in got.collectives] == [False, True, True]
+    assert str(gather) == "1 x all-gather bf16+f32, 576 bytes (jit(f)/gather)"
+    assert got.sent_bytes("all-gather") == 576
+    assert got.traffic == {
+        "all-gather": 72 + 576,
+        "reduce-scatter": 64 + 8,
+        "all-to-all": 64 + 64,
+    }
+
+
+def test_it_prints_for_people_and_for_programs() -> None:
+    got = read(COLLECTIVES)
+    table = got.table()
+    assert all(str(one) in table for one in got.collectives)
+    assert "custom calls  none" in table
+    decoded = msgspec.json.decode(got.json())
+    assert decoded["traffic_bytes"] == got.traffic_bytes
+    assert decoded["collectives"][1]["is_synchronous"] is True
+
+
+def test_text_that_is_not_scheduled_is_refused() -> None:
+    with pytest.raises(ValueError, match="need the text of a compiled, scheduled HLO module"):
+        hlo.parse("HloModule jit_f, entry_computation_layout={()->f32[]}")
+
+
+def test_a_program_of_this_machine_can_be_read() -> None:
+    x = jax.ShapeDtypeStruct((64, 32), jnp.float32)
+    got = anatomy.dissect(jax.jit(lambda x: jnp.sin(x) + 1).lower(x).compile())
+    assert got.traffic_bytes == 2 * 64 * 32 * 4
+    assert got.memory.argument_bytes == 64 * 32 * 4
+
+
+def rows(mesh: Mesh, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(AXIS)))
+
+
+def test_a_sharded_step_for_eight_h100(h100: Callable[[int], Mesh]) -> None:
+    mesh = h100(8)
+
+    def local(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def loss(w: jax.Array) -> jax.Array:
+            whole = jax.lax.all_gather(w.astype(jnp.bfloat16), AXIS, tiled=True)
+            return jnp.sum((x @ whole).astype(jnp.float32) ** 2)
+
+        value, grad = jax.value_and_grad(loss)(w)
+        return w - grad, jax.lax.psum(value, AXIS)
+
+    step = jax.shard_map(local, mesh=mesh, in_specs=(P(AXIS), P(AXIS)), out_specs=(P(AXIS), P()))
+    w, x = rows(mesh, (1024, 512), jnp.float32), rows(mesh, (4096, 1024), jnp.bfloat16)
+    got = anatomy.dissect(compile_for_target(jax.jit(step, donate_argnums=0), w, x))
+    sent = {one.kind: (one.dtype, one.num_bytes, one.times) for one in got.collectives}
+    assert sent == {
+        "all-gather": ("bf16", 1024 * 512 * 2, 1),
+        "reduce-scatter": ("bf16", 1024 * 512 * 2, 1),
+        "all-reduce": ("f32", 4, 1),
+    }
+    assert got.memory.donated_bytes == 1024 * 512 * 4 // 8
+    assert got.custom_calls == {"__cublas$lt$matmul": 2}
+
+
+def test_an_fp8_product_is_one_fp8_gemm(h100: Callable[[int], Mesh]) -> None:
+    """It fails, too, if the target promises no CUDA release: then XLA widens the operands first."""
+    mesh = h100(1)
+
+    def product(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16)
+
+    x, w = rows(mesh, (256, 64), jnp.float8_e4m3fn), rows(mesh, (128, 64), jnp.float8_e4m3fn)
+    got = anatomy.dissect(compile_for_target(jax.jit(product), x, w))
+    assert got.custom_calls == {"__cublas$lt$matmul$f8": 1}
+    assert got.traffic["__cublas$lt$matmul$f8"] - 256 * 64 - 128 * 64 - 256 * 128 * 2 in range(17), "scales"
+
+
+@pytest.mark.usefixtures("h100")
+@pytest.mark.parametrize("kind", devices.DEVICES)
+def test_the_compiler_accepts_every_target(kind: str) -> None:
+    mesh = deviceless.target_mesh(kind, 2)
+    assert mesh.devices.flat[0].device_kind == devices.load(kind).name
+    compiled = compile_for_target(jax.jit(lambda x: x + 1), rows(mesh, (8, 8), jnp.float32))
+    assert anatomy.dissect(compiled).traffic_bytes == 2 * 4 * 8 * 4
+
+
+def test_a_missing_compiler_is_said_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deviceless, "WHEELS", ("jax-cuda12-plugin", "jax-cuda12-pjrt", "no-such-wheel"))
+    with pytest.raises(
+        UsageError, match=r"found no .*no-such-wheel; .*pip install --no-deps jax-cuda12-plugin=="
+    ):
+        deviceless.target_mesh("h100", 8)
+    with pytest.raises(UsageError, match="unknown device kind 'h10'; did you mean 'h100'"):
+        deviceless.target_mesh("h10", 8)
