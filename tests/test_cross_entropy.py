@@ -1,0 +1,207 @@
+"""The loss head: every form against the definition, forward and gradient, and what it costs on an H100."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from speedrun import anatomy
+from speedrun.deviceless import compile_for_target
+from speedrun.kernels import cross_entropy_gpu as gpu
+from speedrun.kernels.cross_entropy import CHUNK_TOKENS, cross_entropy, logits, summed_cross_entropy
+from speedrun.mesh import make_mesh
+from speedrun.params import AXIS
+
+CAP = 15.0
+FORMS = {
+    "cpu": summed_cross_entropy,
+    "gpu": gpu.summed_cross_entropy,
+    "gpu in chunks": lambda x, w, y, *, cap: gpu.summed_cross_entropy(
+        x, w, y, cap=cap, num_chunks=8 if len(x) % 8 == 0 else len(x)
+    ),
+}
+
+
+def inputs(num_tokens: int, model_dim: int, vocab_size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """States of unit variance and weights that give logits up to about the cap."""
+    kx, kw, kt = jax.random.split(jax.random.key(0), 3)
+    head_VD = 3 / model_dim**0.5 * jax.random.normal(kw, (vocab_size, model_dim))
+    targets_N = jax.random.randint(kt, (num_tokens,), 0, vocab_size)
+    return jax.random.normal(kx, (num_tokens, model_dim)), head_VD, targets_N
+
+
+def definition(x_ND: jax.Array, head_VD: jax.Array, targets_N: jax.Array, *, cap: float) -> jax.Array:
+    return cross_entropy(x_ND, head_VD, targets_N, cap=cap).sum()
+
+
+def value_and_grads(form: Callable[..., jax.Array], *args: jax.Array, scale: float = 1.0) -> tuple[Any, Any]:
+    """Of `scale` times the sum, so that a form has to use the gradient that arrives."""
+    return jax.jit(jax.value_and_grad(lambda *a: scale * form(*a, cap=CAP), (0, 1)))(*args)
+
+
+def relative(got: jax.Array, want: jax.Array) -> float:
+    """Norm of the error over the norm."""
+    wide = (np.asarray(a, np.float64) for a in (got, want))
+    return float(np.linalg.norm(np.subtract(*wide)) / np.linalg.norm(np.asarray(want, np.float64)))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, CHUNK_TOKENS, 2 * CHUNK_TOKENS])
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_a_form_is_the_sum_of_the_definition(form: Callable[..., jax.Array], num_tokens: int):
+    args = inputs(num_tokens, 12, 33)
+    (want, want_grads), (got, got_grads) = (value_and_grads(f, *args, scale=0.25) for f in (definition, form))
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    np.testing.assert_allclose(form(*args, cap=CAP) / 4, want, rtol=1e-6)  # evaluation: no gradient asked for
+    for a, b in zip(got_grads, want_grads, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_a_form_runs_inside_shard_map(form: Callable[..., jax.Array]):
+    x_ND, head_VD, targets_N = inputs(24, 12, 33)
+
+    def local(x_ND: jax.Array, head_VD: jax.Array, targets_N: jax.Array) -> jax.Array:
+        head_VD = jax.lax.pcast(head_VD, AXIS, to="varying")
+        _, grads = value_and_grads(form, x_ND, head_VD, targets_N)
+        return jax.lax.psum(grads[1], AXIS)
+
+    mesh = make_mesh(8)
+    got = jax.shard_map(local, mesh=mesh, in_specs=(P(AXIS), P(), P(AXIS)), out_specs=P())
+    _, (_, want) = value_and_grads(definition, x_ND, head_VD, targets_N)
+    np.testing.assert_allclose(jax.jit(got)(x_ND, head_VD, targets_N), want, atol=2e-5)
+
+
+class TestNarrowFactors:
+    """Few bits: against the definition in float32 of the same inputs, rounded to bf16 already."""
+
+    @pytest.mark.parametrize("num_chunks", [1, 3])
+    @pytest.mark.parametrize(
+        ("fp8", "loss_error", "grad_error"),
+        [
+            # 8 bits behind the point: a logit is off by up to 2^-9 of itself, and so is its gradient.
+            (None, 5e-5, 0.005),
+            # e4m3 has 3: off by up to 2^-4, 2.6 % on average, for both factors; e5m2 has 2: 5.2 % on average.
+            # As squares these add to 6.4 %.
+            (gpu.RECORD21, 2e-3, 0.08),
+        ],
+        ids=["bf16", "fp8"],
+    )
+    @pytest.mark.parametrize("head_dtype", [jnp.float32, jnp.bfloat16])
+    def test_errors_are_those_of_the_rounding(
+        self, fp8: gpu.Fp8 | None, loss_error: float, grad_error: float, num_chunks: int, head_dtype: Any
+    ):
+        form = partial(gpu.summed_cross_entropy, fp8=fp8, num_chunks=num_chunks)
+        got, got_grads = value_and_grads(form, *rounded(head_dtype), scale=1 / 64)
+        want, want_grads = value_and_grads(definition, *rounded(jnp.float32, jnp.float32), scale=1 / 64)
+        assert [g.dtype for g in got_grads] == [jnp.bfloat16, head_dtype]
+        in_bf16 = got_grads[1].astype(jnp.bfloat16).astype(head_dtype)
+        assert (in_bf16 == got_grads[1]).all() == (head_dtype == jnp.bfloat16), (
+            "float32 is kept, if asked for"
+        )
+        np.testing.assert_allclose(got, want, rtol=loss_error)
+        errors = [relative(a, b) for a, b in zip(got_grads, want_grads, strict=True)]
+        assert max(errors) < grad_error, errors
+
+    def test_the_gradient_that_arrives_may_be_tiny_or_large(self):
+        """8-bit gradients are scaled as those of the sum: what comes from outside is multiplied later."""
+        form = partial(gpu.summed_cross_entropy, fp8=gpu.RECORD21)
+        _, want = value_and_grads(form, *rounded(jnp.float32))
+        for scale in (2.0**-30, 2.0**30):
+            _, got = value_and_grads(form, *rounded(jnp.float32), scale=scale)
+            for a, b in zip(got, want, strict=True):
+                np.testing.assert_array_equal(np.asarray(a, np.float32) / scale, np.asarray(b, np.float32))
+
+    @pytest.mark.parametrize("fp8", [gpu.RECORD21, gpu.RECORD21._replace(grad=2.0**19)], ids=["", "gradient"])
+    def test_what_is_out_of_range_is_clipped(self, fp8: gpu.Fp8):
+        """A cast alone would make NaN of it in e4m3, infinity in e5m2."""
+        x_ND, head_VD, targets_N = rounded(jnp.float32)
+        form = partial(gpu.summed_cross_entropy, fp8=fp8)
+        huge = x_ND.at[0, 0].set(1e4), head_VD.at[0, 0].set(-1e4), targets_N
+        value, grads = value_and_grads(form, *huge)
+        assert np.isfinite(value)
+        assert all(np.isfinite(np.asarray(g, np.float32)).all() for g in grads)
+
+    def test_only_the_forward_product_sums_fast(self):
+        """On tensor cores; elsewhere it changes nothing, so it is read from what is asked for."""
+        form = partial(gpu.summed_cross_entropy, fp8=gpu.RECORD21, cap=CAP)
+        text = jax.jit(jax.grad(form, (0, 1))).lower(*rounded(jnp.float32)).as_text()
+        assert text.count("precision = [DEFAULT, DEFAULT]") == 1
+        assert text.count("precision = [HIGHEST, HIGHEST]") == 2
+
+    def test_chunks_that_do_not_come_out_even_are_refused(self):
+        with pytest.raises(ValueError, match="93 tokens in 2 chunks do not come out even"):
+            gpu.summed_cross_entropy(*rounded(jnp.float32), cap=CAP, num_chunks=2)
+
+
+def rounded(head_dtype: Any, x_dtype: Any = jnp.bfloat16) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Values that bf16 can hold, in some dtype; an odd number of tokens."""
+    x_ND, head_VD, targets_N = inputs(93, 128, 500)
+    x_ND, head_VD = (a.astype(jnp.bfloat16) for a in (x_ND, head_VD / 4))
+    return x_ND.astype(x_dtype), head_VD.astype(head_dtype), targets_N
+
+
+class TestOnH100:
+    """One device's part of record 21, compiled: 49,152 tokens, width 768, 50,304 columns."""
+
+    SIZES = 49_152, 768, 50_304
+
+    def dissect(self, function: Callable[..., Any], mesh: Mesh) -> anatomy.Anatomy:
+        num_tokens, model_dim, vocab_size = self.SIZES
+        args = [
+            jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P()))
+            for shape, dtype in [
+                ((num_tokens, model_dim), jnp.bfloat16),
+                ((vocab_size, model_dim), jnp.float32),
+                ((num_tokens,), jnp.int32),
+            ]
+        ]
+        return anatomy.dissect(compile_for_target(jax.jit(function), *args))
+
+    @pytest.mark.parametrize(
+        ("fp8", "num_chunks", "gigabytes", "calls"),
+        [
+            (None, 1, 31, {"__cublas$lt$matmul": 3}),
+            (gpu.RECORD21, 1, 26, {"__cublas$lt$matmul$f8": 3}),
+            (gpu.RECORD21, 4, 28, {"__cublas$lt$matmul$f8": 12}),
+        ],
+    )
+    def test_its_traffic_is_within_the_budget(
+        self,
+        fp8: gpu.Fp8 | None,
+        num_chunks: int,
+        gigabytes: float,
+        calls: dict[str, int],
+        h100: Callable[[int], Mesh],
+    ):
+        form = partial(gpu.summed_cross_entropy, fp8=fp8, num_chunks=num_chunks)
+        got = self.dissect(partial(value_and_grads, form, scale=1 / self.SIZES[0]), h100(1))
+        assert got.custom_calls == calls, got.table()
+        assert got.traffic_bytes < gigabytes * 1e9, got.table()
+        assert got.memory.temporary_bytes < 10.1e9 / num_chunks + 0.3e9, "logits and their gradient, in bf16"
+        chunk = self.SIZES[0] // num_chunks, self.SIZES[2]
+        assert got.holds("bf16", *chunk)
+        assert got.holds("f8e5m2", *chunk) == bool(fp8), "the gradient: wide range, few bits"
+        assert not got.holds("f32", *chunk)
+
+    def test_evaluation_reads_its_logits_once(self, h100: Callable[[int], Mesh]):
+        got = self.dissect(partial(gpu.summed_cross_entropy, cap=CAP), h100(1))
+        assert got.custom_calls == {"__cublas$lt$matmul": 1}
+        assert got.traffic_bytes < 11e9, got.table()
+
+
+def test_probabilities_of_a_zero_head_are_uniform():
+    nll = cross_entropy(jnp.ones((5, 4)), jnp.zeros((50304, 4)), jnp.arange(5), cap=CAP)
+    np.testing.assert_allclose(nll, np.log(50304), rtol=1e-6)
+
+
+def test_the_cap_is_the_records_sigmoid_up_to_a_constant():
+    x_ND, head_VD = jnp.linspace(-80, 80, 41)[:, None], jnp.ones((1, 1))
+    np.testing.assert_allclose(
+        logits(x_ND, head_VD, cap=CAP) + 15, 30 * jax.nn.sigmoid(x_ND / 7.5), rtol=1e-5, atol=1e-5
+    )
