@@ -1,10 +1,16 @@
-"""Attention: the rule of who sees whom, and each form against the definition."""
+"""Attention: the rule of who sees whom, and every form that runs here against the definition."""
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from speedrun.kernels.attention import attention, sight, visible
+from speedrun.kernels import attention_banded
+from speedrun.kernels.attention import Sight, attention, sight, visible
 
 
 def sees(t: int, s: int, doc: list[int], window: int, block: int) -> bool:
@@ -20,9 +26,10 @@ def sees(t: int, s: int, doc: list[int], window: int, block: int) -> bool:
     ids=["one", "each", "mixed"],
 )
 def test_visibility_is_the_rule(window, block, doc):
-    got = visible(sight(jnp.array([doc]), jnp.int32(window), block).first_BT)[0]
+    seen = sight(jnp.array([doc]), jnp.int32(window), block)
     want = [[sees(t, s, doc, window, block) for s in range(17)] for t in range(17)]
-    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(visible(seen.first_BT)[0], want)
+    np.testing.assert_array_equal(seen.start_BT[0], [doc.index(d) for d in doc])
 
 
 def test_attention_is_a_softmax_over_visible_keys():
@@ -38,3 +45,97 @@ def test_attention_is_a_softmax_over_visible_keys():
             np.testing.assert_allclose(
                 got[0, t, h], weights @ v[0, keys, h] / weights.sum(), rtol=2e-5, atol=2e-6
             )
+
+
+class Case(NamedTuple):
+    """Two rows of documents, the second in reverse order, and a window."""
+
+    lengths: list[int]  #: of the documents of a row
+    window_blocks: int
+    block_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def window_tokens(self) -> int:
+        return self.window_blocks * self.block_tokens
+
+    def sight(self) -> Sight:
+        rows = [np.repeat(np.arange(len(n)), n) for n in (self.lengths, self.lengths[::-1])]
+        return sight(jnp.asarray(rows), jnp.int32(self.window_blocks), self.block_tokens)
+
+
+CASES = {
+    "one document": Case([48], 2, 8),
+    "one block": Case([32], 1, 4),
+    "odd length": Case([20, 17], 2, 5),
+    "one-token documents": Case([1] * 32, 3, 4),
+    "mixed documents": Case([1, 1, 13, 1, 30, 2], 2, 8),
+    "documents longer than the window": Case([40, 1, 7], 2, 4),
+    "window longer than the sequence": Case([9, 23], 99, 4),
+}
+
+
+#: Each form, bound to what it must know of a case before compiling.
+FORMS: dict[str, Callable[[Case], Callable[..., jax.Array]]] = {
+    "definition": lambda _: attention,
+    "banded": lambda case: partial(attention_banded.attention, window_tokens=case.window_tokens),
+    "banded in small tiles": lambda case: partial(
+        attention_banded.attention, window_tokens=case.window_tokens, tile_tokens=5
+    ),
+}
+
+
+def inputs(case: Case, dtype: Any = jnp.float32) -> jax.Array:
+    """Queries, keys, values and a cotangent: [4, B, T, H, K]."""
+    return jax.random.normal(jax.random.key(0), (4, 2, case.num_tokens, 2, 16)).astype(dtype)
+
+
+def gradients(form: Callable[..., jax.Array], case: Case, dtype: Any = jnp.float32) -> list[jax.Array]:
+    """The value, and the gradients by query, key and value, as float32."""
+    *qkv, g_BTHK = inputs(case, dtype)
+
+    def run(seen: Sight, *qkv: jax.Array) -> tuple[jax.Array, ...]:
+        o_BTHK, pull = jax.vjp(lambda *qkv: form(*qkv, seen, scale=0.3), *qkv)
+        return o_BTHK, *pull(g_BTHK)
+
+    return [x.astype(jnp.float32) for x in jax.jit(run)(case.sight(), *qkv)]
+
+
+@pytest.mark.parametrize("name", FORMS)
+class TestForms:
+    """Value and gradients of each form against the definition in float32."""
+
+    @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+    def test_float32(self, name, case):
+        for got, want in zip(gradients(FORMS[name](case), case), gradients(attention, case), strict=True):
+            np.testing.assert_allclose(got, want, atol=3e-6)
+
+    def test_bfloat16(self, name):
+        case = CASES["mixed documents"]
+        got = gradients(FORMS[name](case), case, jnp.bfloat16)
+        for a, b in zip(got, gradients(attention, case), strict=True):
+            assert jnp.linalg.norm(a - b) < 0.02 * jnp.linalg.norm(b)
+
+
+def test_banded_says_when_its_bound_is_too_small():
+    case = Case([32], 3, 4)
+    q, k, v, _ = inputs(case)
+    form = partial(attention_banded.attention, window_tokens=4, tile_tokens=4, scale=0.3)
+    got, want = form(q, k, v, case.sight()), attention(q, k, v, case.sight(), scale=0.3)
+    np.testing.assert_allclose(got[:, :8], want[:, :8], atol=3e-6)
+    assert jnp.isnan(got[:, 8:]).all()
+
+
+def test_banded_memory_is_linear_in_time():
+    def scratch_bytes(num_tokens: int) -> int:
+        x_BTHK, zero_BT = jnp.zeros((1, num_tokens, 1, 8)), jnp.zeros((1, num_tokens), jnp.int32)
+        form = partial(attention_banded.attention, window_tokens=16, tile_tokens=16, scale=0.3)
+        grads = jax.jit(jax.grad(lambda *args: form(*args).sum(), (0, 1, 2)))
+        memory = grads.lower(x_BTHK, x_BTHK, x_BTHK, Sight(zero_BT, zero_BT)).compile().memory_analysis()
+        assert memory
+        return memory.temp_size_in_bytes
+
+    assert scratch_bytes(4096) < 4.5 * scratch_bytes(1024)
