@@ -4,12 +4,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import hopper
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from speedrun.kernels import attention_banded
+from speedrun import mesh
+from speedrun.kernels import attention_banded, attention_pallas
 from speedrun.kernels.attention import Sight, attention, sight, visible
 
 
@@ -78,12 +82,20 @@ CASES = {
 }
 
 
+#: For tests: so small that every case has several.
+TILES = attention_pallas.Tiles(queries=16, keys=16, num_warps=4, num_stages=2)
+PALLAS = partial(attention_pallas.attention, forward=TILES, backward=TILES, interpret=True)
+
 #: Each form, bound to what it must know of a case before compiling.
 FORMS: dict[str, Callable[[Case], Callable[..., jax.Array]]] = {
     "definition": lambda _: attention,
     "banded": lambda case: partial(attention_banded.attention, window_tokens=case.window_tokens),
     "banded in small tiles": lambda case: partial(
         attention_banded.attention, window_tokens=case.window_tokens, tile_tokens=5
+    ),
+    "pallas": lambda _: PALLAS,
+    "pallas in oblong tiles": lambda _: partial(
+        PALLAS, forward=TILES._replace(queries=8), backward=TILES._replace(keys=8)
     ),
 }
 
@@ -110,6 +122,10 @@ class TestForms:
 
     @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
     def test_float32(self, name, case):
+        if "pallas" in name and case.num_tokens % TILES.keys:
+            with pytest.raises(ValueError, match="37 tokens; the kernels need a multiple of 16"):
+                gradients(FORMS[name](case), case)
+            return
         for got, want in zip(gradients(FORMS[name](case), case), gradients(attention, case), strict=True):
             np.testing.assert_allclose(got, want, atol=3e-6)
 
@@ -118,6 +134,54 @@ class TestForms:
         got = gradients(FORMS[name](case), case, jnp.bfloat16)
         for a, b in zip(got, gradients(attention, case), strict=True):
             assert jnp.linalg.norm(a - b) < 0.02 * jnp.linalg.norm(b)
+
+    def test_inside_shard_map(self, name):
+        """As the training step calls it: one row a device, with every type of variation checked."""
+        case, rows = CASES["one document"], jax.sharding.PartitionSpec("data")
+        q, k, v, _ = inputs(case)
+        form = partial(FORMS[name](case), scale=0.3)
+        grads = jax.grad(lambda *args: form(*args).sum(), (0, 1, 2))
+        sharded = jax.shard_map(grads, mesh=mesh.make_mesh(2), in_specs=rows, out_specs=rows)
+        for a, b in zip(jax.jit(sharded)(q, k, v, case.sight()), grads(q, k, v, case.sight()), strict=True):
+            np.testing.assert_allclose(a, b, atol=3e-6)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=12),
+    window=st.integers(1, 9),
+    block=st.integers(1, 9),
+    query_tile=st.sampled_from([4, 8, 16]),
+    key_tile=st.sampled_from([4, 8, 16]),
+)
+@settings(max_examples=100, deadline=None)
+def test_bounds_hold_every_visible_tile_and_no_useless_one(lengths, window, block, query_tile, key_tile):
+    doc = np.repeat(np.arange(len(lengths) + 1), [*lengths, 48])[:48]
+    first_BT = sight(jnp.asarray(doc)[None], jnp.int32(window), block).first_BT
+    pairs_NCMS = np.asarray(visible(first_BT))[0].reshape(len(doc) // query_tile, query_tile, -1, key_tile)
+    busy_NM = pairs_NCMS.any((1, 3))
+    got = attention_pallas.bounds(first_BT, query_tile=query_tile, key_tile=key_tile)
+    np.testing.assert_array_equal(got.first_key_tile_BN[0], busy_NM.argmax(1))
+    np.testing.assert_array_equal(got.end_query_tile_BM[0], len(busy_NM) - busy_NM[::-1].argmax(0))
+
+
+@hopper.needs_compiler
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_pallas_compiles_for_an_h100(head_dim):
+    """Record 21's shapes: a forward and two backward kernels, and no array of T squared."""
+    x_BTHK = jax.ShapeDtypeStruct((1, 49152, 6, head_dim), jnp.bfloat16)
+    seen_BT = jax.ShapeDtypeStruct((1, 49152), jnp.int32)
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array, start: jax.Array, first: jax.Array):
+        form = partial(attention_pallas.attention, sight=Sight(start, first), scale=0.12)
+        o_BTHK, pull = jax.vjp(lambda *qkv: form(*qkv), q, k, v)
+        return o_BTHK, *pull(do)
+
+    program = hopper.compiled(run, *[x_BTHK] * 4, seen_BT, seen_BT)
+    text, memory = program.as_text(), program.memory_analysis()
+    assert text
+    assert memory
+    assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == 3
+    assert memory.temp_size_in_bytes < 4 * 2**20
 
 
 def test_banded_says_when_its_bound_is_too_small():
