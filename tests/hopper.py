@@ -1,7 +1,9 @@
 """Compiling for an H100 where there is none: XLA's own compiler, told what the device is like."""
 
+import ctypes
 import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -72,3 +74,13 @@ def compiled(function: Callable[..., Any], *args: jax.ShapeDtypeStruct) -> jax.s
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole) for x in args]
     return jax.jit(function).trace(*placed).lower().compile()
+
+
+def load_cuda_runtime() -> None:
+    """FFI wheels expect the CUDA runtime to be loaded, as it is wherever there is a GPU."""
+    spec = importlib.util.find_spec("nvidia.cuda_runtime")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("no CUDA runtime: pip install nvidia-cuda-runtime-cu12")
+    for folder in spec.submodule_search_locations:
+        for path in Path(folder, "lib").glob("libcudart.so.*"):
+            ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)

@@ -1,5 +1,7 @@
 """Attention: the rule of who sees whom, and every form that runs here against the definition."""
 
+import importlib.util
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speedrun import mesh
-from speedrun.kernels import attention_banded, attention_pallas
+from speedrun.errors import UsageError
+from speedrun.kernels import attention_banded, attention_flash3, attention_pallas
 from speedrun.kernels.attention import Sight, attention, sight, visible
 
 
@@ -97,7 +100,40 @@ FORMS: dict[str, Callable[[Case], Callable[..., jax.Array]]] = {
     "pallas in oblong tiles": lambda _: partial(
         PALLAS, forward=TILES._replace(queries=8), backward=TILES._replace(keys=8)
     ),
+    "flash3, its kernels on paper": lambda case: partial(
+        attention_flash3.attention,
+        window_blocks=case.window_blocks,
+        block_tokens=case.block_tokens,
+        max_documents=2 * len(case.lengths),
+    ),
 }
+
+
+@pytest.fixture
+def kernels_on_paper(monkeypatch):
+    """What FlashAttention-3 computes for one call, as its documentation has it: packed sequences, a left window."""
+
+    def scores_HRS(q, k, call, scale):
+        r = jnp.arange(len(q))
+        sequence = jnp.searchsorted(call.bounds_N, r, side="right")
+        sees = (sequence[:, None] == sequence[None, :]) & (r[None, :] <= r[:, None])
+        if call.left >= 0:
+            sees &= r[None, :] >= r[:, None] - call.left
+        return jnp.where(sees[None], jnp.einsum("rhk,shk->hrs", q, k) * scale, -jnp.inf)
+
+    def forward(q, k, v, call, scale):
+        scores = scores_HRS(q, k, call, scale)
+        return jnp.einsum("hrs,shk->rhk", jax.nn.softmax(scores), v), jax.nn.logsumexp(scores, axis=-1)
+
+    def backward(do, q, o, k, v, lse, call, scale):
+        weights = jnp.exp(scores_HRS(q, k, call, scale) - lse[:, :, None])
+        delta = jnp.einsum("rhk,rhk->hr", do, o)
+        dscores = weights * (jnp.einsum("rhk,shk->hrs", do, v) - delta[:, :, None]) * scale
+        dq, dk = jnp.einsum("hrs,shk->rhk", dscores, k), jnp.einsum("hrs,rhk->shk", dscores, q)
+        return dq, dk, jnp.einsum("hrs,rhk->shk", weights, do)
+
+    monkeypatch.setattr(attention_flash3, "kernel_forward", forward)
+    monkeypatch.setattr(attention_flash3, "kernel_backward", backward)
 
 
 def inputs(case: Case, dtype: Any = jnp.float32) -> jax.Array:
@@ -116,6 +152,7 @@ def gradients(form: Callable[..., jax.Array], case: Case, dtype: Any = jnp.float
     return [x.astype(jnp.float32) for x in jax.jit(run)(case.sight(), *qkv)]
 
 
+@pytest.mark.usefixtures("kernels_on_paper")
 @pytest.mark.parametrize("name", FORMS)
 class TestForms:
     """Value and gradients of each form against the definition in float32."""
@@ -164,24 +201,65 @@ def test_bounds_hold_every_visible_tile_and_no_useless_one(lengths, window, bloc
     np.testing.assert_array_equal(got.end_query_tile_BM[0], len(busy_NM) - busy_NM[::-1].argmax(0))
 
 
-@hopper.needs_compiler
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_pallas_compiles_for_an_h100(head_dim):
-    """Record 21's shapes: a forward and two backward kernels, and no array of T squared."""
+def compiled_for_an_h100(form: Callable[..., jax.Array], head_dim: int) -> tuple[str, int]:
+    """Text and scratch bytes of value and gradients, at the size of record 21."""
     x_BTHK = jax.ShapeDtypeStruct((1, 49152, 6, head_dim), jnp.bfloat16)
     seen_BT = jax.ShapeDtypeStruct((1, 49152), jnp.int32)
 
-    def run(q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array, start: jax.Array, first: jax.Array):
-        form = partial(attention_pallas.attention, sight=Sight(start, first), scale=0.12)
-        o_BTHK, pull = jax.vjp(lambda *qkv: form(*qkv), q, k, v)
+    def run(do: jax.Array, start: jax.Array, first: jax.Array, *qkv: jax.Array) -> tuple[jax.Array, ...]:
+        o_BTHK, pull = jax.vjp(lambda *qkv: form(*qkv, Sight(start, first), scale=0.12), *qkv)
         return o_BTHK, *pull(do)
 
-    program = hopper.compiled(run, *[x_BTHK] * 4, seen_BT, seen_BT)
+    program = hopper.compiled(run, x_BTHK, seen_BT, seen_BT, *[x_BTHK] * 3)
     text, memory = program.as_text(), program.memory_analysis()
     assert text
     assert memory
+    return text, memory.temp_size_in_bytes
+
+
+@hopper.needs_compiler
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_pallas_compiles_for_an_h100(head_dim):
+    text, scratch_bytes = compiled_for_an_h100(attention_pallas.attention, head_dim)
     assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == 3
-    assert memory.temp_size_in_bytes < 4 * 2**20
+    assert scratch_bytes < 4 * 2**20
+
+
+@hopper.needs_compiler
+@pytest.mark.skipif(
+    importlib.util.find_spec("dew_flash_attn") is None, reason=f"no wheel: {attention_flash3.INSTALL}"
+)
+@pytest.mark.parametrize(("window_blocks", "num_calls"), [(1, 1), (14, 2)])
+def test_flash3_compiles_for_an_h100(window_blocks, num_calls):
+    hopper.load_cuda_runtime()
+    form = partial(
+        attention_flash3.attention, window_blocks=window_blocks, block_tokens=128, max_documents=256
+    )
+    text, scratch_bytes = compiled_for_an_h100(form, 128)
+    assert text.count('custom_call_target="dew_flash3_mha_varlen_fwd"') == num_calls
+    assert text.count('custom_call_target="dew_flash3_mha_varlen_bwd"') == num_calls
+    assert scratch_bytes < num_calls * 256 * 2**20
+
+
+@pytest.mark.usefixtures("kernels_on_paper")
+@pytest.mark.parametrize("wrong", [{"window_blocks": 3}, {"block_tokens": 7}, {"max_documents": 11}])
+def test_flash3_is_never_silently_wrong(wrong):
+    """A sight of another window, or more documents than it has room for."""
+    case = CASES["mixed documents"]
+    right = {"window_blocks": 2, "block_tokens": 8, "max_documents": 12}
+    q, k, v, _ = inputs(case)
+    assert not jnp.isnan(attention_flash3.attention(q, k, v, case.sight(), scale=0.3, **right)).any()
+    assert jnp.isnan(attention_flash3.attention(q, k, v, case.sight(), scale=0.3, **right | wrong)).all()
+
+
+def test_flash3_without_its_wheel_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "dew_flash_attn", None)
+    case = CASES["one document"]
+    q, k, v, _ = inputs(case)
+    with pytest.raises(UsageError, match=r"needs dew_flash_attn .*; pip install"):
+        attention_flash3.attention(
+            q, k, v, case.sight(), scale=0.3, window_blocks=2, block_tokens=8, max_documents=2
+        )
 
 
 def test_banded_says_when_its_bound_is_too_small():
