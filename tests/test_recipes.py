@@ -1,6 +1,7 @@
 """Recipes as values: every setting matters, names are right, pinned traces stand."""
 
 import dataclasses
+from collections import Counter
 import re
 from typing import Any
 
@@ -12,6 +13,7 @@ from speedrun import mesh, recipes, track
 from speedrun.errors import UsageError
 from speedrun.models import record21
 from speedrun.optim.groups import Adam, AdamOnly
+from speedrun.params import SCALARS, count
 from speedrun.recipe import Recipe, Stage
 from speedrun.step import Program, TrainState
 
@@ -19,6 +21,7 @@ TRACES = {
     # First losses with seed 0 on the ids below, in a batch of 8 x 64. If a change here is intended, bump the
     # recipe's `revision` and say why in CHANGELOG.md.
     "smoke": [5.54518, 5.42234, 4.92616, 4.31303, 3.76755],
+    "record21": [5.54518, 5.47516, 5.03197, 4.46674, 4.18217],
     "webmini": [10.82584, 10.66209, 9.88717, 8.3052, 6.60623],
 }
 
@@ -160,14 +163,29 @@ def test_no_track_ranks_while_there_are_no_statistics(name):
     assert not track.load(name).rules.ranked, "RULES.md, Records 6: a rank needs batches declared beforehand"
 
 
+#: What a trace changes of a recipe that is too large for it.
+SMALLER = {
+    "record21": {"vocab_size": 256, "head_size": 256, "model_dim": 64, "num_heads": 2, "head_dim": 32}
+    | {"mlp_dim": 128, "block_tokens": 16, "document_token": 0}
+}
+
+
+def at_laptop_size(name: str) -> Recipe:
+    recipe = recipes.load(name)
+    return dataclasses.replace(
+        recipe,
+        config=dataclasses.replace(recipe.config, **SMALLER.get(name, {})),
+        stages=(Stage(4, 8, 64),),
+        eval_sequences=8,
+        eval_seq_len=64,
+    )
+
+
 @pytest.mark.parametrize("name", recipes.names())
 def test_pinned_traces_stand(name):
-    recipe = dataclasses.replace(
-        recipes.load(name), stages=(Stage(4, 8, 64),), eval_sequences=8, eval_seq_len=64
-    )
     # Four digits: enough to see another algorithm, not another machine's rounding.
     np.testing.assert_allclose(
-        trace(recipe),
+        trace(at_laptop_size(name)),
         TRACES[name],
         rtol=2e-4,
         err_msg="if this change is intended, bump the recipe's revision and say why in CHANGELOG.md",
@@ -194,6 +212,27 @@ def test_the_schedule_is_record_21s():
     assert [at[s].momentum for s in (0, 150, 300, 1769)] == pytest.approx([0.85, 0.90, 0.95, 0.95])
     first_steps = [next(s for s in range(1771) if at[s].window_blocks == w) for w in range(2, 15)]
     assert first_steps == [132, 263, 394, 525, 656, 787, 918, 1049, 1181, 1312, 1443, 1574, 1705]
+
+
+def test_record_21_has_its_published_number_of_parameters():
+    recipe = recipes.load("record21")
+    table = recipe.table(recipe.config)
+    sizes = Counter({group: 0 for group in ("matrix", "embed", "head", "scalar")})
+    for spec in table.values():
+        sizes[spec.group] += spec.size
+    assert sizes["scalar"] == 52
+    assert count(table) == sizes.total() == 275_598_388
+    assert (recipe.stages[0].batch_tokens, recipe.num_steps) == (393_216, 1_770)
+
+
+def test_record_21_keeps_its_tables_and_their_moments_in_16_bits():
+    program = Program(at_laptop_size("record21"), mesh.make_mesh(1))
+    leaves = jax.tree_util.tree_leaves_with_path(program.init(jax.random.key(0)))
+    for path, leaf in leaves:
+        if leaf.size > len(program.layout.scalars):
+            is_table = "embed" in jax.tree_util.keystr(path)
+            assert leaf.dtype == ("bfloat16" if is_table else "float32"), path
+    assert SCALARS in program.layout.groups
 
 
 def test_adam_for_everything_is_another_optimiser_and_trains(base):
