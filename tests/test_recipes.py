@@ -1,8 +1,8 @@
 """Recipes as values: every setting matters, names are right, pinned traces stand."""
 
 import dataclasses
-from collections import Counter
 import re
+from collections import Counter
 from typing import Any
 
 import jax
@@ -217,7 +217,7 @@ def test_the_schedule_is_record_21s():
 def test_record_21_has_its_published_number_of_parameters():
     recipe = recipes.load("record21")
     table = recipe.table(recipe.config)
-    sizes = Counter({group: 0 for group in ("matrix", "embed", "head", "scalar")})
+    sizes = Counter(dict.fromkeys(("matrix", "embed", "head", "scalar"), 0))
     for spec in table.values():
         sizes[spec.group] += spec.size
     assert sizes["scalar"] == 52
