@@ -18,6 +18,7 @@ from speedrun import mesh
 from speedrun.errors import UsageError
 from speedrun.kernels import attention_banded, attention_flash3, attention_pallas
 from speedrun.kernels.attention import Sight, attention, sight, visible
+from speedrun.kernels.choose import AttentionCall, choose
 
 
 def sees(t: int, s: int, doc: list[int], window: int, block: int) -> bool:
@@ -281,3 +282,66 @@ def test_banded_memory_is_linear_in_time():
         return memory.temp_size_in_bytes
 
     assert scratch_bytes(4096) < 4.5 * scratch_bytes(1024)
+
+
+CALL = AttentionCall(
+    shape_BTHK=(1, 49152, 6, 128),
+    dtype=jnp.dtype(jnp.bfloat16),
+    platform="gpu",
+    compute_capability="9.0",
+    block_tokens=128,
+    max_window_blocks=14,
+    static_window_blocks=None,
+    max_documents=256,
+)
+CPU = CALL._replace(platform="cpu", compute_capability="", dtype=jnp.dtype(jnp.float32))
+
+
+@pytest.mark.parametrize(
+    ("call", "name", "reason"),
+    [
+        (CALL, "pallas", "first of pallas, banded, definition that can run here"),
+        (CALL._replace(shape_BTHK=(1, 49153, 6, 128)), "banded", "not pallas: sequences of 49,153 tokens"),
+        (CALL._replace(compute_capability="8.0"), "banded", "this is a gpu 8.0"),
+        (CPU, "banded", "49,152 tokens, windows of at most 1,792"),
+        (CPU._replace(shape_BTHK=(2, 256, 2, 16)), "definition", "256 tokens"),
+        (CPU._replace(shape_BTHK=(2, 1024, 2, 16)), "definition", "nothing to skip"),
+        (CPU._replace(max_window_blocks=999), "banded", "not definition: its scores take 54 GiB"),
+    ],
+)
+def test_auto_says_what_it_chose_and_why(call, name, reason):
+    choice = choose("attention", "auto", call)
+    assert choice.name == name
+    assert reason in choice.reason
+
+
+def test_what_was_chosen_computes_attention():
+    case = CASES["odd length"]
+    q, k, v, _ = inputs(case)
+    call = CPU._replace(shape_BTHK=q.shape, block_tokens=case.block_tokens, max_window_blocks=2)
+    want = attention(q, k, v, case.sight(), scale=0.3)
+    for name in ("auto", "definition", "banded"):
+        got = choose("attention", name, call).function(q, k, v, case.sight(), scale=0.3)
+        np.testing.assert_allclose(got, want, atol=3e-6)
+
+
+def test_a_form_that_cannot_run_gives_all_reasons(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    call = CPU._replace(shape_BTHK=(1, 100, 6, 40))
+    with pytest.raises(UsageError) as flash3:
+        choose("attention", "flash3", call)
+    for reason in ("a cpu", "float32", "40 dimensions", "traced", "pip install"):
+        assert reason in str(flash3.value)
+    with pytest.raises(UsageError) as pallas:
+        choose("attention", "pallas", call)
+    for reason in ("a cpu", "float32", "40 dimensions", "100 tokens"):
+        assert reason in str(pallas.value)
+    with pytest.raises(UsageError, match="did you mean 'banded'"):
+        choose("attention", "band", call)
+
+
+def test_flash3_runs_where_it_is_asked_for(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
+    choice = choose("attention", "flash3", CALL._replace(static_window_blocks=14))
+    assert isinstance(choice.function, partial)
+    assert choice.function.keywords == {"window_blocks": 14, "block_tokens": 128, "max_documents": 256}

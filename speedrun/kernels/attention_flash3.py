@@ -70,7 +70,7 @@ def attention(
     is_other_window = jnp.any(sight.first_BT != jnp.maximum(sight.start_BT, near_T[None]))
     has_no_room = jnp.sum(sight.start_BT == t_T[None]) > max_documents
     q_RHK, k_RHK, v_RHK = (x.reshape(-1, *x.shape[2:]) for x in (q_BTHK, k_BTHK, v_BTHK))
-    o_RHK = _attention(q_RHK, k_RHK, v_RHK, sight.start_BT, settings)
+    o_RHK: jax.Array = _attention(q_RHK, k_RHK, v_RHK, sight.start_BT, settings)
     return jnp.where(is_other_window | has_no_room, jnp.nan, o_RHK.reshape(v_BTHK.shape))
 
 
