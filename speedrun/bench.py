@@ -1,18 +1,22 @@
 """Side by side on this machine, in one run: what we use, its definition, and the arithmetic that bounds both.
 
-Legend: N tokens, D model, V vocabulary.
+Legend: B batch, T time, N tokens, D model, V vocabulary, H heads, K head width.
 """
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from speedrun.clock import Stopwatch
+from speedrun.kernels.attention import sight
+from speedrun.kernels.choose import ATTENTION, AttentionCall, choose
 from speedrun.kernels.cross_entropy import cross_entropy, summed_cross_entropy
 
 _TRIALS = 5
 _CAP = 15.0
+_SCALE = 0.12
 
 
 class Timing(NamedTuple):
@@ -60,3 +64,55 @@ def head(*, num_tokens: int, model_dim: int, vocab_size: int) -> list[Timing]:
         "definition": jax.value_and_grad(definition, (0, 1)),
     }
     return compare(forms, x_ND, head_VD)
+
+
+class AttentionTimings(NamedTuple):
+    """Value and gradients of every form of attention that runs here."""
+
+    timings: list[Timing]
+    left_out: dict[str, list[str]]  #: why the others do not run
+    auto: str  #: the form "auto" takes
+    reason: str
+
+
+def attention(
+    *,
+    num_tokens: int,
+    num_heads: int,
+    head_dim: int,
+    window_blocks: int,
+    block_tokens: int,
+    document_tokens: int,
+) -> AttentionTimings:
+    """Every form, on one sequence of equally long documents; in bfloat16 on a GPU, else in float32."""
+    device = jax.devices()[0]
+    dtype = jnp.dtype(jnp.bfloat16 if device.platform == "gpu" else jnp.float32)
+    call = AttentionCall(
+        shape_BTHK=(1, num_tokens, num_heads, head_dim),
+        dtype=dtype,
+        platform=device.platform,
+        compute_capability=getattr(device, "compute_capability", ""),
+        block_tokens=block_tokens,
+        max_window_blocks=window_blocks,
+        static_window_blocks=window_blocks,
+        max_documents=-(-num_tokens // document_tokens),
+    )
+    left_out = {name: reasons for name, form in ATTENTION.items() if (reasons := form.against(call))}
+    doc_BT = (jnp.arange(num_tokens) // document_tokens)[None]
+    seen = sight(doc_BT, jnp.int32(window_blocks), block_tokens)
+    q, k, v, do = jax.random.normal(jax.random.key(0), (4, *call.shape_BTHK), dtype)
+
+    def value_and_gradients(form: Callable[..., jax.Array]) -> Callable[..., Any]:
+        def run(*qkv: jax.Array) -> tuple[jax.Array, ...]:
+            o_BTHK, pull = jax.vjp(lambda *qkv: form(*qkv, seen, scale=_SCALE), *qkv)
+            return o_BTHK, *pull(do)
+
+        return run
+
+    forms = {
+        name: value_and_gradients(choose("attention", name, call).function)
+        for name in ATTENTION
+        if name not in left_out
+    }
+    auto = choose("attention", "auto", call)
+    return AttentionTimings(compare(forms, q, k, v), left_out, auto.name, auto.reason)

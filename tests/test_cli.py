@@ -57,7 +57,7 @@ def test_help_says_what_there_is():
     assert invoke("--version").output == f"speedrun {__version__}\n"
 
 
-SUBCOMMANDS = ("bench", "head"), ("data", "synth"), ("data", "verify")
+SUBCOMMANDS = ("bench", "head"), ("bench", "attention"), ("data", "synth"), ("data", "verify")
 
 
 @pytest.mark.parametrize("names", [*((name,) for name in cli.COMMANDS), *SUBCOMMANDS], ids=" ".join)
@@ -108,6 +108,18 @@ def test_a_command_of_commands_alone_is_a_question_for_help(names: tuple[str, ..
     assert result.exit_code == 2
     assert result.stderr.startswith(f"Usage: {' '.join(['speedrun', *names])} ")
     assert "Example" in result.stderr
+
+
+def test_bench_attention_times_what_runs_and_says_why_the_rest_does_not():
+    sizes = ["--tokens", "40", "--dim", "8", "--window", "2", "--block", "4", "--document", "7"]
+    result = json.loads(invoke("bench", "attention", *sizes, "--json").stdout)
+    assert [timing["name"] for timing in result["timings"]] == ["definition", "banded"]
+    assert result["timings"][0]["ratio"] == 1
+    assert any("the kernels need an H100" in reason for reason in result["left_out"]["pallas"])
+    assert result["auto"] == "definition"
+    shown = invoke("bench", "attention", *sizes).stdout
+    assert re.search(r"^banded +[\d.]+ ms +[\d.]+ x$", shown, re.MULTILINE)
+    assert re.search(r"^flash3 +not here: this is a cpu", shown, re.MULTILINE)
 
 
 # --- errors -----------------------------------------------------------------------------------------------

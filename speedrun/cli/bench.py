@@ -1,12 +1,17 @@
 """`speedrun bench`: how far an operation is from its bound on this machine."""
 
+from typing import TYPE_CHECKING
+
 import click
 import msgspec
 
 from speedrun.cli.options import Group, Integer, example, json_option
 
+if TYPE_CHECKING:
+    from speedrun.bench import Timing
 
-@click.command(cls=Group, epilog=example("speedrun bench head"))
+
+@click.command(cls=Group, epilog=example("speedrun bench head", "speedrun bench attention"))
 def command() -> None:
     """Time operations side by side, in one run."""
 
@@ -24,5 +29,46 @@ def head(*, tokens: int, dim: int, vocab: int, as_json: bool) -> None:
     if as_json:
         click.echo(msgspec.json.encode([timing._asdict() for timing in timings]))
         return
+    _print(timings)
+
+
+@command.command(
+    epilog=example(
+        "speedrun bench attention",
+        "speedrun bench attention --tokens 49152 --heads 6 --dim 128 --window 14 --block 128 --document 600",
+    )
+)
+@click.option("--tokens", type=Integer(1), default=2048, show_default=True, help="Sequence length.")
+@click.option("--heads", type=Integer(1), default=4, show_default=True, help="Number of heads.")
+@click.option("--dim", type=Integer(1), default=32, show_default=True, help="Width of a head.")
+@click.option("--window", type=Integer(1), default=4, show_default=True, help="Blocks a query sees.")
+@click.option("--block", type=Integer(1), default=64, show_default=True, help="Tokens of a block.")
+@click.option("--document", type=Integer(1), default=600, show_default=True, help="Tokens of a document.")
+@json_option
+def attention(
+    *, tokens: int, heads: int, dim: int, window: int, block: int, document: int, as_json: bool
+) -> None:
+    """Attention and its gradients, in every form that runs here, against the definition."""
+    from speedrun import bench
+
+    result = bench.attention(
+        num_tokens=tokens,
+        num_heads=heads,
+        head_dim=dim,
+        window_blocks=window,
+        block_tokens=block,
+        document_tokens=document,
+    )
+    if as_json:
+        timings = [timing._asdict() for timing in result.timings]
+        click.echo(msgspec.json.encode(result._asdict() | {"timings": timings}))
+        return
+    _print(result.timings)
+    for name, reasons in result.left_out.items():
+        click.echo(f"{name:<16} not here: {'; '.join(reasons)}")
+    click.echo(f"{'auto':<16} {result.auto}: {result.reason}")
+
+
+def _print(timings: "list[Timing]") -> None:
     for timing in timings:
         click.echo(f"{timing.name:<16} {timing.best_ms:9.1f} ms  {timing.ratio:5.2f} x")
