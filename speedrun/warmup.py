@@ -9,7 +9,7 @@ from speedrun import mesh as meshes
 from speedrun import runlog
 from speedrun.clock import Stopwatch
 from speedrun.outcome import Tally
-from speedrun.params import count
+from speedrun.params import count, flops_per_token
 from speedrun.prepare import Ready
 from speedrun.step import TrainState, state_hash
 
@@ -85,14 +85,13 @@ class _RandomIds:
 
 
 def _plan(ready: Ready, state: TrainState, temp_bytes: int) -> runlog.Plan:
-    """Sizes of the run. FLOPs are 6 for each weight of a matrix or the head: attention scores are not counted."""
+    """Sizes of the run."""
     table = ready.program.layout.table
-    weights = sum(spec.size for spec in table.values() if spec.group in ("matrix", "head"))
     return runlog.Plan(
         num_params=count(table),
         tokens_per_step=max(stage.batch_tokens for stage in ready.recipe.stages),
         total_tokens=ready.recipe.total_tokens,
-        flops_per_token=6.0 * weights,
+        flops_per_token=flops_per_token(table),
         state_bytes_per_device=sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state)),
         temp_bytes_per_device=temp_bytes,
     )

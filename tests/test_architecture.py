@@ -23,6 +23,7 @@ FLOORS = {
     "speedrun.outcome": 8,
     "speedrun.prepare": 7,
     "speedrun.evaluate": 7,
+    "speedrun.plan": 7,
     "speedrun.step": 6,
     "speedrun.recipes": 5,
     "speedrun.models": 4,

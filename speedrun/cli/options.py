@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from speedrun.errors import unknown
+from speedrun.errors import UsageError, unknown
 
 Decorator = Callable[[Callable[..., object]], Callable[..., object]]
 
@@ -61,3 +61,26 @@ def track_option(default: str = "smoke-cpu") -> Decorator:
     return click.option(
         "--track", default=default, show_default=True, metavar="NAME", help="Rules to run under."
     )
+
+
+#: `--set KEY=VALUE`, as the argument `settings` for `parse_settings`.
+settings_option: Decorator = click.option(
+    "--set", "settings", multiple=True, metavar="KEY=VALUE", help="Change a number of the recipe. Repeatable."
+)
+
+
+def parse_settings(texts: tuple[str, ...]) -> dict[str, str]:
+    """`key=value` texts as a dictionary.
+
+    Raises:
+        UsageError: for a text without `=` or a key given twice.
+    """
+    settings: dict[str, str] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not (key and equals and value):
+            raise UsageError(f"--set {text!r}; need key=value, for example --set optimizer.muon_lr=0.05")
+        if key in settings:
+            raise UsageError(f"--set {key} was given twice; keep one")
+        settings[key] = value
+    return settings

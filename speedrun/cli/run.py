@@ -11,7 +11,15 @@ import msgspec
 
 from speedrun import clock, console
 from speedrun import track as tracks
-from speedrun.cli.options import Integer, data_option, example, json_option, track_option
+from speedrun.cli.options import (
+    Integer,
+    data_option,
+    example,
+    json_option,
+    parse_settings,
+    settings_option,
+    track_option,
+)
 from speedrun.errors import UsageError
 from speedrun.ledger import format
 from speedrun.ledger.assemble import assemble
@@ -20,23 +28,6 @@ from speedrun.ledger.validate import Report, Status, validate
 
 if TYPE_CHECKING:
     from speedrun.prepare import RunConfig
-
-
-def parse_settings(texts: tuple[str, ...]) -> dict[str, str]:
-    """`key=value` texts as a dictionary.
-
-    Raises:
-        UsageError: for a text without `=` or a key given twice.
-    """
-    settings: dict[str, str] = {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if not (key and equals and value):
-            raise UsageError(f"--set {text!r}; need key=value, for example --set optimizer.muon_lr=0.05")
-        if key in settings:
-            raise UsageError(f"--set {key} was given twice; keep one")
-        settings[key] = value
-    return settings
 
 
 @click.command(
@@ -51,9 +42,7 @@ def parse_settings(texts: tuple[str, ...]) -> dict[str, str]:
 @click.option(
     "--seed", type=Integer(0, 2**31 - 1), default=0, show_default=True, help="Initialises the weights."
 )
-@click.option(
-    "--set", "settings", multiple=True, metavar="KEY=VALUE", help="Change a number of the recipe. Repeatable."
-)
+@settings_option
 @click.option(
     "--devices",
     type=Integer(1),

@@ -1,0 +1,271 @@
+"""What a recipe needs on devices that need not be here: arithmetic, or the program itself where it can be compiled.
+
+A floor is a number of FLOPs or bytes at the vendor's rate. A step's time is an estimate, and says so.
+"""
+
+import math
+from typing import Any, Literal, NamedTuple
+
+import jax
+import msgspec
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from speedrun import anatomy, devices, mesh
+from speedrun.deviceless import compile_for_target, target_mesh
+from speedrun.devices import Device
+from speedrun.optim.schedules import StepInputs
+from speedrun.params import AXIS, count, flops_per_token
+from speedrun.recipe import Recipe, Stage
+from speedrun.step import Program, TrainState
+
+#: Where a plan's numbers come from.
+Basis = Literal["arithmetic", "compiled program"]
+
+#: Of the vendor's rates: what large products reach on such devices, and what passes over memory do.
+_PRODUCTS_REACH, _MEMORY_REACHES = 0.6, 0.9
+#: Relative, of a step's expected time where a step takes milliseconds. No GPU has been timed against it yet, and
+#: the time to start kernels, which rules the steps of small models, is not in it.
+ERROR = 0.3
+#: Traffic between the products of the body by that of the products: in record 21 compiled for an H100, 65 GB by 54.
+_BETWEEN = 1.2
+
+
+class StagePlan(msgspec.Struct, frozen=True):
+    """One stage, on one device. Bytes and seconds are those of a step."""
+
+    num_steps: int
+    batch_tokens: int  #: of all devices
+    memory_bytes: int  #: at the worst moment
+    traffic_bytes: int  #: to and from memory
+    gathered_bytes: int  #: whole parameters, as they arrive
+    scattered_bytes: int  #: whole gradients, as they leave
+    compute_floor_s: float  #: all products at the vendor's rate
+    traffic_floor_s: float  #: all traffic at the vendor's rate
+    communication_floor_s: float
+    step_s: float  #: expected
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """A recipe on devices of one kind."""
+
+    recipe: str
+    device: str
+    num_devices: int
+    microbatches: int
+    basis: Basis
+    num_params: int
+    flops_per_token: float
+    state_bytes: int  #: parameters and optimiser, on one device
+    memory_limit_bytes: int
+    validation_bytes: int  #: memory of one device while it scores a sequence; arithmetic
+    stages: tuple[StagePlan, ...]
+
+    @property
+    def memory_bytes(self) -> int:
+        """At the worst moment of training and validation."""
+        return max(self.validation_bytes, *(stage.memory_bytes for stage in self.stages))
+
+    @property
+    def fits(self) -> bool:
+        """Whether that is less than a device has."""
+        return self.memory_bytes < self.memory_limit_bytes
+
+    @property
+    def total_s(self) -> float:
+        """Expected time of all steps."""
+        return sum(stage.num_steps * stage.step_s for stage in self.stages)
+
+    @property
+    def device_hours(self) -> float:
+        """Of all devices together."""
+        return self.total_s * self.num_devices / 3600
+
+
+def plan(recipe: Recipe, kind: str, num_devices: int, microbatches: int, basis: Basis = "arithmetic") -> Plan:
+    """What `recipe` needs on so many devices of a kind.
+
+    Args:
+        recipe: any.
+        kind: a key of `devices.DEVICES`.
+        num_devices: 1, 2, 4 or 8, in one machine.
+        microbatches: of a step, over all devices.
+        basis: where memory, traffic and communication come from. Arithmetic supposes what a fast program does:
+            attention that keeps no [T, T], a head in one piece, activations that are kept, not computed again.
+
+    Raises:
+        UsageError: an unknown kind; a batch that does not divide; a compiler that is not installed.
+    """
+    device = devices.load(kind)
+    mesh.prepare("cpu")
+    if basis == "arithmetic":
+        program, work_of = Program(recipe, mesh.make_mesh(num_devices), microbatches), _by_arithmetic
+    else:
+        program, work_of = Program(recipe, target_mesh(kind, num_devices), microbatches), _by_compiling
+    stage_of = {(stage.num_sequences, stage.seq_len): stage for stage in recipe.stages}
+    work = {shape: work_of(program, stage) for shape, stage in stage_of.items()}  # compiled once a shape
+    return Plan(
+        recipe=recipe.name,
+        device=device.name,
+        num_devices=num_devices,
+        microbatches=microbatches,
+        basis=basis,
+        num_params=count(program.layout.table),
+        flops_per_token=flops_per_token(program.layout.table),
+        state_bytes=state_bytes(program),
+        memory_limit_bytes=device.memory_bytes,
+        validation_bytes=_validation_bytes(program),
+        stages=tuple(
+            _stage(program, stage, device, work[stage.num_sequences, stage.seq_len])
+            for stage in recipe.stages
+        ),
+    )
+
+
+def _stage(program: Program, stage: Stage, device: Device, work: "_Work") -> StagePlan:
+    flops = flops_per_token(program.layout.table) * stage.batch_tokens / program.num_devices
+    # float32 products run as TF32, at half the rate.
+    rate = device.bf16_flops * 2 / _itemsize(program)
+    sent_bytes = (work.gathered_bytes + work.scattered_bytes) * (1 - 1 / program.num_devices)
+    memory_rate = _MEMORY_REACHES * device.memory_rate
+    # A product moves its factors while it multiplies; what stands between products has only its traffic.
+    products_s = max(flops / (_PRODUCTS_REACH * rate), work.products_bytes / memory_rate)
+    between_s = (work.traffic_bytes - work.products_bytes) / memory_rate
+    return StagePlan(
+        num_steps=stage.num_steps,
+        batch_tokens=stage.batch_tokens,
+        memory_bytes=work.memory_bytes,
+        traffic_bytes=work.traffic_bytes,
+        gathered_bytes=work.gathered_bytes,
+        scattered_bytes=work.scattered_bytes,
+        compute_floor_s=flops / rate,
+        traffic_floor_s=work.traffic_bytes / device.memory_rate,
+        communication_floor_s=sent_bytes / device.link_rate,
+        step_s=max(products_s + between_s, sent_bytes / device.link_rate),  # one hides behind the other
+    )
+
+
+class _Work(NamedTuple):
+    """What one device does in a step."""
+
+    memory_bytes: int
+    traffic_bytes: int
+    products_bytes: int  #: of the traffic, what matrix products read and write
+    gathered_bytes: int
+    scattered_bytes: int
+
+
+def _by_arithmetic(program: Program, stage: Stage) -> _Work:
+    """From the table of parameters alone.
+
+    A product [m, n] reads or writes m + n numbers a token, three times with its gradients, and keeps them once for
+    the backward pass. The head's logits pass six times, three of them in products, and lie there twice.
+    """
+    table, size = program.layout.table, _itemsize(program)
+    local = program.microbatches // program.num_devices
+    tokens = stage.batch_tokens // program.microbatches
+    width = sum(
+        spec.size // math.prod(spec.shape[-2:]) * sum(spec.shape[-2:])
+        for spec in table.values()
+        if spec.group == "matrix"
+    )
+    weights = size * sum(spec.size for spec in table.values() if spec.group in ("matrix", "head"))
+    logits = size * tokens * _head_rows(program)
+    products = local * (3 * size * tokens * width + 3 * logits + 3 * weights)
+    between = local * (_BETWEEN * 3 * size * tokens * width + 3 * logits) + 3 * state_bytes(program)
+    whole = size * sum(spec.size for spec in table.values() if spec.group != "scalar")
+    gradients = 4 * count(table)
+    return _Work(
+        memory_bytes=state_bytes(program) + whole + gradients + size * tokens * width + 2 * logits,
+        traffic_bytes=int(products + between),
+        products_bytes=products,
+        gathered_bytes=whole if program.num_devices > 1 else 0,
+        scattered_bytes=whole if program.num_devices > 1 else 0,
+    )
+
+
+def _by_compiling(program: Program, stage: Stage) -> _Work:
+    """From the compiled step."""
+    found = anatomy.dissect(compiled_step(program, stage))
+    return _Work(
+        memory_bytes=found.memory.peak_bytes,
+        traffic_bytes=found.traffic_bytes,
+        products_bytes=sum(size for kind, size in found.traffic.items() if kind.startswith("__cublas")),
+        gathered_bytes=found.sent_bytes("all-gather"),
+        scattered_bytes=found.sent_bytes("reduce-scatter"),
+    )
+
+
+def advice(recipe: Recipe, kind: str, too_large: Plan) -> str:
+    """What to type for a plan that does not fit: more parts, of shorter sequences where those run out.
+
+    Found by trying, with arithmetic.
+    """
+    for halvings in range(1, 8):
+        parts = too_large.microbatches << halvings
+        settings: dict[str, int] = {}
+        for i, stage in enumerate(recipe.stages):
+            if stage.num_sequences % parts:
+                settings[f"stages.{i}.num_sequences"] = stage.num_sequences << halvings
+                settings[f"stages.{i}.seq_len"] = stage.seq_len >> halvings
+        if too_large.validation_bytes > too_large.memory_limit_bytes:
+            settings["eval_sequences"] = recipe.eval_sequences << halvings
+            settings["eval_seq_len"] = recipe.eval_seq_len >> halvings
+        smaller = recipe.override({key: str(value) for key, value in settings.items()})
+        if plan(smaller, kind, too_large.num_devices, parts).fits:
+            changes = (f"--set {key}={value}" for key, value in settings.items())
+            return " ".join([f"--microbatches {parts}", *changes])
+    return "another --device-kind or more --devices"
+
+
+def compiled_step(program: Program, stage: Stage) -> Any:
+    """The training step of a stage for the `target_mesh` of a program."""
+    return compile_for_target(program.train_step, *step_arguments(program, stage))
+
+
+def step_arguments(program: Program, stage: Stage) -> tuple[Any, ...]:
+    """What `Program.train_step` takes: types and places, no arrays."""
+
+    def typed(leaf: Any, spec: P) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(program.mesh, spec))
+
+    num_inputs = program.recipe.num_steps + 1
+    inputs = [np.broadcast_to(x, num_inputs) for x in program.recipe.inputs_at(0)]
+    ids_BT = np.broadcast_to(np.int32(0), (stage.num_sequences, stage.seq_len))
+    return (
+        jax.tree.map(typed, _state(program), program.specs),
+        typed(ids_BT, P(AXIS)),
+        typed(ids_BT, P(AXIS)),
+        StepInputs(*(typed(x, P()) for x in inputs)),
+    )
+
+
+def state_bytes(program: Program) -> int:
+    """Parameters and optimiser state on one device."""
+    shares = jax.tree.map(
+        lambda leaf, spec: leaf.size * leaf.dtype.itemsize // (program.num_devices if spec else 1),
+        _state(program),
+        program.specs,
+    )
+    return sum(jax.tree.leaves(shares))
+
+
+def _state(program: Program) -> TrainState:
+    return jax.eval_shape(program.init, jax.random.key(0))
+
+
+def _validation_bytes(program: Program) -> int:
+    """State, whole parameters, and the logits of one sequence."""
+    size = _itemsize(program)
+    logits = size * program.recipe.eval_seq_len * _head_rows(program)
+    return state_bytes(program) + size * count(program.layout.table) + logits
+
+
+def _head_rows(program: Program) -> int:
+    return sum(spec.shape[0] for spec in program.layout.table.values() if spec.group == "head")
+
+
+def _itemsize(program: Program) -> int:
+    """Bytes of one number in the compute dtype."""
+    return np.dtype(program.recipe.compute_dtype).itemsize

@@ -1,0 +1,161 @@
+"""The plan: its arithmetic against programs and states that are real."""
+
+import dataclasses
+import json
+import re
+import shlex
+from collections.abc import Callable
+
+import jax
+import pytest
+from click.testing import CliRunner, Result
+from jax.sharding import Mesh
+
+from speedrun import anatomy, cli, devices, recipes
+from speedrun import plan as planning
+from speedrun.mesh import make_mesh
+from speedrun.models import record21
+from speedrun.params import SHARDS
+from speedrun.recipe import Recipe, Stage
+from speedrun.step import Program
+
+
+def invoke(*args: str) -> Result:
+    return CliRunner().invoke(cli.command, ["plan", *args], prog_name="speedrun")
+
+
+@pytest.fixture(scope="module")
+def full_size() -> Recipe:
+    """Record 21 as published: 12 layers, one without attention, three value embeddings used twice."""
+    smoke, none = recipes.load("smoke"), record21.NO_TABLE
+    return dataclasses.replace(
+        smoke,
+        config=dataclasses.replace(
+            smoke.config,
+            vocab_size=50_257,
+            head_size=50_304,
+            model_dim=768,
+            num_heads=6,
+            head_dim=128,
+            mlp_dim=3_072,
+            mixing=tuple("none" if layer == 7 else "short" for layer in range(12)),
+            value_tables=(0, 1, 2, none, none, none, none, none, none, 0, 1, 2),
+        ),
+        stages=(Stage(num_steps=1_770, num_sequences=8, seq_len=49_152),),
+        eval_sequences=8,
+        eval_seq_len=262_144,
+        compute_dtype="bfloat16",
+    )
+
+
+@pytest.mark.parametrize("num_devices", [1, 8])
+def test_state_bytes_are_those_of_the_state(tiny: Recipe, num_devices: int):
+    program = Program(tiny, make_mesh(num_devices))
+    state = program.init(jax.random.key(0))
+    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
+    assert planning.state_bytes(program) == held
+
+
+def test_arithmetic_comes_near_the_reference(full_size: Recipe):
+    """A fast program of this size, compiled for 8 H100: peak 26.9 GB, 36.6 TFLOP a step and device."""
+    plan = planning.plan(full_size, "h100", 8, 8)
+    (stage,) = plan.stages
+    assert plan.num_params == 275_598_388
+    assert stage.memory_bytes == pytest.approx(26.9e9, rel=0.05)
+    assert stage.compute_floor_s * 989.4e12 == pytest.approx(36.6e12, rel=0.03)
+    assert stage.gathered_bytes == stage.scattered_bytes == 2 * (plan.num_params - 52)
+    assert stage.step_s * (1 - planning.ERROR) < 0.100 < stage.step_s * (1 + planning.ERROR), (
+        "the record's step"
+    )
+
+
+@pytest.mark.parametrize("kind", devices.DEVICES)
+@pytest.mark.parametrize("num_devices", [1, 2, 4, 8])
+def test_no_step_beats_its_floors(full_size: Recipe, kind: str, num_devices: int):
+    (stage,) = planning.plan(full_size, kind, num_devices, 8).stages
+    assert stage.step_s > max(stage.compute_floor_s, stage.traffic_floor_s, stage.communication_floor_s)
+    if num_devices > 1:
+        (fewer,) = planning.plan(full_size, kind, num_devices // 2, 8).stages
+        assert stage.step_s < fewer.step_s
+
+
+def test_the_compiled_program_is_the_one_that_runs(
+    tiny: Recipe, h100: Callable[[int], Mesh], monkeypatch: pytest.MonkeyPatch
+):
+    """Its donated bytes are the whole state, and it gathers and scatters each packed array once."""
+    program = Program(tiny, h100(8))
+    compiled = planning.compiled_step(program, tiny.stages[0])
+    found = anatomy.dissect(compiled)
+    assert found.memory.donated_bytes == planning.state_bytes(program)
+    packed = jax.eval_shape(program.layout.init, jax.random.key(0))
+    whole_bytes = 4 * sum(leaf.size for name, leaf in packed.items() if program.layout.specs[name])
+    assert found.sent_bytes("all-gather") == found.sent_bytes("reduce-scatter") == whole_bytes
+    monkeypatch.setattr(planning, "compiled_step", lambda *_: compiled)  # once is slow enough
+    (stage,) = planning.plan(tiny, "h100", 8, SHARDS, "compiled program").stages
+    assert (stage.gathered_bytes, stage.scattered_bytes) == (whole_bytes, whole_bytes)
+    assert (stage.memory_bytes, stage.traffic_bytes) == (found.memory.peak_bytes, found.traffic_bytes)
+
+
+def test_it_prints_for_people_and_for_programs():
+    shown = invoke("--recipe", "webmini", "--dollars", "3600")
+    assert shown.exit_code == 0, shown.output
+    assert "8 x NVIDIA H100 80GB HBM3" in shown.output
+    assert "by arithmetic" in shown.output
+    plan = json.loads(invoke("--recipe", "webmini", "--dollars", "3600", "--json").output)
+    assert plan["dollars"] == pytest.approx(8 * plan["total_s"])
+    assert f"${plan['dollars']:,.2f}" in shown.output
+    assert (plan["fits"], plan["error"]) == (True, None)
+
+
+@pytest.mark.parametrize(
+    ("limit", "eval_seq_len", "advice"),
+    [
+        (18_000_000, 1_024, "--microbatches 16"),
+        (15_000_000, 1_024, "--microbatches 32 --set stages.0.num_sequences=64 --set stages.0.seq_len=64"),
+        (
+            200_000_000,
+            262_144,
+            "--microbatches 16 --set eval_sequences=32 --set eval_seq_len=131072",
+        ),
+    ],
+    ids=["parts", "shorter", "validation"],
+)
+def test_what_does_not_fit_is_refused_with_advice_that_helps(
+    limit: int, eval_seq_len: int, advice: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(devices.DEVICES, "small", devices.DEVICES["4090"]._replace(memory_bytes=limit))
+    device = ["--device-kind", "small", "--devices", "1"]
+    settings = {"stages.0.num_sequences": 16, "eval_seq_len": eval_seq_len}
+    args = [*device, *(f"--set={key}={value}" for key, value in settings.items())]
+    refused = invoke(*args)
+    assert refused.exit_code == 1
+    assert re.search(
+        r"smoke does not fit: needs 0\.\d\d GB, NVIDIA GeForce RTX 4090 has 0\.\d\d GB", refused.stderr
+    )
+    in_json = invoke(*args, "--json")
+    assert in_json.exit_code == 1
+    assert json.loads(in_json.output)["error"].endswith(f"; try {advice}")
+    # A setting may be given once only: the advice takes the place of what it changes.
+    changed = {word.partition("=")[0] for word in shlex.split(advice)}
+    kept = [f"--set={key}={value}" for key, value in settings.items() if key not in changed]
+    assert invoke(*device, *kept, *shlex.split(advice)).exit_code == 0, advice
+
+
+def test_what_never_fits_is_said(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(devices.DEVICES, "toy", devices.DEVICES["4090"]._replace(memory_bytes=1000))
+    assert "try another --device-kind" in invoke("--device-kind", "toy").stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--device-kind", "h1000"], "unknown device kind 'h1000'; did you mean 'h100'?"),
+        (["--recipe", "smok"], "unknown recipe 'smok'; did you mean 'smoke'?"),
+        (["--microbatches", "3"], "8 sequences in 3 parts on 8 devices do not come out even"),
+        (["--devices", "3"], "got 3 devices, need a divisor of 8"),
+    ],
+)
+def test_bad_input_is_one_line(args: list[str], message: str):
+    result = invoke(*args)
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert message in result.stderr
