@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from speedrun.clock import Stopwatch
 from speedrun.kernels.attention import sight
-from speedrun.kernels.choose import ATTENTION, AttentionCall, choose
+from speedrun.kernels.choose import ATTENTION, AttentionCall, choose_attention
 from speedrun.kernels.cross_entropy import cross_entropy, summed_cross_entropy
 
 _TRIALS = 5
@@ -110,9 +110,9 @@ def attention(
         return run
 
     forms = {
-        name: value_and_gradients(choose("attention", name, call).function)
+        name: value_and_gradients(choose_attention(name, call).function)
         for name in ATTENTION
         if name not in left_out
     }
-    auto = choose("attention", "auto", call)
+    auto = choose_attention("auto", call)
     return AttentionTimings(compare(forms, q, k, v), left_out, auto.name, auto.reason)

@@ -60,6 +60,13 @@ def make_target_mesh(target: str, num_devices: int) -> Mesh:
     return Mesh(np.array(topology.devices), (AXIS,))
 
 
+def accelerator(mesh: Mesh) -> tuple[str, str]:
+    """Platform as JAX names it, and the compute capability of an NVIDIA GPU or nothing."""
+    device = mesh.devices.flat[0]
+    is_nvidia = device.platform in ("gpu", "cuda")
+    return ("gpu", str(device.compute_capability)) if is_nvidia else (device.platform, "")
+
+
 def place(x_BT: np.ndarray, mesh: Mesh) -> jax.Array:
     """One global array, divided by rows; an explicit transfer, so the transfer guard lets it pass."""
     return jax.device_put(x_BT, NamedSharding(mesh, P(AXIS)))

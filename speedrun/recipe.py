@@ -5,14 +5,16 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import jax
 
 from speedrun.errors import UsageError, unknown
+from speedrun.kernels.attention import Attention, Window
+from speedrun.kernels.cross_entropy_gpu import Fp8
 from speedrun.optim.groups import Transforms
 from speedrun.optim.schedules import Schedule, StepInputs
-from speedrun.params import Params, Table
+from speedrun.params import Dtype, Params, Table
 
 
 class ModelConfig(Protocol):
@@ -70,13 +72,14 @@ class Recipe:
     revision: int  #: goes up when its pinned trace changes
     config: Any  #: a ModelConfig; one small dataclass a model file
     table: Callable[[Any], Table]
-    forward: Callable[[Params, jax.Array, jax.Array, Any], jax.Array]
+    forward: Callable[[Params, jax.Array, Window, Any, Attention], jax.Array]
     optimizer: Optimizer
     schedule: Schedule
     stages: tuple[Stage, ...]
     eval_sequences: int  #: of one validation pass, over all devices
     eval_seq_len: int
-    compute_dtype: Literal["float32", "bfloat16"]
+    compute_dtype: Dtype
+    head_fp8: Fp8 | None  #: scales of the head's products in training; None: in the compute dtype
 
     def __post_init__(self) -> None:
         if not self.stages or not all(isinstance(stage, Stage) for stage in self.stages):
@@ -103,6 +106,11 @@ class Recipe:
                 return i
             step -= stage.num_steps
         raise ValueError(f"step lies {step} behind the last of {self.num_steps}")
+
+    @property
+    def most_window_blocks(self) -> int:
+        """The largest window of any step."""
+        return max(int(self.inputs_at(step).window_blocks) for step in range(self.num_steps + 1))
 
     def inputs_at(self, step: int) -> StepInputs:
         """Scheduled inputs of a step."""

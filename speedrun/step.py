@@ -13,7 +13,7 @@ Legend: A micro-batches of a device, B sequences, T time, K matrices of a bank.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -24,8 +24,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from speedrun.errors import UsageError
-from speedrun.kernels.cross_entropy import summed_cross_entropy
-from speedrun.mesh import replicate
+from speedrun.kernels.attention import Window
+from speedrun.kernels.choose import Kernels
+from speedrun.kernels.cross_entropy_gpu import Fp8
+from speedrun.mesh import accelerator, replicate
 from speedrun.optim.muon import shape_factor
 from speedrun.optim.schedules import StepInputs
 from speedrun.params import AXIS, SCALARS, SHARDS, Layout, Params
@@ -55,6 +57,7 @@ class Program:
     recipe: Recipe
     mesh: Mesh
     microbatches: int = SHARDS  #: of one step, over all devices; a split of the work, not of the mathematics
+    attention: str = "auto"  #: the form to use, as `kernels.choose` names it
 
     def __post_init__(self) -> None:
         for stage in self.recipe.stages:
@@ -65,6 +68,11 @@ class Program:
     def num_devices(self) -> int:
         """Devices of the mesh."""
         return self.mesh.size
+
+    @cached_property
+    def kernels(self) -> Kernels:
+        """The forms of its operations, and how they were chosen."""
+        return Kernels(*accelerator(self.mesh), self.attention)
 
     @cached_property
     def layout(self) -> Layout:
@@ -113,8 +121,12 @@ class Program:
     @cached_property
     def train_step(self) -> Any:
         """(state, tokens_BT, targets_BT, schedule) -> (state, metrics). `state` is donated."""
+        return self.train_step_for(None)
+
+    def train_step_for(self, window_blocks: int | None) -> Any:
+        """`train_step`, for one window only; None reads the window from the schedule."""
         step = jax.shard_map(
-            self._train_step,
+            partial(self._train_step, window_blocks),
             mesh=self.mesh,
             in_specs=(self.specs, P(AXIS), P(AXIS), P()),
             out_specs=(self.specs, StepMetrics(P(), P(), self.layout.specs)),  # pyright: ignore[reportArgumentType]
@@ -122,11 +134,17 @@ class Program:
         return jax.jit(step, donate_argnums=0)
 
     def _train_step(
-        self, state: TrainState, tokens_BT: jax.Array, targets_BT: jax.Array, schedule: StepInputs
+        self,
+        window_blocks: int | None,
+        state: TrainState,
+        tokens_BT: jax.Array,
+        targets_BT: jax.Array,
+        schedule: StepInputs,
     ) -> tuple[TrainState, StepMetrics]:
         """One device's part of a step."""
         inputs = jax.tree.map(lambda x: x[state.step], schedule)
-        loss, grads = self.loss_and_grads(state.params, tokens_BT, targets_BT, inputs)
+        window = self.window(inputs.window_blocks if window_blocks is None else window_blocks)
+        loss, grads = self.loss_and_grads(state.params, tokens_BT, targets_BT, window)
         updates, opt_state = self.transform.update(
             grads, state.opt_state, state.params, momentum=inputs.momentum, factors=self._local_factors()
         )
@@ -139,15 +157,15 @@ class Program:
         return TrainState(state.step + 1, new, opt_state), StepMetrics(mean_loss, mean_bad, flags)
 
     def loss_and_grads(
-        self, packed: Params, tokens_BT: jax.Array, targets_BT: jax.Array, inputs: StepInputs
+        self, packed: Params, tokens_BT: jax.Array, targets_BT: jax.Array, window: Window
     ) -> tuple[jax.Array, Params]:
         """Mean loss of this device's tokens, and its part of the mean gradient over all devices, packed."""
         params = self.layout.unpack(self._gather(packed))
-        loss, grads = self._accumulate(params, tokens_BT, targets_BT, inputs)
+        loss, grads = self._accumulate(params, tokens_BT, targets_BT, window)
         return loss, self._scatter_mean(self.layout.pack(grads))
 
     def _accumulate(
-        self, params: Params, tokens_BT: jax.Array, targets_BT: jax.Array, inputs: StepInputs
+        self, params: Params, tokens_BT: jax.Array, targets_BT: jax.Array, window: Window
     ) -> tuple[jax.Array, Params]:
         """Mean loss and gradients over this device's sequences, one micro-batch at a time.
 
@@ -156,7 +174,7 @@ class Program:
         num_local = self.microbatches // self.num_devices
 
         def loss_fn(params: Params, tokens_BT: jax.Array, targets_BT: jax.Array) -> jax.Array:
-            return self.nll_sum(params, tokens_BT, targets_BT, inputs.window_blocks) / targets_BT.size
+            return self.nll_sum(params, tokens_BT, targets_BT, window, self.recipe.head_fp8) / targets_BT.size
 
         def accumulate(total: Any, batch: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
             one = jax.value_and_grad(loss_fn)(params, *batch)
@@ -172,22 +190,29 @@ class Program:
         total, _ = jax.lax.scan(accumulate, start, (tokens_ABT, targets_ABT))
         return jax.tree.map(lambda x: x / num_local, total)
 
+    def window(self, blocks: jax.Array | int) -> Window:
+        """Of so many blocks: the only one of a program if it is a number, one of the schedule's if it is traced."""
+        return Window(blocks, blocks if isinstance(blocks, int) else self.recipe.most_window_blocks)
+
     def nll_sum(
-        self, params: Params, tokens_BT: jax.Array, targets_BT: jax.Array, window_blocks: jax.Array
+        self, params: Params, tokens_BT: jax.Array, targets_BT: jax.Array, window: Window, fp8: Fp8 | None
     ) -> jax.Array:
         """Negative log likelihood of all targets together under named parameters: f32 [], nats."""
-        x_BTD = self.recipe.forward(params, tokens_BT, window_blocks, self.recipe.config)
-        x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
-        return summed_cross_entropy(
-            x_ND, params["head"], targets_BT.reshape(-1), cap=self.recipe.config.logit_cap
-        )
+        cfg, targets_N = self.recipe.config, targets_BT.reshape(-1)
+        x_BTD = self.recipe.forward(params, tokens_BT, window, cfg, self.kernels.attention)
+        x_ND = x_BTD.reshape(len(targets_N), -1)
+        return self.kernels.summed_cross_entropy(x_ND, params["head"], targets_N, cap=cfg.logit_cap, fp8=fp8)
 
     @cached_property
     def eval_step(self) -> Any:
         """(packed params, tokens_BT, targets_BT, schedule, step) -> summed nats of each sequence, f32 [B]."""
+        return self.eval_step_for(None)
+
+    def eval_step_for(self, window_blocks: int | None) -> Any:
+        """`eval_step`, for one window only; None reads the window from the schedule."""
         return jax.jit(
             jax.shard_map(
-                self._eval_step,
+                partial(self._eval_step, window_blocks),
                 mesh=self.mesh,
                 in_specs=(self.layout.specs, P(AXIS), P(AXIS), P(), P()),
                 out_specs=P(AXIS),
@@ -196,6 +221,7 @@ class Program:
 
     def _eval_step(
         self,
+        window_blocks: int | None,
         packed: Params,
         tokens_BT: jax.Array,
         targets_BT: jax.Array,
@@ -204,10 +230,11 @@ class Program:
     ) -> jax.Array:
         """One device's sequences, one after the other, so that memory does not depend on their number."""
         params = self.layout.unpack(self._gather(packed))
+        window = self.window(schedule.window_blocks[step] if window_blocks is None else window_blocks)
 
         def score(batch_T: tuple[jax.Array, jax.Array]) -> jax.Array:
             tokens_T, targets_T = batch_T
-            return self.nll_sum(params, tokens_T[None], targets_T[None], schedule.window_blocks[step])
+            return self.nll_sum(params, tokens_T[None], targets_T[None], window, fp8=None)
 
         return jax.lax.map(score, (tokens_BT, targets_BT))
 

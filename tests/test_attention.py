@@ -18,7 +18,7 @@ from speedrun import mesh
 from speedrun.errors import UsageError
 from speedrun.kernels import attention_banded, attention_flash3, attention_pallas
 from speedrun.kernels.attention import Sight, attention, sight, visible
-from speedrun.kernels.choose import AttentionCall, choose
+from speedrun.kernels.choose import AttentionCall, choose_attention
 
 
 def sees(t: int, s: int, doc: list[int], window: int, block: int) -> bool:
@@ -310,7 +310,7 @@ CPU = CALL._replace(platform="cpu", compute_capability="", dtype=jnp.dtype(jnp.f
     ],
 )
 def test_auto_says_what_it_chose_and_why(call, name, reason):
-    choice = choose("attention", "auto", call)
+    choice = choose_attention("auto", call)
     assert choice.name == name
     assert reason in choice.reason
 
@@ -321,7 +321,7 @@ def test_what_was_chosen_computes_attention():
     call = CPU._replace(shape_BTHK=q.shape, block_tokens=case.block_tokens, max_window_blocks=2)
     want = attention(q, k, v, case.sight(), scale=0.3)
     for name in ("auto", "definition", "banded"):
-        got = choose("attention", name, call).function(q, k, v, case.sight(), scale=0.3)
+        got = choose_attention(name, call).function(q, k, v, case.sight(), scale=0.3)
         np.testing.assert_allclose(got, want, atol=3e-6)
 
 
@@ -329,19 +329,19 @@ def test_a_form_that_cannot_run_gives_all_reasons(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     call = CPU._replace(shape_BTHK=(1, 100, 6, 40))
     with pytest.raises(UsageError) as flash3:
-        choose("attention", "flash3", call)
+        choose_attention("flash3", call)
     for reason in ("a cpu", "float32", "40 dimensions", "traced", "pip install"):
         assert reason in str(flash3.value)
     with pytest.raises(UsageError) as pallas:
-        choose("attention", "pallas", call)
+        choose_attention("pallas", call)
     for reason in ("a cpu", "float32", "40 dimensions", "100 tokens"):
         assert reason in str(pallas.value)
     with pytest.raises(UsageError, match="did you mean 'banded'"):
-        choose("attention", "band", call)
+        choose_attention("band", call)
 
 
 def test_flash3_runs_where_it_is_asked_for(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
-    choice = choose("attention", "flash3", CALL._replace(static_window_blocks=14))
+    choice = choose_attention("flash3", CALL._replace(static_window_blocks=14))
     assert isinstance(choice.function, partial)
     assert choice.function.keywords == {"window_blocks": 14, "block_tokens": 128, "max_documents": 256}

@@ -1,5 +1,6 @@
 """The loss head: every form against the definition, forward and gradient, and what it costs on an H100."""
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -117,7 +118,9 @@ class TestNarrowFactors:
             for a, b in zip(got, want, strict=True):
                 np.testing.assert_array_equal(np.asarray(a, np.float32) / scale, np.asarray(b, np.float32))
 
-    @pytest.mark.parametrize("fp8", [gpu.RECORD21, gpu.RECORD21._replace(grad=2.0**19)], ids=["", "gradient"])
+    @pytest.mark.parametrize(
+        "fp8", [gpu.RECORD21, dataclasses.replace(gpu.RECORD21, grad=2.0**19)], ids=["", "gradient"]
+    )
     def test_what_is_out_of_range_is_clipped(self, fp8: gpu.Fp8):
         """A cast alone would make NaN of it in e4m3, infinity in e5m2."""
         x_ND, head_VD, targets_N = rounded(jnp.float32)

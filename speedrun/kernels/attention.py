@@ -8,10 +8,23 @@ Legend: B batch, T time (queries), S time (keys), H heads, K head width.
 Source: record 21, whose block-sparse mask this rule states in one line.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+
+
+class Window(NamedTuple):
+    """How many blocks a kind of layer sees, its own included."""
+
+    blocks: (
+        jax.Array | int
+    )  #: i32[] if traced, so that a growing window compiles once; an int is the only one
+    most: int  #: never more: what a form may reckon with where the window is traced
+
+    def halved(self) -> "Window":
+        """Of half the blocks, at least one."""
+        return self._replace(blocks=self.blocks // 2 + (self.blocks < 2), most=max(1, self.most // 2))
 
 
 class Sight(NamedTuple):
@@ -21,7 +34,26 @@ class Sight(NamedTuple):
     first_BT: jax.Array  #: i32, the first key it sees: at least its start, at most itself
 
 
-def sight(doc_BT: jax.Array, window_blocks: jax.Array, block_tokens: int) -> Sight:
+class Attention(Protocol):
+    """Any form of attention, as a model calls it: `Kernels.attention`."""
+
+    def __call__(
+        self,
+        q_BTHK: jax.Array,
+        k_BTHK: jax.Array,
+        v_BTHK: jax.Array,
+        sight: Sight,
+        /,
+        *,
+        scale: float,
+        window: Window,
+        block_tokens: int,
+    ) -> jax.Array:
+        """The definition's value; `window` and `block_tokens` are what `sight` was made of."""
+        ...
+
+
+def sight(doc_BT: jax.Array, window_blocks: jax.Array | int, block_tokens: int) -> Sight:
     """The rule as intervals: first[q] = max(start[q], (q // block - window_blocks + 1) * block).
 
     Args:

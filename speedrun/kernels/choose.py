@@ -7,6 +7,7 @@ Legend: B batch, T time, H heads, K head width.
 
 import importlib.util
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -14,11 +15,20 @@ import jax
 import jax.numpy as jnp
 
 from speedrun.errors import UsageError, unknown
-from speedrun.kernels import attention_banded, attention_flash3, attention_pallas
-from speedrun.kernels.attention import attention
+from speedrun.kernels import (
+    attention_banded,
+    attention_flash3,
+    attention_pallas,
+    cross_entropy,
+    cross_entropy_gpu,
+)
+from speedrun.kernels.attention import Sight, Window, attention
+from speedrun.kernels.cross_entropy_gpu import Fp8
 
 #: Up to here the definition is as fast on a CPU: 3.9 ms against 4.2 with 256 tokens, 20.5 against 8.7 with 512.
 SHORT_TOKENS = 256
+#: A batch has room for as many documents as if they were this short; more of them are found out, never lost.
+TOKENS_PER_DOCUMENT = 32
 #: What the scores of the definition may take; its backward keeps about three such arrays.
 MOST_SCORE_BYTES = 4 * 2**30
 
@@ -109,7 +119,7 @@ ATTENTION: dict[str, Form] = {
 }
 
 
-def choose(operation: str, wanted: str, call: AttentionCall) -> Choice:
+def choose_attention(wanted: str, call: AttentionCall) -> Choice:
     """The form that was asked for, or with "auto" the first of an order that can run.
 
     On a GPU the order is pallas, banded, definition. `flash3` is published as the faster kernel, but its dq is summed
@@ -118,17 +128,14 @@ def choose(operation: str, wanted: str, call: AttentionCall) -> Choice:
     and banded beyond.
 
     Args:
-        operation: "attention", the only one with a choice so far.
         wanted: "auto" or a name from `ATTENTION`.
         call: what is known before compiling.
 
     Raises:
         UsageError: for an unknown name, or a form that cannot run; it holds all reasons.
     """
-    if operation != "attention":
-        raise unknown("operation", operation, ["attention"])
     if wanted == "auto":
-        return _choose_freely(call)
+        return _attention_of_its_own_choice(call)
     if wanted not in ATTENTION:
         raise unknown("form of attention", wanted, ["auto", *ATTENTION])
     if reasons := ATTENTION[wanted].against(call):
@@ -138,7 +145,7 @@ def choose(operation: str, wanted: str, call: AttentionCall) -> Choice:
     return Choice(wanted, ATTENTION[wanted].bind(call), "asked for")
 
 
-def _choose_freely(call: AttentionCall) -> Choice:
+def _attention_of_its_own_choice(call: AttentionCall) -> Choice:
     tokens = call.shape_BTHK[1]
     if call.platform != "cpu":
         order = ["pallas", "banded", "definition"]
@@ -152,3 +159,69 @@ def _choose_freely(call: AttentionCall) -> Choice:
     name = next(name for name in order if not against[name])
     passed = [f"not {other}: {', '.join(against[other])}" for other in order[: order.index(name)]]
     return Choice(name, ATTENTION[name].bind(call), "; ".join([why, *passed]))
+
+
+#: Tokens whose logits exist at one time on a GPU, in 16 bits: 4.9 GB with the GPT-2 vocabulary.
+HEAD_TOKENS = 49_152
+
+
+def choose_head(num_tokens: int, platform: str, fp8: Fp8 | None) -> Choice:
+    """The form of the loss head: the one for CPUs cannot round to 8 bits, the one for GPUs runs anywhere."""
+    if platform == "cpu" and fp8 is None:
+        return Choice(
+            "chunks", cross_entropy.summed_cross_entropy, "cpu: a chunk of logits stays in its cache"
+        )
+    num_chunks = next(
+        n for n in range(1, num_tokens + 1) if num_tokens % n == 0 and num_tokens / n <= HEAD_TOKENS
+    )
+    reason = f"{platform}, {num_tokens:,} tokens in {num_chunks} chunks"
+    head = partial(cross_entropy_gpu.summed_cross_entropy, fp8=fp8, num_chunks=num_chunks)
+    return Choice("bf16" if fp8 is None else "fp8", head, reason)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The operations of one program. Each call is given its form when it is traced, before anything is compiled."""
+
+    platform: str  #: as JAX names it
+    compute_capability: str  #: of an NVIDIA GPU; empty elsewhere
+    wanted_attention: str = "auto"
+    choices: dict[str, Choice] = field(
+        default_factory=dict, compare=False
+    )  #: by operation and shape, as traced
+
+    def attention(
+        self,
+        q_BTHK: jax.Array,
+        k_BTHK: jax.Array,
+        v_BTHK: jax.Array,
+        sight: Sight,
+        /,
+        *,
+        scale: float,
+        window: Window,
+        block_tokens: int,
+    ) -> jax.Array:
+        """See `kernels.attention.Attention`."""
+        rows, tokens, heads, width = q_BTHK.shape
+        call = AttentionCall(
+            shape_BTHK=(rows, tokens, heads, width),
+            dtype=q_BTHK.dtype,
+            platform=self.platform,
+            compute_capability=self.compute_capability,
+            block_tokens=block_tokens,
+            max_window_blocks=window.most,
+            static_window_blocks=window.blocks if isinstance(window.blocks, int) else None,
+            max_documents=rows * max(64, tokens // TOKENS_PER_DOCUMENT),
+        )
+        choice = choose_attention(self.wanted_attention, call)
+        self.choices[f"attention {rows}x{tokens}x{heads}x{width}, {window.most} blocks"] = choice
+        return choice.function(q_BTHK, k_BTHK, v_BTHK, sight, scale=scale)
+
+    def summed_cross_entropy(
+        self, x_ND: jax.Array, head_VD: jax.Array, targets_N: jax.Array, *, cap: float, fp8: Fp8 | None
+    ) -> jax.Array:
+        """Loss of all tokens together: f32 [], nats. See `kernels.cross_entropy`."""
+        choice = choose_head(len(x_ND), self.platform, fp8)
+        self.choices[f"head {'x'.join(map(str, x_ND.shape))}, {len(head_VD)} columns"] = choice
+        return choice.function(x_ND, head_VD, targets_N, cap=cap)

@@ -6,6 +6,7 @@ are rounded, and in how many pieces. Neither changes what is computed.
 Legend: N tokens, D model, V vocabulary, C chunks.
 """
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,7 +15,8 @@ import jax.numpy as jnp
 from jax.lax import Precision, dot_general
 
 
-class Fp8(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Fp8:
     """Fixed scales of 8-bit products: each factor is multiplied by its own, clipped and rounded.
 
     States and weights become e4m3 (at most 448), the gradient of the logits e5m2 (at most 57,344).

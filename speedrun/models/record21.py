@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from speedrun import nn
-from speedrun.kernels.attention import Sight, attention, sight
+from speedrun.kernels.attention import Attention, Sight, Window, sight
 from speedrun.params import Dtype, Params, ParamSpec, Table, constant, normal, uniform_fan_in, zeros
 
 Mixing = Literal["long", "short", "none"]
@@ -77,7 +77,9 @@ class Config:
 class Context(NamedTuple):
     """What the attention of every layer shares: computed once a step."""
 
-    sights: dict[str, Sight]  #: how far back a token sees, by kind of window
+    attention: Attention  #: the form that runs
+    windows: dict[Mixing, Window]
+    sights: dict[Mixing, Sight]  #: how far back a token sees
     angles: tuple[jax.Array, jax.Array]
     values: dict[int, jax.Array]  #: looked-up value embeddings [B, T, H, K] by table; zero for NO_TABLE
 
@@ -108,12 +110,14 @@ def attend(window: Mixing) -> Callable[[jax.Array, Params, str, int, Context, Co
         heads = (*h_BTD.shape[:2], cfg.num_heads, cfg.head_dim)
         q_BTHK, k_BTHK, v_BTHK = ((h_BTD @ w.T).reshape(heads) for w in p[f"{block}.qkv"])
         own, shared = p[f"{block}.value_lambdas"]
-        o_BTHK = attention(
+        o_BTHK = ctx.attention(
             nn.rotary(nn.rms_norm(q_BTHK), ctx.angles),
             nn.rotary(nn.rms_norm(k_BTHK), ctx.angles),
             nn.blend((own, v_BTHK), (shared, ctx.values[value_table])),
             ctx.sights[window],
             scale=cfg.attention_scale,
+            window=ctx.windows[window],
+            block_tokens=cfg.block_tokens,
         )
         return o_BTHK.reshape(*h_BTD.shape[:2], -1) @ p[f"{block}.attn_out"].T
 
@@ -161,14 +165,16 @@ def table(cfg: Config) -> Table:
     }
 
 
-def context(p: Params, tokens_BT: jax.Array, window_blocks: jax.Array, cfg: Config) -> Context:
+def context(p: Params, tokens_BT: jax.Array, long: Window, cfg: Config, attention: Attention) -> Context:
     """Windows, rotary angles and value embeddings of a batch."""
     doc_BT = nn.documents(tokens_BT, cfg.document_token)
-    blocks = {"long": window_blocks, "short": jnp.maximum(1, window_blocks // 2)}
+    windows: dict[Mixing, Window] = {"long": long, "short": long.halved()}
     heads = (*tokens_BT.shape, cfg.num_heads, cfg.head_dim)
     tables = sorted(set(cfg.value_tables) - {NO_TABLE})
     return Context(
-        sights={kind: sight(doc_BT, blocks[kind], cfg.block_tokens) for kind in blocks},
+        attention=attention,
+        windows=windows,
+        sights={kind: sight(doc_BT, window.blocks, cfg.block_tokens) for kind, window in windows.items()},
         angles=nn.rotary_angles(tokens_BT.shape[1], cfg.head_dim),
         values={i: p[f"value_embed.{i}"][tokens_BT].reshape(heads) for i in tables}
         | {NO_TABLE: jnp.zeros((), p["embed"].dtype)},
@@ -184,7 +190,7 @@ def block(x_BTD: jax.Array, x0_BTD: jax.Array, p: Params, i: int, ctx: Context, 
     return x_BTD + nn.relu_squared_mlp(nn.rms_norm(x_BTD), p[f"block.{i}.mlp_up"], p[f"block.{i}.mlp_down"])
 
 
-def forward(p: Params, tokens_BT: jax.Array, window_blocks: jax.Array, cfg: Config) -> jax.Array:
+def forward(p: Params, tokens_BT: jax.Array, window: Window, cfg: Config, attention: Attention) -> jax.Array:
     """Final hidden state, normalised, before the head.
 
     The second half of the layers takes back what the first half pushed, last first (U-net, record 11).
@@ -192,13 +198,14 @@ def forward(p: Params, tokens_BT: jax.Array, window_blocks: jax.Array, cfg: Conf
     Args:
         p: parameters by name, in the compute dtype.
         tokens_BT: i32, each sequence by itself; documents may begin anywhere.
-        window_blocks: i32[], blocks a "long" layer sees; a "short" one sees half, at least one.
+        window: what a "long" layer sees; a "short" one sees half.
         cfg: sizes and layers.
+        attention: the form of attention to use.
 
     Returns:
         [B, T, D] in the compute dtype.
     """
-    ctx = context(p, tokens_BT, window_blocks, cfg)
+    ctx = context(p, tokens_BT, window, cfg, attention)
     x_BTD = x0_BTD = nn.rms_norm(p["embed"][tokens_BT])
     half, saved = cfg.num_layers // 2, []
     for i in range(half):

@@ -6,6 +6,7 @@ Run: speedrun run --track main-8xh100
 Credits: modded-nanogpt (K. Jordan, @Grad62304977, @YouJiacheng, @brendanh0gan, @KoszarskyB, @leloykun and others).
 """
 
+from speedrun.kernels.cross_entropy_gpu import RECORD21
 from speedrun.models.record21 import NO_TABLE, Config, forward, table
 from speedrun.optim.groups import Adam, MuonAndAdam
 from speedrun.optim.schedules import Schedule
@@ -57,4 +58,5 @@ RECIPE = Recipe(
     eval_sequences=8,
     eval_seq_len=262144,
     compute_dtype="bfloat16",
+    head_fp8=RECORD21,
 )

@@ -53,4 +53,5 @@ RECIPE = Recipe(
     eval_sequences=16,
     eval_seq_len=1024,
     compute_dtype="float32",
+    head_fp8=None,
 )
