@@ -1,7 +1,11 @@
 #!/usr/bin/env bash
 # Makes .venv from the lock files. Called by quickstart.sh and test.sh; may be called by hand, as often as you like.
 #
-#   scripts/install.sh [run|dev]     dev adds the tools of scripts/test.sh
+#   scripts/install.sh [run|quick|dev]
+#
+#   run      what `speedrun` needs
+#   quick    and the tools of scripts/test.sh
+#   dev      and the compiler for GPUs that are not there (Linux)
 #
 # Environment, all optional:
 #   PYTHON                 the interpreter to use (3.11 or newer)
@@ -61,9 +65,14 @@ print(hashlib.sha256(b"\0".join([sys.version.encode(), *(Path(p).read_bytes() fo
 
 main() {
   local want=${1:-run} kind lock locks overlay=() python pip stamp=.venv/speedrun.stamp sum
-  [[ $want == run || $want == dev ]] || die "got $want; need run or dev"
   kind=$(accelerator)
-  locks=("requirements/$want.lock")
+  case $want in
+    run) locks=(requirements/run.lock) ;;
+    quick | dev) locks=(requirements/dev.lock) ;;
+    *) die "got $want; need run, quick or dev" ;;
+  esac
+  # CUDA's own locks bring a compiler already, and an overlaid JAX would need another one.
+  if [[ $want == dev && $kind == cpu && -z ${SPEEDRUN_JAX:-} ]]; then locks+=(requirements/aot.lock); fi
   if [[ $kind != cpu ]]; then locks+=("requirements/$kind.lock"); fi
   if [[ -n ${SPEEDRUN_JAX:-} ]]; then
     [[ $kind == cpu ]] || die "SPEEDRUN_JAX has no lock for $kind; need SPEEDRUN_ACCELERATOR=cpu"
@@ -73,11 +82,11 @@ main() {
     [[ -f $lock ]] || die "there is no $lock; choose one of: $(echo requirements/*.lock)"
   done
 
-  # An environment made for tests has all that a run needs: leave it.
+  # An environment that was made for more has all that is needed for less: leave it.
   python=$(find_python)
   sum="$kind ${SPEEDRUN_JAX:-} $(digest "$python" pyproject.toml requirements/*.lock)"
   if [[ -x .venv/bin/speedrun && -f $stamp ]]; then
-    case $(<"$stamp") in "$want $sum" | "dev $sum") return ;; esac
+    case "$want $(<"$stamp")" in "$want $want $sum" | *" dev $sum" | "run quick $sum") return ;; esac
   fi
 
   [[ ! -e .venv || -f $stamp ]] || die ".venv exists and was not made by this script; move it away"

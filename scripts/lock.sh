@@ -28,6 +28,11 @@ for extra in cuda12 cuda13; do
   lock $extra.lock "What scripts/quickstart.sh needs on a machine with an NVIDIA GPU." \
     pyproject.toml --group build --extra $extra --constraint requirements/dev.lock "$@"
 done
+# A few wheels of cuda12.lock: compiling needs no more. uv has no option for an extra by itself.
+aot=$(python3 -c 'import tomllib
+print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["aot"], sep="\n")')
+lock aot.lock "The compiler for GPUs that are not there; laid over dev.lock." --no-deps \
+  --constraint requirements/cuda12.lock - "$@" <<<"$aot"
 lock run.lock "What scripts/quickstart.sh needs." \
   pyproject.toml --group build --constraint requirements/dev.lock "$@"
 

@@ -15,8 +15,11 @@ from speedrun import devices
 from speedrun.errors import UsageError
 from speedrun.mesh import make_target_mesh
 
-#: The extra `aot` of this project; `nvcc` brings `ptxas`. Any plugin of CUDA 12 builds the same programs.
-WHEELS = ("jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12")
+#: What compiles: the plugin is the compiler, `nvcc` brings `ptxas`. The first is this project's extra `aot`.
+COMPILERS = (
+    ("jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12"),
+    ("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-nvvm"),
+)
 
 #: With it, all GEMMs are those of cuBLAS, FP8 ones included, as they often are once a GPU has tried both.
 #: Without it and without a GPU to try, all are Triton's.
@@ -24,8 +27,9 @@ CUBLAS_GEMMS = {"xla_gpu_enable_triton_gemm": False}
 
 
 def missing_wheels() -> list[str]:
-    """Those of `WHEELS` that are not installed."""
-    return [name for name in WHEELS if not _installed(name)]
+    """What the first compiler lacks; nothing, if any is complete."""
+    lacking = [[name for name in wheels if not _installed(name)] for wheels in COMPILERS]
+    return lacking[0] if all(lacking) else []
 
 
 def target_mesh(kind: str, num_devices: int) -> Mesh:
@@ -36,8 +40,8 @@ def target_mesh(kind: str, num_devices: int) -> Mesh:
     """
     device = devices.load(kind)
     if missing := missing_wheels():
-        plugin, pjrt, nvcc = WHEELS
-        exact = f"{plugin}=={jax.__version__} {pjrt}=={jax.__version__} {nvcc}"
+        # The plugin must be of JAX's own version.
+        exact = " ".join(f"{name}=={jax.__version__}" if "jax" in name else name for name in COMPILERS[0])
         raise UsageError(
             f"found no {', '.join(missing)}; to compile for {device.name} without one, "
             f"pip install --no-deps {exact}"

@@ -249,10 +249,12 @@ def test_the_compiler_accepts_every_target(kind: str) -> None:
 
 
 def test_a_missing_compiler_is_said_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deviceless, "WHEELS", ("jax-cuda12-plugin", "jax-cuda12-pjrt", "no-such-wheel"))
-    with pytest.raises(
-        UsageError, match=r"found no .*no-such-wheel; .*pip install --no-deps jax-cuda12-plugin=="
-    ):
+    none = ("jax-no-such-plugin", "no-such-nvcc")
+    monkeypatch.setattr(deviceless, "COMPILERS", (none, none))
+    command = f"pip install --no-deps jax-no-such-plugin=={jax.__version__} no-such-nvcc"
+    with pytest.raises(UsageError, match=f"found no jax-no-such-plugin, no-such-nvcc; .*{command}"):
         deviceless.target_mesh("h100", 8)
+    monkeypatch.setattr(deviceless, "COMPILERS", (none, ("jax", "jaxlib")))
+    assert not deviceless.missing_wheels(), "either will do"
     with pytest.raises(UsageError, match="unknown device kind 'h10'; did you mean 'h100'"):
         deviceless.target_mesh("h10", 8)

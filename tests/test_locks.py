@@ -20,6 +20,10 @@ def pins(lock: str) -> set[tuple[str, str, str]]:
     return {(m[1], m[2], m[3] or "") for line in LOCKS[lock].splitlines() if (m := PIN.fullmatch(line))}
 
 
+def versions(lock: str) -> set[tuple[str, str]]:
+    return {(name, version) for name, version, _ in pins(lock)}
+
+
 def names(requirements: list[str]) -> set[str]:
     return {re.split(r"[\[<>=! ]", requirement)[0].lower().replace("_", "-") for requirement in requirements}
 
@@ -50,8 +54,21 @@ def test_locks_hold_what_the_project_asks_for() -> None:
         assert not missing, f"{lock}.lock lacks {missing}; run scripts/lock.sh"
 
 
+def test_the_compiler_brings_no_libraries() -> None:
+    """And for every JAX of dev.lock there is one."""
+    assert {name for name, *_ in pins("aot")} == names(PROJECT["project"]["optional-dependencies"]["aot"])
+    of_jax = {(version, marker) for name, version, marker in pins("dev") if name == "jax"}
+    linux = {
+        (version, marker.removesuffix(" and sys_platform == 'linux'"))
+        for name, version, marker in pins("aot")
+        if name == "jax-cuda12-plugin"
+    }
+    assert linux == of_jax
+
+
 def test_locks_agree() -> None:
     everything = pins("cuda12") | pins("cuda13") | pins("dev")
     assert pins("run") <= pins("dev")
+    assert versions("aot") <= versions("cuda12"), "the compiler must be the one that GPUs get"
     places = [(name, marker) for name, _, marker in everything]
     assert len(places) == len(set(places)), "one package, two versions; run scripts/lock.sh"

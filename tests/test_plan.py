@@ -69,6 +69,13 @@ def test_arithmetic_comes_near_the_reference(full_size: Recipe):
     )
 
 
+@pytest.mark.parametrize("recipe", recipes.names())
+def test_no_step_of_a_small_model_beats_its_floors(recipe: str):
+    """Products of small models wait for memory."""
+    for stage in planning.plan(recipes.load(recipe), "h100", 1, 8).stages:
+        assert stage.step_s > max(stage.compute_floor_s, stage.traffic_floor_s)
+
+
 @pytest.mark.parametrize("kind", devices.DEVICES)
 @pytest.mark.parametrize("num_devices", [1, 2, 4, 8])
 def test_no_step_beats_its_floors(full_size: Recipe, kind: str, num_devices: int):
