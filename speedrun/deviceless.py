@@ -5,15 +5,24 @@ nothing is tuned by trying: which GEMM kernel is fastest is found out on a GPU o
 """
 
 from collections.abc import Mapping
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from speedrun import devices
 from speedrun.errors import UsageError
 from speedrun.mesh import make_target_mesh
+from speedrun.optim.schedules import StepInputs
+from speedrun.params import AXIS
+from speedrun.recipe import Stage
+from speedrun.step import Program, TrainState
+
+Options = Mapping[str, bool | int | str]
 
 #: What compiles: the plugin is the compiler, `nvcc` brings `ptxas`. The first is this project's extra `aot`.
 COMPILERS = (
@@ -23,7 +32,7 @@ COMPILERS = (
 
 #: With it, all GEMMs are those of cuBLAS, FP8 ones included, as they often are once a GPU has tried both.
 #: Without it and without a GPU to try, all are Triton's.
-CUBLAS_GEMMS = {"xla_gpu_enable_triton_gemm": False}
+CUBLAS_GEMMS: Options = {"xla_gpu_enable_triton_gemm": False}
 
 
 def missing_wheels() -> list[str]:
@@ -49,9 +58,7 @@ def target_mesh(kind: str, num_devices: int) -> Mesh:
     return make_target_mesh(devices.target(device), num_devices)
 
 
-def compile_for_target(
-    function: Any, *args: Any, options: Mapping[str, bool | int | str] = CUBLAS_GEMMS
-) -> Any:
+def compile_for_target(function: Any, *args: Any, options: Options = CUBLAS_GEMMS) -> Any:
     """`function`, a result of `jax.jit`, compiled for the mesh its arguments lie on.
 
     Args:
@@ -63,6 +70,42 @@ def compile_for_target(
         The `jax.stages.Compiled`, which `anatomy.dissect` reads.
     """
     return function.lower(*args).compile(compiler_options=dict(options))
+
+
+def compiled_step(program: Program, stage: Stage, options: Options = CUBLAS_GEMMS) -> Any:
+    """The training step of a stage, for the `target_mesh` that `program` lies on."""
+    ids_BT = _ids(program, stage.num_sequences, stage.seq_len)
+    state = jax.tree.map(partial(_placed, program), state_shape(program), program.specs)
+    return compile_for_target(program.train_step, state, ids_BT, ids_BT, _schedule(program), options=options)
+
+
+def compiled_evaluation(program: Program, options: Options = CUBLAS_GEMMS) -> Any:
+    """One validation pass, likewise."""
+    ids_BT = _ids(program, program.recipe.eval_sequences, program.recipe.eval_seq_len)
+    state = jax.tree.map(partial(_placed, program), state_shape(program), program.specs)
+    return compile_for_target(
+        program.eval_step, state.params, ids_BT, ids_BT, _schedule(program), state.step, options=options
+    )
+
+
+def state_shape(program: Program) -> TrainState:
+    """Types of the state, no arrays."""
+    return jax.eval_shape(program.init, jax.random.key(0))
+
+
+def _placed(program: Program, x: Any, spec: P) -> jax.ShapeDtypeStruct:
+    """The type of an array, and where it lies."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(program.mesh, spec))
+
+
+def _ids(program: Program, num_sequences: int, seq_len: int) -> jax.ShapeDtypeStruct:
+    return _placed(program, np.broadcast_to(np.int32(0), (num_sequences, seq_len)), P(AXIS))
+
+
+def _schedule(program: Program) -> StepInputs:
+    """`Program.schedule` without its numbers."""
+    rows = program.recipe.num_steps + 1
+    return StepInputs(*(_placed(program, np.broadcast_to(x, rows), P()) for x in program.recipe.inputs_at(0)))
 
 
 def _installed(name: str) -> bool:

@@ -4,21 +4,18 @@ A floor is a number of FLOPs or bytes at the vendor's rate. A step's time is an 
 """
 
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import msgspec
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from speedrun import anatomy, devices, mesh
-from speedrun.deviceless import compile_for_target, target_mesh
+from speedrun.deviceless import compiled_step, state_shape, target_mesh
 from speedrun.devices import Device
-from speedrun.optim.schedules import StepInputs
-from speedrun.params import AXIS, count, flops_per_token
+from speedrun.params import count, flops_per_token
 from speedrun.recipe import Recipe, Stage
-from speedrun.step import Program, TrainState
+from speedrun.step import Program
 
 #: Where a plan's numbers come from.
 Basis = Literal["arithmetic", "compiled program"]
@@ -219,40 +216,14 @@ def advice(recipe: Recipe, kind: str, too_large: Plan) -> str:
     return "another --device-kind or more --devices"
 
 
-def compiled_step(program: Program, stage: Stage) -> Any:
-    """The training step of a stage for the `target_mesh` of a program."""
-    return compile_for_target(program.train_step, *step_arguments(program, stage))
-
-
-def step_arguments(program: Program, stage: Stage) -> tuple[Any, ...]:
-    """What `Program.train_step` takes: types and places, no arrays."""
-
-    def typed(leaf: Any, spec: P) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(program.mesh, spec))
-
-    num_inputs = program.recipe.num_steps + 1
-    inputs = [np.broadcast_to(x, num_inputs) for x in program.recipe.inputs_at(0)]
-    ids_BT = np.broadcast_to(np.int32(0), (stage.num_sequences, stage.seq_len))
-    return (
-        jax.tree.map(typed, _state(program), program.specs),
-        typed(ids_BT, P(AXIS)),
-        typed(ids_BT, P(AXIS)),
-        StepInputs(*(typed(x, P()) for x in inputs)),
-    )
-
-
 def state_bytes(program: Program) -> int:
     """Parameters and optimiser state on one device."""
     shares = jax.tree.map(
         lambda leaf, spec: leaf.size * leaf.dtype.itemsize // (program.num_devices if spec else 1),
-        _state(program),
+        state_shape(program),
         program.specs,
     )
     return sum(jax.tree.leaves(shares))
-
-
-def _state(program: Program) -> TrainState:
-    return jax.eval_shape(program.init, jax.random.key(0))
 
 
 def _validation_bytes(program: Program) -> int:

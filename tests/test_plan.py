@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 from jax.sharding import Mesh
 
-from speedrun import anatomy, cli, devices, recipes
+from speedrun import anatomy, cli, deviceless, devices, recipes
 from speedrun import plan as planning
 from speedrun.mesh import make_mesh
 from speedrun.models import record21
@@ -91,7 +91,7 @@ def test_the_compiled_program_is_the_one_that_runs(
 ):
     """Its donated bytes are the whole state, and it gathers and scatters each packed array once."""
     program = Program(tiny, h100(8))
-    compiled = planning.compiled_step(program, tiny.stages[0])
+    compiled = deviceless.compiled_step(program, tiny.stages[0])
     found = anatomy.dissect(compiled)
     assert found.memory.donated_bytes == planning.state_bytes(program)
     packed = jax.eval_shape(program.layout.init, jax.random.key(0))
@@ -101,6 +101,12 @@ def test_the_compiled_program_is_the_one_that_runs(
     (stage,) = planning.plan(tiny, "h100", 8, SHARDS, "compiled program").stages
     assert (stage.gathered_bytes, stage.scattered_bytes) == (whole_bytes, whole_bytes)
     assert (stage.memory_bytes, stage.traffic_bytes) == (found.memory.peak_bytes, found.traffic_bytes)
+
+
+def test_validation_gathers_once_and_adds_nothing_up(tiny: Recipe, h100: Callable[[int], Mesh]):
+    found = anatomy.dissect(deviceless.compiled_evaluation(Program(tiny, h100(8))))
+    assert {one.kind for one in found.collectives} == {"all-gather"}
+    assert all(one.times == 1 for one in found.collectives), found.table()
 
 
 def test_it_prints_for_people_and_for_programs():
