@@ -199,7 +199,10 @@ def advice(recipe: Recipe, kind: str, too_large: Plan) -> str:
 
     Found by trying, with arithmetic.
     """
+    lengths = [recipe.eval_seq_len, *(stage.seq_len for stage in recipe.stages)]
     for halvings in range(1, 8):
+        if any(length % 2**halvings for length in lengths):
+            break
         parts = too_large.microbatches << halvings
         settings: dict[str, int] = {}
         for i, stage in enumerate(recipe.stages):

@@ -154,9 +154,11 @@ def test_what_does_not_fit_is_refused_with_advice_that_helps(
     assert invoke(*device, *kept, *shlex.split(advice)).exit_code == 0, advice
 
 
-def test_what_never_fits_is_said(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("seq_len", [256, 3])
+def test_what_never_fits_is_said(seq_len: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(devices.DEVICES, "toy", devices.DEVICES["4090"]._replace(memory_bytes=1000))
-    assert "try another --device-kind" in invoke("--device-kind", "toy").stderr
+    refused = invoke("--device-kind", "toy", "--set", f"stages.0.seq_len={seq_len}")
+    assert "try another --device-kind" in refused.stderr
 
 
 @pytest.mark.parametrize(
