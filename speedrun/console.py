@@ -110,11 +110,12 @@ class TextLog:
                 shards = f"{len(data.train_shards)} training shard{'s' * (len(data.train_shards) != 1)}"
                 return f"data  {data.folder} | {shards} | val {data.val_tokens:,} tokens of {data.val_shard}"
             case Plan() as plan:
-                return (
+                sizes = (
                     f"plan  {quantity(plan.num_params)} parameters | {self._num_steps:,} steps x "
                     f"{plan.tokens_per_step:,} tokens = {plan.total_tokens:,} | per device: state "
                     f"{memory(plan.state_bytes_per_device)}, temporary {memory(plan.temp_bytes_per_device)}"
                 )
+                return "\n".join([sizes, *(f"kern  {call} | {form}" for call, form in plan.kernels.items())])
             case Compile() as done:
                 return f"comp  {done.name}  {done.seconds:.1f} s"
             case WarmupStart() as warm:

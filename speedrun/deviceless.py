@@ -76,16 +76,16 @@ def compiled_step(program: Program, stage: Stage, options: Options = CUBLAS_GEMM
     """The training step of a stage, for the `target_mesh` that `program` lies on."""
     ids_BT = _ids(program, stage.num_sequences, stage.seq_len)
     state = jax.tree.map(partial(_placed, program), state_shape(program), program.specs)
-    return compile_for_target(program.train_step, state, ids_BT, ids_BT, _schedule(program), options=options)
+    settings = {**program.compiler_options, **options}
+    return compile_for_target(program.train_step, state, ids_BT, ids_BT, _schedule(program), options=settings)
 
 
 def compiled_evaluation(program: Program, options: Options = CUBLAS_GEMMS) -> Any:
     """One validation pass, likewise."""
     ids_BT = _ids(program, program.recipe.eval_sequences, program.recipe.eval_seq_len)
     state = jax.tree.map(partial(_placed, program), state_shape(program), program.specs)
-    return compile_for_target(
-        program.eval_step, state.params, ids_BT, ids_BT, _schedule(program), state.step, options=options
-    )
+    inputs = state.params, ids_BT, ids_BT, _schedule(program), state.step
+    return compile_for_target(program.eval_step, *inputs, options={**program.compiler_options, **options})
 
 
 def state_shape(program: Program) -> TrainState:

@@ -67,6 +67,8 @@ class Plan(Event, tag="plan", frozen=True):
     flops_per_token: float
     state_bytes_per_device: int
     temp_bytes_per_device: int
+    kernels: dict[str, str] = {}  #: operation and shape -> the form that was chosen, and why
+    compiler_options: dict[str, bool | int | str] = {}
 
 
 class Compile(Event, tag="compile", frozen=True):

@@ -33,6 +33,15 @@ from speedrun.optim.schedules import StepInputs
 from speedrun.params import AXIS, SCALARS, SHARDS, Layout, Params
 from speedrun.recipe import Recipe
 
+#: XLA's own settings by platform. Its combiner would merge all reduce-scatters into one at the very end, where
+#: nothing is left to hide it behind: one for each bank, as the gradients of its layers are ready.
+COMPILER_OPTIONS: dict[str, dict[str, bool | int | str]] = {
+    "gpu": {
+        "xla_gpu_all_gather_combine_threshold_bytes": 1,
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": 1,
+    }
+}
+
 
 class TrainState(NamedTuple):
     """All that a run is, apart from its place in the data. `params` are packed (`params.Layout`)."""
@@ -46,7 +55,7 @@ class StepMetrics(NamedTuple):
     """What one step tells, on the device; fetched one step late."""
 
     loss: jax.Array  #: f32[], mean nats per token before the update
-    bad: jax.Array  #: f32[], above zero if any gradient is not finite
+    bad: jax.Array  #: f32 [devices], above zero if a gradient of theirs is not finite
     nonfinite: dict[str, jax.Array]  #: packed name -> bool[...], where a gradient is not finite
 
 
@@ -73,6 +82,11 @@ class Program:
     def kernels(self) -> Kernels:
         """The forms of its operations, and how they were chosen."""
         return Kernels(*accelerator(self.mesh), self.attention)
+
+    @property
+    def compiler_options(self) -> dict[str, bool | int | str]:
+        """XLA's settings for this platform."""
+        return COMPILER_OPTIONS.get(self.kernels.platform, {})
 
     @cached_property
     def layout(self) -> Layout:
@@ -129,7 +143,7 @@ class Program:
             partial(self._train_step, window_blocks),
             mesh=self.mesh,
             in_specs=(self.specs, P(AXIS), P(AXIS), P()),
-            out_specs=(self.specs, StepMetrics(P(), P(), self.layout.specs)),  # pyright: ignore[reportArgumentType]
+            out_specs=(self.specs, StepMetrics(P(), P(AXIS), self.layout.specs)),  # pyright: ignore[reportArgumentType]
         )
         return jax.jit(step, donate_argnums=0)
 
@@ -152,9 +166,10 @@ class Program:
             lambda p, u: (p.astype(jnp.float32) + inputs.lr_scale * u).astype(p.dtype), state.params, updates
         )
         flags = {k: _nonfinite(k, g) for k, g in grads.items()}
-        any_bad = sum(jnp.sum(flag, dtype=jnp.float32) for flag in flags.values())
-        mean_loss, mean_bad = jax.lax.pmean(jnp.stack([loss, any_bad]), AXIS)
-        return TrainState(state.step + 1, new, opt_state), StepMetrics(mean_loss, mean_bad, flags)
+        # Not summed over devices: nothing would be left to hide that behind.
+        bad = sum(jnp.sum(flag, dtype=jnp.float32) for flag in flags.values())
+        metrics = StepMetrics(jax.lax.pmean(loss, AXIS), jnp.asarray(bad)[None], flags)
+        return TrainState(state.step + 1, new, opt_state), metrics
 
     def loss_and_grads(
         self, packed: Params, tokens_BT: jax.Array, targets_BT: jax.Array, window: Window

@@ -143,7 +143,7 @@ def _run(ready: Ready, log: runlog.RunLog, clock: Clock, tally: Tally) -> None:
     def report(pending: Pending) -> None:
         """Fetches and logs a finished step; the device is already busy with the next one."""
         step, metrics, cursor = pending
-        loss, bad = (float(x) for x in jax.device_get((metrics.loss, metrics.bad)))
+        loss, bad = (float(np.sum(x)) for x in jax.device_get((metrics.loss, metrics.bad)))
         stage, inputs = ready.recipe.stages[ready.recipe.stage_of(step)], ready.recipe.inputs_at(step)
         tally.tokens_seen += stage.batch_tokens
         tally.first_loss = loss if step == 0 else tally.first_loss

@@ -22,7 +22,7 @@ def compile_all(ready: Ready, state: TrainState, log: runlog.RunLog, tally: Tall
 
     def compiled(name: str, lowered: Any) -> Any:
         watch = Stopwatch()
-        executable = lowered().compile()
+        executable = lowered().compile(compiler_options=program.compiler_options)
         log.emit(runlog.Compile(name, watch.seconds))
         tally.compile_s += watch.seconds
         return executable
@@ -94,4 +94,6 @@ def _plan(ready: Ready, state: TrainState, temp_bytes: int) -> runlog.Plan:
         flops_per_token=flops_per_token(table),
         state_bytes_per_device=sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state)),
         temp_bytes_per_device=temp_bytes,
+        kernels={call: f"{one.name}: {one.reason}" for call, one in ready.program.kernels.choices.items()},
+        compiler_options=ready.program.compiler_options,
     )

@@ -1,20 +1,23 @@
 """Attention: the rule of who sees whom, and every form that runs here against the definition."""
 
+import ctypes
 import importlib.util
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
-import hopper
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from speedrun import mesh
+from speedrun import anatomy, mesh
+from speedrun.deviceless import compile_for_target
 from speedrun.errors import UsageError
 from speedrun.kernels import attention_banded, attention_flash3, attention_pallas
 from speedrun.kernels.attention import Sight, attention, sight, visible
@@ -202,44 +205,49 @@ def test_bounds_hold_every_visible_tile_and_no_useless_one(lengths, window, bloc
     np.testing.assert_array_equal(got.end_query_tile_BM[0], len(busy_NM) - busy_NM[::-1].argmax(0))
 
 
-def compiled_for_an_h100(form: Callable[..., jax.Array], head_dim: int) -> tuple[str, int]:
-    """Text and scratch bytes of value and gradients, at the size of record 21."""
-    x_BTHK = jax.ShapeDtypeStruct((1, 49152, 6, head_dim), jnp.bfloat16)
-    seen_BT = jax.ShapeDtypeStruct((1, 49152), jnp.int32)
+def compiled_for(mesh: Mesh, form: Callable[..., jax.Array], head_dim: int) -> anatomy.Anatomy:
+    """Value and gradients at the size of record 21, as one H100 would run them."""
+    place = NamedSharding(mesh, PartitionSpec())
+    x_BTHK = jax.ShapeDtypeStruct((1, 49152, 6, head_dim), jnp.bfloat16, sharding=place)
+    seen_BT = jax.ShapeDtypeStruct((1, 49152), jnp.int32, sharding=place)
 
     def run(do: jax.Array, start: jax.Array, first: jax.Array, *qkv: jax.Array) -> tuple[jax.Array, ...]:
         o_BTHK, pull = jax.vjp(lambda *qkv: form(*qkv, Sight(start, first), scale=0.12), *qkv)
         return o_BTHK, *pull(do)
 
-    program = hopper.compiled(run, x_BTHK, seen_BT, seen_BT, *[x_BTHK] * 3)
-    text, memory = program.as_text(), program.memory_analysis()
-    assert text
-    assert memory
-    return text, memory.temp_size_in_bytes
+    return anatomy.dissect(compile_for_target(jax.jit(run), x_BTHK, seen_BT, seen_BT, *[x_BTHK] * 3))
 
 
-@hopper.needs_compiler
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_pallas_compiles_for_an_h100(head_dim):
-    text, scratch_bytes = compiled_for_an_h100(attention_pallas.attention, head_dim)
-    assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == 3
-    assert scratch_bytes < 4 * 2**20
+def test_pallas_compiles_for_an_h100(h100, head_dim):
+    program = compiled_for(h100(1), attention_pallas.attention, head_dim)
+    assert program.custom_calls == {"__gpu$xla.gpu.triton": 3}
+    assert program.memory.temporary_bytes < 4 * 2**20
 
 
-@hopper.needs_compiler
+def load_cuda_runtime() -> None:
+    """FFI wheels expect the CUDA runtime to be loaded, as it is wherever there is a GPU."""
+    spec = importlib.util.find_spec("nvidia.cuda_runtime")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("no CUDA runtime: pip install nvidia-cuda-runtime-cu12")
+    for folder in spec.submodule_search_locations:
+        for path in Path(folder, "lib").glob("libcudart.so.*"):
+            ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+
+
 @pytest.mark.skipif(
     importlib.util.find_spec("dew_flash_attn") is None, reason=f"no wheel: {attention_flash3.INSTALL}"
 )
 @pytest.mark.parametrize(("window_blocks", "num_calls"), [(1, 1), (14, 2)])
-def test_flash3_compiles_for_an_h100(window_blocks, num_calls):
-    hopper.load_cuda_runtime()
+def test_flash3_compiles_for_an_h100(h100, window_blocks, num_calls):
+    load_cuda_runtime()
     form = partial(
         attention_flash3.attention, window_blocks=window_blocks, block_tokens=128, max_documents=256
     )
-    text, scratch_bytes = compiled_for_an_h100(form, 128)
-    assert text.count('custom_call_target="dew_flash3_mha_varlen_fwd"') == num_calls
-    assert text.count('custom_call_target="dew_flash3_mha_varlen_bwd"') == num_calls
-    assert scratch_bytes < num_calls * 256 * 2**20
+    program = compiled_for(h100(1), form, 128)
+    calls = {f"dew_flash3_mha_varlen_{way}": num_calls for way in ("fwd", "bwd")}
+    assert program.custom_calls == calls
+    assert program.memory.temporary_bytes < num_calls * 256 * 2**20
 
 
 @pytest.mark.usefixtures("kernels_on_paper")
