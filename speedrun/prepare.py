@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import msgspec
+import numpy as np
 
 from speedrun import console, provenance, recipes
 from speedrun import mesh as meshes
@@ -29,6 +30,7 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data: Path | None = None  #: folder of shards; None: the track's own
     num_devices: int | None = None  #: None: what the track asks for, or all there are
     microbatches: int | None = None  #: None: one for each device of a full node
+    attention: str = "auto"  #: its form, as `kernels.choose` names it
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class Ready:
             "recipe": describe(self.recipe),
             "num_devices": self.program.num_devices,
             "microbatches": self.program.microbatches,
+            "attention": self.program.attention,
         }
 
 
@@ -75,7 +78,9 @@ def prepare(config: RunConfig, reader: console.Live | None = None) -> Ready:
     meshes.prepare(track.rules.platform)
     num_devices = config.num_devices or track.rules.num_devices or len(jax.devices())
     mesh = meshes.make_mesh(num_devices)
-    program = Program(recipe, mesh, config.microbatches or SHARDS)
+    program = Program(recipe, mesh, config.microbatches or SHARDS, config.attention)
+    if config.attention != "auto":
+        _check_attention(program)
     folder = shards.data_folder(track, config.data)
     if config.data is None and (made := synthetic.ensure(track, folder)) and reader is not None:
         reader.say(_made(made, folder))
@@ -105,6 +110,14 @@ def _check_new(out: Path) -> None:
         raise UsageError(f"{out}: {error.strerror}; choose an --out that can be written") from None
     if taken:
         raise UsageError(f"{out} exists already; need a new folder; remove it or pass another --out")
+
+
+def _check_attention(program: Program) -> None:
+    """Traces a step: a form of attention that was asked for refuses there what it cannot run."""
+    shape = program.shape_at(0)
+    ids_BT = jax.ShapeDtypeStruct((shape.num_sequences, shape.seq_len), np.int32)
+    state = jax.eval_shape(program.init, jax.random.key(0))
+    jax.eval_shape(program.train_step_for(shape.window_blocks), state, ids_BT, ids_BT, program.schedule)
 
 
 def _check_ids(recipe: Recipe, track: tracks.Track) -> None:

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 from speedrun.errors import UsageError
 from speedrun.kernels.attention import Window
-from speedrun.kernels.choose import Kernels
+from speedrun.kernels.choose import FIXED_WINDOW_FORMS, Kernels
 from speedrun.kernels.cross_entropy_gpu import Fp8
 from speedrun.mesh import accelerator, replicate
 from speedrun.optim.muon import shape_factor
@@ -59,6 +59,18 @@ class StepMetrics(NamedTuple):
     nonfinite: dict[str, jax.Array]  #: packed name -> bool[...], where a gradient is not finite
 
 
+class StepShape(NamedTuple):
+    """What one executable of the training step is compiled for."""
+
+    num_sequences: int
+    seq_len: int
+    window_blocks: int | None  #: None: any, read from the schedule
+
+    def __str__(self) -> str:
+        window = "" if self.window_blocks is None else f", window {self.window_blocks}"
+        return f"{self.num_sequences}x{self.seq_len}{window}"
+
+
 @dataclass(frozen=True)
 class Program:
     """A recipe on a mesh: the functions to compile, and where their arrays live."""
@@ -82,6 +94,16 @@ class Program:
     def kernels(self) -> Kernels:
         """The forms of its operations, and how they were chosen."""
         return Kernels(*accelerator(self.mesh), self.attention)
+
+    def fixed_window_at(self, step: int) -> int | None:
+        """The window that the executables of this step are compiled for, or None if they take any."""
+        is_fixed = self.attention in FIXED_WINDOW_FORMS
+        return int(self.recipe.inputs_at(step).window_blocks) if is_fixed else None
+
+    def shape_at(self, step: int) -> StepShape:
+        """Which executable makes this step."""
+        stage = self.recipe.stages[self.recipe.stage_of(step)]
+        return StepShape(stage.num_sequences, stage.seq_len, self.fixed_window_at(step))
 
     @property
     def compiler_options(self) -> dict[str, bool | int | str]:

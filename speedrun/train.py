@@ -130,14 +130,15 @@ def _run(ready: Ready, log: runlog.RunLog, clock: Clock, tally: Tally) -> None:
     """Compiles, warms up, trains and scores."""
     program, track = ready.program, ready.track
     state = program.init(jax.random.key(ready.config.seed))
-    steps, score = compile_all(ready, state, log, tally)
-    state = warm_up(ready, state, steps, score, log, tally)
+    executables = compile_all(ready, state, log, tally)
+    state = warm_up(ready, state, executables, log, tally)
 
     def sync() -> None:
         """All devices are done, and the host knows."""
         jax.device_get(jax.block_until_ready(state).step)
 
-    def validate() -> None:
+    def validate(step: int) -> None:
+        score = executables.scores[program.fixed_window_at(step)]
         tally.val_loss = _validate(ready, score, state, log, tally)
 
     def report(pending: Pending) -> None:
@@ -178,16 +179,15 @@ def _run(ready: Ready, log: runlog.RunLog, clock: Clock, tally: Tally) -> None:
                 batches.drain()
                 with clock.paused(sync):
                     log.emit(runlog.ClockPause("validation", clock.seconds))
-                    validate()
+                    validate(step)
                 log.emit(runlog.ClockResume(clock.seconds))
             _log_stage_change(ready, step, log)
             batch = next(batches)
             tokens_BT, targets_BT = (meshes.place(x, program.mesh) for x in batch)
             if step == 0:
                 tally.first_batch_sha256 = format.sha256(batch.tokens_BT.astype("<u2").tobytes())
-            state, metrics = steps[ready.recipe.stage_of(step)](
-                state, tokens_BT, targets_BT, program.schedule
-            )
+            train_step = executables.steps[program.shape_at(step)]
+            state, metrics = train_step(state, tokens_BT, targets_BT, program.schedule)
             if pending is not None:
                 report(pending)
             pending = step, metrics, batches.cursor
@@ -195,7 +195,7 @@ def _run(ready: Ready, log: runlog.RunLog, clock: Clock, tally: Tally) -> None:
             report(pending)
         clock.stop(sync)
         log.emit(runlog.ClockStop(clock.seconds))
-        validate()
+        validate(ready.recipe.num_steps)
     tally.cold_wall_s = cold_wall_s()
     tally.final_hash = state_hash(state)
 

@@ -1,6 +1,6 @@
 """Before the clock: every executable is compiled, run once on random ids, and the state built anew."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -11,63 +11,68 @@ from speedrun.clock import Stopwatch
 from speedrun.outcome import Tally
 from speedrun.params import count, flops_per_token
 from speedrun.prepare import Ready
-from speedrun.step import TrainState, state_hash
+from speedrun.step import StepShape, TrainState, state_hash
 
-_STEPS = 2  #: of each stage
+_STEPS = 2  #: of each executable
 
 
-def compile_all(ready: Ready, state: TrainState, log: runlog.RunLog, tally: Tally) -> tuple[list[Any], Any]:
-    """One executable for each stage and one for validation, ahead of time."""
+class Executables(NamedTuple):
+    """All programs of a run, ahead of time."""
+
+    steps: dict[StepShape, Any]
+    scores: dict[int | None, Any]  #: by the window they are compiled for
+
+
+def compile_all(ready: Ready, state: TrainState, log: runlog.RunLog, tally: Tally) -> Executables:
+    """One executable for each shape of a step and one for validation; for each window, if attention needs that."""
     program, recipe = ready.program, ready.recipe
+    ids = _RandomIds(ready)
 
     def compiled(name: str, lowered: Any) -> Any:
         watch = Stopwatch()
-        executable = lowered().compile(compiler_options=program.compiler_options)
+        executable = lowered.compile(compiler_options=program.compiler_options)
         log.emit(runlog.Compile(name, watch.seconds))
         tally.compile_s += watch.seconds
         return executable
 
-    ids = _RandomIds(ready)
-    shapes = list(dict.fromkeys((s.num_sequences, s.seq_len) for s in recipe.stages))
-    by_shape = {
-        shape: compiled(
-            f"train/{shape[0]}x{shape[1]}",
-            lambda shape=shape: program.train_step.lower(state, *ids(*shape), program.schedule),
-        )
-        for shape in shapes
-    }
-    eval_shape = recipe.eval_sequences, recipe.eval_seq_len
-    score = compiled(
-        f"eval/{eval_shape[0]}x{eval_shape[1]}",
-        lambda: program.eval_step.lower(state.params, *ids(*eval_shape), program.schedule, state.step),
-    )
-    memory = [executable.memory_analysis() for executable in by_shape.values()]
+    def step(shape: StepShape) -> Any:
+        batch = ids(shape.num_sequences, shape.seq_len)
+        lowered = program.train_step_for(shape.window_blocks).lower(state, *batch, program.schedule)
+        return compiled(f"train/{shape}", lowered)
+
+    def score(window_blocks: int | None) -> Any:
+        batch = ids(recipe.eval_sequences, recipe.eval_seq_len)
+        function = program.eval_step_for(window_blocks)
+        lowered = function.lower(state.params, *batch, program.schedule, state.step)
+        shape = StepShape(recipe.eval_sequences, recipe.eval_seq_len, window_blocks)
+        return compiled(f"eval/{shape}", lowered)
+
+    steps = {shape: step(shape) for shape in dict.fromkeys(map(program.shape_at, range(recipe.num_steps)))}
+    validated = [*filter(ready.track.validates_at, range(recipe.num_steps)), recipe.num_steps]
+    scores = {window: score(window) for window in dict.fromkeys(map(program.fixed_window_at, validated))}
+    memory = [executable.memory_analysis() for executable in steps.values()]
     log.emit(_plan(ready, state, max(m.temp_size_in_bytes for m in memory)))
-    return [by_shape[s.num_sequences, s.seq_len] for s in recipe.stages], score
+    return Executables(steps, scores)
 
 
 def warm_up(
-    ready: Ready, state: TrainState, steps: list[Any], score: Any, log: runlog.RunLog, tally: Tally
+    ready: Ready, state: TrainState, executables: Executables, log: runlog.RunLog, tally: Tally
 ) -> TrainState:
     """Runs every executable on random ids, then builds the state anew from the seed."""
-    program, watch = ready.program, Stopwatch()
+    program, recipe, watch = ready.program, ready.recipe, Stopwatch()
     before = state_hash(state)
     log.emit(runlog.WarmupStart(before))
     ids = _RandomIds(ready)
-    for stage, step in zip(ready.recipe.stages, steps, strict=True):
+    for shape, step in executables.steps.items():
         for _ in range(_STEPS):
-            state, _ = step(state, *ids(stage.num_sequences, stage.seq_len), program.schedule)
-    scores = score(
-        state.params,
-        *ids(ready.recipe.eval_sequences, ready.recipe.eval_seq_len),
-        program.schedule,
-        state.step,
-    )
-    jax.block_until_ready(scores)
+            state, _ = step(state, *ids(shape.num_sequences, shape.seq_len), program.schedule)
+    for score in executables.scores.values():
+        batch = ids(recipe.eval_sequences, recipe.eval_seq_len)
+        jax.block_until_ready(score(state.params, *batch, program.schedule, state.step))
     state = program.init(jax.random.key(ready.config.seed))
     tally.init_hash = state_hash(state)
     tally.warmup_s = watch.seconds
-    log.emit(runlog.WarmupEnd(tally.init_hash, _STEPS * len(steps), watch.seconds))
+    log.emit(runlog.WarmupEnd(tally.init_hash, _STEPS * len(executables.steps), watch.seconds))
     return state
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from speedrun import console, mesh, provenance, recipes, runlog, track
+from speedrun import console, mesh, provenance, recipes, runlog, step, track
 from speedrun.cli import command
 from speedrun.cli.run import card, following, parse_settings
 from speedrun.clock import now
@@ -94,6 +94,27 @@ def test_nothing_is_compiled_inside_the_clock(record):
     inside = names[names.index("ClockStart") : names.index("ClockStop")]
     assert "Compile" not in inside
     assert names.count("Compile") == 2  # one stage, one validation
+
+
+def test_a_form_that_needs_fixed_windows_gets_a_program_for_each(tmp_path, smoke_data, record, monkeypatch):
+    monkeypatch.setattr(step, "FIXED_WINDOW_FORMS", {"banded"})
+    out = tmp_path / "out"
+    train(RunConfig("smoke-cpu", out, overrides=SMALL, data=smoke_data, attention="banded"))
+    names = [event.name for event in events(out) if isinstance(event, runlog.Compile)]
+    assert names == [
+        *("train/8x64, window 1", "train/8x64, window 2", "train/8x64, window 3"),
+        *("eval/64x128, window 1", "eval/64x128, window 3"),
+    ]
+    np.testing.assert_allclose(losses(out), losses(record), rtol=1e-3)
+    (plan,) = (event for event in events(out) if isinstance(event, runlog.Plan))
+    assert "banded: asked for" in plan.kernels.values()
+
+
+def test_a_form_of_attention_that_cannot_run_is_refused_with_all_reasons(smoke_data, tmp_path):
+    message = str(refused(smoke_data, tmp_path, attention="pallas").value)
+    assert "this is a cpu" in message
+    assert "need bfloat16" in message
+    assert "did you mean" in str(refused(smoke_data, tmp_path, attention="palas").value)
 
 
 @pytest.mark.parametrize(("num_devices", "warned"), [(2, 1), (8, 0)])

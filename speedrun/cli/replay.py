@@ -135,6 +135,7 @@ def _replay(
         "data": str(shards.data_folder(rules, data).absolute()) if data or rules.synthetic is None else None,
         "num_devices": old.file.num_devices,
         "microbatches": old.start.config.get("microbatches"),
+        **{key: old.start.config[key] for key in ("attention",) if key in old.start.config},
     }
     (scratch / "run.json").write_bytes(msgspec.json.encode(config))
     # Foreign code gets no secrets of this machine, and the variables that the run had.

@@ -49,6 +49,9 @@ if TYPE_CHECKING:
     metavar="N",
     help="Default: what the track asks for, or all there are.",
 )
+@click.option(
+    "--attention", default="auto", show_default=True, metavar="FORM", help="Which kernels to use for it."
+)
 @click.option("--microbatches", type=Integer(1), metavar="N", help="Parts of a step's batch. Default: 8.")
 @data_option
 @click.option(
@@ -68,6 +71,7 @@ def command(
     settings: tuple[str, ...],
     devices: int | None,
     microbatches: int | None,
+    attention: str,
     data: Path | None,
     out: Path | None,
     as_json: bool,
@@ -91,6 +95,7 @@ def command(
         data=data,
         num_devices=devices,
         microbatches=microbatches,
+        attention=attention,
     )
     title, fresh = f"{recipe or rules.recipe} on {rules.id}", not os.path.exists(config.out)
     try:

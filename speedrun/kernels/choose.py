@@ -119,6 +119,10 @@ ATTENTION: dict[str, Form] = {
 }
 
 
+#: Forms that need one program for each window.
+FIXED_WINDOW_FORMS = {"flash3"}
+
+
 def choose_attention(wanted: str, call: AttentionCall) -> Choice:
     """The form that was asked for, or with "auto" the first of an order that can run.
 
