@@ -4,15 +4,22 @@ Legend: B batch, T time, N tokens, D model, V vocabulary, H heads, K head width.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from speedrun import devices
+from speedrun import mesh as meshes
 from speedrun.clock import Stopwatch
+from speedrun.kernels import cross_entropy_gpu
 from speedrun.kernels.attention import sight
 from speedrun.kernels.choose import ATTENTION, AttentionCall, choose_attention
 from speedrun.kernels.cross_entropy import cross_entropy, summed_cross_entropy
+from speedrun.params import flops_per_token
+from speedrun.step import Program
 
 _TRIALS = 5
 _CAP = 15.0
@@ -49,20 +56,26 @@ def head(*, num_tokens: int, model_dim: int, vocab_size: int) -> list[Timing]:
     targets_N = jax.random.randint(kt, (num_tokens,), 0, vocab_size)
     g_NV = jax.random.normal(kg, (num_tokens, vocab_size))
 
+    is_gpu = jax.devices()[0].platform == "gpu"
+    if is_gpu:
+        x_ND, head_VD, g_NV = (x.astype(jnp.bfloat16) for x in (x_ND, head_VD, g_NV))
+
     def products(x_ND: jax.Array, head_VD: jax.Array) -> Any:
         return x_ND @ head_VD.T, g_NV @ head_VD, g_NV.T @ x_ND
 
     def definition(x_ND: jax.Array, head_VD: jax.Array) -> jax.Array:
         return cross_entropy(x_ND, head_VD, targets_N, cap=_CAP).sum()
 
-    def summed(x_ND: jax.Array, head_VD: jax.Array) -> jax.Array:
-        return summed_cross_entropy(x_ND, head_VD, targets_N, cap=_CAP)
+    def summed(form: Callable[..., jax.Array]) -> Callable[..., Any]:
+        return jax.value_and_grad(lambda x_ND, head_VD: form(x_ND, head_VD, targets_N, cap=_CAP), (0, 1))
 
-    forms = {
-        "three products": products,
-        "ours": jax.value_and_grad(summed, (0, 1)),
-        "definition": jax.value_and_grad(definition, (0, 1)),
-    }
+    ours = {"for CPUs": summed(summed_cross_entropy)}
+    if is_gpu:
+        ours = {
+            "bf16": summed(cross_entropy_gpu.summed_cross_entropy),
+            "fp8": summed(partial(cross_entropy_gpu.summed_cross_entropy, fp8=cross_entropy_gpu.RECORD21)),
+        }
+    forms = {"three products": products, **ours, "definition": jax.value_and_grad(definition, (0, 1))}
     return compare(forms, x_ND, head_VD)
 
 
@@ -116,3 +129,57 @@ def attention(
     }
     auto = choose_attention("auto", call)
     return AttentionTimings(compare(forms, q, k, v), left_out, auto.name, auto.reason)
+
+
+class StepTimings(NamedTuple):
+    """Training steps on random ids, one after the other, each waited for."""
+
+    ms: list[float]  #: of each step, in order
+    median_ms: float
+    spread_ms: float  #: from the first to the ninth decile
+    tokens_per_s: float
+    mfu: float | None  #: of the vendor's bf16 rate, attention scores not counted; None for an unknown device
+    peak_bytes: int  #: on one device
+    compile_s: float
+    kernels: dict[str, str]
+
+
+def step(program: Program, *, num_steps: int, first_step: int = 0) -> StepTimings:
+    """Times the training step of a recipe as the schedule has it from `first_step` on: the window matters.
+
+    Args:
+        program: the recipe on its devices.
+        num_steps: timed, after two that are not.
+        first_step: of the recipe's schedule.
+    """
+    shape, mesh = program.shape_at(first_step), program.mesh
+    ids = np.random.default_rng(0).integers(
+        0, program.recipe.config.vocab_size, (2, shape.num_sequences, shape.seq_len), np.int32
+    )
+    batch = [meshes.place(x_BT, mesh) for x_BT in ids]
+    state = program.init(jax.random.key(0))
+    state = state._replace(step=meshes.replicate(np.int32(first_step), mesh))
+    watch = Stopwatch()
+    lowered = program.train_step_for(shape.window_blocks).lower(state, *batch, program.schedule)
+    train_step = lowered.compile(compiler_options=program.compiler_options)
+    compile_s, ms = watch.seconds, []
+    for _ in range(2 + num_steps):
+        watch = Stopwatch()
+        state, metrics = train_step(state, *batch, program.schedule)
+        jax.block_until_ready((state, metrics))
+        ms.append(watch.seconds * 1e3)
+    timed = ms[2:]
+    median_ms = float(np.median(timed))
+    tokens_per_s = shape.num_sequences * shape.seq_len / median_ms * 1e3
+    device = devices.named(mesh.devices.flat[0].device_kind)
+    flops_per_s = flops_per_token(program.layout.table) * tokens_per_s
+    return StepTimings(
+        ms=timed,
+        median_ms=median_ms,
+        spread_ms=float(np.quantile(timed, 0.9) - np.quantile(timed, 0.1)),
+        tokens_per_s=tokens_per_s,
+        mfu=flops_per_s / (device.bf16_flops * mesh.size) if device else None,
+        peak_bytes=meshes.peak_bytes(mesh),
+        compile_s=compile_s,
+        kernels={call: f"{one.name}: {one.reason}" for call, one in program.kernels.choices.items()},
+    )

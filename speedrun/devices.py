@@ -104,6 +104,11 @@ def load(kind: str) -> Device:
     return DEVICES[kind]
 
 
+def named(name: str) -> Device | None:
+    """The device that its driver calls so, if it is in the table."""
+    return next((device for device in DEVICES.values() if device.name == name), None)
+
+
 def target(device: Device) -> str:
     """The device as XLA's compiler wants it described: a `GpuTargetConfigProto` as text."""
     major, minor = device.compute_capability

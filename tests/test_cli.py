@@ -57,7 +57,13 @@ def test_help_says_what_there_is():
     assert invoke("--version").output == f"speedrun {__version__}\n"
 
 
-SUBCOMMANDS = ("bench", "head"), ("bench", "attention"), ("data", "synth"), ("data", "verify")
+SUBCOMMANDS = (
+    ("bench", "head"),
+    ("bench", "attention"),
+    ("bench", "step"),
+    ("data", "synth"),
+    ("data", "verify"),
+)
 
 
 @pytest.mark.parametrize("names", [*((name,) for name in cli.COMMANDS), *SUBCOMMANDS], ids=" ".join)
@@ -108,6 +114,19 @@ def test_a_command_of_commands_alone_is_a_question_for_help(names: tuple[str, ..
     assert result.exit_code == 2
     assert result.stderr.startswith(f"Usage: {' '.join(['speedrun', *names])} ")
     assert "Example" in result.stderr
+
+
+def test_bench_step_times_a_recipe():
+    small = {"stages.0.seq_len": 32, "config.model_dim": 16, "config.num_heads": 2, "config.head_dim": 8}
+    settings = [word for name, value in small.items() for word in ("--set", f"{name}={value}")]
+    result = json.loads(invoke("bench", "step", "--devices", "1", "--steps", "3", *settings, "--json").stdout)
+    assert len(result["ms"]) == 3
+    assert result["median_ms"] == sorted(result["ms"])[1]
+    assert result["tokens_per_s"] == pytest.approx(8 * 32 / result["median_ms"] * 1e3)
+    assert result["mfu"] is None
+    assert any(form.startswith("definition: ") for form in result["kernels"].values())
+    late = invoke("bench", "step", "--first-step", "280")
+    assert (late.exit_code, "smoke has 280 steps" in late.stderr) == (2, True)
 
 
 def test_bench_attention_times_what_runs_and_says_why_the_rest_does_not():

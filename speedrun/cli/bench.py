@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from speedrun.cli.options import Group, Integer, example, json_option
+from speedrun.cli.options import Group, Integer, example, json_option, parse_settings, settings_option
+from speedrun.errors import UsageError
 
 if TYPE_CHECKING:
     from speedrun.bench import Timing
@@ -67,6 +68,54 @@ def attention(
     for name, reasons in result.left_out.items():
         click.echo(f"{name:<16} not here: {'; '.join(reasons)}")
     click.echo(f"{'auto':<16} {result.auto}: {result.reason}")
+
+
+@command.command(
+    epilog=example("speedrun bench step --recipe smoke", "speedrun bench step --recipe record21 --steps 20")
+)
+@click.option("--recipe", metavar="NAME", default="smoke", show_default=True, help="What to train.")
+@click.option("--devices", type=Integer(1), metavar="N", help="Default: all there are.")
+@click.option("--microbatches", type=Integer(1), default=8, show_default=True, help="Parts of a batch.")
+@click.option("--attention", default="auto", show_default=True, metavar="FORM", help="Its kernels.")
+@click.option("--steps", type=Integer(1), default=10, show_default=True, help="How many to time.")
+@click.option("--first-step", type=Integer(0), default=0, show_default=True, help="Of the schedule.")
+@settings_option
+@json_option
+def step(
+    *,
+    recipe: str,
+    devices: int | None,
+    microbatches: int,
+    attention: str,
+    steps: int,
+    first_step: int,
+    settings: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """The whole training step on random ids: milliseconds, tokens per second, MFU, memory."""
+    overrides = parse_settings(settings)
+    import jax
+
+    from speedrun import bench, mesh, recipes
+    from speedrun.step import Program
+
+    chosen = recipes.load(recipe).override(overrides)
+    if first_step >= chosen.num_steps:
+        raise UsageError(f"--first-step {first_step}: {recipe} has {chosen.num_steps} steps; need one below")
+    mesh.prepare("any")
+    program = Program(chosen, mesh.make_mesh(devices or len(jax.devices())), microbatches, attention)
+    result = bench.step(program, num_steps=steps, first_step=first_step)
+    if as_json:
+        click.echo(msgspec.json.encode(result._asdict()))
+        return
+    mfu = "" if result.mfu is None else f" | MFU {result.mfu:.1%}"
+    click.echo(
+        f"step    median {result.median_ms:.2f} ms, spread {result.spread_ms:.2f} ms, {steps} steps\n"
+        f"rate    {result.tokens_per_s:,.0f} tokens/s{mfu}\n"
+        f"memory  {result.peak_bytes / 1e9:.2f} GB at most | compiled in {result.compile_s:.1f} s"
+    )
+    for call, form in result.kernels.items():
+        click.echo(f"kern    {call} | {form}")
 
 
 def _print(timings: "list[Timing]") -> None:
