@@ -17,7 +17,7 @@ from speedrun import deviceless, mesh, recipes
 from speedrun.models import record21
 from speedrun.recipe import Recipe, Stage
 
-mesh.prepare("cpu")
+mesh.prepare(os.environ.get("SPEEDRUN_TEST_PLATFORM", "cpu"))
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
