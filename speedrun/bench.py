@@ -15,7 +15,7 @@ from speedrun import devices
 from speedrun import mesh as meshes
 from speedrun.clock import Stopwatch
 from speedrun.kernels import cross_entropy_gpu
-from speedrun.kernels.attention import sight
+from speedrun.kernels.attention import Sight, sight
 from speedrun.kernels.choose import ATTENTION, AttentionCall, choose_attention
 from speedrun.kernels.cross_entropy import cross_entropy, summed_cross_entropy
 from speedrun.params import flops_per_token
@@ -113,10 +113,10 @@ def attention(
     left_out = {name: reasons for name, form in ATTENTION.items() if (reasons := form.against(call))}
     doc_BT = (jnp.arange(num_tokens) // document_tokens)[None]
     seen = sight(doc_BT, jnp.int32(window_blocks), block_tokens)
-    q, k, v, do = jax.random.normal(jax.random.key(0), (4, *call.shape_BTHK), dtype)
+    do, *qkv = jax.random.normal(jax.random.key(0), (4, *call.shape_BTHK), dtype)
 
     def value_and_gradients(form: Callable[..., jax.Array]) -> Callable[..., Any]:
-        def run(*qkv: jax.Array) -> tuple[jax.Array, ...]:
+        def run(do: jax.Array, seen: Sight, *qkv: jax.Array) -> tuple[jax.Array, ...]:
             o_BTHK, pull = jax.vjp(lambda *qkv: form(*qkv, seen, scale=_SCALE), *qkv)
             return o_BTHK, *pull(do)
 
@@ -128,7 +128,7 @@ def attention(
         if name not in left_out
     }
     auto = choose_attention("auto", call)
-    return AttentionTimings(compare(forms, q, k, v), left_out, auto.name, auto.reason)
+    return AttentionTimings(compare(forms, do, seen, *qkv), left_out, auto.name, auto.reason)
 
 
 class StepTimings(NamedTuple):

@@ -1,25 +1,23 @@
 """Attention: the rule of who sees whom, and every form that runs here against the definition."""
 
-import ctypes
 import importlib.util
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
+import hopper
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-from speedrun import anatomy, mesh
-from speedrun.deviceless import compile_for_target
+from speedrun import mesh
 from speedrun.errors import UsageError
-from speedrun.kernels import attention_banded, attention_flash3, attention_pallas
+from speedrun.kernels import attention_banded, attention_flash3, attention_mosaic, attention_triton
 from speedrun.kernels.attention import Sight, attention, sight, visible
 from speedrun.kernels.choose import AttentionCall, choose_attention
 
@@ -90,8 +88,8 @@ CASES = {
 
 
 #: For tests: so small that every case has several.
-TILES = attention_pallas.Tiles(queries=16, keys=16, num_warps=4, num_stages=2)
-PALLAS = partial(attention_pallas.attention, forward=TILES, backward=TILES, interpret=True)
+TILES = attention_triton.Tiles(queries=16, keys=16, num_warps=4, num_stages=2)
+TRITON = partial(attention_triton.attention, forward=TILES, backward=TILES, interpret=True)
 
 #: Each form, bound to what it must know of a case before compiling.
 FORMS: dict[str, Callable[[Case], Callable[..., jax.Array]]] = {
@@ -100,9 +98,9 @@ FORMS: dict[str, Callable[[Case], Callable[..., jax.Array]]] = {
     "banded in small tiles": lambda case: partial(
         attention_banded.attention, window_tokens=case.window_tokens, tile_tokens=5
     ),
-    "pallas": lambda _: PALLAS,
-    "pallas in oblong tiles": lambda _: partial(
-        PALLAS, forward=TILES._replace(queries=8), backward=TILES._replace(keys=8)
+    "triton": lambda _: TRITON,
+    "triton in oblong tiles": lambda _: partial(
+        TRITON, forward=TILES._replace(queries=8), backward=TILES._replace(keys=8)
     ),
     "flash3, its kernels on paper": lambda case: partial(
         attention_flash3.attention,
@@ -163,7 +161,7 @@ class TestForms:
 
     @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
     def test_float32(self, name, case):
-        if "pallas" in name and case.num_tokens % TILES.keys:
+        if "triton" in name and case.num_tokens % TILES.keys:
             with pytest.raises(ValueError, match="37 tokens; the kernels need a multiple of 16"):
                 gradients(FORMS[name](case), case)
             return
@@ -200,54 +198,79 @@ def test_bounds_hold_every_visible_tile_and_no_useless_one(lengths, window, bloc
     first_BT = sight(jnp.asarray(doc)[None], jnp.int32(window), block).first_BT
     pairs_NCMS = np.asarray(visible(first_BT))[0].reshape(len(doc) // query_tile, query_tile, -1, key_tile)
     busy_NM = pairs_NCMS.any((1, 3))
-    got = attention_pallas.bounds(first_BT, query_tile=query_tile, key_tile=key_tile)
+    got = attention_triton.bounds(first_BT, query_tile=query_tile, key_tile=key_tile)
     np.testing.assert_array_equal(got.first_key_tile_BN[0], busy_NM.argmax(1))
     np.testing.assert_array_equal(got.end_query_tile_BM[0], len(busy_NM) - busy_NM[::-1].argmax(0))
 
 
-def compiled_for(mesh: Mesh, form: Callable[..., jax.Array], head_dim: int) -> anatomy.Anatomy:
-    """Value and gradients at the size of record 21, as one H100 would run them."""
-    place = NamedSharding(mesh, PartitionSpec())
-    x_BTHK = jax.ShapeDtypeStruct((1, 49152, 6, head_dim), jnp.bfloat16, sharding=place)
-    seen_BT = jax.ShapeDtypeStruct((1, 49152), jnp.int32, sharding=place)
+def compiled_for_an_h100(form: Callable[..., jax.Array], head_dim: int) -> tuple[str, int]:
+    """Text and scratch bytes of value and gradients, at the size of record 21 on eight devices."""
+    x_BTHK = jax.ShapeDtypeStruct((8, 49152, 6, head_dim), jnp.bfloat16)
+    seen_BT = jax.ShapeDtypeStruct((8, 49152), jnp.int32)
 
     def run(do: jax.Array, start: jax.Array, first: jax.Array, *qkv: jax.Array) -> tuple[jax.Array, ...]:
         o_BTHK, pull = jax.vjp(lambda *qkv: form(*qkv, Sight(start, first), scale=0.12), *qkv)
         return o_BTHK, *pull(do)
 
-    return anatomy.dissect(compile_for_target(jax.jit(run), x_BTHK, seen_BT, seen_BT, *[x_BTHK] * 3))
+    program = hopper.compiled(run, x_BTHK, seen_BT, seen_BT, *[x_BTHK] * 3)
+    text, memory = program.as_text(), program.memory_analysis()
+    assert text
+    assert memory
+    return text, memory.temp_size_in_bytes
 
 
+@hopper.needs_compiler
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_pallas_compiles_for_an_h100(h100, head_dim):
-    program = compiled_for(h100(1), attention_pallas.attention, head_dim)
-    assert program.custom_calls == {"__gpu$xla.gpu.triton": 3}
-    assert program.memory.temporary_bytes < 4 * 2**20
+def test_triton_compiles_for_an_h100(head_dim):
+    text, scratch_bytes = compiled_for_an_h100(attention_triton.attention, head_dim)
+    assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == 3
+    assert scratch_bytes < 4 * 2**20
 
 
-def load_cuda_runtime() -> None:
-    """FFI wheels expect the CUDA runtime to be loaded, as it is wherever there is a GPU."""
-    spec = importlib.util.find_spec("nvidia.cuda_runtime")
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip("no CUDA runtime: pip install nvidia-cuda-runtime-cu12")
-    for folder in spec.submodule_search_locations:
-        for path in Path(folder, "lib").glob("libcudart.so.*"):
-            ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+def test_mosaic_interpreted(monkeypatch):
+    """Minutes for a large case, because each copy and product is a callback: four warpgroups that compute, one head."""
+    hopper.teach_interpreter_transposes(monkeypatch)
+    case = Case([1, 1, 78, 176], 2, 32)
+    seen = Sight(*(x[:1] for x in case.sight()))
+    *qkv, do = jax.random.normal(jax.random.key(0), (4, 1, 256, 1, 64)).astype(jnp.bfloat16)
+
+    def run(form: Callable[..., jax.Array], dtype: Any) -> list[jax.Array]:
+        o_BTHK, pull = jax.vjp(lambda *qkv: form(*qkv, seen, scale=0.3), *(x.astype(dtype) for x in qkv))
+        return [o_BTHK, *pull(do.astype(dtype))]
+
+    interpreted = partial(attention_mosaic.attention, interpret=InterpretGPUParams())
+    for a, b in zip(run(interpreted, jnp.bfloat16), run(attention, jnp.float32), strict=True):
+        assert jnp.linalg.norm(a - b) < 0.01 * jnp.linalg.norm(b)
 
 
+def test_mosaic_gives_all_reasons_why_not():
+    x = jnp.zeros((1, 100, 1, 40))
+    with pytest.raises(ValueError, match=r"100 tokens.*multiple of 128.*40 dimensions.*float32 inputs"):
+        attention_mosaic.attention(x, x, x, CASES["one block"].sight(), scale=0.3)
+
+
+@hopper.needs_compiler
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_mosaic_compiles_for_an_h100(head_dim):
+    text, scratch_bytes = compiled_for_an_h100(attention_mosaic.attention, head_dim)
+    assert text.count('custom_call_target="mosaic_gpu_v2"') == 3
+    assert scratch_bytes < 4 * 2**20
+
+
+@hopper.needs_compiler
 @pytest.mark.skipif(
     importlib.util.find_spec("dew_flash_attn") is None, reason=f"no wheel: {attention_flash3.INSTALL}"
 )
 @pytest.mark.parametrize(("window_blocks", "num_calls"), [(1, 1), (14, 2)])
-def test_flash3_compiles_for_an_h100(h100, window_blocks, num_calls):
-    load_cuda_runtime()
+def test_flash3_compiles_for_an_h100(window_blocks, num_calls):
+    hopper.load_cuda_runtime()
     form = partial(
         attention_flash3.attention, window_blocks=window_blocks, block_tokens=128, max_documents=256
     )
-    program = compiled_for(h100(1), form, 128)
-    calls = {f"dew_flash3_mha_varlen_{way}": num_calls for way in ("fwd", "bwd")}
-    assert program.custom_calls == calls
-    assert program.memory.temporary_bytes < num_calls * 256 * 2**20
+    text, scratch_bytes = compiled_for_an_h100(form, 128)
+    assert text.count('custom_call_target="dew_flash3_mha_varlen_fwd"') == num_calls
+    assert text.count('custom_call_target="dew_flash3_mha_varlen_bwd"') == num_calls
+    assert scratch_bytes < num_calls * 256 * 2**20
 
 
 @pytest.mark.usefixtures("kernels_on_paper")
@@ -308,8 +331,8 @@ CPU = CALL._replace(platform="cpu", compute_capability="", dtype=jnp.dtype(jnp.f
 @pytest.mark.parametrize(
     ("call", "name", "reason"),
     [
-        (CALL, "pallas", "first of pallas, banded, definition that can run here"),
-        (CALL._replace(shape_BTHK=(1, 49153, 6, 128)), "banded", "not pallas: sequences of 49,153 tokens"),
+        (CALL, "triton", "first of triton, banded, definition that can run here"),
+        (CALL._replace(shape_BTHK=(1, 49153, 6, 128)), "banded", "not triton: sequences of 49,153 tokens"),
         (CALL._replace(compute_capability="8.0"), "banded", "this is a gpu 8.0"),
         (CPU, "banded", "49,152 tokens, windows of at most 1,792"),
         (CPU._replace(shape_BTHK=(2, 256, 2, 16)), "definition", "256 tokens"),
@@ -340,12 +363,18 @@ def test_a_form_that_cannot_run_gives_all_reasons(monkeypatch):
         choose_attention("flash3", call)
     for reason in ("a cpu", "float32", "40 dimensions", "traced", "pip install"):
         assert reason in str(flash3.value)
-    with pytest.raises(UsageError) as pallas:
-        choose_attention("pallas", call)
+    with pytest.raises(UsageError) as triton:
+        choose_attention("triton", call)
     for reason in ("a cpu", "float32", "40 dimensions", "100 tokens"):
-        assert reason in str(pallas.value)
+        assert reason in str(triton.value)
     with pytest.raises(UsageError, match="did you mean 'banded'"):
         choose_attention("band", call)
+
+
+def test_banded_is_given_the_largest_window():
+    choice = choose_attention("banded", CALL)
+    assert isinstance(choice.function, partial)
+    assert choice.function.keywords == {"window_tokens": 14 * 128}
 
 
 def test_flash3_runs_where_it_is_asked_for(monkeypatch):

@@ -111,10 +111,10 @@ def test_a_form_that_needs_fixed_windows_gets_a_program_for_each(tmp_path, smoke
 
 
 def test_a_form_of_attention_that_cannot_run_is_refused_with_all_reasons(smoke_data, tmp_path):
-    message = str(refused(smoke_data, tmp_path, attention="pallas").value)
+    message = str(refused(smoke_data, tmp_path, attention="triton").value)
     assert "this is a cpu" in message
     assert "need bfloat16" in message
-    assert "did you mean" in str(refused(smoke_data, tmp_path, attention="palas").value)
+    assert "did you mean" in str(refused(smoke_data, tmp_path, attention="tritn").value)
 
 
 @pytest.mark.parametrize(("num_devices", "warned"), [(2, 1), (8, 0)])

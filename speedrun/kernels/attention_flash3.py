@@ -24,6 +24,7 @@ import numpy as np
 
 from speedrun.errors import UsageError
 from speedrun.kernels.attention import Sight
+from speedrun.kernels.varying import varying_like
 
 INSTALL = "pip install --no-deps dew-flash-attn-cu12==0.3.6 (dew-flash-attn-cu13 with CUDA 13)"
 
@@ -154,15 +155,16 @@ def kernel_forward(
     q_RHK: jax.Array, k_RHK: jax.Array, v_RHK: jax.Array, call: Call, scale: float
 ) -> tuple[jax.Array, jax.Array]:
     """Output, and the log of the sum of exponentials f32 [H, R], of one call."""
-    unused = jnp.float32  # scratch of a variant that splits keys among programs
     o_RHK, lse_HR, *_ = _ffi(
         "dew_flash3_mha_varlen_fwd",
-        _like(q_RHK, q_RHK.shape, q_RHK.dtype),
-        _like(q_RHK, (q_RHK.shape[1], len(q_RHK)), jnp.float32),
-        _like(q_RHK, (1, 1, 1, 1), unused),
-        _like(q_RHK, (1, 1, 1), unused),
+        jax.ShapeDtypeStruct(q_RHK.shape, q_RHK.dtype),
+        jax.ShapeDtypeStruct((q_RHK.shape[1], len(q_RHK)), jnp.float32),
+        jax.ShapeDtypeStruct(
+            (1, 1, 1, 1), jnp.float32
+        ),  # scratch of a variant that splits keys, as is the next
+        jax.ShapeDtypeStruct((1, 1, 1), jnp.float32),
     )(q_RHK, k_RHK, v_RHK, call.bounds_N, call.bounds_N, **_attributes(call, scale))
-    return o_RHK, lse_HR
+    return varying_like(o_RHK, q_RHK), varying_like(lse_HR, q_RHK)
 
 
 def kernel_backward(
@@ -178,14 +180,14 @@ def kernel_backward(
     """dq, dk and dv of the pairs of one call, whose weights are exp(scores - lse)."""
     num_tokens, num_heads, _ = q_RHK.shape
     # Two rows of scratch a head, in which each sequence, and their end, may be rounded up to a tile of 128.
-    scratch = _like(q_RHK, (num_heads * (num_tokens + 128 * len(call.bounds_N)),), jnp.float32)
+    scratch = jax.ShapeDtypeStruct((num_heads * (num_tokens + 128 * len(call.bounds_N)),), jnp.float32)
     dq_RHK, dk_RHK, dv_RHK, *_ = _ffi(
         "dew_flash3_mha_varlen_bwd",
-        *(_like(x, x.shape, x.dtype) for x in (q_RHK, k_RHK, v_RHK)),
+        *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q_RHK, k_RHK, v_RHK)),
         scratch,
         scratch,
     )(do_RHK, q_RHK, k_RHK, v_RHK, o_RHK, lse_HR, call.bounds_N, call.bounds_N, **_attributes(call, scale))
-    return dq_RHK, dk_RHK, dv_RHK
+    return varying_like(dq_RHK, q_RHK), varying_like(dk_RHK, q_RHK), varying_like(dv_RHK, q_RHK)
 
 
 def _ffi(target: str, *results: jax.ShapeDtypeStruct) -> Callable[..., Any]:
@@ -193,8 +195,8 @@ def _ffi(target: str, *results: jax.ShapeDtypeStruct) -> Callable[..., Any]:
         wheel = importlib.import_module("dew_flash_attn")
     except ImportError as error:
         raise UsageError(f"attention form 'flash3' needs dew_flash_attn ({error}); {INSTALL}") from None
-    # Called by its targets, not by its functions, because those take no log-sum from another call and cannot
-    # tell shard_map what their results vary over. Private, hence the pinned version.
+    # Called by its targets, because its functions take no sum of exponentials from outside. Private, hence the
+    # pinned version.
     wheel._registered()
     return jax.ffi.ffi_call(target, results)
 
@@ -216,8 +218,3 @@ def _behind(shift: int, x_RHK: jax.Array) -> jax.Array:
 
 def _before(shift: int, x_RHK: jax.Array) -> jax.Array:
     return jnp.pad(x_RHK, ((0, shift), (0, 0), (0, 0)))
-
-
-def _like(x: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    """A result that varies over the same mesh axes as `x`, as shard_map wants to be told."""
-    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(x).manual_axis_type)

@@ -1,4 +1,4 @@
-"""Attention kernels for Hopper, written in Pallas: tiles that nobody sees are skipped forward and backward.
+"""Attention kernels for Hopper, written in Pallas for Triton: tiles that nobody sees are skipped forward and backward.
 
 Three kernels: one forward; one backward by queries (dq) and one by keys (dk and dv), so that each result is summed in
 one place, in one order, without atomics. Which tiles a tile must visit is computed beforehand in plain JAX (`Bounds`).
