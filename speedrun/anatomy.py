@@ -126,20 +126,39 @@ def read(text: str, memory: Memory) -> Anatomy:
 
 
 def _collectives(module: hlo.Module) -> Iterable[Collective]:
-    """All of them. Of an asynchronous pair, the start knows what is sent and the end what arrives."""
+    """All of them. Of an asynchronous pair, the start knows what is sent and the end what arrives.
+
+    Small all-reduces may be kernels of XLA's own (jax 0.12): then the collective stands inside a fusion.
+    """
     for one, computation, times in module.executed():
-        if one.kind not in _KINDS or one.opcode.endswith("-start"):
-            continue
-        start = computation[one.operands[0]] if one.opcode.endswith("-done") else one
-        sent = [array for name in start.operands for array in computation[name].arrays]
-        yield Collective(
-            kind=one.kind,
-            dtype="+".join(sorted({array.dtype for array in sent})),
-            num_bytes=max(one.num_bytes, sum(array.num_bytes for array in sent)),
-            is_synchronous=start is one or '"is_sync":true' in start.attributes,
-            times=times,
-            name=start.attribute(r'op_name="([^"]*)"') or start.name,
-        )
+        if one.kind == "fusion" and not one.opcode.endswith("-done"):
+            inside = module.fused(one) or {}
+            for fused in (x for x in inside.values() if x.kind in _KINDS):
+                waits = not one.opcode.endswith("-start")
+                yield _collective(fused, fused, inside, times, is_synchronous=waits)
+        elif one.kind in _KINDS and not one.opcode.endswith("-start"):
+            start = computation[one.operands[0]] if one.opcode.endswith("-done") else one
+            waits = start is one or '"is_sync":true' in start.attributes
+            yield _collective(one, start, computation, times, is_synchronous=waits)
+
+
+def _collective(
+    end: hlo.Instruction,
+    start: hlo.Instruction,
+    computation: hlo.Computation,
+    times: int,
+    *,
+    is_synchronous: bool,
+) -> Collective:
+    sent = [array for name in start.operands for array in computation[name].arrays]
+    return Collective(
+        kind=end.kind,
+        dtype="+".join(sorted({array.dtype for array in sent})),
+        num_bytes=max(end.num_bytes, sum(array.num_bytes for array in sent)),
+        is_synchronous=is_synchronous,
+        times=times,
+        name=start.attribute(r'op_name="([^"]*)"') or start.name,
+    )
 
 
 def _largest(sizes: Mapping[str, int]) -> str:

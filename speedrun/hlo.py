@@ -128,13 +128,13 @@ class Module(NamedTuple):
         """
         if instruction.opcode in _FREE:
             return 0
-        fused = self._fused(instruction)
+        fused = self.fused(instruction)
         reads = _reads(instruction, computation) if fused is None else _reads_fused(fused)
         writes = _written(instruction, computation) if fused is None else _written(_root(fused), fused)
         starts, ends = instruction.opcode.endswith("-start"), instruction.opcode.endswith("-done")
         return (0 if ends else reads) + (0 if starts else writes)
 
-    def _fused(self, instruction: Instruction) -> Computation | None:
+    def fused(self, instruction: Instruction) -> Computation | None:
         """The inside of a fusion."""
         names = instruction.calls("calls") if instruction.kind == "fusion" else []
         return self.computations[names[0]] if names else None

@@ -58,7 +58,7 @@ class DataReady(Event, tag="data", frozen=True):
     val_sha256: str  #: of the val_tokens + 1 ids that will be scored, as little-endian uint16
 
 
-class Plan(Event, tag="plan", frozen=True):
+class Plan(Event, tag="plan", frozen=True, omit_defaults=True):
     """Sizes of the run, and the memory the compiler asks for."""
 
     num_params: int
