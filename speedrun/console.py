@@ -87,15 +87,14 @@ class TextLog:
         self._shown = (0, 0.0, 0)  # steps done, train time and tokens at the last step line
 
     def __call__(self, line: Line) -> str | None:
-        """The text of one event, or None where a person need not read it. May hold two lines."""
+        """The text of one event, or None where a person need not read it. May hold several lines."""
         text = self._text(line)
         if text is None:
             return None
-        # Only our own line break splits; one inside a hostile field is escaped like any control character.
-        parts = text.rsplit("\n", 1) if isinstance(line.event, RunEnd) else [text]
-        return "\n".join(clean(part) for part in parts)
+        # Lines are told apart before they are cleaned: a break inside a hostile field is escaped like any other.
+        return "\n".join(map(clean, [text] if isinstance(text, str) else text))
 
-    def _text(self, line: Line) -> str | None:
+    def _text(self, line: Line) -> str | list[str] | None:
         match line.event:
             case RunStart() as run:
                 self._num_steps = run.num_steps
@@ -115,7 +114,7 @@ class TextLog:
                     f"{plan.tokens_per_step:,} tokens = {plan.total_tokens:,} | per device: state "
                     f"{memory(plan.state_bytes_per_device)}, temporary {memory(plan.temp_bytes_per_device)}"
                 )
-                return "\n".join([sizes, *(f"kern  {call} | {form}" for call, form in plan.kernels.items())])
+                return [sizes, *(f"kern  {call} | {form}" for call, form in plan.kernels.items())]
             case Compile() as done:
                 return f"comp  {done.name}  {done.seconds:.1f} s"
             case WarmupStart() as warm:
@@ -166,19 +165,19 @@ class TextLog:
             f"{quantity(rate, 'tok/s'):>10}  loss {step.loss:.4f}  eta {eta}"
         )
 
-    def _result(self, end: RunEnd) -> str:
+    def _result(self, end: RunEnd) -> list[str]:
         val = "none" if end.val_loss is None else f"{end.val_loss:.4f}"
         other_s = end.cold_wall_s - end.train_time_s - end.compile_s - end.warmup_s - end.val_s
         p50_ms, p95_ms, max_ms = quantiles_ms(self._step_s)
         wait = end.data_wait_s / max(1e-9, end.train_time_s)
         parts_s = {"compile": end.compile_s, "warm-up": end.warmup_s, "val": end.val_s, "other": other_s}
         parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts_s.items())
-        return (
+        return [
             f"result  {end.status} | val {val} | train {end.train_time_s:.2f} s | "
-            f"cold wall {end.cold_wall_s:.1f} s ({parts})\n"
+            f"cold wall {end.cold_wall_s:.1f} s ({parts})",
             f"        p50 {p50_ms:.1f} ms  p95 {p95_ms:.1f}  max {max_ms:.1f} | data wait {wait:.1%} | "
-            f"peak {memory(end.peak_bytes)}"
-        )
+            f"peak {memory(end.peak_bytes)}",
+        ]
 
 
 def render(lines: Iterable[Line]) -> str:
