@@ -35,6 +35,11 @@ lock aot.lock "The compiler for GPUs that are not there; laid over dev.lock." --
   --constraint requirements/cuda12.lock - "$@" <<<"$aot"
 lock run.lock "What scripts/quickstart.sh needs." \
   pyproject.toml --group build --constraint requirements/dev.lock "$@"
+# FlashAttention-3, of a third party. Its metadata asks for another JAX than it needs, hence no dependencies.
+for cuda in 12 13; do
+  lock attention-cuda$cuda.lock "For --attention flash3; pip install --no-deps --require-hashes -r this." --no-deps \
+    - "$@" <<<"dew-flash-attn-cu$cuda==0.3.6"
+done
 
 # One more JAX, to be laid over the others: SPEEDRUN_JAX=0.11.2 scripts/test.sh.
 python=3.12 lock jax-0.11.2.lock "The JAX that GPU images carry; laid over the other locks." --no-deps \

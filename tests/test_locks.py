@@ -66,6 +66,11 @@ def test_the_compiler_brings_no_libraries() -> None:
     assert linux == of_jax
 
 
+def test_flash_attention_is_the_version_whose_private_names_are_used() -> None:
+    for cuda in (12, 13):
+        assert versions(f"attention-cuda{cuda}") == {(f"dew-flash-attn-cu{cuda}", "0.3.6")}
+
+
 def test_locks_agree() -> None:
     everything = pins("cuda12") | pins("cuda13") | pins("dev")
     assert pins("run") <= pins("dev")

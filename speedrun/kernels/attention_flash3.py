@@ -26,7 +26,7 @@ from speedrun.errors import UsageError
 from speedrun.kernels.attention import Sight
 from speedrun.kernels.varying import varying_like
 
-INSTALL = "pip install --no-deps dew-flash-attn-cu12==0.3.6 (dew-flash-attn-cu13 with CUDA 13)"
+INSTALL = "pip install --no-deps --require-hashes -r requirements/attention-cuda12.lock (cuda13 with CUDA 13)"
 
 
 class _Settings(NamedTuple):
