@@ -27,7 +27,7 @@ fi
 out=${1:-docs/benchmarks/$(date +%F)-$gpu}
 mkdir -p "$out"
 # Programs and the choices of the autotuner are kept between the parts.
-export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$out/cache}"
+export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$PWD/.venv/jax-cache}"
 speedrun=("$python" -m speedrun)
 
 # Runs a command, keeps what it says in a file of its own, and says how it ended.
@@ -60,5 +60,4 @@ if [[ -n ${SPEEDRUN_SHARDS:-} ]]; then
   part run "${speedrun[@]}" run --track webmini --recipe record21 --devices 1 --data "$SPEEDRUN_SHARDS" \
     --out "$out/record" --set stages.0.num_steps=20 --set eval_seq_len=16384
 fi
-rm -rf "$out/cache"
 echo "measure_gpu: outputs in $out; commit them with a table and the date"

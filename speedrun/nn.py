@@ -30,6 +30,15 @@ def documents(tokens_BT: jax.Array, document_token: int) -> jax.Array:
     return jnp.cumsum(tokens_BT == document_token, axis=1)
 
 
+def lookup(table_VD: jax.Array, ids_BT: jax.Array) -> jax.Array:
+    """Rows of a table: [B, T, D] in its dtype.
+
+    Through float32, so that the gradient, a sum over all uses of an id, is summed in float32 and rounded once:
+    thousands of bfloat16 additions for a frequent id would stop moving, and GPUs are slow at them.
+    """
+    return table_VD.astype(jnp.float32)[ids_BT].astype(table_VD.dtype)
+
+
 def rotary_angles(num_positions: int, head_dim: int) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines [T, K/2] of half-truncated rotary: half of the frequencies are zero.
 

@@ -76,6 +76,7 @@ def prepare(config: RunConfig, reader: console.Live | None = None) -> Ready:
     recipe = recipes.load(config.recipe or track.recipe).override(config.overrides)
     _check_new(config.out)
     meshes.prepare(track.rules.platform)
+    _check_platform(track)
     num_devices = config.num_devices or track.rules.num_devices or len(jax.devices())
     mesh = meshes.make_mesh(num_devices)
     program = Program(recipe, mesh, config.microbatches or SHARDS, config.attention)
@@ -112,12 +113,30 @@ def _check_new(out: Path) -> None:
         raise UsageError(f"{out} exists already; need a new folder; remove it or pass another --out")
 
 
+def _check_platform(track: tracks.Track) -> None:
+    """JAX falls back to the CPU without a word where it finds no GPU that it can use."""
+    found, asked = jax.default_backend(), track.rules.platform
+    if asked not in ("any", found):
+        raise UsageError(
+            f"JAX found a {found}, {track.id} needs a {asked}; scripts/install.sh adds JAX for CUDA where there "
+            "is a driver; or choose another track"
+        )
+
+
 def _check_attention(program: Program) -> None:
-    """Traces a step: a form of attention that was asked for refuses there what it cannot run."""
-    shape = program.shape_at(0)
-    ids_BT = jax.ShapeDtypeStruct((shape.num_sequences, shape.seq_len), np.int32)
+    """Traces a step and a validation: a form of attention that was asked for refuses there what it cannot run."""
+    recipe, shape = program.recipe, program.shape_at(0)
     state = jax.eval_shape(program.init, jax.random.key(0))
-    jax.eval_shape(program.train_step_for(shape.window_blocks), state, ids_BT, ids_BT, program.schedule)
+
+    def ids(num_sequences: int, seq_len: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        ids_BT = jax.ShapeDtypeStruct((num_sequences, seq_len), np.int32)
+        return ids_BT, ids_BT
+
+    batch = ids(shape.num_sequences, shape.seq_len)
+    jax.eval_shape(program.train_step_for(shape.window_blocks), state, *batch, program.schedule)
+    batch = ids(recipe.eval_sequences, recipe.eval_seq_len)
+    score = program.eval_step_for(shape.window_blocks)
+    jax.eval_shape(score, state.params, *batch, program.schedule, state.step)
 
 
 def _check_ids(recipe: Recipe, track: tracks.Track) -> None:

@@ -7,6 +7,7 @@ those stand, so that no loaded-by-accident module comes along and no lazy import
 import ast
 import os
 import platform
+import re
 from importlib import metadata
 from pathlib import Path
 
@@ -14,10 +15,25 @@ from speedrun.sourcefile import join_source
 
 _ROOT = Path(__file__).parent.parent
 
-#: Packages whose versions decide what a run computes.
+#: Packages whose versions decide what a run computes: these are always there,
 _PACKAGES = ("jax", "jaxlib", "optax", "numpy")
+#: and of these the ones that are installed, on a machine with a GPU.
+_FOR_GPUS = re.compile(
+    r"jax-cuda\d+-(plugin|pjrt)|nvidia-(cublas|cudnn|nccl|cuda-nvcc)(-cu\d+)?|dew-flash-attn-cu\d+"
+)
 #: Environment variables that may change a run; nothing else of the environment is recorded.
-VARIABLES = ("XLA_FLAGS", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS")
+VARIABLES = (
+    "XLA_FLAGS",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION",
+    "JAX_PLATFORMS",
+    "JAX_DEFAULT_MATMUL_PRECISION",
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "NCCL_NVLS_ENABLE",
+    "NCCL_ALGO",
+    "NCCL_PROTO",
+    "NVIDIA_TF32_OVERRIDE",
+)
 
 
 def closure(modules: list[str], extra: list[Path]) -> str:
@@ -63,7 +79,9 @@ def _file_of(module: str) -> Path | None:
 
 def software() -> dict[str, str]:
     """Versions of Python and of the packages that decide what a run computes."""
-    return {"python": platform.python_version(), **{name: metadata.version(name) for name in _PACKAGES}}
+    installed = {one.name: one.version for one in metadata.distributions()}
+    for_gpus = {name: installed[name] for name in sorted(installed) if _FOR_GPUS.fullmatch(name)}
+    return {"python": platform.python_version(), **{name: installed[name] for name in _PACKAGES}, **for_gpus}
 
 
 def environment() -> dict[str, str]:

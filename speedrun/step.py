@@ -2,7 +2,7 @@
 
     gather    one all-gather for each packed array, in the compute dtype
     accumulate  forward and backward of each micro-batch on whole parameters, gradients summed in float32
-    scatter   one reduce-scatter for each packed array, then the mean in float32
+    scatter   one reduce-scatter for each packed array, in the dtype of its gradient; divided in float32
     update    Muon on whole local matrices, Adam on local rows; nothing more is communicated
 
 State is donated, born sharded, and never whole on any device. What changes from step to step is read from
@@ -285,7 +285,7 @@ class Program:
         }
 
     def _scatter_mean(self, grads: Params) -> Params:
-        """Mean over devices in float32; each keeps the part it owns."""
+        """Mean over devices, summed in the gradients' dtype and divided in float32; each keeps the part it owns."""
         return {
             k: (jax.lax.psum(g, AXIS) if k == SCALARS else jax.lax.psum_scatter(g, AXIS, tiled=True)).astype(
                 jnp.float32

@@ -40,7 +40,7 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     platform: str  #: "cpu", "gpu" or "any"
     num_devices: int  #: 0: any
-    min_runs: int  #: a record needs so many finished ones
+    min_runs: int  #: a record that is to be ranked needs so many finished ones
     val_every: int  #: steps between declared validations; one more after the last step
     untimed_cap_s: float  #: compile and warm-up may take this long before the clock
     ranked: bool  #: by train time; else results are shown, not ranked

@@ -4,9 +4,13 @@ import dataclasses
 import os
 from collections.abc import Callable
 
-# Half of the suite's time would be LLVM making small programs fast.
+os.environ.setdefault("SPEEDRUN_TEST_PLATFORM", "cpu")
+# Half of the suite's time would be LLVM making small programs for CPUs fast.
 os.environ.setdefault(
-    "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    if os.environ["SPEEDRUN_TEST_PLATFORM"] == "cpu"
+    else "",
 )
 
 import jax
@@ -17,7 +21,7 @@ from speedrun import deviceless, mesh, recipes
 from speedrun.models import record21
 from speedrun.recipe import Recipe, Stage
 
-mesh.prepare(os.environ.get("SPEEDRUN_TEST_PLATFORM", "cpu"))
+mesh.prepare(os.environ["SPEEDRUN_TEST_PLATFORM"])
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 

@@ -19,7 +19,8 @@ from speedrun import mesh
 from speedrun.errors import UsageError
 from speedrun.kernels import attention_banded, attention_flash3, attention_mosaic, attention_triton
 from speedrun.kernels.attention import Sight, attention, sight, visible
-from speedrun.kernels.choose import AttentionCall, choose_attention
+from speedrun.kernels.choose import AttentionCall, Kernels, choose_attention
+from speedrun.kernels.cross_entropy_gpu import RECORD21
 
 
 def sees(t: int, s: int, doc: list[int], window: int, block: int) -> bool:
@@ -354,6 +355,15 @@ def test_what_was_chosen_computes_attention():
     for name in ("auto", "definition", "banded"):
         got = choose_attention(name, call).function(q, k, v, case.sight(), scale=0.3)
         np.testing.assert_allclose(got, want, atol=3e-6)
+
+
+def test_every_choice_of_a_program_is_kept():
+    """Also where training and validation have equal shapes."""
+    chosen = Kernels("cpu", "")
+    x_ND, head_VD, targets_N = jnp.ones((8, 4)), jnp.ones((16, 4)), jnp.zeros(8, jnp.int32)
+    for fp8 in (None, RECORD21):
+        chosen.summed_cross_entropy(x_ND, head_VD, targets_N, cap=15.0, fp8=fp8)
+    assert [one.name for one in chosen.choices.values()] == ["chunks", "fp8"]
 
 
 def test_a_form_that_cannot_run_gives_all_reasons(monkeypatch):

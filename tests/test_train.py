@@ -110,6 +110,12 @@ def test_a_form_that_needs_fixed_windows_gets_a_program_for_each(tmp_path, smoke
     assert "banded: asked for" in plan.kernels.values()
 
 
+@pytest.mark.parametrize("name", ["main-8xh100", "single-gpu"])
+def test_a_track_for_gpus_does_not_train_on_a_cpu(smoke_data, tmp_path, name):
+    message = str(refused(smoke_data, tmp_path, track=name, overrides={}).value)
+    assert message.startswith(f"JAX found a cpu, {name}@1 needs a gpu; scripts/install.sh adds")
+
+
 def test_a_form_of_attention_that_cannot_run_is_refused_with_all_reasons(smoke_data, tmp_path):
     message = str(refused(smoke_data, tmp_path, attention="triton").value)
     assert "this is a cpu" in message

@@ -1,7 +1,5 @@
 """Which form of an operation runs: chosen once, before compiling, and never without a word.
 
-Not part of `speedrun.kernels` itself, so that a record carries the source of those forms only that its recipe reaches.
-
 Legend: B batch, T time, H heads, K head width.
 """
 
@@ -135,8 +133,8 @@ def choose_attention(wanted: str, call: AttentionCall) -> Choice:
     """The form that was asked for, or with "auto" the first of an order that can run.
 
     On a GPU the order is triton, banded, definition. Two forms run only where they are asked for: `mosaic`, because
-    nobody has timed it against `triton` yet; and `flash3`, published as the fastest, because its dq is summed by
-    atomics, so that no replay could compare losses to the last bit, and because it is a binary of a third party.
+    nobody has timed it against `triton` yet; and `flash3`, published as the fastest, because it is a binary of
+    a third party that needs a program for each window.
     On a CPU it is the definition while sequences are short or the window takes in all of them, and banded beyond.
 
     Args:
@@ -177,8 +175,11 @@ def _attention_of_its_own_choice(call: AttentionCall) -> Choice:
 HEAD_TOKENS = 49_152
 
 
-def choose_head(num_tokens: int, platform: str, fp8: Fp8 | None) -> Choice:
-    """The form of the loss head: the one for CPUs cannot round to 8 bits, the one for GPUs runs anywhere."""
+def choose_head(num_tokens: int, dtype: jnp.dtype, platform: str, fp8: Fp8 | None) -> Choice:
+    """The form of the loss head: the one for CPUs cannot round to 8 bits, the one for GPUs runs anywhere.
+
+    Devices without FP8 units compute the same with wider ones.
+    """
     if platform == "cpu" and fp8 is None:
         return Choice(
             "chunks", cross_entropy.summed_cross_entropy, "cpu: a chunk of logits stays in its cache"
@@ -188,7 +189,7 @@ def choose_head(num_tokens: int, platform: str, fp8: Fp8 | None) -> Choice:
     )
     reason = f"{platform}, {num_tokens:,} tokens in {num_chunks} chunks"
     head = partial(cross_entropy_gpu.summed_cross_entropy, fp8=fp8, num_chunks=num_chunks)
-    return Choice("bf16" if fp8 is None else "fp8", head, reason)
+    return Choice(str(dtype) if fp8 is None else "fp8", head, reason)
 
 
 @dataclass(frozen=True)
@@ -227,13 +228,16 @@ class Kernels:
             max_documents=rows * max(64, tokens // TOKENS_PER_DOCUMENT),
         )
         choice = choose_attention(self.wanted_attention, call)
-        self.choices[f"attention {rows}x{tokens}x{heads}x{width}, {window.most} blocks"] = choice
+        kind = "traced" if call.static_window_blocks is None else "fixed"
+        shape = f"{rows}x{tokens}x{heads}x{width} {q_BTHK.dtype}"
+        self.choices[f"attention {shape}, {kind} window of {window.most} blocks"] = choice
         return choice.function(q_BTHK, k_BTHK, v_BTHK, sight, scale=scale)
 
     def summed_cross_entropy(
         self, x_ND: jax.Array, head_VD: jax.Array, targets_N: jax.Array, *, cap: float, fp8: Fp8 | None
     ) -> jax.Array:
         """Loss of all tokens together: f32 [], nats. See `kernels.cross_entropy`."""
-        choice = choose_head(len(x_ND), self.platform, fp8)
-        self.choices[f"head {'x'.join(map(str, x_ND.shape))}, {len(head_VD)} columns"] = choice
+        choice = choose_head(len(x_ND), x_ND.dtype, self.platform, fp8)
+        factors = x_ND.dtype if fp8 is None else "fp8"
+        self.choices[f"head {'x'.join(map(str, x_ND.shape))} {factors}, {len(head_VD)} columns"] = choice
         return choice.function(x_ND, head_VD, targets_N, cap=cap)

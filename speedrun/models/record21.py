@@ -176,7 +176,7 @@ def context(p: Params, tokens_BT: jax.Array, long: Window, cfg: Config, attentio
         windows=windows,
         sights={kind: sight(doc_BT, window.blocks, cfg.block_tokens) for kind, window in windows.items()},
         angles=nn.rotary_angles(tokens_BT.shape[1], cfg.head_dim),
-        values={i: p[f"value_embed.{i}"][tokens_BT].reshape(heads) for i in tables}
+        values={i: nn.lookup(p[f"value_embed.{i}"], tokens_BT).reshape(heads) for i in tables}
         | {NO_TABLE: jnp.zeros((), p["embed"].dtype)},
     )
 
@@ -206,7 +206,7 @@ def forward(p: Params, tokens_BT: jax.Array, window: Window, cfg: Config, attent
         [B, T, D] in the compute dtype.
     """
     ctx = context(p, tokens_BT, window, cfg, attention)
-    x_BTD = x0_BTD = nn.rms_norm(p["embed"][tokens_BT])
+    x_BTD = x0_BTD = nn.rms_norm(nn.lookup(p["embed"], tokens_BT))
     half, saved = cfg.num_layers // 2, []
     for i in range(half):
         x_BTD = block(x_BTD, x0_BTD, p, i, ctx, cfg)

@@ -19,8 +19,8 @@ _ROUNDING = 1e-6
     hint="read why in the log of the run that broke off, and run again into a new folder",
 )
 def enough_runs(record: Record) -> Iterator[str]:
-    """As many as the track asks for; what keeps the others from counting."""
-    need = record.rules.rules.min_runs
+    """As many as a rank takes, one where nothing is ranked; what keeps the others from counting."""
+    need = record.rules.rules.min_runs if record.rules.rules.ranked else 1
     if len(record.finished) < need:
         yield f"{len(record.finished)} of {need} runs finished"
         yield from derive_summary(record.runs, record.rules).broke_off
