@@ -1,0 +1,53 @@
+"""Pure functions of models against their formulas in NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from speedrun import nn
+
+
+@pytest.mark.parametrize("head_dim", [8, 32, 128])
+def test_rotary_turns_pairs_by_position_times_frequency(head_dim):
+    """As complex numbers: z -> z exp(-i t f), where f falls from 1 to 1/1024 over a quarter of the head."""
+    x = np.random.default_rng(0).standard_normal((2, 9, 3, head_dim)).astype(np.float32)
+    half, quarter = head_dim // 2, head_dim // 4
+    f = np.concatenate([(1 / 1024) ** (np.arange(quarter) / (quarter - 1)), np.zeros(quarter)])
+    z = (x[..., :half] + 1j * x[..., half:]) * np.exp(-1j * np.arange(9)[:, None] * f)[None, :, None, :]
+    got = nn.rotary(jnp.asarray(x), nn.rotary_angles(9, head_dim))
+    np.testing.assert_allclose(got, np.concatenate([z.real, z.imag], axis=-1), atol=1e-5)
+
+
+def test_rms_norm_is_computed_in_float32_and_returned_as_it_came():
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 768)), jnp.bfloat16)
+    wide = np.asarray(x, np.float64)
+    want = wide / np.sqrt(np.mean(wide**2, axis=-1, keepdims=True) + 1.1920929e-07)
+    got = nn.rms_norm(x)
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(got, jnp.asarray(want, jnp.float32).astype(jnp.bfloat16))
+
+
+def test_learned_scalars_are_not_rounded():
+    """In bfloat16, 1.003 is 1."""
+    x = jnp.full((3,), 1024, jnp.bfloat16)
+    got = nn.blend((jnp.float32(1.003), x), (jnp.float32(-1), x))
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(got.astype(jnp.float32), 3.072, rtol=0.004)
+
+
+def test_a_frequent_ids_gradient_is_summed_in_float32():
+    """In bfloat16, a sum of ones stops at 256."""
+    ids, table = jnp.zeros((1, 1000), jnp.int32), jnp.ones((4, 2), jnp.bfloat16)
+    grad = jax.grad(lambda table: nn.lookup(table, ids).astype(jnp.float32).sum())(table)
+    assert grad.dtype == jnp.bfloat16
+    assert grad[0].tolist() == [1000.0, 1000.0]
+
+
+def test_an_opening_token_belongs_to_the_document_it_opens():
+    assert nn.documents(jnp.array([[5, 0, 5, 5, 0, 0, 5]]), 0).tolist() == [[0, 1, 1, 1, 2, 3, 3]]
+
+
+def test_the_mlp_squares_what_is_positive():
+    up, down = jnp.array([[1.0], [-2.0]]), jnp.array([[1.0, 10.0]])
+    assert nn.relu_squared_mlp(jnp.array([[3.0], [-1.0]]), up, down).tolist() == [[9.0], [40.0]]
