@@ -11,7 +11,7 @@ import numpy as np
 from speedrun import console, provenance, recipes
 from speedrun import mesh as meshes
 from speedrun import track as tracks
-from speedrun.data import shards, stream, synthetic
+from speedrun.data import inventory, stream, synthetic
 from speedrun.errors import UsageError
 from speedrun.ledger import format
 from speedrun.params import SHARDS
@@ -41,7 +41,7 @@ class Ready:
     track: tracks.Track
     recipe: Recipe
     program: Program
-    shards: shards.TrackShards
+    shards: inventory.TrackShards
     folder: Path
     source: str
 
@@ -82,10 +82,10 @@ def prepare(config: RunConfig, reader: console.Live | None = None) -> Ready:
     program = Program(recipe, mesh, config.microbatches or SHARDS, config.attention)
     if config.attention != "auto":
         _check_attention(program)
-    folder = shards.data_folder(track, config.data)
+    folder = inventory.data_folder(track, config.data)
     if config.data is None and (made := synthetic.ensure(track, folder)) and reader is not None:
         reader.say(_made(made, folder))
-    opened = shards.open_track(folder, track.data)
+    opened = inventory.open_track(folder, track.data)
     _check_ids(recipe, track)
     stream.require_steps(opened.train, [s.batch_tokens for s in recipe.stages for _ in range(s.num_steps)])
     stream.validation_batches(
@@ -98,7 +98,7 @@ def prepare(config: RunConfig, reader: console.Live | None = None) -> Ready:
     return Ready(config, track, recipe, program, opened, folder, source)
 
 
-def _made(made: shards.Manifest, folder: Path) -> str:
+def _made(made: inventory.Manifest, folder: Path) -> str:
     tokens = sum(shard.tokens for shard in made.shards.values())
     size = console.memory(sum((folder / name).stat().st_size for name in made.shards))
     return f"made  {len(made.shards)} synthetic shards in {folder}: {tokens:,} tokens, {size}"

@@ -17,7 +17,7 @@ from speedrun import __version__, cli, track
 from speedrun.cli import doctor
 from speedrun.cli.options import json_option
 from speedrun.clock import Stopwatch
-from speedrun.data import shards, synthetic
+from speedrun.data import inventory, shards, synthetic
 from speedrun.errors import EXIT_CODES, DataError, NonFiniteError, SpeedrunError, Terminated, UsageError
 
 HEAVY = ("jax", "numpy", "msgspec", "rich", "optax", "matplotlib")
@@ -195,14 +195,14 @@ SMALL = msgspec.structs.replace(
 )
 
 
-def write(_: track.Track, folder: Path) -> shards.Manifest:
+def write(_: track.Track, folder: Path) -> inventory.Manifest:
     """Stands for the generator: two shards of five tokens."""
     folder.mkdir()
     names = ("smoke_train_000001.bin", "smoke_val_000000.bin")
     digests = [shards.sha256(shards.write_shard(folder / name, np.arange(5)).path) for name in names]
-    entries = {name: shards.ShardEntry(5, 1, digest) for name, digest in zip(names, digests, strict=True)}
-    manifest = shards.Manifest("a test", {}, 5, 0, entries)
-    shards.write_manifest(folder, manifest)
+    entries = {name: inventory.ShardEntry(5, 1, digest) for name, digest in zip(names, digests, strict=True)}
+    manifest = inventory.Manifest("a test", {}, 5, 0, entries)
+    inventory.write_manifest(folder, manifest)
     return manifest
 
 

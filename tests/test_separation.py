@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from speedrun import mesh, recipes, track
-from speedrun.data import shards, synthetic
+from speedrun.data import inventory, synthetic
 from speedrun.data.stream import TokenStream
 from speedrun.evaluate import evaluate
 from speedrun.optim.groups import AdamOnly
@@ -47,7 +47,7 @@ def data(tmp_path_factory) -> Path:
 
 
 def batches(
-    recipe: Recipe, opened: shards.TrackShards, shift: int
+    recipe: Recipe, opened: inventory.TrackShards, shift: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """What the loop reads; targets are `shift` places ahead of their tokens, and 1 is right."""
     stream, stage = TokenStream(opened.train), recipe.stages[0]
@@ -58,7 +58,7 @@ def batches(
 
 def final_loss(program: Program, data: Path, *, seed: int = 0, shift: int = 1) -> float:
     """Validation loss after training; the score itself is always the right one."""
-    opened = shards.open_track(data, TRACK.data)
+    opened = inventory.open_track(data, TRACK.data)
     state = program.init(jax.random.key(seed))
     for batch in batches(program.recipe, opened, shift):
         state, metrics = program.train_step(

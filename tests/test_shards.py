@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speedrun import track
-from speedrun.data import shards
-from speedrun.data.shards import Manifest, ShardEntry, open_shard, open_track, verify, write_shard
+from speedrun.data import inventory, shards
+from speedrun.data.inventory import Manifest, ShardEntry, open_track, verify
+from speedrun.data.shards import open_shard, write_shard
 from speedrun.errors import DataError
 
 VOCAB_SIZE = 50257
@@ -129,7 +130,7 @@ def test_killed_between_write_and_rename(tmp_path: Path):
     write_shard(path, np.array([1, 2, 3]))
     script = (
         "import os, signal, sys; from pathlib import Path; import numpy as np\n"
-        "from speedrun.data import shards\n"
+        "from speedrun.data import inventory, shards\n"
         "os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
         "shards.write_shard(Path(sys.argv[1]), np.arange(1000))"
     )
@@ -184,7 +185,7 @@ def folder(tmp_path: Path) -> Path:
         write_shard(tmp_path / name, ids)
     entry = ShardEntry(10, 1, shards.sha256(tmp_path / VAL))
     names = [TRAIN, "t_train_2.bin", VAL]
-    shards.write_manifest(tmp_path, Manifest("a test", {"seed": 1}, 10, 0, dict.fromkeys(names, entry)))
+    inventory.write_manifest(tmp_path, Manifest("a test", {"seed": 1}, 10, 0, dict.fromkeys(names, entry)))
     return tmp_path
 
 
@@ -199,7 +200,7 @@ def test_a_sound_folder_passes(folder: Path):
     assert [v.sha256 for v in verify(folder, DATA, full=False)] == [None] * 3
     full = verify(folder, listed(folder, TRAIN, "t_train_2.bin", VAL), full=True)
     assert [v.sha256 for v in full] == [shards.sha256(folder / v.name) for v in full]
-    assert shards.read_manifest(folder.parent) is None
+    assert inventory.read_manifest(folder.parent) is None
 
 
 def overwrite(name: str, *ids: int):
@@ -208,7 +209,7 @@ def overwrite(name: str, *ids: int):
 
 def edit_manifest(old: str, new: str):
     def edit(folder: Path):
-        path = folder / shards.MANIFEST
+        path = folder / inventory.MANIFEST
         assert old in path.read_text()
         path.write_text(path.read_text().replace(old, new))
 
@@ -257,7 +258,7 @@ def test_faults_seen_by_reading(folder: Path, fault, cause: str):
 
 
 def test_the_list_of_the_track_is_the_order_of_tokens(folder: Path):
-    (folder / shards.MANIFEST).unlink()
+    (folder / inventory.MANIFEST).unlink()
     data = listed(folder, TRAIN, "t_train_2.bin", VAL)
     (folder / "t_train_2.bin").unlink()
     open_track(folder, data)  # the first of the list: fewer tokens, in the same order
@@ -272,7 +273,7 @@ def test_the_list_of_the_track_is_the_order_of_tokens(folder: Path):
 
 def test_a_wrong_byte_is_found_by_the_track_alone(folder: Path):
     data = listed(folder, TRAIN, "t_train_2.bin", VAL)
-    (folder / shards.MANIFEST).unlink()
+    (folder / inventory.MANIFEST).unlink()
     write_shard(folder / TRAIN, np.arange(10)[::-1])
     with pytest.raises(DataError, match=r"sha256 is [0-9a-f]{64}; need [0-9a-f]{64}"):
         verify(folder, data, full=True)
@@ -281,7 +282,7 @@ def test_a_wrong_byte_is_found_by_the_track_alone(folder: Path):
 def test_where_data_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     smoke = track.load("smoke-cpu")
     monkeypatch.delenv("SPEEDRUN_DATA", raising=False)
-    assert shards.data_folder(smoke, None) == Path("data/smoke")
+    assert inventory.data_folder(smoke, None) == Path("data/smoke")
     monkeypatch.setenv("SPEEDRUN_DATA", str(tmp_path))
-    assert shards.data_folder(smoke, None) == tmp_path / "smoke"
-    assert shards.data_folder(smoke, Path("here")) == Path("here")
+    assert inventory.data_folder(smoke, None) == tmp_path / "smoke"
+    assert inventory.data_folder(smoke, Path("here")) == Path("here")

@@ -23,7 +23,7 @@ from speedrun import console, mesh, provenance, recipes, runlog, step, track
 from speedrun.cli import command
 from speedrun.cli.run import card, following, parse_settings
 from speedrun.clock import now
-from speedrun.data import shards, synthetic
+from speedrun.data import inventory, shards, synthetic
 from speedrun.errors import DataError, NonFiniteError, UsageError
 from speedrun.ledger import format
 from speedrun.ledger.assemble import assemble
@@ -444,9 +444,9 @@ def test_the_command_writes_a_record_and_says_no_when_the_target_is_missed(tmp_p
 def test_data_that_a_run_had_to_make_is_told_once(tmp_path, smoke_data, monkeypatch):
     monkeypatch.setenv("SPEEDRUN_DATA", str(tmp_path))
 
-    def copied(rules: track.Track, folder: Path) -> shards.Manifest | None:
+    def copied(rules: track.Track, folder: Path) -> inventory.Manifest | None:
         shutil.copytree(smoke_data, folder)
-        return shards.read_manifest(folder)
+        return inventory.read_manifest(folder)
 
     monkeypatch.setattr(synthetic, "write", copied)
     for said in (f"made  4 synthetic shards in {tmp_path / 'smoke'}: 1,115,136 tokens, 2.1 MiB\n", ""):

@@ -7,7 +7,7 @@ import msgspec
 
 from speedrun import track as tracks
 from speedrun.cli.options import Group, data_option, example, json_option, track_option
-from speedrun.data import shards, synthetic
+from speedrun.data import inventory, synthetic
 from speedrun.errors import UsageError
 
 
@@ -32,7 +32,7 @@ def synth(*, track: str, out: Path | None, as_json: bool) -> None:
         raise UsageError(
             f"track {track!r} is not synthetic; it needs real shards; get them: {rules.data.get}"
         )
-    folder = shards.data_folder(rules, out)
+    folder = inventory.data_folder(rules, out)
     manifest = synthetic.write(rules, folder)
     if as_json:
         _print_json({"track": rules.id, "folder": str(folder), "manifest": manifest})
@@ -49,8 +49,8 @@ def synth(*, track: str, out: Path | None, as_json: bool) -> None:
 def verify(*, track: str, data: Path | None, full: bool, as_json: bool) -> None:
     """Check the shards of a track: headers and sizes at once, every byte with --full."""
     rules = tracks.load(track)
-    folder = shards.data_folder(rules, data)
-    verified = shards.verify(folder, rules.data, full=full)
+    folder = inventory.data_folder(rules, data)
+    verified = inventory.verify(folder, rules.data, full=full)
     if as_json:
         passed = [shard._asdict() for shard in verified]
         _print_json({"track": rules.id, "folder": str(folder), "full": full, "shards": passed})

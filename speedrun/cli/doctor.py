@@ -15,7 +15,7 @@ import msgspec
 
 from speedrun import track as tracks
 from speedrun.cli.options import example, json_option
-from speedrun.data import shards
+from speedrun.data import inventory
 from speedrun.errors import SpeedrunError
 from speedrun.track import Track
 
@@ -146,7 +146,7 @@ def _check_track(track: Track, devices: list[Any]) -> Check:
 
 def _check_disk() -> Check:
     """Free space where the data goes; the folder may not exist yet."""
-    root = shards.data_folder(tracks.load(SMOKE), None).parent.absolute()
+    root = inventory.data_folder(tracks.load(SMOKE), None).parent.absolute()
     there = next(folder for folder in (root, *root.parents) if folder.is_dir())
     free_bytes = shutil.disk_usage(there).free
     found = f"{free_bytes / 1e9:,.1f} GB free in {there}; need {NEED_BYTES / 1e9:.0f} GB"
@@ -155,9 +155,9 @@ def _check_disk() -> Check:
 
 def _check_data(track: Track) -> Check:
     """Whether the track's shards are here and look right. Never needed: they are one command away."""
-    folder = shards.data_folder(track, None)
+    folder = inventory.data_folder(track, None)
     try:
-        verified = shards.verify(folder, track.data, full=False)
+        verified = inventory.verify(folder, track.data, full=False)
     except SpeedrunError as error:
         return Check(f"data {track.name}", str(error), ok=False, needed=False)
     tokens = sum(shard.tokens for shard in verified)

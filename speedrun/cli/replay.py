@@ -17,7 +17,7 @@ from speedrun import provenance, runlog
 from speedrun import track as tracks
 from speedrun.cli.options import data_option, example, json_option
 from speedrun.console import clean
-from speedrun.data import shards
+from speedrun.data import inventory
 from speedrun.errors import SpeedrunError, UsageError
 from speedrun.ledger import format
 from speedrun.ledger.record import Record, load
@@ -132,7 +132,9 @@ def _replay(
         "recipe": old.file.recipe,
         "seed": old.file.seed,
         "overrides": old.file.overrides,
-        "data": str(shards.data_folder(rules, data).absolute()) if data or rules.synthetic is None else None,
+        "data": str(inventory.data_folder(rules, data).absolute())
+        if data or rules.synthetic is None
+        else None,
         "num_devices": old.file.num_devices,
         "microbatches": old.start.config.get("microbatches"),
         **{key: old.start.config[key] for key in ("attention",) if key in old.start.config},

@@ -1,4 +1,4 @@
-"""Shards: files of tokens in llm.c's format, and the folder they lie in.
+"""Shards: files of tokens in llm.c's format.
 
 A shard is 256 little-endian int32 (magic, version, number of tokens, zeros), then that many little-endian
 uint16. A final name is always whole: files are written beside it and renamed. Reading goes through `pread`,
@@ -8,20 +8,16 @@ Source: karpathy/llm.c, `dev/data/data_common.py`.
 """
 
 import errno
-import fnmatch
 import hashlib
 import os
 import stat
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
+from speedrun.data.wholefile import write_whole
 from speedrun.errors import DataError
-from speedrun.track import Data, Track
 
 MAGIC = 20240520
 VERSION = 1
@@ -29,10 +25,6 @@ LLAMA_MAGIC = 20240801  #: llm.c's other format: version 7, uint32 tokens
 HEADER_BYTES = 256 * 4
 MAX_TOKENS = 2**31 - 1
 UINT16_IDS = 2**16
-MANIFEST = "manifest.json"
-
-#: Full verification holds this many tokens at a time.
-_CHUNK_TOKENS = 2**24
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,190 +154,11 @@ def write_shard(path: Path, tokens: np.ndarray) -> Shard:
         )
     header = np.zeros(256, "<i4")
     header[:3] = MAGIC, VERSION, tokens.size
-    _write_whole(path, header.tobytes(), tokens.astype("<u2", copy=False).tobytes())
+    write_whole(path, header.tobytes(), tokens.astype("<u2", copy=False).tobytes())
     return open_shard(path, vocab_size=UINT16_IDS)
-
-
-def _write_whole(path: Path, *parts: bytes) -> None:
-    """Writes beside the name, makes it durable, renames."""
-    partial = path.with_name(path.name + ".partial")
-    try:
-        with partial.open("wb") as file:
-            file.writelines(parts)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # the rename itself is durable only now
-        finally:
-            os.close(folder)
-    except OSError as error:
-        raise DataError(
-            f"{path}: cannot be written: {error.strerror}; free or choose another folder"
-        ) from None
 
 
 def sha256(path: Path) -> str:
     """Digest of a whole file, header included."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-class ShardEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a manifest says of one shard."""
-
-    tokens: int
-    documents: int  #: number of document tokens
-    sha256: str  #: of the file
-
-
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where the shards of a folder are from; `manifest.json` beside them."""
-
-    source: str
-    settings: dict[str, str | int | float]
-    vocab_size: int
-    document_token: int
-    shards: dict[str, ShardEntry]  #: by file name
-
-
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Writes `manifest.json`, last of all: a folder that has one is complete."""
-    _write_whole(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=2), b"\n")
-
-
-def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a folder; None where there is none.
-
-    Raises:
-        DataError: if it cannot be read.
-    """
-    path = folder / MANIFEST
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Manifest)
-    except FileNotFoundError:
-        return None
-    except (OSError, msgspec.DecodeError) as error:
-        raise DataError(
-            f"{path}: {error}; a manifest is needed, or none; delete it or make the data again"
-        ) from None
-
-
-class TrackShards(NamedTuple):
-    """The shards of a track, in the order of their names, which is the order of the tokens."""
-
-    train: tuple[Shard, ...]
-    val: tuple[Shard, ...]  #: the first one is scored
-
-
-class Verified(NamedTuple):
-    """One shard that passed."""
-
-    name: str
-    tokens: int
-    sha256: str | None  #: None if only header and size were looked at
-
-
-def data_folder(track: Track, explicit: Path | None) -> Path:
-    """Where a track's shards lie: as asked for, else under $SPEEDRUN_DATA, else under ./data."""
-    return explicit or Path(os.environ.get("SPEEDRUN_DATA", "data")) / track.data.folder
-
-
-def open_track(folder: Path, data: Data) -> TrackShards:
-    """Checks what takes no time: names, headers, sizes, the counts in the manifest.
-
-    Raises:
-        DataError: if a shard is missing, damaged, foreign, in both splits or not as the manifest says; if
-            there are too few tokens to validate on.
-    """
-    train, val = (_open_split(folder, pattern, data) for pattern in (data.train, data.val))
-    need = data.val_tokens + 1
-    if val[0].num_tokens < need:
-        raise DataError(f"{val[0].path}: {val[0].num_tokens:,} tokens; validation needs {need:,}: {data.get}")
-    scored = {shard.identity for shard in val}
-    if both := [shard.path for shard in train if shard.identity in scored]:
-        raise DataError(
-            f"{both[0]}: also a validation shard; nobody may train on those; remove one of the two"
-        )
-    _check_manifest(folder, data, (*train, *val))
-    return TrackShards(train, val)
-
-
-def _open_split(folder: Path, pattern: str, data: Data) -> tuple[Shard, ...]:
-    """All shards of one split. Where the track lists its shards, they are the first of that list."""
-    names = sorted(path.name for path in folder.glob(pattern))
-    if not names:
-        raise DataError(f"{folder}: {_what_is_there(folder)}; the track needs {pattern}; {data.get}")
-    listed = sorted(fnmatch.filter(data.sha256, pattern))
-    if listed and (wrong := set(names) ^ set(listed[: len(names)])):
-        foreign = sorted(wrong & set(names))
-        what = f"{foreign[0]} is not the track's" if foreign[0] not in listed else f"{min(wrong)} is missing"
-        raise DataError(f"{folder}: {what}; need its shards in order, no gap; remove or add it; {data.get}")
-    return tuple(open_shard(folder / name, vocab_size=data.vocab_size) for name in names)
-
-
-def _what_is_there(folder: Path) -> str:
-    """What was found in place of shards."""
-    if not folder.is_dir():
-        return "a file, not a folder" if folder.exists() else "no such folder"
-    num_entries = sum(1 for _ in folder.glob("*"))
-    return f"a folder with {num_entries} other entries" if num_entries else "an empty folder"
-
-
-def _check_manifest(folder: Path, data: Data, shards: Sequence[Shard]) -> None:
-    """Where there is a manifest, it must be about these shards and this vocabulary."""
-    manifest = read_manifest(folder)
-    if manifest is None:
-        return
-    made, need = (manifest.vocab_size, manifest.document_token), (data.vocab_size, data.document_token)
-    if made != need:
-        raise DataError(f"{folder / MANIFEST}: vocabulary, document token {made}; need {need}: {data.get}")
-    for shard in shards:
-        entry = manifest.shards.get(shard.path.name)
-        if entry is None or entry.tokens != shard.num_tokens:
-            said = f"{entry.tokens:,}" if entry else "nothing"
-            raise DataError(f"{shard.path}: {shard.num_tokens:,} tokens; {MANIFEST} says {said}: {data.get}")
-
-
-def verify(folder: Path, data: Data, *, full: bool) -> list[Verified]:
-    """Checks the data of a track.
-
-    Args:
-        folder: where the shards lie.
-        data: what the track says of them.
-        full: read every byte: digests against track and manifest, ids, the number of documents, and the
-            document token that opens each validation shard. Below a second for a shard of 200 MB.
-
-    Returns:
-        One entry per shard, training shards first.
-
-    Raises:
-        DataError: at the first thing that is wrong.
-    """
-    train, val = open_track(folder, data)
-    if not full:
-        return [Verified(shard.path.name, shard.num_tokens, None) for shard in (*train, *val)]
-    for shard in val:
-        if (first := shard.read(0, 1)[0]) != data.document_token:
-            raise DataError(f"{shard.path}: begins with id {first}; need {data.document_token}: {data.get}")
-    manifest = read_manifest(folder)
-    entries = manifest.shards if manifest else {}
-    return [_verify_bytes(shard, data, entries.get(shard.path.name)) for shard in (*train, *val)]
-
-
-def _verify_bytes(shard: Shard, data: Data, entry: ShardEntry | None) -> Verified:
-    """Reads a whole shard; `Shard.read` checks the ids."""
-    name, documents = shard.path.name, 0
-    for start in range(0, shard.num_tokens, _CHUNK_TOKENS):
-        chunk = shard.read(start, min(start + _CHUNK_TOKENS, shard.num_tokens))
-        documents += int(np.count_nonzero(chunk == data.document_token))
-    got = sha256(shard.path)
-    for need in (data.sha256.get(name, got), entry.sha256 if entry else got):
-        if got != need:
-            raise DataError(f"{shard.path}: sha256 is {got}; need {need}; delete it, then: {data.get}")
-    if entry and entry.documents != documents:
-        raise DataError(
-            f"{shard.path}: {documents:,} documents; {MANIFEST} says {entry.documents:,}: {data.get}"
-        )
-    return Verified(name, shard.num_tokens, got)

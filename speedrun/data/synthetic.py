@@ -21,7 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
-from speedrun.data.shards import Manifest, ShardEntry, read_manifest, sha256, write_manifest, write_shard
+from speedrun.data.inventory import Manifest, ShardEntry, read_manifest, write_manifest
+from speedrun.data.shards import sha256, write_shard
 from speedrun.errors import DataError
 from speedrun.track import Track
 
