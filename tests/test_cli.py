@@ -1,5 +1,6 @@
 """The command line: fast, helpful, and its errors are one line with the right exit code."""
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -13,12 +14,13 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from speedrun import __version__, cli, track
+from speedrun import __version__, cli, recipes, track
 from speedrun.cli import doctor
 from speedrun.cli.options import json_option
 from speedrun.clock import Stopwatch
 from speedrun.data import inventory, shards, synthetic
 from speedrun.errors import EXIT_CODES, DataError, NonFiniteError, SpeedrunError, Terminated, UsageError
+from speedrun.optim.groups import AdamOnly
 
 HEAVY = ("jax", "numpy", "msgspec", "rich", "optax", "matplotlib")
 
@@ -61,6 +63,8 @@ SUBCOMMANDS = (
     ("bench", "head"),
     ("bench", "attention"),
     ("bench", "step"),
+    ("bench", "muon"),
+    ("bench", "health"),
     ("data", "synth"),
     ("data", "verify"),
 )
@@ -137,8 +141,33 @@ def test_bench_attention_times_what_runs_and_says_why_the_rest_does_not():
     assert any("the kernels need an H100" in reason for reason in result["left_out"]["triton"])
     assert result["auto"] == "definition"
     shown = invoke("bench", "attention", *sizes).stdout
-    assert re.search(r"^banded +[\d.]+ ms +[\d.]+ x$", shown, re.MULTILINE)
+    assert re.search(r"^banded +[\d.]+ ms \+- +[\d.]+ +[\d.]+ x$", shown, re.MULTILINE)
     assert re.search(r"^flash3 +not here: this is a cpu", shown, re.MULTILINE)
+
+
+def test_bench_muon_times_the_share_of_one_device():
+    small = ["--set", "config.model_dim=16", "--set", "config.num_heads=2", "--set", "config.head_dim=8"]
+    timings = json.loads(invoke("bench", "muon", "--devices", "8", *small, "--json").stdout)
+    assert [one["name"] for one in timings][:2] == ["three products", "ours, stacked"]
+    assert timings[0]["ratio"] == 1
+    assert all(one["median_ms"] > 0 for one in timings)
+
+
+def test_bench_muon_refuses_a_recipe_without_muon(monkeypatch: pytest.MonkeyPatch):
+    adam = recipes.load("smoke")
+    without = dataclasses.replace(adam, optimizer=AdamOnly(0.1, 0.1, 0.1, 0.1, adam.optimizer.adam))  # pyright: ignore
+    monkeypatch.setattr(recipes, "load", lambda name: without)
+    result = invoke("bench", "muon")
+    assert (result.exit_code, "trains without Muon" in result.stderr) == (2, True)
+
+
+def test_bench_health_measures_every_rate_and_no_collective_of_one_device():
+    two, one = (json.loads(invoke("bench", "health", "--devices", n, "--json").stdout) for n in "21")
+    assert all(rate > 0 for rate in two.values())
+    assert [name for name, rate in one.items() if rate == 0] == [
+        "all_gather_gb_per_s",
+        "reduce_scatter_gb_per_s",
+    ]
 
 
 # --- errors -----------------------------------------------------------------------------------------------

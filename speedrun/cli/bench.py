@@ -9,7 +9,7 @@ from speedrun.cli.options import Group, Integer, example, json_option, parse_set
 from speedrun.errors import UsageError
 
 if TYPE_CHECKING:
-    from speedrun.bench import Timing
+    from speedrun.bench.timing import Timing
 
 
 @click.command(cls=Group, epilog=example("speedrun bench head", "speedrun bench attention"))
@@ -24,13 +24,48 @@ def command() -> None:
 @json_option
 def head(*, tokens: int, dim: int, vocab: int, as_json: bool) -> None:
     """Loss and gradients of the vocabulary head, against its definition and its three matrix products."""
-    from speedrun import bench
+    from speedrun.bench.head import head as measure
 
-    timings = bench.head(num_tokens=tokens, model_dim=dim, vocab_size=vocab)
+    _tell(measure(num_tokens=tokens, model_dim=dim, vocab_size=vocab), as_json=as_json)
+
+
+@command.command(epilog=example("speedrun bench muon", "speedrun bench muon --recipe record21 --devices 8"))
+@click.option("--recipe", metavar="NAME", default="smoke", show_default=True, help="Whose matrices.")
+@click.option(
+    "--devices", type=click.Choice(["1", "2", "4", "8"]), default="1", help="One of so many does its part."
+)
+@settings_option
+@json_option
+def muon(*, recipe: str, devices: str, settings: tuple[str, ...], as_json: bool) -> None:
+    """Newton-Schulz on the matrices of one device, against its products alone and against optax."""
+    overrides = parse_settings(settings)
+    from speedrun import mesh, recipes
+    from speedrun.bench.muon import muon as measure
+    from speedrun.step import Program
+
+    mesh.prepare("any")
+    program = Program(recipes.load(recipe).override(overrides), mesh.make_mesh(1))
+    _tell(measure(program, int(devices)), as_json=as_json)
+
+
+@command.command(epilog=example("speedrun bench health", "speedrun bench health --devices 8 --json"))
+@click.option("--devices", type=Integer(1), metavar="N", help="Default: all there are.")
+@json_option
+def health(*, devices: int | None, as_json: bool) -> None:
+    """What all devices together reach: products, memory, collectives, transfers from the host."""
+    import jax
+
+    from speedrun import health as measuring
+    from speedrun import mesh
+
+    mesh.prepare("any")
+    found = measuring.measure(mesh.make_mesh(devices or len(jax.devices())))
     if as_json:
-        click.echo(msgspec.json.encode([timing._asdict() for timing in timings]))
+        click.echo(msgspec.json.encode(found._asdict()))
         return
-    _print(timings)
+    for name, value in found._asdict().items():
+        what, _, unit = name.replace("_gb_per_s", " GB/s").replace("_gflops", " Gflop/s").partition(" ")
+        click.echo(f"{what.replace('_', ' '):<16} {value:12,.1f} {unit}")
 
 
 @command.command(
@@ -50,9 +85,9 @@ def attention(
     *, tokens: int, heads: int, dim: int, window: int, block: int, document: int, as_json: bool
 ) -> None:
     """Attention and its gradients, in every form that runs here, against the definition."""
-    from speedrun import bench
+    from speedrun.bench.attention import attention as measure
 
-    result = bench.attention(
+    result = measure(
         num_tokens=tokens,
         num_heads=heads,
         head_dim=dim,
@@ -96,7 +131,8 @@ def step(
     overrides = parse_settings(settings)
     import jax
 
-    from speedrun import bench, mesh, recipes
+    from speedrun import mesh, recipes
+    from speedrun.bench.step import step as measure
     from speedrun.step import Program
 
     chosen = recipes.load(recipe).override(overrides)
@@ -104,7 +140,7 @@ def step(
         raise UsageError(f"--first-step {first_step}: {recipe} has {chosen.num_steps} steps; need one below")
     mesh.prepare("any")
     program = Program(chosen, mesh.make_mesh(devices or len(jax.devices())), microbatches, attention)
-    result = bench.step(program, num_steps=steps, first_step=first_step)
+    result = measure(program, num_steps=steps, first_step=first_step)
     if as_json:
         click.echo(msgspec.json.encode(result._asdict()))
         return
@@ -118,6 +154,13 @@ def step(
         click.echo(f"kern    {call} | {form}")
 
 
+def _tell(timings: "list[Timing]", *, as_json: bool) -> None:
+    if as_json:
+        click.echo(msgspec.json.encode([timing._asdict() for timing in timings]))
+    else:
+        _print(timings)
+
+
 def _print(timings: "list[Timing]") -> None:
-    for timing in timings:
-        click.echo(f"{timing.name:<16} {timing.best_ms:9.1f} ms  {timing.ratio:5.2f} x")
+    for one in timings:
+        click.echo(f"{one.name:<16} {one.median_ms:9.2f} ms +- {one.spread_ms:6.2f}  {one.ratio:5.2f} x")

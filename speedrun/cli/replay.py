@@ -137,8 +137,9 @@ def _replay(
         else None,
         "num_devices": old.file.num_devices,
         "microbatches": old.start.config.get("microbatches"),
-        **{key: old.start.config[key] for key in ("attention",) if key in old.start.config},
     }
+    if "attention" in old.start.config:  # older sources do not know the setting
+        config["attention"] = old.start.config["attention"]
     (scratch / "run.json").write_bytes(msgspec.json.encode(config))
     # Foreign code gets no secrets of this machine, and the variables that the run had.
     keep = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}

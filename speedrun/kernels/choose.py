@@ -199,9 +199,8 @@ class Kernels:
     platform: str  #: as JAX names it
     compute_capability: str  #: of an NVIDIA GPU; empty elsewhere
     wanted_attention: str = "auto"
-    choices: dict[str, Choice] = field(
-        default_factory=dict, compare=False
-    )  #: by operation and shape, as traced
+    #: By operation and shape, as traced.
+    choices: dict[str, Choice] = field(default_factory=dict, compare=False)
 
     def attention(
         self,

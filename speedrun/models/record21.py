@@ -38,7 +38,7 @@ class Config:
     attention_scale: float
     logit_cap: float
     document_token: int
-    table_dtype: Dtype  #: in which token and value embeddings, their gradients and their moments are stored
+    table_dtype: Dtype  #: in which token and value embeddings and their moments are stored
 
     def __post_init__(self) -> None:
         if len(self.value_tables) != len(self.mixing):
