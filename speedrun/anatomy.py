@@ -14,7 +14,8 @@ from speedrun import hlo
 if TYPE_CHECKING:
     from jax.stages import Compiled
 
-_KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+#: Opcodes that send between devices.
+COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 _SHOWN = 6  #: of the largest
 
 
@@ -133,10 +134,10 @@ def _collectives(module: hlo.Module) -> Iterable[Collective]:
     for one, computation, times in module.executed():
         if one.kind == "fusion" and not one.opcode.endswith("-done"):
             inside = module.fused(one) or {}
-            for fused in (x for x in inside.values() if x.kind in _KINDS):
+            for fused in (x for x in inside.values() if x.kind in COLLECTIVES):
                 waits = not one.opcode.endswith("-start")
                 yield _collective(fused, fused, inside, times, is_synchronous=waits)
-        elif one.kind in _KINDS and not one.opcode.endswith("-start"):
+        elif one.kind in COLLECTIVES and not one.opcode.endswith("-start"):
             start = computation[one.operands[0]] if one.opcode.endswith("-done") else one
             waits = start is one or '"is_sync":true' in start.attributes
             yield _collective(one, start, computation, times, is_synchronous=waits)

@@ -47,6 +47,7 @@ FLOORS = {
     "speedrun.devices": 1,
     "speedrun.clock": 0,
     "speedrun.hlo": 0,
+    "speedrun.timeline": 0,
     "speedrun.sourcefile": 0,
     "speedrun.errors": 0,
     "speedrun": 0,

@@ -1,6 +1,6 @@
 """The whole training step."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -34,25 +34,18 @@ def step(program: Program, *, num_steps: int, first_step: int = 0) -> StepTiming
         num_steps: timed, after two that are not.
         first_step: of the recipe's schedule.
     """
-    shape, mesh = program.shape_at(first_step), program.mesh
-    ids = np.random.default_rng(0).integers(
-        0, program.recipe.config.vocab_size, (2, shape.num_sequences, shape.seq_len), np.int32
-    )
-    batch = [meshes.place(x_BT, mesh) for x_BT in ids]
-    state = program.init(jax.random.key(0))
-    state = state._replace(step=meshes.replicate(np.int32(first_step), mesh))
     watch = Stopwatch()
-    lowered = program.train_step_for(shape.window_blocks).lower(state, *batch, program.schedule)
-    train_step = lowered.compile(compiler_options=program.compiler_options)
+    train_step, (state, *batch, schedule) = compiled_step(program, first_step)
     compile_s, ms = watch.seconds, []
     for _ in range(2 + num_steps):
         watch = Stopwatch()
-        state, metrics = train_step(state, *batch, program.schedule)
+        state, metrics = train_step(state, *batch, schedule)
         jax.block_until_ready((state, metrics))
         ms.append(watch.seconds * 1e3)
     timed = ms[2:]
     median_ms, spread_ms = middle(timed)
-    tokens_per_s = shape.num_sequences * shape.seq_len / median_ms * 1e3
+    tokens_per_s = batch[0].size / median_ms * 1e3
+    mesh = program.mesh
     device = devices.named(mesh.devices.flat[0].device_kind)
     flops_per_s = flops_per_token(program.layout.table) * tokens_per_s
     return StepTimings(
@@ -65,3 +58,16 @@ def step(program: Program, *, num_steps: int, first_step: int = 0) -> StepTiming
         compile_s=compile_s,
         kernels={call: f"{one.name}: {one.reason}" for call, one in program.kernels.choices.items()},
     )
+
+
+def compiled_step(program: Program, first_step: int) -> tuple[Any, tuple[Any, ...]]:
+    """The step that a recipe takes at `first_step`, and its arguments: starting state, random ids, the schedule."""
+    shape, mesh = program.shape_at(first_step), program.mesh
+    ids = np.random.default_rng(0).integers(
+        0, program.recipe.config.vocab_size, (2, shape.num_sequences, shape.seq_len), np.int32
+    )
+    state = program.init(jax.random.key(0))
+    state = state._replace(step=meshes.replicate(np.int32(first_step), mesh))
+    args = state, *(meshes.place(x_BT, mesh) for x_BT in ids), program.schedule
+    lowered = program.train_step_for(shape.window_blocks).lower(*args)
+    return lowered.compile(compiler_options=program.compiler_options), args

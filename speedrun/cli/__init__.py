@@ -25,6 +25,7 @@ COMMANDS = {
     "plot": "Draw the loss and the steps of a record.",
     "replay": "Run the source that a record carries.",
     "bench": "Time operations against their bounds.",
+    "profile": "Say where the time of a training step goes.",
 }
 INTERRUPTED = 130
 
