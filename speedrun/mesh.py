@@ -77,6 +77,13 @@ def replicate(tree: Any, mesh: Mesh) -> Any:
     return jax.device_put(tree, NamedSharding(mesh, P()))
 
 
+def memory_bytes(mesh: Mesh) -> int | None:
+    """What JAX may take of one device's memory; None for simulated devices, which share that of the machine."""
+    if mesh.devices.flat[0].platform == "cpu":
+        return None
+    return min((device.memory_stats() or {})["bytes_limit"] for device in mesh.devices.flat)
+
+
 def peak_bytes(mesh: Mesh) -> int:
     """Largest memory in use so far on one device; on simulated devices, of the whole process."""
     if mesh.devices.flat[0].platform == "cpu":

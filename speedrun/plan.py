@@ -3,15 +3,12 @@
 A floor is a number of FLOPs or bytes at the vendor's rate. A step's time is an estimate, and says so.
 """
 
-import math
 from typing import Literal, NamedTuple
 
-import jax
 import msgspec
-import numpy as np
 
-from speedrun import anatomy, devices, mesh
-from speedrun.deviceless import compiled_step, state_shape, target_mesh
+from speedrun import anatomy, devices, footprint, mesh
+from speedrun.deviceless import compiled_step, target_mesh
 from speedrun.devices import Device
 from speedrun.params import count, flops_per_token
 from speedrun.recipe import Recipe, Stage
@@ -88,8 +85,7 @@ def plan(recipe: Recipe, kind: str, num_devices: int, microbatches: int, basis: 
         kind: a key of `devices.DEVICES`.
         num_devices: 1, 2, 4 or 8, in one machine.
         microbatches: of a step, over all devices.
-        basis: where memory, traffic and communication come from. Arithmetic supposes what a fast program does:
-            attention that keeps no [T, T], a head in one piece, activations that are kept, not computed again.
+        basis: where memory (`footprint`), traffic and communication come from.
 
     Raises:
         UsageError: an unknown kind; a batch that does not divide; a compiler that is not installed.
@@ -110,9 +106,9 @@ def plan(recipe: Recipe, kind: str, num_devices: int, microbatches: int, basis: 
         basis=basis,
         num_params=count(program.layout.table),
         flops_per_token=flops_per_token(program.layout.table),
-        state_bytes=state_bytes(program),
+        state_bytes=footprint.state_bytes(program),
         memory_limit_bytes=device.memory_bytes,
-        validation_bytes=_validation_bytes(program),
+        validation_bytes=footprint.validation_bytes(program),
         stages=tuple(
             _stage(program, stage, device, work[stage.num_sequences, stage.seq_len])
             for stage in recipe.stages
@@ -120,10 +116,16 @@ def plan(recipe: Recipe, kind: str, num_devices: int, microbatches: int, basis: 
     )
 
 
+def advice(recipe: Recipe, num_devices: int, microbatches: int, limit_bytes: int) -> str:
+    """What to type for a plan that does not fit."""
+    program = Program(recipe, mesh.make_mesh(num_devices), microbatches)
+    return footprint.advice(program, limit_bytes) or "another --device-kind or more --devices"
+
+
 def _stage(program: Program, stage: Stage, device: Device, work: "_Work") -> StagePlan:
     flops = flops_per_token(program.layout.table) * stage.batch_tokens / program.num_devices
     # float32 products run as TF32, at half the rate.
-    rate = device.bf16_flops * 2 / _itemsize(program)
+    rate = device.bf16_flops * 2 / footprint.itemsize(program)
     sent_bytes = (work.gathered_bytes + work.scattered_bytes) * (1 - 1 / program.num_devices)
     memory_rate = _MEMORY_REACHES * device.memory_rate
     # A product moves its factors while it multiplies; what stands between products has only its traffic.
@@ -159,22 +161,17 @@ def _by_arithmetic(program: Program, stage: Stage) -> _Work:
     A product [m, n] reads or writes m + n numbers a token, three times with its gradients, and keeps them once for
     the backward pass. The head's logits pass six times, three of them in products, and lie there twice.
     """
-    table, size = program.layout.table, _itemsize(program)
+    table, size = program.layout.table.values(), footprint.itemsize(program)
     local = program.microbatches // program.num_devices
     tokens = stage.batch_tokens // program.microbatches
-    width = sum(
-        spec.size // math.prod(spec.shape[-2:]) * sum(spec.shape[-2:])
-        for spec in table.values()
-        if spec.group == "matrix"
-    )
-    weights = size * sum(spec.size for spec in table.values() if spec.group in ("matrix", "head"))
-    logits = size * tokens * _head_rows(program)
+    width = footprint.matrix_width(program)
+    weights = size * sum(spec.size for spec in table if spec.group in ("matrix", "head"))
+    logits = size * tokens * sum(spec.shape[0] for spec in table if spec.group == "head")
     products = local * (3 * size * tokens * width + 3 * logits + 3 * weights)
-    between = local * (_BETWEEN * 3 * size * tokens * width + 3 * logits) + 3 * state_bytes(program)
-    whole = size * sum(spec.size for spec in table.values() if spec.group != "scalar")
-    gradients = 4 * count(table)
+    between = local * (_BETWEEN * 3 * size * tokens * width + 3 * logits) + 3 * footprint.state_bytes(program)
+    whole = footprint.whole_bytes(program)
     return _Work(
-        memory_bytes=state_bytes(program) + whole + gradients + size * tokens * width + 2 * logits,
+        memory_bytes=footprint.step_bytes(program, stage),
         traffic_bytes=int(products + between),
         products_bytes=products,
         gathered_bytes=whole if program.num_devices > 1 else 0,
@@ -192,54 +189,3 @@ def _by_compiling(program: Program, stage: Stage) -> _Work:
         gathered_bytes=found.sent_bytes("all-gather"),
         scattered_bytes=found.sent_bytes("reduce-scatter"),
     )
-
-
-def advice(recipe: Recipe, kind: str, too_large: Plan) -> str:
-    """What to type for a plan that does not fit: more parts, of shorter sequences where those run out.
-
-    Found by trying, with arithmetic.
-    """
-    lengths = [recipe.eval_seq_len, *(stage.seq_len for stage in recipe.stages)]
-    for halvings in range(1, 8):
-        if any(length % 2**halvings for length in lengths):
-            break
-        parts = too_large.microbatches << halvings
-        settings: dict[str, int] = {}
-        for i, stage in enumerate(recipe.stages):
-            if stage.num_sequences % parts:
-                settings[f"stages.{i}.num_sequences"] = stage.num_sequences << halvings
-                settings[f"stages.{i}.seq_len"] = stage.seq_len >> halvings
-        if too_large.validation_bytes > too_large.memory_limit_bytes:
-            settings["eval_sequences"] = recipe.eval_sequences << halvings
-            settings["eval_seq_len"] = recipe.eval_seq_len >> halvings
-        smaller = recipe.override({key: str(value) for key, value in settings.items()})
-        if plan(smaller, kind, too_large.num_devices, parts).fits:
-            changes = (f"--set {key}={value}" for key, value in settings.items())
-            return " ".join([f"--microbatches {parts}", *changes])
-    return "another --device-kind or more --devices"
-
-
-def state_bytes(program: Program) -> int:
-    """Parameters and optimiser state on one device."""
-    shares = jax.tree.map(
-        lambda leaf, spec: leaf.size * leaf.dtype.itemsize // (program.num_devices if spec else 1),
-        state_shape(program),
-        program.specs,
-    )
-    return sum(jax.tree.leaves(shares))
-
-
-def _validation_bytes(program: Program) -> int:
-    """State, whole parameters, and the logits of one sequence."""
-    size = _itemsize(program)
-    logits = size * program.recipe.eval_seq_len * _head_rows(program)
-    return state_bytes(program) + size * count(program.layout.table) + logits
-
-
-def _head_rows(program: Program) -> int:
-    return sum(spec.shape[0] for spec in program.layout.table.values() if spec.group == "head")
-
-
-def _itemsize(program: Program) -> int:
-    """Bytes of one number in the compute dtype."""
-    return np.dtype(program.recipe.compute_dtype).itemsize

@@ -8,7 +8,7 @@ import jax
 import msgspec
 import numpy as np
 
-from speedrun import console, provenance, recipes
+from speedrun import console, footprint, provenance, recipes
 from speedrun import mesh as meshes
 from speedrun import track as tracks
 from speedrun.data import inventory, stream, synthetic
@@ -69,7 +69,7 @@ def prepare(config: RunConfig, reader: console.Live | None = None) -> Ready:
         reader: is told of data that was made.
 
     Raises:
-        UsageError: unknown track, recipe or setting; device count; output folder.
+        UsageError: unknown track, recipe or setting; device count; too little memory; output folder.
         DataError: shards missing, damaged, foreign or too short.
     """
     track = tracks.load(config.track)
@@ -80,6 +80,7 @@ def prepare(config: RunConfig, reader: console.Live | None = None) -> Ready:
     num_devices = config.num_devices or track.rules.num_devices or len(jax.devices())
     mesh = meshes.make_mesh(num_devices)
     program = Program(recipe, mesh, config.microbatches or SHARDS, config.attention)
+    footprint.require(program, footprint.most_bytes(program))
     if config.attention != "auto":
         _check_attention(program)
     folder = inventory.data_folder(track, config.data)

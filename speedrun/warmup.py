@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from speedrun import footprint, runlog
 from speedrun import mesh as meshes
-from speedrun import runlog
 from speedrun.clock import Stopwatch
 from speedrun.outcome import Tally
 from speedrun.params import count, flops_per_token
@@ -24,7 +24,11 @@ class Executables(NamedTuple):
 
 
 def compile_all(ready: Ready, state: TrainState, log: runlog.RunLog, tally: Tally) -> Executables:
-    """One executable for each shape of a step and one for validation; for each window, if attention needs that."""
+    """One executable for each shape of a step and one for validation; for each window, if attention needs that.
+
+    Raises:
+        UsageError: if a step needs more memory than there is, now that this is known exactly.
+    """
     program, recipe = ready.program, ready.recipe
     ids = _RandomIds(ready)
 
@@ -51,6 +55,7 @@ def compile_all(ready: Ready, state: TrainState, log: runlog.RunLog, tally: Tall
     validated = [*filter(ready.track.validates_at, range(recipe.num_steps)), recipe.num_steps]
     scores = {window: score(window) for window in dict.fromkeys(map(program.fixed_window_at, validated))}
     memory = [executable.memory_analysis() for executable in steps.values()]
+    footprint.require(program, max(m.peak_memory_in_bytes for m in memory))
     log.emit(_plan(ready, state, max(m.temp_size_in_bytes for m in memory)))
     return Executables(steps, scores)
 

@@ -16,13 +16,14 @@ ROOT = Path(__file__).parent.parent
 
 #: A module imports only from lower floors, or from its own row. The longest prefix that fits counts.
 FLOORS = {
-    "speedrun.__main__": 12,
-    "speedrun.cli": 11,
-    "speedrun.train": 10,
-    "speedrun.warmup": 9,
-    "speedrun.outcome": 8,
+    "speedrun.__main__": 13,
+    "speedrun.cli": 12,
+    "speedrun.train": 11,
+    "speedrun.warmup": 10,
+    "speedrun.outcome": 9,
     "speedrun.plan": 8,
-    "speedrun.prepare": 7,
+    "speedrun.prepare": 8,
+    "speedrun.footprint": 7,
     "speedrun.evaluate": 7,
     "speedrun.bench": 7,
     "speedrun.deviceless": 7,

@@ -1,6 +1,6 @@
 """The program that eight H100 would run for record 21, compiled here without one: a change in it has to be meant.
 
-Golden values with tolerances. Counts of GEMMs and calls, bytes and collectives; never times. All GEMMs are those of
+Golden values with tolerances: counts of GEMMs and calls, bytes and collectives. All GEMMs are those of
 cuBLAS here (`deviceless.CUBLAS_GEMMS`); on a GPU, XLA tries others, too.
 """
 
@@ -12,8 +12,9 @@ from typing import Any
 import jax
 import pytest
 
-from speedrun import anatomy, deviceless, recipes
+from speedrun import anatomy, deviceless, footprint, recipes
 from speedrun.anatomy import Anatomy
+from speedrun.clock import Stopwatch
 from speedrun.step import Program
 
 RECORD = recipes.load("record21")
@@ -32,9 +33,16 @@ def program(h100) -> Program:
 
 
 @pytest.fixture(scope="module")
-def compiled(program) -> Any:
+def timed(program) -> tuple[Any, float]:
+    """The compiled step, and the seconds that compiling took."""
     (stage,) = RECORD.stages
-    return deviceless.compiled_step(program, stage)
+    watch = Stopwatch()
+    return deviceless.compiled_step(program, stage), watch.seconds
+
+
+@pytest.fixture(scope="module")
+def compiled(timed) -> Any:
+    return timed[0]
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +84,35 @@ def test_a_step_fits_and_moves_no_more_than_it_did(step):
     assert step.memory.peak_bytes == pytest.approx(27.4e9, rel=0.03)
     assert step.traffic_bytes == pytest.approx(166e9, rel=0.03)
     assert step.unknown_loops == 0
+
+
+def test_it_compiles_while_one_waits(timed):
+    """30 s on two cores: ten times that would be another program, and eat the cap on untimed work."""
+    assert timed[1] < 300
+
+
+def test_arithmetic_knows_the_memory_before_the_compiler(step, evaluation, program):
+    (stage,) = RECORD.stages
+    assert footprint.step_bytes(program, stage) == pytest.approx(step.memory.peak_bytes, rel=0.1)
+    assert footprint.validation_bytes(program) == pytest.approx(evaluation.memory.peak_bytes, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("devices", "peak_bytes"), [(1, 30.4e9), (2, 29.4e9), (4, 28.9e9)])
+def test_fewer_devices_run_the_same_program_in_parts(h100, devices, peak_bytes):
+    program = Program(RECORD, h100(devices))
+    (stage,) = RECORD.stages
+    found = anatomy.dissect(deviceless.compiled_step(program, stage))
+    assert found.memory.peak_bytes == pytest.approx(peak_bytes, rel=0.03)
+    assert footprint.step_bytes(program, stage) == pytest.approx(found.memory.peak_bytes, rel=0.1)
+    assert found.custom_calls["__cublas$lt$matmul$f8"] == 3 * program.microbatches // devices
+    sent = {kind: found.sent_bytes(kind) for kind in ("all-gather", "reduce-scatter", "all-to-all")}
+    assert sent["all-to-all"] == 0
+    if devices == 1:
+        assert not found.collectives, names(found)
+    else:  # gradients of several micro-batches are summed in float32, and travel in it
+        assert LEAST_BYTES <= sent["all-gather"] <= 1.02 * LEAST_BYTES, names(found)
+        assert 2 * LEAST_BYTES <= sent["reduce-scatter"] <= 1.02 * 2 * LEAST_BYTES, names(found)
 
 
 def test_the_head_runs_in_8_bits_and_attention_in_its_kernels(step, program):

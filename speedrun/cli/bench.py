@@ -55,11 +55,11 @@ def health(*, devices: int | None, as_json: bool) -> None:
     """What all devices together reach: products, memory, collectives, transfers from the host."""
     import jax
 
-    from speedrun import health as measuring
     from speedrun import mesh
+    from speedrun.bench.health import measure
 
     mesh.prepare("any")
-    found = measuring.measure(mesh.make_mesh(devices or len(jax.devices())))
+    found = measure(mesh.make_mesh(devices or len(jax.devices())))
     if as_json:
         click.echo(msgspec.json.encode(found._asdict()))
         return

@@ -78,9 +78,10 @@ def command(
     )
     too_large = None
     if not plan.fits:
+        what_fits = planning.advice(chosen, devices, plan.microbatches, plan.memory_limit_bytes)
         too_large = (
             f"{recipe} does not fit: needs {_gb(plan.memory_bytes)}, {plan.device} has "
-            f"{_gb(plan.memory_limit_bytes)}; try {planning.advice(chosen, kind, plan)}"
+            f"{_gb(plan.memory_limit_bytes)}; try {what_fits}"
         )
     if as_json:
         click.echo(_encoded(plan, dollars, too_large))

@@ -1,0 +1,68 @@
+"""Memory by arithmetic: against states that are real, and refused before anything is compiled."""
+
+import re
+import shlex
+
+import jax
+import pytest
+
+from speedrun import footprint, mesh, recipes
+from speedrun.errors import UsageError
+from speedrun.mesh import make_mesh
+from speedrun.prepare import RunConfig, prepare
+from speedrun.recipe import Recipe
+from speedrun.step import Program
+
+
+@pytest.mark.parametrize("num_devices", [1, 8])
+def test_state_bytes_are_those_of_the_state(tiny: Recipe, num_devices: int):
+    program = Program(tiny, make_mesh(num_devices))
+    state = program.init(jax.random.key(0))
+    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
+    assert footprint.state_bytes(program) == held
+
+
+def test_more_parts_and_shorter_validation_need_less():
+    recipe, over = recipes.load("record21"), make_mesh(1)
+    whole, parts = (footprint.most_bytes(Program(recipe, over, n)) for n in (8, 1))
+    assert whole < parts
+    shorter = recipe.override({"eval_sequences": "80", "eval_seq_len": "131072"})
+    assert footprint.validation_bytes(Program(shorter, over)) < footprint.validation_bytes(
+        Program(recipe, over)
+    )
+
+
+@pytest.fixture
+def a_device_of(monkeypatch: pytest.MonkeyPatch):
+    return lambda num_bytes: monkeypatch.setattr(mesh, "memory_bytes", lambda _: num_bytes)
+
+
+def test_a_run_that_does_not_fit_is_refused_before_it_is_compiled_with_advice_that_helps(
+    a_device_of, tmp_path
+):
+    need = footprint.most_bytes(Program(recipes.load("smoke"), make_mesh(8)))
+    a_device_of(need - 1)
+    config = RunConfig(track="smoke-cpu", out=tmp_path / "new", data=tmp_path)
+    with pytest.raises(
+        UsageError, match=r"smoke needs about 0\.\d\d GB on each device, this cpu gives"
+    ) as refused:
+        prepare(config)
+    said = str(refused.value)
+    words = shlex.split(re.sub(".*; try ", "", said).replace("--set ", "--set="))
+    options = dict(word.removeprefix("--").removeprefix("set=").split("=") for word in words[2:])
+    fits = Program(recipes.load("smoke").override(options), make_mesh(8), int(words[1]))
+    assert footprint.most_bytes(fits) < need
+
+
+def test_what_nothing_helps_is_said(a_device_of):
+    a_device_of(1000)
+    program = Program(recipes.load("smoke"), make_mesh(8))
+    with pytest.raises(UsageError, match="try more devices"):
+        footprint.require(program, footprint.most_bytes(program))
+
+
+def test_a_program_that_fits_passes_and_simulated_devices_are_not_asked(a_device_of):
+    program = Program(recipes.load("smoke"), make_mesh(8))
+    footprint.require(program, 10**18)
+    a_device_of(100)
+    footprint.require(program, 100)
