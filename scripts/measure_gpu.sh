@@ -10,7 +10,7 @@
 #
 # A part that fails is told in summary.txt, and the others go on.
 set -uo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 
 if [[ -n ${SPEEDRUN_PYTHON:-} ]]; then
   python=$SPEEDRUN_PYTHON
@@ -26,8 +26,8 @@ if [[ -z $gpu ]]; then
 fi
 out=${1:-docs/benchmarks/$(date +%F)-$gpu}
 mkdir -p "$out"
-# Programs and the choices of the autotuner are kept between the parts.
-export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$PWD/.venv/jax-cache}"
+# Programs and the choices of the autotuner are kept between the parts; the choices are an output, too.
+export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$(mktemp -d)}"
 speedrun=("$python" -m speedrun)
 
 # Runs a command, keeps what it says in a file of its own, and says how it ended.
@@ -45,12 +45,17 @@ part machine nvidia-smi
 part target "$python" -c 'import jax
 from jax._src.lib import xla_client
 print(xla_client.get_topology_for_devices(jax.devices()).target_config)'
+part health "${speedrun[@]}" bench health --json
 part kernels env SPEEDRUN_TEST_PLATFORM=gpu "$python" -m pytest -q -p no:cacheprovider tests/test_gpu.py
+# The whole step: first the form that runs by itself, with the narrowest and the widest window, then the others.
 full=(--recipe record21 --devices 1 --steps 5)
 part step-w1 "${speedrun[@]}" bench step "${full[@]}" --json
 part step-w14 "${speedrun[@]}" bench step "${full[@]}" --first-step 1769 --json
-part step-w14-flash3 "${speedrun[@]}" bench step "${full[@]}" --first-step 1769 --attention flash3 --json
-part step-w14-banded "${speedrun[@]}" bench step "${full[@]}" --first-step 1769 --attention banded --json
+part profile-w14 "${speedrun[@]}" profile --recipe record21 --devices 1 --steps 2 --first-step 1769 --top 40
+for form in mosaic flash3 banded; do
+  part "step-w14-$form" "${speedrun[@]}" bench step "${full[@]}" --first-step 1769 --attention $form --json
+done
+part muon "${speedrun[@]}" bench muon --recipe record21 --devices 1 --json
 part head "${speedrun[@]}" bench head --tokens 49152 --dim 768 --json
 for window in 1 2 4 7 10 14; do
   part "attention-w$window" "${speedrun[@]}" bench attention \
@@ -60,4 +65,5 @@ if [[ -n ${SPEEDRUN_SHARDS:-} ]]; then
   part run "${speedrun[@]}" run --track webmini --recipe record21 --devices 1 --data "$SPEEDRUN_SHARDS" \
     --out "$out/record" --set stages.0.num_steps=20 --set eval_seq_len=16384
 fi
+find "$JAX_COMPILATION_CACHE_DIR" -path '*autotune*' -type f -exec tar -czf "$out/autotune.tar.gz" {} +
 echo "measure_gpu: outputs in $out; commit them with a table and the date"

@@ -22,4 +22,5 @@ trap 'echo "test: ${SECONDS} s in all"' EXIT
 ruff check
 ruff format --check
 pyright
+shellcheck scripts/*.sh
 pytest -n 2 "$@"

@@ -116,7 +116,8 @@ class TextLog:
                 )
                 return [sizes, *(f"kern  {call} | {form}" for call, form in plan.kernels.items())]
             case Compile() as done:
-                return f"comp  {done.name}  {done.seconds:.1f} s"
+                cache = "" if done.cache == "off" else f" (cache: {done.cache})"
+                return f"comp  {done.name}  {done.seconds:.1f} s{cache}"
             case WarmupStart() as warm:
                 self._state_hash = warm.state_hash
                 return None

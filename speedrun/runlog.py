@@ -10,7 +10,7 @@ The text log and the console are readers of this one (`console.py`), never a sec
 import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Self
+from typing import IO, Literal, Self
 
 import msgspec
 
@@ -71,11 +71,12 @@ class Plan(Event, tag="plan", frozen=True, omit_defaults=True):
     compiler_options: dict[str, bool | int | str] = {}
 
 
-class Compile(Event, tag="compile", frozen=True):
+class Compile(Event, tag="compile", frozen=True, omit_defaults=True):
     """One executable, compiled ahead of time."""
 
     name: str
     seconds: float
+    cache: Literal["off", "hit", "miss"] = "off"  #: JAX's persistent one: whether it held the program already
 
 
 class WarmupStart(Event, tag="warmup_start", frozen=True):

@@ -1,6 +1,8 @@
 """Before the clock: every executable is compiled, run once on random ids, and the state built anew."""
 
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -34,8 +36,9 @@ def compile_all(ready: Ready, state: TrainState, log: runlog.RunLog, tally: Tall
 
     def compiled(name: str, lowered: Any) -> Any:
         watch = Stopwatch()
-        executable = lowered.compile(compiler_options=program.compiler_options)
-        log.emit(runlog.Compile(name, watch.seconds))
+        with _cache() as answers:
+            executable = lowered.compile(compiler_options=program.compiler_options)
+        log.emit(runlog.Compile(name, watch.seconds, answers[-1] if answers else "off"))
         tally.compile_s += watch.seconds
         return executable
 
@@ -58,6 +61,24 @@ def compile_all(ready: Ready, state: TrainState, log: runlog.RunLog, tally: Tall
     footprint.require(program, max(m.peak_memory_in_bytes for m in memory))
     log.emit(_plan(ready, state, max(m.temp_size_in_bytes for m in memory)))
     return Executables(steps, scores)
+
+
+@contextmanager
+def _cache() -> Iterator[list[Literal["hit", "miss"]]]:
+    """What JAX's persistent cache answers inside the block; nothing where $JAX_COMPILATION_CACHE_DIR is not set."""
+    answers: list[Literal["hit", "miss"]] = []
+
+    def listen(event: str, **_: str | int) -> None:
+        if event == "/jax/compilation_cache/cache_hits":
+            answers.append("hit")
+        elif event == "/jax/compilation_cache/cache_misses":
+            answers.append("miss")
+
+    jax.monitoring.register_event_listener(listen)
+    try:
+        yield answers
+    finally:
+        jax.monitoring.unregister_event_listener(listen)
 
 
 def warm_up(

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from jax.experimental.compilation_cache import compilation_cache
 
 from speedrun import console, mesh, provenance, recipes, runlog, step, track
 from speedrun.cli import command
@@ -45,6 +46,8 @@ SMALL = {
     "config.head_dim": "8",
     "config.mlp_dim": "32",
 }
+
+CACHE_SETTINGS = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
 
 
 @pytest.fixture(scope="session")
@@ -484,3 +487,27 @@ def test_a_broken_run_leaves_a_readable_record_and_its_exit_code(tmp_path, smoke
     result = CliRunner().invoke(command, ["run", "--data", str(smoke_data), "--out", str(out), *settings])
     assert result.exit_code == 5
     assert (out / "manifest.json").is_file()
+
+
+@pytest.fixture
+def program_cache(tmp_path):
+    """JAX's persistent cache in a new folder; off again afterwards."""
+    before = {name: getattr(jax.config, name) for name in CACHE_SETTINGS}
+    for name, value in zip(CACHE_SETTINGS, (str(tmp_path / "programs"), 0.0), strict=True):
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+def test_the_log_says_which_programs_came_out_of_a_cache(smoke_data, tmp_path, program_cache):
+    said = []
+    for name in ("cold", "warm"):
+        config = RunConfig(track="smoke-cpu", out=tmp_path / name, overrides=SMALL, data=smoke_data)
+        log = tmp_path / name / "runs" / train(config).run_id
+        lines = runlog.read(log / "metrics.jsonl")
+        said.append([line.event.cache for line in lines if isinstance(line.event, runlog.Compile)])
+        assert f"(cache: {said[-1][0]})" in (log / "log.txt").read_text()
+    assert said == [["miss", "miss"], ["hit", "hit"]]
