@@ -1,0 +1,209 @@
+"""What a batch of runs proves: tests of its mean loss, how many runs that takes, intervals, equivalence.
+
+Losses are nats per token. A test here asks one question: would a batch like this be this good by luck, if the true mean
+were the target or above? All distributions are SciPy's. Source of the rules: modded-nanogpt (p < 0.01 that the mean is
+at most the target).
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+#: With so few runs the sample's own sd says little: a known sigma takes its place.
+FEW_RUNS = 4
+#: Sd of the final loss over seeds, pooled over public runs of the PyTorch speedrun (`docs/LOG.md`).
+KNOWN_SIGMA = 0.0013
+#: What a test has to reach; the rule for few runs trusts a number from elsewhere, so it asks for more.
+ALPHA: dict[str, float] = {"t": 0.01, "z": 0.001}
+#: More runs than this are not worth declaring.
+MOST_RUNS = 1000
+
+Rule = Literal["t", "z"]
+
+
+class MeanTest(NamedTuple):
+    """The outcome of a one-sided test that the mean is below a target."""
+
+    rule: Rule
+    num_runs: int
+    mean: float
+    sigma: float  #: sample sd of the t-test; the known one, or the sample's if larger, of the z-test
+    statistic: float
+    p: float
+    alpha: float  #: `p` must be below it
+
+    @property
+    def passed(self) -> bool:
+        """Whether the batch proves it."""
+        return self.p < self.alpha
+
+
+def rule_for(num_runs: int) -> Rule:
+    """The test that a batch of so many runs is put to."""
+    return "z" if num_runs <= FEW_RUNS else "t"
+
+
+def mean_below(losses: Sequence[float], target: float, *, alpha: float | None = None) -> MeanTest:
+    """One-sided: the mean is below the target. Student's t over all runs, or z where there are few.
+
+        t = (mean - target) / (sd / sqrt(n)), n - 1 degrees of freedom;  z likewise with a known sigma
+
+    Args:
+        losses: of all finished runs of a declared batch, one number each.
+        target: what the mean has to be below.
+        alpha: instead of the rule's own.
+
+    Raises:
+        ValueError: without a loss.
+    """
+    from scipy import stats
+
+    if not len(losses):
+        raise ValueError("got no loss; a test needs at least one")
+    n, mean, rule = len(losses), float(np.mean(losses)), rule_for(len(losses))
+    sd = float(np.std(losses, ddof=1)) if n > 1 else 0.0
+    sigma = max(sd, KNOWN_SIGMA) if rule == "z" else sd
+    # Runs that do not differ at all are one run: they prove nothing (V304 and V307 say so, too).
+    statistic = (mean - target) / (sigma / np.sqrt(n)) if sigma > 0 else 0.0
+    p = float(stats.norm.cdf(statistic) if rule == "z" else stats.t.cdf(statistic, n - 1))
+    return MeanTest(rule, n, mean, sigma, float(statistic), p, ALPHA[rule] if alpha is None else alpha)
+
+
+def power(num_runs: int, margin: float, sigma: float, *, rule: Rule, alpha: float) -> float:
+    """The probability that a batch passes whose true mean is `margin` below the target."""
+    from scipy import stats
+
+    shift = margin / sigma * np.sqrt(num_runs)
+    if rule == "z":
+        return float(stats.norm.cdf(shift + stats.norm.ppf(alpha)))
+    if num_runs < 2:
+        return 0.0
+    freedom = num_runs - 1
+    return float(stats.nct.cdf(stats.t.ppf(alpha, freedom), freedom, -shift))
+
+
+def runs_needed(
+    margin: float,
+    sigma: float = KNOWN_SIGMA,
+    *,
+    power_wanted: float = 0.9,
+    rule: Rule = "t",
+    alpha: float = 0.01,
+) -> int | None:
+    """The smallest batch that passes with the wanted probability; None if even MOST_RUNS would not do."""
+    if margin <= 0:
+        return None
+    enough = (
+        n for n in range(1, MOST_RUNS + 1) if power(n, margin, sigma, rule=rule, alpha=alpha) >= power_wanted
+    )
+    return next(enough, None)
+
+
+class Interval(NamedTuple):
+    """A mean and the interval that holds the true one with the stated confidence."""
+
+    mean: float
+    low: float
+    high: float
+
+    @property
+    def half_width(self) -> float:
+        """Half of its length."""
+        return (self.high - self.low) / 2
+
+
+def mean_interval(numbers: Sequence[float], *, confidence: float = 0.95) -> Interval | None:
+    """Student's t interval of the mean; None with fewer than two numbers."""
+    from scipy import stats
+
+    if len(numbers) < 2:
+        return None
+    mean, error = float(np.mean(numbers)), float(stats.sem(numbers))
+    reach = float(stats.t.ppf((1 + confidence) / 2, len(numbers) - 1)) * error
+    return Interval(mean, mean - reach, mean + reach)
+
+
+class Equivalence(NamedTuple):
+    """Two one-sided tests that two means differ by less than a margin."""
+
+    difference: float  #: of the means, second less first
+    margin: float
+    p: float  #: the larger of the two
+    alpha: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether they are equal for all that matters."""
+        return self.p < self.alpha
+
+
+def equivalent(
+    first: Sequence[float], second: Sequence[float], *, margin: float = 0.001, alpha: float = 0.05
+) -> Equivalence:
+    """Whether a change of the system left the loss alone: |difference of means| < margin (Welch, both sides).
+
+    Raises:
+        ValueError: with fewer than two runs on a side.
+    """
+    from scipy import stats
+
+    if min(len(first), len(second)) < 2:
+        raise ValueError(f"got {len(first)} and {len(second)} runs; equivalence needs two on each side")
+    sides: list[Any] = [
+        stats.ttest_ind(np.add(second, margin), first, equal_var=False, alternative="greater"),
+        stats.ttest_ind(np.subtract(second, margin), first, equal_var=False, alternative="less"),
+    ]
+    p = max(float(side.pvalue) for side in sides)
+    return Equivalence(float(np.mean(second) - np.mean(first)), margin, p, alpha)
+
+
+def ratio_interval(
+    first: Sequence[float], second: Sequence[float], *, confidence: float = 0.95, seed: int = 0
+) -> Interval:
+    """Of mean(second) / mean(first) over pairs that were measured side by side: 10,000 bootstrap resamples of pairs.
+
+    Raises:
+        ValueError: if these are no pairs, or fewer than two.
+    """
+    from scipy import stats
+
+    if len(first) != len(second) or len(first) < 2:
+        raise ValueError(f"got {len(first)} and {len(second)} numbers; need two pairs or more")
+
+    def ratio(a: np.ndarray, b: np.ndarray, axis: int = -1) -> np.ndarray:
+        return np.mean(b, axis=axis) / np.mean(a, axis=axis)
+
+    found = stats.bootstrap(
+        (np.asarray(first), np.asarray(second)),
+        ratio,
+        paired=True,
+        confidence_level=confidence,
+        n_resamples=10_000,
+        method="percentile",
+        rng=np.random.default_rng(seed),
+    )
+    low, high = found.confidence_interval
+    return Interval(float(ratio(np.asarray(first), np.asarray(second))), float(low), float(high))
+
+
+def pooled_sd(groups: Sequence[Sequence[float]]) -> float:
+    """Sd of single runs around the means of their groups: sqrt(sum of squares / sum of (n - 1)).
+
+    Raises:
+        ValueError: if no group has two runs.
+    """
+    freedom = sum(len(group) - 1 for group in groups if len(group) > 1)
+    if not freedom:
+        raise ValueError("no group has two runs; nothing can be pooled")
+    squares = sum(float(np.var(group, ddof=1)) * (len(group) - 1) for group in groups if len(group) > 1)
+    return float(np.sqrt(squares / freedom))
+
+
+def holm(ps: Sequence[float]) -> list[float]:
+    """Adjusted p-values of several tests made at once, in the order given. Source: Holm 1979."""
+    order, adjusted, least = np.argsort(ps), [0.0] * len(ps), 0.0
+    for place, index in enumerate(order):
+        least = max(least, min(1.0, (len(ps) - place) * ps[index]))
+        adjusted[index] = least
+    return adjusted

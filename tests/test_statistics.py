@@ -1,0 +1,141 @@
+"""Statistics against the published table, simulation and SciPy's own tests."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from speedrun.ledger import statistics
+from speedrun.ledger.statistics import (
+    equivalent,
+    holm,
+    mean_interval,
+    pooled_sd,
+    power,
+    ratio_interval,
+    runs_needed,
+)
+
+TARGET = 3.28
+LOSSES = [3.2781, 3.2764, 3.2799, 3.2772, 3.2790, 3.2777]
+
+
+def test_the_t_test_is_that_of_scipy():
+    found = statistics.mean_below(LOSSES, TARGET)
+    want: Any = stats.ttest_1samp(LOSSES, TARGET, alternative="less")
+    assert (found.rule, found.num_runs, found.alpha) == ("t", 6, 0.01)
+    assert found.p == pytest.approx(want.pvalue)
+    assert found.statistic == pytest.approx(want.statistic)
+    assert found.passed == (want.pvalue < 0.01)
+
+
+def test_few_runs_are_tested_with_the_larger_sigma():
+    close, wide = [3.2780, 3.2781, 3.2782], [3.270, 3.278, 3.286]
+    known = statistics.mean_below(close, TARGET)
+    assert (known.rule, known.sigma) == ("z", statistics.KNOWN_SIGMA)
+    assert known.p == pytest.approx(stats.norm.cdf((3.2781 - TARGET) / (statistics.KNOWN_SIGMA / 3**0.5)))
+    assert statistics.mean_below(wide, TARGET).sigma == pytest.approx(np.std(wide, ddof=1))
+    assert statistics.mean_below([3.27], TARGET).passed
+    assert not statistics.mean_below([3.279], TARGET).passed
+
+
+def test_runs_that_do_not_differ_prove_nothing():
+    assert not statistics.mean_below([3.2] * 8, TARGET).passed
+
+
+def test_no_runs_are_refused():
+    with pytest.raises(ValueError, match="at least one"):
+        statistics.mean_below([], TARGET)
+
+
+@pytest.mark.parametrize(
+    ("margin", "by_t", "by_z"),
+    [
+        (0.0008, {38}, {51, 52}),
+        (0.0010, {25, 26}, {33}),
+        (0.0012, {19}, {23}),
+        (0.0015, {13}, {15}),
+        (0.0020, {9}, {9}),
+        (0.0030, {6}, {4}),
+    ],
+)
+def test_runs_needed_are_those_of_the_published_table(margin, by_t, by_z):
+    """90 % power, sd 0.0013; a table that was made elsewhere."""
+    assert runs_needed(margin, 0.0013, rule="t", alpha=0.01) in by_t
+    assert runs_needed(margin, 0.0013, rule="z", alpha=0.001) in by_z
+
+
+def test_no_batch_proves_what_is_not_so():
+    assert runs_needed(0.0) is None
+    assert runs_needed(1e-6) is None
+
+
+@pytest.mark.parametrize(("rule", "n", "alpha"), [("t", 6, 0.01), ("z", 3, 0.001)])
+def test_power_is_how_often_simulated_batches_pass(rule, n, alpha):
+    rng, margin, sigma = np.random.default_rng(0), 0.003, statistics.KNOWN_SIGMA
+    batches = rng.normal(TARGET - margin, sigma, (4000, n))
+    if rule == "t":
+        _, p = stats.ttest_1samp(batches, TARGET, axis=1, alternative="less")
+    else:  # the sigma of the rule is the known one here: a batch that happens to be wide is left out
+        p = stats.norm.cdf((batches.mean(axis=1) - TARGET) / (sigma / n**0.5))
+    assert power(n, margin, sigma, rule=rule, alpha=alpha) == pytest.approx(np.mean(p < alpha), abs=0.025)
+
+
+def test_an_interval_holds_the_true_mean_as_often_as_it_says():
+    rng = np.random.default_rng(1)
+    found = [mean_interval(list(rng.normal(5.0, 2.0, 4))) for _ in range(1500)]
+    assert np.mean([one.low <= 5.0 <= one.high for one in found if one]) == pytest.approx(0.95, abs=0.02)
+    assert mean_interval([1.0]) is None
+
+
+def test_equal_means_are_equivalent_and_others_are_not():
+    rng = np.random.default_rng(2)
+    first = rng.normal(3.278, 0.0004, 12)
+    assert equivalent(list(first), list(rng.normal(3.278, 0.0004, 12))).passed
+    assert not equivalent(list(first), list(rng.normal(3.2795, 0.0004, 12))).passed
+    assert not equivalent([3.278, 3.290], [3.278, 3.266]).passed, "too few and too wide to say"
+    with pytest.raises(ValueError, match="two on each side"):
+        equivalent([3.278], list(first))
+
+
+def test_equivalence_is_seldom_granted_at_the_margin():
+    """The true difference is the margin itself: at most alpha of all batches may pass."""
+    rng, passed = np.random.default_rng(3), 0
+    for _ in range(400):
+        first, second = rng.normal(3.278, 0.0005, 6), rng.normal(3.279, 0.0005, 6)
+        passed += equivalent(list(first), list(second)).passed
+    assert passed / 400 <= 0.08
+
+
+def test_the_interval_of_a_ratio_of_pairs_uses_the_pairs():
+    """The node slows down on the way: pairs see the ratio, groups do not."""
+    drift = np.linspace(1.0, 1.5, 8)
+    first, second = 100 * drift, 98 * drift
+    found = ratio_interval(list(first), list(second))
+    assert found.mean == pytest.approx(0.98)
+    assert found.low == pytest.approx(0.98)
+    assert found.high == pytest.approx(0.98)
+    with pytest.raises(ValueError, match="two pairs or more"):
+        ratio_interval([1.0], [1.0])
+
+
+def test_pooling_leaves_the_means_of_groups_aside():
+    assert pooled_sd([[1.0, 3.0], [101.0, 103.0], [7.0]]) == pytest.approx(2**0.5)
+    with pytest.raises(ValueError, match="nothing can be pooled"):
+        pooled_sd([[1.0], [2.0]])
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=6))
+def test_holm_rejects_what_its_definition_rejects(ps):
+    """Step down: the k-th smallest of m is compared with alpha / (m - k), until one is not below."""
+    adjusted = holm(ps)
+    for alpha in (0.01, 0.05, 0.3):
+        rejected, order = set(), sorted(range(len(ps)), key=ps.__getitem__)
+        for place, index in enumerate(order):
+            if ps[index] * (len(ps) - place) >= alpha:
+                break
+            rejected.add(index)
+        assert {i for i, p in enumerate(adjusted) if p < alpha} == rejected
