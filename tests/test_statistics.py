@@ -20,6 +20,7 @@ from speedrun.ledger.statistics import (
 )
 
 TARGET = 3.28
+SIGMA = 0.0013  #: over seeds, of the public speedrun's losses
 LOSSES = [3.2781, 3.2764, 3.2799, 3.2772, 3.2790, 3.2777]
 
 
@@ -34,12 +35,14 @@ def test_the_t_test_is_that_of_scipy():
 
 def test_few_runs_are_tested_with_the_larger_sigma():
     close, wide = [3.2780, 3.2781, 3.2782], [3.270, 3.278, 3.286]
-    known = statistics.mean_below(close, TARGET)
-    assert (known.rule, known.sigma) == ("z", statistics.KNOWN_SIGMA)
-    assert known.p == pytest.approx(stats.norm.cdf((3.2781 - TARGET) / (statistics.KNOWN_SIGMA / 3**0.5)))
-    assert statistics.mean_below(wide, TARGET).sigma == pytest.approx(np.std(wide, ddof=1))
-    assert statistics.mean_below([3.27], TARGET).passed
-    assert not statistics.mean_below([3.279], TARGET).passed
+    known = statistics.mean_below(close, TARGET, known_sigma=SIGMA)
+    assert (known.rule, known.sigma) == ("z", SIGMA)
+    assert known.p == pytest.approx(stats.norm.cdf((3.2781 - TARGET) / (SIGMA / 3**0.5)))
+    assert statistics.mean_below(wide, TARGET, known_sigma=SIGMA).sigma == pytest.approx(np.std(wide, ddof=1))
+    assert statistics.mean_below([3.27], TARGET, known_sigma=SIGMA).passed
+    assert not statistics.mean_below([3.279], TARGET, known_sigma=SIGMA).passed
+    assert statistics.mean_below(close, TARGET).rule == "t", "where no sigma is known"
+    assert not statistics.mean_below([3.0], TARGET).passed, "one run and no known sigma prove nothing"
 
 
 def test_runs_that_do_not_differ_prove_nothing():
@@ -69,13 +72,13 @@ def test_runs_needed_are_those_of_the_published_table(margin, by_t, by_z):
 
 
 def test_no_batch_proves_what_is_not_so():
-    assert runs_needed(0.0) is None
-    assert runs_needed(1e-6) is None
+    assert runs_needed(0.0, SIGMA) is None
+    assert runs_needed(1e-6, SIGMA) is None
 
 
 @pytest.mark.parametrize(("rule", "n", "alpha"), [("t", 6, 0.01), ("z", 3, 0.001)])
 def test_power_is_how_often_simulated_batches_pass(rule, n, alpha):
-    rng, margin, sigma = np.random.default_rng(0), 0.003, statistics.KNOWN_SIGMA
+    rng, margin, sigma = np.random.default_rng(0), 0.003, SIGMA
     batches = rng.normal(TARGET - margin, sigma, (4000, n))
     if rule == "t":
         _, p = stats.ttest_1samp(batches, TARGET, axis=1, alternative="less")

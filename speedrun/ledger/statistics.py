@@ -1,19 +1,17 @@
 """What a batch of runs proves: tests of its mean loss, how many runs that takes, intervals, equivalence.
 
 Losses are nats per token. A test here asks one question: would a batch like this be this good by luck, if the true mean
-were the target or above? All distributions are SciPy's. Source of the rules: modded-nanogpt (p < 0.01 that the mean is
-at most the target).
+were the target or above? All distributions are SciPy's, imported where they are used, so that reading a record stays
+fast. Source of the rules: modded-nanogpt (p < 0.01 that the mean is at most the target).
 """
 
+import math
 from collections.abc import Sequence
+from statistics import fmean, stdev, variance
 from typing import Any, Literal, NamedTuple
-
-import numpy as np
 
 #: With so few runs the sample's own sd says little: a known sigma takes its place.
 FEW_RUNS = 4
-#: Sd of the final loss over seeds, pooled over public runs of the PyTorch speedrun (`docs/LOG.md`).
-KNOWN_SIGMA = 0.0013
 #: What a test has to reach; the rule for few runs trusts a number from elsewhere, so it asks for more.
 ALPHA: dict[str, float] = {"t": 0.01, "z": 0.001}
 #: More runs than this are not worth declaring.
@@ -39,57 +37,55 @@ class MeanTest(NamedTuple):
         return self.p < self.alpha
 
 
-def rule_for(num_runs: int) -> Rule:
-    """The test that a batch of so many runs is put to."""
-    return "z" if num_runs <= FEW_RUNS else "t"
+def rule_for(num_runs: int, known_sigma: float | None) -> Rule:
+    """The test that a batch of so many runs is put to: Student's t, or z where there are few and the noise is known."""
+    return "z" if known_sigma is not None and num_runs <= FEW_RUNS else "t"
 
 
-def mean_below(losses: Sequence[float], target: float, *, alpha: float | None = None) -> MeanTest:
-    """One-sided: the mean is below the target. Student's t over all runs, or z where there are few.
+def mean_below(
+    losses: Sequence[float], target: float, *, known_sigma: float | None = None, alpha: float | None = None
+) -> MeanTest:
+    """One-sided: the true mean is below the target.
 
         t = (mean - target) / (sd / sqrt(n)), n - 1 degrees of freedom;  z likewise with a known sigma
 
     Args:
         losses: of all finished runs of a declared batch, one number each.
         target: what the mean has to be below.
+        known_sigma: sd over seeds from earlier runs of the track; the sample's own is used where it is larger.
         alpha: instead of the rule's own.
 
     Raises:
         ValueError: without a loss.
     """
-    from scipy import stats
+    from scipy import special
 
-    if not len(losses):
+    if not losses:
         raise ValueError("got no loss; a test needs at least one")
-    n, mean, rule = len(losses), float(np.mean(losses)), rule_for(len(losses))
-    sd = float(np.std(losses, ddof=1)) if n > 1 else 0.0
-    sigma = max(sd, KNOWN_SIGMA) if rule == "z" else sd
-    # Runs that do not differ at all are one run: they prove nothing (V304 and V307 say so, too).
-    statistic = (mean - target) / (sigma / np.sqrt(n)) if sigma > 0 else 0.0
-    p = float(stats.norm.cdf(statistic) if rule == "z" else stats.t.cdf(statistic, n - 1))
-    return MeanTest(rule, n, mean, sigma, float(statistic), p, ALPHA[rule] if alpha is None else alpha)
+    n, mean, rule = len(losses), fmean(losses), rule_for(len(losses), known_sigma)
+    sd = stdev(losses) if n > 1 else 0.0
+    sigma = max(sd, known_sigma or 0.0) if rule == "z" else sd
+    # Runs that do not differ at all are one run: they prove nothing.
+    statistic = (mean - target) / (sigma / math.sqrt(n)) if sigma > 0 else 0.0
+    p = float(special.ndtr(statistic) if rule == "z" or n == 1 else special.stdtr(n - 1, statistic))
+    return MeanTest(rule, n, mean, sigma, statistic, p, ALPHA[rule] if alpha is None else alpha)
 
 
 def power(num_runs: int, margin: float, sigma: float, *, rule: Rule, alpha: float) -> float:
     """The probability that a batch passes whose true mean is `margin` below the target."""
-    from scipy import stats
+    from scipy import special
 
-    shift = margin / sigma * np.sqrt(num_runs)
+    shift = margin / sigma * math.sqrt(num_runs)
     if rule == "z":
-        return float(stats.norm.cdf(shift + stats.norm.ppf(alpha)))
+        return float(special.ndtr(shift + special.ndtri(alpha)))
     if num_runs < 2:
         return 0.0
     freedom = num_runs - 1
-    return float(stats.nct.cdf(stats.t.ppf(alpha, freedom), freedom, -shift))
+    return float(special.nctdtr(freedom, -shift, special.stdtrit(freedom, alpha)))
 
 
 def runs_needed(
-    margin: float,
-    sigma: float = KNOWN_SIGMA,
-    *,
-    power_wanted: float = 0.9,
-    rule: Rule = "t",
-    alpha: float = 0.01,
+    margin: float, sigma: float, *, power_wanted: float = 0.9, rule: Rule = "t", alpha: float = 0.01
 ) -> int | None:
     """The smallest batch that passes with the wanted probability; None if even MOST_RUNS would not do."""
     if margin <= 0:
@@ -115,12 +111,12 @@ class Interval(NamedTuple):
 
 def mean_interval(numbers: Sequence[float], *, confidence: float = 0.95) -> Interval | None:
     """Student's t interval of the mean; None with fewer than two numbers."""
-    from scipy import stats
+    from scipy import special
 
     if len(numbers) < 2:
         return None
-    mean, error = float(np.mean(numbers)), float(stats.sem(numbers))
-    reach = float(stats.t.ppf((1 + confidence) / 2, len(numbers) - 1)) * error
+    mean, error = fmean(numbers), stdev(numbers) / math.sqrt(len(numbers))
+    reach = float(special.stdtrit(len(numbers) - 1, (1 + confidence) / 2)) * error
     return Interval(mean, mean - reach, mean + reach)
 
 
@@ -151,11 +147,11 @@ def equivalent(
     if min(len(first), len(second)) < 2:
         raise ValueError(f"got {len(first)} and {len(second)} runs; equivalence needs two on each side")
     sides: list[Any] = [
-        stats.ttest_ind(np.add(second, margin), first, equal_var=False, alternative="greater"),
-        stats.ttest_ind(np.subtract(second, margin), first, equal_var=False, alternative="less"),
+        stats.ttest_ind([x + margin for x in second], first, equal_var=False, alternative="greater"),
+        stats.ttest_ind([x - margin for x in second], first, equal_var=False, alternative="less"),
     ]
     p = max(float(side.pvalue) for side in sides)
-    return Equivalence(float(np.mean(second) - np.mean(first)), margin, p, alpha)
+    return Equivalence(fmean(second) - fmean(first), margin, p, alpha)
 
 
 def ratio_interval(
@@ -166,12 +162,13 @@ def ratio_interval(
     Raises:
         ValueError: if these are no pairs, or fewer than two.
     """
+    import numpy as np
     from scipy import stats
 
     if len(first) != len(second) or len(first) < 2:
         raise ValueError(f"got {len(first)} and {len(second)} numbers; need two pairs or more")
 
-    def ratio(a: np.ndarray, b: np.ndarray, axis: int = -1) -> np.ndarray:
+    def ratio(a: Any, b: Any, axis: int = -1) -> Any:
         return np.mean(b, axis=axis) / np.mean(a, axis=axis)
 
     found = stats.bootstrap(
@@ -196,13 +193,13 @@ def pooled_sd(groups: Sequence[Sequence[float]]) -> float:
     freedom = sum(len(group) - 1 for group in groups if len(group) > 1)
     if not freedom:
         raise ValueError("no group has two runs; nothing can be pooled")
-    squares = sum(float(np.var(group, ddof=1)) * (len(group) - 1) for group in groups if len(group) > 1)
-    return float(np.sqrt(squares / freedom))
+    squares = sum(variance(group) * (len(group) - 1) for group in groups if len(group) > 1)
+    return math.sqrt(squares / freedom)
 
 
 def holm(ps: Sequence[float]) -> list[float]:
     """Adjusted p-values of several tests made at once, in the order given. Source: Holm 1979."""
-    order, adjusted, least = np.argsort(ps), [0.0] * len(ps), 0.0
+    order, adjusted, least = sorted(range(len(ps)), key=ps.__getitem__), [0.0] * len(ps), 0.0
     for place, index in enumerate(order):
         least = max(least, min(1.0, (len(ps) - place) * ps[index]))
         adjusted[index] = least
