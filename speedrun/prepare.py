@@ -23,7 +23,7 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one run was asked to do. With `source.txt` and the data it is all that a replay needs."""
 
     track: str
-    out: Path  #: the record folder; must not exist
+    out: Path  #: the record folder; must not exist, unless a batch was declared in it
     recipe: str | None = None  #: None: the track's own
     seed: int = 0
     overrides: dict[str, str] = {}  #: settings of the recipe, by dotted name
@@ -31,6 +31,7 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_devices: int | None = None  #: None: what the track asks for, or all there are
     microbatches: int | None = None  #: None: one for each device of a full node
     attention: str = "auto"  #: its form, as `kernels.choose` names it
+    batch_sha256: str = ""  #: of the `batch.json` in `out` that declares this run; empty for a run by itself
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def prepare(config: RunConfig, reader: console.Live | None = None) -> Ready:
     """
     track = tracks.load(config.track)
     recipe = recipes.load(config.recipe or track.recipe).override(config.overrides)
-    _check_new(config.out)
+    _check_out(config)
     meshes.prepare(track.rules.platform)
     _check_platform(track)
     num_devices = config.num_devices or track.rules.num_devices or len(jax.devices())
@@ -96,7 +97,17 @@ def prepare(config: RunConfig, reader: console.Live | None = None) -> Ready:
         [f"speedrun.recipes.{config.recipe or track.recipe}", "speedrun.train"],
         [tracks.TRACKS_DIR / f"{track.name}.toml"],
     )
+    _check_source(config, source)
     return Ready(config, track, recipe, program, opened, folder, source)
+
+
+def _check_source(config: RunConfig, source: str) -> None:
+    """All runs of a batch run one source text."""
+    if config.batch_sha256 and (config.out / "source.txt").read_bytes() != source.encode():
+        raise UsageError(
+            f"the source changed since {config.out} was declared; restore it ('diff' with {config.out}/source.txt "
+            "shows where), or declare a new batch"
+        )
 
 
 def _made(made: inventory.Manifest, folder: Path) -> str:
@@ -105,13 +116,21 @@ def _made(made: inventory.Manifest, folder: Path) -> str:
     return f"made  {len(made.shards)} synthetic shards in {folder}: {tokens:,} tokens, {size}"
 
 
-def _check_new(out: Path) -> None:
+def _check_out(config: RunConfig) -> None:
+    """A new folder; or the one of a batch, as it was declared."""
     try:
-        taken = out.exists()
+        taken = config.out.exists()
+        declared = format.sha256((config.out / format.BATCH).read_bytes()) if config.batch_sha256 else ""
     except OSError as error:
-        raise UsageError(f"{out}: {error.strerror}; choose an --out that can be written") from None
-    if taken:
-        raise UsageError(f"{out} exists already; need a new folder; remove it or pass another --out")
+        raise UsageError(
+            f"{config.out}: {error.strerror}; choose an --out that can be read and written"
+        ) from None
+    if declared != config.batch_sha256:
+        raise UsageError(
+            f"{config.out / format.BATCH} is not the declared one; restore it, or declare a new batch"
+        )
+    if taken and not config.batch_sha256:
+        raise UsageError(f"{config.out} exists already; need a new folder; remove it or pass another --out")
 
 
 def _check_platform(track: tracks.Track) -> None:

@@ -23,7 +23,7 @@ class Event(msgspec.Struct, frozen=True, tag_field="ev", forbid_unknown_fields=T
     """Base of all events."""
 
 
-class RunStart(Event, tag="run_start", frozen=True):
+class RunStart(Event, tag="run_start", frozen=True, omit_defaults=True):
     """First line: what is about to run. `config` is the fully resolved recipe and run configuration."""
 
     run_id: str
@@ -35,6 +35,7 @@ class RunStart(Event, tag="run_start", frozen=True):
     source_sha256: str
     config: dict
     config_sha256: str
+    batch_sha256: str = ""  #: of the `batch.json` that declared this run; empty for a run by itself
 
 
 class Preflight(Event, tag="preflight", frozen=True):

@@ -96,6 +96,7 @@ def _announce(ready: Ready, run_id: str, log: runlog.RunLog, tally: Tally) -> No
             source_sha256=ready.source_sha256,
             config=ready.described,
             config_sha256=format.config_sha256(ready.described),
+            batch_sha256=ready.config.batch_sha256,
         )
     )
     device = mesh.devices.flat[0]

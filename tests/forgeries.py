@@ -3,7 +3,7 @@
 A `Build` writes a forged record into a folder.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -11,7 +11,7 @@ from record_forge import CONFIG, VAL_TOKENS, Edit, Moments, Spec, both, change, 
 
 from speedrun import runlog
 from speedrun.ledger.assemble import assemble
-from speedrun.ledger.format import DataRead, ShardRange, config_sha256
+from speedrun.ledger.format import DataRead, Declaration, Look, ShardRange, config_sha256
 
 Build = Callable[[Path], object]
 
@@ -123,15 +123,39 @@ def other_config_in_one_run(folder: Path) -> None:
     config = {**CONFIG, "stages": [11]}
     sha256 = config_sha256(config)
     edit_log = change(runlog.RunStart, config=config, config_sha256=sha256)
-    forge(folder)
+    forge(folder, declared=(1, 2, 3))
     write_run(folder, Spec(seed=3, edit_log=edit_log, edit_run=facts(config_sha256=sha256)))
     assemble(folder)
 
 
 def blown_up_in_one_run(folder: Path) -> None:
     edit_log = change(runlog.RunEnd, status="non-finite", val_loss=None)
-    forge(folder)
+    forge(folder, declared=(1, 2, 3))
     write_run(folder, Spec(seed=3, edit_log=edit_log, edit_run=facts(outcome="non-finite")))
+    assemble(folder)
+
+
+def with_runs(more: Sequence[Spec], **batch) -> Build:
+    """A batch, and more runs in it."""
+
+    def build(folder: Path) -> None:
+        forge(folder, **batch)
+        for spec in more:
+            write_run(folder, spec)
+        assemble(folder)
+
+    return build
+
+
+def declared_by_nothing(folder: Path) -> None:
+    """Two single runs, put together afterwards."""
+    forge(folder)
+    for path in folder.glob("runs/*/*"):
+        path.unlink()
+    for path in [*folder.glob("runs/*"), folder / "batch.json"]:
+        path.rmdir() if path.is_dir() else path.unlink()
+    for seed in (1, 2):
+        write_run(folder, Spec(seed=seed))
     assemble(folder)
 
 
@@ -160,6 +184,25 @@ SHIFTED = replace(SCORED, start=5, stop=1005)
 def data(*ranges: ShardRange, val: ShardRange = SCORED) -> DataRead:
     return DataRead(shards=ranges, val_shard=val, val_sha256="a" * 64)
 
+
+def promised(**fields) -> Callable[[Declaration], Declaration]:
+    return lambda honest: replace(honest, **fields)
+
+
+BROKE = [
+    Spec(seed=2, attempt=name, edit_log=broken_off, edit_run=facts(outcome="aborted", final_hash=""))
+    for name in "bc"
+]
+STARTED_ALIKE = both(
+    change(runlog.WarmupStart, state_hash="d" * 16), change(runlog.WarmupEnd, state_hash="d" * 16)
+)
+#: The log of seed 1 under the name of seed 2.
+COPIED = made(
+    edit_log=change(runlog.Step, loss=lambda step: 5.0 - 0.1 * step.step),
+    edit_run=facts(first_loss=(5.0).hex()),
+)
+TWO_LOOKS = promised(looks=(Look(2, 0.001), Look(3, 0.001)))
+SHORTER = Spec(seed=2, step_s=(0.1,) * 9, shards=(ONE, shard("t_train_2.bin", 0, 300)))
 
 FORGERIES: list[tuple[str, str, Build]] = [
     ("V001", "unknown key", edited("runs/*1/run.json", b'"seed"', b'"speed"')),
@@ -218,6 +261,24 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V209", "faster than the bench", logged(change(runlog.Preflight, matmul_gflops=4.0))),
     ("V210", "a slow step", made(step_s=(0.1,) * 5 + (3.0,) + (0.1,) * 4)),
     ("V301", "broke off", logged(broken_off, outcome="aborted", final_hash="")),
+    ("V302", "not below the target", made(val_losses=(5.5, 4.0, 3.4, 3.279))),
+    ("V302", "too few", made(seeds=(1,))),
+    ("V303", "one left out", made(seeds=(1, 2), declared=(1, 2, 3))),
+    ("V303", "one added", with_runs([Spec(seed=3)])),
+    ("V303", "went on after the first look", made(seeds=(1, 2, 3), promise=TWO_LOOKS)),
+    ("V303", "two broke off", with_runs(BROKE)),
+    ("V304", "one run under two seeds", COPIED),
+    ("V304", "same start", made(edit_log=STARTED_ALIKE, edit_run=facts(init_hash="d" * 16))),
+    ("V304", "same weights", logged(change(runlog.RunEnd, final_hash="d" * 16), final_hash="d" * 16)),
+    ("V305", "one stopped early", with_runs([SHORTER], seeds=(1,), declared=(1, 2))),
+    ("V305", "other than declared", made(promise=promised(num_steps=12))),
+    ("V306", "declared afterwards", made(promise=promised(created_utc="2026-10-02T01:30:00+00:00"))),
+    ("V306", "declared by nothing", declared_by_nothing),
+    ("V306", "seeds were picked", made(promise=promised(seeds_chosen=False))),
+    ("V306", "another config", made(promise=promised(config_sha256=HASH))),
+    ("V306", "looks that fit nothing", made(promise=promised(looks=(Look(3, 0.001),)))),
+    ("V306", "another declaration", logged(change(runlog.RunStart, batch_sha256=HASH))),
+    ("V307", "no noise", made(seeds=(1, 2, 3, 4))),
     ("V309", "below the entropy rate", made(val_losses=(5.5, 4.0, 3.4, 2.9))),
     ("V309", "blew up", blown_up_in_one_run),
     ("V310", "loss was edited", logged(*LOSS_31)),

@@ -16,7 +16,7 @@ import msgspec
 from speedrun import console, runlog, track
 from speedrun.ledger import format
 from speedrun.ledger.assemble import assemble
-from speedrun.ledger.format import DataRead, RunFile, ShardRange
+from speedrun.ledger.format import DataRead, Declaration, Look, Recipe, RunFile, ShardRange, TrackRef
 from speedrun.sourcefile import join_source
 
 VAL_TOKENS = 1000
@@ -56,13 +56,14 @@ def install_track(folder: Path) -> None:
         [target]
         loss = 3.28
         entropy_rate = 3.0
+        sigma = 0.01
         [rules]
         platform = "cpu"
         num_devices = 8
-        min_runs = 1
+        min_runs = 2
         val_every = 4
         untimed_cap_s = 1800.0
-        ranked = false
+        ranked = true
         """
     )
 
@@ -88,6 +89,7 @@ class Spec:
     """What a run is made from."""
 
     seed: int = 1
+    attempt: str = "a"  #: another one of the same seed is another run
     shards: tuple[ShardRange, ...] = (shard("t_train_1.bin", 0, 600), shard("t_train_2.bin", 0, 400))
     step_s: tuple[float, ...] = (0.1,) * 10
     val_losses: tuple[float, ...] = (5.5, 4.0, 3.4, 3.25)
@@ -96,7 +98,7 @@ class Spec:
 
     @property
     def run_id(self) -> str:
-        return f"tiny-{self.seed}-00a{self.seed}"
+        return f"tiny-{self.seed}-00{self.attempt}{self.seed}"
 
 
 class _FakeClock:
@@ -117,6 +119,11 @@ class _FakeClock:
     @property
     def train_s(self) -> float:
         return self.train_ns / 1e9
+
+
+def state(when: str, spec: Spec) -> str:
+    """Digest of the weights of a run."""
+    return digest(f"{when} {spec.seed}")[:16]
 
 
 def moments(spec: Spec) -> Moments:
@@ -145,7 +152,9 @@ def moments(spec: Spec) -> Moments:
     clock.emit(runlog.ClockStop(clock.train_s))
     final = next(losses)
     clock.emit(_val(num_steps, final), after_s=PAUSE_S)
-    clock.emit(runlog.RunEnd("finished", final, clock.train_s, 9.0, 0.4, 0.2, 2.4, 0.01, 2**20, "f" * 16))
+    clock.emit(
+        runlog.RunEnd("finished", final, clock.train_s, 9.0, 0.4, 0.2, 2.4, 0.01, 2**20, state("end", spec))
+    )
     return clock.moments
 
 
@@ -168,8 +177,8 @@ def _opening(spec: Spec, num_steps: int) -> list[runlog.AnyEvent]:
         runlog.Plan(1_000_000, BATCH_TOKENS, tokens, 6e6, 2**20, 2**21),
         runlog.Compile("train/0", 0.3),
         runlog.Compile("eval", 0.1),
-        runlog.WarmupStart("e" * 16),
-        runlog.WarmupEnd("e" * 16, 2, 0.2),
+        runlog.WarmupStart(state("start", spec)),
+        runlog.WarmupEnd(state("start", spec), 2, 0.2),
     ]
 
 
@@ -193,8 +202,8 @@ def run_file(spec: Spec, log: Moments) -> RunFile:
         source_sha256=digest(SOURCE),
         created_utc=f"2026-10-02T0{spec.seed}:00:00+00:00",
         outcome="finished",
-        init_hash="e" * 16,
-        final_hash="f" * 16,
+        init_hash=state("start", spec),
+        final_hash=state("end", spec),
         first_batch_sha256="b" * 64,
         first_loss=first.loss.hex() if first else None,
         platform="cpu",
@@ -218,9 +227,14 @@ def chain(log: Moments) -> list[runlog.Line]:
 
 
 def write_run(root: Path, spec: Spec) -> Path:
-    """Writes one run into a record; returns its folder."""
-    honest = moments(spec)
-    lines = chain(spec.edit_log(honest))
+    """Writes one run into a record, as one of its batch if there is one; returns its folder."""
+    honest, batch = moments(spec), root / format.BATCH
+    if batch.exists():
+        start = honest[0].event
+        honest[0] = honest[0]._replace(
+            event=msgspec.structs.replace(start, batch_sha256=format.sha256(batch.read_bytes()))
+        )
+    lines = chain(spec.edit_log(list(honest)))
     folder = root / "runs" / spec.run_id
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_bytes(b"".join(line.encode() + b"\n" for line in lines))
@@ -229,10 +243,41 @@ def write_run(root: Path, spec: Spec) -> Path:
     return folder
 
 
-def forge(root: Path, *, seeds: Sequence[int] = (1, 2), **spec) -> Path:
-    """Writes a record of one run for each seed, all made from the same spec; returns its folder."""
+def declaration(spec: Spec, seeds: Sequence[int]) -> Declaration:
+    """The promise of an honest batch of runs like this one."""
+    run = spec.edit_run(run_file(spec, moments(spec)))
+    return Declaration(
+        track=TrackRef(run.track, run.track_sha256),
+        recipe=Recipe(run.recipe, run.recipe_revision, run.overrides),
+        config_sha256=run.config_sha256,
+        source_sha256=run.source_sha256,
+        num_steps=len(spec.step_s),
+        seeds=tuple(seeds),
+        seeds_chosen=True,
+        looks=(Look(len(seeds), 0.001),),
+        expected_loss=None,
+        created_utc="2026-10-02T00:00:00+00:00",
+    )
+
+
+def declare(root: Path, promise: Declaration) -> Path:
+    """A record folder in which nothing has run yet."""
     root.mkdir(exist_ok=True)
     (root / "source.txt").write_text(SOURCE)
+    (root / format.BATCH).write_bytes(format.encode(promise))
+    return root
+
+
+def forge(
+    root: Path,
+    *,
+    seeds: Sequence[int] = (1, 2),
+    declared: Sequence[int] | None = None,
+    promise: Callable[[Declaration], Declaration] = lambda honest: honest,
+    **spec,
+) -> Path:
+    """Writes a batch of one run for each seed, all made from the same spec; returns its folder."""
+    declare(root, promise(declaration(Spec(seed=seeds[0], **spec), declared or seeds)))
     for seed in seeds:
         write_run(root, Spec(seed=seed, **spec))
     assemble(root, title="forged", authors=["nobody"])

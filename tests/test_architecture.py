@@ -21,6 +21,7 @@ FLOORS = {
     "speedrun.train": 11,
     "speedrun.warmup": 10,
     "speedrun.outcome": 9,
+    "speedrun.declare": 9,
     "speedrun.plan": 8,
     "speedrun.prepare": 8,
     "speedrun.footprint": 7,

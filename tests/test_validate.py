@@ -155,17 +155,17 @@ def test_any_byte_may_be_wrong(folder, place, byte, which):
     assert validate(folder).exit_code == int(changed)
 
 
-BROKE = Spec(seed=3, edit_log=broken_off, edit_run=facts(outcome="aborted", final_hash=""))
+BROKE = Spec(seed=2, attempt="b", edit_log=broken_off, edit_run=facts(outcome="aborted", final_hash=""))
 
 
 def test_a_run_that_broke_off_is_no_forgery_and_is_told(folder):
     forge(folder)
     write_run(folder, BROKE)
-    assemble(folder, declared_runs=3)
+    assemble(folder)
     assert found(folder) == {}
     readme = (folder / "README.md").read_text()
-    assert "2 finished of 3 declared" in readme
-    assert "\n- tiny-3-00a3 broke off after 5 of 10 steps: OSError: no &#124; space\n" in readme
+    assert "2 finished of 2 declared" in readme
+    assert "\n- tiny-2-00b2 broke off after 5 of 10 steps: OSError: no &#124; space\n" in readme
     assert "no result" not in readme
 
 
@@ -175,18 +175,18 @@ def test_a_record_in_which_no_run_finished_says_that_it_holds_no_result(folder):
     write_run(folder, BROKE)
     assemble(folder)
     readme = (folder / "README.md").read_text()
-    assert "**No run finished, so this record holds no result.**\n\n- tiny-3-00a3 broke off after 5" in readme
+    assert "**No run finished, so this record holds no result.**\n\n- tiny-2-00b2 broke off after 5" in readme
     assert "validation loss" not in readme
     summary = decode((folder / "summary.json").read_bytes(), Summary)
-    assert summary.broke_off == ("tiny-3-00a3 broke off after 5 of 10 steps: OSError: no | space",)
+    assert summary.broke_off == ("tiny-2-00b2 broke off after 5 of 10 steps: OSError: no | space",)
     assert "loss.svg" not in readme
     result = CliRunner().invoke(command, [str(folder)])
     assert result.exit_code == 1
     shown = result.output.splitlines()
-    place = shown.index("failed   V301  enough runs finished")
+    place = shown.index("failed   V301  a run finished")
     assert [line.strip() for line in shown[place + 1 : place + 3]] == [
         "0 of 1 runs finished",
-        "tiny-3-00a3 broke off after 5 of 10 steps: OSError: no | space",
+        "tiny-2-00b2 broke off after 5 of 10 steps: OSError: no | space",
     ]
     assert "skipped  V202" in result.output, "nothing was asked of the clock of a run without an end"
     assert shown[-1].startswith("refused: ")

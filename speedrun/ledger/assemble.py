@@ -14,9 +14,11 @@ from msgspec.structs import replace
 from speedrun import console, runlog, track
 from speedrun.errors import UsageError
 from speedrun.ledger import format
+from speedrun.ledger.batch import standing
 from speedrun.ledger.format import (
     About,
     Batch,
+    Declaration,
     FileRef,
     FormatError,
     Hardware,
@@ -66,15 +68,18 @@ def assemble(
         runs = [read_run(raw, folder) for folder in run_folders(raw)]
         source = derive_source(raw)
         old = read_json(raw, "manifest.json", Manifest) if "manifest.json" in raw else None
+        promised = read_json(raw, format.BATCH, Declaration) if format.BATCH in raw else None
     except FormatError as error:
         raise UsageError(f"{record_dir}: {error}; 'speedrun validate' lists all problems") from None
     if not runs:
         raise UsageError(f"{record_dir} holds no runs; 'speedrun run' writes them")
     said = {"title": title, "authors": authors, "parent_record": parent_record, "changes": changes}
     about = replace(old.about if old else About(), **{k: v for k, v in said.items() if v is not None})
+    if promised is not None:
+        declared_runs = len(promised.seeds)
     declared_runs = declared_runs or (old.batch.declared_runs if old else len(runs))
     manifest = derive_manifest(runs, about, declared_runs, source, derive_files(raw))
-    summary = derive_summary(runs, track.load(manifest.track.id.rpartition("@")[0]))
+    summary = derive_summary(runs, track.load(manifest.track.id.rpartition("@")[0]), promised)
     (record_dir / "manifest.json").write_bytes(format.encode(manifest))
     (record_dir / "summary.json").write_bytes(format.encode(summary))
     own = raw.get("README.md", b"").rpartition(HEAD_END.encode())[2]
@@ -122,7 +127,7 @@ def derive_files(raw: dict[str, bytes]) -> dict[str, FileRef]:
     return {
         path: FileRef(bytes=len(content), sha256=format.sha256(content))
         for path, content in sorted(raw.items())
-        if path == "source.txt" or path.startswith("runs/")
+        if path in ("source.txt", format.BATCH) or path.startswith("runs/")
     }
 
 
@@ -146,7 +151,7 @@ def derive_source(raw: dict[str, bytes]) -> Source:
     return Source(sha256=format.sha256(content), lines=sum(file.lines for file in files), files=files)
 
 
-def derive_summary(runs: Sequence[Run], rules: Track) -> Summary:
+def derive_summary(runs: Sequence[Run], rules: Track, promised: Declaration | None) -> Summary:
     """The numbers that follow from the logs; the loss is taken from the exact sums."""
     done = [run for run in runs if run.finished]
     val_loss = _mean([run.val_loss for run in done])
@@ -172,6 +177,7 @@ def derive_summary(runs: Sequence[Run], rules: Track) -> Summary:
         step_p95_ms=p95_ms,
         step_max_ms=max_ms,
         data_wait_share=data_wait_s / train_time_s if data_wait_s is not None and train_time_s else None,
+        test=promised and standing(promised, runs, rules.target.loss, rules.target.sigma).result,
     )
 
 

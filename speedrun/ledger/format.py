@@ -1,9 +1,10 @@
 """The files of a record, as types.
 
-    README.md  manifest.json  summary.json  source.txt  runs/<run>/{run.json,metrics.jsonl,log.txt}  plots/
+    README.md  manifest.json  summary.json  batch.json  source.txt  runs/<run>/{run.json,metrics.jsonl,log.txt}  plots/
 
-`run.json` holds the facts of one run, written when it ends. `manifest.json` holds the facts of all runs
-together, `summary.json` the numbers derived from them; both follow from the runs and can be made again.
+`batch.json` is what was promised before the first run, where several were. `run.json` holds the facts of one run,
+written when it ends. `manifest.json` holds the facts of all runs together, `summary.json` the numbers derived from
+them; both follow from the runs and can be made again.
 Losses are nats per token. A key that is not declared here is an error.
 """
 
@@ -15,6 +16,8 @@ import msgspec
 RUN_SCHEMA = "speedrun.run/1"
 MANIFEST_SCHEMA = "speedrun.manifest/1"
 SUMMARY_SCHEMA = "speedrun.summary/1"
+BATCH_SCHEMA = "speedrun.batch/1"
+BATCH = "batch.json"
 
 Outcome = Literal["finished", "non-finite", "aborted"]
 
@@ -129,6 +132,28 @@ class Batch(_Strict, frozen=True):
     runs: tuple[RunOutcome, ...]
 
 
+class Look(_Strict, frozen=True):
+    """A moment at which the test may be made: after so many runs in all, at this level."""
+
+    num_runs: int
+    alpha: float
+
+
+class Declaration(_Strict, frozen=True, tag_field="schema", tag=BATCH_SCHEMA):
+    """`batch.json`: what is promised before the first run. Its digest stands in the log of each."""
+
+    track: TrackRef
+    recipe: Recipe
+    config_sha256: str
+    source_sha256: str
+    num_steps: int
+    seeds: tuple[int, ...]  #: in the order of the runs
+    seeds_chosen: bool  #: by people; else they follow from the digests of source and config
+    looks: tuple[Look, ...]  #: in order; the last one takes all seeds
+    expected_loss: float | None  #: the mean that the number of runs was computed for
+    created_utc: str
+
+
 class FileRef(_Strict, frozen=True):
     """One file of the record."""
 
@@ -164,7 +189,17 @@ class Manifest(_Strict, frozen=True, tag_field="schema", tag=MANIFEST_SCHEMA):
     files: dict[str, FileRef]  #: all but README.md, manifest.json, summary.json and plots
 
 
-class Summary(_Strict, frozen=True, tag_field="schema", tag=SUMMARY_SCHEMA):
+class TestResult(_Strict, frozen=True):
+    """The test of a declared batch at its last look: see `ledger.statistics`."""
+
+    rule: Literal["t", "z"]
+    num_runs: int
+    p: float
+    alpha: float
+    passed: bool
+
+
+class Summary(_Strict, frozen=True, omit_defaults=True, tag_field="schema", tag=SUMMARY_SCHEMA):
     """`summary.json`: derived numbers. Means are over finished runs; an sd needs two of them."""
 
     num_runs: int
@@ -184,12 +219,15 @@ class Summary(_Strict, frozen=True, tag_field="schema", tag=SUMMARY_SCHEMA):
     step_p95_ms: float
     step_max_ms: float
     data_wait_share: float | None  #: of the train time
+    test: TestResult | None = (
+        None  #: of the mean loss; None without a declared batch, or before its first look
+    )
 
 
-_File = TypeVar("_File", RunFile, Manifest, Summary)
+_File = TypeVar("_File", RunFile, Manifest, Summary, Declaration)
 
 
-def encode(file: RunFile | Manifest | Summary) -> bytes:
+def encode(file: RunFile | Manifest | Summary | Declaration) -> bytes:
     """The one way to write a file of a record: indented, so that people and `diff` can read it."""
     return msgspec.json.format(msgspec.json.encode(file), indent=2) + b"\n"
 

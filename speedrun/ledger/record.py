@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from speedrun import track
 from speedrun.errors import UsageError
-from speedrun.ledger.format import FormatError, Manifest, Summary
+from speedrun.ledger.format import Declaration, FormatError, Manifest, Summary
 from speedrun.ledger.run import Run, read_json, read_run
 from speedrun.track import Track
 
@@ -28,7 +28,7 @@ FOLDERS = re.compile(rf"runs|plots|{_RUN}")
 
 #: Every file a record may hold, and how many bytes it may have.
 FILES = (
-    (re.compile(r"(manifest|summary)\.json"), _MIB),
+    (re.compile(r"(manifest|summary|batch)\.json"), _MIB),
     (re.compile(r"source\.txt"), 4 * _MIB),
     (re.compile(r"[A-Z]{1,30}\.md"), _MIB),
     (re.compile(rf"{_RUN}/run\.json"), _MIB),
@@ -39,7 +39,7 @@ FILES = (
 MAX_FILES = 1000
 MAX_BYTES = 256 * _MIB
 
-_Read = TypeVar("_Read", Run, Manifest, Summary)
+_Read = TypeVar("_Read", Run, Manifest, Summary, Declaration)
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class Record:
     runs: tuple[Run, ...]  #: by folder name
     manifest: Manifest | None
     summary: Summary | None
+    declaration: Declaration | None  #: None, too, for a run by itself
     track: Track | None  #: None where these rules are not known here
     whole: bool  #: every run could be read
 
@@ -92,6 +93,9 @@ def load(root: Path) -> Record:
     runs = tuple(run for run in read if run is not None)
     manifest = attempt(lambda: read_json(raw, "manifest.json", Manifest), {"manifest.json"})
     summary = attempt(lambda: read_json(raw, "summary.json", Summary), {"summary.json"})
+    declaration = None
+    if "batch.json" in raw:
+        declaration = attempt(lambda: read_json(raw, "batch.json", Declaration), {"batch.json"})
     return Record(
         root=root,
         raw=raw,
@@ -100,6 +104,7 @@ def load(root: Path) -> Record:
         runs=runs,
         manifest=manifest,
         summary=summary,
+        declaration=declaration,
         track=known_track(runs),
         whole=0 < len(runs) == len(folders),
     )

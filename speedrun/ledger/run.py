@@ -15,7 +15,7 @@ from typing import TypeVar
 import msgspec
 
 from speedrun import runlog
-from speedrun.ledger.format import FormatError, Manifest, RunFile, Summary, decode
+from speedrun.ledger.format import Declaration, FormatError, Manifest, RunFile, Summary, decode
 
 #: Events that a finished run has exactly once.
 _ONCE = (
@@ -30,7 +30,7 @@ _CLOCK = (runlog.ClockStart, runlog.ClockPause, runlog.ClockResume, runlog.Clock
 
 
 _Event = TypeVar("_Event", bound=runlog.Event)
-_File = TypeVar("_File", RunFile, Manifest, Summary)
+_File = TypeVar("_File", RunFile, Manifest, Summary, Declaration)
 
 
 @dataclass(frozen=True)

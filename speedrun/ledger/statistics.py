@@ -63,12 +63,15 @@ def mean_below(
     if not losses:
         raise ValueError("got no loss; a test needs at least one")
     n, mean, rule = len(losses), fmean(losses), rule_for(len(losses), known_sigma)
+    alpha = ALPHA[rule] if alpha is None else alpha
+    if not math.isfinite(mean):  # a run that blew up proves the opposite
+        return MeanTest(rule, n, mean, math.inf, math.inf, 1.0, alpha)
     sd = stdev(losses) if n > 1 else 0.0
     sigma = max(sd, known_sigma or 0.0) if rule == "z" else sd
     # Runs that do not differ at all are one run: they prove nothing.
     statistic = (mean - target) / (sigma / math.sqrt(n)) if sigma > 0 else 0.0
     p = float(special.ndtr(statistic) if rule == "z" or n == 1 else special.stdtr(n - 1, statistic))
-    return MeanTest(rule, n, mean, sigma, statistic, p, ALPHA[rule] if alpha is None else alpha)
+    return MeanTest(rule, n, mean, sigma, statistic, p, alpha)
 
 
 def power(num_runs: int, margin: float, sigma: float, *, rule: Rule, alpha: float) -> float:

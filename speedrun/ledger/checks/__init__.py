@@ -1,6 +1,6 @@
 """All checks of a record, in the order they are shown. An id is never used again for another rule."""
 
-from speedrun.ledger.checks import claims, clock, data, files
+from speedrun.ledger.checks import batches, claims, clock, data, files
 from speedrun.ledger.checks.table import Check
 
 CHECKS: tuple[Check, ...] = (
@@ -30,6 +30,12 @@ CHECKS: tuple[Check, ...] = (
     clock.throughput,
     clock.outliers,
     claims.enough_runs,
+    batches.proves,
+    batches.all_there,
+    batches.distinct,
+    batches.one_end,
+    batches.declared_before,
+    batches.scatter,
     claims.possible,
     claims.stated,
     claims.hardware,

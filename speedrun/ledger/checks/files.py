@@ -96,7 +96,7 @@ def derived(record: Record) -> Iterator[str]:
     )
     manifest = msgspec.structs.replace(manifest, record_id=stored.record_id)
     yield from _differences("manifest.json", stored, manifest)
-    again = derive_summary(record.runs, record.rules)
+    again = derive_summary(record.runs, record.rules, record.declaration)
     again = msgspec.structs.replace(again, target_reached=summary.target_reached)
     yield from _differences("summary.json", summary, again)
     if not record.raw.get("README.md", b"").startswith(readme_head(stored, summary, record.runs).encode()):

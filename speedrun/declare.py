@@ -1,0 +1,66 @@
+"""Declares a batch: everything that can be refused is refused, then `batch.json` is written, and nothing has run yet.
+
+python -m speedrun.declare PROMISE.json      what `speedrun batch` calls, so that it holds no device itself
+"""
+
+import sys
+from pathlib import Path
+
+import msgspec
+
+from speedrun.clock import now
+from speedrun.errors import UsageError
+from speedrun.ledger import batch, format
+from speedrun.prepare import RunConfig, prepare
+from speedrun.track import sha256
+
+
+class Promise(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A batch that was asked for."""
+
+    config: RunConfig  #: of every run; its seed does not count
+    num_runs: int
+    then: int | None = None  #: runs in all, for a second look
+    seeds: tuple[int, ...] = ()  #: empty: they follow from source and config
+    expected_loss: float | None = None
+
+
+def declare(promise: Promise) -> format.Declaration:
+    """Writes `batch.json` and `source.txt` into a new folder.
+
+    Raises:
+        SpeedrunError: what `prepare` refuses; seeds that are too few or not distinct.
+    """
+    ready = prepare(promise.config)
+    sigma = ready.track.target.sigma
+    looks = batch.looks(promise.num_runs, promise.then, sigma)
+    num_runs, config_sha256 = looks[-1].num_runs, format.config_sha256(ready.described)
+    seeds = promise.seeds or batch.seeds_from(ready.source_sha256, config_sha256, num_runs)
+    if len(set(seeds)) != num_runs or len(seeds) != num_runs:
+        raise UsageError(f"got {len(set(seeds))} different seeds; need {num_runs}, one for each run")
+    declaration = format.Declaration(
+        track=format.TrackRef(ready.track.id, sha256(ready.track.name)),
+        recipe=format.Recipe(ready.recipe.name, ready.recipe.revision, promise.config.overrides),
+        config_sha256=config_sha256,
+        source_sha256=ready.source_sha256,
+        num_steps=ready.recipe.num_steps,
+        seeds=seeds,
+        seeds_chosen=bool(promise.seeds),
+        looks=looks,
+        expected_loss=promise.expected_loss,
+        created_utc=now().utc,
+    )
+    out = promise.config.out
+    try:
+        out.mkdir(parents=True)
+        (out / "source.txt").write_text(ready.source, encoding="utf-8")
+        (out / format.BATCH).write_bytes(format.encode(declaration))
+    except OSError as error:
+        raise UsageError(f"{out}: {error.strerror}; choose an --out that can be written") from None
+    return declaration
+
+
+if __name__ == "__main__":
+    declare(
+        msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Promise, dec_hook=lambda kind, x: kind(x))
+    )

@@ -1,0 +1,84 @@
+"""A declared batch: what was promised before the first run, how far it has come, and what its test says."""
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from speedrun.errors import UsageError
+from speedrun.ledger import statistics
+from speedrun.ledger.format import Declaration, Look, TestResult
+from speedrun.ledger.run import Run
+from speedrun.ledger.statistics import MeanTest
+
+_SEED_BITS = 31
+
+
+def seeds_from(source_sha256: str, config_sha256: str, num_runs: int) -> tuple[int, ...]:
+    """Seeds that nobody picks: they follow from what will run.
+
+    The first 31 bits of sha256("source config i") for i = 0, 1, 2, ...
+    """
+    texts = (f"{source_sha256} {config_sha256} {i}" for i in range(num_runs))
+    digests = (hashlib.sha256(text.encode()).digest() for text in texts)
+    return tuple(int.from_bytes(digest[:4], "big") >> (32 - _SEED_BITS) for digest in digests)
+
+
+def looks(num_runs: int, then: int | None, known_sigma: float | None) -> tuple[Look, ...]:
+    """One test after `num_runs`; or two, each at half the level, the second after `then` runs in all.
+
+    Raises:
+        UsageError: if the second comes before the first.
+    """
+    if then is not None and then <= num_runs:
+        raise UsageError(f"got {num_runs} runs, then {then}; the second number counts all runs: need more")
+    counts = [num_runs] if then is None else [num_runs, then]
+    return tuple(Look(n, statistics.ALPHA[statistics.rule_for(n, known_sigma)] / len(counts)) for n in counts)
+
+
+class Standing(NamedTuple):
+    """How far a batch has come."""
+
+    losses: tuple[float, ...]  #: in the order of the seeds; infinite for a run that blew up
+    missing: tuple[int, ...]  #: seeds still to run before the next look; none, if it is decided
+    test: MeanTest | None  #: at the last look that was reached
+
+    @property
+    def passed(self) -> bool:
+        """Whether the batch proves its target."""
+        return self.test is not None and self.test.passed
+
+    @property
+    def result(self) -> TestResult | None:
+        """The test as a summary holds it."""
+        test = self.test
+        return test and TestResult(test.rule, test.num_runs, test.p, test.alpha, test.passed)
+
+
+def standing(
+    declaration: Declaration, runs: Sequence[Run], target: float, known_sigma: float | None
+) -> Standing:
+    """What the runs so far say. A run that broke off says nothing: its seed is run again."""
+    done = completed(runs)
+    test = None
+    for look in declaration.looks:
+        seeds = declaration.seeds[: look.num_runs]
+        losses = [done[seed] for seed in seeds if seed in done]
+        if math.inf in losses or len(losses) == look.num_runs:
+            test = statistics.mean_below(losses, target, known_sigma=known_sigma, alpha=look.alpha)
+        if math.inf in losses or (test is not None and test.passed):
+            return Standing(tuple(losses), (), test)
+        if len(losses) < look.num_runs:
+            return Standing(tuple(losses), tuple(seed for seed in seeds if seed not in done), test)
+    return Standing(tuple(done[seed] for seed in declaration.seeds), (), test)
+
+
+def completed(runs: Sequence[Run]) -> Mapping[int, float]:
+    """Final loss by seed of the runs that came to an end, good or bad."""
+    ended = [run for run in runs if run.file.outcome in ("finished", "non-finite")]
+    return {run.start.seed: run.val_loss if run.finished else math.inf for run in reversed(ended)}
+
+
+def allowed_to_break_off(num_runs: int) -> int:
+    """Machines fail: one run in ten may break off, and one in any case."""
+    return max(1, num_runs // 10)

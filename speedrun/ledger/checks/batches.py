@@ -1,0 +1,164 @@
+"""V302 to V307: the runs are those that were declared, each is one of its own, and together they prove the claim."""
+
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from math import isfinite
+from statistics import stdev
+
+from speedrun import runlog
+from speedrun.ledger import format
+from speedrun.ledger.batch import allowed_to_break_off, completed, seeds_from, standing
+from speedrun.ledger.checks.table import Skip, check
+from speedrun.ledger.record import Record
+from speedrun.ledger.run import Run
+
+#: A batch whose losses lie so close together is less likely than this, if the noise is what it always was.
+_TOO_CLOSE = 1e-4
+#: Fewer runs can be close by chance.
+_FEWEST = 4
+
+
+@check(
+    "V302",
+    "the batch proves its target",
+    needs=("runs", "track"),
+    severity="warning",
+    why="one lucky run proves nothing: a rank takes a declared batch whose mean is below the target with p < 0.01",
+    hint="`speedrun stats RECORD` says how many runs it would take; declare a new batch of that size",
+)
+def proves(record: Record) -> Iterator[str]:
+    """Enough runs, and a test that passes, made again from the logs."""
+    rules, target = record.rules.rules, record.rules.target
+    if not rules.ranked:
+        raise Skip("this track does not rank")
+    if not record.finished:
+        raise Skip("no run finished")
+    if len(record.finished) < rules.min_runs:
+        yield f"{len(record.finished)} of the {rules.min_runs} runs that a rank takes"
+    if record.declaration is None:
+        yield from ["no batch was declared, so no test was made"] * (
+            len(record.runs) == 1
+        )  # of more, V306 tells
+        return
+    test = standing(record.declaration, record.runs, target.loss, target.sigma).test
+    if test is not None and not test.passed and isfinite(test.mean):  # V303 and V309 tell of the others
+        yield f"mean {test.mean:.5f} of {test.num_runs} runs: p = {test.p:.2g}, need less than {test.alpha:g}"
+
+
+@check(
+    "V303",
+    "all declared runs are there, and no other",
+    needs=("runs", "track"),
+    why="whoever may leave out a run, or add one, chooses the result",
+    hint="`speedrun batch --resume RECORD` runs what is missing; a larger batch has to be declared anew",
+)
+def all_there(record: Record) -> Iterator[str]:
+    """One completed run for each seed up to the look that decides; few that broke off."""
+    declared, target = record.declaration, record.rules.target
+    if declared is None or not record.finished:
+        raise Skip("no batch was declared, or no run finished")
+    far = standing(declared, record.runs, target.loss, target.sigma)
+    done = completed(record.runs).keys()
+    yield from (f"seed {seed} was declared and has no run that ended" for seed in far.missing)
+    yield from (f"seed {seed} was not declared" for seed in sorted(done - set(declared.seeds)))
+    if not far.missing and (more := done & set(declared.seeds[len(far.losses) :])):
+        yield f"seeds {sorted(more)} were run after the batch was decided"
+    broke_off = [run for run in record.runs if run.file.outcome == "aborted"]
+    if len(broke_off) > (allowed := allowed_to_break_off(len(declared.seeds))):
+        yield f"{len(broke_off)} runs broke off; of {len(declared.seeds)}, {allowed} may"
+
+
+@check(
+    "V304",
+    "every run is one of its own",
+    why="one run under several seeds is one observation, and makes any test pass",
+    hint="take the copies out, and run the declared seeds",
+)
+def distinct(record: Record) -> Iterator[str]:
+    """Seeds, starting states, final states and results all differ."""
+    facts: dict[str, Callable[[Run], object]] = {
+        "seed": lambda run: run.start.seed,
+        "starting state": lambda run: tuple(event.state_hash for event in run.of(runlog.WarmupStart)),
+        "final state": lambda run: run.file.final_hash,
+        "list of losses": lambda run: tuple(step.loss for step in run.steps),
+    }
+    for what, fact in facts.items():
+        first: dict[object, str] = {}
+        for run in record.finished:
+            other = first.setdefault(fact(run), run.folder)
+            if other != run.folder:
+                yield f"{run.folder}: same {what} as {other}"
+
+
+@check(
+    "V305",
+    "all runs stop at the declared step",
+    why="whoever may stop a run when its loss is low chooses the result",
+    hint="the number of steps is the recipe's; let every run come to its end",
+)
+def one_end(record: Record) -> Iterator[str]:
+    """The number of steps in every log, and the declared one."""
+    steps = {run.folder: run.start.num_steps for run in record.runs}
+    if record.declaration is not None:
+        steps["batch.json"] = record.declaration.num_steps
+    if len(set(steps.values())) > 1:
+        yield "numbers of steps differ: " + ", ".join(f"{name} {number:,}" for name, number in steps.items())
+
+
+@check(
+    "V306",
+    "the batch was declared before its first run, and the runs are its own",
+    why="a number of runs that is chosen after the first results are in proves nothing",
+    hint="declare with `speedrun batch`, which writes the promise first; join no runs afterwards",
+)
+def declared_before(record: Record) -> Iterator[str]:
+    """`batch.json` is older than every run, every log names its digest, and what it says of the runs is so."""
+    declared = record.declaration
+    if declared is None:
+        if len(record.runs) > 1:
+            yield f"{len(record.runs)} runs, and no {format.BATCH} that declared them"
+        yield from (
+            f"{run.folder}: names a batch that is not here" for run in record.runs if run.start.batch_sha256
+        )
+        return
+    sha256 = format.sha256(record.raw[format.BATCH])
+    for run in record.runs:
+        if run.start.batch_sha256 != sha256:
+            yield f"{run.folder}: was not started by this {format.BATCH}"
+        if _moment(run.file.created_utc) < _moment(declared.created_utc):
+            yield f"{run.folder}: began {run.file.created_utc}, before the declaration of {declared.created_utc}"
+    said = declared.track.id, declared.recipe.name, declared.config_sha256, declared.source_sha256
+    first = record.runs[0].file  # that all runs agree, other checks see to
+    if said != (first.track, first.recipe, first.config_sha256, first.source_sha256):
+        yield f"{format.BATCH}: another track, recipe, config or source was declared than ran"
+    follow = seeds_from(declared.source_sha256, declared.config_sha256, len(declared.seeds))
+    if not declared.seeds_chosen and declared.seeds != follow:
+        yield f"{format.BATCH}: its seeds do not follow from source and config, as it says"
+    counts = [look.num_runs for look in declared.looks]
+    if counts != sorted(set(counts)) or counts[-1:] != [len(declared.seeds)]:
+        yield f"{format.BATCH}: looks after {counts} runs do not fit {len(declared.seeds)} seeds"
+
+
+def _moment(utc: str) -> datetime:
+    return datetime.fromisoformat(utc)
+
+
+@check(
+    "V307",
+    "the losses scatter as losses do",
+    needs=("runs", "track"),
+    why="losses of different seeds have a known noise; a batch without it was copied or edited",
+    hint="run every seed for itself, from its own initialisation",
+)
+def scatter(record: Record) -> Iterator[str]:
+    """The sample's variance against the track's, by the chi-squared distribution: small ones only."""
+    from scipy import special
+
+    sigma, losses = record.rules.target.sigma, [run.val_loss for run in record.finished]
+    if sigma is None:
+        raise Skip("the noise of this track is not known")
+    if len(losses) < _FEWEST:
+        return
+    freedom, sd = len(losses) - 1, stdev(losses)
+    if special.chdtr(freedom, freedom * (sd / sigma) ** 2) < _TOO_CLOSE:
+        yield f"sd {sd:.2g} of {len(losses)} losses; seeds of this track differ by {sigma:.2g}"
