@@ -15,6 +15,14 @@ from speedrun.errors import UsageError, unknown
 TRACKS_DIR = Path(__file__).parent / "tracks"
 
 
+class Hub(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where the shards can be had ready-made: a dataset repository of the Hugging Face hub."""
+
+    repo: str  #: owner/name
+    revision: str  #: a commit pins the data; of a branch, the first download records the commit it found
+    train_shards: int  #: so many are fetched where no other number is asked for
+
+
 class Data(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Which shards, and what their tokens mean."""
 
@@ -26,6 +34,7 @@ class Data(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     document_token: int  #: opens each document
     get: str  #: the command that makes or fetches the shards
     sha256: dict[str, str] = {}  #: shard name -> digest; empty where the user brings any shards
+    hub: Hub | None = None  #: None: nobody keeps them
 
 
 class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -65,6 +65,8 @@ SUBCOMMANDS = (
     ("bench", "step"),
     ("bench", "muon"),
     ("bench", "health"),
+    ("data", "get"),
+    ("data", "list"),
     ("data", "synth"),
     ("data", "verify"),
 )

@@ -1,6 +1,7 @@
 """The file format and the folder it lies in: what is written comes back, what is broken is named."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,11 +11,12 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speedrun import track
-from speedrun.data import inventory, shards
+from speedrun import cli, track
+from speedrun.data import inventory, overview, shards, synthetic
 from speedrun.data.inventory import Manifest, ShardEntry, open_track, verify
 from speedrun.data.shards import open_shard, write_shard
 from speedrun.errors import DataError
@@ -286,3 +288,50 @@ def test_where_data_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SPEEDRUN_DATA", str(tmp_path))
     assert inventory.data_folder(smoke, None) == tmp_path / "smoke"
     assert inventory.data_folder(smoke, Path("here")) == Path("here")
+
+
+# --- all folders at a glance ------------------------------------------------------------------------------
+
+
+def test_what_is_there_of_a_track(tmp_path: Path):
+    smoke = track.load("smoke-cpu")
+    holding = overview.holding(smoke, tmp_path)
+    assert (holding.shards, holding.expected, holding.tokens, holding.complete) == (0, 4, 0, False)
+    assert "speedrun data synth" in str(holding.problem)
+    manifest = synthetic.write(smoke, tmp_path)
+    holding = overview.holding(smoke, tmp_path)
+    assert (holding.shards, holding.complete, holding.problem) == (4, True, None)
+    assert holding.source == manifest.source
+    assert holding.tokens == sum(entry.tokens for entry in manifest.shards.values())
+    assert holding.documents == sum(entry.documents for entry in manifest.shards.values())
+    assert holding.size_bytes == sum((tmp_path / name).stat().st_size for name in manifest.shards)
+    last = max(manifest.shards)
+    (tmp_path / "smoke_train_000003.bin").unlink()
+    holding = overview.holding(smoke, tmp_path)
+    assert (holding.shards, holding.complete) == (3, False)
+    assert "3 shards; the track takes 4" in str(holding.problem)
+    (tmp_path / last).write_bytes(b"")
+    holding = overview.holding(smoke, tmp_path)
+    assert (holding.shards, holding.tokens, holding.complete) == (3, 0, False)
+    assert "empty" in str(holding.problem)
+
+
+def test_the_list_of_all_tracks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SPEEDRUN_DATA", str(tmp_path))
+    told = CliRunner().invoke(cli.command, ["data", "list", "--json"])
+    assert [one["track"] for one in msgspec.json.decode(told.stdout)["tracks"]] == [
+        track.load(name).id for name in track.names()
+    ]
+    synthetic.write(track.load("smoke-cpu"), tmp_path / "smoke")
+    said = CliRunner().invoke(cli.command, ["data", "list"]).stdout
+    assert re.search(r"smoke-cpu@1 +complete +\S+/smoke\n +4 of 4 shards \| 1\.12 Mtokens \| ", said), said
+    assert re.search(
+        r"main-8xh100@1 +incomplete +\S+/fineweb10B\n +.*no such folder; .*speedrun data get", said
+    )
+
+
+def test_full_verification_says_how_far_it_is(folder: Path):
+    told: list[tuple[int, int]] = []
+    verify(folder, DATA, full=True, report=lambda done, total: told.append((done, total)))
+    size = (folder / VAL).stat().st_size
+    assert told == [(i * size, 3 * size) for i in range(3)]

@@ -18,7 +18,7 @@ from speedrun.errors import EXIT_CODES, SpeedrunError, Terminated, UsageError, u
 
 COMMANDS = {
     "doctor": "Say what this machine can run, and what to type next.",
-    "data": "Make and check shards.",
+    "data": "Fetch, make, list and check shards.",
     "plan": "Say what a recipe needs on devices that need not be here.",
     "run": "Train on a track, under the clock.",
     "validate": "Check a record offline: every claim that can be computed is computed again.",

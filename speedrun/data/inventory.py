@@ -2,7 +2,7 @@
 
 import fnmatch
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +18,9 @@ MANIFEST = "manifest.json"
 
 #: Full verification holds this many tokens at a time.
 _CHUNK_TOKENS = 2**24
+
+#: Is told bytes done and bytes in all.
+Report = Callable[[int, int], None]
 
 
 class ShardEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -39,7 +42,10 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Writes `manifest.json`, last of all: a folder that has one is complete."""
+    """Writes `manifest.json`. What makes shards writes it last of all: a synthetic folder that has one is complete.
+
+    What fetches them names a shard here before it appears, so that none is ever there without its digest.
+    """
     write_whole(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=2), b"\n")
 
 
@@ -136,7 +142,7 @@ def _check_manifest(folder: Path, data: Data, shards: Sequence[Shard]) -> None:
             raise DataError(f"{shard.path}: {shard.num_tokens:,} tokens; {MANIFEST} says {said}: {data.get}")
 
 
-def verify(folder: Path, data: Data, *, full: bool) -> list[Verified]:
+def verify(folder: Path, data: Data, *, full: bool, report: Report = lambda *_: None) -> list[Verified]:
     """Checks the data of a track.
 
     Args:
@@ -144,6 +150,7 @@ def verify(folder: Path, data: Data, *, full: bool) -> list[Verified]:
         data: what the track says of them.
         full: read every byte: digests against track and manifest, ids, the number of documents, and the
             document token that opens each validation shard. Below a second for a shard of 200 MB.
+        report: is told the bytes that are read and those there are, as it goes on.
 
     Returns:
         One entry per shard, training shards first.
@@ -159,16 +166,29 @@ def verify(folder: Path, data: Data, *, full: bool) -> list[Verified]:
             raise DataError(f"{shard.path}: begins with id {first}; need {data.document_token}: {data.get}")
     manifest = read_manifest(folder)
     entries = manifest.shards if manifest else {}
-    return [_verify_bytes(shard, data, entries.get(shard.path.name)) for shard in (*train, *val)]
+    verified, done = [], 0
+    total = sum(shard.path.stat().st_size for shard in (*train, *val))
+    for shard in (*train, *val):
+        report(done, total)
+        verified.append(_verify_bytes(shard, data, entries.get(shard.path.name)))
+        done += shard.path.stat().st_size
+    return verified
+
+
+def count_documents(shard: Shard, document_token: int) -> int:
+    """Reads all ids of a shard.
+
+    Raises:
+        DataError: if an id is outside the vocabulary, or the file changes meanwhile.
+    """
+    starts = range(0, shard.num_tokens, _CHUNK_TOKENS)
+    chunks = (shard.read(start, min(start + _CHUNK_TOKENS, shard.num_tokens)) for start in starts)
+    return sum(int(np.count_nonzero(chunk == document_token)) for chunk in chunks)
 
 
 def _verify_bytes(shard: Shard, data: Data, entry: ShardEntry | None) -> Verified:
-    """Reads a whole shard; `Shard.read` checks the ids."""
-    name, documents = shard.path.name, 0
-    for start in range(0, shard.num_tokens, _CHUNK_TOKENS):
-        chunk = shard.read(start, min(start + _CHUNK_TOKENS, shard.num_tokens))
-        documents += int(np.count_nonzero(chunk == data.document_token))
-    got = sha256(shard.path)
+    """Reads a whole shard and compares it with what track and manifest say."""
+    name, documents, got = shard.path.name, count_documents(shard, data.document_token), sha256(shard.path)
     for need in (data.sha256.get(name, got), entry.sha256 if entry else got):
         if got != need:
             raise DataError(f"{shard.path}: sha256 is {got}; need {need}; delete it, then: {data.get}")

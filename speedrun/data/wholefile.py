@@ -16,15 +16,32 @@ def write_whole(path: Path, *parts: bytes) -> None:
     try:
         with partial.open("wb") as file:
             file.writelines(parts)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # the rename itself is durable only now
-        finally:
-            os.close(folder)
     except OSError as error:
-        raise DataError(
-            f"{path}: cannot be written: {error.strerror}; free or choose another folder"
-        ) from None
+        raise _refused(path, error) from None
+    give_name(partial, path)
+
+
+def give_name(partial: Path, path: Path) -> None:
+    """Makes a finished file durable and renames it; both names are on one disk.
+
+    Raises:
+        DataError: if the disk refuses.
+    """
+    try:
+        _sync(partial)
+        os.replace(partial, path)
+        _sync(path.parent)  # the rename itself is durable only now
+    except OSError as error:
+        raise _refused(path, error) from None
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _refused(path: Path, error: OSError) -> DataError:
+    return DataError(f"{path}: cannot be written: {error.strerror}; free or choose another folder")

@@ -1,0 +1,301 @@
+"""Fetches shards from the hub into a folder: in order, each one whole or not there, the same ones for ever.
+
+Several transfers run at once, into a hidden folder inside the folder. A shard gets its name only after its size,
+header, ids and digest were found right, after the manifest names it, and after all shards before it: a folder
+where fetching stopped holds the first shards of the track and no others. Whoever fetches holds a lock on the folder.
+"""
+
+import fcntl
+import fnmatch
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from speedrun.clock import Stopwatch
+from speedrun.data import hub
+from speedrun.data.inventory import (
+    MANIFEST,
+    Manifest,
+    ShardEntry,
+    count_documents,
+    open_track,
+    read_manifest,
+    write_manifest,
+)
+from speedrun.data.shards import open_shard, sha256
+from speedrun.data.wholefile import give_name
+from speedrun.errors import DataError
+from speedrun.track import Data, Hub
+
+STAGING = ".partial"  #: the hidden folder; gone when all is there
+
+_NUM_TRANSFERS = 4
+_LOOK_S = 0.2  #: between two looks at the transfers
+_ANSWER_S = 25.0  #: for the first answer, tries and name server included
+_STALL_S = 60.0  #: no byte of any transfer for so long, and it is given up
+_COMMIT = re.compile("[0-9a-f]{40}")
+
+T = TypeVar("T")
+
+
+class Watch(Protocol):
+    """Who shows how it goes."""
+
+    def update(self, done: int, total: int) -> None:
+        """Bytes that are there, and bytes there will be; told a few times a second."""
+
+    def say(self, line: str) -> None:
+        """A line."""
+
+
+def fetch(folder: Path, data: Data, source: Hub, watch: Watch) -> Manifest:
+    """Brings the validation shard and the first `source.train_shards` training shards into a folder.
+
+    What is there already stays, and is compared with the hub's digests if the manifest does not name it yet. A
+    folder that has all of it is left as it is, without a network.
+
+    Args:
+        folder: is made.
+        data: what the track says of its shards.
+        source: where to get them, and how many.
+        watch: is told how it goes.
+
+    Returns:
+        The manifest, with the commit the shards are from and their digests.
+
+    Raises:
+        DataError: if the hub cannot be reached, has other shards, or sends damaged ones twice; if the folder
+            holds foreign shards, or the disk is too small.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{folder}: {error.strerror}; choose a folder that can be written") from None
+    with _alone_in(folder, watch):
+        manifest = read_manifest(folder)
+        revision = _revision(folder, source, manifest)
+        if manifest is None or not _holds_all(folder, data, source, manifest):
+            manifest = _fetch_missing(folder, data, source, revision, manifest, watch)
+        open_track(folder, data)
+        shutil.rmtree(folder / STAGING, ignore_errors=True)
+    return manifest
+
+
+@contextmanager
+def _alone_in(folder: Path, watch: Watch) -> Iterator[None]:
+    """Holds a lock that ends with the process, however it ends, and leaves no file."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            watch.say(f"{folder}: another program fetches into it; waiting for it to end")
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _revision(folder: Path, source: Hub, manifest: Manifest | None) -> str:
+    """The commit that the first download recorded, else what the track says."""
+    if manifest is None:
+        return source.revision
+    if manifest.source != source.repo:
+        raise DataError(
+            f"{folder / MANIFEST}: shards of {manifest.source}; need those of {source.repo}; "
+            "choose another folder with --out"
+        )
+    recorded = str(manifest.settings.get("revision"))
+    if _COMMIT.fullmatch(source.revision) and recorded != source.revision:
+        raise DataError(
+            f"{folder / MANIFEST}: shards of commit {recorded}; the track wants {source.revision}; "
+            "choose another folder with --out"
+        )
+    return recorded
+
+
+def _holds_all(folder: Path, data: Data, source: Hub, manifest: Manifest) -> bool:
+    """Whether nothing is missing; the manifest names the first shards of the track, and no gap between them."""
+    train, val = _split(manifest.shards, data)
+    wanted = (*val[:1], *train[: source.train_shards])
+    complete = bool(val) and len(train) >= source.train_shards
+    return complete and all((folder / name).exists() for name in wanted)
+
+
+def _split(names: Iterable[str], data: Data) -> tuple[list[str], list[str]]:
+    """Training and validation shards among files, in order. A name is no path."""
+    names = sorted(name for name in names if "/" not in name)
+    return fnmatch.filter(names, data.train), fnmatch.filter(names, data.val)
+
+
+def _fetch_missing(
+    folder: Path, data: Data, source: Hub, revision: str, manifest: Manifest | None, watch: Watch
+) -> Manifest:
+    """Everything for which the network is needed."""
+    otherwise = f"copy shards into {folder}, or make them with data/fineweb_prep.py"
+    wanted = f"{source.train_shards} training shards and the validation shard of {source.repo}"
+    with Crew() as crew:
+        (asked,) = crew.start(lambda _: hub.listing(source.repo, revision), [source.repo])
+        wait([asked], timeout=_ANSWER_S)
+        try:
+            found = _result(asked, f"no answer in {_ANSWER_S:.0f} s")
+        except hub.HubError as error:
+            raise DataError(f"{wanted}: {error}; without a network: {otherwise}") from None
+        train, val = _split(found.files, data)
+        if not val or len(train) < source.train_shards:
+            raise DataError(
+                f"{wanted}: the hub has {len(train)} and {len(val)} at {found.commit}; ask for fewer"
+            )
+        first = {*val[:1], *train[: source.train_shards]}
+        here = {name for name in found.files if (folder / name).exists()}
+        manifest = manifest or Manifest(
+            source.repo, {"revision": found.commit}, data.vocab_size, data.document_token, {}
+        )
+        known = here & set(manifest.shards)
+        todo = sorted((first | (here & {*train, *val})) - known, key=lambda name: (name not in val, name))
+        job = _Job(folder, data, found, manifest, crew.stopped)
+        _require_space(folder, sum(found.files[name].size_bytes for name in todo if name not in here))
+        try:
+            return job.finish(dict(zip(todo, crew.start(job.obtain, todo), strict=True)), watch)
+        except hub.HubError as error:
+            again = f"what is there stays; try again ({data.get}), or {otherwise}"
+            raise DataError(f"{wanted}: {error}; {again}") from None
+
+
+def _require_space(folder: Path, need_bytes: int) -> None:
+    """Before the first byte."""
+    have_bytes = shutil.disk_usage(folder).free
+    if have_bytes < need_bytes:
+        raise DataError(
+            f"{folder}: {have_bytes / 1e9:.2f} GB free on its disk; need {need_bytes / 1e9:.2f} GB; "
+            "free some, ask for fewer --shards, or choose another folder with --out"
+        )
+
+
+class _Job:
+    """The shards that are to come into one folder."""
+
+    def __init__(
+        self, folder: Path, data: Data, found: hub.Listing, manifest: Manifest, stopped: threading.Event
+    ) -> None:
+        self._folder, self._staging = folder, folder / STAGING
+        self._data, self._found, self._manifest, self._stopped = data, found, manifest, stopped
+        self._received: dict[str, int] = {}  # by shard, each written by the one thread that has it
+        for torn in self._staging.rglob("*.incomplete"):  # of a process that was killed; nobody continues it
+            torn.unlink()
+
+    def obtain(self, name: str, tries: int = 2) -> ShardEntry:
+        """On a thread: the shard lies in the folder or in the hidden one, and was read through.
+
+        Raises:
+            HubError: if it cannot be had.
+            DataError: if its bytes are wrong, twice if they were sent.
+        """
+        if (self._folder / name).exists():
+            return self._checked(self._folder / name, "delete it and get it again")
+        self._received[name] = 0
+        hub.download(self._found, name, self._staging, lambda num_bytes: self._count(name, num_bytes))
+        try:
+            return self._checked(self._staging / name, "deleted; it was fetched twice: try again later")
+        except DataError:
+            (self._staging / name).unlink()
+            if tries == 1:
+                raise
+        return self.obtain(name, tries - 1)
+
+    def finish(self, coming: dict[str, Future[ShardEntry]], watch: Watch) -> Manifest:
+        """Names the shards in order, as they come. Broken off anywhere, the folder stays sound."""
+        total = sum(self._found.files[name].size_bytes for name in coming)
+        for name, future in coming.items():
+            entry = self._await(future, total, watch)
+            self._received[name] = self._found.files[name].size_bytes
+            shards = dict(sorted({**self._manifest.shards, name: entry}.items()))
+            self._manifest = msgspec.structs.replace(self._manifest, shards=shards)
+            write_manifest(self._folder, self._manifest)
+            if not (self._folder / name).exists():
+                give_name(self._staging / name, self._folder / name)
+            watch.say(f"{self._folder / name}  {entry.tokens:,} tokens  {entry.documents:,} documents")
+        watch.update(total, total)
+        return self._manifest
+
+    def _await(self, future: Future[ShardEntry], total: int, watch: Watch) -> ShardEntry:
+        """Shows progress until one shard is there, or nothing has moved for too long."""
+        still, moved = Stopwatch(), -1
+        while not wait([future], timeout=_LOOK_S).done and still.seconds < _STALL_S:
+            if (now := sum(self._received.values())) != moved:
+                still, moved = Stopwatch(), now
+            watch.update(now, total)
+        return _result(future, f"no byte came for {_STALL_S:.0f} s")
+
+    def _count(self, name: str, num_bytes: int) -> None:
+        if self._stopped.is_set():
+            raise hub.HubError("stopped")
+        self._received[name] += num_bytes
+
+    def _checked(self, path: Path, remedy: str) -> ShardEntry:
+        """Reads every byte. Hub, manifest and track each may know its digest; the ids are looked at all the same."""
+        name, shard, got = path.name, open_shard(path, vocab_size=self._data.vocab_size), sha256(path)
+        known = self._manifest.shards.get(name)
+        claims = {
+            "the hub": self._found.files[name].sha256,
+            MANIFEST: known and known.sha256,
+            "the track": self._data.sha256.get(name),
+        }
+        for who, need in claims.items():
+            if need not in (got, None):
+                raise DataError(f"{path}: sha256 is {got}; {who} says {need}; {remedy}")
+        return ShardEntry(shard.num_tokens, count_documents(shard, self._data.document_token), got)
+
+
+class Crew:
+    """Threads that end with the program, wherever they stand.
+
+    Those of `ThreadPoolExecutor` are waited for: a transfer that hangs would hold up Ctrl-C for a minute.
+    """
+
+    def __init__(self) -> None:
+        self.stopped = threading.Event()  #: jobs not begun are dropped; others may look at it
+
+    def start(self, work: Callable[[str], T], names: list[str]) -> list[Future[T]]:
+        """Begins the work on all names, a few at once and in order; what it raises, `Future.result` raises."""
+        jobs: SimpleQueue[tuple[str, Future[T]]] = SimpleQueue()
+        futures: list[Future[T]] = [Future() for _ in names]
+        for job in zip(names, futures, strict=True):
+            jobs.put(job)
+
+        def run() -> None:
+            while not self.stopped.is_set():
+                try:
+                    name, future = jobs.get_nowait()
+                except Empty:
+                    return
+                try:
+                    future.set_result(work(name))
+                except BaseException as error:  # noqa: BLE001 - not handled here: whoever asks for the result gets it
+                    future.set_exception(error)
+
+        for _ in range(min(_NUM_TRANSFERS, len(names))):
+            threading.Thread(target=run, name="transfer", daemon=True).start()
+        return futures
+
+    def __enter__(self) -> "Crew":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stopped.set()
+
+
+def _result(future: Future[T], late: str) -> T:
+    """What a thread found out; it has had its time."""
+    if not future.done():
+        raise hub.HubError(late)
+    return future.result()

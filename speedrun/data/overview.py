@@ -1,0 +1,46 @@
+"""What is there of the data of every track, at a glance: headers and manifests, no byte of a token."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from speedrun.data.inventory import data_folder, open_track, read_manifest
+from speedrun.errors import DataError
+from speedrun.track import Track
+
+
+class Holding(NamedTuple):
+    """One track and its folder."""
+
+    track: str
+    folder: str
+    shards: int  #: files with the names of shards
+    expected: int | None  #: how many the track's recipe takes, validation included; None: any number
+    tokens: int  #: in sound shards
+    documents: int | None  #: document tokens, where a manifest counts them
+    size_bytes: int
+    source: str | None  #: the manifest's
+    complete: bool  #: `speedrun run` finds what it needs
+    problem: str | None  #: why not
+
+
+def holding(track: Track, folder: Path | None = None) -> Holding:
+    """Looks at the folder of a track."""
+    folder, data = data_folder(track, folder), track.data
+    paths = [path for pattern in (data.train, data.val) for path in folder.glob(pattern)]
+    expected = data.hub.train_shards + 1 if data.hub else len(data.sha256) or None
+    tokens, documents, source, problem = 0, None, None, None
+    try:
+        train, val = open_track(folder, data)
+        tokens = sum(shard.num_tokens for shard in (*train, *val))
+        if manifest := read_manifest(folder):
+            source = manifest.source
+            documents = sum(manifest.shards[path.name].documents for path in paths)
+        if expected is not None and len(paths) < expected:
+            problem = f"{folder}: {len(paths)} shards; the track takes {expected}; {data.get}"
+    except DataError as error:
+        problem = str(error)
+    size_bytes = sum(path.lstat().st_size for path in paths)
+    shown = str(folder)
+    return Holding(
+        track.id, shown, len(paths), expected, tokens, documents, size_bytes, source, problem is None, problem
+    )

@@ -1,0 +1,157 @@
+"""The hub on this machine: as much of its protocol as the real client needs, with faults on order."""
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import urlsplit
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+CUT = 0.6
+
+
+class FakeHub(ThreadingHTTPServer):
+    """Serves `files` of one repository; `faults[name]` are the ways its next GETs go wrong, used up one by one."""
+
+    daemon_threads = True
+
+    def __init__(self, repo: str, files: dict[str, bytes]) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.repo, self.files, self.commit = repo, files, COMMIT
+        self.faults: dict[str, list[str]] = {}
+        self.always: dict[str, str] = {}  #: a fault of every GET
+        self.gets: list[tuple[str, int]] = []  #: name and first byte of each transfer
+        self.tokens: set[str | None] = set()
+        self.stalled = threading.Event()  #: set when a transfer stands still
+        self.over = threading.Event()
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that was killed is no news."""
+
+
+@contextmanager
+def serve(repo: str, files: dict[str, bytes]) -> Iterator[FakeHub]:
+    with FakeHub(repo, files) as hub:
+        thread = threading.Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+        thread.start()
+        try:
+            yield hub
+        finally:
+            hub.over.set()
+            hub.shutdown()
+            thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    @property
+    def hub(self) -> FakeHub:
+        assert isinstance(self.server, FakeHub)
+        return self.server
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self._file(head=True)
+
+    def do_GET(self) -> None:
+        path = urlsplit(self.path).path
+        if self.hub.repo in path:  # the client asks for other things, too
+            self.hub.tokens.add(self.headers.get("Authorization"))
+        if path.startswith(f"/api/datasets/{self.hub.repo}/revision/"):
+            self._listing(path.rpartition("/")[2])
+        elif path.startswith(f"/datasets/{self.hub.repo}/resolve/"):
+            self._file(head=False)
+        else:
+            self._fail(404)
+
+    def _fail(self, status: int) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def _listing(self, revision: str) -> None:
+        fault = self._next_fault("the listing")
+        if fault == "500":
+            return self._fail(500)
+        if fault == "stall":
+            self.hub.stalled.set()
+            self.hub.over.wait(30)
+        if revision not in ("main", self.hub.commit):
+            return self._fail(404)
+        siblings = [
+            {
+                "rfilename": name,
+                "size": len(body),
+                "blobId": "0" * 40,
+                "lfs": {"sha256": hashlib.sha256(body).hexdigest(), "size": len(body), "pointerSize": 134},
+            }
+            for name, body in self.hub.files.items()
+        ]
+        facts = {"id": self.hub.repo, "sha": self.hub.commit, "siblings": siblings, "tags": []}
+        body = json.dumps(facts | {"private": False, "disabled": False, "downloads": 0, "likes": 0}).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+        return None
+
+    def _next_fault(self, name: str) -> str | None:
+        faults = self.hub.faults.get(name)
+        return faults.pop(0) if faults else self.hub.always.get(name)
+
+    def _file(self, *, head: bool) -> None:
+        revision, name = urlsplit(self.path).path.split("/")[-2:]
+        body = self.hub.files.get(name)
+        if body is None or revision != self.hub.commit:
+            return self._fail(404)
+        fault = None if head else self._next_fault(name)
+        if fault == "500":
+            return self._fail(500)
+        asked = self.headers.get("Range")
+        start = int(asked.removeprefix("bytes=").partition("-")[0]) if asked else 0
+        start = 0 if fault in ("ignore range", "ignore range and cut") else start
+        self.send_response(206 if start else 200)
+        if start:
+            self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
+        digest = hashlib.sha256(body).hexdigest()
+        for key, value in {
+            "X-Repo-Commit": self.hub.commit,
+            "X-Linked-Etag": f'"{digest}"',
+            "X-Linked-Size": str(len(body)),
+            "ETag": f'"{digest}"',
+            "Accept-Ranges": "bytes",
+            "Content-Length": str(len(body) - start),
+        }.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if not head:
+            self.hub.gets.append((name, start))
+            self._send(body, start, fault)
+        return None
+
+    def _send(self, body: bytes, start: int, fault: str | None) -> None:
+        middle = start + int(CUT * (len(body) - start))
+        if fault == "flip":
+            body = body[:-1] + bytes([body[-1] ^ 1])
+        if fault == "repeat":  # a stretch comes twice, and as much is lost
+            body = body[:middle] + body[: len(body) - middle]
+        if fault in ("cut", "ignore range and cut", "stall"):
+            self.wfile.write(body[start:middle])
+            self.wfile.flush()
+            if fault == "stall":
+                self.hub.stalled.set()
+                self.hub.over.wait(30)
+            self.close_connection = True
+            return
+        self.wfile.write(body[start:])

@@ -1,0 +1,440 @@
+"""Fetching shards through the real hub client, from a hub on this machine that cuts, stalls, lies and repeats."""
+
+import dataclasses
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from huggingface_hub import constants
+
+from speedrun import track
+from speedrun.clock import Stopwatch
+from speedrun.data import fetch, hub, inventory
+from speedrun.data.inventory import MANIFEST, read_manifest, verify
+from speedrun.data.shards import HEADER_BYTES, sha256, write_shard
+from speedrun.data.stream import require_steps
+from speedrun.errors import DataError
+from speedrun.recipes import load as load_recipe
+from tests.hub_server import COMMIT, FakeHub, serve
+
+REPO = "someone/tokens"
+VAL = "t_val_000000.bin"
+NAMES = [VAL, *(f"t_train_{i:06d}.bin" for i in (1, 2, 3))]
+DATA = track.Data(
+    folder="t",
+    train="t_train_*.bin",
+    val="t_val_*.bin",
+    val_tokens=1000,
+    vocab_size=50257,
+    document_token=50256,
+    get="get it!",
+)
+SOURCE = track.Hub(repo=REPO, revision="main", train_shards=2)
+
+
+class Quiet:
+    """Watches, and keeps what it was told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, int]] = []
+        self.lines: list[str] = []
+
+    def update(self, done: int, total: int) -> None:
+        self.told.append((done, total))
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """Four shards of 200 kB: each opens with a document and holds seven."""
+    folder, made = tmp_path_factory.mktemp("hub"), {}
+    for i, name in enumerate(NAMES):
+        ids = np.random.default_rng(i).integers(0, 50256, 100_000)
+        ids[[0, 10, 11, 5000, 70_000, 70_001, 99_999]] = 50256
+        made[name] = write_shard(folder / name, ids).path.read_bytes()
+    return made | {"README.md": b"about", "sub/t_train_000000.bin": b"no shard of ours"}
+
+
+@pytest.fixture
+def server(files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    """A hub with the client of this process pointed at it, small pieces and short pauses."""
+    pause = time.sleep
+    monkeypatch.setattr(time, "sleep", lambda s: pause(min(s, 0.01)))
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 2**14)
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.3)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    with serve(REPO, dict(files)) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
+        yield server
+
+
+def get(folder: Path, source: track.Hub = SOURCE, data: track.Data = DATA) -> Quiet:
+    watch = Quiet()
+    fetch.fetch(folder, data, source, watch)
+    return watch
+
+
+def assert_sound(folder: Path, files: dict[str, bytes], num_train: int = 2):
+    """Exactly the first shards, byte for byte, nothing else, and a manifest that says so."""
+    names = NAMES[: num_train + 1]
+    assert sorted(path.name for path in folder.iterdir()) == sorted([MANIFEST, *names])
+    assert all((folder / name).read_bytes() == files[name] for name in names)
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    assert (manifest.source, manifest.settings) == (REPO, {"revision": COMMIT})
+    assert {name: (e.tokens, e.documents) for name, e in manifest.shards.items()} == dict.fromkeys(
+        sorted(names), (100_000, 7)
+    )
+    verify(folder, DATA, full=True)
+
+
+def assert_whole_in_order(folder: Path, files: dict[str, bytes]):
+    """Whatever has a final name is whole, and nothing that comes before it is missing."""
+    here = [name for name in NAMES if (folder / name).exists()]
+    assert here == NAMES[: len(here)]
+    assert all((folder / name).read_bytes() == files[name] for name in here)
+
+
+def test_shards_come_with_a_manifest_and_come_once(tmp_path: Path, server: FakeHub):
+    watch = get(tmp_path / "new")
+    assert_sound(tmp_path / "new", server.files)
+    assert sorted(server.gets) == sorted((name, 0) for name in NAMES[:3])
+    assert watch.told[-1] == (total := 3 * len(server.files[VAL]), total)
+    server.shutdown()  # from here on, everything is there: no network is asked for
+    get(tmp_path / "new")
+    get(tmp_path / "new", msgspec.structs.replace(SOURCE, train_shards=1))
+
+
+def test_more_shards_later(tmp_path: Path, server: FakeHub):
+    get(tmp_path, msgspec.structs.replace(SOURCE, train_shards=1))
+    get(tmp_path, msgspec.structs.replace(SOURCE, train_shards=3))
+    assert_sound(tmp_path, server.files, 3)
+    assert len(server.gets) == 4
+
+
+FAULTS = {
+    "cut at 60 %": ["cut"],
+    "cut again and again": ["cut"] * 5,
+    "500 twice": ["500", "500"],
+    "a wrong byte": ["flip"],
+    "a stretch twice": ["repeat"],
+    "200 to a Range": ["cut", "ignore range"],
+    "a stall": ["stall"],
+    "all of it": ["500", "cut", "ignore range and cut", "stall", "flip", "500"],
+}
+
+
+@pytest.mark.parametrize("faults", FAULTS.values(), ids=FAULTS)
+def test_faults_that_pass(tmp_path: Path, server: FakeHub, faults: list[str]):
+    server.faults = {name: list(faults) for name in NAMES[:3]}
+    get(tmp_path)
+    assert not any(server.faults.values()), "all were met"
+    assert_sound(tmp_path, server.files)
+
+
+def test_a_cut_transfer_goes_on_where_it_was_cut(tmp_path: Path, server: FakeHub):
+    server.faults = {VAL: ["cut"]}
+    get(tmp_path)
+    first, second = (start for name, start in server.gets if name == VAL)
+    assert first == 0
+    assert second > 0.5 * len(server.files[VAL])
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause", "gets"),
+    [
+        ("500", "the hub answers 500", 4),
+        ("flip", "sha256 is [0-9a-f]{64}; the hub says [0-9a-f]{64}; deleted; it was fetched twice", 2),
+        ("ignore range and cut", "4 times over without an end", None),
+    ],
+)
+def test_faults_that_stay(tmp_path: Path, server: FakeHub, fault: str, cause: str, gets: int | None):
+    bad = NAMES[1]
+    server.always = {bad: fault}
+    with pytest.raises(DataError, match=cause) as caught:
+        get(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert (tmp_path / VAL).exists()
+    assert not (tmp_path / bad).exists()
+    assert not (tmp_path / NAMES[2]).exists(), "the one after it may not be there without it"
+    assert not list(tmp_path.rglob(f"*/{bad}")), "wrong bytes are deleted"
+    assert_whole_in_order(tmp_path, server.files)
+    if gets is not None and fault != "500":
+        assert [name for name, _ in server.gets].count(bad) == gets
+    server.always = {}
+    get(tmp_path)
+    assert_sound(tmp_path, server.files)
+
+
+def test_a_transfer_that_stands_still_is_given_up(
+    tmp_path: Path, server: FakeHub, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 20)
+    monkeypatch.setattr(fetch, "_STALL_S", 0.5)
+    server.always = {VAL: "stall"}
+    watch = Stopwatch()
+    with pytest.raises(DataError, match=r"no byte came for .*; what is there stays; try again \(get it!\)"):
+        get(tmp_path)
+    assert 0.5 < watch.seconds < 5
+    assert not (tmp_path / VAL).exists()
+
+
+def test_a_listing_that_does_not_come(tmp_path: Path, server: FakeHub, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(fetch, "_ANSWER_S", 0.3)
+    server.faults = {"the listing": ["stall"]}
+    with pytest.raises(DataError, match="no answer in"):
+        get(tmp_path)
+    server.faults = {"the listing": ["500", "500"]}
+    monkeypatch.setattr(fetch, "_ANSWER_S", 10)
+    get(tmp_path)
+
+
+def test_the_hub_must_have_what_is_asked_for(tmp_path: Path, server: FakeHub):
+    with pytest.raises(DataError, match="the hub has 3 and 1 at"):
+        get(tmp_path, msgspec.structs.replace(SOURCE, train_shards=4))
+    with pytest.raises(DataError, match="the hub answers 404"):
+        get(tmp_path, msgspec.structs.replace(SOURCE, repo="nobody/tokens"))
+    with pytest.raises(DataError, match="the hub answers 404"):
+        get(tmp_path, msgspec.structs.replace(SOURCE, revision="gone"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_later_downloads_are_of_the_first_commit(tmp_path: Path, server: FakeHub):
+    get(tmp_path, msgspec.structs.replace(SOURCE, train_shards=1))
+    one_more = msgspec.structs.replace(SOURCE, train_shards=2)
+    pinned = msgspec.structs.replace(one_more, revision="f" * 40)
+    with pytest.raises(DataError, match=f"shards of commit {COMMIT}; the track wants {'f' * 40}"):
+        get(tmp_path, pinned)
+    server.commit = "e" * 40  # "main" moved, and the old commit is gone
+    with pytest.raises(DataError, match="the hub answers 404"):
+        get(tmp_path, one_more)
+    server.commit = COMMIT
+    get(tmp_path, one_more)
+    with pytest.raises(DataError, match=rf"shards of {REPO}; need those of a/b; choose another folder"):
+        get(tmp_path, msgspec.structs.replace(SOURCE, repo="a/b"))
+
+
+def test_a_lost_shard_must_come_back_the_same(tmp_path: Path, server: FakeHub):
+    get(tmp_path)
+    (tmp_path / NAMES[1]).unlink()
+    sound = server.files[NAMES[1]]
+    server.files[NAMES[1]] = sound[:-2] + b"\0\0"  # the hub's own digest agrees with it
+    with pytest.raises(DataError, match=rf"{MANIFEST} says [0-9a-f]{{64}}"):
+        get(tmp_path)
+    assert not (tmp_path / NAMES[1]).exists()
+    server.files[NAMES[1]] = sound
+    get(tmp_path)
+    assert_sound(tmp_path, server.files)
+
+
+def test_digests_of_the_track_count(tmp_path: Path, server: FakeHub):
+    data = msgspec.structs.replace(DATA, sha256={VAL: "0" * 64})
+    with pytest.raises(DataError, match=f"the track says {'0' * 64}"):
+        get(tmp_path, data=data)
+
+
+def test_foreign_bytes_are_refused_whoever_vouches_for_them(tmp_path: Path, server: FakeHub):
+    server.files[VAL] = server.files[VAL][:HEADER_BYTES] + b"\xff\xff" * 100_000
+    with pytest.raises(DataError, match="token 0 is id 65535"):
+        get(tmp_path)
+    server.files[VAL] = server.files[VAL][:-2]
+    with pytest.raises(DataError, match="201,022 bytes; 100,000 tokens need 201,024"):
+        get(tmp_path)
+
+
+def test_shards_that_are_there_are_taken_if_they_are_the_hubs(tmp_path: Path, server: FakeHub):
+    for name in (NAMES[1], NAMES[3]):  # as another program may have left them
+        (tmp_path / name).write_bytes(server.files[name])
+    get(tmp_path)
+    assert_sound(tmp_path, server.files, 3)
+    assert sorted(name for name, _ in server.gets) == [NAMES[2], VAL]
+    shutil.rmtree(tmp_path)
+    tmp_path.mkdir()
+    write_shard(tmp_path / NAMES[2], np.arange(100_000) % 50257)
+    with pytest.raises(DataError, match=rf"{NAMES[2]}: sha256 is .* the hub says .*; delete it"):
+        get(tmp_path)
+    assert (tmp_path / NAMES[2]).exists(), "what a user put there is the user's to delete"
+
+
+def test_a_disk_that_is_too_small_is_seen_first(
+    tmp_path: Path, server: FakeHub, monkeypatch: pytest.MonkeyPatch
+):
+    need = 3 * len(server.files[VAL])
+    usage = type(shutil.disk_usage(tmp_path))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9, need - 1))
+    with pytest.raises(DataError, match=r"0\.00 GB free on its disk; need 0\.00 GB; free some"):
+        get(tmp_path)
+    assert server.gets == []
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9, need))
+    get(tmp_path)
+
+
+def test_a_disk_that_fills_up(tmp_path: Path, server: FakeHub, monkeypatch: pytest.MonkeyPatch):
+    import huggingface_hub.file_download
+
+    def full(*_args: object, **_named: object):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(huggingface_hub.file_download, "http_get", full)
+    with pytest.raises(DataError, match="cannot be written: No space left on device; free or choose"):
+        get(tmp_path)
+
+
+def test_nobody_else_fetches_into_the_folder_meanwhile(tmp_path: Path, server: FakeHub):
+    server.faults = {VAL: ["stall"]}
+    watches = [Quiet(), Quiet()]
+    errors: list[BaseException] = []
+
+    def run(watch: Quiet) -> None:
+        try:
+            fetch.fetch(tmp_path, DATA, SOURCE, watch)
+        except BaseException as error:  # noqa: BLE001 - told below
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(watch,)) for watch in watches]
+    threads[0].start()
+    assert server.stalled.wait(5)
+    threads[1].start()
+    for thread in threads:
+        thread.join(20)
+    assert errors == []
+    assert any("another program fetches into it" in line for line in watches[1].lines)
+    assert_sound(tmp_path, server.files)
+    assert sorted({name for name, _ in server.gets}) == sorted(NAMES[:3])
+    assert len(server.gets) == 4, "one more for the stall; the second program found all there"
+
+
+# --- as a person calls it ---------------------------------------------------------------------------------
+
+ARGS = ("data", "get", "--track", "webmini", "--repo", REPO, "--shards", "2")
+
+
+@pytest.fixture
+def big(server: FakeHub, tmp_path: Path) -> FakeHub:
+    """Shards long enough for a track's validation."""
+    ids = np.random.default_rng(9).integers(0, 50256, 140_000)
+    ids[0] = 50256
+    for name in NAMES:
+        server.files[name] = write_shard(tmp_path / "x.bin", ids).path.read_bytes()
+        ids += 1 - (ids == 50256) - 50257 * (ids == 50255)
+        ids %= 50257
+    return server
+
+
+def start(out: Path, *more: str, **env: str) -> subprocess.Popen[str]:
+    quick = {"HF_HUB_DOWNLOAD_TIMEOUT": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "speedrun", *ARGS, "--out", str(out), *more],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | quick | env,
+    )
+
+
+def test_the_command(tmp_path: Path, big: FakeHub):
+    done = start(tmp_path / "d", "--json", HF_TOKEN="hf_secretsecret")
+    out, err = done.communicate(timeout=30)
+    assert done.returncode == 0, err
+    told = msgspec.json.decode(out)
+    assert told["track"] == "webmini@1"
+    assert told["manifest"]["settings"] == {"revision": COMMIT}
+    assert {name: e["sha256"] for name, e in told["manifest"]["shards"].items()} == {
+        name: sha256(tmp_path / "d" / name) for name in NAMES[:3]
+    }
+    assert big.tokens == {"Bearer hf_secretsecret"}
+    assert "hf_secret" not in out + err
+
+
+def test_killed_and_started_again(tmp_path: Path, big: FakeHub):
+    big.always = {NAMES[2]: "stall"}
+    folder = tmp_path / "d"
+    killed = start(folder, HF_HUB_DOWNLOAD_TIMEOUT="30")
+    assert big.stalled.wait(20)
+    deadline = Stopwatch()
+    while not (folder / NAMES[1]).exists() and deadline.seconds < 10:
+        time.sleep(0.01)
+    killed.kill()
+    killed.communicate(timeout=10)
+    assert [name for name in NAMES if (folder / name).exists()] == NAMES[:2]
+    assert_whole_in_order(folder, big.files)
+    assert list(folder.rglob("*.incomplete"))
+    big.always, big.gets[:] = {}, []
+    again = start(folder)
+    _, err = again.communicate(timeout=30)
+    assert again.returncode == 0, err
+    assert big.gets == [(NAMES[2], 0)], "what was there did not come again"
+    assert sorted(p.name for p in folder.iterdir()) == sorted([MANIFEST, *NAMES[:3]])
+    verify(folder, track.load("webmini").data, full=True)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_stopped(tmp_path: Path, big: FakeHub, number: signal.Signals, code: int):
+    big.always = {NAMES[1]: "stall"}
+    folder = tmp_path / "d"
+    process = start(folder, HF_HUB_DOWNLOAD_TIMEOUT="30")
+    assert big.stalled.wait(20)
+    watch = Stopwatch()
+    process.send_signal(number)
+    _, err = process.communicate(timeout=20)
+    assert watch.seconds < 3, "no thread is waited for"
+    assert process.returncode == code
+    assert "are whole; the same command goes on" in err
+    assert "Traceback" not in err
+    assert_whole_in_order(folder, big.files)
+
+
+@pytest.mark.parametrize("env", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}], ids=str)
+@pytest.mark.parametrize("json", [True, False])
+def test_without_a_network(tmp_path: Path, server: FakeHub, env: dict[str, str], json: bool):
+    process, watch = start(tmp_path, *["--json"] * json, **env), Stopwatch()
+    out, err = process.communicate(timeout=30)
+    assert watch.seconds < 10
+    assert process.returncode == 3
+    said = msgspec.json.decode(out)["error"] if json else err
+    assert said.count("\n") == (0 if json else 1)
+    assert f"2 training shards and the validation shard of {REPO}: " in said
+    assert f"copy shards into {tmp_path}, or make them with data/fineweb_prep.py" in said
+
+
+@pytest.mark.parametrize("name", [n for n in track.names() if track.load(n).data.hub])
+def test_the_default_is_enough_for_the_recipe(tmp_path: Path, name: str):
+    rules = track.load(name)
+    assert rules.data.hub is not None
+    full = write_shard(tmp_path / "x.bin", np.zeros(1, int))
+    full = dataclasses.replace(full, num_tokens=100_000_000)
+    recipe = load_recipe(rules.recipe)
+    steps = [stage.batch_tokens for stage in recipe.stages for _ in range(stage.num_steps)]
+    require_steps([full] * rules.data.hub.train_shards, steps)
+    assert rules.data.get == f"speedrun data get --track {name}"
+    assert inventory.data_folder(rules, None).name == "fineweb10B"
+
+
+def test_transfers_end_when_nobody_wants_them():
+    begun = []
+    with fetch.Crew() as crew:
+        futures = crew.start(
+            lambda name: begun.append(name) or crew.stopped.wait(5), [str(i) for i in range(9)]
+        )
+        while len(begun) < 4:
+            time.sleep(0.001)
+    time.sleep(0.05)
+    assert len(begun) == 4
+    assert [future.done() for future in futures] == [True] * 4 + [False] * 5
+
+
+def test_the_hubs_words_become_one_line(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(hub.HubError, match=r"no connection \(.*refused"):
+        hub.listing(REPO, "main")
