@@ -143,7 +143,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _send(self, body: bytes, start: int, fault: str | None) -> None:
         middle = start + int(CUT * (len(body) - start))
         if fault == "flip":
-            body = body[:-1] + bytes([body[-1] ^ 1])
+            at = (start + len(body)) // 4 * 2  # the low byte of a token: another id, but a possible one
+            body = body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :]
         if fault == "repeat":  # a stretch comes twice, and as much is lost
             body = body[:middle] + body[: len(body) - middle]
         if fault in ("cut", "ignore range and cut", "stall"):

@@ -162,9 +162,13 @@ def test_a_cut_transfer_goes_on_where_it_was_cut(tmp_path: Path, server: FakeHub
 def test_faults_that_stay(tmp_path: Path, server: FakeHub, fault: str, cause: str, gets: int | None):
     bad = NAMES[1]
     server.always = {bad: fault}
+    torn = tmp_path / fetch.STAGING / "x.incomplete"
+    torn.parent.mkdir()
+    torn.touch()
     with pytest.raises(DataError, match=cause) as caught:
         get(tmp_path)
     assert "\n" not in str(caught.value)
+    assert not torn.exists(), "what a killed process left"
     assert (tmp_path / VAL).exists()
     assert not (tmp_path / bad).exists()
     assert not (tmp_path / NAMES[2]).exists(), "the one after it may not be there without it"

@@ -48,8 +48,13 @@ def listing(repo: str, revision: str) -> Listing:
     Raises:
         HubError: if there is no answer, or no such repository or revision.
     """
+    # Xet, the hub's other way, retries and waits by rules of its own; ours are proven for plain HTTP. The client
+    # reads this when it is imported.
+    os.environ.setdefault("HF_HUB_DISABLE_XET", "1")
     from huggingface_hub import HfApi
+    from huggingface_hub.utils import logging
 
+    logging.set_verbosity_error()  # each try that fails would print a signed address
     api = HfApi(endpoint=_endpoint())
     ask = partial(api.dataset_info, repo, revision=revision, files_metadata=True, timeout=_ANSWER_S)
     info = _insist(ask)
@@ -77,12 +82,8 @@ def download(source: Listing, name: str, folder: Path, count: Callable[[int], No
         HubError: after all tries.
         DataError: if the disk refuses.
     """
-    # Xet, the hub's other way, retries and waits by rules of its own; ours are proven for plain HTTP.
-    os.environ.setdefault("HF_HUB_DISABLE_XET", "1")
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.utils import logging
 
-    logging.set_verbosity_error()  # each try that fails would print a signed address
     meter: Any = partial(_Meter, count, _MOST_TIMES * source.files[name].size_bytes)
     fetch = partial(hf_hub_download, source.repo, name, repo_type="dataset", revision=source.commit)
     try:
