@@ -203,17 +203,15 @@ def _run(ready: Ready, log: runlog.RunLog, clock: Clock, tally: Tally) -> None:
 
 def _batches(ready: Ready, tally: Tally) -> Generator[tuple[int, stream.Prefetch], None, None]:
     """The number of each step, with the stream its batch comes from; each stage has batches of its own size."""
-    first, cursor = 0, stream.START
-    for stage in ready.recipe.stages:
-        tokens = stream.TokenStream(ready.shards.train, cursor)
-        with stream.Prefetch(tokens, stage.num_sequences, stage.seq_len) as batches:
-            try:
-                for step in range(first, first + stage.num_steps):
-                    yield step, batches
-            finally:  # also when the run breaks off: what was read is told
-                tally.data_wait_s += batches.wait_s
-                tally.ranges += batches.ranges
-        first, cursor = first + stage.num_steps, batches.cursor
+    shapes = [
+        (stage.num_sequences, stage.seq_len) for stage in ready.recipe.stages for _ in range(stage.num_steps)
+    ]
+    with stream.Prefetch(stream.TokenStream(ready.shards.train), shapes) as batches:
+        try:
+            for step in range(len(shapes)):
+                yield step, batches
+        finally:  # also when the run breaks off: what was read is told
+            tally.data_wait_s, tally.ranges = batches.wait_s, batches.ranges
 
 
 def _log_stage_change(ready: Ready, step: int, log: runlog.RunLog) -> None:

@@ -72,7 +72,7 @@ def server(files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> Iterator
     pause = time.sleep
     monkeypatch.setattr(time, "sleep", lambda s: pause(min(s, 0.01)))
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 2**14)
-    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.3)
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 3)
     monkeypatch.delenv("HF_TOKEN", raising=False)
     with serve(REPO, dict(files)) as server:
         monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
@@ -136,7 +136,10 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("faults", FAULTS.values(), ids=FAULTS)
-def test_faults_that_pass(tmp_path: Path, server: FakeHub, faults: list[str]):
+def test_faults_that_pass(
+    tmp_path: Path, server: FakeHub, faults: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.3)
     server.faults = {name: list(faults) for name in NAMES[:3]}
     get(tmp_path)
     assert not any(server.faults.values()), "all were met"
@@ -295,7 +298,10 @@ def test_a_disk_that_fills_up(tmp_path: Path, server: FakeHub, monkeypatch: pyte
         get(tmp_path)
 
 
-def test_nobody_else_fetches_into_the_folder_meanwhile(tmp_path: Path, server: FakeHub):
+def test_nobody_else_fetches_into_the_folder_meanwhile(
+    tmp_path: Path, server: FakeHub, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 1)
     server.faults = {VAL: ["stall"]}
     watches = [Quiet(), Quiet()]
     errors: list[BaseException] = []

@@ -3,6 +3,7 @@
 import hashlib
 import threading
 from collections.abc import Iterator
+from itertools import repeat
 from pathlib import Path
 
 import numpy as np
@@ -89,6 +90,67 @@ def test_a_cursor_is_the_whole_state(folder: Path, lengths: list[int], num_token
         assert second.take(num_tokens).tolist() == want
 
 
+@given(LENGTHS, st.integers(1, 3), st.integers(1, 3))
+@settings(max_examples=30, deadline=None)
+def test_a_run_may_stop_before_any_step(folder: Path, lengths: list[int], num_sequences: int, seq_len: int):
+    """Across the ends of shards and of an epoch: what is left is the same tokens, ranges and errors."""
+    shards = make(folder, *lengths)
+    batches, cursors, tails = [], [], []
+    stream = TokenStream(shards, num_epochs=2)
+    for _ in range(2 * len(list(oracle(shards, num_sequences * seq_len)))):
+        cursors.append(stream.cursor)
+        batches.append(stream.batch(num_sequences, seq_len))
+    for step, cursor in enumerate(cursors):
+        again = TokenStream(shards, cursor, num_epochs=2)
+        for want in batches[step:]:
+            got = again.batch(num_sequences, seq_len)
+            assert all((a == b).all() for a, b in zip(want, got, strict=True))
+        assert again.cursor == stream.cursor
+        tails.append(again.ranges)
+        with pytest.raises(DataError, match="next batch needs"):
+            again.batch(num_sequences, seq_len)
+    count = [sum(span.stop - span.start for span in spans) for spans in tails]
+    assert count == [num_sequences * seq_len * (len(cursors) - step) for step in range(len(cursors))]
+
+
+@given(LENGTHS, st.integers(1, 4), st.integers(1, 3), st.integers(1, 4))
+@settings(max_examples=60, deadline=None)
+def test_processes_share_a_batch(
+    folder: Path, lengths: list[int], rows: int, seq_len: int, num_processes: int
+):
+    shards = make(folder, *lengths)
+    num_sequences = rows * num_processes
+    whole = TokenStream(shards, num_epochs=2)
+    parts = [
+        TokenStream(shards, num_epochs=2, process=p, num_processes=num_processes)
+        for p in range(num_processes)
+    ]
+    for _ in range(2 * len(list(oracle(shards, num_sequences * seq_len)))):
+        want = whole.batch(num_sequences, seq_len)
+        got = [part.batch(num_sequences, seq_len) for part in parts]
+        for field in Batch._fields:
+            joined = np.concatenate([getattr(batch, field) for batch in got])
+            assert (joined == getattr(want, field)).all()
+        assert all(batch.tokens_BT.shape == (rows, seq_len) for batch in got)
+        assert {(part.cursor, part.ranges) for part in parts} == {(whole.cursor, whole.ranges)}
+    for part in parts:
+        with pytest.raises(DataError, match="next batch needs"):
+            part.batch(num_sequences, seq_len)
+
+
+def test_a_process_reads_its_rows_and_no_others(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    (shard,) = make(folder, 100)
+    reads: list[tuple[int, int]] = []
+    real = Shard.read
+    monkeypatch.setattr(Shard, "read", lambda s, *at: reads.append(at) or real(s, *at))
+    stream = TokenStream([shard], process=2, num_processes=4)
+    stream.batch(8, 3)
+    assert reads == [(12, 19)]
+    with pytest.raises(UsageError, match="6 sequences for 4 processes; need a multiple"):
+        stream.batch(6, 3)
+    assert stream.cursor == Cursor(0, 24)
+
+
 def test_a_shard_is_left_as_the_record_leaves_it(folder: Path):
     # 11 tokens would hold two batches of 5 and the last target; the record wants one more.
     stream = TokenStream(make(folder, 11, 12))
@@ -165,7 +227,7 @@ class Watched(TokenStream):
 def test_reading_ahead_changes_nothing(folder: Path):
     shards = make(folder, 30, 30)
     plain = TokenStream(shards)
-    with Prefetch(TokenStream(shards), 2, 3) as ahead:
+    with Prefetch(TokenStream(shards), repeat((2, 3))) as ahead:
         for _ in range(8):
             want, got = plain.batch(2, 3), next(ahead)
             assert (want.tokens_BT == got.tokens_BT).all()
@@ -174,9 +236,23 @@ def test_reading_ahead_changes_nothing(folder: Path):
         assert ahead.wait_s > 0
 
 
+def test_shapes_may_change_and_end(folder: Path):
+    shards = make(folder, 30, 30)
+    shapes = [(2, 3), (2, 3), (1, 8), (4, 5)]
+    plain, stream = TokenStream(shards), Watched(shards)
+    with Prefetch(stream, shapes) as ahead:
+        for shape, got in zip(shapes, ahead, strict=True):
+            want = plain.batch(*shape)
+            assert got.tokens_BT.shape == shape
+            assert (want.tokens_BT == got.tokens_BT).all()
+            assert (ahead.cursor, ahead.ranges) == (plain.cursor, plain.ranges)
+        ahead.drain()
+        assert (stream.reads, stream.cursor) == (4, plain.cursor), "nothing behind the last one"
+
+
 def test_one_ahead_and_none_while_the_clock_stands_still(folder: Path):
     stream = Watched(make(folder, 30))
-    with Prefetch(stream, 2, 3) as ahead:
+    with Prefetch(stream, repeat((2, 3))) as ahead:
         assert stream.reads == 0, "the clock has not started"
         next(ahead)
         ahead.drain()
@@ -191,7 +267,7 @@ def test_one_ahead_and_none_while_the_clock_stands_still(folder: Path):
 
 def test_draining_waits_for_the_read_under_way(folder: Path):
     stream = Watched(make(folder, 30))
-    with Prefetch(stream, 2, 3) as ahead:
+    with Prefetch(stream, repeat((2, 3))) as ahead:
         next(ahead)
         ahead.drain()
         stream.leave.clear()
@@ -206,7 +282,7 @@ def test_draining_waits_for_the_read_under_way(folder: Path):
 
 
 def test_an_error_comes_with_the_batch_it_belongs_to(folder: Path):
-    with Prefetch(TokenStream(make(folder, 14)), 2, 3) as ahead:
+    with Prefetch(TokenStream(make(folder, 14)), repeat((2, 3))) as ahead:
         next(ahead)
         next(ahead)  # the last one; the thread has already found no third
         ahead.drain()

@@ -10,7 +10,7 @@ Source: modded-nanogpt, record 21, `distributed_data_generator`.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple, Self
 
@@ -50,19 +50,30 @@ class Span(NamedTuple):
 class TokenStream:
     """Batches in order. `cursor` and `ranges` say what has been read."""
 
-    def __init__(self, shards: Sequence[Shard], cursor: Cursor = START, *, num_epochs: int = 1) -> None:
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        cursor: Cursor = START,
+        *,
+        num_epochs: int = 1,
+        process: int = 0,
+        num_processes: int = 1,
+    ) -> None:
         """Starts or goes on at `cursor`.
 
         Args:
             shards: in the order of reading.
-            cursor: as a stream over the same shards reported it.
+            cursor: as a stream over the same shards reported it, in any process.
             num_epochs: how often the shards may be read.
+            process: which of the processes that share each batch; the first ones have the first rows.
+            num_processes: how many they are.
 
         Raises:
             DataError: if there is no such place in these shards.
         """
         self._shards = shards
         self._num_shards = num_epochs * len(shards)
+        self._process, self._num_processes = process, num_processes
         self.cursor = cursor
         self.ranges: tuple[Span, ...] = ()
         if cursor.shard > self._num_shards or cursor.offset > shards[cursor.shard % len(shards)].num_tokens:
@@ -79,12 +90,16 @@ class TokenStream:
         Raises:
             DataError: if no shard is left that is long enough.
         """
+        return self._read(num_tokens, 0, num_tokens)
+
+    def _read(self, num_tokens: int, start: int, stop: int) -> np.ndarray:
+        """Moves on by `num_tokens`; of these, reads `start` to `stop` and the one after."""
         index, offset = self.cursor
         while index < self._num_shards:
             shard = self._shards[index % len(self._shards)]
             # The record's own test: it also drops a remainder that would just have been enough.
             if offset + num_tokens + 1 < shard.num_tokens:
-                tokens = shard.read(offset, offset + num_tokens + 1)
+                tokens = shard.read(offset + start, offset + stop + 1)
                 self.cursor = Cursor(index, offset + num_tokens)
                 self._note(Span(shard.path.name, shard.num_tokens, offset, offset + num_tokens))
                 return tokens
@@ -95,12 +110,22 @@ class TokenStream:
         )
 
     def batch(self, num_sequences: int, seq_len: int) -> Batch:
-        """The next `num_sequences` rows of `seq_len` tokens.
+        """Of the next `num_sequences` rows of `seq_len` tokens, those of this process; only they are read.
+
+        `cursor` and `ranges` are those of the whole batch, and so the same in all processes.
 
         Raises:
             DataError: as `take`.
+            UsageError: if the processes cannot share the rows evenly.
         """
-        return _rows(self.take(num_sequences * seq_len), num_sequences)
+        rows, rest = divmod(num_sequences, self._num_processes)
+        if rest:
+            raise UsageError(
+                f"{num_sequences} sequences for {self._num_processes} processes; need a multiple; "
+                "choose another number of either"
+            )
+        start = self._process * rows * seq_len
+        return _rows(self._read(num_sequences * seq_len, start, start + rows * seq_len), rows)
 
     def _note(self, new: Span) -> None:
         """Adds a range, or makes the last one longer."""
@@ -177,16 +202,17 @@ def _check_length(shard: Shard, num_tokens: int) -> None:
 
 
 class Prefetch:
-    """Reads one batch ahead on a thread of its own; an iterator that ends only by an error.
+    """Reads one batch ahead on a thread of its own: an iterator over batches of the shapes it is given.
 
     `cursor` and `ranges` are those of the batches handed out, never of the one ahead. Nothing is read before
     the first `next`, so a clock started before it sees the first read. Call `drain` before the clock pauses:
     then no read goes on unseen, and the next one begins with the next `next`.
     """
 
-    def __init__(self, stream: TokenStream, num_sequences: int, seq_len: int) -> None:
+    def __init__(self, stream: TokenStream, shapes: Iterable[tuple[int, int]]) -> None:
+        """Reads from `stream`; `shapes` has number and length of the sequences of each step."""
         self._stream = stream
-        self._shape = num_sequences, seq_len
+        self._shapes = iter(shapes)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batch-ahead")
         self._ahead: Future[Batch] | None = None
         self.cursor = stream.cursor
@@ -201,11 +227,14 @@ class Prefetch:
 
         Raises:
             DataError: what the reading of this batch raised; a batch nobody asks for raises nothing.
+            StopIteration: after the last shape.
         """
         waiting = Stopwatch()
-        ahead = self._ahead or self._submit()
+        self._ahead = self._ahead or self._submit()
+        if self._ahead is None:
+            raise StopIteration
         try:
-            batch = ahead.result()
+            batch = self._ahead.result()
         finally:
             self.wait_s += waiting.seconds
         # Nothing is being read at this moment: the stream stands behind this batch.
@@ -225,5 +254,6 @@ class Prefetch:
     def __exit__(self, *exc: object) -> None:
         self._thread.shutdown(cancel_futures=True)
 
-    def _submit(self) -> Future[Batch]:
-        return self._thread.submit(self._stream.batch, *self._shape)
+    def _submit(self) -> Future[Batch] | None:
+        shape = next(self._shapes, None)
+        return self._thread.submit(self._stream.batch, *shape) if shape else None
