@@ -65,6 +65,7 @@ SUBCOMMANDS = (
     ("bench", "step"),
     ("bench", "muon"),
     ("bench", "health"),
+    ("bench", "loader"),
     ("data", "get"),
     ("data", "list"),
     ("data", "synth"),

@@ -1,16 +1,21 @@
 """The order of tokens, against an oracle that is slow and obvious; where a run goes on; reading ahead."""
 
 import hashlib
+import tempfile
 import threading
 from collections.abc import Iterator
 from itertools import repeat
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from speedrun import cli
+from speedrun.data import pace
 from speedrun.data.shards import Shard, write_shard
 from speedrun.data.stream import (
     Batch,
@@ -290,3 +295,38 @@ def test_an_error_comes_with_the_batch_it_belongs_to(folder: Path):
             with pytest.raises(DataError, match="next batch needs 8"):
                 next(ahead)
         assert ahead.cursor == Cursor(0, 12)
+
+
+# --- the bench --------------------------------------------------------------------------------------------
+
+
+def test_the_pace_of_a_loader_whose_speed_is_known(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """Reads of 20 ms beside steps of 10: half of the time is spent waiting."""
+    monkeypatch.setattr(pace, "_LOOPS_S", 0.1)
+    real = Shard.read
+
+    def slow(shard: Shard, start: int, stop: int) -> np.ndarray:
+        threading.Event().wait(0.02)
+        return real(shard, start, stop)
+
+    monkeypatch.setattr(Shard, "read", slow)
+    measured = pace.measure(make(folder, 100), (2, 3), step_ms=10, num_steps=5)
+    assert measured.batch_tokens == 6
+    assert 20 <= measured.first_batch_ms < 200
+    assert 0.2 < measured.waited < 0.8
+    assert 6 / 0.1 < measured.tokens_per_s <= 6 / 0.02
+    assert measured.times_h100 == measured.tokens_per_s / 4e6
+
+
+def test_the_benchs_own_shards_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(pace, "_SYNTHETIC_TOKENS", 5000)
+    monkeypatch.setattr(pace, "_LOOPS_S", 0.01)
+    args = ["bench", "loader", "--seq-len", "64", "--steps", "2", "--step-ms", "1"]
+    told = CliRunner().invoke(cli.command, [*args, "--json"])
+    assert told.exit_code == 0
+    assert msgspec.json.decode(told.stdout)["batch_tokens"] == 8 * 64
+    assert list(tmp_path.iterdir()) == []
+    said = CliRunner().invoke(cli.command, [*args, "--data", str(tmp_path)])
+    assert said.exit_code == 3
+    assert "need shards to time" in said.stderr

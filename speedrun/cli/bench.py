@@ -1,5 +1,7 @@
 """`speedrun bench`: how far an operation is from its bound on this machine."""
 
+from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -159,6 +161,40 @@ def _tell(timings: "list[Timing]", *, as_json: bool) -> None:
         click.echo(msgspec.json.encode([timing._asdict() for timing in timings]))
     else:
         _print(timings)
+
+
+@command.command(epilog=example("speedrun bench loader", "speedrun bench loader --data data/fineweb10B"))
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Folder of shards. Default: two of 100 million tokens, made for this and removed.",
+)
+@click.option("--sequences", type=Integer(1), default=8, show_default=True, help="Of one batch.")
+@click.option("--seq-len", type=Integer(1), default=49152, show_default=True, help="Tokens of a sequence.")
+@click.option(
+    "--step-ms", type=Integer(1), default=100, show_default=True, help="How long a step is taken to be."
+)
+@click.option("--steps", type=Integer(1), default=30, show_default=True, help="How many.")
+@json_option
+def loader(
+    *, data: Path | None, sequences: int, seq_len: int, step_ms: int, steps: int, as_json: bool
+) -> None:
+    """Batches from shards, against what eight H100 use up: tokens per second, waiting, the first batch."""
+    from speedrun.data import pace
+
+    if data is None:
+        click.echo("two shards of 100 million tokens are written for this, and removed", err=True)
+    with nullcontext(pace.folder_shards(data)) if data else pace.synthetic_shards() as shards:
+        result = pace.measure(shards, (sequences, seq_len), step_ms=step_ms, num_steps=steps)
+    if as_json:
+        click.echo(msgspec.json.encode(result._asdict()))
+        return
+    click.echo(
+        f"rate    {result.tokens_per_s:,.0f} tokens/s | {result.times_h100:.0f} x what 8 H100 use up\n"
+        f"wait    {result.waited:.2%} of {steps} steps of {step_ms} ms and {result.batch_tokens:,} tokens\n"
+        f"first   batch after {result.first_batch_ms:.1f} ms, from the disk"
+    )
 
 
 def _print(timings: "list[Timing]") -> None:
