@@ -191,7 +191,9 @@ def test_a_transfer_that_stands_still_is_given_up(
     monkeypatch.setattr(fetch, "_STALL_S", 0.5)
     server.always = {VAL: "stall"}
     watch = Stopwatch()
-    with pytest.raises(DataError, match=r"no byte came for .*; what is there stays; try again \(get it!\)"):
+    with pytest.raises(
+        DataError, match="no byte came for .*; what is there stays, and the same command goes on"
+    ):
         get(tmp_path)
     assert 0.5 < watch.seconds < 5
     assert not (tmp_path / VAL).exists()
@@ -272,6 +274,18 @@ def test_shards_that_are_there_are_taken_if_they_are_the_hubs(tmp_path: Path, se
     with pytest.raises(DataError, match=rf"{NAMES[2]}: sha256 is .* the hub says .*; delete it"):
         get(tmp_path)
     assert (tmp_path / NAMES[2]).exists(), "what a user put there is the user's to delete"
+
+
+def test_shards_that_are_put_beside_later(tmp_path: Path, server: FakeHub):
+    get(tmp_path)
+    (tmp_path / NAMES[3]).write_bytes(server.files[NAMES[3]])
+    with pytest.raises(DataError, match=f"{MANIFEST} says nothing: {DATA.get}"):
+        inventory.open_track(tmp_path, DATA)
+    get(tmp_path)  # and what the message says helps
+    assert_sound(tmp_path, server.files, 3)
+    (tmp_path / "t_train_other.bin").write_bytes(server.files[NAMES[3]])
+    with pytest.raises(DataError, match=rf"t_train_other\.bin: not a shard of {REPO}; .* remove it"):
+        get(tmp_path)
 
 
 def test_a_disk_that_is_too_small_is_seen_first(

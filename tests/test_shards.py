@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speedrun import cli, track
+from speedrun.clock import Stopwatch
 from speedrun.data import inventory, overview, shards, synthetic
 from speedrun.data.inventory import Manifest, ShardEntry, open_track, verify
 from speedrun.data.shards import open_shard, write_shard
@@ -64,6 +65,22 @@ def test_what_is_no_file_is_refused(tmp_path: Path):
     assert_refused(folder, "a folder")
     assert_refused(pipe, "no regular file")
     assert_refused(tmp_path / "missing.bin", "no such file")
+
+
+@pytest.mark.parametrize(("content", "cause"), BAD_FILES.values(), ids=BAD_FILES)
+def test_a_bad_shard_ends_a_program_with_3(tmp_path: Path, content: bytes, cause: str):
+    for name in ("x_val_000000.bin", "x_train_000001.bin"):
+        write_shard(tmp_path / name, np.zeros(131_073, int))
+    (tmp_path / "x_train_000002.bin").write_bytes(content)
+    watch = Stopwatch()
+    refused = CliRunner().invoke(
+        cli.command, ["data", "verify", "--track", "webmini", "--data", str(tmp_path)]
+    )
+    assert watch.seconds < 1
+    assert refused.exit_code == 3
+    assert refused.stderr.startswith(f"error: {tmp_path / 'x_train_000002.bin'}: ")
+    assert cause in refused.stderr
+    assert refused.stderr.count("\n") == 1
 
 
 def assert_refused(path: Path, cause: str):

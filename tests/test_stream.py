@@ -1,6 +1,7 @@
 """The order of tokens, against an oracle that is slow and obvious; where a run goes on; reading ahead."""
 
 import hashlib
+import os
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -295,6 +296,17 @@ def test_an_error_comes_with_the_batch_it_belongs_to(folder: Path):
             with pytest.raises(DataError, match="next batch needs 8"):
                 next(ahead)
         assert ahead.cursor == Cursor(0, 12)
+
+
+def test_a_shard_that_shrinks_during_a_run_ends_it(folder: Path):
+    (shard,) = make(folder, 50)
+    with Prefetch(TokenStream([shard]), repeat((2, 3))) as ahead:
+        next(ahead)
+        ahead.drain()
+        os.truncate(shard.path, 1024 + 2 * 20)
+        next(ahead)  # was read before
+        with pytest.raises(DataError, match="changed since it was opened"):
+            next(ahead)
 
 
 # --- the bench --------------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ from speedrun.errors import DataError
 from speedrun.track import Data, Hub
 
 STAGING = ".partial"  #: the hidden folder; gone when all is there
+LOCK = ".lock"  #: a file, not the folder itself: network disks lock only what is open for writing
 
 _NUM_TRANSFERS = 4
 _LOOK_S = 0.2  #: between two looks at the transfers
@@ -78,6 +79,7 @@ def fetch(folder: Path, data: Data, source: Hub, watch: Watch) -> Manifest:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / LOCK).touch()  # whether a file can be made here is known before anything else
     except OSError as error:
         raise DataError(f"{folder}: {error.strerror}; choose a folder that can be written") from None
     with _alone_in(folder, watch):
@@ -92,17 +94,22 @@ def fetch(folder: Path, data: Data, source: Hub, watch: Watch) -> Manifest:
 
 @contextmanager
 def _alone_in(folder: Path, watch: Watch) -> Iterator[None]:
-    """Holds a lock that ends with the process, however it ends, and leaves no file."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            watch.say(f"{folder}: another program fetches into it; waiting for it to end")
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
+    """Holds a lock that ends with the process, however it ends."""
+    path = folder / LOCK
+    while True:
+        with path.open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                watch.say(f"{folder}: another program fetches into it; waiting for it to end")
+                fcntl.flock(file, fcntl.LOCK_EX)
+            # Who had it before has removed the file, and somebody may have made a new one: only that one counts.
+            if path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno())):
+                try:
+                    yield
+                finally:
+                    path.unlink()
+                return
 
 
 def _revision(folder: Path, source: Hub, manifest: Manifest | None) -> str:
@@ -126,9 +133,15 @@ def _revision(folder: Path, source: Hub, manifest: Manifest | None) -> str:
 def _holds_all(folder: Path, data: Data, source: Hub, manifest: Manifest) -> bool:
     """Whether nothing is missing; the manifest names the first shards of the track, and no gap between them."""
     train, val = _split(manifest.shards, data)
-    wanted = (*val[:1], *train[: source.train_shards])
-    complete = bool(val) and len(train) >= source.train_shards
-    return complete and all((folder / name).exists() for name in wanted)
+    wanted = {*val[:1], *train[: source.train_shards]}
+    here = _here(folder, data)
+    return bool(val) and len(train) >= source.train_shards and wanted <= here <= set(manifest.shards)
+
+
+def _here(folder: Path, data: Data) -> set[str]:
+    """Shards that have their names, whoever gave them."""
+    train, val = _split((path.name for path in folder.iterdir()), data)
+    return {*train, *val}
 
 
 def _split(names: Iterable[str], data: Data) -> tuple[list[str], list[str]]:
@@ -155,19 +168,25 @@ def _fetch_missing(
             raise DataError(
                 f"{wanted}: the hub has {len(train)} and {len(val)} at {found.commit}; ask for fewer"
             )
-        first = {*val[:1], *train[: source.train_shards]}
-        here = {name for name in found.files if (folder / name).exists()}
+        here = _here(folder, data)
+        if foreign := here - set(found.files):
+            raise DataError(
+                f"{folder / min(foreign)}: not a shard of {source.repo}; need no others; remove it"
+            )
         manifest = manifest or Manifest(
             source.repo, {"revision": found.commit}, data.vocab_size, data.document_token, {}
         )
-        known = here & set(manifest.shards)
-        todo = sorted((first | (here & {*train, *val})) - known, key=lambda name: (name not in val, name))
+        unknown = {*val[:1], *train[: source.train_shards], *here} - (here & set(manifest.shards))
+        todo = [name for name in (*val, *train) if name in unknown]
         job = _Job(folder, data, found, manifest, crew.stopped)
-        _require_space(folder, sum(found.files[name].size_bytes for name in todo if name not in here))
+        coming = [name for name in todo if name not in here and not (folder / STAGING / name).exists()]
+        need_bytes = sum(found.files[name].size_bytes for name in coming)
+        watch.say(f"{source.repo}@{found.commit}: {len(coming)} shards to come, {need_bytes / 1e9:.2f} GB")
+        _require_space(folder, need_bytes)
         try:
             return job.finish(dict(zip(todo, crew.start(job.obtain, todo), strict=True)), watch)
         except hub.HubError as error:
-            again = f"what is there stays; try again ({data.get}), or {otherwise}"
+            again = f"what is there stays, and the same command goes on; or {otherwise}"
             raise DataError(f"{wanted}: {error}; {again}") from None
 
 
