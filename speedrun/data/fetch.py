@@ -154,40 +154,51 @@ def _fetch_missing(
     folder: Path, data: Data, source: Hub, revision: str, manifest: Manifest | None, watch: Watch
 ) -> Manifest:
     """Everything for which the network is needed."""
-    otherwise = f"copy shards into {folder}, or make them with data/fineweb_prep.py"
-    wanted = f"{source.train_shards} training shards and the validation shard of {source.repo}"
     with Crew() as crew:
         (asked,) = crew.start(lambda _: hub.listing(source.repo, revision), [source.repo])
         wait([asked], timeout=_ANSWER_S)
         try:
             found = _result(asked, f"no answer in {_ANSWER_S:.0f} s")
         except hub.HubError as error:
-            raise DataError(f"{wanted}: {error}; without a network: {otherwise}") from None
-        train, val = _split(found.files, data)
-        if not val or len(train) < source.train_shards:
-            raise DataError(
-                f"{wanted}: the hub has {len(train)} and {len(val)} at {found.commit}; ask for fewer"
-            )
-        here = _here(folder, data)
-        if foreign := here - set(found.files):
-            raise DataError(
-                f"{folder / min(foreign)}: not a shard of {source.repo}; need no others; remove it"
-            )
+            raise _cannot(folder, source, error, "without a network:") from None
         manifest = manifest or Manifest(
             source.repo, {"revision": found.commit}, data.vocab_size, data.document_token, {}
         )
-        unknown = {*val[:1], *train[: source.train_shards], *here} - (here & set(manifest.shards))
-        todo = [name for name in (*val, *train) if name in unknown]
-        job = _Job(folder, data, found, manifest, crew.stopped)
-        coming = [name for name in todo if name not in here and not (folder / STAGING / name).exists()]
+        todo = _missing(folder, data, source, found, manifest)
+        places = (folder, folder / STAGING)
+        coming = [name for name in todo if not any((place / name).exists() for place in places)]
         need_bytes = sum(found.files[name].size_bytes for name in coming)
         watch.say(f"{source.repo}@{found.commit}: {len(coming)} shards to come, {need_bytes / 1e9:.2f} GB")
         _require_space(folder, need_bytes)
+        job = _Job(folder, data, found, manifest, crew.stopped)
         try:
             return job.finish(dict(zip(todo, crew.start(job.obtain, todo), strict=True)), watch)
         except hub.HubError as error:
-            again = f"what is there stays, and the same command goes on; or {otherwise}"
-            raise DataError(f"{wanted}: {error}; {again}") from None
+            raise _cannot(
+                folder, source, error, "what is there stays, and the same command goes on; or"
+            ) from None
+
+
+def _cannot(folder: Path, source: Hub, cause: object, then: str) -> DataError:
+    wanted = f"{source.train_shards} training shards and the validation shard of {source.repo}"
+    otherwise = f"copy shards into {folder}, or make them with data/fineweb_prep.py"
+    return DataError(f"{wanted}: {cause}; {then} {otherwise}")
+
+
+def _missing(folder: Path, data: Data, source: Hub, found: hub.Listing, manifest: Manifest) -> list[str]:
+    """Shards to fetch, and those to check because they are there without the manifest's knowledge; in order.
+
+    All before the last one that is there belong to them: a gap would be another order of tokens.
+    """
+    (train, val), here = _split(found.files, data), _here(folder, data)
+    if not val or len(train) < source.train_shards:
+        there = f"at {found.commit} it has {len(train)} and {len(val)}"
+        raise DataError(f"{source.repo}: {there}; need {source.train_shards} and 1; ask for fewer --shards")
+    if foreign := here - set(found.files):
+        raise DataError(f"{folder / min(foreign)}: not a shard of {source.repo}; need no others; remove it")
+    num_train = max([source.train_shards, *(i + 1 for i, name in enumerate(train) if name in here)])
+    wanted = (*(name for name in val if name in here or name == val[0]), *train[:num_train])
+    return [name for name in wanted if name not in here or name not in manifest.shards]
 
 
 def _require_space(folder: Path, need_bytes: int) -> None:
@@ -208,7 +219,9 @@ class _Job:
     ) -> None:
         self._folder, self._staging = folder, folder / STAGING
         self._data, self._found, self._manifest, self._stopped = data, found, manifest, stopped
-        self._received: dict[str, int] = {}  # by shard, each written by the one thread that has it
+        self._received = dict.fromkeys(
+            found.files, 0
+        )  # bytes, each written by the one thread that has the shard
         for torn in self._staging.rglob("*.incomplete"):  # of a process that was killed; nobody continues it
             torn.unlink()
 
