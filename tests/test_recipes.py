@@ -167,8 +167,11 @@ def test_a_track_names_a_recipe_that_knows_its_ids(name):
 
 
 @pytest.mark.parametrize("name", track.names())
-def test_no_track_ranks_while_there_are_no_statistics(name):
-    assert not track.load(name).rules.ranked, "RULES.md, Records 6: a rank needs batches declared beforehand"
+def test_a_track_that_ranks_knows_its_noise_and_asks_for_several_runs(name):
+    rules = track.load(name)
+    if rules.rules.ranked:
+        assert rules.target.sigma
+        assert rules.rules.min_runs > 2
 
 
 #: What a trace changes of a recipe that is too large for it.
