@@ -4,7 +4,9 @@ Every message has three parts: what we got, what we need, what to do. It fits on
 """
 
 import difflib
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class SpeedrunError(Exception):
@@ -37,6 +39,9 @@ class Terminated(BaseException):
     exit_code = 75
 
 
+#: SIGINT; what a shell makes of it.
+INTERRUPTED = 130
+
 #: What `speedrun COMMAND --help` and the README print. Codes 4 (checkpoint) and 6 (hang) are kept free for the
 #: parts of the harness that will need them.
 EXIT_CODES = {
@@ -46,8 +51,20 @@ EXIT_CODES = {
     3: "data: shard missing, damaged, foreign or too short",
     5: "non-finite loss; the first bad leaf is named",
     75: "stopped by SIGTERM; the log up to there is kept",
-    130: "interrupted; the log up to there is kept",
+    INTERRUPTED: "interrupted; the log up to there is kept",
 }
+
+
+@contextmanager
+def told() -> Iterator[None]:
+    """Around the main part of a module that another process starts: an expected error is one line and its exit code."""
+    try:
+        yield
+    except (SpeedrunError, Terminated) as error:
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
 
 
 def unknown(kind: str, got: str, known: Iterable[str]) -> UsageError:

@@ -23,7 +23,7 @@ from speedrun import mesh as meshes
 from speedrun import track as tracks
 from speedrun.clock import Clock, cold_wall_s, now
 from speedrun.data import stream
-from speedrun.errors import NonFiniteError, UsageError
+from speedrun.errors import NonFiniteError, UsageError, told
 from speedrun.evaluate import Score, evaluate
 from speedrun.ledger import format
 from speedrun.outcome import Tally, run_end, run_file
@@ -54,7 +54,8 @@ def train(config: RunConfig, reader: console.Live | None = None) -> format.RunFi
     run_dir = config.out / "runs" / run_id
     try:
         run_dir.mkdir(parents=True)
-        (config.out / "source.txt").write_text(ready.source, encoding="utf-8")
+        if not config.batch_sha256:  # its declaration wrote it
+            (config.out / "source.txt").write_text(ready.source, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{run_dir}: {error.strerror}; choose an --out that can be written") from None
     tally = Tally()
@@ -250,6 +251,6 @@ def _validate(ready: Ready, score: Any, state: TrainState, log: runlog.RunLog, t
 
 
 if __name__ == "__main__":
-    with console.Live(sys.stdout) as live:
+    with told(), console.Live(sys.stdout) as live:
         raw = Path(sys.argv[1]).read_bytes()
         train(msgspec.json.decode(raw, type=RunConfig, dec_hook=lambda kind, value: kind(value)), live)

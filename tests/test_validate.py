@@ -134,6 +134,15 @@ def test_hostile_text_that_is_well_formed_stays_out_of_sight(folder, text):
         assert "<b>" not in line or line.startswith("speedrun") or line.startswith("    ")
 
 
+@pytest.mark.parametrize("stamp", ["yesterday", "2026-10-02T00:00:00", ""])
+@pytest.mark.parametrize("path", ["batch.json", "runs/*1/run.json", "manifest.json"])
+def test_a_stamp_that_is_none_ends_in_a_report(folder, path, stamp):
+    """A declaration is compared with the runs: both need a moment."""
+    old = b"2026-10-02T01:00:00+00:00" if path != "batch.json" else b"2026-10-02T00:00:00+00:00"
+    edited(path, old, stamp.encode())(folder)
+    assert "V001" in found(folder)
+
+
 def test_numbers_out_of_range_are_a_failure_not_a_crash(folder):
     logged(change(runlog.Step, at=4, batch_tokens=10**400))(folder)
     assert "out of range" in found(folder)["V209"][0]

@@ -14,20 +14,21 @@ import click
 
 from speedrun import __version__
 from speedrun.cli.options import Group
-from speedrun.errors import EXIT_CODES, SpeedrunError, Terminated, UsageError, unknown
+from speedrun.errors import EXIT_CODES, INTERRUPTED, SpeedrunError, Terminated, UsageError, unknown
 
 COMMANDS = {
     "doctor": "Say what this machine can run, and what to type next.",
     "data": "Fetch, make, list and check shards.",
     "plan": "Say what a recipe needs on devices that need not be here.",
     "run": "Train on a track, under the clock.",
+    "batch": "Declare several runs, run them, and test what they prove.",
+    "stats": "Say what the runs of a record prove, and how many more it would take.",
     "validate": "Check a record offline: every claim that can be computed is computed again.",
     "plot": "Draw the loss and the steps of a record.",
     "replay": "Run the source that a record carries.",
     "bench": "Time operations against their bounds.",
     "profile": "Say where the time of a training step goes.",
 }
-INTERRUPTED = 130
 
 
 class _Commands(Group):

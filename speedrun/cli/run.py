@@ -88,7 +88,7 @@ def command(
 
     config = RunConfig(
         track=track,
-        out=out or _new_folder(track),
+        out=out or new_folder(track),
         recipe=recipe,
         seed=seed,
         overrides=overrides,
@@ -149,7 +149,9 @@ def _standing(rules: tracks.Rules, summary: format.Summary) -> str:
     """What the track makes of the result."""
     if not rules.ranked:
         return "shown, not ranked"
-    return f"{summary.num_finished} of the {rules.min_runs} runs that a rank takes"
+    if summary.test is None or summary.num_finished < rules.min_runs:
+        return f"{summary.num_finished} run{'s' * (summary.num_finished > 1)}; a rank takes a batch of {rules.min_runs}"
+    return "qualified" if summary.test.passed else "not proven"
 
 
 def following(config: "RunConfig", summary: format.Summary, report: Report) -> str:
@@ -167,7 +169,7 @@ def following(config: "RunConfig", summary: format.Summary, report: Report) -> s
     return shlex.join(["speedrun", *words])
 
 
-def _new_folder(track: str) -> Path:
+def new_folder(track: str) -> Path:
     """The first name of today that is free."""
     taken = (Path("runs") / f"{clock.today()}-{track}-{i}" for i in range(1, 10_000))
     return next(path for path in taken if not path.exists())

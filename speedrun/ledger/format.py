@@ -146,6 +146,9 @@ class Declaration(_Strict, frozen=True, tag_field="schema", tag=BATCH_SCHEMA):
     recipe: Recipe
     config_sha256: str
     source_sha256: str
+    num_devices: int
+    microbatches: int
+    attention: str
     num_steps: int
     seeds: tuple[int, ...]  #: in the order of the runs
     seeds_chosen: bool  #: by people; else they follow from the digests of source and config

@@ -115,9 +115,26 @@ def read_json(raw: dict[str, bytes], path: str, kind: type[_File]) -> _File:
         FormatError: missing, or not what its type says.
     """
     try:
-        return decode(_required(raw, path), kind)
+        file = decode(_required(raw, path), kind)
+        if not isinstance(file, Summary):
+            _check_moment(file.created_utc)
     except FormatError as error:
         raise FormatError(f"{path}: {error}") from None
+    return file
+
+
+def _check_moment(utc: str) -> None:
+    """A stamp that can be compared with others.
+
+    Raises:
+        FormatError: if it is none, or has no time zone.
+    """
+    try:
+        zone = datetime.fromisoformat(utc).tzinfo
+    except ValueError as error:
+        raise FormatError(str(error)) from None
+    if zone is None:
+        raise FormatError(f"{utc!r} has no time zone")
 
 
 def read_run(raw: dict[str, bytes], folder: str) -> Run:
@@ -151,8 +168,7 @@ def _read_line(raw_line: bytes) -> runlog.Line:
     """One line, if it is canonical, and its hex floats and stamps are readable."""
     try:
         line = runlog.decode(raw_line)
-        if not datetime.fromisoformat(line.t_utc).tzinfo:
-            raise FormatError("t_utc has no time zone")
+        _check_moment(line.t_utc)
         if isinstance(line.event, runlog.Val) and not math.isfinite(float.fromhex(line.event.nll_sum)):
             raise FormatError("nll_sum is not finite")
     except (msgspec.DecodeError, ValueError, OverflowError, RecursionError) as error:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from statistics import fmean, stdev, variance
 from typing import Any, Literal, NamedTuple
 
+import msgspec
+
 #: With so few runs the sample's own sd says little: a known sigma takes its place.
 FEW_RUNS = 4
 #: What a test has to reach; the rule for few runs trusts a number from elsewhere, so it asks for more.
@@ -99,7 +101,7 @@ def runs_needed(
     return next(enough, None)
 
 
-class Interval(NamedTuple):
+class Interval(msgspec.Struct, frozen=True):
     """A mean and the interval that holds the true one with the stated confidence."""
 
     mean: float
@@ -123,7 +125,7 @@ def mean_interval(numbers: Sequence[float], *, confidence: float = 0.95) -> Inte
     return Interval(mean, mean - reach, mean + reach)
 
 
-class Equivalence(NamedTuple):
+class Equivalence(msgspec.Struct, frozen=True):
     """Two one-sided tests that two means differ by less than a margin."""
 
     difference: float  #: of the means, second less first
@@ -149,12 +151,15 @@ def equivalent(
 
     if min(len(first), len(second)) < 2:
         raise ValueError(f"got {len(first)} and {len(second)} runs; equivalence needs two on each side")
+    difference = fmean(second) - fmean(first)
+    if not stdev(first) + stdev(second):  # copies of one run on each side: they prove nothing
+        return Equivalence(difference, margin, 1.0, alpha)
     sides: list[Any] = [
         stats.ttest_ind([x + margin for x in second], first, equal_var=False, alternative="greater"),
         stats.ttest_ind([x - margin for x in second], first, equal_var=False, alternative="less"),
     ]
     p = max(float(side.pvalue) for side in sides)
-    return Equivalence(fmean(second) - fmean(first), margin, p, alpha)
+    return Equivalence(difference, margin, p, alpha)
 
 
 def ratio_interval(

@@ -23,7 +23,7 @@ def shard_hashes(record: Record) -> Iterator[str]:
     table = record.rules.data.sha256
     if not table:
         raise Skip(f"{record.rules.id} lists no digests")
-    for run in record.runs:
+    for run in record.finished:
         for shard in (*run.file.data.shards, run.file.data.val_shard):
             if table.get(shard.name) != shard.sha256:
                 yield f"{run.folder}: {shard.name} is not the track's file"
@@ -134,7 +134,7 @@ def val_tokens(run: Run, record: Record) -> Iterator[str]:
 def shard_sizes(record: Record) -> Iterator[str]:
     """One name, one file; no position beyond its end."""
     known: dict[str, tuple[str, int]] = {}
-    for run in record.runs:
+    for run in record.finished:
         for shard in (*run.file.data.shards, run.file.data.val_shard):
             if not 0 <= shard.start < shard.stop <= shard.tokens:
                 read = f"read {shard.start:,} to {shard.stop:,}"

@@ -1,0 +1,283 @@
+"""`speedrun batch`: several runs that are promised before the first one, and the record that they make together.
+
+This process holds no device: the declaration and every run are processes of their own, one after the other.
+"""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, NoReturn
+
+import click
+import msgspec
+
+from speedrun import signals
+from speedrun import track as tracks
+from speedrun.cli.options import (
+    Integer,
+    data_option,
+    example,
+    json_option,
+    parse_settings,
+    settings_option,
+    track_option,
+)
+from speedrun.cli.run import card, new_folder
+from speedrun.errors import NonFiniteError, UsageError
+from speedrun.ledger import format, statistics
+from speedrun.ledger.assemble import assemble
+from speedrun.ledger.batch import Standing, standing
+from speedrun.ledger.plot import plot
+from speedrun.ledger.record import load
+from speedrun.ledger.salvage import salvage
+from speedrun.ledger.validate import validate
+
+_POWER = 0.9
+
+
+@click.command(
+    epilog=example(
+        "speedrun batch --track smoke-cpu --runs 6",
+        "speedrun batch --track main-8xh100 --expect 3.278 --title 'record 21 in JAX'",
+        "speedrun batch --resume runs/2026-11-21-smoke-cpu-1",
+    )
+)
+@track_option()
+@click.option("--recipe", metavar="NAME", help="What to train. Default: the track's own recipe.")
+@click.option("--runs", type=Integer(2), metavar="N", help="How many.")
+@click.option("--then", type=Integer(3), metavar="N", help="In all, if the first look proves nothing yet.")
+@click.option(
+    "--expect", type=float, metavar="LOSS", help="The mean you expect; the number of runs follows from it."
+)
+@click.option(
+    "--power",
+    type=click.FloatRange(0.5, 0.999),
+    default=_POWER,
+    show_default=True,
+    help="With --expect: how probably the batch shall pass.",
+)
+@click.option(
+    "--sigma",
+    type=click.FloatRange(0, min_open=True),
+    help="With --expect: sd of losses. Default: the track's.",
+)
+@click.option("--seeds", metavar="N,N,...", help="Choose them. Default: they follow from source and config.")
+@settings_option
+@click.option("--devices", type=Integer(1), metavar="N", help="Default: what the track asks for, or all.")
+@click.option("--attention", default="auto", show_default=True, metavar="FORM", help="Its kernels.")
+@click.option("--microbatches", type=Integer(1), metavar="N", help="Parts of a step's batch. Default: 8.")
+@data_option
+@click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="A new folder.")
+@click.option("--title", help="What the record is, in a few words.")
+@click.option("--resume", type=click.Path(path_type=Path), metavar="DIR", help="Go on with a declared batch.")
+@json_option
+@click.pass_context
+def command(
+    ctx: click.Context,
+    *,
+    track: str,
+    recipe: str | None,
+    runs: int | None,
+    then: int | None,
+    expect: float | None,
+    power: float,
+    sigma: float | None,
+    seeds: str | None,
+    settings: tuple[str, ...],
+    devices: int | None,
+    attention: str,
+    microbatches: int | None,
+    data: Path | None,
+    out: Path | None,
+    title: str | None,
+    resume: Path | None,
+    as_json: bool,
+) -> None:
+    """Declare a batch, run it, test its mean loss; one record of all runs, also of those that failed.
+
+    Exits with 0 if the batch proves its target and every check passes, with 1 if not.
+    """
+    if resume is None:
+        rules = tracks.load(track)
+        config = {
+            "track": track,
+            "out": str(out or new_folder(track)),
+            "recipe": recipe,
+            "overrides": parse_settings(settings),
+            "data": None if data is None else str(data),
+            "num_devices": devices,
+            "microbatches": microbatches,
+            "attention": attention,
+        }
+        promise = {
+            "config": config,
+            "num_runs": runs or _size(rules, expect, power, sigma),
+            "then": then,
+            "seeds": _seeds(seeds),
+            "expected_loss": expect,
+        }
+        _child(ctx, "speedrun.declare", promise, to_stderr=as_json)
+        folder = Path(config["out"])
+    else:
+        _check_only_resume(ctx)
+        folder = resume
+    Batch(ctx, folder, data, title, as_json=as_json).run()
+
+
+def _check_only_resume(ctx: click.Context) -> None:
+    """A batch is as it was declared."""
+    for name in ctx.params:
+        given = ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+        if given and name not in ("resume", "data", "title", "as_json"):
+            raise UsageError(
+                f"--resume goes on as declared, got --{name} as well; leave it out, or declare anew"
+            )
+
+
+def _size(rules: tracks.Track, expect: float | None, power: float, sigma: float | None) -> int:
+    """The number of runs that prove an expected mean with the wanted probability."""
+    sigma, target = sigma or rules.target.sigma, rules.target.loss
+    if expect is None:
+        raise UsageError("how many runs? say --runs N, or --expect LOSS and let the number follow from it")
+    if sigma is None:
+        raise UsageError(f"the noise of {rules.id} is not known; add --sigma, the sd of losses over seeds")
+    few = statistics.runs_needed(
+        target - expect, sigma, power_wanted=power, rule="z", alpha=statistics.ALPHA["z"]
+    )
+    many = statistics.runs_needed(target - expect, sigma, power_wanted=power)
+    fits = few is not None and few <= statistics.FEW_RUNS and rules.target.sigma is not None
+    need = few if fits else many
+    if need is None:
+        raise UsageError(
+            f"got a mean of {expect} with sd {sigma}; {statistics.MOST_RUNS:,} runs would not show that it is below "
+            f"{target}; need a lower mean"
+        )
+    return max(need, rules.rules.min_runs, 2)
+
+
+def _seeds(text: str | None) -> list[int]:
+    try:
+        return [int(word) for word in (text or "").split(",") if word]
+    except ValueError:
+        raise UsageError(f"--seeds {text!r}; need whole numbers with commas between them") from None
+
+
+def _child(ctx: click.Context, module: str, request: dict[str, Any], *, to_stderr: bool) -> None:
+    """Runs a module of ours on a request; ends this process as that one ended, if badly."""
+    if code := _ended(module, request, to_stderr=to_stderr):
+        ctx.exit(code)
+
+
+def _ended(module: str, request: dict[str, Any], *, to_stderr: bool) -> int:
+    """The exit code of a module of ours that was given a request; signals go on to it."""
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch, "request.json")
+        path.write_bytes(msgspec.json.encode(request))
+        child = subprocess.Popen(
+            [sys.executable, "-m", module, str(path)], stdout=sys.stderr if to_stderr else None
+        )
+        with signals.handled_by(lambda number, _frame: child.send_signal(number)):
+            return child.wait()
+
+
+class Batch:
+    """One declared batch on its way."""
+
+    def __init__(
+        self, ctx: click.Context, folder: Path, data: Path | None, title: str | None, *, as_json: bool
+    ) -> None:
+        raw = _read(folder)
+        self._ctx, self._folder, self._data, self._as_json = ctx, folder, data, as_json
+        self._promise = format.decode(raw, format.Declaration)
+        self._sha256 = format.sha256(raw)
+        self._rules = tracks.load(self._promise.track.id.rpartition("@")[0])
+        self._title = title or f"{self._promise.recipe.name} on {self._promise.track.id}"
+
+    def run(self) -> None:
+        """Runs what is missing, tells how far it is after each run, and ends with the card."""
+        far = self._far()
+        while far.missing:
+            code = _ended("speedrun.train", self._request(far.missing[0]), to_stderr=self._as_json)
+            far = self._far()
+            if code and code != NonFiniteError.exit_code:
+                self._stop(code)
+        self._finish(far)
+
+    def _far(self) -> Standing:
+        """Puts the record in order, and says how far it is."""
+        for run_id in salvage(self._folder, self._promise):
+            click.echo(
+                f"warning: {run_id} was killed; its log is kept, as that of a run that broke off", err=True
+            )
+        if list(self._folder.glob("runs/*")):
+            assemble(self._folder, title=self._title)
+        target = self._rules.target
+        far = standing(self._promise, load(self._folder).runs, target.loss, target.sigma)
+        self._say(far)
+        return far
+
+    def _request(self, seed: int) -> dict[str, Any]:
+        """A `prepare.RunConfig`, as declared."""
+        promise = self._promise
+        return {
+            "track": self._rules.name,
+            "out": str(self._folder),
+            "recipe": promise.recipe.name,
+            "seed": seed,
+            "overrides": promise.recipe.overrides,
+            "data": None if self._data is None else str(self._data),
+            "num_devices": promise.num_devices,
+            "microbatches": promise.microbatches,
+            "attention": promise.attention,
+            "batch_sha256": self._sha256,
+        }
+
+    def _say(self, far: Standing) -> None:
+        """One line: how many of how many, and what they say so far."""
+        total = next(
+            (
+                look.num_runs
+                for look in self._promise.looks
+                if look.num_runs >= len(far.losses) + len(far.missing)
+            ),
+            len(self._promise.seeds),
+        )
+        parts = [f"batch   {len(far.losses)} of {total} runs"]
+        if len(far.losses) > 1:
+            parts.append(f"mean {fmean(far.losses):.5f}, sd {stdev(far.losses):.5f}")
+        if far.test is not None:
+            verdict = "proven" if far.test.passed else "not proven"
+            parts.append(f"p = {far.test.p:.2g}, need less than {far.test.alpha:g}: {verdict}")
+        click.echo(" | ".join(parts), err=self._as_json)
+
+    def _stop(self, code: int) -> NoReturn:
+        """A run broke off."""
+        click.echo(
+            f"error: a run ended with exit code {code}; go on: speedrun batch --resume {self._folder}",
+            err=True,
+        )
+        self._ctx.exit(code if code > 0 else 128 - code)
+
+    def _finish(self, far: Standing) -> None:
+        summary = assemble(self._folder, title=self._title)
+        picture = next(path for path in plot(self._folder) if path.suffix == ".png")
+        report = validate(self._folder)
+        if self._as_json:
+            facts = {"record": str(self._folder), "summary": summary, "failed_checks": {}}
+            facts["failed_checks"] = {r.check.id: r.messages for r in report.having("failed")}
+            click.echo(msgspec.json.encode(facts))
+        else:
+            click.echo(card(self._rules, summary, report))
+            click.echo(f"record  {self._folder}\nplot    {picture}\nnext    speedrun stats {self._folder}")
+        self._ctx.exit(0 if far.passed and report.exit_code == 0 else 1)
+
+
+def _read(folder: Path) -> bytes:
+    try:
+        return (folder / format.BATCH).read_bytes()
+    except OSError:
+        raise UsageError(
+            f"{folder} holds no {format.BATCH}; declare a batch with 'speedrun batch --runs N'"
+        ) from None
