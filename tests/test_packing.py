@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speedrun.data.documents import boundaries, packed_batch
+from speedrun.data.packing import boundaries, packed_batch
 from speedrun.data.shards import Shard, write_shard
 from speedrun.data.stream import START
 from speedrun.errors import DataError
