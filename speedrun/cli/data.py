@@ -6,6 +6,7 @@ import click
 import msgspec
 
 from speedrun import track as tracks
+from speedrun.cli import data_prep
 from speedrun.cli.options import Group, data_option, example, json_option, track_option
 from speedrun.data import inventory, synthetic
 from speedrun.errors import UsageError
@@ -14,6 +15,10 @@ from speedrun.errors import UsageError
 @click.command(cls=Group, epilog=example("speedrun data synth", "speedrun data verify --full"))
 def command() -> None:
     """Make and check shards."""
+
+
+command.add_command(data_prep.command, "prep")
+command.add_command(data_prep.train_bpe, "train-bpe")
 
 
 @command.command(epilog=example("speedrun data synth --track smoke-cpu"))
