@@ -19,6 +19,7 @@ def command() -> None:
 
 command.add_command(data_prep.command, "prep")
 command.add_command(data_prep.train_bpe, "train-bpe")
+command.add_command(data_prep.docs, "docs")
 
 
 @command.command(epilog=example("speedrun data synth --track smoke-cpu"))

@@ -12,10 +12,10 @@ import msgspec
 
 from speedrun import signals
 from speedrun import track as tracks
-from speedrun.cli.options import Integer, example, json_option
+from speedrun.cli.options import Integer, example, json_option, track_option
 from speedrun.clock import Stopwatch
 from speedrun.console import clean, duration, quantity
-from speedrun.data import documents, inventory, prep, tokenizer
+from speedrun.data import documents, inventory, prep, python_docs, tokenizer
 from speedrun.data.gpt2 import END_OF_TEXT
 from speedrun.errors import Terminated, UsageError
 
@@ -177,6 +177,20 @@ def train_bpe(
         click.echo(msgspec.json.encode({"tokenizer": str(out), "vocab_size": size}))
         return
     click.echo(f"{out}  {size:,} ids, document token {document_text}")
+
+
+@click.command(epilog=example("speedrun data docs --track docs-cpu"))
+@track_option("docs-cpu")
+@workers_option
+@click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Default: the track's folder.")
+@json_option
+def docs(*, track: str, workers: int | None, out: Path | None, as_json: bool) -> None:
+    """Make the shards of a track of the documentation that this Python brings along; half a minute."""
+    rules = tracks.load(track)
+    folder = inventory.data_folder(rules, out)
+    with signals.handled_by(signals.stop):
+        made = python_docs.make(rules, folder, num_workers=workers or num_cores())
+    report(made, as_json=as_json)
 
 
 # --- what is shown ----------------------------------------------------------------------------------------

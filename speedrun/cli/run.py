@@ -20,6 +20,7 @@ from speedrun.cli.options import (
     settings_option,
     track_option,
 )
+from speedrun.data import inventory, python_docs
 from speedrun.errors import UsageError
 from speedrun.ledger import format
 from speedrun.ledger.assemble import assemble
@@ -82,6 +83,8 @@ def command(
     """
     rules = tracks.load(track)
     overrides = parse_settings(settings)
+    if data is None:
+        _ensure_docs(rules)
     # JAX is imported only now: nothing above needs it, and an error above should not wait for it.
     from speedrun.prepare import RunConfig
     from speedrun.train import train
@@ -115,6 +118,17 @@ def command(
         click.echo(f"record  {config.out}\nplot    {picture}")
         click.echo(f"next    {following(config, summary, report)}")
     ctx.exit(0 if summary.target_reached and report.exit_code == 0 else 1)
+
+
+def _ensure_docs(rules: tracks.Track) -> None:
+    """Makes the data of a track of Python's documentation the first time; those of synthetic ones `prepare` makes."""
+    folder = inventory.data_folder(rules, None)
+    if (made := python_docs.ensure(rules, folder)) is not None:
+        tokens = sum(entry.tokens for entry in made.manifest.shards.values())
+        click.echo(
+            f"made  {len(made.manifest.shards)} shards of Python's documentation in {folder}: {tokens:,} tokens",
+            err=True,
+        )
 
 
 def _keep(out: Path, title: str) -> None:

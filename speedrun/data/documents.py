@@ -294,7 +294,7 @@ class Dataset:
             at = start.reader or {"row": 0, "state": None}
             if at["state"] is not None:
                 rows.load_state_dict(at["state"])
-            tables: Iterator[Any] = rows.iter(_BATCH_ROWS)
+            tables: Any = rows.iter(_BATCH_ROWS)
             for table in tables:
                 after = {"row": at["row"] + table.num_rows, "state": rows.state_dict()}
                 for block in _of_batches(

@@ -86,7 +86,7 @@ class Tiktoken:
         from tiktoken.load import load_tiktoken_bpe
 
         self._ranks = load_tiktoken_bpe(str(path))
-        self._encoding = tiktoken.Encoding(
+        self.encoding = tiktoken.Encoding(
             "gpt2",
             pat_str=_WORDS,
             mergeable_ranks=self._ranks,
@@ -99,7 +99,7 @@ class Tiktoken:
         return [np.concatenate([self._ids(part) for part in parts(text)]) for text in texts]
 
     def _ids(self, text: str) -> np.ndarray:
-        return self._encoding.encode_to_numpy(text, disallowed_special=())
+        return self.encoding.encode_to_numpy(text, disallowed_special=())
 
     def id_bytes_V(self) -> np.ndarray:
         """As `Tokenizer`."""
@@ -128,7 +128,7 @@ class Gigatoken(Tiktoken):
         for text, got, want in zip(texts, ours, reference, strict=True):
             if not np.array_equal(got, want):
                 raise DataError(
-                    f"gigatoken {version('gigatoken')} encodes {text[:40]!r} to {got[:8]}..., tiktoken to {want[:8]}...; "
+                    f"gigatoken {version('gigatoken')} makes {got[:8]} of {text[:40]!r}, tiktoken {want[:8]}; "
                     "they must agree; pass --engine tiktoken, and report it"
                 )
 
@@ -150,8 +150,8 @@ class Gigatoken(Tiktoken):
 #: tiktoken's matcher gives up on longer white space before a word; documents this long are cut at such places.
 _LONG_CHARACTERS = 2**16
 _WHITE = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
-#: Between a letter and white space two words always meet, and so they do before the last of much white space.
-_BORDERS = re.compile(rf"(?<=[A-Za-z])(?=[{_WHITE}])|(?=[{_WHITE}][^{_WHITE}])(?<=[{_WHITE}]{{1000}})")
+#: White space never follows anything else inside a word, and the last of much of it begins a new one.
+_BORDERS = re.compile(rf"(?<=[!-~])(?=[{_WHITE}])|(?=[{_WHITE}][^{_WHITE}])(?<=[{_WHITE}]{{1000}})")
 
 
 def parts(text: str) -> Iterator[str]:
