@@ -61,7 +61,11 @@ SUBCOMMANDS = (
     ("bench", "head"),
     ("bench", "attention"),
     ("bench", "step"),
+    ("bench", "prep"),
+    ("data", "docs"),
+    ("data", "prep"),
     ("data", "synth"),
+    ("data", "train-bpe"),
     ("data", "verify"),
 )
 

@@ -168,7 +168,7 @@ def _json_lines(path: Path, row: int, column: str) -> Iterator[Block]:
     with path.open("rb") as file:
         # GzipFile's own lines are made one by one in Python.
         unpacked: IO[bytes] = (
-            io.BufferedReader(gzip.GzipFile(fileobj=file)) if path.name.endswith(".gz") else file
+            io.BufferedReader(gzip.GzipFile(fileobj=file), BLOCK_BYTES) if path.name.endswith(".gz") else file
         )
         lines, size = [], 0
         for number, line in enumerate(line for line in unpacked if not line.isspace()):
