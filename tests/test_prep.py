@@ -20,10 +20,11 @@ from hypothesis import strategies as st
 
 from speedrun import track
 from speedrun.clock import Stopwatch
-from speedrun.data import documents, inventory, prep, tokenizer
-from speedrun.data.documents import Dataset, open_source
+from speedrun.data import documents, inventory, prep, text_files, tokenizer
+from speedrun.data.hub_rows import Dataset
 from speedrun.data.inventory import Place
 from speedrun.data.prep import Cut, prepare
+from speedrun.data.sources import open_source
 from speedrun.errors import DataError, UsageError
 
 ROOT = Path(__file__).parent.parent
@@ -76,7 +77,7 @@ def test_shards_are_the_definition(tmp_path_factory, texts, shard_tokens, limit,
     folder = tmp_path_factory.mktemp("prep")
     source = open_source([str(write_rows(folder / "rows.jsonl", texts))])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(documents, "BLOCK_BYTES", block_bytes)
+        patch.setattr(text_files, "BLOCK_BYTES", block_bytes)
         made = prepare(source, BYTES, Cut("x", shard_tokens, limit, 7), folder / "out")
     want = definition(texts, shard_tokens, limit)
     assert ids_of(folder / "out", "x") == want
@@ -111,7 +112,7 @@ def test_a_preparation_that_breaks_off_goes_on(tmp_path_factory, texts, shard_to
         return tell
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(documents, "BLOCK_BYTES", block_bytes)
+        patch.setattr(text_files, "BLOCK_BYTES", block_bytes)
         for life in lives:
             try:
                 prepare(open_source([str(rows)]), BYTES, cut, folder / "a", tell=kill_after(life))
@@ -285,7 +286,7 @@ def test_rows_are_found_again(tmp_path: Path, kind: str, monkeypatch: pytest.Mon
     import pyarrow.parquet
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(documents, "_BATCH_ROWS", 7)
+    monkeypatch.setattr(documents, "BATCH_ROWS", 7)
     path = tmp_path / "rows" / "rows.parquet"
     path.parent.mkdir()
     texts = [f"row {i} " + "x" * (i % 13) for i in range(60)]

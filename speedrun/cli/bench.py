@@ -131,10 +131,11 @@ def text_to_shards(*, sources: tuple[str, ...], name: str, workers: int, column:
     """Text to shards with tiktoken and with gigatoken, against tiktoken in one thread; equal bytes or an error."""
     if not sources:
         raise UsageError("no --source; text is needed; name a file or a folder")
-    from speedrun.data import documents, prep_speed, tokenizer
+    from speedrun.data import prep_speed, tokenizer
+    from speedrun.data.sources import open_source
 
     choice = tokenizer.choose(name, engine="gigatoken")
-    source = documents.open_source(sources, column=column)
+    source = open_source(sources, column=column)
     result = prep_speed.compare(source, choice, column=column, num_workers=workers)
     if as_json:
         timings = [timing._asdict() for timing in result.timings]

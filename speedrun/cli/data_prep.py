@@ -17,12 +17,15 @@ from speedrun.clock import Stopwatch
 from speedrun.console import clean, duration, quantity
 from speedrun.data import documents, inventory, prep, python_docs, tokenizer
 from speedrun.data.gpt2 import END_OF_TEXT
+from speedrun.data.hub_rows import HUB
+from speedrun.data.sources import open_source
+from speedrun.data.text_files import READERS
 from speedrun.errors import Terminated, UsageError
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-FINEWEB = f"{documents.HUB}HuggingFaceFW/fineweb:sample-10BT"
+FINEWEB = f"{HUB}HuggingFaceFW/fineweb:sample-10BT"
 #: Whose folder FineWeb's shards go to, when no other is named.
 _FINEWEB_TRACK = "main-8xh100"
 #: Between two lines of progress in a file.
@@ -33,7 +36,7 @@ source_option = click.option(
     "sources",
     multiple=True,
     metavar="NAME",
-    help=f"File or folder of {', '.join(documents.READERS)}, or hub:OWNER/NAME[:CONFIG]. Repeatable.",
+    help=f"File or folder of {', '.join(READERS)}, or hub:OWNER/NAME[:CONFIG]. Repeatable.",
 )
 column_option = click.option("--column", default="text", show_default=True, help="Field that is the text.")
 document_token_option = click.option(
@@ -116,7 +119,7 @@ def command(
     # The file that may be missing comes before the network that may be.
     choice = tokenizer.choose(tokenizer_name, engine=engine, document_text=document_text)
     folder = _folder(sources, out)
-    source = documents.open_source(sources or (FINEWEB,), column=column, revision=revision)
+    source = open_source(sources or (FINEWEB,), column=column, revision=revision)
     _say_engine(choice)
     with shown(folder) as progress:
         made = prep.prepare(
@@ -171,7 +174,7 @@ def train_bpe(
         raise UsageError("no --source; texts are needed to train on; name a file or a folder")
     if out.suffix != ".json":
         raise UsageError(f"--out {out}; need a name that ends in .json, by which --tokenizer knows the file")
-    source = documents.open_source(sources, column=column, revision=revision)
+    source = open_source(sources, column=column, revision=revision)
     size = tokenizer.train_bpe(documents.texts(source, column), vocab_size, out, document_text=document_text)
     if as_json:
         click.echo(msgspec.json.encode({"tokenizer": str(out), "vocab_size": size}))

@@ -111,10 +111,13 @@ def command(
     summary = assemble(config.out, title=title, declared_runs=1)
     picture = next(path for path in plot(config.out) if path.suffix == ".png")
     report = validate(config.out)
+    density = _bits_per_byte(rules, data, summary)
     if as_json:
-        click.echo(_encoded(config.out, picture, summary, report))
+        click.echo(_encoded(config.out, picture, summary, report, density))
     else:
         click.echo(card(rules, summary, report))
+        if density is not None:
+            click.echo(f"bytes   {density:.3f} bits per byte of validation text")
         click.echo(f"record  {config.out}\nplot    {picture}")
         click.echo(f"next    {following(config, summary, report)}")
     ctx.exit(0 if summary.target_reached and report.exit_code == 0 else 1)
@@ -187,12 +190,22 @@ def _new_folder(track: str) -> Path:
     return next(path for path in taken if not path.exists())
 
 
-def _encoded(out: Path, picture: Path, summary: format.Summary, report: Report) -> bytes:
+def _bits_per_byte(rules: tracks.Track, data: Path | None, summary: format.Summary) -> float | None:
+    """Of the run's validation, where the data's manifest knows the bytes."""
+    if summary.val_loss_mean is None:
+        return None
+    return inventory.bits_per_byte(summary.val_loss_mean, inventory.data_folder(rules, data), rules.data)
+
+
+def _encoded(
+    out: Path, picture: Path, summary: format.Summary, report: Report, density: float | None
+) -> bytes:
     return msgspec.json.encode(
         {
             "record": str(out),
             "plot": str(picture),
             "summary": summary,
+            "bits_per_byte": density,
             "failed_checks": {r.check.id: r.messages for r in report.having("failed")},
         }
     )

@@ -1,6 +1,7 @@
 """The folder that a track's shards lie in: its manifest, which shards must be there, and what they must hold."""
 
 import fnmatch
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -56,6 +57,17 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     next: Place | None = None  #: the first token after the last shard; where making them goes on
     scored_tokens: int | None = None  #: targets from the start of the validation shard
     scored_bytes: int | None = None  #: of UTF-8 that those stand for
+
+
+def bits_per_byte(loss: float, folder: Path, data: Data) -> float | None:
+    """A validation loss, nats per token, as bits per byte of text: the figure that compares across tokenizers.
+
+    loss * tokens / bytes / ln 2, of the tokens that the track scores. None where the manifest does not know them.
+    """
+    manifest = read_manifest(folder)
+    if manifest is None or not manifest.scored_bytes or manifest.scored_tokens != data.val_tokens:
+        return None
+    return loss * data.val_tokens / manifest.scored_bytes / math.log(2)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

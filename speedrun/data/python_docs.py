@@ -21,6 +21,7 @@ import msgspec
 
 from speedrun.data import documents, prep, tokenizer
 from speedrun.data.inventory import read_manifest
+from speedrun.data.sources import open_source
 from speedrun.data.wholefile import write_whole
 from speedrun.errors import DataError, UsageError
 from speedrun.track import PythonDocs, Track
@@ -136,7 +137,7 @@ def make(track: Track, folder: Path, *, num_workers: int = 1) -> prep.Prepared:
         shard_tokens=wanted.shard_tokens,
         scored_tokens=track.data.val_tokens,
     )
-    source = documents.open_source([str(folder / CORPUS)])
+    source = open_source([str(folder / CORPUS)])
     choice = tokenizer.choose(str(folder / TOKENIZER))
     return prep.prepare(source, choice, cut, folder, num_workers=num_workers)
 
