@@ -89,6 +89,7 @@ def test_where_a_long_document_is_cut():
     assert "".join(cut) == text
     assert max(map(len, cut)) <= 100_000 + gpt2._LONG_CHARACTERS + 6
     assert all(part[0] == " " for part in cut[1:])
+    assert len(cut) <= len(text) // gpt2._LONG_CHARACTERS + 1
     assert list(gpt2.parts("a b" * 100)) == ["a b" * 100]
     assert list(gpt2.parts("x" * 100_000)) == ["x" * 100_000]
 

@@ -1,8 +1,7 @@
 """GPT-2's tokenizer, by two engines that give the same ids.
 
 tiktoken is the reference. gigatoken is some ten times as fast; before it is used it has to encode awkward texts
-as tiktoken does, in the same process, and documents that hold "<|endoftext|>", of which it would make a document
-token, go to the reference. Both are imported by the classes that need them.
+as tiktoken does, in the same process. Both are imported by the classes that need them.
 """
 
 import hashlib
@@ -122,6 +121,7 @@ class Gigatoken(Tiktoken):
         import gigatoken
 
         super().__init__(path)
+        # Without special tokens: else it would make one of "<|endoftext|>" in a text.
         self._fast = gigatoken.Tokenizer.from_tiktoken(path, "gpt2", {})
         texts = list(awkward_texts())
         ours, reference = self.encode(texts), super().encode(texts)
@@ -140,11 +140,7 @@ class Gigatoken(Tiktoken):
             return []
         batch = self._fast.encode_batch(texts)
         counts = awkward.num(batch).to_numpy()
-        ids = np.split(awkward.flatten(batch).to_numpy(), np.cumsum(counts)[:-1])
-        for index, text in enumerate(texts):
-            if END_OF_TEXT in text:
-                ids[index] = super().encode([text])[0]
-        return ids
+        return np.split(awkward.flatten(batch).to_numpy(), np.cumsum(counts)[:-1])
 
 
 #: tiktoken's matcher gives up on longer white space before a word; documents this long are cut at such places.
