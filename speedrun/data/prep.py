@@ -180,7 +180,9 @@ def _from(encoded: Encoded, start: Place) -> Encoded:
     is_first = (encoded.first.file, encoded.first.row) == (start.file, start.row)
     if not (is_first and start.token):
         return encoded
-    return encoded._replace(ids=encoded.ids[start.token :], starts=encoded.starts - start.token)
+    return encoded._replace(
+        ids=encoded.ids[start.token :], starts=encoded.starts - start.token, text_bytes=None
+    )
 
 
 class _Making:
@@ -199,7 +201,7 @@ class _Making:
         return self._cut.shard_tokens if limit is None else min(self._cut.shard_tokens, limit - self._done)
 
     def _begin(self) -> None:
-        self._filled, self._documents, self._source_tokens = 0, 0, 0
+        self._filled, self._documents, self._text_bytes, self._source_tokens = 0, 0, 0, 0
         self._first = self.next
         self._all_said = True
 
@@ -227,6 +229,7 @@ class _Making:
             stop = min(len(encoded.ids), at + self._limit() - self._filled)
             self._room[self._filled : self._filled + stop - at] = encoded.ids[at:stop]
             self._filled += stop - at
+            self._text_bytes += self._bytes_of(encoded, at, stop)
             opened = slice(*map(int, np.searchsorted(encoded.starts, (at, stop))))
             self._documents += opened.stop - opened.start
             if encoded.source_tokens is None:
@@ -247,27 +250,29 @@ class _Making:
             documents=self._documents,
             sha256=shards.sha256(self._out / name),
             first=self._first,
-            text_bytes=self._bytes_of(ids),
+            text_bytes=None if self._id_bytes_V is None else self._text_bytes,
             source_tokens=self._source_tokens if self._all_said else None,
         )
         entries = {**self._manifest.shards, name: entry}
         manifest = msgspec.structs.replace(self._manifest, shards=entries, next=self.next)
         if self.num_shards == 0 and self._id_bytes_V is not None:
             scored = ids[1 : self._cut.scored_tokens + 1]
-            manifest = msgspec.structs.replace(
-                manifest, scored_tokens=len(scored), scored_bytes=self._bytes_of(scored)
-            )
+            # In pieces: the whole of it would be four times the size of the ids.
+            pieces = (scored[at : at + _PIECE_TOKENS] for at in range(0, len(scored), _PIECE_TOKENS))
+            scored_bytes = sum(int(self._id_bytes_V[piece].sum()) for piece in pieces)
+            manifest = msgspec.structs.replace(manifest, scored_tokens=len(scored), scored_bytes=scored_bytes)
         self._manifest = manifest
         write_manifest(self._out, manifest)
         self._done += self._filled
         self._begin()
 
-    def _bytes_of(self, ids: np.ndarray) -> int | None:
+    def _bytes_of(self, encoded: Encoded, at: int, stop: int) -> int:
+        """Of a stretch of a block; its worker has counted those of all of it."""
         if self._id_bytes_V is None:
-            return None
-        # In pieces: the whole of it would be four times the size of the shard.
-        pieces = range(0, len(ids), _PIECE_TOKENS)
-        return sum(int(self._id_bytes_V[ids[at : at + _PIECE_TOKENS]].sum()) for at in pieces)
+            return 0
+        if encoded.text_bytes is not None and (at, stop) == (0, len(encoded.ids)):
+            return encoded.text_bytes
+        return int(self._id_bytes_V[encoded.ids[at:stop]].sum())
 
     def finish(self) -> Manifest:
         """Writes what is left as a last, shorter shard, and says that all is done."""

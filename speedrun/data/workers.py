@@ -34,6 +34,7 @@ class Encoded(NamedTuple):
     first: Place  #: of the first document
     ids: np.ndarray  #: uint16 [N]
     starts: np.ndarray  #: int64 [D]: where the document tokens stand
+    text_bytes: int | None  #: of UTF-8 that the ids stand for, where that is known
     source_tokens: np.ndarray | None  #: int64 [D]: what the source says each document holds
     read_bytes: int  #: of the source, up to the end of this block
 
@@ -51,12 +52,14 @@ def encoder(choice: tokenizer.Choice, column: str) -> Encode:
         DataError: of `tokenizer.load`; and by the function, if a document cannot be read.
     """
     chosen = tokenizer.load(choice)
+    id_bytes_V = chosen.id_bytes_V()
 
     def encode(block: Block) -> Encoded:
         texts, counts = documents.read(block, column)
         ids, starts = tokenizer.joined(chosen.encode(texts), chosen.document_token)
         source_tokens = None if counts is None else np.array(counts, np.int64)
-        return Encoded(block.first, ids, starts, source_tokens, block.read_bytes)
+        text_bytes = None if id_bytes_V is None else int(id_bytes_V[ids].sum())
+        return Encoded(block.first, ids, starts, text_bytes, source_tokens, block.read_bytes)
 
     return encode
 
