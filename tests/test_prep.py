@@ -451,3 +451,36 @@ def test_the_script_is_the_command(tmp_path: Path):
     report = json.loads(done.stdout)
     assert (report["tokens"], report["documents"]) == (100, 25)
     assert ids_of(tmp_path / "out") == definition(["abc"] * 30, 50, 100)
+
+
+def test_bits_per_byte(tmp_path: Path):
+    """A model that gives every byte 1/256 needs 8 bits for each, whatever the tokens; documents' openings are extra."""
+    rows = write_rows(tmp_path / "rows.jsonl", ["abcd" * 25])
+    made = prepare(open_source([str(rows)]), BYTES, Cut("x", 50, scored_tokens=40), tmp_path)
+    data = track.Data("x", "x_train_*.bin", "x_val_*.bin", 40, 257, DOCUMENT, "again!")
+    assert inventory.bits_per_byte(np.log(256), tmp_path, data) == pytest.approx(8)
+    assert inventory.bits_per_byte(1.0, tmp_path, msgspec.structs.replace(data, val_tokens=39)) is None
+    inventory.write_manifest(tmp_path, msgspec.structs.replace(made.manifest, scored_bytes=20))
+    assert inventory.bits_per_byte(np.log(256), tmp_path, data) == pytest.approx(16), "two tokens a byte"
+
+
+@needs_shared
+def test_bench_prep_compares_equal_bytes(monkeypatch: pytest.MonkeyPatch):
+    from speedrun.data import prep_speed
+
+    monkeypatch.setattr(prep_speed, "_TRIALS", 1)
+    choice = tokenizer.choose(str(RANKS))
+    result = prep_speed.compare(open_source([str(HEAD)]), choice, column="text", num_workers=2)
+    assert result.timings[0].name == "tiktoken, one thread"
+    assert (len(result.timings), result.timings[0].ratio, result.tokens) == (3, 1.0, 216_090)
+    honest = prep_speed.plain
+
+    def other(*args):
+        facts = honest(*args)
+        (path,) = args[-1].glob("*.bin")
+        path.write_bytes(path.read_bytes()[:-1] + b"x")
+        return facts
+
+    monkeypatch.setattr(prep_speed, "plain", other)
+    with pytest.raises(DataError, match="makes other bytes than tiktoken in one thread"):
+        prep_speed.compare(open_source([str(HEAD)]), choice, column="text", num_workers=2)
