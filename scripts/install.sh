@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Makes .venv from the lock files. Called by quickstart.sh and test.sh; may be called by hand, as often as you like.
 #
-#   scripts/install.sh [run|quick|dev]
+#   scripts/install.sh [run|prep|quick|dev]
 #
 #   run      what `speedrun` needs
+#   prep     and what makes shards of text: datasets, pyarrow, tokenizers, the fast one included
 #   quick    and the tools of scripts/test.sh
 #   dev      and the compiler for GPUs that are not there (Linux)
 #
@@ -68,8 +69,9 @@ main() {
   kind=$(accelerator)
   case $want in
     run) locks=(requirements/run.lock) ;;
+    prep) locks=(requirements/prep.lock) ;;
     quick | dev) locks=(requirements/dev.lock) ;;
-    *) die "got $want; need run, quick or dev" ;;
+    *) die "got $want; need run, prep, quick or dev" ;;
   esac
   # CUDA's own locks bring a compiler already, and an overlaid JAX would need another one.
   if [[ $want == dev && $kind == cpu && -z ${SPEEDRUN_JAX:-} ]]; then locks+=(requirements/aot.lock); fi
@@ -86,7 +88,9 @@ main() {
   python=$(find_python)
   sum="$kind ${SPEEDRUN_JAX:-} $(digest "$python" pyproject.toml requirements/*.lock)"
   if [[ -x .venv/bin/speedrun && -f $stamp ]]; then
-    case "$want $(<"$stamp")" in "$want $want $sum" | *" dev $sum" | "run quick $sum") return ;; esac
+    case "$want $(<"$stamp")" in
+      "$want $want $sum" | *" dev $sum" | "run prep $sum" | "run quick $sum" | "prep quick $sum") return ;;
+    esac
   fi
 
   [[ ! -e .venv || -f $stamp ]] || die ".venv exists and was not made by this script; move it away"

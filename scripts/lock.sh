@@ -35,6 +35,8 @@ lock aot.lock "The compiler for GPUs that are not there; laid over dev.lock." --
   --constraint requirements/cuda12.lock - "$@" <<<"$aot"
 lock run.lock "What scripts/quickstart.sh needs." \
   pyproject.toml --group build --constraint requirements/dev.lock "$@"
+lock prep.lock "What making shards of text needs, too: speedrun data prep." \
+  pyproject.toml --group build --extra prep-fast --constraint requirements/dev.lock "$@"
 # FlashAttention-3, of a third party. Its metadata asks for another JAX than it needs, hence no dependencies.
 for cuda in 12 13; do
   lock attention-cuda$cuda.lock "For --attention flash3; pip install --no-deps --require-hashes -r this." --no-deps \

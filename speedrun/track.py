@@ -58,6 +58,13 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ranked: bool  #: by train time; else results are shown, not ranked
 
 
+class PythonDocs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Data made of the documentation that this Python brings along."""
+
+    vocab_size: int  #: of the BPE that is trained on it
+    shard_tokens: int
+
+
 class Track(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One frozen, versioned set of rules."""
 
@@ -69,6 +76,7 @@ class Track(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     target: Target
     rules: Rules
     synthetic: dict[str, int] | None = None  #: the generator's settings, where the data is made
+    python_docs: PythonDocs | None = None  #: where the data is made of what is installed
 
     @property
     def id(self) -> str:

@@ -68,7 +68,11 @@ SUBCOMMANDS = (
     ("bench", "loader"),
     ("data", "get"),
     ("data", "list"),
+    ("bench", "prep"),
+    ("data", "docs"),
+    ("data", "prep"),
     ("data", "synth"),
+    ("data", "train-bpe"),
     ("data", "verify"),
 )
 

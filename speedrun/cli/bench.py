@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
+from speedrun.cli import data_prep
 from speedrun.cli.options import Group, Integer, example, json_option, parse_settings, settings_option
 from speedrun.errors import UsageError
 
@@ -194,6 +195,39 @@ def loader(
         f"rate    {result.tokens_per_s:,.0f} tokens/s | {result.times_h100:.0f} x what 8 H100 use up\n"
         f"wait    {result.waited:.2%} of {steps} steps of {step_ms} ms and {result.batch_tokens:,} tokens\n"
         f"first   batch after {result.first_batch_ms:.1f} ms, from the disk"
+    )
+
+
+@command.command(
+    "prep", epilog=example("speedrun bench prep --source rows.jsonl.gz --tokenizer r50k_base.tiktoken")
+)
+@data_prep.source_option
+@click.option("--tokenizer", "name", default="gpt2", show_default=True, help="gpt2, or its .tiktoken file.")
+@click.option("--workers", type=Integer(2), default=2, show_default=True, help="Processes that tokenize.")
+@data_prep.column_option
+@json_option
+def text_to_shards(*, sources: tuple[str, ...], name: str, workers: int, column: str, as_json: bool) -> None:
+    """Text to shards with tiktoken and with gigatoken, against tiktoken in one thread; equal bytes or an error."""
+    if not sources:
+        raise UsageError("no --source; text is needed; name a file or a folder")
+    from speedrun.data import prep_speed, tokenizer
+    from speedrun.data.sources import open_source
+
+    choice = tokenizer.choose(name, engine="gigatoken")
+    source = open_source(sources, column=column)
+    result = prep_speed.compare(source, choice, column=column, num_workers=workers)
+    if as_json:
+        timings = [timing._asdict() for timing in result.timings]
+        click.echo(msgspec.json.encode(result._asdict() | {"timings": timings}))
+        return
+    for timing in result.timings:
+        click.echo(
+            f"{timing.name:<22} {timing.best_s:7.2f} s  {timing.text_mb_per_s:6.1f} MB/s  "
+            f"{timing.tokens_per_s / 1e6:6.2f} Mtok/s  {timing.ratio:5.2f} x  (start {timing.start_s:.1f} s)"
+        )
+    click.echo(
+        f"equal bytes | {result.text_bytes / 1e6:.1f} MB of text, {result.tokens:,} tokens | "
+        f"memory at most {result.peak_bytes / 1e6:.0f} MB, all processes"
     )
 
 

@@ -7,6 +7,7 @@ import msgspec
 
 from speedrun import signals
 from speedrun import track as tracks
+from speedrun.cli import data_prep
 from speedrun.cli.options import Group, Integer, data_option, example, json_option, track_option
 from speedrun.cli.progress import Progress
 from speedrun.console import clean, quantity
@@ -26,6 +27,11 @@ _out_option = click.option(
 @click.command(cls=Group, epilog=example("speedrun data get --track main-8xh100", "speedrun data list"))
 def command() -> None:
     """Fetch, make, list and check shards."""
+
+
+command.add_command(data_prep.command, "prep")
+command.add_command(data_prep.train_bpe, "train-bpe")
+command.add_command(data_prep.docs, "docs")
 
 
 @command.command(

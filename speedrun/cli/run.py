@@ -20,6 +20,7 @@ from speedrun.cli.options import (
     settings_option,
     track_option,
 )
+from speedrun.data import inventory, python_docs
 from speedrun.errors import UsageError
 from speedrun.ledger import format
 from speedrun.ledger.assemble import assemble
@@ -82,6 +83,8 @@ def command(
     """
     rules = tracks.load(track)
     overrides = parse_settings(settings)
+    if data is None:
+        _ensure_docs(rules)
     # JAX is imported only now: nothing above needs it, and an error above should not wait for it.
     from speedrun.prepare import RunConfig
     from speedrun.train import train
@@ -108,13 +111,27 @@ def command(
     summary = assemble(config.out, title=title, declared_runs=1)
     picture = next(path for path in plot(config.out) if path.suffix == ".png")
     report = validate(config.out)
+    density = _bits_per_byte(rules, data, summary)
     if as_json:
-        click.echo(_encoded(config.out, picture, summary, report))
+        click.echo(_encoded(config.out, picture, summary, report, density))
     else:
         click.echo(card(rules, summary, report))
+        if density is not None:
+            click.echo(f"bytes   {density:.3f} bits per byte of validation text")
         click.echo(f"record  {config.out}\nplot    {picture}")
         click.echo(f"next    {following(config, summary, report)}")
     ctx.exit(0 if summary.target_reached and report.exit_code == 0 else 1)
+
+
+def _ensure_docs(rules: tracks.Track) -> None:
+    """Makes the data of a track of Python's documentation the first time; those of synthetic ones `prepare` makes."""
+    folder = inventory.data_folder(rules, None)
+    if (made := python_docs.ensure(rules, folder)) is not None:
+        tokens = sum(entry.tokens for entry in made.manifest.shards.values())
+        click.echo(
+            f"made  {len(made.manifest.shards)} shards of Python's documentation in {folder}: {tokens:,} tokens",
+            err=True,
+        )
 
 
 def _keep(out: Path, title: str) -> None:
@@ -175,12 +192,22 @@ def new_folder(track: str) -> Path:
     return next(path for path in taken if not path.exists())
 
 
-def _encoded(out: Path, picture: Path, summary: format.Summary, report: Report) -> bytes:
+def _bits_per_byte(rules: tracks.Track, data: Path | None, summary: format.Summary) -> float | None:
+    """Of the run's validation, where the data's manifest knows the bytes."""
+    if summary.val_loss_mean is None:
+        return None
+    return inventory.bits_per_byte(summary.val_loss_mean, inventory.data_folder(rules, data), rules.data)
+
+
+def _encoded(
+    out: Path, picture: Path, summary: format.Summary, report: Report, density: float | None
+) -> bytes:
     return msgspec.json.encode(
         {
             "record": str(out),
             "plot": str(picture),
             "summary": summary,
+            "bits_per_byte": density,
             "failed_checks": {r.check.id: r.messages for r in report.having("failed")},
         }
     )

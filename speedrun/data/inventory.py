@@ -1,6 +1,7 @@
 """The folder that a track's shards lie in: its manifest, which shards must be there, and what they must hold."""
 
 import fnmatch
+import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,15 +24,29 @@ _CHUNK_TOKENS = 2**24
 Report = Callable[[int, int], None]
 
 
-class ShardEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A token of a source of text."""
+
+    file: str  #: as the source names it; empty: before the first
+    row: int  #: counts the documents of that file
+    token: int = 0  #: of that document; 0 is the document token, more is carried over from a shard before
+    reader: dict | None = None  #: how the source's reader finds its way back near this row
+
+
+class ShardEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What a manifest says of one shard."""
 
     tokens: int
     documents: int  #: number of document tokens
     sha256: str  #: of the file
+    first: Place | None = None  #: its first token in the source
+    text_bytes: int | None = None  #: of UTF-8 that its tokens stand for
+    source_tokens: int | None = (
+        None  #: what the source itself says its documents hold, without document tokens
+    )
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Where the shards of a folder are from; `manifest.json` beside them."""
 
     source: str
@@ -39,10 +54,25 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     vocab_size: int
     document_token: int
     shards: dict[str, ShardEntry]  #: by file name
+    complete: bool = True  #: False while shards are being made
+    next: Place | None = None  #: the first token after the last shard; where making them goes on
+    scored_tokens: int | None = None  #: targets from the start of the validation shard
+    scored_bytes: int | None = None  #: of UTF-8 that those stand for
+
+
+def bits_per_byte(loss: float, folder: Path, data: Data) -> float | None:
+    """A validation loss, nats per token, as bits per byte of text: the figure that compares across tokenizers.
+
+    loss * tokens / bytes / ln 2, of the tokens that the track scores. None where the manifest does not know them.
+    """
+    manifest = read_manifest(folder)
+    if manifest is None or not manifest.scored_bytes or manifest.scored_tokens != data.val_tokens:
+        return None
+    return loss * data.val_tokens / manifest.scored_bytes / math.log(2)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Writes `manifest.json`. What makes shards writes it last of all: a synthetic folder that has one is complete.
+    """Writes `manifest.json`. What makes shards writes it last of all: a folder whose manifest says complete is.
 
     What fetches them names a shard here before it appears, so that none is ever there without its digest.
     """
@@ -132,6 +162,11 @@ def _check_manifest(folder: Path, data: Data, shards: Sequence[Shard]) -> None:
     manifest = read_manifest(folder)
     if manifest is None:
         return
+    if not manifest.complete:
+        raise DataError(
+            f"{folder / MANIFEST}: unfinished after {len(manifest.shards)} shards; need all of them; "
+            "give the command that made them again: it goes on"
+        )
     made, need = (manifest.vocab_size, manifest.document_token), (data.vocab_size, data.document_token)
     if made != need:
         raise DataError(f"{folder / MANIFEST}: vocabulary, document token {made}; need {need}: {data.get}")

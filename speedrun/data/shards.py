@@ -154,7 +154,7 @@ def write_shard(path: Path, tokens: np.ndarray) -> Shard:
         )
     header = np.zeros(256, "<i4")
     header[:3] = MAGIC, VERSION, tokens.size
-    write_whole(path, header.tobytes(), tokens.astype("<u2", copy=False).tobytes())
+    write_whole(path, header.tobytes(), np.ascontiguousarray(tokens, "<u2").data)
     return open_shard(path, vocab_size=UINT16_IDS)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from speedrun.errors import DataError
 
 
-def write_whole(path: Path, *parts: bytes) -> None:
+def write_whole(path: Path, *parts: bytes | memoryview) -> None:
     """Writes a file beside its name, makes it durable, renames it: under its own name it is whole or not there.
 
     Raises:

@@ -1,0 +1,191 @@
+"""GPT-2's tokenizer, by two engines that give the same ids.
+
+tiktoken is the reference. gigatoken is some ten times as fast; before it is used it has to encode awkward texts
+as tiktoken does, in the same process. Both are imported by the classes that need them.
+"""
+
+import hashlib
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+
+from speedrun.data.wholefile import write_whole
+from speedrun.errors import DataError
+
+END_OF_TEXT = "<|endoftext|>"
+VOCAB_SIZE, DOCUMENT_TOKEN = 50257, 50256
+
+#: GPT-2's ranks in one file, and its digest. Source: tiktoken, `tiktoken_ext/openai_public.py`.
+RANKS_URL = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tiktoken"
+RANKS_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
+#: GPT-2's way to cut a text into words; what stands in one word does not depend on the others. Source: the same.
+_WORDS = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+_FETCH_TIMEOUT_S = 10
+
+
+def check_ranks(path: Path, raw: bytes) -> None:
+    """Refuses ranks that are not GPT-2's, by their digest.
+
+    Raises:
+        DataError: if they are not.
+    """
+    if (got := hashlib.sha256(raw).hexdigest()) != RANKS_SHA256:
+        raise DataError(
+            f"{path}: sha256 is {got}; GPT-2's ranks have {RANKS_SHA256}; delete the file, or name a right one "
+            "with --tokenizer PATH.tiktoken"
+        )
+
+
+def cached_ranks() -> Path:
+    """GPT-2's ranks where tiktoken keeps them; fetched if they are not there.
+
+    Raises:
+        DataError: if they cannot be fetched, or are others.
+    """
+    folder = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
+    path = Path(folder or Path(tempfile.gettempdir()) / "data-gym-cache")
+    # The name is tiktoken's, not a digest that protects anything.
+    path = path / hashlib.sha1(RANKS_URL.encode(), usedforsecurity=False).hexdigest()
+    if not path.exists():
+        raw = _fetch(RANKS_URL)
+        check_ranks(path, raw)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, raw)
+    return path
+
+
+def _fetch(url: str) -> bytes:
+    import requests
+
+    try:
+        response = requests.get(url, timeout=_FETCH_TIMEOUT_S)
+        response.raise_for_status()
+    except requests.RequestException as error:
+        raise DataError(
+            f"GPT-2's ranks are not in $TIKTOKEN_CACHE_DIR and cannot be fetched ({type(error).__name__}); wanted "
+            f"{url}; bring that file and pass --tokenizer PATH/r50k_base.tiktoken"
+        ) from None
+    return response.content
+
+
+class Tiktoken:
+    """The reference."""
+
+    vocab_size = VOCAB_SIZE
+    document_token = DOCUMENT_TOKEN
+
+    def __init__(self, path: Path) -> None:
+        """Loads the ranks; `choose` has looked at their digest."""
+        import tiktoken
+        from tiktoken.load import load_tiktoken_bpe
+
+        self._ranks = load_tiktoken_bpe(str(path))
+        self.encoding = tiktoken.Encoding(
+            "gpt2",
+            pat_str=_WORDS,
+            mergeable_ranks=self._ranks,
+            special_tokens={END_OF_TEXT: self.document_token},
+            explicit_n_vocab=self.vocab_size,
+        )
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        """As `Tokenizer`: `encode_ordinary`, without a Python integer for every token."""
+        return [np.concatenate([self._ids(part) for part in parts(text)]) for text in texts]
+
+    def _ids(self, text: str) -> np.ndarray:
+        return self.encoding.encode_to_numpy(text, disallowed_special=())
+
+    def id_bytes_V(self) -> np.ndarray:
+        """As `Tokenizer`."""
+        id_bytes_V = np.zeros(self.vocab_size, np.int64)
+        id_bytes_V[list(self._ranks.values())] = [len(token) for token in self._ranks]
+        return id_bytes_V
+
+
+class Gigatoken(Tiktoken):
+    """The same ids, some ten times as fast."""
+
+    def __init__(self, path: Path) -> None:
+        """Loads both and compares them.
+
+        Raises:
+            DataError: if they differ.
+        """
+        from importlib.metadata import version
+
+        import gigatoken
+
+        super().__init__(path)
+        # Without special tokens: else it would make one of "<|endoftext|>" in a text.
+        self._fast = gigatoken.Tokenizer.from_tiktoken(path, "gpt2", {})
+        texts = list(awkward_texts())
+        ours, reference = self.encode(texts), super().encode(texts)
+        for text, got, want in zip(texts, ours, reference, strict=True):
+            if not np.array_equal(got, want):
+                raise DataError(
+                    f"gigatoken {version('gigatoken')} makes {got[:8]} of {text[:40]!r}, tiktoken {want[:8]}; "
+                    "they must agree; pass --engine tiktoken, and report it"
+                )
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        """As `Tokenizer`."""
+        import awkward
+
+        if not texts:
+            return []
+        batch = self._fast.encode_batch(texts)
+        counts = awkward.num(batch).to_numpy()
+        return np.split(awkward.flatten(batch).to_numpy(), np.cumsum(counts)[:-1])
+
+
+#: tiktoken's matcher gives up on longer white space before a word; documents this long are cut at such places.
+_LONG_CHARACTERS = 2**16
+_WHITE = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
+#: White space never follows anything else inside a word, and the last of much of it begins a new one.
+_BORDERS = re.compile(rf"(?<=[!-~])(?=[{_WHITE}])|(?=[{_WHITE}][^{_WHITE}])(?<=[{_WHITE}]{{1000}})")
+
+
+def parts(text: str) -> Iterator[str]:
+    """A long document in parts that can be encoded by themselves to the same ids; a short one as it is.
+
+    Memory then does not grow with a document, and tiktoken does not give up on a million blanks before a word.
+    One word is never cut, however long: a document of one letter stays one part.
+    """
+    start = 0
+    if len(text) > _LONG_CHARACTERS:
+        for border in _BORDERS.finditer(text):
+            far = border.start() - start >= _LONG_CHARACTERS
+            if far or text[border.start() - 1].isspace():
+                yield text[start : border.start()]
+                start = border.start()
+    yield text[start:]
+
+
+def awkward_texts() -> Iterator[str]:
+    """What tokenizers disagree on: white space, contractions, scripts, numbers, long words, control characters."""
+    pieces = (
+        "", " ", "  ", "\n", "\r\n", "\t \n  ", "\u00a0", "\u2003x", "\u3000 a", "\x1c\x85", "\ufeff", "\u200b", "\0",
+        "don't", "DON'T", "it's 'tis 'll've", "\u2019s", "''s", " 's", "a's1's", "x'", "'re're",
+        "1", "12345678901", "3.14", " 42", "½²Ⅷ", "٣४", "a1b2", "1a 2b",
+        "naïve café", "e\u0301", "ſß", "ǅ", "ёж", "你好,世界", "日本語 テキスト", "한국어", "שלום", "नमस्ते", "ไทย",
+        "👩‍👩‍👧‍👦", "🇩🇪🏳️‍🌈", "\U0001d4d0", "\ufffd", "\U0010ffff", "\ue000",
+        "!!!", " ...", "--->", "$$ a_b", "<|endoftext|>", "a <|endoftext|> b", "<|endoftext|", "endoftext|>",
+        "http://a.b/c?d=e&f", "def f(x):\n\treturn x\n\n", "    four", "a\n\n\nb", "a \n b", "end ", "end\n ",
+    )  # fmt: skip
+    yield from pieces
+    yield from (f"{left}{right}" for left in pieces for right in pieces)
+    yield from (
+        "a" * 5_000,
+        "ab" * 3_000,
+        " " * 5_000 + "x",
+        "\n " * 3_000,
+        "." * 5_000,
+        "1" * 999,
+        "é" * 2_000,
+    )
+    yield " ".join(chain.from_iterable((pieces, reversed(pieces))))

@@ -1,0 +1,295 @@
+"""From text to shards: documents in the order of their source, tokens in files of equal length.
+
+    documents  d0, d1, d2, ...
+    tokens     D ids(d0) D ids(d1) D ids(d2) ...    D: the document token; an empty document is D alone
+    shards     those tokens, cut every `shard_tokens`, wherever that is; the last one is shorter
+    names      PREFIX_val_000000.bin, PREFIX_train_000001.bin, PREFIX_train_000002.bin, ...
+
+Whatever the number of workers and however often the work is killed and begun again, the shards are these bytes.
+After each shard the manifest says where in the source the next one begins; that is where the work goes on.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from speedrun.clock import Stopwatch
+from speedrun.data import shards, tokenizer
+from speedrun.data.documents import Source
+from speedrun.data.inventory import MANIFEST, Manifest, Place, ShardEntry, read_manifest, write_manifest
+from speedrun.data.workers import Encoded, workers
+from speedrun.errors import DataError, UsageError
+
+#: The validation of the speedrun.
+SCORED_TOKENS = 10_485_760
+_PIECE_TOKENS = 2**20
+
+
+class Cut(NamedTuple):
+    """How the stream of tokens becomes files."""
+
+    prefix: str = "fineweb"
+    shard_tokens: int = 100_000_000
+    limit_tokens: int | None = None  #: no more than these, in all shards together
+    scored_tokens: int = SCORED_TOKENS  #: whose bytes are counted, from the start of the validation shard
+
+    def name(self, index: int) -> str:
+        """The file name of a shard; the first one is for validation."""
+        return f"{self.prefix}_{'train' if index else 'val'}_{index:06d}.bin"
+
+
+class Progress(NamedTuple):
+    """How far the work is; since it was begun in this process where it says so."""
+
+    num_shards: int
+    tokens: int  #: in whole shards and in the one that is being made
+    read_bytes: int  #: of the source
+    total_bytes: int  #: of the source; 0: not known
+    began_bytes: int  #: of the source, where this process began
+    began_tokens: int
+    seconds: float  #: since the workers were ready
+
+
+class Prepared(NamedTuple):
+    """What came of it."""
+
+    folder: Path
+    manifest: Manifest
+    found_shards: int  #: that were there already
+    start_s: float  #: until the workers were ready
+    seconds: float  #: after that
+
+
+def prepare(
+    source: Source,
+    choice: tokenizer.Choice,
+    cut: Cut,
+    out: Path,
+    *,
+    column: str = "text",
+    num_workers: int = 1,
+    tell: Callable[[Progress], None] = lambda _: None,
+) -> Prepared:
+    """Makes the shards of a source, or goes on with them.
+
+    Args:
+        source: documents in order.
+        choice: which tokenizer.
+        cut: how long shards are and what they are called.
+        out: their folder; made if it is not there.
+        column: which field of a document is the text.
+        num_workers: processes that tokenize; the bytes do not depend on it.
+        tell: is called after every block.
+
+    Raises:
+        UsageError: if the folder was begun with other settings, or shards would be of impossible length.
+        DataError: if source or tokenizer cannot be read, or the folder holds other shards or cannot be written.
+    """
+    watch = Stopwatch()
+    _check(cut)
+    loaded = tokenizer.load(choice)
+    fresh = Manifest(
+        source=source.name,
+        settings=_settings(source, choice, cut),
+        vocab_size=loaded.vocab_size,
+        document_token=loaded.document_token,
+        shards={},
+        complete=False,
+        next=Place("", 0),
+    )
+    manifest = _found(out, cut, fresh)
+    found = len(manifest.shards)
+    if manifest.complete:
+        return Prepared(out, manifest, found, watch.seconds, 0.0)
+    write_manifest(out, manifest)
+    making = _Making(out, cut, manifest, loaded.id_bytes_V())
+    with workers(num_workers, choice, column) as encode_all:
+        start_s, watch = watch.seconds, Stopwatch()
+        start = making.next
+        began: Progress | None = None
+        for encoded in encode_all(source.blocks(start)):
+            making.add(_from(encoded, start))
+            done = Progress(
+                making.num_shards, making.tokens, encoded.read_bytes, source.total_bytes, 0, 0, watch.seconds
+            )
+            began = began or done
+            tell(done._replace(began_bytes=began.read_bytes, began_tokens=began.tokens))
+            if making.is_full:
+                break
+        manifest = making.finish()
+    return Prepared(out, manifest, found, start_s, watch.seconds)
+
+
+def _check(cut: Cut) -> None:
+    if not 1 <= cut.shard_tokens <= shards.MAX_TOKENS:
+        raise UsageError(f"shards of {cut.shard_tokens:,} tokens; need 1 to {shards.MAX_TOKENS:,}")
+    if cut.limit_tokens is not None and cut.limit_tokens < 1:
+        raise UsageError(f"at most {cut.limit_tokens:,} tokens; need 1 or more")
+
+
+def _settings(source: Source, choice: tokenizer.Choice, cut: Cut) -> dict[str, str | int | float]:
+    """All that the bytes of the shards depend on."""
+    limit = {} if cut.limit_tokens is None else {"limit_tokens": cut.limit_tokens}
+    own = {"document_text": choice.document_text} if choice.name.endswith(".json") else {}
+    return {
+        **source.identity(),
+        "tokenizer": choice.name,
+        "tokenizer_sha256": choice.sha256,
+        **own,
+        "prefix": cut.prefix,
+        "shard_tokens": cut.shard_tokens,
+        **limit,
+        "scored_tokens": cut.scored_tokens,
+    }
+
+
+def _found(out: Path, cut: Cut, fresh: Manifest) -> Manifest:
+    """The manifest of a folder that was begun with the same settings; `fresh` for one that holds nothing yet."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{out}: {error.strerror}; choose a folder that can be written") from None
+    found = read_manifest(out)
+    if found is None:
+        if others := sorted(path.name for path in out.glob("*.bin")):
+            raise UsageError(
+                f"{out}: {others[0]} lies there without {MANIFEST}; shards are made in a folder of their own; "
+                "choose another --out"
+            )
+        return fresh
+    for key in {**found.settings, **fresh.settings}:
+        was, asked = found.settings.get(key, "nothing"), fresh.settings.get(key, "nothing")
+        if was != asked:
+            raise UsageError(
+                f"{out} was begun with {key} {was}, this is {key} {asked}; need the same to go on; "
+                "choose another --out, or remove the folder"
+            )
+    for name, entry in found.shards.items():
+        if shards.open_shard(out / name, vocab_size=fresh.vocab_size).num_tokens != entry.tokens:
+            raise DataError(
+                f"{out / name}: not the {entry.tokens:,} tokens of {MANIFEST}; remove the folder and start again"
+            )
+    return found
+
+
+def _from(encoded: Encoded, start: Place) -> Encoded:
+    """Without the tokens of the first document that an earlier shard holds already."""
+    is_first = (encoded.first.file, encoded.first.row) == (start.file, start.row)
+    if not (is_first and start.token):
+        return encoded
+    return encoded._replace(
+        ids=encoded.ids[start.token :], starts=encoded.starts - start.token, text_bytes=None
+    )
+
+
+class _Making:
+    """The shard that is being filled, and the manifest of those before it."""
+
+    def __init__(self, out: Path, cut: Cut, manifest: Manifest, id_bytes_V: np.ndarray | None) -> None:
+        self._out, self._cut, self._manifest, self._id_bytes_V = out, cut, manifest, id_bytes_V
+        self.next = manifest.next or Place("", 0)  #: of the next token
+        self._done = sum(entry.tokens for entry in manifest.shards.values())
+        self._room = np.empty(self._limit(), np.uint16)
+        self._begin()
+
+    def _limit(self) -> int:
+        """How many tokens the next shard may hold."""
+        limit = self._cut.limit_tokens
+        return self._cut.shard_tokens if limit is None else min(self._cut.shard_tokens, limit - self._done)
+
+    def _begin(self) -> None:
+        self._filled, self._documents, self._text_bytes, self._source_tokens = 0, 0, 0, 0
+        self._first = self.next
+        self._all_said = True
+
+    @property
+    def num_shards(self) -> int:
+        """Whole ones."""
+        return len(self._manifest.shards)
+
+    @property
+    def tokens(self) -> int:
+        """In whole shards and in the one that is being filled."""
+        return self._done + self._filled
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no token more is wanted."""
+        return self._limit() == 0
+
+    def add(self, encoded: Encoded) -> None:
+        """Takes the tokens of a block; writes shards as they fill up."""
+        at = 0
+        while at < len(encoded.ids) and not self.is_full:
+            if self._filled == 0:
+                self._first = _place(encoded, at)
+            stop = min(len(encoded.ids), at + self._limit() - self._filled)
+            self._room[self._filled : self._filled + stop - at] = encoded.ids[at:stop]
+            self._filled += stop - at
+            self._text_bytes += self._bytes_of(encoded, at, stop)
+            opened = slice(*map(int, np.searchsorted(encoded.starts, (at, stop))))
+            self._documents += opened.stop - opened.start
+            if encoded.source_tokens is None:
+                self._all_said = False
+            else:
+                self._source_tokens += int(encoded.source_tokens[opened].sum())
+            at = stop
+            self.next = _place(encoded, at)
+            if self._filled == self._limit():
+                self._write()
+
+    def _write(self) -> None:
+        name = self._cut.name(self.num_shards)
+        ids = self._room[: self._filled]
+        shards.write_shard(self._out / name, ids)
+        entry = ShardEntry(
+            tokens=self._filled,
+            documents=self._documents,
+            sha256=shards.sha256(self._out / name),
+            first=self._first,
+            text_bytes=None if self._id_bytes_V is None else self._text_bytes,
+            source_tokens=self._source_tokens if self._all_said else None,
+        )
+        entries = {**self._manifest.shards, name: entry}
+        manifest = msgspec.structs.replace(self._manifest, shards=entries, next=self.next)
+        if self.num_shards == 0 and self._id_bytes_V is not None:
+            scored = ids[1 : self._cut.scored_tokens + 1]
+            # In pieces: the whole of it would be four times the size of the ids.
+            pieces = (scored[at : at + _PIECE_TOKENS] for at in range(0, len(scored), _PIECE_TOKENS))
+            scored_bytes = sum(int(self._id_bytes_V[piece].sum()) for piece in pieces)
+            manifest = msgspec.structs.replace(manifest, scored_tokens=len(scored), scored_bytes=scored_bytes)
+        self._manifest = manifest
+        write_manifest(self._out, manifest)
+        self._done += self._filled
+        self._begin()
+
+    def _bytes_of(self, encoded: Encoded, at: int, stop: int) -> int:
+        """Of a stretch of a block; its worker has counted those of all of it."""
+        if self._id_bytes_V is None:
+            return 0
+        if encoded.text_bytes is not None and (at, stop) == (0, len(encoded.ids)):
+            return encoded.text_bytes
+        return int(self._id_bytes_V[encoded.ids[at:stop]].sum())
+
+    def finish(self) -> Manifest:
+        """Writes what is left as a last, shorter shard, and says that all is done."""
+        if self._filled:
+            self._write()
+        if not self._manifest.shards:
+            raise DataError(f"{self._manifest.source}: holds no document; need some; name another --source")
+        self._manifest = msgspec.structs.replace(self._manifest, complete=True)
+        write_manifest(self._out, self._manifest)
+        return self._manifest
+
+
+def _place(encoded: Encoded, at: int) -> Place:
+    """Which token of the source stands at an index of a block; at its end, the first one after it."""
+    if at == len(encoded.ids):
+        row, token = len(encoded.starts), 0
+    else:
+        row = int(np.searchsorted(encoded.starts, at, side="right")) - 1
+        token = at - int(encoded.starts[row])
+    return msgspec.structs.replace(encoded.first, row=encoded.first.row + row, token=token)

@@ -1,0 +1,159 @@
+"""Documents of files: rows of parquet, lines of JSON that are not blank, or a whole .txt file.
+
+The order is that of the files' names and of the rows inside. pyarrow is imported by the reader that needs it.
+"""
+
+import gzip
+import hashlib
+import io
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO
+
+from speedrun.data import documents
+from speedrun.data.documents import TOKEN_COUNT, Block, need, of_batches
+from speedrun.data.inventory import Place
+from speedrun.errors import DataError, UsageError
+
+#: A block is closed when it holds this much text. Larger ones cost memory, smaller ones messages.
+BLOCK_BYTES = 2**20
+
+
+class Files:
+    """Files of parquet, JSON lines (also gzipped) and plain text."""
+
+    def __init__(self, names: Sequence[str], column: str) -> None:
+        """Finds the files; reads none.
+
+        Raises:
+            UsageError: if two of them have one name; without it no row could be found again.
+            DataError: if there are none.
+        """
+        self.name = " ".join(names)
+        self._column = column
+        found = [file for name in names for file in _files_of(Path(name))]
+        self._paths = dict(found)
+        if len(self._paths) < len(found):
+            twice = next(label for label, path in found if self._paths[label] != path)
+            raise UsageError(
+                f"{self.name}: two files are {twice}; names must differ; give the folder above them"
+            )
+        if any(suffix_of(path) == ".parquet" for path in self._paths.values()):
+            need("pyarrow")
+        self._bytes = {label: path.stat().st_size for label, path in found}
+        self.total_bytes = sum(self._bytes.values())
+
+    def identity(self) -> dict[str, str | int]:
+        """Names and sizes of the files: reading all of them would take as long as the work itself."""
+        listing = json.dumps(list(self._bytes.items()))
+        return {
+            "files": len(self._bytes),
+            "files_sha256": hashlib.sha256(listing.encode()).hexdigest(),
+            "column": self._column,
+        }
+
+    def blocks(self, start: Place) -> Iterator[Block]:
+        """All blocks from `start` on.
+
+        Raises:
+            DataError: if a file cannot be read or has no such column.
+        """
+        labels = list(self._paths)
+        first = labels.index(start.file) if start.file else 0
+        read_bytes = sum(self._bytes[label] for label in labels[:first])
+        for label in labels[first:]:
+            path = self._paths[label]
+            row = start.row if label == start.file else 0
+            try:
+                for block in READERS[suffix_of(path)](path, row, self._column):
+                    place = Place(label, block.first.row)
+                    yield block._replace(first=place, read_bytes=read_bytes + block.read_bytes)
+            except (OSError, EOFError, zlib.error) as error:
+                raise DataError(f"{path}: {error}; a readable file is needed; get it again") from None
+            read_bytes += self._bytes[label]
+
+
+def suffix_of(path: Path) -> str:
+    """The kind of a file: a key of `READERS`, or something else."""
+    return next((suffix for suffix in READERS if path.name.endswith(suffix)), path.suffix)
+
+
+def _files_of(path: Path) -> list[tuple[str, Path]]:
+    """The files that a name stands for, and what to call each of them."""
+    if path.is_dir():
+        inside = sorted(file for file in path.rglob("*") if suffix_of(file) in READERS and file.is_file())
+        if not inside:
+            raise DataError(f"{path}: no file to read; need {', '.join(READERS)}; name another folder")
+        return [(file.relative_to(path).as_posix(), file) for file in inside]
+    if not path.is_file():
+        raise DataError(f"{path}: no such file; a --source is a file, a folder, or hub:OWNER/NAME[:CONFIG]")
+    if suffix_of(path) not in READERS:
+        raise DataError(f"{path}: cannot be read; need {', '.join(READERS)}; convert it first")
+    return [(path.name, path)]
+
+
+# --- readers of files -------------------------------------------------------------------------------------
+
+
+def _json_lines(path: Path, row: int, column: str) -> Iterator[Block]:
+    """Lines as they are: taking them apart is work for many processes."""
+    with path.open("rb") as file:
+        # GzipFile's own lines are made one by one in Python.
+        unpacked: IO[bytes] = (
+            io.BufferedReader(gzip.GzipFile(fileobj=file), BLOCK_BYTES) if path.name.endswith(".gz") else file
+        )
+        lines, size = [], 0
+        for number, line in enumerate(line for line in unpacked if not line.isspace()):
+            if number < row:
+                continue
+            lines.append(line)
+            size += len(line)
+            if size >= BLOCK_BYTES:
+                yield Block(Place("", row), len(lines), b"".join(lines), None, file.tell())
+                row, lines, size = row + len(lines), [], 0
+        if lines:
+            yield Block(Place("", row), len(lines), b"".join(lines), None, file.tell())
+
+
+def _text(path: Path, row: int, column: str) -> Iterator[Block]:
+    """One document."""
+    if row > 0:
+        return
+    try:
+        text = path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: byte {error.start:,} is no UTF-8; convert the file first") from None
+    yield Block(Place("", 0), 1, [text], None, path.stat().st_size)
+
+
+def _parquet(path: Path, row: int, column: str) -> Iterator[Block]:
+    """Row group by row group; those before `row` are not read."""
+    import pyarrow.parquet
+    from pyarrow import ArrowInvalid
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if column not in names:
+                raise DataError(
+                    f"{path}: no column {column!r}; it has {', '.join(names)}; choose with --column"
+                )
+            wanted = [name for name in (column, TOKEN_COUNT) if name in names]
+            sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+            group, skipped = 0, 0
+            while group < len(sizes) and skipped + sizes[group] <= row:
+                skipped, group = skipped + sizes[group], group + 1
+            groups = list(range(group, len(sizes)))
+            batches = file.iter_batches(
+                documents.BATCH_ROWS, row_groups=groups, columns=wanted, use_threads=False
+            )
+            per_row = path.stat().st_size / max(1, sum(sizes))
+            for block in of_batches(batches, column, Place("", skipped), row, str(path)):
+                yield block._replace(read_bytes=round(per_row * (block.first.row + block.num_rows)))
+    except ArrowInvalid as error:
+        raise DataError(f"{path}: {error}; a whole parquet file is needed; get it again") from None
+
+
+READERS = {".parquet": _parquet, ".jsonl": _json_lines, ".jsonl.gz": _json_lines, ".txt": _text}

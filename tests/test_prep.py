@@ -1,0 +1,486 @@
+"""From text to shards: equal to a definition of ten lines, to tiktoken on real rows, and however often it is killed."""
+
+import gzip
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from speedrun import track
+from speedrun.clock import Stopwatch
+from speedrun.data import documents, inventory, prep, text_files, tokenizer
+from speedrun.data.hub_rows import Dataset
+from speedrun.data.inventory import Place
+from speedrun.data.prep import Cut, prepare
+from speedrun.data.sources import open_source
+from speedrun.errors import DataError, UsageError
+
+ROOT = Path(__file__).parent.parent
+SHARED = ROOT.parent / "shared" / "data"
+RANKS = SHARED / "gpt2-bpe" / "r50k_base.tiktoken"
+HEAD = SHARED / "text" / "fineweb_head.jsonl.gz"
+PARQUET = SHARED / "parquet" / "fineweb_head_300.parquet"
+
+needs_shared = pytest.mark.skipif(not RANKS.exists(), reason="needs ../shared/data: real rows, GPT-2's ranks")
+
+BYTES = tokenizer.choose("bytes")
+DOCUMENT = 256
+
+
+def definition(texts: Sequence[str], shard_tokens: int, limit: int | None = None) -> list[list[int]]:
+    """What prep is: the document token before each text, cut at every `shard_tokens`."""
+    ids: list[int] = []
+    for text in texts:
+        # Python's own way to join surrogates and to replace those that stand alone.
+        ids += [DOCUMENT, *text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()]
+    ids = ids[:limit]
+    return [ids[at : at + shard_tokens] for at in range(0, len(ids), shard_tokens)]
+
+
+def write_rows(path: Path, texts: Sequence[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def shards_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.bin"))}
+
+
+def ids_of(folder: Path, prefix: str = "fineweb") -> list[list[int]]:
+    """Validation first, then training in order of names."""
+    paths = [*sorted(folder.glob(f"{prefix}_val_*.bin")), *sorted(folder.glob(f"{prefix}_train_*.bin"))]
+    return [np.fromfile(path, "<u2", offset=1024).tolist() for path in paths]
+
+
+TEXTS = st.lists(
+    st.text(st.characters(codec=None, categories=("L", "Cs", "Zs", "Nd", "So")), max_size=12),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(TEXTS, st.integers(1, 30), st.none() | st.integers(1, 60), st.integers(1, 60))
+def test_shards_are_the_definition(tmp_path_factory, texts, shard_tokens, limit, block_bytes):
+    folder = tmp_path_factory.mktemp("prep")
+    source = open_source([str(write_rows(folder / "rows.jsonl", texts))])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_files, "BLOCK_BYTES", block_bytes)
+        made = prepare(source, BYTES, Cut("x", shard_tokens, limit, 7), folder / "out")
+    want = definition(texts, shard_tokens, limit)
+    assert ids_of(folder / "out", "x") == want
+    entries = list(made.manifest.shards.values())
+    assert [entry.documents for entry in entries] == [shard.count(DOCUMENT) for shard in want]
+    assert [entry.text_bytes for entry in entries] == [len(s) - s.count(DOCUMENT) for s in want]
+    scored = want[0][1:8]
+    assert made.manifest.scored_tokens == len(scored)
+    assert made.manifest.scored_bytes == sum(index != DOCUMENT for index in scored)
+    assert made.manifest.complete
+
+
+class Killed(Exception):
+    pass
+
+
+@settings(deadline=None, max_examples=60)
+@given(TEXTS, st.integers(1, 30), st.integers(1, 40), st.data())
+def test_a_preparation_that_breaks_off_goes_on(tmp_path_factory, texts, shard_tokens, block_bytes, data):
+    """After any block, several times; the manifest in the end is that of an unbroken one."""
+    folder = tmp_path_factory.mktemp("prep")
+    rows, cut = write_rows(folder / "rows.jsonl", texts), Cut("x", shard_tokens)
+    lives = data.draw(st.lists(st.integers(1, 4), max_size=4))
+
+    def kill_after(num_blocks: int):
+        left = itertools.count(num_blocks - 1, -1)
+
+        def tell(_: prep.Progress) -> None:
+            if next(left) == 0:
+                raise Killed
+
+        return tell
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_files, "BLOCK_BYTES", block_bytes)
+        for life in lives:
+            try:
+                prepare(open_source([str(rows)]), BYTES, cut, folder / "a", tell=kill_after(life))
+            except Killed:
+                manifest = inventory.read_manifest(folder / "a")
+                assert manifest is not None
+                assert not manifest.complete
+        broken = prepare(open_source([str(rows)]), BYTES, cut, folder / "a")
+        whole = prepare(open_source([str(rows)]), BYTES, cut, folder / "b")
+    assert ids_of(folder / "a", "x") == definition(texts, shard_tokens)
+    assert broken.manifest == whole.manifest
+    assert (folder / "a" / "manifest.json").read_bytes() == (folder / "b" / "manifest.json").read_bytes()
+
+
+def test_shard_ends():
+    """The definition itself, by hand: an exact fill neither loses nor doubles the document token."""
+    assert definition(["ab", "c"], 3) == [[256, 97, 98], [256, 99]]
+    assert definition(["abcd", ""], 2) == [[256, 97], [98, 99], [100, 256]]
+
+
+def test_files_and_folders_in_the_order_of_their_names(tmp_path: Path):
+    write_rows(tmp_path / "b.jsonl", ["three", "four"])
+    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
+        file.write(
+            '{"text": "one"}\n\n  \n{"text": "two"}'
+        )  # blank lines are no rows; no line end at the end
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "z.txt").write_text("five\nlines\n")
+    (tmp_path / "other.csv").write_text("not read")
+    source = open_source([str(tmp_path)])
+    assert list(documents.texts(source, "text")) == ["one", "two", "three", "four", "five\nlines\n"]
+    places = [block.first for block in source.blocks(Place("b.jsonl", 1))]
+    assert places == [Place("b.jsonl", 1), Place("c/z.txt", 0)]
+    assert [b.read_bytes for b in source.blocks(Place("", 0))][-1] == source.total_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("x.jsonl", b'{"text": "a"}\n{"text"\n', "row 1 is no JSON"),
+        ("x.jsonl", b'{"text": "a"}\n[1]\n', "row 1 is no JSON object"),
+        ("x.jsonl", b'{"text": "a"}\n{"text": null}\n', "row 1 has NoneType as 'text'"),
+        ("x.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 9)[:-9], "x.jsonl.gz: "),
+        ("x.jsonl.gz", b"no gzip at all", "x.jsonl.gz: "),
+        ("x.txt", b"abc\xff", "byte 3 is no UTF-8"),
+        ("x.parquet", b"PAR1 not", "x.parquet: "),
+        ("x.csv", b"a,b", "cannot be read"),
+        ("x.jsonl", b"", "holds no document"),
+    ],
+)
+def test_a_source_that_cannot_be_read(tmp_path: Path, name: str, content: bytes, said: str):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=said) as caught:
+        prepare(open_source([str(tmp_path / name)]), BYTES, Cut(), tmp_path / "out")
+    assert str(caught.value).count("\n") == 0
+
+
+def test_sources_that_do_not_go_together(tmp_path: Path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        write_rows(tmp_path / folder / "x.jsonl", [folder])
+    with pytest.raises(UsageError, match=r"two files are x\.jsonl"):
+        open_source([str(tmp_path / "a"), str(tmp_path / "b")])
+    with pytest.raises(UsageError, match="comes alone"):
+        open_source(["hub:a/b", str(tmp_path / "a")])
+    with pytest.raises(UsageError, match="--revision main of"):
+        open_source([str(tmp_path / "a")], revision="main")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="no file to read"):
+        open_source([str(tmp_path / "empty")])
+
+
+def test_another_setting_is_an_error_that_names_it(tmp_path: Path):
+    rows = write_rows(tmp_path / "rows.jsonl", ["abc"] * 5)
+    out, cut = tmp_path / "out", Cut("x", 4)
+    prepare(open_source([str(rows)]), BYTES, cut, out)
+    before = shards_of(out)
+    for other, said in {
+        cut._replace(shard_tokens=5): "with shard_tokens 4, this is shard_tokens 5",
+        cut._replace(limit_tokens=5): "with limit_tokens nothing, this is limit_tokens 5",
+        cut._replace(prefix="y"): "with prefix x, this is prefix y",
+    }.items():
+        with pytest.raises(UsageError, match=said):
+            prepare(open_source([str(rows)]), BYTES, other, out)
+    write_rows(rows, ["abc"] * 6)
+    with pytest.raises(UsageError, match="with files_sha256 "):
+        prepare(open_source([str(rows)]), BYTES, cut, out)
+    assert shards_of(out) == before
+
+
+def test_a_folder_that_holds_something_else(tmp_path: Path):
+    rows, out = write_rows(tmp_path / "rows.jsonl", ["abc"] * 5), tmp_path / "out"
+    out.mkdir()
+    (out / "fineweb_val_000000.bin").write_bytes(b"")
+    with pytest.raises(UsageError, match=r"fineweb_val_000000\.bin lies there without manifest"):
+        prepare(open_source([str(rows)]), BYTES, Cut(), out)
+    (out / "fineweb_val_000000.bin").unlink()
+    prepare(open_source([str(rows)]), BYTES, Cut(), out)
+    (out / "fineweb_val_000000.bin").unlink()
+    with pytest.raises(DataError, match="no such file"):
+        prepare(open_source([str(rows)]), BYTES, Cut(), out)
+
+
+def test_the_end_product_is_a_track_that_verifies(tmp_path: Path):
+    """And an unfinished one is not mistaken for it."""
+    rows = write_rows(tmp_path / "rows.jsonl", ["abc" * n for n in range(9)])
+    data = track.Data("x", "x_train_*.bin", "x_val_*.bin", 19, 257, DOCUMENT, "again!")
+    made = prepare(open_source([str(rows)]), BYTES, Cut("x", 40), tmp_path / "out")
+    passed = inventory.verify(tmp_path / "out", data, full=True)
+    assert sum(shard.tokens for shard in passed) == sum(e.tokens for e in made.manifest.shards.values())
+    inventory.write_manifest(tmp_path / "out", msgspec.structs.replace(made.manifest, complete=False))
+    with pytest.raises(DataError, match="unfinished after 3 shards"):
+        inventory.open_track(tmp_path / "out", data)
+
+
+# --- real rows --------------------------------------------------------------------------------------------
+
+
+@needs_shared
+@pytest.mark.parametrize("engine", ["tiktoken", "gigatoken"])
+def test_real_rows_are_tiktokens_document_by_document(tmp_path: Path, engine: str):
+    import tiktoken
+    from tiktoken.load import load_tiktoken_bpe
+    from tiktoken_ext.openai_public import r50k_pat_str
+
+    encoding = tiktoken.Encoding(
+        "gpt2",
+        pat_str=r50k_pat_str,
+        mergeable_ranks=load_tiktoken_bpe(str(RANKS)),
+        special_tokens={"<|endoftext|>": 50256},
+    )
+    choice = tokenizer.choose(str(RANKS), engine=engine)
+    prepare(open_source([str(HEAD)]), choice, Cut(shard_tokens=50_000), tmp_path, num_workers=2)
+    shards = ids_of(tmp_path)
+    assert {len(shard) for shard in shards[:-1]} == {50_000}
+    ids = np.array(list(itertools.chain.from_iterable(shards)))
+    got = np.split(ids, np.flatnonzero(ids == 50256)[1:])
+    with gzip.open(HEAD, "rt") as file:
+        want = [encoding.encode_ordinary(json.loads(line)["text"]) for line in file]
+    assert len(want) == 300
+    assert [document.tolist() for document in got] == [[50256, *of_text] for of_text in want]
+
+
+@needs_shared
+def test_parquet_by_pyarrow_and_by_datasets_is_the_same_as_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Offline, through `load_dataset`; the rows' own counts are GPT-2's, as good as they are."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    choice, cut = tokenizer.choose(str(RANKS)), Cut(shard_tokens=50_000)
+    sources = {
+        "lines": open_source([str(HEAD)]),
+        "parquet": open_source([str(PARQUET)]),
+        "datasets": Dataset(str(PARQUET.parent), None, None, column="text"),
+    }
+    made = {name: prepare(source, choice, cut, tmp_path / name) for name, source in sources.items()}
+    assert shards_of(tmp_path / "parquet") == shards_of(tmp_path / "lines")
+    assert shards_of(tmp_path / "datasets") == shards_of(tmp_path / "lines")
+    for name in ("parquet", "datasets"):
+        entries = made[name].manifest.shards.values()
+        off = sum(entry.tokens - entry.documents - (entry.source_tokens or 0) for entry in entries)
+        assert abs(off) <= 9 * 7, "9 of 300 rows differ, by at most 7"
+    assert all(entry.source_tokens is None for entry in made["lines"].manifest.shards.values())
+
+
+@needs_shared
+@pytest.mark.parametrize("kind", ["parquet", "datasets"])
+def test_rows_are_found_again(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch):
+    """From every place that a manifest may hold, in a file of several row groups."""
+    import pyarrow.parquet
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(documents, "BATCH_ROWS", 7)
+    path = tmp_path / "rows" / "rows.parquet"
+    path.parent.mkdir()
+    texts = [f"row {i} " + "x" * (i % 13) for i in range(60)]
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path, row_group_size=11)
+    folder = str(path.parent)
+    cut = Cut("x", 37)
+
+    def source() -> documents.Source:
+        return open_source([folder]) if kind == "parquet" else Dataset(folder, None, None, column="text")
+
+    assert list(documents.texts(source(), "text")) == texts
+    prepare(source(), BYTES, cut, tmp_path / "whole")
+    assert ids_of(tmp_path / "whole", "x") == definition(texts, 37)
+    for life in (1, 2, 3, 5):
+        blocks = itertools.count(1)
+
+        def tell(_: prep.Progress, blocks=blocks, life=life) -> None:
+            if next(blocks) == life:
+                raise Killed
+
+        with pytest.raises(Killed):
+            prepare(source(), BYTES, cut, tmp_path / "broken", tell=tell)
+    prepare(source(), BYTES, cut, tmp_path / "broken")
+    assert shards_of(tmp_path / "broken") == shards_of(tmp_path / "whole")
+
+
+# --- processes --------------------------------------------------------------------------------------------
+
+
+def run(*args: str | Path, **env: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "speedrun", "data", "prep", *map(str, args)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, **env},
+    )
+
+
+@needs_shared
+def test_the_number_of_workers_does_not_matter(tmp_path: Path):
+    """The first block is the slow one: whoever has it comes last."""
+    texts = ["a" * 600_000, *(f"row {i} " * 3_000 for i in range(60))]
+    rows = write_rows(tmp_path / "rows.jsonl", texts)
+    choice = tokenizer.choose(str(RANKS), engine="tiktoken")
+    for num_workers in (1, 2, 4):
+        source, out = open_source([str(rows)]), tmp_path / str(num_workers)
+        prepare(source, choice, Cut("x", 99_991), out, num_workers=num_workers)
+    assert shards_of(tmp_path / "2") == shards_of(tmp_path / "1")
+    assert shards_of(tmp_path / "4") == shards_of(tmp_path / "1")
+
+
+def killed_and_resumed(tmp_path: Path, num_kills: int, seed: int) -> None:
+    rnd = random.Random(seed)
+    texts = ["".join(rnd.choices("abcdefgh \n", k=rnd.randrange(400))) for _ in range(12_000)]
+    rows = write_rows(tmp_path / "rows.jsonl", texts)
+    prepare(open_source([str(rows)]), BYTES, Cut("x", 20_011), tmp_path / "whole")
+    argv = [sys.executable, "-m", "speedrun", "data", "prep", "--source", str(rows), "--tokenizer", "bytes"]
+    argv += ["--out", str(tmp_path / "out"), "--prefix", "x", "--shard-tokens", "20011", "--workers", "2"]
+    for life in range(num_kills):
+        # A session of its own: after the kill it must be empty soon, for workers end with their parent.
+        process = subprocess.Popen(argv, cwd=ROOT, start_new_session=True, stderr=subprocess.DEVNULL)
+        if life % 5 == 4:
+            time.sleep(rnd.uniform(0.0, 0.8))  # while it starts
+        else:
+            wait_for_shards(tmp_path / "out", num_shards(tmp_path / "out") + rnd.randrange(1, 5))
+            time.sleep(rnd.uniform(0.0, 0.02))
+        assert process.poll() is None, "it was done before it could be killed: give it more to do"
+        process.kill()
+        process.wait()
+        assert_gone(process.pid)
+    assert num_shards(tmp_path / "out") < len(shards_of(tmp_path / "whole"))
+    subprocess.run(argv, cwd=ROOT, check=True, capture_output=True)
+    assert shards_of(tmp_path / "out") == shards_of(tmp_path / "whole")
+    left = {path.name for path in (tmp_path / "out").iterdir()}
+    assert left == {*shards_of(tmp_path / "whole"), "manifest.json"}
+
+
+def num_shards(folder: Path) -> int:
+    return len(list(folder.glob("*.bin")))
+
+
+def wait_for_shards(folder: Path, number: int) -> None:
+    watch = Stopwatch()
+    while num_shards(folder) < number and watch.seconds < 20:
+        time.sleep(0.001)
+
+
+def assert_gone(group: int) -> None:
+    watch = Stopwatch()
+    while watch.seconds < 10:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.05)
+    pytest.fail("workers outlive their parent")
+
+
+def test_killed_and_begun_again(tmp_path: Path):
+    killed_and_resumed(tmp_path, 3, seed=0)
+
+
+@pytest.mark.slow
+def test_killed_twenty_times(tmp_path: Path):
+    killed_and_resumed(tmp_path, 20, seed=1)
+
+
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_signals_end_it_with_a_word(tmp_path: Path, number: int, exit_code: int):
+    rows = write_rows(tmp_path / "rows.jsonl", ["abc " * 100] * 20_000)
+    argv = [sys.executable, "-m", "speedrun", "data", "prep", "--source", str(rows), "--tokenizer", "bytes"]
+    argv += ["--out", str(tmp_path / "out"), "--shard-tokens", "1000", "--workers", "2"]
+    process = subprocess.Popen(argv, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    wait_for_shards(tmp_path / "out", 1)
+    os.killpg(process.pid, number)  # as a terminal does: to the workers, too
+    _, said = process.communicate(timeout=20)
+    assert process.returncode == exit_code, said
+    assert "the same command goes on" in said
+    assert "Traceback" not in said
+    assert_gone(process.pid)
+
+
+@pytest.mark.parametrize("extra", [[], ["--json"]], ids=["text", "json"])
+def test_without_a_network_it_says_what_was_wanted(tmp_path: Path, extra: list[str]):
+    """The hub's client is pointed at a port where nobody listens."""
+    watch = Stopwatch()
+    done = run("--tokenizer", "bytes", "--out", tmp_path / "out", *extra, HF_ENDPOINT="http://127.0.0.1:9")
+    assert watch.seconds < 30
+    assert done.returncode == 3
+    said = json.loads(done.stdout)["error"] if extra else done.stderr
+    assert "hub:HuggingFaceFW/fineweb" in said
+    assert "--source FOLDER" in said
+    assert said.strip().count("\n") == 0
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_script_is_the_command(tmp_path: Path):
+    rows = write_rows(tmp_path / "rows.jsonl", ["abc"] * 30)
+    script = [
+        sys.executable,
+        str(ROOT / "data" / "fineweb_prep.py"),
+        "--source",
+        str(rows),
+        "--tokenizer",
+        "bytes",
+    ]
+    script += [
+        "--out",
+        str(tmp_path / "out"),
+        "--shard-tokens",
+        "50",
+        "--max-shards",
+        "2",
+        "--workers",
+        "2",
+        "--json",
+    ]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(script, capture_output=True, text=True, check=True, env=env)
+    report = json.loads(done.stdout)
+    assert (report["tokens"], report["documents"]) == (100, 25)
+    assert ids_of(tmp_path / "out") == definition(["abc"] * 30, 50, 100)
+
+
+def test_bits_per_byte(tmp_path: Path):
+    """A model that gives every byte 1/256 needs 8 bits for each, whatever the tokens; documents' openings are extra."""
+    rows = write_rows(tmp_path / "rows.jsonl", ["abcd" * 25])
+    made = prepare(open_source([str(rows)]), BYTES, Cut("x", 50, scored_tokens=40), tmp_path)
+    data = track.Data("x", "x_train_*.bin", "x_val_*.bin", 40, 257, DOCUMENT, "again!")
+    assert inventory.bits_per_byte(np.log(256), tmp_path, data) == pytest.approx(8)
+    assert inventory.bits_per_byte(1.0, tmp_path, msgspec.structs.replace(data, val_tokens=39)) is None
+    inventory.write_manifest(tmp_path, msgspec.structs.replace(made.manifest, scored_bytes=20))
+    assert inventory.bits_per_byte(np.log(256), tmp_path, data) == pytest.approx(16), "two tokens a byte"
+
+
+@needs_shared
+def test_bench_prep_compares_equal_bytes(monkeypatch: pytest.MonkeyPatch):
+    from speedrun.data import prep_speed
+
+    monkeypatch.setattr(prep_speed, "_TRIALS", 1)
+    choice = tokenizer.choose(str(RANKS))
+    result = prep_speed.compare(open_source([str(HEAD)]), choice, column="text", num_workers=2)
+    assert result.timings[0].name == "tiktoken, one thread"
+    assert (len(result.timings), result.timings[0].ratio, result.tokens) == (3, 1.0, 216_090)
+    honest = prep_speed.plain
+
+    def other(*args):
+        facts = honest(*args)
+        (path,) = args[-1].glob("*.bin")
+        path.write_bytes(path.read_bytes()[:-1] + b"x")
+        return facts
+
+    monkeypatch.setattr(prep_speed, "plain", other)
+    with pytest.raises(DataError, match="makes other bytes than tiktoken in one thread"):
+        prep_speed.compare(open_source([str(HEAD)]), choice, column="text", num_workers=2)

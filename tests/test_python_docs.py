@@ -1,0 +1,137 @@
+"""The corpus of Python's own documentation: what is taken, in which order, and what becomes of it."""
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from speedrun import track
+from speedrun.data import inventory, python_docs
+from speedrun.data.python_docs import Document, collect
+from speedrun.errors import DataError, UsageError
+
+LONG = "A sentence that is long enough to be worth reading, and so it is taken, as it stands here."
+
+MODULE = f'''"""{LONG} It opens the module."""
+raise SystemExit("this file is read and never run")
+
+class Thing:
+    """{LONG} It tells of a class."""
+
+    def act(self):
+        r"""{LONG} It holds \\d, of a method."""
+
+    def quiet(self):
+        """Too short."""
+
+async def last():
+    """{LONG} It ends the module."""
+'''
+
+
+@pytest.fixture
+def roots(tmp_path: Path) -> dict[str, Path]:
+    files = {
+        "lib/module.py": MODULE,
+        "lib/again.py": f'"""{LONG} It opens the module."""\ndef f():\n    """{LONG} It is new."""\n',
+        "lib/broken.py": "def (",
+        "lib/binary.py": "\0",
+        "lib/tests/left_out.py": f'"""{LONG}"""',
+        "lib/site-packages/left_out.py": f'"""{LONG}"""',
+        "python/pydoc_data/topics.py": "topics = {'b': 'Text of b.\\n', 'a': 'Text of a.'}",
+    }
+    for name, content in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    return {"lib": tmp_path / "lib", "python": tmp_path / "python"}
+
+
+def test_docstrings_in_the_order_of_the_file_and_nothing_is_run(roots: dict[str, Path]):
+    documents = {document.name: document.text for document in collect(roots)}
+    assert set(documents) == {
+        "lib/module.py",
+        "lib/again.py",
+        "python/pydoc_data/topics.py:a",
+        "python/pydoc_data/topics.py:b",
+    }
+    assert documents["python/pydoc_data/topics.py:b"] == "Text of b."
+    sentences = [
+        "It opens the module.",
+        "It tells of a class.",
+        "It holds \\d, of a method.",
+        "It ends the module.",
+    ]
+    found = [documents["lib/module.py"].find(sentence) for sentence in sentences]
+    # What both files hold is in the one that comes first.
+    assert found[1:] == sorted(found[1:])
+    assert -1 not in found[1:]
+    assert "Too short" not in documents["lib/module.py"]
+    openings = [text for text in documents.values() if "It opens the module." in text]
+    assert len(openings) == 1
+
+
+def test_the_order_is_fixed_and_mixes_the_folders(roots: dict[str, Path]):
+    once, again = collect(roots), collect(dict(reversed(roots.items())))
+    assert once == again
+    assert [document.name for document in once] != sorted(document.name for document in once)
+
+
+def small(track_name: str = "docs-cpu", **changes: int) -> track.Track:
+    """The track with a vocabulary that a few files of the standard library fill."""
+    rules = track.load(track_name)
+    wanted = track.PythonDocs(vocab_size=400, shard_tokens=3_000)
+    data = msgspec.structs.replace(rules.data, vocab_size=400, val_tokens=1_000)
+    return msgspec.structs.replace(rules, data=data, python_docs=wanted)
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    import email
+
+    folder = Path(email.__file__).parent
+    monkeypatch.setattr(python_docs, "installed", lambda: {"email": folder})
+
+
+@pytest.mark.usefixtures("few")
+def test_what_is_made_is_data_of_the_track(tmp_path: Path):
+    rules = small()
+    made = python_docs.ensure(rules, tmp_path / "a")
+    assert made is not None
+    passed = inventory.verify(tmp_path / "a", rules.data, full=True)
+    assert len(passed) > 3
+    manifest = made.manifest
+    assert (manifest.scored_tokens, manifest.vocab_size, manifest.document_token) == (1_000, 400, 0)
+    # The bytes of the scored tokens, by the tokenizer's own library.
+    import tokenizers
+
+    ids = np.fromfile(tmp_path / "a" / "docs_val_000000.bin", "<u2", offset=1024)[1:1_001]
+    text = tokenizers.Tokenizer.from_file(str(tmp_path / "a" / "tokenizer.json")).decode(ids.tolist())
+    assert manifest.scored_bytes == len(text.encode())
+    assert python_docs.ensure(rules, tmp_path / "a") is None, "it is there already"
+    python_docs.make(rules, tmp_path / "b")
+    for path in (tmp_path / "a").iterdir():
+        if path.name != inventory.MANIFEST:  # it names the folder that its corpus lies in
+            assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
+
+
+def test_too_little_documentation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, roots: dict[str, Path]):
+    monkeypatch.setattr(python_docs, "installed", lambda: roots)
+    with pytest.raises(DataError, match="docs-cpu@1 needs 400; this Python has too little"):
+        python_docs.make(small(), tmp_path / "out")
+
+
+def test_other_tracks_are_not_made_of_it(tmp_path: Path):
+    assert python_docs.ensure(track.load("webmini"), tmp_path) is None
+    with pytest.raises(UsageError, match="'webmini' is not made of Python's documentation"):
+        python_docs.make(track.load("webmini"), tmp_path)
+
+
+def test_the_real_list_of_folders():
+    assert {"python", "jax", "numpy"} <= set(python_docs.installed())
+    assert all(
+        (folder / "__init__.py").exists() or (folder / "os.py").exists()
+        for folder in python_docs.installed().values()
+    )
+    assert Document._fields == ("name", "text"), "the corpus' rows; `data prep` reads the column text"

@@ -1,0 +1,266 @@
+"""Tokenizers: each against its own library or against bytes; odd documents; a file that changed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from speedrun.clock import Stopwatch
+from speedrun.data import gpt2, tokenizer
+from speedrun.data.gpt2 import END_OF_TEXT
+from speedrun.errors import DataError, UsageError
+
+ROOT = Path(__file__).parent.parent
+RANKS = ROOT.parent / "shared" / "data" / "gpt2-bpe" / "r50k_base.tiktoken"
+needs_ranks = pytest.mark.skipif(not RANKS.exists(), reason="needs ../shared/data: GPT-2's ranks")
+
+TEXTS = ["The cat sat on the mat. ", "don't ", "naïve café ", "a a a a\n\n", "1234 5678 ", "猫 "] * 20
+TEXTS += [
+    "Pack my box with five dozen liquor jugs, while the quick brown fox jumps over lazy dogs again. "
+] * 9
+#: White space, letters and marks in such numbers that words of all kinds meet.
+ANY_TEXT = st.text(st.characters(codec="utf-8") | st.sampled_from(" \n\t'sredlm1a.\u00a0é"), max_size=40)
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """tiktoken's own `encode_ordinary`."""
+    import tiktoken
+    from tiktoken.load import load_tiktoken_bpe
+    from tiktoken_ext.openai_public import r50k_pat_str
+
+    ranks = load_tiktoken_bpe(str(RANKS))
+    special = {END_OF_TEXT: 50256}
+    return tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=special)
+
+
+@pytest.fixture(scope="module", params=["tiktoken", "gigatoken"])
+def engine(request: pytest.FixtureRequest) -> gpt2.Tiktoken:
+    loaded = tokenizer.load(tokenizer.choose(str(RANKS), engine=request.param))
+    assert isinstance(loaded, gpt2.Tiktoken)
+    return loaded
+
+
+@needs_ranks
+@settings(deadline=None, max_examples=200)
+@given(texts=st.lists(ANY_TEXT, max_size=5))
+def test_gpt2_is_tiktokens_encode_ordinary(engine, reference, texts: list[str]):
+    assert [ids.tolist() for ids in engine.encode(texts)] == [reference.encode_ordinary(t) for t in texts]
+
+
+@needs_ranks
+@pytest.mark.parametrize(
+    "text",
+    ["", END_OF_TEXT, f"a{END_OF_TEXT}{END_OF_TEXT} b", "\0", "\ufffd\ufffd", " ", "\n" * 3, "<|endoftext"],
+    ids=repr,
+)
+def test_odd_documents(engine, reference, text: str):
+    (ids,) = engine.encode([text])
+    assert ids.tolist() == reference.encode_ordinary(text)
+    assert 50256 not in ids
+
+
+@needs_ranks
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a" * 100_000,
+        " " * 90_000,
+        "word " * 40_000,
+        "x" + "\n" * 80_000 + "y",
+        "ab, cd.\n\n  " * 20_000 + " " * 3_000,
+        "é" * 50_000 + "\u3000" * 2_000 + "1",
+    ],
+    ids=lambda text: repr(text[:9]),
+)
+def test_long_documents_are_cut_where_it_does_not_matter(engine, reference, text: str):
+    assert engine.encode([text])[0].tolist() == reference.encode_ordinary(text)
+
+
+def test_where_a_long_document_is_cut():
+    text = "word, " * 50_000 + "x" * 100_000
+    cut = list(gpt2.parts(text))
+    assert "".join(cut) == text
+    assert max(map(len, cut)) <= 100_000 + gpt2._LONG_CHARACTERS + 6
+    assert all(part[0] == " " for part in cut[1:])
+    assert len(cut) <= len(text) // gpt2._LONG_CHARACTERS + 1
+    assert list(gpt2.parts("a b" * 100)) == ["a b" * 100]
+    assert list(gpt2.parts("x" * 100_000)) == ["x" * 100_000]
+
+
+@needs_ranks
+def test_what_tiktoken_itself_gives_up_on(engine, reference):
+    """A million blanks before a word: its matcher runs out of room; both engines here agree on the ids."""
+    text = "a" + " " * 1_000_000 + "b"
+    with pytest.raises(ValueError, match="Max stack size"):
+        reference.encode_to_numpy(text, disallowed_special=())
+    ids = engine.encode([text])[0].tolist()
+    assert reference.decode(ids) == text
+    assert ids == [*reference.encode_ordinary("a" + " " * 999_999), *reference.encode_ordinary(" b")]
+
+
+@pytest.mark.slow
+@needs_ranks
+def test_one_word_of_fifty_megabytes_takes_time_in_proportion(engine):
+    def seconds(length: int) -> float:
+        watch = Stopwatch()
+        (ids,) = engine.encode(["a" * length])
+        assert len(ids) == length // 4
+        return watch.seconds
+
+    # n log n, and caches that overflow: not quadratic, which would be a factor of 100.
+    assert seconds(50_000_000) < 40 * seconds(5_000_000)
+
+
+@needs_ranks
+def test_ids_know_their_bytes(engine):
+    texts = ["naïve 👩‍👩‍👧‍👦 text", "", "\0\n", "plain"]
+    id_bytes_V = engine.id_bytes_V()
+    assert [int(id_bytes_V[ids].sum()) for ids in engine.encode(texts)] == [len(t.encode()) for t in texts]
+    assert id_bytes_V[50256] == 0
+
+
+@needs_ranks
+def test_awkward_texts_catch_an_engine_that_differs(monkeypatch: pytest.MonkeyPatch):
+    import gigatoken
+
+    honest = gigatoken.Tokenizer.encode_batch
+    monkeypatch.setattr(
+        gigatoken.Tokenizer, "encode_batch", lambda self, texts: honest(self, [t.rstrip(" ") for t in texts])
+    )
+    with pytest.raises(DataError, match=r"gigatoken .* makes .* pass --engine tiktoken"):
+        tokenizer.load(tokenizer.choose(str(RANKS), engine="gigatoken"))
+
+
+@needs_ranks
+def test_a_changed_rank_file_is_refused_before_anything_is_written(tmp_path: Path):
+    raw = bytearray(RANKS.read_bytes())
+    raw[1000] ^= 1
+    for path in (tmp_path / "r50k_base.tiktoken", tmp_path / cached_name()):
+        path.write_bytes(raw)
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    for name in (str(tmp_path / "r50k_base.tiktoken"), "gpt2"):
+        done = subprocess.run(
+            [sys.executable, "-m", "speedrun", "data", "prep", "--source", str(tmp_path / "rows.jsonl")]
+            + ["--tokenizer", name, "--out", str(tmp_path / "out")],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=ROOT,
+            env={**os.environ, "TIKTOKEN_CACHE_DIR": str(tmp_path)},
+        )
+        assert done.returncode == 3
+        assert "sha256 is" in done.stderr
+        assert done.stderr.count("\n") == 1
+        assert not (tmp_path / "out").exists()
+
+
+def cached_name() -> str:
+    """The name under which tiktoken keeps the file."""
+    return "0ea1e91bbb3a60f729a8dc8f777fd2fc07cd8df4"
+
+
+@needs_ranks
+def test_ranks_are_read_where_tiktoken_keeps_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    (tmp_path / cached_name()).write_bytes(RANKS.read_bytes())
+    assert tokenizer.choose("gpt2").path == tmp_path / cached_name()
+
+
+def test_without_a_network_and_without_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(gpt2, "RANKS_URL", "http://127.0.0.1:9/r50k_base.tiktoken")
+    with pytest.raises(DataError, match=r"wanted http.*; bring that file and pass --tokenizer"):
+        tokenizer.choose("gpt2")
+
+
+def test_names_that_mean_nothing(tmp_path: Path):
+    with pytest.raises(UsageError, match="unknown tokenizer 'gtp2'; did you mean 'gpt2'"):
+        tokenizer.choose("gtp2")
+    with pytest.raises(DataError, match="No such file"):
+        tokenizer.choose(str(tmp_path / "x.json"))
+    (tmp_path / "x.json").write_text("{}")
+    with pytest.raises(DataError, match="as `tokenizers` saves it"):
+        tokenizer.load(tokenizer.choose(str(tmp_path / "x.json")))
+
+
+# --- a BPE of one's own -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("bpe") / "mine.json"
+    assert tokenizer.train_bpe(iter(TEXTS), 300, path) == 300
+    return path
+
+
+def test_the_same_texts_give_the_same_file(trained: Path, tmp_path: Path):
+    """Also with another number of threads, and another hash seed of Python."""
+    script = (
+        "import sys; from pathlib import Path; from speedrun.data import tokenizer; from test_tokenizer import TEXTS\n"
+        "tokenizer.train_bpe(iter(TEXTS), 300, Path(sys.argv[1]))"
+    )
+    for threads in ("1", "4"):
+        env = {**os.environ, "RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": threads}
+        env["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests'}"
+        subprocess.run([sys.executable, "-c", script, str(tmp_path / threads)], check=True, env=env)
+        assert (tmp_path / threads).read_bytes() == trained.read_bytes()
+
+
+@settings(deadline=None, max_examples=100)
+@given(text=ANY_TEXT)
+def test_every_text_comes_back_from_a_trained_tokenizer(trained: Path, text: str):
+    import tokenizers
+
+    loaded = tokenizer.load(tokenizer.choose(str(trained)))
+    (ids,) = loaded.encode([text])
+    assert (
+        tokenizers.Tokenizer.from_file(str(trained)).decode(ids.tolist(), skip_special_tokens=False) == text
+    )
+    id_bytes_V = loaded.id_bytes_V()
+    assert id_bytes_V is not None
+    assert id_bytes_V[ids].sum() == len(text.encode())
+    assert loaded.document_token not in ids
+    assert loaded.vocab_size == 300
+
+
+def test_a_document_token_in_a_text_is_text(trained: Path):
+    loaded = tokenizer.load(tokenizer.choose(str(trained)))
+    (ids,) = loaded.encode([f"a{END_OF_TEXT}b"])
+    assert loaded.document_token == 0
+    assert 0 not in ids
+
+
+def test_a_document_token_that_is_not_special_is_refused(trained: Path, tmp_path: Path):
+    model = json.loads(trained.read_text())
+    model["added_tokens"][0]["special"] = False
+    (tmp_path / "plain.json").write_text(json.dumps(model))
+    loaded = tokenizer.load(tokenizer.choose(str(tmp_path / "plain.json")))
+    with pytest.raises(DataError, match="a text became token 0"):
+        loaded.encode([END_OF_TEXT])
+
+
+def test_a_file_without_that_document_token(trained: Path):
+    with pytest.raises(UsageError, match=r"has no token '<s>' .* its special tokens are <\|endoftext\|>"):
+        tokenizer.load(tokenizer.choose(str(trained), document_text="<s>"))
+
+
+def test_a_file_that_changes_meanwhile(trained: Path, tmp_path: Path):
+    path = tmp_path / "mine.json"
+    path.write_bytes(trained.read_bytes())
+    choice = tokenizer.choose(str(path))
+    path.write_bytes(trained.read_bytes() + b" ")
+    with pytest.raises(DataError, match=r"sha256 is .*; it was .* at the start"):
+        tokenizer.load(choice)
+
+
+def test_joined_documents_are_opened_by_their_token():
+    texts = [np.array([1, 2]), np.array([], np.uint8), np.array([3], np.uint32)]
+    ids, starts = tokenizer.joined(texts, 9)
+    assert (ids.dtype, ids.tolist(), starts.tolist()) == (np.uint16, [9, 1, 2, 9, 9, 3], [0, 3, 4])
