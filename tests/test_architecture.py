@@ -33,6 +33,7 @@ FLOORS = {
     "speedrun.models": 4,
     "speedrun.recipe": 4,
     "speedrun.health": 4,
+    "speedrun.rerun": 4,
     "speedrun.nn": 3,
     "speedrun.optim": 3,
     "speedrun.mesh": 3,

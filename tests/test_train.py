@@ -350,11 +350,14 @@ def test_replay_takes_no_other_variable_from_a_record_than_runs_record(record, t
     path.write_bytes(format.encode(hostile))
     given = []
 
-    def child(*args, env, **kwargs):
-        given.append(env)
-        return subprocess.CompletedProcess(args, 7)
+    class Child:
+        def __init__(self, *args, env, **kwargs):
+            given.append(env)
 
-    monkeypatch.setattr(subprocess, "run", child)
+        def wait(self):
+            return 7
+
+    monkeypatch.setattr(subprocess, "Popen", Child)
     monkeypatch.setenv("SECRET", "of this machine")
     result = CliRunner().invoke(command, ["replay", str(copy)])
     if name in provenance.VARIABLES:

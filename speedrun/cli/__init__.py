@@ -23,6 +23,7 @@ COMMANDS = {
     "run": "Train on a track, under the clock.",
     "batch": "Declare several runs, run them, and test what they prove.",
     "stats": "Say what the runs of a record prove, and how many more it would take.",
+    "compare": "Run two records in turns on this node, and say which is faster.",
     "validate": "Check a record offline: every claim that can be computed is computed again.",
     "plot": "Draw the loss and the steps of a record.",
     "replay": "Run the source that a record carries.",

@@ -1,0 +1,94 @@
+"""`speedrun compare`: two records run in turns on this node. Executes code from both."""
+
+import sys
+import tempfile
+from pathlib import Path
+
+import click
+import msgspec
+
+from speedrun.cli.options import Integer, data_option, example, json_option
+from speedrun.errors import UsageError
+from speedrun.ledger.batch import seeds_from
+from speedrun.ledger.comparison import Comparison, compare
+from speedrun.ledger.run import Run
+from speedrun.rerun import Rerun
+
+
+@click.command(epilog=example("speedrun compare records/smoke-cpu/2026-11-21-first runs/mine --pairs 3"))
+@click.argument("first", metavar="A", type=click.Path(path_type=Path))
+@click.argument("second", metavar="B", type=click.Path(path_type=Path))
+@click.option(
+    "--pairs", type=Integer(2), default=3, show_default=True, help="Each is one run of A and one of B."
+)
+@data_option
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Keep all runs and the result here: a new folder.",
+)
+@json_option
+@click.pass_context
+def command(
+    ctx: click.Context,
+    *,
+    first: Path,
+    second: Path,
+    pairs: int,
+    data: Path | None,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Run the records A and B in turns (A B, B A, ...), and say which is faster. EXECUTES CODE FROM BOTH.
+
+    Both runs of a pair have one seed, which nobody picks. Exits with 0 if B is faster and its loss no worse than
+    the noise, with 1 if not, or if this node cannot tell.
+    """
+    if out is not None and out.exists():
+        raise UsageError(f"{out} exists already; need a new folder; remove it or pass another --out")
+    sides = {"A": Rerun(first), "B": Rerun(second)}
+    _check_alike(sides["A"].old, sides["B"].old)
+    seeds = seeds_from(sides["A"].old.file.source_sha256, sides["B"].old.file.source_sha256, pairs)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = out or Path(scratch, "compare")
+        folder.mkdir(parents=True)
+        runs: dict[str, list[Run]] = {"A": [], "B": []}
+        for pair, seed in enumerate(seeds, 1):
+            for side in ("AB", "BA")[(pair - 1) % 2]:
+                new = sides[side].run(folder / f"{pair}{side}", seed=seed, data=data, echo=sys.stderr)
+                runs[side].append(new)
+                click.echo(
+                    f"pair {pair}/{pairs} {side}  {new.train_time_s:.2f} s, {new.val_loss:.5f}", err=True
+                )
+        found = compare(seeds, runs["A"], runs["B"])
+        if out is not None:
+            (out / "compare.json").write_bytes(
+                msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n"
+            )
+    click.echo(msgspec.json.encode(found) if as_json else _told(found))
+    ctx.exit(0 if found.time_ratio.high < 1 and found.loss_difference.low <= 0 else 1)
+
+
+def _check_alike(a: Run, b: Run) -> None:
+    """Times of other rules or hardware do not compare."""
+    for what, one, other in (
+        ("track", a.file.track, b.file.track),
+        ("platform", a.file.platform, b.file.platform),
+        ("number of devices", a.file.num_devices, b.file.num_devices),
+    ):
+        if one != other:
+            raise UsageError(
+                f"{what} of A is {one}, of B {other}; need two records of one kind; choose others"
+            )
+
+
+def _told(found: Comparison) -> str:
+    ratio, loss = found.time_ratio, found.loss_difference
+    change = f"{ratio.mean - 1:+.2%} of A's time, 95 % between {ratio.low - 1:+.2%} and {ratio.high - 1:+.2%}"
+    verdict = "B is faster" if ratio.high < 1 else "B is slower" if ratio.low > 1 else "not resolvable here"
+    return (
+        f"time    {change}: {verdict}\n"
+        f"loss    {loss.mean:+.5f} nats, 95 % between {loss.low:+.5f} and {loss.high:+.5f}\n"
+        f"both    {found.equivalent_s:+.2f} s: its loss counted as time, at {found.s_per_nat:.1f} s a nat"
+    )

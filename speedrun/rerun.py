@@ -1,0 +1,129 @@
+"""Runs the source that a record carries, in a process of its own. The only module that executes anything of a record.
+
+`speedrun replay` and `speedrun compare` call it, and say so.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TextIO
+
+import msgspec
+
+from speedrun import provenance, signals
+from speedrun import track as tracks
+from speedrun.console import clean
+from speedrun.data import inventory
+from speedrun.errors import SpeedrunError, UsageError
+from speedrun.ledger import format
+from speedrun.ledger.record import Record, load, read_files
+from speedrun.ledger.run import Run, read_run
+from speedrun.sourcefile import split_source
+
+#: What a process needs to run at all. No cache of programs: foreign code could leave some there for us to run.
+_ENVIRONMENT = ("PATH", "HOME", "TMPDIR", "LANG", "LD_LIBRARY_PATH")
+
+
+class Rerun:
+    """A run of a record, checked, ready to be run again."""
+
+    def __init__(self, folder: Path, run_id: str | None = None) -> None:
+        """Reads the record; executes nothing yet.
+
+        Raises:
+            UsageError: no such run; a source or an environment that is not what the run says.
+        """
+        record = load(folder)
+        self.old = _find(record, folder, run_id)
+        self._source = _checked_source(record, folder, self.old)
+        self._environment = _checked_environment(folder, self.old)
+
+    def run(self, out: Path, *, seed: int, data: Path | None, echo: TextIO) -> Run:
+        """Unpacks the source into a scratch folder and runs it.
+
+        Args:
+            out: the new record's folder.
+            seed: of the new run.
+            data: folder of shards; None: the track's own.
+            echo: where the new run's output goes.
+
+        Raises:
+            SpeedrunError: if it ends badly.
+        """
+        with tempfile.TemporaryDirectory() as scratch:
+            for path, text in self._source.items():
+                file = Path(scratch, path)
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(text, encoding="utf-8")
+            Path(scratch, "run.json").write_bytes(msgspec.json.encode(self._config(out, seed, data)))
+            # Foreign code gets no secrets of this machine, and the variables that the run had.
+            keep = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+            child = subprocess.Popen(
+                [sys.executable, "-m", "speedrun.train", "run.json"],
+                cwd=scratch,
+                env={**keep, **self._environment, "PYTHONPATH": scratch},
+                stdout=echo,
+            )
+            with signals.handled_by(lambda number, _frame: child.send_signal(number)):
+                code = child.wait()
+        if code:
+            raise SpeedrunError(
+                f"the source of {self.old.file.run_id} ended with exit code {code}; see its output above"
+            )
+        raw, _ = read_files(out)
+        (new,) = (read_run(raw, path.name) for path in out.glob("runs/*"))
+        return new
+
+    def _config(self, out: Path, seed: int, data: Path | None) -> dict[str, object]:
+        """What `prepare.RunConfig` of the record's own source wants; older sources know fewer settings."""
+        file, config = self.old.file, self.old.start.config
+        rules = tracks.load(file.track.rpartition("@")[0])
+        own_data = data is None and (rules.synthetic is not None or rules.python_docs is not None)
+        wanted: dict[str, object] = {
+            "track": rules.name,
+            "out": str(out.absolute()),
+            "recipe": file.recipe,
+            "seed": seed,
+            "overrides": file.overrides,
+            "data": None if own_data else str(inventory.data_folder(rules, data).absolute()),
+            "num_devices": file.num_devices,
+            "microbatches": config.get("microbatches"),
+        }
+        if "attention" in config:
+            wanted["attention"] = config["attention"]
+        return wanted
+
+
+def _find(record: Record, folder: Path, run_id: str | None) -> Run:
+    if not record.whole or not record.runs:
+        raise UsageError(f"{folder}: no readable run; 'speedrun validate {folder}' says what is wrong")
+    runs = {run.file.run_id: run for run in record.runs}
+    if run_id is not None and run_id not in runs:
+        raise UsageError(f"{folder} has no run {run_id!r}; choose one of: {', '.join(runs)}")
+    return runs[run_id] if run_id is not None else record.runs[0]
+
+
+def _checked_source(record: Record, folder: Path, run: Run) -> dict[str, str]:
+    """The files of `source.txt`, if they are what the run says it ran."""
+    raw = record.raw.get("source.txt", b"")
+    if format.sha256(raw) != run.file.source_sha256:
+        raise UsageError(
+            f"{folder}/source.txt is not the source of {run.file.run_id} (its sha256 differs); nothing was executed; "
+            f"'speedrun validate {folder}' says what is wrong"
+        )
+    try:
+        return split_source(raw.decode())
+    except ValueError as error:
+        raise UsageError(f"{folder}/source.txt: {error}; nothing was executed") from None
+
+
+def _checked_environment(folder: Path, run: Run) -> dict[str, str]:
+    """The variables that the run had, if they are ones that a run records: others could load foreign code."""
+    if foreign := sorted(run.file.environment.keys() - set(provenance.VARIABLES)):
+        raise UsageError(
+            f"{folder}: the environment of {run.file.run_id} holds {clean(', '.join(foreign))}; "
+            f"only {', '.join(provenance.VARIABLES)} may stand there; nothing was executed"
+        )
+    return run.file.environment

@@ -1,0 +1,115 @@
+"""Two records side by side: order, seeds, the verdict; the runs themselves are forged."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from record_forge import Spec, install_track, write_run
+
+from speedrun import cli, track
+from speedrun.ledger import comparison
+from speedrun.ledger.comparison import compare, slope
+from speedrun.ledger.record import read_files
+from speedrun.ledger.run import Run, read_run
+from speedrun.rerun import Rerun
+
+
+@pytest.fixture(autouse=True)
+def tracks(tmp_path, monkeypatch):
+    install_track(tmp_path)
+    monkeypatch.setattr(track, "TRACKS_DIR", tmp_path)
+
+
+def made(folder: Path, *, step_s: float = 0.1, loss: float = 3.25, seed: int = 1) -> Run:
+    spec = Spec(seed=seed, step_s=(step_s,) * 10, val_losses=(5.5, 4.0, 3.4, loss))
+    write_run(folder, spec)
+    return read_run(read_files(folder)[0], spec.run_id)
+
+
+def test_the_end_of_a_curve_says_what_a_nat_costs(tmp_path):
+    """Validations before steps 8 and 10: 3.4 and 3.25."""
+    run = made(tmp_path / "a")
+    assert slope(run) == pytest.approx(0.15 / 2)
+    flat = made(tmp_path / "flat", loss=3.5)
+    assert slope(flat) == comparison.FALLBACK_SLOPE
+
+
+def test_loss_counts_as_time(tmp_path):
+    """B takes 0.9 s instead of 1 s, and ends 0.0075 nats higher: that is a tenth of a step, 0.01 s."""
+    first = [made(tmp_path / f"a{i}") for i in range(2)]
+    second = [made(tmp_path / f"b{i}", step_s=0.09, loss=3.2575) for i in range(2)]
+    found = compare((1, 2), first, second)
+    assert found.time_ratio.mean == pytest.approx(0.9)
+    assert found.loss_difference.mean == pytest.approx(0.0075)
+    assert found.equivalent_s == pytest.approx(-0.1 + 0.01)
+    assert found.is_resolved
+
+
+def test_what_the_node_does_to_both_is_no_difference(tmp_path):
+    first = [made(tmp_path / f"a{i}", step_s=s) for i, s in enumerate((0.1, 0.12, 0.11))]
+    second = [made(tmp_path / f"b{i}", step_s=s) for i, s in enumerate((0.101, 0.119, 0.11))]
+    assert not compare((1, 2, 3), first, second).is_resolved
+
+
+@pytest.fixture
+def command(monkeypatch, tmp_path):
+    """`speedrun compare a b` whose runs are forged: B's steps take the given share of A's. Tells what was run."""
+
+    def invoke(share: float, *args: str):
+        ran: list[tuple[str, int]] = []
+
+        def run(self: Rerun, out: Path, *, seed: int, **_: object) -> Run:
+            side = "B" if self.old.file.seed == 2 else "A"
+            ran.append((side, seed))
+            noise = 1 + 0.001 * (len(ran) % 3)
+            return made(out, step_s=0.1 * noise * (share if side == "B" else 1.0))
+
+        monkeypatch.setattr(Rerun, "run", run)
+        for name, seed in (("a", 1), ("b", 2)):
+            if not (tmp_path / name).exists():
+                folder = tmp_path / name
+                folder.mkdir()
+                from record_forge import SOURCE
+
+                (folder / "source.txt").write_text(SOURCE)
+                made(folder, seed=seed)
+        words = ["compare", str(tmp_path / "a"), str(tmp_path / "b"), *args]
+        return CliRunner().invoke(cli.command, words, prog_name="speedrun"), ran
+
+    return invoke
+
+
+def test_pairs_alternate_and_share_a_seed(command):
+    result, ran = command(0.9, "--pairs", "3")
+    assert [side for side, _ in ran] == list("ABBAAB")
+    seeds = [seed for _, seed in ran]
+    assert seeds[::2] == seeds[1::2]
+    assert len(set(seeds)) == 3
+    assert result.exit_code == 0, result.output
+    assert "B is faster" in result.stdout
+    assert "pair 2/3 A" in result.stderr
+
+
+def test_a_node_that_cannot_tell_says_so(command):
+    result, _ = command(1.0)
+    assert result.exit_code == 1
+    assert "not resolvable here" in result.stdout
+
+
+def test_slower_is_slower_and_the_result_is_kept(command, tmp_path):
+    result, _ = command(1.2, "--json", "--out", str(tmp_path / "kept"))
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["time_ratio"]["low"] > 1
+    assert json.loads((tmp_path / "kept" / "compare.json").read_text()) == json.loads(result.stdout)
+    again, _ = command(1.2, "--out", str(tmp_path / "kept"))
+    assert (again.exit_code, "exists already" in again.stderr) == (2, True)
+
+
+def test_other_hardware_is_refused(command, tmp_path):
+    command(1.0)
+    file = next((tmp_path / "b").glob("runs/*/run.json"))
+    file.write_text(file.read_text().replace('"num_devices": 8', '"num_devices": 2'))
+    result, ran = command(1.0)
+    assert (result.exit_code, ran) == (2, [])
+    assert "number of devices of A is 8, of B 2" in result.stderr
