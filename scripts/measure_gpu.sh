@@ -55,6 +55,7 @@ part profile-w14 "${speedrun[@]}" profile --recipe record21 --devices 1 --steps 
 for form in mosaic flash3 banded; do
   part "step-w14-$form" "${speedrun[@]}" bench step "${full[@]}" --first-step 1769 --attention $form --json
 done
+part norm "${speedrun[@]}" bench norm --tokens 49152 --heads 6 --dim 128 --json
 part muon "${speedrun[@]}" bench muon --recipe record21 --devices 1 --json
 part head "${speedrun[@]}" bench head --tokens 49152 --dim 768 --json
 for window in 1 2 4 7 10 14; do

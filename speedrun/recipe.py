@@ -10,7 +10,8 @@ from typing import Any, Protocol
 import jax
 
 from speedrun.errors import UsageError, unknown
-from speedrun.kernels.attention import Attention, Window
+from speedrun.kernels.attention import Window
+from speedrun.kernels.choose import Kernels
 from speedrun.kernels.cross_entropy_gpu import Fp8
 from speedrun.optim.groups import Transforms
 from speedrun.optim.schedules import Schedule, StepInputs
@@ -72,7 +73,7 @@ class Recipe:
     revision: int  #: goes up when its pinned trace changes
     config: Any  #: a ModelConfig; one small dataclass a model file
     table: Callable[[Any], Table]
-    forward: Callable[[Params, jax.Array, Window, Any, Attention], jax.Array]
+    forward: Callable[[Params, jax.Array, Window, Any, Kernels], jax.Array]
     optimizer: Optimizer
     schedule: Schedule
     stages: tuple[Stage, ...]

@@ -236,7 +236,7 @@ class Program:
     ) -> jax.Array:
         """Negative log likelihood of all targets together under named parameters: f32 [], nats."""
         cfg, targets_N = self.recipe.config, targets_BT.reshape(-1)
-        x_BTD = self.recipe.forward(params, tokens_BT, window, cfg, self.kernels.attention)
+        x_BTD = self.recipe.forward(params, tokens_BT, window, cfg, self.kernels)
         x_ND = x_BTD.reshape(len(targets_N), -1)
         return self.kernels.summed_cross_entropy(x_ND, params["head"], targets_N, cap=cfg.logit_cap, fp8=fp8)
 

@@ -152,6 +152,13 @@ def test_bench_attention_times_what_runs_and_says_why_the_rest_does_not():
     assert re.search(r"^flash3 +not here: this is a cpu", shown, re.MULTILINE)
 
 
+def test_bench_norm_times_what_runs_and_says_why_the_rest_does_not():
+    result = json.loads(invoke("bench", "norm", "--tokens", "40", "--dim", "8", "--json").stdout)
+    assert [timing["name"] for timing in result["timings"]] == ["definition"]
+    assert any("the kernels need an H100" in reason for reason in result["left_out"]["triton"])
+    assert result["auto"] == "definition"
+
+
 def test_bench_muon_times_the_share_of_one_device():
     small = ["--set", "config.model_dim=16", "--set", "config.num_heads=2", "--set", "config.head_dim=8"]
     timings = json.loads(invoke("bench", "muon", "--devices", "8", *small, "--json").stdout)

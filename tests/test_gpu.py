@@ -1,6 +1,7 @@
 """Kernels on a real GPU against their definitions: `SPEEDRUN_TEST_PLATFORM=gpu pytest tests/test_gpu.py`.
 
-Everywhere else these are skipped; the same forms are compared on a CPU in test_attention and test_cross_entropy.
+Everywhere else these are skipped; the same forms are compared on a CPU in test_attention, test_qk_norm and
+test_cross_entropy.
 """
 
 import importlib.util
@@ -11,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from speedrun import mesh
+from speedrun import mesh, nn
 from speedrun.kernels import cross_entropy_gpu
 from speedrun.kernels.attention import Sight, attention, sight
-from speedrun.kernels.choose import ATTENTION, AttentionCall, choose_attention
+from speedrun.kernels.choose import ATTENTION, AttentionCall, QkNormCall, choose_attention, choose_qk_norm
 from speedrun.kernels.cross_entropy import cross_entropy
+from speedrun.kernels.qk_norm import qk_norm
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="no GPU here, or not asked for")
 
@@ -64,6 +66,28 @@ def test_attention(name, window_blocks, kind):
     for name_of, a, b in zip(("o", "dq", "dk", "dv"), got, want, strict=True):
         error = np.linalg.norm(a - b) / np.linalg.norm(b)
         assert error < 0.02, f"{name_of}: {error:.4f}"
+
+
+@pytest.mark.parametrize("width", [32, 64, 128])
+@pytest.mark.parametrize("tokens", [TOKENS, 101])
+def test_qk_norm(tokens, width):
+    """Also with an odd length, whose tiles are single tokens."""
+    call = QkNormCall(width, jnp.dtype(jnp.bfloat16), *mesh.accelerator(mesh.make_mesh(1)))
+    if call.compute_capability != "9.0":
+        pytest.skip(f"the kernels are for 9.0, this is {call.compute_capability}")
+    qk, dy = jax.random.normal(jax.random.key(0), (2, 2, 1, tokens, HEADS, width), jnp.bfloat16)
+    angles = nn.rotary_angles(tokens, width)
+
+    def run(form, *qk: jax.Array) -> list[np.ndarray]:
+        y, pull = jax.vjp(lambda *qk: form(*qk, angles), *qk)
+        dx = pull(tuple(g.astype(qk[0].dtype) for g in dy))
+        return [np.asarray(x, np.float32) for x in (*y, *dx)]
+
+    got = run(choose_qk_norm("triton", call).function, *qk)
+    want = run(qk_norm, *(x.astype(jnp.float32) for x in qk))
+    for name_of, a, b in zip(("q", "k", "dq", "dk"), got, want, strict=True):
+        error = np.linalg.norm(a - b) / np.linalg.norm(b)
+        assert error < 0.004, f"{name_of}: {error:.4f}"
 
 
 @pytest.mark.parametrize(

@@ -148,8 +148,8 @@ def test_the_step_communicates_once_for_each_packed_array(tiny):
 def named_nll(recipe: Recipe, params, ids: np.ndarray) -> jax.Array:
     """Loss of every position under named parameters, from the definition: [B, T]."""
     program = Program(recipe, mesh.make_mesh(1))
-    attention = program.kernels.attention
-    x_BTD = recipe.forward(params, jnp.asarray(ids[:, :-1]), program.window(3), recipe.config, attention)
+    tokens_BT, window = jnp.asarray(ids[:, :-1]), program.window(3)
+    x_BTD = recipe.forward(params, tokens_BT, window, recipe.config, program.kernels)
     x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
     nll_N = cross_entropy(x_ND, params["head"], jnp.asarray(ids[:, 1:]).ravel(), cap=recipe.config.logit_cap)
     return nll_N.reshape(len(ids), -1)
@@ -189,8 +189,8 @@ def test_no_position_sees_another_document_or_sequence(tiny, on_eight):
 def copier(shift: int, recipe: Recipe) -> Recipe:
     """A model that bets everything on the token `shift` places further on in the batch it is shown."""
 
-    def forward(p, tokens_BT, _, cfg, attention):
-        del attention
+    def forward(p, tokens_BT, _, cfg, kernels):
+        del kernels
         peeked_BT = jnp.roll(tokens_BT, -shift, axis=1)
         return jax.nn.one_hot(peeked_BT, cfg.head_size) * 1e4 + 0 * p["embed"][0, 0]
 

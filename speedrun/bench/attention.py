@@ -4,26 +4,17 @@ Legend: B batch, T time, H heads, K head width.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from speedrun import mesh as meshes
-from speedrun.bench.timing import Timing, compare
+from speedrun.bench.timing import FormTimings, compare_forms
 from speedrun.kernels.attention import Sight, sight
 from speedrun.kernels.choose import ATTENTION, AttentionCall, choose_attention
 
 _SCALE = 0.12
-
-
-class AttentionTimings(NamedTuple):
-    """Value and gradients of every form of attention that runs here."""
-
-    timings: list[Timing]
-    left_out: dict[str, list[str]]  #: why the others do not run
-    auto: str  #: the form "auto" takes
-    reason: str
 
 
 def attention(
@@ -34,7 +25,7 @@ def attention(
     window_blocks: int,
     block_tokens: int,
     document_tokens: int,
-) -> AttentionTimings:
+) -> FormTimings:
     """Every form, on one sequence of equally long documents; in bfloat16 on a GPU, else in float32."""
     platform, compute_capability = meshes.accelerator(meshes.make_mesh(1))
     dtype = jnp.dtype(jnp.bfloat16 if platform == "gpu" else jnp.float32)
@@ -48,7 +39,6 @@ def attention(
         static_window_blocks=window_blocks,
         max_documents=-(-num_tokens // document_tokens),
     )
-    left_out = {name: reasons for name, form in ATTENTION.items() if (reasons := form.against(call))}
     doc_BT = (jnp.arange(num_tokens) // document_tokens)[None]
     seen = sight(doc_BT, jnp.int32(window_blocks), block_tokens)
     do, *qkv = jax.random.normal(jax.random.key(0), (4, *call.shape_BTHK), dtype)
@@ -60,10 +50,4 @@ def attention(
 
         return run
 
-    forms = {
-        name: value_and_gradients(choose_attention(name, call).function)
-        for name in ATTENTION
-        if name not in left_out
-    }
-    auto = choose_attention("auto", call)
-    return AttentionTimings(compare(forms, do, seen, *qkv), left_out, auto.name, auto.reason)
+    return compare_forms(ATTENTION, choose_attention, call, value_and_gradients, do, seen, *qkv)

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from speedrun.clock import Stopwatch
+from speedrun.kernels.choose import Choice, Form
 
 _TRIALS = 7
 
@@ -18,6 +19,29 @@ class Timing(NamedTuple):
     median_ms: float
     spread_ms: float  #: from the first to the ninth decile
     ratio: float  #: of medians, to the first form of its table
+
+
+class FormTimings(NamedTuple):
+    """Every form of an operation that runs here."""
+
+    timings: list[Timing]
+    left_out: dict[str, list[str]]  #: why the others do not run
+    auto: str  #: the form "auto" takes
+    reason: str
+
+
+def compare_forms(
+    forms: dict[str, Form],
+    choose: Callable[[str, Any], Choice],
+    call: Any,
+    program: Callable[[Callable[..., Any]], Callable[..., Any]],
+    *args: Any,
+) -> FormTimings:
+    """Times `program(form)` on `args` for each form that can run `call`, as its chooser binds it."""
+    left_out = {name: reasons for name, form in forms.items() if (reasons := form.against(call))}
+    programs = {name: program(choose(name, call).function) for name in forms if name not in left_out}
+    auto = choose("auto", call)
+    return FormTimings(compare(programs, *args), left_out, auto.name, auto.reason)
 
 
 def compare(forms: dict[str, Callable[..., Any]], *args: Any) -> list[Timing]:

@@ -12,7 +12,7 @@ from speedrun.cli.options import Group, Integer, example, json_option, parse_set
 from speedrun.errors import UsageError
 
 if TYPE_CHECKING:
-    from speedrun.bench.timing import Timing
+    from speedrun.bench.timing import FormTimings, Timing
 
 
 @click.command(cls=Group, epilog=example("speedrun bench head", "speedrun bench attention"))
@@ -98,14 +98,21 @@ def attention(
         block_tokens=block,
         document_tokens=document,
     )
-    if as_json:
-        timings = [timing._asdict() for timing in result.timings]
-        click.echo(msgspec.json.encode(result._asdict() | {"timings": timings}))
-        return
-    _print(result.timings)
-    for name, reasons in result.left_out.items():
-        click.echo(f"{name:<16} not here: {'; '.join(reasons)}")
-    click.echo(f"{'auto':<16} {result.auto}: {result.reason}")
+    _tell_forms(result, as_json=as_json)
+
+
+@command.command(
+    epilog=example("speedrun bench norm", "speedrun bench norm --tokens 49152 --heads 6 --dim 128")
+)
+@click.option("--tokens", type=Integer(1), default=2048, show_default=True, help="Sequence length.")
+@click.option("--heads", type=Integer(1), default=4, show_default=True, help="Number of heads.")
+@click.option("--dim", type=Integer(4), default=32, show_default=True, help="Width of a head.")
+@json_option
+def norm(*, tokens: int, heads: int, dim: int, as_json: bool) -> None:
+    """QK-norm and rotary with their gradients, in every form that runs here, against the definition."""
+    from speedrun.bench.norm import norm as measure
+
+    _tell_forms(measure(num_tokens=tokens, num_heads=heads, head_dim=dim), as_json=as_json)
 
 
 @command.command(
@@ -229,6 +236,17 @@ def text_to_shards(*, sources: tuple[str, ...], name: str, workers: int, column:
         f"equal bytes | {result.text_bytes / 1e6:.1f} MB of text, {result.tokens:,} tokens | "
         f"memory at most {result.peak_bytes / 1e6:.0f} MB, all processes"
     )
+
+
+def _tell_forms(result: "FormTimings", *, as_json: bool) -> None:
+    if as_json:
+        timings = [timing._asdict() for timing in result.timings]
+        click.echo(msgspec.json.encode(result._asdict() | {"timings": timings}))
+        return
+    _print(result.timings)
+    for name, reasons in result.left_out.items():
+        click.echo(f"{name:<16} not here: {'; '.join(reasons)}")
+    click.echo(f"{'auto':<16} {result.auto}: {result.reason}")
 
 
 def _print(timings: "list[Timing]") -> None:

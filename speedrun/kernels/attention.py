@@ -8,7 +8,7 @@ Legend: B batch, T time (queries), S time (keys), H heads, K head width.
 Source: record 21, whose block-sparse mask this rule states in one line.
 """
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,25 +32,6 @@ class Sight(NamedTuple):
 
     start_BT: jax.Array  #: i32, the first token of its document
     first_BT: jax.Array  #: i32, the first key it sees: at least its start, at most itself
-
-
-class Attention(Protocol):
-    """Any form of attention, as a model calls it: `Kernels.attention`."""
-
-    def __call__(
-        self,
-        q_BTHK: jax.Array,
-        k_BTHK: jax.Array,
-        v_BTHK: jax.Array,
-        sight: Sight,
-        /,
-        *,
-        scale: float,
-        window: Window,
-        block_tokens: int,
-    ) -> jax.Array:
-        """The definition's value; `window` and `block_tokens` are what `sight` was made of."""
-        ...
 
 
 def sight(doc_BT: jax.Array, window_blocks: jax.Array | int, block_tokens: int) -> Sight:

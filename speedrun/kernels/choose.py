@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +20,11 @@ from speedrun.kernels import (
     attention_triton,
     cross_entropy,
     cross_entropy_gpu,
+    qk_norm_triton,
 )
 from speedrun.kernels.attention import Sight, Window, attention
 from speedrun.kernels.cross_entropy_gpu import Fp8
+from speedrun.kernels.qk_norm import Angles, qk_norm
 
 #: Up to here the definition is as fast on a CPU: 3.3 ms against 3.8 with 256 tokens, 28.5 against 11.3 with 512.
 SHORT_TOKENS = 256
@@ -50,19 +52,28 @@ class AttentionCall(NamedTuple):
         return self.max_window_blocks * self.block_tokens
 
 
+class QkNormCall(NamedTuple):
+    """What is known of a call of QK-norm and rotary before it is compiled."""
+
+    head_dim: int
+    dtype: jnp.dtype
+    platform: str
+    compute_capability: str
+
+
 class Choice(NamedTuple):
     """A form that can run, under the signature of the definition; the log and the record keep name and reason."""
 
     name: str
-    function: Callable[..., jax.Array]
+    function: Callable[..., Any]
     reason: str
 
 
 class Form(NamedTuple):
-    """A way to compute attention. All are exact: they differ from the definition by rounding alone."""
+    """A way to compute an operation. All are exact: they differ from the definition by rounding alone."""
 
-    against: Callable[[AttentionCall], list[str]]  #: why it cannot run, all reasons
-    bind: Callable[[AttentionCall], Callable[..., jax.Array]]
+    against: Callable[[Any], list[str]]  #: of a call: why it cannot run, all reasons
+    bind: Callable[[Any], Callable[..., Any]]  #: to what it must know of a call
 
 
 def _against_definition(call: AttentionCall) -> list[str]:
@@ -93,14 +104,14 @@ def _against_flash3(call: AttentionCall) -> list[str]:
     return reasons
 
 
-def _against_platform(call: AttentionCall) -> list[str]:
+def _against_platform(call: AttentionCall | QkNormCall) -> list[str]:
     if (call.platform, call.compute_capability) == ("gpu", "9.0"):
         return []
     here = f"{call.platform} {call.compute_capability}".strip()
     return [f"this is a {here}; the kernels need an H100 or H200 (gpu 9.0)"]
 
 
-def _against_dtype(call: AttentionCall) -> list[str]:
+def _against_dtype(call: AttentionCall | QkNormCall) -> list[str]:
     return [] if call.dtype == jnp.bfloat16 else [f"{call.dtype} inputs; the kernels need bfloat16"]
 
 
@@ -144,19 +155,9 @@ def choose_attention(wanted: str, call: AttentionCall) -> Choice:
     Raises:
         UsageError: for an unknown name, or a form that cannot run; it holds all reasons.
     """
-    if wanted == "auto":
-        return _attention_of_its_own_choice(call)
-    if wanted not in ATTENTION:
-        raise unknown("form of attention", wanted, ["auto", *ATTENTION])
-    if reasons := ATTENTION[wanted].against(call):
-        raise UsageError(
-            f"attention form {wanted!r} cannot run: {'; '.join(reasons)}; or let 'auto' choose another"
-        )
-    return Choice(wanted, ATTENTION[wanted].bind(call), "asked for")
-
-
-def _attention_of_its_own_choice(call: AttentionCall) -> Choice:
     tokens = call.shape_BTHK[1]
+    if wanted != "auto":
+        return _asked_for("attention", ATTENTION, wanted, call)
     if call.platform != "cpu":
         order = ["triton", "banded", "definition"]
         why = f"first of {', '.join(order)} that can run here"
@@ -165,10 +166,40 @@ def _attention_of_its_own_choice(call: AttentionCall) -> Choice:
     else:
         order = ["definition", "banded"]
         why = f"{tokens:,} tokens, windows of up to {call.window_tokens:,}: nothing to skip"
-    against = {name: ATTENTION[name].against(call) for name in order}
+    return _first_of(ATTENTION, order, why, call)
+
+
+QK_NORM: dict[str, Form] = {
+    "definition": Form(lambda _: [], lambda _: qk_norm),
+    "triton": Form(
+        lambda call: _against_platform(call) + _against_dtype(call) + qk_norm_triton.refusals(call.head_dim),
+        lambda _: qk_norm_triton.qk_norm,
+    ),
+}
+
+
+def choose_qk_norm(wanted: str, call: QkNormCall) -> Choice:
+    """As `choose_attention`, from `QK_NORM`: with "auto" one pass where it can run, else the definition."""
+    if wanted != "auto":
+        return _asked_for("qk_norm", QK_NORM, wanted, call)
+    return _first_of(QK_NORM, ["triton", "definition"], "one pass where it can run", call)
+
+
+def _asked_for(operation: str, forms: dict[str, Form], wanted: str, call: Any) -> Choice:
+    if wanted not in forms:
+        raise unknown(f"form of {operation}", wanted, ["auto", *forms])
+    if reasons := forms[wanted].against(call):
+        raise UsageError(
+            f"{operation} form {wanted!r} cannot run: {'; '.join(reasons)}; or let 'auto' choose another"
+        )
+    return Choice(wanted, forms[wanted].bind(call), "asked for")
+
+
+def _first_of(forms: dict[str, Form], order: list[str], why: str, call: Any) -> Choice:
+    against = {name: forms[name].against(call) for name in order}
     name = next(name for name in order if not against[name])
     passed = [f"not {other}: {', '.join(against[other])}" for other in order[: order.index(name)]]
-    return Choice(name, ATTENTION[name].bind(call), "; ".join([why, *passed]))
+    return Choice(name, forms[name].bind(call), "; ".join([why, *passed]))
 
 
 #: Tokens whose logits exist at one time on a GPU, in 16 bits: 4.9 GB with the GPT-2 vocabulary.
@@ -214,7 +245,7 @@ class Kernels:
         window: Window,
         block_tokens: int,
     ) -> jax.Array:
-        """See `kernels.attention.Attention`."""
+        """The value of `kernels.attention`; `window` and `block_tokens` are what `sight` was made of."""
         rows, tokens, heads, width = q_BTHK.shape
         call = AttentionCall(
             shape_BTHK=(rows, tokens, heads, width),
@@ -231,6 +262,13 @@ class Kernels:
         shape = f"{rows}x{tokens}x{heads}x{width} {q_BTHK.dtype}"
         self.choices[f"attention {shape}, {kind} window of {window.most} blocks"] = choice
         return choice.function(q_BTHK, k_BTHK, v_BTHK, sight, scale=scale)
+
+    def qk_norm(self, q_BTHK: jax.Array, k_BTHK: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array]:
+        """RMS norm of each head, then rotary, of queries and keys. See `kernels.qk_norm`."""
+        call = QkNormCall(q_BTHK.shape[3], q_BTHK.dtype, self.platform, self.compute_capability)
+        choice = choose_qk_norm("auto", call)
+        self.choices[f"qk_norm {'x'.join(map(str, q_BTHK.shape))} {q_BTHK.dtype}"] = choice
+        return choice.function(q_BTHK, k_BTHK, angles)
 
     def summed_cross_entropy(
         self, x_ND: jax.Array, head_VD: jax.Array, targets_N: jax.Array, *, cap: float, fp8: Fp8 | None

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from speedrun import nn
-from speedrun.kernels.attention import Attention, Sight, Window, sight
+from speedrun.kernels.attention import Sight, Window, sight
+from speedrun.kernels.choose import Kernels
 from speedrun.params import Dtype, Params, ParamSpec, Table, constant, normal, uniform_fan_in, zeros
 
 Mixing = Literal["long", "short", "none"]
@@ -77,7 +78,7 @@ class Config:
 class Context(NamedTuple):
     """What the attention of every layer shares: computed once a step."""
 
-    attention: Attention  #: the form that runs
+    kernels: Kernels  #: the forms that run
     windows: dict[Mixing, Window]
     sights: dict[Mixing, Sight]  #: how far back a token sees
     angles: tuple[jax.Array, jax.Array]
@@ -110,9 +111,8 @@ def attend(window: Mixing) -> Callable[[jax.Array, Params, str, int, Context, Co
         heads = (*h_BTD.shape[:2], cfg.num_heads, cfg.head_dim)
         q_BTHK, k_BTHK, v_BTHK = ((h_BTD @ w.T).reshape(heads) for w in p[f"{block}.qkv"])
         own, shared = p[f"{block}.value_lambdas"]
-        o_BTHK = ctx.attention(
-            nn.rotary(nn.rms_norm(q_BTHK), ctx.angles),
-            nn.rotary(nn.rms_norm(k_BTHK), ctx.angles),
+        o_BTHK = ctx.kernels.attention(
+            *ctx.kernels.qk_norm(q_BTHK, k_BTHK, ctx.angles),
             nn.blend((own, v_BTHK), (shared, ctx.values[value_table])),
             ctx.sights[window],
             scale=cfg.attention_scale,
@@ -165,14 +165,14 @@ def table(cfg: Config) -> Table:
     }
 
 
-def context(p: Params, tokens_BT: jax.Array, long: Window, cfg: Config, attention: Attention) -> Context:
+def context(p: Params, tokens_BT: jax.Array, long: Window, cfg: Config, kernels: Kernels) -> Context:
     """Windows, rotary angles and value embeddings of a batch."""
     doc_BT = nn.documents(tokens_BT, cfg.document_token)
     windows: dict[Mixing, Window] = {"long": long, "short": long.halved()}
     heads = (*tokens_BT.shape, cfg.num_heads, cfg.head_dim)
     tables = sorted(set(cfg.value_tables) - {NO_TABLE})
     return Context(
-        attention=attention,
+        kernels=kernels,
         windows=windows,
         sights={kind: sight(doc_BT, window.blocks, cfg.block_tokens) for kind, window in windows.items()},
         angles=nn.rotary_angles(tokens_BT.shape[1], cfg.head_dim),
@@ -190,7 +190,7 @@ def block(x_BTD: jax.Array, x0_BTD: jax.Array, p: Params, i: int, ctx: Context, 
     return x_BTD + nn.relu_squared_mlp(nn.rms_norm(x_BTD), p[f"block.{i}.mlp_up"], p[f"block.{i}.mlp_down"])
 
 
-def forward(p: Params, tokens_BT: jax.Array, window: Window, cfg: Config, attention: Attention) -> jax.Array:
+def forward(p: Params, tokens_BT: jax.Array, window: Window, cfg: Config, kernels: Kernels) -> jax.Array:
     """Final hidden state, normalised, before the head.
 
     The second half of the layers takes back what the first half pushed, last first (U-net, record 11).
@@ -200,12 +200,12 @@ def forward(p: Params, tokens_BT: jax.Array, window: Window, cfg: Config, attent
         tokens_BT: i32, each sequence by itself; documents may begin anywhere.
         window: what a "long" layer sees; a "short" one sees half.
         cfg: sizes and layers.
-        attention: the form of attention to use.
+        kernels: the operations that have several forms.
 
     Returns:
         [B, T, D] in the compute dtype.
     """
-    ctx = context(p, tokens_BT, window, cfg, attention)
+    ctx = context(p, tokens_BT, window, cfg, kernels)
     x_BTD = x0_BTD = nn.rms_norm(nn.lookup(p["embed"], tokens_BT))
     half, saved = cfg.num_layers // 2, []
     for i in range(half):

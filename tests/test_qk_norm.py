@@ -1,0 +1,168 @@
+"""QK-norm and rotary: every form against the definition, and gradients against differences of a formula in NumPy."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import hopper
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from speedrun import mesh, nn
+from speedrun.errors import UsageError
+from speedrun.kernels import qk_norm_triton
+from speedrun.kernels.choose import Kernels, QkNormCall, choose_qk_norm
+from speedrun.kernels.qk_norm import qk_norm
+
+FORMS: dict[str, Callable[..., Any]] = {
+    "definition": qk_norm,
+    "triton": partial(qk_norm_triton.qk_norm, interpret=True),
+    "triton in small tiles": partial(qk_norm_triton.qk_norm, tokens=4, interpret=True),
+}
+
+#: [B, T, H, K]
+SHAPES = {
+    "one head": (1, 48, 1, 64),
+    "several rows": (3, 8, 2, 32),
+    "odd length": (2, 5, 3, 16),
+    "no multiple of a tile": (1, 40, 2, 16),
+    "as in the record": (1, 32, 6, 128),
+}
+
+
+def inputs(shape: tuple[int, ...], dtype: Any = jnp.float32) -> tuple[Any, ...]:
+    """Queries and keys, and their cotangents; queries are small, keys are large."""
+    qk, dy = jax.random.normal(jax.random.key(0), (2, 2, *shape))
+    return (1e-4 * qk[0]).astype(dtype), (3 * qk[1]).astype(dtype), tuple(g.astype(dtype) for g in dy)
+
+
+def value_and_gradients(form: Callable[..., Any], shape: tuple[int, ...], dtype: Any) -> list[jax.Array]:
+    """Of queries and keys, as float32."""
+    q, k, dy = inputs(shape, dtype)
+    angles = nn.rotary_angles(shape[1], shape[3])
+
+    @jax.jit
+    def run(q: jax.Array, k: jax.Array, dy: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+        y, pull = jax.vjp(lambda q, k: form(q, k, angles), q, k)
+        return *y, *pull(dy)
+
+    results = run(q, k, dy)
+    assert all(x.dtype == dtype and x.shape == shape for x in results)
+    return [x.astype(jnp.float32) for x in results]
+
+
+def formula(x_BTHK: np.ndarray) -> np.ndarray:
+    """In complex numbers and float64: z / rms(z) turned by -t f."""
+    half, quarter = x_BTHK.shape[3] // 2, x_BTHK.shape[3] // 4
+    f = np.concatenate([(1 / 1024) ** (np.arange(quarter) / (quarter - 1)), np.zeros(quarter)])
+    turn = np.exp(-1j * np.arange(x_BTHK.shape[1])[:, None] * f)[None, :, None, :]
+    root = np.sqrt(np.mean(x_BTHK**2, axis=-1, keepdims=True) + 1.1920929e-07)
+    z = (x_BTHK[..., :half] + 1j * x_BTHK[..., half:]) / root * turn
+    return np.concatenate([z.real, z.imag], axis=-1)
+
+
+def differences(x_BTHK: np.ndarray, dy_BTHK: np.ndarray) -> np.ndarray:
+    """The gradient of sum(dy formula(x)) by central differences: one coordinate of all heads at once, as none mix."""
+    dx_BTHK, size = np.zeros_like(x_BTHK), 1e-6 * np.abs(x_BTHK).max()
+    for i in range(x_BTHK.shape[3]):
+        step_K = size * np.eye(x_BTHK.shape[3])[i]
+        rise_BTHK = formula(x_BTHK + step_K) - formula(x_BTHK - step_K)
+        dx_BTHK[..., i] = np.sum(dy_BTHK * rise_BTHK, axis=-1) / (2 * size)
+    return dx_BTHK
+
+
+@pytest.mark.parametrize("name", FORMS)
+class TestForms:
+    """Value and gradients of queries so small that the number under the root counts, and of large keys."""
+
+    @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+    def test_float32(self, name, shape):
+        q, k, dy = inputs(shape)
+        x = [np.asarray(x, np.float64) for x in (q, k)]
+        want = [formula(x[0]), formula(x[1]), *map(differences, x, [np.asarray(g, np.float64) for g in dy])]
+        for got, exact in zip(value_and_gradients(FORMS[name], shape, jnp.float32), want, strict=True):
+            np.testing.assert_allclose(got, exact, atol=5e-6 * np.abs(exact).max())
+
+    @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+    def test_bfloat16(self, name, shape):
+        got = value_and_gradients(FORMS[name], shape, jnp.bfloat16)
+        for a, b in zip(got, value_and_gradients(qk_norm, shape, jnp.float32), strict=True):
+            assert jnp.linalg.norm(a - b) < 0.005 * jnp.linalg.norm(b)
+
+    def test_inside_shard_map(self, name):
+        """As the training step calls it, one row a device. JAX's interpreter of kernels knows no types of variation:
+        those are checked where the kernels are compiled."""
+        shape, rows = (2, 8, 3, 16), jax.sharding.PartitionSpec("data")
+
+        def run(q: jax.Array, k: jax.Array, dy: tuple[jax.Array, jax.Array]) -> Any:
+            y, pull = jax.vjp(lambda q, k: FORMS[name](q, k, nn.rotary_angles(8, 16)), q, k)
+            return *y, *pull(dy)
+
+        is_compiled = name == "definition"
+        sharded = jax.shard_map(
+            run, mesh=mesh.make_mesh(2), in_specs=rows, out_specs=rows, check_vma=is_compiled
+        )
+        want = value_and_gradients(qk_norm, shape, jnp.float32)
+        for a, b in zip(jax.jit(sharded)(*inputs(shape)), want, strict=True):
+            np.testing.assert_allclose(a, b, atol=3e-6 * np.abs(b).max())
+
+
+@hopper.needs_compiler
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+def test_triton_compiles_for_an_h100(head_dim):
+    """One call each way; of scratch, nothing but what the backward needs: angles, and a number a row."""
+    x_BTHK = jax.ShapeDtypeStruct((8, 49152, 6, head_dim), jnp.bfloat16)
+
+    def run(q: jax.Array, k: jax.Array, *dy: jax.Array) -> Any:
+        angles = nn.rotary_angles(49152, head_dim)
+        y, pull = jax.vjp(lambda q, k: qk_norm_triton.qk_norm(q, k, angles), q, k)
+        return *y, *pull(dy)
+
+    program = hopper.compiled(run, *[x_BTHK] * 4)
+    text, memory = program.as_text(), program.memory_analysis()
+    assert text
+    assert memory
+    assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == 2
+    assert " copy(" not in text
+    assert memory.temp_size_in_bytes < 2 * 4 * 49152 * (head_dim // 2 + 6) + 2**20
+
+
+H100 = QkNormCall(128, jnp.dtype(jnp.bfloat16), "gpu", "9.0")
+
+
+@pytest.mark.parametrize(
+    ("call", "name", "reason"),
+    [
+        (H100, "triton", "one pass where it can run"),
+        (H100._replace(compute_capability="8.0"), "definition", "not triton: this is a gpu 8.0"),
+        (H100._replace(dtype=jnp.dtype(jnp.float32)), "definition", "float32 inputs"),
+        (H100._replace(head_dim=96), "definition", "heads of 96 dimensions"),
+        (H100._replace(platform="cpu", compute_capability=""), "definition", "this is a cpu"),
+    ],
+)
+def test_auto_says_what_it_chose_and_why(call, name, reason):
+    choice = choose_qk_norm("auto", call)
+    assert choice.name == name
+    assert reason in choice.reason
+
+
+def test_a_form_that_cannot_run_gives_all_reasons():
+    with pytest.raises(UsageError) as refusal:
+        choose_qk_norm("triton", QkNormCall(40, jnp.dtype(jnp.float32), "cpu", ""))
+    for reason in ("qk_norm form 'triton'", "a cpu", "float32", "40 dimensions", "power of two"):
+        assert reason in str(refusal.value)
+    with pytest.raises(UsageError, match="did you mean 'triton'"):
+        choose_qk_norm("tritn", H100)
+    x = jnp.zeros((1, 8, 1, 40))
+    with pytest.raises(ValueError, match="40 dimensions; the kernels need a power of two"):
+        qk_norm_triton.qk_norm(x, x, nn.rotary_angles(8, 40))
+
+
+def test_the_choice_is_kept_and_computes():
+    q, k, _ = inputs((1, 8, 2, 16))
+    kernels, angles = Kernels("cpu", ""), nn.rotary_angles(8, 16)
+    for got, want in zip(kernels.qk_norm(q, k, angles), qk_norm(q, k, angles), strict=True):
+        np.testing.assert_array_equal(got, want)
+    assert kernels.choices["qk_norm 1x8x2x16 float32"].name == "definition"
