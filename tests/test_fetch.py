@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from hub_server import COMMIT, FakeHub, serve
 from huggingface_hub import constants
 
 from speedrun import track
@@ -24,7 +25,6 @@ from speedrun.data.shards import HEADER_BYTES, sha256, write_shard
 from speedrun.data.stream import require_steps
 from speedrun.errors import DataError
 from speedrun.recipes import load as load_recipe
-from tests.hub_server import COMMIT, FakeHub, serve
 
 REPO = "someone/tokens"
 VAL = "t_val_000000.bin"
