@@ -3,10 +3,13 @@
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from speedrun.cli import command
 from speedrun.ledger.validate import validate
 
-RECORDS = sorted(path.parent for path in (Path(__file__).parent.parent / "records").glob("*/*/manifest.json"))
+ROOT = Path(__file__).parent.parent
+RECORDS = sorted(path.parent for path in (ROOT / "records").glob("*/*/manifest.json"))
 
 
 def test_there_is_a_record_of_the_smoke_track():
@@ -17,3 +20,9 @@ def test_there_is_a_record_of_the_smoke_track():
 def test_a_committed_record_is_valid(record):
     report = validate(record, strict=True)
     assert report.exit_code == 0, {r.check.id: r.messages for r in report.results if r.status == "failed"}
+
+
+def test_the_board_is_up_to_date(monkeypatch) -> None:
+    monkeypatch.chdir(ROOT)
+    result = CliRunner().invoke(command, ["leaderboard", "check"])
+    assert result.exit_code == 0, result.output

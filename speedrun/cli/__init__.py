@@ -25,6 +25,7 @@ COMMANDS = {
     "stats": "Say what the runs of a record prove, and how many more it would take.",
     "compare": "Run two records in turns on this node, and say which is faster.",
     "validate": "Check a record offline: every claim that can be computed is computed again.",
+    "leaderboard": "Make the board of all records, or say whether it is up to date.",
     "plot": "Draw the loss and the steps of a record.",
     "replay": "Run the source that a record carries.",
     "bench": "Time operations against their bounds.",

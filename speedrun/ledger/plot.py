@@ -3,6 +3,8 @@
 The same record gives the same bytes: no dates, fixed ids. matplotlib is imported when something is drawn.
 """
 
+import io
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +12,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from speedrun.errors import UsageError
+from speedrun.ledger.board import Board, Row
 from speedrun.ledger.record import Record, load
 from speedrun.ledger.run import Run, loss_of
 
@@ -60,6 +63,42 @@ def plot(record_dir: Path) -> list[Path]:
         figure.savefig(paths[0], metadata={"Date": None, "Creator": None})
         figure.savefig(paths[1], dpi=160, metadata={"Software": None})
     return paths
+
+
+def history(board: Board) -> dict[str, bytes]:
+    """For each track with a result, mean train time by date, with its interval: SVGs by what they show."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    pictures: dict[str, bytes] = {}
+    for name in board.tracks:
+        shown = [row for row in board.of(name) if row.train_time_s is not None and row.standing != "refused"]
+        if not shown:
+            continue
+        with matplotlib.rc_context(_STYLE):
+            figure = Figure(figsize=(6.0, 3.2), layout="constrained")
+            _draw_history(figure.add_subplot(), sorted(shown, key=lambda row: row.date))
+            file = io.BytesIO()
+            figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+        pictures[f"{name}: mean train time of each record, with its 95 % interval"] = file.getvalue()
+    return pictures
+
+
+def _draw_history(axes: "Axes", rows: Sequence[Row]) -> None:
+    """One point a record, in the order of dates; the best so far as a line."""
+    places, times_s = range(len(rows)), [row.train_time_s or 0.0 for row in rows]
+    half_widths_s = [row.train_time_half_width_s or 0.0 for row in rows]
+    best_s = list(itertools.accumulate(times_s, min))
+    axes.step(places, best_s, where="post", color=_TRAIN, linewidth=1.2, zorder=1)
+    axes.errorbar(places, times_s, half_widths_s, fmt="o", color=_VAL, markersize=5, capsize=3, zorder=3)
+    for place, time_s in zip(places, times_s, strict=True):
+        axes.annotate(
+            _ascii(f"{time_s:.1f} s"), (place, time_s), xytext=(6, 6), textcoords="offset points", color=_VAL
+        )
+    axes.set_xticks(list(places), [row.date for row in rows], rotation=20, ha="right")
+    axes.set_ylim(bottom=0, top=1.25 * max(t + h for t, h in zip(times_s, half_widths_s, strict=True)))
+    axes.margins(x=0.15)
+    axes.set_ylabel("train time (s)")
 
 
 def _draw(axes: "Axes", record: Record, runs: Sequence[Run]) -> None:

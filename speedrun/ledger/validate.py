@@ -53,7 +53,11 @@ def validate(record_dir: Path, *, strict: bool = False) -> Report:
     Raises:
         UsageError: if `record_dir` is not a folder.
     """
-    record = load(record_dir)
+    return examine(load(record_dir), strict=strict)
+
+
+def examine(record: Record, *, strict: bool = False) -> Report:
+    """Asks every check of a record that was read."""
     return Report(tuple(ask(check, record) for check in CHECKS), strict)
 
 

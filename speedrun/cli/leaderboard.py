@@ -1,0 +1,83 @@
+"""`speedrun leaderboard`: the board of all records, as Markdown, JSON and one page."""
+
+from pathlib import Path
+
+import click
+import msgspec
+
+from speedrun.cli.options import Decorator, Group, example, json_option
+from speedrun.errors import SpeedrunError, UsageError
+from speedrun.ledger import board_pages
+from speedrun.ledger.board import Board, read
+from speedrun.ledger.plot import history
+
+_records_option: Decorator = click.option(
+    "--records",
+    type=click.Path(path_type=Path),
+    default=Path("records"),
+    show_default=True,
+    metavar="DIR",
+    help="Folder of <track>/<record>/.",
+)
+_README = Path("README.md")
+
+
+@click.command(cls=Group, epilog=example("speedrun leaderboard build", "speedrun leaderboard check"))
+def command() -> None:
+    """Make the board from records, or say whether it is up to date."""
+
+
+@command.command(
+    epilog=example("speedrun leaderboard build", "speedrun leaderboard build --records DIR --json")
+)
+@_records_option
+@json_option
+def build(*, records: Path, as_json: bool) -> None:
+    """Validate every record again and write LEADERBOARD.md, leaderboard.json and leaderboard.html beside them.
+
+    The README of this folder gets the same tables between its two marks, if it has them.
+    """
+    board = read(records)
+    for path, content in _files(board, records).items():
+        board_pages.write(path, content)
+    # The page holds pictures, which are not the same bytes under every version of what draws them.
+    board_pages.write(records / "leaderboard.html", board_pages.page(board, history(board)))
+    if as_json:
+        click.echo(msgspec.json.encode(board))
+        return
+    for row in board.rows:
+        click.echo(f"{row.track:<16} {row.rank or '':>3} {row.standing:<12} {row.path}")
+    click.echo(f"board   {records / 'LEADERBOARD.md'}\npage    {records / 'leaderboard.html'}")
+
+
+@command.command(epilog=example("speedrun leaderboard check"))
+@_records_option
+def check(*, records: Path) -> None:
+    """Exit with 1 if the board is not the one that the records give."""
+    stale = [path for path, content in _files(read(records), records).items() if not _holds(path, content)]
+    if stale:
+        raise SpeedrunError(
+            f"{', '.join(map(str, stale))}: not what the records give; run speedrun leaderboard build"
+        )
+    click.echo("board   up to date")
+
+
+def _files(board: Board, records: Path) -> dict[Path, bytes]:
+    """Every generated text, by where it stands."""
+    table = board_pages.markdown(board, records=".")
+    files = {
+        records / "LEADERBOARD.md": f"# The board\n\n{table}".encode(),
+        records / "leaderboard.json": board_pages.json(board),
+    }
+    readme = _README.read_text(encoding="utf-8") if _README.exists() else ""
+    if board_pages.BEGIN in readme:
+        block = board_pages.markdown(board, records=records.as_posix())
+        try:
+            files[_README] = board_pages.spliced(readme, block).encode()
+        except ValueError as error:
+            raise UsageError(f"{_README}: {error}; put the marks back") from None
+    return files
+
+
+def _holds(path: Path, content: bytes) -> bool:
+    return path.exists() and path.read_bytes() == content
