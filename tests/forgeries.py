@@ -11,7 +11,7 @@ from record_forge import CONFIG, VAL_TOKENS, Edit, Moments, Spec, both, change, 
 
 from speedrun import runlog
 from speedrun.ledger.assemble import assemble
-from speedrun.ledger.format import DataRead, Declaration, Look, ShardRange, config_sha256
+from speedrun.ledger.format import DataRead, Declaration, Look, Recipe, ShardRange, config_sha256
 
 Build = Callable[[Path], object]
 
@@ -201,7 +201,10 @@ COPIED = made(
     edit_log=change(runlog.Step, loss=lambda step: 5.0 - 0.1 * step.step),
     edit_run=facts(first_loss=(5.0).hex()),
 )
-TWO_LOOKS = promised(looks=(Look(2, 0.001), Look(3, 0.001)))
+TWO_LOOKS = promised(looks=(Look(2, 0.0005), Look(3, 0.0005)))
+#: A second look, never reached, whose size would allow two runs to break off.
+FAR_LOOK = {"declared": range(1, 21), "promise": promised(looks=(Look(2, 0.0005), Look(20, 0.005)))}
+THREE_LOOKS = (Look(2, 0.001), Look(3, 0.001), Look(4, 0.001))
 SHORTER = Spec(seed=2, step_s=(0.1,) * 9, shards=(ONE, shard("t_train_2.bin", 0, 300)))
 
 FORGERIES: list[tuple[str, str, Build]] = [
@@ -267,6 +270,7 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V303", "one added", with_runs([Spec(seed=3)])),
     ("V303", "went on after the first look", made(seeds=(1, 2, 3), promise=TWO_LOOKS)),
     ("V303", "two broke off", with_runs(BROKE)),
+    ("V303", "two broke off before a look that was never reached", with_runs(BROKE, **FAR_LOOK)),
     ("V304", "one run under two seeds", COPIED),
     ("V304", "same start", made(edit_log=STARTED_ALIKE, edit_run=facts(init_hash="d" * 16))),
     ("V304", "same weights", logged(change(runlog.RunEnd, final_hash="d" * 16), final_hash="d" * 16)),
@@ -277,6 +281,13 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V306", "seeds were picked", made(promise=promised(seeds_chosen=False))),
     ("V306", "another config", made(promise=promised(config_sha256=HASH))),
     ("V306", "looks that fit nothing", made(promise=promised(looks=(Look(3, 0.001),)))),
+    ("V306", "a look at no runs", made(promise=promised(looks=(Look(0, 0.0005), Look(2, 0.0005))))),
+    ("V306", "a look short of the seeds", made(declared=(1, 2, 3), promise=promised(looks=(Look(2, 0.001),)))),
+    ("V306", "three looks", made(declared=range(1, 5), promise=promised(looks=THREE_LOOKS))),
+    ("V306", "another level", made(promise=promised(looks=(Look(2, 0.9),)))),
+    ("V306", "two looks at the level of one", made(promise=promised(looks=(Look(1, 0.001), Look(2, 0.001))))),
+    ("V306", "a seed twice", made(declared=(1, 1, 2, 2), promise=promised(looks=(Look(4, 0.001),)))),
+    ("V306", "another revision", made(promise=promised(recipe=Recipe("tiny", 2, {"lr": "0.02"})))),
     ("V306", "another declaration", logged(change(runlog.RunStart, batch_sha256=HASH))),
     ("V307", "no noise", made(seeds=(1, 2, 3, 4))),
     ("V309", "below the entropy rate", made(val_losses=(5.5, 4.0, 3.4, 2.9))),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from forgeries import FORGERIES, LOG, broken_off, edited, logged, place_of
+from forgeries import FORGERIES, LOG, broken_off, edited, logged, place_of, promised
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -19,7 +19,7 @@ from speedrun.cli.validate import command
 from speedrun.errors import UsageError
 from speedrun.ledger.assemble import HEAD_END, assemble
 from speedrun.ledger.checks import CHECKS
-from speedrun.ledger.format import FormatError, Summary, decode, encode
+from speedrun.ledger.format import FormatError, Look, Summary, decode, encode
 from speedrun.ledger.validate import find_check, validate
 
 
@@ -141,6 +141,14 @@ def test_a_stamp_that_is_none_ends_in_a_report(folder, path, stamp):
     old = b"2026-10-02T01:00:00+00:00" if path != "batch.json" else b"2026-10-02T00:00:00+00:00"
     edited(path, old, stamp.encode())(folder)
     assert "V001" in found(folder)
+
+
+@pytest.mark.parametrize(
+    "looks", [(), (Look(0, 0.01),), (Look(-1, 0.01),), (Look(1, 1e-30),), (Look(9, 0.01),)]
+)
+def test_looks_that_fit_nothing_end_in_a_report(folder, looks):
+    forge(folder, declared=(1, 2, 3), promise=promised(looks=looks))
+    assert "V306" in found(folder)
 
 
 def test_numbers_out_of_range_are_a_failure_not_a_crash(folder):

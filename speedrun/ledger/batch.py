@@ -60,17 +60,18 @@ def standing(
 ) -> Standing:
     """What the runs so far say. A run that broke off says nothing: its seed is run again."""
     done = completed(runs)
+    losses: list[float] = []
     test = None
     for look in declaration.looks:
         seeds = declaration.seeds[: look.num_runs]
         losses = [done[seed] for seed in seeds if seed in done]
-        if math.inf in losses or len(losses) == look.num_runs:
+        if math.inf in losses or 0 < len(losses) == look.num_runs:
             test = statistics.mean_below(losses, target, known_sigma=known_sigma, alpha=look.alpha)
         if math.inf in losses or (test is not None and test.passed):
             return Standing(tuple(losses), (), test)
         if len(losses) < look.num_runs:
             return Standing(tuple(losses), tuple(seed for seed in seeds if seed not in done), test)
-    return Standing(tuple(done[seed] for seed in declaration.seeds), (), test)
+    return Standing(tuple(losses), (), test)
 
 
 def completed(runs: Sequence[Run]) -> Mapping[int, float]:

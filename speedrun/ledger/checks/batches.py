@@ -7,7 +7,7 @@ from statistics import stdev
 
 from speedrun import runlog
 from speedrun.ledger import format
-from speedrun.ledger.batch import allowed_to_break_off, completed, seeds_from, standing
+from speedrun.ledger.batch import allowed_to_break_off, completed, looks, seeds_from, standing
 from speedrun.ledger.checks.table import Skip, check
 from speedrun.ledger.record import Record
 from speedrun.ledger.run import Run
@@ -64,8 +64,10 @@ def all_there(record: Record) -> Iterator[str]:
     if not far.missing and (more := done & set(declared.seeds[len(far.losses) :])):
         yield f"seeds {sorted(more)} were run after the batch was decided"
     broke_off = [run for run in record.runs if run.file.outcome == "aborted"]
-    if len(broke_off) > (allowed := allowed_to_break_off(len(declared.seeds))):
-        yield f"{len(broke_off)} runs broke off; of {len(declared.seeds)}, {allowed} may"
+    # Of the runs up to the look that decides: a second look that is never reached allows for nothing.
+    asked = len(far.losses) + len(far.missing)
+    if len(broke_off) > (allowed := allowed_to_break_off(asked)):
+        yield f"{len(broke_off)} runs broke off; of {asked}, {allowed} may"
 
 
 @check(
@@ -108,11 +110,15 @@ def one_end(record: Record) -> Iterator[str]:
 @check(
     "V306",
     "the batch was declared before its first run, and the runs are its own",
+    needs=("runs", "track"),
     why="a number of runs that is chosen after the first results are in proves nothing",
     hint="declare with `speedrun batch`, which writes the promise first; join no runs afterwards",
 )
 def declared_before(record: Record) -> Iterator[str]:
-    """`batch.json` is older than every run, every log names its digest, and what it says of the runs is so."""
+    """`batch.json` is older than every run, every log names its digest, what it says of the runs is so.
+
+    And what it promises is what may be promised: seeds that differ, one look or two, at the rule's level.
+    """
     declared = record.declaration
     if declared is None:
         if len(record.runs) > 1:
@@ -127,16 +133,26 @@ def declared_before(record: Record) -> Iterator[str]:
             yield f"{run.folder}: was not started by this {format.BATCH}"
         if _moment(run.file.created_utc) < _moment(declared.created_utc):
             yield f"{run.folder}: began {run.file.created_utc}, before the declaration of {declared.created_utc}"
-    said = declared.track.id, declared.recipe.name, declared.config_sha256, declared.source_sha256
     first = record.runs[0].file  # that all runs agree, other checks see to
-    if said != (first.track, first.recipe, first.config_sha256, first.source_sha256):
+    rules = format.TrackRef(first.track, first.track_sha256)
+    recipe = format.Recipe(first.recipe, first.recipe_revision, first.overrides)
+    said = declared.track, declared.recipe, declared.config_sha256, declared.source_sha256
+    if said != (rules, recipe, first.config_sha256, first.source_sha256):
         yield f"{format.BATCH}: another track, recipe, config or source was declared than ran"
+    if len(set(declared.seeds)) < len(declared.seeds):
+        yield f"{format.BATCH}: a seed stands there twice, and would count twice"
     follow = seeds_from(declared.source_sha256, declared.config_sha256, len(declared.seeds))
     if not declared.seeds_chosen and declared.seeds != follow:
         yield f"{format.BATCH}: its seeds do not follow from source and config, as it says"
     counts = [look.num_runs for look in declared.looks]
-    if counts != sorted(set(counts)) or counts[-1:] != [len(declared.seeds)]:
+    fit = 0 < len(counts) <= 2 and counts == sorted({*counts}) and counts[-1] == len(declared.seeds)
+    if not fit or counts[0] < 1:
         yield f"{format.BATCH}: looks after {counts} runs do not fit {len(declared.seeds)} seeds"
+        return
+    due = looks(counts[0], counts[1] if len(counts) > 1 else None, record.rules.target.sigma)
+    if declared.looks != due:
+        levels = ", ".join(f"{look.alpha:g}" for look in due)
+        yield f"{format.BATCH}: its looks test at another level than the rule's, which is {levels}"
 
 
 def _moment(utc: str) -> datetime:
