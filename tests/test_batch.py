@@ -147,6 +147,33 @@ def test_a_killed_run_stays_visible_as_one_that_broke_off(folder, keep):
     assert salvage(folder, record.declaration) == []
 
 
+@pytest.mark.parametrize(
+    "tail", [b"\0" * 100 + b"\n", b"\0" * 100, b'{"i":\n'], ids=["zeros", "torn zeros", "no event"]
+)
+def test_what_a_power_cut_leaves_at_the_end_of_a_log_is_cut_off(folder, tail):
+    forge(folder)
+    killed = write_run(folder, Spec(seed=2, attempt="k"))
+    (killed / "run.json").write_bytes((killed / "run.json").read_bytes()[:100])
+    with (killed / "metrics.jsonl").open("ab") as log:
+        log.write(tail)
+    promise = load(folder).declaration
+    assert promise is not None
+    assert salvage(folder, promise) == [killed.name]
+    assemble(folder)
+    assert validate(folder, strict=True).exit_code == 0
+    assert "aborted" in (killed / "run.json").read_text()
+
+
+def test_salvage_leaves_alone_what_is_no_run(folder):
+    promise = declaration(Spec(), (1, 2))
+    declare(folder, promise)
+    for path in ("runs/notes/a.txt", "runs/b.txt"):
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text("mine")
+    assert salvage(folder, promise) == []
+    assert (folder / "runs/notes/a.txt").read_text() == "mine"
+
+
 def test_a_run_killed_before_its_first_line_leaves_nothing(folder):
     forge(folder)
     (folder / "runs" / "tiny-2-00k2").mkdir()

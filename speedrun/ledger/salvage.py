@@ -11,7 +11,7 @@ LOG, FACTS, TEXT = "metrics.jsonl", "run.json", "log.txt"
 
 
 def salvage(root: Path, declaration: format.Declaration) -> list[str]:
-    """Gives every run without a `run.json` one, from its log; a torn last line is cut off.
+    """Gives every run without a whole `run.json` one, from its log; what cannot be read at its end is cut off.
 
     Args:
         root: a record folder in which nothing runs.
@@ -20,18 +20,25 @@ def salvage(root: Path, declaration: format.Declaration) -> list[str]:
     Returns:
         The names of the runs.
     """
-    left = [folder for folder in sorted(root.glob("runs/*")) if not (folder / FACTS).exists()]
+    folders = [path for path in sorted(root.glob("runs/*")) if path.is_dir()]
+    left = [folder for folder in folders if not _ended(folder / FACTS)]
     return [folder.name for folder in left if _salvage(folder, declaration)]
+
+
+def _ended(facts: Path) -> bool:
+    """Whether a run came to write its facts, to the bracket at their end."""
+    return facts.exists() and facts.read_bytes().endswith(b"\n}\n")
 
 
 def _salvage(folder: Path, declaration: format.Declaration) -> bool:
     """Whether there was a first line, which says what the run was; a folder without one is removed."""
     raw = (folder / LOG).read_bytes() if (folder / LOG).exists() else b""
-    lines = _readable(raw[: raw.rfind(b"\n") + 1])
+    lines = _readable(raw)
     if not lines or not isinstance(start := lines[0].event, runlog.RunStart):
-        for path in folder.iterdir():
-            path.unlink()
-        folder.rmdir()
+        for name in (LOG, FACTS, TEXT):
+            (folder / name).unlink(missing_ok=True)
+        if not any(folder.iterdir()):  # what others put there is theirs; assembling will name it
+            folder.rmdir()
         return False
     (folder / LOG).write_bytes(b"".join(line.encode() + b"\n" for line in lines))
     (folder / TEXT).write_text(console.render(lines), encoding="utf-8")
@@ -69,9 +76,14 @@ def _salvage(folder: Path, declaration: format.Declaration) -> bool:
 
 
 def _readable(raw: bytes) -> list[runlog.Line]:
-    """The lines before the end of the run, which is not reached without `run.json`; none if one is no event."""
-    try:
-        lines = [runlog.decode(line) for line in raw.splitlines()]
-    except DecodeError:
-        return []
-    return [line for line in lines if not isinstance(line.event, runlog.RunEnd)]
+    """The lines before the end of the run and before the first that is none; a power cut leaves zeros behind."""
+    lines: list[runlog.Line] = []
+    for one in raw.split(b"\n")[:-1]:
+        try:
+            line = runlog.decode(one)
+        except DecodeError:
+            break
+        if isinstance(line.event, runlog.RunEnd):
+            break
+        lines.append(line)
+    return lines
