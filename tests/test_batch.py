@@ -164,6 +164,24 @@ def test_what_a_power_cut_leaves_at_the_end_of_a_log_is_cut_off(folder, tail):
     assert "aborted" in (killed / "run.json").read_text()
 
 
+def test_a_run_killed_before_its_preflight_spoils_no_batch(folder):
+    """It sorts before all others, and is no source of facts about them."""
+    before = json.loads((forge(folder) / "manifest.json").read_text())
+    killed = write_run(folder, Spec(seed=1, attempt="0"))
+    (killed / "run.json").unlink()
+    log = killed / "metrics.jsonl"
+    log.write_bytes(log.read_bytes().partition(b"\n")[0] + b"\n")
+    promise = load(folder).declaration
+    assert promise is not None
+    assert salvage(folder, promise) == [killed.name]
+    assemble(folder)
+    report = validate(folder, strict=True)
+    assert not report.having("failed") + report.having("warning")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["batch"]["runs"][0]["outcome"] == "aborted"
+    assert all(manifest[fact] == before[fact] for fact in ("hardware", "data", "software"))
+
+
 def test_salvage_leaves_alone_what_is_no_run(folder):
     promise = declaration(Spec(), (1, 2))
     declare(folder, promise)

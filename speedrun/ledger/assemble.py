@@ -90,8 +90,9 @@ def assemble(
 def derive_manifest(
     runs: Sequence[Run], about: About, declared_runs: int, source: Source, files: dict[str, FileRef]
 ) -> Manifest:
-    """The facts of all runs; where runs must agree, those of the first one by name."""
-    first = runs[0].file
+    """The facts of all runs; where runs must agree, those of the first one by name that finished, if any did."""
+    lead = next((run for run in runs if run.finished), runs[0])
+    first = lead.file
     manifest = Manifest(
         record_id="",
         about=about,
@@ -99,14 +100,14 @@ def derive_manifest(
         track=TrackRef(id=first.track, sha256=first.track_sha256),
         recipe=Recipe(name=first.recipe, revision=first.recipe_revision, overrides=first.overrides),
         source=source,
-        config=runs[0].start.config,
+        config=lead.start.config,
         config_sha256=first.config_sha256,
         data=first.data,
         hardware=Hardware(
             platform=first.platform,
             device_kind=first.device_kind,
             num_devices=first.num_devices,
-            matmul_gflops=next((hw.matmul_gflops for hw in runs[0].of(runlog.Preflight)), 0.0),
+            matmul_gflops=next((hw.matmul_gflops for hw in lead.of(runlog.Preflight)), 0.0),
         ),
         software=first.software,
         environment=first.environment,

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from speedrun import runlog
 from speedrun.ledger.assemble import derive_summary
 from speedrun.ledger.checks.table import check
 from speedrun.ledger.record import Record
@@ -74,10 +75,12 @@ def stated(record: Record) -> Iterator[str]:
 def hardware(record: Record) -> Iterator[str]:
     """Platform and number of devices; all runs of a record on the same kind."""
     rules = record.rules.rules
-    for run in record.runs:
+    # A run that was killed before its preflight ran on nothing yet.
+    runs = [run for run in record.runs if run.of(runlog.Preflight)]
+    for run in runs:
         if rules.platform not in ("any", run.file.platform):
             yield f"{run.folder}: ran on {run.file.platform}, the track wants {rules.platform}"
         if rules.num_devices not in (0, run.file.num_devices):
             yield f"{run.folder}: ran on {run.file.num_devices} devices, the track wants {rules.num_devices}"
-    if len({(run.file.device_kind, run.file.num_devices) for run in record.runs}) > 1:
+    if len({(run.file.device_kind, run.file.num_devices) for run in runs}) > 1:
         yield "the runs of one record ran on different hardware"
