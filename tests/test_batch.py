@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from forgeries import BROKE, promised
-from record_forge import Spec, declaration, declare, facts, forge, install_track, write_run
+from record_forge import Spec, change, declaration, declare, facts, forge, install_track, write_run
 
-from speedrun import cli, track
+from speedrun import cli, runlog, track
 from speedrun.errors import UsageError
 from speedrun.ledger import batch, format
 from speedrun.ledger.assemble import assemble
@@ -222,6 +222,32 @@ def test_what_is_missing_is_said_in_one_line(args, said):
     result = invoke(*args)
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert said in result.stderr
+
+
+def blew_up(seed: int) -> Spec:
+    edit_log = change(runlog.RunEnd, status="non-finite", val_loss=None)
+    return Spec(seed=seed, edit_log=edit_log, edit_run=facts(outcome="non-finite"))
+
+
+def test_a_batch_that_blew_up_ends_in_words(folder):
+    """First after a good run, then at once: there is no mean to print."""
+    begun(folder, lost(1, 3.25), blew_up(2))
+    result = invoke("batch", "--resume", str(folder))
+    assert result.exit_code == 1, result.exception
+    assert "one became non-finite" in result.stdout
+    assert "V309 failed" in result.stdout
+    other = folder.with_name("a folder")
+    begun(other, blew_up(1))
+    result = invoke("batch", "--resume", str(other))
+    assert result.exit_code == 1, result.exception
+    assert "no run finished" in result.stdout
+
+
+def test_a_damaged_declaration_is_one_line(folder):
+    (begun(folder) / "batch.json").write_text("{}")
+    result = invoke("batch", "--resume", str(folder))
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert "declare a new batch" in result.stderr
 
 
 def test_the_number_of_runs_follows_from_the_expected_mean():

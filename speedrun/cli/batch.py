@@ -3,6 +3,8 @@
 This process holds no device: the declaration and every run are processes of their own, one after the other.
 """
 
+import math
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -190,7 +192,7 @@ class Batch:
     ) -> None:
         raw = _read(folder)
         self._ctx, self._folder, self._data, self._as_json = ctx, folder, data, as_json
-        self._promise = format.decode(raw, format.Declaration)
+        self._promise = _decoded(raw, folder)
         self._sha256 = format.sha256(raw)
         self._rules = tracks.load(self._promise.track.id.rpartition("@")[0])
         self._title = title or f"{self._promise.recipe.name} on {self._promise.track.id}"
@@ -245,7 +247,9 @@ class Batch:
             len(self._promise.seeds),
         )
         parts = [f"batch   {len(far.losses)} of {total} runs"]
-        if len(far.losses) > 1:
+        if math.inf in far.losses:
+            parts.append("one became non-finite, which fails the batch")
+        elif len(far.losses) > 1:
             parts.append(f"mean {fmean(far.losses):.5f}, sd {stdev(far.losses):.5f}")
         if far.test is not None:
             verdict = "proven" if far.test.passed else "not proven"
@@ -254,15 +258,16 @@ class Batch:
 
     def _stop(self, code: int) -> NoReturn:
         """A run broke off."""
+        again = ["speedrun", "batch", "--resume", str(self._folder)]
         click.echo(
-            f"error: a run ended with exit code {code}; go on: speedrun batch --resume {self._folder}",
+            f"error: a run ended with exit code {code}; go on: {shlex.join(again)}",
             err=True,
         )
         self._ctx.exit(code if code > 0 else 128 - code)
 
     def _finish(self, far: Standing) -> None:
         summary = assemble(self._folder, title=self._title)
-        picture = next(path for path in plot(self._folder) if path.suffix == ".png")
+        pictures = plot(self._folder) if summary.num_finished else []
         report = validate(self._folder)
         if self._as_json:
             facts = {"record": str(self._folder), "summary": summary, "failed_checks": {}}
@@ -270,7 +275,10 @@ class Batch:
             click.echo(msgspec.json.encode(facts))
         else:
             click.echo(card(self._rules, summary, report))
-            click.echo(f"record  {self._folder}\nplot    {picture}\nnext    speedrun stats {self._folder}")
+            click.echo(f"record  {self._folder}")
+            for picture in pictures[-1:]:  # the PNG; none of a batch without a result
+                following = shlex.join(["speedrun", "stats", str(self._folder)])
+                click.echo(f"plot    {picture}\nnext    {following}")
         self._ctx.exit(0 if far.passed and report.exit_code == 0 else 1)
 
 
@@ -281,3 +289,10 @@ def _read(folder: Path) -> bytes:
         raise UsageError(
             f"{folder} holds no {format.BATCH}; declare a batch with 'speedrun batch --runs N'"
         ) from None
+
+
+def _decoded(raw: bytes, folder: Path) -> format.Declaration:
+    try:
+        return format.decode(raw, format.Declaration)
+    except format.FormatError as error:
+        raise UsageError(f"{folder / format.BATCH}: {error}; restore it, or declare a new batch") from None

@@ -153,13 +153,16 @@ def card(rules: tracks.Track, summary: format.Summary, report: Report) -> str:
     checks = [f"{len(report.having('ok'))} checks passed"]
     checks += [f", {len(results)} {word}" for word, results in others]
     checks += [f"\n        {r.check.id} {word}: {'; '.join(r.messages)}" for word, rs in others for r in rs]
-    return (
-        f"card    {rules.id}: target {rules.target.loss:g} {reached}, val {summary.val_loss_mean:.4f} "
-        f"in {summary.train_time_s_mean:.2f} s of training\n"
-        f"        {summary.num_steps:,} steps, {summary.num_tokens:,} tokens, "
-        f"cold wall {summary.cold_wall_s_mean:.1f} s | {_standing(rules.rules, summary)}\n"
-        f"checks  {''.join(checks)}"
-    )
+    head = f"card    {rules.id}: target {rules.target.loss:g} {reached}"
+    if summary.num_finished:
+        head += (
+            f", val {summary.val_loss_mean:.4f} in {summary.train_time_s_mean:.2f} s of training\n"
+            f"        {summary.num_steps:,} steps, {summary.num_tokens:,} tokens, "
+            f"cold wall {summary.cold_wall_s_mean:.1f} s | {_standing(rules.rules, summary)}"
+        )
+    else:
+        head += ", no run finished"
+    return f"{head}\nchecks  {''.join(checks)}"
 
 
 def _standing(rules: tracks.Rules, summary: format.Summary) -> str:
