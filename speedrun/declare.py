@@ -8,8 +8,9 @@ from pathlib import Path
 
 import msgspec
 
+from speedrun import signals
 from speedrun.clock import now
-from speedrun.errors import UsageError
+from speedrun.errors import UsageError, told
 from speedrun.ledger import batch, format
 from speedrun.prepare import RunConfig, prepare
 from speedrun.track import sha256
@@ -29,7 +30,7 @@ def declare(promise: Promise) -> format.Declaration:
     """Writes `batch.json` and `source.txt` into a new folder.
 
     Raises:
-        SpeedrunError: what `prepare` refuses; seeds that are too few or not distinct.
+        SpeedrunError: what `prepare` refuses; seeds that are too few, not distinct or out of range.
     """
     ready = prepare(promise.config)
     sigma = ready.track.target.sigma
@@ -38,6 +39,8 @@ def declare(promise: Promise) -> format.Declaration:
     seeds = promise.seeds or batch.seeds_from(ready.source_sha256, config_sha256, num_runs)
     if len(set(seeds)) != num_runs or len(seeds) != num_runs:
         raise UsageError(f"got {len(set(seeds))} different seeds; need {num_runs}, one for each run")
+    if not all(0 <= seed < 2**31 for seed in seeds):
+        raise UsageError(f"got seeds {min(seeds)} to {max(seeds)}; need 0 to {2**31 - 1}")
     declaration = format.Declaration(
         track=format.TrackRef(ready.track.id, sha256(ready.track.name)),
         recipe=format.Recipe(ready.recipe.name, ready.recipe.revision, promise.config.overrides),
@@ -64,6 +67,6 @@ def declare(promise: Promise) -> format.Declaration:
 
 
 if __name__ == "__main__":
-    declare(
-        msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Promise, dec_hook=lambda kind, x: kind(x))
-    )
+    with told(), signals.handled_by(signals.stop):
+        raw = Path(sys.argv[1]).read_bytes()
+        declare(msgspec.json.decode(raw, type=Promise, dec_hook=lambda kind, value: kind(value)))

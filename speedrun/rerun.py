@@ -16,7 +16,7 @@ from speedrun import provenance, signals
 from speedrun import track as tracks
 from speedrun.console import clean
 from speedrun.data import inventory
-from speedrun.errors import SpeedrunError, UsageError
+from speedrun.errors import EXIT_CODES, SpeedrunError, UsageError
 from speedrun.ledger import format
 from speedrun.ledger.record import Record, load, read_files
 from speedrun.ledger.run import Run, read_run
@@ -66,12 +66,13 @@ class Rerun:
                 env={**keep, **self._environment, "PYTHONPATH": scratch},
                 stdout=echo,
             )
-            with signals.handled_by(lambda number, _frame: child.send_signal(number)):
-                code = child.wait()
+            code = signals.wait_for(child)
         if code:
-            raise SpeedrunError(
+            error = SpeedrunError(
                 f"the source of {self.old.file.run_id} ended with exit code {code}; see its output above"
             )
+            error.exit_code = code if code in EXIT_CODES else SpeedrunError.exit_code
+            raise error
         raw, _ = read_files(out)
         (new,) = (read_run(raw, path.name) for path in out.glob("runs/*"))
         return new

@@ -4,8 +4,10 @@ import json
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from click.testing import CliRunner
 from forgeries import BROKE, promised
 from record_forge import Spec, change, declaration, declare, facts, forge, install_track, write_run
 
-from speedrun import cli, runlog, track
+from speedrun import cli, runlog, signals, track
 from speedrun.errors import UsageError
 from speedrun.ledger import batch, format
 from speedrun.ledger.assemble import assemble
@@ -203,6 +205,12 @@ def test_a_run_killed_before_its_first_line_leaves_nothing(folder):
     assert validate(folder).exit_code == 0
 
 
+#: A child that lets a signal pass, and ends well.
+LATE = (
+    "[signal.signal(n, lambda *_: None) for n in (signal.SIGINT, signal.SIGTERM)]; "
+    "print('up', flush=True); time.sleep(0.8)"
+)
+
 # --- the commands ------------------------------------------------------------------------------------------
 
 
@@ -222,6 +230,47 @@ def test_what_is_missing_is_said_in_one_line(args, said):
     result = invoke(*args)
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert said in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--seeds", "1,2,3"], "got 3 different seeds; need 2"),
+        (["--seeds", "-1,2"], "need 0 to 2147483647"),
+        (["--set", "nope=1"], "unknown setting 'nope'"),
+    ],
+)
+def test_what_cannot_be_declared_is_said_in_one_line(tmp_path, args, said):
+    """By the process that declares, with its exit code."""
+    words = [sys.executable, "-m", "speedrun", "batch", "--runs", "2", *args, "--out", str(tmp_path / "out")]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert said in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("program", "sent", "code"),
+    [
+        ("import time; print('up', flush=True); time.sleep(60)", signal.SIGTERM, 75),
+        (f"import signal, time; {LATE}", signal.SIGTERM, 75),
+        (f"import signal, time; {LATE}", signal.SIGINT, 130),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", None, -9),
+        ("import sys; sys.exit(3)", None, 3),
+        ("pass", None, 0),
+    ],
+    ids=["no handler yet", "too late for it", "too late, interrupted", "killed", "ended badly", "ended well"],
+)
+def test_a_child_that_was_stopped_is_known_as_such(program, sent, code):
+    """A signal that comes while a run writes its end stops the batch, not the run."""
+    child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    if sent is not None:
+        assert child.stdout is not None
+        child.stdout.readline()
+        timer = threading.Timer(0.3, os.kill, (os.getpid(), sent))
+        timer.start()
+    with child:
+        assert signals.wait_for(child) == code
 
 
 def blew_up(seed: int) -> Spec:

@@ -169,7 +169,7 @@ def _seeds(text: str | None) -> list[int]:
 def _child(ctx: click.Context, module: str, request: dict[str, Any], *, to_stderr: bool) -> None:
     """Runs a module of ours on a request; ends this process as that one ended, if badly."""
     if code := _ended(module, request, to_stderr=to_stderr):
-        ctx.exit(code)
+        ctx.exit(_as_shell(code))
 
 
 def _ended(module: str, request: dict[str, Any], *, to_stderr: bool) -> int:
@@ -180,8 +180,12 @@ def _ended(module: str, request: dict[str, Any], *, to_stderr: bool) -> int:
         child = subprocess.Popen(
             [sys.executable, "-m", module, str(path)], stdout=sys.stderr if to_stderr else None
         )
-        with signals.handled_by(lambda number, _frame: child.send_signal(number)):
-            return child.wait()
+        return signals.wait_for(child)
+
+
+def _as_shell(code: int) -> int:
+    """What a shell makes of the exit code of a child that a signal killed."""
+    return code if code > 0 else 128 - code
 
 
 class Batch:
@@ -263,7 +267,7 @@ class Batch:
             f"error: a run ended with exit code {code}; go on: {shlex.join(again)}",
             err=True,
         )
-        self._ctx.exit(code if code > 0 else 128 - code)
+        self._ctx.exit(_as_shell(code))
 
     def _finish(self, far: Standing) -> None:
         summary = assemble(self._folder, title=self._title)
