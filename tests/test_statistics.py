@@ -123,6 +123,17 @@ def test_the_interval_of_a_ratio_of_pairs_uses_the_pairs():
     assert found.high == pytest.approx(0.98)
     with pytest.raises(ValueError, match="two pairs or more"):
         ratio_interval([1.0], [1.0])
+    with pytest.raises(ValueError, match="above zero"):
+        ratio_interval([1.0, 0.0], [1.0, 1.0])
+
+
+@pytest.mark.parametrize("num_pairs", [2, 3, 5])
+def test_the_interval_of_a_ratio_holds_the_true_one_as_often_as_it_says(num_pairs):
+    """Also of as few pairs as `speedrun compare` takes."""
+    rng = np.random.default_rng(4)
+    times = 100 * (1 + 0.005 * rng.normal(size=(600, 2, num_pairs)))
+    found = [ratio_interval(list(first), list(0.99 * second)) for first, second in times]
+    assert np.mean([one.low <= 0.99 <= one.high for one in found]) == pytest.approx(0.95, abs=0.025)
 
 
 def test_pooling_leaves_the_means_of_groups_aside():

@@ -12,7 +12,7 @@ from speedrun.ledger import statistics
 from speedrun.ledger.run import Run, loss_of
 from speedrun.ledger.statistics import Interval
 
-#: Nats a step at the end of record 21's curve, where a run's own last validations do not tell. Source: RULES.md.
+#: Nats a step at the end of record 21's curve, where a run's own last validations do not tell.
 FALLBACK_SLOPE = 0.0045 / 100
 
 
@@ -39,7 +39,7 @@ def compare(seeds: Sequence[int], first: Sequence[Run], second: Sequence[Run]) -
     """The comparison of pairs of finished runs.
 
     Raises:
-        ValueError: fewer than two pairs.
+        ValueError: fewer than two pairs, or a time that is not above zero.
     """
     first_s, second_s = [run.train_time_s for run in first], [run.train_time_s for run in second]
     first_loss, second_loss = [run.val_loss for run in first], [run.val_loss for run in second]

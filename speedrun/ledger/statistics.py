@@ -162,34 +162,22 @@ def equivalent(
     return Equivalence(difference, margin, p, alpha)
 
 
-def ratio_interval(
-    first: Sequence[float], second: Sequence[float], *, confidence: float = 0.95, seed: int = 0
-) -> Interval:
-    """Of mean(second) / mean(first) over pairs that were measured side by side: 10,000 bootstrap resamples of pairs.
+def ratio_interval(first: Sequence[float], second: Sequence[float], *, confidence: float = 0.95) -> Interval:
+    """Of second / first over pairs that were measured side by side: Student's t of the logarithms of their ratios.
+
+    The mean is the geometric one. No bootstrap: of three pairs its interval lies between the smallest ratio and the
+    largest, and misses the true one every fourth time.
 
     Raises:
-        ValueError: if these are no pairs, or fewer than two.
+        ValueError: if these are no pairs, fewer than two, or not all above zero.
     """
-    import numpy as np
-    from scipy import stats
-
     if len(first) != len(second) or len(first) < 2:
         raise ValueError(f"got {len(first)} and {len(second)} numbers; need two pairs or more")
-
-    def ratio(a: Any, b: Any, axis: int = -1) -> Any:
-        return np.mean(b, axis=axis) / np.mean(a, axis=axis)
-
-    found = stats.bootstrap(
-        (np.asarray(first), np.asarray(second)),
-        ratio,
-        paired=True,
-        confidence_level=confidence,
-        n_resamples=10_000,
-        method="percentile",
-        rng=np.random.default_rng(seed),
-    )
-    low, high = found.confidence_interval
-    return Interval(float(ratio(np.asarray(first), np.asarray(second))), float(low), float(high))
+    if min(*first, *second) <= 0:
+        raise ValueError(f"got {min(*first, *second)}; a ratio needs numbers above zero")
+    logs = mean_interval([math.log(b / a) for a, b in zip(first, second, strict=True)], confidence=confidence)
+    assert logs is not None
+    return Interval(math.exp(logs.mean), math.exp(logs.low), math.exp(logs.high))
 
 
 def pooled_sd(groups: Sequence[Sequence[float]]) -> float:
