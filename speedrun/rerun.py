@@ -18,8 +18,8 @@ from speedrun.console import clean
 from speedrun.data import inventory
 from speedrun.errors import EXIT_CODES, SpeedrunError, UsageError
 from speedrun.ledger import format
-from speedrun.ledger.record import Record, load, read_files
-from speedrun.ledger.run import Run, read_run
+from speedrun.ledger.record import Record, load
+from speedrun.ledger.run import Run
 from speedrun.sourcefile import split_source
 
 #: What a process needs to run at all. No cache of programs: foreign code could leave some there for us to run.
@@ -58,7 +58,7 @@ class Rerun:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text(text, encoding="utf-8")
             Path(scratch, "run.json").write_bytes(msgspec.json.encode(self._config(out, seed, data)))
-            # Foreign code gets no secrets of this machine, and the variables that the run had.
+            # Foreign code gets no variable of ours that may hold a secret, and those that the run had.
             keep = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
             child = subprocess.Popen(
                 [sys.executable, "-m", "speedrun.train", "run.json"],
@@ -73,15 +73,19 @@ class Rerun:
             )
             error.exit_code = code if code in EXIT_CODES else SpeedrunError.exit_code
             raise error
-        raw, _ = read_files(out)
-        (new,) = (read_run(raw, path.name) for path in out.glob("runs/*"))
-        return new
+        new = [run for run in load(out).runs if run.finished] if out.is_dir() else []
+        if len(new) != 1:
+            raise SpeedrunError(
+                f"the source of {self.old.file.run_id} ended well, but left {len(new)} finished runs that can be read; "
+                f"need one; 'speedrun validate {out}' says what is wrong"
+            )
+        return new[0]
 
     def _config(self, out: Path, seed: int, data: Path | None) -> dict[str, object]:
         """What `prepare.RunConfig` of the record's own source wants; older sources know fewer settings."""
         file, config = self.old.file, self.old.start.config
         rules = tracks.load(file.track.rpartition("@")[0])
-        own_data = data is None and (rules.synthetic is not None or rules.python_docs is not None)
+        own_data = data is None and rules.synthetic is not None  # its own source makes it
         wanted: dict[str, object] = {
             "track": rules.name,
             "out": str(out.absolute()),

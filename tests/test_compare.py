@@ -1,11 +1,15 @@
 """Two records side by side: order, seeds, the verdict; the runs themselves are forged."""
 
 import json
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from record_forge import Spec, install_track, write_run
+from forgeries import BROKE
+from record_forge import SOURCE, Spec, install_track, write_run
 
 from speedrun import cli, track
 from speedrun.ledger import comparison
@@ -70,8 +74,6 @@ def command(monkeypatch, tmp_path):
             if not (tmp_path / name).exists():
                 folder = tmp_path / name
                 folder.mkdir()
-                from record_forge import SOURCE
-
                 (folder / "source.txt").write_text(SOURCE)
                 made(folder, seed=seed)
         words = ["compare", str(tmp_path / "a"), str(tmp_path / "b"), *args]
@@ -113,3 +115,67 @@ def test_other_hardware_is_refused(command, tmp_path):
     result, ran = command(1.0)
     assert (result.exit_code, ran) == (2, [])
     assert "number of devices of A is 8, of B 2" in result.stderr
+
+
+@pytest.fixture
+def foreign(monkeypatch, tmp_path):
+    """A record whose source, when it is run, ends with a code and does something to its new record's folder."""
+
+    def make(code: int = 0, leave: Callable[[Path], object] = lambda out: None) -> list[dict[str, Any]]:
+        asked: list[dict[str, Any]] = []
+
+        class Child:
+            def __init__(self, argv: list[str], *, cwd: str, **_: object) -> None:
+                asked.append(json.loads(Path(cwd, argv[-1]).read_bytes()))
+                leave(Path(asked[-1]["out"]))
+
+            def wait(self) -> int:
+                return code
+
+        made(tmp_path / "old")
+        (tmp_path / "old" / "source.txt").write_text(SOURCE)
+        monkeypatch.setattr(subprocess, "Popen", Child)
+        return asked
+
+    return make
+
+
+def replay(tmp_path: Path):
+    words = ["replay", str(tmp_path / "old"), "--out", str(tmp_path / "new")]
+    return CliRunner().invoke(cli.command, words, prog_name="speedrun")
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [
+        lambda out: None,
+        lambda out: (out / "runs" / "x").mkdir(parents=True),
+        lambda out: [made(out, seed=seed) for seed in (1, 2)],
+        lambda out: (made(out), next(out.glob("runs/*/run.json")).write_text("{}")),
+        lambda out: write_run(out, BROKE[0]),
+    ],
+    ids=["nothing", "an empty run", "two runs", "a damaged run", "a run that broke off"],
+)
+def test_what_a_foreign_source_leaves_is_not_trusted(foreign, tmp_path, leave):
+    foreign(0, leave)
+    result = replay(tmp_path)
+    assert (result.exit_code, result.stderr.count("\n")) == (1, 1), result.exception
+    assert "need one" in result.stderr
+
+
+@pytest.mark.parametrize(("code", "seen"), [(3, 3), (5, 5), (75, 75), (130, 130), (77, 1), (-9, 1)])
+def test_a_foreign_source_that_ends_badly_ends_as_ours_would(foreign, tmp_path, code, seen):
+    foreign(code)
+    result = replay(tmp_path)
+    assert result.exit_code == seen
+    assert f"ended with exit code {code}" in result.stderr
+
+
+def test_shards_that_the_source_cannot_make_are_looked_for_here(foreign, tmp_path, monkeypatch):
+    """The documentation's are made by `speedrun run`, not by the source that a record carries."""
+    with (track.TRACKS_DIR / "forged.toml").open("a") as rules:
+        rules.write("[python_docs]\nvocab_size = 256\nshard_tokens = 5000\n")
+    monkeypatch.setenv("SPEEDRUN_DATA", str(tmp_path / "here"))
+    asked = foreign(1)
+    replay(tmp_path)
+    assert [request["data"] for request in asked] == [str(tmp_path / "here" / "forged")]
