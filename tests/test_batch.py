@@ -17,7 +17,7 @@ from record_forge import Spec, change, declaration, declare, facts, forge, insta
 
 from speedrun import cli, runlog, signals, track
 from speedrun.errors import UsageError
-from speedrun.ledger import batch, format
+from speedrun.ledger import batch, format, statistics
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.format import Look, Summary, decode
 from speedrun.ledger.record import load
@@ -319,6 +319,15 @@ def test_stats_says_what_a_batch_proves(folder):
     assert "2 finished on forged@1 (declared)" in shown
     assert "mean below 3.28 by z with the track's known noise" in shown
     assert ": proven\n" in shown
+
+
+def test_stats_counts_runs_by_the_rule_for_so_many(folder):
+    """The rule for few, at its level, would ask for 16: more than it is for."""
+    forge(folder, val_losses=(5.5, 4.0, 3.4, 3.269))
+    found = json.loads(invoke("stats", str(folder), "--json").stdout)
+    assert found["rule"] == "z"
+    assert found["runs_needed"] == statistics.runs_needed(0.011, 0.01, rule="t", alpha=0.01) == 14
+    assert statistics.runs_needed(0.011, 0.01, rule="z", alpha=0.001) == 16
 
 
 def test_stats_tests_another_target_as_what_nobody_declared(folder):

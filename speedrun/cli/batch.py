@@ -145,12 +145,7 @@ def _size(rules: tracks.Track, expect: float | None, power: float, sigma: float 
         raise UsageError("how many runs? say --runs N, or --expect LOSS and let the number follow from it")
     if sigma is None:
         raise UsageError(f"the noise of {rules.id} is not known; add --sigma, the sd of losses over seeds")
-    few = statistics.runs_needed(
-        target - expect, sigma, power_wanted=power, rule="z", alpha=statistics.ALPHA["z"]
-    )
-    many = statistics.runs_needed(target - expect, sigma, power_wanted=power)
-    fits = few is not None and few <= statistics.FEW_RUNS and rules.target.sigma is not None
-    need = few if fits else many
+    need = statistics.batch_needed(target - expect, sigma, known_sigma=rules.target.sigma, power_wanted=power)
     if need is None:
         raise UsageError(
             f"got a mean of {expect} with sd {sigma}; {statistics.MOST_RUNS:,} runs would not show that it is below "

@@ -31,7 +31,7 @@ class Stats(msgspec.Struct, frozen=True):
     p: float | None  #: None without a run
     alpha: float
     passed: bool
-    runs_needed: int | None  #: for 90 % power at this mean and this noise
+    runs_needed: int | None  #: in one batch with one look, for 90 % power at this mean and this noise
     equivalent: statistics.Equivalence | None  #: to the parent that was named
 
 
@@ -96,10 +96,12 @@ def _stats(
     blown_up = [math.inf for run in record.runs if run.file.outcome == "non-finite"]
     test = test or statistics.mean_below([*losses, *blown_up], aim, known_sigma=sigma, alpha=alpha)
     sd = stdev(losses) if len(losses) > 1 else None
-    noise = sigma if test.rule == "z" else sd
-    needed = None
-    if noise:
-        needed = statistics.runs_needed(aim - fmean(losses), noise, rule=test.rule, alpha=test.alpha)
+    noise = max(sigma or 0.0, sd or 0.0) if test.rule == "z" else sd
+    needed, margin_now = None, aim - fmean(losses)
+    if noise and alpha is None:
+        needed = statistics.batch_needed(margin_now, noise, known_sigma=sigma)
+    elif noise:
+        needed = statistics.runs_needed(margin_now, noise, rule=test.rule, alpha=test.alpha)
     parents = [run.val_loss for run in parent.finished] if parent else []
     return Stats(
         track=rules.id,

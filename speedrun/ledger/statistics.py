@@ -101,6 +101,16 @@ def runs_needed(
     return next(enough, None)
 
 
+def batch_needed(
+    margin: float, sigma: float, *, known_sigma: float | None, power_wanted: float = 0.9
+) -> int | None:
+    """The smallest batch that passes with the wanted probability by the rule for its own size; None as above."""
+    few = runs_needed(margin, sigma, power_wanted=power_wanted, rule="z", alpha=ALPHA["z"])
+    if few is not None and rule_for(few, known_sigma) == "z":
+        return few
+    return runs_needed(margin, sigma, power_wanted=power_wanted, rule="t", alpha=ALPHA["t"])
+
+
 class Interval(msgspec.Struct, frozen=True):
     """A mean and the interval that holds the true one with the stated confidence."""
 
