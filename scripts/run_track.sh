@@ -39,4 +39,5 @@ if ((gpus > 0)); then
   speedrun data get --track "$track"
 fi
 part run
-speedrun run --track "$track" "$@"
+# In the place of this script, so that a signal to it reaches the run.
+exec speedrun run --track "$track" "$@"

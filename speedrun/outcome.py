@@ -30,6 +30,7 @@ class Tally:
     cold_wall_s: float = 0.0  #: 0 until the last validation is done
     val_sha256: str = ""
     ranges: tuple[stream.Span, ...] = ()
+    read: format.DataRead | None = None  #: with the digests of the shards, which take seconds
 
 
 def run_end(ready: Ready, outcome: str, clock: Clock, tally: Tally) -> runlog.RunEnd:
@@ -50,12 +51,7 @@ def run_end(ready: Ready, outcome: str, clock: Clock, tally: Tally) -> runlog.Ru
 
 def run_file(ready: Ready, run_id: str, created_utc: str, outcome: Any, tally: Tally) -> format.RunFile:
     """The facts of the run: its `run.json`."""
-    device, val = ready.program.mesh.devices.flat[0], ready.shards.val[0]
-    read = tuple(
-        format.ShardRange(r.name, _digest(ready.folder / r.name), r.shard_tokens, r.start, r.stop)
-        for r in tally.ranges
-    )
-    val_tokens = ready.track.data.val_tokens
+    device = ready.program.mesh.devices.flat[0]
     return format.RunFile(
         run_id=run_id,
         seed=ready.config.seed,
@@ -77,12 +73,22 @@ def run_file(ready: Ready, run_id: str, created_utc: str, outcome: Any, tally: T
         num_devices=ready.program.num_devices,
         software=provenance.software(),
         environment=provenance.environment(),
-        data=format.DataRead(
-            shards=read,
-            val_shard=format.ShardRange(val.path.name, _digest(val.path), val.num_tokens, 0, val_tokens),
-            val_sha256=tally.val_sha256,
-        ),
+        data=tally.read or data_read(ready, tally),
         peak_bytes=tally.peak_bytes,
+    )
+
+
+def data_read(ready: Ready, tally: Tally) -> format.DataRead:
+    """What was read so far, with the digest of every shard that it came from."""
+    val = ready.shards.val[0]
+    val_tokens = ready.track.data.val_tokens
+    return format.DataRead(
+        shards=tuple(
+            format.ShardRange(r.name, _digest(ready.folder / r.name), r.shard_tokens, r.start, r.stop)
+            for r in tally.ranges
+        ),
+        val_shard=format.ShardRange(val.path.name, _digest(val.path), val.num_tokens, 0, val_tokens),
+        val_sha256=tally.val_sha256,
     )
 
 

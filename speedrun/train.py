@@ -23,10 +23,11 @@ from speedrun import mesh as meshes
 from speedrun import track as tracks
 from speedrun.clock import Clock, cold_wall_s, now
 from speedrun.data import stream
+from speedrun.data.wholefile import write_whole
 from speedrun.errors import NonFiniteError, UsageError, told
 from speedrun.evaluate import Score, evaluate
 from speedrun.ledger import format
-from speedrun.outcome import Tally, run_end, run_file
+from speedrun.outcome import Tally, data_read, run_end, run_file
 from speedrun.prepare import Ready, RunConfig, prepare
 from speedrun.step import StepMetrics, TrainState, state_hash
 from speedrun.warmup import compile_all, warm_up
@@ -77,9 +78,9 @@ def train(config: RunConfig, reader: console.Live | None = None) -> format.RunFi
             tally.peak_bytes = meshes.peak_bytes(ready.program.mesh)
             log.emit(run_end(ready, outcome, clock, tally))
             text = console.render(runlog.read(run_dir / "metrics.jsonl"))
-            (run_dir / "log.txt").write_text(text, encoding="utf-8")
+            write_whole(run_dir / "log.txt", text.encode())
             facts = run_file(ready, run_id, started.utc, outcome, tally)
-            (run_dir / "run.json").write_bytes(format.encode(facts))
+            write_whole(run_dir / "run.json", format.encode(facts))
     return facts
 
 
@@ -197,6 +198,8 @@ def _run(ready: Ready, log: runlog.RunLog, clock: Clock, tally: Tally) -> None:
             report(pending)
         clock.stop(sync)
         log.emit(runlog.ClockStop(clock.seconds))
+        # Before the result is known, so that little is left to do after it.
+        tally.read = data_read(ready, tally)
         validate(ready.recipe.num_steps)
     tally.cold_wall_s = cold_wall_s()
     tally.final_hash = state_hash(state)

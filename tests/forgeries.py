@@ -201,6 +201,10 @@ COPIED = made(
     edit_log=change(runlog.Step, loss=lambda step: 5.0 - 0.1 * step.step),
     edit_run=facts(first_loss=(5.0).hex()),
 )
+#: All steps, the last validation, and then "killed".
+DISLIKED = Spec(
+    seed=2, attempt="d", edit_log=lambda log: log[:-1], edit_run=facts(outcome="aborted", final_hash="")
+)
 TWO_LOOKS = promised(looks=(Look(2, 0.0005), Look(3, 0.0005)))
 #: A second look, never reached, whose size would allow two runs to break off.
 FAR_LOOK = {"declared": range(1, 21), "promise": promised(looks=(Look(2, 0.0005), Look(20, 0.005)))}
@@ -270,6 +274,7 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V303", "one added", with_runs([Spec(seed=3)])),
     ("V303", "went on after the first look", made(seeds=(1, 2, 3), promise=TWO_LOOKS)),
     ("V303", "two broke off", with_runs(BROKE)),
+    ("V303", "broke off when its result was known", with_runs([DISLIKED])),
     ("V303", "two broke off before a look that was never reached", with_runs(BROKE, **FAR_LOOK)),
     ("V304", "one run under two seeds", COPIED),
     ("V304", "same start", made(edit_log=STARTED_ALIKE, edit_run=facts(init_hash="d" * 16))),
@@ -280,6 +285,7 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V306", "declared by nothing", declared_by_nothing),
     ("V306", "seeds were picked", made(promise=promised(seeds_chosen=False))),
     ("V306", "another config", made(promise=promised(config_sha256=HASH))),
+    ("V306", "other devices", made(promise=promised(num_devices=1))),
     ("V306", "looks that fit nothing", made(promise=promised(looks=(Look(3, 0.001),)))),
     ("V306", "a look at no runs", made(promise=promised(looks=(Look(0, 0.0005), Look(2, 0.0005))))),
     ("V306", "a look short of the seeds", made(declared=(1, 2, 3), promise=promised(looks=(Look(2, 0.001),)))),

@@ -26,7 +26,13 @@ VAL_S = 0.5
 PAUSE_S = 0.6
 EPOCH = datetime(2026, 10, 2, tzinfo=UTC)
 SOURCE = join_source({"speedrun/recipes/tiny.py": "SIZE = 1\n", "speedrun/empty.py": ""})
-CONFIG = {"recipe": {"width": 8, "lr": 0.02}, "stages": [10]}
+CONFIG = {
+    "recipe": {"width": 8, "lr": 0.02},
+    "stages": [10],
+    "num_devices": 8,
+    "microbatches": 8,
+    "attention": "auto",
+}
 
 
 def digest(text: str) -> str:

@@ -4,14 +4,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from scipy import stats
 
 from speedrun.ledger import statistics
 from speedrun.ledger.statistics import (
     equivalent,
-    holm,
     mean_interval,
     pooled_sd,
     power,
@@ -140,16 +137,3 @@ def test_pooling_leaves_the_means_of_groups_aside():
     assert pooled_sd([[1.0, 3.0], [101.0, 103.0], [7.0]]) == pytest.approx(2**0.5)
     with pytest.raises(ValueError, match="nothing can be pooled"):
         pooled_sd([[1.0], [2.0]])
-
-
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=6))
-def test_holm_rejects_what_its_definition_rejects(ps):
-    """Step down: the k-th smallest of m is compared with alpha / (m - k), until one is not below."""
-    adjusted = holm(ps)
-    for alpha in (0.01, 0.05, 0.3):
-        rejected, order = set(), sorted(range(len(ps)), key=ps.__getitem__)
-        for place, index in enumerate(order):
-            if ps[index] * (len(ps) - place) >= alpha:
-                break
-            rejected.add(index)
-        assert {i for i, p in enumerate(adjusted) if p < alpha} == rejected

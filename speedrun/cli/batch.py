@@ -3,11 +3,14 @@
 This process holds no device: the declaration and every run are processes of their own, one after the other.
 """
 
+import fcntl
 import math
 import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NoReturn
@@ -115,7 +118,7 @@ def command(
         }
         promise = {
             "config": config,
-            "num_runs": runs or _size(rules, expect, power, sigma),
+            "num_runs": runs or _size(rules, expect, power, sigma, num_looks=1 if then is None else 2),
             "then": then,
             "seeds": _seeds(seeds),
             "expected_loss": expect,
@@ -138,14 +141,18 @@ def _check_only_resume(ctx: click.Context) -> None:
             )
 
 
-def _size(rules: tracks.Track, expect: float | None, power: float, sigma: float | None) -> int:
-    """The number of runs that prove an expected mean with the wanted probability."""
+def _size(
+    rules: tracks.Track, expect: float | None, power: float, sigma: float | None, *, num_looks: int = 1
+) -> int:
+    """The number of runs that prove an expected mean with the wanted probability at the first look."""
     sigma, target = sigma or rules.target.sigma, rules.target.loss
     if expect is None:
         raise UsageError("how many runs? say --runs N, or --expect LOSS and let the number follow from it")
     if sigma is None:
         raise UsageError(f"the noise of {rules.id} is not known; add --sigma, the sd of losses over seeds")
-    need = statistics.batch_needed(target - expect, sigma, known_sigma=rules.target.sigma, power_wanted=power)
+    need = statistics.batch_needed(
+        target - expect, sigma, known_sigma=rules.target.sigma, power_wanted=power, num_looks=num_looks
+    )
     if need is None:
         raise UsageError(
             f"got a mean of {expect} with sd {sigma}; {statistics.MOST_RUNS:,} runs would not show that it is below "
@@ -167,13 +174,31 @@ def _child(ctx: click.Context, module: str, request: dict[str, Any], *, to_stder
         ctx.exit(_as_shell(code))
 
 
-def _ended(module: str, request: dict[str, Any], *, to_stderr: bool) -> int:
+@contextmanager
+def _alone(folder: Path) -> Iterator[int]:
+    """Holds the batch's lock: a descriptor that its runs are handed, so that one left alone holds it, too.
+
+    Raises:
+        UsageError: if somebody else has it.
+    """
+    # Network disks lock only what is open for writing.
+    with (folder / format.BATCH).open("rb+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(f"{folder} is being run by another process; wait for it to end") from None
+        yield file.fileno()
+
+
+def _ended(module: str, request: dict[str, Any], *, to_stderr: bool, keep_open: tuple[int, ...] = ()) -> int:
     """The exit code of a module of ours that was given a request; signals go on to it."""
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch, "request.json")
         path.write_bytes(msgspec.json.encode(request))
         child = subprocess.Popen(
-            [sys.executable, "-m", module, str(path)], stdout=sys.stderr if to_stderr else None
+            [sys.executable, "-m", module, str(path)],
+            stdout=sys.stderr if to_stderr else None,
+            pass_fds=keep_open,
         )
         return signals.wait_for(child)
 
@@ -198,13 +223,15 @@ class Batch:
 
     def run(self) -> None:
         """Runs what is missing, tells how far it is after each run, and ends with the card."""
-        far = self._far()
-        while far.missing:
-            code = _ended("speedrun.train", self._request(far.missing[0]), to_stderr=self._as_json)
+        with _alone(self._folder) as lock:
             far = self._far()
-            if code and code != NonFiniteError.exit_code:
-                self._stop(code)
-        self._finish(far)
+            while far.missing:
+                request = self._request(far.missing[0])
+                code = _ended("speedrun.train", request, to_stderr=self._as_json, keep_open=(lock,))
+                far = self._far()
+                if code and code != NonFiniteError.exit_code:
+                    self._stop(code)
+            self._finish(far)
 
     def _far(self) -> Standing:
         """Puts the record in order, and says how far it is."""

@@ -86,7 +86,9 @@ def _check_alike(a: Run, b: Run) -> None:
 def _told(found: Comparison) -> str:
     ratio, loss = found.time_ratio, found.loss_difference
     change = f"{ratio.mean - 1:+.2%} of A's time, 95 % between {ratio.low - 1:+.2%} and {ratio.high - 1:+.2%}"
-    verdict = "B is faster" if ratio.high < 1 else "B is slower" if ratio.low > 1 else "not resolvable here"
+    verdict = "not resolvable here"
+    if found.is_resolved:
+        verdict = "B is faster" if ratio.mean < 1 else "B is slower"
     return (
         f"time    {change}: {verdict}\n"
         f"loss    {loss.mean:+.5f} nats, 95 % between {loss.low:+.5f} and {loss.high:+.5f}\n"

@@ -5,6 +5,7 @@ from pathlib import Path
 from msgspec import DecodeError
 
 from speedrun import console, runlog
+from speedrun.errors import NonFiniteError
 from speedrun.ledger import format
 
 LOG, FACTS, TEXT = "metrics.jsonl", "run.json", "log.txt"
@@ -58,7 +59,7 @@ def _salvage(folder: Path, declaration: format.Declaration) -> bool:
         config_sha256=start.config_sha256,
         source_sha256=start.source_sha256,
         created_utc=lines[0].t_utc,
-        outcome="aborted",
+        outcome=_outcome(lines),
         init_hash=warm.state_hash if warm else "",
         final_hash="",
         first_batch_sha256=None,
@@ -73,6 +74,12 @@ def _salvage(folder: Path, declaration: format.Declaration) -> bool:
     )
     (folder / FACTS).write_bytes(format.encode(facts))
     return True
+
+
+def _outcome(lines: list[runlog.Line]) -> format.Outcome:
+    """A run that blew up did so, even if it was killed before it could say so itself."""
+    errors = [line.event.kind for line in lines if isinstance(line.event, runlog.Error)]
+    return "non-finite" if errors[-1:] == [NonFiniteError.__name__] else "aborted"
 
 
 def _readable(raw: bytes) -> list[runlog.Line]:

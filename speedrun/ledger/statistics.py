@@ -102,13 +102,15 @@ def runs_needed(
 
 
 def batch_needed(
-    margin: float, sigma: float, *, known_sigma: float | None, power_wanted: float = 0.9
+    margin: float, sigma: float, *, known_sigma: float | None, power_wanted: float = 0.9, num_looks: int = 1
 ) -> int | None:
     """The smallest batch that passes with the wanted probability by the rule for its own size; None as above."""
-    few = runs_needed(margin, sigma, power_wanted=power_wanted, rule="z", alpha=ALPHA["z"])
-    if few is not None and rule_for(few, known_sigma) == "z":
-        return few
-    return runs_needed(margin, sigma, power_wanted=power_wanted, rule="t", alpha=ALPHA["t"])
+
+    def needed(rule: Rule) -> int | None:
+        return runs_needed(margin, sigma, power_wanted=power_wanted, rule=rule, alpha=ALPHA[rule] / num_looks)
+
+    few = needed("z")
+    return few if few is not None and rule_for(few, known_sigma) == "z" else needed("t")
 
 
 class Interval(msgspec.Struct, frozen=True):
@@ -162,7 +164,7 @@ def equivalent(
     if min(len(first), len(second)) < 2:
         raise ValueError(f"got {len(first)} and {len(second)} runs; equivalence needs two on each side")
     difference = fmean(second) - fmean(first)
-    if not stdev(first) + stdev(second):  # copies of one run on each side: they prove nothing
+    if not stdev(first) * stdev(second):  # copies of one run on a side: they prove nothing
         return Equivalence(difference, margin, 1.0, alpha)
     sides: list[Any] = [
         stats.ttest_ind([x + margin for x in second], first, equal_var=False, alternative="greater"),
@@ -201,12 +203,3 @@ def pooled_sd(groups: Sequence[Sequence[float]]) -> float:
         raise ValueError("no group has two runs; nothing can be pooled")
     squares = sum(variance(group) * (len(group) - 1) for group in groups if len(group) > 1)
     return math.sqrt(squares / freedom)
-
-
-def holm(ps: Sequence[float]) -> list[float]:
-    """Adjusted p-values of several tests made at once, in the order given. Source: Holm 1979."""
-    order, adjusted, least = sorted(range(len(ps)), key=ps.__getitem__), [0.0] * len(ps), 0.0
-    for place, index in enumerate(order):
-        least = max(least, min(1.0, (len(ps) - place) * ps[index]))
-        adjusted[index] = least
-    return adjusted

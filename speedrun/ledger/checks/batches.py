@@ -64,6 +64,9 @@ def all_there(record: Record) -> Iterator[str]:
     if not far.missing and (more := done & set(declared.seeds[len(far.losses) :])):
         yield f"seeds {sorted(more)} were run after the batch was decided"
     broke_off = [run for run in record.runs if run.file.outcome == "aborted"]
+    for run in broke_off:
+        if run.vals and run.vals[-1].step == run.start.num_steps:
+            yield f"{run.folder}: broke off when its result was known; it would have counted"
     # Of the runs up to the look that decides: a second look that is never reached allows for nothing.
     asked = len(far.losses) + len(far.missing)
     if len(broke_off) > (allowed := allowed_to_break_off(asked)):
@@ -139,6 +142,10 @@ def declared_before(record: Record) -> Iterator[str]:
     said = declared.track, declared.recipe, declared.config_sha256, declared.source_sha256
     if said != (rules, recipe, first.config_sha256, first.source_sha256):
         yield f"{format.BATCH}: another track, recipe, config or source was declared than ran"
+    config = record.runs[0].start.config
+    split = config.get("num_devices"), config.get("microbatches"), config.get("attention")
+    if split != (declared.num_devices, declared.microbatches, declared.attention):
+        yield f"{format.BATCH}: other devices, parts of a batch or kernels were declared than ran"
     if len(set(declared.seeds)) < len(declared.seeds):
         yield f"{format.BATCH}: a seed stands there twice, and would count twice"
     follow = seeds_from(declared.source_sha256, declared.config_sha256, len(declared.seeds))
