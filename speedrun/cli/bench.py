@@ -210,7 +210,7 @@ def loader(
 )
 @data_prep.source_option
 @click.option("--tokenizer", "name", default="gpt2", show_default=True, help="gpt2, or its .tiktoken file.")
-@click.option("--workers", type=Integer(2), default=2, show_default=True, help="Processes that tokenize.")
+@click.option("--workers", type=Integer(2), default=2, show_default=True, help="Threads that tokenize.")
 @data_prep.column_option
 @json_option
 def text_to_shards(*, sources: tuple[str, ...], name: str, workers: int, column: str, as_json: bool) -> None:
@@ -234,7 +234,7 @@ def text_to_shards(*, sources: tuple[str, ...], name: str, workers: int, column:
         )
     click.echo(
         f"equal bytes | {result.text_bytes / 1e6:.1f} MB of text, {result.tokens:,} tokens | "
-        f"memory at most {result.peak_bytes / 1e6:.0f} MB, all processes"
+        f"memory at most {result.peak_bytes / 1e6:.0f} MB"
     )
 
 

@@ -48,7 +48,7 @@ document_token_option = click.option(
     help="Opens a document, in a .json tokenizer.",
 )
 workers_option = click.option(
-    "--workers", type=Integer(1), help="Processes that tokenize. Default: one a core."
+    "--workers", type=Integer(1), help="Threads that tokenize. Default: one a core."
 )
 
 

@@ -1,4 +1,4 @@
-"""Documents in the order of their source, in blocks that worker processes take apart.
+"""Documents in the order of their source, in blocks that workers take apart.
 
 A source hands out blocks of about a megabyte, and can be entered again at any document. What a source is stands
 in `text_files` and `hub_rows`.
@@ -8,6 +8,8 @@ import json
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from typing import Any, NamedTuple, Protocol
+
+import msgspec
 
 from speedrun.data.inventory import Place
 from speedrun.errors import DataError, UsageError
@@ -109,7 +111,7 @@ def texts(source: Source, column: str) -> Iterator[str]:
 
 def _row(line: bytes, first: Place, number: int) -> dict[str, Any]:
     try:
-        row = json.loads(line)
+        row = _parsed(line)
     except ValueError as error:
         raise DataError(
             f"{first.file}: row {first.row + number:,} is no JSON: {error}; repair or remove it"
@@ -117,6 +119,14 @@ def _row(line: bytes, first: Place, number: int) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise DataError(f"{first.file}: row {first.row + number:,} is no JSON object; repair or remove it")
     return row
+
+
+def _parsed(line: bytes) -> Any:
+    """As `json.loads`, twice as fast; what is stricter than that, as with lone surrogates, is left to it."""
+    try:
+        return msgspec.json.decode(line)
+    except ValueError:  # msgspec's own errors are some of these
+        return json.loads(line)
 
 
 def valid(text: str) -> str:

@@ -10,6 +10,7 @@ After each shard the manifest says where in the source the next one begins; that
 """
 
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,12 +21,13 @@ from speedrun.clock import Stopwatch
 from speedrun.data import shards, tokenizer
 from speedrun.data.documents import Source
 from speedrun.data.inventory import MANIFEST, Manifest, Place, ShardEntry, read_manifest, write_manifest
-from speedrun.data.workers import Encoded, workers
+from speedrun.data.workers import Encoded, encoded
 from speedrun.errors import DataError, UsageError
 
 #: The validation of the speedrun.
 SCORED_TOKENS = 10_485_760
-_PIECE_TOKENS = 2**20
+#: So few that their lengths stay in the processor's cache.
+_PIECE_TOKENS = 2**16
 
 
 class Cut(NamedTuple):
@@ -50,7 +52,7 @@ class Progress(NamedTuple):
     total_bytes: int  #: of the source; 0: not known
     began_bytes: int  #: of the source, where this process began
     began_tokens: int
-    seconds: float  #: since the workers were ready
+    seconds: float  #: since the tokenizer was ready
 
 
 class Prepared(NamedTuple):
@@ -59,7 +61,7 @@ class Prepared(NamedTuple):
     folder: Path
     manifest: Manifest
     found_shards: int  #: that were there already
-    start_s: float  #: until the workers were ready
+    start_s: float  #: until the tokenizer was ready
     seconds: float  #: after that
 
 
@@ -81,7 +83,7 @@ def prepare(
         cut: how long shards are and what they are called.
         out: their folder; made if it is not there.
         column: which field of a document is the text.
-        num_workers: processes that tokenize; the bytes do not depend on it.
+        num_workers: threads that tokenize; the bytes do not depend on it.
         tell: is called after every block.
 
     Raises:
@@ -106,21 +108,20 @@ def prepare(
         return Prepared(out, manifest, found, watch.seconds, 0.0)
     write_manifest(out, manifest)
     making = _Making(out, cut, manifest, loaded.id_bytes_V())
-    with workers(num_workers, choice, column) as encode_all:
-        start_s, watch = watch.seconds, Stopwatch()
-        start = making.next
-        began: Progress | None = None
-        for encoded in encode_all(source.blocks(start)):
-            making.add(_from(encoded, start))
+    start_s, watch = watch.seconds, Stopwatch()
+    start = making.next
+    began: Progress | None = None
+    with closing(encoded(source.blocks(start), loaded, column, num_workers=num_workers)) as blocks:
+        for block in blocks:
+            making.add(_from(block, start))
             done = Progress(
-                making.num_shards, making.tokens, encoded.read_bytes, source.total_bytes, 0, 0, watch.seconds
+                making.num_shards, making.tokens, block.read_bytes, source.total_bytes, 0, 0, watch.seconds
             )
             began = began or done
             tell(done._replace(began_bytes=began.read_bytes, began_tokens=began.tokens))
             if making.is_full:
                 break
-        manifest = making.finish()
-    return Prepared(out, manifest, found, start_s, watch.seconds)
+    return Prepared(out, making.finish(), found, start_s, watch.seconds)
 
 
 def _check(cut: Cut) -> None:
@@ -175,14 +176,12 @@ def _found(out: Path, cut: Cut, fresh: Manifest) -> Manifest:
     return found
 
 
-def _from(encoded: Encoded, start: Place) -> Encoded:
+def _from(block: Encoded, start: Place) -> Encoded:
     """Without the tokens of the first document that an earlier shard holds already."""
-    is_first = (encoded.first.file, encoded.first.row) == (start.file, start.row)
+    is_first = (block.first.file, block.first.row) == (start.file, start.row)
     if not (is_first and start.token):
-        return encoded
-    return encoded._replace(
-        ids=encoded.ids[start.token :], starts=encoded.starts - start.token, text_bytes=None
-    )
+        return block
+    return block._replace(ids=block.ids[start.token :], starts=block.starts - start.token, text_bytes=None)
 
 
 class _Making:
@@ -220,24 +219,24 @@ class _Making:
         """Whether no token more is wanted."""
         return self._limit() == 0
 
-    def add(self, encoded: Encoded) -> None:
+    def add(self, block: Encoded) -> None:
         """Takes the tokens of a block; writes shards as they fill up."""
         at = 0
-        while at < len(encoded.ids) and not self.is_full:
+        while at < len(block.ids) and not self.is_full:
             if self._filled == 0:
-                self._first = _place(encoded, at)
-            stop = min(len(encoded.ids), at + self._limit() - self._filled)
-            self._room[self._filled : self._filled + stop - at] = encoded.ids[at:stop]
+                self._first = _place(block, at)
+            stop = min(len(block.ids), at + self._limit() - self._filled)
+            self._room[self._filled : self._filled + stop - at] = block.ids[at:stop]
             self._filled += stop - at
-            self._text_bytes += self._bytes_of(encoded, at, stop)
-            opened = slice(*map(int, np.searchsorted(encoded.starts, (at, stop))))
+            self._text_bytes += self._bytes_of(block, at, stop)
+            opened = slice(*map(int, np.searchsorted(block.starts, (at, stop))))
             self._documents += opened.stop - opened.start
-            if encoded.source_tokens is None:
+            if block.source_tokens is None:
                 self._all_said = False
             else:
-                self._source_tokens += int(encoded.source_tokens[opened].sum())
+                self._source_tokens += int(block.source_tokens[opened].sum())
             at = stop
-            self.next = _place(encoded, at)
+            self.next = _place(block, at)
             if self._filled == self._limit():
                 self._write()
 
@@ -266,13 +265,13 @@ class _Making:
         self._done += self._filled
         self._begin()
 
-    def _bytes_of(self, encoded: Encoded, at: int, stop: int) -> int:
+    def _bytes_of(self, block: Encoded, at: int, stop: int) -> int:
         """Of a stretch of a block; its worker has counted those of all of it."""
         if self._id_bytes_V is None:
             return 0
-        if encoded.text_bytes is not None and (at, stop) == (0, len(encoded.ids)):
-            return encoded.text_bytes
-        return int(self._id_bytes_V[encoded.ids[at:stop]].sum())
+        if block.text_bytes is not None and (at, stop) == (0, len(block.ids)):
+            return block.text_bytes
+        return int(self._id_bytes_V[block.ids[at:stop]].sum())
 
     def finish(self) -> Manifest:
         """Writes what is left as a last, shorter shard, and says that all is done."""
@@ -285,11 +284,11 @@ class _Making:
         return self._manifest
 
 
-def _place(encoded: Encoded, at: int) -> Place:
+def _place(block: Encoded, at: int) -> Place:
     """Which token of the source stands at an index of a block; at its end, the first one after it."""
-    if at == len(encoded.ids):
-        row, token = len(encoded.starts), 0
+    if at == len(block.ids):
+        row, token = len(block.starts), 0
     else:
-        row = int(np.searchsorted(encoded.starts, at, side="right")) - 1
-        token = at - int(encoded.starts[row])
-    return msgspec.structs.replace(encoded.first, row=encoded.first.row + row, token=token)
+        row = int(np.searchsorted(block.starts, at, side="right")) - 1
+        token = at - int(block.starts[row])
+    return msgspec.structs.replace(block.first, row=block.first.row + row, token=token)

@@ -23,8 +23,8 @@ class Timed(NamedTuple):
     """One way."""
 
     name: str
-    best_s: float  #: from the first document read to the last shard durable; without the start of processes
-    start_s: float  #: of processes and tokenizers
+    best_s: float  #: from the first document read to the last shard durable; without loading the tokenizer
+    start_s: float  #: of the tokenizer
     text_mb_per_s: float
     tokens_per_s: float
     ratio: float  #: of speed, to the first way
@@ -36,7 +36,7 @@ class Comparison(NamedTuple):
     timings: list[Timed]
     text_bytes: int
     tokens: int
-    peak_bytes: int  #: at most, of all processes of the fast ways together
+    peak_bytes: int  #: of this process, in the fast ways
 
 
 def compare(source: Source, choice: tokenizer.Choice, *, column: str, num_workers: int) -> Comparison:
@@ -65,7 +65,7 @@ def compare(source: Source, choice: tokenizer.Choice, *, column: str, num_worker
                 starts_s[name] = done.start_s
                 digests[name] = _digests(out)
             # Before the plain way runs in this process and takes what it takes.
-            peak_bytes = peak_bytes or _peak_bytes(num_workers)
+            peak_bytes = peak_bytes or _peak_bytes()
             name, out = "tiktoken, one thread", Path(folder) / f"plain-{trial}"
             starts_s[name], took_s, text_bytes, tokens = plain(source, choice, column, out)
             seconds[name].append(took_s)
@@ -121,10 +121,6 @@ def _digests(out: Path) -> list[str]:
     return [shards.sha256(path) for path in sorted(out.glob("*.bin"))]
 
 
-def _peak_bytes(num_workers: int) -> int:
-    """The peak of this process, and of its largest child once for each worker."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    own, child = (
-        resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    )
-    return (own + num_workers * child) * unit
+def _peak_bytes() -> int:
+    """The peak of this process."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -98,7 +98,7 @@ def _files_of(path: Path) -> list[tuple[str, Path]]:
 
 
 def _json_lines(path: Path, row: int, column: str) -> Iterator[Block]:
-    """Lines as they are: taking them apart is work for many processes."""
+    """Lines as they are: taking them apart is work for the workers."""
     with path.open("rb") as file:
         # GzipFile's own lines are made one by one in Python.
         unpacked: IO[bytes] = (

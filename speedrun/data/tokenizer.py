@@ -1,8 +1,7 @@
 """From texts to ids: GPT-2's tokenizer, any file of the `tokenizers` library, or bytes.
 
-A tokenizer is named by a small value, `Choice`, which goes to every worker; each loads it by itself and looks at
-the digest again. What stands in a text is text: the characters "<|endoftext|>" on a web page become ordinary ids
-and never a document token.
+A tokenizer is named by a small value, `Choice`; what is loaded has the digest that was chosen. What stands in a text is
+text: the characters "<|endoftext|>" on a web page become ordinary ids and never a document token.
 
 `tokenizers` is imported by what needs it.
 """
@@ -24,7 +23,7 @@ ENGINES = ("auto", "tiktoken", "gigatoken")
 
 
 class Choice(NamedTuple):
-    """Which tokenizer; small, and the same for every worker."""
+    """Which tokenizer."""
 
     name: str  #: gpt2, bytes, or the name of a file of `tokenizers`
     path: Path | None  #: its file; None for bytes
