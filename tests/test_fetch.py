@@ -337,7 +337,7 @@ def test_nobody_else_fetches_into_the_folder_meanwhile(
     for thread in threads:
         thread.join(20)
     assert errors == []
-    assert any("another program fetches into it" in line for line in watches[1].lines)
+    assert any("another program writes into it" in line for line in watches[1].lines)
     assert_sound(tmp_path, server.files)
     assert sorted({name for name, _ in server.gets}) == sorted(NAMES[:3])
     assert len(server.gets) == 4, "one more for the stall; the second program found all there"

@@ -24,6 +24,7 @@ from speedrun.clock import Stopwatch
 from speedrun.data import documents, inventory, prep, text_files, tokenizer, workers
 from speedrun.data.hub_rows import Dataset
 from speedrun.data.inventory import Place
+from speedrun.data.lock import LOCK, alone_in
 from speedrun.data.prep import Cut, prepare
 from speedrun.data.sources import open_source
 from speedrun.errors import DataError, UsageError
@@ -232,6 +233,36 @@ def test_a_folder_that_holds_something_else(tmp_path: Path):
         prepare(open_source([str(rows)]), BYTES, Cut(), out)
 
 
+def test_two_preparations_of_one_folder_take_turns(tmp_path: Path):
+    """The second one finds all of it there; what it waits for is said."""
+    rows, out = write_rows(tmp_path / "rows.jsonl", ["abc"] * 50), tmp_path / "out"
+    argv = [
+        "--source",
+        str(rows),
+        "--tokenizer",
+        "bytes",
+        "--out",
+        str(out),
+        "--shard-tokens",
+        "20",
+        "--json",
+    ]
+    with alone_in(out):
+        command = [sys.executable, "-m", "speedrun", "data", "prep", *argv]
+        others = [
+            subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            for _ in range(2)
+        ]
+        for other in others:
+            assert other.stderr is not None
+            assert "another program writes into it" in other.stderr.readline()
+        assert list(out.iterdir()) == [out / LOCK]
+    reports = [json.loads(other.communicate(timeout=30)[0]) for other in others]
+    assert sorted(report["found_shards"] for report in reports) == [0, 10]
+    assert ids_of(out) == definition(["abc"] * 50, 20)
+    assert not (out / LOCK).exists()
+
+
 def test_the_end_product_is_a_track_that_verifies(tmp_path: Path):
     """And an unfinished one is not mistaken for it."""
     rows = write_rows(tmp_path / "rows.jsonl", ["abc" * n for n in range(9)])
@@ -239,6 +270,7 @@ def test_the_end_product_is_a_track_that_verifies(tmp_path: Path):
     made = prepare(open_source([str(rows)]), BYTES, Cut("x", 40), tmp_path / "out")
     passed = inventory.verify(tmp_path / "out", data, full=True)
     assert sum(shard.tokens for shard in passed) == sum(e.tokens for e in made.manifest.shards.values())
+    assert {shard.bytes_per_token for shard in passed} == {1.0}
     inventory.write_manifest(tmp_path / "out", msgspec.structs.replace(made.manifest, complete=False))
     with pytest.raises(DataError, match="unfinished after 3 shards"):
         inventory.open_track(tmp_path / "out", data)
@@ -261,15 +293,18 @@ def test_real_rows_are_tiktokens_document_by_document(tmp_path: Path, engine: st
         special_tokens={"<|endoftext|>": 50256},
     )
     choice = tokenizer.choose(str(RANKS), engine=engine)
-    prepare(open_source([str(HEAD)]), choice, Cut(shard_tokens=50_000), tmp_path, num_workers=2)
+    made = prepare(open_source([str(HEAD)]), choice, Cut(shard_tokens=50_000), tmp_path, num_workers=2)
     shards = ids_of(tmp_path)
     assert {len(shard) for shard in shards[:-1]} == {50_000}
     ids = np.array(list(itertools.chain.from_iterable(shards)))
     got = np.split(ids, np.flatnonzero(ids == 50256)[1:])
     with gzip.open(HEAD, "rt") as file:
-        want = [encoding.encode_ordinary(json.loads(line)["text"]) for line in file]
+        texts = [json.loads(line)["text"] for line in file]
+    want = [encoding.encode_ordinary(text) for text in texts]
     assert len(want) == 300
     assert [document.tolist() for document in got] == [[50256, *of_text] for of_text in want]
+    density = len("".join(texts).encode()) / sum(map(len, want))
+    assert inventory.bytes_per_token(list(made.manifest.shards.values())) == pytest.approx(density)
 
 
 @needs_shared

@@ -1,5 +1,8 @@
 """The corpus of Python's own documentation: what is taken, in which order, and what becomes of it."""
 
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -7,8 +10,9 @@ import numpy as np
 import pytest
 
 from speedrun import track
-from speedrun.data import inventory, python_docs
+from speedrun.data import inventory, prep, python_docs, tokenizer
 from speedrun.data.python_docs import Document, collect
+from speedrun.data.sources import open_source
 from speedrun.errors import DataError, UsageError
 
 LONG = "A sentence that is long enough to be worth reading, and so it is taken, as it stands here."
@@ -112,8 +116,39 @@ def test_what_is_made_is_data_of_the_track(tmp_path: Path):
     assert python_docs.ensure(rules, tmp_path / "a") is None, "it is there already"
     python_docs.make(rules, tmp_path / "b")
     for path in (tmp_path / "a").iterdir():
-        if path.name != inventory.MANIFEST:  # it names the folder that its corpus lies in
-            assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
+        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
+    python_docs.make(rules, tmp_path / "b")  # anew: its own shards may go
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("act", [python_docs.make, python_docs.ensure])
+def test_shards_of_something_else_are_not_replaced(tmp_path: Path, act: Callable):
+    rows, out = tmp_path / "corpus.jsonl", tmp_path / "out"
+    rows.write_text('{"text": "abc"}\n' * 9)
+    made = prep.prepare(open_source([str(rows)]), tokenizer.choose("bytes"), prep.Cut("docs", 10), out)
+    unfinished = msgspec.structs.replace(made.manifest, complete=False)
+    inventory.write_manifest(out, unfinished)  # a finished one is nothing to make for `ensure`
+    before = {path: path.read_bytes() for path in out.iterdir()}
+    with pytest.raises(UsageError, match=rf"holds shards of {rows}; docs-cpu@1 would replace them"):
+        act(small(), out)
+    assert {path: path.read_bytes() for path in out.iterdir()} == before
+    (out / inventory.MANIFEST).unlink()
+    with pytest.raises(UsageError, match=r"holds docs_train_000001\.bin without manifest\.json"):
+        act(small(), out)
+    assert {path.name for path in out.iterdir()} == {path.name for path in before} - {inventory.MANIFEST}
+
+
+@pytest.mark.usefixtures("few")
+def test_who_waited_does_not_make_it_again(tmp_path: Path):
+    said: list[str] = []
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(python_docs.ensure, small(), tmp_path / "a")
+        while not (tmp_path / "a" / python_docs.CORPUS).exists():
+            time.sleep(0.001)
+        second = pool.submit(python_docs.ensure, small(), tmp_path / "a", say=said.append)
+        assert first.result() is not None
+        assert second.result() is None
+    assert len(said) == 1
 
 
 def test_too_little_documentation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, roots: dict[str, Path]):

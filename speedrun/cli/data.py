@@ -120,7 +120,8 @@ def verify(*, track: str, data: Path | None, full: bool, as_json: bool) -> None:
         _print_json({"track": rules.id, "folder": str(folder), "full": full, "shards": passed})
         return
     for shard in verified:
-        click.echo(f"ok  {folder / shard.name}  {shard.tokens:,} tokens  {shard.sha256 or ''}".rstrip())
+        facts = [f"{shard.tokens:,} tokens", *_density(shard.bytes_per_token), shard.sha256 or ""]
+        click.echo(f"ok  {folder / shard.name}  {'  '.join(facts)}".rstrip())
 
 
 @command.command("list", epilog=example("speedrun data list", "speedrun data list --json"))
@@ -137,6 +138,7 @@ def list_(*, as_json: bool) -> None:
             f"{holding.shards}{of} shards",
             f"{quantity(holding.tokens, 'tokens')}",
             *([] if holding.documents is None else [f"{holding.documents:,} documents"]),
+            *_density(holding.bytes_per_token),
             quantity(holding.size_bytes, "B"),
             *([] if holding.source is None else [f"from {holding.source}"]),
         ]
@@ -146,6 +148,11 @@ def list_(*, as_json: bool) -> None:
         click.echo(clean(f"{'':<16} {' | '.join(facts) if holding.shards else holding.problem}"))
         if holding.shards and holding.problem:
             click.echo(clean(f"{'':<16} {holding.problem}"))
+
+
+def _density(bytes_per_token: float | None) -> list[str]:
+    """The fact, where it is known."""
+    return [] if bytes_per_token is None else [f"{bytes_per_token:.2f} bytes a token"]
 
 
 def _print_json(value: object) -> None:

@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
@@ -18,6 +19,7 @@ from speedrun.console import clean, duration, quantity
 from speedrun.data import documents, inventory, prep, python_docs, tokenizer
 from speedrun.data.gpt2 import END_OF_TEXT
 from speedrun.data.hub_rows import HUB
+from speedrun.data.lock import alone_in
 from speedrun.data.sources import open_source
 from speedrun.data.text_files import READERS
 from speedrun.errors import Terminated, UsageError
@@ -121,7 +123,7 @@ def command(
     folder = _folder(sources, out)
     source = open_source(sources or (FINEWEB,), column=column, revision=revision)
     _say_engine(choice)
-    with shown(folder) as progress:
+    with shown(folder) as progress, alone_in(folder, progress.say):
         made = prep.prepare(
             source, choice, cut, folder, column=column, num_workers=workers or num_cores(), tell=progress
         )
@@ -192,7 +194,9 @@ def docs(*, track: str, workers: int | None, out: Path | None, as_json: bool) ->
     rules = tracks.load(track)
     folder = inventory.data_folder(rules, out)
     with signals.handled_by(signals.stop):
-        made = python_docs.make(rules, folder, num_workers=workers or num_cores())
+        made = python_docs.make(
+            rules, folder, num_workers=workers or num_cores(), say=partial(click.echo, err=True)
+        )
     report(made, as_json=as_json)
 
 
@@ -234,8 +238,15 @@ class Shown:
             self._bar.update(self._task, completed=share or 0.0, facts=words)
         elif self._since.seconds >= _LINE_EVERY_S:
             self._since = Stopwatch()
-            self._stream.write(clean(f"prep    {words}") + "\n")
-            self._stream.flush()
+            self.say(f"prep    {words}")
+
+    def say(self, line: str) -> None:
+        """A line, above the bar where there is one."""
+        if self._bar is not None:
+            self._bar.console.print(clean(line), markup=False)
+            return
+        self._stream.write(clean(line) + "\n")
+        self._stream.flush()
 
     def __enter__(self) -> Self:
         if self._stream.isatty():
@@ -275,10 +286,11 @@ def report(made: prep.Prepared, *, as_json: bool) -> None:
         click.echo(msgspec.json.encode(facts))
         return
     found = f" ({made.found_shards} were there)" if made.found_shards else ""
-    density = f"  {text_bytes / (tokens - num_documents):.2f} bytes a token" if text_bytes else ""
+    density = inventory.bytes_per_token(entries)
+    shown_density = "" if density is None else f"  {density:.2f} bytes a token"
     click.echo(
         f"made    {made.folder}: {len(entries)} shards{found}  {tokens:,} tokens  "
-        f"{num_documents:,} documents{density}"
+        f"{num_documents:,} documents{shown_density}"
     )
     if source_tokens is not None:
         # A last document that was cut off by a limit is counted whole by the source.

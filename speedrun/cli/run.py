@@ -3,6 +3,7 @@
 import os
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -126,7 +127,7 @@ def command(
 def _ensure_docs(rules: tracks.Track) -> None:
     """Makes the data of a track of Python's documentation the first time; those of synthetic ones `prepare` makes."""
     folder = inventory.data_folder(rules, None)
-    if (made := python_docs.ensure(rules, folder)) is not None:
+    if (made := python_docs.ensure(rules, folder, say=partial(click.echo, err=True))) is not None:
         tokens = sum(entry.tokens for entry in made.manifest.shards.values())
         click.echo(
             f"made  {len(made.manifest.shards)} shards of Python's documentation in {folder}: {tokens:,} tokens",

@@ -5,15 +5,12 @@ header, ids and digest were found right, after the manifest names it, and after 
 where fetching stopped holds the first shards of the track and no others. Whoever fetches holds a lock on the folder.
 """
 
-import fcntl
 import fnmatch
-import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Protocol, TypeVar
@@ -31,13 +28,13 @@ from speedrun.data.inventory import (
     read_manifest,
     write_manifest,
 )
+from speedrun.data.lock import alone_in
 from speedrun.data.shards import open_shard, sha256
 from speedrun.data.wholefile import give_name
 from speedrun.errors import DataError
 from speedrun.track import Data, Hub
 
 STAGING = ".partial"  #: the hidden folder; gone when all is there
-LOCK = ".lock"  #: a file, not the folder itself: network disks lock only what is open for writing
 
 _NUM_TRANSFERS = 4
 _LOOK_S = 0.2  #: between two looks at the transfers
@@ -77,12 +74,7 @@ def fetch(folder: Path, data: Data, source: Hub, watch: Watch) -> Manifest:
         DataError: if the hub cannot be reached, has other shards, or sends damaged ones twice; if the folder
             holds foreign shards, or the disk is too small.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / LOCK).touch()  # whether a file can be made here is known before anything else
-    except OSError as error:
-        raise DataError(f"{folder}: {error.strerror}; choose a folder that can be written") from None
-    with _alone_in(folder, watch):
+    with alone_in(folder, watch.say):
         manifest = read_manifest(folder)
         revision = _revision(folder, source, manifest)
         if manifest is None or not _holds_all(folder, data, source, manifest):
@@ -90,26 +82,6 @@ def fetch(folder: Path, data: Data, source: Hub, watch: Watch) -> Manifest:
         open_track(folder, data)
         shutil.rmtree(folder / STAGING, ignore_errors=True)
     return manifest
-
-
-@contextmanager
-def _alone_in(folder: Path, watch: Watch) -> Iterator[None]:
-    """Holds a lock that ends with the process, however it ends."""
-    path = folder / LOCK
-    while True:
-        with path.open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                watch.say(f"{folder}: another program fetches into it; waiting for it to end")
-                fcntl.flock(file, fcntl.LOCK_EX)
-            # Who had it before has removed the file, and somebody may have made a new one: only that one counts.
-            if path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno())):
-                try:
-                    yield
-                finally:
-                    path.unlink()
-                return
 
 
 def _revision(folder: Path, source: Hub, manifest: Manifest | None) -> str:

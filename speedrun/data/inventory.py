@@ -60,6 +60,13 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     scored_bytes: int | None = None  #: of UTF-8 that those stand for
 
 
+def bytes_per_token(entries: Sequence[ShardEntry]) -> float | None:
+    """Of text, in UTF-8; document tokens stand for none and are not counted. None where no manifest knows it."""
+    text_bytes = [entry.text_bytes for entry in entries if entry.text_bytes is not None]
+    tokens = sum(entry.tokens - entry.documents for entry in entries)
+    return sum(text_bytes) / tokens if tokens and len(text_bytes) == len(entries) else None
+
+
 def bits_per_byte(loss: float, folder: Path, data: Data) -> float | None:
     """A validation loss, nats per token, as bits per byte of text: the figure that compares across tokenizers.
 
@@ -109,6 +116,7 @@ class Verified(NamedTuple):
     name: str
     tokens: int
     sha256: str | None  #: None if only header and size were looked at
+    bytes_per_token: float | None  #: of text, where the manifest knows it
 
 
 def data_folder(track: Track, explicit: Path | None) -> Path:
@@ -194,13 +202,13 @@ def verify(folder: Path, data: Data, *, full: bool, report: Report = lambda *_: 
         DataError: at the first thing that is wrong.
     """
     train, val = open_track(folder, data)
+    manifest = read_manifest(folder)
+    entries = manifest.shards if manifest else {}
     if not full:
-        return [Verified(shard.path.name, shard.num_tokens, None) for shard in (*train, *val)]
+        return [_verified(shard, None, entries.get(shard.path.name)) for shard in (*train, *val)]
     for shard in val:
         if (first := shard.read(0, 1)[0]) != data.document_token:
             raise DataError(f"{shard.path}: begins with id {first}; need {data.document_token}: {data.get}")
-    manifest = read_manifest(folder)
-    entries = manifest.shards if manifest else {}
     verified, done = [], 0
     total = sum(shard.path.stat().st_size for shard in (*train, *val))
     for shard in (*train, *val):
@@ -231,4 +239,8 @@ def _verify_bytes(shard: Shard, data: Data, entry: ShardEntry | None) -> Verifie
         raise DataError(
             f"{shard.path}: {documents:,} documents; {MANIFEST} says {entry.documents:,}: {data.get}"
         )
-    return Verified(name, shard.num_tokens, got)
+    return _verified(shard, got, entry)
+
+
+def _verified(shard: Shard, digest: str | None, entry: ShardEntry | None) -> Verified:
+    return Verified(shard.path.name, shard.num_tokens, digest, bytes_per_token([entry] if entry else []))

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from speedrun.data.inventory import data_folder, open_track, read_manifest
+from speedrun.data.inventory import bytes_per_token, data_folder, open_track, read_manifest
 from speedrun.errors import DataError
 from speedrun.track import Track
 
@@ -17,6 +17,7 @@ class Holding(NamedTuple):
     expected: int | None  #: how many the track's recipe takes, validation included; None: any number
     tokens: int  #: in sound shards
     documents: int | None  #: document tokens, where a manifest counts them
+    bytes_per_token: float | None  #: of text, where a manifest knows it
     size_bytes: int
     source: str | None  #: the manifest's
     complete: bool  #: `speedrun run` finds what it needs
@@ -28,19 +29,29 @@ def holding(track: Track, folder: Path | None = None) -> Holding:
     folder, data = data_folder(track, folder), track.data
     paths = [path for pattern in (data.train, data.val) for path in folder.glob(pattern)]
     expected = data.hub.train_shards + 1 if data.hub else len(data.sha256) or None
-    tokens, documents, source, problem = 0, None, None, None
+    tokens, documents, density, source, problem = 0, None, None, None, None
     try:
         train, val = open_track(folder, data)
         tokens = sum(shard.num_tokens for shard in (*train, *val))
         if manifest := read_manifest(folder):
             source = manifest.source
-            documents = sum(manifest.shards[path.name].documents for path in paths)
+            entries = [manifest.shards[path.name] for path in paths]
+            documents, density = sum(entry.documents for entry in entries), bytes_per_token(entries)
         if expected is not None and len(paths) < expected:
             problem = f"{folder}: {len(paths)} shards; the track takes {expected}; {data.get}"
     except DataError as error:
         problem = str(error)
     size_bytes = sum(path.lstat().st_size for path in paths)
-    shown = str(folder)
     return Holding(
-        track.id, shown, len(paths), expected, tokens, documents, size_bytes, source, problem is None, problem
+        track=track.id,
+        folder=str(folder),
+        shards=len(paths),
+        expected=expected,
+        tokens=tokens,
+        documents=documents,
+        bytes_per_token=density,
+        size_bytes=size_bytes,
+        source=source,
+        complete=problem is None,
+        problem=problem,
     )

@@ -75,7 +75,7 @@ def prepare(
     num_workers: int = 1,
     tell: Callable[[Progress], None] = lambda _: None,
 ) -> Prepared:
-    """Makes the shards of a source, or goes on with them.
+    """Makes the shards of a source, or goes on with them. Who shares the folder holds its lock (`speedrun.data.lock`).
 
     Args:
         source: documents in order.
@@ -149,10 +149,7 @@ def _settings(source: Source, choice: tokenizer.Choice, cut: Cut) -> dict[str, s
 
 def _found(out: Path, cut: Cut, fresh: Manifest) -> Manifest:
     """The manifest of a folder that was begun with the same settings; `fresh` for one that holds nothing yet."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(f"{out}: {error.strerror}; choose a folder that can be written") from None
+    out.mkdir(parents=True, exist_ok=True)
     found = read_manifest(out)
     if found is None:
         if others := sorted(path.name for path in out.glob("*.bin")):

@@ -12,7 +12,7 @@ import ast
 import hashlib
 import sysconfig
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +20,8 @@ from typing import NamedTuple
 import msgspec
 
 from speedrun.data import documents, prep, tokenizer
-from speedrun.data.inventory import read_manifest
+from speedrun.data.inventory import MANIFEST, read_manifest
+from speedrun.data.lock import alone_in
 from speedrun.data.sources import open_source
 from speedrun.data.wholefile import write_whole
 from speedrun.errors import DataError, UsageError
@@ -43,6 +44,8 @@ _LEFT_OUT = {
 _MIN_CHARACTERS = 80
 
 CORPUS, TOKENIZER = "corpus.jsonl", "tokenizer.json"
+#: In the manifest.
+SOURCE = "the documentation of this Python"
 
 
 class Document(NamedTuple):
@@ -109,21 +112,51 @@ def _docstrings(tree: ast.Module) -> Iterator[str]:
             yield documents.valid(text)
 
 
-def make(track: Track, folder: Path, *, num_workers: int = 1) -> prep.Prepared:
+def make(
+    track: Track, folder: Path, *, num_workers: int = 1, say: Callable[[str], None] = lambda _: None
+) -> prep.Prepared:
     """Makes corpus, tokenizer and shards of a track anew, each through the code that other corpora take.
 
+    Args:
+        track: one that asks for this documentation.
+        folder: whose shards are replaced.
+        num_workers: threads that tokenize.
+        say: is told if another program has to end first.
+
     Raises:
-        UsageError: if the track's data are others, or `tokenizers` is not installed.
+        UsageError: if the track's data or the folder's shards are others, or `tokenizers` is not installed.
         DataError: if this Python has too little documentation, or the folder cannot be written.
     """
     wanted = _wanted(track)
     documents.need("tokenizers")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(f"{folder}: {error.strerror}; choose a folder that can be written") from None
-    for old in [*folder.glob("*.bin"), *folder.glob("manifest.json")]:
-        old.unlink()
+    with alone_in(folder, say):
+        return _made(track, wanted, folder, num_workers)
+
+
+def ensure(
+    track: Track, folder: Path, *, say: Callable[[str], None] = lambda _: None
+) -> prep.Prepared | None:
+    """Makes the data of a track of this kind unless its folder is complete; other tracks bring theirs.
+
+    Raises:
+        UsageError: of `make`.
+        DataError: of `make`.
+    """
+    if track.python_docs is None or _is_complete(folder):
+        return None
+    documents.need("tokenizers")
+    with alone_in(folder, say):
+        # Whoever was waited for may have made it.
+        return None if _is_complete(folder) else _made(track, track.python_docs, folder, 1)
+
+
+def _is_complete(folder: Path) -> bool:
+    found = read_manifest(folder)
+    return found is not None and found.complete
+
+
+def _made(track: Track, wanted: PythonDocs, folder: Path, num_workers: int) -> prep.Prepared:
+    _remove_old(folder, track)
     texts = collect(installed())
     write_whole(folder / CORPUS, *(msgspec.json.encode(text._asdict()) + b"\n" for text in texts))
     size = tokenizer.train_bpe((text.text for text in texts), wanted.vocab_size, folder / TOKENIZER)
@@ -138,21 +171,22 @@ def make(track: Track, folder: Path, *, num_workers: int = 1) -> prep.Prepared:
         scored_tokens=track.data.val_tokens,
     )
     source = open_source([str(folder / CORPUS)])
+    source.name = SOURCE  # not a path: it tells whose shards a folder holds, wherever that lies
     choice = tokenizer.choose(str(folder / TOKENIZER))
     return prep.prepare(source, choice, cut, folder, num_workers=num_workers)
 
 
-def ensure(track: Track, folder: Path) -> prep.Prepared | None:
-    """Makes the data of a track of this kind unless its folder is complete; other tracks bring theirs.
-
-    Raises:
-        UsageError: of `make`.
-        DataError: of `make`.
-    """
-    if track.python_docs is None:
-        return None
-    found = read_manifest(folder)
-    return None if found is not None and found.complete else make(track, folder)
+def _remove_old(folder: Path, track: Track) -> None:
+    """Removes the shards of an earlier time, and never those of anything else."""
+    old, manifest = sorted(folder.glob("*.bin")), read_manifest(folder)
+    if (old or manifest) and (manifest is None or manifest.source != SOURCE):
+        whose = f"shards of {manifest.source}" if manifest else f"{old[0].name} without {MANIFEST}"
+        raise UsageError(
+            f"{folder}: holds {whose}; {track.id} would replace them; choose another folder, or remove them"
+        )
+    for pattern in (track.data.train, track.data.val, MANIFEST):
+        for path in folder.glob(pattern):
+            path.unlink()
 
 
 def _wanted(track: Track) -> PythonDocs:

@@ -1,0 +1,44 @@
+"""Programs that write into one folder take turns: whoever does holds its lock."""
+
+import fcntl
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from speedrun.errors import DataError
+
+LOCK = ".lock"  #: a file, not the folder itself: network disks lock only what is open for writing
+
+
+@contextmanager
+def alone_in(folder: Path, say: Callable[[str], None] = lambda _: None) -> Iterator[None]:
+    """Holds a lock that ends with the process, however it ends; waits for another program to let go of it.
+
+    Args:
+        folder: is made.
+        say: is told that there is another one.
+
+    Raises:
+        DataError: if the folder cannot be written.
+    """
+    path = folder / LOCK
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.touch()  # whether a file can be made here is known before anything else
+    except OSError as error:
+        raise DataError(f"{folder}: {error.strerror}; choose a folder that can be written") from None
+    while True:
+        with path.open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                say(f"{folder}: another program writes into it; waiting for it to end")
+                fcntl.flock(file, fcntl.LOCK_EX)
+            # Who had it before has removed the file, and somebody may have made a new one: only that one counts.
+            if path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno())):
+                try:
+                    yield
+                finally:
+                    path.unlink()
+                return
