@@ -26,6 +26,7 @@ COMMANDS = {
     "compare": "Run two records in turns on this node, and say which is faster.",
     "validate": "Check a record offline: every claim that can be computed is computed again.",
     "leaderboard": "Make the board of all records, or say whether it is up to date.",
+    "import-log": "Read other people's logs as context, and say how much equal runs differ.",
     "plot": "Draw the loss and the steps of a record.",
     "replay": "Run the source that a record carries.",
     "bench": "Time operations against their bounds.",
@@ -38,7 +39,7 @@ class _Commands(Group):
         return list(COMMANDS)
 
     def load(self, ctx: click.Context, name: str) -> click.Command | None:
-        return importlib.import_module(f"speedrun.cli.{name}").command
+        return importlib.import_module(f"speedrun.cli.{name.replace('-', '_')}").command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -1,0 +1,296 @@
+"""Importing other people's logs: every dialect, what is wrong with a file, hostile bytes, and the public runs."""
+
+import csv
+import gzip
+import json
+import math
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from speedrun.cli.import_log import command
+from speedrun.errors import UsageError
+from speedrun.ledger import context, foreign, noise
+from speedrun.ledger.context import Context, Point
+from speedrun.ledger.format import FormatError
+
+ROOT = Path(__file__).parent.parent
+PUBLIC = ROOT.parent / "shared" / "upstream-runs.csv.gz"
+
+#: Made up, in the order and with the marks of a real one: script, versions, table, lines.
+HEAD = """\
+import torch
+print0(f"step:{step}/{train_steps} val_loss:{val_loss:.4f} train_time:{training_time_ms:.0f}ms")
+# step:9/9 val_loss:1.0000 train_time:9ms is what it prints
+====================================================================================================
+Running Python 3.12.7 (main, Jan  1 2025, 00:00:00) [GCC 13.2.0]
+Running PyTorch 2.7.0.dev20250125+cu126 compiled for CUDA 12.6
+| NVIDIA-SMI 550.1                 Driver Version: 550.1         CUDA Version: 12.6     |
+|   0  NVIDIA H100 80GB HBM3          On  |   00000000:61:00.0 Off |                    0 |
+|   1  NVIDIA H100 80GB HBM3          On  |   00000000:62:00.0 Off |                    0 |
+====================================================================================================
+"""
+
+
+def read(text: str | bytes, name: str = "a/b.txt") -> Context:
+    raw = text.encode() if isinstance(text, str) else text
+    return foreign.import_bytes(raw, name, source="b.txt", digest="0" * 64)
+
+
+def curve(*points: tuple[int, float | None, float | None]) -> tuple[Point, ...]:
+    return tuple(Point(*point) for point in points)
+
+
+@pytest.mark.parametrize(
+    ("line", "step", "num_steps", "loss", "train_time_s"),
+    [
+        ("step:0/6000 val_loss:11.0149 train_time:305ms step_avg:nanms", 0, 6000, 11.0149, 0.305),
+        ("step:125/1770 val_loss:4.6539 train_time:12051ms step_avg:96.41ms", 125, 1770, 4.6539, 12.051),
+        ("step:125/3350 val_loss:4.66393 train_time:22.870s step_avg:182.95ms", 125, 3350, 4.66393, 22.870),
+        ("step:5/9 val_loss:4.5 val_ema_loss:4.7 train_time:4s step_avg:3ms ema_beta:0", 5, 9, 4.5, 4.0),
+        ("step:2/9 val_loss:4.5 train_time:1ms extrap_rel:0.000e+00 handoff:none", 2, 9, 4.5, 0.001),
+        ("s:250 tel:6.1710", 250, None, 6.1710, None),
+        ("[rank0]: step:125/1770 val_loss:4.6539 train_time:12051ms", 125, 1770, 4.6539, 12.051),
+        ("\x1b[32mstep:125/1770 val_loss:4.6539 train_time:12051ms\x1b[0m\r", 125, 1770, 4.6539, 12.051),
+        ("step: 125/1770 val_loss: 4.6539 train_time: 12051ms", 125, 1770, 4.6539, 12.051),
+    ],
+)
+def test_every_dialect_of_a_validation_is_read(line, step, num_steps, loss, train_time_s):
+    (run,) = read(HEAD + line + "\n").runs
+    assert run.validations == (Point(step, loss, train_time_s),)
+    assert (run.num_steps, run.final_loss, run.train_time_s) == (num_steps, loss, train_time_s)
+
+
+def test_lines_of_steps_are_losses_where_they_tell_one():
+    (run,) = read(
+        "step:0/20 val_loss:11.0 train_time:3ms\nstep:1/20 train_loss:10.5 train_time:35679ms step_avg:nanms\n"
+        "step:11/20 train_loss:9.5 train_time:100ms\nstep:12/20 train_time:200ms step_avg:1.0ms\n"
+    ).runs
+    assert run.train_losses == curve((1, 10.5, 35.679), (11, 9.5, 0.1)), (
+        "the first clocks began anew at step 11"
+    )
+    (run,) = read("s:0 tel:11.0\ns:0 trl:10.9 lr:0.000001 norm:15.37\ns:0 eval:0.26\n").runs
+    assert (run.validations, run.train_losses) == (curve((0, 11.0, None)), curve((0, 10.9, None)))
+
+
+def test_the_machine_is_what_versions_and_tables_say():
+    (run,) = read(HEAD + "step:0/9 val_loss:4.0\n").runs
+    assert run.software == {
+        "python": "3.12.7",
+        "torch": "2.7.0.dev20250125+cu126",
+        "cuda": "12.6",
+        "driver": "550.1",
+    }
+    assert (run.device, run.num_devices) == ("NVIDIA H100 80GB HBM3", 2)
+    line = "Running PyTorch 2.11.0+cu128 compiled for CUDA 12.8 on NVIDIA H100 NVL with world_size 4\n"
+    (run,) = read(HEAD + line + "step:0/9 val_loss:4.0\n").runs
+    assert (run.device, run.num_devices) == ("NVIDIA H100 NVL", 4), "what ran, not what the machine holds"
+
+
+def test_one_file_may_hold_several_runs():
+    one = "".join(
+        f"step:{step}/20 val_loss:{loss} train_time:{step}ms\n" for step, loss in ((0, 9), (10, 5), (20, 4))
+    )
+    found = read(one + one.replace(":4 ", ":3 ") + one)
+    assert [(run.name, run.final_loss) for run in found.runs] == [("a/b.txt", 4.0), ("a/b.txt#2", 3.0)]
+    assert [problem.line for problem in found.problems] == [7]
+    assert "repeats run 1" in found.problems[0].message
+
+
+@pytest.mark.parametrize(
+    ("bad", "said", "left"),
+    [
+        ("step:20/30 val_loss:nan train_time:20ms", "is nan", curve((20, None, 0.02))),
+        ("step:20/30 val_loss:inf train_time:20ms", "is inf", curve((20, None, 0.02))),
+        ("step:5/30 val_loss:4.0 train_time:20ms", "step 5 comes after step 10", ()),
+        ("step:20/30 val_loss:4.0 train_time:9ms", "goes back", curve((20, 4.0, None))),
+        ("step:20/30 val_loss:4.0 train_ti", "cut off", ()),
+        ("step:20/30 val_loss:4.0 train_time:20weeks", "cannot be read", ()),
+        ("step:20/30 val_loss:four train_time:20ms", "cannot be read", ()),
+        ("step:20/30 val_loss:-4.0 train_time:20ms", "no log can tell", ()),
+        ("step:20/30 val_loss:1e300 train_time:20ms", "no log can tell", ()),
+        ("step:2000000000000/30 val_loss:4.0", "no step", ()),
+        ("step:20/30 val_loss:4.0 " + "x:1 " * 500, "characters", ()),
+    ],
+)
+def test_what_cannot_be_is_said_by_line(bad, said, left):
+    found = read(f"step:0/30 val_loss:9.0 train_time:0ms\nstep:10/30 val_loss:5.0 train_time:10ms\n{bad}")
+    (run,) = found.runs
+    assert run.validations == curve((0, 9.0, 0.0), (10, 5.0, 0.01)) + left
+    assert [problem.line for problem in found.problems] == [3]
+    assert said in found.problems[0].message
+
+
+def test_joined_outputs_that_say_all_twice_are_one_run():
+    lines = ["step:0/9 val_loss:9.0 train_time:0ms", "step:9/9 val_loss:nan train_time:5ms"]
+    found = read("\n".join(line for line in lines for _ in range(2)))
+    assert len(found.runs) == 1
+    assert found.num_problems == 1, "the loss that is none"
+    assert found.runs[0].final_loss is None
+
+
+def test_a_table_is_the_same_as_its_logs():
+    table = "log,step,num_steps,val_loss,train_time_ms\nx/a.txt,0,9,9.5,0\nx/a.txt,9,9,3.25,1500.5\nx/b.txt,9,,nan,\n"
+    found = read(table)
+    assert [run.name for run in found.runs] == ["x/a.txt", "x/b.txt"]
+    assert found.runs[0].validations == curve((0, 9.5, 0.0), (9, 3.25, 1.5005))
+    assert found.runs[1].validations == curve((9, None, None))
+    assert found == read(table.replace("\n", "\r\n"))
+    assert foreign._inflated(Path("x"), gzip.compress(table.encode())) == table.encode()
+
+
+@pytest.mark.parametrize(
+    "row",
+    ["a,x,9,3.0,1", "a,1,9,,1", "a,1,9,3.0,soon", "a,1,9,3.0,1,2", "a,-1,9,3.0,1", "a,1,0.5,3.0,1", "a"],
+)
+def test_rows_that_cannot_be_read_are_said(row):
+    found = read(f"log,step,num_steps,val_loss,train_time_ms\na,0,9,9.0,0\n{row}\na,9,9,3.0,10\n")
+    assert [len(run.validations) for run in found.runs] == [2]
+    assert [problem.line for problem in found.problems] == [3]
+
+
+_WORDS = ["step:", "s:", "1", "125", "/", "1770", " ", "val_loss:", "train_loss:", "tel:", "4.5", "nan", "-", "e", "\n",
+          "train_time:", "ms", "s", "\x1b[2J", "\u202e", "\0", "|", "Running ", "On", ",", '"', "9" * 400]  # fmt: skip
+
+
+@given(st.lists(st.sampled_from(_WORDS), max_size=80).map("".join) | st.text(max_size=200))
+def test_no_text_crashes_and_nothing_unprintable_comes_out(text):
+    for head in ("", "log,step,num_steps,val_loss,train_time_ms\n"):
+        found = read(head + text, name=text[:50])
+        assert context.decode(context.encode(found)) == found
+        for run in found.runs:
+            texts = [run.name, run.device or "", *run.software, *run.software.values()]
+            assert all(said.isprintable() for said in texts)
+            assert all(point.loss is None or math.isfinite(point.loss) for point in run.validations)
+        assert all(problem.message.isprintable() for problem in found.problems)
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_crash(raw):
+    assert context.decode(context.encode(read(raw)))
+
+
+@given(st.text(alphabet="0123456789.,eE+-:nainfmse _/", max_size=30))
+def test_no_number_crashes(value):
+    read(f"step:0/9 val_loss:{value} train_time:{value}ms\nstep:{value} val_loss:1\n")
+
+
+def test_a_file_that_is_large_packed_or_not_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(foreign, "MAX_BYTES", 1000)
+    big, bomb = tmp_path / "big.txt", tmp_path / "bomb.gz"
+    big.write_bytes(b"x" * 1001)
+    bomb.write_bytes(gzip.compress(b"x" * 1001))
+    with pytest.raises(UsageError, match="more than 1,000 bytes"):
+        foreign.import_file(big, "a")
+    with pytest.raises(UsageError, match="unpacks to more than 1,000"):
+        foreign.import_file(bomb, "a")
+    bomb.write_bytes(gzip.compress(b"x" * 100)[:-12])
+    with pytest.raises(UsageError, match="damaged gzip"):
+        foreign.import_file(bomb, "a")
+    with pytest.raises(UsageError, match="is not a file"):
+        foreign.import_file(tmp_path / "none", "a")
+    big.write_text("hello\n")
+    with pytest.raises(UsageError, match="no line of a known log"):
+        foreign.import_file(big, "a")
+
+
+def test_a_context_file_is_read_strictly():
+    found = read("step:0/9 val_loss:9.0 train_time:0ms\nstep:9/9 val_loss:3.0 train_time:5ms\n")
+    raw = context.encode(found)
+    assert context.decode(raw) == found
+    for old, new in [
+        (b"3.0", b"2.0"),
+        (b'"step": 9', b'"step": 0'),
+        (b'"source"', b'"seed"'),
+        (b"9.0", b"-9.0"),
+    ]:
+        assert old in raw
+        with pytest.raises(FormatError):
+            context.decode(raw.replace(old, new, 1))
+
+
+def run_cli(*args: object) -> str:
+    result = CliRunner().invoke(command, [str(arg) for arg in args], catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.stdout
+
+
+def test_the_command_groups_runs_by_folder_and_end(tmp_path):
+    for folder, name, loss in [("x", "a", 3.0), ("x", "b", 3.2), ("y", "c", 5.0), ("y", "copy of a", 3.0)]:
+        path = tmp_path / folder / f"{name}.txt"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(
+            f"{HEAD}step:0/9 val_loss:9.0 train_time:1ms\nstep:9/9 val_loss:{loss} train_time:50ms\n"
+        )
+    files = sorted(tmp_path.rglob("*.txt"))
+    found = json.loads(run_cli(*files, "--out", tmp_path / "out", "--bands", "--json"))
+    top = tmp_path.name
+    assert [(group["folder"], group["losses"]) for group in found["groups"]] == [
+        (f"{top}/x", [3.0, 3.2]),
+        (f"{top}/y", [5.0]),
+    ], "a copy counts once"
+    assert found["noise"]["pooled_sd"] == pytest.approx(0.02**0.5)
+    assert [band["num_runs"] for band in found["bands"]] == [3, 3]
+    written = [context.decode(path.read_bytes()) for path in sorted((tmp_path / "out").iterdir())]
+    assert len(written) == 4
+    assert str(tmp_path) not in json.dumps(found), "nothing tells where the files lay"
+    shown = run_cli(files[0], "--mean", 2, 4)
+    assert "2 x NVIDIA H100 80GB HBM3, python 3.12.7" in shown
+    assert "x  9/9  n 1  mean 3.0000  sd none" in shown
+    with pytest.raises(UsageError, match="already there"):
+        run_cli(*files, "--out", tmp_path / "out")
+
+
+public = pytest.mark.skipif(not PUBLIC.exists(), reason="needs ../shared/upstream-runs.csv.gz")
+
+
+@pytest.fixture(scope="module")
+def public_runs():
+    return foreign.import_file(PUBLIC, "").runs
+
+
+@public
+def test_every_public_line_is_read_or_reported(public_runs):
+    with gzip.open(PUBLIC, "rt", newline="") as file:
+        rows = list(csv.DictReader(file))
+    found = foreign.import_file(PUBLIC, "")
+    taken = sum(len(run.validations) for run in found.runs)
+    assert (len(rows), taken, found.num_problems) == (33_982, 33_961, 21)
+    assert (
+        len({row["log"] for row in rows}) == len({run.name.partition("#")[0] for run in found.runs}) == 1504
+    )
+    assert len(found.runs) == 1689, "some logs hold several runs"
+
+
+@public
+def test_the_public_bands_of_record_21(public_runs):
+    """Ten logs of 1,770 steps, against a table that was made elsewhere: mean, sd, least, most."""
+    runs = [run for run in public_runs if run.num_steps == 1770]
+    bands = {band.step: band for band in noise.bands(runs)}
+    assert len(runs) == 10
+    for step, mean, sd, least, most in [
+        (0, 10.8258, 0, 10.8258, 10.8258),
+        (125, 4.6488, 0.0064, 4.6368, 4.6560),
+        (500, 3.7505, 0.0034, 3.7448, 3.7551),
+        (1000, 3.5129, 0.0018, 3.5108, 3.5166),
+        (1500, 3.3435, 0.0017, 3.3418, 3.3474),
+        (1770, 3.2793, 0.0016, 3.2774, 3.2830),
+    ]:
+        band = bands[step]
+        assert (band.mean, band.sd) == pytest.approx((mean, sd), abs=6e-5)
+        assert (band.least, band.most) == (least, most)
+
+
+@public
+def test_the_public_noise(public_runs):
+    """Groups near the target: 0.0013 is the noise of 2026's recipes; before that it was larger."""
+    sd = {}
+    for year in ("2024", "2025", "2026"):
+        runs = noise.distinct(run for run in public_runs if f"track_1_short/{year}" in run.name)
+        found = noise.noise([group for group in noise.groups(runs) if 3.27 < group.mean < 3.29])
+        assert found is not None
+        sd[year] = found.pooled_sd
+    assert sd == pytest.approx({"2024": 0.00284, "2025": 0.00152, "2026": 0.00133}, abs=6e-6)
