@@ -168,6 +168,19 @@ def test_no_text_crashes_and_nothing_unprintable_comes_out(text):
         assert all(problem.message.isprintable() for problem in found.problems)
 
 
+def test_hostile_names_come_out_as_escapes(tmp_path):
+    evil = "e\x1b]8;;x\x07vil\u202e"
+    (run,) = read(f"Running on device_name={evil} with world_size=2\nstep:0/9 val_loss:1.0\n", name=evil).runs
+    (row,) = read(f"log,step,val_loss\n{evil},0,1.0\n").runs
+    escaped = "e\\x1b]8;;x\\x07vil\\u202e"
+    assert (run.name, run.device, row.name) == (escaped, escaped, escaped)
+    path = tmp_path / "a\x1b[2J.txt"
+    path.write_text("step:0/9 val_loss:1.0\nstep:1/9 val_loss:\x1b[2J\n")
+    shown = run_cli(path)
+    assert "a\\x1b[2J.txt: 1 runs, 1 problems" in shown
+    assert shown.replace("\n", "").isprintable()
+
+
 @given(st.binary(max_size=200))
 def test_no_bytes_crash(raw):
     assert context.decode(context.encode(read(raw)))

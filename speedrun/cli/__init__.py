@@ -27,6 +27,7 @@ COMMANDS = {
     "validate": "Check a record offline: every claim that can be computed is computed again.",
     "leaderboard": "Make the board of all records, or say whether it is up to date.",
     "import-log": "Read other people's logs as context, and say how much equal runs differ.",
+    "export": "Write a record as text logs, CSV, offline wandb runs or TensorBoard events.",
     "plot": "Draw the loss and the steps of a record.",
     "replay": "Run the source that a record carries.",
     "bench": "Time operations against their bounds.",

@@ -36,10 +36,9 @@ _VERSIONS = (
     ("python", re.compile(r"Running Python ([0-9][^\s]{0,40})")),
     ("torch", re.compile(r"Running [Pp]y[Tt]orch ([0-9][^\s]{0,40})")),
     ("cuda", re.compile(r"Running [Pp]y[Tt]orch [0-9]\S{0,40} compiled for CUDA ([0-9][^\s]{0,20})")),
-    ("triton", re.compile(r"Running Triton version ([0-9][^\s]{0,40})")),
-    ("jax", re.compile(r"Running JAX ([0-9][^\s]{0,40})")),
     ("driver", re.compile(r".{0,60}Driver Version: ([0-9][^\s]{0,20})")),
 )
+_OTHER = re.compile(r"Running ([A-Za-z][A-Za-z0-9_-]{0,40}) version ([0-9]\S{0,40})")
 _MACHINE = re.compile(
     r"Running .{0,120}?\bon (?:device_name=)?(\S.{0,60}?)\s+with world_size[ =]([0-9]{1,6})\s*$"
 )
@@ -80,6 +79,8 @@ class _Machine:
             for key, pattern in _VERSIONS:
                 if version := pattern.match(line):
                     self.software.setdefault(key, version[1])
+            if other := _OTHER.match(line):
+                self.software.setdefault(other[1].lower(), other[2])
             if machine := _MACHINE.match(line):
                 self._named = machine[1], int(machine[2])
 
@@ -143,13 +144,11 @@ def write(run: ContextRun) -> str:
 
     The dialect rounds: four digits of a loss, whole milliseconds.
     """
-    software = dict(run.software)
     lines = ["=" * 100]
-    if python := software.pop("python", None):
-        lines.append(f"Running Python {python}")
-    machine = f" on {run.device} with world_size {run.num_devices}" if run.device else ""
-    if jax := software.pop("jax", None):
-        lines.append(f"Running JAX {jax}{machine}")
+    for name, version in run.software.items():
+        lines.append(f"Running {'Python' if name == 'python' else f'{name} version'} {version}")
+    if run.device is not None and run.num_devices is not None:
+        lines.append(f"Running on device_name={run.device} with world_size={run.num_devices}")
     lines.append("=" * 100)
     points = [(point.step, 0, "val", point) for point in run.validations]
     points += [(point.step, 1, "train", point) for point in run.train_losses]

@@ -6,7 +6,6 @@ seconds on the clock of whoever made the log: what it counted is not known here.
 """
 
 import itertools
-import math
 from collections.abc import Sequence
 
 import msgspec
@@ -138,8 +137,6 @@ def _problem(run: ContextRun) -> str | None:
 
 
 def plausible(point: Point) -> bool:
-    """Whether the numbers of a point are ones that a log can tell."""
+    """Whether the numbers of a point are ones that a log can tell; NaN and infinity are not."""
     numbers = [number for number in (point.loss, point.train_time_s) if number is not None]
-    return 0 <= point.step <= _MOST_STEPS and all(
-        math.isfinite(number) and 0 <= number <= _MOST_NUMBER for number in numbers
-    )
+    return 0 <= point.step <= _MOST_STEPS and all(0 <= number <= _MOST_NUMBER for number in numbers)

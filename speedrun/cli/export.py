@@ -1,0 +1,35 @@
+"""`speedrun export`: a record in the forms that other tools read."""
+
+from pathlib import Path
+
+import click
+import msgspec
+
+from speedrun.cli.options import example, json_option
+from speedrun.ledger.export import FORMS, export
+from speedrun.ledger.record import load
+
+
+@click.command(
+    epilog=example(
+        "speedrun export records/smoke-cpu/2026-11-21-first --to classic",
+        "speedrun export RECORD --to tensorboard --out events",
+    )
+)
+@click.argument("record", type=click.Path(path_type=Path))
+@click.option("--to", "form", type=click.Choice(list(FORMS)), required=True, help="The form.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="New folder. Default: RECORD's name and the form.",
+)
+@json_option
+def command(*, record: Path, form: str, out: Path | None, as_json: bool) -> None:
+    """Write the curves of RECORD as text logs, CSV, offline wandb runs or TensorBoard events.
+
+    All of it comes from the record; nothing tells of this machine, and nothing is sent. The record stays as it is.
+    """
+    folder = out if out is not None else Path(f"{record.resolve().name}-{form}")
+    paths = [str(path) for path in export(load(record), form, folder)]
+    click.echo(msgspec.json.encode({"files": paths}) if as_json else "\n".join(paths))

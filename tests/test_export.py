@@ -1,0 +1,218 @@
+"""Exports: what comes back is what the record holds, and nothing of the machine that exports comes along."""
+
+import os
+import re
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+from record_forge import forge, install_track
+
+from speedrun import track
+from speedrun.cli.export import command
+from speedrun.errors import UsageError
+from speedrun.ledger import classic_log, context, curve_table, foreign
+from speedrun.ledger.context import Point
+from speedrun.ledger.curves import Problems
+from speedrun.ledger.export import FORMS, curves, export
+from speedrun.ledger.record import load
+
+ROOT = Path(__file__).parent.parent
+RECORD = ROOT / "records" / "smoke-cpu" / "2026-11-21-first"
+
+
+@pytest.fixture
+def record(tmp_path, monkeypatch):
+    install_track(tmp_path)
+    monkeypatch.setattr(track, "TRACKS_DIR", tmp_path)
+    return load(forge(tmp_path / "record"))
+
+
+def test_curves_are_those_of_the_log(record):
+    """By hand: steps of 0.1 s, a validation every four steps and at the end, the first run's losses 0.01 higher."""
+    run = curves(record.runs[0])
+    assert (run.name, run.num_steps) == ("tiny-1-00a1", 10)
+    assert [(point.step, point.loss) for point in run.validations] == [
+        (0, 5.5),
+        (4, 4.0),
+        (8, 3.4),
+        (10, 3.25),
+    ]
+    assert [point.train_time_s for point in run.validations] == pytest.approx([0.0, 0.4, 0.8, 1.0])
+    assert [point.step for point in run.train_losses] == list(range(1, 11))
+    assert run.train_losses[9].loss == pytest.approx(4.11)
+    assert (run.software, run.device, run.num_devices) == ({"jax": "0.10.2"}, "cpu", 8)
+
+
+def test_classic_logs_come_back_rounded(record, tmp_path):
+    paths = export(record, "classic", tmp_path / "out")
+    assert [path.name for path in paths] == ["tiny-1-00a1.txt", "tiny-2-00a2.txt"]
+    for path, run in zip(paths, record.runs, strict=True):
+        found, want = foreign.import_file(path, "x"), curves(run)
+        assert found.num_problems == 0
+        (back,) = found.runs
+        assert (back.software, back.device, back.num_devices) == (
+            want.software,
+            want.device,
+            want.num_devices,
+        )
+        for points, wanted in ((back.validations, want.validations), (back.train_losses, want.train_losses)):
+            same_points(points, wanted, loss=5.1e-5, time_s=5.1e-4)
+    first = "step:0/10 val_loss:5.5000 train_time:0ms step_avg:0.00ms"
+    assert first in paths[0].read_text().split("\n"), "the very words of the dialect"
+
+
+def test_tables_come_back_exactly(record, tmp_path):
+    validations, train_losses = export(record, "csv", tmp_path / "out")
+    want = [curves(run) for run in record.runs]
+    found = foreign.import_file(validations, "x")
+    assert [run.name for run in found.runs] == [run.name for run in want]
+    for back, run in zip(found.runs, want, strict=True):
+        same_points(back.validations, run.validations, loss=0, time_s=1e-9)
+    for back, run in zip(foreign.import_file(train_losses, "x").runs, want, strict=True):
+        same_points(back.train_losses, run.train_losses, loss=0, time_s=1e-9)
+
+
+def same_points(found, want, *, loss, time_s):
+    assert [point.step for point in found] == [point.step for point in want]
+    assert [point.loss for point in found] == pytest.approx([point.loss for point in want], abs=loss, rel=0)
+    assert [point.train_time_s for point in found] == pytest.approx(
+        [point.train_time_s for point in want], abs=time_s, rel=0
+    )
+
+
+_POINTS = st.lists(
+    st.tuples(
+        st.integers(0, 10**6), st.none() | st.floats(0, 1e3, allow_subnormal=False), st.none() | st.just(0.5)
+    ),
+    unique_by=lambda point: point[0],
+    min_size=1,
+    max_size=6,
+).map(lambda points: tuple(Point(*point) for point in sorted(points)))
+
+
+@given(_POINTS, _POINTS, st.text(max_size=20), st.none() | st.integers(0, 10**6))
+def test_what_is_written_is_read(validations, train_losses, text, num_steps):
+    run = context.context_run("a", num_steps, validations, train_losses)
+    run = context.on_machine(run, software={text: text}, device=text, num_devices=8)
+    written = classic_log.write(run)
+    assert all(line.isprintable() for line in written.split("\n"))
+    found = classic_log.read("a", written, Problems())
+    assert [(p.step, p.loss is None) for p in found[0].validations] == [
+        (p.step, p.loss is None) for p in validations
+    ]
+    assert [p.step for p in found[0].train_losses] == [p.step for p in train_losses]
+    (table,) = curve_table.read(curve_table.write([run]), Problems())
+    assert (table.name, table.validations) == ("a", validations)
+
+
+def test_tensorboard_reads_the_events(record, tmp_path):
+    event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2", reason="needs tensorboardX")
+    paths = export(record, "tensorboard", tmp_path / "out")
+    assert [path.parent.name for path in paths] == ["tiny-1-00a1", "tiny-2-00a2"]
+    assert all("tfevents" in path.name for path in paths)
+    raw, found, times = paths[0].read_bytes(), {}, []
+    while raw:  # length, its checksum, event, its checksum
+        (size,) = struct.unpack_from("<Q", raw)
+        event = event_pb2.Event.FromString(raw[12 : 12 + size])
+        raw = raw[16 + size :]
+        times.append(event.wall_time)
+        for value in event.summary.value:
+            found.setdefault(value.tag, []).append((event.step, pytest.approx(value.simple_value, rel=1e-6)))
+    want = curves(record.runs[0])
+    assert [(point.step, point.loss) for point in want.validations] == found["val/loss"]
+    assert [(point.step, point.loss) for point in want.train_losses] == found["train/loss"]
+    assert [(point.step, point.train_time_s) for point in want.train_losses] == found["train/time_s"]
+    assert times == sorted(times)
+    assert times[0] > 1.7e9, "when the run was, not when it was exported"
+
+
+CANARIES = {
+    "WANDB_API_KEY": "canary" * 7,
+    "HF_TOKEN": "canary-token",
+    "USER": "canary-user",
+    "HOSTNAME": "canary-host",
+}
+
+
+@pytest.mark.parametrize("form", list(FORMS))
+def test_nothing_of_this_machine_comes_along(form, tmp_path):
+    module = {"wandb": "wandb", "tensorboard": "tensorboardX"}.get(form)
+    if module:
+        pytest.importorskip(module, reason=f"needs {module}")
+    home, cwd = tmp_path / "canary-home", tmp_path / "canary-cwd"
+    home.mkdir()
+    cwd.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-m", "speedrun", "export", str(RECORD), "--to", form, "--out", "out"],
+        cwd=cwd,
+        env={
+            **os.environ,
+            **CANARIES,
+            "HOME": str(home),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+        },
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    paths = [path for path in (cwd / "out").rglob("*") if path.is_file()]
+    assert len(paths) == len(done.stdout.splitlines())
+    machine = re.compile(
+        "|".join(["canary", re.escape(str(tmp_path)), re.escape(os.uname().nodename)]).encode(), re.I
+    )
+    for path in paths:
+        assert not machine.search(path.read_bytes()), path
+        assert not machine.search(str(path.relative_to(cwd)).encode())
+    left = [
+        path for folder in (home, cwd) for path in folder.rglob("*") if path.is_file() and path not in paths
+    ]
+    assert not left, "files beside the export"
+    if form == "wandb":  # an offline run holds its numbers as JSON
+        raw = paths[0].read_bytes()
+        losses = [point.loss for point in curves(load(RECORD).runs[0]).validations]
+        assert sum(repr(loss).encode() in raw for loss in losses) >= len(losses) - 1, (
+            "one may lie across two blocks"
+        )
+
+
+@pytest.mark.parametrize(("form", "package"), [("wandb", "wandb"), ("tensorboard", "tensorboardX")])
+def test_a_missing_library_is_one_line_that_names_the_extra(form, package, record, tmp_path, monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", [str(ROOT)])
+    with pytest.raises(
+        UsageError, match=rf"{package} is not installed; type: pip install 'speedrun\[{form}\]'"
+    ):
+        export(record, form, tmp_path / "out")
+
+
+def test_an_export_touches_nothing_that_is_there(record, tmp_path):
+    with pytest.raises(UsageError, match="lies in the record"):
+        export(record, "csv", record.root / "plots" / "x")
+    assert not (record.root / "plots").exists()
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "mine").touch()
+    with pytest.raises(UsageError, match="already holds something"):
+        export(record, "csv", tmp_path / "taken")
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="cannot be written"):
+        export(record, "csv", tmp_path / "file" / "x")
+
+
+def test_a_record_that_cannot_be_read_is_refused(record, tmp_path):
+    (record.root / "runs" / "tiny-1-00a1" / "metrics.jsonl").write_text("{")
+    with pytest.raises(UsageError, match="cannot be read whole"):
+        export(load(record.root), "csv", tmp_path / "out")
+
+
+def test_the_folder_is_named_after_the_record(record, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(command, ["record", "--to", "csv"], catch_exceptions=False)
+    assert result.stdout.split() == ["record-csv/validations.csv", "record-csv/train_losses.csv"]
