@@ -140,3 +140,8 @@ def plausible(point: Point) -> bool:
     """Whether the numbers of a point are ones that a log can tell; NaN and infinity are not."""
     numbers = [number for number in (point.loss, point.train_time_s) if number is not None]
     return 0 <= point.step <= _MOST_STEPS and all(0 <= number <= _MOST_NUMBER for number in numbers)
+
+
+def is_telling(points: Sequence[Point]) -> bool:
+    """Whether equal curves like this one are copies: a lone loss of four digits without a time may be chance."""
+    return len(points) > 1 or any(point.train_time_s is not None for point in points)

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from speedrun.console import clean
-from speedrun.ledger.context import ContextRun, Point, Problem, context_run, plausible
+from speedrun.ledger.context import ContextRun, Point, Problem, context_run, is_telling, plausible
 
 MOST_RUNS = 100_000
 _MOST_PROBLEMS = 100
@@ -54,6 +54,7 @@ class _Curves:
         self.line = first.line
         self.num_steps = first.num_steps
         self.points: dict[str, list[Point]] = {"val": [], "train": []}
+        self.time_s = {"val": 0.0, "train": 0.0}  #: the last ones told
 
     def begins_again(self, reading: Reading) -> bool:
         points = self.points[reading.kind]
@@ -67,9 +68,7 @@ class _Curves:
         loss = reading.loss if math.isfinite(reading.loss) else None
         if loss is None:
             problems.add(reading.line, f"the {reading.kind} loss of step {step} is {reading.loss}")
-        before_s = next(
-            (point.train_time_s for point in reversed(points) if point.train_time_s is not None), 0.0
-        )
+        before_s = self.time_s[reading.kind]
         if time_s is not None and time_s < before_s and step > _CLOCK_STARTS_ANEW:
             problems.add(
                 reading.line, f"the time of step {step} goes back from {before_s} to {time_s} s; left out"
@@ -80,6 +79,7 @@ class _Curves:
             problems.add(reading.line, f"step {step} has numbers that no log can tell; left out")
             return
         points.append(point)
+        self.time_s[reading.kind] = before_s if time_s is None else time_s
         self.num_steps = self.num_steps if reading.num_steps is None else reading.num_steps
 
 
@@ -100,7 +100,7 @@ def runs_of(name: str, readings: Iterable[Reading], problems: Problems) -> list[
     runs, seen = [], {}
     for number, log in enumerate(logs, 1):
         curves = tuple(log.points["val"]), tuple(log.points["train"])
-        if curves in seen:
+        if is_telling(curves[0]) and curves in seen:
             problems.add(log.line, f"run {number} of {name} repeats run {seen[curves]}; left out")
         elif any(curves):
             seen[curves] = number

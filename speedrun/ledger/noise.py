@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from speedrun.ledger.context import ContextRun
+from speedrun.ledger.context import ContextRun, is_telling
 from speedrun.ledger.statistics import pooled_sd
 
 
@@ -52,11 +52,13 @@ class Band(msgspec.Struct, frozen=True):
 
 def distinct(runs: Iterable[ContextRun]) -> list[ContextRun]:
     """Runs with an end that is a number, each once: a log that lies in two folders is one run."""
-    first: dict[object, ContextRun] = {}
+    found, seen = [], set()
     for run in runs:
-        if run.final_loss is not None:
-            first.setdefault(run.validations, run)
-    return list(first.values())
+        if run.final_loss is None or (is_telling(run.validations) and run.validations in seen):
+            continue
+        seen.add(run.validations)
+        found.append(run)
+    return found
 
 
 def groups(runs: Iterable[ContextRun]) -> list[Group]:
