@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from speedrun.cli.import_log import command
 from speedrun.errors import UsageError
-from speedrun.ledger import context, foreign, noise
+from speedrun.ledger import context, curves, foreign, noise
 from speedrun.ledger.context import Context, Point
 from speedrun.ledger.format import FormatError
 
@@ -258,6 +258,15 @@ def test_the_command_groups_runs_by_folder_and_end(tmp_path):
     assert "x  9/9  n 1  mean 3.0000  sd none" in shown
     with pytest.raises(UsageError, match="already there"):
         run_cli(*files, "--out", tmp_path / "out")
+
+
+def test_a_file_of_many_small_things_stays_small():
+    versions = "".join(f"Running thing{number} version 1\n" for number in range(1000))
+    (run,) = read(versions + "step:0/9 val_loss:1.0\n").runs
+    assert len(run.software) == 20
+    found = read("".join(f"step:0/9 val_loss:{number}.5\n" for number in range(curves.MOST_RUNS + 2)))
+    assert len(found.runs) == curves.MOST_RUNS
+    assert "more than 20,000 runs" in found.problems[0].message
 
 
 def test_equal_losses_without_a_curve_are_no_copies():

@@ -15,7 +15,6 @@ import math
 import re
 from collections.abc import Iterator
 
-from speedrun.console import clean
 from speedrun.ledger.context import ContextRun, on_machine
 from speedrun.ledger.curves import Problems, Reading, runs_of
 
@@ -23,6 +22,7 @@ from speedrun.ledger.curves import Problems, Reading, runs_of
 _LONGEST_LINE = 1000
 _NUMBER = r"[+-]?[0-9]{1,15}(?:\.[0-9]{0,20})?(?:[eE][+-]?[0-9]{1,3})?"
 _STEP = re.compile(r"(?:\[[a-z]+[0-9]{1,4}\]:)?\s*(?:step|s):\s*([0-9]{1,12})(?:/([0-9]{1,12}))?(?=\s|$)(.*)")
+_MOST_VERSIONS = 20  #: of one log; every run of it carries them
 _BEGINS_LIKE_A_STEP = re.compile(r"step:\s*[0-9]")
 _WORD = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,40}):\s*(\S{1,100})(?=\s|$)\s*")
 _LOSS = re.compile(rf"(?:{_NUMBER}|[+-]?(?:nan|inf))")
@@ -79,7 +79,7 @@ class _Machine:
             for key, pattern in _VERSIONS:
                 if version := pattern.match(line):
                     self.software.setdefault(key, version[1])
-            if other := _OTHER.match(line):
+            if (other := _OTHER.match(line)) and len(self.software) < _MOST_VERSIONS:
                 self.software.setdefault(other[1].lower(), other[2])
             if machine := _MACHINE.match(line):
                 self._named = machine[1], int(machine[2])
@@ -140,7 +140,7 @@ def _words(text: str) -> tuple[dict[str, str], str]:
 
 
 def write(run: ContextRun) -> str:
-    """A run as one of these logs: versions, then training and validation losses by step, as the first scripts did.
+    """A run as one of these logs: versions, then validations and training losses by step, as the first scripts did.
 
     The dialect rounds: four digits of a loss, whole milliseconds.
     """
@@ -160,4 +160,4 @@ def write(run: ContextRun) -> str:
             time_ms = point.train_time_s * 1e3
             time = f" train_time:{time_ms:.0f}ms step_avg:{time_ms / max(step, 1):.2f}ms"
         lines.append(f"step:{step}{planned} {kind}_loss:{loss:.4f}{time}")
-    return "".join(f"{clean(line)}\n" for line in lines)
+    return "".join(f"{line}\n" for line in lines)

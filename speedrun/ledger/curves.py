@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 from speedrun.console import clean
 from speedrun.ledger.context import ContextRun, Point, Problem, context_run, is_telling, plausible
 
-MOST_RUNS = 100_000
+MOST_RUNS = 20_000
 _MOST_PROBLEMS = 100
 _CLOCK_STARTS_ANEW = 11  #: steps
 
