@@ -476,7 +476,7 @@ def test_the_next_command_is_the_one_that_helps(tmp_path, record):
     shown = card(track.load("smoke-cpu"), summary, failed)
     ranked = msgspec.structs.replace(track.load("smoke-cpu").rules, ranked=True, min_runs=4)
     ranked = msgspec.structs.replace(track.load("smoke-cpu"), rules=ranked)
-    assert " s | 1 of the 4 runs that a rank takes\n" in card(ranked, summary, failed)
+    assert " s | 1 run; a rank takes a batch of 4\n" in card(ranked, summary, failed)
     num_passed = len(report.having("ok")) - 1
     assert (
         f" s | shown, not ranked\nchecks  {num_passed} checks passed, 1 failed\n        V404 failed: on a toaster"
