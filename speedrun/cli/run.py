@@ -147,13 +147,18 @@ def _keep(out: Path, title: str) -> None:
 
 
 def card(rules: tracks.Track, summary: format.Summary, report: Report) -> str:
-    """The result in three lines, and one for each check that did not pass."""
+    """The result in three lines, and one for each check that failed or warned; `validate` tells of the others."""
     reached = "reached" if summary.target_reached else "NOT reached"
     words: dict[Status, str] = {"failed": "failed", "warning": "warned", "skipped": "not asked"}
     others = [(word, report.having(status)) for status, word in words.items() if report.having(status)]
     checks = [f"{len(report.having('ok'))} checks passed"]
     checks += [f", {len(results)} {word}" for word, results in others]
-    checks += [f"\n        {r.check.id} {word}: {'; '.join(r.messages)}" for word, rs in others for r in rs]
+    checks += [
+        f"\n        {r.check.id} {word}: {'; '.join(r.messages)}"
+        for word, rs in others
+        for r in rs
+        if r.status != "skipped"
+    ]
     head = f"card    {rules.id}: target {rules.target.loss:g} {reached}"
     if summary.num_finished:
         head += (
