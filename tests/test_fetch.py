@@ -332,10 +332,10 @@ def test_nobody_else_fetches_into_the_folder_meanwhile(
 
     threads = [threading.Thread(target=run, args=(watch,)) for watch in watches]
     threads[0].start()
-    assert server.stalled.wait(5)
+    assert server.stalled.wait(60)
     threads[1].start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert errors == []
     assert any("another program writes into it" in line for line in watches[1].lines)
     assert_sound(tmp_path, server.files)
