@@ -36,11 +36,14 @@ part() {
   shift
   echo "== $name: $*"
   "$@" >"$out/$name.txt" 2>&1
-  echo "$name: exit $?, $((SECONDS - began)) s" | tee -a "$out/summary.txt"
+  local code=$?
+  ((code == 0)) || ((failed += 1))
+  echo "$name: exit $code, $((SECONDS - began)) s" | tee -a "$out/summary.txt"
   tail -n 12 "$out/$name.txt"
 }
 
 : >"$out/summary.txt"
+failed=0
 part machine nvidia-smi
 part target "$python" -c 'import jax
 from jax._src.lib import xla_client
@@ -68,3 +71,7 @@ if [[ -n ${SPEEDRUN_SHARDS:-} ]]; then
 fi
 find "$JAX_COMPILATION_CACHE_DIR" -path '*autotune*' -type f -exec tar -czf "$out/autotune.tar.gz" {} +
 echo "measure_gpu: outputs in $out; commit them with a table and the date"
+if ((failed)); then
+  echo "measure_gpu: $failed parts failed: see $out/summary.txt" >&2
+  exit 1
+fi

@@ -195,7 +195,7 @@ def test_a_transfer_that_stands_still_is_given_up(
         DataError, match=r"no byte came for .*; what is there stays, and the same command goes on"
     ):
         get(tmp_path)
-    assert 0.5 < watch.seconds < 5
+    assert 0.5 < watch.seconds < 25
     assert not (tmp_path / VAL).exists()
 
 
@@ -416,7 +416,7 @@ def test_stopped(tmp_path: Path, big: FakeHub, number: signal.Signals, code: int
     watch = Stopwatch()
     process.send_signal(number)
     _, err = process.communicate(timeout=20)
-    assert watch.seconds < 3, "no thread is waited for"
+    assert watch.seconds < 15, "no thread is waited for"
     assert process.returncode == code
     assert "are whole; the same command goes on" in err
     assert "Traceback" not in err
