@@ -383,6 +383,7 @@ SMALL = {
 }
 
 
+@pytest.mark.slow
 def test_a_batch_is_declared_run_killed_and_resumed(tmp_path):
     """Three processes of training: the second one is taken for killed, and its seed runs again."""
     settings = [word for name, value in SMALL.items() for word in ("--set", f"{name}={value}")]

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -16,15 +17,20 @@ from speedrun.step import Program
 STEPS = 2
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def program(tiny: Recipe) -> Program:
     """Two devices, four micro-batches each: there is a loop."""
     return Program(tiny, make_mesh(2))
 
 
-@pytest.fixture
-def found(program, tmp_path) -> Profile:
-    return profile(program, num_steps=STEPS, folder=tmp_path)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("trace")
+
+
+@pytest.fixture(scope="module")
+def found(program, folder) -> Profile:
+    return profile(program, num_steps=STEPS, folder=folder)
 
 
 def test_products_run_as_often_as_the_program_says(program, found):
@@ -53,8 +59,8 @@ def test_every_device_computes_and_sends(found):
         assert one.span_ns <= found.step_ms * STEPS * 1e6 * (1 + 1e-9)
 
 
-def test_the_trace_is_kept_where_it_was_asked_for(found, tmp_path):
-    assert list(tmp_path.rglob("*.xplane.pb"))
+def test_the_trace_is_kept_where_it_was_asked_for(found, folder):
+    assert list(folder.rglob("*.xplane.pb"))
 
 
 def test_the_command_shows_it(tmp_path):
