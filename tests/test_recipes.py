@@ -117,6 +117,7 @@ def base() -> list[float]:
     return trace(SMALL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", [key for key in settings(SMALL) if key not in NAMES])
 def test_every_setting_matters(key, base):
     old = settings(SMALL)[key]

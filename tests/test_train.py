@@ -99,6 +99,7 @@ def test_nothing_is_compiled_inside_the_clock(record):
     assert names.count("Compile") == 2  # one stage, one validation
 
 
+@pytest.mark.slow
 def test_a_form_that_needs_fixed_windows_gets_a_program_for_each(tmp_path, smoke_data, record, monkeypatch):
     monkeypatch.setattr(step, "FIXED_WINDOW_FORMS", {"banded"})
     out = tmp_path / "out"
@@ -505,6 +506,7 @@ def program_cache(tmp_path):
     compilation_cache.reset_cache()
 
 
+@pytest.mark.slow
 def test_the_log_says_which_programs_came_out_of_a_cache(smoke_data, tmp_path, program_cache):
     said = []
     for name in ("cold", "warm"):
