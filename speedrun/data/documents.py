@@ -1,6 +1,6 @@
 """Documents in the order of their source, in blocks that workers take apart.
 
-A source hands out blocks of about a megabyte, and can be entered again at any document. What a source is stands
+A source hands out small blocks, and can be entered again at any document. What a source is stands
 in `text_files` and `hub_rows`.
 """
 

@@ -92,7 +92,7 @@ def prepare(
     """
     watch = Stopwatch()
     _check(cut)
-    loaded = tokenizer.load(choice)
+    loaded = tokenizer.load(choice, num_threads=num_workers)
     fresh = Manifest(
         source=source.name,
         settings=_settings(source, choice, cut),

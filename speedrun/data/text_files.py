@@ -17,8 +17,8 @@ from speedrun.data.documents import TOKEN_COUNT, Block, need, of_batches
 from speedrun.data.inventory import Place
 from speedrun.errors import DataError, UsageError
 
-#: A block is closed when it holds this much text. Larger ones cost memory, smaller ones messages.
-BLOCK_BYTES = 2**20
+#: A block is closed when it holds this much text. Larger ones cost memory, smaller ones a hand-over each.
+BLOCK_BYTES = 2**19
 
 
 class Files:

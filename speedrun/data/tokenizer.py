@@ -73,8 +73,8 @@ def choose(name: str, *, engine: str = "auto", document_text: str = END_OF_TEXT)
     raise unknown("tokenizer", name, ("gpt2", "bytes", "FILE.tiktoken", "FILE.json"))
 
 
-def load(choice: Choice) -> Tokenizer:
-    """The tokenizer of a choice.
+def load(choice: Choice, *, num_threads: int = 1) -> Tokenizer:
+    """The tokenizer of a choice, for so many threads at the same time.
 
     Raises:
         DataError: if its file has changed since, or gigatoken encodes otherwise than tiktoken.
@@ -87,7 +87,9 @@ def load(choice: Choice) -> Tokenizer:
         raise DataError(f"{choice.path}: sha256 is {got}; it was {choice.sha256} at the start; start again")
     if choice.name != "gpt2":
         return FromFile(choice.path, raw.decode(), choice.document_text)
-    return Gigatoken(choice.path) if choice.engine == "gigatoken" else Tiktoken(choice.path)
+    if choice.engine == "gigatoken":
+        return Gigatoken(choice.path)
+    return Tiktoken(choice.path, num_threads=num_threads)
 
 
 def _engine(asked: str) -> str:
