@@ -20,7 +20,7 @@ import pytest
 from click.testing import CliRunner
 from jax.experimental.compilation_cache import compilation_cache
 
-from speedrun import console, mesh, provenance, recipes, runlog, step, track
+from speedrun import console, mesh, provenance, recipes, runlog, signals, step, track
 from speedrun.cli import command
 from speedrun.cli.run import card, following, parse_settings
 from speedrun.clock import now
@@ -326,10 +326,12 @@ def test_a_stopped_run_ends_its_log_and_writes_its_facts(tmp_path, smoke_data, s
     assert failed.messages[1].endswith(said)
 
 
-def test_the_handlers_of_signals_are_put_back(record):
-    del record  # a run in this process
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+def test_the_handlers_of_signals_are_put_back():
+    both = signal.SIGINT, signal.SIGTERM
+    before = [signal.getsignal(number) for number in both]  # under nohup, SIGINT is ignored
+    with signals.handled_by(signals.stop):
+        assert [signal.getsignal(number) for number in both] == [signals.stop] * 2
+    assert [signal.getsignal(number) for number in both] == before
 
 
 def test_replay_executes_nothing_that_the_run_did_not(record, tmp_path):
