@@ -10,6 +10,7 @@ import msgspec
 
 from speedrun import signals
 from speedrun.clock import now
+from speedrun.data.wholefile import write_whole
 from speedrun.errors import UsageError, told
 from speedrun.ledger import batch, format
 from speedrun.prepare import RunConfig, prepare
@@ -60,9 +61,9 @@ def declare(promise: Promise) -> format.Declaration:
     try:
         out.mkdir(parents=True)
         (out / "source.txt").write_text(ready.source, encoding="utf-8")
-        (out / format.BATCH).write_bytes(format.encode(declaration))
     except OSError as error:
         raise UsageError(f"{out}: {error.strerror}; choose an --out that can be written") from None
+    write_whole(out / format.BATCH, format.encode(declaration))
     return declaration
 
 

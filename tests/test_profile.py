@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from speedrun import cli, hlo
 from speedrun.bench.profile import Profile, profile
-from speedrun.bench.step import compiled_step
+from speedrun.bench.step import lowered_step
 from speedrun.mesh import make_mesh
 from speedrun.recipe import Recipe
 from speedrun.step import Program
@@ -34,7 +34,7 @@ def found(program, folder) -> Profile:
 
 
 def test_products_run_as_often_as_the_program_says(program, found):
-    module = hlo.parse(compiled_step(program, 0)[0].as_text())
+    module = hlo.parse(lowered_step(program, 0)[0].compile().as_text())
     want = Counter(
         {one.instruction.name: one.times for one in module.executed() if one.instruction.kind == "dot"}
     )

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from speedrun import anatomy, hlo
-from speedrun.bench.step import compiled_step
+from speedrun.bench.step import lowered_step
 from speedrun.errors import SpeedrunError
 from speedrun.step import Program
 from speedrun.timeline import Event, Usage, usage
@@ -62,7 +62,8 @@ def profile(program: Program, *, num_steps: int, first_step: int = 0, folder: Pa
     if folder is None:
         with tempfile.TemporaryDirectory() as scratch:
             return profile(program, num_steps=num_steps, first_step=first_step, folder=Path(scratch))
-    train_step, (state, *batch, schedule) = compiled_step(program, first_step)
+    lowered, (state, *batch, schedule) = lowered_step(program, first_step)
+    train_step = lowered.compile(compiler_options=program.compiler_options)
     for _ in range(2):
         state, _ = train_step(state, *batch, schedule)
     jax.block_until_ready(state)

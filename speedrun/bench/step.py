@@ -34,8 +34,9 @@ def step(program: Program, *, num_steps: int, first_step: int = 0) -> StepTiming
         num_steps: timed, after two that are not.
         first_step: of the recipe's schedule.
     """
+    lowered, (state, *batch, schedule) = lowered_step(program, first_step)
     watch = Stopwatch()
-    train_step, (state, *batch, schedule) = compiled_step(program, first_step)
+    train_step = lowered.compile(compiler_options=program.compiler_options)
     compile_s, ms = watch.seconds, []
     for _ in range(2 + num_steps):
         watch = Stopwatch()
@@ -60,7 +61,7 @@ def step(program: Program, *, num_steps: int, first_step: int = 0) -> StepTiming
     )
 
 
-def compiled_step(program: Program, first_step: int) -> tuple[Any, tuple[Any, ...]]:
+def lowered_step(program: Program, first_step: int) -> tuple[Any, tuple[Any, ...]]:
     """The step that a recipe takes at `first_step`, and its arguments: starting state, random ids, the schedule."""
     shape, mesh = program.shape_at(first_step), program.mesh
     ids = np.random.default_rng(0).integers(
@@ -69,5 +70,4 @@ def compiled_step(program: Program, first_step: int) -> tuple[Any, tuple[Any, ..
     state = program.init(jax.random.key(0))
     state = state._replace(step=meshes.replicate(np.int32(first_step), mesh))
     args = state, *(meshes.place(x_BT, mesh) for x_BT in ids), program.schedule
-    lowered = program.train_step_for(shape.window_blocks).lower(*args)
-    return lowered.compile(compiler_options=program.compiler_options), args
+    return program.train_step_for(shape.window_blocks).lower(*args), args

@@ -22,10 +22,14 @@ from speedrun import signals
 from speedrun import track as tracks
 from speedrun.cli.options import (
     Integer,
+    attention_option,
     data_option,
+    devices_option,
     example,
     json_option,
+    microbatches_option,
     parse_settings,
+    recipe_option,
     settings_option,
     track_option,
 )
@@ -50,7 +54,7 @@ _POWER = 0.9
     )
 )
 @track_option()
-@click.option("--recipe", metavar="NAME", help="What to train. Default: the track's own recipe.")
+@recipe_option
 @click.option("--runs", type=Integer(2), metavar="N", help="How many.")
 @click.option("--then", type=Integer(3), metavar="N", help="In all, if the first look proves nothing yet.")
 @click.option(
@@ -70,9 +74,9 @@ _POWER = 0.9
 )
 @click.option("--seeds", metavar="N,N,...", help="Choose them. Default: they follow from source and config.")
 @settings_option
-@click.option("--devices", type=Integer(1), metavar="N", help="Default: what the track asks for, or all.")
-@click.option("--attention", default="auto", show_default=True, metavar="FORM", help="Its kernels.")
-@click.option("--microbatches", type=Integer(1), metavar="N", help="Parts of a step's batch. Default: 8.")
+@devices_option
+@attention_option
+@microbatches_option
 @data_option
 @click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="A new folder.")
 @click.option("--title", help="What the record is, in a few words.")

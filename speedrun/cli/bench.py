@@ -2,13 +2,14 @@
 
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
 from speedrun.cli import data_prep
 from speedrun.cli.options import Group, Integer, example, json_option, parse_settings, settings_option
+from speedrun.cli.program import asked_program, program_options
 from speedrun.errors import UsageError
 
 if TYPE_CHECKING:
@@ -118,38 +119,14 @@ def norm(*, tokens: int, heads: int, dim: int, as_json: bool) -> None:
 @command.command(
     epilog=example("speedrun bench step --recipe smoke", "speedrun bench step --recipe record21 --steps 20")
 )
-@click.option("--recipe", metavar="NAME", default="smoke", show_default=True, help="What to train.")
-@click.option("--devices", type=Integer(1), metavar="N", help="Default: all there are.")
-@click.option("--microbatches", type=Integer(1), default=8, show_default=True, help="Parts of a batch.")
-@click.option("--attention", default="auto", show_default=True, metavar="FORM", help="Its kernels.")
+@program_options
 @click.option("--steps", type=Integer(1), default=10, show_default=True, help="How many to time.")
-@click.option("--first-step", type=Integer(0), default=0, show_default=True, help="Of the schedule.")
-@settings_option
 @json_option
-def step(
-    *,
-    recipe: str,
-    devices: int | None,
-    microbatches: int,
-    attention: str,
-    steps: int,
-    first_step: int,
-    settings: tuple[str, ...],
-    as_json: bool,
-) -> None:
+def step(*, steps: int, first_step: int, as_json: bool, **asked: Any) -> None:
     """The whole training step on random ids: milliseconds, tokens per second, MFU, memory."""
-    overrides = parse_settings(settings)
-    import jax
-
-    from speedrun import mesh, recipes
+    program = asked_program(first_step=first_step, **asked)
     from speedrun.bench.step import step as measure
-    from speedrun.step import Program
 
-    chosen = recipes.load(recipe).override(overrides)
-    if first_step >= chosen.num_steps:
-        raise UsageError(f"--first-step {first_step}: {recipe} has {chosen.num_steps} steps; need one below")
-    mesh.prepare("any")
-    program = Program(chosen, mesh.make_mesh(devices or len(jax.devices())), microbatches, attention)
     result = measure(program, num_steps=steps, first_step=first_step)
     if as_json:
         click.echo(msgspec.json.encode(result._asdict()))
@@ -162,13 +139,6 @@ def step(
     )
     for call, form in result.kernels.items():
         click.echo(f"kern    {call} | {form}")
-
-
-def _tell(timings: "list[Timing]", *, as_json: bool) -> None:
-    if as_json:
-        click.echo(msgspec.json.encode([timing._asdict() for timing in timings]))
-    else:
-        _print(timings)
 
 
 @command.command(epilog=example("speedrun bench loader", "speedrun bench loader --data data/fineweb10B"))
@@ -236,6 +206,13 @@ def text_to_shards(*, sources: tuple[str, ...], name: str, workers: int, column:
         f"equal bytes | {result.text_bytes / 1e6:.1f} MB of text, {result.tokens:,} tokens | "
         f"memory at most {result.peak_bytes / 1e6:.0f} MB"
     )
+
+
+def _tell(timings: "list[Timing]", *, as_json: bool) -> None:
+    if as_json:
+        click.echo(msgspec.json.encode([timing._asdict() for timing in timings]))
+    else:
+        _print(timings)
 
 
 def _tell_forms(result: "FormTimings", *, as_json: bool) -> None:

@@ -69,6 +69,27 @@ settings_option: Decorator = click.option(
 )
 
 
+#: `--recipe NAME`, as the argument `recipe`; None means the track's own.
+recipe_option: Decorator = click.option(
+    "--recipe", metavar="NAME", help="What to train. Default: the track's own recipe."
+)
+
+#: `--devices N`, as the argument `devices`; None means what the track asks for.
+devices_option: Decorator = click.option(
+    "--devices", type=Integer(1), metavar="N", help="Default: what the track asks for, or all there are."
+)
+
+#: `--attention FORM`, as the argument `attention`.
+attention_option: Decorator = click.option(
+    "--attention", default="auto", show_default=True, metavar="FORM", help="Which kernels to use for it."
+)
+
+#: `--microbatches N`, as the argument `microbatches`; None means 8.
+microbatches_option: Decorator = click.option(
+    "--microbatches", type=Integer(1), metavar="N", help="Parts of a step's batch. Default: 8."
+)
+
+
 def parse_settings(texts: tuple[str, ...]) -> dict[str, str]:
     """`key=value` texts as a dictionary.
 

@@ -1,13 +1,13 @@
 """`speedrun profile`: where the time of a training step goes."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
-from speedrun.cli.options import Integer, example, json_option, parse_settings, settings_option
-from speedrun.errors import UsageError
+from speedrun.cli.options import Integer, example, json_option
+from speedrun.cli.program import asked_program, program_options
 
 if TYPE_CHECKING:
     from speedrun.bench.profile import Profile, Row
@@ -23,12 +23,8 @@ _SHOWN_SHARE = 0.01
         "speedrun profile --recipe record21 --devices 1 --first-step 1769 --out trace",
     )
 )
-@click.option("--recipe", metavar="NAME", default="smoke", show_default=True, help="What to train.")
-@click.option("--devices", type=Integer(1), metavar="N", help="Default: all there are.")
-@click.option("--microbatches", type=Integer(1), default=8, show_default=True, help="Parts of a batch.")
-@click.option("--attention", default="auto", show_default=True, metavar="FORM", help="Its kernels.")
+@program_options
 @click.option("--steps", type=Integer(1), default=3, show_default=True, help="How many to trace.")
-@click.option("--first-step", type=Integer(0), default=0, show_default=True, help="Of the schedule.")
 @click.option("--top", type=Integer(1), default=20, show_default=True, help="Rows of the table.")
 @click.option(
     "--out",
@@ -36,37 +32,15 @@ _SHOWN_SHARE = 0.01
     metavar="DIR",
     help="Keep the trace there, for XProf or Perfetto.",
 )
-@settings_option
 @json_option
-def command(
-    *,
-    recipe: str,
-    devices: int | None,
-    microbatches: int,
-    attention: str,
-    steps: int,
-    first_step: int,
-    top: int,
-    out: Path | None,
-    settings: tuple[str, ...],
-    as_json: bool,
-) -> None:
+def command(*, steps: int, first_step: int, top: int, out: Path | None, as_json: bool, **asked: Any) -> None:
     """Trace training steps on random ids: the longest operations, idle gaps, collectives hidden and not.
 
     Bytes are those of the compiled program, as if nothing were cached.
     """
-    overrides = parse_settings(settings)
-    import jax
-
-    from speedrun import mesh, recipes
+    program = asked_program(first_step=first_step, **asked)
     from speedrun.bench.profile import profile
-    from speedrun.step import Program
 
-    chosen = recipes.load(recipe).override(overrides)
-    if first_step >= chosen.num_steps:
-        raise UsageError(f"--first-step {first_step}: {recipe} has {chosen.num_steps} steps; need one below")
-    mesh.prepare("any")
-    program = Program(chosen, mesh.make_mesh(devices or len(jax.devices())), microbatches, attention)
     found = profile(program, num_steps=steps, first_step=first_step, folder=out)
     if as_json:
         rows, usage = [row._asdict() for row in found.rows[:top]], [_facts(one) for one in found.devices]
@@ -75,7 +49,9 @@ def command(
         )
         return
     kind = program.mesh.devices.flat[0].device_kind
-    click.echo(f"step    {found.step_ms:.2f} ms, {steps} steps of {recipe} on {program.num_devices} x {kind}")
+    click.echo(
+        f"step    {found.step_ms:.2f} ms, {steps} steps of {program.recipe.name} on {program.num_devices} x {kind}"
+    )
     shares = ", ".join(f"{kind} {share:.1%}" for kind, share in found.shares.items() if share >= _SHOWN_SHARE)
     for line in [*map(_device, found.devices), f"kinds   {shares}", *_table(found, top)]:
         click.echo(line)

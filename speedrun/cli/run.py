@@ -14,10 +14,14 @@ from speedrun import clock, console
 from speedrun import track as tracks
 from speedrun.cli.options import (
     Integer,
+    attention_option,
     data_option,
+    devices_option,
     example,
     json_option,
+    microbatches_option,
     parse_settings,
+    recipe_option,
     settings_option,
     track_option,
 )
@@ -40,21 +44,14 @@ if TYPE_CHECKING:
     )
 )
 @track_option()
-@click.option("--recipe", metavar="NAME", help="What to train. Default: the track's own recipe.")
+@recipe_option
 @click.option(
     "--seed", type=Integer(0, 2**31 - 1), default=0, show_default=True, help="Initialises the weights."
 )
 @settings_option
-@click.option(
-    "--devices",
-    type=Integer(1),
-    metavar="N",
-    help="Default: what the track asks for, or all there are.",
-)
-@click.option(
-    "--attention", default="auto", show_default=True, metavar="FORM", help="Which kernels to use for it."
-)
-@click.option("--microbatches", type=Integer(1), metavar="N", help="Parts of a step's batch. Default: 8.")
+@devices_option
+@attention_option
+@microbatches_option
 @data_option
 @click.option(
     "--out",

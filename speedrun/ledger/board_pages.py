@@ -26,18 +26,7 @@ def markdown(board: Board, *, records: str = "records") -> str:
 
 
 def _markdown_track(board: Board, track: str, records: str) -> str:
-    head = [
-        "rank",
-        "train time",
-        "val loss",
-        "runs",
-        "standing",
-        "cold wall",
-        "steps",
-        "lines",
-        "record",
-        "date",
-    ]
+    head = [*_HEAD, "record", "date"]
     lines = [f"**{_words(track)}**", "", f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for row in board.of(track):
         link = f"[{_words(row.title)}]({records}/{row.path})"
@@ -138,19 +127,7 @@ def page(board: Board, plots: dict[str, bytes]) -> str:
 
 
 def _html_track(board: Board, track: str) -> str:
-    head = [
-        "rank",
-        "train time",
-        "val loss",
-        "runs",
-        "standing",
-        "cold wall",
-        "steps",
-        "lines",
-        "record",
-        "tokens",
-        "date",
-    ]
+    head = [*_HEAD, "record", "tokens", "date"]
     rows = [_html_row(row) for row in board.of(track)]
     for one in _context(board, track):
         name = (
