@@ -62,6 +62,12 @@ class Clock:
         running_ns = 0 if self._since_ns is None else time.monotonic_ns() - self._since_ns
         return (self._banked_ns + running_ns) / 1e9
 
+    def resume_at(self, seconds: float) -> None:
+        """Goes on from the time of an earlier process, before the first `start`."""
+        if self._since_ns is not None or self._banked_ns:
+            raise RuntimeError("the clock has been running already")
+        self._banked_ns = round(seconds * 1e9)
+
     def start(self, sync: Callable[[], object]) -> None:
         """Starts or resumes, after `sync` has returned."""
         if self._since_ns is not None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Self, TextIO
 
 from speedrun.runlog import (
+    Checkpoint,
     ClockStart,
     ClockStop,
     Compile,
@@ -16,6 +17,7 @@ from speedrun.runlog import (
     Line,
     Plan,
     Preflight,
+    Resume,
     RunEnd,
     RunStart,
     StageChange,
@@ -125,6 +127,16 @@ class TextLog:
                 state = "restored" if warm.state_hash == self._state_hash else "NOT restored"
                 state = f"state {warm.state_hash[:8]} {state}"
                 return f"warm  {warm.num_steps} steps in {warm.seconds:.1f} s | {state}"
+            case Resume() as old:
+                self._train_time_s, self._shown = (
+                    old.train_time_s,
+                    (old.step, old.train_time_s, old.tokens_seen),
+                )
+                return f"{self._at(old.step)}  goes on from {old.run_id}, state {old.state_hash[:8]}"
+            case Checkpoint() as kept:
+                return (
+                    f"{self._at(kept.step)}  checkpoint, state {kept.state_hash[:8]}  ({kept.seconds:.2f} s)"
+                )
             case ClockStart():
                 self._clock_runs = True
                 return "---- clock start ".ljust(_RULE_WIDTH, "-")

@@ -27,6 +27,12 @@ class DataError(SpeedrunError):
     exit_code = 3
 
 
+class CheckpointError(SpeedrunError):
+    """A checkpoint that cannot be written, or none that can be restored."""
+
+    exit_code = 4
+
+
 class NonFiniteError(SpeedrunError):
     """A loss or gradient that is not a finite number."""
 
@@ -34,24 +40,24 @@ class NonFiniteError(SpeedrunError):
 
 
 class Terminated(BaseException):
-    """SIGTERM. Like KeyboardInterrupt no `Exception`, so that nobody on the way handles it by mistake."""
+    """SIGTERM or SIGINT, heeded. Like KeyboardInterrupt no `Exception`, so that nobody handles it by mistake."""
 
     exit_code = 75
 
 
-#: SIGINT; what a shell makes of it.
+#: SIGINT that nothing heeded; what a shell makes of it.
 INTERRUPTED = 130
 
-#: What `speedrun COMMAND --help` and the README print. Codes 4 (checkpoint) and 6 (hang) are kept free for the
-#: parts of the harness that will need them.
+#: What `speedrun COMMAND --help` and the README print. Code 6 (hang) is kept free for the part that will need it.
 EXIT_CODES = {
     0: "done",
     1: "ran, and the answer is no: target missed or a check failed",
     2: "usage: unknown name, bad setting, output folder or device count",
     3: "data: shard missing, damaged, foreign or too short",
+    4: "checkpoint: none that is whole, of another model, or not written",
     5: "non-finite loss; the first bad leaf is named",
-    75: "stopped by SIGTERM; the log up to there is kept",
-    INTERRUPTED: "interrupted; the log up to there is kept",
+    75: "stopped by SIGTERM or Ctrl-C; the log up to there is kept, and the state if there are checkpoints",
+    INTERRUPTED: "interrupted a second time, or where there was nothing to keep",
 }
 
 

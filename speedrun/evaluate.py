@@ -30,7 +30,12 @@ class Score(NamedTuple):
 
 
 def evaluate(
-    program: Program, score: Callable[..., jax.Array], state: TrainState, shard: Shard, num_tokens: int
+    program: Program,
+    score: Callable[..., jax.Array],
+    state: TrainState,
+    shard: Shard,
+    num_tokens: int,
+    poll: Callable[[], None] = lambda: None,
 ) -> Score:
     """Scores the first `num_tokens` targets of a shard, each once.
 
@@ -40,6 +45,7 @@ def evaluate(
         state: whose parameters are scored; not donated.
         shard: the validation shard.
         num_tokens: the track's number.
+        poll: is called after every batch; may raise.
     """
     watch, total, tokens = Stopwatch(), 0.0, 0
     shape = program.recipe.eval_sequences, program.recipe.eval_seq_len
@@ -48,4 +54,5 @@ def evaluate(
         nll_B = jax.device_get(score(state.params, tokens_BT, targets_BT, program.schedule, state.step))
         total += float(np.sum(nll_B, dtype=np.float64))
         tokens += batch.targets_BT.size
+        poll()
     return Score(total, tokens, watch.seconds)

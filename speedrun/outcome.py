@@ -16,6 +16,7 @@ from speedrun.prepare import Ready
 class Tally:
     """What accumulates during a run and ends up in `run_end` and `run.json`."""
 
+    run_id: str
     compile_s: float = 0.0
     warmup_s: float = 0.0
     val_s: float = 0.0

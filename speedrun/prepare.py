@@ -32,6 +32,17 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     microbatches: int | None = None  #: None: one for each device of a full node
     attention: str = "auto"  #: its form, as `kernels.choose` names it
     batch_sha256: str = ""  #: of the `batch.json` in `out` that declares this run; empty for a run by itself
+    checkpoint_every: int = 0  #: steps; 0: no checkpoints
+    keep_checkpoints: int = 2  #: the newest ones; 0: all
+    resume: bool = False  #: go on from the newest checkpoint of the run in `out`
+
+
+class Begun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A run with checkpoints, for whoever goes on with it."""
+
+    config: RunConfig
+    recipe: format.Recipe
+    num_devices: int
 
 
 @dataclass(frozen=True)
@@ -60,6 +71,12 @@ class Ready:
             "microbatches": self.program.microbatches,
             "attention": self.program.attention,
         }
+
+    @property
+    def begun(self) -> bytes:
+        """As JSON: what was begun."""
+        recipe = format.Recipe(self.recipe.name, self.recipe.revision, self.config.overrides)
+        return msgspec.json.encode(Begun(self.config, recipe, self.program.num_devices), enc_hook=str)
 
 
 def prepare(config: RunConfig, reader: console.Live | None = None) -> Ready:
@@ -102,11 +119,12 @@ def prepare(config: RunConfig, reader: console.Live | None = None) -> Ready:
 
 
 def _check_source(config: RunConfig, source: str) -> None:
-    """All runs of a batch run one source text."""
-    if config.batch_sha256 and (config.out / "source.txt").read_bytes() != source.encode():
+    """All runs of a batch run one source text, and so does a run that goes on."""
+    begun = config.batch_sha256 or config.resume
+    if begun and (config.out / "source.txt").read_bytes() != source.encode():
         raise UsageError(
-            f"the source changed since {config.out} was declared; restore it ('diff' with {config.out}/source.txt "
-            "shows where), or declare a new batch"
+            f"the source changed since {config.out} was begun; restore it ('diff' with {config.out}/source.txt "
+            "shows where), or begin anew in another folder"
         )
 
 
@@ -129,6 +147,8 @@ def _check_out(config: RunConfig) -> None:
         raise UsageError(
             f"{config.out / format.BATCH} is not the declared one; restore it, or declare a new batch"
         )
+    if config.resume:
+        return
     if taken and not config.batch_sha256:
         raise UsageError(f"{config.out} exists already; need a new folder; remove it or pass another --out")
 

@@ -65,6 +65,7 @@ class Rerun:
                 cwd=scratch,
                 env={**keep, **self._environment, "PYTHONPATH": scratch},
                 stdout=echo,
+                process_group=0,
             )
             code = signals.wait_for(child)
         if code:

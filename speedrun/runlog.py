@@ -94,6 +94,17 @@ class WarmupEnd(Event, tag="warmup_end", frozen=True):
     seconds: float
 
 
+class Resume(Event, tag="resume", frozen=True):
+    """The state of an earlier run, after `step` steps, takes the place of the fresh one."""
+
+    run_id: str  #: of the run that wrote it
+    step: int
+    state_hash: str
+    train_time_s: float
+    tokens_seen: int
+    cursor: tuple[int, int]
+
+
 class ClockStart(Event, tag="clock_start", frozen=True):
     """All devices are synchronised; the first batch is read after this."""
 
@@ -148,6 +159,14 @@ class ClockStop(Event, tag="clock_stop", frozen=True):
     train_time_s: float
 
 
+class Checkpoint(Event, tag="checkpoint", frozen=True):
+    """The state before step `step` was copied to the host and is being written."""
+
+    step: int
+    state_hash: str
+    seconds: float  #: until the run went on
+
+
 class Warning(Event, tag="warning", frozen=True):
     """Something a reader of the record should know."""
 
@@ -177,8 +196,8 @@ class RunEnd(Event, tag="run_end", frozen=True):
 
 
 AnyEvent = (
-    RunStart | Preflight | DataReady | Plan | Compile | WarmupStart | WarmupEnd | ClockStart | Step
-    | StageChange | ClockPause | Val | ClockResume | ClockStop | Warning | Error | RunEnd
+    RunStart | Preflight | DataReady | Plan | Compile | WarmupStart | WarmupEnd | Resume | ClockStart | Step
+    | StageChange | ClockPause | Val | ClockResume | ClockStop | Checkpoint | Warning | Error | RunEnd
 )  # fmt: skip
 
 

@@ -6,25 +6,53 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from speedrun.errors import INTERRUPTED, Terminated
+from speedrun.errors import Terminated
+
+_BY_SIGNAL = (-signal.SIGINT, -signal.SIGTERM)
 
 
 def stop(number: int, _frame: object) -> None:
     """A handler that raises.
 
     Raises:
-        KeyboardInterrupt: of SIGINT.
-        Terminated: of SIGTERM.
+        Terminated: of either signal.
     """
-    raise (
-        Terminated("stopped by SIGTERM")
-        if number == signal.SIGTERM
-        else KeyboardInterrupt("stopped by SIGINT")
-    )
+    raise Terminated(f"stopped by {signal.Signals(number).name}")
 
 
 def ignore(_number: int, _frame: object) -> None:
     """A handler that lets things go on."""
+
+
+class Later:
+    """A handler that waits for a good moment: `check` raises. A second signal does not wait."""
+
+    def __init__(self) -> None:
+        self._got: int | None = None
+
+    def __call__(self, number: int, _frame: object) -> None:
+        """Handles a signal.
+
+        Raises:
+            KeyboardInterrupt: of the second one.
+        """
+        if self._got is not None:
+            raise KeyboardInterrupt(f"stopped by {signal.Signals(number).name}, the second signal")
+        self._got = number
+
+    @property
+    def asked(self) -> bool:
+        """Whether a signal came."""
+        return self._got is not None
+
+    def check(self) -> None:
+        """A moment at which the run can stop.
+
+        Raises:
+            Terminated: if a signal came.
+        """
+        if self._got is not None:
+            stop(self._got, None)
 
 
 @contextmanager
@@ -41,8 +69,10 @@ def handled_by(handler: Any) -> Iterator[None]:
 def wait_for(child: subprocess.Popen[bytes]) -> int:
     """The exit code of a child, to which both signals go on.
 
+    Start it with `process_group=0`: else a terminal's Ctrl-C reaches it twice, and the second one is not heeded.
+
     A child that a signal ends before it has handlers, and one that ends well because the signal came too late for
-    it, were stopped like any other: 130 or 75.
+    it, were stopped like any other: 75.
     """
     got: list[int] = []
 
@@ -52,6 +82,4 @@ def wait_for(child: subprocess.Popen[bytes]) -> int:
 
     with handled_by(forward):
         code = child.wait()
-    stopped_by = -code if code < 0 else got[-1] if got and not code else 0
-    codes: dict[int, int] = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: Terminated.exit_code}
-    return codes.get(stopped_by, code)
+    return Terminated.exit_code if code in _BY_SIGNAL or (got and not code) else code

@@ -9,22 +9,23 @@ the first token is read.
 
 import hashlib
 import sys
-from collections.abc import Generator
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import msgspec
 import numpy as np
 
-from speedrun import console, health, provenance, runlog, signals
+from speedrun import checkpoint, console, health, provenance, runlog, signals
 from speedrun import mesh as meshes
 from speedrun import track as tracks
-from speedrun.clock import Clock, cold_wall_s, now
+from speedrun.checkpoint import Checkpoints
+from speedrun.clock import Clock, Stopwatch, cold_wall_s, now
 from speedrun.data import stream
 from speedrun.data.wholefile import write_whole
-from speedrun.errors import NonFiniteError, UsageError, told
+from speedrun.errors import NonFiniteError, Terminated, UsageError, told
 from speedrun.evaluate import Score, evaluate
 from speedrun.ledger import format
 from speedrun.outcome import Tally, data_read, run_end, run_file
@@ -33,6 +34,13 @@ from speedrun.step import StepMetrics, TrainState, state_hash
 from speedrun.warmup import compile_all, warm_up
 
 Pending = tuple[int, StepMetrics, stream.Cursor]
+
+
+class Place(NamedTuple):
+    """Where a run stands."""
+
+    step: int  #: the next one
+    cursor: stream.Cursor  #: of its first token
 
 
 def train(config: RunConfig, reader: console.Live | None = None) -> format.RunFile:
@@ -49,17 +57,38 @@ def train(config: RunConfig, reader: console.Live | None = None) -> format.RunFi
         SpeedrunError: with no folder made, if `prepare` refuses; with an ended log, if the run breaks off.
     """
     ready = prepare(config, reader)
-    started = now()
+    with _checkpoints(ready, reader) as checkpoints:
+        return _logged(ready, checkpoints, reader)
+
+
+@contextmanager
+def _checkpoints(ready: Ready, reader: console.Live | None) -> Iterator[Checkpoints | None]:
+    """The folder of checkpoints, if some are wanted."""
+    config = ready.config
+    if not config.checkpoint_every:
+        yield None
+        return
+    say = reader.say if reader is not None else lambda _: None
+    every, keep = config.checkpoint_every, config.keep_checkpoints
+    with checkpoint.opened(
+        checkpoint.folder_of(config.out), ready.begun, every=every, keep=keep, say=say
+    ) as kept:
+        yield kept
+
+
+def _logged(ready: Ready, checkpoints: Checkpoints | None, reader: console.Live | None) -> format.RunFile:
+    """A run from its first line to its last."""
+    config, started = ready.config, now()
     nonce = hashlib.sha256(f"{started}".encode()).hexdigest()[:4]
     run_id = f"{ready.recipe.name}-{config.seed}-{nonce}"
     run_dir = config.out / "runs" / run_id
     try:
         run_dir.mkdir(parents=True)
-        if not config.batch_sha256:  # its declaration wrote it
+        if not (config.batch_sha256 or config.resume):  # else it is there
             (config.out / "source.txt").write_text(ready.source, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{run_dir}: {error.strerror}; choose an --out that can be written") from None
-    tally = Tally()
+    tally = Tally(run_id)
     with runlog.RunLog(run_dir / "metrics.jsonl", now) as log, signals.handled_by(signals.ignore):
         if reader is not None:
             log.subscribe(reader)
@@ -67,7 +96,7 @@ def train(config: RunConfig, reader: console.Live | None = None) -> format.RunFi
         try:
             with signals.handled_by(signals.stop):
                 _announce(ready, run_id, log, tally)
-                _run(ready, log, clock, tally)
+                _run(ready, log, clock, tally, checkpoints)
             outcome = "finished"
         except BaseException as error:
             # Whatever ends a run is in its log, and goes on its way: a run that broke off stays visible.
@@ -129,12 +158,19 @@ def _announce(ready: Ready, run_id: str, log: runlog.RunLog, tally: Tally) -> No
     )
 
 
-def _run(ready: Ready, log: runlog.RunLog, clock: Clock, tally: Tally) -> None:
+def _run(
+    ready: Ready, log: runlog.RunLog, clock: Clock, tally: Tally, checkpoints: Checkpoints | None
+) -> None:
     """Compiles, warms up, trains and scores."""
-    program, track = ready.program, ready.track
+    program, track, stopping = ready.program, ready.track, signals.Later()
     state = program.init(jax.random.key(ready.config.seed))
     executables = compile_all(ready, state, log, tally)
     state = warm_up(ready, state, executables, log, tally)
+    place = Place(0, stream.START)
+    if checkpoints is not None:
+        if ready.config.resume:
+            state, place = _go_on(ready, checkpoints, log, clock, tally)
+        checkpoints.rehearse(state)
 
     def sync() -> None:
         """All devices are done, and the host knows."""
@@ -142,15 +178,22 @@ def _run(ready: Ready, log: runlog.RunLog, clock: Clock, tally: Tally) -> None:
 
     def validate(step: int) -> None:
         score = executables.scores[program.fixed_window_at(step)]
-        tally.val_loss = _validate(ready, score, state, log, tally)
+        tally.val_loss = _validate(ready, score, state, log, tally, stopping.check)
 
-    def report(pending: Pending) -> None:
+    def keep() -> None:
+        """Only when all losses up to here are known to be finite."""
+        if checkpoints is not None and checkpoints.newest != place.step:
+            _keep(ready, checkpoints, state, place, log, clock, tally)
+
+    def report(pending: Pending | None) -> None:
         """Fetches and logs a finished step; the device is already busy with the next one."""
+        if pending is None:
+            return
         step, metrics, cursor = pending
         loss, bad = (float(np.sum(x)) for x in jax.device_get((metrics.loss, metrics.bad)))
         stage, inputs = ready.recipe.stages[ready.recipe.stage_of(step)], ready.recipe.inputs_at(step)
         tally.tokens_seen += stage.batch_tokens
-        tally.first_loss = loss if step == 0 else tally.first_loss
+        tally.first_loss = loss if tally.first_loss is None else tally.first_loss
         if bad or not np.isfinite(loss):
             leaf = program.first_nonfinite(metrics)
             raise NonFiniteError(
@@ -169,16 +212,26 @@ def _run(ready: Ready, log: runlog.RunLog, clock: Clock, tally: Tally) -> None:
             )
         )
 
-    feed = _batches(ready, tally)
-    with jax.transfer_guard("disallow"), _compilations(log), closing(feed):
+    feed = _batches(ready, tally, place)
+    with (
+        jax.transfer_guard("disallow"),
+        _compilations(log),
+        closing(feed),
+        signals.handled_by(stopping),
+        _kept_if_stopped(keep),
+    ):
         clock.start(sync)
         log.emit(runlog.ClockStart())
         pending: Pending | None = None
         for step, batches in feed:
+            is_due = checkpoints is not None and checkpoints.due(step)
+            if stopping.asked or is_due or track.validates_at(step):
+                report(pending)
+                pending, place = None, Place(step, batches.cursor)
+                if is_due:
+                    keep()
+                stopping.check()
             if track.validates_at(step):
-                if pending is not None:
-                    report(pending)
-                    pending = None
                 batches.drain()
                 with clock.paused(sync):
                     log.emit(runlog.ClockPause("validation", clock.seconds))
@@ -187,32 +240,80 @@ def _run(ready: Ready, log: runlog.RunLog, clock: Clock, tally: Tally) -> None:
             _log_stage_change(ready, step, log)
             batch = next(batches)
             tokens_BT, targets_BT = (meshes.place(x, program.mesh) for x in batch)
-            if step == 0:
+            if tally.first_batch_sha256 is None:
                 tally.first_batch_sha256 = format.sha256(batch.tokens_BT.astype("<u2").tobytes())
             train_step = executables.steps[program.shape_at(step)]
             state, metrics = train_step(state, tokens_BT, targets_BT, program.schedule)
-            if pending is not None:
-                report(pending)
-            pending = step, metrics, batches.cursor
-        if pending is not None:
             report(pending)
+            pending = step, metrics, batches.cursor
+            place = Place(step + 1, batches.cursor)
+        report(pending)
         clock.stop(sync)
         log.emit(runlog.ClockStop(clock.seconds))
         # Before the result is known, so that little is left to do after it.
         tally.read = data_read(ready, tally)
+        keep()
         validate(ready.recipe.num_steps)
     tally.cold_wall_s = cold_wall_s()
     tally.final_hash = state_hash(state)
 
 
-def _batches(ready: Ready, tally: Tally) -> Generator[tuple[int, stream.Prefetch], None, None]:
+@contextmanager
+def _kept_if_stopped(keep: Callable[[], None]) -> Iterator[None]:
+    """Keeps the state of a run that was told to stop. It is told between steps only, where the state is whole."""
+    try:
+        yield
+    except Terminated:
+        keep()
+        raise
+
+
+def _go_on(
+    ready: Ready, checkpoints: Checkpoints, log: runlog.RunLog, clock: Clock, tally: Tally
+) -> tuple[TrainState, Place]:
+    """The state of an earlier run, and where in the data it stands."""
+    state, old = checkpoints.restore(ready.program, format.config_sha256(ready.described))
+    clock.resume_at(old.train_time_s)
+    tally.tokens_seen = old.tokens_seen
+    log.emit(
+        runlog.Resume(old.run_id, old.step, state_hash(state), old.train_time_s, old.tokens_seen, old.cursor)
+    )
+    return state, Place(old.step, stream.Cursor(*old.cursor))
+
+
+def _keep(
+    ready: Ready,
+    checkpoints: Checkpoints,
+    state: TrainState,
+    place: Place,
+    log: runlog.RunLog,
+    clock: Clock,
+    tally: Tally,
+) -> None:
+    """Hands the state to the writer of checkpoints."""
+    watch = Stopwatch()
+    facts = checkpoint.Facts(
+        step=place.step,
+        run_id=tally.run_id,
+        config_sha256=format.config_sha256(ready.described),
+        cursor=place.cursor,
+        tokens_seen=tally.tokens_seen,
+        train_time_s=clock.seconds,
+        arrays=checkpoint.described(state),
+    )
+    checkpoints.save(state, facts)
+    log.emit(runlog.Checkpoint(place.step, state_hash(state), watch.seconds))
+
+
+def _batches(ready: Ready, tally: Tally, place: Place) -> Generator[tuple[int, stream.Prefetch], None, None]:
     """The number of each step, with the stream its batch comes from; each stage has batches of its own size."""
     shapes = [
         (stage.num_sequences, stage.seq_len) for stage in ready.recipe.stages for _ in range(stage.num_steps)
     ]
-    with stream.Prefetch(stream.TokenStream(ready.shards.train), shapes) as batches:
+    tokens = stream.TokenStream(ready.shards.train, place.cursor)
+    with stream.Prefetch(tokens, shapes[place.step :]) as batches:
         try:
-            for step in range(len(shapes)):
+            for step in range(place.step, len(shapes)):
                 yield step, batches
         finally:  # also when the run breaks off: what was read is told
             tally.data_wait_s, tally.ranges = batches.wait_s, batches.ranges
@@ -242,9 +343,12 @@ def _compilations(log: runlog.RunLog) -> ExitStack:
     return stack
 
 
-def _validate(ready: Ready, score: Any, state: TrainState, log: runlog.RunLog, tally: Tally) -> float:
+def _validate(
+    ready: Ready, score: Any, state: TrainState, log: runlog.RunLog, tally: Tally, poll: Callable[[], None]
+) -> float:
     """Scores the track's validation tokens and logs the result."""
-    val: Score = evaluate(ready.program, score, state, ready.shards.val[0], ready.track.data.val_tokens)
+    shard, num_tokens = ready.shards.val[0], ready.track.data.val_tokens
+    val: Score = evaluate(ready.program, score, state, shard, num_tokens, poll)
     tally.val_s += val.seconds
     step = int(jax.device_get(state.step))
     if not np.isfinite(val.nll_sum):

@@ -24,6 +24,7 @@ FLOORS = {
     "speedrun.declare": 9,
     "speedrun.plan": 8,
     "speedrun.prepare": 8,
+    "speedrun.checkpoint": 7,
     "speedrun.footprint": 7,
     "speedrun.evaluate": 7,
     "speedrun.bench": 7,

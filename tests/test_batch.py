@@ -142,12 +142,12 @@ def test_a_killed_run_stays_visible_as_one_that_broke_off(folder, keep):
     record = load(folder)
     assert record.declaration is not None
     assert not record.whole
-    assert salvage(folder, record.declaration) == [killed.name]
+    assert salvage(folder, record.declaration.recipe, record.declaration.num_devices) == [killed.name]
     assemble(folder)
     report = validate(folder, strict=True)
     assert not report.having("failed") + report.having("warning")
     assert killed.name in (folder / "README.md").read_text()
-    assert salvage(folder, record.declaration) == []
+    assert salvage(folder, record.declaration.recipe, record.declaration.num_devices) == []
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_what_a_power_cut_leaves_at_the_end_of_a_log_is_cut_off(folder, tail):
         log.write(tail)
     promise = load(folder).declaration
     assert promise is not None
-    assert salvage(folder, promise) == [killed.name]
+    assert salvage(folder, promise.recipe, promise.num_devices) == [killed.name]
     assemble(folder)
     assert validate(folder, strict=True).exit_code == 0
     assert "aborted" in (killed / "run.json").read_text()
@@ -176,7 +176,7 @@ def test_a_run_killed_before_its_preflight_spoils_no_batch(folder):
     log.write_bytes(log.read_bytes().partition(b"\n")[0] + b"\n")
     promise = load(folder).declaration
     assert promise is not None
-    assert salvage(folder, promise) == [killed.name]
+    assert salvage(folder, promise.recipe, promise.num_devices) == [killed.name]
     assemble(folder)
     report = validate(folder, strict=True)
     assert not report.having("failed") + report.having("warning")
@@ -191,7 +191,7 @@ def test_salvage_leaves_alone_what_is_no_run(folder):
     for path in ("runs/notes/a.txt", "runs/b.txt"):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text("mine")
-    assert salvage(folder, promise) == []
+    assert salvage(folder, promise.recipe, promise.num_devices) == []
     assert (folder / "runs/notes/a.txt").read_text() == "mine"
 
 
@@ -201,7 +201,7 @@ def test_a_run_killed_before_its_first_line_leaves_nothing(folder):
     (folder / "runs" / "tiny-2-00k2" / "metrics.jsonl").write_bytes(b'{"i":0,"t_')
     promise = load(folder).declaration
     assert promise is not None
-    assert salvage(folder, promise) == []
+    assert salvage(folder, promise.recipe, promise.num_devices) == []
     assert not (folder / "runs" / "tiny-2-00k2").exists()
     assert validate(folder).exit_code == 0
 
@@ -222,7 +222,7 @@ def test_a_killed_run_that_had_blown_up_is_not_run_again(folder):
     (killed / "run.json").unlink()
     promise = load(folder).declaration
     assert promise is not None
-    assert salvage(folder, promise) == [killed.name]
+    assert salvage(folder, promise.recipe, promise.num_devices) == [killed.name]
     found = far(folder)
     assert (found.missing, found.passed) == ((), False)
 

@@ -131,7 +131,7 @@ def test_a_form_of_attention_that_cannot_run_is_refused_with_all_reasons(smoke_d
 def test_a_run_on_fewer_devices_than_the_track_asks_for_is_warned(tmp_path, smoke_data, num_devices, warned):
     given = RunConfig("smoke-cpu", tmp_path / "out", data=smoke_data, num_devices=num_devices)
     with runlog.RunLog(tmp_path / "log", now) as log:
-        _announce(prepare(given), "a-run", log, Tally())
+        _announce(prepare(given), "a-run", log, Tally("tiny-1-00a1"))
     lines = list(runlog.read(tmp_path / "log"))
     assert sum(isinstance(line.event, runlog.Warning) for line in lines) == warned
     text = "warn  2 devices, smoke-cpu@1 asks for 8: the record will not pass V404\n"

@@ -203,6 +203,7 @@ def _ended(module: str, request: dict[str, Any], *, to_stderr: bool, keep_open: 
             [sys.executable, "-m", module, str(path)],
             stdout=sys.stderr if to_stderr else None,
             pass_fds=keep_open,
+            process_group=0,
         )
         return signals.wait_for(child)
 
@@ -239,7 +240,7 @@ class Batch:
 
     def _far(self) -> Standing:
         """Puts the record in order, and says how far it is."""
-        for run_id in salvage(self._folder, self._promise):
+        for run_id in salvage(self._folder, self._promise.recipe, self._promise.num_devices):
             click.echo(
                 f"warning: {run_id} was killed; its log is kept, as that of a run that broke off", err=True
             )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 import msgspec
+from click.core import ParameterSource
 
 from speedrun import clock, console
 from speedrun import track as tracks
@@ -26,10 +27,11 @@ from speedrun.cli.options import (
     track_option,
 )
 from speedrun.data import inventory, python_docs
-from speedrun.errors import UsageError
+from speedrun.errors import CheckpointError, UsageError
 from speedrun.ledger import format
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.plot import plot
+from speedrun.ledger.salvage import salvage
 from speedrun.ledger.validate import Report, Status, validate
 
 if TYPE_CHECKING:
@@ -40,7 +42,8 @@ if TYPE_CHECKING:
     epilog=example(
         "speedrun run --track smoke-cpu",
         "speedrun run --track smoke-cpu --seed 1 --set optimizer.muon_lr=0.05",
-        "speedrun run --track webmini --data DIR",
+        "speedrun run --track webmini --data DIR --checkpoint-every 50",
+        "speedrun run --resume runs/2026-11-21-webmini-1",
     )
 )
 @track_option()
@@ -59,6 +62,27 @@ if TYPE_CHECKING:
     metavar="DIR",
     help="A new folder. Default: runs/<date>-<track>-<n>.",
 )
+@click.option(
+    "--checkpoint-every",
+    type=Integer(1),
+    metavar="N",
+    help="Steps from one checkpoint to the next, in DIR.checkpoints; writing them counts as train time. "
+    "Default: none.",
+)
+@click.option(
+    "--keep-checkpoints",
+    type=Integer(0),
+    default=2,
+    show_default=True,
+    metavar="N",
+    help="The newest ones; 0: all.",
+)
+@click.option(
+    "--resume",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Go on with the run in DIR from its newest checkpoint, with its settings. Never ranked.",
+)
 @json_option
 @click.pass_context
 def command(
@@ -73,19 +97,18 @@ def command(
     attention: str,
     data: Path | None,
     out: Path | None,
+    checkpoint_every: int | None,
+    keep_checkpoints: int,
+    resume: Path | None,
     as_json: bool,
 ) -> None:
     """Train once on a track, under the clock; write, draw and validate a record.
 
     Exits with 0 if the target is reached and every check passes, with 1 if not.
     """
-    rules = tracks.load(track)
-    overrides = parse_settings(settings)
-    if data is None:
-        _ensure_docs(rules)
-    # JAX is imported only now: nothing above needs it, and an error above should not wait for it.
+    # A track or a setting that does not exist is told before JAX is imported, which takes a while.
+    rules, overrides = tracks.load(track), parse_settings(settings)
     from speedrun.prepare import RunConfig
-    from speedrun.train import train
 
     config = RunConfig(
         track=track,
@@ -97,8 +120,19 @@ def command(
         num_devices=devices,
         microbatches=microbatches,
         attention=attention,
+        checkpoint_every=checkpoint_every or 0,
+        keep_checkpoints=keep_checkpoints,
     )
-    title, fresh = f"{recipe or rules.recipe} on {rules.id}", not os.path.exists(config.out)
+    if resume is not None:
+        _alone(ctx)
+        config = _begun(resume)
+        rules = tracks.load(config.track)
+    if config.data is None:
+        _ensure_docs(rules)
+    from speedrun.train import train
+
+    title = f"{config.recipe or rules.recipe} on {rules.id}"
+    fresh = config.resume or not os.path.exists(config.out)
     try:
         with console.Live(sys.stderr if as_json else sys.stdout) as live:
             train(config, live)
@@ -109,7 +143,7 @@ def command(
     summary = assemble(config.out, title=title, declared_runs=1)
     picture = next(path for path in plot(config.out) if path.suffix == ".png")
     report = validate(config.out)
-    density = _bits_per_byte(rules, data, summary)
+    density = _bits_per_byte(rules, config.data, summary)
     if as_json:
         click.echo(_encoded(config.out, picture, summary, report, density))
     else:
@@ -119,6 +153,32 @@ def command(
         click.echo(f"record  {config.out}\nplot    {picture}")
         click.echo(f"next    {following(config, summary, report)}")
     ctx.exit(0 if summary.target_reached and report.exit_code == 0 else 1)
+
+
+def _alone(ctx: click.Context) -> None:
+    """All settings of a run that goes on are those it began with."""
+    given = {name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+    if others := sorted(given - {"resume", "as_json"}):
+        raise UsageError(
+            f"--resume with {', '.join(others)}; it takes all settings from the run; leave them out"
+        )
+
+
+def _begun(out: Path) -> "RunConfig":
+    """What the run in a folder was asked to do; if it was killed, what is left of it becomes a run that broke off."""
+    from speedrun import checkpoint
+    from speedrun.prepare import Begun
+
+    path = checkpoint.folder_of(out) / checkpoint.RUN
+    try:
+        begun = msgspec.json.decode(path.read_bytes(), type=Begun, dec_hook=lambda kind, value: kind(value))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path}: {getattr(error, 'strerror', None) or error}; checkpoints are needed to go on; start the run "
+            "with --checkpoint-every"
+        ) from None
+    salvage(out, begun.recipe, begun.num_devices)
+    return msgspec.structs.replace(begun.config, out=out, resume=True)
 
 
 def _ensure_docs(rules: tracks.Track) -> None:

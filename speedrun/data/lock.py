@@ -6,21 +6,25 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from speedrun.errors import DataError
+from speedrun.errors import DataError, SpeedrunError
 
 LOCK = ".lock"  #: a file, not the folder itself: network disks lock only what is open for writing
 
 
 @contextmanager
-def alone_in(folder: Path, say: Callable[[str], None] = lambda _: None) -> Iterator[None]:
+def alone_in(
+    folder: Path, say: Callable[[str], None] = lambda _: None, *, refuse: type[SpeedrunError] | None = None
+) -> Iterator[None]:
     """Holds a lock that ends with the process, however it ends; waits for another program to let go of it.
 
     Args:
         folder: is made.
         say: is told that there is another one.
+        refuse: the error to raise instead of waiting.
 
     Raises:
         DataError: if the folder cannot be written.
+        SpeedrunError: `refuse`, if there is another program.
     """
     path = folder / LOCK
     try:
@@ -33,6 +37,10 @@ def alone_in(folder: Path, say: Callable[[str], None] = lambda _: None) -> Itera
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
+                if refuse is not None:
+                    raise refuse(
+                        f"{folder}: another program writes into it; wait for its end, or choose another folder"
+                    ) from None
                 say(f"{folder}: another program writes into it; waiting for it to end")
                 fcntl.flock(file, fcntl.LOCK_EX)
             # Who had it before has removed the file, and somebody may have made a new one: only that one counts.

@@ -29,6 +29,9 @@ _ONCE = (
 _CLOCK = (runlog.ClockStart, runlog.ClockPause, runlog.ClockResume, runlog.ClockStop)
 
 
+#: Of a run that goes on from no other.
+_BEGINNING = runlog.Resume(run_id="", step=0, state_hash="", train_time_s=0.0, tokens_seen=0, cursor=(0, 0))
+
 _Event = TypeVar("_Event", bound=runlog.Event)
 _File = TypeVar("_File", RunFile, Manifest, Summary, Declaration)
 
@@ -53,7 +56,9 @@ class Run:
         """Where and why a run that did not finish ended."""
         begun = bool(self.of(runlog.ClockStart))
         where = (
-            f"after {len(self.steps):,} of {self.start.num_steps:,} steps" if begun else "before the clock"
+            f"after {self.origin.step + len(self.steps):,} of {self.start.num_steps:,} steps"
+            if begun
+            else "before the clock"
         )
         errors = [f"{error.kind}: {error.message}" for error in self.of(runlog.Error)]
         return f"{self.folder} broke off {where}: {errors[-1] if errors else 'its log just ends'}"
@@ -87,9 +92,19 @@ class Run:
         return self.of(runlog.Val)
 
     @cached_property
+    def origin(self) -> runlog.Resume:
+        """Where its first step stands: at the beginning, or where an earlier run left off."""
+        return next(iter(self.of(runlog.Resume)), _BEGINNING)
+
+    @property
+    def resumed(self) -> bool:
+        """Whether it goes on from an earlier run."""
+        return self.origin is not _BEGINNING
+
+    @cached_property
     def step_s(self) -> list[float]:
         """Seconds each step took on the ranked clock."""
-        times = [0.0, *(step.train_time_s for step in self.steps)]
+        times = [self.origin.train_time_s, *(step.train_time_s for step in self.steps)]
         return [after - before for before, after in itertools.pairwise(times)]
 
     @property
@@ -189,8 +204,13 @@ def grammar_problem(run: Run) -> str | None:
     kinds = [type(line.event) for line in run.lines]
     if not kinds or kinds[0] is not runlog.RunStart or kinds.count(runlog.RunStart) != 1:
         return "the log must begin with its only run_start"
-    if [step.step for step in run.steps] != list(range(len(run.steps))):
-        return "steps must be numbered 0, 1, 2, ... without a gap"
+    first = run.origin.step
+    if [step.step for step in run.steps] != list(range(first, first + len(run.steps))):
+        return f"steps must be numbered {first}, {first + 1}, {first + 2}, ... without a gap"
+    if kinds.count(runlog.Resume) > 1 or (
+        run.resumed and runlog.ClockStart in kinds[: kinds.index(runlog.Resume)]
+    ):
+        return "a run goes on from one other, before its clock starts"
     if not run.finished:
         return None
     for kind in _ONCE:
@@ -204,8 +224,9 @@ def grammar_problem(run: Run) -> str | None:
         return "the clock must start, pause and resume in turn, and stop"
     if kinds[-1] is not runlog.RunEnd:
         return "the log of a finished run must end with run_end"
-    if not run.vals or run.start.num_steps != len(run.steps) or not run.steps:
-        return f"want {run.start.num_steps} steps and a validation, got {len(run.steps)} and {len(run.vals)}"
+    if not run.vals or run.start.num_steps != first + len(run.steps) or not (run.steps or run.resumed):
+        want = f"{run.start.num_steps - first} steps and a validation"
+        return f"want {want}, got {len(run.steps)} and {len(run.vals)}"
     if any(val.tokens <= 0 for val in run.vals):
         return "a validation must score at least one token"
     return None

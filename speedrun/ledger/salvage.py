@@ -11,19 +11,20 @@ from speedrun.ledger import format
 LOG, FACTS, TEXT = "metrics.jsonl", "run.json", "log.txt"
 
 
-def salvage(root: Path, declaration: format.Declaration) -> list[str]:
+def salvage(root: Path, recipe: format.Recipe, num_devices: int) -> list[str]:
     """Gives every run without a whole `run.json` one, from its log; what cannot be read at its end is cut off.
 
     Args:
         root: a record folder in which nothing runs.
-        declaration: what the runs were declared as.
+        recipe: what all of them ran.
+        num_devices: on how many devices.
 
     Returns:
         The names of the runs.
     """
     folders = [path for path in sorted(root.glob("runs/*")) if path.is_dir()]
     left = [folder for folder in folders if not _ended(folder / FACTS)]
-    return [folder.name for folder in left if _salvage(folder, declaration)]
+    return [folder.name for folder in left if _salvage(folder, recipe, num_devices)]
 
 
 def _ended(facts: Path) -> bool:
@@ -31,7 +32,7 @@ def _ended(facts: Path) -> bool:
     return facts.exists() and facts.read_bytes().endswith(b"\n}\n")
 
 
-def _salvage(folder: Path, declaration: format.Declaration) -> bool:
+def _salvage(folder: Path, recipe: format.Recipe, num_devices: int) -> bool:
     """Whether there was a first line, which says what the run was; a folder without one is removed."""
     raw = (folder / LOG).read_bytes() if (folder / LOG).exists() else b""
     lines = _readable(raw)
@@ -54,8 +55,8 @@ def _salvage(folder: Path, declaration: format.Declaration) -> bool:
         track=start.track,
         track_sha256=start.track_sha256,
         recipe=start.recipe,
-        recipe_revision=declaration.recipe.revision,
-        overrides=declaration.recipe.overrides,
+        recipe_revision=recipe.revision,
+        overrides=recipe.overrides,
         config_sha256=start.config_sha256,
         source_sha256=start.source_sha256,
         created_utc=lines[0].t_utc,
@@ -66,7 +67,7 @@ def _salvage(folder: Path, declaration: format.Declaration) -> bool:
         first_loss=step.loss.hex() if step else None,
         platform=hardware.platform if hardware else "",
         device_kind=hardware.device_kind if hardware else "",
-        num_devices=hardware.num_devices if hardware else declaration.num_devices,
+        num_devices=hardware.num_devices if hardware else num_devices,
         software=hardware.software if hardware else {},
         environment=hardware.environment if hardware else {},
         data=format.DataRead((), val_shard, data.val_sha256 if data else ""),
