@@ -103,8 +103,8 @@ def test_every_help_has_an_example(names: tuple[str, ...]):
         (["run", "--seed"], "error: option '--seed' requires an argument; --help shows what is needed"),
         (["plot"], "error: missing argument 'RECORD'; 'speedrun plot --help' shows what is needed"),
         (
-            ["validate", "a", "b"],
-            "error: got unexpected extra argument (b); 'speedrun validate --help' shows",
+            ["replay", "a", "b"],
+            "error: got unexpected extra argument (b); 'speedrun replay --help' shows",
         ),
     ],
 )

@@ -29,6 +29,7 @@ COMMANDS = {
     "import-log": "Read other people's logs as context, and say how much equal runs differ.",
     "export": "Write a record as text logs, CSV, offline wandb runs or TensorBoard events.",
     "plot": "Draw the loss and the steps of a record.",
+    "submit": "Make a record ready for a pull request: validated, scanned for secrets, packed.",
     "replay": "Run the source that a record carries.",
     "bench": "Time operations against their bounds.",
     "profile": "Say where the time of a training step goes.",

@@ -6,6 +6,7 @@ import click
 import msgspec
 
 from speedrun.cli.options import example, json_option
+from speedrun.console import clean
 from speedrun.errors import UsageError
 from speedrun.ledger.validate import Report, find_check, validate
 
@@ -15,34 +16,51 @@ _COLOURS = {"ok": "green", "failed": "red", "warning": "yellow", "skipped": "bri
 @click.command(
     epilog=example("speedrun validate records/smoke-cpu/2026-11-21-first", "speedrun validate --explain V104")
 )
-@click.argument("record", type=click.Path(path_type=Path), required=False)
+@click.argument("records", metavar="RECORD...", type=click.Path(path_type=Path), nargs=-1)
 @click.option("--strict", is_flag=True, help="Let warnings fail, too.")
 @click.option("--explain", metavar="ID", help="Say what one check wants, why, and what to do, and stop.")
 @json_option
 @click.pass_context
 def command(
-    ctx: click.Context, *, record: Path | None, strict: bool, explain: str | None, as_json: bool
+    ctx: click.Context, *, records: tuple[Path, ...], strict: bool, explain: str | None, as_json: bool
 ) -> None:
-    """Check every claim of the record in folder RECORD.
+    """Check every claim of the records in the folders RECORD.
 
-    Reads only: no network, no accelerator, and nothing in the record is executed. Exits with 0 if the record
-    is good, else with 1.
+    Reads only: no network, no accelerator, and nothing in a record is executed. Exits with 0 if all records
+    are good, else with 1.
     """
     if explain is not None:
         _explain(explain, as_json=as_json)
         return
-    if record is None:
+    if not records:
         raise UsageError("no record given; name the folder that holds its manifest.json")
-    if record.is_dir() and not (record / "manifest.json").exists():
-        inside = sorted(path.parent for path in record.glob("*/manifest.json"))
-        hint = f"did you mean {inside[0]}?" if inside else "name the folder that 'speedrun run' printed"
-        raise UsageError(f"{record} holds no manifest.json, so it is no record; {hint}")
-    report = validate(record, strict=strict)
-    if as_json:
-        click.echo(_encoded(report))
+    for record in records:
+        need_record(record)
+    reports = {str(record): validate(record, strict=strict) for record in records}
+    exit_code = max(report.exit_code for report in reports.values())
+    if as_json and len(reports) == 1:
+        click.echo(msgspec.json.encode(*map(_facts, reports.values())))
+    elif as_json:
+        named = {path: _facts(report) for path, report in reports.items()}
+        click.echo(msgspec.json.encode({"exit_code": exit_code, "records": named}))
     else:
-        _show(report)
-    ctx.exit(report.exit_code)
+        for path, report in reports.items():
+            if len(reports) > 1:
+                click.echo(clean(path))
+            _show(report)
+    ctx.exit(exit_code)
+
+
+def need_record(folder: Path) -> None:
+    """Refuses a folder that is no record, with the one that may have been meant.
+
+    Raises:
+        UsageError: if it is there and holds no manifest.
+    """
+    if folder.is_dir() and not (folder / "manifest.json").exists():
+        inside = sorted(path.parent for path in folder.glob("*/manifest.json"))
+        hint = f"did you mean {inside[0]}?" if inside else "name the folder that 'speedrun run' printed"
+        raise UsageError(f"{folder} holds no manifest.json, so it is no record; {hint}")
 
 
 def _explain(id: str, *, as_json: bool) -> None:
@@ -73,9 +91,9 @@ def _show(report: Report) -> None:
     click.echo(f"{verdict}: {', '.join(f'{count} {status}' for count, status in counts if count)}")
 
 
-def _encoded(report: Report) -> bytes:
+def _facts(report: Report) -> dict[str, object]:
     results = [
         {"id": result.check.id, "status": result.status, "messages": result.messages}
         for result in report.results
     ]
-    return msgspec.json.encode({"exit_code": report.exit_code, "results": results})
+    return {"exit_code": report.exit_code, "results": results}

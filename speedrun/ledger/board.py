@@ -14,7 +14,7 @@ from speedrun.errors import UsageError
 from speedrun.ledger.assemble import derive_summary
 from speedrun.ledger.record import Record, load
 from speedrun.ledger.statistics import Interval, mean_interval
-from speedrun.ledger.validate import examine
+from speedrun.ledger.validate import Report, examine
 
 CONTEXT = "context.toml"
 
@@ -119,7 +119,7 @@ def _row(root: Path, folder: Path) -> Row | None:
     return Row(
         track=record.track.id,
         path=folder.relative_to(root).as_posix(),
-        standing=_standing(record, failed, {result.check.id for result in report.having("warning")}),
+        standing=standing_of(record, report),
         failed=failed,
         title=manifest.about.title,
         authors=manifest.about.authors,
@@ -143,9 +143,12 @@ def _half_width(interval: Interval | None) -> float | None:
     return None if interval is None else interval.half_width
 
 
-def _standing(record: Record, failed: tuple[str, ...], warned: set[str]) -> str:
+def standing_of(record: Record, report: Report) -> str:
+    """One of `STANDINGS`, for a record whose track is known."""
+    failed = [result.check.id for result in report.having("failed")]
+    warned = [result.check.id for result in report.having("warning")]
     if failed:
-        return "no result" if failed == ("V301",) else "refused"
+        return "no result" if failed == ["V301"] else "refused"
     summary = derive_summary(record.runs, record.rules, record.declaration)
     if summary.test is not None and summary.test.passed and "V302" not in warned:
         return "qualified"

@@ -1,0 +1,160 @@
+"""What must not leave this machine: secrets, and traces of whose machine it is.
+
+Nothing here repeats what it finds: a leak is a line number and a kind. Time grows with the bytes alone: every pattern
+begins with a literal or with a short class behind a border, its repeats are bounded or end it, and no two of them can
+share a character.
+"""
+
+import json
+import os
+import re
+import socket
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Literal, NamedTuple
+from urllib.parse import quote
+
+import msgspec
+
+#: A variable of the environment whose name holds one of these words holds a secret,
+_SECRET_NAME = re.compile(r"TOKEN|KEY|SECRET|PASSW|PASSPHRASE|CREDENTIAL", re.IGNORECASE)
+#: if it has so many bytes: shorter ones are switches, and stand in any text by chance.
+_SHORTEST_BYTES = 8
+#: A file could leak on every line; so many of one kind are enough.
+_MOST_OF_A_KIND = 5
+
+
+class Leak(msgspec.Struct, frozen=True):
+    """One place in a file."""
+
+    line: int  #: from 1
+    kind: str  #: what it looks like; never what it says
+    secret: bool  #: else a trace of a person or a machine: worth a warning
+
+
+class Shape(NamedTuple):
+    """What one kind of leak looks like."""
+
+    kind: str
+    pattern: re.Pattern[bytes]
+    secret: bool = True
+
+
+def _token(kind: str, pattern: str) -> Shape:
+    """A shape that begins a word."""
+    return Shape(kind, re.compile(rb"(?<![A-Za-z0-9_-])" + pattern.encode()))
+
+
+#: Tokens as their makers write them; lengths are lower bounds, for makers change them.
+SHAPES = (
+    _token("a Hugging Face token", r"(?:hf|api_org)_[A-Za-z0-9]{30,}"),
+    _token("a wandb key", r"wandb_v1_[A-Za-z0-9_]{40,}"),
+    _token("a GitHub token", r"(?:gh[pousr]_[A-Za-z0-9]{30,}|github_pat_[A-Za-z0-9_]{40,})"),
+    _token("a GitLab token", r"glpat-[A-Za-z0-9_-]{20,}"),
+    _token("an AWS key id", r"(?:AKIA|ASIA)[A-Z0-9]{16}(?![A-Za-z0-9])"),
+    _token("a Google key", r"AIza[A-Za-z0-9_-]{35}"),
+    _token("a Slack token", r"xox[abeoprs]-[A-Za-z0-9-]{20,}"),
+    _token("a PyPI token", r"pypi-[A-Za-z0-9_-]{50,}"),
+    # Words with hyphens, such as sk-learn-something, are no keys.
+    _token("an API key", r"sk-(?:(?:proj|ant|admin|svcacct|or)-[A-Za-z0-9_-]{20,}|[A-Za-z0-9]{20,})"),
+    Shape("a private key", re.compile(rb"-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY")),
+    Shape(
+        "a URL with a password",
+        re.compile(rb"""://[^\s/?#@:"'<>]{0,256}:[^\s/?#@"'<>]{1,256}@[A-Za-z0-9\[]"""),
+    ),
+    Shape(
+        "a home folder",
+        re.compile(rb"(?<![\w.])(?:/home/|/Users/|[A-Z]:(?:\\{1,2}|/)Users(?:\\{1,2}|/))[\w.-]"),
+        secret=False,
+    ),
+)
+
+#: The older wandb key is 40 hex digits, as is a git commit. What stands before it tells them apart: the nearest word.
+_HEX40 = re.compile(rb"(?<![A-Za-z0-9])[0-9a-f]{40}(?![A-Za-z0-9])")
+_BEFORE_BYTES = 80
+_HEX40_WORDS = re.compile(
+    rb"(?P<key>wandb|key|token|secret|passw|login)|(?P<commit>commit|revision|sha-?1|git|@|/resolve/|/blob/|/tree/)",
+    re.IGNORECASE,
+)
+
+
+def own_shapes(environ: Mapping[str, str] = os.environ, host: str | None = None) -> tuple[Shape, ...]:
+    """Shapes of this process alone: the values of its secret variables, its home folder, the name of its machine.
+
+    Args:
+        environ: where names like `HF_TOKEN` and their values stand.
+        host: name of the machine; asked of the system if None.
+    """
+    secrets = {name: value.strip() for name, value in environ.items() if _SECRET_NAME.search(name)}
+    shapes = [
+        Shape(f"the value of ${name}", re.compile(re.escape(spelling)))
+        for name, value in secrets.items()
+        if len(value.encode(errors="surrogateescape")) >= _SHORTEST_BYTES
+        for spelling in _spellings(value)
+    ]
+    home, name = environ.get("HOME", ""), socket.gethostname() if host is None else host
+    if len(Path(home).parts) > 2:  # /root is nobody's name
+        shapes.append(_word("the own home folder", home.rstrip("/")))
+    shapes += [
+        _word("the name of this machine", part)
+        for part in sorted({name, name.partition(".")[0]})
+        if len(part) > 3 and part != "localhost"
+    ]
+    return tuple(shapes)
+
+
+def _word(kind: str, text: str) -> Shape:
+    raw = re.escape(os.fsencode(text))
+    return Shape(
+        kind, re.compile(rb"(?<![A-Za-z0-9-])" + raw + rb"(?![A-Za-z0-9-])", re.IGNORECASE), secret=False
+    )
+
+
+def _spellings(value: str) -> set[bytes]:
+    """A value as it stands in a text, in JSON and in a URL."""
+    escaped = json.dumps(value, ensure_ascii=False)[1:-1]
+    raw = os.fsencode(value)
+    return {raw, escaped.encode(errors="surrogateescape"), quote(raw, safe="").encode()}
+
+
+def find(raw: bytes, own: Iterable[Shape] | None = None) -> list[Leak]:
+    """Everything in a file, or in a part of one, that looks like a secret or like a trace of this machine.
+
+    Args:
+        raw: any bytes. Text in UTF-16 is read as well: zero bytes do not count.
+        own: what `own_shapes` gave; made anew if None.
+
+    Returns:
+        By line, at most a few of a kind.
+    """
+    raw = raw.replace(b"\0", b"")
+    found: list[Leak] = []
+    for shape in (*SHAPES, *(own_shapes() if own is None else own)):
+        places = (match.start() for match in shape.pattern.finditer(raw))
+        found += _leaks(raw, places, shape.kind, secret=shape.secret)
+    keys, doubtful = [], []
+    for match in _HEX40.finditer(raw):
+        match _hex40(raw, match.start()):
+            case "key":
+                keys.append(match.start())
+            case "unknown":
+                doubtful.append(match.start())
+    found += _leaks(raw, keys, "a wandb key", secret=True)
+    found += _leaks(
+        raw, doubtful, "40 hex digits: a wandb key, or a commit that is not called one", secret=False
+    )
+    return sorted(set(found), key=lambda leak: (leak.line, not leak.secret, leak.kind))
+
+
+def _leaks(raw: bytes, places: Iterable[int], kind: str, *, secret: bool) -> Iterator[Leak]:
+    for place in islice(places, _MOST_OF_A_KIND):
+        yield Leak(raw.count(b"\n", 0, place) + 1, kind, secret)
+
+
+def _hex40(raw: bytes, place: int) -> Literal["key", "commit", "unknown"]:
+    before = raw[max(0, place - _BEFORE_BYTES) : place].rpartition(b"\n")[2]
+    words = [match.lastgroup for match in _HEX40_WORDS.finditer(before)]
+    if not words:
+        return "unknown"
+    return "key" if words[-1] == "key" else "commit"
