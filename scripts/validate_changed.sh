@@ -37,6 +37,7 @@ while IFS= read -rd '' path; do
     printf 'removed: %q\n' "$record"
   fi
 done < <(git -C "$checkout" diff --no-ext-diff --no-renames --name-only -z "$base" HEAD -- records)
+wait $! # no commit to compare with is no reason to pass
 
 echo "${#records[@]} records added or changed"
 if ((${#records[@]})); then speedrun validate --strict -- "${records[@]}" || status=1; fi

@@ -1,0 +1,189 @@
+"""The scan for secrets: every known shape in every kind of file, and no false alarm in a real record."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from speedrun.clock import Stopwatch
+from speedrun.ledger import leaks
+
+ROOT = Path(__file__).parent.parent
+RECORD = ROOT / "records" / "smoke-cpu" / "2026-11-21-first"
+NOBODY = leaks.own_shapes({}, host="localhost")
+HEX40 = "0123456789abcdef0123456789abcdef01234567"
+
+#: Put together here, so that no file of this project holds what looks like one.
+TOKENS = {
+    "a Hugging Face token": "hf_" + "aZ" * 17,
+    "a wandb key": "wandb_v1_" + "aZ9_" * 20,
+    "a GitHub token": "ghp_" + "aZ9" * 12,
+    "a GitLab token": "glpat-" + "aZ9-" * 5,
+    "an AWS key id": "AKIA" + "IOSFODNN7EXAMPLE",
+    "a Google key": "AIza" + "aZ9_-" * 7,
+    "a Slack token": "xoxb-" + "1234567890-" * 3,
+    "a PyPI token": "pypi-" + "AgEIcHlw" * 8,
+    "an API key": "sk-" + "aZ9" * 16,
+    "a private key": "-----BEGIN OPENSSH " + "PRIVATE KEY-----",
+    "a URL with a password": "https://somebody:" + "p4ssword@example.org/x.git",
+}
+MORE = {
+    "github_pat_" + "11ABCDEFG0" * 8: "a GitHub token",
+    "gho_" + "aZ9" * 12: "a GitHub token",
+    "sk-proj-" + "aZ_-" * 10: "an API key",
+    "sk-ant-" + "api03-aZ_9" * 5: "an API key",
+    "-----BEGIN " + "PRIVATE KEY-----": "a private key",
+    "-----BEGIN PGP " + "PRIVATE KEY BLOCK-----": "a private key",
+    "redis://:" + "p4ssword@localhost:6379": "a URL with a password",
+    f"WANDB_API_KEY={HEX40}": "a wandb key",
+    f'{{"wandb": "{HEX40}"}}': "a wandb key",
+    f"of commit x, key {HEX40}": "a wandb key",
+}
+#: Kinds of file, each with the token on its second line.
+FORMS = {
+    "text": lambda token: f"first\nsecond {token}\n".encode(),
+    "json": lambda token: b'{\n"b": ' + json.dumps([token], ensure_ascii=False).encode() + b"}",
+    "json line": lambda token: b'{"i":1}\n' + json.dumps({"x": token}, ensure_ascii=False).encode(),
+    "markdown": lambda token: f"# title\n[link]({token}) and `{token}`".encode(),
+    "source": lambda token: f"import jax\nlogin(token='{token}')\n".encode(),
+    "svg": lambda token: f"<svg>\n<text>{token}</text></svg>".encode(),
+    "png": lambda token: b"\x89PNG\n\x1a\xff\xfe" + token.encode() + b"\xff\x00",
+    "UTF-16": lambda token: f"first\n{token}".encode("utf-16"),
+}
+
+
+def secrets(raw: bytes, own=NOBODY) -> list[tuple[int, str]]:
+    return [(leak.line, leak.kind) for leak in leaks.find(raw, own) if leak.secret]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("token", "kind"), [*((t, k) for k, t in TOKENS.items()), *MORE.items()], ids=lambda x: x[:12]
+)
+def test_every_shape_is_found_in_every_kind_of_file(token, kind, form):
+    assert set(secrets(FORMS[form](token))) == {(2, kind)}
+
+
+def test_every_shape_has_an_example():
+    assert {shape.kind for shape in leaks.SHAPES if shape.secret} == set(TOKENS)
+
+
+@settings(deadline=None)
+@given(st.text(), st.text(), st.sampled_from(sorted(TOKENS)))
+def test_what_stands_around_a_token_hides_it_not(before, after, kind):
+    raw = f"{before}\n{TOKENS[kind]}\n{after}".encode(errors="surrogatepass")
+    assert (before.count("\n") + 2, kind) in secrets(raw)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        HEX40 + HEX40[:24],
+        '"init_hash": "25564a2e9f0b1c2d"',
+        f'revision = "{HEX40}"',
+        f'{{"val_tokens":1,"token":0,"revision":"{HEX40}"}}',
+        f"https://huggingface.co/datasets/x/resolve/{HEX40}/a.bin",
+        f"modded-nanogpt@{HEX40}",
+        "0x1.92d4ac0000000p+13",
+        "sk-learn-compatible-estimators-of-many-kinds",
+        "task-abcdefghijklmnopqrstuvwxyz",
+        "half_" + "z" * 40,
+        "https://example.org:8080/a@b",
+        "-----BEGIN CERTIFICATE-----",
+        "git@example.org:a/b.git",
+    ],
+)
+def test_what_records_are_full_of_is_no_alarm(text):
+    assert leaks.find(text.encode(), NOBODY) == []
+
+
+def test_a_real_record_raises_no_alarm():
+    files = [path for path in RECORD.rglob("*") if path.is_file()]
+    assert len(files) > 7
+    assert {path.name: found for path in files if (found := leaks.find(path.read_bytes(), NOBODY))} == {}
+
+
+def test_forty_digits_without_a_word_are_doubtful():
+    (leak,) = leaks.find(f"value {HEX40}".encode(), NOBODY)
+    assert (leak.secret, "wandb key, or a commit" in leak.kind) == (False, True)
+
+
+# --- this process's own ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["HF_TOKEN", "WANDB_API_KEY", "MY_SECRET", "DB_PASSWORD", "aws_secret_access_key"]
+)
+@pytest.mark.parametrize("value", ["correct-horse", 'quo"te\\back/slash', "ümläut wörd", "two\nlines of it"])
+@pytest.mark.parametrize("form", sorted(FORMS.keys() - {"UTF-16"}))
+def test_values_of_secret_variables_are_found(name, value, form):
+    raw = FORMS[form](value)
+    own = leaks.own_shapes({name: f" {value}\n", "PATH": "/bin"}, host="localhost")
+    kinds = {kind for _, kind in secrets(raw, own)}
+    assert kinds == {f"the value of ${name}"}
+    assert value not in repr(leaks.find(raw, own))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("HF_TOKEN", "short"), ("GIT_AUTHOR_NAME", "some body"), ("TOKEN", ""), ("PATH", "/usr/local/bin")],
+)
+def test_switches_names_and_paths_are_no_secrets(name, value):
+    own = leaks.own_shapes({name: value}, host="localhost")
+    assert leaks.find(f"a {value} b /usr/local/bin".encode(), own) == []
+
+
+def test_the_environment_is_asked_by_itself(monkeypatch):
+    monkeypatch.setenv("SOME_TOKEN", "canary-canary")
+    assert [leak.kind for leak in leaks.find(b"a canary-canary")] == ["the value of $SOME_TOKEN"]
+
+
+def test_traces_of_a_person_or_a_machine_are_warnings():
+    own = leaks.own_shapes({"HOME": "/data/people/jane"}, host="node17.cluster.example")
+    text = "\n".join(
+        [
+            "/home/jane/x",
+            "/Users/jane",
+            r"C:\Users\jane",
+            r"C:\\Users\\jane",
+            "/data/people/jane/y",
+            "on NODE17",
+        ]
+        + ["node17.cluster.example", "node171 has /data/people/janet, /home, example.org/home/x and anode17"]
+    )
+    found = leaks.find(text.encode(), own)
+    assert not any(leak.secret for leak in found)
+    kinds = ["a home folder"] * 4 + ["the own home folder"] + ["the name of this machine"] * 2
+    assert [(leak.line, leak.kind) for leak in found] == list(enumerate(kinds, start=1))
+
+
+def test_root_has_no_name():
+    assert leaks.own_shapes({"HOME": "/root"}, host="localhost") == ()
+
+
+# --- hostile input -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "part",
+    ["a", "A", "0", "/", "\\", ":", "@", "-", "\n", "://", "://a:", "-----BEGIN ", "hf_", "sk-", "/home/"]
+    + ["a" * 40 + " ", "key " + "a" * 40 + "\n", "C:\\Users\\", "hf_" + "a" * 34 + "\n"],
+    ids=lambda part: repr(part[:8]),
+)
+def test_time_is_linear_in_bytes(part):
+    """Seen: 0.1 to 0.3 s for 1 MB. What backtracks or counts lines anew at each hit takes minutes."""
+    raw = (part * (1_000_000 // len(part))).encode()
+    own = leaks.own_shapes({"A_TOKEN": part * 20, "HOME": "/home/somebody"}, host="machine")
+    watch = Stopwatch()
+    found = leaks.find(raw, own)
+    assert watch.seconds < 3
+    assert len(found) < 20
+
+
+def test_values_that_are_no_text_do_no_harm():
+    value = os.fsdecode(b"\xff\xfe" + b"secret-canary")
+    own = leaks.own_shapes({"A_TOKEN": value}, host="localhost")
+    assert secrets(b"x " + os.fsencode(value), own) == [(1, "the value of $A_TOKEN")]

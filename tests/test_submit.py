@@ -1,0 +1,324 @@
+"""Submitting: refused if a check fails or a secret is in it; one archive, the same each time; words stay words."""
+
+import io
+import json
+import os
+import shlex
+import subprocess
+import tarfile
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from forgeries import FORGERIES
+from hypothesis import given
+from hypothesis import strategies as st
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+from record_forge import change, facts, forge, install_track
+
+from speedrun import cli, runlog, track
+from speedrun.console import clean
+from speedrun.errors import UsageError
+from speedrun.ledger import pull_request, submission
+from speedrun.ledger.assemble import assemble
+from speedrun.ledger.record import load
+from speedrun.ledger.validate import validate
+
+TOKEN = "hf_" + "aZ" * 17
+HOSTILE = "a|b<img src=x onerror=1>](javascript:x)\n| x | @all `c` ``d`` #1 fixes #2 https://example.org **"
+NAME = "2026-10-02-forged"
+
+
+@pytest.fixture
+def record(tmp_path, monkeypatch) -> Path:
+    """An honest batch of two runs, in the folder `runs` of a checkout."""
+    install_track(tmp_path)
+    monkeypatch.setattr(track, "TRACKS_DIR", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    return forge(Path("runs/first"))
+
+
+def submit(*args: str | Path) -> Result:
+    return CliRunner().invoke(cli.command, ["submit", *map(str, args)], prog_name="speedrun")
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def said(result: Result) -> str:
+    """All that was shown; a crash is not hidden."""
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.stdout + result.stderr
+
+
+# --- refused -----------------------------------------------------------------------------------------------
+
+ONE_OF_EACH = list({id: build for id, _, build in FORGERIES}.items())
+
+
+@pytest.mark.parametrize(("id", "build"), ONE_OF_EACH, ids=[id for id, _ in ONE_OF_EACH])
+def test_a_record_that_fails_or_warns_is_refused_by_its_id(record, id, build):
+    folder = Path("runs/forged")
+    build(folder)
+    before = files(Path("runs"))
+    result = submit(folder)
+    assert (result.exit_code, result.stdout) == (1, "")
+    report = validate(folder, strict=True)
+    for status in ("failed", "warning"):
+        assert all(one.check.id in said(result) for one in report.having(status))
+    assert f"{id} " in said(result)
+    assert f"'speedrun validate --strict {folder}' says why" in said(result)
+    assert files(Path("runs")) == before
+
+
+#: Ways for a token to get into a record that passes every check.
+LEAKS = {
+    "README.md": lambda folder: edited_in_place(folder / "README.md", f"\n\nlogin with {TOKEN}\n"),
+    "NOTES.md": lambda folder: (folder / "NOTES.md").write_text(TOKEN),
+    "manifest.json": lambda folder: assemble(
+        folder, changes=[f"see https://somebody:{'p4ssword'}@example.org"]
+    ),
+    "plots/loss.svg": lambda folder: plot(
+        folder, f"<svg xmlns='http://www.w3.org/2000/svg'><text>{TOKEN}</text></svg>"
+    ),
+    "runs/tiny-1-00a1/metrics.jsonl": lambda folder: forge_anew(folder, environment={"XLA_FLAGS": TOKEN}),
+    "runs/tiny-2-00a2/log.txt": lambda folder: forge_anew(folder, software={"jax": TOKEN}),
+}
+
+
+def edited_in_place(path: Path, more: str) -> None:
+    path.write_text(path.read_text() + more)
+
+
+def plot(folder: Path, svg: str) -> None:
+    (folder / "plots").mkdir()
+    (folder / "plots" / "loss.svg").write_text(svg)
+
+
+def forge_anew(folder: Path, **fields) -> None:
+    for path in sorted(folder.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    forge(folder, edit_log=change(runlog.Preflight, **fields), edit_run=facts(**fields))
+
+
+@pytest.mark.parametrize("path", LEAKS)
+def test_a_secret_in_any_file_stops_it_and_is_never_shown(record, path):
+    LEAKS[path](record)
+    assert validate(record, strict=True).exit_code == 0, "only the secret is wrong with it"
+    before = files(Path("runs"))
+    result = submit(record)
+    assert result.exit_code == 1
+    assert f"secret  {path}:" in result.stdout
+    machine = submit(record, "--json")
+    report = json.loads(machine.stdout)
+    assert (machine.exit_code, report["exit_code"]) == (1, 1)
+    (finding,) = [one for one in report["findings"] if one["path"] == path]
+    line = files(record)[path].split(b"\n")[finding["line"] - 1]
+    assert TOKEN.encode() in line or b"p4ssword" in line
+    for shown in (said(result), said(machine)):
+        assert TOKEN not in shown
+        assert "p4ssword" not in shown
+    assert files(Path("runs")) == before
+
+
+def test_values_of_this_environment_stop_it(record, monkeypatch):
+    monkeypatch.setenv("MY_SECRET", "canary-of-mine")
+    edited_in_place(record / "README.md", "canary-of-mine")
+    result = submit(record)
+    assert (result.exit_code, "the value of $MY_SECRET" in result.stdout) == (1, True)
+    assert "canary-of-mine" not in said(result)
+
+
+def test_a_name_that_is_a_secret_is_not_shown():
+    (name,) = submission.findings({f"runs/{TOKEN}/log.txt": b""})
+    assert (name.path, name.secret) == ("runs/(hidden)/log.txt", True)
+
+
+def test_a_trace_of_a_person_warns_and_does_not_stop(record):
+    edited_in_place(record / "README.md", "\nread from /home/jane/data\n")
+    result = submit(record)
+    assert result.exit_code == 0, said(result)
+    assert "warning README.md:" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["missing"], "missing is not a folder"),
+        (["runs"], "did you mean runs/first?"),
+        (["runs/first", "--out", "runs/first/plots"], "lies in the record"),
+        (["runs/first", "--name", "!!!"], "say one with --name"),
+        (["runs/first", "--out", "forged.toml"], "File exists; choose another --out"),
+    ],
+)
+def test_wrong_usage_ends_with_2(record, args, message):
+    result = submit(*args)
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert message in said(result)
+
+
+# --- packed ------------------------------------------------------------------------------------------------
+
+
+def test_the_archive_is_the_record_and_the_same_each_time(record):
+    first = submit(record)
+    assert first.exit_code == 0, said(first)
+    archive = Path(f"runs/{NAME}.tar.gz").read_bytes()
+    for number, path in enumerate(sorted(record.rglob("*"))):
+        os.utime(path, (number, number))
+        path.chmod(0o700)
+    assert submit(record, "--out", "out").exit_code == 0
+    assert Path(f"out/{NAME}.tar.gz").read_bytes() == archive
+    assert sorted(path.name for path in Path("out").iterdir()) == [
+        f"{NAME}.pull-request.md",
+        f"{NAME}.tar.gz",
+    ]
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        members = tar.getmembers()
+        packed = {
+            member.name.partition("/")[2]: reader.read()
+            for member in members
+            if (reader := tar.extractfile(member))
+        }
+    assert [member.name for member in members] == sorted(f"{NAME}/{path}" for path in files(record))
+    assert {(m.mtime, m.uid, m.gid, m.uname, m.gname, m.mode, m.isreg()) for m in members} == {
+        (0, 0, 0, "", "", 0o644, True)
+    }
+    assert packed == files(record)
+    assert f"{len(archive):,} bytes" in first.stdout
+
+
+def test_the_longest_name_fits():
+    path = f"runs/{'a' * 100}/metrics.jsonl"
+    with tarfile.open(fileobj=io.BytesIO(submission.pack({path: b"x"}, "2026-10-02-" + "b" * 50))) as tar:
+        assert [name.partition("/")[2] for name in tar.getnames()] == [path]
+
+
+def test_a_dry_run_says_the_same_and_writes_nothing(record):
+    before = files(Path.cwd())
+    dry = json.loads(submit(record, "--dry-run", "--json").stdout)
+    assert files(Path.cwd()) == before
+    real = json.loads(submit(record, "--json").stdout)
+    assert (dry.pop("written"), real.pop("written")) == (False, True)
+    assert dry == real
+    assert Path(real["text_path"]).read_text() == real["text"]
+    assert Path(real["archive"]).stat().st_size == real["archive_bytes"]
+    assert "(not written)" in submit(record, "--dry-run").stdout
+
+
+def test_what_is_printed_can_be_typed_and_puts_the_record_in_its_place(record, monkeypatch):
+    """With stand-ins for git, gh and speedrun that say what they were given. The folder's name tries to break out."""
+    out = Path("a folder; touch broken $(touch broken) 'x'")
+    ready = json.loads(submit(record, "--out", out, "--json").stdout)
+    assert not Path("records").exists(), "nothing was run"
+    Path("bin").mkdir()
+    for name in ("git", "gh", "speedrun"):
+        script = Path("bin") / name
+        script.write_text(f'#!/bin/sh\necho {name} >>said; for word; do echo " $word" >>said; done\n')
+        script.chmod(0o755)
+    env = {**os.environ, "PATH": f"{Path.cwd() / 'bin'}:{os.environ['PATH']}"}
+    script = "\n".join(ready["commands"])
+    subprocess.run(["bash", "-eu", "-c", script], check=True, env=env)
+    assert not Path("broken").exists()
+    place = Path("records/forged") / NAME
+    assert ready["place"] == str(place)
+    assert files(place) == files(record)
+    typed = Path("said").read_text().split("\n")
+    assert f" {out / NAME}.pull-request.md" in typed
+    assert typed.count(f" {ready['title']}") == 2, "of the commit and of the pull request"
+    assert typed.index(" commit") < typed.index(" push") < typed.index(" pr")
+
+    again = json.loads(submit(place, "--dry-run", "--json").stdout)["commands"]
+    assert not [line for line in again if line.startswith(("mkdir", "tar"))], "it is there already"
+    other = forge(Path("runs/second"), step_s=(0.2,) * 10)
+    refused = submit(other)
+    assert (refused.exit_code, "choose another --name" in said(refused)) == (2, True)
+    assert submit(other, "--name", "second").exit_code == 0
+
+
+@given(st.text())
+def test_a_slug_is_a_name_for_any_shell_and_any_disk(text):
+    slug = submission.slug(text)
+    assert len(slug) <= 50
+    assert set(slug) <= set("abcdefghijklmnopqrstuvwxyz0123456789-")
+    assert shlex.quote(slug) == slug or not slug
+    assert submission.slug(slug) == slug
+
+
+def test_the_name_is_the_folder_s_if_it_is_dated(record):
+    manifest = load(record).manifest
+    assert manifest is not None
+    assert submission.name_of(Path("x/2026-01-02-wider-head"), manifest) == "2026-01-02-wider-head"
+    assert submission.name_of(Path("x/2026-01-02-Wider"), manifest) == NAME
+    assert submission.name_of(record, manifest, "Größer, & better!") == "2026-10-02-groer-better"
+    with pytest.raises(UsageError, match="--name"):
+        submission.name_of(record, manifest, "漢字")
+
+
+# --- the text ----------------------------------------------------------------------------------------------
+
+
+def tokens(text: str) -> list[Token]:
+    """By another reader of Markdown, with the tokens inside of lines."""
+    blocks = MarkdownIt("commonmark", {"html": True}).enable("table").parse(text)
+    return [token for block in blocks for token in [block, *(block.children or [])]]
+
+
+def test_the_text_says_what_the_record_says(record):
+    ready = json.loads(submit(record, "--json").stdout)
+    lines = ready["text"].splitlines()
+    rows = dict(
+        line.strip("| ").split(" | ", 1) for line in lines if line.startswith("| ") and line != "| | |"
+    )
+    assert rows["track"] == "`forged@1`"
+    assert rows["status"] == "qualified"
+    assert rows["runs"] == "n = 2 finished of 2 declared; 0 broke off"
+    assert rows["validation loss"] == "3.2500 nats per token (sd 0.0000)"
+    assert rows["train time"] == "1.00 s (sd 0.00)"
+    assert rows["cold wall time"] == "9.0 s (sd 0.0)"
+    assert rows["hardware"] == "8 x `cpu`, matmul 50.0 Gflop/s"
+    assert "`jax 0.10.2`" in rows["versions"]
+    assert ready["archive_sha256"] in rows["archive"]
+    assert "3.28, reached" in rows["target"]
+    assert rows["test of the mean"].endswith("need less than 0.001: proven")
+    assert ready["title"] == f"Record forged/{NAME}: 1.00 s at 3.2500, n = 2"
+    assert sum(line.startswith("- [ ] ") for line in lines) == len(pull_request.PROMISES)
+    assert not [kind for kind in tokens(ready["text"]) if kind.type in ("html_block", "html_inline", "image")]
+
+
+def test_hostile_words_stay_words(record):
+    plain = tokens(json.loads(submit(record, "--name", "x", "--dry-run", "--json").stdout)["text"])
+    assemble(
+        record,
+        title=HOSTILE,
+        authors=[HOSTILE, "`"],
+        parent_record=HOSTILE,
+        changes=[HOSTILE, "``` x", "- [x]"],
+    )
+    ready = json.loads(submit(record, "--name", "x", "--dry-run", "--json").stdout)
+    found = tokens(ready["text"])
+    for kind in ("html_block", "html_inline", "image", "link_open", "em_open", "strong_open", "fence"):
+        assert not [token for token in found if token.type == kind]
+    for kind in ("tr_open", "td_open", "th_open", "heading_open"):
+        assert sum(t.type == kind for t in found) == sum(t.type == kind for t in plain), kind
+    code = [token.content for token in found if token.type == "code_inline"]
+    assert code.count(clean(HOSTILE)) == 3, "the very characters: title, parent, a change"
+    assert f"{clean(HOSTILE)}, `" in code
+    assert {"``` x", "- [x]"} <= set(code)
+    for token in found:
+        if token.type == "text":
+            assert not set("@<#|") & set(token.content), "mentions, references and markup only inside of code"
+    assert not set("@#<`\n") & set(ready["title"])
+
+
+@given(st.text(min_size=1))
+def test_a_literal_shows_any_text_as_it_is(text):
+    wanted = clean(text, limit=200)
+    inline = [token for token in tokens(pull_request.literal(text)) if token.type in ("text", "code_inline")]
+    assert [token.content for token in inline] == [wanted if wanted.strip() else "(empty)"]
+    table = tokens(f"| a | b |\n|---|---|\n| {pull_request.cell(text)} | c |\n")
+    assert [token.content for token in table if token.type == "td_open" or token.type == "code_inline"][-2:]
+    assert sum(token.type == "td_open" for token in table) == 2

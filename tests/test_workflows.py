@@ -1,0 +1,199 @@
+"""What CI does with other people's records: reads them with the base branch's validator, and runs nothing of them."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parent.parent
+WORKFLOWS = {path.name: path.read_text() for path in sorted((ROOT / ".github" / "workflows").glob("*"))}
+RECORD = ROOT / "records" / "smoke-cpu" / "2026-11-21-first"
+SCRIPT = ROOT / "scripts" / "validate_changed.sh"
+
+
+def parsed(name: str) -> dict[Any, Any]:
+    return yaml.safe_load(WORKFLOWS[name])
+
+
+def steps(name: str) -> list[dict[str, Any]]:
+    return [step for job in parsed(name)["jobs"].values() for step in job["steps"]]
+
+
+def test_there_are_two() -> None:
+    assert sorted(WORKFLOWS) == ["records.yml", "test.yml"]
+    assert [step["run"] for step in steps("test.yml") if "run" in step] == ["scripts/test.sh"]
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_a_workflow_may_only_read(name: str) -> None:
+    workflow = parsed(name)
+    triggers = workflow[True]  # what YAML makes of "on"
+    assert set(triggers) <= {"push", "pull_request"}
+    assert "pull_request" in triggers
+    assert workflow["permissions"] == {"contents": "read"}
+    assert "secrets." not in WORKFLOWS[name]
+    for job in workflow["jobs"].values():
+        assert "permissions" not in job
+        assert 0 < job["timeout-minutes"] <= 60
+    for step in steps(name):
+        if uses := step.get("uses"):
+            assert re.fullmatch(r"actions/[a-z-]+@[0-9a-f]{40}", uses), "a tag can be moved, a commit cannot"
+            assert re.search(rf"{uses} # v\d+\.\d+\.\d+\n", WORKFLOWS[name])
+        if str(step.get("uses")).startswith("actions/checkout@"):
+            assert step["with"]["persist-credentials"] is False
+        assert "${{" not in step.get("run", ""), "what stands in an event is a stranger's: not for a shell"
+
+
+def test_records_are_read_by_the_base_branch() -> None:
+    base, proposed = (step["with"] for step in steps("records.yml") if "path" in step.get("with", {}))
+    assert base == {
+        "ref": "${{ github.event.pull_request.base.sha }}",
+        "path": "base",
+        "persist-credentials": False,
+    }
+    assert (proposed["path"], "ref" in proposed) == ("proposed", False)
+    runs = [step["run"] for step in steps("records.yml") if "run" in step]
+    assert runs[0] == "base/scripts/install.sh run"
+    path, script, *args = runs[1].split()
+    assert (path, script) == ('PATH="$PWD/base/.venv/bin:$PATH"', f"base/scripts/{SCRIPT.name}")
+    assert args == ["proposed", "HEAD^1"]
+    assert not any("working-directory" in step for step in steps("records.yml"))
+
+
+# --- the script --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A checkout with one record at its first commit."""
+    clone = tmp_path / "clone"
+    shutil.copytree(RECORD, clone / "records" / "smoke-cpu" / "old")
+    git(clone, "init", "-q", "-b", "main")
+    commit(clone)
+    return clone
+
+
+def git(clone: Path, *args: str) -> None:
+    who = ["-c", "user.name=nobody", "-c", "user.email=nobody@example.org", "-c", "commit.gpgsign=false"]
+    subprocess.run(["git", "-C", str(clone), *who, *args], check=True, capture_output=True)
+
+
+def commit(clone: Path) -> None:
+    git(clone, "add", "-A")
+    git(clone, "commit", "-q", "-m", "x", "--allow-empty")
+
+
+def check(clone: Path, base: str = "HEAD^1") -> tuple[int, str]:
+    """Exit code and output of the script, as GitHub would see them."""
+    commit(clone)
+    python = Path(sys.executable).parent
+    env = {
+        **os.environ,
+        "GITHUB_ACTIONS": "true",
+        "PATH": f"{python}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+    }
+    args = [str(SCRIPT), clone.name, base]
+    done = subprocess.run(args, cwd=clone.parent, env=env, capture_output=True, check=False)
+    assert done.stderr == b"", (
+        "two streams have no order, so that one could be read before commands are stopped"
+    )
+    return done.returncode, done.stdout.decode(errors="replace")
+
+
+def obeyed(output: str) -> list[str]:
+    """The workflow commands in an output that GitHub's runner would obey.
+
+    Of a line with spaces before it, `::name ...::`; anywhere in a line, `##[name]`. After stop-commands only the
+    marker it named counts. Source: ActionCommandManager and ActionCommand of actions/runner.
+    """
+    found, marker = [], None
+    for line in output.splitlines():
+        command = re.match(r"\s*::([^ :]+)[^:]*::(.*)", line) or re.search(r"##\[([^ \]]+)[^\]]*\](.*)", line)
+        if command is None or (marker is not None and command[1] != marker):
+            continue
+        if marker is None:
+            found.append(command[1])
+        marker = command[2] if command[1] == "stop-commands" else None
+    return found
+
+
+def test_the_runner_of_this_test_obeys() -> None:
+    before = "  ::add-mask::x\nx ::no::\nx ##[error]y\n::stop-commands::m\n"
+    text = before + "::error::a\n##[group]\n::m::\n::error file=x::b"
+    assert obeyed(text) == ["add-mask", "error", "stop-commands", "error"]
+
+
+def test_good_records_pass_and_others_are_not_asked(clone: Path) -> None:
+    shutil.copytree(RECORD, clone / "records" / "smoke-cpu" / "new")
+    (clone / "records" / "LEADERBOARD.md").write_text("# The board")
+    code, output = check(clone)
+    assert (code, "1 records added or changed\n" in output) == (0, True), output
+    assert "old" not in output
+    assert "good: " in output
+    code, output = check(clone)
+    assert (code, "0 records added or changed\n" in output) == (0, True), output
+
+
+def test_a_changed_record_is_validated_again(clone: Path) -> None:
+    summary = clone / "records" / "smoke-cpu" / "old" / "summary.json"
+    summary.write_text(summary.read_text().replace("35.98", "25.98"))
+    shutil.copytree(RECORD, clone / "records" / "smoke-cpu" / "new")
+    code, output = check(clone)
+    assert (code, "2 records added or changed\n" in output) == (1, True), output
+    assert re.search(r"failed +V004", output)
+    assert "good: " in output, "the other one is not kept from its answer"
+
+
+def test_a_record_without_its_log_is_refused(clone: Path) -> None:
+    next(clone.glob("records/smoke-cpu/old/runs/*/metrics.jsonl")).unlink()
+    code, output = check(clone)
+    assert (code, "refused: " in output) == (1, True), output
+
+
+@pytest.mark.parametrize("form", ["link", "file", "empty", "name", "no commit"])
+def test_what_is_no_record_is_refused(clone: Path, form: str) -> None:
+    place = clone / "records" / "smoke-cpu" / "new"
+    match form:
+        case "link":
+            place.symlink_to("old")
+        case "file":
+            place.write_text("archive")
+        case "empty":
+            place.mkdir()
+            (place / "x").write_text("")
+        case "name":
+            shutil.copytree(RECORD, place.with_name("a\nb"))
+            (place.with_name("a\nb") / "summary.json").write_text("{}")
+    code, output = check(clone, base="HEAD^9" if form == "no commit" else "HEAD^1")
+    assert code != 0, output
+
+
+def test_nothing_of_it_is_run_and_none_of_its_words_is_a_command(clone: Path) -> None:
+    canary = clone.parent / "ran"
+    code = f"open({str(canary)!r}, 'w')\n"
+    hostile = clone / "records" / "smoke-cpu" / "::error::boo"
+    shutil.copytree(RECORD, hostile)
+    (hostile / "::add-mask::3").write_text("stray")
+    (hostile / "##[group]x").write_text("stray")
+    (hostile / "\r::add-path::x").write_text("stray")
+    (hostile / "sitecustomize.py").write_text(code)
+    for path in ("sitecustomize.py", "speedrun/__init__.py", "speedrun.py", "conftest.py", "click.py"):
+        (clone / path).parent.mkdir(exist_ok=True)
+        (clone / path).write_text(code)
+    (clone / ".gitattributes").write_text("* diff=evil\n")
+    exit_code, output = check(clone)
+    assert exit_code == 1
+    assert "::add-mask::3" in output, "it is named, and nobody obeys"
+    first, last = output.splitlines()[0], output.splitlines()[-1]
+    marker = first.removeprefix("::stop-commands::")
+    assert re.fullmatch("[0-9a-f]{32}", marker)
+    assert last == f"::{marker}::"
+    assert obeyed(output) == ["stop-commands"]
+    assert not canary.exists()
