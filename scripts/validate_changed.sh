@@ -21,14 +21,15 @@ fi
 declare -A seen=()
 records=() status=0
 while IFS= read -rd '' path; do
+  if [[ -L $checkout/$path ]]; then
+    printf 'refused: %q is a link\n' "$path"
+    status=1
+  fi
   if ! [[ $path =~ ^records/[^/]+/[^/]+ ]]; then continue; fi
   record=${BASH_REMATCH[0]}
   if [[ -n ${seen[$record]:-} ]]; then continue; fi
   seen[$record]=1
-  if [[ -L $checkout/records || -L $checkout/${record%/*} || -L $checkout/$record ]]; then
-    printf 'refused: %q is a link\n' "$record"
-    status=1
-  elif [[ -d $checkout/$record ]]; then
+  if [[ -d $checkout/$record ]]; then
     records+=("$checkout/$record")
   elif [[ -e $checkout/$record ]]; then
     printf 'refused: %q is no folder of a record\n' "$record"

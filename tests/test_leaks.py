@@ -92,6 +92,7 @@ def test_what_stands_around_a_token_hides_it_not(before, after, kind):
         "task-abcdefghijklmnopqrstuvwxyz",
         "half_" + "z" * 40,
         "https://example.org:8080/a@b",
+        "https://example.org/a:b@example.org",
         "-----BEGIN CERTIFICATE-----",
         "git@example.org:a/b.git",
     ],

@@ -191,6 +191,14 @@ def test_the_archive_is_the_record_and_the_same_each_time(record):
     assert f"{len(archive):,} bytes" in first.stdout
 
 
+def test_neither_order_nor_time_makes_another_archive():
+    one, other = ({name: name.encode() for name in names} for names in ("abc", "cab"))
+    archive = submission.pack(one, "x")
+    assert submission.pack(other, "x") == archive
+    flags, mtime = archive[3], archive[4:8]  # of the gzip header: RFC 1952, section 2.3
+    assert (flags, mtime) == (0, bytes(4))
+
+
 def test_the_longest_name_fits():
     path = f"runs/{'a' * 100}/metrics.jsonl"
     with tarfile.open(fileobj=io.BytesIO(submission.pack({path: b"x"}, "2026-10-02-" + "b" * 50))) as tar:

@@ -316,12 +316,12 @@ def test_nothing_heavy_is_imported():
     assert not {"jax", "numpy", "matplotlib", "rich"}.intersection(loaded)
 
 
-def test_several_records_are_answered_each_by_itself(tmp_path):
-    good, bad = forge(tmp_path / "good"), forge(tmp_path / "bad")
+def test_several_records_are_answered_each_by_itself(folder):
+    good, bad = forge(folder), forge(folder.with_name("bad"))
     (bad / "summary.json").write_text("{}")
-    result = CliRunner().invoke(cli.command, ["validate", str(good), str(bad), "--json"], prog_name="speedrun")
+    result = CliRunner().invoke(command, [str(good), str(bad), "--json"])
     report = json.loads(result.stdout)
     assert (result.exit_code, report["exit_code"]) == (1, 1)
     assert {path: one["exit_code"] for path, one in report["records"].items()} == {str(good): 0, str(bad): 1}
-    shown = CliRunner().invoke(cli.command, ["validate", str(good), str(bad)], prog_name="speedrun").stdout
+    shown = CliRunner().invoke(command, [str(good), str(bad)]).stdout
     assert shown.index(str(good)) < shown.index("good: ") < shown.index(str(bad)) < shown.index("refused: ")

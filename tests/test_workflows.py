@@ -157,12 +157,19 @@ def test_a_record_without_its_log_is_refused(clone: Path) -> None:
     assert (code, "refused: " in output) == (1, True), output
 
 
-@pytest.mark.parametrize("form", ["link", "file", "empty", "name", "no commit"])
+@pytest.mark.parametrize(
+    "form", ["link", "linked track", "linked records", "file", "empty", "name", "no commit"]
+)
 def test_what_is_no_record_is_refused(clone: Path, form: str) -> None:
     place = clone / "records" / "smoke-cpu" / "new"
     match form:
         case "link":
             place.symlink_to("old")
+        case "linked track":
+            (clone / "records" / "other").symlink_to("smoke-cpu")
+        case "linked records":
+            (clone / "records").rename(clone / "elsewhere")
+            (clone / "records").symlink_to("elsewhere")
         case "file":
             place.write_text("archive")
         case "empty":

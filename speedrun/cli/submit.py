@@ -78,8 +78,8 @@ def _refuse(
 ) -> NoReturn:
     """Names file, line and kind, never the secret; the log of a run cannot be edited, so its secret must go first."""
     error = (
-        f"{record} holds {len(secrets)} thing{'s' * (len(secrets) > 1)} that look like secrets; nothing was written: "
-        "make them invalid where they were issued, and run again without them"
+        f"{record} looks as if it held secrets ({len(secrets)}), so nothing was written; make them invalid where they "
+        "were issued, then take them out of what people wrote, or run again without them"
     )
     if as_json:
         click.echo(msgspec.json.encode({"error": error, "exit_code": 1, "findings": found}))
