@@ -1,5 +1,6 @@
 """What the devices achieve before a run: the number that a claimed step time is held against."""
 
+import subprocess
 from collections.abc import Callable
 
 import jax
@@ -13,6 +14,9 @@ from speedrun.mesh import place
 from speedrun.params import AXIS
 
 _MULTIPLICATIONS = 8
+#: Microseconds since the driver was loaded. The power cap is not among them: large products always run at it.
+_COUNTERS = ("hw_thermal_slowdown", "sw_thermal_slowdown", "hw_power_brake_slowdown")
+_ANSWER_S = 20.0  #: an nvidia-smi that hangs is a broken driver; the run need not wait for it
 _TRIALS = 10
 
 
@@ -40,6 +44,22 @@ def matmul_gflops(mesh: Mesh) -> float:
     program = jax.jit(chain, out_shardings=x_NMM.sharding)
     flops = _MULTIPLICATIONS * mesh.size * 2 * size**3
     return flops / best_s(lambda: program(x_NMM)) / 1e9
+
+
+def throttled_s(mesh: Mesh) -> float | None:
+    """Seconds for which heat or the power supply held the GPUs of this machine back so far, all of them together.
+
+    None where nothing counts them: no GPU, no `nvidia-smi`, or a driver older than the counters.
+    """
+    if is_simulated(mesh):
+        return None
+    names = ",".join(f"clocks_event_reasons_counters.{name}" for name in _COUNTERS)
+    argv = ["nvidia-smi", f"--query-gpu={names}", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(argv, capture_output=True, text=True, timeout=_ANSWER_S, check=True).stdout
+        return sum(int(number) for line in answer.splitlines() for number in line.split(",")) / 1e6
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
 
 
 def is_simulated(mesh: Mesh) -> bool:

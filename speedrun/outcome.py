@@ -28,6 +28,7 @@ class Tally:
     first_batch_sha256: str | None = None
     tokens_seen: int = 0
     peak_bytes: int = 0
+    throttled_s: float | None = None
     cold_wall_s: float = 0.0  #: 0 until the last validation is done
     val_sha256: str = ""
     ranges: tuple[stream.Span, ...] = ()
@@ -47,6 +48,7 @@ def run_end(ready: Ready, outcome: str, clock: Clock, tally: Tally) -> runlog.Ru
         data_wait_s=tally.data_wait_s,
         peak_bytes=tally.peak_bytes,
         final_hash=tally.final_hash,
+        throttled_s=tally.throttled_s,
     )
 
 

@@ -1,15 +1,18 @@
-"""What a run depends on: its source closure and its environment.
+"""What a run depends on: its source closure, its commit, its packages and its environment.
 
 The closure is every project file that the given modules reach by import statements, wherever in a file
 those stand, so that no loaded-by-accident module comes along and no lazy import is missed.
 """
 
 import ast
+import hashlib
 import os
 import platform
 import re
+import subprocess
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 from speedrun.sourcefile import join_source
 
@@ -34,6 +37,8 @@ VARIABLES = (
     "NCCL_PROTO",
     "NVIDIA_TF32_OVERRIDE",
 )
+_PIN = re.compile(r"^([a-z0-9-]+)==(\S+)( ;)?", re.MULTILINE)
+_GIT_S = 10.0  #: a checkout on a slow network need not hold up a run
 
 
 def closure(modules: list[str], extra: list[Path]) -> str:
@@ -87,3 +92,54 @@ def software() -> dict[str, str]:
 def environment() -> dict[str, str]:
     """The allow-listed environment variables that are set."""
     return {name: os.environ[name] for name in VARIABLES if name in os.environ}
+
+
+class Checkout(NamedTuple):
+    """Which code this is."""
+
+    commit: str  #: empty where nobody knows
+    dirty: bool | None  #: whether code or requirements differ from the commit; None where nobody knows
+
+
+def checkout() -> Checkout:
+    """What git says of the checkout that this code lies in; nothing is known without git or a checkout."""
+    if not (_ROOT / ".git").exists():
+        return Checkout("", None)
+    argv = ["git", "--no-optional-locks", "-C", str(_ROOT), "status", "--porcelain=2", "--branch"]
+    try:
+        said = subprocess.run(
+            [*argv, "--", "speedrun", "requirements", "pyproject.toml"],
+            capture_output=True, encoding="utf-8", errors="replace", timeout=_GIT_S, check=True,
+        ).stdout.splitlines()  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return Checkout("", None)
+    head = next((line.split()[-1] for line in said if line.startswith("# branch.oid ")), "")
+    return Checkout(head, any(not line.startswith("# ") for line in said))
+
+
+class Lock(NamedTuple):
+    """A file of pinned packages."""
+
+    name: str
+    sha256: str
+
+
+def lock() -> Lock:
+    """The largest file of requirements/ whose packages are all installed here in the pinned version; else empty."""
+    installed = {re.sub(r"[-_.]+", "-", one.name).lower(): one.version for one in metadata.distributions()}
+    fits: dict[int, Lock] = {}
+    for path in sorted((_ROOT / "requirements").glob("*.lock")):
+        raw = path.read_bytes()
+        if pins := pinned(raw.decode()):
+            whole = set(_PACKAGES) <= pins.keys()  # not one that is laid over others
+            if whole and all(installed.get(name) in versions for name, versions in pins.items()):
+                fits[len(pins)] = Lock(path.name, hashlib.sha256(raw).hexdigest())
+    return fits[max(fits)] if fits else Lock("", "")
+
+
+def pinned(text: str) -> dict[str, set[str | None]]:
+    """The versions in which a lock file allows each package; None among them: it may be missing on some platforms."""
+    pins: dict[str, set[str | None]] = {}
+    for name, version, marker in _PIN.findall(text):
+        pins.setdefault(name, set()).update({version, None} if marker else {version})
+    return pins

@@ -38,7 +38,7 @@ class RunStart(Event, tag="run_start", frozen=True, omit_defaults=True):
     batch_sha256: str = ""  #: of the `batch.json` that declared this run; empty for a run by itself
 
 
-class Preflight(Event, tag="preflight", frozen=True):
+class Preflight(Event, tag="preflight", frozen=True, omit_defaults=True):
     """Hardware, software and health numbers; capture is an allow-list."""
 
     platform: str
@@ -47,6 +47,10 @@ class Preflight(Event, tag="preflight", frozen=True):
     software: dict[str, str]
     environment: dict[str, str]
     matmul_gflops: float  #: achieved by all devices together in a bench before the clock
+    commit: str = ""  #: of the checkout that ran; empty where nobody knows, as without git
+    dirty: bool | None = None  #: whether the code differed from that commit; None where nobody knows
+    lock: str = ""  #: the largest file of requirements/ of which every pin is installed; empty where none is
+    lock_sha256: str = ""
 
 
 class DataReady(Event, tag="data", frozen=True):
@@ -70,6 +74,7 @@ class Plan(Event, tag="plan", frozen=True, omit_defaults=True):
     temp_bytes_per_device: int
     kernels: dict[str, str] = {}  #: operation and shape -> the form that was chosen, and why
     compiler_options: dict[str, bool | int | str] = {}
+    shapes: dict[str, tuple[int, ...]] = {}  #: of each parameter
 
 
 class Compile(Event, tag="compile", frozen=True, omit_defaults=True):
@@ -180,7 +185,7 @@ class Error(Event, tag="error", frozen=True):
     message: str
 
 
-class RunEnd(Event, tag="run_end", frozen=True):
+class RunEnd(Event, tag="run_end", frozen=True, omit_defaults=True):
     """Last line. Status: finished, non-finite, aborted."""
 
     status: str
@@ -193,6 +198,9 @@ class RunEnd(Event, tag="run_end", frozen=True):
     data_wait_s: float
     peak_bytes: int
     final_hash: str
+    throttled_s: float | None = (
+        None  #: devices held back by heat or power supply; None where nothing counts it
+    )
 
 
 AnyEvent = (

@@ -56,6 +56,8 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     val_every: int  #: steps between declared validations; one more after the last step
     untimed_cap_s: float  #: compile and warm-up may take this long before the clock
     ranked: bool  #: by train time; else results are shown, not ranked
+    #: Of the whole state, all devices together: a float32 parameter, two moments and one copy make 16.
+    state_bytes_per_param: float = 16.0
 
 
 class PythonDocs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -127,4 +127,5 @@ def _plan(ready: Ready, state: TrainState, temp_bytes: int) -> runlog.Plan:
         temp_bytes_per_device=temp_bytes,
         kernels={call: f"{one.name}: {one.reason}" for call, one in ready.program.kernels.choices.items()},
         compiler_options=ready.program.compiler_options,
+        shapes={name: spec.shape for name, spec in table.items()},
     )

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,6 +17,7 @@ from speedrun import track
 from speedrun.errors import UsageError
 from speedrun.ledger.format import Declaration, FormatError, Manifest, Summary
 from speedrun.ledger.run import Run, read_json, read_run
+from speedrun.sourcefile import split_source
 from speedrun.track import Track
 
 _MIB = 2**20
@@ -61,6 +62,14 @@ class Record:
     def finished(self) -> tuple[Run, ...]:
         """The runs that came to their end."""
         return tuple(run for run in self.runs if run.finished)
+
+    @cached_property
+    def source_files(self) -> dict[str, str]:
+        """The files inside `source.txt`; none where it cannot be taken apart, which V003 tells."""
+        try:
+            return split_source(self.raw.get("source.txt", b"").decode())
+        except ValueError:
+            return {}
 
     @property
     def rules(self) -> Track:

@@ -1,6 +1,6 @@
 """All checks of a record, in the order they are shown. An id is never used again for another rule."""
 
-from speedrun.ledger.checks import batches, claims, clock, data, files
+from speedrun.ledger.checks import batches, claims, clock, data, environment, files, source
 from speedrun.ledger.checks.table import Check
 
 CHECKS: tuple[Check, ...] = (
@@ -36,7 +36,20 @@ CHECKS: tuple[Check, ...] = (
     batches.one_end,
     batches.declared_before,
     batches.scatter,
+    claims.no_wonder,
     claims.possible,
     claims.stated,
+    environment.xla_flags,
+    environment.variables,
+    environment.packages,
     claims.hardware,
+    environment.throttling,
+    environment.committed,
+    environment.health,
+    source.whole,
+    source.reach,
+    source.harness,
+    source.no_weights,
+    source.state,
+    source.parameters,
 )

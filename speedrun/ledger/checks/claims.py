@@ -1,15 +1,18 @@
-"""V301, V309, V310, V404: there is a result, it is possible and the measured one, on the track's hardware."""
+"""V301, V308 to V310, V404: there is a result, it is plausible and the measured one, on the track's hardware."""
 
 from collections.abc import Iterator
 
 from speedrun import runlog
 from speedrun.ledger.assemble import derive_summary
-from speedrun.ledger.checks.table import check
+from speedrun.ledger.checks.table import Skip, check
 from speedrun.ledger.record import Record
+from speedrun.ledger.reference import CURVES, expected_loss
 from speedrun.ledger.run import loss_of
 
 #: Nats; a stated loss is printed and stored in full, so it may differ from its sum by rounding only.
 _ROUNDING = 1e-6
+#: Nats below the reference. At the end of record 21, 0.1 are worth a fifth of its steps: no honest step is as long.
+_SUSPICIOUS = 0.1
 
 
 @check(
@@ -24,6 +27,27 @@ def enough_runs(record: Record) -> Iterator[str]:
     if not record.finished:
         yield f"0 of {len(record.runs)} runs finished"
         yield from derive_summary(record.runs, record.rules, record.declaration).broke_off
+
+
+@check(
+    "V308",
+    "no loss is far below the reference",
+    needs=("runs", "track"),
+    severity="warning",
+    why="a loss that falls much faster than any known one is a discovery or a leak; a replay tells which",
+    hint="replay it (`speedrun replay RECORD`); once it is believed, its curve is the new reference",
+)
+def no_wonder(record: Record) -> Iterator[str]:
+    """Every validation, against the reference's next one at as many tokens."""
+    curve = CURVES.get(record.rules.name)
+    if curve is None:
+        raise Skip(f"{record.rules.name} has no reference curve")
+    for run in record.finished:
+        seen = {step.step + 1: step.tokens_seen for step in run.steps}
+        for val in run.vals:
+            tokens, loss = seen.get(val.step, 0), loss_of(val)
+            if loss < (usual := expected_loss(curve, tokens)) - _SUSPICIOUS:
+                yield f"{run.folder}: loss {loss:.4f} after {tokens:,} tokens, the reference has {usual:.4f}"
 
 
 @check(

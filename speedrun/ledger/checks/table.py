@@ -56,8 +56,17 @@ def check_run(
         def find_all(record: Record) -> Iterator[str]:
             if not record.finished:
                 raise Skip("no run finished")
+            skipped: list[Skip] = []
+            found = False
             for run in record.finished:
-                yield from (f"{run.folder}: {problem}" for problem in find(run, record))
+                try:
+                    for problem in find(run, record):
+                        found = True
+                        yield f"{run.folder}: {problem}"
+                except Skip as skip:  # of one run; another may have a problem
+                    skipped.append(Skip(f"{run.folder}: {skip}"))
+            if skipped and not found:
+                raise skipped[0]
 
         return Check(id, title, why, hint, needs, severity, find_all)
 

@@ -1,0 +1,174 @@
+"""V401 to V407: what a run ran under is known, and is nothing that helps it. V404 is a claim."""
+
+import re
+from collections.abc import Iterator
+from statistics import median
+
+from speedrun import devices, provenance, runlog
+from speedrun.ledger import format, history
+from speedrun.ledger.checks.table import Skip, check, check_run
+from speedrun.ledger.code import is_science
+from speedrun.ledger.record import Record
+from speedrun.ledger.run import Run
+
+#: XLA's settings that move work about and leave its results alone. One that changes rounding belongs into the recipe,
+#: where readers see it. Patterns, without the leading dashes.
+_FLAGS = re.compile(
+    r"xla_force_host_platform_device_count|xla_gpu_(all_gather|all_reduce|reduce_scatter)_combine_threshold_bytes"
+    r"|xla_gpu_enable_(latency_hiding_scheduler|analytical_sol_latency_estimator|pipelined_(all_gather|all_reduce|"
+    r"reduce_scatter|p2p|collectives)|command_buffer|cublaslt|triton_gemm|triton_softmax_fusion|async_collectives|"
+    r"highest_priority_async_stream|nccl_user_buffers|nccl_comm_splitting|while_loop_double_buffering|"
+    r"while_loop_unrolling|dynamic_slice_fusion|pdl|cudnn_fmha|cudnn_frontend|split_k_autotuning)"
+    r"|xla_gpu_(graph_min_graph_size|autotune_level|memory_limit_slop_factor|deterministic_ops|"
+    r"exclude_nondeterministic_ops|cudnn_gemm_fusion_level|collective_permute_decomposer_threshold|"
+    r"lhs_enable_gpu_async_tracker|triton_gemm_any|experimental_parallel_collective_overlap_limit|"
+    r"load_autotune_results_from|force_compilation_parallelism)"
+)
+_LOCK = re.compile(r"[a-z0-9][a-z0-9.-]{0,60}\.lock")
+#: Of the median bench of a record's runs, by platform. Shared CPUs differ more than GPUs do.
+_SLOW = {"cpu": 0.5, "gpu": 0.85}
+#: Of the vendor's rate: large products reach 0.6 to 0.8 of it.
+_SLOWEST_OF_VENDOR = 0.5
+
+
+def _preflight(run: Run) -> runlog.Preflight:
+    """Of a finished run: the grammar says that it has one."""
+    return run.of(runlog.Preflight)[0]
+
+
+@check_run(
+    "V401",
+    "the compiler's settings are known ones",
+    why="a setting of XLA can trade exactness for speed, and no reader of source.txt would see it",
+    hint="unset XLA_FLAGS; what changes rounding belongs into the recipe, what is harmless into this check's list",
+)
+def xla_flags(run: Run, _record: Record) -> Iterator[str]:
+    """In XLA_FLAGS, and in the options of the program."""
+    (plan,) = run.of(runlog.Plan)
+    words = _preflight(run).environment.get("XLA_FLAGS", "").split()
+    for word in words:
+        if not word.startswith("--") or not _FLAGS.fullmatch(word[2:].partition("=")[0]):
+            yield f"XLA_FLAGS holds {word}"
+    for name in plan.compiler_options:
+        if not _FLAGS.fullmatch(name):
+            yield f"compiled with {name}"
+
+
+@check_run(
+    "V402",
+    "the environment holds known variables only",
+    why="a variable can load foreign code or another library, and may hold a secret",
+    hint="records hold only the variables of `provenance.VARIABLES`; never write others into them",
+)
+def variables(run: Run, _record: Record) -> Iterator[str]:
+    """Names only; XLA_FLAGS has a check of its own."""
+    if foreign := sorted(_preflight(run).environment.keys() - set(provenance.VARIABLES)):
+        yield f"{', '.join(foreign)} {'are' if len(foreign) > 1 else 'is'} not among them"
+
+
+@check_run(
+    "V403",
+    "the packages are those of a lock file",
+    needs=("runs", "track"),
+    why="another JAX is another compiler: without the versions nobody runs the record again",
+    hint="install with scripts/install.sh, which takes all packages from requirements/",
+)
+def packages(run: Run, record: Record) -> Iterator[str]:
+    """A lock of this version or of the run's commit, and the recorded versions are its.
+
+    Tracks that do not rank only skip where a run knows no lock, or one that is not known here.
+    """
+    hw = _preflight(run)
+    problem, path = "", f"requirements/{hw.lock}"
+    if not _LOCK.fullmatch(hw.lock):
+        problem = "no lock file fits what was installed"
+    else:
+        at_commit = history.files_at(hw.commit, (path,)) or {}
+        texts = [files[path] for files in (history.files_here([path]), at_commit) if path in files]
+        text = next((text for text in texts if format.sha256(text) == hw.lock_sha256), None)
+        if text is not None:
+            yield from _unlike(hw.software, text.decode(errors="replace"))
+            return
+        problem = f"{path} {hw.lock_sha256[:16]} is none of this version nor of a commit that is known here"
+    if not record.rules.rules.ranked:
+        raise Skip(f"{problem}; this track does not rank")
+    yield problem
+
+
+def _unlike(software: dict[str, str], lock: str) -> Iterator[str]:
+    pins = provenance.pinned(lock)
+    for name, version in software.items():
+        if name in pins and version not in pins[name]:
+            yield f"{name} {version} ran; the lock file has {', '.join(sorted(filter(None, pins[name])))}"
+
+
+@check_run(
+    "V405",
+    "nothing held the devices back",
+    needs=("runs", "track"),
+    severity="warning",
+    why="a device that is too hot runs slower, so its times say little about the program",
+    hint="let the machine cool, look at its fans and power supply, and run again",
+)
+def throttling(run: Run, record: Record) -> Iterator[str]:
+    """Seconds that the driver counted while the clock ran."""
+    throttled_s = run.end.throttled_s
+    if throttled_s is None:
+        if not record.rules.rules.ranked:
+            raise Skip("nothing counted it on this machine")
+        yield "nothing counted it: no nvidia-smi, or an old driver"
+    elif throttled_s != 0:
+        yield f"{throttled_s:.3f} s of {run.train_time_s:.1f} s, summed over devices, were held back"
+
+
+@check_run(
+    "V406",
+    "the code is that of a commit",
+    needs=("runs", "track"),
+    why="code that nobody committed cannot be looked up, and may have changed between two runs",
+    hint="commit, then run; a copy without git can make no ranked record",
+)
+def committed(run: Run, record: Record) -> Iterator[str]:
+    """As the run says; and where the commit is known here, every file of the source is compared with it."""
+    hw = _preflight(run)
+    problem = "it is not known whether the code was that of a commit" if hw.dirty is not False else ""
+    if hw.dirty:
+        problem = f"the code differed from commit {hw.commit[:12]}"
+    if problem and not record.rules.rules.ranked:
+        raise Skip(f"{problem}; this track does not rank")
+    if problem:
+        yield problem
+        return
+    texts = record.source_files
+    theirs = history.files_at(hw.commit, tuple(texts))
+    # Instruments that differ are told of by V503.
+    for path in texts if theirs is not None else ():
+        if is_science(path) and theirs.get(path) != texts[path].encode():
+            yield f"says it ran commit {hw.commit[:12]}, whose {path} is another one"
+
+
+@check(
+    "V407",
+    "the machine is as fast as its like",
+    severity="warning",
+    why="on a slow node every time is too long; and a bench that is too good lets impossible steps pass",
+    hint="bench the node by itself (`speedrun doctor`), and run again on one that is sound",
+)
+def health(record: Record) -> Iterator[str]:
+    """The bench of each run against the record's median, and against the vendor's rate where that is known."""
+    rates = {run.folder: _preflight(run) for run in record.finished}
+    kinds = {(hw.device_kind, hw.num_devices) for hw in rates.values()}
+    if len(kinds) != 1:  # V404 tells of several
+        raise Skip("no run finished" if not kinds else "the runs have different hardware")
+    ((kind, num_devices),) = kinds
+    device = devices.named(kind)
+    if device is None and len(rates) < 2:
+        raise Skip(f"one run, on a {kind}, whose rate nobody knows")
+    usual = median(hw.matmul_gflops for hw in rates.values())
+    for folder, hw in rates.items():
+        if hw.matmul_gflops < usual * _SLOW.get(hw.platform, min(_SLOW.values())):
+            yield f"{folder}: the bench reached {hw.matmul_gflops:,.1f} Gflop/s, the median run {usual:,.1f}"
+        if device is not None:
+            most = device.bf16_flops * num_devices / 1e9
+            if not _SLOWEST_OF_VENDOR * most <= hw.matmul_gflops <= most:
+                yield f"{folder}: the bench reached {hw.matmul_gflops:,.0f} Gflop/s; {most:,.0f} are the vendor's"
