@@ -3,11 +3,26 @@
 A `Build` writes a forged record into a folder.
 """
 
-from collections.abc import Callable, Sequence
+import base64
+import random
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from msgspec.structs import replace
-from record_forge import CONFIG, VAL_TOKENS, Edit, Moments, Spec, both, change, facts, forge, shard, write_run
+from record_forge import (
+    CONFIG,
+    RECIPE,
+    VAL_TOKENS,
+    Edit,
+    Moments,
+    Spec,
+    both,
+    change,
+    facts,
+    forge,
+    shard,
+    write_run,
+)
 
 from speedrun import runlog
 from speedrun.ledger.assemble import assemble
@@ -169,6 +184,53 @@ def logged(*edits: Edit, **run_facts) -> Build:
     return made(edit_log=both(*edits), edit_run=facts(**run_facts))
 
 
+# --- edits of the source: the runs carry the digest of the edited one ----------------------------------------
+
+
+def science(*texts: str) -> Build:
+    """The recipe, and more files of science beside it, hold other texts."""
+    paths = [RECIPE, *(f"speedrun/models/more{number}.py" for number in range(len(texts) - 1))]
+    return made(edit_source=lambda files: {**files, **dict(zip(paths, texts, strict=True))})
+
+
+def sourced(path: str, edit: Callable[[str], str | None]) -> Build:
+    """One file of the source is edited, added, or, where the edit gives None, left out."""
+
+    def edit_source(files):
+        text = edit(files.get(path, ""))
+        return {k: v for k, v in {**files, path: text}.items() if v is not None}
+
+    return made(edit_source=edit_source)
+
+
+def extended(path: str, more: str) -> Build:
+    return sourced(path, lambda text: text + more)
+
+
+def preflight(**fields) -> Build:
+    return logged(change(runlog.Preflight, **fields))
+
+
+def in_environment(**variables: str) -> Build:
+    return logged(change(runlog.Preflight, environment=variables), environment=variables)
+
+
+def on_device(kind: str, gflops: float) -> Build:
+    return logged(change(runlog.Preflight, device_kind=kind, matmul_gflops=gflops), device_kind=kind)
+
+
+def lines_of(values: Iterable[object]) -> str:
+    """One short assignment a line."""
+    return "".join(f"W{number} = {value!r}\n" for number, value in enumerate(values))
+
+
+#: What was learned, as a cheat would bring it along.
+WEIGHTS = random.Random(0).randbytes(70_000)
+BASE64 = base64.b64encode(WEIGHTS).decode()
+WORDS = [BASE64[start : start + 100] for start in range(0, len(BASE64), 100)]
+NUMBERS = [round(byte / 255, 4) for byte in WEIGHTS[:6_000]]
+ROWS = [tuple(NUMBERS[start : start + 100]) for start in range(0, len(NUMBERS), 100)]
+
 ONE, TWO, SCORED = (
     shard("t_train_1.bin", 0, 600),
     shard("t_train_2.bin", 0, 400),
@@ -303,4 +365,106 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V310", "verdict was edited", claimed),
     ("V404", "one device", logged(change(runlog.Preflight, num_devices=1), num_devices=1)),
     ("V404", "other platform", logged(change(runlog.Preflight, platform="gpu"), platform="gpu")),
+    ("V308", "a start that was learned", made(val_losses=(4.0, 4.0, 3.4, 3.25))),
+    ("V308", "far ahead in the middle", made(val_losses=(5.5, 3.5, 3.4, 3.25))),
+    ("V401", "a setting that rounds", in_environment(XLA_FLAGS="--xla_allow_excess_precision=true")),
+    ("V401", "behind a good one", in_environment(XLA_FLAGS="--xla_gpu_autotune_level=4 --xla_cpu_enable_fast_math")),
+    ("V401", "a file of settings", in_environment(XLA_FLAGS="flags.txt")),
+    ("V401", "in the program", logged(change(runlog.Plan, compiler_options={"xla_cpu_enable_fast_math": True}))),
+    ("V402", "foreign code", in_environment(LD_PRELOAD="faster.so")),
+    ("V402", "a secret", in_environment(XLA_FLAGS="", HF_TOKEN="x")),
+    ("V403", "no lock", preflight(lock="", lock_sha256="")),
+    ("V403", "another lock", preflight(lock_sha256=HASH)),
+    ("V403", "a lock from elsewhere", preflight(lock="../run.lock")),
+    ("V403", "not what is locked", logged(change(runlog.Preflight, software={"jax": "0.9"}), software={"jax": "0.9"})),
+    ("V405", "too hot", logged(change(runlog.RunEnd, throttled_s=1.5))),
+    ("V405", "nobody looked", logged(change(runlog.RunEnd, throttled_s=None))),
+    ("V406", "not committed", preflight(dirty=True)),
+    ("V406", "nobody knows", preflight(dirty=None)),
+    ("V407", "a slow node", with_runs([Spec(seed=3, edit_log=change(runlog.Preflight, matmul_gflops=20.0))],
+                                      declared=(1, 2, 3))),
+    ("V407", "faster than can be bought", on_device("NVIDIA H200", 1e8)),
+    ("V407", "a tired device", on_device("NVIDIA H200", 1e6)),
+    ("V501", "no Python", science("SIZE = = 1\n")),
+    ("V501", "cannot be imported", science("return 1\n")),
+    ("V501", "nested too deep", science("x = " + "(" * 5_000 + "\n")),
+    ("V501", "no end of signs", science("x = " + "-" * 100_000 + "1\n")),
+    ("V501", "another encoding", science("# coding: utf-7\nSIZE = 1\n")),
+    ("V501", "no entry point", sourced("speedrun/train.py", lambda _: None)),
+    ("V501", "no recipe", sourced(RECIPE, lambda _: None)),
+    ("V501", "no clock", sourced("speedrun/clock.py", lambda _: None)),
+    ("V501", "a name that is not there", science("from speedrun.models import record22\n")),
+    ("V501", "no track", sourced("speedrun/tracks/forged.toml", lambda _: None)),
+    ("V501", "easier rules", sourced("speedrun/tracks/forged.toml", lambda text: text.replace("3.28", "3.38"))),
+    ("V502", "a socket", science("import socket\n")),
+    ("V502", "a clock", science("def f():\n    from time import perf_counter\n    return perf_counter()\n")),
+    ("V502", "a process", science("import subprocess as numpy\n")),
+    ("V502", "foreign functions", science("from ctypes import CDLL\n")),
+    ("V502", "a pickle", science("import pickle\n")),
+    ("V502", "a package of nobody", science("import faster_attention\n")),
+    ("V502", "opens a file", science("SIZE = len(open('weights.bin', 'rb').read())\n")),
+    ("V502", "loads an array", science("import numpy as np\nSIZE = np.load('w.npy').size\n")),
+    ("V502", "loads it by another name", science("import numpy as np\nx = np\ny = x.load\n")),
+    ("V502", "reads beside itself", science("def f(path):\n    return path.read_bytes()\n")),
+    ("V502", "eval", science("SIZE = eval('1')\n")),
+    ("V502", "eval by another name", science("e = eval\nSIZE = e('1')\n")),
+    ("V502", "import by a function", science("SIZE = __import__('o' + 's').getpid()\n")),
+    ("V502", "import by a library", science("import importlib\nSIZE = importlib.import_module('socket')\n")),
+    ("V502", "a computed attribute", science("import numpy\nSIZE = getattr(numpy, 'lo' + 'ad')\n")),
+    ("V502", "through another module", science("import dataclasses\nos = dataclasses.sys.modules['os']\n")),
+    ("V502", "through the harness", science("from speedrun.mesh import sys\n")),
+    ("V502", "through all classes", science("SIZE = ().__class__.__base__.__subclasses__()\n")),
+    ("V502", "by a pattern", science("import numpy\nmatch numpy:\n    case object(load=f):\n        f('w.npy')\n")),
+    ("V502", "in other letters", science("SIZE = \uff45val('1')\n")),
+    ("V502", "hands a module on", science("import numpy\nSIZE = (lambda m: m.load('w.npy').size)(numpy)\n")),
+    ("V502", "through a frame", science("def f(g):\n    return g.gi_frame.f_builtins\n")),
+    ("V502", "through annotations", science("from functools import singledispatch\n")),
+    ("V502", "another's numpy", science("from speedrun import mesh\nSIZE = mesh.np.load('w.npy').size\n")),
+    ("V502", "everything", science("from jax import *\n")),
+    ("V502", "a relative import", science("from .. import step\n")),
+    ("V502", "the instruments", science("from speedrun.clock import Clock\n")),
+    ("V502", "changes the harness", science("from speedrun import mesh\nmesh.place = None\n")),
+    ("V502", "changes a table", science("from speedrun.step import COMPILER_OPTIONS\nCOMPILER_OPTIONS['gpu'] = {}\n")),
+    ("V502", "changes it by a method", science("from speedrun.step import COMPILER_OPTIONS\nCOMPILER_OPTIONS.clear()\n")),
+    ("V502", "changes it in a loop", science("from speedrun import mesh\nx = [0 for mesh.place in (None,)]\n")),
+    ("V502", "changes JAX", science("import jax\njax.jit = print\n")),
+    ("V502", "deafens the log", science("import jax\njax.monitoring.clear_event_listeners()\n")),
+    ("V502", "asks the host", science("import jax\nf = jax.pure_callback\n")),
+    ("V502", "sets the environment", science("import os\nos.environ['XLA_FLAGS'] = ''\n")),
+    ("V502", "unpacks data", science("import zlib\nSIZE = len(zlib.decompress(b'x'))\n")),
+    ("V502", "where getattr is at home",
+     extended("speedrun/recipe.py", "import functools\nf = functools.partial(getattr, math)\n")),
+    ("V502", "where imports are at home",
+     extended("speedrun/kernels/attention_flash3.py", "\nload = importlib.import_module\nx = map(load, ['os'])\n")),
+    ("V503", "another clock", extended("speedrun/clock.py", "# slower\n")),
+    ("V503", "another validation", sourced("speedrun/evaluate.py", lambda text: text.replace("+=", "=", 1))),
+    ("V503", "another finder of recipes", extended("speedrun/recipes/__init__.py", "# mine\n")),
+    ("V503", "a file more", extended("speedrun/faster.py", "SIZE = 1\n")),
+    ("V503", "data beside the recipe", extended("speedrun/recipes/tiny.toml", "size = 1\n")),
+    ("V503", "shadows a module",
+     made(edit_source=lambda files: {**files, "speedrun/evaluate/__init__.py": files["speedrun/evaluate.py"]})),
+    ("V503", "shadows a package", extended("numpy.py", "float32 = 1\n")),
+    ("V504", "a long string", science(f"W = {BASE64!r}\n")),
+    ("V504", "bytes", science(f"W = {WEIGHTS[:500]!a}\n")),
+    ("V504", "a long integer", science(f"W = {int.from_bytes(WEIGHTS):#x}\n")),
+    ("V504", "a row of numbers", science(f"W = {NUMBERS[:300]}\n")),
+    ("V504", "a call of numbers", science(f"import numpy\nW = numpy.r_({str(NUMBERS[:300])[1:-1]})\n")),
+    ("V504", "a docstring", science(f'"""{BASE64[:2_000]}"""\n')),
+    ("V504", "a name", science(f"W{BASE64[:2_000].translate({43: 95, 47: 95})} = 1\n")),
+    ("V504", "many short strings", science(lines_of(WORDS[:700]))),
+    ("V504", "one string of short words", science(f"W = {' '.join(WORDS)!r}\n")),
+    ("V504", "many short rows", science(lines_of(ROWS))),
+    ("V504", "spread over files", science(lines_of(ROWS[:30]), lines_of(ROWS[30:]))),
+    ("V504", "spread over files as strings", science(lines_of(WORDS[:350]), lines_of(WORDS[350:700]))),
+    ("V504", "comments", science("".join(f"# {word}\n" for word in WORDS[:800]))),
+    ("V504", "a line of a megabyte", science(f"W = {BASE64 * 11!r}\n")),
+    ("V504", "many bytes of nothing", science("x = 1 ;\n" * 40_000)),
+    ("V504", "more than a text", science(*[lines_of(["a"] * 16_000)] * 6)),
+    ("V505", "a table beside the parameters", logged(change(runlog.Plan, state_bytes_per_device=2**22))),
+    ("V506", "fewer are told", logged(change(runlog.Plan, num_params=1_100_000))),
+    ("V506", "a shape is not told", logged(change(runlog.Plan, shapes={"table": (1000, 900)}))),
+    ("V506", "another model in one run",
+     with_runs([Spec(seed=3, edit_log=change(runlog.Plan, shapes={"table": (1000, 1000)}))], declared=(1, 2, 3))),
+    ("V506", "do not fit into the state", logged(change(runlog.Plan, state_bytes_per_device=1000))),
+    ("V506", "more arithmetic than numbers", logged(change(runlog.Plan, flops_per_token=7e6))),
 ]  # fmt: skip

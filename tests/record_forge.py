@@ -5,7 +5,7 @@ right and only the one thing that was edited is wrong. Time is a fake clock.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -13,11 +13,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from speedrun import console, runlog, track
-from speedrun.ledger import format
+from speedrun import console, provenance, runlog, track
+from speedrun.ledger import format, history, reference
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.format import DataRead, Declaration, Look, Recipe, RunFile, ShardRange, TrackRef
-from speedrun.sourcefile import join_source
+from speedrun.ledger.reference import Point
+from speedrun.sourcefile import join_source, split_source
 
 VAL_TOKENS = 1000
 SHARD_TOKENS = 5000
@@ -25,7 +26,15 @@ BATCH_TOKENS = 100
 VAL_S = 0.5
 PAUSE_S = 0.6
 EPOCH = datetime(2026, 10, 2, tzinfo=UTC)
-SOURCE = join_source({"speedrun/recipes/tiny.py": "SIZE = 1\n", "speedrun/empty.py": ""})
+RECIPE = "speedrun/recipes/tiny.py"
+#: A recipe of one line, and the harness that would run it: read by the checks, never run.
+SOURCE = {RECIPE: "SIZE = 1\n", **split_source(provenance.closure(["speedrun.train"], []))}
+LOCK = "run.lock"
+LOCK_RAW = history.files_here([f"requirements/{LOCK}"])[f"requirements/{LOCK}"]
+(JAX, *_) = sorted(filter(None, provenance.pinned(LOCK_RAW.decode())["jax"]))
+COMMIT = "c" * 40
+#: What nobody need beat by 0.1 nats.
+reference.CURVES["forged"] = (Point(0, 5.5), Point(400, 4.0), Point(1000, 2.99))
 CONFIG = {
     "recipe": {"width": 8, "lr": 0.02},
     "stages": [10],
@@ -43,8 +52,7 @@ def install_track(folder: Path) -> None:
     """Writes the track of the forged records; the caller points speedrun.track at the folder."""
     shards = [f"t_{kind}_{number}.bin" for kind, number in (("val", 0), ("train", 1), ("train", 2))]
     table = "\n".join(f'"{name}" = "{digest(name)}"' for name in shards)
-    (folder / "forged.toml").write_text(
-        f"""
+    rules = f"""
         name = "forged"
         version = 1
         summary = "a track for forgers"
@@ -71,7 +79,13 @@ def install_track(folder: Path) -> None:
         untimed_cap_s = 1800.0
         ranked = true
         """
-    )
+    (folder / "forged.toml").write_text(rules.rstrip() + "\n")
+
+
+def source_text(edit: Callable[[Mapping[str, str]], Mapping[str, str]] = dict) -> str:
+    """The source text of a record, with the track as it is installed now."""
+    rules = (track.TRACKS_DIR / "forged.toml").read_text()
+    return join_source(dict(edit({**SOURCE, "speedrun/tracks/forged.toml": rules})))
 
 
 class Moment(NamedTuple):
@@ -101,6 +115,11 @@ class Spec:
     val_losses: tuple[float, ...] = (5.5, 4.0, 3.4, 3.25)
     edit_log: Edit = list
     edit_run: Callable[[RunFile], RunFile] = lambda run: run
+    edit_source: Callable[[Mapping[str, str]], Mapping[str, str]] = dict
+
+    @property
+    def source_sha256(self) -> str:
+        return digest(source_text(self.edit_source))
 
     @property
     def run_id(self) -> str:
@@ -159,7 +178,9 @@ def moments(spec: Spec) -> Moments:
     final = next(losses)
     clock.emit(_val(num_steps, final), after_s=PAUSE_S)
     clock.emit(
-        runlog.RunEnd("finished", final, clock.train_s, 9.0, 0.4, 0.2, 2.4, 0.01, 2**20, state("end", spec))
+        runlog.RunEnd(
+            "finished", final, clock.train_s, 9.0, 0.4, 0.2, 2.4, 0.01, 2**20, state("end", spec), 0.0
+        )
     )
     return clock.moments
 
@@ -174,13 +195,32 @@ def _opening(spec: Spec, num_steps: int) -> list[runlog.AnyEvent]:
             recipe="tiny",
             seed=spec.seed,
             num_steps=num_steps,
-            source_sha256=digest(SOURCE),
+            source_sha256=spec.source_sha256,
             config=CONFIG,
             config_sha256=format.config_sha256(CONFIG),
         ),
-        runlog.Preflight("cpu", "cpu", 8, {"jax": "0.10.2"}, {"XLA_FLAGS": ""}, 50.0),
+        runlog.Preflight(
+            "cpu",
+            "cpu",
+            8,
+            {"jax": JAX},
+            {"XLA_FLAGS": ""},
+            50.0,
+            COMMIT,
+            False,
+            LOCK,
+            format.sha256(LOCK_RAW),
+        ),
         runlog.DataReady("forged", ["t_train_1.bin", "t_train_2.bin"], "t_val_0.bin", VAL_TOKENS, "a" * 64),
-        runlog.Plan(1_000_000, BATCH_TOKENS, tokens, 6e6, 2**20, 2**21),
+        runlog.Plan(
+            1_000_000,
+            BATCH_TOKENS,
+            tokens,
+            6e6,
+            2_000_000,
+            2**21,
+            shapes={"table": (1000, 900), "out": (100_000,)},
+        ),
         runlog.Compile("train/0", 0.3),
         runlog.Compile("eval", 0.1),
         runlog.WarmupStart(state("start", spec)),
@@ -205,7 +245,7 @@ def run_file(spec: Spec, log: Moments) -> RunFile:
         recipe_revision=1,
         overrides={"lr": "0.02"},
         config_sha256=format.config_sha256(CONFIG),
-        source_sha256=digest(SOURCE),
+        source_sha256=spec.source_sha256,
         created_utc=f"2026-10-02T0{spec.seed}:00:00+00:00",
         outcome="finished",
         init_hash=state("start", spec),
@@ -215,7 +255,7 @@ def run_file(spec: Spec, log: Moments) -> RunFile:
         platform="cpu",
         device_kind="cpu",
         num_devices=8,
-        software={"jax": "0.10.2"},
+        software={"jax": JAX},
         environment={"XLA_FLAGS": ""},
         data=DataRead(shards=spec.shards, val_shard=shard("t_val_0.bin", 0, VAL_TOKENS), val_sha256="a" * 64),
         peak_bytes=2**20,
@@ -269,10 +309,10 @@ def declaration(spec: Spec, seeds: Sequence[int]) -> Declaration:
     )
 
 
-def declare(root: Path, promise: Declaration) -> Path:
+def declare(root: Path, promise: Declaration, spec: Spec = Spec()) -> Path:
     """A record folder in which nothing has run yet."""
     root.mkdir(exist_ok=True)
-    (root / "source.txt").write_text(SOURCE)
+    (root / "source.txt").write_text(source_text(spec.edit_source))
     (root / format.BATCH).write_bytes(format.encode(promise))
     return root
 
@@ -286,7 +326,8 @@ def forge(
     **spec,
 ) -> Path:
     """Writes a batch of one run for each seed, all made from the same spec; returns its folder."""
-    declare(root, promise(declaration(Spec(seed=seeds[0], **spec), declared or seeds)))
+    first = Spec(seed=seeds[0], **spec)
+    declare(root, promise(declaration(first, declared or seeds)), first)
     for seed in seeds:
         write_run(root, Spec(seed=seed, **spec))
     assemble(root, title="forged", authors=["nobody"])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from forgeries import BROKE
-from record_forge import SOURCE, Spec, install_track, write_run
+from record_forge import Spec, install_track, source_text, write_run
 
 from speedrun import cli, track
 from speedrun.ledger import comparison
@@ -74,7 +74,7 @@ def command(monkeypatch, tmp_path):
             if not (tmp_path / name).exists():
                 folder = tmp_path / name
                 folder.mkdir()
-                (folder / "source.txt").write_text(SOURCE)
+                (folder / "source.txt").write_text(source_text())
                 made(folder, seed=seed)
         words = ["compare", str(tmp_path / "a"), str(tmp_path / "b"), *args]
         return CliRunner().invoke(cli.command, words, prog_name="speedrun"), ran
@@ -133,7 +133,7 @@ def foreign(monkeypatch, tmp_path):
                 return code
 
         made(tmp_path / "old")
-        (tmp_path / "old" / "source.txt").write_text(SOURCE)
+        (tmp_path / "old" / "source.txt").write_text(source_text())
         monkeypatch.setattr(subprocess, "Popen", Child)
         return asked
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from forgeries import broken_off
-from record_forge import SOURCE, Spec, facts, forge, install_track, write_run
+from record_forge import Spec, facts, forge, install_track, source_text, write_run
 
 from speedrun import cli, track
 from speedrun.errors import UsageError
@@ -45,7 +45,7 @@ def records(tmp_path, monkeypatch) -> Path:
     edited.write_text(edited.read_text().replace('"num_steps": 10', '"num_steps": 9'))
     broke = folder / "forged" / "broke"
     broke.mkdir()
-    (broke / "source.txt").write_text(SOURCE)
+    (broke / "source.txt").write_text(source_text())
     write_run(broke, Spec(edit_log=broken_off, edit_run=facts(outcome="aborted", final_hash="")))
     assemble(broke)
     return folder

@@ -12,7 +12,7 @@ from forgeries import FORGERIES, LOG, broken_off, edited, logged, place_of, prom
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from record_forge import SOURCE, Spec, change, digest, facts, forge, install_track, shard, write_run
+from record_forge import Spec, change, digest, facts, forge, install_track, shard, source_text, write_run
 
 from speedrun import runlog, track
 from speedrun.cli.validate import command
@@ -49,7 +49,7 @@ def test_ranges_that_touch_do_not_overlap(folder):
 def test_the_validation_shard_is_known_under_another_name(folder):
     rules = track.TRACKS_DIR / "forged.toml"
     lines = [line for line in rules.read_text().splitlines() if not line.strip().startswith('"t_')]
-    rules.write_text("\n".join(lines))  # a track of any shards: no digest to compare with
+    rules.write_text("\n".join(lines) + "\n")  # a track of any shards: no digest to compare with
     copy = replace(shard("t_train_2.bin", 0, 400), sha256=digest("t_val_0.bin"))
     forge(folder, shards=(shard("t_train_1.bin", 0, 600), copy))
     assert list(found(folder)) == ["V103"]
@@ -188,7 +188,7 @@ def test_a_run_that_broke_off_is_no_forgery_and_is_told(folder):
 
 def test_a_record_in_which_no_run_finished_says_that_it_holds_no_result(folder):
     folder.mkdir()
-    (folder / "source.txt").write_text(SOURCE)
+    (folder / "source.txt").write_text(source_text())
     write_run(folder, BROKE)
     assemble(folder)
     readme = (folder / "README.md").read_text()
@@ -211,7 +211,7 @@ def test_a_record_in_which_no_run_finished_says_that_it_holds_no_result(folder):
 
 def test_a_run_killed_before_its_clock_is_told_as_that(folder):
     folder.mkdir()
-    (folder / "source.txt").write_text(SOURCE)
+    (folder / "source.txt").write_text(source_text())
     cut = facts(outcome="aborted", final_hash="", first_loss=None)
     write_run(folder, Spec(edit_log=lambda log: log[: place_of(log, runlog.Compile)], edit_run=cut))
     assemble(folder)
@@ -248,7 +248,7 @@ def test_the_summary_is_arithmetic(folder):
 
 def test_a_folder_without_runs_cannot_be_assembled(folder):
     folder.mkdir()
-    (folder / "source.txt").write_text(SOURCE)
+    (folder / "source.txt").write_text(source_text())
     with pytest.raises(UsageError, match="no runs"):
         assemble(folder)
 

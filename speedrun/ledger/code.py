@@ -5,6 +5,7 @@ to hide a name from it must compute that name, so every way to compute one is it
 """
 
 import ast
+import re
 import tomllib
 import warnings
 import zlib
@@ -45,7 +46,7 @@ def _by_word(table: dict[str, str]) -> dict[str, str]:
 #: Packages that compute and nothing else; what they hold besides stands in `_PARTS`.
 _PURE = _words(
     "__future__ abc ast bisect collections contextlib copy dataclasses difflib einops enum errno fnmatch fractions "
-    "functools hashlib heapq itertools jax jaxlib math msgspec numbers numpy operator optax random re rich speedrun "
+    "functools hashlib heapq itertools jax math msgspec numbers numpy operator optax random re speedrun "
     "stat statistics string textwrap tomllib types typing typing_extensions zlib"
 )
 #: What others reach, by their first name; a package that is in neither table is one that nobody has looked at.
@@ -62,10 +63,20 @@ _REACH = _by_word(
         "code": "importlib runpy code codeop imp pkgutil builtins zipimport",
         "the interpreter": "sys gc inspect site dis tracemalloc weakref",
         "the machine": "platform",
+        "the terminal": "rich click curses readline",
     }
 )
 #: Many modules hold others by their own names: `dataclasses.sys`. These words are no function's name as well.
-_HELD = _REACH.keys() - _words("array code struct platform site signal resource dis csv logging glob")
+_HELD = {
+    **{
+        word: _REACH[word]
+        for word in _REACH.keys() - _words("array code struct platform site signal resource dis csv")
+    },
+    "Path": "files",
+}
+#: And these, by the names that everybody gives them.
+_KNOWN_AS = {"np": "numpy", "numpy": "numpy", "jnp": "jax.numpy", "jax": "jax"}
+_NOTHING = "nothing"
 #: Parts of packages that reach further than the package; the longest one counts.
 _PARTS = _by_word(
     {
@@ -78,8 +89,10 @@ _PARTS = _by_word(
         "jax.experimental.buffer_callback",
         "JAX's own settings": "jax.config jax.monitoring jax.transfer_guard jax.log_compiles jax.clear_caches "
         "jax.disable_jit",
-        "loaded code": "jax._src jax.extend jax.export jax.experimental.serialize_executable jaxlib numpy.f2py "
-        "numpy.ctypeslib numpy._core numpy.core typing.get_type_hints typing.ForwardRef types.FunctionType "
+        _NOTHING: "jax.experimental.pallas",
+        "loaded code": "jax._src jax.extend jax.export jax.lib jax.interpreters jax.experimental numpy.f2py "
+        "numpy.testing numpy.ctypeslib numpy._core numpy.core functools.singledispatch functools.singledispatchmethod "
+        "typing.get_type_hints typing.ForwardRef types.FunctionType "
         "types.CodeType types.ModuleType importlib.machinery importlib.reload importlib.resources importlib.abc "
         "importlib.util.spec_from_file_location importlib.util.module_from_spec importlib.util.LazyLoader "
         "importlib.__import__",
@@ -92,7 +105,7 @@ _BUILTINS = {
     "open": "files", "input": "files", "breakpoint": "code", "eval": "code", "exec": "code", "compile": "code",
     "__import__": "code", "__builtins__": "code", "__loader__": "code", "__spec__": "code",
     "globals": "computed names", "locals": "computed names", "vars": "computed names", "getattr": "computed names",
-    "setattr": "computed names", "delattr": "computed names",
+    "setattr": "computed names", "delattr": "computed names", "license": "files", "copyright": "files", "help": "code",
 }  # fmt: skip
 #: Attributes that mean the same whatever they are taken from.
 _ATTRIBUTES = {
@@ -100,7 +113,10 @@ _ATTRIBUTES = {
     "memmap": "files", "tofile": "files", "iterdir": "files", "glob": "files", "rglob": "files", "unlink": "files",
     "import_module": "code", "exec_module": "loaded code", "load_module": "loaded code", "environ": "files",
     "spec_from_file_location": "loaded code", "module_from_spec": "loaded code",
-    "io_callback": "the host", "pure_callback": "the host", "monitoring": "JAX's own settings",
+    "gi_frame": "the interpreter", "cr_frame": "the interpreter", "ag_frame": "the interpreter",
+    "tb_frame": "the interpreter", "f_globals": "the interpreter", "f_builtins": "the interpreter",
+    "f_back": "the interpreter", "io_callback": "the host", "pure_callback": "the host",
+    "monitoring": "JAX's own settings",
 }  # fmt: skip
 #: Names between double underscores that are no way into the interpreter.
 _PLAIN = frozenset(["__name__", "__qualname__", "__module__", "__doc__", "__version__", "__file__"])
@@ -150,7 +166,11 @@ _MOST_BITS = 256
 _MOST_NUMBERS = 256
 
 
-@lru_cache(maxsize=1024)
+#: A comment in the first two lines that tells Python how to decode a file (PEP 263).
+_ENCODING = re.compile(r"^[ \t\f]*#.*?coding[:=][ \t]*([-\w.]+)")
+
+
+@lru_cache(maxsize=4096)
 def read(path: str, text: str) -> Code:
     """Reads a Python or TOML file.
 
@@ -168,9 +188,13 @@ def read(path: str, text: str) -> Code:
             _count(tomllib.loads(text), code)
         else:
             _read_python(text, code)
-    # All that a parser may raise when it is fed nonsense. MemoryError is what it calls a text that is nested too deep.
-    except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError) as error:
-        code.problem = f"{type(error).__name__}: {error}"
+    # All that a parser may raise when it is fed nonsense.
+    except SyntaxError as error:
+        code.problem = f"line {error.lineno}: {error.msg}"
+    except (ValueError, OverflowError) as error:
+        code.problem = str(error)
+    except (RecursionError, MemoryError):
+        code.problem = "nested too deep for Python's parser"
     return code
 
 
@@ -193,6 +217,10 @@ def _count(value: Any, code: Code) -> None:
 
 
 def _read_python(text: str, code: Code) -> None:
+    if other := [
+        name for line in text.split("\n", 2)[:2] for name in _ENCODING.findall(line) if name != "utf-8"
+    ]:
+        raise ValueError(f"declares the encoding {other[0]}: Python would read another text than people do")
     with warnings.catch_warnings():  # of odd escapes: theirs to mend
         warnings.simplefilter("ignore")
         tree = ast.parse(text)
@@ -228,6 +256,10 @@ def _names_bound(node: ast.stmt) -> Iterator[str]:
 
 
 _IMPORT = "importlib.import_module"
+#: Modules that are imported by `from`, too.
+_MODULES = _words("jax.numpy jax.lax jax.nn jax.random jax.experimental numpy.linalg")
+#: Methods that change what they are called on.
+_CHANGES = _words("update setdefault pop popitem clear append extend insert remove add discard sort")
 
 
 class _Reaches:
@@ -245,6 +277,9 @@ class _Reaches:
                 case ast.ImportFrom(module=module, names=names):
                     for alias in names:
                         self._stands_for[alias.asname or alias.name] = f"{module or ''}.{alias.name}"
+        # A module that is a value goes where no reader follows: a list, a function.
+        self._modules = {one.module for one in imports if one.name is None} | _MODULES
+        self._owners = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
         self._called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
         self._follow_assignments()
 
@@ -296,10 +331,13 @@ class _Reaches:
                 yield from self._of_name(node, name)
             case ast.Attribute(attr=attr):
                 yield from self._of_attribute(node, attr)
-            case ast.Assign(targets=targets) | ast.Delete(targets=targets):
-                yield from self._patches(targets)
-            case ast.AugAssign(target=target) | ast.AnnAssign(target=target) | ast.For(target=target):
-                yield from self._patches([target])
+                yield from self._patched(node)
+            case ast.Subscript():
+                yield from self._patched(node)
+            case ast.Call(func=ast.Attribute(attr=attr) as function) if attr in _CHANGES:
+                full = self._full_name(function) or ""
+                if full.startswith("speedrun."):
+                    yield Reach(node.lineno, "what others own", full)
             case ast.Call(func=ast.Name(id="getattr"), args=[owner, *_]) | ast.Match(subject=owner):
                 if full := self._full_name(owner):
                     yield Reach(node.lineno, "the inside of modules", full)
@@ -311,29 +349,34 @@ class _Reaches:
             yield Reach(node.lineno, _BUILTINS[name], name)
             if name == "getattr" and id(node) not in self._called:
                 yield Reach(node.lineno, "the inside of modules", "getattr, handed on")
-        elif self._full_name(node) == _IMPORT and id(node) not in self._called:
+        elif (full := self._full_name(node)) == _IMPORT and id(node) not in self._called:
             yield Reach(node.lineno, "the inside of modules", "import_module, handed on")
+        elif full in self._modules and id(node) not in self._owners:
+            yield Reach(node.lineno, "the inside of modules", f"{full}, handed on")
 
     def _of_attribute(self, node: ast.Attribute, attr: str) -> Iterator[Reach]:
         full = self._full_name(node)
         if full and (what := _reach_of(full, imported=False)):
             yield Reach(node.lineno, what, full)
         elif attr in _ATTRIBUTES:
-            yield Reach(node.lineno, _ATTRIBUTES[attr], full or f"....{attr}")
+            yield Reach(node.lineno, _ATTRIBUTES[attr], full or f"(...).{attr}")
             if full == _IMPORT and id(node) not in self._called:
                 yield Reach(node.lineno, "the inside of modules", "import_module, handed on")
         elif attr.startswith("__") and attr.endswith("__") and attr not in _PLAIN:
-            yield Reach(node.lineno, "computed names", full or f"....{attr}")
+            yield Reach(node.lineno, "computed names", full or f"(...).{attr}")
 
-    def _patches(self, targets: list[ast.expr]) -> Iterator[Reach]:
+    def _patched(self, target: ast.Attribute | ast.Subscript) -> Iterator[Reach]:
         """Writing to what was imported: `clock.now = ...`, `os.environ["X"] = ...`."""
-        for target in targets:
-            inner, changes = target, False
-            while isinstance(inner, ast.Attribute | ast.Subscript):
-                inner, changes = inner.value, True
-            if changes and isinstance(inner, ast.Name) and inner.id in self._stands_for:
-                whole = target.value if isinstance(target, ast.Subscript) else target
-                yield Reach(target.lineno, "what others own", self._full_name(whole) or inner.id)
+        if isinstance(target.ctx, ast.Load):
+            return
+        inner: ast.AST = target
+        while isinstance(inner, ast.Attribute | ast.Subscript):
+            inner = inner.value
+        if isinstance(inner, ast.Name) and inner.id in self._stands_for:
+            whole = target.value if isinstance(target, ast.Subscript) else target
+            yield Reach(
+                target.lineno, "what others own", self._full_name(whole) or self._stands_for[inner.id]
+            )
 
     def _imported_by_name(self, node: ast.Call, argument: ast.expr) -> Iterator[Reach]:
         """`importlib.import_module("socket")` reaches what `import socket` does."""
@@ -352,9 +395,14 @@ def _reach_of(name: str, *, imported: bool) -> str | None:
     parts = name.split(".")
     for size in range(len(parts), 1, -1):
         if reach := _PARTS.get(".".join(parts[:size])):
+            return None if reach == _NOTHING else reach
+    for place, part in enumerate(parts[1:], 1):
+        if reach := _HELD.get(part) or _HELD.get(part.strip("_")):
             return reach
-    if held := [part for part in parts[1:] if part.strip("_") in _HELD]:
-        return _REACH[held[0].strip("_")]
+        if part in _KNOWN_AS and (
+            reach := _reach_of(".".join([_KNOWN_AS[part], *parts[place + 1 :]]), imported=False)
+        ):
+            return reach
     if not imported:
         return None
     return None if parts[0] in _PURE else _REACH.get(parts[0], "a package that nobody has looked at")

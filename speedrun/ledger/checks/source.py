@@ -24,10 +24,12 @@ _MAY: dict[str, str] = {
     "data/synthetic.py": "files",
     "data/wholefile.py": "files",
     "errors.py": "the interpreter",
+    "console.py": "the terminal",
     "health.py": "processes",
     "kernels/attention_flash3.py": "code, a package that nobody has looked at",
     "kernels/choose.py": "code",
-    "mesh.py": "files, processes, the interpreter, computed names, the inside of modules, JAX's own settings",
+    "mesh.py": "files, processes, the interpreter, computed names, the inside of modules, loaded code, "
+    "JAX's own settings",
     "outcome.py": "files",
     "prepare.py": "files",
     "provenance.py": "files, processes, code, the machine",
@@ -86,18 +88,27 @@ def whole(record: Record) -> Iterator[str]:
             if path not in files:
                 yield f"{run.folder}: ran {path}, which is not there"
         text = record.source_files.get(tracks)
-        if text is not None and format.sha256(text.encode()) != run.start.track_sha256:
+        # Where the track is not known, V006 tells.
+        if (
+            text is not None
+            and record.track is not None
+            and format.sha256(text.encode()) != run.start.track_sha256
+        ):
             yield f"{run.folder}: {tracks} is not the track that it ran under"
-    modules = {path: _module(path) for path in files if path.endswith(".py")}
-    known = {name: files[path].bound for path, name in modules.items()}
-    for path in modules:
-        for line, module, name in files[path].imports:
-            if module.partition(".")[0] != "speedrun":
-                continue
-            held = known.get(module)
-            if held is None or not (name is None or name in held or f"{module}.{name}" in known):
-                what = module if held is None else f"{module}.{name}"
-                yield f"{path} line {line}: imports {what}, which is not there"
+    missing = ((path, line, name) for path, code in files.items() for line, name in _missing(code, files))
+    yield from (f"{path} line {line}: imports {name}, which is not there" for path, line, name in missing)
+
+
+def _missing(code: Code, files: dict[str, Code]) -> Iterator[tuple[int, str]]:
+    """Line and name of modules of ours that a file imports, and that are not there."""
+    known = {_module(path): other.bound for path, other in files.items() if path.endswith(".py")}
+    for line, module, name in code.imports:
+        if module.partition(".")[0] != "speedrun":
+            continue
+        if module not in known:
+            yield line, module
+        elif name is not None and name not in known[module] and f"{module}.{name}" not in known:
+            yield line, f"{module}.{name}"
 
 
 def _module(path: str) -> str:
@@ -118,10 +129,10 @@ def reach(record: Record) -> Iterator[str]:
         may = _MAY.get(path.removeprefix("speedrun/"), "").split(", ")
         for line, what, name in code.reaches:
             if what not in may:
-                yield f"{path} line {line}: {name} reaches {what}"
+                yield f"{path} line {line}: {name} ({what})"
         for line, module, name in code.imports if is_science(path) else ():
             if not _open_to_science(module, name):
-                yield f"{path} line {line}: science imports {module if name is None else f'{module}.{name}'}"
+                yield f"{path} line {line}: {module if name is None else f'{module}.{name}'} (an instrument)"
 
 
 def _open_to_science(module: str, name: str | None) -> bool:
@@ -155,7 +166,10 @@ def harness(record: Record) -> Iterator[str]:
     differ = [path for path in paths if here.get(path) != texts[path].encode() and path not in tracks]
     strangers = [path for path in differ if not path.startswith("speedrun/")]
     yield from (f"{path}: no file of the harness" for path in strangers)
-    commits = sorted({hw.commit for run in record.finished for hw in run.of(runlog.Preflight)})
+    # Of code that was not committed, the commit says nothing.
+    commits = sorted(
+        {hw.commit * (not hw.dirty) for run in record.finished for hw in run.of(runlog.Preflight)}
+    )
     known = [files for commit in commits if (files := history.files_at(commit, paths)) is not None]
     left = [path for path in differ if path not in strangers]
     if known and len(known) == len(commits):
@@ -163,7 +177,7 @@ def harness(record: Record) -> Iterator[str]:
             if any(files.get(path) != texts[path].encode() for files in known):
                 yield f"{path} differs from commit {', '.join(commit[:12] for commit in commits)}"
     elif left and record.rules.rules.ranked:
-        yield f"{len(left)} files differ from this version, and the run's commit is not known here: {_some(left)}"
+        yield f"not of this version, and the run's commit is not known here: {_some(left)}"
     elif left and not strangers:
         raise Skip(
             f"{len(left)} of {len(paths)} files are not of this version, and the run's commit is not known here: "
