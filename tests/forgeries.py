@@ -425,7 +425,7 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V502", "the instruments", science("from speedrun.clock import Clock\n")),
     ("V502", "changes the harness", science("from speedrun import mesh\nmesh.place = None\n")),
     ("V502", "changes a table", science("from speedrun.step import COMPILER_OPTIONS\nCOMPILER_OPTIONS['gpu'] = {}\n")),
-    ("V502", "changes it by a method", science("from speedrun.step import COMPILER_OPTIONS\nCOMPILER_OPTIONS.clear()\n")),
+    ("V502", "changes it by a method", science("from speedrun.step import COMPILER_OPTIONS as A\nA.clear()\n")),
     ("V502", "changes it in a loop", science("from speedrun import mesh\nx = [0 for mesh.place in (None,)]\n")),
     ("V502", "changes JAX", science("import jax\njax.jit = print\n")),
     ("V502", "deafens the log", science("import jax\njax.monitoring.clear_event_listeners()\n")),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from speedrun import provenance, recipes, track
+from speedrun.ledger.code import SCIENCE
 from speedrun.sourcefile import split_source
 
 ROOT = Path(__file__).parent.parent
@@ -56,9 +57,6 @@ FLOORS = {
     "speedrun.errors": 0,
     "speedrun": 0,
 }
-
-#: What could change a loss curve. It imports no instrument: no clock, no log, no ledger, no data files.
-SCIENCE = {"recipes", "models", "nn", "kernels", "optim", "params", "recipe", "step"}
 
 #: Rows above the first floor that start fast, too, because they leave these out.
 LIGHT = {"speedrun.data", "speedrun.console", "speedrun.ledger", "speedrun.cli"}

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -12,14 +13,32 @@ from forgeries import FORGERIES, LOG, broken_off, edited, logged, place_of, prom
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from record_forge import Spec, change, digest, facts, forge, install_track, shard, source_text, write_run
+from record_forge import (
+    LOCK_RAW,
+    RECIPE,
+    SOURCE,
+    Spec,
+    both,
+    change,
+    digest,
+    facts,
+    forge,
+    install_track,
+    shard,
+    source_text,
+    write_run,
+)
+from test_provenance import git
 
 from speedrun import runlog, track
 from speedrun.cli.validate import command
 from speedrun.errors import UsageError
+from speedrun.ledger import history as history_module
 from speedrun.ledger.assemble import HEAD_END, assemble
 from speedrun.ledger.checks import CHECKS
 from speedrun.ledger.format import FormatError, Look, Summary, decode, encode
+from speedrun.ledger.record import load
+from speedrun.ledger.reference import CURVES
 from speedrun.ledger.validate import find_check, validate
 
 
@@ -123,7 +142,7 @@ def test_hostile_values_end_in_a_report(folder, path, old, value):
 def test_hostile_text_that_is_well_formed_stays_out_of_sight(folder, text):
     build = logged(change(runlog.RunStart, recipe=text), recipe=text)
     build(folder)
-    assert found(folder) == {}
+    assert list(found(folder)) == ["V501"], "no file can have such a name"
     shown = [
         (folder / "README.md").read_text(),
         *(file.read_text() for file in folder.glob("runs/*/log.txt")),
@@ -216,6 +235,114 @@ def test_a_run_killed_before_its_clock_is_told_as_that(folder):
     write_run(folder, Spec(edit_log=lambda log: log[: place_of(log, runlog.Compile)], edit_run=cut))
     assemble(folder)
     assert found(folder)["V301"][1] == "tiny-1-00a1 broke off before the clock: its log just ends"
+
+
+# --- the source of other versions -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def history(tmp_path, monkeypatch) -> Callable[[dict[str, str]], str]:
+    """Makes a repository that holds a version of the harness, and takes it for the one that we are in."""
+    root = tmp_path / "repository"
+    root.mkdir()
+    git(root, "init", "--quiet")
+
+    def commit(files: dict[str, str]) -> str:
+        for path, text in files.items():
+            (root / path).parent.mkdir(parents=True, exist_ok=True)
+            (root / path).write_text(text)
+        git(root, "add", ".")
+        git(root, "commit", "--quiet", "--allow-empty", "--message", "a version")
+        return git(root, "rev-parse", "HEAD")
+
+    monkeypatch.setattr(history_module, "ROOT", root)
+    return commit
+
+
+CLOCK = "speedrun/clock.py"
+RUN_LOCK = {"requirements/run.lock": LOCK_RAW.decode()}
+
+
+def with_clock(text: str) -> Callable[[Mapping[str, str]], dict[str, str]]:
+    return lambda files: {**files, CLOCK: text}
+
+
+def test_an_older_record_is_compared_with_its_commit(folder, history):
+    old = SOURCE[CLOCK] + "# as it was\n"
+    older = history({**SOURCE, **RUN_LOCK, CLOCK: old})
+    history({CLOCK: SOURCE[CLOCK]})
+    edit_log = change(runlog.Preflight, commit=older)
+    forge(folder, edit_log=edit_log, edit_source=with_clock(old))
+    assert found(folder) == {}
+    shutil.rmtree(folder)
+    forge(folder, edit_log=edit_log, edit_source=with_clock(SOURCE[CLOCK] + "# as it never was\n"))
+    assert list(found(folder)) == ["V503"]
+    assert found(folder)["V503"] == (f"speedrun/clock.py differs from commit {older[:12]}",)
+    shutil.rmtree(folder)
+    forge(folder, edit_log=edit_log)
+    assert found(folder) == {}, "a file of this version is nothing to refuse"
+
+
+def test_science_that_is_not_that_of_its_commit_was_not_committed(folder, history):
+    commit = history({**SOURCE, **RUN_LOCK, RECIPE: "SIZE = 2\n"})
+    forge(folder, edit_log=change(runlog.Preflight, commit=commit))
+    assert list(found(folder)) == ["V406"]
+    shutil.rmtree(folder)
+    commit = history({RECIPE: SOURCE[RECIPE]})
+    forge(folder, edit_log=change(runlog.Preflight, commit=commit))
+    assert found(folder) == {}
+
+
+def test_the_lock_of_an_older_commit_is_known(folder, history):
+    older = history({**SOURCE, **RUN_LOCK})
+    history({"requirements/run.lock": "# Others.\n"})
+    forge(folder, edit_log=change(runlog.Preflight, commit=older))
+    assert found(folder) == {}
+    shutil.rmtree(folder)
+    forge(folder)
+    assert list(found(folder)) == ["V403"]
+
+
+def test_tracks_that_do_not_rank_skip_what_is_not_known(folder):
+    rules = track.TRACKS_DIR / "forged.toml"
+    rules.write_text(rules.read_text().replace("ranked = true", "ranked = false"))
+    unknown = change(runlog.Preflight, commit="", dirty=None, lock="", lock_sha256="")
+    cold = change(runlog.RunEnd, throttled_s=None)
+    forge(
+        folder, edit_log=both(unknown, cold), edit_source=lambda files: {**files, CLOCK: files[CLOCK] + "#\n"}
+    )
+    assert found(folder) == {}
+    skipped = {result.check.id for result in validate(folder).having("skipped")}
+    assert {"V403", "V405", "V406", "V503"} <= skipped
+
+
+def test_one_run_that_knows_nothing_hides_no_problem_of_another(folder):
+    rules = track.TRACKS_DIR / "forged.toml"
+    rules.write_text(rules.read_text().replace("ranked = true", "ranked = false"))
+    hot = Spec(seed=3, edit_log=change(runlog.RunEnd, throttled_s=9.0))
+    forge(folder, declared=(1, 2, 3), edit_log=change(runlog.RunEnd, throttled_s=None))
+    write_run(folder, hot)
+    assemble(folder)
+    assert list(found(folder)) == ["V405"]
+
+
+def test_a_file_of_git_is_found_by_its_commit_only(history):
+    commit = history({"speedrun/a.py": "A = 1\n", "speedrun/b.py": ""})
+    paths = ("speedrun/a.py", "speedrun/b.py", "speedrun/c.py", "speedrun")
+    assert history_module.files_at(commit, paths[:3]) == {"speedrun/a.py": b"A = 1\n", "speedrun/b.py": b""}
+    tree = git(history_module.ROOT, "rev-parse", "HEAD:speedrun")
+    for other in ("", "HEAD", "c" * 40, commit[:12], f"{commit}\n", tree):
+        assert history_module.files_at(other, paths) is None
+
+
+def test_the_reference_of_the_smoke_track_is_the_committed_record():
+    vals = load(Path(__file__).parent.parent / "records/smoke-cpu/2026-11-21-first").runs[0]
+    seen = {0: 0, **{step.step + 1: step.tokens_seen for step in vals.steps}}
+    points = [(seen[val.step], val.loss) for val in vals.vals]
+    assert [point.tokens for point in CURVES["smoke-cpu"]] == [tokens for tokens, _ in points]
+    assert [point.loss for point in CURVES["smoke-cpu"]] == pytest.approx(
+        [loss for _, loss in points], abs=1e-4
+    )
 
 
 # --- assembling --------------------------------------------------------------------------------------------

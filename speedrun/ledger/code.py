@@ -185,7 +185,7 @@ def read(path: str, text: str) -> Code:
         return code
     try:
         if path.endswith(".toml"):
-            _count(tomllib.loads(text), code)
+            _read_table(text, code)
         else:
             _read_python(text, code)
     # All that a parser may raise when it is fed nonsense.
@@ -198,9 +198,20 @@ def read(path: str, text: str) -> Code:
     return code
 
 
-def _count(value: Any, code: Code) -> None:
+#: Python's reader of TOML takes time and memory with the square of the parts of a dotted key: a line of 200,000
+#: characters fills the machine. Tracks are a tenth of this, with lines of a third.
+_MOST_TABLE_BYTES = 2**15
+_LONGEST_LINE = 400
+
+
+def _read_table(text: str, code: Code) -> None:
     """The data of a TOML file."""
-    left = [value]
+    longest = max(map(len, text.split("\n")))
+    if len(text) > _MOST_TABLE_BYTES or longest > _LONGEST_LINE:
+        raise ValueError(
+            f"{len(text):,} characters, the longest line {longest:,}; {_LONGEST_LINE} make a line"
+        )
+    left: list[Any] = [tomllib.loads(text)]
     while left:
         match left.pop():
             case dict() as table:

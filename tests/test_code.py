@@ -1,0 +1,148 @@
+"""Reading source texts of strangers: nothing crashes, nothing runs, and the table of what files may do is exact."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from record_forge import RECIPE, forge, install_track
+
+from speedrun import provenance, recipes, track
+from speedrun.ledger import code
+from speedrun.ledger.checks import source
+from speedrun.ledger.validate import validate
+from speedrun.sourcefile import split_source
+
+MANY = 100_000
+#: All of them in less than the size that is refused unread.
+BOMBS = {
+    "brackets": "(" * MANY,
+    "closed brackets": "(" * MANY + ")" * MANY,
+    "lists": "[" * MANY,
+    "signs": "-" * MANY + "1",
+    "sums": "1" + "+1" * MANY,
+    "attributes": "a" + ".b" * MANY,
+    "calls": "a" + "()" * MANY,
+    "indices": "a" + "[0]" * (MANY // 2),
+    "comparisons": "a" + "<a" * MANY,
+    "powers": "1**" * (MANY // 2) + "1",
+    "nots": "not " * (MANY // 2) + "1",
+    "lambdas": "lambda:" * (MANY // 4) + "1",
+    "conditions": "1 if 1 else " * (MANY // 8) + "1",
+    "branches": "if 1: pass\n" + "elif 1: pass\n" * (MANY // 8),
+    "blocks": "".join(" " * depth + "if 1:\n" for depth in range(500)),
+    "decorators": "@a\n" * (MANY // 2) + "def f(): 0",
+    "strings": "'" * MANY,
+    "f-strings": "f'{" * 1_000,
+    "a long number": "9" * MANY,
+    "a longer number": "0x" + "f" * MANY,
+    "a zero byte": "x = '\0'",
+    "half a character": "x = '\ud800'",
+    "odd escapes": "x = '\\d'",
+    "turned text": "\u202e = 1",
+    "one line": "x = '" + "y" * 250_000 + "'",
+    "a return": "return",
+    "an await": "await x",
+    "names": "x" * 250_000,
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_bomb_is_read_to_its_end(bomb):
+    found = code.read("x.py", BOMBS[bomb] + "\n")
+    assert found.problem or not found.imports
+
+
+TABLES = {
+    "a long line": "a = " + "[" * MANY,
+    "many lines": "a = 1\n" * MANY,
+    "brackets": "a = [\n" + "[\n" * 10_000,
+    "a key of many parts": "a." + "b." * MANY + "c = 1",
+    "keys of many parts": "".join(f"{'b.' * 150}c{number} = 1\n" for number in range(100)),
+    "strings": '"' * 300,
+    "a number too large": "a = 1e999999",
+    "a long number": "a = " + "9" * 390,
+}
+
+
+@pytest.mark.parametrize("bomb", TABLES)
+def test_a_bomb_of_a_table_is_read_to_its_end(bomb):
+    found = code.read("x.toml", TABLES[bomb])
+    assert found.problem or bomb in ("keys of many parts", "a number too large", "a long number")
+
+
+@given(st.text(st.characters(codec="utf-8"), max_size=200))
+def test_any_text_is_read(text):
+    code.read("x.py", text)
+    code.read("x.toml", text)
+
+
+@pytest.mark.parametrize("bomb", ["closed brackets", "signs", "comparisons", "one line"])
+def test_a_record_with_a_bomb_ends_in_a_report(tmp_path, monkeypatch, bomb):
+    install_track(tmp_path)
+    monkeypatch.setattr(track, "TRACKS_DIR", tmp_path)
+    forge(tmp_path / "record", edit_source=lambda files: {**files, RECIPE: BOMBS[bomb] + "\n"})
+    report = validate(tmp_path / "record")
+    for result in report.results:
+        assert all(message.isprintable() and len(message) < 1000 for message in result.messages)
+
+
+def test_nothing_of_a_source_is_executed(tmp_path, monkeypatch):
+    install_track(tmp_path)
+    monkeypatch.setattr(track, "TRACKS_DIR", tmp_path)
+    canary = tmp_path / "canary"
+    text = f"@print\nclass A(open({str(canary)!r}, 'w').__class__): pass\n"
+    forge(tmp_path / "record", edit_source=lambda files: {**files, RECIPE: text})
+    validate(tmp_path / "record")
+    assert not canary.exists()
+
+
+def ours() -> dict[str, str]:
+    """Every file that the source of any recipe here holds."""
+    modules = [f"speedrun.recipes.{name}" for name in recipes.names()]
+    return split_source(provenance.closure([*modules, "speedrun.train"], []))
+
+
+def test_our_own_files_reach_for_what_the_table_says_and_nothing_else():
+    reaches = {path: {reach.what for reach in code.read(path, text).reaches} for path, text in ours().items()}
+    may = {f"speedrun/{path}": set(what.split(", ")) for path, what in source._MAY.items()}
+    assert {path: what for path, what in reaches.items() if what} == may
+
+
+def test_our_own_files_carry_no_data():
+    found = {path: code.read(path, text) for path, text in ours().items()}
+    assert not [(path, one.problem, one.large) for path, one in found.items() if one.problem or one.large]
+    assert sum(one.packed_bytes for one in found.values()) < 0.85 * source._MOST_PACKED_BYTES
+
+
+@pytest.mark.parametrize(
+    ("path", "is_science"),
+    [
+        ("speedrun/recipes/tiny.py", True),
+        ("speedrun/nn.py", True),
+        ("speedrun/kernels/fast/inner.py", True),
+        ("speedrun/recipes/__init__.py", False),
+        ("speedrun/recipes/weights.toml", False),
+        ("speedrun/__init__.py", False),
+        ("speedrun/clock.py", False),
+        ("speedrun/recipes_more/tiny.py", False),
+        ("recipes/tiny.py", False),
+        ("jax/nn.py", False),
+    ],
+)
+def test_science_is_told_by_its_place(path, is_science):
+    assert code.is_science(path) == is_science
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import numpy as np\nx = np.zeros(3)\n",
+        "import jax.numpy as jnp\nfrom jax.experimental import pallas as pl\nx = jnp.array([1.0])\ny = pl.load\n",
+        "from dataclasses import replace\nx = replace(1, a=2)\n",
+        "from speedrun.models.record21 import forward\nfrom speedrun import nn\nx = nn.rms_norm\n",
+        "def f(x_ref, o_ref):\n    o_ref[...] = x_ref[...]\n    o_ref.at[0].set(1)\n",
+        "class A:\n    def __init__(self):\n        self.time = 1\n",
+        "import math\nx = [math.sqrt(i) for i in range(8)]\n",
+    ],
+)
+def test_honest_science_reaches_for_nothing(text):
+    assert code.read("x.py", text).reaches == []

@@ -1,0 +1,116 @@
+"""What a run says of its code, its packages and its devices: right where it can be known, silent where not."""
+
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from speedrun import health, provenance
+
+
+def git(folder: Path, *args: str) -> str:
+    person = ["-c", "user.name=nobody", "-c", "user.email=nobody@localhost"]
+    argv = ["git", "-C", str(folder), *person, *args]
+    return subprocess.run(argv, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch) -> Path:
+    """A project of one file, committed, that provenance takes for its own."""
+    (tmp_path / "speedrun").mkdir()
+    (tmp_path / "speedrun/a.py").write_text("A = 1\n")
+    git(tmp_path, "init", "--quiet")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "--quiet", "--message", "one")
+    monkeypatch.setattr(provenance, "_ROOT", tmp_path)
+    return tmp_path
+
+
+def test_a_clean_checkout_is_its_commit(checkout):
+    assert provenance.checkout() == (git(checkout, "rev-parse", "HEAD"), False)
+
+
+@pytest.mark.parametrize("path", ["speedrun/a.py", "speedrun/new.py", "pyproject.toml"])
+def test_changed_and_new_files_are_seen(checkout, path):
+    (checkout / path).write_text("B = 2\n")
+    assert provenance.checkout() == (git(checkout, "rev-parse", "HEAD"), True)
+
+
+def test_records_and_notes_beside_the_code_do_not_count(checkout):
+    (checkout / "records").mkdir()
+    (checkout / "records/README.md").write_text("a run\n")
+    assert provenance.checkout().dirty is False
+
+
+def test_without_git_nothing_is_known(checkout, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
+    assert provenance.checkout() == ("", None)
+
+
+def test_without_a_checkout_nothing_is_known(tmp_path, monkeypatch):
+    """Also where some folder above is one: it is another project's."""
+    git(tmp_path, "init", "--quiet")
+    (tmp_path / "copy").mkdir()
+    monkeypatch.setattr(provenance, "_ROOT", tmp_path / "copy")
+    assert provenance.checkout() == ("", None)
+
+
+def lock_text(**versions: str) -> str:
+    pins = {name: metadata.version(name) for name in ("jax", "jaxlib", "optax", "numpy")} | versions
+    return "# Pins.\n" + "".join(
+        f"{name}=={version} \\\n    --hash=sha256:0\n" for name, version in pins.items()
+    )
+
+
+def test_the_lock_is_the_largest_one_that_fits(tmp_path, monkeypatch):
+    monkeypatch.setattr(provenance, "_ROOT", tmp_path)
+    assert provenance.lock() == ("", "")
+    (tmp_path / "requirements").mkdir()
+    locks = {
+        "run": lock_text(),
+        "dev": lock_text(click=metadata.version("click")),
+        "all": lock_text(click="0.0.1", pytest=metadata.version("pytest")),
+        "other": lock_text(jax="0.0.1"),
+        "part": "jax==" + metadata.version("jax") + " \\\n",
+    }
+    for name, text in locks.items():
+        (tmp_path / f"requirements/{name}.lock").write_text(text)
+    assert provenance.lock().name == "dev.lock"
+    for name in ("run", "dev"):
+        (tmp_path / f"requirements/{name}.lock").unlink()
+    assert provenance.lock() == ("", "")
+
+
+def test_a_package_that_a_platform_needs_not_may_be_missing():
+    text = "colorama==0.4.6 ; sys_platform == 'win32' \\\njax==0.10.2 ; python_version < '3.12' \\\njax==0.12.0 \\\n"
+    assert provenance.pinned(text) == {"colorama": {"0.4.6", None}, "jax": {"0.10.2", "0.12.0", None}}
+
+
+@pytest.mark.parametrize(
+    ("said", "seconds"),
+    [
+        ("echo '0, 0, 0'", 0.0),
+        ("printf '1000000, 20, 0\\n500000, 0, 3\\n'", 1.500023),
+        ("echo 'N/A, 0, 0'", None),
+        ("echo 'Field is not a valid field to query.'; exit 2", None),
+    ],
+)
+def test_throttling_is_what_the_driver_counts(tmp_path, monkeypatch, said, seconds):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\n{said}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert health.throttled_s(mesh_of("gpu")) == seconds
+    assert health.throttled_s(mesh_of("cpu")) is None
+
+
+def test_without_the_tool_nothing_counts_throttling(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert health.throttled_s(mesh_of("gpu")) is None
+
+
+def mesh_of(platform: str):
+    device = SimpleNamespace(platform=platform)
+    return SimpleNamespace(devices=SimpleNamespace(flat=[device]))
