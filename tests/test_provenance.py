@@ -4,6 +4,7 @@ import subprocess
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -111,6 +112,6 @@ def test_without_the_tool_nothing_counts_throttling(tmp_path, monkeypatch):
     assert health.throttled_s(mesh_of("gpu")) is None
 
 
-def mesh_of(platform: str):
+def mesh_of(platform: str) -> Any:
     device = SimpleNamespace(platform=platform)
     return SimpleNamespace(devices=SimpleNamespace(flat=[device]))

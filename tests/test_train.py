@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import math
 import os
 import shutil
 import signal
@@ -90,6 +91,15 @@ def test_a_run_passes_every_check(record):
     failed = {result.check.id: result.messages for result in report.having("failed")}
     assert not failed
     assert len(report.having("ok")) > 20
+
+
+def test_a_run_says_which_code_packages_and_parameters_it_ran(record):
+    (hw,) = (event for event in events(record) if isinstance(event, runlog.Preflight))
+    (plan,) = (event for event in events(record) if isinstance(event, runlog.Plan))
+    assert (hw.commit, hw.dirty) == provenance.checkout()
+    assert (hw.lock, hw.lock_sha256) == provenance.lock()
+    assert sum(map(math.prod, plan.shapes.values())) == plan.num_params
+    assert {"embed", "head"} <= plan.shapes.keys()
 
 
 def test_nothing_is_compiled_inside_the_clock(record):

@@ -141,9 +141,10 @@ def committed(run: Run, record: Record) -> Iterator[str]:
         return
     texts = record.source_files
     theirs = history.files_at(hw.commit, tuple(texts))
-    # Instruments that differ are told of by V503.
-    for path in texts if theirs is not None else ():
-        if is_science(path) and theirs.get(path) != texts[path].encode():
+    if theirs is None:
+        return
+    for path, text in texts.items():  # of instruments that differ, V503 tells
+        if is_science(path) and theirs.get(path) != text.encode():
             yield f"says it ran commit {hw.commit[:12]}, whose {path} is another one"
 
 
