@@ -14,7 +14,8 @@ from speedrun.ledger.run import Run
 #: XLA's settings that move work about and leave its results alone. One that changes rounding belongs into the recipe,
 #: where readers see it. Patterns, without the leading dashes.
 _FLAGS = re.compile(
-    r"xla_force_host_platform_device_count|xla_gpu_(all_gather|all_reduce|reduce_scatter)_combine_threshold_bytes"
+    r"xla_force_host_platform_device_count|xla_backend_optimization_level|xla_llvm_disable_expensive_passes"
+    r"|xla_gpu_(all_gather|all_reduce|reduce_scatter)_combine_threshold_bytes"
     r"|xla_gpu_enable_(latency_hiding_scheduler|analytical_sol_latency_estimator|pipelined_(all_gather|all_reduce|"
     r"reduce_scatter|p2p|collectives)|command_buffer|cublaslt|triton_gemm|triton_softmax_fusion|async_collectives|"
     r"highest_priority_async_stream|nccl_user_buffers|nccl_comm_splitting|while_loop_double_buffering|"
