@@ -8,7 +8,9 @@ step appear by one rename, so a process may die at any moment. It keeps no diges
 checkpoint comes back without a word) and casts a wrong dtype in silence; both are checked here.
 """
 
+import gc
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -126,7 +128,7 @@ class Checkpoints:
 
     def due(self, step: int) -> bool:
         """Whether one is wanted after so many steps."""
-        return step % self._every == 0
+        return step > 0 and step % self._every == 0
 
     def rehearse(self, state: TrainState) -> None:
         """Writes the state once and removes it: what has to be compiled for that is compiled before the clock."""
@@ -230,10 +232,17 @@ class _Damaged(Exception):
 @contextmanager
 def _damage_named() -> Iterator[None]:
     """Turns what orbax and tensorstore raise of files that are cut, missing or garbled into one line."""
+    said = ""
     try:
         yield
-    except (OSError, ValueError, KeyError, msgspec.ValidationError) as error:
-        raise _Damaged(str(error).strip().partition("\n")[0][:120]) from None
+    except Exception as error:  # noqa: BLE001 - orbax raises this very class, with 60 lines of text
+        said = str(error).strip().partition("\n")[0][:120]
+    if said:
+        # What orbax was reading meanwhile is given up by the collector, with as many lines for each array.
+        hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+        gc.collect()
+        sys.unraisablehook = hook
+        raise _Damaged(said)
 
 
 def _check_fit(facts: Facts, expected: dict[str, Any], config_sha256: str, where: Path) -> None:

@@ -407,7 +407,7 @@ def test_killed_and_started_again(tmp_path: Path, big: FakeHub):
     verify(folder, track.load("webmini").data, full=True)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 75), (signal.SIGTERM, 75)])
 def test_stopped(tmp_path: Path, big: FakeHub, number: signal.Signals, code: int):
     big.always = {NAMES[1]: "stall"}
     folder = tmp_path / "d"

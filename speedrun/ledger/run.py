@@ -113,6 +113,11 @@ class Run:
         return self.of(runlog.ClockStop)[0].train_time_s
 
     @property
+    def own_time_s(self) -> float:
+        """Of the train time, what this process saw itself."""
+        return self.train_time_s - self.origin.train_time_s
+
+    @property
     def val_loss(self) -> float:
         """The result, from the exact sum of the last validation."""
         return loss_of(self.vals[-1])

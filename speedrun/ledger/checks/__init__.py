@@ -39,6 +39,7 @@ CHECKS: tuple[Check, ...] = (
     claims.no_wonder,
     claims.possible,
     claims.stated,
+    claims.in_one_piece,
     environment.xla_flags,
     environment.variables,
     environment.packages,

@@ -124,8 +124,9 @@ def declared_before(record: Record) -> Iterator[str]:
     """
     declared = record.declaration
     if declared is None:
-        if len(record.runs) > 1:
-            yield f"{len(record.runs)} runs, and no {format.BATCH} that declared them"
+        left_off = {run.origin.run_id for run in record.runs}
+        if len(begun := [run for run in record.runs if run.file.run_id not in left_off]) > 1:
+            yield f"{len(begun)} runs, and no {format.BATCH} that declared them"
         yield from (
             f"{run.folder}: names a batch that is not here" for run in record.runs if run.start.batch_sha256
         )

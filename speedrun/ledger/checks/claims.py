@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 from speedrun import runlog
 from speedrun.ledger.assemble import derive_summary
-from speedrun.ledger.checks.table import Skip, check
+from speedrun.ledger.checks.table import Skip, check, check_run
 from speedrun.ledger.record import Record
 from speedrun.ledger.reference import CURVES, expected_loss
-from speedrun.ledger.run import loss_of
+from speedrun.ledger.run import Run, loss_of
 
 #: Nats; a stated loss is printed and stored in full, so it may differ from its sum by rounding only.
 _ROUNDING = 1e-6
@@ -87,6 +87,19 @@ def stated(record: Record) -> Iterator[str]:
     reached = derive_summary(record.runs, record.rules, record.declaration).target_reached
     if record.summary.target_reached != reached:
         yield f"summary.json says target_reached {record.summary.target_reached}; the runs say {reached}"
+
+
+@check_run(
+    "V311",
+    "the run was made in one piece",
+    severity="warning",
+    why="a run that goes on from a checkpoint may have waited, or tried again, where nobody counted the time",
+    hint="keep it, for it is a result; for a rank, run again without a break",
+)
+def in_one_piece(run: Run, _record: Record) -> Iterator[str]:
+    """A resumed run is shown and never ranked."""
+    if run.resumed:
+        yield f"goes on from {run.origin.run_id} after step {run.origin.step}"
 
 
 @check(

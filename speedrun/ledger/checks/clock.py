@@ -50,7 +50,7 @@ def monotonic(run: Run, _record: Record) -> Iterator[str]:
 )
 def clock_total(run: Run, _record: Record) -> Iterator[str]:
     """The clock is run again from the stamps of its events."""
-    running_ns = since_ns = 0
+    running_ns, since_ns = round(run.origin.train_time_s * 1e9), 0
     for line in run.lines:
         match line.event:
             case runlog.ClockStart() | runlog.ClockResume():
@@ -60,8 +60,9 @@ def clock_total(run: Run, _record: Record) -> Iterator[str]:
                 if not _agree(stated_s, running_ns / 1e9):
                     yield f"line {line.i + 1} says {stated_s:.3f} s, the stamps {running_ns / 1e9:.3f} s"
     total_s = run.train_time_s
-    if not _agree(run.steps[-1].train_time_s, total_s):
-        yield f"the last step ends at {run.steps[-1].train_time_s:.3f} s, the clock stops at {total_s:.3f} s"
+    last_s = run.steps[-1].train_time_s if run.steps else run.origin.train_time_s
+    if not _agree(last_s, total_s):
+        yield f"the last step ends at {last_s:.3f} s, the clock stops at {total_s:.3f} s"
     if run.end.train_time_s != total_s:
         yield f"run_end says {run.end.train_time_s:.3f} s, clock_stop {total_s:.3f} s"
 
@@ -79,8 +80,8 @@ def wall_time(run: Run, _record: Record) -> Iterator[str]:
     )
     span_s = (ended - begun).total_seconds()
     for wall, wall_s in (("the stamps in UTC span", span_s), ("the cold wall time is", run.end.cold_wall_s)):
-        if wall_s < run.train_time_s and not _agree(run.train_time_s, wall_s):
-            yield f"{wall} {wall_s:.3f} s, the train time {run.train_time_s:.3f} s"
+        if wall_s < run.own_time_s and not _agree(run.own_time_s, wall_s):
+            yield f"{wall} {wall_s:.3f} s, the train time {run.own_time_s:.3f} s"
 
 
 @check_run(
@@ -93,7 +94,9 @@ def wall_time(run: Run, _record: Record) -> Iterator[str]:
 def pauses(run: Run, record: Record) -> Iterator[str]:
     """One validation in each pause, the last one after the clock stopped."""
     num_steps = run.start.num_steps
-    want = [step for step in range(num_steps) if record.rules.validates_at(step)] + [num_steps]
+    want = [step for step in range(run.origin.step, num_steps) if record.rules.validates_at(step)] + [
+        num_steps
+    ]
     got = [val.step for val in run.vals]
     if got != want:
         yield f"validated before steps {_some(got)}; the track says {_some(want)}"
@@ -207,12 +210,15 @@ def untimed(run: Run, record: Record) -> Iterator[str]:
 )
 def throughput(run: Run, _record: Record) -> Iterator[str]:
     """Model arithmetic a second, in the median step and in total, against the preflight's matmul."""
+    if not run.steps:  # it went on from the last step, to be scored
+        return
     (plan,), (hw,) = run.of(runlog.Plan), run.of(runlog.Preflight)
     per_step = [
         step.batch_tokens / seconds if seconds > 0 else float("inf")
         for step, seconds in zip(run.steps, run.step_s, strict=True)
     ]
-    total = run.steps[-1].tokens_seen / run.train_time_s if run.train_time_s > 0 else float("inf")
+    tokens = run.steps[-1].tokens_seen - run.origin.tokens_seen
+    total = tokens / run.own_time_s if run.own_time_s > 0 else float("inf")
     for what, tokens_per_s in (("median step", median(per_step)), ("whole run", total)):
         gflops = plan.flops_per_token * tokens_per_s / 1e9
         if not 0 < gflops <= _BENCH_SLACK * hw.matmul_gflops:
@@ -228,7 +234,7 @@ def throughput(run: Run, _record: Record) -> Iterator[str]:
 )
 def outliers(run: Run, _record: Record) -> Iterator[str]:
     """A warning only: shared machines stutter."""
-    usual_s = median(run.step_s)
+    usual_s = median(run.step_s or [0.0])
     slow = [step for step, seconds in enumerate(run.step_s) if seconds > _OUTLIER * usual_s]
     if slow:
         usual = f"the median of {usual_s * 1e3:.1f} ms"

@@ -1,0 +1,285 @@
+"""A run that goes on ends with the bytes of one that never stopped; damage is found, named and never trained on."""
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from test_train import SMALL
+
+from speedrun import checkpoint, mesh, recipes, runlog, track, train
+from speedrun.checkpoint import Facts, described, folder_of, named, opened
+from speedrun.data import synthetic
+from speedrun.errors import CheckpointError, Terminated, UsageError
+from speedrun.ledger import format
+from speedrun.ledger.assemble import assemble
+from speedrun.ledger.plot import plot
+from speedrun.ledger.validate import validate
+from speedrun.prepare import RunConfig
+from speedrun.step import Program
+
+NUM_STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def smoke_data(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("smoke")
+    synthetic.write(track.load("smoke-cpu"), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory, smoke_data) -> RunConfig:
+    """A finished run that kept a checkpoint of every step."""
+    config = RunConfig(
+        "smoke-cpu",
+        tmp_path_factory.mktemp("unbroken") / "out",
+        overrides=SMALL,
+        data=smoke_data,
+        checkpoint_every=1,
+        keep_checkpoints=0,
+    )
+    train.train(config)
+    return config
+
+
+def steps(out: Path, run_id: str) -> list[tuple[object, ...]]:
+    """What each step did, without its times."""
+    lines = runlog.read(out / "runs" / run_id / "metrics.jsonl")
+    found = [line.event for line in lines if isinstance(line.event, runlog.Step)]
+    return [(s.step, s.loss.hex(), s.tokens_seen, s.cursor, s.lr_scale, s.window_blocks) for s in found]
+
+
+def facts_of(out: Path) -> list[format.RunFile]:
+    paths = sorted(out.glob("runs/*/run.json"), key=lambda path: path.stat().st_mtime_ns)
+    return [format.decode(path.read_bytes(), format.RunFile) for path in paths]
+
+
+def went_on(config: RunConfig, tmp_path: Path, after: int) -> tuple[Path, format.RunFile]:
+    """The record of a copy of the run that lost everything after some step, and went on."""
+    out = tmp_path / "out"
+    shutil.copytree(config.out, out)
+    shutil.copytree(folder_of(config.out), folder_of(out))
+    for path in folder_of(out).iterdir():
+        if path.name.isdigit() and int(path.name) > after:
+            shutil.rmtree(path)
+    changed = {"out": out, "resume": True}
+    return out, train.train(
+        RunConfig(**{**{f: getattr(config, f) for f in config.__struct_fields__}, **changed})
+    )
+
+
+@pytest.mark.parametrize(
+    "after", [1, NUM_STEPS, *(pytest.param(k, marks=pytest.mark.slow) for k in range(2, NUM_STEPS))]
+)
+def test_a_run_that_goes_on_ends_with_the_same_bytes(unbroken, tmp_path, after):
+    out, new = went_on(unbroken, tmp_path, after)
+    (old,) = facts_of(unbroken.out)
+    assert new.final_hash == old.final_hash
+    assert new.outcome == "finished"
+    assert steps(out, new.run_id) == steps(unbroken.out, old.run_id)[after:]
+
+
+def test_a_run_that_goes_on_is_a_record_that_says_so_and_nothing_else_is_wrong(unbroken, tmp_path):
+    out, new = went_on(unbroken, tmp_path, 5)
+    old = facts_of(unbroken.out)[0].run_id
+    shutil.rmtree(out / "runs" / old)
+    assemble(out, title="went on", declared_runs=1)
+    plot(out)
+    found = {r.check.id: r.messages for r in validate(out).results if r.status in ("failed", "warning")}
+    assert found == {"V311": (f"{new.run_id}: goes on from {old} after step 5",)}
+
+
+def test_a_run_that_is_told_to_stop_keeps_its_state(unbroken, tmp_path, monkeypatch):
+    out, real = tmp_path / "out", train._log_stage_change
+    fields = {f: getattr(unbroken, f) for f in unbroken.__struct_fields__}
+    config = RunConfig(**{**fields, "out": out, "checkpoint_every": 100})
+
+    def tell(ready, step, log) -> None:
+        real(ready, step, log)
+        if step == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(train, "_log_stage_change", tell)
+    with pytest.raises(Terminated, match="stopped by SIGTERM"):
+        train.train(config)
+    assert [path.name for path in folder_of(out).iterdir() if path.name.isdigit()] == ["7"]
+    monkeypatch.setattr(train, "_log_stage_change", real)
+    new = train.train(RunConfig(**{**fields, "out": out, "checkpoint_every": 100, "resume": True}))
+    assert new.final_hash == facts_of(unbroken.out)[0].final_hash
+    assert [facts.outcome for facts in facts_of(out)] == ["aborted", "finished"]
+
+
+def test_a_run_goes_on_only_with_the_source_it_began_with(unbroken, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(unbroken.out, out)
+    (out / "source.txt").write_text("other\n")
+    fields = {f: getattr(unbroken, f) for f in unbroken.__struct_fields__}
+    with pytest.raises(UsageError, match="the source changed since"):
+        train.train(RunConfig(**{**fields, "out": out, "resume": True}))
+
+
+# --- without a run -----------------------------------------------------------------------------------------
+
+
+def program(num_devices: int = 8, **overrides: str) -> Program:
+    mesh.prepare("cpu")
+    settings = SMALL | {name.replace("__", "."): value for name, value in overrides.items()}
+    return Program(recipes.load("smoke").override(settings), mesh.make_mesh(num_devices))
+
+
+@pytest.fixture(scope="module")
+def small() -> Program:
+    return program()
+
+
+def facts(state, step: int) -> Facts:
+    return Facts(step, "small-0-0000", "c" * 64, (0, 512 * step), 512 * step, 0.1 * step, described(state))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory, small) -> Path:
+    """Checkpoints of steps 1 and 2, of two different states."""
+    folder = tmp_path_factory.mktemp("written") / "checkpoints"
+    with opened(folder, b"{}", every=1, keep=0, say=print) as checkpoints:
+        for step in (1, 2):
+            state = small.init(jax.random.key(step))
+            checkpoints.save(state, facts(state, step))
+    return folder
+
+
+@pytest.fixture
+def copy(tmp_path, written) -> Path:
+    return shutil.copytree(written, tmp_path / "checkpoints")
+
+
+def restored(folder: Path, small: Program, said: list[str]) -> checkpoint.Restored:
+    with opened(folder, b"{}", every=1, keep=0, say=said.append) as checkpoints:
+        return checkpoints.restore(small, "c" * 64)
+
+
+def largest(folder: Path) -> Path:
+    return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+@pytest.mark.parametrize("num_devices", [1, 4, 8])
+def test_a_state_comes_back_on_any_number_of_devices(copy, num_devices):
+    other, said = program(num_devices, stages__0__num_steps="12"), []
+    state, found = restored(copy, other, said)
+    want = program().init(jax.random.key(2))
+    assert found == facts(want, 2)
+    assert said == []
+    for name, array in named(want).items():
+        np.testing.assert_array_equal(np.asarray(named(state)[name]), np.asarray(array), err_msg=name)
+        assert named(state)[name].sharding.mesh.size == num_devices
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def blank(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 4096] = bytes(len(content[middle : middle + 4096]))
+    path.write_bytes(bytes(content))
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+@pytest.mark.parametrize("damage", [flip, blank, cut, Path.unlink])
+def test_damage_is_found_and_the_step_before_is_taken(copy, small, damage):
+    damage(largest(copy / "2"))
+    said = []
+    state, found = restored(copy, small, said)
+    assert found.step == 1
+    assert described(state) == facts(small.init(jax.random.key(1)), 1).arrays
+    (line,) = said
+    assert line.startswith("checkpoint 2 is damaged (")
+    assert "\n" not in line
+    assert not (copy / "2").exists()
+
+
+def test_facts_that_cannot_be_read_are_damage_too(copy, small):
+    (copy / "2" / "facts" / "metadata").write_text("{")
+    said = []
+    assert restored(copy, small, said).facts.step == 1
+    assert len(said) == 1
+
+
+def test_no_whole_checkpoint_is_an_error(copy, small):
+    for step in ("1", "2"):
+        flip(largest(copy / step))
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+        restored(copy, small, [])
+
+
+@pytest.mark.parametrize("overrides", [{"config__model_dim": "32"}, {"config__mlp_dim": "64"}])
+def test_the_state_of_another_model_is_refused(copy, overrides):
+    with pytest.raises(CheckpointError, match=r"is nothing, this model needs float32\["):
+        restored(copy, program(**overrides), [])
+
+
+def test_another_dtype_is_refused_not_cast(tmp_path, small):
+    state = small.init(jax.random.key(0))
+    narrow = state._replace(params={name: x.astype("bfloat16") for name, x in state.params.items()})
+    with opened(tmp_path, b"{}", every=1, keep=0, say=print) as checkpoints:
+        checkpoints.save(narrow, facts(narrow, 1))
+    with pytest.raises(CheckpointError, match=r"is bfloat16\[.*\], this model needs float32\["):
+        restored(tmp_path, small, [])
+
+
+def test_the_run_of_another_config_is_refused(copy, small):
+    with (
+        opened(copy, b"{}", every=1, keep=0, say=print) as checkpoints,
+        pytest.raises(CheckpointError, match="of a run with another config"),
+    ):
+        checkpoints.restore(small, "d" * 64)
+
+
+def test_one_process_writes_at_a_time(copy):
+    with (
+        opened(copy, b"{}", every=1, keep=0, say=print),
+        pytest.raises(CheckpointError, match="another program writes into it"),
+        opened(copy, b"{}", every=1, keep=0, say=print),
+    ):
+        pass
+
+
+def test_what_a_killed_writer_left_is_removed_and_told(copy, small):
+    left = copy / "3.orbax-checkpoint-tmp-1"
+    (left / "state").mkdir(parents=True)
+    said = []
+    assert restored(copy, small, said).facts.step == 2
+    assert said == [f"{left.name} was being written when its run ended; removed"]
+    assert not left.exists()
+
+
+def test_the_newest_are_kept(tmp_path, small):
+    state = small.init(jax.random.key(0))
+    with opened(tmp_path, b"{}", every=2, keep=2, say=print) as checkpoints:
+        assert [step for step in range(1, 7) if checkpoints.due(step)] == [2, 4, 6]
+        for step in (2, 4, 6):
+            checkpoints.save(state, facts(state, step))
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.isdigit()) == ["4", "6"]
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path, small, monkeypatch):
+    state = small.init(jax.random.key(0))
+
+    def full(*_args, **_named) -> None:
+        raise ValueError("RESOURCE_EXHAUSTED: no space left\nand a page of traces")
+
+    with opened(tmp_path, b"{}", every=1, keep=0, say=print) as checkpoints:
+        monkeypatch.setattr(checkpoints._manager, "save", full)
+        with pytest.raises(
+            CheckpointError, match="step 1 cannot be written: RESOURCE_EXHAUSTED: no space left;"
+        ):
+            checkpoints.save(state, facts(state, 1))
