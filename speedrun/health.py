@@ -46,18 +46,23 @@ def matmul_gflops(mesh: Mesh) -> float:
     return flops / best_s(lambda: program(x_NMM)) / 1e9
 
 
-def throttled_s(mesh: Mesh) -> float | None:
-    """Seconds for which heat or the power supply held the GPUs of this machine back so far, all of them together.
+def throttled_s(mesh: Mesh, since_s: float | None = 0.0) -> float | None:
+    """Seconds for which heat or the power supply held the GPUs of this machine back, all of them together.
 
-    None where nothing counts them: no GPU, no `nvidia-smi`, or a driver older than the counters.
+    Args:
+        mesh: its platform is asked.
+        since_s: what an earlier call gave; 0: since the driver was loaded.
+
+    Returns:
+        None where nothing counts them: no GPU, no `nvidia-smi`, or a driver older than the counters.
     """
-    if is_simulated(mesh):
+    if is_simulated(mesh) or since_s is None:
         return None
     names = ",".join(f"clocks_event_reasons_counters.{name}" for name in _COUNTERS)
     argv = ["nvidia-smi", f"--query-gpu={names}", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(argv, capture_output=True, text=True, timeout=_ANSWER_S, check=True).stdout
-        return sum(int(number) for line in answer.splitlines() for number in line.split(",")) / 1e6
+        return sum(int(number) for line in answer.splitlines() for number in line.split(",")) / 1e6 - since_s
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
 

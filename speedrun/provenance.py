@@ -12,7 +12,7 @@ import re
 import subprocess
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from speedrun.sourcefile import join_source
 
@@ -143,3 +143,9 @@ def pinned(text: str) -> dict[str, set[str | None]]:
     for name, version, marker in _PIN.findall(text):
         pins.setdefault(name, set()).update({version, None} if marker else {version})
     return pins
+
+
+def code() -> dict[str, Any]:
+    """Both, as the fields of `runlog.Preflight`."""
+    here, packages = checkout(), lock()
+    return {"commit": here.commit, "dirty": here.dirty, "lock": packages.name, "lock_sha256": packages.sha256}

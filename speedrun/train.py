@@ -139,14 +139,9 @@ def _announce(ready: Ready, run_id: str, log: runlog.RunLog, tally: Tally) -> No
             software=provenance.software(),
             environment=provenance.environment(),
             matmul_gflops=health.matmul_gflops(mesh),
-            commit=(checkout := provenance.checkout()).commit,
-            dirty=checkout.dirty,
-            lock=(lock := provenance.lock()).name,
-            lock_sha256=lock.sha256,
+            **provenance.code(),
         )
     )
-    if track.rules.ranked and checkout.dirty is not False:
-        log.emit(runlog.Warning("not the code of a commit: the record will not pass V406"))
     if mesh.size != (asked := track.rules.num_devices or mesh.size):
         log.emit(
             runlog.Warning(f"{mesh.size} devices, {track.id} asks for {asked}: the record will not pass V404")
@@ -258,8 +253,7 @@ def _run(
         clock.stop(sync)
         log.emit(runlog.ClockStop(clock.seconds))
         # Before the result is known, so that little is left to do after it.
-        after_s = health.throttled_s(program.mesh)
-        tally.throttled_s = None if after_s is None or throttled_s is None else after_s - throttled_s
+        tally.throttled_s = health.throttled_s(program.mesh, since_s=throttled_s)
         tally.read = data_read(ready, tally)
         keep()
         validate(ready.recipe.num_steps)

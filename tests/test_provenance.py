@@ -104,6 +104,8 @@ def test_throttling_is_what_the_driver_counts(tmp_path, monkeypatch, said, secon
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert health.throttled_s(mesh_of("gpu")) == seconds
+    later_s = health.throttled_s(mesh_of("gpu"), since_s=seconds)
+    assert later_s == (None if seconds is None else 0.0)
     assert health.throttled_s(mesh_of("cpu")) is None
 
 
