@@ -140,7 +140,7 @@ def test_science_is_told_by_its_place(path, is_science):
         "from dataclasses import replace\nx = replace(1, a=2)\n",
         "from speedrun.models.record21 import forward\nfrom speedrun import nn\nx = nn.rms_norm\n",
         "def f(x_ref, o_ref):\n    o_ref[...] = x_ref[...]\n    o_ref.at[0].set(1)\n",
-        "class A:\n    def __init__(self):\n        self.time = 1\n",
+        "class A:\n    def __init__(self):\n        super().__init__()\n        self.time = 1\n",
         "import math\nx = [math.sqrt(i) for i in range(8)]\n",
     ],
 )

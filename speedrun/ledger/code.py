@@ -119,7 +119,9 @@ _ATTRIBUTES = {
     "monitoring": "JAX's own settings",
 }  # fmt: skip
 #: Names between double underscores that are no way into the interpreter.
-_PLAIN = frozenset(["__name__", "__qualname__", "__module__", "__doc__", "__version__", "__file__"])
+_PLAIN = _words(
+    "__name__ __qualname__ __module__ __doc__ __version__ __file__ __init__ __post_init__ __new__"
+)
 
 
 class Reach(NamedTuple):
