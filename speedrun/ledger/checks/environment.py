@@ -82,7 +82,7 @@ def packages(run: Run, record: Record) -> Iterator[str]:
     hw = _preflight(run)
     problem, path = "", f"requirements/{hw.lock}"
     if not _LOCK.fullmatch(hw.lock):
-        problem = "no lock file fits what was installed"
+        problem = "it names no lock file: none fitted what was installed, or an older version ran"
     else:
         at_commit = history.files_at(hw.commit, (path,)) or {}
         texts = [files[path] for files in (history.files_here([path]), at_commit) if path in files]
