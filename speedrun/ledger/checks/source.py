@@ -17,7 +17,8 @@ _ENTRY = "speedrun/train.py"
 
 #: What files of the harness reach for beyond computing. A new reach is warned of until it stands here.
 _MAY: dict[str, str] = {
-    "checkpoint.py": "files, computed names, JAX's own settings, a package that nobody has looked at, "
+    "checkpoint.py": "files, computed names, the interpreter, what others own, JAX's own settings, "
+    "a package that nobody has looked at, "
     "the inside of modules",
     "clock.py": "clocks",
     "data/inventory.py": "files",
