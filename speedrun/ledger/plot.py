@@ -19,22 +19,22 @@ from speedrun.ledger.run import Run, loss_of
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_INK, _GREY, _TRAIN, _VAL, _TARGET = "#1c2733", "#7a8691", "#93b1cf", "#1f5fa8", "#c8452f"
+INK, GREY, TRAIN, VAL, TARGET = "#1c2733", "#7a8691", "#93b1cf", "#1f5fa8", "#c8452f"
 _MAX_LABELS = 6
-_STYLE: dict[Any, Any] = {
+STYLE: dict[Any, Any] = {
     "svg.hashsalt": "speedrun",
     "font.family": ["DejaVu Sans"],
     "font.size": 10,
-    "text.color": _INK,
+    "text.color": INK,
     "text.parse_math": False,  # a dollar sign in a name is a dollar sign
-    "axes.edgecolor": _GREY,
-    "axes.labelcolor": _INK,
+    "axes.edgecolor": GREY,
+    "axes.labelcolor": INK,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "xtick.color": _GREY,
-    "ytick.color": _GREY,
-    "xtick.labelcolor": _INK,
-    "ytick.labelcolor": _INK,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
 }
 
 
@@ -57,7 +57,7 @@ def plot(record_dir: Path) -> list[Path]:
     folder = record_dir / "plots"
     folder.mkdir(exist_ok=True)
     paths = [folder / "loss.svg", folder / "loss.png"]
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(8.0, 4.5), layout="constrained")
         _draw(figure.add_subplot(), record, runs)
         figure.savefig(paths[0], metadata={"Date": None, "Creator": None})
@@ -75,7 +75,7 @@ def history(board: Board) -> dict[str, bytes]:
         shown = [row for row in board.of(name) if row.train_time_s is not None and row.standing != "refused"]
         if not shown:
             continue
-        with matplotlib.rc_context(_STYLE):
+        with matplotlib.rc_context(STYLE):
             figure = Figure(figsize=(6.0, 3.2), layout="constrained")
             _draw_history(figure.add_subplot(), sorted(shown, key=lambda row: row.date))
             file = io.BytesIO()
@@ -89,11 +89,11 @@ def _draw_history(axes: "Axes", rows: Sequence[Row]) -> None:
     places, times_s = range(len(rows)), [row.train_time_s or 0.0 for row in rows]
     half_widths_s = [row.train_time_half_width_s or 0.0 for row in rows]
     best_s = list(itertools.accumulate(times_s, min))
-    axes.step(places, best_s, where="post", color=_TRAIN, linewidth=1.2, zorder=1)
-    axes.errorbar(places, times_s, half_widths_s, fmt="o", color=_VAL, markersize=5, capsize=3, zorder=3)
+    axes.step(places, best_s, where="post", color=TRAIN, linewidth=1.2, zorder=1)
+    axes.errorbar(places, times_s, half_widths_s, fmt="o", color=VAL, markersize=5, capsize=3, zorder=3)
     for place, time_s in zip(places, times_s, strict=True):
         axes.annotate(
-            _ascii(f"{time_s:.1f} s"), (place, time_s), xytext=(6, 6), textcoords="offset points", color=_VAL
+            in_font(f"{time_s:.1f} s"), (place, time_s), xytext=(6, 6), textcoords="offset points", color=VAL
         )
     axes.set_xticks(list(places), [row.date for row in rows], rotation=20, ha="right")
     axes.set_ylim(bottom=0, top=1.25 * max(t + h for t, h in zip(times_s, half_widths_s, strict=True)))
@@ -104,21 +104,21 @@ def _draw_history(axes: "Axes", rows: Sequence[Row]) -> None:
 def _draw(axes: "Axes", record: Record, runs: Sequence[Run]) -> None:
     for run in runs:
         times_s, losses = [step.train_time_s for step in run.steps], [step.loss for step in run.steps]
-        axes.plot(times_s, losses, color=_TRAIN, linewidth=0.7, alpha=0.8, zorder=1)
+        axes.plot(times_s, losses, color=TRAIN, linewidth=0.7, alpha=0.8, zorder=1)
         # No line through the validations: there are few, and the train loss shows the way between them.
-        axes.plot(*_vals(run), "o", color=_VAL, markersize=5, clip_on=False, zorder=3)
+        axes.plot(*_vals(run), "o", color=VAL, markersize=5, clip_on=False, zorder=3)
     if record.track is not None:
         target = record.track.target
-        _level(axes, target.loss, f"target {target.loss:g}", _TARGET)
+        _level(axes, target.loss, f"target {target.loss:g}", TARGET)
         if target.entropy_rate:
-            _level(axes, target.entropy_rate, f"entropy rate {target.entropy_rate:.2f}", _GREY)
+            _level(axes, target.entropy_rate, f"entropy rate {target.entropy_rate:.2f}", GREY)
     _label(axes, runs)
     axes.set_xlim(left=0)
     axes.margins(x=0.02)
     axes.set_xlabel("train time (s)")
     axes.set_ylabel("loss (nats per token)")
-    axes.set_title(_ascii(_headline(runs)), loc="left", fontsize=11, fontweight="bold", pad=14)
-    for height, name, colour in ((0.985, "train", _TRAIN), (0.925, "validation", _VAL)):
+    axes.set_title(in_font(_headline(runs)), loc="left", fontsize=11, fontweight="bold", pad=14)
+    for height, name, colour in ((0.985, "train", TRAIN), (0.925, "validation", VAL)):
         axes.text(0.995, height, name, color=colour, transform=axes.transAxes, ha="right", va="top")
 
 
@@ -161,7 +161,7 @@ def _label(axes: "Axes", runs: Sequence[Run]) -> None:
             xytext=(0, 8) if number else (8, 0),
             textcoords="offset points",
             ha="center" if number else "left",  # the first one stands on the axis
-            color=_VAL,
+            color=VAL,
             fontsize=10 if number == last else 9,
             path_effects=[withStroke(linewidth=3, foreground="white")],
             fontweight="bold" if number == last else "normal",
@@ -180,6 +180,6 @@ def _headline(runs: Sequence[Run]) -> str:
     return f"{what}: {val:.4f} after {train:.1f} s{mean}"
 
 
-def _ascii(text: str) -> str:
+def in_font(text: str) -> str:
     """The font has few glyphs, and a stranger's text may be long."""
     return text[:120].encode("ascii", "backslashreplace").decode()
