@@ -3,14 +3,8 @@
 This process holds no device: the declaration and every run are processes of their own, one after the other.
 """
 
-import fcntl
 import math
 import shlex
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NoReturn
@@ -18,8 +12,8 @@ from typing import Any, NoReturn
 import click
 import msgspec
 
-from speedrun import signals
 from speedrun import track as tracks
+from speedrun.cli.child import alone, as_shell, ended
 from speedrun.cli.options import (
     Integer,
     attention_option,
@@ -174,43 +168,8 @@ def _seeds(text: str | None) -> list[int]:
 
 def _child(ctx: click.Context, module: str, request: dict[str, Any], *, to_stderr: bool) -> None:
     """Runs a module of ours on a request; ends this process as that one ended, if badly."""
-    if code := _ended(module, request, to_stderr=to_stderr):
-        ctx.exit(_as_shell(code))
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[int]:
-    """Holds the batch's lock: a descriptor that its runs are handed, so that one left alone holds it, too.
-
-    Raises:
-        UsageError: if somebody else has it.
-    """
-    # Network disks lock only what is open for writing.
-    with (folder / format.BATCH).open("rb+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UsageError(f"{folder} is being run by another process; wait for it to end") from None
-        yield file.fileno()
-
-
-def _ended(module: str, request: dict[str, Any], *, to_stderr: bool, keep_open: tuple[int, ...] = ()) -> int:
-    """The exit code of a module of ours that was given a request; signals go on to it."""
-    with tempfile.TemporaryDirectory() as scratch:
-        path = Path(scratch, "request.json")
-        path.write_bytes(msgspec.json.encode(request))
-        child = subprocess.Popen(
-            [sys.executable, "-m", module, str(path)],
-            stdout=sys.stderr if to_stderr else None,
-            pass_fds=keep_open,
-            process_group=0,
-        )
-        return signals.wait_for(child)
-
-
-def _as_shell(code: int) -> int:
-    """What a shell makes of the exit code of a child that a signal killed."""
-    return code if code > 0 else 128 - code
+    if code := ended(module, request, to_stderr=to_stderr):
+        ctx.exit(as_shell(code))
 
 
 class Batch:
@@ -228,11 +187,11 @@ class Batch:
 
     def run(self) -> None:
         """Runs what is missing, tells how far it is after each run, and ends with the card."""
-        with _alone(self._folder) as lock:
+        with alone(self._folder / format.BATCH) as lock:
             far = self._far()
             while far.missing:
                 request = self._request(far.missing[0])
-                code = _ended("speedrun.train", request, to_stderr=self._as_json, keep_open=(lock,))
+                code = ended("speedrun.train", request, to_stderr=self._as_json, keep_open=(lock,))
                 far = self._far()
                 if code and code != NonFiniteError.exit_code:
                     self._stop(code)
@@ -294,7 +253,7 @@ class Batch:
             f"error: a run ended with exit code {code}; go on: {shlex.join(again)}",
             err=True,
         )
-        self._ctx.exit(_as_shell(code))
+        self._ctx.exit(as_shell(code))
 
     def _finish(self, far: Standing) -> None:
         summary = assemble(self._folder, title=self._title)
