@@ -24,6 +24,8 @@ COMMANDS = {
     "batch": "Declare several runs, run them, and test what they prove.",
     "stats": "Say what the runs of a record prove, and how many more it would take.",
     "compare": "Run two records in turns on this node, and say which is faster.",
+    "ablate": "Say what each feature of a recipe is worth.",
+    "sweep": "Try other numbers of a recipe.",
     "validate": "Check a record offline: every claim that can be computed is computed again.",
     "leaderboard": "Make the board of all records, or say whether it is up to date.",
     "import-log": "Read other people's logs as context, and say how much equal runs differ.",

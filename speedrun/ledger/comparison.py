@@ -46,7 +46,7 @@ def compare(seeds: Sequence[int], first: Sequence[Run], second: Sequence[Run]) -
     difference = statistics.mean_interval([b - a for a, b in zip(first_loss, second_loss, strict=True)])
     if difference is None:
         raise ValueError(f"got {len(first)} pairs; need two or more")
-    s_per_nat = fmean(first_s) / first[0].start.num_steps / fmean(slope(run) for run in first)
+    s_per_nat = seconds_per_nat(first)
     return Comparison(
         seeds=tuple(seeds),
         first_s=tuple(first_s),
@@ -58,6 +58,12 @@ def compare(seeds: Sequence[int], first: Sequence[Run], second: Sequence[Run]) -
         s_per_nat=s_per_nat,
         equivalent_s=fmean(second_s) - fmean(first_s) + difference.mean * s_per_nat,
     )
+
+
+def seconds_per_nat(runs: Sequence[Run]) -> float:
+    """What a nat costs at the end of these runs' curves: seconds a step, by nats a step."""
+    step_s = fmean(run.train_time_s for run in runs) / runs[0].start.num_steps
+    return step_s / fmean(slope(run) for run in runs)
 
 
 def slope(run: Run) -> float:

@@ -1,0 +1,629 @@
+"""Ablations and sweeps: features, arms, seeds, the statistics of arms, and the way from a plan to a table.
+
+The runs are forged, but for the last test.
+"""
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+import random
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from xml.etree import ElementTree
+
+import jax
+import msgspec
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from forgeries import BROKE
+from record_forge import CONFIG, SOURCE, Spec, change, digest, facts, install_track, write_run
+from scipy import stats
+
+from speedrun import cli, design, features, provenance, recipes, runlog, track
+from speedrun.cli import experiment as performing
+from speedrun.cli import sweep
+from speedrun.cli.sweep import Between
+from speedrun.design import Request
+from speedrun.errors import UsageError
+from speedrun.ledger import effects, experiment, format
+from speedrun.ledger.experiment import BASELINE, Arm, Experiment
+from speedrun.ledger.forest import forest
+from speedrun.ledger.record import read_files
+from speedrun.ledger.run import Run, read_run
+from speedrun.ledger.validate import validate
+from speedrun.optim.muon import orthogonalize
+from speedrun.prepare import RunConfig
+from speedrun.recipe import Recipe, describe
+
+
+def invoke(*args: str):
+    return CliRunner().invoke(cli.command, list(args), prog_name="speedrun")
+
+
+# --- features ----------------------------------------------------------------------------------------------
+
+HAD = [
+    pytest.param(recipes.load(name), feature, id=f"{name} without {feature.name}")
+    for name in recipes.names()
+    for feature in features.FEATURES
+    if features.without(recipes.load(name), feature)
+]
+
+
+@pytest.mark.parametrize(("recipe", "feature"), HAD)
+def test_a_feature_that_is_off_is_another_recipe_which_does_not_have_it(recipe: Recipe, feature):
+    less = recipe.override(features.without(recipe, feature))
+    assert describe(less) != describe(recipe)
+    if feature.name != "orthogonalisation":  # its balance is no part of it
+        assert features.without(less, feature) == {}
+
+
+def test_between_them_the_recipes_have_every_feature():
+    assert {case.values[1].name for case in HAD} == {feature.name for feature in features.FEATURES}
+    assert len({feature.name for feature in features.FEATURES}) == len(features.FEATURES)
+
+
+def without(name: str, recipe: str = "record21") -> Recipe:
+    feature = next(one for one in features.FEATURES if one.name == name)
+    full = recipes.load(recipe)
+    return full.override(features.without(full, feature))
+
+
+def test_what_is_off_is_what_the_name_says():
+    record21 = recipes.load("record21").config
+    assert set(without("value-embeddings").config.value_tables) == {-1}
+    unshared = without("shared-values").config.value_tables
+    assert [table == -1 for table in unshared] == [table == -1 for table in record21.value_tables]
+    assert len(set(unshared) - {-1}) == sum(table != -1 for table in unshared)
+    assert "short" not in without("short-windows").config.mixing
+    assert without("short-windows").config.mixing.count("none") == 1
+    assert "none" not in without("skipped-attention").config.mixing
+    cap = without("soft-cap").config.logit_cap
+    assert cap * math.tanh(30 / cap) == pytest.approx(30, abs=1e-4)
+    assert without("attention-gain").config.attention_scale == pytest.approx(1 / math.sqrt(128), rel=1e-5)
+    cooled = without("cooldown")
+    assert {float(cooled.inputs_at(step).lr_scale) for step in (0, 900, 1770)} == {1.0}
+    warm = without("momentum-warm-up")
+    assert warm.inputs_at(0).momentum == warm.inputs_at(1000).momentum == np.float32(0.95)
+
+
+@pytest.mark.parametrize("name", ["smoke", "record21"])
+def test_without_windows_the_second_step_sees_all(name):
+    recipe = without("windows", name)
+    seen = int(recipe.inputs_at(1).window_blocks) * recipe.config.block_tokens
+    assert seen >= max(recipe.eval_seq_len, *(stage.seq_len for stage in recipe.stages))
+    assert recipe.most_window_blocks * recipe.config.block_tokens < 2**31
+
+
+def test_steps_are_as_long_without_orthogonalisation():
+    full, less = recipes.load("smoke"), without("orthogonalisation", "smoke")
+    g_Kmn = jax.random.normal(jax.random.key(0), (3, 128, 256))
+    lengths = [
+        recipe.optimizer.muon_lr
+        * np.linalg.norm(orthogonalize(g_Kmn, steps=recipe.optimizer.muon_steps, dtype="float32"))
+        for recipe in (full, less)  # pyright: ignore[reportAttributeAccessIssue]
+    ]
+    assert lengths[0] == pytest.approx(lengths[1], rel=0.2)
+
+
+# --- the plan ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def designed(tmp_path, monkeypatch):
+    """`design`, where everything can be run that any recipe is."""
+
+    def prepare(config: RunConfig) -> Any:
+        assert config.recipe is not None
+        recipe = recipes.load(config.recipe).override(config.overrides)
+        program = SimpleNamespace(num_devices=8, microbatches=8, attention="auto")
+        return SimpleNamespace(
+            config=config,
+            track=track.load(config.track),
+            program=program,
+            described={"recipe": describe(recipe)},
+            source_sha256=digest(config.recipe),
+        )
+
+    monkeypatch.setattr(design, "prepare", prepare)
+
+    def make(kind, recipe: str = "smoke", overrides: dict[str, str] | None = None, **rest) -> Experiment:
+        config = RunConfig("smoke-cpu", tmp_path / "new", recipe=recipe, overrides=overrides or {})
+        return design.design(Request(config, kind, num_runs=2, num_confirming=3, **rest))
+
+    return make
+
+
+def test_an_ablation_is_the_recipe_and_the_recipe_less_one_feature_each(designed, tmp_path):
+    found = designed(
+        "features", features=("cooldown", "soft-cap", "bfloat16-muon"), overrides={"stages.0.num_steps": "9"}
+    )
+    assert [(arm.name, arm.against) for arm in found.arms] == [
+        (BASELINE, None),
+        ("no cooldown", BASELINE),
+        ("no soft-cap", BASELINE),
+    ]
+    assert found.arms[1].overrides == {"stages.0.num_steps": "9", "schedule.final_lr_scale": "1.0"}
+    assert found.left_out == ("bfloat16-muon: smoke does not have it",)
+    assert found.standing == "research, not ranked"
+    assert experiment.read(tmp_path / "new") == found
+
+
+def test_a_ladder_is_each_recipe_against_its_parent(designed):
+    found = designed("ladder", recipe="docs")
+    assert [(arm.name, arm.recipe, arm.against) for arm in found.arms] == [
+        ("smoke", "smoke", None),
+        ("docs", "docs", "smoke"),
+    ]
+    assert found.arms[0].source_sha256 != found.arms[1].source_sha256
+
+
+def test_a_sweep_leaves_out_what_is_there_already(designed):
+    variants = tuple({"optimizer.muon_lr": lr, "schedule.final_window": "3"} for lr in ("0.05", "0.1"))
+    found = designed("sweep", variants=variants)
+    assert [arm.name for arm in found.arms] == [BASELINE, "muon_lr=0.1 final_window=3"]
+    assert found.left_out == ("muon_lr=0.05 final_window=3: the same as 'as it is'",)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (
+            {"kind": "features", "features": ("cool-down",)},
+            "unknown feature 'cool-down'; did you mean 'cooldown'",
+        ),
+        (
+            {"kind": "features", "features": ("bfloat16-muon",)},
+            "nothing to compare smoke with: bfloat16-muon",
+        ),
+        ({"kind": "ladder"}, "smoke has no parent"),
+        ({"kind": "sweep", "variants": ({"nope": "1"},)}, "unknown setting 'nope'"),
+    ],
+)
+def test_what_cannot_be_designed_is_refused_and_leaves_nothing(designed, tmp_path, asked, said):
+    with pytest.raises(UsageError, match=said):
+        designed(**asked)
+    assert not (tmp_path / "new").exists()
+
+
+def arms(*names: str) -> tuple[Arm, ...]:
+    """Forged runs all have one config."""
+    sums = {"config_sha256": format.config_sha256(CONFIG), "source_sha256": digest(SOURCE)}
+    return tuple(
+        Arm(
+            name=name,
+            what="",
+            recipe="tiny",
+            overrides={},
+            against=None if name == names[0] else names[0],
+            **sums,
+        )
+        for name in names
+    )
+
+
+def test_seeds_are_nobodys_choice_and_those_that_confirm_are_fresh():
+    chosen, confirming = experiment.seeds_for(arms("a", "b"), 5, 7)
+    assert (len(chosen), len(confirming), len({*chosen, *confirming})) == (5, 7, 12)
+    assert all(0 <= seed < 2**31 for seed in (*chosen, *confirming))
+    assert experiment.seeds_for(arms("a", "b"), 5, 7) == (chosen, confirming)
+    for other in (experiment.seeds_for(arms("a", "c"), 5, 7), experiment.seeds_for(arms("a", "b"), 6, 7)):
+        assert not {*chosen, *confirming} & {*other[0], *other[1]}, (
+            "another plan, or a longer one, has others"
+        )
+
+
+def test_every_arm_runs_every_seed_in_blocks_that_turn_around():
+    order = [(trial.arm.name, trial.seed) for trial in experiment.trials(arms("a", "b", "c"), (7, 8, 9))]
+    assert [seed for _, seed in order] == [7] * 3 + [8] * 3 + [9] * 3
+    assert "".join(name for name, _ in order) == "abccbaabc"
+
+
+# --- what is swept -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("0.01,0.02", ("0.01", "0.02")),
+        ("3", ("3",)),
+        ("(0, -1),(1, 2)", ("(0, -1)", "(1, 2)")),
+        ("0.01..0.2", Between("0.01", "0.2")),
+        ("float32, bfloat16", ("float32", "bfloat16")),
+    ],
+)
+def test_a_setting_has_one_value_several_or_a_range(text, values):
+    assert sweep.choices("key", text) == values
+
+
+@pytest.mark.parametrize("text", ["0.2..0.1", "-1..1", "a..b", "1..", "0.0..1", "1..inf"])
+def test_a_range_needs_two_numbers_above_zero(text):
+    with pytest.raises(UsageError, match=r"need LOW\.\.HIGH"):
+        sweep.choices("key", text)
+
+
+def test_a_grid_is_every_combination():
+    assert sweep.grid({"a": ("1", "2"), "b": ("x", "y", "z")}) == [
+        {"a": a, "b": b} for a in "12" for b in "xyz"
+    ]
+    with pytest.raises(UsageError, match="add --trials"):
+        sweep.grid({"a": Between("1", "2")})
+    with pytest.raises(UsageError, match="at most 200"):
+        sweep.grid({name: tuple("1234567") for name in "abc"})
+
+
+def test_random_choices_follow_from_the_seed_and_none_comes_twice():
+    space = {"a": tuple("12345"), "lr": Between("0.001", "1"), "steps": Between("3", "5")}
+    found = sweep.drawn(space, 30, seed=1)
+    assert found == sweep.drawn(space, 30, seed=1) != sweep.drawn(space, 30, seed=2)
+    assert len({tuple(one.items()) for one in found}) == 30
+    assert {one["steps"] for one in found} == set("345")
+    logs = [math.log10(float(one["lr"])) for one in found]
+    assert -3 <= min(logs) <= -2
+    assert -2 < statistics.median(logs) < -1, "as much below a thirtieth as above"
+    assert len(sweep.drawn({"a": ("1", "2")}, 30, seed=1)) == 2, "no more than there are"
+
+
+# --- the statistics of arms --------------------------------------------------------------------------------
+
+
+def test_holm_is_the_closure_of_bonferroni():
+    """By definition: a hypothesis is rejected if every set of hypotheses that it stands in is."""
+    chance = random.Random(0)
+    for size in (1, 2, 5):
+        ps = [chance.random() ** 3 for _ in range(size)]
+        sets = [one for n in range(1, size + 1) for one in itertools.combinations(range(size), n)]
+        closed = [
+            max(min(1.0, len(one) * min(ps[i] for i in one)) for one in sets if place in one)
+            for place in range(size)
+        ]
+        assert effects.holm(ps) == pytest.approx(closed)
+    assert effects.holm([]) == []
+
+
+def test_p_is_that_of_students_t():
+    differences = [0.3, -0.1, 0.25, 0.4]
+    assert effects.p_of_zero(differences) == pytest.approx(stats.ttest_1samp(differences, 0).pvalue)
+    assert effects.p_of_zero([0.1, 0.1, 0.1]) == 1.0, "copies of one run prove nothing"
+
+
+@pytest.fixture
+def forged(tmp_path, monkeypatch):
+    """A run of the forger, by its loss and its time a step."""
+    install_track(tmp_path)
+    monkeypatch.setattr(track, "TRACKS_DIR", tmp_path)
+    count = itertools.count()
+
+    def make(loss: float = 3.25, step_s: float = 0.1, seed: int = 1, **rest) -> Run:
+        spec = Spec(seed=seed, step_s=(step_s,) * 10, val_losses=(5.5, 4.0, 3.4, loss), **rest)
+        folder = tmp_path / f"forged-{next(count)}"
+        write_run(folder, spec)
+        return read_run(read_files(folder)[0], spec.run_id)
+
+    return make
+
+
+def blown_up(seed: int) -> dict[str, Any]:
+    edit_log = change(runlog.RunEnd, status="non-finite", val_loss=None)
+    return {"seed": seed, "edit_log": edit_log, "edit_run": facts(outcome="non-finite")}
+
+
+def found_of(names: Sequence[str], seeds: Sequence[int], runs: experiment.Runs) -> dict[str, effects.Finding]:
+    base, *others = arms(*names)
+    found = effects.findings([(arm, base) for arm in others], seeds, runs)
+    return {one.arm: one for one in found}
+
+
+def test_differences_are_taken_inside_pairs_and_loss_counts_as_time(forged):
+    """The baseline falls by 0.15 nats in its last 2 steps of 0.1 s; the third seed's arm ended badly, its pair goes."""
+    base, arm = (3.25, 3.25, 3.25), (3.265, 3.28, 0.0)
+    runs = {("a", seed): forged(loss, 0.1) for seed, loss in zip((1, 2, 3), base, strict=True)}
+    runs |= {("b", seed): forged(loss, 0.11) for seed, loss in zip((1, 2), arm, strict=False)}
+    runs["b", 3] = forged(**blown_up(3))
+    found = found_of("ab", (1, 2, 3), runs)["b"]
+    assert (found.seeds, found.num_non_finite, found.verdict) == ((1, 2), 1, "non-finite")
+    assert found.loss
+    assert found.log_time
+    assert found.together_s
+    assert found.loss.mean == pytest.approx(0.0225)
+    assert found.log_time.mean == pytest.approx(math.log(1.1))
+    assert found.s_per_nat == pytest.approx(0.1 * 2 / 0.15)
+    assert found.together_s.mean == pytest.approx(0.1 + 0.0225 * 0.2 / 0.15)
+    expected = stats.t.interval(0.95, 1, loc=0.0225, scale=stats.sem([0.015, 0.03]))
+    assert (found.loss.low, found.loss.high) == pytest.approx(expected)
+
+
+def judged(forged, differences_s: dict[str, Sequence[float]]) -> dict[str, effects.Finding]:
+    """Arms that need so much longer than a baseline of 1 s, a number a seed."""
+    seeds = range(1, 1 + len(next(iter(differences_s.values()))))
+    runs = {("a", seed): forged(step_s=0.1) for seed in seeds}
+    runs |= {
+        (name, seed): forged(step_s=0.1 + more / 10)
+        for name, row in differences_s.items()
+        for seed, more in zip(seeds, row, strict=True)
+    }
+    return found_of(["a", *differences_s], seeds, runs)
+
+
+def test_verdicts(forged):
+    found = judged(
+        forged,
+        {
+            "slower": (0.1, 0.101, 0.102),
+            "faster": (-0.1, -0.101, -0.102),
+            "as fast": (0.001, -0.001, 0.0),
+            "noisy": (0.2, -0.2, 0.1),
+        },
+    )
+    assert {name: one.verdict for name, one in found.items()} == {
+        "slower": "worse",
+        "faster": "better",
+        "as fast": "equal",
+        "noisy": "unresolved",
+    }
+    best = effects.winner(list(found.values()))
+    assert best is not None
+    assert best.arm == "faster"
+
+
+def test_more_arms_ask_for_more(forged):
+    """p = 0.03 by itself; among ten that are noise it says nothing."""
+    row, noise = (0.05, 0.08, 0.06, 0.02), (0.1, -0.1, 0.2, -0.2)
+    alone = judged(forged, {"b": row})["b"]
+    assert (alone.verdict, alone.together_s and alone.together_s.p < 0.05) == ("worse", True)
+    among = judged(forged, {"b": row, **{f"c{i}": noise for i in range(9)}})["b"]
+    assert among.verdict == "unresolved"
+    assert among.together_s
+    assert alone.together_s
+    assert among.together_s.p == pytest.approx(alone.together_s.p)
+    assert among.together_s.adjusted_p == pytest.approx(10 * alone.together_s.p)
+
+
+def test_one_seed_tells_nothing(forged):
+    found = judged(forged, {"b": (0.5,)})["b"]
+    assert (found.verdict, found.loss, found.together_s) == ("unresolved", None, None)
+
+
+# --- the commands ------------------------------------------------------------------------------------------
+
+ARMS = arms(BASELINE, "no brake", "no anchor")
+
+
+@pytest.fixture
+def performed(tmp_path, monkeypatch):
+    """An experiment of three arms whose runs are forged: "no brake" is faster. Tells which runs were asked for."""
+    install_track(tmp_path)
+    monkeypatch.setattr(track, "TRACKS_DIR", tmp_path)
+    monkeypatch.setattr(provenance, "closure", lambda *_: SOURCE)
+    monkeypatch.setattr(performing, "plot", lambda _: [])
+    folder = tmp_path / "out"
+    asked: list[tuple[str, int]] = []
+    codes: list[int] = []  # of the next runs; 0 when there are no more
+
+    def plan(num_confirming: int = 2) -> Experiment:
+        seeds, confirming = experiment.seeds_for(ARMS, 2, num_confirming)
+        made = Experiment(
+            standing="research, not ranked",
+            kind="features",
+            track=format.TrackRef("forged@1", track.sha256("forged")),
+            num_devices=8,
+            microbatches=8,
+            attention="auto",
+            arms=ARMS,
+            left_out=("cannon: tiny does not have it",),
+            seeds=seeds,
+            confirming=confirming,
+            created_utc="2026-10-02T00:00:00+00:00",
+        )
+        folder.mkdir(exist_ok=True)
+        (folder / "experiment.json").write_bytes(experiment.encode(made))
+        return made
+
+    def ended(module: str, request: dict[str, Any], **_: object) -> int:
+        if module == "speedrun.design":
+            plan(request["num_confirming"])
+            return 0
+        out = Path(request["out"])
+        out.mkdir(parents=True)
+        (out / "source.txt").write_text(SOURCE)
+        arm, seed = out.parent.name[3:], request["seed"]
+        asked.append((arm, seed))
+        if codes and (code := codes.pop(0)):
+            write_run(out, dataclasses.replace(BROKE[0], seed=seed))
+            return code
+        step_s = (0.08 if arm == "no-brake" else 0.1) * (1 + seed % 7 / 1000)
+        write_run(
+            out,
+            Spec(seed=seed, step_s=(step_s,) * 10, edit_run=facts(created_utc="2026-10-02T00:00:00+00:00")),
+        )
+        return 0
+
+    monkeypatch.setattr(performing, "ended", ended)
+    return SimpleNamespace(folder=folder, asked=asked, codes=codes, plan=plan)
+
+
+def ablate(performed, *args: str):
+    return invoke("ablate", "--track", "forged", "--runs", "2", "--out", str(performed.folder), *args)
+
+
+def test_an_ablation_runs_confirms_and_tells(performed):
+    result = ablate(performed)
+    assert result.exit_code == 0, result.exception or result.output
+    plan = experiment.read(performed.folder)
+    assert [seed for _, seed in performed.asked] == [s for seed in plan.seeds for s in [seed] * 3] + [
+        s for seed in plan.confirming for s in [seed] * 2
+    ]
+    assert [arm for arm, _ in performed.asked[6:]] == ["as-it-is", "no-brake", "no-brake", "as-it-is"]
+    for said in ("left out  cannon: tiny does not have it", "run 4 of 6", "eta ", "research, not ranked"):
+        assert said in result.stderr
+    for said in ("no brake", "no brake, fresh seeds", "harmful: better without it", "research, not ranked"):
+        assert said in result.stdout
+    assert "no brake: confirmed by 2 fresh seeds" in result.stdout
+    written = msgspec.json.decode((performed.folder / "summary.json").read_bytes(), type=effects.Summary)
+    assert (written.standing, written.num_runs, written.confirmed) == ("research, not ranked", 10, True)
+    record = next(performed.folder.glob("01-no-brake/*"))
+    assert "research, not ranked" in (record / "README.md").read_text()
+    assert not validate(record).having("failed")
+
+
+def test_what_was_chosen_by_does_not_confirm(performed):
+    """Selection runs that look otherwise change nothing of what the fresh seeds say."""
+    ablate(performed)
+    plan = experiment.read(performed.folder)
+    wanted = [*experiment.trials(plan.arms, (*plan.seeds, *plan.confirming))]
+    runs = experiment.completed(performed.folder, plan, wanted)
+    before = effects.summary(plan, "", runs).confirmation
+    quick = experiment.completed(performed.folder, plan, [t for t in wanted if t.seed == plan.confirming[0]])
+    altered = {
+        key: quick["no brake", plan.confirming[0]] if key == ("no brake", plan.seeds[0]) else run
+        for key, run in runs.items()
+    }
+    after = effects.summary(plan, "", altered)
+    assert after.findings != effects.summary(plan, "", runs).findings
+    assert after.confirmation == before
+    assert before is not None
+    assert set(before.seeds) == set(plan.confirming)
+
+
+def test_what_broke_off_is_run_again_and_nothing_else_is(performed):
+    performed.codes += [0, 0, 130]
+    first = ablate(performed)
+    assert (first.exit_code, len(performed.asked)) == (130, 3)
+    assert f"go on: speedrun ablate --resume {performed.folder}" in first.stderr
+    again = invoke("ablate", "--resume", str(performed.folder), "--json")
+    assert again.exit_code == 0, again.exception or again.output
+    assert performed.asked[3] == performed.asked[2]
+    assert len(performed.asked) == 3 + 3 + 1 + 4
+    assert len(list(performed.folder.glob("*/*-*"))) == 11, "what broke off stays"
+    told = json.loads(again.stdout)
+    assert (told["summary"]["winner"], len(told["plots"])) == ("no brake", 2)
+    asked = len(performed.asked)
+    once_more = invoke("ablate", "--resume", str(performed.folder), "--json")
+    assert json.loads(once_more.stdout) == told
+    assert len(performed.asked) == asked, "nothing was missing"
+
+
+def test_without_fresh_seeds_nothing_is_confirmed(performed):
+    result = ablate(performed, "--confirm", "0")
+    assert len(performed.asked) == 6
+    assert "no brake: not confirmed, no fresh seeds were asked for" in result.stdout
+
+
+def test_a_plan_that_was_edited_is_refused(performed):
+    """One more seed after the results were seen; a seed of one's own."""
+    plan = performed.plan()
+    for edited in (
+        msgspec.structs.replace(plan, seeds=(*plan.seeds, 7)),
+        msgspec.structs.replace(plan, confirming=plan.seeds),
+        msgspec.structs.replace(plan, arms=plan.arms[:2]),
+    ):
+        (performed.folder / "experiment.json").write_bytes(experiment.encode(edited))
+        result = invoke("ablate", "--resume", str(performed.folder))
+        assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+        assert "its seeds do not follow from its arms" in result.stderr
+
+
+def test_another_source_or_run_is_no_part_of_it(performed, monkeypatch):
+    plan = performed.plan()
+    out = performed.folder / "00-as-it-is" / f"{plan.seeds[0]}-1"
+    write_run(out, Spec(seed=1))
+    result = invoke("ablate", "--resume", str(performed.folder))
+    assert (result.exit_code, "take it out" in result.stderr) == (2, True)
+    monkeypatch.setattr(provenance, "closure", lambda *_: SOURCE + "\n")
+    result = invoke("ablate", "--resume", str(performed.folder))
+    assert (result.exit_code, "the source of tiny changed" in result.stderr, performed.asked) == (2, True, [])
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["ablate"], "say --runs N"),
+        (["ablate", "--runs", "0"], "invalid value for '--runs'"),
+        (["ablate", "--ladder", "--features", "cooldown"], "leave one out"),
+        (["ablate", "--track", "moon", "--runs", "2"], "unknown track 'moon'"),
+        (["ablate", "--resume", "nowhere"], "nowhere holds no experiment.json"),
+        (["ablate", "--resume", "nowhere", "--runs", "9"], "--resume goes on as designed, got --runs"),
+        (["sweep", "--runs", "2"], "nothing to sweep"),
+        (["sweep", "--runs", "2", "--set", "a=1"], "nothing to sweep"),
+        (["sweep", "--runs", "2", "--set", "a=1..2"], "add --trials"),
+    ],
+)
+def test_what_is_missing_is_said_in_one_line(args, said):
+    result = invoke(*args)
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1), result.stderr
+    assert said in result.stderr
+
+
+# --- the picture -------------------------------------------------------------------------------------------
+
+
+def test_the_forest_shows_every_arm_and_its_bytes_do_not_change(performed):
+    ablate(performed)
+    svg, png = (performed.folder / "plots" / name for name in ("forest.svg", "forest.png"))
+    before = svg.read_bytes(), png.read_bytes()
+    assert ElementTree.parse(svg).getroot().tag.endswith("svg")
+    written = msgspec.json.decode((performed.folder / "summary.json").read_bytes(), type=effects.Summary)
+    again = forest(written, performed.folder, "tiny on forged@1: without each feature")
+    assert [path.read_bytes() for path in again] == [*before]
+    comments = svg.read_text()  # matplotlib writes the text of a label beside its outlines
+    for said in ("no brake", "no anchor", "no brake, fresh seeds", "nats per token", "equivalent seconds"):
+        assert f"<!-- {said} -->" in comments
+
+
+def test_there_is_no_forest_of_one_seed(forged, tmp_path):
+    found = tuple(judged(forged, {"b": (0.5,)}).values())
+    written = effects.Summary("research, not ranked", "", "sweep", "forged@1", 2, found, None, None)
+    assert forest(written, tmp_path, "") == []
+
+
+# --- end to end --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_real_runs_from_the_command_to_the_forest(tmp_path, monkeypatch):
+    small = {
+        "stages.0.num_steps": "4",
+        "stages.0.seq_len": "64",
+        "config.model_dim": "16",
+        "config.num_heads": "2",
+    }
+    small |= {"config.head_dim": "8", "config.mlp_dim": "32"}
+    settings = [word for key, value in small.items() for word in ("--set", f"{key}={value}")]
+    env = os.environ | {"SPEEDRUN_DATA": str(tmp_path / "data")}
+
+    def speedrun(*words: str):
+        argv = [sys.executable, "-m", "speedrun", *words]
+        return subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
+
+    out = tmp_path / "out"
+    first = speedrun(
+        "ablate",
+        "--features",
+        "windows",
+        "--runs",
+        "2",
+        "--confirm",
+        "1",
+        *settings,
+        "--out",
+        str(out),
+        "--json",
+    )
+    assert first.returncode == 0, first.stderr
+    told = json.loads(first.stdout)
+    assert [found["arm"] for found in told["summary"]["findings"]] == ["no windows"]
+    assert len(told["summary"]["findings"][0]["seeds"]) == 2
+    assert all(Path(path).is_file() for path in told["plots"])
+    records = [*out.glob("0*/*-1")]
+    assert len(records) == told["summary"]["num_runs"]
+    assert all(not validate(record).having("failed") for record in records)
+    second = speedrun("ablate", "--resume", str(out), "--json")
+    assert json.loads(second.stdout) == told
