@@ -281,10 +281,10 @@ def _interval(effect: Effect | None, digits: str) -> str:
 def _verdict(one: Finding, kind: Kind) -> str:
     """What the arm's verdict means: in an ablation the arm is the recipe without something."""
     if one.verdict == "non-finite":
-        said = f"{one.num_non_finite} runs became non-finite"
+        said = f"{one.num_non_finite} run{'s' * (one.num_non_finite > 1)} became non-finite"
         return f"worth it: without it {said}" if kind == "features" else said
     if one.verdict == "unresolved":
-        return f"not resolvable with {len(one.seeds)} seeds"
+        return f"not resolvable with {len(one.seeds)} seeds{_alone(one)}"
     if one.verdict == "equal":
         return (
             "barnacle: interval covers zero" if kind == "features" else "no difference: interval covers zero"
@@ -292,6 +292,16 @@ def _verdict(one: Finding, kind: Kind) -> str:
     if kind == "features":
         return "worth it" if one.verdict == "worse" else "harmful: better without it"
     return f"{one.verdict} than {one.against}"
+
+
+def _alone(one: Finding) -> str:
+    """What is resolved where both together are not: noise of the node is no noise of the loss."""
+    alone = [
+        f"{what} alone is: {'better' if effect.mean < 0 else 'worse'}"
+        for what, effect in (("loss", one.loss), ("time", one.log_time))
+        if effect is not None and effect.adjusted_p < LEVEL
+    ]
+    return f" ({', '.join(alone)})" if alone else ""
 
 
 def _price(found: Summary) -> list[str]:
