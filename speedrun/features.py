@@ -5,7 +5,8 @@ one: each is switched off by itself. Where a control needs it, a second setting 
 
 What no value switches off is not here: U-net skips, embedding shortcut, QK-norm, rotary, squared ReLU, the zero start
 of projections and the document mask are functions; Adam in place of Muon and a head without FP8 are other types. A
-recipe and its parent tell of those: `speedrun ablate --ladder`.
+recipe and its parent tell of those: `speedrun ablate --ladder`. Nor is the soft cap of the logits: the loss subtracts
+it in place of a maximum, so that it has to be 40 at most.
 """
 
 import math
@@ -15,9 +16,6 @@ from typing import Any, NamedTuple
 
 from speedrun.models.record21 import NO_TABLE
 from speedrun.recipe import Recipe
-
-#: A soft cap that bounds nothing: at a logit of 30 it takes away less than 1e-4.
-_NO_CAP = 1e4
 
 
 class Feature(NamedTuple):
@@ -53,11 +51,6 @@ FEATURES = (
         "windows",
         "attention that sees a window, which grows; without: the whole document from the second step on",
         {"schedule.final_window": lambda recipe: _whole_window(recipe)},
-    ),
-    Feature(
-        "soft-cap",
-        "logits that cannot grow without bound",
-        {"config.logit_cap": lambda _: _NO_CAP},
     ),
     Feature(
         "attention-gain",

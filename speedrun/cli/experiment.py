@@ -139,7 +139,7 @@ class _Performance:
             if best := winner(found.findings) if self._plan.confirming else None:
                 pair = [self._plan.arm(name) for name in (best.against, best.arm)]
                 self._say(
-                    f"confirm {best.arm!r} against {best.against!r}: {len(self._plan.confirming)} fresh seeds"
+                    f"confirm {best.arm!r} against {best.against!r}: {_count(len(self._plan.confirming), 'fresh seed')}"
                 )
                 runs |= self._run_missing([*experiments.trials(pair, self._plan.confirming)], lock)
                 found = summary(self._plan, self._sha256, runs)
@@ -148,8 +148,8 @@ class _Performance:
     def _announce(self) -> None:
         plan = self._plan
         self._say(
-            f"{self._ctx.info_name}  {plan.track.id} | {len(plan.arms)} arms x {len(plan.seeds)} seeds, then "
-            f"{len(plan.confirming)} fresh seeds for the best | {plan.standing} | {self._folder}"
+            f"{self._ctx.info_name}  {plan.track.id} | {len(plan.arms)} arms x {_count(len(plan.seeds), 'seed')}, then "
+            f"{_count(len(plan.confirming), 'fresh seed')} for the best | {plan.standing} | {self._folder}"
         )
         for said in plan.left_out:
             self._say(f"left out  {said}")
@@ -281,17 +281,20 @@ def _interval(effect: Effect | None, digits: str) -> str:
 def _verdict(one: Finding, kind: Kind) -> str:
     """What the arm's verdict means: in an ablation the arm is the recipe without something."""
     if one.verdict == "non-finite":
-        said = f"{one.num_non_finite} run{'s' * (one.num_non_finite > 1)} became non-finite"
-        return f"worth it: without it {said}" if kind == "features" else said
+        return f"{_count(one.num_non_finite, 'run')} became non-finite"
     if one.verdict == "unresolved":
-        return f"not resolvable with {len(one.seeds)} seeds{_alone(one)}"
+        return f"not resolvable with {_count(len(one.seeds), 'seed')}{_alone(one)}"
     if one.verdict == "equal":
         return (
             "barnacle: interval covers zero" if kind == "features" else "no difference: interval covers zero"
         )
     if kind == "features":
         return "worth it" if one.verdict == "worse" else "harmful: better without it"
-    return f"{one.verdict} than {one.against}"
+    return f"{one.verdict} than {one.against!r}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _alone(one: Finding) -> str:
@@ -321,4 +324,4 @@ def _best(found: Summary) -> str:
     if (fresh := found.confirmation) is None:
         return f"{found.winner}: not confirmed, no fresh seeds were asked for"
     confirmed = "confirmed" if found.confirmed else "NOT confirmed"
-    return f"{found.winner}: {confirmed} by {len(fresh.seeds)} fresh seeds"
+    return f"{found.winner}: {confirmed} by {_count(len(fresh.seeds), 'fresh seed')}"

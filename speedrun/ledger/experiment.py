@@ -156,7 +156,7 @@ def completed(folder: Path, experiment: Experiment, wanted: Sequence[Trial]) -> 
             run = _ended(attempt)
             if run is not None:
                 _check(run, trial, attempt)
-                found[trial.arm.name, trial.seed] = run
+                found.setdefault((trial.arm.name, trial.seed), run)  # nobody gets a second try
     return found
 
 
