@@ -12,6 +12,7 @@ import jax
 from speedrun.errors import UsageError, unknown
 from speedrun.kernels.attention import Window
 from speedrun.kernels.choose import Kernels
+from speedrun.kernels.cross_entropy import MAX_CAP
 from speedrun.kernels.cross_entropy_gpu import Fp8
 from speedrun.optim.groups import Transforms
 from speedrun.optim.schedules import Schedule, StepInputs
@@ -89,6 +90,10 @@ class Recipe:
             raise ValueError(f"compute_dtype is {self.compute_dtype!r}; need float32 or bfloat16")
         if min(self.eval_sequences, self.eval_seq_len) < 1:
             raise ValueError("a validation pass needs at least one sequence of one token")
+        if not 0 < self.config.logit_cap <= MAX_CAP:
+            raise ValueError(
+                f"config.logit_cap is {self.config.logit_cap:g}; need more than 0, at most {MAX_CAP:g}"
+            )
 
     @property
     def num_steps(self) -> int:

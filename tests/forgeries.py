@@ -20,13 +20,14 @@ from record_forge import (
     change,
     facts,
     forge,
+    moments,
     shard,
     write_run,
 )
 
 from speedrun import runlog
 from speedrun.ledger.assemble import assemble
-from speedrun.ledger.format import DataRead, Declaration, Look, Recipe, ShardRange, config_sha256
+from speedrun.ledger.format import DataRead, Declaration, Look, Recipe, RunFile, ShardRange, config_sha256
 
 Build = Callable[[Path], object]
 
@@ -42,6 +43,24 @@ def val_after_its_pause(log: Moments) -> Moments:
     place = place_of(log, runlog.Val, 1)
     log[place : place + 2] = [log[place + 1], log[place]]
     return log
+
+
+def went_on(log: Moments) -> Moments:
+    """As of a process that found the first four steps done: their time, tokens and validation are not in its log."""
+    start, fifth = place_of(log, runlog.ClockStart), place_of(log, runlog.ClockPause, 1)
+    fourth = log[place_of(log, runlog.Step, 3)].event
+    assert isinstance(fourth, runlog.Step)
+    resume = runlog.Resume("tiny-1-0000", 4, "e" * 16, fourth.train_time_s, fourth.tokens_seen, fourth.cursor)
+    begun = log[fifth]._replace(event=log[start].event)
+    return [*log[:start], log[start]._replace(event=resume), begun, *log[fifth:]]
+
+
+LEFT = shard("t_train_1.bin", 400, 600), shard("t_train_2.bin", 0, 400)
+
+
+def told_as_resumed(run: RunFile) -> RunFile:
+    (fifth,) = [m.event for m in moments(Spec(seed=run.seed)) if isinstance(m.event, runlog.Step)][4:5]
+    return replace(run, first_loss=fifth.loss.hex(), data=replace(run.data, shards=LEFT))
 
 
 def broken_off(log: Moments) -> Moments:
@@ -363,6 +382,7 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V310", "loss was edited", logged(*LOSS_31)),
     ("V310", "end was edited", logged(change(runlog.RunEnd, val_loss=3.1))),
     ("V310", "verdict was edited", claimed),
+    ("V311", "goes on from another run", made(edit_log=went_on, edit_run=told_as_resumed)),
     ("V404", "one device", logged(change(runlog.Preflight, num_devices=1), num_devices=1)),
     ("V404", "other platform", logged(change(runlog.Preflight, platform="gpu"), platform="gpu")),
     ("V308", "a start that was learned", made(val_losses=(4.0, 4.0, 3.4, 3.25))),

@@ -48,8 +48,8 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def install_track(folder: Path) -> None:
-    """Writes the track of the forged records; the caller points speedrun.track at the folder."""
+def _rules() -> str:
+    """The track of the forged records."""
     shards = [f"t_{kind}_{number}.bin" for kind, number in (("val", 0), ("train", 1), ("train", 2))]
     table = "\n".join(f'"{name}" = "{digest(name)}"' for name in shards)
     rules = f"""
@@ -79,12 +79,18 @@ def install_track(folder: Path) -> None:
         untimed_cap_s = 1800.0
         ranked = true
         """
-    (folder / "forged.toml").write_text(rules.rstrip() + "\n")
+    return rules.rstrip() + "\n"
+
+
+def install_track(folder: Path) -> None:
+    """Writes the track; the caller points speedrun.track at the folder."""
+    (folder / "forged.toml").write_text(_rules())
 
 
 def source_text(edit: Callable[[Mapping[str, str]], Mapping[str, str]] = dict) -> str:
-    """The source text of a record, with the track as it is installed now."""
-    rules = (track.TRACKS_DIR / "forged.toml").read_text()
+    """The source text of a record, with the track as it is installed now, if it is."""
+    path = track.TRACKS_DIR / "forged.toml"
+    rules = path.read_text() if path.exists() else _rules()
     return join_source(dict(edit({**SOURCE, "speedrun/tracks/forged.toml": rules})))
 
 

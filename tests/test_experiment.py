@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from forgeries import BROKE
-from record_forge import CONFIG, SOURCE, Spec, change, digest, facts, install_track, write_run
+from record_forge import CONFIG, Spec, change, digest, facts, install_track, source_text, write_run
 from scipy import stats
 
 from speedrun import cli, design, features, provenance, recipes, runlog, track
@@ -199,7 +199,7 @@ def test_what_cannot_be_designed_is_refused_and_leaves_nothing(designed, tmp_pat
 
 def arms(*names: str) -> tuple[Arm, ...]:
     """Forged runs all have one config."""
-    sums = {"config_sha256": format.config_sha256(CONFIG), "source_sha256": digest(SOURCE)}
+    sums = {"config_sha256": format.config_sha256(CONFIG), "source_sha256": digest(source_text())}
     return tuple(
         Arm(
             name=name,
@@ -405,7 +405,7 @@ def performed(tmp_path, monkeypatch):
     """An experiment of three arms whose runs are forged: "no brake" is faster. Tells which runs were asked for."""
     install_track(tmp_path)
     monkeypatch.setattr(track, "TRACKS_DIR", tmp_path)
-    monkeypatch.setattr(provenance, "closure", lambda *_: SOURCE)
+    monkeypatch.setattr(provenance, "closure", lambda *_: source_text())
     folder = tmp_path / "out"
     asked: list[tuple[str, int]] = []
     codes: list[
@@ -438,7 +438,7 @@ def performed(tmp_path, monkeypatch):
             return 0
         out = Path(request["out"])
         out.mkdir(parents=True)
-        (out / "source.txt").write_text(SOURCE)
+        (out / "source.txt").write_text(source_text())
         arm, seed = out.parent.name[3:], request["seed"]
         asked.append((arm, seed))
         code = codes.pop(0) if codes else 0
@@ -560,7 +560,7 @@ def test_another_source_or_run_is_no_part_of_it(performed, monkeypatch):
     write_run(out, Spec(seed=1))
     result = invoke("ablate", "--resume", str(performed.folder))
     assert (result.exit_code, "take it out" in result.stderr) == (2, True)
-    monkeypatch.setattr(provenance, "closure", lambda *_: SOURCE + "\n")
+    monkeypatch.setattr(provenance, "closure", lambda *_: source_text() + "\n")
     result = invoke("ablate", "--resume", str(performed.folder))
     assert (result.exit_code, "the source of tiny changed" in result.stderr, performed.asked) == (2, True, [])
 

@@ -75,7 +75,8 @@ def test_flash_attention_is_the_version_whose_private_names_are_used() -> None:
 
 def test_locks_agree() -> None:
     everything = pins("cuda12") | pins("cuda13") | pins("dev")
-    assert pins("run") <= pins("prep") <= pins("dev")
+    # What more packages ask for may need a package in more places: markers may differ.
+    assert versions("run") <= versions("prep") <= versions("dev")
     assert versions("aot") <= versions("cuda12"), "the compiler must be the one that GPUs get"
     places = [(name, marker) for name, _, marker in everything]
     assert len(places) == len(set(places)), "one package, two versions; run scripts/lock.sh"

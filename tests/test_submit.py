@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
-from record_forge import change, facts, forge, install_track
+from record_forge import JAX, change, facts, forge, install_track
 
 from speedrun import cli, runlog, track
 from speedrun.console import clean
@@ -84,8 +84,8 @@ LEAKS = {
     "plots/loss.svg": lambda folder: plot(
         folder, f"<svg xmlns='http://www.w3.org/2000/svg'><text>{TOKEN}</text></svg>"
     ),
-    "runs/tiny-1-00a1/metrics.jsonl": lambda folder: forge_anew(folder, environment={"XLA_FLAGS": TOKEN}),
-    "runs/tiny-2-00a2/log.txt": lambda folder: forge_anew(folder, software={"jax": TOKEN}),
+    "runs/tiny-1-00a1/metrics.jsonl": lambda folder: forge_anew(folder, device_kind=TOKEN),
+    "runs/tiny-2-00a2/log.txt": lambda folder: forge_anew(folder, software={"jax": JAX, "tool": TOKEN}),
 }
 
 

@@ -309,7 +309,7 @@ def test_a_run_that_breaks_off_tells_what_it_read(tmp_path, smoke_data, monkeypa
     [
         (signal.SIGTERM, "warmup_start", 75, "broke off before the clock: Terminated: stopped by SIGTERM"),
         (signal.SIGTERM, "step", 75, "of 400 steps: Terminated: stopped by SIGTERM"),
-        (signal.SIGINT, "data", 130, "broke off before the clock: KeyboardInterrupt: stopped by SIGINT"),
+        (signal.SIGINT, "data", 75, "broke off before the clock: Terminated: stopped by SIGINT"),
     ],
 )
 def test_a_stopped_run_ends_its_log_and_writes_its_facts(tmp_path, smoke_data, sent, seen, exit_code, said):

@@ -13,6 +13,9 @@ import jax.numpy as jnp
 #: Tokens whose logits exist at one time: 256 x 50,304 float32 fit the caches of a CPU and keep its GEMMs busy.
 CHUNK_TOKENS = 256
 
+#: Above it exp(-2 cap), the least a sum may hold, underflows float32.
+MAX_CAP = 40.0
+
 
 def logits(x_ND: jax.Array, head_VD: jax.Array, *, cap: float) -> jax.Array:
     """Cap * tanh(x W^T / cap) in float32: [N, V], each within +-cap.
@@ -43,7 +46,7 @@ def summed_cross_entropy(
         x_ND: final hidden states; any float dtype.
         head_VD: weights of the vocabulary, same dtype.
         targets_N: i32, each below V.
-        cap: of the logits; at most 40, or exp(-2 cap) would underflow float32.
+        cap: of the logits; at most `MAX_CAP`.
     """
     return _summed(x_ND, head_VD, targets_N, cap)
 

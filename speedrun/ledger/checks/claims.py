@@ -43,7 +43,8 @@ def no_wonder(record: Record) -> Iterator[str]:
     if curve is None:
         raise Skip(f"{record.rules.name} has no reference curve")
     for run in record.finished:
-        seen = {step.step + 1: step.tokens_seen for step in run.steps}
+        seen = {run.origin.step: run.origin.tokens_seen}
+        seen |= {step.step + 1: step.tokens_seen for step in run.steps}
         for val in run.vals:
             tokens, loss = seen.get(val.step, 0), loss_of(val)
             if loss < (usual := expected_loss(curve, tokens)) - _SUSPICIOUS:
