@@ -1,12 +1,13 @@
 """Runs the source that a record carries, in a process of its own. The only module that executes anything of a record.
 
-`speedrun replay` and `speedrun compare` call it, and say so.
+`speedrun replay`, `speedrun compare` and `speedrun validate --replay` call it, and say so.
 """
 
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
@@ -18,12 +19,20 @@ from speedrun.console import clean
 from speedrun.data import inventory
 from speedrun.errors import EXIT_CODES, SpeedrunError, UsageError
 from speedrun.ledger import format
+from speedrun.ledger.findings import Examination, Findings
 from speedrun.ledger.record import Record, load
 from speedrun.ledger.run import Run
 from speedrun.sourcefile import split_source
 
 #: What a process needs to run at all. No cache of programs: foreign code could leave some there for us to run.
 _ENVIRONMENT = ("PATH", "HOME", "TMPDIR", "LANG", "LD_LIBRARY_PATH")
+
+
+#: Laid over the record's source to look at what it made.
+_OURS = {
+    f"speedrun/{name}": (Path(__file__).parent / name).read_text(encoding="utf-8")
+    for name in ("examine.py", "ledger/findings.py")
+}
 
 
 class Rerun:
@@ -40,7 +49,7 @@ class Rerun:
         self._source = _checked_source(record, folder, self.old)
         self._environment = _checked_environment(folder, self.old)
 
-    def run(self, out: Path, *, seed: int, data: Path | None, echo: TextIO) -> Run:
+    def run(self, out: Path, *, seed: int, data: Path | None, echo: TextIO, checkpoint_every: int = 0) -> Run:
         """Unpacks the source into a scratch folder and runs it.
 
         Args:
@@ -48,20 +57,68 @@ class Rerun:
             seed: of the new run.
             data: folder of shards; None: the track's own.
             echo: where the new run's output goes.
+            checkpoint_every: steps; all checkpoints are kept. 0: none.
+
+        Raises:
+            SpeedrunError: if it ends badly.
+        """
+        config = self._config(out, seed, data)
+        if checkpoint_every:
+            config |= {"checkpoint_every": checkpoint_every, "keep_checkpoints": 0}
+        self._execute("speedrun.train", config, echo, {})
+        new = [run for run in load(out).runs if run.finished] if out.is_dir() else []
+        if len(new) != 1:
+            raise SpeedrunError(
+                f"the source of {self.old.file.run_id} ended well, but left {len(new)} finished runs that can be read; "
+                f"need one; 'speedrun validate {out}' says what is wrong"
+            )
+        return new[0]
+
+    @property
+    def knows_checkpoints(self) -> bool:
+        """Whether its source is new enough to write some."""
+        return "speedrun/checkpoint.py" in self._source
+
+    def examine(
+        self,
+        checkpoints: Path,
+        restarts: tuple[int, ...],
+        num_replayed: int,
+        *,
+        data: Path | None,
+        echo: TextIO,
+    ) -> Findings:
+        """Runs our examiner on the record's source.
+
+        Args:
+            checkpoints: of a run of that source.
+            restarts: steps to go on from.
+            num_replayed: steps, from each of them.
+            data: folder of shards; None: the track's own.
+            echo: where its output goes.
 
         Raises:
             SpeedrunError: if it ends badly.
         """
         with tempfile.TemporaryDirectory() as scratch:
-            for path, text in self._source.items():
+            found = Path(scratch, "findings.json")
+            config = self._config(Path(scratch, "out"), self.old.file.seed, data)
+            asked = Examination(config, checkpoints.absolute(), restarts, num_replayed, found)
+            self._execute("speedrun.examine", asked, echo, _OURS)
+            return msgspec.json.decode(found.read_bytes(), type=Findings)
+
+    def _execute(self, module: str, request: object, echo: TextIO, ours: Mapping[str, str]) -> None:
+        """Runs a module of the record's source, with files of ours laid over it, in a scratch folder."""
+        with tempfile.TemporaryDirectory() as scratch:
+            for path, text in {**self._source, **ours}.items():
                 file = Path(scratch, path)
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text(text, encoding="utf-8")
-            Path(scratch, "run.json").write_bytes(msgspec.json.encode(self._config(out, seed, data)))
+            Path(scratch, "request.json").write_bytes(msgspec.json.encode(request, enc_hook=str))
             # Foreign code gets no variable of ours that may hold a secret, and those that the run had.
             keep = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
             child = subprocess.Popen(
-                [sys.executable, "-m", "speedrun.train", "run.json"],
+                [sys.executable, "-m", module, "request.json"],
                 cwd=scratch,
                 env={**keep, **self._environment, "PYTHONPATH": scratch},
                 stdout=echo,
@@ -74,13 +131,6 @@ class Rerun:
             )
             error.exit_code = code if code in EXIT_CODES else SpeedrunError.exit_code
             raise error
-        new = [run for run in load(out).runs if run.finished] if out.is_dir() else []
-        if len(new) != 1:
-            raise SpeedrunError(
-                f"the source of {self.old.file.run_id} ended well, but left {len(new)} finished runs that can be read; "
-                f"need one; 'speedrun validate {out}' says what is wrong"
-            )
-        return new[0]
 
     def _config(self, out: Path, seed: int, data: Path | None) -> dict[str, object]:
         """What `prepare.RunConfig` of the record's own source wants; older sources know fewer settings."""

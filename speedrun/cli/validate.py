@@ -1,11 +1,12 @@
 """`speedrun validate`: every claim of a record, checked offline."""
 
+import sys
 from pathlib import Path
 
 import click
 import msgspec
 
-from speedrun.cli.options import example, json_option
+from speedrun.cli.options import data_option, example, json_option
 from speedrun.console import clean
 from speedrun.errors import UsageError
 from speedrun.ledger.validate import Report, find_check, validate
@@ -19,15 +20,35 @@ _COLOURS = {"ok": "green", "failed": "red", "warning": "yellow", "skipped": "bri
 @click.argument("records", metavar="RECORD...", type=click.Path(path_type=Path), nargs=-1)
 @click.option("--strict", is_flag=True, help="Let warnings fail, too.")
 @click.option("--explain", metavar="ID", help="Say what one check wants, why, and what to do, and stop.")
+@click.option(
+    "--replay",
+    is_flag=True,
+    help="Ask V601 to V605, too: run the record's source, score its final state. EXECUTES CODE FROM THE RECORD.",
+)
+@click.option(
+    "--checkpoints",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="With --replay: of the record's first run. Default: the run is made again.",
+)
+@data_option
 @json_option
 @click.pass_context
 def command(
-    ctx: click.Context, *, records: tuple[Path, ...], strict: bool, explain: str | None, as_json: bool
+    ctx: click.Context,
+    *,
+    records: tuple[Path, ...],
+    strict: bool,
+    explain: str | None,
+    replay: bool,
+    checkpoints: Path | None,
+    data: Path | None,
+    as_json: bool,
 ) -> None:
     """Check every claim of the records in the folders RECORD.
 
-    Reads only: no network, no accelerator, and nothing in a record is executed. Exits with 0 if all records
-    are good, else with 1.
+    Reads only: no network, no accelerator, and without --replay nothing in a record is executed. Exits with 0 if
+    all records are good, else with 1.
     """
     if explain is not None:
         _explain(explain, as_json=as_json)
@@ -37,6 +58,14 @@ def command(
     for record in records:
         need_record(record)
     reports = {str(record): validate(record, strict=strict) for record in records}
+    if replay:
+        from speedrun.referee import examined
+
+        echo = sys.stderr if as_json else sys.stdout
+        reports = {
+            path: examined(Path(path), report, checkpoints=checkpoints, data=data, echo=echo)
+            for path, report in reports.items()
+        }
     exit_code = max(report.exit_code for report in reports.values())
     if as_json and len(reports) == 1:
         click.echo(msgspec.json.encode(*map(_facts, reports.values())))

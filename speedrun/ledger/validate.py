@@ -8,6 +8,7 @@ from typing import Literal
 from speedrun.console import clean
 from speedrun.errors import unknown
 from speedrun.ledger.checks import CHECKS
+from speedrun.ledger.checks.replay import REPLAY_CHECKS
 from speedrun.ledger.checks.table import Check, Need, Skip
 from speedrun.ledger.record import Record, load
 
@@ -101,7 +102,8 @@ def find_check(id: str) -> Check:
     Raises:
         UsageError: if there is none (names the nearest).
     """
-    for check in CHECKS:
+    checks = [*CHECKS, *(one.check for one in REPLAY_CHECKS)]
+    for check in checks:
         if check.id == id.upper():
             return check
-    raise unknown("check", id, [check.id for check in CHECKS])
+    raise unknown("check", id, [check.id for check in checks])

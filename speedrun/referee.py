@@ -1,0 +1,71 @@
+"""`speedrun validate --replay`: a record's final state is asked what the record says of it. Executes its source."""
+
+import hashlib
+import tempfile
+from pathlib import Path
+from typing import TextIO
+
+from speedrun.errors import UsageError
+from speedrun.ledger.checks.replay import REPLAY_CHECKS
+from speedrun.ledger.record import load
+from speedrun.ledger.run import Run
+from speedrun.ledger.validate import Report, ask
+from speedrun.rerun import Rerun
+
+#: Where a record that brought no checkpoints is run again, so many of them are made.
+_CHECKPOINTS = 8
+_RESTARTS = 2
+_REPLAYED_STEPS = 4
+
+
+def chosen(run: Run, steps: list[int]) -> tuple[int, ...]:
+    """Checkpoints to go on from: nobody knows which before the log is finished.
+
+    The i-th is number sha256("LAST LINE i") mod n of those that are left.
+    """
+    left, found = sorted(steps), []
+    for i in range(min(_RESTARTS, len(left))):
+        digest = hashlib.sha256(b"%s %d" % (run.raw_lines[-1], i)).digest()
+        found.append(left.pop(int.from_bytes(digest, "big") % len(left)))
+    return tuple(sorted(found))
+
+
+def examined(
+    folder: Path, report: Report, *, checkpoints: Path | None, data: Path | None, echo: TextIO
+) -> Report:
+    """The report with the answers of V601 to V605.
+
+    Args:
+        folder: the record.
+        report: of the checks that execute nothing; if one of them failed, nothing is executed.
+        checkpoints: of the record's first finished run; None: it is run again, and makes some.
+        data: folder of shards; None: the track's own.
+        echo: where the output of the record's source goes.
+
+    Raises:
+        UsageError: if a check failed, no run finished, or the source knows no checkpoints.
+        SpeedrunError: if its source ends badly.
+    """
+    if failed := report.having("failed"):
+        raise UsageError(
+            f"{folder}: {', '.join(result.check.id for result in failed)} failed; nothing was executed; mend that first"
+        )
+    record = load(folder)
+    if not record.finished:
+        raise UsageError(f"{folder}: no run finished; one is needed to look at its final state")
+    run = record.finished[0]
+    again = Rerun(folder, run.file.run_id)
+    if not again.knows_checkpoints:
+        raise UsageError(
+            f"{folder}: its source is older than checkpoints; 'speedrun replay' compares its losses"
+        )
+    with tempfile.TemporaryDirectory(prefix="speedrun-replay-") as scratch:
+        if checkpoints is None:
+            every, out = -(-run.start.num_steps // _CHECKPOINTS), Path(scratch, "again")
+            again.run(out, seed=run.file.seed, data=data, echo=echo, checkpoint_every=every)
+            checkpoints = out.with_name(out.name + ".checkpoints")
+        steps = [int(path.name) for path in checkpoints.glob("[0-9]*") if path.name.isdigit()]
+        restarts = chosen(run, [step for step in steps if step < run.start.num_steps])
+        findings = again.examine(checkpoints, restarts, _REPLAYED_STEPS, data=data, echo=echo)
+    results = tuple(ask(one.of(run, findings), record) for one in REPLAY_CHECKS)
+    return Report(report.results + results, report.strict)
