@@ -56,7 +56,7 @@ EXIT_CODES = {
     3: "data: shard missing, damaged, foreign or too short",
     4: "checkpoint: none that is whole, of another model, or not written",
     5: "non-finite loss; the first bad leaf is named",
-    75: "stopped by SIGTERM or Ctrl-C; the log up to there is kept, and the state if there are checkpoints",
+    75: "stopped by SIGTERM or Ctrl-C; log and checkpoints are kept",
     INTERRUPTED: "interrupted a second time, or where there was nothing to keep",
 }
 

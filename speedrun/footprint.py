@@ -120,7 +120,7 @@ def advice(program: Program, limit_bytes: int) -> str | None:
             settings["eval_sequences"] = recipe.eval_sequences << halvings
             settings["eval_seq_len"] = recipe.eval_seq_len >> halvings
         smaller = recipe.override({key: str(value) for key, value in settings.items()})
-        if most_bytes(Program(smaller, program.mesh, parts)) <= limit_bytes:
+        if most_bytes(Program(smaller, program.mesh, parts, program.attention)) <= limit_bytes:
             changes = (f"--set {key}={value}" for key, value in settings.items())
             return " ".join([f"--microbatches {parts}", *changes])
     return None

@@ -573,7 +573,7 @@ def test_another_source_or_run_is_no_part_of_it(performed, monkeypatch):
         (["ablate", "--ladder", "--features", "cooldown"], "leave one out"),
         (["ablate", "--track", "moon", "--runs", "2"], "unknown track 'moon'"),
         (["ablate", "--resume", "nowhere"], "nowhere holds no experiment.json"),
-        (["ablate", "--resume", "nowhere", "--runs", "9"], "--resume goes on as designed, got --runs"),
+        (["ablate", "--resume", "nowhere", "--runs", "9"], "--resume goes on as it was begun, got --runs"),
         (["sweep", "--runs", "2"], "nothing to sweep"),
         (["sweep", "--runs", "2", "--set", "a=1"], "nothing to sweep"),
         (["sweep", "--runs", "2", "--set", "a=1..2"], "add --trials"),

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import sys
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -99,7 +100,7 @@ def test_nothing_of_a_record_that_fails_is_executed(record, monkeypatch):
     (record.root / "source.txt").write_text("#")
     report = validate(record.root)
     with pytest.raises(UsageError, match="V003 failed; nothing was executed"):
-        examined(record.root, report, checkpoints=None, data=None, echo=None)
+        examined(record.root, report, checkpoints=None, data=None, echo=sys.stdout)
 
 
 def test_a_source_older_than_checkpoints_is_told():

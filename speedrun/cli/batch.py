@@ -14,14 +14,17 @@ import msgspec
 
 from speedrun import track as tracks
 from speedrun.cli.child import alone, as_shell, ended
+from speedrun.cli.data_prep import ensure_docs
 from speedrun.cli.options import (
     Integer,
+    Number,
     attention_option,
     data_option,
     devices_option,
     example,
     json_option,
     microbatches_option,
+    only_with_resume,
     parse_settings,
     recipe_option,
     settings_option,
@@ -52,18 +55,21 @@ _POWER = 0.9
 @click.option("--runs", type=Integer(2), metavar="N", help="How many.")
 @click.option("--then", type=Integer(3), metavar="N", help="In all, if the first look proves nothing yet.")
 @click.option(
-    "--expect", type=float, metavar="LOSS", help="The mean you expect; the number of runs follows from it."
+    "--expect",
+    type=Number(0),
+    metavar="LOSS",
+    help="The mean you expect; the number of runs follows from it.",
 )
 @click.option(
     "--power",
-    type=click.FloatRange(0.5, 0.999),
+    type=Number(0.5, 0.999),
     default=_POWER,
     show_default=True,
     help="With --expect: how probably the batch shall pass.",
 )
 @click.option(
     "--sigma",
-    type=click.FloatRange(0, min_open=True),
+    type=Number(0, min_open=True),
     help="With --expect: sd of losses. Default: the track's.",
 )
 @click.option("--seeds", metavar="N,N,...", help="Choose them. Default: they follow from source and config.")
@@ -121,22 +127,13 @@ def command(
             "seeds": _seeds(seeds),
             "expected_loss": expect,
         }
+        ensure_docs(rules, data)
         _child(ctx, "speedrun.declare", promise, to_stderr=as_json)
         folder = Path(config["out"])
     else:
-        _check_only_resume(ctx)
+        only_with_resume(ctx, "data", "title")
         folder = resume
     Batch(ctx, folder, data, title, as_json=as_json).run()
-
-
-def _check_only_resume(ctx: click.Context) -> None:
-    """A batch is as it was declared."""
-    for name in ctx.params:
-        given = ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
-        if given and name not in ("resume", "data", "title", "as_json"):
-            raise UsageError(
-                f"--resume goes on as declared, got --{name} as well; leave it out, or declare anew"
-            )
 
 
 def _size(

@@ -16,7 +16,8 @@ import msgspec
 from speedrun import provenance
 from speedrun import track as tracks
 from speedrun.cli.child import alone, as_shell, ended
-from speedrun.cli.options import Decorator, Integer, data_option, json_option, track_option
+from speedrun.cli.data_prep import ensure_docs
+from speedrun.cli.options import Decorator, Integer, data_option, json_option, only_with_resume, track_option
 from speedrun.cli.run import new_folder
 from speedrun.console import clean, duration
 from speedrun.data.wholefile import write_whole
@@ -69,7 +70,7 @@ def perform(
     if given["resume"] is None:
         folder = _designed(ctx, kind, overrides, features, variants)
     else:
-        _check_only_resume(ctx)
+        only_with_resume(ctx, "data")
         folder = given["resume"]
     _Performance(ctx, folder).run()
 
@@ -84,7 +85,7 @@ def _designed(
     given = ctx.params
     if given["runs"] is None:
         raise UsageError("how many runs of each arm? say --runs N; two are the least that can tell anything")
-    tracks.load(given["track"])
+    ensure_docs(tracks.load(given["track"]), given["data"])
     folder = given["out"] or new_folder(f"{given['track']}-{ctx.info_name}")
     config = {
         "track": given["track"],
@@ -107,16 +108,6 @@ def _designed(
     if code := ended("speedrun.design", request, to_stderr=True):
         ctx.exit(as_shell(code))
     return folder
-
-
-def _check_only_resume(ctx: click.Context) -> None:
-    """An experiment is as it was designed."""
-    for name in ctx.params:
-        given = ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
-        if given and name not in ("resume", "data", "as_json"):
-            raise UsageError(
-                f"--resume goes on as designed, got --{name} as well; leave it out, or begin anew"
-            )
 
 
 class _Performance:

@@ -3,6 +3,7 @@
 No heavy imports: the group itself needs this file.
 """
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,6 +41,19 @@ class Integer(click.IntRange):
     """A whole number in a range; click's own name for it, "integer range", stood in its errors."""
 
     name = "integer"
+
+
+class Number(click.FloatRange):
+    """A finite number in a range. Infinity and NaN would pass every comparison, or none."""
+
+    name = "number"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number of a text."""
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a finite number", param, ctx)
+        return number
 
 
 #: `--json`, as the argument `as_json`.
@@ -88,6 +102,25 @@ attention_option: Decorator = click.option(
 microbatches_option: Decorator = click.option(
     "--microbatches", type=Integer(1), metavar="N", help="Parts of a step's batch. Default: 8."
 )
+
+
+def only_with_resume(ctx: click.Context, *others: str) -> None:
+    """Refuses what was given beside `--resume`: what goes on, goes on as it was begun.
+
+    Args:
+        ctx: of the command.
+        others: options that may be given all the same, beside `--json`.
+
+    Raises:
+        UsageError: names the first that may not.
+    """
+    for name in ctx.params:
+        given = ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+        if given and name not in ("resume", "as_json", *others):
+            option = name.replace("_", "-")
+            raise UsageError(
+                f"--resume goes on as it was begun, got --{option} as well; leave it out, or begin anew"
+            )
 
 
 def parse_settings(texts: tuple[str, ...]) -> dict[str, str]:

@@ -6,7 +6,7 @@ import click
 import msgspec
 
 from speedrun import devices as kinds
-from speedrun.cli.options import Integer, example, json_option, parse_settings, settings_option
+from speedrun.cli.options import Integer, Number, example, json_option, parse_settings, settings_option
 from speedrun.errors import SpeedrunError
 
 if TYPE_CHECKING:
@@ -45,9 +45,7 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Compile the step for the device and read its program. No GPU needed.",
 )
-@click.option(
-    "--dollars", type=click.FloatRange(0), metavar="X", help="Of one device and hour, for the cost."
-)
+@click.option("--dollars", type=Number(0), metavar="X", help="Of one device and hour, for the cost.")
 @json_option
 @click.pass_context
 def command(

@@ -3,16 +3,15 @@
 import os
 import shlex
 import sys
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 import msgspec
-from click.core import ParameterSource
 
 from speedrun import clock, console
 from speedrun import track as tracks
+from speedrun.cli.data_prep import ensure_docs
 from speedrun.cli.options import (
     Integer,
     attention_option,
@@ -21,12 +20,13 @@ from speedrun.cli.options import (
     example,
     json_option,
     microbatches_option,
+    only_with_resume,
     parse_settings,
     recipe_option,
     settings_option,
     track_option,
 )
-from speedrun.data import inventory, python_docs
+from speedrun.data import inventory
 from speedrun.errors import CheckpointError, UsageError
 from speedrun.ledger import format
 from speedrun.ledger.assemble import assemble
@@ -124,11 +124,10 @@ def command(
         keep_checkpoints=keep_checkpoints,
     )
     if resume is not None:
-        _alone(ctx)
+        only_with_resume(ctx)
         config = _begun(resume)
         rules = tracks.load(config.track)
-    if config.data is None:
-        _ensure_docs(rules)
+    ensure_docs(rules, config.data)
     from speedrun.train import train
 
     title = f"{config.recipe or rules.recipe} on {rules.id}"
@@ -155,15 +154,6 @@ def command(
     ctx.exit(0 if summary.target_reached and report.exit_code == 0 else 1)
 
 
-def _alone(ctx: click.Context) -> None:
-    """All settings of a run that goes on are those it began with."""
-    given = {name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
-    if others := sorted(given - {"resume", "as_json"}):
-        raise UsageError(
-            f"--resume with {', '.join(others)}; it takes all settings from the run; leave them out"
-        )
-
-
 def _begun(out: Path) -> "RunConfig":
     """What the run in a folder was asked to do; if it was killed, what is left of it becomes a run that broke off."""
     from speedrun import checkpoint
@@ -179,17 +169,6 @@ def _begun(out: Path) -> "RunConfig":
         ) from None
     salvage(out, begun.recipe, begun.num_devices)
     return msgspec.structs.replace(begun.config, out=out, resume=True)
-
-
-def _ensure_docs(rules: tracks.Track) -> None:
-    """Makes the data of a track of Python's documentation the first time; those of synthetic ones `prepare` makes."""
-    folder = inventory.data_folder(rules, None)
-    if (made := python_docs.ensure(rules, folder, say=partial(click.echo, err=True))) is not None:
-        tokens = sum(entry.tokens for entry in made.manifest.shards.values())
-        click.echo(
-            f"made  {len(made.manifest.shards)} shards of Python's documentation in {folder}: {tokens:,} tokens",
-            err=True,
-        )
 
 
 def _keep(out: Path, title: str) -> None:

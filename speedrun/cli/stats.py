@@ -7,7 +7,7 @@ from statistics import fmean, stdev
 import click
 import msgspec
 
-from speedrun.cli.options import example, json_option
+from speedrun.cli.options import Number, example, json_option
 from speedrun.errors import UsageError
 from speedrun.ledger import statistics
 from speedrun.ledger.batch import standing
@@ -41,13 +41,13 @@ class Stats(msgspec.Struct, frozen=True):
     )
 )
 @click.argument("record", type=click.Path(path_type=Path))
-@click.option("--target", type=float, help="Another one than the track's.")
-@click.option("--alpha", type=click.FloatRange(0, 1, min_open=True), help="Another level than the rule's.")
+@click.option("--target", type=Number(0), help="Another one than the track's.")
+@click.option("--alpha", type=Number(0, 1, min_open=True), help="Another level than the rule's.")
 @click.option(
     "--against", type=click.Path(path_type=Path), metavar="RECORD", help="Test whether its loss is the same."
 )
 @click.option(
-    "--margin", type=click.FloatRange(0, min_open=True), default=0.001, show_default=True, help="Of the same."
+    "--margin", type=Number(0, min_open=True), default=0.001, show_default=True, help="Of the same."
 )
 @json_option
 @click.pass_context

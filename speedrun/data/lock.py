@@ -43,6 +43,10 @@ def alone_in(
                     ) from None
                 say(f"{folder}: another program writes into it; waiting for it to end")
                 fcntl.flock(file, fcntl.LOCK_EX)
+            except OSError as error:  # some network disks know no locks
+                raise DataError(
+                    f"{path}: cannot be locked: {error.strerror}; choose a folder on another disk"
+                ) from None
             # Who had it before has removed the file, and somebody may have made a new one: only that one counts.
             if path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno())):
                 try:
