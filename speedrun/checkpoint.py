@@ -218,15 +218,23 @@ class Checkpoints:
         with _damage_named():
             return msgspec.convert(self._manager.restore(step, args=args)[_FACTS], Facts, strict=False)
 
-    def close(self) -> None:
+    def settle(self) -> None:
         """Waits until all is durable.
 
         Raises:
             CheckpointError: if something could not be written.
         """
+        with self._told("the last one"):
+            self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Waits until all is durable; then nothing can be written any more.
+
+        Raises:
+            CheckpointError: if something could not be written.
+        """
         try:
-            with self._told("the last one"):
-                self._manager.wait_until_finished()
+            self.settle()
         finally:
             self._manager.close()
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 #: Read when the harness is imported: the cold wall time of a run counts from here.
 _BORN_NS = time.monotonic_ns()
@@ -47,6 +47,44 @@ class Stopwatch:
     def seconds(self) -> float:
         """Seconds so far."""
         return (time.monotonic_ns() - self._start_ns) / 1e9
+
+
+Phase = Literal[
+    "start", "compile", "warm-up", "step", "data", "evaluation", "checkpoint", "end"
+]  # fmt: skip
+
+
+class Phases:
+    """Where the wall time of a run goes. At every moment it is in one phase, so the parts add up to the whole.
+
+    It begins in `start`, when the harness is imported. `step` is what training is for: steps, and writing them down.
+    """
+
+    def __init__(self) -> None:
+        self._spent_ns: dict[Phase, int] = {}
+        #: The phase, and since when. Always replaced as one: the watchdog's thread reads it without a lock.
+        self.here: tuple[Phase, int] = ("start", _BORN_NS)
+
+    def enter(self, phase: Phase) -> Phase:
+        """Goes over to a phase; gives the one that was left."""
+        left, since_ns = self.here
+        self.here = phase, time.monotonic_ns()
+        self._spent_ns[left] = self._spent_ns.get(left, 0) + self.here[1] - since_ns
+        return left
+
+    @contextmanager
+    def within(self, phase: Phase) -> Iterator[None]:
+        """In a phase inside the block, in the one before after it."""
+        left = self.enter(phase)
+        try:
+            yield
+        finally:
+            self.enter(left)
+
+    def seconds(self) -> dict[Phase, float]:
+        """Of each phase that there was, up to now."""
+        self.enter(self.here[0])
+        return {phase: spent_ns / 1e9 for phase, spent_ns in self._spent_ns.items()}
 
 
 class Clock:

@@ -190,7 +190,19 @@ class TextLog:
             f"cold wall {end.cold_wall_s:.1f} s ({parts})",
             f"        p50 {p50_ms:.1f} ms  p95 {p95_ms:.1f}  max {max_ms:.1f} | data wait {wait:.1%} | "
             f"peak {memory(end.peak_bytes)}",
+            *_goodput(end),
         ]
+
+
+def _goodput(end: RunEnd) -> list[str]:
+    """Which share of the wall time went into steps, and where the rest of it went; nothing of an older run."""
+    if not (wall_s := sum(end.phases.values())):
+        return []
+    share = end.phases.get("step", 0.0) / (wall_s + end.lost_s)
+    parts = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in end.phases.items())
+    return [
+        f"        goodput {share:.1%} | wall {wall_s:.1f} s = {parts} | lost to restarts {end.lost_s:.1f} s"
+    ]
 
 
 def render(lines: Iterable[Line]) -> str:

@@ -1,12 +1,12 @@
 """What a run found out, gathered while it goes on, and the two places where it ends up."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from speedrun import provenance, runlog
 from speedrun import track as tracks
-from speedrun.clock import Clock, cold_wall_s
+from speedrun.clock import Clock, Phases, cold_wall_s
 from speedrun.data import shards, stream
 from speedrun.ledger import format
 from speedrun.prepare import Ready
@@ -17,6 +17,8 @@ class Tally:
     """What accumulates during a run and ends up in `run_end` and `run.json`."""
 
     run_id: str
+    phases: Phases = field(default_factory=Phases)
+    lost_s: float = 0.0
     compile_s: float = 0.0
     warmup_s: float = 0.0
     val_s: float = 0.0
@@ -49,7 +51,20 @@ def run_end(ready: Ready, outcome: str, clock: Clock, tally: Tally) -> runlog.Ru
         peak_bytes=tally.peak_bytes,
         final_hash=tally.final_hash,
         throttled_s=tally.throttled_s,
+        phases={**tally.phases.seconds()},
+        lost_s=tally.lost_s,
     )
+
+
+def lost_s(record: Path, step: int) -> float:
+    """Seconds that processes of a run spent after its checkpoint of `step`, and that are spent once more."""
+    lost_ns = 0
+    for path in record.glob("runs/*/metrics.jsonl"):
+        lines = list(runlog.read(path))
+        stood = (runlog.Checkpoint, runlog.Resume)
+        since = [x.t_mono_ns for x in lines if isinstance(x.event, stood) and x.event.step == step]
+        lost_ns += lines[-1].t_mono_ns - since[-1] if since else 0
+    return lost_ns / 1e9
 
 
 def run_file(ready: Ready, run_id: str, created_utc: str, outcome: Any, tally: Tally) -> format.RunFile:

@@ -201,6 +201,12 @@ class RunEnd(Event, tag="run_end", frozen=True, omit_defaults=True):
     throttled_s: float | None = (
         None  #: devices held back by heat or power supply; None where nothing counts it
     )
+    phases: dict[
+        str, float
+    ] = {}  #: seconds in each phase of `clock.Phases`; together the wall time up to here
+    lost_s: float = (
+        0.0  #: of earlier processes: what they did after the checkpoint from which this run goes on
+    )
 
 
 AnyEvent = (

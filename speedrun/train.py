@@ -28,7 +28,7 @@ from speedrun.data.wholefile import write_whole
 from speedrun.errors import NonFiniteError, Terminated, UsageError, told
 from speedrun.evaluate import Score, evaluate
 from speedrun.ledger import format
-from speedrun.outcome import Tally, data_read, run_end, run_file
+from speedrun.outcome import Tally, data_read, lost_s, run_end, run_file
 from speedrun.prepare import Ready, RunConfig, prepare
 from speedrun.step import StepMetrics, TrainState, state_hash
 from speedrun.warmup import compile_all, warm_up
@@ -104,6 +104,7 @@ def _logged(ready: Ready, checkpoints: Checkpoints | None, reader: console.Live 
             log.emit(runlog.Error(type(error).__name__, str(error) or "stopped from outside"))
             raise
         finally:
+            tally.phases.enter("end")
             tally.peak_bytes = meshes.peak_bytes(ready.program.mesh)
             log.emit(run_end(ready, outcome, clock, tally))
             text = console.render(runlog.read(run_dir / "metrics.jsonl"))
@@ -164,11 +165,15 @@ def _run(
 ) -> None:
     """Compiles, warms up, trains and scores."""
     program, track, stopping = ready.program, ready.track, signals.Later()
+    phases = tally.phases
     state = program.init(jax.random.key(ready.config.seed))
+    phases.enter("compile")
     executables = compile_all(ready, state, log, tally)
+    phases.enter("warm-up")
     state = warm_up(ready, state, executables, log, tally)
     place = Place(0, stream.START)
     if checkpoints is not None:
+        phases.enter("checkpoint")
         if ready.config.resume:
             state, place = _go_on(ready, checkpoints, log, clock, tally)
         checkpoints.rehearse(state)
@@ -179,12 +184,14 @@ def _run(
 
     def validate(step: int) -> None:
         score = executables.scores[program.fixed_window_at(step)]
-        tally.val_loss = _validate(ready, score, state, log, tally, stopping.check)
+        with phases.within("evaluation"):
+            tally.val_loss = _validate(ready, score, state, log, tally, stopping.check)
 
     def keep() -> None:
         """Only when all losses up to here are known to be finite."""
         if checkpoints is not None and checkpoints.newest != place.step:
-            _keep(ready, checkpoints, state, place, log, clock, tally)
+            with phases.within("checkpoint"):
+                _keep(ready, checkpoints, state, place, log, clock, tally)
 
     def report(pending: Pending | None) -> None:
         """Fetches and logs a finished step; the device is already busy with the next one."""
@@ -222,6 +229,7 @@ def _run(
         signals.handled_by(stopping),
         _kept_if_stopped(keep),
     ):
+        phases.enter("step")
         clock.start(sync)
         log.emit(runlog.ClockStart())
         pending: Pending | None = None
@@ -240,7 +248,9 @@ def _run(
                     validate(step)
                 log.emit(runlog.ClockResume(clock.seconds))
             _log_stage_change(ready, step, log)
+            phases.enter("data")
             batch = next(batches)
+            phases.enter("step")
             tokens_BT, targets_BT = (meshes.place(x, program.mesh) for x in batch)
             if tally.first_batch_sha256 is None:
                 tally.first_batch_sha256 = format.sha256(batch.tokens_BT.astype("<u2").tobytes())
@@ -252,11 +262,15 @@ def _run(
         report(pending)
         clock.stop(sync)
         log.emit(runlog.ClockStop(clock.seconds))
+        phases.enter("end")
         # Before the result is known, so that little is left to do after it.
         tally.throttled_s = health.throttled_s(program.mesh, since_s=throttled_s)
         tally.read = data_read(ready, tally)
         keep()
         validate(ready.recipe.num_steps)
+        if checkpoints is not None:
+            with phases.within("checkpoint"):
+                checkpoints.settle()
     tally.cold_wall_s = cold_wall_s()
     tally.final_hash = state_hash(state)
 
@@ -278,6 +292,7 @@ def _go_on(
     state, old = checkpoints.restore(ready.program, format.config_sha256(ready.described))
     clock.resume_at(old.train_time_s)
     tally.tokens_seen = old.tokens_seen
+    tally.lost_s = lost_s(ready.config.out, old.step)
     log.emit(
         runlog.Resume(old.run_id, old.step, state_hash(state), old.train_time_s, old.tokens_seen, old.cursor)
     )

@@ -1,0 +1,136 @@
+"""Time: every moment of a run is in one phase, and a clock on the wall that is set back moves nothing."""
+
+import time
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_train import SMALL
+
+from speedrun import clock, runlog, track
+from speedrun.clock import Phases
+from speedrun.data import synthetic
+from speedrun.ledger.assemble import assemble
+from speedrun.ledger.validate import validate
+from speedrun.outcome import lost_s
+from speedrun.prepare import RunConfig
+from speedrun.train import train
+
+PHASES = ["start", "compile", "warm-up", "step", "data", "evaluation", "checkpoint", "end"]
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory) -> Path:
+    """A run during which the wall's clock is set back by an hour, at the fifth stamp of a step."""
+    data, out = tmp_path_factory.mktemp("smoke"), tmp_path_factory.mktemp("records") / "small"
+    synthetic.write(track.load("smoke-cpu"), data)
+
+    class SetBack(datetime):
+        calls = 0
+
+        @classmethod
+        def now(cls, tz=None):
+            cls.calls += 1
+            return super().now(tz) - timedelta(hours=cls.calls > 15)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clock, "datetime", SetBack)
+        train(RunConfig("smoke-cpu", out, overrides=SMALL, data=data, checkpoint_every=5))
+    assert SetBack.calls > 20
+    assemble(out, title="small", declared_runs=1)
+    return out
+
+
+def lines_of(record: Path) -> list[runlog.Line]:
+    (path,) = record.glob("runs/*/metrics.jsonl")
+    return list(runlog.read(path))
+
+
+@given(st.lists(st.tuples(st.sampled_from(PHASES), st.integers(0, 10**12))))
+def test_phases_add_up_whatever_follows_whatever(entered):
+    with pytest.MonkeyPatch.context() as patch:
+        now_ns, expected = clock._BORN_NS, {"start": 0.0}
+        patch.setattr(time, "monotonic_ns", lambda: now_ns)
+        phases, current = Phases(), "start"
+        for phase, spent_ns in entered:
+            now_ns += spent_ns
+            expected[current] = expected.get(current, 0) + spent_ns / 1e9
+            assert phases.enter(phase) == current
+            current = phase
+        expected.setdefault(current, 0.0)
+        assert phases.seconds() == pytest.approx(expected)
+        assert sum(phases.seconds().values()) == pytest.approx((now_ns - clock._BORN_NS) / 1e9)
+
+
+def test_after_a_block_the_phase_is_the_one_before_also_if_it_raises():
+    phases = Phases()
+    with pytest.raises(KeyError), phases.within("evaluation"), phases.within("data"):
+        raise KeyError
+    assert phases.here[0] == "start"
+    assert phases.seconds().keys() == {"start", "evaluation", "data"}
+
+
+def test_the_phases_of_a_run_add_up_to_its_wall_time(record):
+    last = lines_of(record)[-1]
+    end = last.event
+    assert list(end.phases) == [
+        "start",
+        "compile",
+        "warm-up",
+        "checkpoint",
+        "step",
+        "evaluation",
+        "data",
+        "end",
+    ]
+    wall_s = (last.t_mono_ns - clock._BORN_NS) / 1e9
+    assert sum(end.phases.values()) == pytest.approx(wall_s, rel=0.01, abs=0.05)
+
+
+def test_the_phases_of_a_run_are_what_else_was_measured(record):
+    lines = lines_of(record)
+    end, kept = lines[-1].event, [x.event.seconds for x in lines if isinstance(x.event, runlog.Checkpoint)]
+    assert len(kept) == 3
+    assert end.phases["compile"] >= end.compile_s
+    assert end.phases["warm-up"] == pytest.approx(end.warmup_s, abs=0.05)
+    assert end.phases["evaluation"] == pytest.approx(end.val_s, rel=0.1, abs=0.05)
+    assert end.phases["checkpoint"] >= sum(kept)
+    assert end.phases["data"] == pytest.approx(end.data_wait_s, abs=0.05)
+    in_clock_s = end.phases["step"] + end.phases["data"] + sum(kept[:2])
+    assert in_clock_s == pytest.approx(end.train_time_s, rel=0.05, abs=0.1)
+
+
+def test_the_text_log_has_one_goodput_line(record):
+    (path,) = record.glob("runs/*/log.txt")
+    (line,) = (line for line in path.read_text().splitlines() if "goodput" in line)
+    end = lines_of(record)[-1].event
+    share = end.phases["step"] / sum(end.phases.values())
+    assert line.startswith(f"        goodput {share:.1%} | wall ")
+    assert line.endswith("| lost to restarts 0.0 s")
+
+
+def test_a_clock_on_the_wall_that_is_set_back_moves_no_time(record):
+    stamps = [datetime.fromisoformat(line.t_utc) for line in lines_of(record)]
+    assert min(stamps) < stamps[0] - timedelta(minutes=50)
+    steps = [line.event.train_time_s for line in lines_of(record) if isinstance(line.event, runlog.Step)]
+    assert steps == sorted(steps)
+    assert 0 < steps[-1] < 60
+    assert {result.check.id for result in validate(record).having("failed")} <= {"V203"}  # the wall itself
+
+
+def test_what_is_lost_is_what_came_after_the_checkpoint(tmp_path):
+    """Of two processes that stood at step 5: the one that wrote it, and one that went on from it."""
+    stamps = iter([1, 2, 4, 9, 20, 21, 23.5])
+    tick = lambda: clock.Stamp(int(next(stamps) * 1e9), "2026-11-21T00:00:00+00:00")  # noqa: E731
+    written = runlog.Checkpoint(5, "", 0.1)
+    resumed = runlog.Resume("a", 5, "", 1.0, 0, (0, 0))
+    other, said = runlog.Checkpoint(3, "", 0.1), runlog.Warning("")
+    for name, events in {"a": [other, said, written, said], "b": [said, resumed, said]}.items():
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        with runlog.RunLog(tmp_path / "runs" / name / "metrics.jsonl", tick) as log:
+            for event in events:
+                log.emit(event)
+    assert lost_s(tmp_path, 5) == (9 - 4) + (23.5 - 21)
+    assert lost_s(tmp_path, 4) == 0
