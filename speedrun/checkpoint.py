@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import msgspec
 
+from speedrun import faults
 from speedrun.data import lock
 from speedrun.data.wholefile import write_whole
 from speedrun.errors import CheckpointError
@@ -152,8 +153,10 @@ class Checkpoints:
                 _FACTS: ocp.args.JsonSave(msgspec.to_builtins(facts)),
             }
         )
+        faults.point("save")
         with jax.transfer_guard("allow"), self._told(f"step {facts.step}"):
             self._manager.save(facts.step, args=args, force=True)
+        faults.point("saving")
         self.newest = facts.step
 
     def restore(self, program: Program, config_sha256: str) -> Restored:
@@ -228,11 +231,7 @@ class Checkpoints:
             self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Waits until all is durable; then nothing can be written any more.
-
-        Raises:
-            CheckpointError: if something could not be written.
-        """
+        """`settle`, and then nothing can be written any more."""
         try:
             self.settle()
         finally:

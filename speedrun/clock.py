@@ -49,27 +49,22 @@ class Stopwatch:
         return (time.monotonic_ns() - self._start_ns) / 1e9
 
 
-Phase = Literal[
-    "start", "compile", "warm-up", "step", "data", "evaluation", "checkpoint", "end"
-]  # fmt: skip
+Phase = Literal["start", "compile", "warm-up", "step", "data", "evaluation", "checkpoint", "end"]
 
 
 class Phases:
-    """Where the wall time of a run goes. At every moment it is in one phase, so the parts add up to the whole.
-
-    It begins in `start`, when the harness is imported. `step` is what training is for: steps, and writing them down.
-    """
+    """Where the wall time of a run goes, from the import on. It is always in one phase, so they add up to the whole."""
 
     def __init__(self) -> None:
         self._spent_ns: dict[Phase, int] = {}
         #: The phase, and since when. Always replaced as one: the watchdog's thread reads it without a lock.
-        self.here: tuple[Phase, int] = ("start", _BORN_NS)
+        self._here: tuple[Phase, int] = ("start", _BORN_NS)
 
     def enter(self, phase: Phase) -> Phase:
         """Goes over to a phase; gives the one that was left."""
-        left, since_ns = self.here
-        self.here = phase, time.monotonic_ns()
-        self._spent_ns[left] = self._spent_ns.get(left, 0) + self.here[1] - since_ns
+        left, since_ns = self._here
+        self._here = phase, time.monotonic_ns()
+        self._spent_ns[left] = self._spent_ns.get(left, 0) + self._here[1] - since_ns
         return left
 
     @contextmanager
@@ -81,9 +76,14 @@ class Phases:
         finally:
             self.enter(left)
 
+    def standing(self) -> tuple[Phase, float]:
+        """The phase, and seconds since it was entered; from any thread."""
+        phase, since_ns = self._here
+        return phase, (time.monotonic_ns() - since_ns) / 1e9
+
     def seconds(self) -> dict[Phase, float]:
         """Of each phase that there was, up to now."""
-        self.enter(self.here[0])
+        self.enter(self._here[0])
         return {phase: spent_ns / 1e9 for phase, spent_ns in self._spent_ns.items()}
 
 

@@ -45,10 +45,12 @@ class Terminated(BaseException):
     exit_code = 75
 
 
+HANG = 6  #: no error: nothing in a run that stands still could raise it
+
 #: SIGINT that nothing heeded; what a shell makes of it.
 INTERRUPTED = 130
 
-#: What `speedrun COMMAND --help` and the README print. Code 6 (hang) is kept free for the part that will need it.
+#: What `speedrun COMMAND --help` and the README print.
 EXIT_CODES = {
     0: "done",
     1: "ran, and the answer is no: target missed or a check failed",
@@ -56,9 +58,16 @@ EXIT_CODES = {
     3: "data: shard missing, damaged, foreign or too short",
     4: "checkpoint: none that is whole, of another model, or not written",
     5: "non-finite loss; the first bad leaf is named",
+    HANG: "hang: a phase went past its deadline; all stacks are kept",
     75: "stopped by SIGTERM or Ctrl-C; log and checkpoints are kept",
     INTERRUPTED: "interrupted a second time, or where there was nothing to keep",
 }
+
+
+def meaning(code: int) -> str:
+    """An exit code in words: of one of our programs, or of one that a signal killed."""
+    known = f"signal {-code}" if code < 0 else EXIT_CODES.get(code, "none of ours")
+    return f"exit code {code} ({known})"
 
 
 @contextmanager

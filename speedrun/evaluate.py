@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from speedrun import faults
 from speedrun import mesh as meshes
 from speedrun.clock import Stopwatch
 from speedrun.data.shards import Shard
@@ -54,5 +55,6 @@ def evaluate(
         nll_B = jax.device_get(score(state.params, tokens_BT, targets_BT, program.schedule, state.step))
         total += float(np.sum(nll_B, dtype=np.float64))
         tokens += batch.targets_BT.size
+        faults.point("evaluation")
         poll()
     return Score(total, tokens, watch.seconds)

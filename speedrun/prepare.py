@@ -35,6 +35,7 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     checkpoint_every: int = 0  #: steps; 0: no checkpoints
     keep_checkpoints: int = 2  #: the newest ones; 0: all
     resume: bool = False  #: go on from the newest checkpoint of the run in `out`
+    deadlines_s: dict[str, float] = {}  #: of phases, where other than `watchdog.DEADLINES_S`
 
 
 class Begun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -17,7 +17,7 @@ from speedrun import provenance, signals
 from speedrun import track as tracks
 from speedrun.console import clean
 from speedrun.data import inventory
-from speedrun.errors import EXIT_CODES, SpeedrunError, UsageError
+from speedrun.errors import EXIT_CODES, SpeedrunError, UsageError, meaning
 from speedrun.ledger import format
 from speedrun.ledger.findings import Examination, Findings
 from speedrun.ledger.record import Record, load
@@ -127,7 +127,7 @@ class Rerun:
             code = signals.wait_for(child)
         if code:
             error = SpeedrunError(
-                f"the source of {self.old.file.run_id} ended with exit code {code}; see its output above"
+                f"the source of {self.old.file.run_id} ended with {meaning(code)}; see its output above"
             )
             error.exit_code = code if code in EXIT_CODES else SpeedrunError.exit_code
             raise error

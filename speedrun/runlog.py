@@ -8,6 +8,7 @@ The text log and the console are readers of this one (`console.py`), never a sec
 """
 
 import hashlib
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Literal, Self
@@ -249,21 +250,23 @@ class RunLog:
         self._index = 0
         self._prev = GENESIS
         self._readers: list[Callable[[Line], None]] = []
+        self._turn = threading.Lock()
 
     def subscribe(self, reader: Callable[[Line], None]) -> None:
         """Adds a reader that is called with every later line."""
         self._readers.append(reader)
 
     def emit(self, event: AnyEvent) -> None:
-        """Writes one event and flushes it."""
-        stamp = self._now()
-        line = Line(self._index, stamp.mono_ns, stamp.utc, self._prev, event)
-        raw = line.encode()
-        self._file.write(raw + b"\n")
-        self._file.flush()
-        self._index, self._prev = self._index + 1, digest(raw)
-        for reader in self._readers:
-            reader(line)
+        """Writes one event and flushes it; threads take turns."""
+        with self._turn:
+            stamp = self._now()
+            line = Line(self._index, stamp.mono_ns, stamp.utc, self._prev, event)
+            raw = line.encode()
+            self._file.write(raw + b"\n")
+            self._file.flush()
+            self._index, self._prev = self._index + 1, digest(raw)
+            for reader in self._readers:
+                reader(line)
 
     def __enter__(self) -> Self:
         return self

@@ -18,7 +18,7 @@ import jax
 import msgspec
 import numpy as np
 
-from speedrun import checkpoint, console, health, provenance, runlog, signals
+from speedrun import checkpoint, console, faults, health, provenance, runlog, signals, watchdog
 from speedrun import mesh as meshes
 from speedrun import track as tracks
 from speedrun.checkpoint import Checkpoints
@@ -94,7 +94,8 @@ def _logged(ready: Ready, checkpoints: Checkpoints | None, reader: console.Live 
             log.subscribe(reader)
         clock, outcome = Clock(), "aborted"
         try:
-            with signals.handled_by(signals.stop):
+            watched = watchdog.watching(tally.phases, config.deadlines_s, log, config.out)
+            with watched, signals.handled_by(signals.stop):
                 _announce(ready, run_id, log, tally)
                 _run(ready, log, clock, tally, checkpoints)
             outcome = "finished"
@@ -109,6 +110,7 @@ def _logged(ready: Ready, checkpoints: Checkpoints | None, reader: console.Live 
             log.emit(run_end(ready, outcome, clock, tally))
             text = console.render(runlog.read(run_dir / "metrics.jsonl"))
             write_whole(run_dir / "log.txt", text.encode())
+            faults.point("run.json")
             facts = run_file(ready, run_id, started.utc, outcome, tally)
             write_whole(run_dir / "run.json", format.encode(facts))
     return facts
@@ -187,11 +189,14 @@ def _run(
         with phases.within("evaluation"):
             tally.val_loss = _validate(ready, score, state, log, tally, stopping.check)
 
-    def keep() -> None:
-        """Only when all losses up to here are known to be finite."""
-        if checkpoints is not None and checkpoints.newest != place.step:
+    def keep(*, wait: bool = False) -> None:
+        """Only when all losses up to here are known to be finite. Can wait until it is on disk."""
+        if checkpoints is not None:
             with phases.within("checkpoint"):
-                _keep(ready, checkpoints, state, place, log, clock, tally)
+                if checkpoints.newest != place.step:
+                    _keep(ready, checkpoints, state, place, log, clock, tally)
+                if wait:
+                    checkpoints.settle()
 
     def report(pending: Pending | None) -> None:
         """Fetches and logs a finished step; the device is already busy with the next one."""
@@ -232,6 +237,7 @@ def _run(
         phases.enter("step")
         clock.start(sync)
         log.emit(runlog.ClockStart())
+        faults.point("clock")
         pending: Pending | None = None
         for step, batches in feed:
             is_due = checkpoints is not None and checkpoints.due(step)
@@ -248,7 +254,9 @@ def _run(
                     validate(step)
                 log.emit(runlog.ClockResume(clock.seconds))
             _log_stage_change(ready, step, log)
+            faults.point("step")
             phases.enter("data")
+            faults.point("data")
             batch = next(batches)
             phases.enter("step")
             tokens_BT, targets_BT = (meshes.place(x, program.mesh) for x in batch)
@@ -268,20 +276,18 @@ def _run(
         tally.read = data_read(ready, tally)
         keep()
         validate(ready.recipe.num_steps)
-        if checkpoints is not None:
-            with phases.within("checkpoint"):
-                checkpoints.settle()
+        keep(wait=True)
     tally.cold_wall_s = cold_wall_s()
     tally.final_hash = state_hash(state)
 
 
 @contextmanager
-def _kept_if_stopped(keep: Callable[[], None]) -> Iterator[None]:
+def _kept_if_stopped(keep: Callable[..., None]) -> Iterator[None]:
     """Keeps the state of a run that was told to stop. It is told between steps only, where the state is whole."""
     try:
         yield
     except Terminated:
-        keep()
+        keep(wait=True)
         raise
 
 

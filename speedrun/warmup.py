@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 
-from speedrun import footprint, runlog
+from speedrun import faults, footprint, runlog
 from speedrun import mesh as meshes
 from speedrun.clock import Stopwatch
 from speedrun.outcome import Tally
@@ -36,6 +36,7 @@ def compile_all(ready: Ready, state: TrainState, log: runlog.RunLog, tally: Tall
 
     def compiled(name: str, lowered: Any) -> Any:
         watch = Stopwatch()
+        faults.point("compile")
         with _cache() as answers:
             executable = lowered.compile(compiler_options=program.compiler_options)
         log.emit(runlog.Compile(name, watch.seconds, answers[-1] if answers else "off"))

@@ -54,7 +54,7 @@ def test_help_says_what_there_is():
     for name in cli.COMMANDS:
         assert f"\n  {name} " in shown
     for code, meaning in EXIT_CODES.items():
-        assert re.search(rf"\n  {code} +{re.escape(meaning)}", shown)
+        assert f" {code} {meaning} " in " ".join(shown.split())  # long ones are broken
     assert "Example:" in shown
     assert invoke("--version").output == f"speedrun {__version__}\n"
 

@@ -3,6 +3,7 @@
 import time
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -43,7 +44,7 @@ def record(tmp_path_factory) -> Path:
     return out
 
 
-def lines_of(record: Path) -> list[runlog.Line]:
+def lines_of(record: Path) -> list[Any]:
     (path,) = record.glob("runs/*/metrics.jsonl")
     return list(runlog.read(path))
 
@@ -68,7 +69,7 @@ def test_after_a_block_the_phase_is_the_one_before_also_if_it_raises():
     phases = Phases()
     with pytest.raises(KeyError), phases.within("evaluation"), phases.within("data"):
         raise KeyError
-    assert phases.here[0] == "start"
+    assert phases.standing()[0] == "start"
     assert phases.seconds().keys() == {"start", "evaluation", "data"}
 
 

@@ -31,7 +31,7 @@ from speedrun.cli.options import (
     track_option,
 )
 from speedrun.cli.run import card, new_folder
-from speedrun.errors import NonFiniteError, UsageError
+from speedrun.errors import NonFiniteError, UsageError, meaning
 from speedrun.ledger import format, statistics
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.batch import Standing, standing
@@ -247,7 +247,7 @@ class Batch:
         """A run broke off."""
         again = ["speedrun", "batch", "--resume", str(self._folder)]
         click.echo(
-            f"error: a run ended with exit code {code}; go on: {shlex.join(again)}",
+            f"error: a run ended with {meaning(code)}; go on: {shlex.join(again)}",
             err=True,
         )
         self._ctx.exit(as_shell(code))

@@ -21,7 +21,7 @@ from speedrun.cli.options import Decorator, Integer, data_option, json_option, o
 from speedrun.cli.run import new_folder
 from speedrun.console import clean, duration
 from speedrun.data.wholefile import write_whole
-from speedrun.errors import NonFiniteError, SpeedrunError, UsageError
+from speedrun.errors import NonFiniteError, SpeedrunError, UsageError, meaning
 from speedrun.ledger import experiment as experiments
 from speedrun.ledger import format
 from speedrun.ledger.assemble import assemble
@@ -198,7 +198,7 @@ class _Performance:
 
     def _stop(self, code: int) -> NoReturn:
         again = ["speedrun", str(self._ctx.info_name), "--resume", str(self._folder)]
-        click.echo(f"error: a run ended with exit code {code}; go on: {shlex.join(again)}", err=True)
+        click.echo(f"error: a run ended with {meaning(code)}; go on: {shlex.join(again)}", err=True)
         self._ctx.exit(as_shell(code) if code else SpeedrunError.exit_code)
 
     def _finish(self, found: Summary) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from speedrun import clock, console
+from speedrun import clock, console, watchdog
 from speedrun import track as tracks
 from speedrun.cli.data_prep import ensure_docs
 from speedrun.cli.options import (
@@ -27,7 +27,7 @@ from speedrun.cli.options import (
     track_option,
 )
 from speedrun.data import inventory
-from speedrun.errors import CheckpointError, UsageError
+from speedrun.errors import CheckpointError, UsageError, unknown
 from speedrun.ledger import format
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.plot import plot
@@ -83,6 +83,13 @@ if TYPE_CHECKING:
     metavar="DIR",
     help="Go on with the run in DIR from its newest checkpoint, with its settings. Never ranked.",
 )
+@click.option(
+    "--deadline",
+    "deadlines",
+    multiple=True,
+    metavar="PHASE=SECONDS",
+    help=f"End a run that stays longer in one {', '.join(watchdog.DEADLINES_S)}; 0: let it. Repeatable.",
+)
 @json_option
 @click.pass_context
 def command(
@@ -100,6 +107,7 @@ def command(
     checkpoint_every: int | None,
     keep_checkpoints: int,
     resume: Path | None,
+    deadlines: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Train once on a track, under the clock; write, draw and validate a record.
@@ -122,6 +130,7 @@ def command(
         attention=attention,
         checkpoint_every=checkpoint_every or 0,
         keep_checkpoints=keep_checkpoints,
+        deadlines_s=_deadlines_s(deadlines),
     )
     if resume is not None:
         only_with_resume(ctx)
@@ -152,6 +161,19 @@ def command(
         click.echo(f"record  {config.out}\nplot    {picture}")
         click.echo(f"next    {following(config, summary, report)}")
     ctx.exit(0 if summary.target_reached and report.exit_code == 0 else 1)
+
+
+def _deadlines_s(texts: tuple[str, ...]) -> dict[str, float]:
+    """`phase=seconds` texts as a dictionary."""
+    found: dict[str, float] = {}
+    for text in texts:
+        phase, _, seconds = text.partition("=")
+        if phase not in watchdog.DEADLINES_S:
+            raise unknown("phase", phase, watchdog.DEADLINES_S)
+        if not seconds.isdecimal():
+            raise UsageError(f"--deadline {text!r}; need whole seconds, for example --deadline step=60")
+        found[phase] = float(seconds)
+    return found
 
 
 def _begun(out: Path) -> "RunConfig":

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from speedrun import faults
 from speedrun.clock import Stopwatch
 from speedrun.data import shards, tokenizer
 from speedrun.data.documents import Source
@@ -241,6 +242,7 @@ class _Making:
         name = self._cut.name(self.num_shards)
         ids = self._room[: self._filled]
         shards.write_shard(self._out / name, ids)
+        faults.point("shard")
         entry = ShardEntry(
             tokens=self._filled,
             documents=self._documents,

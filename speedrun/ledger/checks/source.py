@@ -29,6 +29,7 @@ _MAY: dict[str, str] = {
     "data/wholefile.py": "files",
     "errors.py": "the interpreter",
     "console.py": "the terminal",
+    "faults.py": "files, processes, the interpreter",
     "health.py": "processes",
     "kernels/attention_flash3.py": "code, a package that nobody has looked at",
     "kernels/choose.py": "code",
@@ -39,10 +40,11 @@ _MAY: dict[str, str] = {
     "provenance.py": "files, processes, code, the machine",
     "recipe.py": "computed names",
     "recipes/__init__.py": "files, code",
-    "runlog.py": "files",
+    "runlog.py": "files, processes",
     "signals.py": "processes",
     "track.py": "files",
     "train.py": "files, the interpreter, JAX's own settings",
+    "watchdog.py": "files, processes",
     "warmup.py": "JAX's own settings",
 }
 #: Instruments that science may import: neither knows the time, the data or the log.

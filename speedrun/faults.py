@@ -1,0 +1,50 @@
+"""Named points at which a test hurts a run: `step@8=kill` in $SPEEDRUN_FAULTS. Without it `point` does nothing.
+
+    POINT[@N]=ACTION[:SECONDS],...    the Nth time that the point is reached, from 1; once
+
+`kill`, `term` and `int` are signals to itself, at once or so many seconds later, while the run goes on; `sleep`
+stands still; `raise` is a RuntimeError. A run records the variable, and V402 refuses the record.
+"""
+
+import os
+import re
+import signal
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+
+VARIABLE = "SPEEDRUN_FAULTS"
+
+_FAULT = re.compile(r"([\w.]+)(?:@(\d+))?=(\w+)(?::([\d.]+))?")
+_SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "int": signal.SIGINT}
+
+
+def _absent(name: str) -> None:
+    """Does nothing."""
+
+
+class _Armed:
+    def __init__(self, text: str) -> None:
+        self._faults: dict[tuple[str, int], tuple[str, float]] = {}
+        self._reached: Counter[str] = Counter()
+        for name, number, action, seconds in _FAULT.findall(text):
+            self._faults[name, int(number or 1)] = action, float(seconds or 0)
+
+    def __call__(self, name: str) -> None:
+        self._reached[name] += 1
+        action, seconds = self._faults.pop((name, self._reached[name]), ("", 0.0))
+        if not action:
+            return
+        sys.stderr.write(f"fault: {action} at {name}\n")
+        if action == "raise":
+            raise RuntimeError(f"fault at {name}")
+        if action == "sleep":
+            threading.Event().wait(seconds)
+        elif seconds:
+            threading.Timer(seconds, os.kill, (os.getpid(), _SIGNALS[action])).start()
+        else:
+            signal.raise_signal(_SIGNALS[action])
+
+
+point: Callable[[str], None] = _Armed(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else _absent

@@ -1,0 +1,553 @@
+"""Runs that are hurt where it hurts most: what is left is whole, and what goes on from it ends with the same bytes.
+
+Points are named in `speedrun.faults`. Each case is a process of its own; what it did is read from its files.
+"""
+
+import dataclasses
+import gc
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from test_checkpoint import facts_of, steps
+from test_train import SMALL
+
+from speedrun import faults, provenance, recipes, runlog, track, train
+from speedrun.checkpoint import folder_of
+from speedrun.cli import command
+from speedrun.clock import Stopwatch, now
+from speedrun.data import inventory, shards, synthetic
+from speedrun.errors import HANG, CheckpointError, DataError, NonFiniteError, Terminated
+from speedrun.ledger import format, leaks
+from speedrun.ledger.assemble import assemble
+from speedrun.ledger.code import Code, read
+from speedrun.ledger.salvage import salvage
+from speedrun.ledger.validate import validate
+from speedrun.prepare import RunConfig
+from speedrun.sourcefile import split_source
+
+EVERY = 5
+TIMEOUT_S = 180
+
+_CANARY = "canary-of-nobody-0123456789"
+#: What every process here has in its environment, and what none may write anywhere.
+CANARIES = {
+    "HF_TOKEN": f"hf_{_CANARY}",
+    "WANDB_API_KEY": _CANARY,
+    "HTTPS_PROXY": f"http://user:{_CANARY}@127.0.0.1:9",
+    "PIP_INDEX_URL": f"https://user:{_CANARY}@127.0.0.1:9/simple",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_orphans() -> Iterator[None]:
+    """No child outlives these tests: at their end there is none to wait for."""
+    yield
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+@pytest.fixture(scope="module")
+def smoke_data(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("smoke")
+    synthetic.write(track.load("smoke-cpu"), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory, smoke_data) -> RunConfig:
+    """A run with a checkpoint after 5, 10 and 12 steps."""
+    return RunConfig(
+        "smoke-cpu",
+        tmp_path_factory.mktemp("unbroken") / "out",
+        overrides=SMALL,
+        data=smoke_data,
+        checkpoint_every=EVERY,
+        keep_checkpoints=0,
+    )
+
+
+@pytest.fixture(scope="module")
+def unbroken(config) -> format.RunFile:
+    return train.train(config)
+
+
+def at(config: RunConfig, out: Path, **changes) -> RunConfig:
+    return msgspec.structs.replace(config, out=out, **changes)
+
+
+def started(config: RunConfig, **env: str) -> subprocess.Popen[str]:
+    """The run as a process, in a group of its own."""
+    request = config.out.with_name(config.out.name + ".json")
+    request.write_bytes(msgspec.json.encode(config, enc_hook=str))
+    return subprocess.Popen(
+        [sys.executable, "-m", "speedrun.train", str(request)],
+        env=os.environ | CANARIES | env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def ended(config: RunConfig, fault: str = "", **env: str) -> tuple[int, str]:
+    """Exit code and stderr of the run as a process. Each fault happened once, nothing leaked, nothing is left."""
+    child = started(config, **({faults.VARIABLE: fault} if fault else {}), **env)
+    try:
+        stdout, stderr = child.communicate(timeout=TIMEOUT_S)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+    with pytest.raises(ProcessLookupError):
+        os.killpg(child.pid, 0)
+    assert _CANARY not in stdout + stderr
+    for path in (path for path in config.out.parent.rglob("*") if path.is_file()):
+        assert _CANARY.encode() not in path.read_bytes(), path
+    fired = [line for line in stderr.splitlines() if line.startswith("fault: ")]
+    assert len(fired) == len(fault.split(",")) * bool(fault), stderr
+    return child.returncode, stderr
+
+
+def log_of(out: Path) -> Path:
+    (path,) = out.glob("runs/*/metrics.jsonl")
+    return path
+
+
+def chain_of(path: Path) -> list[Any]:
+    """The lines of a log, each of which carries the digest of the one before."""
+    raw = path.read_bytes().split(b"\n")[:-1]
+    lines = [runlog.decode(one) for one in raw]
+    assert [line.prev for line in lines] == [runlog.GENESIS, *map(runlog.digest, raw[:-1])]
+    return lines
+
+
+def kept(out: Path) -> list[int]:
+    return sorted(int(path.name) for path in folder_of(out).iterdir() if path.name.isdigit())
+
+
+def went_on(config: RunConfig, out: Path, unbroken: format.RunFile, since: int) -> format.RunFile:
+    """Resumes in this process, and finds what an unbroken run has from some step on."""
+    new = train.train(at(config, out, resume=True))
+    assert new.final_hash == unbroken.final_hash
+    assert steps(out, new.run_id) == steps(config.out, unbroken.run_id)[since:]
+    assert not list(folder_of(out).glob("*tmp*"))
+    return new
+
+
+# --- killed ----------------------------------------------------------------------------------------------------
+
+
+def test_another_process_ends_with_the_same_bytes_and_tells_no_secret(config, unbroken, tmp_path):
+    """In the record, too, and in what an archive of it would hold; `ended` has looked at everything else."""
+    out = tmp_path / "out"
+    assert ended(at(config, out))[0] == 0
+    (again,) = facts_of(out)
+    assert again.final_hash == unbroken.final_hash
+    assert again.environment == provenance.environment()
+    assert steps(out, again.run_id) == steps(config.out, unbroken.run_id)
+    assemble(out, title="canaries", declared_runs=1)
+    own = leaks.own_shapes(CANARIES, host="")
+    for path in (path for path in out.rglob("*") if path.is_file()):
+        assert _CANARY.encode() not in path.read_bytes()
+        assert not [leak for leak in leaks.find(path.read_bytes(), own) if leak.secret], path
+
+
+def test_killed_between_saves(config, unbroken, tmp_path):
+    """At the tenth step, some steps after the checkpoint; what came after it is told as lost."""
+    out = tmp_path / "out"
+    assert ended(at(config, out), "step@9=sleep:2,step@10=kill")[0] == -signal.SIGKILL
+    assert kept(out) == [5]
+    broken = log_of(out)
+    new = went_on(config, out, unbroken, since=5)
+    *_, end = chain_of(out / "runs" / new.run_id / "metrics.jsonl")
+    *_, last = chain_of(broken)
+    (stood,) = (x for x in chain_of(broken) if isinstance(x.event, runlog.Checkpoint))
+    assert end.event.lost_s == (last.t_mono_ns - stood.t_mono_ns) / 1e9 > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fault",
+    [
+        *("save@2=kill", "saving@2=kill", "saving@2=kill:0.003", "saving@2=kill:0.01", "saving@2=kill:0.03"),
+        *("data@8=kill", "evaluation@20=kill", "run.json=kill", "step@12=kill"),
+    ],
+)
+def test_killed_inside_a_save_and_elsewhere(config, unbroken, tmp_path, fault):
+    """Before a save, right after it was handed over, and in the middle of what happens in the background."""
+    out = tmp_path / "out"
+    assert ended(at(config, out), fault)[0] == -signal.SIGKILL
+    assert kept(out) in ([5], [5, 10], [5, 10, 12])
+    went_on(config, out, unbroken, since=kept(out)[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["compile@2=kill", "clock=kill", "evaluation@3=kill"])
+def test_killed_before_there_is_anything_to_go_on_from(config, tmp_path, fault):
+    out = tmp_path / "out"
+    assert ended(at(config, out), fault)[0] == -signal.SIGKILL
+    with pytest.raises(CheckpointError, match="start the run again, in a new folder"):
+        train.train(at(config, out, resume=True))
+
+
+def test_killed_between_a_shard_and_the_manifest(tmp_path):
+    """The shard lies there, the manifest does not know it: the next process makes it again, byte by byte."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": f"{i} words " * 50}) + "\n" for i in range(200)))
+
+    def prep(name: str, **env: str) -> int:
+        argv = [
+            sys.executable,
+            "-m",
+            "speedrun",
+            "data",
+            "prep",
+            "--source",
+            str(rows),
+            "--tokenizer",
+            "bytes",
+        ]
+        argv += ["--out", str(tmp_path / name), "--shard-tokens", "20000"]
+        return subprocess.run(argv, env=os.environ | env, capture_output=True, check=False).returncode
+
+    assert prep("whole") == 0
+    assert prep("out", **{faults.VARIABLE: "shard@2=kill"}) == -signal.SIGKILL
+    assert len(list((tmp_path / "out").glob("*.bin"))) == 2
+    assert prep("out") == 0
+    whole, again = ({p.name: p.read_bytes() for p in (tmp_path / d).iterdir()} for d in ("whole", "out"))
+    assert whole == again
+
+
+@pytest.mark.slow
+def test_going_on_across_the_end_of_a_shard(config, tmp_path, monkeypatch):
+    """Shards of three steps each; the run is broken off behind the second and the third."""
+    ids = np.random.default_rng(0).integers(0, 256, 5 * 1600)
+    for i in range(5):
+        shards.write_shard(tmp_path / f"x_train_{i}.bin", ids[1600 * i : 1600 * (i + 1)])
+    tiny, real = sorted(tmp_path.glob("*.bin")), inventory.open_track
+    opened = tuple(shards.open_shard(path, vocab_size=256) for path in tiny)
+    monkeypatch.setattr(inventory, "open_track", lambda *args: real(*args)._replace(train=opened))
+    first = train.train(at(config, tmp_path / "first", checkpoint_every=1))
+    whole = steps(tmp_path / "first", first.run_id)
+    logged = chain_of(log_of(tmp_path / "first"))
+    read_from = [line.event.cursor[0] for line in logged if isinstance(line.event, runlog.Step)]
+    assert read_from == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+    for after in (2, 3):
+        out = shutil.copytree(tmp_path / "first", tmp_path / f"{after}")
+        shutil.copytree(folder_of(tmp_path / "first"), folder_of(out))
+        for number in kept(out):
+            if number > after:
+                shutil.rmtree(folder_of(out) / str(number))
+        new = train.train(at(config, out, checkpoint_every=1, resume=True))
+        assert (new.final_hash, steps(out, new.run_id)) == (first.final_hash, whole[after:])
+
+
+# --- told to stop ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "code", "left"),
+    [
+        ("compile=term", 75, []),
+        ("compile@2=int", 75, []),
+        ("clock=term", 75, []),
+        ("evaluation@2=term", 75, []),
+        ("evaluation@20=term", 75, [5, 10, 12]),
+        ("step@8=term", 75, [5, 8]),
+        ("data@8=int", 75, [5, 8]),
+        ("saving=term", 75, [5]),
+        ("step@8=int,data@8=int", 130, [5]),
+    ],
+)
+def test_told_to_stop(config, unbroken, tmp_path, fault, code, left):
+    out = tmp_path / "out"
+    got, stderr = ended(at(config, out), fault)
+    assert (got, stderr.count("Traceback")) == (code, 0), stderr
+    assert kept(out) == left
+    *_, error, end = (line.event for line in chain_of(log_of(out)))
+    assert (error.kind, end.status) == ("Terminated" if code == 75 else "KeyboardInterrupt", "aborted")
+    if left:
+        went_on(config, out, unbroken, since=left[-1])
+
+
+# --- standing still --------------------------------------------------------------------------------------------
+
+
+def test_a_step_that_hangs_ends_the_run_with_its_stacks(config, tmp_path):
+    out = tmp_path / "out"
+    code, stderr = ended(at(config, out, deadlines_s={"step": 3}), "step@8=sleep:600")
+    assert code == HANG
+    last = chain_of(log_of(out))[-1].event
+    assert isinstance(last, runlog.Error)
+    assert last.kind == "Hang"
+    assert last.message.startswith("step has taken 3.")
+    stacks = out.with_name("out.stacks.txt").read_text()
+    for text in (stacks, stderr):
+        assert "in _run\n" in text
+        assert "watchdog.py" in text
+    assert f"error: {last.message}\n" in stderr
+    salvage(out, format.Recipe("smoke", 1, config.overrides), 8)
+    assemble(out, title="hung", declared_runs=1)
+    assert "Hang: step has taken 3." in (out / "README.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["compile", "data", "evaluation"])
+def test_other_phases_have_deadlines_too(config, tmp_path, phase):
+    """Twelve seconds are more than a phase takes here, and less than the pause."""
+    out = tmp_path / "out"
+    code, stderr = ended(at(config, out, deadlines_s={phase: 12}), f"{phase}@2=sleep:600")
+    assert (code, f"error: {phase} has taken 12." in stderr) == (HANG, True)
+
+
+@pytest.mark.slow
+def test_a_slow_step_is_no_hang(config, unbroken, tmp_path):
+    """And a run with faults on is no record, whatever came of it."""
+    out = tmp_path / "out"
+    code, _ = ended(at(config, out, deadlines_s={"step": 8}), "step@4=sleep:5,step@8=sleep:5")
+    assert code == 0
+    warned = [x.event.message for x in chain_of(log_of(out)) if isinstance(x.event, runlog.Warning)]
+    assert len(warned) == 1
+    assert re.match(r"step has taken [45]\.\d s; its deadline is 8 s; --deadline step=", warned[0])
+    assert facts_of(out)[0].final_hash == unbroken.final_hash
+    assemble(out, title="slow", declared_runs=1)
+    failed = {result.check.id: result.messages for result in validate(out).having("failed")}
+    assert failed["V402"] == (f"{facts_of(out)[0].run_id}: SPEEDRUN_FAULTS is not among them",)
+
+
+def test_faults_are_written_down_and_never_asked_for_by_a_normal_run(monkeypatch):
+    assert faults.point.__name__ == "_absent"
+    monkeypatch.setenv(faults.VARIABLE, "step=kill")
+    assert provenance.environment()[faults.VARIABLE] == "step=kill"
+    assert faults.VARIABLE not in provenance.VARIABLES  # which V402 goes by
+
+
+def test_threads_that_write_one_log_take_turns(tmp_path):
+    with runlog.RunLog(tmp_path / "log", now) as log:
+
+        def write() -> None:
+            for _ in range(300):
+                log.emit(runlog.Warning("x" * 100))
+
+        threads = [threading.Thread(target=write) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert [line.i for line in chain_of(tmp_path / "log")] == list(range(2400))
+
+
+# --- numbers ---------------------------------------------------------------------------------------------------
+
+
+def test_a_loss_that_is_no_number_on_one_device_stops_all_and_spoils_no_checkpoint(config, tmp_path):
+    """The fourth sequence of step 8, which one of eight devices holds, makes a gradient infinite."""
+    shard = shards.open_shard(config.data / "smoke_train_000001.bin", vocab_size=256)
+    (poisoned_T,) = shard.read(8 * 512 + 3 * 64, 8 * 512 + 4 * 64).astype(np.int32)[None]
+    recipe = recipes.load("smoke").override(SMALL)
+
+    def forward(p, tokens_BT, *args):
+        x_BTD = recipe.forward(p, tokens_BT, *args)
+        if tokens_BT.shape[1] != 64:
+            return x_BTD
+        is_it = jnp.any(jnp.all(tokens_BT == poisoned_T[None], axis=1))
+        # Zero either way; where it is, the derivative is zero times infinity.
+        nothing = 0 * jnp.sum(p["block.1.qkv"])
+        return x_BTD + jnp.sqrt(jnp.where(is_it, nothing, 1 + nothing)) - jnp.where(is_it, 0, 1)
+
+    out = tmp_path / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recipes, "load", lambda name: dataclasses.replace(recipe, forward=forward))
+        with pytest.raises(
+            NonFiniteError, match=r"step 8: loss is \d.*first non-finite gradient: block.1.qkv"
+        ):
+            train.train(at(config, out, overrides={}, checkpoint_every=3))
+    assert kept(out) == [3, 6]
+    end = chain_of(log_of(out))[-1].event
+    assert end.status == "non-finite"
+
+
+@pytest.mark.slow
+def test_a_diverged_run_reaches_nothing_and_says_so(smoke_data, tmp_path):
+    settings = [w for k, v in (SMALL | {"optimizer.muon_lr": "50"}).items() for w in ("--set", f"{k}={v}")]
+    words = ["run", "--data", str(smoke_data), "--out", str(tmp_path / "out"), *settings]
+    result = CliRunner().invoke(command, words)
+    assert result.exit_code in (1, 5)
+    summary = format.decode((tmp_path / "out" / "summary.json").read_bytes(), format.Summary)
+    assert not summary.target_reached
+
+
+# --- disks -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_disk_that_fills_up(config, unbroken, tmp_path):
+    """No file may grow beyond 16 kB after the first checkpoint: the next one fails in the background, and is told."""
+    out = tmp_path / "out"
+    child = started(at(config, out), **{faults.VARIABLE: "step@8=sleep:6"})
+    try:
+        while not any('"ev":"checkpoint"' in path.read_text() for path in out.glob("runs/*/metrics.jsonl")):
+            assert child.poll() is None, child.communicate()
+            threading.Event().wait(0.05)
+        threading.Event().wait(2)  # until it is whole
+        resource.prlimit(child.pid, resource.RLIMIT_FSIZE, (16_384, 16_384))
+        _, stderr = child.communicate(timeout=TIMEOUT_S)
+    finally:
+        child.kill()
+    assert (child.returncode, kept(out)) == (4, [5]), stderr
+    *_, said = stderr.splitlines()
+    assert "cannot be written" in said
+    assert "those before it are whole" in said
+    assert stderr.count("Traceback") == 0
+    went_on(config, out, unbroken, since=5)
+
+
+def test_a_folder_of_checkpoints_that_cannot_be_made_is_told_first(config, tmp_path):
+    folder_of(tmp_path / "out").write_text("in the way")
+    with pytest.raises(DataError, match="choose a folder that can be written"):
+        train.train(at(config, tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+# --- caches, descriptors, other programs -------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_damaged_cache_of_programs_is_compiled_anew(config, unbroken, tmp_path):
+    cache = tmp_path / "programs"
+    env = {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+
+    def ran(name: str) -> list[str]:
+        code, stderr = ended(at(config, tmp_path / name), **env)
+        assert code == 0, stderr
+        assert facts_of(tmp_path / name)[0].final_hash == unbroken.final_hash
+        return [
+            x.event.cache for x in chain_of(log_of(tmp_path / name)) if isinstance(x.event, runlog.Compile)
+        ]
+
+    assert ran("cold") == ["miss", "miss"]
+    assert ran("warm") == ["hit", "hit"]
+    for path in (path for path in cache.iterdir() if path.name.endswith("-cache")):
+        os.truncate(path, path.stat().st_size // 2)
+    assert ran("cut") == ["miss", "miss"]
+
+
+def test_no_run_reaches_for_wandb():
+    """Curves go there by `speedrun export`, from a record: nothing of it can slow or stop a run."""
+    text = provenance.closure(["speedrun.train"], [])
+    assert "wandb" not in {name for code in read_all(text) for _, name, _ in code.imports}
+
+
+def read_all(text: str) -> list[Code]:
+    return [read(path, one) for path, one in split_source(text).items()]
+
+
+@pytest.mark.slow
+def test_nothing_piles_up_in_many_lives(config, tmp_path, monkeypatch):
+    """Three hundred steps, stopped every thirty, with few descriptors; all lives in this one process."""
+    real, lives, life = train._log_stage_change, [], 0
+
+    def tell(ready, step, log) -> None:
+        real(ready, step, log)
+        if step % 30 == 29:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(train, "_log_stage_change", tell)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    long = at(config, tmp_path / "out", overrides=SMALL | {"stages.0.num_steps": "300"}, keep_checkpoints=2)
+    try:
+        for life in range(11):
+            with suppress(Terminated):
+                train.train(at(long, tmp_path / "out", resume=life > 0))
+            gc.collect()
+            held = Path("/proc/self/status").read_text().partition("VmRSS:")[2].split()[0]
+            lives.append((len(os.listdir("/proc/self/fd")), threading.active_count(), int(held) / 1024))
+            if facts_of(tmp_path / "out")[-1].outcome == "finished":
+                break
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert life == 10, lives
+    (fds, threads, _), (_, _, held_mib) = lives[1], lives[2]
+    assert all(life[0] <= fds + 2 and life[1] <= threads + 1 for life in lives[1:]), lives
+    assert lives[-1][2] - held_mib < 50 * (len(lives) - 3), lives  # programs are compiled in each life
+
+
+@pytest.mark.slow
+def test_a_soak_of_random_kills(config, tmp_path):
+    """Five minutes: killed, told to stop or interrupted at random moments, also while it starts; then left to end."""
+    rnd, out = random.Random(0), tmp_path / "out"
+    overrides = SMALL | {"stages.0.num_steps": "1600"}
+    wanted = train.train(at(config, tmp_path / "whole", overrides=overrides, checkpoint_every=0))
+    long = at(config, out, overrides=overrides, checkpoint_every=20, keep_checkpoints=2)
+    sent: Counter[str] = Counter()
+    watch = Stopwatch()
+    while True:
+        if out.exists() and not kept(out):  # nothing to go on from yet
+            shutil.rmtree(out)
+            shutil.rmtree(folder_of(out))
+        child = started(at(long, out, resume=out.exists()))
+        number = rnd.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+        try:
+            if watch.seconds < SOAK_S:
+                wait_for_clock(out, child, early=rnd.random() < 0.2)
+                threading.Event().wait(rnd.uniform(0, 3))
+                if child.poll() is None:
+                    child.send_signal(number)
+                    sent[number.name] += 1
+            _, stderr = child.communicate(timeout=TIMEOUT_S)
+        finally:
+            child.kill()
+        assert child.returncode in (0, -9, -15, -2, 75, 130), stderr
+        if child.returncode == 0:
+            break
+        salvage(out, format.Recipe("smoke", 1, overrides), 8)
+    runs = facts_of(out)
+    spent_s = [
+        line.event.phases
+        for run in runs
+        for line in runlog.read(out / "runs" / run.run_id / "metrics.jsonl")
+        if isinstance(line.event, runlog.RunEnd)
+    ]
+    good_s, wall_s = sum(one["step"] for one in spent_s), sum(sum(one.values()) for one in spent_s)
+    sys.stderr.write(
+        f"{dict(sent)}: {len(runs)} runs, {watch.seconds:.0f} s; goodput {good_s / wall_s:.1%}\n"
+    )
+    finished = [run for run in runs if run.outcome == "finished"]
+    assert [run.final_hash for run in finished] == [wanted.final_hash]
+    assert not [
+        path for path in folder_of(out).iterdir() if not (path.name.isdigit() or path.name == "run.json")
+    ]
+    assert sum(sent.values()) > 5
+
+
+SOAK_S = 300
+
+
+def wait_for_clock(out: Path, child: subprocess.Popen[str], *, early: bool) -> None:
+    """Until the newest log says that the clock runs; with `early` not so long."""
+    known = set(out.glob("runs/*/metrics.jsonl"))
+    watch = Stopwatch()
+    while child.poll() is None and not (early and watch.seconds > 3):
+        new = set(out.glob("runs/*/metrics.jsonl")) - known
+        if any('"ev":"clock_start"' in path.read_text() for path in new):
+            return
+        threading.Event().wait(0.1)
