@@ -193,7 +193,7 @@ def test_killed_between_saves(config, unbroken, tmp_path):
 def test_killed_inside_a_save_and_elsewhere(config, unbroken, tmp_path, fault):
     """Before a save, right after it was handed over, and in the middle of what happens in the background."""
     out = tmp_path / "out"
-    assert ended(at(config, out), fault)[0] == -signal.SIGKILL
+    assert ended(at(config, out), f"step@9=sleep:1,{fault}")[0] == -signal.SIGKILL
     assert kept(out) in ([5], [5, 10], [5, 10, 12])
     went_on(config, out, unbroken, since=kept(out)[-1])
 
