@@ -276,8 +276,8 @@ def _run(
         tally.read = data_read(ready, tally)
         keep()
         validate(ready.recipe.num_steps)
+        tally.cold_wall_s = cold_wall_s()
         keep(wait=True)
-    tally.cold_wall_s = cold_wall_s()
     tally.final_hash = state_hash(state)
 
 
