@@ -12,17 +12,18 @@ import gc
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import msgspec
 
-from speedrun import faults
+from speedrun import faults, processes
 from speedrun.data import lock
 from speedrun.data.wholefile import write_whole
 from speedrun.errors import CheckpointError
+from speedrun.mesh import fetch
 from speedrun.step import Program, TrainState, fingerprint
 
 RUN = "run.json"
@@ -79,7 +80,7 @@ def _digests(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
 def described(state: TrainState) -> dict[str, Array]:
     """Shape, dtype and digest of every array; the same on any number of devices."""
     arrays = named(state)
-    digests = jax.device_get(_digests(arrays))
+    digests = fetch(_digests(arrays))
     return {
         name: Array(array.shape, str(array.dtype), "".join(f"{int(lane):08x}" for lane in digests[name]))
         for name, array in arrays.items()
@@ -90,7 +91,9 @@ def described(state: TrainState) -> dict[str, Array]:
 def opened(
     folder: Path, run: bytes, *, every: int, keep: int, say: Callable[[str], None]
 ) -> Iterator["Checkpoints"]:
-    """The checkpoints of a run, which this process alone writes inside the block; at its end all are durable.
+    """The checkpoints of a run, which no other run writes inside the block; at its end all are durable.
+
+    Of several processes, each writes its part; the first one holds the lock and keeps the folder in order.
 
     Args:
         folder: is made.
@@ -102,11 +105,14 @@ def opened(
     Raises:
         CheckpointError: if another process writes there, or a checkpoint could not be written.
     """
-    with lock.alone_in(folder, refuse=CheckpointError):
-        for left in folder.glob("*.orbax-checkpoint-tmp*"):
-            shutil.rmtree(left)
-            say(f"{left.name} was being written when its run ended; removed")
-        write_whole(folder / RUN, run)
+    with ExitStack() as held:
+        if processes.is_first():
+            held.enter_context(lock.alone_in(folder, refuse=CheckpointError))
+            for left in folder.glob("*.orbax-checkpoint-tmp*"):
+                shutil.rmtree(left)
+                say(f"{left.name} was being written when its run ended; removed")
+            write_whole(folder / RUN, run)
+        processes.barrier()
         checkpoints = Checkpoints(folder, every, keep, say)
         try:
             yield checkpoints
@@ -138,7 +144,9 @@ class Checkpoints:
         with self._told("a rehearsal"):
             with self._ocp.StandardCheckpointer() as checkpointer:
                 checkpointer.save(scratch, named(state), force=True)
-            shutil.rmtree(scratch)
+            processes.barrier()
+            if processes.is_first():
+                shutil.rmtree(scratch)
 
     def save(self, state: TrainState, facts: Facts) -> None:
         """Copies the state to the host and writes it in the background.

@@ -104,9 +104,8 @@ class TextLog:
             case Preflight() as hw:
                 software = ", ".join(f"{name} {version}" for name, version in hw.software.items())
                 peak = quantity(hw.matmul_gflops * 1e9, "flop/s")
-                return (
-                    f"hw    {hw.num_devices} x {hw.device_kind} ({hw.platform}) | matmul {peak} | {software}"
-                )
+                many = f" in {hw.num_processes} processes" * (hw.num_processes > 1)
+                return f"hw    {hw.num_devices} x {hw.device_kind} ({hw.platform}){many} | matmul {peak} | {software}"
             case DataReady() as data:
                 shards = f"{len(data.train_shards)} training shard{'s' * (len(data.train_shards) != 1)}"
                 return f"data  {data.folder} | {shards} | val {data.val_tokens:,} tokens of {data.val_shard}"

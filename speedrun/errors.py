@@ -50,6 +50,9 @@ HANG = 6  #: no error: nothing in a run that stands still could raise it
 #: SIGINT that nothing heeded; what a shell makes of it.
 INTERRUPTED = 130
 
+#: One of several processes was lost; what a shell makes of SIGABRT, with which JAX ends the others.
+LOST = 134
+
 #: What `speedrun COMMAND --help` and the README print.
 EXIT_CODES = {
     0: "done",
@@ -61,6 +64,7 @@ EXIT_CODES = {
     HANG: "hang: a phase went past its deadline; all stacks are kept",
     75: "stopped by SIGTERM or Ctrl-C; log and checkpoints are kept",
     INTERRUPTED: "interrupted a second time, or where there was nothing to keep",
+    LOST: "one of several processes was lost; what they had written is kept",
 }
 
 

@@ -51,8 +51,8 @@ def evaluate(
     watch, total, tokens = Stopwatch(), 0.0, 0
     shape = program.recipe.eval_sequences, program.recipe.eval_seq_len
     for batch in validation_batches(shard, num_tokens, *shape):
-        tokens_BT, targets_BT = (meshes.place(x, program.mesh) for x in batch)
-        nll_B = jax.device_get(score(state.params, tokens_BT, targets_BT, program.schedule, state.step))
+        tokens_BT, targets_BT = (meshes.place_own(x, program.mesh) for x in batch)
+        nll_B = meshes.fetch(score(state.params, tokens_BT, targets_BT, program.schedule, state.step))
         total += float(np.sum(nll_B, dtype=np.float64))
         tokens += batch.targets_BT.size
         faults.point("evaluation")

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from speedrun.clock import Stopwatch
-from speedrun.mesh import place
+from speedrun.mesh import place_own
 from speedrun.params import AXIS
 
 _MULTIPLICATIONS = 8
@@ -33,7 +33,7 @@ def matmul_gflops(mesh: Mesh) -> float:
     float32 on CPU, bfloat16 elsewhere: the dtypes the recipes train in.
     """
     size, dtype = (512, jnp.float32) if is_simulated(mesh) else (8192, jnp.bfloat16)
-    x_NMM = place(np.full((mesh.size, size, size), 1 / size, dtype), mesh)
+    x_NMM = place_own(np.full((mesh.size, size, size), 1 / size, dtype), mesh)
 
     def chain(x_NMM: jax.Array) -> jax.Array:
         y_NMM = x_NMM

@@ -2,6 +2,7 @@
 
 import resource
 import sys
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from speedrun import processes
 from speedrun.errors import UsageError
 from speedrun.params import AXIS
 
@@ -27,22 +29,32 @@ def prepare(platform: str) -> None:
     has_gpu = any(Path("/dev").glob("nvidia[0-9]*"))
     if platform == "gpu" or (platform == "any" and has_gpu):
         return
-    for name, value in {"jax_platforms": "cpu", "jax_num_cpu_devices": CPU_DEVICES}.items():
+    num_local, rest = divmod(CPU_DEVICES, processes.count())
+    if rest:
+        raise UsageError(
+            f"{processes.count()} processes cannot share {CPU_DEVICES} simulated devices; need 1, 2, 4 or 8 of them"
+        )
+    for name, value in {"jax_platforms": "cpu", "jax_num_cpu_devices": num_local}.items():
         if getattr(jax.config, name) != value:  # JAX refuses a change once it has started
             jax.config.update(name, value)
 
 
 def make_mesh(num_devices: int) -> Mesh:
-    """A mesh of one axis over the first `num_devices` devices.
+    """A mesh of one axis over the first `num_devices` devices; those of process 0 come first.
 
     Raises:
-        UsageError: if there are fewer.
+        UsageError: if there are fewer; of several processes, also if there are more.
     """
     devices = jax.devices()
     if len(devices) < num_devices:
         raise UsageError(
             f"found {len(devices)} {devices[0].platform} devices, need {num_devices}; "
             f"pass --devices {len(devices)} or run where {num_devices} are visible"
+        )
+    if processes.count() > 1 and len(devices) > num_devices:
+        raise UsageError(
+            f"{processes.count()} processes have {len(devices)} devices, need all of them to be used; "
+            f"pass --devices {len(devices)} or start fewer processes"
         )
     return Mesh(np.array(devices[:num_devices]), (AXIS,))
 
@@ -68,8 +80,39 @@ def accelerator(mesh: Mesh) -> tuple[str, str]:
 
 
 def place(x_BT: np.ndarray, mesh: Mesh) -> jax.Array:
-    """One global array, divided by rows; an explicit transfer, so the transfer guard lets it pass."""
-    return jax.device_put(x_BT, NamedSharding(mesh, P(AXIS)))
+    """One global array, divided by rows; an explicit transfer, so the transfer guard lets it pass.
+
+    Of several processes, each brings its own rows; the first ones have the first rows.
+    """
+    sharding = NamedSharding(mesh, P(AXIS))
+    if processes.count() == 1:
+        return jax.device_put(x_BT, sharding)
+    with jax.transfer_guard_host_to_device("allow"):  # JAX takes this one for implicit
+        return jax.make_array_from_process_local_data(sharding, x_BT)
+
+
+def place_own(x_BT: np.ndarray, mesh: Mesh) -> jax.Array:
+    """`place`, of rows that every process has all of."""
+    own = len(x_BT) // processes.count()
+    return place(x_BT[own * processes.index() :][:own], mesh)
+
+
+def whole(x: jax.Array) -> jax.Array:
+    """The same on every device, if parts of it lie in other processes; else itself, and nothing is dispatched."""
+    if x.is_fully_addressable or x.is_fully_replicated:
+        return x
+    assert isinstance(x.sharding, NamedSharding)
+    return _gathered_over(x.sharding.mesh)(x)
+
+
+@lru_cache
+def _gathered_over(mesh: Mesh) -> Any:
+    return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))
+
+
+def fetch(tree: Any) -> Any:
+    """Arrays on the host, wherever their parts lie. Of several processes, all must call it."""
+    return jax.device_get(jax.tree.map(whole, tree))
 
 
 def replicate(tree: Any, mesh: Mesh) -> Any:
@@ -81,7 +124,7 @@ def memory_bytes(mesh: Mesh) -> int | None:
     """What JAX may take of one device's memory; None for simulated devices, which share that of the machine."""
     if mesh.devices.flat[0].platform == "cpu":
         return None
-    return min((device.memory_stats() or {})["bytes_limit"] for device in mesh.devices.flat)
+    return min((device.memory_stats() or {})["bytes_limit"] for device in mesh.local_devices)
 
 
 def peak_bytes(mesh: Mesh) -> int:
@@ -89,4 +132,4 @@ def peak_bytes(mesh: Mesh) -> int:
     if mesh.devices.flat[0].platform == "cpu":
         kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return kib if sys.platform == "darwin" else kib * 1024
-    return max((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in mesh.devices.flat)
+    return max((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in mesh.local_devices)

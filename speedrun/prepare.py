@@ -74,6 +74,26 @@ class Ready:
         }
 
     @property
+    def facts(self) -> dict[str, str]:
+        """What must be the same in all processes of a run, by name; what shards hold is believed of a manifest."""
+        shards = [(shard.path.name, shard.num_tokens) for shard in self.shards.train]
+        data = msgspec.json.encode([shards, inventory.read_manifest(self.folder)])
+        val_sha256 = stream.validation_sha256(self.shards.val[0], self.track.data.val_tokens)
+        options = msgspec.to_builtins(self.config, enc_hook=str)
+        del options["out"], options["data"], options["seed"]
+        of_node = "CUDA_VISIBLE_DEVICES"
+        return {
+            "seed": str(self.config.seed),
+            "the output folder": str(self.config.out),
+            "settings": f"of sha256 {format.config_sha256({**self.described, **options})[:12]}",
+            "source": f"of sha256 {self.source_sha256[:12]}",
+            "packages": str(provenance.software()),
+            "environment": str({k: v for k, v in provenance.environment().items() if k != of_node}),
+            "training shards": f"whose names, sizes and manifest have sha256 {format.sha256(data)[:12]}",
+            "validation tokens": f"of sha256 {val_sha256[:12]}",
+        }
+
+    @property
     def begun(self) -> bytes:
         """As JSON: what was begun."""
         recipe = format.Recipe(self.recipe.name, self.recipe.revision, self.config.overrides)

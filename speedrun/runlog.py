@@ -52,6 +52,7 @@ class Preflight(Event, tag="preflight", frozen=True, omit_defaults=True):
     dirty: bool | None = None  #: whether the code differed from that commit; None where nobody knows
     lock: str = ""  #: the largest file of requirements/ of which every pin is installed; empty where none is
     lock_sha256: str = ""
+    num_processes: int = 1  #: that shared the devices
 
 
 class DataReady(Event, tag="data", frozen=True):
@@ -238,14 +239,14 @@ def digest(line: bytes) -> str:
 class RunLog:
     """Appends events to `metrics.jsonl`; tells its readers of each one after it is on disk."""
 
-    def __init__(self, path: Path, now: Callable[[], Stamp]) -> None:
+    def __init__(self, path: Path | None, now: Callable[[], Stamp]) -> None:
         """Creates the file.
 
         Args:
-            path: must not exist.
+            path: must not exist. None: nothing is written, for the processes of a run that only help.
             now: the harness clock; the only source of time.
         """
-        self._file: IO[bytes] = path.open("xb")
+        self._file: IO[bytes] | None = None if path is None else path.open("xb")
         self._now = now
         self._index = 0
         self._prev = GENESIS
@@ -258,6 +259,8 @@ class RunLog:
 
     def emit(self, event: AnyEvent) -> None:
         """Writes one event and flushes it; threads take turns."""
+        if self._file is None:
+            return
         with self._turn:
             stamp = self._now()
             line = Line(self._index, stamp.mono_ns, stamp.utc, self._prev, event)
@@ -272,7 +275,8 @@ class RunLog:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 _DECODER = msgspec.json.Decoder(Line)

@@ -8,7 +8,8 @@ from typing import Any
 
 from speedrun.errors import Terminated
 
-_BY_SIGNAL = (-signal.SIGINT, -signal.SIGTERM)
+STOPS = (signal.SIGINT, signal.SIGTERM)
+_BY_SIGNAL = tuple(-number for number in STOPS)
 
 
 def stop(number: int, _frame: object) -> None:
@@ -56,9 +57,9 @@ class Later:
 
 
 @contextmanager
-def handled_by(handler: Any) -> Iterator[None]:
-    """Inside the block, both signals go to `handler`; afterwards, to where they went before."""
-    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+def handled_by(handler: Any, *numbers: int) -> Iterator[None]:
+    """Inside the block, both signals, or those given, go to `handler`; afterwards, to where they went before."""
+    before = {number: signal.signal(number, handler) for number in numbers or STOPS}
     try:
         yield
     finally:

@@ -27,7 +27,7 @@ from speedrun.errors import UsageError
 from speedrun.kernels.attention import Window
 from speedrun.kernels.choose import FIXED_WINDOW_FORMS, Kernels
 from speedrun.kernels.cross_entropy_gpu import Fp8
-from speedrun.mesh import accelerator, replicate
+from speedrun.mesh import accelerator, fetch, replicate
 from speedrun.optim.muon import shape_factor
 from speedrun.optim.schedules import StepInputs
 from speedrun.params import AXIS, SCALARS, SHARDS, Layout, Params
@@ -307,7 +307,7 @@ class Program:
     def first_nonfinite(self, metrics: StepMetrics) -> str | None:
         """Name of the first parameter, in the order of the table, whose gradient is not finite."""
         bad: set[str] = set()
-        for packed, flags in jax.device_get(metrics.nonfinite).items():
+        for packed, flags in fetch(metrics.nonfinite).items():
             if packed in self.layout.banks:
                 bad |= {m.name for m, flag in zip(self.layout.banks[packed], flags, strict=False) if flag}
             elif packed != SCALARS:
@@ -359,4 +359,4 @@ def fingerprint(state: Any) -> jax.Array:
 
 def state_hash(state: TrainState) -> str:
     """`fingerprint` as 16 hex digits on the host."""
-    return "".join(f"{int(lane):08x}" for lane in jax.device_get(fingerprint(state)))
+    return "".join(f"{int(lane):08x}" for lane in fetch(fingerprint(state)))

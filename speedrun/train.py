@@ -18,7 +18,7 @@ import jax
 import msgspec
 import numpy as np
 
-from speedrun import checkpoint, console, faults, health, provenance, runlog, signals, watchdog
+from speedrun import checkpoint, console, faults, health, processes, provenance, runlog, signals, watchdog
 from speedrun import mesh as meshes
 from speedrun import track as tracks
 from speedrun.checkpoint import Checkpoints
@@ -56,7 +56,7 @@ def train(config: RunConfig, reader: console.Live | None = None) -> format.RunFi
     Raises:
         SpeedrunError: with no folder made, if `prepare` refuses; with an ended log, if the run breaks off.
     """
-    ready = prepare(config, reader)
+    ready = processes.agreed(lambda: prepare(config, reader), lambda ready: ready.facts)
     with _checkpoints(ready, reader) as checkpoints:
         return _logged(ready, checkpoints, reader)
 
@@ -82,20 +82,15 @@ def _logged(ready: Ready, checkpoints: Checkpoints | None, reader: console.Live 
     nonce = hashlib.sha256(f"{started}".encode()).hexdigest()[:4]
     run_id = f"{ready.recipe.name}-{config.seed}-{nonce}"
     run_dir = config.out / "runs" / run_id
-    try:
-        run_dir.mkdir(parents=True)
-        if not (config.batch_sha256 or config.resume):  # else it is there
-            (config.out / "source.txt").write_text(ready.source, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{run_dir}: {error.strerror}; choose an --out that can be written") from None
+    path = _begun(ready, run_dir) if processes.is_first() else None
     tally = Tally(run_id)
-    with runlog.RunLog(run_dir / "metrics.jsonl", now) as log, signals.handled_by(signals.ignore):
+    with runlog.RunLog(path, now) as log, processes.handled_by(signals.ignore):
         if reader is not None:
             log.subscribe(reader)
         clock, outcome = Clock(), "aborted"
         try:
             watched = watchdog.watching(tally.phases, config.deadlines_s, log, config.out)
-            with watched, signals.handled_by(signals.stop):
+            with watched, processes.handled_by(processes.at_once()):
                 _announce(ready, run_id, log, tally)
                 _run(ready, log, clock, tally, checkpoints)
             outcome = "finished"
@@ -108,12 +103,24 @@ def _logged(ready: Ready, checkpoints: Checkpoints | None, reader: console.Live 
             tally.phases.enter("end")
             tally.peak_bytes = meshes.peak_bytes(ready.program.mesh)
             log.emit(run_end(ready, outcome, clock, tally))
-            text = console.render(runlog.read(run_dir / "metrics.jsonl"))
-            write_whole(run_dir / "log.txt", text.encode())
             faults.point("run.json")
             facts = run_file(ready, run_id, started.utc, outcome, tally)
-            write_whole(run_dir / "run.json", format.encode(facts))
+            if path is not None:
+                write_whole(run_dir / "log.txt", console.render(runlog.read(path)).encode())
+                write_whole(run_dir / "run.json", format.encode(facts))
     return facts
+
+
+def _begun(ready: Ready, run_dir: Path) -> Path:
+    """The path of the log, in the new folder of the run."""
+    config = ready.config
+    try:
+        run_dir.mkdir(parents=True)
+        if not (config.batch_sha256 or config.resume):  # else it is there
+            (config.out / "source.txt").write_text(ready.source, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{run_dir}: {error.strerror}; choose an --out that can be written") from None
+    return run_dir / "metrics.jsonl"
 
 
 def _announce(ready: Ready, run_id: str, log: runlog.RunLog, tally: Tally) -> None:
@@ -139,6 +146,7 @@ def _announce(ready: Ready, run_id: str, log: runlog.RunLog, tally: Tally) -> No
             platform=device.platform,
             device_kind=device.device_kind,
             num_devices=mesh.size,
+            num_processes=processes.count(),
             software=provenance.software(),
             environment=provenance.environment(),
             matmul_gflops=health.matmul_gflops(mesh),
@@ -166,13 +174,15 @@ def _run(
     ready: Ready, log: runlog.RunLog, clock: Clock, tally: Tally, checkpoints: Checkpoints | None
 ) -> None:
     """Compiles, warms up, trains and scores."""
-    program, track, stopping = ready.program, ready.track, signals.Later()
+    program, track, stopping = ready.program, ready.track, processes.stopping()
     phases = tally.phases
     state = program.init(jax.random.key(ready.config.seed))
     phases.enter("compile")
     executables = compile_all(ready, state, log, tally)
+    stopping.check()
     phases.enter("warm-up")
     state = warm_up(ready, state, executables, log, tally)
+    stopping.check()
     place = Place(0, stream.START)
     if checkpoints is not None:
         phases.enter("checkpoint")
@@ -181,8 +191,9 @@ def _run(
         checkpoints.rehearse(state)
 
     def sync() -> None:
-        """All devices are done, and the host knows."""
+        """All devices are done, and all hosts know."""
         jax.device_get(jax.block_until_ready(state).step)
+        processes.barrier()
 
     def validate(step: int) -> None:
         score = executables.scores[program.fixed_window_at(step)]
@@ -231,7 +242,7 @@ def _run(
         jax.transfer_guard("disallow"),
         _compilations(log),
         closing(feed),
-        signals.handled_by(stopping),
+        processes.handled_by(stopping),
         _kept_if_stopped(keep),
     ):
         phases.enter("step")
@@ -261,11 +272,12 @@ def _run(
             phases.enter("step")
             tokens_BT, targets_BT = (meshes.place(x, program.mesh) for x in batch)
             if tally.first_batch_sha256 is None:
-                tally.first_batch_sha256 = format.sha256(batch.tokens_BT.astype("<u2").tobytes())
+                tally.first_batch_sha256 = _first_sha256(ready, place, batch)
             train_step = executables.steps[program.shape_at(step)]
             state, metrics = train_step(state, tokens_BT, targets_BT, program.schedule)
             report(pending)
-            pending = step, metrics, batches.cursor
+            # At once: behind the next step it would be fetched a step later. In one process it is what it was.
+            pending = step, metrics._replace(bad=meshes.whole(metrics.bad)), batches.cursor
             place = Place(step + 1, batches.cursor)
         report(pending)
         clock.stop(sync)
@@ -273,7 +285,9 @@ def _run(
         phases.enter("end")
         # Before the result is known, so that little is left to do after it.
         tally.throttled_s = health.throttled_s(program.mesh, since_s=throttled_s)
-        tally.read = data_read(ready, tally)
+        tally.read = processes.agreed(
+            lambda: data_read(ready, tally), lambda read: {s.name: s.sha256 for s in read.shards}
+        )
         keep()
         validate(ready.recipe.num_steps)
         tally.cold_wall_s = cold_wall_s()
@@ -334,13 +348,23 @@ def _batches(ready: Ready, tally: Tally, place: Place) -> Generator[tuple[int, s
     shapes = [
         (stage.num_sequences, stage.seq_len) for stage in ready.recipe.stages for _ in range(stage.num_steps)
     ]
-    tokens = stream.TokenStream(ready.shards.train, place.cursor)
+    tokens = stream.TokenStream(
+        ready.shards.train, place.cursor, process=processes.index(), num_processes=processes.count()
+    )
     with stream.Prefetch(tokens, shapes[place.step :]) as batches:
         try:
             for step in range(place.step, len(shapes)):
                 yield step, batches
         finally:  # also when the run breaks off: what was read is told
             tally.data_wait_s, tally.ranges = batches.wait_s, batches.ranges
+
+
+def _first_sha256(ready: Ready, place: Place, batch: stream.Batch) -> str:
+    """Digest of the ids of the first batch, with the rows that other processes have of it."""
+    if processes.count() > 1:
+        shape = ready.program.shape_at(place.step)
+        batch = stream.TokenStream(ready.shards.train, place.cursor).batch(shape.num_sequences, shape.seq_len)
+    return format.sha256(batch.tokens_BT.astype("<u2").tobytes())
 
 
 def _log_stage_change(ready: Ready, step: int, log: runlog.RunLog) -> None:

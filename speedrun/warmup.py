@@ -92,10 +92,11 @@ def warm_up(
     ids = _RandomIds(ready)
     for shape, step in executables.steps.items():
         for _ in range(_STEPS):
-            state, _ = step(state, *ids(shape.num_sequences, shape.seq_len), program.schedule)
+            state, metrics = step(state, *ids(shape.num_sequences, shape.seq_len), program.schedule)
+            meshes.whole(metrics.bad)
     for score in executables.scores.values():
         batch = ids(recipe.eval_sequences, recipe.eval_seq_len)
-        jax.block_until_ready(score(state.params, *batch, program.schedule, state.step))
+        meshes.fetch(score(state.params, *batch, program.schedule, state.step))
     state = program.init(jax.random.key(ready.config.seed))
     tally.init_hash = state_hash(state)
     tally.warmup_s = watch.seconds
@@ -113,7 +114,7 @@ class _RandomIds:
 
     def __call__(self, num_sequences: int, seq_len: int) -> list[jax.Array]:
         pair = self._rng.integers(0, self._vocab_size, (2, num_sequences, seq_len), np.int32)
-        return [meshes.place(x_BT, self._mesh) for x_BT in pair]
+        return [meshes.place_own(x_BT, self._mesh) for x_BT in pair]
 
 
 def _plan(ready: Ready, state: TrainState, temp_bytes: int) -> runlog.Plan:

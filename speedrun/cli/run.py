@@ -9,15 +9,19 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from speedrun import clock, console, watchdog
+from speedrun import clock, console, meet, watchdog
+from speedrun import processes as group
 from speedrun import track as tracks
+from speedrun.cli import together
 from speedrun.cli.data_prep import ensure_docs
 from speedrun.cli.options import (
+    GROUP_ARGUMENTS,
     Integer,
     attention_option,
     data_option,
     devices_option,
     example,
+    group_options,
     json_option,
     microbatches_option,
     only_with_resume,
@@ -44,6 +48,7 @@ if TYPE_CHECKING:
         "speedrun run --track smoke-cpu --seed 1 --set optimizer.muon_lr=0.05",
         "speedrun run --track webmini --data DIR --checkpoint-every 50",
         "speedrun run --resume runs/2026-11-21-webmini-1",
+        "speedrun run --local-processes 2",
     )
 )
 @track_option()
@@ -90,6 +95,7 @@ if TYPE_CHECKING:
     metavar="PHASE=SECONDS",
     help=f"End a run that stays longer in one {', '.join(watchdog.DEADLINES_S)}; 0: let it. Repeatable.",
 )
+@group_options
 @json_option
 @click.pass_context
 def command(
@@ -108,6 +114,12 @@ def command(
     keep_checkpoints: int,
     resume: Path | None,
     deadlines: tuple[str, ...],
+    local_processes: int | None,
+    coordinator: str | None,
+    processes: int | None,
+    process: int | None,
+    heartbeat: int,
+    meet_within: int,
     as_json: bool,
 ) -> None:
     """Train once on a track, under the clock; write, draw and validate a record.
@@ -116,6 +128,12 @@ def command(
     """
     # A track or a setting that does not exist is told before JAX is imported, which takes a while.
     rules, overrides = tracks.load(track), parse_settings(settings)
+    if local_processes is not None:
+        if coordinator:
+            raise UsageError(
+                "--local-processes and --coordinator; the first chooses the second; leave one out"
+            )
+        ctx.exit(together.ended(local_processes, _words(ctx, resume or out or new_folder(track))))
     from speedrun.prepare import RunConfig
 
     config = RunConfig(
@@ -133,21 +151,21 @@ def command(
         deadlines_s=_deadlines_s(deadlines),
     )
     if resume is not None:
-        only_with_resume(ctx)
-        config = _begun(resume)
-        rules = tracks.load(config.track)
-    ensure_docs(rules, config.data)
-    from speedrun.train import train
-
-    title = f"{config.recipe or rules.recipe} on {rules.id}"
-    fresh = config.resume or not os.path.exists(config.out)
+        only_with_resume(ctx, *GROUP_ARGUMENTS)
+    fresh = resume is not None or not os.path.exists(config.out)
     try:
-        with console.Live(sys.stderr if as_json else sys.stdout) as live:
-            train(config, live)
+        with meet.joined(meet.asked(coordinator, processes, process, heartbeat, meet_within)):
+            if resume is not None:
+                config = _begun(resume)
+                rules = tracks.load(config.track)
+            _train(config, rules, to_stderr=as_json)
     except BaseException:
-        if fresh:
-            _keep(config.out, title)
+        if fresh and group.is_first():
+            _keep(config.out, f"{config.recipe or rules.recipe} on {rules.id}")
         raise
+    if not group.is_first():
+        return
+    title = f"{config.recipe or rules.recipe} on {rules.id}"
     summary = assemble(config.out, title=title, declared_runs=1)
     picture = next(path for path in plot(config.out) if path.suffix == ".png")
     report = validate(config.out)
@@ -176,6 +194,34 @@ def _deadlines_s(texts: tuple[str, ...]) -> dict[str, float]:
     return found
 
 
+def _train(config: "RunConfig", rules: tracks.Track, *, to_stderr: bool) -> None:
+    """Trains; of several processes, only the first one has something to show."""
+    ensure_docs(rules, config.data)
+    from speedrun.train import train
+
+    if group.is_first():
+        with console.Live(sys.stderr if to_stderr else sys.stdout) as live:
+            train(config, live)
+    else:
+        train(config)
+
+
+def _words(ctx: click.Context, out: Path) -> list[str]:
+    """What this command was told, for a process that shares the run."""
+    words = ["--resume", str(out)] if ctx.params["resume"] else ["--out", str(out)]
+    left_out = {"resume", "out", "local_processes"}
+    for option in ctx.command.params:
+        name, value = option.name, ctx.params.get(option.name or "")
+        if (
+            name in left_out
+            or ctx.get_parameter_source(name or "") is not click.core.ParameterSource.COMMANDLINE
+        ):
+            continue
+        for one in value if isinstance(value, tuple) else [value]:
+            words += [option.opts[0]] if one is True else [option.opts[0], str(one)]
+    return words
+
+
 def _begun(out: Path) -> "RunConfig":
     """What the run in a folder was asked to do; if it was killed, what is left of it becomes a run that broke off."""
     from speedrun import checkpoint
@@ -189,7 +235,8 @@ def _begun(out: Path) -> "RunConfig":
             f"{path}: {getattr(error, 'strerror', None) or error}; checkpoints are needed to go on; start the run "
             "with --checkpoint-every"
         ) from None
-    salvage(out, begun.recipe, begun.num_devices)
+    if group.is_first():
+        salvage(out, begun.recipe, begun.num_devices)
     return msgspec.structs.replace(begun.config, out=out, resume=True)
 
 

@@ -37,6 +37,7 @@ _MAY: dict[str, str] = {
     "JAX's own settings",
     "outcome.py": "files",
     "prepare.py": "files",
+    "processes.py": "processes, files, loaded code, computed names",
     "provenance.py": "files, processes, code, the machine",
     "recipe.py": "computed names",
     "recipes/__init__.py": "files, code",

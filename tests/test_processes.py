@@ -1,0 +1,405 @@
+"""Real processes on loopback: they train what one does, refuse to disagree, stop together, and none is left alone."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from test_train import SMALL
+
+from speedrun import checkpoint, errors, meet, runlog, track
+from speedrun.data import synthetic
+from speedrun.errors import UsageError
+from speedrun.ledger import format
+from speedrun.prepare import RunConfig
+from speedrun.train import train
+
+LONG = SMALL | {"stages.0.num_steps": "400"}
+#: Row 21 and its like: a process that is lost is noticed after 10 s without a heartbeat.
+QUICK = ["--heartbeat", "10", "--meet-within", "60"]
+
+
+@pytest.fixture(scope="module")
+def smoke_data(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("smoke")
+    synthetic.write(track.load("smoke-cpu"), folder)
+    return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs(tmp_path_factory) -> Iterator[None]:
+    """Each program is compiled once for all tests of this file."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("programs")))
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        yield
+
+
+def lines(out: Path) -> list[Any]:
+    """The events of the newest run, whole lines only."""
+    paths = sorted(out.glob("runs/*/metrics.jsonl"), key=lambda path: path.stat().st_mtime_ns)
+    return [line.event for line in runlog.read(paths[-1])] if paths else []
+
+
+def of(kind: type, out: Path) -> list[Any]:
+    return [event for event in lines(out) if isinstance(event, kind)]
+
+
+def facts(out: Path) -> format.RunFile:
+    paths = sorted(out.glob("runs/*/run.json"), key=lambda path: path.stat().st_mtime_ns)
+    return format.decode(paths[-1].read_bytes(), format.RunFile)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def started(argv: list[str], **more: Any) -> subprocess.Popen[str]:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-m", *argv], **pipes, **more)
+
+
+def ends(running: list[subprocess.Popen[str]], timeout: float = 90) -> list[tuple[int, str, str]]:
+    """Exit code, stdout and stderr of each; none is left."""
+    try:
+        told = [one.communicate(timeout=timeout) for one in running]
+    finally:
+        for one in running:
+            one.kill()
+    return [(one.returncode, *texts) for one, texts in zip(running, told, strict=True)]
+
+
+def shared(configs: list[RunConfig], folder: Path, port: int | None = None) -> list[subprocess.Popen[str]]:
+    """`python -m speedrun.meet`, once for each config."""
+    port, running = port or free_port(), []
+    for i, config in enumerate(configs):
+        path = folder / f"config-{i}.json"
+        path.write_bytes(msgspec.json.encode(config, enc_hook=str))
+        group = ["--coordinator", f"127.0.0.1:{port}", "--processes", str(len(configs)), "--process", str(i)]
+        running.append(started(["speedrun.meet", str(path), *group, *QUICK]))
+    return running
+
+
+def launched(out: Path, data: Path, *more: str, **env: str) -> subprocess.Popen[str]:
+    """`speedrun run --local-processes 2` of many steps."""
+    settings = [word for key, value in LONG.items() for word in ("--set", f"{key}={value}")]
+    argv = ["speedrun", "run", "--data", str(data), "--out", str(out), *settings, *QUICK, *more]
+    return started([*argv, "--local-processes", "2"], env={**os.environ, **env})
+
+
+def children(parent: subprocess.Popen[str]) -> list[int]:
+    """Process 0 first: they are started in order."""
+    words = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+    return sorted(map(int, words))
+
+
+def wait_for_steps(running: subprocess.Popen[str], out: Path, number: int) -> list[int]:
+    """The processes of a run that has done so many steps."""
+    while len(of(runlog.Step, out)) < number:
+        assert running.poll() is None, running.communicate()
+        threading.Event().wait(0.05)
+    return children(running)
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+# --- the same run ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, smoke_data) -> Path:
+    out = tmp_path_factory.mktemp("alone") / "out"
+    train(RunConfig("smoke-cpu", out, overrides=SMALL, data=smoke_data))
+    return out
+
+
+def trained_by(count: int, folder: Path, smoke_data: Path) -> Path:
+    config = RunConfig("smoke-cpu", folder / "out", overrides=SMALL, data=smoke_data)
+    for code, stdout, stderr in ends(shared([config] * count, folder)):
+        assert code == 0, stderr
+        assert "Gloo" not in stdout
+    return config.out
+
+
+@pytest.fixture(scope="module")
+def by_two(tmp_path_factory, smoke_data) -> Path:
+    return trained_by(2, tmp_path_factory.mktemp("two"), smoke_data)
+
+
+def check_same_run(out: Path, alone: Path, count: int) -> None:
+    got, want = ([step.loss for step in of(runlog.Step, one)] for one in (out, alone))
+    np.testing.assert_allclose(got[:2], want[:2], rtol=1e-6)
+    # Muon makes unit steps of gradients that are rounding at first; one process with 4 devices is as far from 8.
+    np.testing.assert_allclose(got, want, rtol=2e-3)
+    first, last = of(runlog.Val, out)
+    first_alone, last_alone = of(runlog.Val, alone)
+    assert (first.step, first.tokens, last.step) == (0, 131072, 12)
+    assert first.loss == pytest.approx(first_alone.loss, rel=1e-6)
+    assert last.loss == pytest.approx(last_alone.loss, rel=2e-3)
+    mine, other = facts(out), facts(alone)
+    for name in ("init_hash", "first_batch_sha256", "config_sha256", "source_sha256", "data", "num_devices"):
+        assert getattr(mine, name) == getattr(other, name), name
+    assert [hw.num_processes for hw in of(runlog.Preflight, out)] == [count]
+
+
+def test_two_processes_train_what_one_does(by_two, alone):
+    check_same_run(by_two, alone, 2)
+    names = [type(event).__name__ for event in lines(by_two)]
+    assert "Compile" not in names[names.index("ClockStart") : names.index("ClockStop")]
+    assert len(list(by_two.glob("runs/*"))) == 1
+
+
+@pytest.mark.slow
+def test_two_processes_repeat_their_run_bitwise(by_two, tmp_path, smoke_data):
+    again = trained_by(2, tmp_path, smoke_data)
+    assert facts(again).final_hash == facts(by_two).final_hash
+    assert [s.loss for s in of(runlog.Step, again)] == [s.loss for s in of(runlog.Step, by_two)]
+
+
+@pytest.mark.slow
+def test_four_processes_train_what_one_does(alone, tmp_path, smoke_data):
+    check_same_run(trained_by(4, tmp_path, smoke_data), alone, 4)
+
+
+# --- rows 18, 21, 22, 23, 30 of the table of faults: signals and death -----------------------------------
+
+
+def test_a_signal_to_one_stops_both_at_the_same_step_with_one_checkpoint(tmp_path, smoke_data):
+    out = tmp_path / "out"
+    running = launched(out, smoke_data, "--checkpoint-every", "1000")
+    os.kill(wait_for_steps(running, out, 3)[1], signal.SIGTERM)
+    ((code, _, stderr),) = ends([running])
+    assert code == 75, stderr
+    assert stderr.count("error: stopped by a signal to one of 2 processes") == 1
+    assert "Traceback" not in stderr
+    steps = of(runlog.Step, out)
+    kept = [path.name for path in checkpoint.folder_of(out).iterdir() if path.name.isdigit()]
+    assert kept == [str(steps[-1].step + 1)]
+    assert facts(out).outcome == "aborted"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_was_stopped_goes_on_with_the_bytes_of_one_that_was_not(
+    by_two, tmp_path, smoke_data, sent
+):
+    """The launcher hands the signal on to both."""
+    out = tmp_path / "out"
+    few = ["--set", "stages.0.num_steps=60", "--checkpoint-every", "1000"]
+    settings = [w for k, v in (SMALL | {"stages.0.num_steps": "60"}).items() for w in ("--set", f"{k}={v}")]
+    command = ["speedrun", "run", "--local-processes", "2", *QUICK]
+    running = started([*command, "--data", str(smoke_data), "--out", str(out), *settings, *few[2:]])
+    wait_for_steps(running, out, 5)
+    running.send_signal(sent)
+    ((code, _, stderr),) = ends([running])
+    assert code == 75, stderr
+    ((code, _, stderr),) = ends([started([*command, "--resume", str(out)])])
+    assert code == 1, stderr  # 60 steps of a tiny model miss the target
+    unbroken = tmp_path / "unbroken"
+    config = RunConfig(
+        "smoke-cpu",
+        unbroken,
+        overrides=SMALL | {"stages.0.num_steps": "60"},
+        data=smoke_data,
+        checkpoint_every=1000,
+    )
+    assert [code for code, *_ in ends(shared([config] * 2, tmp_path))] == [0, 0]
+    assert facts(out).final_hash == facts(unbroken).final_hash
+
+
+def killed(tmp_path: Path, smoke_data: Path, which: int, sent: signal.Signals, said: str) -> None:
+    """A process gets a signal that it cannot heed: all are gone soon, and the launcher says which was lost."""
+    out = tmp_path / "out"
+    running = launched(out, smoke_data)
+    pids = wait_for_steps(running, out, 3)
+    os.kill(pids[which], sent)
+    ((code, _, stderr),) = ends([running], timeout=25)
+    assert code == errors.LOST, stderr
+    assert f"error: {said}; the others cannot go on without it" in stderr
+    assert all(map(is_gone, pids))
+    steps = [step.step for step in of(runlog.Step, out)]
+    assert steps == list(range(len(steps)))
+    assert len(steps) >= 3
+
+
+def test_a_killed_worker_ends_the_run_and_is_named(tmp_path, smoke_data):
+    killed(tmp_path, smoke_data, 1, signal.SIGKILL, "process 1 lost: killed by SIGKILL")
+
+
+@pytest.mark.slow
+def test_a_killed_coordinator_ends_the_run_and_is_named(tmp_path, smoke_data):
+    killed(tmp_path, smoke_data, 0, signal.SIGKILL, "process 0 lost: killed by SIGKILL")
+
+
+@pytest.mark.slow
+def test_a_stopped_worker_ends_the_run_and_is_killed(tmp_path, smoke_data):
+    killed(tmp_path, smoke_data, 1, signal.SIGSTOP, "process 1 lost: it was stopped")
+
+
+@pytest.mark.slow
+def test_no_process_outlives_a_killed_launcher(tmp_path, smoke_data):
+    out = tmp_path / "out"
+    running = launched(out, smoke_data)
+    pids = wait_for_steps(running, out, 3)
+    running.kill()
+    running.communicate()
+    for _ in range(50):
+        if all(map(is_gone, pids)):
+            return
+        threading.Event().wait(0.1)
+    pytest.fail(f"{pids} are left")
+
+
+#: Python reads this file when it starts.
+RAISES = """
+import sys
+if sys.orig_argv[-1] == "1" and "--process" in sys.orig_argv:
+    from speedrun import train
+    def fail(ready, step, log):
+        if step == 5:
+            raise RuntimeError("a worker of this test")
+    train._log_stage_change = fail
+"""
+
+
+@pytest.mark.slow
+def test_the_traceback_of_a_worker_is_told_first(tmp_path, smoke_data):
+    (tmp_path / "sitecustomize.py").write_text(RAISES)
+    path = f"{tmp_path}:{Path(__file__).parent.parent}"
+    running = launched(tmp_path / "out", smoke_data, PYTHONPATH=path)
+    ((code, _, stderr),) = ends([running])
+    assert code == errors.LOST, stderr
+    said = stderr.index("process 1: error: Traceback")
+    assert said < stderr.index("RuntimeError: a worker of this test") < stderr.index("error: process 1 lost")
+
+
+# --- rows 26 to 29: meeting and agreeing -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("a:1", None, None), "--processes, --process missing"),
+        (("a", 2, 0), "need HOST:PORT"),
+        (("a:99999", 2, 0), "need HOST:PORT"),
+        (("a:1", 2, 2), "--process 2 of 2; need one from 0 to 1"),
+    ],
+)
+def test_flags_that_do_not_belong_together_are_refused(flags, said):
+    with pytest.raises(UsageError, match=said):
+        meet.asked(*flags)
+
+
+def test_a_cluster_is_known_by_its_variables(monkeypatch):
+    for name in ("SLURM_STEP_NODELIST", "OMPI_MCA_orte_hnp_uri", "JOB_COMPLETION_INDEX"):
+        monkeypatch.delenv(name, raising=False)
+    assert meet.asked(None, None, None) is None
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "node[1-2]")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    assert meet.asked(None, None, None) is None
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    assert meet.asked(None, None, None) == meet.Group(2, told_by="SLURM")
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "1")
+    pod = meet.asked("pod-0:1234", 2, None)
+    assert pod == meet.Group(2, 1, "pod-0:1234", "flags and Kubernetes")
+    assert meet.asked("pod-0:1234", 1, 0) is None
+
+
+def lonely(index: int, port: int) -> tuple[int, str, str]:
+    group = ["--coordinator", f"127.0.0.1:{port}", "--processes", "2", "--process", str(index)]
+    (end,) = ends([started(["speedrun.meet", "nothing.json", *group, "--meet-within", "3"])], timeout=18)
+    return end
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_process_does_not_wait_for_ever_for_the_others(index):
+    """The second one has a wrong address: nobody is there."""
+    port = free_port()
+    code, _, stderr = lonely(index, port)
+    assert code == 2
+    assert stderr.startswith(
+        f"process {index}: error: not all 2 processes met at 127.0.0.1:{port} within 3 s;"
+    )
+    assert stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_a_port_that_is_taken_is_told():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        code, _, stderr = lonely(0, port := server.getsockname()[1])
+    assert code == 2
+    assert stderr.startswith(f"error: process 0 cannot listen on 127.0.0.1:{port}: Address already in use;")
+    assert stderr.count("\n") == 1
+
+
+def disagree(tmp_path: Path, first: RunConfig, second: RunConfig) -> str:
+    """What process 0 says; the other is silent, and nothing was written."""
+    (code, _, said), (other_code, _, other_said) = ends(shared([first, second], tmp_path))
+    assert (code, other_code) == (2, 2), (said, other_said)
+    assert other_said == ""
+    assert said.count("\n") == 1
+    assert not first.out.exists()
+    return said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"seed": 1}, "process 1 has seed 1, process 0 has 0;"),
+        ({"overrides": SMALL | {"config.mlp_dim": "64"}}, "process 1 has settings of sha256"),
+    ],
+)
+def test_processes_with_other_flags_are_refused(tmp_path, smoke_data, changes, what):
+    config = RunConfig("smoke-cpu", tmp_path / "out", overrides=SMALL, data=smoke_data)
+    said = disagree(tmp_path, config, msgspec.structs.replace(config, **changes))
+    assert said.startswith(f"error: {what}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "what"), [("val_000000", "validation tokens"), ("train_000001", "training shards")]
+)
+def test_processes_with_other_data_are_refused(tmp_path, smoke_data, name, what):
+    other = tmp_path / "data"
+    other.mkdir()
+    for path in smoke_data.iterdir():
+        content = bytearray(path.read_bytes())
+        if name in path.name:
+            content[2000] ^= 1
+        (other / path.name).write_bytes(bytes(content))
+    if what == "training shards":  # that other data were made is known by its manifest
+        manifest = json.loads((other / "manifest.json").read_text())
+        manifest["shards"]["smoke_train_000001.bin"]["sha256"] = "0" * 64
+        (other / "manifest.json").write_text(json.dumps(manifest))
+    config = RunConfig("smoke-cpu", tmp_path / "out", overrides=SMALL, data=smoke_data)
+    assert disagree(tmp_path, config, msgspec.structs.replace(config, data=other)).startswith(
+        f"error: process 1 has {what} "
+    )
+
+
+@pytest.mark.slow
+def test_what_one_process_refuses_ends_all_with_its_code(tmp_path, smoke_data):
+    config = RunConfig("smoke-cpu", tmp_path / "out", overrides=SMALL, data=smoke_data)
+    nothing = msgspec.structs.replace(config, data=tmp_path / "nothing")
+    (code, _, said), (other_code, _, other_said) = ends(shared([config, nothing], tmp_path))
+    assert (code, other_code) == (3, 3)
+    assert said.startswith("error: process 1: ")
+    assert other_said == ""
