@@ -1,46 +1,41 @@
-"""The loop: one run of one recipe on one track, under the clock, into one log.
+"""One run of one recipe on one track, from its first line in the log to its last. The loop itself is `loop`.
 
     python -m speedrun.train CONFIG.json      what `speedrun replay` calls on an unpacked `source.txt`
 
-Order of things: everything that can be refused is refused; then the folder is made; then programs are
-compiled and warmed up on synthetic ids and the state is built anew; then the clock starts, and only then
-the first token is read.
+Everything that can be refused is refused; then the folder is made; then `loop.run`; and however that ends, what
+was found out is written down.
 """
 
 import hashlib
 import sys
-from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
 
-import jax
 import msgspec
-import numpy as np
 
-from speedrun import checkpoint, console, faults, health, processes, provenance, runlog, signals, watchdog
+from speedrun import (
+    checkpoint,
+    console,
+    faults,
+    health,
+    loop,
+    processes,
+    provenance,
+    runlog,
+    signals,
+    watchdog,
+)
 from speedrun import mesh as meshes
 from speedrun import track as tracks
 from speedrun.checkpoint import Checkpoints
-from speedrun.clock import Clock, Stopwatch, cold_wall_s, now
+from speedrun.clock import Clock, now
 from speedrun.data import stream
 from speedrun.data.wholefile import write_whole
-from speedrun.errors import NonFiniteError, Terminated, UsageError, told
-from speedrun.evaluate import Score, evaluate
+from speedrun.errors import NonFiniteError, UsageError, told
 from speedrun.ledger import format
-from speedrun.outcome import Tally, data_read, lost_s, run_end, run_file
+from speedrun.outcome import Tally, run_end, run_file
 from speedrun.prepare import Ready, RunConfig, prepare
-from speedrun.step import StepMetrics, TrainState, state_hash
-from speedrun.warmup import compile_all, warm_up
-
-Pending = tuple[int, StepMetrics, stream.Cursor]
-
-
-class Place(NamedTuple):
-    """Where a run stands."""
-
-    step: int  #: the next one
-    cursor: stream.Cursor  #: of its first token
 
 
 def train(config: RunConfig, reader: console.Live | None = None) -> format.RunFile:
@@ -92,7 +87,7 @@ def _logged(ready: Ready, checkpoints: Checkpoints | None, reader: console.Live 
             watched = watchdog.watching(tally.phases, config.deadlines_s, log, config.out)
             with watched, processes.handled_by(processes.at_once()):
                 _announce(ready, run_id, log, tally)
-                _run(ready, log, clock, tally, checkpoints)
+                loop.run(ready, log, clock, tally, checkpoints)
             outcome = "finished"
         except BaseException as error:
             # Whatever ends a run is in its log, and goes on its way: a run that broke off stays visible.
@@ -168,241 +163,6 @@ def _announce(ready: Ready, run_id: str, log: runlog.RunLog, tally: Tally) -> No
             val_sha256=tally.val_sha256,
         )
     )
-
-
-def _run(
-    ready: Ready, log: runlog.RunLog, clock: Clock, tally: Tally, checkpoints: Checkpoints | None
-) -> None:
-    """Compiles, warms up, trains and scores."""
-    program, track, stopping = ready.program, ready.track, processes.stopping()
-    phases = tally.phases
-    state = program.init(jax.random.key(ready.config.seed))
-    phases.enter("compile")
-    executables = compile_all(ready, state, log, tally)
-    stopping.check()
-    phases.enter("warm-up")
-    state = warm_up(ready, state, executables, log, tally)
-    stopping.check()
-    place = Place(0, stream.START)
-    if checkpoints is not None:
-        phases.enter("checkpoint")
-        if ready.config.resume:
-            state, place = _go_on(ready, checkpoints, log, clock, tally)
-        checkpoints.rehearse(state)
-
-    def sync() -> None:
-        """All devices are done, and all hosts know."""
-        jax.device_get(jax.block_until_ready(state).step)
-        processes.barrier()
-
-    def validate(step: int) -> None:
-        score = executables.scores[program.fixed_window_at(step)]
-        with phases.within("evaluation"):
-            tally.val_loss = _validate(ready, score, state, log, tally, stopping.check)
-
-    def keep(*, wait: bool = False) -> None:
-        """Only when all losses up to here are known to be finite. Can wait until it is on disk."""
-        if checkpoints is not None:
-            with phases.within("checkpoint"):
-                if checkpoints.newest != place.step:
-                    _keep(ready, checkpoints, state, place, log, clock, tally)
-                if wait:
-                    checkpoints.settle()
-
-    def report(pending: Pending | None) -> None:
-        """Fetches and logs a finished step; the device is already busy with the next one."""
-        if pending is None:
-            return
-        step, metrics, cursor = pending
-        loss, bad = (float(np.sum(x)) for x in jax.device_get((metrics.loss, metrics.bad)))
-        stage, inputs = ready.recipe.stages[ready.recipe.stage_of(step)], ready.recipe.inputs_at(step)
-        tally.tokens_seen += stage.batch_tokens
-        tally.first_loss = loss if tally.first_loss is None else tally.first_loss
-        if bad or not np.isfinite(loss):
-            leaf = program.first_nonfinite(metrics)
-            raise NonFiniteError(
-                f"step {step}: loss is {loss}; first non-finite gradient: {leaf}; lower the learning rate"
-            )
-        log.emit(
-            runlog.Step(
-                step=step,
-                train_time_s=clock.seconds,
-                loss=loss,
-                batch_tokens=stage.batch_tokens,
-                tokens_seen=tally.tokens_seen,
-                cursor=cursor,
-                lr_scale=float(inputs.lr_scale),
-                window_blocks=int(inputs.window_blocks),
-            )
-        )
-
-    feed = _batches(ready, tally, place)
-    throttled_s = health.throttled_s(program.mesh)
-    with (
-        jax.transfer_guard("disallow"),
-        _compilations(log),
-        closing(feed),
-        processes.handled_by(stopping),
-        _kept_if_stopped(keep),
-    ):
-        phases.enter("step")
-        clock.start(sync)
-        log.emit(runlog.ClockStart())
-        faults.point("clock")
-        pending: Pending | None = None
-        for step, batches in feed:
-            is_due = checkpoints is not None and checkpoints.due(step)
-            if stopping.asked or is_due or track.validates_at(step):
-                report(pending)
-                pending, place = None, Place(step, batches.cursor)
-                if is_due:
-                    keep()
-                stopping.check()
-            if track.validates_at(step):
-                batches.drain()
-                with clock.paused(sync):
-                    log.emit(runlog.ClockPause("validation", clock.seconds))
-                    validate(step)
-                log.emit(runlog.ClockResume(clock.seconds))
-            _log_stage_change(ready, step, log)
-            faults.point("step")
-            phases.enter("data")
-            faults.point("data")
-            batch = next(batches)
-            phases.enter("step")
-            tokens_BT, targets_BT = (meshes.place(x, program.mesh) for x in batch)
-            if tally.first_batch_sha256 is None:
-                tally.first_batch_sha256 = _first_sha256(ready, place, batch)
-            train_step = executables.steps[program.shape_at(step)]
-            state, metrics = train_step(state, tokens_BT, targets_BT, program.schedule)
-            report(pending)
-            # At once: behind the next step it would be fetched a step later. In one process it is what it was.
-            pending = step, metrics._replace(bad=meshes.whole(metrics.bad)), batches.cursor
-            place = Place(step + 1, batches.cursor)
-        report(pending)
-        clock.stop(sync)
-        log.emit(runlog.ClockStop(clock.seconds))
-        phases.enter("end")
-        # Before the result is known, so that little is left to do after it.
-        tally.throttled_s = health.throttled_s(program.mesh, since_s=throttled_s)
-        tally.read = processes.agreed(
-            lambda: data_read(ready, tally), lambda read: {s.name: s.sha256 for s in read.shards}
-        )
-        keep()
-        validate(ready.recipe.num_steps)
-        tally.cold_wall_s = cold_wall_s()
-        keep(wait=True)
-    tally.final_hash = state_hash(state)
-
-
-@contextmanager
-def _kept_if_stopped(keep: Callable[..., None]) -> Iterator[None]:
-    """Keeps the state of a run that was told to stop. It is told between steps only, where the state is whole."""
-    try:
-        yield
-    except Terminated:
-        keep(wait=True)
-        raise
-
-
-def _go_on(
-    ready: Ready, checkpoints: Checkpoints, log: runlog.RunLog, clock: Clock, tally: Tally
-) -> tuple[TrainState, Place]:
-    """The state of an earlier run, and where in the data it stands."""
-    state, old = checkpoints.restore(ready.program, format.config_sha256(ready.described))
-    clock.resume_at(old.train_time_s)
-    tally.tokens_seen = old.tokens_seen
-    tally.lost_s = lost_s(ready.config.out, old.step)
-    log.emit(
-        runlog.Resume(old.run_id, old.step, state_hash(state), old.train_time_s, old.tokens_seen, old.cursor)
-    )
-    return state, Place(old.step, stream.Cursor(*old.cursor))
-
-
-def _keep(
-    ready: Ready,
-    checkpoints: Checkpoints,
-    state: TrainState,
-    place: Place,
-    log: runlog.RunLog,
-    clock: Clock,
-    tally: Tally,
-) -> None:
-    """Hands the state to the writer of checkpoints."""
-    watch = Stopwatch()
-    facts = checkpoint.Facts(
-        step=place.step,
-        run_id=tally.run_id,
-        config_sha256=format.config_sha256(ready.described),
-        cursor=place.cursor,
-        tokens_seen=tally.tokens_seen,
-        train_time_s=clock.seconds,
-        arrays=checkpoint.described(state),
-    )
-    checkpoints.save(state, facts)
-    log.emit(runlog.Checkpoint(place.step, state_hash(state), watch.seconds))
-
-
-def _batches(ready: Ready, tally: Tally, place: Place) -> Generator[tuple[int, stream.Prefetch], None, None]:
-    """The number of each step, with the stream its batch comes from; each stage has batches of its own size."""
-    shapes = [
-        (stage.num_sequences, stage.seq_len) for stage in ready.recipe.stages for _ in range(stage.num_steps)
-    ]
-    tokens = stream.TokenStream(
-        ready.shards.train, place.cursor, process=processes.index(), num_processes=processes.count()
-    )
-    with stream.Prefetch(tokens, shapes[place.step :]) as batches:
-        try:
-            for step in range(place.step, len(shapes)):
-                yield step, batches
-        finally:  # also when the run breaks off: what was read is told
-            tally.data_wait_s, tally.ranges = batches.wait_s, batches.ranges
-
-
-def _first_sha256(ready: Ready, place: Place, batch: stream.Batch) -> str:
-    """Digest of the ids of the first batch, with the rows that other processes have of it."""
-    if processes.count() > 1:
-        shape = ready.program.shape_at(place.step)
-        batch = stream.TokenStream(ready.shards.train, place.cursor).batch(shape.num_sequences, shape.seq_len)
-    return format.sha256(batch.tokens_BT.astype("<u2").tobytes())
-
-
-def _log_stage_change(ready: Ready, step: int, log: runlog.RunLog) -> None:
-    """Says when another executable or another window begins to be used."""
-
-    def used_at(step: int) -> tuple[int, int]:
-        return ready.recipe.stage_of(step), int(ready.recipe.inputs_at(step).window_blocks)
-
-    if step > 0 and used_at(step) != used_at(step - 1):
-        log.emit(runlog.StageChange(step, *used_at(step)))
-
-
-def _compilations(log: runlog.RunLog) -> ExitStack:
-    """Writes every compilation inside the block into the log: there should be none."""
-
-    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
-        del kwargs
-        if event == "/jax/core/compile/backend_compile_duration":
-            log.emit(runlog.Compile("inside the clock", duration_secs))
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    stack = ExitStack()
-    stack.callback(jax.monitoring.unregister_event_duration_listener, listen)
-    return stack
-
-
-def _validate(
-    ready: Ready, score: Any, state: TrainState, log: runlog.RunLog, tally: Tally, poll: Callable[[], None]
-) -> float:
-    """Scores the track's validation tokens and logs the result."""
-    shard, num_tokens = ready.shards.val[0], ready.track.data.val_tokens
-    val: Score = evaluate(ready.program, score, state, shard, num_tokens, poll)
-    tally.val_s += val.seconds
-    step = int(jax.device_get(state.step))
-    if not np.isfinite(val.nll_sum):
-        raise NonFiniteError(f"validation at step {step}: loss is {val.loss}; lower the learning rate")
-    log.emit(runlog.Val(step, val.loss, val.tokens, val.nll_sum.hex(), val.seconds))
-    return val.loss
 
 
 if __name__ == "__main__":

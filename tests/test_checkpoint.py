@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from test_train import SMALL
 
-from speedrun import checkpoint, mesh, recipes, runlog, track, train
+from speedrun import checkpoint, loop, mesh, recipes, runlog, track, train
 from speedrun.checkpoint import Facts, described, folder_of, named, opened
 from speedrun.data import synthetic
 from speedrun.errors import CheckpointError, Terminated, UsageError
@@ -94,7 +94,7 @@ def test_a_run_that_goes_on_is_a_record_that_says_so_and_nothing_else_is_wrong(u
 
 
 def test_a_run_that_is_told_to_stop_keeps_its_state(unbroken, tmp_path, monkeypatch):
-    out, real = tmp_path / "out", train._log_stage_change
+    out, real = tmp_path / "out", loop._log_stage_change
     fields = {f: getattr(unbroken, f) for f in unbroken.__struct_fields__}
     config = RunConfig(**{**fields, "out": out, "checkpoint_every": 100})
 
@@ -103,11 +103,11 @@ def test_a_run_that_is_told_to_stop_keeps_its_state(unbroken, tmp_path, monkeypa
         if step == 6:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(train, "_log_stage_change", tell)
+    monkeypatch.setattr(loop, "_log_stage_change", tell)
     with pytest.raises(Terminated, match="stopped by SIGTERM"):
         train.train(config)
     assert [path.name for path in folder_of(out).iterdir() if path.name.isdigit()] == ["7"]
-    monkeypatch.setattr(train, "_log_stage_change", real)
+    monkeypatch.setattr(loop, "_log_stage_change", real)
     new = train.train(RunConfig(**{**fields, "out": out, "checkpoint_every": 100, "resume": True}))
     assert new.final_hash == facts_of(unbroken.out)[0].final_hash
     assert [facts.outcome for facts in facts_of(out)] == ["aborted", "finished"]

@@ -29,7 +29,7 @@ from click.testing import CliRunner
 from test_checkpoint import facts_of, steps
 from test_train import SMALL
 
-from speedrun import faults, provenance, recipes, runlog, track, train
+from speedrun import faults, loop, provenance, recipes, runlog, track, train
 from speedrun.checkpoint import folder_of
 from speedrun.cli import command
 from speedrun.clock import Stopwatch, now
@@ -463,14 +463,14 @@ def read_all(text: str) -> list[Code]:
 @pytest.mark.slow
 def test_nothing_piles_up_in_many_lives(config, tmp_path, monkeypatch):
     """Three hundred steps, stopped every thirty, with few descriptors; all lives in this one process."""
-    real, lives, life = train._log_stage_change, [], 0
+    real, lives, life = loop._log_stage_change, [], 0
 
     def tell(ready, step, log) -> None:
         real(ready, step, log)
         if step % 30 == 29:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(train, "_log_stage_change", tell)
+    monkeypatch.setattr(loop, "_log_stage_change", tell)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
     long = at(config, tmp_path / "out", overrides=SMALL | {"stages.0.num_steps": "300"}, keep_checkpoints=2)

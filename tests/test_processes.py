@@ -270,11 +270,11 @@ def test_no_process_outlives_a_killed_launcher(tmp_path, smoke_data):
 RAISES = """
 import sys
 if sys.orig_argv[-1] == "1" and "--process" in sys.orig_argv:
-    from speedrun import train
+    from speedrun import loop
     def fail(ready, step, log):
         if step == 5:
             raise RuntimeError("a worker of this test")
-    train._log_stage_change = fail
+    loop._log_stage_change = fail
 """
 
 

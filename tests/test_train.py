@@ -30,11 +30,12 @@ from speedrun.errors import DataError, NonFiniteError, UsageError
 from speedrun.ledger import format
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.validate import validate
+from speedrun.loop import _compilations
 from speedrun.outcome import Tally
 from speedrun.prepare import RunConfig, prepare
 from speedrun.recipe import Stage
 from speedrun.sourcefile import split_source
-from speedrun.train import _announce, _compilations, train
+from speedrun.train import _announce, train
 
 #: The smoke recipe, small enough for a test; 12 steps.
 SMALL = {
@@ -290,7 +291,7 @@ def test_a_run_that_breaks_off_tells_what_it_read(tmp_path, smoke_data, monkeypa
         if len(calls) == 5:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("speedrun.train._log_stage_change", interrupt)
+    monkeypatch.setattr("speedrun.loop._log_stage_change", interrupt)
     with pytest.raises(KeyboardInterrupt):
         train(RunConfig("smoke-cpu", out, overrides=SMALL, data=smoke_data))
     assemble(out, title="interrupted", declared_runs=1)

@@ -44,7 +44,8 @@ _MAY: dict[str, str] = {
     "runlog.py": "files, processes",
     "signals.py": "processes",
     "track.py": "files",
-    "train.py": "files, the interpreter, JAX's own settings",
+    "loop.py": "JAX's own settings",
+    "train.py": "files, the interpreter",
     "watchdog.py": "files, processes",
     "warmup.py": "JAX's own settings",
 }
