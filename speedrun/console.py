@@ -4,7 +4,7 @@
 lines while the run goes on, with a progress bar below them where there is a terminal.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Self, TextIO
 
 from speedrun.runlog import (
@@ -216,17 +216,25 @@ class Live:
     Use as a context manager, and `log.subscribe(live)`.
     """
 
-    def __init__(self, stream: TextIO) -> None:
-        """Prints to `stream`, whose kind decides the form: no colour and no carriage return in a file."""
-        self._stream = stream
+    def __init__(self, stream: TextIO, ghost: Callable[[Step], str] | None = None) -> None:
+        """Prints to `stream`, whose kind decides the form: no colour and no carriage return in a file.
+
+        Args:
+            stream: where to.
+            ghost: is told every step; what it says of one stands beside it, and in no log.
+        """
+        self._stream, self._ghost = stream, ghost
         self._text = TextLog()
         self._bar = _Bar(stream) if stream.isatty() else None
 
     def __call__(self, line: Line) -> None:
         """Shows one event."""
-        shown = self._text(line)
+        shown, beside = self._text(line), ""
+        if self._ghost is not None and isinstance(line.event, Step):
+            beside = f"  {self._ghost(line.event)}"
+            shown = None if shown is None else shown + beside
         if self._bar is not None:
-            self._bar.show(line, shown)
+            self._bar.show(line, shown, beside)
         elif shown is not None:
             self._write(shown)
 
@@ -258,7 +266,7 @@ class _Bar:
         self._task: TaskID | None = None
         self._num_steps = 0
 
-    def show(self, line: Line, text: str | None) -> None:
+    def show(self, line: Line, text: str | None, beside: str) -> None:
         if text is not None:
             self._console.print(text, markup=False)
         match line.event:
@@ -269,7 +277,7 @@ class _Bar:
             case Step() as step if self._progress is not None and self._task is not None:
                 left_s = step.train_time_s / (step.step + 1) * (self._num_steps - step.step - 1)
                 rate = quantity(step.tokens_seen / max(1e-9, step.train_time_s), "tok/s")
-                facts = f"{rate}  loss {step.loss:.4f}  eta {duration(left_s)}"
+                facts = f"{rate}  loss {step.loss:.4f}  eta {duration(left_s)}{beside}"
                 self._progress.update(self._task, completed=step.step + 1, facts=facts)
             case ClockStop():
                 self.close()

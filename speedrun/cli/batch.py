@@ -30,6 +30,7 @@ from speedrun.cli.options import (
     settings_option,
     track_option,
 )
+from speedrun.cli.race import find, ghost_option
 from speedrun.cli.run import card, new_folder
 from speedrun.errors import NonFiniteError, UsageError, meaning
 from speedrun.ledger import format, statistics
@@ -81,6 +82,7 @@ _POWER = 0.9
 @click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="A new folder.")
 @click.option("--title", help="What the record is, in a few words.")
 @click.option("--resume", type=click.Path(path_type=Path), metavar="DIR", help="Go on with a declared batch.")
+@ghost_option
 @json_option
 @click.pass_context
 def command(
@@ -102,6 +104,7 @@ def command(
     out: Path | None,
     title: str | None,
     resume: Path | None,
+    ghost: str | None,
     as_json: bool,
 ) -> None:
     """Declare a batch, run it, test its mean loss; one record of all runs, also of those that failed.
@@ -131,9 +134,9 @@ def command(
         _child(ctx, "speedrun.declare", promise, to_stderr=as_json)
         folder = Path(config["out"])
     else:
-        only_with_resume(ctx, "data", "title")
+        only_with_resume(ctx, "data", "title", "ghost")
         folder = resume
-    Batch(ctx, folder, data, title, as_json=as_json).run()
+    Batch(ctx, folder, data, title, ghost, as_json=as_json).run()
 
 
 def _size(
@@ -173,7 +176,14 @@ class Batch:
     """One declared batch on its way."""
 
     def __init__(
-        self, ctx: click.Context, folder: Path, data: Path | None, title: str | None, *, as_json: bool
+        self,
+        ctx: click.Context,
+        folder: Path,
+        data: Path | None,
+        title: str | None,
+        ghost: str | None,
+        *,
+        as_json: bool,
     ) -> None:
         raw = _read(folder)
         self._ctx, self._folder, self._data, self._as_json = ctx, folder, data, as_json
@@ -181,6 +191,8 @@ class Batch:
         self._sha256 = format.sha256(raw)
         self._rules = tracks.load(self._promise.track.id.rpartition("@")[0])
         self._title = title or f"{self._promise.recipe.name} on {self._promise.track.id}"
+        rival = find(ghost, self._rules.id)  # once for all runs: what is wrong with it is told once
+        self._ghost = "none" if rival is None else str(rival.record)
 
     def run(self) -> None:
         """Runs what is missing, tells how far it is after each run, and ends with the card."""
@@ -188,7 +200,7 @@ class Batch:
             far = self._far()
             while far.missing:
                 request = self._request(far.missing[0])
-                code = ended("speedrun.train", request, to_stderr=self._as_json, keep_open=(lock,))
+                code = ended("speedrun.cli.race", request, to_stderr=self._as_json, keep_open=(lock,))
                 far = self._far()
                 if code and code != NonFiniteError.exit_code:
                     self._stop(code)
@@ -208,9 +220,9 @@ class Batch:
         return far
 
     def _request(self, seed: int) -> dict[str, Any]:
-        """A `prepare.RunConfig`, as declared."""
+        """A run as declared, and what it races: a `race.Request`."""
         promise = self._promise
-        return {
+        config = {
             "track": self._rules.name,
             "out": str(self._folder),
             "recipe": promise.recipe.name,
@@ -222,6 +234,7 @@ class Batch:
             "attention": promise.attention,
             "batch_sha256": self._sha256,
         }
+        return {"config": config, "ghost": self._ghost, "track": self._rules.id}
 
     def _say(self, far: Standing) -> None:
         """One line: how many of how many, and what they say so far."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from speedrun import clock, console, meet, watchdog
+from speedrun import clock, meet, watchdog
 from speedrun import processes as group
 from speedrun import track as tracks
 from speedrun.cli import together
@@ -30,6 +30,7 @@ from speedrun.cli.options import (
     settings_option,
     track_option,
 )
+from speedrun.cli.race import find, ghost_option, live
 from speedrun.data import inventory
 from speedrun.errors import CheckpointError, UsageError, unknown
 from speedrun.ledger import format
@@ -96,6 +97,7 @@ if TYPE_CHECKING:
     help=f"End a run that stays longer in one {', '.join(watchdog.DEADLINES_S)}; 0: let it. Repeatable.",
 )
 @group_options
+@ghost_option
 @json_option
 @click.pass_context
 def command(
@@ -120,6 +122,7 @@ def command(
     process: int | None,
     heartbeat: int,
     meet_within: int,
+    ghost: str | None,
     as_json: bool,
 ) -> None:
     """Train once on a track, under the clock; write, draw and validate a record.
@@ -151,14 +154,14 @@ def command(
         deadlines_s=_deadlines_s(deadlines),
     )
     if resume is not None:
-        only_with_resume(ctx, *GROUP_ARGUMENTS)
+        only_with_resume(ctx, "ghost", *GROUP_ARGUMENTS)
     fresh = resume is not None or not os.path.exists(config.out)
     try:
         with meet.joined(meet.asked(coordinator, processes, process, heartbeat, meet_within)):
             if resume is not None:
                 config = _begun(resume)
                 rules = tracks.load(config.track)
-            _train(config, rules, to_stderr=as_json)
+            _train(config, rules, ghost, to_stderr=as_json)
     except BaseException:
         if fresh and group.is_first():
             _keep(config.out, f"{config.recipe or rules.recipe} on {rules.id}")
@@ -194,16 +197,16 @@ def _deadlines_s(texts: tuple[str, ...]) -> dict[str, float]:
     return found
 
 
-def _train(config: "RunConfig", rules: tracks.Track, *, to_stderr: bool) -> None:
+def _train(config: "RunConfig", rules: tracks.Track, ghost: str | None, *, to_stderr: bool) -> None:
     """Trains; of several processes, only the first one has something to show."""
     ensure_docs(rules, config.data)
     from speedrun.train import train
 
-    if group.is_first():
-        with console.Live(sys.stderr if to_stderr else sys.stdout) as live:
-            train(config, live)
-    else:
+    if not group.is_first():
         train(config)
+        return
+    with live(sys.stderr if to_stderr else sys.stdout, find(ghost, rules.id)) as reader:
+        train(config, reader)
 
 
 def _words(ctx: click.Context, out: Path) -> list[str]:

@@ -1,0 +1,211 @@
+"""The ghost: against curves whose differences are known, another batch size, and records that cannot be read."""
+
+import io
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+from record_forge import Spec, chain, forge, install_track, moments
+
+from speedrun import cli, runlog, track
+from speedrun.cli import race
+from speedrun.console import Live, render
+from speedrun.errors import UsageError
+from speedrun.ledger import ghost
+from speedrun.ledger.board import Board
+from speedrun.ledger.ghost import Curve
+from speedrun.runlog import Step
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    install_track(tmp_path)
+    monkeypatch.setattr(track, "TRACKS_DIR", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def step(tokens: int, time_s: float, loss: float, batch_tokens: int = 100) -> Step:
+    return Step(tokens // batch_tokens - 1, time_s, loss, batch_tokens, tokens, (0, tokens), 1.0, 3)
+
+
+def numbers(text: str) -> tuple[float, float]:
+    found = re.fullmatch(r"ghost ([+-]\d+\.\d) s ([+-]\d\.\d{3})", text)
+    assert found, text
+    return float(found[1]), float(found[2])
+
+
+def test_the_mean_loss_of_a_stretch_is_that_of_its_tokens():
+    curve = Curve(0)
+    for tokens, time_s, loss in ((100, 1.0, 5.0), (300, 2.0, 2.0), (400, 4.0, 1.0)):
+        curve.add(tokens, time_s, loss)
+    losses = [5.0] * 100 + [2.0] * 200 + [1.0] * 100  # of each token
+    for start, stop in ((0, 400), (50, 350), (100, 300), (399, 400), (0, 1)):
+        assert curve.loss(start, stop) == pytest.approx(sum(losses[start:stop]) / (stop - start))
+    assert [curve.time_s(tokens) for tokens in (0, 50, 200, 350, 400)] == pytest.approx([0, 0.5, 1.5, 3, 4])
+
+
+def test_a_record_against_the_mean_of_its_own_runs_is_level(folder):
+    """Its runs differ by 0.01 nats: see the forger."""
+    rival = ghost.read(forge(folder / "record"), "forged@1")
+    for line in chain(moments(Spec(seed=1))):
+        if isinstance(line.event, Step):
+            assert numbers(rival(line.event)) == (0.0, pytest.approx(-0.005, abs=6e-4))
+
+
+@pytest.mark.parametrize("batch_tokens", [50, 100, 200, 125])
+def test_another_batch_size_is_compared_at_equal_tokens(folder, batch_tokens):
+    """Losses that are a straight line over tokens, as those of the record are; 0.2 nats and 1 s more."""
+    rival = ghost.read(forge(folder / "record", seeds=(1, 2), step_s=(0.5,) * 10), "forged@1")
+    for tokens in range(batch_tokens, 1001, batch_tokens):
+        # The record's step n says 5.015 - n / 10 for a hundred tokens: that is the mean of these.
+        seen = [5.015 - 0.1 * (token // 100) for token in range(tokens - batch_tokens, tokens)]
+        shown = rival(step(tokens, 1 + tokens * 0.005, 0.2 + sum(seen) / batch_tokens, batch_tokens))
+        behind_s, behind = numbers(shown)
+        assert behind_s == 1.0
+        # Inside a larger batch nobody knows which token cost what.
+        assert behind == pytest.approx(0.2, abs=1e-3 if batch_tokens <= 100 else 0.06)
+
+
+def test_who_begins_in_the_middle_is_compared_from_there_on(folder):
+    rival = ghost.read(forge(folder / "record"), "forged@1")
+    assert numbers(rival(step(700, 0.9, 4.415)))[0] == pytest.approx(0.2)
+    assert numbers(rival(step(800, 1.0, 4.315))) == (0.2, 0.0)
+
+
+def test_beyond_its_end_there_is_no_ghost(folder):
+    rival = ghost.read(forge(folder / "record"), "forged@1")
+    assert numbers(rival(step(1000, 1.0, 4.0)))
+    assert rival(step(1100, 1.1, 4.0)) == "ghost done"
+
+
+def test_it_stands_on_the_step_lines_and_in_no_log(folder):
+    lines, stream = chain(moments(Spec())), io.StringIO()
+    rival = ghost.read(forge(folder / "record"), "forged@1")
+    with race.live(stream, rival) as live:
+        for line in lines:
+            live(line)
+    legend, *shown = stream.getvalue().splitlines()
+    assert legend.startswith(f"ghost {folder / 'record'} (2 runs, 1.00 s) | below zero: ahead")
+    raced = [line for line in shown if "  ghost " in line]
+    assert len(raced) == 10
+    assert all(re.search(r"eta \d+s  ghost [+-]0\.0 s -0\.005$", line) for line in raced)
+    assert re.sub(r"  ghost .*", "", "\n".join(shown) + "\n") == render(lines)
+
+
+def test_the_bar_of_a_terminal_has_it_too(folder, monkeypatch):
+    class Terminal(io.StringIO):
+        encoding = "utf-8"
+
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    stream = Terminal()
+    with Live(stream, lambda step: f"ghost of {step.step}") as live:
+        for line in chain(moments(Spec())):
+            live(line)
+    assert re.search(r"/10 .*loss 4\.\d{4}  eta \d+s  ghost of 9", stream.getvalue().replace("\n", " "))
+
+
+def rows(**standings: str) -> Board:
+    """A board with a record a second slower than the one before for each."""
+    one = {
+        "track": "forged@1", "failed": (), "title": "", "authors": (), "changes": (), "parent": None,
+        "date": "2026-10-02", "device": "", "num_runs": 2, "val_loss": 3.2, "p": None,
+        "train_time_half_width_s": None, "cold_wall_s": None, "num_steps": 10, "num_tokens": 1000, "source_lines": 1,
+    }  # fmt: skip
+    facts = [
+        {**one, "path": f"forged/{path}", "standing": standing.replace("_", " "), "train_time_s": 9.0 - i}
+        for i, (path, standing) in enumerate(standings.items())
+    ]
+    return msgspec.convert({"rows": facts, "published": []}, Board)
+
+
+def test_without_a_choice_it_is_the_fastest_that_is_qualified(folder):
+    assert ghost.best(folder, "forged@1") is None
+    board = folder / "leaderboard.json"
+    board.write_bytes(msgspec.json.encode(rows(slow="qualified", fast="qualified", single="provisional")))
+    assert ghost.best(folder, "forged@1") == folder / "forged" / "fast"
+    assert ghost.best(folder, "forged@2") is None
+    board.write_bytes(msgspec.json.encode(rows(single="provisional", wrong="refused")))
+    assert ghost.best(folder, "forged@1") is None
+
+
+def test_the_board_that_was_built_names_it(folder, capsys):
+    (folder / "records" / "forged").mkdir(parents=True)
+    forge(folder / "records" / "forged" / "slow", step_s=(0.2,) * 10)
+    forge(folder / "records" / "forged" / "fast")
+    assert CliRunner().invoke(cli.command, ["leaderboard", "build"], prog_name="speedrun").exit_code == 0
+    rival = race.find(None, "forged@1")
+    assert rival is not None
+    assert rival.record == Path("records/forged/fast")
+    assert race.find("none", "forged@1") is None
+    chosen = race.find("records/forged/slow", "forged@1")
+    assert chosen is not None
+    assert "(2 runs, 2.00 s)" in chosen.legend
+    assert capsys.readouterr().err == ""
+
+
+def broken(record: Path, what: str) -> Path:
+    (log,) = record.glob("runs/*/metrics.jsonl")
+    match what:
+        case "no record":
+            return record / "plots"
+        case "torn":
+            log.write_bytes(log.read_bytes()[:-9])
+        case "text":
+            log.write_bytes(b"\x1b[31m\n")
+        case "unfinished":
+            (run,) = record.glob("runs/*/run.json")
+            run.write_text(run.read_text().replace('"outcome": "finished"', '"outcome": "aborted"'))
+        case "of another track":
+            return forge(record.parent / "other", seeds=(1,), edit_log=foreign)
+        case "standing still":
+            return forge(record.parent / "still", seeds=(1,), edit_log=still)
+        case "endless":
+            return forge(record.parent / "endless", seeds=(1, 2), edit_log=endless)
+    return record
+
+
+def edited(log, kind, change):
+    return [
+        m._replace(event=msgspec.structs.replace(m.event, **change)) if isinstance(m.event, kind) else m
+        for m in log
+    ]
+
+
+def foreign(log):
+    return edited(log, runlog.RunStart, {"track": "other@1"})
+
+
+def still(log):
+    return edited(log, Step, {"tokens_seen": 100})
+
+
+def endless(log):
+    return edited(log, Step, {"loss": 1.7e308})
+
+
+@pytest.mark.parametrize(
+    "what", ["no record", "torn", "text", "unfinished", "of another track", "standing still", "endless"]
+)
+def test_what_cannot_be_raced_is_one_line_and_the_run_goes_on(folder, capsys, what):
+    record = broken(forge(folder / "record", seeds=(1,)), what)
+    with pytest.raises(UsageError):
+        ghost.read(record, "forged@1")
+    assert race.find(str(record), "forged@1") is None
+    said = capsys.readouterr().err
+    assert said.startswith("warning: no ghost: ")
+    assert (said.count("\n"), said.strip().isprintable()) == (1, True)
+
+
+def test_a_board_that_cannot_be_read_is_one_line_too(folder, capsys):
+    (folder / "records").mkdir()
+    (folder / "records" / "leaderboard.json").write_text("{\x1b")
+    assert race.find(None, "forged@1") is None
+    assert capsys.readouterr().err.startswith("warning: no ghost: records/leaderboard.json: ")
