@@ -73,6 +73,8 @@ def test_who_begins_in_the_middle_is_compared_from_there_on(folder):
     rival = ghost.read(forge(folder / "record"), "forged@1")
     assert numbers(rival(step(700, 0.9, 4.415)))[0] == pytest.approx(0.2)
     assert numbers(rival(step(800, 1.0, 4.315))) == (0.2, 0.0)
+    rival = ghost.read(folder / "record", "forged@1")
+    assert numbers(rival(step(720, 0.9, 4.315, batch_tokens=20)))[1] == 0.0
 
 
 def test_beyond_its_end_there_is_no_ghost(folder):
