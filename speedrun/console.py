@@ -290,7 +290,9 @@ class _Bar:
     def _open(self) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[facts]}"))
+        facts = TextColumn("{task.fields[facts]}")
+        # The bar takes what the facts leave of a line; of a fixed width it would push them over the edge.
+        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), facts)
         # Four refreshes a second: the bar's thread must not be felt by the steps it shows.
         progress = Progress(*columns, console=self._console, transient=True, refresh_per_second=4)
         self._task = progress.add_task("train", total=self._num_steps, facts="")

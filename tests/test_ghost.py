@@ -97,7 +97,7 @@ def test_it_stands_on_the_step_lines_and_in_no_log(folder):
     assert re.sub(r"  ghost .*", "", "\n".join(shown) + "\n") == render(lines)
 
 
-def test_the_bar_of_a_terminal_has_it_too(folder, monkeypatch):
+def test_the_bar_of_a_narrow_terminal_has_it_too(folder, monkeypatch):
     class Terminal(io.StringIO):
         encoding = "utf-8"
 
@@ -105,13 +105,13 @@ def test_the_bar_of_a_terminal_has_it_too(folder, monkeypatch):
             return True
 
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.delenv("NO_COLOR", raising=False)
     stream = Terminal()
-    with Live(stream, lambda step: f"ghost of {step.step}") as live:
+    with Live(stream, lambda step: f"ghost -1.8 s +0.{step.step:03}") as live:
         for line in chain(moments(Spec())):
             live(line)
-    assert re.search(r"/10 .*loss 4\.\d{4}  eta \d+s  ghost of 9", stream.getvalue().replace("\n", " "))
+    assert re.search(r"10/10\S* \S+ .*  loss 4\.\d{4}  eta 0s  ghost -1\.8 s \+0\.009", stream.getvalue())
 
 
 def rows(**standings: str) -> Board:
@@ -119,7 +119,8 @@ def rows(**standings: str) -> Board:
     one = {
         "track": "forged@1", "failed": (), "title": "", "authors": (), "changes": (), "parent": None,
         "date": "2026-10-02", "device": "", "num_runs": 2, "val_loss": 3.2, "p": None,
-        "train_time_half_width_s": None, "cold_wall_s": None, "num_steps": 10, "num_tokens": 1000, "source_lines": 1,
+        "val_loss_half_width": None, "train_time_half_width_s": None,
+        "cold_wall_s": None, "num_steps": 10, "num_tokens": 1000, "source_lines": 1,
     }  # fmt: skip
     facts = [
         {**one, "path": f"forged/{path}", "standing": standing.replace("_", " "), "train_time_s": 9.0 - i}

@@ -142,7 +142,9 @@ def test_the_page_asks_nothing_of_any_network(records):
     for tag, attrs in parser.tags:
         assert tag not in {"link", "iframe", "object", "embed"}
         assert (attrs.get("src") or "data:").startswith("data:")
-    assert [tag for tag, _ in parser.tags].count("img") == 1
+    assert [tag for tag, _ in parser.tags].count("img") == 2, (
+        "history and trade-off of the one track with results"
+    )
     links = {attrs["href"] for tag, attrs in parser.tags if tag == "a"}
     assert "https://example.org/a" in links
     assert all(

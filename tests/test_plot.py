@@ -1,15 +1,25 @@
 import json
+import random
+import statistics
+from pathlib import Path
 from xml.etree import ElementTree
 
+import msgspec
 import pytest
 from click.testing import CliRunner
-from record_forge import forge, install_track
+from matplotlib.figure import Figure
+from record_forge import Spec, change, forge, install_track, shard, write_run
 
 from speedrun import track
 from speedrun.cli.plot import command
 from speedrun.errors import UsageError
-from speedrun.ledger.plot import plot
+from speedrun.ledger import plot as plots
+from speedrun.ledger.assemble import assemble
+from speedrun.ledger.board import Row, row_of
+from speedrun.ledger.board_plots import frontier, pareto, results
+from speedrun.ledger.plot import KINDS, plot
 from speedrun.ledger.validate import validate
+from speedrun.runlog import Step
 
 
 @pytest.fixture
@@ -20,14 +30,16 @@ def record(tmp_path, monkeypatch):
 
 
 def test_the_same_record_gives_the_same_bytes(record):
-    first = [path.read_bytes() for path in plot(record)]
-    assert [path.read_bytes() for path in plot(record)] == first
+    first = [path.read_bytes() for path in plot(record, KINDS)]
+    assert [path.read_bytes() for path in plot(record, KINDS)] == first
 
 
 def test_svg_and_png_are_what_they_say_and_the_record_stays_good(record):
-    svg, png = plot(record)
-    assert ElementTree.parse(svg).getroot().tag.endswith("svg")
-    assert png.read_bytes().startswith(b"\x89PNG")
+    paths = plot(record, KINDS)
+    assert [path.name for path in paths] == [f"{kind}.{form}" for kind in KINDS for form in ("svg", "png")]
+    for svg, png in zip(paths[::2], paths[1::2], strict=True):
+        assert ElementTree.parse(svg).getroot().tag.endswith("svg")
+        assert png.read_bytes().startswith(b"\x89PNG")
     assert validate(record).exit_code == 0
 
 
@@ -46,3 +58,144 @@ def test_the_command_prints_the_paths(record):
     assert result.exit_code == 0, result.output
     paths = [record / "plots" / name for name in ("loss.svg", "loss.png")]
     assert json.loads(result.output)["plots"] == [str(path) for path in paths]
+
+
+@pytest.fixture
+def drawn(monkeypatch) -> dict[str, Figure]:
+    """The figures that were written, by name."""
+    figures: dict[str, Figure] = {}
+
+    def save(figure: Figure, folder: Path, name: str) -> list[Path]:
+        figures[name] = figure
+        return [folder / name]
+
+    monkeypatch.setattr(plots, "save", save)
+    return figures
+
+
+def test_the_band_is_the_range_over_the_runs_of_each_step(tmp_path, record, drawn):
+    """The forger's step n of seed s costs 5 - n / 10 + s / 100 nats, and a tenth of a second."""
+    three = forge(tmp_path / "three", seeds=(1, 2, 5))
+    plot(three, ("loss", "tokens"))
+    for name, each in (("loss", 0.1), ("tokens", 0.1)):  # seconds; thousands of tokens
+        axes = drawn[name].axes[0]
+        (band,) = axes.collections
+        corners = {(round(x, 6), round(y, 6)) for x, y in band.get_paths()[0].vertices.tolist()}
+        want = {(round(each * (n + 1), 6), round(5 - n / 10 + s / 100, 6)) for n in range(10) for s in (1, 5)}
+        assert corners == want
+        mean = next(line for line in axes.lines if len(line.get_xdata()) == 10)
+        assert list(mean.get_ydata()) == pytest.approx([5 - n / 10 + 8 / 300 for n in range(10)])
+    assert drawn["tokens"].axes[0].get_xlabel() == "training tokens (thousands)"
+    assert drawn["loss"].axes[0].get_xlabel() == "train time (s)"
+    assert "mean and range of 3 runs" in {text.get_text()[7:] for text in drawn["loss"].axes[0].texts}
+
+
+def test_one_run_has_no_band_and_another_config_is_not_averaged(tmp_path, record, drawn):
+    plot(forge(tmp_path / "one", seeds=(1,)))
+    assert not drawn["loss"].axes[0].collections
+    shards = (shard("t_train_1.bin", 0, 600),)
+    write_run(record, Spec(seed=3, step_s=(0.1,) * 6, shards=shards, val_losses=(5.5, 4.0, 3.9)))
+    assemble(record)
+    plot(record)
+    axes = drawn["loss"].axes[0]
+    assert len(axes.collections) == 1
+    assert [len(line.get_xdata()) for line in axes.lines].count(6) == 1
+    assert {"train: mean and range of 2 runs", "other runs"} < {text.get_text() for text in axes.texts}
+
+
+def test_every_step_of_every_run_is_in_the_histogram(tmp_path, record, drawn):
+    step_s = (0.1, 0.11, 0.12, 0.13, 0.14, 0.15, 0.16, 0.17, 0.18, 0.2)
+    plot(forge(tmp_path / "other", step_s=step_s), ("steps",))
+    axes = drawn["steps"].axes[0]
+    assert sum(patch.get_height() for patch in axes.patches) == 20
+    assert "median 140.0 ms" in {text.get_text() for text in axes.texts}
+    at_ms = sorted(line.get_xdata()[0] for line in axes.lines)
+    assert at_ms == pytest.approx([1e3 * statistics.median_low(step_s * 2), 200])
+    assert axes.get_yscale() == "linear"
+
+
+def test_steps_far_out_are_counted_and_do_not_squeeze_the_rest(tmp_path, record, drawn):
+    num_steps = 400
+    far = forge(
+        tmp_path / "far",
+        seeds=(1,),
+        step_s=(0.1,) * (num_steps - 2) + (0.11, 9.0),
+        shards=(shard("t_train_1.bin", 0, num_steps * 100),),
+        val_losses=(4.0,) * 101,
+    )
+    plot(far, ("steps",))
+    axes = drawn["steps"].axes[0]
+    assert sum(patch.get_height() for patch in axes.patches) == num_steps - 1
+    assert axes.get_xlim()[1] < 400
+    assert "1 of 400 beyond the right end" in {text.get_text() for text in axes.texts}
+    assert axes.get_yscale() == "log"
+
+
+def rows_at(row: Row, *places: tuple[float, float]) -> list[Row]:
+    return [msgspec.structs.replace(row, train_time_s=time_s, val_loss=loss) for time_s, loss in places]
+
+
+def test_on_the_frontier_is_who_is_beaten_by_nobody(record):
+    row, draw = row_of(record, "forged/record"), random.Random(1)
+    assert row is not None
+    for _ in range(50):
+        places = [(draw.randint(1, 9) + 0.5, draw.randint(1, 9) + 0.5) for _ in range(12)]
+        beaten = {
+            one for one in places for other in places
+            if other != one and other[0] <= one[0] and other[1] <= one[1]
+        }  # fmt: skip
+        found = [(row.train_time_s, row.val_loss) for row in frontier(rows_at(row, *places))]
+        assert found == sorted({*places} - beaten)
+
+
+def test_records_are_drawn_together_and_refused_ones_left_out(record, tmp_path):
+    slow, edited = forge(tmp_path / "slow", step_s=(9.0,) * 10), forge(tmp_path / "edited")
+    (edited / "summary.json").write_text((edited / "summary.json").read_text().replace("10", "9", 1))
+    argv = ["--kind", "pareto", "--out", str(tmp_path / "out"), "--json"]
+    paths = [tmp_path / "out" / f"pareto-forged-1.{form}" for form in ("svg", "png")]
+    result = CliRunner().invoke(command, [str(record), str(slow), str(edited), *argv])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["plots"] == [str(path) for path in paths]
+    assert f"{edited} is left out, refused: V004" in result.stderr
+    first = [path.read_bytes() for path in paths]
+    assert CliRunner().invoke(command, [str(slow), str(record), *argv]).exit_code == 0
+    assert [path.read_bytes() for path in paths] == first, "the order of the words is none of the picture"
+    none = CliRunner().invoke(command, [str(edited), *argv])
+    assert isinstance(none.exception, UsageError)
+
+
+def test_a_row_with_an_absurd_number_is_not_drawn(record):
+    row = row_of(record, "forged/record")
+    assert row is not None
+    assert results([row, *rows_at(row, (1e300, 3.2), (2.0, float("nan")), (1.0, float("inf")))]) == [row]
+
+
+def test_a_name_can_be_anything(record, tmp_path):
+    row = row_of(record, "forged/$x_{\u202e}^" + "y" * 400)
+    assert row is not None
+    svg, _ = pareto([row], tmp_path)
+    assert ElementTree.parse(svg).getroot().tag.endswith("svg")
+
+
+def test_the_command_draws_all_kinds_of_several_records(record, tmp_path):
+    other = forge(tmp_path / "other")
+    result = CliRunner().invoke(command, [str(record), str(other), "--kind", "all"])
+    assert result.exit_code == 0, result.output
+    paths = [Path(line) for line in result.output.splitlines()]
+    assert len({*paths}) == 2 * 3 * 2
+    assert all(path.is_file() for path in paths)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "said"),
+    [
+        ("steps", {"train_time_s": -5.0}, "need times that a clock can show"),
+        ("loss", {"loss": 1.7e308}, "cannot be drawn"),
+        ("tokens", {"tokens_seen": 2**60}, "cannot be drawn"),
+        ("loss", {"train_time_s": 1e300}, "cannot be drawn"),
+    ],
+)
+def test_numbers_that_no_run_has_are_an_error(tmp_path, record, kind, fields, said):
+    hostile = forge(tmp_path / "hostile", edit_log=change(Step, at=4, **fields))
+    with pytest.raises(UsageError, match=said):
+        plot(hostile, (kind,))

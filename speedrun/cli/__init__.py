@@ -30,7 +30,7 @@ COMMANDS = {
     "leaderboard": "Make the board of all records, or say whether it is up to date.",
     "import-log": "Read other people's logs as context, and say how much equal runs differ.",
     "export": "Write a record as text logs, CSV, offline wandb runs or TensorBoard events.",
-    "plot": "Draw the loss and the steps of a record.",
+    "plot": "Draw loss and step times of records, or their time against their loss.",
     "submit": "Make a record ready for a pull request: validated, scanned for secrets, packed.",
     "replay": "Run the source that a record carries.",
     "bench": "Time operations against their bounds.",

@@ -9,7 +9,7 @@ from speedrun.cli.options import Decorator, Group, example, json_option
 from speedrun.errors import SpeedrunError, UsageError
 from speedrun.ledger import board_pages
 from speedrun.ledger.board import Board, read
-from speedrun.ledger.plot import history
+from speedrun.ledger.board_plots import pictures
 
 _records_option: Decorator = click.option(
     "--records",
@@ -41,7 +41,7 @@ def build(*, records: Path, as_json: bool) -> None:
     for path, content in _files(board, records).items():
         board_pages.write(path, content)
     # The page holds pictures, which are not the same bytes under every version of what draws them.
-    board_pages.write(records / "leaderboard.html", board_pages.page(board, history(board)))
+    board_pages.write(records / "leaderboard.html", board_pages.page(board, pictures(board)))
     if as_json:
         click.echo(msgspec.json.encode(board))
         return

@@ -1,18 +1,66 @@
-"""`speedrun plot`: the picture of a record."""
+"""`speedrun plot`: the pictures of records."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 import msgspec
 
 from speedrun.cli.options import example, json_option
-from speedrun.ledger.plot import plot
+from speedrun.console import clean
+from speedrun.errors import UsageError
+from speedrun.ledger.board import Row, row_of
+from speedrun.ledger.board_plots import pareto, results
+from speedrun.ledger.plot import KINDS, plot
 
 
-@click.command(epilog=example("speedrun plot records/smoke-cpu/2026-11-21-first"))
-@click.argument("record", type=click.Path(path_type=Path))
+@click.command(
+    epilog=example(
+        "speedrun plot records/smoke-cpu/2026-11-21-first",
+        "speedrun plot runs/first --kind all",
+        "speedrun plot runs/first runs/second --kind pareto --out runs",
+    )
+)
+@click.argument("records", type=click.Path(path_type=Path), metavar="RECORD...", nargs=-1, required=True)
+@click.option(
+    "--kind",
+    type=click.Choice([*KINDS, "all", "pareto"]),
+    default="loss",
+    show_default=True,
+    help="Loss against train time, or against tokens; a histogram of steps; all three; "
+    "or loss against time of the records together.",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path(),
+    metavar="DIR",
+    help="For pareto; others go into RECORD/plots. Default: this folder.",
+)
 @json_option
-def command(*, record: Path, as_json: bool) -> None:
-    """Draw loss against train time into RECORD/plots, as SVG and PNG."""
-    paths = [str(path) for path in plot(record)]
+def command(*, records: tuple[Path, ...], kind: str, out: Path, as_json: bool) -> None:
+    """Draw records as SVG and PNG: loss with its range over the runs, step times, or time against loss."""
+    if kind == "pareto":
+        found = pareto(_rows(records), out)
+    else:
+        kinds = [known for known in KINDS if kind in (known, "all")]
+        found = [path for record in records for path in plot(record, kinds)]
+    paths = [str(path) for path in found]
     click.echo(msgspec.json.encode({"plots": paths}) if as_json else "\n".join(paths))
+
+
+def _rows(records: Sequence[Path]) -> list[Row]:
+    """What the records come to, where they come to something.
+
+    Raises:
+        UsageError: if none does.
+    """
+    rows = {record: row_of(record, record.resolve().name) for record in records}
+    shown = results(row for row in rows.values() if row is not None)
+    for record, row in rows.items():
+        if row not in shown:
+            why = "cannot be read" if row is None else f"{row.standing}: {', '.join(row.failed)}"
+            click.echo(clean(f"warning: {record} is left out, {why}"), err=True)
+    if not shown:
+        raise UsageError("no record with a result; 'speedrun validate RECORD' says why")
+    return shown

@@ -37,6 +37,7 @@ class Row(msgspec.Struct, frozen=True):
     device: str
     num_runs: int  #: finished
     val_loss: float | None  #: mean
+    val_loss_half_width: float | None  #: of its 95 % interval; None for one run
     p: float | None  #: of the declared test
     train_time_s: float | None  #: mean
     train_time_half_width_s: float | None  #: of its 95 % interval; None for one run
@@ -89,7 +90,8 @@ def read(folder: Path) -> Board:
     """
     if not folder.is_dir():
         raise UsageError(f"{folder} is not a folder; need one that holds <track>/<record>/manifest.json")
-    rows = [row for path in sorted(folder.glob("*/*/manifest.json")) if (row := _row(folder, path.parent))]
+    folders = [path.parent for path in sorted(folder.glob("*/*/manifest.json"))]
+    rows = [row for one in folders if (row := row_of(one, one.relative_to(folder).as_posix()))]
     return Board(tuple(_ranked(rows)), _context(folder / CONTEXT).published)
 
 
@@ -106,8 +108,12 @@ def _context(path: Path) -> Context:
     return context
 
 
-def _row(root: Path, folder: Path) -> Row | None:
-    """What a record comes to; None if not even its track can be told."""
+def row_of(folder: Path, path: str) -> Row | None:
+    """What a record comes to, under a name for its place; None if not even its track can be told.
+
+    Raises:
+        UsageError: if there is no such folder.
+    """
     record = load(folder)
     report = examine(record)
     manifest = record.manifest
@@ -116,9 +122,10 @@ def _row(root: Path, folder: Path) -> Row | None:
     failed = tuple(result.check.id for result in report.having("failed"))
     summary = derive_summary(record.runs, record.track, record.declaration)
     times = mean_interval([run.train_time_s for run in record.finished])
+    losses = mean_interval([run.val_loss for run in record.finished])
     return Row(
         track=record.track.id,
-        path=folder.relative_to(root).as_posix(),
+        path=path,
         standing=standing_of(record, report),
         failed=failed,
         title=manifest.about.title,
@@ -129,6 +136,7 @@ def _row(root: Path, folder: Path) -> Row | None:
         device=f"{manifest.hardware.num_devices} x {manifest.hardware.device_kind}",
         num_runs=summary.num_finished,
         val_loss=summary.val_loss_mean,
+        val_loss_half_width=_half_width(losses),
         p=summary.test.p if summary.test else None,
         train_time_s=summary.train_time_s_mean,
         train_time_half_width_s=_half_width(times),

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from speedrun.ledger.drawing import GREY, INK, STYLE, VAL, in_font
 from speedrun.ledger.effects import LEVEL, Effect, Finding, Summary
-from speedrun.ledger.plot import GREY, INK, STYLE, VAL, in_font
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

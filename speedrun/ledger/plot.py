@@ -1,163 +1,172 @@
-"""Loss against train time: what a record looks like.
+"""The pictures of one record: loss against train time and against tokens, and how long its steps took."""
 
-The same record gives the same bytes: no dates, fixed ids. matplotlib is imported when something is drawn.
-"""
-
-import io
-import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
+from speedrun.console import quantiles_ms
 from speedrun.errors import UsageError
-from speedrun.ledger.board import Board, Row
+from speedrun.ledger.drawing import (
+    DASHED,
+    GREY,
+    TARGET,
+    TRAIN,
+    VAL,
+    canvas,
+    key,
+    level,
+    number_decades,
+    save,
+    title,
+)
 from speedrun.ledger.record import Record, load
 from speedrun.ledger.run import Run, loss_of
+from speedrun.runlog import Resume, Step
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-INK, GREY, TRAIN, VAL, TARGET = "#1c2733", "#7a8691", "#93b1cf", "#1f5fa8", "#c8452f"
+Kind = Literal["loss", "tokens", "steps"]  #: also the names of the files
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
 _MAX_LABELS = 6
-STYLE: dict[Any, Any] = {
-    "svg.hashsalt": "speedrun",
-    "font.family": ["DejaVu Sans"],
-    "font.size": 10,
-    "text.color": INK,
-    "text.parse_math": False,  # a dollar sign in a name is a dollar sign
-    "axes.edgecolor": GREY,
-    "axes.labelcolor": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "xtick.color": GREY,
-    "ytick.color": GREY,
-    "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK,
-}
+_NUM_BINS = 60
+_FAR = 3.0  #: times the 95th percentile; a step beyond is counted, and not shown
+_NARROWEST_MS = 0.01  #: between the ends of a histogram; steps of one length have no width of their own
+_LOG_FROM = 50.0  #: bars of such a ratio are not seen beside each other
 
 
-def plot(record_dir: Path) -> list[Path]:
-    """Draws the record into `plots/loss.svg` and `plots/loss.png`.
+class _Axis(NamedTuple):
+    """What a loss is drawn against."""
+
+    of: Callable[[Step | Resume], float]
+    label: str
+
+
+_TIME = _Axis(lambda at: at.train_time_s, "train time (s)")
+
+
+def _token_axis(most_tokens: int) -> _Axis:
+    sizes = ((10**9, "billions"), (10**6, "millions"), (10**3, "thousands"))
+    size, word = next(((size, f" ({word})") for size, word in sizes if most_tokens >= size), (1, ""))
+    return _Axis(lambda at: at.tokens_seen / size, f"training tokens{word}")
+
+
+def plot(record_dir: Path, kinds: Sequence[Kind] = ("loss",)) -> list[Path]:
+    """Draws the record into `plots/<kind>.svg` and `plots/<kind>.png`.
+
+    Args:
+        record_dir: the folder of the record.
+        kinds: `loss` against train time, loss against `tokens`, or a histogram of `steps`.
 
     Returns:
         The files written.
 
     Raises:
-        UsageError: if the folder is no record, or none of its runs can be read or has a step.
+        UsageError: if the folder is no record, none of its runs can be read or has a step, or a number is absurd.
     """
     record = load(record_dir)
     runs = [run for run in record.runs if run.steps]
     if not runs:
         raise UsageError(f"{record_dir} holds no run with a step; 'speedrun validate {record_dir}' says why")
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    folder = record_dir / "plots"
-    folder.mkdir(exist_ok=True)
-    paths = [folder / "loss.svg", folder / "loss.png"]
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(8.0, 4.5), layout="constrained")
-        _draw(figure.add_subplot(), record, runs)
-        figure.savefig(paths[0], metadata={"Date": None, "Creator": None})
-        figure.savefig(paths[1], dpi=160, metadata={"Software": None})
+    _check_drawable(runs)
+    tokens = _token_axis(max(run.steps[-1].tokens_seen for run in runs))
+    draw: dict[Kind, Callable[[Axes], None]] = {
+        "loss": lambda axes: _draw_loss(axes, record, runs, _TIME),
+        "tokens": lambda axes: _draw_loss(axes, record, runs, tokens),
+        "steps": lambda axes: _draw_steps(axes, runs),
+    }
+    paths: list[Path] = []
+    for kind in kinds:
+        with canvas(8.0, 4.5) as figure:
+            draw[kind](figure.add_subplot())
+            paths += save(figure, record_dir / "plots", kind)
     return paths
 
 
-def history(board: Board) -> dict[str, bytes]:
-    """For each track with a result, mean train time by date, with its interval: SVGs by what they show."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    pictures: dict[str, bytes] = {}
-    for name in board.tracks:
-        shown = [row for row in board.of(name) if row.train_time_s is not None and row.standing != "refused"]
-        if not shown:
-            continue
-        with matplotlib.rc_context(STYLE):
-            figure = Figure(figsize=(6.0, 3.2), layout="constrained")
-            _draw_history(figure.add_subplot(), sorted(shown, key=lambda row: row.date))
-            file = io.BytesIO()
-            figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
-        pictures[f"{name}: mean train time of each record, with its 95 % interval"] = file.getvalue()
-    return pictures
-
-
-def _draw_history(axes: "Axes", rows: Sequence[Row]) -> None:
-    """One point a record, in the order of dates; the best so far as a line."""
-    places, times_s = range(len(rows)), [row.train_time_s or 0.0 for row in rows]
-    half_widths_s = [row.train_time_half_width_s or 0.0 for row in rows]
-    best_s = list(itertools.accumulate(times_s, min))
-    axes.step(places, best_s, where="post", color=TRAIN, linewidth=1.2, zorder=1)
-    axes.errorbar(places, times_s, half_widths_s, fmt="o", color=VAL, markersize=5, capsize=3, zorder=3)
-    for place, time_s in zip(places, times_s, strict=True):
-        axes.annotate(
-            in_font(f"{time_s:.1f} s"), (place, time_s), xytext=(6, 6), textcoords="offset points", color=VAL
-        )
-    axes.set_xticks(list(places), [row.date for row in rows], rotation=20, ha="right")
-    axes.set_ylim(bottom=0, top=1.25 * max(t + h for t, h in zip(times_s, half_widths_s, strict=True)))
-    axes.margins(x=0.15)
-    axes.set_ylabel("train time (s)")
-
-
-def _draw(axes: "Axes", record: Record, runs: Sequence[Run]) -> None:
+def _check_drawable(runs: Sequence[Run]) -> None:
+    """A log may come from a stranger."""
     for run in runs:
-        times_s, losses = [step.train_time_s for step in run.steps], [step.loss for step in run.steps]
-        axes.plot(times_s, losses, color=TRAIN, linewidth=0.7, alpha=0.8, zorder=1)
+        facts = [(at.train_time_s, at.tokens_seen) for at in (run.origin, *run.steps)]
+        losses = [step.loss for step in run.steps] + [loss_of(val) for val in run.vals if val.tokens > 0]
+        for number in (*chain.from_iterable(facts), *losses):
+            if not abs(number) <= MOST:  # neither is NaN
+                raise UsageError(f"{run.folder}: {number:g} cannot be drawn; need numbers below {MOST:g}")
+
+
+def _draw_loss(axes: "Axes", record: Record, runs: Sequence[Run], axis: _Axis) -> None:
+    alike = _alike(runs)
+    if alike:
+        _band(axes, alike, axis)
+    for run in runs:
+        if run not in alike:
+            at, losses = [axis.of(step) for step in run.steps], [step.loss for step in run.steps]
+            axes.plot(at, losses, color=GREY if alike else TRAIN, linewidth=0.7, alpha=0.8, zorder=1)
         # No line through the validations: there are few, and the train loss shows the way between them.
-        axes.plot(*_vals(run), "o", color=VAL, markersize=5, clip_on=False, zorder=3)
+        axes.plot(*_vals(run, axis), "o", color=VAL, markersize=5, clip_on=False, zorder=3)
     if record.track is not None:
         target = record.track.target
-        _level(axes, target.loss, f"target {target.loss:g}", TARGET)
+        level(axes, target.loss, f"target {target.loss:g}", TARGET)
         if target.entropy_rate:
-            _level(axes, target.entropy_rate, f"entropy rate {target.entropy_rate:.2f}", GREY)
-    _label(axes, runs)
+            level(axes, target.entropy_rate, f"entropy rate {target.entropy_rate:.2f}", GREY)
+    _label(axes, runs, axis)
     axes.set_xlim(left=0)
     axes.margins(x=0.02)
-    axes.set_xlabel("train time (s)")
+    axes.set_xlabel(axis.label)
     axes.set_ylabel("loss (nats per token)")
-    axes.set_title(in_font(_headline(runs)), loc="left", fontsize=11, fontweight="bold", pad=14)
-    for height, name, colour in ((0.985, "train", TRAIN), (0.925, "validation", VAL)):
-        axes.text(0.995, height, name, color=colour, transform=axes.transAxes, ha="right", va="top")
+    title(axes, _headline(runs))
+    train = f"train: mean and range of {len(alike)} runs" if alike else "train"
+    others = [("other runs", GREY)] if 0 < len(alike) < len(runs) else []
+    key(axes, (train, TRAIN), *others, ("validation", VAL))
 
 
-def _vals(run: Run) -> tuple[list[float], list[float]]:
-    """Train time and loss of the validations: one before step s stands where step s - 1 ended."""
-    ends_s = [0.0, *(step.train_time_s for step in run.steps)]
-    known = [val for val in run.vals if 0 <= val.step < len(ends_s) and val.tokens > 0]
-    return [ends_s[val.step] for val in known], [loss_of(val) for val in known]
+def _alike(runs: Sequence[Run]) -> list[Run]:
+    """The runs that saw the same batches from the first to the last, where there are two or more."""
+    whole = [run for run in runs if run.finished and not run.resumed]
+    same = [run for run in whole if _tokens(run) == _tokens(whole[0])]
+    return same if len(same) > 1 else []
 
 
-def _level(axes: "Axes", loss: float, text: str, colour: str) -> None:
-    """A horizontal line with its name at the left end, where the curves are far above it."""
-    axes.axhline(loss, color=colour, linewidth=1, linestyle=(0, (5, 3)), zorder=2)
-    axes.annotate(
-        text,
-        (0, loss),
-        xycoords=("axes fraction", "data"),
-        xytext=(5, 3),
-        textcoords="offset points",
-        color=colour,
-        fontsize=9,
-    )
+def _tokens(run: Run) -> list[int]:
+    return [step.tokens_seen for step in run.steps]
 
 
-def _label(axes: "Axes", runs: Sequence[Run]) -> None:
+def _band(axes: "Axes", runs: Sequence[Run], axis: _Axis) -> None:
+    """Mean and range over the runs of each step's loss, where the step stands in the mean."""
+    steps = [*zip(*(run.steps for run in runs), strict=True)]
+    at = [fmean(axis.of(step) for step in same) for same in steps]
+    losses = [[step.loss for step in same] for same in steps]
+    low, high = [min(same) for same in losses], [max(same) for same in losses]
+    axes.fill_between(at, low, high, color=TRAIN, alpha=0.5, linewidth=0, zorder=1)
+    axes.plot(at, [fmean(same) for same in losses], color=TRAIN, linewidth=1.0, zorder=1.5)
+
+
+def _vals(run: Run, axis: _Axis) -> tuple[list[float], list[float]]:
+    """Place and loss of the validations: one before step s stands where step s - 1 ended."""
+    ends = [axis.of(at) for at in (run.origin, *run.steps)]
+    places = [(val.step - run.origin.step, val) for val in run.vals if val.tokens > 0]
+    known = [(ends[place], loss_of(val)) for place, val in places if 0 <= place < len(ends)]
+    return [place for place, _ in known], [loss for _, loss in known]
+
+
+def _label(axes: "Axes", runs: Sequence[Run], axis: _Axis) -> None:
     """Writes the mean loss of the runs above some of the validations; always above the last."""
     from matplotlib.patheffects import withStroke
 
     points: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
     for run in runs:
-        for number, point in enumerate(zip(*_vals(run), strict=True)):
+        for number, point in enumerate(zip(*_vals(run, axis), strict=True)):
             points[number].append(point)
     last = len(points) - 1
     every = max(1, -(-last // (_MAX_LABELS - 1)))
     for number in range(last, -1, -every):
-        times_s, losses = zip(*points[number], strict=True)
+        places, losses = zip(*points[number], strict=True)
         axes.annotate(
             f"{fmean(losses):.4f}" if number == last else f"{fmean(losses):.2f}",
-            (fmean(times_s), max(losses)),
+            (fmean(places), max(losses)),
             xytext=(0, 8) if number else (8, 0),
             textcoords="offset points",
             ha="center" if number else "left",  # the first one stands on the axis
@@ -169,17 +178,45 @@ def _label(axes: "Axes", runs: Sequence[Run]) -> None:
         )
 
 
+def _draw_steps(axes: "Axes", runs: Sequence[Run]) -> None:
+    """A histogram over the steps of all runs, with median and 95th percentile."""
+    times_s = [seconds for run in runs for seconds in run.step_s]
+    if min(times_s) < 0:
+        raise UsageError(f"a step of {min(times_s):g} s; need times that a clock can show")
+    p50_ms, p95_ms, max_ms = quantiles_ms(times_s)
+    most_ms = min(max_ms, _FAR * p95_ms)
+    shown_ms = [1e3 * seconds for seconds in times_s if 1e3 * seconds <= most_ms]
+    least_ms = min(shown_ms)
+    slack_ms = 0.0 if most_ms - least_ms > _NARROWEST_MS else _NARROWEST_MS
+    ends_ms = least_ms - slack_ms, most_ms + slack_ms
+    counts, _, _ = axes.hist(shown_ms, bins=_NUM_BINS, range=ends_ms, color=TRAIN, zorder=1)
+    tall = [float(count) for count in counts if count]
+    if max(tall) > _LOG_FROM * min(tall):
+        axes.set_yscale("log", nonpositive="clip")
+        axes.set_ylim(bottom=0.7)
+        number_decades(axes.yaxis)
+    for at_ms, colour in ((p50_ms, VAL), (p95_ms, TARGET)):
+        axes.axvline(at_ms, color=colour, linewidth=1.2, linestyle=DASHED, zorder=2)
+    names = [(f"median {p50_ms:,.1f} ms", VAL), (f"95th percentile {p95_ms:,.1f} ms", TARGET)]
+    names.append((f"longest {max_ms:,.1f} ms", GREY))
+    if beyond := len(times_s) - len(shown_ms):
+        names.append((f"{beyond:,} of {len(times_s):,} beyond the right end", GREY))
+    key(axes, *names)
+    axes.set_xlabel("step time (ms)")
+    axes.set_ylabel("steps")
+    of = "" if len(runs) == 1 else f" of {len(runs)} runs"
+    title(axes, f"{_what(runs)}: {len(times_s):,} steps{of}")
+
+
+def _what(runs: Sequence[Run]) -> str:
+    return f"{runs[0].file.recipe} on {runs[0].file.track}"
+
+
 def _headline(runs: Sequence[Run]) -> str:
     """Recipe, track and result in one line."""
     done = [run for run in runs if run.finished]
-    what = f"{runs[0].file.recipe} on {runs[0].file.track}"
     if not done:
-        return f"{what}: not finished"
+        return f"{_what(runs)}: not finished"
     mean = "" if len(done) == 1 else f", mean of {len(done)} runs"
     val, train = fmean(run.val_loss for run in done), fmean(run.train_time_s for run in done)
-    return f"{what}: {val:.4f} after {train:.1f} s{mean}"
-
-
-def in_font(text: str) -> str:
-    """The font has few glyphs, and a stranger's text may be long."""
-    return text[:120].encode("ascii", "backslashreplace").decode()
+    return f"{_what(runs)}: {val:.4f} after {train:.1f} s{mean}"
