@@ -45,7 +45,7 @@ _MAY: dict[str, str] = {
     "signals.py": "processes",
     "track.py": "files",
     "loop.py": "JAX's own settings",
-    "train.py": "files, the interpreter",
+    "train.py": "files, the interpreter, JAX's own settings",  # of records made when the loop stood in it
     "watchdog.py": "files, processes",
     "warmup.py": "JAX's own settings",
 }
