@@ -10,6 +10,7 @@ from speedrun.ledger.board import Board, Row
 from speedrun.ledger.drawing import (
     DASHED,
     GREY,
+    MOST,
     TARGET,
     TRAIN,
     VAL,

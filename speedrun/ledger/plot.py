@@ -12,6 +12,7 @@ from speedrun.errors import UsageError
 from speedrun.ledger.drawing import (
     DASHED,
     GREY,
+    MOST,
     TARGET,
     TRAIN,
     VAL,
