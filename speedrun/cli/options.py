@@ -10,7 +10,6 @@ from pathlib import Path
 import click
 
 from speedrun.errors import UsageError, unknown
-from speedrun.meet import HEARTBEAT_S, MEET_S
 
 Decorator = Callable[[Callable[..., object]], Callable[..., object]]
 
@@ -122,48 +121,6 @@ def only_with_resume(ctx: click.Context, *others: str) -> None:
             raise UsageError(
                 f"--resume goes on as it was begun, got --{option} as well; leave it out, or begin anew"
             )
-
-
-_GROUP_OPTIONS: tuple[Decorator, ...] = (
-    click.option(
-        "--local-processes",
-        type=Integer(1),
-        metavar="N",
-        help="Start N processes on this machine that share its devices. For trying out what a cluster does.",
-    ),
-    click.option(
-        "--coordinator",
-        metavar="HOST:PORT",
-        help="Of process 0, where several share the run. Tasks of SLURM and Open MPI need no such options.",
-    ),
-    click.option("--processes", type=Integer(1), metavar="N", help="How many share the run."),
-    click.option("--process", type=Integer(0), metavar="I", help="Which of them this one is."),
-    click.option(
-        "--heartbeat",
-        type=Integer(5),
-        default=HEARTBEAT_S,
-        show_default=True,
-        metavar="SECONDS",
-        help="A process that is silent for so long is lost, and the run ends.",
-    ),
-    click.option(
-        "--meet-within",
-        type=Integer(1),
-        default=MEET_S,
-        show_default=True,
-        metavar="SECONDS",
-        help="For all processes to be there.",
-    ),
-)
-#: The names of the arguments that `group_options` gives.
-GROUP_ARGUMENTS = ("local_processes", "coordinator", "processes", "process", "heartbeat", "meet_within")
-
-
-def group_options(command: Callable[..., object]) -> Callable[..., object]:
-    """The options of a run in several processes, for `meet.asked`."""
-    for option in reversed(_GROUP_OPTIONS):
-        command = option(command)
-    return command
 
 
 def parse_settings(texts: tuple[str, ...]) -> dict[str, str]:

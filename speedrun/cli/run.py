@@ -15,13 +15,11 @@ from speedrun import track as tracks
 from speedrun.cli import together
 from speedrun.cli.data_prep import ensure_docs
 from speedrun.cli.options import (
-    GROUP_ARGUMENTS,
     Integer,
     attention_option,
     data_option,
     devices_option,
     example,
-    group_options,
     json_option,
     microbatches_option,
     only_with_resume,
@@ -96,7 +94,7 @@ if TYPE_CHECKING:
     metavar="PHASE=SECONDS",
     help=f"End a run that stays longer in one {', '.join(watchdog.DEADLINES_S)}; 0: let it. Repeatable.",
 )
-@group_options
+@together.options
 @ghost_option
 @json_option
 @click.pass_context
@@ -154,7 +152,7 @@ def command(
         deadlines_s=_deadlines_s(deadlines),
     )
     if resume is not None:
-        only_with_resume(ctx, "ghost", *GROUP_ARGUMENTS)
+        only_with_resume(ctx, "ghost", *together.ARGUMENTS)
     fresh = resume is not None or not os.path.exists(config.out)
     try:
         with meet.joined(meet.asked(coordinator, processes, process, heartbeat, meet_within)):

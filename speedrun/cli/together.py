@@ -5,14 +5,61 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from subprocess import Popen
 
+import click
+
 from speedrun import signals
+from speedrun.cli.options import Decorator, Integer
 from speedrun.errors import EXIT_CODES, INTERRUPTED, LOST, SpeedrunError, Terminated
+from speedrun.meet import HEARTBEAT_S, MEET_S
 
 _GRACE_S = 30.0  #: for the others to come to the same end, after one ended with a code of ours
 _DIES_WITH_PARENT = 1  #: PR_SET_PDEATHSIG of Linux
+
+
+_OPTIONS: tuple[Decorator, ...] = (
+    click.option(
+        "--local-processes",
+        type=Integer(1),
+        metavar="N",
+        help="Start N processes on this machine that share its devices. For trying out what a cluster does.",
+    ),
+    click.option(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="Of process 0, where several share the run. Tasks of SLURM and Open MPI need no such options.",
+    ),
+    click.option("--processes", type=Integer(1), metavar="N", help="How many share the run."),
+    click.option("--process", type=Integer(0), metavar="I", help="Which of them this one is."),
+    click.option(
+        "--heartbeat",
+        type=Integer(5),
+        default=HEARTBEAT_S,
+        show_default=True,
+        metavar="SECONDS",
+        help="A process that is silent for so long is lost, and the run ends.",
+    ),
+    click.option(
+        "--meet-within",
+        type=Integer(1),
+        default=MEET_S,
+        show_default=True,
+        metavar="SECONDS",
+        help="For all processes to be there.",
+    ),
+)
+#: The names of the arguments that `options` gives.
+ARGUMENTS = ("local_processes", "coordinator", "processes", "process", "heartbeat", "meet_within")
+
+
+def options(command: Callable[..., object]) -> Callable[..., object]:
+    """The options of a run in several processes, for `meet.asked`."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
 
 
 def ended(num_processes: int, words: list[str]) -> int:
