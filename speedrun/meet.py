@@ -163,8 +163,8 @@ def _check_port(host: str, port: int, group: Group) -> None:
         socket.create_server((host, port)).close()
     except OSError as error:
         raise UsageError(
-            f"process 0 cannot listen on {group.coordinator}: {os.strerror(error.errno or 0)}; need a free port of its own "
-            "machine; pass another --coordinator to all"
+            f"process 0 cannot listen on {group.coordinator}: {os.strerror(error.errno or 0)}; need a free port of its "
+            "own machine; pass another --coordinator to all"
         ) from None
 
 
