@@ -4,34 +4,28 @@ Order of things: programs are compiled and warmed up on synthetic ids and the st
 starts, and only then the first token is read. A loss is fetched while the next step runs.
 """
 
-from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack, closing, contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, closing
+from typing import Any
 
 import jax
 import numpy as np
 
-from speedrun import checkpoint, faults, health, processes, runlog
+from speedrun import faults, health, processes, runlog
 from speedrun import mesh as meshes
 from speedrun.checkpoint import Checkpoints
-from speedrun.clock import Clock, Stopwatch, cold_wall_s
+from speedrun.clock import Clock, cold_wall_s
 from speedrun.data import stream
-from speedrun.errors import NonFiniteError, Terminated
+from speedrun.errors import NonFiniteError
 from speedrun.evaluate import Score, evaluate
+from speedrun.keeping import Place, go_on, kept_if_stopped, save
 from speedrun.ledger import format
-from speedrun.outcome import Tally, data_read, lost_s
+from speedrun.outcome import Tally, data_read
 from speedrun.prepare import Ready
 from speedrun.step import StepMetrics, TrainState, state_hash
 from speedrun.warmup import compile_all, warm_up
 
 Pending = tuple[int, StepMetrics, stream.Cursor]
-
-
-class Place(NamedTuple):
-    """Where a run stands."""
-
-    step: int  #: the next one
-    cursor: stream.Cursor  #: of its first token
 
 
 def run(
@@ -51,7 +45,7 @@ def run(
     if checkpoints is not None:
         phases.enter("checkpoint")
         if ready.config.resume:
-            state, place = _go_on(ready, checkpoints, log, clock, tally)
+            state, place = go_on(ready, checkpoints, log, clock, tally)
         checkpoints.rehearse(state)
 
     def sync() -> None:
@@ -69,7 +63,7 @@ def run(
         if checkpoints is not None:
             with phases.within("checkpoint"):
                 if checkpoints.newest != place.step:
-                    _keep(ready, checkpoints, state, place, log, clock, tally)
+                    save(ready, checkpoints, state, place, log, clock, tally)
                 if wait:
                     checkpoints.settle()
 
@@ -107,7 +101,7 @@ def run(
         _compilations(log),
         closing(feed),
         processes.handled_by(stopping),
-        _kept_if_stopped(keep),
+        kept_if_stopped(keep),
     ):
         phases.enter("step")
         clock.start(sync)
@@ -157,54 +151,6 @@ def run(
         tally.cold_wall_s = cold_wall_s()
         keep(wait=True)
     tally.final_hash = state_hash(state)
-
-
-@contextmanager
-def _kept_if_stopped(keep: Callable[..., None]) -> Iterator[None]:
-    """Keeps the state of a run that was told to stop. It is told between steps only, where the state is whole."""
-    try:
-        yield
-    except Terminated:
-        keep(wait=True)
-        raise
-
-
-def _go_on(
-    ready: Ready, checkpoints: Checkpoints, log: runlog.RunLog, clock: Clock, tally: Tally
-) -> tuple[TrainState, Place]:
-    """The state of an earlier run, and where in the data it stands."""
-    state, old = checkpoints.restore(ready.program, format.config_sha256(ready.described))
-    clock.resume_at(old.train_time_s)
-    tally.tokens_seen = old.tokens_seen
-    tally.lost_s = lost_s(ready.config.out, old.step)
-    log.emit(
-        runlog.Resume(old.run_id, old.step, state_hash(state), old.train_time_s, old.tokens_seen, old.cursor)
-    )
-    return state, Place(old.step, stream.Cursor(*old.cursor))
-
-
-def _keep(
-    ready: Ready,
-    checkpoints: Checkpoints,
-    state: TrainState,
-    place: Place,
-    log: runlog.RunLog,
-    clock: Clock,
-    tally: Tally,
-) -> None:
-    """Hands the state to the writer of checkpoints."""
-    watch = Stopwatch()
-    facts = checkpoint.Facts(
-        step=place.step,
-        run_id=tally.run_id,
-        config_sha256=format.config_sha256(ready.described),
-        cursor=place.cursor,
-        tokens_seen=tally.tokens_seen,
-        train_time_s=clock.seconds,
-        arrays=checkpoint.described(state),
-    )
-    checkpoints.save(state, facts)
-    log.emit(runlog.Checkpoint(place.step, state_hash(state), watch.seconds))
 
 
 def _batches(ready: Ready, tally: Tally, place: Place) -> Generator[tuple[int, stream.Prefetch], None, None]:

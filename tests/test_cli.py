@@ -101,7 +101,7 @@ def test_every_help_has_an_example(names: tuple[str, ...]):
         (["run", "--seed", "x"], "'x' is not a valid integer; 'speedrun run --help' shows what is needed"),
         (["run", "--seed", "-1"], "-1 is not in the range 0<=x<=2147483647; 'speedrun run --help' shows"),
         (["run", "--seed"], "error: option '--seed' requires an argument; --help shows what is needed"),
-        (["plot"], "error: missing argument 'RECORD'; 'speedrun plot --help' shows what is needed"),
+        (["plot"], "error: missing argument 'RECORD...'; 'speedrun plot --help' shows what is needed"),
         (
             ["replay", "a", "b"],
             "error: got unexpected extra argument (b); 'speedrun replay --help' shows",

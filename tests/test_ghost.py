@@ -79,7 +79,7 @@ def test_who_begins_in_the_middle_is_compared_from_there_on(folder):
 
 def test_beyond_its_end_there_is_no_ghost(folder):
     rival = ghost.read(forge(folder / "record"), "forged@1")
-    assert numbers(rival(step(1000, 1.0, 4.0)))
+    assert rival(step(1000, 1.0, 4.0)) != "ghost done"
     assert rival(step(1100, 1.1, 4.0)) == "ghost done"
 
 

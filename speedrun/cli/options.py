@@ -6,6 +6,7 @@ No heavy imports: the group itself needs this file.
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -48,7 +49,7 @@ class Number(click.FloatRange):
 
     name = "number"
 
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """The number of a text."""
         number = float(super().convert(value, param, ctx))
         if not math.isfinite(number):

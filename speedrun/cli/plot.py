@@ -11,7 +11,7 @@ from speedrun.console import clean
 from speedrun.errors import UsageError
 from speedrun.ledger.board import Row, row_of
 from speedrun.ledger.board_plots import pareto, results
-from speedrun.ledger.plot import KINDS, plot
+from speedrun.ledger.plot import KINDS, Kind, plot
 
 
 @click.command(
@@ -43,7 +43,7 @@ def command(*, records: tuple[Path, ...], kind: str, out: Path, as_json: bool) -
     if kind == "pareto":
         found = pareto(_rows(records), out)
     else:
-        kinds = [known for known in KINDS if kind in (known, "all")]
+        kinds: list[Kind] = [known for known in KINDS if kind in (known, "all")]
         found = [path for record in records for path in plot(record, kinds)]
     paths = [str(path) for path in found]
     click.echo(msgspec.json.encode({"plots": paths}) if as_json else "\n".join(paths))

@@ -155,7 +155,7 @@ def _points(axes: "Axes", rows: Sequence[Row], **form: Any) -> None:
     axes.errorbar(times_s, losses, loss_half_widths, half_widths_s, fmt="o", color=VAL, **form)
 
 
-def _form(num_points: int) -> dict[str, float]:
+def _form(num_points: int) -> dict[str, Any]:
     size = 3 if num_points >= _CROWD else 5
     return {"markersize": size, "elinewidth": 1, "capsize": size / 2, "zorder": 3}
 
