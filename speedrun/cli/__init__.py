@@ -31,6 +31,7 @@ COMMANDS = {
     "import-log": "Read other people's logs as context, and say how much equal runs differ.",
     "export": "Write a record as text logs, CSV, offline wandb runs or TensorBoard events.",
     "plot": "Draw loss and step times of records, or their time against their loss.",
+    "describe": "Write what people say of a record: title, authors, changes, parent.",
     "submit": "Make a record ready for a pull request: validated, scanned for secrets, packed.",
     "replay": "Run the source that a record carries.",
     "bench": "Time operations against their bounds.",

@@ -1,0 +1,40 @@
+"""`speedrun describe`: what people say about a record; what was measured stays as it is."""
+
+from pathlib import Path
+
+import click
+
+from speedrun.cli.options import example
+from speedrun.cli.validate import need_record
+from speedrun.errors import UsageError
+from speedrun.ledger.assemble import assemble
+
+
+@click.command(
+    epilog=example(
+        "speedrun describe RECORD --title 'smoke in 264 steps' --author ada --change 'sixteen steps fewer'",
+        "speedrun describe RECORD --parent records/smoke-cpu/2026-11-21-first",
+    )
+)
+@click.argument("record", type=click.Path(path_type=Path))
+@click.option("--title", help="What it is, in a few words.")
+@click.option("--author", "authors", multiple=True, metavar="NAME", help="A name or handle. Repeatable.")
+@click.option(
+    "--change", "changes", multiple=True, metavar="TEXT", help="Against the parent, one sentence. Repeatable."
+)
+@click.option("--parent", type=click.Path(path_type=Path), metavar="RECORD", help="What it was made from.")
+def command(
+    *, record: Path, title: str | None, authors: tuple[str, ...], changes: tuple[str, ...], parent: Path | None
+) -> None:
+    """Write title, authors, changes and parent of RECORD into its manifest and the head of its README.
+
+    What is not given stays. Below the head, README.md is yours.
+    """
+    for folder in (record, parent):
+        if folder is not None:
+            need_record(folder)
+    if not (title or authors or changes or parent):
+        raise UsageError("nothing to say about it; give --title, --author, --change or --parent")
+    place = None if parent is None else "/".join(parent.resolve().parts[-2:])
+    assemble(record, title=title, authors=authors or None, changes=changes or None, parent_record=place)
+    click.echo(f"record  {record}")

@@ -1,0 +1,48 @@
+"""What people say about a record goes into its manifest and README, and nothing that was measured changes."""
+
+import pytest
+from click.testing import CliRunner
+from record_forge import forge, install_track
+
+from speedrun import track
+from speedrun.cli.describe import command
+from speedrun.errors import UsageError
+from speedrun.ledger.record import load
+from speedrun.ledger.validate import validate
+
+
+@pytest.fixture
+def records(tmp_path, monkeypatch):
+    install_track(tmp_path)
+    monkeypatch.setattr(track, "TRACKS_DIR", tmp_path)
+    return forge(tmp_path / "forged" / "child"), forge(tmp_path / "forged" / "parent")
+
+
+def described(*words) -> None:
+    result = CliRunner().invoke(command, [*map(str, words)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+
+
+def test_what_is_said_stands_in_manifest_and_readme_and_the_rest_stays(records):
+    child, parent = records
+    before, summary = load(child).manifest, (child / "summary.json").read_bytes()
+    (child / "README.md").write_text((child / "README.md").read_text() + "\nWhy it works.\n")
+    described(child, "--title", "less | of it", "--author", "ada", "--author", "bob", "--change", "one <b>")
+    described(child, "--parent", parent)
+    manifest = load(child).manifest
+    assert (manifest.about.title, manifest.about.authors) == ("less | of it", ("ada", "bob"))
+    assert (manifest.about.changes, manifest.about.parent_record) == (("one <b>",), "forged/parent")
+    assert (manifest.batch, manifest.files, manifest.source) == (before.batch, before.files, before.source)
+    assert (child / "summary.json").read_bytes() == summary
+    readme = (child / "README.md").read_text()
+    assert readme.endswith("\nWhy it works.\n")
+    assert "| parent | forged/parent |" in readme
+    assert validate(child, strict=True).exit_code == 0
+
+
+@pytest.mark.parametrize("words", [[], ["--parent", "nowhere"]])
+def test_what_cannot_be_said_is_refused(records, words, tmp_path):
+    (tmp_path / "nowhere").mkdir()
+    words = [str(tmp_path / word) if word == "nowhere" else word for word in words]
+    with pytest.raises(UsageError):
+        CliRunner().invoke(command, [str(records[0]), *words], catch_exceptions=False)
