@@ -24,7 +24,12 @@ from speedrun.ledger.assemble import assemble
 )
 @click.option("--parent", type=click.Path(path_type=Path), metavar="RECORD", help="What it was made from.")
 def command(
-    *, record: Path, title: str | None, authors: tuple[str, ...], changes: tuple[str, ...], parent: Path | None
+    *,
+    record: Path,
+    title: str | None,
+    authors: tuple[str, ...],
+    changes: tuple[str, ...],
+    parent: Path | None,
 ) -> None:
     """Write title, authors, changes and parent of RECORD into its manifest and the head of its README.
 
