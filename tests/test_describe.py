@@ -30,6 +30,8 @@ def test_what_is_said_stands_in_manifest_and_readme_and_the_rest_stays(records):
     described(child, "--title", "less | of it", "--author", "ada", "--author", "bob", "--change", "one <b>")
     described(child, "--parent", parent)
     manifest = load(child).manifest
+    assert before is not None
+    assert manifest is not None
     assert (manifest.about.title, manifest.about.authors) == ("less | of it", ("ada", "bob"))
     assert (manifest.about.changes, manifest.about.parent_record) == (("one <b>",), "forged/parent")
     assert (manifest.batch, manifest.files, manifest.source) == (before.batch, before.files, before.source)
