@@ -15,6 +15,7 @@ from speedrun.ledger.validate import validate
 def records(tmp_path, monkeypatch):
     install_track(tmp_path)
     monkeypatch.setattr(track, "TRACKS_DIR", tmp_path)
+    (tmp_path / "forged").mkdir()
     return forge(tmp_path / "forged" / "child"), forge(tmp_path / "forged" / "parent")
 
 

@@ -301,7 +301,7 @@ def test_a_step_that_hangs_ends_the_run_with_its_stacks(config, tmp_path):
     assert last.message.startswith("step has taken 3.")
     stacks = out.with_name("out.stacks.txt").read_text()
     for text in (stacks, stderr):
-        assert "in _run\n" in text
+        assert "in run\n" in text
         assert "watchdog.py" in text
     assert f"error: {last.message}\n" in stderr
     salvage(out, format.Recipe("smoke", 1, config.overrides), 8)

@@ -95,7 +95,11 @@ class Run:
         return [mesh.place(x, self.program.mesh) for x in (rows[:, :-1], rows[:, 1:])]
 
 
-@pytest.fixture(scope="module", params=FILES, ids=lambda path: path.stem)
+@pytest.fixture(
+    scope="module",
+    params=[*(pytest.param(file, marks=pytest.mark.slow) for file in FILES[:-1]), *FILES[-1:]],
+    ids=lambda path: path.stem,
+)
 def golden(request) -> dict[str, Any]:
     with np.load(request.param) as file:
         return dict(file)
@@ -155,6 +159,7 @@ def test_all_losses_first_gradients_and_final_weights_agree(golden):
     assert_all_steps_agree(Run(golden, 1))
 
 
+@pytest.mark.slow
 def test_the_first_loss_and_gradients_agree_on_eight_devices(golden):
     """One step, because each device costs as much here as one alone; the others are `slow`."""
     train(Run(golden, 8), 1)

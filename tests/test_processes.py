@@ -158,6 +158,7 @@ def check_same_run(out: Path, alone: Path, count: int) -> None:
     assert [hw.num_processes for hw in of(runlog.Preflight, out)] == [count]
 
 
+@pytest.mark.slow
 def test_two_processes_train_what_one_does(by_two, alone):
     check_same_run(by_two, alone, 2)
     names = [type(event).__name__ for event in lines(by_two)]

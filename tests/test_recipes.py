@@ -194,7 +194,14 @@ def at_laptop_size(name: str) -> Recipe:
     )
 
 
-@pytest.mark.parametrize("name", recipes.names())
+#: Of the others a change shows in these two as well.
+_QUICK = ("record21", "smoke")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in _QUICK else pytest.param(name, marks=pytest.mark.slow) for name in recipes.names()],
+)
 def test_pinned_traces_stand(name):
     # Four digits: enough to see another algorithm, not another machine's rounding.
     np.testing.assert_allclose(

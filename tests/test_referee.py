@@ -165,6 +165,7 @@ def test_a_model_that_sees_the_next_token_is_seen(unbroken, tmp_path, monkeypatc
     assert examine(examination(unbroken, tmp_path, restarts=())).leak > 0.001
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_no_distribution_is_seen(unbroken, tmp_path, monkeypatch):  # noqa: F811
     honest = step.Program.nll_sum
     monkeypatch.setattr(step.Program, "nll_sum", lambda *args, **named: 0.99 * honest(*args, **named))
@@ -172,6 +173,7 @@ def test_a_loss_that_is_no_distribution_is_seen(unbroken, tmp_path, monkeypatch)
     assert all(mass > 1.01 for mass in found.masses)
 
 
+@pytest.mark.slow
 def test_a_sequence_that_knows_its_neighbours_is_seen(unbroken, tmp_path, monkeypatch):  # noqa: F811
     honest = step.Program._eval_step
 
@@ -183,6 +185,7 @@ def test_a_sequence_that_knows_its_neighbours_is_seen(unbroken, tmp_path, monkey
     assert examine(examination(unbroken, tmp_path, restarts=())).company > 1e-5
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_is_not_there_is_told(unbroken, tmp_path):  # noqa: F811
     with pytest.raises(CheckpointError, match="no checkpoint 77"):
         examine(examination(unbroken, tmp_path, restarts=(77,)))

@@ -165,6 +165,7 @@ def test_the_run_reads_exactly_what_it_says(record):
     assert vals[1].loss == float.fromhex(vals[1].nll_sum) / 131072
 
 
+@pytest.mark.slow
 def test_two_stages_are_two_executables_and_one_stream(tmp_path, smoke_data):
     """The second stage has other shapes, and goes on where the first one stopped."""
     recipe = recipes.load("smoke").override(SMALL)

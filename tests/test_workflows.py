@@ -135,7 +135,7 @@ def test_good_records_pass_and_others_are_not_asked(clone: Path) -> None:
     (clone / "records" / "LEADERBOARD.md").write_text("# The board")
     code, output = check(clone)
     assert (code, "1 records added or changed\n" in output) == (0, True), output
-    assert "old" not in output
+    assert "smoke-cpu/old" not in output
     assert "good: " in output
     code, output = check(clone)
     assert (code, "0 records added or changed\n" in output) == (0, True), output
