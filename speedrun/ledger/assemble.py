@@ -183,7 +183,8 @@ def derive_summary(runs: Sequence[Run], rules: Track, promised: Declaration | No
 
 
 def _mean(numbers: Sequence[float]) -> float | None:
-    return sum(numbers) / len(numbers) if numbers else None
+    # Exact: from Python 3.12 on `sum` rounds otherwise than before, and a record is read by both.
+    return math.fsum(numbers) / len(numbers) if numbers else None
 
 
 def _sd(numbers: Sequence[float]) -> float | None:
@@ -191,7 +192,7 @@ def _sd(numbers: Sequence[float]) -> float | None:
     mean = _mean(numbers)
     if mean is None or len(numbers) < 2:
         return None
-    return math.sqrt(sum((number - mean) * (number - mean) for number in numbers) / (len(numbers) - 1))
+    return math.sqrt(math.fsum((number - mean) * (number - mean) for number in numbers) / (len(numbers) - 1))
 
 
 def reproduce_command(run: Run) -> str:
