@@ -27,12 +27,8 @@ from speedrun.sourcefile import split_source
 #: What a process needs to run at all. No cache of programs: foreign code could leave some there for us to run.
 _ENVIRONMENT = ("PATH", "HOME", "TMPDIR", "LANG", "LD_LIBRARY_PATH")
 
-
 #: Laid over the record's source to look at what it made.
-_OURS = {
-    f"speedrun/{name}": (Path(__file__).parent / name).read_text(encoding="utf-8")
-    for name in ("examine.py", "ledger/findings.py")
-}
+_EXAMINER = ("examine.py", "ledger/findings.py")
 
 
 class Rerun:
@@ -104,7 +100,10 @@ class Rerun:
             found = Path(scratch, "findings.json")
             config = self._config(Path(scratch, "out"), self.old.file.seed, data)
             asked = Examination(config, checkpoints.absolute(), restarts, num_replayed, found)
-            self._execute("speedrun.examine", asked, echo, _OURS)
+            ours = {
+                f"speedrun/{name}": (Path(__file__).parent / name).read_text("utf-8") for name in _EXAMINER
+            }
+            self._execute("speedrun.examine", asked, echo, ours)
             return msgspec.json.decode(found.read_bytes(), type=Findings)
 
     def _execute(self, module: str, request: object, echo: TextIO, ours: Mapping[str, str]) -> None:
