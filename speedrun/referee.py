@@ -5,6 +5,7 @@ import tempfile
 from pathlib import Path
 from typing import TextIO
 
+from speedrun import runlog
 from speedrun.errors import UsageError
 from speedrun.ledger.checks.replay import REPLAY_CHECKS
 from speedrun.ledger.record import load
@@ -38,7 +39,7 @@ def examined(
     Args:
         folder: the record.
         report: of the checks that execute nothing; if one of them failed, nothing is executed.
-        checkpoints: of the record's first finished run; None: it is run again, and makes some.
+        checkpoints: of the record's first finished run, all that its log names; None: it is run again, and makes some.
         data: folder of shards; None: the track's own.
         echo: where the output of the record's source goes.
 
@@ -60,12 +61,14 @@ def examined(
             f"{folder}: its source is older than checkpoints; 'speedrun replay' compares its losses"
         )
     with tempfile.TemporaryDirectory(prefix="speedrun-replay-") as scratch:
+        made = run
         if checkpoints is None:
             every, out = -(-run.start.num_steps // _CHECKPOINTS), Path(scratch, "again")
-            again.run(out, seed=run.file.seed, data=data, echo=echo, checkpoint_every=every)
+            made = again.run(out, seed=run.file.seed, data=data, echo=echo, checkpoint_every=every)
             checkpoints = out.with_name(out.name + ".checkpoints")
-        steps = [int(path.name) for path in checkpoints.glob("[0-9]*") if path.name.isdigit()]
-        restarts = chosen(run, [step for step in steps if step < run.start.num_steps])
+        # By the log, not by what lies there: who brings checkpoints must not choose among them.
+        steps = [event.step for event in made.of(runlog.Checkpoint) if event.step < run.start.num_steps]
+        restarts = chosen(run, steps)
         findings = again.examine(checkpoints, restarts, _REPLAYED_STEPS, data=data, echo=echo)
     results = tuple(ask(one.of(run, findings), record) for one in REPLAY_CHECKS)
     return Report(report.results + results, report.strict)

@@ -77,6 +77,19 @@ def test_a_lie_is_refused_by_its_check_alone(record, id, lie):
     assert found[id] == "failed"
 
 
+def test_a_checkpoint_is_the_one_that_the_log_names(record):
+    run = record.runs[0]
+    lines = (*run.lines, replace(run.lines[-1], event=runlog.Checkpoint(4, "c" * 16, 0.1)))
+    kept = dataclasses.replace(record, runs=(dataclasses.replace(run, lines=lines), *record.runs[1:]))
+    assert asked(kept, honest(run))["V605"] == "failed"
+    right = replace(honest(run), restarts=(Restart(4, "c" * 16, honest(run).restarts[0].losses),))
+    assert asked(kept, right)["V605"] == "ok"
+
+
+def test_without_a_checkpoint_to_go_on_from_it_is_not_asked(record):
+    assert asked(record, replace(honest(record.runs[0]), restarts=()))["V605"] == "skipped"
+
+
 def test_a_vocabulary_that_is_too_large_is_not_asked(record):
     assert asked(record, replace(honest(record.runs[0]), masses=()))["V602"] == "skipped"
 

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from speedrun import runlog
 from speedrun.ledger.checks.table import Check, Skip
 from speedrun.ledger.findings import Findings
 from speedrun.ledger.record import Record
@@ -109,9 +110,14 @@ def by_itself(_run: Run, findings: Findings) -> Iterator[str]:
     hint="bring the checkpoints of this very run",
 )
 def goes_on(run: Run, findings: Findings) -> Iterator[str]:
-    """A few losses after each of them."""
+    """A few losses after each of them; and each is the one that the log names, if it names some."""
+    if not findings.restarts:
+        raise Skip("there is no checkpoint but the last")
     said = {step.step: step.loss for step in run.steps}
+    kept = {event.step: event.state_hash for event in run.of(runlog.Checkpoint)}
     for restart in findings.restarts:
+        if (named := kept.get(restart.step, restart.state_hash)) != restart.state_hash:
+            yield f"checkpoint {restart.step} is {restart.state_hash}, the log says {named}"
         for step, replayed in enumerate(restart.losses, restart.step):
             if not abs(replayed - said[step]) <= _REPLAYED:
                 differ = f"step {step} has loss {replayed:.5f}, the log says {said[step]:.5f}"
