@@ -13,7 +13,7 @@ from speedrun.clock import now
 from speedrun.data.wholefile import write_whole
 from speedrun.errors import UsageError, told
 from speedrun.ledger import batch, format
-from speedrun.prepare import RunConfig, prepare
+from speedrun.prepare import RunConfig, decoded, prepare
 from speedrun.track import sha256
 
 
@@ -70,4 +70,4 @@ def declare(promise: Promise) -> format.Declaration:
 if __name__ == "__main__":
     with told(), signals.handled_by(signals.stop):
         raw = Path(sys.argv[1]).read_bytes()
-        declare(msgspec.json.decode(raw, type=Promise, dec_hook=lambda kind, value: kind(value)))
+        declare(decoded(raw, Promise))

@@ -19,7 +19,7 @@ from speedrun.features import FEATURES
 from speedrun.ledger import experiment as experiments
 from speedrun.ledger import format
 from speedrun.ledger.experiment import BASELINE, Arm, Experiment, Kind
-from speedrun.prepare import Ready, RunConfig, prepare
+from speedrun.prepare import Ready, RunConfig, decoded, prepare
 from speedrun.recipe import Recipe
 
 
@@ -155,4 +155,4 @@ _DRAWN = {"features": _features, "ladder": _ladder, "sweep": _sweep}
 if __name__ == "__main__":
     with told(), signals.handled_by(signals.stop):
         raw = Path(sys.argv[1]).read_bytes()
-        design(msgspec.json.decode(raw, type=Request, dec_hook=lambda kind, value: kind(value)))
+        design(decoded(raw, Request))

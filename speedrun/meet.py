@@ -22,8 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from speedrun import processes, signals
 from speedrun.errors import INTERRUPTED, SpeedrunError, Terminated, UsageError, told
 
@@ -244,11 +242,11 @@ def _main(words: list[str]) -> None:
     group = asked(found.coordinator, found.processes, found.process, found.heartbeat, found.meet_within)
     with joined(group):
         from speedrun import console
-        from speedrun.prepare import RunConfig
+        from speedrun.prepare import RunConfig, decoded
         from speedrun.train import train
 
         raw = found.config.read_bytes()
-        config = msgspec.json.decode(raw, type=RunConfig, dec_hook=lambda kind, value: kind(value))
+        config = decoded(raw, RunConfig)
         with console.Live(sys.stdout) as live:
             train(config, live if processes.is_first() else None)
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import msgspec
@@ -36,6 +36,18 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     keep_checkpoints: int = 2  #: the newest ones; 0: all
     resume: bool = False  #: go on from the newest checkpoint of the run in `out`
     deadlines_s: dict[str, float] = {}  #: of phases, where other than `watchdog.DEADLINES_S`
+
+
+_T = TypeVar("_T")
+
+
+def decoded(raw: bytes | msgspec.Raw, kind: type[_T]) -> _T:
+    """What another process of ours asks for, from JSON: `RunConfig` and what holds one. Paths come as text.
+
+    Raises:
+        msgspec.DecodeError: if it is something else.
+    """
+    return msgspec.json.decode(raw, type=kind, dec_hook=lambda kind, value: kind(value))
 
 
 class Begun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

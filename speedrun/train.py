@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import msgspec
-
 from speedrun import (
     checkpoint,
     console,
@@ -35,7 +33,7 @@ from speedrun.data.wholefile import write_whole
 from speedrun.errors import NonFiniteError, UsageError, told
 from speedrun.ledger import format
 from speedrun.outcome import Tally, run_end, run_file
-from speedrun.prepare import Ready, RunConfig, prepare
+from speedrun.prepare import Ready, RunConfig, decoded, prepare
 
 
 def train(config: RunConfig, reader: console.Live | None = None) -> format.RunFile:
@@ -168,4 +166,4 @@ def _announce(ready: Ready, run_id: str, log: runlog.RunLog, tally: Tally) -> No
 if __name__ == "__main__":
     with told(), console.Live(sys.stdout) as live:
         raw = Path(sys.argv[1]).read_bytes()
-        train(msgspec.json.decode(raw, type=RunConfig, dec_hook=lambda kind, value: kind(value)), live)
+        train(decoded(raw, RunConfig), live)

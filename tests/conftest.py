@@ -3,6 +3,7 @@
 import dataclasses
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 os.environ.setdefault("SPEEDRUN_TEST_PLATFORM", "cpu")
 # Half of the suite's time would be LLVM making small programs for CPUs fast.
@@ -17,7 +18,8 @@ import jax
 import pytest
 from jax.sharding import Mesh
 
-from speedrun import deviceless, mesh, recipes
+from speedrun import deviceless, mesh, recipes, track
+from speedrun.data import synthetic
 from speedrun.models import record21
 from speedrun.recipe import Recipe, Stage
 
@@ -49,6 +51,14 @@ def tiny() -> Recipe:
         eval_sequences=16,
         eval_seq_len=32,
     )
+
+
+@pytest.fixture(scope="session")
+def smoke_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shards of the smoke track."""
+    folder = tmp_path_factory.mktemp("smoke")
+    synthetic.write(track.load("smoke-cpu"), folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

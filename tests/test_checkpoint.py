@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from test_train import SMALL
 
-from speedrun import checkpoint, loop, mesh, recipes, runlog, track, train
+from speedrun import checkpoint, loop, mesh, recipes, runlog, train
 from speedrun.checkpoint import Facts, described, folder_of, named, opened
-from speedrun.data import synthetic
 from speedrun.errors import CheckpointError, Terminated, UsageError
 from speedrun.ledger import format
 from speedrun.ledger.assemble import assemble
@@ -22,13 +21,6 @@ from speedrun.prepare import RunConfig
 from speedrun.step import Program
 
 NUM_STEPS = 12
-
-
-@pytest.fixture(scope="module")
-def smoke_data(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("smoke")
-    synthetic.write(track.load("smoke-cpu"), folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -29,11 +29,11 @@ from click.testing import CliRunner
 from test_checkpoint import facts_of, steps
 from test_train import SMALL
 
-from speedrun import faults, loop, provenance, recipes, runlog, track, train
+from speedrun import faults, loop, provenance, recipes, runlog, train
 from speedrun.checkpoint import folder_of
 from speedrun.cli import command
 from speedrun.clock import Stopwatch, now
-from speedrun.data import inventory, shards, synthetic
+from speedrun.data import inventory, shards
 from speedrun.errors import HANG, CheckpointError, DataError, NonFiniteError, Terminated
 from speedrun.ledger import format, leaks
 from speedrun.ledger.assemble import assemble
@@ -62,13 +62,6 @@ def no_orphans() -> Iterator[None]:
     yield
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
-
-
-@pytest.fixture(scope="module")
-def smoke_data(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("smoke")
-    synthetic.write(track.load("smoke-cpu"), folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 from test_train import SMALL
 
-from speedrun import checkpoint, errors, meet, runlog, track
-from speedrun.data import synthetic
+from speedrun import checkpoint, errors, meet, runlog
 from speedrun.errors import UsageError
 from speedrun.ledger import format
 from speedrun.prepare import RunConfig
@@ -26,13 +25,6 @@ from speedrun.train import train
 LONG = SMALL | {"stages.0.num_steps": "400"}
 #: Row 21 and its like: a process that is lost is noticed after 10 s without a heartbeat.
 QUICK = ["--heartbeat", "10", "--meet-within", "60"]
-
-
-@pytest.fixture(scope="module")
-def smoke_data(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("smoke")
-    synthetic.write(track.load("smoke-cpu"), folder)
-    return folder
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 from msgspec.structs import replace
 from record_forge import forge, install_track
-from test_checkpoint import facts_of, smoke_data, unbroken  # noqa: F401 - fixtures
+from test_checkpoint import facts_of, unbroken  # noqa: F401 - a fixture
 from test_train import SMALL
 
 from speedrun import recipes, runlog, step, track
@@ -205,7 +205,7 @@ def test_a_checkpoint_that_is_not_there_is_told(unbroken, tmp_path):  # noqa: F8
 
 
 @pytest.mark.slow
-def test_the_command_runs_a_record_again_and_asks_its_state(tmp_path, smoke_data):  # noqa: F811
+def test_the_command_runs_a_record_again_and_asks_its_state(tmp_path, smoke_data):
     out = tmp_path / "out"
     settings = [word for key, value in SMALL.items() for word in ("--set", f"{key}={value}")]
     CliRunner().invoke(command, ["run", "--data", str(smoke_data), "--out", str(out), *settings])

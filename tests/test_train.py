@@ -52,13 +52,6 @@ SMALL = {
 CACHE_SETTINGS = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
 
 
-@pytest.fixture(scope="session")
-def smoke_data(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("smoke")
-    synthetic.write(track.load("smoke-cpu"), folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def record(tmp_path_factory, smoke_data) -> Path:
     """A finished run, assembled."""

@@ -60,11 +60,11 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def main(path: Path) -> None:
     """Runs what a request says."""
-    from speedrun.prepare import RunConfig
+    from speedrun.prepare import RunConfig, decoded
     from speedrun.train import train
 
     request = msgspec.json.decode(path.read_bytes(), type=Request)
-    config = msgspec.json.decode(request.config, type=RunConfig, dec_hook=lambda kind, value: kind(value))
+    config = decoded(request.config, RunConfig)
     with told(), live(sys.stdout, find(request.ghost, request.track)) as reader:
         train(config, reader)
 

@@ -162,12 +162,11 @@ def command(
             _train(config, rules, ghost, to_stderr=as_json)
     except BaseException:
         if fresh and group.is_first():
-            _keep(config.out, f"{config.recipe or rules.recipe} on {rules.id}")
+            _keep(config.out, _title(config, rules))
         raise
     if not group.is_first():
         return
-    title = f"{config.recipe or rules.recipe} on {rules.id}"
-    summary = assemble(config.out, title=title, declared_runs=1)
+    summary = assemble(config.out, title=_title(config, rules), declared_runs=1)
     picture = next(path for path in plot(config.out) if path.suffix == ".png")
     report = validate(config.out)
     density = _bits_per_byte(rules, config.data, summary)
@@ -180,6 +179,10 @@ def command(
         click.echo(f"record  {config.out}\nplot    {picture}")
         click.echo(f"next    {following(config, summary, report)}")
     ctx.exit(0 if summary.target_reached and report.exit_code == 0 else 1)
+
+
+def _title(config: "RunConfig", rules: tracks.Track) -> str:
+    return f"{config.recipe or rules.recipe} on {rules.id}"
 
 
 def _deadlines_s(texts: tuple[str, ...]) -> dict[str, float]:
@@ -226,11 +229,11 @@ def _words(ctx: click.Context, out: Path) -> list[str]:
 def _begun(out: Path) -> "RunConfig":
     """What the run in a folder was asked to do; if it was killed, what is left of it becomes a run that broke off."""
     from speedrun import checkpoint
-    from speedrun.prepare import Begun
+    from speedrun.prepare import Begun, decoded
 
     path = checkpoint.folder_of(out) / checkpoint.RUN
     try:
-        begun = msgspec.json.decode(path.read_bytes(), type=Begun, dec_hook=lambda kind, value: kind(value))
+        begun = decoded(path.read_bytes(), Begun)
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{path}: {getattr(error, 'strerror', None) or error}; checkpoints are needed to go on; start the run "
