@@ -31,6 +31,7 @@ from speedrun.cli.options import (
     track_option,
 )
 from speedrun.cli.race import find, ghost_option
+from speedrun.cli.relay import relayed, wandb_option
 from speedrun.cli.run import card, new_folder
 from speedrun.errors import NonFiniteError, UsageError, meaning
 from speedrun.ledger import format, statistics
@@ -83,6 +84,7 @@ _POWER = 0.9
 @click.option("--title", help="What the record is, in a few words.")
 @click.option("--resume", type=click.Path(path_type=Path), metavar="DIR", help="Go on with a declared batch.")
 @ghost_option
+@wandb_option
 @json_option
 @click.pass_context
 def command(
@@ -105,6 +107,7 @@ def command(
     title: str | None,
     resume: Path | None,
     ghost: str | None,
+    wandb: str | None,
     as_json: bool,
 ) -> None:
     """Declare a batch, run it, test its mean loss; one record of all runs, also of those that failed.
@@ -134,9 +137,10 @@ def command(
         _child(ctx, "speedrun.declare", promise, to_stderr=as_json)
         folder = Path(config["out"])
     else:
-        only_with_resume(ctx, "data", "title", "ghost")
+        only_with_resume(ctx, "data", "title", "ghost", "wandb")
         folder = resume
-    Batch(ctx, folder, data, title, ghost, as_json=as_json).run()
+    with relayed(folder, wandb):
+        Batch(ctx, folder, data, title, ghost, as_json=as_json).run()
 
 
 def _size(

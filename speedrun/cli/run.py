@@ -29,6 +29,7 @@ from speedrun.cli.options import (
     track_option,
 )
 from speedrun.cli.race import find, ghost_option, live
+from speedrun.cli.relay import relayed, wandb_option
 from speedrun.data import inventory
 from speedrun.errors import CheckpointError, UsageError, unknown
 from speedrun.ledger import format
@@ -96,6 +97,7 @@ if TYPE_CHECKING:
 )
 @together.options
 @ghost_option
+@wandb_option
 @json_option
 @click.pass_context
 def command(
@@ -121,6 +123,7 @@ def command(
     heartbeat: int,
     meet_within: int,
     ghost: str | None,
+    wandb: str | None,
     as_json: bool,
 ) -> None:
     """Train once on a track, under the clock; write, draw and validate a record.
@@ -152,14 +155,15 @@ def command(
         deadlines_s=_deadlines_s(deadlines),
     )
     if resume is not None:
-        only_with_resume(ctx, "ghost", *together.ARGUMENTS)
+        only_with_resume(ctx, "ghost", "wandb", *together.ARGUMENTS)
     fresh = resume is not None or not os.path.exists(config.out)
     try:
         with meet.joined(meet.asked(coordinator, processes, process, heartbeat, meet_within)):
             if resume is not None:
                 config = _begun(resume)
                 rules = tracks.load(config.track)
-            _train(config, rules, ghost, to_stderr=as_json)
+            with relayed(config.out, wandb if group.is_first() else None):
+                _train(config, rules, ghost, to_stderr=as_json)
     except BaseException:
         if fresh and group.is_first():
             _keep(config.out, _title(config, rules))

@@ -7,21 +7,18 @@ the machine that exports. The forms hold less than the record and prove nothing.
 import importlib
 import os
 import tempfile
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from speedrun import runlog
 from speedrun.errors import UsageError
-from speedrun.ledger import classic_log, curve_table
+from speedrun.ledger import classic_log, curve_table, wandb_run
 from speedrun.ledger.context import ContextRun, Point, context_run, on_machine
 from speedrun.ledger.record import Record
 from speedrun.ledger.run import Run, loss_of
-
-#: What `wandb sync` takes as an id; names of run folders fit but for their length.
-_WANDB_ID_LIMIT = 64
+from speedrun.ledger.scalars import scalars, utc, utc_s
+from speedrun.ledger.submission import findings
 
 
 def curves(run: Run) -> ContextRun:
@@ -64,19 +61,19 @@ def to_tensorboard(record: Record, out: Path) -> list[Path]:
     Raises:
         UsageError: if tensorboardX is not installed.
     """
-    writer = _needed("tensorboardX.record_writer", "tensorboard")
+    writer = needed("tensorboardX.record_writer", "tensorboard")
     events = importlib.import_module("tensorboardX.proto.event_pb2")
     paths = []
     for run in record.runs:
-        begun_s = _utc_s(run.lines[0])
+        begun_s = utc_s(run.lines[0])
         # The usual name ends in that of the host; this one in that of the run.
         path = out / run.folder / f"events.out.tfevents.{begun_s:010.0f}.{run.folder}"
         path.parent.mkdir()
         file = writer.RecordWriter(str(path))
         file.write(events.Event(wall_time=begun_s, file_version="brain.Event:2").SerializeToString())
         for line in run.lines:
-            for step, name, number in _scalars(line.event):
-                event = events.Event(wall_time=_utc_s(line), step=step)
+            for step, name, number in scalars(line.event):
+                event = events.Event(wall_time=utc_s(line), step=step)
                 event.summary.value.add(tag=name, simple_value=number)
                 file.write(event.SerializeToString())
         file.close()
@@ -87,73 +84,26 @@ def to_tensorboard(record: Record, out: Path) -> list[Path]:
 def to_wandb(record: Record, out: Path) -> list[Path]:
     """One offline run each, to be sent by `wandb sync` by whoever wants to; nothing is sent here.
 
-    wandb adds its own version, that of Python and the platform.
-
     Raises:
         UsageError: if wandb is not installed.
     """
     paths = []
     # Beside its files wandb writes logs full of paths and settings. They stay in a folder that goes away.
     with tempfile.TemporaryDirectory() as scratch:
-        # Read when it is imported; the first one tells its makers of crashes.
-        os.environ |= {"WANDB_ERROR_REPORTING": "false", "WANDB_CACHE_DIR": scratch}
-        wandb = _needed("wandb", "wandb")
+        os.environ |= wandb_run.ENVIRONMENT | {"WANDB_CACHE_DIR": scratch}
+        wandb = needed("wandb", "wandb")
         for run in record.runs:
-            name = run.folder[:_WANDB_ID_LIMIT]
-            _log_to_wandb(wandb, run, name, scratch)
-            (written,) = Path(scratch).glob(f"wandb/offline-run-*/run-{name}.wandb")
-            folder = out / f"offline-run-{_utc(run.lines[0]):%Y%m%d_%H%M%S}-{name}"
+            sent = wandb_run.WandbRun(wandb, run.lines[0], scratch=scratch)
+            for line in run.lines:
+                sent(line)
+            sent.finish()
+            (written,) = Path(scratch).glob(f"wandb/offline-run-*/run-{sent.id}.wandb")
+            folder = out / f"offline-run-{utc(run.lines[0]):%Y%m%d_%H%M%S}-{sent.id}"
             folder.mkdir()
             paths.append(folder / written.name)
             paths[-1].write_bytes(written.read_bytes())
         wandb.teardown()
     return paths
-
-
-def _log_to_wandb(wandb: Any, run: Run, name: str, scratch: str) -> None:
-    quiet = wandb.Settings(
-        console="off",
-        disable_code=True,
-        disable_git=True,
-        disable_job_creation=True,
-        host="-",
-        program="speedrun",
-        silent=True,
-        username="-",
-        x_disable_machine_info=True,
-        x_disable_meta=True,
-        x_disable_stats=True,
-        x_disable_viewer=True,
-        x_save_requirements=False,
-        x_start_time=_utc_s(run.lines[0]),
-    )
-    at: dict[int, dict[str, float]] = defaultdict(dict)
-    for line in run.lines:
-        for step, key, number in _scalars(line.event):
-            at[step] |= {key: number, "_timestamp": _utc_s(line)}
-    sent = wandb.init(
-        mode="offline", project="speedrun", id=name, name=run.folder, config=run.start.config, dir=scratch,
-        settings=quiet, reinit="create_new",
-    )  # fmt: skip
-    for step in sorted(at):
-        sent.log(at[step], step=step)
-    sent.finish()
-
-
-def _scalars(event: runlog.AnyEvent) -> list[tuple[int, str, float]]:
-    """Step, name and number of what an event tells."""
-    match event:
-        case runlog.Val():
-            return [(event.step, "val/loss", loss_of(event))]
-        case runlog.Step():
-            done = event.step + 1
-            return [
-                (done, "train/loss", event.loss),
-                (done, "train/time_s", event.train_time_s),
-                (done, "train/tokens", float(event.tokens_seen)),
-                (done, "train/lr_scale", event.lr_scale),
-            ]
-    return []
 
 
 FORMS: dict[str, Callable[[Record, Path], list[Path]]] = {
@@ -173,6 +123,11 @@ def export(record: Record, form: str, out: Path) -> Sequence[Path]:
     """
     if not record.whole:
         raise UsageError(f"{record.root} cannot be read whole; 'speedrun validate {record.root}' says why")
+    if secret := next((finding for finding in findings(record.raw) if finding.secret), None):
+        raise UsageError(
+            f"{secret.path}:{secret.line} holds {secret.kind}; nothing was written; have the secret changed where it "
+            "was given out, and make the record anew"
+        )
     if out.resolve().is_relative_to(record.root.resolve()):
         raise UsageError(f"{out} lies in the record, which may hold nothing else; choose an --out beside it")
     try:
@@ -184,7 +139,7 @@ def export(record: Record, form: str, out: Path) -> Sequence[Path]:
         raise UsageError(f"{out} cannot be written: {error.strerror}; choose another --out") from None
 
 
-def _needed(module: str, extra: str) -> Any:
+def needed(module: str, extra: str) -> Any:
     """A library that only this needs.
 
     Raises:
@@ -201,11 +156,3 @@ def _needed(module: str, extra: str) -> Any:
 def _write(path: Path, text: str) -> Path:
     path.write_text(text, encoding="utf-8", newline="")
     return path
-
-
-def _utc(line: runlog.Line) -> datetime:
-    return datetime.fromisoformat(line.t_utc)
-
-
-def _utc_s(line: runlog.Line) -> float:
-    return _utc(line).timestamp()

@@ -1,0 +1,180 @@
+"""What a run logs goes to wandb from a process of its own; nothing that wandb does reaches the run."""
+
+import json
+import os
+import shutil
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from record_forge import forge, install_track
+from test_train import SMALL
+
+from speedrun import track
+from speedrun.cli import command, relay
+from speedrun.clock import Stopwatch
+
+KEY = "canary00" * 5
+
+#: A wandb that writes down what it is told; `{fault}` stands at the beginning of a run, `{stall}` at its end.
+FAKE = """
+import json, os, time
+class CommError(Exception): ...
+def Settings(**settings): return settings
+def tell(*what):
+    with open(os.environ["TOLD"], "a") as file:
+        print(json.dumps(what), file=file)
+def init(**words):
+    {fault}
+    tell("init", words["id"], words["project"], words["group"], words["mode"])
+    return Run(words["id"])
+def teardown(): ...
+class Run:
+    def __init__(self, id): self.id = id
+    def log(self, row, step): tell("log", self.id, step, row)
+    def finish(self, exit_code):
+        {stall}
+        tell("finish", self.id, exit_code)
+"""
+
+
+@pytest.fixture
+def record(tmp_path, monkeypatch) -> Path:
+    install_track(tmp_path)
+    monkeypatch.setattr(track, "TRACKS_DIR", tmp_path)
+    return forge(tmp_path / "record")
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    """Makes a wandb for the process to find; a function that reads what it was told."""
+    site, told = tmp_path / "site", tmp_path / "told"
+    site.mkdir()
+    for name, value in {"TOLD": str(told), "WANDB_API_KEY": KEY}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), *sys.path]))
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+
+    def make(fault: str = "pass", stall: str = "pass"):
+        (site / "wandb.py").write_text(FAKE.format(fault=fault, stall=stall))
+        return lambda: [json.loads(line) for line in told.read_text().splitlines()] if told.exists() else []
+
+    return make
+
+
+def test_what_grows_in_the_log_arrives(record, fake, tmp_path, capfd):
+    """A log that is written in pieces, in the middle of lines, arrives whole; a run that was there stays out."""
+    told = fake()
+    growing = tmp_path / "growing"
+    old, new = sorted((record / "runs").iterdir())
+    shutil.copytree(old, growing / "runs" / old.name)
+    raw = (new / "metrics.jsonl").read_bytes()
+    with relay.relayed(growing, "mine"):
+        (growing / "runs" / new.name).mkdir()
+        with (growing / "runs" / new.name / "metrics.jsonl").open("wb", buffering=0) as log:
+            for part in (raw[:200], raw[200:3000], raw[3000:]):
+                log.write(part)
+                threading.Event().wait(0.7)
+    events = [json.loads(line)["event"] for line in raw.splitlines()]
+    begun, *rows, ended = told()
+    assert begun == ["init", new.name, "mine", "growing", "online"]
+    assert ended == ["finish", new.name, 0]
+    found = {(step, key): number for _, _, step, row in rows for key, number in row.items()}
+    losses = {event["step"] + 1: event["loss"] for event in events if event["ev"] == "step"}
+    assert {step: number for (step, key), number in found.items() if key == "train/loss"} == losses
+    validations = {event["step"]: event["loss"] for event in events if event["ev"] == "val"}
+    assert {step: number for (step, key), number in found.items() if key == "val/loss"} == pytest.approx(
+        validations
+    )
+    assert "warning" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("raise CommError('no server')", "no server"),
+        ("os._exit(3)", "its process ended with exit code 3"),
+    ],
+)
+def test_a_wandb_that_fails_is_one_line(record, fake, capfd, fault, said):
+    told = fake(fault)
+    fresh = record.with_name("fresh")
+    with relay.relayed(fresh, "mine"):
+        record.rename(fresh)
+        threading.Event().wait(2)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert said in line
+    assert line.startswith("warning: wandb: ")
+    assert line.endswith(f"speedrun export {fresh} --to wandb")
+    assert not told()
+
+
+def test_a_wandb_that_is_not_there_is_one_line(record, fake, tmp_path, capfd):
+    fake()
+    (tmp_path / "site" / "wandb.py").write_text("raise ModuleNotFoundError('no', name='wandb')")
+    with relay.relayed(record, "mine"):
+        pass
+    assert "not installed; type: pip install 'speedrun[wandb]'" in capfd.readouterr().err
+
+
+def test_a_wandb_that_never_ends_is_left_behind(record, fake, capfd, monkeypatch):
+    told = fake(stall="time.sleep(600)")
+    monkeypatch.setattr(relay, "_LEAVE_S", 2.0)
+    fresh, watch = record.with_name("fresh"), Stopwatch()
+    with relay.relayed(fresh, "mine"):
+        record.rename(fresh)
+        threading.Event().wait(2)
+    assert watch.seconds < 10
+    assert "did not take everything within 2 s" in capfd.readouterr().err
+    assert told()[-1][0] == "log"
+
+
+def test_a_secret_in_what_would_be_sent_stops_it(record, fake, capfd):
+    told = fake()
+    fresh = record.with_name("fresh")
+    for log in record.glob("runs/*/metrics.jsonl"):
+        log.write_bytes(log.read_bytes().replace(b'"tiny"', f'"{KEY}"'.encode(), 1))
+    with relay.relayed(fresh, "mine"):
+        record.rename(fresh)
+        threading.Event().wait(1.5)
+    line = capfd.readouterr().err
+    assert "holds the value of $WANDB_API_KEY; nothing of it is sent" in line
+    assert KEY not in line
+    assert not told()
+
+
+def test_told_not_to_send_it_does_not(record, fake, capfd, monkeypatch):
+    told = fake()
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    with relay.relayed(record, "mine"):
+        pass
+    assert "WANDB_MODE=offline, which sends nothing" in capfd.readouterr().err
+    assert not told()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trouble", ["no key", "dead server"])
+def test_a_run_is_the_same_with_the_real_wandb_in_trouble(trouble, smoke_data, tmp_path, monkeypatch):
+    """The state and the losses are those of a run without it; the key is nowhere in what the run leaves behind."""
+    pytest.importorskip("wandb", reason="needs wandb")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    if trouble == "dead server":
+        monkeypatch.setenv("WANDB_API_KEY", KEY)
+    settings = [word for key, value in SMALL.items() for word in ("--set", f"{key}={value}")]
+    hashes = []
+    for out, more in (("without", []), ("with", ["--wandb", "mine"])):
+        words = ["run", "--data", str(smoke_data), "--out", str(tmp_path / out), *settings, *more]
+        done = CliRunner().invoke(command, words)
+        assert done.exit_code == 1, done.output
+        (run,) = tmp_path.glob(f"{out}/runs/*/run.json")
+        hashes.append(json.loads(run.read_bytes())["final_hash"])
+    assert hashes[0] == hashes[1]
+    assert "warning: wandb: " in done.stderr
+    assert not [
+        path
+        for path in (tmp_path / "with").rglob("*")
+        if path.is_file() and KEY.encode() in path.read_bytes()
+    ]
