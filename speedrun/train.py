@@ -82,7 +82,7 @@ def _logged(ready: Ready, checkpoints: Checkpoints | None, reader: console.Live 
             log.subscribe(reader)
         clock, outcome = Clock(), "aborted"
         try:
-            watched = watchdog.watching(tally.phases, config.deadlines_s, log, config.out)
+            watched = watchdog.watching(tally.phases, config.deadlines_s, log, _stacks(config.out))
             with watched, processes.handled_by(processes.at_once()):
                 _announce(ready, run_id, log, tally)
                 loop.run(ready, log, clock, tally, checkpoints)
@@ -102,6 +102,12 @@ def _logged(ready: Ready, checkpoints: Checkpoints | None, reader: console.Live 
                 write_whole(run_dir / "log.txt", console.render(runlog.read(path)).encode())
                 write_whole(run_dir / "run.json", format.encode(facts))
     return facts
+
+
+def _stacks(out: Path) -> Path:
+    """Beside the record; of several processes, each has its own."""
+    which = f".process-{processes.index()}" if processes.count() > 1 else ""
+    return out.with_name(f"{out.name}{which}.stacks.txt")
 
 
 def _begun(ready: Ready, run_dir: Path) -> Path:

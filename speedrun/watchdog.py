@@ -23,19 +23,20 @@ DEADLINES_S: dict[Phase, float] = {
 }
 _SLOW = 0.5  #: of a deadline; a line says so, once for each phase
 _GRACE_S = 10.0  #: to write down what is known; the disk or the terminal may be what hangs
+_LINGER_S = 2.0  #: for the watchdogs of other processes: whoever goes before they bark looks like what was lost
 
 
 @contextmanager
 def watching(
-    phases: Phases, deadlines_s: Mapping[str, float], log: runlog.RunLog, record: Path
+    phases: Phases, deadlines_s: Mapping[str, float], log: runlog.RunLog, stacks: Path
 ) -> Iterator[None]:
-    """Watches inside the block. Of a run that hung, RECORD.stacks.txt shows where its threads stood.
+    """Watches inside the block.
 
     Args:
         phases: of the run.
         deadlines_s: of some phases, in place of `DEADLINES_S`; 0: none.
         log: is told of what is slow, and why the run ends.
-        record: the folder that the log lies in.
+        stacks: the file that shows where the threads of a run stood that hung.
     """
     wanted_s = {phase: s for phase, s in {**DEADLINES_S, **deadlines_s}.items() if s}
     done, told = threading.Event(), set[Phase]()
@@ -46,7 +47,6 @@ def watching(
             deadline_s = wanted_s.get(phase, math.inf)
             said = f"{phase} has taken {stood_s:.1f} s; its deadline is {deadline_s:g} s"
             if stood_s > deadline_s:
-                stacks = record.with_name(f"{record.name}.stacks.txt")
                 _end(f"{said}; {stacks.name} shows where all threads stood", log, stacks)
             if stood_s > _SLOW * deadline_s and phase not in told:
                 told.add(phase)
@@ -70,5 +70,6 @@ def _end(said: str, log: runlog.RunLog, stacks: Path) -> None:
         log.emit(runlog.Error("Hang", said))
         os.write(2, f"error: {said}\n".encode())
         faulthandler.dump_traceback(2)
+        threading.Event().wait(_LINGER_S)
     finally:
         os._exit(HANG)

@@ -187,6 +187,15 @@ def test_nothing_of_this_machine_comes_along(form, tmp_path):
         )
 
 
+@pytest.mark.parametrize("form", list(FORMS))
+def test_a_record_with_a_secret_is_not_exported(form, record, tmp_path, monkeypatch):
+    monkeypatch.setenv("SOME_TOKEN", "forged@1")  # nobody's token, but it stands in the log
+    with pytest.raises(UsageError, match=r"holds the value of \$SOME_TOKEN; nothing was written") as error:
+        export(load(record.root), form, tmp_path / "out")
+    assert "forged@1" not in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(("form", "package"), [("wandb", "wandb"), ("tensorboard", "tensorboardX")])
 def test_a_missing_library_is_one_line_that_names_the_extra(form, package, record, tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:

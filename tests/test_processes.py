@@ -282,6 +282,27 @@ def test_the_traceback_of_a_worker_is_told_first(tmp_path, smoke_data):
     assert said < stderr.index("RuntimeError: a worker of this test") < stderr.index("error: process 1 lost")
 
 
+#: Its heart goes on beating.
+SLEEPS = RAISES.replace('raise RuntimeError("a worker of this test")', "import time; time.sleep(600)")
+
+
+def test_a_worker_that_hangs_ends_both_at_their_deadlines_with_their_stacks(tmp_path, smoke_data):
+    """Row 24: JAX never notices; each process has a watchdog of its own."""
+    (tmp_path / "sitecustomize.py").write_text(SLEEPS)
+    path = f"{tmp_path}:{Path(__file__).parent.parent}"
+    out = tmp_path / "out"
+    running = launched(out, smoke_data, "--deadline", "step=5", PYTHONPATH=path)
+    pids = wait_for_steps(running, out, 3)
+    ((code, _, stderr),) = ends([running], timeout=40)
+    assert code == errors.HANG, stderr
+    assert stderr.count("error: step has taken 5.") == 2
+    assert "lost" not in stderr
+    assert all(map(is_gone, pids))
+    assert lines(out)[-1].kind == "Hang"
+    stood = [(tmp_path / f"out.process-{i}.stacks.txt").read_text() for i in range(2)]
+    assert ["sitecustomize.py" in text for text in stood] == [False, True]
+
+
 # --- rows 26 to 29: meeting and agreeing -------------------------------------------------------------------
 
 
