@@ -1,7 +1,6 @@
 """Reads Python that nobody trusts: what a file imports, what it reaches for, and how much data it carries.
 
-Nothing is executed: the text is parsed and its tree walked. A static reading sees what is written down. Whoever wants
-to hide a name from it must compute that name, so every way to compute one is itself a thing to report.
+Nothing is executed: the text is parsed and its tree walked. A static reading sees what is written down.
 """
 
 import ast
@@ -12,7 +11,10 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
+
+from speedrun.ledger.literals import Literals
+from speedrun.ledger.reaches import Import, Reach, Reaches, imports_of
 
 #: Larger files are data, or made to keep a reader busy; they are not parsed. The largest of ours has 20,000.
 MOST_BYTES = 2**18
@@ -35,118 +37,6 @@ def is_science(path: str) -> bool:
     )
 
 
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-def _by_word(table: dict[str, str]) -> dict[str, str]:
-    return {word: reach for reach, words in table.items() for word in words.split()}
-
-
-#: Packages that compute and nothing else; what they hold besides stands in `_PARTS`.
-_PURE = _words(
-    "__future__ abc ast bisect collections contextlib copy dataclasses difflib einops enum errno fnmatch fractions "
-    "functools hashlib heapq itertools jax math msgspec numbers numpy operator optax random re speedrun "
-    "stat statistics string textwrap tomllib types typing typing_extensions zlib"
-)
-#: What others reach, by their first name; a package that is in neither table is one that nobody has looked at.
-_REACH = _by_word(
-    {
-        "clocks": "time datetime timeit sched calendar",
-        "processes": "subprocess multiprocessing signal ctypes cffi _ctypes threading _thread concurrent asyncio "
-        "atexit faulthandler resource",
-        "the network": "socket ssl urllib http requests aiohttp httpx ftplib smtplib xmlrpc huggingface_hub wandb",
-        "pickles": "pickle _pickle marshal shelve dbm copyreg dill cloudpickle joblib torch",
-        "files": "os posix io _io pathlib shutil tempfile glob mmap zipfile tarfile sqlite3 fileinput linecache "
-        "logging csv",
-        "packed data": "base64 binascii codecs gzip lzma bz2 quopri uu struct array",
-        "code": "importlib runpy code codeop imp pkgutil builtins zipimport",
-        "the interpreter": "sys gc inspect site dis tracemalloc weakref",
-        "the machine": "platform",
-        "the terminal": "rich click curses readline",
-    }
-)
-#: Many modules hold others by their own names: `dataclasses.sys`. These words are no function's name as well.
-_HELD = {
-    **{
-        word: _REACH[word]
-        for word in _REACH.keys() - _words("array code struct platform site signal resource dis csv")
-    },
-    "Path": "files",
-}
-#: And these, by the names that everybody gives them.
-_KNOWN_AS = {"np": "numpy", "numpy": "numpy", "jnp": "jax.numpy", "jax": "jax"}
-_NOTHING = "nothing"
-#: Parts of packages that reach further than the package; the longest one counts.
-_PARTS = _by_word(
-    {
-        "files": "numpy.load numpy.save numpy.savez numpy.savez_compressed numpy.fromfile numpy.memmap numpy.loadtxt "
-        "numpy.savetxt numpy.genfromtxt numpy.DataSource numpy.lib jax.numpy.load jax.numpy.save jax.numpy.savez "
-        "jax.numpy.fromfile jax.profiler tomllib.load hashlib.file_digest",
-        "packed data": "numpy.frombuffer numpy.fromstring jax.numpy.frombuffer jax.numpy.fromstring zlib.decompress "
-        "zlib.decompressobj",
-        "the host": "jax.pure_callback jax.experimental.io_callback jax.debug jax.experimental.host_callback "
-        "jax.experimental.buffer_callback",
-        "JAX's own settings": "jax.config jax.monitoring jax.transfer_guard jax.log_compiles jax.clear_caches "
-        "jax.disable_jit",
-        _NOTHING: "jax.experimental.pallas",
-        "loaded code": "jax._src jax.extend jax.export jax.lib jax.interpreters jax.experimental numpy.f2py "
-        "numpy.testing numpy.ctypeslib numpy._core numpy.core functools.singledispatch functools.singledispatchmethod "
-        "typing.get_type_hints typing.ForwardRef types.FunctionType "
-        "types.CodeType types.ModuleType importlib.machinery importlib.reload importlib.resources importlib.abc "
-        "importlib.util.spec_from_file_location importlib.util.module_from_spec importlib.util.LazyLoader "
-        "importlib.__import__",
-        "computed names": "operator.attrgetter operator.methodcaller",
-        "the network": "jax.distributed",
-    }
-)
-#: Names that Python always has.
-_BUILTINS = {
-    "open": "files", "input": "files", "breakpoint": "code", "eval": "code", "exec": "code", "compile": "code",
-    "__import__": "code", "__builtins__": "code", "__loader__": "code", "__spec__": "code",
-    "globals": "computed names", "locals": "computed names", "vars": "computed names", "getattr": "computed names",
-    "setattr": "computed names", "delattr": "computed names", "license": "files", "copyright": "files", "help": "code",
-}  # fmt: skip
-#: Attributes that mean the same whatever they are taken from.
-_ATTRIBUTES = {
-    "read_bytes": "files", "read_text": "files", "write_bytes": "files", "write_text": "files", "fromfile": "files",
-    "memmap": "files", "tofile": "files", "iterdir": "files", "glob": "files", "rglob": "files", "unlink": "files",
-    "import_module": "code", "exec_module": "loaded code", "load_module": "loaded code", "environ": "files",
-    "spec_from_file_location": "loaded code", "module_from_spec": "loaded code",
-    "gi_frame": "the interpreter", "cr_frame": "the interpreter", "ag_frame": "the interpreter",
-    "tb_frame": "the interpreter", "f_globals": "the interpreter", "f_builtins": "the interpreter",
-    "f_back": "the interpreter", "io_callback": "the host", "pure_callback": "the host",
-    "monitoring": "JAX's own settings",
-}  # fmt: skip
-#: Names between double underscores that are no way into the interpreter.
-_PLAIN = _words(
-    "__name__ __qualname__ __module__ __doc__ __version__ __file__ __init__ __post_init__ __new__"
-)
-
-
-class Reach(NamedTuple):
-    """Something a file reaches for."""
-
-    line: int
-    what: str  #: files, clocks, ...
-    name: str  #: as it is called in full, `numpy.load`
-
-
-class Import(NamedTuple):
-    """One name that an import statement binds: `from module import name`, or `import module`."""
-
-    line: int
-    module: str
-    name: str | None
-
-
-class Literal(NamedTuple):
-    """A literal that holds more than a person would type."""
-
-    line: int
-    what: str
-
-
 @dataclass
 class Code:
     """What one file holds."""
@@ -155,17 +45,8 @@ class Code:
     imports: list[Import] = field(default_factory=list)
     bound: set[str] = field(default_factory=set)  #: names at its top level
     reaches: list[Reach] = field(default_factory=list)
-    large: list[Literal] = field(default_factory=list)
-    literal_bytes: int = 0  #: of all strings, docstrings left out, and long integers
-    num_numbers: int = 0
+    literals: Literals = field(default_factory=Literals)
     packed_bytes: int = 0  #: of the whole text after zlib: what it holds, wherever it is hidden
-
-
-#: A string of a person has a space before this many characters; a blob need not.
-_LONGEST_WORD = 120
-_MOST_BYTES_LITERAL = 128
-_MOST_BITS = 256
-_MOST_NUMBERS = 256
 
 
 #: A comment in the first two lines that tells Python how to decode a file (PEP 263).
@@ -220,13 +101,13 @@ def _read_table(text: str, code: Code) -> None:
                 left += [*table, *table.values()]
             case list() as row:
                 left += row
-                _note_row(1, row, code)
+                code.literals.note_row(1, row)
             case str() as string:
-                _note_string(1, string, code)
+                code.literals.note_string(1, string)
             case bool():
                 pass
             case int() | float() as number:
-                _note_number(1, number, code)
+                code.literals.note_number(1, number)
 
 
 def _read_python(text: str, code: Code) -> None:
@@ -242,18 +123,9 @@ def _read_python(text: str, code: Code) -> None:
         )  # finds a return outside of functions, and the like
     nodes = list(ast.walk(tree))
     code.bound = {name for node in tree.body for name in _names_bound(node)}
-    code.imports = [found for node in nodes for found in _imports(node)]
-    code.reaches = list(_Reaches(code.imports, nodes).found())
-    _weigh(nodes, code)
-
-
-def _imports(node: ast.AST) -> Iterator[Import]:
-    match node:
-        case ast.Import(names=names):
-            yield from (Import(node.lineno, alias.name, None) for alias in names)
-        case ast.ImportFrom(module=module, names=names, level=level):
-            start = "." * level + (module or "")
-            yield from (Import(node.lineno, start, alias.name) for alias in names)
+    code.imports = [found for node in nodes for found in imports_of(node)]
+    code.reaches = list(Reaches(code.imports, nodes).found())
+    code.literals.note_tree(nodes)
 
 
 def _names_bound(node: ast.stmt) -> Iterator[str]:
@@ -266,207 +138,3 @@ def _names_bound(node: ast.stmt) -> Iterator[str]:
                 yield name
             case ast.alias(name=name, asname=asname):
                 yield asname or name.split(".")[0]
-
-
-_IMPORT = "importlib.import_module"
-#: Modules that are imported by `from`, too.
-_MODULES = _words("jax.numpy jax.lax jax.nn jax.random jax.experimental numpy.linalg")
-#: Methods that change what they are called on.
-_CHANGES = _words("update setdefault pop popitem clear append extend insert remove add discard sort")
-
-
-class _Reaches:
-    """Follows names through import statements and plain assignments to what they stand for."""
-
-    def __init__(self, imports: list[Import], nodes: list[ast.AST]) -> None:
-        self._imports, self._nodes = imports, nodes
-        self._stands_for: dict[str, str] = {}
-        for node in nodes:
-            match node:
-                case ast.Import(names=names):
-                    for alias in names:
-                        name = alias.name if alias.asname else alias.name.split(".")[0]
-                        self._stands_for[alias.asname or name] = name
-                case ast.ImportFrom(module=module, names=names):
-                    for alias in names:
-                        self._stands_for[alias.asname or alias.name] = f"{module or ''}.{alias.name}"
-        # A module that is a value goes where no reader follows: a list, a function.
-        self._modules = {one.module for one in imports if one.name is None} | _MODULES
-        self._owners = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
-        self._called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
-        self._follow_assignments()
-
-    def _follow_assignments(self) -> None:
-        """`load = numpy.load`: the name on the left stands for the same thing. Chains of three are long enough."""
-        pairs = []
-        for node in self._nodes:
-            match node:
-                case (
-                    ast.Assign(targets=[ast.Name(id=name)], value=ast.Name() | ast.Attribute() as value)
-                    | ast.NamedExpr(target=ast.Name(id=name), value=ast.Name() | ast.Attribute() as value)
-                    | ast.AnnAssign(target=ast.Name(id=name), value=ast.Name() | ast.Attribute() as value)
-                ):
-                    pairs.append((name, value))
-        for _ in range(3):
-            for name, value in pairs:
-                if (full := self._full_name(value)) and name not in self._stands_for:
-                    self._stands_for[name] = full
-
-    def _full_name(self, node: ast.AST) -> str | None:
-        """`np.lib.format` -> `numpy.lib.format`; None of what does not begin with an imported name."""
-        names: list[str] = []
-        while isinstance(node, ast.Attribute):
-            names.append(node.attr)
-            node = node.value
-        if not isinstance(node, ast.Name) or node.id not in self._stands_for:
-            return None
-        return ".".join([self._stands_for[node.id], *reversed(names)])
-
-    def found(self) -> Iterator[Reach]:
-        """One of a kind in each line."""
-        seen: set[tuple[int, str]] = set()
-        for one in (*self._imported(), *(found for node in self._nodes for found in self._of(node))):
-            if (one.line, one.what) not in seen:
-                seen.add((one.line, one.what))
-                yield one
-
-    def _imported(self) -> Iterator[Reach]:
-        for one in self._imports:
-            full = one.module if one.name is None else f"{one.module}.{one.name}"
-            if one.module.startswith(".") or one.name == "*":
-                yield Reach(one.line, "computed names", full)
-            elif what := _reach_of(full, imported=True):
-                yield Reach(one.line, what, full)
-
-    def _of(self, node: ast.AST) -> Iterator[Reach]:
-        match node:
-            case ast.Name(id=name):
-                yield from self._of_name(node, name)
-            case ast.Attribute(attr=attr):
-                yield from self._of_attribute(node, attr)
-                yield from self._patched(node)
-            case ast.Subscript():
-                yield from self._patched(node)
-            case ast.Call(func=ast.Attribute(attr=attr) as function) if attr in _CHANGES:
-                full = self._full_name(function) or ""
-                if full.startswith("speedrun."):
-                    yield Reach(node.lineno, "what others own", full)
-            case ast.Call(func=ast.Name(id="getattr"), args=[owner, *_]) | ast.Match(subject=owner):
-                if full := self._full_name(owner):
-                    yield Reach(node.lineno, "the inside of modules", full)
-            case ast.Call(func=function, args=[argument, *_]) if self._full_name(function) == _IMPORT:
-                yield from self._imported_by_name(node, argument)
-
-    def _of_name(self, node: ast.Name, name: str) -> Iterator[Reach]:
-        if name in _BUILTINS and name not in self._stands_for:
-            yield Reach(node.lineno, _BUILTINS[name], name)
-            if name == "getattr" and id(node) not in self._called:
-                yield Reach(node.lineno, "the inside of modules", "getattr, handed on")
-        elif (full := self._full_name(node)) == _IMPORT and id(node) not in self._called:
-            yield Reach(node.lineno, "the inside of modules", "import_module, handed on")
-        elif full in self._modules and id(node) not in self._owners:
-            yield Reach(node.lineno, "the inside of modules", f"{full}, handed on")
-
-    def _of_attribute(self, node: ast.Attribute, attr: str) -> Iterator[Reach]:
-        full = self._full_name(node)
-        if full and (what := _reach_of(full, imported=False)):
-            yield Reach(node.lineno, what, full)
-        elif attr in _ATTRIBUTES:
-            yield Reach(node.lineno, _ATTRIBUTES[attr], full or f"(...).{attr}")
-            if full == _IMPORT and id(node) not in self._called:
-                yield Reach(node.lineno, "the inside of modules", "import_module, handed on")
-        elif attr.startswith("__") and attr.endswith("__") and attr not in _PLAIN:
-            yield Reach(node.lineno, "computed names", full or f"(...).{attr}")
-
-    def _patched(self, target: ast.Attribute | ast.Subscript) -> Iterator[Reach]:
-        """Writing to what was imported: `clock.now = ...`, `os.environ["X"] = ...`."""
-        if isinstance(target.ctx, ast.Load):
-            return
-        inner: ast.AST = target
-        while isinstance(inner, ast.Attribute | ast.Subscript):
-            inner = inner.value
-        if isinstance(inner, ast.Name) and inner.id in self._stands_for:
-            whole = target.value if isinstance(target, ast.Subscript) else target
-            yield Reach(
-                target.lineno, "what others own", self._full_name(whole) or self._stands_for[inner.id]
-            )
-
-    def _imported_by_name(self, node: ast.Call, argument: ast.expr) -> Iterator[Reach]:
-        """`importlib.import_module("socket")` reaches what `import socket` does."""
-        match argument:
-            case ast.Constant(value=str(module)):
-                if what := _reach_of(module, imported=True):
-                    yield Reach(node.lineno, what, module)
-            case ast.JoinedStr(values=[ast.Constant(value="speedrun.recipes."), *_]):
-                pass
-            case _:
-                yield Reach(node.lineno, "the inside of modules", "import_module of a computed name")
-
-
-def _reach_of(name: str, *, imported: bool) -> str | None:
-    """What a full name reaches. A name that is only used was imported, so its package is told there."""
-    parts = name.split(".")
-    for size in range(len(parts), 1, -1):
-        if reach := _PARTS.get(".".join(parts[:size])):
-            return None if reach == _NOTHING else reach
-    for place, part in enumerate(parts[1:], 1):
-        if reach := _HELD.get(part) or _HELD.get(part.strip("_")):
-            return reach
-        if part in _KNOWN_AS and (
-            reach := _reach_of(".".join([_KNOWN_AS[part], *parts[place + 1 :]]), imported=False)
-        ):
-            return reach
-    if not imported:
-        return None
-    return None if parts[0] in _PURE else _REACH.get(parts[0], "a package that nobody has looked at")
-
-
-def _weigh(nodes: list[ast.AST], code: Code) -> None:
-    """Counts numbers and strings. A docstring is text for people, so it only may not hide a blob."""
-    docstrings = {id(string) for node in nodes if (string := _docstring(node)) is not None}
-    for node in nodes:
-        match node:
-            case ast.Constant(value=bool() | None):
-                pass
-            case ast.Constant(value=str() | bytes() as value):
-                _note_string(node.lineno, value, code, counts=id(node) not in docstrings)
-            case ast.Constant(value=int() | float() | complex() as value):
-                _note_number(node.lineno, value, code)
-            case ast.List(elts=row) | ast.Tuple(elts=row) | ast.Set(elts=row) | ast.Call(args=row):
-                _note_row(node.lineno, row, code)
-            case ast.Dict(keys=keys, values=row):
-                _note_row(node.lineno, [*keys, *row], code)
-            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name):
-                if len(name) > _LONGEST_WORD:
-                    code.large.append(Literal(node.lineno, f"a name of {len(name):,} letters"))
-
-
-def _docstring(node: ast.AST) -> ast.Constant | None:
-    match node:
-        case ast.Expr(value=ast.Constant(value=str()) as string):
-            return string
-    return None
-
-
-def _note_string(line: int, value: str | bytes, code: Code, *, counts: bool = True) -> None:
-    size = len(value.encode(errors="replace") if isinstance(value, str) else value)
-    code.literal_bytes += size * counts
-    if isinstance(value, bytes) and size > _MOST_BYTES_LITERAL:
-        code.large.append(Literal(line, f"{size:,} bytes in one literal"))
-    elif isinstance(value, str) and size > _LONGEST_WORD:
-        word = max(map(len, value.split()), default=0)
-        if word > _LONGEST_WORD:
-            code.large.append(Literal(line, f"a word of {word:,} characters in a string"))
-
-
-def _note_number(line: int, value: complex, code: Code) -> None:
-    code.num_numbers += 1
-    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
-        size = value.bit_length() // 8
-        code.literal_bytes += size
-        code.large.append(Literal(line, f"an integer of {size:,} bytes"))
-
-
-def _note_row(line: int, row: list[Any], code: Code) -> None:
-    if len(row) > _MOST_NUMBERS:
-        code.large.append(Literal(line, f"{len(row):,} values in a row"))

@@ -219,15 +219,15 @@ def no_weights(record: Record) -> Iterator[str]:
     for path, code in files.items():
         if _is_large(record, path):
             yield f"{path}: {code.problem}"
-        yield from (f"{path} line {line}: {what}" for line, what in code.large)
+        yield from (f"{path} line {line}: {what}" for line, what in code.literals.large)
     science = [code for path, code in files.items() if is_science(path)]
     sums = (
         (
-            sum(code.literal_bytes for code in science),
+            sum(code.literals.num_bytes for code in science),
             _MOST_LITERAL_BYTES,
             "bytes of literals in the science",
         ),
-        (sum(code.num_numbers for code in science), _MOST_NUMBERS, "numbers in the science"),
+        (sum(code.literals.num_numbers for code in science), _MOST_NUMBERS, "numbers in the science"),
         (sum(code.packed_bytes for code in files.values()), _MOST_PACKED_BYTES, "bytes in all after zlib"),
     )
     for found, most, what in sums:

@@ -1,0 +1,77 @@
+"""How much data the literals of a file hold: weights hidden in a source text are long, and many."""
+
+import ast
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+#: A string of a person has a space before this many characters; a blob need not.
+_LONGEST_WORD = 120
+_MOST_BYTES_LITERAL = 128
+_MOST_BITS = 256
+_MOST_NUMBERS = 256
+
+
+class Literal(NamedTuple):
+    """A literal that holds more than a person would type."""
+
+    line: int
+    what: str
+
+
+@dataclass
+class Literals:
+    """Those of one file."""
+
+    large: list[Literal] = field(default_factory=list)
+    num_bytes: int = 0  #: of all strings, docstrings left out, and long integers
+    num_numbers: int = 0
+
+    def note_tree(self, nodes: list[ast.AST]) -> None:
+        """All of a tree. A docstring is text for people, so it only may not hide a blob."""
+        docstrings = {id(string) for node in nodes if (string := _docstring(node)) is not None}
+        for node in nodes:
+            match node:
+                case ast.Constant(value=bool() | None):
+                    pass
+                case ast.Constant(value=str() | bytes() as value):
+                    self.note_string(node.lineno, value, counts=id(node) not in docstrings)
+                case ast.Constant(value=int() | float() | complex() as value):
+                    self.note_number(node.lineno, value)
+                case ast.List(elts=row) | ast.Tuple(elts=row) | ast.Set(elts=row) | ast.Call(args=row):
+                    self.note_row(node.lineno, row)
+                case ast.Dict(keys=keys, values=row):
+                    self.note_row(node.lineno, [*keys, *row])
+                case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name):
+                    if len(name) > _LONGEST_WORD:
+                        self.large.append(Literal(node.lineno, f"a name of {len(name):,} letters"))
+
+    def note_string(self, line: int, value: str | bytes, *, counts: bool = True) -> None:
+        """A string; `counts`: to what a file may hold in all."""
+        size = len(value.encode(errors="replace") if isinstance(value, str) else value)
+        self.num_bytes += size * counts
+        if isinstance(value, bytes) and size > _MOST_BYTES_LITERAL:
+            self.large.append(Literal(line, f"{size:,} bytes in one literal"))
+        elif isinstance(value, str) and size > _LONGEST_WORD:
+            word = max(map(len, value.split()), default=0)
+            if word > _LONGEST_WORD:
+                self.large.append(Literal(line, f"a word of {word:,} characters in a string"))
+
+    def note_number(self, line: int, value: complex) -> None:
+        """A number of any kind."""
+        self.num_numbers += 1
+        if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+            size = value.bit_length() // 8
+            self.num_bytes += size
+            self.large.append(Literal(line, f"an integer of {size:,} bytes"))
+
+    def note_row(self, line: int, row: list[Any]) -> None:
+        """Values that stand side by side."""
+        if len(row) > _MOST_NUMBERS:
+            self.large.append(Literal(line, f"{len(row):,} values in a row"))
+
+
+def _docstring(node: ast.AST) -> ast.Constant | None:
+    match node:
+        case ast.Expr(value=ast.Constant(value=str()) as string):
+            return string
+    return None
