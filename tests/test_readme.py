@@ -1,70 +1,27 @@
-"""The README is run, not believed.
-
-Its ```bash blocks are executed line by line, as they stand, in one folder that looks like a checkout without
-data. Commands that install, take an evening or need data of yours stand in ```sh blocks and are not run.
-"""
+"""The README is run, not believed (`pages`), and what it counts is counted."""
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
+from pages import ROOT, blocks, checkout, commands, execute
 
 from speedrun.cli import COMMANDS
 from speedrun.errors import EXIT_CODES
 
-ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 LONGEST = 250  #: lines of the README
-TIMEOUT_S = 400
 
 
-def blocks(language: str, text: str = README) -> list[list[str]]:
-    """The lines of every fenced block of one language."""
-    found = re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    return [block.splitlines() for block in found]
-
-
-def commands() -> list[str]:
-    return [line for block in blocks("bash") for line in block if line and not line.startswith("#")]
-
-
-@pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    """A folder with the files of the project, but with data and runs of its own."""
-    for path in ROOT.iterdir():
-        if path.name not in ("data", "runs") and not path.name.startswith("."):
-            (tmp_path / path.name).symlink_to(path)
-    return tmp_path
-
-
-def test_its_commands_do_what_they_say(checkout: Path) -> None:
+def test_its_commands_do_what_they_say(tmp_path: Path) -> None:
     """About a minute: one of them is the whole smoke track."""
-    bin_dir = Path(sys.executable).parent
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
-    env = {**env, "PATH": f"{bin_dir}:{env['PATH']}"}
-    env.pop("SPEEDRUN_DATA", None)
-    assert any(command.startswith("speedrun run --track smoke-cpu") for command in commands())
-    for command in commands():
-        done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", command],
-            cwd=checkout,
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
-        assert done.returncode == 0, f"$ {command}\n{done.stdout}"
-        assert done.stdout.strip(), f"$ {command}\nsays nothing"
+    assert any(line.startswith("speedrun run --track smoke-cpu") for line in commands("bash", README))
+    execute(commands("bash", README), checkout(tmp_path))
 
 
 def test_its_first_commands_are_the_two_scripts() -> None:
-    first = [line.split()[0] for line in blocks("sh")[0]]
+    first = [line.split()[0] for line in blocks("sh", README)[0]]
     assert first == ["scripts/quickstart.sh", "scripts/test.sh"]
     assert all(os.access(ROOT / name, os.X_OK) for name in first)
     assert README.index(first[0]) < README.index("\n## ")
@@ -72,7 +29,10 @@ def test_its_first_commands_are_the_two_scripts() -> None:
 
 def test_it_names_every_command_that_there_is() -> None:
     """In the table and in the blocks that are not run."""
-    texts = [*re.findall(r"`(speedrun [^`]+)`", README), *(line for block in blocks("sh") for line in block)]
+    texts = [
+        *re.findall(r"`(speedrun [^`]+)`", README),
+        *(line for block in blocks("sh", README) for line in block),
+    ]
     named = {text.split()[1] for text in texts if text.startswith("speedrun ")}
     assert named == set(COMMANDS)
 

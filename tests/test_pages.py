@@ -1,0 +1,64 @@
+"""The pages of docs/: what they tell people to type works, and their links lead somewhere."""
+
+import re
+from pathlib import Path
+
+import pytest
+from pages import ROOT, checkout, commands, execute, read_options
+
+PAGES = {
+    path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md")) if path.name != "LOG.md"
+}
+SCRIPT = "python data/fineweb_prep.py"
+
+#: Those whose commands train.
+SLOW = {"racer.md", "researcher.md"}
+RUN = [
+    pytest.param(name, marks=pytest.mark.slow if name in SLOW else ())
+    for name, text in PAGES.items()
+    if commands("bash", text)
+]
+GIVEN = sorted(
+    {
+        line.replace(SCRIPT, "speedrun data prep")
+        for text in PAGES.values()
+        for line in commands("sh", text)
+        if line.startswith(("speedrun ", SCRIPT))
+    }
+)
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_its_commands_do_what_they_say(name: str, tmp_path: Path) -> None:
+    execute(commands("bash", PAGES[name]), checkout(tmp_path))
+
+
+@pytest.mark.parametrize("line", GIVEN)
+def test_a_command_of_a_page_can_be_given(line: str) -> None:
+    read_options(line)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_its_scripts_are_there(name: str) -> None:
+    called = [line.split()[0] for line in commands("sh", PAGES[name])]
+    assert not [word for word in called if word.startswith("scripts/") and not (ROOT / word).exists()]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_its_links_lead_somewhere(name: str) -> None:
+    local = [link for link in re.findall(r"\]\(([^)]+)\)", PAGES[name]) if "://" not in link]
+    assert not [link for link in local if not (ROOT / "docs" / link.partition("#")[0]).exists()]
+
+
+def test_the_page_on_data_names_every_option_of_prep() -> None:
+    from speedrun.cli.data_prep import command
+
+    options = {name for param in command.params for name in param.opts} - {
+        "--json",
+        "--column",
+        "--workers",
+        "--engine",
+    }
+    assert (ROOT / "data" / "fineweb_prep.py").exists()
+    missing = [name for name in options if name not in PAGES["data.md"]]
+    assert not missing
