@@ -402,6 +402,18 @@ ABOUT_NOTHING = Summary(
 # --- the command -------------------------------------------------------------------------------------------
 
 
+def test_a_newer_schema_is_called_that(folder):
+    path = forge(folder) / "manifest.json"
+    raw = path.read_bytes()
+    path.write_bytes(raw.replace(b"speedrun.manifest/1", b"speedrun.manifest/12"))
+    assert found(folder)["V001"] == (
+        "manifest.json: speedrun.manifest/12, and this speedrun reads speedrun.manifest/1: a newer one wrote it; "
+        "update, and try again",
+    )
+    path.write_bytes(raw.replace(b"speedrun.manifest/1", b"another.manifest/12"))
+    assert "a newer one" not in found(folder)["V001"][0]
+
+
 def test_the_command_prints_and_exits(folder):
     forge(folder)
     good = CliRunner().invoke(command, [str(folder)])

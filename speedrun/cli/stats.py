@@ -24,7 +24,9 @@ class Stats(msgspec.Struct, frozen=True):
     losses: tuple[float, ...]
     loss: Interval | None  #: mean, with the 95 % interval
     sd: float | None
+    train_times_s: tuple[float, ...]
     train_time_s: Interval | None
+    cold_walls_s: tuple[float, ...]
     cold_wall_s: Interval | None
     declared: bool
     rule: str
@@ -103,6 +105,7 @@ def _stats(
     elif noise:
         needed = statistics.runs_needed(margin_now, noise, rule=test.rule, alpha=test.alpha)
     parents = [run.val_loss for run in parent.finished] if parent else []
+    times_s, walls_s = ([getattr(run.end, name) for run in runs] for name in ("train_time_s", "cold_wall_s"))
     return Stats(
         track=rules.id,
         target=aim,
@@ -110,8 +113,10 @@ def _stats(
         losses=tuple(losses),
         loss=statistics.mean_interval(losses),
         sd=sd,
-        train_time_s=statistics.mean_interval([run.train_time_s for run in runs]),
-        cold_wall_s=statistics.mean_interval([run.end.cold_wall_s for run in runs]),
+        train_times_s=tuple(times_s),
+        train_time_s=statistics.mean_interval(times_s),
+        cold_walls_s=tuple(walls_s),
+        cold_wall_s=statistics.mean_interval(walls_s),
         declared=declared,
         rule=test.rule,
         p=test.p,
@@ -128,8 +133,8 @@ def _lines(found: Stats, against: str | None) -> list[str]:
     lines = [
         f"runs    {found.num_runs} finished on {found.track} ({declared})",
         f"loss    {_interval(found.loss, found.losses, 5)} nats | sd {_number(found.sd, 5)}",
-        f"time    {_interval(found.train_time_s, (), 2)} s of training",
-        f"wall    {_interval(found.cold_wall_s, (), 2)} s, cold",
+        f"time    {_interval(found.train_time_s, found.train_times_s, 2)} s of training",
+        f"wall    {_interval(found.cold_wall_s, found.cold_walls_s, 2)} s, cold",
         f"test    mean below {found.target:g} by {names[found.rule]}: p = {_number(found.p, 5)}, need less than "
         f"{found.alpha:g}: {'proven' if found.passed else 'not proven'}",
     ]
@@ -137,6 +142,8 @@ def _lines(found: Stats, against: str | None) -> list[str]:
         lines.append(
             f"power   at this mean and noise {found.runs_needed} runs pass with a probability of 90 %"
         )
+    elif found.sd is None and found.rule == "t":
+        lines.append("power   one run says nothing of the noise; two would")
     elif not found.passed:
         lines.append("power   no number of runs proves this mean")
     if found.equivalent:
@@ -150,7 +157,7 @@ def _lines(found: Stats, against: str | None) -> list[str]:
 
 def _interval(interval: Interval | None, alone: tuple[float, ...], digits: int) -> str:
     if interval is None:
-        return f"{alone[0]:.{digits}f} (one run)" if alone else "one run"
+        return f"{alone[0]:.{digits}f}"
     return f"{interval.mean:.{digits}f} +- {interval.half_width:.{digits}f}"
 
 

@@ -239,15 +239,36 @@ def decode(raw: bytes, kind: type[_File]) -> _File:
     """Reads what `encode` wrote, and nothing else.
 
     Raises:
-        FormatError: not JSON, a missing, unknown or repeated key, a wrong type, other spacing.
+        FormatError: not JSON, a missing, unknown or repeated key, a wrong type, other spacing, a newer schema.
     """
     try:
         file = msgspec.json.decode(raw, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise FormatError(str(error)) from None
+        raise FormatError(_newer(raw) or str(error)) from None
     if encode(file) != raw:
         raise FormatError("not in canonical form (a key twice, or other spacing)")
     return file
+
+
+_LONGEST_SCHEMA = 40  #: characters; what is longer is none
+
+
+class _Head(msgspec.Struct):
+    schema: str = ""
+
+
+def _newer(raw: bytes) -> str:
+    """What to say of a file whose schema is a later version of one of ours; else nothing."""
+    try:
+        got = msgspec.json.decode(raw, type=_Head).schema
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""
+    name, _, version = got[:_LONGEST_SCHEMA].partition("/")
+    for own in (RUN_SCHEMA, BATCH_SCHEMA, MANIFEST_SCHEMA, SUMMARY_SCHEMA):
+        own_name, _, own_version = own.partition("/")
+        if name == own_name and version.isdecimal() and int(version) > int(own_version):
+            return f"{name}/{version}, and this speedrun reads {own}: a newer one wrote it; update, and try again"
+    return ""
 
 
 def sha256(raw: bytes) -> str:
