@@ -9,6 +9,7 @@ checkpoint comes back without a word) and casts a wrong dtype in silence; both a
 """
 
 import gc
+import logging
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -87,6 +88,19 @@ def described(state: TrainState) -> dict[str, Array]:
     }
 
 
+def _leave_telling_to_us() -> None:
+    """What cannot be written is one line of ours. orbax, and threads of tensorstore, would put 600 before it."""
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    tell = sys.unraisablehook
+
+    def hook(told: Any) -> None:
+        if "Event loop is closed" not in str(told.exc_value):  # of a write that had failed before
+            tell(told)
+
+    sys.unraisablehook = hook
+
+
 @contextmanager
 def opened(
     folder: Path, run: bytes, *, every: int, keep: int, say: Callable[[str], None]
@@ -105,6 +119,7 @@ def opened(
     Raises:
         CheckpointError: if another process writes there, or a checkpoint could not be written.
     """
+    _leave_telling_to_us()
     with ExitStack() as held:
         if processes.is_first():
             held.enter_context(lock.alone_in(folder, refuse=CheckpointError))
