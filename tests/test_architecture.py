@@ -27,6 +27,7 @@ FLOORS = {
     "speedrun.outcome": 9,
     "speedrun.declare": 9,
     "speedrun.design": 9,
+    "speedrun.budget": 9,
     "speedrun.plan": 8,
     "speedrun.prepare": 8,
     "speedrun.examine": 9,

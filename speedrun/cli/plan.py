@@ -1,26 +1,33 @@
 """`speedrun plan`: what a recipe needs on devices that need not be here."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 import msgspec
 
 from speedrun import devices as kinds
+from speedrun import track as tracks
 from speedrun.cli.options import Integer, Number, example, json_option, parse_settings, settings_option
-from speedrun.errors import SpeedrunError
+from speedrun.errors import SpeedrunError, UsageError
 
 if TYPE_CHECKING:
+    from speedrun.budget import Budget
     from speedrun.plan import Plan, StagePlan
+
+_RECORDS = Path("records")
 
 
 @click.command(
     epilog=example(
         "speedrun plan --recipe record21 --device-kind h100 --devices 8",
         "speedrun plan --recipe webmini --device-kind a100 --compile",
-        "speedrun plan --recipe smoke --dollars 2.50 --json",
+        "speedrun plan --track main-8xh100 --runs 4 --dollars 2.50",
     )
 )
-@click.option("--recipe", metavar="NAME", default="smoke", show_default=True, help="What to train.")
+@click.option("--recipe", metavar="NAME", help="What to train. Default: the track's, or smoke.")
+@click.option("--track", metavar="NAME", help="Say also what a batch on it takes: data, time, money.")
+@click.option("--runs", type=Integer(1), metavar="N", help="Of that batch. Default: as many as a rank takes.")
 @click.option(
     "--device-kind",
     "kind",
@@ -29,7 +36,7 @@ if TYPE_CHECKING:
     metavar="KIND",
     help=", ".join(kinds.DEVICES) + ".",
 )
-@click.option("--devices", type=Integer(1), default=8, show_default=True, metavar="N", help="In one machine.")
+@click.option("--devices", type=Integer(1), metavar="N", help="In one machine. Default: the track's, or 8.")
 @click.option(
     "--microbatches",
     type=Integer(1),
@@ -51,9 +58,11 @@ if TYPE_CHECKING:
 def command(
     ctx: click.Context,
     *,
-    recipe: str,
+    recipe: str | None,
+    track: str | None,
+    runs: int | None,
     kind: str,
-    devices: int,
+    devices: int | None,
     microbatches: int,
     settings: tuple[str, ...],
     compiled: bool,
@@ -65,26 +74,36 @@ def command(
     Exits with 1 if it does not fit into memory, and says what would.
     """
     kinds.load(kind)
+    rules = None if track is None else tracks.load(track)
+    if runs is not None and rules is None:
+        raise UsageError(f"--runs {runs}: of a batch on which track? add --track NAME")
     overrides = parse_settings(settings)
+    name = recipe or (rules.recipe if rules else "smoke")
     # JAX is imported only now: nothing above needs it, and an error above should not wait for it.
+    from speedrun import budget as budgets
     from speedrun import plan as planning
     from speedrun import recipes
 
-    chosen = recipes.load(recipe).override(overrides)
-    plan = planning.plan(
-        chosen, kind, devices, microbatches, "compiled program" if compiled else "arithmetic"
-    )
-    too_large = None
-    if not plan.fits:
-        what_fits = planning.advice(chosen, devices, plan.microbatches, plan.memory_limit_bytes)
-        too_large = (
-            f"{recipe} does not fit: needs {_gb(plan.memory_bytes)}, {plan.device} has "
-            f"{_gb(plan.memory_limit_bytes)}; try {what_fits}"
-        )
+    chosen = recipes.load(name).override(overrides)
+    plan, too_large, batch = None, None, None
+    if rules is None or rules.rules.platform == "gpu":
+        num_devices = devices or (rules.rules.num_devices if rules else 8)
+        basis = "compiled program" if compiled else "arithmetic"
+        plan = planning.plan(chosen, kind, num_devices, microbatches, basis)
+        if not plan.fits:
+            what_fits = planning.advice(chosen, num_devices, plan.microbatches, plan.memory_limit_bytes)
+            too_large = (
+                f"{name} does not fit: needs {_gb(plan.memory_bytes)}, {plan.device} has "
+                f"{_gb(plan.memory_limit_bytes)}; try {what_fits}"
+            )
+    if rules is not None:
+        num_runs = runs or max(2, rules.rules.min_runs)
+        batch = budgets.budget(rules, chosen, num_runs, _RECORDS, plan, dollars=dollars)
+    batch_lines = [] if batch is None else budgets.said(batch, planning.ERROR)
     if as_json:
-        click.echo(_encoded(plan, dollars, too_large))
-        ctx.exit(0 if plan.fits else 1)
-    click.echo("\n".join(_lines(plan, dollars, planning.ERROR)))
+        click.echo(_encoded(plan, dollars, too_large, batch, batch_lines))
+        ctx.exit(1 if too_large else 0)
+    click.echo("\n".join([*(_lines(plan, dollars, planning.ERROR) if plan else []), *batch_lines]))
     if too_large:
         raise SpeedrunError(too_large)
 
@@ -114,16 +133,27 @@ def _stage_lines(stage: "StagePlan", plan: "Plan", error: float) -> list[str]:
     ]
 
 
-def _encoded(plan: "Plan", dollars: float | None, too_large: str | None) -> bytes:
-    derived = {
-        "fits": plan.fits,
-        "error": too_large,
-        "memory_bytes": plan.memory_bytes,
-        "total_s": plan.total_s,
-        "device_hours": plan.device_hours,
-        "dollars": None if dollars is None else plan.device_hours * dollars,
-    }
-    return msgspec.json.encode({**msgspec.structs.asdict(plan), **derived})
+def _encoded(
+    plan: "Plan | None",
+    dollars: float | None,
+    too_large: str | None,
+    batch: "Budget | None",
+    batch_lines: list[str],
+) -> bytes:
+    """The plan's facts by themselves, and below `batch` what is known of one."""
+    facts: dict[str, object] = {"error": too_large}
+    if plan is not None:
+        facts |= msgspec.structs.asdict(plan) | {
+            "fits": plan.fits,
+            "memory_bytes": plan.memory_bytes,
+            "total_s": plan.total_s,
+            "device_hours": plan.device_hours,
+            "dollars": None if dollars is None else plan.device_hours * dollars,
+        }
+    if batch is not None:
+        derived = {"total_s": batch.total_s, "dollars": batch.dollars, "said": batch_lines}
+        facts["batch"] = msgspec.structs.asdict(batch) | derived
+    return msgspec.json.encode(facts)
 
 
 def _gb(num_bytes: int) -> str:

@@ -4,8 +4,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from speedrun.data.inventory import bytes_per_token, data_folder, open_track, read_manifest
+from speedrun.data.shards import HEADER_BYTES
 from speedrun.errors import DataError
 from speedrun.track import Track
+
+#: Of a shard on the hub: 100 million ids of two bytes, and a header.
+_SHARD_BYTES = 2 * 10**8 + HEADER_BYTES
 
 
 class Holding(NamedTuple):
@@ -22,6 +26,14 @@ class Holding(NamedTuple):
     source: str | None  #: the manifest's
     complete: bool  #: `speedrun run` finds what it needs
     problem: str | None  #: why not
+
+
+def to_fetch_bytes(track: Track, folder: Path | None = None) -> int:
+    """What `speedrun data get` would still bring; nothing of tracks whose shards are made, or anybody's."""
+    here = holding(track, folder)
+    if track.data.hub is None or here.expected is None:
+        return 0
+    return max(0, here.expected - here.shards) * _SHARD_BYTES
 
 
 def holding(track: Track, folder: Path | None = None) -> Holding:

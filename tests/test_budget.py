@@ -1,0 +1,93 @@
+"""What a batch will take: from records where there are some, else from the plan's arithmetic."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from speedrun import budget as budgets
+from speedrun import cli, recipes, track
+from speedrun import plan as planning
+from speedrun.budget import budget
+
+ROOT = Path(__file__).parent.parent
+RECORDS = ROOT / "records"
+
+
+def invoke(*args: str) -> Result:
+    return CliRunner().invoke(cli.command, ["plan", *args], prog_name="speedrun")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPEEDRUN_DATA", str(tmp_path))
+
+
+def test_a_run_takes_what_the_records_took():
+    """Those of 280 steps as they are, that of 264 with 16 more."""
+    walls = []
+    for path in RECORDS.glob("smoke-cpu/*/summary.json"):
+        summary = json.loads(path.read_text())
+        more = 280 / summary["num_steps"] - 1
+        walls.append(summary["cold_wall_s_mean"] + more * summary["train_time_s_mean"])
+    found = budget(track.load("smoke-cpu"), recipes.load("smoke"), 2, RECORDS, None, dollars=2.5)
+    assert found.basis == "records"
+    assert found.run_s == pytest.approx(sum(walls) / len(walls))
+    assert found.total_s == pytest.approx(2 * sum(walls) / len(walls))
+    assert found.dollars == 0, "a simulated device costs nothing"
+
+
+def test_fewer_steps_take_less_but_start_as_slowly():
+    smoke, short = recipes.load("smoke"), recipes.load("smoke").override({"stages.0.num_steps": "28"})
+    whole, tenth = (
+        budget(track.load("smoke-cpu"), one, 2, RECORDS, None, dollars=None) for one in (smoke, short)
+    )
+    assert whole.run_s
+    assert tenth.run_s
+    assert whole.train_s
+    assert tenth.train_s == pytest.approx(whole.train_s / 10)
+    assert whole.run_s - tenth.run_s == pytest.approx(0.9 * whole.train_s)
+
+
+def test_nobody_knows_what_was_never_run(tmp_path: Path):
+    found = budget(track.load("docs-cpu"), recipes.load("docs"), 2, RECORDS, None, dollars=None)
+    assert (found.basis, found.run_s, found.total_s, found.dollars) == ("unknown", None, None, None)
+    assert "nobody knows" in budgets.said(found, 0.3)[-1]
+
+
+def test_a_plan_gives_steps_validations_and_a_guess():
+    """1,770 steps, a validation of 10,485,760 tokens before every 125th and at the end, each forward only."""
+    rules, recipe = track.load("main-8xh100"), recipes.load("record21")
+    plan = planning.plan(recipe, "h100", 8, 8)
+    found = budget(rules, recipe, 4, RECORDS, plan, dollars=2.5)
+    num_vals = len(range(0, 1770, 125)) + 1
+    vals_s = plan.total_s * num_vals * 10_485_760 / 3 / (1770 * 393_216)
+    assert found.run_s == pytest.approx(plan.total_s + vals_s + budgets.UNTIMED_S)
+    assert found.run_s
+    assert found.dollars == pytest.approx(4 * found.run_s * 8 * 2.5 / 3600)
+    assert (found.basis, found.fetch_bytes) == ("arithmetic", 10 * 200_001_024)
+    disk, batch = budgets.said(found, 0.3)
+    assert disk == "data   2.00 GB to fetch | 3.00 GB of disk"
+    assert batch.endswith(f"${found.dollars:,.2f} at $2.50 an hour and GPU, without fetching")
+    assert "$" not in budgets.said(budget(rules, recipe, 4, RECORDS, plan, dollars=None), 0.3)[-1]
+
+
+def test_the_track_says_recipe_devices_and_runs(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(ROOT)
+    found = json.loads(invoke("--track", "single-gpu", "--json").stdout)
+    batch = found["batch"]
+    assert (found["recipe"], found["num_devices"], batch["num_runs"]) == ("record21", 1, 3)
+    assert batch["total_s"] == pytest.approx(3 * batch["run_s"])
+    lines = invoke("--track", "smoke-cpu").stdout.splitlines()
+    assert [line[:5] for line in lines] == ["data ", "batch"]
+    assert lines[1].startswith("batch  2 runs of ")
+    assert "as the records here took" in lines[1]
+
+
+def test_runs_of_no_track_are_refused():
+    result = invoke("--runs", "2")
+    assert (result.exit_code, result.stderr) == (
+        2,
+        "error: --runs 2: of a batch on which track? add --track NAME\n",
+    )
