@@ -27,6 +27,7 @@ FLOORS = {
     "speedrun.outcome": 9,
     "speedrun.declare": 9,
     "speedrun.design": 9,
+    "speedrun.doctor": 9,
     "speedrun.budget": 9,
     "speedrun.plan": 8,
     "speedrun.prepare": 8,
@@ -76,6 +77,7 @@ LIGHT = {
     "speedrun.meet",
     "speedrun.console",
     "speedrun.ledger",
+    "speedrun.doctor",
     "speedrun.cli",
 }
 HEAVY = {"jax", "jaxlib", "optax", "orbax", "matplotlib", "datasets", "huggingface_hub", "tiktoken", "wandb"}

@@ -1,8 +1,10 @@
 """What a machine achieves: products, memory, collectives, transfers."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -10,6 +12,10 @@ from jax.sharding import PartitionSpec as P
 from speedrun.health import best_s, is_simulated, matmul_gflops
 from speedrun.mesh import place
 from speedrun.params import AXIS
+
+_LOAD_S = 2.0  #: nvidia-smi needs up to a second for eight GPUs
+
+Answer = TypeVar("Answer")
 
 
 class Health(NamedTuple):
@@ -19,6 +25,7 @@ class Health(NamedTuple):
     memory_gb_per_s: float  #: read and written by a copy
     all_gather_gb_per_s: float  #: arriving from other devices; 0 with one device
     reduce_scatter_gb_per_s: float  #: leaving for other devices, likewise
+    all_reduce_gb_per_s: float  #: leaving for other devices in a ring, likewise
     host_to_device_gb_per_s: float
 
 
@@ -28,6 +35,7 @@ def measure(mesh: Mesh) -> Health:
         matmul_gflops(mesh),
         memory_gb_per_s(mesh),
         *_collectives_gb_per_s(mesh),
+        all_reduce_gb_per_s(mesh),
         host_to_device_gb_per_s(mesh),
     )
 
@@ -58,6 +66,37 @@ def _collectives_gb_per_s(mesh: Mesh) -> tuple[float, float]:
     whole_NNM = gathering(x_NM)
     sent_gb = (mesh.size - 1) * x_NM.nbytes / 1e9
     return sent_gb / best_s(lambda: gathering(x_NM)), sent_gb / best_s(lambda: scattering(whole_NNM))
+
+
+def all_reduce_gb_per_s(mesh: Mesh) -> float:
+    """One sum over the devices: 2 (n - 1) / n of its array leave each of n devices, if they stand in a ring."""
+    if mesh.size == 1:
+        return 0.0
+    x_NM = _array(mesh)
+    program = jax.jit(
+        jax.shard_map(lambda x_1M: jax.lax.psum(x_1M, AXIS), mesh=mesh, in_specs=P(AXIS), out_specs=P())
+    )
+    sent_gb = 2 * (mesh.size - 1) * x_NM.nbytes / mesh.size / 1e9
+    return sent_gb / best_s(lambda: program(x_NM))
+
+
+def during_products(mesh: Mesh, gflops: float, ask: Callable[[], Answer]) -> Answer:
+    """What `ask` answers while all devices multiply: a GPU that idles tells nothing of its clocks.
+
+    Args:
+        mesh: all devices.
+        gflops: what they reach together; decides how much work lasts for `_LOAD_S`.
+        ask: called once the work is under way.
+    """
+    size, dtype = (512, jnp.float32) if is_simulated(mesh) else (8192, jnp.bfloat16)
+    x_NMM = place(np.full((mesh.size, size, size), 1 / size, dtype), mesh)
+    many = max(1, int(_LOAD_S * gflops * 1e9 / (2 * mesh.size * size**3)))
+    load = jax.jit(lambda x_NMM, many: jax.lax.fori_loop(0, many, lambda _, y_NMM: y_NMM @ x_NMM, x_NMM))
+    load(x_NMM, 1).block_until_ready()  # compiled, and warm
+    busy = load(x_NMM, many)
+    answer = ask()
+    busy.block_until_ready()
+    return answer
 
 
 def host_to_device_gb_per_s(mesh: Mesh) -> float:

@@ -105,6 +105,19 @@ microbatches_option: Decorator = click.option(
 )
 
 
+#: `--dollars X`, as the argument `dollars`.
+price_option: Decorator = click.option(
+    "--dollars",
+    type=Number(0),
+    default=2.5,
+    show_default=True,
+    envvar="SPEEDRUN_DOLLARS",
+    show_envvar=True,
+    metavar="X",
+    help="Price of one GPU and hour.",
+)
+
+
 def only_with_resume(ctx: click.Context, *others: str) -> None:
     """Refuses what was given beside `--resume`: what goes on, goes on as it was begun.
 

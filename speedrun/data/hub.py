@@ -42,6 +42,22 @@ class HubError(Exception):
     """Why the hub did not give what was asked for, as the middle part of an error message."""
 
 
+def reach(seconds: float) -> None:
+    """Asks the hub whether it is there, once.
+
+    Raises:
+        HubError: if there is no answer within that time; finding its address is not counted.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.errors import OfflineModeIsEnabled
+    from huggingface_hub.utils import get_session, httpx
+
+    try:
+        get_session().head(_endpoint() or constants.ENDPOINT, timeout=seconds)
+    except (httpx.HTTPError, OfflineModeIsEnabled) as error:
+        raise HubError(_diagnosis(error)[0]) from None
+
+
 def listing(repo: str, revision: str) -> Listing:
     """What a repository holds, and the commit that a branch stands for: one request.
 

@@ -27,9 +27,9 @@ _FLAGS = re.compile(
 )
 _LOCK = re.compile(r"[a-z0-9][a-z0-9.-]{0,60}\.lock")
 #: Of the median bench of a record's runs, by platform. Shared CPUs differ more than GPUs do.
-_SLOW = {"cpu": 0.5, "gpu": 0.85}
+SLOW = {"cpu": 0.5, "gpu": 0.85}
 #: Of the vendor's rate: large products reach 0.6 to 0.8 of it.
-_SLOWEST_OF_VENDOR = 0.5
+SLOWEST_OF_VENDOR = 0.5
 
 
 def _preflight(run: Run) -> runlog.Preflight:
@@ -168,9 +168,9 @@ def health(record: Record) -> Iterator[str]:
         raise Skip(f"one run, on a {kind}, whose rate nobody knows")
     usual = median(hw.matmul_gflops for hw in rates.values())
     for folder, hw in rates.items():
-        if hw.matmul_gflops < usual * _SLOW.get(hw.platform, min(_SLOW.values())):
+        if hw.matmul_gflops < usual * SLOW.get(hw.platform, min(SLOW.values())):
             yield f"{folder}: the bench reached {hw.matmul_gflops:,.1f} Gflop/s, the median run {usual:,.1f}"
         if device is not None:
             most = device.bf16_flops * num_devices / 1e9
-            if not _SLOWEST_OF_VENDOR * most <= hw.matmul_gflops <= most:
+            if not SLOWEST_OF_VENDOR * most <= hw.matmul_gflops <= most:
                 yield f"{folder}: the bench reached {hw.matmul_gflops:,.0f} Gflop/s; {most:,.0f} are the vendor's"

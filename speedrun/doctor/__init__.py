@@ -1,0 +1,1 @@
+"""What this machine can run, check by check. Nothing here imports JAX before its versions are known to be right."""

@@ -1,0 +1,88 @@
+"""Whether the GPUs of this machine are sound: how they are connected, and what holds their clocks back."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from speedrun import devices
+from speedrun.doctor.check import Check
+from speedrun.doctor.nvidia import Gpu, Load
+
+#: Of the highest clock, under load. Large products meet the power cap well above it.
+_LOW_CLOCK = 0.6
+_HOT_C = 85  #: where the clocks of such devices begin to fall
+
+
+def identity(gpus: list[Gpu]) -> Iterator[Check]:
+    """What they are, where that is a reason to worry: several kinds, cut into instances, on half a slot."""
+    kinds = Counter(gpu.name for gpu in gpus)
+    said = " and ".join(f"{count} x {name}" for name, count in kinds.items())
+    facts = {"num_gpus": len(gpus), "gpu": gpus[0].name}
+    worries = [
+        *(["of several kinds: records want one"] if len(kinds) > 1 else []),
+        *(
+            ["cut into instances (MIG); nvidia-smi -mig 0 makes them whole"]
+            if any(g.mig for g in gpus)
+            else []
+        ),
+        *(
+            f"GPU {i} has {gpu.pcie_width} of {gpu.most_pcie_width} PCIe lanes; reseat it, or rent another node"
+            for i, gpu in enumerate(gpus)
+            if gpu.pcie_width and gpu.most_pcie_width and gpu.pcie_width < gpu.most_pcie_width
+        ),
+    ]
+    yield Check("gpus", "; ".join([said, *worries]), ok=not worries, needed=False, facts=facts)
+
+
+def topology(gpus: list[Gpu], links: dict[tuple[int, int], str]) -> Check:
+    """How every two of several GPUs reach each other: all over NVLink, with all the links that they have, or not."""
+    pairs = [(i, j) for i in range(len(gpus)) for j in range(i + 1, len(gpus))]
+    kinds = Counter(links.get(pair, "unknown") for pair in pairs)
+    facts = {
+        "num_pairs": len(pairs),
+        "links": ", ".join(f"{kind} x {count}" for kind, count in kinds.items()),
+    }
+    usual, count = kinds.most_common(1)[0]
+    if count < len(pairs):
+        i, j = next(pair for pair in pairs if links.get(pair, "unknown") != usual)
+        odd = f"GPU{i} and GPU{j} by {links.get((i, j), 'unknown')}"
+        found = (
+            f"uneven: {facts['links']}; {odd}: collectives go at the slowest pair's rate; rent another node"
+        )
+        return Check("topology", found, ok=False, needed=False, facts=facts)
+    if not usual.startswith("NV"):
+        found = f"all {count} pairs over PCIe ({usual}), none over NVLink: fit for one GPU, slow for several"
+        return Check("topology", found, ok=False, needed=False, facts=facts)
+    device, num = devices.named(gpus[0].name), int(usual[2:] or 0)
+    found = f"all {count} pairs over {num} NVLinks"
+    if device is not None and num < device.num_links:
+        found += f"; a {device.name} has {device.num_links}: some are down, see nvidia-smi nvlink -s"
+    whole = device is None or num >= device.num_links
+    return Check("topology", found, ok=whole, needed=False, facts=facts)
+
+
+def clocks(loads: list[Load], throttled_s: float | None) -> Check:
+    """What the clocks did under load, and why.
+
+    Args:
+        loads: of every GPU, asked while all of them multiplied.
+        throttled_s: what the driver counted of heat and power supply meanwhile; None where nothing counts it.
+    """
+    shares = [one.clock_mhz / one.most_clock_mhz for one in loads if one.clock_mhz and one.most_clock_mhz]
+    heats = [one.temperature_c for one in loads if one.temperature_c is not None]
+    facts = {
+        "least_clock_share": min(shares, default=None),
+        "most_temperature_c": max(heats, default=None),
+        "throttled_s": throttled_s,
+    }
+    clock = f"{min(shares):.0%} of the highest under load" if shares else "unknown"
+    heat = f", {max(heats)} C" if heats else ""
+    worries = [
+        *(f"GPU {i}: {', '.join(one.reasons)}" for i, one in enumerate(loads) if one.reasons),
+        *(["low for large products"] if shares and min(shares) < _LOW_CLOCK else []),
+        *([f"hotter than {_HOT_C} C"] if heats and max(heats) > _HOT_C else []),
+        *([f"held back for {throttled_s:.1f} s"] if throttled_s else []),
+    ]
+    if not worries:
+        return Check("clocks", f"{clock}{heat}, nothing holds them back", ok=True, needed=False, facts=facts)
+    found = f"{clock}{heat}; {'; '.join(worries)}; let it cool (or nvidia-smi -rgc), or rent another node"
+    return Check("clocks", found, ok=False, needed=False, facts=facts)

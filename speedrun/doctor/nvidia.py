@@ -1,0 +1,169 @@
+"""What NVIDIA's driver says of the GPUs: the doctor's one place that runs `nvidia-smi`, and readers of its answers.
+
+The forms of its answers are those of its manual: comma-separated values for questions, a matrix for `topo -m`.
+"""
+
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+_ANSWER_S = 20.0  #: an nvidia-smi that hangs is a broken driver
+
+#: What an unset or unknown field reads as.
+_NOTHING = re.compile(r"\[?(N/A|Not Supported|Not Active|Unknown Error|Requested functionality.*)\]?")
+#: Newer ones underline the heads of the matrix.
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
+
+#: Bits of `clocks_event_reasons.active` that slow a run down. The power cap (4) is not among them: large products
+#: always run at it. Idle (1) and the display's clock (256) are harmless.
+REASONS = {
+    0x02: "clocks set by hand",
+    0x08: "hardware slowdown",
+    0x10: "bound to another GPU's clocks",
+    0x20: "heat, by software",
+    0x40: "heat, by hardware",
+    0x80: "power brake",
+}
+
+
+class NoAnswerError(Exception):
+    """Why `nvidia-smi` said nothing, in a few words."""
+
+
+class Gpu(NamedTuple):
+    """One GPU, standing still."""
+
+    name: str
+    driver: str
+    memory_bytes: int
+    pcie_width: int | None  #: lanes in use
+    most_pcie_width: int | None  #: lanes there are
+    mig: bool  #: cut into instances
+
+
+class Load(NamedTuple):
+    """One GPU at work."""
+
+    clock_mhz: int | None
+    most_clock_mhz: int | None
+    temperature_c: int | None
+    power_w: float | None
+    reasons: tuple[str, ...]  #: of REASONS, those that hold
+
+
+def ask(*args: str) -> str:
+    """What `nvidia-smi` answers.
+
+    Raises:
+        NoAnswerError: if there is none, or it fails or hangs.
+    """
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", *args], capture_output=True, encoding="utf-8", errors="replace", timeout=_ANSWER_S
+        )
+    except OSError:
+        raise NoAnswerError("there is no nvidia-smi") from None
+    except subprocess.TimeoutExpired:
+        raise NoAnswerError(f"nvidia-smi gave no answer in {_ANSWER_S:.0f} s") from None
+    if done.returncode:
+        said = " ".join((done.stdout + done.stderr).split())
+        raise NoAnswerError(f"nvidia-smi fails: {said[:160]}")
+    return done.stdout
+
+
+def present() -> int:
+    """GPUs that the kernel knows, whatever works of them."""
+    return sum(1 for _ in Path("/dev").glob("nvidia[0-9]*"))
+
+
+def gpus() -> list[Gpu]:
+    """All of them.
+
+    Raises:
+        NoAnswerError: see `ask`.
+    """
+    fields = ("name", "driver_version", "memory.total", "pcie.link.width.current", "pcie.link.width.max")
+    return [
+        Gpu(name or "", driver or "", (_int(mib) or 0) * 2**20, _int(width), _int(most), mig == "Enabled")
+        for name, driver, mib, width, most, mig in _query(*fields, "mig.mode.current")
+    ]
+
+
+def loads() -> list[Load]:
+    """What they are doing now.
+
+    Raises:
+        NoAnswerError: see `ask`; also of a driver that does not know one of the fields.
+    """
+    fields = ("clocks.sm", "clocks.max.sm", "temperature.gpu", "power.draw", "clocks_event_reasons.active")
+    return [
+        Load(_int(clock), _int(most), _int(heat), _float(power), _reasons(bits))
+        for clock, most, heat, power, bits in _query(*fields)
+    ]
+
+
+def links() -> dict[tuple[int, int], str]:
+    """How every two GPUs are connected: `NV18` is 18 NVLinks; PIX, PXB, PHB, NODE and SYS are longer and longer PCIe.
+
+    Raises:
+        NoAnswerError: see `ask`.
+    """
+    return read_links(ask("topo", "-m"))
+
+
+def read_links(matrix: str) -> dict[tuple[int, int], str]:
+    """The pairs (i < j) of the matrix of `nvidia-smi topo -m`; rows and columns of network cards are passed over.
+
+    A head is `GPU0  GPU1 ... NIC0 ... CPU Affinity`; a row is `GPU0  X  NV18 ...`.
+    """
+    rows = [_ESCAPES.sub("", line).split() for line in matrix.splitlines()]
+    head = next((row for row in rows if row[:1] == ["GPU0"] and row[1:2] != ["X"]), [])
+    columns = [_index(word) for word in head]
+    found = {}
+    for row in rows:
+        if row and row is not head and (i := _index(row[0])) is not None:
+            for j, kind in zip(columns, row[1:], strict=False):  # affinities stand behind the pairs
+                if j is not None and i < j:
+                    found[i, j] = kind
+    return found
+
+
+def _index(word: str) -> int | None:
+    match = re.fullmatch(r"GPU(\d+)", word)
+    return int(match[1]) if match else None
+
+
+def _query(*fields: str) -> Iterator[list[str | None]]:
+    """One row a GPU; None for what it does not know."""
+    answer = ask(f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits")
+    for line in filter(None, answer.splitlines()):
+        words = [word.strip() for word in line.split(",")]
+        if len(words) != len(fields):
+            raise NoAnswerError(f"nvidia-smi answers {line[:80]!r}")
+        yield [None if _NOTHING.fullmatch(word) else word for word in words]
+
+
+def _int(word: str | None) -> int | None:
+    number = _float(word)
+    return None if number is None else int(number)
+
+
+def _float(word: str | None) -> float | None:
+    if word is None:
+        return None
+    try:
+        return float(word)
+    except ValueError:
+        raise NoAnswerError(f"nvidia-smi answers {word[:80]!r} for a number") from None
+
+
+def _reasons(bits: str | None) -> tuple[str, ...]:
+    if bits is None:
+        return ()
+    try:
+        active = int(bits, 16)
+    except ValueError:
+        raise NoAnswerError(f"nvidia-smi answers {bits[:80]!r} for reasons") from None
+    return tuple(said for bit, said in REASONS.items() if active & bit)

@@ -1,0 +1,59 @@
+"""Which tracks a machine is for, and what to type next."""
+
+import shlex
+from typing import NamedTuple
+
+from speedrun import track as tracks
+from speedrun.doctor.check import Check
+from speedrun.doctor.rates import Machine
+from speedrun.track import Track
+
+SMOKE = "smoke-cpu"  #: runs anywhere
+
+
+def check(track: Track, machine: Machine, *, needed: bool) -> Check:
+    """Whether the track's hardware is here. CPU tracks simulate theirs."""
+    problem = _misfit(track, machine)
+    found = f"{problem or 'fits this machine'}: {track.summary}"
+    return Check(f"track {track.name}", found, ok=not problem, needed=needed)
+
+
+def _misfit(track: Track, machine: Machine) -> str:
+    rules = track.rules
+    if rules.platform in ("any", "cpu"):
+        return ""
+    need = max(rules.num_devices, 1)
+    if machine.platform == rules.platform and machine.num_devices >= need:
+        return ""
+    there = f"{machine.num_devices} x {machine.kind}"
+    return f"needs {need} {rules.platform} devices, {there} are here"
+
+
+class Advice(NamedTuple):
+    """What to do on this machine."""
+
+    track: str
+    command: str
+
+
+def advice(checks: list[Check], *, asked: str | None) -> Advice:
+    """The command for the track that was asked about, else for the most demanding one that ranks and fits.
+
+    Args:
+        checks: of tracks and their data; all that is needed is right.
+        asked: the name of a track.
+    """
+    marks = {check.name: check.ok for check in checks}
+    ranked = [
+        track
+        for track in map(tracks.load, tracks.names())
+        if track.rules.ranked and marks.get(f"track {track.name}")
+    ]
+    hardest = max(ranked, key=lambda track: track.rules.num_devices, default=tracks.load(SMOKE))
+    track = tracks.load(asked) if asked else hardest
+    if not marks.get(f"data {track.name}"):
+        return Advice(track.name, track.data.get)
+    if track.rules.ranked:
+        argv = ["speedrun", "batch", "--track", track.name, "--runs", str(track.rules.min_runs)]
+        return Advice(track.name, shlex.join(argv))
+    return Advice(track.name, f"speedrun run --track {track.name}")

@@ -1,0 +1,83 @@
+"""What the devices reach, against the vendor's rates and against the machines that made the records here."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+from speedrun.console import quantity
+from speedrun.devices import Device
+from speedrun.doctor.check import Check, Fact
+from speedrun.ledger.checks.environment import SLOW, SLOWEST_OF_VENDOR
+from speedrun.ledger.format import FormatError, Manifest, decode
+
+
+class Machine(NamedTuple):
+    """Devices as JAX names them."""
+
+    platform: str
+    kind: str
+    num_devices: int
+
+
+class Rates(NamedTuple):
+    """Best ones, of all devices together; see `bench.health`."""
+
+    matmul_gflops: float
+    memory_gb_per_s: float
+    all_reduce_gb_per_s: float  #: 0 with one device
+    host_to_device_gb_per_s: float
+
+
+def cohort(records: Path, machine: Machine) -> list[float]:
+    """Gflop/s of the products on every machine of this kind that made a record in `records`: the rate that is kept."""
+    found = []
+    for path in sorted(records.glob("*/*/manifest.json")):
+        try:
+            hardware = decode(path.read_bytes(), Manifest).hardware
+        except (OSError, FormatError):
+            continue  # the validator tells what is wrong with it
+        if (hardware.platform, hardware.device_kind, hardware.num_devices) == machine:
+            found.append(hardware.matmul_gflops)
+    return found
+
+
+def checks(rates: Rates, machine: Machine, device: Device | None, peers: list[float]) -> Iterator[Check]:
+    """One line a rate.
+
+    Args:
+        rates: as measured.
+        machine: what they were measured on.
+        device: its row in the table; None where nobody knows the vendor's rates.
+        peers: see `cohort`.
+    """
+    num, several = machine.num_devices, machine.num_devices > 1
+    together = ", all devices together" if several else ""
+    most = None if device is None else device.bf16_flops * num
+    yield _check("matmul", rates.matmul_gflops * 1e9, "flop/s" + together, most, machine, peers)
+    memory = None if device is None else device.memory_rate * num
+    yield _check("memory", rates.memory_gb_per_s * 1e9, "B/s" + together, memory, machine)
+    if several:
+        links = None if device is None else device.link_rate * num
+        yield _check("all-reduce", rates.all_reduce_gb_per_s * 1e9, "B/s" + together, links, machine)
+    # No bound: what a host can send depends on its memory and its slots more than on the device.
+    yield _check("host to device", rates.host_to_device_gb_per_s * 1e9, "B/s" + together, None, machine)
+
+
+def _check(
+    name: str, rate: float, unit: str, most: float | None, machine: Machine, peers: list[float] | None = None
+) -> Check:
+    said, slow = [quantity(rate, unit)], False
+    facts: dict[str, Fact] = {name.replace("-", "_").replace(" ", "_") + "_per_s": rate}
+    if most is not None:
+        facts["share_of_vendor"] = rate / most
+        said.append(f"{rate / most:.0%} of the vendor's")
+        slow = rate < SLOWEST_OF_VENDOR * most
+    if peers:
+        usual = median(peers) * 1e9
+        facts["share_of_cohort"] = rate / usual
+        said.append(f"{rate / usual:.0%} of the median of {len(peers)} records on {machine.kind}")
+        slow = slow or rate < usual * SLOW.get(machine.platform, min(SLOW.values()))
+    if slow:
+        said.append("slow: end what else runs here, or take another node")
+    return Check(name, " | ".join(said), ok=not slow, needed=False, facts=facts)

@@ -1,0 +1,75 @@
+"""Python and its packages: at least the floors that the package declares, at best those of a lock file."""
+
+import re
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+
+from speedrun import provenance
+from speedrun.doctor.check import Check, numbers
+from speedrun.ledger import history
+
+_INSTALL = "scripts/install.sh"
+_FEW = 3  #: packages that are named, of more
+
+
+def checks() -> Iterator[Check]:
+    """Floors first: without them nothing else can be asked."""
+    version = ".".join(map(str, sys.version_info[:3]))
+    try:
+        about, requirements = metadata.metadata("speedrun"), metadata.requires("speedrun") or []
+    except metadata.PackageNotFoundError:
+        yield Check("speedrun", "not installed; its floors are unknown; pip install -e .", ok=False)
+        return
+    yield floor("python", version, f"python{about['Requires-Python']}")
+    packages = list(_packages([one for one in requirements if "extra ==" not in one]))
+    yield from (check for check in packages if not check.ok)
+    if all(check.ok for check in packages):
+        versions = {check.name: check.found for check in packages}
+        said = ", ".join(f"{name} {version}" for name, version in versions.items())
+        yield Check("packages", said, ok=True, facts={**versions})
+    yield lock()
+
+
+def _packages(requirements: list[str]) -> Iterator[Check]:
+    for requirement in requirements:
+        name = re.split(r"[<>=!~; ]", requirement)[0]
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            yield Check(name, f"missing; need {requirement}; pip install -e .", ok=False)
+        else:
+            yield floor(name, version, requirement)
+
+
+def floor(name: str, version: str, requirement: str) -> Check:
+    """One `>=`; more than that no requirement of ours says."""
+    if numbers(version) >= numbers(requirement.partition(">=")[2]):
+        return Check(name, version, ok=True)
+    return Check(name, f"{version}; need {requirement}; pip install -e .", ok=False)
+
+
+def lock() -> Check:
+    """Whether all pins of a lock file are installed; else how the nearest one differs. A ranked record needs one."""
+    if fits := provenance.lock().name:
+        return Check("lock", f"every package as requirements/{fits} pins it", ok=True, facts={"lock": fits})
+    here = installed()
+    texts = history.files_here([f"requirements/{name}.lock" for name in ("run", "cuda12", "cuda13")])
+    unlike = {path: _unlike(raw.decode(), here) for path, raw in texts.items()}
+    if not unlike:
+        found = f"there is no lock file here; for a ranked record: {_INSTALL}"
+        return Check("lock", found, ok=False, needed=False)
+    nearest = min(unlike, key=lambda path: len(unlike[path]))
+    names = ", ".join(unlike[nearest][:_FEW]) + ", ..." * (len(unlike[nearest]) > _FEW)
+    found = f"{len(unlike[nearest])} packages are not as {nearest} pins them ({names}); for a ranked record: {_INSTALL}"
+    return Check("lock", found, ok=False, needed=False)
+
+
+def installed() -> dict[str, str]:
+    """Versions by name, as lock files spell it."""
+    return {re.sub(r"[-_.]+", "-", one.name).lower(): one.version for one in metadata.distributions()}
+
+
+def _unlike(lock: str, here: dict[str, str]) -> list[str]:
+    pins = provenance.pinned(lock)
+    return [f"{name} {here.get(name, 'missing')}" for name in pins if here.get(name) not in pins[name]]

@@ -1,0 +1,580 @@
+"""The doctor: readers of the driver's answers, verdicts, and the command on machines that are not here."""
+
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from hub_server import serve
+
+from speedrun import cli, devices, mesh, track
+from speedrun.bench import health as bench
+from speedrun.cli.doctor import _print
+from speedrun.clock import Stopwatch
+from speedrun.console import clean
+from speedrun.data import overview
+from speedrun.doctor import cuda, examine, gpus, network, nvidia, qualify, rates, software, storage
+from speedrun.doctor.check import Check
+from speedrun.doctor.rates import Machine
+from speedrun.health import matmul_gflops
+
+ROOT = Path(__file__).parent.parent
+H100 = "NVIDIA H100 80GB HBM3"
+CPUS = Machine("cpu", "cpu", 8)
+NODE = Machine("gpu", H100, 8)
+
+
+def invoke(*args: str) -> Result:
+    return CliRunner().invoke(cli.command, ["doctor", *args], prog_name="speedrun")
+
+
+# --- machines that are not here -----------------------------------------------------------------------------
+
+
+def matrix(kind: Callable[[int, int], str], num: int = 8, *, plain: bool = True) -> str:
+    """`nvidia-smi topo -m` as its manual shows it, with two network cards; newer ones underline the heads."""
+    names = [f"GPU{i}" for i in range(num)] + ["NIC0", "NIC1"]
+    head = [name if plain else f"\x1b[4m{name}\x1b[0m" for name in names]
+    lines = ["\t" + "\t".join([*head, "CPU Affinity", "NUMA Affinity", "GPU NUMA ID"])]
+    for i, name in enumerate(names):
+        pairs = [kind(min(i, j), max(i, j)) if i < num and j < num else "NODE" for j in range(len(names))]
+        pairs[i] = " X "
+        rest = ["0-51,104-155", "0", "N/A"] if i < num else []
+        lines.append("\t".join([name, *pairs, *rest]))
+    legend = (
+        "\nLegend:\n\n  X    = Self\n  SYS  = Connection traversing PCIe as well as the SMP interconnect\n"
+    )
+    return "\n".join(lines) + "\n" + legend + "\nNIC Legend:\n\n  NIC0: mlx5_0\n  NIC1: mlx5_1\n"
+
+
+def everywhere(_i: int, _j: int) -> str:
+    return "NV18"
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of answers that a `nvidia-smi` on the PATH gives: those of a sound node of eight H100."""
+    answers = tmp_path / "answers"
+    answers.mkdir()
+    gpu = f"{H100}, 580.95.05, 81559, 16, 16, Disabled\n"
+    (answers / "name").write_text(8 * gpu)
+    (answers / "clocks.sm").write_text(
+        "".join(f"1755, 1980, {60 + i}, 690.12, 0x0000000000000004\n" for i in range(8))
+    )
+    (answers / "counters").write_text(8 * "0, 0, 0\n")
+    (answers / "topo").write_text(matrix(everywhere))
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text(
+        f"""#!/bin/sh
+cd {answers} || exit 1
+case "$*" in
+  --query-gpu=name,*) cat name ;;
+  --query-gpu=clocks.sm,*) cat clocks.sm ;;
+  --query-gpu=*counters*) cat counters ;;
+  "topo -m") cat topo ;;
+  *) echo "Field is not a valid field to query." && exit 2 ;;
+esac
+"""
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tool.parent), prepend=os.pathsep)
+    return answers
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(
+        network.hub, "reach", lambda _: (_ for _ in ()).throw(network.hub.HubError("no connection"))
+    )
+
+
+@pytest.fixture
+def node(driver: Path, offline: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight H100 that JAX sees, too, in a folder without data."""
+
+    def seen(found: list[nvidia.Gpu], records: Path, *, usable: bool) -> Iterator[Check]:
+        assert usable
+        assert len(found) == 8
+        yield Check("devices", f"8 x {H100}", ok=True, facts=NODE._asdict())
+
+    monkeypatch.setattr(examine, "_devices", seen)
+    monkeypatch.setattr(software, "installed", lambda: WHOLE)
+    monkeypatch.setattr(cuda, "_libraries", lambda plugin: ["nvidia-cudnn-cu13"])
+    monkeypatch.setenv("SPEEDRUN_DATA", str(tmp_path / "data"))
+
+
+WHOLE = {
+    "jax-cuda13-plugin": "0.10.2",
+    "jax-cuda13-pjrt": "0.10.2",
+    "jaxlib": "0.10.2",
+    "nvidia-cudnn-cu13": "9",
+}
+
+
+# --- nvidia-smi ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("num", [2, 8])
+def test_the_matrix_is_read_pair_by_pair(num: int, plain: bool):
+    def kind(i: int, j: int) -> str:
+        return f"NV{i + j}" if j - i == 1 else "SYS"
+
+    wanted = {(i, j): kind(i, j) for i in range(num) for j in range(i + 1, num)}
+    assert nvidia.read_links(matrix(kind, num, plain=plain)) == wanted
+
+
+def test_a_text_without_a_matrix_has_no_pairs():
+    assert nvidia.read_links("No devices were found\n") == {}
+    assert nvidia.read_links("\tGPU0\tCPU Affinity\tNUMA Affinity\nGPU0\t X \t0-7\t0\n") == {}
+
+
+def test_the_driver_is_asked(driver: Path):
+    assert nvidia.gpus() == 8 * [nvidia.Gpu(H100, "580.95.05", 81559 * 2**20, 16, 16, mig=False)]
+    assert nvidia.loads()[7] == nvidia.Load(1755, 1980, 67, 690.12, ())
+    assert set(nvidia.links().values()) == {"NV18"}
+
+
+def test_what_a_gpu_does_not_know_is_not_a_number(driver: Path):
+    (driver / "name").write_text("NVIDIA GeForce RTX 4090, 535.104.05, 24564, [N/A], [N/A], [N/A]\n")
+    (driver / "clocks.sm").write_text("[N/A], [N/A], [Not Supported], [N/A], [N/A]\n")
+    (gpu,), (load,) = nvidia.gpus(), nvidia.loads()
+    assert (gpu.pcie_width, gpu.most_pcie_width, gpu.mig) == (None, None, False)
+    assert load == nvidia.Load(None, None, None, None, ())
+    assert gpus.clocks([load], None).ok
+
+
+@pytest.mark.parametrize("bits", [0, 0x1FF, *(1 << bit for bit in range(9))])
+def test_every_reason_that_slows_has_a_word_and_the_power_cap_has_none(driver: Path, bits: int):
+    (driver / "clocks.sm").write_text(f"1755, 1980, 60, 690, {bits:#018x}\n")
+    (load,) = nvidia.loads()
+    assert len(load.reasons) == (bits & 0b0_1111_1010).bit_count()
+
+
+@pytest.mark.parametrize("answer", ["0, 1\n", "1755, 1980, warm, 690, 0x0\n", "1755, 1980, 60, 690, cold\n"])
+def test_a_foreign_answer_is_none(driver: Path, answer: str):
+    (driver / "clocks.sm").write_text(answer)
+    with pytest.raises(nvidia.NoAnswerError, match="nvidia-smi answers"):
+        nvidia.loads()
+
+
+def test_a_driver_that_fails_or_hangs_or_is_not_there_says_so(
+    driver: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed because it could not\ncommunicate'; exit 9\n")
+    with pytest.raises(
+        nvidia.NoAnswerError, match="fails: NVIDIA-SMI has failed because it could not communicate"
+    ):
+        nvidia.gpus()
+    monkeypatch.setattr(nvidia, "_ANSWER_S", 0.1)
+    tool.write_text("#!/bin/sh\nexec sleep 60\n")
+    with pytest.raises(nvidia.NoAnswerError, match="no answer"):
+        nvidia.gpus()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(nvidia.NoAnswerError, match="there is no nvidia-smi"):
+        nvidia.gpus()
+
+
+# --- CUDA ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("version", "release", "said"),
+    [
+        ("580.65.06", 13, None),
+        ("525.60.13", 12, None),
+        (
+            "575.57.08",
+            13,
+            "too old for CUDA 13, which needs 580; SPEEDRUN_ACCELERATOR=cuda12 scripts/install.sh",
+        ),
+        ("525.60.12", 12, "too old for CUDA 12, which needs 525.60.13; install driver 525.60.13 or newer"),
+        ("470.82.01", 13, "too old for CUDA 13, which needs 580; install driver 580 or newer"),
+    ],
+)
+def test_a_driver_is_new_enough_or_there_is_something_to_do(version: str, release: int, said: str | None):
+    check = cuda.driver(version, release, needed=True)
+    assert check.ok == (said is None)
+    assert (said or "enough") in check.found
+
+
+def test_the_installer_chooses_by_the_same_driver():
+    text = (ROOT / "scripts" / "install.sh").read_text()
+    assert f"driver%%.*}} >= {cuda.DRIVERS[13]})); then echo cuda13; else echo cuda12" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, ""),
+        ({"jax-cuda13-plugin": None, "jax-cuda13-pjrt": None}, "JAX has no CUDA wheels; scripts/install.sh"),
+        ({"jax-cuda12-plugin": "0.10.2"}, "wheels of CUDA 12 and 13 lie side by side; make it anew"),
+        (
+            {"jaxlib": "0.12.0"},
+            "mixed (jax-cuda13-plugin 0.10.2, jax-cuda13-pjrt 0.10.2, jaxlib 0.12.0); make",
+        ),
+        ({"jax-cuda13-pjrt": None}, "jax-cuda13-pjrt missing, jaxlib 0.10.2); make it anew"),
+        ({"nvidia-cudnn-cu13": None}, "CUDA is half installed: nvidia-cudnn-cu13 missing; make it anew"),
+    ],
+)
+def test_half_an_installation_is_told_in_a_line(
+    changes: dict[str, str | None], said: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(cuda, "_libraries", lambda plugin: ["nvidia-cudnn-cu13"])
+    installed = {name: version for name, version in {**WHOLE, **changes}.items() if version is not None}
+    problem = cuda.wheels_problem(installed)
+    assert said in problem
+    assert bool(problem) == bool(said)
+
+
+def test_what_cuda_needs_is_what_its_plugin_says():
+    pytest.importorskip("jax_cuda12_plugin")
+    names = cuda._libraries("jax-cuda12-plugin")
+    assert {"nvidia-cudnn-cu12", "nvidia-nccl-cu12", "nvidia-cublas-cu12"} <= set(names)
+    assert "jax-cuda12-pjrt" not in names
+
+
+# --- verdicts on GPUs ---------------------------------------------------------------------------------------
+
+GPU = nvidia.Gpu(H100, "580.95.05", 81559 * 2**20, 16, 16, mig=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (everywhere, "all 28 pairs over 18 NVLinks"),
+        (lambda i, j: "NV12", "over 12 NVLinks; a NVIDIA H100 80GB HBM3 has 18: some are down"),
+        (lambda i, j: "PHB", "all 28 pairs over PCIe (PHB), none over NVLink"),
+        (
+            lambda i, j: "SYS" if (i, j) == (2, 5) else "NV18",
+            "uneven: NV18 x 27, SYS x 1; GPU2 and GPU5 by SYS",
+        ),
+    ],
+)
+def test_links_are_whole_and_even_or_it_is_said(kind: Callable[[int, int], str], said: str):
+    check = gpus.topology(8 * [GPU], nvidia.read_links(matrix(kind)))
+    assert said in check.found
+    assert check.ok == (kind is everywhere)
+    assert check.facts["num_pairs"] == 28
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, f"2 x {H100}"),
+        ({"name": "NVIDIA A100-SXM4-80GB"}, "of several kinds"),
+        ({"pcie_width": 4}, "GPU 1 has 4 of 16 PCIe lanes"),
+        ({"mig": True}, "nvidia-smi -mig 0"),
+    ],
+)
+def test_gpus_are_alike_and_whole_or_it_is_said(changes: dict, said: str):
+    (check,) = gpus.identity([GPU, GPU._replace(**changes)])
+    assert said in check.found
+    assert check.ok == (not changes)
+
+
+LOAD = nvidia.Load(1755, 1980, 65, 690.0, ())
+
+
+@pytest.mark.parametrize(
+    ("load", "throttled_s", "said"),
+    [
+        (LOAD, 0.0, "89% of the highest under load, 65 C, nothing holds them back"),
+        (LOAD._replace(reasons=("heat, by hardware",)), 0.0, "GPU 1: heat, by hardware; let it cool"),
+        (LOAD._replace(clock_mhz=990), None, "50% of the highest under load, 65 C; low for large products"),
+        (LOAD._replace(temperature_c=91), None, "hotter than 85 C"),
+        (LOAD, 2.5, "held back for 2.5 s"),
+    ],
+)
+def test_clocks_run_free_or_it_is_said(load: nvidia.Load, throttled_s: float | None, said: str):
+    check = gpus.clocks([LOAD, load], throttled_s)
+    assert said in check.found
+    assert check.ok == ("nothing holds" in said)
+
+
+# --- rates --------------------------------------------------------------------------------------------------
+
+
+def of_vendor(share: float) -> rates.Rates:
+    h100 = devices.load("h100")
+    whole = (h100.bf16_flops / 1e9, h100.memory_rate / 1e9, h100.link_rate / 1e9, 60.0)
+    return rates.Rates(*(8 * share * rate for rate in whole))
+
+
+@pytest.mark.parametrize(("share", "ok"), [(0.75, True), (0.45, False)])
+def test_rates_are_held_against_the_vendors(share: float, ok: bool):
+    found = {check.name: check for check in rates.checks(of_vendor(share), NODE, devices.load("h100"), [])}
+    assert list(found) == ["matmul", "memory", "all-reduce", "host to device"]
+    assert [check.ok for check in found.values()] == [ok, ok, ok, True]
+    assert f"{share:.0%} of the vendor's" in found["all-reduce"].found
+    assert found["matmul"].facts["matmul_per_s"] == pytest.approx(share * 8 * 989.4e12)
+
+
+@pytest.mark.parametrize(("share", "ok"), [(0.95, True), (0.8, False)])
+def test_rates_are_held_against_the_records(share: float, ok: bool):
+    reached = of_vendor(0.7)
+    peers = [reached.matmul_gflops / share, 1e12, 1.0]
+    (matmul, *_) = rates.checks(reached, NODE, devices.load("h100"), peers)
+    assert matmul.ok == ok
+    assert f"{share:.0%} of the median of 3 records on {H100}" in matmul.found
+
+
+def test_one_device_reduces_with_nobody():
+    one = Machine("gpu", "something new", 1)
+    assert [check.name for check in rates.checks(of_vendor(0.7), one, None, [])] == [
+        "matmul",
+        "memory",
+        "host to device",
+    ]
+
+
+def test_the_cohort_is_what_records_of_this_hardware_say(tmp_path: Path):
+    said = [json.loads(path.read_text())["hardware"] for path in ROOT.glob("records/*/*/manifest.json")]
+    wanted = [hw["matmul_gflops"] for hw in said if (hw["platform"], hw["num_devices"]) == ("cpu", 8)]
+    found = rates.cohort(ROOT / "records", CPUS)
+    assert statistics.median(found) == statistics.median(wanted)
+    assert rates.cohort(ROOT / "records", NODE) == []
+    newer = tmp_path / "records" / "smoke-cpu" / "newer" / "manifest.json"
+    newer.parent.mkdir(parents=True)
+    newer.write_text('{"schema": "speedrun.manifest/9"}')
+    assert rates.cohort(tmp_path / "records", CPUS) == []
+
+
+def test_a_question_under_load_is_asked_while_the_devices_work(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(bench, "_LOAD_S", 0.3)
+    over = mesh.make_mesh(2)
+    gflops = matmul_gflops(over)
+    watch = Stopwatch()
+    assert bench.during_products(over, gflops, lambda: "asked") == "asked"
+    assert watch.seconds > 0.2
+
+
+# --- disk and network ---------------------------------------------------------------------------------------
+
+
+def test_the_disk_is_measured_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(storage, "_MOST_BYTES", 2 * storage._PIECE_BYTES)
+    assert min(storage.rates(tmp_path)) > 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_in_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refused(**_: object):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setenv("SPEEDRUN_DATA", str(tmp_path / "not" / "yet"))
+    monkeypatch.setattr(storage.shutil, "disk_usage", lambda _: SimpleNamespace(free=10**9))
+    monkeypatch.setattr(storage.tempfile, "TemporaryFile", refused)
+    room, speed = storage.checks(track.load("main-8xh100"))
+    assert (room.mark, speed.mark) == ("bad", "bad")
+    assert f"1.0 GB free in {tmp_path}; main-8xh100 needs 4.0 GB; free some" in room.found
+    assert (
+        "cannot be written (No space left on device); name another folder with SPEEDRUN_DATA" in speed.found
+    )
+
+
+def test_what_is_still_to_fetch_is_what_is_not_here(tmp_path: Path):
+    main, webmini = track.load("main-8xh100"), track.load("webmini")
+    assert overview.to_fetch_bytes(main, tmp_path) == 10 * 200_001_024
+    for i in range(1, 4):
+        (tmp_path / f"fineweb_train_{i:06}.bin").write_bytes(b"")
+    assert overview.to_fetch_bytes(main, tmp_path) == 7 * 200_001_024
+    assert overview.to_fetch_bytes(webmini, tmp_path) == 0
+
+
+def test_a_hub_that_answers_and_one_that_does_not(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    with serve("owner/name", {}) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+        assert network.Question().check() == Check("hub", "answers", ok=True, needed=False)
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{gone.getsockname()[1]}")
+    closed = network.Question().check()
+    assert (closed.mark, "no connection" in closed.found) == ("note", True)
+    monkeypatch.setattr(network, "_ANSWER_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        watch = Stopwatch()
+        assert network.Question().check().mark == "note"
+        assert watch.seconds < 5
+
+
+# --- tracks and advice --------------------------------------------------------------------------------------
+
+
+def advised(machine: Machine, *, with_data: bool, asked: str | None = None) -> qualify.Advice:
+    rules = [track.load(name) for name in track.names()]
+    fits = [qualify.check(one, machine, needed=False) for one in rules]
+    data = [Check(f"data {one.name}", "", ok=with_data, needed=False) for one in rules]
+    return qualify.advice([*fits, *data], asked=asked)
+
+
+@pytest.mark.parametrize(
+    ("machine", "without", "with_data"),
+    [
+        (CPUS, "speedrun data synth --track smoke-cpu", "speedrun run --track smoke-cpu"),
+        (NODE, "speedrun data get --track main-8xh100", "speedrun batch --track main-8xh100 --runs 4"),
+        (
+            NODE._replace(num_devices=4),
+            "speedrun data get --track single-gpu",
+            "speedrun batch --track single-gpu --runs 3",
+        ),
+    ],
+)
+def test_the_hardest_track_that_fits_is_next(machine: Machine, without: str, with_data: str):
+    assert advised(machine, with_data=False).command == without
+    assert advised(machine, with_data=True).command == with_data
+    assert advised(machine, with_data=True, asked="smoke-cpu").command == "speedrun run --track smoke-cpu"
+
+
+def test_a_wrong_number_of_gpus_is_in_the_way_of_the_track_that_was_asked_for():
+    check = qualify.check(track.load("main-8xh100"), NODE._replace(num_devices=4), needed=True)
+    assert check.mark == "bad"
+    assert check.found.startswith(f"needs 8 gpu devices, 4 x {H100} are here")
+
+
+# --- the command --------------------------------------------------------------------------------------------
+
+KEYS = {"ready", "track", "qualifies", "checks", "cost", "next"}
+
+
+def test_this_machine_is_fit(tmp_path: Path):
+    # A process of its own: it wants eight devices, and JAX may have started here with another number.
+    args = [sys.executable, "-m", "speedrun", "doctor", "--json"]
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "SPEEDRUN_DATA": str(tmp_path)}
+    done = subprocess.run(args, check=False, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    found = {check["name"]: check for check in report["checks"]}
+    assert report.keys() == KEYS
+    assert report["next"].startswith("speedrun ")
+    assert {
+        "python",
+        "packages",
+        "lock",
+        "devices",
+        "collective",
+        "matmul",
+        "memory",
+        "host to device",
+    } <= found.keys()
+    assert {"disk", "disk speed", "hub", "track smoke-cpu", "data smoke-cpu"} <= found.keys()
+    assert all(
+        check.keys() == {"name", "found", "ok", "needed", "facts", "mark"} for check in report["checks"]
+    )
+    assert "smoke-cpu" in report["qualifies"]
+    assert (report["ready"], report["track"]) == (True, "smoke-cpu")
+    seen = found["devices"]["found"]
+    assert "cpu" not in seen or seen == "8 x cpu (simulated)"
+    assert found["hub"]["mark"] == "note"
+
+
+def test_a_node_of_eight_is_told_what_to_do_and_what_it_costs(node: None, monkeypatch: pytest.MonkeyPatch):
+    asked: list[list[str]] = []
+    run = subprocess.run
+
+    def planned(argv: list[str], **named: Any) -> subprocess.CompletedProcess[str]:
+        if argv[0] == "nvidia-smi":
+            return run(argv, **named)
+        asked.append(argv)
+        return subprocess.CompletedProcess(argv, 0, '{"batch": {"said": ["batch  4 runs ... $6.24"]}}')
+
+    monkeypatch.setattr(subprocess, "run", planned)
+    lines = invoke("--dollars", "3").stdout.splitlines()
+    assert "ok    topology: all 28 pairs over 18 NVLinks" in lines
+    assert "ok    driver: 580.95.05, enough for CUDA 13" in lines
+    assert lines[-2:] == ["batch  4 runs ... $6.24", "next: speedrun data get --track main-8xh100"]
+    words = asked[-1]
+    assert words[words.index("plan") :] == [
+        *("plan", "--track", "main-8xh100", "--device-kind", "h100"),
+        *("--dollars", "3.0", "--json"),
+    ]
+
+
+@pytest.mark.parametrize(("asked", "code", "mark"), [((), 0, "note"), (("--track", "main-8xh100"), 1, "bad")])
+def test_an_old_driver_is_in_the_way_of_gpus_only(
+    node: None, driver: Path, asked: tuple[str, ...], code: int, mark: str, monkeypatch: pytest.MonkeyPatch
+):
+    (driver / "name").write_text(8 * f"{H100}, 470.82.01, 81559, 16, 16, Disabled\n")
+    cpus = Check("devices", "8 x cpu (simulated)", ok=True, facts=CPUS._asdict())
+    usable: list[bool] = []
+    monkeypatch.setattr(examine, "_devices", lambda *_, **named: usable.append(named["usable"]) or [cpus])
+    result = invoke(*asked)
+    assert (result.exit_code, usable) == (code, [False])
+    said = (
+        f"{mark:<4}  driver: 470.82.01 is too old for CUDA 13, which needs 580; install driver 580 or newer"
+    )
+    assert any(line.startswith(said) for line in result.stdout.splitlines()), result.stdout
+    if asked:
+        last = "next: repair what is marked above, then: speedrun doctor --track main-8xh100"
+        assert result.stdout.splitlines()[-1] == last
+
+
+def test_gpus_without_a_driver_are_told(offline: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(nvidia, "present", lambda: 8)
+    (check,) = examine._driver([], needed=True)
+    assert (check.mark, check.name) == ("bad", "driver")
+    assert check.found.startswith("8 NVIDIA GPUs are here, but there is no nvidia-smi; repair the driver")
+
+
+@pytest.mark.parametrize(
+    ("version", "ok"),
+    [("0.10.2", True), ("0.10.10", True), ("0.11.0.dev1", True), ("0.10.1", False), ("0.9.9", False)],
+)
+def test_versions_compare_as_numbers(version: str, ok: bool):
+    assert software.floor("jax", version, "jax>=0.10.2").ok == ok
+
+
+def test_packages_that_no_lock_has_are_named(monkeypatch: pytest.MonkeyPatch):
+    assert software.lock().ok, "this environment is a lock's"
+    monkeypatch.setattr(software.provenance, "lock", lambda: software.provenance.Lock("", ""))
+    here = {**software.installed(), "optax": "0.0.1"}
+    here.pop("rich")
+    monkeypatch.setattr(software, "installed", lambda: here)
+    check = software.lock()
+    assert check.mark == "note"
+    assert "2 packages are not as requirements/run.lock pins them (optax 0.0.1, rich missing)" in check.found
+
+
+def test_a_machine_that_is_not_fit(offline: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    bad = Check("python", "2.7; need python>=3.11", ok=False)
+    monkeypatch.setattr(software, "checks", lambda: [bad])
+    monkeypatch.setenv("SPEEDRUN_DATA", str(tmp_path))
+    result = invoke()
+    assert result.exit_code == 1
+    assert "bad   python: 2.7; need python>=3.11\n" in result.stdout
+    assert "note  data smoke-cpu: " in result.stdout
+    assert "devices" not in result.stdout, "JAX is not asked"
+    assert result.stdout.splitlines()[-1] == "next: repair what is marked above, then: speedrun doctor"
+
+
+def test_a_broken_plugin_is_a_line(offline: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def broken(*_: object, **__: object):
+        raise RuntimeError("no CUDA\nand a long tale")
+
+    monkeypatch.setenv("SPEEDRUN_DATA", str(tmp_path))
+    monkeypatch.setattr(examine, "_devices", broken)
+    result = invoke()
+    assert result.exit_code == 1
+    assert "bad   devices: no CUDA\n" in result.stdout
+
+
+def test_what_a_machine_says_cannot_paint_the_terminal(driver: Path, capsys: pytest.CaptureFixture[str]):
+    (driver / "name").write_text("\x1b[31mevil\x1b[0m, 580.95.05, 81559, 16, 16, Disabled\n")
+    (gpu,) = nvidia.gpus()
+    (check,) = gpus.identity([gpu])
+    _print(check)
+    assert capsys.readouterr().out == f"ok    gpus: {clean(check.found)}\n"
+    assert "\x1b" not in clean(check.found)
