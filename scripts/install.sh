@@ -64,6 +64,17 @@ print(hashlib.sha256(b"\0".join([sys.version.encode(), *(Path(p).read_bytes() fo
     "${@:2}"
 }
 
+# Says what is about to come, and refuses a disk that is too full for it. GB of wheels and of what they unpack to, for
+# `run`, measured on the locks of November 2026; both lie there for a moment.
+need_room() {
+  local kind=$1 fetch=0.2 unpacked=0.8 room=2 free
+  if [[ $kind == cuda12 ]]; then fetch=3.4 unpacked=6.0 room=10; fi
+  if [[ $kind == cuda13 ]]; then fetch=2.7 unpacked=4.8 room=8; fi
+  free=$(($(df -Pk . | awk 'NR == 2 { print $4 }') / 1000000))
+  ((free >= room)) || die "found $free GB free in $PWD, $kind needs $room; free some, or put the checkout on another disk"
+  echo "install: at least $fetch GB to fetch, $unpacked GB of disk"
+}
+
 main() {
   local want=${1:-run} kind lock locks overlay=() python pip stamp=.venv/speedrun.stamp sum
   kind=$(accelerator)
@@ -95,6 +106,7 @@ main() {
 
   [[ ! -e .venv || -f $stamp ]] || die ".venv exists and was not made by this script; move it away"
   echo "install: $("$python" --version), $kind, ${locks[*]}${overlay[*]+ ${overlay[*]}} -> .venv"
+  need_room "$kind"
   mkdir -p .venv
   echo "unfinished" >"$stamp"
   # What the last environment held must not shine through.

@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
-# From a bare checkout on a node with eight GPUs to a validated record: installs, looks at the machine, fetches the
-# data, trains once. Start it again after any interruption: what is done is not done twice, except the run itself.
+# From a bare checkout on a node with eight GPUs to a record that is ready to be sent: installs, looks at the machine,
+# fetches the data, trains a batch, tests it, validates it, packs it. Start it again after any interruption: it goes on.
 #
-#   scripts/run_8gpu.sh [ARGUMENTS OF speedrun run]     for instance --seed 1
+#   scripts/run_8gpu.sh [ARGUMENTS OF speedrun attempt]     for instance --dry-run, or --runs 6
 #
-# Everything it says is also in runs/main-8xh100.log. Environment: as in scripts/install.sh, and $SPEEDRUN_DATA for the
-# folder that data lies in.
+# Says beforehand what it takes in minutes, gigabytes and money. Log, environment: see scripts/run_track.sh.
 exec "$(dirname "${BASH_SOURCE[0]}")/run_track.sh" main-8xh100 8 "$@"

@@ -1,20 +1,29 @@
 #!/usr/bin/env bash
-# What scripts/run_8gpu.sh and scripts/run_1gpu.sh do: one process, all GPUs of this machine.
+# What scripts/run_8gpu.sh and scripts/run_1gpu.sh do: from a bare checkout to a record that is ready to be sent.
 #
-#   scripts/run_track.sh TRACK GPUS [ARGUMENTS OF speedrun run]      GPUS may be 0: scripts/run_track.sh smoke-cpu 0
+#   scripts/run_track.sh TRACK GPUS [ARGUMENTS OF speedrun attempt]      GPUS may be 0: scripts/run_track.sh smoke-cpu 0
+#
+# Installs, then `speedrun attempt`: doctor, data, batch, stats, validate, submit. Stopped at any point, the same command
+# goes on there. It says beforehand what all that takes; `--dry-run` stops after saying it. Environment, all optional:
+#
+#   SPEEDRUN_DOLLARS   price of one GPU and hour; default 2.50
+#   SPEEDRUN_DATA      folder for data; default ./data
+#   SPEEDRUN_PYTHON    a Python in which all is installed, to use as it is; without it scripts/install.sh makes .venv
+#
+# Everything it says is also in runs/TRACK.log.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 track=${1:?need a track} gpus=${2:?need a number of GPUs}
 shift 2
 mkdir -p runs
-exec > >(tee -a "runs/$track.log") 2>&1
-
-# One line in the log before each part: what it is and when it began.
-part() { echo "== $(date -u +%FT%TZ) $*"; }
+# A signal that reaches the whole group must not end the log before the run.
+exec > >(trap '' INT TERM && exec tee -a "runs/$track.log") 2>&1
 
 found=0
-if command -v nvidia-smi >/dev/null; then found=$(nvidia-smi --query-gpu=name --format=csv,noheader | wc -l); fi
+if command -v nvidia-smi >/dev/null; then
+  found=$(nvidia-smi --query-gpu=name --format=csv,noheader | wc -l) || found=0
+fi
 if ((found < gpus)); then
   echo "run_track: found $found GPUs, $track needs $gpus; choose another script, or a machine with more" >&2
   exit 2
@@ -29,15 +38,10 @@ if ((gpus > 0)); then
 fi
 export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/speedrun/programs}"
 
-part install
-scripts/install.sh run
-export PATH="$PWD/.venv/bin:$PATH"
-part doctor
-speedrun doctor
-if ((gpus > 0)); then
-  part data
-  speedrun data get --track "$track"
+python=${SPEEDRUN_PYTHON:-.venv/bin/python}
+if [[ -z ${SPEEDRUN_PYTHON:-} ]]; then
+  echo "== $(date -u +%FT%TZ) install: scripts/install.sh run"
+  scripts/install.sh run
 fi
-part run
 # In the place of this script, so that a signal to it reaches the run.
-exec speedrun run --track "$track" "$@"
+exec "$python" -m speedrun attempt --track "$track" "$@"

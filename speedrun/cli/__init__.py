@@ -22,6 +22,7 @@ COMMANDS = {
     "plan": "Say what a recipe needs on devices that need not be here.",
     "run": "Train on a track, under the clock.",
     "batch": "Declare several runs, run them, and test what they prove.",
+    "attempt": "Go all the way to a record ready to be sent: doctor, data, batch, stats, validate, submit.",
     "stats": "Say what the runs of a record prove, and how many more it would take.",
     "compare": "Run two records in turns on this node, and say which is faster.",
     "ablate": "Say what each feature of a recipe is worth.",
