@@ -22,7 +22,7 @@ _ROOT = Path(__file__).parent.parent
 #: Packages whose versions decide what a run computes: these are always there,
 _PACKAGES = ("jax", "jaxlib", "optax", "numpy")
 #: and of these the ones that are installed, on a machine with a GPU.
-_FOR_GPUS = re.compile(
+FOR_GPUS = re.compile(
     r"jax-cuda\d+-(plugin|pjrt)|nvidia-(cublas|cudnn|nccl|cuda-nvcc)(-cu\d+)?|dew-flash-attn-cu\d+"
 )
 #: Environment variables that may change a run; nothing else of the environment is recorded.
@@ -39,6 +39,9 @@ VARIABLES = (
     "NVIDIA_TF32_OVERRIDE",
 )
 _PIN = re.compile(r"^([a-z0-9-]+)==(\S+)( ;)?", re.MULTILINE)
+#: Digest of a container image, behind its name if it has been published; `scripts/docker_run.sh` sets the variable.
+_IMAGE = re.compile(r"([a-z0-9][a-z0-9._/:-]{0,127}@)?sha256:[0-9a-f]{64}")
+IMAGE_VARIABLE = "SPEEDRUN_IMAGE"
 _GIT_S = 10.0  #: a checkout on a slow network need not hold up a run
 
 
@@ -84,10 +87,17 @@ def _file_of(module: str) -> Path | None:
 
 
 def software() -> dict[str, str]:
-    """Versions of Python and of the packages that decide what a run computes."""
+    """Versions of Python and of the packages that decide what a run computes; the image, inside a container."""
     installed = {one.name: one.version for one in metadata.distributions()}
-    for_gpus = {name: installed[name] for name in sorted(installed) if _FOR_GPUS.fullmatch(name)}
-    return {"python": platform.python_version(), **{name: installed[name] for name in _PACKAGES}, **for_gpus}
+    for_gpus = {name: installed[name] for name in sorted(installed) if FOR_GPUS.fullmatch(name)}
+    packages = {**{name: installed[name] for name in _PACKAGES}, **for_gpus}
+    return {"python": platform.python_version(), **packages, **image()}
+
+
+def image() -> dict[str, str]:
+    """The container image around us, as `{"image": digest}`; empty outside of one, and where nobody gave its digest."""
+    named = os.environ.get(IMAGE_VARIABLE, "")
+    return {"image": named} if _IMAGE.fullmatch(named) else {}
 
 
 def environment() -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Runs the source that a record carries, in a process of its own. The only module that executes anything of a record.
 
-`speedrun replay`, `speedrun compare` and `speedrun validate --replay` call it, and say so.
+`speedrun replay`, `compare`, `reproduce` and `validate --replay` call it, and say so.
 """
 
 import os

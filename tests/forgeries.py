@@ -28,6 +28,16 @@ from record_forge import (
 from speedrun import runlog
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.format import DataRead, Declaration, Look, Recipe, RunFile, ShardRange, config_sha256
+from speedrun.ledger.record import load
+from speedrun.ledger.reproduction import (
+    Outcome,
+    Reproduction,
+    concluded,
+    encode,
+    hardware_of,
+    hardware_points,
+    outcome_of,
+)
 
 Build = Callable[[Path], object]
 
@@ -270,6 +280,26 @@ def promised(**fields) -> Callable[[Declaration], Declaration]:
     return lambda honest: replace(honest, **fields)
 
 
+def reproduced(**fields) -> Build:
+    """A record that a referee ran again, with other words in what came of it."""
+
+    def build(folder: Path) -> None:
+        record = load(forge(folder))
+        manifest, done = record.manifest, record.finished
+        assert manifest is not None
+        seen = tuple(replace(outcome_of(run), seed=run.file.seed + 5) for run in done)
+        hardware = [hardware_of(run) for run in done]
+        honest = Reproduction(
+            record_id=manifest.record_id, track="forged@1", by="", created_utc="2026-10-03T00:00:00+00:00",
+            hardware=hardware[0], software={}, same_seeds=False, points=hardware_points(hardware, hardware), runs=seen,
+            confidence=0.99, loss_difference=None, time_ratio=None, num_same_bits=None, verdict="within",
+        )  # fmt: skip
+        found = replace(concluded(honest, done, 0.01), **fields)
+        (folder / "reproduction.json").write_bytes(encode(found))
+
+    return build
+
+
 BROKE = [
     Spec(seed=2, attempt=name, edit_log=broken_off, edit_run=facts(outcome="aborted", final_hash=""))
     for name in "bc"
@@ -318,6 +348,12 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V008", "turned text", added("README.md", "\u202e".encode())),
     ("V008", "script", added("plots/loss.svg", b"<svg><script>alert(1)</script></svg>")),
     ("V008", "not an image", added("plots/loss.png", b"MZ")),
+    ("V009", "of another record", reproduced(record_id="0" * 64)),
+    ("V009", "a better word", reproduced(verdict="faster")),
+    ("V009", "a smaller difference", reproduced(loss_difference=None)),
+    ("V009", "seeds of nobody", reproduced(same_seeds=True)),
+    ("V009", "no numbers", reproduced(runs=(Outcome("a", 7, "finished", None, None, ""),))),
+    ("V009", "a time below zero", reproduced(runs=(Outcome("a", 7, "finished", 3.2, -1.0, ""),))),
     ("V101", "other file", made(shards=(replace(ONE, sha256=HASH), TWO))),
     ("V102", "other order", made(shards=(shard("t_train_2.bin", 0, 600), shard("t_train_1.bin", 0, 400)))),
     ("V102", "went back", made(shards=(replace(ONE, stop=300), TWO, replace(ONE, start=300)))),

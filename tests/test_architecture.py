@@ -44,6 +44,7 @@ FLOORS = {
     "speedrun.recipe": 4,
     "speedrun.health": 4,
     "speedrun.referee": 5,
+    "speedrun.reproduce": 5,
     "speedrun.rerun": 4,
     "speedrun.kernels": 3,
     "speedrun.optim": 3,

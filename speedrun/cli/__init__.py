@@ -35,6 +35,7 @@ COMMANDS = {
     "describe": "Write what people say of a record: title, authors, changes, parent.",
     "submit": "Make a record ready for a pull request: validated, scanned for secrets, packed.",
     "replay": "Run the source that a record carries.",
+    "reproduce": "Run a record again, as a referee: one word says whether it holds.",
     "bench": "Time operations against their bounds.",
     "profile": "Say where the time of a training step goes.",
 }

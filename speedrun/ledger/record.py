@@ -15,7 +15,9 @@ from typing import TypeVar
 
 from speedrun import track
 from speedrun.errors import UsageError
+from speedrun.ledger import reproduction
 from speedrun.ledger.format import Declaration, FormatError, Manifest, Summary
+from speedrun.ledger.reproduction import REPRODUCTION, Reproduction
 from speedrun.ledger.run import Run, read_json, read_run
 from speedrun.sourcefile import split_source
 from speedrun.track import Track
@@ -29,7 +31,7 @@ FOLDERS = re.compile(rf"runs|plots|{_RUN}")
 
 #: Every file a record may hold, and how many bytes it may have.
 FILES = (
-    (re.compile(r"(manifest|summary|batch)\.json"), _MIB),
+    (re.compile(r"(manifest|summary|batch|reproduction)\.json"), _MIB),
     (re.compile(r"source\.txt"), 4 * _MIB),
     (re.compile(r"[A-Z]{1,30}\.md"), _MIB),
     (re.compile(rf"{_RUN}/run\.json"), _MIB),
@@ -40,7 +42,7 @@ FILES = (
 MAX_FILES = 1000
 MAX_BYTES = 256 * _MIB
 
-_Read = TypeVar("_Read", Run, Manifest, Summary, Declaration)
+_Read = TypeVar("_Read", Run, Manifest, Summary, Declaration, Reproduction)
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,9 @@ class Record:
     manifest: Manifest | None
     summary: Summary | None
     declaration: Declaration | None  #: None, too, for a run by itself
+    reproduction: (
+        Reproduction | None
+    )  #: what came out when somebody ran it again; None where nobody put it here
     track: Track | None  #: None where these rules are not known here
     whole: bool  #: every run could be read
 
@@ -105,6 +110,9 @@ def load(root: Path) -> Record:
     declaration = None
     if "batch.json" in raw:
         declaration = attempt(lambda: read_json(raw, "batch.json", Declaration), {"batch.json"})
+    again = None
+    if REPRODUCTION in raw:
+        again = attempt(lambda: reproduction.decode(raw[REPRODUCTION]), {REPRODUCTION})
     return Record(
         root=root,
         raw=raw,
@@ -114,6 +122,7 @@ def load(root: Path) -> Record:
         manifest=manifest,
         summary=summary,
         declaration=declaration,
+        reproduction=again,
         track=known_track(runs),
         whole=0 < len(runs) == len(folders),
     )

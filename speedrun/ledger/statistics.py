@@ -203,3 +203,38 @@ def pooled_sd(groups: Sequence[Sequence[float]]) -> float:
         raise ValueError("no group has two runs; nothing can be pooled")
     squares = sum(variance(group) * (len(group) - 1) for group in groups if len(group) > 1)
     return math.sqrt(squares / freedom)
+
+
+def difference_interval(
+    first: Sequence[float],
+    second: Sequence[float],
+    sigma: float,
+    *,
+    freedom: int | None = None,
+    confidence: float = 0.95,
+) -> Interval:
+    """Of mean(second) - mean(first), where single runs of both sides scatter alike.
+
+        difference of means +- reach * sigma * sqrt(1 / n + 1 / m)
+
+    So one new run can be held against a batch: its mean is itself.
+
+    Args:
+        first: n numbers.
+        second: m numbers.
+        sigma: sd of single runs.
+        freedom: of Student's t, where `sigma` was estimated from so many and one more; None: it is known.
+        confidence: of the interval, both sides.
+
+    Raises:
+        ValueError: with nothing on a side.
+    """
+    from scipy import special
+
+    if not (first and second):
+        raise ValueError(f"got {len(first)} and {len(second)} numbers; need one on each side")
+    tail = (1 + confidence) / 2
+    reach = float(special.ndtri(tail) if freedom is None else special.stdtrit(freedom, tail))
+    half = reach * sigma * math.sqrt(1 / len(first) + 1 / len(second))
+    difference = fmean(second) - fmean(first)
+    return Interval(difference, difference - half, difference + half)

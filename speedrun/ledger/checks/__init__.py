@@ -12,6 +12,7 @@ CHECKS: tuple[Check, ...] = (
     files.known_track,
     files.one_story,
     files.plain_files,
+    files.reproduced,
     data.shard_hashes,
     data.shard_order,
     data.no_leak,

@@ -1,4 +1,4 @@
-"""V001 to V008: the files are what they say, and say the same thing."""
+"""V001 to V009: the files are what they say, and say the same thing."""
 
 import re
 from collections.abc import Iterator
@@ -16,6 +16,7 @@ from speedrun.ledger.assemble import (
 )
 from speedrun.ledger.checks.table import check
 from speedrun.ledger.record import Record
+from speedrun.ledger.reproduction import concluded, runs_problem
 from speedrun.ledger.run import Run
 
 #: Control characters but tab and newline, and all that turn the direction of text.
@@ -189,6 +190,30 @@ def plain_files(record: Record) -> Iterator[str]:
             yield f"{path}: holds a script or a link"
         if path.endswith(".png") and not content.startswith(b"\x89PNG\r\n\x1a\n"):
             yield f"{path}: is not a PNG image"
+
+
+@check(
+    "V009",
+    "a reproduction is of this record, and says what its runs say",
+    needs=("runs", "manifest", "track"),
+    why="whoever reads that a record holds must be able to compute it again",
+    hint="let `speedrun reproduce RECORD --into-record` write reproduction.json, or take it out",
+)
+def reproduced(record: Record) -> Iterator[str]:
+    """Differences and verdict are derived again; the runs themselves are the referee's word."""
+    stored, manifest = record.reproduction, record.manifest
+    assert manifest is not None
+    if stored is None or not record.finished:
+        return
+    if (stored.record_id, stored.track) != (manifest.record_id, manifest.track.id):
+        yield "reproduction.json: is of another record"
+        return
+    if problem := runs_problem(stored, record.finished):
+        yield f"reproduction.json: {problem}"
+        return
+    yield from _differences(
+        "reproduction.json", stored, concluded(stored, record.finished, record.rules.target.sigma)
+    )
 
 
 def _differences(place: str, stored: object, again: object) -> Iterator[str]:

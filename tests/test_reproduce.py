@@ -1,0 +1,356 @@
+"""A record run again: what is compared before, what the words mean, what a referee finds who comes back."""
+
+import dataclasses
+import json
+import math
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+from record_forge import JAX, LOCK, LOCK_RAW, Spec, facts, forge, install_track, source_text, write_run
+from scipy import stats
+from test_train import SMALL
+
+from speedrun import cli, provenance, runlog, track
+from speedrun.errors import NonFiniteError, SpeedrunError
+from speedrun.ledger import reproduction
+from speedrun.ledger.assemble import assemble
+from speedrun.ledger.format import sha256
+from speedrun.ledger.record import load, read_files
+from speedrun.ledger.reproduction import Difference, Reproduction, point, verdict
+from speedrun.ledger.run import Run, read_run
+from speedrun.ledger.statistics import difference_interval, pooled_sd
+from speedrun.ledger.validate import validate
+from speedrun.rerun import Rerun
+
+ROOT = Path(__file__).parent.parent
+COMMITTED = ROOT / "records" / "smoke-cpu" / "2026-11-21-six-seeds"
+
+
+# --- the numbers --------------------------------------------------------------------------------------------
+
+
+def test_the_interval_is_the_one_of_scipy_where_both_sides_tell_the_noise():
+    first, second = [3.1, 3.4, 3.2, 3.3, 3.5], [3.0, 3.6, 3.3]
+    found = difference_interval(first, second, pooled_sd([first, second]), freedom=6, confidence=0.99)
+    tested: Any = stats.ttest_ind(second, first, equal_var=True)
+    want = tested.confidence_interval(0.99)
+    assert (found.low, found.high) == pytest.approx((want.low, want.high))
+
+
+def test_the_interval_of_a_known_noise_is_normal():
+    found = difference_interval([1.0] * 4, [2.0] * 4, 0.1, confidence=0.99)
+    assert found.half_width == pytest.approx(stats.norm.ppf(0.995) * 0.1 / math.sqrt(2))
+    with pytest.raises(ValueError, match="one on each side"):
+        difference_interval([], [1.0], 0.1)
+
+
+def test_a_new_run_of_the_same_kind_is_inside_99_of_100_times():
+    """With six runs in the record, as many as are committed."""
+    draw, inside, num = random.Random(0).gauss, 0, 2000
+    for _ in range(num):
+        six = [draw(0, 1) for _ in range(6)]
+        found = reproduction.difference(six, [draw(0, 1)], reproduction.noise(six, 0.0, "assumed"))
+        inside += found.low <= 0 <= found.high
+    assert inside / num == pytest.approx(0.99, abs=0.007)
+
+
+SAME = (point("devices", "8 x cpu", "8 x cpu"), point("bench", "1", "1"))
+OTHER = (point("devices", "8 x cpu", "8 x H100"), point("bench", "1", "1"))
+
+
+@pytest.mark.parametrize(
+    ("loss", "time", "points", "blown", "word"),
+    [
+        ((-0.1, 0.1), (0.9, 1.1), SAME, 0, "within"),
+        ((-0.1, 0.1), (1.001, 1.003), SAME, 0, "within"),
+        ((-0.1, 0.1), (0.8, 0.9), SAME, 0, "faster"),
+        ((-0.1, 0.1), (1.1, 1.2), SAME, 0, "slower"),
+        ((0.1, 0.2), (0.8, 0.9), SAME, 0, "loss mismatch"),
+        ((-0.2, -0.1), (0.9, 1.1), SAME, 0, "loss mismatch"),
+        ((-0.1, 0.1), (0.9, 1.1), SAME, 1, "loss mismatch"),
+        ((-0.1, 0.1), (0.1, 0.2), OTHER, 0, "not the same hardware"),
+        ((0.1, 0.2), (0.1, 0.2), OTHER, 0, "loss mismatch"),
+    ],
+)
+def test_one_word(loss, time, points, blown, word):
+    by_loss, by_time = [Difference(fmean((low, high)), low, high, "runs") for low, high in (loss, time)]
+    assert verdict(by_loss, by_time, points, num_non_finite=blown) == word
+
+
+# --- the command, on forged runs ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def record(tmp_path, monkeypatch) -> Path:
+    """A record of two runs with seeds 1 and 2, made by the packages that are here."""
+    (tmp_path / "tracks").mkdir()
+    install_track(tmp_path / "tracks")
+    monkeypatch.setattr(track, "TRACKS_DIR", tmp_path / "tracks")
+    monkeypatch.setattr(provenance, "software", lambda: {"jax": JAX})
+    monkeypatch.setattr(provenance, "lock", lambda: provenance.Lock(LOCK, sha256(LOCK_RAW)))
+    data = tmp_path / "data" / "forged"
+    data.mkdir(parents=True)
+    for name in ("t_train_1.bin", "t_train_2.bin", "t_val_0.bin"):
+        (data / name).write_text(name)  # the digest that the forger gives a shard is that of its name
+    monkeypatch.setenv("SPEEDRUN_DATA", str(tmp_path / "data"))
+    return forge(tmp_path / "record")
+
+
+@pytest.fixture
+def reproduced(record, tmp_path, monkeypatch):
+    """`speedrun reproduce` whose runs are forged by a function of their seed. Tells which seeds were run."""
+
+    def invoke(*args: str, make=lambda seed: Spec(seed=seed), out: str = "out"):
+        ran: list[int] = []
+
+        def run(self: Rerun, out: Path, *, seed: int, **_: object) -> Run:
+            ran.append(seed)
+            made = make(seed)
+            if isinstance(made, BaseException):
+                raise made
+            spec = dataclasses.replace(
+                made, seed=1, edit_run=lambda run: made.edit_run(facts(seed=seed)(run))
+            )
+            write_run(out, spec)
+            (out / "source.txt").write_text(source_text())
+            return read_run(read_files(out)[0], spec.run_id)
+
+        monkeypatch.setattr(Rerun, "run", run)
+        words = ["reproduce", str(record), "--out", str(tmp_path / out), *args]
+        return CliRunner().invoke(cli.command, words, prog_name="speedrun"), ran
+
+    return invoke
+
+
+def told(result) -> str:
+    """The verdict of an output."""
+    return next(line for line in result.stdout.splitlines() if line.startswith("verdict  ")).split(":")[0][9:]
+
+
+def test_an_honest_record_holds(reproduced, tmp_path):
+    result, ran = reproduced("--by", "A. Referee")
+    assert (result.exit_code, told(result)) == (0, "within"), result.output
+    assert len(ran) == 2
+    assert not {1, 2} & set(ran), "fresh seeds"
+    assert "same     checks, source, jax, lock, flags, data, devices, bench" in result.stdout
+    found = msgspec.json.decode((tmp_path / "out" / "reproduction.json").read_bytes(), type=Reproduction)
+    assert [run.seed for run in found.runs] == ran
+    assert (found.by, found.verdict, found.num_same_bits) == ("A. Referee", "within", None)
+    assert found.loss_difference is not None
+    assert found.loss_difference.noise_from == "track"
+
+
+@pytest.mark.parametrize(
+    ("make", "word"),
+    [
+        (lambda seed: Spec(seed=seed, step_s=(0.05,) * 10), "faster"),
+        (lambda seed: Spec(seed=seed, step_s=(0.2,) * 10), "slower"),
+        (lambda seed: Spec(seed=seed, val_losses=(5.5, 4.0, 3.4, 3.31)), "loss mismatch"),
+        (lambda seed: Spec(seed=seed, val_losses=(5.5, 4.0, 3.4, 3.19)), "loss mismatch"),
+    ],
+    ids=["faster", "slower", "worse", "better"],
+)
+def test_what_differs_has_a_word(reproduced, make, word):
+    result, _ = reproduced("--json", make=make)
+    assert (result.exit_code, json.loads(result.stdout)["verdict"]) == (word != "faster", word), result.output
+
+
+def slow_bench(log):
+    return [
+        moment._replace(event=msgspec.structs.replace(moment.event, matmul_gflops=20.0))
+        if isinstance(moment.event, runlog.Preflight)
+        else moment
+        for moment in log
+    ]
+
+
+def test_a_machine_of_another_speed_is_other_hardware(reproduced):
+    result, _ = reproduced(make=lambda seed: Spec(seed=seed, edit_log=slow_bench, step_s=(0.3,) * 10))
+    assert (result.exit_code, told(result)) == (1, "not the same hardware")
+    assert "differs  bench: the record has 50 Gflop/s, here is 20 Gflop/s" in result.stdout
+
+
+def test_the_same_seeds_tell_of_bits(reproduced):
+    result, ran = reproduced("--same-seeds", "--runs", "1", make=lambda seed: Spec(seed=seed))
+    assert ran == [1]
+    assert "bits     1 of 1 run ended in the very state" in result.stdout
+    result, _ = reproduced("--same-seeds", "--runs", "3", out="other")
+    assert (result.exit_code, "the record has 2 finished runs" in result.stderr) == (2, True)
+
+
+def test_other_packages_are_told_with_what_is_lost(reproduced, monkeypatch):
+    monkeypatch.setattr(provenance, "software", lambda: {"jax": "0.0.1", "python": "3.11.2"})
+    result, _ = reproduced()
+    assert result.exit_code == 0
+    assert (
+        f"differs  jax: the record has {JAX}, here is 0.0.1; no longer promised: equal bits and equal times"
+        in (result.stdout)
+    )
+    assert "differs  jax: " in result.stderr, "before anything runs"
+
+
+def test_whoever_comes_back_finds_what_was_run(reproduced, tmp_path):
+    stop = SpeedrunError("stopped by SIGTERM")
+    stop.exit_code = 75
+    first = []
+    result, _ = reproduced(make=lambda seed: stop if first else (first.append(seed), Spec(seed=seed))[1])
+    assert (result.exit_code, "the same command again goes on" in result.stderr) == (75, True)
+    result, ran = reproduced()
+    assert result.exit_code == 0, result.output
+    assert len(ran) == 1
+    assert ran[0] != first[0]
+    result, ran = reproduced()
+    assert (result.exit_code, ran) == (0, []), "told again, not run again"
+    result, _ = reproduced("--runs", "5")
+    assert (result.exit_code, "was begun with another record, seeds or number" in result.stderr) == (2, True)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letter.txt").write_text("")
+    result, _ = reproduced(out="mine")
+    assert (result.exit_code, "was not begun by this command" in result.stderr) == (2, True)
+
+
+def test_a_run_that_becomes_non_finite_is_an_answer(reproduced, tmp_path):
+    def blown(log):
+        place = next(i for i, moment in enumerate(log) if isinstance(moment.event, runlog.ClockStop))
+        return [*log[:place], log[place]._replace(event=runlog.Error("NonFiniteError", "block0"))]
+
+    def run(self: Rerun, out: Path, *, seed: int, **_: object) -> Run:
+        outcome = facts(seed=seed, outcome="non-finite")
+        write_run(out, Spec(seed=1, edit_log=blown, edit_run=outcome))
+        (out / "source.txt").write_text(source_text())
+        raise NonFiniteError("its loss became nan")
+
+    result, _ = reproduced()
+    record = str(tmp_path / "record")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Rerun, "run", run)
+        words = ["reproduce", record, "--runs", "1", "--out", str(tmp_path / "nan")]
+        result = CliRunner().invoke(cli.command, words, prog_name="speedrun")
+    assert (result.exit_code, told(result)) == (1, "loss mismatch"), result.output
+    assert "1 of 1 runs became non-finite" in result.stdout
+
+
+def newer(record: Path) -> None:
+    path = record / "manifest.json"
+    path.write_text(path.read_text().replace("speedrun.manifest/1", "speedrun.manifest/2"))
+
+
+def edited_source(record: Path) -> None:
+    (record / "source.txt").write_text((record / "source.txt").read_text().replace("SIZE = 1", "SIZE = 2"))
+
+
+def edited_track(record: Path) -> None:
+    with (track.TRACKS_DIR / "forged.toml").open("a") as rules:
+        rules.write("# easier\n")
+
+
+def no_shard(record: Path) -> None:
+    (record.parent / "data" / "forged" / "t_train_2.bin").unlink()
+
+
+def other_shard(record: Path) -> None:
+    (record.parent / "data" / "forged" / "t_val_0.bin").write_text("other")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "code", "said"),
+    [
+        (
+            newer,
+            2,
+            "its schema is speedrun.manifest/2, this version reads speedrun.manifest/1; get the newest",
+        ),
+        (edited_source, 2, "is not the source that manifest and runs name"),
+        (edited_track, 2, "which this version does not know"),
+        (no_shard, 3, "t_train_2.bin: No such file or directory; the record read one with"),
+        (other_shard, 3, "nothing was executed"),
+    ],
+)
+def test_what_cannot_be_used_is_one_line_and_nothing_is_run(reproduced, record, tmp_path, spoil, code, said):
+    spoil(record)
+    result, ran = reproduced()
+    assert (result.exit_code, ran) == (code, []), result.output
+    assert result.stderr.startswith("error: ")
+    assert (result.stderr.count("\n"), said in result.stderr) == (1, True), result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_record_is_left_alone_unless_asked(reproduced, record):
+    before = {path: path.read_bytes() for path in record.rglob("*") if path.is_file()}
+    reproduced()
+    assert {path: path.read_bytes() for path in record.rglob("*") if path.is_file()} == before
+    result, _ = reproduced("--into-record")
+    after = {path: path.read_bytes() for path in record.rglob("*") if path.is_file()}
+    assert after.keys() - before.keys() == {record / "reproduction.json"}
+    statuses = {one.check.id: one.status for one in validate(record).results}
+    assert (statuses["V009"], "failed" in statuses.values()) == ("ok", False), result.output
+
+
+# --- with training ------------------------------------------------------------------------------------------
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-m", "speedrun", *words]
+    return subprocess.run(
+        argv, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False
+    )
+
+
+def test_the_source_of_the_record_runs_in_a_process_of_its_own(record, tmp_path, capfd):
+    """It stands for one that trains: what it leaves was forged before."""
+    made, folder = tmp_path / "made", tmp_path / "again"
+    script = (
+        f"import json, shutil, sys\nshutil.copytree({str(made)!r}, json.load(open(sys.argv[1]))['out'])\n"
+    )
+
+    def edit_source(files):
+        return {**files, "speedrun/train.py": script}
+
+    forge(folder, seeds=(1,), edit_source=edit_source)
+    shutil.copytree(folder / "runs", made / "runs")
+    shutil.copy(folder / "source.txt", made)
+    words = ["reproduce", str(folder), "--same-seeds", "--out", str(tmp_path / "out")]
+    with pytest.raises(SystemExit) as end:
+        cli.command.main(words, prog_name="speedrun")
+    said = capfd.readouterr().out
+    assert (end.value.code, "verdict  within" in said) == (0, True), said
+    assert "checks: the record has all pass, here is V" in said, "no harness: told, and run all the same"
+    assert "bits     1 of 1 run" in said
+
+
+@pytest.mark.slow
+def test_a_small_record_ends_in_the_same_bits(tmp_path, smoke_data):
+    from speedrun.prepare import RunConfig
+    from speedrun.train import train
+
+    record = tmp_path / "record"
+    train(RunConfig("smoke-cpu", record, overrides=SMALL, data=smoke_data))
+    assemble(record, title="small", declared_runs=1)
+    words = ("--same-seeds", "--json", "--data", str(smoke_data), "--out", str(tmp_path / "out"))
+    done = command("reproduce", str(record), *words)
+    found = json.loads(done.stdout)
+    assert (found["num_same_bits"], found["loss_difference"]["mean"]) == (1, 0.0), done.stderr
+    assert found["verdict"] != "loss mismatch"
+
+
+@pytest.mark.slow
+def test_the_committed_record_holds(tmp_path):
+    """Its source is older than the tree. What a busy machine makes of the time is not asked."""
+    done = command(
+        "reproduce", str(COMMITTED), "--same-seeds", "--runs", "1", "--json", "--out", str(tmp_path / "out")
+    )
+    found = json.loads(done.stdout)
+    assert found["verdict"] != "loss mismatch"
+    recorded, here = load(COMMITTED).manifest, provenance.software()
+    assert recorded is not None
+    if all(here[name] == recorded.software[name] for name in ("jax", "jaxlib", "numpy")):
+        assert (found["num_same_bits"], found["loss_difference"]["mean"]) == (1, 0.0)
