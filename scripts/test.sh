@@ -23,4 +23,5 @@ ruff check
 ruff format --check
 pyright
 shellcheck scripts/*.sh
+hadolint Dockerfile
 pytest -n 2 "$@"

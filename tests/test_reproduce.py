@@ -19,7 +19,7 @@ from record_forge import JAX, LOCK, LOCK_RAW, Spec, facts, forge, install_track,
 from scipy import stats
 from test_train import SMALL
 
-from speedrun import cli, provenance, runlog, track
+from speedrun import cli, provenance, reproduce, runlog, track
 from speedrun.errors import NonFiniteError, SpeedrunError
 from speedrun.ledger import reproduction
 from speedrun.ledger.assemble import assemble
@@ -185,6 +185,23 @@ def test_the_same_seeds_tell_of_bits(reproduced):
     assert "bits     1 of 1 run ended in the very state" in result.stdout
     result, _ = reproduced("--same-seeds", "--runs", "3", out="other")
     assert (result.exit_code, "the record has 2 finished runs" in result.stderr) == (2, True)
+
+
+def test_a_loss_is_compared_with_that_of_its_own_seed(record, tmp_path):
+    pairs = {1: 3.2, 2: 3.26}
+    made = [Spec(seed=seed, val_losses=(5.5, 4.0, 3.4, loss)) for seed, loss in pairs.items()]
+    folders = [write_run(tmp_path / "unlike", spec).name for spec in made]
+    first, second = (read_run(read_files(tmp_path / "unlike")[0], name) for name in folders)
+    ours = [reproduction.outcome_of(second)]
+    assert reproduction.loss_difference([first, second], ours, 0.01, same_seeds=True).mean == 0
+    fresh = reproduction.loss_difference([first, second], ours, 0.01, same_seeds=False)
+    assert fresh.mean == pytest.approx(0.03)
+    assert fresh.noise_from == "runs", "the record's own runs scatter more than the track knows"
+
+
+def test_fresh_seeds_are_none_of_the_record(reproduced, monkeypatch):
+    monkeypatch.setattr(reproduce, "seeds_from", lambda *_: (2, 7, 1, 8))
+    assert reproduced()[1] == [7, 8]
 
 
 def test_other_packages_are_told_with_what_is_lost(reproduced, monkeypatch):

@@ -25,8 +25,8 @@ def steps(name: str) -> list[dict[str, Any]]:
     return [step for job in parsed(name)["jobs"].values() for step in job["steps"]]
 
 
-def test_there_are_two() -> None:
-    assert sorted(WORKFLOWS) == ["records.yml", "test.yml"]
+def test_there_are_three() -> None:
+    assert sorted(WORKFLOWS) == ["docker.yml", "records.yml", "test.yml"]
     assert [step["run"] for step in steps("test.yml") if "run" in step] == ["scripts/test.sh"]
 
 
@@ -48,6 +48,12 @@ def test_a_workflow_may_only_read(name: str) -> None:
         if str(step.get("uses")).startswith("actions/checkout@"):
             assert step["with"]["persist-credentials"] is False
         assert "${{" not in step.get("run", ""), "what stands in an event is a stranger's: not for a shell"
+
+
+def test_the_image_is_built_and_tried() -> None:
+    runs = [step["run"] for step in steps("docker.yml") if "run" in step]
+    assert runs[0] == "docker build --target cpu --tag speedrun:cpu ."
+    assert any(run.startswith("scripts/docker_run.sh run --track smoke-cpu ") for run in runs)
 
 
 def test_records_are_read_by_the_base_branch() -> None:
