@@ -50,6 +50,7 @@ FLOORS = {
     "speedrun.optim": 3,
     "speedrun.mesh": 3,
     "speedrun.ledger": 3,
+    "speedrun.launch": 2,
     "speedrun.params": 2,
     "speedrun.nn": 2,
     "speedrun.data": 2,
@@ -79,6 +80,7 @@ LIGHT = {
     "speedrun.console",
     "speedrun.ledger",
     "speedrun.doctor",
+    "speedrun.launch",
     "speedrun.cli",
 }
 HEAVY = {"jax", "jaxlib", "optax", "orbax", "matplotlib", "datasets", "huggingface_hub", "tiktoken", "wandb"}

@@ -23,6 +23,7 @@ COMMANDS = {
     "run": "Train on a track, under the clock.",
     "batch": "Declare several runs, run them, and test what they prove.",
     "attempt": "Go all the way to a record ready to be sent: doctor, data, batch, stats, validate, submit.",
+    "launch": "Print the file that runs a track on a cluster, or submit it.",
     "stats": "Say what the runs of a record prove, and how many more it would take.",
     "compare": "Run two records in turns on this node, and say which is faster.",
     "ablate": "Say what each feature of a recipe is worth.",

@@ -1,0 +1,140 @@
+"""What a node does, as functions of bash that every cluster's file holds alike.
+
+What was asked stands once, quoted, as variables at the top of a file; all below it is the same text for everybody, so
+that no value can become code.
+"""
+
+import shlex
+import textwrap
+
+from speedrun.launch.job import Job, clock_time
+
+_NODE = """
+# On a node: where its things lie, and what its programs are told.
+node() {{
+  set -euo pipefail
+{exports}
+  "$@"
+}}
+"""
+
+_IN_CHECKOUT = "export PATH=$checkout/.venv/bin:$PATH"
+_PLACES = "export SPEEDRUN_DATA=$stage/shards JAX_COMPILATION_CACHE_DIR=$stage/programs"
+#: What NVIDIA recommends for JAX on such nodes; records name it.
+_FOR_GPUS = "export CUDA_DEVICE_MAX_CONNECTIONS=1 NCCL_NVLS_ENABLE=1 XLA_PYTHON_CLIENT_MEM_FRACTION=0.9"
+
+#: Compiled programs are code: a folder that somebody else made would be theirs to choose.
+_PREPARE = """
+# On each node, first: a bad machine found now costs a minute, and no more. The node's own disk must be ours.
+prepare() {
+  (umask 077 && mkdir -p "$stage")
+  if [[ ! -O $stage ]]; then
+    echo "launch: $stage belongs to somebody else; pass another --stage" >&2
+    return 2
+  fi
+  speedrun doctor
+"""
+
+_COPY = """\
+  # Anew each time: what an earlier job left here may be something else.
+  shards=$SPEEDRUN_DATA/{folder}
+  rm -rf -- "$shards"
+  mkdir -p "$shards"
+  (cd "$data" && cp -- \
+{shards} "$shards")
+  if [[ -e $data/manifest.json ]]; then cp -- "$data/manifest.json" "$shards"; fi
+  speedrun data verify --track {track} --full
+}}
+"""
+
+_GET = """\
+  {get}
+}}
+"""
+
+_TRAIN = """
+# On each node, then. In the place of the shell, so that a signal reaches the run.
+train() {
+  exec "${run[@]}" "$@" --out "$record"
+}
+"""
+
+_KEEP = """
+# At the end, also of a run that failed: the record leaves the node, whole under its name. One process writes one.
+keep() {
+  local folder partial
+  for folder in "$record" "$record.checkpoints"; do
+    [[ -e $folder ]] || continue
+    partial=$out/.${folder##*/}.partial
+    mkdir -p "$out"
+    rm -rf -- "$partial"
+    cp -R -- "$folder" "$partial"
+    mv -T -- "$partial" "$out/${folder##*/}"
+    rm -rf -- "$folder"
+    echo "record  $out/${folder##*/}"
+  done
+}
+"""
+
+#: For a shell that is the first process of a container: such a one passes no signal on by itself.
+WORK = """
+code=0 told=
+(node prepare; node train) &
+work=$!
+trap 'told=yes; kill -TERM "$work" 2>/dev/null || true' TERM INT
+wait "$work" || code=$?
+# A signal ends a wait, not what was waited for.
+while [[ $told ]]; do
+  code=0 told=
+  wait "$work" || code=$?
+done
+keep
+exit "$code"
+"""
+
+
+def functions(job: Job) -> str:
+    """`node`, with which each of the others is called on a node: `prepare` and `train`."""
+    exports = [_IN_CHECKOUT] * (not job.image) + [_PLACES] + [_FOR_GPUS] * (job.gpus > 0)
+    data = job.track.data
+    if job.data:
+        staged = _COPY.format(folder=data.folder, shards=_wrapped(job.shards), track=job.track.name)
+    else:
+        staged = _GET.format(get=data.get)
+    return _NODE.format(exports="\n".join(f"  {line}" for line in exports)) + _PREPARE + staged + _TRAIN
+
+
+def _wrapped(words: list[str]) -> str:
+    """Words on lines that can be read, each but the last with the sign that it goes on."""
+    lines = textwrap.wrap(" ".join(words), 100, break_on_hyphens=False)
+    return " \\\n".join(f"    {line}" for line in lines)
+
+
+def variables(job: Job) -> str:
+    """The names of those that `functions` needs; whoever calls them in another shell hands these on."""
+    return " ".join(["run", "stage", "record", *["data"] * bool(job.data), *["checkout"] * (not job.image)])
+
+
+def keep() -> str:
+    """The function that brings the record where it stays."""
+    return _KEEP
+
+
+def title(job: Job, on: str, then: str) -> list[str]:
+    """The first lines of a file, as comments: what it is, and what to type."""
+    nodes = f"{job.nodes} node{'s' * (job.nodes > 1)}"
+    size = f"{nodes} of {job.gpus} GPUs" if job.gpus else nodes
+    rank = "a record of it can be ranked" if job.is_ranked else "not ranked"
+    return [
+        f"# {job.track.id} on {size}, {clock_time(job.time_s)} at most; {rank}.",
+        f"# Printed by 'speedrun launch --on {on}', and yours from here on. {then}",
+    ]
+
+
+def assigned(**values: str | tuple[str, ...]) -> str:
+    """Variables of bash, one a line, quoted."""
+    lines = [
+        f"{name}={shlex.quote(value) if isinstance(value, str) else f'({shlex.join(value)})'}"
+        for name, value in values.items()
+    ]
+    return "".join(f"{line}\n" for line in lines)

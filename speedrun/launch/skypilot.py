@@ -1,0 +1,78 @@
+"""A task of SkyPilot: it rents the machines, and stops them when they have nothing to do."""
+
+from typing import Any
+
+from speedrun.launch import shell
+from speedrun.launch.job import PORT, Job, is_bucket
+from speedrun.launch.kubernetes import dumped
+
+STAGE = "/tmp/speedrun"
+RECORDS = "/tmp/speedrun-records"
+_OUT, _DATA = "/speedrun-records", "/speedrun-data"  #: where buckets are mounted
+_IDLE_MINUTES = 10
+_MEET_S = 1800
+_LEAVE_S = 120
+
+#: What SkyPilot calls them, by the names of `speedrun plan`.
+_ACCELERATORS = {"h100": "H100", "h200": "H200", "a100": "A100-80GB", "a100-40gb": "A100", "4090": "RTX4090"}
+
+_JOIN = """\
+# Which node this one is, SkyPilot says.
+run+=(--coordinator "${{SKYPILOT_NODE_IPS%%$'\\n'*}}:{port}" --processes "$SKYPILOT_NUM_NODES")
+run+=(--process "$SKYPILOT_NODE_RANK" --meet-within {meet_s})
+"""
+
+
+def text(job: Job) -> str:
+    """The task file."""
+    keeps = is_bucket(job.out)
+    title = shell.title(job, "skypilot", f"Submit it with: sky launch --cluster {job.name} FILE")
+    if not keeps:
+        title.append(
+            f"# The record stays on the first machine until you fetch it: rsync -Pa {job.name}:{job.out}/ records/"
+        )
+    resources: dict[str, Any] = {"autostop": {"idle_minutes": _IDLE_MINUTES, "down": keeps}}
+    if job.gpus:
+        resources["accelerators"] = f"{_ACCELERATORS[job.gpu]}:{job.gpus}"
+    if job.cloud:
+        resources["infra"] = job.cloud
+    if job.price is not None:
+        resources["max_hourly_cost"] = job.price
+    if job.image:
+        resources["image_id"] = f"docker:{job.image}"
+    task: dict[str, Any] = {"name": job.name, "num_nodes": job.nodes, "resources": resources}
+    mounts: dict[str, Any] = {}
+    if keeps:
+        mounts[_OUT] = {"source": job.out, "mode": "MOUNT_CACHED"}  # the other kind cannot rename folders
+    if is_bucket(job.data):
+        mounts[_DATA] = {"source": job.data, "mode": "MOUNT"}
+    task |= {"file_mounts": mounts} if mounts else {}
+    if not job.image:
+        task |= {"workdir": job.checkout, "setup": "scripts/install.sh run\n"}
+    return dumped(title, task | {"run": _script(job)})
+
+
+def _script(job: Job) -> str:
+    words = (
+        "timeout",
+        f"--kill-after={_LEAVE_S}",
+        str(job.time_s),
+        *job.words,
+    )  # SkyPilot ends idle machines only
+    values = {
+        "stage": job.stage,
+        "out": _OUT if is_bucket(job.out) else job.out,
+        "name": job.name,
+        "run": words,
+    }
+    values |= {"data": _DATA if is_bucket(job.data) else job.data} if job.data else {}
+    return (
+        "set -euo pipefail\n"
+        + shell.assigned(**values)
+        + "record=$stage/$name-$SKYPILOT_TASK_ID\n"
+        + ("" if job.image else "checkout=$PWD\n")
+        + (_JOIN.format(port=PORT, meet_s=_MEET_S) if job.nodes > 1 else "")
+        + shell.functions(job)
+        + shell.keep()
+        + shell.WORK
+    )
