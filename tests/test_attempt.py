@@ -30,6 +30,7 @@ class Stages:
     def __init__(self) -> None:
         self.typed: list[list[str]] = []
         self.codes: dict[str, int] = {}
+        self.broken = False  #: whether a batch breaks off before its first run ends
         self.losses = (5.5, 4.0, 3.4, 3.25)  #: of each run
 
     def __call__(self, _attempt: object, argv: list[str]) -> int:
@@ -44,7 +45,7 @@ class Stages:
             case ["batch", *_]:
                 record = Path(argv[argv.index("--out") + 1])
                 record.parent.mkdir(exist_ok=True)
-                if self.codes.get("batch", 0) > 1:
+                if self.broken:
                     declare(record, declaration(Spec(), (1, 2)))
                 else:
                     forge(record, val_losses=self.losses)
@@ -104,10 +105,11 @@ def test_it_says_what_it_takes_before_anything_starts(stages: Stages, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("stage", "code"), [("doctor", 1), ("data", 3), ("batch", 75), ("validate", 1), ("submit", 1)]
+    ("stage", "code"),
+    [("doctor", 1), ("data", 3), ("batch", 75), ("batch", 1), ("validate", 1), ("submit", 1)],
 )
 def test_it_ends_as_the_stage_that_fails_and_goes_on_there(stages: Stages, stage: str, code: int):
-    stages.codes = {stage: code}
+    stages.codes, stages.broken = {stage: code}, stage == "batch"
     failed = invoke("--runs", "2")
     assert failed.exit_code == code
     assert stages.names == list(STAGES[: STAGES.index(stage) + 1])
@@ -118,8 +120,9 @@ def test_it_ends_as_the_stage_that_fails_and_goes_on_there(stages: Stages, stage
 
 
 def test_a_batch_that_was_stopped_is_resumed(stages: Stages):
-    stages.codes = {"batch": 75}
-    invoke("--runs", "2", "--title", "of two")
+    stages.codes, stages.broken = {"batch": 75}, True
+    stopped = invoke("--runs", "2", "--title", "of two", "--again", "batch")
+    assert stopped.stderr.rstrip().endswith("; the same command without --again batch goes on there")
     stages.codes, _ = {}, stages.names
     invoke("--runs", "2", "--title", "of two")
     (resumed,) = [argv for argv in stages.typed if argv[1] == "batch"]

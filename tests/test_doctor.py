@@ -578,3 +578,22 @@ def test_what_a_machine_says_cannot_paint_the_terminal(driver: Path, capsys: pyt
     _print(check)
     assert capsys.readouterr().out == f"ok    gpus: {clean(check.found)}\n"
     assert "\x1b" not in clean(check.found)
+
+
+@pytest.mark.slow
+def test_a_node_with_half_of_cuda_is_told_so(driver: Path, tmp_path: Path):
+    """The compiler for GPUs that are not there is such a half; five seconds."""
+    pytest.importorskip("jax_cuda12_plugin")
+    argv = [sys.executable, "-m", "speedrun", "doctor", "--track", "main-8xh100", "--json"]
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "SPEEDRUN_DATA": str(tmp_path)}
+    done = subprocess.run(argv, check=False, capture_output=True, text=True, env=env)
+    report = json.loads(done.stdout)
+    found = {check["name"]: check for check in report["checks"]}
+    assert (done.returncode, report["ready"], report["cost"]) == (1, False, None)
+    assert (
+        "8 NVIDIA GPUs are here, but CUDA is half installed: nvidia-cublas-cu12, " in found["cuda"]["found"]
+    )
+    assert (found["cuda"]["mark"], found["track main-8xh100"]["mark"]) == ("bad", "bad")
+    assert found["topology"]["facts"] == {"num_pairs": 28, "links": "NV18 x 28"}
+    assert found["devices"]["found"] == "8 x cpu (simulated)"
+    assert report["next"] == "repair what is marked above, then: speedrun doctor --track main-8xh100"

@@ -155,6 +155,7 @@ class Attempt:
             )
         if again:
             self._state.done.pop(again, None)
+        self._how = f"the same command without --again {again}" if again else "the same command"
 
     def tell(self) -> None:
         """What is left to do, and what it takes."""
@@ -178,7 +179,7 @@ class Attempt:
             # A batch that proves nothing is complete all the same; `stats` says why, `submit` knows whether it matters.
             unproven = stage in ("batch", "stats") and code == SpeedrunError.exit_code and not self._missing()
             if code and not unproven:
-                told = f"attempt: {stage} ended with {meaning(code)}; the same command goes on there"
+                told = f"attempt: {stage} ended with {meaning(code)}; {self._how} goes on there"
                 click.echo(told, err=True)
                 self.end(code)
             self._state.done[stage] = self._digest(stage)

@@ -78,7 +78,7 @@ def unseen(num_gpus: int, num_devices: int) -> Check:
         if hidden
         else "look at what JAX says: python -c 'import jax; jax.devices()'"
     )
-    return Check("gpus", f"JAX sees {num_devices} of {num_gpus} GPUs; {why}", ok=False, needed=False)
+    return Check("visible", f"JAX sees {num_devices} of {num_gpus} GPUs; {why}", ok=False, needed=False)
 
 
 def _releases(installed: dict[str, str]) -> list[int]:
