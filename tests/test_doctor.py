@@ -92,7 +92,8 @@ esac
 
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    """No network, and a disk that is asked for as little as can be."""
+    monkeypatch.setattr(storage, "_MOST_BYTES", storage._PIECE_BYTES)
     monkeypatch.setattr(
         network.hub, "reach", lambda _: (_ for _ in ()).throw(network.hub.HubError("no connection"))
     )
