@@ -52,7 +52,8 @@ def floor(name: str, version: str, requirement: str) -> Check:
 def lock() -> Check:
     """Whether all pins of a lock file are installed; else how the nearest one differs. A ranked record needs one."""
     if fits := provenance.lock().name:
-        return Check("lock", f"every package as requirements/{fits} pins it", ok=True, facts={"lock": fits})
+        found, facts = f"every package as requirements/{fits} pins it", {"lock": fits}
+        return Check("lock", found, ok=True, needed=False, facts=facts)
     here = installed()
     texts = history.files_here([f"requirements/{name}.lock" for name in ("run", "cuda12", "cuda13")])
     unlike = {path: _unlike(raw.decode(), here) for path, raw in texts.items()}
