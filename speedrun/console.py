@@ -105,6 +105,7 @@ class TextLog:
                 software = ", ".join(f"{name} {version}" for name, version in hw.software.items())
                 peak = quantity(hw.matmul_gflops * 1e9, "flop/s")
                 many = f" in {hw.num_processes} processes" * (hw.num_processes > 1)
+                many += f", {hw.num_replicas} replicas" * (hw.num_replicas > 1)
                 return f"hw    {hw.num_devices} x {hw.device_kind} ({hw.platform}){many} | matmul {peak} | {software}"
             case DataReady() as data:
                 shards = f"{len(data.train_shards)} training shard{'s' * (len(data.train_shards) != 1)}"

@@ -18,7 +18,6 @@ from speedrun import devices
 from speedrun.errors import UsageError
 from speedrun.mesh import make_target_mesh
 from speedrun.optim.schedules import StepInputs
-from speedrun.params import AXIS
 from speedrun.recipe import Stage
 from speedrun.step import Program, TrainState
 
@@ -41,8 +40,8 @@ def missing_wheels() -> list[str]:
     return lacking[0] if all(lacking) else []
 
 
-def target_mesh(kind: str, num_devices: int) -> Mesh:
-    """A mesh to compile for: `num_devices` of one kind in one machine.
+def target_mesh(kind: str, num_devices: int, num_nodes: int = 1) -> Mesh:
+    """A mesh to compile for: `num_devices` of one kind in each of so many machines.
 
     Raises:
         UsageError: an unknown kind; a compiler that is not installed.
@@ -55,7 +54,7 @@ def target_mesh(kind: str, num_devices: int) -> Mesh:
             f"found no {', '.join(missing)}; to compile for {device.name} without one, "
             f"pip install --no-deps {exact}"
         )
-    return make_target_mesh(devices.target(device), num_devices)
+    return make_target_mesh(devices.target(device), num_devices, num_nodes)
 
 
 def compile_for_target(function: Any, *args: Any, options: Options = CUBLAS_GEMMS) -> Any:
@@ -99,7 +98,9 @@ def _placed(program: Program, x: Any, spec: P) -> jax.ShapeDtypeStruct:
 
 
 def _ids(program: Program, num_sequences: int, seq_len: int) -> jax.ShapeDtypeStruct:
-    return _placed(program, np.broadcast_to(np.int32(0), (num_sequences, seq_len)), P(AXIS))
+    return _placed(
+        program, np.broadcast_to(np.int32(0), (num_sequences, seq_len)), P(program.mesh.axis_names)
+    )
 
 
 def _schedule(program: Program) -> StepInputs:

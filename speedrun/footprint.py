@@ -50,7 +50,7 @@ def state_bytes(program: Program) -> int:
     """Parameters and optimiser state on one device."""
     state = jax.eval_shape(program.init, jax.random.key(0))
     shares = jax.tree.map(
-        lambda leaf, spec: leaf.size * leaf.dtype.itemsize // (program.num_devices if spec else 1),
+        lambda leaf, spec: leaf.size * leaf.dtype.itemsize // (program.num_shards if spec else 1),
         state,
         program.specs,
     )

@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 
 from speedrun.clock import Stopwatch
 from speedrun.mesh import place_own
-from speedrun.params import AXIS
 
 _MULTIPLICATIONS = 8
 #: Microseconds since the driver was loaded. The power cap is not among them: large products always run at it.
@@ -22,7 +21,8 @@ _TRIALS = 10
 
 def all_devices_agree(mesh: Mesh) -> bool:
     """Whether a compiled sum over the devices gives what it must."""
-    program = jax.shard_map(lambda x: jax.lax.psum(x, AXIS), mesh=mesh, in_specs=P(AXIS), out_specs=P())
+    axes = mesh.axis_names
+    program = jax.shard_map(lambda x: jax.lax.psum(x, axes), mesh=mesh, in_specs=P(axes), out_specs=P())
     total = jax.jit(program)(jnp.arange(mesh.size, dtype=jnp.float32))
     return float(total[0]) == mesh.size * (mesh.size - 1) / 2
 

@@ -150,7 +150,11 @@ def run(
         validate(ready.recipe.num_steps)
         tally.cold_wall_s = cold_wall_s()
         keep(wait=True)
-    tally.final_hash = state_hash(state)
+    tally.final_hash = processes.agreed(
+        lambda: state_hash(state),
+        lambda found: {"the final state": f"of hash {found}"},
+        otherwise="replicas drifted apart, so a device computes wrongly; 'speedrun doctor' tells more of each node",
+    )
 
 
 def _batches(ready: Ready, tally: Tally, place: Place) -> Generator[tuple[int, stream.Prefetch], None, None]:

@@ -11,6 +11,7 @@
 
 import argparse
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -152,7 +153,36 @@ def _meet(group: Group) -> None:
     impatient.cancel()
     if not group.coordinator and distributed.global_state.process_id == 0:
         sys.stderr.write(f"{distributed.global_state.num_processes} processes, told by {group.told_by}\n")
-    processes.are(distributed.global_state.num_processes, distributed.global_state.process_id)
+    mine = distributed.global_state.num_processes, distributed.global_state.process_id
+    processes.are(*mine)
+    processes.are(*mine, num_nodes(_machines(group.meet_s)))
+
+
+def _machines(patience_s: int) -> list[str]:
+    """What each process runs on, as NCCL tells machines apart: containers with names of their own are several."""
+    path = Path("/proc/sys/kernel/random/boot_id")
+    boot_id = path.read_text().strip() if path.exists() else ""
+    service, key = processes.client(), "speedrun machine"
+    service.key_value_set(f"{key}/{processes.index()}", f"{socket.gethostname()} {boot_id}")
+    everyone = range(processes.count())
+    return [service.blocking_key_value_get(f"{key}/{i}", patience_s * 1000) for i in everyone]
+
+
+def num_nodes(machines: list[str]) -> int:
+    """Of the machine of each process, in their order: how many there are.
+
+    Raises:
+        UsageError: if those of one machine do not follow one another, or one has more than another: a replica would
+            reach over the network.
+    """
+    runs = [(name, len([*same])) for name, same in itertools.groupby(machines)]
+    if len(runs) != len(set(machines)) or len({length for _, length in runs}) > 1:
+        found = ", ".join(f"{length} on {name.split()[0]}" for name, length in runs)
+        raise UsageError(
+            f"processes in their order: {found}; need as many on each node, and those of a node one after the other; "
+            "number them by node (SLURM: --distribution=block)"
+        )
+    return len(runs)
 
 
 def _check_port(host: str, port: int, group: Group) -> None:

@@ -2,6 +2,7 @@
 
 import resource
 import sys
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from speedrun import processes
 from speedrun.errors import UsageError
-from speedrun.params import AXIS
+from speedrun.params import DATA, REPLICA
 
 #: Simulated CPU devices; eight stand for a node.
 CPU_DEVICES = 8
@@ -39,11 +40,15 @@ def prepare(platform: str) -> None:
             jax.config.update(name, value)
 
 
-def make_mesh(num_devices: int) -> Mesh:
-    """A mesh of one axis over the first `num_devices` devices; those of process 0 come first.
+def make_mesh(num_devices: int, replicas: int = 1) -> Mesh:
+    """A mesh over the first `num_devices` devices; those of process 0 come first.
+
+    Args:
+        num_devices: of all nodes.
+        replicas: of the state; each has as many devices, and those of a node follow one another.
 
     Raises:
-        UsageError: if there are fewer; of several processes, also if there are more.
+        UsageError: if there are fewer, or they cannot be shared evenly; of several processes, also if there are more.
     """
     devices = jax.devices()
     if len(devices) < num_devices:
@@ -56,20 +61,33 @@ def make_mesh(num_devices: int) -> Mesh:
             f"{processes.count()} processes have {len(devices)} devices, need all of them to be used; "
             f"pass --devices {len(devices)} or start fewer processes"
         )
-    return Mesh(np.array(devices[:num_devices]), (AXIS,))
+    if num_devices % replicas:
+        raise UsageError(
+            f"{num_devices} devices cannot be shared by {replicas} replicas; need a multiple; "
+            "pass another number of --devices or --replicas"
+        )
+    return _mesh(devices[:num_devices], replicas)
 
 
-def make_target_mesh(target: str, num_devices: int) -> Mesh:
+def _mesh(devices: Sequence[Any], replicas: int) -> Mesh:
+    """One replica needs no axis of its own: its program is that of a single node."""
+    if replicas == 1:
+        return Mesh(np.array(devices), (DATA,))
+    return Mesh(np.array(devices).reshape(replicas, -1), (REPLICA, DATA))
+
+
+def make_target_mesh(target: str, num_devices: int, num_nodes: int = 1) -> Mesh:
     """A mesh of devices that are described, not there: one can compile for it, and nothing more.
 
     Args:
         target: the device as XLA wants it described (`devices.target`).
         num_devices: in one machine.
+        num_nodes: such machines; one replica of the state on each.
     """
     topology = topologies.get_topology_desc(
-        platform="cuda", target_config=target, topology=f"1x1x{num_devices}"
+        platform="cuda", target_config=target, topology=f"1x{num_nodes}x{num_devices}"
     )
-    return Mesh(np.array(topology.devices), (AXIS,))
+    return _mesh(topology.devices, num_nodes)
 
 
 def accelerator(mesh: Mesh) -> tuple[str, str]:
@@ -84,7 +102,7 @@ def place(x_BT: np.ndarray, mesh: Mesh) -> jax.Array:
 
     Of several processes, each brings its own rows; the first ones have the first rows.
     """
-    sharding = NamedSharding(mesh, P(AXIS))
+    sharding = NamedSharding(mesh, P(mesh.axis_names))
     if processes.count() == 1:
         return jax.device_put(x_BT, sharding)
     with jax.transfer_guard_host_to_device("allow"):  # JAX takes this one for implicit

@@ -32,8 +32,9 @@ Dtype = Literal["float32", "bfloat16"]
 #: Banks and tables are padded to a multiple of this, whatever the number of devices: one node has at most
 #: eight, and the same arrays then serve 1, 2, 4 and 8 of them.
 SHARDS = 8
-#: Name of the mesh axis that parameters, optimiser state and batches are divided over.
-AXIS = "data"
+#: Names of the mesh axes: parameters and optimiser state are divided over the devices of a node and repeated on
+#: every node; batches are divided over both.
+DATA, REPLICA = "data", "replica"
 SCALARS = "scalars"
 
 
@@ -135,7 +136,7 @@ class Layout:
     @property
     def specs(self) -> dict[str, P]:
         """How each packed array is divided."""
-        return {**dict.fromkeys([*self.banks, *self.tables], P(AXIS)), SCALARS: P()}
+        return {**dict.fromkeys([*self.banks, *self.tables], P(DATA)), SCALARS: P()}
 
     def per_matrix(self, number: Callable[[int, int], float]) -> dict[str, np.ndarray]:
         """`number(rows, cols)` for each matrix as declared: f32[K] by bank, 1 for the padding."""

@@ -8,7 +8,7 @@ import jax
 import msgspec
 import numpy as np
 
-from speedrun import console, footprint, provenance, recipes
+from speedrun import console, footprint, processes, provenance, recipes
 from speedrun import mesh as meshes
 from speedrun import track as tracks
 from speedrun.data import inventory, stream, synthetic
@@ -29,7 +29,8 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     overrides: dict[str, str] = {}  #: settings of the recipe, by dotted name
     data: Path | None = None  #: folder of shards; None: the track's own
     num_devices: int | None = None  #: None: what the track asks for, or all there are
-    microbatches: int | None = None  #: None: one for each device of a full node
+    replicas: int | None = None  #: of the state, each divided over as many devices; None: one for each node
+    microbatches: int | None = None  #: None: one for each device, at least as many as a full node has
     attention: str = "auto"  #: its form, as `kernels.choose` names it
     batch_sha256: str = ""  #: of the `batch.json` in `out` that declares this run; empty for a run by itself
     checkpoint_every: int = 0  #: steps; 0: no checkpoints
@@ -81,6 +82,7 @@ class Ready:
         return {
             "recipe": describe(self.recipe),
             "num_devices": self.program.num_devices,
+            "replicas": self.program.replicas,
             "microbatches": self.program.microbatches,
             "attention": self.program.attention,
         }
@@ -107,9 +109,10 @@ class Ready:
 
     @property
     def begun(self) -> bytes:
-        """As JSON: what was begun."""
+        """As JSON: what was begun. Whoever goes on does so with as many replicas, on whatever nodes."""
         recipe = format.Recipe(self.recipe.name, self.recipe.revision, self.config.overrides)
-        return msgspec.json.encode(Begun(self.config, recipe, self.program.num_devices), enc_hook=str)
+        config = msgspec.structs.replace(self.config, replicas=self.program.replicas)
+        return msgspec.json.encode(Begun(config, recipe, self.program.num_devices), enc_hook=str)
 
 
 def prepare(config: RunConfig, reader: console.Live | None = None) -> Ready:
@@ -129,8 +132,8 @@ def prepare(config: RunConfig, reader: console.Live | None = None) -> Ready:
     meshes.prepare(track.rules.platform)
     _check_platform(track)
     num_devices = config.num_devices or track.rules.num_devices or len(jax.devices())
-    mesh = meshes.make_mesh(num_devices)
-    program = Program(recipe, mesh, config.microbatches or SHARDS, config.attention)
+    mesh = meshes.make_mesh(num_devices, config.replicas or processes.num_nodes())
+    program = Program(recipe, mesh, config.microbatches or max(SHARDS, num_devices), config.attention)
     footprint.require(program, footprint.most_bytes(program))
     if config.attention != "auto":
         _check_attention(program)

@@ -21,14 +21,14 @@ T = TypeVar("T")
 
 _PATIENCE_MS = 3_600_000  #: one may have to make data that the others have; of the dead JAX knows sooner
 
-_here = (1, 0)
+_here = (1, 0, 1)
 _meetings = counter()
 
 
-def are(count: int, index: int) -> None:
-    """Says how many processes there are, and which one this is; before the first use of devices."""
+def are(count: int, index: int, num_nodes: int = 1) -> None:
+    """Says how many processes there are, which one this is, and on how many machines; before devices are used."""
     global _here
-    _here = count, index
+    _here = count, index, num_nodes
 
 
 def count() -> int:
@@ -39,6 +39,11 @@ def count() -> int:
 def index() -> int:
     """Which of them this one is."""
     return _here[1]
+
+
+def num_nodes() -> int:
+    """On how many machines they run; each has as many."""
+    return _here[2]
 
 
 def is_first() -> bool:
@@ -65,12 +70,17 @@ class _Said(msgspec.Struct):
     exit_code: int = 0
 
 
-def agreed(work: Callable[[], T], facts: Callable[[T], dict[str, str]]) -> T:
+def agreed(
+    work: Callable[[], T],
+    facts: Callable[[T], dict[str, str]],
+    otherwise: str = "start all of them with the same flags, code, packages and data",
+) -> T:
     """Does some work, and goes on only if all processes could do it and found the same.
 
     Args:
         work: is done in every process, which are not in step meanwhile.
         facts: what must be the same of its outcome, by name; is not asked for in one process.
+        otherwise: what to do if it is not.
 
     Raises:
         SpeedrunError: what `work` raised here or in another process; names it, and what differs.
@@ -91,10 +101,7 @@ def agreed(work: Callable[[], T], facts: Callable[[T], dict[str, str]]) -> T:
     for i, said in enumerate(all_said):
         for name, value in said.facts.items():
             if value != (first := all_said[0].facts.get(name, "none")):
-                raise UsageError(
-                    f"process {i} has {name} {value}, process 0 has {first}; start all of them with the same flags, "
-                    "code, packages and data"
-                )
+                raise UsageError(f"process {i} has {name} {value}, process 0 has {first}; {otherwise}")
     return done  # pyright: ignore[reportReturnType] - None only where somebody refused
 
 

@@ -146,9 +146,7 @@ class Rerun:
             "num_devices": file.num_devices,
             "microbatches": config.get("microbatches"),
         }
-        if "attention" in config:
-            wanted["attention"] = config["attention"]
-        return wanted
+        return wanted | {name: config[name] for name in ("attention", "replicas") if name in config}
 
 
 def _find(record: Record, folder: Path, run_id: str | None) -> Run:

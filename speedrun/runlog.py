@@ -53,6 +53,7 @@ class Preflight(Event, tag="preflight", frozen=True, omit_defaults=True):
     lock: str = ""  #: the largest file of requirements/ of which every pin is installed; empty where none is
     lock_sha256: str = ""
     num_processes: int = 1  #: that shared the devices
+    num_replicas: int = 1  #: of the state: one on each node
 
 
 class DataReady(Event, tag="data", frozen=True):

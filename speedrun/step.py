@@ -1,8 +1,9 @@
-"""The training step: one `jit` of one `shard_map`, the same code on 1, 2, 4 or 8 devices.
+"""The training step: one `jit` of one `shard_map`, the same code on 1, 2, 4 or 8 devices and on many nodes.
 
     gather    one all-gather for each packed array, in the compute dtype
     accumulate  forward and backward of each micro-batch on whole parameters, gradients summed in float32
-    scatter   one reduce-scatter for each packed array, in the dtype of its gradient; divided in float32
+    scatter   one reduce-scatter for each packed array, in the dtype of its gradient; divided in float32. Of several
+              nodes, each device first sums the part it owns with its peers: nothing else is sent between nodes
     update    Muon on whole local matrices, Adam on local rows; nothing more is communicated
 
 State is donated, born sharded, and never whole on any device. What changes from step to step is read from
@@ -30,7 +31,7 @@ from speedrun.kernels.cross_entropy_gpu import Fp8
 from speedrun.mesh import accelerator, fetch, replicate
 from speedrun.optim.muon import shape_factor
 from speedrun.optim.schedules import StepInputs
-from speedrun.params import AXIS, SCALARS, SHARDS, Layout, Params
+from speedrun.params import DATA, SCALARS, SHARDS, Layout, Params
 from speedrun.recipe import Recipe
 
 #: XLA's own settings by platform. Its combiner would merge all reduce-scatters into one at the very end, where
@@ -55,7 +56,7 @@ class StepMetrics(NamedTuple):
     """What one step tells, on the device; fetched one step late."""
 
     loss: jax.Array  #: f32[], mean nats per token before the update
-    bad: jax.Array  #: f32 [devices], above zero if a gradient of theirs is not finite
+    bad: jax.Array  #: f32 [shards], above zero if a gradient of theirs is not finite
     nonfinite: dict[str, jax.Array]  #: packed name -> bool[...], where a gradient is not finite
 
 
@@ -81,14 +82,44 @@ class Program:
     attention: str = "auto"  #: the form to use, as `kernels.choose` names it
 
     def __post_init__(self) -> None:
-        for stage in self.recipe.stages:
-            _check_division("a step's", stage.num_sequences, self.num_devices, self.microbatches)
-        _check_division("eval_sequences:", self.recipe.eval_sequences, self.num_devices, SHARDS)
+        if SHARDS % self.num_shards:
+            raise UsageError(
+                f"got {self.num_shards} devices for a replica, need a divisor of {SHARDS}; "
+                "pass --devices or --replicas that leave 1, 2, 4 or 8"
+            )
+        for i, stage in enumerate(self.recipe.stages):
+            self._check_division(f"stages.{i}.num_sequences", stage.num_sequences, self.microbatches)
+        self._check_division("eval_sequences", self.recipe.eval_sequences, max(SHARDS, self.num_devices))
+
+    def _check_division(self, setting: str, num_sequences: int, parts: int) -> None:
+        if num_sequences % parts or parts % self.num_devices:
+            even_parts = -(-parts // self.num_devices) * self.num_devices
+            even = -(-num_sequences // even_parts) * even_parts
+            more = f"--microbatches {even_parts} " if even_parts != parts else ""
+            raise UsageError(
+                f"{setting}: {num_sequences} sequences in {parts} parts on {self.num_devices} devices do not come out "
+                f"even; need a multiple of {even_parts}; pass {more}--set {setting}={even}"
+            )
 
     @property
     def num_devices(self) -> int:
         """Devices of the mesh."""
         return self.mesh.size
+
+    @property
+    def num_shards(self) -> int:
+        """Devices that one replica of the state is divided over: those of a node."""
+        return self.mesh.shape[DATA]
+
+    @property
+    def replicas(self) -> int:
+        """How often the state is there: once on each node."""
+        return self.num_devices // self.num_shards
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh's axes: batches are divided over all of them."""
+        return self.mesh.axis_names
 
     @cached_property
     def kernels(self) -> Kernels:
@@ -164,8 +195,8 @@ class Program:
         step = jax.shard_map(
             partial(self._train_step, window_blocks),
             mesh=self.mesh,
-            in_specs=(self.specs, P(AXIS), P(AXIS), P()),
-            out_specs=(self.specs, StepMetrics(P(), P(AXIS), self.layout.specs)),  # pyright: ignore[reportArgumentType]
+            in_specs=(self.specs, P(self.axes), P(self.axes), P()),
+            out_specs=(self.specs, StepMetrics(P(), P(DATA), self.layout.specs)),  # pyright: ignore[reportArgumentType]
         )
         return jax.jit(step, donate_argnums=0)
 
@@ -190,7 +221,7 @@ class Program:
         flags = {k: _nonfinite(k, g) for k, g in grads.items()}
         # Not summed over devices: nothing would be left to hide that behind.
         bad = sum(jnp.sum(flag, dtype=jnp.float32) for flag in flags.values())
-        metrics = StepMetrics(jax.lax.pmean(loss, AXIS), jnp.asarray(bad)[None], flags)
+        metrics = StepMetrics(jax.lax.pmean(loss, self.axes), jnp.asarray(bad)[None], flags)
         return TrainState(state.step + 1, new, opt_state), metrics
 
     def loss_and_grads(
@@ -218,7 +249,7 @@ class Program:
             return jax.tree.map(lambda t, x: t + x.astype(jnp.float32), total, one), None
 
         def zeros(x: jax.Array) -> jax.Array:
-            return jax.lax.pcast(jnp.zeros(x.shape, jnp.float32), AXIS, to="varying")
+            return jax.lax.pcast(jnp.zeros(x.shape, jnp.float32), self.axes, to="varying")
 
         tokens_ABT, targets_ABT = (x.reshape(num_local, -1, x.shape[-1]) for x in (tokens_BT, targets_BT))
         if num_local == 1:  # no loop: gradients are reduced while the backward pass goes on
@@ -251,8 +282,8 @@ class Program:
             jax.shard_map(
                 partial(self._eval_step, window_blocks),
                 mesh=self.mesh,
-                in_specs=(self.layout.specs, P(AXIS), P(AXIS), P(), P()),
-                out_specs=P(AXIS),
+                in_specs=(self.layout.specs, P(self.axes), P(self.axes), P(), P()),
+                out_specs=P(self.axes),
             )
         )
 
@@ -277,29 +308,35 @@ class Program:
 
     def _gather(self, packed: Params) -> Params:
         """Whole parameters on every device, in the compute dtype; scalars cost nothing and stay float32."""
-        return {
-            k: jax.lax.pcast(x, AXIS, to="varying")
-            if k == SCALARS
-            else jax.lax.all_gather(x.astype(self.recipe.compute_dtype), AXIS, tiled=True)
-            for k, x in packed.items()
-        }
+
+        def whole(name: str, x: jax.Array) -> jax.Array:
+            # What is the same on all nodes would get its gradient summed over them whole, before it is scattered.
+            x = jax.lax.pcast(x, self._repeated_over(name), to="varying")
+            if name == SCALARS:
+                return x
+            return jax.lax.all_gather(x.astype(self.recipe.compute_dtype), DATA, tiled=True)
+
+        return {name: whole(name, x) for name, x in packed.items()}
 
     def _scatter_mean(self, grads: Params) -> Params:
         """Mean over devices, summed in the gradients' dtype and divided in float32; each keeps the part it owns."""
-        return {
-            k: (jax.lax.psum(g, AXIS) if k == SCALARS else jax.lax.psum_scatter(g, AXIS, tiled=True)).astype(
-                jnp.float32
-            )
-            / self.num_devices
-            for k, g in grads.items()
-        }
+
+        def own(name: str, grad: jax.Array) -> jax.Array:
+            part = grad if name == SCALARS else jax.lax.psum_scatter(grad, DATA, tiled=True)
+            return jax.lax.psum(part, self._repeated_over(name)).astype(jnp.float32) / self.num_devices
+
+        return {name: own(name, grad) for name, grad in grads.items()}
+
+    def _repeated_over(self, name: str) -> tuple[str, ...]:
+        """Axes along which a packed array is the same: those of the nodes; for the scalars, all."""
+        return tuple(axis for axis in self.axes if axis not in self.layout.specs[name])
 
     def _local_factors(self) -> Params:
-        """Muon's shape factor of the matrices this device owns: f32 [K / devices, 1, 1] by bank."""
+        """Muon's shape factor of the matrices this device owns: f32 [K / shards, 1, 1] by bank."""
 
         def local(factor_K: np.ndarray) -> jax.Array:
-            num_local = len(factor_K) // self.num_devices
-            start = jax.lax.axis_index(AXIS) * num_local
+            num_local = len(factor_K) // self.num_shards
+            start = jax.lax.axis_index(DATA) * num_local
             return jax.lax.dynamic_slice_in_dim(jnp.asarray(factor_K), start, num_local)[:, None, None]
 
         return jax.tree.map(local, self.layout.per_matrix(shape_factor))
@@ -325,18 +362,6 @@ def _nonfinite(name: str, grad: jax.Array) -> jax.Array:
     if name == SCALARS:
         return bad
     return jnp.any(bad, axis=(1, 2)) if grad.ndim == 3 else jnp.any(bad)[None]
-
-
-def _check_division(what: str, num_sequences: int, num_devices: int, parts: int) -> None:
-    if SHARDS % num_devices:
-        raise UsageError(
-            f"got {num_devices} devices, need a divisor of {SHARDS}; pass --devices 1, 2, 4 or 8"
-        )
-    if num_sequences % parts or parts % num_devices:
-        raise UsageError(
-            f"{what} {num_sequences} sequences in {parts} parts on {num_devices} devices do not come out even; "
-            f"need a multiple of {parts} sequences, and {num_devices} to divide {parts}"
-        )
 
 
 @jax.jit

@@ -146,6 +146,7 @@ def _announce(ready: Ready, run_id: str, log: runlog.RunLog, tally: Tally) -> No
             device_kind=device.device_kind,
             num_devices=mesh.size,
             num_processes=processes.count(),
+            num_replicas=ready.program.replicas,
             software=provenance.software(),
             environment=provenance.environment(),
             matmul_gflops=health.matmul_gflops(mesh),

@@ -518,6 +518,7 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V504", "many bytes of nothing", science("x = 1 ;\n" * 40_000)),
     ("V504", "more than a text", science(*["# a\n" * 60_000] * 6)),
     ("V505", "a table beside the parameters", logged(change(runlog.Plan, state_bytes_per_device=2**22))),
+    ("V505", "a replica that nobody asked for", logged(change(runlog.Preflight, num_replicas=2))),
     ("V506", "fewer are told", logged(change(runlog.Plan, num_params=1_100_000))),
     ("V506", "a shape is not told", logged(change(runlog.Plan, shapes={"table": (1000, 900)}))),
     ("V506", "another model in one run",

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from speedrun import deviceless
-from speedrun.params import AXIS
+from speedrun.params import DATA
 
 needs_compiler = pytest.mark.usefixtures("h100")
 
 
 def compiled(function: Callable[..., Any], *args: jax.ShapeDtypeStruct) -> jax.stages.Compiled:
     """What eight H100s run, each on its part of the first axis, with every type of variation checked."""
-    mesh, parts = deviceless.target_mesh("h100", 8), jax.sharding.PartitionSpec(AXIS)
+    mesh, parts = deviceless.target_mesh("h100", 8), jax.sharding.PartitionSpec(DATA)
     placing = jax.sharding.NamedSharding(mesh, parts)
     placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placing) for x in args]
     step = jax.shard_map(function, mesh=mesh, in_specs=parts, out_specs=parts)

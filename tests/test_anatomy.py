@@ -13,7 +13,7 @@ from speedrun import anatomy, deviceless, devices, hlo
 from speedrun.anatomy import Anatomy, Memory
 from speedrun.deviceless import compile_for_target
 from speedrun.errors import UsageError
-from speedrun.params import AXIS
+from speedrun.params import DATA
 
 HEADER = "HloModule test, is_scheduled=true\n"
 NO_MEMORY = Memory(0, 0, 0, 0, 0)
@@ -199,7 +199,7 @@ def test_a_program_of_this_machine_can_be_read() -> None:
 
 
 def rows(mesh: Mesh, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(AXIS)))
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(DATA)))
 
 
 def test_a_sharded_step_for_eight_h100(h100: Callable[[int], Mesh]) -> None:
@@ -207,13 +207,13 @@ def test_a_sharded_step_for_eight_h100(h100: Callable[[int], Mesh]) -> None:
 
     def local(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         def loss(w: jax.Array) -> jax.Array:
-            whole = jax.lax.all_gather(w.astype(jnp.bfloat16), AXIS, tiled=True)
+            whole = jax.lax.all_gather(w.astype(jnp.bfloat16), DATA, tiled=True)
             return jnp.sum((x @ whole).astype(jnp.float32) ** 2)
 
         value, grad = jax.value_and_grad(loss)(w)
-        return w - grad, jax.lax.psum(value, AXIS)
+        return w - grad, jax.lax.psum(value, DATA)
 
-    step = jax.shard_map(local, mesh=mesh, in_specs=(P(AXIS), P(AXIS)), out_specs=(P(AXIS), P()))
+    step = jax.shard_map(local, mesh=mesh, in_specs=(P(DATA), P(DATA)), out_specs=(P(DATA), P()))
     w, x = rows(mesh, (1024, 512), jnp.float32), rows(mesh, (4096, 1024), jnp.bfloat16)
     got = anatomy.dissect(compile_for_target(jax.jit(step, donate_argnums=0), w, x))
     sent = {one.kind: (one.dtype, one.num_bytes, one.times) for one in got.collectives}

@@ -17,7 +17,7 @@ from speedrun.deviceless import compile_for_target
 from speedrun.kernels import cross_entropy_gpu as gpu
 from speedrun.kernels.cross_entropy import CHUNK_TOKENS, cross_entropy, logits, summed_cross_entropy
 from speedrun.mesh import make_mesh
-from speedrun.params import AXIS
+from speedrun.params import DATA
 
 CAP = 15.0
 FORMS = {
@@ -68,12 +68,12 @@ def test_a_form_runs_inside_shard_map(form: Callable[..., jax.Array]):
     x_ND, head_VD, targets_N = inputs(24, 12, 33)
 
     def local(x_ND: jax.Array, head_VD: jax.Array, targets_N: jax.Array) -> jax.Array:
-        head_VD = jax.lax.pcast(head_VD, AXIS, to="varying")
+        head_VD = jax.lax.pcast(head_VD, DATA, to="varying")
         _, grads = value_and_grads(form, x_ND, head_VD, targets_N)
-        return jax.lax.psum(grads[1], AXIS)
+        return jax.lax.psum(grads[1], DATA)
 
     mesh = make_mesh(8)
-    got = jax.shard_map(local, mesh=mesh, in_specs=(P(AXIS), P(), P(AXIS)), out_specs=P())
+    got = jax.shard_map(local, mesh=mesh, in_specs=(P(DATA), P(), P(DATA)), out_specs=P())
     _, (_, want) = value_and_grads(definition, x_ND, head_VD, targets_N)
     np.testing.assert_allclose(jax.jit(got)(x_ND, head_VD, targets_N), want, atol=2e-5)
 

@@ -158,7 +158,7 @@ def test_what_never_fits_is_said(seq_len: int, monkeypatch: pytest.MonkeyPatch):
         (["--device-kind", "h1000"], "unknown device kind 'h1000'; did you mean 'h100'?"),
         (["--recipe", "smok"], "unknown recipe 'smok'; did you mean 'smoke'?"),
         (["--microbatches", "3"], "8 sequences in 3 parts on 8 devices do not come out even"),
-        (["--devices", "3"], "got 3 devices, need a divisor of 8"),
+        (["--devices", "3"], "got 3 devices for a replica, need a divisor of 8"),
     ],
 )
 def test_bad_input_is_one_line(args: list[str], message: str):

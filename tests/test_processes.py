@@ -121,8 +121,8 @@ def alone(tmp_path_factory, smoke_data) -> Path:
     return out
 
 
-def trained_by(count: int, folder: Path, smoke_data: Path) -> Path:
-    config = RunConfig("smoke-cpu", folder / "out", overrides=SMALL, data=smoke_data)
+def trained_by(count: int, folder: Path, smoke_data: Path, replicas: int | None = None) -> Path:
+    config = RunConfig("smoke-cpu", folder / "out", overrides=SMALL, data=smoke_data, replicas=replicas)
     for code, stdout, stderr in ends(shared([config] * count, folder)):
         assert code == 0, stderr
         assert "Gloo" not in stdout
@@ -134,7 +134,7 @@ def by_two(tmp_path_factory, smoke_data) -> Path:
     return trained_by(2, tmp_path_factory.mktemp("two"), smoke_data)
 
 
-def check_same_run(out: Path, alone: Path, count: int) -> None:
+def check_same_run(out: Path, alone: Path, count: int, replicas: int = 1) -> None:
     got, want = ([step.loss for step in of(runlog.Step, one)] for one in (out, alone))
     np.testing.assert_allclose(got[:2], want[:2], rtol=1e-6)
     # Muon makes unit steps of gradients that are rounding at first; one process with 4 devices is as far from 8.
@@ -145,9 +145,10 @@ def check_same_run(out: Path, alone: Path, count: int) -> None:
     assert first.loss == pytest.approx(first_alone.loss, rel=1e-6)
     assert last.loss == pytest.approx(last_alone.loss, rel=2e-3)
     mine, other = facts(out), facts(alone)
-    for name in ("init_hash", "first_batch_sha256", "config_sha256", "source_sha256", "data", "num_devices"):
+    for name in ("init_hash", "first_batch_sha256", "source_sha256", "data", "num_devices"):
         assert getattr(mine, name) == getattr(other, name), name
-    assert [hw.num_processes for hw in of(runlog.Preflight, out)] == [count]
+    assert (mine.config_sha256 == other.config_sha256) is (replicas == 1)
+    assert [(hw.num_processes, hw.num_replicas) for hw in of(runlog.Preflight, out)] == [(count, replicas)]
 
 
 @pytest.mark.slow
@@ -170,6 +171,41 @@ def test_four_processes_train_what_one_does(alone, tmp_path, smoke_data):
     check_same_run(trained_by(4, tmp_path, smoke_data), alone, 4)
 
 
+def test_two_processes_with_a_replica_each_train_what_one_does(alone, tmp_path, smoke_data):
+    """As two nodes do. That both end with one state, the run itself has compared."""
+    check_same_run(trained_by(2, tmp_path, smoke_data, replicas=2), alone, 2, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_four_processes_with_replicas_train_what_one_does(alone, tmp_path, smoke_data, replicas):
+    """Two of them share a replica, as on a node of two processes; or each has its own."""
+    check_same_run(trained_by(4, tmp_path, smoke_data, replicas), alone, 4, replicas)
+
+
+#: Python reads this file when it starts.
+DRIFTS = """
+import sys
+if "--process 1 " in " ".join(sys.orig_argv):
+    from speedrun import loop
+    loop.state_hash = lambda state: "0" * 16
+"""
+
+
+@pytest.mark.slow
+def test_replicas_that_end_with_other_states_are_refused(tmp_path, smoke_data, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(DRIFTS)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parent.parent}")
+    config = RunConfig("smoke-cpu", tmp_path / "out", overrides=SMALL, data=smoke_data, replicas=2)
+    (code, _, said), (other_code, _, _) = ends(shared([config] * 2, tmp_path))
+    assert (code, other_code) == (2, 2)
+    assert said.startswith(
+        "error: process 1 has the final state of hash 0000000000000000, process 0 has of hash"
+    )
+    assert "replicas drifted apart" in said
+    assert facts(config.out).outcome == "aborted"
+
+
 # --- rows 18, 21, 22, 23, 30 of the table of faults: signals and death -----------------------------------
 
 
@@ -188,16 +224,28 @@ def test_a_signal_to_one_stops_both_at_the_same_step_with_one_checkpoint(tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(("sent", "replicas"), [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGTERM, 2)])
 def test_a_run_that_was_stopped_goes_on_with_the_bytes_of_one_that_was_not(
-    by_two, tmp_path, smoke_data, sent
+    tmp_path, smoke_data, sent, replicas
 ):
-    """The launcher hands the signal on to both."""
+    """The launcher hands the signal on to both. How many replicas there are is said when the run is begun."""
     out = tmp_path / "out"
     few = ["--set", "stages.0.num_steps=60", "--checkpoint-every", "1000"]
     settings = [w for k, v in (SMALL | {"stages.0.num_steps": "60"}).items() for w in ("--set", f"{k}={v}")]
     command = ["speedrun", "run", "--local-processes", "2", *QUICK]
-    running = started([*command, "--data", str(smoke_data), "--out", str(out), *settings, *few[2:]])
+    running = started(
+        [
+            *command,
+            "--data",
+            str(smoke_data),
+            "--out",
+            str(out),
+            *settings,
+            *few[2:],
+            "--replicas",
+            str(replicas),
+        ]
+    )
     wait_for_steps(running, out, 5)
     running.send_signal(sent)
     ((code, _, stderr),) = ends([running])
@@ -211,8 +259,10 @@ def test_a_run_that_was_stopped_goes_on_with_the_bytes_of_one_that_was_not(
         overrides=SMALL | {"stages.0.num_steps": "60"},
         data=smoke_data,
         checkpoint_every=1000,
+        replicas=replicas,
     )
     assert [code for code, *_ in ends(shared([config] * 2, tmp_path))] == [0, 0]
+    assert [hw.num_replicas for hw in of(runlog.Preflight, out)] == [replicas]
     assert facts(out).final_hash == facts(unbroken).final_hash
 
 
@@ -333,6 +383,18 @@ def test_a_cluster_is_known_by_its_variables(monkeypatch):
     pod = meet.asked("pod-0:1234", 2, None)
     assert pod == meet.Group(2, 1, "pod-0:1234", "flags and Kubernetes")
     assert meet.asked("pod-0:1234", 1, 0) is None
+
+
+def test_nodes_are_counted_by_the_machines_of_their_processes():
+    assert meet.num_nodes(["a 1"] * 4) == 1
+    assert meet.num_nodes(["a 1", "a 1", "b 2", "b 2"]) == 2
+    assert meet.num_nodes(["a 1", "b 1", "c 1"]) == 3  # containers with names of their own
+    for machines, found in (
+        (["a 1", "b 2", "a 1", "b 2"], "1 on a, 1 on b, 1 on a, 1 on b"),
+        (["a 1", "a 1", "b 2"], "2 on a, 1 on b"),
+    ):
+        with pytest.raises(UsageError, match=f"in their order: {found}; need as many on each node"):
+            meet.num_nodes(machines)
 
 
 def lonely(index: int, port: int) -> tuple[int, str, str]:

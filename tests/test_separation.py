@@ -16,7 +16,7 @@ from speedrun.data import inventory, python_docs, synthetic
 from speedrun.data.stream import TokenStream
 from speedrun.evaluate import evaluate
 from speedrun.optim.groups import AdamOnly
-from speedrun.params import AXIS, SCALARS, Params
+from speedrun.params import DATA, SCALARS, Params
 from speedrun.recipe import Recipe
 from speedrun.step import Program
 
@@ -34,9 +34,9 @@ class LocalGradients(Program):
     def _scatter_mean(self, grads: Params) -> Params:
         def own(name: str, g: jax.Array) -> jax.Array:
             if name == SCALARS:
-                return jax.lax.pmean(g, AXIS)
+                return jax.lax.pmean(g, DATA)
             num_local = g.shape[0] // self.num_devices
-            return jax.lax.dynamic_slice_in_dim(g, jax.lax.axis_index(AXIS) * num_local, num_local)
+            return jax.lax.dynamic_slice_in_dim(g, jax.lax.axis_index(DATA) * num_local, num_local)
 
         return {name: own(name, g) for name, g in grads.items()}
 

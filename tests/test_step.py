@@ -1,6 +1,9 @@
 """The step as a whole: devices and splits do not matter, state is divided, everything moves, nothing peeks."""
 
 import dataclasses
+import math
+import re
+from collections import Counter
 from typing import Any
 
 import jax
@@ -9,6 +12,7 @@ import numpy as np
 import pytest
 
 from speedrun import mesh
+from speedrun.errors import UsageError
 from speedrun.kernels.cross_entropy import cross_entropy
 from speedrun.params import SCALARS
 from speedrun.recipe import Recipe
@@ -55,6 +59,48 @@ def test_devices_and_accumulation_do_not_matter(tiny, on_eight, num_devices, mic
     np.testing.assert_allclose(losses, on_eight[2], rtol=3e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("replicas", "num_devices"), [(1, 8), (2, 8), (4, 8), (8, 8), (2, 4)])
+def test_replicas_do_not_matter_and_stay_the_same_to_the_last_bit(tiny, on_eight, replicas, num_devices):
+    program = Program(tiny, mesh.make_mesh(num_devices, replicas))
+    state, losses = run(program, 5)
+    np.testing.assert_allclose(losses[:3], on_eight[2][:3], rtol=1e-5)
+    np.testing.assert_allclose(losses, on_eight[2], rtol=3e-4)
+    for leaf in jax.tree.leaves(state):
+        parts: dict[str, set[bytes]] = {}
+        for shard in leaf.addressable_shards:
+            parts.setdefault(str(shard.index), set()).add(np.asarray(shard.data).tobytes())
+        assert len(parts) in (1, num_devices // replicas)
+        assert {len(copies) for copies in parts.values()} == {1}
+
+
+def test_a_replica_that_drifts_has_another_hash(tiny):
+    """So processes that compare theirs, each from its own node, see it."""
+    program = Program(tiny, mesh.make_mesh(8, 2))
+    state = program.init(jax.random.key(0))
+    head = state.params["head"]
+    drifted = [
+        jax.device_put(np.asarray(shard.data) + 1e-3 * (shard.device.id == 6), shard.device)
+        for shard in head.addressable_shards
+    ]
+    state.params["head"] = jax.make_array_from_single_device_arrays(head.shape, head.sharding, drifted)
+    lanes = [tuple(np.asarray(shard.data)) for shard in fingerprint(state).addressable_shards]
+    assert len({*lanes[:4]}) == len({*lanes[4:]}) == 1
+    assert lanes[0] != lanes[4]
+
+
+def test_what_devices_cannot_share_is_refused_with_what_to_type(tiny):
+    with pytest.raises(UsageError, match="3 replicas; need a multiple; pass another number of --devices or"):
+        mesh.make_mesh(8, 3)
+    with pytest.raises(UsageError, match="got 5 devices for a replica, need a divisor of 8; pass --devices"):
+        Program(tiny, mesh.make_mesh(5))
+    few = tiny.override({"stages.0.num_sequences": "12"})
+    with pytest.raises(UsageError, match=r"need a multiple of 8; pass --set stages.0.num_sequences=16$"):
+        Program(few, mesh.make_mesh(8, 2))
+    with pytest.raises(UsageError, match=r"of 12; pass --microbatches 12 --set stages.0.num_sequences=24$"):
+        Program(tiny, mesh.make_mesh(6, 3), 8)
+
+
 def test_parameters_and_optimiser_state_are_divided_by_eight(on_eight):
     program, state, _ = on_eight
     whole = divided = 0
@@ -83,7 +129,10 @@ def test_state_is_born_as_it_lives(tiny, on_eight):
 
 
 def test_starting_state_is_equal_on_any_number_of_devices(tiny):
-    hashes = {state_hash(Program(tiny, mesh.make_mesh(n)).init(jax.random.key(3))) for n in (1, 2, 4, 8)}
+    hashes = {
+        state_hash(Program(tiny, mesh.make_mesh(*shape)).init(jax.random.key(3)))
+        for shape in ((1,), (2,), (4,), (8,), (8, 2))
+    }
     assert len(hashes) == 1
 
 
@@ -143,6 +192,37 @@ def test_the_step_communicates_once_for_each_packed_array(tiny):
     assert text.count('"stablehlo.reduce_scatter"') == num_divided
     assert text.count('"stablehlo.all_to_all"') == 0
     assert text.count('"stablehlo.all_reduce"') == 2  # the scalars, and the loss
+
+
+def test_nodes_exchange_the_parts_of_gradients_and_nothing_else(tiny):
+    """Two nodes of four: gathers and scatters stay inside, and a device has one peer for its quarter."""
+    program = Program(tiny, mesh.make_mesh(8, 2))
+    ids, state = batch(tiny), program.init(jax.random.key(0))
+    args = [mesh.place(x, program.mesh) for x in (ids[:, :-1], ids[:, 1:])]
+    text = program.train_step.lower(state, *args, program.schedule).as_text()
+    divided = [*program.layout.banks, *program.layout.tables]
+    inside, across, everywhere = (
+        f"dense<{groups}>"
+        for groups in (
+            "[[0, 1, 2, 3], [4, 5, 6, 7]]",
+            "[[0, 4], [1, 5], [2, 6], [3, 7]]",
+            "[[0, 1, 2, 3, 4, 5, 6, 7]]",
+        )
+    )
+    found = Counter(
+        re.findall(r"stablehlo\.(all_\w+|reduce_scatter)\"\(.*?replica_groups = (dense<.*?>)", text)
+    )
+    assert found == {
+        ("all_gather", inside): len(divided),
+        ("reduce_scatter", inside): len(divided),
+        ("all_reduce", across): len(divided),
+        ("all_reduce", everywhere): 2,  # the scalars, and the loss
+    }
+    between = re.findall(
+        r"all_reduce\"\(.*?" + re.escape(across) + r".*?: \(tensor<(\w+)x\w+>\)", text, re.DOTALL
+    )
+    sizes = [math.prod(map(int, dims.split("x"))) for dims in between]
+    assert sorted(sizes) == sorted(state.params[name].size // 4 for name in divided)
 
 
 def named_nll(recipe: Recipe, params, ids: np.ndarray) -> jax.Array:

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from speedrun.health import best_s, is_simulated, matmul_gflops
 from speedrun.mesh import place
-from speedrun.params import AXIS
+from speedrun.params import DATA
 
 _LOAD_S = 2.0  #: nvidia-smi needs up to a second for eight GPUs
 
@@ -54,13 +54,13 @@ def _collectives_gb_per_s(mesh: Mesh) -> tuple[float, float]:
     x_NM = _array(mesh)
 
     def gather(x_NM: jax.Array) -> jax.Array:
-        return jax.lax.all_gather(x_NM, AXIS, tiled=True)[None]
+        return jax.lax.all_gather(x_NM, DATA, tiled=True)[None]
 
     def scatter(x_1NM: jax.Array) -> jax.Array:
-        return jax.lax.psum_scatter(x_1NM[0], AXIS, tiled=True)
+        return jax.lax.psum_scatter(x_1NM[0], DATA, tiled=True)
 
     gathering, scattering = (
-        jax.jit(jax.shard_map(one, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS)))
+        jax.jit(jax.shard_map(one, mesh=mesh, in_specs=P(DATA), out_specs=P(DATA)))
         for one in (gather, scatter)
     )
     whole_NNM = gathering(x_NM)

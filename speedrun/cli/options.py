@@ -99,9 +99,12 @@ attention_option: Decorator = click.option(
     "--attention", default="auto", show_default=True, metavar="FORM", help="Which kernels to use for it."
 )
 
-#: `--microbatches N`, as the argument `microbatches`; None means 8.
+#: `--microbatches N`, as the argument `microbatches`; None means 8, or one for each device if there are more.
 microbatches_option: Decorator = click.option(
-    "--microbatches", type=Integer(1), metavar="N", help="Parts of a step's batch. Default: 8."
+    "--microbatches",
+    type=Integer(1),
+    metavar="N",
+    help="Parts of a step's batch. Default: 8, on more devices one for each.",
 )
 
 

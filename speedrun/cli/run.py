@@ -58,6 +58,12 @@ if TYPE_CHECKING:
 )
 @settings_option
 @devices_option
+@click.option(
+    "--replicas",
+    type=Integer(1),
+    metavar="N",
+    help="Copies of the state, each divided over as many devices. Default: one for each node.",
+)
 @attention_option
 @microbatches_option
 @data_option
@@ -108,6 +114,7 @@ def command(
     seed: int,
     settings: tuple[str, ...],
     devices: int | None,
+    replicas: int | None,
     microbatches: int | None,
     attention: str,
     data: Path | None,
@@ -148,6 +155,7 @@ def command(
         overrides=overrides,
         data=data,
         num_devices=devices,
+        replicas=replicas,
         microbatches=microbatches,
         attention=attention,
         checkpoint_every=checkpoint_every or 0,

@@ -243,14 +243,22 @@ def no_weights(record: Record) -> Iterator[str]:
     hint="make it a parameter, or run on a track that declares a larger state",
 )
 def state(run: Run, record: Record) -> Iterator[str]:
-    """Bytes of the state on all devices, against the track's cap for each parameter."""
-    (plan,) = run.of(runlog.Plan)
+    """Bytes of the state on the devices that share it, against the track's cap for each parameter."""
+    (plan,), (hw,) = run.of(runlog.Plan), run.of(runlog.Preflight)
+    if (asked := run.start.config.get("replicas", 1)) != hw.num_replicas:
+        yield f"its config says {asked!r} replicas, its hardware {hw.num_replicas}"
     cap = record.rules.rules.state_bytes_per_param
-    held = plan.state_bytes_per_device * run.file.num_devices
+    held = _held_bytes(run, plan)
     if held > cap * plan.num_params:
         yield (
             f"a state of {held:,} bytes for {plan.num_params:,} parameters; the track allows {cap:g} for each of them"
         )
+
+
+def _held_bytes(run: Run, plan: runlog.Plan) -> int:
+    """One replica of the state, on the devices that share it."""
+    (hw,) = run.of(runlog.Preflight)
+    return plan.state_bytes_per_device * run.file.num_devices // max(1, hw.num_replicas)
 
 
 #: The narrowest dtype that parameters are kept in.
@@ -271,7 +279,7 @@ def parameters(run: Run, record: Record) -> Iterator[str]:
     (first,) = record.finished[0].of(runlog.Plan)
     if (plan.num_params, plan.shapes) != (first.num_params, first.shapes):
         yield f"has other parameters than {record.finished[0].folder}"
-    if plan.state_bytes_per_device * run.file.num_devices < _FEWEST_BYTES * plan.num_params:
+    if _held_bytes(run, plan) < _FEWEST_BYTES * plan.num_params:
         yield f"{plan.num_params:,} parameters do not fit into its state"
     if not 0 < plan.flops_per_token <= 6 * plan.num_params:
         yield f"{plan.flops_per_token:,.0f} flops a token; {plan.num_params:,} parameters make 6 each at most"
