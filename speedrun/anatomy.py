@@ -28,6 +28,7 @@ class Collective(msgspec.Struct, frozen=True):
     is_synchronous: bool  #: nothing is computed while it runs
     times: int  #: in one call of the program
     name: str  #: where it comes from, as JAX names operations
+    groups: tuple[tuple[int, ...], ...] = ()  #: devices that it sends between; empty: all are one group
 
     def __str__(self) -> str:
         waits = ", synchronous" if self.is_synchronous else ""
@@ -121,26 +122,26 @@ def read(text: str, memory: Memory) -> Anatomy:
         if moved := times * module.traffic_bytes(one, computation):
             traffic[target or one.kind] += moved
             arrays |= {str(array): array.num_bytes for array in one.results}
-    return Anatomy(
-        memory, tuple(_collectives(module)), dict(calls), dict(traffic), arrays, module.unknown_loops()
-    )
+    collectives = tuple(found for step in module.executed() for _, found in ended(module, step))
+    return Anatomy(memory, collectives, dict(calls), dict(traffic), arrays, module.unknown_loops())
 
 
-def _collectives(module: hlo.Module) -> Iterable[Collective]:
-    """All of them. Of an asynchronous pair, the start knows what is sent and the end what arrives.
+def ended(module: hlo.Module, step: hlo.Executed) -> Iterable[tuple[str, Collective]]:
+    """Collectives that this instruction ends, each with the name of the instruction that starts it.
 
-    Small all-reduces may be kernels of XLA's own (jax 0.12): then the collective stands inside a fusion.
+    Of an asynchronous pair, the start knows what is sent and the end what arrives. Small all-reduces may be kernels
+    of XLA's own (jax 0.12): then the collective stands inside a fusion.
     """
-    for one, computation, times in module.executed():
-        if one.kind == "fusion" and not one.opcode.endswith("-done"):
-            inside = module.fused(one) or {}
-            for fused in (x for x in inside.values() if x.kind in COLLECTIVES):
-                waits = not one.opcode.endswith("-start")
-                yield _collective(fused, fused, inside, times, is_synchronous=waits)
-        elif one.kind in COLLECTIVES and not one.opcode.endswith("-start"):
-            start = computation[one.operands[0]] if one.opcode.endswith("-done") else one
-            waits = start is one or '"is_sync":true' in start.attributes
-            yield _collective(one, start, computation, times, is_synchronous=waits)
+    one, computation, times = step
+    if one.kind == "fusion" and not one.opcode.endswith("-done"):
+        inside = module.fused(one) or {}
+        for fused in (x for x in inside.values() if x.kind in COLLECTIVES):
+            waits = not one.opcode.endswith("-start")
+            yield one.name, _collective(fused, fused, inside, times, is_synchronous=waits)
+    elif one.kind in COLLECTIVES and not one.opcode.endswith("-start"):
+        start = computation[one.operands[0]] if one.opcode.endswith("-done") else one
+        waits = start is one or '"is_sync":true' in start.attributes
+        yield start.name, _collective(one, start, computation, times, is_synchronous=waits)
 
 
 def _collective(
@@ -159,6 +160,7 @@ def _collective(
         is_synchronous=is_synchronous,
         times=times,
         name=start.attribute(r'op_name="([^"]*)"') or start.name,
+        groups=start.groups,
     )
 
 

@@ -73,6 +73,25 @@ class Instruction(NamedTuple):
         found = re.findall(rf"\b(?:{'|'.join(roles)})=(\{{[^}}]*\}}|%[\w.-]+)", self.attributes)
         return [name for text in found for name in _NAME.findall(text)]
 
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Devices that a collective sends between, group by group; empty: all devices are one group.
+
+        XLA writes lists, {{0,1},{2,3}}, or how to make them: [2,4]<=[4,2]T(1,0) takes 0, 1, 2... as an array [4, 2],
+        transposes it, and cuts what it reads there into 2 rows of 4.
+        """
+        import numpy as np
+
+        if lists := self.attribute(r"replica_groups=\{(\{[\d,{} ]*\})\}"):
+            return tuple(tuple(map(int, one.split(","))) for one in re.findall(r"\{([\d, ]+)\}", lists))
+        made = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", self.attributes)
+        if not made:
+            return ()
+        rows, shape, order = (tuple(map(int, text.split(","))) if text else None for text in made.groups())
+        assert shape is not None
+        ids = np.arange(math.prod(shape)).reshape(shape).transpose(order).reshape(rows)
+        return tuple(tuple(row) for row in ids.tolist())
+
     def attribute(self, pattern: str) -> str | None:
         """The first group of a regular expression, searched in the attributes."""
         found = re.search(pattern, self.attributes)

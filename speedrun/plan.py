@@ -18,7 +18,7 @@ from speedrun.step import Program
 Basis = Literal["arithmetic", "compiled program"]
 
 #: Of the vendor's rates: what large products reach on such devices, and what passes over memory do.
-_PRODUCTS_REACH, _MEMORY_REACHES = 0.6, 0.9
+PRODUCTS_REACH, MEMORY_REACHES = 0.6, 0.9
 #: Relative, of a step's expected time where a step takes milliseconds. No GPU has been timed against it yet, and
 #: the time to start kernels, which rules the steps of small models, is not in it.
 ERROR = 0.3
@@ -126,10 +126,10 @@ def _stage(program: Program, stage: Stage, device: Device, work: "_Work") -> Sta
     flops = flops_per_token(program.layout.table) * stage.batch_tokens / program.num_devices
     # float32 products run as TF32, at half the rate.
     rate = device.bf16_flops * 2 / footprint.itemsize(program)
-    sent_bytes = (work.gathered_bytes + work.scattered_bytes) * (1 - 1 / program.num_devices)
-    memory_rate = _MEMORY_REACHES * device.memory_rate
+    sent_bytes = (work.gathered_bytes + work.scattered_bytes) * (1 - 1 / program.num_shards)
+    memory_rate = MEMORY_REACHES * device.memory_rate
     # A product moves its factors while it multiplies; what stands between products has only its traffic.
-    products_s = max(flops / (_PRODUCTS_REACH * rate), work.products_bytes / memory_rate)
+    products_s = max(flops / (PRODUCTS_REACH * rate), work.products_bytes / memory_rate)
     between_s = (work.traffic_bytes - work.products_bytes) / memory_rate
     return StagePlan(
         num_steps=stage.num_steps,

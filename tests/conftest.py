@@ -3,6 +3,7 @@
 import dataclasses
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("SPEEDRUN_TEST_PLATFORM", "cpu")
@@ -62,8 +63,8 @@ def smoke_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def h100() -> Callable[[int], Mesh]:
-    """Meshes of so many H100s to compile for, where the compiler is installed."""
+def h100() -> Callable[..., Mesh]:
+    """Meshes of so many H100s, on one node or more, to compile for, where the compiler is installed."""
     if missing := deviceless.missing_wheels():
         pytest.skip(f"needs {', '.join(missing)}: scripts/test.sh installs them, --quick leaves them out")
-    return lambda num_devices: deviceless.target_mesh("h100", num_devices)
+    return partial(deviceless.target_mesh, "h100")

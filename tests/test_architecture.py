@@ -29,6 +29,7 @@ FLOORS = {
     "speedrun.design": 9,
     "speedrun.doctor": 9,
     "speedrun.budget": 9,
+    "speedrun.scaling": 9,
     "speedrun.plan": 8,
     "speedrun.prepare": 8,
     "speedrun.examine": 9,

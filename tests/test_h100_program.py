@@ -118,6 +118,26 @@ def test_fewer_devices_run_the_same_program_in_parts(h100, devices, peak_bytes):
         assert 2 * LEAST_BYTES <= sent["reduce-scatter"] <= 1.02 * 2 * LEAST_BYTES, names(found)
 
 
+@pytest.mark.slow
+def test_two_nodes_run_the_same_program_and_exchange_an_eighth_of_each_gradient(h100, step):
+    """In the dtype of the gradients: of what a device owns, and of nothing else but scalars."""
+    twice = RECORD.override({"stages.0.num_sequences": "16", "eval_sequences": "16"})
+    program = Program(twice, h100(DEVICES, 2), 2 * DEVICES)
+    found = anatomy.dissect(deviceless.compiled_step(program, twice.stages[0]))
+    inside = tuple(tuple(range(node, node + DEVICES)) for node in (0, DEVICES))
+    between = tuple((i, i + DEVICES) for i in range(DEVICES))
+    for kind in ("all-gather", "reduce-scatter"):
+        assert {one.groups for one in found.collectives if one.kind == kind} == {inside}, names(found)
+        assert found.sent_bytes(kind) == step.sent_bytes(kind)
+    sums = [one for one in found.collectives if one.kind == "all-reduce"]
+    exchanged = [one for one in sums if one.groups == between]
+    assert {one.dtype for one in exchanged} == {"bf16"}
+    assert sum(one.num_bytes for one in exchanged) * DEVICES == step.sent_bytes("reduce-scatter")
+    assert sum(one.num_bytes for one in sums if one.groups != between) < 1024
+    assert found.memory.peak_bytes == pytest.approx(step.memory.peak_bytes, rel=0.01)
+    assert found.memory.donated_bytes == pytest.approx(step.memory.donated_bytes, rel=0.01)
+
+
 def test_the_head_runs_in_8_bits_and_attention_in_its_kernels(step, program):
     """Three of them are attention's own; one normalises and turns queries and keys, one does so with gradients."""
     assert step.custom_calls["__cublas$lt$matmul$f8"] == 3

@@ -74,7 +74,7 @@ def all_reduce_gb_per_s(mesh: Mesh) -> float:
         return 0.0
     x_NM = _array(mesh)
     program = jax.jit(
-        jax.shard_map(lambda x_1M: jax.lax.psum(x_1M, AXIS), mesh=mesh, in_specs=P(AXIS), out_specs=P())
+        jax.shard_map(lambda x_1M: jax.lax.psum(x_1M, DATA), mesh=mesh, in_specs=P(DATA), out_specs=P())
     )
     sent_gb = 2 * (mesh.size - 1) * x_NM.nbytes / mesh.size / 1e9
     return sent_gb / best_s(lambda: program(x_NM))

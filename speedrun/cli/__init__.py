@@ -20,6 +20,7 @@ COMMANDS = {
     "doctor": "Say what this machine can run, and what to type next.",
     "data": "Fetch, make, list and check shards.",
     "plan": "Say what a recipe needs on devices that need not be here.",
+    "scale": "Say how a step goes on many nodes that need not be here.",
     "run": "Train on a track, under the clock.",
     "batch": "Declare several runs, run them, and test what they prove.",
     "attempt": "Go all the way to a record ready to be sent: doctor, data, batch, stats, validate, submit.",

@@ -8,7 +8,15 @@ import msgspec
 
 from speedrun import devices as kinds
 from speedrun import track as tracks
-from speedrun.cli.options import Integer, Number, example, json_option, parse_settings, settings_option
+from speedrun.cli.options import (
+    Decorator,
+    Integer,
+    Number,
+    example,
+    json_option,
+    parse_settings,
+    settings_option,
+)
 from speedrun.errors import SpeedrunError, UsageError
 
 if TYPE_CHECKING:
@@ -16,6 +24,17 @@ if TYPE_CHECKING:
     from speedrun.plan import Plan, StagePlan
 
 _RECORDS = Path("records")
+
+
+#: `--device-kind KIND`, as the argument `kind`.
+device_kind_option: Decorator = click.option(
+    "--device-kind",
+    "kind",
+    default="h100",
+    show_default=True,
+    metavar="KIND",
+    help=", ".join(kinds.DEVICES) + ".",
+)
 
 
 @click.command(
@@ -28,14 +47,7 @@ _RECORDS = Path("records")
 @click.option("--recipe", metavar="NAME", help="What to train. Default: the track's, or smoke.")
 @click.option("--track", metavar="NAME", help="Say also what a batch on it takes: data, time, money.")
 @click.option("--runs", type=Integer(1), metavar="N", help="Of that batch. Default: as many as a rank takes.")
-@click.option(
-    "--device-kind",
-    "kind",
-    default="h100",
-    show_default=True,
-    metavar="KIND",
-    help=", ".join(kinds.DEVICES) + ".",
-)
+@device_kind_option
 @click.option("--devices", type=Integer(1), metavar="N", help="In one machine. Default: the track's, or 8.")
 @click.option(
     "--microbatches",
@@ -93,8 +105,8 @@ def command(
         if not plan.fits:
             what_fits = planning.advice(chosen, num_devices, plan.microbatches, plan.memory_limit_bytes)
             too_large = (
-                f"{name} does not fit: needs {_gb(plan.memory_bytes)}, {plan.device} has "
-                f"{_gb(plan.memory_limit_bytes)}; try {what_fits}"
+                f"{name} does not fit: needs {gb(plan.memory_bytes)}, {plan.device} has "
+                f"{gb(plan.memory_limit_bytes)}; try {what_fits}"
             )
     if rules is not None:
         num_runs = runs or max(2, rules.rules.min_runs)
@@ -114,22 +126,22 @@ def _lines(plan: "Plan", dollars: float | None, error: float) -> list[str]:
         f"plan   {plan.recipe} on {plan.num_devices} x {plan.device} | {plan.microbatches} microbatches | "
         f"by {'the compiled program' if plan.basis == 'compiled program' else 'arithmetic'}",
         f"size   {plan.num_params:,} parameters | {plan.flops_per_token / 1e6:,.1f} MFLOP per token | "
-        f"state {_gb(plan.state_bytes)} per device",
+        f"state {gb(plan.state_bytes)} per device",
         *(line for stage in plan.stages for line in _stage_lines(stage, plan, error)),
-        f"val    memory about {_gb(plan.validation_bytes)}",
+        f"val    memory about {gb(plan.validation_bytes)}",
         f"total  {plan.total_s:,.1f} s +-{error:.0%}, without starting kernels | "
         f"{plan.device_hours:.3f} device-hours{cost}",
     ]
 
 
 def _stage_lines(stage: "StagePlan", plan: "Plan", error: float) -> list[str]:
-    sent = f"gathers {_gb(stage.gathered_bytes)}, scatters {_gb(stage.scattered_bytes)}"
+    sent = f"gathers {gb(stage.gathered_bytes)}, scatters {gb(stage.scattered_bytes)}"
     return [
         f"stage  {stage.num_steps:,} steps x {stage.batch_tokens:,} tokens | "
-        f"memory {_gb(stage.memory_bytes)} of {_gb(plan.memory_limit_bytes)}",
-        f"floor  compute {_ms(stage.compute_floor_s)} | traffic {_ms(stage.traffic_floor_s)} "
-        f"({_gb(stage.traffic_bytes)}) | communication {_ms(stage.communication_floor_s)} ({sent})",
-        f"step   {_ms(stage.step_s)} +-{error:.0%} | MFU {stage.compute_floor_s / stage.step_s:.0%}",
+        f"memory {gb(stage.memory_bytes)} of {gb(plan.memory_limit_bytes)}",
+        f"floor  compute {ms(stage.compute_floor_s)} | traffic {ms(stage.traffic_floor_s)} "
+        f"({gb(stage.traffic_bytes)}) | communication {ms(stage.communication_floor_s)} ({sent})",
+        f"step   {ms(stage.step_s)} +-{error:.0%} | MFU {stage.compute_floor_s / stage.step_s:.0%}",
     ]
 
 
@@ -156,9 +168,11 @@ def _encoded(
     return msgspec.json.encode(facts)
 
 
-def _gb(num_bytes: int) -> str:
+def gb(num_bytes: float) -> str:
+    """Bytes as a person reads them."""
     return f"{num_bytes / 1e9:.2f} GB"
 
 
-def _ms(seconds: float) -> str:
+def ms(seconds: float) -> str:
+    """Seconds as milliseconds."""
     return f"{seconds * 1e3:,.2f} ms"

@@ -1,0 +1,153 @@
+"""How a step scales: the two clocks against arithmetic by hand, and bytes against the table of parameters."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+from click.testing import CliRunner, Result
+
+from speedrun import cli, devices, hlo, scaling
+from speedrun.anatomy import Collective
+from speedrun.params import Layout
+from speedrun.recipe import Recipe
+
+PAGE = (Path(__file__).parent.parent / "docs" / "scaling.md").read_text()
+H100 = devices.load("h100")
+#: Rates that give round numbers: nothing is lost on links, a network of 1 GB/s.
+ROUND = H100._replace(
+    memory_rate=1e9 / scaling.MEMORY_REACHES,
+    link_rate=1e10 / scaling.LINKS_REACH,
+    network_rate=1e9 / scaling.LINKS_REACH,
+)
+
+
+def invoke(*args: str) -> Result:
+    return CliRunner().invoke(cli.command, ["scale", "--recipe", "smoke", *args], prog_name="speedrun")
+
+
+@pytest.mark.parametrize(
+    ("text", "groups"),
+    [
+        ("replica_groups={}", ()),
+        ("replica_groups={{0,1,2,3}}, dimensions={0}", ((0, 1, 2, 3),)),
+        ("replica_groups={{0,2},{1,3}}, use_global_device_ids=true, to_apply=%sum", ((0, 2), (1, 3))),
+        ("replica_groups=[2,3]<=[6], dimensions={0}", ((0, 1, 2), (3, 4, 5))),
+        ("replica_groups=[3,2]<=[2,3]T(1,0), dimensions={0}", ((0, 3), (1, 4), (2, 5))),
+        ("replica_groups=[4,2]<=[2,2,2]T(2,0,1)", ((0, 2), (4, 6), (1, 3), (5, 7))),
+    ],
+)
+def test_groups_are_read_in_both_forms(text: str, groups: tuple[tuple[int, ...], ...]):
+    line = hlo.Instruction("x", (), "all-reduce", (), f", channel_id=1, {text}", is_root=False)
+    assert line.groups == groups
+
+
+#: A device of two nodes of two: 1 MB is summed with the peer of the other node while 2 MB are read and written.
+SCHEDULE = """HloModule step, is_scheduled=true
+
+%sum (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %add = f32[] add(%a, %b)
+}
+
+ENTRY %main (x: f32[250000]) -> (f32[250000], f32[250000]) {
+  %x = f32[250000] parameter(0)
+  %start = f32[250000] all-reduce-start(%x), replica_groups={{0,2},{1,3}}, to_apply=%sum
+  %negated = f32[250000] negate(%x)
+  %done = f32[250000] all-reduce-done(%start)
+  %again = f32[250000] all-reduce(%negated), replica_groups={{0,1},{2,3}}, to_apply=%sum
+  ROOT %all = (f32[250000], f32[250000]) tuple(%done, %again)
+}
+"""
+
+
+@pytest.mark.parametrize("network_rate", [1e9, 5e8, 1e8])
+def test_a_device_waits_for_what_is_still_on_its_way(network_rate: float):
+    device = ROUND._replace(network_rate=network_rate / scaling.LINKS_REACH)
+    trips, compute_s = scaling.replayed(hlo.parse(SCHEDULE), device, num_devices=2, num_nodes=2)
+    assert compute_s == pytest.approx(2e-3)  # 1 MB read and 1 MB written, 1 GB/s
+    between, inside = trips
+    # Two of two exchange halves, twice: 1 MB each. A start and two steps of the ring.
+    assert between.takes_s == pytest.approx(1e6 / network_rate + 8.4e-6 + 2 * 9.6e-6)
+    assert inside.takes_s == pytest.approx(1e-4 + 8.4e-6 + 2 * 3.4e-6)
+    assert between.waited_s == pytest.approx(max(0.0, between.takes_s - 2e-3))
+    assert inside.waited_s == pytest.approx(inside.takes_s)  # synchronous
+    assert (between.span, inside.span) == ("between", "inside")
+
+
+def summed(num_bytes: int) -> Collective:
+    return Collective("all-reduce", "bf16", num_bytes, is_synchronous=False, times=1, name="")
+
+
+def test_more_nodes_take_longer_small_sums_take_trees_and_large_ones_rings():
+    for num_bytes in (200, 10**6, 10**8):
+        times = [scaling.seconds(summed(num_bytes), 1, nodes, H100) for nodes in (2, 4, 8, 32, 128)]
+        assert times == sorted(times)
+    # A tree of 32 has five levels, up and down; a ring 62 steps.
+    assert scaling.seconds(summed(200), 1, 32, H100) == pytest.approx(8.4e-6 + 10 * 8.5e-6, rel=0.01)
+    whole_s = 2 * 31 / 32 * 1e8 / (scaling.LINKS_REACH * 50e9)
+    assert scaling.seconds(summed(10**8), 1, 32, H100) == pytest.approx(8.4e-6 + 62 * 9.6e-6 + whole_s)
+    # Eight devices of a node have eight adapters together.
+    assert scaling.seconds(summed(10**9), 8, 2, H100) == pytest.approx(
+        2 * 15 / 16 * 1e9 / (scaling.LINKS_REACH * 400e9), rel=0.05
+    )
+
+
+def test_what_a_small_program_sends_between_nodes_is_its_part_of_each_gradient(h100, tiny: Recipe):
+    h100(2)
+    recipe = dataclasses.replace(tiny, compute_dtype="bfloat16")
+    found = scaling.scale(recipe, H100, "h100", num_devices=2, num_nodes=2, microbatches=2)
+    params = jax.eval_shape(Layout(recipe.table(recipe.config)).init, jax.random.key(0))
+    divided = sum(x.size for name, x in params.items() if name != "scalars")
+    assert (found.num_devices, found.batch_tokens) == (4, 2 * 16 * 32)
+    # Halves of two devices, exchanged by two nodes, in 16 bits.
+    scalars = 4 * (params["scalars"].size + 1)
+    assert 2 * divided // 2 <= found.network_bytes <= 2 * divided // 2 + 2 * scalars
+    assert 2 * divided <= found.link_bytes <= 2 * divided + 2 * scalars
+    assert found.sent["inside"].kinds == {"all-gather": len(params) - 1, "reduce-scatter": len(params) - 1}
+    assert found.sent["between"].kinds.keys() == {"all-reduce"}
+    assert 0 < found.compute_s < found.step_s <= found.unhidden_s
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--nodes", "1,x"], "--nodes '1,x'; need numbers with commas between them"),
+        (["--nodes", "0"], "--nodes '0'; need numbers"),
+        (["--nodes", "2", "--device-kind", "4090"], "is not known; pass --network GBIT"),
+    ],
+)
+def test_bad_input_is_one_line(args: list[str], message: str):
+    result = invoke(*args)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_a_slower_network_costs_more(h100):
+    h100(8)
+    results = [
+        json.loads(invoke("--nodes", "2", "--json", *more).stdout) for more in ([], ["--network", "10"])
+    ]
+    fast, slow = ({row["num_nodes"]: row for row in result["nodes"]} for result in results)
+    assert fast[1] == slow[1]
+    assert fast[1]["efficiency"] == 1.0 > fast[2]["efficiency"] > slow[2]["efficiency"]
+
+
+@pytest.mark.slow
+def test_the_page_shows_what_its_command_prints(h100):
+    """A minute: four programs, the largest for 256 devices."""
+    h100(8)
+    if jax.__version_info__ >= (0, 11):
+        pytest.skip("the page shows what the locked JAX compiles")
+    words, _, printed = PAGE.partition("\n```sh\n$ speedrun ")[2].partition("\n```")[0].partition("\n")
+    argv = [sys.executable, "-m", "speedrun", *words.split()]
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    done = subprocess.run(argv, capture_output=True, text=True, check=True, env=env)
+    assert done.stdout == printed + "\n"
