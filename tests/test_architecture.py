@@ -89,8 +89,9 @@ HEAVY = {"jax", "jaxlib", "optax", "orbax", "matplotlib", "datasets", "huggingfa
 #: Lines that are not blank: what there is to read. A run in several processes took 150 of the second: how they agree
 #: and stop together decides what a record says; how they meet is not among them.
 SCIENCE_LINES = 1_200
-#: 4,250 held checkpoints; the watchdog, phases of the wall time, points for faults and several processes came after.
-CLOSURE_LINES = 4_750
+#: 4,250 held checkpoints; the watchdog, phases of the wall time, points for faults, several processes and
+#: replicas on many nodes came after.
+CLOSURE_LINES = 4_800
 #: Kernels are counted by themselves: a record carries all forms its step could have chosen.
 KERNEL_LINES = 1_600
 
