@@ -171,19 +171,37 @@ def test_four_processes_train_what_one_does(alone, tmp_path, smoke_data):
     check_same_run(trained_by(4, tmp_path, smoke_data), alone, 4)
 
 
-def test_two_processes_with_a_replica_each_train_what_one_does(alone, tmp_path, smoke_data):
-    """As two nodes do. That both end with one state, the run itself has compared."""
-    check_same_run(trained_by(2, tmp_path, smoke_data, replicas=2), alone, 2, 2)
+#: Python reads this file when it starts.
+NODES = """
+import socket, sys
+if "--process" in sys.orig_argv:
+    process = int(sys.orig_argv[sys.orig_argv.index("--process") + 1])
+    socket.gethostname = lambda: f"node{{process // {per_node}}}"
+"""
+
+
+def with_start(monkeypatch: pytest.MonkeyPatch, folder: Path, text: str) -> None:
+    (folder / "sitecustomize.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", f"{folder}:{Path(__file__).parent.parent}")
+
+
+def test_two_nodes_train_what_one_does(alone, tmp_path, smoke_data, monkeypatch):
+    """Each has a replica, unasked. That both end with one state, the run itself has compared."""
+    with_start(monkeypatch, tmp_path, NODES.format(per_node=1))
+    check_same_run(trained_by(2, tmp_path, smoke_data), alone, 2, 2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas", [2, 4])
-def test_four_processes_with_replicas_train_what_one_does(alone, tmp_path, smoke_data, replicas):
-    """Two of them share a replica, as on a node of two processes; or each has its own."""
-    check_same_run(trained_by(4, tmp_path, smoke_data, replicas), alone, 4, replicas)
+def test_two_nodes_of_two_processes_train_what_one_does(alone, tmp_path, smoke_data, monkeypatch):
+    with_start(monkeypatch, tmp_path, NODES.format(per_node=2))
+    check_same_run(trained_by(4, tmp_path, smoke_data), alone, 4, 2)
 
 
-#: Python reads this file when it starts.
+@pytest.mark.slow
+def test_four_processes_with_a_replica_each_train_what_one_does(alone, tmp_path, smoke_data):
+    check_same_run(trained_by(4, tmp_path, smoke_data, replicas=4), alone, 4, 4)
+
+
 DRIFTS = """
 import sys
 if "--process 1 " in " ".join(sys.orig_argv):
@@ -194,8 +212,7 @@ if "--process 1 " in " ".join(sys.orig_argv):
 
 @pytest.mark.slow
 def test_replicas_that_end_with_other_states_are_refused(tmp_path, smoke_data, monkeypatch):
-    (tmp_path / "sitecustomize.py").write_text(DRIFTS)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parent.parent}")
+    with_start(monkeypatch, tmp_path, DRIFTS)
     config = RunConfig("smoke-cpu", tmp_path / "out", overrides=SMALL, data=smoke_data, replicas=2)
     (code, _, said), (other_code, _, _) = ends(shared([config] * 2, tmp_path))
     assert (code, other_code) == (2, 2)
