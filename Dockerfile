@@ -20,7 +20,8 @@ RUN apt-get update \
 # docker_run.sh makes it run as you, so that what it writes is yours: these folders are open to everybody.
 RUN useradd --uid 1000 --no-create-home racer \
     && install -d -m 1777 /cache /workspace /workspace/data /workspace/records /workspace/runs
-ENV HOME=/cache JAX_COMPILATION_CACHE_DIR=/cache/jax PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
+ENV HOME=/cache JAX_COMPILATION_CACHE_DIR=/cache/jax \
+    PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
 COPY requirements /opt/speedrun/requirements
 VOLUME ["/workspace/data", "/workspace/records", "/workspace/runs", "/cache"]
 WORKDIR /workspace
@@ -36,12 +37,12 @@ RUN python -m pip install --require-hashes --requirement /opt/speedrun/requireme
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 COPY . /opt/speedrun
 RUN python -m pip install --no-deps --no-build-isolation --editable /opt/speedrun \
-    && python -m pip check && python -m compileall -q /opt/speedrun/speedrun
+    && python -m pip check && python -m compileall -q /opt/speedrun/speedrun && chmod -R a+rX /opt/speedrun
 USER 1000:1000
 
 FROM base AS cpu
 RUN python -m pip install --require-hashes --requirement /opt/speedrun/requirements/run.lock
 COPY . /opt/speedrun
 RUN python -m pip install --no-deps --no-build-isolation --editable /opt/speedrun \
-    && python -m pip check && python -m compileall -q /opt/speedrun/speedrun
+    && python -m pip check && python -m compileall -q /opt/speedrun/speedrun && chmod -R a+rX /opt/speedrun
 USER 1000:1000

@@ -25,7 +25,7 @@ from speedrun.ledger.run import Run
 from speedrun.sourcefile import split_source
 
 #: What a process needs to run at all. No cache of programs: foreign code could leave some there for us to run.
-_ENVIRONMENT = ("PATH", "HOME", "TMPDIR", "LANG", "LD_LIBRARY_PATH")
+_ENVIRONMENT = ("PATH", "HOME", "TMPDIR", "LANG", "LD_LIBRARY_PATH", provenance.IMAGE_VARIABLE)
 
 #: Laid over the record's source to look at what it made.
 _EXAMINER = ("examine.py", "ledger/findings.py")

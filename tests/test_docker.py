@@ -4,17 +4,19 @@ import itertools
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
+import click
 import pytest
 from dockerfile import Root, context, fresh_root, is_in_context, settings, stages
 from record_forge import forge, install_track
 
-from speedrun import provenance, track
+from speedrun import cli, provenance, track
 from speedrun.clock import Stopwatch
 
 ROOT = Path(__file__).parent.parent
@@ -79,6 +81,21 @@ def test_a_stranger_finds_no_more_in_the_context_than_what_runs():
     assert readme in sent, "the package cannot be built without it"
 
 
+def test_the_commands_of_the_page_can_be_given():
+    lines = re.findall(
+        r"^(speedrun .*|scripts/.*|docker .*)$", (ROOT / "docs" / "containers.md").read_text(), re.MULTILINE
+    )
+    ours = [shlex.split(line)[1:] for line in lines if not line.startswith("docker ")]
+    assert len(ours) == 5
+    for name, *words in ours:
+        command = cli.command.get_command(click.Context(cli.command), name)
+        assert command is not None
+        command.make_context(name, words)  # reads every option; raises what a user would be told
+    assert [line for line in lines if line.startswith("docker ")] == re.findall(
+        r"^#   (docker build .*? \.)", DOCKERFILE, re.M
+    )
+
+
 # --- what would be typed ------------------------------------------------------------------------------------
 
 
@@ -141,7 +158,7 @@ def test_the_script_hands_on_what_it_is_given(docker, tmp_path, monkeypatch):
         ("--user", f"{os.getuid()}:{os.getgid()}"),
     ):
         assert call[call.index(option) + 1] == value
-    assert "stack=67108864" in call
+    assert {"stack=67108864", "--no-healthcheck", "--rm"} <= set(call)
     assert f"SPEEDRUN_IMAGE={IMAGE}" in call
     assert "XLA_FLAGS" in call
     assert "HF_TOKEN" not in " ".join(call)
