@@ -103,23 +103,30 @@ def ended(folder: Path, plan: Plan, manifest: Manifest) -> dict[int, Run]:
     """By seed, the runs that came to an end, good or bad; the first of each, so that nobody gets a second try.
 
     Raises:
-        DataError: if one read other data than the record.
+        DataError: if one ran or read something else than the record.
     """
     found: dict[int, Run] = {}
     for seed in plan.seeds:
         for attempt in sorted(folder.glob(f"{seed}-*")):
             for run in load(attempt).runs:
                 if run.file.seed == seed and run.file.outcome in ("finished", "non-finite"):
-                    _check_data(run, manifest, attempt)
+                    _check_same(run, manifest, attempt)
                     found.setdefault(seed, run)
     return found
 
 
-def _check_data(run: Run, manifest: Manifest, attempt: Path) -> None:
-    """Of a run that finished: what it read, position by position."""
-    if run.finished and run.file.data != manifest.data:
+def _check_same(run: Run, manifest: Manifest, attempt: Path) -> None:
+    """A run that finished ran the record's source and config, and read the same tokens from the same shards."""
+    file = run.file
+    differ = {
+        "source": file.source_sha256 != manifest.source.sha256,
+        "config": file.config_sha256 != manifest.config_sha256,
+        "data": file.data != manifest.data,
+    }
+    if run.finished and any(differ.values()):
+        names = ", ".join(name for name, other in differ.items() if other)
         raise DataError(
-            f"{attempt}: its run read other shards than the record names; nothing can be compared; make the data again"
+            f"{attempt}: its run has another {names} than the record; nothing can be compared; take it out"
         )
 
 

@@ -112,9 +112,11 @@ case "$1 $2" in
     [[ -e {images}.down ]] && echo "Cannot connect to the Docker daemon" >&2 && exit 1
     if grep -qxF -- "${{@: -1}}" {images}; then echo {IMAGE}; exit; fi
     echo "Error: No such image: ${{@: -1}}" >&2 && exit 1 ;;
-  "pull --") grep -qxF -- "published $3" {images} ;;
-  "build "*) for word in "$@"; do last=$word; done; echo speedrun:cpu >>{images} ;;
+  "pull --") grep -qxF -- "published $3" {images}; exit ;;
+  "build "*) echo speedrun:cpu >>{images} ;;
+  "run "*) [[ -e {images}.broken ]] && exit 125 ;;
 esac
+exit 0
 """
     )
     fake.chmod(0o755)
@@ -213,6 +215,15 @@ def test_a_local_image_is_built_where_the_record_names_none(docker, tmp_path):
     assert done.returncode == 0, done.stderr
     build = next(call for call in docker() if call[0] == "build")
     assert build == ["build", "--target", "cpu", "--tag", "speedrun:cpu", str(ROOT)]
+
+
+def test_a_container_that_does_not_start_is_told(docker, tmp_path):
+    docker("speedrun:cpu")
+    (tmp_path / "images.broken").write_text("")
+    done = command("speedrun", "reproduce", f"{ROOT}/{COMMITTED}", "--docker", "--out", str(tmp_path / "out"))
+    assert (done.returncode, "the container ended with exit code 125" in done.stderr) == (1, True), (
+        done.stderr
+    )
 
 
 @pytest.fixture

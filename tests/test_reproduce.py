@@ -256,6 +256,19 @@ def test_a_run_that_becomes_non_finite_is_an_answer(reproduced, tmp_path):
     assert "1 of 1 runs became non-finite" in result.stdout
 
 
+def test_a_run_of_something_else_is_not_compared(reproduced):
+    other = facts(config_sha256="0" * 64)
+    result, _ = reproduced(make=lambda seed: Spec(seed=seed, edit_run=other))
+    assert (result.exit_code, "has another config than the record" in result.stderr) == (3, True), (
+        result.output
+    )
+
+
+def test_a_run_that_leaves_nothing_is_told(reproduced):
+    result, _ = reproduced(make=lambda _: NonFiniteError("its loss became nan"))
+    assert (result.exit_code, "left no log" in result.stderr) == (1, True), result.output
+
+
 def newer(record: Path) -> None:
     path = record / "manifest.json"
     path.write_text(path.read_text().replace("speedrun.manifest/1", "speedrun.manifest/2"))

@@ -10,7 +10,7 @@ import click
 from speedrun import signals
 from speedrun import track as tracks
 from speedrun.console import clean
-from speedrun.errors import UsageError
+from speedrun.errors import EXIT_CODES, SpeedrunError, UsageError, meaning
 from speedrun.ledger.format import Manifest
 from speedrun.ledger.history import ROOT
 
@@ -113,6 +113,7 @@ def reproduced(image: str, record: Path, out: Path, data: Path | None, words: Se
 
     Raises:
         UsageError: a folder that cannot be mounted.
+        SpeedrunError: the container did not come to run the command.
     """
     mounts = [(record, f"{_RECORD}:ro"), (out, _OUT), *([(data, f"{_DATA}:ro")] if data is not None else [])]
     argv = [str(SCRIPT), "--image", image, "--alone"]
@@ -122,7 +123,12 @@ def reproduced(image: str, record: Path, out: Path, data: Path | None, words: Se
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"{out}: {error.strerror}; choose an --out that can be written") from None
-    return _waited_for([*argv, *words])
+    code = _waited_for([*argv, *words])
+    if code not in EXIT_CODES:
+        raise SpeedrunError(
+            f"the container ended with {meaning(code)}, see above; 'docker run' itself says 125 to 127"
+        )
+    return code
 
 
 def _mountable(folder: Path) -> Path:

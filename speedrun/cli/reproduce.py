@@ -142,19 +142,18 @@ class _Again:
             if seed in done:
                 continue
             left = len(plan.seeds) - len(done)
-            eta = (
-                f"eta {duration(watch.seconds / num_new * left)}"
-                if num_new
-                else f"eta {self._expected(left)}"
-            )
-            click.echo(f"run {number} of {len(plan.seeds)}  seed {seed}  {eta}", err=True)
+            eta_s = left * (watch.seconds / num_new if num_new else self._expected_s)
+            click.echo(f"run {number} of {len(plan.seeds)}  seed {seed}  eta {duration(eta_s)}", err=True)
             self._one(again, seed)
             done, num_new = reproduce.ended(self._folder, plan, self._manifest), num_new + 1
+            if seed not in done:
+                raise SpeedrunError(f"the run with seed {seed} left no log that can be read; see above")
         return [done[seed] for seed in plan.seeds]
 
-    def _expected(self, num_runs: int) -> str:
-        """Of so many runs that take as long as the record's."""
-        return duration(num_runs * fmean(run.end.cold_wall_s for run in self._record.finished))
+    @property
+    def _expected_s(self) -> float:
+        """Of a run that takes as long as the record's."""
+        return fmean(run.end.cold_wall_s for run in self._record.finished)
 
     def _one(self, again: Rerun, seed: int) -> None:
         """One run. That it became non-finite is an answer; whatever else ends it is told, with how to go on."""

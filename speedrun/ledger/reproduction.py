@@ -186,7 +186,13 @@ def hardware_points(recorded: Sequence[Hardware], here: Sequence[Hardware]) -> t
     near = min(rates) >= same * max(rates) > 0
     return (
         point(HARDWARE[0], their_kind, our_kind, lost="times that compare, and equal bits"),
-        point(HARDWARE[1], their_rate, our_rate, equal=near, lost="times that compare"),
+        point(
+            HARDWARE[1],
+            their_rate,
+            our_rate,
+            equal=near,
+            lost="times that compare: another machine, or a busy one",
+        ),
     )
 
 
