@@ -84,7 +84,7 @@ class Place(NamedTuple):
             "out": str(self.folder / "out"),
             "stage": str(self.folder / "stage"),
             "checkout": str(self.folder / "checkout"),
-            "hosts": ("here",),
+            "hosts": (),
             "image": "",
             "claim": "claim",
         }
@@ -93,7 +93,9 @@ class Place(NamedTuple):
     def started(self, on: str, job: Job, **env: str) -> subprocess.Popen[str]:
         """What the cluster would start, of what is printed for it."""
         if on == "kubernetes":
-            job = dataclasses.replace(job, image="registry/me/speedrun:1")
+            job = dataclasses.replace(job, image="registry/me/speedrun:1", checkout="")
+        if on == "ssh" and not job.hosts:
+            job = dataclasses.replace(job, hosts=("here",))
         text = FORMS[on].text(job)
         script = self.folder / "script.sh"
         script.write_text(text if on in ("slurm", "ssh") else pod_script(text))
@@ -178,7 +180,11 @@ def test_a_node_is_looked_at_then_has_the_shards_then_runs_and_the_record_comes_
     code, said = place.ended(on, place.job(data=str(data)))
     assert code == 0, said
     staged = place.folder / "stage" / "shards" / "smoke"
-    assert [call[:2] for call in place.calls] == [["doctor"], ["data", "verify"], ["run", "--track"]]
+    assert [call[:2] for call in place.calls] == [
+        ["doctor", "--track"],
+        ["data", "verify"],
+        ["run", "--track"],
+    ]
     assert place.calls[1] == ["data", "verify", "--track", "smoke-cpu", "--full"]
     assert {path.name for path in staged.iterdir()} == {*track.load("smoke-cpu").data.sha256, "manifest.json"}
     (record,) = place.kept
@@ -204,7 +210,7 @@ def test_a_run_that_failed_is_kept_and_its_exit_code_goes_on(place: Place, on: s
 def test_a_bad_machine_runs_nothing(place: Place, on: str):
     code, said = place.ended(on, place.job(), DOCTOR="1")
     assert code == 1, said
-    assert place.calls == [["doctor"]]
+    assert place.calls == [["doctor", "--track", "smoke-cpu"]]
     assert not place.kept
 
 
@@ -404,6 +410,7 @@ def test_it_says_what_is_not_ranked():
         ([*EACH["slurm"], "--data", "shards"], "--data shards; a job starts elsewhere: need a path that begins"),
         ([*EACH["slurm"], "--data", "s3://b/c"], "--data s3://b/c; only skypilot mounts buckets; need a path"),
         ([*EACH["slurm"], "--data", "/x/d", "--stage", "/x"], "--data lies below --stage /x, which is cleared"),
+        ([*EACH["slurm"], "--data", "/a,b", "--image", "i"], "--data /a,b, --stage /tmp/speedrun-"),
         ([*EACH["slurm"], "--partition", "a b"], "--partition 'a b'; need letters, digits and any of"),
         ([*EACH["slurm"], "--time", "90m"], "--time '90m'; need H:MM:SS, as in 2:30:00"),
         ([*EACH["slurm"], "--time", "0:00:00"], "--time '0:00:00'; need H:MM:SS, as in 2:30:00"),
@@ -421,6 +428,8 @@ def test_it_says_what_is_not_ranked():
         ([*EACH["kubernetes"], "--out", "/home/me"], "--out /home/me; the claim is mounted at /shared: need a path"),
         (["--on", "ssh"], "--hosts names 0 hosts, got --nodes 1; need --hosts A,B,... and no --nodes"),
         ([*EACH["ssh"], "--nodes", "2"], "--hosts names 1 hosts, got --nodes 2; "),
+        (["--on", "ssh", "--hosts", "a,b,a"], "--hosts a,b,a names one twice; each has one process; name it once"),
+        ([*EACH["slurm"], "--image", "i", "--checkout", "/x"], "--image and --checkout; speedrun is in one of them"),
         ([*EACH["ssh"], "--image", "i"], "--image on hosts that are reached by ssh; "),
         (["--on", "ssh", "--hosts", "-oProxyCommand=x"], "--hosts '-oProxyCommand=x'; need names or addresses"),
     ],

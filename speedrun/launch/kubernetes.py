@@ -85,6 +85,11 @@ def _script(job: Job) -> str:
     if job.nodes > 1:  # which one a pod is, Kubernetes says in $JOB_COMPLETION_INDEX
         first = f"{job.name}-{_NODE}-0-0.{job.name}:{PORT}"
         words += ("--coordinator", first, "--processes", str(job.nodes), "--meet-within", str(_MEET_S))
-    values = {"stage": job.stage, "out": job.out, "record": f"{job.stage}/{job.name}", "run": words}
-    values |= {"data": job.data} if job.data else {}
-    return "set -euo pipefail\n" + shell.assigned(**values) + shell.functions(job) + shell.keep() + shell.WORK
+    return (
+        "set -euo pipefail\n"
+        + shell.asked(job, words)
+        + "record=$stage/$name\n"
+        + shell.functions(job)
+        + shell.keep()
+        + shell.WORK
+    )

@@ -18,7 +18,8 @@ node() {{
 }}
 """
 
-_IN_CHECKOUT = "export PATH=$checkout/.venv/bin:$PATH"
+_IN_CHECKOUT = 'export PATH=$checkout/.venv/bin:$PATH\n  cd "$checkout"'
+_IN_IMAGE = "export SPEEDRUN_IMAGE=$image"  # a record says which one it ran in, if its name holds its digest
 _PLACES = "export SPEEDRUN_DATA=$stage/shards JAX_COMPILATION_CACHE_DIR=$stage/programs"
 #: What NVIDIA recommends for JAX on such nodes; records name it.
 _FOR_GPUS = "export CUDA_DEVICE_MAX_CONNECTIONS=1 NCCL_NVLS_ENABLE=1 XLA_PYTHON_CLIENT_MEM_FRACTION=0.9"
@@ -26,13 +27,13 @@ _FOR_GPUS = "export CUDA_DEVICE_MAX_CONNECTIONS=1 NCCL_NVLS_ENABLE=1 XLA_PYTHON_
 #: Compiled programs are code: a folder that somebody else made would be theirs to choose.
 _PREPARE = """
 # On each node, first: a bad machine found now costs a minute, and no more. The node's own disk must be ours.
-prepare() {
+prepare() {{
   (umask 077 && mkdir -p "$stage")
   if [[ ! -O $stage ]]; then
     echo "launch: $stage belongs to somebody else; pass another --stage" >&2
     return 2
   fi
-  speedrun doctor
+  speedrun doctor{track}
 """
 
 _COPY = """\
@@ -40,7 +41,7 @@ _COPY = """\
   shards=$SPEEDRUN_DATA/{folder}
   rm -rf -- "$shards"
   mkdir -p "$shards"
-  (cd "$data" && cp -- \
+  (cd "$data" && cp -- \\
 {shards} "$shards")
   if [[ -e $data/manifest.json ]]; then cp -- "$data/manifest.json" "$shards"; fi
   speedrun data verify --track {track} --full
@@ -95,13 +96,16 @@ exit "$code"
 
 def functions(job: Job) -> str:
     """`node`, with which each of the others is called on a node: `prepare` and `train`."""
-    exports = [_IN_CHECKOUT] * (not job.image) + [_PLACES] + [_FOR_GPUS] * (job.gpus > 0)
-    data = job.track.data
+    exports = [_IN_IMAGE if job.image else _IN_CHECKOUT, _PLACES, *[_FOR_GPUS] * (job.gpus > 0)]
+    data, rules = job.track.data, job.track.rules
+    # A node that has a part of the devices only is not one that could run the track.
+    is_whole = job.nodes == 1 and job.gpus in (0, rules.num_devices)
+    prepare = _PREPARE.format(track=f" --track {job.track.name}" if is_whole else "")
     if job.data:
         staged = _COPY.format(folder=data.folder, shards=_wrapped(job.shards), track=job.track.name)
     else:
         staged = _GET.format(get=data.get)
-    return _NODE.format(exports="\n".join(f"  {line}" for line in exports)) + _PREPARE + staged + _TRAIN
+    return _NODE.format(exports="\n".join(f"  {line}" for line in exports)) + prepare + staged + _TRAIN
 
 
 def _wrapped(words: list[str]) -> str:
@@ -110,9 +114,9 @@ def _wrapped(words: list[str]) -> str:
     return " \\\n".join(f"    {line}" for line in lines)
 
 
-def variables(job: Job) -> str:
+def variables(job: Job) -> list[str]:
     """The names of those that `functions` needs; whoever calls them in another shell hands these on."""
-    return " ".join(["run", "stage", "record", *["data"] * bool(job.data), *["checkout"] * (not job.image)])
+    return ["run", "stage", "record", *["data"] * bool(job.data), "image" if job.image else "checkout"]
 
 
 def keep() -> str:
@@ -131,10 +135,20 @@ def title(job: Job, on: str, then: str) -> list[str]:
     ]
 
 
-def assigned(**values: str | tuple[str, ...]) -> str:
-    """Variables of bash, one a line, quoted."""
-    lines = [
-        f"{name}={shlex.quote(value) if isinstance(value, str) else f'({shlex.join(value)})'}"
-        for name, value in values.items()
-    ]
-    return "".join(f"{line}\n" for line in lines)
+def asked(job: Job, words: tuple[str, ...]) -> str:
+    """What was asked, as variables of bash, one a line, quoted.
+
+    Args:
+        job: what stands in it empty is left out.
+        words: of `speedrun run` or `speedrun batch`, with what the cluster adds.
+    """
+    places = {
+        "stage": job.stage,
+        "out": job.out,
+        "data": job.data,
+        "checkout": job.checkout,
+        "image": job.image,
+    }
+    lines = [f"{name}={shlex.quote(value)}" for name, value in {"name": job.name, **places}.items() if value]
+    lines += [f"hosts=({shlex.join(job.hosts)})"] * bool(job.hosts)
+    return "\n".join([*lines, f"run=({shlex.join(words)})\n"])

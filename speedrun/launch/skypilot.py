@@ -1,5 +1,6 @@
 """A task of SkyPilot: it rents the machines, and stops them when they have nothing to do."""
 
+import dataclasses
 from typing import Any
 
 from speedrun.launch import shell
@@ -59,20 +60,19 @@ def _script(job: Job) -> str:
         str(job.time_s),
         *job.words,
     )  # SkyPilot ends idle machines only
-    values = {
-        "stage": job.stage,
-        "out": _OUT if is_bucket(job.out) else job.out,
-        "name": job.name,
-        "run": words,
-    }
-    values |= {"data": _DATA if is_bucket(job.data) else job.data} if job.data else {}
+    inside = dataclasses.replace(
+        job,
+        out=_OUT if is_bucket(job.out) else job.out,
+        data=_DATA if is_bucket(job.data) else job.data,
+        checkout="",  # known there only
+    )
     return (
         "set -euo pipefail\n"
-        + shell.assigned(**values)
+        + shell.asked(inside, words)
         + "record=$stage/$name-$SKYPILOT_TASK_ID\n"
         + ("" if job.image else "checkout=$PWD\n")
         + (_JOIN.format(port=PORT, meet_s=_MEET_S) if job.nodes > 1 else "")
-        + shell.functions(job)
+        + shell.functions(inside)
         + shell.keep()
         + shell.WORK
     )

@@ -1,5 +1,6 @@
 """A job of SLURM: one task on each node, which has all of it."""
 
+from speedrun.errors import UsageError
 from speedrun.launch import shell
 from speedrun.launch.job import Job, clock_time
 
@@ -10,12 +11,13 @@ _STEPS = """
 # 'scancel' and the time limit tell the tasks, which end by themselves; this script stays to bring the record home.
 trap 'echo "launch: told to stop" >&2' TERM
 program=$(declare -p {variables}; declare -f node prepare train)
+once=(--nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --kill-on-bad-exit=1)
+task=({options})
 code=0
-srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --kill-on-bad-exit=1 {options} \\
-  bash -c "$program; node prepare" || code=$?
+{mounted}srun "${{once[@]}}" "${{task[@]}}" bash -c "$program; node prepare" || code=$?
 if ((code == 0)); then
   # The first process writes down the end when the others are gone: they wait for it, not it for them.
-  srun --kill-on-bad-exit=0 --wait=600 {options} bash -c "$program; node train" || code=$?
+  srun --kill-on-bad-exit=0 --wait=600 "${{task[@]}}" bash -c "$program; node train" || code=$?
 fi
 keep
 exit "$code"
@@ -23,11 +25,18 @@ exit "$code"
 
 
 def text(job: Job) -> str:
-    """The script that `sbatch` takes. Words given to `sbatch` win over the lines of the script."""
+    """The script that `sbatch` takes. Words given to `sbatch` win over the lines of the script.
+
+    Raises:
+        UsageError: for a path that a container cannot be given.
+    """
     title, head = shell.title(job, "slurm", "Submit it with: sbatch FILE"), _directives(job)
-    values = {"stage": job.stage, "out": job.out, "name": job.name, "run": job.words}
-    values |= {"data": job.data} if job.data else {}
-    values |= {"image": job.image} if job.image else {"checkout": job.checkout}
+    if job.image and set(job.data + job.stage) & set(":,"):
+        raise UsageError(
+            f"--data {job.data}, --stage {job.stage}: mounts of a container know no : or , in a path"
+        )
+    # pyxis mounts what is there.
+    mounted = 'srun "${once[@]}" mkdir -p -m 700 "$stage"\n' if job.image else ""
     # By default one task is given one core, and has to share it with all threads of XLA.
     options = "--cpu-bind=none"
     if job.image:
@@ -41,11 +50,11 @@ def text(job: Job) -> str:
             *title,
             "set -euo pipefail",
             "",
-            shell.assigned(**values)
+            shell.asked(job, job.words)
             + "record=$stage/$name-$SLURM_JOB_ID\n"
             + shell.functions(job)
             + shell.keep()
-            + _STEPS.format(variables=shell.variables(job), options=options),
+            + _STEPS.format(variables=" ".join(shell.variables(job)), options=options, mounted=mounted),
         ]
     )
 

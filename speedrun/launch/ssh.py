@@ -83,19 +83,18 @@ def text(job: Job) -> str:
     if job.nodes > 1:
         first = f"{job.hosts[0].rpartition('@')[2]}:{PORT}"  # as the others must be able to reach it
         words += ("--coordinator", first, "--processes", str(job.nodes), "--meet-within", str(_MEET_S))
-    values = {"hosts": job.hosts, "stage": job.stage, "out": job.out, "name": job.name, "run": words}
-    values |= {"data": job.data} if job.data else {}
-    values |= {} if job.image else {"checkout": job.checkout}
     return "\n".join(
         [
             "#!/usr/bin/env bash",
             *shell.title(job, "ssh", "Start it with: bash FILE"),
             "set -euo pipefail",
             "",
-            shell.assigned(**values)
+            shell.asked(job, words)
             + "record=$stage/$name-$(date -u +%Y%m%d-%H%M%S)\n"
             + shell.functions(job)
             + _TETHERED.format(leave_s=_LEAVE_S)
-            + _START.format(variables=shell.variables(job), process=" --process $i" if job.nodes > 1 else ""),
+            + _START.format(
+                variables=" ".join(shell.variables(job)), process=" --process $i" if job.nodes > 1 else ""
+            ),
         ]
     )
