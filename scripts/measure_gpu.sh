@@ -48,6 +48,8 @@ part machine nvidia-smi
 part target "$python" -c 'import jax
 from jax._src.lib import xla_client
 print(xla_client.get_topology_for_devices(jax.devices()).target_config)'
+part doctor "${speedrun[@]}" doctor --json
+part estimate "${speedrun[@]}" attempt --track single-gpu --dry-run
 part health "${speedrun[@]}" bench health --json
 part kernels env SPEEDRUN_TEST_PLATFORM=gpu "$python" -m pytest -q -p no:cacheprovider tests/test_gpu.py
 # The whole step: first the form that runs by itself, with the narrowest and the widest window, then the others.
