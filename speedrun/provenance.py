@@ -136,15 +136,19 @@ class Lock(NamedTuple):
 
 
 def lock() -> Lock:
-    """The largest file of requirements/ whose packages are all installed here in the pinned version; else empty."""
+    """The file of requirements/ whose packages are installed here, all in the pinned version; else empty.
+
+    Of several, the one that names the most of what is installed, and the least of what is not.
+    """
     installed = {re.sub(r"[-_.]+", "-", one.name).lower(): one.version for one in metadata.distributions()}
-    fits: dict[int, Lock] = {}
+    fits: dict[tuple[int, int], Lock] = {}
     for path in sorted((_ROOT / "requirements").glob("*.lock")):
         raw = path.read_bytes()
         if pins := pinned(raw.decode()):
             whole = set(_PACKAGES) <= pins.keys()  # not one that is laid over others
             if whole and all(installed.get(name) in versions for name, versions in pins.items()):
-                fits[len(pins)] = Lock(path.name, hashlib.sha256(raw).hexdigest())
+                here = len(pins.keys() & installed.keys())
+                fits[here, here - len(pins)] = Lock(path.name, hashlib.sha256(raw).hexdigest())
     return fits[max(fits)] if fits else Lock("", "")
 
 

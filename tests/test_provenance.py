@@ -75,6 +75,9 @@ def test_the_lock_is_the_largest_one_that_fits(tmp_path, monkeypatch):
         "all": lock_text(click="0.0.1", pytest=metadata.version("pytest")),
         "other": lock_text(jax="0.0.1"),
         "part": "jax==" + metadata.version("jax") + " \\\n",
+        # More pins, but what they name is not here.
+        "cuda": lock_text(click=metadata.version("click"))
+        + "jax-no-plugin==1.0 ; sys_platform == 'linux' \\\n",
     }
     for name, text in locks.items():
         (tmp_path / f"requirements/{name}.lock").write_text(text)
