@@ -82,7 +82,7 @@ def test_the_lock_is_the_largest_one_that_fits(tmp_path, monkeypatch):
     for name, text in locks.items():
         (tmp_path / f"requirements/{name}.lock").write_text(text)
     assert provenance.lock().name == "dev.lock"
-    for name in ("run", "dev"):
+    for name in ("run", "dev", "cuda"):
         (tmp_path / f"requirements/{name}.lock").unlink()
     assert provenance.lock() == ("", "")
 
