@@ -23,6 +23,10 @@ _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 _NAME = re.compile(r"%([\w.-]+)")
 _HEADER = re.compile(r"(ENTRY )?%([\w.-]+) \(.*\{$")
 _ASSIGNMENT = re.compile(r" +(ROOT )?%([\w.-]+) = ")
+#: How XLA writes the groups of a collective: see `_groups`.
+_LISTS = re.compile(r"\{((?:\{[\d,]+\},?)*)\}")
+_MADE = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_NAMED = re.compile(r"mesh\[((?:'\w+'=\d+,?)+)\] \{([\w',]+)\}")
 
 
 class Array(NamedTuple):
@@ -75,22 +79,8 @@ class Instruction(NamedTuple):
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Devices that a collective sends between, group by group; empty: all devices are one group.
-
-        XLA writes lists, {{0,1},{2,3}}, or how to make them: [2,4]<=[4,2]T(1,0) takes 0, 1, 2... as an array [4, 2],
-        transposes it, and cuts what it reads there into 2 rows of 4.
-        """
-        import numpy as np
-
-        if lists := self.attribute(r"replica_groups=\{(\{[\d,{} ]*\})\}"):
-            return tuple(tuple(map(int, one.split(","))) for one in re.findall(r"\{([\d, ]+)\}", lists))
-        made = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", self.attributes)
-        if not made:
-            return ()
-        rows, shape, order = (tuple(map(int, text.split(","))) if text else None for text in made.groups())
-        assert shape is not None
-        ids = np.arange(math.prod(shape)).reshape(shape).transpose(order).reshape(rows)
-        return tuple(tuple(row) for row in ids.tolist())
+        """Devices that a collective sends between, group by group; empty: all devices are one group."""
+        return _groups(self.attribute(r"replica_groups=(.*)") or "{}")
 
     def attribute(self, pattern: str) -> str | None:
         """The first group of a regular expression, searched in the attributes."""
@@ -202,6 +192,30 @@ def _closing(text: str, opening: int) -> int:
         if depth == 0:
             return place + 1
     raise ValueError(f"a parenthesis in {text[:60]!r} is never closed")
+
+
+def _groups(text: str) -> tuple[tuple[int, ...], ...]:
+    """Of the three forms that XLA writes.
+
+    {{0,2},{1,3}}             lists
+    [2,4]<=[4,2]T(1,0)        0, 1, 2... as an array [4, 2], transposed, read out, and cut into 2 rows of 4
+    mesh['a'=2,'b'=4] {'b'}   0, 1, 2... as an array of named axes; those that are named again lie inside a group
+    """
+    import numpy as np
+
+    if lists := _LISTS.match(text):
+        return tuple(tuple(map(int, one.split(","))) for one in re.findall(r"[\d,]*\d", lists[1]))
+    if made := _MADE.match(text):
+        rows, shape, order = (list(map(int, part.split(","))) if part else [] for part in made.groups())
+    elif named := _NAMED.match(text):
+        names, inside = re.findall(r"'(\w+)'", named[1]), re.findall(r"\w+", named[2])
+        shape = list(map(int, re.findall(r"=(\d+)", named[1])))
+        order = [names.index(name) for name in [*(x for x in names if x not in inside), *inside]]
+        rows = [-1, math.prod(shape[names.index(name)] for name in inside)]
+    else:
+        raise ValueError(f"got groups {text[:60]!r}; need lists, a reshaped array, or axes of a mesh")
+    ids = np.arange(math.prod(shape)).reshape(shape).transpose(order or None).reshape(rows)
+    return tuple(map(tuple, ids.tolist()))
 
 
 def trip_count(instruction: Instruction) -> int | None:

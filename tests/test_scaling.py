@@ -39,11 +39,20 @@ def invoke(*args: str) -> Result:
         ("replica_groups=[2,3]<=[6], dimensions={0}", ((0, 1, 2), (3, 4, 5))),
         ("replica_groups=[3,2]<=[2,3]T(1,0), dimensions={0}", ((0, 3), (1, 4), (2, 5))),
         ("replica_groups=[4,2]<=[2,2,2]T(2,0,1)", ((0, 2), (4, 6), (1, 3), (5, 7))),
+        ("replica_groups=mesh['replica'=2,'data'=2] {'data'}, dimensions={0}", ((0, 1), (2, 3))),
+        ("replica_groups=mesh['replica'=2,'data'=3] {'replica'}, to_apply=%a", ((0, 3), (1, 4), (2, 5))),
+        ("replica_groups=mesh['replica'=2,'data'=2] {'replica','data'}", ((0, 1, 2, 3),)),
     ],
 )
-def test_groups_are_read_in_both_forms(text: str, groups: tuple[tuple[int, ...], ...]):
+def test_groups_are_read_in_all_forms(text: str, groups: tuple[tuple[int, ...], ...]):
     line = hlo.Instruction("x", (), "all-reduce", (), f", channel_id=1, {text}", is_root=False)
     assert line.groups == groups
+
+
+def test_groups_in_a_form_that_nobody_knows_are_refused():
+    line = hlo.Instruction("x", (), "all-reduce", (), ", replica_groups=<every second>", is_root=False)
+    with pytest.raises(ValueError, match="got groups '<every second>'; need lists"):
+        _ = line.groups
 
 
 #: A device of two nodes of two: 1 MB is summed with the peer of the other node while 2 MB are read and written.

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import re
-from collections import Counter
 from typing import Any
 
 import jax
@@ -194,6 +193,18 @@ def test_the_step_communicates_once_for_each_packed_array(tiny):
     assert text.count('"stablehlo.all_reduce"') == 2  # the scalars, and the loss
 
 
+#: The axes that groups of devices lie along, as older and newer JAX write them.
+ACROSS = {
+    "dense<[[0, 1, 2, 3], [4, 5, 6, 7]]>": "data",
+    "dense<[[0, 4], [1, 5], [2, 6], [3, 7]]>": "replica",
+    "dense<[[0, 1, 2, 3, 4, 5, 6, 7]]>": "both",
+    '#stablehlo.replica_group_mesh_axes<mesh = @mesh_0, axes = [#stablehlo.axis_ref<name = "data">]>': "data",
+    '#stablehlo.replica_group_mesh_axes<mesh = @mesh_0, axes = [#stablehlo.axis_ref<name = "replica">]>': "replica",
+    '#stablehlo.replica_group_mesh_axes<mesh = @mesh_0, axes = [#stablehlo.axis_ref<name = "replica">, '
+    '#stablehlo.axis_ref<name = "data">]>': "both",
+}
+
+
 def test_nodes_exchange_the_parts_of_gradients_and_nothing_else(tiny):
     """Two nodes of four: gathers and scatters stay inside, and a device has one peer for its quarter."""
     program = Program(tiny, mesh.make_mesh(8, 2))
@@ -201,28 +212,23 @@ def test_nodes_exchange_the_parts_of_gradients_and_nothing_else(tiny):
     args = [mesh.place(x, program.mesh) for x in (ids[:, :-1], ids[:, 1:])]
     text = program.train_step.lower(state, *args, program.schedule).as_text()
     divided = [*program.layout.banks, *program.layout.tables]
-    inside, across, everywhere = (
-        f"dense<{groups}>"
-        for groups in (
-            "[[0, 1, 2, 3], [4, 5, 6, 7]]",
-            "[[0, 4], [1, 5], [2, 6], [3, 7]]",
-            "[[0, 1, 2, 3, 4, 5, 6, 7]]",
+    found = [
+        (kind, ACROSS[groups], math.prod(map(int, re.findall(r"(\d+)x", sent))))
+        for kind, groups, sent in re.findall(
+            r'stablehlo\.(all_\w+|reduce_scatter)"\(.*?replica_groups = (dense<.*?>|#.*?]>).*?: \(tensor<(.*?)>\) ->',
+            text,
+            re.DOTALL,
         )
-    )
-    found = Counter(
-        re.findall(r"stablehlo\.(all_\w+|reduce_scatter)\"\(.*?replica_groups = (dense<.*?>)", text)
-    )
-    assert found == {
-        ("all_gather", inside): len(divided),
-        ("reduce_scatter", inside): len(divided),
-        ("all_reduce", across): len(divided),
-        ("all_reduce", everywhere): 2,  # the scalars, and the loss
-    }
-    between = re.findall(
-        r"all_reduce\"\(.*?" + re.escape(across) + r".*?: \(tensor<(\w+)x\w+>\)", text, re.DOTALL
-    )
-    sizes = [math.prod(map(int, dims.split("x"))) for dims in between]
-    assert sorted(sizes) == sorted(state.params[name].size // 4 for name in divided)
+    ]
+    owned = sorted(state.params[name].size // 4 for name in divided)
+    for kind, axes, sizes in (
+        ("all_gather", "data", owned),
+        ("reduce_scatter", "data", [4 * size for size in owned]),
+        ("all_reduce", "replica", owned),
+        ("all_reduce", "both", [1, state.params[SCALARS].size]),  # the loss, and the scalars
+    ):
+        assert sorted(n for *what, n in found if what == [kind, axes]) == sizes
+    assert len(found) == 3 * len(divided) + 2
 
 
 def named_nll(recipe: Recipe, params, ids: np.ndarray) -> jax.Array:
