@@ -11,15 +11,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import msgspec
 import numpy as np
 import pytest
 from test_train import SMALL
 
-from speedrun import checkpoint, errors, meet, runlog
+from speedrun import checkpoint, errors, meet, mesh, runlog
+from speedrun.data import stream
 from speedrun.errors import UsageError
 from speedrun.ledger import format
-from speedrun.prepare import RunConfig
+from speedrun.prepare import RunConfig, prepare
 from speedrun.train import train
 
 LONG = SMALL | {"stages.0.num_steps": "400"}
@@ -185,6 +187,7 @@ def with_start(monkeypatch: pytest.MonkeyPatch, folder: Path, text: str) -> None
     monkeypatch.setenv("PYTHONPATH", f"{folder}:{Path(__file__).parent.parent}")
 
 
+@pytest.mark.slow
 def test_two_nodes_train_what_one_does(alone, tmp_path, smoke_data, monkeypatch):
     """Each has a replica, unasked. That both end with one state, the run itself has compared."""
     with_start(monkeypatch, tmp_path, NODES.format(per_node=1))
@@ -226,7 +229,23 @@ def test_replicas_that_end_with_other_states_are_refused(tmp_path, smoke_data, m
 # --- rows 18, 21, 22, 23, 30 of the table of faults: signals and death -----------------------------------
 
 
-def test_a_signal_to_one_stops_both_at_the_same_step_with_one_checkpoint(tmp_path, smoke_data):
+def losses_alone(config: RunConfig, num_steps: int) -> list[float]:
+    """Of the first steps, without the loop."""
+    ready = prepare(config)
+    program, shape = ready.program, ready.program.shape_at(0)
+    state, losses = program.init(jax.random.key(config.seed)), []
+    tokens = stream.TokenStream(ready.shards.train)
+    for _ in range(num_steps):
+        batch = tokens.batch(shape.num_sequences, shape.seq_len)
+        placed = [mesh.place(x, program.mesh) for x in batch]
+        state, metrics = program.train_step(state, *placed, program.schedule)
+        losses.append(float(metrics.loss))
+    return losses
+
+
+def test_a_signal_to_one_stops_both_at_the_same_step_with_one_checkpoint(tmp_path, smoke_data, monkeypatch):
+    """As two nodes, with a replica each; up to there they train what one process does."""
+    with_start(monkeypatch, tmp_path, NODES.format(per_node=1))
     out = tmp_path / "out"
     running = launched(out, smoke_data, "--checkpoint-every", "1000")
     os.kill(wait_for_steps(running, out, 3)[1], signal.SIGTERM)
@@ -237,6 +256,9 @@ def test_a_signal_to_one_stops_both_at_the_same_step_with_one_checkpoint(tmp_pat
     steps = of(runlog.Step, out)
     kept = [path.name for path in checkpoint.folder_of(out).iterdir() if path.name.isdigit()]
     assert kept == [str(steps[-1].step + 1)]
+    assert [hw.num_replicas for hw in of(runlog.Preflight, out)] == [2]
+    config = RunConfig("smoke-cpu", tmp_path / "alone", overrides=LONG, data=smoke_data)
+    np.testing.assert_allclose([step.loss for step in steps[:3]], losses_alone(config, 3), rtol=1e-5)
     assert facts(out).outcome == "aborted"
 
 

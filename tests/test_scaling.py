@@ -107,6 +107,7 @@ def test_more_nodes_take_longer_small_sums_take_trees_and_large_ones_rings():
     )
 
 
+@pytest.mark.slow
 def test_what_a_small_program_sends_between_nodes_is_its_part_of_each_gradient(h100, tiny: Recipe):
     h100(2)
     recipe = dataclasses.replace(tiny, compute_dtype="bfloat16")
