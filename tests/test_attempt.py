@@ -169,6 +169,18 @@ def test_a_stage_again(stages: Stages):
     assert Path(old, "batch.json").exists(), "the old one stays"
 
 
+def test_a_stage_again_is_not_forgotten_when_an_earlier_one_fails(stages: Stages):
+    invoke("--runs", "2")
+    old = record()
+    Path("data/forged/forged_train_1.bin").unlink()
+    stages.codes = {"data": 3}
+    assert invoke("--runs", "3", "--again", "batch").exit_code == 3
+    stages.codes, _ = {}, stages.names
+    assert invoke("--runs", "3").exit_code == 0, "the same command without --again batch, as it was told"
+    assert stages.names == ["data", "batch", "stats", "validate", "submit"]
+    assert json.loads(Path("runs/forged.attempt/state.json").read_text())["record"] != old
+
+
 def test_another_batch_is_not_begun_by_mistake(stages: Stages):
     invoke("--runs", "2", "--set", "a=1")
     result = invoke("--runs", "2")
@@ -198,6 +210,14 @@ def test_shards_of_ones_own_are_verified(stages: Stages):
     invoke("--runs", "2", "--data", "mine", "--dry-run")
     invoke("--runs", "2", "--data", "mine")
     assert ["speedrun", "data", "verify", "--track", "forged", "--data", "mine"] in stages.typed
+
+
+def test_a_track_without_shards_of_its_own_is_told_before_anything(stages: Stages, tmp_path: Path):
+    rules = tmp_path / "forged.toml"
+    rules.write_text(rules.read_text().replace('"speedrun data synth --track forged"', '"pass a folder"'))
+    result = invoke("--runs", "2", "--dry-run")
+    assert (result.exit_code, stages.typed) == (2, [])
+    assert result.stderr == "error: track forged takes anybody's shards; pass a folder\n"
 
 
 # --- the scripts -------------------------------------------------------------------------------------------

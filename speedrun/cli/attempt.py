@@ -117,6 +117,8 @@ def command(
     """
     rules = tracks.load(track)
     parse_settings(settings)
+    if data is None and not rules.data.get.startswith("speedrun "):
+        raise UsageError(f"track {track} takes anybody's shards; {rules.data.get}")
     asked = Asked(
         runs=runs or max(2, rules.rules.min_runs),
         recipe=recipe,
@@ -172,6 +174,7 @@ class Attempt:
         Returns:
             0 if the batch proves its target, else 1: it is kept, and packed where the track does not rank.
         """
+        self._write()  # what is to come again comes again, also if an earlier stage fails
         for stage in filter(lambda stage: not self._is_done(stage), STAGES):
             argv = self._command(stage)
             self._say(f"== {clock.now().utc[:19]}Z {stage}: {shlex.join(argv)}")
@@ -225,10 +228,7 @@ class Attempt:
     def _data_command(self, on_track: list[str]) -> list[str]:
         if self._state.asked.data is not None:
             return ["speedrun", "data", "verify", *on_track, "--data", self._state.asked.data]
-        argv = shlex.split(self._rules.data.get)
-        if argv[0] != "speedrun":
-            raise UsageError(f"track {self._rules.name} takes anybody's shards; {self._rules.data.get}")
-        return argv
+        return shlex.split(self._rules.data.get)
 
     def _batch_command(self, on_track: list[str]) -> list[str]:
         """Begins the batch, or goes on with it."""
