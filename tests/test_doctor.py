@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import statistics
 import subprocess
@@ -350,6 +351,11 @@ def test_the_cohort_is_what_records_of_this_hardware_say(tmp_path: Path):
     newer.parent.mkdir(parents=True)
     newer.write_text('{"schema": "speedrun.manifest/9"}')
     assert rates.cohort(tmp_path / "records", CPUS) == []
+    first = (ROOT / "records/smoke-cpu/2026-11-21-first/manifest.json").read_text()
+    newer.write_text(re.sub(r'("matmul_gflops": ?)[0-9.]+', r"\g<1>0.0", first))
+    assert rates.cohort(tmp_path / "records", CPUS) == [], "nothing was measured"
+    newer.write_text(first)
+    assert len(rates.cohort(tmp_path / "records", CPUS)) == 1
 
 
 def test_a_question_under_load_is_asked_while_the_devices_work(monkeypatch: pytest.MonkeyPatch):
@@ -402,6 +408,8 @@ def test_a_hub_that_answers_and_one_that_does_not(monkeypatch: pytest.MonkeyPatc
     with socket.create_server(("127.0.0.1", 0)) as gone:
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{gone.getsockname()[1]}")
     closed = network.Question().check()
+    monkeypatch.setenv("HF_ENDPOINT", "http://[::bad")
+    assert "HF_ENDPOINT is 'http://[::bad', need an address" in network.Question().check().found
     assert (closed.mark, "no connection" in closed.found) == ("note", True)
     monkeypatch.setattr(network, "_ANSWER_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -530,6 +538,27 @@ def test_gpus_without_a_driver_are_told(offline: None, monkeypatch: pytest.Monke
     assert check.found.startswith("8 NVIDIA GPUs are here, but there is no nvidia-smi; repair the driver")
 
 
+def test_a_driver_that_fails_without_gpus_is_told_and_a_machine_without_one_is_not(
+    driver: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    (tmp_path / "bin" / "nvidia-smi").write_text("#!/bin/sh\necho NVIDIA-SMI has failed; exit 9\n")
+    monkeypatch.setattr(nvidia, "present", lambda: 0)
+    (check,) = examine._driver([], needed=False)
+    assert check.mark == "note"
+    assert check.found.startswith(
+        "the kernel knows no NVIDIA GPU, and nvidia-smi fails: NVIDIA-SMI has failed"
+    )
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert list(examine._driver([], needed=True)) == []
+
+
+def test_links_that_nobody_tells_are_a_note_and_the_driver_is_sound(node: None, driver: Path):
+    (driver / "topo").unlink()
+    found = {check.name: check for check in examine._driver([], needed=True)}
+    assert (found["driver"].mark, found["topology"].mark) == ("ok", "note")
+    assert found["topology"].found.startswith("not known: nvidia-smi fails: ")
+
+
 @pytest.mark.parametrize(
     ("version", "ok"),
     [("0.10.2", True), ("0.10.10", True), ("0.11.0.dev1", True), ("0.10.1", False), ("0.9.9", False)],
@@ -569,7 +598,7 @@ def test_a_broken_plugin_is_a_line(offline: None, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(examine, "_devices", broken)
     result = invoke()
     assert result.exit_code == 1
-    assert "bad   devices: no CUDA\n" in result.stdout
+    assert "bad   devices: no CUDA; end what else uses them, or repair the driver\n" in result.stdout
 
 
 def test_what_a_machine_says_cannot_paint_the_terminal(driver: Path, capsys: pytest.CaptureFixture[str]):

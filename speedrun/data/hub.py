@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
+from urllib.parse import urlsplit
 
 from speedrun.errors import DataError
 
@@ -138,8 +139,21 @@ class _Meter:
 
 
 def _endpoint() -> str | None:
-    """Read at each call; the client reads it when it is imported."""
-    return os.environ.get("HF_ENDPOINT", "").rstrip("/") or None
+    """Read at each call; the client reads it when it is imported.
+
+    Raises:
+        HubError: if it is no address; the client would raise whatever it stumbles over.
+    """
+    address = os.environ.get("HF_ENDPOINT", "").rstrip("/")
+    try:
+        parts = urlsplit(address)
+        is_address = not address or (parts.scheme in ("http", "https") and bool(parts.hostname))
+        _ = parts.port
+    except ValueError:
+        is_address = False
+    if not is_address:
+        raise HubError(f"HF_ENDPOINT is {address!r}, need an address as in https://huggingface.co")
+    return address or None
 
 
 def _insist(attempt: Callable[[], T]) -> T:

@@ -38,7 +38,11 @@ def checks(track: Track, records: Path) -> Iterator[Check]:
                 if check.name == "devices":
                     machine = Machine(**check.facts)  # pyright: ignore[reportArgumentType]
         except RuntimeError as error:  # what JAX raises when a driver or a plugin is broken
-            yield Check("devices", str(error).partition("\n")[0], ok=False)
+            said, advice = (
+                str(error).strip().partition("\n")[0],
+                "end what else uses them, or repair the driver",
+            )
+            yield Check("devices", f"{said}; {advice}", ok=False)
     yield from storage.checks(track)
     yield hub.check()
     for one in map(tracks.load, tracks.names()):
@@ -55,18 +59,23 @@ def _driver(found: list[nvidia.Gpu], *, needed: bool) -> Iterator[Check]:
     """What the driver tells of GPUs, and whether JAX can use them; nothing where there are none. Fills `found`."""
     try:
         found += nvidia.gpus()
-        if not found:
-            return
-        yield from gpus.identity(found)
-        yield from cuda.checks(found, software.installed(), needed=needed)
-        if len(found) > 1:
-            yield gpus.topology(found, nvidia.links())
     except nvidia.NoAnswerError as error:
-        if num := nvidia.present():
+        if (num := nvidia.present()) or nvidia.is_installed():
+            here = f"{num} NVIDIA GPUs are here, but" if num else "the kernel knows no NVIDIA GPU, and"
             advice = "repair the driver, or rent another image"
-            yield Check(
-                "driver", f"{num} NVIDIA GPUs are here, but {error}; {advice}", ok=False, needed=needed
-            )
+            yield Check("driver", f"{here} {error}; {advice}", ok=False, needed=needed)
+        return
+    if not found:
+        return
+    yield from gpus.identity(found)
+    yield from cuda.checks(found, software.installed(), needed=needed)
+    if len(found) > 1:
+        try:
+            yield gpus.topology(found, nvidia.links())
+        except (
+            nvidia.NoAnswerError
+        ) as error:  # some virtual machines do not tell it; the driver is sound all the same
+            yield Check("topology", f"not known: {error}", ok=False, needed=False)
 
 
 def _devices(found: list[nvidia.Gpu], records: Path, *, usable: bool) -> Iterator[Check]:

@@ -4,6 +4,7 @@ The forms of its answers are those of its manual: comma-separated values for que
 """
 
 import re
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,6 +77,11 @@ def ask(*args: str) -> str:
 def present() -> int:
     """GPUs that the kernel knows, whatever works of them."""
     return sum(1 for _ in Path("/dev").glob("nvidia[0-9]*"))
+
+
+def is_installed() -> bool:
+    """Whether there is an `nvidia-smi` at all."""
+    return shutil.which("nvidia-smi") is not None
 
 
 def gpus() -> list[Gpu]:

@@ -37,7 +37,8 @@ def cohort(records: Path, machine: Machine) -> list[float]:
             hardware = decode(path.read_bytes(), Manifest).hardware
         except (OSError, FormatError):
             continue  # the validator tells what is wrong with it
-        if (hardware.platform, hardware.device_kind, hardware.num_devices) == machine:
+        same = (hardware.platform, hardware.device_kind, hardware.num_devices) == machine
+        if same and hardware.matmul_gflops > 0:  # 0 where every run broke off before it was measured
             found.append(hardware.matmul_gflops)
     return found
 
