@@ -107,7 +107,8 @@ def ended(folder: Path, plan: Plan, manifest: Manifest) -> dict[int, Run]:
     """
     found: dict[int, Run] = {}
     for seed in plan.seeds:
-        for attempt in sorted(folder.glob(f"{seed}-*")):
+        # Of a run that hung, its stacks lie beside its folder.
+        for attempt in sorted(path for path in folder.glob(f"{seed}-*") if path.is_dir()):
             for run in load(attempt).runs:
                 if run.file.seed == seed and run.file.outcome in ("finished", "non-finite"):
                     _check_same(run, manifest, attempt)

@@ -225,6 +225,7 @@ def test_whoever_comes_back_finds_what_was_run(reproduced, tmp_path):
     assert result.exit_code == 0, result.output
     assert len(ran) == 1
     assert ran[0] != first[0]
+    (tmp_path / "out" / f"{ran[0]}-0.stacks.txt").write_text("what a run that hung leaves behind")
     result, ran = reproduced()
     assert (result.exit_code, ran) == (0, []), "told again, not run again"
     result, _ = reproduced("--runs", "5")
