@@ -300,6 +300,11 @@ def reproduced(**fields) -> Build:
     return build
 
 
+def far(seed: int) -> Outcome:
+    """A run whose loss is too big to be summed."""
+    return Outcome(f"a-{seed}", seed, "finished", 1.7e308, 1.0, "")
+
+
 BROKE = [
     Spec(seed=2, attempt=name, edit_log=broken_off, edit_run=facts(outcome="aborted", final_hash=""))
     for name in "bc"
@@ -354,6 +359,10 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V009", "seeds of nobody", reproduced(same_seeds=True)),
     ("V009", "no numbers", reproduced(runs=(Outcome("a", 7, "finished", None, None, ""),))),
     ("V009", "a time below zero", reproduced(runs=(Outcome("a", 7, "finished", 3.2, -1.0, ""),))),
+    ("V009", "a run that broke off", reproduced(runs=(Outcome("a", 7, "aborted", None, None, ""),))),
+    ("V009", "surer than it is", reproduced(confidence=0.9999)),
+    ("V009", "hardware that nobody compared", reproduced(points=())),
+    ("V009", "numbers beyond all range", reproduced(runs=(far(7), far(8)))),
     ("V101", "other file", made(shards=(replace(ONE, sha256=HASH), TWO))),
     ("V102", "other order", made(shards=(shard("t_train_2.bin", 0, 600), shard("t_train_1.bin", 0, 400)))),
     ("V102", "went back", made(shards=(replace(ONE, stop=300), TWO, replace(ONE, start=300)))),

@@ -275,6 +275,11 @@ def newer(record: Path) -> None:
     path.write_text(path.read_text().replace("speedrun.manifest/1", "speedrun.manifest/2"))
 
 
+def no_time(record: Path) -> None:
+    shutil.rmtree(record)
+    forge(record, step_s=(0.0,) * 10)
+
+
 def edited_source(record: Path) -> None:
     (record / "source.txt").write_text((record / "source.txt").read_text().replace("SIZE = 1", "SIZE = 2"))
 
@@ -298,8 +303,9 @@ def other_shard(record: Path) -> None:
         (
             newer,
             2,
-            "its schema is speedrun.manifest/2, this version reads speedrun.manifest/1; get the newest",
+            "speedrun.manifest/2, and this speedrun reads speedrun.manifest/1: a newer one wrote it; update",
         ),
+        (no_time, 2, "a finished run scored no tokens or took no time"),
         (edited_source, 2, "is not the source that manifest and runs name"),
         (edited_track, 2, "which this version does not know"),
         (no_shard, 3, "t_train_2.bin: No such file or directory; the record read one with"),
@@ -313,6 +319,37 @@ def test_what_cannot_be_used_is_one_line_and_nothing_is_run(reproduced, record, 
     assert result.stderr.startswith("error: ")
     assert (result.stderr.count("\n"), said in result.stderr) == (1, True), result.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_a_claimed_id_is_no_path(record, tmp_path, monkeypatch):
+    path = record / "manifest.json"
+    claimed = json.loads(path.read_text())["record_id"]
+    path.write_text(path.read_text().replace(claimed, "/../../away/" + "0" * 52))
+    cwd = tmp_path / "one" / "two"
+    cwd.mkdir(parents=True)
+    monkeypatch.chdir(cwd)
+
+    def stopped(*_: object, **__: object) -> Run:
+        raise SpeedrunError("stopped")
+
+    monkeypatch.setattr(Rerun, "run", stopped)
+    result = CliRunner().invoke(cli.command, ["reproduce", str(record)], prog_name="speedrun")
+    (begun,) = (cwd / "runs").iterdir()
+    assert (result.exit_code, begun.name) == (1, f"reproduction-{claimed[:12]}"), result.output
+    assert [path.name for path in (tmp_path / "one").iterdir()] == ["two"]
+
+
+def test_times_that_nobody_can_divide_by_are_told(reproduced, record):
+    """The runs of a forged record are read by `validate`, too."""
+    reproduced("--into-record")
+    found = reproduction.decode((record / "reproduction.json").read_bytes())
+    shutil.rmtree(record)
+    manifest = load(forge(record, step_s=(0.0,) * 10)).manifest
+    assert manifest is not None
+    raw = reproduction.encode(msgspec.structs.replace(found, record_id=manifest.record_id))
+    (record / "reproduction.json").write_bytes(raw)
+    (result,) = (one for one in validate(record).results if one.check.id == "V009")
+    assert "a run of the record took no time" in result.messages[0]
 
 
 def test_a_record_is_left_alone_unless_asked(reproduced, record):

@@ -17,7 +17,7 @@ from speedrun.clock import Stopwatch
 from speedrun.console import clean, duration
 from speedrun.data.wholefile import write_whole
 from speedrun.errors import NonFiniteError, SpeedrunError, UsageError
-from speedrun.ledger import circumstances, reproduction
+from speedrun.ledger import circumstances, format, reproduction
 from speedrun.ledger.format import Manifest
 from speedrun.ledger.record import Record
 from speedrun.ledger.reproduction import REPRODUCTION, Point, Reproduction, Verdict
@@ -84,7 +84,9 @@ def command(
     if image is not None and not in_docker:
         raise UsageError("--image names a container image; it needs --docker as well")
     found_record, manifest = circumstances.read(record)
-    folder = out or Path("runs") / f"reproduction-{manifest.record_id[:12]}{'-same-seeds' * same_seeds}"
+    # Of the content, not the id that the record claims: a path could stand there.
+    digest = format.record_id(manifest)[:12]
+    folder = out or Path("runs") / f"reproduction-{digest}{'-same-seeds' * same_seeds}"
     if in_docker:
         chosen, shards = docker.image_for(manifest, image), docker.data_for(manifest, data)
         words = docker.inner_words(runs, by, shards, same_seeds=same_seeds, as_json=as_json)

@@ -1,10 +1,7 @@
 """What a record names, against what is here: read, compared and told before anything of it is executed."""
 
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-
-import msgspec
 
 from speedrun import provenance, runlog
 from speedrun import track as tracks
@@ -12,29 +9,24 @@ from speedrun.console import clean
 from speedrun.errors import DataError, UsageError
 from speedrun.ledger import format, history
 from speedrun.ledger.format import Manifest
-from speedrun.ledger.record import Record, load, read_files
+from speedrun.ledger.record import Record, load
 from speedrun.ledger.reproduction import Point, point
 from speedrun.ledger.validate import validate
 
-_SCHEMA = re.compile(r"speedrun\.[a-z-]+/(\d{1,6})")
-_KNOWN = {
-    "run.json": format.RUN_SCHEMA,
-    "manifest.json": format.MANIFEST_SCHEMA,
-    "summary.json": format.SUMMARY_SCHEMA,
-    format.BATCH: format.BATCH_SCHEMA,
-}
 _BITS = "equal bits"
 _TIMES = "equal bits and equal times"
 
 
 def read(folder: Path) -> tuple[Record, Manifest]:
-    """A record that can be run again: whole, of known rules, with a finished run.
+    """A record that can be run again: whole, of known rules, with a finished run, and a loss and a time of each.
 
     Raises:
         UsageError: says which of these it is not, and what to do.
     """
-    _check_schemas(folder)
     record = load(folder)
+    for path, raw in record.raw.items():
+        if path.endswith(".json") and (told := format.newer(raw)):
+            raise UsageError(f"{folder / path}: {clean(told)}")
     manifest = record.manifest
     if not record.whole or manifest is None:
         raise UsageError(
@@ -49,25 +41,13 @@ def read(folder: Path) -> tuple[Record, Manifest]:
         raise UsageError(
             f"{folder}: no run finished, so there is no result to reproduce; choose another record"
         )
+    if any(run.vals[-1].tokens <= 0 or run.train_time_s <= 0 for run in record.finished):
+        raise UsageError(
+            f"{folder}: a finished run scored no tokens or took no time, so there is nothing to compare with; "
+            f"'speedrun validate {folder}' says what is wrong"
+        )
     _check_source(record, manifest, folder)
     return record, manifest
-
-
-def _check_schemas(folder: Path) -> None:
-    """Whether a newer version wrote it; older readers would only find that a key is unknown."""
-    raw, _ = read_files(folder)
-    for path, content in raw.items():
-        known = _KNOWN.get(path.rpartition("/")[2])
-        try:
-            found = msgspec.json.decode(content, type=dict[str, msgspec.Raw]) if known else {}
-            schema = msgspec.json.decode(found["schema"], type=str) if "schema" in found else ""
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            continue  # what is no JSON is told by whoever reads it
-        number = _SCHEMA.fullmatch(schema)
-        if known and number and int(number[1]) > int(known.rpartition("/")[2]):
-            raise UsageError(
-                f"{folder / path}: its schema is {schema}, this version reads {known}; get the newest speedrun"
-            )
 
 
 def _check_source(record: Record, manifest: Manifest, folder: Path) -> None:

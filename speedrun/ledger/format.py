@@ -17,6 +17,7 @@ RUN_SCHEMA = "speedrun.run/1"
 MANIFEST_SCHEMA = "speedrun.manifest/1"
 SUMMARY_SCHEMA = "speedrun.summary/1"
 BATCH_SCHEMA = "speedrun.batch/1"
+REPRODUCTION_SCHEMA = "speedrun.reproduction/1"
 BATCH = "batch.json"
 
 Outcome = Literal["finished", "non-finite", "aborted"]
@@ -244,7 +245,7 @@ def decode(raw: bytes, kind: type[_File]) -> _File:
     try:
         file = msgspec.json.decode(raw, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise FormatError(_newer(raw) or str(error)) from None
+        raise FormatError(newer(raw) or str(error)) from None
     if encode(file) != raw:
         raise FormatError("not in canonical form (a key twice, or other spacing)")
     return file
@@ -257,14 +258,14 @@ class _Head(msgspec.Struct):
     schema: str = ""
 
 
-def _newer(raw: bytes) -> str:
+def newer(raw: bytes) -> str:
     """What to say of a file whose schema is a later version of one of ours; else nothing."""
     try:
         got = msgspec.json.decode(raw, type=_Head).schema
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ""
     name, _, version = got[:_LONGEST_SCHEMA].partition("/")
-    for own in (RUN_SCHEMA, BATCH_SCHEMA, MANIFEST_SCHEMA, SUMMARY_SCHEMA):
+    for own in (RUN_SCHEMA, BATCH_SCHEMA, MANIFEST_SCHEMA, SUMMARY_SCHEMA, REPRODUCTION_SCHEMA):
         own_name, _, own_version = own.partition("/")
         if name == own_name and version.isdecimal() and int(version) > int(own_version):
             return f"{name}/{version}, and this speedrun reads {own}: a newer one wrote it; update, and try again"

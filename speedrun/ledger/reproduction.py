@@ -18,7 +18,6 @@ from speedrun.ledger.format import Hardware
 from speedrun.ledger.run import Run
 from speedrun.ledger.statistics import FEW_RUNS, Interval, difference_interval
 
-SCHEMA = "speedrun.reproduction/1"
 REPRODUCTION = "reproduction.json"
 CONFIDENCE = 0.99
 
@@ -72,7 +71,7 @@ class Difference(_Strict, frozen=True):
     noise_from: NoiseFrom  #: where the sd of single runs is from
 
 
-class Reproduction(_Strict, frozen=True, tag_field="schema", tag=SCHEMA):
+class Reproduction(_Strict, frozen=True, tag_field="schema", tag=format.REPRODUCTION_SCHEMA):
     """`reproduction.json`."""
 
     record_id: str
@@ -171,7 +170,7 @@ def hardware_of(run: Run) -> Hardware:
 def point(what: str, recorded: str, here: str, *, equal: bool | None = None, lost: str = "") -> Point:
     """A point of texts that may be anybody's; equal if they are, unless said otherwise."""
     same = recorded == here if equal is None else equal
-    return Point(what, clean(recorded), clean(here), same, "" if same else lost)
+    return Point(clean(what), clean(recorded), clean(here), same, "" if same else lost)
 
 
 def hardware_points(recorded: Sequence[Hardware], here: Sequence[Hardware]) -> tuple[Point, ...]:
@@ -197,7 +196,7 @@ def hardware_points(recorded: Sequence[Hardware], here: Sequence[Hardware]) -> t
 
 
 def concluded(found: Reproduction, record: Sequence[Run], sigma: float | None) -> Reproduction:
-    """The same with all that follows from its runs and points: both differences, the bits, the verdict.
+    """The same with all that follows from its runs and points: both differences, how sure, the bits, the verdict.
 
     Args:
         found: a reproduction, with whatever in those places.
@@ -209,6 +208,7 @@ def concluded(found: Reproduction, record: Sequence[Run], sigma: float | None) -
     time = time_ratio(record, done, record[0].file.platform) if done else None
     return msgspec.structs.replace(
         found,
+        confidence=CONFIDENCE,
         loss_difference=loss,
         time_ratio=time,
         num_same_bits=num_same_bits(record, done) if found.same_seeds else None,
@@ -240,6 +240,12 @@ def runs_problem(found: Reproduction, record: Sequence[Run]) -> str | None:
         run.outcome == "finished" and not (run.val_loss and (run.train_time_s or 0) > 0) for run in found.runs
     ):
         return "a run that finished has no loss, or no time"
+    if any(run.outcome == "aborted" for run in found.runs):
+        return "holds a run that came to no end"
+    if sorted(point.what for point in found.points if point.what in HARDWARE) != sorted(HARDWARE):
+        return f"needs one point each for {' and '.join(HARDWARE)}"
+    if any(run.train_time_s <= 0 for run in record):
+        return "a run of the record took no time, so there is none to compare with"
     return None
 
 
@@ -257,7 +263,7 @@ def decode(raw: bytes) -> Reproduction:
     try:
         found = msgspec.json.decode(raw, type=Reproduction)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise format.FormatError(f"{REPRODUCTION}: {error}") from None
+        raise format.FormatError(f"{REPRODUCTION}: {format.newer(raw) or error}") from None
     if encode(found) != raw:
         raise format.FormatError(f"{REPRODUCTION}: not in canonical form (a key twice, or other spacing)")
     return found
