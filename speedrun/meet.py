@@ -100,13 +100,15 @@ def joined(group: Group | None) -> Iterator[None]:
         group: None changes nothing.
 
     Raises:
-        UsageError: if the address cannot be used. If the others do not come in time, the process ends with its code.
+        UsageError: if the address cannot be used, or nodes have not as many processes each, one after the other. If the
+            others do not come in time, the process ends with its code.
     """
     if group is None:
         yield
         return
     _meet(group)
     try:
+        processes.are(processes.count(), processes.index(), num_nodes(_machines(group.meet_s)))
         yield
         processes.barrier()
     except BaseException as error:
@@ -153,9 +155,7 @@ def _meet(group: Group) -> None:
     impatient.cancel()
     if not group.coordinator and distributed.global_state.process_id == 0:
         sys.stderr.write(f"{distributed.global_state.num_processes} processes, told by {group.told_by}\n")
-    mine = distributed.global_state.num_processes, distributed.global_state.process_id
-    processes.are(*mine)
-    processes.are(*mine, num_nodes(_machines(group.meet_s)))
+    processes.are(distributed.global_state.num_processes, distributed.global_state.process_id)
 
 
 def _machines(patience_s: int) -> list[str]:
