@@ -115,6 +115,15 @@ class Place(NamedTuple):
             text=True,
         )
 
+    def wait_for(self, name: str, running: subprocess.Popen[str] | None = None) -> None:
+        """Until the run has made that file in its record."""
+        for _ in range(1200):
+            if list(self.folder.glob(f"stage/*/{name}")):
+                return
+            assert running is None or running.poll() is None, running.communicate()
+            threading.Event().wait(0.05)
+        pytest.fail(f"no file {name} after a minute")
+
     def ended(self, on: str, job: Job, **env: str) -> tuple[int, str]:
         running = self.started(on, job, **env)
         said, _ = running.communicate(timeout=60)
@@ -230,9 +239,7 @@ def test_a_signal_reaches_the_run_and_its_record_comes_home(place: Place, on: st
     """SLURM tells the tasks itself; its script only has to outlive them."""
     running = place.started(on, place.job(), SECONDS_OF_RUN="50")
     try:
-        while not list(place.folder.glob("stage/*/begun")):
-            assert running.poll() is None, running.communicate()
-            threading.Event().wait(0.05)
+        place.wait_for("begun", running)
         running.send_signal(signal.SIGTERM)
         said, _ = running.communicate(timeout=30)
     finally:
@@ -244,19 +251,15 @@ def test_a_signal_reaches_the_run_and_its_record_comes_home(place: Place, on: st
 def test_hosts_stop_when_nobody_holds_the_connection(place: Place):
     """Not even a script that was killed leaves a run behind."""
     running = place.started("ssh", place.job(), SECONDS_OF_RUN="50")
-    while not list(place.folder.glob("stage/*/begun")):
-        assert running.poll() is None, running.communicate()
-        threading.Event().wait(0.05)
+    place.wait_for("begun", running)
     running.kill()
     running.communicate(timeout=30)
-    while not list(place.folder.glob("stage/*/stopped")):
-        threading.Event().wait(0.05)
+    place.wait_for("stopped")
 
 
 def test_slurm_stays_when_it_is_told_to_stop(place: Place):
     running = place.started("slurm", place.job(), SECONDS_OF_RUN="1")
-    while not list(place.folder.glob("stage/*/begun")):
-        threading.Event().wait(0.05)
+    place.wait_for("begun", running)
     running.send_signal(signal.SIGTERM)
     said, _ = running.communicate(timeout=30)
     assert running.returncode == 0, said

@@ -83,7 +83,7 @@ def command(
     """Print a file that runs a track on a cluster, or submit it.
 
     Each node is looked at first, and has the shards on its own disk; the record is copied out at the end, also of a
-    run that failed. Nothing is installed on the cluster, and nothing stays behind but the file and the record.
+    run that failed. The file is all there is: read it, change it, keep it.
     """
     if on not in _CLIENTS:
         raise unknown("cluster", on, _CLIENTS)

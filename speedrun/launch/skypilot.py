@@ -56,6 +56,7 @@ def text(job: Job) -> str:
 def _script(job: Job) -> str:
     words = (
         "timeout",
+        "--foreground",  # else the run is told twice, and a second signal does not wait
         f"--kill-after={_LEAVE_S}",
         str(job.time_s),
         *job.words,

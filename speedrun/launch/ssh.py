@@ -79,7 +79,8 @@ done
 
 def text(job: Job) -> str:
     """The script. It needs bash 4.3 or newer; hosts need ssh without a password, the checkout, and nothing else."""
-    words = ("timeout", f"--kill-after={_LEAVE_S}", str(job.time_s), *job.words)
+    # In the foreground it tells the run once; a second signal would not wait.
+    words = ("timeout", "--foreground", f"--kill-after={_LEAVE_S}", str(job.time_s), *job.words)
     if job.nodes > 1:
         first = f"{job.hosts[0].rpartition('@')[2]}:{PORT}"  # as the others must be able to reach it
         words += ("--coordinator", first, "--processes", str(job.nodes), "--meet-within", str(_MEET_S))
