@@ -389,10 +389,15 @@ def test_the_limit_is_what_the_plan_expects_and_more():
 
 
 def test_it_says_what_is_not_ranked():
-    result = invoke(*EACH["slurm"], "--nodes", "2", "--time", "1:00:00")
+    words = [*EACH["slurm"], "--nodes", "2", "--time", "1:00:00"]
+    result = invoke(*words, "--gpus-per-node", "4")
     assert result.exit_code == 0
-    assert result.stderr == "note: main-8xh100@1 ranks one node of 8 GPUs; a run on 2 of 8 is not ranked\n"
-    assert "--devices 16" in result.stdout
+    assert result.stderr == "note: main-8xh100@1 ranks one node of 8 GPUs; a run on 2 of 4 is not ranked\n"
+    assert "--devices" not in result.stdout
+    assert (
+        "--devices 16"
+        in invoke(*words, "--", "--set", "stages.0.num_sequences=16", "--set", "eval_sequences=16").stdout
+    )
     result = invoke(*EACH["slurm"], "--time", "1:00:00")
     assert result.stderr == "note: a rank on main-8xh100@1 takes a batch; for one add --runs 4 or more\n"
     assert "--devices" not in result.stdout
@@ -426,6 +431,8 @@ def test_it_says_what_is_not_ranked():
         ([*EACH["slurm"], "--", "--set", "x"], "--set 'x'; need key=value"),
         ([*EACH["slurm"], "--", "--set", "x=1"], "unknown setting 'x'; "),
         ([*EACH["slurm"], "--nodes", "2", "--", "--checkpoint-every", "9"], "each has a disk of its own; need"),
+        ([*EACH["slurm"], "--nodes", "2"], "8 sequences in 16 parts on 16 devices do not come out even; need"),
+        ([*EACH["slurm"], "--gpus-per-node", "3"], "got 3 devices for a replica, need a divisor of 8"),
         (["--on", "kubernetes", "--claim", "c"], "--image missing; pods are made of one"),
         (["--on", "kubernetes", "--image", "i"], "--claim missing; a pod's disk goes with it"),
         ([*EACH["kubernetes"], "--out", "/home/me"], "--out /home/me; the claim is mounted at /shared: need a path"),
@@ -563,7 +570,9 @@ def asked_validators(program: str, *args: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [EACH["kubernetes"], SEVERAL["kubernetes"]], ids=["one", "several"])
+@pytest.mark.parametrize(
+    "words", [EACH["kubernetes"], [*SEVERAL["kubernetes"], "--gpus-per-node", "4"]], ids=["one", "several"]
+)
 def test_kubernetes_knows_every_field(words: list[str]):
     """The Job, also the one inside of a JobSet, by the schemas of Kubernetes; another field would be refused."""
     found = yaml.safe_load(printed(*words, "--namespace", "ns"))
@@ -585,7 +594,9 @@ except validator.ValidationError:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "words", [EACH["skypilot"], [*SEVERAL["skypilot"], "--out", "s3://b/c"]], ids=["one", "several"]
+    "words",
+    [EACH["skypilot"], [*SEVERAL["skypilot"], "--gpus-per-node", "4", "--out", "s3://b/c"]],
+    ids=["one", "several"],
 )
 def test_skypilot_reads_it(words: list[str], tmp_path: Path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -598,4 +609,5 @@ task = sky.Task.from_yaml(sys.argv[1])
 print(json.dumps([task.num_nodes, wanted.accelerators, wanted.max_hourly_cost, wanted.region, bool(task.run)]))
 """
     told = json.loads(asked_validators(program, str(path)).splitlines()[-1])
-    assert told == [2 if "--nodes" in words else 1, {"H100": 8}, 20.0, "us-east-1", True]
+    nodes = 2 if "--nodes" in words else 1
+    assert told == [nodes, {"H100": 8 // nodes}, 20.0, "us-east-1", True]

@@ -75,6 +75,8 @@ def job_of(
         gpus = rules.rules.num_devices if rules.rules.platform == "gpu" else 0
     _check(on, rules, runs, num_nodes, gpus, host_names, others)
     given = _parsed(rules, runs, num_nodes, gpus, words)
+    if gpus:
+        _check_division(rules, given, num_nodes, gpus)
     devices = num_nodes * gpus
     base = ["speedrun", "run" if runs is None else "batch", "--track", track]
     base += [] if runs is None else ["--runs", str(runs)]
@@ -155,6 +157,24 @@ def _parsed(track: Track, runs: int | None, nodes: int, gpus: int, words: tuple[
             )
         parse_settings(ctx.params["settings"])
         return ctx.params
+
+
+def _check_division(track: Track, given: dict[str, Any], nodes: int, gpus: int) -> None:
+    """Lets the program say now, and not after the queue, whether so many GPUs can share its batches."""
+    # JAX is imported only now: an error above should not wait for it.
+    from jax.sharding import AbstractMesh
+
+    from speedrun import recipes
+    from speedrun.mesh import DATA, REPLICA
+    from speedrun.params import SHARDS
+    from speedrun.step import Program
+
+    recipe = recipes.load(given["recipe"] or track.recipe).override(parse_settings(given["settings"]))
+    replicas = given.get("replicas") or nodes
+    if nodes * gpus % replicas:
+        raise UsageError(f"--replicas {replicas}; {nodes} nodes of {gpus} GPUs cannot be shared by so many")
+    mesh = AbstractMesh((replicas, nodes * gpus // replicas), (REPLICA, DATA))  # of devices that are not here
+    Program(recipe, mesh, given["microbatches"] or max(SHARDS, mesh.size))  # pyright: ignore[reportArgumentType]
 
 
 def _places(on: str, track: str, others: dict[str, Any]) -> dict[str, Any]:
