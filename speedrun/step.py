@@ -12,6 +12,7 @@ a schedule that lies on the device, by the step number in the state: a step cost
 Legend: A micro-batches of a device, B sequences, T time, K matrices of a bank.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -89,7 +90,7 @@ class Program:
             )
         for i, stage in enumerate(self.recipe.stages):
             self._check_division(f"stages.{i}.num_sequences", stage.num_sequences, self.microbatches)
-        self._check_division("eval_sequences", self.recipe.eval_sequences, max(SHARDS, self.num_devices))
+        self._check_division("eval_sequences", self.recipe.eval_sequences, math.lcm(SHARDS, self.num_devices))
 
     def _check_division(self, setting: str, num_sequences: int, parts: int) -> None:
         if num_sequences % parts or parts % self.num_devices:

@@ -96,8 +96,13 @@ def test_what_devices_cannot_share_is_refused_with_what_to_type(tiny):
     few = tiny.override({"stages.0.num_sequences": "12"})
     with pytest.raises(UsageError, match=r"need a multiple of 8; pass --set stages.0.num_sequences=16$"):
         Program(few, mesh.make_mesh(8, 2))
+    three = mesh.make_mesh(6, 3)
     with pytest.raises(UsageError, match=r"of 12; pass --microbatches 12 --set stages.0.num_sequences=24$"):
-        Program(tiny, mesh.make_mesh(6, 3), 8)
+        Program(tiny, three, 8)
+    typed = tiny.override({"stages.0.num_sequences": "24"})
+    with pytest.raises(UsageError, match=r"of 24; pass --set eval_sequences=24$"):
+        Program(typed, three, 12)
+    Program(typed.override({"eval_sequences": "24"}), three, 12)
 
 
 def test_parameters_and_optimiser_state_are_divided_by_eight(on_eight):
