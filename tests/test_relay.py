@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -119,9 +120,11 @@ def test_a_wandb_that_is_not_there_is_one_line(record, fake, tmp_path, capfd):
     assert "not installed; type: pip install 'speedrun[wandb]'" in capfd.readouterr().err
 
 
-def test_a_wandb_that_never_ends_is_left_behind(record, fake, capfd, monkeypatch):
+def test_a_wandb_that_never_ends_is_left_behind(record, fake, tmp_path, capfd, monkeypatch):
     told = fake(stall="time.sleep(600)")
     monkeypatch.setattr(relay, "_LEAVE_S", 2.0)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "site"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "site"))
     fresh, watch = record.with_name("fresh"), Stopwatch()
     with relay.relayed(fresh, "mine"):
         record.rename(fresh)
@@ -129,6 +132,8 @@ def test_a_wandb_that_never_ends_is_left_behind(record, fake, capfd, monkeypatch
     assert watch.seconds < 10
     assert "did not take everything within 2 s" in capfd.readouterr().err
     assert told()[-1][0] == "log"
+    left = {path.name for path in (tmp_path / "site").iterdir()} - {"__pycache__"}
+    assert left == {"wandb.py"}, "its scratch files"
 
 
 def test_a_secret_in_what_would_be_sent_stops_it(record, fake, capfd):

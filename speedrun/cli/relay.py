@@ -53,12 +53,18 @@ def relayed(record: Path, project: str | None) -> Iterator[None]:
         return
     # What is there already was sent when it was written.
     old = [path.name for path in record.glob("runs/*")]
-    with tempfile.TemporaryFile() as errors:  # no pipe: processes that wandb starts would hold it open
+    with (
+        # No pipe: processes that wandb starts would hold it open.
+        tempfile.TemporaryFile() as errors,
+        # Of one that had to be killed nobody else would clear away what it wrote.
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch,
+    ):
         child = subprocess.Popen(
             [sys.executable, "-m", "speedrun.cli.relay", str(record), project, *old],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=errors,
+            env={**os.environ, "TMPDIR": scratch},
             process_group=0,  # a Ctrl-C is for the run
         )
         assert child.stdin is not None
@@ -70,7 +76,8 @@ def relayed(record: Path, project: str | None) -> Iterator[None]:
             child.stdin.close()
             told_of.join(_LEAVE_S)
             if told_of.is_alive():
-                os.killpg(child.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                    os.killpg(child.pid, signal.SIGKILL)
                 told_of.join()
 
 
