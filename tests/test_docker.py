@@ -250,7 +250,7 @@ def made_in(tmp_path, monkeypatch):
     return choose
 
 
-def test_the_image_of_the_record_is_the_one(docker, made_in):
+def test_the_image_of_the_record_is_the_one(docker, made_in, capfd):
     docker("speedrun:cpu")
     assert made_in(None) == "speedrun:cpu"
     assert made_in(IMAGE) == (
@@ -258,8 +258,13 @@ def test_the_image_of_the_record_is_the_one(docker, made_in):
         "name another: --image speedrun:cpu"
     )
     assert made_in(IMAGE, "speedrun:cpu") == "speedrun:cpu"
+    assert not capfd.readouterr().err
     docker(IMAGE)
     assert made_in(IMAGE) == IMAGE
+    assert (
+        "so the verdict is its author's word; --image speedrun:cpu asks one of yours"
+        in capfd.readouterr().err
+    )
     published = f"example.org/speedrun@{IMAGE}"
     assert "cannot be pulled" in made_in(published)
     docker(f"published {published}")

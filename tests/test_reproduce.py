@@ -20,6 +20,7 @@ from scipy import stats
 from test_train import SMALL
 
 from speedrun import cli, provenance, reproduce, runlog, track
+from speedrun.cli import docker
 from speedrun.errors import NonFiniteError, SpeedrunError
 from speedrun.ledger import reproduction
 from speedrun.ledger.assemble import assemble
@@ -361,6 +362,22 @@ def test_a_record_is_left_alone_unless_asked(reproduced, record):
     assert after.keys() - before.keys() == {record / "reproduction.json"}
     statuses = {one.check.id: one.status for one in validate(record).results}
     assert (statuses["V009"], "failed" in statuses.values()) == ("ok", False), result.output
+
+
+def test_what_a_container_leaves_is_read_before_it_is_put_into_a_record(record, tmp_path, monkeypatch):
+    (tmp_path / "key").write_text("of nobody else")
+
+    def run(image: str, record: Path, out: Path, *_: object) -> int:
+        out.mkdir()
+        (out / "reproduction.json").symlink_to(tmp_path / "key")
+        return 0
+
+    monkeypatch.setattr(docker, "image_for", lambda *_: "stranger")
+    monkeypatch.setattr(docker, "reproduced", run)
+    words = ["reproduce", str(record), "--docker", "--into-record", "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(cli.command, words, prog_name="speedrun")
+    assert (result.exit_code, "nothing was put into the record" in result.stderr) == (2, True), result.output
+    assert not (record / "reproduction.json").exists()
 
 
 # --- with training ------------------------------------------------------------------------------------------

@@ -31,20 +31,26 @@ def image_for(manifest: Manifest, wanted: str | None) -> str:
     if shutil.which("docker") is None:
         raise UsageError("there is no docker on the PATH; install Docker Engine, or leave --docker out")
     recorded = manifest.software.get("image")
+    target = "gpu" if manifest.hardware.platform == "gpu" else "cpu"
+    local = f"speedrun:{target}"
     if wanted is not None:
         if not _is_here(wanted):
             raise UsageError(f"image {wanted} is not here; 'docker image ls' lists those that are")
         return wanted
     if recorded is not None:
-        return _recorded(clean(recorded))
-    target = "gpu" if manifest.hardware.platform == "gpu" else "cpu"
-    local = f"speedrun:{target}"
+        named = _recorded(clean(recorded), local)
+        click.echo(
+            f"warning: {named} is the image that the record chose, so the verdict is its author's word; "
+            f"--image {local} asks one of yours",
+            err=True,
+        )
+        return named
     if not _is_here(local):
         _build(local, target)
     return local
 
 
-def _recorded(named: str) -> str:
+def _recorded(named: str, local: str) -> str:
     """The image that a record names: here, or where it was published."""
     if _is_here(named):
         return named
@@ -57,7 +63,7 @@ def _recorded(named: str) -> str:
         return named
     why = "cannot be pulled" if published else "is not here and was never published"
     raise UsageError(
-        f"the record was made in image {named}, which {why}; 'docker load' it, or name another: --image speedrun:cpu"
+        f"the record was made in image {named}, which {why}; 'docker load' it, or name another: --image {local}"
     )
 
 

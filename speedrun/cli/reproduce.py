@@ -95,9 +95,20 @@ def command(
         again = _Again(record, found_record, manifest, folder, data, as_json=as_json)
         code = again.run(runs, by, same_seeds=same_seeds)
     if into_record and (folder / REPRODUCTION).exists():
-        write_whole(record / REPRODUCTION, (folder / REPRODUCTION).read_bytes())
-        click.echo(f"wrote {clean(str(record / REPRODUCTION))}", err=True)
+        _put_into(record, folder / REPRODUCTION)
     ctx.exit(code)
+
+
+def _put_into(record: Path, path: Path) -> None:
+    """Where a stranger's code ran, anything can lie there, a link to a file of ours among it."""
+    try:
+        raw = reproduction.encode(reproduction.decode(path.read_bytes()))
+    except (OSError, format.FormatError) as error:
+        raise UsageError(
+            f"{path}: {clean(str(error))}; nothing was put into the record; run again with another --out"
+        ) from None
+    write_whole(record / REPRODUCTION, raw)
+    click.echo(f"wrote {clean(str(record / REPRODUCTION))}", err=True)
 
 
 class _Again:
