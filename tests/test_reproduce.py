@@ -357,6 +357,7 @@ def test_a_record_is_left_alone_unless_asked(reproduced, record):
     before = {path: path.read_bytes() for path in record.rglob("*") if path.is_file()}
     reproduced()
     assert {path: path.read_bytes() for path in record.rglob("*") if path.is_file()} == before
+    (record / "reproduction.json").write_text('{"schema": "speedrun.reproduction/2"}')
     result, _ = reproduced("--into-record")
     after = {path: path.read_bytes() for path in record.rglob("*") if path.is_file()}
     assert after.keys() - before.keys() == {record / "reproduction.json"}
