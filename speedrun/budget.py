@@ -22,7 +22,6 @@ from speedrun.track import Track
 UNTIMED_S = 120.0
 #: A forward pass by a training step, for the same tokens.
 _FORWARD = 1 / 3
-_RECORD_BYTES = 10**9  #: logs, plots and the packed record are small; compiled programs are kept, too
 
 
 Basis = Literal["records", "arithmetic", "unknown"]
@@ -67,9 +66,7 @@ def budget(
         plan: the recipe on the device it will run on; None where that is a CPU.
         dollars: of one device and hour; None: not asked.
     """
-    device = "cpu" if plan is None else plan.device
-    took = _of_records(track, recipe, records, device) or _of_plan(track, plan)
-    fetch_bytes = overview.to_fetch_bytes(track)
+    took = _of_records(track, recipe, records, plan) or _of_plan(track, plan)
     return Budget(
         track=track.id,
         num_runs=num_runs,
@@ -77,8 +74,8 @@ def budget(
         run_s=took.run_s,
         train_s=took.train_s,
         basis=took.basis,
-        fetch_bytes=fetch_bytes,
-        disk_bytes=fetch_bytes + _RECORD_BYTES,
+        fetch_bytes=overview.to_fetch_bytes(track),
+        disk_bytes=overview.disk_bytes(track),
         dollars_per_hour=dollars,
     )
 
@@ -91,8 +88,8 @@ class _Took(NamedTuple):
     basis: Basis
 
 
-def _of_records(track: Track, recipe: Recipe, records: Path, device: str) -> _Took | None:
-    """The mean of what records of this track and recipe took on this device; steps count as tokens do."""
+def _of_records(track: Track, recipe: Recipe, records: Path, plan: Plan | None) -> _Took | None:
+    """The mean of what records of this track and recipe took on these devices; steps count as tokens do."""
     found = []
     for path in sorted((records / track.name).glob("*/summary.json")):
         try:
@@ -101,8 +98,10 @@ def _of_records(track: Track, recipe: Recipe, records: Path, device: str) -> _To
         except (OSError, format.FormatError):
             continue  # the validator tells what is wrong with it
         train_s, wall_s = summary.train_time_s_mean, summary.cold_wall_s_mean
-        same = (manifest.recipe.name, manifest.hardware.device_kind) == (recipe.name, device)
-        if same and train_s is not None and wall_s is not None:
+        kind, num_devices = manifest.hardware.device_kind, manifest.hardware.num_devices
+        here = kind == "cpu" if plan is None else (kind, num_devices) == (plan.device, plan.num_devices)
+        same = here and manifest.recipe.name == recipe.name
+        if same and train_s is not None and wall_s is not None and summary.num_tokens > 0:
             ours_s = train_s * recipe.total_tokens / summary.num_tokens
             found.append((wall_s - train_s + ours_s, ours_s))
     if not found:

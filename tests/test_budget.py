@@ -1,13 +1,15 @@
 """What a batch will take: from records where there are some, else from the plan's arithmetic."""
 
 import json
+import re
+import shutil
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
 from speedrun import budget as budgets
-from speedrun import cli, recipes, track
+from speedrun import cli, devices, recipes, track
 from speedrun import plan as planning
 from speedrun.budget import budget
 
@@ -36,6 +38,25 @@ def test_a_run_takes_what_the_records_took():
     assert found.run_s == pytest.approx(sum(walls) / len(walls))
     assert found.total_s == pytest.approx(2 * sum(walls) / len(walls))
     assert found.dollars == 0, "a simulated device costs nothing"
+
+
+def test_records_count_on_as_many_devices_only(tmp_path: Path):
+    """A record of eight CPUs, said to be eight H100."""
+    folder = tmp_path / "records" / "smoke-cpu" / "one"
+    shutil.copytree(RECORDS / "smoke-cpu" / "2026-11-21-first", folder)
+    h100 = devices.load("h100").name
+    manifest = folder / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"device_kind": "cpu"', f'"device_kind": "{h100}"'))
+    rules, recipe = track.load("smoke-cpu"), recipes.load("smoke")
+
+    def basis(num_devices: int) -> str:
+        plan = planning.plan(recipe, "h100", num_devices, 8)
+        return budget(rules, recipe, 2, tmp_path / "records", plan, dollars=None).basis
+
+    assert (basis(8), basis(4)) == ("records", "arithmetic")
+    summary = folder / "summary.json"
+    summary.write_text(re.sub(r'"num_tokens": \d+', '"num_tokens": 0', summary.read_text()))
+    assert basis(8) == "arithmetic", "nothing was trained"
 
 
 def test_fewer_steps_take_less_but_start_as_slowly():
@@ -68,7 +89,7 @@ def test_a_plan_gives_steps_validations_and_a_guess():
     assert found.dollars == pytest.approx(4 * found.run_s * 8 * 2.5 / 3600)
     assert (found.basis, found.fetch_bytes) == ("arithmetic", 10 * 200_001_024)
     disk, batch = budgets.said(found, 0.3)
-    assert disk == "data   2.00 GB to fetch | 3.00 GB of disk"
+    assert disk == "data   2.00 GB to fetch | 4.00 GB of disk"
     assert batch.endswith(f"${found.dollars:,.2f} at $2.50 an hour and GPU, without fetching")
     assert "$" not in budgets.said(budget(rules, recipe, 4, RECORDS, plan, dollars=None), 0.3)[-1]
 
@@ -91,3 +112,11 @@ def test_runs_of_no_track_are_refused():
         2,
         "error: --runs 2: of a batch on which track? add --track NAME\n",
     )
+
+
+@pytest.mark.parametrize("words", [["--devices", "8"], ["--compile"]], ids=" ".join)
+def test_a_track_on_cpus_has_no_plan_of_devices(words: list[str]):
+    result = invoke("--track", "smoke-cpu", *words)
+    assert result.exit_code == 2
+    want = "smoke-cpu asks for no GPU; leave it out, or leave out --track"
+    assert result.stderr == f"error: {words[0]}: {want}\n"

@@ -89,6 +89,10 @@ def command(
     rules = None if track is None else tracks.load(track)
     if runs is not None and rules is None:
         raise UsageError(f"--runs {runs}: of a batch on which track? add --track NAME")
+    on_gpu = rules is None or rules.rules.platform == "gpu"
+    unused = {"--devices": devices, "--compile": compiled}
+    if given := [option for option, value in unused.items() if value and not on_gpu]:
+        raise UsageError(f"{given[0]}: {track} asks for no GPU; leave it out, or leave out --track")
     overrides = parse_settings(settings)
     name = recipe or (rules.recipe if rules else "smoke")
     # JAX is imported only now: nothing above needs it, and an error above should not wait for it.
@@ -98,7 +102,7 @@ def command(
 
     chosen = recipes.load(name).override(overrides)
     plan, too_large, batch = None, None, None
-    if rules is None or rules.rules.platform == "gpu":
+    if on_gpu:
         num_devices = devices or (rules.rules.num_devices if rules else 8)
         basis = "compiled program" if compiled else "arithmetic"
         plan = planning.plan(chosen, kind, num_devices, microbatches, basis)

@@ -11,6 +11,10 @@ from speedrun.track import Track
 #: Of a shard on the hub: 100 million ids of two bytes, and a header.
 _SHARD_BYTES = 2 * 10**8 + HEADER_BYTES
 
+#: Beside fetched shards: records, their plots and packed forms are small, compiled programs are kept, too, and shards
+#: that are made on the spot fit well.
+_WRITTEN_BYTES = 2 * 10**9
+
 
 class Holding(NamedTuple):
     """One track and its folder."""
@@ -34,6 +38,11 @@ def to_fetch_bytes(track: Track, folder: Path | None = None) -> int:
     if track.data.hub is None or here.expected is None:
         return 0
     return max(0, here.expected - here.shards) * _SHARD_BYTES
+
+
+def disk_bytes(track: Track, folder: Path | None = None) -> int:
+    """What a batch on a track needs of disk: data that is still to be fetched, and what runs write."""
+    return to_fetch_bytes(track, folder) + _WRITTEN_BYTES
 
 
 def holding(track: Track, folder: Path | None = None) -> Holding:

@@ -12,7 +12,6 @@ from speedrun.doctor.check import Check
 from speedrun.errors import SpeedrunError
 from speedrun.track import Track
 
-NEED_BYTES = 2 * 10**9  #: a record and compiled programs fit well, and what is made on the spot
 _SLOW_RATE = 50e6  #: bytes per second: a shard of 200 MB takes 4 s, as long as forty steps of eight GPUs
 _PIECE_BYTES = 16 * 2**20
 _MOST_BYTES = 256 * 2**20
@@ -24,7 +23,7 @@ def checks(track: Track) -> list[Check]:
     root = inventory.data_folder(track, None).parent.absolute()
     there = next(folder for folder in (root, *root.parents) if folder.is_dir())
     free_bytes = shutil.disk_usage(there).free
-    need_bytes = NEED_BYTES + overview.to_fetch_bytes(track)
+    need_bytes = overview.disk_bytes(track)
     room = f"{free_bytes / 1e9:,.1f} GB free in {there}; {track.name} needs {need_bytes / 1e9:.1f} GB"
     enough = free_bytes >= need_bytes
     advice = "" if enough else "; free some, or name another disk with SPEEDRUN_DATA"
