@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from click.testing import CliRunner, Result
 from test_train import SMALL
 
 from speedrun import cli, track
+from speedrun.cli import launch
 from speedrun.errors import UsageError
 from speedrun.launch import kubernetes, skypilot, slurm, ssh
 from speedrun.launch.job import PORT, Job, clock_time, is_bucket
@@ -130,6 +132,15 @@ class Place(NamedTuple):
         return running.returncode, said
 
 
+def until(happened: Callable[[], object]) -> None:
+    """Waits for half a minute at most."""
+    for _ in range(600):
+        if happened():
+            return
+        threading.Event().wait(0.05)
+    pytest.fail("it did not happen in 30 s")
+
+
 def pod_script(text: str) -> str:
     """The program of a pod or a task."""
     found = yaml.safe_load(text)
@@ -145,6 +156,8 @@ import json, os, pathlib, signal, sys, time
 with open(os.environ["CALLS"], "a") as file:
     file.write(json.dumps(sys.argv[1:]) + "\\n")
 if sys.argv[1] == "doctor":
+    pathlib.Path(os.environ["CALLS"] + ".doctor").write_text(str(os.getpid()))
+    time.sleep(float(os.environ.get("SECONDS_OF_DOCTOR", 0)))  # noqa: TID251
     sys.exit(int(os.environ.get("DOCTOR", 0)))
 if sys.argv[1] in ("run", "batch"):
     out = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
@@ -223,6 +236,44 @@ def test_a_bad_machine_runs_nothing(place: Place, on: str):
     assert not place.kept
 
 
+@pytest.mark.parametrize("on", FORMS)
+def test_a_place_that_cannot_be_written_is_told_before_anything_runs(place: Place, on: str):
+    (place.folder / "file").touch()
+    code, said = place.ended(on, place.job(out=str(place.folder / "file" / "out")))
+    assert code == 2, said
+    assert "/file/out cannot be written; pass another --out" in said
+    assert not place.calls
+
+
+@pytest.mark.parametrize("on", ["slurm", "kubernetes", "skypilot"])
+def test_a_job_of_the_same_name_leaves_the_earlier_record_as_it_is(place: Place, on: str):
+    assert place.ended(on, place.job())[0] == 0
+    (first,) = place.kept
+    (first / "README.md").write_text("mine")
+    code, said = place.ended(on, place.job())
+    assert code == 0, said
+    assert (len(place.kept), (first / "README.md").read_text()) == (2, "mine")
+
+
+def test_a_record_that_cannot_be_fetched_is_no_success(place: Place):
+    tar = place.folder / "bin" / "tar"
+    tar.write_text("#!/bin/sh\nexit 1\n")
+    tar.chmod(0o755)
+    code, said = place.ended("ssh", place.job())
+    assert code == 1, said
+    assert (
+        f"launch: no record came from here; if one was begun, it lies there: {place.folder}/stage/test-"
+        in said
+    )
+
+
+@pytest.mark.parametrize("on", ["skypilot", "ssh"])
+def test_a_limit_of_time_tells_a_run_once(on: str):
+    """Seen: of six signals that `timeout` had passed on by process and by group, two came twice."""
+    text = FORMS[on].text(Place(Path("/x")).job(hosts=("here",)))
+    assert "timeout --foreground --kill-after=120 60 speedrun run" in text
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder somebody else's")
 @pytest.mark.parametrize("on", FORMS)
 def test_a_folder_of_somebody_else_is_not_trusted(place: Place, on: str):
@@ -255,6 +306,17 @@ def test_hosts_stop_when_nobody_holds_the_connection(place: Place):
     running.kill()
     running.communicate(timeout=30)
     place.wait_for("stopped")
+
+
+def test_hosts_stop_also_while_they_are_looked_at(place: Place):
+    running = place.started("ssh", place.job(), SECONDS_OF_DOCTOR="50")
+    told = place.folder / "calls.doctor"
+    until(lambda: told.exists() and told.read_text())
+    running.send_signal(signal.SIGTERM)
+    said, _ = running.communicate(timeout=30)
+    assert running.returncode == 143, said
+    until(lambda: not Path("/proc", told.read_text()).exists())
+    assert not place.kept
 
 
 def test_slurm_stays_when_it_is_told_to_stop(place: Place):
@@ -422,6 +484,8 @@ def test_it_says_what_is_not_ranked():
         ([*EACH["slurm"], "--partition", "a b"], "--partition 'a b'; need letters, digits and any of"),
         ([*EACH["slurm"], "--time", "90m"], "--time '90m'; need H:MM:SS, as in 2:30:00"),
         ([*EACH["slurm"], "--time", "0:00:00"], "--time '0:00:00'; need H:MM:SS, as in 2:30:00"),
+        ([*EACH["slurm"], "--time", "99999:00:00"], "--time '99999:00:00'; need H:MM:SS, as in 2:30:00"),
+        ([*EACH["slurm"], "--out", ""], "--out is empty; pass something, or leave it out"),
         ([*EACH["slurm"], "--name", "Mine"], "--name 'Mine'; need small letters, digits and dashes"),
         ([*EACH["slurm"], "--gpu", "h10"], "unknown device kind 'h10'; did you mean 'h100'?"),
         ([*EACH["slurm"], "--", "--seed"], "option '--seed' requires an argument"),
@@ -500,6 +564,21 @@ def test_the_client_of_the_cluster_gets_what_is_printed(
     missing = invoke(*words, "--submit")
     assert missing.exit_code == 2
     assert f"--submit needs {argv[0]}, which is not on the PATH" in missing.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_json_says_what_became_of_it(code: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(launch, "_submitted", lambda *_, **__: code)
+    result = invoke(*EACH["slurm"], "--track", "smoke-cpu", "--submit", "--json")
+    told = json.loads(result.stdout)
+    assert (result.exit_code, told["exit_code"], told["submitted"]) == (code, code, code == 0)
+
+
+def test_json_is_one_object_also_of_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    result = invoke(*EACH["slurm"], "--track", "smoke-cpu", "--submit", "--json")
+    assert result.exit_code == 2
+    assert "sbatch, which is not on the PATH" in json.loads(result.stdout)["error"]
 
 
 def test_units():

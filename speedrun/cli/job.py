@@ -33,6 +33,7 @@ _CHECKOUT = Path(__file__).parent.parent.parent
 _SETUP_S = 900  #: to look at a machine, install, copy shards
 _UNKNOWN_S = 1800  #: for a run, where nothing is known
 _ROUND_S = 600
+_MOST_DIGITS = 4  #: of hours; a year has 8,766
 
 
 def job_of(
@@ -66,6 +67,9 @@ def job_of(
     for option, owner in _OWN.items():
         if (hosts if option == "hosts" else others[option]) is not None and owner != on:
             raise UsageError(f"--{option} is for {owner}, got --on {on}; leave it out")
+    for option, value in others.items():
+        if value == "":
+            raise UsageError(f"--{option} is empty; pass something, or leave it out")
     rules = tracks.load(track)
     kinds.load(others["gpu"])
     host_names = tuple(filter(None, (hosts or "").split(",")))
@@ -215,6 +219,7 @@ def _seconds(limit: str | None) -> int | None:
         len(parts) != 3
         or not all(part.isascii() and part.isdigit() for part in parts)
         or not any(map(int, parts))
+        or max(map(len, parts)) > _MOST_DIGITS
     ):
         raise UsageError(f"--time {limit!r}; need H:MM:SS, as in 2:30:00")
     hours, minutes, seconds = map(int, parts)

@@ -96,15 +96,14 @@ def command(
             raise UsageError(f"{save} exists already; need a new file; remove it or pass another --save")
         write_whole(save, text.encode())
         click.echo(f"saved   {save}", err=True)
+    if action == "print" and save is None and not as_json:
+        click.echo(text, nl=False)
+    code = _submitted(on, job.name, text, to_stderr=as_json) if action == "submit" else 0
     if as_json:
         facts = {"on": on, "name": job.name, "time_limit_s": job.time_s, "ranked": job.is_ranked}
-        click.echo(
-            msgspec.json.encode(facts | {"notes": notes, "text": text, "submitted": action == "submit"})
-        )
-    elif action == "print" and save is None:
-        click.echo(text, nl=False)
-    if action == "submit":
-        ctx.exit(_submitted(on, job.name, text, to_stderr=as_json))
+        done = {"submitted": action == "submit" and code == 0, "exit_code": code}
+        click.echo(msgspec.json.encode(facts | {"notes": notes, "text": text} | done))
+    ctx.exit(code)
 
 
 def _submitted(on: str, name: str, text: str, *, to_stderr: bool) -> int:

@@ -63,18 +63,29 @@ train() {
 _KEEP = """
 # At the end, also of a run that failed: the record leaves the node, whole under its name. One process writes one.
 keep() {
-  local folder partial
+  local folder partial home
   for folder in "$record" "$record.checkpoints"; do
     [[ -e $folder ]] || continue
     partial=$out/.${folder##*/}.partial
-    mkdir -p "$out"
+    home=$out/${folder##*/}
+    # Of an earlier job of this name: both stay.
+    if [[ -e $home ]]; then home+=-$(date -u +%Y%m%d-%H%M%S); fi
     rm -rf -- "$partial"
     cp -R -- "$folder" "$partial"
-    mv -T -- "$partial" "$out/${folder##*/}"
+    mv -T -- "$partial" "$home"
     rm -rf -- "$folder"
-    echo "record  $out/${folder##*/}"
+    echo "record  $home"
   done
 }
+"""
+
+#: On the machine that the record comes home to.
+READY = """
+# Before anything runs: where the record goes can be written.
+if ! mkdir -p "$out" || [[ ! -w $out ]]; then
+  echo "launch: $out cannot be written; pass another --out" >&2
+  exit 2
+fi
 """
 
 #: For a shell that is the first process of a container: such a one passes no signal on by itself.
@@ -120,8 +131,8 @@ def variables(job: Job) -> list[str]:
 
 
 def keep() -> str:
-    """The function that brings the record where it stays."""
-    return _KEEP
+    """The function that brings the record where it stays; a place that cannot be written is told at once."""
+    return _KEEP + READY
 
 
 def title(job: Job, on: str, then: str) -> list[str]:
@@ -133,6 +144,15 @@ def title(job: Job, on: str, then: str) -> list[str]:
         f"# {job.track.id} on {size}, {clock_time(job.time_s)} at most; {rank}.",
         f"# Printed by 'speedrun launch --on {on}', and yours from here on. {then}",
     ]
+
+
+def limit(job: Job, leave_s: int) -> tuple[str, ...]:
+    """Words before a run that no cluster ends, so that it gets SIGTERM when its time is over.
+
+    In the foreground `timeout` passes a signal on once. By default it does so twice, by process and by group, and a
+    run takes the second one for haste: its end would not be written.
+    """
+    return ("timeout", "--foreground", f"--kill-after={leave_s}", str(job.time_s))
 
 
 def asked(job: Job, words: tuple[str, ...]) -> str:

@@ -54,13 +54,7 @@ def text(job: Job) -> str:
 
 
 def _script(job: Job) -> str:
-    words = (
-        "timeout",
-        "--foreground",  # else the run is told twice, and a second signal does not wait
-        f"--kill-after={_LEAVE_S}",
-        str(job.time_s),
-        *job.words,
-    )  # SkyPilot ends idle machines only
+    words = (*shell.limit(job, _LEAVE_S), *job.words)  # SkyPilot ends idle machines only
     inside = dataclasses.replace(
         job,
         out=_OUT if is_bucket(job.out) else job.out,

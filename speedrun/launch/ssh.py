@@ -11,12 +11,14 @@ _TETHERED = """
 # On each host: until the work ends, or this connection does. Nothing stays behind there.
 tethered() {{
   local work tether code=0
-  (node prepare; node train "$@") &
+  set -m  # the work has a process group of its own
+  (node prepare; node train "$@") </dev/null &
   work=$!
   {{ read -r _ || true; kill -TERM "$work" && sleep {leave_s} && kill -KILL "$work"; }} <&0 >/dev/null 2>&1 &
   tether=$!
   wait "$work" || code=$?
-  kill "$tether" 2>/dev/null || true
+  kill -TERM -- "-$work" 2>/dev/null || true  # what a node was being prepared with
+  kill -TERM -- "-$tether" 2>/dev/null || true
   exit "$code"
 }}
 
@@ -69,7 +71,8 @@ if "${{remote[@]}}" "${{hosts[0]}}" "$(told "$program; sent")" </dev/null | tar 
   echo "record  $out/$name"
 else
   rm -rf -- "$out/.$name.partial"
-  echo "launch: no record came from ${{hosts[0]}}" >&2
+  echo "launch: no record came from ${{hosts[0]}}; if one was begun, it lies there: $record" >&2
+  codes+=(1)
 fi
 for code in "${{codes[@]}}"; do
   if ((code)); then exit "$code"; fi
@@ -79,8 +82,7 @@ done
 
 def text(job: Job) -> str:
     """The script. It needs bash 4.3 or newer; hosts need ssh without a password, the checkout, and nothing else."""
-    # In the foreground it tells the run once; a second signal would not wait.
-    words = ("timeout", "--foreground", f"--kill-after={_LEAVE_S}", str(job.time_s), *job.words)
+    words = (*shell.limit(job, _LEAVE_S), *job.words)
     if job.nodes > 1:
         first = f"{job.hosts[0].rpartition('@')[2]}:{PORT}"  # as the others must be able to reach it
         words += ("--coordinator", first, "--processes", str(job.nodes), "--meet-within", str(_MEET_S))
@@ -94,6 +96,7 @@ def text(job: Job) -> str:
             + "record=$stage/$name-$(date -u +%Y%m%d-%H%M%S)\n"
             + shell.functions(job)
             + _TETHERED.format(leave_s=_LEAVE_S)
+            + shell.READY
             + _START.format(
                 variables=" ".join(shell.variables(job)), process=" --process $i" if job.nodes > 1 else ""
             ),
