@@ -5,7 +5,7 @@
 #
 #   --image    default: speedrun:gpu where an NVIDIA driver answers, else speedrun:cpu;
 #              make them with: docker build --target cpu --tag speedrun:cpu .
-#   --alone    no network, and no folder of this checkout: for code of strangers
+#   --alone    no network, and of this checkout only the history, to be read: for code of strangers
 #   --mount    one more folder
 #
 # Environment: SPEEDRUN_DATA (folder of the data), SPEEDRUN_SHM (shared memory, 16g), and the variables that a run

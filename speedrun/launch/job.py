@@ -42,7 +42,7 @@ class Job:
     claim: str = ""  #: a PersistentVolumeClaim; data and out lie on it
     gpu: str = "h100"  #: kind, as `speedrun plan` names it
     cloud: str = ""  #: of SkyPilot, as is the price
-    price: float | None = None  #: dollars an hour, at most, of all nodes
+    price: float | None = None  #: dollars an hour, at most, of a node
     hosts: tuple[str, ...] = ()  #: for ssh; process 0 runs on the first
 
     def __post_init__(self) -> None:
