@@ -291,7 +291,7 @@ def _read(path: Path, asked: Asked) -> State:
         return State(asked)
     except msgspec.DecodeError as error:
         raise UsageError(
-            f"{path}: {error}; delete it: what is done will be found done, or be done again"
+            f"{path}: {error}; delete it to begin anew, in a new record; the one that is there stays"
         ) from None
 
 
