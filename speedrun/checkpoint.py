@@ -14,6 +14,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,8 +89,12 @@ def described(state: TrainState) -> dict[str, Array]:
     }
 
 
+@cache
 def _leave_telling_to_us() -> None:
-    """What cannot be written is one line of ours. orbax, and threads of tensorstore, would put 600 before it."""
+    """What cannot be written is one line of ours. orbax, and threads of tensorstore, would put 600 before it.
+
+    For the rest of the process: those threads outlive the write that failed.
+    """
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     tell = sys.unraisablehook

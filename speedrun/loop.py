@@ -16,7 +16,7 @@ from speedrun import mesh as meshes
 from speedrun.checkpoint import Checkpoints
 from speedrun.clock import Clock, cold_wall_s
 from speedrun.data import stream
-from speedrun.errors import NonFiniteError
+from speedrun.errors import NonFiniteError, SpeedrunError
 from speedrun.evaluate import Score, evaluate
 from speedrun.keeping import Place, go_on, kept_if_stopped, save
 from speedrun.ledger import format
@@ -154,6 +154,7 @@ def run(
         lambda: state_hash(state),
         lambda found: {"the final state": f"of hash {found}"},
         otherwise="replicas drifted apart, so a device computes wrongly; 'speedrun doctor' tells more of each node",
+        refuse=SpeedrunError,
     )
 
 

@@ -2,6 +2,7 @@
 
 import resource
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -50,7 +51,7 @@ def make_mesh(num_devices: int, replicas: int = 1) -> Mesh:
     Raises:
         UsageError: if there are fewer, or they cannot be shared evenly; of several processes, also if there are more.
     """
-    devices = jax.devices()
+    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     if len(devices) < num_devices:
         raise UsageError(
             f"found {len(devices)} {devices[0].platform} devices, need {num_devices}; "
@@ -60,6 +61,12 @@ def make_mesh(num_devices: int, replicas: int = 1) -> Mesh:
         raise UsageError(
             f"{processes.count()} processes have {len(devices)} devices, need all of them to be used; "
             f"pass --devices {len(devices)} or start fewer processes"
+        )
+    shares = Counter(device.process_index for device in devices)
+    if len(set(shares.values())) > 1:
+        raise UsageError(
+            f"the {len(shares)} processes have {', '.join(str(shares[i]) for i in sorted(shares))} devices; need as "
+            "many each; look at CUDA_VISIBLE_DEVICES and at the node that has fewer"
         )
     if num_devices % replicas:
         raise UsageError(

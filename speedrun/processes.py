@@ -74,6 +74,7 @@ def agreed(
     work: Callable[[], T],
     facts: Callable[[T], dict[str, str]],
     otherwise: str = "start all of them with the same flags, code, packages and data",
+    refuse: type[SpeedrunError] = UsageError,
 ) -> T:
     """Does some work, and goes on only if all processes could do it and found the same.
 
@@ -81,6 +82,7 @@ def agreed(
         work: is done in every process, which are not in step meanwhile.
         facts: what must be the same of its outcome, by name; is not asked for in one process.
         otherwise: what to do if it is not.
+        refuse: the error that says so.
 
     Raises:
         SpeedrunError: what `work` raised here or in another process; names it, and what differs.
@@ -101,7 +103,7 @@ def agreed(
     for i, said in enumerate(all_said):
         for name, value in said.facts.items():
             if value != (first := all_said[0].facts.get(name, "none")):
-                raise UsageError(f"process {i} has {name} {value}, process 0 has {first}; {otherwise}")
+                raise refuse(f"process {i} has {name} {value}, process 0 has {first}; {otherwise}")
     return done  # pyright: ignore[reportReturnType] - None only where somebody refused
 
 

@@ -436,7 +436,7 @@ def test_what_a_ranked_job_asks_of_slurm():
     wanted = {"nodes=1", "ntasks-per-node=1", "gpus-per-node=8", "exclusive", "no-requeue", "time=1:02:03"}
     assert wanted | {"partition=gpu", "account=me"} <= set(head)
     assert "run=(speedrun batch --track main-8xh100 --runs 4)" in text
-    assert "can be ranked" in text
+    assert "the hardware of a rank" in text
 
 
 def test_the_limit_is_what_the_plan_expects_and_more():

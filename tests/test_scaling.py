@@ -127,7 +127,8 @@ def test_what_a_small_program_sends_between_nodes_is_its_part_of_each_gradient(h
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--nodes", "1,x"], "--nodes '1,x'; need numbers with commas between them"),
+        (["--nodes", "1,x"], "--nodes '1,x'; need numbers up to 1024 with commas between them"),
+        (["--nodes", "2,100000"], "--nodes '2,100000'; need numbers"),
         (["--nodes", "0"], "--nodes '0'; need numbers"),
         (["--nodes", "2", "--device-kind", "4090"], "is not known; pass --network GBIT"),
     ],

@@ -51,34 +51,51 @@ def relayed(record: Path, project: str | None) -> Iterator[None]:
     if project is None:
         yield
         return
-    # What is there already was sent when it was written.
-    old = [path.name for path in record.glob("runs/*")]
-    with (
-        # No pipe: processes that wandb starts would hold it open.
-        tempfile.TemporaryFile() as errors,
-        # Of one that had to be killed nobody else would clear away what it wrote.
-        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch,
-    ):
-        child = subprocess.Popen(
-            [sys.executable, "-m", "speedrun.cli.relay", str(record), project, *old],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=errors,
-            env={**os.environ, "TMPDIR": scratch},
-            process_group=0,  # a Ctrl-C is for the run
-        )
-        assert child.stdin is not None
-        told_of = threading.Thread(target=_tell, args=[child, errors, record], daemon=True)
-        told_of.start()
+    with contextlib.ExitStack() as held:
+        try:
+            child, telling = _started(record, project, held)
+        except OSError as error:
+            _warn(record, f"it cannot start: {error.strerror}")
+            yield
+            return
         try:
             yield
         finally:
-            child.stdin.close()
-            told_of.join(_LEAVE_S)
-            if told_of.is_alive():
-                with contextlib.suppress(ProcessLookupError):  # it has just ended
-                    os.killpg(child.pid, signal.SIGKILL)
-                told_of.join()
+            _leave(child, telling)
+
+
+def _started(
+    record: Path, project: str, held: contextlib.ExitStack
+) -> tuple[subprocess.Popen[bytes], threading.Thread]:
+    """The process, and the thread that waits for its end."""
+    # What is there already was sent when it was written.
+    old = [path.name for path in record.glob("runs/*")]
+    # No pipe: processes that wandb starts would hold it open.
+    errors = held.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 - the stack closes it
+    # Of one that had to be killed nobody else would clear away what it wrote.
+    scratch = held.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+    child = subprocess.Popen(
+        [sys.executable, "-m", "speedrun.cli.relay", str(record), project, *old],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=errors,
+        env={**os.environ, "TMPDIR": scratch},
+        process_group=0,  # a Ctrl-C is for the run
+    )
+    telling = threading.Thread(target=_tell, args=[child, errors, record], daemon=True)
+    telling.start()
+    return child, telling
+
+
+def _leave(child: subprocess.Popen[bytes], telling: threading.Thread) -> None:
+    """Tells the process that the run is over, and sees that it goes."""
+    assert child.stdin is not None
+    child.stdin.close()
+    telling.join(_LEAVE_S)
+    if telling.is_alive():
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.killpg(child.pid, signal.SIGKILL)
+        telling.join()
 
 
 def _tell(child: subprocess.Popen[bytes], errors: IO[bytes], record: Path) -> None:
@@ -90,6 +107,10 @@ def _tell(child: subprocess.Popen[bytes], errors: IO[bytes], record: Path) -> No
     said = said or f"its process ended with {meaning(code)}"
     if code == -signal.SIGKILL:
         said = f"it did not take everything within {_LEAVE_S:.0f} s after the run"
+    _warn(record, said)
+
+
+def _warn(record: Path, said: str) -> None:
     later = shlex.join(["speedrun", "export", str(record), "--to", "wandb"])
     click.echo(console.clean(f"warning: wandb: {said}; the record has it all; for later: {later}"), err=True)
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from speedrun.recipe import Recipe
     from speedrun.scaling import Scale
 
+_MOST_NODES = 1024  #: a description of each device is made
+
 
 @click.command(
     epilog=example(
@@ -69,8 +71,10 @@ def command(
 def _numbers(nodes: str) -> list[int]:
     """In order, with the one node that all others are compared with."""
     words = nodes.split(",")
-    if not all(word.isdecimal() and int(word) > 0 for word in words):
-        raise UsageError(f"--nodes {nodes!r}; need numbers with commas between them, as in --nodes 1,2,8,32")
+    if not all(word.isdecimal() and len(word) < 5 and 0 < int(word) <= _MOST_NODES for word in words):
+        raise UsageError(
+            f"--nodes {nodes!r}; need numbers up to {_MOST_NODES} with commas between them, as in --nodes 1,2,8,32"
+        )
     return sorted({1, *map(int, words)})
 
 

@@ -41,7 +41,7 @@ def _speed(folder: Path) -> Check:
     facts = {"write_bytes_per_s": write_rate, "read_bytes_per_s": read_rate}
     fast = min(write_rate, read_rate) >= _SLOW_RATE
     found = f"writes {quantity(write_rate, 'B/s')}, reads {quantity(read_rate, 'B/s')}"
-    advice = "" if fast else f"; slow: name a local disk with SPEEDRUN_DATA, {folder} lies on another"
+    advice = "" if fast else "; slow: a local disk is faster; name one with SPEEDRUN_DATA"
     return Check("disk speed", found + advice, ok=fast, needed=False, facts=facts)
 
 

@@ -75,6 +75,8 @@ def _pod(job: Job) -> dict[str, Any]:
     return {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": _LEAVE_S,
+        # A new claim belongs to root, and the image's user is 1000.
+        "securityContext": {"fsGroup": 1000, "fsGroupChangePolicy": "OnRootMismatch"},
         "containers": [container],
         "volumes": [{"name": name, **kind} for name, (_, kind) in volumes.items()],
     }

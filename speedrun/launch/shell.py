@@ -139,7 +139,7 @@ def title(job: Job, on: str, then: str) -> list[str]:
     """The first lines of a file, as comments: what it is, and what to type."""
     nodes = f"{job.nodes} node{'s' * (job.nodes > 1)}"
     size = f"{nodes} of {job.gpus} GPUs" if job.gpus else nodes
-    rank = "a record of it can be ranked" if job.is_ranked else "not ranked"
+    rank = "the hardware of a rank" if job.is_ranked else "not ranked"
     return [
         f"# {job.track.id} on {size}, {clock_time(job.time_s)} at most; {rank}.",
         f"# Printed by 'speedrun launch --on {on}', and yours from here on. {then}",

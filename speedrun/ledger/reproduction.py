@@ -23,8 +23,8 @@ CONFIDENCE = 0.99
 
 #: Of the train time: nodes of one kind differ by so much (modded-nanogpt, issue 160: 0.4 %), and nobody is called slow.
 SAME_TIME = 0.01
-#: Sd of single runs, where a record has too few to tell. Time: smoke-cpu on 2 shared cores, 5 %; a GPU node, by the
-#: same issue. Loss, as a share of it: smoke-cpu over seeds, 0.04 of 3.2.
+#: Sd of single runs, where a record has too few to tell; of time, at least this. Time: smoke-cpu on 2 shared cores,
+#: 5 %; a GPU node, by the same issue. Loss, as a share of it: smoke-cpu over seeds, 0.04 of 3.2.
 _TIME_SD = {"cpu": 0.05, "gpu": 0.005}
 _LOSS_SD = 0.0125
 #: The bench of a machine of the same kind, by that of the record, where nothing else tells CPUs apart; and of GPUs.
@@ -137,7 +137,10 @@ def loss_difference(
 def time_ratio(record: Sequence[Run], here: Sequence[Outcome], platform: str) -> Difference:
     """Train time of these runs by that of the record's, as the ratio of geometric means; seeds do not matter."""
     logs = [math.log(run.train_time_s) for run in record]
-    scatter = noise(logs, _TIME_SD.get(platform, max(_TIME_SD.values())), "assumed")
+    assumed = _TIME_SD.get(platform, max(_TIME_SD.values()))
+    scatter = noise(logs, assumed, "assumed")
+    if scatter.sd < assumed:  # runs of one hour on one machine do not tell how machines of a kind differ
+        scatter = Noise(assumed, None, "assumed")
     found = difference(logs, [math.log(run.train_time_s) for run in here if run.train_time_s], scatter)
     return _kept(math.exp(found.mean), math.exp(found.low), math.exp(found.high), scatter)
 

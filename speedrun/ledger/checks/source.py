@@ -247,6 +247,8 @@ def state(run: Run, record: Record) -> Iterator[str]:
     (plan,), (hw,) = run.of(runlog.Plan), run.of(runlog.Preflight)
     if (asked := run.start.config.get("replicas", 1)) != hw.num_replicas:
         yield f"its config says {asked!r} replicas, its hardware {hw.num_replicas}"
+    if hw.num_replicas < 1 or run.file.num_devices % hw.num_replicas:
+        yield f"{run.file.num_devices} devices cannot hold {hw.num_replicas} replicas"
     cap = record.rules.rules.state_bytes_per_param
     held = _held_bytes(run, plan)
     if held > cap * plan.num_params:
