@@ -1,7 +1,10 @@
 """Eight simulated devices for every test, and no silent broadcasting of ranks."""
 
+import atexit
 import dataclasses
 import os
+import shutil
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,6 +17,12 @@ os.environ.setdefault(
     if os.environ["SPEEDRUN_TEST_PLATFORM"] == "cpu"
     else "",
 )
+
+# A fifth would be making the same ones again: the workers of a session, and what they start, share them.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="speedrun-programs-")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 import jax
 import pytest

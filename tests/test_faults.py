@@ -284,6 +284,7 @@ def test_told_to_stop(config, unbroken, tmp_path, fault, code, left):
 # --- standing still --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_step_that_hangs_ends_the_run_with_its_stacks(config, tmp_path):
     out = tmp_path / "out"
     code, stderr = ended(at(config, out, deadlines_s={"step": 3}), "step@8=sleep:600")

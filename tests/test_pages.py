@@ -11,8 +11,8 @@ PAGES = {
 }
 SCRIPT = "python data/fineweb_prep.py"
 
-#: Those whose commands train.
-SLOW = {"racer.md", "researcher.md"}
+#: Those whose commands train, or ask the machine.
+SLOW = {"racer.md", "researcher.md", "operator.md"}
 RUN = [
     pytest.param(name, marks=pytest.mark.slow if name in SLOW else ())
     for name, text in PAGES.items()
