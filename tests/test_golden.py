@@ -5,9 +5,9 @@ of the kind is tried: sizes, lengths and schedules come from the file.
 """
 
 import dataclasses
-import importlib.util
 import json
 import os
+import runpy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -55,12 +55,7 @@ def recipe_of(config: Mapping[str, Any]) -> Recipe:
 
 def starting_values(config: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """As the referee's own script draws them."""
-    spec = importlib.util.spec_from_file_location("golden", FOLDER / "golden.py")
-    assert spec is not None
-    assert spec.loader is not None
-    golden = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(golden)
-    return golden.initial_parameters(config)
+    return runpy.run_path(str(FOLDER / "golden.py"))["initial_parameters"](config)
 
 
 def probes(x: np.ndarray) -> np.ndarray:
