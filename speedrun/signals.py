@@ -2,23 +2,41 @@
 
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from speedrun.errors import Terminated
 
 STOPS = (signal.SIGINT, signal.SIGTERM)
 _BY_SIGNAL = tuple(-number for number in STOPS)
+_AGAIN_S = 0.5
 
 
 def stop(number: int, _frame: object) -> None:
-    """A handler that raises.
+    """A handler that raises, inside `handled_by`.
+
+    Where Python drops what is raised, as in a callback of its collector (JAX has one), it raises again soon.
 
     Raises:
         Terminated: of either signal.
     """
-    raise Terminated(f"stopped by {signal.Signals(number).name}")
+    _say_nothing_of_what_is_dropped()
+    signal.signal(signal.SIGALRM, lambda *_: stop(number, None))
+    signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
+    raise _terminated(number)
+
+
+def _terminated(number: int) -> Terminated:
+    return Terminated(f"stopped by {signal.Signals(number).name}")
+
+
+@cache
+def _say_nothing_of_what_is_dropped() -> None:
+    tell = sys.unraisablehook
+    sys.unraisablehook = lambda told: None if isinstance(told.exc_value, Terminated) else tell(told)
 
 
 def ignore(_number: int, _frame: object) -> None:
@@ -53,7 +71,7 @@ class Later:
             Terminated: if a signal came.
         """
         if self._got is not None:
-            stop(self._got, None)
+            raise _terminated(self._got)
 
 
 @contextmanager
@@ -63,6 +81,8 @@ def handled_by(handler: Any, *numbers: int) -> Iterator[None]:
     try:
         yield
     finally:
+        if handler is stop:  # what it raised has come through
+            signal.setitimer(signal.ITIMER_REAL, 0)
         for number, old in before.items():
             signal.signal(number, old)
 

@@ -1,6 +1,7 @@
 """The whole loop, small: what a run writes, what it refuses, and that it can be run again."""
 
 import dataclasses
+import gc
 import io
 import json
 import math
@@ -26,7 +27,7 @@ from speedrun.cli import command
 from speedrun.cli.run import card, following, parse_settings
 from speedrun.clock import now
 from speedrun.data import inventory, shards, synthetic
-from speedrun.errors import DataError, NonFiniteError, UsageError
+from speedrun.errors import DataError, NonFiniteError, Terminated, UsageError
 from speedrun.ledger import format
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.validate import validate
@@ -329,6 +330,23 @@ def test_a_stopped_run_ends_its_log_and_writes_its_facts(tmp_path, smoke_data, s
     assert format.decode(path.read_bytes(), format.RunFile).outcome == "aborted"
     (failed,) = validate(out).having("failed")
     assert failed.messages[1].endswith(said)
+
+
+def test_a_signal_that_comes_while_python_collects_is_not_lost():
+    """What a callback of the collector raises is dropped. JAX has one, so that one run in some hundred went on."""
+
+    def callback(_phase: str, _info: object) -> None:
+        gc.callbacks.remove(callback)
+        signal.raise_signal(signal.SIGTERM)
+
+    def told_while_collecting() -> None:
+        with signals.handled_by(signals.stop):
+            gc.callbacks.append(callback)
+            gc.collect()
+            threading.Event().wait(10)
+
+    with pytest.raises(Terminated, match="stopped by SIGTERM"):
+        told_while_collecting()
 
 
 def test_the_handlers_of_signals_are_put_back():
