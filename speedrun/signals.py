@@ -1,5 +1,6 @@
 """SIGINT and SIGTERM end a run, and nothing cuts short what is written about its end."""
 
+import atexit
 import signal
 import subprocess
 import sys
@@ -23,8 +24,13 @@ def stop(number: int, _frame: object) -> None:
     Raises:
         Terminated: of either signal.
     """
-    _say_nothing_of_what_is_dropped()
-    signal.signal(signal.SIGALRM, lambda *_: stop(number, None))
+
+    def again(_alarm: int, _frame: object) -> None:
+        if signal.getsignal(number) is stop:  # nobody has left the block that it was meant for
+            stop(number, None)
+
+    _prepare_to_raise_again()
+    signal.signal(signal.SIGALRM, again)
     signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
     raise _terminated(number)
 
@@ -34,7 +40,9 @@ def _terminated(number: int) -> Terminated:
 
 
 @cache
-def _say_nothing_of_what_is_dropped() -> None:
+def _prepare_to_raise_again() -> None:
+    """What is dropped need not be told; and an alarm must not find Python without its handlers, at the very end."""
+    atexit.register(signal.setitimer, signal.ITIMER_REAL, 0)
     tell = sys.unraisablehook
     sys.unraisablehook = lambda told: None if isinstance(told.exc_value, Terminated) else tell(told)
 
