@@ -140,16 +140,21 @@ def lock() -> Lock:
 
     Of several, the one that names the most of what is installed, and the least of what is not.
     """
-    installed = {re.sub(r"[-_.]+", "-", one.name).lower(): one.version for one in metadata.distributions()}
+    there = installed()
     fits: dict[tuple[int, int], Lock] = {}
     for path in sorted((_ROOT / "requirements").glob("*.lock")):
         raw = path.read_bytes()
         if pins := pinned(raw.decode()):
             whole = set(_PACKAGES) <= pins.keys()  # not one that is laid over others
-            if whole and all(installed.get(name) in versions for name, versions in pins.items()):
-                here = len(pins.keys() & installed.keys())
+            if whole and all(there.get(name) in versions for name, versions in pins.items()):
+                here = len(pins.keys() & there.keys())
                 fits[here, here - len(pins)] = Lock(path.name, hashlib.sha256(raw).hexdigest())
     return fits[max(fits)] if fits else Lock("", "")
+
+
+def installed() -> dict[str, str]:
+    """Versions of all packages here, by their names as lock files spell them."""
+    return {re.sub(r"[-_.]+", "-", one.name).lower(): one.version for one in metadata.distributions()}
 
 
 def pinned(text: str) -> dict[str, set[str | None]]:

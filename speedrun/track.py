@@ -36,6 +36,11 @@ class Data(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sha256: dict[str, str] = {}  #: shard name -> digest; empty where the user brings any shards
     hub: Hub | None = None  #: None: nobody keeps them
 
+    @property
+    def is_ours_to_get(self) -> bool:
+        """Whether `get` is a command of ours; else it says what the user has to bring."""
+        return self.get.startswith("speedrun ")
+
 
 class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a run has to reach, in nats per token."""

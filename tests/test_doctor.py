@@ -110,7 +110,7 @@ def node(driver: Path, offline: None, tmp_path: Path, monkeypatch: pytest.Monkey
         yield Check("devices", f"8 x {H100}", ok=True, facts=NODE._asdict())
 
     monkeypatch.setattr(examine, "_devices", seen)
-    monkeypatch.setattr(software, "installed", lambda: WHOLE)
+    monkeypatch.setattr(software.provenance, "installed", lambda: WHOLE)
     monkeypatch.setattr(cuda, "_libraries", lambda plugin: ["nvidia-cudnn-cu13"])
     monkeypatch.setenv("SPEEDRUN_DATA", str(tmp_path / "data"))
 
@@ -570,9 +570,9 @@ def test_versions_compare_as_numbers(version: str, ok: bool):
 def test_packages_that_no_lock_has_are_named(monkeypatch: pytest.MonkeyPatch):
     assert software.lock().ok, "this environment is a lock's"
     monkeypatch.setattr(software.provenance, "lock", lambda: software.provenance.Lock("", ""))
-    here = {**software.installed(), "optax": "0.0.1"}
+    here = {**software.provenance.installed(), "optax": "0.0.1"}
     here.pop("rich")
-    monkeypatch.setattr(software, "installed", lambda: here)
+    monkeypatch.setattr(software.provenance, "installed", lambda: here)
     check = software.lock()
     assert check.mark == "note"
     assert "2 packages are not as requirements/run.lock pins them (optax 0.0.1, rich missing)" in check.found

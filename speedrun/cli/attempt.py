@@ -9,6 +9,7 @@ import hashlib
 import platform
 import shlex
 import sys
+from functools import cached_property
 from pathlib import Path
 from subprocess import Popen
 from typing import Any, NoReturn
@@ -16,7 +17,7 @@ from typing import Any, NoReturn
 import click
 import msgspec
 
-from speedrun import clock, devices, signals
+from speedrun import clock, devices, provenance, signals
 from speedrun import track as tracks
 from speedrun.cli.child import as_shell
 from speedrun.cli.options import (
@@ -34,7 +35,7 @@ from speedrun.cli.run import new_folder
 from speedrun.data import inventory
 from speedrun.data.lock import alone_in
 from speedrun.data.wholefile import write_whole
-from speedrun.doctor import nvidia, software
+from speedrun.doctor import nvidia
 from speedrun.errors import SpeedrunError, UsageError, meaning
 from speedrun.ledger import format
 from speedrun.ledger.batch import Standing, standing
@@ -117,7 +118,7 @@ def command(
     """
     rules = tracks.load(track)
     parse_settings(settings)
-    if data is None and not rules.data.get.startswith("speedrun "):
+    if data is None and not rules.data.is_ours_to_get:
         raise UsageError(f"track {track} takes anybody's shards; {rules.data.get}")
     asked = Asked(
         runs=runs or max(2, rules.rules.min_runs),
@@ -164,7 +165,7 @@ class Attempt:
         self._say(f"attempt {self._rules.id}: {', '.join(self._left()) or 'all is done'}")
         if missing := self._missing():
             argv = ["speedrun", "plan", "--track", self._rules.name, "--runs", str(missing)]
-            argv += ["--dollars", str(self._dollars), *self._state.asked.science, *_kind()]
+            argv += ["--dollars", str(self._dollars), *self._state.asked.science, *_kind(self._gpus)]
             if code := self._end_of(argv):
                 self.end(code)
 
@@ -265,7 +266,7 @@ class Attempt:
         state = self._state
         match stage:
             case "doctor":
-                facts: Any = (self._track_sha256, software.installed(), platform.node(), _gpus())
+                facts: Any = (self._track_sha256, provenance.installed(), platform.node(), self._gpus)
             case "data":
                 explicit = None if state.asked.data is None else Path(state.asked.data)
                 facts = (self._track_sha256, _listing(inventory.data_folder(self._rules, explicit)))
@@ -275,6 +276,14 @@ class Attempt:
             case _:
                 facts = (stage, state.record, _content(Path(state.record) / "manifest.json"))
         return hashlib.sha256(msgspec.json.encode(facts, order="sorted")).hexdigest()
+
+    @cached_property  # a driver that hangs is waited for once
+    def _gpus(self) -> list[str]:
+        """Their names."""
+        try:
+            return [gpu.name for gpu in nvidia.gpus()]
+        except nvidia.NoAnswerError:
+            return []  # the doctor tells of it
 
     @property
     def _track_sha256(self) -> str:
@@ -295,17 +304,10 @@ def _read(path: Path, asked: Asked) -> State:
         ) from None
 
 
-def _kind() -> list[str]:
+def _kind(gpus: list[str]) -> list[str]:
     """Of the GPUs here, where the table knows it; else the plan's own choice stands for it, and says its name."""
     kinds = {device.name: kind for kind, device in devices.DEVICES.items()}
-    return next((["--device-kind", kinds[name]] for name in _gpus() if name in kinds), [])
-
-
-def _gpus() -> list[str]:
-    try:
-        return [gpu.name for gpu in nvidia.gpus()]
-    except nvidia.NoAnswerError:
-        return []  # the doctor tells of it
+    return next((["--device-kind", kinds[name]] for name in gpus if name in kinds), [])
 
 
 def _listing(folder: Path) -> list[tuple[str, str, int, int]]:

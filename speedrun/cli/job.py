@@ -139,7 +139,7 @@ def _check(
             raise UsageError(
                 "--claim missing; a pod's disk goes with it: need a PersistentVolumeClaim for the record"
             )
-    if not others["data"] and not track.data.get.startswith("speedrun "):
+    if not others["data"] and not track.data.is_ours_to_get:
         raise UsageError(f"--data missing; {track.id} brings no shards: {track.data.get}")
 
 

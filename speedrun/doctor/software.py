@@ -54,7 +54,7 @@ def lock() -> Check:
     if fits := provenance.lock().name:
         found, facts = f"every package as requirements/{fits} pins it", {"lock": fits}
         return Check("lock", found, ok=True, needed=False, facts=facts)
-    here = installed()
+    here = provenance.installed()
     texts = history.files_here([f"requirements/{name}.lock" for name in ("run", "cuda12", "cuda13")])
     unlike = {path: _unlike(raw.decode(), here) for path, raw in texts.items()}
     if not unlike:
@@ -64,11 +64,6 @@ def lock() -> Check:
     names = ", ".join(unlike[nearest][:_FEW]) + ", ..." * (len(unlike[nearest]) > _FEW)
     found = f"{len(unlike[nearest])} packages are not as {nearest} pins them ({names}); for a ranked record: {_INSTALL}"
     return Check("lock", found, ok=False, needed=False)
-
-
-def installed() -> dict[str, str]:
-    """Versions by name, as lock files spell it."""
-    return {re.sub(r"[-_.]+", "-", one.name).lower(): one.version for one in metadata.distributions()}
 
 
 def _unlike(lock: str, here: dict[str, str]) -> list[str]:
