@@ -4,6 +4,7 @@ What comes out is the program a GPU would run, scheduled, with its buffers assig
 nothing is tuned by trying: which GEMM kernel is fastest is found out on a GPU only.
 """
 
+import shutil
 from collections.abc import Mapping
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -35,8 +36,12 @@ CUBLAS_GEMMS: Options = {"xla_gpu_enable_triton_gemm": False}
 
 
 def missing_wheels() -> list[str]:
-    """What the first compiler lacks; nothing, if any is complete."""
-    lacking = [[name for name in wheels if not _installed(name)] for wheels in COMPILERS]
+    """What the first compiler lacks; nothing, if any is complete. The tools of a CUDA toolkit on the PATH will do."""
+    toolkit = shutil.which("ptxas") is not None
+    lacking = [
+        [name for name in wheels if not _installed(name) and not (toolkit and name.startswith("nvidia-"))]
+        for wheels in COMPILERS
+    ]
     return lacking[0] if all(lacking) else []
 
 

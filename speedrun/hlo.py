@@ -6,8 +6,9 @@ The module must be scheduled ("is_scheduled=true"), as a compiled one is.
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 #: Opcodes that are names for memory, or bookkeeping: they start no kernel.
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "opt-barrier"}
@@ -18,6 +19,9 @@ _FREE |= {"while", "conditional", "call", "async-start", "async-update", "async-
 _SLICES = ("slice", "dynamic-slice", "gather")
 #: Opcodes that write into their first operand, in place; and which operand they write.
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
+
+#: Opcodes that compute as many elements as their first operand has.
+_REDUCTIONS = {"reduce", "reduce-window"}
 
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 _NAME = re.compile(r"%([\w.-]+)")
@@ -39,11 +43,16 @@ class Array(NamedTuple):
         return f"{self.dtype}[{','.join(map(str, self.dims))}]"
 
     @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.dims)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all elements; 4-bit ones are packed."""
         digits = re.search(r"\d+", self.dtype)
         bits = int(digits[0]) if digits else 8 if self.dtype == "pred" else 0  # a token has no bytes
-        return -(-math.prod(self.dims) * bits // 8)
+        return -(-self.size * bits // 8)
 
 
 class Instruction(NamedTuple):
@@ -99,6 +108,20 @@ class Executed(NamedTuple):
     times: int
 
 
+class Product(NamedTuple):
+    """A matrix product inside a kernel."""
+
+    unit: Literal["bf16", "fp8", "f32"]  #: by the type of its left factor
+    flops: float  #: two for each number of the result and each of those summed for it
+
+
+class Elements(NamedTuple):
+    """What a kernel computes element by element."""
+
+    computed: Counter[str]  #: opcode -> elements; of a reduction, those that it reads
+    accessed: int  #: read from memory, each once, and written to it
+
+
 class Module(NamedTuple):
     """A parsed program."""
 
@@ -142,6 +165,25 @@ class Module(NamedTuple):
         writes = _written(instruction, computation) if fused is None else _written(_root(fused), fused)
         starts, ends = instruction.opcode.endswith("-start"), instruction.opcode.endswith("-done")
         return (0 if ends else reads) + (0 if starts else writes)
+
+    def products(self, instruction: Instruction, computation: Computation) -> list[Product]:
+        """Matrix products that one kernel computes: its own, or those inside its fusion."""
+        inside = self.fused(instruction) or {instruction.name: instruction}
+        around = self.fused(instruction) or computation
+        return [found for one in inside.values() if (found := _product(one, around))]
+
+    def elements(self, instruction: Instruction, computation: Computation) -> Elements:
+        """Elements that one kernel computes, as if nothing were computed twice; and those it reads and writes."""
+        fused = self.fused(instruction)
+        inside = fused or {instruction.name: instruction}
+        computed: Counter[str] = Counter()
+        for one in inside.values():
+            of = one.operands[:1] if one.opcode in _REDUCTIONS else ()
+            arrays = [array for name in of for array in (fused or computation)[name].arrays] or one.arrays
+            computed[one.opcode] += max((array.size for array in arrays), default=0)
+        read = {name: computation[name] for name in instruction.operands if name in computation}
+        most = max((x.size for one in read.values() for x in one.arrays), default=0)
+        return Elements(computed, most + sum(array.size for array in instruction.results))
 
     def fused(self, instruction: Instruction) -> Computation | None:
         """The inside of a fusion."""
@@ -236,6 +278,18 @@ def _entered(instruction: Instruction) -> list[str]:
         case "async-start":
             return instruction.calls("calls")
     return []
+
+
+def _product(one: Instruction, computation: Computation) -> Product | None:
+    """Of a dot, or of a library call that computes one."""
+    target = one.attribute(r'custom_call_target="(__cublas[^"]*)"')
+    summed = one.attribute(r'lhs_contracting_dim(?:ension)?s"?[:=][\[{]([^\]}]*)')
+    if summed is None or not one.results or (one.opcode != "dot" and target is None):
+        return None
+    (left, *_) = computation[one.operands[0]].arrays
+    depth = math.prod(left.dims[int(dim)] for dim in re.findall(r"\d+", summed))
+    unit = "fp8" if left.dtype.startswith("f8") else "f32" if left.dtype == "f32" else "bf16"
+    return Product(unit, 2.0 * depth * one.results[0].size)
 
 
 def _root(computation: Computation) -> Instruction:

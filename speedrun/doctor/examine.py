@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from speedrun import devices
+from speedrun import devices, provenance
 from speedrun import track as tracks
 from speedrun.doctor import cuda, gpus, network, nvidia, qualify, rates, software, storage
 from speedrun.doctor.check import Check
@@ -68,7 +68,7 @@ def _driver(found: list[nvidia.Gpu], *, needed: bool) -> Iterator[Check]:
     if not found:
         return
     yield from gpus.identity(found)
-    yield from cuda.checks(found, software.installed(), needed=needed)
+    yield from cuda.checks(found, provenance.installed(), needed=needed)
     if len(found) > 1:
         try:
             yield gpus.topology(found, nvidia.links())

@@ -261,7 +261,8 @@ class Kernels:
         kind = "traced" if call.static_window_blocks is None else "fixed"
         shape = f"{rows}x{tokens}x{heads}x{width} {q_BTHK.dtype}"
         self.choices[f"attention {shape}, {kind} window of {window.most} blocks"] = choice
-        return choice.function(q_BTHK, k_BTHK, v_BTHK, sight, scale=scale)
+        with jax.named_scope("attention"):
+            return choice.function(q_BTHK, k_BTHK, v_BTHK, sight, scale=scale)
 
     def qk_norm(self, q_BTHK: jax.Array, k_BTHK: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array]:
         """RMS norm of each head, then rotary, of queries and keys. See `kernels.qk_norm`."""
@@ -277,4 +278,5 @@ class Kernels:
         choice = choose_head(len(x_ND), x_ND.dtype, self.platform, fp8)
         factors = x_ND.dtype if fp8 is None else "fp8"
         self.choices[f"head {'x'.join(map(str, x_ND.shape))} {factors}, {len(head_VD)} columns"] = choice
-        return choice.function(x_ND, head_VD, targets_N, cap=cap)
+        with jax.named_scope("loss_head"):
+            return choice.function(x_ND, head_VD, targets_N, cap=cap)

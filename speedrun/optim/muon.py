@@ -67,6 +67,7 @@ def scale_by_muon(*, steps: int, dtype: Dtype) -> optax.GradientTransformationEx
     def init(params: optax.Params) -> MuonState:
         return MuonState(jax.tree.map(jnp.zeros_like, params))
 
+    @jax.named_scope("muon")
     def update(
         updates: optax.Updates,
         state: MuonState,

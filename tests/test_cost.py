@@ -1,0 +1,86 @@
+"""The model of cost: bounds by hand, and what attention visits against the mask itself."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from speedrun import cost, devices, mesh, recipes
+from speedrun.cost import Work
+from speedrun.data.synthetic import FINEWEB_MEAN, FINEWEB_MEDIAN, document_lengths
+from speedrun.kernels import attention_triton
+from speedrun.kernels.attention import sight, visible
+from speedrun.step import Program
+
+H100 = devices.load("h100")
+
+
+@pytest.mark.parametrize(
+    ("work", "bound", "seconds"),
+    [
+        (Work("GEMM bf16", 0.6 * 989.4e12), "tensor cores", 1.0),
+        (Work("GEMM FP8", 0.5 * 1978.9e12, "fp8"), "tensor cores", 1.0),
+        (Work("GEMM f32", 0.3 * 989.4e12, "f32"), "tensor cores", 1.0),
+        (Work("head passes", instructions=0.65 * 132 * 128 * 1.98e9), "instructions", 1.0),
+        (Work("elementwise", num_bytes=0.9 * 3.352e12), "memory", 1.0),
+        (Work("GEMM bf16", 1e6, num_bytes=2 * 0.9 * 3.352e12), "memory", 2.0),
+        (Work("elementwise", num_bytes=4, starts=1000), "starts", 1000 * cost.START_S),
+    ],
+)
+def test_a_kernel_takes_the_time_of_its_tightest_bound(work: Work, bound: str, seconds: float):
+    took_s, why = cost.seconds(work, H100)
+    assert why == bound
+    assert took_s == pytest.approx(seconds, abs=3e-6)
+
+
+def test_the_table_adds_up_by_kind_and_names_the_bound_that_costs_most():
+    long, short = Work("elementwise", num_bytes=3e12), Work("elementwise", instructions=1e12)
+    muon, long_line = Work("Muon", 1e12), cost.seconds(long, H100)[0]
+    elementwise, other = cost.table([short, long, muon, short], H100)
+    assert (elementwise.kind, elementwise.bound, elementwise.starts) == ("elementwise", "memory", 3)
+    assert elementwise.seconds == pytest.approx(long_line + 2 * cost.seconds(short, H100)[0])
+    assert (other.kind, other.flops) == ("Muon", 1e12)
+
+
+def test_devices_without_fp8_multiply_in_16_bits():
+    a100 = devices.load("a100")
+    assert cost.flops_rate(a100, "fp8") == cost.flops_rate(a100, "bf16") == 2 * cost.flops_rate(a100, "f32")
+
+
+@pytest.mark.parametrize("window_blocks", [1, 3, 16])
+def test_attention_visits_the_tiles_in_which_somebody_sees_somebody(window_blocks: int):
+    num_tokens, block_tokens = 2048, 128
+    lengths = document_lengths(num_tokens, seed=0)
+    doc_BT = jnp.asarray(np.repeat(np.arange(len(lengths)), lengths))[None]
+    seen_TS = np.asarray(visible(sight(doc_BT, window_blocks, block_tokens).first_BT))[0]
+
+    def pairs(tiles: attention_triton.Tiles) -> int:
+        tiled = seen_TS.reshape(
+            num_tokens // tiles.queries, tiles.queries, num_tokens // tiles.keys, tiles.keys
+        )
+        return int(tiled.any(axis=(1, 3)).sum()) * tiles.queries * tiles.keys
+
+    found = cost.visited_pairs(num_tokens, window_blocks, block_tokens)
+    assert found.forward == 2 * pairs(attention_triton.FORWARD)
+    assert found.backward == 7 * pairs(attention_triton.BACKWARD)
+
+
+def test_attention_is_counted_for_every_window_of_the_schedule():
+    """Record 21: three layers with the whole window, eight with half of it, rounded down to at least one block."""
+    recipe = recipes.load("record21")
+    mesh.prepare("cpu")
+    found = cost.attention_by_window(Program(recipe, mesh.make_mesh(8)), recipe.stages[0])
+    assert sum(steps for steps, _ in found.values()) == 1770
+    assert list(found) == list(range(1, 15))
+    for blocks, (_, attention) in found.items():
+        long, short = (cost.visited_pairs(49_152, n, 128) for n in (blocks, max(1, blocks // 2)))
+        for way in ("forward", "backward"):
+            layers = 3 * getattr(long, way) + 8 * getattr(short, way)
+            assert getattr(attention, way) == pytest.approx(2 * 6 * 128 * layers)
+
+
+def test_documents_are_as_long_as_finewebs():
+    lengths = document_lengths(2_000_000, seed=1)
+    assert lengths.sum() == 2_000_000
+    assert np.median(lengths) == pytest.approx(FINEWEB_MEDIAN, rel=0.05)
+    assert np.mean(lengths) == pytest.approx(FINEWEB_MEAN, rel=0.05)
+    assert lengths.min() >= 1
