@@ -42,6 +42,7 @@ class StagePlan(msgspec.Struct, frozen=True):
     compute_floor_s: float  #: all products at the vendor's rate
     traffic_floor_s: float  #: all traffic at the vendor's rate
     communication_floor_s: float
+    mfu: float  #: FLOPs of weights alone, all of them at the rate of bf16: what the field calls MFU
     step_s: float  #: expected, in the mean over the windows of the schedule
     narrow_s: float  #: with its smallest window
     wide_s: float  #: with its largest
@@ -137,6 +138,8 @@ def _stage(program: Program, stage: Stage, device: Device, found: "_Found") -> S
         found.lines_with(each) for each in (scaling.mean_attention(program, stage), windows[0], windows[-1])
     )
     sent_bytes = (found.gathered_bytes + found.scattered_bytes) * (1 - 1 / program.num_shards)
+    step_s = sum(line.seconds for line in mean)
+    weight_flops = flops_per_token(program.layout.table) * stage.batch_tokens / program.num_devices
     return StagePlan(
         num_steps=stage.num_steps,
         batch_tokens=stage.batch_tokens,
@@ -147,7 +150,8 @@ def _stage(program: Program, stage: Stage, device: Device, found: "_Found") -> S
         compute_floor_s=sum(cost.floor_s(line, device) for line in mean),
         traffic_floor_s=found.traffic_bytes / device.memory_rate,
         communication_floor_s=sent_bytes / device.link_rate,
-        step_s=sum(line.seconds for line in mean),
+        mfu=weight_flops / device.bf16_flops / step_s,
+        step_s=step_s,
         narrow_s=sum(line.seconds for line in narrow),
         wide_s=sum(line.seconds for line in wide),
         lines=mean,

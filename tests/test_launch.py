@@ -441,7 +441,7 @@ def test_what_a_ranked_job_asks_of_slurm():
 
 def test_the_limit_is_what_the_plan_expects_and_more():
     planned = CliRunner().invoke(
-        cli.command, ["plan", "--recipe", "record21", "--json"], prog_name="speedrun"
+        cli.command, ["plan", "--recipe", "record21", "--arithmetic", "--json"], prog_name="speedrun"
     )
     train_s, rules = json.loads(planned.stdout)["total_s"], track.load("main-8xh100").rules
     for runs in (4, 40):

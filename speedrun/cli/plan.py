@@ -156,7 +156,7 @@ def _stage_lines(stage: "StagePlan", plan: "Plan", error: float) -> list[str]:
         f"floor  compute {ms(stage.compute_floor_s)} | traffic {ms(stage.traffic_floor_s)} "
         f"({gb(stage.traffic_bytes)}) | communication {ms(stage.communication_floor_s)} ({sent})",
         f"step   {ms(stage.step_s)} +-{error:.0%} | {ms(stage.narrow_s)} with the smallest window, "
-        f"{ms(stage.wide_s)} with the largest | {stage.compute_floor_s / stage.step_s:.0%} of the floor's rate",
+        f"{ms(stage.wide_s)} with the largest | MFU {stage.mfu:.0%}",
         f"       {'kind':<13} {'ms':>7}  {'bound':<12} {'TFLOP':>7} {'Ginstr':>7} {'GB':>7} {'kernels':>7}",
         *(_line(line) for line in stage.lines),
     ]
