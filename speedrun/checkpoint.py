@@ -25,8 +25,10 @@ from speedrun import faults, processes
 from speedrun.data import lock
 from speedrun.data.wholefile import write_whole
 from speedrun.errors import CheckpointError
+from speedrun.fingerprint import fingerprint
 from speedrun.mesh import fetch
-from speedrun.step import Program, TrainState, fingerprint
+from speedrun.program import Program
+from speedrun.step import TrainState
 
 RUN = "run.json"
 _STATE, _FACTS = "state", "facts"
@@ -37,7 +39,7 @@ class Array(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     shape: tuple[int, ...]
     dtype: str
-    digest: str  #: 64 bits of `step.fingerprint`
+    digest: str  #: 64 bits of `fingerprint`
 
 
 class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -27,8 +27,8 @@ from speedrun.devices import Device
 from speedrun.kernels import attention_triton
 from speedrun.kernels.attention import Sight, Window, sight
 from speedrun.kernels.choose import Kernels
+from speedrun.program import Program
 from speedrun.recipe import Stage
-from speedrun.step import Program
 
 #: What a kernel is for, in the order of the table.
 Kind = Literal[

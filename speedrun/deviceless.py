@@ -19,8 +19,9 @@ from speedrun import devices
 from speedrun.errors import UsageError
 from speedrun.mesh import make_target_mesh
 from speedrun.optim.schedules import StepInputs
+from speedrun.program import Program
 from speedrun.recipe import Stage
-from speedrun.step import Program, TrainState
+from speedrun.step import TrainState
 
 Options = Mapping[str, bool | int | str]
 

@@ -14,13 +14,14 @@ from speedrun import mesh as meshes
 from speedrun.clock import Stopwatch
 from speedrun.data.shards import Shard
 from speedrun.data.stream import validation_batches
-from speedrun.step import Program, TrainState
+from speedrun.program import Program
+from speedrun.step import TrainState
 
 
 class Score(NamedTuple):
     """The outcome of one validation."""
 
-    nll_sum: float  #: nats over all scored tokens, a float64 sum of float32 sums of one sequence each
+    nll_sum: float  #: nats over all scored tokens, a float64 sum of float32 sums of one chunk each
     tokens: int
     seconds: float
 
@@ -52,8 +53,8 @@ def evaluate(
     shape = program.recipe.eval_sequences, program.recipe.eval_seq_len
     for batch in validation_batches(shard, num_tokens, *shape):
         tokens_BT, targets_BT = (meshes.place_own(x, program.mesh) for x in batch)
-        nll_B = meshes.fetch(score(state.params, tokens_BT, targets_BT, program.schedule, state.step))
-        total += float(np.sum(nll_B, dtype=np.float64))
+        nll_BC = meshes.fetch(score(state.params, tokens_BT, targets_BT, program.schedule, state.step))
+        total += float(np.sum(nll_BC, dtype=np.float64))
         tokens += batch.targets_BT.size
         faults.point("evaluation")
         poll()

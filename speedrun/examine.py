@@ -22,10 +22,12 @@ from speedrun import mesh as meshes
 from speedrun.checkpoint import Checkpoints
 from speedrun.data import stream
 from speedrun.errors import told
+from speedrun.fingerprint import state_hash
 from speedrun.ledger import format
 from speedrun.ledger.findings import Examination, Findings, Restart
 from speedrun.prepare import Ready, RunConfig, prepare
-from speedrun.step import StepShape, TrainState, state_hash
+from speedrun.program import StepShape
+from speedrun.step import TrainState
 
 _CHANGED = (1, 17, 40)  #: tokens near the start of a sequence, where a leak is easiest to see
 _SHORT_TOKENS = (
@@ -45,7 +47,7 @@ class _Model:
     @cached_property
     def _forward(self) -> Callable[[dict[str, jax.Array], jax.Array], jax.Array]:
         recipe, program = self.ready.recipe, self.ready.program
-        window = program.window(int(recipe.inputs_at(recipe.num_steps).window_blocks))
+        window = program.step.window(int(recipe.inputs_at(recipe.num_steps).window_blocks))
         return jax.jit(lambda p, ids_BT: recipe.forward(p, ids_BT, window, recipe.config, program.kernels))
 
     def outputs(self, tokens_BT: np.ndarray) -> jax.Array:
@@ -126,8 +128,8 @@ def _scores(model: _Model, state: TrainState, ids_BS: np.ndarray) -> np.ndarray:
         tokens_BT, targets_BT = (
             meshes.place(np.ascontiguousarray(x), program.mesh) for x in (rows[:, :-1], rows[:, 1:])
         )
-        nll_B = jax.device_get(score(state.params, tokens_BT, targets_BT, program.schedule, state.step))
-        found.append(nll_B[: recipe.eval_sequences - short])
+        nll_BC = jax.device_get(score(state.params, tokens_BT, targets_BT, program.schedule, state.step))
+        found.append(nll_BC[: recipe.eval_sequences - short].sum(axis=1, dtype=np.float64))
     return np.concatenate(found).astype(np.float64)
 
 
@@ -182,8 +184,7 @@ def _restart(ready: Ready, checkpoints: Checkpoints, step: int, num_replayed: in
         batch = tokens.batch(shape.num_sequences, shape.seq_len)
         args = state, *(meshes.place(x, program.mesh) for x in batch), program.schedule
         if shape not in compiled:
-            lowered = program.train_step_for(shape.window_blocks).lower(*args)
-            compiled[shape] = lowered.compile(compiler_options=program.compiler_options)
+            compiled[shape] = program.compiled(program.train_step_for(shape.window_blocks).lower(*args))
         state, metrics = compiled[shape](*args)
         losses.append(float(np.sum(jax.device_get(metrics.loss))))
     return Restart(step, began, tuple(losses))

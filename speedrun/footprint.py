@@ -1,4 +1,4 @@
-"""The memory that a program needs on one device, by arithmetic: known before anything is compiled.
+"""The memory and arithmetic of a program, from its table of parameters: known before anything is compiled.
 
 Of record 21's programs for 1 to 8 H100 it is at most a tenth off (`tests/test_h100_program.py`).
 """
@@ -11,9 +11,9 @@ import numpy as np
 from speedrun import mesh as meshes
 from speedrun.errors import UsageError
 from speedrun.kernels.choose import HEAD_TOKENS
-from speedrun.params import count
+from speedrun.params import Table, count
+from speedrun.program import Program
 from speedrun.recipe import Stage
-from speedrun.step import Program
 
 
 def most_bytes(program: Program) -> int:
@@ -81,6 +81,11 @@ def logits_bytes(program: Program, num_tokens: int) -> int:
 def itemsize(program: Program) -> int:
     """Bytes of one number in the compute dtype."""
     return np.dtype(program.recipe.compute_dtype).itemsize
+
+
+def flops_per_token(table: Table) -> float:
+    """Of forward and backward pass: 6 for each weight of a matrix or the head. Attention scores do not count."""
+    return 6.0 * sum(spec.size for spec in table.values() if spec.group in ("matrix", "head"))
 
 
 def require(program: Program, need_bytes: int) -> None:

@@ -9,10 +9,11 @@ from speedrun.checkpoint import Checkpoints
 from speedrun.clock import Clock, Stopwatch
 from speedrun.data import stream
 from speedrun.errors import Terminated
+from speedrun.fingerprint import state_hash
 from speedrun.ledger import format
 from speedrun.outcome import Tally, lost_s
 from speedrun.prepare import Ready
-from speedrun.step import TrainState, state_hash
+from speedrun.step import TrainState
 
 
 class Place(NamedTuple):

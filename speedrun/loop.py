@@ -18,12 +18,13 @@ from speedrun.clock import Clock, cold_wall_s
 from speedrun.data import stream
 from speedrun.errors import NonFiniteError, SpeedrunError
 from speedrun.evaluate import Score, evaluate
+from speedrun.fingerprint import state_hash
 from speedrun.keeping import Place, go_on, kept_if_stopped, save
 from speedrun.ledger import format
 from speedrun.outcome import Tally, data_read
 from speedrun.prepare import Ready
-from speedrun.step import StepMetrics, TrainState, state_hash
-from speedrun.warmup import compile_all, warm_up
+from speedrun.step import StepMetrics, TrainState
+from speedrun.warmup import Executables, compile_all, warm_up
 
 Pending = tuple[int, StepMetrics, stream.Cursor]
 
@@ -54,9 +55,8 @@ def run(
         processes.barrier()
 
     def validate(step: int) -> None:
-        score = executables.scores[program.fixed_window_at(step)]
         with phases.within("evaluation"):
-            tally.val_loss = _validate(ready, score, state, log, tally, stopping.check)
+            tally.val_loss = _validate(ready, executables.score_at[step], state, log, tally, stopping.check)
 
     def keep(*, wait: bool = False) -> None:
         """Only when all losses up to here are known to be finite. Can wait until it is on disk."""
@@ -73,11 +73,12 @@ def run(
             return
         step, metrics, cursor = pending
         loss, bad = (float(np.sum(x)) for x in jax.device_get((metrics.loss, metrics.bad)))
-        stage, inputs = ready.recipe.stages[ready.recipe.stage_of(step)], ready.recipe.inputs_at(step)
-        tally.tokens_seen += stage.batch_tokens
+        shape, inputs = executables.shape_at[step], executables.inputs_at[step]
+        batch_tokens = shape.num_sequences * shape.seq_len
+        tally.tokens_seen += batch_tokens
         tally.first_loss = loss if tally.first_loss is None else tally.first_loss
         if bad or not np.isfinite(loss):
-            leaf = program.first_nonfinite(metrics)
+            leaf = program.step.first_nonfinite(metrics)
             raise NonFiniteError(
                 f"step {step}: loss is {loss}; first non-finite gradient: {leaf}; lower the learning rate"
             )
@@ -86,7 +87,7 @@ def run(
                 step=step,
                 train_time_s=clock.seconds,
                 loss=loss,
-                batch_tokens=stage.batch_tokens,
+                batch_tokens=batch_tokens,
                 tokens_seen=tally.tokens_seen,
                 cursor=cursor,
                 lr_scale=float(inputs.lr_scale),
@@ -122,7 +123,7 @@ def run(
                     log.emit(runlog.ClockPause("validation", clock.seconds))
                     validate(step)
                 log.emit(runlog.ClockResume(clock.seconds))
-            _log_stage_change(ready, step, log)
+            _log_stage_change(ready, executables, step, log)
             faults.point("step")
             phases.enter("data")
             faults.point("data")
@@ -131,7 +132,7 @@ def run(
             tokens_BT, targets_BT = (meshes.place(x, program.mesh) for x in batch)
             if tally.first_batch_sha256 is None:
                 tally.first_batch_sha256 = _first_sha256(ready, place, batch)
-            train_step = executables.steps[program.shape_at(step)]
+            train_step = executables.steps[executables.shape_at[step]]
             state, metrics = train_step(state, tokens_BT, targets_BT, program.schedule)
             report(pending)
             # At once: behind the next step it would be fetched a step later. In one process it is what it was.
@@ -182,11 +183,11 @@ def _first_sha256(ready: Ready, place: Place, batch: stream.Batch) -> str:
     return format.sha256(batch.tokens_BT.astype("<u2").tobytes())
 
 
-def _log_stage_change(ready: Ready, step: int, log: runlog.RunLog) -> None:
+def _log_stage_change(ready: Ready, executables: Executables, step: int, log: runlog.RunLog) -> None:
     """Says when another executable or another window begins to be used."""
 
     def used_at(step: int) -> tuple[int, int]:
-        return ready.recipe.stage_of(step), int(ready.recipe.inputs_at(step).window_blocks)
+        return ready.recipe.stage_of(step), int(executables.inputs_at[step].window_blocks)
 
     if step > 0 and used_at(step) != used_at(step - 1):
         log.emit(runlog.StageChange(step, *used_at(step)))
@@ -209,11 +210,14 @@ def _compilations(log: runlog.RunLog) -> ExitStack:
 def _validate(
     ready: Ready, score: Any, state: TrainState, log: runlog.RunLog, tally: Tally, poll: Callable[[], None]
 ) -> float:
-    """Scores the track's validation tokens and logs the result."""
+    """Scores the track's validation tokens and logs the result. The state must be the same afterwards."""
     shard, num_tokens = ready.shards.val[0], ready.track.data.val_tokens
+    before = state_hash(state)
     val: Score = evaluate(ready.program, score, state, shard, num_tokens, poll)
     tally.val_s += val.seconds
     step = int(jax.device_get(state.step))
+    if (after := state_hash(state)) != before:
+        raise SpeedrunError(f"validation at step {step}: the state was {before} before it and is {after} now")
     if not np.isfinite(val.nll_sum):
         raise NonFiniteError(f"validation at step {step}: loss is {val.loss}; lower the learning rate")
     log.emit(runlog.Val(step, val.loss, val.tokens, val.nll_sum.hex(), val.seconds))

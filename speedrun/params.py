@@ -193,11 +193,6 @@ def count(table: Mapping[str, ParamSpec]) -> int:
     return sum(spec.size for spec in table.values())
 
 
-def flops_per_token(table: Mapping[str, ParamSpec]) -> float:
-    """Of forward and backward pass: 6 for each weight of a matrix or the head. Attention scores do not count."""
-    return 6.0 * sum(spec.size for spec in table.values() if spec.group in ("matrix", "head"))
-
-
 def _key_of(name: str, key: jax.Array) -> jax.Array:
     return jax.random.fold_in(key, zlib.crc32(name.encode()))
 

@@ -13,10 +13,11 @@ from speedrun import anatomy, cost, devices, footprint, hlo, mesh, scaling
 from speedrun.cost import Attention, Line, Unit, Work
 from speedrun.deviceless import compiled_step, target_mesh
 from speedrun.devices import Device
+from speedrun.footprint import flops_per_token
 from speedrun.optim.groups import MuonAndAdam
-from speedrun.params import ParamSpec, count, flops_per_token
+from speedrun.params import ParamSpec, count
+from speedrun.program import Program
 from speedrun.recipe import Recipe, Stage
-from speedrun.step import Program
 
 #: Where a plan's numbers come from.
 Basis = Literal["arithmetic", "compiled program"]

@@ -15,8 +15,8 @@ from speedrun.data import inventory, stream, synthetic
 from speedrun.errors import UsageError
 from speedrun.ledger import format
 from speedrun.params import SHARDS
+from speedrun.program import Program
 from speedrun.recipe import Recipe, describe
-from speedrun.step import Program
 
 
 class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -75,6 +75,7 @@ class Recipe:
     config: Any  #: a ModelConfig; one small dataclass a model file
     table: Callable[[Any], Table]
     forward: Callable[[Params, jax.Array, Window, Any, Kernels], jax.Array]
+    logits: Callable[[Params, jax.Array, Any], jax.Array]  #: (params, x_ND, config) -> [N, V], for the scorer
     optimizer: Optimizer
     schedule: Schedule
     stages: tuple[Stage, ...]

@@ -17,8 +17,8 @@ from speedrun.anatomy import Collective
 from speedrun.cost import Attention, Line, Work
 from speedrun.deviceless import compiled_step, target_mesh
 from speedrun.devices import Device
+from speedrun.program import Program
 from speedrun.recipe import Recipe, Stage
-from speedrun.step import Program
 
 #: What a collective sends between: devices of one node; one device of each node; all devices.
 Span = Literal["inside", "between", "all"]

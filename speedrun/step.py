@@ -12,7 +12,6 @@ a schedule that lies on the device, by the step number in the state: a step cost
 Legend: A micro-batches of a device, B sequences, T time, K matrices of a bank.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -22,17 +21,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from speedrun.errors import UsageError
 from speedrun.kernels.attention import Window
-from speedrun.kernels.choose import FIXED_WINDOW_FORMS, Kernels
+from speedrun.kernels.choose import Kernels
 from speedrun.kernels.cross_entropy_gpu import Fp8
-from speedrun.mesh import accelerator, fetch, replicate
+from speedrun.mesh import fetch
 from speedrun.optim.muon import shape_factor
 from speedrun.optim.schedules import StepInputs
-from speedrun.params import DATA, SCALARS, SHARDS, Layout, Params
+from speedrun.params import DATA, SCALARS, Layout, Params
 from speedrun.recipe import Recipe
 
 #: XLA's own settings by platform. Its combiner would merge all reduce-scatters into one at the very end, where
@@ -61,46 +59,14 @@ class StepMetrics(NamedTuple):
     nonfinite: dict[str, jax.Array]  #: packed name -> bool[...], where a gradient is not finite
 
 
-class StepShape(NamedTuple):
-    """What one executable of the training step is compiled for."""
-
-    num_sequences: int
-    seq_len: int
-    window_blocks: int | None  #: None: any, read from the schedule
-
-    def __str__(self) -> str:
-        window = "" if self.window_blocks is None else f", window {self.window_blocks}"
-        return f"{self.num_sequences}x{self.seq_len}{window}"
-
-
 @dataclass(frozen=True)
-class Program:
-    """A recipe on a mesh: the functions to compile, and where their arrays live."""
+class Step:
+    """The mathematics of a recipe on a mesh: pure functions. `program.Program` compiles them."""
 
     recipe: Recipe
     mesh: Mesh
-    microbatches: int = SHARDS  #: of one step, over all devices; a split of the work, not of the mathematics
-    attention: str = "auto"  #: the form to use, as `kernels.choose` names it
-
-    def __post_init__(self) -> None:
-        if SHARDS % self.num_shards:
-            raise UsageError(
-                f"got {self.num_shards} devices for a replica, need a divisor of {SHARDS}; "
-                "pass --devices or --replicas that leave 1, 2, 4 or 8"
-            )
-        for i, stage in enumerate(self.recipe.stages):
-            self._check_division(f"stages.{i}.num_sequences", stage.num_sequences, self.microbatches)
-        self._check_division("eval_sequences", self.recipe.eval_sequences, math.lcm(SHARDS, self.num_devices))
-
-    def _check_division(self, setting: str, num_sequences: int, parts: int) -> None:
-        if num_sequences % parts or parts % self.num_devices:
-            even_parts = -(-parts // self.num_devices) * self.num_devices
-            even = -(-num_sequences // even_parts) * even_parts
-            more = f"--microbatches {even_parts} " if even_parts != parts else ""
-            raise UsageError(
-                f"{setting}: {num_sequences} sequences in {parts} parts on {self.num_devices} devices do not come out "
-                f"even; need a multiple of {even_parts}; pass {more}--set {setting}={even}"
-            )
+    microbatches: int  #: of one step, over all devices
+    kernels: Kernels  #: the forms of its operations
 
     @property
     def num_devices(self) -> int:
@@ -113,34 +79,9 @@ class Program:
         return self.mesh.shape[DATA]
 
     @property
-    def replicas(self) -> int:
-        """How often the state is there: once on each node."""
-        return self.num_devices // self.num_shards
-
-    @property
     def axes(self) -> tuple[str, ...]:
         """The mesh's axes: batches are divided over all of them."""
         return self.mesh.axis_names
-
-    @cached_property
-    def kernels(self) -> Kernels:
-        """The forms of its operations, and how they were chosen."""
-        return Kernels(*accelerator(self.mesh), self.attention)
-
-    def fixed_window_at(self, step: int) -> int | None:
-        """The window that the executables of this step are compiled for, or None if they take any."""
-        is_fixed = self.attention in FIXED_WINDOW_FORMS
-        return int(self.recipe.inputs_at(step).window_blocks) if is_fixed else None
-
-    def shape_at(self, step: int) -> StepShape:
-        """Which executable makes this step."""
-        stage = self.recipe.stages[self.recipe.stage_of(step)]
-        return StepShape(stage.num_sequences, stage.seq_len, self.fixed_window_at(step))
-
-    @property
-    def compiler_options(self) -> dict[str, bool | int | str]:
-        """XLA's settings for this platform."""
-        return COMPILER_OPTIONS.get(self.kernels.platform, {})
 
     @cached_property
     def layout(self) -> Layout:
@@ -155,7 +96,7 @@ class Program:
     @cached_property
     def specs(self) -> TrainState:
         """How each leaf of the state is divided: an optimiser's leaf like the parameter it belongs to."""
-        abstract = jax.eval_shape(self._init, jax.random.key(0))
+        abstract = jax.eval_shape(self.init, jax.random.key(0))
 
         def spec(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> P:
             # Zeros depend on no input, so XLA would put them on one device: say where they live.
@@ -167,39 +108,23 @@ class Program:
 
         return jax.tree_util.tree_map_with_path(spec, abstract)
 
-    @cached_property
-    def schedule(self) -> StepInputs:
-        """Inputs of every step and of the last validation, replicated on the devices: arrays [num_steps + 1]."""
-        rows = [self.recipe.inputs_at(step) for step in range(self.recipe.num_steps + 1)]
-        return replicate(StepInputs(*map(np.stack, zip(*rows, strict=True))), self.mesh)
-
-    def shardings(self, specs: Any) -> Any:
-        """A tree of specs as shardings on this mesh."""
-        return jax.tree.map(lambda s: NamedSharding(self.mesh, s), specs, is_leaf=lambda s: isinstance(s, P))
-
-    def _init(self, key: jax.Array) -> TrainState:
+    def init(self, key: jax.Array) -> TrainState:
+        """Starting state."""
         params = self.layout.init(key)
         return TrainState(jnp.zeros((), jnp.int32), params, self.transform.init(params))
 
-    @cached_property
-    def init(self) -> Callable[[jax.Array], TrainState]:
-        """Key to starting state; each device makes only its own part."""
-        return jax.jit(self._init, out_shardings=self.shardings(self.specs))
+    def train_function(self, window_blocks: int | None) -> Callable[..., tuple[TrainState, StepMetrics]]:
+        """(state, tokens_BT, targets_BT, schedule) -> (state, metrics).
 
-    @cached_property
-    def train_step(self) -> Any:
-        """(state, tokens_BT, targets_BT, schedule) -> (state, metrics). `state` is donated."""
-        return self.train_step_for(None)
-
-    def train_step_for(self, window_blocks: int | None) -> Any:
-        """`train_step`, for one window only; None reads the window from the schedule."""
-        step = jax.shard_map(
+        Args:
+            window_blocks: for one window only; None reads the window from the schedule.
+        """
+        return jax.shard_map(
             partial(self._train_step, window_blocks),
             mesh=self.mesh,
             in_specs=(self.specs, P(self.axes), P(self.axes), P()),
             out_specs=(self.specs, StepMetrics(P(), P(DATA), self.layout.specs)),  # pyright: ignore[reportArgumentType]
         )
-        return jax.jit(step, donate_argnums=0)
 
     def _train_step(
         self,
@@ -229,7 +154,7 @@ class Program:
         self, packed: Params, tokens_BT: jax.Array, targets_BT: jax.Array, window: Window
     ) -> tuple[jax.Array, Params]:
         """Mean loss of this device's tokens, and its part of the mean gradient over all devices, packed."""
-        params = self.layout.unpack(self._gather(packed))
+        params = self.whole(packed)
         loss, grads = self._accumulate(params, tokens_BT, targets_BT, window)
         return loss, self._scatter_mean(self.layout.pack(grads))
 
@@ -266,46 +191,22 @@ class Program:
     def nll_sum(
         self, params: Params, tokens_BT: jax.Array, targets_BT: jax.Array, window: Window, fp8: Fp8 | None
     ) -> jax.Array:
-        """Negative log likelihood of all targets together under named parameters: f32 [], nats."""
+        """What is trained on: negative log likelihood of all targets together, f32 [], nats."""
         cfg, targets_N = self.recipe.config, targets_BT.reshape(-1)
-        x_BTD = self.recipe.forward(params, tokens_BT, window, cfg, self.kernels)
-        x_ND = x_BTD.reshape(len(targets_N), -1)
+        x_ND = self.hidden(params, tokens_BT, window).reshape(len(targets_N), -1)
         return self.kernels.summed_cross_entropy(x_ND, params["head"], targets_N, cap=cfg.logit_cap, fp8=fp8)
 
-    @cached_property
-    def eval_step(self) -> Any:
-        """(packed params, tokens_BT, targets_BT, schedule, step) -> summed nats of each sequence, f32 [B]."""
-        return self.eval_step_for(None)
+    def hidden(self, params: Params, tokens_BT: jax.Array, window: Window) -> jax.Array:
+        """What the head is given: [B, T, D]."""
+        return self.recipe.forward(params, tokens_BT, window, self.recipe.config, self.kernels)
 
-    def eval_step_for(self, window_blocks: int | None) -> Any:
-        """`eval_step`, for one window only; None reads the window from the schedule."""
-        return jax.jit(
-            jax.shard_map(
-                partial(self._eval_step, window_blocks),
-                mesh=self.mesh,
-                in_specs=(self.layout.specs, P(self.axes), P(self.axes), P(), P()),
-                out_specs=P(self.axes),
-            )
-        )
+    def logits(self, params: Params, x_ND: jax.Array) -> jax.Array:
+        """Of hidden states, row by row: [N, V]."""
+        return self.recipe.logits(params, x_ND, self.recipe.config)
 
-    def _eval_step(
-        self,
-        window_blocks: int | None,
-        packed: Params,
-        tokens_BT: jax.Array,
-        targets_BT: jax.Array,
-        schedule: StepInputs,
-        step: jax.Array,
-    ) -> jax.Array:
-        """One device's sequences, one after the other, so that memory does not depend on their number."""
-        params = self.layout.unpack(self._gather(packed))
-        window = self.window(schedule.window_blocks[step] if window_blocks is None else window_blocks)
-
-        def score(batch_T: tuple[jax.Array, jax.Array]) -> jax.Array:
-            tokens_T, targets_T = batch_T
-            return self.nll_sum(params, tokens_T[None], targets_T[None], window, fp8=None)
-
-        return jax.lax.map(score, (tokens_BT, targets_BT))
+    def whole(self, packed: Params) -> Params:
+        """Parameters by name, whole on every device, in the compute dtype. Inside `shard_map`."""
+        return self.layout.unpack(self._gather(packed))
 
     def _gather(self, packed: Params) -> Params:
         """Whole parameters on every device, in the compute dtype; scalars cost nothing and stay float32."""
@@ -363,26 +264,3 @@ def _nonfinite(name: str, grad: jax.Array) -> jax.Array:
     if name == SCALARS:
         return bad
     return jnp.any(bad, axis=(1, 2)) if grad.ndim == 3 else jnp.any(bad)[None]
-
-
-@jax.jit
-def fingerprint(state: Any) -> jax.Array:
-    """64 bits of a state (any tree of arrays), equal for equal bits whatever the devices: u32[2].
-
-    Integer sums wrap and do not depend on their order, so no device count or reduction tree can change them.
-    """
-    lanes = jnp.zeros(2, jnp.uint32)
-    for leaf in jax.tree.leaves(state):
-        flat = leaf.reshape(-1)
-        width = jnp.dtype(leaf.dtype).itemsize * 8
-        bits = jax.lax.bitcast_convert_type(flat, jnp.dtype(f"uint{width}")).astype(jnp.uint32)
-        place = jax.lax.iota(jnp.uint32, flat.size)
-        odd = (place[None, :] * jnp.array([[2654435761], [2246822519]], jnp.uint32)) | 1
-        mixed = (bits[None, :] ^ (bits[None, :] >> 15)) * odd
-        lanes = lanes * jnp.uint32(1000003) + jnp.sum(mixed ^ (mixed >> 13), axis=1, dtype=jnp.uint32)
-    return lanes
-
-
-def state_hash(state: TrainState) -> str:
-    """`fingerprint` as 16 hex digits on the host."""
-    return "".join(f"{int(lane):08x}" for lane in fetch(fingerprint(state)))

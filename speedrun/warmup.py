@@ -10,19 +10,26 @@ import numpy as np
 from speedrun import faults, footprint, runlog
 from speedrun import mesh as meshes
 from speedrun.clock import Stopwatch
+from speedrun.fingerprint import state_hash
+from speedrun.footprint import flops_per_token
+from speedrun.optim.schedules import StepInputs
 from speedrun.outcome import Tally
-from speedrun.params import count, flops_per_token
+from speedrun.params import count
 from speedrun.prepare import Ready
-from speedrun.step import StepShape, TrainState, state_hash
+from speedrun.program import StepShape, inspect
+from speedrun.step import TrainState
 
 _STEPS = 2  #: of each executable
 
 
 class Executables(NamedTuple):
-    """All programs of a run, ahead of time."""
+    """All programs of a run, and when each of them runs: nothing of a recipe is asked once the clock has started."""
 
     steps: dict[StepShape, Any]
     scores: dict[int | None, Any]  #: by the window they are compiled for
+    shape_at: tuple[StepShape, ...]  #: of each step
+    score_at: dict[int, Any]  #: at each step that is validated
+    inputs_at: tuple[StepInputs, ...]  #: scheduled inputs of each step
 
 
 def compile_all(ready: Ready, state: TrainState, log: runlog.RunLog, tally: Tally) -> Executables:
@@ -38,7 +45,7 @@ def compile_all(ready: Ready, state: TrainState, log: runlog.RunLog, tally: Tall
         watch = Stopwatch()
         faults.point("compile")
         with _cache() as answers:
-            executable = lowered.compile(compiler_options=program.compiler_options)
+            executable = program.compiled(lowered)
         log.emit(runlog.Compile(name, watch.seconds, answers[-1] if answers else "off"))
         tally.compile_s += watch.seconds
         return executable
@@ -55,13 +62,22 @@ def compile_all(ready: Ready, state: TrainState, log: runlog.RunLog, tally: Tall
         shape = StepShape(recipe.eval_sequences, recipe.eval_seq_len, window_blocks)
         return compiled(f"eval/{shape}", lowered)
 
-    steps = {shape: step(shape) for shape in dict.fromkeys(map(program.shape_at, range(recipe.num_steps)))}
+    inspect(program.init.lower(jax.random.key(0)).as_text())
+    shape_at = tuple(map(program.shape_at, range(recipe.num_steps)))
+    steps = {shape: step(shape) for shape in dict.fromkeys(shape_at)}
     validated = [*filter(ready.track.validates_at, range(recipe.num_steps)), recipe.num_steps]
-    scores = {window: score(window) for window in dict.fromkeys(map(program.fixed_window_at, validated))}
+    window_at = {at: program.fixed_window_at(at) for at in validated}
+    scores = {window: score(window) for window in dict.fromkeys(window_at.values())}
     memory = [executable.memory_analysis() for executable in steps.values()]
     footprint.require(program, max(m.peak_memory_in_bytes for m in memory))
     log.emit(_plan(ready, state, max(m.temp_size_in_bytes for m in memory)))
-    return Executables(steps, scores)
+    return Executables(
+        steps,
+        scores,
+        shape_at,
+        {at: scores[window] for at, window in window_at.items()},
+        tuple(map(recipe.inputs_at, range(recipe.num_steps))),
+    )
 
 
 @contextmanager

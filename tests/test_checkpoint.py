@@ -18,7 +18,7 @@ from speedrun.ledger.assemble import assemble
 from speedrun.ledger.plot import plot
 from speedrun.ledger.validate import validate
 from speedrun.prepare import RunConfig
-from speedrun.step import Program
+from speedrun.program import Program
 
 NUM_STEPS = 12
 
@@ -90,8 +90,8 @@ def test_a_run_that_is_told_to_stop_keeps_its_state(unbroken, tmp_path, monkeypa
     fields = {f: getattr(unbroken, f) for f in unbroken.__struct_fields__}
     config = RunConfig(**{**fields, "out": out, "checkpoint_every": 100})
 
-    def tell(ready, step, log) -> None:
-        real(ready, step, log)
+    def tell(ready, executables, step, log) -> None:
+        real(ready, executables, step, log)
         if step == 6:
             os.kill(os.getpid(), signal.SIGTERM)
 

@@ -9,7 +9,7 @@ from speedrun.cost import Work
 from speedrun.data.synthetic import FINEWEB_MEAN, FINEWEB_MEDIAN, document_lengths
 from speedrun.kernels import attention_triton
 from speedrun.kernels.attention import sight, visible
-from speedrun.step import Program
+from speedrun.program import Program
 
 H100 = devices.load("h100")
 

@@ -10,8 +10,8 @@ from speedrun import footprint, mesh, recipes
 from speedrun.errors import UsageError
 from speedrun.mesh import make_mesh
 from speedrun.prepare import RunConfig, prepare
+from speedrun.program import Program
 from speedrun.recipe import Recipe
-from speedrun.step import Program
 
 
 @pytest.mark.parametrize("num_devices", [1, 8])

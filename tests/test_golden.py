@@ -18,8 +18,9 @@ import pytest
 
 from speedrun import mesh, recipes
 from speedrun.params import Params
+from speedrun.program import Program
 from speedrun.recipe import Recipe, Stage
-from speedrun.step import Program, TrainState
+from speedrun.step import TrainState
 
 FOLDER = Path(os.environ.get("SPEEDRUN_GOLDEN", Path(__file__).parents[2] / "shared" / "golden"))
 FILES = sorted(FOLDER.glob("record21_*.npz"))

@@ -16,7 +16,7 @@ from speedrun import anatomy, deviceless, devices, footprint, hlo, recipes, scal
 from speedrun import plan as planning
 from speedrun.anatomy import Anatomy
 from speedrun.clock import Stopwatch
-from speedrun.step import Program
+from speedrun.program import Program
 
 RECORD = recipes.load("record21")
 DEVICES = 8

@@ -15,8 +15,8 @@ from speedrun import anatomy, cli, deviceless, devices, footprint, recipes
 from speedrun import plan as planning
 from speedrun.models import record21
 from speedrun.params import SHARDS
+from speedrun.program import Program
 from speedrun.recipe import Recipe, Stage
-from speedrun.step import Program
 
 
 def invoke(*args: str) -> Result:

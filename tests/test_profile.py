@@ -11,8 +11,8 @@ from speedrun import cli, hlo
 from speedrun.bench.profile import Profile, profile
 from speedrun.bench.step import lowered_step
 from speedrun.mesh import make_mesh
+from speedrun.program import Program
 from speedrun.recipe import Recipe
-from speedrun.step import Program
 
 STEPS = 2
 

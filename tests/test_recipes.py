@@ -15,8 +15,9 @@ from speedrun.kernels.cross_entropy_gpu import RECORD21
 from speedrun.models import record21
 from speedrun.optim.groups import Adam, AdamOnly
 from speedrun.params import SCALARS, count
+from speedrun.program import Program
 from speedrun.recipe import Recipe, Stage
-from speedrun.step import Program, TrainState
+from speedrun.step import TrainState
 
 TRACES = {
     # First losses with seed 0 on the ids below, in a batch of 8 x 64. If a change here is intended, bump the
@@ -203,13 +204,11 @@ _QUICK = ("record21", "smoke")
     [name if name in _QUICK else pytest.param(name, marks=pytest.mark.slow) for name in recipes.names()],
 )
 def test_pinned_traces_stand(name):
-    # Four digits: enough to see another algorithm, not another machine's rounding.
-    np.testing.assert_allclose(
-        trace(at_laptop_size(name)),
-        TRACES[name],
-        rtol=2e-4,
-        err_msg="if this change is intended, bump the recipe's revision and say why in CHANGELOG.md",
-    )
+    # Enough to see another algorithm, not another machine's rounding, which Newton-Schulz amplifies from step to step.
+    error = np.abs(np.array(trace(at_laptop_size(name))) / TRACES[name] - 1)
+    allowed = [1e-5, 1e-5, 2e-4, 1e-3, 1e-3]
+    hint = "if this change is intended, bump the recipe's revision and say why in CHANGELOG.md"
+    assert (error <= allowed).all(), f"relative errors {error}; {hint}"
 
 
 def test_stages_follow_each_other():

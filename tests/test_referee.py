@@ -15,7 +15,7 @@ from record_forge import forge, install_track
 from test_checkpoint import facts_of, unbroken  # noqa: F401 - a fixture
 from test_train import SMALL
 
-from speedrun import recipes, runlog, step, track
+from speedrun import program, recipes, runlog, scoring, track
 from speedrun.checkpoint import folder_of
 from speedrun.cli import command
 from speedrun.errors import CheckpointError, UsageError
@@ -181,21 +181,26 @@ def test_a_model_that_sees_the_next_token_is_seen(unbroken, tmp_path, monkeypatc
 
 @pytest.mark.slow
 def test_a_loss_that_is_no_distribution_is_seen(unbroken, tmp_path, monkeypatch):  # noqa: F811
-    honest = step.Program.nll_sum
-    monkeypatch.setattr(step.Program, "nll_sum", lambda *args, **named: 0.99 * honest(*args, **named))
+    honest = scoring.nll_sums
+    monkeypatch.setattr(scoring, "nll_sums", lambda *args, **named: 0.99 * honest(*args, **named))
     found = examine(examination(unbroken, tmp_path, restarts=()))
     assert all(mass > 1.01 for mass in found.masses)
 
 
 @pytest.mark.slow
 def test_a_sequence_that_knows_its_neighbours_is_seen(unbroken, tmp_path, monkeypatch):  # noqa: F811
-    honest = step.Program._eval_step
+    honest = program.Program.eval_step_for
 
-    def knows(self, window, packed, tokens_BT, targets_BT, schedule, at):
-        nll_B = honest(self, window, packed, tokens_BT, targets_BT, schedule, at)
-        return nll_B + 1e-3 * jnp.roll(nll_B, 1)
+    def knows(self, window):
+        score = honest(self, window)
 
-    monkeypatch.setattr(step.Program, "_eval_step", knows)
+        def scored(*args):
+            nll_BC = score(*args)
+            return nll_BC + 1e-3 * jnp.roll(nll_BC, 1, axis=0)
+
+        return scored
+
+    monkeypatch.setattr(program.Program, "eval_step_for", knows)
     assert examine(examination(unbroken, tmp_path, restarts=())).company > 1e-5
 
 

@@ -17,8 +17,8 @@ from speedrun.data.stream import TokenStream
 from speedrun.evaluate import evaluate
 from speedrun.optim.groups import AdamOnly
 from speedrun.params import DATA, SCALARS, Params
+from speedrun.program import Program
 from speedrun.recipe import Recipe
-from speedrun.step import Program
 
 pytestmark = pytest.mark.slow
 

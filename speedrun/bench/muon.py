@@ -13,7 +13,7 @@ from speedrun.errors import UsageError
 from speedrun.optim.groups import MuonAndAdam
 from speedrun.optim.muon import orthogonalize
 from speedrun.params import SHARDS
-from speedrun.step import Program
+from speedrun.program import Program
 
 
 def muon(program: Program, num_devices: int) -> list[Timing]:

@@ -12,7 +12,7 @@ import jax
 from speedrun import anatomy, hlo
 from speedrun.bench.step import lowered_step
 from speedrun.errors import SpeedrunError
-from speedrun.step import Program
+from speedrun.program import Program
 from speedrun.timeline import Event, Usage, usage
 
 _CONTROL = {"while", "conditional", "call"}  #: a CPU reports these around what they run

@@ -9,8 +9,8 @@ from speedrun import devices
 from speedrun import mesh as meshes
 from speedrun.bench.timing import middle
 from speedrun.clock import Stopwatch
-from speedrun.params import flops_per_token
-from speedrun.step import Program
+from speedrun.footprint import flops_per_token
+from speedrun.program import Program
 
 
 class StepTimings(NamedTuple):

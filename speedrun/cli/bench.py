@@ -45,7 +45,7 @@ def muon(*, recipe: str, devices: str, settings: tuple[str, ...], as_json: bool)
     overrides = parse_settings(settings)
     from speedrun import mesh, recipes
     from speedrun.bench.muon import muon as measure
-    from speedrun.step import Program
+    from speedrun.program import Program
 
     mesh.prepare("any")
     program = Program(recipes.load(recipe).override(overrides), mesh.make_mesh(1))

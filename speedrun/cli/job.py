@@ -171,7 +171,7 @@ def _check_division(track: Track, given: dict[str, Any], nodes: int, gpus: int) 
     from speedrun import recipes
     from speedrun.mesh import DATA, REPLICA
     from speedrun.params import SHARDS
-    from speedrun.step import Program
+    from speedrun.program import Program
 
     recipe = recipes.load(given["recipe"] or track.recipe).override(parse_settings(given["settings"]))
     replicas = given.get("replicas") or nodes

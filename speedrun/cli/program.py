@@ -15,7 +15,7 @@ from speedrun.cli.options import (
 from speedrun.errors import UsageError
 
 if TYPE_CHECKING:
-    from speedrun.step import Program
+    from speedrun.program import Program
 
 _OPTIONS: tuple[Decorator, ...] = (
     click.option("--recipe", metavar="NAME", default="smoke", show_default=True, help="What to train."),
@@ -54,7 +54,7 @@ def asked_program(
     import jax
 
     from speedrun import mesh, recipes
-    from speedrun.step import Program
+    from speedrun.program import Program
 
     chosen = recipes.load(recipe).override(overrides)
     if first_step >= chosen.num_steps:

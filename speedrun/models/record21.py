@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from speedrun import nn
+from speedrun.kernels import cross_entropy
 from speedrun.kernels.attention import Sight, Window, sight
 from speedrun.kernels.choose import Kernels
 from speedrun.params import Dtype, Params, ParamSpec, Table, constant, normal, uniform_fan_in, zeros
@@ -163,6 +164,11 @@ def table(cfg: Config) -> Table:
         "skips": ParamSpec((cfg.num_layers // 2,), ("layer",), constant(1.0), "scalar"),
         "head": ParamSpec((cfg.head_size, cfg.model_dim), ("vocab", "model"), zeros, "head"),
     }
+
+
+def logits(p: Params, x_ND: jax.Array, cfg: Config) -> jax.Array:
+    """Capped logits of final hidden states: f32 [N, V]."""
+    return cross_entropy.logits(x_ND, p["head"], cap=cfg.logit_cap)
 
 
 def context(p: Params, tokens_BT: jax.Array, long: Window, cfg: Config, kernels: Kernels) -> Context:

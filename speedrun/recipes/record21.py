@@ -8,7 +8,7 @@ Credits: modded-nanogpt (K. Jordan, @Grad62304977, @YouJiacheng, @brendanh0gan, 
 """
 
 from speedrun.kernels.cross_entropy_gpu import RECORD21
-from speedrun.models.record21 import NO_TABLE, Config, forward, table
+from speedrun.models.record21 import NO_TABLE, Config, forward, logits, table
 from speedrun.optim.groups import Adam, MuonAndAdam
 from speedrun.optim.schedules import Schedule
 from speedrun.recipe import Recipe, Stage
@@ -38,6 +38,7 @@ RECIPE = Recipe(
     ),
     table=table,
     forward=forward,
+    logits=logits,
     optimizer=MuonAndAdam(
         muon_lr=0.05,
         muon_steps=5,

@@ -32,6 +32,7 @@ RECIPE = Recipe(
     ),
     table=record21.table,
     forward=record21.forward,
+    logits=record21.logits,
     optimizer=MuonAndAdam(
         muon_lr=0.05,
         muon_steps=5,

@@ -1,0 +1,54 @@
+"""The scorer: what each target costs under a model's logits, by arithmetic of its own.
+
+An instrument. A recipe brings hidden states and logits; it never sees a target of a validation, and how its logits are
+capped is its own affair: the sum runs over all of them.
+
+Legend: N tokens of a chunk, T time, C chunks of a sequence, D model, V vocabulary.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+#: What the float32 logits of one chunk may take, by platform: on a CPU they stay in its caches.
+CHUNK_BYTES = {"cpu": 64 * 2**20, "gpu": 2 * 2**30}
+
+
+def nll_sums(
+    logits: Callable[[jax.Array], jax.Array],
+    x_TD: jax.Array,
+    targets_T: jax.Array,
+    *,
+    vocab_size: int,
+    platform: str,
+) -> jax.Array:
+    """Negative log likelihood of a sequence's targets: -log softmax(logits(x))[target], summed in chunks.
+
+    Args:
+        logits: hidden states [N, D] to logits [N, V], row by row; any float dtype.
+        x_TD: of the sequence.
+        targets_T: i32, each below V.
+        vocab_size: of the track; V is at least that.
+        platform: decides how large a chunk is.
+
+    Returns:
+        f32 [C], nats; to be added up in float64.
+
+    Raises:
+        ValueError: for logits of another shape.
+    """
+    num_tokens = len(x_TD)
+    (rows, columns) = jax.eval_shape(logits, x_TD).shape
+    if rows != num_tokens or columns < vocab_size:
+        raise ValueError(f"got logits [{rows}, {columns}]; need [{num_tokens}, {vocab_size} or more]")
+    most = max(1, CHUNK_BYTES[platform] // (4 * columns))
+    chunk = next(n for n in range(min(most, num_tokens), 0, -1) if num_tokens % n == 0)
+
+    def nll_sum(part: tuple[jax.Array, jax.Array]) -> jax.Array:
+        x_ND, targets_N = part
+        z_NV = logits(x_ND).astype(jnp.float32)
+        target_N = jnp.take_along_axis(z_NV, targets_N[:, None], axis=1)[:, 0]
+        return jnp.sum(jax.nn.logsumexp(z_NV, axis=1) - target_N)
+
+    return jax.lax.map(nll_sum, (x_TD.reshape(-1, chunk, x_TD.shape[1]), targets_T.reshape(-1, chunk)))
