@@ -84,8 +84,8 @@ main() {
     quick | dev) locks=(requirements/dev.lock) ;;
     *) die "got $want; need run, prep, quick or dev" ;;
   esac
-  # CUDA's own locks bring a compiler already, and an overlaid JAX would need another one.
-  if [[ $want == dev && $kind == cpu && -z ${SPEEDRUN_JAX:-} ]]; then locks+=(requirements/aot.lock); fi
+  # CUDA's own locks bring a compiler already; it must be of JAX's own version.
+  if [[ $want == dev && $kind == cpu ]]; then locks+=("requirements/aot${SPEEDRUN_JAX:+-$SPEEDRUN_JAX}.lock"); fi
   if [[ $kind != cpu ]]; then locks+=("requirements/$kind.lock"); fi
   if [[ -n ${SPEEDRUN_JAX:-} ]]; then
     [[ $kind == cpu ]] || die "SPEEDRUN_JAX has no lock for $kind; need SPEEDRUN_ACCELERATOR=cpu"
