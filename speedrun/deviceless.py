@@ -4,6 +4,7 @@ What comes out is the program a GPU would run, scheduled, with its buffers assig
 nothing is tuned by trying: which GEMM kernel is fastest is found out on a GPU only.
 """
 
+import math
 import shutil
 from collections.abc import Mapping
 from functools import partial
@@ -74,7 +75,15 @@ def compile_for_target(function: Any, *args: Any, options: Options = CUBLAS_GEMM
     Returns:
         The `jax.stages.Compiled`, which `anatomy.dissect` reads.
     """
-    return function.lower(*args).compile(compiler_options=dict(options))
+    # JAX can write such a program to its cache on disk, but not read it back: a program is stored if compiling took
+    # at least so long.
+    setting = "jax_persistent_cache_min_compile_time_secs"
+    stored_after_s = getattr(jax.config, setting)
+    jax.config.update(setting, math.inf)
+    try:
+        return function.lower(*args).compile(compiler_options=dict(options))
+    finally:
+        jax.config.update(setting, stored_after_s)
 
 
 def compiled_step(program: Program, stage: Stage, options: Options = CUBLAS_GEMMS) -> Any:

@@ -248,6 +248,20 @@ def test_the_compiler_accepts_every_target(kind: str) -> None:
     assert anatomy.dissect(compiled).traffic_bytes == 2 * 4 * 8 * 4
 
 
+def test_a_program_for_a_target_is_not_stored(
+    h100: Callable[[int], Mesh], request: pytest.FixtureRequest
+) -> None:
+    """The suite's cache on disk is in use, and a warning is an error: the second compilation would read the first."""
+    setting = "jax_persistent_cache_min_compile_time_secs"
+    before_s = getattr(jax.config, setting)
+    request.addfinalizer(lambda: jax.config.update(setting, before_s))
+    jax.config.update(setting, 0.0)
+    x = rows(h100(1), (8, 8), jnp.float32)
+    texts = {compile_for_target(jax.jit(lambda x: x + 2), x).as_text() for _ in range(2)}
+    assert len(texts) == 1
+    assert getattr(jax.config, setting) == 0.0
+
+
 def test_a_missing_compiler_is_said_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     none = ("jax-no-such-plugin", "no-such-nvcc")
     monkeypatch.setattr(deviceless, "COMPILERS", (none, none))
