@@ -30,6 +30,16 @@ def test_there_are_three() -> None:
     assert [step["run"] for step in steps("test.yml") if "run" in step] == ["scripts/test.sh"]
 
 
+def test_every_locked_jax_is_tested() -> None:
+    (job,) = parsed("test.yml")["jobs"].values()
+    found = [(one["python"], one.get("jax")) for one in job["strategy"]["matrix"]["include"]]
+    overlays = [path.stem.removeprefix("jax-") for path in (ROOT / "requirements").glob("jax-*.lock")]
+    assert sorted(found, key=str) == sorted(
+        [("3.11", None), ("3.12", None), *(("3.12", jax) for jax in overlays)], key=str
+    )
+    assert job["env"] == {"SPEEDRUN_JAX": "${{ matrix.jax }}"}
+
+
 @pytest.mark.parametrize("name", WORKFLOWS)
 def test_a_workflow_may_only_read(name: str) -> None:
     workflow = parsed(name)
