@@ -25,7 +25,7 @@ TOKENS = 49_152  #: of a device and step
 LOGITS = TOKENS * RECORD.config.head_size
 
 #: Bytes of the gathers that no kernel overlaps: the first layer's bank and the table of tokens. Since JAX 0.11 XLA
-#: schedules the kernels that need no parameter after them; JAX 0.10 runs those meanwhile, which hides 0.06 ms by
+#: schedules the kernels that need no parameter after them; JAX 0.10 runs those meanwhile, which hides 0.07 ms by
 #: `scaling`'s clock (docs/LOG.md, 2026-11-22: deviceless tests on every JAX).
 WAITS_FOR = [] if jax.__version_info__ < (0, 11) else [2 * 8 * 768 * 768, 2 * 50_264 * 768]
 
