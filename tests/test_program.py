@@ -1,0 +1,101 @@
+"""What judges a run: the scorer against its definition in float64, and what a program may not contain."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_train import SMALL
+
+from speedrun import loop, mesh, scoring, train
+from speedrun import program as programs
+from speedrun.errors import SpeedrunError, UsageError
+from speedrun.prepare import RunConfig
+from speedrun.program import Program
+from speedrun.recipe import Recipe
+
+TOKENS, WIDTH, VOCAB = 24, 8, 50
+
+
+@pytest.fixture
+def hidden() -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Hidden states, a head of 64 columns, and targets."""
+    kx, kw, kt = jax.random.split(jax.random.key(0), 3)
+    head_VD = 3 * jax.random.normal(kw, (64, WIDTH))
+    return jax.random.normal(kx, (TOKENS, WIDTH)), head_VD, jax.random.randint(kt, (TOKENS,), 0, VOCAB)
+
+
+@pytest.mark.parametrize("cap", [2.0, 15.0, None])
+@pytest.mark.parametrize("chunk", [1, 6, 1000])
+def test_the_scorer_is_the_definition_for_any_cap_and_chunk(hidden, cap, chunk, monkeypatch):
+    x_TD, head_VD, targets_T = hidden
+    monkeypatch.setitem(scoring.CHUNK_BYTES, "cpu", 4 * 64 * chunk)
+
+    def logits(x_ND: jax.Array) -> jax.Array:
+        z_NV = x_ND @ head_VD.T
+        return z_NV if cap is None else cap * jnp.tanh(z_NV / cap)
+
+    sums_C = scoring.nll_sums(logits, x_TD, targets_T, vocab_size=VOCAB, platform="cpu")
+    assert len(sums_C) == max(1, TOKENS // chunk)
+    z_TV = np.asarray(logits(x_TD), np.float64)
+    nll_T = np.log(np.exp(z_TV).sum(axis=1)) - z_TV[np.arange(TOKENS), np.asarray(targets_T)]
+    assert np.asarray(sums_C, np.float64).sum() == pytest.approx(nll_T.sum(), rel=1e-6)
+
+
+def test_logits_that_no_exponential_survives_are_scored(hidden):
+    x_TD, head_VD, targets_T = hidden
+    sums_C = scoring.nll_sums(
+        lambda x: 1e4 * x @ head_VD.T, x_TD, targets_T, vocab_size=VOCAB, platform="cpu"
+    )
+    assert np.isfinite(sums_C).all()
+
+
+@pytest.mark.parametrize("shape", [(TOKENS, VOCAB - 1), (TOKENS - 1, 64)])
+def test_logits_of_a_part_of_the_vocabulary_or_of_the_tokens_are_refused(hidden, shape):
+    x_TD, _, targets_T = hidden
+    with pytest.raises(ValueError, match=rf"got logits \[{shape[0]}, {shape[1]}\]; need \[24, 50 or more\]"):
+        scoring.nll_sums(lambda x: jnp.zeros(shape), x_TD, targets_T, vocab_size=VOCAB, platform="cpu")
+
+
+def asks_the_host(x: jax.Array) -> jax.Array:
+    return jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method="sequential")
+
+
+def prints(x: jax.Array) -> jax.Array:
+    jax.debug.print("{}", x.sum())
+    return x
+
+
+@pytest.mark.parametrize("talks", [asks_the_host, prints])
+@pytest.mark.parametrize("where", ["forward", "logits"])
+def test_no_program_talks_to_the_host(tiny: Recipe, talks, where):
+    honest = getattr(tiny, where)
+    recipe = dataclasses.replace(tiny, **{where: lambda *args: talks(honest(*args))})
+    program = Program(recipe, mesh.make_mesh(1))
+    state = program.init(jax.random.key(0))
+    ids_BT = mesh.place(np.ones((recipe.eval_sequences, recipe.eval_seq_len), np.int32), program.mesh)
+    lowered = program.eval_step.lower(state.params, ids_BT, ids_BT, program.schedule, state.step)
+    with pytest.raises(UsageError, match=r"a compiled program would call .*callback"):
+        program.compiled(lowered)
+
+
+@pytest.mark.parametrize("opcode", ["infeed", "outfeed", "send", "recv"])
+def test_streams_from_and_to_the_host_are_refused(opcode):
+    with pytest.raises(UsageError, match=f"would call {opcode}"):
+        programs.inspect(f'%0 = "stablehlo.{opcode}"(%1) : (tensor<f32>) -> tensor<f32>')
+
+
+def test_kernels_of_pallas_are_not(tiny: Recipe):
+    for name in programs.FOREIGN:
+        programs.inspect(f"%0 = stablehlo.custom_call @{name}(%1)")
+
+
+def test_a_validation_that_changes_the_state_ends_the_run(smoke_data, tmp_path, monkeypatch):
+    """The third hash of a run is the state before its validation, the fourth the one after it."""
+    honest, calls = loop.state_hash, iter(range(100))
+    monkeypatch.setattr(loop, "state_hash", lambda state: honest(state)[:-1] + str(next(calls)))
+    with pytest.raises(
+        SpeedrunError, match=r"validation at step \d+: the state was \w+ before it and is \w+ now"
+    ):
+        train.train(RunConfig("smoke-cpu", tmp_path / "out", overrides=SMALL, data=smoke_data))
