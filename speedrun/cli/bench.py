@@ -121,21 +121,38 @@ def norm(*, tokens: int, heads: int, dim: int, as_json: bool) -> None:
 )
 @program_options
 @click.option("--steps", type=Integer(1), default=10, show_default=True, help="How many to time.")
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Folder of shards. Default: synthetic ids with the document lengths of FineWeb.",
+)
+@click.option("--no-command-buffers", is_flag=True, help="XLA launches kernels one by one.")
 @json_option
-def step(*, steps: int, first_step: int, as_json: bool, **asked: Any) -> None:
-    """The whole training step on random ids: milliseconds, tokens per second, MFU, memory."""
+def step(
+    *, steps: int, data: Path | None, first_step: int, no_command_buffers: bool, as_json: bool, **asked: Any
+) -> None:
+    """The training step as a run takes it, one ahead: milliseconds, tokens per second, MFU, memory."""
     program = asked_program(first_step=first_step, **asked)
     from speedrun.bench.step import step as measure
+    from speedrun.data import pace
 
-    result = measure(program, num_steps=steps, first_step=first_step)
+    result = measure(
+        program,
+        num_steps=steps,
+        first_step=first_step,
+        shards=pace.folder_shards(data) if data else (),
+        command_buffers=not no_command_buffers,
+    )
     if as_json:
         click.echo(msgspec.json.encode(result._asdict()))
         return
     mfu = "" if result.mfu is None else f" | MFU {result.mfu:.1%}"
     click.echo(
-        f"step    median {result.median_ms:.2f} ms, spread {result.spread_ms:.2f} ms, {steps} steps\n"
+        f"step    mean {result.mean_ms:.2f} ms, spread {result.spread_ms:.2f} ms, {steps} steps\n"
+        f"tokens  {result.tokens}\n"
         f"rate    {result.tokens_per_s:,.0f} tokens/s{mfu}\n"
-        f"memory  {result.peak_bytes / 1e9:.2f} GB at most | compiled in {result.compile_s:.1f} s"
+        f"memory  {result.peak_bytes / 1e9:.2f} GB of the program | compiled in {result.compile_s:.1f} s"
     )
     for call, form in result.kernels.items():
         click.echo(f"kern    {call} | {form}")

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from speedrun import devices
+from speedrun import devices, provenance
 from speedrun import track as tracks
 from speedrun.doctor import cuda, gpus, network, nvidia, qualify, rates, software, storage
 from speedrun.doctor.check import Check
@@ -68,7 +68,7 @@ def _driver(found: list[nvidia.Gpu], *, needed: bool) -> Iterator[Check]:
     if not found:
         return
     yield from gpus.identity(found)
-    yield from cuda.checks(found, software.installed(), needed=needed)
+    yield from cuda.checks(found, provenance.installed(), needed=needed)
     if len(found) > 1:
         try:
             yield gpus.topology(found, nvidia.links())
@@ -94,6 +94,10 @@ def _devices(found: list[nvidia.Gpu], records: Path, *, usable: bool) -> Iterato
     seen = 0 if simulated else over.size
     if usable and seen < len(found):
         yield cuda.unseen(len(found), seen)
+    if found and simulated:
+        said = f"not measured: {len(found)} GPUs are here, and JAX uses none of them; see above"
+        yield Check("rates", said, ok=False, needed=False)
+        return
     agree = health.all_devices_agree(over)
     yield Check(
         "collective", f"a sum over the devices {'comes out right' if agree else 'is wrong'}", ok=agree
