@@ -7,8 +7,8 @@
 #   scripts/measure_gpu.sh [--from DIR] --rehearse       the same parts on a CPU, tiny, in a few minutes
 #
 #   --out DIR             results; default docs/benchmarks/<date>-<gpu>. Those of an earlier slice stay
-#   --minutes N           stop after so long; the same command goes on with the parts that are not yet ok
-#   --parts NAME,...      only these, again if need be; --list names them all
+#   --minutes N           stop after so long; the same command goes on with the parts that have no result
+#   --parts NAME,...      only these, also once more; --list names them all
 #   --shards DIR          3 million real tokens (*_train_*.bin) and 131,073 to score (*_val_*.bin), as llm.c has them;
 #                         without them, synthetic ids with the document lengths of FineWeb
 #   --rival DIR           DIR/run, somebody's program, is timed in turns with ours: see speedrun/bench/rival.py

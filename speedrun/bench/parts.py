@@ -125,7 +125,7 @@ def _bench(what: str, *words: str, limit_s: float = _RUNS_S, name: str = "") -> 
 
 
 def _agree(kernel: str, size: Size) -> Part:
-    return _bench("agree", kernel, *size.agree, name=f"agree-{kernel}")
+    return _bench("agree", kernel, *size.agree, limit_s=2 * _RUNS_S, name=f"agree-{kernel}")
 
 
 def _step(form: str, window: str, size: Size, *, one: bool = False, launches: bool = False) -> Part:

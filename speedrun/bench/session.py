@@ -15,6 +15,7 @@ import signal
 import subprocess
 import tarfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -39,7 +40,8 @@ class Part(NamedTuple):
     ends_well: tuple[int, ...] = (0,)  #: exit codes with which it has measured what it should
 
 
-Status = Literal["ok", "failed", "refused", "died", "killed"]
+#: `killed` went beyond its limit; `cut` had less time than that, because the slice was over.
+Status = Literal["ok", "failed", "refused", "died", "killed", "cut"]
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -129,6 +131,8 @@ def _verdict(part: Part, code: "int | _Lost", limit_s: float, last: str) -> tupl
     if isinstance(code, int):
         return ("refused" if code == UsageError.exit_code else "failed"), last or f"exit code {code}"
     if code.by is None:
+        if limit_s < part.limit_s:
+            return "cut", f"the slice was over after {limit_s:.0f} s; last it said: {last}"
         return "killed", f"beyond its limit of {limit_s:.0f} s; last it said: {last}"
     how = f"signal {-code.by}" if code.by < 0 else f"exit code {code.by}"
     return "died", f"{how}; last it said: {last}"
@@ -168,11 +172,8 @@ class _Worker:
         process = self._process = self._process or self._start()
         assert process.stdin
         assert process.stdout
-        try:
+        with suppress(BrokenPipeError):  # a dead one says so at once: its standard output ends
             process.stdin.write(msgspec.json.encode(request) + b"\n")
-            process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it is dead, and what was its standard output says so at once
         ready, _, _ = select.select([process.stdout], [], [], most_s)
         answer = process.stdout.readline() if ready else b""
         if answer:
@@ -186,6 +187,7 @@ class _Worker:
             return subprocess.Popen(
                 self._argv,
                 env=self._env,
+                bufsize=0,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -197,11 +199,12 @@ class _Worker:
         process, self._process = self._process, None
         if process is None:
             return
-        try:
+        for pipe in (process.stdin, process.stdout):
+            assert pipe
+            pipe.close()
+        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(process.pid, signal.SIGKILL)
             process.wait(_DEATH_S)
-        except (ProcessLookupError, subprocess.TimeoutExpired):
-            pass
 
     end = replace
 

@@ -1,6 +1,7 @@
 """`speedrun bench all`: everything that only a GPU can tell, in one sitting that can be cut into slices."""
 
 import os
+import shutil
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -78,7 +79,7 @@ def everything(
     out.mkdir(parents=True, exist_ok=True)
     before = session.results(out)
     if names is None:
-        chosen = [part for part in chosen if part.name not in before or before[part.name].status != "ok"]
+        chosen = [part for part in chosen if part.name not in before or before[part.name].status == "cut"]
     head = [*machine, _software(), f"tokens: {shards or 'synthetic, with the document lengths of FineWeb'}"]
     ended: list[Result] = []
 
@@ -91,14 +92,15 @@ def everything(
         session.run(
             chosen, out, _worker(), env=_environment(work, rehearse=rehearse), most_s=60 * minutes, ended=tell
         )
+    for choices in sorted((work / "programs").glob("*autotune*")):
+        shutil.copytree(choices, out / "autotune", dirs_exist_ok=True)
     left_out = _write(head, known, out)
     late = [part.name for part in chosen[len(ended) :]]
-    for said in (
-        f"time is up before: {','.join(late)}" if late else "",
-        f"too large for the archive: {', '.join(left_out)}" if left_out else "",
-        f"summary in {out}/summary.md, everything in {out}/outputs.tar.gz",
-    ):
-        click.echo(said, nl=bool(said))
+    if late:
+        click.echo(f"time is up before {', '.join(late)}; the same command goes on there")
+    if left_out:
+        click.echo(f"too large for the archive: {', '.join(left_out)}")
+    click.echo(f"summary in {out}/summary.md, everything in {out}/outputs.tar.gz")
     if bad := [result.name for result in ended if result.status in ("failed", "died", "killed")]:
         raise SpeedrunError(
             f"{len(bad)} of {len(ended)} parts gave no figures: {', '.join(bad)}; see the summary"
