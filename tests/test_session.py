@@ -159,6 +159,11 @@ def test_slices_meet_in_one_summary(measured, tmp_path):
     assert "Not run: never." in text
     assert "- before: 0" in text
     assert "| 1 | 2.5 |" in text
+    (out / "parts" / "one.out").write_text('{"mean_ms": 812.25, "mfu": null, "peak_bytes": 28800000000}')
+    text = session.summary([], all_parts, out)
+    assert "| mean_ms 812.2, peak_bytes 28800000000 |" in text
+    (out / "parts" / "one.out").write_text('[{"verdict": "right", "o": 0.1}, {"verdict": "wrong", "o": 0.2}]')
+    assert "| 1 of 2 cases right |" in session.summary([], all_parts, out)
 
 
 def test_parts_are_chosen_by_name_in_their_own_order():

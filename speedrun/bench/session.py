@@ -216,7 +216,12 @@ def summary(head: Sequence[str], parts: Sequence[Part], out: Path) -> str:
     names += [name for name in found if name not in names]
     missing = [part.name for part in parts if part.name not in found]
     rows = [
-        {"part": name, "status": one.status, "seconds": f"{one.seconds:.0f}", "reason": one.reason}
+        {
+            "part": name,
+            "status": one.status,
+            "seconds": f"{one.seconds:.0f}",
+            "figures, or the reason": one.reason if one.status != "ok" else _gist(_said(out, name)),
+        }
         for name, one in ((name, found[name]) for name in names)
     ]
     lines = ["# What this machine measured", "", *(f"- {line}" for line in head), "", *_table(rows), ""]
@@ -227,18 +232,51 @@ def summary(head: Sequence[str], parts: Sequence[Part], out: Path) -> str:
     return "\n".join(lines)
 
 
-_SHOWN_LINES, _SHOWN_CHARS = 14, 90
+_SHOWN_LINES, _SHOWN_CHARS = 14, 120
 _FEW = 8  #: of a list of numbers
+#: What the first table shows of a part, where it has it.
+_GIST = (
+    "mean_ms",
+    "step_ms",
+    "tokens_per_s",
+    "mfu",
+    "peak_bytes",
+    "ratio",
+    "matmul_gflops",
+    "memory_gb_per_s",
+    "ready",
+)
 
 
-def _figures(out: Path, name: str) -> list[str]:
-    """What a part said on its standard output: JSON as tables, text as its last lines."""
+def _said(out: Path, name: str) -> Any:
+    """What a part said on its standard output: what its JSON holds, or text."""
     path = out / "parts" / f"{name}.out"
     text = path.read_text(errors="replace").strip() if path.is_file() else ""
     try:
-        said = msgspec.json.decode(text)
+        return msgspec.json.decode(text)
     except msgspec.DecodeError:
-        return ["```", *text.splitlines()[-_SHOWN_LINES:], "```"] if text else []
+        return text
+
+
+def _gist(said: Any) -> str:
+    """The few figures that matter most."""
+    if isinstance(said, str):
+        results = [line for line in said.splitlines() if line.startswith("result")]
+        return " ".join(results[-1].split()) if results else ""
+    facts: dict[str, Any] = said if isinstance(said, dict) else {}
+    rows: list[dict[str, Any]] = said if isinstance(said, list) else facts.get("timings", [])
+    if rows and "verdict" in rows[0]:
+        return f"{sum(row['verdict'] == 'right' for row in rows)} of {len(rows)} cases right"
+    if rows:
+        return ", ".join(f"{row['name']} {_shown(row['median_ms'])} ms" for row in rows)
+    return ", ".join(f"{key} {_shown(facts[key])}" for key in _GIST if facts.get(key) is not None)
+
+
+def _figures(out: Path, name: str) -> list[str]:
+    """All that a part said: JSON as tables, text as its last lines."""
+    said = _said(out, name)
+    if isinstance(said, str):
+        return ["```", *said.splitlines()[-_SHOWN_LINES:], "```"] if said else []
     if isinstance(said, list):
         return _table(said)
     lines = [f"- {key}: {_shown(value)}" for key, value in said.items() if not _is_rows(value)]

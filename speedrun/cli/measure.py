@@ -108,10 +108,10 @@ def everything(
 
 
 def _gpus() -> list[str]:
-    """What is here, a line for each GPU.
+    """What is here: a line for each GPU, and one for CUDA.
 
     Raises:
-        UsageError: without a GPU, or with a driver or CUDA packages that JAX cannot use.
+        UsageError: without a GPU, or with a driver that is too old.
     """
     try:
         found = nvidia.gpus()
@@ -119,10 +119,12 @@ def _gpus() -> list[str]:
         raise UsageError(f"no GPU: {error}; need one, or --rehearse on a CPU") from None
     if not found:
         raise UsageError("no GPU: nvidia-smi names none; need one, or --rehearse on a CPU")
-    for check in cuda.checks(found, provenance.installed(), needed=True):
-        if not check.ok:
-            raise UsageError(f"{check.name}: {check.found}")
-    return [f"{gpu.name}, driver {gpu.driver}, {gpu.memory_bytes / 2**30:.0f} GiB" for gpu in found]
+    checks = {check.name: check for check in cuda.checks(found, provenance.installed(), needed=True)}
+    if not checks["driver"].ok:
+        raise UsageError(f"driver {checks['driver'].found}")
+    # Packages are only noted: those of the system may stand in for what is missing, and the first part will tell.
+    here = [f"{gpu.name}, driver {gpu.driver}, {gpu.memory_bytes / 2**30:.0f} GiB" for gpu in found]
+    return [*here, checks["cuda"].found]
 
 
 def _software() -> str:
