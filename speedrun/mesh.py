@@ -29,7 +29,9 @@ def prepare(platform: str) -> None:
         platform: "cpu" simulates a node; "gpu" takes what is there; "any" takes GPUs if there are some, or if
             $JAX_PLATFORMS asks for CUDA.
     """
-    has_gpu = any(Path("/dev").glob("nvidia[0-9]*")) or "cuda" in (jax.config.jax_platforms or "")
+    has_gpu = any(Path("/dev").glob("nvidia[0-9]*")) or "cuda" in (
+        getattr(jax.config, "jax_platforms", None) or ""
+    )
     if platform == "gpu" or (platform == "any" and has_gpu):
         return
     num_local, rest = divmod(CPU_DEVICES, processes.count())

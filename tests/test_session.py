@@ -223,6 +223,21 @@ def test_a_machine_that_cannot_measure_is_a_line(answer, said, tmp_path, monkeyp
     assert not (tmp_path / "out").exists()
 
 
+def test_a_gpu_that_jax_cannot_use_ends_the_session_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "_gpus", lambda: ["a GPU, driver 580"])
+    monkeypatch.setattr(measure, "_provide", lambda *_, **__: None)
+    script = tmp_path / "fake.py"
+    script.write_text(FAKE.replace("def die", "def bench"))
+    monkeypatch.setattr(measure, "_worker", lambda: [sys.executable, str(script)])
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    words = ["bench", "all", "--out", str(tmp_path / "out"), "--work", str(tmp_path)]
+    done = CliRunner().invoke(cli.command, words)
+    assert done.exit_code == 2
+    assert done.stderr.startswith("error: JAX cannot use this GPU: ")
+    assert list(session.results(tmp_path / "out")) == ["target"]
+    assert "Not run: agree-triton, " in (tmp_path / "out" / "summary.md").read_text()
+
+
 RIVAL = """#!/bin/sh
 echo warming up
 i=0; while [ $i -lt $4 ]; do echo "{\\"step\\": $i, \\"time_s\\": 0.$((i + 1)), \\"loss\\": 5.0}"; i=$((i + 1)); done

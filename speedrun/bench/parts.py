@@ -105,9 +105,15 @@ def parts(size: Size, out: Path, shards: Path, rival: Path | None) -> list[Part]
         _bench("head", *size.head),
         *(_attention(window, size, without=_LAST_FORMS) for window in size.attention_windows),
         _bench("loader", *size.loader),
-        _bench("target"),
-        Part("plan", ("plan", "--recipe", "record21", "--devices", "1", "--json"), _RUNS_S),
-        Part("estimate", ("attempt", "--track", "single-gpu", "--dry-run"), _RUNS_S, ends_well=(0, 1)),
+        # Both choose devices of their own, which a process can do once.
+        Part("plan", ("plan", "--recipe", "record21", "--devices", "1", "--json"), _RUNS_S, alone=True),
+        Part(
+            "estimate",
+            ("attempt", "--track", "single-gpu", "--dry-run"),
+            _RUNS_S,
+            alone=True,
+            ends_well=(0, 1),
+        ),
         *(_agree(form, size) for form in _LAST_FORMS),
         *(_step(form, _ends(size)[1], size) for form in _LAST_FORMS),
         _attention(size.attention_windows[-1], size, without=("banded",), name="attention-mosaic"),

@@ -80,6 +80,8 @@ def everything(
     before = session.results(out)
     if names is None:
         chosen = [part for part in chosen if part.name not in before or before[part.name].status == "cut"]
+    if not rehearse:  # first in every slice: it starts CUDA, and where it fails all others would
+        chosen = [known[0], *(part for part in chosen if part != known[0])]
     head = [*machine, _software(), f"tokens: {shards or 'synthetic, with the document lengths of FineWeb'}"]
     ended: list[Result] = []
 
@@ -87,6 +89,10 @@ def everything(
         ended.append(result)
         click.echo(f"{result.status:<8} {result.name:<28} {result.seconds:6.1f} s  {result.reason}")
         _write(head, known, out)
+        if result.name == known[0].name and result.status != "ok" and not rehearse:
+            raise UsageError(
+                f"JAX cannot use this GPU: {result.reason}; {out}/parts/{result.name}.err tells more"
+            )
 
     with signals.handled_by(signals.stop):
         session.run(
@@ -156,11 +162,13 @@ def _worker() -> list[str]:
 
 
 def _environment(work: Path, *, rehearse: bool) -> dict[str, str]:
-    """Programs are kept from slice to slice; and JAX must not fall back to the CPU without a word."""
+    """Of the worker. Programs are kept from slice to slice."""
     programs = {
         "JAX_COMPILATION_CACHE_DIR": str((work / "programs").absolute()),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PLATFORMS": "cpu" if rehearse else "cuda,cpu",
+        "JAX_PLATFORMS": "cpu"
+        if rehearse
+        else "cuda",  # with the CPU beside it JAX falls back, and says nothing
     }
     return {**programs, **os.environ, "JAX_PLATFORMS": programs["JAX_PLATFORMS"]}
 
@@ -251,7 +259,12 @@ def target(*, as_json: bool) -> None:
     from speedrun import mesh
 
     mesh.prepare("any")
-    kind = jax.devices()[0].platform
+    try:
+        kind = jax.devices()[0].platform
+    except (RuntimeError, AssertionError) as error:  # what JAX raises where it may use CUDA only, and cannot
+        raise UsageError(
+            f"JAX starts no device ({error or 'no CUDA backend'}); 'speedrun doctor' may know why"
+        ) from None
     if kind == "cpu":
         raise UsageError("this is a cpu; only a GPU has such a description; run it where there is one")
     said = str(xla_client.get_topology_for_devices(jax.devices()).target_config)

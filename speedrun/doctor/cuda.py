@@ -111,7 +111,7 @@ def unseen(num_gpus: int, num_devices: int) -> Check:
     hidden = [
         f"{name}={os.environ[name]}"
         for name in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES")
-        if os.environ.get(name) is not None
+        if os.environ.get(name) is not None and "cuda" not in os.environ[name]
     ]
     why = (
         f"unset {', '.join(hidden)}"
