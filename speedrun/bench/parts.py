@@ -88,6 +88,7 @@ def parts(size: Size, out: Path, shards: Path, rival: Path | None) -> list[Part]
         rival: a folder with a stranger's program (`bench.rival`), or none.
     """
     return [
+        _bench("target"),
         *(
             _agree(kernel, size)
             for kernel in ("triton", "flash3", "qk-norm", "head-bf16", "head-fp8", "banded")
