@@ -1,79 +1,43 @@
 #!/usr/bin/env bash
-# Everything that only a GPU can tell, in one command and about ten minutes, on a machine with one or more of them:
-# kernels against their definitions, their times, the full-size step, and a short run on real tokens.
+# Everything that only a GPU can tell, in half an hour, on a machine that needs no network: `speedrun bench all`, with
+# the packages that the machine's own Python lacks.
 #
-#   scripts/measure_gpu.sh [OUT]     OUT: a folder for raw outputs; default docs/benchmarks/<date>-<gpu>
+#   scripts/measure_gpu.sh --wheels DIR                  where there is a network: fetches those packages, about 4 MiB
+#   scripts/measure_gpu.sh [--from DIR] [OPTIONS]        on the GPU machine: installs them into .gpu/packages, measures
+#   scripts/measure_gpu.sh [--from DIR] --rehearse       the same parts on a CPU, tiny, in a few minutes
+#
+#   --out DIR             results; default docs/benchmarks/<date>-<gpu>. Those of an earlier slice stay
+#   --minutes N           stop after so long; the same command goes on with the parts that have no result
+#   --parts NAME,...      only these, also once more; --list names them all
+#   --shards DIR          3 million real tokens (*_train_*.bin) and 131,073 to score (*_val_*.bin), as llm.c has them;
+#                         without them, synthetic ids with the document lengths of FineWeb
+#   --rival DIR           DIR/run, somebody's program, is timed in turns with ours: see speedrun/bench/rival.py
 #
 # Environment, all optional:
-#   SPEEDRUN_PYTHON   a Python with JAX for CUDA to use as it is; without it, scripts/install.sh makes .venv
-#   SPEEDRUN_SHARDS   a folder of GPT-2 shards for the short run; without it there is none
+#   SPEEDRUN_PYTHON       the Python with JAX for CUDA; default python3. Nothing is installed into it
+#   SPEEDRUN_WHEELS       the same as --from
 #
-# A part that fails is told in summary.txt, and the others go on.
-set -uo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
+# Compiled programs stay in .gpu, so a second try is fast. Exits with 1 if a part gave no figures; the summary says why.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-if [[ -n ${SPEEDRUN_PYTHON:-} ]]; then
-  python=$SPEEDRUN_PYTHON
-  export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-else
-  scripts/install.sh dev || exit 1
-  python=.venv/bin/python
+python=${SPEEDRUN_PYTHON:-python3}
+wheels=${SPEEDRUN_WHEELS:-}
+case ${1:-} in
+  --wheels)
+    (($# == 2)) || { echo "measure_gpu: --wheels needs a folder, and nothing else" >&2; exit 2; }
+    exec "$python" scripts/gpu_wheels.py pack "$2"
+    ;;
+  --from)
+    (($# >= 2)) || { echo "measure_gpu: --from needs the folder that --wheels filled" >&2; exit 2; }
+    wheels=$2
+    shift 2
+    ;;
+esac
+if [[ -n $wheels ]]; then "$python" scripts/gpu_wheels.py install "$wheels" .gpu/packages; fi
+export PYTHONPATH="$PWD:$PWD/.gpu/packages${PYTHONPATH:+:$PYTHONPATH}"
+if ! missing=$("$python" -c 'import click, jax, msgspec, optax' 2>&1); then
+  echo "measure_gpu: $python lacks a package (${missing##*$'\n'}); need --from DIR with the wheels of --wheels" >&2
+  exit 2
 fi
-gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1 | tr ' ' '-')
-if [[ -z $gpu ]]; then
-  echo "measure_gpu: nvidia-smi found no GPU; need one" >&2
-  exit 1
-fi
-out=${1:-docs/benchmarks/$(date +%F)-$gpu}
-mkdir -p "$out"
-# Programs and the choices of the autotuner are kept between the parts; the choices are an output, too.
-export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$(mktemp -d)}"
-speedrun=("$python" -m speedrun)
-
-# Runs a command, keeps what it says in a file of its own, and says how it ended.
-part() {
-  local name=$1 began=$SECONDS
-  shift
-  echo "== $name: $*"
-  "$@" >"$out/$name.txt" 2>&1
-  local code=$?
-  ((code == 0)) || ((failed += 1))
-  echo "$name: exit $code, $((SECONDS - began)) s" | tee -a "$out/summary.txt"
-  tail -n 12 "$out/$name.txt"
-}
-
-: >"$out/summary.txt"
-failed=0
-part machine nvidia-smi
-part target "$python" -c 'import jax
-from jax._src.lib import xla_client
-print(xla_client.get_topology_for_devices(jax.devices()).target_config)'
-part doctor "${speedrun[@]}" doctor --json
-part estimate "${speedrun[@]}" attempt --track single-gpu --dry-run
-part health "${speedrun[@]}" bench health --json
-part kernels env SPEEDRUN_TEST_PLATFORM=gpu "$python" -m pytest -q -p no:cacheprovider tests/test_gpu.py
-# The whole step: first the form that runs by itself, with the narrowest and the widest window, then the others.
-full=(--recipe record21 --devices 1 --steps 5)
-part step-w1 "${speedrun[@]}" bench step "${full[@]}" --json
-part step-w14 "${speedrun[@]}" bench step "${full[@]}" --first-step 1769 --json
-part profile-w14 "${speedrun[@]}" profile --recipe record21 --devices 1 --steps 2 --first-step 1769 --top 40
-for form in mosaic flash3 banded; do
-  part "step-w14-$form" "${speedrun[@]}" bench step "${full[@]}" --first-step 1769 --attention $form --json
-done
-part norm "${speedrun[@]}" bench norm --tokens 49152 --heads 6 --dim 128 --json
-part muon "${speedrun[@]}" bench muon --recipe record21 --devices 1 --json
-part head "${speedrun[@]}" bench head --tokens 49152 --dim 768 --json
-for window in 1 2 4 7 10 14; do
-  part "attention-w$window" "${speedrun[@]}" bench attention \
-    --tokens 49152 --heads 6 --dim 128 --block 128 --window "$window" --json
-done
-if [[ -n ${SPEEDRUN_SHARDS:-} ]]; then
-  part run "${speedrun[@]}" run --track webmini --recipe record21 --devices 1 --data "$SPEEDRUN_SHARDS" \
-    --out "$out/record" --set stages.0.num_steps=20 --set eval_seq_len=16384
-fi
-find "$JAX_COMPILATION_CACHE_DIR" -path '*autotune*' -type f -exec tar -czf "$out/autotune.tar.gz" {} +
-echo "measure_gpu: outputs in $out; commit them with a table and the date"
-if ((failed)); then
-  echo "measure_gpu: $failed parts failed: see $out/summary.txt" >&2
-  exit 1
-fi
+exec "$python" -m speedrun bench all "$@"

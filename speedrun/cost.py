@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from speedrun import anatomy, hlo
-from speedrun.data.synthetic import document_lengths
+from speedrun.data.imitation import document_lengths
 from speedrun.devices import Device
 from speedrun.kernels import attention_triton
 from speedrun.kernels.attention import Sight, Window, sight

@@ -26,9 +26,12 @@ def prepare(platform: str) -> None:
     """Chooses the devices of this process. Must come before the first use of JAX.
 
     Args:
-        platform: "cpu" simulates a node; "gpu" takes what is there; "any" takes GPUs if there are some.
+        platform: "cpu" simulates a node; "gpu" takes what is there; "any" takes GPUs if there are some, or if
+            $JAX_PLATFORMS asks for CUDA.
     """
-    has_gpu = any(Path("/dev").glob("nvidia[0-9]*"))
+    has_gpu = any(Path("/dev").glob("nvidia[0-9]*")) or "cuda" in (
+        getattr(jax.config, "jax_platforms", None) or ""
+    )
     if platform == "gpu" or (platform == "any" and has_gpu):
         return
     num_local, rest = divmod(CPU_DEVICES, processes.count())

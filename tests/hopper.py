@@ -1,10 +1,7 @@
 """An H100 where there is none: XLA's compiler, told what the device is like, and JAX's interpreter of kernels."""
 
-import ctypes
-import importlib.util
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,16 +21,6 @@ def compiled(function: Callable[..., Any], *args: jax.ShapeDtypeStruct) -> jax.s
     placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placing) for x in args]
     step = jax.shard_map(function, mesh=mesh, in_specs=parts, out_specs=parts)
     return deviceless.compile_for_target(jax.jit(step), *placed)
-
-
-def load_cuda_runtime() -> None:
-    """FFI wheels expect the CUDA runtime to be loaded, as it is wherever there is a GPU."""
-    spec = importlib.util.find_spec("nvidia.cuda_runtime")
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip("no CUDA runtime: pip install nvidia-cuda-runtime-cu12")
-    for folder in spec.submodule_search_locations:
-        for path in Path(folder, "lib").glob("libcudart.so.*"):
-            ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
 
 
 def teach_interpreter_transposes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,5 @@
 """Attention: the rule of who sees whom, and every form that runs here against the definition."""
 
-import importlib.util
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -259,12 +257,9 @@ def test_mosaic_compiles_for_an_h100(head_dim):
 
 
 @hopper.needs_compiler
-@pytest.mark.skipif(
-    importlib.util.find_spec("dew_flash_attn") is None, reason=f"no wheel: {attention_flash3.INSTALL}"
-)
+@pytest.mark.skipif(bool(attention_flash3.problem()), reason=attention_flash3.problem())
 @pytest.mark.parametrize(("window_blocks", "num_calls"), [(1, 1), (14, 2)])
 def test_flash3_compiles_for_an_h100(window_blocks, num_calls):
-    hopper.load_cuda_runtime()
     form = partial(
         attention_flash3.attention, window_blocks=window_blocks, block_tokens=128, max_documents=256
     )
@@ -285,14 +280,33 @@ def test_flash3_is_never_silently_wrong(wrong):
     assert jnp.isnan(attention_flash3.attention(q, k, v, case.sight(), scale=0.3, **right | wrong)).all()
 
 
-def test_flash3_without_its_wheel_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "dew_flash_attn", None)
+@pytest.fixture
+def flash3_package(tmp_path, monkeypatch):
+    """An importable, empty `dew_flash_attn`; `problem` is asked anew."""
+    folder = tmp_path / "dew_flash_attn"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("raise OSError('the package must not be imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    attention_flash3.problem.cache_clear()
+    yield folder
+    attention_flash3.problem.cache_clear()
+
+
+def test_flash3_without_its_library_says_what_to_install(flash3_package):
+    assert "no libdew_flash_attn3.so" in attention_flash3.problem()
     case = CASES["one document"]
     q, k, v, _ = inputs(case)
-    with pytest.raises(UsageError, match=r"needs dew_flash_attn .*; pip install"):
+    with pytest.raises(UsageError, match=r"cannot run: no libdew_flash_attn3.so .*; pip install"):
         attention_flash3.attention(
             q, k, v, case.sight(), scale=0.3, window_blocks=2, block_tokens=8, max_documents=2
         )
+
+
+def test_flash3_with_a_library_that_cannot_be_loaded_says_why(flash3_package):
+    (flash3_package / "libdew_flash_attn3.so").write_bytes(b"no library")
+    assert "cannot be loaded" in attention_flash3.problem()
+    with pytest.raises(UsageError, match=r"flash3' cannot run: .*cannot be loaded .*; or let 'auto'"):
+        choose_attention("flash3", CALL._replace(static_window_blocks=14))
 
 
 def test_banded_says_when_its_bound_is_too_small():
@@ -366,12 +380,11 @@ def test_every_choice_of_a_program_is_kept():
     assert [one.name for one in chosen.choices.values()] == ["chunks", "fp8"]
 
 
-def test_a_form_that_cannot_run_gives_all_reasons(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+def test_a_form_that_cannot_run_gives_all_reasons():
     call = CPU._replace(shape_BTHK=(1, 100, 6, 40))
     with pytest.raises(UsageError) as flash3:
         choose_attention("flash3", call)
-    for reason in ("a cpu", "float32", "40 dimensions", "traced", "pip install"):
+    for reason in ("a cpu", "float32", "40 dimensions", "traced"):
         assert reason in str(flash3.value)
     with pytest.raises(UsageError) as triton:
         choose_attention("triton", call)
@@ -388,7 +401,7 @@ def test_banded_is_given_the_largest_window():
 
 
 def test_flash3_runs_where_it_is_asked_for(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
+    monkeypatch.setattr(attention_flash3, "problem", lambda: "")
     choice = choose_attention("flash3", CALL._replace(static_window_blocks=14))
     assert isinstance(choice.function, partial)
     assert choice.function.keywords == {"window_blocks": 14, "block_tokens": 128, "max_documents": 256}

@@ -6,7 +6,7 @@ import pytest
 
 from speedrun import cost, devices, mesh, recipes
 from speedrun.cost import Work
-from speedrun.data.synthetic import FINEWEB_MEAN, FINEWEB_MEDIAN, document_lengths
+from speedrun.data.imitation import MEAN, MEDIAN, document_lengths
 from speedrun.kernels import attention_triton
 from speedrun.kernels.attention import sight, visible
 from speedrun.program import Program
@@ -81,6 +81,6 @@ def test_attention_is_counted_for_every_window_of_the_schedule():
 def test_documents_are_as_long_as_finewebs():
     lengths = document_lengths(2_000_000, seed=1)
     assert lengths.sum() == 2_000_000
-    assert np.median(lengths) == pytest.approx(FINEWEB_MEDIAN, rel=0.05)
-    assert np.mean(lengths) == pytest.approx(FINEWEB_MEAN, rel=0.05)
+    assert np.median(lengths) == pytest.approx(MEDIAN, rel=0.05)
+    assert np.mean(lengths) == pytest.approx(MEAN, rel=0.05)
     assert lengths.min() >= 1

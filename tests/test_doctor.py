@@ -240,6 +240,56 @@ def test_half_an_installation_is_told_in_a_line(
     assert bool(problem) == bool(said)
 
 
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        ("13.0.88", ""),
+        ("12.9.86", "is 12.9.86, where jax-cuda13-plugin needs 13.0.48"),
+        (None, "no ptxas of"),
+    ],
+)
+def test_the_compiler_may_be_the_systems(
+    version: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Wheels that only compile may be missing where a ptxas is there, and new enough."""
+    if version is not None:
+        tool = tmp_path / "bin" / "ptxas"
+        tool.parent.mkdir()
+        tool.write_text(f"#!/bin/sh\necho Cuda compilation tools, release 13.0, V{version}\n")
+        tool.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setattr(
+        cuda.shutil, "which", lambda place: place if place == f"{tmp_path}/bin/ptxas" and version else None
+    )
+    needs = [f"{name}; extra == 'with-cuda'" for name in ("nvidia-cuda-nvcc>=13.0.48", "nvidia-nvvm")]
+    monkeypatch.setattr(cuda.metadata, "requires", lambda _: needs)
+    problem = cuda.wheels_problem(WHOLE)
+    assert said in problem
+    assert bool(problem) == bool(said)
+    if not said:
+        gpus_here = [GPU]
+        first, _ = cuda.checks(gpus_here, WHOLE, needed=True)
+        assert first.found.endswith(f"ptxas 13.0.88 at {tmp_path}/bin/ptxas")
+
+
+def test_source_that_is_not_installed_has_floors(monkeypatch: pytest.MonkeyPatch):
+    def absent(_: str) -> Any:
+        raise software.metadata.PackageNotFoundError
+
+    monkeypatch.setattr(software.metadata, "metadata", absent)
+    python, packages = software.declared()
+    assert python == ">=3.11"
+    assert any(one.startswith("jax>=") for one in packages)
+    assert not any("pytest" in one for one in packages)
+
+
+def test_gpus_that_jax_does_not_use_are_not_measured_as_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(examine, "_rates", lambda *_: pytest.fail("simulated devices were measured"))
+    found = {check.name: check for check in examine._devices([GPU], tmp_path, usable=True)}
+    assert found["visible"].found.startswith("JAX sees 0 of 1 GPUs")
+    assert found["rates"].found == "not measured: 1 GPUs are here, and JAX uses none of them; see above"
+
+
 def test_what_cuda_needs_is_what_its_plugin_says():
     pytest.importorskip("jax_cuda12_plugin")
     names = cuda._libraries("jax-cuda12-plugin")

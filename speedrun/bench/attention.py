@@ -3,7 +3,7 @@
 Legend: B batch, T time, H heads, K head width.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from speedrun import mesh as meshes
 from speedrun.bench.timing import FormTimings, compare_forms
+from speedrun.errors import unknown
 from speedrun.kernels.attention import Sight, sight
 from speedrun.kernels.choose import ATTENTION, AttentionCall, choose_attention
 
@@ -25,8 +26,16 @@ def attention(
     window_blocks: int,
     block_tokens: int,
     document_tokens: int,
+    without: Sequence[str] = (),
 ) -> FormTimings:
-    """Every form, on one sequence of equally long documents; in bfloat16 on a GPU, else in float32."""
+    """Every form but those `without`, on one sequence of equally long documents; in bfloat16 on a GPU, else in float32.
+
+    Raises:
+        UsageError: if a form is to be left out that there is not.
+    """
+    if strange := sorted(set(without) - {*ATTENTION}):
+        raise unknown("form of attention", strange[0], ATTENTION)
+    forms = {name: form for name, form in ATTENTION.items() if name not in without}
     platform, compute_capability = meshes.accelerator(meshes.make_mesh(1))
     dtype = jnp.dtype(jnp.bfloat16 if platform == "gpu" else jnp.float32)
     call = AttentionCall(
@@ -50,4 +59,4 @@ def attention(
 
         return run
 
-    return compare_forms(ATTENTION, choose_attention, call, value_and_gradients, do, seen, *qkv)
+    return compare_forms(forms, choose_attention, call, value_and_gradients, do, seen, *qkv)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from speedrun import anatomy, hlo
-from speedrun.bench.step import lowered_step
+from speedrun.bench.step import NO_COMMAND_BUFFERS, lowered_step
 from speedrun.errors import SpeedrunError
 from speedrun.program import Program
 from speedrun.timeline import Event, Usage, usage
@@ -48,7 +48,9 @@ class Profile(NamedTuple):
 
 
 def profile(program: Program, *, num_steps: int, first_step: int = 0, folder: Path | None = None) -> Profile:
-    """Runs steps on random ids under JAX's profiler, after two that are not traced.
+    """Runs steps on synthetic ids under JAX's profiler, after two that are not traced.
+
+    Kernels are launched one by one: what XLA puts into command buffers, nearly all of a step, would not be told apart.
 
     Args:
         program: the recipe on its devices.
@@ -63,7 +65,7 @@ def profile(program: Program, *, num_steps: int, first_step: int = 0, folder: Pa
         with tempfile.TemporaryDirectory() as scratch:
             return profile(program, num_steps=num_steps, first_step=first_step, folder=Path(scratch))
     lowered, (state, *batch, schedule) = lowered_step(program, first_step)
-    train_step = lowered.compile(compiler_options=program.compiler_options)
+    train_step = lowered.compile(compiler_options=program.compiler_options | NO_COMMAND_BUFFERS)
     for _ in range(2):
         state, _ = train_step(state, *batch, schedule)
     jax.block_until_ready(state)

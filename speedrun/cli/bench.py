@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from speedrun.cli import data_prep
+from speedrun.cli import data_prep, measure
 from speedrun.cli.options import Group, Integer, example, json_option, parse_settings, settings_option
 from speedrun.cli.program import asked_program, program_options
 from speedrun.errors import UsageError
@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 @click.command(cls=Group, epilog=example("speedrun bench head", "speedrun bench attention"))
 def command() -> None:
     """Time operations side by side, in one run."""
+
+
+command.add_command(measure.everything, "all")
+command.add_command(measure.rival)
+command.add_command(measure.target)
 
 
 @command.command(epilog=example("speedrun bench head", "speedrun bench head --tokens 4096 --dim 768"))
@@ -72,6 +77,32 @@ def health(*, devices: int | None, as_json: bool) -> None:
         click.echo(f"{what.replace('_', ' '):<16} {value:12,.1f} {unit}")
 
 
+@command.command(epilog=example("speedrun bench agree triton", "speedrun bench agree head-fp8 --json"))
+@click.argument("kernel")
+@click.option("--tiny", is_flag=True, help="Inputs for a CPU.")
+@json_option
+@click.pass_context
+def agree(ctx: click.Context, *, kernel: str, tiny: bool, as_json: bool) -> None:
+    """Compare a kernel with its definition in float32: triton, flash3, mosaic, banded, qk-norm, head-bf16, head-fp8.
+
+    Exits with 1 if an error is larger than the kernel's rounding explains.
+    """
+    from speedrun import mesh
+    from speedrun.bench.agreement import FULL, TINY, compare
+
+    mesh.prepare("any")
+    rows = []
+    for one in compare(kernel, TINY if tiny else FULL, lambda case: click.echo(f"runs: {case}", err=True)):
+        verdict = "right" if one.is_right else "wrong"
+        rows.append({"verdict": verdict, "case": one.case, **one.errors})
+        if not as_json:
+            errors = ", ".join(f"{name} {error:.1e}" for name, error in one.errors.items())
+            click.echo(f"{verdict}  {one.case}: {errors}")
+    if as_json:
+        click.echo(msgspec.json.encode(rows))
+    ctx.exit(any(row["verdict"] == "wrong" for row in rows))
+
+
 @command.command(
     epilog=example(
         "speedrun bench attention",
@@ -84,9 +115,18 @@ def health(*, devices: int | None, as_json: bool) -> None:
 @click.option("--window", type=Integer(1), default=4, show_default=True, help="Blocks a query sees.")
 @click.option("--block", type=Integer(1), default=64, show_default=True, help="Tokens of a block.")
 @click.option("--document", type=Integer(1), default=600, show_default=True, help="Tokens of a document.")
+@click.option("--without", multiple=True, metavar="FORM", help="Leave a form out. Repeatable.")
 @json_option
 def attention(
-    *, tokens: int, heads: int, dim: int, window: int, block: int, document: int, as_json: bool
+    *,
+    tokens: int,
+    heads: int,
+    dim: int,
+    window: int,
+    block: int,
+    document: int,
+    without: tuple[str, ...],
+    as_json: bool,
 ) -> None:
     """Attention and its gradients, in every form that runs here, against the definition."""
     from speedrun.bench.attention import attention as measure
@@ -98,6 +138,7 @@ def attention(
         window_blocks=window,
         block_tokens=block,
         document_tokens=document,
+        without=without,
     )
     _tell_forms(result, as_json=as_json)
 
@@ -121,21 +162,38 @@ def norm(*, tokens: int, heads: int, dim: int, as_json: bool) -> None:
 )
 @program_options
 @click.option("--steps", type=Integer(1), default=10, show_default=True, help="How many to time.")
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Folder of shards. Default: synthetic ids with the document lengths of FineWeb.",
+)
+@click.option("--no-command-buffers", is_flag=True, help="XLA launches kernels one by one.")
 @json_option
-def step(*, steps: int, first_step: int, as_json: bool, **asked: Any) -> None:
-    """The whole training step on random ids: milliseconds, tokens per second, MFU, memory."""
+def step(
+    *, steps: int, data: Path | None, first_step: int, no_command_buffers: bool, as_json: bool, **asked: Any
+) -> None:
+    """The training step as a run takes it, one ahead: milliseconds, tokens per second, MFU, memory."""
     program = asked_program(first_step=first_step, **asked)
     from speedrun.bench.step import step as measure
+    from speedrun.data import pace
 
-    result = measure(program, num_steps=steps, first_step=first_step)
+    result = measure(
+        program,
+        num_steps=steps,
+        first_step=first_step,
+        shards=pace.folder_shards(data, None) if data else (),
+        command_buffers=not no_command_buffers,
+    )
     if as_json:
         click.echo(msgspec.json.encode(result._asdict()))
         return
     mfu = "" if result.mfu is None else f" | MFU {result.mfu:.1%}"
     click.echo(
-        f"step    median {result.median_ms:.2f} ms, spread {result.spread_ms:.2f} ms, {steps} steps\n"
+        f"step    mean {result.mean_ms:.2f} ms, spread {result.spread_ms:.2f} ms, {steps} steps\n"
+        f"tokens  {result.tokens}\n"
         f"rate    {result.tokens_per_s:,.0f} tokens/s{mfu}\n"
-        f"memory  {result.peak_bytes / 1e9:.2f} GB at most | compiled in {result.compile_s:.1f} s"
+        f"memory  {result.peak_bytes / 1e9:.2f} GB of the program | compiled in {result.compile_s:.1f} s"
     )
     for call, form in result.kernels.items():
         click.echo(f"kern    {call} | {form}")

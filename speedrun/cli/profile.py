@@ -34,7 +34,7 @@ _SHOWN_SHARE = 0.01
 )
 @json_option
 def command(*, steps: int, first_step: int, top: int, out: Path | None, as_json: bool, **asked: Any) -> None:
-    """Trace training steps on random ids: the longest operations, idle gaps, collectives hidden and not.
+    """Trace training steps on synthetic ids: the longest operations, idle gaps, collectives hidden and not.
 
     Bytes are those of the compiled program, as if nothing were cached.
     """

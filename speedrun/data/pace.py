@@ -73,8 +73,12 @@ def _forget(path: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def folder_shards(folder: Path) -> list[Shard]:
-    """The first two training shards of any folder.
+def folder_shards(folder: Path, most: int | None = _NUM_SHARDS) -> list[Shard]:
+    """The first training shards of any folder.
+
+    Args:
+        folder: where they are.
+        most: how many; None: all.
 
     Raises:
         DataError: if it has none.
@@ -82,9 +86,9 @@ def folder_shards(folder: Path) -> list[Shard]:
     paths = sorted(folder.glob("*_train_*.bin"))
     if not paths:
         raise DataError(
-            f"{folder}: no *_train_*.bin; need shards to time; leave out --data to have some made"
+            f"{folder}: no *_train_*.bin; need shards of tokens; leave out the folder to have some made"
         )
-    return [open_shard(path, vocab_size=UINT16_IDS) for path in paths[:_NUM_SHARDS]]
+    return [open_shard(path, vocab_size=UINT16_IDS) for path in paths[:most]]
 
 
 @contextmanager

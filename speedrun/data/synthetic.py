@@ -31,23 +31,6 @@ FIRST_WORD = 3
 ONE = 1 << 32  #: probability one
 
 
-#: Tokens of a FineWeb document: median and mean over ten shards of modded-nanogpt's data.
-FINEWEB_MEDIAN, FINEWEB_MEAN = 403, 690
-
-
-def document_lengths(num_tokens: int, seed: int) -> np.ndarray:
-    """Lengths of documents as long as FineWeb's, log-normal with its median and mean: i64 [N], sum `num_tokens`.
-
-    The last document is cut where the tokens end.
-    """
-    sigma = np.sqrt(2 * np.log(FINEWEB_MEAN / FINEWEB_MEDIAN))
-    rng, ends = np.random.default_rng(seed), np.zeros(1, np.int64)
-    while ends[-1] < num_tokens:
-        more = np.ceil(rng.lognormal(np.log(FINEWEB_MEDIAN), sigma, 1024)).astype(np.int64)
-        ends = np.concatenate([ends, ends[-1] + np.cumsum(more)])
-    return np.diff(np.minimum(ends, num_tokens)[: np.searchsorted(ends, num_tokens) + 1])
-
-
 @dataclass(frozen=True, slots=True)
 class Source:
     """The stream's parameters. Probabilities are numerators over 2^32."""

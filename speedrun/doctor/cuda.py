@@ -2,8 +2,11 @@
 
 import os
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from importlib import metadata
+from typing import NamedTuple
 
 from speedrun.doctor import nvidia
 from speedrun.doctor.check import Check, numbers
@@ -12,6 +15,9 @@ from speedrun.doctor.check import Check, numbers
 #: compatibility. scripts/install.sh chooses by the same numbers.
 DRIVERS = {12: "525.60.13", 13: "580"}
 
+#: Wheels that only compile. The system's CUDA has the same programs.
+_COMPILER = ("nvidia-cuda-nvcc", "nvidia-nvvm")
+_ANSWER_S = 20.0
 _ANEW = "make it anew: rm -r .venv; scripts/install.sh"
 
 
@@ -29,7 +35,10 @@ def checks(gpus: list[nvidia.Gpu], installed: dict[str, str], *, needed: bool) -
         yield Check("cuda", f"{len(gpus)} NVIDIA GPUs are here, but {problem}", ok=False, needed=needed)
     else:
         (release,) = releases
-        found = f"wheels of CUDA {release}, jax-cuda{release}-plugin {installed[f'jax-cuda{release}-plugin']}"
+        plugin = f"jax-cuda{release}-plugin"
+        found = f"wheels of CUDA {release}, {plugin} {installed[plugin]}"
+        if _missing(plugin, installed) and (tool := ptxas()):
+            found += f", ptxas {tool.version} at {tool.path}"
         yield Check("cuda", found, ok=True, needed=needed, facts={"cuda_release": release})
     yield driver(gpus[0].driver, max(releases, default=min(DRIVERS)), needed=needed)
 
@@ -61,9 +70,40 @@ def wheels_problem(installed: dict[str, str]) -> str:
     if len(set(versions.values())) > 1:
         said = ", ".join(f"{name} {version}" for name, version in versions.items())
         return f"wheels of several versions are mixed ({said}); {_ANEW}"
-    if missing := sorted(set(_libraries(plugin)) - installed.keys()):
-        return f"CUDA is half installed: {', '.join(missing)} missing; {_ANEW}"
+    missing = _missing(plugin, installed)
+    if not missing:
+        return ""
+    said = f"CUDA is half installed: {', '.join(missing)} missing"
+    if not all(name.startswith(_COMPILER) for name in missing):
+        return f"{said}; {_ANEW}"
+    tool, least = ptxas(), _least_compiler(plugin)
+    if tool is None:
+        return f"{said}, and no ptxas of the system stands in; {_ANEW}"
+    if numbers(tool.version) < numbers(least):
+        return f"{said}, and {tool.path} is {tool.version}, where {plugin} needs {least}; {_ANEW}"
     return ""
+
+
+class Ptxas(NamedTuple):
+    """The assembler of the system's CUDA, which XLA finds by itself."""
+
+    path: str
+    version: str
+
+
+def ptxas() -> Ptxas | None:
+    """The first that XLA looks for: of $CUDA_HOME, of /usr/local/cuda, on the PATH; None where none answers."""
+    folders = (os.environ.get("CUDA_HOME"), "/usr/local/cuda")
+    places = [*(f"{folder}/bin/ptxas" for folder in folders if folder), "ptxas"]
+    path = next((found for place in places if (found := shutil.which(place))), None)
+    if path is None:
+        return None
+    try:
+        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=_ANSWER_S).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    version = re.search(r"\bV([\d.]+)", said)
+    return Ptxas(path, version[1]) if version else None
 
 
 def unseen(num_gpus: int, num_devices: int) -> Check:
@@ -71,7 +111,7 @@ def unseen(num_gpus: int, num_devices: int) -> Check:
     hidden = [
         f"{name}={os.environ[name]}"
         for name in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES")
-        if os.environ.get(name) is not None
+        if os.environ.get(name) is not None and "cuda" not in os.environ[name]
     ]
     why = (
         f"unset {', '.join(hidden)}"
@@ -84,6 +124,16 @@ def unseen(num_gpus: int, num_devices: int) -> Check:
 def _releases(installed: dict[str, str]) -> list[int]:
     found = (re.fullmatch(r"jax-cuda(\d+)-plugin", name) for name in installed)
     return sorted(int(match[1]) for match in found if match)
+
+
+def _missing(plugin: str, installed: dict[str, str]) -> list[str]:
+    return sorted(set(_libraries(plugin)) - installed.keys())
+
+
+def _least_compiler(plugin: str) -> str:
+    """The version of the wheel with ptxas that the plugin asks for."""
+    lines = [line for line in metadata.requires(plugin) or [] if line.startswith(_COMPILER[0])]
+    return next((found[1] for line in lines if (found := re.search(r">=([\d.]+)", line))), "0")
 
 
 def _libraries(plugin: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 import re
 import sys
+import tomllib
 from collections.abc import Iterator
 from importlib import metadata
 
@@ -17,18 +18,31 @@ def checks() -> Iterator[Check]:
     """Floors first: without them nothing else can be asked."""
     version = ".".join(map(str, sys.version_info[:3]))
     try:
-        about, requirements = metadata.metadata("speedrun"), metadata.requires("speedrun") or []
+        python, requirements = declared()
     except metadata.PackageNotFoundError:
         yield Check("speedrun", "not installed; its floors are unknown; pip install -e .", ok=False)
         return
-    yield floor("python", version, f"python{about['Requires-Python']}")
-    packages = list(_packages([one for one in requirements if "extra ==" not in one]))
+    yield floor("python", version, f"python{python}")
+    packages = list(_packages(requirements))
     yield from (check for check in packages if not check.ok)
     if all(check.ok for check in packages):
         versions = {check.name: check.found for check in packages}
         said = ", ".join(f"{name} {version}" for name, version in versions.items())
         yield Check("packages", said, ok=True, facts={**versions})
     yield lock()
+
+
+def declared() -> tuple[str, list[str]]:
+    """The Python and the packages that a run needs: of pyproject.toml beside the code, else of the installed package.
+
+    Raises:
+        PackageNotFoundError: if there is neither.
+    """
+    if text := history.files_here(["pyproject.toml"]).get("pyproject.toml"):
+        project = tomllib.loads(text.decode())["project"]
+        return project["requires-python"], project["dependencies"]
+    about, requirements = metadata.metadata("speedrun"), metadata.requires("speedrun") or []
+    return about["Requires-Python"], [one for one in requirements if "extra ==" not in one]
 
 
 def _packages(requirements: list[str]) -> Iterator[Check]:

@@ -13,9 +13,11 @@ Legend: B batch, T time, H heads, K head width, R = B * T tokens behind one anot
 Source: Shah et al. 2024, FlashAttention-3; kernels by Dao-AILab, packed by the third-party wheel `dew-flash-attn`.
 """
 
-import importlib
+import ctypes
+import importlib.util
 from collections.abc import Callable
-from functools import partial, reduce
+from functools import cache, partial, reduce
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +29,11 @@ from speedrun.kernels.attention import Sight
 from speedrun.kernels.varying import varying_like
 
 INSTALL = "pip install --no-deps --require-hashes -r requirements/attention-cuda12.lock (cuda13 with CUDA 13)"
+
+_LIBRARY = "libdew_flash_attn3.so"
+#: Called directly, because the package's functions take no sum of exponentials from outside. Private, hence the
+#: pinned version.
+TARGETS = ("dew_flash3_mha_varlen_fwd", "dew_flash3_mha_varlen_bwd")
 
 
 class _Settings(NamedTuple):
@@ -156,7 +163,7 @@ def kernel_forward(
 ) -> tuple[jax.Array, jax.Array]:
     """Output, and the log of the sum of exponentials f32 [H, R], of one call."""
     o_RHK, lse_HR, *_ = _ffi(
-        "dew_flash3_mha_varlen_fwd",
+        TARGETS[0],
         jax.ShapeDtypeStruct(q_RHK.shape, q_RHK.dtype),
         jax.ShapeDtypeStruct((q_RHK.shape[1], len(q_RHK)), jnp.float32),
         jax.ShapeDtypeStruct(
@@ -182,7 +189,7 @@ def kernel_backward(
     # Two rows of scratch a head, in which each sequence, and their end, may be rounded up to a tile of 128.
     scratch = jax.ShapeDtypeStruct((num_heads * (num_tokens + 128 * len(call.bounds_N)),), jnp.float32)
     dq_RHK, dk_RHK, dv_RHK, *_ = _ffi(
-        "dew_flash3_mha_varlen_bwd",
+        TARGETS[1],
         *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q_RHK, k_RHK, v_RHK)),
         scratch,
         scratch,
@@ -190,14 +197,39 @@ def kernel_backward(
     return varying_like(dq_RHK, q_RHK), varying_like(dk_RHK, q_RHK), varying_like(dv_RHK, q_RHK)
 
 
-def _ffi(target: str, *results: jax.ShapeDtypeStruct) -> Callable[..., Any]:
+@cache
+def problem() -> str:
+    """Why the kernels cannot be called here, and what to do; empty once they are registered with JAX.
+
+    The package is found but not imported: its import loads FlashAttention-2 as well, 338 MB that nothing here calls.
+    """
+    spec = importlib.util.find_spec("dew_flash_attn")
+    folders = (spec and spec.submodule_search_locations) or []
+    path = next((found for folder in folders if (found := Path(folder, _LIBRARY)).is_file()), None)
+    if path is None:
+        return f"no {_LIBRARY} of dew_flash_attn here; {INSTALL}"
     try:
-        wheel = importlib.import_module("dew_flash_attn")
-    except ImportError as error:
-        raise UsageError(f"attention form 'flash3' needs dew_flash_attn ({error}); {INSTALL}") from None
-    # Called by its targets, because its functions take no sum of exponentials from outside. Private, hence the
-    # pinned version.
-    wheel._registered()
+        for runtime in _cuda_runtimes():
+            ctypes.CDLL(str(runtime))  # the library finds it by name where it is loaded already
+        library = ctypes.CDLL(str(path))
+        for target in TARGETS:
+            jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, target)), platform="CUDA")
+    except (OSError, AttributeError) as error:
+        return f"{path} cannot be loaded ({error}); need the wheel for this CUDA: {INSTALL}"
+    return ""
+
+
+def _cuda_runtimes() -> list[Path]:
+    """The `libcudart` of the CUDA wheels beside JAX; none where CUDA is the system's."""
+    spec = importlib.util.find_spec("nvidia")
+    folders = (spec and spec.submodule_search_locations) or []
+    names = ("cu13/lib/libcudart.so.13", "cuda_runtime/lib/libcudart.so.12")
+    return [path for folder in folders for name in names if (path := Path(folder, name)).is_file()]
+
+
+def _ffi(target: str, *results: jax.ShapeDtypeStruct) -> Callable[..., Any]:
+    if reason := problem():
+        raise UsageError(f"attention form 'flash3' cannot run: {reason}")
     return jax.ffi.ffi_call(target, results)
 
 

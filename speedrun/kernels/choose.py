@@ -3,7 +3,6 @@
 Legend: B batch, T time, H heads, K head width.
 """
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -94,13 +93,16 @@ def _against_mosaic(call: AttentionCall) -> list[str]:
 
 
 def _against_flash3(call: AttentionCall) -> list[str]:
-    reasons = _against_platform(call) + _against_dtype(call)
+    elsewhere = _against_platform(call)
+    reasons = elsewhere + _against_dtype(call)
     if (width := call.shape_BTHK[3]) not in {64, 128}:
         reasons.append(f"heads of {width} dimensions; the kernels need 64 or 128")
     if call.static_window_blocks is None:
         reasons.append("the window is traced; the kernels need one program for each window")
-    if importlib.util.find_spec("dew_flash_attn") is None:
-        reasons.append(f"no wheel; {attention_flash3.INSTALL}")
+    if not elsewhere and (
+        problem := attention_flash3.problem()
+    ):  # loads the library: only where it may be called
+        reasons.append(problem)
     return reasons
 
 

@@ -1,0 +1,182 @@
+"""Whether fast kernels compute what their definitions say: relative errors of values and gradients, case by case.
+
+Definitions run in float32, with products of full precision. On a CPU the Triton kernels run in Pallas's interpreter.
+
+Legend: B batch, T time, H heads, K head width, N tokens, D model, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from speedrun import mesh as meshes
+from speedrun import nn
+from speedrun.data import imitation
+from speedrun.errors import unknown
+from speedrun.kernels import attention_triton, cross_entropy_gpu, qk_norm_triton
+from speedrun.kernels.attention import attention, sight
+from speedrun.kernels.choose import AttentionCall, QkNormCall, choose_attention, choose_qk_norm
+from speedrun.kernels.cross_entropy import cross_entropy
+from speedrun.kernels.qk_norm import qk_norm
+
+#: Of a sum over tokens, whose roundings cancel.
+_LOSS = {"loss": 2e-3}
+
+Results = dict[str, jax.Array]
+
+
+class Size(NamedTuple):
+    """Of the inputs."""
+
+    tokens: int
+    heads: int
+    head_dim: int
+    block_tokens: int
+    windows: tuple[int, ...]
+    model_dim: int
+    vocab_size: int
+
+
+FULL = Size(2048, 6, 128, 128, (1, 2, 7, 16), 768, 50304)
+TINY = Size(64, 2, 32, 16, (1, 2, 4), 64, 256)
+
+
+class Agreement(NamedTuple):
+    """One case. Errors are norms of differences over norms of what the definition gives."""
+
+    case: str
+    errors: dict[str, float]
+    most: dict[str, float]  #: allowed, of each
+
+    @property
+    def is_right(self) -> bool:
+        """Whether all errors are numbers, and none is larger than rounding explains."""
+        return all(error < self.most[name] for name, error in self.errors.items())
+
+
+def names() -> list[str]:
+    """What can be compared."""
+    return ["triton", "flash3", "mosaic", "banded", "qk-norm", "head-bf16", "head-fp8"]
+
+
+def compare(name: str, size: Size, begin: Callable[[str], object]) -> Iterator[Agreement]:
+    """Every case of a kernel.
+
+    Args:
+        name: one of `names`.
+        size: of the inputs.
+        begin: is told of each case before it runs: a kernel may hang.
+
+    Raises:
+        UsageError: for another name, or if the kernel cannot run here.
+    """
+    if name not in names():
+        raise unknown("kernel", name, names())
+    cases = _qk_norm if name == "qk-norm" else _head if name.startswith("head-") else _attention
+    for case, fast, definition, args, most in cases(name, size):
+        begin(case)
+        got = jax.jit(fast)(*args)
+        with jax.default_matmul_precision("highest"):
+            want = jax.jit(definition)(*(_wide(x) for x in args))
+        yield Agreement(
+            case, {key: _error(got[key], want[key]) for key in want}, {**dict.fromkeys(want, most), **_LOSS}
+        )
+
+
+_Case = tuple[str, Callable[..., Results], Callable[..., Results], tuple[Any, ...], float]
+
+
+def _attention(name: str, size: Size) -> Iterator[_Case]:
+    platform, capability = meshes.accelerator(meshes.make_mesh(1))
+    interpreted = name == "triton" and platform == "cpu"
+    dtype = jnp.dtype(jnp.float32 if platform == "cpu" else jnp.bfloat16)
+    shape_BTHK = (1, size.tokens, size.heads, size.head_dim)
+    ids = imitation.tokens(size.tokens, vocab_size=2, document_token=1, seed=0)
+    short_T = np.random.default_rng(0).random(size.tokens) < 0.02  # and one-token documents
+    short_T[size.tokens // 20 : size.tokens // 15] = True
+    documents = {"one document": ids * 0, "FineWeb's lengths": ids == 1, "short documents": short_T}
+    for window_blocks, (kind, opens_T) in product(size.windows, documents.items()):
+        call = AttentionCall(
+            shape_BTHK, dtype, platform, capability, size.block_tokens, window_blocks, window_blocks, 256
+        )
+        form = _interpreted if interpreted else choose_attention(name, call).function
+        seen = sight(jnp.asarray(np.cumsum(opens_T))[None], jnp.int32(window_blocks), size.block_tokens)
+        *qkv, do = jax.random.normal(jax.random.key(0), (4, *shape_BTHK), dtype)
+
+        def results(form: Callable[..., Any], do: jax.Array, seen: Any, *qkv: jax.Array) -> Results:
+            o_BTHK, pull = jax.vjp(lambda *qkv: form(*qkv, seen, scale=0.12), *qkv)
+            return dict(zip(("o", "dq", "dk", "dv"), (o_BTHK, *pull(do.astype(o_BTHK.dtype))), strict=True))
+
+        case = f"{name}, window of {window_blocks} blocks, {kind}"
+        yield case, partial(results, form), partial(results, attention), (do, seen, *qkv), 0.02
+
+
+_TILES = attention_triton.Tiles(queries=16, keys=16, num_warps=4, num_stages=2)
+_interpreted = partial(attention_triton.attention, forward=_TILES, backward=_TILES, interpret=True)
+
+
+def _qk_norm(name: str, size: Size) -> Iterator[_Case]:
+    platform, capability = meshes.accelerator(meshes.make_mesh(1))
+    dtype = jnp.dtype(jnp.float32 if platform == "cpu" else jnp.bfloat16)
+    for tokens in (size.tokens, size.tokens // 2 - 3):  # an odd length has tiles of single tokens
+        call = QkNormCall(size.head_dim, dtype, platform, capability)
+        fast = (
+            partial(qk_norm_triton.qk_norm, interpret=True)
+            if platform == "cpu"
+            else choose_qk_norm("triton", call).function
+        )
+        qk, dy = jax.random.normal(jax.random.key(0), (2, 2, 1, tokens, size.heads, size.head_dim), dtype)
+        angles = nn.rotary_angles(tokens, size.head_dim)
+
+        def results(form: Callable[..., Any], angles: Any, dy: jax.Array, *qk: jax.Array) -> Results:
+            y, pull = jax.vjp(lambda *qk: form(*qk, angles), *qk)
+            return dict(zip(("q", "k", "dq", "dk"), (*y, *pull(tuple(dy))), strict=True))
+
+        yield (
+            f"{name}, {tokens} tokens",
+            partial(results, fast),
+            partial(results, qk_norm),
+            (angles, dy, *qk),
+            0.004,
+        )
+
+
+def _head(name: str, size: Size) -> Iterator[_Case]:
+    fp8, most = (cross_entropy_gpu.RECORD21, 0.1) if name == "head-fp8" else (None, 0.01)
+    kx, kw, kt = jax.random.split(jax.random.key(0), 3)
+    x_ND = jax.random.normal(kx, (2 * size.tokens, size.model_dim), jnp.bfloat16)
+    head_VD = 0.02 * jax.random.normal(kw, (size.vocab_size, size.model_dim))
+    targets_N = jax.random.randint(kt, (len(x_ND),), 0, size.vocab_size)
+
+    def results(
+        form: Callable[..., Any], targets_N: jax.Array, x_ND: jax.Array, head_VD: jax.Array
+    ) -> Results:
+        loss, (dx, dhead) = jax.value_and_grad(lambda *args: form(*args, targets_N, cap=15.0).sum(), (0, 1))(
+            x_ND, head_VD
+        )
+        return {"loss": loss, "dx": dx, "dhead": dhead}
+
+    for num_chunks in (1, 4):
+        fast = partial(cross_entropy_gpu.summed_cross_entropy, fp8=fp8, num_chunks=num_chunks)
+        yield (
+            f"{name}, {num_chunks} chunks",
+            partial(results, fast),
+            partial(results, cross_entropy),
+            (targets_N, x_ND, head_VD),
+            most,
+        )
+
+
+def _wide(tree: Any) -> Any:
+    """What is bfloat16 as float32."""
+    return jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, tree)
+
+
+def _error(got: jax.Array, want: jax.Array) -> float:
+    a, b = (np.asarray(x, np.float64) for x in (got, want))
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
