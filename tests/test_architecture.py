@@ -67,7 +67,7 @@ FLOORS = {
     "speedrun.provenance": 1,
     "speedrun.anatomy": 1,
     "speedrun.devices": 1,
-    "speedrun.scoring": 0,
+    "speedrun.scoring": 3,
     "speedrun.clock": 0,
     "speedrun.hlo": 0,
     "speedrun.timeline": 0,
