@@ -247,6 +247,13 @@ def test_a_lost_shard_must_come_back_the_same(tmp_path: Path, server: FakeHub):
     assert_sound(tmp_path, server.files)
 
 
+def test_what_the_manifest_names_comes_back_also_where_fewer_are_asked_for(tmp_path: Path, server: FakeHub):
+    get(tmp_path)
+    (tmp_path / NAMES[2]).unlink()
+    get(tmp_path, msgspec.structs.replace(SOURCE, train_shards=1))
+    assert_sound(tmp_path, server.files)
+
+
 def test_digests_of_the_track_count(tmp_path: Path, server: FakeHub):
     data = msgspec.structs.replace(DATA, sha256={VAL: "0" * 64})
     with pytest.raises(DataError, match=f"the track says {'0' * 64}"):

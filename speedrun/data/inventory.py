@@ -180,6 +180,11 @@ def _check_manifest(folder: Path, data: Data, shards: Sequence[Shard]) -> None:
     made, need = (manifest.vocab_size, manifest.document_token), (data.vocab_size, data.document_token)
     if made != need:
         raise DataError(f"{folder / MANIFEST}: vocabulary, document token {made}; need {need}: {data.get}")
+    if missing := sorted(set(manifest.shards) - set(os.listdir(folder))):
+        raise DataError(
+            f"{folder}: {missing[0]} is missing, which {MANIFEST} names; need every shard of it, for the order of "
+            f"tokens depends on them; put it back, or make the data again: {data.get}"
+        )
     for shard in shards:
         entry = manifest.shards.get(shard.path.name)
         if entry is None or entry.tokens != shard.num_tokens:
