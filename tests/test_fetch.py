@@ -20,9 +20,10 @@ from huggingface_hub import constants
 from speedrun import track
 from speedrun.clock import Stopwatch
 from speedrun.data import fetch, hub, inventory
-from speedrun.data.inventory import MANIFEST, read_manifest, verify
+from speedrun.data.inventory import MANIFEST, read_manifest
 from speedrun.data.shards import HEADER_BYTES, sha256, write_shard
 from speedrun.data.stream import require_steps
+from speedrun.data.verify import verify
 from speedrun.errors import DataError
 from speedrun.recipes import load as load_recipe
 

@@ -27,6 +27,7 @@ from speedrun.data.inventory import Place
 from speedrun.data.lock import LOCK, alone_in
 from speedrun.data.prep import Cut, prepare
 from speedrun.data.sources import open_source
+from speedrun.data.verify import verify
 from speedrun.errors import DataError, UsageError
 
 ROOT = Path(__file__).parent.parent
@@ -337,7 +338,7 @@ def test_the_end_product_is_a_track_that_verifies(tmp_path: Path):
     rows = write_rows(tmp_path / "rows.jsonl", ["abc" * n for n in range(9)])
     data = track.Data("x", "x_train_*.bin", "x_val_*.bin", 19, 257, DOCUMENT, "again!")
     made = prepare(open_source([str(rows)]), BYTES, Cut("x", 40), tmp_path / "out")
-    passed = inventory.verify(tmp_path / "out", data, full=True)
+    passed = verify(tmp_path / "out", data, full=True)
     assert sum(shard.tokens for shard in passed) == sum(e.tokens for e in made.manifest.shards.values())
     assert {shard.bytes_per_token for shard in passed} == {1.0}
     inventory.write_manifest(tmp_path / "out", msgspec.structs.replace(made.manifest, complete=False))

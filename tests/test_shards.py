@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from speedrun import cli, track
 from speedrun.clock import Stopwatch
 from speedrun.data import inventory, overview, shards, synthetic
-from speedrun.data.inventory import Manifest, ShardEntry, open_track, verify
+from speedrun.data.inventory import Manifest, ShardEntry, open_track
 from speedrun.data.shards import open_shard, write_shard
+from speedrun.data.verify import verify
 from speedrun.errors import DataError
 
 VOCAB_SIZE = 50257

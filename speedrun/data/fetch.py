@@ -23,13 +23,13 @@ from speedrun.data.inventory import (
     MANIFEST,
     Manifest,
     ShardEntry,
-    count_documents,
     open_track,
     read_manifest,
     write_manifest,
 )
 from speedrun.data.lock import alone_in
 from speedrun.data.shards import open_shard, sha256
+from speedrun.data.verify import count_documents
 from speedrun.data.wholefile import give_name
 from speedrun.errors import DataError
 from speedrun.track import Data, Hub
