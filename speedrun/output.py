@@ -36,7 +36,8 @@ def expected(error: BaseException) -> SpeedrunError | Terminated | None:
     if isinstance(error, SpeedrunError | Terminated):
         return error
     said = " ".join(str(error).split())[:_LONGEST].rstrip(".")
-    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in said:
+    # XLA's two ways to say it, of devices and of the host; its error is a class that only JAX could name.
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in said or "Out of memory" in said:
         return UsageError(f"out of memory: {said or 'no more to be had'}; ask for less, or use more devices")
     if isinstance(error, Exception) and (line := _line_of_recipe(error)):
         return UsageError(f"{line}: {type(error).__name__}: {said}; the recipe has to be corrected there")

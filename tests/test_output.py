@@ -100,6 +100,11 @@ SHAPES = "import numpy as np\n\nnp.ones((2, 3)) @ np.ones((2, 3))\n"
         ),
         ("x = (", "recipes/mine.py", "speedrun/recipes/mine.py:1: SyntaxError: "),
         ("1 / 0", "nn.py", "speedrun/nn.py:1: ZeroDivisionError: division by zero; "),
+        (
+            "raise RuntimeError('INTERNAL: Out of memory allocating 9 bytes.')",
+            "x.py",
+            "out of memory: INTERNAL: ",
+        ),
         ("raise MemoryError", "loop.py", "out of memory: no more to be had; "),
         (
             "raise RuntimeError('RESOURCE_EXHAUSTED: of 9 bytes')",

@@ -115,7 +115,7 @@ def command() -> None:
     """Time to 3.28: a speedrun harness for language models in JAX, with numbers that can be believed."""
 
 
-def main() -> NoReturn:
+def main() -> None:
     """Runs the command line of this process and exits: with 2, if it ended well but standard output is incomplete."""
     if sys.getfilesystemencoding() != "utf-8":  # records are UTF-8, whatever the locale
         os.environ["PYTHONUTF8"] = "1"  # for processes that we start
