@@ -11,8 +11,9 @@ import msgspec
 from speedrun import signals
 from speedrun.clock import now
 from speedrun.data.wholefile import write_whole
-from speedrun.errors import UsageError, told
+from speedrun.errors import UsageError
 from speedrun.ledger import batch, format
+from speedrun.output import told
 from speedrun.prepare import RunConfig, decoded, prepare
 from speedrun.track import sha256
 

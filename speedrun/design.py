@@ -14,11 +14,12 @@ from speedrun import features, recipes, signals
 from speedrun import track as tracks
 from speedrun.clock import now
 from speedrun.data.wholefile import write_whole
-from speedrun.errors import UsageError, told, unknown
+from speedrun.errors import UsageError, unknown
 from speedrun.features import FEATURES
 from speedrun.ledger import experiment as experiments
 from speedrun.ledger import format
 from speedrun.ledger.experiment import BASELINE, Arm, Experiment, Kind
+from speedrun.output import told
 from speedrun.prepare import Ready, RunConfig, decoded, prepare
 from speedrun.recipe import Recipe
 

@@ -4,9 +4,7 @@ Every message has three parts: what we got, what we need, what to do. It fits on
 """
 
 import difflib
-import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 
 class SpeedrunError(Exception):
@@ -72,18 +70,6 @@ def meaning(code: int) -> str:
     """An exit code in words: of one of our programs, or of one that a signal killed."""
     known = f"signal {-code}" if code < 0 else EXIT_CODES.get(code, "none of ours")
     return f"exit code {code} ({known})"
-
-
-@contextmanager
-def told() -> Iterator[None]:
-    """Around the main part of a module that another process starts: an expected error is one line and its exit code."""
-    try:
-        yield
-    except (SpeedrunError, Terminated) as error:
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
 
 
 def unknown(kind: str, got: str, known: Iterable[str]) -> UsageError:

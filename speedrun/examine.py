@@ -21,10 +21,10 @@ import numpy as np
 from speedrun import mesh as meshes
 from speedrun.checkpoint import Checkpoints
 from speedrun.data import stream
-from speedrun.errors import told
 from speedrun.fingerprint import state_hash
 from speedrun.ledger import format
 from speedrun.ledger.findings import Examination, Findings, Restart
+from speedrun.output import told
 from speedrun.prepare import Ready, RunConfig, prepare
 from speedrun.program import StepShape
 from speedrun.step import TrainState

@@ -28,7 +28,7 @@ from speedrun.sourcefile import split_source
 _ENVIRONMENT = ("PATH", "HOME", "TMPDIR", "LANG", "LD_LIBRARY_PATH", provenance.IMAGE_VARIABLE)
 
 #: Laid over the record's source to look at what it made.
-_EXAMINER = ("examine.py", "ledger/findings.py")
+_EXAMINER = ("examine.py", "output.py", "ledger/findings.py")
 
 
 class Rerun:

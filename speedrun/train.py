@@ -30,9 +30,10 @@ from speedrun.checkpoint import Checkpoints
 from speedrun.clock import Clock, now
 from speedrun.data import stream
 from speedrun.data.wholefile import write_whole
-from speedrun.errors import NonFiniteError, UsageError, told
+from speedrun.errors import NonFiniteError, UsageError
 from speedrun.ledger import format
 from speedrun.outcome import Tally, run_end, run_file
+from speedrun.output import told
 from speedrun.prepare import Ready, RunConfig, decoded, prepare
 
 

@@ -71,6 +71,7 @@ FLOORS = {
     "speedrun.clock": 0,
     "speedrun.hlo": 0,
     "speedrun.timeline": 0,
+    "speedrun.output": 1,
     "speedrun.sourcefile": 0,
     "speedrun.faults": 0,
     "speedrun.errors": 0,

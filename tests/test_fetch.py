@@ -20,9 +20,10 @@ from huggingface_hub import constants
 from speedrun import track
 from speedrun.clock import Stopwatch
 from speedrun.data import fetch, hub, inventory
-from speedrun.data.inventory import MANIFEST, read_manifest, verify
+from speedrun.data.inventory import MANIFEST, read_manifest
 from speedrun.data.shards import HEADER_BYTES, sha256, write_shard
 from speedrun.data.stream import require_steps
+from speedrun.data.verify import verify
 from speedrun.errors import DataError
 from speedrun.recipes import load as load_recipe
 
@@ -244,6 +245,13 @@ def test_a_lost_shard_must_come_back_the_same(tmp_path: Path, server: FakeHub):
     assert not (tmp_path / NAMES[1]).exists()
     server.files[NAMES[1]] = sound
     get(tmp_path)
+    assert_sound(tmp_path, server.files)
+
+
+def test_what_the_manifest_names_comes_back_also_where_fewer_are_asked_for(tmp_path: Path, server: FakeHub):
+    get(tmp_path)
+    (tmp_path / NAMES[2]).unlink()
+    get(tmp_path, msgspec.structs.replace(SOURCE, train_shards=1))
     assert_sound(tmp_path, server.files)
 
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from speedrun import track
-from speedrun.data import inventory, synthetic
+from speedrun.data import synthetic
 from speedrun.data.synthetic import ONE, Source
+from speedrun.data.verify import verify
 from speedrun.errors import DataError
 
 SMOKE = track.load("smoke-cpu")
@@ -120,7 +121,7 @@ def test_the_hash_is_exact_integer_arithmetic():
 def test_written_shards_are_those_of_the_track(tmp_path):
     manifest = synthetic.write(SMOKE, tmp_path)
     assert {name: entry.sha256 for name, entry in manifest.shards.items()} == SMOKE.data.sha256
-    assert len(inventory.verify(tmp_path, SMOKE.data, full=True)) == 1 + SOURCE.num_shards
+    assert len(verify(tmp_path, SMOKE.data, full=True)) == 1 + SOURCE.num_shards
 
 
 def test_other_bytes_than_the_tracks_are_refused(tmp_path):
