@@ -22,7 +22,6 @@ import msgspec
 import numpy as np
 
 from speedrun import anatomy, hlo
-from speedrun.data.synthetic import document_lengths
 from speedrun.devices import Device
 from speedrun.kernels import attention_triton
 from speedrun.kernels.attention import Sight, Window, sight
@@ -53,6 +52,9 @@ ISSUE_REACHES = 0.65
 _LANES = 128  #: of a multiprocessor: four schedulers, each with 32 threads
 #: From the end of one kernel to the first work of the next inside a CUDA graph.
 START_S = 2e-6
+
+#: Tokens of a FineWeb document: median and mean over ten shards of modded-nanogpt's data.
+FINEWEB_MEDIAN, FINEWEB_MEAN = 403, 690
 
 #: SASS instructions that an opcode takes for each element, read off the loss head of record 21 on sm_90a: 41 a logit
 #: in its sum and 63 in its gradient; this table gives 38 and 65. XLA's tanh is a rational function with a division.
@@ -159,6 +161,19 @@ class _Noting(Kernels):
         assert isinstance(window.blocks, int)
         self.calls.append((window.blocks, block_tokens, math.prod(q_BTHK.shape[2:])))
         return v_BTHK
+
+
+def document_lengths(num_tokens: int, seed: int) -> np.ndarray:
+    """Lengths of documents as long as FineWeb's, log-normal with its median and mean: i64 [N], sum `num_tokens`.
+
+    The last document is cut where the tokens end.
+    """
+    sigma = np.sqrt(2 * np.log(FINEWEB_MEAN / FINEWEB_MEDIAN))
+    rng, ends = np.random.default_rng(seed), np.zeros(1, np.int64)
+    while ends[-1] < num_tokens:
+        more = np.ceil(rng.lognormal(np.log(FINEWEB_MEDIAN), sigma, 1024)).astype(np.int64)
+        ends = np.concatenate([ends, ends[-1] + np.cumsum(more)])
+    return np.diff(np.minimum(ends, num_tokens)[: np.searchsorted(ends, num_tokens) + 1])
 
 
 @cache

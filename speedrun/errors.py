@@ -27,10 +27,14 @@ class DataError(SpeedrunError):
     exit_code = 3
 
 
-class CheckpointError(SpeedrunError):
-    """A checkpoint that cannot be written, or none that can be restored."""
+class StorageError(SpeedrunError):
+    """A file that the disk refuses to take: it is full, or may not be written."""
 
     exit_code = 4
+
+
+class CheckpointError(StorageError):
+    """A checkpoint that cannot be written, or none that can be restored."""
 
 
 class NonFiniteError(SpeedrunError):
@@ -59,7 +63,7 @@ EXIT_CODES = {
     1: "ran, and the answer is no: target missed or a check failed",
     2: "usage: unknown name, bad setting, output folder or device count",
     3: "data: shard missing, damaged, foreign or too short",
-    4: "checkpoint: none that is whole, of another model, or not written",
+    4: "storage: a file or checkpoint cannot be written, or no checkpoint is whole",
     5: "non-finite loss; the first bad leaf is named",
     HANG: "hang: a phase went past its deadline; all stacks are kept",
     75: "stopped by SIGTERM or Ctrl-C; log and checkpoints are kept",

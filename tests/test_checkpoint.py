@@ -209,12 +209,18 @@ def test_facts_that_cannot_be_read_are_damage_too(copy, small):
 
 @pytest.mark.parametrize(
     ("was", "becomes"),
-    [("[0,1024]", "[0,1025]"), ('tokens_seen\\":1024', 'tokens_seen\\":1025'), ("0.2", "0.1"), ("step", "stop")],
+    [
+        ("[0,1024]", "[0,1025]"),
+        ('tokens_seen\\":1024', 'tokens_seen\\":1025'),
+        ("0.2", "0.1"),
+        ("step", "stop"),
+    ],
 )
 def test_a_changed_fact_is_damage_too(copy, small, was, becomes):
     """Cursor, count of tokens, clock: nothing else would notice them."""
     path = copy / "2" / "facts" / "metadata"
-    assert was in (text := path.read_text())
+    text = path.read_text()
+    assert was in text
     path.write_text(text.replace(was, becomes, 1))
     said = []
     assert restored(copy, small, said).facts.step == 1
@@ -223,8 +229,8 @@ def test_a_changed_fact_is_damage_too(copy, small, was, becomes):
 
 def test_swapped_checkpoints_are_damage(copy, small):
     (copy / "1").rename(copy / "3")
+    shutil.rmtree(copy / "2")
     with pytest.raises(CheckpointError, match="no whole checkpoint"):
-        shutil.rmtree(copy / "2")
         restored(copy, small, [])
 
 

@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 from speedrun import cost, devices, mesh, recipes
-from speedrun.cost import Work
-from speedrun.data.synthetic import FINEWEB_MEAN, FINEWEB_MEDIAN, document_lengths
+from speedrun.cost import FINEWEB_MEAN, FINEWEB_MEDIAN, Work, document_lengths
 from speedrun.kernels import attention_triton
 from speedrun.kernels.attention import sight, visible
 from speedrun.step import Program

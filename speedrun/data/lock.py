@@ -3,32 +3,48 @@
 import fcntl
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-from speedrun.errors import DataError, SpeedrunError
+from speedrun.errors import DataError, SpeedrunError, UsageError
 
 LOCK = ".lock"  #: a file, not the folder itself: network disks lock only what is open for writing
 
 
-@contextmanager
 def alone_in(
     folder: Path, say: Callable[[str], None] = lambda _: None, *, refuse: type[SpeedrunError] | None = None
+) -> AbstractContextManager[None]:
+    """`alone_at` with a lock inside the folder."""
+    return alone_at(folder / LOCK, folder, say, refuse)
+
+
+def alone_with(record: Path) -> AbstractContextManager[None]:
+    """`alone_at` with a lock beside a record, which holds nothing that is no part of it; waits for nobody."""
+    record = record.resolve()
+    return alone_at(record.with_name(record.name + LOCK), record, refuse=UsageError)
+
+
+@contextmanager
+def alone_at(
+    path: Path,
+    folder: Path,
+    say: Callable[[str], None] = lambda _: None,
+    refuse: type[SpeedrunError] | None = None,
 ) -> Iterator[None]:
     """Holds a lock that ends with the process, however it ends; waits for another program to let go of it.
 
     Args:
-        folder: is made.
-        say: is told that there is another one.
+        path: of the lock; its folder is made.
+        folder: what it guards.
+        say: is told that there is another program.
         refuse: the error to raise instead of waiting.
 
     Raises:
-        DataError: if the folder cannot be written.
+        DataError: if the lock cannot be written.
         SpeedrunError: `refuse`, if there is another program.
     """
-    path = folder / LOCK
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()  # whether a file can be made here is known before anything else
     except OSError as error:
         raise DataError(f"{folder}: {error.strerror}; choose a folder that can be written") from None

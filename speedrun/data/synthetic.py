@@ -1,4 +1,4 @@
-"""A synthetic token stream whose entropy rate is computed, not estimated.
+"""A synthetic token stream whose entropy rate can be computed; `tests/test_synthetic.py` does.
 
     document   one or more lines; each line is an opener and `line_words` words
     opener     DOCUMENT (0) for the first line of a document; then NEW (1) or REPEAT (2)
@@ -29,23 +29,6 @@ from speedrun.track import Track
 DOCUMENT, NEW, REPEAT = 0, 1, 2
 FIRST_WORD = 3
 ONE = 1 << 32  #: probability one
-
-
-#: Tokens of a FineWeb document: median and mean over ten shards of modded-nanogpt's data.
-FINEWEB_MEDIAN, FINEWEB_MEAN = 403, 690
-
-
-def document_lengths(num_tokens: int, seed: int) -> np.ndarray:
-    """Lengths of documents as long as FineWeb's, log-normal with its median and mean: i64 [N], sum `num_tokens`.
-
-    The last document is cut where the tokens end.
-    """
-    sigma = np.sqrt(2 * np.log(FINEWEB_MEAN / FINEWEB_MEDIAN))
-    rng, ends = np.random.default_rng(seed), np.zeros(1, np.int64)
-    while ends[-1] < num_tokens:
-        more = np.ceil(rng.lognormal(np.log(FINEWEB_MEDIAN), sigma, 1024)).astype(np.int64)
-        ends = np.concatenate([ends, ends[-1] + np.cumsum(more)])
-    return np.diff(np.minimum(ends, num_tokens)[: np.searchsorted(ends, num_tokens) + 1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,43 +90,6 @@ def slot_weights_S(source: Source) -> np.ndarray:
     return weights
 
 
-def rows_CVV(source: Source) -> np.ndarray:
-    """Distribution of the next word, f64 [C, V, V]: by class, word, next word."""
-    next_CVS, weights_S = successors_CVS(source), slot_weights_S(source) / ONE
-    rows = np.tile(zipf_weights_V(source) / ONE * (source.noise / ONE), (*next_CVS.shape[:2], 1))
-    first, second = np.ogrid[: source.num_classes, : source.vocab_size]
-    for s in range(source.num_successors):
-        rows[first, second, next_CVS[:, :, s]] += weights_S[s]
-    return rows
-
-
-def entropy_nats(p: np.ndarray) -> np.ndarray:
-    """-sum p ln p over the last axis."""
-    return -np.sum(p * np.log(np.where(p > 0, p, 1.0)), axis=-1)
-
-
-def entropy_rate_nats(source: Source) -> float:
-    """Exact conditional entropy of a token given all before it, averaged over the stream.
-
-    Lines are independent and equally long, so it is the entropy of an opener and of a line's words over the
-    tokens of a line; the chain's word distribution is carried forward column by column.
-    """
-    rows = rows_CVV(source)
-    row_entropy_CV = entropy_nats(rows)
-    p_V = zipf_weights_V(source) / ONE
-    words = entropy_nats(p_V)
-    p_CV = np.zeros(row_entropy_CV.shape)
-    p_CV[0] = p_V  # before the first word stands an opener, which counts as class 0
-    for _ in range(source.line_words - 1):
-        words += np.sum(p_CV * row_entropy_CV)
-        p_VV = np.einsum("cv,cvw->vw", p_CV, rows)
-        p_CV = np.stack([p_VV[c :: source.num_classes].sum(axis=0) for c in range(source.num_classes)])
-    end, repeat = source.end / ONE, source.repeat / ONE
-    # A document's first line is never a repeat: lines open with DOCUMENT, REPEAT or NEW.
-    opener = entropy_nats(np.array([end, (1 - end) * repeat, (1 - end) * (1 - repeat)]))
-    return float((opener + (1 - (1 - end) * repeat) * words) / source.line_tokens)
-
-
 def openers_L(source: Source, stream: int, num_lines: int) -> np.ndarray:
     """Which token opens each line: i64 [L]; the first line of a stream opens a document."""
     lines = np.arange(num_lines)
@@ -177,19 +123,6 @@ def generate(source: Source, stream: int, num_lines: int) -> np.ndarray:
     origin_L = np.maximum.accumulate(np.where(tokens[:, 0] == REPEAT, 0, lines_L))
     tokens[:, 1:] = tokens[origin_L, 1:]
     return tokens.reshape(-1)
-
-
-def code_length_nats(source: Source, tokens: np.ndarray) -> float:
-    """Mean -ln p of the tokens under the true conditional distribution: what an ideal model would score."""
-    lines = tokens.reshape(-1, source.line_tokens).astype(np.int64)
-    end, repeat = source.end / ONE, source.repeat / ONE
-    rows = rows_CVV(source)
-    opener = -np.log(np.array([end, (1 - end) * (1 - repeat), (1 - end) * repeat]))[lines[:, 0]]
-    words = -np.log((zipf_weights_V(source) / ONE)[lines[:, 1]])
-    for column in range(2, source.line_tokens):
-        words += -np.log(rows[_class_L(source, lines, column), lines[:, column - 1], lines[:, column]])
-    words[lines[:, 0] == REPEAT] = 0
-    return float((opener + words).sum() / tokens.size)
 
 
 def _class_L(source: Source, tokens: np.ndarray, column: int) -> np.ndarray:

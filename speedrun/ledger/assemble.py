@@ -12,6 +12,8 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from speedrun import console, runlog, track
+from speedrun.data import lock
+from speedrun.data.wholefile import discard_partials, write_whole
 from speedrun.errors import UsageError
 from speedrun.ledger import format
 from speedrun.ledger.batch import standing
@@ -61,6 +63,19 @@ def assemble(
     Raises:
         UsageError: if a run cannot be read, or the folder holds what a record may not.
     """
+    with lock.alone_with(record_dir):
+        return _assemble(record_dir, title, authors, parent_record, changes, declared_runs)
+
+
+def _assemble(
+    record_dir: Path,
+    title: str | None,
+    authors: Sequence[str] | None,
+    parent_record: str | None,
+    changes: Sequence[str] | None,
+    declared_runs: int | None,
+) -> Summary:
+    discard_partials(record_dir)
     raw, refused = read_files(record_dir)
     for path, why in refused.items():
         raise UsageError(f"{record_dir / path}: {why}; take it out of the record")
@@ -80,10 +95,10 @@ def assemble(
     declared_runs = declared_runs or (old.batch.declared_runs if old else len(runs))
     manifest = derive_manifest(runs, about, declared_runs, source, derive_files(raw))
     summary = derive_summary(runs, track.load(manifest.track.id.rpartition("@")[0]), promised)
-    (record_dir / "manifest.json").write_bytes(format.encode(manifest))
-    (record_dir / "summary.json").write_bytes(format.encode(summary))
+    write_whole(record_dir / "manifest.json", format.encode(manifest))
+    write_whole(record_dir / "summary.json", format.encode(summary))
     own = raw.get("README.md", b"").rpartition(HEAD_END.encode())[2]
-    (record_dir / "README.md").write_bytes(readme_head(manifest, summary, runs).encode() + own)
+    write_whole(record_dir / "README.md", readme_head(manifest, summary, runs).encode(), own)
     return summary
 
 
