@@ -173,6 +173,11 @@ class Checkpoints:
         # Whether to stop, only the run asks JAX's service: it counts the questions, and orbax counts otherwise.
         self._manager.reached_preemption = lambda step: False
 
+    @property
+    def steps(self) -> list[int]:
+        """Those of which there is a checkpoint, the newest first."""
+        return sorted(self._manager.all_steps(), reverse=True)
+
     def due(self, step: int) -> bool:
         """Whether one is wanted after so many steps."""
         return step > 0 and step % self._every == 0
@@ -217,7 +222,7 @@ class Checkpoints:
         Raises:
             CheckpointError: if there is none, or it is of another model or run.
         """
-        for step in sorted(self._manager.all_steps(), reverse=True):
+        for step in self.steps:
             try:
                 return self._restore(step, program, config_sha256)
             except _Damaged as damage:
@@ -233,7 +238,7 @@ class Checkpoints:
         Raises:
             CheckpointError: if it is not there, damaged, or of another model or run.
         """
-        if step not in self._manager.all_steps():
+        if step not in self.steps:
             raise CheckpointError(
                 f"{self._folder}: no checkpoint {step}; it is needed; keep all of them (--keep-checkpoints 0)"
             )

@@ -90,6 +90,21 @@ def told() -> Iterator[None]:
         sys.exit(INTERRUPTED)
 
 
+@contextmanager
+def refusals_told(path: object) -> Iterator[None]:
+    """Around what writes a file: what the disk refuses is one line.
+
+    Raises:
+        StorageError: in place of OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"{path}: cannot be written: {error.strerror}; free or choose another folder"
+        ) from None
+
+
 def unknown(kind: str, got: str, known: Iterable[str]) -> UsageError:
     """The error for a name that does not exist: names those that end in it as in `a.b.got`, else the nearest one."""
     known = sorted(known)

@@ -30,7 +30,7 @@ from speedrun.checkpoint import Checkpoints
 from speedrun.clock import Clock, now
 from speedrun.data import lock, stream
 from speedrun.data.wholefile import make_folder, write_whole
-from speedrun.errors import NonFiniteError, StorageError, told
+from speedrun.errors import NonFiniteError, refusals_told, told
 from speedrun.ledger import format
 from speedrun.outcome import Tally, run_end, run_file
 from speedrun.prepare import Ready, RunConfig, decoded, prepare
@@ -113,13 +113,13 @@ def _stacks(out: Path) -> Path:
 
 def _begun(ready: Ready, run_dir: Path) -> Path:
     """The path of the log, in the new folder of the run."""
-    out, begun = ready.config.out, ready.config.batch_sha256 or ready.config.resume
-    if not (begun and out.exists()):  # a run may have been killed before its folder appeared
-        make_folder(out, {"source.txt": ready.source.encode()})
-    try:
+    out, begun, source = ready.config.out, ready.config.batch_sha256 or ready.config.resume, "source.txt"
+    if begun and out.exists():
+        write_whole(out / source, ready.source.encode())  # as it was, or what is missing
+    else:
+        make_folder(out, {source: ready.source.encode()})
+    with refusals_told(run_dir):
         run_dir.mkdir(parents=True)
-    except OSError as error:
-        raise StorageError(f"{run_dir}: {error.strerror}; free the disk, or choose another --out") from None
     return run_dir / "metrics.jsonl"
 
 

@@ -14,22 +14,19 @@ LOCK = ".lock"  #: a file, not the folder itself: network disks lock only what i
 def alone_in(
     folder: Path, say: Callable[[str], None] = lambda _: None, *, refuse: type[SpeedrunError] | None = None
 ) -> AbstractContextManager[None]:
-    """`alone_at` with a lock inside the folder."""
-    return alone_at(folder / LOCK, folder, say, refuse)
+    """Is alone in a folder, by a lock inside it: see `_held`."""
+    return _held(folder / LOCK, folder, say, refuse)
 
 
 def alone_with(record: Path) -> AbstractContextManager[None]:
-    """`alone_at` with a lock beside a record, which holds nothing that is no part of it; waits for nobody."""
-    record = record.resolve()
-    return alone_at(record.with_name(record.name + LOCK), record, refuse=UsageError)
+    """Is alone with a record, by a lock beside it; waits for nobody. See `_held`."""
+    beside = record.resolve()
+    return _held(beside.with_name(beside.name + LOCK), record, refuse=UsageError)
 
 
 @contextmanager
-def alone_at(
-    path: Path,
-    folder: Path,
-    say: Callable[[str], None] = lambda _: None,
-    refuse: type[SpeedrunError] | None = None,
+def _held(
+    path: Path, folder: Path, say: Callable[[str], None] = print, refuse: type[SpeedrunError] | None = None
 ) -> Iterator[None]:
     """Holds a lock that ends with the process, however it ends; waits for another program to let go of it.
 
@@ -40,14 +37,15 @@ def alone_at(
         refuse: the error to raise instead of waiting.
 
     Raises:
-        DataError: if the lock cannot be written.
-        SpeedrunError: `refuse`, if there is another program.
+        SpeedrunError: `refuse` or DataError, if the lock cannot be written; `refuse`, if there is another program.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()  # whether a file can be made here is known before anything else
     except OSError as error:
-        raise DataError(f"{folder}: {error.strerror}; choose a folder that can be written") from None
+        raise (refuse or DataError)(
+            f"{folder}: {error.strerror}; choose a folder that can be written"
+        ) from None
     while True:
         with path.open("w") as file:
             try:
@@ -60,7 +58,7 @@ def alone_at(
                 say(f"{folder}: another program writes into it; waiting for it to end")
                 fcntl.flock(file, fcntl.LOCK_EX)
             except OSError as error:  # some network disks know no locks
-                raise DataError(
+                raise (refuse or DataError)(
                     f"{path}: cannot be locked: {error.strerror}; choose a folder on another disk"
                 ) from None
             # Who had it before has removed the file, and somebody may have made a new one: only that one counts.

@@ -22,7 +22,8 @@ from pathlib import Path
 import numpy as np
 
 from speedrun.data.inventory import Manifest, ShardEntry, read_manifest, write_manifest
-from speedrun.data.shards import sha256, write_shard
+from speedrun.data.lock import alone_in
+from speedrun.data.shards import holds, sha256, write_shard
 from speedrun.errors import DataError
 from speedrun.track import Track
 
@@ -131,28 +132,27 @@ def _class_L(source: Source, tokens: np.ndarray, column: int) -> np.ndarray:
 
 
 def write(track: Track, folder: Path) -> Manifest:
-    """Makes the shards of a synthetic track; the same bytes everywhere.
+    """Makes the shards of a synthetic track; the same bytes everywhere. Shards that are right stay as they are.
 
     Raises:
         DataError: if a shard differs from the digest in the track file, or the folder cannot be written.
     """
     settings = track.synthetic or {}
     source = Source(**settings)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(f"{folder}: {error.strerror}; choose a folder that can be written") from None
     names = [track.data.val.replace("*", "000000")]
     names += [track.data.train.replace("*", f"{i:06d}") for i in range(1, source.num_shards + 1)]
-    entries = {name: _write_one(source, stream, folder / name, track) for stream, name in enumerate(names)}
-    manifest = Manifest(
-        source=f"speedrun data synth --track {track.name}",
-        settings=dict(settings),
-        vocab_size=track.data.vocab_size,
-        document_token=track.data.document_token,
-        shards=entries,
-    )
-    write_manifest(folder, manifest)
+    with alone_in(folder):
+        entries = {
+            name: _write_one(source, stream, folder / name, track) for stream, name in enumerate(names)
+        }
+        manifest = Manifest(
+            source=f"speedrun data synth --track {track.name}",
+            settings=dict(settings),
+            vocab_size=track.data.vocab_size,
+            document_token=track.data.document_token,
+            shards=entries,
+        )
+        write_manifest(folder, manifest)
     return manifest
 
 
@@ -170,7 +170,8 @@ def ensure(track: Track, folder: Path) -> Manifest | None:
 def _write_one(source: Source, stream: int, path: Path, track: Track) -> ShardEntry:
     """Stream 0 is the validation shard."""
     tokens = generate(source, stream, source.val_lines if stream == 0 else source.shard_lines)
-    write_shard(path, tokens)
+    if not holds(path, tokens):
+        write_shard(path, tokens)
     got, want = sha256(path), track.data.sha256.get(path.name)
     if want not in (got, None):
         raise DataError(

@@ -1,16 +1,15 @@
 """The one way in which files are written: beside their names, synchronised, renamed. Never half there.
 
-What a killed process leaves is `NAME.partial`. The next writer of that name takes it over; `discard_partials` removes
-those of names that nobody writes again.
+What a killed process leaves is `NAME.partial`. The next writer of that name takes it over.
 """
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
-from speedrun.errors import StorageError, UsageError
+from speedrun.errors import StorageError, UsageError, refusals_told
 
 PARTIAL = ".partial"
 
@@ -26,10 +25,14 @@ def write_whole(path: Path, *parts: bytes | memoryview) -> None:
         StorageError: if the disk refuses; then nothing is left of the new content.
     """
     partial = path.with_name(path.name + PARTIAL)
-    with _refusals_told(path, partial):
-        with partial.open("wb") as file:
+    try:
+        with refusals_told(path), partial.open("wb") as file:
             file.writelines(parts)
-        _replace(partial, path)
+        give_name(partial, path)
+    except StorageError:
+        with suppress(OSError):
+            partial.unlink()  # it would keep a full disk full
+        raise
 
 
 def give_name(partial: Path, path: Path) -> None:
@@ -38,8 +41,10 @@ def give_name(partial: Path, path: Path) -> None:
     Raises:
         StorageError: if the disk refuses.
     """
-    with _refusals_told(path):
-        _replace(partial, path)
+    with refusals_told(path):
+        _sync(partial)
+        os.replace(partial, path)
+        _sync(path.parent)  # the rename itself is durable only now
 
 
 def make_folder(path: Path, files: Mapping[str, bytes]) -> None:
@@ -63,34 +68,9 @@ def make_folder(path: Path, files: Mapping[str, bytes]) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def discard_partials(folder: Path) -> None:
-    """Removes what killed writers left in a folder and below. Nobody may be writing there."""
-    for left in folder.rglob("*" + PARTIAL):
-        if left.is_file() or left.is_symlink():
-            left.unlink()
-
-
-def _replace(partial: Path, path: Path) -> None:
-    _sync(partial)
-    os.replace(partial, path)
-    _sync(path.parent)  # the rename itself is durable only now
-
-
 def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-@contextmanager
-def _refusals_told(path: Path, *partials: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        for partial in partials:
-            partial.unlink(missing_ok=True)  # it would keep a full disk full
-        raise StorageError(
-            f"{path}: cannot be written: {error.strerror}; free or choose another folder"
-        ) from None

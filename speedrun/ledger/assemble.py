@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from speedrun import console, runlog, track
 from speedrun.data import lock
-from speedrun.data.wholefile import discard_partials, write_whole
+from speedrun.data.wholefile import write_whole
 from speedrun.errors import UsageError
 from speedrun.ledger import format
 from speedrun.ledger.batch import standing
@@ -32,7 +32,7 @@ from speedrun.ledger.format import (
     Summary,
     TrackRef,
 )
-from speedrun.ledger.record import read_files, run_folders
+from speedrun.ledger.record import discard_partials, read_files, run_folders
 from speedrun.ledger.run import Run, read_json, read_run
 from speedrun.sourcefile import split_source
 from speedrun.track import Track
@@ -82,7 +82,9 @@ def _assemble(
     try:
         runs = [read_run(raw, folder) for folder in run_folders(raw)]
         source = derive_source(raw)
-        old = read_json(raw, "manifest.json", Manifest) if "manifest.json" in raw else None
+        # One without an end was torn before files were written whole: it is made anew.
+        whole = raw.get("manifest.json", b"").endswith(b"\n}\n")
+        old = read_json(raw, "manifest.json", Manifest) if whole else None
         promised = read_json(raw, format.BATCH, Declaration) if format.BATCH in raw else None
     except FormatError as error:
         raise UsageError(f"{record_dir}: {error}; 'speedrun validate' lists all problems") from None

@@ -6,9 +6,10 @@ from msgspec import DecodeError
 
 from speedrun import console, runlog
 from speedrun.data import lock
-from speedrun.data.wholefile import discard_partials, write_whole
+from speedrun.data.wholefile import write_whole
 from speedrun.errors import NonFiniteError
 from speedrun.ledger import format
+from speedrun.ledger.record import discard_partials
 
 LOG, FACTS, TEXT = "metrics.jsonl", "run.json", "log.txt"
 
