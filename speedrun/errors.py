@@ -4,6 +4,7 @@ Every message has three parts: what we got, what we need, what to do. It fits on
 """
 
 import difflib
+import errno
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -91,18 +92,17 @@ def told() -> Iterator[None]:
 
 
 @contextmanager
-def refusals_told(path: object) -> Iterator[None]:
-    """Around what writes a file: what the disk refuses is one line.
+def refusals_told(path: object, otherwise: type[SpeedrunError] = StorageError) -> Iterator[None]:
+    """Around what writes a file or makes a folder: what the disk refuses is one line.
 
     Raises:
-        StorageError: in place of OSError.
+        SpeedrunError: in place of OSError: StorageError if the disk is full, `otherwise` if not.
     """
     try:
         yield
     except OSError as error:
-        raise StorageError(
-            f"{path}: cannot be written: {error.strerror}; free or choose another folder"
-        ) from None
+        kind = StorageError if error.errno in (errno.ENOSPC, errno.EDQUOT) else otherwise
+        raise kind(f"{path}: cannot be written: {error.strerror}; free or choose another folder") from None
 
 
 def unknown(kind: str, got: str, known: Iterable[str]) -> UsageError:

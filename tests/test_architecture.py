@@ -241,7 +241,6 @@ OTHER_WRITES = {
     ("speedrun.ledger.drawing", "figure.savefig"): "memory",
     ("speedrun.ledger.submission", "tarfile.open"): "memory",
     ("speedrun.cli", "formatter.write_text"): "click's help",
-    ("speedrun.data.lock", "path.touch"): "a lock is empty",
     ("speedrun.data.lock", "path.open"): "a lock is empty",
     ("speedrun.runlog", "path.open"): "the log: one line after the other, and a torn one is cut off",
     ("speedrun.watchdog", "stacks.open"): "the process is about to end itself",

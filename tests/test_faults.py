@@ -415,7 +415,7 @@ def test_a_disk_that_fills_up(config, unbroken, tmp_path):
 
 def test_a_folder_of_checkpoints_that_cannot_be_made_is_told_first(config, tmp_path):
     folder_of(tmp_path / "out").write_text("in the way")
-    with pytest.raises(CheckpointError, match="choose a folder that can be written"):
+    with pytest.raises(CheckpointError, match="free or choose another folder"):
         train.train(at(config, tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 

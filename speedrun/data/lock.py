@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-from speedrun.errors import DataError, SpeedrunError, UsageError
+from speedrun.errors import DataError, SpeedrunError, UsageError, refusals_told
 
 LOCK = ".lock"  #: a file, not the folder itself: network disks lock only what is open for writing
 
@@ -39,15 +39,12 @@ def _held(
     Raises:
         SpeedrunError: `refuse` or DataError, if the lock cannot be written; `refuse`, if there is another program.
     """
-    try:
+    with refusals_told(folder, refuse or DataError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()  # whether a file can be made here is known before anything else
-    except OSError as error:
-        raise (refuse or DataError)(
-            f"{folder}: {error.strerror}; choose a folder that can be written"
-        ) from None
     while True:
-        with path.open("w") as file:
+        with refusals_told(folder, refuse or DataError):
+            file = path.open("w")
+        with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

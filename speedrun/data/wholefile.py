@@ -55,15 +55,14 @@ def make_folder(path: Path, files: Mapping[str, bytes]) -> None:
         StorageError: if the disk refuses a file.
     """
     partial = path.with_name(path.name + PARTIAL)
+    shutil.rmtree(partial, ignore_errors=True)
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        for name, content in files.items():
-            write_whole(partial / name, content)
-        os.rename(partial, path)
-        _sync(path.parent)
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}; choose an --out that can be written") from None
+        with refusals_told(path, UsageError):
+            partial.mkdir(parents=True)
+            for name, content in files.items():
+                write_whole(partial / name, content)
+            os.rename(partial, path)
+            _sync(path.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
