@@ -4,7 +4,9 @@ Every message has three parts: what we got, what we need, what to do. It fits on
 """
 
 import difflib
-from collections.abc import Iterable
+import errno
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class SpeedrunError(Exception):
@@ -25,10 +27,14 @@ class DataError(SpeedrunError):
     exit_code = 3
 
 
-class CheckpointError(SpeedrunError):
-    """A checkpoint that cannot be written, or none that can be restored."""
+class StorageError(SpeedrunError):
+    """A file that the disk refuses to take: it is full, or may not be written."""
 
     exit_code = 4
+
+
+class CheckpointError(StorageError):
+    """A checkpoint that cannot be written, or none that can be restored."""
 
 
 class NonFiniteError(SpeedrunError):
@@ -57,7 +63,7 @@ EXIT_CODES = {
     1: "ran, and the answer is no: target missed or a check failed",
     2: "usage: unknown name, bad setting, output folder or device count",
     3: "data: shard missing, damaged, foreign or too short",
-    4: "checkpoint: none that is whole, of another model, or not written",
+    4: "storage: a file or checkpoint cannot be written, or no checkpoint is whole",
     5: "non-finite loss; the first bad leaf is named",
     HANG: "hang: a phase went past its deadline; all stacks are kept",
     75: "stopped by SIGTERM or Ctrl-C; log and checkpoints are kept",
@@ -70,6 +76,20 @@ def meaning(code: int) -> str:
     """An exit code in words: of one of our programs, or of one that a signal killed."""
     known = f"signal {-code}" if code < 0 else EXIT_CODES.get(code, "none of ours")
     return f"exit code {code} ({known})"
+
+
+@contextmanager
+def refusals_told(path: object, otherwise: type[SpeedrunError] = StorageError) -> Iterator[None]:
+    """Around what writes a file or makes a folder: what the disk refuses is one line.
+
+    Raises:
+        SpeedrunError: in place of OSError: StorageError if the disk is full, `otherwise` if not.
+    """
+    try:
+        yield
+    except OSError as error:
+        kind = StorageError if error.errno in (errno.ENOSPC, errno.EDQUOT) else otherwise
+        raise kind(f"{path}: cannot be written: {error.strerror}; free or choose another folder") from None
 
 
 def unknown(kind: str, got: str, known: Iterable[str]) -> UsageError:

@@ -24,7 +24,7 @@ from speedrun.data.inventory import MANIFEST, read_manifest
 from speedrun.data.shards import HEADER_BYTES, sha256, write_shard
 from speedrun.data.stream import require_steps
 from speedrun.data.verify import verify
-from speedrun.errors import DataError
+from speedrun.errors import DataError, StorageError
 from speedrun.recipes import load as load_recipe
 
 REPO = "someone/tokens"
@@ -320,7 +320,7 @@ def test_a_disk_that_fills_up(tmp_path: Path, server: FakeHub, monkeypatch: pyte
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(huggingface_hub.file_download, "http_get", full)
-    with pytest.raises(DataError, match="cannot be written: No space left on device; free or choose"):
+    with pytest.raises(StorageError, match="cannot be written: No space left on device; free or choose"):
         get(tmp_path)
 
 

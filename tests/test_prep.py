@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from speedrun import track
 from speedrun.clock import Stopwatch
-from speedrun.data import documents, inventory, prep, text_files, tokenizer, workers
+from speedrun.data import documents, inventory, overview, prep, text_files, tokenizer, workers
 from speedrun.data.hub_rows import Dataset
 from speedrun.data.inventory import Place
 from speedrun.data.lock import LOCK, alone_in
@@ -606,10 +606,10 @@ def test_bits_per_byte(tmp_path: Path):
     rows = write_rows(tmp_path / "rows.jsonl", ["abcd" * 25])
     made = prepare(open_source([str(rows)]), BYTES, Cut("x", 50, scored_tokens=40), tmp_path)
     data = track.Data("x", "x_train_*.bin", "x_val_*.bin", 40, 257, DOCUMENT, "again!")
-    assert inventory.bits_per_byte(np.log(256), tmp_path, data) == pytest.approx(8)
-    assert inventory.bits_per_byte(1.0, tmp_path, msgspec.structs.replace(data, val_tokens=39)) is None
+    assert overview.bits_per_byte(np.log(256), tmp_path, data) == pytest.approx(8)
+    assert overview.bits_per_byte(1.0, tmp_path, msgspec.structs.replace(data, val_tokens=39)) is None
     inventory.write_manifest(tmp_path, msgspec.structs.replace(made.manifest, scored_bytes=20))
-    assert inventory.bits_per_byte(np.log(256), tmp_path, data) == pytest.approx(16), "two tokens a byte"
+    assert overview.bits_per_byte(np.log(256), tmp_path, data) == pytest.approx(16), "two tokens a byte"
 
 
 @needs_shared

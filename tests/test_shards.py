@@ -21,7 +21,7 @@ from speedrun.data import inventory, overview, shards, synthetic
 from speedrun.data.inventory import Manifest, ShardEntry, open_track
 from speedrun.data.shards import open_shard, write_shard
 from speedrun.data.verify import verify
-from speedrun.errors import DataError
+from speedrun.errors import DataError, StorageError
 
 VOCAB_SIZE = 50257
 
@@ -179,7 +179,7 @@ def test_a_place_without_shards_is_told_apart(tmp_path: Path, make: Callable[[Pa
 
 
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path):
-    with pytest.raises(DataError, match="cannot be written: No such file"):
+    with pytest.raises(StorageError, match="cannot be written: No such file"):
         write_shard(tmp_path / "missing" / "x.bin", np.array([1]))
 
 

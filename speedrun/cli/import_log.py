@@ -8,6 +8,7 @@ import msgspec
 
 from speedrun.cli.options import Integer, example, json_option
 from speedrun.console import clean
+from speedrun.data.wholefile import write_whole
 from speedrun.errors import UsageError
 from speedrun.ledger import context, foreign, noise
 from speedrun.ledger.context import Context, ContextRun
@@ -99,14 +100,13 @@ def _write(contexts: tuple[Context, ...], folder: Path) -> None:
     for one in contexts:
         stem = "".join(char if char.isalnum() or char in "._-" else "_" for char in one.source).lstrip(".")
         path = folder / f"{stem[:80]}-{one.sha256[:8]}.json"
+        if path.exists():
+            raise UsageError(f"{path} is already there; give another --out, or move it away")
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with path.open("xb") as file:
-                file.write(context.encode(one))
-        except FileExistsError:
-            raise UsageError(f"{path} is already there; give another --out, or move it away") from None
         except OSError as error:
             raise UsageError(f"{path} cannot be written: {error.strerror}; give another --out") from None
+        write_whole(path, context.encode(one))
 
 
 def _lines(found: Imported) -> list[str]:

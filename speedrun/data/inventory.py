@@ -1,7 +1,6 @@
 """The folder that a track's shards lie in: its manifest, which shards must be there, and what they must hold."""
 
 import fnmatch
-import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,17 +57,6 @@ def bytes_per_token(entries: Sequence[ShardEntry]) -> float | None:
     text_bytes = [entry.text_bytes for entry in entries if entry.text_bytes is not None]
     tokens = sum(entry.tokens - entry.documents for entry in entries)
     return sum(text_bytes) / tokens if tokens and len(text_bytes) == len(entries) else None
-
-
-def bits_per_byte(loss: float, folder: Path, data: Data) -> float | None:
-    """A validation loss, nats per token, as bits per byte of text: the figure that compares across tokenizers.
-
-    loss * tokens / bytes / ln 2, of the tokens that the track scores. None where the manifest does not know them.
-    """
-    manifest = read_manifest(folder)
-    if manifest is None or not manifest.scored_bytes or manifest.scored_tokens != data.val_tokens:
-        return None
-    return loss * data.val_tokens / manifest.scored_bytes / math.log(2)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
