@@ -13,12 +13,13 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from speedrun import devices
 from speedrun.errors import UsageError
-from speedrun.mesh import make_target_mesh
+from speedrun.mesh import arranged
 from speedrun.optim.schedules import StepInputs
 from speedrun.program import Program
 from speedrun.recipe import Stage
@@ -61,7 +62,10 @@ def target_mesh(kind: str, num_devices: int, num_nodes: int = 1) -> Mesh:
             f"found no {', '.join(missing)}; to compile for {device.name} without one, "
             f"pip install --no-deps {exact}"
         )
-    return make_target_mesh(devices.target(device), num_devices, num_nodes)
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=devices.target(device), topology=f"1x{num_nodes}x{num_devices}"
+    )
+    return arranged(topology.devices, num_nodes)
 
 
 def compile_for_target(function: Any, *args: Any, options: Options = CUBLAS_GEMMS) -> Any:

@@ -10,7 +10,7 @@ from speedrun.clock import Clock, Stopwatch
 from speedrun.data import stream
 from speedrun.errors import Terminated
 from speedrun.fingerprint import state_hash
-from speedrun.ledger import format
+from speedrun.ledger import runfile
 from speedrun.outcome import Tally, latest, lost_s
 from speedrun.prepare import Ready
 from speedrun.step import TrainState
@@ -41,7 +41,7 @@ def go_on(
         if run_id := latest(ready.config.out):
             log.emit(runlog.Resume(run_id, 0, state_hash(fresh), 0.0, 0, stream.START))
         return fresh, Place(0, stream.START)
-    state, old = checkpoints.restore(ready.program, format.config_sha256(ready.described))
+    state, old = checkpoints.restore(ready.program, runfile.config_sha256(ready.described))
     clock.resume_at(old.train_time_s)
     tally.tokens_seen = old.tokens_seen
     tally.lost_s = lost_s(ready.config.out, old.step)
@@ -65,7 +65,7 @@ def save(
     facts = checkpoint.Facts(
         step=place.step,
         run_id=tally.run_id,
-        config_sha256=format.config_sha256(ready.described),
+        config_sha256=runfile.config_sha256(ready.described),
         cursor=place.cursor,
         tokens_seen=tally.tokens_seen,
         train_time_s=clock.seconds,

@@ -20,7 +20,7 @@ from speedrun.errors import NonFiniteError, SpeedrunError
 from speedrun.evaluate import Score, evaluate
 from speedrun.fingerprint import state_hash
 from speedrun.keeping import Place, go_on, kept_if_stopped, save
-from speedrun.ledger import format
+from speedrun.ledger import runfile
 from speedrun.outcome import Tally, data_read
 from speedrun.prepare import Ready
 from speedrun.step import StepMetrics, TrainState
@@ -180,7 +180,7 @@ def _first_sha256(ready: Ready, place: Place, batch: stream.Batch) -> str:
     if processes.count() > 1:
         shape = ready.program.shape_at(place.step)
         batch = stream.TokenStream(ready.shards.train, place.cursor).batch(shape.num_sequences, shape.seq_len)
-    return format.sha256(batch.tokens_BT.astype("<u2").tobytes())
+    return runfile.sha256(batch.tokens_BT.astype("<u2").tobytes())
 
 
 def _log_stage_change(ready: Ready, executables: Executables, step: int, log: runlog.RunLog) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -76,28 +75,14 @@ def make_mesh(num_devices: int, replicas: int = 1) -> Mesh:
             f"{num_devices} devices cannot be shared by {replicas} replicas; need a multiple; "
             "pass another number of --devices or --replicas"
         )
-    return _mesh(devices[:num_devices], replicas)
+    return arranged(devices[:num_devices], replicas)
 
 
-def _mesh(devices: Sequence[Any], replicas: int) -> Mesh:
+def arranged(devices: Sequence[Any], replicas: int) -> Mesh:
     """One replica needs no axis of its own: its program is that of a single node."""
     if replicas == 1:
         return Mesh(np.array(devices), (DATA,))
     return Mesh(np.array(devices).reshape(replicas, -1), (REPLICA, DATA))
-
-
-def make_target_mesh(target: str, num_devices: int, num_nodes: int = 1) -> Mesh:
-    """A mesh of devices that are described, not there: one can compile for it, and nothing more.
-
-    Args:
-        target: the device as XLA wants it described (`devices.target`).
-        num_devices: in one machine.
-        num_nodes: such machines; one replica of the state on each.
-    """
-    topology = topologies.get_topology_desc(
-        platform="cuda", target_config=target, topology=f"1x{num_nodes}x{num_devices}"
-    )
-    return _mesh(topology.devices, num_nodes)
 
 
 def accelerator(mesh: Mesh) -> tuple[str, str]:

@@ -8,7 +8,7 @@ from speedrun import provenance, runlog
 from speedrun import track as tracks
 from speedrun.clock import Clock, Phases, cold_wall_s
 from speedrun.data import shards, stream
-from speedrun.ledger import format
+from speedrun.ledger import runfile
 from speedrun.prepare import Ready
 
 
@@ -34,7 +34,7 @@ class Tally:
     cold_wall_s: float = 0.0  #: 0 until the last validation is done
     val_sha256: str = ""
     ranges: tuple[stream.Span, ...] = ()
-    read: format.DataRead | None = None  #: with the digests of the shards, which take seconds
+    read: runfile.DataRead | None = None  #: with the digests of the shards, which take seconds
 
 
 def run_end(ready: Ready, outcome: str, clock: Clock, tally: Tally) -> runlog.RunEnd:
@@ -69,14 +69,14 @@ def lost_s(record: Path, step: int) -> float:
 
 def latest(record: Path) -> str:
     """The run that began last of those that ended; empty if there is none."""
-    found = [format.decode(path.read_bytes(), format.RunFile) for path in record.glob("runs/*/run.json")]
+    found = [runfile.decode(path.read_bytes(), runfile.RunFile) for path in record.glob("runs/*/run.json")]
     return max(found, key=lambda run: run.created_utc).run_id if found else ""
 
 
-def run_file(ready: Ready, run_id: str, created_utc: str, outcome: Any, tally: Tally) -> format.RunFile:
+def run_file(ready: Ready, run_id: str, created_utc: str, outcome: Any, tally: Tally) -> runfile.RunFile:
     """The facts of the run: its `run.json`."""
     device = ready.program.mesh.devices.flat[0]
-    return format.RunFile(
+    return runfile.RunFile(
         run_id=run_id,
         seed=ready.config.seed,
         track=ready.track.id,
@@ -84,7 +84,7 @@ def run_file(ready: Ready, run_id: str, created_utc: str, outcome: Any, tally: T
         recipe=ready.recipe.name,
         recipe_revision=ready.recipe.revision,
         overrides=ready.config.overrides,
-        config_sha256=format.config_sha256(ready.described),
+        config_sha256=runfile.config_sha256(ready.described),
         source_sha256=ready.source_sha256,
         created_utc=created_utc,
         outcome=outcome,
@@ -102,16 +102,16 @@ def run_file(ready: Ready, run_id: str, created_utc: str, outcome: Any, tally: T
     )
 
 
-def data_read(ready: Ready, tally: Tally) -> format.DataRead:
+def data_read(ready: Ready, tally: Tally) -> runfile.DataRead:
     """What was read so far, with the digest of every shard that it came from."""
     val = ready.shards.val[0]
     val_tokens = ready.track.data.val_tokens
-    return format.DataRead(
+    return runfile.DataRead(
         shards=tuple(
-            format.ShardRange(r.name, _digest(ready.folder / r.name), r.shard_tokens, r.start, r.stop)
+            runfile.ShardRange(r.name, _digest(ready.folder / r.name), r.shard_tokens, r.start, r.stop)
             for r in tally.ranges
         ),
-        val_shard=format.ShardRange(val.path.name, _digest(val.path), val.num_tokens, 0, val_tokens),
+        val_shard=runfile.ShardRange(val.path.name, _digest(val.path), val.num_tokens, 0, val_tokens),
         val_sha256=tally.val_sha256,
     )
 

@@ -13,7 +13,7 @@ from speedrun import mesh as meshes
 from speedrun import track as tracks
 from speedrun.data import inventory, stream, synthetic
 from speedrun.errors import UsageError
-from speedrun.ledger import format
+from speedrun.ledger import runfile
 from speedrun.params import SHARDS
 from speedrun.program import Program
 from speedrun.recipe import Recipe, describe
@@ -55,7 +55,7 @@ class Begun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A run with checkpoints, for whoever goes on with it."""
 
     config: RunConfig
-    recipe: format.Recipe
+    recipe: runfile.Recipe
     num_devices: int
 
 
@@ -74,7 +74,7 @@ class Ready:
     @property
     def source_sha256(self) -> str:
         """Digest of the source closure."""
-        return format.sha256(self.source.encode())
+        return runfile.sha256(self.source.encode())
 
     @property
     def described(self) -> dict[str, Any]:
@@ -99,18 +99,18 @@ class Ready:
         return {
             "seed": str(self.config.seed),
             "the output folder": str(self.config.out),
-            "settings": f"of sha256 {format.config_sha256({**self.described, **options})[:12]}",
+            "settings": f"of sha256 {runfile.config_sha256({**self.described, **options})[:12]}",
             "source": f"of sha256 {self.source_sha256[:12]}",
             "packages": str(provenance.software()),
             "environment": str({k: v for k, v in provenance.environment().items() if k != of_node}),
-            "training shards": f"whose names, sizes and manifest have sha256 {format.sha256(data)[:12]}",
+            "training shards": f"whose names, sizes and manifest have sha256 {runfile.sha256(data)[:12]}",
             "validation tokens": f"of sha256 {val_sha256[:12]}",
         }
 
     @property
     def begun(self) -> bytes:
         """As JSON: what was begun. Whoever goes on does so with as many replicas, on whatever nodes."""
-        recipe = format.Recipe(self.recipe.name, self.recipe.revision, self.config.overrides)
+        recipe = runfile.Recipe(self.recipe.name, self.recipe.revision, self.config.overrides)
         config = msgspec.structs.replace(self.config, replicas=self.program.replicas)
         return msgspec.json.encode(Begun(config, recipe, self.program.num_devices), enc_hook=str)
 
@@ -174,14 +174,14 @@ def _check_out(config: RunConfig) -> None:
     """A new folder; or the one of a batch, as it was declared."""
     try:
         taken = config.out.exists()
-        declared = format.sha256((config.out / format.BATCH).read_bytes()) if config.batch_sha256 else ""
+        declared = runfile.sha256((config.out / runfile.BATCH).read_bytes()) if config.batch_sha256 else ""
     except OSError as error:
         raise UsageError(
             f"{config.out}: {error.strerror}; choose an --out that can be read and written"
         ) from None
     if declared != config.batch_sha256:
         raise UsageError(
-            f"{config.out / format.BATCH} is not the declared one; restore it, or declare a new batch"
+            f"{config.out / runfile.BATCH} is not the declared one; restore it, or declare a new batch"
         )
     if config.resume:
         return

@@ -19,25 +19,6 @@ from speedrun.optim.schedules import Schedule, StepInputs
 from speedrun.params import Dtype, Params, Table
 
 
-class ModelConfig(Protocol):
-    """What the step needs to know of any model."""
-
-    @property
-    def logit_cap(self) -> float:
-        """Soft cap of the logits."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """Ids are below it."""
-        ...
-
-    @property
-    def document_token(self) -> int:
-        """Opens each document."""
-        ...
-
-
 class Optimizer(Protocol):
     """Anything that hands out one transformation a group."""
 
@@ -72,7 +53,7 @@ class Recipe:
     summary: str
     parent: str | None
     revision: int  #: goes up when its pinned trace changes
-    config: Any  #: a ModelConfig; one small dataclass a model file
+    config: Any  #: one small dataclass a model file; has vocab_size, document_token and logit_cap
     table: Callable[[Any], Table]
     forward: Callable[[Params, jax.Array, Window, Any, Kernels], jax.Array]
     logits: Callable[[Params, jax.Array, Any], jax.Array]  #: (params, x_ND, config) -> [N, V], for the scorer

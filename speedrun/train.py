@@ -31,13 +31,13 @@ from speedrun.clock import Clock, now
 from speedrun.data import lock, stream
 from speedrun.data.wholefile import make_folder, write_whole
 from speedrun.errors import NonFiniteError, refusals_told
-from speedrun.ledger import format
+from speedrun.ledger import runfile
 from speedrun.outcome import Tally, run_end, run_file
 from speedrun.output import told
 from speedrun.prepare import Ready, RunConfig, decoded, prepare
 
 
-def train(config: RunConfig, reader: console.Live | None = None) -> format.RunFile:
+def train(config: RunConfig, reader: console.Live | None = None) -> runfile.RunFile:
     """Trains once and writes `source.txt` and `runs/<run id>/` into the record folder.
 
     Args:
@@ -71,7 +71,7 @@ def _checkpoints(ready: Ready, reader: console.Live | None) -> Iterator[Checkpoi
         yield kept
 
 
-def _logged(ready: Ready, checkpoints: Checkpoints | None, reader: console.Live | None) -> format.RunFile:
+def _logged(ready: Ready, checkpoints: Checkpoints | None, reader: console.Live | None) -> runfile.RunFile:
     """A run from its first line to its last."""
     config, started = ready.config, now()
     nonce = hashlib.sha256(f"{started}".encode()).hexdigest()[:4]
@@ -102,7 +102,7 @@ def _logged(ready: Ready, checkpoints: Checkpoints | None, reader: console.Live 
             facts = run_file(ready, run_id, started.utc, outcome, tally)
             if path is not None:
                 write_whole(run_dir / "log.txt", console.render(runlog.read(path)).encode())
-                write_whole(run_dir / "run.json", format.encode(facts))
+                write_whole(run_dir / "run.json", runfile.encode(facts))
     return facts
 
 
@@ -137,7 +137,7 @@ def _announce(ready: Ready, run_id: str, log: runlog.RunLog, tally: Tally) -> No
             num_steps=recipe.num_steps,
             source_sha256=ready.source_sha256,
             config=ready.described,
-            config_sha256=format.config_sha256(ready.described),
+            config_sha256=runfile.config_sha256(ready.described),
             batch_sha256=ready.config.batch_sha256,
         )
     )

@@ -12,6 +12,7 @@ import click
 import msgspec
 import numpy as np
 import pytest
+from adam_only import AdamOnly
 from click.testing import CliRunner, Result
 
 from speedrun import __version__, cli, recipes, track
@@ -19,7 +20,6 @@ from speedrun.cli.options import json_option
 from speedrun.clock import Stopwatch
 from speedrun.data import inventory, shards, synthetic
 from speedrun.errors import EXIT_CODES, DataError, NonFiniteError, SpeedrunError, Terminated, UsageError
-from speedrun.optim.groups import AdamOnly
 
 HEAVY = ("jax", "numpy", "msgspec", "rich", "optax", "matplotlib")
 

@@ -8,13 +8,14 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from adam_only import AdamOnly
 
 from speedrun import mesh, nn, recipes, track
 from speedrun.errors import UsageError
 from speedrun.kernels.cross_entropy_gpu import RECORD21
 from speedrun.models import record21
 from speedrun.optim import muon
-from speedrun.optim.groups import Adam, AdamOnly
+from speedrun.optim.groups import Adam
 from speedrun.params import SCALARS, count
 from speedrun.program import Program
 from speedrun.recipe import Recipe, Stage

@@ -10,12 +10,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from adam_only import AdamOnly
 
 from speedrun import mesh, recipes, track
 from speedrun.data import inventory, python_docs, synthetic
 from speedrun.data.stream import TokenStream
 from speedrun.evaluate import evaluate
-from speedrun.optim.groups import AdamOnly
 from speedrun.params import DATA, SCALARS, Params
 from speedrun.program import Program
 from speedrun.recipe import Recipe

@@ -2,90 +2,44 @@
 
     README.md  manifest.json  summary.json  batch.json  source.txt  runs/<run>/{run.json,metrics.jsonl,log.txt}  plots/
 
-`batch.json` is what was promised before the first run, where several were. `run.json` holds the facts of one run,
-written when it ends. `manifest.json` holds the facts of all runs together, `summary.json` the numbers derived from
-them; both follow from the runs and can be made again.
+`batch.json` is what was promised before the first run, where several were. `run.json` holds the facts of one run
+(`runfile`), written when it ends. `manifest.json` holds the facts of all runs together, `summary.json` the numbers
+derived from them; both follow from the runs and can be made again.
 Losses are nats per token. A key that is not declared here is an error.
 """
 
-import hashlib
-from typing import Literal, TypeVar
+from typing import Literal
 
 import msgspec
 
-RUN_SCHEMA = "speedrun.run/1"
-MANIFEST_SCHEMA = "speedrun.manifest/1"
-SUMMARY_SCHEMA = "speedrun.summary/1"
-BATCH_SCHEMA = "speedrun.batch/1"
-REPRODUCTION_SCHEMA = "speedrun.reproduction/1"
-BATCH = "batch.json"
-
-Outcome = Literal["finished", "non-finite", "aborted"]
-
-
-class FormatError(ValueError):
-    """A file of a record that is not what this module declares."""
-
-
-class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base: every key is known."""
-
-
-class ShardRange(_Strict, frozen=True):
-    """One contiguous range of positions read as inputs; the target one further is not counted."""
-
-    name: str
-    sha256: str  #: of the whole file
-    tokens: int  #: in the whole file
-    start: int  #: inclusive
-    stop: int  #: exclusive
+from speedrun.ledger.runfile import BATCH as BATCH
+from speedrun.ledger.runfile import BATCH_SCHEMA as BATCH_SCHEMA
+from speedrun.ledger.runfile import MANIFEST_SCHEMA as MANIFEST_SCHEMA
+from speedrun.ledger.runfile import REPRODUCTION_SCHEMA as REPRODUCTION_SCHEMA
+from speedrun.ledger.runfile import RUN_SCHEMA as RUN_SCHEMA
+from speedrun.ledger.runfile import SUMMARY_SCHEMA as SUMMARY_SCHEMA
+from speedrun.ledger.runfile import DataRead as DataRead
+from speedrun.ledger.runfile import FormatError as FormatError
+from speedrun.ledger.runfile import Outcome as Outcome
+from speedrun.ledger.runfile import Recipe as Recipe
+from speedrun.ledger.runfile import RunFile as RunFile
+from speedrun.ledger.runfile import ShardRange as ShardRange
+from speedrun.ledger.runfile import Strict as Strict
+from speedrun.ledger.runfile import config_sha256 as config_sha256
+from speedrun.ledger.runfile import decode as decode
+from speedrun.ledger.runfile import encode as encode
+from speedrun.ledger.runfile import newer as newer
+from speedrun.ledger.runfile import sha256 as sha256
 
 
-class DataRead(_Strict, frozen=True):
-    """What a run read."""
-
-    shards: tuple[ShardRange, ...]  #: in reading order
-    val_shard: ShardRange
-    val_sha256: str  #: of the scored ids
-    num_epochs: int = 1  #: each training position is read at most so often
-
-
-class RunFile(_Strict, frozen=True, tag_field="schema", tag=RUN_SCHEMA):
-    """`run.json`: the facts of one run."""
-
-    run_id: str  #: also the name of its folder
-    seed: int
-    track: str  #: name and version, as `smoke-cpu@1`
-    track_sha256: str
-    recipe: str
-    recipe_revision: int
-    overrides: dict[str, str]  #: what `--set` changed
-    config_sha256: str
-    source_sha256: str  #: of `source.txt`
-    created_utc: str
-    outcome: Outcome
-    init_hash: str  #: of the state before the first step
-    final_hash: str
-    first_batch_sha256: str | None  #: None if the run ended before its first step
-    first_loss: str | None  #: float as C hex; two seeds that share it are one seed
-    platform: str
-    device_kind: str
-    num_devices: int
-    software: dict[str, str]
-    environment: dict[str, str]
-    data: DataRead
-    peak_bytes: int
-    resumed_from: str | None = None
-
-
-class TrackRef(_Strict, frozen=True):
+class TrackRef(Strict, frozen=True):
     """The rules a record was made under."""
 
     id: str
     sha256: str
 
 
-class SourceFile(_Strict, frozen=True):
+class SourceFile(Strict, frozen=True):
     """One file inside `source.txt`."""
 
     path: str
@@ -93,7 +47,7 @@ class SourceFile(_Strict, frozen=True):
     lines: int
 
 
-class Source(_Strict, frozen=True):
+class Source(Strict, frozen=True):
     """The source closure."""
 
     sha256: str
@@ -101,15 +55,7 @@ class Source(_Strict, frozen=True):
     files: tuple[SourceFile, ...]
 
 
-class Recipe(_Strict, frozen=True):
-    """What ran, and how to say so on a command line."""
-
-    name: str
-    revision: int
-    overrides: dict[str, str]
-
-
-class Hardware(_Strict, frozen=True):
+class Hardware(Strict, frozen=True):
     """What it ran on."""
 
     platform: str
@@ -118,7 +64,7 @@ class Hardware(_Strict, frozen=True):
     matmul_gflops: float  #: of the bench before the first run
 
 
-class RunOutcome(_Strict, frozen=True):
+class RunOutcome(Strict, frozen=True):
     """One run of the batch and how it ended; no run may vanish."""
 
     run_id: str
@@ -126,21 +72,21 @@ class RunOutcome(_Strict, frozen=True):
     outcome: Outcome
 
 
-class Batch(_Strict, frozen=True):
+class Batch(Strict, frozen=True):
     """The declared runs and the ones that are there."""
 
     declared_runs: int
     runs: tuple[RunOutcome, ...]
 
 
-class Look(_Strict, frozen=True):
+class Look(Strict, frozen=True):
     """A moment at which the test may be made: after so many runs in all, at this level."""
 
     num_runs: int
     alpha: float
 
 
-class Declaration(_Strict, frozen=True, tag_field="schema", tag=BATCH_SCHEMA):
+class Declaration(Strict, frozen=True, tag_field="schema", tag=BATCH_SCHEMA):
     """`batch.json`: what is promised before the first run. Its digest stands in the log of each."""
 
     track: TrackRef
@@ -158,14 +104,14 @@ class Declaration(_Strict, frozen=True, tag_field="schema", tag=BATCH_SCHEMA):
     created_utc: str
 
 
-class FileRef(_Strict, frozen=True):
+class FileRef(Strict, frozen=True):
     """One file of the record."""
 
     bytes: int
     sha256: str
 
 
-class About(_Strict, frozen=True):
+class About(Strict, frozen=True):
     """The part of a manifest that people write."""
 
     title: str = "untitled"
@@ -174,7 +120,7 @@ class About(_Strict, frozen=True):
     changes: tuple[str, ...] = ()  #: against the parent; one sentence each
 
 
-class Manifest(_Strict, frozen=True, tag_field="schema", tag=MANIFEST_SCHEMA):
+class Manifest(Strict, frozen=True, tag_field="schema", tag=MANIFEST_SCHEMA):
     """`manifest.json`: the facts of all runs."""
 
     record_id: str  #: content hash of everything below
@@ -193,7 +139,7 @@ class Manifest(_Strict, frozen=True, tag_field="schema", tag=MANIFEST_SCHEMA):
     files: dict[str, FileRef]  #: all but README.md, manifest.json, summary.json and plots
 
 
-class TestResult(_Strict, frozen=True):
+class TestResult(Strict, frozen=True):
     """The test of a declared batch at its last look: see `ledger.statistics`."""
 
     rule: Literal["t", "z"]
@@ -203,7 +149,7 @@ class TestResult(_Strict, frozen=True):
     passed: bool
 
 
-class Summary(_Strict, frozen=True, omit_defaults=True, tag_field="schema", tag=SUMMARY_SCHEMA):
+class Summary(Strict, frozen=True, omit_defaults=True, tag_field="schema", tag=SUMMARY_SCHEMA):
     """`summary.json`: derived numbers. Means are over finished runs; an sd needs two of them."""
 
     num_runs: int
@@ -226,60 +172,6 @@ class Summary(_Strict, frozen=True, omit_defaults=True, tag_field="schema", tag=
     test: TestResult | None = (
         None  #: of the mean loss; None without a declared batch, or before its first look
     )
-
-
-_File = TypeVar("_File", RunFile, Manifest, Summary, Declaration)
-
-
-def encode(file: RunFile | Manifest | Summary | Declaration) -> bytes:
-    """The one way to write a file of a record: indented, so that people and `diff` can read it."""
-    return msgspec.json.format(msgspec.json.encode(file), indent=2) + b"\n"
-
-
-def decode(raw: bytes, kind: type[_File]) -> _File:
-    """Reads what `encode` wrote, and nothing else.
-
-    Raises:
-        FormatError: not JSON, a missing, unknown or repeated key, a wrong type, other spacing, a newer schema.
-    """
-    try:
-        file = msgspec.json.decode(raw, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise FormatError(newer(raw) or str(error)) from None
-    if encode(file) != raw:
-        raise FormatError("not in canonical form (a key twice, or other spacing)")
-    return file
-
-
-_LONGEST_SCHEMA = 40  #: characters; what is longer is none
-
-
-class _Head(msgspec.Struct):
-    schema: str = ""
-
-
-def newer(raw: bytes) -> str:
-    """What to say of a file whose schema is a later version of one of ours; else nothing."""
-    try:
-        got = msgspec.json.decode(raw, type=_Head).schema
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return ""
-    name, _, version = got[:_LONGEST_SCHEMA].partition("/")
-    for own in (RUN_SCHEMA, BATCH_SCHEMA, MANIFEST_SCHEMA, SUMMARY_SCHEMA, REPRODUCTION_SCHEMA):
-        own_name, _, own_version = own.partition("/")
-        if name == own_name and version.isdecimal() and int(version) > int(own_version):
-            return f"{name}/{version}, and this speedrun reads {own}: a newer one wrote it; update, and try again"
-    return ""
-
-
-def sha256(raw: bytes) -> str:
-    """Full digest, 64 hex digits."""
-    return hashlib.sha256(raw).hexdigest()
-
-
-def config_sha256(config: dict) -> str:
-    """Digest of a resolved config: of its JSON with sorted keys. The seed is not part of a config."""
-    return sha256(msgspec.json.encode(config, order="sorted"))
 
 
 def record_id(manifest: Manifest) -> str:

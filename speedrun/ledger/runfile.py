@@ -1,0 +1,135 @@
+"""What a run itself writes of its facts: `run.json`, and how every file of a record is written and read.
+
+Losses are nats per token. A key that is not declared here is an error.
+"""
+
+import hashlib
+from typing import Literal, TypeVar
+
+import msgspec
+
+RUN_SCHEMA = "speedrun.run/1"
+MANIFEST_SCHEMA = "speedrun.manifest/1"
+SUMMARY_SCHEMA = "speedrun.summary/1"
+BATCH_SCHEMA = "speedrun.batch/1"
+REPRODUCTION_SCHEMA = "speedrun.reproduction/1"
+BATCH = "batch.json"
+
+Outcome = Literal["finished", "non-finite", "aborted"]
+
+
+class FormatError(ValueError):
+    """A file of a record that is not what this module declares."""
+
+
+class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base: every key is known."""
+
+
+class ShardRange(Strict, frozen=True):
+    """One contiguous range of positions read as inputs; the target one further is not counted."""
+
+    name: str
+    sha256: str  #: of the whole file
+    tokens: int  #: in the whole file
+    start: int  #: inclusive
+    stop: int  #: exclusive
+
+
+class DataRead(Strict, frozen=True):
+    """What a run read."""
+
+    shards: tuple[ShardRange, ...]  #: in reading order
+    val_shard: ShardRange
+    val_sha256: str  #: of the scored ids
+    num_epochs: int = 1  #: each training position is read at most so often
+
+
+class RunFile(Strict, frozen=True, tag_field="schema", tag=RUN_SCHEMA):
+    """`run.json`: the facts of one run."""
+
+    run_id: str  #: also the name of its folder
+    seed: int
+    track: str  #: name and version, as `smoke-cpu@1`
+    track_sha256: str
+    recipe: str
+    recipe_revision: int
+    overrides: dict[str, str]  #: what `--set` changed
+    config_sha256: str
+    source_sha256: str  #: of `source.txt`
+    created_utc: str
+    outcome: Outcome
+    init_hash: str  #: of the state before the first step
+    final_hash: str
+    first_batch_sha256: str | None  #: None if the run ended before its first step
+    first_loss: str | None  #: float as C hex; two seeds that share it are one seed
+    platform: str
+    device_kind: str
+    num_devices: int
+    software: dict[str, str]
+    environment: dict[str, str]
+    data: DataRead
+    peak_bytes: int
+    resumed_from: str | None = None
+
+
+class Recipe(Strict, frozen=True):
+    """What ran, and how to say so on a command line."""
+
+    name: str
+    revision: int
+    overrides: dict[str, str]
+
+
+_File = TypeVar("_File", bound=Strict)
+
+
+def encode(file: Strict) -> bytes:
+    """The one way to write a file of a record: indented, so that people and `diff` can read it."""
+    return msgspec.json.format(msgspec.json.encode(file), indent=2) + b"\n"
+
+
+def decode(raw: bytes, kind: type[_File]) -> _File:
+    """Reads what `encode` wrote, and nothing else.
+
+    Raises:
+        FormatError: not JSON, a missing, unknown or repeated key, a wrong type, other spacing, a newer schema.
+    """
+    try:
+        file = msgspec.json.decode(raw, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise FormatError(newer(raw) or str(error)) from None
+    if encode(file) != raw:
+        raise FormatError("not in canonical form (a key twice, or other spacing)")
+    return file
+
+
+_LONGEST_SCHEMA = 40  #: characters; what is longer is none
+
+
+class _Head(msgspec.Struct):
+    schema: str = ""
+
+
+def newer(raw: bytes) -> str:
+    """What to say of a file whose schema is a later version of one of ours; else nothing."""
+    try:
+        got = msgspec.json.decode(raw, type=_Head).schema
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""
+    name, _, version = got[:_LONGEST_SCHEMA].partition("/")
+    for own in (RUN_SCHEMA, BATCH_SCHEMA, MANIFEST_SCHEMA, SUMMARY_SCHEMA, REPRODUCTION_SCHEMA):
+        own_name, _, own_version = own.partition("/")
+        if name == own_name and version.isdecimal() and int(version) > int(own_version):
+            return f"{name}/{version}, and this speedrun reads {own}: a newer one wrote it; update, and try again"
+    return ""
+
+
+def sha256(raw: bytes) -> str:
+    """Full digest, 64 hex digits."""
+    return hashlib.sha256(raw).hexdigest()
+
+
+def config_sha256(config: dict) -> str:
+    """Digest of a resolved config: of its JSON with sorted keys. The seed is not part of a config."""
+    return sha256(msgspec.json.encode(config, order="sorted"))

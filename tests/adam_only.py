@@ -1,0 +1,25 @@
+"""The optimiser that Muon replaced, for tests that compare the two."""
+
+from dataclasses import dataclass
+
+from speedrun.optim.groups import Adam, Transforms
+
+
+@dataclass(frozen=True, slots=True)
+class AdamOnly:
+    """Adam for everything: what Muon replaced (record 2024-10-04)."""
+
+    matrix_lr: float
+    embed_lr: float
+    head_lr: float
+    scalar_lr: float
+    adam: Adam
+
+    def transforms(self) -> Transforms:
+        """One transformation a group."""
+        return {
+            "matrix": self.adam.at(self.matrix_lr),
+            "embed": self.adam.at(self.embed_lr),
+            "head": self.adam.at(self.head_lr),
+            "scalar": self.adam.at(self.scalar_lr),
+        }
