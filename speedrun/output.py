@@ -14,7 +14,7 @@ from speedrun.errors import INTERRUPTED, SpeedrunError, Terminated, UsageError
 _LOST: dict[int, OSError] = {}  #: the first thing that a descriptor did not take
 _LONGEST = 300  #: characters of what somebody else's error says
 #: Files of recipes and what they are made of: what is raised there is an error of whoever wrote the recipe.
-_RECIPES = ("recipes", "models", "nn.py", "kernels", "optim")
+_RECIPES = ("recipes", "models", "nn.py", "kernels", "optim", "params.py", "recipe.py", "step.py")
 
 
 @contextmanager

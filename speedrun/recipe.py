@@ -190,7 +190,7 @@ def _literal(old: Any, key: str, text: str) -> Any:
         return text
     try:
         value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):  # all that nonsense may raise
         value = None
     if kind is float and type(value) is int:
         value = float(value)

@@ -246,7 +246,7 @@ def _begun(out: Path) -> "RunConfig":
     path = checkpoint.folder_of(out) / checkpoint.RUN
     try:
         begun = decoded(path.read_bytes(), Begun)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path}: {getattr(error, 'strerror', None) or error}; checkpoints are needed to go on; start the run "
             "with --checkpoint-every"
