@@ -198,6 +198,6 @@ def _literal(old: Any, key: str, text: str) -> Any:
         value = None
     if kind not in (int, float, tuple) or type(value) is not kind:
         raise UsageError(
-            f"setting {key}={text!r}: need {'a number' if kind in (int, float) else 'a value'} like {old!r}"
+            f"setting {key}={text[:80]!r}: need {'a number' if kind in (int, float) else 'a value'} like {old!r}"
         )
     return value
