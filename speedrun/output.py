@@ -11,9 +11,10 @@ from typing import Any, TextIO
 
 from speedrun.errors import INTERRUPTED, SpeedrunError, Terminated, UsageError
 
+_LOST: dict[int, OSError] = {}  #: the first thing that a descriptor did not take
 _LONGEST = 300  #: characters of what somebody else's error says
 #: Files of recipes and what they are made of: what is raised there is an error of whoever wrote the recipe.
-_RECIPES = ("recipes", "models", "nn.py", "kernels", "optim")
+_RECIPES = ("recipes", "models", "nn.py", "kernels", "optim", "params.py", "recipe.py", "step.py")
 
 
 @contextmanager
@@ -60,13 +61,11 @@ def _line_of_recipe(error: Exception) -> str:
 class _Lasting(io.FileIO):
     """A descriptor that takes everything: what can no longer be written is dropped."""
 
-    lost: OSError | None = None  #: why, the first time
-
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
         except OSError as error:
-            self.lost = self.lost or error
+            _LOST.setdefault(self.fileno(), error)
             return memoryview(data).nbytes
 
 
@@ -78,16 +77,20 @@ def lasting(descriptor: int, encoding: str = "utf-8") -> TextIO:
 
 def outlive_readers() -> None:
     """Makes standard output and errors `lasting`: what a command does must not depend on who listens."""
-    for descriptor, name in ((1, "stdout"), (2, "stderr")):
-        stream = getattr(sys, name)
-        if stream is None:  # closed; no file of ours may get its number
-            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
-        if stream is getattr(sys, f"__{name}__"):  # nobody has put another one there
-            setattr(sys, name, lasting(descriptor, getattr(stream, "encoding", "utf-8")))
+    sys.stdout = _outliving(1, sys.stdout, sys.__stdout__)
+    sys.stderr = _outliving(2, sys.stderr, sys.__stderr__)
+
+
+def _outliving(descriptor: int, stream: TextIO | None, original: TextIO | None) -> TextIO:
+    if stream is None:  # closed; no file of ours may get its number
+        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+        return lasting(descriptor)
+    # Whoever put another one in its place, as tests do, keeps it.
+    return lasting(descriptor, stream.encoding) if stream is original else stream
 
 
 def lost_output() -> str:
     """Why standard output did not take everything; empty if it did, or if its reader did not want more."""
     sys.stdout.flush()
-    lost = getattr(getattr(getattr(sys.stdout, "buffer", None), "raw", None), "lost", None)
-    return "" if lost is None or isinstance(lost, BrokenPipeError) else lost.strerror
+    lost = _LOST.get(sys.stdout.fileno())
+    return "" if lost is None or isinstance(lost, BrokenPipeError) else str(lost.strerror)

@@ -172,7 +172,7 @@ def _literal(old: Any, key: str, text: str) -> Any:
         return text
     try:
         value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):  # all that nonsense may raise
         value = None
     if kind is float and type(value) is int:
         value = float(value)
@@ -180,6 +180,6 @@ def _literal(old: Any, key: str, text: str) -> Any:
         value = None
     if kind not in (int, float, tuple) or type(value) is not kind:
         raise UsageError(
-            f"setting {key}={text!r}: need {'a number' if kind in (int, float) else 'a value'} like {old!r}"
+            f"setting {key}={text[:80]!r}: need {'a number' if kind in (int, float) else 'a value'} like {old!r}"
         )
     return value

@@ -85,7 +85,7 @@ def planned(
 def _read_plan(folder: Path) -> Plan:
     try:
         return msgspec.json.decode((folder / PLAN).read_bytes(), type=Plan)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, ValueError, RecursionError):
         raise UsageError(
             f"{folder} exists already and was not begun by this command; pass another --out"
         ) from None

@@ -198,7 +198,7 @@ def test_two_attempts_take_no_turns(stages: Stages):
 
 def test_a_state_that_cannot_be_read_is_told(stages: Stages):
     Path("runs/forged.attempt").mkdir(parents=True)
-    Path("runs/forged.attempt/state.json").write_text("{")
+    Path("runs/forged.attempt/state.json").write_bytes(b'{"record": "\xff"}')
     result = invoke("--runs", "2")
     assert result.exit_code == 2
     assert "state.json: " in result.stderr

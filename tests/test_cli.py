@@ -217,6 +217,11 @@ def test_an_expected_error_is_one_line(raiser, kind: type[SpeedrunError]):
     assert kind.exit_code in EXIT_CODES
 
 
+def test_an_error_that_quotes_a_file_is_one_line_and_harmless(raiser):
+    raiser(DataError("x: said\n\tthis\x1b[2J; get it again"))
+    assert invoke("run").stderr == "error: x: said this\\x1b[2J; get it again\n"
+
+
 @pytest.mark.parametrize(
     ("error", "exit_code", "said"),
     [(KeyboardInterrupt(), 130, "interrupted"), (Terminated("stopped"), 75, "stopped")],

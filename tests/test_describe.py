@@ -2,11 +2,13 @@
 
 import pytest
 from click.testing import CliRunner
+from msgspec.structs import replace
 from record_forge import forge, install_track
 
 from speedrun import track
 from speedrun.cli.describe import command
 from speedrun.errors import UsageError
+from speedrun.ledger.assemble import readme_head
 from speedrun.ledger.record import load
 from speedrun.ledger.validate import validate
 
@@ -41,6 +43,27 @@ def test_what_is_said_stands_in_manifest_and_readme_and_the_rest_stays(records):
     assert readme.endswith("\nWhy it works.\n")
     assert "| parent | forged/parent |" in readme
     assert validate(child, strict=True).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"recipe": {"parent": "smoke"}}, "recipe smoke"),
+        ({"recipe": {"parent": "a|b"}}, "recipe a&#124;b"),
+        ({"recipe": {"parent": None}}, "none"),
+        ({"recipe": {"parent": ["smoke"]}}, "none"),
+        ({"recipe": "smoke"}, "none"),
+        ({}, "none"),
+    ],
+)
+def test_a_readme_names_the_parent_of_the_recipe_where_no_record_is_named(records, config, said):
+    record = load(records[0])
+    assert record.manifest is not None
+    assert record.summary is not None
+    manifest = replace(record.manifest, config=config)
+    assert f"| parent | {said} |\n" in readme_head(manifest, record.summary, record.runs)
+    named = replace(manifest, about=replace(manifest.about, parent_record="smoke-cpu/first"))
+    assert "| parent | smoke-cpu/first |\n" in readme_head(named, record.summary, record.runs)
 
 
 @pytest.mark.parametrize("words", [[], ["--parent", "nowhere"]])

@@ -167,6 +167,7 @@ def test_files_and_folders_in_the_order_of_their_names(tmp_path: Path):
         ("x.jsonl", b'{"n": ' + b"9" * 5_000 + b', "text": "a"}', "row 0 is no JSON"),
         ("x.txt", b"abc\xff", "byte 3 is no UTF-8"),
         ("x.parquet", b"PAR1 not", "x.parquet: "),
+        ("x.parquet", b"PAR1" + b"\x0e" * 40 + b"\x28\0\0\0PAR1", "x.parquet: Couldn't deserialize thrift"),
         ("x.csv", b"a,b", "cannot be read"),
         ("x.jsonl", b"", "holds no document"),
     ],

@@ -157,6 +157,14 @@ def test_an_unknown_setting_suggests_only_what_can_be_set(key, said):
         recipe.override({key: "1"})
 
 
+@pytest.mark.parametrize("text", ["-" * 50_000 + "1", "(" * 1000, "9" * 5000, "{[]}", "\0"])
+def test_nonsense_is_no_number(text: str):
+    """Python's own reader of literals gives up in more ways than one."""
+    with pytest.raises(UsageError, match=r"setting optimizer\.muon_lr=.{1,90}: need a number like") as caught:
+        SMALL.override({"optimizer.muon_lr": text})
+    assert len(str(caught.value)) < 200
+
+
 @pytest.mark.parametrize("name", recipes.names())
 def test_a_recipe_is_called_like_its_file(name):
     assert recipes.load(name).name == name

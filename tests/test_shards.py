@@ -256,6 +256,10 @@ FAST_FAULTS = {
         lambda f: (f / "t_train_2.bin").unlink(),
         r"t_train_2\.bin is missing, which manifest\.json names; .* get it!",
     ),
+    "a manifest that is no text": (
+        lambda f: (f / "manifest.json").write_bytes(b'{"source": "\xff"}'),
+        "utf-8",
+    ),
     "no manifest": (edit_manifest('"source"', '"sauce"'), "manifest is needed"),
 }
 FULL_FAULTS = {

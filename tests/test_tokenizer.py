@@ -185,9 +185,10 @@ def test_names_that_mean_nothing(tmp_path: Path):
         tokenizer.choose("gtp2")
     with pytest.raises(DataError, match="No such file"):
         tokenizer.choose(str(tmp_path / "x.json"))
-    (tmp_path / "x.json").write_text("{}")
-    with pytest.raises(DataError, match="as `tokenizers` saves it"):
-        tokenizer.load(tokenizer.choose(str(tmp_path / "x.json")))
+    for content in (b"{}", b'{"model": "\xff"}'):
+        (tmp_path / "x.json").write_bytes(content)
+        with pytest.raises(DataError, match="as `tokenizers` saves it"):
+            tokenizer.load(tokenizer.choose(str(tmp_path / "x.json")))
 
 
 # --- a BPE of one's own -----------------------------------------------------------------------------------

@@ -494,8 +494,23 @@ def test_the_next_command_is_the_one_that_helps(tmp_path, record):
     plain = RunConfig("smoke-cpu", Path("runs/x"), seed=3)
     assert following(plain, reached, report) == "speedrun replay runs/x"
     assert following(plain, summary, report) == "speedrun run --track smoke-cpu --seed 4"
-    changed = RunConfig("smoke-cpu", Path("runs/x"), overrides=SMALL, data=Path("my data"))
-    assert following(changed, summary, report) == "speedrun run --track smoke-cpu --data 'my data'"
+    settings = {"optimizer.muon_lr": "0.04", "config.mixing": "('long', 'short')"}
+    changed = RunConfig(
+        "smoke-cpu",
+        Path("runs/x"),
+        "docs",
+        3,
+        settings,
+        Path("my data"),
+        2,
+        microbatches=4,
+        attention="banded",
+    )
+    assert following(changed, summary, report) == (
+        "speedrun run --track smoke-cpu --recipe docs --devices 2 --microbatches 4 --attention banded "
+        "--set optimizer.muon_lr=0.04 --set 'config.mixing=('\"'\"'long'\"'\"', '\"'\"'short'\"'\"')' "
+        "--data 'my data' --seed 4"
+    )
     (bad,) = (result for result in report.results if result.check.id == "V404")
     bad = dataclasses.replace(bad, status="failed", messages=("on a toaster",))
     failed = dataclasses.replace(

@@ -84,6 +84,9 @@ class _Commands(Group):
 
 def _fail(said: str, exit_code: int, words: list[str]) -> NoReturn:
     """Says one line and exits. The words are asked for --json, for a command may have failed to read them."""
+    from speedrun.console import clean  # not light enough for --help
+
+    said = clean(" ".join(said.split()), limit=len(said))  # of what a file or a library said, too
     if "--json" in words:
         click.echo(json.dumps({"error": said, "exit_code": exit_code}))
     else:

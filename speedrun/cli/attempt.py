@@ -298,7 +298,7 @@ def _read(path: Path, asked: Asked) -> State:
         return msgspec.json.decode(path.read_bytes(), type=State)
     except FileNotFoundError:
         return State(asked)
-    except msgspec.DecodeError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(
             f"{path}: {error}; delete it to begin anew, in a new record; the one that is there stays"
         ) from None

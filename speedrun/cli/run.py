@@ -248,7 +248,7 @@ def _begun(out: Path) -> "RunConfig":
     path = checkpoint.folder_of(out) / checkpoint.RUN
     try:
         begun = decoded(checkpoint.unsealed(msgspec.json.decode(path.read_bytes())), Begun)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path}: {getattr(error, 'strerror', None) or error}; checkpoints are needed to go on; start the run "
             "with --checkpoint-every"
@@ -329,11 +329,21 @@ def following(config: "RunConfig", summary: format.Summary, report: Report) -> s
     elif summary.target_reached:
         words = ["replay", str(config.out), *data]
     else:
-        # The track's own recipe reaches the target; if this was it, the seed may have been a bad one.
-        changed = config.overrides or config.recipe
-        words = ["run", "--track", config.track, *data]
-        words += [] if changed else ["--seed", str(config.seed + 1)]
+        words = ["run", "--track", config.track, *_chosen(config), *data, "--seed", str(config.seed + 1)]
     return shlex.join(["speedrun", *words])
+
+
+def _chosen(config: "RunConfig") -> list[str]:
+    """What a run was asked for beside its track, data and seed, as options."""
+    options = {
+        "--recipe": config.recipe,
+        "--devices": config.num_devices,
+        "--replicas": config.replicas,
+        "--microbatches": config.microbatches,
+        "--attention": None if config.attention == "auto" else config.attention,
+    }
+    words = [word for name, value in options.items() if value for word in (name, str(value))]
+    return words + [word for setting in config.overrides.items() for word in ("--set", "=".join(setting))]
 
 
 def new_folder(track: str) -> Path:

@@ -78,7 +78,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         return msgspec.json.decode(path.read_bytes(), type=Manifest)
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # of msgspec: also bytes that are no text
         raise DataError(
             f"{path}: {error}; a manifest is needed, or none; delete it or make the data again"
         ) from None

@@ -68,7 +68,8 @@ class Files:
                     place = Place(label, block.first.row)
                     yield block._replace(first=place, read_bytes=read_bytes + block.read_bytes)
             except (OSError, EOFError, zlib.error) as error:
-                raise DataError(f"{path}: {error}; a readable file is needed; get it again") from None
+                said = " ".join(str(error).split())
+                raise DataError(f"{path}: {said}; a readable file is needed; get it again") from None
             read_bytes += self._bytes[label]
 
 
@@ -176,8 +177,9 @@ def _parquet(path: Path, row: int, column: str) -> Iterator[Block]:
             per_row = path.stat().st_size / max(1, sum(sizes))
             for block in of_batches(batches, column, Place("", skipped), row, str(path)):
                 yield block._replace(read_bytes=round(per_row * (block.first.row + block.num_rows)))
-    except ArrowException as error:
-        raise DataError(f"{path}: {error}; a whole parquet file is needed; get it again") from None
+    except (ArrowException, UnicodeDecodeError) as error:  # the names of columns may be no text, too
+        said = " ".join(str(error).split())
+        raise DataError(f"{path}: {said}; a whole parquet file is needed; get it again") from None
 
 
 READERS = {".parquet": _parquet, ".jsonl": _json_lines, ".jsonl.gz": _json_lines, ".txt": _text}

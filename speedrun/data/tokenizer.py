@@ -86,7 +86,7 @@ def load(choice: Choice, *, num_threads: int = 1) -> Tokenizer:
     if (got := _sha256(raw)) != choice.sha256:
         raise DataError(f"{choice.path}: sha256 is {got}; it was {choice.sha256} at the start; start again")
     if choice.name != "gpt2":
-        return FromFile(choice.path, raw.decode(), choice.document_text)
+        return FromFile(choice.path, raw, choice.document_text)
     if choice.engine == "gigatoken":
         return Gigatoken(choice.path)
     return Tiktoken(choice.path, num_threads=num_threads)
@@ -138,7 +138,7 @@ class Bytes:
 class FromFile:
     """A JSON file of the `tokenizers` library. Its special tokens are not looked for in texts."""
 
-    def __init__(self, path: Path, content: str, document_text: str) -> None:
+    def __init__(self, path: Path, raw: bytes, document_text: str) -> None:
         """Loads it.
 
         Raises:
@@ -148,7 +148,7 @@ class FromFile:
         import tokenizers
 
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(content)
+            self._tokenizer = tokenizers.Tokenizer.from_str(raw.decode())
         except Exception as error:  # noqa: BLE001 - the library raises nothing more exact
             raise DataError(
                 f"{path}: {error}; a file as `tokenizers` saves it is needed; name another"

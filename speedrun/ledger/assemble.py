@@ -240,7 +240,7 @@ def readme_head(manifest: Manifest, summary: Summary, runs: Sequence[Run]) -> st
         ("hardware", f"{manifest.hardware.num_devices} x {manifest.hardware.device_kind}"),
         ("source", f"{manifest.source.lines:,} lines, sha256 `{manifest.source.sha256[:16]}`"),
         ("authors", ", ".join(manifest.about.authors) or "not named"),
-        ("parent", manifest.about.parent_record or "none"),
+        ("parent", manifest.about.parent_record or _parent_recipe(manifest)),
     ]
     measured = ("validation loss", "target", "train time", "cold wall time", "steps", "tokens")
     if not summary.num_finished:
@@ -259,6 +259,13 @@ def readme_head(manifest: Manifest, summary: Summary, runs: Sequence[Run]) -> st
         HEAD_END,
     ]
     return "\n\n".join(block for block in blocks if block)
+
+
+def _parent_recipe(manifest: Manifest) -> str:
+    """The recipe that this one was made from, where no record is named; the config may hold anything."""
+    recipe = manifest.config.get("recipe")
+    parent = recipe.get("parent") if isinstance(recipe, dict) else None
+    return f"recipe {parent}" if isinstance(parent, str) else "none"
 
 
 def _spread(mean: float | None, sd: float | None, unit: str, *, digits: int) -> str:

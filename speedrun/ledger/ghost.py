@@ -141,7 +141,7 @@ def best(records: Path, track: str) -> Path | None:
         board = msgspec.json.decode(path.read_bytes(), type=Board)
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path}: {error}; 'speedrun leaderboard build' makes it anew") from None
     rows = [row for row in board.of(track) if row.standing == "qualified" and row.train_time_s is not None]
     return records / min(rows, key=lambda row: row.train_time_s or 0.0).path if rows else None

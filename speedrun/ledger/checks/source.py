@@ -27,7 +27,6 @@ _MAY: dict[str, str] = {
     "data/stream.py": "processes",
     "data/synthetic.py": "files",
     "data/wholefile.py": "files",
-    "errors.py": "the interpreter",
     "console.py": "the terminal",
     "faults.py": "files, processes, the interpreter",
     "health.py": "processes",
@@ -35,6 +34,7 @@ _MAY: dict[str, str] = {
     "mesh.py": "files, processes, the interpreter, computed names, the inside of modules, loaded code, "
     "JAX's own settings",
     "outcome.py": "files",
+    "output.py": "files, the interpreter, computed names, what others own, a package that nobody has looked at",
     "prepare.py": "files",
     "processes.py": "processes, files, loaded code, computed names",
     "provenance.py": "files, processes, code, the machine",
@@ -48,9 +48,11 @@ _MAY: dict[str, str] = {
     "watchdog.py": "files, processes",
     "warmup.py": "JAX's own settings",
 }
-#: What files of older records reached for, too: the loop stood in train.py, and FlashAttention-3 was imported.
+#: What files of older records reached for, too: the loop stood in train.py, what is in output.py in errors.py, and
+#: FlashAttention-3 was imported.
 _ONCE: dict[str, str] = {
     "train.py": "JAX's own settings",
+    "errors.py": "the interpreter",
     "kernels/attention_flash3.py": "a package that nobody has looked at",
     "kernels/choose.py": "code",
 }
