@@ -193,11 +193,11 @@ def test_killed_inside_a_save_and_elsewhere(config, unbroken, tmp_path, fault):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["compile@2=kill", "clock=kill", "evaluation@3=kill"])
-def test_killed_before_there_is_anything_to_go_on_from(config, tmp_path, fault):
+def test_killed_before_the_first_checkpoint(config, unbroken, tmp_path, fault):
+    """The run starts over in its folder."""
     out = tmp_path / "out"
     assert ended(at(config, out), fault)[0] == -signal.SIGKILL
-    with pytest.raises(CheckpointError, match="start the run again, in a new folder"):
-        train.train(at(config, out, resume=True))
+    went_on(config, out, unbroken, since=0)
 
 
 def test_killed_between_a_shard_and_the_manifest(tmp_path):
