@@ -1,6 +1,7 @@
 """SIGINT and SIGTERM end a run, and nothing cuts short what is written about its end."""
 
 import atexit
+import os
 import signal
 import subprocess
 import sys
@@ -9,11 +10,9 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from speedrun.errors import Terminated
+from speedrun.errors import INTERRUPTED, Terminated
 
 STOPS = (signal.SIGINT, signal.SIGTERM)
-_BY_SIGNAL = tuple(-number for number in STOPS)
-_AGAIN_S = 0.5
 
 
 def stop(number: int, _frame: object) -> None:
@@ -31,7 +30,7 @@ def stop(number: int, _frame: object) -> None:
 
     _prepare_to_raise_again()
     signal.signal(signal.SIGALRM, again)
-    signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
     raise _terminated(number)
 
 
@@ -95,6 +94,18 @@ def handled_by(handler: Any, *numbers: int) -> Iterator[None]:
             signal.signal(number, old)
 
 
+@contextmanager
+def heeded() -> Iterator[None]:
+    """`handled_by(stop)` around a whole command. A signal that comes while it is leaving ends it at once."""
+    try:
+        with handled_by(stop):
+            yield
+    except Terminated:
+        for number in STOPS:
+            signal.signal(number, lambda *_: os._exit(INTERRUPTED))
+        raise
+
+
 def wait_for(child: subprocess.Popen[bytes]) -> int:
     """The exit code of a child, to which both signals go on.
 
@@ -111,4 +122,4 @@ def wait_for(child: subprocess.Popen[bytes]) -> int:
 
     with handled_by(forward):
         code = child.wait()
-    return Terminated.exit_code if code in _BY_SIGNAL or (got and not code) else code
+    return Terminated.exit_code if -code in STOPS or (got and not code) else code

@@ -47,7 +47,11 @@ __attribute__((constructor)) static void from_environment(void) {
 
 /* 0: go on; 1: this is the moment; 2: it is past. */
 static int struck(const char *path) {
-  if (!where || !path || !strstr(path, where)) return 0;
+  char here[2 * PATH_MAX] = "";
+  if (!where || !path) return 0;
+  if (*path != '/' && !getcwd(here, PATH_MAX)) return 0;
+  strncat(strncat(here, "/", 2), path, PATH_MAX - 1);
+  if (!strstr(here, where)) return 0;
   long now = __atomic_add_fetch(count, 1, __ATOMIC_SEQ_CST);
   if (!at || now < at) return 0;
   return now == at ? 1 : 2;

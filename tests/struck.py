@@ -26,7 +26,7 @@ class Blows:
     """A command, and a disk that fails it."""
 
     def __init__(self, template: Path, words: list[str], work: Path) -> None:
-        self._template, self._words = template, words
+        self._template, self._words, self.blows = template, words, 0
         self._place, self._count, self._said = work / "place", work / "count", work / "said"
         self._arm = ctypes.CDLL(None).disk_arm
         self._count.write_bytes(bytes(8))
@@ -68,8 +68,8 @@ class Blows:
             self.blows, said, name = at, self._said.read_text(), f"{'full' if full else 'kill'} {at}"
             if code not in ((4, self._code) if full else (-signal.SIGKILL,)):
                 yield f"{name}: exit code {code}: {said}"
-            if full and code == 4 and ("Traceback" in said or len(said.splitlines()) > 1):
-                yield f"{name}: more than a line: {said}"
+            if full and code == 4 and ("Traceback" in said or said.count("error: ") != 1):
+                yield f"{name}: not one line: {said}"
             if (code := self._called()) != self._code:
                 yield f"{name}: then exit code {code}: {self._said.read_text()}"
             now = files(self._place)

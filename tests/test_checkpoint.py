@@ -9,14 +9,17 @@ import jax
 import msgspec
 import numpy as np
 import pytest
+from click.testing import CliRunner, Result
 from test_train import SMALL
 
-from speedrun import checkpoint, loop, mesh, recipes, runlog, train
+from speedrun import checkpoint, cli, loop, mesh, recipes, runlog, train
 from speedrun.checkpoint import Facts, described, folder_of, named, opened, sealed, unsealed
+from speedrun.data.lock import alone_with
 from speedrun.errors import CheckpointError, Terminated, UsageError
 from speedrun.ledger import format
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.plot import plot
+from speedrun.ledger.salvage import salvage
 from speedrun.ledger.validate import validate
 from speedrun.prepare import RunConfig
 from speedrun.program import Program
@@ -104,6 +107,72 @@ def test_a_run_that_is_told_to_stop_keeps_its_state(unbroken, tmp_path, monkeypa
     new = train.train(RunConfig(**{**fields, "out": out, "checkpoint_every": 100, "resume": True}))
     assert new.final_hash == facts_of(unbroken.out)[0].final_hash
     assert [facts.outcome for facts in facts_of(out)] == ["aborted", "finished"]
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_over(unbroken, tmp_path):
+    """In the same record, which says so: what was killed had no result."""
+    out = tmp_path / "out"
+    (killed,) = (unbroken.out / "runs").iterdir()
+    shutil.copytree(killed, out / "runs" / killed.name)
+    raw = (killed / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (out / "runs" / killed.name / "metrics.jsonl").write_bytes(b"".join(raw[: len(raw) // 2]))
+    (out / "runs" / killed.name / "run.json").unlink()
+    old = facts_of(unbroken.out)[0]
+    salvage(out, format.Recipe(old.recipe, old.recipe_revision, old.overrides), old.num_devices)
+    new = train.train(msgspec.structs.replace(unbroken, out=out, resume=True))
+    assert new.final_hash == old.final_hash
+    assemble(out, title="started over", declared_runs=1)
+    plot(out)
+    found = {r.check.id: r.messages for r in validate(out).results if r.status in ("failed", "warning")}
+    assert found == {"V311": (f"{new.run_id}: goes on from {killed.name} after step 0",)}
+
+
+def test_what_was_killed_before_its_folder_appeared_starts_over(unbroken, tmp_path, monkeypatch):
+    """Its checkpoints' `run.json` is there, and nothing else. Nothing is trained here: the folder is made first."""
+    out = tmp_path / "out"
+    folder_of(out).mkdir()
+    monkeypatch.setattr(loop, "run", lambda *_: (_ for _ in ()).throw(CheckpointError("seen")))
+    with pytest.raises(CheckpointError, match="seen"):
+        train.train(msgspec.structs.replace(unbroken, out=out, resume=True))
+    assert (out / "source.txt").read_bytes() == (unbroken.out / "source.txt").read_bytes()
+    (out / "source.txt").unlink()
+    with pytest.raises(CheckpointError, match="seen"):
+        train.train(msgspec.structs.replace(unbroken, out=out, resume=True))
+    assert (out / "source.txt").exists()
+
+
+def test_a_second_run_into_one_folder_is_refused_without_checkpoints_too(unbroken, tmp_path):
+    config = msgspec.structs.replace(unbroken, out=tmp_path / "out", checkpoint_every=0)
+    with alone_with(config.out), pytest.raises(UsageError, match="another program writes into it"):
+        train.train(config)
+    assert not config.out.exists()
+
+
+def resumed(out: Path) -> Result:
+    return CliRunner().invoke(cli.command, ["run", "--resume", str(out)], prog_name="speedrun")
+
+
+def test_a_finished_run_whose_record_was_not_is_not_run_again(unbroken, tmp_path):
+    """Killed while it was assembled, also between two files, and without any checkpoint to go on from."""
+    out = shutil.copytree(unbroken.out, tmp_path / "out")
+    (out / "manifest.json").write_text('{"torn')
+    (out / "README.md.partial").write_text("half")
+    result = resumed(out)
+    assert result.exit_code == 1, result.output  # the target is out of reach of twelve steps
+    assert "card    smoke-cpu@1: target 3.28 NOT reached" in result.stdout
+    assert [path.name for path in (out / "runs").iterdir()] == [facts_of(unbroken.out)[0].run_id]
+    assert not validate(out).having("failed")
+
+
+def test_a_changed_run_json_is_refused(unbroken, tmp_path):
+    (out := tmp_path / "out").mkdir()
+    path = shutil.copytree(folder_of(unbroken.out), folder_of(out)) / "run.json"
+    raw = path.read_text()
+    path.write_text(raw.replace('seed\\":0', 'seed\\":1'))
+    assert path.read_text() != raw
+    result = resumed(out)
+    assert (result.exit_code, result.stderr.count("\n")) == (4, 1)
+    assert "its digest does not fit" in result.stderr
 
 
 def test_a_run_goes_on_only_with_the_source_it_began_with(unbroken, tmp_path):

@@ -34,7 +34,7 @@ from speedrun.checkpoint import folder_of
 from speedrun.cli import command
 from speedrun.clock import Stopwatch, now
 from speedrun.data import inventory, shards
-from speedrun.errors import HANG, CheckpointError, NonFiniteError, Terminated
+from speedrun.errors import HANG, CheckpointError, NonFiniteError, StorageError, Terminated
 from speedrun.ledger import format, leaks
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.code import Code, read
@@ -193,11 +193,11 @@ def test_killed_inside_a_save_and_elsewhere(config, unbroken, tmp_path, fault):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["compile@2=kill", "clock=kill", "evaluation@3=kill"])
-def test_killed_before_there_is_anything_to_go_on_from(config, tmp_path, fault):
+def test_killed_before_the_first_checkpoint(config, unbroken, tmp_path, fault):
+    """The run starts over in its folder."""
     out = tmp_path / "out"
     assert ended(at(config, out), fault)[0] == -signal.SIGKILL
-    with pytest.raises(CheckpointError, match="start the run again, in a new folder"):
-        train.train(at(config, out, resume=True))
+    went_on(config, out, unbroken, since=0)
 
 
 def test_killed_between_a_shard_and_the_manifest(tmp_path):
@@ -347,6 +347,37 @@ def test_threads_that_write_one_log_take_turns(tmp_path):
         for thread in threads:
             thread.join()
     assert [line.i for line in chain_of(tmp_path / "log")] == list(range(2400))
+
+
+def test_a_reader_whose_stream_was_closed_costs_no_line(tmp_path):
+    """As in `speedrun run | head -1`."""
+    told = []
+
+    def reader(line: runlog.Line) -> None:
+        told.append(line)
+        raise BrokenPipeError
+
+    with runlog.RunLog(tmp_path / "log", now) as log:
+        log.subscribe(reader)
+        log.emit(runlog.Warning("one"))
+        log.emit(runlog.Warning("two"))
+    assert (len(told), len(chain_of(tmp_path / "log"))) == (1, 2)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_log_on_a_full_disk_is_one_line_and_goes_on_where_there_is_room(tmp_path, monkeypatch):
+    with runlog.RunLog(tmp_path / "log", now) as log:
+        log.emit(runlog.Warning("one"))
+        assert log._file is not None
+        whole = os.dup(log._file.fileno())
+        with Path("/dev/full").open("wb") as full:
+            os.dup2(full.fileno(), log._file.fileno())
+        with pytest.raises(StorageError, match="log: cannot be written: No space left on device"):
+            log.emit(runlog.Warning("two"))
+        os.dup2(whole, log._file.fileno())
+        os.close(whole)
+        log.emit(runlog.Warning("three"))
+    assert [line.event.message for line in chain_of(tmp_path / "log")] == ["one", "two", "three"]
 
 
 # --- numbers ---------------------------------------------------------------------------------------------------

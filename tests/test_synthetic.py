@@ -9,6 +9,8 @@ import pytest
 
 from speedrun import track
 from speedrun.data import synthetic
+from speedrun.data.inventory import ShardEntry
+from speedrun.data.lock import LOCK
 from speedrun.data.synthetic import ONE, Source
 from speedrun.data.verify import verify
 from speedrun.errors import DataError
@@ -16,6 +18,7 @@ from speedrun.errors import DataError
 SMOKE = track.load("smoke-cpu")
 assert SMOKE.synthetic is not None
 SOURCE = Source(**SMOKE.synthetic)
+ENTRY = ShardEntry(tokens=1, documents=1, sha256="0" * 64)
 SMALL = dataclasses.replace(
     SOURCE, vocab_size=20, line_words=5, num_classes=3, num_successors=2, zipf_offset=1
 )
@@ -178,3 +181,23 @@ def test_other_bytes_than_the_tracks_are_refused(tmp_path):
     data = msgspec.structs.replace(SMOKE.data, sha256=dict.fromkeys(SMOKE.data.sha256, "0" * 64))
     with pytest.raises(DataError, match="makes other bytes"):
         synthetic.write(msgspec.structs.replace(SMOKE, data=data), tmp_path)
+
+
+def test_shards_that_are_right_are_left_alone(tmp_path):
+    """Another program may be reading them; one that is wrong is made again."""
+    synthetic.write(SMOKE, tmp_path)
+    before = {path.name: path.stat().st_ino for path in tmp_path.glob("*.bin")}
+    wrong = min(tmp_path.glob("*.bin"))
+    wrong.write_bytes(wrong.read_bytes()[:-2] + b"\0\0")
+    synthetic.write(SMOKE, tmp_path)
+    after = {path.name: path.stat().st_ino for path in tmp_path.glob("*.bin")}
+    assert [name for name in before if before[name] != after[name]] == [wrong.name]
+
+
+def test_two_programs_take_turns(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(synthetic, "_write_one", lambda *_: seen.append((tmp_path / LOCK).exists()) or ENTRY)
+    synthetic.write(SMOKE, tmp_path)
+    assert seen
+    assert all(seen)
+    assert not (tmp_path / LOCK).exists()

@@ -332,6 +332,37 @@ def test_a_stopped_run_ends_its_log_and_writes_its_facts(tmp_path, smoke_data, s
     assert failed.messages[1].endswith(said)
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
+@pytest.mark.parametrize(("sent", "exit_code"), [([signal.SIGTERM], 75), ([signal.SIGINT] * 3, 130)])
+def test_a_run_that_is_stopped_while_it_starts_says_so(tmp_path, smoke_data, sent, exit_code):
+    """While JAX is being imported: nothing is written yet. Whoever asks three times does not wait for the end."""
+    argv = [
+        sys.executable,
+        "-m",
+        "speedrun",
+        "run",
+        "--data",
+        str(smoke_data),
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    running = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        while "libjax_common" not in Path(f"/proc/{running.pid}/maps").read_text():
+            assert running.poll() is None, running.communicate()
+            threading.Event().wait(0.02)
+        for number in sent:
+            running.send_signal(number)
+            threading.Event().wait(0.2)
+        _, stderr = running.communicate(timeout=60)
+    finally:
+        running.kill()
+    assert running.returncode in (75, exit_code), stderr
+    assert stderr.count("Traceback") == 0
+    assert len(stderr.splitlines()) <= 1
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_signal_that_comes_while_python_collects_is_not_lost():
     """What a callback of the collector raises is dropped. JAX has one, so that one run in some hundred went on."""
 

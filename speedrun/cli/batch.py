@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import click
 import msgspec
 
+from speedrun import signals
 from speedrun import track as tracks
 from speedrun.cli.child import alone, as_shell, ended
 from speedrun.cli.data_prep import ensure_docs
@@ -114,6 +115,7 @@ def command(
 
     Exits with 0 if the batch proves its target and every check passes, with 1 if not.
     """
+    ctx.with_resource(signals.heeded())
     if resume is None:
         rules = tracks.load(track)
         config = {

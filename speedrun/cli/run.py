@@ -1,5 +1,6 @@
 """`speedrun run`: one run on a track, and the record of it."""
 
+import importlib
 import os
 import shlex
 import sys
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from speedrun import clock, meet, watchdog
+from speedrun import clock, meet, signals, watchdog
 from speedrun import processes as group
 from speedrun import track as tracks
 from speedrun.cli import together
@@ -31,7 +32,7 @@ from speedrun.cli.options import (
 from speedrun.cli.race import find, ghost_option, live
 from speedrun.cli.relay import relayed, wandb_option
 from speedrun.data import inventory, overview
-from speedrun.errors import CheckpointError, SpeedrunError, UsageError, unknown
+from speedrun.errors import INTERRUPTED, CheckpointError, SpeedrunError, UsageError, unknown
 from speedrun.ledger import format
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.plot import plot
@@ -145,6 +146,8 @@ def command(
                 "--local-processes and --coordinator; the first chooses the second; leave one out"
             )
         ctx.exit(together.ended(local_processes, _words(ctx, resume or out or new_folder(track))))
+    ctx.with_resource(signals.heeded())
+    _load_jax()
     from speedrun.prepare import RunConfig
 
     config = RunConfig(
@@ -193,6 +196,15 @@ def command(
         click.echo(f"record  {config.out}\nplot    {picture}")
         click.echo(f"next    {following(config, summary, report)}")
     ctx.exit(0 if summary.target_reached and report.exit_code == 0 else 1)
+
+
+def _load_jax() -> None:
+    """A signal meanwhile waits: an exception inside the start of a library in C++ would crash the process."""
+    got: list[int] = []
+    with signals.handled_by(lambda number, _: os._exit(INTERRUPTED) if got else got.append(number)):
+        importlib.import_module("speedrun.train")
+    if got:
+        signals.stop(got[0], None)
 
 
 def _title(config: "RunConfig", rules: tracks.Track) -> str:
