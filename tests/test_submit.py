@@ -89,6 +89,22 @@ LEAKS = {
 }
 
 
+def test_a_run_that_missed_its_target_is_sent_only_as_that(record):
+    assert submit(record, "--missed", "--dry-run").exit_code == 2, "it did not miss"
+    rules = track.TRACKS_DIR / "forged.toml"
+    rules.write_text(rules.read_text().replace("ranked = true", "ranked = false"))
+    missed = forge(Path("runs/missed"), seeds=(1,), val_losses=(5.5, 4.0, 3.4, 3.3))
+    for args in ((), ("--dry-run",)):
+        refused = submit(missed, *args)
+        assert refused.exit_code == 1
+        assert "missed its target: mean loss 3.3000, need at most 3.28" in said(refused)
+    sent = submit(missed, "--missed", "--dry-run", "--json")
+    assert sent.exit_code == 0, said(sent)
+    ready = json.loads(sent.stdout)
+    assert ready["title"].endswith(", n = 1, missed 3.28")
+    assert "| status | missed |" in ready["text"]
+
+
 def edited_in_place(path: Path, more: str) -> None:
     path.write_text(path.read_text() + more)
 

@@ -8,7 +8,7 @@ import click
 import msgspec
 
 from speedrun.cli.options import Integer, data_option, example, json_option
-from speedrun.errors import UsageError
+from speedrun.errors import SpeedrunError, UsageError
 from speedrun.ledger.batch import seeds_from
 from speedrun.ledger.comparison import Comparison, compare
 from speedrun.ledger.run import Run
@@ -61,7 +61,10 @@ def command(
                 click.echo(
                     f"pair {pair}/{pairs} {side}  {new.train_time_s:.2f} s, {new.val_loss:.5f}", err=True
                 )
-        found = compare(seeds, runs["A"], runs["B"])
+        try:
+            found = compare(seeds, runs["A"], runs["B"])
+        except ValueError as error:  # numbers that no run has: what ran was not ours
+            raise SpeedrunError(f"the runs cannot be compared: {error}; 'speedrun validate' them") from None
         if out is not None:
             (out / "compare.json").write_bytes(
                 msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n"

@@ -248,7 +248,34 @@ def decode(raw: bytes, kind: type[_File]) -> _File:
         raise FormatError(newer(raw) or str(error)) from None
     if encode(file) != raw:
         raise FormatError("not in canonical form (a key twice, or other spacing)")
+    check_range(file)
     return file
+
+
+#: Above every honest number of a record, and small enough that sums of squares stay finite.
+_LARGEST = 2.0**63
+
+
+def check_range(holder: object) -> None:
+    """Checks every number in a file or event, however deep, so that whoever computes with them need not.
+
+    Raises:
+        FormatError: if one is not finite, or its magnitude is above 2^63.
+    """
+    left = [msgspec.to_builtins(holder)]
+    while left:
+        match left.pop():
+            case dict() as table:
+                left += table.values()
+            case list() | tuple() as row:
+                left += row
+            case int() | float() as number if not -_LARGEST <= number <= _LARGEST:
+                shown = (
+                    f"{number:g}"
+                    if isinstance(number, float)
+                    else f"an integer of {number.bit_length():,} bits"
+                )
+                raise FormatError(f"{shown}: a number is out of range; at most 2^63 is one of a run")
 
 
 _LONGEST_SCHEMA = 40  #: characters; what is longer is none
