@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from forgeries import FORGERIES, LOG, broken_off, edited, logged, place_of, promised
+from forgeries import FEWEST, FORGERIES, LOG, broken_off, edited, logged, place_of, promised
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -88,6 +88,7 @@ def test_every_check_has_a_forgery_and_one_id():
     ids = [check.id for check in CHECKS]
     assert sorted({id for id, _, _ in FORGERIES}) == sorted(ids)
     assert len(set(ids)) == len(ids)
+    assert len(FORGERIES) == len({(id, how) for id, how, _ in FORGERIES}) >= FEWEST
 
 
 # --- what cannot be read -----------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ _FLAGS = re.compile(
     r"lhs_enable_gpu_async_tracker|triton_gemm_any|experimental_parallel_collective_overlap_limit|"
     r"load_autotune_results_from|force_compilation_parallelism)"
 )
-_LOCK = re.compile(r"[a-z0-9][a-z0-9.-]{0,60}\.lock")
+LOCK = re.compile(r"[a-z0-9][a-z0-9.-]{0,60}\.lock")
 #: Of the median bench of a record's runs, by platform. Shared CPUs differ more than GPUs do.
 SLOW = {"cpu": 0.5, "gpu": 0.85}
 #: Of the vendor's rate: large products reach 0.6 to 0.8 of it.
@@ -81,7 +81,7 @@ def packages(run: Run, record: Record) -> Iterator[str]:
     """
     hw = _preflight(run)
     problem, path = "", f"requirements/{hw.lock}"
-    if not _LOCK.fullmatch(hw.lock):
+    if not LOCK.fullmatch(hw.lock):
         problem = "it names no lock file: none fitted what was installed, or an older version ran"
     else:
         at_commit = history.files_at(hw.commit, (path,)) or {}
