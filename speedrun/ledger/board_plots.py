@@ -65,7 +65,7 @@ def pareto(rows: Sequence[Row], folder: Path) -> list[Path]:
     paths: list[Path] = []
     for name in sorted({row.track for row in rows}):
         with canvas(8.0, 4.5) as figure:
-            _draw_pareto(figure, name, [row for row in rows if row.track == name])
+            _draw_pareto(figure, name, sorted((row for row in rows if row.track == name), key=_place))
             paths += save(figure, folder, f"pareto-{name.replace('@', '-')}")
     return paths
 

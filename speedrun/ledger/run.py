@@ -84,6 +84,11 @@ class Run:
         return self.of(runlog.RunStart)[0]
 
     @cached_property
+    def begun(self) -> datetime:
+        """The stamp of the first line, in UTC."""
+        return datetime.fromisoformat(self.lines[0].t_utc)
+
+    @cached_property
     def end(self) -> runlog.RunEnd:
         """The last event of a finished run."""
         return self.of(runlog.RunEnd)[0]

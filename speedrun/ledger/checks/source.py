@@ -296,6 +296,7 @@ _FEWEST_BYTES = 2
 @check_run(
     "V506",
     "there are as many parameters as declared",
+    needs=("runs", "track"),
     why="sizes are how models are compared, and the arithmetic that V209 asks about follows from them",
     hint="let the harness count: it sums the shapes that the recipe's table declares",
 )
@@ -311,3 +312,8 @@ def parameters(run: Run, record: Record) -> Iterator[str]:
         yield f"{plan.num_params:,} parameters do not fit into its state"
     if not 0 < plan.flops_per_token <= 6 * plan.num_params:
         yield f"{plan.flops_per_token:,.0f} flops a token; {plan.num_params:,} parameters make 6 each at most"
+    # Tables are looked up; every other matrix is multiplied by, forward and twice backward. Half, for small tables.
+    vocab = record.rules.data.vocab_size
+    multiplied = sum(prod(shape) for shape in plan.shapes.values() if len(shape) > 1 and max(shape) < vocab)
+    if plan.flops_per_token < 3 * multiplied:
+        yield f"{plan.flops_per_token:,.0f} flops a token; {multiplied:,} parameters in matrices make 6 each"
