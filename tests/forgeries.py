@@ -585,7 +585,7 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V302", "too few", made(seeds=(1,))),
     ("V303", "one left out", made(seeds=(1, 2), declared=(1, 2, 3))),
     ("V303", "one added", with_runs([Spec(seed=3)])),
-    ("V303", "went on after the first look", made(seeds=(1, 2, 3), promise=TWO_LOOKS)),
+    ("V303", "went on after the first look", made(seeds=(1, 2, 3), promise=TWO_LOOKS, val_losses=(5.5, 4.0, 3.4, 3.2))),
     ("V303", "two broke off", with_runs(BROKE)),
     ("V303", "broke off when its result was known", with_runs([DISLIKED])),
     ("V303", "two broke off before a look that was never reached", with_runs(BROKE, **FAR_LOOK)),

@@ -95,5 +95,6 @@ def _told(found: Comparison) -> str:
     return (
         f"time    {change}: {verdict}\n"
         f"loss    {loss.mean:+.5f} nats, 95 % between {loss.low:+.5f} and {loss.high:+.5f}\n"
-        f"both    {found.equivalent_s:+.2f} s: its loss counted as time, at {found.s_per_nat:.1f} s a nat"
+        f"both    {found.equivalent_s:+.2f} s: its loss counted as time, at {found.s_per_nat:.1f} s a nat\n"
+        f"rate    {found.rate_from}"
     )
