@@ -413,8 +413,14 @@ DISLIKED = Spec(
     seed=2, attempt="d", edit_log=lambda log: log[:-1], edit_run=facts(outcome="aborted", final_hash="")
 )
 TWO_LOOKS = promised(looks=(Look(2, 0.0005), Look(3, 0.0005)))
+#: So far below the target that two runs prove it at half the level.
+PROVEN = (5.5, 4.0, 3.4, 3.2)
 #: A second look, never reached, whose size would allow two runs to break off.
-FAR_LOOK = {"declared": range(1, 21), "promise": promised(looks=(Look(2, 0.0005), Look(20, 0.005)))}
+FAR_LOOK = {
+    "val_losses": PROVEN,
+    "declared": range(1, 21),
+    "promise": promised(looks=(Look(2, 0.0005), Look(20, 0.005))),
+}
 THREE_LOOKS = (Look(2, 0.001), Look(3, 0.001), Look(4, 0.001))
 SHORTER = Spec(seed=2, step_s=(0.1,) * 9, shards=(ONE, shard("t_train_2.bin", 0, 300)))
 
@@ -585,7 +591,7 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V302", "too few", made(seeds=(1,))),
     ("V303", "one left out", made(seeds=(1, 2), declared=(1, 2, 3))),
     ("V303", "one added", with_runs([Spec(seed=3)])),
-    ("V303", "went on after the first look", made(seeds=(1, 2, 3), promise=TWO_LOOKS, val_losses=(5.5, 4.0, 3.4, 3.2))),
+    ("V303", "went on after the first look", made(seeds=(1, 2, 3), promise=TWO_LOOKS, val_losses=PROVEN)),
     ("V303", "two broke off", with_runs(BROKE)),
     ("V303", "broke off when its result was known", with_runs([DISLIKED])),
     ("V303", "two broke off before a look that was never reached", with_runs(BROKE, **FAR_LOOK)),
@@ -601,7 +607,7 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V306", "another config", made(promise=promised(config_sha256=HASH))),
     ("V306", "other devices", made(promise=promised(num_devices=1))),
     ("V306", "looks that fit nothing", made(promise=promised(looks=(Look(3, 0.001),)))),
-    ("V306", "a look at no runs", made(promise=promised(looks=(Look(0, 0.0005), Look(2, 0.0005))))),
+    ("V306", "a look at no runs", made(val_losses=PROVEN, promise=promised(looks=(Look(0, 0.0005), Look(2, 0.0005))))),
     ("V306", "a look short of the seeds", made(declared=(1, 2, 3), promise=promised(looks=(Look(2, 0.001),)))),
     ("V306", "three looks", made(declared=range(1, 5), promise=promised(looks=THREE_LOOKS))),
     ("V306", "another level", made(promise=promised(looks=(Look(2, 0.9),)))),

@@ -447,8 +447,7 @@ def performed(tmp_path, monkeypatch):
         step_s = (0.08 if arm == "no-brake" else 0.1) * (1 + seed % 7 / 1000)
         rest: dict[int, Any] = {0: {"seed": seed, "step_s": (step_s,) * 10}, 5: blown_up(seed)}
         spec = Spec(**rest[code]) if code in rest else dataclasses.replace(BROKE[0], seed=seed)
-        dated = facts(created_utc="2026-10-02T00:00:00+00:00")  # the forger makes an hour of the seed
-        write_run(out, dataclasses.replace(spec, edit_run=lambda run: dated(spec.edit_run(run))))
+        write_run(out, spec)
         return code
 
     monkeypatch.setattr(performing, "ended", ended)
