@@ -12,6 +12,8 @@ from msgspec.structs import replace
 from record_forge import (
     CONFIG,
     RECIPE,
+    SOFTWARE,
+    VAL_S,
     VAL_TOKENS,
     Edit,
     Moments,
@@ -21,12 +23,14 @@ from record_forge import (
     facts,
     forge,
     moments,
+    run_file,
     shard,
     write_run,
 )
 
 from speedrun import runlog
 from speedrun.ledger.assemble import assemble
+from speedrun.ledger.batch import seeds_from
 from speedrun.ledger.format import DataRead, Declaration, Look, Recipe, RunFile, ShardRange, config_sha256
 from speedrun.ledger.record import load
 from speedrun.ledger.reproduction import (
@@ -51,7 +55,8 @@ def place_of(log: Moments, kind: type[runlog.Event], nth: int = 0) -> int:
 
 def val_after_its_pause(log: Moments) -> Moments:
     place = place_of(log, runlog.Val, 1)
-    log[place : place + 2] = [log[place + 1], log[place]]
+    val, resume = log[place].event, log[place + 1].event
+    log[place], log[place + 1] = log[place]._replace(event=resume), log[place + 1]._replace(event=val)
     return log
 
 
@@ -61,8 +66,10 @@ def went_on(log: Moments) -> Moments:
     fourth = log[place_of(log, runlog.Step, 3)].event
     assert isinstance(fourth, runlog.Step)
     resume = runlog.Resume("tiny-1-0000", 4, "e" * 16, fourth.train_time_s, fourth.tokens_seen, fourth.cursor)
-    begun = log[fifth]._replace(event=log[start].event)
-    return [*log[:start], log[start]._replace(event=resume), begun, *log[fifth:]]
+    begun = log[fifth]._replace(event=log[start].event, mono_ns=log[fifth].mono_ns - 500)
+    left = [*log[:start], log[start]._replace(event=resume), begun, *log[fifth:]]
+    vals = sum(isinstance(moment.event, runlog.Val) for moment in left)
+    return change(runlog.RunEnd, val_s=VAL_S * vals, phases={})(left)
 
 
 LEFT = shard("t_train_1.bin", 400, 600), shard("t_train_2.bin", 0, 400)
@@ -81,17 +88,47 @@ def broken_off(log: Moments) -> Moments:
 
 def pause_for_nothing(log: Moments) -> Moments:
     place = place_of(log, runlog.ClockPause, 1)
-    resume = log[place]._replace(event=log[place + 2].event)
-    return [*log[:place], log[place], resume, *log[place:]]
+    resume = log[place]._replace(event=log[place + 2].event, mono_ns=log[place].mono_ns - 500)
+    earlier = log[place]._replace(mono_ns=log[place].mono_ns - 900)
+    return [*log[:place], earlier, resume, *log[place:]]
 
 
 def compile_late(log: Moments) -> Moments:
     place = place_of(log, runlog.Step, 3)
-    return [*log[:place], log[place]._replace(event=runlog.Compile("late", 0.1)), *log[place:]]
+    late = log[place]._replace(event=runlog.Compile("late", 0.1), mono_ns=log[place].mono_ns - 500)
+    return change(runlog.RunEnd, compile_s=0.5)([*log[:place], late, *log[place:]])
 
 
 def stamps_of_one_moment(log: Moments) -> Moments:
-    return [moment._replace(utc_ns=0) for moment in log]
+    return [moment._replace(utc_ns=log[0].utc_ns) for moment in log]
+
+
+def jumps_in_utc(log: Moments) -> Moments:
+    """A year, in the middle."""
+    place = place_of(log, runlog.Step, 5)
+    year_ns = 365 * 86_400 * 10**9
+    return [*log[:place], *(moment._replace(utc_ns=moment.utc_ns + year_ns) for moment in log[place:])]
+
+
+def later_by(seconds: float) -> Edit:
+    """All but the first line, by both clocks."""
+    ns = round(seconds * 1e9)
+    return lambda log: [
+        log[0],
+        *(moment._replace(mono_ns=moment.mono_ns + ns, utc_ns=moment.utc_ns + ns) for moment in log[1:]),
+    ]
+
+
+def with_error(log: Moments) -> Moments:
+    """A run that finished, and tells of an error in the middle."""
+    place = place_of(log, runlog.Step, 5)
+    error = log[place]._replace(event=runlog.Error("OSError", "no space"), mono_ns=log[place].mono_ns - 500)
+    return [*log[:place], error, *log[place:]]
+
+
+def evenly(log: Moments) -> Moments:
+    """Steps of a tenth of a second to the nanosecond."""
+    return change(runlog.Step, train_time_s=lambda step: (step.step + 1) / 10)(log)
 
 
 def stamped_earlier(kind: type[runlog.Event], seconds: float) -> Edit:
@@ -103,10 +140,23 @@ def stamped_earlier(kind: type[runlog.Event], seconds: float) -> Edit:
     return edit
 
 
+def ending(**fields) -> Build:
+    return logged(change(runlog.RunEnd, **fields))
+
+
+def phased(**seconds: float) -> Build:
+    """With other seconds in some phases."""
+    return ending(phases=lambda end: {**end.phases, **{k.replace("_", "-"): v for k, v in seconds.items()}})
+
+
 def halved(kind: type[runlog.Event]) -> Edit:
     return change(kind, train_time_s=lambda event: event.train_time_s / 2)
 
 
+HALF_A_PHASE = change(
+    runlog.RunEnd,
+    phases=lambda end: {**end.phases, "step": end.phases["step"] / 2, "start": end.phases["start"] + 0.5},
+)
 TIMED = (runlog.Step, runlog.ClockPause, runlog.ClockResume, runlog.ClockStop, runlog.RunEnd)
 FEWER_SCORED = change(
     runlog.Val, tokens=VAL_TOKENS // 2, nll_sum=lambda val: (float.fromhex(val.nll_sum) / 2).hex()
@@ -276,6 +326,29 @@ def data(*ranges: ShardRange, val: ShardRange = SCORED) -> DataRead:
     return DataRead(shards=ranges, val_shard=val, val_sha256="a" * 64)
 
 
+def beside(**other) -> Build:
+    """A record in a folder of records, next to an older one."""
+
+    def build(folder: Path) -> None:
+        forge(folder)
+        root = folder.resolve()
+        home = root.parent / "records" / "forged"
+        home.mkdir(parents=True)
+        forge(home / "older", **other)
+        root.rename(home / "newer")
+        folder.symlink_to(home / "newer")
+
+    return build
+
+
+def redeclared(folder: Path) -> None:
+    """Of the seeds that follow from source and config, the second is left out."""
+    spec = Spec()
+    run = run_file(spec, moments(spec))
+    first, _, third = seeds_from(run.source_sha256, run.config_sha256, 3)
+    forge(folder, seeds=(first, third))
+
+
 def promised(**fields) -> Callable[[Declaration], Declaration]:
     return lambda honest: replace(honest, **fields)
 
@@ -305,6 +378,24 @@ def far(seed: int) -> Outcome:
     return Outcome(f"a-{seed}", seed, "finished", 1.7e308, 1.0, "")
 
 
+MATRICES = {"table": (1000, 900), **{f"block.{number}": (100, 100) for number in range(10)}}
+OTHER_LOSSES = change(runlog.Step, loss=lambda step: step.loss + 0.001)
+
+
+def AT_SEED_1(log: Moments) -> Moments:
+    """Step times of the first run, whatever the seed."""
+    times = iter([m.event.train_time_s for m in moments(Spec(seed=1)) if isinstance(m.event, runlog.Step)])
+    return change(runlog.Step, train_time_s=lambda _: next(times))(log)
+
+
+OLD = {**SOFTWARE, "jax": "0.9"}
+NO_JAXLIB = {name: version for name, version in SOFTWARE.items() if name != "jaxlib"}
+OWN_BATCH = Spec(seed=3, edit_run=facts(first_batch_sha256="c" * 64))
+OTHER_IDS = Spec(
+    seed=3,
+    edit_log=change(runlog.DataReady, val_sha256="c" * 64),
+    edit_run=lambda run: replace(run, data=replace(run.data, val_sha256="c" * 64)),
+)
 BROKE = [
     Spec(seed=2, attempt=name, edit_log=broken_off, edit_run=facts(outcome="aborted", final_hash=""))
     for name in "bc"
@@ -322,11 +413,90 @@ DISLIKED = Spec(
     seed=2, attempt="d", edit_log=lambda log: log[:-1], edit_run=facts(outcome="aborted", final_hash="")
 )
 TWO_LOOKS = promised(looks=(Look(2, 0.0005), Look(3, 0.0005)))
+#: So far below the target that two runs prove it at half the level.
+PROVEN = (5.5, 4.0, 3.4, 3.2)
 #: A second look, never reached, whose size would allow two runs to break off.
-FAR_LOOK = {"declared": range(1, 21), "promise": promised(looks=(Look(2, 0.0005), Look(20, 0.005)))}
+FAR_LOOK = {
+    "val_losses": PROVEN,
+    "declared": range(1, 21),
+    "promise": promised(looks=(Look(2, 0.0005), Look(20, 0.005))),
+}
 THREE_LOOKS = (Look(2, 0.001), Look(3, 0.001), Look(4, 0.001))
 SHORTER = Spec(seed=2, step_s=(0.1,) * 9, shards=(ONE, shard("t_train_2.bin", 0, 300)))
 
+#: Ways to the interpreter, files, clocks and foreign memory that name none of them.
+WAYS_OUT = {
+    "the builtins of enum": "import enum\nf = enum.bltns.open\n",
+    "a formatter": "import string\nf = string.Formatter().get_field('0.__globals__', (len,), {})\n",
+    "a class pattern": "def f(g):\n    match g:\n        case object(__globals__=x):\n            return x\n",
+    "a class pattern of ours": "class A:\n    __match_args__ = ('gi_frame',)\n",
+    "from attributes": "import msgspec\nf = msgspec.convert(len, dict, from_attributes=True)\n",
+    "dataclasses write code": "import dataclasses\nf = dataclasses._create_fn\n",
+    "a dataclass by text": "from dataclasses import make_dataclass\n",
+    "annotations are evaluated": "from typing_extensions import get_annotations as f\nx = f(1, eval_str=True)\n",
+    "type hints are evaluated": "import typing\nf = typing.get_type_hints\n",
+    "a submodule of numpy": "import numpy as np\nf = np.lib.npyio.load('w.npy')\n",
+    "the current time of numpy": "import numpy as np\nnow = np.datetime64('now')\n",
+    "an array dumps itself": "import numpy as np\nnp.zeros(3).dump('w')\n",
+    "an array writes itself": "import numpy as np\nnp.zeros(3).tofile('w')\n",
+    "a field lends its name": "import numpy as np\n\nclass A:\n    dump: int = 1\n\nnp.zeros(3).dump('w')\n",
+    "a mapped array": "import numpy as np\nf = np.memmap\n",
+    "raw memory": "import numpy as np\nf = np.zeros(3).ctypes\n",
+    "packed bytes": "import numpy as np\nf = np.frombuffer(b'abcd')\n",
+    "the modules of fnmatch": "import fnmatch\nf = fnmatch.posixpath.os\n",
+    "an array's type is patched": "import jax.numpy as jnp\ntype(jnp.zeros(1)).sum = print\n",
+    "an argument is patched": "import jax\n\ndef f(cls):\n    cls.sum = None\n\nf(jax.Array)\n",
+    "a self that is none": "class A:\n    def f(self):\n        self.sum = None\n",
+    "a self that is another": "class A:\n    def __init__(self, x):\n        self = x\n        self.sum = None\n",
+    "a self that a pattern binds": "class A:\n def __init__(self, x):\n  match x:\n   case self:\n    self.sum = 1\n",
+    "init of another's": "class A:\n    def __init__(self):\n        self.sum = 1\n\ndef f(x):\n    A.__init__(x)\n",
+    "wraps copies names": "import functools\nf = functools.wraps(len, assigned=('__globals__',))\n",
+    "an attribute by its text": "from operator import attrgetter\n",
+    "a module that an error holds": "import math\ntry:\n    math.lib\nexcept AttributeError as e:\n    m = e.obj\n",
+    "a name that shadows a module": "from jax.experimental import pallas as pl\nf = lambda pl: pl.load('w.npy')\n",
+    "one name for two modules": "import numpy as np\n\ndef f():\n    import math as np\n",
+    "the loader of a module": "f = __loader__\n",
+    "the spec of a dotted name": "import importlib.util\nf = importlib.util.find_spec('a.b')\n",
+    "a hook for attributes": "class A:\n    def __getattr__(self, name):\n        return name\n",
+    "a hook for classes": "class A:\n    def __init_subclass__(cls):\n        pass\n",
+    "a module's own hook": "def __getattr__(name):\n    return name\n",
+    "a number by a hook": "class A:\n    def __float__(self):\n        return 0.0\n",
+    "object's own setter": "object.__setattr__(1, 'x', 2)\n",
+    "a callback that prints": "import jax\njax.debug.print('x')\n",
+    "a callback of the debugger": "import jax\nf = jax.debug.callback\n",
+    "an ordered callback": "from jax.experimental import io_callback\n",
+    "an old callback": "from jax.experimental import host_callback\n",
+    "a foreign call": "import jax\nf = jax.ffi.ffi_call('x', ())\n",
+    "a kernel's print": "from jax.experimental import pallas as pl\nf = pl.debug_print\n",
+    "assembly in a kernel": "from jax.experimental.pallas import triton\nf = triton.elementwise_inline_asm\n",
+    "JAX's settings": "import jax\njax.config.update('jax_enable_x64', True)\n",
+    "JAX's own inside": "from jax._src import core\n",
+    "a rule of a primitive": "import jax\njax.lax.add_p.def_impl(print)\n",
+    "an export": "from jax import export\n",
+    "a module that optax holds": "import optax\nf = optax.tree_utils.functools\n",
+    "compiles by itself": "import jax\nf = jax.jit(abs).lower(1).compile()\n",
+    "the frame of a generator": "import itertools\n\ndef f(g):\n    gi_frame = 1\n    return g.gi_frame\n",
+    "a format with attributes": "f = '{0.__class__}'.format(1)\n",
+    "a class made by type": "A = type('A', (), {})\n",
+    "every class": "f = int.mro()\n",
+    "names of a module": "f = dir\n",
+    "an object's table": "f = vars\n",
+    "the identity of an object": "f = id(1)\n",
+    "memory": "f = memoryview(b'')\n",
+    "a future that waits": "async def f():\n    pass\n",
+    "a random number of the machine": "import secrets\n",
+    "a random number of Python": "from random import SystemRandom\n",
+    "a weak reference": "import weakref\n",
+    "a regular expression's compiler": "import re\nf = re._compiler\n",
+    "a counter of references": "from copy import deepcopy\n",
+    "an exit": "f = exit\n",
+    "an assignment to an imported function": "import jax\njax.numpy.sum = max\n",
+    "a deletion": "import jax\ndel jax.numpy.sum\n",
+    "our modules as a whole": "import speedrun.nn\n",
+    "a module of the harness under another name": "from speedrun import clock as nn\n",
+}
+
+FEWEST = 240
 FORGERIES: list[tuple[str, str, Build]] = [
     ("V001", "unknown key", edited("runs/*1/run.json", b'"seed"', b'"speed"')),
     ("V001", "key twice", edited(LOG, b'"i":1,', b'"i":1,"i":1,')),
@@ -339,7 +509,7 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V003", "source has a stray line", added("source.txt", b"more = 1\n")),
     ("V003", "manifest was edited", edited("manifest.json", b'"record_id": "', b'"record_id": "0')),
     ("V004", "mean was edited", edited("summary.json", b'"cold_wall_s_mean": 9', b'"cold_wall_s_mean": 8')),
-    ("V004", "wait was edited", edited("summary.json", b'data_wait_share": 0.', b'data_wait_share": 0.1')),
+    ("V004", "steps were edited", edited("summary.json", b'"num_steps": 10', b'"num_steps": 11')),
     ("V004", "README was edited", edited("README.md", b"| 3.2500", b"| 3.1500")),
     ("V005", "config was edited", logged(change(runlog.RunStart, config={**CONFIG, "stages": [11]}))),
     ("V005", "runs differ", other_config_in_one_run),
@@ -347,6 +517,9 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V006", "no such version", logged(change(runlog.RunStart, track="forged@2"), track="forged@2")),
     ("V007", "text was edited", assembled(edited("runs/*1/log.txt", b"val 3.2500", b"val 3.1500"))),
     ("V007", "other seed", made(edit_run=facts(seed=9))),
+    ("V007", "an error in a run that finished", logged(with_error)),
+    ("V007", "began at another hour", made(edit_run=lambda run: replace(run, created_utc="2026-10-02T09:30:00+00:00"))),
+    ("V007", "began before its log", made(edit_run=lambda run: replace(run, created_utc="2026-10-02T00:10:00+00:00"))),
     ("V008", "stray pickle", added("weights.pkl", b"\x80\x04.")),
     ("V008", "link", linked),
     ("V008", "too big", added("runs/tiny-1-00a1/log.txt", b" " * 2**20)),
@@ -367,6 +540,7 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V102", "other order", made(shards=(shard("t_train_2.bin", 0, 600), shard("t_train_1.bin", 0, 400)))),
     ("V102", "went back", made(shards=(replace(ONE, stop=300), TWO, replace(ONE, start=300)))),
     ("V102", "one left out", made(shards=(shard("t_train_2.bin", 0, 1000),))),
+    ("V102", "a first batch of its own", with_runs([OWN_BATCH], declared=(1, 2, 3))),
     ("V103", "trained on it", made(shards=(ONE, shard("t_val_0.bin", 0, 400)))),
     ("V103", "listed", logged(change(runlog.DataReady, train_shards=ALL_SHARDS))),
     ("V104", "count was edited", logged(change(runlog.Step, at=4, tokens_seen=501))),
@@ -374,37 +548,57 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V104", "more read than trained on", made(edit_run=facts(data=data(ONE, replace(TWO, stop=500))))),
     ("V105", "fewer scored", logged(FEWER_SCORED)),
     ("V105", "from elsewhere", made(edit_run=facts(data=data(ONE, TWO, val=SHIFTED)))),
+    ("V105", "other ids in one run", with_runs([OTHER_IDS], declared=(1, 2, 3))),
     ("V106", "beyond the end", made(shards=(replace(ONE, tokens=599), TWO))),
     ("V107", "overlap", made(shards=(ONE, shard("t_train_1.bin", 500, 900)))),
+    ("V107", "two epochs, it says", made(edit_run=lambda run: replace(run, data=replace(run.data, num_epochs=2)))),
+    ("V107", "no epoch", made(edit_run=lambda run: replace(run, data=replace(run.data, num_epochs=3)))),
     ("V201", "stamp goes back", logged(stamped_earlier(runlog.Plan, 0.3))),
     ("V201", "train time goes back", logged(change(runlog.Step, at=5, train_time_s=0.45))),
-    ("V202", "half the time", logged(*map(halved, TIMED))),
+    ("V201", "two lines at one moment", logged(stamped_earlier(runlog.Plan, 0.200001))),
+    ("V201", "as even as no clock", with_runs([Spec(seed=3, edit_log=evenly)], declared=(1, 2, 3))),
+    ("V202", "half the time", logged(*map(halved, TIMED), HALF_A_PHASE)),
     ("V202", "at the end only", logged(halved(runlog.RunEnd))),
     ("V203", "stamps in UTC", logged(stamps_of_one_moment)),
-    ("V203", "cold wall", logged(change(runlog.RunEnd, cold_wall_s=0.5))),
+    ("V203", "cold wall", ending(cold_wall_s=0.5, phases={})),
+    ("V203", "a cold wall below the log's span", ending(cold_wall_s=3.0, phases={})),
+    ("V203", "a year in the middle", logged(jumps_in_utc)),
     ("V204", "outside its pause", logged(val_after_its_pause)),
     ("V204", "a pause for nothing", logged(pause_for_nothing)),
     ("V204", "at other steps", logged(change(runlog.Val, at=1, step=5))),
-    ("V205", "in no time", logged(change(runlog.Val, at=-1, seconds=1e-9))),
-    ("V205", "longer than its pause", logged(change(runlog.Val, at=1, seconds=9.0))),
+    ("V205", "in no time", logged(change(runlog.Val, at=-1, seconds=1e-9), change(runlog.RunEnd, val_s=1.5))),
+    ("V205", "longer than its pause",
+     logged(change(runlog.Val, at=1, seconds=9.0), change(runlog.RunEnd, val_s=10.5, phases={}))),
     ("V206", "compiled late", logged(compile_late)),
     ("V207", "state not rebuilt", logged(change(runlog.WarmupEnd, state_hash="d" * 16))),
     ("V207", "other state", made(edit_run=facts(init_hash="d" * 16))),
-    ("V208", "two hours", logged(stamped_earlier(runlog.RunStart, 7200.0))),
+    ("V208", "two hours", logged(later_by(7200.0), change(runlog.RunEnd, cold_wall_s=7209.0, phases={}))),
     ("V209", "faster than the bench", logged(change(runlog.Preflight, matmul_gflops=4.0))),
     ("V210", "a slow step", made(step_s=(0.1,) * 5 + (3.0,) + (0.1,) * 4)),
+    ("V212", "compiled for less", ending(compile_s=0.1)),
+    ("V212", "warmed up for longer", ending(warmup_s=3.0)),
+    ("V212", "validated in no time", ending(val_s=0.0)),
+    ("V212", "waited for longer than it trained", ending(data_wait_s=2.0)),
+    ("V212", "waited less than nothing", ending(data_wait_s=-1.0)),
+    ("V212", "lost time to nobody", ending(lost_s=5.0)),
+    ("V212", "a phase too long", phased(start=400.0)),
+    ("V212", "a phase below zero", phased(start=3.0, end=-1.0, other=0.0)),
+    ("V212", "trained outside of its phase", phased(step=0.1, start=4.0)),
+    ("V212", "compiled outside of its phase", phased(compile=0.1, end=0.4)),
+    ("V212", "another cold wall", ending(cold_wall_s=20.0)),
     ("V301", "broke off", logged(broken_off, outcome="aborted", final_hash="")),
     ("V302", "not below the target", made(val_losses=(5.5, 4.0, 3.4, 3.279))),
     ("V302", "too few", made(seeds=(1,))),
     ("V303", "one left out", made(seeds=(1, 2), declared=(1, 2, 3))),
     ("V303", "one added", with_runs([Spec(seed=3)])),
-    ("V303", "went on after the first look", made(seeds=(1, 2, 3), promise=TWO_LOOKS)),
+    ("V303", "went on after the first look", made(seeds=(1, 2, 3), promise=TWO_LOOKS, val_losses=PROVEN)),
     ("V303", "two broke off", with_runs(BROKE)),
     ("V303", "broke off when its result was known", with_runs([DISLIKED])),
     ("V303", "two broke off before a look that was never reached", with_runs(BROKE, **FAR_LOOK)),
     ("V304", "one run under two seeds", COPIED),
     ("V304", "same start", made(edit_log=STARTED_ALIKE, edit_run=facts(init_hash="d" * 16))),
     ("V304", "same weights", logged(change(runlog.RunEnd, final_hash="d" * 16), final_hash="d" * 16)),
+    ("V304", "same times", made(edit_log=lambda log: AT_SEED_1(log))),
     ("V305", "one stopped early", with_runs([SHORTER], seeds=(1,), declared=(1, 2))),
     ("V305", "other than declared", made(promise=promised(num_steps=12))),
     ("V306", "declared afterwards", made(promise=promised(created_utc="2026-10-02T01:30:00+00:00"))),
@@ -413,7 +607,7 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V306", "another config", made(promise=promised(config_sha256=HASH))),
     ("V306", "other devices", made(promise=promised(num_devices=1))),
     ("V306", "looks that fit nothing", made(promise=promised(looks=(Look(3, 0.001),)))),
-    ("V306", "a look at no runs", made(promise=promised(looks=(Look(0, 0.0005), Look(2, 0.0005))))),
+    ("V306", "a look at no runs", made(val_losses=PROVEN, promise=promised(looks=(Look(0, 0.0005), Look(2, 0.0005))))),
     ("V306", "a look short of the seeds", made(declared=(1, 2, 3), promise=promised(looks=(Look(2, 0.001),)))),
     ("V306", "three looks", made(declared=range(1, 5), promise=promised(looks=THREE_LOOKS))),
     ("V306", "another level", made(promise=promised(looks=(Look(2, 0.9),)))),
@@ -421,13 +615,21 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V306", "a seed twice", made(declared=(1, 1, 2, 2), promise=promised(looks=(Look(4, 0.001),)))),
     ("V306", "another revision", made(promise=promised(recipe=Recipe("tiny", 2, {"lr": "0.02"})))),
     ("V306", "another declaration", logged(change(runlog.RunStart, batch_sha256=HASH))),
+    ("V306", "a worse seed left out", redeclared),
     ("V307", "no noise", made(seeds=(1, 2, 3, 4))),
     ("V309", "below the entropy rate", made(val_losses=(5.5, 4.0, 3.4, 2.9))),
+    ("V309", "a loss beyond all models", logged(change(runlog.Step, at=4, loss=1e18))),
+    ("V309", "a loss below zero", logged(change(runlog.Step, at=4, loss=-0.5))),
+    ("V309", "a validation beyond all models", made(val_losses=(5e5, 4.0, 3.4, 3.25))),
     ("V309", "blew up", blown_up_in_one_run),
     ("V310", "loss was edited", logged(*LOSS_31)),
     ("V310", "end was edited", logged(change(runlog.RunEnd, val_loss=3.1))),
     ("V310", "verdict was edited", claimed),
     ("V311", "goes on from another run", made(edit_log=went_on, edit_run=told_as_resumed)),
+    ("V312", "a run of another record", beside()),
+    ("V312", "a run under another name", beside(attempt="z")),
+    ("V312", "a seed that was run again",
+     beside(attempt="y", step_s=(0.2,) * 10, edit_log=OTHER_LOSSES)),
     ("V404", "one device", logged(change(runlog.Preflight, num_devices=1), num_devices=1)),
     ("V404", "other platform", logged(change(runlog.Preflight, platform="gpu"), platform="gpu")),
     ("V308", "a start that was learned", made(val_losses=(4.0, 4.0, 3.4, 3.25))),
@@ -441,15 +643,24 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V403", "no lock", preflight(lock="", lock_sha256="")),
     ("V403", "another lock", preflight(lock_sha256=HASH)),
     ("V403", "a lock from elsewhere", preflight(lock="../run.lock")),
-    ("V403", "not what is locked", logged(change(runlog.Preflight, software={"jax": "0.9"}), software={"jax": "0.9"})),
+    ("V403", "not what is locked", logged(change(runlog.Preflight, software=OLD), software=OLD)),
+    ("V403", "no packages", logged(change(runlog.Preflight, software={}), software={})),
+    ("V403", "no compiler", logged(change(runlog.Preflight, software=NO_JAXLIB), software=NO_JAXLIB)),
     ("V405", "too hot", logged(change(runlog.RunEnd, throttled_s=1.5))),
     ("V405", "nobody looked", logged(change(runlog.RunEnd, throttled_s=None))),
+    ("V406", "no commit", preflight(commit="")),
+    ("V406", "a branch", preflight(commit="HEAD")),
+    ("V406", "part of a commit", preflight(commit="0123456789ab")),
+    ("V406", "a commit of letters", preflight(commit="deadbeef" * 5)),
+    ("V406", "a commit of one digit", preflight(commit="0" * 40)),
     ("V406", "not committed", preflight(dirty=True)),
     ("V406", "nobody knows", preflight(dirty=None)),
     ("V407", "a slow node", with_runs([Spec(seed=3, edit_log=change(runlog.Preflight, matmul_gflops=20.0))],
                                       declared=(1, 2, 3))),
     ("V407", "faster than can be bought", on_device("NVIDIA H200", 1e8)),
     ("V407", "a tired device", on_device("NVIDIA H200", 1e6)),
+    ("V407", "a device of nobody that is too good", on_device("Wunderkind 9000", 1e12)),
+    ("V407", "no bound", on_device("Wunderkind 9000", 1e18)),
     ("V501", "no Python", science("SIZE = = 1\n")),
     ("V501", "cannot be imported", science("return 1\n")),
     ("V501", "nested too deep", science("x = " + "(" * 5_000 + "\n")),
@@ -498,6 +709,10 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V502", "asks the host", science("import jax\nf = jax.pure_callback\n")),
     ("V502", "sets the environment", science("import os\nos.environ['XLA_FLAGS'] = ''\n")),
     ("V502", "unpacks data", science("import zlib\nSIZE = len(zlib.decompress(b'x'))\n")),
+    *(("V502", how, science(text)) for how, text in WAYS_OUT.items()),
+    ("V502", "a name that another file brings",
+     science("from speedrun.models.more0 import stdlib\n", "import sys as stdlib\n")),
+    ("V502", "what another file imports", science("from speedrun import params\nmath = params.math.lib\n")),
     ("V502", "where getattr is at home",
      extended("speedrun/recipe.py", "import functools\nf = functools.partial(getattr, math)\n")),
     ("V502", "where imports are at home",
@@ -522,6 +737,8 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V504", "many short rows", science(lines_of(ROWS))),
     ("V504", "spread over files", science(lines_of(ROWS[:30]), lines_of(ROWS[30:]))),
     ("V504", "spread over files as strings", science(lines_of(WORDS[:350]), lines_of(WORDS[350:700]))),
+    ("V504", "base64 in docstrings", science("".join(f'"""{word[:60]} {word[60:]}"""\n' for word in WORDS[:360]))),
+    ("V504", "base64 in comments", science("".join(f"# {word[:50]} {word[50:]}\n" for word in WORDS[:360]))),
     ("V504", "comments", science("".join(f"# {word}\n" for word in WORDS[:800]))),
     ("V504", "a line of a megabyte", science(f"W = {BASE64 * 11!r}\n")),
     ("V504", "many bytes of nothing", science("x = 1 ;\n" * 40_000)),
@@ -532,6 +749,7 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V506", "a shape is not told", logged(change(runlog.Plan, shapes={"table": (1000, 900)}))),
     ("V506", "another model in one run",
      with_runs([Spec(seed=3, edit_log=change(runlog.Plan, shapes={"table": (1000, 1000)}))], declared=(1, 2, 3))),
+    ("V506", "arithmetic of nothing", logged(change(runlog.Plan, shapes=MATRICES, flops_per_token=1.0))),
     ("V506", "do not fit into the state", logged(change(runlog.Plan, state_bytes_per_device=1000))),
     ("V506", "more arithmetic than numbers", logged(change(runlog.Plan, flops_per_token=7e6))),
 ]  # fmt: skip

@@ -16,6 +16,7 @@ import msgspec
 from speedrun import console, provenance, runlog, track
 from speedrun.ledger import format, history, reference
 from speedrun.ledger.assemble import assemble
+from speedrun.ledger.code import is_science
 from speedrun.ledger.format import DataRead, Declaration, Look, Recipe, RunFile, ShardRange, TrackRef
 from speedrun.ledger.reference import Point
 from speedrun.sourcefile import join_source, split_source
@@ -31,8 +32,24 @@ RECIPE = "speedrun/recipes/tiny.py"
 SOURCE = {RECIPE: "SIZE = 1\n", **split_source(provenance.closure(["speedrun.train"], []))}
 LOCK = "run.lock"
 LOCK_RAW = history.files_here([f"requirements/{LOCK}"])[f"requirements/{LOCK}"]
-(JAX, *_) = sorted(filter(None, provenance.pinned(LOCK_RAW.decode())["jax"]))
-COMMIT = "c" * 40
+_PINS = provenance.pinned(LOCK_RAW.decode())
+SOFTWARE = {
+    "python": "3.11.2",
+    **{name: min(filter(None, _PINS[name])) for name in ("jax", "jaxlib", "numpy", "optax")},
+}
+JAX = SOFTWARE["jax"]
+#: Forgers commit what they run; the harness in their commits is the honest one.
+_COMMITS: dict[str, dict[str, bytes]] = {}
+_files_at = history.files_at
+
+
+def _files_at_or_forged(commit: str, paths: tuple[str, ...]) -> dict[str, bytes] | None:
+    if commit not in _COMMITS:
+        return _files_at(commit, paths)
+    return {path: _COMMITS[commit][path] for path in paths if path in _COMMITS[commit]}
+
+
+history.files_at = _files_at_or_forged
 #: What nobody need beat by 0.1 nats.
 reference.CURVES["forged"] = (Point(0, 5.5), Point(400, 4.0), Point(1000, 2.99))
 CONFIG = {
@@ -94,6 +111,15 @@ def source_text(edit: Callable[[Mapping[str, str]], Mapping[str, str]] = dict) -
     return join_source(dict(edit({**SOURCE, "speedrun/tracks/forged.toml": rules})))
 
 
+def commit_of(edit: Callable[[Mapping[str, str]], Mapping[str, str]]) -> str:
+    """A commit that holds the edited science."""
+    edited = {path: text for path, text in edit(SOURCE).items() if is_science(path)}
+    commit = digest(repr(sorted(edited.items())))[:40]
+    files = {**SOURCE, **edited}
+    _COMMITS.setdefault(commit, {path: text.encode(errors="replace") for path, text in files.items()})
+    return commit
+
+
 class Moment(NamedTuple):
     """An event and when it was."""
 
@@ -132,19 +158,28 @@ class Spec:
         return f"tiny-{self.seed}-00{self.attempt}{self.seed}"
 
 
+def begun_h(seed: int) -> int:
+    """Hours after the declaration at which a run begins."""
+    return 1 + (seed - 1) % 8
+
+
 class _FakeClock:
-    def __init__(self) -> None:
-        self.mono_ns = 10_000_000_000_000
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.begun_ns = self.mono_ns = 10_000_000_000_000
         self.train_ns = 0
         self.moments: Moments = []
 
     def emit(self, event: runlog.AnyEvent, after_s: float = 0.0) -> None:
-        self.mono_ns += round(after_s * 1e9)
-        self.moments.append(Moment(event, self.mono_ns, self.mono_ns))
+        self.mono_ns += round(after_s * 1e9) + 1000
+        utc_ns = self.mono_ns - self.begun_ns + begun_h(self.seed) * 3_600_000_000_000
+        self.moments.append(Moment(event, self.mono_ns, utc_ns))
 
-    def train(self, seconds: float) -> float:
-        self.train_ns += round(seconds * 1e9)
-        self.mono_ns += round(seconds * 1e9)
+    def train(self, seconds: float, step: int) -> float:
+        """No two steps of a machine take the same nanoseconds."""
+        step_ns = round(seconds * 1e9) + (7 * self.seed + 13 * step) % 17 * (seconds > 0)
+        self.train_ns += step_ns
+        self.mono_ns += step_ns
         return self.train_s
 
     @property
@@ -159,7 +194,7 @@ def state(when: str, spec: Spec) -> str:
 
 def moments(spec: Spec) -> Moments:
     """The log of an honest run."""
-    clock, num_steps = _FakeClock(), len(spec.step_s)
+    clock, num_steps = _FakeClock(spec.seed), len(spec.step_s)
     losses = iter(spec.val_losses)
     places = [
         (number, offset)
@@ -174,21 +209,45 @@ def moments(spec: Spec) -> Moments:
             clock.emit(runlog.ClockPause("validation", clock.train_s))
             clock.emit(_val(step, next(losses)), after_s=PAUSE_S)
             clock.emit(runlog.ClockResume(clock.train_s))
-        time_s, seen = clock.train(seconds), BATCH_TOKENS * (step + 1)
+        time_s, seen = clock.train(seconds, step), BATCH_TOKENS * (step + 1)
         clock.emit(
             runlog.Step(
-                step, time_s, 5.0 - 0.1 * step + 0.01 * spec.seed, BATCH_TOKENS, seen, places[step], 1.0, 3
+                step,
+                time_s,
+                5.0 - 0.1 * step + 0.01 * (spec.seed % 16),
+                BATCH_TOKENS,
+                seen,
+                places[step],
+                1.0,
+                3,
             )
         )
     clock.emit(runlog.ClockStop(clock.train_s))
     final = next(losses)
     clock.emit(_val(num_steps, final), after_s=PAUSE_S)
-    clock.emit(
-        runlog.RunEnd(
-            "finished", final, clock.train_s, 9.0, 0.4, 0.2, 2.4, 0.01, 2**20, state("end", spec), 0.0
-        )
-    )
+    clock.emit(run_end(spec, clock, final))
     return clock.moments
+
+
+def run_end(spec: Spec, clock: _FakeClock, final: float) -> runlog.RunEnd:
+    """The sums of an honest run: four seconds went by before its first line."""
+    log_s = (clock.mono_ns - clock.begun_ns) / 1e9
+    num_vals = sum(isinstance(moment.event, runlog.Val) for moment in clock.moments)
+    spent = {"compile": 0.5, "warm-up": 0.2, "step": clock.train_s, "evaluation": PAUSE_S * num_vals}
+    return runlog.RunEnd(
+        status="finished",
+        val_loss=final,
+        train_time_s=clock.train_s,
+        cold_wall_s=4.0 + log_s,
+        compile_s=0.4,
+        warmup_s=0.2,
+        val_s=VAL_S * num_vals,
+        data_wait_s=0.01,
+        peak_bytes=2**20,
+        final_hash=state("end", spec),
+        throttled_s=0.0,
+        phases={"start": 4.0 + log_s - sum(spent.values()), **spent},
+    )
 
 
 def _opening(spec: Spec, num_steps: int) -> list[runlog.AnyEvent]:
@@ -209,10 +268,10 @@ def _opening(spec: Spec, num_steps: int) -> list[runlog.AnyEvent]:
             "cpu",
             "cpu",
             8,
-            {"jax": JAX},
+            SOFTWARE,
             {"XLA_FLAGS": ""},
             50.0,
-            COMMIT,
+            commit_of(spec.edit_source),
             False,
             LOCK,
             format.sha256(LOCK_RAW),
@@ -252,7 +311,7 @@ def run_file(spec: Spec, log: Moments) -> RunFile:
         overrides={"lr": "0.02"},
         config_sha256=format.config_sha256(CONFIG),
         source_sha256=spec.source_sha256,
-        created_utc=f"2026-10-02T0{spec.seed}:00:00+00:00",
+        created_utc=f"2026-10-02T0{begun_h(spec.seed)}:00:00+00:00",
         outcome="finished",
         init_hash=state("start", spec),
         final_hash=state("end", spec),
@@ -261,7 +320,7 @@ def run_file(spec: Spec, log: Moments) -> RunFile:
         platform="cpu",
         device_kind="cpu",
         num_devices=8,
-        software={"jax": JAX},
+        software=SOFTWARE,
         environment={"XLA_FLAGS": ""},
         data=DataRead(shards=spec.shards, val_shard=shard("t_val_0.bin", 0, VAL_TOKENS), val_sha256="a" * 64),
         peak_bytes=2**20,

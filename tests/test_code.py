@@ -1,5 +1,7 @@
 """Reading source texts of strangers: nothing crashes, nothing runs, and the table of what files may do is exact."""
 
+import zlib
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -101,10 +103,24 @@ def ours() -> dict[str, str]:
     return split_source(provenance.closure([*modules, "speedrun.train"], []))
 
 
-def test_our_own_files_reach_for_what_the_table_says_and_nothing_else():
-    reaches = {path: {reach.what for reach in code.read(path, text).reaches} for path, text in ours().items()}
-    may = {f"speedrun/{path}": set(what.split(", ")) for path, what in source._MAY.items()}
-    assert {path: what for path, what in reaches.items() if what} == may
+def science(files: dict[str, str]) -> dict[str, str]:
+    return {path: text for path, text in files.items() if code.is_science(path)}
+
+
+def test_our_own_science_is_on_the_list_but_for_two_reviewed_files():
+    """What fails here and only computes belongs into speedrun/ledger/permitted.py."""
+    files = {path: code.read(path, text) for path, text in science(ours()).items()}
+    given = set().union(*(one.given for one in files.values()))
+    left = {
+        path: found
+        for path, one in files.items()
+        if (
+            found := [
+                r for r in one.reaches if r.attribute not in given and not r.name.startswith("speedrun.")
+            ]
+        )
+    }
+    assert left.keys() == source._REVIEWED.keys(), left
 
 
 def test_our_own_files_carry_no_data():
@@ -115,6 +131,8 @@ def test_our_own_files_carry_no_data():
         if one.problem or one.literals.large
     ]
     assert sum(one.packed_bytes for one in found.values()) < 0.85 * source._MOST_PACKED_BYTES
+    prose = "\n".join(one.prose for path, one in found.items() if code.is_science(path))
+    assert len(zlib.compress(prose.encode(), 6)) < 0.75 * source._MOST_PROSE_BYTES
 
 
 @pytest.mark.parametrize(
@@ -145,8 +163,10 @@ def test_science_is_told_by_its_place(path, is_science):
         "from speedrun.models.record21 import forward\nfrom speedrun import nn\nx = nn.rms_norm\n",
         "def f(x_ref, o_ref):\n    o_ref[...] = x_ref[...]\n    o_ref.at[0].set(1)\n",
         "class A:\n    def __init__(self):\n        super().__init__()\n        self.time = 1\n",
+        "class A:\n    def sum(self, x):\n        return x.sum()\n\nfrom operator import sub as sum\n",
+        "import importlib.util\nhave = importlib.util.find_spec('einops') is not None\n",
         "import math\nx = [math.sqrt(i) for i in range(8)]\n",
     ],
 )
 def test_honest_science_reaches_for_nothing(text):
-    assert code.read("x.py", text).reaches == []
+    assert not [one for one in code.read("x.py", text).reaches if not one.attribute]

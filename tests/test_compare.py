@@ -13,7 +13,7 @@ from record_forge import Spec, install_track, source_text, write_run
 
 from speedrun import cli, track
 from speedrun.ledger import comparison
-from speedrun.ledger.comparison import compare, slope
+from speedrun.ledger.comparison import compare
 from speedrun.ledger.record import read_files
 from speedrun.ledger.run import Run, read_run
 from speedrun.rerun import Rerun
@@ -31,22 +31,22 @@ def made(folder: Path, *, step_s: float = 0.1, loss: float = 3.25, seed: int = 1
     return read_run(read_files(folder)[0], spec.run_id)
 
 
-def test_the_end_of_a_curve_says_what_a_nat_costs(tmp_path):
-    """Validations before steps 8 and 10: 3.4 and 3.25."""
-    run = made(tmp_path / "a")
-    assert slope(run) == pytest.approx(0.15 / 2)
-    flat = made(tmp_path / "flat", loss=3.5)
-    assert slope(flat) == comparison.FALLBACK_SLOPE
+def test_a_nat_costs_what_is_published_whatever_the_end_of_the_curve(tmp_path):
+    """At record 21: 100 of 1,770 steps for 0.0045 nats. Of a run of 1 s, so many hundredths."""
+    for loss in (3.25, 3.5):
+        run = made(tmp_path / f"{loss}", loss=loss)
+        assert comparison.seconds_per_nat([run]) == pytest.approx(1.0 * (100 / 1770) / 0.0045)
+    assert "0.0045 nats for 100 of record 21's 1,770 steps" in comparison.RATE_FROM
 
 
 def test_loss_counts_as_time(tmp_path):
-    """B takes 0.9 s instead of 1 s, and ends 0.0075 nats higher: that is a tenth of a step, 0.01 s."""
+    """B takes 0.9 s instead of 1 s, and ends 0.0045 nats higher: that is worth 100 steps of 1,770, 0.0565 s."""
     first = [made(tmp_path / f"a{i}") for i in range(2)]
-    second = [made(tmp_path / f"b{i}", step_s=0.09, loss=3.2575) for i in range(2)]
+    second = [made(tmp_path / f"b{i}", step_s=0.09, loss=3.2545) for i in range(2)]
     found = compare((1, 2), first, second)
     assert found.time_ratio.mean == pytest.approx(0.9)
-    assert found.loss_difference.mean == pytest.approx(0.0075)
-    assert found.equivalent_s == pytest.approx(-0.1 + 0.01)
+    assert found.loss_difference.mean == pytest.approx(0.0045)
+    assert found.equivalent_s == pytest.approx(-0.1 + 100 / 1770)
     assert found.is_resolved
 
 

@@ -118,7 +118,7 @@ def rows(**standings: str) -> Board:
     """A board with a record a second slower than the one before for each."""
     one = {
         "track": "forged@1", "failed": (), "title": "", "authors": (), "changes": (), "parent": None,
-        "date": "2026-10-02", "device": "", "num_runs": 2, "val_loss": 3.2, "p": None,
+        "created_utc": "2026-10-02T00:00:00+00:00", "device": "", "num_runs": 2, "val_loss": 3.2, "p": None,
         "val_loss_half_width": None, "train_time_half_width_s": None,
         "cold_wall_s": None, "num_steps": 10, "num_tokens": 1000, "source_lines": 1,
     }  # fmt: skip
@@ -142,7 +142,7 @@ def test_without_a_choice_it_is_the_fastest_that_is_qualified(folder):
 def test_the_board_that_was_built_names_it(folder, capsys):
     (folder / "records" / "forged").mkdir(parents=True)
     forge(folder / "records" / "forged" / "slow", step_s=(0.2,) * 10)
-    forge(folder / "records" / "forged" / "fast")
+    forge(folder / "records" / "forged" / "fast", seeds=(3, 4))
     assert CliRunner().invoke(cli.command, ["leaderboard", "build"], prog_name="speedrun").exit_code == 0
     rival = race.find(None, "forged@1")
     assert rival is not None
@@ -170,8 +170,6 @@ def broken(record: Path, what: str) -> Path:
             return forge(record.parent / "other", seeds=(1,), edit_log=foreign)
         case "standing still":
             return forge(record.parent / "still", seeds=(1,), edit_log=still)
-        case "endless":
-            return forge(record.parent / "endless", seeds=(1, 2), edit_log=endless)
     return record
 
 
@@ -190,12 +188,8 @@ def still(log):
     return edited(log, Step, {"tokens_seen": 100})
 
 
-def endless(log):
-    return edited(log, Step, {"loss": 1.7e308})
-
-
 @pytest.mark.parametrize(
-    "what", ["no record", "torn", "text", "unfinished", "of another track", "standing still", "endless"]
+    "what", ["no record", "torn", "text", "unfinished", "of another track", "standing still"]
 )
 def test_what_cannot_be_raced_is_one_line_and_the_run_goes_on(folder, capsys, what):
     record = broken(forge(folder / "record", seeds=(1,)), what)

@@ -2,19 +2,24 @@
 
 import html.parser
 import json
+import random
 import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 from forgeries import broken_off
+from msgspec.structs import replace
 from record_forge import Spec, facts, forge, install_track, source_text, write_run
 
 from speedrun import cli, track
 from speedrun.errors import UsageError
 from speedrun.ledger import board, board_pages
 from speedrun.ledger.assemble import assemble
+from speedrun.ledger.board_plots import _draw_history, progress
+from speedrun.rerun import Rerun
 
 CONTEXT = """
 [[published]]
@@ -38,10 +43,12 @@ def records(tmp_path, monkeypatch) -> Path:
     (folder / "forged").mkdir(parents=True)
     (folder / "context.toml").write_text(CONTEXT)
     forge(folder / "forged" / "slow", step_s=(0.2,) * 10)
-    forge(folder / "forged" / "fast")
-    forge(folder / "forged" / "unproven", step_s=(0.05,) * 10, val_losses=(5.5, 4.0, 3.4, 3.279))
-    forge(folder / "forged" / "single", seeds=(1,), step_s=(0.01,) * 10)
-    edited = forge(folder / "forged" / "edited", step_s=(0.02,) * 10) / "summary.json"
+    forge(folder / "forged" / "fast", seeds=(3, 4))
+    forge(
+        folder / "forged" / "unproven", seeds=(5, 6), step_s=(0.05,) * 10, val_losses=(5.5, 4.0, 3.4, 3.279)
+    )
+    forge(folder / "forged" / "single", seeds=(7,), step_s=(0.01,) * 10)
+    edited = forge(folder / "forged" / "edited", seeds=(8, 9), step_s=(0.02,) * 10) / "summary.json"
     edited.write_text(edited.read_text().replace('"num_steps": 10', '"num_steps": 9'))
     broke = folder / "forged" / "broke"
     broke.mkdir()
@@ -73,6 +80,96 @@ def test_only_a_proven_batch_has_a_rank_and_only_time_makes_it(records):
 def test_a_folder_that_is_no_record_is_left_out(records):
     (records / "forged" / "fast" / "runs").rename(records / "elsewhere")
     assert "forged/fast" not in [row.path for row in board.read(records).rows]
+
+
+def test_one_bad_record_is_left_out_and_named_and_the_others_stand(records):
+    bad = records / "forged" / "slow" / "summary.json"
+    bad.write_text("{}")
+    for log in (records / "forged" / "single").glob("runs/*/metrics.jsonl"):
+        log.write_bytes(re.sub(rb'"cold_wall_s":[\d.]+', b'"cold_wall_s":1e308', log.read_bytes()))
+    built = invoke("build")
+    assert built.exit_code == 1
+    assert "left out forged/single: V001: " in built.stderr
+    assert "1e+308: a number is out of range" in built.stderr
+    assert built.stderr.splitlines()[-1].startswith("error: 1 records cannot be judged")
+    rows = {
+        row["path"]: row["standing"] for row in json.loads((records / "leaderboard.json").read_text())["rows"]
+    }
+    assert rows["forged/fast"] == "qualified"
+    assert rows["forged/slow"] == "refused"
+    assert "forged/single" not in rows
+
+
+NUMBERS = [b"NaN", b"Infinity", b"1e308", b"-1e308", b"-1", b"0", b"9" * 400, b"1e-320", b'"1"', b"null"]
+NUM_PLACES = 1  #: of each file; 4 were tried, with as little found
+FILES = ("summary.json", "manifest.json", "batch.json", "runs/*/run.json", "runs/*/metrics.jsonl")
+
+
+@pytest.mark.parametrize("value", NUMBERS, ids=range(len(NUMBERS)))
+def test_no_number_in_a_record_makes_a_traceback(records, value, monkeypatch):
+    """Some numbers of each file in turn, under each command that reads a record."""
+    monkeypatch.setattr(Rerun, "run", lambda self, *_, **__: self.old)
+    draw, fast = random.Random(value), records / "forged" / "fast"
+    for path in (records / "forged").iterdir():
+        if path != fast:
+            shutil.rmtree(path)
+    for pattern in FILES:
+        for _ in range(NUM_PLACES):
+            shutil.rmtree(records / "forged" / "odd", ignore_errors=True)
+            odd = shutil.copytree(fast, records / "forged" / "odd")
+            file = draw.choice(sorted(odd.glob(pattern)))
+            raw = file.read_bytes()
+            number = draw.choice(
+                list(re.finditer(rb"(?<=[:\[,] )-?\d[\d.e+-]*|(?<=[:\[,])-?\d[\d.e+-]*(?=[,}\]])", raw))
+            )
+            file.write_bytes(raw[: number.start()] + value + raw[number.end() :])
+            name = str(odd)
+            for args in (
+                ["validate", name],
+                ["leaderboard", "build"],
+                ["stats", name, "--against", str(fast)],
+                ["compare", name, str(fast)],
+                ["plot", name, "--kind", "pareto"],
+                ["export", name, "--to", "csv", "--out", str(odd.with_name("out"))],
+                ["describe", name, "--title", "odd"],
+            ):
+                shutil.rmtree(odd.with_name("out"), ignore_errors=True)
+                found = CliRunner().invoke(cli.command, args, prog_name="speedrun")
+                told = isinstance(found.exception, SystemExit) or found.exception is None
+                assert told, f"{args} of {file.name} with {value} for {number}: {found.exc_info}"
+
+
+def test_a_mean_above_the_target_is_missed(records):
+    rules = track.TRACKS_DIR / "forged.toml"
+    for ranked in ("true", "false"):
+        rules.write_text(rules.read_text().replace("ranked = true", f"ranked = {ranked}"))
+        shutil.rmtree(records / "forged")
+        (records / "forged").mkdir()
+        forge(records / "forged" / "high", seeds=(1,), val_losses=(5.5, 4.0, 3.4, 3.3))
+        (row,) = board.read(records).rows
+        assert row.standing == "missed"
+
+
+def test_the_progress_line_goes_through_qualified_records_by_date(records):
+    (row, *_) = board.read(records).rows
+    days = iter(range(10, 20))
+
+    def at(time_s: float, standing: str) -> board.Row:
+        utc = f"2026-10-{next(days)}T00:00:00+00:00"
+        return replace(row, train_time_s=time_s, standing=standing, created_utc=utc)
+
+    rows = [at(9.0, "qualified"), at(1.0, "valid"), at(7.0, "qualified"), at(8.0, "qualified"), at(2.0, "missed"),
+            at(3.0, "provisional"), at(5.0, "qualified")]  # fmt: skip
+    assert progress(rows) == [(0, 9.0), (2, 7.0), (6, 5.0)]
+    from matplotlib.figure import Figure
+
+    axes = Figure().add_subplot()
+    _draw_history(axes, random.Random(0).sample(rows, len(rows)))
+    line = next(line for line in axes.lines if line.get_drawstyle() == "steps-post")
+    assert np.asarray(line.get_ydata()).tolist() == [9.0, 7.0, 5.0, 5.0]
+    points = [np.asarray(one.get_ydata()).tolist() for one in axes.lines if one.get_marker() == "o"]
+    shown = sorted(time_s for times in points for time_s in times)
+    assert shown == [1.0, 3.0, 5.0, 7.0, 8.0, 9.0], "what missed is no point"
 
 
 def test_build_then_check(records):

@@ -137,7 +137,7 @@ def rows_at(row: Row, *places: tuple[float, float]) -> list[Row]:
 
 def test_on_the_frontier_is_who_is_beaten_by_nobody(record):
     row, draw = row_of(record, "forged/record"), random.Random(1)
-    assert row is not None
+    assert isinstance(row, Row)
     for _ in range(50):
         places = [(draw.randint(1, 9) + 0.5, draw.randint(1, 9) + 0.5) for _ in range(12)]
         beaten = {
@@ -166,13 +166,13 @@ def test_records_are_drawn_together_and_refused_ones_left_out(record, tmp_path):
 
 def test_a_row_with_an_absurd_number_is_not_drawn(record):
     row = row_of(record, "forged/record")
-    assert row is not None
+    assert isinstance(row, Row)
     assert results([row, *rows_at(row, (1e300, 3.2), (2.0, float("nan")), (1.0, float("inf")))]) == [row]
 
 
 def test_a_name_can_be_anything(record, tmp_path):
     row = row_of(record, "forged/$x_{\u202e}^" + "y" * 400)
-    assert row is not None
+    assert isinstance(row, Row)
     svg, _ = pareto([row], tmp_path)
     assert ElementTree.parse(svg).getroot().tag.endswith("svg")
 
@@ -190,9 +190,9 @@ def test_the_command_draws_all_kinds_of_several_records(record, tmp_path):
     ("kind", "fields", "said"),
     [
         ("steps", {"train_time_s": -5.0}, "need times that a clock can show"),
-        ("loss", {"loss": 1.7e308}, "cannot be drawn"),
+        ("loss", {"loss": 1.7e18}, "cannot be drawn"),
         ("tokens", {"tokens_seen": 2**60}, "cannot be drawn"),
-        ("loss", {"train_time_s": 1e300}, "cannot be drawn"),
+        ("loss", {"train_time_s": 1e18}, "cannot be drawn"),
     ],
 )
 def test_numbers_that_no_run_has_are_an_error(tmp_path, record, kind, fields, said):

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 from click.testing import CliRunner
-from record_forge import JAX, LOCK, LOCK_RAW, Spec, facts, forge, install_track, source_text, write_run
+from record_forge import LOCK, LOCK_RAW, SOFTWARE, Spec, facts, forge, install_track, source_text, write_run
 from scipy import stats
 from test_train import SMALL
 
@@ -96,7 +96,7 @@ def record(tmp_path, monkeypatch) -> Path:
     (tmp_path / "tracks").mkdir()
     install_track(tmp_path / "tracks")
     monkeypatch.setattr(track, "TRACKS_DIR", tmp_path / "tracks")
-    monkeypatch.setattr(provenance, "software", lambda: {"jax": JAX})
+    monkeypatch.setattr(provenance, "software", lambda: SOFTWARE)
     monkeypatch.setattr(provenance, "lock", lambda: provenance.Lock(LOCK, sha256(LOCK_RAW)))
     data = tmp_path / "data" / "forged"
     data.mkdir(parents=True)
@@ -142,7 +142,8 @@ def test_an_honest_record_holds(reproduced, tmp_path):
     assert (result.exit_code, told(result)) == (0, "within"), result.output
     assert len(ran) == 2
     assert not {1, 2} & set(ran), "fresh seeds"
-    assert "same     checks, source, jax, lock, flags, data, devices, bench" in result.stdout
+    packages = ", ".join(SOFTWARE)
+    assert f"same     checks, source, {packages}, lock, flags, data, devices, bench" in result.stdout
     found = msgspec.json.decode((tmp_path / "out" / "reproduction.json").read_bytes(), type=Reproduction)
     assert [run.seed for run in found.runs] == ran
     assert (found.by, found.verdict, found.num_same_bits) == ("A. Referee", "within", None)
@@ -210,7 +211,7 @@ def test_other_packages_are_told_with_what_is_lost(reproduced, monkeypatch):
     result, _ = reproduced()
     assert result.exit_code == 0
     assert (
-        f"differs  jax: the record has {JAX}, here is 0.0.1; no longer promised: equal bits and equal times"
+        f"differs  jax: the record has {SOFTWARE['jax']}, here is 0.0.1; no longer promised: equal bits and equal times"
         in (result.stdout)
     )
     assert "differs  jax: " in result.stderr, "before anything runs"

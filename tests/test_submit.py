@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
-from record_forge import JAX, change, facts, forge, install_track
+from record_forge import SOFTWARE, change, facts, forge, install_track
 
 from speedrun import cli, runlog, track
 from speedrun.console import clean
@@ -85,8 +85,24 @@ LEAKS = {
         folder, f"<svg xmlns='http://www.w3.org/2000/svg'><text>{TOKEN}</text></svg>"
     ),
     "runs/tiny-1-00a1/metrics.jsonl": lambda folder: forge_anew(folder, device_kind=TOKEN),
-    "runs/tiny-2-00a2/log.txt": lambda folder: forge_anew(folder, software={"jax": JAX, "tool": TOKEN}),
+    "runs/tiny-2-00a2/log.txt": lambda folder: forge_anew(folder, software={**SOFTWARE, "tool": TOKEN}),
 }
+
+
+def test_a_run_that_missed_its_target_is_sent_only_as_that(record):
+    assert submit(record, "--missed", "--dry-run").exit_code == 2, "it did not miss"
+    rules = track.TRACKS_DIR / "forged.toml"
+    rules.write_text(rules.read_text().replace("ranked = true", "ranked = false"))
+    missed = forge(Path("runs/missed"), seeds=(1,), val_losses=(5.5, 4.0, 3.4, 3.3))
+    for args in ((), ("--dry-run",)):
+        refused = submit(missed, *args)
+        assert refused.exit_code == 1
+        assert "missed its target: mean loss 3.3000, need at most 3.28" in said(refused)
+    sent = submit(missed, "--missed", "--dry-run", "--json")
+    assert sent.exit_code == 0, said(sent)
+    ready = json.loads(sent.stdout)
+    assert ready["title"].endswith(", n = 1, missed 3.28")
+    assert "| status | missed |" in ready["text"]
 
 
 def edited_in_place(path: Path, more: str) -> None:
@@ -288,7 +304,7 @@ def test_the_text_says_what_the_record_says(record):
     assert rows["train time"] == "1.00 s (sd 0.00)"
     assert rows["cold wall time"] == "9.0 s (sd 0.0)"
     assert rows["hardware"] == "8 x `cpu`, matmul 50.0 Gflop/s"
-    assert "`jax 0.10.2`" in rows["versions"]
+    assert "jax 0.10.2" in rows["versions"]
     assert ready["archive_sha256"] in rows["archive"]
     assert "3.28, reached" in rows["target"]
     assert rows["test of the mean"].endswith("need less than 0.001: proven")

@@ -14,6 +14,8 @@ import yaml
 ROOT = Path(__file__).parent.parent
 WORKFLOWS = {path.name: path.read_text() for path in sorted((ROOT / ".github" / "workflows").glob("*"))}
 RECORD = ROOT / "records" / "smoke-cpu" / "2026-11-21-first"
+#: With other runs: the same run in two records is refused.
+ANOTHER = RECORD.with_name("2026-11-21-six-seeds")
 SCRIPT = ROOT / "scripts" / "validate_changed.sh"
 
 
@@ -147,7 +149,7 @@ def test_the_runner_of_this_test_obeys() -> None:
 
 
 def test_good_records_pass_and_others_are_not_asked(clone: Path) -> None:
-    shutil.copytree(RECORD, clone / "records" / "smoke-cpu" / "new")
+    shutil.copytree(ANOTHER, clone / "records" / "smoke-cpu" / "new")
     (clone / "records" / "LEADERBOARD.md").write_text("# The board")
     code, output = check(clone)
     assert (code, "1 records added or changed\n" in output) == (0, True), output
@@ -160,7 +162,7 @@ def test_good_records_pass_and_others_are_not_asked(clone: Path) -> None:
 def test_a_changed_record_is_validated_again(clone: Path) -> None:
     summary = clone / "records" / "smoke-cpu" / "old" / "summary.json"
     summary.write_text(summary.read_text().replace("35.98", "25.98"))
-    shutil.copytree(RECORD, clone / "records" / "smoke-cpu" / "new")
+    shutil.copytree(ANOTHER, clone / "records" / "smoke-cpu" / "new")
     code, output = check(clone)
     assert (code, "2 records added or changed\n" in output) == (1, True), output
     assert re.search(r"failed +V004", output)

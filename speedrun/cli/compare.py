@@ -9,7 +9,7 @@ import msgspec
 
 from speedrun.cli.options import Integer, data_option, example, json_option
 from speedrun.data.wholefile import write_whole
-from speedrun.errors import UsageError
+from speedrun.errors import SpeedrunError, UsageError
 from speedrun.ledger.batch import seeds_from
 from speedrun.ledger.comparison import Comparison, compare
 from speedrun.ledger.run import Run
@@ -62,7 +62,10 @@ def command(
                 click.echo(
                     f"pair {pair}/{pairs} {side}  {new.train_time_s:.2f} s, {new.val_loss:.5f}", err=True
                 )
-        found = compare(seeds, runs["A"], runs["B"])
+        try:
+            found = compare(seeds, runs["A"], runs["B"])
+        except ValueError as error:  # numbers that no run has: what ran was not ours
+            raise SpeedrunError(f"the runs cannot be compared: {error}; 'speedrun validate' them") from None
         if out is not None:
             encoded = msgspec.json.format(msgspec.json.encode(found), indent=2)
             write_whole(out / "compare.json", encoded, b"\n")
@@ -92,5 +95,6 @@ def _told(found: Comparison) -> str:
     return (
         f"time    {change}: {verdict}\n"
         f"loss    {loss.mean:+.5f} nats, 95 % between {loss.low:+.5f} and {loss.high:+.5f}\n"
-        f"both    {found.equivalent_s:+.2f} s: its loss counted as time, at {found.s_per_nat:.1f} s a nat"
+        f"both    {found.equivalent_s:+.2f} s: its loss counted as time, at {found.s_per_nat:.1f} s a nat\n"
+        f"rate    {found.rate_from}"
     )

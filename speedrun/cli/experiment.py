@@ -25,6 +25,7 @@ from speedrun.errors import NonFiniteError, SpeedrunError, UsageError, meaning
 from speedrun.ledger import experiment as experiments
 from speedrun.ledger import format
 from speedrun.ledger.assemble import assemble
+from speedrun.ledger.comparison import RATE_FROM
 from speedrun.ledger.effects import LEVEL, NEGLIGIBLE, Effect, Finding, Summary, summary, winner
 from speedrun.ledger.experiment import EXPERIMENT, Kind, Runs, Trial
 from speedrun.ledger.forest import forest
@@ -301,12 +302,8 @@ def _alone(one: Finding) -> str:
 def _price(found: Summary) -> list[str]:
     """What a nat costs, once for each arm that others are compared with."""
     prices = {one.against: one for one in found.findings if one.s_per_nat is not None}
-    lines = [f"price   {one.s_per_nat:.1f} s a nat at the end of {name!r}" for name, one in prices.items()]
-    if any(one.price == "fallback" for one in prices.values()):
-        lines.append(
-            "price   its curves do not fall at the end: the slope of record 21 was taken; trust loss and time"
-        )
-    return lines
+    lines = [f"price   {one.s_per_nat:.1f} s a nat for {name!r}" for name, one in prices.items()]
+    return [*lines, f"price   {RATE_FROM}"] if lines else []
 
 
 def _best(found: Summary) -> str:

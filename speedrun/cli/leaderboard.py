@@ -6,6 +6,7 @@ import click
 import msgspec
 
 from speedrun.cli.options import Decorator, Group, example, json_option
+from speedrun.console import clean
 from speedrun.errors import SpeedrunError, UsageError
 from speedrun.ledger import board_pages
 from speedrun.ledger.board import Board, read
@@ -35,7 +36,8 @@ def command() -> None:
 def build(*, records: Path, as_json: bool) -> None:
     """Validate every record again and write LEADERBOARD.md, leaderboard.json and leaderboard.html beside them.
 
-    The README of this folder gets the same tables between its two marks, if it has them.
+    The README of this folder gets the same tables between its two marks, if it has them. A record that cannot be
+    judged is left out and named; the board of the others is written, and the exit code is 1.
     """
     board = read(records)
     for path, content in _files(board, records).items():
@@ -44,10 +46,16 @@ def build(*, records: Path, as_json: bool) -> None:
     board_pages.write(records / "leaderboard.html", board_pages.page(board, pictures(board)))
     if as_json:
         click.echo(msgspec.json.encode(board))
-        return
-    for row in board.rows:
-        click.echo(f"{row.track:<16} {row.rank or '':>3} {row.standing:<12} {row.path}")
-    click.echo(f"board   {records / 'LEADERBOARD.md'}\npage    {records / 'leaderboard.html'}")
+    else:
+        for row in board.rows:
+            click.echo(f"{row.track:<16} {row.rank or '':>3} {row.standing:<12} {row.path}")
+        click.echo(f"board   {records / 'LEADERBOARD.md'}\npage    {records / 'leaderboard.html'}")
+    for one in board.left_out:
+        click.echo(clean(f"left out {one.path}: {one.why}"), err=True)
+    if board.left_out:
+        raise SpeedrunError(
+            f"{len(board.left_out)} records cannot be judged and are not on the board; 'speedrun validate' says why"
+        )
 
 
 @command.command(epilog=example("speedrun leaderboard check"))

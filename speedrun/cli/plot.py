@@ -9,7 +9,7 @@ import msgspec
 from speedrun.cli.options import example, json_option
 from speedrun.console import clean
 from speedrun.errors import UsageError
-from speedrun.ledger.board import Row, row_of
+from speedrun.ledger.board import LeftOut, Row, row_of
 from speedrun.ledger.board_plots import pareto, results
 from speedrun.ledger.plot import KINDS, Kind, plot
 
@@ -56,10 +56,10 @@ def _rows(records: Sequence[Path]) -> list[Row]:
         UsageError: if none does.
     """
     rows = {record: row_of(record, record.resolve().name) for record in records}
-    shown = results(row for row in rows.values() if row is not None)
+    shown = results(row for row in rows.values() if isinstance(row, Row))
     for record, row in rows.items():
         if row not in shown:
-            why = "cannot be read" if row is None else f"{row.standing}: {', '.join(row.failed)}"
+            why = row.why if isinstance(row, LeftOut) else f"{row.standing}: {', '.join(row.failed)}"
             click.echo(clean(f"warning: {record} is left out, {why}"), err=True)
     if not shown:
         raise UsageError("no record with a result; 'speedrun validate RECORD' says why")

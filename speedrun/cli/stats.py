@@ -105,6 +105,10 @@ def _stats(
     elif noise:
         needed = statistics.runs_needed(margin_now, noise, rule=test.rule, alpha=test.alpha)
     parents = [run.val_loss for run in parent.finished] if parent else []
+    if parent and min(len(parents), len(losses)) < 2:
+        raise UsageError(
+            f"--against compares {len(losses)} runs with {len(parents)}; need two finished ones on each side"
+        )
     times_s, walls_s = ([getattr(run.end, name) for run in runs] for name in ("train_time_s", "cold_wall_s"))
     return Stats(
         track=rules.id,

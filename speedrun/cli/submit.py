@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from statistics import fmean
 from typing import NoReturn
 
 import click
@@ -12,7 +13,8 @@ from speedrun.cli.validate import need_record
 from speedrun.console import clean
 from speedrun.errors import SpeedrunError, UsageError
 from speedrun.ledger import submission
-from speedrun.ledger.record import load
+from speedrun.ledger.board import standing_of
+from speedrun.ledger.record import Record, load
 from speedrun.ledger.submission import Finding, Submission
 from speedrun.ledger.validate import Report, examine
 
@@ -34,21 +36,31 @@ from speedrun.ledger.validate import Report, examine
     "--name", metavar="WORDS", help="What changed, in a few words, for the folder's name. Default: the title."
 )
 @click.option("--dry-run", is_flag=True, help="Say everything and write nothing.")
+@click.option("--missed", is_flag=True, help="Submit a record that missed its target, as one that did.")
 @json_option
 @click.pass_context
 def command(
-    ctx: click.Context, *, record: Path, out: Path | None, name: str | None, dry_run: bool, as_json: bool
+    ctx: click.Context,
+    *,
+    record: Path,
+    out: Path | None,
+    name: str | None,
+    dry_run: bool,
+    missed: bool,
+    as_json: bool,
 ) -> None:
     """Validate RECORD strictly, scan it for secrets, pack it, and write the text of its pull request.
 
     Prints the commands that send it and runs none of them; type them in the root of a checkout. Exits with 1 if a
-    check fails or warns, or if a file holds what looks like a secret; then nothing is written.
+    check fails or warns, if the record missed its target and --missed is not given, or if a file holds what looks
+    like a secret; then nothing is written.
     """
     need_record(record)
     loaded = load(record)
     report = examine(loaded, strict=True)
     if report.exit_code or loaded.manifest is None:
         raise SpeedrunError(_why_refused(report, record))
+    _require_target(loaded, report, missed=missed)
     out = Path(os.path.relpath(record.resolve().parent)) if out is None else out
     if out.resolve().is_relative_to(record.resolve()):
         raise UsageError(f"{out} lies in the record, which may hold nothing else; choose an --out beside it")
@@ -71,6 +83,24 @@ def _why_refused(report: Report, record: Path) -> str:
         if report.having(status)
     ]
     return f"{record} is refused: {'; '.join(said)}; 'speedrun validate --strict {record}' says why and what to do"
+
+
+def _require_target(record: Record, report: Report, *, missed: bool) -> None:
+    """Refuses a record that missed its target, unless that is said; and one that did not, if it is.
+
+    Raises:
+        SpeedrunError: it missed.
+        UsageError: it did not, and --missed was given.
+    """
+    loss, target = fmean(run.val_loss for run in record.finished), record.rules.target.loss
+    is_missed = standing_of(record, report) == "missed"
+    if is_missed and not missed:
+        raise SpeedrunError(
+            f"{record.root} missed its target: mean loss {loss:.4f}, need at most {target:g}; train longer, or pass "
+            "--missed to submit it as a run that missed"
+        )
+    if missed and not is_missed:
+        raise UsageError(f"{record.root} reached its target ({loss:.4f}, {target:g}); leave out --missed")
 
 
 def _refuse(

@@ -5,6 +5,7 @@ Nothing a record says of itself is taken over: standing, means and intervals fol
 
 import tomllib
 from collections.abc import Iterable
+from datetime import datetime
 from pathlib import Path
 
 import msgspec
@@ -12,14 +13,16 @@ import msgspec
 from speedrun import track as tracks
 from speedrun.errors import UsageError
 from speedrun.ledger.assemble import derive_summary
+from speedrun.ledger.format import Manifest
 from speedrun.ledger.record import Record, load
 from speedrun.ledger.statistics import Interval, mean_interval
 from speedrun.ledger.validate import Report, examine
 
 CONTEXT = "context.toml"
 
-#: From best to worst. "valid": passed every check on a track that does not rank.
-STANDINGS = ("qualified", "valid", "provisional", "no result", "refused")
+#: From best to worst. "qualified": a declared batch proves the target. "valid": reached on a track that does not rank.
+#: "provisional": reached on one that does, and not proven. "missed": the mean loss is above the target.
+STANDINGS = ("qualified", "valid", "provisional", "missed", "no result", "refused")
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -33,7 +36,7 @@ class Row(msgspec.Struct, frozen=True):
     authors: tuple[str, ...]
     changes: tuple[str, ...]
     parent: str | None
-    date: str
+    created_utc: str  #: of the first run
     device: str
     num_runs: int  #: finished
     val_loss: float | None  #: mean
@@ -46,6 +49,23 @@ class Row(msgspec.Struct, frozen=True):
     num_tokens: int
     source_lines: int
     rank: int | None = None  #: among the qualified ones of a track that ranks
+
+    @property
+    def date(self) -> str:
+        """The day of its first run."""
+        return self.created_utc[:10]
+
+    @property
+    def moment(self) -> datetime:
+        """When its first run began; for putting records in order."""
+        return datetime.fromisoformat(self.created_utc)
+
+
+class LeftOut(msgspec.Struct, frozen=True):
+    """A record that cannot be judged. The others are not affected."""
+
+    path: str
+    why: str  #: safe to print
 
 
 class Published(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -70,6 +90,7 @@ class Board(msgspec.Struct, frozen=True):
 
     rows: tuple[Row, ...]
     published: tuple[Published, ...]
+    left_out: tuple[LeftOut, ...] = ()
 
     def of(self, track: str) -> tuple[Row, ...]:
         """The rows of one track (name and version), best first."""
@@ -90,9 +111,13 @@ def read(folder: Path) -> Board:
     """
     if not folder.is_dir():
         raise UsageError(f"{folder} is not a folder; need one that holds <track>/<record>/manifest.json")
-    folders = [path.parent for path in sorted(folder.glob("*/*/manifest.json"))]
-    rows = [row for one in folders if (row := row_of(one, one.relative_to(folder).as_posix()))]
-    return Board(tuple(_ranked(rows)), _context(folder / CONTEXT).published)
+    inside = sorted(
+        {path.parent for name in ("manifest.json", "runs") for path in folder.glob(f"*/*/{name}")}
+    )
+    judged = [row_of(one, one.relative_to(folder).as_posix()) for one in inside]
+    rows = [one for one in judged if isinstance(one, Row)]
+    left_out = tuple(one for one in judged if isinstance(one, LeftOut))
+    return Board(tuple(_ranked(rows)), _context(folder / CONTEXT).published, left_out)
 
 
 def _context(path: Path) -> Context:
@@ -108,23 +133,31 @@ def _context(path: Path) -> Context:
     return context
 
 
-def row_of(folder: Path, path: str) -> Row | None:
-    """What a record comes to, under a name for its place; None if not even its track can be told.
+def row_of(folder: Path, path: str) -> Row | LeftOut:
+    """What a record comes to, under a name for its place.
 
     Raises:
         UsageError: if there is no such folder.
     """
     record = load(folder)
     report = examine(record)
-    manifest = record.manifest
-    if manifest is None or record.track is None or not record.whole:
-        return None
+    if record.manifest is None or record.track is None or not record.whole:
+        failed = report.having("failed")
+        why = next((one for one in failed if one.check.id in ("V001", "V006", "V008")), failed[0])
+        return LeftOut(path, f"{why.check.id}: {why.messages[0]}")
+    try:
+        return _row(record, record.manifest, report, path)
+    except ArithmeticError as error:  # numbers that no check knew to be impossible
+        return LeftOut(path, f"a number is out of range ({error})")
+
+
+def _row(record: Record, manifest: Manifest, report: Report, path: str) -> Row:
     failed = tuple(result.check.id for result in report.having("failed"))
-    summary = derive_summary(record.runs, record.track, record.declaration)
+    summary = derive_summary(record.runs, record.rules, record.declaration)
     times = mean_interval([run.train_time_s for run in record.finished])
     losses = mean_interval([run.val_loss for run in record.finished])
     return Row(
-        track=record.track.id,
+        track=record.rules.id,
         path=path,
         standing=standing_of(record, report),
         failed=failed,
@@ -132,7 +165,7 @@ def row_of(folder: Path, path: str) -> Row | None:
         authors=manifest.about.authors,
         changes=manifest.about.changes,
         parent=manifest.about.parent_record,
-        date=manifest.created_utc[:10],
+        created_utc=manifest.created_utc,
         device=f"{manifest.hardware.num_devices} x {manifest.hardware.device_kind}",
         num_runs=summary.num_finished,
         val_loss=summary.val_loss_mean,
@@ -160,6 +193,8 @@ def standing_of(record: Record, report: Report) -> str:
     summary = derive_summary(record.runs, record.rules, record.declaration)
     if summary.test is not None and summary.test.passed and "V302" not in warned:
         return "qualified"
+    if not summary.target_reached:
+        return "missed"
     return "provisional" if record.rules.rules.ranked else "valid"
 
 

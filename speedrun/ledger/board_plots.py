@@ -1,6 +1,5 @@
 """The pictures of a board: how fast its records became, and what they trade of time against loss."""
 
-import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,10 +37,15 @@ def pictures(board: Board) -> dict[str, bytes]:
     """For each track with a result its history and its trade-off: SVGs by what they show."""
     drawn: dict[str, bytes] = {}
     for name in board.tracks:
-        if rows := results(board.of(name)):
+        rows = results(board.of(name))
+        if any(row.standing != "missed" for row in rows):
             with canvas(6.0, 3.2) as figure:
-                _draw_history(figure.add_subplot(), sorted(rows, key=lambda row: row.date))
-                drawn[f"{name}: mean train time of each record, with its 95 % interval"] = svg(figure)
+                _draw_history(figure.add_subplot(), rows)
+                drawn[
+                    f"{name}: mean train time of each record that reached the target, with its 95 % interval; the line "
+                    "is the best of the qualified ones (filled)"
+                ] = svg(figure)
+        if rows:
             with canvas(6.0, 3.2) as figure:
                 _draw_pareto(figure, name, rows)
                 drawn[f"{name}: mean loss against mean train time; nothing is better than the stairs"] = svg(
@@ -61,7 +65,7 @@ def pareto(rows: Sequence[Row], folder: Path) -> list[Path]:
     paths: list[Path] = []
     for name in sorted({row.track for row in rows}):
         with canvas(8.0, 4.5) as figure:
-            _draw_pareto(figure, name, [row for row in rows if row.track == name])
+            _draw_pareto(figure, name, sorted((row for row in rows if row.track == name), key=_place))
             paths += save(figure, folder, f"pareto-{name.replace('@', '-')}")
     return paths
 
@@ -95,14 +99,33 @@ def _place(row: Row) -> tuple[float, float]:
     return row.train_time_s or 0.0, row.val_loss or 0.0
 
 
+def progress(rows: Sequence[Row]) -> list[tuple[int, float]]:
+    """The steps of the progress line: place and train time of each qualified row that beats all before it."""
+    steps: list[tuple[int, float]] = []
+    for place, row in enumerate(rows):
+        if _qualifies(row) and (not steps or _place(row)[0] < steps[-1][1]):
+            steps.append((place, _place(row)[0]))
+    return steps
+
+
 def _draw_history(axes: "Axes", rows: Sequence[Row]) -> None:
-    """One point a record, in the order of dates; the best so far as a line."""
+    """A point for each record that reached the target, in the order of their first runs, filled where it qualifies.
+
+    The line is the best qualified time so far: what misses the target or proves nothing is no progress.
+    """
+    rows = sorted((row for row in rows if row.standing != "missed"), key=lambda row: row.moment)
     places, times_s = range(len(rows)), [_place(row)[0] for row in rows]
     half_widths_s = [row.train_time_half_width_s or 0.0 for row in rows]
-    best_s = list(itertools.accumulate(times_s, min))
-    axes.step(places, best_s, where="post", color=TRAIN, linewidth=1.2, zorder=1)
-    axes.errorbar(places, times_s, half_widths_s, fmt="o", color=VAL, **_form(len(rows)))
-    bests = [place for place in places if place == 0 or best_s[place] < best_s[place - 1]]
+    steps = progress(rows)
+    if steps:
+        line = [*steps, (len(rows) - 1, steps[-1][1])]
+        axes.step(*zip(*line, strict=True), where="post", color=TRAIN, linewidth=1.2, zorder=1)
+    for face, same in ((VAL, True), ("white", False)):
+        shown = [place for place in places if _qualifies(rows[place]) == same]
+        if shown:
+            at_s, widths_s = ([numbers[place] for place in shown] for numbers in (times_s, half_widths_s))
+            axes.errorbar(shown, at_s, widths_s, fmt="o", color=VAL, markerfacecolor=face, **_form(len(rows)))
+    bests = [place for place, _ in steps]
     for place in places if len(rows) <= _MOST_BESTS else _some(bests, _MOST_BESTS):
         _label(axes, (place, times_s[place]), f"{times_s[place]:.1f} s")
     dated = _some(places, _MOST_DATES)
@@ -114,7 +137,7 @@ def _draw_history(axes: "Axes", rows: Sequence[Row]) -> None:
 
 def _some(places: Sequence[int], most: int) -> list[int]:
     """At most so many of them, evenly; the last one among them."""
-    every = -(-len(places) // most)
+    every = max(1, -(-len(places) // most))
     return list(places[::-1][::every][::-1])
 
 

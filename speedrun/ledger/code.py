@@ -4,7 +4,9 @@ Nothing is executed: the text is parsed and its tree walked. A static reading se
 """
 
 import ast
+import io
 import re
+import tokenize
 import tomllib
 import warnings
 import zlib
@@ -13,8 +15,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from speedrun.ledger.literals import Literals
-from speedrun.ledger.reaches import Import, Reach, Reaches, imports_of
+from speedrun.ledger.literals import Literals, docstrings
+from speedrun.ledger.reaches import Import, Reach, Reaches, imports_of, names_given
 
 #: Larger files are data, or made to keep a reader busy; they are not parsed. The largest of ours has 20,000.
 MOST_BYTES = 2**18
@@ -44,8 +46,11 @@ class Code:
     problem: str = ""  #: why it cannot be read; then nothing else is known
     imports: list[Import] = field(default_factory=list)
     bound: set[str] = field(default_factory=set)  #: names at its top level
-    reaches: list[Reach] = field(default_factory=list)
+    defined: set[str] = field(default_factory=set)  #: those of them that it does not import
+    given: set[str] = field(default_factory=set)  #: names that it gives to anything, attributes among them
+    reaches: list[Reach] = field(default_factory=list)  #: as of a file of science
     literals: Literals = field(default_factory=Literals)
+    prose: str = ""  #: docstrings and comments, which Python does not run and a cheat can read
     packed_bytes: int = 0  #: of the whole text after zlib: what it holds, wherever it is hidden
 
 
@@ -74,6 +79,8 @@ def read(path: str, text: str) -> Code:
     # All that a parser may raise when it is fed nonsense.
     except SyntaxError as error:
         code.problem = f"line {error.lineno}: {error.msg}"
+    except tokenize.TokenError as error:
+        code.problem = str(error)
     except (ValueError, OverflowError) as error:
         code.problem = str(error)
     except (RecursionError, MemoryError):
@@ -124,8 +131,20 @@ def _read_python(text: str, code: Code) -> None:
     nodes = list(ast.walk(tree))
     code.bound = {name for node in tree.body for name in _names_bound(node)}
     code.imports = [found for node in nodes for found in imports_of(node)]
-    code.reaches = list(Reaches(code.imports, nodes).found())
+    imported = {
+        name for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for name in _names_bound(node)
+    }
+    code.defined, code.given = code.bound - imported, names_given(nodes)
+    code.reaches = list(Reaches(nodes).found())
     code.literals.note_tree(nodes)
+    code.prose = "\n".join([*docstrings(nodes), *_comments(text)])
+
+
+def _comments(text: str) -> Iterator[str]:
+    """Of a text that was parsed already."""
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string
 
 
 def _names_bound(node: ast.stmt) -> Iterator[str]:

@@ -16,9 +16,8 @@ from typing import Literal
 
 import msgspec
 
-from speedrun.ledger.comparison import FALLBACK_SLOPE, seconds_per_nat, slope
+from speedrun.ledger.comparison import seconds_per_nat
 from speedrun.ledger.experiment import Arm, Experiment, Kind, Runs, Standing
-from speedrun.ledger.run import Run
 from speedrun.ledger.statistics import mean_interval
 
 SUMMARY_SCHEMA = "speedrun.experiment-summary/1"
@@ -59,7 +58,7 @@ class Finding(msgspec.Struct, frozen=True):
     against_train_times_s: tuple[float, ...]
     num_non_finite: int  #: runs of the arm
     s_per_nat: float | None
-    price: Literal["measured", "fallback"] | None  #: whether the curves told what a nat costs
+    price: Literal["published"] | None  #: where it is from: see `comparison.RATE_FROM`
     loss: Effect | None
     log_time: Effect | None  #: of the logarithms
     together_s: Effect | None  #: equivalent seconds: time, and loss as time
@@ -147,7 +146,7 @@ def _finding(arm: Arm, other: Arm, seeds: Sequence[int], runs: Runs) -> Finding:
         against_train_times_s=tuple(against_s),
         num_non_finite=sum(not runs[arm.name, seed].finished for seed in ended),
         s_per_nat=s_per_nat,
-        price=_price(others),
+        price="published" if others else None,
         loss=_effect(by_loss),
         log_time=_effect([math.log(b / a) for a, b in zip(against_s, times_s, strict=True)]),
         together_s=_effect([s + nats * (s_per_nat or 0) for s, nats in zip(by_time_s, by_loss, strict=True)]),
@@ -158,13 +157,6 @@ def _finding(arm: Arm, other: Arm, seeds: Sequence[int], runs: Runs) -> Finding:
 
 def _finished(runs: Runs, name: str, seed: int) -> bool:
     return (name, seed) in runs and runs[name, seed].finished
-
-
-def _price(runs: Sequence[Run]) -> Literal["measured", "fallback"] | None:
-    """Where the price of a nat comes from; one curve that does not tell is enough to distrust it."""
-    if not runs:
-        return None
-    return "fallback" if any(slope(run) == FALLBACK_SLOPE for run in runs) else "measured"
 
 
 def _effect(differences: Sequence[float]) -> Effect | None:

@@ -8,10 +8,11 @@ derived from them; both follow from the runs and can be made again.
 Losses are nats per token. A key that is not declared here is an error.
 """
 
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
+from speedrun.ledger import runfile
 from speedrun.ledger.runfile import BATCH as BATCH
 from speedrun.ledger.runfile import BATCH_SCHEMA as BATCH_SCHEMA
 from speedrun.ledger.runfile import MANIFEST_SCHEMA as MANIFEST_SCHEMA
@@ -26,7 +27,6 @@ from speedrun.ledger.runfile import RunFile as RunFile
 from speedrun.ledger.runfile import ShardRange as ShardRange
 from speedrun.ledger.runfile import Strict as Strict
 from speedrun.ledger.runfile import config_sha256 as config_sha256
-from speedrun.ledger.runfile import decode as decode
 from speedrun.ledger.runfile import encode as encode
 from speedrun.ledger.runfile import newer as newer
 from speedrun.ledger.runfile import sha256 as sha256
@@ -172,6 +172,47 @@ class Summary(Strict, frozen=True, omit_defaults=True, tag_field="schema", tag=S
     test: TestResult | None = (
         None  #: of the mean loss; None without a declared batch, or before its first look
     )
+
+
+_File = TypeVar("_File", bound=Strict)
+
+
+def decode(raw: bytes, kind: type[_File]) -> _File:
+    """Reads a file of somebody's record: what `encode` wrote, and nothing else, with numbers that a run can have.
+
+    Raises:
+        FormatError: not JSON, a missing, unknown or repeated key, a wrong type, other spacing, a newer schema, a
+            number out of range.
+    """
+    file = runfile.decode(raw, kind)
+    check_range(file)
+    return file
+
+
+#: Above every honest number of a record, and small enough that sums of squares stay finite.
+_LARGEST = 2.0**63
+
+
+def check_range(holder: object) -> None:
+    """Checks every number in a file or event, however deep, so that whoever computes with them need not.
+
+    Raises:
+        FormatError: if one is not finite, or its magnitude is above 2^63.
+    """
+    left = [msgspec.to_builtins(holder)]
+    while left:
+        match left.pop():
+            case dict() as table:
+                left += table.values()
+            case list() | tuple() as row:
+                left += row
+            case int() | float() as number if not -_LARGEST <= number <= _LARGEST:
+                shown = (
+                    f"{number:g}"
+                    if isinstance(number, float)
+                    else f"an integer of {number.bit_length():,} bits"
+                )
+                raise FormatError(f"{shown}: a number is out of range; at most 2^63 is one of a run")
 
 
 def record_id(manifest: Manifest) -> str:

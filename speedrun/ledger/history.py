@@ -21,6 +21,19 @@ def files_here(paths: Iterable[str]) -> dict[str, bytes]:
     return {path: (ROOT / path).read_bytes() for path in paths if (ROOT / path).is_file()}
 
 
+def is_commit(name: str) -> bool:
+    """Whether a text could name a commit and nothing else."""
+    return _COMMIT.fullmatch(name) is not None and len(set(name)) > 1
+
+
+def knows(commit: str) -> bool | None:
+    """Whether a commit is in the repository here; None where there is no repository, or not all of one."""
+    if files_at(commit, ()) is not None:
+        return True
+    git = ROOT / ".git"
+    return None if not git.is_dir() or (git / "shallow").exists() else False
+
+
 @lru_cache(maxsize=256)
 def files_at(commit: str, paths: tuple[str, ...]) -> dict[str, bytes] | None:
     """Those of these files that a commit has.

@@ -1,6 +1,7 @@
 """How much data the literals of a file hold: weights hidden in a source text are long, and many."""
 
 import ast
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -68,6 +69,13 @@ class Literals:
         """Values that stand side by side."""
         if len(row) > _MOST_NUMBERS:
             self.large.append(Literal(line, f"{len(row):,} values in a row"))
+
+
+def docstrings(nodes: list[ast.AST]) -> Iterator[str]:
+    """All strings that are statements by themselves."""
+    for node in nodes:
+        if (string := _docstring(node)) is not None:
+            yield str(string.value)
 
 
 def _docstring(node: ast.AST) -> ast.Constant | None:

@@ -47,7 +47,9 @@ def title(record: Record, place: str) -> str:
     """One line of our own words; a subject may close issues, so no stranger's text is in it."""
     done = record.finished
     time_s, loss = fmean(run.train_time_s for run in done), fmean(run.val_loss for run in done)
-    return f"Record {place}: {time_s:.2f} s at {loss:.4f}, n = {len(done)}"
+    target = record.rules.target.loss
+    missed = f", missed {target:g}" if loss > target else ""
+    return f"Record {place}: {time_s:.2f} s at {loss:.4f}, n = {len(done)}{missed}"
 
 
 def text(record: Record, manifest: Manifest, report: Report, archive: Sequence[str]) -> str:

@@ -1,109 +1,47 @@
-"""What a Python file imports and reaches for: files, the network, clocks, ways to compute a name.
+"""What a Python file imports, and which names in it are not on the list of `permitted`.
 
-Its tree is walked, nothing is executed. Whoever wants to hide a name must compute it, so every way to compute one is a
-thing to report, too.
+Its tree is walked, nothing is executed. The reading is by names, so it holds only where a name means one thing: a
+module is never a value, an imported name is bound once, and attributes are set in `__init__` alone.
 """
 
 import ast
+import builtins
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from speedrun.ledger.permitted import ATTRIBUTES, BUILTINS, METHODS, MODULES, NEVER, is_permitted
 
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-def _by_word(table: dict[str, str]) -> dict[str, str]:
-    return {word: reach for reach, words in table.items() for word in words.split()}
-
-
-#: Packages that compute and nothing else; what they hold besides stands in `_PARTS`.
-_PURE = _words(
-    "__future__ abc ast bisect collections contextlib copy dataclasses difflib einops enum errno fnmatch fractions "
-    "functools hashlib heapq itertools jax math msgspec numbers numpy operator optax random re speedrun "
-    "stat statistics string textwrap tomllib types typing typing_extensions zlib"
+_ALWAYS = frozenset(dir(builtins)) | {"__builtins__", "__file__", "__annotations__", "__debug__", "__dict__"}
+_SELF = "self"
+#: Of a name that others may still permit.
+NOT_LISTED = "not on the list"
+#: Methods that change what they are called on.
+_CHANGES = frozenset(
+    (
+        "add",
+        "append",
+        "clear",
+        "discard",
+        "extend",
+        "insert",
+        "pop",
+        "popitem",
+        "remove",
+        "setdefault",
+        "sort",
+        "update",
+    )
 )
-#: What others reach, by their first name; a package that is in neither table is one that nobody has looked at.
-_REACH = _by_word(
-    {
-        "clocks": "time datetime timeit sched calendar",
-        "processes": "subprocess multiprocessing signal ctypes cffi _ctypes threading _thread concurrent asyncio "
-        "atexit faulthandler resource",
-        "the network": "socket ssl urllib http requests aiohttp httpx ftplib smtplib xmlrpc huggingface_hub wandb",
-        "pickles": "pickle _pickle marshal shelve dbm copyreg dill cloudpickle joblib torch",
-        "files": "os posix io _io pathlib shutil tempfile glob mmap zipfile tarfile sqlite3 fileinput linecache "
-        "logging csv",
-        "packed data": "base64 binascii codecs gzip lzma bz2 quopri uu struct array",
-        "code": "importlib runpy code codeop imp pkgutil builtins zipimport",
-        "the interpreter": "sys gc inspect site dis tracemalloc weakref",
-        "the machine": "platform",
-        "the terminal": "rich click curses readline",
-    }
-)
-#: Many modules hold others by their own names: `dataclasses.sys`. These words are no function's name as well.
-_HELD = {
-    **{
-        word: _REACH[word]
-        for word in _REACH.keys() - _words("array code struct platform site signal resource dis csv")
-    },
-    "Path": "files",
-}
-#: And these, by the names that everybody gives them.
-_KNOWN_AS = {"np": "numpy", "numpy": "numpy", "jnp": "jax.numpy", "jax": "jax"}
-_NOTHING = "nothing"
-#: Parts of packages that reach further than the package; the longest one counts.
-_PARTS = _by_word(
-    {
-        "files": "numpy.load numpy.save numpy.savez numpy.savez_compressed numpy.fromfile numpy.memmap numpy.loadtxt "
-        "numpy.savetxt numpy.genfromtxt numpy.DataSource numpy.lib jax.numpy.load jax.numpy.save jax.numpy.savez "
-        "jax.numpy.fromfile jax.profiler tomllib.load hashlib.file_digest",
-        "packed data": "numpy.frombuffer numpy.fromstring jax.numpy.frombuffer jax.numpy.fromstring zlib.decompress "
-        "zlib.decompressobj",
-        "the host": "jax.pure_callback jax.experimental.io_callback jax.debug jax.experimental.host_callback "
-        "jax.experimental.buffer_callback",
-        "JAX's own settings": "jax.config jax.monitoring jax.transfer_guard jax.log_compiles jax.clear_caches "
-        "jax.disable_jit",
-        _NOTHING: "jax.experimental.pallas",
-        "loaded code": "jax._src jax.extend jax.export jax.lib jax.interpreters jax.experimental numpy.f2py "
-        "numpy.testing numpy.ctypeslib numpy._core numpy.core functools.singledispatch functools.singledispatchmethod "
-        "typing.get_type_hints typing.ForwardRef types.FunctionType "
-        "types.CodeType types.ModuleType importlib.machinery importlib.reload importlib.resources importlib.abc "
-        "importlib.util.spec_from_file_location importlib.util.module_from_spec importlib.util.LazyLoader "
-        "importlib.__import__",
-        "computed names": "operator.attrgetter operator.methodcaller",
-        "the network": "jax.distributed",
-    }
-)
-#: Names that Python always has.
-_BUILTINS = {
-    "open": "files", "input": "files", "breakpoint": "code", "eval": "code", "exec": "code", "compile": "code",
-    "__import__": "code", "__builtins__": "code", "__loader__": "code", "__spec__": "code",
-    "globals": "computed names", "locals": "computed names", "vars": "computed names", "getattr": "computed names",
-    "setattr": "computed names", "delattr": "computed names", "license": "files", "copyright": "files", "help": "code",
-}  # fmt: skip
-#: Attributes that mean the same whatever they are taken from.
-_ATTRIBUTES = {
-    "read_bytes": "files", "read_text": "files", "write_bytes": "files", "write_text": "files", "fromfile": "files",
-    "memmap": "files", "tofile": "files", "iterdir": "files", "glob": "files", "rglob": "files", "unlink": "files",
-    "import_module": "code", "exec_module": "loaded code", "load_module": "loaded code", "environ": "files",
-    "spec_from_file_location": "loaded code", "module_from_spec": "loaded code",
-    "gi_frame": "the interpreter", "cr_frame": "the interpreter", "ag_frame": "the interpreter",
-    "tb_frame": "the interpreter", "f_globals": "the interpreter", "f_builtins": "the interpreter",
-    "f_back": "the interpreter", "io_callback": "the host", "pure_callback": "the host",
-    "monitoring": "JAX's own settings",
-}  # fmt: skip
-#: Names between double underscores that are no way into the interpreter.
-_PLAIN = _words(
-    "__name__ __qualname__ __module__ __doc__ __version__ __file__ __init__ __post_init__ __new__"
-)
+_FIND_SPEC = "importlib.util.find_spec"
 
 
 class Reach(NamedTuple):
-    """Something a file reaches for."""
+    """A name that is not permitted, or that only the science's own names can permit."""
 
     line: int
-    what: str  #: files, clocks, ...
     name: str  #: as it is called in full, `numpy.load`
+    why: str
+    attribute: str = ""  #: permitted where the science itself gives something this name
 
 
 class Import(NamedTuple):
@@ -124,154 +62,209 @@ def imports_of(node: ast.AST) -> Iterator[Import]:
             yield from (Import(node.lineno, start, alias.name) for alias in names)
 
 
-_IMPORT = "importlib.import_module"
-#: Modules that are imported by `from`, too.
-_MODULES = _words("jax.numpy jax.lax jax.nn jax.random jax.experimental numpy.linalg")
-#: Methods that change what they are called on.
-_CHANGES = _words("update setdefault pop popitem clear append extend insert remove add discard sort")
+def names_given(nodes: list[ast.AST]) -> set[str]:
+    """Names that a file gives to functions, classes, arguments, variables and attributes."""
+    given: set[str] = set()
+    for node in nodes:
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
+                given.add(name)
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                given.add(name)
+    return given
 
 
 class Reaches:
-    """Follows names through import statements and plain assignments to what they stand for."""
+    """Reads one file by the list."""
 
-    def __init__(self, imports: list[Import], nodes: list[ast.AST]) -> None:
-        self._imports, self._nodes = imports, nodes
+    def __init__(self, nodes: list[ast.AST]) -> None:
+        """Takes all nodes of a file's tree."""
+        self._nodes = nodes
+        self._imports = [one for node in nodes for one in imports_of(node)]
         self._stands_for: dict[str, str] = {}
+        self._imported_twice: list[Reach] = []
         for node in nodes:
-            match node:
-                case ast.Import(names=names):
-                    for alias in names:
-                        name = alias.name if alias.asname else alias.name.split(".")[0]
-                        self._stands_for[alias.asname or name] = name
-                case ast.ImportFrom(module=module, names=names):
-                    for alias in names:
-                        self._stands_for[alias.asname or alias.name] = f"{module or ''}.{alias.name}"
-        # A module that is a value goes where no reader follows: a list, a function.
-        self._modules = {one.module for one in imports if one.name is None} | _MODULES
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                self._note_import(node)
         self._owners = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
-        self._called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
-        self._follow_assignments()
+        self._called = {id(node.func): node for node in nodes if isinstance(node, ast.Call)}
+        self._methods = {id(node) for one in nodes if isinstance(one, ast.ClassDef) for node in one.body}
+        self._settable = {id(target) for node in nodes for target in _set_in_init(node)}
 
-    def _follow_assignments(self) -> None:
-        """`load = numpy.load`: the name on the left stands for the same thing. Chains of three are long enough."""
-        pairs = []
-        for node in self._nodes:
-            match node:
-                case (
-                    ast.Assign(targets=[ast.Name(id=name)], value=ast.Name() | ast.Attribute() as value)
-                    | ast.NamedExpr(target=ast.Name(id=name), value=ast.Name() | ast.Attribute() as value)
-                    | ast.AnnAssign(target=ast.Name(id=name), value=ast.Name() | ast.Attribute() as value)
-                ):
-                    pairs.append((name, value))
-        for _ in range(3):
-            for name, value in pairs:
-                if (full := self._full_name(value)) and name not in self._stands_for:
-                    self._stands_for[name] = full
-
-    def _full_name(self, node: ast.AST) -> str | None:
-        """`np.lib.format` -> `numpy.lib.format`; None of what does not begin with an imported name."""
-        names: list[str] = []
-        while isinstance(node, ast.Attribute):
-            names.append(node.attr)
-            node = node.value
-        if not isinstance(node, ast.Name) or node.id not in self._stands_for:
-            return None
-        return ".".join([self._stands_for[node.id], *reversed(names)])
+    def _note_import(self, node: ast.Import | ast.ImportFrom) -> None:
+        for alias in node.names:
+            if isinstance(node, ast.ImportFrom):
+                bound, full = alias.asname or alias.name, f"{node.module or ''}.{alias.name}"
+            else:
+                root = alias.name.partition(".")[0]
+                bound, full = alias.asname or root, alias.name if alias.asname else root
+            if self._stands_for.setdefault(bound, full) != full:
+                self._imported_twice.append(Reach(node.lineno, bound, "stands for two things"))
 
     def found(self) -> Iterator[Reach]:
-        """One of a kind in each line."""
-        seen: set[tuple[int, str]] = set()
-        for one in (*self._imported(), *(found for node in self._nodes for found in self._of(node))):
-            if (one.line, one.what) not in seen:
-                seen.add((one.line, one.what))
-                yield one
+        """Each of a kind once in a line."""
+        seen: set[Reach] = set()
+        parts = (
+            self._imported_twice,
+            self._imported(),
+            (one for node in self._nodes for one in self._of(node)),
+        )
+        for part in parts:
+            for one in part:
+                if one not in seen:
+                    seen.add(one)
+                    yield one
 
     def _imported(self) -> Iterator[Reach]:
         for one in self._imports:
             full = one.module if one.name is None else f"{one.module}.{one.name}"
             if one.module.startswith(".") or one.name == "*":
-                yield Reach(one.line, "computed names", full)
-            elif what := _reach_of(full, imported=True):
-                yield Reach(one.line, what, full)
+                yield Reach(one.line, full, "says not what it imports")
+            elif one.module.partition(".")[0] == "speedrun":
+                if one.name is None and one.module != "speedrun":
+                    yield Reach(one.line, full, "import the names of our modules, not the modules")
+            elif full not in MODULES and not (one.name and is_permitted(one.module, one.name)):
+                yield Reach(one.line, full, NOT_LISTED)
 
     def _of(self, node: ast.AST) -> Iterator[Reach]:
         match node:
             case ast.Name(id=name):
                 yield from self._of_name(node, name)
-            case ast.Attribute(attr=attr):
-                yield from self._of_attribute(node, attr)
-                yield from self._patched(node)
-            case ast.Subscript():
-                yield from self._patched(node)
-            case ast.Call(func=ast.Attribute(attr=attr) as function) if attr in _CHANGES:
-                full = self._full_name(function) or ""
-                if full.startswith("speedrun."):
-                    yield Reach(node.lineno, "what others own", full)
-            case ast.Call(func=ast.Name(id="getattr"), args=[owner, *_]) | ast.Match(subject=owner):
-                if full := self._full_name(owner):
-                    yield Reach(node.lineno, "the inside of modules", full)
-            case ast.Call(func=function, args=[argument, *_]) if self._full_name(function) == _IMPORT:
-                yield from self._imported_by_name(node, argument)
+            case ast.Attribute():
+                yield from self._of_attribute(node)
+            case ast.Subscript(ctx=ast.Store() | ast.Del()):
+                yield from self._changed(node)
+            case ast.Call(func=ast.Attribute(value=owner, attr=attr)) if attr in _CHANGES:
+                root, parts = self._path(owner)
+                if root is not None and len(parts) < 2 and root.startswith("speedrun."):
+                    yield Reach(node.lineno, ".".join([root, *parts, attr]), "changes what others own")
+            case ast.MatchClass(kwd_attrs=names):
+                yield from (one for name in names for one in _value_attribute(node.lineno, name))
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
+                yield from self._bound(node, name)
+            case ast.AsyncFunctionDef():
+                yield Reach(node.lineno, node.name, "nothing waits for it")
+            case (
+                ast.MatchAs(name=str(name))
+                | ast.MatchStar(name=str(name))
+                | ast.ExceptHandler(name=str(name))
+            ):
+                yield from self._bound(node, name)
+            case ast.MatchMapping(rest=str(name)):
+                yield from self._bound(node, name)
+
+    def _bound(
+        self, node: ast.stmt | ast.expr | ast.pattern | ast.arg | ast.ExceptHandler, name: str
+    ) -> Iterator[Reach]:
+        """A name that is given to something here. That of a method is seen by nobody but its class."""
+        if name in self._stands_for and id(node) not in self._methods:
+            yield Reach(node.lineno, name, "an imported name that is bound again")
+        if name == _SELF and not isinstance(node, ast.arg):
+            yield Reach(node.lineno, name, "bound to something else")
+        if name.startswith("__") and name.endswith("__") and name not in METHODS:
+            yield Reach(node.lineno, name, "a hook of the interpreter")
 
     def _of_name(self, node: ast.Name, name: str) -> Iterator[Reach]:
-        if name in _BUILTINS and name not in self._stands_for:
-            yield Reach(node.lineno, _BUILTINS[name], name)
-            if name == "getattr" and id(node) not in self._called:
-                yield Reach(node.lineno, "the inside of modules", "getattr, handed on")
-        elif (full := self._full_name(node)) == _IMPORT and id(node) not in self._called:
-            yield Reach(node.lineno, "the inside of modules", "import_module, handed on")
-        elif full in self._modules and id(node) not in self._owners:
-            yield Reach(node.lineno, "the inside of modules", f"{full}, handed on")
+        if not isinstance(node.ctx, ast.Load):
+            yield from self._bound(node, name)
+        elif name in self._stands_for:
+            full = self._stands_for[name]
+            if self._is_module(full) and id(node) not in self._owners:
+                yield Reach(node.lineno, full, "a module, handed on")
+            elif full == _FIND_SPEC:
+                yield from self._asked_for(node)
+        elif (name in _ALWAYS or name.startswith("__")) and name not in BUILTINS:
+            yield Reach(node.lineno, name, NOT_LISTED)
 
-    def _of_attribute(self, node: ast.Attribute, attr: str) -> Iterator[Reach]:
-        full = self._full_name(node)
-        if full and (what := _reach_of(full, imported=False)):
-            yield Reach(node.lineno, what, full)
-        elif attr in _ATTRIBUTES:
-            yield Reach(node.lineno, _ATTRIBUTES[attr], full or f"(...).{attr}")
-            if full == _IMPORT and id(node) not in self._called:
-                yield Reach(node.lineno, "the inside of modules", "import_module, handed on")
-        elif attr.startswith("__") and attr.endswith("__") and attr not in _PLAIN:
-            yield Reach(node.lineno, "computed names", full or f"(...).{attr}")
+    def _is_module(self, full: str) -> bool:
+        return full in MODULES or full == "speedrun" or any(one.module == full for one in self._imports)
 
-    def _patched(self, target: ast.Attribute | ast.Subscript) -> Iterator[Reach]:
-        """Writing to what was imported: `clock.now = ...`, `os.environ["X"] = ...`."""
-        if isinstance(target.ctx, ast.Load):
+    def _path(self, node: ast.AST) -> tuple[str | None, list[str]]:
+        """`np.add.outer` -> `numpy`, [add, outer]; None of what does not begin with an imported name."""
+        names: list[str] = []
+        while isinstance(node, ast.Attribute | ast.Subscript):
+            if isinstance(node, ast.Attribute):
+                names.append(node.attr)
+            node = node.value
+        root = self._stands_for.get(node.id) if isinstance(node, ast.Name) else None
+        return root, names[::-1]
+
+    def _of_attribute(self, node: ast.Attribute) -> Iterator[Reach]:
+        if not isinstance(node.ctx, ast.Load):
+            yield from self._changed(node)
             return
-        inner: ast.AST = target
-        while isinstance(inner, ast.Attribute | ast.Subscript):
-            inner = inner.value
-        if isinstance(inner, ast.Name) and inner.id in self._stands_for:
-            whole = target.value if isinstance(target, ast.Subscript) else target
-            yield Reach(
-                target.lineno, "what others own", self._full_name(whole) or self._stands_for[inner.id]
-            )
+        root, names = self._path(node)
+        owner = ".".join([root, *names[:-1]]) if root and _is_chain(node) else ""
+        full = f"{owner}.{node.attr}"
+        if owner in MODULES:
+            if full in MODULES:
+                if id(node) not in self._owners:
+                    yield Reach(node.lineno, full, "a module, handed on")
+            elif not is_permitted(owner, node.attr):
+                yield Reach(node.lineno, full, NOT_LISTED)
+            elif full == _FIND_SPEC:
+                yield from self._asked_for(node)
+        elif node.attr == "__init__" and id(node) in self._called:
+            if not _is_super(node.value):
+                yield Reach(node.lineno, "(...).__init__", "a hook of the interpreter")
+        else:
+            yield from _value_attribute(node.lineno, node.attr, full if owner else "")
 
-    def _imported_by_name(self, node: ast.Call, argument: ast.expr) -> Iterator[Reach]:
-        """`importlib.import_module("socket")` reaches what `import socket` does."""
-        match argument:
-            case ast.Constant(value=str(module)):
-                if what := _reach_of(module, imported=True):
-                    yield Reach(node.lineno, what, module)
-            case ast.JoinedStr(values=[ast.Constant(value="speedrun.recipes."), *_]):
-                pass
-            case _:
-                yield Reach(node.lineno, "the inside of modules", "import_module of a computed name")
+    def _asked_for(self, node: ast.expr) -> Iterator[Reach]:
+        """`find_spec` imports the parents of a dotted name; of a plain one it only looks whether it is there."""
+        match self._called.get(id(node)):
+            case ast.Call(args=[ast.Constant(value=str(name))], keywords=[]) if name.isidentifier():
+                return
+        yield Reach(node.lineno, _FIND_SPEC, "of a name that is not written down")
+
+    def _changed(self, target: ast.Attribute | ast.Subscript) -> Iterator[Reach]:
+        """Writing: to items of what is one's own, and to attributes of a new object."""
+        root, names = self._path(target)
+        if root is not None:
+            yield Reach(target.lineno, ".".join([root, *names]), "changes what others own")
+        elif isinstance(target, ast.Attribute) and id(target) not in self._settable:
+            yield Reach(target.lineno, f"(...).{target.attr} = ...", "attributes are set in __init__ only")
 
 
-def _reach_of(name: str, *, imported: bool) -> str | None:
-    """What a full name reaches. A name that is only used was imported, so its package is told there."""
-    parts = name.split(".")
-    for size in range(len(parts), 1, -1):
-        if reach := _PARTS.get(".".join(parts[:size])):
-            return None if reach == _NOTHING else reach
-    for place, part in enumerate(parts[1:], 1):
-        if reach := _HELD.get(part) or _HELD.get(part.strip("_")):
-            return reach
-        if part in _KNOWN_AS and (
-            reach := _reach_of(".".join([_KNOWN_AS[part], *parts[place + 1 :]]), imported=False)
-        ):
-            return reach
-    if not imported:
-        return None
-    return None if parts[0] in _PURE else _REACH.get(parts[0], "a package that nobody has looked at")
+def _is_chain(node: ast.Attribute) -> bool:
+    """Names and dots alone."""
+    inner: ast.AST = node
+    while isinstance(inner, ast.Attribute):
+        inner = inner.value
+    return isinstance(inner, ast.Name)
+
+
+def _is_super(node: ast.expr) -> bool:
+    match node:
+        case ast.Call(func=ast.Name(id="super"), args=[], keywords=[]):
+            return True
+    return False
+
+
+def _set_in_init(node: ast.AST) -> Iterator[ast.Attribute]:
+    """`self.x = ...` in the own lines of an `__init__` of a class."""
+    if not isinstance(node, ast.ClassDef):
+        return
+    for method in node.body:
+        match method:
+            case ast.FunctionDef(name="__init__", args=ast.arguments(args=[ast.arg(arg="self"), *_])):
+                left: list[ast.AST] = [*method.body]
+                while left:
+                    inner = left.pop()
+                    match inner:
+                        case ast.Attribute(value=ast.Name(id="self"), ctx=ast.Store()):
+                            yield inner
+                        case ast.FunctionDef() | ast.Lambda() | ast.ClassDef():
+                            continue
+                    left += ast.iter_child_nodes(inner)
+
+
+def _value_attribute(line: int, attr: str, full: str = "") -> Iterator[Reach]:
+    """An attribute of something that is no module."""
+    shown = full or f"(...).{attr}"
+    if attr in ATTRIBUTES and not full.startswith("speedrun."):
+        return
+    if attr in NEVER or (attr.startswith("__") and attr.endswith("__") and attr not in ATTRIBUTES):
+        yield Reach(line, shown, "a way out")
+    else:
+        yield Reach(line, shown, NOT_LISTED, attr)

@@ -6,7 +6,6 @@ checks can rely on.
 """
 
 import itertools
-import math
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -15,7 +14,15 @@ from typing import TypeVar
 import msgspec
 
 from speedrun import runlog
-from speedrun.ledger.format import Declaration, FormatError, Manifest, RunFile, Summary, decode
+from speedrun.ledger.format import (
+    Declaration,
+    FormatError,
+    Manifest,
+    RunFile,
+    Summary,
+    check_range,
+    decode,
+)
 
 #: Events that a finished run has exactly once.
 _ONCE = (
@@ -75,6 +82,11 @@ class Run:
     def start(self) -> runlog.RunStart:
         """The first event."""
         return self.of(runlog.RunStart)[0]
+
+    @cached_property
+    def begun(self) -> datetime:
+        """The stamp of the first line, in UTC."""
+        return datetime.fromisoformat(self.lines[0].t_utc)
 
     @cached_property
     def end(self) -> runlog.RunEnd:
@@ -189,8 +201,9 @@ def _read_line(raw_line: bytes) -> runlog.Line:
     try:
         line = runlog.decode(raw_line)
         _check_moment(line.t_utc)
-        if isinstance(line.event, runlog.Val) and not math.isfinite(float.fromhex(line.event.nll_sum)):
-            raise FormatError("nll_sum is not finite")
+        check_range(line)
+        if isinstance(line.event, runlog.Val):
+            check_range(float.fromhex(line.event.nll_sum))
     except (msgspec.DecodeError, ValueError, OverflowError, RecursionError) as error:
         raise FormatError(str(error)) from None
     if line.encode() != raw_line:

@@ -1,4 +1,4 @@
-"""V302 to V307: the runs are those that were declared, each is one of its own, and together they prove the claim."""
+"""V302 to V307, V312: the runs are those that were declared, each is its own, and together they prove the claim."""
 
 from collections.abc import Callable, Iterator
 from datetime import datetime
@@ -9,11 +9,14 @@ from speedrun import runlog
 from speedrun.ledger import format
 from speedrun.ledger.batch import allowed_to_break_off, completed, looks, seeds_from, standing
 from speedrun.ledger.checks.table import Skip, check
+from speedrun.ledger.neighbours import fingerprint, runs_beside
 from speedrun.ledger.record import Record
 from speedrun.ledger.run import Run
 
 #: A batch whose losses lie so close together is less likely than this, if the noise is what it always was.
 _TOO_CLOSE = 1e-4
+#: Of so many seeds that follow from source and config, none is chosen by chance.
+_MOST_DERIVED = 200
 #: Fewer runs can be close by chance.
 _FEWEST = 4
 
@@ -86,6 +89,7 @@ def distinct(record: Record) -> Iterator[str]:
         "starting state": lambda run: tuple(event.state_hash for event in run.of(runlog.WarmupStart)),
         "final state": lambda run: run.file.final_hash,
         "list of losses": lambda run: tuple(step.loss for step in run.steps),
+        "list of times": lambda run: tuple(round(seconds * 1e9) for seconds in run.step_s),
     }
     for what, fact in facts.items():
         first: dict[object, str] = {}
@@ -135,8 +139,8 @@ def declared_before(record: Record) -> Iterator[str]:
     for run in record.runs:
         if run.start.batch_sha256 != sha256:
             yield f"{run.folder}: was not started by this {format.BATCH}"
-        if _moment(run.file.created_utc) < _moment(declared.created_utc):
-            yield f"{run.folder}: began {run.file.created_utc}, before the declaration of {declared.created_utc}"
+        if run.begun < datetime.fromisoformat(declared.created_utc):
+            yield f"{run.folder}: began {run.lines[0].t_utc}, before the declaration of {declared.created_utc}"
     first = record.runs[0].file  # that all runs agree, other checks see to
     rules = format.TrackRef(first.track, first.track_sha256)
     recipe = format.Recipe(first.recipe, first.recipe_revision, first.overrides)
@@ -152,6 +156,9 @@ def declared_before(record: Record) -> Iterator[str]:
     follow = seeds_from(declared.source_sha256, declared.config_sha256, len(declared.seeds))
     if not declared.seeds_chosen and declared.seeds != follow:
         yield f"{format.BATCH}: its seeds do not follow from source and config, as it says"
+    some = seeds_from(declared.source_sha256, declared.config_sha256, _MOST_DERIVED)
+    if declared.seeds_chosen and declared.seeds != follow and (derived := set(declared.seeds) & set(some)):
+        yield f"{format.BATCH}: {len(derived)} of its chosen seeds follow from source and config: others were left out"
     counts = [look.num_runs for look in declared.looks]
     fit = 0 < len(counts) <= 2 and counts == sorted({*counts}) and counts[-1] == len(declared.seeds)
     if not fit or counts[0] < 1:
@@ -161,10 +168,6 @@ def declared_before(record: Record) -> Iterator[str]:
     if declared.looks != due:
         levels = ", ".join(f"{look.alpha:g}" for look in due)
         yield f"{format.BATCH}: its looks test at another level than the rule's, which is {levels}"
-
-
-def _moment(utc: str) -> datetime:
-    return datetime.fromisoformat(utc)
 
 
 @check(
@@ -186,3 +189,23 @@ def scatter(record: Record) -> Iterator[str]:
     freedom, sd = len(losses) - 1, stdev(losses)
     if special.chdtr(freedom, freedom * (sd / sigma) ** 2) < _TOO_CLOSE:
         yield f"sd {sd:.2g} of {len(losses)} losses; seeds of this track differ by {sigma:.2g}"
+
+
+@check(
+    "V312",
+    "no run stands in another record",
+    why="a run that is counted twice is one observation; a seed that is run again may be run until it fits",
+    hint="leave the run to the record it was made for; declare a batch with seeds of its own",
+)
+def nowhere_else(record: Record) -> Iterator[str]:
+    """By name, losses, and seed with source and config. Of two, the one that began later is the copy."""
+    beside = list(runs_beside(record.root))
+    for run in record.finished:
+        own = fingerprint(run.raw_lines)
+        for place, other in beside:
+            if own is None or other.begun_utc > own.begun_utc:
+                continue
+            same = {"name": own.name == other.name, "losses": own.losses is not None and own.losses == other.losses,
+                    "seed, source and config": own.seed == other.seed}  # fmt: skip
+            if any(same.values()):
+                yield f"{run.folder}: same {next(what for what in same if same[what])} as {other.name} of {place}"

@@ -11,6 +11,8 @@ from speedrun.ledger.run import Run, loss_of
 
 #: Nats; a stated loss is printed and stored in full, so it may differ from its sum by rounding only.
 _ROUNDING = 1e-6
+#: A token that is missed by so many nats has a logit that much below another: no run that finished had one.
+_MOST_NATS = 1e4
 #: Nats below the reference. At the end of record 21, 0.1 are worth a fifth of its steps: no honest step is as long.
 _SUSPICIOUS = 0.1
 
@@ -59,7 +61,7 @@ def no_wonder(record: Record) -> Iterator[str]:
     hint="look for a leak, a shifted target or a broken mean; for NaN, lower the learning rate",
 )
 def possible(record: Record) -> Iterator[str]:
-    """Finite, and not below the entropy rate where the track knows it."""
+    """Finite, of a size that logits have, and not below the entropy rate where the track knows it."""
     rate = record.rules.target.entropy_rate
     for run in record.runs:
         if run.file.outcome == "non-finite":
@@ -67,6 +69,12 @@ def possible(record: Record) -> Iterator[str]:
         for val in run.vals:
             if (loss := loss_of(val)) < rate:
                 yield f"{run.folder}: loss {loss:.4f} before step {val.step}; nothing gets below {rate:.4f}"
+        losses = [
+            *((step.step, step.loss) for step in run.steps),
+            *((val.step, loss_of(val)) for val in run.vals),
+        ]
+        for step, loss in [(step, loss) for step, loss in losses if not 0 <= loss <= _MOST_NATS][:1]:
+            yield f"{run.folder}: loss {loss:g} at step {step}; a model gives 0 to {_MOST_NATS:,.0f} nats"
 
 
 @check(

@@ -1,4 +1,4 @@
-"""V201 to V210: the train time is what the clock could have shown."""
+"""V201 to V212: the train time is what the clock could have shown."""
 
 from collections.abc import Iterator
 from datetime import datetime
@@ -15,6 +15,10 @@ _SLACK_S = 0.05
 _SLACK_SHARE = 0.005
 #: A forward pass is one third of a training step's arithmetic.
 _FORWARD_SHARE = 1 / 3
+#: Fewer steps can be equal by chance.
+_FEWEST_STEPS = 4
+#: By so much may the UTC of a machine be set while a run goes on.
+_SET_S = 2.0
 #: Times the median step.
 _OUTLIER = 10.0
 
@@ -25,17 +29,19 @@ def _agree(a_s: float, b_s: float) -> bool:
 
 @check_run(
     "V201",
-    "time never goes back",
+    "time goes on, and never evenly",
     why="every time in the record is a difference of stamps; a stamp that goes back makes all of them doubtful",
     hint="if the log was not edited, the machine's clock is broken: run on another one",
 )
 def monotonic(run: Run, _record: Record) -> Iterator[str]:
-    """Stamps of the log, and train time from step to step."""
+    """Stamps of the log, and train time from step to step. Steps of a machine differ by nanoseconds at least."""
     for before, after in pairwise(run.lines):
-        if after.t_mono_ns < before.t_mono_ns:
+        if after.t_mono_ns <= before.t_mono_ns:
             back_ns = before.t_mono_ns - after.t_mono_ns
             yield f"line {after.i + 1} is stamped {back_ns:,} ns before the line above"
             break
+    if len(run.step_s) >= _FEWEST_STEPS and len({round(seconds * 1e9) for seconds in run.step_s}) == 1:
+        yield f"all {len(run.step_s)} steps took {run.step_s[0]:.9f} s: no clock ticks like this"
     for step, seconds in zip(run.steps, run.step_s, strict=True):
         if seconds < 0:
             yield f"step {step.step} ends {-seconds:.6f} s before the step above"
@@ -74,7 +80,7 @@ def clock_total(run: Run, _record: Record) -> Iterator[str]:
     hint="keep the machine's time from being set during a run, and run again",
 )
 def wall_time(run: Run, _record: Record) -> Iterator[str]:
-    """By the stamps in UTC, which another clock made."""
+    """By the stamps in UTC, which another clock made; and both clocks go at one pace."""
     begun, ended = (
         datetime.fromisoformat(run.line_of(kind).t_utc) for kind in (runlog.ClockStart, runlog.ClockStop)
     )
@@ -82,6 +88,16 @@ def wall_time(run: Run, _record: Record) -> Iterator[str]:
     for wall, wall_s in (("the stamps in UTC span", span_s), ("the cold wall time is", run.end.cold_wall_s)):
         if wall_s < run.own_time_s and not _agree(run.own_time_s, wall_s):
             yield f"{wall} {wall_s:.3f} s, the train time {run.own_time_s:.3f} s"
+    first, last = run.lines[0], next(line for line in run.lines[::-1] if isinstance(line.event, runlog.Val))
+    log_s = (last.t_mono_ns - first.t_mono_ns) / 1e9
+    if run.end.cold_wall_s < log_s and not _agree(run.end.cold_wall_s, log_s):
+        yield f"the cold wall time is {run.end.cold_wall_s:.3f} s, the log alone spans {log_s:.3f} s"
+    for line in run.lines:
+        mono_s = (line.t_mono_ns - first.t_mono_ns) / 1e9
+        utc_s = (datetime.fromisoformat(line.t_utc) - run.begun).total_seconds()
+        if abs(utc_s - mono_s) > _SET_S + _SLACK_SHARE * mono_s:
+            yield f"line {line.i + 1}: {utc_s:,.3f} s after the first one in UTC, {mono_s:,.3f} s by the other clock"
+            break
 
 
 @check_run(
@@ -239,3 +255,47 @@ def outliers(run: Run, _record: Record) -> Iterator[str]:
     if slow:
         usual = f"the median of {usual_s * 1e3:.1f} ms"
         yield f"{len(slow)} step(s) took over {_OUTLIER:.0f} x {usual}: {_some(slow)}"
+
+
+@check_run(
+    "V212",
+    "the sums at the end are those of the log",
+    why="what a run says of itself at its end is what people read; each number of it stands in the log once more",
+    hint="restore the log: the run adds up what it logged",
+)
+def sums(run: Run, _record: Record) -> Iterator[str]:
+    """Compiling, warm-up, validation, and the phases of the wall time, against their events and stamps."""
+    end = run.end
+    logged = {
+        "compile_s": (end.compile_s, sum(event.seconds for event in run.of(runlog.Compile))),
+        "warmup_s": (end.warmup_s, sum(event.seconds for event in run.of(runlog.WarmupEnd))),
+        "val_s": (end.val_s, sum(val.seconds for val in run.vals)),
+    }
+    for name, (stated_s, logged_s) in logged.items():
+        if not _agree(stated_s, logged_s):
+            yield f"run_end says {name} {stated_s:.3f}, the events {logged_s:.3f}"
+    if not 0 <= end.data_wait_s <= run.own_time_s + _SLACK_S:
+        yield f"waited {end.data_wait_s:.3f} s for data in {run.own_time_s:.3f} s of training"
+    if end.lost_s < 0 or (end.lost_s and not run.resumed):
+        yield f"lost {end.lost_s:.3f} s to earlier processes, and goes on from none"
+    if end.phases:  # older runs told none
+        yield from _phases(run)
+
+
+def _phases(run: Run) -> Iterator[str]:
+    """Each is as long as what the log tells of it; together they are the wall time."""
+    end, spent = run.end, run.end.phases
+    if min(spent.values()) < 0:
+        yield "a phase took less than no time"
+    last = next(line for line in run.lines[::-1] if isinstance(line.event, runlog.Val))
+    wall_s = end.cold_wall_s + (run.lines[-1].t_mono_ns - last.t_mono_ns) / 1e9
+    if not _agree(sum(spent.values()), wall_s):
+        yield f"the phases sum to {sum(spent.values()):.3f} s, the wall time up to the end is {wall_s:.3f} s"
+    trained_s = spent.get("step", 0.0) + spent.get("data", 0.0)
+    kept_s = spent.get("checkpoint", 0.0)
+    # The clock may have run while the state was copied, or not.
+    if abs(trained_s - run.own_time_s) > kept_s and not _agree(trained_s, run.own_time_s):
+        yield f"the phases have {trained_s:.3f} s of training, the clock {run.own_time_s:.3f} s"
+    for phase, least_s in (("compile", end.compile_s), ("warm-up", end.warmup_s), ("evaluation", end.val_s)):
+        if spent.get(phase, 0.0) < least_s - _SLACK_S:
+            yield f"phase {phase} took {spent.get(phase, 0.0):.3f} s, what was done in it {least_s:.3f} s"

@@ -54,6 +54,9 @@ def shard_order(run: Run, record: Record) -> Iterator[str]:
     due = [listed[at : at + len(in_order)] for at in range(began, began + 1 + run.resumed)]
     if in_order not in due or num_restarts >= run.file.data.num_epochs:
         yield f"read {', '.join(in_order)}; the order is {', '.join(listed)}"
+    first = next((one for one in record.finished if not one.resumed), run)
+    if not run.resumed and run.file.first_batch_sha256 != first.file.first_batch_sha256:
+        yield f"its first batch is not that of {first.folder}: seeds do not choose the data"
 
 
 @check_run(
@@ -127,6 +130,8 @@ def val_tokens(run: Run, record: Record) -> Iterator[str]:
     if scored != {want}:
         counts = ", ".join(f"{count:,}" for count in sorted(scored))
         yield f"{counts} tokens were scored; the track says {want:,}"
+    if run.file.data.val_sha256 != record.finished[0].file.data.val_sha256:
+        yield f"scored other ids than {record.finished[0].folder}"
 
 
 @check(
@@ -154,8 +159,10 @@ def shard_sizes(record: Record) -> Iterator[str]:
     hint="get more shards, or train for fewer steps",
 )
 def read_once(run: Run, _record: Record) -> Iterator[str]:
-    """Counts how many ranges cover a position of a shard."""
+    """Counts how many ranges cover a position of a shard. How often is the track's to say: no track says twice."""
     data = run.file.data
+    if data.num_epochs != 1:
+        yield f"says {data.num_epochs} epochs; the track reads each position once"
     for name in dict.fromkeys(shard.name for shard in data.shards):
         if (times := _depth(shard for shard in data.shards if shard.name == name)) > data.num_epochs:
             yield f"{name}: a position is read {times} times in {data.num_epochs} declared epoch(s)"

@@ -25,9 +25,13 @@ _FLAGS = re.compile(
     r"lhs_enable_gpu_async_tracker|triton_gemm_any|experimental_parallel_collective_overlap_limit|"
     r"load_autotune_results_from|force_compilation_parallelism)"
 )
-_LOCK = re.compile(r"[a-z0-9][a-z0-9.-]{0,60}\.lock")
+LOCK = re.compile(r"[a-z0-9][a-z0-9.-]{0,60}\.lock")
+#: Nobody runs a record again without their versions.
+NEEDED = ("python", "jax", "jaxlib", "numpy", "optax")
 #: Of the median bench of a record's runs, by platform. Shared CPUs differ more than GPUs do.
 SLOW = {"cpu": 0.5, "gpu": 0.85}
+#: Times the fastest device that is known here.
+_BEYOND = 10.0
 #: Of the vendor's rate: large products reach 0.6 to 0.8 of it.
 SLOWEST_OF_VENDOR = 0.5
 
@@ -80,8 +84,11 @@ def packages(run: Run, record: Record) -> Iterator[str]:
     Tracks that do not rank only skip where a run knows no lock, or one that is not known here.
     """
     hw = _preflight(run)
+    if missing := [name for name in NEEDED if not hw.software.get(name)]:
+        yield f"no version of {', '.join(missing)} is recorded"
+        return
     problem, path = "", f"requirements/{hw.lock}"
-    if not _LOCK.fullmatch(hw.lock):
+    if not LOCK.fullmatch(hw.lock):
         problem = "it names no lock file: none fitted what was installed, or an older version ran"
     else:
         at_commit = history.files_at(hw.commit, (path,)) or {}
@@ -140,6 +147,12 @@ def committed(run: Run, record: Record) -> Iterator[str]:
     if problem:
         yield problem
         return
+    if not history.is_commit(hw.commit):
+        yield f"says it ran commit {hw.commit[:40]!r}; need the 40 hex digits of one"
+        return
+    if record.rules.rules.ranked and history.knows(hw.commit) is False:
+        yield f"commit {hw.commit[:12]} is not known to this repository: fetch it, or publish it with the record"
+        return
     texts = record.source_files
     theirs = history.files_at(hw.commit, tuple(texts))
     if theirs is None:
@@ -164,6 +177,13 @@ def health(record: Record) -> Iterator[str]:
         raise Skip("no run finished" if not kinds else "the runs have different hardware")
     ((kind, num_devices),) = kinds
     device = devices.named(kind)
+    absurd = _BEYOND * max(known.bf16_flops for known in devices.DEVICES.values()) * num_devices / 1e9
+    beyond = [folder for folder, hw in rates.items() if not 0 < hw.matmul_gflops <= absurd]
+    if beyond:
+        yield from (
+            f"{folder}: a bench of {rates[folder].matmul_gflops:,.0f} Gflop/s; none does" for folder in beyond
+        )
+        return
     if device is None and len(rates) < 2:
         raise Skip(f"one run, on a {kind}, whose rate nobody knows")
     usual = median(hw.matmul_gflops for hw in rates.values())

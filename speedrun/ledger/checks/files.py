@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from datetime import datetime
 
 import msgspec
 
@@ -24,6 +25,10 @@ _HOSTILE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u20
 _ACTIVE_SVG = re.compile(
     rb"<\s*(script|foreignObject|iframe|image|a)\b|\son\w+\s*=|javascript:", re.IGNORECASE
 )
+
+
+#: From the name that a run gives itself to the first line of its log.
+_BEGINNING_S = 60.0
 
 
 @check(
@@ -147,6 +152,11 @@ def one_story(record: Record) -> Iterator[str]:
         for name, stated, logged in _shared_facts(run):
             if stated != logged:
                 yield f"{run.folder}: run.json says {name} {stated!r}, the log {logged!r}"
+        apart_s = abs((run.begun - datetime.fromisoformat(run.file.created_utc)).total_seconds())
+        if apart_s > _BEGINNING_S:
+            yield f"{run.folder}: run.json says it began {run.file.created_utc}, the log {run.lines[0].t_utc}"
+        if run.finished and (errors := run.of(runlog.Error)):
+            yield f"{run.folder}: run.json says it finished, the log tells of {console.clean(errors[0].kind)}"
 
 
 def _shared_facts(run: Run) -> Iterator[tuple[str, object, object]]:

@@ -1,0 +1,60 @@
+"""The records that lie beside one in a folder of records, as far as it takes to know a run again."""
+
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+from msgspec import DecodeError
+
+from speedrun import runlog
+
+#: What holds committed records: `records/<track>/<record>/`.
+_FOLDER = "records"
+_LOSS = re.compile(rb'"event":\{"ev":"step",[^{}]*?"loss":([^,]+),')
+#: Fewer losses can be equal by chance.
+_FEWEST = 4
+
+
+class Fingerprint(NamedTuple):
+    """What two records cannot share, of a run that finished."""
+
+    name: str
+    seed: tuple[int, str, str]  #: with the digests of source and config
+    losses: tuple[bytes, ...] | None  #: of all steps, as they are written; None of few
+    begun_utc: str
+
+
+def fingerprint(lines: tuple[bytes, ...]) -> Fingerprint | None:
+    """Of a log; None if it is none, or of a run that broke off."""
+    if not lines or b'"status":"finished"' not in lines[-1]:
+        return None
+    try:
+        first = runlog.decode(lines[0])
+    except DecodeError:
+        return None
+    start = first.event
+    if not isinstance(start, runlog.RunStart):
+        return None
+    losses = tuple(loss for line in lines for loss in _LOSS.findall(line))
+    seed = start.seed, start.source_sha256, start.config_sha256
+    return Fingerprint(start.run_id, seed, losses if len(losses) >= _FEWEST else None, first.t_utc)
+
+
+@lru_cache(maxsize=1024)
+def _read(path: Path, _size_bytes: int, _changed_ns: int) -> Fingerprint | None:
+    return fingerprint(tuple(path.read_bytes().splitlines()))
+
+
+def runs_beside(root: Path) -> Iterator[tuple[str, Fingerprint]]:
+    """The runs of the other records in the folder of records that a record lies in; nothing if it lies elsewhere."""
+    root = root.resolve()
+    if root.parent.parent.name != _FOLDER:
+        return
+    for path in sorted(root.parent.parent.glob("*/*/runs/*/metrics.jsonl")):
+        folder = path.parent.parent.parent
+        if folder != root and path.is_file() and not path.is_symlink():
+            stat = path.stat()
+            if (found := _read(path, stat.st_size, stat.st_mtime_ns)) is not None:
+                yield f"{folder.parent.name}/{folder.name}", found
