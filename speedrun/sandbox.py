@@ -132,13 +132,17 @@ def protections(*, unsafe: bool) -> str:
     """
     why = problem()
     if why is None:
-        return "apart: no network, no other process, no file but its own folder written, no privileges, limits"
+        return (
+            "apart: no network, no other process, no file but its own folder written, no privileges, limits"
+        )
     if not unsafe:
         raise UsageError(
             f"cannot keep the record's code apart here ({why}): it would have your network, files and processes; "
             "run in a container (docs/referee.md), or pass --unsafe-here if this machine holds nothing of value"
         )
-    return f"NOT APART ({why}): the record's code has this user's network, files and processes; only limits hold"
+    return (
+        f"NOT APART ({why}): the record's code has this user's network, files and processes; only limits hold"
+    )
 
 
 class _Group(subprocess.Popen[bytes]):
@@ -186,7 +190,9 @@ def run(
         timer.start()
         code = signals.wait_for(child)
         if timer.finished.is_set():
-            raise SpeedrunError(f"the record's code was still running after {limits.wall_s:.0f} s; nothing was judged")
+            raise SpeedrunError(
+                f"the record's code was still running after {limits.wall_s:.0f} s; nothing was judged"
+            )
         timer.cancel()
     return _SHELL - code if _SHELL < code <= _SHELL + 64 and code not in EXIT_CODES else code
 
