@@ -60,7 +60,9 @@ def texts(
     before each of them.
     """
     length = rows_RT.shape[1]
-    residues = [r + _BLOCK * int(draw.integers(0, max(1, -(-(length - r) // _BLOCK)))) for r in range(_BLOCK)]
+    residues = [
+        int(draw.choice(range(r or _BLOCK, max(length, r + 1), _BLOCK) or [0])) for r in range(_BLOCK)
+    ]
     edges = [*range(1, 1 + _EDGES), *range(length - _EDGES, length)]
     inside = sorted({at for at in (*residues, *edges) if 0 < at < length})
     for number, part in enumerate(np.array_split(np.asarray(inside), len(rows_RT) // 2)):
@@ -230,7 +232,7 @@ class Programs:
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
             for x, place in zip(*self._arrays(lowered, lowered.inputs), strict=True)
         ]
-        options = COMPILER_OPTIONS.get(jax.default_backend(), {})
+        options: Any = COMPILER_OPTIONS.get(jax.default_backend(), {})
         donate = tuple(range(max(0, len(args) - 2))) if outs else ()
         called = jax.jit(one.call, donate_argnums=donate, out_shardings=outs)
         return called.lower(*args).compile(compiler_options=options)

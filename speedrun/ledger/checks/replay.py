@@ -23,8 +23,9 @@ _TOKEN = 1e-3
 #: Nats by which losses of two machines may differ one step after equal bits, by compute dtype; about ten times what
 #: was measured (docs/referee.md). Near its seed a run is sensitive: weights and second moments begin at zero.
 _FIRST = {"float32": 1e-5, "bfloat16": 1e-3}
+_EARLY = {"float32": 3e-4, "bfloat16": 1e-3}
 _SETTLED = 40  #: steps
-_EARLY, _GROWTH = 10.0, 1.5
+_GROWTH = 1.5
 #: Of a loss, the sd over seeds where nobody knows it; runs of one seed that drifted apart differ like two seeds.
 _SEEDS, _DRIFT_SDS = 0.0125, 4.0
 
@@ -74,9 +75,8 @@ def tolerance(run: Run, start: int, num_steps: int) -> float:
     """
     recipe = run.start.config.get("recipe")
     dtype = recipe.get("compute_dtype") if isinstance(recipe, dict) else None
-    first = _FIRST.get(str(dtype), _FIRST["bfloat16"])
-    grown = num_steps if start >= _SETTLED else _EARLY * num_steps**_GROWTH
-    return first * (1 + grown)
+    first = _FIRST if start >= _SETTLED else _EARLY
+    return first.get(str(dtype), first["bfloat16"]) * (1 + num_steps**_GROWTH)
 
 
 def _unasked(_record: Record) -> Iterator[str]:
