@@ -4,7 +4,7 @@
 #   scripts/install.sh [run|prep|quick|dev]
 #
 #   run      what `speedrun` needs
-#   prep     and what makes shards of text: datasets, pyarrow, tokenizers, the fast one included
+#   prep     and what makes shards of text: datasets, pyarrow, tiktoken, and the fast tokenizer
 #   quick    and the tools of scripts/test.sh
 #   dev      and the compiler for GPUs that are not there (Linux)
 #

@@ -3,12 +3,13 @@
     RECORD.checkpoints/run.json     what the run was asked to do, and of which source
     RECORD.checkpoints/20/          the state after 20 steps, one array for each packed name, and `Facts`
 
-They lie beside the record, not in it: a record is small and plain. orbax writes behind the run's back and makes a
-step appear by one rename, so a process may die at any moment. It keeps no digests (a flipped bit in a finished
-checkpoint comes back without a word) and casts a wrong dtype in silence; both are checked here.
+They lie beside the record, not in it: a record is small and plain. orbax writes in the background and makes a step
+appear by one rename, so a process may die at any moment. It keeps no digests and casts a wrong dtype without a word.
+So arrays, facts and `run.json` have digests of ours, and dtypes are compared before anything is read.
 """
 
 import gc
+import hashlib
 import logging
 import shutil
 import sys
@@ -71,6 +72,23 @@ def named(tree: Any) -> dict[str, Any]:
     return {_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
+def sealed(raw: bytes) -> dict[str, str]:
+    """A text with its digest."""
+    return {"sha256": hashlib.sha256(raw).hexdigest(), "text": raw.decode()}
+
+
+def unsealed(found: Any) -> bytes:
+    """The text of what `sealed` made.
+
+    Raises:
+        ValueError: if it was changed.
+    """
+    match found:
+        case {"sha256": str(digest), "text": str(text)} if sealed(text.encode())["sha256"] == digest:
+            return text.encode()
+    raise ValueError("its digest does not fit")
+
+
 def _name(path: tuple[Any, ...]) -> str:
     fields = ("name", "key", "idx")  # of a tuple, a dictionary, a list
     return ".".join(str(getattr(key, next(f for f in fields if hasattr(key, f)))) for key in path)
@@ -118,7 +136,7 @@ def opened(
 
     Args:
         folder: is made.
-        run: what `run.json` shall hold, for whoever goes on.
+        run: the text of `run.json`, for whoever goes on.
         every: steps from one checkpoint to the next.
         keep: how many, the newest ones; 0: all.
         say: is told of what had to be cleaned up, or could not be used.
@@ -133,7 +151,7 @@ def opened(
             for left in folder.glob("*.orbax-checkpoint-tmp*"):
                 shutil.rmtree(left)
                 say(f"{left.name} was being written when its run ended; removed")
-            write_whole(folder / RUN, run)
+            write_whole(folder / RUN, msgspec.json.encode(sealed(run)))
         processes.barrier()
         checkpoints = Checkpoints(folder, every, keep, say)
         try:
@@ -156,6 +174,11 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(folder.absolute(), options=options, item_names=(_STATE, _FACTS))
         # Whether to stop, only the run asks JAX's service: it counts the questions, and orbax counts otherwise.
         self._manager.reached_preemption = lambda step: False
+
+    @property
+    def steps(self) -> list[int]:
+        """Those of which there is a checkpoint, the newest first."""
+        return sorted(self._manager.all_steps(), reverse=True)
 
     def due(self, step: int) -> bool:
         """Whether one is wanted after so many steps."""
@@ -182,7 +205,7 @@ class Checkpoints:
         args = ocp.args.Composite(
             **{
                 _STATE: ocp.args.StandardSave(named(state)),
-                _FACTS: ocp.args.JsonSave(msgspec.to_builtins(facts)),
+                _FACTS: ocp.args.JsonSave(sealed(msgspec.json.encode(facts))),
             }
         )
         faults.point("save")
@@ -201,7 +224,7 @@ class Checkpoints:
         Raises:
             CheckpointError: if there is none, or it is of another model or run.
         """
-        for step in sorted(self._manager.all_steps(), reverse=True):
+        for step in self.steps:
             try:
                 return self._restore(step, program, config_sha256)
             except _Damaged as damage:
@@ -217,7 +240,7 @@ class Checkpoints:
         Raises:
             CheckpointError: if it is not there, damaged, or of another model or run.
         """
-        if step not in self._manager.all_steps():
+        if step not in self.steps:
             raise CheckpointError(
                 f"{self._folder}: no checkpoint {step}; it is needed; keep all of them (--keep-checkpoints 0)"
             )
@@ -230,6 +253,8 @@ class Checkpoints:
 
     def _restore(self, step: int, program: Program, config_sha256: str) -> Restored:
         facts = self._facts(step)
+        if facts.step != step:
+            raise _Damaged(f"it holds step {facts.step}")
         abstract = jax.eval_shape(program.init, jax.random.key(0))
         expected = named(abstract)
         _check_fit(facts, expected, config_sha256, self._folder / str(step))
@@ -251,7 +276,7 @@ class Checkpoints:
     def _facts(self, step: int) -> Facts:
         args = self._ocp.args.Composite(**{_FACTS: self._ocp.args.JsonRestore()})
         with _damage_named():
-            return msgspec.convert(self._manager.restore(step, args=args)[_FACTS], Facts, strict=False)
+            return msgspec.json.decode(unsealed(self._manager.restore(step, args=args)[_FACTS]), type=Facts)
 
     def settle(self) -> None:
         """Waits until all is durable.

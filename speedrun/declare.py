@@ -10,9 +10,11 @@ import msgspec
 
 from speedrun import signals
 from speedrun.clock import now
-from speedrun.data.wholefile import write_whole
-from speedrun.errors import UsageError, told
+from speedrun.data import lock
+from speedrun.data.wholefile import make_folder
+from speedrun.errors import UsageError
 from speedrun.ledger import batch, format
+from speedrun.output import told
 from speedrun.prepare import RunConfig, decoded, prepare
 from speedrun.track import sha256
 
@@ -58,12 +60,8 @@ def declare(promise: Promise) -> format.Declaration:
         created_utc=now().utc,
     )
     out = promise.config.out
-    try:
-        out.mkdir(parents=True)
-        (out / "source.txt").write_text(ready.source, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{out}: {error.strerror}; choose an --out that can be written") from None
-    write_whole(out / format.BATCH, format.encode(declaration))
+    with lock.alone_with(out):
+        make_folder(out, {"source.txt": ready.source.encode(), format.BATCH: format.encode(declaration)})
     return declaration
 
 

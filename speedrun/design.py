@@ -13,12 +13,14 @@ import msgspec
 from speedrun import features, recipes, signals
 from speedrun import track as tracks
 from speedrun.clock import now
-from speedrun.data.wholefile import write_whole
-from speedrun.errors import UsageError, told, unknown
+from speedrun.data import lock
+from speedrun.data.wholefile import make_folder
+from speedrun.errors import UsageError, unknown
 from speedrun.features import FEATURES
 from speedrun.ledger import experiment as experiments
 from speedrun.ledger import format
 from speedrun.ledger.experiment import BASELINE, Arm, Experiment, Kind
+from speedrun.output import told
 from speedrun.prepare import Ready, RunConfig, decoded, prepare
 from speedrun.recipe import Recipe
 
@@ -80,11 +82,8 @@ def design(request: Request) -> Experiment:
         confirming=confirming,
         created_utc=now().utc,
     )
-    try:
-        config.out.mkdir(parents=True)
-    except OSError as error:
-        raise UsageError(f"{config.out}: {error.strerror}; choose an --out that can be written") from None
-    write_whole(config.out / experiments.EXPERIMENT, experiments.encode(found))
+    with lock.alone_with(config.out):
+        make_folder(config.out, {experiments.EXPERIMENT: experiments.encode(found)})
     return found
 
 

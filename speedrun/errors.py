@@ -4,7 +4,7 @@ Every message has three parts: what we got, what we need, what to do. It fits on
 """
 
 import difflib
-import sys
+import errno
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -27,10 +27,14 @@ class DataError(SpeedrunError):
     exit_code = 3
 
 
-class CheckpointError(SpeedrunError):
-    """A checkpoint that cannot be written, or none that can be restored."""
+class StorageError(SpeedrunError):
+    """A file that the disk refuses to take: it is full, or may not be written."""
 
     exit_code = 4
+
+
+class CheckpointError(StorageError):
+    """A checkpoint that cannot be written, or none that can be restored."""
 
 
 class NonFiniteError(SpeedrunError):
@@ -59,7 +63,7 @@ EXIT_CODES = {
     1: "ran, and the answer is no: target missed or a check failed",
     2: "usage: unknown name, bad setting, output folder or device count",
     3: "data: shard missing, damaged, foreign or too short",
-    4: "checkpoint: none that is whole, of another model, or not written",
+    4: "storage: a file or checkpoint cannot be written, or no checkpoint is whole",
     5: "non-finite loss; the first bad leaf is named",
     HANG: "hang: a phase went past its deadline; all stacks are kept",
     75: "stopped by SIGTERM or Ctrl-C; log and checkpoints are kept",
@@ -75,15 +79,17 @@ def meaning(code: int) -> str:
 
 
 @contextmanager
-def told() -> Iterator[None]:
-    """Around the main part of a module that another process starts: an expected error is one line and its exit code."""
+def refusals_told(path: object, otherwise: type[SpeedrunError] = StorageError) -> Iterator[None]:
+    """Around what writes a file or makes a folder: what the disk refuses is one line.
+
+    Raises:
+        SpeedrunError: in place of OSError: StorageError if the disk is full, `otherwise` if not.
+    """
     try:
         yield
-    except (SpeedrunError, Terminated) as error:
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+    except OSError as error:
+        kind = StorageError if error.errno in (errno.ENOSPC, errno.EDQUOT) else otherwise
+        raise kind(f"{path}: cannot be written: {error.strerror}; free or choose another folder") from None
 
 
 def unknown(kind: str, got: str, known: Iterable[str]) -> UsageError:

@@ -26,10 +26,12 @@ from jax.sharding import PartitionSpec as P
 
 from speedrun import mesh as meshes
 from speedrun import track as tracks
+from speedrun.checkpoint import unsealed
 from speedrun.data import inventory, stream
-from speedrun.errors import CheckpointError, told
+from speedrun.errors import CheckpointError
 from speedrun.fingerprint import state_hash
 from speedrun.ledger.findings import Array, Examination, Findings, HandedOver, Lowered, Replayed, Stretch
+from speedrun.output import told
 from speedrun.prepare import decoded
 from speedrun.program import inspect
 from speedrun.step import COMPILER_OPTIONS
@@ -331,7 +333,7 @@ class _Examiner:
             for name, one, place in zip(self.handed.leaves, arrays, self.programs.state_places, strict=False)
         }
         try:
-            facts = json.loads((folder / "facts" / "metadata").read_bytes())
+            facts = json.loads(unsealed(json.loads((folder / "facts" / "metadata").read_bytes())))
             arrays = ocp.StandardCheckpointer().restore(folder / "state", wanted)
             cursor = stream.Cursor(*map(int, facts["cursor"]))
         except Exception as error:  # noqa: BLE001 - orbax raises this very class, with 60 lines of text

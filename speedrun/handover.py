@@ -18,8 +18,8 @@ from jax import export
 from jax.sharding import NamedSharding
 
 from speedrun.checkpoint import named
-from speedrun.errors import told
 from speedrun.ledger.findings import Array, HandedOver, Lowered, Wanted
+from speedrun.output import told
 from speedrun.prepare import Ready, RunConfig, decoded, prepare
 from speedrun.program import FOREIGN
 

@@ -11,7 +11,7 @@ from speedrun.data import stream
 from speedrun.errors import Terminated
 from speedrun.fingerprint import state_hash
 from speedrun.ledger import format
-from speedrun.outcome import Tally, lost_s
+from speedrun.outcome import Tally, latest, lost_s
 from speedrun.prepare import Ready
 from speedrun.step import TrainState
 
@@ -34,9 +34,13 @@ def kept_if_stopped(keep: Callable[..., None]) -> Iterator[None]:
 
 
 def go_on(
-    ready: Ready, checkpoints: Checkpoints, log: runlog.RunLog, clock: Clock, tally: Tally
+    ready: Ready, checkpoints: Checkpoints, fresh: TrainState, log: runlog.RunLog, clock: Clock, tally: Tally
 ) -> tuple[TrainState, Place]:
-    """The state of an earlier run, and where in the data it stands."""
+    """The state of an earlier run, and where in the data it stands; without any checkpoint, the `fresh` one."""
+    if not checkpoints.steps:
+        if run_id := latest(ready.config.out):
+            log.emit(runlog.Resume(run_id, 0, state_hash(fresh), 0.0, 0, stream.START))
+        return fresh, Place(0, stream.START)
     state, old = checkpoints.restore(ready.program, format.config_sha256(ready.described))
     clock.resume_at(old.train_time_s)
     tally.tokens_seen = old.tokens_seen

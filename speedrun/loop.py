@@ -46,7 +46,7 @@ def run(
     if checkpoints is not None:
         phases.enter("checkpoint")
         if ready.config.resume:
-            state, place = go_on(ready, checkpoints, log, clock, tally)
+            state, place = go_on(ready, checkpoints, state, log, clock, tally)
         checkpoints.rehearse(state)
 
     def sync() -> None:

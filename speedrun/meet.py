@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from speedrun import processes, signals
-from speedrun.errors import INTERRUPTED, SpeedrunError, Terminated, UsageError, told
+from speedrun.errors import INTERRUPTED, SpeedrunError, Terminated, UsageError
+from speedrun.output import lasting, told
 
 HEARTBEAT_S = 100  #: without one, a process counts as lost
 MEET_S = 300  #: for all of them to be there
@@ -223,9 +224,9 @@ def _quiet_gloo() -> None:
     """What gloo tells the standard output of every connection is dropped; what Python prints goes on through a copy."""
     sys.stdout.flush()
     kept = os.dup(1)
-    with open(os.devnull, "w") as nothing:
+    with open(os.devnull, "wb") as nothing:
         os.dup2(nothing.fileno(), 1)
-    sys.stdout = os.fdopen(kept, "w", buffering=1)
+    sys.stdout = lasting(kept)
 
 
 def _all_come_to_the_end() -> bool:

@@ -67,6 +67,12 @@ def lost_s(record: Path, step: int) -> float:
     return lost_ns / 1e9
 
 
+def latest(record: Path) -> str:
+    """The run that began last of those that ended; empty if there is none."""
+    found = [format.decode(path.read_bytes(), format.RunFile) for path in record.glob("runs/*/run.json")]
+    return max(found, key=lambda run: run.created_utc).run_id if found else ""
+
+
 def run_file(ready: Ready, run_id: str, created_utc: str, outcome: Any, tally: Tally) -> format.RunFile:
     """The facts of the run: its `run.json`."""
     device = ready.program.mesh.devices.flat[0]

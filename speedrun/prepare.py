@@ -156,8 +156,8 @@ def prepare(config: RunConfig, reader: console.Live | None = None) -> Ready:
 
 def _check_source(config: RunConfig, source: str) -> None:
     """All runs of a batch run one source text, and so does a run that goes on."""
-    begun = config.batch_sha256 or config.resume
-    if begun and (config.out / "source.txt").read_bytes() != source.encode():
+    begun, path = config.batch_sha256 or config.resume, config.out / "source.txt"
+    if begun and path.exists() and path.read_bytes() != source.encode():
         raise UsageError(
             f"the source changed since {config.out} was begun; restore it ('diff' with {config.out}/source.txt "
             "shows where), or begin anew in another folder"

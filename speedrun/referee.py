@@ -129,7 +129,7 @@ def _owners(folders: Iterable[Path], runs: dict[str, Run]) -> dict[str, Path]:
         steps = sorted(int(path.name) for path in folder.glob("[0-9]*") if path.name.isdigit())
         try:
             facts = json.loads((folder / str(steps[-1]) / "facts" / "metadata").read_bytes())
-            found[runs[facts["run_id"]].file.run_id] = folder
+            found[runs[json.loads(facts["text"])["run_id"]].file.run_id] = folder
         except (OSError, ValueError, LookupError, TypeError):
             raise UsageError(
                 f"{folder} holds no checkpoints of a finished run of this record; need a run's folder of checkpoints; "

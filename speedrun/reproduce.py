@@ -7,7 +7,8 @@ import msgspec
 
 from speedrun import clock, provenance
 from speedrun.console import clean
-from speedrun.data.wholefile import write_whole
+from speedrun.data import lock
+from speedrun.data.wholefile import make_folder, write_whole
 from speedrun.errors import DataError, UsageError
 from speedrun.ledger.batch import seeds_from
 from speedrun.ledger.format import Manifest
@@ -76,11 +77,8 @@ def planned(
     ]
     seeds = (theirs if same_seeds else fresh)[:num_runs]
     made = Plan(manifest.record_id, same_seeds, tuple(seeds), now)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"{folder}: {error.strerror}; choose an --out that can be written") from None
-    write_whole(folder / PLAN, msgspec.json.format(msgspec.json.encode(made), indent=2), b"\n")
+    with lock.alone_with(folder):
+        make_folder(folder, {PLAN: msgspec.json.format(msgspec.json.encode(made), indent=2) + b"\n"})
     return made
 
 

@@ -16,6 +16,7 @@ from typing import IO, Literal, Self
 import msgspec
 
 from speedrun.clock import Stamp
+from speedrun.errors import refusals_told
 
 GENESIS = "0" * 16
 
@@ -201,15 +202,9 @@ class RunEnd(Event, tag="run_end", frozen=True, omit_defaults=True):
     data_wait_s: float
     peak_bytes: int
     final_hash: str
-    throttled_s: float | None = (
-        None  #: devices held back by heat or power supply; None where nothing counts it
-    )
-    phases: dict[
-        str, float
-    ] = {}  #: seconds in each phase of `clock.Phases`; together the wall time up to here
-    lost_s: float = (
-        0.0  #: of earlier processes: what they did after the checkpoint from which this run goes on
-    )
+    throttled_s: float | None = None  #: held back by heat or power supply; None where nothing counts it
+    phases: dict[str, float] = {}  #: seconds in each of `clock.Phases`; together the wall time up to here
+    lost_s: float = 0.0  #: of earlier processes, after the checkpoint from which this run goes on
 
 
 AnyEvent = (
@@ -247,8 +242,9 @@ class RunLog:
             path: must not exist. None: nothing is written, for the processes of a run that only help.
             now: the harness clock; the only source of time.
         """
-        self._file: IO[bytes] | None = None if path is None else path.open("xb")
-        self._now = now
+        self._path, self._now = path, now
+        with refusals_told(self._path):
+            self._file: IO[bytes] | None = None if path is None else path.open("xb")
         self._index = 0
         self._prev = GENESIS
         self._readers: list[Callable[[Line], None]] = []
@@ -259,25 +255,34 @@ class RunLog:
         self._readers.append(reader)
 
     def emit(self, event: AnyEvent) -> None:
-        """Writes one event and flushes it; threads take turns."""
+        """Writes one event and flushes it; threads take turns. A reader whose stream is closed is told no more.
+
+        Raises:
+            StorageError: if the disk refuses. The line is kept, and written before the next one if there is room.
+        """
         if self._file is None:
             return
         with self._turn:
             stamp = self._now()
             line = Line(self._index, stamp.mono_ns, stamp.utc, self._prev, event)
             raw = line.encode()
-            self._file.write(raw + b"\n")
-            self._file.flush()
             self._index, self._prev = self._index + 1, digest(raw)
-            for reader in self._readers:
-                reader(line)
+            with refusals_told(self._path):
+                self._file.write(raw + b"\n")
+                self._file.flush()
+            for reader in tuple(self._readers):
+                try:
+                    reader(line)
+                except OSError:
+                    self._readers.remove(reader)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
         if self._file is not None:
-            self._file.close()
+            with refusals_told(self._path):
+                self._file.close()
 
 
 _DECODER = msgspec.json.Decoder(Line)

@@ -9,7 +9,7 @@ was found out is written down.
 import hashlib
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from speedrun import (
@@ -28,11 +28,12 @@ from speedrun import mesh as meshes
 from speedrun import track as tracks
 from speedrun.checkpoint import Checkpoints
 from speedrun.clock import Clock, now
-from speedrun.data import stream
-from speedrun.data.wholefile import write_whole
-from speedrun.errors import NonFiniteError, UsageError, told
+from speedrun.data import lock, stream
+from speedrun.data.wholefile import make_folder, write_whole
+from speedrun.errors import NonFiniteError, refusals_told
 from speedrun.ledger import format
 from speedrun.outcome import Tally, run_end, run_file
+from speedrun.output import told
 from speedrun.prepare import Ready, RunConfig, decoded, prepare
 
 
@@ -50,7 +51,8 @@ def train(config: RunConfig, reader: console.Live | None = None) -> format.RunFi
         SpeedrunError: with no folder made, if `prepare` refuses; with an ended log, if the run breaks off.
     """
     ready = processes.agreed(lambda: prepare(config, reader), lambda ready: ready.facts)
-    with _checkpoints(ready, reader) as checkpoints:
+    alone = lock.alone_with(config.out) if processes.is_first() else nullcontext()
+    with alone, _checkpoints(ready, reader) as checkpoints:
         return _logged(ready, checkpoints, reader)
 
 
@@ -112,13 +114,13 @@ def _stacks(out: Path) -> Path:
 
 def _begun(ready: Ready, run_dir: Path) -> Path:
     """The path of the log, in the new folder of the run."""
-    config = ready.config
-    try:
+    out, begun, source = ready.config.out, ready.config.batch_sha256 or ready.config.resume, "source.txt"
+    if begun and out.exists():
+        write_whole(out / source, ready.source.encode())  # as it was, or what is missing
+    else:
+        make_folder(out, {source: ready.source.encode()})
+    with refusals_told(run_dir):
         run_dir.mkdir(parents=True)
-        if not (config.batch_sha256 or config.resume):  # else it is there
-            (config.out / "source.txt").write_text(ready.source, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{run_dir}: {error.strerror}; choose an --out that can be written") from None
     return run_dir / "metrics.jsonl"
 
 

@@ -23,9 +23,7 @@ DEADLINES_S: dict[Phase, float] = {
 }
 _SLOW = 0.5  #: of a deadline; a line says so, once for each phase
 _GRACE_S = 10.0  #: to write down what is known; the disk or the terminal may be what hangs
-_LINGER_S = (
-    2.0  #: for the watchdogs of other processes: whoever goes before they bark looks like what was lost
-)
+_LINGER_S = 2.0  #: for the watchdogs of other processes: a process that ends before them looks lost
 
 
 @contextmanager

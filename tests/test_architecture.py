@@ -69,10 +69,11 @@ FLOORS = {
     "speedrun.provenance": 1,
     "speedrun.anatomy": 1,
     "speedrun.devices": 1,
-    "speedrun.scoring": 0,
+    "speedrun.scoring": 3,
     "speedrun.clock": 0,
     "speedrun.hlo": 0,
     "speedrun.timeline": 0,
+    "speedrun.output": 1,
     "speedrun.sourcefile": 0,
     "speedrun.faults": 0,
     "speedrun.errors": 0,
@@ -235,3 +236,66 @@ def test_every_module_says_what_it_is_for() -> None:
 def test_files_are_named_by_what_they_are_about() -> None:
     drawers = {"utils", "util", "helpers", "common", "misc", "tools"}
     assert not [module for module in PATHS if drawers & set(module.split("."))]
+
+
+#: Writes that are not `write_whole`, and why each may be.
+OTHER_WRITES = {
+    ("speedrun.data.wholefile", "partial.open"): "this is `write_whole`",
+    ("speedrun.data.wholefile", "os.replace"): "this is `write_whole`",
+    ("speedrun.data.wholefile", "os.rename"): "this is `make_folder`",
+    ("speedrun.data.wholefile", "os.open"): "what is synchronised",
+    ("speedrun.ledger.drawing", "figure.savefig"): "memory",
+    ("speedrun.ledger.submission", "tarfile.open"): "memory",
+    ("speedrun.cli", "formatter.write_text"): "click's help",
+    ("speedrun.data.lock", "path.open"): "a lock is empty",
+    ("speedrun.runlog", "path.open"): "the log: one line after the other, and a torn one is cut off",
+    ("speedrun.watchdog", "stacks.open"): "the process is about to end itself",
+    ("speedrun.rerun", "file.write_text"): "a scratch folder",
+    ("speedrun.rerun", "Path(scratch, 'request.json').write_bytes"): "a scratch folder",
+    ("speedrun.examine", "asked.findings.write_bytes"): "a scratch folder",
+    ("speedrun.cli.child", "promise.open"): "a lock on what is there: nothing is written",
+    ("speedrun.meet", "open"): "/dev/null",
+    ("speedrun.meet", "os.fdopen"): "standard output",
+}
+_WRITING = {
+    *("write_text", "write_bytes", "touch", "truncate", "tofile", "savefig", "hardlink_to", "symlink_to"),
+    *(
+        "save",
+        "savez",
+        "savetxt",
+        "copy",
+        "copy2",
+        "copyfile",
+        "copytree",
+        "move",
+        "rename",
+        "renames",
+        "link",
+    ),
+}
+
+
+def is_write(call: ast.Call) -> bool:
+    """Whether a call changes what is on disk, by its name and its mode."""
+    name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+    owner = ast.unparse(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+    if name in ("open", "fdopen"):
+        at = 1 if owner in ("", "io", "os", "gzip", "bz2", "lzma", "codecs") else 0
+        modes = call.args[at : at + 1] + [word.value for word in call.keywords if word.arg == "mode"]
+        texts = [str(mode.value) if isinstance(mode, ast.Constant) else "w" for mode in modes]
+        return bool(set("".join(texts)) & set("wax+"))
+    if name == "replace":  # of a path; of a text it takes two, of a struct fields by name
+        return owner == "os" or (len(call.args) == 1 and not call.keywords)
+    if name in ("copy", "save", "move", "link", "rename"):
+        return owner in ("os", "shutil", "np", "numpy") or name == "rename"
+    return name in _WRITING
+
+
+def test_files_are_written_in_one_way() -> None:
+    found = {
+        (module, ast.unparse(node.func))
+        for module, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and is_write(node)
+    }
+    assert found == set(OTHER_WRITES), "write files with data.wholefile"

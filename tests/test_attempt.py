@@ -261,6 +261,16 @@ def test_a_wrong_number_of_gpus_is_one_line(checkout: Path, name: str, need: str
     assert not (checkout / ".venv").exists()
 
 
+def test_a_dry_run_needs_no_gpu(checkout: Path):
+    """What it takes is said on any machine; a stand-in for Python shows what is asked of it."""
+    stand_in = checkout / "python"
+    stand_in.write_text('#!/bin/sh\necho "$@"\n')
+    stand_in.chmod(0o755)
+    run = script(checkout, "run_8gpu.sh", "--runs", "6", "--dry-run", SPEEDRUN_PYTHON=str(stand_in))
+    said, _ = run.communicate(timeout=60)
+    assert (run.returncode, said) == (0, "-m speedrun attempt --track main-8xh100 --runs 6 --dry-run\n")
+
+
 def test_a_disk_without_room_is_one_line_and_nothing_is_begun(checkout: Path):
     tools = checkout / "bin"
     tools.mkdir()

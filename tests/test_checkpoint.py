@@ -6,12 +6,13 @@ import signal
 from pathlib import Path
 
 import jax
+import msgspec
 import numpy as np
 import pytest
 from test_train import SMALL
 
 from speedrun import checkpoint, loop, mesh, recipes, runlog, train
-from speedrun.checkpoint import Facts, described, folder_of, named, opened
+from speedrun.checkpoint import Facts, described, folder_of, named, opened, sealed, unsealed
 from speedrun.errors import CheckpointError, Terminated, UsageError
 from speedrun.ledger import format
 from speedrun.ledger.assemble import assemble
@@ -204,6 +205,45 @@ def test_facts_that_cannot_be_read_are_damage_too(copy, small):
     said = []
     assert restored(copy, small, said).facts.step == 1
     assert len(said) == 1
+
+
+@pytest.mark.parametrize(
+    ("was", "becomes"),
+    [
+        ("[0,1024]", "[0,1025]"),
+        ('tokens_seen\\":1024', 'tokens_seen\\":1025'),
+        ("0.2", "0.1"),
+        ("step", "stop"),
+    ],
+)
+def test_a_changed_fact_is_damage_too(copy, small, was, becomes):
+    """Cursor, count of tokens, clock: nothing else would notice them."""
+    path = copy / "2" / "facts" / "metadata"
+    text = path.read_text()
+    assert was in text
+    path.write_text(text.replace(was, becomes, 1))
+    said = []
+    assert restored(copy, small, said).facts.step == 1
+    assert said == ["checkpoint 2 is damaged (its digest does not fit); removed, the one before it is tried"]
+
+
+def test_swapped_checkpoints_are_damage(copy, small):
+    (copy / "1").rename(copy / "3")
+    shutil.rmtree(copy / "2")
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+        restored(copy, small, [])
+
+
+def test_no_changed_bit_of_what_was_sealed_passes():
+    """Of `run.json`: what was asked for, with its seed."""
+    raw = '{"seed":0,"note":"größer \\" \\n"}'.encode()
+    whole = msgspec.json.encode(sealed(raw))
+    assert unsealed(msgspec.json.decode(whole)) == raw
+    for place in range(8 * len(whole)):
+        changed = bytearray(whole)
+        changed[place // 8] ^= 1 << place % 8
+        with pytest.raises(ValueError):  # noqa: PT011 - of the parser, or of the digest
+            unsealed(msgspec.json.decode(bytes(changed)))
 
 
 def test_no_whole_checkpoint_is_an_error(copy, small):

@@ -34,7 +34,7 @@ from speedrun.checkpoint import folder_of
 from speedrun.cli import command
 from speedrun.clock import Stopwatch, now
 from speedrun.data import inventory, shards
-from speedrun.errors import HANG, CheckpointError, DataError, NonFiniteError, Terminated
+from speedrun.errors import HANG, CheckpointError, NonFiniteError, Terminated
 from speedrun.ledger import format, leaks
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.code import Code, read
@@ -415,7 +415,7 @@ def test_a_disk_that_fills_up(config, unbroken, tmp_path):
 
 def test_a_folder_of_checkpoints_that_cannot_be_made_is_told_first(config, tmp_path):
     folder_of(tmp_path / "out").write_text("in the way")
-    with pytest.raises(DataError, match="choose a folder that can be written"):
+    with pytest.raises(CheckpointError, match="free or choose another folder"):
         train.train(at(config, tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 

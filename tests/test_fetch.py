@@ -20,10 +20,11 @@ from huggingface_hub import constants
 from speedrun import track
 from speedrun.clock import Stopwatch
 from speedrun.data import fetch, hub, inventory
-from speedrun.data.inventory import MANIFEST, read_manifest, verify
+from speedrun.data.inventory import MANIFEST, read_manifest
 from speedrun.data.shards import HEADER_BYTES, sha256, write_shard
 from speedrun.data.stream import require_steps
-from speedrun.errors import DataError
+from speedrun.data.verify import verify
+from speedrun.errors import DataError, StorageError
 from speedrun.recipes import load as load_recipe
 
 REPO = "someone/tokens"
@@ -247,6 +248,13 @@ def test_a_lost_shard_must_come_back_the_same(tmp_path: Path, server: FakeHub):
     assert_sound(tmp_path, server.files)
 
 
+def test_what_the_manifest_names_comes_back_also_where_fewer_are_asked_for(tmp_path: Path, server: FakeHub):
+    get(tmp_path)
+    (tmp_path / NAMES[2]).unlink()
+    get(tmp_path, msgspec.structs.replace(SOURCE, train_shards=1))
+    assert_sound(tmp_path, server.files)
+
+
 def test_digests_of_the_track_count(tmp_path: Path, server: FakeHub):
     data = msgspec.structs.replace(DATA, sha256={VAL: "0" * 64})
     with pytest.raises(DataError, match=f"the track says {'0' * 64}"):
@@ -312,7 +320,7 @@ def test_a_disk_that_fills_up(tmp_path: Path, server: FakeHub, monkeypatch: pyte
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(huggingface_hub.file_download, "http_get", full)
-    with pytest.raises(DataError, match="cannot be written: No space left on device; free or choose"):
+    with pytest.raises(StorageError, match="cannot be written: No space left on device; free or choose"):
         get(tmp_path)
 
 

@@ -56,6 +56,16 @@ def curve(*points: tuple[int, float | None, float | None]) -> tuple[Point, ...]:
         ("[rank0]: step:125/1770 val_loss:4.6539 train_time:12051ms", 125, 1770, 4.6539, 12.051),
         ("\x1b[32mstep:125/1770 val_loss:4.6539 train_time:12051ms\x1b[0m\r", 125, 1770, 4.6539, 12.051),
         ("step: 125/1770 val_loss: 4.6539 train_time: 12051ms", 125, 1770, 4.6539, 12.051),
+        ("step:5/9 val_loss:4.5 train_time:4s step_avg:800ms tokens/sec:1234567.8", 5, 9, 4.5, 4.0),
+        (
+            "[METRICS (latest)] step: 1674  |  val_loss: 3.275080919265747",
+            1674,
+            None,
+            3.275080919265747,
+            None,
+        ),
+        ("[METRICS] step: 7  |  val_loss: 4.5  |  tokens/sec: 1.2e6", 7, None, 4.5, None),
+        ("step: 7  |  val_loss: 4.5  |  note: two words", 7, None, 4.5, None),
     ],
 )
 def test_every_dialect_of_a_validation_is_read(line, step, num_steps, loss, train_time_s):
@@ -74,6 +84,37 @@ def test_lines_of_steps_are_losses_where_they_tell_one():
     )
     (run,) = read("s:0 tel:11.0\ns:0 trl:10.9 lr:0.000001 norm:15.37\ns:0 eval:0.26\n").runs
     assert (run.validations, run.train_losses) == (curve((0, 11.0, None)), curve((0, 10.9, None)))
+
+
+def test_the_log_of_a_port_to_jax_is_read_and_its_wall_clock_is_no_train_time():
+    """Made up, in its order: metrics come one line late, a validation before the step that was logged last."""
+    found = read(
+        "[MESSAGE] Starting training...\n"
+        "[METRICS (1 step stale)] step: 9  |  time: 2025-08-20 13:50:50.485907  |  loss: 6.5\n"
+        "[MESSAGE] Running validation for step 20...\n"
+        "[METRICS (1 step stale)] step: 19  |  time: 2025-08-20 13:50:51.5  |  loss: 6.25\n"
+        "[METRICS (1 step stale)] step: 20  |  val_loss: 6.125\n"
+        "[METRICS (latest)] step: 29  |  time: 2025-08-20 13:50:58.5  |  loss: nan\n"
+        "[METRICS (latest)] step: 30  |  val_bpb: 1.5\n"
+        "[METRICS (latest)] step: 31  |  val_loss\n"
+    )
+    (run,) = found.runs
+    assert run.train_losses == curve((9, 6.5, None), (19, 6.25, None), (29, None, None))
+    assert run.validations == curve((20, 6.125, None))
+    assert [problem.line for problem in found.problems] == [6, 8]
+    assert "foreign from '|  val_loss'" in found.problems[1].message
+
+
+def test_groups_show_the_mean_time_of_a_step(tmp_path: Path):
+    for name, time_ms in (("a", 100), ("b", 120)):
+        (tmp_path / name).write_text(
+            f"step:0/10 val_loss:9 train_time:0ms\nstep:10/10 val_loss:4 train_time:{time_ms}ms"
+        )
+    shown = CliRunner().invoke(command, [str(tmp_path / "a"), str(tmp_path / "b")]).stdout
+    assert "n 2  mean 4.0000  sd 0.0000  step 11.00 ms\n" in shown
+    (tmp_path / "a").write_text("s:10 tel:4.0")
+    shown = CliRunner().invoke(command, [str(tmp_path / "a")]).stdout
+    assert "mean 4.0000  sd none\n" in shown
 
 
 def test_the_machine_is_what_versions_and_tables_say():
@@ -153,7 +194,8 @@ def test_rows_that_cannot_be_read_are_said(row):
 
 
 _WORDS = ["step:", "s:", "1", "125", "/", "1770", " ", "val_loss:", "train_loss:", "tel:", "4.5", "nan", "-", "e", "\n",
-          "train_time:", "ms", "s", "\x1b[2J", "\u202e", "\0", "|", "Running ", "On", ",", '"', "9" * 400]  # fmt: skip
+          "train_time:", "ms", "s", "\x1b[2J", "\u202e", "\0", "|", "[METRICS] ", "loss: ",
+          "Running ", "On", ",", '"', "9" * 400]  # fmt: skip
 
 
 @settings(deadline=None)

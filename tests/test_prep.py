@@ -21,12 +21,13 @@ from hypothesis import strategies as st
 
 from speedrun import track
 from speedrun.clock import Stopwatch
-from speedrun.data import documents, inventory, prep, text_files, tokenizer, workers
+from speedrun.data import documents, inventory, overview, prep, text_files, tokenizer, workers
 from speedrun.data.hub_rows import Dataset
 from speedrun.data.inventory import Place
 from speedrun.data.lock import LOCK, alone_in
 from speedrun.data.prep import Cut, prepare
 from speedrun.data.sources import open_source
+from speedrun.data.verify import verify
 from speedrun.errors import DataError, UsageError
 
 ROOT = Path(__file__).parent.parent
@@ -159,6 +160,11 @@ def test_files_and_folders_in_the_order_of_their_names(tmp_path: Path):
         ("x.jsonl", b'{"text": "a"}\n{"text": null}\n', "row 1 has NoneType as 'text'"),
         ("x.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 9, mtime=0)[:-9], "x.jsonl.gz: "),
         ("x.jsonl.gz", b"no gzip at all", "x.jsonl.gz: "),
+        ("x.jsonl", b'{"text": "a"}\n{"text": "b\xff"}\n', r"x\.jsonl: row 1 is no UTF-8 at its byte 11"),
+        ("x.jsonl", b'{"text": "a\xed\xa0\x80"}', "row 0 is no UTF-8"),
+        ("x.jsonl", '{"text": "a"}'.encode("utf-16"), "row 0 is no UTF-8"),
+        ("x.jsonl", b'{"text": ' + b"[" * 100_000, "row 0 is no JSON"),
+        ("x.jsonl", b'{"n": ' + b"9" * 5_000 + b', "text": "a"}', "row 0 is no JSON"),
         ("x.txt", b"abc\xff", "byte 3 is no UTF-8"),
         ("x.parquet", b"PAR1 not", "x.parquet: "),
         ("x.csv", b"a,b", "cannot be read"),
@@ -177,7 +183,7 @@ def test_a_source_that_cannot_be_read(tmp_path: Path, name: str, content: bytes,
     [
         rb'{"text": "a\ud83d\ude00\ud800b"}',
         rb'{"n": [NaN, -Infinity, 1e999], "text": "a"}',
-        b'{"text": "a\xed\xa0\x80"}',
+        b'\xef\xbb\xbf{"text": "a"}',
     ],
 )
 def test_what_pythons_own_json_reads_is_read(tmp_path: Path, line: bytes):
@@ -193,6 +199,14 @@ def test_sources_that_do_not_go_together(tmp_path: Path):
         write_rows(tmp_path / folder / "x.jsonl", [folder])
     with pytest.raises(UsageError, match=r"two files are x\.jsonl"):
         open_source([str(tmp_path / "a"), str(tmp_path / "b")])
+    rows = str(tmp_path / "a" / "x.jsonl")
+    for again in (rows, f"{tmp_path}/b/../a/x.jsonl", str(tmp_path / "a")):
+        with pytest.raises(UsageError, match=r"x\.jsonl is named twice"):
+            open_source([rows, again])
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "\udcff.txt").write_text("a")
+    with pytest.raises(DataError, match="the name is no UTF-8"):
+        open_source([str(tmp_path / "c")])
     with pytest.raises(UsageError, match="comes alone"):
         open_source(["hub:a/b", str(tmp_path / "a")])
     with pytest.raises(UsageError, match="--revision main of"):
@@ -218,6 +232,62 @@ def test_another_setting_is_an_error_that_names_it(tmp_path: Path):
     with pytest.raises(UsageError, match="with files_sha256 "):
         prepare(open_source([str(rows)]), BYTES, cut, out)
     assert shards_of(out) == before
+
+
+@pytest.mark.parametrize("prefix", ["../x", "/tmp/x", "a/b", "", ".", "x\0", "\udcff"])
+def test_a_prefix_is_the_beginning_of_a_name(tmp_path: Path, prefix: str):
+    rows = write_rows(tmp_path / "rows.jsonl", ["abc"])
+    with pytest.raises(UsageError, match="need letters, digits"):
+        prepare(open_source([str(rows)]), BYTES, Cut(prefix), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+def test_a_text_keeps_its_bytes(tmp_path: Path):
+    (tmp_path / "x.txt").write_bytes(b"\xef\xbb\xbfa\r\nb\rc\n")
+    assert list(documents.texts(open_source([str(tmp_path)]), "text")) == ["\ufeffa\r\nb\rc\n"]
+
+
+#: As a column of Arrow, and what is made of it.
+TOKEN_COUNTS = {
+    "numbers": ([1, 2], [1, 2]),
+    "null": ([1, None], None),
+    "text": (["1", "x"], None),
+    "huge": ([1, 2**63], None),
+    "negative": ([1, -1], None),
+    "fractions": ([1.0, 2.5], None),
+    "flags": ([True, False], None),
+}
+
+
+@pytest.mark.parametrize(("counts", "want"), TOKEN_COUNTS.values(), ids=TOKEN_COUNTS)
+def test_a_token_count_is_a_number_or_not_known(tmp_path: Path, counts: list, want: list[int] | None):
+    """Whoever made the source may have filled that column with anything: shards are made all the same."""
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    rows = [{"text": "ab", "token_count": count} for count in counts]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    column = pa.array(counts, pa.uint64()) if counts[1] == 2**63 else pa.array(counts)
+    pyarrow.parquet.write_table(
+        pa.table({"text": ["ab", "ab"], "token_count": column}), tmp_path / "x.parquet"
+    )
+    for name in ("x.jsonl", "x.parquet"):
+        made = prepare(open_source([str(tmp_path / name)]), BYTES, Cut(), tmp_path / f"{name}.out")
+        (entry,) = made.manifest.shards.values()
+        assert (entry.documents, entry.source_tokens) == (2, None if want is None else sum(want))
+
+
+def test_parquet_that_is_no_utf8_is_refused_by_its_row(tmp_path: Path):
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    bad = pa.Array.from_buffers(
+        pa.string(), 1, [None, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"a\xff")]
+    )
+    table = pa.table({"text": pa.chunked_array([pa.array(["a", "b"]), bad])})
+    pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
+    with pytest.raises(DataError, match=r"x\.parquet: row 2 is no UTF-8 at its byte 1"):
+        prepare(open_source([str(tmp_path)]), BYTES, Cut(), tmp_path / "out")
 
 
 def test_a_folder_that_holds_something_else(tmp_path: Path):
@@ -268,7 +338,7 @@ def test_the_end_product_is_a_track_that_verifies(tmp_path: Path):
     rows = write_rows(tmp_path / "rows.jsonl", ["abc" * n for n in range(9)])
     data = track.Data("x", "x_train_*.bin", "x_val_*.bin", 19, 257, DOCUMENT, "again!")
     made = prepare(open_source([str(rows)]), BYTES, Cut("x", 40), tmp_path / "out")
-    passed = inventory.verify(tmp_path / "out", data, full=True)
+    passed = verify(tmp_path / "out", data, full=True)
     assert sum(shard.tokens for shard in passed) == sum(e.tokens for e in made.manifest.shards.values())
     assert {shard.bytes_per_token for shard in passed} == {1.0}
     inventory.write_manifest(tmp_path / "out", msgspec.structs.replace(made.manifest, complete=False))
@@ -536,10 +606,10 @@ def test_bits_per_byte(tmp_path: Path):
     rows = write_rows(tmp_path / "rows.jsonl", ["abcd" * 25])
     made = prepare(open_source([str(rows)]), BYTES, Cut("x", 50, scored_tokens=40), tmp_path)
     data = track.Data("x", "x_train_*.bin", "x_val_*.bin", 40, 257, DOCUMENT, "again!")
-    assert inventory.bits_per_byte(np.log(256), tmp_path, data) == pytest.approx(8)
-    assert inventory.bits_per_byte(1.0, tmp_path, msgspec.structs.replace(data, val_tokens=39)) is None
+    assert overview.bits_per_byte(np.log(256), tmp_path, data) == pytest.approx(8)
+    assert overview.bits_per_byte(1.0, tmp_path, msgspec.structs.replace(data, val_tokens=39)) is None
     inventory.write_manifest(tmp_path, msgspec.structs.replace(made.manifest, scored_bytes=20))
-    assert inventory.bits_per_byte(np.log(256), tmp_path, data) == pytest.approx(16), "two tokens a byte"
+    assert overview.bits_per_byte(np.log(256), tmp_path, data) == pytest.approx(16), "two tokens a byte"
 
 
 @needs_shared

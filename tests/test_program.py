@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from test_train import SMALL
 
-from speedrun import loop, mesh, scoring, train
+from speedrun import loop, mesh, scoring, track, train
 from speedrun import program as programs
+from speedrun.data import inventory
 from speedrun.errors import SpeedrunError, UsageError
+from speedrun.evaluate import evaluate
 from speedrun.prepare import RunConfig
 from speedrun.program import Program
 from speedrun.recipe import Recipe
@@ -56,6 +58,42 @@ def test_logits_of_a_part_of_the_vocabulary_or_of_the_tokens_are_refused(hidden,
     x_TD, _, targets_T = hidden
     with pytest.raises(ValueError, match=rf"got logits \[{shape[0]}, {shape[1]}\]; need \[24, 50 or more\]"):
         scoring.nll_sums(lambda x: jnp.zeros(shape), x_TD, targets_T, vocab_size=VOCAB, platform="cpu")
+
+
+def test_validation_sums_in_float64_and_divides_once(tiny: Recipe, smoke_data, tmp_path):
+    """2^25 + 1 is no float32; a mean of means would give another number, too."""
+    program, rules = Program(tiny, mesh.make_mesh(1)), track.load("smoke-cpu")
+    (val,) = inventory.open_track(smoke_data, rules.data).val
+    batches = 2 * tiny.eval_sequences * tiny.eval_seq_len
+    answers = iter([jnp.array([[2.0**25, 1.0]]), jnp.array([[1.0, 1.0]])])
+    state = program.init(jax.random.key(0))
+    score = evaluate(program, lambda *_: next(answers), state, val, batches)
+    assert (score.nll_sum, score.tokens) == (2**25 + 3, batches)
+    assert score.loss == (2**25 + 3) / batches
+
+
+def test_a_validation_has_the_window_of_its_own_step(tiny: Recipe):
+    """At the end that is the row behind the last step's."""
+    wide = dataclasses.replace(tiny, schedule=dataclasses.replace(tiny.schedule, final_window=2.2))
+    program = Program(wide, mesh.make_mesh(1))
+    windows = [int(wide.inputs_at(step).window_blocks) for step in range(wide.num_steps + 1)]
+    assert windows[-2] != windows[-1]
+    keys = jax.random.split(jax.random.key(0), 99)
+    state = program.init(keys[0])
+    packed = {
+        name: x + 0.1 * jax.random.normal(k, x.shape)
+        for (name, x), k in zip(state.params.items(), keys[1:], strict=False)
+    }
+    ids = jax.random.randint(keys[0], (wide.eval_sequences, wide.eval_seq_len + 1), 1, wide.config.vocab_size)
+    tokens_BT, targets_BT = (mesh.place(np.asarray(x), program.mesh) for x in (ids[:, :-1], ids[:, 1:]))
+    scores = [
+        float(program.eval_step(packed, tokens_BT, targets_BT, program.schedule, jnp.int32(step)).sum())
+        for step in (wide.num_steps - 1, wide.num_steps)
+    ]
+    for score, blocks in zip(scores, windows[-2:], strict=True):
+        fixed = program.eval_step_for(blocks)(packed, tokens_BT, targets_BT, program.schedule, jnp.int32(0))
+        assert score == pytest.approx(float(fixed.sum()), rel=1e-6)
+    assert abs(scores[0] - scores[1]) > 1e-4 * scores[0]
 
 
 def asks_the_host(x: jax.Array) -> jax.Array:

@@ -13,6 +13,7 @@ from speedrun import track
 from speedrun.data import inventory, prep, python_docs, tokenizer
 from speedrun.data.python_docs import Document, collect
 from speedrun.data.sources import open_source
+from speedrun.data.verify import verify
 from speedrun.errors import DataError, UsageError
 
 LONG = "A sentence that is long enough to be worth reading, and so it is taken, as it stands here."
@@ -103,7 +104,7 @@ def test_what_is_made_is_data_of_the_track(tmp_path: Path):
     rules = small()
     made = python_docs.ensure(rules, tmp_path / "a")
     assert made is not None
-    passed = inventory.verify(tmp_path / "a", rules.data, full=True)
+    passed = verify(tmp_path / "a", rules.data, full=True)
     assert len(passed) > 3
     manifest = made.manifest
     assert (manifest.scored_tokens, manifest.vocab_size, manifest.document_token) == (1_000, 400, 0)

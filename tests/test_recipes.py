@@ -9,10 +9,11 @@ import jax
 import numpy as np
 import pytest
 
-from speedrun import mesh, recipes, track
+from speedrun import mesh, nn, recipes, track
 from speedrun.errors import UsageError
 from speedrun.kernels.cross_entropy_gpu import RECORD21
 from speedrun.models import record21
+from speedrun.optim import muon
 from speedrun.optim.groups import Adam, AdamOnly
 from speedrun.params import SCALARS, count
 from speedrun.program import Program
@@ -219,11 +220,59 @@ def test_stages_follow_each_other():
         recipe.stage_of(5)
 
 
-def test_the_schedule_is_record_21s():
-    """Values of the published schedule: 1,770 steps, cooldown 0.4 to 0.1, momentum over 300, windows to 13.5."""
-    from speedrun.optim.schedules import Schedule
+def test_every_number_of_record_21_is_the_published_one():
+    """Typed here once more from the published source, and from nothing of ours."""
+    recipe = recipes.load("record21")
+    long, short, none = "long", "short", "none"
+    published = {
+        "config": {
+            "vocab_size": 50257,
+            "head_size": 50304,
+            "model_dim": 768,
+            "num_heads": 6,
+            "head_dim": 128,
+            "mlp_dim": 3072,
+            "mixing": (long, short, short, short, long, short, short, none, short, short, short, long),
+            "value_tables": (0, 1, 2, -1, -1, -1, -1, -1, -1, 0, 1, 2),
+            "block_tokens": 128,
+            "attention_scale": 0.12,
+            "logit_cap": 15.0,
+            "document_token": 50256,
+            "table_dtype": "bfloat16",
+        },
+        "optimizer": {
+            "muon_lr": 0.05,
+            "muon_steps": 5,
+            "muon_dtype": "bfloat16",
+            "embed_lr": 0.6,
+            "head_lr": 0.008,
+            "scalar_lr": 0.04,
+            "adam": {"beta1": 0.8, "beta2": 0.95, "eps": 1e-10},
+        },
+        "schedule": {
+            "cooldown_fraction": 0.4,
+            "final_lr_scale": 0.1,
+            "momentum_start": 0.85,
+            "momentum_end": 0.95,
+            "momentum_steps": 300,
+            "final_window": 13.5,
+        },
+        "stages": ({"num_steps": 1770, "num_sequences": 8, "seq_len": 49152},),
+        "eval_sequences": 8,
+        "eval_seq_len": 262144,
+        "compute_dtype": "bfloat16",
+        "head_fp8": {"x": 2.0, "head": 2.0**9, "grad": 2.0**19 / 49152},  # of a sum; published of a mean
+    }
+    numbers = dataclasses.asdict(recipe)
+    named = {"name", "summary", "parent", "revision", "table", "forward", "logits"}
+    assert {key: value for key, value in numbers.items() if key not in named} == published
+    assert (muon.A, muon.B, muon.C) == (3.4445, -4.7750, 2.0315)
+    assert np.finfo(np.float32).eps == nn.EPS
 
-    at = [Schedule(0.4, 0.1, 0.85, 0.95, 300, 13.5).at(step, 1770) for step in range(1771)]
+
+def test_the_schedule_is_record_21s():
+    """The published values at some steps: 1,770 of them, cooldown 0.4 to 0.1, momentum over 300, windows to 13.5."""
+    at = [recipes.load("record21").inputs_at(step) for step in range(1771)]
     assert [x.lr_scale for x in (at[0], at[1061])] == [1, 1]
     assert at[1062].lr_scale == pytest.approx(1, abs=1e-6)
     assert at[1416].lr_scale == pytest.approx(0.55)

@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 from speedrun import cli, track
 from speedrun.clock import Stopwatch
 from speedrun.data import inventory, overview, shards, synthetic
-from speedrun.data.inventory import Manifest, ShardEntry, open_track, verify
+from speedrun.data.inventory import Manifest, ShardEntry, open_track
 from speedrun.data.shards import open_shard, write_shard
-from speedrun.errors import DataError
+from speedrun.data.verify import verify
+from speedrun.errors import DataError, StorageError
 
 VOCAB_SIZE = 50257
 
@@ -178,7 +179,7 @@ def test_a_place_without_shards_is_told_apart(tmp_path: Path, make: Callable[[Pa
 
 
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path):
-    with pytest.raises(DataError, match="cannot be written: No such file"):
+    with pytest.raises(StorageError, match="cannot be written: No such file"):
         write_shard(tmp_path / "missing" / "x.bin", np.array([1]))
 
 
@@ -251,6 +252,10 @@ FAST_FAULTS = {
     "not in the manifest": (overwrite("t_train_3.bin", 0), "manifest.json says nothing"),
     "other count": (overwrite(TRAIN, 0, 1), "2 tokens; manifest.json says 10"),
     "other vocabulary": (edit_manifest('"vocab_size": 10', '"vocab_size": 11'), r"\(11, 0\); need \(10, 0\)"),
+    "not in the folder": (
+        lambda f: (f / "t_train_2.bin").unlink(),
+        r"t_train_2\.bin is missing, which manifest\.json names; .* get it!",
+    ),
     "no manifest": (edit_manifest('"source"', '"sauce"'), "manifest is needed"),
 }
 FULL_FAULTS = {
@@ -330,7 +335,7 @@ def test_what_is_there_of_a_track(tmp_path: Path):
     (tmp_path / "smoke_train_000003.bin").unlink()
     holding = overview.holding(smoke, tmp_path)
     assert (holding.shards, holding.complete) == (3, False)
-    assert "3 shards; the track takes 4" in str(holding.problem)
+    assert "smoke_train_000003.bin is missing" in str(holding.problem)
     (tmp_path / last).write_bytes(b"")
     holding = overview.holding(smoke, tmp_path)
     assert (holding.shards, holding.tokens, holding.complete) == (3, 0, False)

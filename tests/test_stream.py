@@ -186,7 +186,7 @@ def test_rows_follow_each_other_and_so_do_their_targets(folder: Path):
     assert tokens_BT.dtype == targets_BT.dtype == np.int32
 
 
-@pytest.mark.parametrize("cursor", [Cursor(2, 0), Cursor(0, 21)])
+@pytest.mark.parametrize("cursor", [Cursor(2, 0), Cursor(0, 21), Cursor(-1, 0), Cursor(0, -1)])
 def test_a_cursor_of_other_shards_is_refused(folder: Path, cursor: Cursor):
     with pytest.raises(DataError, match="shards that the run began with"):
         TokenStream(make(folder, 20), cursor)

@@ -401,7 +401,8 @@ def test_the_folder_of_a_run_must_be_new(tmp_path, smoke_data):
 
 def test_the_folder_of_a_run_must_be_writable(tmp_path, smoke_data):
     (tmp_path / "file").write_text("")
-    assert "choose an --out" in str(refused(smoke_data, tmp_path, out=tmp_path / "file" / "out").value)
+    said = str(refused(smoke_data, tmp_path, out=tmp_path / "file" / "out").value)
+    assert "free or choose another folder" in said
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@
 
 import importlib
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -14,7 +15,8 @@ import click
 
 from speedrun import __version__
 from speedrun.cli.options import Group
-from speedrun.errors import EXIT_CODES, INTERRUPTED, SpeedrunError, Terminated, UsageError, unknown
+from speedrun.errors import EXIT_CODES, INTERRUPTED, UsageError, unknown
+from speedrun.output import expected, lost_output, outlive_readers
 
 COMMANDS = {
     "doctor": "Say what this machine can run, and what to type next.",
@@ -65,16 +67,19 @@ class _Commands(Group):
         words = list(sys.argv[1:] if args is None else args)
         named["standalone_mode"] = False  # click's own errors come out, to be said in our words
         try:
+            _check_words(words)
             sys.exit(super().main(words, *rest, **named))
         except click.exceptions.NoArgsIsHelpError as error:
             error.show()
             sys.exit(error.exit_code)
         except click.UsageError as error:
             _fail(_in_our_words(error), UsageError.exit_code, words)
-        except (SpeedrunError, Terminated) as error:
-            _fail(str(error), error.exit_code, words)
         except click.Abort:  # what click makes of KeyboardInterrupt
             _fail("interrupted", INTERRUPTED, words)
+        except BaseException as error:
+            if (known := expected(error)) is None:
+                raise
+            _fail(str(known), known.exit_code, words)
 
 
 def _fail(said: str, exit_code: int, words: list[str]) -> NoReturn:
@@ -84,6 +89,13 @@ def _fail(said: str, exit_code: int, words: list[str]) -> NoReturn:
     else:
         click.echo(f"error: {said}", err=True)
     sys.exit(exit_code)
+
+
+def _check_words(words: list[str]) -> None:
+    """Refuses words that are no UTF-8, which Python hands on as surrogates: no record could hold them."""
+    for word in words:
+        if not word.isprintable() and any("\udc80" <= char <= "\udcff" for char in word):
+            raise UsageError(f"{word!a} is no UTF-8; need arguments in UTF-8; rename the file, or type it so")
 
 
 def _in_our_words(error: click.UsageError) -> str:
@@ -104,5 +116,15 @@ def command() -> None:
 
 
 def main() -> None:
-    """Runs the command line of this process and exits."""
-    command(prog_name="speedrun")
+    """Runs the command line of this process and exits: with 2, if it ended well but standard output is incomplete."""
+    if sys.getfilesystemencoding() != "utf-8":  # records are UTF-8, whatever the locale
+        os.environ["PYTHONUTF8"] = "1"  # for processes that we start
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
+    outlive_readers()
+    try:
+        command(prog_name="speedrun")
+    except SystemExit as end:
+        if not (why := lost_output()):
+            raise
+        click.echo(f"error: standard output: {why}; all else is done; send it where there is room", err=True)
+        sys.exit(end.code or UsageError.exit_code)

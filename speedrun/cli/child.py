@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from speedrun import signals
+from speedrun.data.wholefile import write_whole
 from speedrun.errors import UsageError
 
 
@@ -19,7 +20,7 @@ def ended(module: str, request: dict[str, Any], *, to_stderr: bool, keep_open: t
     """The exit code of a module of ours that was given a request; signals go on to it."""
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch, "request.json")
-        path.write_bytes(msgspec.json.encode(request))
+        write_whole(path, msgspec.json.encode(request))
         child = Popen(
             [sys.executable, "-m", module, str(path)],
             stdout=sys.stderr if to_stderr else None,

@@ -8,6 +8,7 @@ import click
 import msgspec
 
 from speedrun.cli.options import Integer, data_option, example, json_option, unsafe_option
+from speedrun.data.wholefile import write_whole
 from speedrun.errors import UsageError
 from speedrun.ledger.batch import seeds_from
 from speedrun.ledger.comparison import Comparison, compare
@@ -67,9 +68,8 @@ def command(
                 )
         found = compare(seeds, runs["A"], runs["B"])
         if out is not None:
-            (out / "compare.json").write_bytes(
-                msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n"
-            )
+            encoded = msgspec.json.format(msgspec.json.encode(found), indent=2)
+            write_whole(out / "compare.json", encoded, b"\n")
     click.echo(msgspec.json.encode(found) if as_json else _told(found))
     ctx.exit(0 if found.time_ratio.high < 1 and found.loss_difference.low <= 0 else 1)
 

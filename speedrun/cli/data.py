@@ -12,6 +12,7 @@ from speedrun.cli.options import Group, Integer, data_option, example, json_opti
 from speedrun.cli.progress import Progress
 from speedrun.console import clean, quantity
 from speedrun.data import inventory, overview, synthetic
+from speedrun.data.verify import verify as verify_shards
 from speedrun.errors import Terminated, UsageError
 from speedrun.track import Hub, Track
 
@@ -114,7 +115,7 @@ def verify(*, track: str, data: Path | None, full: bool, as_json: bool) -> None:
     rules = tracks.load(track)
     folder = inventory.data_folder(rules, data)
     with Progress(f"verify {rules.name}") as progress:
-        verified = inventory.verify(folder, rules.data, full=full, report=progress.update)
+        verified = verify_shards(folder, rules.data, full=full, report=progress.update)
     if as_json:
         passed = [shard._asdict() for shard in verified]
         _print_json({"track": rules.id, "folder": str(folder), "full": full, "shards": passed})

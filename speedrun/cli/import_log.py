@@ -8,6 +8,7 @@ import msgspec
 
 from speedrun.cli.options import Integer, example, json_option
 from speedrun.console import clean
+from speedrun.data.wholefile import write_whole
 from speedrun.errors import UsageError
 from speedrun.ledger import context, foreign, noise
 from speedrun.ledger.context import Context, ContextRun
@@ -58,10 +59,10 @@ def command(
 ) -> None:
     """Read the logs of other people's runs, and say how much equal runs differ.
 
-    A FILE is a text log of modded-nanogpt or llm.c in any of their dialects, or a CSV with the columns
-    log,step,num_steps,val_loss,train_time_ms; either may be compressed by gzip. Runs of one folder that end at the
-    same step are one group; a run that lies in two places counts once. What is read is context: it has no seed and no
-    chain of hashes, so it is never ranked, and nothing of it is executed.
+    A FILE is a text log of modded-nanogpt, of its port to JAX or of llm.c, in any of their dialects, or a CSV with the
+    columns log,step,num_steps,val_loss,train_time_ms; either may be compressed by gzip. Runs of one folder that end
+    at the same step are one group; a run that lies in two places counts once. What is read is context: it has no seed
+    and no chain of hashes, so it is never ranked, and nothing of it is executed.
     """
     contexts = tuple(foreign.import_file(path, name) for path, name in zip(files, _names(files), strict=True))
     if out is not None:
@@ -99,14 +100,13 @@ def _write(contexts: tuple[Context, ...], folder: Path) -> None:
     for one in contexts:
         stem = "".join(char if char.isalnum() or char in "._-" else "_" for char in one.source).lstrip(".")
         path = folder / f"{stem[:80]}-{one.sha256[:8]}.json"
+        if path.exists():
+            raise UsageError(f"{path} is already there; give another --out, or move it away")
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with path.open("xb") as file:
-                file.write(context.encode(one))
-        except FileExistsError:
-            raise UsageError(f"{path} is already there; give another --out, or move it away") from None
         except OSError as error:
             raise UsageError(f"{path} cannot be written: {error.strerror}; give another --out") from None
+        write_whole(path, context.encode(one))
 
 
 def _lines(found: Imported) -> list[str]:
@@ -122,7 +122,7 @@ def _lines(found: Imported) -> list[str]:
         steps = f"{group.step}/{group.num_steps}" if group.num_steps else f"{group.step}"
         lines.append(
             f"group   {clean(group.folder) or 'no folder'}  {steps}  n {len(group.losses)}  mean {group.mean:.4f}"
-            f"  sd {_sd(group.sd)}"
+            f"  sd {_sd(group.sd)}{'' if group.step_ms is None else f'  step {group.step_ms:.2f} ms'}"
         )
     lines += [
         f"band    {band.step:>6}  n {band.num_runs}  mean {band.mean:.4f}  sd {_sd(band.sd)}"

@@ -115,7 +115,7 @@ def _submitted(on: str, name: str, text: str, *, to_stderr: bool) -> int:
             )
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch, f"{name}.{'sh' if on == 'ssh' else 'yaml'}")
-        path.write_text(text)
+        write_whole(path, text.encode())
         argv = [{"FILE": str(path), "NAME": name}.get(word) or word for word in _CLIENTS[on]]
         reads = "FILE" not in _CLIENTS[on]
         child = Popen(

@@ -48,16 +48,18 @@ def asked_program(
     """The program that the options ask for.
 
     Raises:
-        UsageError: for a step that the recipe has not; and what recipe, devices and kernels refuse.
+        UsageError: for a step that the recipe has not; what recipe, devices and kernels refuse; too little memory.
     """
     overrides = parse_settings(settings)
     import jax
 
-    from speedrun import mesh, recipes
+    from speedrun import footprint, mesh, recipes
     from speedrun.program import Program
 
     chosen = recipes.load(recipe).override(overrides)
     if first_step >= chosen.num_steps:
         raise UsageError(f"--first-step {first_step}: {recipe} has {chosen.num_steps} steps; need one below")
     mesh.prepare("any")
-    return Program(chosen, mesh.make_mesh(devices or len(jax.devices())), microbatches, attention)
+    program = Program(chosen, mesh.make_mesh(devices or len(jax.devices())), microbatches, attention)
+    footprint.require(program, footprint.most_bytes(program))
+    return program

@@ -12,9 +12,10 @@ import msgspec
 
 from speedrun import console
 from speedrun.cli.options import Decorator
-from speedrun.errors import UsageError, told
+from speedrun.errors import UsageError
 from speedrun.ledger import ghost as ghosts
 from speedrun.ledger.ghost import Ghost
+from speedrun.output import told
 
 _RECORDS = Path("records")
 

@@ -24,9 +24,10 @@ import click
 
 from speedrun import console, runlog
 from speedrun.cli.options import Decorator
-from speedrun.errors import UsageError, meaning, told
+from speedrun.errors import UsageError, meaning
 from speedrun.ledger import leaks
 from speedrun.ledger.wandb_run import ENVIRONMENT, WandbRun
+from speedrun.output import told
 
 _LEAVE_S = 10.0  #: from the end of the run until wandb must have everything
 _LOOK_S = 1.0  #: between two looks at the logs

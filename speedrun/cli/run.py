@@ -30,8 +30,8 @@ from speedrun.cli.options import (
 )
 from speedrun.cli.race import find, ghost_option, live
 from speedrun.cli.relay import relayed, wandb_option
-from speedrun.data import inventory
-from speedrun.errors import CheckpointError, UsageError, unknown
+from speedrun.data import inventory, overview
+from speedrun.errors import CheckpointError, SpeedrunError, UsageError, unknown
 from speedrun.ledger import format
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.plot import plot
@@ -165,13 +165,15 @@ def command(
     if resume is not None:
         only_with_resume(ctx, "ghost", "wandb", *together.ARGUMENTS)
     fresh = resume is not None or not os.path.exists(config.out)
+    finished = None if resume is None else _finished(resume)
     try:
         with meet.joined(meet.asked(coordinator, processes, process, heartbeat, meet_within)):
             if resume is not None:
-                config = _begun(resume)
+                config = finished or _begun(resume)
                 rules = tracks.load(config.track)
-            with relayed(config.out, wandb if group.is_first() else None):
-                _train(config, rules, ghost, to_stderr=as_json)
+            if finished is None:
+                with relayed(config.out, wandb if group.is_first() else None):
+                    _train(config, rules, ghost, to_stderr=as_json)
     except BaseException:
         if fresh and group.is_first():
             _keep(config.out, _title(config, rules))
@@ -245,7 +247,7 @@ def _begun(out: Path) -> "RunConfig":
 
     path = checkpoint.folder_of(out) / checkpoint.RUN
     try:
-        begun = decoded(path.read_bytes(), Begun)
+        begun = decoded(checkpoint.unsealed(msgspec.json.decode(path.read_bytes())), Begun)
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{path}: {getattr(error, 'strerror', None) or error}; checkpoints are needed to go on; start the run "
@@ -256,6 +258,24 @@ def _begun(out: Path) -> "RunConfig":
     return msgspec.structs.replace(begun.config, out=out, resume=True)
 
 
+def _finished(out: Path) -> "RunConfig | None":
+    """What the run in a folder was, if it came to its end: then only its record is still to be written."""
+    from speedrun.prepare import RunConfig
+
+    if (out / format.BATCH).exists():
+        raise UsageError(f"{out} is a batch; type: speedrun batch --resume {shlex.quote(str(out))}")
+    for path in out.glob("runs/*/run.json"):
+        try:
+            run = format.decode(path.read_bytes(), format.RunFile)
+        except format.FormatError:
+            continue  # it will be written again from its log
+        if run.outcome == "finished":
+            track = run.track.rpartition("@")[0]
+            recipe = None if run.recipe == tracks.load(track).recipe else run.recipe
+            return RunConfig(track, out, recipe, run.seed, run.overrides)
+    return None
+
+
 def _keep(out: Path, title: str) -> None:
     """A run that broke off is a record, too: of a failure."""
     if not list(out.glob("runs/*/run.json")):
@@ -263,7 +283,7 @@ def _keep(out: Path, title: str) -> None:
     try:
         assemble(out, title=title, declared_runs=1)
         click.echo(f"record  {out} tells where the run broke off", err=True)
-    except UsageError as error:  # the error on its way out matters more
+    except SpeedrunError as error:  # the error on its way out matters more
         click.echo(f"warning: the record of the broken run is incomplete: {error}", err=True)
 
 
@@ -326,7 +346,7 @@ def _bits_per_byte(rules: tracks.Track, data: Path | None, summary: format.Summa
     """Of the run's validation, where the data's manifest knows the bytes."""
     if summary.val_loss_mean is None:
         return None
-    return inventory.bits_per_byte(summary.val_loss_mean, inventory.data_folder(rules, data), rules.data)
+    return overview.bits_per_byte(summary.val_loss_mean, inventory.data_folder(rules, data), rules.data)
 
 
 def _encoded(

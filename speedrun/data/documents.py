@@ -18,6 +18,7 @@ from speedrun.errors import DataError, UsageError
 BATCH_ROWS = 256
 
 TOKEN_COUNT = "token_count"  #: FineWeb's own column: GPT-2 tokens of a document
+_MOST_TOKENS = 2**31 - 1  #: of one document
 
 
 class Block(NamedTuple):
@@ -56,18 +57,45 @@ def of_batches(batches: Iterable[Any], column: str, at: Place, row: int, name: s
     """Arrow's batches or tables as blocks; `at` is where they begin, `row` where the documents that count do.
 
     Raises:
-        DataError: if a row has no text.
+        DataError: if a row has no text, or one that is no UTF-8.
     """
     for batch in batches:
         skip = min(max(0, row - at.row), batch.num_rows)
-        texts = batch.column(column).to_pylist()[skip:]
-        tokens = batch.column(TOKEN_COUNT).to_pylist()[skip:] if TOKEN_COUNT in batch.schema.names else None
+        texts = _values(batch.column(column).slice(skip), name, at.row + skip)
+        counts = None
+        if TOKEN_COUNT in batch.schema.names:
+            counts = _counts(batch.column(TOKEN_COUNT).slice(skip).to_pylist())
         for offset, text in enumerate(texts):
             if not isinstance(text, str):
                 raise no_text(name, at.row + skip + offset, column, text)
         if texts:
-            yield Block(Place(at.file, at.row + skip), len(texts), texts, tokens, 0)
+            yield Block(Place(at.file, at.row + skip), len(texts), texts, counts, 0)
         at = Place(at.file, at.row + batch.num_rows)
+
+
+def _values(column: Any, name: str, first_row: int) -> list[Any]:
+    """A column of Arrow's as Python values.
+
+    Raises:
+        DataError: if a text is no UTF-8; Arrow itself does not look.
+    """
+    try:
+        return column.to_pylist()
+    except UnicodeDecodeError:
+        for row, value in enumerate(column, first_row):
+            try:
+                value.as_py()
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"{name}: row {row:,} is no UTF-8 at its byte {error.start:,}; repair or remove it"
+                ) from None
+        raise
+
+
+def _counts(values: list[Any]) -> list[int] | None:
+    """What a source says its documents hold, in tokens; None unless each of them has a number that can be one."""
+    known = [value for value in values if type(value) is int and 0 <= value <= _MOST_TOKENS]
+    return known if len(known) == len(values) else None
 
 
 def no_text(name: str, row: int, column: str, got: object) -> DataError:
@@ -95,8 +123,7 @@ def read(block: Block, column: str) -> Documents:
         if not isinstance(text := row.get(column), str):
             raise no_text(block.first.file, block.first.row + number, column, text)
         texts.append(valid(text))
-    counts = [count for row in rows if isinstance(count := row.get(TOKEN_COUNT), int)]
-    return Documents(texts, counts if len(counts) == len(rows) else None)
+    return Documents(texts, _counts([row.get(TOKEN_COUNT) for row in rows]))
 
 
 def texts(source: Source, column: str) -> Iterator[str]:
@@ -112,7 +139,11 @@ def texts(source: Source, column: str) -> Iterator[str]:
 def _row(line: bytes, first: Place, number: int) -> dict[str, Any]:
     try:
         row = _parsed(line)
-    except ValueError as error:
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{first.file}: row {first.row + number:,} is no UTF-8 at its byte {error.start:,}; repair or remove it"
+        ) from None
+    except (ValueError, RecursionError) as error:
         raise DataError(
             f"{first.file}: row {first.row + number:,} is no JSON: {error}; repair or remove it"
         ) from None
@@ -122,11 +153,11 @@ def _row(line: bytes, first: Place, number: int) -> dict[str, Any]:
 
 
 def _parsed(line: bytes) -> Any:
-    """As `json.loads`, twice as fast; what is stricter than that, as with lone surrogates, is left to it."""
+    """As `json.loads`, twice as fast; NaN and escapes of lone surrogates, which msgspec refuses, are left to it."""
     try:
         return msgspec.json.decode(line)
     except ValueError:  # msgspec's own errors are some of these
-        return json.loads(line)
+        return json.loads(line.decode("utf-8-sig"))  # given bytes, it would let surrogates and UTF-16 pass
 
 
 def valid(text: str) -> str:

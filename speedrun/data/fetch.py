@@ -23,13 +23,13 @@ from speedrun.data.inventory import (
     MANIFEST,
     Manifest,
     ShardEntry,
-    count_documents,
     open_track,
     read_manifest,
     write_manifest,
 )
 from speedrun.data.lock import alone_in
 from speedrun.data.shards import open_shard, sha256
+from speedrun.data.verify import count_documents
 from speedrun.data.wholefile import give_name
 from speedrun.errors import DataError
 from speedrun.track import Data, Hub
@@ -107,7 +107,7 @@ def _holds_all(folder: Path, data: Data, source: Hub, manifest: Manifest) -> boo
     train, val = _split(manifest.shards, data)
     wanted = {*val[:1], *train[: source.train_shards]}
     here = _here(folder, data)
-    return bool(val) and len(train) >= source.train_shards and wanted <= here <= set(manifest.shards)
+    return bool(val) and len(train) >= source.train_shards and wanted <= here == set(manifest.shards)
 
 
 def _here(folder: Path, data: Data) -> set[str]:
@@ -160,16 +160,17 @@ def _cannot(folder: Path, source: Hub, cause: object, then: str) -> DataError:
 def _missing(folder: Path, data: Data, source: Hub, found: hub.Listing, manifest: Manifest) -> list[str]:
     """Shards to fetch, and those to check because they are there without the manifest's knowledge; in order.
 
-    All before the last one that is there belong to them: a gap would be another order of tokens.
+    All before the last one that is there or was fetched once belong to them: a gap would be another order of tokens.
     """
     (train, val), here = _split(found.files, data), _here(folder, data)
+    known = here | set(manifest.shards)
     if not val or len(train) < source.train_shards:
         there = f"at {found.commit} it has {len(train)} and {len(val)}"
         raise DataError(f"{source.repo}: {there}; need {source.train_shards} and 1; ask for fewer --shards")
     if foreign := here - set(found.files):
         raise DataError(f"{folder / min(foreign)}: not a shard of {source.repo}; need no others; remove it")
-    num_train = max([source.train_shards, *(i + 1 for i, name in enumerate(train) if name in here)])
-    wanted = (*(name for name in val if name in here or name == val[0]), *train[:num_train])
+    num_train = max([source.train_shards, *(i + 1 for i, name in enumerate(train) if name in known)])
+    wanted = (*(name for name in val if name in known or name == val[0]), *train[:num_train])
     return [name for name in wanted if name not in here or name not in manifest.shards]
 
 

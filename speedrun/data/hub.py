@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 from urllib.parse import urlsplit
 
-from speedrun.errors import DataError
+from speedrun.errors import refusals_told
 
 _ANSWER_S = 10.0  #: without a byte, a request is given up
 _PAUSES_S = (1, 2, 4)  #: before the tries after the first
@@ -97,18 +97,14 @@ def download(source: Listing, name: str, folder: Path, count: Callable[[int], No
 
     Raises:
         HubError: after all tries.
-        DataError: if the disk refuses.
+        StorageError: if the disk refuses.
     """
     from huggingface_hub import hf_hub_download
 
     meter: Any = partial(_Meter, count, _MOST_TIMES * source.files[name].size_bytes)
     fetch = partial(hf_hub_download, source.repo, name, repo_type="dataset", revision=source.commit)
-    try:
+    with refusals_told(folder / name):
         _insist(partial(fetch, local_dir=folder, endpoint=_endpoint(), tqdm_class=meter))
-    except OSError as error:
-        raise DataError(
-            f"{folder / name}: cannot be written: {error.strerror}; free or choose another folder"
-        ) from None
 
 
 class _Meter:

@@ -1,27 +1,19 @@
 """The folder that a track's shards lie in: its manifest, which shards must be there, and what they must hold."""
 
 import fnmatch
-import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 
-from speedrun.data.shards import Shard, open_shard, sha256
+from speedrun.data.shards import Shard, open_shard
 from speedrun.data.wholefile import write_whole
 from speedrun.errors import DataError
 from speedrun.track import Data, Track
 
 MANIFEST = "manifest.json"
-
-#: Full verification holds this many tokens at a time.
-_CHUNK_TOKENS = 2**24
-
-#: Is told bytes done and bytes in all.
-Report = Callable[[int, int], None]
 
 
 class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -67,17 +59,6 @@ def bytes_per_token(entries: Sequence[ShardEntry]) -> float | None:
     return sum(text_bytes) / tokens if tokens and len(text_bytes) == len(entries) else None
 
 
-def bits_per_byte(loss: float, folder: Path, data: Data) -> float | None:
-    """A validation loss, nats per token, as bits per byte of text: the figure that compares across tokenizers.
-
-    loss * tokens / bytes / ln 2, of the tokens that the track scores. None where the manifest does not know them.
-    """
-    manifest = read_manifest(folder)
-    if manifest is None or not manifest.scored_bytes or manifest.scored_tokens != data.val_tokens:
-        return None
-    return loss * data.val_tokens / manifest.scored_bytes / math.log(2)
-
-
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Writes `manifest.json`. What makes shards writes it last of all: a folder whose manifest says complete is.
 
@@ -108,15 +89,6 @@ class TrackShards(NamedTuple):
 
     train: tuple[Shard, ...]
     val: tuple[Shard, ...]  #: the first one is scored
-
-
-class Verified(NamedTuple):
-    """One shard that passed."""
-
-    name: str
-    tokens: int
-    sha256: str | None  #: None if only header and size were looked at
-    bytes_per_token: float | None  #: of text, where the manifest knows it
 
 
 def data_folder(track: Track, explicit: Path | None) -> Path:
@@ -180,69 +152,13 @@ def _check_manifest(folder: Path, data: Data, shards: Sequence[Shard]) -> None:
     made, need = (manifest.vocab_size, manifest.document_token), (data.vocab_size, data.document_token)
     if made != need:
         raise DataError(f"{folder / MANIFEST}: vocabulary, document token {made}; need {need}: {data.get}")
+    if missing := sorted(set(manifest.shards) - set(os.listdir(folder))):
+        raise DataError(
+            f"{folder}: {missing[0]} is missing, which {MANIFEST} names; need every shard of it, for the order of "
+            f"tokens depends on them; put it back, or make the data again: {data.get}"
+        )
     for shard in shards:
         entry = manifest.shards.get(shard.path.name)
         if entry is None or entry.tokens != shard.num_tokens:
             said = f"{entry.tokens:,}" if entry else "nothing"
             raise DataError(f"{shard.path}: {shard.num_tokens:,} tokens; {MANIFEST} says {said}: {data.get}")
-
-
-def verify(folder: Path, data: Data, *, full: bool, report: Report = lambda *_: None) -> list[Verified]:
-    """Checks the data of a track.
-
-    Args:
-        folder: where the shards lie.
-        data: what the track says of them.
-        full: read every byte: digests against track and manifest, ids, the number of documents, and the
-            document token that opens each validation shard. Below a second for a shard of 200 MB.
-        report: is told the bytes that are read and those there are, as it goes on.
-
-    Returns:
-        One entry per shard, training shards first.
-
-    Raises:
-        DataError: at the first thing that is wrong.
-    """
-    train, val = open_track(folder, data)
-    manifest = read_manifest(folder)
-    entries = manifest.shards if manifest else {}
-    if not full:
-        return [_verified(shard, None, entries.get(shard.path.name)) for shard in (*train, *val)]
-    for shard in val:
-        if (first := shard.read(0, 1)[0]) != data.document_token:
-            raise DataError(f"{shard.path}: begins with id {first}; need {data.document_token}: {data.get}")
-    verified, done = [], 0
-    total = sum(shard.path.stat().st_size for shard in (*train, *val))
-    for shard in (*train, *val):
-        report(done, total)
-        verified.append(_verify_bytes(shard, data, entries.get(shard.path.name)))
-        done += shard.path.stat().st_size
-    return verified
-
-
-def count_documents(shard: Shard, document_token: int) -> int:
-    """Reads all ids of a shard.
-
-    Raises:
-        DataError: if an id is outside the vocabulary, or the file changes meanwhile.
-    """
-    starts = range(0, shard.num_tokens, _CHUNK_TOKENS)
-    chunks = (shard.read(start, min(start + _CHUNK_TOKENS, shard.num_tokens)) for start in starts)
-    return sum(int(np.count_nonzero(chunk == document_token)) for chunk in chunks)
-
-
-def _verify_bytes(shard: Shard, data: Data, entry: ShardEntry | None) -> Verified:
-    """Reads a whole shard and compares it with what track and manifest say."""
-    name, documents, got = shard.path.name, count_documents(shard, data.document_token), sha256(shard.path)
-    for need in (data.sha256.get(name, got), entry.sha256 if entry else got):
-        if got != need:
-            raise DataError(f"{shard.path}: sha256 is {got}; need {need}; delete it, then: {data.get}")
-    if entry and entry.documents != documents:
-        raise DataError(
-            f"{shard.path}: {documents:,} documents; {MANIFEST} says {entry.documents:,}: {data.get}"
-        )
-    return _verified(shard, got, entry)
-
-
-def _verified(shard: Shard, digest: str | None, entry: ShardEntry | None) -> Verified:
-    return Verified(shard.path.name, shard.num_tokens, digest, bytes_per_token([entry] if entry else []))

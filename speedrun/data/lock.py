@@ -3,37 +3,48 @@
 import fcntl
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-from speedrun.errors import DataError, SpeedrunError
+from speedrun.errors import DataError, SpeedrunError, UsageError, refusals_told
 
 LOCK = ".lock"  #: a file, not the folder itself: network disks lock only what is open for writing
 
 
-@contextmanager
 def alone_in(
     folder: Path, say: Callable[[str], None] = lambda _: None, *, refuse: type[SpeedrunError] | None = None
+) -> AbstractContextManager[None]:
+    """Is alone in a folder, by a lock inside it: see `_held`."""
+    return _held(folder / LOCK, folder, say, refuse)
+
+
+def alone_with(record: Path) -> AbstractContextManager[None]:
+    """Is alone with a record, by a lock beside it; waits for nobody. See `_held`."""
+    beside = record.resolve()
+    return _held(beside.with_name(beside.name + LOCK), record, refuse=UsageError)
+
+
+@contextmanager
+def _held(
+    path: Path, folder: Path, say: Callable[[str], None] = print, refuse: type[SpeedrunError] | None = None
 ) -> Iterator[None]:
     """Holds a lock that ends with the process, however it ends; waits for another program to let go of it.
 
     Args:
-        folder: is made.
-        say: is told that there is another one.
+        path: of the lock; its folder is made.
+        folder: what it guards.
+        say: is told that there is another program.
         refuse: the error to raise instead of waiting.
 
     Raises:
-        DataError: if the folder cannot be written.
-        SpeedrunError: `refuse`, if there is another program.
+        SpeedrunError: `refuse` or DataError, if the lock cannot be written; `refuse`, if there is another program.
     """
-    path = folder / LOCK
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        path.touch()  # whether a file can be made here is known before anything else
-    except OSError as error:
-        raise DataError(f"{folder}: {error.strerror}; choose a folder that can be written") from None
+    with refusals_told(folder, refuse or DataError):
+        path.parent.mkdir(parents=True, exist_ok=True)
     while True:
-        with path.open("w") as file:
+        with refusals_told(folder, refuse or DataError):
+            file = path.open("w")
+        with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -44,7 +55,7 @@ def alone_in(
                 say(f"{folder}: another program writes into it; waiting for it to end")
                 fcntl.flock(file, fcntl.LOCK_EX)
             except OSError as error:  # some network disks know no locks
-                raise DataError(
+                raise (refuse or DataError)(
                     f"{path}: cannot be locked: {error.strerror}; choose a folder on another disk"
                 ) from None
             # Who had it before has removed the file, and somebody may have made a new one: only that one counts.

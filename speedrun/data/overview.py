@@ -1,12 +1,13 @@
 """What is there of the data of every track, at a glance: headers and manifests, no byte of a token."""
 
+import math
 from pathlib import Path
 from typing import NamedTuple
 
 from speedrun.data.inventory import bytes_per_token, data_folder, open_track, read_manifest
 from speedrun.data.shards import HEADER_BYTES
 from speedrun.errors import DataError
-from speedrun.track import Track
+from speedrun.track import Data, Track
 
 #: Of a shard on the hub: 100 million ids of two bytes, and a header.
 _SHARD_BYTES = 2 * 10**8 + HEADER_BYTES
@@ -76,3 +77,14 @@ def holding(track: Track, folder: Path | None = None) -> Holding:
         complete=problem is None,
         problem=problem,
     )
+
+
+def bits_per_byte(loss: float, folder: Path, data: Data) -> float | None:
+    """A validation loss, nats per token, as bits per byte of text: the figure that compares across tokenizers.
+
+    loss * tokens / bytes / ln 2, of the tokens that the track scores. None where the manifest does not know them.
+    """
+    manifest = read_manifest(folder)
+    if manifest is None or not manifest.scored_bytes or manifest.scored_tokens != data.val_tokens:
+        return None
+    return loss * data.val_tokens / manifest.scored_bytes / math.log(2)

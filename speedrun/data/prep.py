@@ -9,6 +9,7 @@ Whatever the number of workers and however often the work is killed and begun ag
 After each shard the manifest says where in the source the next one begins; that is where the work goes on.
 """
 
+import re
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -126,6 +127,8 @@ def prepare(
 
 
 def _check(cut: Cut) -> None:
+    if not re.fullmatch(r"\w[\w.-]*", cut.prefix, re.ASCII):
+        raise UsageError(f"--prefix {cut.prefix!r}; it opens names of files: need letters, digits and _ . -")
     if not 1 <= cut.shard_tokens <= shards.MAX_TOKENS:
         raise UsageError(f"shards of {cut.shard_tokens:,} tokens; need 1 to {shards.MAX_TOKENS:,}")
     if cut.limit_tokens is not None and cut.limit_tokens < 1:

@@ -152,10 +152,19 @@ def write_shard(path: Path, tokens: np.ndarray) -> Shard:
         raise DataError(
             f"{path}: ids of {tokens.min()} to {tokens.max()}; the format holds 0 to {UINT16_IDS - 1:,}"
         )
+    write_whole(path, *_content(tokens))
+    return open_shard(path, vocab_size=UINT16_IDS)
+
+
+def holds(path: Path, tokens: np.ndarray) -> bool:
+    """Whether a file is, byte by byte, the shard of these tokens."""
+    return path.is_file() and path.read_bytes() == b"".join(_content(tokens))
+
+
+def _content(tokens: np.ndarray) -> tuple[bytes, memoryview]:
     header = np.zeros(256, "<i4")
     header[:3] = MAGIC, VERSION, tokens.size
-    write_whole(path, header.tobytes(), np.ascontiguousarray(tokens, "<u2").data)
-    return open_shard(path, vocab_size=UINT16_IDS)
+    return header.tobytes(), np.ascontiguousarray(tokens, "<u2").data
 
 
 def sha256(path: Path) -> str:

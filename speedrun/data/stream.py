@@ -76,7 +76,8 @@ class TokenStream:
         self._process, self._num_processes = process, num_processes
         self.cursor = cursor
         self.ranges: tuple[Span, ...] = ()
-        if cursor.shard > self._num_shards or cursor.offset > shards[cursor.shard % len(shards)].num_tokens:
+        is_inside = 0 <= cursor.shard <= self._num_shards
+        if not is_inside or not 0 <= cursor.offset <= shards[cursor.shard % len(shards)].num_tokens:
             raise DataError(
                 f"{cursor} is not in these {len(shards)} shards; bring the shards that the run began with"
             )

@@ -1,4 +1,4 @@
-"""A synthetic token stream whose entropy rate is computed, not estimated.
+"""A synthetic token stream whose entropy rate can be computed; `tests/test_synthetic.py` does.
 
     document   one or more lines; each line is an opener and `line_words` words
     opener     DOCUMENT (0) for the first line of a document; then NEW (1) or REPEAT (2)
@@ -22,7 +22,8 @@ from pathlib import Path
 import numpy as np
 
 from speedrun.data.inventory import Manifest, ShardEntry, read_manifest, write_manifest
-from speedrun.data.shards import sha256, write_shard
+from speedrun.data.lock import alone_in
+from speedrun.data.shards import holds, sha256, write_shard
 from speedrun.errors import DataError
 from speedrun.track import Track
 
@@ -90,43 +91,6 @@ def slot_weights_S(source: Source) -> np.ndarray:
     return weights
 
 
-def rows_CVV(source: Source) -> np.ndarray:
-    """Distribution of the next word, f64 [C, V, V]: by class, word, next word."""
-    next_CVS, weights_S = successors_CVS(source), slot_weights_S(source) / ONE
-    rows = np.tile(zipf_weights_V(source) / ONE * (source.noise / ONE), (*next_CVS.shape[:2], 1))
-    first, second = np.ogrid[: source.num_classes, : source.vocab_size]
-    for s in range(source.num_successors):
-        rows[first, second, next_CVS[:, :, s]] += weights_S[s]
-    return rows
-
-
-def entropy_nats(p: np.ndarray) -> np.ndarray:
-    """-sum p ln p over the last axis."""
-    return -np.sum(p * np.log(np.where(p > 0, p, 1.0)), axis=-1)
-
-
-def entropy_rate_nats(source: Source) -> float:
-    """Exact conditional entropy of a token given all before it, averaged over the stream.
-
-    Lines are independent and equally long, so it is the entropy of an opener and of a line's words over the
-    tokens of a line; the chain's word distribution is carried forward column by column.
-    """
-    rows = rows_CVV(source)
-    row_entropy_CV = entropy_nats(rows)
-    p_V = zipf_weights_V(source) / ONE
-    words = entropy_nats(p_V)
-    p_CV = np.zeros(row_entropy_CV.shape)
-    p_CV[0] = p_V  # before the first word stands an opener, which counts as class 0
-    for _ in range(source.line_words - 1):
-        words += np.sum(p_CV * row_entropy_CV)
-        p_VV = np.einsum("cv,cvw->vw", p_CV, rows)
-        p_CV = np.stack([p_VV[c :: source.num_classes].sum(axis=0) for c in range(source.num_classes)])
-    end, repeat = source.end / ONE, source.repeat / ONE
-    # A document's first line is never a repeat: lines open with DOCUMENT, REPEAT or NEW.
-    opener = entropy_nats(np.array([end, (1 - end) * repeat, (1 - end) * (1 - repeat)]))
-    return float((opener + (1 - (1 - end) * repeat) * words) / source.line_tokens)
-
-
 def openers_L(source: Source, stream: int, num_lines: int) -> np.ndarray:
     """Which token opens each line: i64 [L]; the first line of a stream opens a document."""
     lines = np.arange(num_lines)
@@ -162,47 +126,33 @@ def generate(source: Source, stream: int, num_lines: int) -> np.ndarray:
     return tokens.reshape(-1)
 
 
-def code_length_nats(source: Source, tokens: np.ndarray) -> float:
-    """Mean -ln p of the tokens under the true conditional distribution: what an ideal model would score."""
-    lines = tokens.reshape(-1, source.line_tokens).astype(np.int64)
-    end, repeat = source.end / ONE, source.repeat / ONE
-    rows = rows_CVV(source)
-    opener = -np.log(np.array([end, (1 - end) * (1 - repeat), (1 - end) * repeat]))[lines[:, 0]]
-    words = -np.log((zipf_weights_V(source) / ONE)[lines[:, 1]])
-    for column in range(2, source.line_tokens):
-        words += -np.log(rows[_class_L(source, lines, column), lines[:, column - 1], lines[:, column]])
-    words[lines[:, 0] == REPEAT] = 0
-    return float((opener + words).sum() / tokens.size)
-
-
 def _class_L(source: Source, tokens: np.ndarray, column: int) -> np.ndarray:
     """Class of the word two before a column; an opener counts as class 0."""
     return tokens[:, column - 2] % source.num_classes if column > 2 else np.zeros(len(tokens), np.int64)
 
 
 def write(track: Track, folder: Path) -> Manifest:
-    """Makes the shards of a synthetic track; the same bytes everywhere.
+    """Makes the shards of a synthetic track; the same bytes everywhere. Shards that are right stay as they are.
 
     Raises:
         DataError: if a shard differs from the digest in the track file, or the folder cannot be written.
     """
     settings = track.synthetic or {}
     source = Source(**settings)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(f"{folder}: {error.strerror}; choose a folder that can be written") from None
     names = [track.data.val.replace("*", "000000")]
     names += [track.data.train.replace("*", f"{i:06d}") for i in range(1, source.num_shards + 1)]
-    entries = {name: _write_one(source, stream, folder / name, track) for stream, name in enumerate(names)}
-    manifest = Manifest(
-        source=f"speedrun data synth --track {track.name}",
-        settings=dict(settings),
-        vocab_size=track.data.vocab_size,
-        document_token=track.data.document_token,
-        shards=entries,
-    )
-    write_manifest(folder, manifest)
+    with alone_in(folder):
+        entries = {
+            name: _write_one(source, stream, folder / name, track) for stream, name in enumerate(names)
+        }
+        manifest = Manifest(
+            source=f"speedrun data synth --track {track.name}",
+            settings=dict(settings),
+            vocab_size=track.data.vocab_size,
+            document_token=track.data.document_token,
+            shards=entries,
+        )
+        write_manifest(folder, manifest)
     return manifest
 
 
@@ -220,7 +170,8 @@ def ensure(track: Track, folder: Path) -> Manifest | None:
 def _write_one(source: Source, stream: int, path: Path, track: Track) -> ShardEntry:
     """Stream 0 is the validation shard."""
     tokens = generate(source, stream, source.val_lines if stream == 0 else source.shard_lines)
-    write_shard(path, tokens)
+    if not holds(path, tokens):
+        write_shard(path, tokens)
     got, want = sha256(path), track.data.sha256.get(path.name)
     if want not in (got, None):
         raise DataError(

@@ -7,6 +7,7 @@ import gzip
 import hashlib
 import io
 import json
+import os
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -28,18 +29,14 @@ class Files:
         """Finds the files; reads none.
 
         Raises:
-            UsageError: if two of them have one name; without it no row could be found again.
-            DataError: if there are none.
+            UsageError: if one is named twice, or two have one name: no row could be found again.
+            DataError: if there are none, or a name is no UTF-8.
         """
         self.name = " ".join(names)
         self._column = column
         found = [file for name in names for file in _files_of(Path(name))]
         self._paths = dict(found)
-        if len(self._paths) < len(found):
-            twice = next(label for label, path in found if self._paths[label] != path)
-            raise UsageError(
-                f"{self.name}: two files are {twice}; names must differ; give the folder above them"
-            )
+        _check_names(self.name, found)
         if any(suffix_of(path) == ".parquet" for path in self._paths.values()):
             need("pyarrow")
         self._bytes = {label: path.stat().st_size for label, path in found}
@@ -73,6 +70,33 @@ class Files:
             except (OSError, EOFError, zlib.error) as error:
                 raise DataError(f"{path}: {error}; a readable file is needed; get it again") from None
             read_bytes += self._bytes[label]
+
+
+def _check_names(source: str, found: list[tuple[str, Path]]) -> None:
+    """Refuses a file that is named twice, two files of one name, and names that no manifest can hold."""
+    labels, paths = set[str](), set[str]()
+    for label, path in found:
+        if not _is_utf8(source + label):
+            raise DataError(
+                f"{str(path)!r}: the name is no UTF-8; a manifest has to hold it; rename the file"
+            )
+        if (absolute := os.path.abspath(path)) in paths:
+            raise UsageError(f"{source}: {path} is named twice; each file is read once; name it once")
+        if label in labels:
+            raise UsageError(
+                f"{source}: two files are {label}; names must differ; give the folder above them"
+            )
+        labels.add(label)
+        paths.add(absolute)
+
+
+def _is_utf8(text: str) -> bool:
+    """Whether a name came as UTF-8: Python hands on other bytes as surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def suffix_of(path: Path) -> str:
@@ -122,7 +146,7 @@ def _text(path: Path, row: int, column: str) -> Iterator[Block]:
     if row > 0:
         return
     try:
-        text = path.read_text("utf-8")
+        text = path.read_bytes().decode()  # not read_text, which would turn CRLF into LF
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: byte {error.start:,} is no UTF-8; convert the file first") from None
     yield Block(Place("", 0), 1, [text], None, path.stat().st_size)
@@ -131,7 +155,7 @@ def _text(path: Path, row: int, column: str) -> Iterator[Block]:
 def _parquet(path: Path, row: int, column: str) -> Iterator[Block]:
     """Row group by row group; those before `row` are not read."""
     import pyarrow.parquet
-    from pyarrow import ArrowInvalid
+    from pyarrow import ArrowException
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
@@ -152,7 +176,7 @@ def _parquet(path: Path, row: int, column: str) -> Iterator[Block]:
             per_row = path.stat().st_size / max(1, sum(sizes))
             for block in of_batches(batches, column, Place("", skipped), row, str(path)):
                 yield block._replace(read_bytes=round(per_row * (block.first.row + block.num_rows)))
-    except ArrowInvalid as error:
+    except ArrowException as error:
         raise DataError(f"{path}: {error}; a whole parquet file is needed; get it again") from None
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from speedrun.clock import Stopwatch
 from speedrun.console import quantity
 from speedrun.data import inventory, overview
+from speedrun.data.verify import verify
 from speedrun.doctor.check import Check
 from speedrun.errors import SpeedrunError
 from speedrun.track import Track
@@ -71,7 +72,7 @@ def data(track: Track) -> Check:
     folder = inventory.data_folder(track, None)
     name = f"data {track.name}"
     try:
-        verified = inventory.verify(folder, track.data, full=False)
+        verified = verify(folder, track.data, full=False)
     except SpeedrunError as error:
         return Check(name, str(error), ok=False, needed=False, facts={"num_shards": 0, "num_tokens": 0})
     tokens = sum(shard.tokens for shard in verified)

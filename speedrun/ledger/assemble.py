@@ -12,6 +12,8 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from speedrun import console, runlog, track
+from speedrun.data import lock
+from speedrun.data.wholefile import write_whole
 from speedrun.errors import UsageError
 from speedrun.ledger import format
 from speedrun.ledger.batch import standing
@@ -30,7 +32,7 @@ from speedrun.ledger.format import (
     Summary,
     TrackRef,
 )
-from speedrun.ledger.record import read_files, run_folders
+from speedrun.ledger.record import discard_partials, read_files, run_folders
 from speedrun.ledger.run import Run, read_json, read_run
 from speedrun.sourcefile import split_source
 from speedrun.track import Track
@@ -61,13 +63,28 @@ def assemble(
     Raises:
         UsageError: if a run cannot be read, or the folder holds what a record may not.
     """
+    with lock.alone_with(record_dir):
+        return _assemble(record_dir, title, authors, parent_record, changes, declared_runs)
+
+
+def _assemble(
+    record_dir: Path,
+    title: str | None,
+    authors: Sequence[str] | None,
+    parent_record: str | None,
+    changes: Sequence[str] | None,
+    declared_runs: int | None,
+) -> Summary:
+    discard_partials(record_dir)
     raw, refused = read_files(record_dir)
     for path, why in refused.items():
         raise UsageError(f"{record_dir / path}: {why}; take it out of the record")
     try:
         runs = [read_run(raw, folder) for folder in run_folders(raw)]
         source = derive_source(raw)
-        old = read_json(raw, "manifest.json", Manifest) if "manifest.json" in raw else None
+        # One without an end was torn before files were written whole: it is made anew.
+        whole = raw.get("manifest.json", b"").endswith(b"\n}\n")
+        old = read_json(raw, "manifest.json", Manifest) if whole else None
         promised = read_json(raw, format.BATCH, Declaration) if format.BATCH in raw else None
     except FormatError as error:
         raise UsageError(f"{record_dir}: {error}; 'speedrun validate' lists all problems") from None
@@ -80,10 +97,10 @@ def assemble(
     declared_runs = declared_runs or (old.batch.declared_runs if old else len(runs))
     manifest = derive_manifest(runs, about, declared_runs, source, derive_files(raw))
     summary = derive_summary(runs, track.load(manifest.track.id.rpartition("@")[0]), promised)
-    (record_dir / "manifest.json").write_bytes(format.encode(manifest))
-    (record_dir / "summary.json").write_bytes(format.encode(summary))
+    write_whole(record_dir / "manifest.json", format.encode(manifest))
+    write_whole(record_dir / "summary.json", format.encode(summary))
     own = raw.get("README.md", b"").rpartition(HEAD_END.encode())[2]
-    (record_dir / "README.md").write_bytes(readme_head(manifest, summary, runs).encode() + own)
+    write_whole(record_dir / "README.md", readme_head(manifest, summary, runs).encode(), own)
     return summary
 
 

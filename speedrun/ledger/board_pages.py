@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from speedrun.console import clean, quantity
+from speedrun.data.wholefile import write_whole
 from speedrun.ledger.board import Board, Published, Row
 
 BEGIN, END = "<!-- leaderboard: made by `speedrun leaderboard build` -->", "<!-- end of leaderboard -->"
@@ -164,4 +165,4 @@ def _text(text: str) -> str:
 
 def write(path: Path, content: str | bytes) -> None:
     """Writes a generated file."""
-    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    write_whole(path, content.encode() if isinstance(content, str) else content)

@@ -5,10 +5,13 @@
     step:126/5100 train_loss:4.9467 train_time:16262ms step_avg:140.19ms  a step, of the first ten scripts
     step:126/1770 train_time:12147ms step_avg:96.40ms                     a step, later: nothing that is kept
     s:250 tel:6.1710   s:250 trl:6.1512 lr:0.000214 norm:0.9123           llm.c: validation and step, without a time
+    [METRICS (latest)] step: 1674  |  val_loss: 3.275080919265747         modded-nanogpt-jax: validation
+    [METRICS (1 step stale)] step: 9  |  time: 2025-08-20 13:50:50.4  |  loss: 6.47   a step, by the wall clock
 
+The wall clock of the last one runs on through validations: it is no train time, and not kept.
 Such a log may begin with the whole text of the script that wrote it, with versions and with nvidia-smi's table. All of
-it is a stranger's: a line counts only if it is nothing but `key:value` words, the first of which is the step, and
-nothing is run. Source: the public logs, and the print statements inside them.
+it is a stranger's: a line counts only if it is nothing but `key:value` words (or fields between bars), the first of
+which is the step, and nothing is run. Source: the public logs, and the print statements inside them.
 """
 
 import math
@@ -21,16 +24,18 @@ from speedrun.ledger.curves import Problems, Reading, runs_of
 #: More characters than this are source text, or nothing that these scripts print.
 _LONGEST_LINE = 1000
 _NUMBER = r"[+-]?[0-9]{1,15}(?:\.[0-9]{0,20})?(?:[eE][+-]?[0-9]{1,3})?"
-_STEP = re.compile(r"(?:\[[a-z]+[0-9]{1,4}\]:)?\s*(?:step|s):\s*([0-9]{1,12})(?:/([0-9]{1,12}))?(?=\s|$)(.*)")
+_MARK = r"(?:\[[a-z]+[0-9]{1,4}\]:|\[METRICS[^\]|]{0,40}\])?\s*"
+_STEP = re.compile(rf"{_MARK}(?:step|s):\s*([0-9]{{1,12}})(?:/([0-9]{{1,12}}))?(?=\s|$)(.*)")
 _MOST_VERSIONS = 20  #: of one log; every run of it carries them
-_BEGINS_LIKE_A_STEP = re.compile(r"step:\s*[0-9]")
-_WORD = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,40}):\s*(\S{1,100})(?=\s|$)\s*")
+_BEGINS_LIKE_A_STEP = re.compile(r"step:\s*[0-9]|\[METRICS")
+_WORD = re.compile(r"([A-Za-z_][A-Za-z0-9_/]{0,40}):\s*(\S{1,100})(?=\s|$)\s*")
+_FIELD = re.compile(r"\|\s*([A-Za-z_][A-Za-z0-9_/]{0,40}):\s*([^|]{1,100}?)\s*(?=\||$)")
 _LOSS = re.compile(rf"(?:{_NUMBER}|[+-]?(?:nan|inf))")
 _TIME = re.compile(rf"({_NUMBER})(ms|s)?")
 _COLOURS = re.compile(r"\x1b\[[0-9;]{0,20}m")
 
 _VALIDATION = ("val_loss", "tel")
-_TRAINING = ("train_loss", "trl")
+_TRAINING = ("train_loss", "trl", "loss")
 
 _VERSIONS = (
     ("python", re.compile(r"Running Python ([0-9][^\s]{0,40})")),
@@ -133,6 +138,9 @@ def _words(text: str) -> tuple[dict[str, str], str]:
     """The `key:value` words at the beginning, the first of each key, and what is left."""
     words: dict[str, str] = {}
     rest = text.lstrip()
+    while rest.startswith("|") and (field := _FIELD.match(rest)):
+        words.setdefault(field[1], field[2])
+        rest = rest[field.end() :]
     while rest and (word := _WORD.match(rest)):
         words.setdefault(word[1], word[2])
         rest = rest[word.end() :]

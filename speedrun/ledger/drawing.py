@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from speedrun.data.wholefile import write_whole
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
@@ -49,8 +51,10 @@ def save(figure: "Figure", folder: Path, name: str) -> list[Path]:
     """Writes a picture into a folder, which is made, as SVG and as PNG; returns both, in this order."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{name}.svg", folder / f"{name}.png"]
-    paths[0].write_bytes(svg(figure))
-    figure.savefig(paths[1], dpi=160, metadata={"Software": None})
+    write_whole(paths[0], svg(figure))
+    png = io.BytesIO()
+    figure.savefig(png, dpi=160, metadata={"Software": None})
+    write_whole(paths[1], png.getbuffer())
     return paths
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from speedrun import runlog
+from speedrun.data.wholefile import PARTIAL, give_name, write_whole
 from speedrun.errors import UsageError
 from speedrun.ledger import classic_log, curve_table, wandb_run
 from speedrun.ledger.context import ContextRun, Point, context_run, on_machine
@@ -69,7 +70,8 @@ def to_tensorboard(record: Record, out: Path) -> list[Path]:
         # The usual name ends in that of the host; this one in that of the run.
         path = out / run.folder / f"events.out.tfevents.{begun_s:010.0f}.{run.folder}"
         path.parent.mkdir()
-        file = writer.RecordWriter(str(path))
+        partial = path.with_name(path.name + PARTIAL)
+        file = writer.RecordWriter(str(partial))
         file.write(events.Event(wall_time=begun_s, file_version="brain.Event:2").SerializeToString())
         for line in run.lines:
             for step, name, number in scalars(line.event):
@@ -77,6 +79,7 @@ def to_tensorboard(record: Record, out: Path) -> list[Path]:
                 event.summary.value.add(tag=name, simple_value=number)
                 file.write(event.SerializeToString())
         file.close()
+        give_name(partial, path)
         paths.append(path)
     return paths
 
@@ -101,7 +104,7 @@ def to_wandb(record: Record, out: Path) -> list[Path]:
             folder = out / f"offline-run-{utc(run.lines[0]):%Y%m%d_%H%M%S}-{sent.id}"
             folder.mkdir()
             paths.append(folder / written.name)
-            paths[-1].write_bytes(written.read_bytes())
+            write_whole(paths[-1], written.read_bytes())
         wandb.teardown()
     return paths
 
@@ -154,5 +157,5 @@ def needed(module: str, extra: str) -> Any:
 
 
 def _write(path: Path, text: str) -> Path:
-    path.write_text(text, encoding="utf-8", newline="")
+    write_whole(path, text.encode())
     return path

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from speedrun.ledger.drawing import GREY, INK, STYLE, VAL, in_font
+from speedrun.ledger.drawing import GREY, INK, STYLE, VAL, in_font, save
 from speedrun.ledger.effects import LEVEL, Effect, Finding, Summary
 
 if TYPE_CHECKING:
@@ -51,8 +51,6 @@ def forest(summary: Summary, folder: Path, title: str) -> list[Path]:
     import matplotlib
     from matplotlib.figure import Figure
 
-    (folder / "plots").mkdir(exist_ok=True)
-    paths = [folder / "plots" / "forest.svg", folder / "plots" / "forest.png"]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(10.0, 1.7 + _ROW_INCHES * len(rows)), layout="constrained")
         axes = figure.subplots(1, len(_PANELS), sharey=True)
@@ -61,9 +59,7 @@ def forest(summary: Summary, folder: Path, title: str) -> list[Path]:
         _name(axes[0], rows, fresh)
         figure.suptitle(in_font(title), x=0.01, ha="left", fontsize=11, fontweight="bold")
         figure.supxlabel(in_font(_footnote(summary)), x=0.01, ha="left", fontsize=8.5, color=GREY)
-        figure.savefig(paths[0], metadata={"Date": None, "Creator": None})
-        figure.savefig(paths[1], dpi=160, metadata={"Software": None})
-    return paths
+        return save(figure, folder / "plots", "forest")
 
 
 def _draw(axes: "Axes", panel: _Panel, rows: Sequence[Finding]) -> None:

@@ -25,6 +25,7 @@ class Group(msgspec.Struct, frozen=True):
     losses: tuple[float, ...]  #: at that step
     mean: float
     sd: float | None  #: None of one run
+    step_ms: float | None  #: mean time of a step, up to the last validation; None where a log tells no time
 
 
 class Noise(msgspec.Struct, frozen=True):
@@ -63,14 +64,18 @@ def distinct(runs: Iterable[ContextRun]) -> list[ContextRun]:
 
 def groups(runs: Iterable[ContextRun]) -> list[Group]:
     """The groups of these runs, in the order of their first ones."""
-    equal: dict[tuple[str, int, int | None], list[float]] = defaultdict(list)
+    equal: dict[tuple[str, int, int | None], list[ContextRun]] = defaultdict(list)
     for run in runs:
         if run.final_loss is not None:
-            key = (run.name.rpartition("/")[0], run.validations[-1].step, run.num_steps)
-            equal[key].append(run.final_loss)
-    return [
-        Group(*key, tuple(losses), statistics.fmean(losses), _sd(losses)) for key, losses in equal.items()
-    ]
+            equal[run.name.rpartition("/")[0], run.validations[-1].step, run.num_steps].append(run)
+    return [_group(*key, members) for key, members in equal.items()]
+
+
+def _group(folder: str, step: int, num_steps: int | None, runs: list[ContextRun]) -> Group:
+    losses = tuple(run.final_loss for run in runs if run.final_loss is not None)
+    times_s = [run.train_time_s for run in runs if run.train_time_s is not None]
+    step_ms = statistics.fmean(times_s) / step * 1e3 if step and len(times_s) == len(runs) else None
+    return Group(folder, step, num_steps, losses, statistics.fmean(losses), _sd(losses), step_ms)
 
 
 def noise(found: Sequence[Group]) -> Noise | None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from speedrun import track
+from speedrun.data.wholefile import PARTIAL
 from speedrun.errors import UsageError
 from speedrun.ledger import reproduction
 from speedrun.ledger.format import Declaration, FormatError, Manifest, Summary
@@ -169,6 +170,13 @@ def read_files(root: Path) -> tuple[dict[str, bytes], dict[str, str]]:
     return raw, refused
 
 
+def discard_partials(root: Path) -> None:
+    """Removes what killed writers left in a record. Nobody may be writing there."""
+    for left in root.rglob("*" + PARTIAL):
+        if left.is_file() or left.is_symlink():
+            left.unlink()
+
+
 def _objection(path: str, entry: os.DirEntry[str], size_bytes: int, left_bytes: int) -> str | None:
     """Why a thing may not be in a record, or None."""
     if entry.is_dir(follow_symlinks=False):
@@ -176,6 +184,8 @@ def _objection(path: str, entry: os.DirEntry[str], size_bytes: int, left_bytes: 
     if not entry.is_file(follow_symlinks=False):
         return "a link or a special file; a record holds plain files only"
     cap_bytes = next((cap for pattern, cap in FILES if pattern.fullmatch(path)), None)
+    if cap_bytes is None and path.endswith(PARTIAL):
+        return "left by a command that was killed; the same command again removes it"
     if cap_bytes is None:
         return "no file of a record"
     if size_bytes > min(cap_bytes, left_bytes):

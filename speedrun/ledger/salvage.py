@@ -5,8 +5,11 @@ from pathlib import Path
 from msgspec import DecodeError
 
 from speedrun import console, runlog
+from speedrun.data import lock
+from speedrun.data.wholefile import write_whole
 from speedrun.errors import NonFiniteError
 from speedrun.ledger import format
+from speedrun.ledger.record import discard_partials
 
 LOG, FACTS, TEXT = "metrics.jsonl", "run.json", "log.txt"
 
@@ -21,10 +24,16 @@ def salvage(root: Path, recipe: format.Recipe, num_devices: int) -> list[str]:
 
     Returns:
         The names of the runs.
+
+    Raises:
+        UsageError: if something runs in it after all.
+        StorageError: if the disk refuses; then every log is as it was.
     """
-    folders = [path for path in sorted(root.glob("runs/*")) if path.is_dir()]
-    left = [folder for folder in folders if not _ended(folder / FACTS)]
-    return [folder.name for folder in left if _salvage(folder, recipe, num_devices)]
+    with lock.alone_with(root):
+        discard_partials(root)
+        folders = [path for path in sorted(root.glob("runs/*")) if path.is_dir()]
+        left = [folder for folder in folders if not _ended(folder / FACTS)]
+        return [folder.name for folder in left if _salvage(folder, recipe, num_devices)]
 
 
 def _ended(facts: Path) -> bool:
@@ -42,8 +51,8 @@ def _salvage(folder: Path, recipe: format.Recipe, num_devices: int) -> bool:
         if not any(folder.iterdir()):  # what others put there is theirs; assembling will name it
             folder.rmdir()
         return False
-    (folder / LOG).write_bytes(b"".join(line.encode() + b"\n" for line in lines))
-    (folder / TEXT).write_text(console.render(lines), encoding="utf-8")
+    write_whole(folder / LOG, b"".join(line.encode() + b"\n" for line in lines))
+    write_whole(folder / TEXT, console.render(lines).encode())
     hardware = next((line.event for line in lines if isinstance(line.event, runlog.Preflight)), None)
     data = next((line.event for line in lines if isinstance(line.event, runlog.DataReady)), None)
     step = next((line.event for line in lines if isinstance(line.event, runlog.Step)), None)
@@ -73,7 +82,7 @@ def _salvage(folder: Path, recipe: format.Recipe, num_devices: int) -> bool:
         data=format.DataRead((), val_shard, data.val_sha256 if data else ""),
         peak_bytes=0,
     )
-    (folder / FACTS).write_bytes(format.encode(facts))
+    write_whole(folder / FACTS, format.encode(facts))
     return True
 
 
