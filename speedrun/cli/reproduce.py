@@ -136,12 +136,12 @@ class _Again:
         """Compares, runs what is missing, writes and tells the verdict; the exit code."""
         # Refuses what may not be executed.
         again = Rerun(self._path, self._record.finished[0].file.run_id, unsafe=self._unsafe)
-        click.echo(protections(unsafe=self._unsafe), err=True)
         with Progress("data") as progress:
             data = circumstances.data_point(self._manifest, self._data, progress.update)
         points = (*circumstances.points(self._record, self._manifest), data)
         for line in _compared(points):
             click.echo(line, err=True)
+        click.echo(protections(unsafe=self._unsafe), err=True)
         plan = reproduce.planned(self._folder, self._record, self._manifest, num_runs, same_seeds=same_seeds)
         with alone(self._folder / reproduce.PLAN):
             runs = self._run_missing(again, plan)
