@@ -1,198 +1,462 @@
-"""Looks at the final state of a run, and goes on from its checkpoints.
+"""Trains and scores the programs that a record's source handed over; imports nothing of that source.
 
-    python -m speedrun.examine EXAMINATION.json      what `speedrun validate --replay` calls on an unpacked source
+    python -m speedrun.examine EXAMINATION.json      what `speedrun validate --replay` calls, in a process of its own
 
-Recipe, model and step are the record's; the scorer is written here once more, from its definition, so that a loss
-that flatters itself is seen. Legend: B sequences, T time, D model, V vocabulary, N tokens.
+A program is read as StableHLO, looked through, compiled and run: a pure function of the arrays that stand in the
+call. Batches, order, scorer and comparisons are this file's. Legend: B sequences, S ids of a text, T time, D model,
+N tokens of a chunk, V vocabulary, L leaves of the state.
 """
 
+import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
+from jax import export
+from jax.core import ShapedArray
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from speedrun import mesh as meshes
-from speedrun.checkpoint import Checkpoints
-from speedrun.data import stream
+from speedrun import track as tracks
+from speedrun.checkpoint import unsealed
+from speedrun.data import inventory, stream
+from speedrun.errors import CheckpointError
 from speedrun.fingerprint import state_hash
-from speedrun.ledger import format
-from speedrun.ledger.findings import Examination, Findings, Restart
+from speedrun.ledger.findings import Array, Examination, Findings, HandedOver, Lowered, Replayed, Stretch
 from speedrun.output import told
-from speedrun.prepare import Ready, RunConfig, prepare
-from speedrun.program import StepShape
-from speedrun.step import TrainState
+from speedrun.prepare import decoded
+from speedrun.program import inspect
+from speedrun.step import COMPILER_OPTIONS
 
-_CHANGED = (1, 17, 40)  #: tokens near the start of a sequence, where a leak is easiest to see
-_SHORT_TOKENS = (
-    128  #: of the sequences whose probabilities are summed: a longer sum would hide more in its rounding
-)
-_MOST_IDS = 4096  #: a sequence for each of them is scored
-_CHUNK_TOKENS = 1024
+_BLOCK = 64  #: every residue of a position modulo this has its turn
+_EDGES = 3  #: tokens at both ends of a sequence that have theirs
+_COMPANY = 2  #: batches
+
+Forward = Callable[[np.ndarray], np.ndarray]
+
+
+# --- which outputs know what comes after them ---------------------------------------------------------------
+
+
+class Change(NamedTuple):
+    """A text whose end was changed."""
+
+    at: int  #: the first token that differs
+    ids_T: np.ndarray
+
+
+def texts(
+    rows_RT: np.ndarray, separator: int, draw: np.random.Generator
+) -> Iterator[tuple[np.ndarray, list[int]]]:
+    """Texts, and the positions at which each is to be changed: about 150 in all.
+
+    Positions cover all residues modulo 64, both ends, and places behind a separator: in every second text one is put
+    before each of them.
+    """
+    length = rows_RT.shape[1]
+    residues = [
+        int(draw.choice(range(r or _BLOCK, max(length, r + 1), _BLOCK) or [0])) for r in range(_BLOCK)
+    ]
+    edges = [*range(1, 1 + _EDGES), *range(length - _EDGES, length)]
+    inside = sorted({at for at in (*residues, *edges) if 0 < at < length})
+    for number, part in enumerate(np.array_split(np.asarray(inside), len(rows_RT) // 2)):
+        plain_T, planted_T = rows_RT[2 * number].copy(), rows_RT[2 * number + 1].copy()
+        planted_T[part - 1] = separator
+        yield plain_T, part.tolist()
+        yield planted_T, part.tolist()
+
+
+def changed(
+    text_T: np.ndarray,
+    at: int,
+    kind: int,
+    others_RT: np.ndarray,
+    num_ids: int,
+    separator: int,
+    draw: np.random.Generator,
+) -> Change:
+    """A text with another end.
+
+    Kinds: 0, the end of another text; 1, any ids; 2, another text with a separator at once and more of them later;
+    3, its own end without separators; 4, its own end but for one token; 5, one separator more and all behind it moved.
+    """
+    ids_T, length = text_T.copy(), len(text_T)
+    other_T = others_RT[draw.integers(len(others_RT))]
+    if kind in (0, 2):
+        ids_T[at:] = other_T[at:]
+    if kind == 1:
+        ids_T[at:] = draw.integers(0, num_ids, length - at)
+    if kind == 2:
+        ids_T[at:][draw.random(length - at) < 1 / 16] = separator
+        ids_T[at] = separator
+    if kind == 3:
+        ids_T[at:][ids_T[at:] == separator] = (separator + 1 + draw.integers(num_ids - 1)) % num_ids
+    if kind == 5:
+        ids_T[at:] = np.concatenate([[separator], text_T[at:-1]])
+    if ids_T[at] == text_T[at]:
+        ids_T[at] = (text_T[at] + 1 + draw.integers(num_ids - 1)) % num_ids
+    return Change(at, ids_T)
+
+
+_KINDS = 6
+
+
+class Leak(NamedTuple):
+    """The output before a changed token that changed most."""
+
+    nats: float
+    at: int
+    changes: int  #: that were made
+
+
+def leak(
+    hidden: Forward,
+    distance: Callable[[np.ndarray, np.ndarray], float],
+    rows_RT: np.ndarray,
+    batch: int,
+    num_ids: int,
+    separator: int,
+    draw: np.random.Generator,
+) -> Leak:
+    """Changes the ends of texts and compares every output before them.
+
+    Args:
+        hidden: ids [B, T] to outputs [B, T, D].
+        distance: between outputs [N, D], in nats.
+        rows_RT: texts, an even number.
+        batch: B.
+        num_ids: of the vocabulary.
+        separator: the id that opens a document.
+        draw: where everything random is from.
+    """
+    found, made = Leak(0.0, -1, 0), 0
+    for text_T, places in texts(rows_RT, separator, draw):
+        kinds = [(at, int(kind)) for at in places for kind in draw.choice(_KINDS, 2, replace=False)]
+        changes = [changed(text_T, at, kind, rows_RT, num_ids, separator, draw) for at, kind in kinds]
+        made += len(changes)
+        before_TD: np.ndarray | None = None
+        ids = [text_T, *(change.ids_T for change in changes)]
+        outputs = _in_batches(hidden, ids, batch)
+        for change, after_TD in zip([Change(0, text_T), *changes], outputs, strict=True):
+            if before_TD is None:
+                before_TD = after_TD
+                continue
+            differ = np.flatnonzero((before_TD[: change.at] != after_TD[: change.at]).any(axis=1))
+            if len(differ):
+                nats = distance(before_TD[differ], after_TD[differ])
+                if not nats <= found.nats:  # also if it is no number
+                    found = Leak(nats, int(differ[-1]), 0)
+    return found._replace(changes=made)
+
+
+def _in_batches(hidden: Forward, ids: list[np.ndarray], batch: int) -> Iterator[np.ndarray]:
+    for start in range(0, len(ids), batch):
+        rows = ids[start : start + batch]
+        yield from hidden(np.stack([*rows, *[rows[-1]] * (batch - len(rows))]))[: len(rows)]
+
+
+# --- programs of others -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Model:
-    """Whole parameters on one device, in the compute dtype."""
+class Programs:
+    """What was handed over, to be called by name."""
 
-    ready: Ready
-    params: dict[str, jax.Array]
+    folder: Path
+    handed: HandedOver
+    mesh: Any
+
+    def exported(self, name: str) -> export.Exported:
+        """A program as JAX knows it; nothing of it is unpickled."""
+        lowered = self.handed.programs[name]
+        avals, places = self._arrays(lowered, lowered.inputs)
+        results, result_places = self._arrays(lowered, lowered.outputs)
+        return export.Exported(
+            fun_name=name.replace("-", "_"),
+            in_tree=jax.tree.structure((avals, {})),
+            in_avals=avals,
+            out_tree=jax.tree.structure(results),
+            out_avals=results,
+            _has_named_shardings=True,
+            _in_named_shardings=places,
+            _out_named_shardings=result_places,
+            in_shardings_hlo=(None,) * len(avals),
+            out_shardings_hlo=(None,) * len(results),
+            nr_devices=lowered.num_devices,
+            platforms=(jax.default_backend() if jax.default_backend() != "gpu" else "cuda",),
+            ordered_effects=(),
+            unordered_effects=(),
+            disabled_safety_checks=(),
+            mlir_module_serialized=(self.folder / f"{name}.mlir").read_bytes(),
+            calling_convention_version=lowered.convention,
+            module_kept_var_idx=lowered.kept,
+            uses_global_constants=False,
+            _get_vjp=None,
+        )
+
+    def _arrays(self, lowered: Lowered, arrays: tuple[Array, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        avals = tuple(ShapedArray(one.shape, np.dtype(jnp.dtype(one.dtype))) for one in arrays)
+        if lowered.num_devices == 1:
+            return avals, (None,) * len(avals)
+        return avals, tuple(self.place(one) for one in arrays)
+
+    def place(self, one: Array) -> NamedSharding:
+        """Where an array lives."""
+        return NamedSharding(self.mesh, P(*(axes or None for axes in one.axes)))
 
     @cached_property
-    def _forward(self) -> Callable[[dict[str, jax.Array], jax.Array], jax.Array]:
-        recipe, program = self.ready.recipe, self.ready.program
-        window = program.step.window(int(recipe.inputs_at(recipe.num_steps).window_blocks))
-        return jax.jit(lambda p, ids_BT: recipe.forward(p, ids_BT, window, recipe.config, program.kernels))
+    def state_places(self) -> list[NamedSharding]:
+        """Where each leaf of a state lives."""
+        inputs = self.handed.programs[self.handed.steps[0]].inputs
+        return [self.place(one) for one in inputs[: len(self.handed.leaves)]]
 
-    def outputs(self, tokens_BT: np.ndarray) -> jax.Array:
-        """What the head is given: [B, T, D]."""
-        return self._forward(self.params, jnp.asarray(tokens_BT))
+    def compiled(self, name: str, *, outs: Any = None) -> Any:
+        """The executable of a program, if it talks to nobody.
 
-    def log_probs(self, x_ND: jax.Array) -> jax.Array:
-        """Of every id, by the definition: log softmax of cap * tanh(x W^T / cap), f32 [N, V]."""
-        cap = self.ready.recipe.config.logit_cap
-        z_NV = x_ND.astype(jnp.float32) @ self.params["head"].astype(jnp.float32).T
-        return jax.nn.log_softmax(cap * jnp.tanh(z_NV / cap), axis=1)
+        Args:
+            name: of the program.
+            outs: where its results shall live; with them, its arguments but the last two are donated.
+
+        Raises:
+            UsageError: if it would.
+        """
+        one, lowered = self.exported(name), self.handed.programs[name]
+        inspect(one.mlir_module())
+        args = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+            for x, place in zip(*self._arrays(lowered, lowered.inputs), strict=True)
+        ]
+        options: Any = COMPILER_OPTIONS.get(jax.default_backend(), {})
+        donate = tuple(range(max(0, len(args) - 2))) if outs else ()
+        called = jax.jit(one.call, donate_argnums=donate, out_shardings=outs)
+        return called.lower(*args).compile(compiler_options=options)
+
+
+# --- the examination ----------------------------------------------------------------------------------------
 
 
 def examine(asked: Examination) -> Findings:
     """Everything that `Findings` holds.
 
     Raises:
-        CheckpointError: if a checkpoint is missing or damaged.
+        SpeedrunError: a program that is not one; a checkpoint that is missing or damaged; data that is.
     """
-    config = msgspec.convert(asked.config, RunConfig, dec_hook=lambda kind, value: kind(value))
-    ready = prepare(config)
-    checkpoints = Checkpoints(asked.checkpoints, every=1, keep=0, say=print)
-    state, _ = checkpoints.restore_at(ready.recipe.num_steps, ready.program, _config_sha256(ready))
-    packed = {name: jnp.asarray(jax.device_get(x)) for name, x in state.params.items()}
-    compute = ready.recipe.compute_dtype
-    params = ready.program.layout.unpack(packed)
-    kinds = ready.recipe.table(ready.recipe.config)
-    model = _Model(
-        ready, {n: x if kinds[n].group == "scalar" else x.astype(compute) for n, x in params.items()}
-    )
-    return Findings(
-        final_hash=state_hash(state),
-        val_loss=_val_loss(model),
-        masses=_masses(model, state),
-        leak=_leak(model),
-        company=_company(model, state),
-        restarts=tuple(_restart(ready, checkpoints, step, asked.num_replayed) for step in asked.restarts),
-    )
+    meshes.prepare(tracks.load(asked.track).rules.platform)
+    return _Examiner(asked).findings()
 
 
-def _config_sha256(ready: Ready) -> str:
-    return format.config_sha256(ready.described)
+class _Examiner:
+    """One run under examination."""
 
+    def __init__(self, asked: Examination) -> None:
+        self.asked, self.track = asked, tracks.load(asked.track)
+        handed = msgspec.json.decode((asked.programs / "programs.json").read_bytes(), type=HandedOver)
+        self.handed = handed
+        self.programs = Programs(asked.programs, handed, meshes.make_mesh(asked.num_devices, asked.replicas))
+        self.shards = inventory.open_track(asked.data, self.track.data)
+        self.steps: dict[str, Any] = {}
 
-def _val_loss(model: _Model) -> float:
-    """Mean negative log likelihood of the track's validation tokens."""
-    recipe, track, val = model.ready.recipe, model.ready.track, model.ready.shards.val[0]
-    total, tokens = 0.0, 0
-
-    @jax.jit
-    def nll(x_ND: jax.Array, targets_N: jax.Array) -> jax.Array:
-        return -jnp.take_along_axis(model.log_probs(x_ND), targets_N[:, None], axis=1)
-
-    for batch in stream.validation_batches(val, track.data.val_tokens, 1, recipe.eval_seq_len):
-        x_TD, targets_T = model.outputs(batch.tokens_BT)[0], batch.targets_BT[0]
-        for at in range(0, len(targets_T), _CHUNK_TOKENS):
-            part = nll(x_TD[at : at + _CHUNK_TOKENS], jnp.asarray(targets_T[at : at + _CHUNK_TOKENS]))
-            total += float(np.sum(np.asarray(part), dtype=np.float64))
-        tokens += targets_T.size
-    return total / tokens
-
-
-def _ids(model: _Model, num_sequences: int, length: int) -> np.ndarray:
-    """Rows of the validation text, each one token longer than what is scored."""
-    tokens = model.ready.shards.val[0].read(0, num_sequences * length + 1).astype(np.int32)
-    return np.stack([tokens[i * length : (i + 1) * length + 1] for i in range(num_sequences)])
-
-
-def _scores(model: _Model, state: TrainState, ids_BS: np.ndarray) -> np.ndarray:
-    """Nats of each sequence by the record's own validation step: f64 [B]."""
-    recipe, program = model.ready.recipe, model.ready.program
-    score = program.eval_step_for(program.fixed_window_at(recipe.num_steps))
-    found = []
-    for at in range(0, len(ids_BS), recipe.eval_sequences):
-        rows = ids_BS[at : at + recipe.eval_sequences]
-        short = recipe.eval_sequences - len(rows)
-        rows = np.concatenate([rows, np.repeat(rows[-1:], short, axis=0)])
-        tokens_BT, targets_BT = (
-            meshes.place(np.ascontiguousarray(x), program.mesh) for x in (rows[:, :-1], rows[:, 1:])
+    def findings(self) -> Findings:
+        """Replays first; then looks at the state that is the run's own, or at the last one."""
+        replayed, leaves = [], []
+        for stretch in self.asked.stretches:
+            found, leaves = self._replayed(stretch)
+            replayed.append(found)
+        if own := self.asked.checkpoints is not None:
+            leaves, _ = self._restored(len(self.handed.steps))
+        params = self._params(leaves)
+        seen = self._leak(params)
+        return Findings(
+            final_hash=state_hash(leaves),
+            val_loss=self._loss(params),
+            own=own,
+            columns=self.handed.programs["logits"].outputs[0].shape[1],
+            num_ids=self.track.data.vocab_size,
+            rows=self._rows(params),
+            leak=seen.nats,
+            leak_at=seen.at,
+            changes=seen.changes,
+            company=self._company(params),
+            stretches=tuple(replayed),
         )
-        nll_BC = jax.device_get(score(state.params, tokens_BT, targets_BT, program.schedule, state.step))
-        found.append(nll_BC[: recipe.eval_sequences - short].sum(axis=1, dtype=np.float64))
-    return np.concatenate(found).astype(np.float64)
 
+    # --- training
 
-def _masses(model: _Model, state: TrainState) -> tuple[float, ...]:
-    """Sum of the probabilities that the record's own step gives to all ids at a position.
+    def _replayed(self, stretch: Stretch) -> tuple[Replayed, list[Any]]:
+        """A stretch of steps, with the validations that the track declares before and inside it."""
+        leaves, cursor = self._restored(stretch.start) if stretch.from_checkpoint else self._initial()
+        began, losses, vals = state_hash(leaves), [], []
+        tokens = stream.TokenStream(self.shards.train, cursor)
+        for at in range(stretch.start, stretch.stop):
+            if self.track.validates_at(at):
+                vals.append((at, self._loss(self._params(leaves))))
+            name = self.handed.steps[at]
+            lowered = self.handed.programs[name]
+            if name not in self.steps:
+                whole = NamedSharding(self.programs.mesh, P())
+                outs = (*self.programs.state_places, whole)
+                self.steps[name] = self.programs.compiled(name, outs=outs)
+            batch = tokens.batch(*lowered.inputs[-1].shape)
+            *leaves, loss = self.steps[name](*leaves, *(meshes.place(x, self.programs.mesh) for x in batch))
+            losses.append(float(loss))
+        found = Replayed(
+            stretch.start, stretch.stop, stretch.from_checkpoint, began, tuple(losses), tuple(vals)
+        )
+        return found, leaves
 
-    Its step tells sums over sequences only. So every id takes a turn as the last target, and what the other targets
-    cost is taken from our scorer.
-    """
-    num_ids, masses = model.params["head"].shape[0], []
-    if num_ids > _MOST_IDS:
-        return ()
-    for row_S in _ids(model, 2, min(_SHORT_TOKENS, model.ready.recipe.eval_seq_len)):
-        log_probs_TV = np.asarray(model.log_probs(model.outputs(row_S[None, :-1])[0]), np.float64)
-        others = -log_probs_TV[np.arange(len(row_S) - 2), row_S[1:-1]].sum()
-        rows_VS = np.repeat(row_S[None], num_ids, axis=0)
-        rows_VS[:, -1] = np.arange(num_ids)
-        masses.append(float(np.exp(others - _scores(model, state, rows_VS)).sum()))
-    return tuple(masses)
+    def _initial(self) -> tuple[list[Any], stream.Cursor]:
+        key = jax.random.key_data(jax.random.key(self.asked.run_seed))
+        places = tuple(self.programs.state_places)
+        return list(self.programs.compiled("init", outs=places)(key)), stream.START
 
+    def _restored(self, step: int) -> tuple[list[Any], stream.Cursor]:
+        """A state of the run, from its checkpoint, and its place in the data."""
+        import orbax.checkpoint as ocp
 
-def _leak(model: _Model) -> float:
-    """Outputs before a token must not know it."""
-    (row_S,), largest = _ids(model, 1, model.ready.recipe.eval_seq_len), 0.0
-    before_TD = np.asarray(model.outputs(row_S[None, :-1])[0], np.float32)
-    for position in (*_CHANGED, len(row_S) // 2, len(row_S) - 2):
-        changed_S = row_S.copy()
-        changed_S[position] = (changed_S[position] + 1) % model.ready.track.data.vocab_size
-        after_TD = np.asarray(model.outputs(changed_S[None, :-1])[0], np.float32)
-        largest = max(largest, float(np.abs(after_TD[:position] - before_TD[:position]).max()))
-    return largest
+        assert self.asked.checkpoints is not None
+        folder = self.asked.checkpoints.absolute() / str(step)
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"{self.asked.checkpoints}: no checkpoint {step}; it is needed; keep all of them (--keep-checkpoints 0)"
+            )
+        arrays = self.handed.programs[self.handed.steps[0]].inputs
+        wanted = {
+            name: jax.ShapeDtypeStruct(one.shape, jnp.dtype(one.dtype), sharding=place)
+            for name, one, place in zip(self.handed.leaves, arrays, self.programs.state_places, strict=False)
+        }
+        try:
+            facts = json.loads(unsealed(json.loads((folder / "facts" / "metadata").read_bytes())))
+            arrays = ocp.StandardCheckpointer().restore(folder / "state", wanted)
+            cursor = stream.Cursor(*map(int, facts["cursor"]))
+        except Exception as error:  # noqa: BLE001 - orbax raises this very class, with 60 lines of text
+            said = str(error).strip().partition("\n")[0][:120]
+            raise CheckpointError(f"{folder}: cannot be read ({said}); restore its files") from None
+        return [arrays[name] for name in self.handed.leaves], cursor
 
+    # --- scoring
 
-def _company(model: _Model, state: TrainState) -> float:
-    """A sequence must cost the same whatever stands beside it; per token."""
-    recipe = model.ready.recipe
-    rows_BS = _ids(model, 2 * recipe.eval_sequences, recipe.eval_seq_len)
-    order = np.random.default_rng(0).permutation(len(rows_BS))
-    first, second = _scores(model, state, rows_BS), _scores(model, state, rows_BS[order])
-    return float(np.abs(first[order] - second).max()) / (rows_BS.shape[1] - 1)
+    def _params(self, leaves: list[Any]) -> list[jax.Array]:
+        """The parameters, whole, on one device."""
+        device = self.programs.mesh.devices.flat[0]
+        return [jax.device_put(np.asarray(x), device) for x in leaves[1 : 1 + self.handed.num_params]]
 
+    @cached_property
+    def _hidden(self) -> Any:
+        return self.programs.compiled("hidden")
 
-def _restart(ready: Ready, checkpoints: Checkpoints, step: int, num_replayed: int) -> Restart:
-    """A few steps of training from a checkpoint on."""
-    program, recipe = ready.program, ready.recipe
-    state, facts = checkpoints.restore_at(step, program, _config_sha256(ready))
-    began, losses = state_hash(state), []
-    compiled: dict[StepShape, Any] = {}
-    tokens = stream.TokenStream(ready.shards.train, stream.Cursor(*facts.cursor))
-    for at in range(step, min(step + num_replayed, recipe.num_steps)):
-        shape = program.shape_at(at)
-        batch = tokens.batch(shape.num_sequences, shape.seq_len)
-        args = state, *(meshes.place(x, program.mesh) for x in batch), program.schedule
-        if shape not in compiled:
-            compiled[shape] = program.compiled(program.train_step_for(shape.window_blocks).lower(*args))
-        state, metrics = compiled[shape](*args)
-        losses.append(float(np.sum(jax.device_get(metrics.loss))))
-    return Restart(step, began, tuple(losses))
+    @cached_property
+    def _logits(self) -> Any:
+        return self.programs.compiled("logits")
+
+    def outputs(self, params: list[jax.Array], ids_BT: np.ndarray) -> jax.Array:
+        """What the head is given: [B, T, D]."""
+        (x_BTD,) = self._hidden(*params, jnp.asarray(ids_BT, jnp.int32))
+        return x_BTD
+
+    def log_probs(self, params: list[jax.Array], x_ND: Any) -> Iterator[jax.Array]:
+        """By the definition, log softmax over all columns of the logits: f32 [N, V], chunk by chunk."""
+        chunk, width = self.handed.programs["logits"].inputs[-1].shape
+        dtype = jnp.dtype(self.handed.programs["logits"].inputs[-1].dtype)
+        for at in range(0, len(x_ND), chunk):
+            part = jnp.asarray(x_ND[at : at + chunk], dtype)
+            padded = jnp.zeros((chunk, width), dtype).at[: len(part)].set(part)
+            (z_NV,) = self._logits(*params, padded)
+            yield jax.nn.log_softmax(z_NV.astype(jnp.float32), axis=1)[: len(part)]
+
+    def costs(self, params: list[jax.Array], x_ND: Any, targets_N: np.ndarray) -> np.ndarray:
+        """Nats of each target: f64 [N]."""
+        found, at = [], 0
+        for log_probs_NV in self.log_probs(params, x_ND):
+            picked = jnp.asarray(targets_N[at : at + len(log_probs_NV), None])
+            found.append(-np.asarray(jnp.take_along_axis(log_probs_NV, picked, axis=1)[:, 0], np.float64))
+            at += len(log_probs_NV)
+        return np.concatenate(found)
+
+    def _loss(self, params: list[jax.Array]) -> float:
+        """Mean negative log likelihood of the track's validation tokens."""
+        batch, length = self.handed.programs["hidden"].inputs[-1].shape
+        num_tokens, total = self.track.data.val_tokens, 0.0
+        rows = list(stream.validation_batches(self.shards.val[0], num_tokens, 1, length))
+        for start in range(0, len(rows), batch):
+            part = rows[start : start + batch]
+            ids = [row.tokens_BT[0] for row in part] + [part[-1].tokens_BT[0]] * (batch - len(part))
+            x_BTD = self.outputs(params, np.stack(ids))
+            for x_TD, row in zip(x_BTD, part, strict=False):
+                total += float(self.costs(params, x_TD, row.targets_BT[0]).sum())
+        return total / num_tokens
+
+    # --- properties
+
+    def _distance(self, params: list[jax.Array]) -> Callable[[np.ndarray, np.ndarray], float]:
+        def distance(first_ND: np.ndarray, second_ND: np.ndarray) -> float:
+            pairs = zip(self.log_probs(params, first_ND), self.log_probs(params, second_ND), strict=True)
+            return max(float(jnp.max(jnp.abs(a - b))) for a, b in pairs)
+
+        return distance
+
+    def _texts(self, num_rows: int) -> np.ndarray:
+        """Rows of the validation text."""
+        length = self.handed.programs["hidden"].inputs[-1].shape[1]
+        num_rows = max(2, min(num_rows, (self.track.data.val_tokens // length) // 2 * 2))
+        starts = self._draw.integers(0, self.track.data.val_tokens - length, num_rows)
+        return np.stack(
+            [self.shards.val[0].read(int(at), int(at) + length).astype(np.int32) for at in starts]
+        )
+
+    @cached_property
+    def _draw(self) -> np.random.Generator:
+        return np.random.default_rng(self.asked.draws)
+
+    def _leak(self, params: list[jax.Array]) -> Leak:
+        data, batch = self.track.data, self.handed.programs["hidden"].inputs[-1].shape[0]
+        return leak(
+            lambda ids_BT: np.asarray(self.outputs(params, ids_BT)),
+            self._distance(params),
+            self._texts(4),
+            batch,
+            data.vocab_size,
+            data.document_token,
+            self._draw,
+        )
+
+    def _company(self, params: list[jax.Array]) -> float:
+        """A sequence must cost the same whatever stands beside it, and wherever it stands."""
+        batch, _ = self.handed.programs["hidden"].inputs[-1].shape
+        if batch == 1:
+            return 0.0
+        rows_RT, largest = self._texts(2 * batch), 0.0
+        for _ in range(_COMPANY):
+            first = self._draw.permutation(len(rows_RT))[:batch]
+            second = np.concatenate([first[1:2], self._draw.permutation(len(rows_RT))[: batch - 1]])
+            one_TD, other_TD = (
+                np.asarray(self.outputs(params, rows_RT[which])[at])
+                for which, at in ((first, 1), (second, 0))
+            )
+            if (one_TD != other_TD).any():
+                largest = max(largest, self._distance(params)(one_TD, other_TD))
+        return largest
+
+    def _rows(self, params: list[jax.Array]) -> float:
+        """A row's logits must not depend on the rows beside it."""
+        chunk, width = self.handed.programs["logits"].inputs[-1].shape
+        batch, _ = self.handed.programs["hidden"].inputs[-1].shape
+        x_ND = np.asarray(self.outputs(params, self._texts(2)[np.arange(batch) % 2])).reshape(-1, width)[
+            :chunk
+        ]
+        order = self._draw.permutation(len(x_ND))
+        (first,), (second,) = self.log_probs(params, x_ND), self.log_probs(params, x_ND[order])
+        return float(jnp.max(jnp.abs(first[order] - second)))
 
 
 if __name__ == "__main__":
     with told():
-        asked = msgspec.json.decode(
-            Path(sys.argv[1]).read_bytes(), type=Examination, dec_hook=lambda k, v: k(v)
-        )
+        asked = decoded(Path(sys.argv[1]).read_bytes(), Examination)
         asked.findings.write_bytes(msgspec.json.encode(examine(asked)))

@@ -1,51 +1,64 @@
-"""Runs the source that a record carries, in a process of its own. The only module that executes anything of a record.
+"""Runs the source that a record carries, in a process and a world of its own. Nothing else executes any of a record.
 
 `speedrun replay`, `compare`, `reproduce` and `validate --replay` call it, and say so.
 """
 
 import os
-import subprocess
+import shutil
+import stat
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TextIO
 
 import msgspec
 
-from speedrun import provenance, signals
+from speedrun import provenance, sandbox
 from speedrun import track as tracks
 from speedrun.console import clean
 from speedrun.data import inventory
 from speedrun.errors import EXIT_CODES, SpeedrunError, UsageError, meaning
 from speedrun.ledger import format
-from speedrun.ledger.findings import Examination, Findings
+from speedrun.ledger.findings import Examination, Findings, HandedOver, Wanted
 from speedrun.ledger.record import Record, load
 from speedrun.ledger.run import Run
 from speedrun.sourcefile import split_source
 
 #: What a process needs to run at all. No cache of programs: foreign code could leave some there for us to run.
-_ENVIRONMENT = ("PATH", "HOME", "TMPDIR", "LANG", "LD_LIBRARY_PATH", provenance.IMAGE_VARIABLE)
+_ENVIRONMENT = ("PATH", "LANG", "LD_LIBRARY_PATH", provenance.IMAGE_VARIABLE)
 
-#: Laid over the record's source to look at what it made.
-_EXAMINER = ("examine.py", "output.py", "ledger/findings.py")
+#: Laid over the record's source to lower its programs; and a file of a source new enough for it.
+_OURS = ("handover.py", "output.py", "ledger/findings.py")
+_NEEDED = "speedrun/program.py"
+
+_LEAST_S, _MOST_S, _SLOWER = 3600.0, 7 * 86400.0, 10.0  #: of a run: seconds, and times what it took
+_HANDOVER_S = 1800.0
+_MOST_BYTES = 1 << 30  #: of one program
 
 
 class Rerun:
     """A run of a record, checked, ready to be run again."""
 
-    def __init__(self, folder: Path, run_id: str | None = None) -> None:
-        """Reads the record; executes nothing yet.
+    def __init__(self, folder: Path, run_id: str | None = None, *, unsafe: bool = False) -> None:
+        """Reads the record, and what of ours is needed; executes nothing yet.
+
+        Args:
+            folder: the record.
+            run_id: of the run; None: the first.
+            unsafe: run it without a world of its own where that cannot be had.
 
         Raises:
             UsageError: no such run; a source or an environment that is not what the run says.
         """
         record = load(folder)
         self.old = _find(record, folder, run_id)
+        self._unsafe = unsafe
         self._source = _checked_source(record, folder, self.old)
         self._environment = _checked_environment(folder, self.old)
+        self._ours = {f"speedrun/{name}": (Path(__file__).parent / name).read_text("utf-8") for name in _OURS}
 
-    def run(self, out: Path, *, seed: int, data: Path | None, echo: TextIO, checkpoint_every: int = 0) -> Run:
+    def run(self, out: Path, *, seed: int, data: Path | None, echo: TextIO) -> Run:
         """Unpacks the source into a scratch folder and runs it.
 
         Args:
@@ -53,15 +66,22 @@ class Rerun:
             seed: of the new run.
             data: folder of shards; None: the track's own.
             echo: where the new run's output goes.
-            checkpoint_every: steps; all checkpoints are kept. 0: none.
 
         Raises:
             SpeedrunError: if it ends badly.
         """
-        config = self._config(out, seed, data)
-        if checkpoint_every:
-            config |= {"checkpoint_every": checkpoint_every, "keep_checkpoints": 0}
-        self._execute("speedrun.train", config, echo, {})
+        if out.exists():
+            raise UsageError(f"{out} exists already; need a new folder; remove it or pass another --out")
+        took_s = self.old.end.cold_wall_s if self.old.finished else 0.0
+        limit_s = min(_MOST_S, max(_LEAST_S, _SLOWER * took_s))
+        with tempfile.TemporaryDirectory(prefix="speedrun-run-") as scratch:
+            made = Path(scratch, "record")
+            config = self._config(made, seed, data)
+            try:
+                self._execute("speedrun.train", config, Path(scratch), echo, {}, limit_s)
+            finally:
+                for path in sorted(Path(scratch).glob("record*")):
+                    _bring(path, out.with_name(out.name + path.name.removeprefix("record")))
         new = [run for run in load(out).runs if run.finished] if out.is_dir() else []
         if len(new) != 1:
             raise SpeedrunError(
@@ -71,64 +91,105 @@ class Rerun:
         return new[0]
 
     @property
-    def knows_checkpoints(self) -> bool:
-        """Whether its source is new enough to write some."""
-        return "speedrun/checkpoint.py" in self._source
+    def can_be_examined(self) -> bool:
+        """Whether the instruments in its source are new enough to lower its programs for the examiner."""
+        return _NEEDED in self._source
 
-    def examine(
-        self,
-        checkpoints: Path,
-        restarts: tuple[int, ...],
-        num_replayed: int,
-        *,
-        data: Path | None,
-        echo: TextIO,
-    ) -> Findings:
-        """Runs our examiner on the record's source.
+    def hand_over(self, folder: Path, *, data: Path, echo: TextIO) -> None:
+        """Has the source lower its programs, and puts them into a new folder: plain files, as many as it names.
 
         Args:
-            checkpoints: of a run of that source.
-            restarts: steps to go on from.
-            num_replayed: steps, from each of them.
-            data: folder of shards; None: the track's own.
+            folder: where they go.
+            data: folder of shards, of which the source looks at the headers.
+            echo: where its output goes.
+
+        Raises:
+            SpeedrunError: if it ends badly, or hands over something else.
+        """
+        with tempfile.TemporaryDirectory(prefix="speedrun-programs-") as scratch:
+            given = Path(scratch, "programs")
+            wanted = Wanted(self._config(Path(scratch, "record"), self.old.file.seed, data), given)
+            self._execute("speedrun.handover", wanted, Path(scratch), echo, self._ours, _HANDOVER_S)
+            try:
+                raw = _plain(given / "programs.json")
+                names = msgspec.json.decode(raw, type=HandedOver).programs
+                if not all(name.replace("-", "").isalnum() for name in names):
+                    raise ValueError("a name that is none")
+                programs = {f"{name}.mlir": _plain(given / f"{name}.mlir") for name in names}
+            except (OSError, ValueError) as error:
+                raise SpeedrunError(
+                    f"the source of {self.old.file.run_id} handed over no programs that can be read "
+                    f"({clean(str(error))}); it cannot be examined; look at its output above"
+                ) from None
+        folder.mkdir()
+        for name, content in {"programs.json": raw, **programs}.items():
+            (folder / name).write_bytes(content)
+
+    def examine(self, asked: Examination, scratch: Path, echo: TextIO) -> Findings:
+        """Runs our examiner on programs that were handed over; nothing of the source is there.
+
+        Args:
+            asked: what to look at; its paths to programs and findings lie in `scratch`.
+            scratch: the only folder that it can write.
             echo: where its output goes.
 
         Raises:
             SpeedrunError: if it ends badly.
         """
-        with tempfile.TemporaryDirectory() as scratch:
-            found = Path(scratch, "findings.json")
-            config = self._config(Path(scratch, "out"), self.old.file.seed, data)
-            asked = Examination(config, checkpoints.absolute(), restarts, num_replayed, found)
-            ours = {
-                f"speedrun/{name}": (Path(__file__).parent / name).read_text("utf-8") for name in _EXAMINER
-            }
-            self._execute("speedrun.examine", asked, echo, ours)
-            return msgspec.json.decode(found.read_bytes(), type=Findings)
+        package = Path(__file__).parent
+        readable = [package, asked.data, *([asked.checkpoints] if asked.checkpoints else [])]
+        self._start("speedrun.examine", asked, scratch, echo, package.parent, readable, _MOST_S)
+        return msgspec.json.decode(asked.findings.read_bytes(), type=Findings)
 
-    def _execute(self, module: str, request: object, echo: TextIO, ours: Mapping[str, str]) -> None:
+    def _execute(
+        self,
+        module: str,
+        request: object,
+        scratch: Path,
+        echo: TextIO,
+        ours: Mapping[str, str],
+        limit_s: float,
+    ) -> None:
         """Runs a module of the record's source, with files of ours laid over it, in a scratch folder."""
-        with tempfile.TemporaryDirectory() as scratch:
-            for path, text in {**self._source, **ours}.items():
-                file = Path(scratch, path)
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_text(text, encoding="utf-8")
-            Path(scratch, "request.json").write_bytes(msgspec.json.encode(request, enc_hook=str))
-            # Foreign code gets no variable of ours that may hold a secret, and those that the run had.
-            keep = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
-            child = subprocess.Popen(
-                [sys.executable, "-m", module, "request.json"],
-                cwd=scratch,
-                env={**keep, **self._environment, "PYTHONPATH": scratch},
-                stdout=echo,
-                process_group=0,
-            )
-            code = signals.wait_for(child)
-        if code:
+        for path, text in {**self._source, **ours}.items():
+            file = scratch / "source" / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+        config = msgspec.to_builtins(request, enc_hook=str)
+        data = config.get("config", config)["data"]
+        readable = [Path(data)] if data else []
+        self._start(module, request, scratch, echo, scratch / "source", readable, limit_s)
+
+    def _start(
+        self,
+        module: str,
+        request: object,
+        scratch: Path,
+        echo: TextIO,
+        code: Path,
+        readable: Iterable[Path],
+        limit_s: float,
+    ) -> None:
+        """Runs a module apart, with one argument: a file that holds the request."""
+        asked = scratch / "request.json"
+        asked.write_bytes(msgspec.json.encode(request, enc_hook=str))
+        # Foreign code gets no variable of ours that may hold a secret, and those that the run had.
+        keep = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+        found = sandbox.run(
+            [sys.executable, "-m", module, str(asked)],
+            scratch,
+            readable=readable,
+            environment={**keep, **self._environment, "PYTHONPATH": str(code)},
+            stdout=echo,
+            limits=sandbox.Limits(limit_s, gpu=self.old.file.platform == "gpu"),
+            unsafe=self._unsafe,
+        )
+        if found:
+            what = "the examiner" if module == "speedrun.examine" else "the source"
             error = SpeedrunError(
-                f"the source of {self.old.file.run_id} ended with {meaning(code)}; see its output above"
+                f"{what} of {self.old.file.run_id} ended with {meaning(found)}; see its output above"
             )
-            error.exit_code = code if code in EXIT_CODES else SpeedrunError.exit_code
+            error.exit_code = found if found in EXIT_CODES else SpeedrunError.exit_code
             raise error
 
     def _config(self, out: Path, seed: int, data: Path | None) -> dict[str, object]:
@@ -147,6 +208,30 @@ class Rerun:
             "microbatches": config.get("microbatches"),
         }
         return wanted | {name: config[name] for name in ("attention", "replicas") if name in config}
+
+
+def _plain(path: Path) -> bytes:
+    """The content of a small file that a stranger's process left: no link, no pipe.
+
+    Raises:
+        OSError: it is not there.
+        ValueError: it is something else.
+    """
+    found = path.lstat()
+    if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
+        raise ValueError(f"{path.name} is no plain file of at most 1 GiB")
+    return path.read_bytes()
+
+
+def _bring(made: Path, out: Path) -> None:
+    """Copies what a stranger's process made: plain files and folders, and nothing else."""
+    kind = made.lstat().st_mode
+    if stat.S_ISDIR(kind):
+        out.mkdir(parents=True, exist_ok=True)
+        for path in sorted(made.iterdir()):
+            _bring(path, out / path.name)
+    elif stat.S_ISREG(kind):
+        shutil.copyfile(made, out, follow_symlinks=False)
 
 
 def _find(record: Record, folder: Path, run_id: str | None) -> Run:

@@ -1,7 +1,6 @@
 """Two records side by side: order, seeds, the verdict; the runs themselves are forged."""
 
 import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from click.testing import CliRunner
 from forgeries import BROKE
 from record_forge import Spec, install_track, source_text, write_run
 
-from speedrun import cli, track
+from speedrun import cli, sandbox, track
 from speedrun.ledger import comparison
 from speedrun.ledger.comparison import compare
 from speedrun.ledger.record import read_files
@@ -124,17 +123,15 @@ def foreign(monkeypatch, tmp_path):
     def make(code: int = 0, leave: Callable[[Path], object] = lambda out: None) -> list[dict[str, Any]]:
         asked: list[dict[str, Any]] = []
 
-        class Child:
-            def __init__(self, argv: list[str], *, cwd: str, **_: object) -> None:
-                asked.append(json.loads(Path(cwd, argv[-1]).read_bytes()))
-                leave(Path(asked[-1]["out"]))
-
-            def wait(self) -> int:
-                return code
+        def child(argv: list[str], *_: object, **__: object) -> int:
+            asked.append(json.loads(Path(argv[-1]).read_bytes()))
+            leave(Path(asked[-1]["out"]))
+            return code
 
         made(tmp_path / "old")
         (tmp_path / "old" / "source.txt").write_text(source_text())
-        monkeypatch.setattr(subprocess, "Popen", Child)
+        monkeypatch.setattr(sandbox, "run", child)
+        monkeypatch.setattr(sandbox, "problem", lambda: None)
         return asked
 
     return make

@@ -202,7 +202,8 @@ def test_a_record_is_reproduced_alone_in_its_container(docker, tmp_path):
     call = docker()[-1]
     inner = call[call.index("--") + 1 :]
     assert inner == [
-        "speedrun:cpu", "reproduce", "/record", "--out", "/out", "--runs", "1", "--by", "A. Referee", "--same-seeds",
+        "speedrun:cpu", "reproduce", "/record", "--out", "/out", "--unsafe-here", "--runs", "1", "--by", "A. Referee",
+        "--same-seeds",
     ]  # fmt: skip
     assert call[call.index("--network") + 1] == "none"
     mounts = [mount for mount in volumes_of(call) if ".git/" not in mount]

@@ -19,7 +19,7 @@ from record_forge import LOCK, LOCK_RAW, SOFTWARE, Spec, facts, forge, install_t
 from scipy import stats
 from test_train import SMALL
 
-from speedrun import cli, provenance, reproduce, runlog, track
+from speedrun import cli, provenance, reproduce, runlog, sandbox, track
 from speedrun.cli import docker
 from speedrun.errors import NonFiniteError, SpeedrunError
 from speedrun.ledger import reproduction
@@ -392,7 +392,7 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_source_of_the_record_runs_in_a_process_of_its_own(record, tmp_path, capfd):
+def test_the_source_of_the_record_runs_in_a_process_of_its_own(record, tmp_path, capfd, monkeypatch):
     """It stands for one that trains: what it leaves was forged before."""
     made, folder = tmp_path / "made", tmp_path / "again"
     script = (
@@ -405,7 +405,8 @@ def test_the_source_of_the_record_runs_in_a_process_of_its_own(record, tmp_path,
     forge(folder, seeds=(1,), edit_source=edit_source)
     shutil.copytree(folder / "runs", made / "runs")
     shutil.copy(folder / "source.txt", made)
-    words = ["reproduce", str(folder), "--same-seeds", "--out", str(tmp_path / "out")]
+    monkeypatch.setattr(sandbox, "problem", lambda: "its source reads a folder of this test")
+    words = ["reproduce", str(folder), "--same-seeds", "--unsafe-here", "--out", str(tmp_path / "out")]
     with pytest.raises(SystemExit) as end:
         cli.command.main(words, prog_name="speedrun")
     said = capfd.readouterr().out

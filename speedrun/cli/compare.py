@@ -7,13 +7,14 @@ from pathlib import Path
 import click
 import msgspec
 
-from speedrun.cli.options import Integer, data_option, example, json_option
+from speedrun.cli.options import Integer, data_option, example, json_option, unsafe_option
 from speedrun.data.wholefile import write_whole
 from speedrun.errors import SpeedrunError, UsageError
 from speedrun.ledger.batch import seeds_from
 from speedrun.ledger.comparison import Comparison, compare
 from speedrun.ledger.run import Run
 from speedrun.rerun import Rerun
+from speedrun.sandbox import protections
 
 
 @click.command(epilog=example("speedrun compare records/smoke-cpu/2026-11-21-first runs/mine --pairs 3"))
@@ -22,6 +23,7 @@ from speedrun.rerun import Rerun
 @click.option(
     "--pairs", type=Integer(2), default=3, show_default=True, help="Each is one run of A and one of B."
 )
+@unsafe_option
 @data_option
 @click.option(
     "--out",
@@ -37,6 +39,7 @@ def command(
     first: Path,
     second: Path,
     pairs: int,
+    unsafe: bool,
     data: Path | None,
     out: Path | None,
     as_json: bool,
@@ -48,7 +51,8 @@ def command(
     """
     if out is not None and out.exists():
         raise UsageError(f"{out} exists already; need a new folder; remove it or pass another --out")
-    sides = {"A": Rerun(first), "B": Rerun(second)}
+    sides = {"A": Rerun(first, unsafe=unsafe), "B": Rerun(second, unsafe=unsafe)}
+    click.echo(protections(unsafe=unsafe), err=True)
     _check_alike(sides["A"].old, sides["B"].old)
     seeds = seeds_from(sides["A"].old.file.source_sha256, sides["B"].old.file.source_sha256, pairs)
     with tempfile.TemporaryDirectory() as scratch:

@@ -107,7 +107,7 @@ def inner_words(
     num_runs: int | None, by: str, data: Path | None, *, same_seeds: bool, as_json: bool
 ) -> list[str]:
     """The command as the container gets it."""
-    words = ["reproduce", _RECORD, "--out", _OUT]
+    words = ["reproduce", _RECORD, "--out", _OUT, "--unsafe-here"]  # the container is its world
     words += ["--runs", str(num_runs)] if num_runs is not None else []
     words += ["--by", by] if by else []
     words += ["--data", _DATA] if data is not None else []

@@ -70,6 +70,14 @@ data_option: Decorator = click.option(
     help="Folder of shards. Default: the track's, in $SPEEDRUN_DATA or ./data.",
 )
 
+#: `--unsafe-here`, as the argument `unsafe`, of every command that executes a record's source.
+unsafe_option: Decorator = click.option(
+    "--unsafe-here",
+    "unsafe",
+    is_flag=True,
+    help="Run the record's code even where it cannot be kept from this user's network, files and processes.",
+)
+
 
 def track_option(default: str = "smoke-cpu") -> Decorator:
     """`--track NAME`, as the argument `track`."""

@@ -7,13 +7,15 @@ from pathlib import Path
 import click
 import msgspec
 
-from speedrun.cli.options import data_option, example, json_option
+from speedrun.cli.options import data_option, example, json_option, unsafe_option
 from speedrun.rerun import Rerun
+from speedrun.sandbox import protections
 
 
 @click.command(epilog=example("speedrun replay records/smoke-cpu/2026-11-21-first"))
 @click.argument("record", type=click.Path(path_type=Path))
 @click.option("--run", "run_id", metavar="ID", help="Which run of the record. Default: the first.")
+@unsafe_option
 @data_option
 @click.option(
     "--out",
@@ -28,6 +30,7 @@ def command(
     *,
     record: Path,
     run_id: str | None,
+    unsafe: bool,
     data: Path | None,
     out: Path | None,
     as_json: bool,
@@ -37,11 +40,12 @@ def command(
     Exits with 0 if every loss is equal to the last bit, else with 1. Equality is promised only for the same
     software on the same kind of machine.
     """
-    again = Rerun(record, run_id)
-    old = again.old
+    again = Rerun(record, run_id, unsafe=unsafe)
+    old, echo = again.old, sys.stderr if as_json else sys.stdout
+    print(protections(unsafe=unsafe), file=echo, flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         target = out or Path(scratch) / "record"
-        new = again.run(target, seed=old.file.seed, data=data, echo=sys.stderr if as_json else sys.stdout)
+        new = again.run(target, seed=old.file.seed, data=data, echo=echo)
     losses = [step.loss for step in new.steps]
     pairs = list(zip([step.loss for step in old.steps], losses, strict=False))
     num_equal = sum(a == b for a, b in pairs)

@@ -11,7 +11,7 @@ import msgspec
 from speedrun import reproduce
 from speedrun.cli import docker
 from speedrun.cli.child import alone
-from speedrun.cli.options import Integer, data_option, example, json_option
+from speedrun.cli.options import Integer, data_option, example, json_option, unsafe_option
 from speedrun.cli.progress import Progress
 from speedrun.clock import Stopwatch
 from speedrun.console import clean, duration
@@ -23,6 +23,7 @@ from speedrun.ledger.record import Record
 from speedrun.ledger.reproduction import REPRODUCTION, Point, Reproduction, Verdict
 from speedrun.ledger.run import Run
 from speedrun.rerun import Rerun
+from speedrun.sandbox import protections
 
 _RECORD = "records/smoke-cpu/2026-11-21-six-seeds"
 
@@ -58,6 +59,7 @@ _GOOD = ("within", "faster")
 @click.option("--into-record", is_flag=True, help="Put reproduction.json into the record, too.")
 @click.option("--docker", "in_docker", is_flag=True, help="In the container image that the record names.")
 @click.option("--image", metavar="NAME", help="With --docker: another image; what differs is told.")
+@unsafe_option
 @json_option
 @click.pass_context
 def command(
@@ -72,6 +74,7 @@ def command(
     into_record: bool,
     in_docker: bool,
     image: str | None,
+    unsafe: bool,
     as_json: bool,
 ) -> None:
     """Run RECORD again from its own source, and say whether it holds. EXECUTES CODE FROM THE RECORD.
@@ -92,7 +95,7 @@ def command(
         words = docker.inner_words(runs, by, shards, same_seeds=same_seeds, as_json=as_json)
         code = docker.reproduced(chosen, record, folder, shards, words)
     else:
-        again = _Again(record, found_record, manifest, folder, data, as_json=as_json)
+        again = _Again(record, found_record, manifest, folder, data, unsafe=unsafe, as_json=as_json)
         code = again.run(runs, by, same_seeds=same_seeds)
     if into_record and (folder / REPRODUCTION).exists():
         _put_into(record, folder / REPRODUCTION)
@@ -122,19 +125,23 @@ class _Again:
         folder: Path,
         data: Path | None,
         *,
+        unsafe: bool,
         as_json: bool,
     ) -> None:
         self._path, self._record, self._manifest = path, record, manifest
         self._folder, self._data, self._as_json = folder, data, as_json
+        self._unsafe = unsafe
 
     def run(self, num_runs: int | None, by: str, *, same_seeds: bool) -> int:
         """Compares, runs what is missing, writes and tells the verdict; the exit code."""
-        again = Rerun(self._path, self._record.finished[0].file.run_id)  # refuses what may not be executed
+        # Refuses what may not be executed.
+        again = Rerun(self._path, self._record.finished[0].file.run_id, unsafe=self._unsafe)
         with Progress("data") as progress:
             data = circumstances.data_point(self._manifest, self._data, progress.update)
         points = (*circumstances.points(self._record, self._manifest), data)
         for line in _compared(points):
             click.echo(line, err=True)
+        click.echo(protections(unsafe=self._unsafe), err=True)
         plan = reproduce.planned(self._folder, self._record, self._manifest, num_runs, same_seeds=same_seeds)
         with alone(self._folder / reproduce.PLAN):
             runs = self._run_missing(again, plan)

@@ -1,36 +1,61 @@
 """`speedrun validate`: every claim of a record, checked offline."""
 
+import re
+import secrets
 import sys
 from pathlib import Path
+from typing import Literal
 
 import click
 import msgspec
 
-from speedrun.cli.options import data_option, example, json_option
+from speedrun.cli.options import data_option, example, json_option, unsafe_option
 from speedrun.console import clean
 from speedrun.errors import UsageError
 from speedrun.ledger.validate import Report, find_check, validate
 
+Which = Literal["some", "all"]
+
 _COLOURS = {"ok": "green", "failed": "red", "warning": "yellow", "skipped": "bright_black"}
 
 
+class _WithReplay(click.Command):
+    """`--replay` alone asks some runs; click would take the record for its value."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Spells it out."""
+        return super().parse_args(ctx, ["--replay=some" if word == "--replay" else word for word in args])
+
+
 @click.command(
-    epilog=example("speedrun validate records/smoke-cpu/2026-11-21-first", "speedrun validate --explain V104")
+    cls=_WithReplay,
+    epilog=example(
+        "speedrun validate records/smoke-cpu/2026-11-21-first", "speedrun validate --explain V104"
+    ),
 )
 @click.argument("records", metavar="RECORD...", type=click.Path(path_type=Path), nargs=-1)
 @click.option("--strict", is_flag=True, help="Let warnings fail, too.")
 @click.option("--explain", metavar="ID", help="Say what one check wants, why, and what to do, and stop.")
 @click.option(
     "--replay",
-    is_flag=True,
-    help="Ask V601 to V605, too: run the record's source, score its final state. EXECUTES CODE FROM THE RECORD.",
+    type=click.Choice(["some", "all"]),
+    metavar="[=all]",
+    help="Ask V601 to V605, too: have the record's source lower its programs, train and score them. Of two runs, or "
+    "with =all of every one. EXECUTES CODE FROM THE RECORD, kept apart.",
+)
+@click.option(
+    "--nonce",
+    metavar="HEX",
+    help="With --replay: what chooses runs, stretches and positions. Default: random, and printed.",
 )
 @click.option(
     "--checkpoints",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="With --replay: of the record's first run. Default: the run is made again.",
+    multiple=True,
+    help="With --replay: of one of its runs; may be given again. Without them a run is made again.",
 )
+@unsafe_option
 @data_option
 @json_option
 @click.pass_context
@@ -40,8 +65,10 @@ def command(
     records: tuple[Path, ...],
     strict: bool,
     explain: str | None,
-    replay: bool,
-    checkpoints: Path | None,
+    replay: Which | None,
+    nonce: str | None,
+    checkpoints: tuple[Path, ...],
+    unsafe: bool,
     data: Path | None,
     as_json: bool,
 ) -> None:
@@ -59,13 +86,11 @@ def command(
         need_record(record)
     reports = {str(record): validate(record, strict=strict) for record in records}
     if replay:
-        from speedrun.referee import examined
+        from speedrun.referee import Asked, examined
 
         echo = sys.stderr if as_json else sys.stdout
-        reports = {
-            path: examined(Path(path), report, checkpoints=checkpoints, data=data, echo=echo)
-            for path, report in reports.items()
-        }
+        asked = Asked(replay, _nonce(nonce), checkpoints, data, unsafe)
+        reports = {path: examined(Path(path), report, asked, echo) for path, report in reports.items()}
     exit_code = max(report.exit_code for report in reports.values())
     if as_json and len(reports) == 1:
         click.echo(msgspec.json.encode(*map(_facts, reports.values())))
@@ -78,6 +103,17 @@ def command(
                 click.echo(clean(path))
             _show(report)
     ctx.exit(exit_code)
+
+
+def _nonce(given: str | None) -> str:
+    """What nobody knew before, unless it is asked again."""
+    if given is None:
+        return secrets.token_hex(8)
+    if not re.fullmatch(r"[0-9a-f]{8,64}", given):
+        raise UsageError(
+            f"--nonce {given!r}; need 8 to 64 hex digits, as an earlier examination printed them"
+        )
+    return given
 
 
 def need_record(folder: Path) -> None:
