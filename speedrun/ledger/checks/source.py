@@ -42,7 +42,7 @@ _MAY: dict[str, str] = {
     "recipe.py": "computed names",
     "recipes/__init__.py": "files, code",
     "runlog.py": "files, processes",
-    "signals.py": "processes, the interpreter, what others own",
+    "signals.py": "files, processes, the interpreter, what others own",
     "track.py": "files",
     "loop.py": "JAX's own settings",
     "train.py": "files, the interpreter",
