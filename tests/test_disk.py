@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -9,10 +10,16 @@ from pathlib import Path
 
 import pytest
 from record_forge import Spec, forge, install_track, write_run
+from test_train import SMALL
 
 from speedrun import track
+from speedrun.checkpoint import folder_of
+from speedrun.clock import Stopwatch
+from speedrun.ledger.format import RunFile, decode
+from speedrun.ledger.validate import validate
 
 HERE = Path(__file__).parent
+SOAK_S = float(os.environ.get("SPEEDRUN_SOAK_S", "300"))
 
 
 @pytest.fixture(scope="module")
@@ -78,3 +85,44 @@ def test_the_next_call_mends_what_the_disk_did_to_the_last(failing_disk, checkou
     complaints, blows = json.loads(done.stdout)
     assert blows > 10
     assert not complaints, "\n".join(complaints)
+
+
+@pytest.mark.slow
+def test_a_soak_of_runs_struck_at_any_write(failing_disk, tmp_path, smoke_data):
+    """Killed, or out of space, at a random change in a run, its checkpoints or its record; then it ends."""
+    rnd, watch, rounds = random.Random(0), Stopwatch(), 0
+    settings = [word for key, value in SMALL.items() for word in ("--set", f"{key}={value}")]
+    begin = ["--data", str(smoke_data), "--checkpoint-every", "5", *settings]
+
+    def ran(out: Path, words: list[str], at: int = 0, does: str = "kill") -> tuple[int, str]:
+        (tmp_path / "count").write_bytes(bytes(8))
+        env = {"LD_PRELOAD": failing_disk, "DISK_PATH": out, "DISK_COUNT": tmp_path / "count"}
+        env |= {"DISK_AT": at, "DISK_DOES": does}
+        argv = [sys.executable, "-m", "speedrun", "run", *words]
+        env = os.environ | {name: str(value) for name, value in env.items()}
+        done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
+        return done.returncode, done.stderr
+
+    def hashes(out: Path) -> set[str]:
+        runs = [decode(path.read_bytes(), RunFile) for path in out.glob("runs/*/run.json")]
+        return {run.final_hash for run in runs if run.outcome == "finished"}
+
+    whole = tmp_path / "whole"
+    assert ran(whole, ["--out", str(whole), *begin])[0] == 1, "twelve steps do not reach the target"
+    changes = int.from_bytes((tmp_path / "count").read_bytes(), "little")
+    while watch.seconds < SOAK_S:
+        rounds += 1
+        out, at, does = tmp_path / f"out{rounds}", rnd.randint(1, changes), rnd.choice(["kill", "full"])
+        code, said = ran(out, ["--out", str(out), *begin], at, does)
+        assert code in ((1, 4) if does == "full" else (1, -9)), (at, does, said)
+        assert "Traceback" not in said, (at, does, said)
+        if code != 1:
+            begun = folder_of(out).joinpath("run.json").exists()
+            code, said = ran(out, ["--resume", str(out)] if begun else ["--out", str(out), *begin])
+        assert (code, "Traceback" in said) == (1, False), (at, does, said)
+        assert hashes(out) == hashes(whole), (at, does)
+        failed = {result.check.id for result in validate(out).having("failed")}
+        assert failed == {result.check.id for result in validate(whole).having("failed")}, (at, does)
+        left = [path.name for path in tmp_path.rglob("*") if path.name.endswith((".partial", ".lock"))]
+        assert not left, (at, does)
+    assert rounds
