@@ -1,7 +1,4 @@
-"""Compiles the step of a recipe, scores it, and looks at each program before it runs. An instrument.
-
-Science hands over pure functions; only compiled programs run during a run, so nothing of it can act on the host then.
-"""
+"""Compiles a recipe's pure functions and looks at each program before it runs: an instrument."""
 
 import math
 import re
@@ -174,25 +171,18 @@ class Program:
 
             return jax.lax.map(of_one, (tokens_BT, targets_BT))
 
-        specs = self.layout.specs, P(self.axes), P(self.axes), P(), P()
-        return jax.jit(jax.shard_map(score, mesh=self.mesh, in_specs=specs, out_specs=P(self.axes)))
+        batch = P(self.axes)
+        specs = self.layout.specs, batch, batch, P(), P()
+        return jax.jit(jax.shard_map(score, mesh=self.mesh, in_specs=specs, out_specs=batch))
 
     def compiled(self, lowered: Any) -> Any:
-        """The executable of a lowered program, with XLA's settings for this platform.
-
-        Raises:
-            UsageError: if it would talk to the host, or call code that is not on the list `FOREIGN`.
-        """
+        """The executable of a lowered program, with XLA's settings for this platform, if it passes `inspect`."""
         inspect(lowered.as_text())
         return lowered.compile(compiler_options=self.compiler_options)
 
 
 def inspect(text: str) -> None:
-    """Refuses a lowered program that would talk to the host, or call code that nobody has looked at.
-
-    Raises:
-        UsageError: what it would call.
-    """
+    """Raises UsageError for a lowered program that would talk to the host or call code that is not in `FOREIGN`."""
     calls = {name for name in _CALLS.findall(text) if name not in FOREIGN}
     if found := sorted(calls | set(_TALKS.findall(text))):
         raise UsageError(

@@ -5,7 +5,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
@@ -14,17 +14,8 @@ from speedrun.kernels.attention import Window
 from speedrun.kernels.choose import Kernels
 from speedrun.kernels.cross_entropy import MAX_CAP
 from speedrun.kernels.cross_entropy_gpu import Fp8
-from speedrun.optim.groups import Transforms
 from speedrun.optim.schedules import Schedule, StepInputs
 from speedrun.params import Dtype, Params, Table
-
-
-class Optimizer(Protocol):
-    """Anything that hands out one transformation a group."""
-
-    def transforms(self) -> Transforms:
-        """One transformation a group."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +48,7 @@ class Recipe:
     table: Callable[[Any], Table]
     forward: Callable[[Params, jax.Array, Window, Any, Kernels], jax.Array]
     logits: Callable[[Params, jax.Array, Any], jax.Array]  #: (params, x_ND, config) -> [N, V], for the scorer
-    optimizer: Optimizer
+    optimizer: Any  #: its `transforms()` hands out one transformation a group
     schedule: Schedule
     stages: tuple[Stage, ...]
     eval_sequences: int  #: of one validation pass, over all devices

@@ -1,7 +1,6 @@
 """The scorer: what each target costs under a model's logits, by arithmetic of its own.
 
-An instrument. A recipe brings hidden states and logits; it never sees a target of a validation, and how its logits are
-capped is its own affair: the sum runs over all of them.
+An instrument. A recipe brings hidden states and logits, and never sees a target of a validation.
 
 Legend: N tokens of a chunk, T time, C chunks of a sequence, D model, V vocabulary.
 """

@@ -68,21 +68,6 @@ class Step:
     microbatches: int  #: of one step, over all devices
     kernels: Kernels  #: the forms of its operations
 
-    @property
-    def num_devices(self) -> int:
-        """Devices of the mesh."""
-        return self.mesh.size
-
-    @property
-    def num_shards(self) -> int:
-        """Devices that one replica of the state is divided over: those of a node."""
-        return self.mesh.shape[DATA]
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """The mesh's axes: batches are divided over all of them."""
-        return self.mesh.axis_names
-
     @cached_property
     def layout(self) -> Layout:
         """How the recipe's parameters are packed."""
@@ -122,7 +107,7 @@ class Step:
         return jax.shard_map(
             partial(self._train_step, window_blocks),
             mesh=self.mesh,
-            in_specs=(self.specs, P(self.axes), P(self.axes), P()),
+            in_specs=(self.specs, P(self.mesh.axis_names), P(self.mesh.axis_names), P()),
             out_specs=(self.specs, StepMetrics(P(), P(DATA), self.layout.specs)),  # pyright: ignore[reportArgumentType]
         )
 
@@ -147,7 +132,7 @@ class Step:
         flags = {k: _nonfinite(k, g) for k, g in grads.items()}
         # Not summed over devices: nothing would be left to hide that behind.
         bad = sum(jnp.sum(flag, dtype=jnp.float32) for flag in flags.values())
-        metrics = StepMetrics(jax.lax.pmean(loss, self.axes), jnp.asarray(bad)[None], flags)
+        metrics = StepMetrics(jax.lax.pmean(loss, self.mesh.axis_names), jnp.asarray(bad)[None], flags)
         return TrainState(state.step + 1, new, opt_state), metrics
 
     def loss_and_grads(
@@ -165,7 +150,7 @@ class Step:
 
         Gradients of several are summed in float32; those of one stay in the compute dtype, and travel in it.
         """
-        num_local = self.microbatches // self.num_devices
+        num_local = self.microbatches // self.mesh.size
 
         def loss_fn(params: Params, tokens_BT: jax.Array, targets_BT: jax.Array) -> jax.Array:
             return self.nll_sum(params, tokens_BT, targets_BT, window, self.recipe.head_fp8) / targets_BT.size
@@ -175,7 +160,7 @@ class Step:
             return jax.tree.map(lambda t, x: t + x.astype(jnp.float32), total, one), None
 
         def zeros(x: jax.Array) -> jax.Array:
-            return jax.lax.pcast(jnp.zeros(x.shape, jnp.float32), self.axes, to="varying")
+            return jax.lax.pcast(jnp.zeros(x.shape, jnp.float32), self.mesh.axis_names, to="varying")
 
         tokens_ABT, targets_ABT = (x.reshape(num_local, -1, x.shape[-1]) for x in (tokens_BT, targets_BT))
         if num_local == 1:  # no loop: gradients are reduced while the backward pass goes on
@@ -225,19 +210,19 @@ class Step:
 
         def own(name: str, grad: jax.Array) -> jax.Array:
             part = grad if name == SCALARS else jax.lax.psum_scatter(grad, DATA, tiled=True)
-            return jax.lax.psum(part, self._repeated_over(name)).astype(jnp.float32) / self.num_devices
+            return jax.lax.psum(part, self._repeated_over(name)).astype(jnp.float32) / self.mesh.size
 
         return {name: own(name, grad) for name, grad in grads.items()}
 
     def _repeated_over(self, name: str) -> tuple[str, ...]:
         """Axes along which a packed array is the same: those of the nodes; for the scalars, all."""
-        return tuple(axis for axis in self.axes if axis not in self.layout.specs[name])
+        return tuple(axis for axis in self.mesh.axis_names if axis not in self.layout.specs[name])
 
     def _local_factors(self) -> Params:
         """Muon's shape factor of the matrices this device owns: f32 [K / shards, 1, 1] by bank."""
 
         def local(factor_K: np.ndarray) -> jax.Array:
-            num_local = len(factor_K) // self.num_shards
+            num_local = len(factor_K) // self.mesh.shape[DATA]
             start = jax.lax.axis_index(DATA) * num_local
             return jax.lax.dynamic_slice_in_dim(jnp.asarray(factor_K), start, num_local)[:, None, None]
 

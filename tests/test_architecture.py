@@ -262,7 +262,12 @@ OTHER_WRITES = {
     ("speedrun.examine", "asked.findings.write_bytes"): "a scratch folder",
     ("speedrun.cli.child", "promise.open"): "a lock on what is there: nothing is written",
     ("speedrun.meet", "open"): "/dev/null",
-    ("speedrun.meet", "os.fdopen"): "standard output",
+    ("speedrun.output", "os.open"): "/dev/null",
+    ("speedrun.cli.warm", "os.fdopen"): "a pipe",
+    ("speedrun.bench.session", "self._log.open"): "what a worker says, as it says it",
+    ("speedrun.bench.session", "tarfile.open"): "memory",
+    ("speedrun.cli.warm", "stem.with_name(stem.name + suffix).open"): "what a part says, as it says it",
+    ("speedrun.cli.measure", "shutil.copytree"): "choices of the autotuner, one whole file each",
 }
 _WRITING = {
     *("write_text", "write_bytes", "touch", "truncate", "tofile", "savefig", "hardlink_to", "symlink_to"),

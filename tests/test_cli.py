@@ -171,7 +171,7 @@ def test_bench_muon_times_the_share_of_one_device():
 
 def test_bench_muon_refuses_a_recipe_without_muon(monkeypatch: pytest.MonkeyPatch):
     adam = recipes.load("smoke")
-    without = dataclasses.replace(adam, optimizer=AdamOnly(0.1, 0.1, 0.1, 0.1, adam.optimizer.adam))  # pyright: ignore
+    without = dataclasses.replace(adam, optimizer=AdamOnly(0.1, 0.1, 0.1, 0.1, adam.optimizer.adam))
     monkeypatch.setattr(recipes, "load", lambda name: without)
     result = invoke("bench", "muon")
     assert (result.exit_code, "trains without Muon" in result.stderr) == (2, True)

@@ -125,7 +125,7 @@ def train(run: Run, num_steps: int) -> TrainState:
 
 def assert_first_gradients_agree(run: Run, state: TrainState) -> None:
     """Both optimisers' means hold (1 - beta) times the gradient after a step: Muon's momentum, Adam's first moment."""
-    beta1 = run.program.recipe.optimizer.adam.beta1  # pyright: ignore[reportAttributeAccessIssue]
+    beta1 = run.program.recipe.optimizer.adam.beta1
     weights = dict.fromkeys(run.program.layout.groups, 1 - beta1)
     weights |= dict.fromkeys(run.program.layout.banks, 1 - float(run.program.recipe.inputs_at(0).momentum))
     means: dict[str, Any] = {}

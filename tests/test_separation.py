@@ -84,7 +84,7 @@ def without_attention(recipe: Recipe) -> Recipe:
 def adam(lr: float) -> Recipe:
     """Adam in Muon's place, everything else as it was."""
     muon = SMOKE.optimizer
-    groups = AdamOnly(lr, muon.embed_lr, muon.head_lr, muon.scalar_lr, muon.adam)  # pyright: ignore[reportAttributeAccessIssue]
+    groups = AdamOnly(lr, muon.embed_lr, muon.head_lr, muon.scalar_lr, muon.adam)
     return dataclasses.replace(SMOKE, optimizer=groups)
 
 
@@ -110,7 +110,7 @@ def test_with_shifted_targets_it_does_not(data, shift):
 
 def test_with_adam_in_muons_place_it_does_not(data):
     """At Muon's rate. An Adam that is tuned anew arrives, later than Muon: docs/LOG.md."""
-    loss = final_loss(on_node(adam(SMOKE.optimizer.muon_lr)), data)  # pyright: ignore[reportAttributeAccessIssue]
+    loss = final_loss(on_node(adam(SMOKE.optimizer.muon_lr)), data)
     print(f"adam: {loss:.4f}")
     assert loss > TRACK.target.loss
 

@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from speedrun.clock import Stopwatch, now
+from speedrun.data.wholefile import write_whole
 from speedrun.errors import UsageError, unknown
 
 MOST_ARCHIVE_BYTES = 16 * 2**20
@@ -106,7 +107,7 @@ def run(
             result = _one(part, out, process, min(part.limit_s, left_s))
             if part.alone:
                 process.replace()
-            (out / "parts" / f"{part.name}.json").write_bytes(msgspec.json.encode(result))
+            write_whole(out / "parts" / f"{part.name}.json", msgspec.json.encode(result))
             ended(result)
     finally:
         process.end()
@@ -325,5 +326,5 @@ def archive(out: Path, most_bytes: int = MOST_ARCHIVE_BYTES) -> list[str]:
         if packed.tell() <= most_bytes or not files:
             break
         left_out.append(str(files.pop().relative_to(out)))
-    target.write_bytes(packed.getvalue())
+    write_whole(target, packed.getvalue())
     return left_out
