@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent
 
-#: Tests of whole programs: one compiles record 21 at a laptop's size, the others are quick.
-_TRACE = "test_recipes.py::test_pinned_traces_stand[record21]"
+#: Tests of whole programs: the first compiles a recipe of four layers, the others are quick.
+_TRACE = "test_recipes.py::test_pinned_traces_stand[smoke]"
 _NUMBERS = [
     "test_recipes.py::test_every_number_of_record_21_is_the_published_one",
     "test_recipes.py::test_the_schedule_is_record_21s",
@@ -280,8 +280,6 @@ class Bench:
         try:
             code = pytest.main([*options, *(f"tests/{test}" for test in tests)], [FirstFailure(failed)])
         finally:
-            import shutil
-
             os._exit(code)
 
 

@@ -212,6 +212,14 @@ def test_pinned_traces_stand(name):
     assert (error <= allowed).all(), f"relative errors {error}; {hint}"
 
 
+def test_the_smallest_model_may_be_made():
+    """One head of four dimensions, windows of single tokens, two layers."""
+    small = {"num_heads": "1", "head_dim": "4", "model_dim": "1", "mlp_dim": "1", "block_tokens": "1"}
+    config = SMALL.override({f"config.{name}": number for name, number in small.items()}).config
+    assert (config.num_layers, config.num_heads, config.head_dim) == (2, 1, 4)
+    dataclasses.replace(config, head_size=config.vocab_size, mixing=("long",) * 6, value_tables=(-1,) * 6)
+
+
 def test_stages_follow_each_other():
     recipe = dataclasses.replace(SMALL, stages=(Stage(2, 8, 24), Stage(3, 16, 24)))
     assert [recipe.stage_of(step) for step in range(recipe.num_steps)] == [0, 0, 1, 1, 1]
