@@ -36,16 +36,18 @@ _SETTINGS = [
     "test_train.py::test_settings_are_key_and_value_once",
     "test_train.py::test_what_cannot_be_run_is_refused_in_one_line",
 ]
+_SMALLEST = "test_recipes.py::test_the_smallest_model_may_be_made"
 _FORMS = "test_attention.py::TestForms::test_float32"
 #: By module, the tests that cover it: the quickest and likeliest first.
 TESTS = {
-    "models/record21.py": [*_NUMBERS, *_SETTINGS, _TRACE, "test_step.py"],
+    "models/record21.py": [*_NUMBERS, *_SETTINGS, _TRACE, "test_step.py", _SMALLEST],
     "nn.py": ["test_nn.py", _TRACE, "test_qk_norm.py"],
     "kernels/attention.py": [
         "test_attention.py::test_visibility_is_the_rule",
         "test_attention.py::test_attention_is_a_softmax_over_visible_keys",
         _TRACE,
         "test_program.py::test_a_validation_has_the_window_of_its_own_step",
+        "test_attention.py::test_a_short_window_is_half_a_long_one_rounded_down_and_at_least_one",
     ],
     "kernels/attention_banded.py": [
         *(
@@ -65,7 +67,12 @@ TESTS = {
         "test_attention.py::test_flash3_runs_where_it_is_asked_for",
         "test_attention.py::test_every_choice_of_a_program_is_kept",
         "test_attention.py::test_what_was_chosen_computes_attention",
-        "test_qk_norm.py",
+        "test_qk_norm.py::test_auto_says_what_it_chose_and_why",
+        "test_qk_norm.py::test_a_form_that_cannot_run_gives_all_reasons",
+        "test_qk_norm.py::test_the_choice_is_kept_and_computes",
+        "test_attention.py::test_the_definition_is_refused_above_its_memory",
+        "test_attention.py::test_a_program_has_room_for_64_documents_a_row_or_one_for_32_tokens",
+        "test_cross_entropy.py::test_the_head_takes_as_few_chunks_as_fit",
     ],
     "optim/groups.py": [*_NUMBERS, _TRACE, "test_recipes.py"],
     "optim/muon.py": ["test_muon.py", *_NUMBERS, _TRACE],
