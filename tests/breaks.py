@@ -36,7 +36,7 @@ _SETTINGS = [
     "test_train.py::test_settings_are_key_and_value_once",
     "test_train.py::test_what_cannot_be_run_is_refused_in_one_line",
 ]
-_SMALLEST = "test_recipes.py::test_the_smallest_model_may_be_made"
+_SMALLEST = "test_recipes.py::test_the_smallest_model_and_the_smallest_run_may_be_made"
 _FORMS = "test_attention.py::TestForms::test_float32"
 #: By module, the tests that cover it: the quickest and likeliest first.
 TESTS = {
@@ -74,11 +74,16 @@ TESTS = {
         "test_attention.py::test_a_program_has_room_for_64_documents_a_row_or_one_for_32_tokens",
         "test_cross_entropy.py::test_the_head_takes_as_few_chunks_as_fit",
     ],
-    "optim/groups.py": [*_NUMBERS, _TRACE, "test_recipes.py"],
+    "optim/groups.py": [
+        *_NUMBERS,
+        _TRACE,
+        "test_recipes.py::test_record_21_keeps_its_tables_and_their_moments_in_16_bits",
+        "test_recipes.py::test_adam_for_everything_is_another_optimiser_and_trains",
+    ],
     "optim/muon.py": ["test_muon.py", *_NUMBERS, _TRACE],
     "optim/schedules.py": [*_NUMBERS, *_SETTINGS, _TRACE],
     "params.py": ["test_params.py", *_NUMBERS, _TRACE, "test_step.py"],
-    "recipe.py": [*_SETTINGS, *_NUMBERS, "test_program.py"],
+    "recipe.py": [*_SETTINGS, *_NUMBERS, "test_program.py", _SMALLEST],
     "step.py": [_TRACE, "test_step.py", "test_program.py"],
     "scoring.py": ["test_program.py"],
     "evaluate.py": ["test_program.py", "test_train.py"],

@@ -360,6 +360,8 @@ CPU = CALL._replace(platform="cpu", compute_capability="", dtype=jnp.dtype(jnp.f
         (CPU, "banded", "49,152 tokens, windows of at most 1,792"),
         (CPU._replace(shape_BTHK=(2, 256, 2, 16)), "definition", "256 tokens"),
         (CPU._replace(shape_BTHK=(2, 1024, 2, 16)), "definition", "nothing to skip"),
+        (CPU._replace(shape_BTHK=(2, 1792, 2, 16)), "definition", "nothing to skip"),
+        (CPU._replace(shape_BTHK=(2, 257, 2, 16), max_window_blocks=2), "banded", "windows of at most 256"),
         (CPU._replace(max_window_blocks=999), "banded", "not definition: its scores take 54 GiB"),
     ],
 )
