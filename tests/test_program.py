@@ -96,6 +96,15 @@ def test_a_validation_has_the_window_of_its_own_step(tiny: Recipe):
     assert abs(scores[0] - scores[1]) > 1e-4 * scores[0]
 
 
+def test_the_state_is_divided_within_a_node_and_repeated_on_each(tiny: Recipe):
+    over = [Program(tiny, mesh.make_mesh(8, nodes)) for nodes in (1, 2, 4)]
+    assert [(one.num_devices, one.num_shards, one.replicas) for one in over] == [
+        (8, 8, 1),
+        (8, 4, 2),
+        (8, 2, 4),
+    ]
+
+
 def test_only_forms_that_need_it_get_a_program_for_each_window(tiny: Recipe):
     devices = mesh.make_mesh(1)
     assert [Program(tiny, devices).fixed_window_at(step) for step in (0, 5)] == [None, None]
