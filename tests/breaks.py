@@ -59,7 +59,6 @@ TESTS = {
         "test_attention.py::test_banded_memory_is_linear_in_time",
     ],
     "kernels/cross_entropy.py": ["test_cross_entropy.py"],
-    "kernels/qk_norm.py": ["test_qk_norm.py"],
     "kernels/choose.py": [
         "test_attention.py::test_auto_says_what_it_chose_and_why",
         "test_attention.py::test_a_form_that_cannot_run_gives_all_reasons",
@@ -132,6 +131,7 @@ class Break(NamedTuple):
 
     module: str
     line: int
+    column: int
     start: int  #: bytes
     stop: int
     old: str
@@ -139,7 +139,7 @@ class Break(NamedTuple):
 
     def __str__(self) -> str:
         cells = (f"`{' '.join(text.split())}`".replace("|", "\\|") for text in (self.old, self.new))
-        return f"{self.module}:{self.line} | {' to '.join(cells)}"
+        return f"{self.module}:{self.line}:{self.column} | {' to '.join(cells)}"
 
     def apply(self, source: bytes) -> bytes:
         """The module with the break in it."""
@@ -214,7 +214,7 @@ def breaks_of(module: str) -> Iterator[list[Break]]:
             start = starts[node.lineno - 1] + node.col_offset
             stop = starts[node.end_lineno - 1] + node.end_col_offset
             if news:
-                yield [Break(module, node.lineno, start, stop, old, new) for new in news]
+                yield [Break(module, node.lineno, node.col_offset + 1, start, stop, old, new) for new in news]
 
 
 def draw(seed: int, modules: list[str]) -> Iterator[Break]:
