@@ -16,7 +16,7 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from speedrun import mesh
 from speedrun.errors import UsageError
 from speedrun.kernels import attention_banded, attention_flash3, attention_mosaic, attention_triton
-from speedrun.kernels.attention import Sight, attention, sight, visible
+from speedrun.kernels.attention import Sight, Window, attention, sight, visible
 from speedrun.kernels.choose import AttentionCall, Kernels, choose_attention
 from speedrun.kernels.cross_entropy_gpu import RECORD21
 
@@ -53,6 +53,14 @@ def test_attention_is_a_softmax_over_visible_keys():
             np.testing.assert_allclose(
                 got[0, t, h], weights @ v[0, keys, h] / weights.sum(), rtol=2e-5, atol=2e-6
             )
+
+
+@pytest.mark.parametrize("blocks", [(1, 1), (2, 1), (3, 1), (7, 3), (14, 7)])
+def test_a_short_window_is_half_a_long_one_rounded_down_and_at_least_one(blocks):
+    long, short = blocks
+    assert Window(long, long).halved() == (short, short)
+    traced = Window(jnp.int32(long), long).halved()
+    assert (int(traced.blocks), traced.most) == (short, short)
 
 
 class Case(NamedTuple):
@@ -352,6 +360,8 @@ CPU = CALL._replace(platform="cpu", compute_capability="", dtype=jnp.dtype(jnp.f
         (CPU, "banded", "49,152 tokens, windows of at most 1,792"),
         (CPU._replace(shape_BTHK=(2, 256, 2, 16)), "definition", "256 tokens"),
         (CPU._replace(shape_BTHK=(2, 1024, 2, 16)), "definition", "nothing to skip"),
+        (CPU._replace(shape_BTHK=(2, 1792, 2, 16)), "definition", "nothing to skip"),
+        (CPU._replace(shape_BTHK=(2, 257, 2, 16), max_window_blocks=2), "banded", "windows of at most 256"),
         (CPU._replace(max_window_blocks=999), "banded", "not definition: its scores take 54 GiB"),
     ],
 )
@@ -392,6 +402,24 @@ def test_a_form_that_cannot_run_gives_all_reasons():
         assert reason in str(triton.value)
     with pytest.raises(UsageError, match="did you mean 'banded'"):
         choose_attention("band", call)
+
+
+def test_the_definition_is_refused_above_its_memory():
+    """4 GiB hold the scores of one head and 32,768 tokens, and not of one more."""
+    most = CPU._replace(shape_BTHK=(1, 2**15, 1, 16))
+    assert choose_attention("definition", most).name == "definition"
+    with pytest.raises(UsageError, match="its scores take 4 GiB"):
+        choose_attention("definition", most._replace(shape_BTHK=(1, 2**15 + 1, 1, 16)))
+
+
+@pytest.mark.parametrize(("num_tokens", "room"), [(128, 3 * 64), (4096, 3 * 128)])
+def test_a_program_has_room_for_64_documents_a_row_or_one_for_32_tokens(monkeypatch, num_tokens, room):
+    monkeypatch.setattr(attention_flash3, "problem", lambda: "")
+    monkeypatch.setattr(attention_flash3, "attention", lambda *_, **bound: bound)
+    qkv = [jax.ShapeDtypeStruct((3, num_tokens, 2, 64), jnp.bfloat16)] * 3
+    call: Any = Kernels("gpu", "9.0", "flash3").attention
+    bound = call(*qkv, None, scale=0.1, window=Window(2, 2), block_tokens=64)
+    assert bound == {"scale": 0.1, "window_blocks": 2, "block_tokens": 64, "max_documents": room}
 
 
 def test_banded_is_given_the_largest_window():

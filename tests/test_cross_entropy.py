@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from speedrun import anatomy
 from speedrun.deviceless import compile_for_target
 from speedrun.kernels import cross_entropy_gpu as gpu
+from speedrun.kernels.choose import choose_head
 from speedrun.kernels.cross_entropy import CHUNK_TOKENS, cross_entropy, logits, summed_cross_entropy
 from speedrun.mesh import make_mesh
 from speedrun.params import DATA
@@ -196,6 +197,15 @@ class TestOnH100:
         got = self.dissect(partial(gpu.summed_cross_entropy, cap=CAP), h100(1))
         assert got.custom_calls == {"__cublas$lt$matmul": 1}
         assert got.traffic_bytes < 11e9, got.table()
+
+
+@pytest.mark.parametrize(("num_tokens", "num_chunks"), [(1, 1), (49_152, 1), (98_304, 2), (98_307, 3)])
+def test_the_head_takes_as_few_chunks_as_fit(num_tokens, num_chunks):
+    choice = choose_head(num_tokens, jnp.dtype(jnp.bfloat16), "gpu", None)
+    assert isinstance(choice.function, partial)
+    assert choice.function.keywords == {"fp8": None, "num_chunks": num_chunks}
+    assert choice.name == "bfloat16"
+    assert f"in {num_chunks} chunks" in choice.reason
 
 
 def test_probabilities_of_a_zero_head_are_uniform():

@@ -1,4 +1,4 @@
-"""Newton-Schulz and Muon against a slow reference and against optax."""
+"""Newton-Schulz and Muon against a slow reference and against optax; Adam against its formula."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 
+from speedrun.optim.groups import Adam
 from speedrun.optim.muon import orthogonalize, scale_by_muon, shape_factor
 
 
@@ -62,3 +63,21 @@ def test_momentum_is_nesterov_and_each_matrix_has_its_factor():
 @pytest.mark.parametrize(("rows", "cols", "factor"), [(4, 4, 1), (3072, 768, 2), (768, 3072, 1)])
 def test_tall_matrices_move_further(rows, cols, factor):
     assert shape_factor(rows, cols) == factor
+
+
+def test_adam_keeps_moments_in_16_bits_and_computes_in_float32():
+    """Two steps by the formula; only what lies between them is rounded."""
+    g1, g2 = np.asarray(jax.random.normal(jax.random.key(3), (2, 64)))
+    tx = Adam(0.8, 0.95, 1e-10).at(0.1)
+    state = tx.init(jnp.zeros(64, jnp.bfloat16))
+    update: Any
+    for g in (g1, g2):
+        update, state = tx.update(jnp.asarray(g), state)
+    kept = [leaf.dtype for leaf in jax.tree.leaves(state) if leaf.size > 1]
+    mean, square = (
+        np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64) for x in (0.2 * g1, np.float32(0.05) * g1 * g1)
+    )
+    mean, square = 0.8 * mean + 0.2 * g2, 0.95 * square + 0.05 * g2 * g2
+    want = -0.1 * (mean / (1 - 0.8**2)) / (np.sqrt(square / (1 - 0.95**2)) + 1e-10)
+    np.testing.assert_allclose(update, want, rtol=1e-5, atol=1e-7)
+    assert kept == [jnp.bfloat16, jnp.bfloat16]

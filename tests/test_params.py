@@ -95,7 +95,7 @@ def test_starting_values_depend_on_the_name_and_seed_only():
 def test_initialisers_have_the_declared_spread():
     key = jax.random.key(0)
     assert float(jnp.std(normal(key, (300, 300)))) == pytest.approx(1, abs=0.02)
-    x = uniform_fan_in(key, (300, 400))
+    x = uniform_fan_in(key, (3, 100, 400))  # three matrices of 400 columns
     assert float(jnp.std(x)) == pytest.approx(0.5 / math.sqrt(400), rel=0.02)
     assert float(jnp.max(jnp.abs(x))) <= math.sqrt(3) * 0.5 / math.sqrt(400)
     assert constant(0.5, 0.25)(key, (2,)).tolist() == [0.5, 0.25]

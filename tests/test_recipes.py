@@ -12,6 +12,7 @@ from adam_only import AdamOnly
 
 from speedrun import mesh, nn, recipes, track
 from speedrun.errors import UsageError
+from speedrun.kernels.cross_entropy import MAX_CAP
 from speedrun.kernels.cross_entropy_gpu import RECORD21
 from speedrun.models import record21
 from speedrun.optim import muon
@@ -219,6 +220,16 @@ def test_pinned_traces_stand(name):
     allowed = [1e-5, 1e-5, 2e-4, 1e-3, 1e-3]
     hint = "if this change is intended, bump the recipe's revision and say why in CHANGELOG.md"
     assert (error <= allowed).all(), f"relative errors {error}; {hint}"
+
+
+def test_the_smallest_model_and_the_smallest_run_may_be_made():
+    """One head of four dimensions, windows of single tokens, two layers; one token a batch, and the largest cap."""
+    one = dataclasses.replace(SMALL, stages=(Stage(1, 1, 1),), eval_sequences=1, eval_seq_len=1)
+    assert one.override({"config.logit_cap": str(MAX_CAP)}).total_tokens == 1
+    small = {"num_heads": "1", "head_dim": "4", "model_dim": "1", "mlp_dim": "1", "block_tokens": "1"}
+    config = SMALL.override({f"config.{name}": number for name, number in small.items()}).config
+    assert (config.num_layers, config.num_heads, config.head_dim) == (2, 1, 4)
+    dataclasses.replace(config, head_size=config.vocab_size, mixing=("long",) * 6, value_tables=(-1,) * 6)
 
 
 def test_stages_follow_each_other():

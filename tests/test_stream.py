@@ -24,6 +24,7 @@ from speedrun.data.stream import (
     Prefetch,
     Span,
     TokenStream,
+    require_steps,
     validation_batches,
     validation_sha256,
 )
@@ -94,6 +95,18 @@ def test_a_cursor_is_the_whole_state(folder: Path, lengths: list[int], num_token
     second = TokenStream(shards, Cursor(*tuple(first.cursor)), num_epochs=2)
     for want in batches[stop:]:
         assert second.take(num_tokens).tolist() == want
+
+
+@given(LENGTHS, st.integers(1, 12), st.integers(1, 3))
+@settings(max_examples=60, deadline=None)
+def test_a_run_that_would_starve_is_refused(
+    folder: Path, lengths: list[int], num_tokens: int, num_epochs: int
+):
+    shards = make(folder, *lengths)
+    steps = num_epochs * len(list(oracle(shards, num_tokens)))
+    require_steps(shards, [num_tokens] * steps, num_epochs=num_epochs)
+    with pytest.raises(DataError, match=rf"last for {steps} steps; the recipe takes {steps + 1};"):
+        require_steps(shards, [num_tokens] * (steps + 1), num_epochs=num_epochs)
 
 
 @given(LENGTHS, st.integers(1, 3), st.integers(1, 3))
