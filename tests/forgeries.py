@@ -119,6 +119,17 @@ def later_by(seconds: float) -> Edit:
     ]
 
 
+def trains_in_a_pause(log: Moments) -> Moments:
+    """The first validation lasts ten minutes, by both clocks."""
+    place, ns = place_of(log, runlog.ClockResume), 600 * 10**9
+    later = [
+        moment._replace(mono_ns=moment.mono_ns + ns, utc_ns=moment.utc_ns + ns) for moment in log[place:]
+    ]
+    return change(runlog.RunEnd, cold_wall_s=lambda end: end.cold_wall_s + 600, phases={})(
+        [*log[:place], *later]
+    )
+
+
 def with_error(log: Moments) -> Moments:
     """A run that finished, and tells of an error in the middle."""
     place = place_of(log, runlog.Step, 5)
@@ -569,6 +580,7 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V205", "in no time", logged(change(runlog.Val, at=-1, seconds=1e-9), change(runlog.RunEnd, val_s=1.5))),
     ("V205", "longer than its pause",
      logged(change(runlog.Val, at=1, seconds=9.0), change(runlog.RunEnd, val_s=10.5, phases={}))),
+    ("V205", "ten minutes in a pause", logged(trains_in_a_pause)),
     ("V206", "compiled late", logged(compile_late)),
     ("V207", "state not rebuilt", logged(change(runlog.WarmupEnd, state_hash="d" * 16))),
     ("V207", "other state", made(edit_run=facts(init_hash="d" * 16))),

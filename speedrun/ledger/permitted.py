@@ -240,6 +240,8 @@ ATTRIBUTES = _words(
     "platform sharding spec unflatten varying vma "
     # Functions and optimisers.
     "args defjvp defjvps defvjp func init keywords update "
+    # What the step asks of a recipe's config and optimiser.
+    "logit_cap transforms "
     # Constants of JAX.
     "Auto DEFAULT Explicit HIGH HIGHEST Manual Lane Warpgroup "
     # Tables, rows, strings, numbers.

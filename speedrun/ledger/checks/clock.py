@@ -19,6 +19,8 @@ _FORWARD_SHARE = 1 / 3
 _FEWEST_STEPS = 4
 #: By so much may the UTC of a machine be set while a run goes on.
 _SET_S = 2.0
+#: A pause may take so long, and so many times what training takes for as many tokens.
+_MOST_PAUSE_S, _MOST_PAUSE_SHARE = 10.0, 3.0
 #: Times the median step.
 _OUTLIER = 10.0
 
@@ -150,13 +152,15 @@ def _some(steps: list[int]) -> str:
     hint="look for scores that are kept from before, or a bench on a busy machine; run again",
 )
 def val_time(run: Run, _record: Record) -> Iterator[str]:
-    """At least the arithmetic of a forward pass at the benched speed, and no longer than its pause."""
+    """At least the arithmetic of a forward pass at the benched speed; no longer than its pause, which has a bound."""
     (plan,), (hw,) = run.of(runlog.Plan), run.of(runlog.Preflight)
     peak_flops = hw.matmul_gflops * 1e9
     for val in run.vals:
         need_s = val.tokens * plan.flops_per_token * _FORWARD_SHARE / peak_flops if peak_flops > 0 else 0.0
         if val.seconds < need_s or val.seconds <= 0:
             yield f"step {val.step}: {val.seconds:.6f} s for {val.tokens:,} tokens; need {need_s:.6f} s"
+    last = run.steps[-1] if run.steps else None
+    token_s = last.train_time_s / last.tokens_seen if last and last.tokens_seen > 0 else 0.0
     paused_ns = 0
     inside: list[runlog.Val] = []
     for line in run.lines:
@@ -169,6 +173,9 @@ def val_time(run: Run, _record: Record) -> Iterator[str]:
                 pause_s, val_s = (line.t_mono_ns - paused_ns) / 1e9, sum(val.seconds for val in inside)
                 if pause_s < val_s and not _agree(pause_s, val_s):
                     yield f"line {line.i + 1}: a pause of {pause_s:.3f} s for a validation of {val_s:.3f} s"
+                most_s = _MOST_PAUSE_S + _MOST_PAUSE_SHARE * token_s * sum(val.tokens for val in inside)
+                if pause_s > most_s:
+                    yield f"line {line.i + 1}: a pause of {pause_s:.1f} s; at most {most_s:.1f} s for its tokens"
 
 
 @check_run(
