@@ -72,7 +72,9 @@ class _Lasting(io.FileIO):
 def lasting(descriptor: int, encoding: str = "utf-8") -> TextIO:
     """A stream for words that fails for nothing: neither a reader that has left, nor a full disk, nor a character."""
     raw = io.BufferedWriter(_Lasting(descriptor, "wb", closefd=False))
-    return io.TextIOWrapper(raw, encoding, errors="backslashreplace", line_buffering=os.isatty(descriptor))
+    return io.TextIOWrapper(
+        raw, encoding, errors="backslashreplace", line_buffering=descriptor == 2 or os.isatty(descriptor)
+    )
 
 
 def outlive_readers() -> None:

@@ -116,9 +116,9 @@ def test_a_run_that_blew_up_fails_the_batch_at_once(folder):
 
 
 def test_a_run_that_broke_off_is_run_again(folder):
-    begun(folder, lost(1, 3.25), BROKE[0])
+    begun(folder, lost(1, 3.20), BROKE[0])
     assert far(folder).missing == (2,)
-    write_run(folder, lost(2, 3.25))
+    write_run(folder, lost(2, 3.20))
     assert far(folder).passed
 
 
@@ -324,12 +324,12 @@ def test_a_damaged_declaration_is_one_line(folder):
 
 
 def test_the_number_of_runs_follows_from_the_expected_mean():
-    """The published table: 0.002 below the target take 9 runs, 0.003 take 4 by the rule for few."""
+    """The published table: 0.002 below the target take 9 runs; 0.003 take 6, as few runs are tested more widely."""
     rules = track.load("main-8xh100")
     from speedrun.cli.batch import _size
 
     assert _size(rules, 3.278, 0.9, 0.0013) == 9
-    assert _size(rules, 3.277, 0.9, 0.0013) == 4
+    assert _size(rules, 3.277, 0.9, 0.0013) == 6
     assert _size(rules, 3.20, 0.9, None) == rules.rules.min_runs
 
 

@@ -101,7 +101,7 @@ def train_only(recipe: Recipe) -> list[float]:
 
 
 #: What says who a recipe is, not what it computes; functions are replaced in code, not by `--set`.
-NAMES = {"name", "summary", "parent", "revision", "table", "forward", "head_fp8"}
+NAMES = {"name", "summary", "parent", "revision", "table", "forward", "logits", "head_fp8"}
 OTHER = {
     "config.vocab_size": "40",
     "config.mixing": "('long', 'none')",

@@ -354,4 +354,4 @@ def test_the_benchs_own_shards_are_removed(tmp_path: Path, monkeypatch: pytest.M
     assert list(tmp_path.iterdir()) == []
     said = CliRunner().invoke(cli.command, [*args, "--data", str(tmp_path)])
     assert said.exit_code == 3
-    assert "need shards to time" in said.stderr
+    assert "need shards of tokens" in said.stderr

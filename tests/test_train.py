@@ -22,7 +22,7 @@ import pytest
 from click.testing import CliRunner
 from jax.experimental.compilation_cache import compilation_cache
 
-from speedrun import console, mesh, provenance, recipes, runlog, signals, step, track
+from speedrun import console, mesh, provenance, recipes, runlog, sandbox, signals, step, track
 from speedrun.cli import command
 from speedrun.cli.run import card, following, parse_settings
 from speedrun.clock import now
@@ -414,7 +414,8 @@ def test_replay_takes_no_other_variable_from_a_record_than_runs_record(record, t
         def wait(self):
             return 7
 
-    monkeypatch.setattr(subprocess, "Popen", Child)
+    monkeypatch.setattr(sandbox, "_Group", Child)
+    monkeypatch.setattr(sandbox, "problem", lambda: None)
     monkeypatch.setenv("SECRET", "of this machine")
     result = CliRunner().invoke(command, ["replay", str(copy)])
     if name in provenance.VARIABLES:

@@ -189,15 +189,16 @@ def decode(raw: bytes, kind: type[_File]) -> _File:
     return file
 
 
-#: Above every honest number of a record, and small enough that sums of squares stay finite.
-_LARGEST = 2.0**63
+#: Above every honest number of a record, settings of a run that blew up included: float32 ends there. Squares of it,
+#: and their sums, are finite.
+_LARGEST = 2.0**128
 
 
 def check_range(holder: object) -> None:
     """Checks every number in a file or event, however deep, so that whoever computes with them need not.
 
     Raises:
-        FormatError: if one is not finite, or its magnitude is above 2^63.
+        FormatError: if one is not finite, or its magnitude is above 2^128.
     """
     left = [msgspec.to_builtins(holder)]
     while left:
@@ -212,7 +213,7 @@ def check_range(holder: object) -> None:
                     if isinstance(number, float)
                     else f"an integer of {number.bit_length():,} bits"
                 )
-                raise FormatError(f"{shown}: a number is out of range; at most 2^63 is one of a run")
+                raise FormatError(f"{shown}: a number is out of range; at most 2^128 is one of a run")
 
 
 def record_id(manifest: Manifest) -> str:
