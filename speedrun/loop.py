@@ -23,6 +23,7 @@ from speedrun.keeping import Place, go_on, kept_if_stopped, save
 from speedrun.ledger import runfile
 from speedrun.outcome import Tally, data_read
 from speedrun.prepare import Ready
+from speedrun.program import inspect
 from speedrun.step import StepMetrics, TrainState
 from speedrun.warmup import Executables, compile_all, warm_up
 
@@ -35,6 +36,7 @@ def run(
     """Compiles, warms up, trains and scores."""
     program, track, stopping = ready.program, ready.track, processes.stopping()
     phases = tally.phases
+    inspect(program.init.lower(jax.random.key(0)).as_text())
     state = program.init(jax.random.key(ready.config.seed))
     phases.enter("compile")
     executables = compile_all(ready, state, log, tally)

@@ -22,9 +22,10 @@ from speedrun.step import COMPILER_OPTIONS, Step, TrainState
 
 #: Code that XLA did not make, which a program may call all the same: kernels of Pallas, and the locked wheel's.
 FOREIGN = ("__gpu$xla.gpu.triton", "mosaic_gpu_v2", "dew_flash3_mha_varlen_fwd", "dew_flash3_mha_varlen_bwd")
-#: What talks to the host while a program runs.
-_TALKS = re.compile(r"stablehlo\.(infeed|outfeed|send|recv)\b")
-_CALLS = re.compile(r"stablehlo\.custom_call @\"?([^\s\"(]+)")
+#: What is not XLA's own: calls, in both forms in which MLIR prints them, and streams from and to the host.
+_CALLS = re.compile(
+    r'\bcustom_call @"?([^\s"(]+)|call_target_name = "([^"]*)"|stablehlo\.(infeed|outfeed|send|recv)\b'
+)
 
 
 class StepShape(NamedTuple):
@@ -171,9 +172,8 @@ class Program:
 
             return jax.lax.map(of_one, (tokens_BT, targets_BT))
 
-        batch = P(self.axes)
-        specs = self.layout.specs, batch, batch, P(), P()
-        return jax.jit(jax.shard_map(score, mesh=self.mesh, in_specs=specs, out_specs=batch))
+        specs = self.layout.specs, P(self.axes), P(self.axes), P(), P()
+        return jax.jit(jax.shard_map(score, mesh=self.mesh, in_specs=specs, out_specs=P(self.axes)))
 
     def compiled(self, lowered: Any) -> Any:
         """The executable of a lowered program, with XLA's settings for this platform, if it passes `inspect`."""
@@ -183,8 +183,7 @@ class Program:
 
 def inspect(text: str) -> None:
     """Raises UsageError for a lowered program that would talk to the host or call code that is not in `FOREIGN`."""
-    calls = {name for name in _CALLS.findall(text) if name not in FOREIGN}
-    if found := sorted(calls | set(_TALKS.findall(text))):
+    if found := sorted({name for names in _CALLS.findall(text) for name in names} - {"", *FOREIGN}):
         raise UsageError(
             f"a compiled program would call {', '.join(found)}; a program may talk to nobody while it runs, "
             f"and call no code but XLA's own and {', '.join(FOREIGN)}; take it out of the recipe"

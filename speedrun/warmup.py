@@ -16,7 +16,7 @@ from speedrun.optim.schedules import StepInputs
 from speedrun.outcome import Tally
 from speedrun.params import count
 from speedrun.prepare import Ready
-from speedrun.program import StepShape, inspect
+from speedrun.program import StepShape
 from speedrun.step import TrainState
 
 _STEPS = 2  #: of each executable
@@ -62,7 +62,6 @@ def compile_all(ready: Ready, state: TrainState, log: runlog.RunLog, tally: Tall
         shape = StepShape(recipe.eval_sequences, recipe.eval_seq_len, window_blocks)
         return compiled(f"eval/{shape}", lowered)
 
-    inspect(program.init.lower(jax.random.key(0)).as_text())
     shape_at = tuple(map(program.shape_at, range(recipe.num_steps)))
     steps = {shape: step(shape) for shape in dict.fromkeys(shape_at)}
     validated = [*filter(ready.track.validates_at, range(recipe.num_steps)), recipe.num_steps]

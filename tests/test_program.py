@@ -16,6 +16,7 @@ from speedrun.evaluate import evaluate
 from speedrun.prepare import RunConfig
 from speedrun.program import Program
 from speedrun.recipe import Recipe
+from speedrun.step import Step
 
 TOKENS, WIDTH, VOCAB = 24, 8, 50
 
@@ -141,6 +142,32 @@ def test_no_program_talks_to_the_host(tiny: Recipe, talks, where):
 def test_streams_from_and_to_the_host_are_refused(opcode):
     with pytest.raises(UsageError, match=f"would call {opcode}"):
         programs.inspect(f'%0 = "stablehlo.{opcode}"(%1) : (tensor<f32>) -> tensor<f32>')
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "%0 = stablehlo.custom_call @xla_ffi_python_cpu_callback(%1)",
+        '%0 = "stablehlo.custom_call"(%1) <{call_target_name = "xla_ffi_python_cpu_callback"}> : () -> ()',
+        '%0 = mhlo.custom_call @"xla_ffi_python_cpu_callback"(%1)',
+    ],
+)
+def test_foreign_calls_are_refused_in_every_form_of_the_text(line):
+    with pytest.raises(UsageError, match="would call xla_ffi_python_cpu_callback"):
+        programs.inspect(line)
+
+
+def test_a_start_that_talks_to_the_host_is_refused_before_it_runs(smoke_data, tmp_path, monkeypatch):
+    honest, heard = Step.init, []
+
+    def init(self, key):
+        jax.debug.callback(heard.append, 1)
+        return honest(self, key)
+
+    monkeypatch.setattr(Step, "init", init)
+    with pytest.raises(UsageError, match=r"would call .*callback"):
+        train.train(RunConfig("smoke-cpu", tmp_path / "out", overrides=SMALL, data=smoke_data))
+    assert not heard
 
 
 def test_kernels_of_pallas_are_not(tiny: Recipe):
