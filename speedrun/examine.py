@@ -263,6 +263,8 @@ class _Examiner:
         self.programs = Programs(asked.programs, handed, meshes.make_mesh(asked.num_devices, asked.replicas))
         self.shards = inventory.open_track(asked.data, self.track.data)
         self.steps: dict[str, Any] = {}
+        self.forwards: dict[str, Any] = {}
+        self.end = len(handed.steps)
 
     def findings(self) -> Findings:
         """Replays first; then looks at the state that is the run's own, or at the last one."""
@@ -271,7 +273,7 @@ class _Examiner:
             found, leaves = self._replayed(stretch)
             replayed.append(found)
         if own := self.asked.checkpoints is not None:
-            leaves, _ = self._restored(len(self.handed.steps))
+            leaves, _ = self._restored(self.end)
         params = self._params(leaves)
         seen = self._leak(params)
         return Findings(
@@ -297,7 +299,7 @@ class _Examiner:
         tokens = stream.TokenStream(self.shards.train, cursor)
         for at in range(stretch.start, stretch.stop):
             if self.track.validates_at(at):
-                vals.append((at, self._loss(self._params(leaves))))
+                vals.append((at, self._loss(self._params(leaves), at)))
             name = self.handed.steps[at]
             lowered = self.handed.programs[name]
             if name not in self.steps:
@@ -348,17 +350,25 @@ class _Examiner:
         device = self.programs.mesh.devices.flat[0]
         return [jax.device_put(np.asarray(x), device) for x in leaves[1 : 1 + self.handed.num_params]]
 
-    @cached_property
-    def _hidden(self) -> Any:
-        return self.programs.compiled("hidden")
+    def _hidden(self, at: int) -> Any:
+        """The forward pass of the validation at a step."""
+        name = self.handed.hidden[at]
+        if name not in self.forwards:
+            self.forwards[name] = self.programs.compiled(name)
+        return self.forwards[name]
+
+    @property
+    def _shape_BT(self) -> tuple[int, ...]:
+        """Of the ids that a forward pass takes."""
+        return self.handed.programs[self.handed.hidden[self.end]].inputs[-1].shape
 
     @cached_property
     def _logits(self) -> Any:
         return self.programs.compiled("logits")
 
-    def outputs(self, params: list[jax.Array], ids_BT: np.ndarray) -> jax.Array:
-        """What the head is given: [B, T, D]."""
-        (x_BTD,) = self._hidden(*params, jnp.asarray(ids_BT, jnp.int32))
+    def outputs(self, params: list[jax.Array], ids_BT: np.ndarray, at: int | None = None) -> jax.Array:
+        """What the head is given in the validation at a step, by default the last: [B, T, D]."""
+        (x_BTD,) = self._hidden(self.end if at is None else at)(*params, jnp.asarray(ids_BT, jnp.int32))
         return x_BTD
 
     def log_probs(self, params: list[jax.Array], x_ND: Any) -> Iterator[jax.Array]:
@@ -380,15 +390,15 @@ class _Examiner:
             at += len(log_probs_NV)
         return np.concatenate(found)
 
-    def _loss(self, params: list[jax.Array]) -> float:
-        """Mean negative log likelihood of the track's validation tokens."""
-        batch, length = self.handed.programs["hidden"].inputs[-1].shape
+    def _loss(self, params: list[jax.Array], at: int | None = None) -> float:
+        """Mean negative log likelihood of the track's validation tokens, in the validation at a step."""
+        batch, length = self._shape_BT
         num_tokens, total = self.track.data.val_tokens, 0.0
         rows = list(stream.validation_batches(self.shards.val[0], num_tokens, 1, length))
         for start in range(0, len(rows), batch):
             part = rows[start : start + batch]
             ids = [row.tokens_BT[0] for row in part] + [part[-1].tokens_BT[0]] * (batch - len(part))
-            x_BTD = self.outputs(params, np.stack(ids))
+            x_BTD = self.outputs(params, np.stack(ids), at)
             for x_TD, row in zip(x_BTD, part, strict=False):
                 total += float(self.costs(params, x_TD, row.targets_BT[0]).sum())
         return total / num_tokens
@@ -404,7 +414,7 @@ class _Examiner:
 
     def _texts(self, num_rows: int) -> np.ndarray:
         """Rows of the validation text."""
-        length = self.handed.programs["hidden"].inputs[-1].shape[1]
+        length = self._shape_BT[1]
         num_rows = max(2, min(num_rows, (self.track.data.val_tokens // length) // 2 * 2))
         starts = self._draw.integers(0, self.track.data.val_tokens - length, num_rows)
         return np.stack(
@@ -416,7 +426,7 @@ class _Examiner:
         return np.random.default_rng(self.asked.draws)
 
     def _leak(self, params: list[jax.Array]) -> Leak:
-        data, batch = self.track.data, self.handed.programs["hidden"].inputs[-1].shape[0]
+        data, batch = self.track.data, self._shape_BT[0]
         return leak(
             lambda ids_BT: np.asarray(self.outputs(params, ids_BT)),
             self._distance(params),
@@ -429,7 +439,7 @@ class _Examiner:
 
     def _company(self, params: list[jax.Array]) -> float:
         """A sequence must cost the same whatever stands beside it, and wherever it stands."""
-        batch, _ = self.handed.programs["hidden"].inputs[-1].shape
+        batch, _ = self._shape_BT
         if batch == 1:
             return 0.0
         rows_RT, largest = self._texts(2 * batch), 0.0
@@ -447,7 +457,7 @@ class _Examiner:
     def _rows(self, params: list[jax.Array]) -> float:
         """A row's logits must not depend on the rows beside it."""
         chunk, width = self.handed.programs["logits"].inputs[-1].shape
-        batch, _ = self.handed.programs["hidden"].inputs[-1].shape
+        batch, _ = self._shape_BT
         x_ND = np.asarray(self.outputs(params, self._texts(2)[np.arange(batch) % 2])).reshape(-1, width)[
             :chunk
         ]

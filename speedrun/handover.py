@@ -7,6 +7,7 @@ Nothing is trained or scored here. A program is StableHLO: a pure function of ar
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ def hand_over(wanted: Wanted) -> None:
         num_params=len(state.params),
         programs={name: _described(one) for name, one in lowered.items()},
         steps=tuple(names[program.shape_at(step)] for step in range(ready.recipe.num_steps)),
+        hidden={step: f"hidden-{window}" for step, window in _windows(ready).items()},
     )
     (wanted.folder / "programs.json").write_bytes(msgspec.json.encode(handed))
 
@@ -96,8 +98,15 @@ def _training(ready: Ready) -> dict[str, export.Exported]:
     return found
 
 
+def _windows(ready: Ready) -> dict[int, int]:
+    """Blocks of the window with which each validation scores, by its step."""
+    num_steps = ready.recipe.num_steps
+    validated = [*filter(ready.track.validates_at, range(num_steps)), num_steps]
+    return {step: int(ready.recipe.inputs_at(step).window_blocks) for step in validated}
+
+
 def _forward(ready: Ready) -> dict[str, export.Exported]:
-    """The programs that are scored, on one device; with the window of the last validation."""
+    """The programs that are scored, on one device: one for each window of a validation."""
     program, recipe = ready.program, ready.recipe
     kinds = recipe.table(recipe.config)
     packed = {
@@ -105,7 +114,6 @@ def _forward(ready: Ready) -> dict[str, export.Exported]:
         for name, x in jax.eval_shape(program.init, jax.random.key(0)).params.items()
     }
     structure = jax.tree.structure(packed)
-    window = program.step.window(int(recipe.inputs_at(recipe.num_steps).window_blocks))
 
     def view(leaves: Any) -> Any:
         """Parameters by name, in the compute dtype."""
@@ -115,8 +123,8 @@ def _forward(ready: Ready) -> dict[str, export.Exported]:
             for name, x in params.items()
         }
 
-    def hidden(*args: jax.Array) -> jax.Array:
-        return program.step.hidden(view(args[:-1]), args[-1], window)
+    def hidden(window_blocks: int, *args: jax.Array) -> jax.Array:
+        return program.step.hidden(view(args[:-1]), args[-1], program.step.window(window_blocks))
 
     def logits(*args: jax.Array) -> jax.Array:
         return program.step.logits(view(args[:-1]), args[-1])
@@ -124,10 +132,14 @@ def _forward(ready: Ready) -> dict[str, export.Exported]:
     num_sequences = max(1, _FORWARD_TOKENS // recipe.eval_seq_len)
     ids_BT = jax.ShapeDtypeStruct((num_sequences, recipe.eval_seq_len), np.int32)
     leaves = jax.tree.leaves(packed)
-    x_BTD = jax.eval_shape(hidden, *leaves, ids_BT)
+    by_window = {window: partial(hidden, window) for window in sorted({*_windows(ready).values()})}
+    x_BTD = jax.eval_shape(next(iter(by_window.values())), *leaves, ids_BT)
     x_ND = jax.ShapeDtypeStruct((_CHUNK_TOKENS, x_BTD.shape[-1]), x_BTD.dtype)
     return {
-        "hidden": export.export(jax.jit(hidden), disabled_checks=_ANY_CALL)(*leaves, ids_BT),
+        **{
+            f"hidden-{window}": export.export(jax.jit(one), disabled_checks=_ANY_CALL)(*leaves, ids_BT)
+            for window, one in by_window.items()
+        },
         "logits": export.export(jax.jit(logits), disabled_checks=_ANY_CALL)(*leaves, x_ND),
     }
 

@@ -25,7 +25,7 @@ from speedrun import runlog, sandbox, track
 from speedrun.checkpoint import folder_of
 from speedrun.cli import command
 from speedrun.errors import CheckpointError, SpeedrunError, UsageError
-from speedrun.examine import Leak, examine, leak
+from speedrun.examine import Leak, _Examiner, examine, leak
 from speedrun.handover import hand_over
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.checks.replay import REPLAY_CHECKS, Examined, tolerance
@@ -426,6 +426,17 @@ def test_an_honest_run_is_what_it_says(unbroken, tmp_path):  # noqa: F811
     assert (step, loss) == (0, pytest.approx(run.vals[0].loss, abs=1e-5))
     results = [ask(one.of([Examined(run, found)]), load(unbroken.out)) for one in REPLAY_CHECKS]
     assert [result.status for result in results] == ["ok"] * 5
+
+
+def test_each_validation_is_scored_with_the_window_of_its_own_step(unbroken, tmp_path):  # noqa: F811
+    """A window that grows: the first validation sees less than the last, as in the run."""
+    handed_over(unbroken, tmp_path)
+    examiner = _Examiner(examination(unbroken, tmp_path))
+    assert examiner.handed.hidden == {0: "hidden-1", 12: "hidden-3"}
+    leaves, _ = examiner._restored(12)
+    params = examiner._params(leaves)
+    assert abs(examiner._loss(params, 0) - examiner._loss(params)) > 1e-6
+    assert examiner._loss(params, 12) == examiner._loss(params)
 
 
 def test_a_checkpoint_that_is_not_there_is_told(unbroken, tmp_path):  # noqa: F811

@@ -40,7 +40,7 @@ class HandedOver(_Strict, frozen=True):
 
     init    u32[2], the data of a key -> the leaves of the state
     train   leaves, tokens_BT, targets_BT -> leaves, loss; several, one for each shape
-    hidden  parameters, tokens_BT -> what the head is given [B, T, D]
+    hidden  parameters, tokens_BT -> what the head is given [B, T, D]; several, one for each window of a validation
     logits  parameters, x_ND -> [N, V]
     """
 
@@ -48,6 +48,7 @@ class HandedOver(_Strict, frozen=True):
     num_params: int  #: so many `params.*` among them, in the order in which `hidden` and `logits` take them
     programs: dict[str, Lowered]
     steps: tuple[str, ...]  #: name of the program of each step
+    hidden: dict[int, str]  #: that of each step which is validated, the end included
 
 
 class Stretch(_Strict, frozen=True):
