@@ -23,7 +23,7 @@ from speedrun.keeping import Place, go_on, kept_if_stopped, save
 from speedrun.ledger import runfile
 from speedrun.outcome import Tally, data_read
 from speedrun.prepare import Ready
-from speedrun.program import inspect
+from speedrun.program import StepShape, inspect
 from speedrun.step import StepMetrics, TrainState
 from speedrun.warmup import Executables, compile_all, warm_up
 
@@ -75,8 +75,8 @@ def run(
             return
         step, metrics, cursor = pending
         loss, bad = (float(np.sum(x)) for x in jax.device_get((metrics.loss, metrics.bad)))
-        shape, inputs = executables.shape_at[step], executables.inputs_at[step]
-        batch_tokens = shape.num_sequences * shape.seq_len
+        planned = executables.planned[step]
+        batch_tokens = planned.shape.num_sequences * planned.shape.seq_len
         tally.tokens_seen += batch_tokens
         tally.first_loss = loss if tally.first_loss is None else tally.first_loss
         if bad or not np.isfinite(loss):
@@ -92,12 +92,13 @@ def run(
                 batch_tokens=batch_tokens,
                 tokens_seen=tally.tokens_seen,
                 cursor=cursor,
-                lr_scale=float(inputs.lr_scale),
-                window_blocks=int(inputs.window_blocks),
+                lr_scale=planned.lr_scale,
+                window_blocks=planned.window_blocks,
             )
         )
 
-    feed = _batches(ready, tally, place)
+    shapes = [step.shape for step in executables.planned]
+    feed = _batches(ready, shapes, tally, place)
     throttled_s = health.throttled_s(program.mesh)
     with (
         jax.transfer_guard("disallow"),
@@ -125,7 +126,7 @@ def run(
                     log.emit(runlog.ClockPause("validation", clock.seconds))
                     validate(step)
                 log.emit(runlog.ClockResume(clock.seconds))
-            _log_stage_change(ready, executables, step, log)
+            _log_stage_change(executables, step, log)
             faults.point("step")
             phases.enter("data")
             faults.point("data")
@@ -133,8 +134,8 @@ def run(
             phases.enter("step")
             tokens_BT, targets_BT = (meshes.place(x, program.mesh) for x in batch)
             if tally.first_batch_sha256 is None:
-                tally.first_batch_sha256 = _first_sha256(ready, place, batch)
-            train_step = executables.steps[executables.shape_at[step]]
+                tally.first_batch_sha256 = _first_sha256(ready, shapes[step], place, batch)
+            train_step = executables.steps[shapes[step]]
             state, metrics = train_step(state, tokens_BT, targets_BT, program.schedule)
             report(pending)
             # At once: behind the next step it would be fetched a step later. In one process it is what it was.
@@ -150,7 +151,7 @@ def run(
             lambda: data_read(ready, tally), lambda read: {s.name: s.sha256 for s in read.shards}
         )
         keep()
-        validate(ready.recipe.num_steps)
+        validate(len(executables.planned))
         tally.cold_wall_s = cold_wall_s()
         keep(wait=True)
     tally.final_hash = processes.agreed(
@@ -161,15 +162,14 @@ def run(
     )
 
 
-def _batches(ready: Ready, tally: Tally, place: Place) -> Generator[tuple[int, stream.Prefetch], None, None]:
+def _batches(
+    ready: Ready, shapes: list[StepShape], tally: Tally, place: Place
+) -> Generator[tuple[int, stream.Prefetch], None, None]:
     """The number of each step, with the stream its batch comes from; each stage has batches of its own size."""
-    shapes = [
-        (stage.num_sequences, stage.seq_len) for stage in ready.recipe.stages for _ in range(stage.num_steps)
-    ]
     tokens = stream.TokenStream(
         ready.shards.train, place.cursor, process=processes.index(), num_processes=processes.count()
     )
-    with stream.Prefetch(tokens, shapes[place.step :]) as batches:
+    with stream.Prefetch(tokens, [shape[:2] for shape in shapes[place.step :]]) as batches:
         try:
             for step in range(place.step, len(shapes)):
                 yield step, batches
@@ -177,22 +177,18 @@ def _batches(ready: Ready, tally: Tally, place: Place) -> Generator[tuple[int, s
             tally.data_wait_s, tally.ranges = batches.wait_s, batches.ranges
 
 
-def _first_sha256(ready: Ready, place: Place, batch: stream.Batch) -> str:
+def _first_sha256(ready: Ready, shape: StepShape, place: Place, batch: stream.Batch) -> str:
     """Digest of the ids of the first batch, with the rows that other processes have of it."""
     if processes.count() > 1:
-        shape = ready.program.shape_at(place.step)
-        batch = stream.TokenStream(ready.shards.train, place.cursor).batch(shape.num_sequences, shape.seq_len)
+        batch = stream.TokenStream(ready.shards.train, place.cursor).batch(*shape[:2])
     return runfile.sha256(batch.tokens_BT.astype("<u2").tobytes())
 
 
-def _log_stage_change(ready: Ready, executables: Executables, step: int, log: runlog.RunLog) -> None:
+def _log_stage_change(executables: Executables, step: int, log: runlog.RunLog) -> None:
     """Says when another executable or another window begins to be used."""
-
-    def used_at(step: int) -> tuple[int, int]:
-        return ready.recipe.stage_of(step), int(executables.inputs_at[step].window_blocks)
-
-    if step > 0 and used_at(step) != used_at(step - 1):
-        log.emit(runlog.StageChange(step, *used_at(step)))
+    before, now = executables.planned[max(0, step - 1)], executables.planned[step]
+    if (before.stage, before.window_blocks) != (now.stage, now.window_blocks):
+        log.emit(runlog.StageChange(step, now.stage, now.window_blocks))
 
 
 def _compilations(log: runlog.RunLog) -> ExitStack:

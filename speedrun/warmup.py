@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -12,7 +13,6 @@ from speedrun import mesh as meshes
 from speedrun.clock import Stopwatch
 from speedrun.fingerprint import state_hash
 from speedrun.footprint import flops_per_token
-from speedrun.optim.schedules import StepInputs
 from speedrun.outcome import Tally
 from speedrun.params import count
 from speedrun.prepare import Ready
@@ -22,14 +22,22 @@ from speedrun.step import TrainState
 _STEPS = 2  #: of each executable
 
 
+class Planned(NamedTuple):
+    """A step, as its recipe has it."""
+
+    shape: StepShape
+    stage: int
+    window_blocks: int
+    lr_scale: float
+
+
 class Executables(NamedTuple):
-    """All programs of a run, and when each of them runs: nothing of a recipe is asked once the clock has started."""
+    """All programs of a run, and what each step is: nothing of a recipe is asked once the clock has started."""
 
     steps: dict[StepShape, Any]
     scores: dict[int | None, Any]  #: by the window they are compiled for
-    shape_at: tuple[StepShape, ...]  #: of each step
-    score_at: dict[int, Any]  #: at each step that is validated
-    inputs_at: tuple[StepInputs, ...]  #: scheduled inputs of each step
+    planned: tuple[Planned, ...]  #: each step
+    score_at: dict[int, Any]  #: at each step that is validated, the end included
 
 
 def compile_all(ready: Ready, state: TrainState, log: runlog.RunLog, tally: Tally) -> Executables:
@@ -62,21 +70,20 @@ def compile_all(ready: Ready, state: TrainState, log: runlog.RunLog, tally: Tall
         shape = StepShape(recipe.eval_sequences, recipe.eval_seq_len, window_blocks)
         return compiled(f"eval/{shape}", lowered)
 
-    shape_at = tuple(map(program.shape_at, range(recipe.num_steps)))
-    steps = {shape: step(shape) for shape in dict.fromkeys(shape_at)}
+    planned = tuple(map(partial(_planned, ready), range(recipe.num_steps)))
+    steps = {shape: step(shape) for shape in dict.fromkeys(each.shape for each in planned)}
     validated = [*filter(ready.track.validates_at, range(recipe.num_steps)), recipe.num_steps]
     window_at = {at: program.fixed_window_at(at) for at in validated}
     scores = {window: score(window) for window in dict.fromkeys(window_at.values())}
     memory = [executable.memory_analysis() for executable in steps.values()]
     footprint.require(program, max(m.peak_memory_in_bytes for m in memory))
     log.emit(_plan(ready, state, max(m.temp_size_in_bytes for m in memory)))
-    return Executables(
-        steps,
-        scores,
-        shape_at,
-        {at: scores[window] for at, window in window_at.items()},
-        tuple(map(recipe.inputs_at, range(recipe.num_steps))),
-    )
+    return Executables(steps, scores, planned, {at: scores[window] for at, window in window_at.items()})
+
+
+def _planned(ready: Ready, step: int) -> Planned:
+    inputs, stage = ready.recipe.inputs_at(step), ready.recipe.stage_of(step)
+    return Planned(ready.program.shape_at(step), stage, int(inputs.window_blocks), float(inputs.lr_scale))
 
 
 @contextmanager

@@ -94,8 +94,8 @@ def test_a_run_that_is_told_to_stop_keeps_its_state(unbroken, tmp_path, monkeypa
     fields = {f: getattr(unbroken, f) for f in unbroken.__struct_fields__}
     config = RunConfig(**{**fields, "out": out, "checkpoint_every": 100})
 
-    def tell(ready, executables, step, log) -> None:
-        real(ready, executables, step, log)
+    def tell(executables, step, log) -> None:
+        real(executables, step, log)
         if step == 6:
             os.kill(os.getpid(), signal.SIGTERM)
 

@@ -489,8 +489,8 @@ def test_nothing_piles_up_in_many_lives(config, tmp_path, monkeypatch):
     """Three hundred steps, stopped every thirty, with few descriptors; all lives in this one process."""
     real, lives, life = loop._log_stage_change, [], 0
 
-    def tell(ready, executables, step, log) -> None:
-        real(ready, executables, step, log)
+    def tell(executables, step, log) -> None:
+        real(executables, step, log)
         if step % 30 == 29:
             os.kill(os.getpid(), signal.SIGTERM)
 

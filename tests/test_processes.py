@@ -353,7 +353,7 @@ RAISES = """
 import sys
 if sys.orig_argv[-1] == "1" and "--process" in sys.orig_argv:
     from speedrun import loop
-    def fail(ready, executables, step, log):
+    def fail(executables, step, log):
         if step == 5:
             raise RuntimeError("a worker of this test")
     loop._log_stage_change = fail
