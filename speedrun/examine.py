@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from jax.core import ShapedArray
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from speedrun import causality
 from speedrun import mesh as meshes
 from speedrun import track as tracks
 from speedrun.checkpoint import unsealed
@@ -36,132 +37,7 @@ from speedrun.prepare import decoded
 from speedrun.program import inspect
 from speedrun.step import COMPILER_OPTIONS
 
-_BLOCK = 64  #: every residue of a position modulo this has its turn
-_EDGES = 3  #: tokens at both ends of a sequence that have theirs
 _COMPANY = 2  #: batches
-
-Forward = Callable[[np.ndarray], np.ndarray]
-
-
-# --- which outputs know what comes after them ---------------------------------------------------------------
-
-
-class Change(NamedTuple):
-    """A text whose end was changed."""
-
-    at: int  #: the first token that differs
-    ids_T: np.ndarray
-
-
-def texts(
-    rows_RT: np.ndarray, separator: int, draw: np.random.Generator
-) -> Iterator[tuple[np.ndarray, list[int]]]:
-    """Texts, and the positions at which each is to be changed: about 150 in all.
-
-    Positions cover all residues modulo 64, both ends, and places behind a separator: in every second text one is put
-    before each of them.
-    """
-    length = rows_RT.shape[1]
-    residues = [
-        int(draw.choice(range(r or _BLOCK, max(length, r + 1), _BLOCK) or [0])) for r in range(_BLOCK)
-    ]
-    edges = [*range(1, 1 + _EDGES), *range(length - _EDGES, length)]
-    inside = sorted({at for at in (*residues, *edges) if 0 < at < length})
-    for number, part in enumerate(np.array_split(np.asarray(inside), len(rows_RT) // 2)):
-        plain_T, planted_T = rows_RT[2 * number].copy(), rows_RT[2 * number + 1].copy()
-        planted_T[part - 1] = separator
-        yield plain_T, part.tolist()
-        yield planted_T, part.tolist()
-
-
-def changed(
-    text_T: np.ndarray,
-    at: int,
-    kind: int,
-    others_RT: np.ndarray,
-    num_ids: int,
-    separator: int,
-    draw: np.random.Generator,
-) -> Change:
-    """A text with another end.
-
-    Kinds: 0, the end of another text; 1, any ids; 2, another text with a separator at once and more of them later;
-    3, its own end without separators; 4, its own end but for one token; 5, one separator more and all behind it moved.
-    """
-    ids_T, length = text_T.copy(), len(text_T)
-    other_T = others_RT[draw.integers(len(others_RT))]
-    if kind in (0, 2):
-        ids_T[at:] = other_T[at:]
-    if kind == 1:
-        ids_T[at:] = draw.integers(0, num_ids, length - at)
-    if kind == 2:
-        ids_T[at:][draw.random(length - at) < 1 / 16] = separator
-        ids_T[at] = separator
-    if kind == 3:
-        ids_T[at:][ids_T[at:] == separator] = (separator + 1 + draw.integers(num_ids - 1)) % num_ids
-    if kind == 5:
-        ids_T[at:] = np.concatenate([[separator], text_T[at:-1]])
-    if ids_T[at] == text_T[at]:
-        ids_T[at] = (text_T[at] + 1 + draw.integers(num_ids - 1)) % num_ids
-    return Change(at, ids_T)
-
-
-_KINDS = 6
-
-
-class Leak(NamedTuple):
-    """The output before a changed token that changed most."""
-
-    nats: float
-    at: int
-    changes: int  #: that were made
-
-
-def leak(
-    hidden: Forward,
-    distance: Callable[[np.ndarray, np.ndarray], float],
-    rows_RT: np.ndarray,
-    batch: int,
-    num_ids: int,
-    separator: int,
-    draw: np.random.Generator,
-) -> Leak:
-    """Changes the ends of texts and compares every output before them.
-
-    Args:
-        hidden: ids [B, T] to outputs [B, T, D].
-        distance: between outputs [N, D], in nats.
-        rows_RT: texts, an even number.
-        batch: B.
-        num_ids: of the vocabulary.
-        separator: the id that opens a document.
-        draw: where everything random is from.
-    """
-    found, made = Leak(0.0, -1, 0), 0
-    for text_T, places in texts(rows_RT, separator, draw):
-        kinds = [(at, int(kind)) for at in places for kind in draw.choice(_KINDS, 2, replace=False)]
-        changes = [changed(text_T, at, kind, rows_RT, num_ids, separator, draw) for at, kind in kinds]
-        made += len(changes)
-        before_TD: np.ndarray | None = None
-        ids = [text_T, *(change.ids_T for change in changes)]
-        outputs = _in_batches(hidden, ids, batch)
-        for change, after_TD in zip([Change(0, text_T), *changes], outputs, strict=True):
-            if before_TD is None:
-                before_TD = after_TD
-                continue
-            differ = np.flatnonzero((before_TD[: change.at] != after_TD[: change.at]).any(axis=1))
-            if len(differ):
-                nats = distance(before_TD[differ], after_TD[differ])
-                if not nats <= found.nats:  # also if it is no number
-                    found = Leak(nats, int(differ[-1]), 0)
-    return found._replace(changes=made)
-
-
-def _in_batches(hidden: Forward, ids: list[np.ndarray], batch: int) -> Iterator[np.ndarray]:
-    for start in range(0, len(ids), batch):
-        rows = ids[start : start + batch]
-        yield from hidden(np.stack([*rows, *[rows[-1]] * (batch - len(rows))]))[: len(rows)]
-
 
 # --- programs of others -------------------------------------------------------------------------------------
 
@@ -425,9 +301,9 @@ class _Examiner:
     def _draw(self) -> np.random.Generator:
         return np.random.default_rng(self.asked.draws)
 
-    def _leak(self, params: list[jax.Array]) -> Leak:
+    def _leak(self, params: list[jax.Array]) -> causality.Leak:
         data, batch = self.track.data, self._shape_BT[0]
-        return leak(
+        return causality.leak(
             lambda ids_BT: np.asarray(self.outputs(params, ids_BT)),
             self._distance(params),
             self._texts(4),

@@ -34,6 +34,7 @@ FLOORS = {
     "speedrun.cost": 8,
     "speedrun.prepare": 8,
     "speedrun.examine": 9,
+    "speedrun.causality": 4,
     "speedrun.handover": 9,
     "speedrun.checkpoint": 7,
     "speedrun.footprint": 7,

@@ -22,10 +22,11 @@ from test_checkpoint import facts_of, unbroken  # noqa: F401 - a fixture
 from test_train import SMALL
 
 from speedrun import runlog, sandbox, track
+from speedrun.causality import Leak, leak
 from speedrun.checkpoint import folder_of
 from speedrun.cli import command
 from speedrun.errors import CheckpointError, SpeedrunError, UsageError
-from speedrun.examine import Leak, _Examiner, examine, leak
+from speedrun.examine import _Examiner, examine
 from speedrun.handover import hand_over
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.checks.replay import REPLAY_CHECKS, Examined, tolerance
