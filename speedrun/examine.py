@@ -55,13 +55,15 @@ class Programs:
         lowered = self.handed.programs[name]
         avals, places = self._arrays(lowered, lowered.inputs)
         results, result_places = self._arrays(lowered, lowered.outputs)
+        # JAX 0.10 wants to be told, later ones see it.
+        told_in = {"_has_named_shardings": True} if jax.__version_info__ < (0, 11) else {}
         return export.Exported(
             fun_name=name.replace("-", "_"),
             in_tree=jax.tree.structure((avals, {})),
             in_avals=avals,
             out_tree=jax.tree.structure(results),
             out_avals=results,
-            _has_named_shardings=True,
+            **told_in,
             _in_named_shardings=places,
             _out_named_shardings=result_places,
             in_shardings_hlo=(None,) * len(avals),
