@@ -21,11 +21,12 @@ from speedrun.ledger.findings import Examination, Stretch
 from speedrun.ledger.record import Record, load
 from speedrun.ledger.run import Run
 from speedrun.ledger.validate import Report, Result, ask
-from speedrun.rerun import Rerun
+from speedrun.rerun import Rerun, plain
 
 _FEW_RUNS = 2
 _RESTARTS = 2
 _STEPS = 8  #: of a stretch
+_MOST_FACTS_BYTES = 1 << 20  #: of a checkpoint, which a stranger made
 
 Which = Literal["some", "all"]
 
@@ -126,11 +127,11 @@ def _owners(folders: Iterable[Path], runs: dict[str, Run]) -> dict[str, Path]:
     """
     found = {}
     for folder in folders:
-        steps = sorted(int(path.name) for path in folder.glob("[0-9]*") if path.name.isdigit())
+        steps = sorted(int(path.name) for path in folder.glob("[0-9]*") if path.name.isdecimal())
         try:
-            facts = json.loads((folder / str(steps[-1]) / "facts" / "metadata").read_bytes())
+            facts = json.loads(plain(folder / str(steps[-1]) / "facts" / "metadata", _MOST_FACTS_BYTES))
             found[runs[json.loads(facts["text"])["run_id"]].file.run_id] = folder
-        except (OSError, ValueError, LookupError, TypeError):
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
             raise UsageError(
                 f"{folder} holds no checkpoints of a finished run of this record; need a run's folder of checkpoints; "
                 "leave it out to have the run made again"

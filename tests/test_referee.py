@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import io
 import math
 import os
 import shutil
@@ -37,8 +38,8 @@ from speedrun.mesh import make_mesh
 from speedrun.prepare import RunConfig
 from speedrun.program import Program
 from speedrun.recipe import Recipe
-from speedrun.referee import Asked, chosen, drawn, examined, stretches
-from speedrun.rerun import Rerun
+from speedrun.referee import Asked, _owners, chosen, drawn, examined, stretches
+from speedrun.rerun import Rerun, _bring
 
 apart = pytest.mark.skipif(
     sandbox.problem() is not None, reason=f"namespaces cannot be had here: {sandbox.problem()}"
@@ -663,3 +664,61 @@ def test_a_recipe_that_replaces_the_scorer_is_refused(tmp_path, smoke_data):
     assert done.returncode == 1, done.stdout + done.stderr
     assert statuses(done)["V605"] == "failed"
     assert statuses(done)["V603"] == "ok"
+
+
+_TRIES = r"""
+import fcntl, os, termios
+def tell(what, attempt):
+    try:
+        attempt()
+    except OSError:
+        return
+    print("could", what)
+def written(path):
+    os.close(os.open(path, os.O_WRONLY))
+tell("set the kernel", lambda: written("/proc/sys/kernel/core_pattern"))
+tell("change a device", lambda: os.chmod("/dev/null", 0o666))
+tell("make a control group", lambda: os.mkdir("/sys/fs/cgroup/stranger"))
+for number in 0, 1, 2:
+    tell("reach a terminal", lambda: fcntl.ioctl(number, termios.TIOCGPGRP, bytes(4)))
+tell("find its terminal", lambda: written("/dev/tty"))
+print("\x1b[2Jwords\x1b]0;title\x07")
+"""
+
+
+@pytest.mark.skipif(sandbox.problem() is not None, reason="this machine cannot keep code apart")
+@pytest.mark.parametrize("gpu", [False, True])
+def test_a_stranger_reaches_neither_the_kernel_nor_the_terminal(tmp_path, gpu):
+    shown, argv = io.StringIO(), [sys.executable, "-I", "-c", _TRIES]
+    environment, limits = {"PATH": os.environ["PATH"]}, sandbox.Limits(60, gpu=gpu)
+    code = sandbox.run(argv, tmp_path, environment=environment, stdout=shown, limits=limits, unsafe=False)
+    assert (code, shown.getvalue()) == (0, "\\x1b[2Jwords\\x1b]0;title\\x07\n")
+
+
+def test_only_what_a_record_may_hold_is_brought_back(tmp_path):
+    made, out = tmp_path / "made" / "record", tmp_path / "out" / "mine"
+    (made / "runs" / "smoke-0-abcd").mkdir(parents=True)
+    out.parent.mkdir()
+    (made / "summary.json").write_text("{}")
+    (made / "tool.sh").write_text("#!/bin/sh\n")
+    (made / "source.txt").symlink_to("/etc/hosts")
+    (made.parent / "record-of-another").mkdir()
+    (made.parent / "record-of-another" / "summary.json").write_text("{}")
+    (made.parent / "record.stacks.txt").write_text("Thread 1")
+    _bring(made, out)
+    found = {path.relative_to(out.parent).as_posix() for path in out.parent.rglob("*") if path.is_file()}
+    assert found == {"mine/summary.json", "mine.stacks.txt"}
+
+
+def test_checkpoints_that_are_no_files_are_refused(tmp_path):
+    for name, fill in (
+        ("a", os.mkfifo),
+        ("b", lambda path: path.write_text("[" * 100_000)),
+        ("c", lambda path: path.symlink_to("/dev/zero")),
+    ):
+        facts = tmp_path / name / "8" / "facts" / "metadata"
+        facts.parent.mkdir(parents=True)
+        (tmp_path / name / "1²").mkdir()
+        fill(facts)
+        with pytest.raises(UsageError, match="no checkpoints of a finished run"):
+            _owners([tmp_path / name], {})
