@@ -461,6 +461,12 @@ WAYS_OUT = {
     "a self that is another": "class A:\n    def __init__(self, x):\n        self = x\n        self.sum = None\n",
     "a self that a pattern binds": "class A:\n def __init__(self, x):\n  match x:\n   case self:\n    self.sum = 1\n",
     "init of another's": "class A:\n    def __init__(self):\n        self.sum = 1\n\ndef f(x):\n    A.__init__(x)\n",
+    "a pytree of names": "from jax.tree_util import register_dataclass as f\nf(super, ('__getattribute__',), ())\n",
+    "a tuple of names": "class A(tuple):\n    _fields = ('__class__',)\n",
+    "annotations of an enum": "from dataclasses import dataclass\nfrom enum import Enum\n"
+    "A = dataclass(Enum('A', {'__annotations__': {'\" + str(1) + \"': int}}), init=False)\n",
+    "annotations of a dict": "import typing\nA = typing.TypedDict('A', {'\" + str(1) + \"': int})\n",
+    "annotations of a namespace": "def f(name, bases, space):\n    return space\n\nclass A(metaclass=f):\n    x: int\n",
     "wraps copies names": "import functools\nf = functools.wraps(len, assigned=('__globals__',))\n",
     "an attribute by its text": "from operator import attrgetter\n",
     "a module that an error holds": "import math\ntry:\n    math.lib\nexcept AttributeError as e:\n    m = e.obj\n",
