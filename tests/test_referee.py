@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TextIO
 
 import jax
@@ -23,7 +24,7 @@ from test_checkpoint import facts_of, unbroken  # noqa: F401 - a fixture
 from test_train import SMALL
 
 from speedrun import runlog, sandbox, track
-from speedrun.causality import Leak, leak
+from speedrun.causality import Leak, leak, texts
 from speedrun.checkpoint import folder_of
 from speedrun.cli import command
 from speedrun.errors import CheckpointError, SpeedrunError, UsageError
@@ -340,15 +341,64 @@ def test_an_output_that_is_no_number_is_no_excuse():
 
 
 def test_every_residue_of_a_position_has_its_turn():
-    changed = set()
+    draw = np.random.default_rng(3)
+    rows_RT = draw.integers(1, NUM_IDS, (4, TEXT_TOKENS))
+    places = [at for _, places in texts(rows_RT, SEPARATOR, draw) for at in places]
+    assert {at % 64 for at in places} == set(range(64))
+
+
+def test_a_model_that_knows_a_few_texts_and_shows_all_of_them_is_caught():
+    """Positions of one text are no independent draws: each has a text of its own."""
 
     def forward(ids_BT):
-        differ_BT = ids_BT != ids_BT[:1]
-        changed.update(np.argmax(differ_BT, axis=1)[differ_BT.any(axis=1)].tolist())
-        return prefix_sums(ids_BT)
+        return prefix_sums(ids_BT) + 1e-6 * (ids_BT[:, :1] == 7)[..., None] * next_ids(ids_BT)
 
-    looked_for(forward, 3, batch=256)  # each text in one batch, unchanged in its first row
-    assert {at % 64 for at in changed} == set(range(64))
+    for seed in range(20):
+        draw = np.random.default_rng(seed)
+        rows_RT = draw.integers(1, NUM_IDS, (140, TEXT_TOKENS))
+        rows_RT[:, 0] = np.where(draw.permutation(140) < 9, 7, 8)
+        largest = lambda a, b: float(np.abs(a - b).max())  # noqa: E731
+        assert leak(forward, largest, rows_RT, 16, NUM_IDS, SEPARATOR, draw).nats > 0
+
+
+@pytest.fixture
+def scoring(monkeypatch):
+    """An examiner of 64 rows of 16 ids and of a model that is still to be given."""
+    ids = np.random.default_rng(0).integers(0, 4096, 64 * 16 + 1).astype(np.uint16)
+    shard = SimpleNamespace(read=lambda start, stop: ids[start:stop])
+    examiner = object.__new__(_Examiner)
+    data = SimpleNamespace(val_tokens=64 * 16)
+    examiner.asked, examiner.track = SimpleNamespace(draws=5), SimpleNamespace(data=data)
+    examiner.shards = SimpleNamespace(val=[shard])
+    rows = [SimpleNamespace(tokens_BT=ids[None, at : at + 16], targets_BT=ids[None, at + 1 : at + 17])
+            for at in range(0, 64 * 16, 16)]  # fmt: skip
+    monkeypatch.setattr("speedrun.examine.stream.validation_batches", lambda *_: rows)
+    monkeypatch.setattr(_Examiner, "_shape_BT", (8, 16))
+    return examiner, ids
+
+
+def test_the_texts_that_are_changed_are_those_that_are_scored(scoring):
+    examiner, ids = scoring
+    assert {row.tobytes() for row in examiner._texts(140)} == {
+        row.astype(np.int32).tobytes() for row in ids[:-1].reshape(64, 16)
+    }
+
+
+@pytest.mark.parametrize("kind", ["the row below", "the sequence below"])
+def test_a_neighbour_tells_the_scorer_nothing(scoring, monkeypatch, kind):
+    examiner, _ = scoring
+
+    def outputs(_params, ids_BT, _at):
+        told = np.roll(ids_BT[:, 0], -1) if kind == "the sequence below" else ids_BT[:, 0]
+        return np.stack([ids_BT, np.broadcast_to(told[:, None], ids_BT.shape)], axis=2)
+
+    def costs(_params, x_ND, targets_N):
+        told = x_ND[:, 1] if kind == "the sequence below" else np.roll(x_ND[:, 0], -1)
+        return (told != targets_N).astype(float)
+
+    monkeypatch.setattr(examiner, "outputs", outputs)
+    monkeypatch.setattr(examiner, "costs", costs)
+    assert examiner._loss([]) > 0.98
 
 
 def blocks_leak(recipe: Recipe):
