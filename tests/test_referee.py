@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TextIO
+from typing import Any, TextIO
 
 import jax
 import jax.numpy as jnp
@@ -366,7 +366,7 @@ def scoring(monkeypatch):
     """An examiner of 64 rows of 16 ids and of a model that is still to be given."""
     ids = np.random.default_rng(0).integers(0, 4096, 64 * 16 + 1).astype(np.uint16)
     shard = SimpleNamespace(read=lambda start, stop: ids[start:stop])
-    examiner = object.__new__(_Examiner)
+    examiner: Any = object.__new__(_Examiner)
     data = SimpleNamespace(val_tokens=64 * 16)
     examiner.asked, examiner.track = SimpleNamespace(draws=5), SimpleNamespace(data=data)
     examiner.shards = SimpleNamespace(val=[shard])
