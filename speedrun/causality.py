@@ -25,10 +25,10 @@ class Change(NamedTuple):
 def texts(
     rows_RT: np.ndarray, separator: int, draw: np.random.Generator
 ) -> Iterator[tuple[np.ndarray, list[int]]]:
-    """Texts, and the positions at which each is to be changed: about 150 in all.
+    """Texts, and the positions at which each is to be changed: about 140 in all, one in each of as many texts.
 
     Positions cover all residues modulo 64, both ends, and places behind a separator: in every second text one is put
-    before each of them.
+    before each of them. Of fewer texts, each has several positions.
     """
     length = rows_RT.shape[1]
     residues = [
@@ -103,24 +103,30 @@ def leak(
         separator: the id that opens a document.
         draw: where everything random is from.
     """
-    found, made = Leak(0.0, -1, 0), 0
-    for text_T, places in texts(rows_RT, separator, draw):
-        kinds = [(at, int(kind)) for at in places for kind in draw.choice(_KINDS, 2, replace=False)]
-        changes = [changed(text_T, at, kind, rows_RT, num_ids, separator, draw) for at, kind in kinds]
-        made += len(changes)
-        before_TD: np.ndarray | None = None
-        ids = [text_T, *(change.ids_T for change in changes)]
-        outputs = _in_batches(hidden, ids, batch)
-        for change, after_TD in zip([Change(0, text_T), *changes], outputs, strict=True):
-            if before_TD is None:
-                before_TD = after_TD
-                continue
+    groups = [
+        (
+            text_T,
+            [
+                changed(text_T, at, int(kind), rows_RT, num_ids, separator, draw)
+                for at in places
+                for kind in draw.choice(_KINDS, 2, replace=False)
+            ],
+        )
+        for text_T, places in texts(rows_RT, separator, draw)
+    ]
+    ids = [ids_T for text_T, changes in groups for ids_T in (text_T, *(change.ids_T for change in changes))]
+    outputs = _in_batches(hidden, ids, batch)
+    found = Leak(0.0, -1, sum(len(changes) for _, changes in groups))
+    for _, changes in groups:
+        before_TD = next(outputs)
+        for change in changes:
+            after_TD = next(outputs)
             differ = np.flatnonzero((before_TD[: change.at] != after_TD[: change.at]).any(axis=1))
             if len(differ):
                 nats = distance(before_TD[differ], after_TD[differ])
                 if not nats <= found.nats:  # also if it is no number
-                    found = Leak(nats, int(differ[-1]), 0)
-    return found._replace(changes=made)
+                    found = found._replace(nats=nats, at=int(differ[-1]))
+    return found
 
 
 def _in_batches(hidden: Forward, ids: list[np.ndarray], batch: int) -> Iterator[np.ndarray]:

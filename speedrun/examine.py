@@ -37,7 +37,10 @@ from speedrun.prepare import decoded
 from speedrun.program import inspect
 from speedrun.step import COMPILER_OPTIONS
 
-_COMPANY = 2  #: batches
+#: Texts that are changed: as many as positions, so that a model which leaks in few texts is found as surely as one that
+#: leaks at few positions of all.
+_TEXTS = 140
+_BATCHES = 4  #: whose sequences change places, and whose rows do in the head
 
 # --- programs of others -------------------------------------------------------------------------------------
 
@@ -268,17 +271,20 @@ class _Examiner:
             at += len(log_probs_NV)
         return np.concatenate(found)
 
-    def _loss(self, params: list[jax.Array], at: int | None = None) -> float:
+    def _loss(self, params: list[jax.Array], at_step: int | None = None) -> float:
         """Mean negative log likelihood of the track's validation tokens, in the validation at a step."""
-        batch, length = self._shape_BT
         num_tokens, total = self.track.data.val_tokens, 0.0
+        batch, length = self._shape_BT
         rows = list(stream.validation_batches(self.shards.val[0], num_tokens, 1, length))
+        # In an order that nobody knows: what a sequence or a token learns from its neighbours is of no use.
+        order = self._draw.permutation(len(rows))
         for start in range(0, len(rows), batch):
-            part = rows[start : start + batch]
+            part = [rows[at] for at in order[start : start + batch]]
             ids = [row.tokens_BT[0] for row in part] + [part[-1].tokens_BT[0]] * (batch - len(part))
-            x_BTD = self.outputs(params, np.stack(ids), at)
-            for x_TD, row in zip(x_BTD, part, strict=False):
-                total += float(self.costs(params, x_TD, row.targets_BT[0]).sum())
+            x_ND = np.concatenate(np.asarray(self.outputs(params, np.stack(ids), at_step))[: len(part)])
+            targets_N = np.concatenate([row.targets_BT[0] for row in part])
+            shuffled = self._draw.permutation(len(x_ND))
+            total += float(self.costs(params, x_ND[shuffled], targets_N[shuffled]).sum())
         return total / num_tokens
 
     # --- properties
@@ -290,14 +296,19 @@ class _Examiner:
 
         return distance
 
-    def _texts(self, num_rows: int) -> np.ndarray:
-        """Rows of the validation text."""
+    def _scored(self, which: np.ndarray) -> np.ndarray:
+        """Rows of the validation text, as they are scored: a model may know them by their first ids."""
         length = self._shape_BT[1]
-        num_rows = max(2, min(num_rows, (self.track.data.val_tokens // length) // 2 * 2))
-        starts = self._draw.integers(0, self.track.data.val_tokens - length, num_rows)
-        return np.stack(
-            [self.shards.val[0].read(int(at), int(at) + length).astype(np.int32) for at in starts]
-        )
+        shard, starts = self.shards.val[0], which % self._num_rows * length
+        return np.stack([shard.read(int(at), int(at) + length).astype(np.int32) for at in starts])
+
+    @property
+    def _num_rows(self) -> int:
+        return self.track.data.val_tokens // self._shape_BT[1]
+
+    def _texts(self, num_rows: int) -> np.ndarray:
+        """Any of them, each as often as the others."""
+        return self._scored(np.resize(self._draw.permutation(self._num_rows), num_rows))
 
     @cached_property
     def _draw(self) -> np.random.Generator:
@@ -308,7 +319,7 @@ class _Examiner:
         return causality.leak(
             lambda ids_BT: np.asarray(self.outputs(params, ids_BT)),
             self._distance(params),
-            self._texts(4),
+            self._texts(_TEXTS),
             batch,
             data.vocab_size,
             data.document_token,
@@ -320,28 +331,33 @@ class _Examiner:
         batch, _ = self._shape_BT
         if batch == 1:
             return 0.0
-        rows_RT, largest = self._texts(2 * batch), 0.0
-        for _ in range(_COMPANY):
-            first = self._draw.permutation(len(rows_RT))[:batch]
-            second = np.concatenate([first[1:2], self._draw.permutation(len(rows_RT))[: batch - 1]])
-            one_TD, other_TD = (
-                np.asarray(self.outputs(params, rows_RT[which])[at])
-                for which, at in ((first, 1), (second, 0))
-            )
-            if (one_TD != other_TD).any():
-                largest = max(largest, self._distance(params)(one_TD, other_TD))
+        largest = 0.0
+        for _ in range(_BATCHES):
+            rows_RT = self._scored(self._draw.integers(self._num_rows) + np.arange(2 * batch))
+            order = self._draw.permutation(len(rows_RT))
+            first_RTD, second_RTD = (self._both(params, rows) for rows in (rows_RT[order], rows_RT))
+            for one_TD, other_TD in zip(first_RTD, second_RTD[order], strict=True):
+                if (one_TD != other_TD).any():
+                    largest = max(largest, self._distance(params)(one_TD, other_TD))
         return largest
+
+    def _both(self, params: list[jax.Array], rows_RT: np.ndarray) -> np.ndarray:
+        """Outputs of two batches."""
+        return np.concatenate([self.outputs(params, half_BT) for half_BT in np.split(rows_RT, 2)])
 
     def _rows(self, params: list[jax.Array]) -> float:
         """A row's logits must not depend on the rows beside it."""
         chunk, width = self.handed.programs["logits"].inputs[-1].shape
         batch, _ = self._shape_BT
-        x_ND = np.asarray(self.outputs(params, self._texts(2)[np.arange(batch) % 2])).reshape(-1, width)[
-            :chunk
-        ]
-        order = self._draw.permutation(len(x_ND))
-        (first,), (second,) = self.log_probs(params, x_ND), self.log_probs(params, x_ND[order])
-        return float(jnp.max(jnp.abs(first[order] - second)))
+        largest = 0.0
+        for ids_BT in np.split(self._texts(_BATCHES * batch), _BATCHES):
+            x_ND = np.asarray(self.outputs(params, ids_BT)).reshape(-1, width)
+            for start in range(0, len(x_ND), chunk):
+                part_ND = x_ND[start : start + chunk]
+                order = self._draw.permutation(len(part_ND))
+                (first,), (second,) = self.log_probs(params, part_ND), self.log_probs(params, part_ND[order])
+                largest = max(largest, float(jnp.max(jnp.abs(first[order] - second))))
+        return largest
 
 
 if __name__ == "__main__":

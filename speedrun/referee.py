@@ -21,11 +21,13 @@ from speedrun.ledger.findings import Examination, Stretch
 from speedrun.ledger.record import Record, load
 from speedrun.ledger.run import Run
 from speedrun.ledger.validate import Report, Result, ask
-from speedrun.rerun import Rerun
+from speedrun.rerun import Rerun, plain
 
 _FEW_RUNS = 2
 _RESTARTS = 2
 _STEPS = 8  #: of a stretch
+_HARNESS = "V503"  #: asks whether the instruments in the source are known
+_MOST_FACTS_BYTES = 1 << 20  #: of a checkpoint, which a stranger made
 
 Which = Literal["some", "all"]
 
@@ -76,7 +78,7 @@ def stretches(run: Run, checkpoints: Sequence[int] | None, val_every: int, draws
 
 
 def examined(folder: Path, report: Report, asked: Asked, echo: TextIO) -> Report:
-    """The report with the answers of V601 to V605.
+    """The report with the answers of V601 to V606.
 
     Args:
         folder: the record.
@@ -85,7 +87,8 @@ def examined(folder: Path, report: Report, asked: Asked, echo: TextIO) -> Report
         echo: where the output of the record's source goes.
 
     Raises:
-        UsageError: if a check failed, no run finished, the source is too old, or it cannot be kept apart here.
+        UsageError: if a check failed, no run finished, the source is too old or its instruments are not known, or it
+            cannot be kept apart here.
         SpeedrunError: if its source ends badly.
     """
     if failed := report.having("failed"):
@@ -103,6 +106,12 @@ def examined(folder: Path, report: Report, asked: Asked, echo: TextIO) -> Report
         raise UsageError(
             f"{folder}: its instruments are older than this examiner understands; 'git checkout' its commit "
             "and validate there, or 'speedrun replay' compares its losses"
+        )
+    (harness,) = (result for result in report.results if result.check.id == _HARNESS)
+    if harness.status != "ok":
+        raise UsageError(
+            f"{folder}: {_HARNESS} was skipped ({harness.messages[0]}): what unknown instruments hand over proves "
+            "nothing; fetch the run's commit, and validate again"
         )
     print(sandbox.protections(unsafe=asked.unsafe), file=echo)
     print(
@@ -126,11 +135,11 @@ def _owners(folders: Iterable[Path], runs: dict[str, Run]) -> dict[str, Path]:
     """
     found = {}
     for folder in folders:
-        steps = sorted(int(path.name) for path in folder.glob("[0-9]*") if path.name.isdigit())
+        steps = sorted(int(path.name) for path in folder.glob("[0-9]*") if path.name.isdecimal())
         try:
-            facts = json.loads((folder / str(steps[-1]) / "facts" / "metadata").read_bytes())
+            facts = json.loads(plain(folder / str(steps[-1]) / "facts" / "metadata", _MOST_FACTS_BYTES))
             found[runs[json.loads(facts["text"])["run_id"]].file.run_id] = folder
-        except (OSError, ValueError, LookupError, TypeError):
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
             raise UsageError(
                 f"{folder} holds no checkpoints of a finished run of this record; need a run's folder of checkpoints; "
                 "leave it out to have the run made again"

@@ -4,11 +4,11 @@
 """
 
 import os
-import shutil
 import stat
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -18,10 +18,11 @@ from speedrun import provenance, sandbox
 from speedrun import track as tracks
 from speedrun.console import clean
 from speedrun.data import inventory
+from speedrun.data.wholefile import write_whole
 from speedrun.errors import EXIT_CODES, SpeedrunError, UsageError, meaning
 from speedrun.ledger import format
 from speedrun.ledger.findings import Examination, Findings, HandedOver, Wanted
-from speedrun.ledger.record import Record, load
+from speedrun.ledger.record import Record, load, read_files
 from speedrun.ledger.run import Run
 from speedrun.sourcefile import split_source
 
@@ -34,7 +35,9 @@ _NEEDED = "speedrun/program.py"
 
 _LEAST_S, _MOST_S, _SLOWER = 3600.0, 7 * 86400.0, 10.0  #: of a run: seconds, and times what it took
 _HANDOVER_S = 1800.0
-_MOST_BYTES = 1 << 30  #: of one program
+_MOST_BYTES = 1 << 30  #: of all programs together
+_MOST_TABLE_BYTES = 1 << 24  #: of what lists them
+_MOST_STACKS_BYTES = 1 << 22
 
 
 class Rerun:
@@ -80,8 +83,7 @@ class Rerun:
             try:
                 self._execute("speedrun.train", config, Path(scratch), echo, {}, limit_s)
             finally:
-                for path in sorted(Path(scratch).glob("record*")):
-                    _bring(path, out.with_name(out.name + path.name.removeprefix("record")))
+                _bring(made, out)
         new = [run for run in load(out).runs if run.finished] if out.is_dir() else []
         if len(new) != 1:
             raise SpeedrunError(
@@ -111,11 +113,14 @@ class Rerun:
             wanted = Wanted(self._config(Path(scratch, "record"), self.old.file.seed, data), given)
             self._execute("speedrun.handover", wanted, Path(scratch), echo, self._ours, _HANDOVER_S)
             try:
-                raw = _plain(given / "programs.json")
+                raw = plain(given / "programs.json", _MOST_TABLE_BYTES)
                 names = msgspec.json.decode(raw, type=HandedOver).programs
                 if not all(name.replace("-", "").isalnum() for name in names):
                     raise ValueError("a name that is none")
-                programs = {f"{name}.mlir": _plain(given / f"{name}.mlir") for name in names}
+                programs, left_bytes = {}, _MOST_BYTES
+                for name in names:
+                    programs[f"{name}.mlir"] = found = plain(given / f"{name}.mlir", left_bytes)
+                    left_bytes -= len(found)
             except (OSError, ValueError) as error:
                 raise SpeedrunError(
                     f"the source of {self.old.file.run_id} handed over no programs that can be read "
@@ -210,28 +215,28 @@ class Rerun:
         return wanted | {name: config[name] for name in ("attention", "replicas") if name in config}
 
 
-def _plain(path: Path) -> bytes:
-    """The content of a small file that a stranger's process left: no link, no pipe.
+def plain(path: Path, most_bytes: int) -> bytes:
+    """The content of a small file that a stranger left: no link, no pipe.
 
     Raises:
         OSError: it is not there.
         ValueError: it is something else.
     """
     found = path.lstat()
-    if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
-        raise ValueError(f"{path.name} is no plain file of at most 1 GiB")
+    if not stat.S_ISREG(found.st_mode) or found.st_size > most_bytes:
+        raise ValueError(f"{path.name} is no plain file of at most {most_bytes:,} bytes")
     return path.read_bytes()
 
 
 def _bring(made: Path, out: Path) -> None:
-    """Copies what a stranger's process made: plain files and folders, and nothing else."""
-    kind = made.lstat().st_mode
-    if stat.S_ISDIR(kind):
-        out.mkdir(parents=True, exist_ok=True)
-        for path in sorted(made.iterdir()):
-            _bring(path, out / path.name)
-    elif stat.S_ISREG(kind):
-        shutil.copyfile(made, out, follow_symlinks=False)
+    """Copies what a stranger's process made: the files that a record may hold, and the stacks of one that hung."""
+    if made.is_dir() and not made.is_symlink():
+        for path, content in read_files(made)[0].items():
+            (out / path).parent.mkdir(parents=True, exist_ok=True)
+            write_whole(out / path, content)
+    with suppress(OSError, ValueError):
+        stacks = plain(made.with_name("record.stacks.txt"), _MOST_STACKS_BYTES)
+        write_whole(out.with_name(f"{out.name}.stacks.txt"), stacks)
 
 
 def _find(record: Record, folder: Path, run_id: str | None) -> Run:

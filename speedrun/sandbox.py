@@ -1,9 +1,10 @@
 """A world of its own for a process that runs or reads what a stranger wrote.
 
     network     none: a network namespace without an interface
-    processes   its own only: a process namespace with its own /proc
+    processes   its own only: a process namespace with its own /proc, read-only, since root could set the kernel there
     files       a root of its own, read-only: the system's libraries, this Python and what is named; one folder to write
     privileges  none: a user namespace, no capability, and none to be had
+    terminal    none: a session of its own, and a pipe whose lines are cleaned before they are shown
     limits      of time, memory, files and processes
 
 `unshare`, `setpriv` and `mount` of util-linux do the work. Whether they may is asked before anything runs.
@@ -16,13 +17,13 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import IO
+from typing import IO, TextIO
 
-from speedrun import signals
+from speedrun import console, signals
 from speedrun.errors import EXIT_CODES, SpeedrunError, UsageError
 
 #: What every program needs to be loaded. Of /etc only this: no names, no keys.
@@ -55,13 +56,18 @@ while [ "$1" != -- ]; do
         : >"$root$path"
       fi
       mount --rbind "$path" "$root$path"
-      if [ "$kind" = ro ]; then mount -o remount,bind,ro "$root$path"; fi
+      if [ "$kind" = ro ]; then
+        mount -o remount,bind,ro "$root$path"
+        while read -r _ _ _ _ at _; do
+          case $at in "$root$path"/*) mount -o remount,bind,ro "$at" ;; esac
+        done </proc/self/mountinfo
+      fi
       ;;
   esac
   shift
 done
 shift
-mount -t proc -o nosuid,nodev,noexec proc "$root/proc"
+mount -t proc -o ro,nosuid,nodev,noexec proc "$root/proc"
 mount -t tmpfs -o nosuid,nodev tmpfs "$root/dev/shm"
 mount -o remount,ro,mode=755 "$root"
 ulimit -c 0
@@ -84,12 +90,16 @@ if sum(map(str.isdigit, os.listdir("/proc"))) > 2: lost.append("no /proc of othe
 try: os.mkdir("/outside")
 except OSError: pass
 else: lost.append("no file written outside")
+for path in "/proc/sys/kernel/core_pattern", "/proc/self/comm", "/dev/null":
+    if not os.statvfs(path).f_flag & os.ST_RDONLY: lost.append(path + " read-only")
 status = dict(line.split(":", 1) for line in open("/proc/self/status"))
 if int(status["CapEff"], 16) or int(status["CapBnd"], 16): lost.append("no privileges")
 print(";".join(["asked", *lost]))
 """
 
 _PROBE_S = 60.0
+_LAST_WORDS_S = 10.0  #: to show what it wrote before it ended; a child that it left may hold the pipe
+_LONGEST_LINE, _MOST_LINES = 4096, 10_000  #: of its output: bytes, and how many are shown
 _SHELL = 128  #: what a shell adds to the signal that ended a program
 _MOST_BYTES = 32 << 30  #: of address space; more where the machine has more
 
@@ -160,7 +170,7 @@ def run(
     *,
     readable: Iterable[Path] = (),
     environment: Mapping[str, str],
-    stdout: IO[str],
+    stdout: TextIO,
     limits: Limits,
     unsafe: bool,
 ) -> int:
@@ -171,7 +181,7 @@ def run(
         scratch: its working folder, home, and the only place where it can write.
         readable: what else it can read, besides the system's libraries and this Python.
         environment: all of it.
-        stdout: where its output goes.
+        stdout: where its output goes, line by line, as text that is safe on a terminal.
         limits: what it may use.
         unsafe: run it without a world of its own where that cannot be had.
 
@@ -184,17 +194,33 @@ def run(
     with ExitStack() as stack:
         if problem() is None:
             argv = _argv(stack, argv, scratch, readable, limits)
-        child = _Group(argv, cwd=scratch, env=env, stdin=subprocess.DEVNULL, stdout=stdout, process_group=0)
+        # In our session, and with our terminal at hand, it could type on it.
+        child = _Group(
+            argv, cwd=scratch, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        relay = threading.Thread(target=_relay, args=(child.stdout, console.Live(stdout)), daemon=True)
+        relay.start()
         timer = threading.Timer(limits.wall_s, child.send_signal, (signal.SIGKILL,))
         timer.daemon = True
         timer.start()
         code = signals.wait_for(child)
+        relay.join(_LAST_WORDS_S)
         if timer.finished.is_set():
             raise SpeedrunError(
                 f"the record's code was still running after {limits.wall_s:.0f} s; nothing was judged"
             )
         timer.cancel()
     return _SHELL - code if _SHELL < code <= _SHELL + 64 and code not in EXIT_CODES else code
+
+
+def _relay(pipe: IO[bytes], reader: console.Live) -> None:
+    """Shows a stranger's lines, and reads on when there are too many: it must not wait for us."""
+    with pipe:
+        for number, raw in enumerate(iter(partial(pipe.readline, _LONGEST_LINE), b"")):
+            if number < _MOST_LINES:
+                with suppress(OSError):
+                    reader.say(raw.decode(errors="replace").rstrip("\n"))
 
 
 def _argv(
@@ -208,7 +234,8 @@ def _argv(
         seen += [Path("/sys")]
     words = [_mount("ro", Path(path)) for path in _SYSTEM if Path(path).exists()]
     words += [_mount("ro", path) for path in sorted(set(seen), key=lambda path: len(path.parts))]
-    words += [f"rw:{path}" for path in (*_DEVICES, *(_gpus() if limits.gpu else ()))]
+    # A device that is mounted read-only can be written to; only its mode cannot be changed.
+    words += [f"ro:{path}" for path in (*_DEVICES, *(_gpus() if limits.gpu else ()))]
     words += [f"rw:{scratch.absolute()}"]
     at = ("env", f"--chdir={scratch.absolute()}")
     return [*_UNSHARE, "sh", "-c", _SCRIPT, "sh", root, memory, *words, "--", *_UNPRIVILEGED, *at, *argv]

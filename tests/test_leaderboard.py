@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from forgeries import broken_off
+from forgeries import RECIPE, broken_off, told_as_resumed, went_on
 from msgspec.structs import replace
 from record_forge import Spec, facts, forge, install_track, source_text, write_run
 
@@ -230,6 +230,34 @@ def test_hostile_words_stay_words(records):
     for tag, _ in tags[0].tags:
         extra.remove(tag)
     assert extra == ["br"], "one for the change; nothing of the words became a tag"
+
+
+def test_the_name_of_a_folder_stays_one(records):
+    """A name is a stranger's, too: no script on the page, no cell and no link in the text."""
+    for name in ("javascript:alert(1)", "a) | 1 | [x](https:"):
+        shutil.copytree(records / "forged" / "fast", records / name / "b) | 1")
+    text, page = board_pages.markdown(board.read(records)), board_pages.page(board.read(records), {})
+    pipes = [len(re.findall(r"(?<!\\)\|", line)) for line in text.splitlines() if line.startswith("|")]
+    assert set(pipes) == {11}
+    parser = _Tags()
+    parser.feed(page)
+    links = [str(attrs["href"]) for tag, attrs in parser.tags if tag == "a"]
+    links += re.findall(r"\]\(([^)]*)\)", text)
+    assert all(re.fullmatch(r"https://example\.org/a|[\w./%-]+", link) for link in links)
+
+
+DOUBTFUL = {
+    "V311": {"edit_log": went_on, "edit_run": told_as_resumed},
+    "V502": {"edit_source": lambda files: {**files, RECIPE: "import socket\n"}},
+}
+
+
+@pytest.mark.parametrize("spec", DOUBTFUL.values(), ids=DOUBTFUL)
+def test_a_batch_that_is_doubtful_has_no_rank(records, spec):
+    forge(records / "forged" / "doubtful", seeds=(10, 11), **spec)
+    rows = {row.path: (row.standing, row.rank) for row in board.read(records).rows}
+    assert rows["forged/doubtful"] == ("provisional", None)
+    assert rows["forged/fast"] == ("qualified", 1)
 
 
 def test_the_page_asks_nothing_of_any_network(records):

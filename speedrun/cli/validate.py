@@ -40,7 +40,7 @@ class _WithReplay(click.Command):
     "--replay",
     type=click.Choice(["some", "all"]),
     metavar="[=all]",
-    help="Ask V601 to V605, too: have the record's source lower its programs, train and score them. Of two runs, or "
+    help="Ask V601 to V606, too: have the record's source lower its programs, train and score them. Of two runs, or "
     "with =all of every one. EXECUTES CODE FROM THE RECORD, kept apart.",
 )
 @click.option(

@@ -1,6 +1,7 @@
 """The board as Markdown, as JSON and as one page that works from a file: nothing is asked of any network.
 
-Every word of a record is a stranger's: it is escaped for where it stands, and plots are drawn anew from the logs.
+Every word of a record is a stranger's, and so is the name of its folder: it is escaped for where it stands, and plots
+are drawn anew from the logs.
 """
 
 import base64
@@ -8,6 +9,7 @@ import html
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from urllib.parse import quote
 
 import msgspec
 
@@ -30,7 +32,7 @@ def _markdown_track(board: Board, track: str, records: str) -> str:
     head = [*_HEAD, "record", "date"]
     lines = [f"**{_words(track)}**", "", f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for row in board.of(track):
-        link = f"[{_words(row.title)}]({records}/{row.path})"
+        link = f"[{_words(row.title)}]({records}/{quote(row.path)})"
         cells = [*_cells(row), f"{link}{_by(row)}", row.date]
         lines.append(f"| {' | '.join(cells)} |")
     for one in _context(board, track):
@@ -145,7 +147,7 @@ def _html_track(board: Board, track: str) -> str:
 
 def _html_row(row: Row) -> str:
     cells = [_text(cell) for cell in _cells(row)]
-    what = f'<a href="{_text(row.path)}/README.md">{_text(row.title)}</a>{_text(_authors(row.authors))}'
+    what = f'<a href="{quote(row.path)}/README.md">{_text(row.title)}</a>{_text(_authors(row.authors))}'
     changes = "".join(f"<br>{_text(change)}" for change in row.changes)
     keyed = [f"<td>{cell}</td>" for cell in cells]
     keyed[1] = f'<td data-key="{row.train_time_s or 0:.4f}">{cells[1]}</td>'

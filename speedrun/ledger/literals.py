@@ -10,6 +10,7 @@ _LONGEST_WORD = 120
 _MOST_BYTES_LITERAL = 128
 _MOST_BITS = 256
 _MOST_NUMBERS = 256
+_FEW_BYTES = 8  #: of an integer that is a size or a seed
 
 
 class Literal(NamedTuple):
@@ -60,9 +61,10 @@ class Literals:
     def note_number(self, line: int, value: complex) -> None:
         """A number of any kind."""
         self.num_numbers += 1
-        if isinstance(value, int) and value.bit_length() > _MOST_BITS:
-            size = value.bit_length() // 8
+        size = value.bit_length() // 8 if isinstance(value, int) else 0
+        if size > _FEW_BYTES:
             self.num_bytes += size
+        if isinstance(value, int) and value.bit_length() > _MOST_BITS:
             self.large.append(Literal(line, f"an integer of {size:,} bytes"))
 
     def note_row(self, line: int, row: list[Any]) -> None:

@@ -152,9 +152,10 @@ MODULES: dict[str, frozenset[str]] = {
         "all broadcast flatten flatten_with_path leaves leaves_with_path map map_with_path reduce reduce_associative "
         "structure transpose unflatten"
     ),
+    # Not `register_dataclass`: it reads attributes whose names are strings.
     "jax.tree_util": _words(
         "DictKey FlattenedIndexKey GetAttrKey KeyPath Partial PyTreeDef SequenceKey all_leaves keystr "
-        "register_dataclass register_pytree_node_class register_pytree_with_keys_class register_static tree_all "
+        "register_pytree_node_class register_pytree_with_keys_class register_static tree_all "
         "tree_broadcast tree_flatten tree_flatten_with_path tree_leaves tree_leaves_with_path tree_map "
         "tree_map_with_path tree_reduce tree_structure tree_transpose tree_unflatten"
     ),
@@ -190,7 +191,6 @@ MODULES: dict[str, frozenset[str]] = {
     "dataclasses": _words(
         "FrozenInstanceError InitVar KW_ONLY MISSING asdict astuple dataclass field fields is_dataclass replace"
     ),
-    "enum": _words("Enum Flag IntEnum IntFlag StrEnum auto unique"),
     "fractions": _words("Fraction"),
     # Not `wraps` and `update_wrapper`: they read and write attributes whose names are strings.
     "functools": _words("cache cached_property cmp_to_key lru_cache partial reduce total_ordering"),
@@ -208,10 +208,11 @@ MODULES: dict[str, frozenset[str]] = {
     ),
     "statistics": _words("fmean mean median stdev variance"),
     "types": _words("MappingProxyType NoneType"),
-    # Not `get_type_hints` and `ForwardRef`: they evaluate text.
+    # Not `get_type_hints` and `ForwardRef`: they evaluate text. Not `TypedDict`, and nothing of `enum`: their classes
+    # can have annotations of any name, and `dataclass` writes such names into code that it runs.
     "typing": _words(
         "Annotated Any Callable ClassVar Concatenate Final Generic Iterable Iterator Literal Mapping NamedTuple Never "
-        "NewType NoReturn Optional ParamSpec Protocol Self Sequence TYPE_CHECKING TypeAlias TypeVar TypedDict Union "
+        "NewType NoReturn Optional ParamSpec Protocol Self Sequence TYPE_CHECKING TypeAlias TypeVar Union "
         "Unpack assert_never cast overload override runtime_checkable"
     ),
     "zlib": _words("adler32 crc32"),

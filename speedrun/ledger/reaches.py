@@ -13,6 +13,8 @@ from speedrun.ledger.permitted import ATTRIBUTES, BUILTINS, METHODS, MODULES, NE
 
 _ALWAYS = frozenset(dir(builtins)) | {"__builtins__", "__file__", "__annotations__", "__debug__", "__dict__"}
 _SELF = "self"
+#: Whoever meets a tuple that has it reads the attributes that it names.
+_FIELDS = "_fields"
 #: Of a name that others may still permit.
 NOT_LISTED = "not on the list"
 #: Methods that change what they are called on.
@@ -140,6 +142,8 @@ class Reaches:
                     yield Reach(node.lineno, ".".join([root, *parts, attr]), "changes what others own")
             case ast.MatchClass(kwd_attrs=names):
                 yield from (one for name in names for one in _value_attribute(node.lineno, name))
+            case ast.ClassDef(keywords=[_, *_]):
+                yield Reach(node.lineno, node.name, "a class that something else makes")
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
                 yield from self._bound(node, name)
             case ast.AsyncFunctionDef():
@@ -163,6 +167,8 @@ class Reaches:
             yield Reach(node.lineno, name, "bound to something else")
         if name.startswith("__") and name.endswith("__") and name not in METHODS:
             yield Reach(node.lineno, name, "a hook of the interpreter")
+        if name == _FIELDS:
+            yield Reach(node.lineno, name, "names of attributes as strings")
 
     def _of_name(self, node: ast.Name, name: str) -> Iterator[Reach]:
         if not isinstance(node.ctx, ast.Load):

@@ -1,4 +1,4 @@
-"""V601 to V605: what an examiner saw of runs, their states and their programs, against what they said.
+"""V601 to V606: what an examiner saw of runs, their states and their programs, against what they said.
 
 The others read; these need the record's source to be executed (`speedrun.rerun`).
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from speedrun import runlog
-from speedrun.ledger.checks.table import Check, Skip
+from speedrun.ledger.checks.table import Check, Severity, Skip
 from speedrun.ledger.findings import Findings
 from speedrun.ledger.record import Record
 from speedrun.ledger.run import Run, loss_of
@@ -83,9 +83,11 @@ def _unasked(_record: Record) -> Iterator[str]:
     raise Skip("asked with --replay only")
 
 
-def check_findings(id: str, title: str, *, why: str, hint: str) -> Callable[[Find], ReplayCheck]:
+def check_findings(
+    id: str, title: str, *, why: str, hint: str, severity: Severity = "error"
+) -> Callable[[Find], ReplayCheck]:
     """Makes a check of a function from a run and its findings to problems."""
-    return lambda find: ReplayCheck(Check(id, title, why, hint, ("runs",), "error", _unasked), find)
+    return lambda find: ReplayCheck(Check(id, title, why, hint, ("runs",), severity, _unasked), find)
 
 
 @check_findings(
@@ -104,7 +106,7 @@ def loss(run: Run, findings: Findings) -> Iterator[str]:
         if not differ <= _SCORER:
             yield said
         return
-    drift = _DRIFT_SDS * _SEEDS * abs(run.val_loss)
+    drift = _drift(run)
     if not differ <= drift:
         yield f"made again, {said}; two machines may differ by {drift:.5f}"
     else:
@@ -112,6 +114,10 @@ def loss(run: Run, findings: Findings) -> Iterator[str]:
             f"made again, it ended in another state, as on another machine: {said}, within the drift of "
             f"{drift:.5f}; pass --checkpoints to score its own state"
         )
+
+
+def _drift(run: Run) -> float:
+    return _DRIFT_SDS * _SEEDS * abs(run.val_loss)
 
 
 @check_findings(
@@ -179,4 +185,18 @@ def goes_on(run: Run, findings: Findings) -> Iterator[str]:
                 break
 
 
-REPLAY_CHECKS = (loss, normalised, causal, by_itself, goes_on)
+@check_findings(
+    "V606",
+    "what was scored is the state that the run ended with",
+    severity="warning",
+    why="a log can be written around what another machine would give: within its drift a replay proves no loss",
+    hint="bring the run's checkpoints (--checkpoints), or replay on the kind of machine that made it",
+)
+def its_own(run: Run, findings: Findings) -> Iterator[str]:
+    """Its bits, where V601 is skipped; of the others, it tells."""
+    same = findings.own or findings.final_hash == run.file.final_hash
+    if not same and abs(findings.val_loss - run.val_loss) <= _drift(run):
+        yield f"made again, it is {findings.final_hash}, the run ended with {run.file.final_hash}"
+
+
+REPLAY_CHECKS = (loss, normalised, causal, by_itself, goes_on, its_own)
