@@ -56,6 +56,7 @@ TESTS = {
         ),
         *(f"{_FORMS}[{case}-banded]" for case in ("odd length", "window longer than the sequence")),
         "test_attention.py::test_banded_says_when_its_bound_is_too_small",
+        "test_attention.py::test_the_default_tile_is_half_the_bound_and_never_tiny",
         "test_attention.py::test_banded_memory_is_linear_in_time",
     ],
     "kernels/cross_entropy.py": ["test_cross_entropy.py"],
