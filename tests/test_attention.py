@@ -317,10 +317,12 @@ def test_flash3_with_a_library_that_cannot_be_loaded_says_why(flash3_package):
         choose_attention("flash3", CALL._replace(static_window_blocks=14))
 
 
-def test_banded_says_when_its_bound_is_too_small():
+@pytest.mark.parametrize("window_tokens", [4, 5])
+def test_banded_says_when_its_bound_is_too_small(window_tokens):
+    """Five tokens still reach no further than the tile before."""
     case = Case([32], 3, 4)
     q, k, v, _ = inputs(case)
-    form = partial(attention_banded.attention, window_tokens=4, tile_tokens=4, scale=0.3)
+    form = partial(attention_banded.attention, window_tokens=window_tokens, tile_tokens=4, scale=0.3)
     got, want = form(q, k, v, case.sight()), attention(q, k, v, case.sight(), scale=0.3)
     np.testing.assert_allclose(got[:, :8], want[:, :8], atol=3e-6)
     assert jnp.isnan(got[:, 8:]).all()
