@@ -82,7 +82,7 @@ TESTS = {
         "test_recipes.py::test_adam_for_everything_is_another_optimiser_and_trains",
     ],
     "optim/muon.py": ["test_muon.py", *_NUMBERS, _TRACE],
-    "optim/schedules.py": [*_NUMBERS, *_SETTINGS, _TRACE],
+    "optim/schedules.py": [*_NUMBERS, *_SETTINGS, _SMALLEST, _TRACE],
     "params.py": ["test_params.py", *_NUMBERS, _TRACE, "test_step.py"],
     "recipe.py": [*_SETTINGS, *_NUMBERS, "test_program.py", _SMALLEST],
     "step.py": [
