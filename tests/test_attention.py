@@ -317,13 +317,26 @@ def test_flash3_with_a_library_that_cannot_be_loaded_says_why(flash3_package):
         choose_attention("flash3", CALL._replace(static_window_blocks=14))
 
 
-def test_banded_says_when_its_bound_is_too_small():
+@pytest.mark.parametrize("window_tokens", [4, 5])
+def test_banded_says_when_its_bound_is_too_small(window_tokens):
+    """Five tokens still reach no further than the tile before."""
     case = Case([32], 3, 4)
     q, k, v, _ = inputs(case)
-    form = partial(attention_banded.attention, window_tokens=4, tile_tokens=4, scale=0.3)
+    form = partial(attention_banded.attention, window_tokens=window_tokens, tile_tokens=4, scale=0.3)
     got, want = form(q, k, v, case.sight()), attention(q, k, v, case.sight(), scale=0.3)
     np.testing.assert_allclose(got[:, :8], want[:, :8], atol=3e-6)
     assert jnp.isnan(got[:, 8:]).all()
+
+
+@pytest.mark.parametrize(("window_tokens", "tile_tokens"), [(100, 128), (300, 150), (301, 151), (4000, 600)])
+def test_the_default_tile_is_half_the_bound_and_never_tiny(window_tokens, tile_tokens):
+    x_BTHK, zero_BT = jnp.zeros((1, 1200, 1, 8)), jnp.zeros((1, 1200), jnp.int32)
+    form = partial(attention_banded.attention, window_tokens=window_tokens, scale=0.3)
+    default, stated = (
+        str(jax.make_jaxpr(partial(form, tile_tokens=tile))(x_BTHK, x_BTHK, x_BTHK, Sight(zero_BT, zero_BT)))
+        for tile in (None, tile_tokens)
+    )
+    assert default == stated
 
 
 def test_banded_memory_is_linear_in_time():
@@ -390,12 +403,16 @@ def test_every_choice_of_a_program_is_kept():
     assert [one.name for one in chosen.choices.values()] == ["chunks", "fp8"]
 
 
-def test_a_form_that_cannot_run_gives_all_reasons():
+def test_a_form_that_cannot_run_gives_all_reasons(monkeypatch):
+    monkeypatch.setattr(attention_flash3, "problem", lambda: "no library")
     call = CPU._replace(shape_BTHK=(1, 100, 6, 40))
     with pytest.raises(UsageError) as flash3:
         choose_attention("flash3", call)
     for reason in ("a cpu", "float32", "40 dimensions", "traced"):
         assert reason in str(flash3.value)
+    assert "no library" not in str(flash3.value), "it is loaded only where it may be called"
+    with pytest.raises(UsageError, match="cannot run: no library"):
+        choose_attention("flash3", CALL._replace(static_window_blocks=14))
     with pytest.raises(UsageError) as triton:
         choose_attention("triton", call)
     for reason in ("a cpu", "float32", "40 dimensions", "100 tokens"):

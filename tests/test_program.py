@@ -1,6 +1,7 @@
 """What judges a run: the scorer against its definition in float64, and what a program may not contain."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +45,19 @@ def test_the_scorer_is_the_definition_for_any_cap_and_chunk(hidden, cap, chunk, 
     z_TV = np.asarray(logits(x_TD), np.float64)
     nll_T = np.log(np.exp(z_TV).sum(axis=1)) - z_TV[np.arange(TOKENS), np.asarray(targets_T)]
     assert np.asarray(sums_C, np.float64).sum() == pytest.approx(nll_T.sum(), rel=1e-6)
+
+
+@pytest.mark.parametrize(("platform", "most_bytes"), [("cpu", 64 * 2**20), ("gpu", 2 * 2**30)])
+def test_a_chunk_takes_all_the_memory_that_its_platform_allows(platform, most_bytes):
+    num_tokens = 6 * most_bytes // (4 * 64)  # six chunks, and four if there were half as much again
+    score = partial(
+        scoring.nll_sums, lambda x_ND: jnp.zeros((len(x_ND), 64)), vocab_size=VOCAB, platform=platform
+    )
+    x_TD, targets_T = (
+        jax.ShapeDtypeStruct((num_tokens, WIDTH), jnp.float32),
+        jax.ShapeDtypeStruct((num_tokens,), jnp.int32),
+    )
+    assert jax.eval_shape(score, x_TD, targets_T).shape == (6,)
 
 
 def test_logits_that_no_exponential_survives_are_scored(hidden):

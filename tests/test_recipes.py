@@ -223,9 +223,10 @@ def test_pinned_traces_stand(name):
 
 
 def test_the_smallest_model_and_the_smallest_run_may_be_made():
-    """One head of four dimensions, windows of single tokens, two layers; one token a batch, and the largest cap."""
+    """One head of four dimensions, windows of single tokens, two layers; one token a batch; the edges of settings."""
     one = dataclasses.replace(SMALL, stages=(Stage(1, 1, 1),), eval_sequences=1, eval_seq_len=1)
-    assert one.override({"config.logit_cap": str(MAX_CAP)}).total_tokens == 1
+    edges = {"config.logit_cap": str(MAX_CAP), "schedule.momentum_steps": "1"}
+    assert one.override(edges).total_tokens == 1
     small = {"num_heads": "1", "head_dim": "4", "model_dim": "1", "mlp_dim": "1", "block_tokens": "1"}
     config = SMALL.override({f"config.{name}": number for name, number in small.items()}).config
     assert (config.num_layers, config.num_heads, config.head_dim) == (2, 1, 4)

@@ -456,6 +456,7 @@ def test_the_folder_of_a_run_must_be_writable(tmp_path, smoke_data):
         ({"overrides": {"config.mixing": "('foo','long','long','long')"}}, "mixing holds ['foo']"),
         ({"overrides": {"config.num_heads": "0"}}, "at least 1"),
         ({"overrides": {"schedule.momentum_steps": "0"}}, "momentum_steps at least 1"),
+        ({"overrides": {"schedule.cooldown_fraction": "0"}}, "cooldown_fraction must be above 0"),
         ({"overrides": {"optimizer.muon_lr": "1e999"}}, "need a number"),
         ({"overrides": {"name": "../../x"}}, "write a recipe file"),
         ({"overrides": {"config.document_token": "3"}}, "for the start of a document"),
