@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from speedrun import cli, clock, provenance, track
 from speedrun.cli import child
@@ -65,7 +65,7 @@ class Fork:
         self._pid = forked(lambda: runpy.run_module(argv[2], run_name="__main__", alter_sys=True), argv[2:])
 
     def wait(self) -> int:
-        return ended(self._pid)
+        return code_of(self._pid)
 
     def send_signal(self, number: int) -> None:
         os.kill(self._pid, number)
@@ -90,7 +90,7 @@ def forked(function: Callable[[], object], argv: list[str]) -> int:
         os._exit(99 if code is None else code)
 
 
-def ended(pid: int) -> int:
+def code_of(pid: int) -> int:
     """The exit code of a process; below zero, the signal that ended it."""
 
     def give_up(*_: object) -> NoReturn:
@@ -121,7 +121,7 @@ class Caller:
     def __call__(self, words: list[str], blow: Blow = NONE) -> int:
         """The exit code of a command."""
         self._count.write_bytes(bytes(8))
-        return ended(forked(lambda: self._called(words, blow), ["speedrun", *words]))
+        return code_of(forked(lambda: self._called(words, blow), ["speedrun", *words]))
 
     def _called(self, words: list[str], blow: Blow) -> None:
         out = os.open(self._said, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
@@ -185,9 +185,8 @@ class Round:
         self.words, self.out = words, out  #: `out`: the record that it makes or completes, if it does
         self.rewrites = rewrites  #: which files of those that were there
         self.begun = words
-        self.abandoned: tuple[
-            str, ...
-        ] = ()  #: how the names begin of what lies beside records that may be deleted
+        #: How the names begin of what lies beside records that may be deleted.
+        self.abandoned: tuple[str, ...] = ()
         self.tries: list[tuple[str, Blow]] = []
         self.seen: list[dict[str, bytes]] = []  #: the whole folder: before, and after each try
 
@@ -209,27 +208,54 @@ class Round:
     def _torn(self, path: str, now: dict[str, bytes], final: dict[str, bytes]) -> str:
         """What is wrong with a file that appeared meanwhile."""
         folder, _, name = path.rpartition("/")
-        if name == "metrics.jsonl":
-            lines = now[path].split(b"\n")[:-1]
-            if f"{folder}/run.json" not in now:  # then a run that broke off is made of it, which has no end
-                lines = [line for line in lines if b'"ev":"run_end"' not in line]
-            return "" if final.get(path, b"").split(b"\n")[: len(lines)] == lines else "lost lines"
-        if name in ("run.json", "batch.json", "source.txt"):
-            return "" if final.get(path) == now[path] else "is another one at the end"
+        same = "" if final.get(path) == now[path] else "is another one at the end"
+        if name in ("run.json", "metrics.jsonl"):
+            return same if ended(now, folder) else _lost_lines(f"{folder}/metrics.jsonl", now, final)
+        if name in ("batch.json", "source.txt"):
+            return same
         return "" if now[path].endswith((b"\n", b"}", b">")) or name.endswith(".png") else "is torn"
+
+
+def told(log: bytes) -> list[bytes]:
+    """Its whole lines."""
+    return log.split(b"\n")[:-1]
+
+
+def ended(now: dict[str, bytes], folder: str) -> bool:
+    """Whether a run had come to its end: its facts, and the last line of its log if it finished."""
+    facts, lines = now.get(f"{folder}/run.json", b""), told(now.get(f"{folder}/metrics.jsonl", b""))
+    return bool(facts) and (
+        b'"finished"' not in facts or any(b'"ev":"run_end"' in line for line in lines[-1:])
+    )
+
+
+def _lost_lines(path: str, now: dict[str, bytes], final: dict[str, bytes]) -> str:
+    """Of a log without its end every line is kept, but for a result that was being written with that end."""
+    lines = [line for line in told(now.get(path, b"")) if b'"ev":"run_end"' not in line]
+    if path.replace("metrics.jsonl", "run.json") in now and b'"ev":"val"' in lines[-1]:
+        lines.pop()
+    return "" if told(final.get(path, b""))[: len(lines)] == lines else "lost lines"
 
 
 class Soak:
     """Random commands in one folder, struck at random bytes of what they write."""
 
-    KINDS = ("run", "run --checkpoint-every", "batch", "assemble", "leaderboard", "describe")
+    #: With how often each is chosen: those that train take seconds.
+    KINDS: ClassVar = {
+        "run": 2,
+        "run --checkpoint-every": 2,
+        "batch": 2,
+        "assemble": 4,
+        "leaderboard": 4,
+        "describe": 6,
+    }
 
     def __init__(self, place: Path, work: Path, data: str, settings: list[str], seed: int) -> None:
         for name in ("declare", "train", "cli.race", "ledger.plot"):
             importlib.import_module(f"speedrun.{name}")
         importlib.import_module("orbax.checkpoint")
         provenance.closure = partial(closure, provenance.closure)
-        child.Popen = Fork  # type: ignore[assignment, misc]
+        child.Popen = Fork
         self._place, self._data, self._number = place, ["--data", data], 0
         self._settings = ["--track", "tiny", *self._data, *settings]
         self._rnd, self._call = random.Random(seed), Caller(place, work)
@@ -246,7 +272,8 @@ class Soak:
             yield from self._round(kind, struck=False)
         watch = clock.Stopwatch()
         while watch.seconds < seconds:
-            yield from self._round(self._rnd.choice(self.KINDS), struck=True)
+            kind = self._rnd.choices([*self.KINDS], [*self.KINDS.values()])[0]
+            yield from self._round(kind, struck=True)
 
     def _round(self, kind: str, *, struck: bool) -> Iterator[str]:
         """A command and those that mend it, and what they left wrong."""
@@ -282,9 +309,8 @@ class Soak:
                 return Round(["batch", "--out", out, "--runs", "2", *self._settings], out)
             case "leaderboard":
                 board = ("LEADERBOARD.md", "leaderboard.json", "leaderboard.html")
-                return Round(
-                    ["leaderboard", "build"], "", ("README.md", *(f"records/{name}" for name in board))
-                )
+                rewrites = ("README.md", *(f"records/{name}" for name in board))
+                return Round(["leaderboard", "build"], "", rewrites)
             case "describe":
                 record = self._rnd.choice(records)
                 words = ["describe", record, "--title", f"round {self._number}", "--author", "ada"]
@@ -294,9 +320,8 @@ class Soak:
                 for name in ASSEMBLED[self._rnd.randrange(len(ASSEMBLED)) :]:
                     (self._place / out / name).unlink()
                 is_batch = (self._place / out / format.BATCH).exists()
-                return Round(
-                    ["batch", "--resume", out, *self._data] if is_batch else ["run", "--resume", out], out
-                )
+                words = ["batch", "--resume", out, *self._data] if is_batch else ["run", "--resume", out]
+                return Round(words, out)
         every = ["--checkpoint-every", "5"] if "checkpoint" in kind else []
         return Round(["run", "--out", out, *self._settings, *every], out)
 
@@ -306,22 +331,21 @@ class Soak:
 
     def _mend(self, kind: str, now: Round, code: int) -> bool:
         """Sets the next command, as in docs/reliability.md; returns whether there was nothing to resume."""
-        there = (self._place / now.out).exists()
-        if kind == "batch":
-            if (self._place / now.out / format.BATCH).exists():
-                now.words = ["batch", "--resume", now.out, *self._data]
-        elif kind.startswith("run"):
-            if now.words[1] != "--resume":
-                now.words = ["run", "--resume", now.out]
-            elif (
-                code == 4 and "--checkpoint-every" in self._call.said and not (there and "checkpoint" in kind)
-            ):
-                if there:
-                    now.abandoned += (f"{Path(now.out).name}.",)
-                    now.out += "b"
-                now.words = [*now.begun[:2], now.out, *now.begun[3:]]
-                return True
-        return False
+        out = self._place / now.out
+        if kind == "batch" and (out / format.BATCH).exists():
+            now.words = ["batch", "--resume", now.out, *self._data]
+        if not kind.startswith("run"):
+            return False
+        if now.words[1] != "--resume":
+            now.words = ["run", "--resume", now.out]
+            return False
+        if code != 4 or "start the run with --checkpoint-every" not in self._call.said:
+            return False
+        if out.exists():
+            now.abandoned += (f"{out.name}.",)
+            now.out += "b"
+        now.words = [*now.begun[:2], now.out, *now.begun[3:]]
+        return "checkpoint" not in kind or not out.exists()
 
     def _wrong(self, kind: str, now: Round) -> Iterator[str]:
         """What is not as it must be at the end."""
