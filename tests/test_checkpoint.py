@@ -166,16 +166,16 @@ def test_a_finished_run_whose_record_was_not_is_not_run_again(unbroken, tmp_path
     assert not validate(out).having("failed")
 
 
-def test_what_the_disk_refuses_is_one_error_though_orbax_raises_it_twice(tmp_path):
+def test_what_the_disk_refuses_is_one_error_though_orbax_raises_it_twice(tmp_path, monkeypatch):
     class Full:
         def wait_until_finished(self) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
         close = wait_until_finished
 
-    checkpoints = checkpoint.Checkpoints(tmp_path, 1, 1, str)
+    checkpoints = checkpoint.Checkpoints(tmp_path, 1, 1, print)
     checkpoints._manager.close()
-    checkpoints._manager = Full()
+    monkeypatch.setattr(checkpoints, "_manager", Full())
     with pytest.raises(CheckpointError, match="the last one cannot be written"):
         checkpoints.close()
 
