@@ -50,7 +50,7 @@ def checkout(tmp_path, monkeypatch) -> Path:
 @pytest.mark.parametrize(
     ("words", "step"),
     [
-        (["describe", "records/forged/record", "--title", "new", "--author", "ada"], 9),
+        (["describe", "records/forged/record", "--title", "new", "--author", "ada"], 13),
         pytest.param(["batch", "--resume", "batch"], 17, marks=pytest.mark.slow),
         pytest.param(["leaderboard", "build"], 17, marks=pytest.mark.slow),
         pytest.param(
