@@ -14,7 +14,7 @@ import logging
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -289,10 +289,8 @@ class Checkpoints:
 
     def close(self) -> None:
         """`settle`, and then nothing can be written any more."""
-        try:
+        with self._told("the last one"), closing(self._manager):  # which raises once more what `settle` told
             self.settle()
-        finally:
-            self._manager.close()
 
     @contextmanager
     def _told(self, what: str) -> Iterator[None]:

@@ -194,8 +194,7 @@ def _log_stage_change(executables: Executables, step: int, log: runlog.RunLog) -
 def _compilations(log: runlog.RunLog) -> ExitStack:
     """Writes every compilation inside the block into the log: there should be none."""
 
-    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
-        del kwargs
+    def listen(event: str, duration_secs: float, **_: str | int) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
             log.emit(runlog.Compile("inside the clock", duration_secs))
 
@@ -218,5 +217,6 @@ def _validate(
         raise SpeedrunError(f"validation at step {step}: the state was {before} before it and is {after} now")
     if not np.isfinite(val.nll_sum):
         raise NonFiniteError(f"validation at step {step}: loss is {val.loss}; lower the learning rate")
-    log.emit(runlog.Val(step, val.loss, val.tokens, val.nll_sum.hex(), val.seconds))
+    is_result = step == ready.recipe.num_steps  # told with the end of the run: no fault falls between them
+    log.emit(runlog.Val(step, val.loss, val.tokens, val.nll_sum.hex(), val.seconds), hold=is_result)
     return val.loss

@@ -104,14 +104,13 @@ def run_file(ready: Ready, run_id: str, created_utc: str, outcome: Any, tally: T
 
 def data_read(ready: Ready, tally: Tally) -> runfile.DataRead:
     """What was read so far, with the digest of every shard that it came from."""
-    val = ready.shards.val[0]
-    val_tokens = ready.track.data.val_tokens
+    val, data = ready.shards.val[0], ready.track.data
     return runfile.DataRead(
         shards=tuple(
             runfile.ShardRange(r.name, _digest(ready.folder / r.name), r.shard_tokens, r.start, r.stop)
             for r in tally.ranges
         ),
-        val_shard=runfile.ShardRange(val.path.name, _digest(val.path), val.num_tokens, 0, val_tokens),
+        val_shard=runfile.ShardRange(val.path.name, _digest(val.path), val.num_tokens, 0, data.val_tokens),
         val_sha256=tally.val_sha256,
     )
 

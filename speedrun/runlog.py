@@ -248,14 +248,15 @@ class RunLog:
         self._index = 0
         self._prev = GENESIS
         self._readers: list[Callable[[Line], None]] = []
+        self._held: list[tuple[Line, bytes]] = []
         self._turn = threading.Lock()
 
     def subscribe(self, reader: Callable[[Line], None]) -> None:
         """Adds a reader that is called with every later line."""
         self._readers.append(reader)
 
-    def emit(self, event: AnyEvent) -> None:
-        """Writes one event and flushes it; threads take turns. A reader whose stream is closed is told no more.
+    def emit(self, event: AnyEvent, *, hold: bool = False) -> None:
+        """Writes one event, or holds it back for one write with the next; a reader that is closed is told no more.
 
         Raises:
             StorageError: if the disk refuses. The line is kept, and written before the next one if there is room.
@@ -267,12 +268,17 @@ class RunLog:
             line = Line(self._index, stamp.mono_ns, stamp.utc, self._prev, event)
             raw = line.encode()
             self._index, self._prev = self._index + 1, digest(raw)
+            self._held.append((line, raw + b"\n"))
+            if hold:
+                return
+            held, self._held = self._held, []
             with refusals_told(self._path):
-                self._file.write(raw + b"\n")
+                self._file.writelines(raw for _, raw in held)
                 self._file.flush()
             for reader in tuple(self._readers):
                 try:
-                    reader(line)
+                    for line, _ in held:
+                        reader(line)
                 except OSError:
                     self._readers.remove(reader)
 

@@ -107,12 +107,9 @@ def heeded() -> Iterator[None]:
 
 
 def wait_for(child: subprocess.Popen[bytes]) -> int:
-    """The exit code of a child, to which both signals go on.
+    """The exit code of a child, to which both signals go on; 75 also if one came before it had handlers, or too late.
 
     Start it with `process_group=0`: else a terminal's Ctrl-C reaches it twice, and the second one is not heeded.
-
-    A child that a signal ends before it has handlers, and one that ends well because the signal came too late for
-    it, were stopped like any other: 75.
     """
     got: list[int] = []
 

@@ -47,9 +47,7 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     loss: float
     entropy_rate: float = 0.0  #: no honest model gets below it; 0 where the rate is not known
-    sigma: float | None = (
-        None  #: sd of final losses over seeds, from earlier runs; None where nobody knows it
-    )
+    sigma: float | None = None  #: sd of final losses over seeds, from earlier runs; None if unknown
 
 
 class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -97,12 +97,13 @@ def _logged(ready: Ready, checkpoints: Checkpoints | None, reader: console.Live 
         finally:
             tally.phases.enter("end")
             tally.peak_bytes = meshes.peak_bytes(ready.program.mesh)
-            log.emit(run_end(ready, outcome, clock, tally))
             faults.point("run.json")
             facts = run_file(ready, run_id, started.utc, outcome, tally)
             if path is not None:
-                write_whole(run_dir / "log.txt", console.render(runlog.read(path)).encode())
                 write_whole(run_dir / "run.json", runfile.encode(facts))
+            log.emit(run_end(ready, outcome, clock, tally))  # the result: all else that it needs is on disk
+            if path is not None:
+                write_whole(run_dir / "log.txt", console.render(runlog.read(path)).encode())
     return facts
 
 

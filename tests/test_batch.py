@@ -167,6 +167,24 @@ def test_what_a_power_cut_leaves_at_the_end_of_a_log_is_cut_off(folder, tail):
     assert "aborted" in (killed / "run.json").read_text()
 
 
+@pytest.mark.parametrize("kept", [0, 0.5, 1, 1.5], ids=["nothing", "half a loss", "a loss", "half an end"])
+def test_a_run_killed_while_its_result_is_written_is_run_again(folder, kept):
+    """Its last two lines, the loss and the end, are one write, after its facts: V303 sees no result that was known."""
+    forge(folder)
+    killed = write_run(folder, Spec(seed=2, attempt="k"))
+    (killed / "log.txt").unlink()
+    *lines, loss, end = (killed / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    told = loss[: int(len(loss) * kept)] + end[: int(len(end) * max(0, kept - 1))]
+    (killed / "metrics.jsonl").write_bytes(b"".join(lines) + told)
+    promise = load(folder).declaration
+    assert promise is not None
+    assert salvage(folder, promise.recipe, promise.num_devices) == [killed.name]
+    assemble(folder)
+    assert not validate(folder).having("failed")
+    assert (killed / "metrics.jsonl").read_bytes() == b"".join(lines)
+    assert salvage(folder, promise.recipe, promise.num_devices) == []
+
+
 def test_a_run_killed_before_its_preflight_spoils_no_batch(folder):
     """It sorts before all others, and is no source of facts about them."""
     before = json.loads((forge(folder) / "manifest.json").read_text())

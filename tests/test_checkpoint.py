@@ -1,5 +1,6 @@
 """A run that goes on ends with the bytes of one that never stopped; damage is found, named and never trained on."""
 
+import errno
 import os
 import shutil
 import signal
@@ -156,12 +157,27 @@ def test_a_finished_run_whose_record_was_not_is_not_run_again(unbroken, tmp_path
     """Killed while it was assembled, also between two files, and without any checkpoint to go on from."""
     out = shutil.copytree(unbroken.out, tmp_path / "out")
     (out / "manifest.json").write_text('{"torn')
+    next(out.glob("runs/*/log.txt")).unlink()
     (out / "README.md.partial").write_text("half")
     result = resumed(out)
     assert result.exit_code == 1, result.output  # the target is out of reach of twelve steps
     assert "card    smoke-cpu@1: target 3.28 NOT reached" in result.stdout
     assert [path.name for path in (out / "runs").iterdir()] == [facts_of(unbroken.out)[0].run_id]
     assert not validate(out).having("failed")
+
+
+def test_what_the_disk_refuses_is_one_error_though_orbax_raises_it_twice(tmp_path, monkeypatch):
+    class Full:
+        def wait_until_finished(self) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        close = wait_until_finished
+
+    checkpoints = checkpoint.Checkpoints(tmp_path, 1, 1, print)
+    checkpoints._manager.close()
+    monkeypatch.setattr(checkpoints, "_manager", Full())
+    with pytest.raises(CheckpointError, match="the last one cannot be written"):
+        checkpoints.close()
 
 
 def test_a_changed_run_json_is_refused(unbroken, tmp_path):

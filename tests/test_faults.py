@@ -364,6 +364,21 @@ def test_a_reader_whose_stream_was_closed_costs_no_line(tmp_path):
     assert (len(told), len(chain_of(tmp_path / "log"))) == (1, 2)
 
 
+def test_a_line_that_is_held_back_comes_with_the_next_or_not_at_all(tmp_path):
+    told: list[runlog.Line] = []
+    for name in ("ended", "broken"):
+        with runlog.RunLog(tmp_path / name, now) as log:
+            log.subscribe(told.append)
+            log.emit(runlog.Warning("one"))
+            log.emit(runlog.Warning("two"), hold=True)
+            assert (len(told), len(chain_of(tmp_path / name))) == (1, 1)
+            if name == "ended":
+                log.emit(runlog.Warning("three"))
+                assert told == chain_of(tmp_path / name)
+        told.clear()
+    assert [len(chain_of(tmp_path / name)) for name in ("ended", "broken")] == [3, 1]
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_log_on_a_full_disk_is_one_line_and_goes_on_where_there_is_room(tmp_path, monkeypatch):
     with runlog.RunLog(tmp_path / "log", now) as log:

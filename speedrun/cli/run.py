@@ -36,7 +36,7 @@ from speedrun.errors import INTERRUPTED, CheckpointError, SpeedrunError, UsageEr
 from speedrun.ledger import format
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.plot import plot
-from speedrun.ledger.salvage import salvage
+from speedrun.ledger.salvage import ended, salvage
 from speedrun.ledger.validate import Report, Status, validate
 
 if TYPE_CHECKING:
@@ -281,7 +281,7 @@ def _finished(out: Path) -> "RunConfig | None":
             run = format.decode(path.read_bytes(), format.RunFile)
         except format.FormatError:
             continue  # it will be written again from its log
-        if run.outcome == "finished":
+        if run.outcome == "finished" and ended(path.parent):
             track = run.track.rpartition("@")[0]
             recipe = None if run.recipe == tracks.load(track).recipe else run.recipe
             return RunConfig(track, out, recipe, run.seed, run.overrides)

@@ -33,9 +33,7 @@ class ShardEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     sha256: str  #: of the file
     first: Place | None = None  #: its first token in the source
     text_bytes: int | None = None  #: of UTF-8 that its tokens stand for
-    source_tokens: int | None = (
-        None  #: what the source itself says its documents hold, without document tokens
-    )
+    source_tokens: int | None = None  #: in its documents, as the source counts them: no document tokens
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

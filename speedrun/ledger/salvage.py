@@ -12,10 +12,11 @@ from speedrun.ledger import format
 from speedrun.ledger.record import discard_partials
 
 LOG, FACTS, TEXT = "metrics.jsonl", "run.json", "log.txt"
+_FINISHED = b'"outcome": "finished"'
 
 
 def salvage(root: Path, recipe: format.Recipe, num_devices: int) -> list[str]:
-    """Gives every run without a whole `run.json` one, from its log; what cannot be read at its end is cut off.
+    """Makes every run that was killed one that broke off, by its log; what cannot be read at its end is cut off.
 
     Args:
         root: a record folder in which nothing runs.
@@ -32,25 +33,33 @@ def salvage(root: Path, recipe: format.Recipe, num_devices: int) -> list[str]:
     with lock.alone_with(root):
         discard_partials(root)
         folders = [path for path in sorted(root.glob("runs/*")) if path.is_dir()]
-        left = [folder for folder in folders if not _ended(folder / FACTS)]
+        left = [folder for folder in folders if not ended(folder)]
         return [folder.name for folder in left if _salvage(folder, recipe, num_devices)]
 
 
-def _ended(facts: Path) -> bool:
-    """Whether a run came to write its facts, to the bracket at their end."""
-    return facts.exists() and facts.read_bytes().endswith(b"\n}\n")
+def ended(folder: Path) -> bool:
+    """Whether a run wrote its facts to the bracket at their end, and after them, if it finished, the end of its log."""
+    facts, log = _read(folder / FACTS), _read(folder / LOG)
+    is_told = log.endswith(b"\n") and (b'"ev":"run_end"' in log.splitlines()[-1] or _FINISHED not in facts)
+    return is_told and facts.endswith(b"\n}\n")
+
+
+def _read(path: Path) -> bytes:
+    return path.read_bytes() if path.exists() else b""
 
 
 def _salvage(folder: Path, recipe: format.Recipe, num_devices: int) -> bool:
     """Whether there was a first line, which says what the run was; a folder without one is removed."""
-    raw = (folder / LOG).read_bytes() if (folder / LOG).exists() else b""
-    lines = _readable(raw)
+    lines = _readable(_read(folder / LOG))
     if not lines or not isinstance(start := lines[0].event, runlog.RunStart):
         for name in (LOG, FACTS, TEXT):
             (folder / name).unlink(missing_ok=True)
         if not any(folder.iterdir()):  # what others put there is theirs; assembling will name it
             folder.rmdir()
         return False
+    # The result and the end of the run are written at once: where that broke off, nobody was told the result.
+    if isinstance(lines[-1].event, runlog.Val) and _FINISHED in _read(folder / FACTS):
+        lines.pop()
     write_whole(folder / LOG, b"".join(line.encode() + b"\n" for line in lines))
     write_whole(folder / TEXT, console.render(lines).encode())
     hardware = next((line.event for line in lines if isinstance(line.event, runlog.Preflight)), None)
