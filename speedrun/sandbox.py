@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO
 
-from speedrun import signals
+from speedrun import children
 from speedrun.errors import EXIT_CODES, SpeedrunError, UsageError
 
 #: What every program needs to be loaded. Of /etc only this: no names, no keys.
@@ -188,7 +188,7 @@ def run(
         timer = threading.Timer(limits.wall_s, child.send_signal, (signal.SIGKILL,))
         timer.daemon = True
         timer.start()
-        code = signals.wait_for(child)
+        code = children.wait_for(child)
         if timer.finished.is_set():
             raise SpeedrunError(
                 f"the record's code was still running after {limits.wall_s:.0f} s; nothing was judged"

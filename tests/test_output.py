@@ -74,6 +74,28 @@ def test_a_word_that_is_no_utf8_is_refused():
     assert done.stderr.startswith(b"error: 'gr\\udcf6\\udcdfer' is no UTF-8; ")
 
 
+@pytest.mark.parametrize(
+    ("raised", "code", "said"),
+    [("Terminated('stopped')", 75, "error: stopped\n"), ("KeyboardInterrupt", 130, "")],
+    ids=["once", "twice"],
+)
+def test_who_was_stopped_does_not_wait_for_what_python_ends(raised: str, code: int, said: str):
+    """XLA's client is dropped at Python's end, and waits there for every program that it compiles."""
+    script = f"""
+import os
+from speedrun.errors import Terminated
+from speedrun.output import told
+class Client:
+    def __del__(self): os.write(2, b"waited")
+client = Client()
+with told():
+    print("said", end="")
+    raise {raised}
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "said", said)
+
+
 # --- whose error it was -----------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -34,6 +35,7 @@ from speedrun.ledger.validate import validate
 from speedrun.loop import _compilations
 from speedrun.outcome import Tally
 from speedrun.prepare import RunConfig, prepare
+from speedrun.program import Program
 from speedrun.recipe import Stage
 from speedrun.sourcefile import split_source
 from speedrun.train import _announce, train
@@ -378,6 +380,26 @@ def test_a_signal_that_comes_while_python_collects_is_not_lost():
 
     with pytest.raises(Terminated, match="stopped by SIGTERM"):
         told_while_collecting()
+
+
+def test_a_signal_is_heeded_while_xla_compiles():
+    """XLA's compiler runs no handlers of Python's: it must not be in the thread that does."""
+    compiling_in, compiled = [], threading.Event()
+
+    class Lowered:
+        def as_text(self) -> str:
+            return ""
+
+        def compile(self, **_: object) -> None:
+            compiling_in.append(threading.current_thread())
+            os.kill(os.getpid(), signal.SIGTERM)
+            compiled.wait(60)
+
+    with pytest.raises(Terminated), signals.handled_by(signals.stop):
+        Program.compiled(SimpleNamespace(compiler_options={}), Lowered())  # pyright: ignore[reportArgumentType]
+    assert compiling_in != [threading.main_thread()]
+    assert not compiled.is_set()
+    compiled.set()
 
 
 def test_the_handlers_of_signals_are_put_back():

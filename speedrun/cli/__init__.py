@@ -15,8 +15,8 @@ import click
 
 from speedrun import __version__
 from speedrun.cli.options import Group
-from speedrun.errors import EXIT_CODES, INTERRUPTED, UsageError, unknown
-from speedrun.output import expected, lost_output, outlive_readers
+from speedrun.errors import EXIT_CODES, INTERRUPTED, Terminated, UsageError, unknown
+from speedrun.output import expected, leave, lost_output, outlive_readers
 
 COMMANDS = {
     "doctor": "Say what this machine can run, and what to type next.",
@@ -127,6 +127,8 @@ def main() -> None:
     try:
         command(prog_name="speedrun")
     except SystemExit as end:
+        if end.code in (Terminated.exit_code, INTERRUPTED):
+            leave(end.code)
         if not (why := lost_output()):
             raise
         click.echo(f"error: standard output: {why}; all else is done; send it where there is room", err=True)
