@@ -449,6 +449,20 @@ def test_replay_takes_no_other_variable_from_a_record_than_runs_record(record, t
         assert result.stderr.endswith("; nothing was executed\n")
 
 
+@pytest.mark.parametrize("named", ["whole", "."])
+def test_a_run_killed_without_checkpoints_is_told_what_to_do(record, tmp_path, monkeypatch, named):
+    """After the last line of its log, before its facts."""
+    copy = tmp_path / "copy"
+    shutil.copytree(record / "runs", copy / "runs", ignore=shutil.ignore_patterns("run.json", "log.txt"))
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.chdir(copy)
+    result = CliRunner().invoke(command, ["run", "--resume", str(copy) if named == "whole" else named])
+    assert result.exit_code == UsageError.exit_code
+    assert f"no checkpoints to go on from: {copy}.checkpoints/run.json is missing; run anew" in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_the_folder_of_a_run_must_be_new(tmp_path, smoke_data):
     assert "exists already" in str(refused(smoke_data, tmp_path, out=tmp_path).value)
 
