@@ -267,7 +267,7 @@ def _begun(out: Path) -> "RunConfig":
         begun = decoded(checkpoint.unsealed(msgspec.json.decode(path.read_bytes())), Begun)
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"{path}: {getattr(error, 'strerror', None) or error}; it says what the run was; run anew with another --out"
+            f"{path}: {getattr(error, 'strerror', None) or error}; run anew with another --out"
         ) from None
     if group.is_first():
         salvage(out, begun.recipe, begun.num_devices)
