@@ -15,8 +15,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -92,6 +92,7 @@ print(";".join(["asked", *lost]))
 _PROBE_S = 60.0
 _SHELL = 128  #: what a shell adds to the signal that ended a program
 _MOST_BYTES = 32 << 30  #: of address space; more where the machine has more
+_LAST_WORDS_S = 5.0  #: for the output of a child that has ended; what it left behind may hold on to it
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ def run(
         scratch: its working folder, home, and the only place where it can write.
         readable: what else it can read, besides the system's libraries and this Python.
         environment: all of it.
-        stdout: where its output goes.
+        stdout: where its output goes; it may write to the end, whoever still reads that.
         limits: what it may use.
         unsafe: run it without a world of its own where that cannot be had.
 
@@ -184,7 +185,8 @@ def run(
     with ExitStack() as stack:
         if problem() is None:
             argv = _argv(stack, argv, scratch, readable, limits)
-        child = _Group(argv, cwd=scratch, env=env, stdin=subprocess.DEVNULL, stdout=stdout, process_group=0)
+        heard = stack.enter_context(_heard(stdout))
+        child = _Group(argv, cwd=scratch, env=env, stdin=subprocess.DEVNULL, stdout=heard, process_group=0)
         timer = threading.Timer(limits.wall_s, child.send_signal, (signal.SIGKILL,))
         timer.daemon = True
         timer.start()
@@ -195,6 +197,29 @@ def run(
             )
         timer.cancel()
     return _SHELL - code if _SHELL < code <= _SHELL + 64 and code not in EXIT_CODES else code
+
+
+@contextmanager
+def _heard(stream: IO[str]) -> Iterator[IO[str] | int]:
+    """Where a child writes what goes to `stream`: older sources fail if nobody reads what they say, and must not hear."""
+    if stream.isatty():
+        yield stream
+        return
+    reader, writer = os.pipe()
+
+    def copy() -> None:
+        with open(reader, encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                stream.write(line)
+                stream.flush()
+
+    copying = threading.Thread(target=copy, daemon=True)
+    copying.start()
+    try:
+        yield writer
+    finally:
+        os.close(writer)
+        copying.join(_LAST_WORDS_S)
 
 
 def _argv(
