@@ -201,7 +201,7 @@ def run(
 
 @contextmanager
 def _heard(stream: IO[str]) -> Iterator[IO[str] | int]:
-    """Where a child writes what goes to `stream`: older sources fail if nobody reads what they say, and must not hear."""
+    """Where a child writes what goes to `stream`: older sources end badly if nobody reads it, so they must not know."""
     if stream.isatty():
         yield stream
         return
