@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 from speedrun.errors import INTERRUPTED, Terminated
 
-T = TypeVar("T")
 STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -105,7 +104,7 @@ def heeded() -> Iterator[None]:
         raise
 
 
-def beside(work: Callable[[], T]) -> T:
+def beside(work: Callable[[], Any]) -> Any:
     """Does work in a second thread: this one heeds a signal at once, which it could not do inside XLA's compiler.
 
     Work that was left alone goes on until the process ends, so `output.leave` ends it.

@@ -96,6 +96,15 @@ with told():
     assert (done.returncode, done.stdout, done.stderr) == (code, "said", said)
 
 
+@pytest.mark.parametrize("name", ["SPEEDRUN_DATA", "XLA_FLAGS"])
+def test_a_variable_that_is_no_utf8_is_refused(name: str):
+    env = {**os.environb, name.encode(): b"gr\xf6n"}
+    done = subprocess.run([*SPEEDRUN, "data", "list"], env=env, capture_output=True, check=False)
+    assert done.returncode == UsageError.exit_code
+    assert done.stderr.startswith(f"error: {name}='gr\\udcf6n' is no UTF-8; ".encode())
+    assert done.stderr.count(b"\n") == 1
+
+
 # --- whose error it was -----------------------------------------------------------------------------------
 
 

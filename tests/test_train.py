@@ -485,7 +485,8 @@ def test_the_folder_of_a_run_must_be_writable(tmp_path, smoke_data):
         ({"overrides": {"config.head_dim": "6"}}, "multiple of 4"),
         ({"overrides": {"config.vocab_size": "200"}}, "knows 200 ids"),
         ({"overrides": {"stages.0.num_sequences": "12"}}, "do not come out even"),
-        ({"overrides": {"stages.0.num_steps": "0"}}, "at least one step"),
+        ({"overrides": {"stages.0.num_steps": "0"}}, "1 to 1,000,000 steps"),
+        ({"overrides": {"stages.0.num_steps": "10000000000"}}, "1 to 1,000,000 steps"),
         ({"overrides": {"stages": "()"}}, "did you mean 'stages.0"),
         ({"overrides": {"compute_dtype": "banana"}}, "need float32 or bfloat16"),
         ({"overrides": {"config.mixing": "('foo',)*4"}}, "need a value like"),
@@ -503,6 +504,25 @@ def test_the_folder_of_a_run_must_be_writable(tmp_path, smoke_data):
 )
 def test_what_cannot_be_run_is_refused_in_one_line(tmp_path, smoke_data, changes, words):
     assert words in str(refused(smoke_data, tmp_path, **changes).value)
+
+
+def test_an_error_of_a_recipe_is_told_before_a_record_begins(tmp_path, smoke_data, monkeypatch):
+    """Its line is named: see `test_output.py`."""
+
+    def forward(params, tokens_BT, *_: object) -> jax.Array:
+        return params["embed"][tokens_BT] + jnp.zeros(7)
+
+    recipe = dataclasses.replace(recipes.load("smoke"), forward=forward)
+    monkeypatch.setattr(recipes, "load", lambda _: recipe)
+    with pytest.raises((TypeError, ValueError), match=r"\(7,\)"):
+        train(RunConfig("smoke-cpu", tmp_path / "out", overrides=SMALL, data=smoke_data))
+    assert not (tmp_path / "out").exists()
+
+
+def test_devices_that_nobody_has_tried_are_refused():
+    devices = np.array([SimpleNamespace(platform="tpu")])
+    with pytest.raises(UsageError, match="found a tpu, need a CPU or GPU"):
+        mesh.accelerator(SimpleNamespace(devices=devices))  # pyright: ignore[reportArgumentType]
 
 
 def test_missing_data_names_the_command_that_gets_it(tmp_path):
