@@ -64,7 +64,7 @@ class Restored(NamedTuple):
 
 def folder_of(record: Path) -> Path:
     """Where the checkpoints of a record lie."""
-    return record.with_name(record.name + ".checkpoints")
+    return Path(f"{record.resolve()}.checkpoints")
 
 
 def named(tree: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from speedrun import faults, health, processes, runlog
+from speedrun import faults, health, processes, runlog, signals
 from speedrun import mesh as meshes
 from speedrun.checkpoint import Checkpoints
 from speedrun.clock import Clock, cold_wall_s
@@ -37,7 +37,7 @@ def run(
     program, track, stopping = ready.program, ready.track, processes.stopping()
     phases = tally.phases
     inspect(program.init.lower(jax.random.key(0)).as_text())
-    state = program.init(jax.random.key(ready.config.seed))
+    state = signals.beside(lambda: program.init(jax.random.key(ready.config.seed)))
     phases.enter("compile")
     executables = compile_all(ready, state, log, tally)
     stopping.check()

@@ -101,8 +101,8 @@ def joined(group: Group | None) -> Iterator[None]:
         group: None changes nothing.
 
     Raises:
-        UsageError: if the address cannot be used, or nodes have not as many processes each, one after the other. If the
-            others do not come in time, the process ends with its code.
+        UsageError: if the address cannot be used, or nodes have not as many processes each, one after the other, or
+            processes were told of other numbers of them. If the others do not come in time, it ends with its code.
     """
     if group is None:
         yield
@@ -160,13 +160,25 @@ def _meet(group: Group) -> None:
 
 
 def _machines(patience_s: int) -> list[str]:
-    """What each process runs on, as NCCL tells machines apart: containers with names of their own are several."""
+    """What each process runs on, as NCCL tells machines apart: containers with names of their own are several.
+
+    Raises:
+        UsageError: if another process was told of another number of them.
+    """
     path = Path("/proc/sys/kernel/random/boot_id")
     boot_id = path.read_text().strip() if path.exists() else ""
-    service, key = processes.client(), "speedrun machine"
-    service.key_value_set(f"{key}/{processes.index()}", f"{socket.gethostname()} {boot_id}")
-    everyone = range(processes.count())
-    return [service.blocking_key_value_get(f"{key}/{i}", patience_s * 1000) for i in everyone]
+    service, key, count = processes.client(), "speedrun machine", processes.count()
+    service.key_value_set(f"{key}/{processes.index()}", f"{count} {socket.gethostname()} {boot_id}")
+    found = []
+    for i in range(count):
+        theirs, _, machine = service.blocking_key_value_get(f"{key}/{i}", patience_s * 1000).partition(" ")
+        if int(theirs) != count:
+            raise UsageError(
+                f"--processes {count} in process {processes.index()} and {theirs} in process {i}; need one number for "
+                "all; start them again with it"
+            )
+        found.append(machine)
+    return found
 
 
 def num_nodes(machines: list[str]) -> int:

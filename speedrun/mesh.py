@@ -86,10 +86,11 @@ def arranged(devices: Sequence[Any], replicas: int) -> Mesh:
 
 
 def accelerator(mesh: Mesh) -> tuple[str, str]:
-    """Platform as JAX names it, and the compute capability of an NVIDIA GPU or nothing."""
+    """Platform, "cpu" or "gpu", and the compute capability of a GPU or nothing. Refuses all other platforms."""
     device = mesh.devices.flat[0]
-    is_nvidia = device.platform in ("gpu", "cuda")
-    return ("gpu", str(device.compute_capability)) if is_nvidia else (device.platform, "")
+    if device.platform not in ("cpu", "gpu", "cuda"):
+        raise UsageError(f"JAX found a {device.platform}, need a CPU or GPU; set JAX_PLATFORMS=cpu or cuda")
+    return ("cpu", "") if device.platform == "cpu" else ("gpu", str(device.compute_capability))
 
 
 def place(x_BT: np.ndarray, mesh: Mesh) -> jax.Array:

@@ -135,8 +135,6 @@ def prepare(config: RunConfig, reader: console.Live | None = None) -> Ready:
     mesh = meshes.make_mesh(num_devices, config.replicas or processes.num_nodes())
     program = Program(recipe, mesh, config.microbatches or max(SHARDS, num_devices), config.attention)
     footprint.require(program, footprint.most_bytes(program))
-    if config.attention != "auto":
-        _check_attention(program)
     folder = inventory.data_folder(track, config.data)
     if config.data is None and (made := synthetic.ensure(track, folder)) and reader is not None:
         reader.say(_made(made, folder))
@@ -151,6 +149,7 @@ def prepare(config: RunConfig, reader: console.Live | None = None) -> Ready:
         [tracks.TRACKS_DIR / f"{track.name}.toml"],
     )
     _check_source(config, source)
+    _check_traces(program)
     return Ready(config, track, recipe, program, opened, folder, source)
 
 
@@ -199,20 +198,19 @@ def _check_platform(track: tracks.Track) -> None:
         )
 
 
-def _check_attention(program: Program) -> None:
-    """Traces a step and a validation: a form of attention that was asked for refuses there what it cannot run."""
-    recipe, shape = program.recipe, program.shape_at(0)
+def _check_traces(program: Program) -> None:
+    """Traces all that will be compiled: errors of a recipe, and what a form of attention refuses, are told now."""
+    recipe, window = program.recipe, program.fixed_window_at(0)
     state = jax.eval_shape(program.init, jax.random.key(0))
 
-    def ids(num_sequences: int, seq_len: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-        ids_BT = jax.ShapeDtypeStruct((num_sequences, seq_len), np.int32)
-        return ids_BT, ids_BT
+    def ids(num_sequences: int, seq_len: int) -> list[jax.ShapeDtypeStruct]:
+        return [jax.ShapeDtypeStruct((num_sequences, seq_len), np.int32)] * 2
 
-    batch = ids(shape.num_sequences, shape.seq_len)
-    jax.eval_shape(program.train_step_for(shape.window_blocks), state, *batch, program.schedule)
+    for stage in recipe.stages:
+        batch = ids(stage.num_sequences, stage.seq_len)
+        jax.eval_shape(program.train_step_for(window), state, *batch, program.schedule)
     batch = ids(recipe.eval_sequences, recipe.eval_seq_len)
-    score = program.eval_step_for(shape.window_blocks)
-    jax.eval_shape(score, state.params, *batch, program.schedule, state.step)
+    jax.eval_shape(program.eval_step_for(window), state.params, *batch, program.schedule, state.step)
 
 
 def _check_ids(recipe: Recipe, track: tracks.Track) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from speedrun import scoring
+from speedrun import scoring, signals
 from speedrun.errors import UsageError
 from speedrun.kernels.choose import FIXED_WINDOW_FORMS, Kernels
 from speedrun.mesh import accelerator, replicate
@@ -178,7 +178,7 @@ class Program:
     def compiled(self, lowered: Any) -> Any:
         """The executable of a lowered program, with XLA's settings for this platform, if it passes `inspect`."""
         inspect(lowered.as_text())
-        return lowered.compile(compiler_options=self.compiler_options)
+        return signals.beside(partial(lowered.compile, compiler_options=self.compiler_options))
 
 
 def inspect(text: str) -> None:

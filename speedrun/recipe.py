@@ -17,6 +17,8 @@ from speedrun.kernels.cross_entropy_gpu import Fp8
 from speedrun.optim.schedules import Schedule, StepInputs
 from speedrun.params import Dtype, Params, Table
 
+MOST_STEPS = 1_000_000  #: of a stage; all of them are planned before the first
+
 
 @dataclass(frozen=True, slots=True)
 class Stage:
@@ -27,8 +29,10 @@ class Stage:
     seq_len: int  #: tokens
 
     def __post_init__(self) -> None:
-        if min(self.num_steps, self.num_sequences, self.seq_len) < 1:
-            raise ValueError(f"{self} must have at least one step, sequence and token")
+        if min(self.num_steps, self.num_sequences, self.seq_len) < 1 or self.num_steps > MOST_STEPS:
+            raise ValueError(
+                f"{self} must have one sequence and token or more, and 1 to {MOST_STEPS:,} steps"
+            )
 
     @property
     def batch_tokens(self) -> int:

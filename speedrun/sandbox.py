@@ -23,7 +23,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import IO, TextIO
 
-from speedrun import console, signals
+from speedrun import children, console
 from speedrun.errors import EXIT_CODES, SpeedrunError, UsageError
 
 #: What every program needs to be loaded. Of /etc only this: no names, no keys.
@@ -204,7 +204,7 @@ def run(
         timer = threading.Timer(limits.wall_s, child.send_signal, (signal.SIGKILL,))
         timer.daemon = True
         timer.start()
-        code = signals.wait_for(child)
+        code = children.wait_for(child)
         relay.join(_LAST_WORDS_S)
         if timer.finished.is_set():
             raise SpeedrunError(

@@ -1,11 +1,10 @@
 """SIGINT and SIGTERM end a run, and nothing cuts short what is written about its end."""
 
-import atexit
 import os
 import signal
-import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -40,8 +39,7 @@ def _terminated(number: int) -> Terminated:
 
 @cache
 def _prepare_to_raise_again() -> None:
-    """What is dropped need not be told; and an alarm must not find Python without its handlers, at the very end."""
-    atexit.register(signal.setitimer, signal.ITIMER_REAL, 0)
+    """What is dropped need not be told."""
     tell = sys.unraisablehook
     sys.unraisablehook = lambda told: None if isinstance(told.exc_value, Terminated) else tell(told)
 
@@ -106,17 +104,13 @@ def heeded() -> Iterator[None]:
         raise
 
 
-def wait_for(child: subprocess.Popen[bytes]) -> int:
-    """The exit code of a child, to which both signals go on; 75 also if one came before it had handlers, or too late.
+def beside(work: Callable[[], Any]) -> Any:
+    """Does work in a second thread: this one heeds a signal at once, which it could not do inside XLA's compiler.
 
-    Start it with `process_group=0`: else a terminal's Ctrl-C reaches it twice, and the second one is not heeded.
+    Work that was left alone goes on until the process ends, so `output.leave` ends it.
     """
-    got: list[int] = []
-
-    def forward(number: int, _frame: object) -> None:
-        got.append(number)
-        child.send_signal(number)
-
-    with handled_by(forward):
-        code = child.wait()
-    return Terminated.exit_code if -code in STOPS or (got and not code) else code
+    pool = ThreadPoolExecutor(1)
+    try:
+        return pool.submit(work).result()
+    finally:
+        pool.shutdown(wait=False)

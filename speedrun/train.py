@@ -110,7 +110,7 @@ def _logged(ready: Ready, checkpoints: Checkpoints | None, reader: console.Live 
 def _stacks(out: Path) -> Path:
     """Beside the record; of several processes, each has its own."""
     which = f".process-{processes.index()}" if processes.count() > 1 else ""
-    return out.with_name(f"{out.name}{which}.stacks.txt")
+    return Path(f"{out.resolve()}{which}.stacks.txt")
 
 
 def _begun(ready: Ready, run_dir: Path) -> Path:

@@ -66,6 +66,7 @@ FLOORS = {
     "speedrun.track": 1,
     "speedrun.signals": 1,
     "speedrun.sandbox": 3,
+    "speedrun.children": 2,
     "speedrun.runlog": 1,
     "speedrun.provenance": 1,
     "speedrun.anatomy": 1,

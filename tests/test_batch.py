@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from forgeries import BROKE, promised
 from record_forge import Spec, change, declaration, declare, facts, forge, install_track, write_run
 
-from speedrun import cli, runlog, signals, track
+from speedrun import children, cli, runlog, track
 from speedrun.errors import UsageError
 from speedrun.ledger import batch, format, statistics
 from speedrun.ledger.assemble import assemble
@@ -312,7 +312,7 @@ def test_a_child_that_was_stopped_is_known_as_such(program, sent, code):
         timer = threading.Timer(0.3, os.kill, (os.getpid(), sent))
         timer.start()
     with child:
-        assert signals.wait_for(child) == code
+        assert children.wait_for(child) == code
 
 
 def blew_up(seed: int) -> Spec:

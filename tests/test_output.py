@@ -74,6 +74,37 @@ def test_a_word_that_is_no_utf8_is_refused():
     assert done.stderr.startswith(b"error: 'gr\\udcf6\\udcdfer' is no UTF-8; ")
 
 
+@pytest.mark.parametrize(
+    ("raised", "code", "said"),
+    [("Terminated('stopped')", 75, "error: stopped\n"), ("KeyboardInterrupt", 130, "")],
+    ids=["once", "twice"],
+)
+def test_who_was_stopped_does_not_wait_for_what_python_ends(raised: str, code: int, said: str):
+    """XLA's client is dropped at Python's end, and waits there for every program that it compiles."""
+    script = f"""
+import os
+from speedrun.errors import Terminated
+from speedrun.output import told
+class Client:
+    def __del__(self): os.write(2, b"waited")
+client = Client()
+with told():
+    print("said", end="")
+    raise {raised}
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "said", said)
+
+
+@pytest.mark.parametrize("name", ["SPEEDRUN_DATA", "XLA_FLAGS"])
+def test_a_variable_that_is_no_utf8_is_refused(name: str):
+    env = {**os.environb, name.encode(): b"gr\xf6n"}
+    done = subprocess.run([*SPEEDRUN, "data", "list"], env=env, capture_output=True, check=False)
+    assert done.returncode == UsageError.exit_code
+    assert done.stderr.startswith(f"error: {name}='gr\\udcf6n' is no UTF-8; ".encode())
+    assert done.stderr.count(b"\n") == 1
+
+
 # --- whose error it was -----------------------------------------------------------------------------------
 
 

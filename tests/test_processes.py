@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 from test_train import SMALL
 
-from speedrun import checkpoint, errors, meet, mesh, runlog
+from speedrun import checkpoint, errors, meet, mesh, processes, runlog
 from speedrun.data import stream
 from speedrun.errors import UsageError
 from speedrun.ledger import format
@@ -434,6 +435,24 @@ def test_nodes_are_counted_by_the_machines_of_their_processes():
     ):
         with pytest.raises(UsageError, match=f"in their order: {found}; need as many on each node"):
             meet.num_nodes(machines)
+
+
+@pytest.mark.parametrize(
+    ("index", "told", "said"),
+    [
+        (0, (2, 3), "--processes 2 in process 0 and 3 in process 1; need one number for all"),
+        (1, (2, 3), "--processes 3 in process 1 and 2 in process 0; need one number for all"),
+        (2, (3, 2, 3), "--processes 3 in process 2 and 2 in process 1; need one number for all"),
+    ],
+)
+def test_processes_that_were_told_of_other_numbers_are_refused(monkeypatch, index, told, said):
+    """Each sees it before it waits for one that may not exist."""
+    held = {f"speedrun machine/{i}": f"{count} node boot" for i, count in enumerate(told)}
+    service = SimpleNamespace(key_value_set=held.__setitem__, blocking_key_value_get=lambda key, _: held[key])
+    monkeypatch.setattr(processes, "client", lambda: service)
+    monkeypatch.setattr(processes, "_here", (told[index], index, 1))
+    with pytest.raises(UsageError, match=said):
+        meet._machines(1)
 
 
 def lonely(index: int, port: int) -> tuple[int, str, str]:

@@ -23,7 +23,7 @@ from record_forge import forge, install_track
 from test_checkpoint import facts_of, unbroken  # noqa: F401 - a fixture
 from test_train import SMALL
 
-from speedrun import runlog, sandbox, track
+from speedrun import output, runlog, sandbox, track
 from speedrun.causality import Leak, leak, texts
 from speedrun.checkpoint import folder_of
 from speedrun.cli import command
@@ -519,6 +519,16 @@ def in_there(code: str, tmp_path: Path, **changes) -> subprocess.CompletedProces
         code_ = sandbox.run(argv, scratch, stdout=said, **{**given, **changes})
         said.seek(0)
         return subprocess.CompletedProcess(argv, code_, said.read(), "")
+
+
+def test_a_source_does_not_hear_that_its_reader_has_left(tmp_path):
+    """`speedrun replay RECORD | head -1`: an older source ends with 120 where it cannot write."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    given = {"environment": {"PATH": os.environ["PATH"]}, "limits": sandbox.Limits(60.0), "unsafe": True}
+    argv = [sys.executable, "-S", "-c", "print('all', flush=True); print('of it')"]
+    assert sandbox.run(argv, tmp_path, stdout=output.lasting(writer), **given) == 0
+    os.close(writer)
 
 
 HARMLESS = {

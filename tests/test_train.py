@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -34,6 +35,7 @@ from speedrun.ledger.validate import validate
 from speedrun.loop import _compilations
 from speedrun.outcome import Tally
 from speedrun.prepare import RunConfig, prepare
+from speedrun.program import Program
 from speedrun.recipe import Stage
 from speedrun.sourcefile import split_source
 from speedrun.train import _announce, train
@@ -380,6 +382,26 @@ def test_a_signal_that_comes_while_python_collects_is_not_lost():
         told_while_collecting()
 
 
+def test_a_signal_is_heeded_while_xla_compiles():
+    """XLA's compiler runs no handlers of Python's: it must not be in the thread that does."""
+    compiling_in, compiled = [], threading.Event()
+
+    class Lowered:
+        def as_text(self) -> str:
+            return ""
+
+        def compile(self, **_: object) -> None:
+            compiling_in.append(threading.current_thread())
+            os.kill(os.getpid(), signal.SIGTERM)
+            compiled.wait(60)
+
+    with pytest.raises(Terminated), signals.handled_by(signals.stop):
+        Program.compiled(SimpleNamespace(compiler_options={}), Lowered())  # pyright: ignore[reportArgumentType]
+    assert compiling_in != [threading.main_thread()]
+    assert not compiled.is_set()
+    compiled.set()
+
+
 def test_the_handlers_of_signals_are_put_back():
     both = signal.SIGINT, signal.SIGTERM
     before = [signal.getsignal(number) for number in both]  # under nohup, SIGINT is ignored
@@ -427,6 +449,20 @@ def test_replay_takes_no_other_variable_from_a_record_than_runs_record(record, t
         assert result.stderr.endswith("; nothing was executed\n")
 
 
+@pytest.mark.parametrize("named", ["whole", "."])
+def test_a_run_killed_without_checkpoints_is_told_what_to_do(record, tmp_path, monkeypatch, named):
+    """After the last line of its log, before its facts."""
+    copy = tmp_path / "copy"
+    shutil.copytree(record / "runs", copy / "runs", ignore=shutil.ignore_patterns("run.json", "log.txt"))
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.chdir(copy)
+    result = CliRunner().invoke(command, ["run", "--resume", str(copy) if named == "whole" else named])
+    assert result.exit_code == UsageError.exit_code
+    assert f"no checkpoints to go on from: {copy}.checkpoints/run.json is missing; run anew" in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_the_folder_of_a_run_must_be_new(tmp_path, smoke_data):
     assert "exists already" in str(refused(smoke_data, tmp_path, out=tmp_path).value)
 
@@ -449,7 +485,8 @@ def test_the_folder_of_a_run_must_be_writable(tmp_path, smoke_data):
         ({"overrides": {"config.head_dim": "6"}}, "multiple of 4"),
         ({"overrides": {"config.vocab_size": "200"}}, "knows 200 ids"),
         ({"overrides": {"stages.0.num_sequences": "12"}}, "do not come out even"),
-        ({"overrides": {"stages.0.num_steps": "0"}}, "at least one step"),
+        ({"overrides": {"stages.0.num_steps": "0"}}, "1 to 1,000,000 steps"),
+        ({"overrides": {"stages.0.num_steps": "10000000000"}}, "1 to 1,000,000 steps"),
         ({"overrides": {"stages": "()"}}, "did you mean 'stages.0"),
         ({"overrides": {"compute_dtype": "banana"}}, "need float32 or bfloat16"),
         ({"overrides": {"config.mixing": "('foo',)*4"}}, "need a value like"),
@@ -468,6 +505,25 @@ def test_the_folder_of_a_run_must_be_writable(tmp_path, smoke_data):
 )
 def test_what_cannot_be_run_is_refused_in_one_line(tmp_path, smoke_data, changes, words):
     assert words in str(refused(smoke_data, tmp_path, **changes).value)
+
+
+def test_an_error_of_a_recipe_is_told_before_a_record_begins(tmp_path, smoke_data, monkeypatch):
+    """Its line is named: see `test_output.py`."""
+
+    def forward(params, tokens_BT, *_: object) -> jax.Array:
+        return params["embed"][tokens_BT] + jnp.zeros(7)
+
+    recipe = dataclasses.replace(recipes.load("smoke"), forward=forward)
+    monkeypatch.setattr(recipes, "load", lambda _: recipe)
+    with pytest.raises((TypeError, ValueError), match=r"\(7,\)"):
+        train(RunConfig("smoke-cpu", tmp_path / "out", overrides=SMALL, data=smoke_data))
+    assert not (tmp_path / "out").exists()
+
+
+def test_devices_that_nobody_has_tried_are_refused():
+    devices = np.array([SimpleNamespace(platform="tpu")])
+    with pytest.raises(UsageError, match="found a tpu, need a CPU or GPU"):
+        mesh.accelerator(SimpleNamespace(devices=devices))  # pyright: ignore[reportArgumentType]
 
 
 def test_missing_data_names_the_command_that_gets_it(tmp_path):

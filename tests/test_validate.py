@@ -6,6 +6,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -36,6 +38,7 @@ from speedrun.errors import UsageError
 from speedrun.ledger import history as history_module
 from speedrun.ledger.assemble import HEAD_END, assemble
 from speedrun.ledger.checks import CHECKS
+from speedrun.ledger.checks.batches import unfollowed
 from speedrun.ledger.format import FormatError, Look, Summary, decode, encode
 from speedrun.ledger.record import load
 from speedrun.ledger.reference import CURVES
@@ -465,3 +468,67 @@ def test_several_records_are_answered_each_by_itself(folder):
     assert {path: one["exit_code"] for path, one in report["records"].items()} == {str(good): 0, str(bad): 1}
     shown = CliRunner().invoke(command, [str(good), str(bad)]).stdout
     assert shown.index(str(good)) < shown.index("good: ") < shown.index(str(bad)) < shown.index("refused: ")
+
+
+def attempt(hour: int, run_id: str, outcome: str, after: str = "", last_val: int = 0) -> Any:
+    return SimpleNamespace(
+        begun=hour,
+        resumed=bool(after),
+        origin=SimpleNamespace(run_id=after),
+        file=SimpleNamespace(run_id=run_id, outcome=outcome),
+        vals=[SimpleNamespace(step=last_val)],
+        start=SimpleNamespace(num_steps=12),
+    )
+
+
+@pytest.mark.parametrize(
+    ("runs", "left"),
+    [
+        ([attempt(0, "a", "finished")], "a"),
+        ([attempt(0, "a", "aborted"), attempt(1, "b", "finished", after="a")], "b"),
+        (
+            [
+                attempt(0, "a", "aborted"),
+                attempt(1, "b", "aborted", after="a"),
+                attempt(2, "c", "finished", after="a"),
+            ],
+            "c",
+        ),
+        ([attempt(0, "a", "aborted"), attempt(1, "b", "finished")], "ab"),
+        (
+            [
+                attempt(0, "a", "aborted"),
+                attempt(1, "b", "finished", after="a"),
+                attempt(2, "c", "finished", after="a"),
+            ],
+            "bc",
+        ),
+        (
+            [
+                attempt(0, "a", "aborted"),
+                attempt(1, "b", "aborted", after="a", last_val=12),
+                attempt(2, "c", "finished", after="a"),
+            ],
+            "bc",
+        ),
+        (
+            [
+                attempt(0, "a", "aborted"),
+                attempt(1, "b", "finished", after="a"),
+                attempt(2, "c", "aborted", after="a"),
+            ],
+            "bc",
+        ),
+    ],
+    ids=[
+        "one",
+        "gone on",
+        "twice from one checkpoint",
+        "begun twice",
+        "best of two",
+        "broken off by its result",
+        "tried on",
+    ],
+)
+def test_runs_that_go_on_from_one_checkpoint_are_one_until_a_result_is_known(runs, left):
+    assert "".join(run.file.run_id for run in unfollowed(runs)) == left

@@ -3,6 +3,7 @@
 Legend: N tokens, D model, V vocabulary.
 """
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from speedrun import mesh as meshes
 from speedrun.bench.timing import Timing, compare
+from speedrun.errors import UsageError
 from speedrun.kernels import cross_entropy_gpu
 from speedrun.kernels.cross_entropy import cross_entropy, summed_cross_entropy
 
@@ -18,7 +21,12 @@ _CAP = 15.0
 
 
 def head(*, num_tokens: int, model_dim: int, vocab_size: int) -> list[Timing]:
-    """Loss and gradients of the vocabulary head: three matrix products are the bound."""
+    """Loss and gradients of the vocabulary head: three matrix products are the bound.
+
+    Raises:
+        UsageError: if the arguments and one more array of logits are larger than the memory.
+    """
+    _require_memory(4 * (num_tokens * model_dim + vocab_size * model_dim + 2 * num_tokens * vocab_size))
     kx, kw, kt, kg = jax.random.split(jax.random.key(0), 4)
     x_ND = jax.random.normal(kx, (num_tokens, model_dim))
     head_VD = 0.02 * jax.random.normal(kw, (vocab_size, model_dim))
@@ -46,3 +54,15 @@ def head(*, num_tokens: int, model_dim: int, vocab_size: int) -> list[Timing]:
         }
     forms = {"three products": products, **ours, "definition": jax.value_and_grad(definition, (0, 1))}
     return compare(forms, x_ND, head_VD)
+
+
+def _require_memory(need_bytes: int) -> None:
+    """XLA ends the process where the host has too little."""
+    limit_bytes = meshes.memory_bytes(meshes.make_mesh(1))
+    if limit_bytes is None:
+        limit_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if need_bytes > limit_bytes:
+        raise UsageError(
+            f"the head takes {need_bytes / 1e9:,.1f} GB or more, there are {limit_bytes / 1e9:,.1f} GB; "
+            "ask for fewer --tokens"
+        )

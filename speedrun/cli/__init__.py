@@ -15,8 +15,8 @@ import click
 
 from speedrun import __version__
 from speedrun.cli.options import Group
-from speedrun.errors import EXIT_CODES, INTERRUPTED, UsageError, unknown
-from speedrun.output import expected, lost_output, outlive_readers
+from speedrun.errors import EXIT_CODES, INTERRUPTED, Terminated, UsageError, unknown
+from speedrun.output import expected, leave, lost_output, outlive_readers
 
 COMMANDS = {
     "doctor": "Say what this machine can run, and what to type next.",
@@ -43,6 +43,8 @@ COMMANDS = {
     "bench": "Time operations against their bounds.",
     "profile": "Say where the time of a training step goes.",
 }
+#: Variables that name folders, or that a run records.
+_WORDS = ("SPEEDRUN_DATA", "XLA_FLAGS", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES")
 
 
 class _Commands(Group):
@@ -95,10 +97,14 @@ def _fail(said: str, exit_code: int, words: list[str]) -> NoReturn:
 
 
 def _check_words(words: list[str]) -> None:
-    """Refuses words that are no UTF-8, which Python hands on as surrogates: no record could hold them."""
-    for word in words:
+    """Refuses what is no UTF-8, which Python hands on as surrogates: no record could hold it."""
+    named = {name: os.environ.get(name, "") for name in _WORDS}
+    for name, word in [*named.items(), *(("", word) for word in words)]:
         if not word.isprintable() and any("\udc80" <= char <= "\udcff" for char in word):
-            raise UsageError(f"{word!a} is no UTF-8; need arguments in UTF-8; rename the file, or type it so")
+            raise UsageError(
+                f"{name and f'{name}='}{word!a} is no UTF-8; need arguments and {', '.join(_WORDS)} in UTF-8; "
+                "rename the file, or type it so"
+            )
 
 
 def _in_our_words(error: click.UsageError) -> str:
@@ -127,6 +133,8 @@ def main() -> None:
     try:
         command(prog_name="speedrun")
     except SystemExit as end:
+        if end.code in (Terminated.exit_code, INTERRUPTED):
+            leave(end.code)
         if not (why := lost_output()):
             raise
         click.echo(f"error: standard output: {why}; all else is done; send it where there is room", err=True)

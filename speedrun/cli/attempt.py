@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import click
 import msgspec
 
-from speedrun import clock, devices, provenance, signals
+from speedrun import children, clock, devices, provenance, signals
 from speedrun import track as tracks
 from speedrun.cli.child import as_shell
 from speedrun.cli.options import (
@@ -211,7 +211,7 @@ class Attempt:
         """The exit code of one of our commands; signals go on to it."""
         stdout = sys.stderr if self._as_json else None
         child = Popen([sys.executable, "-m", *argv], stdout=stdout, process_group=0)
-        code = signals.wait_for(child)
+        code = children.wait_for(child)
         return as_shell(code) if code else 0
 
     def _command(self, stage: str) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from speedrun import signals
+from speedrun import children
 from speedrun.data.wholefile import write_whole
 from speedrun.errors import UsageError
 
@@ -27,7 +27,7 @@ def ended(module: str, request: dict[str, Any], *, to_stderr: bool, keep_open: t
             pass_fds=keep_open,
             process_group=0,
         )
-        return signals.wait_for(child)
+        return children.wait_for(child)
 
 
 def as_shell(code: int) -> int:

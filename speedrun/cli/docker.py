@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from speedrun import signals
+from speedrun import children
 from speedrun import track as tracks
 from speedrun.console import clean
 from speedrun.errors import EXIT_CODES, SpeedrunError, UsageError, meaning
@@ -146,4 +146,4 @@ def _mountable(folder: Path) -> Path:
 
 def _waited_for(argv: Sequence[str]) -> int:
     """The exit code of a program to which signals go on."""
-    return signals.wait_for(subprocess.Popen(argv, process_group=0))
+    return children.wait_for(subprocess.Popen(argv, process_group=0))

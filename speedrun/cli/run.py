@@ -258,12 +258,16 @@ def _begun(out: Path) -> "RunConfig":
     from speedrun.prepare import Begun, decoded
 
     path = checkpoint.folder_of(out) / checkpoint.RUN
+    if not path.exists():
+        raise UsageError(
+            f"{out} has no checkpoints to go on from: {path} is missing; run anew with another --out, and "
+            "--checkpoint-every where it should be possible to go on"
+        )
     try:
         begun = decoded(checkpoint.unsealed(msgspec.json.decode(path.read_bytes())), Begun)
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"{path}: {getattr(error, 'strerror', None) or error}; checkpoints are needed to go on; start the run "
-            "with --checkpoint-every"
+            f"{path}: {getattr(error, 'strerror', None) or error}; run anew with another --out"
         ) from None
     if group.is_first():
         salvage(out, begun.recipe, begun.num_devices)

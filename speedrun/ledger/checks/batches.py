@@ -1,6 +1,6 @@
 """V302 to V307, V312: the runs are those that were declared, each is its own, and together they prove the claim."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from math import isfinite
 from statistics import stdev
@@ -114,6 +114,23 @@ def one_end(record: Record) -> Iterator[str]:
         yield "numbers of steps differ: " + ", ".join(f"{name} {number:,}" for name, number in steps.items())
 
 
+def unfollowed(runs: Sequence[Run]) -> list[Run]:
+    """Runs that no other one goes on with: one, however often an honest run was killed.
+
+    Where a run broke off before its next checkpoint, a later one goes on from the same earlier run.
+    """
+    left_off = {run.origin.run_id for run in runs}
+
+    def is_replaced(run: Run) -> bool:
+        knew_result = bool(run.vals) and run.vals[-1].step == run.start.num_steps
+        later = (other.origin.run_id for other in runs if other.begun > run.begun and other.resumed)
+        return (
+            run.resumed and run.file.outcome == "aborted" and not knew_result and run.origin.run_id in later
+        )
+
+    return [run for run in runs if run.file.run_id not in left_off and not is_replaced(run)]
+
+
 @check(
     "V306",
     "the batch was declared before its first run, and the runs are its own",
@@ -128,8 +145,7 @@ def declared_before(record: Record) -> Iterator[str]:
     """
     declared = record.declaration
     if declared is None:
-        left_off = {run.origin.run_id for run in record.runs}
-        if len(begun := [run for run in record.runs if run.file.run_id not in left_off]) > 1:
+        if len(begun := unfollowed(record.runs)) > 1:
             yield f"{len(begun)} runs, and no {format.BATCH} that declared them"
         yield from (
             f"{run.folder}: names a batch that is not here" for run in record.runs if run.start.batch_sha256
