@@ -29,7 +29,9 @@ def told() -> Iterator[None]:
         if (known := expected(error)) is None:
             raise
         print(f"error: {known}", file=sys.stderr)  # noqa: T201
-        leave(known.exit_code)
+        if isinstance(known, Terminated):
+            leave(known.exit_code)
+        sys.exit(known.exit_code)
 
 
 def leave(exit_code: int) -> NoReturn:

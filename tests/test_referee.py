@@ -653,7 +653,7 @@ def test_a_run_brings_back_plain_files_only(record, tmp_path, monkeypatch):
     code = """
 import os
 os.makedirs("record/runs")
-open("record/plain", "w").write("x")
+open("record/summary.json", "w").write("x")
 os.symlink("/etc/passwd", "record/runs/link")
 os.mkfifo("record/pipe")
 raise SystemExit(5)
@@ -664,7 +664,7 @@ raise SystemExit(5)
     with pytest.raises(SpeedrunError) as info:
         rerun.run(tmp_path / "out", seed=0, data=None, echo=terminal())
     assert info.value.exit_code == 5
-    assert sorted(path.name for path in (tmp_path / "out").rglob("*")) == ["plain", "runs"]
+    assert sorted(path.name for path in (tmp_path / "out").rglob("*")) == ["summary.json"]
 
 
 # --- all of it, as people call it --------------------------------------------------------------------------
