@@ -15,7 +15,10 @@ from jax.sharding import PartitionSpec as P
 
 from speedrun import processes
 from speedrun.errors import UsageError
-from speedrun.params import DATA, REPLICA
+
+#: Names of the axes: parameters and optimiser state are divided over the devices of a node and repeated on every
+#: node; batches are divided over both.
+DATA, REPLICA = "data", "replica"
 
 #: Simulated CPU devices; eight stand for a node.
 CPU_DEVICES = 8

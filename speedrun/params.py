@@ -24,6 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from speedrun.mesh import DATA
+
 Params = dict[str, jax.Array]
 Init = Callable[[jax.Array, tuple[int, ...]], jax.Array]
 Group = Literal["matrix", "embed", "head", "scalar"]
@@ -32,9 +34,6 @@ Dtype = Literal["float32", "bfloat16"]
 #: Banks and tables are padded to a multiple of this, whatever the number of devices: one node has at most
 #: eight, and the same arrays then serve 1, 2, 4 and 8 of them.
 SHARDS = 8
-#: Names of the mesh axes: parameters and optimiser state are divided over the devices of a node and repeated on
-#: every node; batches are divided over both.
-DATA, REPLICA = "data", "replica"
 SCALARS = "scalars"
 
 

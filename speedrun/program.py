@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 from speedrun import scoring, signals
 from speedrun.errors import UsageError
 from speedrun.kernels.choose import FIXED_WINDOW_FORMS, Kernels
-from speedrun.mesh import accelerator, replicate
+from speedrun.mesh import DATA, accelerator, replicate
 from speedrun.optim.schedules import StepInputs
-from speedrun.params import DATA, SHARDS, Layout, Params
+from speedrun.params import SHARDS, Layout, Params
 from speedrun.recipe import Recipe
 from speedrun.step import COMPILER_OPTIONS, Step, TrainState
 

@@ -27,10 +27,10 @@ from jax.sharding import PartitionSpec as P
 from speedrun.kernels.attention import Window
 from speedrun.kernels.choose import Kernels
 from speedrun.kernels.cross_entropy_gpu import Fp8
-from speedrun.mesh import fetch
+from speedrun.mesh import DATA, fetch
 from speedrun.optim.muon import shape_factor
 from speedrun.optim.schedules import StepInputs
-from speedrun.params import DATA, SCALARS, Layout, Params
+from speedrun.params import SCALARS, Layout, Params
 from speedrun.recipe import Recipe
 
 #: XLA's own settings by platform. Its combiner would merge all reduce-scatters into one at the very end, where

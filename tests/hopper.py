@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from speedrun import deviceless
-from speedrun.params import DATA
+from speedrun.mesh import DATA
 
 needs_compiler = pytest.mark.usefixtures("h100")
 

@@ -13,7 +13,7 @@ from speedrun import anatomy, deviceless, devices, hlo
 from speedrun.anatomy import Anatomy, Memory
 from speedrun.deviceless import compile_for_target
 from speedrun.errors import UsageError
-from speedrun.params import DATA
+from speedrun.mesh import DATA
 
 HEADER = "HloModule test, is_scheduled=true\n"
 NO_MEMORY = Memory(0, 0, 0, 0, 0)

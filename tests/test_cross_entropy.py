@@ -17,8 +17,7 @@ from speedrun.deviceless import compile_for_target
 from speedrun.kernels import cross_entropy_gpu as gpu
 from speedrun.kernels.choose import choose_head
 from speedrun.kernels.cross_entropy import CHUNK_TOKENS, cross_entropy, logits, summed_cross_entropy
-from speedrun.mesh import make_mesh
-from speedrun.params import DATA
+from speedrun.mesh import DATA, make_mesh
 
 CAP = 15.0
 FORMS = {

@@ -16,7 +16,8 @@ from speedrun import mesh, recipes, track
 from speedrun.data import inventory, python_docs, synthetic
 from speedrun.data.stream import TokenStream
 from speedrun.evaluate import evaluate
-from speedrun.params import DATA, SCALARS, Params
+from speedrun.mesh import DATA
+from speedrun.params import SCALARS, Params
 from speedrun.program import Program
 from speedrun.recipe import Recipe
 

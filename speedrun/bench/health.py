@@ -10,8 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from speedrun.health import best_s, is_simulated, matmul_gflops, random_matrices
-from speedrun.mesh import place
-from speedrun.params import DATA
+from speedrun.mesh import DATA, place
 
 _FACTOR = 0.999  #: keeps numbers finite, and no pass can be left out
 _LOAD_S = 2.0  #: nvidia-smi needs up to a second for eight GPUs
