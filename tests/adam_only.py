@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from speedrun.optim.groups import Adam, Transforms
+from speedrun.science.optim.groups import Adam, Transforms
 
 
 @dataclass(frozen=True, slots=True)

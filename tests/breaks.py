@@ -1,6 +1,6 @@
 """Breaks the science and its scorer on purpose, one place at a time, and says which test notices. Run by hand.
 
-    python tests/breaks.py --seed 0 --number 120 [--only kernels/attention.py] [--out table.md]
+    python tests/breaks.py --seed 0 --number 120 [--only science/kernels/attention.py] [--out table.md]
 
 Breaks are drawn by the seed from the syntax trees of the modules in `TESTS`, as many from each. Each is made in a copy
 of the package, and the tests listed for its module run there until one fails. Rows are written as they come; the same
@@ -40,16 +40,16 @@ _SMALLEST = "test_recipes.py::test_the_smallest_model_and_the_smallest_run_may_b
 _FORMS = "test_attention.py::TestForms::test_float32"
 #: By module, the tests that cover it: the quickest and likeliest first.
 TESTS = {
-    "models/record21.py": [*_NUMBERS, *_SETTINGS, _TRACE, "test_step.py", _SMALLEST],
-    "nn.py": ["test_nn.py", _TRACE, "test_qk_norm.py"],
-    "kernels/attention.py": [
+    "science/models/record21.py": [*_NUMBERS, *_SETTINGS, _TRACE, "test_step.py", _SMALLEST],
+    "science/nn.py": ["test_nn.py", _TRACE, "test_qk_norm.py"],
+    "science/kernels/attention.py": [
         "test_attention.py::test_visibility_is_the_rule",
         "test_attention.py::test_attention_is_a_softmax_over_visible_keys",
         _TRACE,
         "test_program.py::test_a_validation_has_the_window_of_its_own_step",
         "test_attention.py::test_a_short_window_is_half_a_long_one_rounded_down_and_at_least_one",
     ],
-    "kernels/attention_banded.py": [
+    "science/kernels/attention_banded.py": [
         *(
             f"{_FORMS}[{case}-banded in small tiles]"
             for case in ("odd length", "mixed documents", "one block")
@@ -59,8 +59,8 @@ TESTS = {
         "test_attention.py::test_the_default_tile_is_half_the_bound_and_never_tiny",
         "test_attention.py::test_banded_memory_is_linear_in_time",
     ],
-    "kernels/cross_entropy.py": ["test_cross_entropy.py"],
-    "kernels/choose.py": [
+    "science/kernels/cross_entropy.py": ["test_cross_entropy.py"],
+    "science/kernels/choose.py": [
         "test_attention.py::test_auto_says_what_it_chose_and_why",
         "test_attention.py::test_a_form_that_cannot_run_gives_all_reasons",
         "test_attention.py::test_banded_is_given_the_largest_window",
@@ -74,18 +74,18 @@ TESTS = {
         "test_attention.py::test_a_program_has_room_for_64_documents_a_row_or_one_for_32_tokens",
         "test_cross_entropy.py::test_the_head_takes_as_few_chunks_as_fit",
     ],
-    "optim/groups.py": [
+    "science/optim/groups.py": [
         "test_muon.py::test_adam_keeps_moments_in_16_bits_and_computes_in_float32",
         *_NUMBERS,
         _TRACE,
         "test_recipes.py::test_record_21_keeps_its_tables_and_their_moments_in_16_bits",
         "test_recipes.py::test_adam_for_everything_is_another_optimiser_and_trains",
     ],
-    "optim/muon.py": ["test_muon.py", *_NUMBERS, _TRACE],
-    "optim/schedules.py": [*_NUMBERS, *_SETTINGS, _SMALLEST, _TRACE],
-    "params.py": ["test_params.py", *_NUMBERS, _TRACE, "test_step.py"],
-    "recipe.py": [*_SETTINGS, *_NUMBERS, "test_program.py", _SMALLEST],
-    "step.py": [
+    "science/optim/muon.py": ["test_muon.py", *_NUMBERS, _TRACE],
+    "science/optim/schedules.py": [*_NUMBERS, *_SETTINGS, _SMALLEST, _TRACE],
+    "science/params.py": ["test_params.py", *_NUMBERS, _TRACE, "test_step.py"],
+    "science/recipe.py": [*_SETTINGS, *_NUMBERS, "test_program.py", _SMALLEST],
+    "science/step.py": [
         "test_step.py::test_the_first_parameter_with_a_bad_gradient_is_named",
         "test_step.py::test_every_parameter_moves_and_no_two_start_equal",
         "test_step.py::test_parameters_and_optimiser_state_are_divided_by_eight",
@@ -94,9 +94,9 @@ TESTS = {
         "test_step.py::test_nodes_exchange_the_parts_of_gradients_and_nothing_else",
         "test_program.py::test_a_validation_has_the_window_of_its_own_step",
     ],
-    "scoring.py": ["test_program.py"],
-    "evaluate.py": ["test_program.py", "test_train.py"],
-    "program.py": [
+    "training/scoring.py": ["test_program.py"],
+    "training/evaluate.py": ["test_program.py", "test_train.py"],
+    "training/program.py": [
         "test_step.py::test_what_devices_cannot_share_is_refused_with_what_to_type",
         "test_program.py",
         "test_step.py",

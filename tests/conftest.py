@@ -28,10 +28,12 @@ import jax
 import pytest
 from jax.sharding import Mesh
 
-from speedrun import deviceless, mesh, recipes, track
 from speedrun.data import synthetic
-from speedrun.models import record21
-from speedrun.recipe import Recipe, Stage
+from speedrun.ground import mesh, track
+from speedrun.predict import deviceless
+from speedrun.science import recipes
+from speedrun.science.models import record21
+from speedrun.science.recipe import Recipe, Stage
 
 mesh.prepare(os.environ["SPEEDRUN_TEST_PLATFORM"])
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -28,7 +28,7 @@ from record_forge import (
     write_run,
 )
 
-from speedrun import runlog
+from speedrun.ground import runlog
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.batch import seeds_from
 from speedrun.ledger.format import DataRead, Declaration, Look, Recipe, RunFile, ShardRange, config_sha256
@@ -279,7 +279,7 @@ def logged(*edits: Edit, **run_facts) -> Build:
 
 def science(*texts: str) -> Build:
     """The recipe, and more files of science beside it, hold other texts."""
-    paths = [RECIPE, *(f"speedrun/models/more{number}.py" for number in range(len(texts) - 1))]
+    paths = [RECIPE, *(f"speedrun/science/models/more{number}.py" for number in range(len(texts) - 1))]
     return made(edit_source=lambda files: {**files, **dict(zip(paths, texts, strict=True))})
 
 
@@ -509,8 +509,8 @@ WAYS_OUT = {
     "an exit": "f = exit\n",
     "an assignment to an imported function": "import jax\njax.numpy.sum = max\n",
     "a deletion": "import jax\ndel jax.numpy.sum\n",
-    "our modules as a whole": "import speedrun.nn\n",
-    "a module of the harness under another name": "from speedrun import clock as nn\n",
+    "our modules as a whole": "import speedrun.science.nn\n",
+    "a module of the harness under another name": "from speedrun.ground import clock as nn\n",
 }
 
 FEWEST = 240
@@ -684,10 +684,10 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V501", "nested too deep", science("x = " + "(" * 5_000 + "\n")),
     ("V501", "no end of signs", science("x = " + "-" * 100_000 + "1\n")),
     ("V501", "another encoding", science("# coding: utf-7\nSIZE = 1\n")),
-    ("V501", "no entry point", sourced("speedrun/train.py", lambda _: None)),
+    ("V501", "no entry point", sourced("speedrun/training/train.py", lambda _: None)),
     ("V501", "no recipe", sourced(RECIPE, lambda _: None)),
-    ("V501", "no clock", sourced("speedrun/clock.py", lambda _: None)),
-    ("V501", "a name that is not there", science("from speedrun.models import record22\n")),
+    ("V501", "no clock", sourced("speedrun/ground/clock.py", lambda _: None)),
+    ("V501", "a name that is not there", science("from speedrun.science.models import record22\n")),
     ("V501", "no track", sourced("speedrun/tracks/forged.toml", lambda _: None)),
     ("V501", "easier rules", sourced("speedrun/tracks/forged.toml", lambda text: text.replace("3.28", "3.38"))),
     ("V502", "a socket", science("import socket\n")),
@@ -706,7 +706,7 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V502", "import by a library", science("import importlib\nSIZE = importlib.import_module('socket')\n")),
     ("V502", "a computed attribute", science("import numpy\nSIZE = getattr(numpy, 'lo' + 'ad')\n")),
     ("V502", "through another module", science("import dataclasses\nos = dataclasses.sys.modules['os']\n")),
-    ("V502", "through the harness", science("from speedrun.mesh import sys\n")),
+    ("V502", "through the harness", science("from speedrun.ground.mesh import sys\n")),
     ("V502", "through all classes", science("SIZE = ().__class__.__base__.__subclasses__()\n")),
     ("V502", "by a pattern", science("import numpy\nmatch numpy:\n    case object(load=f):\n        f('w.npy')\n")),
     ("V502", "in other letters", science("SIZE = \uff45val('1')\n")),
@@ -714,14 +714,15 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V502", "hands on a part of one", science("from jax import numpy as n\nx = [n][0].load\n")),
     ("V502", "through a frame", science("def f(g):\n    return g.gi_frame.f_builtins\n")),
     ("V502", "through annotations", science("from functools import singledispatch\n")),
-    ("V502", "another's numpy", science("from speedrun import mesh\nSIZE = mesh.np.load('w.npy').size\n")),
+    ("V502", "another's numpy", science("from speedrun.ground import mesh\nSIZE = mesh.np.load('w.npy').size\n")),
     ("V502", "everything", science("from jax import *\n")),
     ("V502", "a relative import", science("from .. import step\n")),
-    ("V502", "the instruments", science("from speedrun.clock import Clock\n")),
-    ("V502", "changes the harness", science("from speedrun import mesh\nmesh.place = None\n")),
-    ("V502", "changes a table", science("from speedrun.step import COMPILER_OPTIONS\nCOMPILER_OPTIONS['gpu'] = {}\n")),
-    ("V502", "changes it by a method", science("from speedrun.step import COMPILER_OPTIONS as A\nA.clear()\n")),
-    ("V502", "changes it in a loop", science("from speedrun import mesh\nx = [0 for mesh.place in (None,)]\n")),
+    ("V502", "the instruments", science("from speedrun.ground.clock import Clock\n")),
+    ("V502", "changes the harness", science("from speedrun.ground import mesh\nmesh.place = None\n")),
+    ("V502", "changes a table",
+     science("from speedrun.science.step import COMPILER_OPTIONS\nCOMPILER_OPTIONS['gpu'] = {}\n")),
+    ("V502", "changes it by a method", science("from speedrun.science.step import COMPILER_OPTIONS as A\nA.clear()\n")),
+    ("V502", "changes it in a loop", science("from speedrun.ground import mesh\nx = [0 for mesh.place in (None,)]\n")),
     ("V502", "changes JAX", science("import jax\njax.jit = print\n")),
     ("V502", "deafens the log", science("import jax\njax.monitoring.clear_event_listeners()\n")),
     ("V502", "asks the host", science("import jax\nf = jax.pure_callback\n")),
@@ -729,19 +730,21 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V502", "unpacks data", science("import zlib\nSIZE = len(zlib.decompress(b'x'))\n")),
     *(("V502", how, science(text)) for how, text in WAYS_OUT.items()),
     ("V502", "a name that another file brings",
-     science("from speedrun.models.more0 import stdlib\n", "import sys as stdlib\n")),
-    ("V502", "what another file imports", science("from speedrun import params\nmath = params.math.lib\n")),
+     science("from speedrun.science.models.more0 import stdlib\n", "import sys as stdlib\n")),
+    ("V502", "what another file imports", science("from speedrun.science import params\nmath = params.math.lib\n")),
     ("V502", "where getattr is at home",
-     extended("speedrun/recipe.py", "import functools\nf = functools.partial(getattr, math)\n")),
+     extended("speedrun/science/recipe.py", "import functools\nf = functools.partial(getattr, math)\n")),
     ("V502", "where imports are at home",
-     extended("speedrun/kernels/attention_flash3.py", "\nload = importlib.import_module\nx = map(load, ['os'])\n")),
-    ("V503", "another clock", extended("speedrun/clock.py", "# slower\n")),
-    ("V503", "another validation", sourced("speedrun/evaluate.py", lambda text: text.replace("+=", "=", 1))),
-    ("V503", "another finder of recipes", extended("speedrun/recipes/__init__.py", "# mine\n")),
+     extended("speedrun/science/kernels/attention_flash3.py",
+              "\nload = importlib.import_module\nx = map(load, ['os'])\n")),
+    ("V503", "another clock", extended("speedrun/ground/clock.py", "# slower\n")),
+    ("V503", "another validation", sourced("speedrun/training/evaluate.py", lambda text: text.replace("+=", "=", 1))),
+    ("V503", "another finder of recipes", extended("speedrun/science/recipes/__init__.py", "# mine\n")),
     ("V503", "a file more", extended("speedrun/faster.py", "SIZE = 1\n")),
-    ("V503", "data beside the recipe", extended("speedrun/recipes/tiny.toml", "size = 1\n")),
+    ("V503", "data beside the recipe", extended("speedrun/science/recipes/tiny.toml", "size = 1\n")),
     ("V503", "shadows a module",
-     made(edit_source=lambda files: {**files, "speedrun/evaluate/__init__.py": files["speedrun/evaluate.py"]})),
+     made(edit_source=lambda files: {
+         **files, "speedrun/training/evaluate/__init__.py": files["speedrun/training/evaluate.py"]})),
     ("V503", "shadows a package", extended("numpy.py", "float32 = 1\n")),
     ("V504", "a long string", science(f"W = {BASE64!r}\n")),
     ("V504", "bytes", science(f"W = {WEIGHTS[:500]!a}\n")),

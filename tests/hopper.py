@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from speedrun import deviceless
-from speedrun.mesh import DATA
+from speedrun.ground.mesh import DATA
+from speedrun.predict import deviceless
 
 needs_compiler = pytest.mark.usefixtures("h100")
 

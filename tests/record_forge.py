@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from speedrun import console, provenance, runlog, track
+from speedrun.ground import console, provenance, runlog, track
+from speedrun.ground.sourcefile import join_source, split_source
 from speedrun.ledger import format, history, reference
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.code import is_science
 from speedrun.ledger.format import DataRead, Declaration, Look, Recipe, RunFile, ShardRange, TrackRef
 from speedrun.ledger.reference import Point
-from speedrun.sourcefile import join_source, split_source
 
 VAL_TOKENS = 1000
 SHARD_TOKENS = 5000
@@ -27,9 +27,9 @@ BATCH_TOKENS = 100
 VAL_S = 0.5
 PAUSE_S = 0.6
 EPOCH = datetime(2026, 10, 2, tzinfo=UTC)
-RECIPE = "speedrun/recipes/tiny.py"
+RECIPE = "speedrun/science/recipes/tiny.py"
 #: A recipe of one line, and the harness that would run it: read by the checks, never run.
-SOURCE = {RECIPE: "SIZE = 1\n", **split_source(provenance.closure(["speedrun.train"], []))}
+SOURCE = {RECIPE: "SIZE = 1\n", **split_source(provenance.closure(["speedrun.training.train"], []))}
 LOCK = "run.lock"
 LOCK_RAW = history.files_here([f"requirements/{LOCK}"])[f"requirements/{LOCK}"]
 _PINS = provenance.pinned(LOCK_RAW.decode())
@@ -100,7 +100,7 @@ def _rules() -> str:
 
 
 def install_track(folder: Path) -> None:
-    """Writes the track; the caller points speedrun.track at the folder."""
+    """Writes the track; the caller points speedrun.ground.track at the folder."""
     (folder / "forged.toml").write_text(_rules())
 
 

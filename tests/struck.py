@@ -23,13 +23,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
-from speedrun import cli, clock, provenance, track
+from speedrun import cli
+from speedrun.board.pages import BEGIN, END
 from speedrun.cli import child
 from speedrun.data import synthetic
+from speedrun.ground import clock, provenance, track
+from speedrun.ground.sourcefile import join_source, split_source
 from speedrun.ledger import format
-from speedrun.ledger.board_pages import BEGIN, END
 from speedrun.ledger.validate import validate
-from speedrun.sourcefile import join_source, split_source
 
 TIMEOUT_S = 120
 MOST_TRIES = 9

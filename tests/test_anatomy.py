@@ -9,11 +9,12 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from speedrun import anatomy, deviceless, devices, hlo
-from speedrun.anatomy import Anatomy, Memory
-from speedrun.deviceless import compile_for_target
-from speedrun.errors import UsageError
-from speedrun.mesh import DATA
+from speedrun.ground import devices
+from speedrun.ground.errors import UsageError
+from speedrun.ground.mesh import DATA
+from speedrun.predict import anatomy, deviceless, hlo
+from speedrun.predict.anatomy import Anatomy, Memory
+from speedrun.predict.deviceless import compile_for_target
 
 HEADER = "HloModule test, is_scheduled=true\n"
 NO_MEMORY = Memory(0, 0, 0, 0, 0)

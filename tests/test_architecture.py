@@ -9,90 +9,34 @@ from pathlib import Path
 
 import pytest
 
-from speedrun import provenance, recipes, track
+from speedrun.ground import provenance, track
+from speedrun.ground.sourcefile import split_source
 from speedrun.ledger.code import SCIENCE
-from speedrun.sourcefile import split_source
+from speedrun.science import recipes
 
 ROOT = Path(__file__).parent.parent
 
-#: A module imports only from lower floors, or from its own row. The longest prefix that fits counts.
+#: A room imports only from rooms of lower floors.
 FLOORS = {
-    "speedrun.__main__": 15,
-    "speedrun.cli": 14,
-    "speedrun.meet": 13,
-    "speedrun.train": 12,
-    "speedrun.loop": 11,
-    "speedrun.keeping": 10,
-    "speedrun.warmup": 10,
-    "speedrun.outcome": 9,
-    "speedrun.declare": 9,
-    "speedrun.design": 9,
-    "speedrun.doctor": 9,
-    "speedrun.budget": 11,
-    "speedrun.plan": 10,
-    "speedrun.scaling": 9,
-    "speedrun.cost": 8,
-    "speedrun.prepare": 8,
-    "speedrun.examine": 9,
-    "speedrun.causality": 4,
-    "speedrun.handover": 9,
-    "speedrun.checkpoint": 7,
-    "speedrun.footprint": 7,
-    "speedrun.evaluate": 7,
-    "speedrun.bench": 8,
-    "speedrun.deviceless": 7,
-    "speedrun.program": 6,
-    "speedrun.step": 5,
-    "speedrun.recipes": 5,
-    "speedrun.features": 5,
-    "speedrun.models": 4,
-    "speedrun.recipe": 4,
-    "speedrun.fingerprint": 4,
-    "speedrun.health": 4,
-    "speedrun.referee": 5,
-    "speedrun.reproduce": 5,
-    "speedrun.rerun": 4,
-    "speedrun.kernels": 3,
-    "speedrun.optim": 3,
-    "speedrun.mesh": 3,
-    "speedrun.ledger": 3,
-    "speedrun.launch": 2,
-    "speedrun.params": 2,
-    "speedrun.nn": 2,
-    "speedrun.data": 2,
-    "speedrun.watchdog": 2,
-    "speedrun.processes": 2,
-    "speedrun.console": 2,
-    "speedrun.track": 1,
-    "speedrun.signals": 1,
-    "speedrun.sandbox": 3,
-    "speedrun.children": 2,
-    "speedrun.runlog": 1,
-    "speedrun.provenance": 1,
-    "speedrun.anatomy": 1,
-    "speedrun.devices": 1,
-    "speedrun.scoring": 3,
-    "speedrun.clock": 0,
-    "speedrun.hlo": 0,
-    "speedrun.timeline": 0,
-    "speedrun.output": 1,
-    "speedrun.sourcefile": 0,
-    "speedrun.faults": 0,
-    "speedrun.errors": 0,
-    "speedrun": 0,
+    "cli": 6,
+    "doctor": 5,
+    "bench": 4,
+    "study": 4,
+    "exchange": 3,
+    "predict": 3,
+    "referee": 3,
+    "board": 2,
+    "training": 2,
+    "data": 1,
+    "launch": 1,
+    "ledger": 1,
+    "science": 1,
+    "ground": 0,
 }
-
-#: Rows above the first floor that start fast, too, because they leave these out.
-LIGHT = {
-    "speedrun.data",
-    "speedrun.processes",
-    "speedrun.meet",
-    "speedrun.console",
-    "speedrun.ledger",
-    "speedrun.doctor",
-    "speedrun.launch",
-    "speedrun.cli",
-}
+#: Rooms that start fast, because they leave these out: whatever only reads a record, or prints.
+LIGHT = {"cli", "doctor", "exchange", "board", "data", "launch", "ledger", "ground"}
+#: Their only module that may not: it makes meshes.
+MESH = "speedrun.ground.mesh"
 HEAVY = {"jax", "jaxlib", "optax", "orbax", "matplotlib", "datasets", "huggingface_hub", "tiktoken", "wandb"}
 
 #: Lines that are not blank: what there is to read. A run in several processes took 150 of the second: how they agree
@@ -127,39 +71,28 @@ def imports(module: str) -> Iterator[str]:
 EDGES = [(here, there) for here in PATHS for there in imports(here)]
 
 
-def row(module: str) -> str:
-    """The row of the table a module stands in."""
-    while module not in FLOORS:
-        module = module.rpartition(".")[0]
-    return module
-
-
-def part(module: str) -> str:
+def room(module: str) -> str:
     """The first name below `speedrun`; empty for the package itself."""
     return module.partition(".")[2].partition(".")[0]
 
 
-def is_light(module: str) -> bool:
-    return FLOORS[row(module)] <= 1 or row(module) in LIGHT
+def test_every_room_has_a_floor_and_every_module_a_room() -> None:
+    assert {room(module) for module in PATHS} == {*FLOORS, "__main__", ""}
 
 
-def test_every_module_has_a_floor_and_every_floor_a_module() -> None:
-    homeless = [module for module in PATHS if module != "speedrun" and row(module) == "speedrun"]
-    assert not homeless, f"give them a row in FLOORS: {homeless}"
-    assert not set(FLOORS) - set(PATHS), "rows of FLOORS without a module"
-
-
-def test_a_module_imports_only_from_lower_floors() -> None:
+def test_a_room_imports_only_from_lower_floors() -> None:
     wrong = [
-        f"{here} (floor {FLOORS[row(here)]}) imports {there} (floor {FLOORS[row(there)]})"
+        f"{here} imports {there}"
         for here, there in EDGES
-        if row(here) != row(there) and FLOORS[row(there)] >= FLOORS[row(here)]
+        if room(here) in FLOORS
+        and room(here) != room(there)
+        and FLOORS[room(here)] <= FLOORS.get(room(there), -1)
     ]
     assert not wrong, "\n".join(wrong)
 
 
 def test_no_module_reaches_itself() -> None:
-    """Inside a row, too: whoever reads a file can read first what it needs."""
+    """Inside a room, too: whoever reads a file can read first what it needs."""
     graph: dict[str, set[str]] = {module: set() for module in PATHS}
     for here, there in EDGES:
         graph[here].add(there)
@@ -167,24 +100,25 @@ def test_no_module_reaches_itself() -> None:
 
 
 def test_science_imports_no_instrument() -> None:
-    allowed = SCIENCE | {"errors", "mesh"}
+    allowed = {"speedrun.ground.errors", "speedrun.ground.mesh"}
     wrong = [
         f"{here} imports {there}"
         for here, there in EDGES
-        if part(here) in SCIENCE and part(there) not in allowed
+        if room(here) == "science" != room(there) and there not in allowed
     ]
     assert not wrong, "\n".join(wrong)
 
 
 def test_a_recipe_imports_no_recipe_but_its_parent() -> None:
+    package = "speedrun.science.recipes."
     for here, there in EDGES:
-        if row(here) == row(there) == "speedrun.recipes":
+        if here.startswith(package) and there.startswith(package):
             parent = recipes.load(here.rpartition(".")[2]).parent
-            assert there == f"speedrun.recipes.{parent}", f"{here} imports {there}, its parent is {parent}"
+            assert there == f"{package}{parent}", f"{here} imports {there}, its parent is {parent}"
 
 
-def test_the_lower_floors_and_the_command_line_start_without_heavy_packages() -> None:
-    light = sorted(module for module in PATHS if is_light(module) and module != "speedrun.__main__")
+def test_rooms_that_only_read_start_without_heavy_packages() -> None:
+    light = sorted(module for module in PATHS if room(module) in LIGHT and module != MESH)
     script = f"""
 import importlib, sys
 for module in {light}:
@@ -200,7 +134,7 @@ for module in {light}:
 
 def config_fields() -> Iterator[tuple[str, str]]:
     """Every field of every dataclass of the models, and the text of its type."""
-    models = [tree for module, tree in TREES.items() if row(module) == "speedrun.models"]
+    models = [tree for module, tree in TREES.items() if module.startswith("speedrun.science.models.")]
     for node in (node for tree in models for node in ast.walk(tree)):
         if isinstance(node, ast.ClassDef) and "dataclass" in " ".join(map(ast.unparse, node.decorator_list)):
             for field in node.body:
@@ -220,11 +154,12 @@ def test_no_model_config_holds_a_boolean() -> None:
 def test_a_record_can_be_read_in_one_sitting(recipe: str) -> None:
     """The budgets of `source.txt`: see the price of lines in RULES.md."""
     rules = [track.TRACKS_DIR / "smoke-cpu.toml"]
-    files = split_source(provenance.closure([f"speedrun.recipes.{recipe}", "speedrun.train"], rules))
+    files = split_source(
+        provenance.closure([f"speedrun.science.recipes.{recipe}", "speedrun.training.train"], rules)
+    )
     lines = {path: sum(map(bool, text.split("\n"))) for path, text in files.items()}
-    modules = {path: path.removesuffix(".py").replace("/", ".") for path in lines}
-    kernels = {path: lines.pop(path) for path, module in modules.items() if part(module) == "kernels"}
-    science = sum(lines[path] for path in lines if part(modules[path]) in SCIENCE)
+    kernels = {path: lines.pop(path) for path in [*lines] if path.startswith(f"{SCIENCE}kernels/")}
+    science = sum(lines[path] for path in lines if path.startswith(SCIENCE))
     assert science <= SCIENCE_LINES, f"{science:,} lines of science in {lines}"
     assert sum(kernels.values()) <= KERNEL_LINES, f"{sum(kernels.values()):,} lines in {kernels}"
     assert sum(lines.values()) <= CLOSURE_LINES, f"{sum(lines.values()):,} lines in {lines}"
@@ -242,25 +177,25 @@ def test_files_are_named_by_what_they_are_about() -> None:
 
 #: Writes that are not `write_whole`, and why each may be.
 OTHER_WRITES = {
-    ("speedrun.data.wholefile", "partial.open"): "this is `write_whole`",
-    ("speedrun.data.wholefile", "os.replace"): "this is `write_whole`",
-    ("speedrun.data.wholefile", "os.rename"): "this is `make_folder`",
-    ("speedrun.data.wholefile", "os.open"): "what is synchronised",
-    ("speedrun.ledger.drawing", "figure.savefig"): "memory",
-    ("speedrun.ledger.submission", "tarfile.open"): "memory",
+    ("speedrun.ground.wholefile", "partial.open"): "this is `write_whole`",
+    ("speedrun.ground.wholefile", "os.replace"): "this is `write_whole`",
+    ("speedrun.ground.wholefile", "os.rename"): "this is `make_folder`",
+    ("speedrun.ground.wholefile", "os.open"): "what is synchronised",
+    ("speedrun.board.drawing", "figure.savefig"): "memory",
+    ("speedrun.board.submission", "tarfile.open"): "memory",
     ("speedrun.cli", "formatter.write_text"): "click's help",
-    ("speedrun.data.lock", "path.open"): "a lock is empty",
-    ("speedrun.runlog", "path.open"): "the log: one line after the other, and a torn one is cut off",
-    ("speedrun.watchdog", "stacks.open"): "the process is about to end itself",
-    ("speedrun.rerun", "file.write_text"): "a scratch folder",
-    ("speedrun.rerun", "asked.write_bytes"): "a scratch folder",
-    ("speedrun.rerun", "(folder / name).write_bytes"): "a scratch folder",
-    ("speedrun.handover", "(wanted.folder / f'{name}.mlir').write_bytes"): "a scratch folder",
-    ("speedrun.handover", "(wanted.folder / 'programs.json').write_bytes"): "a scratch folder",
-    ("speedrun.examine", "asked.findings.write_bytes"): "a scratch folder",
+    ("speedrun.ground.lock", "path.open"): "a lock is empty",
+    ("speedrun.ground.runlog", "path.open"): "the log: one line after the other, and a torn one is cut off",
+    ("speedrun.training.watchdog", "stacks.open"): "the process is about to end itself",
+    ("speedrun.referee.rerun", "file.write_text"): "a scratch folder",
+    ("speedrun.referee.rerun", "asked.write_bytes"): "a scratch folder",
+    ("speedrun.referee.rerun", "(folder / name).write_bytes"): "a scratch folder",
+    ("speedrun.referee.handover", "(wanted.folder / f'{name}.mlir').write_bytes"): "a scratch folder",
+    ("speedrun.referee.handover", "(wanted.folder / 'programs.json').write_bytes"): "a scratch folder",
+    ("speedrun.referee.examiner", "asked.findings.write_bytes"): "a scratch folder",
     ("speedrun.cli.child", "promise.open"): "a lock on what is there: nothing is written",
-    ("speedrun.meet", "open"): "/dev/null",
-    ("speedrun.output", "os.open"): "/dev/null",
+    ("speedrun.training.meet", "open"): "/dev/null",
+    ("speedrun.ground.output", "os.open"): "/dev/null",
     ("speedrun.cli.warm", "os.fdopen"): "a pipe",
     ("speedrun.bench.session", "self._log.open"): "what a worker says, as it says it",
     ("speedrun.bench.session", "tarfile.open"): "memory",

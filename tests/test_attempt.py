@@ -12,10 +12,11 @@ import pytest
 from click.testing import CliRunner, Result
 from record_forge import Spec, declaration, declare, forge, install_track
 
-from speedrun import cli, devices, track
+from speedrun import cli
 from speedrun.cli import attempt
 from speedrun.cli.attempt import STAGES
 from speedrun.doctor import nvidia
+from speedrun.ground import devices, track
 
 ROOT = Path(__file__).parent.parent
 

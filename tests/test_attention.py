@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-from speedrun import mesh
-from speedrun.errors import UsageError
-from speedrun.kernels import attention_banded, attention_flash3, attention_mosaic, attention_triton
-from speedrun.kernels.attention import Sight, Window, attention, sight, visible
-from speedrun.kernels.choose import AttentionCall, Kernels, choose_attention
-from speedrun.kernels.cross_entropy_gpu import RECORD21
+from speedrun.ground import mesh
+from speedrun.ground.errors import UsageError
+from speedrun.science.kernels import attention_banded, attention_flash3, attention_mosaic, attention_triton
+from speedrun.science.kernels.attention import Sight, Window, attention, sight, visible
+from speedrun.science.kernels.choose import AttentionCall, Kernels, choose_attention
+from speedrun.science.kernels.cross_entropy_gpu import RECORD21
 
 
 def sees(t: int, s: int, doc: list[int], window: int, block: int) -> bool:

@@ -16,8 +16,9 @@ from click.testing import CliRunner
 from forgeries import BROKE, promised
 from record_forge import Spec, change, declaration, declare, facts, forge, install_track, write_run
 
-from speedrun import children, cli, runlog, track
-from speedrun.errors import UsageError
+from speedrun import cli
+from speedrun.ground import children, runlog, track
+from speedrun.ground.errors import UsageError
 from speedrun.ledger import batch, format, statistics
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.format import Look, Summary, decode

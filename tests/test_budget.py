@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from speedrun import budget as budgets
-from speedrun import cli, devices, recipes, track
-from speedrun import plan as planning
-from speedrun.budget import budget
+from speedrun import cli
+from speedrun.ground import devices, track
+from speedrun.predict import plan as planning
+from speedrun.science import recipes
+from speedrun.study import budget as budgets
+from speedrun.study.budget import budget
 
 ROOT = Path(__file__).parent.parent
 RECORDS = ROOT / "records"

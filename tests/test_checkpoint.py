@@ -13,17 +13,20 @@ import pytest
 from click.testing import CliRunner, Result
 from test_train import SMALL
 
-from speedrun import checkpoint, cli, loop, mesh, recipes, runlog, train
-from speedrun.checkpoint import Facts, described, folder_of, named, opened, sealed, unsealed
-from speedrun.data.lock import alone_with
-from speedrun.errors import CheckpointError, Terminated, UsageError
+from speedrun import cli
+from speedrun.board.record_plot import plot
+from speedrun.ground import mesh, runlog
+from speedrun.ground.errors import CheckpointError, Terminated, UsageError
+from speedrun.ground.lock import alone_with
 from speedrun.ledger import format
 from speedrun.ledger.assemble import assemble
-from speedrun.ledger.plot import plot
 from speedrun.ledger.salvage import salvage
 from speedrun.ledger.validate import validate
-from speedrun.prepare import RunConfig
-from speedrun.program import Program
+from speedrun.science import recipes
+from speedrun.training import checkpoint, loop, train
+from speedrun.training.checkpoint import Facts, described, folder_of, named, opened, sealed, unsealed
+from speedrun.training.prepare import RunConfig
+from speedrun.training.program import Program
 
 NUM_STEPS = 12
 

@@ -15,11 +15,20 @@ import pytest
 from adam_only import AdamOnly
 from click.testing import CliRunner, Result
 
-from speedrun import __version__, cli, recipes, track
+from speedrun import __version__, cli
 from speedrun.cli.options import json_option
-from speedrun.clock import Stopwatch
 from speedrun.data import inventory, shards, synthetic
-from speedrun.errors import EXIT_CODES, DataError, NonFiniteError, SpeedrunError, Terminated, UsageError
+from speedrun.ground import track
+from speedrun.ground.clock import Stopwatch
+from speedrun.ground.errors import (
+    EXIT_CODES,
+    DataError,
+    NonFiniteError,
+    SpeedrunError,
+    Terminated,
+    UsageError,
+)
+from speedrun.science import recipes
 
 HEAVY = ("jax", "numpy", "msgspec", "rich", "optax", "matplotlib")
 

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_train import SMALL
 
-from speedrun import clock, runlog, track
-from speedrun.clock import Phases
 from speedrun.data import synthetic
+from speedrun.ground import clock, runlog, track
+from speedrun.ground.clock import Phases
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.validate import validate
-from speedrun.outcome import lost_s
-from speedrun.prepare import RunConfig
-from speedrun.train import train
+from speedrun.training.outcome import lost_s
+from speedrun.training.prepare import RunConfig
+from speedrun.training.train import train
 
 PHASES = ["start", "compile", "warm-up", "step", "data", "evaluation", "checkpoint", "end"]
 

@@ -7,11 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from record_forge import RECIPE, forge, install_track
 
-from speedrun import provenance, recipes, track
+from speedrun.ground import provenance, track
+from speedrun.ground.sourcefile import split_source
 from speedrun.ledger import code
 from speedrun.ledger.checks import source
 from speedrun.ledger.validate import validate
-from speedrun.sourcefile import split_source
+from speedrun.science import recipes
 
 MANY = 100_000
 #: All of them in less than the size that is refused unread.
@@ -99,8 +100,8 @@ def test_nothing_of_a_source_is_executed(tmp_path, monkeypatch):
 
 def ours() -> dict[str, str]:
     """Every file that the source of any recipe here holds."""
-    modules = [f"speedrun.recipes.{name}" for name in recipes.names()]
-    return split_source(provenance.closure([*modules, "speedrun.train"], []))
+    modules = [f"speedrun.science.recipes.{name}" for name in recipes.names()]
+    return split_source(provenance.closure([*modules, "speedrun.training.train"], []))
 
 
 def science(files: dict[str, str]) -> dict[str, str]:
@@ -120,7 +121,7 @@ def test_our_own_science_is_on_the_list_but_for_two_reviewed_files():
             ]
         )
     }
-    assert left.keys() == source._REVIEWED.keys(), left
+    assert left.keys() == {path for path in source._REVIEWED if path.startswith(code.SCIENCE)}, left
 
 
 def test_our_own_files_carry_no_data():
@@ -138,13 +139,13 @@ def test_our_own_files_carry_no_data():
 @pytest.mark.parametrize(
     ("path", "is_science"),
     [
-        ("speedrun/recipes/tiny.py", True),
-        ("speedrun/nn.py", True),
-        ("speedrun/kernels/fast/inner.py", True),
-        ("speedrun/recipes/__init__.py", False),
-        ("speedrun/recipes/weights.toml", False),
+        ("speedrun/science/recipes/tiny.py", True),
+        ("speedrun/science/nn.py", True),
+        ("speedrun/science/kernels/fast/inner.py", True),
+        ("speedrun/science/recipes/__init__.py", False),
+        ("speedrun/science/recipes/weights.toml", False),
         ("speedrun/__init__.py", False),
-        ("speedrun/clock.py", False),
+        ("speedrun/ground/clock.py", False),
         ("speedrun/recipes_more/tiny.py", False),
         ("recipes/tiny.py", False),
         ("jax/nn.py", False),
@@ -160,7 +161,7 @@ def test_science_is_told_by_its_place(path, is_science):
         "import numpy as np\nx = np.zeros(3)\n",
         "import jax.numpy as jnp\nfrom jax.experimental import pallas as pl\nx = jnp.array([1.0])\ny = pl.load\n",
         "from dataclasses import replace\nx = replace(1, a=2)\n",
-        "from speedrun.models.record21 import forward\nfrom speedrun import nn\nx = nn.rms_norm\n",
+        "from speedrun.science.models.record21 import forward\nfrom speedrun.science import nn\nx = nn.rms_norm\n",
         "def f(x_ref, o_ref):\n    o_ref[...] = x_ref[...]\n    o_ref.at[0].set(1)\n",
         "class A:\n    def __init__(self):\n        super().__init__()\n        self.time = 1\n",
         "class A:\n    def sum(self, x):\n        return x.sum()\n\nfrom operator import sub as sum\n",

@@ -10,12 +10,14 @@ from click.testing import CliRunner
 from forgeries import BROKE
 from record_forge import Spec, install_track, source_text, write_run
 
-from speedrun import cli, sandbox, track
-from speedrun.ledger import comparison
-from speedrun.ledger.comparison import compare
+from speedrun import cli
+from speedrun.ground import track
 from speedrun.ledger.record import read_files
 from speedrun.ledger.run import Run, read_run
-from speedrun.rerun import Rerun
+from speedrun.referee import sandbox
+from speedrun.referee.rerun import Rerun
+from speedrun.study import comparison
+from speedrun.study.comparison import compare
 
 
 @pytest.fixture(autouse=True)

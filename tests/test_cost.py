@@ -4,12 +4,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from speedrun import cost, devices, mesh, recipes
-from speedrun.cost import Work
 from speedrun.data.imitation import MEAN, MEDIAN, document_lengths
-from speedrun.kernels import attention_triton
-from speedrun.kernels.attention import sight, visible
-from speedrun.program import Program
+from speedrun.ground import devices, mesh
+from speedrun.predict import cost
+from speedrun.predict.cost import Work
+from speedrun.science import recipes
+from speedrun.science.kernels import attention_triton
+from speedrun.science.kernels.attention import sight, visible
+from speedrun.training.program import Program
 
 H100 = devices.load("h100")
 

@@ -12,12 +12,12 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from speedrun import anatomy
-from speedrun.deviceless import compile_for_target
-from speedrun.kernels import cross_entropy_gpu as gpu
-from speedrun.kernels.choose import choose_head
-from speedrun.kernels.cross_entropy import CHUNK_TOKENS, cross_entropy, logits, summed_cross_entropy
-from speedrun.mesh import DATA, make_mesh
+from speedrun.ground.mesh import DATA, make_mesh
+from speedrun.predict import anatomy
+from speedrun.predict.deviceless import compile_for_target
+from speedrun.science.kernels import cross_entropy_gpu as gpu
+from speedrun.science.kernels.choose import choose_head
+from speedrun.science.kernels.cross_entropy import CHUNK_TOKENS, cross_entropy, logits, summed_cross_entropy
 
 CAP = 15.0
 FORMS = {

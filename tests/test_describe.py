@@ -5,9 +5,9 @@ from click.testing import CliRunner
 from msgspec.structs import replace
 from record_forge import forge, install_track
 
-from speedrun import track
 from speedrun.cli.describe import command
-from speedrun.errors import UsageError
+from speedrun.ground import track
+from speedrun.ground.errors import UsageError
 from speedrun.ledger.assemble import readme_head
 from speedrun.ledger.record import load
 from speedrun.ledger.validate import validate

@@ -12,7 +12,7 @@ import pytest
 from record_forge import Spec, forge, install_track, write_run
 from test_train import SMALL
 
-from speedrun import track
+from speedrun.ground import track
 
 HERE = Path(__file__).parent
 SOAK_S = float(os.environ.get("SPEEDRUN_SOAK_S", "300"))

@@ -16,8 +16,9 @@ import pytest
 from dockerfile import Root, context, fresh_root, is_in_context, settings, stages
 from record_forge import forge, install_track
 
-from speedrun import cli, provenance, track
-from speedrun.clock import Stopwatch
+from speedrun import cli
+from speedrun.ground import provenance, track
+from speedrun.ground.clock import Stopwatch
 
 ROOT = Path(__file__).parent.parent
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
@@ -231,7 +232,7 @@ def test_a_container_that_does_not_start_is_told(docker, tmp_path):
 def made_in(tmp_path, monkeypatch):
     """The words of `docker run` for a record that was made in an image; the error where there are none."""
     from speedrun.cli import docker as chooser
-    from speedrun.errors import UsageError
+    from speedrun.ground.errors import UsageError
     from speedrun.ledger.record import load
 
     install_track(tmp_path)

@@ -16,16 +16,18 @@ import pytest
 from click.testing import CliRunner, Result
 from hub_server import serve
 
-from speedrun import cli, devices, mesh, track
-from speedrun.bench import health as bench
+from speedrun import cli
+from speedrun.bench import machine as bench
 from speedrun.cli.doctor import _print
-from speedrun.clock import Stopwatch
-from speedrun.console import clean
 from speedrun.data import overview
-from speedrun.doctor import cuda, examine, gpus, network, nvidia, qualify, rates, software, storage
+from speedrun.doctor import checkup as examine
+from speedrun.doctor import cuda, gpus, network, nvidia, qualify, rates, software, storage
 from speedrun.doctor.check import Check
 from speedrun.doctor.rates import Machine
-from speedrun.health import matmul_gflops
+from speedrun.ground import devices, mesh, track
+from speedrun.ground.clock import Stopwatch
+from speedrun.ground.console import clean
+from speedrun.training.health import matmul_gflops
 
 ROOT = Path(__file__).parent.parent
 H100 = "NVIDIA H100 80GB HBM3"

@@ -28,24 +28,28 @@ from forgeries import BROKE
 from record_forge import CONFIG, Spec, change, digest, facts, install_track, source_text, write_run
 from scipy import stats
 
-from speedrun import cli, design, features, provenance, recipes, runlog, track
+from speedrun import cli
 from speedrun.cli import experiment as performing
 from speedrun.cli import sweep
 from speedrun.cli.sweep import Between
 from speedrun.data import synthetic
-from speedrun.design import Request
-from speedrun.errors import UsageError
-from speedrun.features import Feature
-from speedrun.ledger import effects, experiment, format
-from speedrun.ledger.experiment import BASELINE, Arm, Experiment
-from speedrun.ledger.forest import forest
+from speedrun.ground import provenance, runlog, track
+from speedrun.ground.errors import UsageError
+from speedrun.ledger import format
 from speedrun.ledger.record import read_files
 from speedrun.ledger.run import Run, read_run
 from speedrun.ledger.validate import validate
-from speedrun.optim.muon import orthogonalize
-from speedrun.prepare import RunConfig
-from speedrun.recipe import Recipe, describe
-from speedrun.train import train
+from speedrun.science import recipes
+from speedrun.science.optim.muon import orthogonalize
+from speedrun.science.recipe import Recipe, describe
+from speedrun.study import design, effects, features
+from speedrun.study import trials as experiment
+from speedrun.study.design import Request
+from speedrun.study.features import Feature
+from speedrun.study.forest import forest
+from speedrun.study.trials import BASELINE, Arm, Experiment
+from speedrun.training.prepare import RunConfig
+from speedrun.training.train import train
 
 
 def invoke(*args: str):
@@ -433,7 +437,7 @@ def performed(tmp_path, monkeypatch):
         return made
 
     def ended(module: str, request: dict[str, Any], **_: object) -> int:
-        if module == "speedrun.design":
+        if module == "speedrun.study.design":
             plan(request["num_confirming"])
             return 0
         out = Path(request["out"])

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from record_forge import SOFTWARE, forge, install_track
 
-from speedrun import track
 from speedrun.cli.export import command
-from speedrun.errors import UsageError
-from speedrun.ledger import classic_log, context, curve_table, foreign
-from speedrun.ledger.context import Point
-from speedrun.ledger.curves import Problems
-from speedrun.ledger.export import FORMS, curves, export
+from speedrun.exchange import classic_log, context, curve_table, foreign
+from speedrun.exchange.context import Point
+from speedrun.exchange.curves import Problems
+from speedrun.exchange.exports import FORMS, curves, export
+from speedrun.ground import track
+from speedrun.ground.errors import UsageError
 from speedrun.ledger.record import load
 
 ROOT = Path(__file__).parent.parent

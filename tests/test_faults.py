@@ -1,6 +1,6 @@
 """Runs that are hurt where it hurts most: what is left is whole, and what goes on from it ends with the same bytes.
 
-Points are named in `speedrun.faults`. Each case is a process of its own; what it did is read from its files.
+Points are named in `speedrun.ground.faults`. Each case is a process of its own; what it did is read from its files.
 """
 
 import dataclasses
@@ -29,19 +29,22 @@ from click.testing import CliRunner
 from test_checkpoint import facts_of, steps
 from test_train import SMALL
 
-from speedrun import faults, loop, provenance, recipes, runlog, train
-from speedrun.checkpoint import folder_of
+from speedrun.board import leaks
 from speedrun.cli import command
-from speedrun.clock import Stopwatch, now
 from speedrun.data import inventory, shards
-from speedrun.errors import HANG, CheckpointError, NonFiniteError, StorageError, Terminated
-from speedrun.ledger import format, leaks
+from speedrun.ground import faults, provenance, runlog
+from speedrun.ground.clock import Stopwatch, now
+from speedrun.ground.errors import HANG, CheckpointError, NonFiniteError, StorageError, Terminated
+from speedrun.ground.sourcefile import split_source
+from speedrun.ledger import format
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.code import Code, read
 from speedrun.ledger.salvage import salvage
 from speedrun.ledger.validate import validate
-from speedrun.prepare import RunConfig
-from speedrun.sourcefile import split_source
+from speedrun.science import recipes
+from speedrun.training import loop, train
+from speedrun.training.checkpoint import folder_of
+from speedrun.training.prepare import RunConfig
 
 EVERY = 5
 TIMEOUT_S = 180
@@ -91,7 +94,7 @@ def started(config: RunConfig, **env: str) -> subprocess.Popen[str]:
     request = config.out.with_name(config.out.name + ".json")
     request.write_bytes(msgspec.json.encode(config, enc_hook=str))
     return subprocess.Popen(
-        [sys.executable, "-m", "speedrun.train", str(request)],
+        [sys.executable, "-m", "speedrun.training.train", str(request)],
         env=os.environ | CANARIES | env,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -491,7 +494,7 @@ def test_a_damaged_cache_of_programs_is_compiled_anew(config, unbroken, tmp_path
 
 def test_no_run_reaches_for_wandb():
     """Curves go there by `speedrun export`, from a record: nothing of it can slow or stop a run."""
-    text = provenance.closure(["speedrun.train"], [])
+    text = provenance.closure(["speedrun.training.train"], [])
     assert "wandb" not in {name for code in read_all(text) for _, name, _ in code.imports}
 
 

@@ -17,15 +17,15 @@ import pytest
 from hub_server import COMMIT, FakeHub, serve
 from huggingface_hub import constants
 
-from speedrun import track
-from speedrun.clock import Stopwatch
 from speedrun.data import fetch, hub, inventory
 from speedrun.data.inventory import MANIFEST, read_manifest
 from speedrun.data.shards import HEADER_BYTES, sha256, write_shard
 from speedrun.data.stream import require_steps
 from speedrun.data.verify import verify
-from speedrun.errors import DataError, StorageError
-from speedrun.recipes import load as load_recipe
+from speedrun.ground import track
+from speedrun.ground.clock import Stopwatch
+from speedrun.ground.errors import DataError, StorageError
+from speedrun.science.recipes import load as load_recipe
 
 REPO = "someone/tokens"
 VAL = "t_val_000000.bin"

@@ -6,12 +6,14 @@ import shlex
 import jax
 import pytest
 
-from speedrun import footprint, mesh, recipes
-from speedrun.errors import UsageError
-from speedrun.mesh import make_mesh
-from speedrun.prepare import RunConfig, prepare
-from speedrun.program import Program
-from speedrun.recipe import Recipe
+from speedrun.ground import mesh
+from speedrun.ground.errors import UsageError
+from speedrun.ground.mesh import make_mesh
+from speedrun.science import recipes
+from speedrun.science.recipe import Recipe
+from speedrun.training import footprint
+from speedrun.training.prepare import RunConfig, prepare
+from speedrun.training.program import Program
 
 
 @pytest.mark.parametrize("num_devices", [1, 8])

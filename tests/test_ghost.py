@@ -9,14 +9,15 @@ import pytest
 from click.testing import CliRunner
 from record_forge import Spec, chain, forge, install_track, moments
 
-from speedrun import cli, runlog, track
+from speedrun import cli
+from speedrun.board import ghost
+from speedrun.board.ghost import Curve
+from speedrun.board.standings import Board
 from speedrun.cli import race
-from speedrun.console import Live, render
-from speedrun.errors import UsageError
-from speedrun.ledger import ghost
-from speedrun.ledger.board import Board
-from speedrun.ledger.ghost import Curve
-from speedrun.runlog import Step
+from speedrun.ground import runlog, track
+from speedrun.ground.console import Live, render
+from speedrun.ground.errors import UsageError
+from speedrun.ground.runlog import Step
 
 
 @pytest.fixture

@@ -16,11 +16,12 @@ import jax
 import numpy as np
 import pytest
 
-from speedrun import mesh, recipes
-from speedrun.params import Params
-from speedrun.program import Program
-from speedrun.recipe import Recipe, Stage
-from speedrun.step import TrainState
+from speedrun.ground import mesh
+from speedrun.science import recipes
+from speedrun.science.params import Params
+from speedrun.science.recipe import Recipe, Stage
+from speedrun.science.step import TrainState
+from speedrun.training.program import Program
 
 FOLDER = Path(os.environ.get("SPEEDRUN_GOLDEN", Path(__file__).parent / "golden"))
 FILES = sorted(FOLDER.glob("record21_*.npz"))

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from speedrun import cli
 from speedrun.bench import agreement
-from speedrun.errors import UsageError
+from speedrun.ground.errors import UsageError
 
 ON_GPU = jax.default_backend() == "gpu"
 

@@ -12,11 +12,14 @@ from typing import Any
 import jax
 import pytest
 
-from speedrun import anatomy, deviceless, devices, footprint, hlo, recipes, scaling
-from speedrun import plan as planning
-from speedrun.anatomy import Anatomy
-from speedrun.clock import Stopwatch
-from speedrun.program import Program
+from speedrun.ground import devices
+from speedrun.ground.clock import Stopwatch
+from speedrun.predict import anatomy, deviceless, hlo, scaling
+from speedrun.predict import plan as planning
+from speedrun.predict.anatomy import Anatomy
+from speedrun.science import recipes
+from speedrun.training import footprint
+from speedrun.training.program import Program
 
 RECORD = recipes.load("record21")
 DEVICES = 8

@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speedrun.cli.import_log import command
-from speedrun.errors import UsageError
-from speedrun.ledger import context, curves, foreign, noise
-from speedrun.ledger.context import Context, Point
+from speedrun.exchange import context, curves, foreign
+from speedrun.exchange.context import Context, Point
+from speedrun.ground.errors import UsageError
 from speedrun.ledger.format import FormatError
+from speedrun.study import noise
 
 ROOT = Path(__file__).parent.parent
 PUBLIC = ROOT.parent / "shared" / "upstream-runs.csv.gz"

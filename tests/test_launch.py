@@ -22,9 +22,10 @@ import yaml
 from click.testing import CliRunner, Result
 from test_train import SMALL
 
-from speedrun import cli, track
+from speedrun import cli
 from speedrun.cli import launch
-from speedrun.errors import UsageError
+from speedrun.ground import track
+from speedrun.ground.errors import UsageError
 from speedrun.launch import kubernetes, skypilot, slurm, ssh
 from speedrun.launch.job import PORT, Job, clock_time, is_bucket
 from speedrun.ledger.validate import validate

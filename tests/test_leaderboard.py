@@ -14,12 +14,14 @@ from forgeries import RECIPE, broken_off, told_as_resumed, went_on
 from msgspec.structs import replace
 from record_forge import Spec, facts, forge, install_track, source_text, write_run
 
-from speedrun import cli, track
-from speedrun.errors import UsageError
-from speedrun.ledger import board, board_pages
+from speedrun import cli
+from speedrun.board import pages as board_pages
+from speedrun.board import standings as board
+from speedrun.board.progress import _draw_history, progress
+from speedrun.ground import track
+from speedrun.ground.errors import UsageError
 from speedrun.ledger.assemble import assemble
-from speedrun.ledger.board_plots import _draw_history, progress
-from speedrun.rerun import Rerun
+from speedrun.referee.rerun import Rerun
 
 CONTEXT = """
 [[published]]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speedrun.ledger import leaks
+from speedrun.board import leaks
 
 ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "records" / "smoke-cpu" / "2026-11-21-first"

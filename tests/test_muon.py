@@ -8,8 +8,8 @@ import numpy as np
 import optax
 import pytest
 
-from speedrun.optim.groups import Adam
-from speedrun.optim.muon import orthogonalize, scale_by_muon, shape_factor
+from speedrun.science.optim.groups import Adam
+from speedrun.science.optim.muon import orthogonalize, scale_by_muon, shape_factor
 
 
 def slow_orthogonalize(g: np.ndarray, steps: int) -> np.ndarray:

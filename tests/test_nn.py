@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from speedrun import nn
+from speedrun.science import nn
 
 
 @pytest.mark.parametrize("head_dim", [8, 32, 128])

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from speedrun import output
-from speedrun.errors import UsageError
+from speedrun.ground import output
+from speedrun.ground.errors import UsageError
 
 ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "records" / "smoke-cpu" / "2026-11-21-first"
@@ -83,8 +83,8 @@ def test_who_was_stopped_does_not_wait_for_what_python_ends(raised: str, code: i
     """XLA's client is dropped at Python's end, and waits there for every program that it compiles."""
     script = f"""
 import os
-from speedrun.errors import Terminated
-from speedrun.output import told
+from speedrun.ground.errors import Terminated
+from speedrun.ground.output import told
 class Client:
     def __del__(self): os.write(2, b"waited")
 client = Client()
@@ -123,20 +123,20 @@ SHAPES = "import numpy as np\n\nnp.ones((2, 3)) @ np.ones((2, 3))\n"
 @pytest.mark.parametrize(
     ("code", "place", "said"),
     [
-        (SHAPES, "models/mine.py", "speedrun/models/mine.py:3: ValueError: matmul: "),
+        (SHAPES, "science/models/mine.py", "speedrun/science/models/mine.py:3: ValueError: matmul: "),
         (
             "\nnonsense",
-            "recipes/mine.py",
-            "speedrun/recipes/mine.py:2: NameError: name 'nonsense' is not defined; ",
+            "science/recipes/mine.py",
+            "speedrun/science/recipes/mine.py:2: NameError: name 'nonsense' is not defined; ",
         ),
-        ("x = (", "recipes/mine.py", "speedrun/recipes/mine.py:1: SyntaxError: "),
-        ("1 / 0", "nn.py", "speedrun/nn.py:1: ZeroDivisionError: division by zero; "),
+        ("x = (", "science/recipes/mine.py", "speedrun/science/recipes/mine.py:1: SyntaxError: "),
+        ("1 / 0", "science/nn.py", "speedrun/science/nn.py:1: ZeroDivisionError: division by zero; "),
         (
             "raise RuntimeError('INTERNAL: Out of memory allocating 9 bytes.')",
             "x.py",
             "out of memory: INTERNAL: ",
         ),
-        ("raise MemoryError", "loop.py", "out of memory: no more to be had; "),
+        ("raise MemoryError", "training/loop.py", "out of memory: no more to be had; "),
         (
             "raise RuntimeError('RESOURCE_EXHAUSTED: of 9 bytes')",
             "x.py",
@@ -151,7 +151,7 @@ def test_an_error_of_a_recipe_names_its_line(code: str, place: str, said: str):
     assert "\n" not in str(error)
 
 
-@pytest.mark.parametrize("place", ["speedrun/loop.py", "tests/models/mine.py"])
+@pytest.mark.parametrize("place", ["speedrun/training/loop.py", "tests/models/mine.py"])
 def test_a_fault_of_ours_keeps_its_traceback(place: str):
     assert output.expected(raised("1 / 0", ROOT / place)) is None
     assert output.expected(KeyboardInterrupt()) is None

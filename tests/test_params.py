@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from speedrun import params
-from speedrun.params import Layout, ParamSpec, constant, normal, uniform_fan_in, zeros
+from speedrun.science import params
+from speedrun.science.params import Layout, ParamSpec, constant, normal, uniform_fan_in, zeros
 
 TABLE = {
     "embed": ParamSpec((13, 4), ("vocab", "model"), normal, "embed"),

@@ -11,12 +11,16 @@ import pytest
 from click.testing import CliRunner, Result
 from jax.sharding import Mesh
 
-from speedrun import anatomy, cli, deviceless, devices, footprint, recipes
-from speedrun import plan as planning
-from speedrun.models import record21
-from speedrun.params import SHARDS
-from speedrun.program import Program
-from speedrun.recipe import Recipe, Stage
+from speedrun import cli
+from speedrun.ground import devices
+from speedrun.predict import anatomy, deviceless
+from speedrun.predict import plan as planning
+from speedrun.science import recipes
+from speedrun.science.models import record21
+from speedrun.science.params import SHARDS
+from speedrun.science.recipe import Recipe, Stage
+from speedrun.training import footprint
+from speedrun.training.program import Program
 
 
 def invoke(*args: str) -> Result:

@@ -10,16 +10,16 @@ from click.testing import CliRunner
 from matplotlib.figure import Figure
 from record_forge import Spec, change, forge, install_track, shard, write_run
 
-from speedrun import track
+from speedrun.board import record_plot as plots
+from speedrun.board.progress import frontier, pareto, results
+from speedrun.board.record_plot import KINDS, plot
+from speedrun.board.standings import Row, row_of
 from speedrun.cli.plot import command
-from speedrun.errors import UsageError
-from speedrun.ledger import plot as plots
+from speedrun.ground import track
+from speedrun.ground.errors import UsageError
+from speedrun.ground.runlog import Step
 from speedrun.ledger.assemble import assemble
-from speedrun.ledger.board import Row, row_of
-from speedrun.ledger.board_plots import frontier, pareto, results
-from speedrun.ledger.plot import KINDS, plot
 from speedrun.ledger.validate import validate
-from speedrun.runlog import Step
 
 
 @pytest.fixture

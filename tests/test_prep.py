@@ -19,16 +19,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speedrun import track
-from speedrun.clock import Stopwatch
 from speedrun.data import documents, inventory, overview, prep, text_files, tokenizer, workers
 from speedrun.data.hub_rows import Dataset
 from speedrun.data.inventory import Place
-from speedrun.data.lock import LOCK, alone_in
 from speedrun.data.prep import Cut, prepare
 from speedrun.data.sources import open_source
 from speedrun.data.verify import verify
-from speedrun.errors import DataError, UsageError
+from speedrun.ground import track
+from speedrun.ground.clock import Stopwatch
+from speedrun.ground.errors import DataError, UsageError
+from speedrun.ground.lock import LOCK, alone_in
 
 ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared" / "data"
@@ -615,7 +615,7 @@ def test_bits_per_byte(tmp_path: Path):
 
 @needs_shared
 def test_bench_prep_compares_equal_bytes(monkeypatch: pytest.MonkeyPatch):
-    from speedrun.data import prep_speed
+    from speedrun.bench import preparing as prep_speed
 
     monkeypatch.setattr(prep_speed, "_TRIALS", 1)
     choice = tokenizer.choose(str(RANKS))

@@ -18,12 +18,13 @@ import numpy as np
 import pytest
 from test_train import SMALL
 
-from speedrun import checkpoint, errors, meet, mesh, processes, runlog
 from speedrun.data import stream
-from speedrun.errors import UsageError
+from speedrun.ground import errors, mesh, processes, runlog
+from speedrun.ground.errors import UsageError
 from speedrun.ledger import format
-from speedrun.prepare import RunConfig, prepare
-from speedrun.train import train
+from speedrun.training import checkpoint, meet
+from speedrun.training.prepare import RunConfig, prepare
+from speedrun.training.train import train
 
 LONG = SMALL | {"stages.0.num_steps": "400"}
 #: Row 21 and its like: a process that is lost is noticed after 10 s without a heartbeat.
@@ -75,13 +76,13 @@ def ends(running: list[subprocess.Popen[str]], timeout: float = 90) -> list[tupl
 
 
 def shared(configs: list[RunConfig], folder: Path, port: int | None = None) -> list[subprocess.Popen[str]]:
-    """`python -m speedrun.meet`, once for each config."""
+    """`python -m speedrun.training.meet`, once for each config."""
     port, running = port or free_port(), []
     for i, config in enumerate(configs):
         path = folder / f"config-{i}.json"
         path.write_bytes(msgspec.json.encode(config, enc_hook=str))
         group = ["--coordinator", f"127.0.0.1:{port}", "--processes", str(len(configs)), "--process", str(i)]
-        running.append(started(["speedrun.meet", str(path), *group, *QUICK]))
+        running.append(started(["speedrun.training.meet", str(path), *group, *QUICK]))
     return running
 
 
@@ -209,7 +210,7 @@ def test_four_processes_with_a_replica_each_train_what_one_does(alone, tmp_path,
 DRIFTS = """
 import sys
 if "--process 1 " in " ".join(sys.orig_argv):
-    from speedrun import loop
+    from speedrun.training import loop
     loop.state_hash = lambda state: "0" * 16
 """
 
@@ -353,7 +354,7 @@ def test_no_process_outlives_a_killed_launcher(tmp_path, smoke_data):
 RAISES = """
 import sys
 if sys.orig_argv[-1] == "1" and "--process" in sys.orig_argv:
-    from speedrun import loop
+    from speedrun.training import loop
     def fail(executables, step, log):
         if step == 5:
             raise RuntimeError("a worker of this test")
@@ -457,7 +458,9 @@ def test_processes_that_were_told_of_other_numbers_are_refused(monkeypatch, inde
 
 def lonely(index: int, port: int) -> tuple[int, str, str]:
     group = ["--coordinator", f"127.0.0.1:{port}", "--processes", "2", "--process", str(index)]
-    (end,) = ends([started(["speedrun.meet", "nothing.json", *group, "--meet-within", "3"])], timeout=18)
+    (end,) = ends(
+        [started(["speedrun.training.meet", "nothing.json", *group, "--meet-within", "3"])], timeout=18
+    )
     return end
 
 

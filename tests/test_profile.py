@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from speedrun import cli, hlo
+from speedrun import cli
 from speedrun.bench.profile import Profile, profile
-from speedrun.bench.step import lowered_step
-from speedrun.mesh import make_mesh
-from speedrun.program import Program
-from speedrun.recipe import Recipe
+from speedrun.bench.steps import lowered_step
+from speedrun.ground.mesh import make_mesh
+from speedrun.predict import hlo
+from speedrun.science.recipe import Recipe
+from speedrun.training.program import Program
 
 STEPS = 2
 

@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 from test_train import SMALL
 
-from speedrun import loop, mesh, scoring, track, train
-from speedrun import program as programs
 from speedrun.data import inventory
-from speedrun.errors import SpeedrunError, UsageError
-from speedrun.evaluate import evaluate
-from speedrun.prepare import RunConfig
-from speedrun.program import Program
-from speedrun.recipe import Recipe
-from speedrun.step import Step
+from speedrun.ground import mesh, track
+from speedrun.ground.errors import SpeedrunError, UsageError
+from speedrun.science.recipe import Recipe
+from speedrun.science.step import Step
+from speedrun.training import loop, scoring, train
+from speedrun.training import program as programs
+from speedrun.training.evaluate import evaluate
+from speedrun.training.prepare import RunConfig
+from speedrun.training.program import Program
 
 TOKENS, WIDTH, VOCAB = 24, 8, 50
 

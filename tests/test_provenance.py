@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from speedrun import health, provenance
+from speedrun.ground import provenance
+from speedrun.training import health
 
 
 def git(folder: Path, *args: str) -> str:

@@ -9,12 +9,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from speedrun import track
 from speedrun.data import inventory, prep, python_docs, tokenizer
 from speedrun.data.python_docs import Document, collect
 from speedrun.data.sources import open_source
 from speedrun.data.verify import verify
-from speedrun.errors import DataError, UsageError
+from speedrun.ground import track
+from speedrun.ground.errors import DataError, UsageError
 
 LONG = "A sentence that is long enough to be worth reading, and so it is taken, as it stands here."
 

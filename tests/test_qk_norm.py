@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from speedrun import mesh, nn
-from speedrun.errors import UsageError
-from speedrun.kernels import qk_norm_triton
-from speedrun.kernels.choose import Kernels, QkNormCall, choose_qk_norm
-from speedrun.kernels.qk_norm import qk_norm
+from speedrun.ground import mesh
+from speedrun.ground.errors import UsageError
+from speedrun.science import nn
+from speedrun.science.kernels import qk_norm_triton
+from speedrun.science.kernels.choose import Kernels, QkNormCall, choose_qk_norm
+from speedrun.science.kernels.qk_norm import qk_norm
 
 FORMS: dict[str, Callable[..., Any]] = {
     "definition": qk_norm,

@@ -7,7 +7,7 @@ from pathlib import Path
 from pages import ROOT, blocks, checkout, commands, execute
 
 from speedrun.cli import COMMANDS
-from speedrun.errors import EXIT_CODES
+from speedrun.ground.errors import EXIT_CODES
 
 README = (ROOT / "README.md").read_text()
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
@@ -48,12 +48,14 @@ def test_its_exit_codes_are_the_real_ones() -> None:
 def test_the_tree_is_the_tree() -> None:
     """Of CONTRIBUTING. Names at the start of each line; two spaces deeper means inside of the folder above."""
     tree = next(block for block in blocks("text", CONTRIBUTING) if "speedrun/" in block)
-    named = {
-        "/".join(["speedrun"] * line.startswith("  ") + [name.rstrip("/")])
-        for line in tree
-        for name in re.split(r" {2,}", line.strip())
-        if re.fullmatch(r"[\w./]+", name)
-    }
+    named, folder = set[str](), ""
+    for line in tree:
+        names = [name for name in re.split(r" {2,}", line.strip()) if re.fullmatch(r"[\w./]+", name)]
+        if not line.startswith("  "):
+            folder = ""
+        named |= {f"{folder}{name.rstrip('/')}" for name in names}
+        if not line.startswith("  ") and names:
+            folder = names[0]
     missing = [name for name in sorted(named) if not (ROOT / name).exists()]
     assert not missing
     parts = [path for path in (ROOT / "speedrun").iterdir() if not path.name.startswith("_")]

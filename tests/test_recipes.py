@@ -10,17 +10,18 @@ import numpy as np
 import pytest
 from adam_only import AdamOnly
 
-from speedrun import mesh, nn, recipes, track
-from speedrun.errors import UsageError
-from speedrun.kernels.cross_entropy import MAX_CAP
-from speedrun.kernels.cross_entropy_gpu import RECORD21
-from speedrun.models import record21
-from speedrun.optim import muon
-from speedrun.optim.groups import Adam
-from speedrun.params import SCALARS, count
-from speedrun.program import Program
-from speedrun.recipe import Recipe, Stage
-from speedrun.step import TrainState
+from speedrun.ground import mesh, track
+from speedrun.ground.errors import UsageError
+from speedrun.science import nn, recipes
+from speedrun.science.kernels.cross_entropy import MAX_CAP
+from speedrun.science.kernels.cross_entropy_gpu import RECORD21
+from speedrun.science.models import record21
+from speedrun.science.optim import muon
+from speedrun.science.optim.groups import Adam
+from speedrun.science.params import SCALARS, count
+from speedrun.science.recipe import Recipe, Stage
+from speedrun.science.step import TrainState
+from speedrun.training.program import Program
 
 TRACES = {
     # First losses with seed 0 on the ids below, in a batch of 8 x 64. If a change here is intended, bump the

@@ -23,24 +23,25 @@ from record_forge import forge, install_track
 from test_checkpoint import facts_of, unbroken  # noqa: F401 - a fixture
 from test_train import SMALL
 
-from speedrun import output, runlog, sandbox, track
-from speedrun.causality import Leak, leak, texts
-from speedrun.checkpoint import folder_of
 from speedrun.cli import command
-from speedrun.errors import CheckpointError, SpeedrunError, UsageError
-from speedrun.examine import _Examiner, examine
-from speedrun.handover import hand_over
+from speedrun.ground import output, runlog, track
+from speedrun.ground.errors import CheckpointError, SpeedrunError, UsageError
+from speedrun.ground.mesh import make_mesh
 from speedrun.ledger.assemble import assemble
-from speedrun.ledger.checks.replay import REPLAY_CHECKS, Examined, tolerance
+from speedrun.ledger.checks.examination import REPLAY_CHECKS, Examined, tolerance
 from speedrun.ledger.findings import Examination, Findings, Replayed, Stretch, Wanted
 from speedrun.ledger.record import load
 from speedrun.ledger.validate import ask, find_check, validate
-from speedrun.mesh import make_mesh
-from speedrun.prepare import RunConfig
-from speedrun.program import Program
-from speedrun.recipe import Recipe
-from speedrun.referee import Asked, _owners, chosen, drawn, examined, stretches
-from speedrun.rerun import Rerun, _bring
+from speedrun.referee import sandbox
+from speedrun.referee.causality import Leak, leak, texts
+from speedrun.referee.examiner import _Examiner, examine
+from speedrun.referee.handover import hand_over
+from speedrun.referee.questions import Asked, _owners, chosen, drawn, examined, stretches
+from speedrun.referee.rerun import Rerun, _bring
+from speedrun.science.recipe import Recipe
+from speedrun.training.checkpoint import folder_of
+from speedrun.training.prepare import RunConfig
+from speedrun.training.program import Program
 
 apart = pytest.mark.skipif(
     sandbox.problem() is not None, reason=f"namespaces cannot be had here: {sandbox.problem()}"
@@ -238,7 +239,7 @@ def asking(**changes) -> Asked:
 
 
 def test_nothing_of_a_record_that_fails_is_executed(record, monkeypatch):
-    monkeypatch.setattr("speedrun.referee.Rerun", None)
+    monkeypatch.setattr("speedrun.referee.questions.Rerun", None)
     (record.root / "source.txt").write_text("#")
     report = validate(record.root)
     with pytest.raises(UsageError, match="V003 failed; nothing was executed"):
@@ -372,7 +373,7 @@ def scoring(monkeypatch):
     examiner.shards = SimpleNamespace(val=[shard])
     rows = [SimpleNamespace(tokens_BT=ids[None, at : at + 16], targets_BT=ids[None, at + 1 : at + 17])
             for at in range(0, 64 * 16, 16)]  # fmt: skip
-    monkeypatch.setattr("speedrun.examine.stream.validation_batches", lambda *_: rows)
+    monkeypatch.setattr("speedrun.referee.examiner.stream.validation_batches", lambda *_: rows)
     monkeypatch.setattr(_Examiner, "_shape_BT", (8, 16))
     return examiner, ids
 
@@ -617,7 +618,7 @@ def test_where_it_cannot_be_kept_apart_nothing_runs_unless_asked(tmp_path, monke
 def stranger(record, source: str) -> Rerun:
     """A run whose source does this when it is asked for its programs."""
     rerun = Rerun(record.root)
-    rerun._source, rerun._ours = {"speedrun/__init__.py": "", "speedrun/handover.py": source}, {}
+    rerun._source, rerun._ours = {"speedrun/__init__.py": "", "speedrun/referee/handover.py": source}, {}
     rerun._environment = {}
     return rerun
 
@@ -659,7 +660,7 @@ os.mkfifo("record/pipe")
 raise SystemExit(5)
 """
     rerun = stranger(record, "")
-    rerun._source = {"speedrun/__init__.py": "", "speedrun/train.py": code}
+    rerun._source = {"speedrun/__init__.py": "", "speedrun/training/train.py": code}
     monkeypatch.setattr(Rerun, "_config", lambda *_: {"data": None})
     with pytest.raises(SpeedrunError) as info:
         rerun.run(tmp_path / "out", seed=0, data=None, echo=terminal())
@@ -698,7 +699,7 @@ def test_the_command_has_a_record_examined_and_a_nonce_repeats_it(tmp_path, smok
 
 
 CHEAT = """
-import speedrun.loop as _loop
+import speedrun.training.loop as _loop
 
 _honest = _loop.evaluate
 

@@ -13,9 +13,9 @@ from click.testing import CliRunner
 from record_forge import forge, install_track
 from test_train import SMALL
 
-from speedrun import track
 from speedrun.cli import command, relay
-from speedrun.clock import Stopwatch
+from speedrun.ground import track
+from speedrun.ground.clock import Stopwatch
 
 KEY = "canary00" * 5
 

@@ -4,7 +4,8 @@ import ast
 import re
 from pathlib import Path
 
-from speedrun import faults, watchdog
+from speedrun.ground import faults
+from speedrun.training import watchdog
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "reliability.md").read_text()

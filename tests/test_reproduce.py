@@ -19,9 +19,10 @@ from record_forge import LOCK, LOCK_RAW, SOFTWARE, Spec, facts, forge, install_t
 from scipy import stats
 from test_train import SMALL
 
-from speedrun import cli, provenance, reproduce, runlog, sandbox, track
+from speedrun import cli
 from speedrun.cli import docker
-from speedrun.errors import NonFiniteError, SpeedrunError
+from speedrun.ground import provenance, runlog, track
+from speedrun.ground.errors import NonFiniteError, SpeedrunError
 from speedrun.ledger import reproduction
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.format import sha256
@@ -30,7 +31,8 @@ from speedrun.ledger.reproduction import Difference, Reproduction, point, verdic
 from speedrun.ledger.run import Run, read_run
 from speedrun.ledger.statistics import difference_interval, pooled_sd
 from speedrun.ledger.validate import validate
-from speedrun.rerun import Rerun
+from speedrun.referee import reproduce, sandbox
+from speedrun.referee.rerun import Rerun
 
 ROOT = Path(__file__).parent.parent
 COMMITTED = ROOT / "records" / "smoke-cpu" / "2026-11-21-six-seeds"
@@ -400,7 +402,7 @@ def test_the_source_of_the_record_runs_in_a_process_of_its_own(record, tmp_path,
     )
 
     def edit_source(files):
-        return {**files, "speedrun/train.py": script}
+        return {**files, "speedrun/training/train.py": script}
 
     forge(folder, seeds=(1,), edit_source=edit_source)
     shutil.copytree(folder / "runs", made / "runs")
@@ -417,8 +419,8 @@ def test_the_source_of_the_record_runs_in_a_process_of_its_own(record, tmp_path,
 
 @pytest.mark.slow
 def test_a_small_record_ends_in_the_same_bits(tmp_path, smoke_data):
-    from speedrun.prepare import RunConfig
-    from speedrun.train import train
+    from speedrun.training.prepare import RunConfig
+    from speedrun.training.train import train
 
     record = tmp_path / "record"
     train(RunConfig("smoke-cpu", record, overrides=SMALL, data=smoke_data))

@@ -11,10 +11,12 @@ import jax
 import pytest
 from click.testing import CliRunner, Result
 
-from speedrun import cli, cost, devices, hlo, scaling
-from speedrun.anatomy import Collective
-from speedrun.params import Layout
-from speedrun.recipe import Recipe
+from speedrun import cli
+from speedrun.ground import devices
+from speedrun.predict import cost, hlo, scaling
+from speedrun.predict.anatomy import Collective
+from speedrun.science.params import Layout
+from speedrun.science.recipe import Recipe
 
 PAGE = (Path(__file__).parent.parent / "docs" / "scaling.md").read_text()
 H100 = devices.load("h100")

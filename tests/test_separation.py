@@ -12,14 +12,15 @@ import numpy as np
 import pytest
 from adam_only import AdamOnly
 
-from speedrun import mesh, recipes, track
 from speedrun.data import inventory, python_docs, synthetic
 from speedrun.data.stream import TokenStream
-from speedrun.evaluate import evaluate
-from speedrun.mesh import DATA
-from speedrun.params import SCALARS, Params
-from speedrun.program import Program
-from speedrun.recipe import Recipe
+from speedrun.ground import mesh, track
+from speedrun.ground.mesh import DATA
+from speedrun.science import recipes
+from speedrun.science.params import SCALARS, Params
+from speedrun.science.recipe import Recipe
+from speedrun.training.evaluate import evaluate
+from speedrun.training.program import Program
 
 pytestmark = pytest.mark.slow
 

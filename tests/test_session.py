@@ -16,8 +16,8 @@ from speedrun.bench import rival, session
 from speedrun.bench.parts import FULL, TINY, parts
 from speedrun.bench.session import Part, Result
 from speedrun.cli import measure
-from speedrun.errors import SpeedrunError, UsageError
-from speedrun.recipes import record21
+from speedrun.ground.errors import SpeedrunError, UsageError
+from speedrun.science.recipes import record21
 
 ROOT = Path(__file__).parent.parent
 
@@ -26,7 +26,7 @@ FAKE = """
 import os, signal, sys, time
 import click
 from speedrun.cli import warm
-from speedrun.errors import UsageError
+from speedrun.ground.errors import UsageError
 
 before = []
 

@@ -15,13 +15,14 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speedrun import cli, track
-from speedrun.clock import Stopwatch
+from speedrun import cli
 from speedrun.data import inventory, overview, shards, synthetic
 from speedrun.data.inventory import Manifest, ShardEntry, open_track
 from speedrun.data.shards import open_shard, write_shard
 from speedrun.data.verify import verify
-from speedrun.errors import DataError, StorageError
+from speedrun.ground import track
+from speedrun.ground.clock import Stopwatch
+from speedrun.ground.errors import DataError, StorageError
 
 VOCAB_SIZE = 50257
 

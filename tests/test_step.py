@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from speedrun import mesh
-from speedrun.errors import UsageError
-from speedrun.fingerprint import fingerprint, state_hash
-from speedrun.kernels.cross_entropy import cross_entropy
-from speedrun.params import SCALARS
-from speedrun.program import Program
-from speedrun.recipe import Recipe
-from speedrun.step import TrainState
+from speedrun.ground import mesh
+from speedrun.ground.errors import UsageError
+from speedrun.science.kernels.cross_entropy import cross_entropy
+from speedrun.science.params import SCALARS
+from speedrun.science.recipe import Recipe
+from speedrun.science.step import TrainState
+from speedrun.training.fingerprint import fingerprint, state_hash
+from speedrun.training.program import Program
 
 
 def batch(recipe: Recipe, seed: int = 0) -> np.ndarray:
@@ -332,7 +332,7 @@ def test_the_first_parameter_with_a_bad_gradient_is_named(tiny, on_eight, leaf):
     program, state, _ = on_eight
     named = jax.tree.map(jnp.zeros_like, on_host(program, state))
     bad = program.layout.pack(named | {leaf: named[leaf].at[..., 0].set(jnp.nan)})
-    from speedrun.step import StepMetrics, _nonfinite
+    from speedrun.science.step import StepMetrics, _nonfinite
 
     flags = {name: _nonfinite(name, grad) for name, grad in bad.items()}
     assert program.step.first_nonfinite(StepMetrics(jnp.float32(0), jnp.float32(1), flags)) == leaf

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speedrun import cli
-from speedrun.data import pace
+from speedrun.bench import loading as pace
 from speedrun.data.shards import Shard, write_shard
 from speedrun.data.stream import (
     Batch,
@@ -28,7 +28,7 @@ from speedrun.data.stream import (
     validation_batches,
     validation_sha256,
 )
-from speedrun.errors import DataError, UsageError
+from speedrun.ground.errors import DataError, UsageError
 
 
 @pytest.fixture(scope="module")

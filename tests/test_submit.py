@@ -17,10 +17,11 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from record_forge import SOFTWARE, change, facts, forge, install_track
 
-from speedrun import cli, runlog, track
-from speedrun.console import clean
-from speedrun.errors import UsageError
-from speedrun.ledger import pull_request, submission
+from speedrun import cli
+from speedrun.board import pull_request, submission
+from speedrun.ground import runlog, track
+from speedrun.ground.console import clean
+from speedrun.ground.errors import UsageError
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.record import load
 from speedrun.ledger.validate import validate

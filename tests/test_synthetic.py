@@ -7,13 +7,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from speedrun import track
 from speedrun.data import synthetic
 from speedrun.data.inventory import ShardEntry
-from speedrun.data.lock import LOCK
 from speedrun.data.synthetic import ONE, Source
 from speedrun.data.verify import verify
-from speedrun.errors import DataError
+from speedrun.ground import track
+from speedrun.ground.errors import DataError
+from speedrun.ground.lock import LOCK
 
 SMOKE = track.load("smoke-cpu")
 assert SMOKE.synthetic is not None

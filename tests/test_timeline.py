@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speedrun.timeline import Event, length, merged, usage
+from speedrun.predict.timeline import Event, length, merged, usage
 
 END = 40
 intervals = st.tuples(st.integers(0, END), st.integers(0, END)).map(lambda pair: (min(pair), max(pair)))

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speedrun.clock import Stopwatch
 from speedrun.data import gpt2, tokenizer
 from speedrun.data.gpt2 import END_OF_TEXT
-from speedrun.errors import DataError, UsageError
+from speedrun.ground.clock import Stopwatch
+from speedrun.ground.errors import DataError, UsageError
 
 ROOT = Path(__file__).parent.parent
 RANKS = ROOT.parent / "shared" / "data" / "gpt2-bpe" / "r50k_base.tiktoken"

@@ -23,22 +23,24 @@ import pytest
 from click.testing import CliRunner
 from jax.experimental.compilation_cache import compilation_cache
 
-from speedrun import console, mesh, provenance, recipes, runlog, sandbox, signals, step, track
 from speedrun.cli import command
 from speedrun.cli.run import card, following, parse_settings
-from speedrun.clock import now
 from speedrun.data import inventory, shards, synthetic
-from speedrun.errors import DataError, NonFiniteError, Terminated, UsageError
+from speedrun.ground import console, mesh, provenance, runlog, signals, track
+from speedrun.ground.clock import now
+from speedrun.ground.errors import DataError, NonFiniteError, Terminated, UsageError
+from speedrun.ground.sourcefile import split_source
 from speedrun.ledger import format
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.validate import validate
-from speedrun.loop import _compilations
-from speedrun.outcome import Tally
-from speedrun.prepare import RunConfig, prepare
-from speedrun.program import Program
-from speedrun.recipe import Stage
-from speedrun.sourcefile import split_source
-from speedrun.train import _announce, train
+from speedrun.referee import sandbox
+from speedrun.science import recipes, step
+from speedrun.science.recipe import Stage
+from speedrun.training.loop import _compilations
+from speedrun.training.outcome import Tally
+from speedrun.training.prepare import RunConfig, prepare
+from speedrun.training.program import Program
+from speedrun.training.train import _announce, train
 
 #: The smoke recipe, small enough for a test; 12 steps.
 SMALL = {
@@ -208,8 +210,12 @@ def test_a_replay_of_the_closure_gives_identical_losses(record, smoke_data, tmp_
 
 def test_the_closure_holds_the_science_and_no_command_line(record):
     files = split_source((record / "source.txt").read_text())
-    assert next(iter(files)) == "speedrun/recipes/smoke.py"
-    assert {"speedrun/step.py", "speedrun/models/record21.py", "speedrun/tracks/smoke-cpu.toml"} <= set(files)
+    assert next(iter(files)) == "speedrun/science/recipes/smoke.py"
+    assert {
+        "speedrun/science/step.py",
+        "speedrun/science/models/record21.py",
+        "speedrun/tracks/smoke-cpu.toml",
+    } <= set(files)
     assert not [path for path in files if path.startswith("speedrun/cli")]
     assert not [path for path in files if "webmini" in path]
 
@@ -288,7 +294,7 @@ def test_a_run_that_breaks_off_tells_what_it_read(tmp_path, smoke_data, monkeypa
         if len(calls) == 5:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("speedrun.loop._log_stage_change", interrupt)
+    monkeypatch.setattr("speedrun.training.loop._log_stage_change", interrupt)
     with pytest.raises(KeyboardInterrupt):
         train(RunConfig("smoke-cpu", out, overrides=SMALL, data=smoke_data))
     assemble(out, title="interrupted", declared_runs=1)

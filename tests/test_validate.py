@@ -32,9 +32,9 @@ from record_forge import (
 )
 from test_provenance import git
 
-from speedrun import runlog, track
 from speedrun.cli.validate import command
-from speedrun.errors import UsageError
+from speedrun.ground import runlog, track
+from speedrun.ground.errors import UsageError
 from speedrun.ledger import history as history_module
 from speedrun.ledger.assemble import HEAD_END, assemble
 from speedrun.ledger.checks import CHECKS
@@ -263,7 +263,7 @@ def history(tmp_path, monkeypatch) -> Callable[[dict[str, str]], str]:
     return commit
 
 
-CLOCK = "speedrun/clock.py"
+CLOCK = "speedrun/ground/clock.py"
 RUN_LOCK = {"requirements/run.lock": LOCK_RAW.decode()}
 
 
@@ -281,7 +281,7 @@ def test_an_older_record_is_compared_with_its_commit(folder, history):
     shutil.rmtree(folder)
     forge(folder, edit_log=edit_log, edit_source=with_clock(SOURCE[CLOCK] + "# as it never was\n"))
     assert list(found(folder)) == ["V503"]
-    assert found(folder)["V503"] == (f"speedrun/clock.py differs from commit {older[:12]}",)
+    assert found(folder)["V503"] == (f"speedrun/ground/clock.py differs from commit {older[:12]}",)
     shutil.rmtree(folder)
     forge(folder, edit_log=edit_log)
     assert found(folder) == {}, "a file of this version is nothing to refuse"
@@ -452,7 +452,7 @@ def test_the_command_explains(folder):
 
 
 def test_nothing_heavy_is_imported():
-    code = "import speedrun.ledger.validate, speedrun.ledger.plot, sys; print(*sys.modules)"
+    code = "import speedrun.ledger.validate, speedrun.board.record_plot, sys; print(*sys.modules)"
     loaded = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.split()

@@ -14,15 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from speedrun import mesh as meshes
-from speedrun import nn
 from speedrun.data import imitation
-from speedrun.errors import unknown
-from speedrun.kernels import attention_triton, cross_entropy_gpu, qk_norm_triton
-from speedrun.kernels.attention import attention, sight
-from speedrun.kernels.choose import AttentionCall, QkNormCall, choose_attention, choose_qk_norm
-from speedrun.kernels.cross_entropy import cross_entropy
-from speedrun.kernels.qk_norm import qk_norm
+from speedrun.ground import mesh as meshes
+from speedrun.ground.errors import unknown
+from speedrun.science import nn
+from speedrun.science.kernels import attention_triton, cross_entropy_gpu, qk_norm_triton
+from speedrun.science.kernels.attention import attention, sight
+from speedrun.science.kernels.choose import AttentionCall, QkNormCall, choose_attention, choose_qk_norm
+from speedrun.science.kernels.cross_entropy import cross_entropy
+from speedrun.science.kernels.qk_norm import qk_norm
 
 #: Of a sum over tokens, whose roundings cancel.
 _LOSS = {"loss": 2e-3}

@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from speedrun import mesh as meshes
 from speedrun.bench.timing import FormTimings, compare_forms
-from speedrun.errors import unknown
-from speedrun.kernels.attention import Sight, sight
-from speedrun.kernels.choose import ATTENTION, AttentionCall, choose_attention
+from speedrun.ground import mesh as meshes
+from speedrun.ground.errors import unknown
+from speedrun.science.kernels.attention import Sight, sight
+from speedrun.science.kernels.choose import ATTENTION, AttentionCall, choose_attention
 
 _SCALE = 0.12
 

@@ -11,11 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from speedrun import mesh as meshes
 from speedrun.bench.timing import Timing, compare
-from speedrun.errors import UsageError
-from speedrun.kernels import cross_entropy_gpu
-from speedrun.kernels.cross_entropy import cross_entropy, summed_cross_entropy
+from speedrun.ground import mesh as meshes
+from speedrun.ground.errors import UsageError
+from speedrun.science.kernels import cross_entropy_gpu
+from speedrun.science.kernels.cross_entropy import cross_entropy, summed_cross_entropy
 
 _CAP = 15.0
 

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import optax
 
 from speedrun.bench.timing import Timing, compare
-from speedrun.errors import UsageError
-from speedrun.optim.groups import MuonAndAdam
-from speedrun.optim.muon import orthogonalize
-from speedrun.params import SHARDS
-from speedrun.program import Program
+from speedrun.ground.errors import UsageError
+from speedrun.science.optim.groups import MuonAndAdam
+from speedrun.science.optim.muon import orthogonalize
+from speedrun.science.params import SHARDS
+from speedrun.training.program import Program
 
 
 def muon(program: Program, num_devices: int) -> list[Timing]:

@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from speedrun import mesh as meshes
-from speedrun import nn
 from speedrun.bench.timing import FormTimings, compare_forms
-from speedrun.kernels.choose import QK_NORM, QkNormCall, choose_qk_norm
+from speedrun.ground import mesh as meshes
+from speedrun.science import nn
+from speedrun.science.kernels.choose import QK_NORM, QkNormCall, choose_qk_norm
 
 
 def norm(*, num_tokens: int, num_heads: int, head_dim: int) -> FormTimings:

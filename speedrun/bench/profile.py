@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import jax
 
-from speedrun import anatomy, hlo
-from speedrun.bench.step import NO_COMMAND_BUFFERS, lowered_step
-from speedrun.errors import SpeedrunError
-from speedrun.program import Program
-from speedrun.timeline import Event, Usage, usage
+from speedrun.bench.steps import NO_COMMAND_BUFFERS, lowered_step
+from speedrun.ground.errors import SpeedrunError
+from speedrun.predict import anatomy, hlo
+from speedrun.predict.timeline import Event, Usage, usage
+from speedrun.training.program import Program
 
 _CONTROL = {"while", "conditional", "call"}  #: a CPU reports these around what they run
 

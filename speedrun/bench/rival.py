@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from speedrun.errors import SpeedrunError, UsageError
+from speedrun.ground.errors import SpeedrunError, UsageError
 
 _POINTS = 12  #: of the curve
 

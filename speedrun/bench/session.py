@@ -21,9 +21,9 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from speedrun.clock import Stopwatch, now
-from speedrun.data.wholefile import write_whole
-from speedrun.errors import UsageError, unknown
+from speedrun.ground.clock import Stopwatch, now
+from speedrun.ground.errors import UsageError, unknown
+from speedrun.ground.wholefile import write_whole
 
 MOST_ARCHIVE_BYTES = 16 * 2**20
 _GRACE_S = 3.0  #: beyond a part's limit, for its stacks to be written

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from speedrun.clock import Stopwatch
-from speedrun.kernels.choose import Choice, Form
+from speedrun.ground.clock import Stopwatch
+from speedrun.science.kernels.choose import Choice, Form
 
 _TRIALS = 7
 

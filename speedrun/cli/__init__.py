@@ -15,8 +15,8 @@ import click
 
 from speedrun import __version__
 from speedrun.cli.options import Group
-from speedrun.errors import EXIT_CODES, INTERRUPTED, Terminated, UsageError, unknown
-from speedrun.output import expected, leave, lost_output, outlive_readers
+from speedrun.ground.errors import EXIT_CODES, INTERRUPTED, Terminated, UsageError, unknown
+from speedrun.ground.output import expected, leave, lost_output, outlive_readers
 
 COMMANDS = {
     "doctor": "Say what this machine can run, and what to type next.",
@@ -86,7 +86,7 @@ class _Commands(Group):
 
 def _fail(said: str, exit_code: int, words: list[str]) -> NoReturn:
     """Says one line and exits. The words are asked for --json, for a command may have failed to read them."""
-    from speedrun.console import clean  # not light enough for --help
+    from speedrun.ground.console import clean  # not light enough for --help
 
     said = clean(" ".join(said.split()), limit=len(said))  # of what a file or a library said, too
     if "--json" in words:

@@ -4,7 +4,7 @@ import click
 
 from speedrun.cli import experiment
 from speedrun.cli.options import example, parse_settings, settings_option
-from speedrun.errors import UsageError
+from speedrun.ground.errors import UsageError
 
 
 @click.command(
@@ -20,7 +20,7 @@ from speedrun.errors import UsageError
     metavar="NAME,...",
     default="all",
     show_default=True,
-    help="What to switch off, one at a time: names of speedrun/features.py.",
+    help="What to switch off, one at a time: names of speedrun/study/features.py.",
 )
 @click.option(
     "--ladder", is_flag=True, help="Instead: the recipe and its ancestors, each against its parent."

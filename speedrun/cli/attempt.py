@@ -17,8 +17,6 @@ from typing import Any, NoReturn
 import click
 import msgspec
 
-from speedrun import children, clock, devices, provenance, signals
-from speedrun import track as tracks
 from speedrun.cli.child import as_shell
 from speedrun.cli.options import (
     Integer,
@@ -33,10 +31,12 @@ from speedrun.cli.options import (
 )
 from speedrun.cli.run import new_folder
 from speedrun.data import inventory
-from speedrun.data.lock import alone_in
-from speedrun.data.wholefile import write_whole
 from speedrun.doctor import nvidia
-from speedrun.errors import SpeedrunError, UsageError, meaning
+from speedrun.ground import children, clock, devices, provenance, signals
+from speedrun.ground import track as tracks
+from speedrun.ground.errors import SpeedrunError, UsageError, meaning
+from speedrun.ground.lock import alone_in
+from speedrun.ground.wholefile import write_whole
 from speedrun.ledger import format
 from speedrun.ledger.batch import Standing, standing
 from speedrun.ledger.record import load

@@ -12,8 +12,7 @@ from typing import Any, NoReturn
 import click
 import msgspec
 
-from speedrun import signals
-from speedrun import track as tracks
+from speedrun.board.record_plot import plot
 from speedrun.cli.child import alone, as_shell, ended
 from speedrun.cli.data_prep import ensure_docs
 from speedrun.cli.options import (
@@ -34,11 +33,12 @@ from speedrun.cli.options import (
 from speedrun.cli.race import find, ghost_option
 from speedrun.cli.relay import relayed, wandb_option
 from speedrun.cli.run import card, new_folder
-from speedrun.errors import NonFiniteError, UsageError, meaning
+from speedrun.ground import signals
+from speedrun.ground import track as tracks
+from speedrun.ground.errors import NonFiniteError, UsageError, meaning
 from speedrun.ledger import format, statistics
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.batch import Standing, standing
-from speedrun.ledger.plot import plot
 from speedrun.ledger.record import load
 from speedrun.ledger.salvage import salvage
 from speedrun.ledger.validate import validate
@@ -136,7 +136,7 @@ def command(
             "expected_loss": expect,
         }
         ensure_docs(rules, data)
-        _child(ctx, "speedrun.declare", promise, to_stderr=as_json)
+        _child(ctx, "speedrun.study.declare", promise, to_stderr=as_json)
         folder = Path(config["out"])
     else:
         only_with_resume(ctx, "data", "title", "ghost", "wandb")

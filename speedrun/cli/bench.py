@@ -10,7 +10,7 @@ import msgspec
 from speedrun.cli import data_prep, measure
 from speedrun.cli.options import Group, Integer, example, json_option, parse_settings, settings_option
 from speedrun.cli.program import asked_program, program_options
-from speedrun.errors import UsageError
+from speedrun.ground.errors import UsageError
 
 if TYPE_CHECKING:
     from speedrun.bench.timing import FormTimings, Timing
@@ -48,9 +48,10 @@ def head(*, tokens: int, dim: int, vocab: int, as_json: bool) -> None:
 def muon(*, recipe: str, devices: str, settings: tuple[str, ...], as_json: bool) -> None:
     """Newton-Schulz on the matrices of one device, against its products alone and against optax."""
     overrides = parse_settings(settings)
-    from speedrun import mesh, recipes
     from speedrun.bench.muon import muon as measure
-    from speedrun.program import Program
+    from speedrun.ground import mesh
+    from speedrun.science import recipes
+    from speedrun.training.program import Program
 
     mesh.prepare("any")
     program = Program(recipes.load(recipe).override(overrides), mesh.make_mesh(1))
@@ -64,8 +65,8 @@ def health(*, devices: int | None, as_json: bool) -> None:
     """What all devices together reach: products, memory, collectives, transfers from the host."""
     import jax
 
-    from speedrun import mesh
-    from speedrun.bench.health import measure
+    from speedrun.bench.machine import measure
+    from speedrun.ground import mesh
 
     mesh.prepare("any")
     found = measure(mesh.make_mesh(devices or len(jax.devices())))
@@ -87,8 +88,8 @@ def agree(ctx: click.Context, *, kernel: str, tiny: bool, as_json: bool) -> None
 
     Exits with 1 if an error is larger than the kernel's rounding explains.
     """
-    from speedrun import mesh
     from speedrun.bench.agreement import FULL, TINY, compare
+    from speedrun.ground import mesh
 
     mesh.prepare("any")
     rows = []
@@ -175,8 +176,8 @@ def step(
 ) -> None:
     """The training step as a run takes it, one ahead: milliseconds, tokens per second, MFU, memory."""
     program = asked_program(first_step=first_step, **asked)
-    from speedrun.bench.step import step as measure
-    from speedrun.data import pace
+    from speedrun.bench import loading as pace
+    from speedrun.bench.steps import step as measure
 
     result = measure(
         program,
@@ -217,7 +218,7 @@ def loader(
     *, data: Path | None, sequences: int, seq_len: int, step_ms: int, steps: int, as_json: bool
 ) -> None:
     """Batches from shards, against what eight H100 use up: tokens per second, waiting, the first batch."""
-    from speedrun.data import pace
+    from speedrun.bench import loading as pace
 
     if data is None:
         click.echo("two shards of 100 million tokens are written for this, and removed", err=True)
@@ -245,7 +246,8 @@ def text_to_shards(*, sources: tuple[str, ...], name: str, workers: int, column:
     """Text to shards with tiktoken and with gigatoken, against tiktoken in one thread; equal bytes or an error."""
     if not sources:
         raise UsageError("no --source; text is needed; name a file or a folder")
-    from speedrun.data import prep_speed, tokenizer
+    from speedrun.bench import preparing as prep_speed
+    from speedrun.data import tokenizer
     from speedrun.data.sources import open_source
 
     choice = tokenizer.choose(name, engine="gigatoken")

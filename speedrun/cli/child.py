@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
-from speedrun import children
-from speedrun.data.wholefile import write_whole
-from speedrun.errors import UsageError
+from speedrun.ground import children
+from speedrun.ground.errors import UsageError
+from speedrun.ground.wholefile import write_whole
 
 
 def ended(module: str, request: dict[str, Any], *, to_stderr: bool, keep_open: tuple[int, ...] = ()) -> int:

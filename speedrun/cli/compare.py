@@ -8,13 +8,13 @@ import click
 import msgspec
 
 from speedrun.cli.options import Integer, data_option, example, json_option, unsafe_option
-from speedrun.data.wholefile import write_whole
-from speedrun.errors import SpeedrunError, UsageError
+from speedrun.ground.errors import SpeedrunError, UsageError
+from speedrun.ground.wholefile import write_whole
 from speedrun.ledger.batch import seeds_from
-from speedrun.ledger.comparison import Comparison, compare
 from speedrun.ledger.run import Run
-from speedrun.rerun import Rerun
-from speedrun.sandbox import protections
+from speedrun.referee.rerun import Rerun
+from speedrun.referee.sandbox import protections
+from speedrun.study.comparison import Comparison, compare
 
 
 @click.command(epilog=example("speedrun compare records/smoke-cpu/2026-11-21-first runs/mine --pairs 3"))

@@ -5,16 +5,16 @@ from pathlib import Path
 import click
 import msgspec
 
-from speedrun import signals
-from speedrun import track as tracks
 from speedrun.cli import data_prep
 from speedrun.cli.options import Group, Integer, data_option, example, json_option, track_option
 from speedrun.cli.progress import Progress
-from speedrun.console import clean, quantity
 from speedrun.data import inventory, overview, synthetic
 from speedrun.data.verify import verify as verify_shards
-from speedrun.errors import Terminated, UsageError
-from speedrun.track import Hub, Track
+from speedrun.ground import signals
+from speedrun.ground import track as tracks
+from speedrun.ground.console import clean, quantity
+from speedrun.ground.errors import Terminated, UsageError
+from speedrun.ground.track import Hub, Track
 
 #: `--out DIR`, as the argument `out`.
 _out_option = click.option(

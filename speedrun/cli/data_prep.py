@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any, Self, TextIO
 import click
 import msgspec
 
-from speedrun import signals
-from speedrun import track as tracks
 from speedrun.cli.options import Integer, example, json_option, track_option
-from speedrun.clock import Stopwatch
-from speedrun.console import clean, duration, quantity
 from speedrun.data import documents, inventory, prep, python_docs, tokenizer
 from speedrun.data.gpt2 import END_OF_TEXT
 from speedrun.data.hub_rows import HUB
-from speedrun.data.lock import alone_in
 from speedrun.data.sources import open_source
 from speedrun.data.text_files import READERS
-from speedrun.errors import Terminated, UsageError
-from speedrun.track import Track
+from speedrun.ground import signals
+from speedrun.ground import track as tracks
+from speedrun.ground.clock import Stopwatch
+from speedrun.ground.console import clean, duration, quantity
+from speedrun.ground.errors import Terminated, UsageError
+from speedrun.ground.lock import alone_in
+from speedrun.ground.track import Track
 
 if TYPE_CHECKING:
     from rich.progress import Progress

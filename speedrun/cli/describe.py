@@ -6,7 +6,7 @@ import click
 
 from speedrun.cli.options import example
 from speedrun.cli.validate import need_record
-from speedrun.errors import UsageError
+from speedrun.ground.errors import UsageError
 from speedrun.ledger.assemble import assemble
 
 

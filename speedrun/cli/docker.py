@@ -7,10 +7,10 @@ from pathlib import Path
 
 import click
 
-from speedrun import children
-from speedrun import track as tracks
-from speedrun.console import clean
-from speedrun.errors import EXIT_CODES, SpeedrunError, UsageError, meaning
+from speedrun.ground import children
+from speedrun.ground import track as tracks
+from speedrun.ground.console import clean
+from speedrun.ground.errors import EXIT_CODES, SpeedrunError, UsageError, meaning
 from speedrun.ledger.format import Manifest
 from speedrun.ledger.history import ROOT
 

@@ -8,13 +8,13 @@ from typing import Any
 import click
 import msgspec
 
-from speedrun import devices
-from speedrun import track as tracks
 from speedrun.cli.options import example, json_option, price_option
-from speedrun.console import clean
 from speedrun.doctor import qualify
 from speedrun.doctor.check import Check
-from speedrun.doctor.examine import checks as examine
+from speedrun.doctor.checkup import checks as examine
+from speedrun.ground import devices
+from speedrun.ground import track as tracks
+from speedrun.ground.console import clean
 
 _RECORDS = Path("records")
 _SIGNS = {"ok": "[green]✓[/]", "note": "[yellow]![/]", "bad": "[red]✗[/]"}

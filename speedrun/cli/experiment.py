@@ -13,23 +13,23 @@ from typing import Any, NoReturn
 import click
 import msgspec
 
-from speedrun import provenance
-from speedrun import track as tracks
+from speedrun.board.record_plot import plot
 from speedrun.cli.child import alone, as_shell, ended
 from speedrun.cli.data_prep import ensure_docs
 from speedrun.cli.options import Decorator, Integer, data_option, json_option, only_with_resume, track_option
 from speedrun.cli.run import new_folder
-from speedrun.console import clean, duration
-from speedrun.data.wholefile import write_whole
-from speedrun.errors import NonFiniteError, SpeedrunError, UsageError, meaning
-from speedrun.ledger import experiment as experiments
+from speedrun.ground import provenance
+from speedrun.ground import track as tracks
+from speedrun.ground.console import clean, duration
+from speedrun.ground.errors import NonFiniteError, SpeedrunError, UsageError, meaning
+from speedrun.ground.wholefile import write_whole
 from speedrun.ledger import format
 from speedrun.ledger.assemble import assemble
-from speedrun.ledger.comparison import RATE_FROM
-from speedrun.ledger.effects import LEVEL, NEGLIGIBLE, Effect, Finding, Summary, summary, winner
-from speedrun.ledger.experiment import EXPERIMENT, Kind, Runs, Trial
-from speedrun.ledger.forest import forest
-from speedrun.ledger.plot import plot
+from speedrun.study import trials as experiments
+from speedrun.study.comparison import RATE_FROM
+from speedrun.study.effects import LEVEL, NEGLIGIBLE, Effect, Finding, Summary, summary, winner
+from speedrun.study.forest import forest
+from speedrun.study.trials import EXPERIMENT, Kind, Runs, Trial
 
 _OPTIONS: Sequence[Decorator] = (
     track_option(),
@@ -106,7 +106,7 @@ def _designed(
         "features": features,
         "variants": variants,
     }
-    if code := ended("speedrun.design", request, to_stderr=True):
+    if code := ended("speedrun.study.design", request, to_stderr=True):
         ctx.exit(as_shell(code))
     return folder
 
@@ -150,7 +150,9 @@ class _Performance:
         """Before hours of runs that would be another experiment's."""
         rules = [tracks.TRACKS_DIR / f"{self._track}.toml"]
         for recipe, sha256 in sorted({(arm.recipe, arm.source_sha256) for arm in self._plan.arms}):
-            source = provenance.closure([f"speedrun.recipes.{recipe}", "speedrun.train"], rules)
+            source = provenance.closure(
+                [f"speedrun.science.recipes.{recipe}", "speedrun.training.train"], rules
+            )
             if format.sha256(source.encode()) != sha256:
                 raise UsageError(
                     f"the source of {recipe} changed since {self._folder} was designed; restore it, or begin anew"
@@ -167,7 +169,9 @@ class _Performance:
                 f"run {number} of {len(wanted)}  {trial.arm.name}  seed {trial.seed}  {left} left, {_eta(runs, left)}"
             )
             out = experiments.new_folder(self._folder, self._plan, trial)
-            code = ended("speedrun.train", self._request(trial, out), to_stderr=True, keep_open=(lock,))
+            code = ended(
+                "speedrun.training.train", self._request(trial, out), to_stderr=True, keep_open=(lock,)
+            )
             runs |= experiments.completed(self._folder, self._plan, [trial])
             run = runs.get((trial.arm.name, trial.seed))
             if run is not None:

@@ -6,7 +6,7 @@ import click
 import msgspec
 
 from speedrun.cli.options import example, json_option
-from speedrun.ledger.export import FORMS, export
+from speedrun.exchange.exports import FORMS, export
 from speedrun.ledger.record import load
 
 

@@ -7,12 +7,13 @@ import click
 import msgspec
 
 from speedrun.cli.options import Integer, example, json_option
-from speedrun.console import clean
-from speedrun.data.wholefile import write_whole
-from speedrun.errors import UsageError
-from speedrun.ledger import context, foreign, noise
-from speedrun.ledger.context import Context, ContextRun
-from speedrun.ledger.noise import Band, Group, Noise
+from speedrun.exchange import context, foreign
+from speedrun.exchange.context import Context, ContextRun
+from speedrun.ground.console import clean
+from speedrun.ground.errors import UsageError
+from speedrun.ground.wholefile import write_whole
+from speedrun.study import noise
+from speedrun.study.noise import Band, Group, Noise
 
 _MOST_SHOWN = 5  #: problems of a file
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import click
 
-from speedrun import clock
-from speedrun import devices as kinds
-from speedrun import track as tracks
 from speedrun.cli.options import parse_settings
-from speedrun.errors import UsageError
+from speedrun.ground import clock
+from speedrun.ground import devices as kinds
+from speedrun.ground import track as tracks
+from speedrun.ground.errors import UsageError
+from speedrun.ground.track import Track
 from speedrun.launch import kubernetes, skypilot
 from speedrun.launch.job import Job, clock_time, is_bucket
-from speedrun.track import Track
 
 #: Options that one cluster alone understands.
 _OWN = {
@@ -168,10 +168,10 @@ def _check_division(track: Track, given: dict[str, Any], nodes: int, gpus: int) 
     # JAX is imported only now: an error above should not wait for it.
     from jax.sharding import AbstractMesh
 
-    from speedrun import recipes
-    from speedrun.mesh import DATA, REPLICA
-    from speedrun.params import SHARDS
-    from speedrun.program import Program
+    from speedrun.ground.mesh import DATA, REPLICA
+    from speedrun.science import recipes
+    from speedrun.science.params import SHARDS
+    from speedrun.training.program import Program
 
     recipe = recipes.load(given["recipe"] or track.recipe).override(parse_settings(given["settings"]))
     replicas = given.get("replicas") or nodes
@@ -229,7 +229,9 @@ def _seconds(limit: str | None) -> int | None:
 def _expected_s(track: Track, given: dict[str, Any], gpus: int, gpu: str, runs: int) -> tuple[int, str]:
     """A limit that a healthy run keeps, and what it follows from."""
     # JAX is imported only now: an error above should not wait for it.
-    from speedrun import budget, plan, recipes
+    from speedrun.predict import plan
+    from speedrun.science import recipes
+    from speedrun.study import budget
 
     recipe = recipes.load(given["recipe"] or track.recipe).override(parse_settings(given["settings"]))
     planned = None

@@ -14,12 +14,12 @@ from typing import Any
 import click
 import msgspec
 
-from speedrun import devices as kinds
-from speedrun import signals
 from speedrun.cli.job import job_of
 from speedrun.cli.options import Integer, Number, example, json_option, track_option
-from speedrun.data.wholefile import write_whole
-from speedrun.errors import UsageError, unknown
+from speedrun.ground import devices as kinds
+from speedrun.ground import signals
+from speedrun.ground.errors import UsageError, unknown
+from speedrun.ground.wholefile import write_whole
 
 #: What each cluster is started with; FILE is put in, or else the text goes to the standard input.
 _CLIENTS = {

@@ -5,12 +5,12 @@ from pathlib import Path
 import click
 import msgspec
 
+from speedrun.board import pages as board_pages
+from speedrun.board.progress import pictures
+from speedrun.board.standings import Board, read
 from speedrun.cli.options import Decorator, Group, example, json_option
-from speedrun.console import clean
-from speedrun.errors import SpeedrunError, UsageError
-from speedrun.ledger import board_pages
-from speedrun.ledger.board import Board, read
-from speedrun.ledger.board_plots import pictures
+from speedrun.ground.console import clean
+from speedrun.ground.errors import SpeedrunError, UsageError
 
 _records_option: Decorator = click.option(
     "--records",

@@ -10,17 +10,18 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from speedrun import provenance, signals
-from speedrun import track as tracks
+from speedrun.bench import loading as pace
 from speedrun.bench import session
 from speedrun.bench.parts import FULL, TINY, Size, parts
 from speedrun.bench.rival import compared, executable, ours, theirs
 from speedrun.cli.options import Integer, Number, attention_option, example, json_option, settings_option
-from speedrun.clock import today
-from speedrun.data import imitation, pace, stream
-from speedrun.data.wholefile import write_whole
+from speedrun.data import imitation, stream
 from speedrun.doctor import cuda, nvidia
-from speedrun.errors import SpeedrunError, UsageError
+from speedrun.ground import provenance, signals
+from speedrun.ground import track as tracks
+from speedrun.ground.clock import today
+from speedrun.ground.errors import SpeedrunError, UsageError
+from speedrun.ground.wholefile import write_whole
 
 if TYPE_CHECKING:
     from speedrun.bench.session import Part, Result
@@ -210,8 +211,8 @@ def rival(
     It is called with --shards DIR --steps N --first-step I --sequences N --seq-len N, and writes a line of JSON for
     each step: {"step": i, "time_s": seconds since the first began, "loss": nats}.
     """
-    from speedrun import recipes
     from speedrun.cli.options import parse_settings
+    from speedrun.science import recipes
 
     program = executable(folder)
     chosen = recipes.load(recipe).override(parse_settings(settings))
@@ -252,11 +253,11 @@ def rival(
 @click.command(epilog=example("speedrun bench target"))
 @json_option
 def target(*, as_json: bool) -> None:
-    """Print what XLA must be told of this GPU to compile for it elsewhere (`speedrun/devices.py`)."""
+    """Print what XLA must be told of this GPU to compile for it elsewhere (`speedrun/ground/devices.py`)."""
     import jax
     from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 
-    from speedrun import mesh
+    from speedrun.ground import mesh
 
     mesh.prepare("any")
     try:

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from speedrun.errors import UsageError, unknown
+from speedrun.ground.errors import UsageError, unknown
 
 Decorator = Callable[[Callable[..., object]], Callable[..., object]]
 

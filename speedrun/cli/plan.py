@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from speedrun import devices as kinds
-from speedrun import track as tracks
 from speedrun.cli.options import (
     Decorator,
     Integer,
@@ -17,12 +15,14 @@ from speedrun.cli.options import (
     parse_settings,
     settings_option,
 )
-from speedrun.errors import SpeedrunError, UsageError
+from speedrun.ground import devices as kinds
+from speedrun.ground import track as tracks
+from speedrun.ground.errors import SpeedrunError, UsageError
 
 if TYPE_CHECKING:
-    from speedrun.budget import Budget
-    from speedrun.cost import Line
-    from speedrun.plan import Basis, Plan, StagePlan
+    from speedrun.predict.cost import Line
+    from speedrun.predict.plan import Basis, Plan, StagePlan
+    from speedrun.study.budget import Budget
 
 _RECORDS = Path("records")
 
@@ -98,9 +98,9 @@ def command(
     overrides = parse_settings(settings)
     name = recipe or (rules.recipe if rules else "smoke")
     # JAX is imported only now: nothing above needs it, and an error above should not wait for it.
-    from speedrun import budget as budgets
-    from speedrun import plan as planning
-    from speedrun import recipes
+    from speedrun.predict import plan as planning
+    from speedrun.science import recipes
+    from speedrun.study import budget as budgets
 
     chosen = recipes.load(name).override(overrides)
     plan, too_large, batch = None, None, None
@@ -127,7 +127,7 @@ def command(
 
 def _basis(*, compiled: bool | None) -> "Basis":
     """What was asked for; else the compiled program, where it can be had."""
-    from speedrun.deviceless import missing_wheels
+    from speedrun.predict.deviceless import missing_wheels
 
     if compiled is None and (missing := missing_wheels()):
         click.echo(f"plan: no compiler here ({', '.join(missing)} missing): by arithmetic", err=True)

@@ -6,12 +6,12 @@ from pathlib import Path
 import click
 import msgspec
 
+from speedrun.board.progress import pareto, results
+from speedrun.board.record_plot import KINDS, Kind, plot
+from speedrun.board.standings import LeftOut, Row, row_of
 from speedrun.cli.options import example, json_option
-from speedrun.console import clean
-from speedrun.errors import UsageError
-from speedrun.ledger.board import LeftOut, Row, row_of
-from speedrun.ledger.board_plots import pareto, results
-from speedrun.ledger.plot import KINDS, Kind, plot
+from speedrun.ground.console import clean
+from speedrun.ground.errors import UsageError
 
 
 @click.command(

@@ -11,7 +11,7 @@ from speedrun.cli.program import asked_program, program_options
 
 if TYPE_CHECKING:
     from speedrun.bench.profile import Profile, Row
-    from speedrun.timeline import Usage
+    from speedrun.predict.timeline import Usage
 
 _GAPS = 3  #: shown of each device
 _SHOWN_SHARE = 0.01

@@ -12,10 +12,10 @@ from speedrun.cli.options import (
     parse_settings,
     settings_option,
 )
-from speedrun.errors import UsageError
+from speedrun.ground.errors import UsageError
 
 if TYPE_CHECKING:
-    from speedrun.program import Program
+    from speedrun.training.program import Program
 
 _OPTIONS: tuple[Decorator, ...] = (
     click.option("--recipe", metavar="NAME", default="smoke", show_default=True, help="What to train."),
@@ -53,8 +53,10 @@ def asked_program(
     overrides = parse_settings(settings)
     import jax
 
-    from speedrun import footprint, mesh, recipes
-    from speedrun.program import Program
+    from speedrun.ground import mesh
+    from speedrun.science import recipes
+    from speedrun.training import footprint
+    from speedrun.training.program import Program
 
     chosen = recipes.load(recipe).override(overrides)
     if first_step >= chosen.num_steps:

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Self
 
 import click
 
-from speedrun.clock import Stopwatch
-from speedrun.console import clean, duration, quantity
+from speedrun.ground.clock import Stopwatch
+from speedrun.ground.console import clean, duration, quantity
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar

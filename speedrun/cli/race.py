@@ -10,12 +10,12 @@ from typing import TextIO
 import click
 import msgspec
 
-from speedrun import console
+from speedrun.board import ghost as ghosts
+from speedrun.board.ghost import Ghost
 from speedrun.cli.options import Decorator
-from speedrun.errors import UsageError
-from speedrun.ledger import ghost as ghosts
-from speedrun.ledger.ghost import Ghost
-from speedrun.output import told
+from speedrun.ground import console
+from speedrun.ground.errors import UsageError
+from speedrun.ground.output import told
 
 _RECORDS = Path("records")
 
@@ -61,8 +61,8 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def main(path: Path) -> None:
     """Runs what a request says."""
-    from speedrun.prepare import RunConfig, decoded
-    from speedrun.train import train
+    from speedrun.training.prepare import RunConfig, decoded
+    from speedrun.training.train import train
 
     request = msgspec.json.decode(path.read_bytes(), type=Request)
     config = decoded(request.config, RunConfig)

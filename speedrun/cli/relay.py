@@ -22,12 +22,12 @@ from typing import IO, Any
 
 import click
 
-from speedrun import console, runlog
+from speedrun.board import leaks
 from speedrun.cli.options import Decorator
-from speedrun.errors import UsageError, meaning
-from speedrun.ledger import leaks
-from speedrun.ledger.wandb_run import ENVIRONMENT, WandbRun
-from speedrun.output import told
+from speedrun.exchange.wandb_run import ENVIRONMENT, WandbRun
+from speedrun.ground import console, runlog
+from speedrun.ground.errors import UsageError, meaning
+from speedrun.ground.output import told
 
 _LEAVE_S = 10.0  #: from the end of the run until wandb must have everything
 _LOOK_S = 1.0  #: between two looks at the logs

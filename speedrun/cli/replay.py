@@ -8,8 +8,8 @@ import click
 import msgspec
 
 from speedrun.cli.options import data_option, example, json_option, unsafe_option
-from speedrun.rerun import Rerun
-from speedrun.sandbox import protections
+from speedrun.referee.rerun import Rerun
+from speedrun.referee.sandbox import protections
 
 
 @click.command(epilog=example("speedrun replay records/smoke-cpu/2026-11-21-first"))

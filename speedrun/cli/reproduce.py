@@ -8,22 +8,22 @@ from statistics import fmean
 import click
 import msgspec
 
-from speedrun import reproduce
 from speedrun.cli import docker
 from speedrun.cli.child import alone
 from speedrun.cli.options import Integer, data_option, example, json_option, unsafe_option
 from speedrun.cli.progress import Progress
-from speedrun.clock import Stopwatch
-from speedrun.console import clean, duration
-from speedrun.data.wholefile import write_whole
-from speedrun.errors import NonFiniteError, SpeedrunError, UsageError
-from speedrun.ledger import circumstances, format, reproduction
+from speedrun.ground.clock import Stopwatch
+from speedrun.ground.console import clean, duration
+from speedrun.ground.errors import NonFiniteError, SpeedrunError, UsageError
+from speedrun.ground.wholefile import write_whole
+from speedrun.ledger import format, reproduction
 from speedrun.ledger.format import Manifest
 from speedrun.ledger.record import Record
 from speedrun.ledger.reproduction import REPRODUCTION, Point, Reproduction, Verdict
 from speedrun.ledger.run import Run
-from speedrun.rerun import Rerun
-from speedrun.sandbox import protections
+from speedrun.referee import circumstances, reproduce
+from speedrun.referee.rerun import Rerun
+from speedrun.referee.sandbox import protections
 
 _RECORD = "records/smoke-cpu/2026-11-21-six-seeds"
 

@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from speedrun import clock, meet, signals, watchdog
-from speedrun import processes as group
-from speedrun import track as tracks
+from speedrun.board.record_plot import plot
 from speedrun.cli import together
 from speedrun.cli.data_prep import ensure_docs
 from speedrun.cli.options import (
@@ -32,15 +30,18 @@ from speedrun.cli.options import (
 from speedrun.cli.race import find, ghost_option, live
 from speedrun.cli.relay import relayed, wandb_option
 from speedrun.data import inventory, overview
-from speedrun.errors import INTERRUPTED, CheckpointError, SpeedrunError, UsageError, unknown
+from speedrun.ground import clock, signals
+from speedrun.ground import processes as group
+from speedrun.ground import track as tracks
+from speedrun.ground.errors import INTERRUPTED, CheckpointError, SpeedrunError, UsageError, unknown
 from speedrun.ledger import format
 from speedrun.ledger.assemble import assemble
-from speedrun.ledger.plot import plot
 from speedrun.ledger.salvage import ended, salvage
 from speedrun.ledger.validate import Report, Status, validate
+from speedrun.training import meet, watchdog
 
 if TYPE_CHECKING:
-    from speedrun.prepare import RunConfig
+    from speedrun.training.prepare import RunConfig
 
 
 @click.command(
@@ -148,7 +149,7 @@ def command(
         ctx.exit(together.ended(local_processes, _words(ctx, resume or out or new_folder(track))))
     ctx.with_resource(signals.heeded())
     _load_jax()
-    from speedrun.prepare import RunConfig
+    from speedrun.training.prepare import RunConfig
 
     config = RunConfig(
         track=track,
@@ -202,7 +203,7 @@ def _load_jax() -> None:
     """A signal meanwhile waits: an exception inside the start of a library in C++ would crash the process."""
     got: list[int] = []
     with signals.handled_by(lambda number, _: os._exit(INTERRUPTED) if got else got.append(number)):
-        importlib.import_module("speedrun.train")
+        importlib.import_module("speedrun.training.train")
     if got:
         signals.stop(got[0], None)
 
@@ -227,7 +228,7 @@ def _deadlines_s(texts: tuple[str, ...]) -> dict[str, float]:
 def _train(config: "RunConfig", rules: tracks.Track, ghost: str | None, *, to_stderr: bool) -> None:
     """Trains; of several processes, only the first one has something to show."""
     ensure_docs(rules, config.data)
-    from speedrun.train import train
+    from speedrun.training.train import train
 
     if not group.is_first():
         train(config)
@@ -254,8 +255,8 @@ def _words(ctx: click.Context, out: Path) -> list[str]:
 
 def _begun(out: Path) -> "RunConfig":
     """What the run in a folder was asked to do; if it was killed, what is left of it becomes a run that broke off."""
-    from speedrun import checkpoint
-    from speedrun.prepare import Begun, decoded
+    from speedrun.training import checkpoint
+    from speedrun.training.prepare import Begun, decoded
 
     path = checkpoint.folder_of(out) / checkpoint.RUN
     if not path.exists():
@@ -276,7 +277,7 @@ def _begun(out: Path) -> "RunConfig":
 
 def _finished(out: Path) -> "RunConfig | None":
     """What the run in a folder was, if it came to its end: then only its record is still to be written."""
-    from speedrun.prepare import RunConfig
+    from speedrun.training.prepare import RunConfig
 
     if (out / format.BATCH).exists():
         raise UsageError(f"{out} is a batch; type: speedrun batch --resume {shlex.quote(str(out))}")

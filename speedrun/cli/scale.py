@@ -5,15 +5,15 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from speedrun import devices as kinds
 from speedrun.cli.options import Integer, Number, example, json_option, parse_settings, settings_option
 from speedrun.cli.plan import device_kind_option, gb, ms
-from speedrun.errors import UsageError
+from speedrun.ground import devices as kinds
+from speedrun.ground.errors import UsageError
 
 if TYPE_CHECKING:
-    from speedrun.devices import Device
-    from speedrun.recipe import Recipe
-    from speedrun.scaling import Scale
+    from speedrun.ground.devices import Device
+    from speedrun.predict.scaling import Scale
+    from speedrun.science.recipe import Recipe
 
 _MOST_NODES = 1024  #: a description of each device is made
 
@@ -61,7 +61,7 @@ def command(
     The step is compiled for all the nodes; none need be here, and nothing is run. docs/scaling.md has the model.
     """
     device, overrides, numbers = kinds.load(kind), parse_settings(settings), _numbers(nodes)
-    from speedrun import recipes  # JAX; an error above should not wait for it
+    from speedrun.science import recipes  # JAX; an error above should not wait for it
 
     device = device._replace(network_rate=network * 1e9 / 8) if network else device
     scales = _scales(recipes.load(recipe).override(overrides), device, kind, devices, microbatches, numbers)
@@ -82,7 +82,7 @@ def _scales(
     recipe: "Recipe", device: "Device", kind: str, devices: int, microbatches: int, numbers: list[int]
 ) -> "list[Scale]":
     """Compiles the step for each number of nodes."""
-    from speedrun.scaling import scale
+    from speedrun.predict.scaling import scale
 
     if not device.network_rate and len(numbers) > 1:
         raise UsageError(f"the network between machines of {device.name} is not known; pass --network GBIT")

@@ -8,7 +8,7 @@ import click
 import msgspec
 
 from speedrun.cli.options import Number, example, json_option
-from speedrun.errors import UsageError
+from speedrun.ground.errors import UsageError
 from speedrun.ledger import statistics
 from speedrun.ledger.batch import standing
 from speedrun.ledger.record import Record, load

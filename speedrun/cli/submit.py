@@ -8,14 +8,14 @@ from typing import NoReturn
 import click
 import msgspec
 
+from speedrun.board import submission
+from speedrun.board.standings import standing_of
+from speedrun.board.submission import Finding, Submission
 from speedrun.cli.options import example, json_option
 from speedrun.cli.validate import need_record
-from speedrun.console import clean
-from speedrun.errors import SpeedrunError, UsageError
-from speedrun.ledger import submission
-from speedrun.ledger.board import standing_of
+from speedrun.ground.console import clean
+from speedrun.ground.errors import SpeedrunError, UsageError
 from speedrun.ledger.record import Record, load
-from speedrun.ledger.submission import Finding, Submission
 from speedrun.ledger.validate import Report, examine
 
 

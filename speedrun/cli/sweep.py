@@ -11,7 +11,7 @@ import click
 
 from speedrun.cli import experiment
 from speedrun.cli.options import Integer, example, parse_settings
-from speedrun.errors import UsageError
+from speedrun.ground.errors import UsageError
 
 #: More arms than this are more than anybody can wait for, or correct for.
 MOST_ARMS = 200

@@ -11,10 +11,10 @@ from subprocess import Popen
 
 import click
 
-from speedrun import signals
 from speedrun.cli.options import Decorator, Integer
-from speedrun.errors import EXIT_CODES, INTERRUPTED, LOST, SpeedrunError, Terminated
-from speedrun.meet import HEARTBEAT_S, MEET_S
+from speedrun.ground import signals
+from speedrun.ground.errors import EXIT_CODES, INTERRUPTED, LOST, SpeedrunError, Terminated
+from speedrun.training.meet import HEARTBEAT_S, MEET_S
 
 _GRACE_S = 30.0  #: for the others to come to the same end, after one ended with a code of ours
 _DIES_WITH_PARENT = 1  #: PR_SET_PDEATHSIG of Linux

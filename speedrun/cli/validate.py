@@ -10,8 +10,8 @@ import click
 import msgspec
 
 from speedrun.cli.options import data_option, example, json_option, unsafe_option
-from speedrun.console import clean
-from speedrun.errors import UsageError
+from speedrun.ground.console import clean
+from speedrun.ground.errors import UsageError
 from speedrun.ledger.validate import Report, find_check, validate
 
 Which = Literal["some", "all"]
@@ -86,7 +86,7 @@ def command(
         need_record(record)
     reports = {str(record): validate(record, strict=strict) for record in records}
     if replay:
-        from speedrun.referee import Asked, examined
+        from speedrun.referee.questions import Asked, examined
 
         echo = sys.stderr if as_json else sys.stdout
         asked = Asked(replay, _nonce(nonce), checkpoints, data, unsafe)

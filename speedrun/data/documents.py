@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from speedrun.data.inventory import Place
-from speedrun.errors import DataError, UsageError
+from speedrun.ground.errors import DataError, UsageError
 
 #: Rows of parquet that are decoded at once; FineWeb's hold 3 kB each.
 BATCH_ROWS = 256

@@ -17,7 +17,6 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from speedrun.clock import Stopwatch
 from speedrun.data import hub
 from speedrun.data.inventory import (
     MANIFEST,
@@ -27,12 +26,13 @@ from speedrun.data.inventory import (
     read_manifest,
     write_manifest,
 )
-from speedrun.data.lock import alone_in
 from speedrun.data.shards import open_shard, sha256
 from speedrun.data.verify import count_documents
-from speedrun.data.wholefile import give_name
-from speedrun.errors import DataError
-from speedrun.track import Data, Hub
+from speedrun.ground.clock import Stopwatch
+from speedrun.ground.errors import DataError
+from speedrun.ground.lock import alone_in
+from speedrun.ground.track import Data, Hub
+from speedrun.ground.wholefile import give_name
 
 STAGING = ".partial"  #: the hidden folder; gone when all is there
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from speedrun.data.wholefile import write_whole
-from speedrun.errors import DataError
+from speedrun.ground.errors import DataError
+from speedrun.ground.wholefile import write_whole
 
 if TYPE_CHECKING:
     import tiktoken

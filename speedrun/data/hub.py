@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 from urllib.parse import urlsplit
 
-from speedrun.errors import refusals_told
+from speedrun.ground.errors import refusals_told
 
 _ANSWER_S = 10.0  #: without a byte, a request is given up
 _PAUSES_S = (1, 2, 4)  #: before the tries after the first

@@ -9,7 +9,7 @@ from typing import Any
 from speedrun.data import documents
 from speedrun.data.documents import TOKEN_COUNT, Block, need, of_batches
 from speedrun.data.inventory import Place
-from speedrun.errors import DataError
+from speedrun.ground.errors import DataError
 
 HUB = "hub:"  #: opens the name of such a source
 

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import msgspec
 
 from speedrun.data.shards import Shard, open_shard
-from speedrun.data.wholefile import write_whole
-from speedrun.errors import DataError
-from speedrun.track import Data, Track
+from speedrun.ground.errors import DataError
+from speedrun.ground.track import Data, Track
+from speedrun.ground.wholefile import write_whole
 
 MANIFEST = "manifest.json"
 

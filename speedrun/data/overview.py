@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from speedrun.data.inventory import bytes_per_token, data_folder, open_track, read_manifest
 from speedrun.data.shards import HEADER_BYTES
-from speedrun.errors import DataError
-from speedrun.track import Data, Track
+from speedrun.ground.errors import DataError
+from speedrun.ground.track import Data, Track
 
 #: Of a shard on the hub: 100 million ids of two bytes, and a header.
 _SHARD_BYTES = 2 * 10**8 + HEADER_BYTES

@@ -18,13 +18,13 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from speedrun import faults
-from speedrun.clock import Stopwatch
 from speedrun.data import shards, tokenizer
 from speedrun.data.documents import Source
 from speedrun.data.inventory import MANIFEST, Manifest, Place, ShardEntry, read_manifest, write_manifest
 from speedrun.data.workers import Encoded, encoded
-from speedrun.errors import DataError, UsageError
+from speedrun.ground import faults
+from speedrun.ground.clock import Stopwatch
+from speedrun.ground.errors import DataError, UsageError
 
 #: The validation of the speedrun.
 SCORED_TOKENS = 10_485_760
@@ -77,7 +77,7 @@ def prepare(
     num_workers: int = 1,
     tell: Callable[[Progress], None] = lambda _: None,
 ) -> Prepared:
-    """Makes the shards of a source, or goes on with them. Who shares the folder holds its lock (`speedrun.data.lock`).
+    """Makes the shards of a source, or goes on with them. Who shares the folder holds its lock (`ground.lock`).
 
     Args:
         source: documents in order.

@@ -21,11 +21,11 @@ import msgspec
 
 from speedrun.data import documents, prep, tokenizer
 from speedrun.data.inventory import MANIFEST, read_manifest
-from speedrun.data.lock import alone_in
 from speedrun.data.sources import open_source
-from speedrun.data.wholefile import write_whole
-from speedrun.errors import DataError, UsageError
-from speedrun.track import PythonDocs, Track
+from speedrun.ground.errors import DataError, UsageError
+from speedrun.ground.lock import alone_in
+from speedrun.ground.track import PythonDocs, Track
+from speedrun.ground.wholefile import write_whole
 
 #: Those that `speedrun run` needs anyway, with English worth reading.
 PACKAGES = ("jax", "numpy", "scipy", "optax", "matplotlib")

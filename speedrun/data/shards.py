@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from speedrun.data.wholefile import write_whole
-from speedrun.errors import DataError
+from speedrun.ground.errors import DataError
+from speedrun.ground.wholefile import write_whole
 
 MAGIC = 20240520
 VERSION = 1

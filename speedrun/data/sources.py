@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from speedrun.data.documents import Source
 from speedrun.data.hub_rows import HUB, Dataset, commit_of
 from speedrun.data.text_files import Files
-from speedrun.errors import UsageError
+from speedrun.ground.errors import UsageError
 
 
 def open_source(names: Sequence[str], *, column: str = "text", revision: str | None = None) -> Source:

@@ -16,9 +16,9 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from speedrun.clock import Stopwatch
 from speedrun.data.shards import Shard
-from speedrun.errors import DataError, UsageError
+from speedrun.ground.clock import Stopwatch
+from speedrun.ground.errors import DataError, UsageError
 
 
 class Cursor(NamedTuple):

@@ -22,10 +22,10 @@ from pathlib import Path
 import numpy as np
 
 from speedrun.data.inventory import Manifest, ShardEntry, read_manifest, write_manifest
-from speedrun.data.lock import alone_in
 from speedrun.data.shards import holds, sha256, write_shard
-from speedrun.errors import DataError
-from speedrun.track import Track
+from speedrun.ground.errors import DataError
+from speedrun.ground.lock import alone_in
+from speedrun.ground.track import Track
 
 DOCUMENT, NEW, REPEAT = 0, 1, 2
 FIRST_WORD = 3

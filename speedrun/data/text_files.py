@@ -16,7 +16,7 @@ from typing import IO
 from speedrun.data import documents
 from speedrun.data.documents import TOKEN_COUNT, Block, need, of_batches
 from speedrun.data.inventory import Place
-from speedrun.errors import DataError, UsageError
+from speedrun.ground.errors import DataError, UsageError
 
 #: A block is closed when it holds this much text. Larger ones cost memory, smaller ones a hand-over each.
 BLOCK_BYTES = 2**19

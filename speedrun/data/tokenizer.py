@@ -16,8 +16,8 @@ import numpy as np
 
 from speedrun.data.documents import need
 from speedrun.data.gpt2 import END_OF_TEXT, RANKS_SHA256, Gigatoken, Tiktoken, cached_ranks, check_ranks
-from speedrun.data.wholefile import write_whole
-from speedrun.errors import DataError, UsageError, unknown
+from speedrun.ground.errors import DataError, UsageError, unknown
+from speedrun.ground.wholefile import write_whole
 
 ENGINES = ("auto", "tiktoken", "gigatoken")
 

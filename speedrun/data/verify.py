@@ -8,8 +8,8 @@ import numpy as np
 
 from speedrun.data.inventory import MANIFEST, ShardEntry, bytes_per_token, open_track, read_manifest
 from speedrun.data.shards import Shard, sha256
-from speedrun.errors import DataError
-from speedrun.track import Data
+from speedrun.ground.errors import DataError
+from speedrun.ground.track import Data
 
 #: Full verification holds this many tokens at a time.
 _CHUNK_TOKENS = 2**24

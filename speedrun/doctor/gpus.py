@@ -3,9 +3,9 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from speedrun import devices
 from speedrun.doctor.check import Check
 from speedrun.doctor.nvidia import Gpu, Load
+from speedrun.ground import devices
 
 #: Of the highest clock, under load. Large products meet the power cap well above it.
 _LOW_CLOCK = 0.6

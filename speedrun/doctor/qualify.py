@@ -3,10 +3,10 @@
 import shlex
 from typing import NamedTuple
 
-from speedrun import track as tracks
 from speedrun.doctor.check import Check
 from speedrun.doctor.rates import Machine
-from speedrun.track import Track
+from speedrun.ground import track as tracks
+from speedrun.ground.track import Track
 
 SMOKE = "smoke-cpu"  #: runs anywhere
 

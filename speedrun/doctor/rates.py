@@ -5,9 +5,9 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from speedrun.console import quantity
-from speedrun.devices import Device
 from speedrun.doctor.check import Check, Fact
+from speedrun.ground.console import quantity
+from speedrun.ground.devices import Device
 from speedrun.ledger.checks.environment import SLOW, SLOWEST_OF_VENDOR
 from speedrun.ledger.format import FormatError, Manifest, decode
 

@@ -6,8 +6,8 @@ import tomllib
 from collections.abc import Iterator
 from importlib import metadata
 
-from speedrun import provenance
 from speedrun.doctor.check import Check, numbers
+from speedrun.ground import provenance
 from speedrun.ledger import history
 
 _INSTALL = "scripts/install.sh"

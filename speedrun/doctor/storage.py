@@ -5,13 +5,13 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from speedrun.clock import Stopwatch
-from speedrun.console import quantity
 from speedrun.data import inventory, overview
 from speedrun.data.verify import verify
 from speedrun.doctor.check import Check
-from speedrun.errors import SpeedrunError
-from speedrun.track import Track
+from speedrun.ground.clock import Stopwatch
+from speedrun.ground.console import quantity
+from speedrun.ground.errors import SpeedrunError
+from speedrun.ground.track import Track
 
 _SLOW_RATE = 50e6  #: bytes per second: a shard of 200 MB takes 4 s, as long as forty steps of eight GPUs
 _PIECE_BYTES = 16 * 2**20

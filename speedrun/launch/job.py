@@ -4,8 +4,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from speedrun.errors import UsageError
-from speedrun.track import Track
+from speedrun.ground.errors import UsageError
+from speedrun.ground.track import Track
 
 #: Where the processes of a run meet, where no cluster chooses: process 0 listens here.
 PORT = 12355

@@ -1,6 +1,6 @@
 """A job of SLURM: one task on each node, which has all of it."""
 
-from speedrun.errors import UsageError
+from speedrun.ground.errors import UsageError
 from speedrun.launch import shell
 from speedrun.launch.job import Job, clock_time
 

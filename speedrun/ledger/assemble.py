@@ -13,10 +13,11 @@ from pathlib import Path
 from msgspec import DecodeError
 from msgspec.structs import replace
 
-from speedrun import console, runlog, track
-from speedrun.data import lock
-from speedrun.data.wholefile import write_whole
-from speedrun.errors import UsageError
+from speedrun.ground import console, lock, runlog, track
+from speedrun.ground.errors import UsageError
+from speedrun.ground.sourcefile import split_source
+from speedrun.ground.track import Track
+from speedrun.ground.wholefile import write_whole
 from speedrun.ledger import format
 from speedrun.ledger.batch import standing
 from speedrun.ledger.format import (
@@ -36,8 +37,6 @@ from speedrun.ledger.format import (
 )
 from speedrun.ledger.record import discard_partials, read_files, run_folders
 from speedrun.ledger.run import Run, read_json, read_run
-from speedrun.sourcefile import split_source
-from speedrun.track import Track
 
 HEAD_END = "<!-- end of the generated head; write below -->\n"
 

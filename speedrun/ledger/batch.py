@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from speedrun.errors import UsageError
+from speedrun.ground.errors import UsageError
 from speedrun.ledger import statistics
 from speedrun.ledger.format import Declaration, Look, TestResult
 from speedrun.ledger.run import Run

@@ -21,22 +21,21 @@ from speedrun.ledger.reaches import Import, Reach, Reaches, imports_of, names_gi
 #: Larger files are data, or made to keep a reader busy; they are not parsed. The largest of ours has 20,000.
 MOST_BYTES = 2**18
 
-#: What could change a loss curve, by the first name below `speedrun`: a recipe's author may change it. All else is an
-#: instrument, and the same for everybody.
-SCIENCE = frozenset({"recipes", "models", "nn", "kernels", "optim", "params", "recipe", "step"})
+#: What could change a loss curve: a recipe's author may change it. All else is an instrument, and the same for
+#: everybody.
+SCIENCE = "speedrun/science/"
+#: The same in records of before November 2026.
+_SCIENCE_BEFORE = tuple(
+    f"speedrun/{name}"
+    for name in ("recipes/", "models/", "nn.py", "kernels/", "optim/", "params.py", "recipe.py", "step.py")
+)
 #: Finds recipes by their names; none has to change it.
-_REGISTER = "speedrun/recipes/__init__.py"
+_REGISTERS = ("speedrun/science/recipes/__init__.py", "speedrun/recipes/__init__.py")
 
 
 def is_science(path: str) -> bool:
     """Whether a file of a source text is one that a recipe's author may change."""
-    package, _, rest = path.removesuffix(".py").partition("/")
-    return (
-        package == "speedrun"
-        and path.endswith(".py")
-        and rest.partition("/")[0] in SCIENCE
-        and path != _REGISTER
-    )
+    return path.endswith(".py") and path.startswith((SCIENCE, *_SCIENCE_BEFORE)) and path not in _REGISTERS
 
 
 @dataclass

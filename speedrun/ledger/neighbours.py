@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from msgspec import DecodeError
 
-from speedrun import runlog
+from speedrun.ground import runlog
 
 #: What holds committed records: `records/<track>/<record>/`.
 _FOLDER = "records"

@@ -13,15 +13,15 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeVar
 
-from speedrun import track
-from speedrun.data.wholefile import PARTIAL
-from speedrun.errors import UsageError
+from speedrun.ground import track
+from speedrun.ground.errors import UsageError
+from speedrun.ground.sourcefile import split_source
+from speedrun.ground.track import Track
+from speedrun.ground.wholefile import PARTIAL
 from speedrun.ledger import reproduction
 from speedrun.ledger.format import Declaration, FormatError, Manifest, Summary
 from speedrun.ledger.reproduction import REPRODUCTION, Reproduction
 from speedrun.ledger.run import Run, read_json, read_run
-from speedrun.sourcefile import split_source
-from speedrun.track import Track
 
 _MIB = 2**20
 

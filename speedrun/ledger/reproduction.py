@@ -11,8 +11,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from speedrun import runlog
-from speedrun.console import clean
+from speedrun.ground import runlog
+from speedrun.ground.console import clean
 from speedrun.ledger import format
 from speedrun.ledger.format import Hardware
 from speedrun.ledger.run import Run

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
-from speedrun import runlog
+from speedrun.ground import runlog
 from speedrun.ledger.format import (
     Declaration,
     FormatError,

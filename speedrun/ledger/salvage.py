@@ -4,10 +4,9 @@ from pathlib import Path
 
 from msgspec import DecodeError
 
-from speedrun import console, runlog
-from speedrun.data import lock
-from speedrun.data.wholefile import write_whole
-from speedrun.errors import NonFiniteError
+from speedrun.ground import console, lock, runlog
+from speedrun.ground.errors import NonFiniteError
+from speedrun.ground.wholefile import write_whole
 from speedrun.ledger import format
 from speedrun.ledger.record import discard_partials
 

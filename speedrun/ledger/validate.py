@@ -5,10 +5,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
-from speedrun.console import clean
-from speedrun.errors import unknown
+from speedrun.ground.console import clean
+from speedrun.ground.errors import unknown
 from speedrun.ledger.checks import CHECKS
-from speedrun.ledger.checks.replay import REPLAY_CHECKS
+from speedrun.ledger.checks.examination import REPLAY_CHECKS
 from speedrun.ledger.checks.table import Check, Need, Skip
 from speedrun.ledger.record import Record, load
 

@@ -1,6 +1,8 @@
 """All checks of a record, in the order they are shown. An id is never used again for another rule."""
 
-from speedrun.ledger.checks import batches, claims, clock, data, environment, files, source
+from speedrun.ledger.checks import batches, claims, environment, files, source
+from speedrun.ledger.checks import timing as clock
+from speedrun.ledger.checks import tokens as data
 from speedrun.ledger.checks.table import Check
 
 CHECKS: tuple[Check, ...] = (

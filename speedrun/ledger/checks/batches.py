@@ -5,7 +5,7 @@ from datetime import datetime
 from math import isfinite
 from statistics import stdev
 
-from speedrun import runlog
+from speedrun.ground import runlog
 from speedrun.ledger import format
 from speedrun.ledger.batch import allowed_to_break_off, completed, looks, seeds_from, standing
 from speedrun.ledger.checks.table import Skip, check

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from speedrun import runlog
+from speedrun.ground import runlog
 from speedrun.ledger.assemble import derive_summary
 from speedrun.ledger.checks.table import Skip, check, check_run
 from speedrun.ledger.record import Record

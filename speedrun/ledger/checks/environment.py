@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from statistics import median
 
-from speedrun import devices, provenance, runlog
+from speedrun.ground import devices, provenance, runlog
 from speedrun.ledger import format, history
 from speedrun.ledger.checks.table import Skip, check, check_run
 from speedrun.ledger.code import is_science

@@ -6,7 +6,7 @@ from datetime import datetime
 
 import msgspec
 
-from speedrun import console, runlog
+from speedrun.ground import console, runlog
 from speedrun.ledger import format
 from speedrun.ledger.assemble import (
     derive_files,

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Iterator
 from math import prod
 
-from speedrun import provenance, runlog
+from speedrun.ground import provenance, runlog
 from speedrun.ledger import format, history
 from speedrun.ledger.checks.environment import LOCK
 from speedrun.ledger.checks.table import Skip, check, check_run
@@ -17,16 +17,22 @@ from speedrun.ledger.reaches import NOT_LISTED
 from speedrun.ledger.record import Record
 from speedrun.ledger.run import Run
 
-_ENTRY = "speedrun/train.py"
+#: Where a source holds its entry and its recipes: now, and in records of before November 2026.
+_PLACES = (
+    ("speedrun/training/train.py", "speedrun/science/recipes"),
+    ("speedrun/train.py", "speedrun/recipes"),
+)
 
 #: Science that needs names which are not on the list: settings by name, kernels from a wheel. It is taken as it is
 #: here, or as it was in older records, by the first 16 digits of its sha256; whoever changes it is asked why.
 _REVIEWED: dict[str, frozenset[str]] = {
     "speedrun/recipe.py": frozenset({"eb9cfb78a0f47f0c", "ef6e66ca208200a1"}),
     "speedrun/kernels/attention_flash3.py": frozenset({"8dfb05af037a80ca", "e08f3b818d6114b7"}),
+    "speedrun/science/recipe.py": frozenset(),
+    "speedrun/science/kernels/attention_flash3.py": frozenset(),
 }
 #: Instruments that science may import: neither knows the time, the data or the log.
-_OPEN = ("speedrun.errors", "speedrun.mesh")
+_OPEN = ("speedrun.ground.errors", "speedrun.ground.mesh", "speedrun.errors", "speedrun.mesh")
 #: Of these, the list says what may be used.
 _LISTED = {module.partition(".")[0] for module in MODULES} | {"jaxlib", "msgspec", "orbax_checkpoint"}
 
@@ -75,7 +81,8 @@ def whole(record: Record) -> Iterator[str]:
             yield f"{path} cannot be read: {code.problem}"
     for run in record.runs:
         tracks = f"speedrun/tracks/{run.start.track.rpartition('@')[0]}.toml"
-        for path in (_ENTRY, f"speedrun/recipes/{run.start.recipe}.py", tracks):
+        entry, recipes = next((place for place in _PLACES if place[0] in files), _PLACES[0])
+        for path in (entry, f"{recipes}/{run.start.recipe}.py", tracks):
             if path not in files:
                 yield f"{run.folder}: ran {path}, which is not there"
         text = record.source_files.get(tracks)
@@ -140,11 +147,10 @@ def reach(record: Record) -> Iterator[str]:
 
 def _open_to_science(module: str, name: str | None) -> bool:
     """Whether an import of ours is one of science, or of the two instruments that are open to it."""
-    parts = module.split(".")
-    if parts[0] != "speedrun":
+    if module.partition(".")[0] != "speedrun":
         return True
-    full = module if len(parts) > 1 else f"speedrun.{name}"
-    return is_science(full.replace(".", "/") + ".py") or full in _OPEN
+    named = (module, f"{module}.{name}")
+    return any(one in _OPEN or is_science(one.replace(".", "/") + ".py") for one in named)
 
 
 def _is_reviewed(path: str, text: str) -> bool:

@@ -1,0 +1,101 @@
+"""How fast batches come, against how fast eight H100 use them up."""
+
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import repeat
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from speedrun.data.shards import UINT16_IDS, Shard, open_shard, write_shard
+from speedrun.data.stream import Prefetch, TokenStream
+from speedrun.ground.clock import Stopwatch
+from speedrun.ground.errors import DataError
+
+#: Record 21 takes about 100 ms for a step of 393,216 tokens on eight H100.
+H100_TOKENS_PER_S = 4e6
+
+_NUM_SHARDS = 2
+_SYNTHETIC_TOKENS = 100_000_000  #: in each, as in FineWeb's
+_LOOPS_S = 1.0  #: batches are read for so long
+_MANY_EPOCHS = 2**20
+
+
+class Pace(NamedTuple):
+    """The loader alone on this machine."""
+
+    batch_tokens: int
+    tokens_per_s: float  #: from batch to batch, files in memory
+    times_h100: float  #: that, over what eight H100 use up
+    first_batch_ms: float  #: after the first question, files not in memory
+    step_ms: float  #: of the steps that were pretended
+    waited: float  #: share of their time that was spent waiting for batches, behind the first
+
+
+def measure(shards: Sequence[Shard], shape: tuple[int, int], *, step_ms: float, num_steps: int) -> Pace:
+    """Reads batches as fast as they come, then beside steps that only wait.
+
+    Args:
+        shards: read in order, over and over.
+        shape: number and length of the sequences of a batch.
+        step_ms: how long a step keeps the devices busy.
+        num_steps: how many.
+    """
+    for shard in shards:
+        _forget(shard.path)
+    with Prefetch(TokenStream(shards, num_epochs=_MANY_EPOCHS), repeat(shape)) as batches:
+        next(batches)
+        first_s, watch = batches.wait_s, Stopwatch()
+        for _ in range(num_steps):
+            time.sleep(step_ms / 1e3)
+            next(batches)
+        waited = (batches.wait_s - first_s) / watch.seconds
+    stream = TokenStream(shards, num_epochs=_MANY_EPOCHS)
+    for shard in shards:
+        shard.path.read_bytes()
+    watch, num_batches = Stopwatch(), 0
+    while (seconds := watch.seconds) < _LOOPS_S:
+        stream.batch(*shape)
+        num_batches += 1
+    rate = num_batches * shape[0] * shape[1] / seconds
+    return Pace(shape[0] * shape[1], rate, rate / H100_TOKENS_PER_S, first_s * 1e3, step_ms, waited)
+
+
+def _forget(path: Path) -> None:
+    """Asks the system to drop a file from its memory, so that the next read is one from the disk."""
+    if hasattr(os, "posix_fadvise"):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def folder_shards(folder: Path, most: int | None = _NUM_SHARDS) -> list[Shard]:
+    """The first training shards of any folder.
+
+    Args:
+        folder: where they are.
+        most: how many; None: all.
+
+    Raises:
+        DataError: if it has none.
+    """
+    paths = sorted(folder.glob("*_train_*.bin"))
+    if not paths:
+        raise DataError(
+            f"{folder}: no *_train_*.bin; need shards of tokens; leave out the folder to have some made"
+        )
+    return [open_shard(path, vocab_size=UINT16_IDS) for path in paths[:most]]
+
+
+@contextmanager
+def synthetic_shards() -> Iterator[list[Shard]]:
+    """Two full ones, 0.4 GB where temporary files go, removed afterwards."""
+    ids = np.resize(np.arange(UINT16_IDS, dtype=np.uint16), _SYNTHETIC_TOKENS)
+    with tempfile.TemporaryDirectory() as folder:
+        for i in range(_NUM_SHARDS):
+            write_shard(Path(folder) / f"any_train_{i:06d}.bin", ids)
+        yield folder_shards(Path(folder))

@@ -1,0 +1,123 @@
+"""What a machine achieves: products, memory, collectives, transfers."""
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from speedrun.ground.mesh import DATA, place
+from speedrun.training.health import best_s, is_simulated, matmul_gflops, random_matrices
+
+_FACTOR = 0.999  #: keeps numbers finite, and no pass can be left out
+_LOAD_S = 2.0  #: nvidia-smi needs up to a second for eight GPUs
+
+Answer = TypeVar("Answer")
+
+
+class Health(NamedTuple):
+    """Best rates, all devices at once, of all together. GB are 10^9 bytes."""
+
+    matmul_gflops: float
+    memory_gb_per_s: float  #: read and written by a copy
+    all_gather_gb_per_s: float  #: arriving from other devices; 0 with one device
+    reduce_scatter_gb_per_s: float  #: leaving for other devices, likewise
+    all_reduce_gb_per_s: float  #: leaving for other devices in a ring, likewise
+    host_to_device_gb_per_s: float
+
+
+def measure(mesh: Mesh) -> Health:
+    """All of them, in seconds."""
+    return Health(
+        matmul_gflops(mesh),
+        memory_gb_per_s(mesh),
+        *_collectives_gb_per_s(mesh),
+        all_reduce_gb_per_s(mesh),
+        host_to_device_gb_per_s(mesh),
+    )
+
+
+def memory_gb_per_s(mesh: Mesh) -> float:
+    """Passes that read an array and write it: larger than any cache, and many in one dispatch."""
+    x_NM, num_passes = _array(mesh), 8 if is_simulated(mesh) else 128
+
+    def passes(x_NM: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, num_passes, lambda _, y_NM: y_NM * _FACTOR, x_NM)
+
+    program = jax.jit(passes, out_shardings=x_NM.sharding)
+    return num_passes * 2 * x_NM.nbytes / best_s(lambda: program(x_NM)) / 1e9
+
+
+def _collectives_gb_per_s(mesh: Mesh) -> tuple[float, float]:
+    """What an FSDP step sends: an array gathered whole on every device, and as many scattered sums."""
+    if mesh.size == 1:
+        return 0.0, 0.0
+    x_NM = _array(mesh)
+
+    def gather(x_NM: jax.Array) -> jax.Array:
+        return jax.lax.all_gather(x_NM, DATA, tiled=True)[None]
+
+    def scatter(x_1NM: jax.Array) -> jax.Array:
+        return jax.lax.psum_scatter(x_1NM[0], DATA, tiled=True)
+
+    gathering, scattering = (
+        jax.jit(jax.shard_map(one, mesh=mesh, in_specs=P(DATA), out_specs=P(DATA)))
+        for one in (gather, scatter)
+    )
+    whole_NNM = gathering(x_NM)
+    sent_gb = (mesh.size - 1) * x_NM.nbytes / 1e9
+    return sent_gb / best_s(lambda: gathering(x_NM)), sent_gb / best_s(lambda: scattering(whole_NNM))
+
+
+def all_reduce_gb_per_s(mesh: Mesh) -> float:
+    """One sum over the devices: 2 (n - 1) / n of its array leave each of n devices, if they stand in a ring."""
+    if mesh.size == 1:
+        return 0.0
+    x_NM = _array(mesh)
+    program = jax.jit(
+        jax.shard_map(lambda x_1M: jax.lax.psum(x_1M, DATA), mesh=mesh, in_specs=P(DATA), out_specs=P())
+    )
+    sent_gb = 2 * (mesh.size - 1) * x_NM.nbytes / mesh.size / 1e9
+    return sent_gb / best_s(lambda: program(x_NM))
+
+
+def during_products(mesh: Mesh, gflops: float, ask: Callable[[], Answer]) -> Answer:
+    """What `ask` answers while all devices multiply: a GPU that idles tells nothing of its clocks.
+
+    Args:
+        mesh: all devices.
+        gflops: what they reach together; decides how much work lasts for `_LOAD_S`.
+        ask: called once the work is under way.
+    """
+    x_NMM = random_matrices(mesh)
+    size = x_NMM.shape[-1]
+    many = max(1, int(_LOAD_S * gflops * 1e9 / (2 * mesh.size * size**3)))
+    load = jax.jit(lambda x_NMM, many: jax.lax.fori_loop(0, many, lambda _, y_NMM: y_NMM @ x_NMM, x_NMM))
+    load(x_NMM, 1).block_until_ready()  # compiled, and warm
+    busy = load(x_NMM, many)
+    answer = ask()
+    busy.block_until_ready()
+    return answer
+
+
+def host_to_device_gb_per_s(mesh: Mesh) -> float:
+    """One array from the host's memory, divided over the devices."""
+    x_NM = np.random.default_rng(0).random((mesh.size, _columns(mesh)), np.float32)
+    return x_NM.nbytes / best_s(lambda: place(x_NM, mesh)) / 1e9
+
+
+def _columns(mesh: Mesh) -> int:
+    """Of four bytes: 16 MB on a simulated device, 256 MB on a real one."""
+    return 2**22 if is_simulated(mesh) else 2**26
+
+
+def _array(mesh: Mesh) -> jax.Array:
+    """Random numbers, made where they are needed."""
+    placing = NamedSharding(mesh, P(mesh.axis_names))
+    make = jax.jit(
+        lambda key: jax.random.uniform(key, (mesh.size, _columns(mesh)), jnp.float32), out_shardings=placing
+    )
+    return make(jax.random.key(0))

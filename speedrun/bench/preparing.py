@@ -1,0 +1,126 @@
+"""How fast text becomes shards, against the plainest way to do it, in one run and to the same bytes."""
+
+import resource
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from speedrun.data import documents, prep, shards, tokenizer
+from speedrun.data.documents import Source
+from speedrun.data.gpt2 import Tiktoken
+from speedrun.ground.clock import Stopwatch
+from speedrun.ground.errors import DataError, UsageError
+
+_TRIALS = 3
+_CUT = prep.Cut()
+
+
+class Timed(NamedTuple):
+    """One way."""
+
+    name: str
+    best_s: float  #: from the first document read to the last shard durable; without loading the tokenizer
+    start_s: float  #: of the tokenizer
+    text_mb_per_s: float
+    tokens_per_s: float
+    ratio: float  #: of speed, to the first way
+
+
+class Comparison(NamedTuple):
+    """All ways on one source."""
+
+    timings: list[Timed]
+    text_bytes: int
+    tokens: int
+    peak_bytes: int  #: of this process, in the fast ways
+
+
+def compare(source: Source, choice: tokenizer.Choice, *, column: str, num_workers: int) -> Comparison:
+    """Times each way a few times, in turns.
+
+    Args:
+        source: read once for each trial.
+        choice: GPT-2's tokenizer, by any engine.
+        column: the text of a row.
+        num_workers: of the ways that have some.
+
+    Raises:
+        DataError: if two ways make different bytes; or of the preparation.
+        UsageError: if the tokenizer is not GPT-2's.
+    """
+    ways = {f"{engine}, {num_workers} workers": _prepared(engine) for engine in ("tiktoken", "gigatoken")}
+    seconds: dict[str, list[float]] = {name: [] for name in [*ways, "tiktoken, one thread"]}
+    starts_s, digests = dict.fromkeys(seconds, 0.0), {}
+    text_bytes = tokens = peak_bytes = 0
+    with tempfile.TemporaryDirectory(prefix="speedrun-prep-") as folder:
+        for trial in range(_TRIALS):
+            for name, way in ways.items():
+                out = Path(folder) / f"{name}-{trial}"
+                done = way(source, choice, column, num_workers, out)
+                seconds[name].append(done.seconds)
+                starts_s[name] = done.start_s
+                digests[name] = _digests(out)
+            # Before the plain way runs in this process and takes what it takes.
+            peak_bytes = peak_bytes or _peak_bytes()
+            name, out = "tiktoken, one thread", Path(folder) / f"plain-{trial}"
+            starts_s[name], took_s, text_bytes, tokens = plain(source, choice, column, out)
+            seconds[name].append(took_s)
+            digests[name] = _digests(out)
+    for name, digest in digests.items():
+        if digest != digests["tiktoken, one thread"]:
+            raise DataError(
+                f"{name}: makes other bytes than tiktoken in one thread; they must be equal; report it"
+            )
+    best_s = {name: min(times) for name, times in reversed(seconds.items())}
+    first_s = best_s["tiktoken, one thread"]
+    timings = [
+        Timed(name, best, starts_s[name], text_bytes / best / 1e6, tokens / best, first_s / best)
+        for name, best in best_s.items()
+    ]
+    return Comparison(timings, text_bytes, tokens, peak_bytes)
+
+
+def plain(source: Source, choice: tokenizer.Choice, column: str, out: Path) -> tuple[float, float, int, int]:
+    """The definition: one document after the other, one thread, tiktoken's own `encode_ordinary`.
+
+    Returns:
+        Seconds to load the tokenizer, seconds of the rest, bytes of text, tokens.
+    """
+    watch = Stopwatch()
+    loaded = tokenizer.load(choice._replace(engine="tiktoken"))
+    if not isinstance(loaded, Tiktoken):
+        raise UsageError(f"tokenizer {choice.name}: GPT-2's is compared; give gpt2 or its .tiktoken file")
+    encoding = loaded.encoding
+    start_s, watch = watch.seconds, Stopwatch()
+    pieces, text_bytes = [], 0
+    for text in documents.texts(source, column):
+        pieces.append(np.array([encoding.eot_token, *encoding.encode_ordinary(text)], np.uint16))
+        text_bytes += len(text.encode())
+    ids = np.concatenate(pieces)
+    out.mkdir()
+    for index, at in enumerate(range(0, len(ids), _CUT.shard_tokens)):
+        shards.write_shard(out / _CUT.name(index), ids[at : at + _CUT.shard_tokens])
+    return start_s, watch.seconds, text_bytes, len(ids)
+
+
+def _prepared(engine: str) -> Callable[..., prep.Prepared]:
+    def way(
+        source: Source, choice: tokenizer.Choice, column: str, num_workers: int, out: Path
+    ) -> prep.Prepared:
+        chosen = choice._replace(engine=engine)
+        return prep.prepare(source, chosen, _CUT, out, column=column, num_workers=num_workers)
+
+    return way
+
+
+def _digests(out: Path) -> list[str]:
+    return [shards.sha256(path) for path in sorted(out.glob("*.bin"))]
+
+
+def _peak_bytes() -> int:
+    """The peak of this process."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,0 +1,199 @@
+"""The pictures of a board: how fast its records became, and what they trade of time against loss."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from speedrun.board.drawing import (
+    DASHED,
+    GREY,
+    MOST,
+    TARGET,
+    TRAIN,
+    VAL,
+    canvas,
+    in_font,
+    number_decades,
+    save,
+    svg,
+    title,
+)
+from speedrun.board.standings import Board, Row
+from speedrun.ground import track as tracks
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_MOST_DATES = 6
+_MOST_BESTS = 6
+_MOST_NAMED = 12
+_CROWD = 30  #: records; points are small from here on
+_MOST_NAME = 32  #: characters
+_LOG_FROM = 10.0  #: longest by shortest time
+
+
+def pictures(board: Board) -> dict[str, bytes]:
+    """For each track with a result its history and its trade-off: SVGs by what they show."""
+    drawn: dict[str, bytes] = {}
+    for name in board.tracks:
+        rows = results(board.of(name))
+        if any(row.standing != "missed" for row in rows):
+            with canvas(6.0, 3.2) as figure:
+                _draw_history(figure.add_subplot(), rows)
+                drawn[
+                    f"{name}: mean train time of each record that reached the target, with its 95 % interval; the line "
+                    "is the best of the qualified ones (filled)"
+                ] = svg(figure)
+        if rows:
+            with canvas(6.0, 3.2) as figure:
+                _draw_pareto(figure, name, rows)
+                drawn[f"{name}: mean loss against mean train time; nothing is better than the stairs"] = svg(
+                    figure
+                )
+    return drawn
+
+
+def pareto(rows: Sequence[Row], folder: Path) -> list[Path]:
+    """Draws loss against time of records, into `pareto-<track>-<version>.svg` and `.png` for each track.
+
+    Filled points are qualified batches.
+
+    Returns:
+        The files written.
+    """
+    paths: list[Path] = []
+    for name in sorted({row.track for row in rows}):
+        with canvas(8.0, 4.5) as figure:
+            _draw_pareto(figure, name, sorted((row for row in rows if row.track == name), key=_place))
+            paths += save(figure, folder, f"pareto-{name.replace('@', '-')}")
+    return paths
+
+
+def results(rows: Iterable[Row]) -> list[Row]:
+    """Those with a time and a loss that no check refused, and that can be drawn."""
+    return [row for row in rows if row.standing != "refused" and _is_drawable(row)]
+
+
+def _is_drawable(row: Row) -> bool:
+    if row.train_time_s is None or row.val_loss is None:
+        return False
+    half_widths = row.train_time_half_width_s or 0.0, row.val_loss_half_width or 0.0
+    return all(abs(number) <= MOST for number in (row.train_time_s, row.val_loss, *half_widths))
+
+
+def _qualifies(row: Row) -> bool:
+    return row.standing == "qualified"
+
+
+def frontier(rows: Sequence[Row]) -> list[Row]:
+    """The rows than which none is both faster and better, from the fastest to the best."""
+    best: list[Row] = []
+    for row in sorted(rows, key=_place):
+        if not best or _place(row)[1] < _place(best[-1])[1]:
+            best.append(row)
+    return best
+
+
+def _place(row: Row) -> tuple[float, float]:
+    return row.train_time_s or 0.0, row.val_loss or 0.0
+
+
+def progress(rows: Sequence[Row]) -> list[tuple[int, float]]:
+    """The steps of the progress line: place and train time of each qualified row that beats all before it."""
+    steps: list[tuple[int, float]] = []
+    for place, row in enumerate(rows):
+        if _qualifies(row) and (not steps or _place(row)[0] < steps[-1][1]):
+            steps.append((place, _place(row)[0]))
+    return steps
+
+
+def _draw_history(axes: "Axes", rows: Sequence[Row]) -> None:
+    """A point for each record that reached the target, in the order of their first runs, filled where it qualifies.
+
+    The line is the best qualified time so far: what misses the target or proves nothing is no progress.
+    """
+    rows = sorted((row for row in rows if row.standing != "missed"), key=lambda row: row.moment)
+    places, times_s = range(len(rows)), [_place(row)[0] for row in rows]
+    half_widths_s = [row.train_time_half_width_s or 0.0 for row in rows]
+    steps = progress(rows)
+    if steps:
+        line = [*steps, (len(rows) - 1, steps[-1][1])]
+        axes.step(*zip(*line, strict=True), where="post", color=TRAIN, linewidth=1.2, zorder=1)
+    for face, same in ((VAL, True), ("white", False)):
+        shown = [place for place in places if _qualifies(rows[place]) == same]
+        if shown:
+            at_s, widths_s = ([numbers[place] for place in shown] for numbers in (times_s, half_widths_s))
+            axes.errorbar(shown, at_s, widths_s, fmt="o", color=VAL, markerfacecolor=face, **_form(len(rows)))
+    bests = [place for place, _ in steps]
+    for place in places if len(rows) <= _MOST_BESTS else _some(bests, _MOST_BESTS):
+        _label(axes, (place, times_s[place]), f"{times_s[place]:.1f} s")
+    dated = _some(places, _MOST_DATES)
+    axes.set_xticks(dated, [rows[place].date for place in dated], rotation=20, ha="right")
+    axes.set_ylim(bottom=0, top=1.25 * max(t + h for t, h in zip(times_s, half_widths_s, strict=True)))
+    axes.margins(x=0.15)
+    axes.set_ylabel("train time (s)")
+
+
+def _some(places: Sequence[int], most: int) -> list[int]:
+    """At most so many of them, evenly; the last one among them."""
+    every = max(1, -(-len(places) // most))
+    return list(places[::-1][::every][::-1])
+
+
+def _draw_pareto(figure: "Figure", track: str, rows: Sequence[Row]) -> None:
+    """A point a record with its intervals, filled where it qualifies; the frontier; who is who to the right."""
+    axes, best = figure.add_subplot(), frontier(rows)
+    axes.step(*zip(*map(_place, best), strict=True), where="post", color=TRAIN, linewidth=1.2, zorder=1)
+    for face, same in (
+        (VAL, [r for r in rows if _qualifies(r)]),
+        ("white", [r for r in rows if not _qualifies(r)]),
+    ):
+        if same:
+            _points(axes, same, markerfacecolor=face, **_form(len(rows)))
+    target = tracks.load(track.rpartition("@")[0]).target.loss
+    axes.axhline(target, color=TARGET, linewidth=1, linestyle=DASHED, zorder=2)
+    _note(axes, 0, f"target {target:g}", TARGET)
+    named = sorted(rows, key=_place) if len(rows) <= _MOST_NAMED else best
+    for number, row in enumerate(named[-_MOST_NAMED:], 1):
+        _label(axes, _place(row), str(number))
+        name = row.path.rpartition("/")[2][:_MOST_NAME]
+        _note(axes, number, f"{number}  {name}", VAL if _qualifies(row) else GREY)
+    times_s = [_place(row)[0] for row in rows]
+    if min(times_s) > 0 and max(times_s) > _LOG_FROM * min(times_s):
+        axes.set_xscale("log")
+        number_decades(axes.xaxis)
+    title(axes, f"{track} (filled: qualified)")
+    axes.margins(x=0.12, y=0.15)
+    axes.set_xlabel("mean train time (s)")
+    axes.set_ylabel("mean loss (nats per token)")
+    axes.ticklabel_format(axis="y", useOffset=False)
+
+
+def _points(axes: "Axes", rows: Sequence[Row], **form: Any) -> None:
+    """Records with their intervals, where they have some; all at once, because each call takes milliseconds."""
+    times_s, losses = zip(*map(_place, rows), strict=True)
+    loss_half_widths = [row.val_loss_half_width or 0.0 for row in rows]
+    half_widths_s = [row.train_time_half_width_s or 0.0 for row in rows]
+    axes.errorbar(times_s, losses, loss_half_widths, half_widths_s, fmt="o", color=VAL, **form)
+
+
+def _form(num_points: int) -> dict[str, Any]:
+    size = 3 if num_points >= _CROWD else 5
+    return {"markersize": size, "elinewidth": 1, "capsize": size / 2, "zorder": 3}
+
+
+def _label(axes: "Axes", place: tuple[float, float], text: str) -> None:
+    """Beside a point, and above all points."""
+    from matplotlib.patheffects import withStroke
+
+    outline = [withStroke(linewidth=3, foreground="white")]
+    axes.annotate(
+        text, place, xytext=(6, 5), textcoords="offset points", color=VAL, path_effects=outline, zorder=5
+    )
+
+
+def _note(axes: "Axes", line: int, text: str, colour: str) -> None:
+    """In a line beside the picture, where no point can be."""
+    height = 1.0 - 0.075 * line
+    axes.text(1.03, height, in_font(text), transform=axes.transAxes, va="top", fontsize=8.5, color=colour)

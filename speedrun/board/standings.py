@@ -1,0 +1,217 @@
+"""The board: every record of a folder, validated again, in one table for each track. Unranked ones are shown, too.
+
+Nothing a record says of itself is taken over: standing, means and intervals follow from its logs.
+"""
+
+import tomllib
+from collections.abc import Iterable
+from datetime import datetime
+from pathlib import Path
+
+import msgspec
+
+from speedrun.ground import track as tracks
+from speedrun.ground.errors import UsageError
+from speedrun.ledger.assemble import derive_summary
+from speedrun.ledger.format import Manifest
+from speedrun.ledger.record import Record, load
+from speedrun.ledger.statistics import Interval, mean_interval
+from speedrun.ledger.validate import Report, examine
+
+CONTEXT = "context.toml"
+
+#: From best to worst. "qualified": a declared batch proves the target. "valid": reached on a track that does not rank.
+#: "provisional": reached on one that does, and not proven. "missed": the mean loss is above the target.
+STANDINGS = ("qualified", "valid", "provisional", "missed", "no result", "refused")
+
+
+#: Warnings with which nothing is proven: too few runs, a wonder, a run that goes on, science that reaches out.
+_ASK_FOR_PROOF = frozenset({"V302", "V308", "V311", "V502"})
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One record."""
+
+    track: str  #: name and version
+    path: str  #: of its folder, from the folder of records
+    standing: str  #: one of STANDINGS
+    failed: tuple[str, ...]  #: ids of the checks that failed
+    title: str
+    authors: tuple[str, ...]
+    changes: tuple[str, ...]
+    parent: str | None
+    created_utc: str  #: of the first run
+    device: str
+    num_runs: int  #: finished
+    val_loss: float | None  #: mean
+    val_loss_half_width: float | None  #: of its 95 % interval; None for one run
+    p: float | None  #: of the declared test
+    train_time_s: float | None  #: mean
+    train_time_half_width_s: float | None  #: of its 95 % interval; None for one run
+    cold_wall_s: float | None
+    num_steps: int
+    num_tokens: int
+    source_lines: int
+    rank: int | None = None  #: among the qualified ones of a track that ranks
+
+    @property
+    def date(self) -> str:
+        """The day of its first run."""
+        return self.created_utc[:10]
+
+    @property
+    def moment(self) -> datetime:
+        """When its first run began; for putting records in order."""
+        return datetime.fromisoformat(self.created_utc)
+
+
+class LeftOut(msgspec.Struct, frozen=True):
+    """A record that cannot be judged. The others are not affected."""
+
+    path: str
+    why: str  #: safe to print
+
+
+class Published(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A result of others, as they told it."""
+
+    name: str
+    track: str
+    hardware: str
+    minutes: float
+    link: str
+    caveat: str
+
+
+class Context(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`context.toml`."""
+
+    published: tuple[Published, ...] = ()
+
+
+class Board(msgspec.Struct, frozen=True):
+    """All there is to show."""
+
+    rows: tuple[Row, ...]
+    published: tuple[Published, ...]
+    left_out: tuple[LeftOut, ...] = ()
+
+    def of(self, track: str) -> tuple[Row, ...]:
+        """The rows of one track (name and version), best first."""
+        return tuple(row for row in self.rows if row.track == track)
+
+    @property
+    def tracks(self) -> list[str]:
+        """Those that have a record, or a published result to beat."""
+        aims = {tracks.load(one.track).id for one in self.published}
+        return sorted({row.track for row in self.rows} | aims)
+
+
+def read(folder: Path) -> Board:
+    """Validates every record below a folder (`<track>/<record>/`) and puts them in order.
+
+    Raises:
+        UsageError: if there is no such folder, or its context file is malformed.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is not a folder; need one that holds <track>/<record>/manifest.json")
+    inside = sorted(
+        {path.parent for name in ("manifest.json", "runs") for path in folder.glob(f"*/*/{name}")}
+    )
+    judged = [row_of(one, one.relative_to(folder).as_posix()) for one in inside]
+    rows = [one for one in judged if isinstance(one, Row)]
+    left_out = tuple(one for one in judged if isinstance(one, LeftOut))
+    return Board(tuple(_ranked(rows)), _context(folder / CONTEXT).published, left_out)
+
+
+def _context(path: Path) -> Context:
+    try:
+        context = msgspec.convert(tomllib.loads(path.read_text()), Context)
+    except FileNotFoundError:
+        return Context()
+    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        raise UsageError(f"{path}: {error}; mend it") from None
+    for one in context.published:
+        if not one.link.startswith("https://"):
+            raise UsageError(f"{path}: link {one.link!r} of {one.name!r}; need one that begins with https://")
+    return context
+
+
+def row_of(folder: Path, path: str) -> Row | LeftOut:
+    """What a record comes to, under a name for its place.
+
+    Raises:
+        UsageError: if there is no such folder.
+    """
+    record = load(folder)
+    report = examine(record)
+    if record.manifest is None or record.track is None or not record.whole:
+        failed = report.having("failed")
+        why = next((one for one in failed if one.check.id in ("V001", "V006", "V008")), failed[0])
+        return LeftOut(path, f"{why.check.id}: {why.messages[0]}")
+    try:
+        return _row(record, record.manifest, report, path)
+    except ArithmeticError as error:  # numbers that no check knew to be impossible
+        return LeftOut(path, f"a number is out of range ({error})")
+
+
+def _row(record: Record, manifest: Manifest, report: Report, path: str) -> Row:
+    failed = tuple(result.check.id for result in report.having("failed"))
+    summary = derive_summary(record.runs, record.rules, record.declaration)
+    times = mean_interval([run.train_time_s for run in record.finished])
+    losses = mean_interval([run.val_loss for run in record.finished])
+    return Row(
+        track=record.rules.id,
+        path=path,
+        standing=standing_of(record, report),
+        failed=failed,
+        title=manifest.about.title,
+        authors=manifest.about.authors,
+        changes=manifest.about.changes,
+        parent=manifest.about.parent_record,
+        created_utc=manifest.created_utc,
+        device=f"{manifest.hardware.num_devices} x {manifest.hardware.device_kind}",
+        num_runs=summary.num_finished,
+        val_loss=summary.val_loss_mean,
+        val_loss_half_width=_half_width(losses),
+        p=summary.test.p if summary.test else None,
+        train_time_s=summary.train_time_s_mean,
+        train_time_half_width_s=_half_width(times),
+        cold_wall_s=summary.cold_wall_s_mean,
+        num_steps=summary.num_steps,
+        num_tokens=summary.num_tokens,
+        source_lines=manifest.source.lines,
+    )
+
+
+def _half_width(interval: Interval | None) -> float | None:
+    return None if interval is None else interval.half_width
+
+
+def standing_of(record: Record, report: Report) -> str:
+    """One of `STANDINGS`, for a record whose track is known."""
+    failed = [result.check.id for result in report.having("failed")]
+    warned = [result.check.id for result in report.having("warning")]
+    if failed:
+        return "no result" if failed == ["V301"] else "refused"
+    summary = derive_summary(record.runs, record.rules, record.declaration)
+    if summary.test is not None and summary.test.passed and _ASK_FOR_PROOF.isdisjoint(warned):
+        return "qualified"
+    if not summary.target_reached:
+        return "missed"
+    return "provisional" if record.rules.rules.ranked else "valid"
+
+
+def _ranked(rows: Iterable[Row]) -> Iterable[Row]:
+    """By track and standing, then by time; a rank only where the track ranks."""
+
+    def order(row: Row) -> tuple[str, int, float]:
+        return row.track, STANDINGS.index(row.standing), row.train_time_s or float("inf")
+
+    rank: dict[str, int] = {}
+    for row in sorted(rows, key=order):
+        if row.standing == "qualified" and tracks.load(row.track.rpartition("@")[0]).rules.ranked:
+            rank[row.track] = rank.get(row.track, 0) + 1
+            yield msgspec.structs.replace(row, rank=rank[row.track])
+        else:
+            yield row

@@ -1,0 +1,171 @@
+"""The text logs of modded-nanogpt and of llm.c: what they say of losses and machines, read and written.
+
+    step:125/1770 val_loss:4.6539 train_time:12051ms step_avg:96.41ms     a validation, of all later scripts
+    step:125/3350 val_loss:4.66393 train_time:22.870s step_avg:182.95ms   the same in seconds, of its third track
+    step:126/5100 train_loss:4.9467 train_time:16262ms step_avg:140.19ms  a step, of the first ten scripts
+    step:126/1770 train_time:12147ms step_avg:96.40ms                     a step, later: nothing that is kept
+    s:250 tel:6.1710   s:250 trl:6.1512 lr:0.000214 norm:0.9123           llm.c: validation and step, without a time
+    [METRICS (latest)] step: 1674  |  val_loss: 3.275080919265747         modded-nanogpt-jax: validation
+    [METRICS (1 step stale)] step: 9  |  time: 2025-08-20 13:50:50.4  |  loss: 6.47   a step, by the wall clock
+
+The wall clock of the last one runs on through validations: it is no train time, and not kept.
+Such a log may begin with the whole text of the script that wrote it, with versions and with nvidia-smi's table. All of
+it is a stranger's: a line counts only if it is nothing but `key:value` words (or fields between bars), the first of
+which is the step, and nothing is run. Source: the public logs, and the print statements inside them.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+
+from speedrun.exchange.context import ContextRun, on_machine
+from speedrun.exchange.curves import Problems, Reading, runs_of
+
+#: More characters than this are source text, or nothing that these scripts print.
+_LONGEST_LINE = 1000
+_NUMBER = r"[+-]?[0-9]{1,15}(?:\.[0-9]{0,20})?(?:[eE][+-]?[0-9]{1,3})?"
+_MARK = r"(?:\[[a-z]+[0-9]{1,4}\]:|\[METRICS[^\]|]{0,40}\])?\s*"
+_STEP = re.compile(rf"{_MARK}(?:step|s):\s*([0-9]{{1,12}})(?:/([0-9]{{1,12}}))?(?=\s|$)(.*)")
+_MOST_VERSIONS = 20  #: of one log; every run of it carries them
+_BEGINS_LIKE_A_STEP = re.compile(r"step:\s*[0-9]|\[METRICS")
+_WORD = re.compile(r"([A-Za-z_][A-Za-z0-9_/]{0,40}):\s*(\S{1,100})(?=\s|$)\s*")
+_FIELD = re.compile(r"\|\s*([A-Za-z_][A-Za-z0-9_/]{0,40}):\s*([^|]{1,100}?)\s*(?=\||$)")
+_LOSS = re.compile(rf"(?:{_NUMBER}|[+-]?(?:nan|inf))")
+_TIME = re.compile(rf"({_NUMBER})(ms|s)?")
+_COLOURS = re.compile(r"\x1b\[[0-9;]{0,20}m")
+
+_VALIDATION = ("val_loss", "tel")
+_TRAINING = ("train_loss", "trl", "loss")
+
+_VERSIONS = (
+    ("python", re.compile(r"Running Python ([0-9][^\s]{0,40})")),
+    ("torch", re.compile(r"Running [Pp]y[Tt]orch ([0-9][^\s]{0,40})")),
+    ("cuda", re.compile(r"Running [Pp]y[Tt]orch [0-9]\S{0,40} compiled for CUDA ([0-9][^\s]{0,20})")),
+    ("driver", re.compile(r".{0,60}Driver Version: ([0-9][^\s]{0,20})")),
+)
+_OTHER = re.compile(r"Running ([A-Za-z][A-Za-z0-9_-]{0,40}) version ([0-9]\S{0,40})")
+_MACHINE = re.compile(
+    r"Running .{0,120}?\bon (?:device_name=)?(\S.{0,60}?)\s+with world_size[ =]([0-9]{1,6})\s*$"
+)
+_SMI_ROW = re.compile(r"\|\s+([0-9]{1,3})\s+(\S.{0,40}?)\s+(?:On|Off)\s+\|")
+
+
+def read(name: str, text: str, problems: Problems) -> list[ContextRun]:
+    """The runs of one text log; lines that begin like ours and cannot be read are problems.
+
+    Args:
+        name: of the runs.
+        text: the log, line breaks as they came.
+        problems: takes what is wrong, by line.
+    """
+    machine = _Machine()
+    runs = runs_of(name, _readings(text, machine, problems), problems)
+    return [
+        on_machine(run, software=machine.software, device=machine.device, num_devices=machine.num_devices)
+        for run in runs
+    ]
+
+
+class _Machine:
+    """What the lines before the steps say of software and hardware."""
+
+    def __init__(self) -> None:
+        self.software: dict[str, str] = {}
+        self._named: tuple[str, int] | None = None
+        self._rows: dict[str, str] = {}
+
+    def look_at(self, line: str) -> None:
+        if line.startswith("|"):
+            if row := _SMI_ROW.match(line):
+                self._rows.setdefault(row[1], row[2])
+            if version := _VERSIONS[-1][1].match(line):
+                self.software.setdefault("driver", version[1])
+        elif line.startswith("Running "):
+            for key, pattern in _VERSIONS:
+                if version := pattern.match(line):
+                    self.software.setdefault(key, version[1])
+            if (other := _OTHER.match(line)) and len(self.software) < _MOST_VERSIONS:
+                self.software.setdefault(other[1].lower(), other[2])
+            if machine := _MACHINE.match(line):
+                self._named = machine[1], int(machine[2])
+
+    @property
+    def device(self) -> str | None:
+        return self._named[0] if self._named else next(iter(self._rows.values()), None)
+
+    @property
+    def num_devices(self) -> int | None:
+        return self._named[1] if self._named else len(self._rows) or None
+
+
+def _readings(text: str, machine: _Machine, problems: Problems) -> Iterator[Reading]:
+    for number, raw in enumerate(text.split("\n"), 1):
+        if len(raw) > _LONGEST_LINE:
+            if _BEGINS_LIKE_A_STEP.match(raw):
+                problems.add(number, f"a step line of {len(raw):,} characters; left out")
+            continue
+        line = (_COLOURS.sub("", raw) if "\x1b" in raw else raw).strip()
+        if step := _STEP.match(line):
+            reading = _reading(number, step)
+            if isinstance(reading, str):
+                problems.add(number, f"{reading} in {line!r}; left out")
+            elif reading is not None:
+                yield reading
+        elif _BEGINS_LIKE_A_STEP.match(line):
+            problems.add(number, f"no step in {line!r}; left out")
+        else:
+            machine.look_at(line)
+
+
+def _reading(number: int, step: re.Match[str]) -> Reading | str | None:
+    """What a line says; None if it tells no loss, a text if it cannot be read."""
+    words, rest = _words(step[3])
+    if rest:
+        return f"the line is cut off or foreign from {rest[:40]!r} on"
+    val = next((words[key] for key in _VALIDATION if key in words), None)
+    loss = val or next((words[key] for key in _TRAINING if key in words), None)
+    if loss is None:
+        return None
+    time = _TIME.fullmatch(words.get("train_time", "0"))
+    if not _LOSS.fullmatch(loss) or time is None:
+        return "a number that cannot be read"
+    time_s = float(time[1]) / (1 if time[2] == "s" else 1e3) if "train_time" in words else None
+    planned = int(step[2]) if step[2] else None
+    return Reading(number, "val" if val else "train", int(step[1]), planned, float(loss), time_s)
+
+
+def _words(text: str) -> tuple[dict[str, str], str]:
+    """The `key:value` words at the beginning, the first of each key, and what is left."""
+    words: dict[str, str] = {}
+    rest = text.lstrip()
+    while rest.startswith("|") and (field := _FIELD.match(rest)):
+        words.setdefault(field[1], field[2])
+        rest = rest[field.end() :]
+    while rest and (word := _WORD.match(rest)):
+        words.setdefault(word[1], word[2])
+        rest = rest[word.end() :]
+    return words, rest
+
+
+def write(run: ContextRun) -> str:
+    """A run as one of these logs: versions, then validations and training losses by step, as the first scripts did.
+
+    The dialect rounds: four digits of a loss, whole milliseconds.
+    """
+    lines = ["=" * 100]
+    for name, version in run.software.items():
+        lines.append(f"Running {'Python' if name == 'python' else f'{name} version'} {version}")
+    if run.device is not None and run.num_devices is not None:
+        lines.append(f"Running on device_name={run.device} with world_size={run.num_devices}")
+    lines.append("=" * 100)
+    points = [(point.step, 0, "val", point) for point in run.validations]
+    points += [(point.step, 1, "train", point) for point in run.train_losses]
+    planned = "" if run.num_steps is None else f"/{run.num_steps}"
+    for step, _, kind, point in sorted(points, key=lambda point: point[:2]):
+        loss = math.nan if point.loss is None else point.loss
+        time = ""
+        if point.train_time_s is not None:
+            time_ms = point.train_time_s * 1e3
+            time = f" train_time:{time_ms:.0f}ms step_avg:{time_ms / max(step, 1):.2f}ms"
+        lines.append(f"step:{step}{planned} {kind}_loss:{loss:.4f}{time}")
+    return "".join(f"{line}\n" for line in lines)

@@ -1,0 +1,90 @@
+"""Curves of many runs as one CSV table, read and written.
+
+    log,step,num_steps,val_loss,train_time_ms
+
+One line a validation, the lines of a run together. A table of training losses has `train_loss` in place of `val_loss`.
+A file may come from a stranger: cells are cleaned before they are shown, and none is more than text or a number.
+"""
+
+import csv
+import io
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+from speedrun.exchange.context import ContextRun, Point
+from speedrun.exchange.curves import MOST_RUNS, Problems, Reading, runs_of
+
+_COLUMNS = ("log", "step", "num_steps", "val_loss", "train_time_ms")
+_WHOLE = re.compile(r"[0-9]{1,12}")
+_NUMBER = re.compile(r"[+-]?(?:[0-9]{1,15}(?:\.[0-9]{0,20})?(?:[eE][+-]?[0-9]{1,3})?|nan|inf)")
+
+
+def is_table(text: str) -> bool:
+    """Whether a text begins like one of these tables."""
+    head = text[:200].partition("\n")[0].strip().split(",")
+    return "log" in head and "step" in head and not {"val_loss", "train_loss"}.isdisjoint(head)
+
+
+def read(text: str, problems: Problems) -> list[ContextRun]:
+    """The runs of a table, in its order.
+
+    Args:
+        text: the table; `is_table` says that it is one.
+        problems: takes what is wrong, by line.
+    """
+    rows = csv.DictReader(io.StringIO(text, newline=""))
+    runs: list[ContextRun] = []
+    try:
+        for name, readings in itertools.groupby(_readings(rows, problems), key=lambda pair: pair[0]):
+            runs += runs_of(name, (reading for _, reading in readings), problems)
+            if len(runs) >= MOST_RUNS:
+                problems.add(rows.line_num, f"more than {MOST_RUNS:,} runs; the rest is left out")
+                break
+    except csv.Error as error:
+        problems.add(rows.line_num, f"{error}; the rest is left out")
+    return runs
+
+
+def _readings(rows: csv.DictReader, problems: Problems) -> Iterator[tuple[str, Reading]]:
+    kind = "val" if "val_loss" in (rows.fieldnames or ()) else "train"
+    for row in rows:
+        cells = {key: (value or "").strip() for key, value in row.items() if isinstance(key, str)}
+        loss, time_ms = cells.get(f"{kind}_loss", ""), cells.get("train_time_ms", "")
+        planned = cells.get("num_steps", "")
+        if (
+            None in row  # more cells than columns
+            or not _WHOLE.fullmatch(cells["step"])
+            or not _NUMBER.fullmatch(loss)
+            or not (time_ms == "" or _NUMBER.fullmatch(time_ms))
+            or not (planned == "" or _WHOLE.fullmatch(planned))
+        ):
+            problems.add(rows.line_num, f"cannot be read: {','.join(cells.values())!r}; left out")
+            continue
+        time_s = float(time_ms) / 1e3 if time_ms else None
+        reading = Reading(
+            rows.line_num, kind, int(cells["step"]), int(planned) if planned else None, float(loss), time_s
+        )
+        yield cells["log"], reading
+
+
+def write(runs: Iterable[ContextRun], *, train: bool = False) -> str:
+    """The table of validations of these runs, or of their training losses; numbers to their last bit."""
+    columns = [column.replace("val_loss", "train_loss") if train else column for column in _COLUMNS]
+    lines: list[Sequence[object]] = [columns]
+    for run in runs:
+        planned = "" if run.num_steps is None else run.num_steps
+        points = run.train_losses if train else run.validations
+        lines += [(run.name, point.step, planned, _cell(point.loss), _time_ms(point)) for point in points]
+    table = io.StringIO()
+    csv.writer(table, lineterminator="\n").writerows(lines)
+    return table.getvalue()
+
+
+def _cell(loss: float | None) -> str:
+    return "nan" if loss is None else repr(loss)
+
+
+def _time_ms(point: Point) -> str:
+    # One digit of a nanosecond: clocks tell no more, and dividing by 1,000 gives the seconds back.
+    return "" if point.train_time_s is None else f"{point.train_time_s * 1e3:.6f}".rstrip("0").rstrip(".")

@@ -1,0 +1,301 @@
+"""What a person reads of a run: one text line for each event worth one.
+
+`log.txt` is exactly `render(lines)` of `metrics.jsonl`, so the two cannot disagree. `Live` prints the same
+lines while the run goes on, with a progress bar below them where there is a terminal.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Self, TextIO
+
+from speedrun.ground.runlog import (
+    Checkpoint,
+    ClockStart,
+    ClockStop,
+    Compile,
+    DataReady,
+    Error,
+    Line,
+    Plan,
+    Preflight,
+    Resume,
+    RunEnd,
+    RunStart,
+    StageChange,
+    Step,
+    Val,
+    WarmupEnd,
+    WarmupStart,
+    Warning,
+)
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+_RULE_WIDTH = 82
+_LINE_LIMIT = 400  #: characters; more is not a line a person reads
+
+
+def clean(text: str, *, limit: int = _LINE_LIMIT) -> str:
+    """Text that is safe on a terminal: control, bidirectional and invisible characters become escapes."""
+    shown = text if len(text) <= limit else text[:limit] + "..."
+    if shown.isprintable():
+        return shown
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in shown)
+
+
+def quantiles_ms(step_s: Sequence[float]) -> tuple[float, float, float]:
+    """Median, 95th percentile and maximum of step times, in milliseconds (nearest rank; zeros if none)."""
+    if not step_s:
+        return 0.0, 0.0, 0.0
+    ranked = sorted(step_s)
+    at = [-(-len(ranked) * percent // 100) - 1 for percent in (50, 95, 100)]
+    return ranked[at[0]] * 1e3, ranked[at[1]] * 1e3, ranked[at[2]] * 1e3
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a person says them: `36s`, `2m05s`, `1h03m`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02}m"
+
+
+def quantity(number: float, unit: str = "") -> str:
+    """A number with three digits and a decimal prefix: `5.02 Mtok/s`."""
+    # 999.5 of anything rounds to 1.00 of the next prefix.
+    sizes = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+    size, prefix = next(((size, prefix) for size, prefix in sizes if number >= 0.9995 * size), (1.0, ""))
+    shown = number / size
+    digits = 2 if shown < 9.995 else 1 if shown < 99.95 else 0
+    return f"{shown:.{digits}f} {prefix}{unit}".rstrip()
+
+
+def memory(num_bytes: int) -> str:
+    """Bytes as MiB or GiB."""
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+class TextLog:
+    """Turns events into text, line by line; keeps what a line needs from earlier ones."""
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._clock_runs = False
+        self._state_hash = ""
+        self._step_s: list[float] = []
+        self._train_time_s = 0.0
+        self._shown = (0, 0.0, 0)  # steps done, train time and tokens at the last step line
+
+    def __call__(self, line: Line) -> str | None:
+        """The text of one event, or None where a person need not read it. May hold several lines."""
+        text = self._text(line)
+        if text is None:
+            return None
+        # Lines are told apart before they are cleaned: a break inside a hostile field is escaped like any other.
+        return "\n".join(map(clean, [text] if isinstance(text, str) else text))
+
+    def _text(self, line: Line) -> str | list[str] | None:
+        match line.event:
+            case RunStart() as run:
+                self._num_steps = run.num_steps
+                return f"speedrun  track {run.track}  recipe {run.recipe}  seed {run.seed}  run {run.run_id}"
+            case Preflight() as hw:
+                software = ", ".join(f"{name} {version}" for name, version in hw.software.items())
+                peak = quantity(hw.matmul_gflops * 1e9, "flop/s")
+                many = f" in {hw.num_processes} processes" * (hw.num_processes > 1)
+                many += f", {hw.num_replicas} replicas" * (hw.num_replicas > 1)
+                return f"hw    {hw.num_devices} x {hw.device_kind} ({hw.platform}){many} | matmul {peak} | {software}"
+            case DataReady() as data:
+                shards = f"{len(data.train_shards)} training shard{'s' * (len(data.train_shards) != 1)}"
+                return f"data  {data.folder} | {shards} | val {data.val_tokens:,} tokens of {data.val_shard}"
+            case Plan() as plan:
+                sizes = (
+                    f"plan  {quantity(plan.num_params)} parameters | {self._num_steps:,} steps x "
+                    f"{plan.tokens_per_step:,} tokens = {plan.total_tokens:,} | per device: state "
+                    f"{memory(plan.state_bytes_per_device)}, temporary {memory(plan.temp_bytes_per_device)}"
+                )
+                return [sizes, *(f"kern  {call} | {form}" for call, form in plan.kernels.items())]
+            case Compile() as done:
+                cache = "" if done.cache == "off" else f" (cache: {done.cache})"
+                return f"comp  {done.name}  {done.seconds:.1f} s{cache}"
+            case WarmupStart() as warm:
+                self._state_hash = warm.state_hash
+                return None
+            case WarmupEnd() as warm:
+                state = "restored" if warm.state_hash == self._state_hash else "NOT restored"
+                state = f"state {warm.state_hash[:8]} {state}"
+                return f"warm  {warm.num_steps} steps in {warm.seconds:.1f} s | {state}"
+            case Resume() as old:
+                self._train_time_s, self._shown = (
+                    old.train_time_s,
+                    (old.step, old.train_time_s, old.tokens_seen),
+                )
+                return f"{self._at(old.step)}  goes on from {old.run_id}, state {old.state_hash[:8]}"
+            case Checkpoint() as kept:
+                return (
+                    f"{self._at(kept.step)}  checkpoint, state {kept.state_hash[:8]}  ({kept.seconds:.2f} s)"
+                )
+            case ClockStart():
+                self._clock_runs = True
+                return "---- clock start ".ljust(_RULE_WIDTH, "-")
+            case ClockStop():
+                self._clock_runs = False
+                return "---- clock stop ".ljust(_RULE_WIDTH, "-")
+            case Step() as step:
+                return self._step(step)
+            case StageChange() as change:
+                return f"{self._at(change.step)}  stage {change.stage}: window {change.window_blocks} blocks"
+            case Val() as val:
+                clock = "clock paused" if self._clock_runs else "clock stopped"
+                return f"{self._at(val.step)}  val {val.loss:.4f}  ({clock}, {val.seconds:.1f} s)"
+            case Warning() as warning:
+                return f"warn  {warning.message}"
+            case Error() as error:
+                return f"error {error.kind}: {error.message}"
+            case RunEnd() as end:
+                return self._result(end)
+        return None
+
+    def _at(self, steps_done: int) -> str:
+        return f"step  {steps_done:>{len(str(self._num_steps))}}/{self._num_steps}"
+
+    def _step(self, step: Step) -> str | None:
+        """A line about every tenth of the run; times and rates are means since the line before."""
+        self._step_s.append(step.train_time_s - self._train_time_s)
+        self._train_time_s = step.train_time_s
+        done = step.step + 1
+        if done % max(1, -(-self._num_steps // 10)) and done != self._num_steps:
+            return None
+        steps, seconds, tokens = self._shown
+        self._shown = (done, step.train_time_s, step.tokens_seen)
+        step_s = (step.train_time_s - seconds) / max(1, done - steps)
+        rate = (step.tokens_seen - tokens) / max(1e-9, step.train_time_s - seconds)
+        eta = duration(step_s * (self._num_steps - done))
+        return (
+            f"{self._at(done)}  train {step.train_time_s:8.2f} s  {step_s * 1e3:7.1f} ms/step  "
+            f"{quantity(rate, 'tok/s'):>10}  loss {step.loss:.4f}  eta {eta}"
+        )
+
+    def _result(self, end: RunEnd) -> list[str]:
+        val = "none" if end.val_loss is None else f"{end.val_loss:.4f}"
+        other_s = end.cold_wall_s - end.train_time_s - end.compile_s - end.warmup_s - end.val_s
+        p50_ms, p95_ms, max_ms = quantiles_ms(self._step_s)
+        wait = end.data_wait_s / max(1e-9, end.train_time_s)
+        parts_s = {"compile": end.compile_s, "warm-up": end.warmup_s, "val": end.val_s, "other": other_s}
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts_s.items())
+        return [
+            f"result  {end.status} | val {val} | train {end.train_time_s:.2f} s | "
+            f"cold wall {end.cold_wall_s:.1f} s ({parts})",
+            f"        p50 {p50_ms:.1f} ms  p95 {p95_ms:.1f}  max {max_ms:.1f} | data wait {wait:.1%} | "
+            f"peak {memory(end.peak_bytes)}",
+            *_goodput(end),
+        ]
+
+
+def _goodput(end: RunEnd) -> list[str]:
+    """Which share of the wall time went into steps, and where the rest of it went; nothing of an older run."""
+    if not (wall_s := sum(end.phases.values())):
+        return []
+    share = end.phases.get("step", 0.0) / (wall_s + end.lost_s)
+    parts = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in end.phases.items())
+    return [
+        f"        goodput {share:.1%} | wall {wall_s:.1f} s = {parts} | lost to restarts {end.lost_s:.1f} s"
+    ]
+
+
+def render(lines: Iterable[Line]) -> str:
+    """The whole text log of a run."""
+    text = TextLog()
+    return "".join(f"{shown}\n" for line in lines if (shown := text(line)) is not None)
+
+
+class Live:
+    """A reader of the log that prints it as it comes; a progress bar besides if the stream is a terminal.
+
+    Use as a context manager, and `log.subscribe(live)`.
+    """
+
+    def __init__(self, stream: TextIO, ghost: Callable[[Step], str] | None = None) -> None:
+        """Prints to `stream`, whose kind decides the form: no colour and no carriage return in a file.
+
+        Args:
+            stream: where to.
+            ghost: is told every step; what it says of one stands beside it, and in no log.
+        """
+        self._stream, self._ghost = stream, ghost
+        self._text = TextLog()
+        self._bar = _Bar(stream) if stream.isatty() else None
+
+    def __call__(self, line: Line) -> None:
+        """Shows one event."""
+        shown, beside = self._text(line), ""
+        if self._ghost is not None and isinstance(line.event, Step):
+            beside = f"  {self._ghost(line.event)}"
+            shown = None if shown is None else shown + beside
+        if self._bar is not None:
+            self._bar.show(line, shown, beside)
+        elif shown is not None:
+            self._write(shown)
+
+    def say(self, text: str) -> None:
+        """Shows a line that is no event of the run."""
+        self._write(clean(text))
+
+    def _write(self, text: str) -> None:
+        encoding = self._stream.encoding or "utf-8"
+        self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+        self._stream.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+class _Bar:
+    """Steps done, rate, time left and loss, below the text lines."""
+
+    def __init__(self, stream: TextIO) -> None:
+        from rich.console import Console
+
+        self._console = Console(file=stream, highlight=False, soft_wrap=True)
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        self._num_steps = 0
+
+    def show(self, line: Line, text: str | None, beside: str) -> None:
+        if text is not None:
+            self._console.print(text, markup=False)
+        match line.event:
+            case RunStart(num_steps=num_steps):
+                self._num_steps = num_steps
+            case ClockStart():
+                self._open()
+            case Step() as step if self._progress is not None and self._task is not None:
+                left_s = step.train_time_s / (step.step + 1) * (self._num_steps - step.step - 1)
+                rate = quantity(step.tokens_seen / max(1e-9, step.train_time_s), "tok/s")
+                facts = f"{rate}  loss {step.loss:.4f}  eta {duration(left_s)}{beside}"
+                self._progress.update(self._task, completed=step.step + 1, facts=facts)
+            case ClockStop():
+                self.close()
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def _open(self) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        facts = TextColumn("{task.fields[facts]}")
+        # The bar takes what the facts leave of a line; of a fixed width it would push them over the edge.
+        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), facts)
+        # Four refreshes a second: the bar's thread must not be felt by the steps it shows.
+        progress = Progress(*columns, console=self._console, transient=True, refresh_per_second=4)
+        self._task = progress.add_task("train", total=self._num_steps, facts="")
+        self._progress = progress
+        progress.start()

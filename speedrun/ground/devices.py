@@ -1,0 +1,161 @@
+"""Accelerators as data: what a compiler must know to build for one that is not there, and what bounds a step on it.
+
+Rates are the vendor's for dense arithmetic; what a program reaches of them is less.
+"""
+
+from typing import NamedTuple
+
+from speedrun.ground.errors import unknown
+
+_GiB = 2**30
+
+
+class Device(NamedTuple):
+    """One accelerator."""
+
+    name: str  #: as its driver reports it
+    compute_capability: tuple[int, int]
+    bf16_flops: float  #: per second, sums in float32
+    fp8_flops: float  #: per second; 0 without FP8
+    memory_bytes: int  #: as the driver reports them
+    memory_rate: float  #: bytes per second
+    link_rate: float  #: bytes per second to its peers, each way
+    num_links: int  #: NVLinks in use; 0: it talks over PCIe
+    network_rate: (
+        float  #: bytes per second to other machines, each way: its share of the adapters; 0: not known
+    )
+    num_cores: int  #: streaming multiprocessors
+    threads_per_core: int
+    shared_bytes_per_core: int
+    shared_bytes_per_block: int  #: what a kernel may ask for
+    l2_bytes: int
+    clock_ghz: float
+
+
+_H100 = Device(
+    name="NVIDIA H100 80GB HBM3",
+    compute_capability=(9, 0),
+    bf16_flops=989.4e12,
+    fp8_flops=1978.9e12,
+    memory_bytes=84_942_979_072,
+    memory_rate=3.352e12,
+    link_rate=450e9,
+    num_links=18,
+    network_rate=50e9,  # DGX H100: eight adapters of 400 Gb/s, one for each GPU
+    num_cores=132,
+    threads_per_core=2048,
+    shared_bytes_per_core=233_472,
+    shared_bytes_per_block=232_448,
+    l2_bytes=50 * 2**20,
+    clock_ghz=1.98,
+)
+_A100 = Device(
+    name="NVIDIA A100-SXM4-80GB",
+    compute_capability=(8, 0),
+    bf16_flops=312e12,
+    fp8_flops=0.0,
+    memory_bytes=int(79.1 * _GiB),
+    memory_rate=2.039e12,
+    link_rate=300e9,
+    num_links=12,
+    network_rate=25e9,  # DGX A100: eight adapters of 200 Gb/s
+    num_cores=108,
+    threads_per_core=2048,
+    shared_bytes_per_core=167_936,
+    shared_bytes_per_block=166_912,
+    l2_bytes=40 * 2**20,
+    clock_ghz=1.41,
+)
+
+#: By the name that `--device-kind` takes.
+DEVICES = {
+    "h100": _H100,
+    "h200": _H100._replace(name="NVIDIA H200", memory_bytes=int(139.8 * _GiB), memory_rate=4.8e12),
+    "a100": _A100,
+    "a100-40gb": _A100._replace(
+        name="NVIDIA A100-SXM4-40GB", memory_bytes=int(39.4 * _GiB), memory_rate=1.555e12
+    ),
+    "4090": Device(
+        name="NVIDIA GeForce RTX 4090",
+        compute_capability=(8, 9),
+        bf16_flops=165.2e12,
+        fp8_flops=330.3e12,
+        memory_bytes=int(23.6 * _GiB),
+        memory_rate=1.008e12,
+        link_rate=32e9,
+        num_links=0,
+        network_rate=0.0,
+        num_cores=128,
+        threads_per_core=1536,
+        shared_bytes_per_core=102_400,
+        shared_bytes_per_block=101_376,
+        l2_bytes=72 * 2**20,
+        clock_ghz=2.52,
+    ),
+}
+
+#: The CUDA release and the cuDNN that targets promise. Without them XLA builds no FP8 GEMM, and does not say so.
+_CUDA = "12.9.0"
+_CUDNN = (9, 10, 2)
+
+
+def load(kind: str) -> Device:
+    """The device of this name.
+
+    Raises:
+        UsageError: if there is none; names the nearest one.
+    """
+    if kind not in DEVICES:
+        raise unknown("device kind", kind, DEVICES)
+    return DEVICES[kind]
+
+
+def named(name: str) -> Device | None:
+    """The device that its driver calls so, if it is in the table."""
+    return next((device for device in DEVICES.values() if device.name == name), None)
+
+
+def target(device: Device) -> str:
+    """The device as XLA's compiler wants it described: a `GpuTargetConfigProto` as text."""
+    major, minor = device.compute_capability
+    # Hopper's own instructions (wgmma, bulk copies) are compiled for sm_90a only.
+    features = "feature_extension: ACCELERATED_FEATURES" if major == 9 else ""
+    cudnn_major, cudnn_minor, cudnn_patch = _CUDNN
+    return f"""
+platform_name: "CUDA"
+device_description_str: "{device.name}"
+dnn_version_info {{ major: {cudnn_major} minor: {cudnn_minor} patch: {cudnn_patch} }}
+gpu_device_info {{
+  name: "{device.name}"
+  device_vendor: "NVIDIA Corporation"
+  platform_version: "{major}.{minor}"
+  cuda_compute_capability {{ major: {major} minor: {minor} {features} }}
+  core_count: {device.num_cores}
+  fpus_per_core: 128
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: {device.threads_per_core}
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  registers_per_block_limit: 65536
+  registers_per_core_limit: 65536
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: {device.shared_bytes_per_block}
+  shared_memory_per_core: {device.shared_bytes_per_core}
+  l2_cache_size: {device.l2_bytes}
+  memory_bandwidth: {device.memory_rate:.0f}
+  device_memory_size: {device.memory_bytes}
+  clock_rate_ghz: {device.clock_ghz}
+  device_address_bits: 64
+  pcie_bandwidth: {32 * _GiB}
+  device_interconnect_info {{ active_links: {device.num_links} }}
+  driver_version: "{_CUDA}"
+  runtime_version: "{_CUDA}"
+  compile_time_toolkit_version: "{_CUDA}"
+  dnn_version: "{".".join(map(str, _CUDNN))}"
+}}
+"""

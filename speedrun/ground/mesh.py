@@ -1,0 +1,152 @@
+"""The only place that makes meshes and puts arrays on them."""
+
+import resource
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from speedrun.ground import processes
+from speedrun.ground.errors import UsageError
+
+#: Names of the axes: parameters and optimiser state are divided over the devices of a node and repeated on every
+#: node; batches are divided over both.
+DATA, REPLICA = "data", "replica"
+
+#: Simulated CPU devices; eight stand for a node.
+CPU_DEVICES = 8
+
+
+def prepare(platform: str) -> None:
+    """Chooses the devices of this process. Must come before the first use of JAX.
+
+    Args:
+        platform: "cpu" simulates a node; "gpu" takes what is there; "any" takes GPUs if there are some, or if
+            $JAX_PLATFORMS asks for CUDA.
+    """
+    has_gpu = any(Path("/dev").glob("nvidia[0-9]*")) or "cuda" in (
+        getattr(jax.config, "jax_platforms", None) or ""
+    )
+    if platform == "gpu" or (platform == "any" and has_gpu):
+        return
+    num_local, rest = divmod(CPU_DEVICES, processes.count())
+    if rest:
+        raise UsageError(
+            f"{processes.count()} processes cannot share {CPU_DEVICES} simulated devices; need 1, 2, 4 or 8 of them"
+        )
+    for name, value in {"jax_platforms": "cpu", "jax_num_cpu_devices": num_local}.items():
+        if getattr(jax.config, name) != value:  # JAX refuses a change once it has started
+            jax.config.update(name, value)
+
+
+def make_mesh(num_devices: int, replicas: int = 1) -> Mesh:
+    """A mesh over the first `num_devices` devices; those of process 0 come first.
+
+    Args:
+        num_devices: of all nodes.
+        replicas: of the state; each has as many devices, and those of a node follow one another.
+
+    Raises:
+        UsageError: if there are fewer, or they cannot be shared evenly; of several processes, also if there are more.
+    """
+    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    if len(devices) < num_devices:
+        raise UsageError(
+            f"found {len(devices)} {devices[0].platform} devices, need {num_devices}; "
+            f"pass --devices {len(devices)} or run where {num_devices} are visible"
+        )
+    if processes.count() > 1 and len(devices) > num_devices:
+        raise UsageError(
+            f"{processes.count()} processes have {len(devices)} devices, need all of them to be used; "
+            f"pass --devices {len(devices)} or start fewer processes"
+        )
+    shares = Counter(device.process_index for device in devices)
+    if len(set(shares.values())) > 1:
+        raise UsageError(
+            f"the {len(shares)} processes have {', '.join(str(shares[i]) for i in sorted(shares))} devices; need as "
+            "many each; look at CUDA_VISIBLE_DEVICES and at the node that has fewer"
+        )
+    if num_devices % replicas:
+        raise UsageError(
+            f"{num_devices} devices cannot be shared by {replicas} replicas; need a multiple; "
+            "pass another number of --devices or --replicas"
+        )
+    return arranged(devices[:num_devices], replicas)
+
+
+def arranged(devices: Sequence[Any], replicas: int) -> Mesh:
+    """One replica needs no axis of its own: its program is that of a single node."""
+    if replicas == 1:
+        return Mesh(np.array(devices), (DATA,))
+    return Mesh(np.array(devices).reshape(replicas, -1), (REPLICA, DATA))
+
+
+def accelerator(mesh: Mesh) -> tuple[str, str]:
+    """Platform, "cpu" or "gpu", and the compute capability of a GPU or nothing. Refuses all other platforms."""
+    device = mesh.devices.flat[0]
+    if device.platform not in ("cpu", "gpu", "cuda"):
+        raise UsageError(f"JAX found a {device.platform}, need a CPU or GPU; set JAX_PLATFORMS=cpu or cuda")
+    return ("cpu", "") if device.platform == "cpu" else ("gpu", str(device.compute_capability))
+
+
+def place(x_BT: np.ndarray, mesh: Mesh) -> jax.Array:
+    """One global array, divided by rows; an explicit transfer, so the transfer guard lets it pass.
+
+    Of several processes, each brings its own rows; the first ones have the first rows.
+    """
+    sharding = NamedSharding(mesh, P(mesh.axis_names))
+    if processes.count() == 1:
+        return jax.device_put(x_BT, sharding)
+    with jax.transfer_guard_host_to_device("allow"):  # JAX takes this one for implicit
+        return jax.make_array_from_process_local_data(sharding, x_BT)
+
+
+def place_own(x_BT: np.ndarray, mesh: Mesh) -> jax.Array:
+    """`place`, of rows that every process has all of."""
+    own = len(x_BT) // processes.count()
+    return place(x_BT[own * processes.index() :][:own], mesh)
+
+
+def whole(x: jax.Array) -> jax.Array:
+    """The same on every device, if parts of it lie in other processes; else itself, and nothing is dispatched."""
+    if x.is_fully_addressable or x.is_fully_replicated:
+        return x
+    assert isinstance(x.sharding, NamedSharding)
+    return _gathered_over(x.sharding.mesh)(x)
+
+
+@lru_cache
+def _gathered_over(mesh: Mesh) -> Any:
+    return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))
+
+
+def fetch(tree: Any) -> Any:
+    """Arrays on the host, wherever their parts lie. Of several processes, all must call it."""
+    return jax.device_get(jax.tree.map(whole, tree))
+
+
+def replicate(tree: Any, mesh: Mesh) -> Any:
+    """The same arrays on every device."""
+    return jax.device_put(tree, NamedSharding(mesh, P()))
+
+
+def memory_bytes(mesh: Mesh) -> int | None:
+    """What JAX may take of one device's memory; None for simulated devices, which share that of the machine."""
+    if mesh.devices.flat[0].platform == "cpu":
+        return None
+    return min((device.memory_stats() or {})["bytes_limit"] for device in mesh.local_devices)
+
+
+def peak_bytes(mesh: Mesh) -> int:
+    """Largest memory in use so far on one device; on simulated devices, of the whole process."""
+    if mesh.devices.flat[0].platform == "cpu":
+        kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return kib if sys.platform == "darwin" else kib * 1024
+    return max((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in mesh.local_devices)

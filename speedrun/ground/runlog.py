@@ -1,0 +1,309 @@
+"""The one log of a run: typed events, one JSON line each, hash-chained and flushed per line.
+
+Each line holds `i` (index), `t_mono_ns` (monotonic clock), `t_utc`, `prev` (first 16 hex digits of the
+sha256 of the line before; zeros for the first) and one event. A killed run leaves a readable log; an
+edited line breaks the chain. Losses are nats per token, times are seconds unless the name says more.
+
+The text log and the console are readers of this one (`console.py`), never a second source.
+"""
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Literal, Self
+
+import msgspec
+
+from speedrun.ground.clock import Stamp
+from speedrun.ground.errors import refusals_told
+
+GENESIS = "0" * 16
+
+
+class Event(msgspec.Struct, frozen=True, tag_field="ev", forbid_unknown_fields=True):
+    """Base of all events."""
+
+
+class RunStart(Event, tag="run_start", frozen=True, omit_defaults=True):
+    """First line: what is about to run. `config` is the fully resolved recipe and run configuration."""
+
+    run_id: str
+    track: str
+    track_sha256: str
+    recipe: str
+    seed: int
+    num_steps: int
+    source_sha256: str
+    config: dict
+    config_sha256: str
+    batch_sha256: str = ""  #: of the `batch.json` that declared this run; empty for a run by itself
+
+
+class Preflight(Event, tag="preflight", frozen=True, omit_defaults=True):
+    """Hardware, software and health numbers; capture is an allow-list."""
+
+    platform: str
+    device_kind: str
+    num_devices: int
+    software: dict[str, str]
+    environment: dict[str, str]
+    matmul_gflops: float  #: achieved by all devices together in a bench before the clock
+    commit: str = ""  #: of the checkout that ran; empty where nobody knows, as without git
+    dirty: bool | None = None  #: whether the code differed from that commit; None where nobody knows
+    lock: str = ""  #: the largest file of requirements/ of which every pin is installed; empty where none is
+    lock_sha256: str = ""
+    num_processes: int = 1  #: that shared the devices
+    num_replicas: int = 1  #: of the state: one on each node
+
+
+class DataReady(Event, tag="data", frozen=True):
+    """Shards found, headers checked."""
+
+    folder: str
+    train_shards: list[str]
+    val_shard: str
+    val_tokens: int
+    val_sha256: str  #: of the val_tokens + 1 ids that will be scored, as little-endian uint16
+
+
+class Plan(Event, tag="plan", frozen=True, omit_defaults=True):
+    """Sizes of the run, and the memory the compiler asks for."""
+
+    num_params: int
+    tokens_per_step: int
+    total_tokens: int
+    flops_per_token: float
+    state_bytes_per_device: int
+    temp_bytes_per_device: int
+    kernels: dict[str, str] = {}  #: operation and shape -> the form that was chosen, and why
+    compiler_options: dict[str, bool | int | str] = {}
+    shapes: dict[str, tuple[int, ...]] = {}  #: of each parameter
+
+
+class Compile(Event, tag="compile", frozen=True, omit_defaults=True):
+    """One executable, compiled ahead of time."""
+
+    name: str
+    seconds: float
+    cache: Literal["off", "hit", "miss"] = "off"  #: JAX's persistent one: whether it held the program already
+
+
+class WarmupStart(Event, tag="warmup_start", frozen=True):
+    """State hash before the warm-up steps on synthetic ids."""
+
+    state_hash: str
+
+
+class WarmupEnd(Event, tag="warmup_end", frozen=True):
+    """State hash after the state was rebuilt; must equal the one before."""
+
+    state_hash: str
+    num_steps: int
+    seconds: float
+
+
+class Resume(Event, tag="resume", frozen=True):
+    """The state of an earlier run, after `step` steps, takes the place of the fresh one."""
+
+    run_id: str  #: of the run that wrote it
+    step: int
+    state_hash: str
+    train_time_s: float
+    tokens_seen: int
+    cursor: tuple[int, int]
+
+
+class ClockStart(Event, tag="clock_start", frozen=True):
+    """All devices are synchronised; the first batch is read after this."""
+
+
+class Step(Event, tag="step", frozen=True):
+    """Training step `step` (from 0) is known to be finished at `train_time_s` on the ranked clock."""
+
+    step: int
+    train_time_s: float
+    loss: float
+    batch_tokens: int
+    tokens_seen: int
+    cursor: tuple[int, int]  #: shard index and offset after this step's batch was taken
+    lr_scale: float
+    window_blocks: int
+
+
+class StageChange(Event, tag="stage_change", frozen=True):
+    """From `step` on another precompiled executable or another window is used."""
+
+    step: int
+    stage: int
+    window_blocks: int
+
+
+class ClockPause(Event, tag="clock_pause", frozen=True):
+    """The clock stands still, after a synchronisation."""
+
+    reason: str
+    train_time_s: float
+
+
+class Val(Event, tag="val", frozen=True):
+    """A declared validation before step `step`. `nll_sum` is a float64 as C hex: the loss is nll_sum / tokens."""
+
+    step: int
+    loss: float
+    tokens: int
+    nll_sum: str
+    seconds: float
+
+
+class ClockResume(Event, tag="clock_resume", frozen=True):
+    """The clock runs again."""
+
+    train_time_s: float
+
+
+class ClockStop(Event, tag="clock_stop", frozen=True):
+    """After the last update was synchronised by a host fetch."""
+
+    train_time_s: float
+
+
+class Checkpoint(Event, tag="checkpoint", frozen=True):
+    """The state before step `step` was copied to the host and is being written."""
+
+    step: int
+    state_hash: str
+    seconds: float  #: until the run went on
+
+
+class Warning(Event, tag="warning", frozen=True):
+    """Something a reader of the record should know."""
+
+    message: str
+
+
+class Error(Event, tag="error", frozen=True):
+    """Why the run ended early."""
+
+    kind: str
+    message: str
+
+
+class RunEnd(Event, tag="run_end", frozen=True, omit_defaults=True):
+    """Last line. Status: finished, non-finite, aborted."""
+
+    status: str
+    val_loss: float | None
+    train_time_s: float
+    cold_wall_s: float
+    compile_s: float
+    warmup_s: float
+    val_s: float
+    data_wait_s: float
+    peak_bytes: int
+    final_hash: str
+    throttled_s: float | None = None  #: held back by heat or power supply; None where nothing counts it
+    phases: dict[str, float] = {}  #: seconds in each of `clock.Phases`; together the wall time up to here
+    lost_s: float = 0.0  #: of earlier processes, after the checkpoint from which this run goes on
+
+
+AnyEvent = (
+    RunStart | Preflight | DataReady | Plan | Compile | WarmupStart | WarmupEnd | Resume | ClockStart | Step
+    | StageChange | ClockPause | Val | ClockResume | ClockStop | Checkpoint | Warning | Error | RunEnd
+)  # fmt: skip
+
+
+class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One line of metrics.jsonl."""
+
+    i: int
+    t_mono_ns: int
+    t_utc: str
+    prev: str
+    event: AnyEvent
+
+    def encode(self) -> bytes:
+        """The canonical bytes of this line, without the newline: the chain hashes exactly these."""
+        return msgspec.json.encode(self)
+
+
+def digest(line: bytes) -> str:
+    """What the next line carries as `prev`."""
+    return hashlib.sha256(line).hexdigest()[:16]
+
+
+class RunLog:
+    """Appends events to `metrics.jsonl`; tells its readers of each one after it is on disk."""
+
+    def __init__(self, path: Path | None, now: Callable[[], Stamp]) -> None:
+        """Creates the file.
+
+        Args:
+            path: must not exist. None: nothing is written, for the processes of a run that only help.
+            now: the harness clock; the only source of time.
+        """
+        self._path, self._now = path, now
+        with refusals_told(self._path):
+            self._file: IO[bytes] | None = None if path is None else path.open("xb")
+        self._index = 0
+        self._prev = GENESIS
+        self._readers: list[Callable[[Line], None]] = []
+        self._held: list[tuple[Line, bytes]] = []
+        self._turn = threading.Lock()
+
+    def subscribe(self, reader: Callable[[Line], None]) -> None:
+        """Adds a reader that is called with every later line."""
+        self._readers.append(reader)
+
+    def emit(self, event: AnyEvent, *, hold: bool = False) -> None:
+        """Writes one event, or holds it back for one write with the next; a reader that is closed is told no more.
+
+        Raises:
+            StorageError: if the disk refuses. The line is kept, and written before the next one if there is room.
+        """
+        if self._file is None:
+            return
+        with self._turn:
+            stamp = self._now()
+            line = Line(self._index, stamp.mono_ns, stamp.utc, self._prev, event)
+            raw = line.encode()
+            self._index, self._prev = self._index + 1, digest(raw)
+            self._held.append((line, raw + b"\n"))
+            if hold:
+                return
+            held, self._held = self._held, []
+            with refusals_told(self._path):
+                self._file.writelines(raw for _, raw in held)
+                self._file.flush()
+            for reader in tuple(self._readers):
+                try:
+                    for line, _ in held:
+                        reader(line)
+                except OSError:
+                    self._readers.remove(reader)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._file is not None:
+            with refusals_told(self._path):
+                self._file.close()
+
+
+_DECODER = msgspec.json.Decoder(Line)
+
+
+def decode(raw: bytes) -> Line:
+    """One line from its bytes.
+
+    Raises:
+        msgspec.DecodeError: not JSON, an unknown event, an extra or a missing field, a wrong type.
+    """
+    return _DECODER.decode(raw)
+
+
+def read(path: Path) -> Iterator[Line]:
+    """All whole lines of a log. A torn last line (the writer was killed) is left out."""
+    for raw in path.read_bytes().split(b"\n")[:-1]:
+        yield decode(raw)

@@ -1,0 +1,178 @@
+"""V101 to V107: the right tokens were read, in order, once, and none of the scored ones."""
+
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+from itertools import pairwise
+
+from speedrun.ground import runlog
+from speedrun.ledger.checks.table import Skip, check, check_run
+from speedrun.ledger.format import ShardRange
+from speedrun.ledger.record import Record
+from speedrun.ledger.run import Run
+
+
+@check(
+    "V101",
+    "shards are the track's own",
+    needs=("runs", "track"),
+    why="the same loss on other text is another result",
+    hint="get the shards the track names, check them with `speedrun data verify --full`, and run again",
+)
+def shard_hashes(record: Record) -> Iterator[str]:
+    """Digest by digest, where the track lists them."""
+    table = record.rules.data.sha256
+    if not table:
+        raise Skip(f"{record.rules.id} lists no digests")
+    for run in record.finished:
+        for shard in (*run.file.data.shards, run.file.data.val_shard):
+            if table.get(shard.name) != shard.sha256:
+                yield f"{run.folder}: {shard.name} is not the track's file"
+
+
+@check_run(
+    "V102",
+    "shards are read from the first one on, by name",
+    needs=("runs", "track"),
+    why="whoever chooses the order of the data can choose the loss a little",
+    hint="keep all shards of the track in the folder, under their own names, and run again",
+)
+def shard_order(run: Run, record: Record) -> Iterator[str]:
+    """Validation shards in the list are V103's business."""
+    rules = record.rules.data
+    (data,) = run.of(runlog.DataReady)
+    listed = [name for name in data.train_shards if name != data.val_shard]
+    if listed != sorted(set(listed)):
+        yield "the list of training shards is not sorted by name"
+    names = [shard.name for shard in run.file.data.shards if not _is_scored(shard, run)]
+    strangers = sorted({name for name in [*names, *listed] if not fnmatchcase(name, rules.train)})
+    if strangers:
+        yield f"{strangers[0]} does not match {rules.train}"
+    in_order = list(dict.fromkeys(names))
+    num_restarts = sum(after < before for before, after in pairwise(names))
+    # A run that goes on may find that nothing is left of the shard it stands in.
+    began = run.origin.cursor[0]
+    due = [listed[at : at + len(in_order)] for at in range(began, began + 1 + run.resumed)]
+    if in_order not in due or num_restarts >= run.file.data.num_epochs:
+        yield f"read {', '.join(in_order)}; the order is {', '.join(listed)}"
+    first = next((one for one in record.finished if not one.resumed), run)
+    if not run.resumed and run.file.first_batch_sha256 != first.file.first_batch_sha256:
+        yield f"its first batch is not that of {first.folder}: seeds do not choose the data"
+
+
+@check_run(
+    "V103",
+    "no training on the validation shard",
+    needs=("runs", "track"),
+    why="a model that has seen the scored tokens is measured by its memory",
+    hint="a leak: take the shard out of the training data, throw the run away, run again",
+)
+def no_leak(run: Run, record: Record) -> Iterator[str]:
+    """By name and by digest, so that renaming does not help."""
+    (data,) = run.of(runlog.DataReady)
+    for shard in run.file.data.shards:
+        if _is_scored(shard, run):
+            yield f"trained on {shard.name}, which is the validation shard {data.val_shard}"
+    if data.val_shard in data.train_shards:
+        yield f"{data.val_shard} stands in the list of training shards"
+
+
+def _is_scored(shard: ShardRange, run: Run) -> bool:
+    val = run.file.data.val_shard
+    return shard.name == val.name or shard.sha256 == val.sha256
+
+
+@check_run(
+    "V104",
+    "every token is counted",
+    why="tokens that are read and not counted would be training for free",
+    hint="tokens seen, batches, cursor and ranges must add up: look for a change in the data stream",
+)
+def token_count(run: Run, _record: Record) -> Iterator[str]:
+    """Sum of batches = tokens seen = ranges read, and the cursor stands where the ranges say."""
+    shards = iter(run.file.data.shards)
+    seen = num_read = run.origin.tokens_seen
+    offset = run.origin.cursor[1]
+    for step in run.steps:
+        seen += step.batch_tokens
+        if step.batch_tokens <= 0 or step.tokens_seen != seen:
+            yield f"step {step.step}: {step.tokens_seen:,} tokens seen, the batches sum to {seen:,}"
+            return
+        while num_read < seen and (shard := next(shards, None)):
+            num_read, offset = num_read + shard.stop - shard.start, shard.stop
+        # `offset` is where the range that holds token `seen` ends, `num_read` is what was read by then.
+        if step.cursor[1] != offset - (num_read - seen):
+            place = offset - (num_read - seen)
+            yield f"step {step.step}: the cursor is at {step.cursor[1]:,}, the ranges say {place:,}"
+            return
+    num_read += sum(shard.stop - shard.start for shard in shards)
+    if num_read != seen:
+        yield f"ranges of {num_read:,} tokens were read, {seen:,} trained on"
+    if any(after.cursor[0] < before.cursor[0] for before, after in pairwise(run.steps)):
+        yield "the cursor went back to an earlier shard"
+
+
+@check_run(
+    "V105",
+    "exactly the declared tokens are scored",
+    needs=("runs", "track"),
+    why="losses compare only over the same tokens, and fewer tokens are easier to be lucky on",
+    hint="score the size the track declares, from the start of its first validation shard",
+)
+def val_tokens(run: Run, record: Record) -> Iterator[str]:
+    """In every validation, not only in the last."""
+    want = record.rules.data.val_tokens
+    val = run.file.data.val_shard
+    if not fnmatchcase(val.name, record.rules.data.val):
+        yield f"{val.name} does not match {record.rules.data.val}"
+    if (val.start, val.stop) != (0, want):
+        yield f"positions {val.start:,} to {val.stop:,} are scored; the track says 0 to {want:,}"
+    scored = {data.val_tokens for data in run.of(runlog.DataReady)} | {event.tokens for event in run.vals}
+    if scored != {want}:
+        counts = ", ".join(f"{count:,}" for count in sorted(scored))
+        yield f"{counts} tokens were scored; the track says {want:,}"
+    if run.file.data.val_sha256 != record.finished[0].file.data.val_sha256:
+        yield f"scored other ids than {record.finished[0].folder}"
+
+
+@check(
+    "V106",
+    "ranges lie inside their shards",
+    why="a range beyond the end of its file was never read",
+    hint="look for a shard that was swapped: one name has one size and digest in all runs of a record",
+)
+def shard_sizes(record: Record) -> Iterator[str]:
+    """One name, one file; no position beyond its end."""
+    known: dict[str, tuple[str, int]] = {}
+    for run in record.finished:
+        for shard in (*run.file.data.shards, run.file.data.val_shard):
+            if not 0 <= shard.start < shard.stop <= shard.tokens:
+                read = f"read {shard.start:,} to {shard.stop:,}"
+                yield f"{run.folder}: {shard.name} has {shard.tokens:,} tokens, {read}"
+            if known.setdefault(shard.name, (shard.sha256, shard.tokens)) != (shard.sha256, shard.tokens):
+                yield f"{run.folder}: {shard.name} is two different files"
+
+
+@check_run(
+    "V107",
+    "no position is read more often than declared",
+    why="reading a position twice is training for longer than was said",
+    hint="get more shards, or train for fewer steps",
+)
+def read_once(run: Run, _record: Record) -> Iterator[str]:
+    """Counts how many ranges cover a position of a shard. How often is the track's to say: no track says twice."""
+    data = run.file.data
+    if data.num_epochs != 1:
+        yield f"says {data.num_epochs} epochs; the track reads each position once"
+    for name in dict.fromkeys(shard.name for shard in data.shards):
+        if (times := _depth(shard for shard in data.shards if shard.name == name)) > data.num_epochs:
+            yield f"{name}: a position is read {times} times in {data.num_epochs} declared epoch(s)"
+
+
+def _depth(ranges: Iterable[ShardRange]) -> int:
+    """The largest number of ranges that share a position."""
+    depth = deepest = 0
+    # At one position, an end (-1) sorts before a start (+1): ranges that touch do not overlap.
+    for _, change in sorted(edge for one in ranges for edge in ((one.start, 1), (one.stop, -1))):
+        depth += change
+        deepest = max(deepest, depth)
+    return deepest

@@ -1,0 +1,1 @@
+"""What a program will take on devices that are not here."""

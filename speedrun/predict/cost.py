@@ -1,0 +1,320 @@
+"""What a step costs on a device: one model for `speedrun plan`, `plan --arithmetic` and `scale`.
+
+A kernel takes the time of its tightest bound, after a start of its own:
+
+    seconds = START_S + max(FLOPs / rate, instructions / rate, bytes / rate)
+
+Each rate is the vendor's, times what programs of these shapes reach of it. The shares come from public measurements on
+H100s; docs/LOG.md has the table for record 21 and how far it is from published times. They are frozen since November
+2026: a saving is FLOPs, instructions, bytes or starts that a program no longer has, never a better rate.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+
+from speedrun.data.imitation import document_lengths
+from speedrun.ground.devices import Device
+from speedrun.predict import anatomy, hlo
+from speedrun.science.kernels import attention_triton
+from speedrun.science.kernels.attention import Sight, Window, sight
+from speedrun.science.kernels.choose import Kernels
+from speedrun.science.recipe import Stage
+from speedrun.training.program import Program
+
+#: What a kernel is for, in the order of the table.
+Kind = Literal[
+    "GEMM bf16", "GEMM FP8", "GEMM f32", "attention", "head passes", "elementwise", "Muon", "communication"
+]
+KINDS: tuple[Kind, ...] = (
+    *("GEMM bf16", "GEMM FP8", "GEMM f32", "attention"),
+    *("head passes", "elementwise", "Muon", "communication"),
+)
+#: What a kernel waits for.
+Bound = Literal["tensor cores", "instructions", "memory", "starts", "links"]
+#: Whose arithmetic it is. "attention": products inside attention kernels, between which scores are exponentiated.
+Unit = Literal["bf16", "fp8", "f32", "attention"]
+
+#: Of the vendor's FLOP rate. GEMMs with an inner width of 768: 590 TFLOP/s in 16 bits, 990 in 8, where writing the
+#: result takes nearly half of the time. Attention: 356 TFLOP/s; published: FlashAttention-2 in Triton, 469 forward.
+FLOPS_REACH: dict[Unit, float] = {"bf16": 0.6, "fp8": 0.5, "f32": 0.6, "attention": 0.36}
+#: Of the memory's rate: 3.0 of 3.35 TB/s, as large copies do.
+MEMORY_REACHES = 0.9
+#: Of one instruction a cycle and lane at the highest clock.
+ISSUE_REACHES = 0.65
+_LANES = 128  #: of a multiprocessor: four schedulers, each with 32 threads
+#: From the end of one kernel to the first work of the next inside a CUDA graph.
+START_S = 2e-6
+
+#: SASS instructions that an opcode takes for each element, read off the loss head of record 21 on sm_90a: 41 a logit
+#: in its sum and 63 in its gradient; this table gives 38 and 65. XLA's tanh is a rational function with a division.
+_INSTRUCTIONS = {"tanh": 22, "exponential": 8, "divide": 8, "log": 10, "rsqrt": 4, "sqrt": 8, "power": 30}
+_INSTRUCTIONS |= {"logistic": 12, "sine": 20, "cosine": 20, "erf": 20, "remainder": 12, "clamp": 2}
+_INSTRUCTIONS |= dict.fromkeys(("parameter", "constant", "broadcast", "bitcast", "tuple", "reshape"), 0)
+_INSTRUCTIONS |= {"get-tuple-element": 0}
+#: To read or to write an element: an address, the access, and what unpacks it.
+_ACCESS = 3
+
+
+class Work(NamedTuple):
+    """What kernels of one kind ask of a device."""
+
+    kind: Kind
+    flops: float = 0.0
+    unit: Unit = "bf16"
+    instructions: float = 0.0  #: of all threads
+    num_bytes: float = 0.0  #: to and from memory
+    starts: float = 1.0
+
+
+class Line(msgspec.Struct, frozen=True):
+    """Everything of one kind in a step of one device."""
+
+    kind: Kind
+    seconds: float
+    bound: Bound  #: of the kernels that take most of this time
+    flops: float
+    instructions: float
+    num_bytes: float  #: to and from memory; of communication, to other devices
+    starts: float
+
+
+class Attention(NamedTuple):
+    """FLOPs of attention in a step of one device, of the tiles that its kernels visit."""
+
+    forward: float
+    backward: float
+
+    def __add__(self, other: "Attention") -> "Attention":  # pyright: ignore[reportIncompatibleMethodOverride]
+        return Attention(self.forward + other.forward, self.backward + other.backward)
+
+    def __mul__(self, times: float) -> "Attention":  # pyright: ignore[reportIncompatibleMethodOverride]
+        return Attention(times * self.forward, times * self.backward)
+
+
+def attention_by_window(program: Program, stage: Stage) -> dict[int, tuple[int, Attention]]:
+    """Attention of one device for each window of a stage: blocks -> (steps that have it, FLOPs of one of them).
+
+    The model is traced with kernels that only note their calls. What a call visits is counted on documents as long as
+    FineWeb's, in the tiles of the Triton kernels. The forward pass has two products for each pair of query and key; the
+    backward pass seven, for it computes scores and their gradients once by queries and once by keys.
+    """
+    recipe, first = program.recipe, sum(s.num_steps for s in program.recipe.stages[: _index(program, stage)])
+    steps = Counter(
+        int(recipe.inputs_at(step).window_blocks) for step in range(first, first + stage.num_steps)
+    )
+    sequences = stage.num_sequences / program.num_devices
+    return {
+        blocks: (num_steps, sum(_calls(program, stage.seq_len, blocks), Attention(0, 0)) * sequences)
+        for blocks, num_steps in sorted(steps.items())
+    }
+
+
+def _index(program: Program, stage: Stage) -> int:
+    return next(i for i, one in enumerate(program.recipe.stages) if one is stage)
+
+
+def _calls(program: Program, seq_len: int, window_blocks: int) -> list[Attention]:
+    """Of each layer, for one sequence."""
+    noting = _Noting("cpu", "", calls=[])
+    recipe, table = program.recipe, program.layout.table
+    params = {name: jax.ShapeDtypeStruct(spec.shape, recipe.compute_dtype) for name, spec in table.items()}
+    tokens_BT = jax.ShapeDtypeStruct((1, seq_len), jnp.int32)
+    window = Window(window_blocks, window_blocks)
+    jax.eval_shape(lambda p, t: recipe.forward(p, t, window, recipe.config, noting), params, tokens_BT)
+    return [
+        visited_pairs(seq_len, blocks, block_tokens) * (2 * heads_width)
+        for blocks, block_tokens, heads_width in noting.calls
+    ]
+
+
+@dataclass(frozen=True)
+class _Noting(Kernels):
+    """Computes no attention, only notes its calls: window and block, in tokens, and width of all heads."""
+
+    calls: list[tuple[int, int, int]] = field(default_factory=list)
+
+    def attention(
+        self,
+        q_BTHK: jax.Array,
+        k_BTHK: jax.Array,
+        v_BTHK: jax.Array,
+        sight: Sight,
+        /,
+        *,
+        scale: float,
+        window: Window,
+        block_tokens: int,
+    ) -> jax.Array:
+        """`v_BTHK`, which has the shape of the result."""
+        del k_BTHK, sight, scale
+        assert isinstance(window.blocks, int)
+        self.calls.append((window.blocks, block_tokens, math.prod(q_BTHK.shape[2:])))
+        return v_BTHK
+
+
+@cache
+def visited_pairs(num_tokens: int, window_blocks: int, block_tokens: int) -> Attention:
+    """Pairs of query and key in the tiles that attention visits, each as often as there are products for it.
+
+    Two products forward. Seven backward, as scores and their gradients are computed by queries and again by keys.
+    """
+    lengths = document_lengths(num_tokens, seed=0)
+    doc_BT = jnp.asarray(np.repeat(np.arange(len(lengths)), lengths))[None]
+    first_BT = sight(doc_BT, window_blocks, block_tokens).first_BT
+
+    def visited(tiles: attention_triton.Tiles) -> tuple[int, int]:
+        """By queries, and by keys."""
+        bounds = attention_triton.bounds(first_BT, query_tile=tiles.queries, key_tile=tiles.keys)
+        first_N, end_M = (np.asarray(x)[0] for x in bounds)
+        end_N = -(-np.minimum(np.arange(1, len(first_N) + 1) * tiles.queries, num_tokens) // tiles.keys)
+        first_M = np.arange(len(end_M)) * tiles.keys // tiles.queries
+        size = tiles.queries * tiles.keys
+        return size * int(np.sum(end_N - first_N)), size * int(np.sum(end_M - first_M))
+
+    by_queries, _ = visited(attention_triton.FORWARD)
+    backward_by_queries, backward_by_keys = visited(attention_triton.BACKWARD)
+    return Attention(2 * by_queries, 3 * backward_by_queries + 4 * backward_by_keys)
+
+
+def seconds(work: Work, device: Device) -> tuple[float, Bound]:
+    """How long it takes, and why.
+
+    Args:
+        work: of one kernel, or of several with the same bound.
+        device: whose rates count.
+    """
+    lanes_rate = device.num_cores * _LANES * device.clock_ghz * 1e9
+    bounds: dict[Bound, float] = {
+        "tensor cores": work.flops / (FLOPS_REACH[work.unit] * flops_rate(device, work.unit)),
+        "instructions": work.instructions / (ISSUE_REACHES * lanes_rate),
+        "memory": work.num_bytes / (MEMORY_REACHES * device.memory_rate),
+    }
+    bound = max(bounds, key=bounds.__getitem__)
+    start_s = START_S * work.starts
+    return start_s + bounds[bound], bound if bounds[bound] > start_s else "starts"
+
+
+def flops_rate(device: Device, unit: Unit) -> float:
+    """The vendor's. float32 products run as TF32, at half the rate; those in 8 bits as bf16 where nothing is faster."""
+    match unit:
+        case "fp8":
+            return device.fp8_flops or device.bf16_flops
+        case "f32":
+            return device.bf16_flops / 2
+        case _:
+            return device.bf16_flops
+
+
+def floor_s(line: Line, device: Device) -> float:
+    """Its FLOPs at the vendor's rate."""
+    unit: Unit = "fp8" if line.kind == "GEMM FP8" else "f32" if line.kind == "GEMM f32" else "bf16"
+    return line.flops / flops_rate(device, unit)
+
+
+def gemm(unit: Unit) -> Kind:
+    """The kind of products of this unit outside of attention and optimiser."""
+    return "GEMM FP8" if unit == "fp8" else "GEMM f32" if unit == "f32" else "GEMM bf16"
+
+
+def table(works: Iterable[Work], device: Device) -> tuple[Line, ...]:
+    """Kernels summed by kind."""
+    lines: dict[Kind, list[Line]] = {kind: [] for kind in KINDS}
+    for work in works:
+        took_s, bound = seconds(work, device)
+        line = Line(work.kind, took_s, bound, work.flops, work.instructions, work.num_bytes, work.starts)
+        lines[work.kind].append(line)
+    return tuple(summed(same) for same in lines.values() if same)
+
+
+def summed(lines: list[Line]) -> Line:
+    """Lines of one kind as one."""
+    by_bound: dict[Bound, float] = {}
+    for line in lines:
+        by_bound[line.bound] = by_bound.get(line.bound, 0.0) + line.seconds
+    return Line(
+        kind=lines[0].kind,
+        seconds=sum(by_bound.values()),
+        bound=max(by_bound, key=by_bound.__getitem__),
+        flops=sum(line.flops for line in lines),
+        instructions=sum(line.instructions for line in lines),
+        num_bytes=sum(line.num_bytes for line in lines),
+        starts=sum(line.starts for line in lines),
+    )
+
+
+class Pricer:
+    """The work of each kernel of a compiled program."""
+
+    def __init__(self, module: hlo.Module, attention: Attention) -> None:
+        """Counts the kernels that attention is divided over.
+
+        Args:
+            module: the step.
+            attention: divided evenly over the kernels whose inside the program does not show.
+        """
+        self._module = module
+        opaque = [(step, _is_backward(step.instruction)) for step in module.executed() if _is_opaque(step)]
+        calls = {
+            way: sum(step.times for step, backward in opaque if backward == way) for way in (False, True)
+        }
+        self._flops = {
+            False: attention.forward / max(1, calls[False]),
+            True: attention.backward / max(1, calls[True]),
+        }
+
+    def kernels(self) -> Iterator[tuple[hlo.Executed, Work | None]]:
+        """Every instruction of the schedule, with the work of one execution; None if it starts no kernel."""
+        for step in self._module.executed():
+            yield step, self._work(step)
+
+    def _work(self, step: hlo.Executed) -> Work | None:
+        one, computation, _ = step
+        num_bytes = self._module.traffic_bytes(one, computation)
+        if not num_bytes or one.kind in anatomy.COLLECTIVES:
+            return None
+        if _is_opaque(step):
+            return Work("attention", self._flops[_is_backward(one)], "attention", num_bytes=num_bytes)
+        products = self._module.products(one, computation)
+        unit: Unit = max(products, key=lambda p: p.flops).unit if products else "bf16"
+        elements = self._module.elements(one, computation)
+        instructions = sum(_INSTRUCTIONS.get(opcode, 1) * n for opcode, n in elements.computed.items())
+        return Work(
+            kind=_kind(one, unit if products else None),
+            flops=sum(product.flops for product in products),
+            unit=unit,
+            instructions=0 if products else instructions + _ACCESS * elements.accessed,
+            num_bytes=num_bytes,
+        )
+
+
+def _kind(one: hlo.Instruction, unit: Unit | None) -> Kind:
+    """By the scope that `kernels.choose` and the optimiser name, else by what is multiplied."""
+    scopes = one.attribute(r'op_name="([^"]*)"') or ""
+    if "muon" in scopes:
+        return "Muon"
+    if "attention" in scopes:
+        return "attention"
+    if unit is not None:
+        return gemm(unit)
+    return "head passes" if "loss_head" in scopes else "elementwise"
+
+
+def _is_opaque(step: hlo.Executed) -> bool:
+    """A kernel of attention that XLA did not write: it knows what goes in and out, not what is computed."""
+    one = step.instruction
+    target = one.attribute(r'custom_call_target="([^"]*)"') or ""
+    scopes = one.attribute(r'op_name="([^"]*)"') or ""
+    return one.kind == "custom-call" and not target.startswith("__cublas") and "attention" in scopes
+
+
+def _is_backward(one: hlo.Instruction) -> bool:
+    return "transpose(" in (one.attribute(r'op_name="([^"]*)"') or "")

@@ -1,0 +1,136 @@
+"""Compiles for accelerators that are not there: the CUDA compiler of JAX's plugin needs no GPU and no driver.
+
+What comes out is the program a GPU would run, scheduled, with its buffers assigned. Nothing can be executed, and
+nothing is tuned by trying: which GEMM kernel is fastest is found out on a GPU only.
+"""
+
+import math
+import shutil
+from collections.abc import Mapping
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from speedrun.ground import devices
+from speedrun.ground.errors import UsageError
+from speedrun.ground.mesh import arranged
+from speedrun.science.optim.schedules import StepInputs
+from speedrun.science.recipe import Stage
+from speedrun.science.step import TrainState
+from speedrun.training.program import Program
+
+Options = Mapping[str, bool | int | str]
+
+#: What compiles: the plugin is the compiler, `nvcc` brings `ptxas`. The first is this project's extra `aot`.
+COMPILERS = (
+    ("jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12"),
+    ("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-nvvm"),
+)
+
+#: With it, all GEMMs are those of cuBLAS, FP8 ones included, as they often are once a GPU has tried both.
+#: Without it and without a GPU to try, all are Triton's.
+CUBLAS_GEMMS: Options = {"xla_gpu_enable_triton_gemm": False}
+
+
+def missing_wheels() -> list[str]:
+    """What the first compiler lacks; nothing, if any is complete. The tools of a CUDA toolkit on the PATH will do."""
+    toolkit = shutil.which("ptxas") is not None
+    lacking = [
+        [name for name in wheels if not _installed(name) and not (toolkit and name.startswith("nvidia-"))]
+        for wheels in COMPILERS
+    ]
+    return lacking[0] if all(lacking) else []
+
+
+def target_mesh(kind: str, num_devices: int, num_nodes: int = 1) -> Mesh:
+    """A mesh to compile for: `num_devices` of one kind in each of so many machines.
+
+    Raises:
+        UsageError: an unknown kind; a compiler that is not installed.
+    """
+    device = devices.load(kind)
+    if missing := missing_wheels():
+        # The plugin must be of JAX's own version.
+        exact = " ".join(f"{name}=={jax.__version__}" if "jax" in name else name for name in COMPILERS[0])
+        raise UsageError(
+            f"found no {', '.join(missing)}; to compile for {device.name} without one, "
+            f"pip install --no-deps {exact}"
+        )
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=devices.target(device), topology=f"1x{num_nodes}x{num_devices}"
+    )
+    return arranged(topology.devices, num_nodes)
+
+
+def compile_for_target(function: Any, *args: Any, options: Options = CUBLAS_GEMMS) -> Any:
+    """`function`, a result of `jax.jit`, compiled for the mesh its arguments lie on.
+
+    Args:
+        function: anything with `lower`.
+        *args: trees of `jax.ShapeDtypeStruct` whose shardings are of a `target_mesh`.
+        options: of XLA; booleans are Python's.
+
+    Returns:
+        The `jax.stages.Compiled`, which `anatomy.dissect` reads.
+    """
+    # JAX can write such a program to its cache on disk, but not read it back: a program is stored if compiling took
+    # at least so long.
+    setting = "jax_persistent_cache_min_compile_time_secs"
+    stored_after_s = getattr(jax.config, setting)
+    jax.config.update(setting, math.inf)
+    try:
+        return function.lower(*args).compile(compiler_options=dict(options))
+    finally:
+        jax.config.update(setting, stored_after_s)
+
+
+def compiled_step(program: Program, stage: Stage, options: Options = CUBLAS_GEMMS) -> Any:
+    """The training step of a stage, for the `target_mesh` that `program` lies on."""
+    ids_BT = _ids(program, stage.num_sequences, stage.seq_len)
+    state = jax.tree.map(partial(_placed, program), state_shape(program), program.specs)
+    settings = {**program.compiler_options, **options}
+    return compile_for_target(program.train_step, state, ids_BT, ids_BT, _schedule(program), options=settings)
+
+
+def compiled_evaluation(program: Program, options: Options = CUBLAS_GEMMS) -> Any:
+    """One validation pass, likewise."""
+    ids_BT = _ids(program, program.recipe.eval_sequences, program.recipe.eval_seq_len)
+    state = jax.tree.map(partial(_placed, program), state_shape(program), program.specs)
+    inputs = state.params, ids_BT, ids_BT, _schedule(program), state.step
+    return compile_for_target(program.eval_step, *inputs, options={**program.compiler_options, **options})
+
+
+def state_shape(program: Program) -> TrainState:
+    """Types of the state, no arrays."""
+    return jax.eval_shape(program.init, jax.random.key(0))
+
+
+def _placed(program: Program, x: Any, spec: P) -> jax.ShapeDtypeStruct:
+    """The type of an array, and where it lies."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(program.mesh, spec))
+
+
+def _ids(program: Program, num_sequences: int, seq_len: int) -> jax.ShapeDtypeStruct:
+    return _placed(
+        program, np.broadcast_to(np.int32(0), (num_sequences, seq_len)), P(program.mesh.axis_names)
+    )
+
+
+def _schedule(program: Program) -> StepInputs:
+    """`Program.schedule` without its numbers."""
+    rows = program.recipe.num_steps + 1
+    return StepInputs(*(_placed(program, np.broadcast_to(x, rows), P()) for x in program.recipe.inputs_at(0)))
+
+
+def _installed(name: str) -> bool:
+    try:
+        version(name)
+    except PackageNotFoundError:
+        return False
+    return True

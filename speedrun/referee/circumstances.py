@@ -1,0 +1,164 @@
+"""What a record names, against what is here: read, compared and told before anything of it is executed."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from speedrun.ground import provenance, runlog
+from speedrun.ground import track as tracks
+from speedrun.ground.console import clean
+from speedrun.ground.errors import DataError, UsageError
+from speedrun.ledger import format, history
+from speedrun.ledger.format import Manifest
+from speedrun.ledger.record import Record, load
+from speedrun.ledger.reproduction import REPRODUCTION, Point, point
+from speedrun.ledger.validate import validate
+
+_BITS = "equal bits"
+_TIMES = "equal bits and equal times"
+
+
+def read(folder: Path) -> tuple[Record, Manifest]:
+    """A record that can be run again: whole, of known rules, with a finished run, and a loss and a time of each.
+
+    Raises:
+        UsageError: says which of these it is not, and what to do.
+    """
+    record = load(folder)
+    for path, raw in record.raw.items():
+        # What another referee found is not asked.
+        if path.endswith(".json") and path != REPRODUCTION and (told := format.newer(raw)):
+            raise UsageError(f"{folder / path}: {clean(told)}")
+    manifest = record.manifest
+    if not record.whole or manifest is None:
+        raise UsageError(
+            f"{folder}: cannot be read as a record; 'speedrun validate {folder}' says what is wrong"
+        )
+    if record.track is None:
+        raise UsageError(
+            f"{folder}: ran under {clean(manifest.track.id)} with sha256 {manifest.track.sha256[:16]}, which this "
+            "version does not know; get the newest speedrun, or the one that made the record"
+        )
+    if not record.finished:
+        raise UsageError(
+            f"{folder}: no run finished, so there is no result to reproduce; choose another record"
+        )
+    if any(run.vals[-1].tokens <= 0 or run.train_time_s <= 0 for run in record.finished):
+        raise UsageError(
+            f"{folder}: a finished run scored no tokens or took no time, so there is nothing to compare with; "
+            f"'speedrun validate {folder}' says what is wrong"
+        )
+    _check_source(record, manifest, folder)
+    return record, manifest
+
+
+def _check_source(record: Record, manifest: Manifest, folder: Path) -> None:
+    """Every digest that stands for the source: of the text, of its files, of what each run says it ran."""
+    raw = record.raw.get("source.txt", b"")
+    files = {file.path: file.sha256 for file in manifest.source.files}
+    here = {path: format.sha256(text.encode()) for path, text in record.source_files.items()}
+    digest = format.sha256(raw)
+    named = {manifest.source.sha256, *(run.file.source_sha256 for run in record.runs)}
+    if named != {digest} or files != here:
+        raise UsageError(
+            f"{folder}/source.txt is not the source that manifest and runs name, its sha256 is {digest[:16]}; "
+            f"nothing was executed; 'speedrun validate {folder}' says what is wrong"
+        )
+
+
+def points(record: Record, manifest: Manifest) -> tuple[Point, ...]:
+    """What can be compared before anything runs, but the data."""
+    return (
+        *_checks_of(record),
+        _tree(manifest),
+        *_packages(manifest),
+        _lock(record),
+        point("flags", _flags(manifest), f"{_flags(manifest)}, handed on", equal=True),
+    )
+
+
+def _checks_of(record: Record) -> Iterator[Point]:
+    """A record that fails its checks can be run all the same; what it says of itself is then worth less."""
+    failed = ", ".join(result.check.id for result in validate(record.root).having("failed"))
+    yield point(
+        "checks", "all pass", f"{failed} failed" if failed else "all pass", lost="what it says of itself"
+    )
+
+
+def _tree(manifest: Manifest) -> Point:
+    """Whether this checkout would run the same text; the record's own is run in any case, so nothing is lost."""
+    files = {file.path: file.sha256 for file in manifest.source.files}
+    here = {path: format.sha256(raw) for path, raw in history.files_here(files).items()}
+    differ = sum(files[path] != here.get(path) for path in files)
+    named = f"{len(files)} files, sha256 {manifest.source.sha256[:16]}"
+    other = f"; {differ} of them are other ones in this checkout" if differ else ""
+    return point("source", named, f"the record's own{other}", equal=True)
+
+
+def _packages(manifest: Manifest) -> Iterator[Point]:
+    """Python, packages and image, by name."""
+    here, on_cpu = provenance.software(), manifest.hardware.platform == "cpu"
+    for name in {**manifest.software, **here}:
+        if on_cpu and provenance.FOR_GPUS.fullmatch(name):
+            continue  # a compiler that a CPU never asks
+        lost = _BITS if name in ("python", "numpy", "optax") else _TIMES
+        yield point(name, manifest.software.get(name, "none"), here.get(name, "none"), lost=lost)
+
+
+def _lock(record: Record) -> Point:
+    """The file of pinned packages; the commit that has the record's is named, for who wants just those."""
+    (preflight,) = record.finished[0].of(runlog.Preflight)
+    here = provenance.lock()
+    recorded = f"{preflight.lock} {preflight.lock_sha256[:16]}".strip() or "none"
+    wanted = (
+        f"the same packages; commit {preflight.commit[:12]} installs them"
+        if preflight.commit
+        else "the same packages"
+    )
+    return point("lock", recorded, f"{here.name} {here.sha256[:16]}".strip() or "none", lost=wanted)
+
+
+def _flags(manifest: Manifest) -> str:
+    return " ".join(f"{name}={value}" for name, value in sorted(manifest.environment.items())) or "none"
+
+
+def data_point(manifest: Manifest, data: Path | None, report: Callable[[int, int], None]) -> Point:
+    """The shards that the runs read, byte by byte, where they lie here; synthetic ones are made by the record's source.
+
+    Args:
+        manifest: of the record.
+        data: folder of shards; None: the track's own.
+        report: is told the bytes that are read and those there are, as it goes on.
+
+    Raises:
+        DataError: a shard is missing or another one.
+    """
+    from speedrun.data import inventory
+
+    rules = tracks.load(manifest.track.id.rpartition("@")[0])
+    shards = {shard.name: shard.sha256 for shard in (*manifest.data.shards, manifest.data.val_shard)}
+    recorded = f"{len(shards)} shards"
+    if data is None and rules.synthetic is not None:
+        return point("data", recorded, "made by the record's own source, compared after each run", equal=True)
+    folder = inventory.data_folder(rules, data)
+    paths = {folder / Path(name).name: wanted for name, wanted in shards.items()}
+    total, done = sum(path.stat().st_size for path in paths if path.is_file()), 0
+    for path, wanted in paths.items():
+        report(done, total)
+        _check_shard(path, wanted, rules.data.get)
+        done += path.stat().st_size
+    return point("data", recorded, "the same, every byte", equal=True)
+
+
+def _check_shard(path: Path, wanted: str, get: str) -> None:
+    from speedrun.data.shards import sha256
+
+    try:
+        found = sha256(path)
+    except OSError as error:
+        raise DataError(
+            f"{path}: {error.strerror}; the record read one with sha256 {wanted[:16]}; {get}"
+        ) from None
+    if found != wanted:
+        raise DataError(
+            f"{path}: sha256 is {found[:16]}, the record read one with {wanted[:16]}; nothing was executed; {get}"
+        )

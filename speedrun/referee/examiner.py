@@ -1,0 +1,366 @@
+"""Trains and scores the programs that a record's source handed over; imports nothing of that source.
+
+    python -m speedrun.referee.examiner EXAMINATION.json      what `validate --replay` calls, in a process of its own
+
+A program is read as StableHLO, looked through, compiled and run: a pure function of the arrays that stand in the
+call. Batches, order, scorer and comparisons are this file's. Legend: B sequences, S ids of a text, T time, D model,
+N tokens of a chunk, V vocabulary, L leaves of the state.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+from jax import export
+from jax.core import ShapedArray
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from speedrun.data import inventory, stream
+from speedrun.ground import mesh as meshes
+from speedrun.ground import track as tracks
+from speedrun.ground.errors import CheckpointError
+from speedrun.ground.output import told
+from speedrun.ledger.findings import Array, Examination, Findings, HandedOver, Lowered, Replayed, Stretch
+from speedrun.referee import causality
+from speedrun.science.step import COMPILER_OPTIONS
+from speedrun.training.checkpoint import unsealed
+from speedrun.training.fingerprint import state_hash
+from speedrun.training.prepare import decoded
+from speedrun.training.program import inspect
+
+#: Texts that are changed: as many as positions, so that a model which leaks in few texts is found as surely as one that
+#: leaks at few positions of all.
+_TEXTS = 140
+_BATCHES = 4  #: whose sequences change places, and whose rows do in the head
+
+# --- programs of others -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Programs:
+    """What was handed over, to be called by name."""
+
+    folder: Path
+    handed: HandedOver
+    mesh: Any
+
+    def exported(self, name: str) -> export.Exported:
+        """A program as JAX knows it; nothing of it is unpickled."""
+        lowered = self.handed.programs[name]
+        avals, places = self._arrays(lowered, lowered.inputs)
+        results, result_places = self._arrays(lowered, lowered.outputs)
+        # JAX 0.10 wants to be told, later ones see it.
+        told_in = {"_has_named_shardings": True} if jax.__version_info__ < (0, 11) else {}
+        return export.Exported(
+            fun_name=name.replace("-", "_"),
+            in_tree=jax.tree.structure((avals, {})),
+            in_avals=avals,
+            out_tree=jax.tree.structure(results),
+            out_avals=results,
+            **told_in,
+            _in_named_shardings=places,
+            _out_named_shardings=result_places,
+            in_shardings_hlo=(None,) * len(avals),
+            out_shardings_hlo=(None,) * len(results),
+            nr_devices=lowered.num_devices,
+            platforms=(jax.default_backend() if jax.default_backend() != "gpu" else "cuda",),
+            ordered_effects=(),
+            unordered_effects=(),
+            disabled_safety_checks=(),
+            mlir_module_serialized=(self.folder / f"{name}.mlir").read_bytes(),
+            calling_convention_version=lowered.convention,
+            module_kept_var_idx=lowered.kept,
+            uses_global_constants=False,
+            _get_vjp=None,
+        )
+
+    def _arrays(self, lowered: Lowered, arrays: tuple[Array, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        avals = tuple(ShapedArray(one.shape, np.dtype(jnp.dtype(one.dtype))) for one in arrays)
+        if lowered.num_devices == 1:
+            return avals, (None,) * len(avals)
+        return avals, tuple(self.place(one) for one in arrays)
+
+    def place(self, one: Array) -> NamedSharding:
+        """Where an array lives."""
+        return NamedSharding(self.mesh, P(*(axes or None for axes in one.axes)))
+
+    @cached_property
+    def state_places(self) -> list[NamedSharding]:
+        """Where each leaf of a state lives."""
+        inputs = self.handed.programs[self.handed.steps[0]].inputs
+        return [self.place(one) for one in inputs[: len(self.handed.leaves)]]
+
+    def compiled(self, name: str, *, outs: Any = None) -> Any:
+        """The executable of a program, if it talks to nobody.
+
+        Args:
+            name: of the program.
+            outs: where its results shall live; with them, its arguments but the last two are donated.
+
+        Raises:
+            UsageError: if it would.
+        """
+        one, lowered = self.exported(name), self.handed.programs[name]
+        inspect(one.mlir_module())
+        args = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+            for x, place in zip(*self._arrays(lowered, lowered.inputs), strict=True)
+        ]
+        options: Any = COMPILER_OPTIONS.get(jax.default_backend(), {})
+        donate = tuple(range(max(0, len(args) - 2))) if outs else ()
+        called = jax.jit(one.call, donate_argnums=donate, out_shardings=outs)
+        return called.lower(*args).compile(compiler_options=options)
+
+
+# --- the examination ----------------------------------------------------------------------------------------
+
+
+def examine(asked: Examination) -> Findings:
+    """Everything that `Findings` holds.
+
+    Raises:
+        SpeedrunError: a program that is not one; a checkpoint that is missing or damaged; data that is.
+    """
+    meshes.prepare(tracks.load(asked.track).rules.platform)
+    return _Examiner(asked).findings()
+
+
+class _Examiner:
+    """One run under examination."""
+
+    def __init__(self, asked: Examination) -> None:
+        self.asked, self.track = asked, tracks.load(asked.track)
+        handed = msgspec.json.decode((asked.programs / "programs.json").read_bytes(), type=HandedOver)
+        self.handed = handed
+        self.programs = Programs(asked.programs, handed, meshes.make_mesh(asked.num_devices, asked.replicas))
+        self.shards = inventory.open_track(asked.data, self.track.data)
+        self.steps: dict[str, Any] = {}
+        self.forwards: dict[str, Any] = {}
+        self.end = len(handed.steps)
+
+    def findings(self) -> Findings:
+        """Replays first; then looks at the state that is the run's own, or at the last one."""
+        replayed, leaves = [], []
+        for stretch in self.asked.stretches:
+            found, leaves = self._replayed(stretch)
+            replayed.append(found)
+        if own := self.asked.checkpoints is not None:
+            leaves, _ = self._restored(self.end)
+        params = self._params(leaves)
+        seen = self._leak(params)
+        return Findings(
+            final_hash=state_hash(leaves),
+            val_loss=self._loss(params),
+            own=own,
+            columns=self.handed.programs["logits"].outputs[0].shape[1],
+            num_ids=self.track.data.vocab_size,
+            rows=self._rows(params),
+            leak=seen.nats,
+            leak_at=seen.at,
+            changes=seen.changes,
+            company=self._company(params),
+            stretches=tuple(replayed),
+        )
+
+    # --- training
+
+    def _replayed(self, stretch: Stretch) -> tuple[Replayed, list[Any]]:
+        """A stretch of steps, with the validations that the track declares before and inside it."""
+        leaves, cursor = self._restored(stretch.start) if stretch.from_checkpoint else self._initial()
+        began, losses, vals = state_hash(leaves), [], []
+        tokens = stream.TokenStream(self.shards.train, cursor)
+        for at in range(stretch.start, stretch.stop):
+            if self.track.validates_at(at):
+                vals.append((at, self._loss(self._params(leaves), at)))
+            name = self.handed.steps[at]
+            lowered = self.handed.programs[name]
+            if name not in self.steps:
+                whole = NamedSharding(self.programs.mesh, P())
+                outs = (*self.programs.state_places, whole)
+                self.steps[name] = self.programs.compiled(name, outs=outs)
+            batch = tokens.batch(*lowered.inputs[-1].shape)
+            *leaves, loss = self.steps[name](*leaves, *(meshes.place(x, self.programs.mesh) for x in batch))
+            losses.append(float(loss))
+        found = Replayed(
+            stretch.start, stretch.stop, stretch.from_checkpoint, began, tuple(losses), tuple(vals)
+        )
+        return found, leaves
+
+    def _initial(self) -> tuple[list[Any], stream.Cursor]:
+        key = jax.random.key_data(jax.random.key(self.asked.run_seed))
+        places = tuple(self.programs.state_places)
+        return list(self.programs.compiled("init", outs=places)(key)), stream.START
+
+    def _restored(self, step: int) -> tuple[list[Any], stream.Cursor]:
+        """A state of the run, from its checkpoint, and its place in the data."""
+        import orbax.checkpoint as ocp
+
+        assert self.asked.checkpoints is not None
+        folder = self.asked.checkpoints.absolute() / str(step)
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"{self.asked.checkpoints}: no checkpoint {step}; it is needed; keep all of them (--keep-checkpoints 0)"
+            )
+        arrays = self.handed.programs[self.handed.steps[0]].inputs
+        wanted = {
+            name: jax.ShapeDtypeStruct(one.shape, jnp.dtype(one.dtype), sharding=place)
+            for name, one, place in zip(self.handed.leaves, arrays, self.programs.state_places, strict=False)
+        }
+        try:
+            facts = json.loads(unsealed(json.loads((folder / "facts" / "metadata").read_bytes())))
+            arrays = ocp.StandardCheckpointer().restore(folder / "state", wanted)
+            cursor = stream.Cursor(*map(int, facts["cursor"]))
+        except Exception as error:  # noqa: BLE001 - orbax raises this very class, with 60 lines of text
+            said = str(error).strip().partition("\n")[0][:120]
+            raise CheckpointError(f"{folder}: cannot be read ({said}); restore its files") from None
+        return [arrays[name] for name in self.handed.leaves], cursor
+
+    # --- scoring
+
+    def _params(self, leaves: list[Any]) -> list[jax.Array]:
+        """The parameters, whole, on one device."""
+        device = self.programs.mesh.devices.flat[0]
+        return [jax.device_put(np.asarray(x), device) for x in leaves[1 : 1 + self.handed.num_params]]
+
+    def _hidden(self, at: int) -> Any:
+        """The forward pass of the validation at a step."""
+        name = self.handed.hidden[at]
+        if name not in self.forwards:
+            self.forwards[name] = self.programs.compiled(name)
+        return self.forwards[name]
+
+    @property
+    def _shape_BT(self) -> tuple[int, ...]:
+        """Of the ids that a forward pass takes."""
+        return self.handed.programs[self.handed.hidden[self.end]].inputs[-1].shape
+
+    @cached_property
+    def _logits(self) -> Any:
+        return self.programs.compiled("logits")
+
+    def outputs(self, params: list[jax.Array], ids_BT: np.ndarray, at: int | None = None) -> jax.Array:
+        """What the head is given in the validation at a step, by default the last: [B, T, D]."""
+        (x_BTD,) = self._hidden(self.end if at is None else at)(*params, jnp.asarray(ids_BT, jnp.int32))
+        return x_BTD
+
+    def log_probs(self, params: list[jax.Array], x_ND: Any) -> Iterator[jax.Array]:
+        """By the definition, log softmax over all columns of the logits: f32 [N, V], chunk by chunk."""
+        chunk, width = self.handed.programs["logits"].inputs[-1].shape
+        dtype = jnp.dtype(self.handed.programs["logits"].inputs[-1].dtype)
+        for at in range(0, len(x_ND), chunk):
+            part = jnp.asarray(x_ND[at : at + chunk], dtype)
+            padded = jnp.zeros((chunk, width), dtype).at[: len(part)].set(part)
+            (z_NV,) = self._logits(*params, padded)
+            yield jax.nn.log_softmax(z_NV.astype(jnp.float32), axis=1)[: len(part)]
+
+    def costs(self, params: list[jax.Array], x_ND: Any, targets_N: np.ndarray) -> np.ndarray:
+        """Nats of each target: f64 [N]."""
+        found, at = [], 0
+        for log_probs_NV in self.log_probs(params, x_ND):
+            picked = jnp.asarray(targets_N[at : at + len(log_probs_NV), None])
+            found.append(-np.asarray(jnp.take_along_axis(log_probs_NV, picked, axis=1)[:, 0], np.float64))
+            at += len(log_probs_NV)
+        return np.concatenate(found)
+
+    def _loss(self, params: list[jax.Array], at_step: int | None = None) -> float:
+        """Mean negative log likelihood of the track's validation tokens, in the validation at a step."""
+        num_tokens, total = self.track.data.val_tokens, 0.0
+        batch, length = self._shape_BT
+        rows = list(stream.validation_batches(self.shards.val[0], num_tokens, 1, length))
+        # In an order that nobody knows: what a sequence or a token learns from its neighbours is of no use.
+        order = self._draw.permutation(len(rows))
+        for start in range(0, len(rows), batch):
+            part = [rows[at] for at in order[start : start + batch]]
+            ids = [row.tokens_BT[0] for row in part] + [part[-1].tokens_BT[0]] * (batch - len(part))
+            x_ND = np.concatenate(np.asarray(self.outputs(params, np.stack(ids), at_step))[: len(part)])
+            targets_N = np.concatenate([row.targets_BT[0] for row in part])
+            shuffled = self._draw.permutation(len(x_ND))
+            total += float(self.costs(params, x_ND[shuffled], targets_N[shuffled]).sum())
+        return total / num_tokens
+
+    # --- properties
+
+    def _distance(self, params: list[jax.Array]) -> Callable[[np.ndarray, np.ndarray], float]:
+        def distance(first_ND: np.ndarray, second_ND: np.ndarray) -> float:
+            pairs = zip(self.log_probs(params, first_ND), self.log_probs(params, second_ND), strict=True)
+            return max(float(jnp.max(jnp.abs(a - b))) for a, b in pairs)
+
+        return distance
+
+    def _scored(self, which: np.ndarray) -> np.ndarray:
+        """Rows of the validation text, as they are scored: a model may know them by their first ids."""
+        length = self._shape_BT[1]
+        shard, starts = self.shards.val[0], which % self._num_rows * length
+        return np.stack([shard.read(int(at), int(at) + length).astype(np.int32) for at in starts])
+
+    @property
+    def _num_rows(self) -> int:
+        return self.track.data.val_tokens // self._shape_BT[1]
+
+    def _texts(self, num_rows: int) -> np.ndarray:
+        """Any of them, each as often as the others."""
+        return self._scored(np.resize(self._draw.permutation(self._num_rows), num_rows))
+
+    @cached_property
+    def _draw(self) -> np.random.Generator:
+        return np.random.default_rng(self.asked.draws)
+
+    def _leak(self, params: list[jax.Array]) -> causality.Leak:
+        data, batch = self.track.data, self._shape_BT[0]
+        return causality.leak(
+            lambda ids_BT: np.asarray(self.outputs(params, ids_BT)),
+            self._distance(params),
+            self._texts(_TEXTS),
+            batch,
+            data.vocab_size,
+            data.document_token,
+            self._draw,
+        )
+
+    def _company(self, params: list[jax.Array]) -> float:
+        """A sequence must cost the same whatever stands beside it, and wherever it stands."""
+        batch, _ = self._shape_BT
+        if batch == 1:
+            return 0.0
+        largest = 0.0
+        for _ in range(_BATCHES):
+            rows_RT = self._scored(self._draw.integers(self._num_rows) + np.arange(2 * batch))
+            order = self._draw.permutation(len(rows_RT))
+            first_RTD, second_RTD = (self._both(params, rows) for rows in (rows_RT[order], rows_RT))
+            for one_TD, other_TD in zip(first_RTD, second_RTD[order], strict=True):
+                if (one_TD != other_TD).any():
+                    largest = max(largest, self._distance(params)(one_TD, other_TD))
+        return largest
+
+    def _both(self, params: list[jax.Array], rows_RT: np.ndarray) -> np.ndarray:
+        """Outputs of two batches."""
+        return np.concatenate([self.outputs(params, half_BT) for half_BT in np.split(rows_RT, 2)])
+
+    def _rows(self, params: list[jax.Array]) -> float:
+        """A row's logits must not depend on the rows beside it."""
+        chunk, width = self.handed.programs["logits"].inputs[-1].shape
+        batch, _ = self._shape_BT
+        largest = 0.0
+        for ids_BT in np.split(self._texts(_BATCHES * batch), _BATCHES):
+            x_ND = np.asarray(self.outputs(params, ids_BT)).reshape(-1, width)
+            for start in range(0, len(x_ND), chunk):
+                part_ND = x_ND[start : start + chunk]
+                order = self._draw.permutation(len(part_ND))
+                (first,), (second,) = self.log_probs(params, part_ND), self.log_probs(params, part_ND[order])
+                largest = max(largest, float(jnp.max(jnp.abs(first[order] - second))))
+        return largest
+
+
+if __name__ == "__main__":
+    with told():
+        asked = decoded(Path(sys.argv[1]).read_bytes(), Examination)
+        asked.findings.write_bytes(msgspec.json.encode(examine(asked)))

@@ -1,0 +1,167 @@
+"""Lowers the programs of a recipe and writes them down: all that a record's source does for its examination.
+
+    python -m speedrun.referee.handover WANTED.json      on an unpacked source, in a process of its own, apart
+
+Nothing is trained or scored here. A program is StableHLO: a pure function of arrays, which the examiner
+(`speedrun.referee.examiner`) reads, looks through, compiles and runs where none of the record's source is imported.
+"""
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+from jax import export
+from jax.sharding import NamedSharding
+
+from speedrun.ground.output import told
+from speedrun.ledger.findings import Array, HandedOver, Lowered, Wanted
+from speedrun.training.checkpoint import named
+from speedrun.training.prepare import Ready, RunConfig, decoded, prepare
+from speedrun.training.program import FOREIGN
+
+_FORWARD_TOKENS = 8192  #: of one forward, in one sequence or more
+_CHUNK_TOKENS = 1024  #: rows of logits
+
+#: JAX vouches for no custom call of a kernel; the examiner looks at its own list.
+_ANY_CALL = [export.DisabledSafetyCheck.custom_call(name) for name in FOREIGN]
+
+
+def hand_over(wanted: Wanted) -> None:
+    """Fills the folder.
+
+    Raises:
+        SpeedrunError: as `prepare`.
+    """
+    ready = prepare(msgspec.convert(wanted.config, RunConfig, dec_hook=lambda kind, value: kind(value)))
+    lowered = {**_training(ready), **_forward(ready)}
+    wanted.folder.mkdir()
+    for name, one in lowered.items():
+        (wanted.folder / f"{name}.mlir").write_bytes(one.mlir_module_serialized)
+    state = _state(ready)
+    names = {step: f"train-{i}" for i, step in enumerate(_shapes(ready))}
+    program = ready.program
+    handed = HandedOver(
+        leaves=tuple(named(state)),
+        num_params=len(state.params),
+        programs={name: _described(one) for name, one in lowered.items()},
+        steps=tuple(names[program.shape_at(step)] for step in range(ready.recipe.num_steps)),
+        hidden={step: f"hidden-{window}" for step, window in _windows(ready).items()},
+    )
+    (wanted.folder / "programs.json").write_bytes(msgspec.json.encode(handed))
+
+
+def _state(ready: Ready) -> Any:
+    """The state's leaves, and where each lives."""
+    program = ready.program
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        jax.eval_shape(program.init, jax.random.key(0)),
+        program.shardings(program.specs),
+    )
+
+
+def _shapes(ready: Ready) -> list[Any]:
+    """Of all steps, each once."""
+    return list(dict.fromkeys(ready.program.shape_at(step) for step in range(ready.recipe.num_steps)))
+
+
+def _training(ready: Ready) -> dict[str, export.Exported]:
+    """The programs that make states."""
+    program, state = ready.program, _state(ready)
+    structure, schedule = jax.tree.structure(state), jax.tree.map(np.asarray, program.schedule)
+    where = tuple(leaf.sharding for leaf in jax.tree.leaves(state))
+    key = jax.ShapeDtypeStruct((2,), np.uint32)
+
+    def init(data: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(jax.tree.leaves(program.init(jax.random.wrap_key_data(data))))
+
+    def step(window_blocks: int | None) -> Any:
+        def train(*args: jax.Array) -> tuple[jax.Array, ...]:
+            *leaves, tokens_BT, targets_BT = args
+            before = jax.tree.unflatten(structure, leaves)
+            after, metrics = program.train_step_for(window_blocks)(before, tokens_BT, targets_BT, schedule)
+            return *jax.tree.leaves(after), jnp.sum(metrics.loss)
+
+        return jax.jit(train)
+
+    found = {"init": export.export(jax.jit(init, out_shardings=where))(key)}
+    rows = NamedSharding(program.mesh, jax.sharding.PartitionSpec(program.axes))
+    for i, shape in enumerate(_shapes(ready)):
+        ids_BT = jax.ShapeDtypeStruct((shape.num_sequences, shape.seq_len), np.int32, sharding=rows)
+        lower = export.export(step(shape.window_blocks), disabled_checks=_ANY_CALL)
+        found[f"train-{i}"] = lower(*jax.tree.leaves(state), ids_BT, ids_BT)
+    return found
+
+
+def _windows(ready: Ready) -> dict[int, int]:
+    """Blocks of the window with which each validation scores, by its step."""
+    num_steps = ready.recipe.num_steps
+    validated = [*filter(ready.track.validates_at, range(num_steps)), num_steps]
+    return {step: int(ready.recipe.inputs_at(step).window_blocks) for step in validated}
+
+
+def _forward(ready: Ready) -> dict[str, export.Exported]:
+    """The programs that are scored, on one device: one for each window of a validation."""
+    program, recipe = ready.program, ready.recipe
+    kinds = recipe.table(recipe.config)
+    packed = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype)
+        for name, x in jax.eval_shape(program.init, jax.random.key(0)).params.items()
+    }
+    structure = jax.tree.structure(packed)
+
+    def view(leaves: Any) -> Any:
+        """Parameters by name, in the compute dtype."""
+        params = program.layout.unpack(jax.tree.unflatten(structure, leaves))
+        return {
+            name: x if kinds[name].group == "scalar" else x.astype(recipe.compute_dtype)
+            for name, x in params.items()
+        }
+
+    def hidden(window_blocks: int, *args: jax.Array) -> jax.Array:
+        return program.step.hidden(view(args[:-1]), args[-1], program.step.window(window_blocks))
+
+    def logits(*args: jax.Array) -> jax.Array:
+        return program.step.logits(view(args[:-1]), args[-1])
+
+    num_sequences = max(1, _FORWARD_TOKENS // recipe.eval_seq_len)
+    ids_BT = jax.ShapeDtypeStruct((num_sequences, recipe.eval_seq_len), np.int32)
+    leaves = jax.tree.leaves(packed)
+    by_window = {window: partial(hidden, window) for window in sorted({*_windows(ready).values()})}
+    x_BTD = jax.eval_shape(next(iter(by_window.values())), *leaves, ids_BT)
+    x_ND = jax.ShapeDtypeStruct((_CHUNK_TOKENS, x_BTD.shape[-1]), x_BTD.dtype)
+    return {
+        **{
+            f"hidden-{window}": export.export(jax.jit(one), disabled_checks=_ANY_CALL)(*leaves, ids_BT)
+            for window, one in by_window.items()
+        },
+        "logits": export.export(jax.jit(logits), disabled_checks=_ANY_CALL)(*leaves, x_ND),
+    }
+
+
+def _described(one: export.Exported) -> Lowered:
+    def arrays(avals: Any, shardings: Any) -> tuple[Array, ...]:
+        return tuple(Array(x.shape, str(x.dtype), _axes(s)) for x, s in zip(avals, shardings, strict=True))
+
+    return Lowered(
+        inputs=arrays(one.in_avals, one._in_named_shardings),
+        outputs=arrays(one.out_avals, one._out_named_shardings),
+        num_devices=one.nr_devices,
+        kept=tuple(one.module_kept_var_idx),
+        convention=one.calling_convention_version,
+    )
+
+
+def _axes(sharding: NamedSharding | None) -> tuple[tuple[str, ...], ...]:
+    parts = () if sharding is None else tuple(sharding.spec)
+    return tuple(() if part is None else (part,) if isinstance(part, str) else tuple(part) for part in parts)
+
+
+if __name__ == "__main__":
+    with told():
+        hand_over(decoded(Path(sys.argv[1]).read_bytes(), Wanted))

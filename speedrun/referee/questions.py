@@ -1,0 +1,175 @@
+"""`speedrun validate --replay`: the claims of runs, asked of their programs and states. Executes a record's source.
+
+What is asked is drawn by a nonce that nobody knows before: a log can be finished as often as one likes, so nothing
+that follows from it may choose.
+"""
+
+import hashlib
+import json
+import random
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple, TextIO
+
+from speedrun.data import inventory, synthetic
+from speedrun.ground import runlog
+from speedrun.ground import track as tracks
+from speedrun.ground.errors import UsageError
+from speedrun.ledger.checks.examination import REPLAY_CHECKS, Examined
+from speedrun.ledger.findings import Examination, Stretch
+from speedrun.ledger.record import Record, load
+from speedrun.ledger.run import Run
+from speedrun.ledger.validate import Report, Result, ask
+from speedrun.referee import sandbox
+from speedrun.referee.rerun import Rerun, plain
+
+_FEW_RUNS = 2
+_RESTARTS = 2
+_STEPS = 8  #: of a stretch
+_HARNESS = "V503"  #: asks whether the instruments in the source are known
+_MOST_FACTS_BYTES = 1 << 20  #: of a checkpoint, which a stranger made
+
+Which = Literal["some", "all"]
+
+
+class Asked(NamedTuple):
+    """What the user wants of the referee."""
+
+    which: Which  #: runs
+    nonce: str  #: hex digits
+    checkpoints: tuple[Path, ...] = ()  #: of runs, one folder each
+    data: Path | None = None  #: folder of shards; None: the track's own
+    unsafe: bool = False  #: go on where the record's code cannot be kept apart
+
+
+def drawn(nonce: str, run_id: str) -> int:
+    """A number that follows from both, and from nothing else."""
+    return int.from_bytes(hashlib.sha256(f"{nonce} {run_id}".encode()).digest()[:8], "big")
+
+
+def chosen(nonce: str, run_ids: Iterable[str], which: Which) -> tuple[str, ...]:
+    """The runs that are asked: all, or those two whose numbers are lowest."""
+    order = sorted(run_ids, key=lambda run_id: drawn(nonce, run_id))
+    return tuple(order if which == "all" else order[:_FEW_RUNS])
+
+
+def stretches(run: Run, checkpoints: Sequence[int] | None, val_every: int, draws: int) -> tuple[Stretch, ...]:
+    """What is trained again: without checkpoints, all of it.
+
+    With them: the first steps; some after two checkpoints; and all from the last checkpoint before a validation, or
+    before the end, to behind it, so that nobody trains in a pause.
+
+    Args:
+        run: the run.
+        checkpoints: steps, by its log; None: none are at hand.
+        val_every: steps from one validation to the next.
+        draws: the number that decides.
+    """
+    num_steps = run.start.num_steps
+    if checkpoints is None:
+        return (Stretch(0, num_steps, from_checkpoint=False),)
+    draw, found = random.Random(draws), {Stretch(0, min(_STEPS, num_steps), from_checkpoint=False)}
+    for step in draw.sample(sorted(checkpoints), min(_RESTARTS, len(checkpoints))):
+        found.add(Stretch(step, min(step + _STEPS, num_steps), from_checkpoint=True))
+    bound = draw.choice([*range(val_every, num_steps, val_every), num_steps])
+    start = max((step for step in checkpoints if step < bound), default=0)
+    found.add(Stretch(start, min(bound + 1, num_steps), from_checkpoint=start > 0))
+    return tuple(sorted(found, key=lambda one: (one.start, one.stop)))
+
+
+def examined(folder: Path, report: Report, asked: Asked, echo: TextIO) -> Report:
+    """The report with the answers of V601 to V606.
+
+    Args:
+        folder: the record.
+        report: of the checks that execute nothing; if one of them failed, nothing is executed.
+        asked: what is wanted.
+        echo: where the output of the record's source goes.
+
+    Raises:
+        UsageError: if a check failed, no run finished, the source is too old or its instruments are not known, or it
+            cannot be kept apart here.
+        SpeedrunError: if its source ends badly.
+    """
+    if failed := report.having("failed"):
+        raise UsageError(
+            f"{folder}: {', '.join(result.check.id for result in failed)} failed; nothing was executed; mend that first"
+        )
+    record = load(folder)
+    if not record.finished:
+        raise UsageError(f"{folder}: no run finished; one is needed to look at its final state")
+    runs = {run.file.run_id: run for run in record.finished}
+    given = _owners(asked.checkpoints, runs)
+    names = chosen(asked.nonce, runs, asked.which)
+    reruns = [Rerun(folder, name, unsafe=asked.unsafe) for name in names]
+    if not all(rerun.can_be_examined for rerun in reruns):
+        raise UsageError(
+            f"{folder}: its instruments are older than this examiner understands; 'git checkout' its commit "
+            "and validate there, or 'speedrun replay' compares its losses"
+        )
+    (harness,) = (result for result in report.results if result.check.id == _HARNESS)
+    if harness.status != "ok":
+        raise UsageError(
+            f"{folder}: {_HARNESS} was skipped ({harness.messages[0]}): what unknown instruments hand over proves "
+            "nothing; fetch the run's commit, and validate again"
+        )
+    print(sandbox.protections(unsafe=asked.unsafe), file=echo)
+    print(
+        f"asked: {len(names)} of {len(runs)} runs, nonce {asked.nonce}; --nonce {asked.nonce} asks the same again",
+        file=echo,
+        flush=True,
+    )
+    found = [_examined(rerun, given.get(rerun.old.file.run_id), asked, echo) for rerun in reruns]
+    return Report(report.results + _results(record, found), report.strict)
+
+
+def _results(record: Record, found: Sequence[Examined]) -> tuple[Result, ...]:
+    return tuple(ask(one.of(found), record) for one in REPLAY_CHECKS)
+
+
+def _owners(folders: Iterable[Path], runs: dict[str, Run]) -> dict[str, Path]:
+    """Which run each folder of checkpoints is of, as its last one says.
+
+    Raises:
+        UsageError: if it is of none.
+    """
+    found = {}
+    for folder in folders:
+        steps = sorted(int(path.name) for path in folder.glob("[0-9]*") if path.name.isdecimal())
+        try:
+            facts = json.loads(plain(folder / str(steps[-1]) / "facts" / "metadata", _MOST_FACTS_BYTES))
+            found[runs[json.loads(facts["text"])["run_id"]].file.run_id] = folder
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
+            raise UsageError(
+                f"{folder} holds no checkpoints of a finished run of this record; need a run's folder of checkpoints; "
+                "leave it out to have the run made again"
+            ) from None
+    return found
+
+
+def _examined(rerun: Rerun, checkpoints: Path | None, asked: Asked, echo: TextIO) -> Examined:
+    """One run: its source hands over its programs, the examiner runs them."""
+    run = rerun.old
+    rules, draws = tracks.load(run.file.track.rpartition("@")[0]), drawn(asked.nonce, run.file.run_id)
+    data = inventory.data_folder(rules, asked.data).absolute()
+    if asked.data is None:
+        synthetic.ensure(rules, data)
+    # By the log, not by what lies there: who brings checkpoints must not choose among them.
+    steps = [event.step for event in run.of(runlog.Checkpoint) if event.step < run.start.num_steps]
+    with tempfile.TemporaryDirectory(prefix="speedrun-examination-") as scratch:
+        programs = Path(scratch, "programs")
+        rerun.hand_over(programs, data=data, echo=echo)
+        wanted = Examination(
+            programs=programs,
+            track=rules.name,
+            data=data,
+            run_seed=run.file.seed,
+            num_devices=run.file.num_devices,
+            replicas=run.start.config.get("replicas", 1),
+            checkpoints=checkpoints and checkpoints.absolute(),
+            stretches=stretches(run, steps if checkpoints else None, rules.rules.val_every, draws),
+            draws=draws,
+            findings=Path(scratch, "findings.json"),
+        )
+        return Examined(run, rerun.examine(wanted, Path(scratch), echo))

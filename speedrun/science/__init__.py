@@ -1,0 +1,1 @@
+"""What a racer may edit: recipes, models, kernels, optimisers and the train step."""

@@ -1,0 +1,99 @@
+"""Causal attention inside documents and windows, in plain XLA: exact, and linear in T times the window.
+
+Queries are cut into tiles. A tile is multiplied only with its own keys and those of the few tiles before it that
+its window can reach. Differentiated by JAX itself, so that it is the oracle of the hand-written kernels, too.
+
+Legend: B batch, T time (queries), S time (keys a tile can reach), H heads, K head width, N tiles, C tokens of a tile.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from speedrun.science.kernels.attention import Sight
+
+#: Below this, products are too small to fill a core or a GPU.
+SMALLEST_TILE_TOKENS = 128
+
+
+def attention(
+    q_BTHK: jax.Array,
+    k_BTHK: jax.Array,
+    v_BTHK: jax.Array,
+    sight: Sight,
+    *,
+    scale: float,
+    window_tokens: int,
+    tile_tokens: int | None = None,
+) -> jax.Array:
+    """The definition's value and gradient, for any length, any float dtype and any window up to a bound.
+
+    Work is T (window + tile), not T squared. Scores exist for one tile at a time and are computed again in the
+    backward pass; what is kept is one copy of the keys and values for each tile that a window reaches.
+
+    Args:
+        q_BTHK: queries.
+        k_BTHK: keys.
+        v_BTHK: values.
+        sight: how far back each token sees.
+        scale: of the scores.
+        window_tokens: a static bound: no token may see more keys than this. One that does becomes NaN, so that
+            a wrong bound cannot pass for a result.
+        tile_tokens: by default half the bound: smaller ones copy keys more often, larger ones waste products.
+
+    Returns:
+        [B, T, H, K] in the dtype of `v_BTHK`.
+    """
+    num_tokens = q_BTHK.shape[1]
+    bound = min(window_tokens, num_tokens)
+    tile = tile_tokens or min(num_tokens, max(SMALLEST_TILE_TOKENS, -(-bound // 2)))
+    num_tiles, num_before = -(-num_tokens // tile), -(-(bound - 1) // tile)
+
+    def attend(
+        q_BCHK: jax.Array, k_BSHK: jax.Array, v_BSHK: jax.Array, first_BC: jax.Array, index: jax.Array
+    ) -> jax.Array:
+        t_C = index * tile + jnp.arange(tile)
+        s_S = (index - num_before) * tile + jnp.arange((num_before + 1) * tile)
+        seen_BCS = (s_S[None, None, :] <= t_C[None, :, None]) & (s_S[None, None, :] >= first_BC[:, :, None])
+        scores_BHCS = (
+            jnp.einsum("bthk,bshk->bhts", q_BCHK, k_BSHK, preferred_element_type=jnp.float32) * scale
+        )
+        weights_BHCS = jax.nn.softmax(jnp.where(seen_BCS[:, None], scores_BHCS, -jnp.inf), axis=-1)
+        o_BCHK = jnp.einsum("bhts,bshk->bthk", weights_BHCS.astype(v_BSHK.dtype), v_BSHK)
+        beyond_BC = first_BC < jnp.maximum(s_S[:1], 0)[None]
+        return jnp.where(beyond_BC[:, :, None, None], jnp.nan, o_BCHK)
+
+    rest = num_tiles * tile - num_tokens
+    padding_BT = jnp.broadcast_to(jnp.arange(num_tokens, num_tokens + rest)[None], (len(q_BTHK), rest))
+    first_BT = jnp.concatenate([sight.first_BT, padding_BT], axis=1)  # padded queries see themselves
+    o_NBCHK = jax.lax.map(
+        lambda tiles: jax.checkpoint(attend)(*tiles),
+        (
+            _tiles(_pad(q_BTHK, 0, rest), tile),
+            _with_tiles_before(_pad(k_BTHK, num_before * tile, rest), tile, num_before),
+            _with_tiles_before(_pad(v_BTHK, num_before * tile, rest), tile, num_before),
+            _tiles(first_BT, tile),
+            jnp.arange(num_tiles),
+        ),
+    )
+    return jnp.moveaxis(o_NBCHK, 0, 1).reshape(len(q_BTHK), num_tiles * tile, *v_BTHK.shape[2:])[
+        :, :num_tokens
+    ]
+
+
+def _pad(x_BTHK: jax.Array, before: int, after: int) -> jax.Array:
+    return jnp.pad(x_BTHK, ((0, 0), (before, after), (0, 0), (0, 0)))
+
+
+def _tiles(x_BT: jax.Array, tile: int) -> jax.Array:
+    """[B, N * C, ...] as [N, B, C, ...], for a loop over tiles."""
+    return jnp.moveaxis(x_BT.reshape(len(x_BT), -1, tile, *x_BT.shape[2:]), 1, 0)
+
+
+def _with_tiles_before(x_BT: jax.Array, tile: int, num_before: int) -> jax.Array:
+    """Each tile behind its predecessors, [N, B, S, ...]; the first `num_before` tiles of `x_BT` are padding.
+
+    Shifted copies, because the gradient of a slice that moves with a loop would be as long as the sequence each time.
+    """
+    x_NBCHK = _tiles(x_BT, tile)
+    num_tiles = len(x_NBCHK) - num_before
+    return jnp.concatenate([x_NBCHK[i : i + num_tiles] for i in range(num_before + 1)], axis=2)

@@ -1,0 +1,339 @@
+"""Attention kernels for Hopper, written in Pallas for Triton: tiles that nobody sees are skipped forward and backward.
+
+Three kernels: one forward; one backward by queries (dq) and one by keys (dk and dv), so that each result is summed in
+one place, in one order, without atomics. Which tiles a tile must visit is computed beforehand in plain JAX (`Bounds`).
+Triton compiles the products to wgmma. The same kernels run on a CPU with `interpret=True`, slowly, for tests.
+
+Legend: B batch, T time, H heads, K head width; inside a kernel C queries of a tile, S keys of a tile;
+N tiles of queries, M tiles of keys.
+Source: the recurrence is that of Dao et al. 2022 and 2023, FlashAttention 1 and 2.
+"""
+
+import math
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from speedrun.science.kernels.attention import Sight
+
+#: Scores are kept in base 2: exp2 is one instruction.
+_LOG2_E = math.log2(math.e)
+#: A score that no exponential survives. Finite: a row may see nothing in its first tile, and inf - inf is no number.
+_UNSEEN = -1e30
+
+#: What a program sees of an operand: its own tile of tokens, all tokens, or the one number of its tile.
+Part = Literal["tile", "all", "one"]
+
+
+class Tiles(NamedTuple):
+    """How a kernel is cut, and what a program of it runs on."""
+
+    queries: int
+    keys: int
+    num_warps: int
+    num_stages: int  #: tiles in flight
+
+
+#: 128 x 128 of queries take 32 KB of the 227 KB of shared memory, each stage of keys and values as much.
+FORWARD = Tiles(queries=128, keys=64, num_warps=8, num_stages=3)
+BACKWARD = Tiles(queries=64, keys=64, num_warps=4, num_stages=2)
+
+
+class Bounds(NamedTuple):
+    """Tiles worth a visit. Outside of them no query sees a key; they are exact, because `first` never falls."""
+
+    first_key_tile_BN: jax.Array  #: i32, for a tile of queries; it ends at its own diagonal
+    end_query_tile_BM: jax.Array  #: i32, exclusive, for a tile of keys; it begins at its own diagonal
+
+
+def bounds(first_BT: jax.Array, *, query_tile: int, key_tile: int) -> Bounds:
+    """The lowest key of each query tile, and the last query that sees the last key of each key tile."""
+    last_key_M = jnp.arange(key_tile - 1, first_BT.shape[1], key_tile)
+    end_BM = jax.vmap(lambda first_T: jnp.searchsorted(first_T, last_key_M, side="right"))(first_BT)
+    return Bounds(first_BT[:, ::query_tile] // key_tile, (-(-end_BM // query_tile)).astype(jnp.int32))
+
+
+def attention(
+    q_BTHK: jax.Array,
+    k_BTHK: jax.Array,
+    v_BTHK: jax.Array,
+    sight: Sight,
+    *,
+    scale: float,
+    forward: Tiles = FORWARD,
+    backward: Tiles = BACKWARD,
+    interpret: bool = False,
+) -> jax.Array:
+    """The definition's value and gradient to the rounding of its inputs' dtype; any window, also a traced one.
+
+    Scores, sums and accumulators are float32; weights and their gradients are rounded to the dtype of the values
+    before each product. Nothing of T squared is kept: the backward computes scores again.
+
+    Args:
+        q_BTHK: queries, bfloat16 for speed; K a power of two, T a multiple of every tile.
+        k_BTHK: keys, same dtype.
+        v_BTHK: values, same dtype.
+        sight: how far back each token sees.
+        scale: of the scores.
+        forward: tiles of the forward kernel.
+        backward: tiles of both backward kernels.
+        interpret: run on any platform, slowly.
+
+    Raises:
+        ValueError: for a length or width that does not fit the tiles.
+    """
+    if reasons := refusals(q_BTHK.shape[1], q_BTHK.shape[3], forward, backward):
+        raise ValueError("; ".join(reasons))
+    return _attention(q_BTHK, k_BTHK, v_BTHK, sight.first_BT, _Settings(scale, forward, backward, interpret))
+
+
+def refusals(
+    num_tokens: int, head_dim: int, forward: Tiles = FORWARD, backward: Tiles = BACKWARD
+) -> list[str]:
+    """Why these sizes cannot run."""
+    step = math.lcm(forward.queries, forward.keys, backward.queries, backward.keys)
+    reasons = []
+    if num_tokens % step:
+        reasons.append(f"sequences of {num_tokens:,} tokens; the kernels need a multiple of {step}")
+    if head_dim not in {16, 32, 64, 128}:
+        reasons.append(f"heads of {head_dim} dimensions; the kernels need 16, 32, 64 or 128")
+    return reasons
+
+
+class _Settings(NamedTuple):
+    scale: float
+    forward: Tiles
+    backward: Tiles
+    interpret: bool
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attention(
+    q_BTHK: jax.Array, k_BTHK: jax.Array, v_BTHK: jax.Array, first_BT: jax.Array, settings: _Settings
+) -> jax.Array:
+    return _forward(q_BTHK, k_BTHK, v_BTHK, first_BT, settings)[0]
+
+
+def _forward(
+    q_BTHK: jax.Array, k_BTHK: jax.Array, v_BTHK: jax.Array, first_BT: jax.Array, settings: _Settings
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    tiles = settings.forward
+    seen = bounds(first_BT, query_tile=tiles.queries, key_tile=tiles.keys)
+    o_BTHK, lse_BHT = _call(
+        partial(_forward_kernel, scale=settings.scale, tiles=tiles),
+        tiles.queries,
+        tiles,
+        settings,
+        (q_BTHK, "tile"),
+        (k_BTHK, "all"),
+        (v_BTHK, "all"),
+        (first_BT, "tile"),
+        (seen.first_key_tile_BN, "one"),
+        results=(_like(q_BTHK, v_BTHK.dtype, q_BTHK.shape), _like(q_BTHK, jnp.float32, _rows(q_BTHK))),
+    )
+    return o_BTHK, (q_BTHK, k_BTHK, v_BTHK, first_BT, o_BTHK, lse_BHT)
+
+
+def _backward(settings: _Settings, kept: tuple[jax.Array, ...], do_BTHK: jax.Array) -> tuple[Any, ...]:
+    q_BTHK, k_BTHK, v_BTHK, first_BT, o_BTHK, lse_BHT = kept
+    tiles = settings.backward
+    seen = bounds(first_BT, query_tile=tiles.queries, key_tile=tiles.keys)
+    delta_BHT = jnp.einsum("bthk,bthk->bht", o_BTHK, do_BTHK, preferred_element_type=jnp.float32)
+    (dq_BTHK,) = _call(
+        partial(_query_kernel, scale=settings.scale, tiles=tiles),
+        tiles.queries,
+        tiles,
+        settings,
+        (q_BTHK, "tile"),
+        (k_BTHK, "all"),
+        (v_BTHK, "all"),
+        (do_BTHK, "tile"),
+        (lse_BHT, "tile"),
+        (delta_BHT, "tile"),
+        (first_BT, "tile"),
+        (seen.first_key_tile_BN, "one"),
+        results=(_like(q_BTHK, q_BTHK.dtype, q_BTHK.shape),),
+    )
+    dk_BTHK, dv_BTHK = _call(
+        partial(_key_kernel, scale=settings.scale, tiles=tiles),
+        tiles.keys,
+        tiles,
+        settings,
+        (q_BTHK, "all"),
+        (k_BTHK, "tile"),
+        (v_BTHK, "tile"),
+        (do_BTHK, "all"),
+        (lse_BHT, "all"),
+        (delta_BHT, "all"),
+        (first_BT, "all"),
+        (seen.end_query_tile_BM, "one"),
+        results=(_like(k_BTHK, k_BTHK.dtype, k_BTHK.shape), _like(v_BTHK, v_BTHK.dtype, v_BTHK.shape)),
+    )
+    return dq_BTHK, dk_BTHK, dv_BTHK, None
+
+
+_attention.defvjp(_forward, _backward)
+
+
+def _forward_kernel(
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    first_ref: Any,
+    first_tile_ref: Any,
+    o_ref: Any,
+    lse_ref: Any,
+    *,
+    scale: float,
+    tiles: Tiles,
+) -> None:
+    """One tile of queries: a running softmax over the key tiles it can see, the diagonal last."""
+    q_CK, first_C = q_ref[...], first_ref[...]
+    t_C = pl.program_id(0) * tiles.queries + jnp.arange(tiles.queries)
+
+    def visit(tile: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        o_CK, top_C, sum_C = carry
+        keys = pl.ds(tile * tiles.keys, tiles.keys)
+        s_S = tile * tiles.keys + jnp.arange(tiles.keys)
+        scores_CS = _scores(q_CK, k_ref[keys, :], _sees(t_C[:, None], s_S[None, :], first_C[:, None]), scale)
+        new_top_C = jnp.maximum(top_C, jnp.max(scores_CS, axis=1))
+        weights_CS = jnp.exp2(scores_CS - new_top_C[:, None])
+        shrink_C = jnp.exp2(top_C - new_top_C)  # wipes out what a row gathered before it saw anything
+        o_CK = o_CK * shrink_C[:, None] + plgpu.dot(weights_CS.astype(v_ref.dtype), v_ref[keys, :])
+        return o_CK, new_top_C, sum_C * shrink_C + jnp.sum(weights_CS, axis=1)
+
+    start = jnp.zeros(q_CK.shape, jnp.float32), jnp.full(t_C.shape, _UNSEEN), jnp.zeros(t_C.shape)
+    o_CK, top_C, sum_C = jax.lax.fori_loop(first_tile_ref[...], _end_key_tile(tiles), visit, start)
+    o_ref[...] = (o_CK / sum_C[:, None]).astype(o_ref.dtype)
+    lse_ref[...] = top_C + jnp.log2(sum_C)
+
+
+def _query_kernel(
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    do_ref: Any,
+    lse_ref: Any,
+    delta_ref: Any,
+    first_ref: Any,
+    first_tile_ref: Any,
+    dq_ref: Any,
+    *,
+    scale: float,
+    tiles: Tiles,
+) -> None:
+    """Dq of one tile of queries, over the key tiles it can see."""
+    q_CK, do_CK, lse_C, delta_C, first_C = (x[...] for x in (q_ref, do_ref, lse_ref, delta_ref, first_ref))
+    t_C = pl.program_id(0) * tiles.queries + jnp.arange(tiles.queries)
+
+    def visit(tile: jax.Array, dq_CK: jax.Array) -> jax.Array:
+        keys = pl.ds(tile * tiles.keys, tiles.keys)
+        k_SK, v_SK = k_ref[keys, :], v_ref[keys, :]
+        s_S = tile * tiles.keys + jnp.arange(tiles.keys)
+        scores_CS = _scores(q_CK, k_SK, _sees(t_C[:, None], s_S[None, :], first_C[:, None]), scale)
+        weights_CS = jnp.exp2(scores_CS - lse_C[:, None])
+        dscores_CS = weights_CS * (plgpu.dot(do_CK, v_SK.T) - delta_C[:, None])
+        return dq_CK + plgpu.dot(dscores_CS.astype(k_SK.dtype), k_SK)
+
+    start = jnp.zeros(q_CK.shape, jnp.float32)
+    dq_CK = jax.lax.fori_loop(first_tile_ref[...], _end_key_tile(tiles), visit, start)
+    dq_ref[...] = (dq_CK * scale).astype(dq_ref.dtype)
+
+
+def _key_kernel(
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    do_ref: Any,
+    lse_ref: Any,
+    delta_ref: Any,
+    first_ref: Any,
+    end_tile_ref: Any,
+    dk_ref: Any,
+    dv_ref: Any,
+    *,
+    scale: float,
+    tiles: Tiles,
+) -> None:
+    """Dk and dv of one tile of keys, over the query tiles that can see it; scores are transposed throughout."""
+    k_SK, v_SK = k_ref[...], v_ref[...]
+    s_S = pl.program_id(0) * tiles.keys + jnp.arange(tiles.keys)
+
+    def visit(tile: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        dk_SK, dv_SK = carry
+        queries = pl.ds(tile * tiles.queries, tiles.queries)
+        q_CK, do_CK = q_ref[queries, :], do_ref[queries, :]
+        t_C = tile * tiles.queries + jnp.arange(tiles.queries)
+        sees_SC = _sees(t_C[None, :], s_S[:, None], first_ref[queries][None, :])
+        weights_SC = jnp.exp2(_scores(k_SK, q_CK, sees_SC, scale) - lse_ref[queries][None, :])
+        dscores_SC = weights_SC * (plgpu.dot(v_SK, do_CK.T) - delta_ref[queries][None, :])
+        dv_SK += plgpu.dot(weights_SC.astype(do_CK.dtype), do_CK)
+        return dk_SK + plgpu.dot(dscores_SC.astype(q_CK.dtype), q_CK), dv_SK
+
+    first_tile = pl.program_id(0) * tiles.keys // tiles.queries
+    zeros_SK = jnp.zeros(k_SK.shape, jnp.float32)
+    dk_SK, dv_SK = jax.lax.fori_loop(first_tile, end_tile_ref[...], visit, (zeros_SK, zeros_SK))
+    dk_ref[...] = (dk_SK * scale).astype(dk_ref.dtype)
+    dv_ref[...] = dv_SK.astype(dv_ref.dtype)
+
+
+def _sees(t: jax.Array, s: jax.Array, first: jax.Array) -> jax.Array:
+    return (s <= t) & (s >= first)
+
+
+def _scores(rows_CK: jax.Array, columns_SK: jax.Array, sees_CS: jax.Array, scale: float) -> jax.Array:
+    return jnp.where(sees_CS, plgpu.dot(rows_CK, columns_SK.T) * (scale * _LOG2_E), _UNSEEN)
+
+
+def _end_key_tile(tiles: Tiles) -> jax.Array:
+    """Exclusive end of the key tiles of this program's queries: causality."""
+    return ((pl.program_id(0) + 1) * tiles.queries + tiles.keys - 1) // tiles.keys
+
+
+def _call(
+    kernel: partial[None],
+    tile: int,
+    tiles: Tiles,
+    settings: _Settings,
+    *operands: tuple[jax.Array, Part],
+    results: tuple[jax.ShapeDtypeStruct, ...],
+) -> tuple[jax.Array, ...]:
+    """Runs a kernel once for each tile of `tile` tokens, head and row; results are written tile by tile."""
+    num_rows, num_tokens, num_heads, _ = operands[0][0].shape
+    return pl.pallas_call(
+        kernel,
+        grid=(num_tokens // tile, num_heads, num_rows),
+        in_specs=[_spec(x.shape, part, tile) for x, part in operands],
+        out_specs=tuple(_spec(x.shape, "tile", tile) for x in results),
+        out_shape=results,
+        compiler_params=plgpu.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
+        interpret=settings.interpret,
+        name=kernel.func.__name__.strip("_"),
+    )(*(x for x, _ in operands))
+
+
+def _spec(shape: tuple[int, ...], part: Part, tile: int) -> pl.BlockSpec:
+    """What one program sees of an operand: [B, T, H, K], [B, H, T] or [B, T], or [B, N] for one number."""
+    if part == "one":
+        return pl.BlockSpec((None, None), lambda i, h, b: (b, i))
+    at = {2: 1, 3: 2, 4: 1}[len(shape)]
+    tokens, move = (tile, 1) if part == "tile" else (shape[at], 0)
+    if len(shape) == 2:
+        return pl.BlockSpec((None, tokens), lambda i, h, b: (b, i * move))
+    if len(shape) == 3:
+        return pl.BlockSpec((None, None, tokens), lambda i, h, b: (b, h, i * move))
+    return pl.BlockSpec((None, tokens, None, shape[3]), lambda i, h, b: (b, i * move, h, 0))
+
+
+def _rows(x_BTHK: jax.Array) -> tuple[int, int, int]:
+    """[B, H, T]."""
+    return x_BTHK.shape[0], x_BTHK.shape[2], x_BTHK.shape[1]
+
+
+def _like(x: jax.Array, dtype: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    """A result that varies over the same mesh axes as `x`, as shard_map wants to be told."""
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(x).manual_axis_type)

@@ -1,0 +1,22 @@
+"""What attention does to queries and keys first: RMS norm of each head, then rotary. The definition.
+
+Legend: B batch, T time, H heads, K head width.
+"""
+
+import jax
+
+from speedrun.science import nn
+
+#: Cosines and sines of `nn.rotary_angles`, f32 [T, K/2] each.
+Angles = tuple[jax.Array, jax.Array]
+
+
+def qk_norm(q_BTHK: jax.Array, k_BTHK: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array]:
+    """rotary(rms_norm(x)) of both; computed in float32, rounded to the dtype of the inputs after each of the two.
+
+    Args:
+        q_BTHK: queries; any float dtype.
+        k_BTHK: keys.
+        angles: of all positions.
+    """
+    return nn.rotary(nn.rms_norm(q_BTHK), angles), nn.rotary(nn.rms_norm(k_BTHK), angles)

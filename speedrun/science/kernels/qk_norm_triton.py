@@ -1,0 +1,169 @@
+"""QK-norm and rotary in one pass for Hopper, written in Pallas for Triton: each number is read and written once.
+
+With r = 1 / rms(x) and R the rotation of a position, y = R x r. A rotation keeps inner products, so
+
+    dx = r R^T (dy - y mean(y dy)),
+
+exactly, whatever is added under the root. The backward needs y, which attention keeps anyway, and r: not x.
+
+Legend: B batch, T time, H heads, K head width; inside a kernel C tokens of a tile, J pairs of a head (K/2).
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from speedrun.science import nn
+from speedrun.science.kernels.qk_norm import Angles
+from speedrun.science.kernels.varying import varying_like
+
+#: Of a tile: a thread loads 16 bytes at a time.
+TOKENS = 16
+WARPS = 4
+
+
+def qk_norm(
+    q_BTHK: jax.Array, k_BTHK: jax.Array, angles: Angles, *, tokens: int = TOKENS, interpret: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """The definition's value and gradient to one rounding: what is between norm and rotary stays float32.
+
+    Args:
+        q_BTHK: queries; K a power of two.
+        k_BTHK: keys, same shape and dtype.
+        angles: as in the definition; they are given, and have no gradient.
+        tokens: of a tile, a power of two.
+        interpret: run on any platform, slowly.
+
+    Raises:
+        ValueError: for a width that does not fit.
+    """
+    if reasons := refusals(q_BTHK.shape[3]):
+        raise ValueError("; ".join(reasons))
+    return _qk_norm(q_BTHK, k_BTHK, angles, _Settings(tokens, interpret))
+
+
+def refusals(head_dim: int) -> list[str]:
+    """Why this size cannot run."""
+    fits = head_dim > 1 and head_dim.bit_count() == 1
+    return [] if fits else [f"heads of {head_dim} dimensions; the kernels need a power of two"]
+
+
+class _Settings(NamedTuple):
+    tokens: int
+    interpret: bool
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _qk_norm(
+    q_BTHK: jax.Array, k_BTHK: jax.Array, angles: Angles, settings: _Settings
+) -> tuple[jax.Array, jax.Array]:
+    return _forward(q_BTHK, k_BTHK, angles, settings)[0]
+
+
+def _forward(
+    q_BTHK: jax.Array, k_BTHK: jax.Array, angles: Angles, settings: _Settings
+) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
+    num_rows, num_tokens, num_heads, _ = q_BTHK.shape
+    r_BHT = jax.ShapeDtypeStruct((num_rows, num_heads, num_tokens), jnp.float32)
+    yq_BTHK, yk_BTHK, *r = _call(
+        _forward_kernel, angles, (q_BTHK, k_BTHK), (q_BTHK, k_BTHK, r_BHT, r_BHT), settings
+    )
+    return (yq_BTHK, yk_BTHK), (yq_BTHK, yk_BTHK, *r, angles)
+
+
+def _backward(settings: _Settings, kept: tuple[Any, ...], dy: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
+    *y_and_r, angles = kept
+    return *_call(_backward_kernel, angles, (*dy, *y_and_r), dy, settings), None
+
+
+_qk_norm.defvjp(_forward, _backward)
+
+
+def _forward_kernel(
+    cos_ref: Any, sin_ref: Any, q_ref: Any, k_ref: Any, yq_ref: Any, yk_ref: Any, rq_ref: Any, rk_ref: Any
+) -> None:
+    """Norm, then rotary, of a tile of queries and of keys, head by head."""
+    cos_CJ, sin_CJ = cos_ref[...], sin_ref[...]
+    for h in range(q_ref.shape[1]):
+        loaded = _halves(q_ref, h), _halves(k_ref, h)  # before a store, which no load may overtake
+        for (u_CJ, w_CJ), y_ref, r_ref in zip(loaded, (yq_ref, yk_ref), (rq_ref, rk_ref), strict=True):
+            r_C = jax.lax.rsqrt(_mean(u_CJ * u_CJ, w_CJ * w_CJ) + nn.EPS)
+            r_ref[h, :] = r_C
+            _store(y_ref, h, r_C, u_CJ * cos_CJ + w_CJ * sin_CJ, w_CJ * cos_CJ - u_CJ * sin_CJ)
+
+
+def _backward_kernel(
+    cos_ref: Any,
+    sin_ref: Any,
+    dyq_ref: Any,
+    dyk_ref: Any,
+    yq_ref: Any,
+    yk_ref: Any,
+    rq_ref: Any,
+    rk_ref: Any,
+    dq_ref: Any,
+    dk_ref: Any,
+) -> None:
+    """What lies along y is taken out of dy; the rest is turned back and scaled."""
+    cos_CJ, sin_CJ = cos_ref[...], sin_ref[...]
+    refs = (dyq_ref, yq_ref, rq_ref), (dyk_ref, yk_ref, rk_ref)
+    for h in range(dq_ref.shape[1]):
+        loaded = [(_halves(dy_ref, h), _halves(y_ref, h), r_ref[h, :]) for dy_ref, y_ref, r_ref in refs]
+        for ((du_CJ, dw_CJ), (u_CJ, w_CJ), r_C), dx_ref in zip(loaded, (dq_ref, dk_ref), strict=True):
+            along_C = _mean(u_CJ * du_CJ, w_CJ * dw_CJ)[:, None]
+            du_CJ, dw_CJ = du_CJ - along_C * u_CJ, dw_CJ - along_C * w_CJ
+            _store(dx_ref, h, r_C, du_CJ * cos_CJ - dw_CJ * sin_CJ, dw_CJ * cos_CJ + du_CJ * sin_CJ)
+
+
+def _halves(ref: Any, h: int) -> tuple[jax.Array, jax.Array]:
+    half = ref.shape[2] // 2
+    return ref[:, h, :half].astype(jnp.float32), ref[:, h, half:].astype(jnp.float32)
+
+
+def _store(ref: Any, h: int, r_C: jax.Array, u_CJ: jax.Array, w_CJ: jax.Array) -> None:
+    half = ref.shape[2] // 2
+    ref[:, h, :half] = (r_C[:, None] * u_CJ).astype(ref.dtype)
+    ref[:, h, half:] = (r_C[:, None] * w_CJ).astype(ref.dtype)
+
+
+def _mean(u_CJ: jax.Array, w_CJ: jax.Array) -> jax.Array:
+    """Over both halves: f32 [C]."""
+    return jnp.sum(u_CJ + w_CJ, axis=1) / (2 * u_CJ.shape[1])
+
+
+def _call(
+    kernel: Callable[..., None],
+    angles: Angles,
+    operands: tuple[jax.Array, ...],
+    results: tuple[Any, ...],
+    settings: _Settings,
+) -> Any:
+    """Runs a kernel once for each tile of tokens and row; results are shaped and typed like `results`."""
+    first = operands[0]
+    num_rows, num_tokens = first.shape[:2]
+    tile = math.gcd(num_tokens, settings.tokens)  # small for an odd length: none is ever cut off
+
+    def spec(x: Any) -> pl.BlockSpec:
+        """Of [B, T, H, K] or [B, H, T]."""
+        if x.ndim == 4:
+            return pl.BlockSpec((None, tile, *x.shape[2:]), lambda i, b: (b, i, 0, 0))
+        return pl.BlockSpec((None, x.shape[1], tile), lambda i, b: (b, 0, i))
+
+    angle = pl.BlockSpec((tile, angles[0].shape[1]), lambda i, b: (i, 0))
+    axes = jax.typeof(first).manual_axis_type
+    return pl.pallas_call(
+        kernel,
+        grid=(num_tokens // tile, num_rows),
+        in_specs=[angle, angle, *map(spec, operands)],
+        out_specs=tuple(map(spec, results)),
+        out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=axes) for x in results),
+        compiler_params=plgpu.CompilerParams(num_warps=WARPS),
+        interpret=settings.interpret,
+        name=f"qk_norm{kernel.__name__}",
+    )(*(varying_like(a, first) for a in angles), *operands)

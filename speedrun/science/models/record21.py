@@ -1,0 +1,223 @@
+"""The architecture of speedrun record 21: U-net skips, value embeddings, embedding shortcut, block windows.
+
+What a layer is, is data: `Config` holds one entry a layer, and the forward zips them. No layer number is tested.
+Legend: B batch, T time, D model, H heads, K head width, F mlp, V vocabulary.
+Source: modded-nanogpt, records 8 to 21 (K. Jordan, @Grad62304977, @YouJiacheng, @brendanh0gan, @KoszarskyB and others).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from speedrun.science import nn
+from speedrun.science.kernels import cross_entropy
+from speedrun.science.kernels.attention import Sight, Window, sight
+from speedrun.science.kernels.choose import Kernels
+from speedrun.science.params import Dtype, Params, ParamSpec, Table, constant, normal, uniform_fan_in, zeros
+
+Mixing = Literal["long", "short", "none"]
+
+#: Index of "no value embedding" in `Config.value_tables`.
+NO_TABLE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Sizes, and one entry a layer of what differs between layers."""
+
+    vocab_size: int  #: rows of the input tables
+    head_size: int  #: columns of the softmax, vocab_size rounded up; the extra ones are never targets
+    model_dim: int
+    num_heads: int
+    head_dim: int
+    mlp_dim: int
+    mixing: tuple[Mixing, ...]  #: window of each layer's attention, or none
+    value_tables: tuple[int, ...]  #: which value embedding each layer adds; NO_TABLE for none
+    block_tokens: int  #: granularity of windows
+    attention_scale: float
+    logit_cap: float
+    document_token: int
+    table_dtype: Dtype  #: in which token and value embeddings and their moments are stored
+
+    def __post_init__(self) -> None:
+        if len(self.value_tables) != len(self.mixing):
+            raise ValueError(
+                f"value_tables has {len(self.value_tables)} entries, mixing {len(self.mixing)}: one a layer"
+            )
+        if unknown := set(self.mixing) - set(MIXERS):
+            raise ValueError(f"mixing holds {sorted(unknown)}; a layer is one of {', '.join(MIXERS)}")
+        if min(self.value_tables, default=NO_TABLE) < NO_TABLE:
+            raise ValueError(
+                f"value_tables is {self.value_tables}; number tables from 0, {NO_TABLE} for none"
+            )
+        sizes = (
+            self.model_dim,
+            self.num_heads,
+            self.head_dim,
+            self.mlp_dim,
+            self.block_tokens,
+            self.num_layers,
+        )
+        if min(sizes) < 1:
+            raise ValueError(f"sizes are {sizes}; each must be at least 1")
+        if self.num_layers % 2:
+            raise ValueError(f"{self.num_layers} layers: the U-net needs an even number")
+        if self.head_dim % 4:
+            raise ValueError(f"head_dim is {self.head_dim}: half-truncated rotary needs a multiple of 4")
+        if self.head_size < self.vocab_size:
+            raise ValueError(f"head_size {self.head_size} is below vocab_size {self.vocab_size}")
+
+    @property
+    def num_layers(self) -> int:
+        """Blocks, attention-free ones included."""
+        return len(self.mixing)
+
+
+class Context(NamedTuple):
+    """What the attention of every layer shares: computed once a step."""
+
+    kernels: Kernels  #: the forms that run
+    windows: dict[Mixing, Window]
+    sights: dict[Mixing, Sight]  #: how far back a token sees
+    angles: tuple[jax.Array, jax.Array]
+    values: dict[int, jax.Array]  #: looked-up value embeddings [B, T, H, K] by table; zero for NO_TABLE
+
+
+class Mixer(NamedTuple):
+    """How a layer moves information between positions: its parameters, and its function of rms_norm(x)."""
+
+    table: Callable[[Config], Table]
+    apply: Callable[[jax.Array, Params, str, int, Context, Config], jax.Array]
+
+
+def attention_table(cfg: Config) -> Table:
+    """Queries, keys and values in one [3, H*K, D]; the output projection starts at zero."""
+    inner = cfg.num_heads * cfg.head_dim
+    return {
+        "qkv": ParamSpec((3, inner, cfg.model_dim), ("qkv", "heads", "model"), uniform_fan_in, "matrix"),
+        "attn_out": ParamSpec((cfg.model_dim, inner), ("model", "heads"), zeros, "matrix"),
+        "value_lambdas": ParamSpec((2,), ("lambda",), constant(0.5, 0.5), "scalar"),
+    }
+
+
+def attend(window: Mixing) -> Callable[[jax.Array, Params, str, int, Context, Config], jax.Array]:
+    """Attention with one of the context's windows: QK-norm, rotary, mixed-in value embedding."""
+
+    def apply(
+        h_BTD: jax.Array, p: Params, block: str, value_table: int, ctx: Context, cfg: Config
+    ) -> jax.Array:
+        heads = (*h_BTD.shape[:2], cfg.num_heads, cfg.head_dim)
+        q_BTHK, k_BTHK, v_BTHK = ((h_BTD @ w.T).reshape(heads) for w in p[f"{block}.qkv"])
+        own, shared = p[f"{block}.value_lambdas"]
+        o_BTHK = ctx.kernels.attention(
+            *ctx.kernels.qk_norm(q_BTHK, k_BTHK, ctx.angles),
+            nn.blend((own, v_BTHK), (shared, ctx.values[value_table])),
+            ctx.sights[window],
+            scale=cfg.attention_scale,
+            window=ctx.windows[window],
+            block_tokens=cfg.block_tokens,
+        )
+        return o_BTHK.reshape(*h_BTD.shape[:2], -1) @ p[f"{block}.attn_out"].T
+
+    return apply
+
+
+MIXERS: dict[Mixing, Mixer] = {
+    "long": Mixer(attention_table, attend("long")),
+    "short": Mixer(attention_table, attend("short")),
+    "none": Mixer(lambda _: {}, lambda h_BTD, *_: jnp.zeros_like(h_BTD)),
+}
+
+
+def block_table(mixing: Mixing, cfg: Config) -> Table:
+    """Parameters of one block."""
+    return MIXERS[mixing].table(cfg) | {
+        "lambdas": ParamSpec((2,), ("lambda",), constant(1.0, 0.0), "scalar"),
+        "mlp_up": ParamSpec((cfg.mlp_dim, cfg.model_dim), ("mlp", "model"), uniform_fan_in, "matrix"),
+        "mlp_down": ParamSpec((cfg.model_dim, cfg.mlp_dim), ("model", "mlp"), zeros, "matrix"),
+    }
+
+
+def table(cfg: Config) -> Table:
+    """Every parameter of the model, declared once."""
+    inner = cfg.num_heads * cfg.head_dim
+    blocks = {
+        f"block.{i}.{name}": spec
+        for i, mixing in enumerate(cfg.mixing)
+        for name, spec in block_table(mixing, cfg).items()
+    }
+    values = {
+        f"value_embed.{i}": ParamSpec(
+            (cfg.vocab_size, inner), ("vocab", "heads"), normal, "embed", cfg.table_dtype
+        )
+        for i in sorted(set(cfg.value_tables) - {NO_TABLE})
+    }
+    return {
+        "embed": ParamSpec(
+            (cfg.vocab_size, cfg.model_dim), ("vocab", "model"), normal, "embed", cfg.table_dtype
+        ),
+        **values,
+        **blocks,
+        "skips": ParamSpec((cfg.num_layers // 2,), ("layer",), constant(1.0), "scalar"),
+        "head": ParamSpec((cfg.head_size, cfg.model_dim), ("vocab", "model"), zeros, "head"),
+    }
+
+
+def logits(p: Params, x_ND: jax.Array, cfg: Config) -> jax.Array:
+    """Capped logits of final hidden states: f32 [N, V]."""
+    return cross_entropy.logits(x_ND, p["head"], cap=cfg.logit_cap)
+
+
+def context(p: Params, tokens_BT: jax.Array, long: Window, cfg: Config, kernels: Kernels) -> Context:
+    """Windows, rotary angles and value embeddings of a batch."""
+    doc_BT = nn.documents(tokens_BT, cfg.document_token)
+    windows: dict[Mixing, Window] = {"long": long, "short": long.halved()}
+    heads = (*tokens_BT.shape, cfg.num_heads, cfg.head_dim)
+    tables = sorted(set(cfg.value_tables) - {NO_TABLE})
+    return Context(
+        kernels=kernels,
+        windows=windows,
+        sights={kind: sight(doc_BT, window.blocks, cfg.block_tokens) for kind, window in windows.items()},
+        angles=nn.rotary_angles(tokens_BT.shape[1], cfg.head_dim),
+        values={i: nn.lookup(p[f"value_embed.{i}"], tokens_BT).reshape(heads) for i in tables}
+        | {NO_TABLE: jnp.zeros((), p["embed"].dtype)},
+    )
+
+
+def block(x_BTD: jax.Array, x0_BTD: jax.Array, p: Params, i: int, ctx: Context, cfg: Config) -> jax.Array:
+    """One layer: embedding shortcut, mixing over time, MLP."""
+    keep, shortcut = p[f"block.{i}.lambdas"]
+    x_BTD = nn.blend((keep, x_BTD), (shortcut, x0_BTD))
+    mix = MIXERS[cfg.mixing[i]].apply
+    x_BTD = x_BTD + mix(nn.rms_norm(x_BTD), p, f"block.{i}", cfg.value_tables[i], ctx, cfg)
+    return x_BTD + nn.relu_squared_mlp(nn.rms_norm(x_BTD), p[f"block.{i}.mlp_up"], p[f"block.{i}.mlp_down"])
+
+
+def forward(p: Params, tokens_BT: jax.Array, window: Window, cfg: Config, kernels: Kernels) -> jax.Array:
+    """Final hidden state, normalised, before the head.
+
+    The second half of the layers takes back what the first half pushed, last first (U-net, record 11).
+
+    Args:
+        p: parameters by name, in the compute dtype.
+        tokens_BT: i32, each sequence by itself; documents may begin anywhere.
+        window: what a "long" layer sees; a "short" one sees half.
+        cfg: sizes and layers.
+        kernels: the operations that have several forms.
+
+    Returns:
+        [B, T, D] in the compute dtype.
+    """
+    ctx = context(p, tokens_BT, window, cfg, kernels)
+    x_BTD = x0_BTD = nn.rms_norm(nn.lookup(p["embed"], tokens_BT))
+    half, saved = cfg.num_layers // 2, []
+    for i in range(half):
+        x_BTD = block(x_BTD, x0_BTD, p, i, ctx, cfg)
+        saved.append(x_BTD)
+    for i in range(half, cfg.num_layers):
+        x_BTD = x_BTD + nn.blend((p["skips"][i - half], saved.pop()))
+        x_BTD = block(x_BTD, x0_BTD, p, i, ctx, cfg)
+    return nn.rms_norm(x_BTD)

@@ -1,0 +1,104 @@
+"""Muon: momentum, then the nearest semi-orthogonal matrix.
+
+It sees banks [K, m, n] of whole matrices with m <= n (`params.Layout`), all of them local, so it is batched
+and communicates nothing. Source: Jordan et al. 2024; coefficients and Nesterov form of record 21.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from speedrun.science.params import Dtype
+
+#: Quintic Newton-Schulz coefficients: steep at zero; singular values end in about 0.7 .. 1.2, not at 1.
+A, B, C = 3.4445, -4.7750, 2.0315
+
+
+def orthogonalize(g_Kmn: jax.Array, *, steps: int, dtype: Dtype) -> jax.Array:
+    """Pulls the singular values of each matrix towards one: x <- A x + (B s + C s^2) x with s = x x^T.
+
+    Args:
+        g_Kmn: matrices with m <= n (so that s is the smaller square); leading axes are batch.
+        steps: five in every record.
+        dtype: in which it iterates; bfloat16 in every record.
+
+    Returns:
+        Same shape, in the dtype of the iteration. Zero stays zero.
+
+    Raises:
+        ValueError: if m > n.
+    """
+    m, n = g_Kmn.shape[-2:]
+    if m > n:
+        raise ValueError(f"got matrices of {m} x {n}, need rows <= columns; transpose them")
+    x = g_Kmn.astype(dtype)
+    x = x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-7)
+    for _ in range(steps):
+        s = x @ x.mT
+        x = A * x + (B * s + C * s @ s) @ x
+    return x
+
+
+def shape_factor(rows: int, cols: int) -> float:
+    """How much further a tall matrix is moved: sqrt(max(1, rows / cols)), of the matrix as declared."""
+    return math.sqrt(max(1.0, rows / cols))
+
+
+class MuonState(NamedTuple):
+    """Running mean of the gradients, one array for each bank."""
+
+    momentum: Any
+
+
+def scale_by_muon(*, steps: int, dtype: Dtype) -> optax.GradientTransformationExtraArgs:
+    """M <- mu m + (1 - mu) g;  update = factor * orthogonalize(mu m + (1 - mu) g).
+
+    Banks of equal matrices are orthogonalised together: a device owns one matrix of each, too small to fill a GPU.
+
+    Extra arguments of `update`: `momentum`, which is mu, and `factors`, `shape_factor` of each matrix by the
+    name of its bank (f32 [K, 1, 1]).
+    """
+
+    def init(params: optax.Params) -> MuonState:
+        return MuonState(jax.tree.map(jnp.zeros_like, params))
+
+    @jax.named_scope("muon")
+    def update(
+        updates: optax.Updates,
+        state: MuonState,
+        params: optax.Params | None = None,
+        *,
+        momentum: jax.Array,
+        factors: Mapping[str, jax.Array],
+        **_: Any,
+    ) -> tuple[optax.Updates, MuonState]:
+        del params
+
+        def lerp(old: jax.Array, new: jax.Array) -> jax.Array:
+            return momentum * old + (1 - momentum) * new
+
+        mean = jax.tree.map(lerp, state.momentum, updates)
+        nesterov = jax.tree.map(lerp, mean, updates)
+        paths, tree = jax.tree_util.tree_flatten_with_path(nesterov)
+        directions = _in_stacks([x for _, x in paths], partial(orthogonalize, steps=steps, dtype=dtype))
+        moves = [factors[path[-1].key] * x for (path, _), x in zip(paths, directions, strict=True)]
+        return tree.unflatten(moves), MuonState(mean)
+
+    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
+
+
+def _in_stacks(banks: list[jax.Array], function: Callable[[jax.Array], jax.Array]) -> list[jax.Array]:
+    """A function of matrices on every bank, banks of one shape stacked."""
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for i, x_Kmn in enumerate(banks):
+        alike.setdefault(x_Kmn.shape, []).append(i)
+    done: dict[int, jax.Array] = {}
+    for places in alike.values():
+        stack = function(jnp.concatenate([banks[i] for i in places]))
+        done |= dict(zip(places, jnp.split(stack, len(places)), strict=True))
+    return [done[i] for i in range(len(banks))]

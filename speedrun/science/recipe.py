@@ -1,0 +1,180 @@
+"""A recipe is a value: everything that could change the loss curve, and nothing else."""
+
+import ast
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from speedrun.ground.errors import UsageError, unknown
+from speedrun.science.kernels.attention import Window
+from speedrun.science.kernels.choose import Kernels
+from speedrun.science.kernels.cross_entropy import MAX_CAP
+from speedrun.science.kernels.cross_entropy_gpu import Fp8
+from speedrun.science.optim.schedules import Schedule, StepInputs
+from speedrun.science.params import Dtype, Params, Table
+
+MOST_STEPS = 1_000_000  #: of a stage; all of them are planned before the first
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A stretch of training with static shapes: one executable each."""
+
+    num_steps: int
+    num_sequences: int  #: of one step, over all devices
+    seq_len: int  #: tokens
+
+    def __post_init__(self) -> None:
+        if min(self.num_steps, self.num_sequences, self.seq_len) < 1 or self.num_steps > MOST_STEPS:
+            raise ValueError(
+                f"{self} must have one sequence and token or more, and 1 to {MOST_STEPS:,} steps"
+            )
+
+    @property
+    def batch_tokens(self) -> int:
+        """Tokens of one step."""
+        return self.num_sequences * self.seq_len
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """All the science of a run. Variants are made by `dataclasses.replace`, never by flags."""
+
+    name: str
+    summary: str
+    parent: str | None
+    revision: int  #: goes up when its pinned trace changes
+    config: Any  #: one small dataclass a model file; has vocab_size, document_token and logit_cap
+    table: Callable[[Any], Table]
+    forward: Callable[[Params, jax.Array, Window, Any, Kernels], jax.Array]
+    logits: Callable[[Params, jax.Array, Any], jax.Array]  #: (params, x_ND, config) -> [N, V], for the scorer
+    optimizer: Any  #: its `transforms()` hands out one transformation a group
+    schedule: Schedule
+    stages: tuple[Stage, ...]
+    eval_sequences: int  #: of one validation pass, over all devices
+    eval_seq_len: int
+    compute_dtype: Dtype
+    head_fp8: Fp8 | None  #: scales of the head's products in training; None: in the compute dtype
+
+    def __post_init__(self) -> None:
+        if not self.stages or not all(isinstance(stage, Stage) for stage in self.stages):
+            raise ValueError(f"stages is {self.stages}; need at least one Stage")
+        if self.compute_dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"compute_dtype is {self.compute_dtype!r}; need float32 or bfloat16")
+        if min(self.eval_sequences, self.eval_seq_len) < 1:
+            raise ValueError("a validation pass needs at least one sequence of one token")
+        if not 0 < self.config.logit_cap <= MAX_CAP:
+            raise ValueError(
+                f"config.logit_cap is {self.config.logit_cap:g}; need more than 0, at most {MAX_CAP:g}"
+            )
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of all stages."""
+        return sum(stage.num_steps for stage in self.stages)
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of all stages."""
+        return sum(stage.num_steps * stage.batch_tokens for stage in self.stages)
+
+    def stage_of(self, step: int) -> int:
+        """Index of the stage that step number `step` belongs to."""
+        for i, stage in enumerate(self.stages):
+            if step < stage.num_steps:
+                return i
+            step -= stage.num_steps
+        raise ValueError(f"step lies {step} behind the last of {self.num_steps}")
+
+    @property
+    def most_window_blocks(self) -> int:
+        """The largest window of any step."""
+        return max(int(self.inputs_at(step).window_blocks) for step in range(self.num_steps + 1))
+
+    def inputs_at(self, step: int) -> StepInputs:
+        """Scheduled inputs of a step."""
+        return self.schedule.at(step, self.num_steps)
+
+    def override(self, settings: Mapping[str, str]) -> "Recipe":
+        """A recipe with other numbers: `{"config.model_dim": "64", "stages.0.num_steps": "20"}`.
+
+        Raises:
+            UsageError: for a name that does not exist, a value that is no literal of the right type, and for
+                what says who the recipe is: another name is another file.
+        """
+        recipe = self
+        for key, text in settings.items():
+            if key in _IDENTITY:
+                raise UsageError(f"setting {key!r} says who the recipe is; to change it, write a recipe file")
+            names = {*_settings(recipe)} - {*_IDENTITY}
+            if key not in names:
+                raise unknown("setting", key, names)
+            recipe = _replace(recipe, key, key.split("."), text)
+        return recipe
+
+
+_IDENTITY = ("name", "summary", "parent", "revision")
+
+
+def _settings(node: Any, above: str = "") -> Iterator[str]:
+    """Dotted names of all that can be set: numbers, texts, and tuples of them as a whole."""
+    for name, value in _parts(node).items():
+        if isinstance(value, int | float | str | tuple) and not _parts(value):
+            yield above + name
+        yield from _settings(value, f"{above}{name}.")
+
+
+def _parts(node: Any) -> dict[str, Any]:
+    """What lies below a value, by the next part of a dotted name."""
+    if isinstance(node, tuple) and any(map(dataclasses.is_dataclass, node)):
+        return {str(i): part for i, part in enumerate(node)}
+    if dataclasses.is_dataclass(node):
+        return {field.name: getattr(node, field.name) for field in dataclasses.fields(node)}
+    return {}
+
+
+def describe(value: Any) -> Any:
+    """A recipe (or part of it) as JSON: numbers as they are, functions by their dotted name."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: describe(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {"kind": f"{type(value).__module__}.{type(value).__qualname__}", **fields}
+    if isinstance(value, tuple):
+        return [describe(v) for v in value]
+    return f"{value.__module__}.{value.__qualname__}" if callable(value) else value
+
+
+def _replace(node: Any, key: str, path: list[str], text: str) -> Any:
+    """`node` with the setting at `path` replaced; rebuilds the frozen values on the way up."""
+    head, *rest = path
+    parts = _parts(node)
+    new = _replace(parts[head], key, rest, text) if rest else _literal(parts[head], key, text)
+    try:
+        if isinstance(node, tuple):
+            return tuple((parts | {head: new}).values())
+        return dataclasses.replace(node, **{head: new})
+    except ValueError as error:
+        raise UsageError(f"setting {key}={text}: {error}") from None
+
+
+def _literal(old: Any, key: str, text: str) -> Any:
+    """`text` as a value of the type of `old`."""
+    kind = type(old)
+    if kind is str:
+        return text
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):  # all that nonsense may raise
+        value = None
+    if kind is float and type(value) is int:
+        value = float(value)
+    if kind is float and isinstance(value, float) and not math.isfinite(value):
+        value = None
+    if kind not in (int, float, tuple) or type(value) is not kind:
+        raise UsageError(
+            f"setting {key}={text[:80]!r}: need {'a number' if kind in (int, float) else 'a value'} like {old!r}"
+        )
+    return value

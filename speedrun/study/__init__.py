@@ -1,0 +1,1 @@
+"""Experiments: declared batches, ablations, sweeps and what they show."""

@@ -1,0 +1,211 @@
+"""What an experiment says of its arms: differences inside pairs of one seed, and what they are worth.
+
+A difference is that of an arm less the one it is compared with. Losses are nats per token, times ranked seconds. A loss
+counts as time at what a nat costs at the end of the other arm's curves, as in `speedrun compare`; that price is taken
+as known. Intervals are Student's t of single arms, 95 %. Tests are two-sided, and their p is Holm's over all arms of
+the experiment, for each measure by itself.
+
+The best of many arms looks better than it is. So it runs once more, with seeds that chose nothing, and only those
+runs confirm it.
+"""
+
+import math
+from collections.abc import Sequence
+from statistics import fmean, stdev
+from typing import Literal
+
+import msgspec
+
+from speedrun.ledger.statistics import mean_interval
+from speedrun.study.comparison import seconds_per_nat
+from speedrun.study.trials import Arm, Experiment, Kind, Runs, Standing
+
+SUMMARY_SCHEMA = "speedrun.experiment-summary/1"
+
+#: What an adjusted p has to be below.
+LEVEL = 0.05
+#: Of the train time: what is surely less is not worth its lines (RULES.md prices 100 lines at 0.2 %).
+NEGLIGIBLE = 0.01
+
+Verdict = Literal["better", "worse", "equal", "unresolved", "non-finite"]
+
+
+class Effect(msgspec.Struct, frozen=True):
+    """A mean difference over pairs."""
+
+    mean: float
+    low: float  #: of the interval, 95 %
+    high: float
+    p: float  #: that there is none
+    adjusted_p: float  #: Holm's
+
+    @property
+    def covers_zero(self) -> bool:
+        """Whether there may be none."""
+        return self.low <= 0 <= self.high
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One arm against another; no effects where fewer than two pairs came to a good end."""
+
+    arm: str
+    what: str
+    against: str
+    seeds: tuple[int, ...]  #: of the pairs
+    losses: tuple[float, ...]
+    against_losses: tuple[float, ...]
+    train_times_s: tuple[float, ...]
+    against_train_times_s: tuple[float, ...]
+    num_non_finite: int  #: runs of the arm
+    s_per_nat: float | None
+    price: Literal["published"] | None  #: where it is from: see `comparison.RATE_FROM`
+    loss: Effect | None
+    log_time: Effect | None  #: of the logarithms
+    together_s: Effect | None  #: equivalent seconds: time, and loss as time
+    negligible_s: float | None
+    verdict: Verdict
+
+
+class Summary(msgspec.Struct, frozen=True, tag_field="schema", tag=SUMMARY_SCHEMA):
+    """`summary.json` of an experiment: all of it follows from the runs."""
+
+    standing: Standing
+    experiment_sha256: str
+    kind: Kind
+    track: str
+    num_runs: int  #: that came to an end
+    findings: tuple[Finding, ...]  #: in the order of the arms
+    winner: str | None  #: the arm with the lowest mean of equivalent seconds, if it is below zero
+    confirmation: Finding | None  #: of the winner, on fresh seeds only
+
+    @property
+    def confirmed(self) -> bool:
+        """Whether fresh seeds say so, too."""
+        return self.confirmation is not None and self.confirmation.verdict == "better"
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's adjusted p: valid however the tests depend on one another, and here they share an arm.
+
+        adjusted of the i-th smallest, from 0 = max over j <= i of min(1, (m - j) p_j)
+
+    Source: Holm 1979, A simple sequentially rejective multiple test procedure.
+    """
+    adjusted, least = [0.0] * len(p_values), 0.0
+    for rank, place in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        least = max(least, min(1.0, (len(p_values) - rank) * p_values[place]))
+        adjusted[place] = least
+    return adjusted
+
+
+def p_of_zero(differences: Sequence[float]) -> float:
+    """Two-sided, Student's t: that the true mean is zero. Differences that are all equal prove nothing.
+
+    Raises:
+        ValueError: with fewer than two.
+    """
+    from scipy import special
+
+    if len(differences) < 2:
+        raise ValueError(f"got {len(differences)} differences; a test needs two")
+    if not (sd := stdev(differences)):
+        return 1.0
+    t = fmean(differences) / sd * math.sqrt(len(differences))
+    return 2 * float(special.stdtr(len(differences) - 1, -abs(t)))
+
+
+def findings(pairs: Sequence[tuple[Arm, Arm]], seeds: Sequence[int], runs: Runs) -> tuple[Finding, ...]:
+    """What the runs of these seeds, and of no other, say of each arm against its other one."""
+    found = [_finding(arm, other, seeds, runs) for arm, other in pairs]
+    for measure in ("loss", "log_time", "together_s"):
+        tested = [(place, effect) for place, one in enumerate(found) if (effect := getattr(one, measure))]
+        for (place, effect), p in zip(tested, holm([effect.p for _, effect in tested]), strict=True):
+            adjusted = msgspec.structs.replace(effect, adjusted_p=p)
+            found[place] = msgspec.structs.replace(found[place], **{measure: adjusted})
+    return tuple(msgspec.structs.replace(one, verdict=_verdict(one)) for one in found)
+
+
+def _finding(arm: Arm, other: Arm, seeds: Sequence[int], runs: Runs) -> Finding:
+    """One arm by itself: nothing adjusted, nothing judged."""
+    ended = [seed for seed in seeds if (arm.name, seed) in runs]
+    paired = [seed for seed in ended if all(_finished(runs, name, seed) for name in (arm.name, other.name))]
+    mine, others = ([runs[name, seed] for seed in paired] for name in (arm.name, other.name))
+    losses, against_losses = [run.val_loss for run in mine], [run.val_loss for run in others]
+    times_s, against_s = [run.train_time_s for run in mine], [run.train_time_s for run in others]
+    by_loss = [b - a for a, b in zip(against_losses, losses, strict=True)]
+    by_time_s = [b - a for a, b in zip(against_s, times_s, strict=True)]
+    s_per_nat = seconds_per_nat(others) if others else None
+    return Finding(
+        arm=arm.name,
+        what=arm.what,
+        against=other.name,
+        seeds=tuple(paired),
+        losses=tuple(losses),
+        against_losses=tuple(against_losses),
+        train_times_s=tuple(times_s),
+        against_train_times_s=tuple(against_s),
+        num_non_finite=sum(not runs[arm.name, seed].finished for seed in ended),
+        s_per_nat=s_per_nat,
+        price="published" if others else None,
+        loss=_effect(by_loss),
+        log_time=_effect([math.log(b / a) for a, b in zip(against_s, times_s, strict=True)]),
+        together_s=_effect([s + nats * (s_per_nat or 0) for s, nats in zip(by_time_s, by_loss, strict=True)]),
+        negligible_s=NEGLIGIBLE * fmean(against_s) if others else None,
+        verdict="unresolved",
+    )
+
+
+def _finished(runs: Runs, name: str, seed: int) -> bool:
+    return (name, seed) in runs and runs[name, seed].finished
+
+
+def _effect(differences: Sequence[float]) -> Effect | None:
+    interval = mean_interval(differences)
+    if interval is None:
+        return None
+    p = p_of_zero(differences)
+    return Effect(interval.mean, interval.low, interval.high, p, adjusted_p=p)
+
+
+def _verdict(found: Finding) -> Verdict:
+    """By equivalent seconds. "Equal" is a finding, too: it takes an interval that leaves room for nothing of worth."""
+    effect = found.together_s
+    if found.num_non_finite:
+        return "non-finite"
+    if effect is None or found.negligible_s is None:
+        return "unresolved"
+    if effect.adjusted_p < LEVEL:
+        return "better" if effect.mean < 0 else "worse"
+    if effect.covers_zero and max(-effect.low, effect.high) <= found.negligible_s:
+        return "equal"
+    return "unresolved"
+
+
+def winner(found: Sequence[Finding]) -> Finding | None:
+    """The arm that gains most, resolved or not: fresh seeds will tell. None if none gains."""
+    gains = [
+        (one.together_s.mean, place)
+        for place, one in enumerate(found)
+        if one.together_s is not None and one.together_s.mean < 0 and one.verdict != "non-finite"
+    ]
+    return found[min(gains)[1]] if gains else None
+
+
+def summary(experiment: Experiment, sha256: str, runs: Runs) -> Summary:
+    """All that the runs so far say."""
+    found = findings(experiment.pairs, experiment.seeds, runs)
+    best = winner(found)
+    confirmation = None
+    if best is not None and experiment.confirming:
+        pair = (experiment.arm(best.arm), experiment.arm(best.against))
+        confirmation = findings([pair], experiment.confirming, runs)[0]
+    return Summary(
+        standing=experiment.standing,
+        experiment_sha256=sha256,
+        kind=experiment.kind,
+        track=experiment.track.id,
+        num_runs=len(runs),
+        findings=found,
+        winner=best and best.arm,
+        confirmation=confirmation,
+    )

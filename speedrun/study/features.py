@@ -1,0 +1,126 @@
+"""What a recipe may do without: its features by name, and the settings that switch each one off.
+
+A feature is no flag of a model. Without it the recipe is another value, one that `--set` could make as well, and only
+one: each is switched off by itself. Where a control needs it, a second setting keeps the rest as it was.
+
+What no value switches off is not here: U-net skips, embedding shortcut, QK-norm, rotary, squared ReLU, the zero start
+of projections and the document mask are functions; Adam in place of Muon and a head without FP8 are other types. A
+recipe and its parent tell of those: `speedrun ablate --ladder`. Nor is the soft cap of the logits: the loss subtracts
+it in place of a maximum, so that it has to be 40 at most.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any, NamedTuple
+
+from speedrun.science.models.record21 import NO_TABLE
+from speedrun.science.recipe import Recipe
+
+
+class Feature(NamedTuple):
+    """Something that a recipe does, and what it would be without."""
+
+    name: str
+    what: str
+    off: dict[str, Callable[[Recipe], Any]]  #: setting: its value in the same recipe without the feature
+
+
+FEATURES = (
+    Feature(
+        "value-embeddings",
+        "embeddings of the tokens, mixed into the values of some layers",
+        {"config.value_tables": lambda recipe: (NO_TABLE,) * len(recipe.config.value_tables)},
+    ),
+    Feature(
+        "shared-values",
+        "one value embedding for several layers; without: a table for each",
+        {"config.value_tables": lambda recipe: _unshared(recipe.config.value_tables)},
+    ),
+    Feature(
+        "short-windows",
+        "layers that see half of the window",
+        {"config.mixing": lambda recipe: _exchanged(recipe.config.mixing, "short", "long")},
+    ),
+    Feature(
+        "skipped-attention",
+        "layers without attention; without: they see the short window",
+        {"config.mixing": lambda recipe: _exchanged(recipe.config.mixing, "none", "short")},
+    ),
+    Feature(
+        "windows",
+        "attention that sees a window, which grows; without: the whole document from the second step on",
+        {"schedule.final_window": lambda recipe: _whole_window(recipe)},
+    ),
+    Feature(
+        "attention-gain",
+        "attention that is sharper than 1 / sqrt(head_dim)",
+        {"config.attention_scale": lambda recipe: _short(recipe.config.head_dim**-0.5)},
+    ),
+    Feature(
+        # A matrix of rank r that is orthogonal has the norm sqrt(r), one that is only scaled has 1.
+        "orthogonalisation",
+        "Muon's; without: momentum scaled to the same norm",
+        {
+            "optimizer.muon_steps": lambda _: 0,
+            "optimizer.muon_lr": lambda recipe: _short(
+                recipe.optimizer.muon_lr * math.sqrt(recipe.config.model_dim)
+            ),
+        },
+    ),
+    Feature(
+        "momentum-warm-up",
+        "a momentum that rises at first",
+        {"schedule.momentum_start": lambda recipe: recipe.schedule.momentum_end},
+    ),
+    Feature(
+        "cooldown",
+        "a learning rate that falls at the end",
+        {"schedule.final_lr_scale": lambda _: 1.0},
+    ),
+    Feature(
+        "bfloat16-tables",
+        "embeddings and their moments stored in two bytes a number",
+        {"config.table_dtype": lambda _: "float32"},
+    ),
+    Feature(
+        "bfloat16-muon",
+        "Muon's iteration in bfloat16",
+        {"optimizer.muon_dtype": lambda _: "float32"},
+    ),
+)
+
+
+def without(recipe: Recipe, feature: Feature) -> dict[str, str]:
+    """The settings that make the same recipe without the feature; empty if the recipe does not have it."""
+    if any(_setting(recipe, key) is None for key in feature.off):
+        return {}
+    values = {key: value(recipe) for key, value in feature.off.items()}
+    # The first setting is the feature, others only balance it.
+    key = next(iter(values))
+    return {} if values[key] == _setting(recipe, key) else {key: str(value) for key, value in values.items()}
+
+
+def _setting(recipe: Recipe, key: str) -> Any:
+    """The value of a setting; None if this kind of recipe has none of that name."""
+    return reduce(lambda node, name: getattr(node, name, None), key.split("."), recipe)
+
+
+def _unshared(tables: Sequence[int]) -> tuple[int, ...]:
+    numbers = iter(range(len(tables)))
+    return tuple(NO_TABLE if table == NO_TABLE else next(numbers) for table in tables)
+
+
+def _exchanged(mixing: Sequence[str], old: str, new: str) -> tuple[str, ...]:
+    return tuple(new if kind == old else kind for kind in mixing)
+
+
+def _whole_window(recipe: Recipe) -> float:
+    """The window is this times the progress, which after one step is 1 / num_steps."""
+    longest = max(recipe.eval_seq_len, *(stage.seq_len for stage in recipe.stages))
+    return float(-(-longest // recipe.config.block_tokens) * recipe.num_steps)
+
+
+def _short(number: float) -> float:
+    """With six digits: it stands on command lines."""
+    return float(f"{number:.6g}")

@@ -1,0 +1,61 @@
+"""The validation protocol: exactly the track's tokens, summed in float64 on the host.
+
+The loss is total negative log likelihood over tokens, one division at the end: no mean of means.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from speedrun.data.shards import Shard
+from speedrun.data.stream import validation_batches
+from speedrun.ground import faults
+from speedrun.ground import mesh as meshes
+from speedrun.ground.clock import Stopwatch
+from speedrun.science.step import TrainState
+from speedrun.training.program import Program
+
+
+class Score(NamedTuple):
+    """The outcome of one validation."""
+
+    nll_sum: float  #: nats over all scored tokens, a float64 sum of float32 sums of one chunk each
+    tokens: int
+    seconds: float
+
+    @property
+    def loss(self) -> float:
+        """Nats per token."""
+        return self.nll_sum / self.tokens
+
+
+def evaluate(
+    program: Program,
+    score: Callable[..., jax.Array],
+    state: TrainState,
+    shard: Shard,
+    num_tokens: int,
+    poll: Callable[[], None] = lambda: None,
+) -> Score:
+    """Scores the first `num_tokens` targets of a shard, each once.
+
+    Args:
+        program: the recipe on its mesh.
+        score: its compiled `eval_step`.
+        state: whose parameters are scored; not donated.
+        shard: the validation shard.
+        num_tokens: the track's number.
+        poll: is called after every batch; may raise.
+    """
+    watch, total, tokens = Stopwatch(), 0.0, 0
+    shape = program.recipe.eval_sequences, program.recipe.eval_seq_len
+    for batch in validation_batches(shard, num_tokens, *shape):
+        tokens_BT, targets_BT = (meshes.place_own(x, program.mesh) for x in batch)
+        nll_BC = meshes.fetch(score(state.params, tokens_BT, targets_BT, program.schedule, state.step))
+        total += float(np.sum(nll_BC, dtype=np.float64))
+        tokens += batch.targets_BT.size
+        faults.point("evaluation")
+        poll()
+    return Score(total, tokens, watch.seconds)

@@ -1,0 +1,92 @@
+"""What the devices achieve before a run: the number that a claimed step time is held against."""
+
+import subprocess
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from speedrun.ground.clock import Stopwatch
+
+_MULTIPLICATIONS = 8
+#: Microseconds since the driver was loaded. The power cap is not among them: large products always run at it.
+_COUNTERS = ("hw_thermal_slowdown", "sw_thermal_slowdown", "hw_power_brake_slowdown")
+_ANSWER_S = 20.0  #: an nvidia-smi that hangs is a broken driver; the run need not wait for it
+_TRIALS = 10
+
+
+def all_devices_agree(mesh: Mesh) -> bool:
+    """Whether a compiled sum over the devices gives what it must."""
+    axes = mesh.axis_names
+    program = jax.shard_map(lambda x: jax.lax.psum(x, axes), mesh=mesh, in_specs=P(axes), out_specs=P())
+    total = jax.jit(program)(jnp.arange(mesh.size, dtype=jnp.float32))
+    return float(total[0]) == mesh.size * (mesh.size - 1) / 2
+
+
+def matmul_gflops(mesh: Mesh) -> float:
+    """Best rate of a chain of square matrix products on every device at once, all devices together.
+
+    float32 on CPU, bfloat16 elsewhere: the dtypes the recipes train in. Of random numbers, as in training: a GPU
+    multiplies constants with less power, and so at a higher clock.
+    """
+    x_NMM = random_matrices(mesh)
+    size = x_NMM.shape[-1]
+
+    def chain(x_NMM: jax.Array) -> jax.Array:
+        y_NMM = x_NMM
+        for _ in range(_MULTIPLICATIONS):
+            y_NMM = y_NMM @ x_NMM
+        return y_NMM
+
+    program = jax.jit(chain, out_shardings=x_NMM.sharding)
+    flops = _MULTIPLICATIONS * mesh.size * 2 * size**3
+    return flops / best_s(lambda: program(x_NMM)) / 1e9
+
+
+def random_matrices(mesh: Mesh) -> jax.Array:
+    """One for each device, [N, M, M], whose powers keep their size."""
+    size, dtype = (512, jnp.float32) if is_simulated(mesh) else (8192, jnp.bfloat16)
+    placing = NamedSharding(mesh, P(mesh.axis_names))
+    make = jax.jit(
+        lambda key: jax.random.normal(key, (mesh.size, size, size), dtype) / size**0.5, out_shardings=placing
+    )
+    return make(jax.random.key(0))
+
+
+def throttled_s(mesh: Mesh, since_s: float | None = 0.0) -> float | None:
+    """Seconds for which heat or the power supply held the GPUs of this machine back, all of them together.
+
+    Args:
+        mesh: its platform is asked.
+        since_s: what an earlier call gave; 0: since the driver was loaded.
+
+    Returns:
+        None where nothing counts them: no GPU, no `nvidia-smi`, or a driver older than the counters.
+    """
+    if is_simulated(mesh) or since_s is None:
+        return None
+    names = ",".join(f"clocks_event_reasons_counters.{name}" for name in _COUNTERS)
+    argv = ["nvidia-smi", f"--query-gpu={names}", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(argv, capture_output=True, text=True, timeout=_ANSWER_S, check=True).stdout
+        return sum(int(number) for line in answer.splitlines() for number in line.split(",")) / 1e6 - since_s
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+
+
+def is_simulated(mesh: Mesh) -> bool:
+    """Whether its devices are parts of a CPU."""
+    return mesh.devices.flat[0].platform == "cpu"
+
+
+def best_s(function: Callable[[], jax.Array]) -> float:
+    """Shortest of some calls, after one that compiles."""
+    function().block_until_ready()
+    seconds = []
+    for _ in range(_TRIALS):
+        watch = Stopwatch()
+        function().block_until_ready()
+        seconds.append(watch.seconds)
+    return min(seconds)

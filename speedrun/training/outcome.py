@@ -1,0 +1,123 @@
+"""What a run found out, gathered while it goes on, and the two places where it ends up."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from speedrun.data import shards, stream
+from speedrun.ground import provenance, runlog
+from speedrun.ground import track as tracks
+from speedrun.ground.clock import Clock, Phases, cold_wall_s
+from speedrun.ledger import runfile
+from speedrun.training.prepare import Ready
+
+
+@dataclass
+class Tally:
+    """What accumulates during a run and ends up in `run_end` and `run.json`."""
+
+    run_id: str
+    phases: Phases = field(default_factory=Phases)
+    lost_s: float = 0.0
+    compile_s: float = 0.0
+    warmup_s: float = 0.0
+    val_s: float = 0.0
+    data_wait_s: float = 0.0
+    init_hash: str = ""
+    final_hash: str = ""
+    val_loss: float | None = None
+    first_loss: float | None = None
+    first_batch_sha256: str | None = None
+    tokens_seen: int = 0
+    peak_bytes: int = 0
+    throttled_s: float | None = None
+    cold_wall_s: float = 0.0  #: 0 until the last validation is done
+    val_sha256: str = ""
+    ranges: tuple[stream.Span, ...] = ()
+    read: runfile.DataRead | None = None  #: with the digests of the shards, which take seconds
+
+
+def run_end(ready: Ready, outcome: str, clock: Clock, tally: Tally) -> runlog.RunEnd:
+    """The last line of the log."""
+    return runlog.RunEnd(
+        status=outcome,
+        val_loss=tally.val_loss if outcome == "finished" else None,
+        train_time_s=clock.seconds,
+        cold_wall_s=tally.cold_wall_s or cold_wall_s(),
+        compile_s=tally.compile_s,
+        warmup_s=tally.warmup_s,
+        val_s=tally.val_s,
+        data_wait_s=tally.data_wait_s,
+        peak_bytes=tally.peak_bytes,
+        final_hash=tally.final_hash,
+        throttled_s=tally.throttled_s,
+        phases={**tally.phases.seconds()},
+        lost_s=tally.lost_s,
+    )
+
+
+def lost_s(record: Path, step: int) -> float:
+    """Seconds that processes of a run spent after its checkpoint of `step`, and that are spent once more."""
+    lost_ns = 0
+    for path in record.glob("runs/*/metrics.jsonl"):
+        lines = list(runlog.read(path))
+        stood = (runlog.Checkpoint, runlog.Resume)
+        since = [x.t_mono_ns for x in lines if isinstance(x.event, stood) and x.event.step == step]
+        lost_ns += lines[-1].t_mono_ns - since[-1] if since else 0
+    return lost_ns / 1e9
+
+
+def latest(record: Path) -> str:
+    """The run that began last of those that ended; empty if there is none."""
+    found = [runfile.decode(path.read_bytes(), runfile.RunFile) for path in record.glob("runs/*/run.json")]
+    return max(found, key=lambda run: run.created_utc).run_id if found else ""
+
+
+def run_file(ready: Ready, run_id: str, created_utc: str, outcome: Any, tally: Tally) -> runfile.RunFile:
+    """The facts of the run: its `run.json`."""
+    device = ready.program.mesh.devices.flat[0]
+    return runfile.RunFile(
+        run_id=run_id,
+        seed=ready.config.seed,
+        track=ready.track.id,
+        track_sha256=tracks.sha256(ready.track.name),
+        recipe=ready.recipe.name,
+        recipe_revision=ready.recipe.revision,
+        overrides=ready.config.overrides,
+        config_sha256=runfile.config_sha256(ready.described),
+        source_sha256=ready.source_sha256,
+        created_utc=created_utc,
+        outcome=outcome,
+        init_hash=tally.init_hash,
+        final_hash=tally.final_hash,
+        first_batch_sha256=tally.first_batch_sha256,
+        first_loss=None if tally.first_loss is None else tally.first_loss.hex(),
+        platform=device.platform,
+        device_kind=device.device_kind,
+        num_devices=ready.program.num_devices,
+        software=provenance.software(),
+        environment=provenance.environment(),
+        data=tally.read or data_read(ready, tally),
+        peak_bytes=tally.peak_bytes,
+    )
+
+
+def data_read(ready: Ready, tally: Tally) -> runfile.DataRead:
+    """What was read so far, with the digest of every shard that it came from."""
+    val, data = ready.shards.val[0], ready.track.data
+    return runfile.DataRead(
+        shards=tuple(
+            runfile.ShardRange(r.name, _digest(ready.folder / r.name), r.shard_tokens, r.start, r.stop)
+            for r in tally.ranges
+        ),
+        val_shard=runfile.ShardRange(val.path.name, _digest(val.path), val.num_tokens, 0, data.val_tokens),
+        val_sha256=tally.val_sha256,
+    )
+
+
+def _digest(path: Path) -> str:
+    """Digest of a shard; empty if it has gone meanwhile, so that a broken run can still be written down."""
+    try:
+        return shards.sha256(path)
+    except OSError:
+        return ""

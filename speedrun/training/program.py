@@ -1,0 +1,191 @@
+"""Compiles a recipe's pure functions and looks at each program before it runs: an instrument."""
+
+import math
+import re
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from speedrun.ground import signals
+from speedrun.ground.errors import UsageError
+from speedrun.ground.mesh import DATA, accelerator, replicate
+from speedrun.science.kernels.choose import FIXED_WINDOW_FORMS, Kernels
+from speedrun.science.optim.schedules import StepInputs
+from speedrun.science.params import SHARDS, Layout, Params
+from speedrun.science.recipe import Recipe
+from speedrun.science.step import COMPILER_OPTIONS, Step, TrainState
+from speedrun.training import scoring
+
+#: Code that XLA did not make, which a program may call all the same: kernels of Pallas, and the locked wheel's.
+FOREIGN = ("__gpu$xla.gpu.triton", "mosaic_gpu_v2", "dew_flash3_mha_varlen_fwd", "dew_flash3_mha_varlen_bwd")
+#: What is not XLA's own: calls, in both forms in which MLIR prints them, and streams from and to the host.
+_CALLS = re.compile(
+    r'\bcustom_call @"?([^\s"(]+)|call_target_name = "([^"]*)"|stablehlo\.(infeed|outfeed|send|recv)\b'
+)
+
+
+class StepShape(NamedTuple):
+    """What one executable of the training step is compiled for."""
+
+    num_sequences: int
+    seq_len: int
+    window_blocks: int | None  #: None: any, read from the schedule
+
+    def __str__(self) -> str:
+        window = "" if self.window_blocks is None else f", window {self.window_blocks}"
+        return f"{self.num_sequences}x{self.seq_len}{window}"
+
+
+@dataclass(frozen=True)
+class Program:
+    """A recipe on a mesh: the functions to compile, and where their arrays live."""
+
+    recipe: Recipe
+    mesh: Mesh
+    microbatches: int = SHARDS  #: of one step, over all devices; a split of the work, not of the mathematics
+    attention: str = "auto"  #: the form to use, as `kernels.choose` names it
+
+    def __post_init__(self) -> None:
+        if SHARDS % self.num_shards:
+            raise UsageError(
+                f"got {self.num_shards} devices for a replica, need a divisor of {SHARDS}; "
+                "pass --devices or --replicas that leave 1, 2, 4 or 8"
+            )
+        for i, stage in enumerate(self.recipe.stages):
+            self._check_division(f"stages.{i}.num_sequences", stage.num_sequences, self.microbatches)
+        self._check_division("eval_sequences", self.recipe.eval_sequences, math.lcm(SHARDS, self.num_devices))
+
+    def _check_division(self, setting: str, num_sequences: int, parts: int) -> None:
+        if num_sequences % parts or parts % self.num_devices:
+            even_parts = -(-parts // self.num_devices) * self.num_devices
+            even = -(-num_sequences // even_parts) * even_parts
+            more = f"--microbatches {even_parts} " if even_parts != parts else ""
+            raise UsageError(
+                f"{setting}: {num_sequences} sequences in {parts} parts on {self.num_devices} devices do not come out "
+                f"even; need a multiple of {even_parts}; pass {more}--set {setting}={even}"
+            )
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the mesh."""
+        return self.mesh.size
+
+    @property
+    def num_shards(self) -> int:
+        """Devices that one replica of the state is divided over: those of a node."""
+        return self.mesh.shape[DATA]
+
+    @property
+    def replicas(self) -> int:
+        """How often the state is there: once on each node."""
+        return self.num_devices // self.num_shards
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh's axes: batches are divided over all of them."""
+        return self.mesh.axis_names
+
+    @cached_property
+    def kernels(self) -> Kernels:
+        """The forms of its operations, and how they were chosen."""
+        return Kernels(*accelerator(self.mesh), self.attention)
+
+    def fixed_window_at(self, step: int) -> int | None:
+        """The window that the executables of this step are compiled for, or None if they take any."""
+        is_fixed = self.attention in FIXED_WINDOW_FORMS
+        return int(self.recipe.inputs_at(step).window_blocks) if is_fixed else None
+
+    def shape_at(self, step: int) -> StepShape:
+        """Which executable makes this step."""
+        stage = self.recipe.stages[self.recipe.stage_of(step)]
+        return StepShape(stage.num_sequences, stage.seq_len, self.fixed_window_at(step))
+
+    @property
+    def compiler_options(self) -> dict[str, bool | int | str]:
+        """XLA's settings for this platform."""
+        return COMPILER_OPTIONS.get(self.kernels.platform, {})
+
+    @cached_property
+    def step(self) -> Step:
+        """The mathematics."""
+        return Step(self.recipe, self.mesh, self.microbatches, self.kernels)
+
+    @property
+    def layout(self) -> Layout:
+        """How the recipe's parameters are packed."""
+        return self.step.layout
+
+    @property
+    def specs(self) -> TrainState:
+        """How each leaf of the state is divided."""
+        return self.step.specs
+
+    @cached_property
+    def schedule(self) -> StepInputs:
+        """Inputs of every step and of the last validation, replicated on the devices: arrays [num_steps + 1]."""
+        rows = [self.recipe.inputs_at(step) for step in range(self.recipe.num_steps + 1)]
+        return replicate(StepInputs(*map(np.stack, zip(*rows, strict=True))), self.mesh)
+
+    def shardings(self, specs: Any) -> Any:
+        """A tree of specs as shardings on this mesh."""
+        return jax.tree.map(lambda s: NamedSharding(self.mesh, s), specs, is_leaf=lambda s: isinstance(s, P))
+
+    @cached_property
+    def init(self) -> Any:
+        """Key to starting state; each device makes only its own part."""
+        return jax.jit(self.step.init, out_shardings=self.shardings(self.specs))
+
+    @cached_property
+    def train_step(self) -> Any:
+        """(state, tokens_BT, targets_BT, schedule) -> (state, metrics). `state` is donated."""
+        return self.train_step_for(None)
+
+    def train_step_for(self, window_blocks: int | None) -> Any:
+        """`train_step`, for one window only; None reads the window from the schedule."""
+        return jax.jit(self.step.train_function(window_blocks), donate_argnums=0)
+
+    @cached_property
+    def eval_step(self) -> Any:
+        """(packed params, tokens_BT, targets_BT, schedule, step) -> nats of each sequence in chunks, f32 [B, C]."""
+        return self.eval_step_for(None)
+
+    def eval_step_for(self, window_blocks: int | None) -> Any:
+        """`eval_step`, for one window only; None reads the window from the schedule."""
+        step, vocab_size, platform = self.step, self.recipe.config.vocab_size, self.kernels.platform
+
+        def score(
+            packed: Params, tokens_BT: jax.Array, targets_BT: jax.Array, schedule: StepInputs, at: jax.Array
+        ) -> jax.Array:
+            """One device's sequences, one after the other, so that memory does not depend on their number."""
+            params = step.whole(packed)
+            window = step.window(schedule.window_blocks[at] if window_blocks is None else window_blocks)
+
+            def of_one(sequence_T: tuple[jax.Array, jax.Array]) -> jax.Array:
+                tokens_T, targets_T = sequence_T
+                (x_TD,) = step.hidden(params, tokens_T[None], window)
+                logits = partial(step.logits, params)
+                return scoring.nll_sums(logits, x_TD, targets_T, vocab_size=vocab_size, platform=platform)
+
+            return jax.lax.map(of_one, (tokens_BT, targets_BT))
+
+        specs = self.layout.specs, P(self.axes), P(self.axes), P(), P()
+        return jax.jit(jax.shard_map(score, mesh=self.mesh, in_specs=specs, out_specs=P(self.axes)))
+
+    def compiled(self, lowered: Any) -> Any:
+        """The executable of a lowered program, with XLA's settings for this platform, if it passes `inspect`."""
+        inspect(lowered.as_text())
+        return signals.beside(partial(lowered.compile, compiler_options=self.compiler_options))
+
+
+def inspect(text: str) -> None:
+    """Raises UsageError for a lowered program that would talk to the host or call code that is not in `FOREIGN`."""
+    if found := sorted({name for names in _CALLS.findall(text) for name in names} - {"", *FOREIGN}):
+        raise UsageError(
+            f"a compiled program would call {', '.join(found)}; a program may talk to nobody while it runs, "
+            f"and call no code but XLA's own and {', '.join(FOREIGN)}; take it out of the recipe"
+        )

@@ -1,0 +1,156 @@
+"""Before the clock: every executable is compiled, run once on random ids, and the state built anew."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+
+from speedrun.ground import faults, runlog
+from speedrun.ground import mesh as meshes
+from speedrun.ground.clock import Stopwatch
+from speedrun.science.params import count
+from speedrun.science.step import TrainState
+from speedrun.training import footprint
+from speedrun.training.fingerprint import state_hash
+from speedrun.training.footprint import flops_per_token
+from speedrun.training.outcome import Tally
+from speedrun.training.prepare import Ready
+from speedrun.training.program import StepShape
+
+_STEPS = 2  #: of each executable
+
+
+class Planned(NamedTuple):
+    """A step, as its recipe has it."""
+
+    shape: StepShape
+    stage: int
+    window_blocks: int
+    lr_scale: float
+
+
+class Executables(NamedTuple):
+    """All programs of a run, and what each step is: nothing of a recipe is asked once the clock has started."""
+
+    steps: dict[StepShape, Any]
+    scores: dict[int | None, Any]  #: by the window they are compiled for
+    planned: tuple[Planned, ...]  #: each step
+    score_at: dict[int, Any]  #: at each step that is validated, the end included
+
+
+def compile_all(ready: Ready, state: TrainState, log: runlog.RunLog, tally: Tally) -> Executables:
+    """One executable for each shape of a step and one for validation; for each window, if attention needs that.
+
+    Raises:
+        UsageError: if a step needs more memory than there is, now that this is known exactly.
+    """
+    program, recipe = ready.program, ready.recipe
+    ids = _RandomIds(ready)
+
+    def compiled(name: str, lowered: Any) -> Any:
+        watch = Stopwatch()
+        faults.point("compile")
+        with _cache() as answers:
+            executable = program.compiled(lowered)
+        log.emit(runlog.Compile(name, watch.seconds, answers[-1] if answers else "off"))
+        tally.compile_s += watch.seconds
+        return executable
+
+    def step(shape: StepShape) -> Any:
+        batch = ids(shape.num_sequences, shape.seq_len)
+        lowered = program.train_step_for(shape.window_blocks).lower(state, *batch, program.schedule)
+        return compiled(f"train/{shape}", lowered)
+
+    def score(window_blocks: int | None) -> Any:
+        batch = ids(recipe.eval_sequences, recipe.eval_seq_len)
+        function = program.eval_step_for(window_blocks)
+        lowered = function.lower(state.params, *batch, program.schedule, state.step)
+        shape = StepShape(recipe.eval_sequences, recipe.eval_seq_len, window_blocks)
+        return compiled(f"eval/{shape}", lowered)
+
+    planned = tuple(map(partial(_planned, ready), range(recipe.num_steps)))
+    steps = {shape: step(shape) for shape in dict.fromkeys(each.shape for each in planned)}
+    validated = [*filter(ready.track.validates_at, range(recipe.num_steps)), recipe.num_steps]
+    window_at = {at: program.fixed_window_at(at) for at in validated}
+    scores = {window: score(window) for window in dict.fromkeys(window_at.values())}
+    memory = [executable.memory_analysis() for executable in steps.values()]
+    footprint.require(program, max(m.peak_memory_in_bytes for m in memory))
+    log.emit(_plan(ready, state, max(m.temp_size_in_bytes for m in memory)))
+    return Executables(steps, scores, planned, {at: scores[window] for at, window in window_at.items()})
+
+
+def _planned(ready: Ready, step: int) -> Planned:
+    inputs, stage = ready.recipe.inputs_at(step), ready.recipe.stage_of(step)
+    return Planned(ready.program.shape_at(step), stage, int(inputs.window_blocks), float(inputs.lr_scale))
+
+
+@contextmanager
+def _cache() -> Iterator[list[Literal["hit", "miss"]]]:
+    """What JAX's persistent cache answers inside the block; nothing where $JAX_COMPILATION_CACHE_DIR is not set."""
+    answers: list[Literal["hit", "miss"]] = []
+
+    def listen(event: str, **_: str | int) -> None:
+        if event == "/jax/compilation_cache/cache_hits":
+            answers.append("hit")
+        elif event == "/jax/compilation_cache/cache_misses":
+            answers.append("miss")
+
+    jax.monitoring.register_event_listener(listen)
+    try:
+        yield answers
+    finally:
+        jax.monitoring.unregister_event_listener(listen)
+
+
+def warm_up(
+    ready: Ready, state: TrainState, executables: Executables, log: runlog.RunLog, tally: Tally
+) -> TrainState:
+    """Runs every executable on random ids, then builds the state anew from the seed."""
+    program, recipe, watch = ready.program, ready.recipe, Stopwatch()
+    before = state_hash(state)
+    log.emit(runlog.WarmupStart(before))
+    ids = _RandomIds(ready)
+    for shape, step in executables.steps.items():
+        for _ in range(_STEPS):
+            state, metrics = step(state, *ids(shape.num_sequences, shape.seq_len), program.schedule)
+            meshes.whole(metrics.bad)
+    for score in executables.scores.values():
+        batch = ids(recipe.eval_sequences, recipe.eval_seq_len)
+        meshes.fetch(score(state.params, *batch, program.schedule, state.step))
+    state = program.init(jax.random.key(ready.config.seed))
+    tally.init_hash = state_hash(state)
+    tally.warmup_s = watch.seconds
+    log.emit(runlog.WarmupEnd(tally.init_hash, _STEPS * len(executables.steps), watch.seconds))
+    return state
+
+
+class _RandomIds:
+    """Batches of ids that come from nowhere, placed like real ones: a call gives tokens and targets."""
+
+    def __init__(self, ready: Ready) -> None:
+        self._rng = np.random.default_rng(0)
+        self._vocab_size = ready.track.data.vocab_size
+        self._mesh = ready.program.mesh
+
+    def __call__(self, num_sequences: int, seq_len: int) -> list[jax.Array]:
+        pair = self._rng.integers(0, self._vocab_size, (2, num_sequences, seq_len), np.int32)
+        return [meshes.place_own(x_BT, self._mesh) for x_BT in pair]
+
+
+def _plan(ready: Ready, state: TrainState, temp_bytes: int) -> runlog.Plan:
+    """Sizes of the run."""
+    table = ready.program.layout.table
+    return runlog.Plan(
+        num_params=count(table),
+        tokens_per_step=max(stage.batch_tokens for stage in ready.recipe.stages),
+        total_tokens=ready.recipe.total_tokens,
+        flops_per_token=flops_per_token(table),
+        state_bytes_per_device=sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state)),
+        temp_bytes_per_device=temp_bytes,
+        kernels={call: f"{one.name}: {one.reason}" for call, one in ready.program.kernels.choices.items()},
+        compiler_options=ready.program.compiler_options,
+        shapes={name: spec.shape for name, spec in table.items()},
+    )
