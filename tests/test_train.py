@@ -37,10 +37,10 @@ from speedrun.referee import sandbox
 from speedrun.science import recipes, step
 from speedrun.science.recipe import Stage
 from speedrun.training.loop import _compilations
-from speedrun.training.outcome import Tally
 from speedrun.training.prepare import RunConfig, prepare
 from speedrun.training.program import Program
 from speedrun.training.train import _announce, train
+from speedrun.training.trainer import Trainer
 
 #: The smoke recipe, small enough for a test; 12 steps.
 SMALL = {
@@ -140,7 +140,7 @@ def test_a_form_of_attention_that_cannot_run_is_refused_with_all_reasons(smoke_d
 def test_a_run_on_fewer_devices_than_the_track_asks_for_is_warned(tmp_path, smoke_data, num_devices, warned):
     given = RunConfig("smoke-cpu", tmp_path / "out", data=smoke_data, num_devices=num_devices)
     with runlog.RunLog(tmp_path / "log", now) as log:
-        _announce(prepare(given), "a-run", log, Tally("tiny-1-00a1"))
+        _announce(Trainer("tiny-1-00a1", "", prepare(given), log, None))
     lines = list(runlog.read(tmp_path / "log"))
     assert sum(isinstance(line.event, runlog.Warning) for line in lines) == warned
     text = "warn  2 devices, smoke-cpu@1 asks for 8: the record will not pass V404\n"
@@ -579,7 +579,7 @@ def test_data_that_a_run_had_to_make_is_told_once(tmp_path, smoke_data, monkeypa
     monkeypatch.setattr(synthetic, "write", copied)
     for said in (f"made  4 synthetic shards in {tmp_path / 'smoke'}: 1,115,136 tokens, 2.1 MiB\n", ""):
         stream = io.StringIO()
-        prepare(RunConfig("smoke-cpu", tmp_path / "out", overrides=SMALL), console.Live(stream))
+        prepare(RunConfig("smoke-cpu", tmp_path / "out", overrides=SMALL), console.Printer(stream))
         assert stream.getvalue() == said
 
 

@@ -12,6 +12,7 @@ import msgspec
 
 from speedrun.board import ghost as ghosts
 from speedrun.board.ghost import Ghost
+from speedrun.cli.live import Live
 from speedrun.cli.options import Decorator
 from speedrun.ground import console
 from speedrun.ground.errors import UsageError
@@ -43,9 +44,9 @@ def find(choice: str | None, track: str) -> Ghost | None:
         return None
 
 
-def live(stream: TextIO, ghost: Ghost | None) -> console.Live:
+def live(stream: TextIO, ghost: Ghost | None) -> Live:
     """The console of a run, with the legend of its ghost."""
-    shown = console.Live(stream, ghost)
+    shown = Live(stream, ghost)
     if ghost is not None:
         shown.say(ghost.legend)
     return shown

@@ -1,11 +1,11 @@
 """What a person reads of a run: one text line for each event worth one.
 
-`log.txt` is exactly `render(lines)` of `metrics.jsonl`, so the two cannot disagree. `Live` prints the same
-lines while the run goes on, with a progress bar below them where there is a terminal.
+`log.txt` is exactly `render(lines)` of `metrics.jsonl`, so the two cannot disagree. `Printer` prints the same
+lines while the run goes on; `cli.live` adds a progress bar where there is a terminal.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Self, TextIO
+from collections.abc import Iterable, Sequence
+from typing import TextIO
 
 from speedrun.ground.runlog import (
     Checkpoint,
@@ -27,9 +27,6 @@ from speedrun.ground.runlog import (
     WarmupStart,
     Warning,
 )
-
-if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
 
 _RULE_WIDTH = 82
 _LINE_LIMIT = 400  #: characters; more is not a line a person reads
@@ -211,32 +208,16 @@ def render(lines: Iterable[Line]) -> str:
     return "".join(f"{shown}\n" for line in lines if (shown := text(line)) is not None)
 
 
-class Live:
-    """A reader of the log that prints it as it comes; a progress bar besides if the stream is a terminal.
+class Printer:
+    """A reader of the log that prints it as it comes, without colour and without carriage returns."""
 
-    Use as a context manager, and `log.subscribe(live)`.
-    """
-
-    def __init__(self, stream: TextIO, ghost: Callable[[Step], str] | None = None) -> None:
-        """Prints to `stream`, whose kind decides the form: no colour and no carriage return in a file.
-
-        Args:
-            stream: where to.
-            ghost: is told every step; what it says of one stands beside it, and in no log.
-        """
-        self._stream, self._ghost = stream, ghost
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
         self._text = TextLog()
-        self._bar = _Bar(stream) if stream.isatty() else None
 
     def __call__(self, line: Line) -> None:
         """Shows one event."""
-        shown, beside = self._text(line), ""
-        if self._ghost is not None and isinstance(line.event, Step):
-            beside = f"  {self._ghost(line.event)}"
-            shown = None if shown is None else shown + beside
-        if self._bar is not None:
-            self._bar.show(line, shown, beside)
-        elif shown is not None:
+        if (shown := self._text(line)) is not None:
             self._write(shown)
 
     def say(self, text: str) -> None:
@@ -247,55 +228,3 @@ class Live:
         encoding = self._stream.encoding or "utf-8"
         self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
         self._stream.flush()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-
-class _Bar:
-    """Steps done, rate, time left and loss, below the text lines."""
-
-    def __init__(self, stream: TextIO) -> None:
-        from rich.console import Console
-
-        self._console = Console(file=stream, highlight=False, soft_wrap=True)
-        self._progress: Progress | None = None
-        self._task: TaskID | None = None
-        self._num_steps = 0
-
-    def show(self, line: Line, text: str | None, beside: str) -> None:
-        if text is not None:
-            self._console.print(text, markup=False)
-        match line.event:
-            case RunStart(num_steps=num_steps):
-                self._num_steps = num_steps
-            case ClockStart():
-                self._open()
-            case Step() as step if self._progress is not None and self._task is not None:
-                left_s = step.train_time_s / (step.step + 1) * (self._num_steps - step.step - 1)
-                rate = quantity(step.tokens_seen / max(1e-9, step.train_time_s), "tok/s")
-                facts = f"{rate}  loss {step.loss:.4f}  eta {duration(left_s)}{beside}"
-                self._progress.update(self._task, completed=step.step + 1, facts=facts)
-            case ClockStop():
-                self.close()
-
-    def close(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
-
-    def _open(self) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-        facts = TextColumn("{task.fields[facts]}")
-        # The bar takes what the facts leave of a line; of a fixed width it would push them over the edge.
-        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), facts)
-        # Four refreshes a second: the bar's thread must not be felt by the steps it shows.
-        progress = Progress(*columns, console=self._console, transient=True, refresh_per_second=4)
-        self._task = progress.add_task("train", total=self._num_steps, facts="")
-        self._progress = progress
-        progress.start()

@@ -199,7 +199,7 @@ def run(
             argv, cwd=scratch, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
-        relay = threading.Thread(target=_relay, args=(child.stdout, console.Live(stdout)), daemon=True)
+        relay = threading.Thread(target=_relay, args=(child.stdout, console.Printer(stdout)), daemon=True)
         relay.start()
         timer = threading.Timer(limits.wall_s, child.send_signal, (signal.SIGKILL,))
         timer.daemon = True
@@ -214,7 +214,7 @@ def run(
     return _SHELL - code if _SHELL < code <= _SHELL + 64 and code not in EXIT_CODES else code
 
 
-def _relay(pipe: IO[bytes], reader: console.Live) -> None:
+def _relay(pipe: IO[bytes], reader: console.Printer) -> None:
     """Shows a stranger's lines, and reads on when there are too many: it must not wait for us."""
     with pipe:
         for number, raw in enumerate(iter(partial(pipe.readline, _LONGEST_LINE), b"")):

@@ -1,76 +1,73 @@
-"""Between the loop and its checkpoints: where a run stands, how it goes on, and what is kept if it is stopped."""
+"""Between a run and its checkpoints: how it goes on, what it keeps, and what is kept if it is stopped."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 from speedrun.data import stream
 from speedrun.ground import runlog
-from speedrun.ground.clock import Clock, Stopwatch
+from speedrun.ground.clock import Stopwatch
 from speedrun.ground.errors import Terminated
 from speedrun.ledger import runfile
-from speedrun.science.step import TrainState
 from speedrun.training import checkpoint
-from speedrun.training.checkpoint import Checkpoints
 from speedrun.training.fingerprint import state_hash
-from speedrun.training.outcome import Tally, latest, lost_s
-from speedrun.training.prepare import Ready
-
-
-class Place(NamedTuple):
-    """Where a run stands."""
-
-    step: int  #: the next one
-    cursor: stream.Cursor  #: of its first token
+from speedrun.training.outcome import latest, lost_s
+from speedrun.training.trainer import Place, Trainer
 
 
 @contextmanager
-def kept_if_stopped(keep: Callable[..., None]) -> Iterator[None]:
+def kept_if_stopped(trainer: Trainer) -> Iterator[None]:
     """Keeps the state of a run that was told to stop. It is told between steps only, where the state is whole."""
     try:
         yield
     except Terminated:
-        keep(wait=True)
+        keep(trainer, wait=True)
         raise
 
 
-def go_on(
-    ready: Ready, checkpoints: Checkpoints, fresh: TrainState, log: runlog.RunLog, clock: Clock, tally: Tally
-) -> tuple[TrainState, Place]:
-    """The state of an earlier run, and where in the data it stands; without any checkpoint, the `fresh` one."""
+def keep(trainer: Trainer, *, wait: bool = False) -> None:
+    """Makes a checkpoint, if some are wanted and this one is not there; only of steps whose losses are known finite.
+
+    Args:
+        trainer: the run.
+        wait: until it is on disk.
+    """
+    if trainer.checkpoints is None:
+        return
+    with trainer.phases.within("checkpoint"):
+        if trainer.checkpoints.newest != trainer.place.step:
+            _save(trainer, trainer.checkpoints)
+        if wait:
+            trainer.checkpoints.settle()
+
+
+def go_on(trainer: Trainer) -> None:
+    """Takes up the newest checkpoint of an earlier run; without any, begins anew with the state that is there."""
+    ready, out, checkpoints = trainer.ready, trainer.ready.config.out, trainer.checkpoints
+    assert checkpoints is not None
     if not checkpoints.steps:
-        if run_id := latest(ready.config.out):
-            log.emit(runlog.Resume(run_id, 0, state_hash(fresh), 0.0, 0, stream.START))
-        return fresh, Place(0, stream.START)
-    state, old = checkpoints.restore(ready.program, runfile.config_sha256(ready.described))
-    clock.resume_at(old.train_time_s)
-    tally.tokens_seen = old.tokens_seen
-    tally.lost_s = lost_s(ready.config.out, old.step)
-    log.emit(
-        runlog.Resume(old.run_id, old.step, state_hash(state), old.train_time_s, old.tokens_seen, old.cursor)
-    )
-    return state, Place(old.step, stream.Cursor(*old.cursor))
+        if run_id := latest(out):
+            trainer.log.emit(runlog.Resume(run_id, 0, state_hash(trainer.state), 0.0, 0, stream.START))
+        return
+    trainer.state, old = checkpoints.restore(ready.program, runfile.config_sha256(ready.described))
+    trainer.place = Place(old.step, stream.Cursor(*old.cursor))
+    trainer.clock.resume_at(old.train_time_s)
+    trainer.tally.tokens_seen = old.tokens_seen
+    trainer.tally.lost_s = lost_s(out, old.step)
+    resumed = old.run_id, old.step, state_hash(trainer.state), old.train_time_s, old.tokens_seen, old.cursor
+    trainer.log.emit(runlog.Resume(*resumed))
 
 
-def save(
-    ready: Ready,
-    checkpoints: Checkpoints,
-    state: TrainState,
-    place: Place,
-    log: runlog.RunLog,
-    clock: Clock,
-    tally: Tally,
-) -> None:
+def _save(trainer: Trainer, checkpoints: checkpoint.Checkpoints) -> None:
     """Hands the state to the writer of checkpoints."""
-    watch = Stopwatch()
+    watch, place, state = Stopwatch(), trainer.place, trainer.state
     facts = checkpoint.Facts(
         step=place.step,
-        run_id=tally.run_id,
-        config_sha256=runfile.config_sha256(ready.described),
+        run_id=trainer.run_id,
+        config_sha256=runfile.config_sha256(trainer.ready.described),
         cursor=place.cursor,
-        tokens_seen=tally.tokens_seen,
-        train_time_s=clock.seconds,
+        tokens_seen=trainer.tally.tokens_seen,
+        train_time_s=trainer.clock.seconds,
         arrays=checkpoint.described(state),
     )
     checkpoints.save(state, facts)
-    log.emit(runlog.Checkpoint(place.step, state_hash(state), watch.seconds))
+    trainer.log.emit(runlog.Checkpoint(place.step, state_hash(state), watch.seconds))

@@ -4,9 +4,8 @@ Order of things: programs are compiled and warmed up on synthetic ids and the st
 starts, and only then the first token is read. A loss is fetched while the next step runs.
 """
 
-from collections.abc import Callable, Generator
-from contextlib import ExitStack, closing
-from typing import Any
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, closing, contextmanager
 
 import jax
 import numpy as np
@@ -14,174 +13,193 @@ import numpy as np
 from speedrun.data import stream
 from speedrun.ground import faults, processes, runlog, signals
 from speedrun.ground import mesh as meshes
-from speedrun.ground.clock import Clock, cold_wall_s
+from speedrun.ground.clock import cold_wall_s
 from speedrun.ground.errors import NonFiniteError, SpeedrunError
 from speedrun.ledger import runfile
-from speedrun.science.step import StepMetrics, TrainState
 from speedrun.training import health
-from speedrun.training.checkpoint import Checkpoints
-from speedrun.training.evaluate import Score, evaluate
+from speedrun.training.evaluate import evaluate
 from speedrun.training.fingerprint import state_hash
-from speedrun.training.keeping import Place, go_on, kept_if_stopped, save
-from speedrun.training.outcome import Tally, data_read
-from speedrun.training.prepare import Ready
-from speedrun.training.program import StepShape, inspect
+from speedrun.training.keeping import go_on, keep, kept_if_stopped
+from speedrun.training.outcome import data_read
+from speedrun.training.program import inspect
+from speedrun.training.trainer import Pending, Place, Trainer
 from speedrun.training.warmup import Executables, compile_all, warm_up
 
-Pending = tuple[int, StepMetrics, stream.Cursor]
 
-
-def run(
-    ready: Ready, log: runlog.RunLog, clock: Clock, tally: Tally, checkpoints: Checkpoints | None
-) -> None:
+def run(trainer: Trainer) -> None:
     """Compiles, warms up, trains and scores."""
-    program, track, stopping = ready.program, ready.track, processes.stopping()
-    phases = tally.phases
-    inspect(program.init.lower(jax.random.key(0)).as_text())
-    state = signals.beside(lambda: program.init(jax.random.key(ready.config.seed)))
-    phases.enter("compile")
-    executables = compile_all(ready, state, log, tally)
-    stopping.check()
-    phases.enter("warm-up")
-    state = warm_up(ready, state, executables, log, tally)
-    stopping.check()
-    place = Place(0, stream.START)
-    if checkpoints is not None:
-        phases.enter("checkpoint")
-        if ready.config.resume:
-            state, place = go_on(ready, checkpoints, state, log, clock, tally)
-        checkpoints.rehearse(state)
-
-    def sync() -> None:
-        """All devices are done, and all hosts know."""
-        jax.device_get(jax.block_until_ready(state).step)
-        processes.barrier()
-
-    def validate(step: int) -> None:
-        with phases.within("evaluation"):
-            tally.val_loss = _validate(ready, executables.score_at[step], state, log, tally, stopping.check)
-
-    def keep(*, wait: bool = False) -> None:
-        """Only when all losses up to here are known to be finite. Can wait until it is on disk."""
-        if checkpoints is not None:
-            with phases.within("checkpoint"):
-                if checkpoints.newest != place.step:
-                    save(ready, checkpoints, state, place, log, clock, tally)
-                if wait:
-                    checkpoints.settle()
-
-    def report(pending: Pending | None) -> None:
-        """Fetches and logs a finished step; the device is already busy with the next one."""
-        if pending is None:
-            return
-        step, metrics, cursor = pending
-        loss, bad = (float(np.sum(x)) for x in jax.device_get((metrics.loss, metrics.bad)))
-        planned = executables.planned[step]
-        batch_tokens = planned.shape.num_sequences * planned.shape.seq_len
-        tally.tokens_seen += batch_tokens
-        tally.first_loss = loss if tally.first_loss is None else tally.first_loss
-        if bad or not np.isfinite(loss):
-            leaf = program.step.first_nonfinite(metrics)
-            raise NonFiniteError(
-                f"step {step}: loss is {loss}; first non-finite gradient: {leaf}; lower the learning rate"
-            )
-        log.emit(
-            runlog.Step(
-                step=step,
-                train_time_s=clock.seconds,
-                loss=loss,
-                batch_tokens=batch_tokens,
-                tokens_seen=tally.tokens_seen,
-                cursor=cursor,
-                lr_scale=planned.lr_scale,
-                window_blocks=planned.window_blocks,
-            )
-        )
-
-    shapes = [step.shape for step in executables.planned]
-    feed = _batches(ready, shapes, tally, place)
-    throttled_s = health.throttled_s(program.mesh)
-    with (
-        jax.transfer_guard("disallow"),
-        _compilations(log),
-        closing(feed),
-        processes.handled_by(stopping),
-        kept_if_stopped(keep),
-    ):
-        phases.enter("step")
-        clock.start(sync)
-        log.emit(runlog.ClockStart())
-        faults.point("clock")
-        pending: Pending | None = None
-        for step, batches in feed:
-            is_due = checkpoints is not None and checkpoints.due(step)
-            if stopping.asked or is_due or track.validates_at(step):
-                report(pending)
-                pending, place = None, Place(step, batches.cursor)
-                if is_due:
-                    keep()
-                stopping.check()
-            if track.validates_at(step):
-                batches.drain()
-                with clock.paused(sync):
-                    log.emit(runlog.ClockPause("validation", clock.seconds))
-                    validate(step)
-                log.emit(runlog.ClockResume(clock.seconds))
-            _log_stage_change(executables, step, log)
-            faults.point("step")
-            phases.enter("data")
-            faults.point("data")
-            batch = next(batches)
-            phases.enter("step")
-            tokens_BT, targets_BT = (meshes.place(x, program.mesh) for x in batch)
-            if tally.first_batch_sha256 is None:
-                tally.first_batch_sha256 = _first_sha256(ready, shapes[step], place, batch)
-            train_step = executables.steps[shapes[step]]
-            state, metrics = train_step(state, tokens_BT, targets_BT, program.schedule)
-            report(pending)
+    executables = _started(trainer)
+    mesh, schedule = trainer.ready.program.mesh, trainer.ready.program.schedule
+    throttled_s = health.throttled_s(mesh)
+    with _clocked(trainer), closing(_feed(trainer, executables)) as feed:
+        for step, batch, cursor in feed:
+            tokens_BT, targets_BT = (meshes.place(x, mesh) for x in batch)
+            train_step = executables.steps[executables.planned[step].shape]
+            trainer.state, metrics = train_step(trainer.state, tokens_BT, targets_BT, schedule)
+            _report(trainer, executables)  # of the step before: the devices are busy with this one
             # At once: behind the next step it would be fetched a step later. In one process it is what it was.
-            pending = step, metrics._replace(bad=meshes.whole(metrics.bad)), batches.cursor
-            place = Place(step + 1, batches.cursor)
-        report(pending)
-        clock.stop(sync)
-        log.emit(runlog.ClockStop(clock.seconds))
-        phases.enter("end")
-        # Before the result is known, so that little is left to do after it.
-        tally.throttled_s = health.throttled_s(program.mesh, since_s=throttled_s)
-        tally.read = processes.agreed(
-            lambda: data_read(ready, tally), lambda read: {s.name: s.sha256 for s in read.shards}
-        )
-        keep()
-        validate(len(executables.planned))
-        tally.cold_wall_s = cold_wall_s()
-        keep(wait=True)
-    tally.final_hash = processes.agreed(
-        lambda: state_hash(state),
+            trainer.pending = Pending(step, metrics._replace(bad=meshes.whole(metrics.bad)), cursor)
+            trainer.place = Place(step + 1, cursor)
+        _finish(trainer, executables, throttled_s)
+    trainer.tally.final_hash = processes.agreed(
+        lambda: state_hash(trainer.state),
         lambda found: {"the final state": f"of hash {found}"},
         otherwise="replicas drifted apart, so a device computes wrongly; 'speedrun doctor' tells more of each node",
         refuse=SpeedrunError,
     )
 
 
-def _batches(
-    ready: Ready, shapes: list[StepShape], tally: Tally, place: Place
-) -> Generator[tuple[int, stream.Prefetch], None, None]:
-    """The number of each step, with the stream its batch comes from; each stage has batches of its own size."""
+def _started(trainer: Trainer) -> Executables:
+    """Compiles, warms up, and takes up an earlier run if that was asked for."""
+    program, seed = trainer.ready.program, trainer.ready.config.seed
+    inspect(program.init.lower(jax.random.key(0)).as_text())
+    trainer.state = signals.beside(lambda: program.init(jax.random.key(seed)))
+    trainer.phases.enter("compile")
+    executables = compile_all(trainer)
+    trainer.stopping.check()
+    trainer.phases.enter("warm-up")
+    warm_up(trainer, executables)
+    trainer.stopping.check()
+    if trainer.checkpoints is not None:
+        trainer.phases.enter("checkpoint")
+        if trainer.ready.config.resume:
+            go_on(trainer)
+        trainer.checkpoints.rehearse(trainer.state)
+    return executables
+
+
+@contextmanager
+def _clocked(trainer: Trainer) -> Iterator[None]:
+    """Starts the clock. Inside, no transfer by accident, no compilation unseen, and a signal waits for a step's end."""
+    with (
+        jax.transfer_guard("disallow"),
+        _compilations(trainer.log),
+        processes.handled_by(trainer.stopping),
+        kept_if_stopped(trainer),
+    ):
+        trainer.phases.enter("step")
+        trainer.clock.start(trainer.sync)
+        trainer.log.emit(runlog.ClockStart())
+        faults.point("clock")
+        yield
+
+
+def _feed(
+    trainer: Trainer, executables: Executables
+) -> Generator[tuple[int, stream.Batch, stream.Cursor], None, None]:
+    """Number, batch and next cursor of each step. What happens between two steps, happens here."""
+    train, start, tally = trainer.ready.shards.train, trainer.place, trainer.tally
+    shapes = [planned.shape[:2] for planned in executables.planned]
     tokens = stream.TokenStream(
-        ready.shards.train, place.cursor, process=processes.index(), num_processes=processes.count()
+        train, start.cursor, process=processes.index(), num_processes=processes.count()
     )
-    with stream.Prefetch(tokens, [shape[:2] for shape in shapes[place.step :]]) as batches:
+    with stream.Prefetch(tokens, shapes[start.step :]) as batches:
         try:
-            for step in range(place.step, len(shapes)):
-                yield step, batches
+            for step in range(start.step, len(shapes)):
+                _between(trainer, executables, step, batches)
+                with trainer.phases.within("data"):
+                    faults.point("data")
+                    batch = next(batches)
+                if step == start.step:
+                    tally.first_batch_sha256 = _sha256_of_all(trainer, shapes[step], batch)
+                yield step, batch, batches.cursor
         finally:  # also when the run breaks off: what was read is told
             tally.data_wait_s, tally.ranges = batches.wait_s, batches.ranges
 
 
-def _first_sha256(ready: Ready, shape: StepShape, place: Place, batch: stream.Batch) -> str:
+def _between(trainer: Trainer, executables: Executables, step: int, batches: stream.Prefetch) -> None:
+    """Before a step: checkpoints and validations that are due; and where a run that was told to stop, stops."""
+    is_due = trainer.checkpoints is not None and trainer.checkpoints.due(step)
+    validates = trainer.ready.track.validates_at(step)
+    if trainer.stopping.asked or is_due or validates:
+        _report(trainer, executables)
+        trainer.place = Place(step, batches.cursor)
+        if is_due:
+            keep(trainer)
+        trainer.stopping.check()
+    if validates:
+        batches.drain()
+        with trainer.clock.paused(trainer.sync):
+            trainer.log.emit(runlog.ClockPause("validation", trainer.clock.seconds))
+            _validate(trainer, executables, step)
+        trainer.log.emit(runlog.ClockResume(trainer.clock.seconds))
+    _log_stage_change(executables, step, trainer.log)
+    faults.point("step")
+
+
+def _finish(trainer: Trainer, executables: Executables, throttled_s: float | None) -> None:
+    """Stops the clock and scores the final state."""
+    ready, tally = trainer.ready, trainer.tally
+    _report(trainer, executables)
+    trainer.clock.stop(trainer.sync)
+    trainer.log.emit(runlog.ClockStop(trainer.clock.seconds))
+    trainer.phases.enter("end")
+    # Before the result is known, so that little is left to do after it.
+    tally.throttled_s = health.throttled_s(ready.program.mesh, since_s=throttled_s)
+    tally.read = processes.agreed(
+        lambda: data_read(trainer), lambda read: {s.name: s.sha256 for s in read.shards}
+    )
+    keep(trainer)
+    _validate(trainer, executables, len(executables.planned))
+    tally.cold_wall_s = cold_wall_s()
+    keep(trainer, wait=True)
+
+
+def _report(trainer: Trainer, executables: Executables) -> None:
+    """Fetches and logs the step that is not reported yet."""
+    if trainer.pending is None:
+        return
+    (step, metrics, cursor), trainer.pending = trainer.pending, None
+    loss, bad = (float(np.sum(x)) for x in jax.device_get((metrics.loss, metrics.bad)))
+    planned, tally = executables.planned[step], trainer.tally
+    batch_tokens = planned.shape.num_sequences * planned.shape.seq_len
+    tally.tokens_seen += batch_tokens
+    tally.first_loss = loss if tally.first_loss is None else tally.first_loss
+    if bad or not np.isfinite(loss):
+        leaf = trainer.ready.program.step.first_nonfinite(metrics)
+        raise NonFiniteError(
+            f"step {step}: loss is {loss}; first non-finite gradient: {leaf}; lower the learning rate"
+        )
+    trainer.log.emit(
+        runlog.Step(
+            step=step,
+            train_time_s=trainer.clock.seconds,
+            loss=loss,
+            batch_tokens=batch_tokens,
+            tokens_seen=tally.tokens_seen,
+            cursor=cursor,
+            lr_scale=planned.lr_scale,
+            window_blocks=planned.window_blocks,
+        )
+    )
+
+
+def _validate(trainer: Trainer, executables: Executables, step: int) -> None:
+    """Scores the track's validation tokens and logs the result. The state must be the same afterwards."""
+    ready, state = trainer.ready, trainer.state
+    with trainer.phases.within("evaluation"):
+        before = state_hash(state)
+        shard, num_tokens = ready.shards.val[0], ready.track.data.val_tokens
+        score = executables.score_at[step]
+        val = evaluate(ready.program, score, state, shard, num_tokens, trainer.stopping.check)
+        trainer.tally.val_s += val.seconds
+        at = int(jax.device_get(state.step))
+        if (after := state_hash(state)) != before:
+            raise SpeedrunError(
+                f"validation at step {at}: the state was {before} before it and is {after} now"
+            )
+        if not np.isfinite(val.nll_sum):
+            raise NonFiniteError(f"validation at step {at}: loss is {val.loss}; lower the learning rate")
+        is_result = at == ready.recipe.num_steps  # told with the end of the run: no fault falls between them
+        line = runlog.Val(at, val.loss, val.tokens, val.nll_sum.hex(), val.seconds)
+        trainer.log.emit(line, hold=is_result)
+        trainer.tally.val_loss = val.loss
+
+
+def _sha256_of_all(trainer: Trainer, shape: tuple[int, int], batch: stream.Batch) -> str:
     """Digest of the ids of the first batch, with the rows that other processes have of it."""
     if processes.count() > 1:
-        batch = stream.TokenStream(ready.shards.train, place.cursor).batch(*shape[:2])
+        batch = stream.TokenStream(trainer.ready.shards.train, trainer.place.cursor).batch(*shape)
     return runfile.sha256(batch.tokens_BT.astype("<u2").tobytes())
 
 
@@ -203,21 +221,3 @@ def _compilations(log: runlog.RunLog) -> ExitStack:
     stack = ExitStack()
     stack.callback(jax.monitoring.unregister_event_duration_listener, listen)
     return stack
-
-
-def _validate(
-    ready: Ready, score: Any, state: TrainState, log: runlog.RunLog, tally: Tally, poll: Callable[[], None]
-) -> float:
-    """Scores the track's validation tokens and logs the result. The state must be the same afterwards."""
-    shard, num_tokens = ready.shards.val[0], ready.track.data.val_tokens
-    before = state_hash(state)
-    val: Score = evaluate(ready.program, score, state, shard, num_tokens, poll)
-    tally.val_s += val.seconds
-    step = int(jax.device_get(state.step))
-    if (after := state_hash(state)) != before:
-        raise SpeedrunError(f"validation at step {step}: the state was {before} before it and is {after} now")
-    if not np.isfinite(val.nll_sum):
-        raise NonFiniteError(f"validation at step {step}: loss is {val.loss}; lower the learning rate")
-    is_result = step == ready.recipe.num_steps  # told with the end of the run: no fault falls between them
-    log.emit(runlog.Val(step, val.loss, val.tokens, val.nll_sum.hex(), val.seconds), hold=is_result)
-    return val.loss

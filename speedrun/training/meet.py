@@ -290,8 +290,7 @@ def _main(words: list[str]) -> None:
 
         raw = found.config.read_bytes()
         config = decoded(raw, RunConfig)
-        with console.Live(sys.stdout) as live:
-            train(config, live if processes.is_first() else None)
+        train(config, console.Printer(sys.stdout) if processes.is_first() else None)
 
 
 if __name__ == "__main__":

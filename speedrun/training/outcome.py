@@ -1,48 +1,23 @@
-"""What a run found out, gathered while it goes on, and the two places where it ends up."""
+"""Where the findings of a run end up: the last line of its log, and `run.json`."""
 
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from speedrun.data import shards, stream
+from speedrun.data import shards
 from speedrun.ground import provenance, runlog
 from speedrun.ground import track as tracks
-from speedrun.ground.clock import Clock, Phases, cold_wall_s
+from speedrun.ground.clock import cold_wall_s
 from speedrun.ledger import runfile
-from speedrun.training.prepare import Ready
+from speedrun.training.trainer import Trainer
 
 
-@dataclass
-class Tally:
-    """What accumulates during a run and ends up in `run_end` and `run.json`."""
-
-    run_id: str
-    phases: Phases = field(default_factory=Phases)
-    lost_s: float = 0.0
-    compile_s: float = 0.0
-    warmup_s: float = 0.0
-    val_s: float = 0.0
-    data_wait_s: float = 0.0
-    init_hash: str = ""
-    final_hash: str = ""
-    val_loss: float | None = None
-    first_loss: float | None = None
-    first_batch_sha256: str | None = None
-    tokens_seen: int = 0
-    peak_bytes: int = 0
-    throttled_s: float | None = None
-    cold_wall_s: float = 0.0  #: 0 until the last validation is done
-    val_sha256: str = ""
-    ranges: tuple[stream.Span, ...] = ()
-    read: runfile.DataRead | None = None  #: with the digests of the shards, which take seconds
-
-
-def run_end(ready: Ready, outcome: str, clock: Clock, tally: Tally) -> runlog.RunEnd:
+def run_end(trainer: Trainer, outcome: str) -> runlog.RunEnd:
     """The last line of the log."""
+    tally = trainer.tally
     return runlog.RunEnd(
         status=outcome,
         val_loss=tally.val_loss if outcome == "finished" else None,
-        train_time_s=clock.seconds,
+        train_time_s=trainer.clock.seconds,
         cold_wall_s=tally.cold_wall_s or cold_wall_s(),
         compile_s=tally.compile_s,
         warmup_s=tally.warmup_s,
@@ -51,7 +26,7 @@ def run_end(ready: Ready, outcome: str, clock: Clock, tally: Tally) -> runlog.Ru
         peak_bytes=tally.peak_bytes,
         final_hash=tally.final_hash,
         throttled_s=tally.throttled_s,
-        phases={**tally.phases.seconds()},
+        phases={**trainer.phases.seconds()},
         lost_s=tally.lost_s,
     )
 
@@ -73,11 +48,12 @@ def latest(record: Path) -> str:
     return max(found, key=lambda run: run.created_utc).run_id if found else ""
 
 
-def run_file(ready: Ready, run_id: str, created_utc: str, outcome: Any, tally: Tally) -> runfile.RunFile:
+def run_file(trainer: Trainer, outcome: Any) -> runfile.RunFile:
     """The facts of the run: its `run.json`."""
+    ready, tally = trainer.ready, trainer.tally
     device = ready.program.mesh.devices.flat[0]
     return runfile.RunFile(
-        run_id=run_id,
+        run_id=trainer.run_id,
         seed=ready.config.seed,
         track=ready.track.id,
         track_sha256=tracks.sha256(ready.track.name),
@@ -86,7 +62,7 @@ def run_file(ready: Ready, run_id: str, created_utc: str, outcome: Any, tally: T
         overrides=ready.config.overrides,
         config_sha256=runfile.config_sha256(ready.described),
         source_sha256=ready.source_sha256,
-        created_utc=created_utc,
+        created_utc=trainer.created_utc,
         outcome=outcome,
         init_hash=tally.init_hash,
         final_hash=tally.final_hash,
@@ -97,13 +73,14 @@ def run_file(ready: Ready, run_id: str, created_utc: str, outcome: Any, tally: T
         num_devices=ready.program.num_devices,
         software=provenance.software(),
         environment=provenance.environment(),
-        data=tally.read or data_read(ready, tally),
+        data=tally.read or data_read(trainer),
         peak_bytes=tally.peak_bytes,
     )
 
 
-def data_read(ready: Ready, tally: Tally) -> runfile.DataRead:
+def data_read(trainer: Trainer) -> runfile.DataRead:
     """What was read so far, with the digest of every shard that it came from."""
+    ready, tally = trainer.ready, trainer.tally
     val, data = ready.shards.val[0], ready.track.data
     return runfile.DataRead(
         shards=tuple(

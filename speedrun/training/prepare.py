@@ -117,7 +117,7 @@ class Ready:
         return msgspec.json.encode(Begun(config, recipe, self.program.num_devices), enc_hook=str)
 
 
-def prepare(config: RunConfig, reader: console.Live | None = None) -> Ready:
+def prepare(config: RunConfig, reader: console.Printer | None = None) -> Ready:
     """Checks everything that can be wrong with a run before its folder is made; makes synthetic data if missing.
 
     Args:

@@ -16,18 +16,19 @@ from speedrun.data import stream
 from speedrun.ground import console, faults, lock, processes, provenance, runlog, signals
 from speedrun.ground import mesh as meshes
 from speedrun.ground import track as tracks
-from speedrun.ground.clock import Clock, now
+from speedrun.ground.clock import now
 from speedrun.ground.errors import NonFiniteError, refusals_told
 from speedrun.ground.output import told
 from speedrun.ground.wholefile import make_folder, write_whole
 from speedrun.ledger import runfile
 from speedrun.training import checkpoint, health, loop, watchdog
 from speedrun.training.checkpoint import Checkpoints
-from speedrun.training.outcome import Tally, run_end, run_file
+from speedrun.training.outcome import run_end, run_file
 from speedrun.training.prepare import Ready, RunConfig, decoded, prepare
+from speedrun.training.trainer import Trainer
 
 
-def train(config: RunConfig, reader: console.Live | None = None) -> runfile.RunFile:
+def train(config: RunConfig, reader: console.Printer | None = None) -> runfile.RunFile:
     """Trains once and writes `source.txt` and `runs/<run id>/` into the record folder.
 
     Args:
@@ -47,7 +48,7 @@ def train(config: RunConfig, reader: console.Live | None = None) -> runfile.RunF
 
 
 @contextmanager
-def _checkpoints(ready: Ready, reader: console.Live | None) -> Iterator[Checkpoints | None]:
+def _checkpoints(ready: Ready, reader: console.Printer | None) -> Iterator[Checkpoints | None]:
     """The folder of checkpoints, if some are wanted."""
     config = ready.config
     if not config.checkpoint_every:
@@ -61,23 +62,22 @@ def _checkpoints(ready: Ready, reader: console.Live | None) -> Iterator[Checkpoi
         yield kept
 
 
-def _logged(ready: Ready, checkpoints: Checkpoints | None, reader: console.Live | None) -> runfile.RunFile:
+def _logged(ready: Ready, checkpoints: Checkpoints | None, reader: console.Printer | None) -> runfile.RunFile:
     """A run from its first line to its last."""
     config, started = ready.config, now()
     nonce = hashlib.sha256(f"{started}".encode()).hexdigest()[:4]
     run_id = f"{ready.recipe.name}-{config.seed}-{nonce}"
     run_dir = config.out / "runs" / run_id
     path = _begun(ready, run_dir) if processes.is_first() else None
-    tally = Tally(run_id)
     with runlog.RunLog(path, now) as log, processes.handled_by(signals.ignore):
         if reader is not None:
             log.subscribe(reader)
-        clock, outcome = Clock(), "aborted"
+        trainer, outcome = Trainer(run_id, started.utc, ready, log, checkpoints), "aborted"
         try:
-            watched = watchdog.watching(tally.phases, config.deadlines_s, log, _stacks(config.out))
+            watched = watchdog.watching(trainer.phases, config.deadlines_s, log, _stacks(config.out))
             with watched, processes.handled_by(processes.at_once()):
-                _announce(ready, run_id, log, tally)
-                loop.run(ready, log, clock, tally, checkpoints)
+                _announce(trainer)
+                loop.run(trainer)
             outcome = "finished"
         except BaseException as error:
             # Whatever ends a run is in its log, and goes on its way: a run that broke off stays visible.
@@ -85,13 +85,13 @@ def _logged(ready: Ready, checkpoints: Checkpoints | None, reader: console.Live 
             log.emit(runlog.Error(type(error).__name__, str(error) or "stopped from outside"))
             raise
         finally:
-            tally.phases.enter("end")
-            tally.peak_bytes = meshes.peak_bytes(ready.program.mesh)
+            trainer.phases.enter("end")
+            trainer.tally.peak_bytes = meshes.peak_bytes(ready.program.mesh)
             faults.point("run.json")
-            facts = run_file(ready, run_id, started.utc, outcome, tally)
+            facts = run_file(trainer, outcome)
             if path is not None:
                 write_whole(run_dir / "run.json", runfile.encode(facts))
-            log.emit(run_end(ready, outcome, clock, tally))  # the result: all else that it needs is on disk
+            log.emit(run_end(trainer, outcome))  # the result: all else that it needs is on disk
             if path is not None:
                 write_whole(run_dir / "log.txt", console.render(runlog.read(path)).encode())
     return facts
@@ -115,12 +115,13 @@ def _begun(ready: Ready, run_dir: Path) -> Path:
     return run_dir / "metrics.jsonl"
 
 
-def _announce(ready: Ready, run_id: str, log: runlog.RunLog, tally: Tally) -> None:
+def _announce(trainer: Trainer) -> None:
     """What is about to run, on what, from which data."""
+    ready, log = trainer.ready, trainer.log
     track, recipe, mesh = ready.track, ready.recipe, ready.program.mesh
     log.emit(
         runlog.RunStart(
-            run_id=run_id,
+            run_id=trainer.run_id,
             track=track.id,
             track_sha256=tracks.sha256(track.name),
             recipe=recipe.name,
@@ -151,19 +152,19 @@ def _announce(ready: Ready, run_id: str, log: runlog.RunLog, tally: Tally) -> No
             runlog.Warning(f"{mesh.size} devices, {track.id} asks for {asked}: the record will not pass V404")
         )
     val = ready.shards.val[0]
-    tally.val_sha256 = stream.validation_sha256(val, track.data.val_tokens)
+    trainer.tally.val_sha256 = stream.validation_sha256(val, track.data.val_tokens)
     log.emit(
         runlog.DataReady(
             folder=ready.folder.name,
             train_shards=[shard.path.name for shard in ready.shards.train],
             val_shard=val.path.name,
             val_tokens=track.data.val_tokens,
-            val_sha256=tally.val_sha256,
+            val_sha256=trainer.tally.val_sha256,
         )
     )
 
 
 if __name__ == "__main__":
-    with told(), console.Live(sys.stdout) as live:
+    with told():
         raw = Path(sys.argv[1]).read_bytes()
-        train(decoded(raw, RunConfig), live)
+        train(decoded(raw, RunConfig), console.Printer(sys.stdout))

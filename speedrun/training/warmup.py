@@ -16,9 +16,9 @@ from speedrun.science.step import TrainState
 from speedrun.training import footprint
 from speedrun.training.fingerprint import state_hash
 from speedrun.training.footprint import flops_per_token
-from speedrun.training.outcome import Tally
 from speedrun.training.prepare import Ready
 from speedrun.training.program import StepShape
+from speedrun.training.trainer import Trainer
 
 _STEPS = 2  #: of each executable
 
@@ -41,21 +41,21 @@ class Executables(NamedTuple):
     score_at: dict[int, Any]  #: at each step that is validated, the end included
 
 
-def compile_all(ready: Ready, state: TrainState, log: runlog.RunLog, tally: Tally) -> Executables:
+def compile_all(trainer: Trainer) -> Executables:
     """One executable for each shape of a step and one for validation; for each window, if attention needs that.
 
     Raises:
         UsageError: if a step needs more memory than there is, now that this is known exactly.
     """
-    program, recipe = ready.program, ready.recipe
-    ids = _RandomIds(ready)
+    ready, state, tally = trainer.ready, trainer.state, trainer.tally
+    program, recipe, ids = ready.program, ready.recipe, _RandomIds(ready)
 
     def compiled(name: str, lowered: Any) -> Any:
         watch = Stopwatch()
         faults.point("compile")
         with _cache() as answers:
             executable = program.compiled(lowered)
-        log.emit(runlog.Compile(name, watch.seconds, answers[-1] if answers else "off"))
+        trainer.log.emit(runlog.Compile(name, watch.seconds, answers[-1] if answers else "off"))
         tally.compile_s += watch.seconds
         return executable
 
@@ -78,7 +78,7 @@ def compile_all(ready: Ready, state: TrainState, log: runlog.RunLog, tally: Tall
     scores = {window: score(window) for window in dict.fromkeys(window_at.values())}
     memory = [executable.memory_analysis() for executable in steps.values()]
     footprint.require(program, max(m.peak_memory_in_bytes for m in memory))
-    log.emit(_plan(ready, state, max(m.temp_size_in_bytes for m in memory)))
+    trainer.log.emit(_plan(ready, state, max(m.temp_size_in_bytes for m in memory)))
     return Executables(steps, scores, planned, {at: scores[window] for at, window in window_at.items()})
 
 
@@ -105,14 +105,11 @@ def _cache() -> Iterator[list[Literal["hit", "miss"]]]:
         jax.monitoring.unregister_event_listener(listen)
 
 
-def warm_up(
-    ready: Ready, state: TrainState, executables: Executables, log: runlog.RunLog, tally: Tally
-) -> TrainState:
+def warm_up(trainer: Trainer, executables: Executables) -> None:
     """Runs every executable on random ids, then builds the state anew from the seed."""
-    program, recipe, watch = ready.program, ready.recipe, Stopwatch()
-    before = state_hash(state)
-    log.emit(runlog.WarmupStart(before))
-    ids = _RandomIds(ready)
+    watch, ready, state = Stopwatch(), trainer.ready, trainer.state
+    program, recipe, ids = ready.program, ready.recipe, _RandomIds(ready)
+    trainer.log.emit(runlog.WarmupStart(state_hash(state)))
     for shape, step in executables.steps.items():
         for _ in range(_STEPS):
             state, metrics = step(state, *ids(shape.num_sequences, shape.seq_len), program.schedule)
@@ -120,11 +117,11 @@ def warm_up(
     for score in executables.scores.values():
         batch = ids(recipe.eval_sequences, recipe.eval_seq_len)
         meshes.fetch(score(state.params, *batch, program.schedule, state.step))
-    state = program.init(jax.random.key(ready.config.seed))
-    tally.init_hash = state_hash(state)
-    tally.warmup_s = watch.seconds
-    log.emit(runlog.WarmupEnd(tally.init_hash, _STEPS * len(executables.steps), watch.seconds))
-    return state
+    trainer.state = program.init(jax.random.key(ready.config.seed))
+    trainer.tally.init_hash = state_hash(trainer.state)
+    trainer.tally.warmup_s = watch.seconds
+    num_steps = _STEPS * len(executables.steps)
+    trainer.log.emit(runlog.WarmupEnd(trainer.tally.init_hash, num_steps, watch.seconds))
 
 
 class _RandomIds:
