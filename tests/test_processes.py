@@ -322,6 +322,7 @@ def killed(tmp_path: Path, smoke_data: Path, which: int, sent: signal.Signals, s
     assert len(steps) >= 3
 
 
+@pytest.mark.slow
 def test_a_killed_worker_ends_the_run_and_is_named(tmp_path, smoke_data):
     killed(tmp_path, smoke_data, 1, signal.SIGKILL, "process 1 lost: killed by SIGKILL")
 
@@ -377,6 +378,7 @@ def test_the_traceback_of_a_worker_is_told_first(tmp_path, smoke_data):
 SLEEPS = RAISES.replace('raise RuntimeError("a worker of this test")', "import time; time.sleep(600)")
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_ends_both_at_their_deadlines_with_their_stacks(tmp_path, smoke_data):
     """Row 24: JAX never notices; each process has a watchdog of its own."""
     (tmp_path / "sitecustomize.py").write_text(SLEEPS)

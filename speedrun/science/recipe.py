@@ -3,7 +3,7 @@
 import ast
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,33 +99,35 @@ class Recipe:
         """Scheduled inputs of a step."""
         return self.schedule.at(step, self.num_steps)
 
-    def override(self, settings: Mapping[str, str]) -> "Recipe":
-        """A recipe with other numbers: `{"config.model_dim": "64", "stages.0.num_steps": "20"}`.
+    def override(self, changes: Mapping[str, str | float | tuple[Any, ...]]) -> "Recipe":
+        """A recipe with other numbers: `{"config.model_dim": 64, "stages.0.num_steps": "20"}`.
 
         Raises:
             UsageError: for a name that does not exist, a value that is no literal of the right type, and for
-                what says who the recipe is: another name is another file.
+                what identifies the recipe: another name is another file.
         """
         recipe = self
-        for key, text in settings.items():
-            if key in _IDENTITY:
-                raise UsageError(f"setting {key!r} says who the recipe is; to change it, write a recipe file")
-            names = {*_settings(recipe)} - {*_IDENTITY}
+        for key, value in changes.items():
+            if key in IDENTITY:
+                raise UsageError(f"setting {key!r} identifies the recipe; to change it, write a recipe file")
+            names = {*settings(recipe)} - {*IDENTITY}
             if key not in names:
                 raise unknown("setting", key, names)
-            recipe = _replace(recipe, key, key.split("."), text)
+            recipe = _replace(recipe, key, key.split("."), str(value))
         return recipe
 
 
-_IDENTITY = ("name", "summary", "parent", "revision")
+IDENTITY = ("name", "summary", "parent", "revision")
 
 
-def _settings(node: Any, above: str = "") -> Iterator[str]:
-    """Dotted names of all that can be set: numbers, texts, and tuples of them as a whole."""
+def settings(node: Any, above: str = "") -> dict[str, Any]:
+    """All that can be set, by dotted name: numbers, texts, and tuples of them as a whole."""
+    found: dict[str, Any] = {}
     for name, value in _parts(node).items():
         if isinstance(value, int | float | str | tuple) and not _parts(value):
-            yield above + name
-        yield from _settings(value, f"{above}{name}.")
+            found[above + name] = value
+        found |= settings(value, f"{above}{name}.")
+    return found
 
 
 def _parts(node: Any) -> dict[str, Any]:

@@ -1,0 +1,152 @@
+"""The package as a library: load a recipe, run it, look at the record. `speedrun` itself gives these names.
+
+import speedrun as sr
+
+recipe = sr.load("smoke").override({"stages.0.num_steps": 100})
+record = sr.run(recipe, track="smoke-cpu", out="runs/mine")
+record.validate()
+record.plot()
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from speedrun.board import record_plot
+from speedrun.ground import console
+from speedrun.ground.errors import UsageError
+from speedrun.ledger import record as records
+from speedrun.ledger.assemble import assemble
+from speedrun.ledger.format import Summary
+from speedrun.ledger.run import Run
+from speedrun.ledger.validate import Report, validate
+
+if TYPE_CHECKING:
+    from speedrun.science.recipe import Recipe
+
+
+class Record:
+    """A record on disk."""
+
+    def __init__(self, folder: Path | str) -> None:
+        """Of an existing folder; nothing is read yet."""
+        self.folder = Path(folder)
+
+    def __repr__(self) -> str:
+        return f"Record({str(self.folder)!r})"
+
+    @property
+    def summary(self) -> Summary:
+        """Losses, times and counts, derived from the runs.
+
+        Raises:
+            UsageError: if there is no summary that can be read.
+        """
+        found = records.load(self.folder).summary
+        if found is None:
+            raise UsageError(
+                f"{self.folder} has no readable summary; 'speedrun validate {self.folder}' says why"
+            )
+        return found
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """Its runs, with every event of their logs: `[(step.train_time_s, step.loss) for step in run.steps]`."""
+        return tuple(records.load(self.folder).runs)
+
+    def validate(self) -> Report:
+        """Checks every claim again, offline; nothing in the record is executed."""
+        return validate(self.folder)
+
+    def plot(self, *kinds: record_plot.Kind) -> list[Path]:
+        """Draws `loss` against time (the default), `tokens` or `steps`; gives the files that were written."""
+        return record_plot.plot(self.folder, kinds or ("loss",))
+
+
+def load(name: str) -> "Recipe":
+    """A recipe of this package by its name.
+
+    Raises:
+        UsageError: if there is none.
+    """
+    from speedrun.science import recipes
+
+    return recipes.load(name)
+
+
+def run(
+    recipe: "Recipe | str | None" = None,
+    *,
+    track: str,
+    out: Path | str,
+    seed: int = 0,
+    data: Path | str | None = None,
+    devices: int | None = None,
+    quiet: bool = False,
+) -> Record:
+    """Trains once under the clock and writes a record, as `speedrun run` does.
+
+    Args:
+        recipe: a recipe of this package, with other settings if you like, or its name; None: the track's own.
+        track: its name.
+        out: a new folder.
+        seed: of the initial weights.
+        data: folder of shards; None: the track's own.
+        devices: how many; None: what the track asks for, or all there are.
+        quiet: prints nothing.
+
+    Raises:
+        SpeedrunError: as `speedrun run`; a run that broke off leaves a record that says so.
+    """
+    from speedrun.training.prepare import RunConfig
+    from speedrun.training.train import train
+
+    name, settings = (
+        (recipe, {}) if recipe is None or isinstance(recipe, str) else (recipe.name, settings_of(recipe))
+    )
+    folder = None if data is None else Path(data)
+    config = RunConfig(track, Path(out), name, seed, settings, folder, devices)
+    try:
+        with _devices_can_be_chosen():
+            train(config, None if quiet else console.Printer(sys.stdout))
+    finally:
+        if list(config.out.glob("runs/*/run.json")):
+            assemble(config.out, title=f"{name or 'a recipe'} on {track}", declared_runs=1)
+    return Record(config.out)
+
+
+def settings_of(recipe: "Recipe") -> dict[str, str]:
+    """What `--set` would have to say to make this recipe of the one in the file of its name.
+
+    Raises:
+        UsageError: if it differs in more than settings can say.
+    """
+    from speedrun.science import recipes
+    from speedrun.science.recipe import IDENTITY, settings
+
+    base = recipes.load(recipe.name)
+    before, now = settings(base), settings(recipe)
+    changed = (key for key in before.keys() & now.keys() if before[key] != now[key])
+    wanted = {key: str(now[key]) for key in sorted(changed) if key not in IDENTITY}
+    if base.override(wanted) != recipe:
+        raise UsageError(
+            f"recipe {recipe.name} differs from its file in more than settings; need a file of its own, "
+            "since a record carries the source of its recipe; copy the file, change it, and load that name"
+        )
+    return wanted
+
+
+@contextmanager
+def _devices_can_be_chosen() -> Iterator[None]:
+    """JAX refuses other devices once it has started, as in a notebook that has used it: then one line says so."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "jax_num_cpu_devices" not in str(error):
+            raise
+        raise UsageError(
+            "JAX has started already, with other devices than this track simulates; restart Python and call "
+            "speedrun.run before anything else uses JAX"
+        ) from None

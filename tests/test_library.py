@@ -1,0 +1,74 @@
+"""The package as a library: what a notebook or a script does with it."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_train import SMALL
+
+import speedrun as sr
+from speedrun.ground.errors import UsageError
+from speedrun.library import settings_of
+from speedrun.science.recipes import smoke
+
+
+def test_a_recipe_is_loaded_changed_run_checked_and_drawn(tmp_path: Path, smoke_data: Path) -> None:
+    recipe = sr.load("smoke").override(SMALL)
+    record = sr.run(recipe, track="smoke-cpu", out=tmp_path / "mine", data=smoke_data, seed=3, quiet=True)
+    assert record.validate().exit_code == 0
+    (run,) = record.runs
+    assert (run.file.seed, run.file.overrides) == (3, settings_of(recipe))
+    assert run.file.overrides.keys() <= SMALL.keys()
+    assert record.summary.num_steps == len(run.steps) == recipe.num_steps
+    assert {path.name for path in record.plot("loss", "steps")} >= {"loss.png", "steps.png"}
+    assert repr(record) == f"Record({str(tmp_path / 'mine')!r})"
+
+
+@pytest.mark.parametrize("changes", [{}, {"stages.0.num_steps": 9}, {"optimizer.muon_lr": 0.5}])
+def test_settings_are_found_again(changes: dict[str, float]) -> None:
+    recipe = smoke.RECIPE.override(changes)
+    assert settings_of(recipe) == {key: str(value) for key, value in changes.items()}
+
+
+@pytest.mark.parametrize("changes", [{"logits": print}, {"summary": "another"}])
+def test_a_recipe_without_a_file_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="need a file of its own"):
+        settings_of(dataclasses.replace(smoke.RECIPE, **changes))
+
+
+def test_an_unknown_name_is_told() -> None:
+    with pytest.raises(AttributeError, match="it has Record, load, run"):
+        getattr(sr, "train")  # noqa: B009 - no type checker lets the name pass
+
+
+def test_the_package_is_imported_without_what_it_may_need() -> None:
+    script = (
+        "import sys, speedrun; print(*sorted({'jax', 'numpy', 'click', 'speedrun.library'} & {*sys.modules}))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert not done.stdout.split()
+
+
+def test_jax_that_has_started_with_other_devices_is_told_in_a_line(tmp_path: Path) -> None:
+    script = f"""
+import jax
+jax.devices()
+import speedrun
+from speedrun.ground.errors import UsageError
+try:
+    speedrun.run(track="smoke-cpu", out={str(tmp_path / "out")!r}, quiet=True)
+except UsageError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"JAX_PLATFORMS": "cpu"},
+    )
+    assert done.stdout.startswith("JAX has started already, with other devices")
+    assert not (tmp_path / "out").exists()
