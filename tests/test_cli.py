@@ -54,7 +54,7 @@ def test_help_imports_nothing_heavy():
     )
     done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "\n"), "the names of what was imported"
-    assert "Commands:" in done.stdout
+    assert "Train:" in done.stdout
 
 
 def test_help_says_what_there_is():

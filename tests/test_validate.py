@@ -220,7 +220,7 @@ def test_a_record_in_which_no_run_finished_says_that_it_holds_no_result(folder):
     summary = decode((folder / "summary.json").read_bytes(), Summary)
     assert summary.broke_off == ("tiny-2-00b2 broke off after 5 of 10 steps: OSError: no | space",)
     assert "loss.svg" not in readme
-    result = CliRunner().invoke(command, [str(folder)])
+    result = CliRunner().invoke(command, [str(folder), "-v"])
     assert result.exit_code == 1
     shown = result.output.splitlines()
     place = shown.index("failed   V301  a run finished")
@@ -422,12 +422,15 @@ def test_the_command_prints_and_exits(folder):
     forge(folder)
     good = CliRunner().invoke(command, [str(folder)])
     assert good.exit_code == 0, good.output
-    assert good.output.splitlines()[-1] == f"good: {len(CHECKS)} ok"
+    assert good.output.splitlines()[-1] == f"good: {len(CHECKS)} ok (-v shows all)"
     edited_readme = folder / "README.md"
     edited_readme.write_text(edited_readme.read_text().replace("3.2500", "3.1500"))
     bad = CliRunner().invoke(command, [str(folder)])
     assert bad.exit_code == 1
     assert "failed   V004" in bad.output
+    assert "V005" not in bad.output
+    told = CliRunner().invoke(command, [str(folder), "-v"]).output
+    assert told.index("ok       V005") < told.index("failed   V004"), "problems come last"
     assert "fix:" in bad.output
 
 

@@ -18,31 +18,43 @@ from speedrun.cli.options import Group
 from speedrun.ground.errors import EXIT_CODES, INTERRUPTED, Terminated, UsageError, unknown
 from speedrun.ground.output import expected, leave, lost_output, outlive_readers
 
-COMMANDS = {
-    "doctor": "Say what this machine can run, and what to type next.",
-    "data": "Fetch, make, list and check shards.",
-    "plan": "Say what a recipe needs on devices that need not be here.",
-    "scale": "Say how a step goes on many nodes that need not be here.",
-    "run": "Train on a track, under the clock.",
-    "batch": "Declare several runs, run them, and test what they prove.",
-    "attempt": "Go all the way to a record ready to be sent: doctor, data, batch, stats, validate, submit.",
-    "launch": "Print the file that runs a track on a cluster, or submit it.",
-    "stats": "Say what the runs of a record prove, and how many more it would take.",
-    "compare": "Run two records in turns on this node, and say which is faster.",
-    "ablate": "Say what each feature of a recipe is worth.",
-    "sweep": "Try other numbers of a recipe.",
-    "validate": "Check a record offline: every claim that can be computed is computed again.",
-    "leaderboard": "Make the board of all records, or say whether it is up to date.",
-    "import-log": "Read other people's logs as context, and say how much equal runs differ.",
-    "export": "Write a record as text logs, CSV, offline wandb runs or TensorBoard events.",
-    "plot": "Draw loss and step times of records, or their time against their loss.",
-    "describe": "Write what people say of a record: title, authors, changes, parent.",
-    "submit": "Make a record ready for a pull request: validated, scanned for secrets, packed.",
-    "replay": "Run the source that a record carries.",
-    "reproduce": "Run a record again, as a referee: one word says whether it holds.",
-    "bench": "Time operations against their bounds.",
-    "profile": "Say where the time of a training step goes.",
+GROUPS = {
+    "Train": {
+        "data": "Fetch, make, list and check shards.",
+        "recipes": "List recipes, or the settings of one.",
+        "run": "Train on a track, under the clock.",
+        "batch": "Declare several runs, run them, and test what they prove.",
+        "attempt": "Go all the way to a record ready to be sent: doctor, data, batch, stats, validate, submit.",
+        "launch": "Print the file that runs a track on a cluster, or submit it.",
+    },
+    "Check": {
+        "validate": "Check a record offline: every claim that can be computed is computed again.",
+        "replay": "Run the source that a record carries.",
+        "reproduce": "Run a record again, as a referee: one word says whether it holds.",
+    },
+    "Study": {
+        "plot": "Draw loss and step times of records, or their time against their loss.",
+        "stats": "Say what the runs of a record prove, and how many more it would take.",
+        "compare": "Run two records in turns on this node, and say which is faster.",
+        "ablate": "Say what each feature of a recipe is worth.",
+        "sweep": "Try other numbers of a recipe.",
+        "import-log": "Read other people's logs as context, and say how much equal runs differ.",
+    },
+    "Publish": {
+        "describe": "Write what people say of a record: title, authors, changes, parent.",
+        "submit": "Make a record ready for a pull request: validated, scanned for secrets, packed.",
+        "leaderboard": "Make the board of all records, or say whether it is up to date.",
+        "export": "Write a record as text logs, CSV, offline wandb runs or TensorBoard events.",
+    },
+    "Machine": {
+        "doctor": "Say what this machine can run, and what to type next.",
+        "plan": "Say what a recipe needs on devices that need not be here.",
+        "scale": "Say how a step goes on many nodes that need not be here.",
+        "bench": "Time operations against their bounds.",
+        "profile": "Say where the time of a training step goes.",
+    },
 }
+COMMANDS = {name: does for group in GROUPS.values() for name, does in group.items()}
 #: Variables that name folders, or that a run records.
 _WORDS = ("SPEEDRUN_DATA", "XLA_FLAGS", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES")
 
@@ -55,8 +67,10 @@ class _Commands(Group):
         return importlib.import_module(f"speedrun.cli.{name.replace('-', '_')}").command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+        width = max(map(len, COMMANDS))
+        for title, group in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name.ljust(width), does) for name, does in group.items()])
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Exit codes"):

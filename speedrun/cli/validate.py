@@ -55,6 +55,7 @@ class _WithReplay(click.Command):
     multiple=True,
     help="With --replay: of one of its runs; may be given again. Without them a run is made again.",
 )
+@click.option("-v", "--verbose", is_flag=True, help="Show the checks that passed or were skipped, too.")
 @unsafe_option
 @data_option
 @json_option
@@ -68,6 +69,7 @@ def command(
     replay: Which | None,
     nonce: str | None,
     checkpoints: tuple[Path, ...],
+    verbose: bool,
     unsafe: bool,
     data: Path | None,
     as_json: bool,
@@ -101,7 +103,7 @@ def command(
         for path, report in reports.items():
             if len(reports) > 1:
                 click.echo(clean(path))
-            _show(report)
+            _show(report, verbose=verbose)
     ctx.exit(exit_code)
 
 
@@ -143,8 +145,18 @@ def _explain(id: str, *, as_json: bool) -> None:
         click.echo(f"{check.id}  {check.title} ({check.severity})\nwhy   {check.why}\nfix   {check.hint}")
 
 
-def _show(report: Report) -> None:
-    for result in report.results:
+def _show(report: Report, *, verbose: bool) -> None:
+    """Problems last, where a person looks; what an examination found in any case."""
+    order = [
+        *report.having("skipped"),
+        *report.having("ok"),
+        *report.having("warning"),
+        *report.having("failed"),
+    ]
+    for result in order:
+        was_examined = result.check.id.startswith("V6") and result.status == "ok"
+        if not (verbose or was_examined or result.status in ("warning", "failed")):
+            continue
         status = click.style(f"{result.status:<8}", fg=_COLOURS[result.status])
         click.echo(f"{status} {result.check.id}  {result.check.title}")
         for message in result.messages:
@@ -153,7 +165,8 @@ def _show(report: Report) -> None:
             click.echo(f"               fix: {result.check.hint}")
     counts = [(len(report.having(status)), status) for status in ("ok", "failed", "warning", "skipped")]
     verdict = "refused" if report.exit_code else "good"
-    click.echo(f"{verdict}: {', '.join(f'{count} {status}' for count, status in counts if count)}")
+    hint = "" if verbose else " (-v shows all)"
+    click.echo(f"{verdict}: {', '.join(f'{count} {status}' for count, status in counts if count)}{hint}")
 
 
 def _facts(report: Report) -> dict[str, object]:
