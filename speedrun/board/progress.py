@@ -87,7 +87,7 @@ def _qualifies(row: Row) -> bool:
 
 
 def frontier(rows: Sequence[Row]) -> list[Row]:
-    """The rows than which none is both faster and better, from the fastest to the best."""
+    """The Pareto front, fastest first: rows not dominated in time and loss."""
     best: list[Row] = []
     for row in sorted(rows, key=_place):
         if not best or _place(row)[1] < _place(best[-1])[1]:

@@ -130,7 +130,7 @@ price_option: Decorator = click.option(
 
 
 def only_with_resume(ctx: click.Context, *others: str) -> None:
-    """Refuses what was given beside `--resume`: what goes on, goes on as it was begun.
+    """Refuses settings given beside `--resume`: a resumed run keeps its own.
 
     Args:
         ctx: of the command.

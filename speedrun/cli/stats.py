@@ -147,7 +147,7 @@ def _lines(found: Stats, against: str | None) -> list[str]:
             f"power   at this mean and noise {found.runs_needed} runs pass with a probability of 90 %"
         )
     elif found.sd is None and found.rule == "t":
-        lines.append("power   one run says nothing of the noise; two would")
+        lines.append("power   noise needs at least two runs")
     elif not found.passed:
         lines.append("power   no number of runs proves this mean")
     if found.equivalent:

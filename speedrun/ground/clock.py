@@ -69,7 +69,7 @@ class Phases:
 
     @contextmanager
     def within(self, phase: Phase) -> Iterator[None]:
-        """In a phase inside the block, in the one before after it."""
+        """Enters a phase, then restores the previous one."""
         left = self.enter(phase)
         try:
             yield

@@ -44,7 +44,7 @@ class NonFiniteError(SpeedrunError):
 
 
 class Terminated(BaseException):
-    """SIGTERM or SIGINT, heeded. Like KeyboardInterrupt no `Exception`, so that nobody handles it by mistake."""
+    """SIGTERM or SIGINT was received. Subclasses BaseException, so that no `except Exception` swallows it."""
 
     exit_code = 75
 

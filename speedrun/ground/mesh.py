@@ -115,7 +115,7 @@ def place_own(x_BT: np.ndarray, mesh: Mesh) -> jax.Array:
 
 
 def whole(x: jax.Array) -> jax.Array:
-    """The same on every device, if parts of it lie in other processes; else itself, and nothing is dispatched."""
+    """Replicates an array whose parts lie in several processes; returns any other array as it is."""
     if x.is_fully_addressable or x.is_fully_replicated:
         return x
     assert isinstance(x.sharding, NamedSharding)

@@ -79,7 +79,7 @@ def agreed(
     """Does some work, and goes on only if all processes could do it and found the same.
 
     Args:
-        work: is done in every process, which are not in step meanwhile.
+        work: runs in every process, unsynchronised.
         facts: what must be the same of its outcome, by name; is not asked for in one process.
         otherwise: what to do if it is not.
         refuse: the error that says so.

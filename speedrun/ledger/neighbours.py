@@ -1,4 +1,4 @@
-"""The records that lie beside one in a folder of records, as far as it takes to know a run again."""
+"""The other records in a folder, read just far enough to recognise a run that appears twice."""
 
 import re
 from collections.abc import Iterator

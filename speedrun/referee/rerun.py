@@ -1,4 +1,4 @@
-"""Runs the source that a record carries, in a process and a world of its own. Nothing else executes any of a record.
+"""Runs the source that a record carries, in its own process and sandbox. Nothing else executes code of a record.
 
 `speedrun replay`, `compare`, `reproduce` and `validate --replay` call it, and say so.
 """

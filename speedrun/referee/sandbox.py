@@ -1,4 +1,4 @@
-"""A world of its own for a process that runs or reads what a stranger wrote.
+"""Isolation for a process that runs untrusted code: namespaces, read-only mounts, limits.
 
     network     none: a network namespace without an interface
     processes   its own only: a process namespace with its own /proc, read-only, since root could set the kernel there

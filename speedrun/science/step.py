@@ -170,7 +170,7 @@ class Step:
         return jax.tree.map(lambda x: x / num_local, total)
 
     def window(self, blocks: jax.Array | int) -> Window:
-        """Of so many blocks: the only one of a program if it is a number, one of the schedule's if it is traced."""
+        """The window of this many blocks: static if it is an int, scheduled if it is traced."""
         return Window(blocks, blocks if isinstance(blocks, int) else self.recipe.most_window_blocks)
 
     def nll_sum(

@@ -37,7 +37,7 @@ def run(trainer: Trainer) -> None:
             train_step = executables.steps[executables.planned[step].shape]
             trainer.state, metrics = train_step(trainer.state, tokens_BT, targets_BT, schedule)
             _report(trainer, executables)  # of the step before: the devices are busy with this one
-            # At once: behind the next step it would be fetched a step later. In one process it is what it was.
+            # Gather before the next step is queued, or the result comes a step later.
             trainer.pending = Pending(step, metrics._replace(bad=meshes.whole(metrics.bad)), cursor)
             trainer.place = Place(step + 1, cursor)
         _finish(trainer, executables, throttled_s)
