@@ -98,7 +98,7 @@ def test_a_plan_gives_steps_validations_and_a_guess():
 
 def test_the_track_says_recipe_devices_and_runs(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
-    found = json.loads(invoke("--track", "single-gpu", "--json").stdout)
+    found = json.loads(invoke("--track", "single-gpu", "--arithmetic", "--json").stdout)
     batch = found["batch"]
     assert (found["recipe"], found["num_devices"], batch["num_runs"]) == ("record21", 1, 3)
     assert batch["total_s"] == pytest.approx(3 * batch["run_s"])

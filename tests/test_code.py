@@ -25,7 +25,7 @@ BOMBS = {
     "attributes": "a" + ".b" * MANY,
     "calls": "a" + "()" * MANY,
     "indices": "a" + "[0]" * (MANY // 2),
-    "comparisons": "a" + "<a" * MANY,
+    "comparisons": "a" + "<a" * (MANY // 4),
     "powers": "1**" * (MANY // 2) + "1",
     "nots": "not " * (MANY // 2) + "1",
     "lambdas": "lambda:" * (MANY // 4) + "1",
