@@ -12,7 +12,7 @@ from speedrun.ground.errors import EXIT_CODES
 README = (ROOT / "README.md").read_text()
 COMMANDS_PAGE = (ROOT / "docs" / "commands.md").read_text()
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
-LONGEST = 140  #: lines of the README, the board included
+LONGEST = 138  #: lines of the README, the board included
 
 
 def test_its_commands_do_what_they_say(tmp_path: Path) -> None:
@@ -42,6 +42,15 @@ def test_the_exit_codes_are_the_real_ones() -> None:
     }
     assert {code: rows[code] for code in EXIT_CODES} == EXIT_CODES
     assert set(rows) == set(EXIT_CODES)
+
+
+def test_what_it_shows_is_in_a_record() -> None:
+    """The lines of a run; its card and checks are printed, and not kept."""
+    (log,) = (ROOT / "records/smoke-cpu/2026-11-22-one-run").glob("runs/*/log.txt")
+    (shown,) = blocks("console", README)
+    lines = [line for line in shown if line.startswith(("step", "----", "result"))]
+    assert len(lines) == 4
+    assert not set(lines) - set(log.read_text().splitlines())
 
 
 def test_the_tree_is_the_tree() -> None:
