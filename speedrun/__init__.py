@@ -1,6 +1,6 @@
 """A speedrun harness for FineWeb in JAX, and the recipes that run on it.
 
-`speedrun.library` has the names that are given here. No import statement names it: no closure shall hold it.
+`speedrun.library` is loaded lazily, by its name, so that no `source.txt` includes it.
 """
 
 import importlib
@@ -11,5 +11,5 @@ _NAMES = ("Record", "load", "run")
 
 def __getattr__(name: str) -> object:
     if name not in _NAMES:
-        raise AttributeError(f"speedrun has no {name!r}; it has {', '.join(_NAMES)}, and its modules")
+        raise AttributeError(f"module 'speedrun' has no attribute {name!r}; it exports {', '.join(_NAMES)}")
     return getattr(importlib.import_module("speedrun.library"), name)

@@ -8,15 +8,17 @@ record.validate()
 record.plot()
 """
 
+import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from speedrun.board import record_plot
-from speedrun.ground import console
-from speedrun.ground.errors import UsageError
+from speedrun.ground.errors import SpeedrunError, UsageError
+from speedrun.ground.track import load as load_track
 from speedrun.ledger import record as records
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.format import Summary
@@ -86,7 +88,7 @@ def run(
     devices: int | None = None,
     quiet: bool = False,
 ) -> Record:
-    """Trains once under the clock and writes a record, as `speedrun run` does.
+    """Trains once under the clock, in a process of its own, and writes a record, as `speedrun run` does.
 
     Args:
         recipe: a recipe of this package, with other settings if you like, or its name; None: the track's own.
@@ -95,26 +97,51 @@ def run(
         seed: of the initial weights.
         data: folder of shards; None: the track's own.
         devices: how many; None: what the track asks for, or all there are.
-        quiet: prints nothing.
+        quiet: prints nothing; else the log of the run, as it comes.
 
     Raises:
         SpeedrunError: as `speedrun run`; a run that broke off leaves a record that says so.
     """
-    from speedrun.training.prepare import RunConfig
-    from speedrun.training.train import train
-
     name, settings = (
         (recipe, {}) if recipe is None or isinstance(recipe, str) else (recipe.name, settings_of(recipe))
     )
-    folder = None if data is None else Path(data)
-    config = RunConfig(track, Path(out), name, seed, settings, folder, devices)
+    out = Path(out).absolute()
+    if out.exists():
+        raise UsageError(f"{out} exists already; need a new folder; remove it or pass another out")
+    asked = {"track": track, "out": str(out), "recipe": name, "seed": seed, "overrides": settings}
+    asked |= {"data": None if data is None else str(Path(data).absolute()), "num_devices": devices}
     try:
-        with _devices_can_be_chosen():
-            train(config, None if quiet else console.Printer(sys.stdout))
+        _train(asked, quiet=quiet)
     finally:
-        if list(config.out.glob("runs/*/run.json")):
-            assemble(config.out, title=f"{name or 'a recipe'} on {track}", declared_runs=1)
-    return Record(config.out)
+        if list(out.glob("runs/*/run.json")):
+            assemble(out, title=f"{name or load_track(track).recipe} on {track}", declared_runs=1)
+    return Record(out)
+
+
+def _train(asked: dict[str, Any], *, quiet: bool) -> None:
+    """Trains in a process of its own: JAX may have other devices here, and a clock counts from a process's start.
+
+    Raises:
+        SpeedrunError: with its last line and its exit code, if it ends badly.
+    """
+    with TemporaryDirectory(prefix="speedrun-") as folder:
+        path, said = Path(folder, "request.json"), ""
+        path.write_bytes(msgspec.json.encode(asked))
+        argv = [sys.executable, "-m", "speedrun.training.train", str(path)]
+        with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:
+            assert child.stdout is not None
+            try:
+                for line in child.stdout:
+                    said = line.strip() or said
+                    if not quiet:
+                        print(line, end="", flush=True)  # noqa: T201 - a notebook shows no other output of a process
+            except BaseException:
+                child.terminate()
+                raise
+    if child.returncode:
+        error = SpeedrunError(said.removeprefix("error: "))
+        error.exit_code = child.returncode
+        raise error
 
 
 def settings_of(recipe: "Recipe") -> dict[str, str]:
@@ -136,17 +163,3 @@ def settings_of(recipe: "Recipe") -> dict[str, str]:
             "since a record carries the source of its recipe; copy the file, change it, and load that name"
         )
     return wanted
-
-
-@contextmanager
-def _devices_can_be_chosen() -> Iterator[None]:
-    """JAX refuses other devices once it has started, as in a notebook that has used it: then one line says so."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "jax_num_cpu_devices" not in str(error):
-            raise
-        raise UsageError(
-            "JAX has started already, with other devices than this track simulates; restart Python and call "
-            "speedrun.run before anything else uses JAX"
-        ) from None

@@ -717,6 +717,7 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V502", "another's numpy", science("from speedrun.ground import mesh\nSIZE = mesh.np.load('w.npy').size\n")),
     ("V502", "everything", science("from jax import *\n")),
     ("V502", "a relative import", science("from .. import step\n")),
+    ("V501", "a decoy of another layout", extended("speedrun/step.py", "x = 1\n")),
     ("V502", "the instruments", science("from speedrun.ground.clock import Clock\n")),
     ("V502", "changes the harness", science("from speedrun.ground import mesh\nmesh.place = None\n")),
     ("V502", "changes a table",

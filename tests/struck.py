@@ -252,7 +252,7 @@ class Soak:
     }
 
     def __init__(self, place: Path, work: Path, data: str, settings: list[str], seed: int) -> None:
-        for name in ("declare", "train", "cli.race", "ledger.plot"):
+        for name in ("study.declare", "training.train", "cli.race", "board.record_plot"):
             importlib.import_module(f"speedrun.{name}")
         importlib.import_module("orbax.checkpoint")
         provenance.closure = partial(closure, provenance.closure)
@@ -340,7 +340,7 @@ class Soak:
         if now.words[1] != "--resume":
             now.words = ["run", "--resume", now.out]
             return False
-        if code != 4 or "start the run with --checkpoint-every" not in self._call.said:
+        if code != 2 or "run anew with another --out" not in self._call.said:
             return False
         if out.exists():
             now.abandoned += (f"{out.name}.",)

@@ -10,7 +10,7 @@ import pytest
 from test_train import SMALL
 
 import speedrun as sr
-from speedrun.ground.errors import UsageError
+from speedrun.ground.errors import SpeedrunError, UsageError
 from speedrun.library import settings_of
 from speedrun.science.recipes import smoke
 
@@ -40,7 +40,7 @@ def test_a_recipe_without_a_file_is_refused(changes: dict[str, Any]) -> None:
 
 
 def test_an_unknown_name_is_told() -> None:
-    with pytest.raises(AttributeError, match="it has Record, load, run"):
+    with pytest.raises(AttributeError, match="it exports Record, load, run"):
         getattr(sr, "train")  # noqa: B009 - no type checker lets the name pass
 
 
@@ -52,23 +52,16 @@ def test_the_package_is_imported_without_what_it_may_need() -> None:
     assert not done.stdout.split()
 
 
-def test_jax_that_has_started_with_other_devices_is_told_in_a_line(tmp_path: Path) -> None:
-    script = f"""
-import jax
-jax.devices()
-import speedrun
-from speedrun.ground.errors import UsageError
-try:
-    speedrun.run(track="smoke-cpu", out={str(tmp_path / "out")!r}, quiet=True)
-except UsageError as error:
-    print(error)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={"JAX_PLATFORMS": "cpu"},
-    )
-    assert done.stdout.startswith("JAX has started already, with other devices")
-    assert not (tmp_path / "out").exists()
+def test_a_record_that_is_there_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(UsageError, match="exists already; need a new folder"):
+        sr.run(track="smoke-cpu", out=tmp_path / "mine")
+    assert not list((tmp_path / "mine").iterdir())
+
+
+def test_a_run_that_is_refused_says_why(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SpeedrunError, match="unknown recipe 'smok'; did you mean 'smoke'") as info:
+        sr.run("smok", track="smoke-cpu", out=tmp_path / "mine", quiet=True)
+    assert info.value.exit_code == UsageError.exit_code
+    assert not (tmp_path / "mine").exists()
+    assert not capfd.readouterr().out

@@ -3,6 +3,7 @@
 import re
 import secrets
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -24,6 +25,8 @@ class _WithReplay(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Spells it out."""
+        if any(pair == ("--replay", "all") for pair in pairwise(args)) and not Path("all").exists():
+            raise UsageError("--replay all; write --replay=all")
         return super().parse_args(ctx, ["--replay=some" if word == "--replay" else word for word in args])
 
 

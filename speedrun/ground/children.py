@@ -7,7 +7,7 @@ from speedrun.ground.errors import Terminated
 
 
 def wait_for(child: subprocess.Popen[bytes]) -> int:
-    """The exit code of a child, to which both signals go on.
+    """Waits for a child, forwarding SIGINT and SIGTERM; its exit code.
 
     Start it with `process_group=0`: else a terminal's Ctrl-C reaches it twice, and the second one is not heeded.
 

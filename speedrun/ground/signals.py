@@ -24,7 +24,10 @@ def stop(number: int, _frame: object) -> None:
     """
 
     def again(_alarm: int, _frame: object) -> None:
-        if signal.getsignal(number) is stop:  # nobody has left the block that it was meant for
+        handler = signal.getsignal(number)
+        if isinstance(handler, Later):
+            handler(number, None)
+        elif handler is stop:  # nobody has left the block that it was meant for
             stop(number, None)
 
     _prepare_to_raise_again()
@@ -105,9 +108,9 @@ def heeded() -> Iterator[None]:
 
 
 def beside(work: Callable[[], Any]) -> Any:
-    """Does work in a second thread: this one heeds a signal at once, which it could not do inside XLA's compiler.
+    """Runs `work` in a thread, so that the main thread can handle signals while XLA compiles.
 
-    Work that was left alone goes on until the process ends, so `output.leave` ends it.
+    A thread that was abandoned runs on until `output.leave`.
     """
     pool = ThreadPoolExecutor(1)
     try:

@@ -24,18 +24,22 @@ MOST_BYTES = 2**18
 #: What could change a loss curve: a recipe's author may change it. All else is an instrument, and the same for
 #: everybody.
 SCIENCE = "speedrun/science/"
-#: The same in records of before November 2026.
-_SCIENCE_BEFORE = tuple(
-    f"speedrun/{name}"
-    for name in ("recipes/", "models/", "nn.py", "kernels/", "optim/", "params.py", "recipe.py", "step.py")
+#: The same in the layout before 2026-11-22: folders, and files.
+_FOLDERS_BEFORE = tuple(f"speedrun/{name}/" for name in ("recipes", "models", "kernels", "optim"))
+_FILES_BEFORE = frozenset(f"speedrun/{name}.py" for name in ("nn", "params", "recipe", "step"))
+#: They find recipes by their names, or could stand in the way of what does: none of them is a recipe's.
+_REGISTERS = frozenset(
+    f"{folder}/{name}"
+    for folder in ("speedrun/science", "speedrun")
+    for name in ("__init__.py", "recipes.py", "recipes/__init__.py")
 )
-#: Finds recipes by their names; none has to change it.
-_REGISTERS = ("speedrun/science/recipes/__init__.py", "speedrun/recipes/__init__.py")
 
 
 def is_science(path: str) -> bool:
     """Whether a file of a source text is one that a recipe's author may change."""
-    return path.endswith(".py") and path.startswith((SCIENCE, *_SCIENCE_BEFORE)) and path not in _REGISTERS
+    if not path.endswith(".py") or path in _REGISTERS:
+        return False
+    return path.startswith((SCIENCE, *_FOLDERS_BEFORE)) or path in _FILES_BEFORE
 
 
 @dataclass

@@ -97,7 +97,7 @@ class Rerun:
 
     @property
     def _entry(self) -> str:
-        """The module that trains: records of before November 2026 have it elsewhere."""
+        """The module that trains: the layout before 2026-11-22 had it elsewhere."""
         new, old = "speedrun/training/train.py", "speedrun/train.py"
         return (new if new in self._source else old).removesuffix(".py").replace("/", ".")
 

@@ -16,7 +16,7 @@ from speedrun.training.trainer import Place, Trainer
 
 @contextmanager
 def kept_if_stopped(trainer: Trainer) -> Iterator[None]:
-    """Keeps the state of a run that was told to stop. It is told between steps only, where the state is whole."""
+    """Saves a checkpoint if the run is asked to stop. Stops are raised only between steps."""
     try:
         yield
     except Terminated:
@@ -25,7 +25,7 @@ def kept_if_stopped(trainer: Trainer) -> Iterator[None]:
 
 
 def keep(trainer: Trainer, *, wait: bool = False) -> None:
-    """Makes a checkpoint, if some are wanted and this one is not there; only of steps whose losses are known finite.
+    """Saves a checkpoint of the current step, unless it is already saved. Report all losses first.
 
     Args:
         trainer: the run.
@@ -41,7 +41,7 @@ def keep(trainer: Trainer, *, wait: bool = False) -> None:
 
 
 def go_on(trainer: Trainer) -> None:
-    """Takes up the newest checkpoint of an earlier run; without any, begins anew with the state that is there."""
+    """Resumes from the newest checkpoint; without one, keeps the fresh state."""
     ready, out, checkpoints = trainer.ready, trainer.ready.config.out, trainer.checkpoints
     assert checkpoints is not None
     if not checkpoints.steps:

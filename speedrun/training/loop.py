@@ -31,15 +31,17 @@ def run(trainer: Trainer) -> None:
     executables = _started(trainer)
     mesh, schedule = trainer.ready.program.mesh, trainer.ready.program.schedule
     throttled_s = health.throttled_s(mesh)
-    with _clocked(trainer), closing(_feed(trainer, executables)) as feed:
-        for step, batch, cursor in feed:
+    with closing(_feed(trainer, executables)) as feed, _clocked(trainer):
+        for step, batches in feed:
+            _before_step(trainer, executables, step, batches)
+            batch = _next(trainer, executables, step, batches)
             tokens_BT, targets_BT = (meshes.place(x, mesh) for x in batch)
             train_step = executables.steps[executables.planned[step].shape]
             trainer.state, metrics = train_step(trainer.state, tokens_BT, targets_BT, schedule)
             _report(trainer, executables)  # of the step before: the devices are busy with this one
             # Gather before the next step is queued, or the result comes a step later.
-            trainer.pending = Pending(step, metrics._replace(bad=meshes.whole(metrics.bad)), cursor)
-            trainer.place = Place(step + 1, cursor)
+            trainer.pending = Pending(step, metrics._replace(bad=meshes.whole(metrics.bad)), batches.cursor)
+            trainer.place = Place(step + 1, batches.cursor)
         _finish(trainer, executables, throttled_s)
     trainer.tally.final_hash = processes.agreed(
         lambda: state_hash(trainer.state),
@@ -50,7 +52,7 @@ def run(trainer: Trainer) -> None:
 
 
 def _started(trainer: Trainer) -> Executables:
-    """Compiles, warms up, and takes up an earlier run if that was asked for."""
+    """Compiles, warms up and, if asked, restores a checkpoint."""
     program, seed = trainer.ready.program, trainer.ready.config.seed
     inspect(program.init.lower(jax.random.key(0)).as_text())
     trainer.state = signals.beside(lambda: program.init(jax.random.key(seed)))
@@ -70,7 +72,7 @@ def _started(trainer: Trainer) -> Executables:
 
 @contextmanager
 def _clocked(trainer: Trainer) -> Iterator[None]:
-    """Starts the clock. Inside, no transfer by accident, no compilation unseen, and a signal waits for a step's end."""
+    """Runs the block under the clock: implicit transfers disallowed, compilations logged, signals deferred."""
     with (
         jax.transfer_guard("disallow"),
         _compilations(trainer.log),
@@ -84,10 +86,8 @@ def _clocked(trainer: Trainer) -> Iterator[None]:
         yield
 
 
-def _feed(
-    trainer: Trainer, executables: Executables
-) -> Generator[tuple[int, stream.Batch, stream.Cursor], None, None]:
-    """Number, batch and next cursor of each step. What happens between two steps, happens here."""
+def _feed(trainer: Trainer, executables: Executables) -> Generator[tuple[int, stream.Prefetch], None, None]:
+    """The number of each step, with the stream its batch comes from; each stage has batches of its own size."""
     train, start, tally = trainer.ready.shards.train, trainer.place, trainer.tally
     shapes = [planned.shape[:2] for planned in executables.planned]
     tokens = stream.TokenStream(
@@ -96,19 +96,13 @@ def _feed(
     with stream.Prefetch(tokens, shapes[start.step :]) as batches:
         try:
             for step in range(start.step, len(shapes)):
-                _between(trainer, executables, step, batches)
-                with trainer.phases.within("data"):
-                    faults.point("data")
-                    batch = next(batches)
-                if step == start.step:
-                    tally.first_batch_sha256 = _sha256_of_all(trainer, shapes[step], batch)
-                yield step, batch, batches.cursor
+                yield step, batches
         finally:  # also when the run breaks off: what was read is told
             tally.data_wait_s, tally.ranges = batches.wait_s, batches.ranges
 
 
-def _between(trainer: Trainer, executables: Executables, step: int, batches: stream.Prefetch) -> None:
-    """Before a step: checkpoints and validations that are due; and where a run that was told to stop, stops."""
+def _before_step(trainer: Trainer, executables: Executables, step: int, batches: stream.Prefetch) -> None:
+    """Makes checkpoints and validations that are due; a run that was told to stop, stops here."""
     is_due = trainer.checkpoints is not None and trainer.checkpoints.due(step)
     validates = trainer.ready.track.validates_at(step)
     if trainer.stopping.asked or is_due or validates:
@@ -125,6 +119,20 @@ def _between(trainer: Trainer, executables: Executables, step: int, batches: str
         trainer.log.emit(runlog.ClockResume(trainer.clock.seconds))
     _log_stage_change(executables, step, trainer.log)
     faults.point("step")
+
+
+def _next(trainer: Trainer, executables: Executables, step: int, batches: stream.Prefetch) -> stream.Batch:
+    """The batch of a step; the digest of the first one is kept."""
+    with trainer.phases.within("data"):
+        faults.point("data")
+        batch = next(batches)
+    if trainer.tally.first_batch_sha256 is None:
+        of_all = batch
+        if processes.count() > 1:  # the rows that other processes have of it, too
+            shape = executables.planned[step].shape
+            of_all = stream.TokenStream(trainer.ready.shards.train, trainer.place.cursor).batch(*shape[:2])
+        trainer.tally.first_batch_sha256 = runfile.sha256(of_all.tokens_BT.astype("<u2").tobytes())
+    return batch
 
 
 def _finish(trainer: Trainer, executables: Executables, throttled_s: float | None) -> None:
@@ -194,13 +202,6 @@ def _validate(trainer: Trainer, executables: Executables, step: int) -> None:
         line = runlog.Val(at, val.loss, val.tokens, val.nll_sum.hex(), val.seconds)
         trainer.log.emit(line, hold=is_result)
         trainer.tally.val_loss = val.loss
-
-
-def _sha256_of_all(trainer: Trainer, shape: tuple[int, int], batch: stream.Batch) -> str:
-    """Digest of the ids of the first batch, with the rows that other processes have of it."""
-    if processes.count() > 1:
-        batch = stream.TokenStream(trainer.ready.shards.train, trainer.place.cursor).batch(*shape)
-    return runfile.sha256(batch.tokens_BT.astype("<u2").tobytes())
 
 
 def _log_stage_change(executables: Executables, step: int, log: runlog.RunLog) -> None:

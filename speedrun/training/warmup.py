@@ -117,6 +117,7 @@ def warm_up(trainer: Trainer, executables: Executables) -> None:
     for score in executables.scores.values():
         batch = ids(recipe.eval_sequences, recipe.eval_seq_len)
         meshes.fetch(score(state.params, *batch, program.schedule, state.step))
+    del state  # or there would be two
     trainer.state = program.init(jax.random.key(ready.config.seed))
     trainer.tally.init_hash = state_hash(trainer.state)
     trainer.tally.warmup_s = watch.seconds

@@ -4,20 +4,20 @@ The source is read, never executed: see `ledger.code`.
 """
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import prod
 
 from speedrun.ground import provenance, runlog
 from speedrun.ledger import format, history
 from speedrun.ledger.checks.environment import LOCK
 from speedrun.ledger.checks.table import Skip, check, check_run
-from speedrun.ledger.code import MOST_BYTES, Code, is_science, read
+from speedrun.ledger.code import MOST_BYTES, SCIENCE, Code, is_science, read
 from speedrun.ledger.permitted import ATTRIBUTES, MODULES
 from speedrun.ledger.reaches import NOT_LISTED
 from speedrun.ledger.record import Record
 from speedrun.ledger.run import Run
 
-#: Where a source holds its entry and its recipes: now, and in records of before November 2026.
+#: Where a source holds its entry and its recipes: now, and in the layout before 2026-11-22.
 _PLACES = (
     ("speedrun/training/train.py", "speedrun/science/recipes"),
     ("speedrun/train.py", "speedrun/recipes"),
@@ -93,8 +93,15 @@ def whole(record: Record) -> Iterator[str]:
             and format.sha256(text.encode()) != run.start.track_sha256
         ):
             yield f"{run.folder}: {tracks} is not the track that it ran under"
+    yield from (f"{path} is of another layout than the entry" for path in _of_another_layout(files))
     missing = ((path, line, name) for path, code in files.items() for line, name in _missing(code, files))
     yield from (f"{path} line {line}: imports {name}, which is not there" for path, line, name in missing)
+
+
+def _of_another_layout(files: Iterable[str]) -> list[str]:
+    """Science that the entry does not run: a decoy for whoever reads the source."""
+    is_new = _PLACES[0][0] in files
+    return [path for path in files if is_science(path) and path.startswith(SCIENCE) != is_new]
 
 
 def _missing(code: Code, files: dict[str, Code]) -> Iterator[tuple[int, str]]:
