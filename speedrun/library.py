@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from speedrun.board import record_plot
-from speedrun.ground.errors import SpeedrunError, UsageError
+from speedrun.ground.errors import SpeedrunError, UsageError, unknown
 from speedrun.ground.track import load as load_track
 from speedrun.ledger import record as records
 from speedrun.ledger.assemble import assemble
@@ -63,7 +63,13 @@ class Record:
         return validate(self.folder)
 
     def plot(self, *kinds: record_plot.Kind) -> list[Path]:
-        """Draws `loss` against time (the default), `tokens` or `steps`; gives the files that were written."""
+        """Draws `loss` against time (the default), `tokens` or `steps`; gives the files that were written.
+
+        Raises:
+            UsageError: for another kind, or if nothing can be drawn.
+        """
+        for kind in {*kinds} - {*record_plot.KINDS}:
+            raise unknown("kind of plot", kind, record_plot.KINDS)
         return record_plot.plot(self.folder, kinds or ("loss",))
 
 

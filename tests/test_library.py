@@ -4,6 +4,7 @@ import dataclasses
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,13 +13,19 @@ from test_train import SMALL
 import speedrun as sr
 from speedrun.ground.errors import SpeedrunError, UsageError
 from speedrun.library import settings_of
+from speedrun.science import recipes
 from speedrun.science.recipes import smoke
 
 
 def test_a_recipe_is_loaded_changed_run_checked_and_drawn(tmp_path: Path, smoke_data: Path) -> None:
     recipe = sr.load("smoke").override(SMALL)
     record = sr.run(recipe, track="smoke-cpu", out=tmp_path / "mine", data=smoke_data, seed=3, quiet=True)
-    assert record.validate().exit_code == 0
+    report = record.validate()
+    assert report.exit_code == 0
+    assert repr(report) == f"<Report {report.verdict}>"
+    assert report.verdict.startswith("good: ")
+    with pytest.raises(UsageError, match="unknown kind of plot 'pie'; "):
+        record.plot("pie")  # pyright: ignore[reportArgumentType]
     (run,) = record.runs
     assert (run.file.seed, run.file.overrides) == (3, settings_of(recipe))
     assert run.file.overrides.keys() <= SMALL.keys()
@@ -37,6 +44,15 @@ def test_settings_are_found_again(changes: dict[str, float]) -> None:
 def test_a_recipe_without_a_file_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="need a file of its own"):
         settings_of(dataclasses.replace(smoke.RECIPE, **changes))
+
+
+@pytest.mark.parametrize("content", [{"RECIPE": smoke.RECIPE}, {}])
+def test_a_recipe_has_the_name_of_its_file(content: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the record would name a file that its source does not hold."""
+    monkeypatch.setattr(recipes, "names", lambda: ["mine"])
+    monkeypatch.setitem(sys.modules, "speedrun.science.recipes.mine", SimpleNamespace(**content))
+    with pytest.raises(UsageError, match=r"recipes/mine\.py holds no RECIPE of name='mine'"):
+        sr.load("mine")
 
 
 def test_an_unknown_name_is_told() -> None:

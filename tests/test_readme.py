@@ -12,7 +12,7 @@ from speedrun.ground.errors import EXIT_CODES
 README = (ROOT / "README.md").read_text()
 COMMANDS_PAGE = (ROOT / "docs" / "commands.md").read_text()
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
-LONGEST = 138  #: lines of the README, the board included
+LONGEST = 148  #: lines of the README, the board included
 
 
 def test_its_commands_do_what_they_say(tmp_path: Path) -> None:

@@ -166,10 +166,7 @@ def _show(report: Report, *, verbose: bool) -> None:
             click.echo(f"               {message}")
         if result.status in ("failed", "warning"):
             click.echo(f"               fix: {result.check.hint}")
-    counts = [(len(report.having(status)), status) for status in ("ok", "failed", "warning", "skipped")]
-    verdict = "refused" if report.exit_code else "good"
-    hint = "" if verbose else " (-v shows all)"
-    click.echo(f"{verdict}: {', '.join(f'{count} {status}' for count, status in counts if count)}{hint}")
+    click.echo(report.verdict + ("" if verbose else " (-v shows all)"))
 
 
 def _facts(report: Report) -> dict[str, object]:

@@ -25,10 +25,8 @@ def stop(number: int, _frame: object) -> None:
 
     def again(_alarm: int, _frame: object) -> None:
         handler = signal.getsignal(number)
-        if isinstance(handler, Later):
+        if callable(handler) and (handler is stop or isinstance(handler, Later)):  # still ours
             handler(number, None)
-        elif handler is stop:  # nobody has left the block that it was meant for
-            stop(number, None)
 
     _prepare_to_raise_again()
     signal.signal(signal.SIGALRM, again)

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from speedrun.ground.errors import unknown
 from speedrun.launch import shell
 from speedrun.launch.job import PORT, Job, is_bucket
 from speedrun.launch.kubernetes import dumped
@@ -34,6 +35,8 @@ def text(job: Job) -> str:
         )
     resources: dict[str, Any] = {"autostop": {"idle_minutes": _IDLE_MINUTES, "down": keeps}}
     if job.gpus:
+        if job.gpu not in _ACCELERATORS:
+            raise unknown("GPU for SkyPilot", job.gpu, _ACCELERATORS)
         resources["accelerators"] = f"{_ACCELERATORS[job.gpu]}:{job.gpus}"
     if job.cloud:
         resources["infra"] = job.cloud

@@ -27,7 +27,7 @@ class Result:
     messages: tuple[str, ...]  #: problems, or why it was skipped; safe to print
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """What all checks found."""
 
@@ -37,6 +37,16 @@ class Report:
     def having(self, status: Status) -> list[Result]:
         """The results with one status."""
         return [result for result in self.results if result.status == status]
+
+    @property
+    def verdict(self) -> str:
+        """One line: "good" or "refused", and how many checks said what."""
+        counts = [(len(self.having(status)), status) for status in ("ok", "failed", "warning", "skipped")]
+        said = ", ".join(f"{count} {status}" for count, status in counts if count)
+        return f"{'refused' if self.exit_code else 'good'}: {said}"
+
+    def __repr__(self) -> str:
+        return f"<Report {self.verdict}>"
 
     @property
     def exit_code(self) -> int:

@@ -3,7 +3,7 @@
 import importlib
 from pathlib import Path
 
-from speedrun.ground.errors import unknown
+from speedrun.ground.errors import UsageError, unknown
 from speedrun.science.recipe import Recipe
 
 
@@ -16,8 +16,11 @@ def load(name: str) -> Recipe:
     """The recipe of this name.
 
     Raises:
-        UsageError: if there is none; names the nearest one.
+        UsageError: if there is none, or its file holds another one: a record names the file by its recipe.
     """
     if name not in names():
         raise unknown("recipe", name, names())
-    return importlib.import_module(f"speedrun.science.recipes.{name}").RECIPE
+    recipe = getattr(importlib.import_module(f"speedrun.science.recipes.{name}"), "RECIPE", None)
+    if not isinstance(recipe, Recipe) or recipe.name != name:
+        raise UsageError(f"recipes/{name}.py holds no RECIPE of name={name!r}; give it the name of its file")
+    return recipe
