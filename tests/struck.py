@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import random
+import re
 import runpy
 import shutil
 import signal
@@ -39,6 +40,9 @@ DOES = ("kill", "full", "sync")
 #: How a command ends that was struck; its child may have been, too.
 CODES = {"kill": (-signal.SIGKILL, 128 + signal.SIGKILL), "full": (4,), "sync": (4,)}
 LEFT = (".partial", ".lock")  #: names of what commands leave that were killed
+_UNDONE = (
+    r"\.checkpoints/|\.partial(/|$)|\.lock$"  #: what need not be as it was: nobody was told that it is done
+)
 ASSEMBLED = ("manifest.json", "summary.json", "README.md")  #: what assembling writes, in this order
 COPIED = "V312"  #: the soak makes the same runs again and again, and copies records
 OWNERS = b"These words are the owner's.\n"
@@ -202,7 +206,7 @@ class Round:
                 elif held.endswith(OWNERS) and not now[path].endswith(OWNERS):
                     yield f"after try {number}: {path} lost its owner's words"
         for number, now in enumerate(self.seen):
-            for path in filter(lambda path: ".checkpoints/" not in path and not path.endswith(LEFT), now):
+            for path in filter(lambda path: not re.search(_UNDONE, path), now):
                 if what := self._torn(path, now, final):
                     yield f"after try {number}: {path} {what}"
 

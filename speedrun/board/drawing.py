@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from speedrun.ground.errors import refusals_told
 from speedrun.ground.wholefile import write_whole
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ def canvas(width: float, height: float) -> Iterator["Figure"]:
 
 def save(figure: "Figure", folder: Path, name: str) -> list[Path]:
     """Writes a picture into a folder, which is made, as SVG and as PNG; returns both, in this order."""
-    folder.mkdir(parents=True, exist_ok=True)
+    with refusals_told(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{name}.svg", folder / f"{name}.png"]
     write_whole(paths[0], svg(figure))
     png = io.BytesIO()

@@ -20,7 +20,7 @@ from speedrun.doctor import cuda, nvidia
 from speedrun.ground import provenance, signals
 from speedrun.ground import track as tracks
 from speedrun.ground.clock import today
-from speedrun.ground.errors import SpeedrunError, UsageError
+from speedrun.ground.errors import SpeedrunError, UsageError, refusals_told
 from speedrun.ground.wholefile import write_whole
 
 if TYPE_CHECKING:
@@ -77,7 +77,8 @@ def everything(
         click.echo("\n".join(part.name for part in known))
         return
     _provide(tokens, size, given=shards is not None)
-    out.mkdir(parents=True, exist_ok=True)
+    with refusals_told(out):
+        out.mkdir(parents=True, exist_ok=True)
     before = session.results(out)
     if names is None:
         chosen = [part for part in chosen if part.name not in before or before[part.name].status == "cut"]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from speedrun.ground.errors import DataError
+from speedrun.ground.errors import DataError, refusals_told
 from speedrun.ground.wholefile import write_whole
 
 if TYPE_CHECKING:
@@ -60,7 +60,8 @@ def cached_ranks() -> Path:
     if not path.exists():
         raw = _fetch(RANKS_URL)
         check_ranks(path, raw)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        with refusals_told(path.parent):
+            path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, raw)
     return path
 

@@ -24,7 +24,7 @@ from speedrun.data.inventory import MANIFEST, Manifest, Place, ShardEntry, read_
 from speedrun.data.workers import Encoded, encoded
 from speedrun.ground import faults
 from speedrun.ground.clock import Stopwatch
-from speedrun.ground.errors import DataError, UsageError
+from speedrun.ground.errors import DataError, UsageError, refusals_told
 
 #: The validation of the speedrun.
 SCORED_TOKENS = 10_485_760
@@ -153,7 +153,8 @@ def _settings(source: Source, choice: tokenizer.Choice, cut: Cut) -> dict[str, s
 
 def _found(out: Path, cut: Cut, fresh: Manifest) -> Manifest:
     """The manifest of a folder that was begun with the same settings; `fresh` for one that holds nothing yet."""
-    out.mkdir(parents=True, exist_ok=True)
+    with refusals_told(out):
+        out.mkdir(parents=True, exist_ok=True)
     found = read_manifest(out)
     if found is None:
         if others := sorted(path.name for path in out.glob("*.bin")):
