@@ -24,7 +24,8 @@ from click.testing import CliRunner
 from jax.experimental.compilation_cache import compilation_cache
 
 from speedrun.cli import command
-from speedrun.cli.run import card, following, parse_settings
+from speedrun.cli.card import card, following
+from speedrun.cli.run import parse_settings
 from speedrun.data import inventory, shards, synthetic
 from speedrun.ground import console, mesh, provenance, runlog, signals, track
 from speedrun.ground.clock import now

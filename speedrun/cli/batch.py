@@ -13,6 +13,7 @@ import click
 import msgspec
 
 from speedrun.board.record_plot import plot
+from speedrun.cli.card import card
 from speedrun.cli.child import alone, as_shell, ended
 from speedrun.cli.data_prep import ensure_docs
 from speedrun.cli.options import (
@@ -32,7 +33,7 @@ from speedrun.cli.options import (
 )
 from speedrun.cli.race import find, ghost_option
 from speedrun.cli.relay import relayed, wandb_option
-from speedrun.cli.run import card, new_folder
+from speedrun.cli.run import new_folder
 from speedrun.ground import signals
 from speedrun.ground import track as tracks
 from speedrun.ground.errors import NonFiniteError, UsageError, meaning

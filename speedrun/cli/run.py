@@ -12,6 +12,7 @@ import msgspec
 
 from speedrun.board.record_plot import plot
 from speedrun.cli import together
+from speedrun.cli.card import card, following
 from speedrun.cli.data_prep import ensure_docs
 from speedrun.cli.options import (
     Integer,
@@ -37,7 +38,7 @@ from speedrun.ground.errors import INTERRUPTED, CheckpointError, SpeedrunError, 
 from speedrun.ledger import format
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.salvage import ended, salvage
-from speedrun.ledger.validate import Report, Status, validate
+from speedrun.ledger.validate import Report, validate
 from speedrun.training import meet, watchdog
 
 if TYPE_CHECKING:
@@ -302,65 +303,6 @@ def _keep(out: Path, title: str) -> None:
         click.echo(f"record  {out} tells where the run broke off", err=True)
     except SpeedrunError as error:  # the error on its way out matters more
         click.echo(f"warning: the record of the broken run is incomplete: {error}", err=True)
-
-
-def card(rules: tracks.Track, summary: format.Summary, report: Report) -> str:
-    """The result in three lines, and one for each check that failed or warned; `validate` tells of the others."""
-    reached = "reached" if summary.target_reached else "NOT reached"
-    words: dict[Status, str] = {"failed": "failed", "warning": "warned", "skipped": "not asked"}
-    others = [(word, report.having(status)) for status, word in words.items() if report.having(status)]
-    checks = [f"{len(report.having('ok'))} checks passed"]
-    checks += [f", {len(results)} {word}" for word, results in others]
-    checks += [
-        f"\n        {r.check.id} {word}: {'; '.join(r.messages)}"
-        for word, rs in others
-        for r in rs
-        if r.status != "skipped"
-    ]
-    head = f"card    {rules.id}: target {rules.target.loss:g} {reached}"
-    if summary.num_finished:
-        head += (
-            f", val {summary.val_loss_mean:.4f} in {summary.train_time_s_mean:.2f} s of training\n"
-            f"        {summary.num_steps:,} steps, {summary.num_tokens:,} tokens, "
-            f"cold wall {summary.cold_wall_s_mean:.1f} s | {_standing(rules.rules, summary)}"
-        )
-    else:
-        head += ", no run finished"
-    return f"{head}\nchecks  {''.join(checks)}"
-
-
-def _standing(rules: tracks.Rules, summary: format.Summary) -> str:
-    """What the track makes of the result."""
-    if not rules.ranked:
-        return "shown, not ranked"
-    if summary.test is None or summary.num_finished < rules.min_runs:
-        return f"{summary.num_finished} run{'s' * (summary.num_finished > 1)}; a rank takes a batch of {rules.min_runs}"
-    return "qualified" if summary.test.passed else "not proven"
-
-
-def following(config: "RunConfig", summary: format.Summary, report: Report) -> str:
-    """The command that is worth most after this run: what failed means, the way back, or whether it holds."""
-    data = ["--data", str(config.data)] if config.data else []
-    if failed := report.having("failed"):
-        words = ["validate", "--explain", failed[0].check.id]
-    elif summary.target_reached:
-        words = ["replay", str(config.out), *data]
-    else:
-        words = ["run", "--track", config.track, *_chosen(config), *data, "--seed", str(config.seed + 1)]
-    return shlex.join(["speedrun", *words])
-
-
-def _chosen(config: "RunConfig") -> list[str]:
-    """What a run was asked for beside its track, data and seed, as options."""
-    options = {
-        "--recipe": config.recipe,
-        "--devices": config.num_devices,
-        "--replicas": config.replicas,
-        "--microbatches": config.microbatches,
-        "--attention": None if config.attention == "auto" else config.attention,
-    }
-    words = [word for name, value in options.items() if value for word in (name, str(value))]
-    return words + [word for setting in config.overrides.items() for word in ("--set", "=".join(setting))]
 
 
 def new_folder(track: str) -> Path:

@@ -57,7 +57,7 @@ INTERRUPTED = 130
 #: One of several processes was lost; what a shell makes of SIGABRT, with which JAX ends the others.
 LOST = 134
 
-#: What `speedrun COMMAND --help` and the README print.
+#: What `speedrun --help` and docs/commands.md print.
 EXIT_CODES = {
     0: "done",
     1: "ran, and the answer is no: target missed or a check failed",

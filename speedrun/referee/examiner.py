@@ -10,7 +10,6 @@ N tokens of a chunk, V vocabulary, L leaves of the state.
 import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,6 @@ import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
-from jax import export
-from jax.core import ShapedArray
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -29,99 +26,17 @@ from speedrun.ground import mesh as meshes
 from speedrun.ground import track as tracks
 from speedrun.ground.errors import CheckpointError
 from speedrun.ground.output import told
-from speedrun.ledger.findings import Array, Examination, Findings, HandedOver, Lowered, Replayed, Stretch
+from speedrun.ledger.findings import Examination, Findings, HandedOver, Replayed, Stretch
 from speedrun.referee import causality
-from speedrun.science.step import COMPILER_OPTIONS
+from speedrun.referee.programs import Programs
 from speedrun.training.checkpoint import unsealed
 from speedrun.training.fingerprint import state_hash
 from speedrun.training.prepare import decoded
-from speedrun.training.program import inspect
 
 #: Texts that are changed: as many as positions, so that a model which leaks in few texts is found as surely as one that
 #: leaks at few positions of all.
 _TEXTS = 140
 _BATCHES = 4  #: whose sequences change places, and whose rows do in the head
-
-# --- programs of others -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Programs:
-    """What was handed over, to be called by name."""
-
-    folder: Path
-    handed: HandedOver
-    mesh: Any
-
-    def exported(self, name: str) -> export.Exported:
-        """A program as JAX knows it; nothing of it is unpickled."""
-        lowered = self.handed.programs[name]
-        avals, places = self._arrays(lowered, lowered.inputs)
-        results, result_places = self._arrays(lowered, lowered.outputs)
-        # JAX 0.10 wants to be told, later ones see it.
-        told_in = {"_has_named_shardings": True} if jax.__version_info__ < (0, 11) else {}
-        return export.Exported(
-            fun_name=name.replace("-", "_"),
-            in_tree=jax.tree.structure((avals, {})),
-            in_avals=avals,
-            out_tree=jax.tree.structure(results),
-            out_avals=results,
-            **told_in,
-            _in_named_shardings=places,
-            _out_named_shardings=result_places,
-            in_shardings_hlo=(None,) * len(avals),
-            out_shardings_hlo=(None,) * len(results),
-            nr_devices=lowered.num_devices,
-            platforms=(jax.default_backend() if jax.default_backend() != "gpu" else "cuda",),
-            ordered_effects=(),
-            unordered_effects=(),
-            disabled_safety_checks=(),
-            mlir_module_serialized=(self.folder / f"{name}.mlir").read_bytes(),
-            calling_convention_version=lowered.convention,
-            module_kept_var_idx=lowered.kept,
-            uses_global_constants=False,
-            _get_vjp=None,
-        )
-
-    def _arrays(self, lowered: Lowered, arrays: tuple[Array, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        avals = tuple(ShapedArray(one.shape, np.dtype(jnp.dtype(one.dtype))) for one in arrays)
-        if lowered.num_devices == 1:
-            return avals, (None,) * len(avals)
-        return avals, tuple(self.place(one) for one in arrays)
-
-    def place(self, one: Array) -> NamedSharding:
-        """Where an array lives."""
-        return NamedSharding(self.mesh, P(*(axes or None for axes in one.axes)))
-
-    @cached_property
-    def state_places(self) -> list[NamedSharding]:
-        """Where each leaf of a state lives."""
-        inputs = self.handed.programs[self.handed.steps[0]].inputs
-        return [self.place(one) for one in inputs[: len(self.handed.leaves)]]
-
-    def compiled(self, name: str, *, outs: Any = None) -> Any:
-        """The executable of a program, if it talks to nobody.
-
-        Args:
-            name: of the program.
-            outs: where its results shall live; with them, its arguments but the last two are donated.
-
-        Raises:
-            UsageError: if it would.
-        """
-        one, lowered = self.exported(name), self.handed.programs[name]
-        inspect(one.mlir_module())
-        args = [
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
-            for x, place in zip(*self._arrays(lowered, lowered.inputs), strict=True)
-        ]
-        options: Any = COMPILER_OPTIONS.get(jax.default_backend(), {})
-        donate = tuple(range(max(0, len(args) - 2))) if outs else ()
-        called = jax.jit(one.call, donate_argnums=donate, out_shardings=outs)
-        return called.lower(*args).compile(compiler_options=options)
-
-
-# --- the examination ----------------------------------------------------------------------------------------
 
 
 def examine(asked: Examination) -> Findings:

@@ -233,23 +233,6 @@ class Checkpoints:
             f"{self._folder}: no whole checkpoint; need one to go on from; start the run again, in a new folder"
         )
 
-    def restore_at(self, step: int, program: Program, config_sha256: str) -> Restored:
-        """The checkpoint of one step, or none.
-
-        Raises:
-            CheckpointError: if it is not there, damaged, or of another model or run.
-        """
-        if step not in self.steps:
-            raise CheckpointError(
-                f"{self._folder}: no checkpoint {step}; it is needed; keep all of them (--keep-checkpoints 0)"
-            )
-        try:
-            return self._restore(step, program, config_sha256)
-        except _Damaged as damage:
-            raise CheckpointError(
-                f"{self._folder / str(step)}: damaged ({damage}); it is needed; restore its files"
-            ) from None
-
     def _restore(self, step: int, program: Program, config_sha256: str) -> Restored:
         facts = self._facts(step)
         if facts.step != step:
