@@ -440,10 +440,11 @@ def performed(tmp_path, monkeypatch):
         if module == "speedrun.study.design":
             plan(request["num_confirming"])
             return 0
-        out = Path(request["out"])
+        config = request["config"]  # of `race`
+        out = Path(config["out"])
         out.mkdir(parents=True)
         (out / "source.txt").write_text(source_text())
-        arm, seed = out.parent.name[3:], request["seed"]
+        arm, seed = out.parent.name[3:], config["seed"]
         asked.append((arm, seed))
         code = codes.pop(0) if codes else 0
         if code is None:

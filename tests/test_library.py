@@ -4,7 +4,6 @@ import dataclasses
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from test_train import SMALL
 import speedrun as sr
 from speedrun.ground.errors import SpeedrunError, UsageError
 from speedrun.library import settings_of
-from speedrun.science import recipes
 from speedrun.science.recipes import smoke
 
 
@@ -44,15 +42,6 @@ def test_settings_are_found_again(changes: dict[str, float]) -> None:
 def test_a_recipe_without_a_file_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="need a file of its own"):
         settings_of(dataclasses.replace(smoke.RECIPE, **changes))
-
-
-@pytest.mark.parametrize("content", [{"RECIPE": smoke.RECIPE}, {}])
-def test_a_recipe_has_the_name_of_its_file(content: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or the record would name a file that its source does not hold."""
-    monkeypatch.setattr(recipes, "names", lambda: ["mine"])
-    monkeypatch.setitem(sys.modules, "speedrun.science.recipes.mine", SimpleNamespace(**content))
-    with pytest.raises(UsageError, match=r"recipes/mine\.py holds no RECIPE of name='mine'"):
-        sr.load("mine")
 
 
 def test_an_unknown_name_is_told() -> None:

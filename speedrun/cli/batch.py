@@ -5,6 +5,7 @@ This process holds no device: the declaration and every run are processes of the
 
 import math
 import shlex
+from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NoReturn
@@ -15,7 +16,6 @@ import msgspec
 from speedrun.board.record_plot import plot
 from speedrun.cli.card import card
 from speedrun.cli.child import alone, as_shell, ended
-from speedrun.cli.data_prep import ensure_docs
 from speedrun.cli.options import (
     Integer,
     Number,
@@ -34,6 +34,7 @@ from speedrun.cli.options import (
 from speedrun.cli.race import find, ghost_option
 from speedrun.cli.relay import relayed, wandb_option
 from speedrun.cli.run import new_folder
+from speedrun.data import generated
 from speedrun.ground import signals
 from speedrun.ground import track as tracks
 from speedrun.ground.errors import NonFiniteError, UsageError, meaning
@@ -136,7 +137,7 @@ def command(
             "seeds": _seeds(seeds),
             "expected_loss": expect,
         }
-        ensure_docs(rules, data)
+        generated.ensure(rules, data, partial(click.echo, err=True))
         _child(ctx, "speedrun.study.declare", promise, to_stderr=as_json)
         folder = Path(config["out"])
     else:

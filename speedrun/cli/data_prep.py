@@ -23,7 +23,6 @@ from speedrun.ground.clock import Stopwatch
 from speedrun.ground.console import clean, duration, quantity
 from speedrun.ground.errors import Terminated, UsageError
 from speedrun.ground.lock import alone_in
-from speedrun.ground.track import Track
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -309,16 +308,3 @@ def _sum(numbers: list[int | None]) -> int | None:
     """None if one of them is not known."""
     known = [number for number in numbers if number is not None]
     return sum(known) if len(known) == len(numbers) else None
-
-
-def ensure_docs(rules: Track, data: Path | None) -> None:
-    """Makes the data of a track of Python's documentation the first time; those of synthetic ones `prepare` makes."""
-    if data is not None:
-        return
-    folder = inventory.data_folder(rules, None)
-    if (made := python_docs.ensure(rules, folder, say=partial(click.echo, err=True))) is not None:
-        tokens = sum(entry.tokens for entry in made.manifest.shards.values())
-        click.echo(
-            f"made  {len(made.manifest.shards)} shards of Python's documentation in {folder}: {tokens:,} tokens",
-            err=True,
-        )

@@ -4,6 +4,7 @@ import importlib
 import os
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,6 @@ import msgspec
 from speedrun.board.record_plot import plot
 from speedrun.cli import together
 from speedrun.cli.card import card, following
-from speedrun.cli.data_prep import ensure_docs
 from speedrun.cli.options import (
     Integer,
     attention_option,
@@ -30,7 +30,7 @@ from speedrun.cli.options import (
 )
 from speedrun.cli.race import find, ghost_option, live
 from speedrun.cli.relay import relayed, wandb_option
-from speedrun.data import inventory, overview
+from speedrun.data import generated, inventory, overview
 from speedrun.ground import clock, signals
 from speedrun.ground import processes as group
 from speedrun.ground import track as tracks
@@ -228,7 +228,7 @@ def _deadlines_s(texts: tuple[str, ...]) -> dict[str, float]:
 
 def _train(config: "RunConfig", rules: tracks.Track, ghost: str | None, *, to_stderr: bool) -> None:
     """Trains; of several processes, only the first one has something to show."""
-    ensure_docs(rules, config.data)
+    generated.ensure(rules, config.data, partial(click.echo, err=True))
     from speedrun.training.train import train
 
     if not group.is_first():

@@ -7,10 +7,8 @@ again at any time and changes nothing that did not change. The validator derives
 import math
 import shlex
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
-from msgspec import DecodeError
 from msgspec.structs import replace
 
 from speedrun.ground import console, lock, runlog, track
@@ -35,7 +33,7 @@ from speedrun.ledger.format import (
     Summary,
     TrackRef,
 )
-from speedrun.ledger.record import discard_partials, read_files, run_folders
+from speedrun.ledger.record import discard_partials, read_files, render_logs, run_folders
 from speedrun.ledger.run import Run, read_json, read_run
 
 HEAD_END = "<!-- end of the generated head; write below -->\n"
@@ -77,11 +75,7 @@ def _assemble(
     declared_runs: int | None,
 ) -> Summary:
     discard_partials(record_dir)
-    for log in record_dir.glob("runs/*/metrics.jsonl"):
-        text = log.with_name("log.txt")
-        if not text.exists():  # the run was killed when all else was written
-            with suppress(DecodeError):  # which line it is, is told below
-                write_whole(text, console.render(runlog.read(log)).encode())
+    render_logs(record_dir)
     raw, refused = read_files(record_dir)
     for path, why in refused.items():
         raise UsageError(f"{record_dir / path}: {why}; take it out of the record")

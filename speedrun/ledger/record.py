@@ -8,16 +8,19 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeVar
 
-from speedrun.ground import track
+from msgspec import DecodeError
+
+from speedrun.ground import console, runlog, track
 from speedrun.ground.errors import UsageError
 from speedrun.ground.sourcefile import split_source
 from speedrun.ground.track import Track
-from speedrun.ground.wholefile import PARTIAL
+from speedrun.ground.wholefile import PARTIAL, write_whole
 from speedrun.ledger import reproduction
 from speedrun.ledger.format import Declaration, FormatError, Manifest, Summary
 from speedrun.ledger.reproduction import REPRODUCTION, Reproduction
@@ -201,6 +204,15 @@ def _walk(folder: Path, prefix: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
             yield from _walk(folder / entry.name, f"{path}/")
         else:
             yield path, entry
+
+
+def render_logs(record_dir: Path) -> None:
+    """Write the `log.txt` of each run that has none yet: the text of its `metrics.jsonl`."""
+    for log in record_dir.glob("runs/*/metrics.jsonl"):
+        text = log.with_name("log.txt")
+        if not text.exists():
+            with suppress(DecodeError):  # whoever reads the run says which line it is
+                write_whole(text, console.render(runlog.read(log)).encode())
 
 
 def run_folders(raw: dict[str, bytes]) -> list[str]:

@@ -122,7 +122,7 @@ def _flags(manifest: Manifest) -> str:
 
 
 def data_point(manifest: Manifest, data: Path | None, report: Callable[[int, int], None]) -> Point:
-    """The shards that the runs read, byte by byte, where they lie here; synthetic ones are made by the record's source.
+    """The shards that the runs read, byte by byte; synthetic ones are generated when the source runs.
 
     Args:
         manifest: of the record.
@@ -138,7 +138,7 @@ def data_point(manifest: Manifest, data: Path | None, report: Callable[[int, int
     shards = {shard.name: shard.sha256 for shard in (*manifest.data.shards, manifest.data.val_shard)}
     recorded = f"{len(shards)} shards"
     if data is None and rules.synthetic is not None:
-        return point("data", recorded, "made by the record's own source, compared after each run", equal=True)
+        return point("data", recorded, "generated, compared after each run", equal=True)
     folder = inventory.data_folder(rules, data)
     paths = {folder / Path(name).name: wanted for name, wanted in shards.items()}
     total, done = sum(path.stat().st_size for path in paths if path.is_file()), 0

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, TextIO
 
-from speedrun.data import inventory, synthetic
+from speedrun.data import generated, inventory
 from speedrun.ground import runlog
 from speedrun.ground import track as tracks
 from speedrun.ground.errors import UsageError
@@ -153,8 +153,8 @@ def _examined(rerun: Rerun, checkpoints: Path | None, asked: Asked, echo: TextIO
     run = rerun.old
     rules, draws = tracks.load(run.file.track.rpartition("@")[0]), drawn(asked.nonce, run.file.run_id)
     data = inventory.data_folder(rules, asked.data).absolute()
-    if asked.data is None:
-        synthetic.ensure(rules, data)
+    if rules.synthetic is not None:
+        generated.ensure(rules, asked.data, lambda text: print(text, file=echo))
     # By the log, not by what lies there: who brings checkpoints must not choose among them.
     steps = [event.step for event in run.of(runlog.Checkpoint) if event.step < run.start.num_steps]
     with tempfile.TemporaryDirectory(prefix="speedrun-examination-") as scratch:

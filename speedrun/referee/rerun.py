@@ -14,7 +14,7 @@ from typing import TextIO
 
 import msgspec
 
-from speedrun.data import inventory
+from speedrun.data import generated, inventory
 from speedrun.ground import provenance
 from speedrun.ground import track as tracks
 from speedrun.ground.console import clean
@@ -23,7 +23,7 @@ from speedrun.ground.sourcefile import split_source
 from speedrun.ground.wholefile import write_whole
 from speedrun.ledger import format
 from speedrun.ledger.findings import Examination, Findings, HandedOver, Wanted
-from speedrun.ledger.record import Record, load, read_files
+from speedrun.ledger.record import Record, load, read_files, render_logs
 from speedrun.ledger.run import Run
 from speedrun.referee import sandbox
 
@@ -33,8 +33,16 @@ _PACKAGE = Path(__file__).parent.parent
 _ENVIRONMENT = ("PATH", "LANG", "LD_LIBRARY_PATH", provenance.IMAGE_VARIABLE)
 
 #: Laid over the record's source to lower its programs; and a file of a source new enough for it.
-_OURS = ("referee/__init__.py", "referee/handover.py", "ground/output.py", "ledger/findings.py")
+_OURS = (
+    "referee/__init__.py",
+    "referee/handover.py",
+    "ground/output.py",
+    "ground/sourcefile.py",
+    "ledger/findings.py",
+)
 _NEEDED = "speedrun/training/program.py"
+#: A source before 2026-11-22 makes the synthetic shards by itself.
+_GENERATOR = "speedrun/data/synthetic.py"
 
 _LEAST_S, _MOST_S, _SLOWER = 3600.0, 7 * 86400.0, 10.0  #: of a run: seconds, and times what it took
 _HANDOVER_S = 1800.0
@@ -82,11 +90,12 @@ class Rerun:
         limit_s = min(_MOST_S, max(_LEAST_S, _SLOWER * took_s))
         with tempfile.TemporaryDirectory(prefix="speedrun-run-") as scratch:
             made = Path(scratch, "record")
-            config = self._config(made, seed, data)
+            config = self._config(made, seed, data, echo)
             try:
                 self._execute(self._entry, config, Path(scratch), echo, {}, limit_s)
             finally:
                 _bring(made, out)
+                render_logs(out)
         new = [run for run in load(out).runs if run.finished] if out.is_dir() else []
         if len(new) != 1:
             raise SpeedrunError(
@@ -119,7 +128,7 @@ class Rerun:
         """
         with tempfile.TemporaryDirectory(prefix="speedrun-programs-") as scratch:
             given = Path(scratch, "programs")
-            wanted = Wanted(self._config(Path(scratch, "record"), self.old.file.seed, data), given)
+            wanted = Wanted(self._config(Path(scratch, "record"), self.old.file.seed, data, echo), given)
             self._execute("speedrun.referee.handover", wanted, Path(scratch), echo, self._ours, _HANDOVER_S)
             try:
                 raw = plain(given / "programs.json", _MOST_TABLE_BYTES)
@@ -205,11 +214,13 @@ class Rerun:
             error.exit_code = found if found in EXIT_CODES else SpeedrunError.exit_code
             raise error
 
-    def _config(self, out: Path, seed: int, data: Path | None) -> dict[str, object]:
+    def _config(self, out: Path, seed: int, data: Path | None, echo: TextIO) -> dict[str, object]:
         """What `prepare.RunConfig` of the record's own source wants; older sources know fewer settings."""
         file, config = self.old.file, self.old.start.config
         rules = tracks.load(file.track.rpartition("@")[0])
-        own_data = data is None and rules.synthetic is not None  # its own source makes it
+        own_data = data is None and rules.synthetic is not None and _GENERATOR in self._source
+        if rules.synthetic is not None and not own_data:
+            generated.ensure(rules, data, lambda text: print(text, file=echo))
         wanted: dict[str, object] = {
             "track": rules.name,
             "out": str(out.absolute()),

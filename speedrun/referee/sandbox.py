@@ -220,7 +220,7 @@ def _relay(pipe: IO[bytes], reader: console.Printer) -> None:
         for number, raw in enumerate(iter(partial(pipe.readline, _LONGEST_LINE), b"")):
             if number < _MOST_LINES:
                 with suppress(OSError):
-                    reader.say(raw.decode(errors="replace").rstrip("\n"))
+                    reader.relay(raw.decode(errors="replace").rstrip("\n"))
 
 
 def _argv(
