@@ -25,10 +25,10 @@ from speedrun.ground import provenance, runlog, track
 from speedrun.ground.errors import NonFiniteError, SpeedrunError
 from speedrun.ledger import reproduction
 from speedrun.ledger.assemble import assemble
-from speedrun.ledger.format import sha256
 from speedrun.ledger.record import load, read_files
 from speedrun.ledger.reproduction import Difference, Reproduction, point, verdict
 from speedrun.ledger.run import Run, read_run
+from speedrun.ledger.runfile import sha256
 from speedrun.ledger.statistics import difference_interval, pooled_sd
 from speedrun.ledger.validate import validate
 from speedrun.referee import reproduce, sandbox

@@ -16,7 +16,7 @@ from speedrun.ground.clock import Stopwatch
 from speedrun.ground.console import clean, duration
 from speedrun.ground.errors import NonFiniteError, SpeedrunError, UsageError
 from speedrun.ground.wholefile import write_whole
-from speedrun.ledger import format, reproduction
+from speedrun.ledger import format, reproduction, runfile
 from speedrun.ledger.format import Manifest
 from speedrun.ledger.record import Record
 from speedrun.ledger.reproduction import REPRODUCTION, Point, Reproduction, Verdict
@@ -106,7 +106,7 @@ def _put_into(record: Path, path: Path) -> None:
     """Where a stranger's code ran, anything can lie there, a link to a file of ours among it."""
     try:
         raw = reproduction.encode(reproduction.decode(path.read_bytes()))
-    except (OSError, format.FormatError) as error:
+    except (OSError, runfile.FormatError) as error:
         raise UsageError(
             f"{path}: {clean(str(error))}; nothing was put into the record; run again with another --out"
         ) from None

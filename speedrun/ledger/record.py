@@ -19,9 +19,10 @@ from speedrun.ground.sourcefile import split_source
 from speedrun.ground.track import Track
 from speedrun.ground.wholefile import PARTIAL
 from speedrun.ledger import reproduction
-from speedrun.ledger.format import Declaration, FormatError, Manifest, Summary
+from speedrun.ledger.format import Declaration, Manifest, Summary
 from speedrun.ledger.reproduction import REPRODUCTION, Reproduction
 from speedrun.ledger.run import Run, read_json, read_run
+from speedrun.ledger.runfile import FormatError
 
 _MIB = 2**20
 

@@ -7,7 +7,7 @@ from speedrun.ground import provenance, runlog
 from speedrun.ground import track as tracks
 from speedrun.ground.console import clean
 from speedrun.ground.errors import DataError, UsageError
-from speedrun.ledger import format, history
+from speedrun.ledger import history, runfile
 from speedrun.ledger.format import Manifest
 from speedrun.ledger.record import Record, load
 from speedrun.ledger.reproduction import REPRODUCTION, Point, point
@@ -26,7 +26,7 @@ def read(folder: Path) -> tuple[Record, Manifest]:
     record = load(folder)
     for path, raw in record.raw.items():
         # What another referee found is not asked.
-        if path.endswith(".json") and path != REPRODUCTION and (told := format.newer(raw)):
+        if path.endswith(".json") and path != REPRODUCTION and (told := runfile.newer(raw)):
             raise UsageError(f"{folder / path}: {clean(told)}")
     manifest = record.manifest
     if not record.whole or manifest is None:
@@ -55,8 +55,8 @@ def _check_source(record: Record, manifest: Manifest, folder: Path) -> None:
     """Every digest that stands for the source: of the text, of its files, of what each run says it ran."""
     raw = record.raw.get("source.txt", b"")
     files = {file.path: file.sha256 for file in manifest.source.files}
-    here = {path: format.sha256(text.encode()) for path, text in record.source_files.items()}
-    digest = format.sha256(raw)
+    here = {path: runfile.sha256(text.encode()) for path, text in record.source_files.items()}
+    digest = runfile.sha256(raw)
     named = {manifest.source.sha256, *(run.file.source_sha256 for run in record.runs)}
     if named != {digest} or files != here:
         raise UsageError(
@@ -87,7 +87,7 @@ def _checks_of(record: Record) -> Iterator[Point]:
 def _tree(manifest: Manifest) -> Point:
     """Whether this checkout would run the same text; the record's own is run in any case, so nothing is lost."""
     files = {file.path: file.sha256 for file in manifest.source.files}
-    here = {path: format.sha256(raw) for path, raw in history.files_here(files).items()}
+    here = {path: runfile.sha256(raw) for path, raw in history.files_here(files).items()}
     differ = sum(files[path] != here.get(path) for path in files)
     named = f"{len(files)} files, sha256 {manifest.source.sha256[:16]}"
     other = f"; {differ} of them are other ones in this checkout" if differ else ""

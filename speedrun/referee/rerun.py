@@ -21,7 +21,7 @@ from speedrun.ground.console import clean
 from speedrun.ground.errors import EXIT_CODES, SpeedrunError, UsageError, meaning
 from speedrun.ground.sourcefile import split_source
 from speedrun.ground.wholefile import write_whole
-from speedrun.ledger import format
+from speedrun.ledger import runfile
 from speedrun.ledger.findings import Examination, Findings, HandedOver, Wanted
 from speedrun.ledger.record import Record, load, read_files
 from speedrun.ledger.run import Run
@@ -259,7 +259,7 @@ def _find(record: Record, folder: Path, run_id: str | None) -> Run:
 def _checked_source(record: Record, folder: Path, run: Run) -> dict[str, str]:
     """The files of `source.txt`, if they are what the run says it ran."""
     raw = record.raw.get("source.txt", b"")
-    if format.sha256(raw) != run.file.source_sha256:
+    if runfile.sha256(raw) != run.file.source_sha256:
         raise UsageError(
             f"{folder}/source.txt is not the source of {run.file.run_id} (its sha256 differs); nothing was executed; "
             f"'speedrun validate {folder}' says what is wrong"
