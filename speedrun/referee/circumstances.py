@@ -65,23 +65,36 @@ def _check_source(record: Record, manifest: Manifest, folder: Path) -> None:
         )
 
 
-def points(record: Record, manifest: Manifest) -> tuple[Point, ...]:
-    """What can be compared before anything runs, but the data."""
+def points(
+    record: Record, manifest: Manifest, data: Path | None, report: Callable[[int, int], None]
+) -> tuple[Point, ...]:
+    """Compare what can be compared before anything runs.
+
+    Args:
+        record: to be run again.
+        manifest: of the record.
+        data: folder of shards; None: the track's own.
+        report: called with the bytes of data that were read and those there are.
+
+    Raises:
+        DataError: if a shard is missing or another one.
+    """
+    read = _data(manifest, data, report)
     return (
-        *_checks_of(record),
+        _checks(record),
         _tree(manifest),
         *_packages(manifest),
         _lock(record),
-        point("flags", _flags(manifest), f"{_flags(manifest)}, handed on", equal=True),
+        point("flags", _flags(manifest), f"{_flags(manifest)}, passed on", equal=True),
+        read,
     )
 
 
-def _checks_of(record: Record) -> Iterator[Point]:
-    """A record that fails its checks can be run all the same; what it says of itself is then worth less."""
+def _checks(record: Record) -> Point:
+    """A record that fails its checks can be run all the same; its own claims are then worth less."""
     failed = ", ".join(result.check.id for result in validate(record.root).having("failed"))
-    yield point(
-        "checks", "all pass", f"{failed} failed" if failed else "all pass", lost="what it says of itself"
-    )
+    here = f"{failed} failed" if failed else "all pass"
+    return point("checks", "all pass", here, lost="the record's own claims")
 
 
 def _tree(manifest: Manifest) -> Point:
@@ -121,17 +134,8 @@ def _flags(manifest: Manifest) -> str:
     return " ".join(f"{name}={value}" for name, value in sorted(manifest.environment.items())) or "none"
 
 
-def data_point(manifest: Manifest, data: Path | None, report: Callable[[int, int], None]) -> Point:
-    """The shards that the runs read, byte by byte, where they lie here; synthetic ones are made by the record's source.
-
-    Args:
-        manifest: of the record.
-        data: folder of shards; None: the track's own.
-        report: is told the bytes that are read and those there are, as it goes on.
-
-    Raises:
-        DataError: a shard is missing or another one.
-    """
+def _data(manifest: Manifest, data: Path | None, report: Callable[[int, int], None]) -> Point:
+    """Compare the shards that the runs read byte by byte; synthetic ones are made by the record's own source."""
     from speedrun.data import inventory
 
     rules = tracks.load(manifest.track.id.rpartition("@")[0])

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 import msgspec
 
@@ -41,6 +41,15 @@ _HANDOVER_S = 1800.0
 _MOST_BYTES = 1 << 30  #: of all programs together
 _MOST_TABLE_BYTES = 1 << 24  #: of what lists them
 _MOST_STACKS_BYTES = 1 << 22
+
+
+class Replay(NamedTuple):
+    """How the losses of a run compare with those of the same run made again."""
+
+    num_losses: int  #: of the recorded run
+    num_equal: int  #: to the last bit
+    largest_difference: float  #: nats
+    equal: bool  #: whether both have the same losses, and as many
 
 
 class Rerun:
@@ -94,6 +103,18 @@ class Rerun:
                 f"need one; 'speedrun validate {out}' says what is wrong"
             )
         return new[0]
+
+    def replay(self, out: Path, *, data: Path | None, echo: TextIO) -> Replay:
+        """Run it with its own seed, and compare every loss. Arguments and errors as those of `run`."""
+        new = self.run(out, seed=self.old.file.seed, data=data, echo=echo)
+        old_losses, losses = ([step.loss for step in run.steps] for run in (self.old, new))
+        pairs = list(zip(old_losses, losses, strict=False))
+        return Replay(
+            num_losses=len(old_losses),
+            num_equal=sum(old == again for old, again in pairs),
+            largest_difference=max((abs(old - again) for old, again in pairs), default=0.0),
+            equal=old_losses == losses,
+        )
 
     @property
     def _entry(self) -> str:
