@@ -130,6 +130,19 @@ def load(root: Path) -> Record:
     )
 
 
+def need_record(folder: Path) -> Path:
+    """Return the folder of a record; refuse one without a manifest, and name the record that may have been meant.
+
+    Raises:
+        UsageError: if the folder exists and is no record.
+    """
+    if folder.is_dir() and not (folder / "manifest.json").exists():
+        inside = sorted(path.parent for path in folder.glob("*/manifest.json"))
+        hint = f"did you mean {inside[0]}?" if inside else "name the folder that 'speedrun run' printed"
+        raise UsageError(f"{folder} holds no manifest.json, so it is no record; {hint}")
+    return folder
+
+
 def known_track(runs: Sequence[Run]) -> Track | None:
     """The rules that all runs name, if they are ours to the byte."""
     named = {ref for run in runs for ref in (_track_in_log(run), (run.file.track, run.file.track_sha256))}

@@ -7,6 +7,8 @@ that follows from it may choose.
 import hashlib
 import json
 import random
+import re
+import secrets
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -41,6 +43,19 @@ class Asked(NamedTuple):
     checkpoints: tuple[Path, ...] = ()  #: of runs, one folder each
     data: Path | None = None  #: folder of shards; None: the track's own
     unsafe: bool = False  #: go on where the record's code cannot be kept apart
+
+
+def checked_nonce(given: str | None) -> str:
+    """Return the nonce that the user gave, or a random one.
+
+    Raises:
+        UsageError: unless it is 8 to 64 hex digits.
+    """
+    if given is not None and not re.fullmatch(r"[0-9a-f]{8,64}", given):
+        raise UsageError(
+            f"--nonce {given!r}; need 8 to 64 hex digits, as an earlier examination printed them"
+        )
+    return secrets.token_hex(8) if given is None else given
 
 
 def drawn(nonce: str, run_id: str) -> int:
