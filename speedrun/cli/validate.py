@@ -83,11 +83,11 @@ def command(
         raise UsageError("no record given; name the folder that holds its manifest.json")
     reports = {str(need_record(record)): validate(record, strict=strict) for record in records}
     if replay:
-        from speedrun.referee.questions import Asked, checked_nonce, examined
+        from speedrun.referee.questions import Options, checked_nonce, examined
 
-        asked = Asked(replay, checked_nonce(nonce), checkpoints, data, unsafe)
+        options = Options(replay, checked_nonce(nonce), checkpoints, data, unsafe)
         echo = sys.stderr if as_json else sys.stdout
-        reports = {path: examined(Path(path), report, asked, echo) for path, report in reports.items()}
+        reports = {path: examined(Path(path), report, options, echo) for path, report in reports.items()}
     exit_code = max(report.exit_code for report in reports.values())
     if as_json:
         facts = {path: report.facts() for path, report in reports.items()}

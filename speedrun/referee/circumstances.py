@@ -1,4 +1,4 @@
-"""What a record names, against what is here: read, compared and told before anything of it is executed."""
+"""Compares what a record names with this machine, before anything of the record is executed."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,16 +18,16 @@ _TIMES = "equal bits and equal times"
 
 
 def read(folder: Path) -> tuple[Record, Manifest]:
-    """A record that can be run again: whole, of known rules, with a finished run, and a loss and a time of each.
+    """Read a record that can be run again: complete, of a known track, with a finished run that has a loss and a time.
 
     Raises:
-        UsageError: says which of these it is not, and what to do.
+        UsageError: if it is not; says why, and what to do.
     """
     record = load(folder)
     for path, raw in record.raw.items():
-        # What another referee found is not asked.
-        if path.endswith(".json") and path != REPRODUCTION and (told := runfile.newer(raw)):
-            raise UsageError(f"{folder / path}: {clean(told)}")
+        # An earlier reproduction has no say in this one.
+        if path.endswith(".json") and path != REPRODUCTION and (problem := runfile.newer(raw)):
+            raise UsageError(f"{folder / path}: {clean(problem)}")
     manifest = record.manifest
     if not record.whole or manifest is None:
         raise UsageError(
@@ -52,7 +52,7 @@ def read(folder: Path) -> tuple[Record, Manifest]:
 
 
 def _check_source(record: Record, manifest: Manifest, folder: Path) -> None:
-    """Every digest that stands for the source: of the text, of its files, of what each run says it ran."""
+    """Compare every digest of the source: of the text, of its files, and in each run."""
     raw = record.raw.get("source.txt", b"")
     files = {file.path: file.sha256 for file in manifest.source.files}
     here = {path: runfile.sha256(text.encode()) for path, text in record.source_files.items()}
@@ -98,27 +98,27 @@ def _checks(record: Record) -> Point:
 
 
 def _tree(manifest: Manifest) -> Point:
-    """Whether this checkout would run the same text; the record's own is run in any case, so nothing is lost."""
+    """Compare the source with this checkout; since the record's own is run in any case, they count as equal."""
     files = {file.path: file.sha256 for file in manifest.source.files}
     here = {path: runfile.sha256(raw) for path, raw in history.files_here(files).items()}
     differ = sum(files[path] != here.get(path) for path in files)
     named = f"{len(files)} files, sha256 {manifest.source.sha256[:16]}"
-    other = f"; {differ} of them are other ones in this checkout" if differ else ""
+    other = f"; {differ} of them differ in this checkout" if differ else ""
     return point("source", named, f"the record's own{other}", equal=True)
 
 
 def _packages(manifest: Manifest) -> Iterator[Point]:
-    """Python, packages and image, by name."""
+    """Compare the versions of Python, packages and image."""
     here, on_cpu = provenance.software(), manifest.hardware.platform == "cpu"
     for name in {**manifest.software, **here}:
         if on_cpu and provenance.FOR_GPUS.fullmatch(name):
-            continue  # a compiler that a CPU never asks
+            continue  # a compiler that CPUs do not use
         lost = _BITS if name in ("python", "numpy", "optax") else _TIMES
         yield point(name, manifest.software.get(name, "none"), here.get(name, "none"), lost=lost)
 
 
 def _lock(record: Record) -> Point:
-    """The file of pinned packages; the commit that has the record's is named, for who wants just those."""
+    """Compare the lock files, and name the commit that has the record's."""
     (preflight,) = record.finished[0].of(runlog.Preflight)
     here = provenance.lock()
     recorded = f"{preflight.lock} {preflight.lock_sha256[:16]}".strip() or "none"
