@@ -18,7 +18,7 @@ from speedrun.board.record_plot import plot
 from speedrun.ground import mesh, runlog
 from speedrun.ground.errors import CheckpointError, Terminated, UsageError
 from speedrun.ground.lock import alone_with
-from speedrun.ledger import format
+from speedrun.ledger import format, runfile
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.salvage import salvage
 from speedrun.ledger.validate import validate
@@ -53,12 +53,12 @@ def steps(out: Path, run_id: str) -> list[tuple[object, ...]]:
     return [(s.step, s.loss.hex(), s.tokens_seen, s.cursor, s.lr_scale, s.window_blocks) for s in found]
 
 
-def facts_of(out: Path) -> list[format.RunFile]:
+def facts_of(out: Path) -> list[runfile.RunFile]:
     paths = sorted(out.glob("runs/*/run.json"), key=lambda path: path.stat().st_mtime_ns)
-    return [format.decode(path.read_bytes(), format.RunFile) for path in paths]
+    return [format.decode(path.read_bytes(), runfile.RunFile) for path in paths]
 
 
-def went_on(config: RunConfig, tmp_path: Path, after: int) -> tuple[Path, format.RunFile]:
+def went_on(config: RunConfig, tmp_path: Path, after: int) -> tuple[Path, runfile.RunFile]:
     """The record of a copy of the run that lost everything after some step, and went on."""
     out = tmp_path / "out"
     shutil.copytree(config.out, out)
@@ -122,7 +122,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_over(unbroken,
     (out / "runs" / killed.name / "metrics.jsonl").write_bytes(b"".join(raw[: len(raw) // 2]))
     (out / "runs" / killed.name / "run.json").unlink()
     old = facts_of(unbroken.out)[0]
-    salvage(out, format.Recipe(old.recipe, old.recipe_revision, old.overrides), old.num_devices)
+    salvage(out, runfile.Recipe(old.recipe, old.recipe_revision, old.overrides), old.num_devices)
     new = train.train(msgspec.structs.replace(unbroken, out=out, resume=True))
     assert new.final_hash == old.final_hash
     assemble(out, title="started over", declared_runs=1)

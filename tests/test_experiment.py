@@ -35,7 +35,7 @@ from speedrun.cli.sweep import Between
 from speedrun.data import synthetic
 from speedrun.ground import provenance, runlog, track
 from speedrun.ground.errors import UsageError
-from speedrun.ledger import format
+from speedrun.ledger import format, runfile
 from speedrun.ledger.record import read_files
 from speedrun.ledger.run import Run, read_run
 from speedrun.ledger.validate import validate
@@ -203,7 +203,7 @@ def test_what_cannot_be_designed_is_refused_and_leaves_nothing(designed, tmp_pat
 
 def arms(*names: str) -> tuple[Arm, ...]:
     """Forged runs all have one config."""
-    sums = {"config_sha256": format.config_sha256(CONFIG), "source_sha256": digest(source_text())}
+    sums = {"config_sha256": runfile.config_sha256(CONFIG), "source_sha256": digest(source_text())}
     return tuple(
         Arm(
             name=name,

@@ -15,7 +15,7 @@ from speedrun.cli.import_log import command
 from speedrun.exchange import context, curves, foreign
 from speedrun.exchange.context import Context, Point
 from speedrun.ground.errors import UsageError
-from speedrun.ledger.format import FormatError
+from speedrun.ledger.runfile import FormatError
 from speedrun.study import noise
 
 ROOT = Path(__file__).parent.parent

@@ -31,7 +31,7 @@ from speedrun.ground import console, mesh, provenance, runlog, signals, track
 from speedrun.ground.clock import now
 from speedrun.ground.errors import DataError, NonFiniteError, Terminated, UsageError
 from speedrun.ground.sourcefile import split_source
-from speedrun.ledger import format
+from speedrun.ledger import format, runfile
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.validate import validate
 from speedrun.referee import sandbox
@@ -300,7 +300,7 @@ def test_a_run_that_breaks_off_tells_what_it_read(tmp_path, smoke_data, monkeypa
         train(RunConfig("smoke-cpu", out, overrides=SMALL, data=smoke_data))
     assemble(out, title="interrupted", declared_runs=1)
     (path,) = out.glob("runs/*/run.json")
-    facts = format.decode(path.read_bytes(), format.RunFile)
+    facts = format.decode(path.read_bytes(), runfile.RunFile)
     assert facts.outcome == "aborted"
     assert [(r.start, r.stop) for r in facts.data.shards] == [(0, 4 * 512)]
     (failed,) = validate(out).having("failed")
@@ -336,7 +336,7 @@ def test_a_stopped_run_ends_its_log_and_writes_its_facts(tmp_path, smoke_data, s
     *_, error, end = events(out)
     assert (error.message, end.status) == (f"stopped by {sent.name}", "aborted")
     (path,) = out.glob("runs/*/run.json")
-    assert format.decode(path.read_bytes(), format.RunFile).outcome == "aborted"
+    assert format.decode(path.read_bytes(), runfile.RunFile).outcome == "aborted"
     (failed,) = validate(out).having("failed")
     assert failed.messages[1].endswith(said)
 
@@ -431,9 +431,9 @@ def test_replay_takes_no_other_variable_from_a_record_than_runs_record(record, t
     copy = tmp_path / "copy"
     shutil.copytree(record, copy)
     (path,) = copy.glob("runs/*/run.json")
-    facts = format.decode(path.read_bytes(), format.RunFile)
+    facts = format.decode(path.read_bytes(), runfile.RunFile)
     hostile = msgspec.structs.replace(facts, environment={**facts.environment, name: "cpu"})
-    path.write_bytes(format.encode(hostile))
+    path.write_bytes(runfile.encode(hostile))
     given = []
 
     class Child:

@@ -18,8 +18,9 @@ import msgspec
 from speedrun.board import leaks, pull_request
 from speedrun.ground.errors import UsageError
 from speedrun.ground.wholefile import write_whole
-from speedrun.ledger.format import Manifest, sha256
+from speedrun.ledger.format import Manifest
 from speedrun.ledger.record import Record
+from speedrun.ledger.runfile import sha256
 from speedrun.ledger.validate import Report
 
 _NAME = re.compile(r"\d{4}-\d\d-\d\d-[a-z0-9][a-z0-9-]{0,59}")

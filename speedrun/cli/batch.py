@@ -38,7 +38,7 @@ from speedrun.data import generated
 from speedrun.ground import signals
 from speedrun.ground import track as tracks
 from speedrun.ground.errors import NonFiniteError, UsageError, meaning
-from speedrun.ledger import format, statistics
+from speedrun.ledger import format, runfile, statistics
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.batch import Standing, standing
 from speedrun.ledger.record import load
@@ -196,7 +196,7 @@ class Batch:
         raw = _read(folder)
         self._ctx, self._folder, self._data, self._as_json = ctx, folder, data, as_json
         self._promise = _decoded(raw, folder)
-        self._sha256 = format.sha256(raw)
+        self._sha256 = runfile.sha256(raw)
         self._rules = tracks.load(self._promise.track.id.rpartition("@")[0])
         self._title = title or f"{self._promise.recipe.name} on {self._promise.track.id}"
         rival = find(ghost, self._rules.id)  # once for all runs: what is wrong with it is told once
@@ -204,7 +204,7 @@ class Batch:
 
     def run(self) -> None:
         """Runs what is missing, tells how far it is after each run, and ends with the card."""
-        with alone(self._folder / format.BATCH) as lock:
+        with alone(self._folder / runfile.BATCH) as lock:
             far = self._far()
             while far.missing:
                 request = self._request(far.missing[0])
@@ -292,15 +292,15 @@ class Batch:
 
 def _read(folder: Path) -> bytes:
     try:
-        return (folder / format.BATCH).read_bytes()
+        return (folder / runfile.BATCH).read_bytes()
     except OSError:
         raise UsageError(
-            f"{folder} holds no {format.BATCH}; declare a batch with 'speedrun batch --runs N'"
+            f"{folder} holds no {runfile.BATCH}; declare a batch with 'speedrun batch --runs N'"
         ) from None
 
 
 def _decoded(raw: bytes, folder: Path) -> format.Declaration:
     try:
         return format.decode(raw, format.Declaration)
-    except format.FormatError as error:
-        raise UsageError(f"{folder / format.BATCH}: {error}; restore it, or declare a new batch") from None
+    except runfile.FormatError as error:
+        raise UsageError(f"{folder / runfile.BATCH}: {error}; restore it, or declare a new batch") from None

@@ -5,9 +5,9 @@ from pathlib import Path
 import click
 
 from speedrun.cli.options import example
-from speedrun.cli.validate import need_record
 from speedrun.ground.errors import UsageError
 from speedrun.ledger.assemble import assemble
+from speedrun.ledger.record import need_record
 
 
 @click.command(

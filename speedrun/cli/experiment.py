@@ -24,7 +24,7 @@ from speedrun.ground import track as tracks
 from speedrun.ground.console import clean, duration
 from speedrun.ground.errors import NonFiniteError, SpeedrunError, UsageError, meaning
 from speedrun.ground.wholefile import write_whole
-from speedrun.ledger import format
+from speedrun.ledger import runfile
 from speedrun.ledger.assemble import assemble
 from speedrun.study import trials as experiments
 from speedrun.study.comparison import RATE_FROM
@@ -118,7 +118,7 @@ class _Performance:
     def __init__(self, ctx: click.Context, folder: Path) -> None:
         self._ctx, self._folder, self._data = ctx, folder, ctx.params["data"]
         self._plan = experiments.read(folder)
-        self._sha256 = format.sha256((folder / EXPERIMENT).read_bytes())
+        self._sha256 = runfile.sha256((folder / EXPERIMENT).read_bytes())
         self._track = self._plan.track.id.rpartition("@")[0]
 
     def run(self) -> None:
@@ -154,7 +154,7 @@ class _Performance:
             source = provenance.closure(
                 [f"speedrun.science.recipes.{recipe}", "speedrun.training.train"], rules
             )
-            if format.sha256(source.encode()) != sha256:
+            if runfile.sha256(source.encode()) != sha256:
                 raise UsageError(
                     f"the source of {recipe} changed since {self._folder} was designed; restore it, or begin anew"
                 )

@@ -35,7 +35,7 @@ from speedrun.ground import clock, signals
 from speedrun.ground import processes as group
 from speedrun.ground import track as tracks
 from speedrun.ground.errors import INTERRUPTED, CheckpointError, SpeedrunError, UsageError, unknown
-from speedrun.ledger import format
+from speedrun.ledger import format, runfile
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.salvage import ended, salvage
 from speedrun.ledger.validate import Report, validate
@@ -280,12 +280,12 @@ def _finished(out: Path) -> "RunConfig | None":
     """What the run in a folder was, if it came to its end: then only its record is still to be written."""
     from speedrun.training.prepare import RunConfig
 
-    if (out / format.BATCH).exists():
+    if (out / runfile.BATCH).exists():
         raise UsageError(f"{out} is a batch; type: speedrun batch --resume {shlex.quote(str(out))}")
     for path in out.glob("runs/*/run.json"):
         try:
-            run = format.decode(path.read_bytes(), format.RunFile)
-        except format.FormatError:
+            run = format.decode(path.read_bytes(), runfile.RunFile)
+        except runfile.FormatError:
             continue  # it will be written again from its log
         if run.outcome == "finished" and ended(path.parent):
             track = run.track.rpartition("@")[0]

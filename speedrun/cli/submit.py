@@ -12,10 +12,9 @@ from speedrun.board import submission
 from speedrun.board.standings import standing_of
 from speedrun.board.submission import Finding, Submission
 from speedrun.cli.options import example, json_option
-from speedrun.cli.validate import need_record
 from speedrun.ground.console import clean
 from speedrun.ground.errors import SpeedrunError, UsageError
-from speedrun.ledger.record import Record, load
+from speedrun.ledger.record import Record, load, need_record
 from speedrun.ledger.validate import Report, examine
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from speedrun.ground.console import clean
-from speedrun.ledger.format import FormatError
+from speedrun.ledger.runfile import FormatError
 
 CONTEXT_SCHEMA = "speedrun.context/1"
 

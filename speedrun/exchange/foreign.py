@@ -13,7 +13,7 @@ from speedrun.exchange.context import Context
 from speedrun.exchange.curves import Problems
 from speedrun.ground.console import clean
 from speedrun.ground.errors import UsageError
-from speedrun.ledger.format import sha256
+from speedrun.ledger.runfile import sha256
 
 _MIB = 2**20
 MAX_BYTES = 32 * _MIB

@@ -22,9 +22,10 @@ from speedrun.ground.sourcefile import split_source
 from speedrun.ground.track import Track
 from speedrun.ground.wholefile import PARTIAL, write_whole
 from speedrun.ledger import reproduction
-from speedrun.ledger.format import Declaration, FormatError, Manifest, Summary
+from speedrun.ledger.format import Declaration, Manifest, Summary
 from speedrun.ledger.reproduction import REPRODUCTION, Reproduction
 from speedrun.ledger.run import Run, read_json, read_run
+from speedrun.ledger.runfile import FormatError
 
 _MIB = 2**20
 
@@ -130,6 +131,19 @@ def load(root: Path) -> Record:
         track=known_track(runs),
         whole=0 < len(runs) == len(folders),
     )
+
+
+def need_record(folder: Path) -> Path:
+    """Return the folder of a record; refuse one without a manifest, and name the record that may have been meant.
+
+    Raises:
+        UsageError: if the folder exists and is no record.
+    """
+    if folder.is_dir() and not (folder / "manifest.json").exists():
+        inside = sorted(path.parent for path in folder.glob("*/manifest.json"))
+        hint = f"did you mean {inside[0]}?" if inside else "name the folder that 'speedrun run' printed"
+        raise UsageError(f"{folder} holds no manifest.json, so it is no record; {hint}")
+    return folder
 
 
 def known_track(runs: Sequence[Run]) -> Track | None:
