@@ -66,9 +66,12 @@ def test_a_readme_names_the_parent_of_the_recipe_where_no_record_is_named(record
     assert "| parent | smoke-cpu/first |\n" in readme_head(named, record.summary, record.runs)
 
 
-@pytest.mark.parametrize("words", [[], ["--parent", "nowhere"]])
-def test_what_cannot_be_said_is_refused(records, words, tmp_path):
-    (tmp_path / "nowhere").mkdir()
-    words = [str(tmp_path / word) if word == "nowhere" else word for word in words]
-    with pytest.raises(UsageError):
+@pytest.mark.parametrize(
+    ("words", "why"), [([], "nothing to change"), (["--parent", "empty"], "is not a record"),
+                       (["--parent", "nowhere"], "is not a record")],
+)  # fmt: skip
+def test_a_description_that_cannot_be_written_is_refused(records, words, why, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match=why):
         CliRunner().invoke(command, [str(records[0]), *words], catch_exceptions=False)

@@ -189,7 +189,7 @@ def test_the_command_draws_all_kinds_of_several_records(record, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "fields", "said"),
     [
-        ("steps", {"train_time_s": -5.0}, "need times that a clock can show"),
+        ("steps", {"train_time_s": -5.0}, "need a time of at least 0"),
         ("loss", {"loss": 1.7e18}, "cannot be drawn"),
         ("tokens", {"tokens_seen": 2**60}, "cannot be drawn"),
         ("loss", {"train_time_s": 1e18}, "cannot be drawn"),
