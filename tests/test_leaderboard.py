@@ -84,6 +84,28 @@ def test_a_folder_that_is_no_record_is_left_out(records):
     assert "forged/fast" not in [row.path for row in board.read(records).rows]
 
 
+def added(files: dict[str, str]) -> dict[str, str]:
+    """The same source, with three lines more in the recipe, one of them blank."""
+    return {**files, RECIPE: files[RECIPE] + "a = 1\n\nb = 2\n"}
+
+
+def test_lines_are_those_that_the_parent_does_not_have(records):
+    child = forge(records / "forged" / "child", seeds=(10, 11), edit_source=added)
+    assemble(child, parent_record="forged/fast")
+    assemble(records / "forged" / "slow", parent_record="forged/child")
+    assemble(records / "forged" / "single", parent_record="../elsewhere")
+    changed = {row.path: row.changed_lines for row in board.read(records).rows}
+    assert changed == {
+        "forged/child": 2,
+        "forged/slow": 0,
+        **dict.fromkeys(("forged/fast", "forged/single", "forged/unproven", "forged/broke", "forged/edited")),
+    }
+    text = board_pages.markdown(board.read(records))
+    (line,) = [line for line in text.splitlines() if "forged/child" in line]
+    assert "| lines changed | record |" in text
+    assert "| 2 | [" in line
+
+
 def test_one_bad_record_is_left_out_and_named_and_the_others_stand(records):
     bad = records / "forged" / "slow" / "summary.json"
     bad.write_text("{}")
@@ -183,7 +205,7 @@ def test_build_then_check(records):
     shutil.rmtree(records / "forged" / "slow")
     stale = invoke("check")
     assert stale.exit_code == 1
-    assert "run speedrun leaderboard build" in stale.stderr
+    assert "run 'speedrun leaderboard build'" in stale.stderr
 
 
 def test_the_readme_gets_the_tables_between_its_marks(records):
@@ -196,16 +218,27 @@ def test_the_readme_gets_the_tables_between_its_marks(records):
     assert "\nold\n" not in text
     assert "(records/forged/fast)" in text
     readme.write_text(f"{board_pages.BEGIN} no end")
-    assert (invoke("build").exit_code, "put the marks back" in invoke("build").stderr) == (2, True)
+    assert (invoke("build").exit_code, "restore the marks" in invoke("build").stderr) == (2, True)
 
 
 def test_times_have_intervals_and_published_ones_stand_apart(records):
     text = board_pages.markdown(board.read(records))
     (fast,) = [line for line in text.splitlines() if "forged/fast" in line]
-    assert fast.startswith("| 1 | 1.00 +- 0.00 s | 3.2500 (p = ")
+    assert fast.startswith("| 1 | 1.00 ± 0.00 s | 3.2500 (p = ")
     (theirs,) = [line for line in text.splitlines() if "theirs" in line]
     assert "| *published* |" in theirs
     assert "[theirs](https://example.org/a)" in theirs
+
+
+def test_a_column_that_is_empty_on_a_track_is_left_out(records):
+    calm = board.read(records)
+    assert "| rank | train time |" in board_pages.markdown(calm)
+    unranked = replace(calm, rows=tuple(replace(row, rank=None) for row in calm.rows))
+    for text in (board_pages.markdown(unranked), board_pages.page(unranked, {})):
+        assert "rank<" not in text
+        assert "| rank |" not in text
+        assert "lines changed" not in text
+        assert "train time" in text
 
 
 class _Tags(html.parser.HTMLParser):
@@ -260,6 +293,18 @@ def test_a_batch_that_is_doubtful_has_no_rank(records, spec):
     rows = {row.path: (row.standing, row.rank) for row in board.read(records).rows}
     assert rows["forged/doubtful"] == ("provisional", None)
     assert rows["forged/fast"] == ("qualified", 1)
+
+
+def test_the_page_fits_a_phone_and_sorts_by_key(records):
+    parser = _Tags()
+    parser.feed(board_pages.page(board.read(records), {}))
+    names = [tag for tag, _ in parser.tags]
+    assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in parser.tags
+    heads = [after for tag, after in zip(names, names[1:], strict=False) if tag == "th"]
+    assert heads == ["button"] * 10, "each head can be reached with Tab"
+    labels = [attrs.get("data-label") for tag, attrs in parser.tags if tag == "td"]
+    assert labels[:2] == ["rank", "train time"]
+    assert None not in labels
 
 
 def test_the_page_asks_nothing_of_any_network(records):
