@@ -1,6 +1,7 @@
 """The board: standing and rank from the logs alone, hostile words that stay words, a page that asks for nothing."""
 
 import html.parser
+import itertools
 import json
 import random
 import re
@@ -300,7 +301,7 @@ def test_the_page_fits_a_phone_and_sorts_by_key(records):
     parser.feed(board_pages.page(board.read(records), {}))
     names = [tag for tag, _ in parser.tags]
     assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in parser.tags
-    heads = [after for tag, after in zip(names, names[1:], strict=False) if tag == "th"]
+    heads = [after for tag, after in itertools.pairwise(names) if tag == "th"]
     assert heads == ["button"] * 10, "each head can be reached with Tab"
     labels = [attrs.get("data-label") for tag, attrs in parser.tags if tag == "td"]
     assert labels[:2] == ["rank", "train time"]

@@ -20,9 +20,15 @@ from speedrun.ledger.assemble import assemble
 @click.option("--title", help="What it is, in a few words.")
 @click.option("--author", "authors", multiple=True, metavar="NAME", help="A name or handle. Repeatable.")
 @click.option(
-    "--change", "changes", multiple=True, metavar="TEXT", help="A change from the parent, in one sentence. Repeatable."
+    "--change",
+    "changes",
+    multiple=True,
+    metavar="TEXT",
+    help="A change from the parent, in one sentence. Repeatable.",
 )
-@click.option("--parent", type=click.Path(path_type=Path), metavar="RECORD", help="The record it was made from.")
+@click.option(
+    "--parent", type=click.Path(path_type=Path), metavar="RECORD", help="The record it was made from."
+)
 def command(
     *,
     record: Path,
