@@ -166,8 +166,8 @@ def test_a_trace_of_a_person_warns_and_does_not_stop(record):
     [
         (["missing"], "missing is not a folder"),
         (["runs"], "did you mean runs/first?"),
-        (["runs/first", "--out", "runs/first/plots"], "lies in the record"),
-        (["runs/first", "--name", "!!!"], "say one with --name"),
+        (["runs/first", "--out", "runs/first/plots"], "is inside the record"),
+        (["runs/first", "--name", "!!!"], "give one with --name"),
         (["runs/first", "--out", "forged.toml"], "File exists; choose another --out"),
     ],
 )
@@ -300,7 +300,7 @@ def test_the_text_says_what_the_record_says(record):
     )
     assert rows["track"] == "`forged@1`"
     assert rows["status"] == "qualified"
-    assert rows["runs"] == "n = 2 finished of 2 declared; 0 broke off"
+    assert rows["runs"] == "n = 2 finished of 2 declared; 0 did not finish"
     assert rows["validation loss"] == "3.2500 nats per token (sd 0.0000)"
     assert rows["train time"] == "1.00 s (sd 0.00)"
     assert rows["cold wall time"] == "9.0 s (sd 0.0)"

@@ -123,9 +123,10 @@ def label(
 
     form = {"color": VAL, "path_effects": [withStroke(linewidth=3, foreground=PAPER)], "zorder": 5} | form
     note = axes.annotate(text, place, xytext=offset, textcoords="offset points", **form)
-    if not avoid:
+    figure = axes.get_figure(root=True)
+    if not avoid or figure is None:
         return
-    note.get_figure(root=True).draw_without_rendering()  # the layout decides where a height is
+    figure.draw_without_rendering()  # the layout decides where a height is
     heights = [axes.transData.transform((0, value))[1] for value in avoid]
     x, y = offset
     for height in (y, -y, y + 14, -y - 14, y):

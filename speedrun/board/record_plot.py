@@ -22,6 +22,7 @@ from speedrun.board.drawing import (
     save,
     title,
 )
+from speedrun.board.ghost import same_batches
 from speedrun.ground.console import quantiles_ms
 from speedrun.ground.errors import UsageError
 from speedrun.ground.runlog import Resume, Step
@@ -96,7 +97,8 @@ def _check_drawable(runs: Sequence[Run]) -> None:
 
 
 def _draw_loss(axes: "Axes", record: Record, runs: Sequence[Run], axis: _Axis) -> None:
-    alike = _alike(runs)
+    same = same_batches(runs)
+    alike = same if len(same) > 1 else []
     if alike:
         _band(axes, alike, axis)
     for run in runs:
@@ -122,17 +124,6 @@ def _draw_loss(axes: "Axes", record: Record, runs: Sequence[Run], axis: _Axis) -
     train = f"train: mean and range of {len(alike)} runs" if alike else "train"
     others = [("other runs", GREY)] if 0 < len(alike) < len(runs) else []
     key(axes, (train, TRAIN), *others, ("validation", VAL))
-
-
-def _alike(runs: Sequence[Run]) -> list[Run]:
-    """Return the finished runs that saw the same batches, if there are at least two."""
-    whole = [run for run in runs if run.finished and not run.resumed]
-    same = [run for run in whole if _tokens(run) == _tokens(whole[0])]
-    return same if len(same) > 1 else []
-
-
-def _tokens(run: Run) -> list[int]:
-    return [step.tokens_seen for step in run.steps]
 
 
 def _band(axes: "Axes", runs: Sequence[Run], axis: _Axis) -> None:
