@@ -208,12 +208,12 @@ def test_a_missing_library_is_one_line_that_names_the_extra(form, package, recor
 
 
 def test_an_export_touches_nothing_that_is_there(record, tmp_path):
-    with pytest.raises(UsageError, match="lies in the record"):
+    with pytest.raises(UsageError, match="is inside the record"):
         export(record, "csv", record.root / "plots" / "x")
     assert not (record.root / "plots").exists()
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "mine").touch()
-    with pytest.raises(UsageError, match="already holds something"):
+    with pytest.raises(UsageError, match="is not empty"):
         export(record, "csv", tmp_path / "taken")
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="cannot be written"):

@@ -107,7 +107,7 @@ def test_the_log_of_a_port_to_jax_is_read_and_its_wall_clock_is_no_train_time():
     assert run.train_losses == curve((9, 6.5, None), (19, 6.25, None), (29, None, None))
     assert run.validations == curve((20, 6.125, None))
     assert [problem.line for problem in found.problems] == [6, 8]
-    assert "foreign from '|  val_loss'" in found.problems[1].message
+    assert "unknown from '|  val_loss'" in found.problems[1].message
 
 
 def test_groups_show_the_mean_time_of_a_step(tmp_path: Path):
