@@ -1,5 +1,6 @@
 import json
 import random
+import re
 import statistics
 from pathlib import Path
 from xml.etree import ElementTree
@@ -88,6 +89,32 @@ def test_the_band_is_the_range_over_the_runs_of_each_step(tmp_path, record, draw
     assert drawn["tokens"].axes[0].get_xlabel() == "training tokens (thousands)"
     assert drawn["loss"].axes[0].get_xlabel() == "train time (s)"
     assert "mean and range of 3 runs" in {text.get_text()[7:] for text in drawn["loss"].axes[0].texts}
+
+
+@pytest.mark.parametrize("val_loss", [3.2, 3.3])
+def test_no_label_crosses_the_target(tmp_path, record, drawn, val_loss):
+    """Some of these cross it if each label is simply above its point."""
+    plot(forge(tmp_path / "other", val_losses=(5.5, 4.0, val_loss + 0.05, val_loss)))
+    axes = drawn["loss"].axes[0]
+    drawn["loss"].draw_without_rendering()
+    height = axes.transData.transform((0, 3.28))[1]
+    labels = [text for text in axes.texts if re.fullmatch(r"\d\.\d+", text.get_text())]
+    assert len(labels) == 4
+    for text in labels:
+        box = text.get_window_extent()
+        assert not box.y0 < height < box.y1, f"{text.get_text()} crosses the target"
+
+
+def test_every_colour_of_a_picture_has_a_dark_one(record, tmp_path):
+    row = row_of(record, "forged/record")
+    assert isinstance(row, Row)
+    for svg in [*plot(record, KINDS)[::2], *pareto([row], tmp_path)[::2]]:
+        text = svg.read_text()
+        swaps = dict(re.findall(r'"(?:fill|stroke): (#\w+)"\]\{\w+:(#\w+)!important', text))
+        drawn = set(re.findall(r"(?:fill|stroke): (#\w+)", text.partition("</style>")[2]))
+        assert len(drawn) > 3
+        assert drawn <= swaps.keys()
+        assert not swaps.keys() & set(swaps.values())
 
 
 def test_one_run_has_no_band_and_another_config_is_not_averaged(tmp_path, record, drawn):

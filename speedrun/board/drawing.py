@@ -29,6 +29,7 @@ _DARK = {
 DASHED = (0, (5, 3))
 #: The largest number that is drawn; matplotlib fails far beyond it.
 MOST = 1e15
+_CLEAR = 2.0  #: pixels between a text and a line, at least
 STYLE: dict[Any, Any] = {
     "svg.hashsalt": "speedrun",
     "font.family": ["DejaVu Sans"],
@@ -96,7 +97,8 @@ def key(axes: "Axes", *names: tuple[str, str]) -> None:
 def level(axes: "Axes", value: float, text: str, colour: str) -> None:
     """Draw a horizontal line and write its name at the left end, where the curves are far above it."""
     axes.axhline(value, color=colour, linewidth=1, linestyle=DASHED, zorder=2)
-    label(axes, (0, value), text, (5, 3), xycoords=("axes fraction", "data"), color=colour, fontsize=9)
+    form: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "path_effects": ()}
+    label(axes, (0, value), text, (5, 3), color=colour, fontsize=9, **form)
 
 
 def label(
@@ -133,7 +135,7 @@ def label(
         note.set_position((x, height))
         note.set_verticalalignment("bottom" if height >= 0 else "top")
         box = note.get_window_extent()
-        if not any(box.y0 < line < box.y1 for line in heights):
+        if not any(box.y0 - _CLEAR < line < box.y1 + _CLEAR for line in heights):
             return
 
 
