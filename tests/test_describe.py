@@ -1,4 +1,4 @@
-"""What people say about a record goes into its manifest and README, and nothing that was measured changes."""
+"""A description goes into manifest and README, and changes no measurement."""
 
 import pytest
 from click.testing import CliRunner
@@ -26,7 +26,7 @@ def described(*words) -> None:
     assert result.exit_code == 0, result.output
 
 
-def test_what_is_said_stands_in_manifest_and_readme_and_the_rest_stays(records):
+def test_a_description_is_in_manifest_and_readme_and_the_rest_stays(records):
     child, parent = records
     before, summary = load(child).manifest, (child / "summary.json").read_bytes()
     (child / "README.md").write_text((child / "README.md").read_text() + "\nWhy it works.\n")

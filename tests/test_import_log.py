@@ -1,4 +1,4 @@
-"""Importing other people's logs: every dialect, what is wrong with a file, hostile bytes, and the public runs."""
+"""Importing other people's logs: every dialect, broken files, hostile bytes, and the public runs."""
 
 import csv
 import gzip
@@ -25,7 +25,7 @@ from speedrun.study import noise
 ROOT = Path(__file__).parent.parent
 PUBLIC = ROOT.parent / "shared" / "upstream-runs.csv.gz"
 
-#: Made up, in the order and with the marks of a real one: script, versions, table, lines.
+#: Invented, in the order of a real log: script, versions, table, lines.
 HEAD = """\
 import torch
 print0(f"step:{step}/{train_steps} val_loss:{val_loss:.4f} train_time:{training_time_ms:.0f}ms")
@@ -79,20 +79,20 @@ def test_every_dialect_of_a_validation_is_read(line, step, num_steps, loss, trai
     assert (run.num_steps, run.final_loss, run.train_time_s) == (num_steps, loss, train_time_s)
 
 
-def test_lines_of_steps_are_losses_where_they_tell_one():
+def test_step_lines_with_a_loss_are_training_losses():
     (run,) = read(
         "step:0/20 val_loss:11.0 train_time:3ms\nstep:1/20 train_loss:10.5 train_time:35679ms step_avg:nanms\n"
         "step:11/20 train_loss:9.5 train_time:100ms\nstep:12/20 train_time:200ms step_avg:1.0ms\n"
     ).runs
     assert run.train_losses == curve((1, 10.5, 35.679), (11, 9.5, 0.1)), (
-        "the first clocks began anew at step 11"
+        "the first scripts restarted their clock at step 11"
     )
     (run,) = read("s:0 tel:11.0\ns:0 trl:10.9 lr:0.000001 norm:15.37\ns:0 eval:0.26\n").runs
     assert (run.validations, run.train_losses) == (curve((0, 11.0, None)), curve((0, 10.9, None)))
 
 
-def test_the_log_of_a_port_to_jax_is_read_and_its_wall_clock_is_no_train_time():
-    """Made up, in its order: metrics come one line late, a validation before the step that was logged last."""
+def test_the_wall_clock_of_the_port_to_jax_is_not_a_train_time():
+    """Invented, in the order of a real log: metrics are one line late, and follow the validation."""
     found = read(
         "[MESSAGE] Starting training...\n"
         "[METRICS (1 step stale)] step: 9  |  time: 2025-08-20 13:50:50.485907  |  loss: 6.5\n"
@@ -122,7 +122,7 @@ def test_groups_show_the_mean_time_of_a_step(tmp_path: Path):
     assert "mean 4.0000  sd none\n" in shown
 
 
-def test_the_machine_is_what_versions_and_tables_say():
+def test_the_machine_is_read_from_versions_and_tables():
     (run,) = read(HEAD + "step:0/9 val_loss:4.0\n").runs
     assert run.software == {
         "python": "3.12.7",
@@ -133,7 +133,7 @@ def test_the_machine_is_what_versions_and_tables_say():
     assert (run.device, run.num_devices) == ("NVIDIA H100 80GB HBM3", 2)
     line = "Running PyTorch 2.11.0+cu128 compiled for CUDA 12.8 on NVIDIA H100 NVL with world_size 4\n"
     (run,) = read(HEAD + line + "step:0/9 val_loss:4.0\n").runs
-    assert (run.device, run.num_devices) == ("NVIDIA H100 NVL", 4), "what ran, not what the machine holds"
+    assert (run.device, run.num_devices) == ("NVIDIA H100 NVL", 4), "the GPUs used, not those present"
 
 
 def test_one_file_may_hold_several_runs():
@@ -162,7 +162,7 @@ def test_one_file_may_hold_several_runs():
         ("step:20/30 val_loss:4.0 " + "x:1 " * 500, "characters", ()),
     ],
 )
-def test_what_cannot_be_is_said_by_line(bad, said, left):
+def test_impossible_lines_are_reported_by_number(bad, said, left):
     found = read(f"step:0/30 val_loss:9.0 train_time:0ms\nstep:10/30 val_loss:5.0 train_time:10ms\n{bad}")
     (run,) = found.runs
     assert run.validations == curve((0, 9.0, 0.0), (10, 5.0, 0.01)) + left
@@ -170,15 +170,15 @@ def test_what_cannot_be_is_said_by_line(bad, said, left):
     assert said in found.problems[0].message
 
 
-def test_joined_outputs_that_say_all_twice_are_one_run():
+def test_repeated_lines_of_joined_outputs_are_one_run():
     lines = ["step:0/9 val_loss:9.0 train_time:0ms", "step:9/9 val_loss:nan train_time:5ms"]
     found = read("\n".join(line for line in lines for _ in range(2)))
     assert len(found.runs) == 1
-    assert found.num_problems == 1, "the loss that is none"
+    assert found.num_problems == 1, "the loss that is not a number"
     assert found.runs[0].final_loss is None
 
 
-def test_a_table_is_the_same_as_its_logs():
+def test_a_table_gives_the_same_runs_as_logs():
     table = "log,step,num_steps,val_loss,train_time_ms\nx/a.txt,0,9,9.5,0\nx/a.txt,9,9,3.25,1500.5\nx/b.txt,9,,nan,\n"
     found = read(table)
     assert [run.name for run in found.runs] == ["x/a.txt", "x/b.txt"]
@@ -192,7 +192,7 @@ def test_a_table_is_the_same_as_its_logs():
     "row",
     ["a,x,9,3.0,1", "a,1,9,,1", "a,1,9,3.0,soon", "a,1,9,3.0,1,2", "a,-1,9,3.0,1", "a,1,0.5,3.0,1", "a"],
 )
-def test_rows_that_cannot_be_read_are_said(row):
+def test_rows_that_cannot_be_read_are_reported(row):
     found = read(f"log,step,num_steps,val_loss,train_time_ms\na,0,9,9.0,0\n{row}\na,9,9,3.0,10\n")
     assert [len(run.validations) for run in found.runs] == [2]
     assert [problem.line for problem in found.problems] == [3]
@@ -216,7 +216,7 @@ def test_no_text_crashes_and_nothing_unprintable_comes_out(text):
         assert all(problem.message.isprintable() for problem in found.problems)
 
 
-def test_hostile_names_come_out_as_escapes(tmp_path):
+def test_hostile_names_are_escaped(tmp_path):
     evil = "e\x1b]8;;x\x07vil\u202e"
     (run,) = read(f"Running on device_name={evil} with world_size=2\nstep:0/9 val_loss:1.0\n", name=evil).runs
     (row,) = read(f"log,step,val_loss\n{evil},0,1.0\n").runs
@@ -241,7 +241,7 @@ def test_no_number_crashes(value):
     read(f"step:0/9 val_loss:{value} train_time:{value}ms\nstep:{value} val_loss:1\n")
 
 
-def test_a_file_that_is_large_packed_or_not_is_refused(tmp_path, monkeypatch):
+def test_a_file_that_is_too_large_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(foreign, "MAX_BYTES", 1000)
     big, bomb = tmp_path / "big.txt", tmp_path / "bomb.gz"
     big.write_bytes(b"x" * 1001)
@@ -286,7 +286,7 @@ def test_the_command_groups_runs_by_folder_and_end(tmp_path):
         msgspec.json.decode(path.read_bytes(), type=Context) for path in sorted((tmp_path / "out").iterdir())
     ]
     assert len(written) == 4
-    assert str(tmp_path) not in json.dumps(found), "nothing tells where the files lay"
+    assert str(tmp_path) not in json.dumps(found), "no path of this machine"
     shown = run_cli(files[0], "--mean", 2, 4)
     assert "2 x NVIDIA H100 80GB HBM3, python 3.12.7" in shown
     assert "x  9/9  n 1  mean 3.0000  sd none" in shown
@@ -294,7 +294,7 @@ def test_the_command_groups_runs_by_folder_and_end(tmp_path):
         run_cli(*files, "--out", tmp_path / "out")
 
 
-def test_a_file_of_many_small_things_stays_small():
+def test_versions_and_runs_of_a_file_are_limited():
     versions = "".join(f"Running thing{number} version 1\n" for number in range(1000))
     (run,) = read(versions + "step:0/9 val_loss:1.0\n").runs
     assert len(run.software) == 20
@@ -303,7 +303,7 @@ def test_a_file_of_many_small_things_stays_small():
     assert "more than 20,000 runs" in found.problems[0].message
 
 
-def test_equal_losses_without_a_curve_are_no_copies():
+def test_equal_single_losses_are_not_copies():
     runs = read("log,step,val_loss\na,9,3.1\nb,9,3.1\nc,9,3.2\n").runs
     (group,) = noise.groups(noise.distinct(runs))
     assert group.losses == (3.1, 3.1, 3.2)
@@ -313,7 +313,7 @@ HISTORY = ROOT / "records" / "history.tsv"
 
 
 def texts(picture: Path) -> set[str]:
-    """What matplotlib wrote; it notes each text beside its outlines."""
+    """Return the texts of a picture; matplotlib writes each into a comment beside its outlines."""
     return set(re.findall("<!-- (.*?) -->", picture.read_text()))
 
 
@@ -339,7 +339,7 @@ def test_the_history_is_drawn_with_our_qualified_records(tmp_path, monkeypatch):
     }
 
 
-def test_the_history_is_what_its_source_says():
+def test_the_history_has_the_records_of_its_source():
     """Counts and ends of the public table; record 21 was timed three times."""
     found = history.read(HISTORY)
     assert [one.record for one in found if one.record != 21] == [n for n in range(1, 90) if n != 21]
@@ -353,7 +353,7 @@ def test_the_history_is_what_its_source_says():
     "text",
     ["", "record\tdate\n1\t2024-05-28\n", "record\tdate\tminutes\tlabel\trecipe\n1\t2024-05-28\t-1\t\t\n"],
 )
-def test_a_table_that_is_no_history_is_refused(tmp_path, text):
+def test_a_table_that_is_not_a_history_is_refused(tmp_path, text):
     path = tmp_path / "table.tsv"
     path.write_text(text)
     with pytest.raises(UsageError, match="need"):
@@ -384,7 +384,7 @@ def test_every_public_line_is_read_or_reported(public_runs):
 
 @public
 def test_the_public_bands_of_record_21(public_runs):
-    """Ten logs of 1,770 steps, against a table that was made elsewhere: mean, sd, least, most."""
+    """Ten logs of 1,770 steps, against an independent table: mean, sd, least, most."""
     runs = [run for run in public_runs if run.num_steps == 1770]
     bands = {band.step: band for band in noise.bands(runs)}
     assert len(runs) == 10

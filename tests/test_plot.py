@@ -35,7 +35,7 @@ def test_the_same_record_gives_the_same_bytes(record):
     assert [path.read_bytes() for path in plot(record, KINDS)] == first
 
 
-def test_svg_and_png_are_what_they_say_and_the_record_stays_good(record):
+def test_svg_and_png_are_valid_and_so_is_the_record(record):
     paths = plot(record, KINDS)
     assert [path.name for path in paths] == [f"{kind}.{form}" for kind in KINDS for form in ("svg", "png")]
     for svg, png in zip(paths[::2], paths[1::2], strict=True):
@@ -63,7 +63,7 @@ def test_the_command_prints_the_paths(record):
 
 @pytest.fixture
 def drawn(monkeypatch) -> dict[str, Figure]:
-    """The figures that were written, by name."""
+    """Return the figures that were written, by name."""
     figures: dict[str, Figure] = {}
 
     def save(figure: Figure, folder: Path, name: str) -> list[Path]:
@@ -75,7 +75,7 @@ def drawn(monkeypatch) -> dict[str, Figure]:
 
 
 def test_the_band_is_the_range_over_the_runs_of_each_step(tmp_path, record, drawn):
-    """The forger's step n of seed s costs 5 - n / 10 + s / 100 nats, and a tenth of a second."""
+    """In a forged record, step n of seed s has a loss of 5 - n / 10 + s / 100 and takes 0.1 s."""
     three = forge(tmp_path / "three", seeds=(1, 2, 5))
     plot(three, ("loss", "tokens"))
     for name, each in (("loss", 0.1), ("tokens", 0.1)):  # seconds; thousands of tokens
@@ -141,7 +141,7 @@ def test_every_step_of_every_run_is_in_the_histogram(tmp_path, record, drawn):
     assert axes.get_yscale() == "linear"
 
 
-def test_steps_far_out_are_counted_and_do_not_squeeze_the_rest(tmp_path, record, drawn):
+def test_outliers_are_counted_and_do_not_stretch_the_histogram(tmp_path, record, drawn):
     num_steps = 400
     far = forge(
         tmp_path / "far",
@@ -162,7 +162,7 @@ def rows_at(row: Row, *places: tuple[float, float]) -> list[Row]:
     return [msgspec.structs.replace(row, train_time_s=time_s, val_loss=loss) for time_s, loss in places]
 
 
-def test_on_the_frontier_is_who_is_beaten_by_nobody(record):
+def test_the_pareto_front_holds_the_rows_that_are_not_dominated(record):
     row, draw = row_of(record, "forged/record"), random.Random(1)
     assert isinstance(row, Row)
     for _ in range(50):
@@ -186,18 +186,20 @@ def test_records_are_drawn_together_and_refused_ones_left_out(record, tmp_path):
     assert f"{edited} is left out, refused: V004" in result.stderr
     first = [path.read_bytes() for path in paths]
     assert CliRunner().invoke(command, [str(slow), str(record), *argv]).exit_code == 0
-    assert [path.read_bytes() for path in paths] == first, "the order of the words is none of the picture"
+    assert [path.read_bytes() for path in paths] == first, (
+        "the order of arguments does not change the picture"
+    )
     none = CliRunner().invoke(command, [str(edited), *argv])
     assert isinstance(none.exception, UsageError)
 
 
-def test_a_row_with_an_absurd_number_is_not_drawn(record):
+def test_a_row_with_a_number_out_of_range_is_not_drawn(record):
     row = row_of(record, "forged/record")
     assert isinstance(row, Row)
     assert results([row, *rows_at(row, (1e300, 3.2), (2.0, float("nan")), (1.0, float("inf")))]) == [row]
 
 
-def test_a_name_can_be_anything(record, tmp_path):
+def test_any_name_can_be_drawn(record, tmp_path):
     row = row_of(record, "forged/$x_{\u202e}^" + "y" * 400)
     assert isinstance(row, Row)
     svg, _ = pareto([row], tmp_path)
@@ -222,7 +224,7 @@ def test_the_command_draws_all_kinds_of_several_records(record, tmp_path):
         ("loss", {"train_time_s": 1e18}, "cannot be drawn"),
     ],
 )
-def test_numbers_that_no_run_has_are_an_error(tmp_path, record, kind, fields, said):
+def test_impossible_numbers_are_an_error(tmp_path, record, kind, fields, said):
     hostile = forge(tmp_path / "hostile", edit_log=change(Step, at=4, **fields))
     with pytest.raises(UsageError, match=said):
         plot(hostile, (kind,))

@@ -20,13 +20,12 @@ from speedrun.ledger.statistics import mean_interval
 from speedrun.ledger.validate import Report, examine
 
 CONTEXT = "context.toml"
-
 BOARD = "leaderboard.json"
 #: From best to worst. "qualified": a declared batch proves the target. "valid": reached on an unranked track.
 #: "provisional": reached on a ranked track, not proven. "missed": the mean loss is above the target.
 STANDINGS = ("qualified", "valid", "provisional", "missed", "no result", "refused")
 #: Warnings that rule out "qualified": too few runs, an implausible result, a resumed run, science that uses the host.
-_ASK_FOR_PROOF = frozenset({"V302", "V308", "V311", "V502"})
+_UNPROVEN = frozenset({"V302", "V308", "V311", "V502"})
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -52,9 +51,7 @@ class Row(msgspec.Struct, frozen=True):
     num_steps: int
     num_tokens: int
     source_lines: int
-    changed_lines: int | None = (
-        None  #: lines of science that the parent does not have; None without a readable parent
-    )
+    changed_lines: int | None = None  #: of science, against the parent; None without a readable one
     rank: int | None = None  #: among the qualified records of a ranked track
 
     @property
@@ -106,8 +103,8 @@ class Board(msgspec.Struct, frozen=True):
     @property
     def tracks(self) -> list[str]:
         """The tracks that have a record or a published result."""
-        aims = {tracks.load(one.track).id for one in self.published}
-        return sorted({row.track for row in self.rows} | aims)
+        goals = {tracks.load(one.track).id for one in self.published}
+        return sorted({row.track for row in self.rows} | goals)
 
 
 def read(folder: Path) -> Board:
@@ -221,7 +218,7 @@ def standing_of(record: Record, report: Report) -> str:
     if failed:
         return "no result" if failed == ["V301"] else "refused"
     summary = derive_summary(record.runs, record.rules, record.declaration)
-    if summary.test is not None and summary.test.passed and _ASK_FOR_PROOF.isdisjoint(warned):
+    if summary.test is not None and summary.test.passed and _UNPROVEN.isdisjoint(warned):
         return "qualified"
     if not summary.target_reached:
         return "missed"

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 TRACK = "main-8xh100@1"
 
 
-class Published(msgspec.Struct, frozen=True):
-    """One record of others."""
+class PastRecord(msgspec.Struct, frozen=True):
+    """A published record."""
 
     record: int
     date: date
@@ -33,7 +33,7 @@ class Published(msgspec.Struct, frozen=True):
     recipe: str
 
 
-def read(path: Path) -> list[Published]:
+def read(path: Path) -> list[PastRecord]:
     """Read a table of records.
 
     Raises:
@@ -42,7 +42,7 @@ def read(path: Path) -> list[Published]:
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
         rows = [*csv.DictReader(lines, delimiter="\t")]
-        found = msgspec.convert(rows, list[Published], strict=False)
+        found = msgspec.convert(rows, list[PastRecord], strict=False)
     except (OSError, ValueError, csv.Error) as error:
         raise UsageError(f"{path}: {error}; need columns record, date, minutes, label and recipe") from None
     if not found or not all(1e-3 < one.minutes < 1e6 for one in found):
@@ -72,7 +72,7 @@ def draw(table: Path, records: Path, folder: Path) -> Path:
     return path
 
 
-def _draw(axes: "Axes", history: Sequence[Published], ours: Sequence[Row]) -> None:
+def _draw(axes: "Axes", history: Sequence[PastRecord], ours: Sequence[Row]) -> None:
     from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 
     days, minutes = [_day(one.date) for one in history], [one.minutes for one in history]
