@@ -601,7 +601,14 @@ def test_the_forest_shows_every_arm_and_its_bytes_do_not_change(performed):
     again = forest(written, performed.folder, "tiny on forged@1: without each feature")
     assert [path.read_bytes() for path in again] == [*before]
     comments = svg.read_text()  # matplotlib writes the text of a label beside its outlines
-    for said in ("no brake", "no anchor", "no brake, fresh seeds", "nats per token", "equivalent seconds"):
+    for said in (
+        "no brake",
+        "no anchor",
+        "no brake, fresh seeds",
+        "nats per token",
+        "ratio, log scale",
+        "equivalent seconds",
+    ):
         assert f"<!-- {said} -->" in comments
 
 
