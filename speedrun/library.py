@@ -32,6 +32,9 @@ from speedrun.ledger.validate import Report, validate
 if TYPE_CHECKING:
     from speedrun.science.recipe import Recipe
 
+#: JAX reserves three quarters of a GPU's memory for the first process that uses it.
+_HELD = "; JAX in this process may hold the memory: restart it, and call sr.run before anything else that uses JAX"
+
 
 class Record:
     """A record on disk."""
@@ -156,6 +159,12 @@ def _train(asked: dict[str, Any], printer: Printer) -> None:
                 child.terminate()
                 raise
     if child.returncode:
+        if (
+            "out of memory" in said
+            and "jax" in sys.modules
+            and load_track(asked["track"]).rules.platform != "cpu"
+        ):
+            said += _HELD
         error = SpeedrunError(said.removeprefix("error: "))
         error.exit_code = child.returncode
         raise error
