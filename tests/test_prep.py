@@ -20,12 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speedrun.data import documents, inventory, overview, prep, text_files, tokenizer, workers
-from speedrun.data.hub_rows import Dataset
 from speedrun.data.inventory import Place
 from speedrun.data.prep import Cut, prepare
-from speedrun.data.sources import open_source
+from speedrun.data.sources import Dataset, open_source
 from speedrun.data.verify import verify
-from speedrun.ground import track
+from speedrun.ground import track, wholefile
 from speedrun.ground.clock import Stopwatch
 from speedrun.ground.errors import DataError, UsageError
 from speedrun.ground.lock import LOCK, alone_in
@@ -81,6 +80,7 @@ def test_shards_are_the_definition(tmp_path_factory, texts, shard_tokens, limit,
     source = open_source([str(write_rows(folder / "rows.jsonl", texts))])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text_files, "BLOCK_BYTES", block_bytes)
+        patch.setattr(wholefile, "_sync", lambda _: None)  # hundreds of files: nothing here loses power
         made = prepare(source, BYTES, Cut("x", shard_tokens, limit, 7), folder / "out")
     want = definition(texts, shard_tokens, limit)
     assert ids_of(folder / "out", "x") == want
@@ -116,6 +116,7 @@ def test_a_preparation_that_breaks_off_goes_on(tmp_path_factory, texts, shard_to
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text_files, "BLOCK_BYTES", block_bytes)
+        patch.setattr(wholefile, "_sync", lambda _: None)  # hundreds of files: nothing here loses power
         for life in lives:
             try:
                 prepare(open_source([str(rows)]), BYTES, cut, folder / "a", tell=kill_after(life))

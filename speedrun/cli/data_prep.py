@@ -14,8 +14,7 @@ import msgspec
 from speedrun.cli.options import Integer, example, json_option, track_option
 from speedrun.data import documents, inventory, prep, python_docs, tokenizer
 from speedrun.data.gpt2 import END_OF_TEXT
-from speedrun.data.hub_rows import HUB
-from speedrun.data.sources import open_source
+from speedrun.data.sources import HUB, open_source
 from speedrun.data.text_files import READERS
 from speedrun.ground import signals
 from speedrun.ground import track as tracks

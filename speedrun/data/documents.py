@@ -5,7 +5,7 @@ in `text_files` and `hub_rows`.
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple, Protocol
 
@@ -96,6 +96,16 @@ def _counts(values: list[Any]) -> list[int] | None:
     """What a source says its documents hold, in tokens; None unless each of them has a number that can be one."""
     known = [value for value in values if type(value) is int and 0 <= value <= _MOST_TOKENS]
     return known if len(known) == len(values) else None
+
+
+def require_column(name: str, column: str, names: Sequence[str]) -> None:
+    """Check that a source has the column of the text.
+
+    Raises:
+        DataError: if it does not; lists those it has.
+    """
+    if column not in names:
+        raise DataError(f"{name}: no column {column!r}; it has {', '.join(names)}; choose with --column")
 
 
 def no_text(name: str, row: int, column: str, got: object) -> DataError:

@@ -161,10 +161,7 @@ def _parquet(path: Path, row: int, column: str) -> Iterator[Block]:
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
-            if column not in names:
-                raise DataError(
-                    f"{path}: no column {column!r}; it has {', '.join(names)}; choose with --column"
-                )
+            documents.require_column(str(path), column, names)
             wanted = [name for name in (column, TOKEN_COUNT) if name in names]
             sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
             group, skipped = 0, 0
