@@ -421,7 +421,7 @@ def test_stopped(tmp_path: Path, big: FakeHub, number: signal.Signals, code: int
     _, err = process.communicate(timeout=20)
     assert watch.seconds < 15, "no thread is waited for"
     assert process.returncode == code
-    assert "are whole; the same command goes on" in err
+    assert "are whole; run the same command again to continue" in err
     assert "Traceback" not in err
     assert_whole_in_order(folder, big.files)
 

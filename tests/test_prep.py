@@ -556,7 +556,7 @@ def test_signals_end_it_with_a_word(tmp_path: Path, number: int, exit_code: int)
     os.killpg(process.pid, number)  # as a terminal does: to the workers, too
     _, said = process.communicate(timeout=20)
     assert process.returncode == exit_code, said
-    assert "the same command goes on" in said
+    assert "run the same command again to continue" in said
     assert "Traceback" not in said
     assert_gone(process.pid)
 

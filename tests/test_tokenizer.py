@@ -210,8 +210,14 @@ def test_the_same_texts_give_the_same_file(trained: Path, tmp_path: Path):
     for threads in ("1", "4"):
         env = {**os.environ, "RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": threads}
         env["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests'}"
-        subprocess.run([sys.executable, "-c", script, str(tmp_path / threads)], check=True, env=env)
-        assert (tmp_path / threads).read_bytes() == trained.read_bytes()
+        path = tmp_path / f"{threads}.json"
+        subprocess.run([sys.executable, "-c", script, str(path)], check=True, env=env)
+        assert path.read_bytes() == trained.read_bytes()
+
+
+def test_a_trained_tokenizer_needs_a_name_that_is_found_again(tmp_path: Path):
+    with pytest.raises(UsageError, match=r"need \.json; rename it"):
+        tokenizer.train_bpe(iter(TEXTS), 300, tmp_path / "mine")
 
 
 @settings(deadline=None, max_examples=100)

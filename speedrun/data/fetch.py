@@ -28,9 +28,9 @@ from speedrun.data.inventory import (
 )
 from speedrun.data.shards import open_shard, sha256
 from speedrun.data.verify import count_documents
-from speedrun.ground.errors import DataError
+from speedrun.ground.errors import DataError, UsageError
 from speedrun.ground.lock import alone_in
-from speedrun.ground.track import Data, Hub
+from speedrun.ground.track import Data, Hub, Track
 from speedrun.ground.wholefile import give_name
 
 STAGING = ".partial"  #: the hidden folder; removed when all shards are there
@@ -49,6 +49,30 @@ class Progress(Protocol):
 
     def say(self, line: str) -> None:
         """Show a line."""
+
+
+def source_of(track: Track, repo: str | None, num_train: int | None) -> Hub:
+    """Return where to download the shards of a track.
+
+    Args:
+        track: its rules.
+        repo: another repository, for a track that takes any shards.
+        num_train: number of training shards; None for the track's own, or 1.
+
+    Raises:
+        UsageError: if the track's shards are not downloaded, or not from there.
+    """
+    hub = track.data.hub
+    if track.synthetic is not None:
+        raise UsageError(f"track {track.name!r} is synthetic; its shards are made: {track.data.get}")
+    if hub is None and repo is None:
+        raise UsageError(f"track {track.name!r} takes any shards; need --repo OWNER/NAME to fetch some")
+    if hub is not None and repo not in (hub.repo, None):
+        raise UsageError(
+            f"--repo {repo}: track {track.name!r} needs {hub.repo}; choose a track for any shards"
+        )
+    hub = hub or Hub(repo=repo or "", revision="main", train_shards=1)
+    return hub if num_train is None else msgspec.structs.replace(hub, train_shards=num_train)
 
 
 def fetch(folder: Path, data: Data, source: Hub, progress: Progress) -> Manifest:

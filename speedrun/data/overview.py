@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from speedrun.data.inventory import bytes_per_token, data_folder, open_track, read_manifest
 from speedrun.data.shards import HEADER_BYTES
+from speedrun.ground.console import quantity
 from speedrun.ground.errors import DataError
 from speedrun.ground.track import Data, Track
 
@@ -31,6 +32,29 @@ class Holding(NamedTuple):
     source: str | None  #: the manifest's
     complete: bool  #: `speedrun run` finds what it needs
     problem: str | None  #: why not
+
+    def lines(self) -> list[str]:
+        """Return what `speedrun data list` prints."""
+        of = "" if self.expected is None else f" of {self.expected}"
+        facts = [
+            f"{self.shards}{of} shards",
+            quantity(self.tokens, "tokens"),
+            *([] if self.documents is None else [f"{self.documents:,} documents"]),
+            *density(self.bytes_per_token),
+            quantity(self.size_bytes, "B"),
+            *([] if self.source is None else [f"from {self.source}"]),
+        ]
+        state = "complete" if self.complete else "incomplete"
+        details = [" | ".join(facts) if self.shards else None, self.problem]
+        return [
+            f"{self.track:<16} {state:<10} {self.folder}",
+            *(f"{'':<16} {detail}" for detail in details if detail),
+        ]
+
+
+def density(bytes_per_token: float | None) -> list[str]:
+    """Return how to show the bytes of text that a token stands for; nothing if that is unknown."""
+    return [] if bytes_per_token is None else [f"{bytes_per_token:.2f} bytes a token"]
 
 
 def to_fetch_bytes(track: Track, folder: Path | None = None) -> int:

@@ -13,14 +13,23 @@ import re
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from speedrun.data import shards, tokenizer
 from speedrun.data.documents import Source
-from speedrun.data.inventory import MANIFEST, Manifest, Place, ShardEntry, read_manifest, write_manifest
+from speedrun.data.inventory import (
+    MANIFEST,
+    Manifest,
+    Place,
+    ShardEntry,
+    bytes_per_token,
+    read_manifest,
+    write_manifest,
+)
+from speedrun.data.overview import density
 from speedrun.data.workers import Encoded, encoded
 from speedrun.ground import faults
 from speedrun.ground.clock import Stopwatch
@@ -46,15 +55,13 @@ class Cut(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """How far the work is; since it was begun in this process where it says so."""
+    """How far a preparation is."""
 
-    num_shards: int
-    tokens: int  #: in whole shards and in the one that is being made
+    num_shards: int  #: whole ones
+    tokens: int  #: in whole shards and in the current one
+    tokens_per_s: float  #: in this process
     read_bytes: int  #: of the source
-    total_bytes: int  #: of the source; 0: not known
-    began_bytes: int  #: of the source, where this process began
-    began_tokens: int
-    seconds: float  #: since the tokenizer was ready
+    total_bytes: int  #: of the source; 0 if unknown
 
 
 class Prepared(NamedTuple):
@@ -65,6 +72,36 @@ class Prepared(NamedTuple):
     found_shards: int  #: that were there already
     start_s: float  #: until the tokenizer was ready
     seconds: float  #: after that
+
+    def facts(self) -> dict[str, Any]:
+        """Return the fields, and totals over all shards."""
+        keys = ("tokens", "documents", "text_bytes", "source_tokens")
+        return {**self._asdict(), "folder": str(self.folder), **{key: self._total(key) for key in keys}}
+
+    def _total(self, key: str) -> int | None:
+        """Return the sum of a field over all shards; None if one of them does not know it."""
+        numbers = [getattr(entry, key) for entry in self.manifest.shards.values()]
+        return None if None in numbers else sum(numbers)
+
+    def summary(self) -> list[str]:
+        """Return the lines that tell what was made."""
+        entries = list(self.manifest.shards.values())
+        tokens, num_documents = sum(e.tokens for e in entries), sum(e.documents for e in entries)
+        found = f" ({self.found_shards} were there)" if self.found_shards else ""
+        facts = [
+            f"{len(entries)} shards{found}",
+            f"{tokens:,} tokens",
+            f"{num_documents:,} documents",
+            *density(bytes_per_token(entries)),
+        ]
+        lines = [f"made    {self.folder}: {'  '.join(facts)}"]
+        if (counted := self._total("source_tokens")) is not None:
+            # The source counts all of a last document, also if a limit cut it off.
+            got = tokens - num_documents
+            lines += [f"count   the source says {counted:,} tokens, here are {got:,}: {got - counted:+,}"]
+        if len(entries) == 1:
+            lines += ["note    all tokens are in the validation shard; to train, choose fewer --shard-tokens"]
+        return lines
 
 
 def prepare(
@@ -111,16 +148,12 @@ def prepare(
     write_manifest(out, manifest)
     making = _Making(out, cut, manifest, loaded.id_bytes_V())
     start_s, watch = watch.seconds, Stopwatch()
-    start = making.next
-    began: Progress | None = None
+    start, start_tokens = making.next, making.tokens
     with closing(encoded(source.blocks(start), loaded, column, num_workers=num_workers)) as blocks:
         for block in blocks:
             making.add(_from(block, start))
-            done = Progress(
-                making.num_shards, making.tokens, block.read_bytes, source.total_bytes, 0, 0, watch.seconds
-            )
-            began = began or done
-            tell(done._replace(began_bytes=began.read_bytes, began_tokens=began.tokens))
+            rate = (making.tokens - start_tokens) / max(1e-9, watch.seconds)
+            tell(Progress(making.num_shards, making.tokens, rate, block.read_bytes, source.total_bytes))
             if making.is_full:
                 break
     return Prepared(out, making.finish(), found, start_s, watch.seconds)

@@ -216,13 +216,15 @@ def train_bpe(texts: Iterator[str], vocab_size: int, out: Path, *, document_text
         The number of ids; less than `vocab_size` if the texts have no more pairs to merge.
 
     Raises:
-        UsageError: if `vocab_size` holds no merge or does not fit into uint16.
+        UsageError: if `vocab_size` holds no merge or does not fit into uint16, or `out` is no .json file.
         DataError: if the file cannot be written.
     """
     need("tokenizers")
     from tokenizers import Tokenizer as Model
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
+    if out.suffix != ".json":
+        raise UsageError(f"{out}: a tokenizer's file is recognised by its ending; need .json; rename it")
     if not 257 < vocab_size <= 2**16:
         raise UsageError(
             f"a vocabulary of {vocab_size:,}; need 258 to 65,536: bytes, a document token, merges"

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from speedrun.data.inventory import MANIFEST, ShardEntry, bytes_per_token, open_track, read_manifest
+from speedrun.data.overview import density
 from speedrun.data.shards import Shard, sha256
 from speedrun.ground.errors import DataError
 from speedrun.ground.track import Data
@@ -25,6 +26,11 @@ class Verified(NamedTuple):
     tokens: int
     sha256: str | None  #: None if only header and size were looked at
     bytes_per_token: float | None  #: of text, where the manifest knows it
+
+    def __str__(self) -> str:
+        return "  ".join(
+            [f"{self.tokens:,} tokens", *density(self.bytes_per_token), self.sha256 or ""]
+        ).rstrip()
 
 
 def verify(folder: Path, data: Data, *, full: bool, report: Report = lambda *_: None) -> list[Verified]:

@@ -5,6 +5,7 @@ one tokenizer, start at once and cost no copies. The order does not depend on wh
 the order in which blocks were handed out, and only a few are out at a time: memory does not grow with the corpus.
 """
 
+import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -55,6 +56,11 @@ def encoded(
             yield out.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def num_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _encoder(chosen: Tokenizer, column: str) -> Callable[[Block], Encoded]:
