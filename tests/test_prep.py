@@ -296,7 +296,7 @@ def test_a_folder_that_holds_something_else(tmp_path: Path):
     rows, out = write_rows(tmp_path / "rows.jsonl", ["abc"] * 5), tmp_path / "out"
     out.mkdir()
     (out / "fineweb_val_000000.bin").write_bytes(b"")
-    with pytest.raises(UsageError, match=r"fineweb_val_000000\.bin lies there without manifest"):
+    with pytest.raises(UsageError, match=r"fineweb_val_000000\.bin is there without manifest"):
         prepare(open_source([str(rows)]), BYTES, Cut(), out)
     (out / "fineweb_val_000000.bin").unlink()
     prepare(open_source([str(rows)]), BYTES, Cut(), out)
