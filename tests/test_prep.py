@@ -156,17 +156,17 @@ def test_files_and_folders_in_the_order_of_their_names(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("x.jsonl", b'{"text": "a"}\n{"text"\n', "row 1 is no JSON"),
-        ("x.jsonl", b'{"text": "a"}\n[1]\n', "row 1 is no JSON object"),
+        ("x.jsonl", b'{"text": "a"}\n{"text"\n', "row 1 is not JSON"),
+        ("x.jsonl", b'{"text": "a"}\n[1]\n', "row 1 is not a JSON object"),
         ("x.jsonl", b'{"text": "a"}\n{"text": null}\n', "row 1 has NoneType as 'text'"),
         ("x.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 9, mtime=0)[:-9], "x.jsonl.gz: "),
         ("x.jsonl.gz", b"no gzip at all", "x.jsonl.gz: "),
-        ("x.jsonl", b'{"text": "a"}\n{"text": "b\xff"}\n', r"x\.jsonl: row 1 is no UTF-8 at its byte 11"),
-        ("x.jsonl", b'{"text": "a\xed\xa0\x80"}', "row 0 is no UTF-8"),
-        ("x.jsonl", '{"text": "a"}'.encode("utf-16"), "row 0 is no UTF-8"),
-        ("x.jsonl", b'{"text": ' + b"[" * 100_000, "row 0 is no JSON"),
-        ("x.jsonl", b'{"n": ' + b"9" * 5_000 + b', "text": "a"}', "row 0 is no JSON"),
-        ("x.txt", b"abc\xff", "byte 3 is no UTF-8"),
+        ("x.jsonl", b'{"text": "a"}\n{"text": "b\xff"}\n', r"x\.jsonl: row 1 is not UTF-8 at its byte 11"),
+        ("x.jsonl", b'{"text": "a\xed\xa0\x80"}', "row 0 is not UTF-8"),
+        ("x.jsonl", '{"text": "a"}'.encode("utf-16"), "row 0 is not UTF-8"),
+        ("x.jsonl", b'{"text": ' + b"[" * 100_000, "row 0 is not JSON"),
+        ("x.jsonl", b'{"n": ' + b"9" * 5_000 + b', "text": "a"}', "row 0 is not JSON"),
+        ("x.txt", b"abc\xff", "byte 3 is not UTF-8"),
         ("x.parquet", b"PAR1 not", "x.parquet: "),
         ("x.parquet", b"PAR1" + b"\x0e" * 40 + b"\x28\0\0\0PAR1", "x.parquet: Couldn't deserialize thrift"),
         ("x.csv", b"a,b", "cannot be read"),
@@ -207,7 +207,7 @@ def test_sources_that_do_not_go_together(tmp_path: Path):
             open_source([rows, again])
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "\udcff.txt").write_text("a")
-    with pytest.raises(DataError, match="the name is no UTF-8"):
+    with pytest.raises(DataError, match="the name is not UTF-8"):
         open_source([str(tmp_path / "c")])
     with pytest.raises(UsageError, match="comes alone"):
         open_source(["hub:a/b", str(tmp_path / "a")])
@@ -288,7 +288,7 @@ def test_parquet_that_is_no_utf8_is_refused_by_its_row(tmp_path: Path):
     )
     table = pa.table({"text": pa.chunked_array([pa.array(["a", "b"]), bad])})
     pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
-    with pytest.raises(DataError, match=r"x\.parquet: row 2 is no UTF-8 at its byte 1"):
+    with pytest.raises(DataError, match=r"x\.parquet: row 2 is not UTF-8 at its byte 1"):
         prepare(open_source([str(tmp_path)]), BYTES, Cut(), tmp_path / "out")
 
 
