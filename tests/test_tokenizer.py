@@ -176,7 +176,7 @@ def test_ranks_are_read_where_tiktoken_keeps_them(tmp_path: Path, monkeypatch: p
 def test_without_a_network_and_without_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(gpt2, "RANKS_URL", "http://127.0.0.1:9/r50k_base.tiktoken")
-    with pytest.raises(DataError, match=r"wanted http.*; bring that file and pass --tokenizer"):
+    with pytest.raises(DataError, match=r"need http.*; copy that file and pass --tokenizer"):
         tokenizer.choose("gpt2")
 
 
