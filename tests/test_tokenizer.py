@@ -127,7 +127,7 @@ def test_ids_know_their_bytes(engine):
 
 
 @needs_ranks
-def test_awkward_texts_catch_an_engine_that_differs(monkeypatch: pytest.MonkeyPatch):
+def test_difficult_texts_catch_an_engine_that_differs(monkeypatch: pytest.MonkeyPatch):
     import gigatoken
 
     honest = gigatoken.Tokenizer.encode_batch
