@@ -62,17 +62,17 @@ def source_of(track: Track, repo: str | None, num_train: int | None) -> Hub:
     Raises:
         UsageError: if the track's shards are not downloaded, or not from there.
     """
-    hub = track.data.hub
+    own = track.data.hub
     if track.synthetic is not None:
         raise UsageError(f"track {track.name!r} is synthetic; its shards are made: {track.data.get}")
-    if hub is None and repo is None:
+    if own is None and repo is None:
         raise UsageError(f"track {track.name!r} takes any shards; need --repo OWNER/NAME to fetch some")
-    if hub is not None and repo not in (hub.repo, None):
+    if own is not None and repo not in (own.repo, None):
         raise UsageError(
-            f"--repo {repo}: track {track.name!r} needs {hub.repo}; choose a track for any shards"
+            f"--repo {repo}: track {track.name!r} needs {own.repo}; choose a track that takes any shards"
         )
-    hub = hub or Hub(repo=repo or "", revision="main", train_shards=1)
-    return hub if num_train is None else msgspec.structs.replace(hub, train_shards=num_train)
+    source = own or Hub(repo=repo or "", revision="main", train_shards=1)
+    return source if num_train is None else msgspec.structs.replace(source, train_shards=num_train)
 
 
 def fetch(folder: Path, data: Data, source: Hub, progress: Progress) -> Manifest:
@@ -184,7 +184,7 @@ class _Download:
             HubError: if a transfer fails.
             DataError: if a shard is wrong, or the disk is too small.
         """
-        for part in self._staging.rglob("*.incomplete"):  # of a killed process; nothing resumes it
+        for part in self._staging.rglob("*.incomplete"):  # from a killed process; the client never resumes it
             part.unlink()
         self._require_space(names, progress)
         total = self._size_bytes(names)

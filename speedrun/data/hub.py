@@ -128,7 +128,7 @@ def _endpoint() -> str:
     address = os.environ.get("HF_ENDPOINT", "").rstrip("/") or "https://huggingface.co"
     try:
         parts = urlsplit(address)
-        is_address = bool(parts.hostname) and (parts.port or 1) > 0
+        is_address = parts.hostname is not None and parts.port != 0
     except ValueError:
         is_address = False
     if not is_address:
