@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from speedrun.data import python_docs, synthetic
-from speedrun.data.inventory import Manifest, data_folder
+from speedrun.data.inventory import data_folder
 from speedrun.ground.console import memory
 from speedrun.ground.track import Track
 
@@ -23,13 +23,8 @@ def ensure(track: Track, data: Path | None, say: Callable[[str], None]) -> None:
     if data is not None:
         return
     folder = data_folder(track, None)
-    if (stream := synthetic.ensure(track, folder)) is not None:
-        say(_made(stream, folder, "synthetic shards"))
-    elif (corpus := python_docs.ensure(track, folder, say=say)) is not None:
-        say(_made(corpus.manifest, folder, "shards of Python's documentation"))
-
-
-def _made(manifest: Manifest, folder: Path, what: str) -> str:
-    tokens = sum(shard.tokens for shard in manifest.shards.values())
-    size = memory(sum((folder / name).stat().st_size for name in manifest.shards))
-    return f"made  {len(manifest.shards)} {what} in {folder}: {tokens:,} tokens, {size}"
+    if (made := synthetic.ensure(track, folder)) is not None:
+        tokens = sum(shard.tokens for shard in made.shards.values())
+        size = memory(sum((folder / name).stat().st_size for name in made.shards))
+        say(f"made  {len(made.shards)} synthetic shards in {folder}: {tokens:,} tokens, {size}")
+    python_docs.ensure(track, folder, say=say)
