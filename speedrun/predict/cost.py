@@ -1,6 +1,6 @@
-"""What a step costs on a device: one model for `speedrun plan`, `plan --arithmetic` and `scale`.
+"""The cost model of a step on a device, for `speedrun plan`: compiled, by arithmetic, and over nodes.
 
-A kernel takes the time of its tightest bound, after a start of its own:
+A kernel takes the time of its tightest bound, after a fixed start:
 
     seconds = START_S + max(FLOPs / rate, instructions / rate, bytes / rate)
 
@@ -107,19 +107,26 @@ def attention_by_window(program: Program, stage: Stage) -> dict[int, tuple[int, 
     FineWeb's, in the tiles of the Triton kernels. The forward pass has two products for each pair of query and key; the
     backward pass seven, for it computes scores and their gradients once by queries and once by keys.
     """
-    recipe, first = program.recipe, sum(s.num_steps for s in program.recipe.stages[: _index(program, stage)])
-    steps = Counter(
-        int(recipe.inputs_at(step).window_blocks) for step in range(first, first + stage.num_steps)
-    )
-    sequences = stage.num_sequences / program.num_devices
+    steps, sequences = _windows(program, stage), stage.num_sequences / program.num_devices
     return {
         blocks: (num_steps, sum(_calls(program, stage.seq_len, blocks), Attention(0, 0)) * sequences)
         for blocks, num_steps in sorted(steps.items())
     }
 
 
-def _index(program: Program, stage: Stage) -> int:
-    return next(i for i, one in enumerate(program.recipe.stages) if one is stage)
+def num_attention_layers(program: Program, stage: Stage) -> int:
+    """Calls of attention in one forward pass."""
+    return len(_calls(program, stage.seq_len, min(_windows(program, stage))))
+
+
+def _windows(program: Program, stage: Stage) -> Counter[int]:
+    """Steps of a stage by their window, in blocks."""
+    recipe = program.recipe
+    at = next(i for i, one in enumerate(recipe.stages) if one is stage)
+    first = sum(one.num_steps for one in recipe.stages[:at])
+    return Counter(
+        int(recipe.inputs_at(step).window_blocks) for step in range(first, first + stage.num_steps)
+    )
 
 
 def _calls(program: Program, seq_len: int, window_blocks: int) -> list[Attention]:
@@ -318,3 +325,13 @@ def _is_opaque(step: hlo.Executed) -> bool:
 
 def _is_backward(one: hlo.Instruction) -> bool:
     return "transpose(" in (one.attribute(r'op_name="([^"]*)"') or "")
+
+
+def gb(num_bytes: float) -> str:
+    """Format bytes as GB, 10^9 bytes."""
+    return f"{num_bytes / 1e9:.2f} GB"
+
+
+def ms(seconds: float) -> str:
+    """Format seconds as milliseconds."""
+    return f"{seconds * 1e3:,.2f} ms"
