@@ -2,13 +2,13 @@
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
 import click
 import msgspec
 
-from speedrun.cli import docker
 from speedrun.cli.child import alone
 from speedrun.cli.options import Integer, data_option, example, json_option, unsafe_option
 from speedrun.cli.progress import Progress
@@ -21,7 +21,7 @@ from speedrun.ledger.format import Manifest
 from speedrun.ledger.record import Record
 from speedrun.ledger.reproduction import REPRODUCTION, Point, Reproduction, Verdict
 from speedrun.ledger.run import Run
-from speedrun.referee import circumstances, reproduce
+from speedrun.referee import circumstances, container, reproduce
 from speedrun.referee.rerun import Rerun
 from speedrun.referee.sandbox import protections
 
@@ -91,9 +91,10 @@ def command(
     digest = format.record_id(manifest)[:12]
     folder = out or Path("runs") / f"reproduction-{digest}{'-same-seeds' * same_seeds}"
     if in_docker:
-        chosen, shards = docker.image_for(manifest, image), docker.data_for(manifest, data)
-        words = docker.inner_words(runs, by, shards, same_seeds=same_seeds, as_json=as_json)
-        code = docker.reproduced(chosen, record, folder, shards, words)
+        chosen = container.image_for(manifest, image, partial(click.echo, err=True))
+        shards = container.data_for(manifest, data)
+        words = container.inner_words(runs, by, shards, same_seeds=same_seeds, as_json=as_json)
+        code = container.reproduced(chosen, record, folder, shards, words)
     else:
         again = _Again(record, found_record, manifest, folder, data, unsafe=unsafe, as_json=as_json)
         code = again.run(runs, by, same_seeds=same_seeds)
