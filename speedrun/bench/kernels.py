@@ -3,7 +3,6 @@
 Legend: B batch, T time, H heads, K head width, N tokens, D model, V vocabulary; stacks of K matrices [m, n].
 """
 
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -183,8 +182,6 @@ def _here() -> tuple[str, str, jnp.dtype]:
 def _require_memory(need_bytes: int) -> None:
     """Refuse what would make XLA abort the process on a CPU."""
     limit_bytes = meshes.memory_bytes(meshes.make_mesh(1))
-    if limit_bytes is None:
-        limit_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if need_bytes > limit_bytes:
         raise UsageError(
             f"the head takes {need_bytes / 1e9:,.1f} GB or more, there are {limit_bytes / 1e9:,.1f} GB; "
