@@ -112,7 +112,7 @@ def test_the_compiled_program_is_the_one_that_runs(
 def test_validation_gathers_once_and_adds_nothing_up(tiny: Recipe, h100: Callable[[int], Mesh]):
     found = anatomy.dissect(deviceless.compiled_evaluation(Program(tiny, h100(8))))
     assert {one.kind for one in found.collectives} == {"all-gather"}
-    assert all(one.times == 1 for one in found.collectives), found.table()
+    assert all(one.times == 1 for one in found.collectives), found
 
 
 def test_it_prints_for_people_and_for_programs():
