@@ -18,15 +18,19 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 track=${1:?need a track} gpus=${2:?need a number of GPUs}
 shift 2
-mkdir -p runs
-# A signal that reaches the whole group must not end the log before the run.
-exec > >(trap '' INT TERM && exec tee -a "runs/$track.log") 2>&1
+dry=
+if [[ " $* " == *" --dry-run "* ]]; then dry=yes; fi
+if [[ -z $dry ]]; then
+  mkdir -p runs
+  # A signal that reaches the whole group must not end the log before the run.
+  exec > >(trap '' INT TERM && exec tee -a "runs/$track.log") 2>&1
+fi
 
 found=0
 if command -v nvidia-smi >/dev/null; then
   found=$(nvidia-smi --query-gpu=name --format=csv,noheader | wc -l) || found=0
 fi
-if ((found < gpus)) && [[ " $* " != *" --dry-run "* ]]; then
+if ((found < gpus)) && [[ -z $dry ]]; then
   echo "run_track: found $found GPUs, $track needs $gpus; choose another script, or a machine with more" >&2
   exit 2
 fi

@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import msgspec
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -127,7 +126,6 @@ def test_a_loop_counts_as_often_as_it_runs(known: str, times: int, unknown_loops
     assert got.traffic == {"negate": times * 64, "gemm": times * 64}, "the scratch of the call does not count"
     assert got.custom_calls == {"gemm": times}
     assert got.unknown_loops == unknown_loops
-    assert ("unknown length" in got.table()) == bool(unknown_loops)
 
 
 def test_every_branch_counts() -> None:
@@ -168,23 +166,13 @@ def test_collectives_are_named_with_the_bytes_of_the_whole() -> None:
     assert (scatter.kind, scatter.dtype, scatter.num_bytes) == ("reduce-scatter", "f32", 64)
     assert (exchange.kind, exchange.times) == ("all-to-all", 1)
     assert [one.is_synchronous for one in got.collectives] == [False, True, True]
-    assert str(gather) == "1 x all-gather bf16+f32, 576 bytes (jit(f)/gather)"
+    assert (gather.times, gather.name) == (1, "jit(f)/gather")
     assert got.sent_bytes("all-gather") == 576
     assert got.traffic == {
         "all-gather": 72 + 576,
         "reduce-scatter": 64 + 8,
         "all-to-all": 64 + 64,
     }
-
-
-def test_it_prints_for_people_and_for_programs() -> None:
-    got = read(COLLECTIVES)
-    table = got.table()
-    assert all(str(one) in table for one in got.collectives)
-    assert "custom calls  none" in table
-    decoded = msgspec.json.decode(got.json())
-    assert decoded["traffic_bytes"] == got.traffic_bytes
-    assert decoded["collectives"][1]["is_synchronous"] is True
 
 
 def test_text_that_is_not_scheduled_is_refused() -> None:

@@ -103,6 +103,7 @@ def test_it_says_what_it_takes_before_anything_starts(stages: Stages, monkeypatc
     }
     plan = "plan --track forged --runs 2 --dollars 3.0 --set a=1 --device-kind h200"
     assert stages.typed == [["speedrun", *plan.split()]]
+    assert not Path("runs", "forged.attempt").exists(), "a dry run writes nothing"
 
 
 @pytest.mark.parametrize(
@@ -270,6 +271,7 @@ def test_a_dry_run_needs_no_gpu(checkout: Path):
     run = script(checkout, "run_8gpu.sh", "--runs", "6", "--dry-run", SPEEDRUN_PYTHON=str(stand_in))
     said, _ = run.communicate(timeout=60)
     assert (run.returncode, said) == (0, "-m speedrun attempt --track main-8xh100 --runs 6 --dry-run\n")
+    assert not (checkout / "runs").exists()
 
 
 def test_a_disk_without_room_is_one_line_and_nothing_is_begun(checkout: Path):

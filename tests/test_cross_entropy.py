@@ -184,8 +184,8 @@ class TestOnH100:
     ):
         form = partial(gpu.summed_cross_entropy, fp8=fp8, num_chunks=num_chunks)
         got = self.dissect(partial(value_and_grads, form, scale=1 / self.SIZES[0]), h100(1))
-        assert got.custom_calls == calls, got.table()
-        assert got.traffic_bytes < gigabytes * 1e9, got.table()
+        assert got.custom_calls == calls, got
+        assert got.traffic_bytes < gigabytes * 1e9, got
         assert got.memory.temporary_bytes < 10.1e9 / num_chunks + 0.3e9, "logits and their gradient, in bf16"
         chunk = self.SIZES[0] // num_chunks, self.SIZES[2]
         assert got.holds("bf16", *chunk)
@@ -195,7 +195,7 @@ class TestOnH100:
     def test_evaluation_reads_its_logits_once(self, h100: Callable[[int], Mesh]):
         got = self.dissect(partial(gpu.summed_cross_entropy, cap=CAP), h100(1))
         assert got.custom_calls == {"__cublas$lt$matmul": 1}
-        assert got.traffic_bytes < 11e9, got.table()
+        assert got.traffic_bytes < 11e9, got
 
 
 @pytest.mark.parametrize(("num_tokens", "num_chunks"), [(1, 1), (49_152, 1), (98_304, 2), (98_307, 3)])

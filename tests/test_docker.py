@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from functools import partial
 from pathlib import Path
 
 import click
@@ -231,9 +232,9 @@ def test_a_container_that_does_not_start_is_told(docker, tmp_path):
 @pytest.fixture
 def made_in(tmp_path, monkeypatch):
     """The words of `docker run` for a record that was made in an image; the error where there are none."""
-    from speedrun.cli import docker as chooser
     from speedrun.ground.errors import UsageError
     from speedrun.ledger.record import load
+    from speedrun.referee import container
 
     install_track(tmp_path)
     monkeypatch.setattr(track, "TRACKS_DIR", tmp_path)
@@ -245,7 +246,9 @@ def made_in(tmp_path, monkeypatch):
     def choose(image: str | None, wanted: str | None = None) -> str:
         software = manifest.software | ({"image": image} if image else {})
         try:
-            return chooser.image_for(msgspec.structs.replace(manifest, software=software), wanted)
+            return container.image_for(
+                msgspec.structs.replace(manifest, software=software), wanted, partial(click.echo, err=True)
+            )
         except UsageError as error:
             return f"error: {error}"
 

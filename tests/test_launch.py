@@ -26,7 +26,7 @@ from speedrun import cli
 from speedrun.cli import launch
 from speedrun.ground import track
 from speedrun.ground.errors import UsageError
-from speedrun.launch import kubernetes, skypilot, slurm, ssh
+from speedrun.launch import kubernetes, shell, skypilot, slurm, ssh
 from speedrun.launch.job import PORT, Job, clock_time, is_bucket
 from speedrun.ledger.validate import validate
 
@@ -351,6 +351,21 @@ def test_no_value_becomes_yaml():
     assert "out='/shared/a: b #c'" in script
 
 
+@pytest.mark.parametrize("text", HOSTILE)
+def test_no_path_becomes_yaml(text: str):
+    task = skypilot.text(Place(Path("/x")).job(checkout=f"/{text}", hosts=()))
+    assert yaml.safe_load(task)["workdir"] == f"/{text}"
+
+
+@pytest.mark.parametrize("text", ["a\nb", "  a", ""])
+def test_a_template_indents_what_stands_alone_and_drops_what_is_empty(text: str, monkeypatch, tmp_path: Path):
+    (tmp_path / "t").write_text("x:\n  @@text\n@@{if_no}never\n@@{if_yes}$a @@@@ @@other\n")
+    monkeypatch.setattr(shell, "_TEMPLATES", tmp_path)
+    body = "".join(f"  {line}\n" for line in text.splitlines())
+    rendered = shell.render("t", text=text, if_no=False, if_yes=True, other="@@text")
+    assert rendered == f"x:\n{body}$a @@ @@text\n"
+
+
 @pytest.mark.parametrize(
     "field", ["out", "data", "stage", "checkout", "name", "partition", "account", "image"]
 )
@@ -569,7 +584,7 @@ def test_the_client_of_the_cluster_gets_what_is_printed(
 
 @pytest.mark.parametrize("code", [0, 3])
 def test_json_says_what_became_of_it(code: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(launch, "_submitted", lambda *_, **__: code)
+    monkeypatch.setattr(launch, "submit", lambda *_, **__: code)
     result = invoke(*EACH["slurm"], "--track", "smoke-cpu", "--submit", "--json")
     told = json.loads(result.stdout)
     assert (result.exit_code, told["exit_code"], told["submitted"]) == (code, code, code == 0)

@@ -62,6 +62,19 @@ def test_arithmetic_comes_near_the_reference(full_size: Recipe):
     assert stage.gathered_bytes == stage.scattered_bytes == 2 * (plan.num_params - 52)
 
 
+def test_kernels_are_those_of_one_device():
+    """Attention runs in each layer and microbatch, once forward and twice backward; Muon once a step, on stacks."""
+    recipe = recipes.load("record21")
+    starts = {
+        num_devices: {
+            line.kind: line.starts for line in planning.plan(recipe, "h100", num_devices, 8).stages[0].lines
+        }
+        for num_devices in (1, 8)
+    }
+    assert (starts[1]["attention"], starts[8]["attention"]) == (8 * 11 * 3, 11 * 3)
+    assert starts[1]["Muon"] == starts[8]["Muon"]
+
+
 @pytest.mark.parametrize("recipe", recipes.names())
 def test_no_step_of_a_small_model_beats_its_floors(recipe: str):
     """Products of small models wait for memory."""
@@ -99,7 +112,7 @@ def test_the_compiled_program_is_the_one_that_runs(
 def test_validation_gathers_once_and_adds_nothing_up(tiny: Recipe, h100: Callable[[int], Mesh]):
     found = anatomy.dissect(deviceless.compiled_evaluation(Program(tiny, h100(8))))
     assert {one.kind for one in found.collectives} == {"all-gather"}
-    assert all(one.times == 1 for one in found.collectives), found.table()
+    assert all(one.times == 1 for one in found.collectives), found
 
 
 def test_it_prints_for_people_and_for_programs():

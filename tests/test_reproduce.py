@@ -20,7 +20,6 @@ from scipy import stats
 from test_train import SMALL
 
 from speedrun import cli
-from speedrun.cli import docker
 from speedrun.ground import provenance, runlog, track
 from speedrun.ground.errors import NonFiniteError, SpeedrunError
 from speedrun.ledger import reproduction
@@ -31,7 +30,7 @@ from speedrun.ledger.run import Run, read_run
 from speedrun.ledger.runfile import sha256
 from speedrun.ledger.statistics import difference_interval, pooled_sd
 from speedrun.ledger.validate import validate
-from speedrun.referee import reproduce, sandbox
+from speedrun.referee import container, reproduce, sandbox
 from speedrun.referee.rerun import Rerun
 
 ROOT = Path(__file__).parent.parent
@@ -376,8 +375,8 @@ def test_what_a_container_leaves_is_read_before_it_is_put_into_a_record(record, 
         (out / "reproduction.json").symlink_to(tmp_path / "key")
         return 0
 
-    monkeypatch.setattr(docker, "image_for", lambda *_: "stranger")
-    monkeypatch.setattr(docker, "reproduced", run)
+    monkeypatch.setattr(container, "image_for", lambda *_: "stranger")
+    monkeypatch.setattr(container, "reproduced", run)
     words = ["reproduce", str(record), "--docker", "--into-record", "--out", str(tmp_path / "out")]
     result = CliRunner().invoke(cli.command, words, prog_name="speedrun")
     assert (result.exit_code, "nothing was put into the record" in result.stderr) == (2, True), result.output

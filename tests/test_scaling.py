@@ -29,7 +29,7 @@ ROUND = H100._replace(
 
 
 def invoke(*args: str) -> Result:
-    return CliRunner().invoke(cli.command, ["scale", "--recipe", "smoke", *args], prog_name="speedrun")
+    return CliRunner().invoke(cli.command, ["plan", "--recipe", "smoke", *args], prog_name="speedrun")
 
 
 @pytest.mark.parametrize(
@@ -136,6 +136,11 @@ def test_what_a_small_program_sends_between_nodes_is_its_part_of_each_gradient(h
         (["--nodes", "2,100000"], "--nodes '2,100000'; need numbers"),
         (["--nodes", "0"], "--nodes '0'; need numbers"),
         (["--nodes", "2", "--device-kind", "4090"], "is not known; pass --network GBIT"),
+        (
+            ["--nodes", "2", "--arithmetic"],
+            "--nodes goes with neither --track, --arithmetic nor --dollars; leave",
+        ),
+        (["--network", "200"], "--network is the rate between machines; add --nodes N,N or leave it out"),
     ],
 )
 def test_bad_input_is_one_line(args: list[str], message: str):
@@ -149,7 +154,8 @@ def test_bad_input_is_one_line(args: list[str], message: str):
 def test_a_slower_network_costs_more(h100):
     h100(8)
     results = [
-        json.loads(invoke("--nodes", "2", "--json", *more).stdout) for more in ([], ["--network", "10"])
+        json.loads(invoke("--nodes", "2", "--json", *more).stdout)["scaling"]
+        for more in ([], ["--network", "10"])
     ]
     fast, slow = ({row["num_nodes"]: row for row in result["nodes"]} for result in results)
     assert fast[1] == slow[1]

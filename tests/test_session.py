@@ -12,10 +12,11 @@ import pytest
 from click.testing import CliRunner
 
 from speedrun import cli
-from speedrun.bench import rival, session
-from speedrun.bench.parts import FULL, TINY, parts
-from speedrun.bench.session import Part, Result
-from speedrun.cli import measure
+from speedrun.bench import rival, session, suite, summary
+from speedrun.bench.parts import FULL, TINY, Part, chosen, parts
+from speedrun.bench.session import Result
+from speedrun.doctor import cuda
+from speedrun.ground import provenance
 from speedrun.ground.errors import SpeedrunError, UsageError
 from speedrun.science.recipes import record21
 
@@ -152,7 +153,7 @@ def test_slices_meet_in_one_summary(measured, tmp_path):
     out, all_parts = tmp_path / "out", [part("one", "count"), part("fail"), part("never")]
     measured(part("one", "count"), part("fail"))
     measured(part("fail", "count"))
-    text = session.summary(["one GPU"], all_parts, out)
+    text = summary.text(["one GPU"], all_parts, out)
     assert "- one GPU" in text
     assert "| one | ok |" in text
     assert "| fail | ok |" in text, "a part that ran again has its newest result"
@@ -160,28 +161,28 @@ def test_slices_meet_in_one_summary(measured, tmp_path):
     assert "- before: 0" in text
     assert "| 1 | 2.5 |" in text
     (out / "parts" / "one.out").write_text('{"mean_ms": 812.25, "mfu": null, "peak_bytes": 28800000000}')
-    text = session.summary([], all_parts, out)
+    text = summary.text([], all_parts, out)
     assert "| mean_ms 812.2, peak_bytes 28800000000 |" in text
     (out / "parts" / "one.out").write_text('[{"verdict": "right", "o": 0.1}, {"verdict": "wrong", "o": 0.2}]')
-    assert "| 1 of 2 cases right |" in session.summary([], all_parts, out)
+    assert "| 1 of 2 cases right |" in summary.text([], all_parts, out)
 
 
 def test_parts_are_chosen_by_name_in_their_own_order():
     known = [part("a"), part("b"), part("c")]
-    assert session.chosen(known, "c,a") == [known[0], known[2]]
+    assert chosen(known, "c,a") == [known[0], known[2]]
     with pytest.raises(UsageError, match="unknown part 'd'; choose one of: a, b, c"):
-        session.chosen(known, "a,d")
+        chosen(known, "a,d")
 
 
 def test_an_archive_stays_below_its_limit_and_names_what_it_leaves_out(tmp_path):
     for name, size in {"small": 1_000, "large": 40_000, "larger": 90_000}.items():
         (tmp_path / name).write_bytes(os.urandom(size))
-    assert session.archive(tmp_path, most_bytes=50_000) == ["larger"]
+    assert summary.archive(tmp_path, most_bytes=50_000) == ["larger"]
     packed = tmp_path / "outputs.tar.gz"
     assert packed.stat().st_size <= 50_000
     with tarfile.open(packed) as tar:
         assert tar.getnames() == ["small", "large"]
-    assert session.archive(tmp_path) == [], "an archive holds no archive"
+    assert summary.archive(tmp_path) == [], "an archive holds no archive"
 
 
 @pytest.mark.parametrize("size", [FULL, TINY], ids=["full", "tiny"])
@@ -214,8 +215,8 @@ def test_a_machine_that_cannot_measure_is_a_line(answer, said, tmp_path, monkeyp
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     whole = {"jax-cuda13-plugin": "0.11.2", "jax-cuda13-pjrt": "0.11.2", "jaxlib": "0.11.2"}
-    monkeypatch.setattr(measure.provenance, "installed", lambda: whole)
-    monkeypatch.setattr(measure.cuda, "_libraries", lambda _: [])
+    monkeypatch.setattr(provenance, "installed", lambda: whole)
+    monkeypatch.setattr(cuda, "_libraries", lambda _: [])
     done = CliRunner().invoke(cli.command, ["bench", "all", "--out", str(tmp_path / "out")])
     assert done.exit_code == 2
     assert said in done.stderr
@@ -224,11 +225,11 @@ def test_a_machine_that_cannot_measure_is_a_line(answer, said, tmp_path, monkeyp
 
 
 def test_a_gpu_that_jax_cannot_use_ends_the_session_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(measure, "_gpus", lambda: ["a GPU, driver 580"])
-    monkeypatch.setattr(measure, "_provide", lambda *_, **__: None)
+    monkeypatch.setattr(cuda, "described", lambda: ["a GPU, driver 580"])
+    monkeypatch.setattr(suite.Suite, "_provide", lambda _: None)
     script = tmp_path / "fake.py"
     script.write_text(FAKE.replace("def die", "def bench"))
-    monkeypatch.setattr(measure, "_worker", lambda: [sys.executable, str(script)])
+    monkeypatch.setattr(suite, "_worker", lambda: [sys.executable, str(script)])
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     words = ["bench", "all", "--out", str(tmp_path / "out"), "--work", str(tmp_path)]
     done = CliRunner().invoke(cli.command, words)
@@ -252,15 +253,15 @@ def stranger(folder: Path, text: str) -> list[str]:
 
 
 def test_a_rival_is_read_line_by_line(tmp_path):
-    curve = rival.theirs(stranger(tmp_path, RIVAL), 4)
+    curve = rival.read(stranger(tmp_path, RIVAL), 4)
     assert curve.ms == pytest.approx([100.0] * 4)
     assert curve.losses == [5.0] * 4
     ours = rival.Curve("ours", [90.0, 80.0, 80.0, 500.0], [5.0] * 4)
-    slower = ours._replace(ms=[120.0] * 4)
+    slower = rival.Curve("ours", [120.0] * 4, [5.0] * 4)
     found = rival.compared([ours, curve, curve, slower])
-    assert found["ratio"] == pytest.approx((85 + 120) / 200)
-    assert (found["ratio_least"], found["ratio_most"]) == pytest.approx((0.85, 1.2))
-    assert [row["step"] for row in found["curve"]] == [0, 1, 2, 3]
+    assert found.ratio == pytest.approx((85 + 120) / 200)
+    assert (found.ratio_least, found.ratio_most) == pytest.approx((0.85, 1.2))
+    assert [row["step"] for row in found.curve] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -275,7 +276,7 @@ def test_a_rival_is_read_line_by_line(tmp_path):
 )
 def test_a_rival_that_fails_is_a_line(text, said, tmp_path):
     with pytest.raises(SpeedrunError, match=said):
-        rival.theirs(stranger(tmp_path, text), 4)
+        rival.read(stranger(tmp_path, text), 4)
 
 
 def test_a_rival_is_a_program(tmp_path):
@@ -338,4 +339,4 @@ def test_the_rehearsal_gives_figures_without_a_network(tmp_path):
     assert {one.status for one in found.values()} == {"ok", "refused"}
     assert all(one.reason for one in found.values() if one.status == "refused")
     assert "Not run" not in (out / "summary.md").read_text()
-    assert 0 < (out / "outputs.tar.gz").stat().st_size <= session.MOST_ARCHIVE_BYTES
+    assert 0 < (out / "outputs.tar.gz").stat().st_size <= summary.MOST_ARCHIVE_BYTES

@@ -55,8 +55,16 @@ class Agreement(NamedTuple):
 
     @property
     def is_right(self) -> bool:
-        """Whether all errors are numbers, and none is larger than rounding explains."""
+        """Whether all errors are numbers within the limits of rounding."""
         return all(error < self.most[name] for name, error in self.errors.items())
+
+    def facts(self) -> dict[str, str | float]:
+        """Return verdict, case and errors, for JSON."""
+        return {"verdict": "right" if self.is_right else "wrong", "case": self.case, **self.errors}
+
+    def __str__(self) -> str:
+        errors = ", ".join(f"{name} {error:.1e}" for name, error in self.errors.items())
+        return f"{self.facts()['verdict']}  {self.case}: {errors}"
 
 
 def names() -> list[str]:

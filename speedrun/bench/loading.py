@@ -1,4 +1,4 @@
-"""How fast batches come, against how fast eight H100 use them up."""
+"""Time the loader, against the tokens that eight H100 consume."""
 
 import os
 import tempfile
@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import repeat
 from pathlib import Path
-from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from speedrun.data.shards import UINT16_IDS, Shard, open_shard, write_shard
@@ -25,25 +25,32 @@ _LOOPS_S = 1.0  #: batches are read for so long
 _MANY_EPOCHS = 2**20
 
 
-class Pace(NamedTuple):
-    """The loader alone on this machine."""
+class Pace(msgspec.Struct, frozen=True):
+    """The loader by itself on this machine."""
 
     batch_tokens: int
     tokens_per_s: float  #: from batch to batch, files in memory
-    times_h100: float  #: that, over what eight H100 use up
-    first_batch_ms: float  #: after the first question, files not in memory
-    step_ms: float  #: of the steps that were pretended
-    waited: float  #: share of their time that was spent waiting for batches, behind the first
+    times_h100: float  #: that rate, relative to what eight H100 consume
+    first_batch_ms: float  #: from its request, files not in memory
+    step_ms: float  #: of a simulated step
+    waited: float  #: share of the time of simulated steps spent waiting, without the first batch
+
+    def __str__(self) -> str:
+        return (
+            f"rate    {self.tokens_per_s:,.0f} tokens/s | {self.times_h100:.0f} x what 8 H100 consume\n"
+            f"wait    {self.waited:.2%} of steps of {self.step_ms:g} ms and {self.batch_tokens:,} tokens\n"
+            f"first   batch after {self.first_batch_ms:.1f} ms, from the disk"
+        )
 
 
 def measure(shards: Sequence[Shard], shape: tuple[int, int], *, step_ms: float, num_steps: int) -> Pace:
-    """Reads batches as fast as they come, then beside steps that only wait.
+    """Read batches beside simulated steps, then as fast as possible.
 
     Args:
-        shards: read in order, over and over.
+        shards: read in order, repeatedly.
         shape: number and length of the sequences of a batch.
-        step_ms: how long a step keeps the devices busy.
-        num_steps: how many.
+        step_ms: duration of a simulated step.
+        num_steps: number of simulated steps.
     """
     for shard in shards:
         _forget(shard.path)
@@ -66,7 +73,7 @@ def measure(shards: Sequence[Shard], shape: tuple[int, int], *, step_ms: float, 
 
 
 def _forget(path: Path) -> None:
-    """Asks the system to drop a file from its memory, so that the next read is one from the disk."""
+    """Drop a file from the page cache, so that the next read is from the disk."""
     if hasattr(os, "posix_fadvise"):
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -74,14 +81,14 @@ def _forget(path: Path) -> None:
 
 
 def folder_shards(folder: Path, most: int | None = _NUM_SHARDS) -> list[Shard]:
-    """The first training shards of any folder.
+    """Return the first training shards of a folder.
 
     Args:
-        folder: where they are.
-        most: how many; None: all.
+        folder: any folder of shards.
+        most: their number; None: all.
 
     Raises:
-        DataError: if it has none.
+        DataError: if there are none.
     """
     paths = sorted(folder.glob("*_train_*.bin"))
     if not paths:
@@ -93,7 +100,7 @@ def folder_shards(folder: Path, most: int | None = _NUM_SHARDS) -> list[Shard]:
 
 @contextmanager
 def synthetic_shards() -> Iterator[list[Shard]]:
-    """Two full ones, 0.4 GB where temporary files go, removed afterwards."""
+    """Make two full shards, 0.4 GB of temporary files, and remove them afterwards."""
     ids = np.resize(np.arange(UINT16_IDS, dtype=np.uint16), _SYNTHETIC_TOKENS)
     with tempfile.TemporaryDirectory() as folder:
         for i in range(_NUM_SHARDS):

@@ -1,14 +1,17 @@
-"""What a machine achieves: products, memory, collectives, transfers."""
+"""Measure the rates of a machine: products, memory, collectives, transfers."""
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from speedrun.ground import mesh as meshes
+from speedrun.ground.errors import UsageError
 from speedrun.ground.mesh import DATA, place
 from speedrun.training.health import best_s, is_simulated, matmul_gflops, random_matrices
 
@@ -18,8 +21,8 @@ _LOAD_S = 2.0  #: nvidia-smi needs up to a second for eight GPUs
 Answer = TypeVar("Answer")
 
 
-class Health(NamedTuple):
-    """Best rates, all devices at once, of all together. GB are 10^9 bytes."""
+class Health(msgspec.Struct, frozen=True):
+    """Best rates of all devices at once, summed. GB are 10^9 bytes."""
 
     matmul_gflops: float
     memory_gb_per_s: float  #: read and written by a copy
@@ -28,9 +31,16 @@ class Health(NamedTuple):
     all_reduce_gb_per_s: float  #: leaving for other devices in a ring, likewise
     host_to_device_gb_per_s: float
 
+    def __str__(self) -> str:
+        lines = []
+        for name, value in msgspec.structs.asdict(self).items():
+            what, _, unit = name.replace("_gb_per_s", " GB/s").replace("_gflops", " Gflop/s").partition(" ")
+            lines.append(f"{what.replace('_', ' '):<16} {value:12,.1f} {unit}")
+        return "\n".join(lines)
+
 
 def measure(mesh: Mesh) -> Health:
-    """All of them, in seconds."""
+    """Measure all rates; takes seconds."""
     return Health(
         matmul_gflops(mesh),
         memory_gb_per_s(mesh),
@@ -41,7 +51,7 @@ def measure(mesh: Mesh) -> Health:
 
 
 def memory_gb_per_s(mesh: Mesh) -> float:
-    """Passes that read an array and write it: larger than any cache, and many in one dispatch."""
+    """Time passes that read and write an array larger than any cache, many in one dispatch."""
     x_NM, num_passes = _array(mesh), 8 if is_simulated(mesh) else 128
 
     def passes(x_NM: jax.Array) -> jax.Array:
@@ -52,7 +62,7 @@ def memory_gb_per_s(mesh: Mesh) -> float:
 
 
 def _collectives_gb_per_s(mesh: Mesh) -> tuple[float, float]:
-    """What an FSDP step sends: an array gathered whole on every device, and as many scattered sums."""
+    """Time what an FSDP step sends: an all-gather and a reduce-scatter of one array."""
     if mesh.size == 1:
         return 0.0, 0.0
     x_NM = _array(mesh)
@@ -73,7 +83,7 @@ def _collectives_gb_per_s(mesh: Mesh) -> tuple[float, float]:
 
 
 def all_reduce_gb_per_s(mesh: Mesh) -> float:
-    """One sum over the devices: 2 (n - 1) / n of its array leave each of n devices, if they stand in a ring."""
+    """Time an all-reduce: in a ring of n devices, each sends 2 (n - 1) / n of the array."""
     if mesh.size == 1:
         return 0.0
     x_NM = _array(mesh)
@@ -85,12 +95,12 @@ def all_reduce_gb_per_s(mesh: Mesh) -> float:
 
 
 def during_products(mesh: Mesh, gflops: float, ask: Callable[[], Answer]) -> Answer:
-    """What `ask` answers while all devices multiply: a GPU that idles tells nothing of its clocks.
+    """Call `ask` while all devices multiply, and return its answer. Clocks of an idle GPU mean nothing.
 
     Args:
         mesh: all devices.
-        gflops: what they reach together; decides how much work lasts for `_LOAD_S`.
-        ask: called once the work is under way.
+        gflops: their rate, to size the load to `_LOAD_S`.
+        ask: called while they are busy.
     """
     x_NMM = random_matrices(mesh)
     size = x_NMM.shape[-1]
@@ -104,18 +114,38 @@ def during_products(mesh: Mesh, gflops: float, ask: Callable[[], Answer]) -> Ans
 
 
 def host_to_device_gb_per_s(mesh: Mesh) -> float:
-    """One array from the host's memory, divided over the devices."""
+    """Time the transfer of one array from host memory, divided over the devices."""
     x_NM = np.random.default_rng(0).random((mesh.size, _columns(mesh)), np.float32)
     return x_NM.nbytes / best_s(lambda: place(x_NM, mesh)) / 1e9
 
 
+def described() -> str:
+    """Return XLA's description of this GPU, which a compiler elsewhere needs.
+
+    Raises:
+        UsageError: without a GPU that JAX can use.
+    """
+    from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
+
+    meshes.prepare("any")
+    try:
+        platform = jax.devices()[0].platform
+    except (RuntimeError, AssertionError) as error:  # from JAX, where it may use CUDA only
+        raise UsageError(
+            f"JAX starts no device ({error or 'no CUDA backend'}); 'speedrun doctor' may know why"
+        ) from None
+    if platform == "cpu":
+        raise UsageError("this is a cpu; only a GPU has such a description; run it where there is one")
+    return str(xla_client.get_topology_for_devices(jax.devices()).target_config)
+
+
 def _columns(mesh: Mesh) -> int:
-    """Of four bytes: 16 MB on a simulated device, 256 MB on a real one."""
+    """Number of float32 columns: 16 MB per simulated device, 256 MB per real one."""
     return 2**22 if is_simulated(mesh) else 2**26
 
 
 def _array(mesh: Mesh) -> jax.Array:
-    """Random numbers, made where they are needed."""
+    """Return random numbers, made on the devices."""
     placing = NamedSharding(mesh, P(mesh.axis_names))
     make = jax.jit(
         lambda key: jax.random.uniform(key, (mesh.size, _columns(mesh)), jnp.float32), out_shardings=placing

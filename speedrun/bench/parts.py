@@ -1,24 +1,36 @@
-"""What half an hour on one GPU has to answer, most important first; and the same on a CPU, tiny, to rehearse it."""
+"""The parts of `speedrun bench all`, most important first: for half an hour on one GPU, and tiny for a rehearsal."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from speedrun.bench.session import Part
+from speedrun.ground.errors import unknown
 
 _COMPILES_S, _RUNS_S = 300.0, 120.0
 
 
-class Size(NamedTuple):
-    """Of everything that is measured."""
+class Part(NamedTuple):
+    """A command of `speedrun`."""
 
-    recipe: tuple[str, ...]  #: options of the step
-    one_sequence: tuple[str, ...]  #: and those of a step on one sequence: what each of eight GPUs does
-    steps: tuple[str, ...]  #: that are timed
-    windows: dict[str, int]  #: blocks of the attention window, and a step at which the schedule has it
-    text: tuple[str, ...]  #: options of steps on real text
-    run: tuple[str, ...]  #: further ones of the short run
-    text_steps: int  #: of the short run, and beside the rival
-    text_tokens: int  #: of each of them
+    name: str
+    argv: tuple[str, ...]
+    limit_s: float
+    alone: bool = False  #: in a process of its own, while no other holds a device
+    makes: str = ""  #: a new folder in OUT; that of an earlier try is removed
+    ends_well: tuple[int, ...] = (0,)  #: exit codes that count as success
+
+
+class Size(NamedTuple):
+    """Options that set the size of every measurement."""
+
+    recipe: tuple[str, ...]  #: of a step
+    one_sequence: tuple[str, ...]  #: added for a step on one sequence, the share of one of eight GPUs
+    steps: tuple[str, ...]  #: number of timed steps
+    windows: dict[str, int]  #: name of an attention window, and a step of the schedule that has it
+    text: tuple[str, ...]  #: of steps on real text
+    run: tuple[str, ...]  #: added for the short run
+    text_steps: int  #: steps of the short run and of the comparison with a rival
+    text_tokens: int  #: tokens of each of those steps
     attention: tuple[str, ...]
     attention_windows: tuple[int, ...]
     norm: tuple[str, ...]
@@ -74,18 +86,18 @@ TINY = Size(
     agree=("--tiny",),
 )
 
-#: Forms of attention; the ones that may hang come last of all.
+#: Forms of attention. Those that may hang run last.
 _FORMS, _LAST_FORMS = ("triton", "flash3", "banded"), ("mosaic",)
 
 
 def parts(size: Size, out: Path, shards: Path, rival: Path | None) -> list[Part]:
-    """All of them, in the order in which they run.
+    """Return all parts in the order in which they run.
 
     Args:
         size: of the inputs.
         out: the folder of results.
-        shards: to train on and to score.
-        rival: a folder with a stranger's program (`bench.rival`), or none.
+        shards: a folder of tokens to train on and to score.
+        rival: a folder with another program (`bench.rival`), or None.
     """
     return [
         _bench("target"),
@@ -106,7 +118,7 @@ def parts(size: Size, out: Path, shards: Path, rival: Path | None) -> list[Part]
         _bench("head", *size.head),
         *(_attention(window, size, without=_LAST_FORMS) for window in size.attention_windows),
         _bench("loader", *size.loader),
-        # Both choose devices of their own, which a process can do once.
+        # Both choose their own devices, which a process can do once.
         Part("plan", ("plan", "--recipe", "record21", "--devices", "1", "--json"), _RUNS_S, alone=True),
         Part(
             "estimate",
@@ -121,8 +133,22 @@ def parts(size: Size, out: Path, shards: Path, rival: Path | None) -> list[Part]
     ]
 
 
+def chosen(parts: Sequence[Part], names: str) -> list[Part]:
+    """Return the parts with these names, which commas separate, in the order of all parts.
+
+    Raises:
+        UsageError: for an unknown name.
+    """
+    asked = [name for name in names.split(",") if name]
+    known = [part.name for part in parts]
+    for name in asked:
+        if name not in known:
+            raise unknown("part", name, known)
+    return [part for part in parts if part.name in asked]
+
+
 def _ends(size: Size) -> list[str]:
-    """The narrowest window and the widest."""
+    """Return the narrowest and the widest window."""
     narrowest, *_, widest = size.windows
     return [narrowest, widest]
 

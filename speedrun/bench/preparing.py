@@ -1,12 +1,12 @@
-"""How fast text becomes shards, against the plainest way to do it, in one run and to the same bytes."""
+"""Time the preparation of shards from text, against the simplest way to make the same bytes."""
 
 import resource
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from speedrun.data import documents, prep, shards, tokenizer
@@ -19,18 +19,24 @@ _TRIALS = 3
 _CUT = prep.Cut()
 
 
-class Timed(NamedTuple):
-    """One way."""
+class Timed(msgspec.Struct, frozen=True):
+    """One way to make the shards."""
 
     name: str
-    best_s: float  #: from the first document read to the last shard durable; without loading the tokenizer
-    start_s: float  #: of the tokenizer
+    best_s: float  #: from reading the first document to syncing the last shard
+    start_s: float  #: to load the tokenizer, before that
     text_mb_per_s: float
     tokens_per_s: float
     ratio: float  #: of speed, to the first way
 
+    def __str__(self) -> str:
+        return (
+            f"{self.name:<22} {self.best_s:7.2f} s  {self.text_mb_per_s:6.1f} MB/s  "
+            f"{self.tokens_per_s / 1e6:6.2f} Mtok/s  {self.ratio:5.2f} x  (start {self.start_s:.1f} s)"
+        )
 
-class Comparison(NamedTuple):
+
+class Comparison(msgspec.Struct, frozen=True):
     """All ways on one source."""
 
     timings: list[Timed]
@@ -38,18 +44,25 @@ class Comparison(NamedTuple):
     tokens: int
     peak_bytes: int  #: of this process, in the fast ways
 
+    def __str__(self) -> str:
+        last = (
+            f"equal bytes | {self.text_bytes / 1e6:.1f} MB of text, {self.tokens:,} tokens | "
+            f"memory at most {self.peak_bytes / 1e6:.0f} MB"
+        )
+        return "\n".join([*map(str, self.timings), last])
+
 
 def compare(source: Source, choice: tokenizer.Choice, *, column: str, num_workers: int) -> Comparison:
-    """Times each way a few times, in turns.
+    """Time each way a few times, in turns.
 
     Args:
-        source: read once for each trial.
-        choice: GPT-2's tokenizer, by any engine.
+        source: read once in each trial.
+        choice: GPT-2's tokenizer, with any engine.
         column: the text of a row.
-        num_workers: of the ways that have some.
+        num_workers: of the parallel ways.
 
     Raises:
-        DataError: if two ways make different bytes; or of the preparation.
+        DataError: if two ways make different bytes; or from the preparation.
         UsageError: if the tokenizer is not GPT-2's.
     """
     ways = {f"{engine}, {num_workers} workers": _prepared(engine) for engine in ("tiktoken", "gigatoken")}
@@ -64,7 +77,7 @@ def compare(source: Source, choice: tokenizer.Choice, *, column: str, num_worker
                 seconds[name].append(done.seconds)
                 starts_s[name] = done.start_s
                 digests[name] = _digests(out)
-            # Before the plain way runs in this process and takes what it takes.
+            # Before the plain way raises it in this process.
             peak_bytes = peak_bytes or _peak_bytes()
             name, out = "tiktoken, one thread", Path(folder) / f"plain-{trial}"
             starts_s[name], took_s, text_bytes, tokens = plain(source, choice, column, out)
@@ -85,7 +98,7 @@ def compare(source: Source, choice: tokenizer.Choice, *, column: str, num_worker
 
 
 def plain(source: Source, choice: tokenizer.Choice, column: str, out: Path) -> tuple[float, float, int, int]:
-    """The definition: one document after the other, one thread, tiktoken's own `encode_ordinary`.
+    """Make shards by definition: one document after the other, one thread, tiktoken's `encode_ordinary`.
 
     Returns:
         Seconds to load the tokenizer, seconds of the rest, bytes of text, tokens.
@@ -122,5 +135,5 @@ def _digests(out: Path) -> list[str]:
 
 
 def _peak_bytes() -> int:
-    """The peak of this process."""
+    """Peak memory of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

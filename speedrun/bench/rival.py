@@ -1,20 +1,19 @@
-"""Our training step and a stranger's in turns, ABBA, on the same tokens.
+"""Time our training step and another program's in turns, ABBA, on the same tokens.
 
-The stranger is a folder with an executable `run`, which is called as
+The other program is a folder with an executable `run`, which is called as
 
     run --shards DIR --steps N --first-step I --sequences N --seq-len N
 
-It trains from its own starting state on the first N batches of DIR (`*_train_*.bin`, read in order: `data.stream` has
-the rule), with the schedule of the whole record from step I on, and writes a line of JSON to standard output for each
-step: {"step": i, "time_s": seconds since the first of them began, "loss": nats per token}. It compiles and warms up
-before the first. Other lines are passed over. It stays in the process group that it was started in.
+It compiles and warms up, then trains from its own initial state on the first N batches of DIR (`*_train_*.bin`, in the
+order of `data.stream`), with the schedule of the whole record from step I on. For each step it writes a line of JSON to
+standard output: {"step": i, "time_s": seconds since the first began, "loss": nats per token}. Other lines are ignored.
+It stays in the process group that it was started in.
 """
 
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -24,8 +23,8 @@ from speedrun.ground.errors import SpeedrunError, UsageError
 _POINTS = 12  #: of the curve
 
 
-class Curve(NamedTuple):
-    """One run of either."""
+class Curve(msgspec.Struct, frozen=True):
+    """One run of either program."""
 
     who: str
     ms: list[float]  #: of each step
@@ -33,46 +32,80 @@ class Curve(NamedTuple):
 
 
 class Line(msgspec.Struct):
-    """What the stranger says of a step."""
+    """A step, as the other program writes it."""
 
     step: int
     time_s: float
     loss: float
 
 
-def ours(argv: Sequence[str]) -> Curve:
-    """Runs `speedrun bench step --json`.
+class Comparison(msgspec.Struct, frozen=True):
+    """Ratios and curves of runs in the order ours, rival, rival, ours."""
+
+    ratio: float  #: of our step time to the rival's
+    ratio_least: float
+    ratio_most: float
+    ours_ms: list[float]
+    rival_ms: list[float]
+    curve: list[dict[str, float]]  #: losses of both at some steps
+    runs: list[Curve]
+
+    def __str__(self) -> str:
+        ratio = f"ours / rival: {self.ratio:.3f} ({self.ratio_least:.3f} to {self.ratio_most:.3f})"
+        rows = (
+            f"step {row['step']:>5}  ours {row['ours']:.4f}  rival {row['rival']:.4f}" for row in self.curve
+        )
+        return "\n".join([ratio, *rows])
+
+
+def compare(
+    ours: Sequence[str], theirs: Sequence[str], num_steps: int, say: Callable[[str], object]
+) -> Comparison:
+    """Run both command lines twice, in turns.
+
+    Args:
+        ours: `speedrun bench step --json`.
+        theirs: the other program.
+        num_steps: of each run.
+        say: takes a line of progress.
 
     Raises:
-        SpeedrunError: if it fails; with its last line.
+        SpeedrunError: if one fails, with its last line; if the rival writes another number of steps.
     """
-    said = msgspec.json.decode(_said("ours", argv))
-    return Curve("ours", said["ms"], said["losses"])
+    runs = []
+    for turn in "ABBA":
+        runs.append(_ours(ours) if turn == "A" else read(theirs, num_steps))
+        say(f"{runs[-1].who}: {num_steps} steps, last loss {runs[-1].losses[-1]:.4f}")
+    return compared(runs)
 
 
-def theirs(argv: Sequence[str], num_steps: int) -> Curve:
-    """Runs the stranger.
+def _ours(argv: Sequence[str]) -> Curve:
+    found = msgspec.json.decode(_output("ours", argv))
+    return Curve("ours", found["ms"], found["losses"])
+
+
+def read(argv: Sequence[str], num_steps: int) -> Curve:
+    """Run the other program and read its steps.
 
     Raises:
-        SpeedrunError: if it fails, with its last line; or if it told of other steps than it was asked for.
+        SpeedrunError: if it fails, with its last line; if it writes another number of steps.
     """
     lines = []
-    for text in _said("the rival", argv).splitlines():
+    for text in _output("the rival", argv).splitlines():
         try:
             lines.append(msgspec.json.decode(text, type=Line))
         except msgspec.DecodeError:
-            continue  # whatever else it says
+            continue  # other output
     if len(lines) != num_steps:
         raise SpeedrunError(
             f"the rival told of {len(lines)} steps, need {num_steps}; a line of JSON for each: step, time_s, loss"
         )
-    return Curve(
-        "rival", (1e3 * np.diff([0.0, *(line.time_s for line in lines)])).tolist(), [x.loss for x in lines]
-    )
+    ms = 1e3 * np.diff([0.0, *(line.time_s for line in lines)])
+    return Curve("rival", ms.tolist(), [line.loss for line in lines])
 
 
 def executable(folder: Path) -> Path:
-    """The stranger's program.
+    """Return the path of the program in a folder.
 
     Raises:
         UsageError: if there is none.
@@ -83,25 +116,25 @@ def executable(folder: Path) -> Path:
     return path
 
 
-def compared(runs: Sequence[Curve]) -> dict[str, Any]:
-    """Ratio and curves of runs in the order ours, rival, rival, ours."""
-    ms = [median(one.ms) for one in runs]
-    ours_ms, rival_ms = (ms[0], ms[3]), (ms[1], ms[2])
-    pairs = sorted(a / b for a, b in zip(ours_ms, rival_ms, strict=True))
+def compared(runs: Sequence[Curve]) -> Comparison:
+    """Compare runs in the order ours, rival, rival, ours."""
+    first, second, third, fourth = (median(one.ms) for one in runs)
+    ours_ms, rival_ms = [first, fourth], [second, third]
+    least, most = sorted(a / b for a, b in zip(ours_ms, rival_ms, strict=True))
     num_steps = len(runs[0].losses)
     shown = sorted({round(i * (num_steps - 1) / (_POINTS - 1)) for i in range(_POINTS)})
-    return {
-        "ratio": sum(ours_ms) / sum(rival_ms),
-        "ratio_least": pairs[0],
-        "ratio_most": pairs[1],
-        "ours_ms": list(ours_ms),
-        "rival_ms": list(rival_ms),
-        "curve": [{"step": i, "ours": runs[0].losses[i], "rival": runs[1].losses[i]} for i in shown],
-        "runs": [one._asdict() for one in runs],
-    }
+    return Comparison(
+        ratio=sum(ours_ms) / sum(rival_ms),
+        ratio_least=least,
+        ratio_most=most,
+        ours_ms=ours_ms,
+        rival_ms=rival_ms,
+        curve=[{"step": i, "ours": runs[0].losses[i], "rival": runs[1].losses[i]} for i in shown],
+        runs=list(runs),
+    )
 
 
-def _said(who: str, argv: Sequence[str]) -> str:
+def _output(who: str, argv: Sequence[str]) -> str:
     done = subprocess.run(argv, capture_output=True, text=True, errors="replace")
     if done.returncode:
         lines = [line.strip() for line in (done.stdout + "\n" + done.stderr).splitlines() if line.strip()]

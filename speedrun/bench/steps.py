@@ -1,11 +1,12 @@
-"""The whole training step."""
+"""Time the whole training step."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
+import msgspec
 import numpy as np
 
 from speedrun.bench.timing import middle
@@ -19,23 +20,34 @@ from speedrun.science.step import TrainState
 from speedrun.training.footprint import flops_per_token
 from speedrun.training.program import Program
 
-#: XLA's setting that launches kernels one by one: a profiler sees what is inside a command buffer as one thing.
+#: XLA option that launches kernels one by one. A profiler sees a command buffer as one event.
 NO_COMMAND_BUFFERS = {"xla_gpu_enable_command_buffer": ""}
 
 
-class StepTimings(NamedTuple):
-    """Training steps as a run takes them: each is dispatched before the loss of the last one is fetched."""
+class StepTimings(msgspec.Struct, frozen=True):
+    """Training steps as in a run: each is dispatched before the loss of the one before is fetched."""
 
     ms: list[float]  #: from the arrival of one loss to that of the next, the first from the start
-    mean_ms: float  #: all steps together, by their number
+    mean_ms: float
     spread_ms: float  #: of `ms`, from the first to the ninth decile
     tokens_per_s: float
     mfu: float | None  #: of the vendor's bf16 rate, attention scores not counted; None for an unknown device
     peak_bytes: int  #: of the compiled program on one device, its arguments included
     compile_s: float
     losses: list[float]
-    tokens: str  #: where they come from
-    kernels: dict[str, str]
+    tokens: str  #: their source
+    kernels: dict[str, str]  #: form and reason, by call
+
+    def __str__(self) -> str:
+        mfu = "" if self.mfu is None else f" | MFU {self.mfu:.1%}"
+        lines = [
+            f"step    mean {self.mean_ms:.2f} ms, spread {self.spread_ms:.2f} ms, {len(self.ms)} steps",
+            f"tokens  {self.tokens}",
+            f"rate    {self.tokens_per_s:,.0f} tokens/s{mfu}",
+            f"memory  {self.peak_bytes / 1e9:.2f} GB of the program | compiled in {self.compile_s:.1f} s",
+            *(f"kern    {call} | {form}" for call, form in self.kernels.items()),
+        ]
+        return "\n".join(lines)
 
 
 def step(
@@ -46,13 +58,13 @@ def step(
     shards: Sequence[Shard] = (),
     command_buffers: bool = True,
 ) -> StepTimings:
-    """Times the training step of a recipe as the schedule has it from `first_step` on: the window matters.
+    """Time the training step of a recipe, after two steps of warm-up from the initial state.
 
     Args:
         program: the recipe on its devices.
-        num_steps: timed, from the starting state on, after two that are not.
-        first_step: of the recipe's schedule.
-        shards: read as a run reads them; without any, one batch of `data.imitation` over and over.
+        num_steps: number of timed steps.
+        first_step: of the schedule: it decides the window.
+        shards: read as in a run; none: one batch of `data.imitation`, repeated.
         command_buffers: whether XLA may launch kernels in groups.
 
     Raises:
@@ -68,7 +80,7 @@ def step(
     state, pending = jax.block_until_ready(_state(program, first_step)), None
 
     def fetch(metrics: Any) -> None:
-        """As the loop does, while the device is busy with the next step."""
+        """Fetch a loss while the device runs the next step, as the loop does."""
         loss, _ = jax.device_get((metrics.loss, metrics.bad))
         arrivals_ms.append(watch.seconds * 1e3)
         losses.append(float(loss))
@@ -103,7 +115,7 @@ def step(
 
 
 def lowered_step(program: Program, first_step: int) -> tuple[Any, tuple[Any, ...]]:
-    """The step that a recipe takes at `first_step`, and its arguments: starting state, synthetic ids, the schedule."""
+    """Return the lowered step at `first_step`, and its arguments: initial state, synthetic ids, schedule."""
     batch = (meshes.place(x_BT, program.mesh) for x_BT in _imitated(program, first_step))
     args = _state(program, first_step), *batch, program.schedule
     return program.train_step_for(program.shape_at(first_step).window_blocks).lower(*args), args
@@ -129,7 +141,7 @@ def _imitated(program: Program, first_step: int) -> Batch:
 def _batches(
     program: Program, first_step: int, num_steps: int, shards: Sequence[Shard]
 ) -> Iterator[Iterator[Batch]]:
-    """Of all steps, on the host."""
+    """Yield the batches of all steps, on the host."""
     if not shards:
         yield repeat(_imitated(program, first_step))
         return

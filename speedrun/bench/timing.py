@@ -1,9 +1,10 @@
-"""Forms of one operation, timed in turns."""
+"""Time several forms of one operation in turns."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
+import msgspec
 import numpy as np
 
 from speedrun.ground.clock import Stopwatch
@@ -12,22 +13,29 @@ from speedrun.science.kernels.choose import Choice, Form
 _TRIALS = 7
 
 
-class Timing(NamedTuple):
+class Timing(msgspec.Struct, frozen=True):
     """One form of an operation."""
 
     name: str
     median_ms: float
     spread_ms: float  #: from the first to the ninth decile
-    ratio: float  #: of medians, to the first form of its table
+    ratio: float  #: of medians, to the first form
+
+    def __str__(self) -> str:
+        return f"{self.name:<16} {self.median_ms:9.2f} ms +- {self.spread_ms:6.2f}  {self.ratio:5.2f} x"
 
 
-class FormTimings(NamedTuple):
+class FormTimings(msgspec.Struct, frozen=True):
     """Every form of an operation that runs here."""
 
     timings: list[Timing]
-    left_out: dict[str, list[str]]  #: why the others do not run
-    auto: str  #: the form "auto" takes
+    left_out: dict[str, list[str]]  #: the other forms, and why they do not run
+    auto: str  #: the form that "auto" chooses
     reason: str
+
+    def __str__(self) -> str:
+        others = [f"{name:<16} not here: {'; '.join(reasons)}" for name, reasons in self.left_out.items()]
+        return "\n".join([*map(str, self.timings), *others, f"{'auto':<16} {self.auto}: {self.reason}"])
 
 
 def compare_forms(
@@ -37,7 +45,7 @@ def compare_forms(
     program: Callable[[Callable[..., Any]], Callable[..., Any]],
     *args: Any,
 ) -> FormTimings:
-    """Times `program(form)` on `args` for each form that can run `call`, as its chooser binds it."""
+    """Time `program(form)` on `args` for each form that can run `call`."""
     left_out = {name: reasons for name, form in forms.items() if (reasons := form.against(call))}
     programs = {name: program(choose(name, call).function) for name in forms if name not in left_out}
     auto = choose("auto", call)
@@ -45,7 +53,7 @@ def compare_forms(
 
 
 def compare(forms: dict[str, Callable[..., Any]], *args: Any) -> list[Timing]:
-    """Some calls of each compiled form, taken in turns so that a slow moment hits all of them."""
+    """Time calls of each compiled form, in turns so that a slow moment affects all of them."""
     programs = {name: jax.jit(form).lower(*args).compile() for name, form in forms.items()}
     for program in programs.values():
         jax.block_until_ready(program(*args))
@@ -60,6 +68,6 @@ def compare(forms: dict[str, Callable[..., Any]], *args: Any) -> list[Timing]:
 
 
 def middle(times: list[float]) -> tuple[float, float]:
-    """Median, and the way from the first to the ninth decile."""
+    """Return the median, and the distance from the first to the ninth decile."""
     low, median, high = np.quantile(times, (0.1, 0.5, 0.9))
     return float(median), float(high - low)

@@ -48,8 +48,7 @@ GROUPS = {
     },
     "Machine": {
         "doctor": "Say what this machine can run, and what to type next.",
-        "plan": "Say what a recipe needs on devices that need not be here.",
-        "scale": "Say how a step goes on many nodes that need not be here.",
+        "plan": "Predict what a recipe needs on devices that need not be here, on one node or many.",
         "bench": "Time operations against their bounds.",
         "profile": "Say where the time of a training step goes.",
     },

@@ -9,6 +9,7 @@ import hashlib
 import platform
 import shlex
 import sys
+from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
 from subprocess import Popen
@@ -128,7 +129,8 @@ def command(
         title=title,
     )
     folder = Path("runs") / f"{track}.attempt"
-    with alone_in(folder, refuse=UsageError), signals.handled_by(signals.stop):
+    turn = nullcontext() if dry_run else alone_in(folder, refuse=UsageError)  # a dry run writes nothing
+    with turn, signals.handled_by(signals.stop):
         attempt = Attempt(rules, asked, folder / "state.json", dollars, again, as_json=as_json)
         attempt.tell()
         attempt.end(0 if dry_run else attempt.run())

@@ -238,12 +238,8 @@ def _expected_s(track: Track, given: dict[str, Any], gpus: int, gpu: str, runs: 
     if gpus:
         devices = next(n for n in (8, 4, 2, 1) if n <= gpus)
         planned = plan.plan(recipe, gpu, devices, given["microbatches"] or 8)
-        if not planned.fits:
-            raise UsageError(
-                f"{recipe.name} needs {planned.memory_bytes / 1e9:.1f} GB of a device, {planned.device} has "
-                f"{planned.memory_limit_bytes / 1e9:.1f}; try "
-                f"{plan.advice(recipe, devices, planned.microbatches, planned.memory_limit_bytes)}"
-            )
+        if refused := plan.refusal(recipe, planned):
+            raise UsageError(refused)
     run_s = budget.budget(track, recipe, runs, _CHECKOUT / "records", planned, dollars=None).run_s
     whole_s = _SETUP_S + track.rules.untimed_cap_s + 2 * runs * (run_s or _UNKNOWN_S / 2)
     why = "twice what 'speedrun plan' expects" if run_s else f"{_UNKNOWN_S // 60} minutes a run, a guess"

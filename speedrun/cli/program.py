@@ -1,14 +1,18 @@
-"""Steps of a recipe without a track: which recipe, on which devices, with which kernels, from which step on."""
+"""Commands that time steps of a recipe without a track: their options, their program, and `speedrun bench step`."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
 from speedrun.cli.options import (
     Decorator,
     Integer,
     attention_option,
+    example,
+    json_option,
     parse_settings,
     settings_option,
 )
@@ -30,7 +34,7 @@ _OPTIONS: tuple[Decorator, ...] = (
 
 
 def program_options(command: Callable[..., object]) -> Callable[..., object]:
-    """The options whose values `asked_program` takes."""
+    """Add the options whose values `asked_program` takes."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
@@ -45,10 +49,10 @@ def asked_program(
     first_step: int,
     settings: tuple[str, ...],
 ) -> "Program":
-    """The program that the options ask for.
+    """Return the program that the options ask for.
 
     Raises:
-        UsageError: for a step that the recipe has not; what recipe, devices and kernels refuse; too little memory.
+        UsageError: for a step past the end; what recipe, devices and kernels refuse; too little memory.
     """
     overrides = parse_settings(settings)
     import jax
@@ -65,3 +69,40 @@ def asked_program(
     program = Program(chosen, mesh.make_mesh(devices or len(jax.devices())), microbatches, attention)
     footprint.require(program, footprint.most_bytes(program))
     return program
+
+
+def show(found: Any, *, as_json: bool) -> None:
+    """Print a result, or each of several, as JSON or as its own text."""
+    text = "\n".join(map(str, found)) if isinstance(found, list) else str(found)
+    click.echo(msgspec.json.encode(found) if as_json else text)
+
+
+@click.command(
+    epilog=example("speedrun bench step --recipe smoke", "speedrun bench step --recipe record21 --steps 20")
+)
+@program_options
+@click.option("--steps", type=Integer(1), default=10, show_default=True, help="Number of timed steps.")
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Folder of shards. Default: synthetic ids with the document lengths of FineWeb.",
+)
+@click.option("--no-command-buffers", is_flag=True, help="XLA launches kernels one by one.")
+@json_option
+def step(
+    *, steps: int, data: Path | None, first_step: int, no_command_buffers: bool, as_json: bool, **asked: Any
+) -> None:
+    """The training step as in a run, one ahead: milliseconds, tokens per second, MFU, memory."""
+    program = asked_program(first_step=first_step, **asked)
+    from speedrun.bench import loading
+    from speedrun.bench import steps as timing
+
+    found = timing.step(
+        program,
+        num_steps=steps,
+        first_step=first_step,
+        shards=loading.folder_shards(data, None) if data else (),
+        command_buffers=not no_command_buffers,
+    )
+    show(found, as_json=as_json)

@@ -1,12 +1,12 @@
 """`speedrun reproduce`: run a record again and say whether its result holds. Executes code from the record."""
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import click
 import msgspec
 
-from speedrun.cli import docker
 from speedrun.cli.child import alone
 from speedrun.cli.options import Integer, data_option, example, json_option, unsafe_option
 from speedrun.cli.progress import Progress
@@ -14,7 +14,7 @@ from speedrun.ground.console import clean
 from speedrun.ground.errors import UsageError
 from speedrun.ledger.format import record_id
 from speedrun.ledger.reproduction import REPRODUCTION
-from speedrun.referee import circumstances, reproduce
+from speedrun.referee import circumstances, container, reproduce
 from speedrun.referee.rerun import Rerun
 from speedrun.referee.sandbox import protections
 
@@ -74,9 +74,10 @@ def command(
     digest = record_id(manifest)[:12]
     folder = out or Path("runs") / f"reproduction-{digest}{'-same-seeds' * same_seeds}"
     if in_docker:
-        chosen, shards = docker.image_for(manifest, image), docker.data_for(manifest, data)
-        words = docker.inner_words(runs, by, shards, same_seeds=same_seeds, as_json=as_json)
-        exit_code = docker.reproduced(chosen, record, folder, shards, words)
+        chosen = container.image_for(manifest, image, partial(click.echo, err=True))
+        shards = container.data_for(manifest, data)
+        words = container.inner_words(runs, by, shards, same_seeds=same_seeds, as_json=as_json)
+        exit_code = container.reproduced(chosen, record, folder, shards, words)
     else:
         # Refuses what may not be executed.
         rerun = Rerun(record, found.finished[0].file.run_id, unsafe=unsafe)

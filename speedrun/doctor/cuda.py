@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from speedrun.doctor import nvidia
 from speedrun.doctor.check import Check, numbers
+from speedrun.ground import provenance
+from speedrun.ground.errors import UsageError
 
 #: Driver that a release of CUDA runs on at least, whatever its minor number: NVIDIA's rule of minor version
 #: compatibility. scripts/install.sh chooses by the same numbers.
@@ -41,6 +43,26 @@ def checks(gpus: list[nvidia.Gpu], installed: dict[str, str], *, needed: bool) -
             found += f", ptxas {tool.version} at {tool.path}"
         yield Check("cuda", found, ok=True, needed=needed, facts={"cuda_release": release})
     yield driver(gpus[0].driver, max(releases, default=min(DRIVERS)), needed=needed)
+
+
+def described() -> list[str]:
+    """Return a line for each GPU, and one for CUDA.
+
+    Raises:
+        UsageError: without a GPU, or with a driver that is too old.
+    """
+    try:
+        found = nvidia.gpus()
+    except nvidia.NoAnswerError as error:
+        raise UsageError(f"no GPU: {error}; need one, or --rehearse on a CPU") from None
+    if not found:
+        raise UsageError("no GPU: nvidia-smi names none; need one, or --rehearse on a CPU")
+    named = {check.name: check for check in checks(found, provenance.installed(), needed=True)}
+    if not named["driver"].ok:
+        raise UsageError(f"driver {named['driver'].found}")
+    # Other packages may come from the system; the first part of a session shows whether they fit.
+    lines = [f"{gpu.name}, driver {gpu.driver}, {gpu.memory_bytes / 2**30:.0f} GiB" for gpu in found]
+    return [*lines, named["cuda"].found]
 
 
 def driver(version: str, release: int, *, needed: bool) -> Check:

@@ -1,5 +1,6 @@
 """The only place that makes meshes and puts arrays on them."""
 
+import os
 import resource
 import sys
 from collections import Counter
@@ -137,10 +138,10 @@ def replicate(tree: Any, mesh: Mesh) -> Any:
     return jax.device_put(tree, NamedSharding(mesh, P()))
 
 
-def memory_bytes(mesh: Mesh) -> int | None:
-    """What JAX may take of one device's memory; None for simulated devices, which share that of the machine."""
+def memory_bytes(mesh: Mesh) -> int:
+    """Memory that JAX may use on one device. Simulated devices share that of the machine."""
     if mesh.devices.flat[0].platform == "cpu":
-        return None
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // mesh.size
     return min((device.memory_stats() or {})["bytes_limit"] for device in mesh.local_devices)
 
 

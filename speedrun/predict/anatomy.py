@@ -1,10 +1,10 @@
-"""What a compiled program holds, moves and sends, read from the program itself. Needs no device, and no JAX.
+"""Count what a compiled program holds, moves and sends. Needs no device, and no JAX.
 
-"A change that adds an all-gather" is a change of these numbers, so a test can name it.
+Tests pin these numbers, so that a change which adds an all-gather shows.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -14,34 +14,29 @@ from speedrun.predict import hlo
 if TYPE_CHECKING:
     from jax.stages import Compiled
 
-#: Opcodes that send between devices.
+#: Opcodes that communicate between devices.
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
-_SHOWN = 6  #: of the largest
 
 
 class Collective(msgspec.Struct, frozen=True):
     """One collective of the schedule."""
 
     kind: str  #: such as "all-gather"
-    dtype: str  #: joined by "+", if XLA combined several
-    num_bytes: int  #: of the whole arrays: what an all-gather returns, what a reduce-scatter takes
-    is_synchronous: bool  #: nothing is computed while it runs
-    times: int  #: in one call of the program
-    name: str  #: where it comes from, as JAX names operations
-    groups: tuple[tuple[int, ...], ...] = ()  #: devices that it sends between; empty: all are one group
-
-    def __str__(self) -> str:
-        waits = ", synchronous" if self.is_synchronous else ""
-        return f"{self.times} x {self.kind} {self.dtype}, {self.num_bytes:,} bytes{waits} ({self.name})"
+    dtype: str  #: joined by "+" if XLA combined several arrays
+    num_bytes: int  #: of whole arrays: the result of an all-gather, the operand of a reduce-scatter
+    is_synchronous: bool  #: nothing overlaps with it
+    times: int  #: per call of the program
+    name: str  #: JAX's name of the operation
+    groups: tuple[tuple[int, ...], ...] = ()  #: of devices; empty: all are one group
 
 
 class Memory(msgspec.Struct, frozen=True):
-    """What the compiler has assigned on one device. Scratch that libraries ask for at run time is not in it."""
+    """Memory that the compiler assigns on one device, without scratch space that libraries allocate at run time."""
 
     peak_bytes: int  #: arguments, results and temporaries at the worst moment
     argument_bytes: int
     output_bytes: int
-    donated_bytes: int  #: results that lie where arguments were
+    donated_bytes: int  #: results that reuse the memory of arguments
     temporary_bytes: int
 
 
@@ -50,47 +45,30 @@ class Anatomy(msgspec.Struct, frozen=True):
 
     memory: Memory
     collectives: tuple[Collective, ...]  #: in the order of the schedule
-    custom_calls: dict[str, int]  #: how often each target runs
+    custom_calls: dict[str, int]  #: number of runs, by target
     traffic: dict[str, int]  #: bytes to and from memory (`hlo.Module.traffic_bytes`) by kind of kernel
-    arrays: dict[str, int]  #: bytes of every array that lies in memory, by its type: "bf16[49152,768]"
-    unknown_loops: int  #: loops counted once, because XLA does not know their length
+    arrays: dict[str, int]  #: bytes of every array in memory, by its type: "bf16[49152,768]"
+    unknown_loops: int  #: loops of unknown length, counted once
 
     @property
     def traffic_bytes(self) -> int:
-        """Bytes to and from memory, of all kernels."""
+        """Bytes to and from memory, summed over kernels."""
         return sum(self.traffic.values())
 
     def sent_bytes(self, kind: str) -> int:
-        """Bytes of all collectives of a kind, each as often as it runs."""
+        """Bytes of all collectives of a kind, summed over their runs."""
         return sum(one.num_bytes * one.times for one in self.collectives if one.kind == kind)
 
     def holds(self, dtype: str, *dims: int) -> bool:
-        """Whether an array of this type ever lies in memory. Inside a kernel it may exist all the same."""
+        """Whether an array of this type is ever in memory. It may still exist inside a kernel."""
         return str(hlo.Array(dtype, dims)) in self.arrays
-
-    def json(self) -> bytes:
-        """All of it as one JSON object."""
-        return msgspec.json.encode({**msgspec.structs.asdict(self), "traffic_bytes": self.traffic_bytes})
-
-    def table(self) -> str:
-        """All of it for people; of what is long, the largest. GB are 10^9 bytes."""
-        memory = msgspec.structs.asdict(self.memory)
-        rows = {
-            "memory": ", ".join(f"{name.removesuffix('_bytes')} {_gb(memory[name])}" for name in memory),
-            "traffic": f"{_gb(self.traffic_bytes)}: {_largest(self.traffic)}",
-            "arrays": _largest(self.arrays),
-            "custom calls": ", ".join(f"{times} x {name}" for name, times in self.custom_calls.items()),
-            "collectives": "\n".join(map(str, self.collectives)),
-            "loops": f"{self.unknown_loops} of unknown length, counted once" if self.unknown_loops else "",
-        }
-        return "\n".join(_row(name, text or "none") for name, text in rows.items())
 
 
 def dissect(compiled: "Compiled") -> Anatomy:
-    """Reads a compiled program.
+    """Read a compiled program.
 
     Raises:
-        ValueError: if its backend tells neither its text nor its memory.
+        ValueError: if its backend gives neither text nor memory.
     """
     stats, text = compiled.memory_analysis(), compiled.as_text()
     if stats is None or text is None:
@@ -106,10 +84,10 @@ def dissect(compiled: "Compiled") -> Anatomy:
 
 
 def read(text: str, memory: Memory) -> Anatomy:
-    """Reads the text of a scheduled module.
+    """Read the text of a scheduled module.
 
     Raises:
-        ValueError: if it is none.
+        ValueError: for any other text.
     """
     module = hlo.parse(text)
     calls: Counter[str] = Counter()
@@ -127,10 +105,10 @@ def read(text: str, memory: Memory) -> Anatomy:
 
 
 def ended(module: hlo.Module, step: hlo.Executed) -> Iterable[tuple[str, Collective]]:
-    """Collectives that this instruction ends, each with the name of the instruction that starts it.
+    """Yield the collectives that an instruction ends, each with the name of the instruction that starts it.
 
-    Of an asynchronous pair, the start knows what is sent and the end what arrives. Small all-reduces may be kernels
-    of XLA's own (jax 0.12): then the collective stands inside a fusion.
+    In an asynchronous pair, operands are those of the start and results those of the end. Since jax 0.12 small
+    all-reduces may be kernels of XLA: then the collective is inside a fusion.
     """
     one, computation, times = step
     if one.kind == "fusion" and not one.opcode.endswith("-done"):
@@ -162,16 +140,3 @@ def _collective(
         name=start.attribute(r'op_name="([^"]*)"') or start.name,
         groups=start.groups,
     )
-
-
-def _largest(sizes: Mapping[str, int]) -> str:
-    ranked = sorted(sizes.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name} {_gb(size)}" for name, size in ranked[:_SHOWN])
-
-
-def _gb(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.3f} GB"
-
-
-def _row(name: str, text: str) -> str:
-    return f"{name:<13} " + text.replace("\n", "\n" + " " * 14)

@@ -1,12 +1,12 @@
-"""What a step costs on a device: one model for `speedrun plan`, `plan --arithmetic` and `scale`.
+"""The cost model of a step on a device, for `speedrun plan`: compiled, by arithmetic, and over nodes.
 
-A kernel takes the time of its tightest bound, after a start of its own:
+A kernel takes the time of its tightest bound, after a fixed start:
 
     seconds = START_S + max(FLOPs / rate, instructions / rate, bytes / rate)
 
-Each rate is the vendor's, times what programs of these shapes reach of it. The shares come from public measurements on
-H100s; docs/LOG.md has the table for record 21 and how far it is from published times. They are frozen since November
-2026: a saving is FLOPs, instructions, bytes or starts that a program no longer has, never a better rate.
+Each rate is the vendor's, times the share that programs of these shapes reach. The shares come from public measurements
+on H100s; docs/LOG.md has the table for record 21 beside published times. They are frozen since November 2026: savings
+are fewer FLOPs, instructions, bytes or starts, never a better rate.
 """
 
 import math
@@ -30,7 +30,7 @@ from speedrun.science.kernels.choose import Kernels
 from speedrun.science.recipe import Stage
 from speedrun.training.program import Program
 
-#: What a kernel is for, in the order of the table.
+#: Kinds of kernels, in the order of the table.
 Kind = Literal[
     "GEMM bf16", "GEMM FP8", "GEMM f32", "attention", "head passes", "elementwise", "Muon", "communication"
 ]
@@ -38,57 +38,57 @@ KINDS: tuple[Kind, ...] = (
     *("GEMM bf16", "GEMM FP8", "GEMM f32", "attention"),
     *("head passes", "elementwise", "Muon", "communication"),
 )
-#: What a kernel waits for.
+#: What limits a kernel.
 Bound = Literal["tensor cores", "instructions", "memory", "starts", "links"]
-#: Whose arithmetic it is. "attention": products inside attention kernels, between which scores are exponentiated.
+#: Arithmetic unit. "attention": products inside attention kernels, with exponentials between them.
 Unit = Literal["bf16", "fp8", "f32", "attention"]
 
-#: Of the vendor's FLOP rate. GEMMs with an inner width of 768: 590 TFLOP/s in 16 bits, 990 in 8, where writing the
-#: result takes nearly half of the time. Attention: 356 TFLOP/s; published: FlashAttention-2 in Triton, 469 forward.
+#: Share of the vendor's FLOP rate. GEMMs with an inner width of 768: 590 TFLOP/s in 16 bits, 990 in 8, where writing
+#: the result takes nearly half of the time. Attention: 356 TFLOP/s; published: FlashAttention-2 in Triton, 469 forward.
 FLOPS_REACH: dict[Unit, float] = {"bf16": 0.6, "fp8": 0.5, "f32": 0.6, "attention": 0.36}
-#: Of the memory's rate: 3.0 of 3.35 TB/s, as large copies do.
+#: Share of the memory rate: 3.0 of 3.35 TB/s, as for large copies.
 MEMORY_REACHES = 0.9
-#: Of one instruction a cycle and lane at the highest clock.
+#: Share of one instruction per cycle and lane at the highest clock.
 ISSUE_REACHES = 0.65
-_LANES = 128  #: of a multiprocessor: four schedulers, each with 32 threads
-#: From the end of one kernel to the first work of the next inside a CUDA graph.
+_LANES = 128  #: of a multiprocessor: four schedulers with 32 threads each
+#: From the end of one kernel to the first work of the next, inside a CUDA graph.
 START_S = 2e-6
 
-#: SASS instructions that an opcode takes for each element, read off the loss head of record 21 on sm_90a: 41 a logit
-#: in its sum and 63 in its gradient; this table gives 38 and 65. XLA's tanh is a rational function with a division.
+#: SASS instructions per element, by opcode, from the loss head of record 21 on sm_90a: 41 per logit in its sum and 63
+#: in its gradient; this table gives 38 and 65. XLA's tanh is a rational function with a division.
 _INSTRUCTIONS = {"tanh": 22, "exponential": 8, "divide": 8, "log": 10, "rsqrt": 4, "sqrt": 8, "power": 30}
 _INSTRUCTIONS |= {"logistic": 12, "sine": 20, "cosine": 20, "erf": 20, "remainder": 12, "clamp": 2}
 _INSTRUCTIONS |= dict.fromkeys(("parameter", "constant", "broadcast", "bitcast", "tuple", "reshape"), 0)
 _INSTRUCTIONS |= {"get-tuple-element": 0}
-#: To read or to write an element: an address, the access, and what unpacks it.
+#: Instructions to read or write an element: address, access, conversion.
 _ACCESS = 3
 
 
 class Work(NamedTuple):
-    """What kernels of one kind ask of a device."""
+    """The work of kernels of one kind."""
 
     kind: Kind
     flops: float = 0.0
     unit: Unit = "bf16"
-    instructions: float = 0.0  #: of all threads
+    instructions: float = 0.0  #: summed over threads
     num_bytes: float = 0.0  #: to and from memory
     starts: float = 1.0
 
 
 class Line(msgspec.Struct, frozen=True):
-    """Everything of one kind in a step of one device."""
+    """All kernels of one kind in a step of one device."""
 
     kind: Kind
     seconds: float
-    bound: Bound  #: of the kernels that take most of this time
+    bound: Bound  #: of the kernels that take most of the time
     flops: float
     instructions: float
     num_bytes: float  #: to and from memory; of communication, to other devices
-    starts: float
+    starts: float  #: number of kernels
 
 
 class Attention(NamedTuple):
-    """FLOPs of attention in a step of one device, of the tiles that its kernels visit."""
+    """FLOPs of attention in a step of one device, for the tiles that its kernels visit."""
 
     forward: float
     backward: float
@@ -101,29 +101,35 @@ class Attention(NamedTuple):
 
 
 def attention_by_window(program: Program, stage: Stage) -> dict[int, tuple[int, Attention]]:
-    """Attention of one device for each window of a stage: blocks -> (steps that have it, FLOPs of one of them).
+    """Return attention of one device by window of a stage: blocks -> (steps with it, FLOPs of such a step).
 
-    The model is traced with kernels that only note their calls. What a call visits is counted on documents as long as
-    FineWeb's, in the tiles of the Triton kernels. The forward pass has two products for each pair of query and key; the
-    backward pass seven, for it computes scores and their gradients once by queries and once by keys.
+    The model is traced with kernels that only record their calls. Tiles are those of the Triton kernels, counted on
+    documents with the lengths of FineWeb's.
     """
-    recipe, first = program.recipe, sum(s.num_steps for s in program.recipe.stages[: _index(program, stage)])
-    steps = Counter(
-        int(recipe.inputs_at(step).window_blocks) for step in range(first, first + stage.num_steps)
-    )
-    sequences = stage.num_sequences / program.num_devices
+    steps, sequences = _windows(program, stage), stage.num_sequences / program.num_devices
     return {
         blocks: (num_steps, sum(_calls(program, stage.seq_len, blocks), Attention(0, 0)) * sequences)
         for blocks, num_steps in sorted(steps.items())
     }
 
 
-def _index(program: Program, stage: Stage) -> int:
-    return next(i for i, one in enumerate(program.recipe.stages) if one is stage)
+def num_attention_layers(program: Program, stage: Stage) -> int:
+    """Calls of attention in one forward pass."""
+    return len(_calls(program, stage.seq_len, min(_windows(program, stage))))
+
+
+def _windows(program: Program, stage: Stage) -> Counter[int]:
+    """Steps of a stage by their window, in blocks."""
+    recipe = program.recipe
+    at = next(i for i, one in enumerate(recipe.stages) if one is stage)
+    first = sum(one.num_steps for one in recipe.stages[:at])
+    return Counter(
+        int(recipe.inputs_at(step).window_blocks) for step in range(first, first + stage.num_steps)
+    )
 
 
 def _calls(program: Program, seq_len: int, window_blocks: int) -> list[Attention]:
-    """Of each layer, for one sequence."""
+    """Return the attention of each layer, for one sequence."""
     noting = _Noting("cpu", "", calls=[])
     recipe, table = program.recipe, program.layout.table
     params = {name: jax.ShapeDtypeStruct(spec.shape, recipe.compute_dtype) for name, spec in table.items()}
@@ -138,7 +144,7 @@ def _calls(program: Program, seq_len: int, window_blocks: int) -> list[Attention
 
 @dataclass(frozen=True)
 class _Noting(Kernels):
-    """Computes no attention, only notes its calls: window and block, in tokens, and width of all heads."""
+    """Records calls instead of computing attention: window in blocks, block in tokens, width of all heads."""
 
     calls: list[tuple[int, int, int]] = field(default_factory=list)
 
@@ -154,7 +160,7 @@ class _Noting(Kernels):
         window: Window,
         block_tokens: int,
     ) -> jax.Array:
-        """`v_BTHK`, which has the shape of the result."""
+        """Return `v_BTHK`, which has the shape of the result."""
         del k_BTHK, sight, scale
         assert isinstance(window.blocks, int)
         self.calls.append((window.blocks, block_tokens, math.prod(q_BTHK.shape[2:])))
@@ -163,16 +169,16 @@ class _Noting(Kernels):
 
 @cache
 def visited_pairs(num_tokens: int, window_blocks: int, block_tokens: int) -> Attention:
-    """Pairs of query and key in the tiles that attention visits, each as often as there are products for it.
+    """Count pairs of query and key in the tiles that attention visits, times the products for each pair.
 
-    Two products forward. Seven backward, as scores and their gradients are computed by queries and again by keys.
+    Two products forward. Seven backward, where scores and their gradients are computed by queries and again by keys.
     """
     lengths = document_lengths(num_tokens, seed=0)
     doc_BT = jnp.asarray(np.repeat(np.arange(len(lengths)), lengths))[None]
     first_BT = sight(doc_BT, window_blocks, block_tokens).first_BT
 
     def visited(tiles: attention_triton.Tiles) -> tuple[int, int]:
-        """By queries, and by keys."""
+        """Count by queries, and by keys."""
         bounds = attention_triton.bounds(first_BT, query_tile=tiles.queries, key_tile=tiles.keys)
         first_N, end_M = (np.asarray(x)[0] for x in bounds)
         end_N = -(-np.minimum(np.arange(1, len(first_N) + 1) * tiles.queries, num_tokens) // tiles.keys)
@@ -186,11 +192,11 @@ def visited_pairs(num_tokens: int, window_blocks: int, block_tokens: int) -> Att
 
 
 def seconds(work: Work, device: Device) -> tuple[float, Bound]:
-    """How long it takes, and why.
+    """Return the time of a kernel, and its bound.
 
     Args:
         work: of one kernel, or of several with the same bound.
-        device: whose rates count.
+        device: the rates.
     """
     lanes_rate = device.num_cores * _LANES * device.clock_ghz * 1e9
     bounds: dict[Bound, float] = {
@@ -204,7 +210,7 @@ def seconds(work: Work, device: Device) -> tuple[float, Bound]:
 
 
 def flops_rate(device: Device, unit: Unit) -> float:
-    """The vendor's. float32 products run as TF32, at half the rate; those in 8 bits as bf16 where nothing is faster."""
+    """Return the vendor's rate: float32 runs as TF32, at half the rate of bf16; 8 bits as bf16 without FP8 units."""
     match unit:
         case "fp8":
             return device.fp8_flops or device.bf16_flops
@@ -215,18 +221,18 @@ def flops_rate(device: Device, unit: Unit) -> float:
 
 
 def floor_s(line: Line, device: Device) -> float:
-    """Its FLOPs at the vendor's rate."""
+    """Return the time of the FLOPs of a line at the vendor's rate."""
     unit: Unit = "fp8" if line.kind == "GEMM FP8" else "f32" if line.kind == "GEMM f32" else "bf16"
     return line.flops / flops_rate(device, unit)
 
 
 def gemm(unit: Unit) -> Kind:
-    """The kind of products of this unit outside of attention and optimiser."""
+    """Return the kind of products that belong neither to attention nor to the optimiser."""
     return "GEMM FP8" if unit == "fp8" else "GEMM f32" if unit == "f32" else "GEMM bf16"
 
 
 def table(works: Iterable[Work], device: Device) -> tuple[Line, ...]:
-    """Kernels summed by kind."""
+    """Sum kernels by kind."""
     lines: dict[Kind, list[Line]] = {kind: [] for kind in KINDS}
     for work in works:
         took_s, bound = seconds(work, device)
@@ -236,7 +242,7 @@ def table(works: Iterable[Work], device: Device) -> tuple[Line, ...]:
 
 
 def summed(lines: list[Line]) -> Line:
-    """Lines of one kind as one."""
+    """Sum lines of one kind."""
     by_bound: dict[Bound, float] = {}
     for line in lines:
         by_bound[line.bound] = by_bound.get(line.bound, 0.0) + line.seconds
@@ -252,14 +258,14 @@ def summed(lines: list[Line]) -> Line:
 
 
 class Pricer:
-    """The work of each kernel of a compiled program."""
+    """Computes the work of each kernel of a compiled program."""
 
     def __init__(self, module: hlo.Module, attention: Attention) -> None:
-        """Counts the kernels that attention is divided over.
+        """Divide attention over its kernels.
 
         Args:
             module: the step.
-            attention: divided evenly over the kernels whose inside the program does not show.
+            attention: divided evenly over kernels that are opaque to XLA.
         """
         self._module = module
         opaque = [(step, _is_backward(step.instruction)) for step in module.executed() if _is_opaque(step)]
@@ -272,7 +278,7 @@ class Pricer:
         }
 
     def kernels(self) -> Iterator[tuple[hlo.Executed, Work | None]]:
-        """Every instruction of the schedule, with the work of one execution; None if it starts no kernel."""
+        """Yield every instruction of the schedule, with the work of one execution, or None if it starts no kernel."""
         for step in self._module.executed():
             yield step, self._work(step)
 
@@ -297,7 +303,7 @@ class Pricer:
 
 
 def _kind(one: hlo.Instruction, unit: Unit | None) -> Kind:
-    """By the scope that `kernels.choose` and the optimiser name, else by what is multiplied."""
+    """Classify by the scopes of `kernels.choose` and the optimiser, else by arithmetic unit."""
     scopes = one.attribute(r'op_name="([^"]*)"') or ""
     if "muon" in scopes:
         return "Muon"
@@ -309,7 +315,7 @@ def _kind(one: hlo.Instruction, unit: Unit | None) -> Kind:
 
 
 def _is_opaque(step: hlo.Executed) -> bool:
-    """A kernel of attention that XLA did not write: it knows what goes in and out, not what is computed."""
+    """Whether this is an attention kernel not written by XLA, which shows its operands but not its arithmetic."""
     one = step.instruction
     target = one.attribute(r'custom_call_target="([^"]*)"') or ""
     scopes = one.attribute(r'op_name="([^"]*)"') or ""
@@ -318,3 +324,13 @@ def _is_opaque(step: hlo.Executed) -> bool:
 
 def _is_backward(one: hlo.Instruction) -> bool:
     return "transpose(" in (one.attribute(r'op_name="([^"]*)"') or "")
+
+
+def gb(num_bytes: float) -> str:
+    """Format bytes as GB, 10^9 bytes."""
+    return f"{num_bytes / 1e9:.2f} GB"
+
+
+def ms(seconds: float) -> str:
+    """Format seconds as milliseconds."""
+    return f"{seconds * 1e3:,.2f} ms"

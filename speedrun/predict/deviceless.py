@@ -1,7 +1,7 @@
-"""Compiles for accelerators that are not there: the CUDA compiler of JAX's plugin needs no GPU and no driver.
+"""Compile for absent GPUs: the CUDA compiler in JAX's plugin needs no GPU and no driver.
 
-What comes out is the program a GPU would run, scheduled, with its buffers assigned. Nothing can be executed, and
-nothing is tuned by trying: which GEMM kernel is fastest is found out on a GPU only.
+The result is the program that a GPU would run, scheduled, with its buffers assigned. It cannot be executed, and
+nothing is autotuned.
 """
 
 import math
@@ -27,19 +27,18 @@ from speedrun.training.program import Program
 
 Options = Mapping[str, bool | int | str]
 
-#: What compiles: the plugin is the compiler, `nvcc` brings `ptxas`. The first is this project's extra `aot`.
+#: Wheels of a compiler: the plugin compiles, `nvcc` brings `ptxas`. The first is this project's extra `aot`.
 COMPILERS = (
     ("jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12"),
     ("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-nvvm"),
 )
 
-#: With it, all GEMMs are those of cuBLAS, FP8 ones included, as they often are once a GPU has tried both.
-#: Without it and without a GPU to try, all are Triton's.
+#: Makes all GEMMs cuBLAS calls, also in FP8, as autotuning often does. Without a GPU the default is Triton for all.
 CUBLAS_GEMMS: Options = {"xla_gpu_enable_triton_gemm": False}
 
 
 def missing_wheels() -> list[str]:
-    """What the first compiler lacks; nothing, if any is complete. The tools of a CUDA toolkit on the PATH will do."""
+    """Return the missing wheels of the first compiler, or none if any is complete. A CUDA toolkit on PATH counts."""
     toolkit = shutil.which("ptxas") is not None
     lacking = [
         [name for name in wheels if not _installed(name) and not (toolkit and name.startswith("nvidia-"))]
@@ -49,7 +48,7 @@ def missing_wheels() -> list[str]:
 
 
 def target_mesh(kind: str, num_devices: int, num_nodes: int = 1) -> Mesh:
-    """A mesh to compile for: `num_devices` of one kind in each of so many machines.
+    """Return a mesh to compile for, with `num_devices` of one kind in each machine.
 
     Raises:
         UsageError: an unknown kind; a compiler that is not installed.
@@ -69,18 +68,17 @@ def target_mesh(kind: str, num_devices: int, num_nodes: int = 1) -> Mesh:
 
 
 def compile_for_target(function: Any, *args: Any, options: Options = CUBLAS_GEMMS) -> Any:
-    """`function`, a result of `jax.jit`, compiled for the mesh its arguments lie on.
+    """Compile a result of `jax.jit` for the mesh of its arguments.
 
     Args:
         function: anything with `lower`.
-        *args: trees of `jax.ShapeDtypeStruct` whose shardings are of a `target_mesh`.
-        options: of XLA; booleans are Python's.
+        *args: trees of `jax.ShapeDtypeStruct` with shardings on a `target_mesh`.
+        options: of XLA; booleans as Python's.
 
     Returns:
-        The `jax.stages.Compiled`, which `anatomy.dissect` reads.
+        A `jax.stages.Compiled`, for `anatomy.dissect`.
     """
-    # JAX can write such a program to its cache on disk, but not read it back: a program is stored if compiling took
-    # at least so long.
+    # JAX can write such a program to its disk cache, but not read it back. It stores what took at least this long.
     setting = "jax_persistent_cache_min_compile_time_secs"
     stored_after_s = getattr(jax.config, setting)
     jax.config.update(setting, math.inf)
@@ -91,7 +89,7 @@ def compile_for_target(function: Any, *args: Any, options: Options = CUBLAS_GEMM
 
 
 def compiled_step(program: Program, stage: Stage, options: Options = CUBLAS_GEMMS) -> Any:
-    """The training step of a stage, for the `target_mesh` that `program` lies on."""
+    """Compile the training step of a stage for the `target_mesh` of a program."""
     ids_BT = _ids(program, stage.num_sequences, stage.seq_len)
     state = jax.tree.map(partial(_placed, program), state_shape(program), program.specs)
     settings = {**program.compiler_options, **options}
@@ -99,7 +97,7 @@ def compiled_step(program: Program, stage: Stage, options: Options = CUBLAS_GEMM
 
 
 def compiled_evaluation(program: Program, options: Options = CUBLAS_GEMMS) -> Any:
-    """One validation pass, likewise."""
+    """Compile a validation pass for the `target_mesh` of a program."""
     ids_BT = _ids(program, program.recipe.eval_sequences, program.recipe.eval_seq_len)
     state = jax.tree.map(partial(_placed, program), state_shape(program), program.specs)
     inputs = state.params, ids_BT, ids_BT, _schedule(program), state.step
@@ -107,12 +105,12 @@ def compiled_evaluation(program: Program, options: Options = CUBLAS_GEMMS) -> An
 
 
 def state_shape(program: Program) -> TrainState:
-    """Types of the state, no arrays."""
+    """Return the types of the state, without arrays."""
     return jax.eval_shape(program.init, jax.random.key(0))
 
 
 def _placed(program: Program, x: Any, spec: P) -> jax.ShapeDtypeStruct:
-    """The type of an array, and where it lies."""
+    """Return the type and sharding of an array."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(program.mesh, spec))
 
 
@@ -123,7 +121,7 @@ def _ids(program: Program, num_sequences: int, seq_len: int) -> jax.ShapeDtypeSt
 
 
 def _schedule(program: Program) -> StepInputs:
-    """`Program.schedule` without its numbers."""
+    """Return the types of `Program.schedule`."""
     rows = program.recipe.num_steps + 1
     return StepInputs(*(_placed(program, np.broadcast_to(x, rows), P()) for x in program.recipe.inputs_at(0)))
 

@@ -1,7 +1,7 @@
-"""Reads the text of a compiled XLA program: its computations, their instructions, and what each one moves.
+"""Parse the text of a compiled XLA program: computations, instructions, and the bytes that each one moves.
 
-Text, because it is all that every version of JAX hands out for every backend. Needs no JAX.
-The module must be scheduled ("is_scheduled=true"), as a compiled one is.
+Text, because every version of JAX gives it for every backend. The module must be scheduled ("is_scheduled=true").
+Needs no JAX.
 """
 
 import math
@@ -10,17 +10,17 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-#: Opcodes that are names for memory, or bookkeeping: they start no kernel.
+#: Opcodes that start no kernel.
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "opt-barrier"}
 _FREE |= {"after-all", "add-dependency", "domain", "partition-id", "replica-id"}
-#: These count by what they run.
+#: Control flow: what it runs counts instead.
 _FREE |= {"while", "conditional", "call", "async-start", "async-update", "async-done"}
-#: Opcodes that read of their first operand only what they return.
+#: Opcodes that read only the part of their first operand that they return.
 _SLICES = ("slice", "dynamic-slice", "gather")
-#: Opcodes that write into their first operand, in place; and which operand they write.
+#: Opcodes that update their first operand in place -> index of the operand with the update.
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 
-#: Opcodes that compute as many elements as their first operand has.
+#: Opcodes whose work is the size of their first operand.
 _REDUCTIONS = {"reduce", "reduce-window"}
 
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
@@ -72,27 +72,27 @@ class Instruction(NamedTuple):
 
     @property
     def results(self) -> tuple[Array, ...]:
-        """The result without the scratch space (`s8`) that a library call returns beside it."""
+        """The result without the scratch space (`s8`) of library calls."""
         scratch = "s8" if self.opcode == "custom-call" else None
         return tuple(array for array in self.arrays if array.dtype != scratch)
 
     @property
     def kind(self) -> str:
-        """The opcode of what an asynchronous pair does together: `all-gather` of `all-gather-start`."""
+        """The opcode without the suffix of an asynchronous pair: `all-gather` for `all-gather-start`."""
         return self.opcode.removesuffix("-start").removesuffix("-done")
 
     def calls(self, *roles: str) -> list[str]:
-        """Names of the computations it runs in one of these roles ("body", "to_apply")."""
+        """Names of the computations that it runs in one of these roles ("body", "to_apply")."""
         found = re.findall(rf"\b(?:{'|'.join(roles)})=(\{{[^}}]*\}}|%[\w.-]+)", self.attributes)
         return [name for text in found for name in _NAME.findall(text)]
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Devices that a collective sends between, group by group; empty: all devices are one group."""
+        """Groups of devices of a collective; empty: all devices are one group."""
         return _groups(self.attribute(r"replica_groups=(.*)") or "{}")
 
     def attribute(self, pattern: str) -> str | None:
-        """The first group of a regular expression, searched in the attributes."""
+        """First group of a regular expression, searched in the attributes."""
         found = re.search(pattern, self.attributes)
         return found[1] if found else None
 
@@ -101,7 +101,7 @@ Computation = dict[str, Instruction]
 
 
 class Executed(NamedTuple):
-    """An instruction that the schedule reaches, where it stands and how often it runs in one call."""
+    """An instruction of the schedule, its computation, and its number of runs per call."""
 
     instruction: Instruction
     computation: Computation
@@ -111,15 +111,15 @@ class Executed(NamedTuple):
 class Product(NamedTuple):
     """A matrix product inside a kernel."""
 
-    unit: Literal["bf16", "fp8", "f32"]  #: by the type of its left factor
-    flops: float  #: two for each number of the result and each of those summed for it
+    unit: Literal["bf16", "fp8", "f32"]  #: from the type of the left factor
+    flops: float  #: two per multiply-add
 
 
 class Elements(NamedTuple):
-    """What a kernel computes element by element."""
+    """Elementwise work of a kernel."""
 
-    computed: Counter[str]  #: opcode -> elements; of a reduction, those that it reads
-    accessed: int  #: read from memory, each once, and written to it
+    computed: Counter[str]  #: opcode -> elements; of a reduction, its input
+    accessed: int  #: read from memory, each once, and written
 
 
 class Module(NamedTuple):
@@ -129,11 +129,10 @@ class Module(NamedTuple):
     entry: str
 
     def executed(self) -> Iterator[Executed]:
-        """Every instruction of the entry and of what it runs, in the order of the schedule.
+        """Yield every instruction of the entry and of what it runs, in the order of the schedule.
 
-        A loop's body counts by its known trip count, once if XLA does not know it (`unknown_loops`). Every
-        branch of a conditional counts, as if all were taken. The inside of a fusion is one kernel and is not
-        entered, nor is what a reduction applies to pairs of elements.
+        The body of a loop counts by its trip count, or once if that is unknown (`unknown_loops`). All branches of a
+        conditional count. A fusion is one kernel, so its inside is left out, as are the functions of reductions.
         """
         yield from self._executed(self.entry, 1)
 
@@ -146,17 +145,17 @@ class Module(NamedTuple):
                 yield from self._executed(callee, trips)
 
     def unknown_loops(self) -> int:
-        """Loops whose trip count XLA does not know: they are counted once."""
+        """Count the loops with unknown trip count, which `executed` takes once."""
         return sum(
             one.instruction.opcode == "while" and not trip_count(one.instruction) for one in self.executed()
         )
 
     def traffic_bytes(self, instruction: Instruction, computation: Computation) -> int:
-        """Bytes that one instruction reads from and writes to device memory, as if nothing were cached.
+        """Return the bytes that an instruction reads from and writes to device memory, without caching.
 
-        Its operands, each once, and its result. Of an operand that is only sliced or gathered from, the slices;
-        of a result that is an update in place, the update: both also inside a fusion. The scratch space of
-        library calls does not count. An asynchronous pair reads at its start and writes at its end.
+        These are its operands, each once, and its result. Slices and gathers count what they take, updates in place
+        what they write, also inside fusions. Scratch space of library calls does not count. An asynchronous pair reads
+        at its start and writes at its end.
         """
         if instruction.opcode in _FREE:
             return 0
@@ -167,13 +166,13 @@ class Module(NamedTuple):
         return (0 if ends else reads) + (0 if starts else writes)
 
     def products(self, instruction: Instruction, computation: Computation) -> list[Product]:
-        """Matrix products that one kernel computes: its own, or those inside its fusion."""
+        """Return the matrix products of a kernel: its own, or those inside its fusion."""
         inside = self.fused(instruction) or {instruction.name: instruction}
         around = self.fused(instruction) or computation
         return [found for one in inside.values() if (found := _product(one, around))]
 
     def elements(self, instruction: Instruction, computation: Computation) -> Elements:
-        """Elements that one kernel computes, as if nothing were computed twice; and those it reads and writes."""
+        """Count the elements that a kernel computes, each once, and those that it reads and writes."""
         fused = self.fused(instruction)
         inside = fused or {instruction.name: instruction}
         computed: Counter[str] = Counter()
@@ -192,10 +191,10 @@ class Module(NamedTuple):
 
 
 def parse(text: str) -> Module:
-    """The module that `compiled.as_text()` prints.
+    """Parse the text of `compiled.as_text()`.
 
     Raises:
-        ValueError: if the text is no scheduled module.
+        ValueError: for anything but a scheduled module.
     """
     if "is_scheduled=true" not in text.partition("\n")[0]:
         raise ValueError(f"got {text[:60]!r}; need the text of a compiled, scheduled HLO module")
@@ -213,7 +212,7 @@ def parse(text: str) -> Module:
 
 
 def _instruction(name: str, text: str, *, is_root: bool) -> Instruction:
-    """`bf16[8,4]{1,0} add(%a, %b), metadata={...}` in parts."""
+    """Parse `bf16[8,4]{1,0} add(%a, %b), metadata={...}`."""
     end = _closing(text, 0) if text.startswith("(") else text.index(" ")
     opening = text.index("(", end)
     closing = _closing(text, opening)
@@ -227,7 +226,7 @@ def _instruction(name: str, text: str, *, is_root: bool) -> Instruction:
 
 
 def _closing(text: str, opening: int) -> int:
-    """Just behind the parenthesis that closes the one at `opening`."""
+    """Return the index after the parenthesis that closes the one at `opening`."""
     depth = 0
     for place in range(opening, len(text)):
         depth += {"(": 1, ")": -1}.get(text[place], 0)
@@ -237,11 +236,11 @@ def _closing(text: str, opening: int) -> int:
 
 
 def _groups(text: str) -> tuple[tuple[int, ...], ...]:
-    """Of the three forms that XLA writes.
+    """Parse the groups of a collective, in the three forms of XLA.
 
     {{0,2},{1,3}}             lists
-    [2,4]<=[4,2]T(1,0)        0, 1, 2... as an array [4, 2], transposed, read out, and cut into 2 rows of 4
-    mesh['a'=2,'b'=4] {'b'}   0, 1, 2... as an array of named axes; those that are named again lie inside a group
+    [2,4]<=[4,2]T(1,0)        iota of shape [4, 2], transposed, flattened, cut into 2 rows of 4
+    mesh['a'=2,'b'=4] {'b'}   iota with named axes; those in braces lie inside a group
     """
     import numpy as np
 
@@ -261,13 +260,13 @@ def _groups(text: str) -> tuple[tuple[int, ...], ...]:
 
 
 def trip_count(instruction: Instruction) -> int | None:
-    """How often a loop runs, if XLA knows; None for all else."""
+    """Return the trip count of a loop, if XLA knows it; else None."""
     text = instruction.attribute(r'"known_trip_count":\{"n":"?(\d+)')
     return int(text) if instruction.opcode == "while" and text else None
 
 
 def _entered(instruction: Instruction) -> list[str]:
-    """Computations whose instructions are kernels of their own."""
+    """Return the computations that an instruction runs kernel by kernel."""
     match instruction.opcode:
         case "while":
             return instruction.calls("body")
@@ -281,7 +280,7 @@ def _entered(instruction: Instruction) -> list[str]:
 
 
 def _product(one: Instruction, computation: Computation) -> Product | None:
-    """Of a dot, or of a library call that computes one."""
+    """Return the product of a dot, or of a library call that computes one."""
     target = one.attribute(r'custom_call_target="(__cublas[^"]*)"')
     summed = one.attribute(r'lhs_contracting_dim(?:ension)?s"?[:=][\[{]([^\]}]*)')
     if summed is None or not one.results or (one.opcode != "dot" and target is None):
@@ -297,13 +296,13 @@ def _root(computation: Computation) -> Instruction:
 
 
 def _reads(instruction: Instruction, computation: Computation) -> int:
-    """What an instruction outside of fusions reads: each operand once."""
+    """Return the bytes that an instruction outside of fusions reads: each operand once."""
     alone = {instruction.name: instruction}
     return sum(_taken(computation[name], alone) for name in dict.fromkeys(instruction.operands))
 
 
 def _reads_fused(fused: Computation) -> int:
-    """What a fusion reads of its parameters."""
+    """Return the bytes that a fusion reads of its parameters."""
     return sum(_taken(one, fused) for one in fused.values() if one.opcode == "parameter")
 
 
@@ -324,7 +323,7 @@ def _taken(source: Instruction, users: Computation) -> int:
 
 
 def _written(instruction: Instruction, computation: Computation) -> int:
-    """Bytes of a result that are new: of an update in place, the update."""
+    """Return the bytes that an instruction writes: of an update in place, the update."""
     if instruction.opcode in ("bitcast", "tuple"):  # the root of a fusion
         return sum(_written(computation[name], computation) for name in instruction.operands)
     if instruction.opcode in _UPDATES:

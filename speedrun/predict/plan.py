@@ -1,6 +1,6 @@
-"""What a recipe needs on devices that need not be here: from its compiled program, or by arithmetic.
+"""Predict memory, floors and step time of a recipe, from its compiled program or by arithmetic.
 
-A floor is a number of FLOPs or bytes at the vendor's rate. A step's time is what `cost` makes of the step's kernels.
+A floor is a number of FLOPs or bytes at the vendor's rate. The step time is the cost model's (`cost`) for its kernels.
 """
 
 import math
@@ -12,7 +12,7 @@ import msgspec
 from speedrun.ground import devices, mesh
 from speedrun.ground.devices import Device
 from speedrun.predict import anatomy, cost, hlo, scaling
-from speedrun.predict.cost import Attention, Line, Unit, Work
+from speedrun.predict.cost import Attention, Line, Unit, Work, gb, ms
 from speedrun.predict.deviceless import compiled_step, target_mesh
 from speedrun.science.optim.groups import MuonAndAdam
 from speedrun.science.params import ParamSpec, count
@@ -21,20 +21,22 @@ from speedrun.training import footprint
 from speedrun.training.footprint import flops_per_token
 from speedrun.training.program import Program
 
-#: Where a plan's numbers come from.
+#: What a plan is computed from.
 Basis = Literal["arithmetic", "compiled program"]
 
-#: Relative, of the expected time of a step. No GPU has been timed yet; docs/LOG.md has the published times beside it.
+#: Relative error of a step time. No GPU has been timed yet; docs/LOG.md compares with published times.
 ERROR = 0.15
-#: Arithmetic for what only a compiler decides, as it came out for record 21 on an H100: traffic of the kernels between
-#: products, by that of the products (65 GB by 47), and the kernels that this takes for each matrix.
+#: What only a compiler decides, as measured on record 21 compiled for an H100: traffic of elementwise kernels relative
+#: to that of the products (65 GB to 47), and the number of such kernels per matrix.
 _BETWEEN, _BETWEEN_STARTS = 1.37, 8
-#: Instructions of a logit in the two passes over it.
+#: Instructions per logit, in the two passes of the head over its logits.
 _HEAD_INSTRUCTIONS = 38 + 65
+#: Attention is one kernel forward and two backward, one by queries and one by keys.
+_ATTENTION_FORWARD, _ATTENTION_BACKWARD = 1, 2
 
 
 class StagePlan(msgspec.Struct, frozen=True):
-    """One stage, on one device. Bytes and seconds are those of a step."""
+    """One stage on one device. Bytes, seconds and kernels are per step."""
 
     num_steps: int
     batch_tokens: int  #: of all devices
@@ -53,7 +55,7 @@ class StagePlan(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """A recipe on devices of one kind."""
+    """The prediction for a recipe on devices of one kind."""
 
     recipe: str
     device: str
@@ -69,34 +71,57 @@ class Plan(msgspec.Struct, frozen=True):
 
     @property
     def memory_bytes(self) -> int:
-        """At the worst moment of training and validation."""
+        """Peak memory of training and validation, on one device."""
         return max(self.validation_bytes, *(stage.memory_bytes for stage in self.stages))
 
     @property
     def fits(self) -> bool:
-        """Whether that is less than a device has."""
+        """Whether the peak is below the memory of a device."""
         return self.memory_bytes < self.memory_limit_bytes
 
     @property
     def total_s(self) -> float:
-        """Expected time of all steps."""
+        """Predicted time of all steps."""
         return sum(stage.num_steps * stage.step_s for stage in self.stages)
 
     @property
     def device_hours(self) -> float:
-        """Of all devices together."""
+        """Predicted time of all steps, summed over devices."""
         return self.total_s * self.num_devices / 3600
+
+    def facts(self, dollars: float | None) -> dict[str, object]:
+        """Return all fields and derived figures, for JSON; `dollars` is the price of a device for an hour."""
+        return msgspec.structs.asdict(self) | {
+            "fits": self.fits,
+            "memory_bytes": self.memory_bytes,
+            "total_s": self.total_s,
+            "device_hours": self.device_hours,
+            "dollars": None if dollars is None else self.device_hours * dollars,
+        }
+
+    def lines(self, dollars: float | None) -> list[str]:
+        """Return the plan as text; `dollars` is the price of a device for an hour."""
+        cost = "" if dollars is None else f" | ${self.device_hours * dollars:,.2f}"
+        return [
+            f"plan   {self.recipe} on {self.num_devices} x {self.device} | {self.microbatches} microbatches | "
+            f"by {'the compiled program' if self.basis == 'compiled program' else 'arithmetic'}",
+            f"size   {self.num_params:,} parameters | {self.flops_per_token / 1e6:,.1f} MFLOP per token | "
+            f"state {gb(self.state_bytes)} per device",
+            *(line for stage in self.stages for line in _stage_lines(stage, self.memory_limit_bytes)),
+            f"val    memory about {gb(self.validation_bytes)}",
+            f"total  {self.total_s:,.1f} s +-{ERROR:.0%} | {self.device_hours:.3f} device-hours{cost}",
+        ]
 
 
 def plan(recipe: Recipe, kind: str, num_devices: int, microbatches: int, basis: Basis = "arithmetic") -> Plan:
-    """What `recipe` needs on so many devices of a kind.
+    """Predict what a recipe needs on devices of one kind.
 
     Args:
-        recipe: any.
+        recipe: any recipe.
         kind: a key of `devices.DEVICES`.
         num_devices: 1, 2, 4 or 8, in one machine.
-        microbatches: of a step, over all devices.
-        basis: where memory (`footprint`), traffic and communication come from.
+        microbatches: per step, over all devices.
+        basis: source of memory, traffic and communication.
 
     Raises:
         UsageError: an unknown kind; a batch that does not divide; a compiler that is not installed.
@@ -107,10 +132,9 @@ def plan(recipe: Recipe, kind: str, num_devices: int, microbatches: int, basis: 
         program, work_of = Program(recipe, mesh.make_mesh(num_devices), microbatches), _by_arithmetic
     else:
         program, work_of = Program(recipe, target_mesh(kind, num_devices), microbatches), _by_compiling
+    # Stages of one shape share a compiled program.
     stage_of = {(stage.num_sequences, stage.seq_len): stage for stage in recipe.stages}
-    work = {
-        shape: work_of(program, stage, device) for shape, stage in stage_of.items()
-    }  # compiled once a shape
+    work = {shape: work_of(program, stage, device) for shape, stage in stage_of.items()}
     return Plan(
         recipe=recipe.name,
         device=device.name,
@@ -129,10 +153,34 @@ def plan(recipe: Recipe, kind: str, num_devices: int, microbatches: int, basis: 
     )
 
 
-def advice(recipe: Recipe, num_devices: int, microbatches: int, limit_bytes: int) -> str:
-    """What to type for a plan that does not fit."""
-    program = Program(recipe, mesh.make_mesh(num_devices), microbatches)
-    return footprint.advice(program, limit_bytes) or "another --device-kind or more --devices"
+def refusal(recipe: Recipe, plan: Plan) -> str | None:
+    """Say what is needed, what there is and what to type, if the plan does not fit into memory."""
+    if plan.fits:
+        return None
+    program = Program(recipe, mesh.make_mesh(plan.num_devices), plan.microbatches)
+    advice = footprint.advice(program, plan.memory_limit_bytes) or "another --device-kind or more --devices"
+    return (
+        f"{recipe.name} does not fit: needs {gb(plan.memory_bytes)}, {plan.device} has "
+        f"{gb(plan.memory_limit_bytes)}; try {advice}"
+    )
+
+
+def _stage_lines(stage: StagePlan, memory_limit_bytes: int) -> list[str]:
+    sent = f"gathers {gb(stage.gathered_bytes)}, scatters {gb(stage.scattered_bytes)}"
+    return [
+        f"stage  {stage.num_steps:,} steps x {stage.batch_tokens:,} tokens | "
+        f"memory {gb(stage.memory_bytes)} of {gb(memory_limit_bytes)}",
+        f"floor  compute {ms(stage.compute_floor_s)} | traffic {ms(stage.traffic_floor_s)} "
+        f"({gb(stage.traffic_bytes)}) | communication {ms(stage.communication_floor_s)} ({sent})",
+        f"step   {ms(stage.step_s)} +-{ERROR:.0%} | {ms(stage.narrow_s)} with the smallest window, "
+        f"{ms(stage.wide_s)} with the largest | MFU {stage.mfu:.0%}",
+        f"       {'one device':<13} {'ms':>7}  {'bound':<12} {'TFLOP':>7} {'Ginstr':>7} {'GB':>7} {'kernels':>7}",
+        *(
+            f"       {line.kind:<13} {line.seconds * 1e3:>7.2f}  {line.bound:<12} {line.flops / 1e12:>7.2f} "
+            f"{line.instructions / 1e9:>7.1f} {line.num_bytes / 1e9:>7.2f} {line.starts:>7,.0f}"
+            for line in stage.lines
+        ),
+    ]
 
 
 def _stage(program: Program, stage: Stage, device: Device, found: "_Found") -> StagePlan:
@@ -162,21 +210,22 @@ def _stage(program: Program, stage: Stage, device: Device, found: "_Found") -> S
 
 
 class _Found(NamedTuple):
-    """What one device does in a step."""
+    """One step of one device."""
 
     memory_bytes: int
     traffic_bytes: int
     gathered_bytes: int
     scattered_bytes: int
-    lines_with: Callable[[Attention], tuple[Line, ...]]  #: all its time, given the FLOPs of attention
+    lines_with: Callable[
+        [Attention], tuple[Line, ...]
+    ]  #: its time by kind of kernel, given the FLOPs of attention
 
 
 def _by_arithmetic(program: Program, stage: Stage, device: Device) -> _Found:
-    """From the table of parameters, where `footprint` has the memory from.
+    """Estimate a step from the table of parameters; memory is `footprint`'s.
 
-    A product [m, n] reads or writes m + n numbers a token, three times with its gradients, and keeps them once for
-    the backward pass. The head's logits pass six times, three of them in products, and lie there twice. Communication
-    is hidden as far as there is something to hide it behind.
+    A product [m, n] reads or writes m + n numbers per token, three times with its gradients. Logits pass through memory
+    six times, three of them in products. Communication is taken to hide behind all computation.
     """
     table, size = program.layout.table.values(), footprint.itemsize(program)
     local = program.microbatches // program.num_devices
@@ -201,8 +250,13 @@ def _by_arithmetic(program: Program, stage: Stage, device: Device) -> _Found:
     whole = footprint.whole_bytes(program) if program.num_devices > 1 else 0
     sent_s = 2 * whole * (1 - 1 / program.num_shards) / (scaling.LINKS_REACH * device.link_rate)
 
+    calls = local * cost.num_attention_layers(program, stage)
+
     def lines_with(attention: Attention) -> tuple[Line, ...]:
-        both = [Work("attention", flops, "attention") for flops in attention]
+        both = [
+            Work("attention", flops, "attention", starts=calls * kernels)
+            for flops, kernels in zip(attention, (_ATTENTION_FORWARD, _ATTENTION_BACKWARD), strict=True)
+        ]
         lines = cost.table([*works * local, *once, *both], device)
         waited_s = max(0.0, sent_s - sum(line.seconds for line in lines))
         sent = Line("communication", waited_s, "links", 0.0, 0.0, 2.0 * whole, 0.0)
@@ -218,7 +272,10 @@ def _by_arithmetic(program: Program, stage: Stage, device: Device) -> _Found:
 
 
 def _muon(program: Program, matrices: list[ParamSpec]) -> list[Work]:
-    """Newton-Schulz of the matrices that one device owns, three products a round: for [m, n], 4 m^2 n + 2 m^3 FLOPs."""
+    """Newton-Schulz on the matrices of one device: three products an iteration, 4 m^2 n + 2 m^3 FLOPs for [m, n].
+
+    It runs once a step on stacks of equal matrices, so the number of kernels does not depend on the devices.
+    """
     optimizer = program.recipe.optimizer
     if not isinstance(optimizer, MuonAndAdam):
         return []
@@ -232,7 +289,7 @@ def _muon(program: Program, matrices: list[ParamSpec]) -> list[Work]:
 
 
 def _by_compiling(program: Program, stage: Stage, device: Device) -> _Found:
-    """From the compiled step."""
+    """Read a step from its compiled program."""
     compiled = compiled_step(program, stage)
     found, module = anatomy.dissect(compiled), hlo.parse(compiled.as_text())
 

@@ -1,64 +1,67 @@
-"""How a step scales over nodes, predicted from the programs themselves: compiled here, measured nowhere.
+"""Predict how a step scales over nodes, from the program compiled for them. Nothing is measured.
 
-The program for so many nodes is compiled, and its schedule is replayed with two clocks: one of the device, which does
-kernel after kernel, and one of the wire, which does collective after collective. Where the schedule ends a collective
-that is still on its way, the device waits: that is what communication costs. `docs/scaling.md` has the model and what
-it leaves out.
+The schedule is replayed with two clocks: the device runs one kernel after another, the wire carries one collective
+after another. Where the schedule ends a collective that is still in flight, the device waits. `docs/scaling.md` has
+the model and its limits.
 """
 
 import math
 from collections import Counter
-from typing import Literal, NamedTuple, get_args
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 
+from speedrun.ground import devices as kinds
 from speedrun.ground import mesh
 from speedrun.ground.devices import Device
+from speedrun.ground.errors import UsageError
 from speedrun.predict import anatomy, cost, hlo
 from speedrun.predict.anatomy import Collective
-from speedrun.predict.cost import Attention, Line, Work
+from speedrun.predict.cost import Attention, Line, Work, gb, ms
 from speedrun.predict.deviceless import compiled_step, target_mesh
 from speedrun.science.recipe import Recipe, Stage
 from speedrun.training.program import Program
 
-#: What a collective sends between: devices of one node; one device of each node; all devices.
+#: What a collective connects: devices of one node; one device of each node; all devices.
 Span = Literal["inside", "between", "all"]
 SPANS: tuple[Span, ...] = get_args(Span)
 
 #: Of the vendor's rate, what large collectives are taken to reach on NVLink and on the network.
 LINKS_REACH = 0.8
-#: Seconds: to start a collective; for each step of its ring inside a node and between nodes; for each level of a tree
-#: between nodes. From NCCL's own choice of algorithms (`src/graph/tuning.cc`: baseLat and hwLat; rings with the
-#: protocol Simple, trees with LL128), which was fitted to machines of NVIDIA.
+#: Seconds to start a collective; per step of a ring inside a node and between nodes; per level of a tree between nodes.
+#: From NCCL's tuning (`src/graph/tuning.cc`: baseLat and hwLat; rings with the protocol Simple, trees with LL128),
+#: fitted to machines of NVIDIA.
 _START_S, _INSIDE_S, _BETWEEN_S, _LEVEL_S = 8.4e-6, 3.4e-6, 9.6e-6, 8.5e-6
-_TREES_REACH = 0.9  #: of the rate of a ring; from there, too
+_TREES_REACH = 0.9  #: of the rate of a ring, by the same source
+_MOST_NODES = 1024  #: the compiler gets a description of each device
 
 
 class Trip(NamedTuple):
-    """One collective on its way."""
+    """The transfer of one collective."""
 
     collective: Collective
     per_node: int  #: devices of a group on each of its nodes
     nodes: int  #: of a group
     takes_s: float
-    waited_s: float  #: of these, what the device stands still
+    waited_s: float  #: of these, the device stands still
 
     @property
     def span(self) -> Span:
-        """What it sends between."""
+        """What it connects."""
         return "inside" if self.nodes == 1 else "between" if self.per_node == 1 else "all"
 
 
 class Sent(msgspec.Struct, frozen=True):
-    """The collectives of a step that have one span."""
+    """All collectives of a step that have one span."""
 
-    kinds: dict[str, int]  #: how many of each
+    kinds: dict[str, int]  #: number of each
     takes_s: float
     waited_s: float
 
 
 class Scale(msgspec.Struct, frozen=True):
-    """A step on so many nodes. Bytes are those that one device sends; it receives as many."""
+    """A step on some number of nodes. Bytes are those that one device sends; it receives as many."""
 
     num_nodes: int
     num_devices: int
@@ -70,28 +73,115 @@ class Scale(msgspec.Struct, frozen=True):
 
     @property
     def step_s(self) -> float:
-        """Expected, where the schedule hides what it can."""
+        """Predicted step time, with the overlap of the schedule."""
         return self.compute_s + sum(sent.waited_s for sent in self.sent.values())
 
     @property
     def unhidden_s(self) -> float:
-        """Expected, if nothing of what goes between nodes were hidden."""
+        """Predicted step time if no transfer between nodes overlapped with computation."""
         hidden_s = [sent.takes_s - sent.waited_s for span, sent in self.sent.items() if span != "inside"]
         return self.step_s + sum(hidden_s)
+
+
+class Scaling(NamedTuple):
+    """One recipe on several numbers of nodes; the first is one node, the base of the efficiencies."""
+
+    recipe: str
+    device: Device
+    nodes: list[Scale]
+
+    def facts(self) -> dict[str, Any]:
+        """Return all figures, for JSON."""
+        rows = [
+            {
+                **msgspec.structs.asdict(scale),
+                "step_s": scale.step_s,
+                "unhidden_s": scale.unhidden_s,
+                "efficiency": self.nodes[0].step_s / scale.step_s,
+            }
+            for scale in self.nodes
+        ]
+        return {"recipe": self.recipe, "device": self.device._asdict(), "nodes": rows}
+
+    def lines(self) -> list[str]:
+        """Return a table, with the rates that it assumes."""
+        one, device = self.nodes[0], self.device
+        return [
+            f"scale  {self.recipe} on nodes of {one.num_devices} x {device.name} | "
+            f"{one.batch_tokens // one.num_devices:,} tokens a device and step | by the compiled programs; nothing was "
+            "run",
+            f"rates  inside a node {device.link_rate / 1e9:g} GB/s, between nodes {device.network_rate / 1e9:g} GB/s, "
+            "each way and device | docs/scaling.md has the model",
+            f"{'nodes':>5} {'devices':>7} {'tokens/step':>11}  {'inside':>6} {'between':>7} {'all':>3}  {'link':>8} "
+            f"{'network':>8}  {'sending':>8} {'waiting':>8} {'step':>9}  {'efficiency':>10} {'unhidden':>8}",
+            *(_row(scale, one) for scale in self.nodes),
+        ]
+
+
+def _row(scale: Scale, one: Scale) -> str:
+    counts = {span: sum(sent.kinds.values()) for span, sent in scale.sent.items()}
+    sending_s = sum(sent.takes_s for sent in scale.sent.values())
+    waiting_s = sum(sent.waited_s for sent in scale.sent.values())
+    return (
+        f"{scale.num_nodes:>5} {scale.num_devices:>7} {scale.batch_tokens:>11,}  "
+        f"{counts['inside']:>6} {counts['between']:>7} {counts['all']:>3}  "
+        f"{gb(scale.link_bytes):>8} {gb(scale.network_bytes):>8}  {ms(sending_s):>8} {ms(waiting_s):>8} "
+        f"{ms(scale.step_s):>9}  {one.step_s / scale.step_s:>10.1%} {one.step_s / scale.unhidden_s:>8.1%}"
+    )
+
+
+def scaled(
+    recipe: Recipe,
+    kind: str,
+    num_devices: int,
+    nodes: str,
+    microbatches: int,
+    network_gbit: float | None,
+    say: Callable[[str], object],
+) -> Scaling:
+    """Compile and replay a step on several numbers of nodes.
+
+    Args:
+        recipe: its batch is that of one node.
+        kind: a key of `devices.DEVICES`.
+        num_devices: of a node.
+        nodes: numbers with commas between them; one node is added.
+        microbatches: per step, of one node.
+        network_gbit: rate between nodes, per second, device and direction; None: the kind's own.
+        say: takes a line of progress.
+
+    Raises:
+        UsageError: numbers that cannot be read; an unknown kind or rate; and as `scale`.
+    """
+    device, words = kinds.load(kind), nodes.split(",")
+    if not all(word.isdecimal() and len(word) < 5 and 0 < int(word) <= _MOST_NODES for word in words):
+        raise UsageError(
+            f"--nodes {nodes!r}; need numbers up to {_MOST_NODES} with commas between them, as in --nodes 1,2,8,32"
+        )
+    numbers = sorted({1, *map(int, words)})
+    if network_gbit is not None:
+        device = device._replace(network_rate=network_gbit * 1e9 / 8)
+    if not device.network_rate and len(numbers) > 1:
+        raise UsageError(f"the network between machines of {device.name} is not known; pass --network GBIT")
+    scales = []
+    for number in numbers:
+        say(f"compiling for {number} x {num_devices} {device.name}")
+        scales.append(scale(recipe, device, kind, num_devices, number, microbatches))
+    return Scaling(recipe.name, device, scales)
 
 
 def scale(
     recipe: Recipe, device: Device, kind: str, num_devices: int, num_nodes: int, microbatches: int
 ) -> Scale:
-    """The first stage of `recipe` on so many nodes, with as many tokens for each device as on one.
+    """Predict the first stage of a recipe on several nodes, with the same number of tokens per device.
 
     Args:
         recipe: its batch is that of one node.
-        device: whose rates count.
-        kind: a key of `devices.DEVICES`: what is compiled for.
+        device: the rates.
+        kind: a key of `devices.DEVICES`, to compile for.
         num_devices: of a node.
-        num_nodes: one replica of the state on each.
-        microbatches: of a step on one node.
+        num_nodes: each has one replica of the state.
+        microbatches: per step, of one node.
 
     Raises:
         UsageError: a batch that does not divide; a compiler that is not installed.
@@ -118,7 +208,7 @@ def scale(
 
 
 def mean_attention(program: Program, stage: Stage) -> Attention:
-    """Of a step of a stage, over the windows that its schedule has."""
+    """Mean FLOPs of attention in a step, over the windows of the schedule of a stage."""
     windows = cost.attention_by_window(program, stage).values()
     return sum((each * (steps / stage.num_steps) for steps, each in windows), Attention(0, 0))
 
@@ -127,25 +217,20 @@ class Replay(NamedTuple):
     """A step on the two clocks."""
 
     trips: list[Trip]
-    lines: tuple[Line, ...]  #: all kernels by kind; under "communication" what the device waits for
-
-    @property
-    def step_s(self) -> float:
-        """Expected."""
-        return sum(line.seconds for line in self.lines)
+    lines: tuple[Line, ...]  #: kernels by kind; "communication" is the time that the device waits
 
 
 def replayed(
     module: hlo.Module, attention: Attention, device: Device, num_devices: int, num_nodes: int
 ) -> Replay:
-    """A schedule on the two clocks.
+    """Replay a schedule on the two clocks.
 
     Args:
-        module: of devices that are numbered node by node.
-        attention: of a step.
-        device: whose rates count.
+        module: the step; devices are numbered node by node.
+        attention: FLOPs of attention in the step.
+        device: the rates.
         num_devices: of a node.
-        num_nodes: of them.
+        num_nodes: number of nodes.
     """
     now_s = wire_s = 0.0
     began_s: dict[str, float] = {}
@@ -164,30 +249,21 @@ def replayed(
             now_s += step.times * cost.seconds(work, device)[0]
     lines = cost.table(works, device)
     if trips:
-        lines += (_waiting(trips),)
+        waited_s = sum(trip.waited_s for trip in trips)
+        num_bytes = sum(sent_bytes(*trip[:3]) for trip in trips)
+        starts = sum(trip.collective.times for trip in trips)
+        lines += (Line("communication", waited_s, "links", 0.0, 0.0, num_bytes, starts),)
     return Replay(trips, lines)
 
 
-def _waiting(trips: list[Trip]) -> Line:
-    return Line(
-        kind="communication",
-        seconds=sum(trip.waited_s for trip in trips),
-        bound="links",
-        flops=0.0,
-        instructions=0.0,
-        num_bytes=sum(sent_bytes(*trip[:3]) for trip in trips),
-        starts=sum(trip.collective.times for trip in trips),
-    )
-
-
 def seconds(one: Collective, per_node: int, nodes: int, device: Device) -> float:
-    """Of one collective: a start, its steps, and its bytes over the slowest link; the faster of ring and tree.
+    """Predict one collective: start, latency of its steps, bytes over the slowest link; the faster of ring and tree.
 
     Args:
-        one: what is sent.
+        one: the collective.
         per_node: devices of a group on each of its nodes.
-        nodes: of a group.
-        device: whose links they are.
+        nodes: nodes of a group.
+        device: the rates of the links.
     """
     rate = device.link_rate if nodes == 1 else min(device.link_rate, per_node * device.network_rate)
     rounds = 2 if one.kind == "all-reduce" else 1
@@ -200,13 +276,13 @@ def seconds(one: Collective, per_node: int, nodes: int, device: Device) -> float
 
 
 def sent_bytes(one: Collective, per_node: int, nodes: int) -> int:
-    """By each device of a group of g: (g - 1) / g of the whole; for an all-reduce twice."""
+    """Bytes that each device of a group of g sends: (g - 1) / g of the whole array, twice that for an all-reduce."""
     size, rounds = per_node * nodes, 2 if one.kind == "all-reduce" else 1
     return one.times * one.num_bytes * rounds * (size - 1) // size
 
 
 def _reach(one: Collective, num_devices: int, num_nodes: int) -> tuple[int, int]:
-    """Devices of a group on each of its nodes, and its nodes: of the group that reaches farthest."""
+    """Devices per node and number of nodes, of the group that reaches farthest."""
     groups = one.groups or (tuple(range(num_devices * num_nodes)),)
     nodes = [Counter(device // num_devices for device in group) for group in groups]
     return max((max(counts.values()), len(counts)) for counts in nodes)

@@ -1,4 +1,4 @@
-"""What devices did and when, from a list of intervals: busy, hidden, idle. Needs no device, and no JAX."""
+"""Busy, overlapped and idle time of devices, from the intervals of a trace. Needs no device, and no JAX."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -8,7 +8,7 @@ Interval = tuple[float, float]  #: start and end, ns
 
 
 class Event(NamedTuple):
-    """One kernel, or what stands for one on a CPU."""
+    """One kernel, or one instruction on a CPU."""
 
     name: str  #: of the instruction in the compiled program, else of the kernel
     device: int
@@ -18,7 +18,7 @@ class Event(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """A time in which a device ran nothing."""
+    """An interval in which a device was idle."""
 
     device: int
     start_ns: float
@@ -28,28 +28,28 @@ class Gap(NamedTuple):
 
     @property
     def length_ns(self) -> float:
-        """How long it was."""
+        """Its duration."""
         return self.end_ns - self.start_ns
 
 
 class Usage(NamedTuple):
-    """How one device spent the time from its first event to the end of its last one."""
+    """Time of one device, from the start of its first event to the end of its last."""
 
     device: int
     span_ns: float
-    compute_ns: float  #: something ran that is no collective
-    collective_ns: float  #: some collective ran
+    compute_ns: float  #: at least one event that is no collective
+    collective_ns: float  #: at least one collective
     hidden_ns: float  #: both at once
     gaps: tuple[Gap, ...]  #: longest first
 
     @property
     def idle_ns(self) -> float:
-        """Nothing ran."""
+        """Time without any event."""
         return self.span_ns - self.compute_ns - self.collective_ns + self.hidden_ns
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time as intervals that do not touch, in order."""
+    """Merge intervals that touch, in order."""
     whole: list[Interval] = []
     for start, end in sorted(intervals):
         if whole and start <= whole[-1][1]:
@@ -60,12 +60,12 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Time that at least one interval covers."""
+    """Return the length of the union of intervals."""
     return sum(end - start for start, end in merged(intervals))
 
 
 def usage(events: Iterable[Event]) -> list[Usage]:
-    """One entry a device, in the order of their numbers."""
+    """Return one entry per device, in the order of their numbers."""
     by_device: defaultdict[int, list[Event]] = defaultdict(list)
     for event in events:
         by_device[event.device].append(event)
@@ -92,7 +92,7 @@ def _usage(device: int, events: Sequence[Event]) -> Usage:
 
 
 def _gaps(device: int, events: Sequence[Event]) -> Iterable[Gap]:
-    """Between events in the order of their starts."""
+    """Yield the gaps between events, which are in the order of their starts."""
     last = events[0]
     for event in events[1:]:
         if event.start_ns > last.end_ns:

@@ -89,15 +89,13 @@ def flops_per_token(table: Table) -> float:
 
 
 def require(program: Program, need_bytes: int) -> None:
-    """Refuses a program that is larger than the memory of its devices; says what would fit.
-
-    Simulated devices, whose memory is that of the machine, are not asked.
+    """Refuse a program that is larger than the memory of its devices, and say what would fit.
 
     Raises:
         UsageError: what is needed, what there is, what to type.
     """
     limit_bytes = meshes.memory_bytes(program.mesh)
-    if limit_bytes is not None and need_bytes > limit_bytes:
+    if need_bytes > limit_bytes:
         kind = program.mesh.devices.flat[0].device_kind
         raise UsageError(
             f"{program.recipe.name} needs about {need_bytes / 1e9:.2f} GB on each device, this {kind} gives "

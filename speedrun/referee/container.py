@@ -1,12 +1,11 @@
-"""The same command inside a container: which image, and what is mounted. `scripts/docker_run.sh` does the rest."""
+"""Reproduce a record inside a container: which image, what is mounted. `scripts/docker_run.sh` runs it."""
 
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import click
-
+from speedrun.data import inventory
 from speedrun.ground import children
 from speedrun.ground import track as tracks
 from speedrun.ground.console import clean
@@ -16,17 +15,22 @@ from speedrun.ledger.history import ROOT
 
 SCRIPT = ROOT / "scripts" / "docker_run.sh"
 _ANSWER_S = 60.0
-#: Where the container sees what the command names.
+#: Paths inside the container.
 _RECORD, _OUT, _DATA = "/record", "/out", "/shards"
 
 
-def image_for(manifest: Manifest, wanted: str | None) -> str:
-    """The image to run in: the wanted one, else the one that the record names, else the local one for its platform.
+def image_for(manifest: Manifest, wanted: str | None, say: Callable[[str], object]) -> str:
+    """Choose the image: the wanted one, else the one that the record names, else the local one for its platform.
 
-    A local one that is not there is built from this checkout; one that a record names is never replaced silently.
+    A missing local image is built from this checkout. An image that a record names is never replaced.
+
+    Args:
+        manifest: of the record.
+        wanted: a local image, or None.
+        say: takes a line of progress, or a warning.
 
     Raises:
-        UsageError: no docker, or the image is not to be had.
+        UsageError: no docker, or no such image.
     """
     if shutil.which("docker") is None:
         raise UsageError("there is no docker on the PATH; install Docker Engine, or leave --docker out")
@@ -39,19 +43,19 @@ def image_for(manifest: Manifest, wanted: str | None) -> str:
         return wanted
     if recorded is not None:
         named = _recorded(clean(recorded), local)
-        click.echo(
+        say(
             f"warning: {named} is the image that the record chose, so the verdict is its author's word; "
-            f"--image {local} asks one of yours",
-            err=True,
+            f"--image {local} asks one of yours"
         )
         return named
     if not _is_here(local):
+        say(f"building {local} from this checkout, as the record names no image")
         _build(local, target)
     return local
 
 
 def _recorded(named: str, local: str) -> str:
-    """The image that a record names: here, or where it was published."""
+    """Return the image that a record names, after pulling it if it was published."""
     if _is_here(named):
         return named
     published = "@" in named
@@ -68,10 +72,10 @@ def _recorded(named: str, local: str) -> str:
 
 
 def _is_here(image: str) -> bool:
-    """Whether the engine has the image.
+    """Whether docker has the image.
 
     Raises:
-        UsageError: if the engine does not answer.
+        UsageError: if docker does not answer.
     """
     argv = ["docker", "image", "inspect", "--format", "{{.Id}}", "--", image]
     try:
@@ -87,7 +91,6 @@ def _is_here(image: str) -> bool:
 
 
 def _build(tag: str, target: str) -> None:
-    click.echo(f"building {tag} from this checkout, as the record names no image", err=True)
     argv = ["docker", "build", "--target", target, "--tag", tag, str(ROOT)]
     if code := _waited_for(argv):
         raise UsageError(
@@ -96,9 +99,7 @@ def _build(tag: str, target: str) -> None:
 
 
 def data_for(manifest: Manifest, data: Path | None) -> Path | None:
-    """The folder of shards to mount; None where the record's own source makes them."""
-    from speedrun.data import inventory
-
+    """Return the folder of shards to mount; None if the record's source makes them."""
     rules = tracks.load(manifest.track.id.rpartition("@")[0])
     return data if data is not None or rules.synthetic is not None else inventory.data_folder(rules, None)
 
@@ -106,8 +107,8 @@ def data_for(manifest: Manifest, data: Path | None) -> Path | None:
 def inner_words(
     num_runs: int | None, by: str, data: Path | None, *, same_seeds: bool, as_json: bool
 ) -> list[str]:
-    """The command as the container gets it."""
-    words = ["reproduce", _RECORD, "--out", _OUT, "--unsafe-here"]  # the container is its world
+    """Return the command for the container."""
+    words = ["reproduce", _RECORD, "--out", _OUT, "--unsafe-here"]  # the container isolates it
     words += ["--runs", str(num_runs)] if num_runs is not None else []
     words += ["--by", by] if by else []
     words += ["--data", _DATA] if data is not None else []
@@ -115,11 +116,11 @@ def inner_words(
 
 
 def reproduced(image: str, record: Path, out: Path, data: Path | None, words: Sequence[str]) -> int:
-    """Runs the command in the image, with the record and the data mounted read-only; its exit code.
+    """Run the command in the image, with record and data mounted read-only, and return its exit code.
 
     Raises:
         UsageError: a folder that cannot be mounted.
-        SpeedrunError: the container did not come to run the command.
+        SpeedrunError: the container did not start.
     """
     mounts = [(record, f"{_RECORD}:ro"), (out, _OUT), *([(data, f"{_DATA}:ro")] if data is not None else [])]
     argv = [str(SCRIPT), "--image", image, "--alone"]
@@ -145,5 +146,5 @@ def _mountable(folder: Path) -> Path:
 
 
 def _waited_for(argv: Sequence[str]) -> int:
-    """The exit code of a program to which signals go on."""
+    """Run a program, forwarding signals, and return its exit code."""
     return children.wait_for(subprocess.Popen(argv, process_group=0))

@@ -1,0 +1,84 @@
+"""`speedrun bench health`, `loader`, `prep` and `target`: what this machine reaches, and what it is."""
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import click
+import msgspec
+
+from speedrun.cli import data_prep
+from speedrun.cli.options import Integer, example, json_option
+from speedrun.cli.program import show
+from speedrun.ground.errors import UsageError
+
+
+@click.command(epilog=example("speedrun bench health", "speedrun bench health --devices 8 --json"))
+@click.option("--devices", type=Integer(1), metavar="N", help="Default: all there are.")
+@json_option
+def health(*, devices: int | None, as_json: bool) -> None:
+    """What all devices together reach: products, memory, collectives, transfers from the host."""
+    import jax
+
+    from speedrun.bench.machine import measure
+    from speedrun.ground import mesh
+
+    mesh.prepare("any")
+    show(measure(mesh.make_mesh(devices or len(jax.devices()))), as_json=as_json)
+
+
+@click.command(epilog=example("speedrun bench loader", "speedrun bench loader --data data/fineweb10B"))
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Folder of shards. Default: two of 100 million tokens, made for this and removed.",
+)
+@click.option("--sequences", type=Integer(1), default=8, show_default=True, help="Sequences of a batch.")
+@click.option("--seq-len", type=Integer(1), default=49152, show_default=True, help="Tokens of a sequence.")
+@click.option(
+    "--step-ms", type=Integer(1), default=100, show_default=True, help="Duration of a simulated step."
+)
+@click.option("--steps", type=Integer(1), default=30, show_default=True, help="Number of simulated steps.")
+@json_option
+def loader(
+    *, data: Path | None, sequences: int, seq_len: int, step_ms: int, steps: int, as_json: bool
+) -> None:
+    """Batches from shards, against what eight H100 consume: tokens per second, waiting, the first batch."""
+    from speedrun.bench import loading
+
+    if data is None:
+        click.echo("writes two shards of 100 million tokens, and removes them", err=True)
+    with nullcontext(loading.folder_shards(data)) if data else loading.synthetic_shards() as shards:
+        found = loading.measure(shards, (sequences, seq_len), step_ms=step_ms, num_steps=steps)
+    show(found, as_json=as_json)
+
+
+@click.command(epilog=example("speedrun bench prep --source rows.jsonl.gz --tokenizer r50k_base.tiktoken"))
+@data_prep.source_option
+@click.option("--tokenizer", "name", default="gpt2", show_default=True, help="gpt2, or its .tiktoken file.")
+@click.option("--workers", type=Integer(2), default=2, show_default=True, help="Threads that tokenize.")
+@data_prep.column_option
+@json_option
+def prep(*, sources: tuple[str, ...], name: str, workers: int, column: str, as_json: bool) -> None:
+    """Text to shards with tiktoken and with gigatoken, against tiktoken in one thread; equal bytes or an error."""
+    if not sources:
+        raise UsageError("no --source; text is needed; name a file or a folder")
+    from speedrun.bench import preparing
+    from speedrun.data import tokenizer
+    from speedrun.data.sources import open_source
+
+    choice, source = tokenizer.choose(name, engine="gigatoken"), open_source(sources, column=column)
+    show(preparing.compare(source, choice, column=column, num_workers=workers), as_json=as_json)
+
+
+@click.command(epilog=example("speedrun bench target"))
+@json_option
+def target(*, as_json: bool) -> None:
+    """Print how XLA describes this GPU, to compile for it elsewhere (`speedrun/ground/devices.py`)."""
+    from speedrun.bench.machine import described
+
+    text = described()
+    click.echo(msgspec.json.encode({"target": text}) if as_json else text)
+
+
+COMMANDS = (health, loader, prep, target)
