@@ -25,6 +25,7 @@ from speedrun.ledger.format import Look, Summary, decode
 from speedrun.ledger.record import load
 from speedrun.ledger.salvage import salvage
 from speedrun.ledger.validate import validate
+from speedrun.study.batch import num_runs
 
 
 def invoke(*args: str):
@@ -260,7 +261,7 @@ def test_one_batch_is_run_by_one_process(folder):
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["batch"], "say --runs N, or --expect LOSS"),
+        (["batch"], "pass --runs N, or --expect LOSS"),
         (["batch", "--expect", "3.2"], "add --sigma"),
         (["batch", "--expect", "3.29", "--sigma", "0.02"], "need a lower mean"),
         (["batch", "--runs", "2", "--seeds", "1;2"], "need whole numbers with commas"),
@@ -345,11 +346,9 @@ def test_a_damaged_declaration_is_one_line(folder):
 def test_the_number_of_runs_follows_from_the_expected_mean():
     """The published table: 0.002 below the target take 9 runs; 0.003 take 6, as few runs are tested more widely."""
     rules = track.load("main-8xh100")
-    from speedrun.cli.batch import _size
-
-    assert _size(rules, 3.278, 0.9, 0.0013) == 9
-    assert _size(rules, 3.277, 0.9, 0.0013) == 6
-    assert _size(rules, 3.20, 0.9, None) == rules.rules.min_runs
+    assert num_runs(rules, 3.278, 0.9, 0.0013) == 9
+    assert num_runs(rules, 3.277, 0.9, 0.0013) == 6
+    assert num_runs(rules, 3.20, 0.9, None) == rules.rules.min_runs
 
 
 def test_stats_says_what_a_batch_proves(folder):

@@ -13,12 +13,12 @@ from speedrun import cli
 from speedrun.board import ghost
 from speedrun.board.ghost import Curve
 from speedrun.board.standings import Board
-from speedrun.cli import race
-from speedrun.cli.live import Live
 from speedrun.ground import runlog, track
 from speedrun.ground.console import render
 from speedrun.ground.errors import UsageError
+from speedrun.ground.live import Live
 from speedrun.ground.runlog import Step
+from speedrun.study import race
 
 
 @pytest.fixture

@@ -116,7 +116,7 @@ def command(
     if rules is not None:
         num_runs = runs or max(2, rules.rules.min_runs)
         batch = budgets.budget(rules, chosen, num_runs, _RECORDS, plan, dollars=dollars)
-    batch_lines = [] if batch is None else budgets.said(batch, planning.ERROR)
+    batch_lines = [] if batch is None else budgets.lines(batch, planning.ERROR)
     if as_json:
         click.echo(_encoded(plan, dollars, too_large, batch, batch_lines))
         ctx.exit(1 if too_large else 0)

@@ -9,9 +9,9 @@ import click
 import msgspec
 
 from speedrun.cli import docker
-from speedrun.cli.child import alone
 from speedrun.cli.options import Integer, data_option, example, json_option, unsafe_option
 from speedrun.cli.progress import Progress
+from speedrun.ground import children
 from speedrun.ground.clock import Stopwatch
 from speedrun.ground.console import clean, duration
 from speedrun.ground.errors import NonFiniteError, SpeedrunError, UsageError
@@ -143,7 +143,7 @@ class _Again:
             click.echo(line, err=True)
         click.echo(protections(unsafe=self._unsafe), err=True)
         plan = reproduce.planned(self._folder, self._record, self._manifest, num_runs, same_seeds=same_seeds)
-        with alone(self._folder / reproduce.PLAN):
+        with children.locked(self._folder / reproduce.PLAN):
             runs = self._run_missing(again, plan)
             found = reproduce.judged(self._record, self._manifest, plan, points, runs, by)
             path = reproduce.write(found, self._folder)

@@ -1,6 +1,6 @@
 """Designs an experiment: arms, seeds, everything that can be refused is refused; then `experiment.json` is written.
 
-python -m speedrun.study.design REQUEST.json      what `speedrun ablate` and `sweep` call, so that they hold no device
+python -m speedrun.study.design REQUEST.json      called by `speedrun sweep`, which holds no device
 """
 
 import sys

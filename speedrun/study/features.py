@@ -5,7 +5,7 @@ one: each is switched off by itself. Where a control needs it, a second setting 
 
 What no value switches off is not here: U-net skips, embedding shortcut, QK-norm, rotary, squared ReLU, the zero start
 of projections and the document mask are functions; Adam in place of Muon and a head without FP8 are other types. A
-recipe and its parent tell of those: `speedrun ablate --ladder`. Nor is the soft cap of the logits: the loss subtracts
+recipe and its parent tell of those: `speedrun sweep --ladder`. Nor is the soft cap of the logits: the loss subtracts
 it in place of a maximum, so that it has to be 40 at most.
 """
 

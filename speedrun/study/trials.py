@@ -23,7 +23,7 @@ from speedrun.ledger.run import Run, read_run
 EXPERIMENT = "experiment.json"
 EXPERIMENT_SCHEMA = "speedrun.experiment/1"
 
-#: In `ablate` and `sweep` the arm that is the recipe as it is; a ladder has none.
+#: The arm that is the recipe as it is; a ladder has none.
 BASELINE = "as it is"
 
 Kind = Literal["features", "ladder", "sweep"]
@@ -112,7 +112,7 @@ def read(folder: Path) -> Experiment:
         raw = path.read_bytes()
         found = msgspec.json.decode(raw, type=Experiment)
     except OSError:
-        raise UsageError(f"{folder} holds no {EXPERIMENT}; begin with 'speedrun ablate' or 'sweep'") from None
+        raise UsageError(f"{folder} holds no {EXPERIMENT}; start with 'speedrun sweep'") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"{path}: {error}; restore it, or begin anew") from None
     if problem := _problem(found):
