@@ -89,6 +89,7 @@ def test_it_stands_on_the_step_lines_and_in_no_log(folder):
     lines, stream = chain(moments(Spec())), io.StringIO()
     rival = ghost.read(forge(folder / "record"), "forged@1")
     with race.live(stream, rival) as live:
+        assert not stream.getvalue(), "what refuses the run comes first"
         for line in lines:
             live(line)
     legend, *shown = stream.getvalue().splitlines()
