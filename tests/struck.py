@@ -26,9 +26,8 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from speedrun import cli
 from speedrun.board.pages import BEGIN, END
-from speedrun.cli import child
 from speedrun.data import synthetic
-from speedrun.ground import clock, provenance, track
+from speedrun.ground import children, clock, provenance, track
 from speedrun.ground.sourcefile import join_source, split_source
 from speedrun.ledger import format, runfile
 from speedrun.ledger.validate import validate
@@ -256,11 +255,11 @@ class Soak:
     }
 
     def __init__(self, place: Path, work: Path, data: str, settings: list[str], seed: int) -> None:
-        for name in ("study.declare", "training.train", "cli.race", "board.record_plot"):
+        for name in ("study.declare", "training.train", "study.race", "board.record_plot"):
             importlib.import_module(f"speedrun.{name}")
         importlib.import_module("orbax.checkpoint")
         provenance.closure = partial(closure, provenance.closure)
-        child.Popen = Fork
+        children.Popen = Fork
         self._place, self._data, self._number = place, ["--data", data], 0
         self._settings = ["--track", "tiny", *self._data, *settings]
         self._rnd, self._call = random.Random(seed), Caller(place, work)
@@ -344,7 +343,7 @@ class Soak:
         if now.words[1] != "--resume":
             now.words = ["run", "--resume", now.out]
             return False
-        if code != 2 or "run anew with another --out" not in self._call.said:
+        if code != 2 or "start a new run with another --out" not in self._call.said:
             return False
         if out.exists():
             now.abandoned += (f"{out.name}.",)

@@ -197,7 +197,7 @@ OTHER_WRITES = {
     ("speedrun.referee.handover", "(wanted.folder / f'{name}.mlir').write_bytes"): "a scratch folder",
     ("speedrun.referee.handover", "(wanted.folder / 'programs.json').write_bytes"): "a scratch folder",
     ("speedrun.referee.examiner", "request.findings.write_bytes"): "a scratch folder",
-    ("speedrun.cli.child", "promise.open"): "a lock on what is there: nothing is written",
+    ("speedrun.ground.children", "path.open"): "a lock on what is there: nothing is written",
     ("speedrun.training.meet", "open"): "/dev/null",
     ("speedrun.ground.output", "os.open"): "/dev/null",
     ("speedrun.library", "path.write_bytes"): "a scratch folder",

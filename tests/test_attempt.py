@@ -13,10 +13,10 @@ from click.testing import CliRunner, Result
 from record_forge import Spec, declaration, declare, forge, install_track
 
 from speedrun import cli
-from speedrun.cli import attempt
-from speedrun.cli.attempt import STAGES
 from speedrun.doctor import nvidia
-from speedrun.ground import devices, track
+from speedrun.ground import children, devices, track
+from speedrun.ground.lock import alone_in
+from speedrun.study.attempt import STAGES
 
 ROOT = Path(__file__).parent.parent
 
@@ -34,7 +34,8 @@ class Stages:
         self.broken = False  #: whether a batch breaks off before its first run ends
         self.losses = (5.5, 4.0, 3.4, 3.25)  #: of each run
 
-    def __call__(self, _attempt: object, argv: list[str]) -> int:
+    def __call__(self, argv: list[str], **_: object) -> int:
+        argv = argv[2:]
         self.typed.append(argv)
         match argv[1:]:
             case ["data", *_]:
@@ -69,7 +70,7 @@ def stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stages:
     monkeypatch.delenv("SPEEDRUN_DATA", raising=False)
     monkeypatch.setattr(nvidia, "gpus", list)
     stages = Stages()
-    monkeypatch.setattr(attempt.Attempt, "_end_of", lambda self, argv: stages(self, argv))
+    monkeypatch.setattr(children, "run", stages)
     return stages
 
 
@@ -124,7 +125,7 @@ def test_it_ends_as_the_stage_that_fails_and_goes_on_there(stages: Stages, stage
 def test_a_batch_that_was_stopped_is_resumed(stages: Stages):
     stages.codes, stages.broken = {"batch": 75}, True
     stopped = invoke("--runs", "2", "--title", "of two", "--again", "batch")
-    assert stopped.stderr.rstrip().endswith("; the same command without --again batch goes on there")
+    assert stopped.stderr.rstrip().endswith("; to continue, run the same command without --again batch")
     stages.codes, _ = {}, stages.names
     invoke("--runs", "2", "--title", "of two")
     (resumed,) = [argv for argv in stages.typed if argv[1] == "batch"]
@@ -187,12 +188,14 @@ def test_another_batch_is_not_begun_by_mistake(stages: Stages):
     invoke("--runs", "2", "--set", "a=1")
     result = invoke("--runs", "2")
     assert result.exit_code == 2
-    told = "was begun with --runs 2 --set a=1; give the same to go on, or --again batch to begin anew"
+    told = (
+        "was started with --runs 2 --set a=1; pass the same to continue, or --again batch to start a new one"
+    )
     assert result.stderr == f"error: {record()} {told}\n"
 
 
 def test_two_attempts_take_no_turns(stages: Stages):
-    with attempt.alone_in(Path("runs/forged.attempt")):
+    with alone_in(Path("runs/forged.attempt")):
         result = invoke("--runs", "2")
     assert (result.exit_code, stages.typed) == (2, [])
     assert "another program writes into it" in result.stderr

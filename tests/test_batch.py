@@ -25,6 +25,7 @@ from speedrun.ledger.format import Look, Summary, decode
 from speedrun.ledger.record import load
 from speedrun.ledger.salvage import salvage
 from speedrun.ledger.validate import validate
+from speedrun.study.batch import num_runs
 
 
 def invoke(*args: str):
@@ -260,7 +261,7 @@ def test_one_batch_is_run_by_one_process(folder):
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["batch"], "say --runs N, or --expect LOSS"),
+        (["batch"], "pass --runs N, or --expect LOSS"),
         (["batch", "--expect", "3.2"], "add --sigma"),
         (["batch", "--expect", "3.29", "--sigma", "0.02"], "need a lower mean"),
         (["batch", "--runs", "2", "--seeds", "1;2"], "need whole numbers with commas"),
@@ -316,6 +317,20 @@ def test_a_child_that_was_stopped_is_known_as_such(program, sent, code):
         assert children.wait_for(child) == code
 
 
+def test_a_child_that_ignores_signals_is_killed_by_the_second():
+    program = (
+        "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; print(); time.sleep(60)"
+    )
+    argv = [sys.executable, "-c", program]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, process_group=0) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        for delay_s, number in ((0.2, signal.SIGTERM), (0.4, signal.SIGINT)):
+            threading.Timer(delay_s, os.kill, (os.getpid(), number)).start()
+        assert children.wait_for(child, kill_after_s=0.2) == 130
+        assert child.returncode == -signal.SIGKILL
+
+
 def blew_up(seed: int) -> Spec:
     edit_log = change(runlog.RunEnd, status="non-finite", val_loss=None)
     return Spec(seed=seed, edit_log=edit_log, edit_run=facts(outcome="non-finite"))
@@ -335,6 +350,17 @@ def test_a_batch_that_blew_up_ends_in_words(folder):
     assert "no run finished" in result.stdout
 
 
+def test_a_batch_that_was_described_keeps_its_title(folder):
+    begun(folder, lost(1, 3.25), lost(2, 3.24))
+    for words, title in (
+        ([], "tiny on forged@1"),
+        (["--title", "mine"], "mine"),
+        ([], "mine"),
+    ):
+        assert invoke("batch", "--resume", str(folder), *words).exit_code == 0
+        assert json.loads((folder / "manifest.json").read_text())["about"]["title"] == title
+
+
 def test_a_damaged_declaration_is_one_line(folder):
     (begun(folder) / "batch.json").write_text("{}")
     result = invoke("batch", "--resume", str(folder))
@@ -345,11 +371,9 @@ def test_a_damaged_declaration_is_one_line(folder):
 def test_the_number_of_runs_follows_from_the_expected_mean():
     """The published table: 0.002 below the target take 9 runs; 0.003 take 6, as few runs are tested more widely."""
     rules = track.load("main-8xh100")
-    from speedrun.cli.batch import _size
-
-    assert _size(rules, 3.278, 0.9, 0.0013) == 9
-    assert _size(rules, 3.277, 0.9, 0.0013) == 6
-    assert _size(rules, 3.20, 0.9, None) == rules.rules.min_runs
+    assert num_runs(rules, 3.278, 0.9, 0.0013) == 9
+    assert num_runs(rules, 3.277, 0.9, 0.0013) == 6
+    assert num_runs(rules, 3.20, 0.9, None) == rules.rules.min_runs
 
 
 def test_stats_says_what_a_batch_proves(folder):
@@ -373,11 +397,20 @@ def test_stats_counts_runs_by_the_rule_for_so_many(folder):
     assert statistics.runs_needed(0.011, 0.01, rule="z", alpha=0.001) == 16
 
 
+def test_stats_of_one_run_has_no_p(folder):
+    """The known noise of the track would give one."""
+    forge(folder, seeds=(1,))
+    found = json.loads(invoke("stats", str(folder), "--json").stdout)
+    assert (found["num_runs"], found["rule"], found["p"], found["passed"]) == (1, "z", None, False)
+    shown = invoke("stats", str(folder))
+    assert (shown.exit_code, "p = none" in shown.stdout) == (1, True)
+
+
 def test_stats_tests_another_target_as_what_nobody_declared(folder):
     forge(folder)
     result = invoke("stats", str(folder), "--target", "3.1")
     assert result.exit_code == 1
-    assert "not declared: this counts for nothing" in result.stdout
+    assert "not declared: no proof for the board" in result.stdout
     assert "no number of runs proves this mean" in result.stdout
 
 

@@ -76,7 +76,7 @@ def test_fewer_steps_take_less_but_start_as_slowly():
 def test_nobody_knows_what_was_never_run(tmp_path: Path):
     found = budget(track.load("docs-cpu"), recipes.load("docs"), 2, RECORDS, None, dollars=None)
     assert (found.basis, found.run_s, found.total_s, found.dollars) == ("unknown", None, None, None)
-    assert "nobody knows" in budgets.said(found, 0.3)[-1]
+    assert "time is unknown" in budgets.lines(found, 0.3)[-1]
 
 
 def test_a_plan_gives_steps_validations_and_a_guess():
@@ -90,10 +90,10 @@ def test_a_plan_gives_steps_validations_and_a_guess():
     assert found.run_s
     assert found.dollars == pytest.approx(4 * found.run_s * 8 * 2.5 / 3600)
     assert (found.basis, found.fetch_bytes) == ("arithmetic", 10 * 200_001_024)
-    disk, batch = budgets.said(found, 0.3)
+    disk, batch = budgets.lines(found, 0.3)
     assert disk == "data   2.00 GB to fetch | 4.00 GB of disk"
     assert batch.endswith(f"${found.dollars:,.2f} at $2.50 an hour and GPU, without fetching")
-    assert "$" not in budgets.said(budget(rules, recipe, 4, RECORDS, plan, dollars=None), 0.3)[-1]
+    assert "$" not in budgets.lines(budget(rules, recipe, 4, RECORDS, plan, dollars=None), 0.3)[-1]
 
 
 def test_the_track_says_recipe_devices_and_runs(monkeypatch: pytest.MonkeyPatch):

@@ -255,6 +255,14 @@ def test_an_unexpected_error_keeps_its_traceback(raiser):
     assert isinstance(invoke("run").exception, ZeroDivisionError)
 
 
+def test_a_recipe_that_cannot_be_loaded_hides_no_other(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(recipes, "names", lambda: ["broken", "smoke"])
+    result = invoke("recipes", "--json")
+    assert (result.exit_code, [*json.loads(result.stdout)]) == (0, ["smoke"])
+    assert result.stderr.startswith("warning: recipe broken cannot be loaded: speedrun/science/recipes/")
+    assert result.stderr.count("\n") == 1
+
+
 # --- data -------------------------------------------------------------------------------------------------
 
 SMALL = msgspec.structs.replace(

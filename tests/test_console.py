@@ -6,9 +6,9 @@ import pytest
 from record_forge import Spec, chain, change, install_track, moments
 from rich.console import Console
 
-from speedrun.cli.live import Live
 from speedrun.ground import runlog, track
 from speedrun.ground.console import TextLog, clean, duration, quantiles_ms, quantity, render
+from speedrun.ground.live import Live
 
 
 @pytest.fixture

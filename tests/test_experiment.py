@@ -29,11 +29,8 @@ from record_forge import CONFIG, Spec, change, digest, facts, install_track, sou
 from scipy import stats
 
 from speedrun import cli
-from speedrun.cli import experiment as performing
-from speedrun.cli import sweep
-from speedrun.cli.sweep import Between
 from speedrun.data import synthetic
-from speedrun.ground import provenance, runlog, track
+from speedrun.ground import children, provenance, runlog, track
 from speedrun.ground.errors import UsageError
 from speedrun.ledger import format, runfile
 from speedrun.ledger.record import read_files
@@ -42,11 +39,13 @@ from speedrun.ledger.validate import validate
 from speedrun.science import recipes
 from speedrun.science.optim.muon import orthogonalize
 from speedrun.science.recipe import Recipe, describe
-from speedrun.study import design, effects, features
+from speedrun.study import design, effects, features, space
+from speedrun.study import experiment as running
 from speedrun.study import trials as experiment
 from speedrun.study.design import Request
 from speedrun.study.features import Feature
 from speedrun.study.forest import forest
+from speedrun.study.space import Range
 from speedrun.study.trials import BASELINE, Arm, Experiment
 from speedrun.training.prepare import RunConfig
 from speedrun.training.train import train
@@ -243,40 +242,40 @@ def test_every_arm_runs_every_seed_in_blocks_that_turn_around():
         ("0.01,0.02", ("0.01", "0.02")),
         ("3", ("3",)),
         ("(0, -1),(1, 2)", ("(0, -1)", "(1, 2)")),
-        ("0.01..0.2", Between("0.01", "0.2")),
+        ("0.01..0.2", Range("0.01", "0.2")),
         ("float32, bfloat16", ("float32", "bfloat16")),
     ],
 )
 def test_a_setting_has_one_value_several_or_a_range(text, values):
-    assert sweep.choices("key", text) == values
+    assert space.parse("key", text) == values
 
 
 @pytest.mark.parametrize("text", ["0.2..0.1", "-1..1", "a..b", "1..", "0.0..1", "1..inf"])
 def test_a_range_needs_two_numbers_above_zero(text):
     with pytest.raises(UsageError, match=r"need LOW\.\.HIGH"):
-        sweep.choices("key", text)
+        space.parse("key", text)
 
 
 def test_a_grid_is_every_combination():
-    assert sweep.grid({"a": ("1", "2"), "b": ("x", "y", "z")}) == [
+    assert space.grid({"a": ("1", "2"), "b": ("x", "y", "z")}) == [
         {"a": a, "b": b} for a in "12" for b in "xyz"
     ]
     with pytest.raises(UsageError, match="add --trials"):
-        sweep.grid({"a": Between("1", "2")})
+        space.grid({"a": Range("1", "2")})
     with pytest.raises(UsageError, match="at most 200"):
-        sweep.grid({name: tuple("1234567") for name in "abc"})
+        space.grid({name: tuple("1234567") for name in "abc"})
 
 
 def test_random_choices_follow_from_the_seed_and_none_comes_twice():
-    space = {"a": tuple("12345"), "lr": Between("0.001", "1"), "steps": Between("3", "5")}
-    found = sweep.drawn(space, 30, seed=1)
-    assert found == sweep.drawn(space, 30, seed=1) != sweep.drawn(space, 30, seed=2)
+    choices = {"a": tuple("12345"), "lr": Range("0.001", "1"), "steps": Range("3", "5")}
+    found = space.draw(choices, 30, seed=1)
+    assert found == space.draw(choices, 30, seed=1) != space.draw(choices, 30, seed=2)
     assert len({tuple(one.items()) for one in found}) == 30
     assert {one["steps"] for one in found} == set("345")
     logs = [math.log10(float(one["lr"])) for one in found]
     assert -3 <= min(logs) <= -2
     assert -2 < statistics.median(logs) < -1, "as much below a thirtieth as above"
-    assert len(sweep.drawn({"a": ("1", "2")}, 30, seed=1)) == 2, "no more than there are"
+    assert len(space.draw({"a": ("1", "2")}, 30, seed=1)) == 2, "no more than there are"
 
 
 # --- the statistics of arms --------------------------------------------------------------------------------
@@ -455,13 +454,14 @@ def performed(tmp_path, monkeypatch):
         write_run(out, spec)
         return code
 
-    monkeypatch.setattr(performing, "ended", ended)
-    monkeypatch.setattr(performing, "plot", drawn.append)
+    monkeypatch.setattr(children, "run_module", ended)
+    monkeypatch.setattr(running, "plot", drawn.append)
     return SimpleNamespace(folder=folder, asked=asked, codes=codes, drawn=drawn, plan=plan)
 
 
 def ablate(performed, *args: str):
-    return invoke("ablate", "--track", "forged", "--runs", "2", "--out", str(performed.folder), *args)
+    words = ["--track", "forged", "--features", "all", "--runs", "2", "--out", str(performed.folder)]
+    return invoke("sweep", *words, *args)
 
 
 def test_an_ablation_runs_confirms_and_tells(performed):
@@ -509,8 +509,8 @@ def test_what_broke_off_is_run_again_and_nothing_else_is(performed):
     performed.codes += [0, 0, 130]
     first = ablate(performed)
     assert (first.exit_code, len(performed.asked)) == (130, 3)
-    assert f"go on: speedrun ablate --resume {performed.folder}" in first.stderr
-    again = invoke("ablate", "--resume", str(performed.folder), "--json")
+    assert f"resume with: speedrun sweep --resume {performed.folder}" in first.stderr
+    again = invoke("sweep", "--resume", str(performed.folder), "--json")
     assert again.exit_code == 0, again.exception or again.output
     assert performed.asked[3] == performed.asked[2]
     assert len(performed.asked) == 3 + 3 + 1 + 4
@@ -518,7 +518,7 @@ def test_what_broke_off_is_run_again_and_nothing_else_is(performed):
     told = json.loads(again.stdout)
     assert (told["summary"]["winner"], len(told["plots"])) == ("no brake", 2)
     asked = len(performed.asked)
-    once_more = invoke("ablate", "--resume", str(performed.folder), "--json")
+    once_more = invoke("sweep", "--resume", str(performed.folder), "--json")
     assert json.loads(once_more.stdout) == told
     assert len(performed.asked) == asked, "nothing was missing"
 
@@ -541,7 +541,7 @@ def test_a_run_that_ends_well_and_leaves_nothing_stops_it(performed):
 def test_without_fresh_seeds_nothing_is_confirmed(performed):
     result = ablate(performed, "--confirm", "0")
     assert len(performed.asked) == 6
-    assert "no brake: not confirmed, no fresh seeds were asked for" in result.stdout
+    assert "no brake: not confirmed, because no fresh seeds ran" in result.stdout
 
 
 def test_a_plan_that_was_edited_is_refused(performed):
@@ -553,7 +553,7 @@ def test_a_plan_that_was_edited_is_refused(performed):
         msgspec.structs.replace(plan, arms=plan.arms[:2]),
     ):
         (performed.folder / "experiment.json").write_bytes(experiment.encode(edited))
-        result = invoke("ablate", "--resume", str(performed.folder))
+        result = invoke("sweep", "--resume", str(performed.folder))
         assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
         assert "its seeds do not follow from its arms" in result.stderr
 
@@ -562,22 +562,23 @@ def test_another_source_or_run_is_no_part_of_it(performed, monkeypatch):
     plan = performed.plan()
     out = performed.folder / "00-as-it-is" / f"{plan.seeds[0]}-1"
     write_run(out, Spec(seed=1))
-    result = invoke("ablate", "--resume", str(performed.folder))
+    result = invoke("sweep", "--resume", str(performed.folder))
     assert (result.exit_code, "take it out" in result.stderr) == (2, True)
     monkeypatch.setattr(provenance, "closure", lambda *_: source_text() + "\n")
-    result = invoke("ablate", "--resume", str(performed.folder))
+    result = invoke("sweep", "--resume", str(performed.folder))
     assert (result.exit_code, "the source of tiny changed" in result.stderr, performed.asked) == (2, True, [])
 
 
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["ablate"], "say --runs N"),
-        (["ablate", "--runs", "0"], "invalid value for '--runs'"),
-        (["ablate", "--ladder", "--features", "cooldown"], "leave one out"),
-        (["ablate", "--track", "moon", "--runs", "2"], "unknown track 'moon'"),
-        (["ablate", "--resume", "nowhere"], "nowhere holds no experiment.json"),
-        (["ablate", "--resume", "nowhere", "--runs", "9"], "--resume goes on as it was begun, got --runs"),
+        (["sweep", "--ladder"], "pass --runs N"),
+        (["sweep", "--runs", "0"], "invalid value for '--runs'"),
+        (["sweep", "--ladder", "--features", "cooldown"], "leave all but one out"),
+        (["sweep", "--ladder", "--set", "a=1,2"], "leave all but one out"),
+        (["sweep", "--track", "moon", "--ladder", "--runs", "2"], "unknown track 'moon'"),
+        (["sweep", "--resume", "nowhere"], "nowhere holds no experiment.json"),
+        (["sweep", "--resume", "nowhere", "--runs", "9"], "--resume goes on as it was begun, got --runs"),
         (["sweep", "--runs", "2"], "nothing to sweep"),
         (["sweep", "--runs", "2", "--set", "a=1"], "nothing to sweep"),
         (["sweep", "--runs", "2", "--set", "a=1..2"], "add --trials"),
@@ -658,7 +659,7 @@ def test_real_runs_from_the_command_to_the_forest(tmp_path, data):
 
     out = tmp_path / "out"
     words = ["--features", "windows", "--runs", "2", "--confirm", "1", "--out", str(out), "--json"]
-    first = speedrun("ablate", *words, *settings)
+    first = speedrun("sweep", *words, *settings)
     assert first.returncode == 0, first.stderr
     told = json.loads(first.stdout)
     assert [found["arm"] for found in told["summary"]["findings"]] == ["no windows"]
@@ -667,5 +668,5 @@ def test_real_runs_from_the_command_to_the_forest(tmp_path, data):
     records = [*out.glob("0*/*-1")]
     assert len(records) == told["summary"]["num_runs"]
     assert all(not validate(record).having("failed") for record in records)
-    second = speedrun("ablate", "--resume", str(out), "--json")
+    second = speedrun("sweep", "--resume", str(out), "--json")
     assert json.loads(second.stdout) == told

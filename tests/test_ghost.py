@@ -13,12 +13,12 @@ from speedrun import cli
 from speedrun.board import ghost
 from speedrun.board.ghost import Curve
 from speedrun.board.standings import Board
-from speedrun.cli import race
-from speedrun.cli.live import Live
 from speedrun.ground import runlog, track
 from speedrun.ground.console import render
 from speedrun.ground.errors import UsageError
+from speedrun.ground.live import Live
 from speedrun.ground.runlog import Step
+from speedrun.study import race
 
 
 @pytest.fixture
@@ -89,6 +89,7 @@ def test_the_ghost_is_on_the_step_lines_and_in_no_log(folder):
     lines, stream = chain(moments(Spec())), io.StringIO()
     rival = ghost.read(forge(folder / "record"), "forged@1")
     with race.live(stream, rival) as live:
+        assert not stream.getvalue(), "what refuses the run comes first"
         for line in lines:
             live(line)
     legend, *shown = stream.getvalue().splitlines()

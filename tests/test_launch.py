@@ -477,7 +477,7 @@ def test_it_says_what_is_not_ranked():
         in invoke(*words, "--", "--set", "stages.0.num_sequences=16", "--set", "eval_sequences=16").stdout
     )
     result = invoke(*EACH["slurm"], "--time", "1:00:00")
-    assert result.stderr == "note: a rank on main-8xh100@1 takes a batch; for one add --runs 4 or more\n"
+    assert result.stderr == "note: a rank on main-8xh100@1 needs a batch; add --runs 4 or more\n"
     assert "--devices" not in result.stdout
     assert invoke(*EACH["slurm"], "--runs", "4", "--time", "1:00:00").stderr == ""
 
@@ -506,21 +506,21 @@ def test_it_says_what_is_not_ranked():
         ([*EACH["slurm"], "--gpu", "h10"], "unknown device kind 'h10'; did you mean 'h100'?"),
         ([*EACH["slurm"], "--", "--seed"], "option '--seed' requires an argument"),
         ([*EACH["slurm"], "--", "--sede", "1"], "'--sede'"),
-        ([*EACH["slurm"], "--", "--out", "x"], "--out stands after --; launch says that itself; see its own --out"),
-        ([*EACH["slurm"], "--", "--devices", "8"], "--devices stands after --; launch says that itself; "),
+        ([*EACH["slurm"], "--", "--out", "x"], "--out stands after --; launch sets it; use its own --out"),
+        ([*EACH["slurm"], "--", "--devices", "8"], "--devices stands after --; launch sets it; "),
         ([*EACH["slurm"], "--", "--set", "x"], "--set 'x'; need key=value"),
         ([*EACH["slurm"], "--", "--set", "x=1"], "unknown setting 'x'; "),
-        ([*EACH["slurm"], "--nodes", "2", "--", "--checkpoint-every", "9"], "each has a disk of its own; need"),
+        ([*EACH["slurm"], "--nodes", "2", "--", "--checkpoint-every", "9"], "which share no disk; need"),
         ([*EACH["slurm"], "--nodes", "2"], "8 sequences in 16 parts on 16 devices do not come out even; need"),
         ([*EACH["slurm"], "--gpus-per-node", "3"], "got 3 devices for a replica, need a divisor of 8"),
         (["--on", "kubernetes", "--claim", "c"], "--image missing; pods are made of one"),
-        (["--on", "kubernetes", "--image", "i"], "--claim missing; a pod's disk goes with it"),
+        (["--on", "kubernetes", "--image", "i"], "--claim missing; a pod's disk is deleted"),
         ([*EACH["kubernetes"], "--out", "/home/me"], "--out /home/me; the claim is mounted at /shared: need a path"),
         (["--on", "ssh"], "--hosts names 0 hosts, got --nodes 1; need --hosts A,B,... and no --nodes"),
         ([*EACH["ssh"], "--nodes", "2"], "--hosts names 1 hosts, got --nodes 2; "),
-        (["--on", "ssh", "--hosts", "a,b,a"], "--hosts a,b,a names one twice; each has one process; name it once"),
+        (["--on", "ssh", "--hosts", "a,b,a"], "--hosts a,b,a repeats a host; each has one process; name it once"),
         ([*EACH["slurm"], "--image", "i", "--checkout", "/x"], "--image and --checkout; speedrun is in one of them"),
-        ([*EACH["ssh"], "--image", "i"], "--image on hosts that are reached by ssh; "),
+        ([*EACH["ssh"], "--image", "i"], "--image with --on ssh; "),
         (["--on", "ssh", "--hosts", "-oProxyCommand=x"], "--hosts '-oProxyCommand=x'; need names or addresses"),
     ],
 )  # fmt: skip

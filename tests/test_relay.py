@@ -13,7 +13,8 @@ from click.testing import CliRunner
 from record_forge import forge, install_track
 from test_train import SMALL
 
-from speedrun.cli import command, relay
+from speedrun.cli import command
+from speedrun.exchange import relay
 from speedrun.ground import track
 from speedrun.ground.clock import Stopwatch
 

@@ -465,7 +465,7 @@ def test_a_run_killed_without_checkpoints_is_told_what_to_do(record, tmp_path, m
     monkeypatch.chdir(copy)
     result = CliRunner().invoke(command, ["run", "--resume", str(copy) if named == "whole" else named])
     assert result.exit_code == UsageError.exit_code
-    assert f"no checkpoints to go on from: {copy}.checkpoints/run.json is missing; run anew" in result.stderr
+    assert f"no checkpoints: {copy}.checkpoints/run.json is missing; start a new run" in result.stderr
     assert result.stderr.count("\n") == 1
     assert sorted(tmp_path.rglob("*")) == before
 

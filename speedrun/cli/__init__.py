@@ -36,8 +36,7 @@ GROUPS = {
         "plot": "Draw loss and step times of records, or their time against their loss.",
         "stats": "Say what the runs of a record prove, and how many more it would take.",
         "compare": "Run two records in turns on this node, and say which is faster.",
-        "ablate": "Say what each feature of a recipe is worth.",
-        "sweep": "Try other numbers of a recipe.",
+        "sweep": "Try other settings of a recipe, or switch off its features, and say which are better.",
         "import-log": "Read other people's logs as context, and say how much equal runs differ.",
     },
     "Publish": {

@@ -6,7 +6,15 @@ from pathlib import Path
 import click
 import msgspec
 
-from speedrun.cli.options import Integer, Number, example, json_option, parse_settings, settings_option
+from speedrun.cli.options import (
+    Integer,
+    Number,
+    RecipeName,
+    example,
+    json_option,
+    parse_settings,
+    settings_option,
+)
 from speedrun.ground import devices as kinds
 from speedrun.ground import track as tracks
 from speedrun.ground.errors import SpeedrunError, UsageError
@@ -22,7 +30,9 @@ _RECORDS = Path("records")
         "speedrun plan --recipe record21 --nodes 1,2,8,32",
     )
 )
-@click.option("--recipe", metavar="NAME", help="What to train. Default: the track's, or smoke.")
+@click.option(
+    "--recipe", type=RecipeName(), metavar="NAME|FILE", help="What to train. Default: the track's, or smoke."
+)
 @click.option("--track", metavar="NAME", help="Add data, time and cost of a batch on this track.")
 @click.option(
     "--runs", type=Integer(1), metavar="N", help="Runs of that batch. Default: as many as a rank needs."
@@ -108,7 +118,7 @@ def command(
     if rules is not None:
         num_runs = runs or max(2, rules.rules.min_runs)
         batch = budgets.budget(rules, chosen, num_runs, _RECORDS, plan, dollars=dollars)
-        said = budgets.said(batch, planning.ERROR)
+        said = budgets.lines(batch, planning.ERROR)
         derived = {"total_s": batch.total_s, "dollars": batch.dollars, "said": said}
         facts, lines = facts | {"batch": msgspec.structs.asdict(batch) | derived}, lines + said
     click.echo(msgspec.json.encode(facts) if as_json else "\n".join(lines))

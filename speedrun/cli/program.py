@@ -10,6 +10,7 @@ import msgspec
 from speedrun.cli.options import (
     Decorator,
     Integer,
+    RecipeName,
     attention_option,
     example,
     json_option,
@@ -22,7 +23,14 @@ if TYPE_CHECKING:
     from speedrun.training.program import Program
 
 _OPTIONS: tuple[Decorator, ...] = (
-    click.option("--recipe", metavar="NAME", default="smoke", show_default=True, help="What to train."),
+    click.option(
+        "--recipe",
+        type=RecipeName(),
+        metavar="NAME|FILE",
+        default="smoke",
+        show_default=True,
+        help="What to train.",
+    ),
     click.option("--devices", type=Integer(1), metavar="N", help="Default: all there are."),
     click.option(
         "--microbatches", type=Integer(1), default=8, show_default=True, help="Parts of a step's batch."

@@ -1,37 +1,45 @@
-"""`speedrun recipes`: what there is to run, and what can be set."""
+"""`speedrun recipes`: the recipes, and their settings."""
 
 import click
 import msgspec
 
-from speedrun.cli.options import example, json_option
+from speedrun.cli.options import RecipeName, example, json_option
+from speedrun.ground.console import clean
+from speedrun.ground.output import expected
 
 
 @click.command(epilog=example("speedrun recipes", "speedrun recipes smoke"))
-@click.argument("name", required=False)
+@click.argument("name", type=RecipeName(), required=False)
 @json_option
 def command(*, name: str | None, as_json: bool) -> None:
-    """List the recipes, or the settings of the recipe NAME with their values, as --set takes them."""
+    """List the recipes, or the settings of the recipe NAME with their values, as --set takes them.
+
+    A recipe that cannot be loaded is left out, with a warning.
+    """
     from speedrun.science import params, recipes
     from speedrun.science.recipe import IDENTITY, settings
 
+    found: dict[str, object] = {}
+    lines = []
     if name is not None:
         found = {key: value for key, value in settings(recipes.load(name)).items() if key not in IDENTITY}
         lines = [f"{key}={value}" for key, value in found.items()]
-    else:
-        all_of_them = [recipes.load(each) for each in recipes.names()]
-        found = {
-            one.name: {
-                "summary": one.summary,
-                "parent": one.parent,
-                "num_params": params.count(one.table(one.config)),
-                "num_steps": one.num_steps,
-                "total_tokens": one.total_tokens,
-            }
-            for one in all_of_them
+    for each in recipes.names() if name is None else []:
+        try:
+            one = recipes.load(each)
+        except Exception as error:
+            if (known := expected(error)) is None:
+                raise
+            click.echo(clean(f"warning: recipe {each} cannot be loaded: {known}"), err=True)
+            continue
+        num_params = params.count(one.table(one.config))
+        found[each] = {
+            "summary": one.summary,
+            "parent": one.parent,
+            "num_params": num_params,
+            "num_steps": one.num_steps,
+            "total_tokens": one.total_tokens,
         }
-        width = max(map(len, found))
-        lines = [
-            f"{key:<{width}}  {one['num_params']:>12,} parameters  {one['total_tokens']:>12,} tokens  {one['summary']}"
-            for key, one in found.items()
-        ]
+        counts = f"{num_params:>12,} parameters  {one.total_tokens:>12,} tokens"
+        lines.append(f"{each:<{max(map(len, recipes.names()))}}  {counts}  {one.summary}")
     click.echo(msgspec.json.encode(found) if as_json else "\n".join(lines))

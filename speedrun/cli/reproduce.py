@@ -7,9 +7,9 @@ from pathlib import Path
 import click
 import msgspec
 
-from speedrun.cli.child import alone
 from speedrun.cli.options import Integer, data_option, example, json_option, unsafe_option
 from speedrun.cli.progress import Progress
+from speedrun.ground.children import locked
 from speedrun.ground.console import clean
 from speedrun.ground.errors import UsageError
 from speedrun.ledger.format import record_id
@@ -86,7 +86,7 @@ def command(
         for line in (*reproduce.differences(points), protections(unsafe=unsafe)):
             click.echo(line, err=True)
         repetition = reproduce.planned(folder, found, manifest, runs, same_seeds=same_seeds)
-        with alone(folder / reproduce.PLAN):
+        with locked(folder / reproduce.PLAN):
             result = repetition.run(rerun, data, points, by, sys.stderr)
         if as_json:
             click.echo(msgspec.json.encode(result))

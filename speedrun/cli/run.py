@@ -2,43 +2,42 @@
 
 import importlib
 import os
-import shlex
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
 from speedrun.board.record_plot import plot
-from speedrun.cli import together
 from speedrun.cli.card import card, following
 from speedrun.cli.options import (
     Integer,
-    attention_option,
-    data_option,
-    devices_option,
     example,
     json_option,
-    microbatches_option,
     only_with_resume,
     parse_settings,
-    recipe_option,
     settings_option,
-    track_option,
 )
-from speedrun.cli.race import find, ghost_option, live
-from speedrun.cli.relay import relayed, wandb_option
+from speedrun.cli.run_options import (
+    PROCESS_ARGUMENTS,
+    config_of,
+    config_options,
+    ghost_option,
+    new_folder,
+    process_options,
+    wandb_option,
+)
 from speedrun.data import generated, inventory, overview
-from speedrun.ground import clock, signals
-from speedrun.ground import processes as group
+from speedrun.exchange.relay import relayed
+from speedrun.ground import processes, signals
 from speedrun.ground import track as tracks
-from speedrun.ground.errors import INTERRUPTED, CheckpointError, SpeedrunError, UsageError, unknown
-from speedrun.ledger import format, runfile
+from speedrun.ground.errors import INTERRUPTED, SpeedrunError, UsageError, unknown
+from speedrun.launch import local
 from speedrun.ledger.assemble import assemble
-from speedrun.ledger.salvage import ended, salvage
-from speedrun.ledger.validate import Report, validate
+from speedrun.ledger.validate import validate
+from speedrun.study import race
 from speedrun.training import meet, watchdog
 
 if TYPE_CHECKING:
@@ -54,34 +53,22 @@ if TYPE_CHECKING:
         "speedrun run --local-processes 2",
     )
 )
-@track_option()
-@recipe_option
-@click.option(
-    "--seed", type=Integer(0, 2**31 - 1), default=0, show_default=True, help="Initialises the weights."
-)
+@config_options
 @settings_option
-@devices_option
+@click.option(
+    "--seed", type=Integer(0, 2**31 - 1), default=0, show_default=True, help="Of the initial weights."
+)
 @click.option(
     "--replicas",
     type=Integer(1),
     metavar="N",
-    help="Copies of the state, each divided over as many devices. Default: one for each node.",
-)
-@attention_option
-@microbatches_option
-@data_option
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="A new folder. Default: runs/<date>-<track>-<n>.",
+    help="Copies of the state, each sharded over as many devices. Default: one for each node.",
 )
 @click.option(
     "--checkpoint-every",
     type=Integer(1),
     metavar="N",
-    help="Steps from one checkpoint to the next, in DIR.checkpoints; writing them counts as train time. "
-    "Default: none.",
+    help="Steps between checkpoints, in DIR.checkpoints; writing them counts as train time. Default: none.",
 )
 @click.option(
     "--keep-checkpoints",
@@ -89,22 +76,22 @@ if TYPE_CHECKING:
     default=2,
     show_default=True,
     metavar="N",
-    help="The newest ones; 0: all.",
+    help="How many of the newest to keep; 0: all.",
 )
 @click.option(
     "--resume",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="Go on with the run in DIR from its newest checkpoint, with its settings. Never ranked.",
+    help="Resume the run in DIR from its newest checkpoint, with its settings. Never ranked.",
 )
 @click.option(
     "--deadline",
     "deadlines",
     multiple=True,
     metavar="PHASE=SECONDS",
-    help=f"End a run that stays longer in one {', '.join(watchdog.DEADLINES_S)}; 0: let it. Repeatable.",
+    help=f"End a run that stays longer in one phase: {', '.join(watchdog.DEADLINES_S)}; 0: no limit. Repeatable.",
 )
-@together.options
+@process_options
 @ghost_option
 @wandb_option
 @json_option
@@ -113,95 +100,63 @@ def command(
     ctx: click.Context,
     *,
     track: str,
-    recipe: str | None,
-    seed: int,
-    settings: tuple[str, ...],
-    devices: int | None,
-    replicas: int | None,
-    microbatches: int | None,
-    attention: str,
-    data: Path | None,
     out: Path | None,
-    checkpoint_every: int | None,
-    keep_checkpoints: int,
+    settings: tuple[str, ...],
     resume: Path | None,
     deadlines: tuple[str, ...],
     local_processes: int | None,
     coordinator: str | None,
-    processes: int | None,
-    process: int | None,
-    heartbeat: int,
-    meet_within: int,
-    ghost: str | None,
     wandb: str | None,
     as_json: bool,
+    **given: Any,
 ) -> None:
     """Train once on a track, under the clock; write, draw and validate a record.
 
     Exits with 0 if the target is reached and every check passes, with 1 if not.
     """
-    # A track or a setting that does not exist is told before JAX is imported, which takes a while.
-    rules, overrides = tracks.load(track), parse_settings(settings)
+    rules, overrides = tracks.load(track), parse_settings(settings)  # before JAX, whose import is slow
+    folder = out or new_folder(track)
     if local_processes is not None:
         if coordinator:
-            raise UsageError(
-                "--local-processes and --coordinator; the first chooses the second; leave one out"
-            )
-        ctx.exit(together.ended(local_processes, _words(ctx, resume or out or new_folder(track))))
+            raise UsageError("--local-processes and --coordinator; the first sets the second; leave one out")
+        ctx.exit(local.run(local_processes, _child_words(ctx, resume or folder)))
     ctx.with_resource(signals.heeded())
-    _load_jax()
+    _import_jax()
     from speedrun.training.prepare import RunConfig
+    from speedrun.training.resume import resumed
 
     config = RunConfig(
-        track=track,
-        out=out or new_folder(track),
-        recipe=recipe,
-        seed=seed,
-        overrides=overrides,
-        data=data,
-        num_devices=devices,
-        replicas=replicas,
-        microbatches=microbatches,
-        attention=attention,
-        checkpoint_every=checkpoint_every or 0,
-        keep_checkpoints=keep_checkpoints,
+        **config_of(ctx.params, overrides, folder),
+        seed=given["seed"],
+        replicas=given["replicas"],
+        checkpoint_every=given["checkpoint_every"] or 0,
+        keep_checkpoints=given["keep_checkpoints"],
         deadlines_s=_deadlines_s(deadlines),
     )
     if resume is not None:
-        only_with_resume(ctx, "ghost", "wandb", *together.ARGUMENTS)
-    fresh = resume is not None or not os.path.exists(config.out)
-    finished = None if resume is None else _finished(resume)
+        only_with_resume(ctx, "ghost", "wandb", *PROCESS_ARGUMENTS)
+    is_ours = resume is not None or not os.path.exists(folder)
+    group = meet.asked(
+        coordinator, given["processes"], given["process"], given["heartbeat"], given["meet_within"]
+    )
     try:
-        with meet.joined(meet.asked(coordinator, processes, process, heartbeat, meet_within)):
+        with meet.joined(group):
             if resume is not None:
-                config = finished or _begun(resume)
+                config = resumed(resume)
                 rules = tracks.load(config.track)
-            if finished is None:
-                with relayed(config.out, wandb if group.is_first() else None):
-                    _train(config, rules, ghost, to_stderr=as_json)
+            if resume is None or config.resume:
+                with relayed(config.out, wandb if processes.is_first() else None):
+                    _train(config, rules, given["ghost"], to_stderr=as_json)
     except BaseException:
-        if fresh and group.is_first():
-            _keep(config.out, _title(config, rules))
+        if is_ours and processes.is_first():
+            _assemble_broken(config, rules)
         raise
-    if not group.is_first():
-        return
-    summary = assemble(config.out, title=_title(config, rules), declared_runs=1)
-    picture = next(path for path in plot(config.out) if path.suffix == ".png")
-    report = validate(config.out)
-    density = _bits_per_byte(rules, config.data, summary)
-    if as_json:
-        click.echo(_encoded(config.out, picture, summary, report, density))
-    else:
-        click.echo(card(rules, summary, report))
-        if density is not None:
-            click.echo(f"bytes   {density:.3f} bits per byte of validation text")
-        click.echo(f"record  {config.out}\nplot    {picture}")
-        click.echo(f"next    {following(config, summary, report)}")
-    ctx.exit(0 if summary.target_reached and report.exit_code == 0 else 1)
+    if processes.is_first():
+        ctx.exit(_finish(config, rules, as_json=as_json))
 
 
-def _load_jax() -> None:
-    """A signal meanwhile waits: an exception inside the start of a library in C++ would crash the process."""
+def _import_jax() -> None:
+    """Import JAX; handle signals afterwards, since an exception while C++ libraries start would crash the process."""
     got: list[int] = []
     with signals.handled_by(lambda number, _: os._exit(INTERRUPTED) if got else got.append(number)):
         importlib.import_module("speedrun.training.train")
@@ -209,12 +164,62 @@ def _load_jax() -> None:
         signals.stop(got[0], None)
 
 
-def _title(config: "RunConfig", rules: tracks.Track) -> str:
+def _train(config: "RunConfig", rules: tracks.Track, ghost: str | None, *, to_stderr: bool) -> None:
+    """Train; of several processes, only the first one prints."""
+    generated.ensure(rules, config.data, partial(click.echo, err=True))
+    from speedrun.training.train import train
+
+    if not processes.is_first():
+        train(config)
+        return
+    with race.live(sys.stderr if to_stderr else sys.stdout, race.find(ghost, rules.id)) as reader:
+        train(config, reader)
+
+
+def _default_title(config: "RunConfig", rules: tracks.Track) -> str:
     return f"{config.recipe or rules.recipe} on {rules.id}"
 
 
+def _assemble_broken(config: "RunConfig", rules: tracks.Track) -> None:
+    """Write the record of a run that broke off."""
+    if not list(config.out.glob("runs/*/run.json")):
+        return
+    try:
+        assemble(config.out, default_title=_default_title(config, rules), declared_runs=1)
+        click.echo(f"record  {config.out} says where the run broke off", err=True)
+    except SpeedrunError as error:  # the error that broke the run matters more
+        click.echo(f"warning: the record of the broken run is incomplete: {error}", err=True)
+
+
+def _finish(config: "RunConfig", rules: tracks.Track, *, as_json: bool) -> int:
+    """Write, draw, validate and print the record; return the exit code."""
+    summary = assemble(config.out, default_title=_default_title(config, rules), declared_runs=1)
+    picture = next(path for path in plot(config.out) if path.suffix == ".png")
+    report = validate(config.out)
+    density = None
+    if summary.val_loss_mean is not None:
+        shards = inventory.data_folder(rules, config.data)
+        density = overview.bits_per_byte(summary.val_loss_mean, shards, rules.data)
+    if as_json:
+        facts = {
+            "record": str(config.out),
+            "plot": str(picture),
+            "summary": summary,
+            "bits_per_byte": density,
+        }
+        facts["failed_checks"] = {r.check.id: r.messages for r in report.having("failed")}
+        click.echo(msgspec.json.encode(facts))
+    else:
+        click.echo(card(rules, summary, report))
+        if density is not None:
+            click.echo(f"bytes   {density:.3f} bits per byte of validation text")
+        click.echo(f"record  {config.out}\nplot    {picture}")
+        click.echo(f"next    {following(config, summary, report)}")
+    return 0 if summary.target_reached and report.exit_code == 0 else 1
+
+
 def _deadlines_s(texts: tuple[str, ...]) -> dict[str, float]:
-    """`phase=seconds` texts as a dictionary."""
+    """Parse `phase=seconds` texts."""
     found: dict[str, float] = {}
     for text in texts:
         phase, _, seconds = text.partition("=")
@@ -226,107 +231,14 @@ def _deadlines_s(texts: tuple[str, ...]) -> dict[str, float]:
     return found
 
 
-def _train(config: "RunConfig", rules: tracks.Track, ghost: str | None, *, to_stderr: bool) -> None:
-    """Trains; of several processes, only the first one has something to show."""
-    generated.ensure(rules, config.data, partial(click.echo, err=True))
-    from speedrun.training.train import train
-
-    if not group.is_first():
-        train(config)
-        return
-    with live(sys.stderr if to_stderr else sys.stdout, find(ghost, rules.id)) as reader:
-        train(config, reader)
-
-
-def _words(ctx: click.Context, out: Path) -> list[str]:
-    """What this command was told, for a process that shares the run."""
+def _child_words(ctx: click.Context, out: Path) -> list[str]:
+    """Return the arguments of this command for a process that shares the run."""
     words = ["--resume", str(out)] if ctx.params["resume"] else ["--out", str(out)]
-    left_out = {"resume", "out", "local_processes"}
     for option in ctx.command.params:
-        name, value = option.name, ctx.params.get(option.name or "")
-        if (
-            name in left_out
-            or ctx.get_parameter_source(name or "") is not click.core.ParameterSource.COMMANDLINE
-        ):
-            continue
-        for one in value if isinstance(value, tuple) else [value]:
-            words += [option.opts[0]] if one is True else [option.opts[0], str(one)]
+        name = option.name or ""
+        is_given = ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+        if is_given and name not in ("resume", "out", "local_processes"):
+            value = ctx.params[name]
+            for one in value if isinstance(value, tuple) else [value]:
+                words += [option.opts[0]] if one is True else [option.opts[0], str(one)]
     return words
-
-
-def _begun(out: Path) -> "RunConfig":
-    """What the run in a folder was asked to do; if it was killed, what is left of it becomes a run that broke off."""
-    from speedrun.training import checkpoint
-    from speedrun.training.prepare import Begun, decoded
-
-    path = checkpoint.folder_of(out) / checkpoint.RUN
-    if not path.exists():
-        raise UsageError(
-            f"{out} has no checkpoints to go on from: {path} is missing; run anew with another --out, and "
-            "--checkpoint-every where it should be possible to go on"
-        )
-    try:
-        begun = decoded(checkpoint.unsealed(msgspec.json.decode(path.read_bytes())), Begun)
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path}: {getattr(error, 'strerror', None) or error}; run anew with another --out"
-        ) from None
-    if group.is_first():
-        salvage(out, begun.recipe, begun.num_devices)
-    return msgspec.structs.replace(begun.config, out=out, resume=True)
-
-
-def _finished(out: Path) -> "RunConfig | None":
-    """What the run in a folder was, if it came to its end: then only its record is still to be written."""
-    from speedrun.training.prepare import RunConfig
-
-    if (out / runfile.BATCH).exists():
-        raise UsageError(f"{out} is a batch; type: speedrun batch --resume {shlex.quote(str(out))}")
-    for path in out.glob("runs/*/run.json"):
-        try:
-            run = format.decode(path.read_bytes(), runfile.RunFile)
-        except runfile.FormatError:
-            continue  # it will be written again from its log
-        if run.outcome == "finished" and ended(path.parent):
-            track = run.track.rpartition("@")[0]
-            recipe = None if run.recipe == tracks.load(track).recipe else run.recipe
-            return RunConfig(track, out, recipe, run.seed, run.overrides)
-    return None
-
-
-def _keep(out: Path, title: str) -> None:
-    """A run that broke off is a record, too: of a failure."""
-    if not list(out.glob("runs/*/run.json")):
-        return
-    try:
-        assemble(out, title=title, declared_runs=1)
-        click.echo(f"record  {out} tells where the run broke off", err=True)
-    except SpeedrunError as error:  # the error on its way out matters more
-        click.echo(f"warning: the record of the broken run is incomplete: {error}", err=True)
-
-
-def new_folder(track: str) -> Path:
-    """The first name of today that is free."""
-    taken = (Path("runs") / f"{clock.today()}-{track}-{i}" for i in range(1, 10_000))
-    return next(path for path in taken if not path.exists())
-
-
-def _bits_per_byte(rules: tracks.Track, data: Path | None, summary: format.Summary) -> float | None:
-    """Of the run's validation, where the data's manifest knows the bytes."""
-    if summary.val_loss_mean is None:
-        return None
-    return overview.bits_per_byte(summary.val_loss_mean, inventory.data_folder(rules, data), rules.data)
-
-
-def _encoded(
-    out: Path, picture: Path, summary: format.Summary, report: Report, density: float | None
-) -> bytes:
-    return msgspec.json.encode(
-        {
-            "record": str(out),
-            "plot": str(picture),
-            "summary": summary,
-            "bits_per_byte": density,
-            "failed_checks": {r.check.id: r.messages for r in report.having("failed")},
-        }
-    )

@@ -1,25 +1,113 @@
-"""Waits for a process that a command started: signals go on to it, and it ends first."""
+"""Commands and modules as child processes: signals are forwarded, and the child ends before its parent."""
 
-import subprocess
+import fcntl
+import os
+import shlex
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from subprocess import Popen, TimeoutExpired
+from typing import Any
+
+import msgspec
 
 from speedrun.ground import signals
-from speedrun.ground.errors import Terminated
+from speedrun.ground.errors import INTERRUPTED, SpeedrunError, Terminated, UsageError, meaning
+from speedrun.ground.wholefile import write_whole
+
+KILL_AFTER_S = 5.0  #: from the second signal to SIGKILL
 
 
-def wait_for(child: subprocess.Popen[bytes]) -> int:
-    """Waits for a child, forwarding SIGINT and SIGTERM; its exit code.
+def run(
+    argv: Sequence[str],
+    *,
+    to_stderr: bool = False,
+    keep_open: Sequence[int] = (),
+    kill_after_s: float = KILL_AFTER_S,
+) -> int:
+    """Run a program and return its exit code, as `wait_for` does.
 
-    Start it with `process_group=0`: else a terminal's Ctrl-C reaches it twice, and the second one is not heeded.
+    Args:
+        argv: program and arguments.
+        to_stderr: send its standard output to our standard error.
+        keep_open: file descriptors that it inherits.
+        kill_after_s: see `wait_for`.
+    """
+    stdout = sys.stderr if to_stderr else None
+    return wait_for(Popen(argv, stdout=stdout, pass_fds=keep_open, process_group=0), kill_after_s)
 
-    A child that a signal ends before it has handlers, and one that ends well because the signal came too late for
-    it, were stopped like any other: 75.
+
+def run_module(
+    module: str, request: dict[str, Any], *, to_stderr: bool, keep_open: Sequence[int] = ()
+) -> int:
+    """Run a module of this package with the path of a JSON file that holds `request`; return its exit code."""
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch, "request.json")
+        write_whole(path, msgspec.json.encode(request, enc_hook=str))
+        return run([sys.executable, "-m", module, str(path)], to_stderr=to_stderr, keep_open=keep_open)
+
+
+def wait_for(child: Popen[bytes], kill_after_s: float = KILL_AFTER_S) -> int:
+    """Wait for a child, forward SIGINT and SIGTERM to it, and return its exit code.
+
+    Start the child with `process_group=0`. Otherwise a terminal sends it every Ctrl-C as well, and it counts two.
+
+    Returns:
+        75 if the first signal stopped it: also if it ended before it had a handler, or by itself at that moment. 130 if
+        it ignored a second signal for `kill_after_s`: then its process group is killed.
     """
     got: list[int] = []
 
     def forward(number: int, _frame: object) -> None:
         got.append(number)
         child.send_signal(number)
+        if len(got) > 1:
+            raise KeyboardInterrupt
 
     with signals.handled_by(forward):
-        code = child.wait()
+        try:
+            code = child.wait()
+        except KeyboardInterrupt:
+            with suppress(TimeoutExpired, KeyboardInterrupt):
+                return _stopped(child.wait(kill_after_s), got)
+            with suppress(ProcessLookupError):  # it has just ended
+                os.killpg(child.pid, signal.SIGKILL)
+            with suppress(KeyboardInterrupt):
+                child.wait()
+            return INTERRUPTED
+    return _stopped(code, got)
+
+
+def _stopped(code: int, got: list[int]) -> int:
     return Terminated.exit_code if -code in signals.STOPS or (got and not code) else code
+
+
+def shell_code(code: int) -> int:
+    """Return the exit code that a shell reports for a child: 128 and the signal if one killed it."""
+    return code if code >= 0 else 128 - code
+
+
+def run_error(code: int, resume: Sequence[str]) -> SpeedrunError:
+    """Return the error for a run that ended with a bad exit code: names the command that resumes, and ends with it."""
+    error = SpeedrunError(f"a run ended with {meaning(code)}; resume with: {shlex.join(resume)}")
+    error.exit_code = shell_code(code) or SpeedrunError.exit_code
+    return error
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[int]:
+    """Lock an existing file; yield its descriptor. A child that inherits it holds the lock if its parent is killed.
+
+    Raises:
+        UsageError: if another process holds the lock.
+    """
+    # Network disks lock only files that are open for writing.
+    with path.open("rb+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(f"{path.parent} is being run by another process; wait for it to end") from None
+        yield file.fileno()

@@ -1,7 +1,7 @@
 """What a person reads of a run: one text line for each event worth one.
 
 `log.txt` is exactly `render(lines)` of `metrics.jsonl`, so the two cannot disagree. `Printer` prints the same
-lines while the run goes on; `cli.live` adds a progress bar where there is a terminal.
+lines while the run goes on; `ground.live` adds a progress bar where there is a terminal.
 """
 
 from collections.abc import Iterable, Sequence

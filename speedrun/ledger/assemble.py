@@ -8,6 +8,7 @@ import math
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -42,6 +43,7 @@ def assemble(
     record_dir: Path,
     *,
     title: str | None = None,
+    default_title: str = "untitled",
     authors: Sequence[str] | None = None,
     parent_record: str | None = None,
     changes: Sequence[str] | None = None,
@@ -51,8 +53,9 @@ def assemble(
 
     Args:
         record_dir: holds `source.txt` and `runs/`.
-        title: what the record is, in a few words; this and the next four keep what the manifest already
+        title: what the record is, in a few words; this and the others keep what the manifest already
             says when they are None.
+        default_title: the title of a record without a manifest.
         authors: name or handle each.
         parent_record: the record this one is compared with.
         changes: against the parent, one sentence each.
@@ -62,16 +65,13 @@ def assemble(
         UsageError: if a run cannot be read, or the folder holds what a record may not.
     """
     with lock.alone_with(record_dir):
-        return _assemble(record_dir, title, authors, parent_record, changes, declared_runs)
+        said = {"title": title, "authors": authors, "parent_record": parent_record, "changes": changes}
+        edits = {key: value for key, value in said.items() if value is not None}
+        return _assemble(record_dir, default_title, edits, declared_runs)
 
 
 def _assemble(
-    record_dir: Path,
-    title: str | None,
-    authors: Sequence[str] | None,
-    parent_record: str | None,
-    changes: Sequence[str] | None,
-    declared_runs: int | None,
+    record_dir: Path, default_title: str, edits: dict[str, Any], declared_runs: int | None
 ) -> Summary:
     discard_partials(record_dir)
     render_logs(record_dir)
@@ -89,8 +89,7 @@ def _assemble(
         raise UsageError(f"{record_dir}: {error}; 'speedrun validate' lists all problems") from None
     if not runs:
         raise UsageError(f"{record_dir} holds no runs; 'speedrun run' writes them")
-    said = {"title": title, "authors": authors, "parent_record": parent_record, "changes": changes}
-    about = replace(old.about if old else About(), **{k: v for k, v in said.items() if v is not None})
+    about = replace(old.about if old else About(title=default_title), **edits)
     if promised is not None:
         declared_runs = len(promised.seeds)
     declared_runs = declared_runs or (old.batch.declared_runs if old else len(runs))

@@ -1,4 +1,4 @@
-"""Two records side by side: the same node, in turns, so that what the node does to one it does to the other.
+"""Compares two records that ran in turns on one node.
 
 Pairs alternate their order (A B, B A, A B, ...), so that a node that warms up or slows down favours neither.
 """
@@ -12,38 +12,38 @@ from speedrun.ledger import statistics
 from speedrun.ledger.run import Run
 from speedrun.ledger.statistics import Interval
 
-#: The published exchange of steps for loss at record 21: 100 of its 1,770 steps are worth 0.0045 nats, told by runs of
-#: several lengths, each with a schedule of its own. The slope at the end of one run is three times as steep, because
-#: its rate is falling there; by that, "faster but worse" would be charged too little.
+#: The published exchange of steps for loss at record 21: 100 of 1,770 steps are worth 0.0045 nats, from runs of several
+#: lengths with a schedule of their own. The slope at the end of one run is three times as steep, because the rate is
+#: falling there. It would charge "faster but worse" too little.
 NATS_PER_LENGTH = 0.0045 / (100 / 1770)
 RATE_FROM = "published: 0.0045 nats for 100 of record 21's 1,770 steps, taken as a share of the run"
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """What some pairs say of B against A. Times are ranked train times, seconds."""
+    """B against A, from pairs of runs. Times are ranked train times, seconds."""
 
     seeds: tuple[int, ...]  #: one for each pair
     first_s: tuple[float, ...]
     second_s: tuple[float, ...]
     first_loss: tuple[float, ...]
     second_loss: tuple[float, ...]
-    time_ratio: Interval  #: B by A, 95 %
-    loss_difference: Interval  #: B less A, 95 %
-    s_per_nat: float  #: what a nat costs: seconds of a longer run
-    rate_from: str  #: where that is from
-    equivalent_s: float  #: what B gains (below zero) or loses against A, its loss counted as time
+    time_ratio: Interval  #: B / A, 95 %
+    loss_difference: Interval  #: B - A, 95 %
+    s_per_nat: float  #: price of a nat: seconds of a longer run
+    rate_from: str  #: source of that price
+    equivalent_s: float  #: B - A, with the loss counted as time; below zero: B is better
 
     @property
     def is_resolved(self) -> bool:
-        """Whether the interval of the ratio leaves one on one side."""
+        """Whether the interval of the time ratio excludes 1."""
         return self.time_ratio.high < 1 or self.time_ratio.low > 1
 
 
 def compare(seeds: Sequence[int], first: Sequence[Run], second: Sequence[Run]) -> Comparison:
-    """The comparison of pairs of finished runs.
+    """Compare pairs of finished runs.
 
     Raises:
-        ValueError: fewer than two pairs, or a time that is not above zero.
+        ValueError: for fewer than two pairs, or a time that is not above zero.
     """
     first_s, second_s = [run.train_time_s for run in first], [run.train_time_s for run in second]
     first_loss, second_loss = [run.val_loss for run in first], [run.val_loss for run in second]
@@ -66,5 +66,5 @@ def compare(seeds: Sequence[int], first: Sequence[Run], second: Sequence[Run]) -
 
 
 def seconds_per_nat(runs: Sequence[Run]) -> float:
-    """What a nat costs, if runs like these are made longer."""
+    """Return the price of a nat: how much longer runs like these would have to be, seconds."""
     return fmean(run.train_time_s for run in runs) / NATS_PER_LENGTH

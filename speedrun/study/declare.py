@@ -1,6 +1,6 @@
-"""Declares a batch: everything that can be refused is refused, then `batch.json` is written, and nothing has run yet.
+"""Declares a batch: checks everything, then writes `batch.json`. Nothing is run.
 
-python -m speedrun.study.declare PROMISE.json      what `speedrun batch` calls, so that it holds no device itself
+python -m speedrun.study.declare PROMISE.json      called by `speedrun batch`, which holds no device
 """
 
 import sys
@@ -19,24 +19,23 @@ from speedrun.training.prepare import RunConfig, decoded, prepare
 
 
 class Promise(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A batch that was asked for."""
+    """A batch to declare."""
 
-    config: RunConfig  #: of every run; its seed does not count
+    config: RunConfig  #: of every run; its seed is ignored
     num_runs: int
-    then: int | None = None  #: runs in all, for a second look
-    seeds: tuple[int, ...] = ()  #: empty: they follow from source and config
+    then: int | None = None  #: total number of runs at a second look
+    seeds: tuple[int, ...] = ()  #: empty: derived from source and config
     expected_loss: float | None = None
 
 
 def declare(promise: Promise) -> format.Declaration:
-    """Writes `batch.json` and `source.txt` into a new folder.
+    """Write `batch.json` and `source.txt` into a new folder.
 
     Raises:
-        SpeedrunError: what `prepare` refuses; seeds that are too few, not distinct or out of range.
+        SpeedrunError: if `prepare` refuses the config; for seeds that are too few, repeated or out of range.
     """
     ready = prepare(promise.config)
-    sigma = ready.track.target.sigma
-    looks = batch.looks(promise.num_runs, promise.then, sigma)
+    looks = batch.looks(promise.num_runs, promise.then, ready.track.target.sigma)
     num_runs, config_sha256 = looks[-1].num_runs, runfile.config_sha256(ready.described)
     seeds = promise.seeds or batch.seeds_from(ready.source_sha256, config_sha256, num_runs)
     if len(set(seeds)) != num_runs or len(seeds) != num_runs:
@@ -66,5 +65,4 @@ def declare(promise: Promise) -> format.Declaration:
 
 if __name__ == "__main__":
     with told(), signals.handled_by(signals.stop):
-        raw = Path(sys.argv[1]).read_bytes()
-        declare(decoded(raw, Promise))
+        declare(decoded(Path(sys.argv[1]).read_bytes(), Promise))

@@ -1,12 +1,11 @@
-"""What an experiment says of its arms: differences inside pairs of one seed, and what they are worth.
+"""The statistics of an experiment: paired differences between arms, and their tests.
 
-A difference is that of an arm less the one it is compared with. Losses are nats per token, times ranked seconds. A loss
-counts as time at what a nat costs at the end of the other arm's curves, as in `speedrun compare`; that price is taken
-as known. Intervals are Student's t of single arms, 95 %. Tests are two-sided, and their p is Holm's over all arms of
-the experiment, for each measure by itself.
+A difference is an arm minus the one it is compared with, for one seed. Losses are nats per token, times are ranked
+seconds. A loss counts as time at the price of a nat, as in `speedrun compare`; the price is taken as exact. Intervals
+are Student's t for a single arm, 95 %. Tests are two-sided; their p is adjusted by Holm over all arms, for each measure
+separately.
 
-The best of many arms looks better than it is. So it runs once more, with seeds that chose nothing, and only those
-runs confirm it.
+The best of many arms looks better than it is, so only runs with fresh seeds confirm it.
 """
 
 import math
@@ -22,9 +21,9 @@ from speedrun.study.trials import Arm, Experiment, Kind, Runs, Standing
 
 SUMMARY_SCHEMA = "speedrun.experiment-summary/1"
 
-#: What an adjusted p has to be below.
+#: Significance level, for adjusted p.
 LEVEL = 0.05
-#: Of the train time: what is surely less is not worth its lines (RULES.md prices 100 lines at 0.2 %).
+#: Share of the train time; less is not worth its lines (RULES.md prices 100 lines at 0.2 %).
 NEGLIGIBLE = 0.01
 
 Verdict = Literal["better", "worse", "equal", "unresolved", "non-finite"]
@@ -36,17 +35,17 @@ class Effect(msgspec.Struct, frozen=True):
     mean: float
     low: float  #: of the interval, 95 %
     high: float
-    p: float  #: that there is none
+    p: float  #: of no difference
     adjusted_p: float  #: Holm's
 
     @property
     def covers_zero(self) -> bool:
-        """Whether there may be none."""
+        """Whether the interval contains zero."""
         return self.low <= 0 <= self.high
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One arm against another; no effects where fewer than two pairs came to a good end."""
+    """One arm against another; the effects are None with fewer than two pairs of finished runs."""
 
     arm: str
     what: str
@@ -58,7 +57,7 @@ class Finding(msgspec.Struct, frozen=True):
     against_train_times_s: tuple[float, ...]
     num_non_finite: int  #: runs of the arm
     s_per_nat: float | None
-    price: Literal["published"] | None  #: where it is from: see `comparison.RATE_FROM`
+    price: Literal["published"] | None  #: its source: see `comparison.RATE_FROM`
     loss: Effect | None
     log_time: Effect | None  #: of the logarithms
     together_s: Effect | None  #: equivalent seconds: time, and loss as time
@@ -67,27 +66,27 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True, tag_field="schema", tag=SUMMARY_SCHEMA):
-    """`summary.json` of an experiment: all of it follows from the runs."""
+    """`summary.json` of an experiment, derived from its runs."""
 
     standing: Standing
     experiment_sha256: str
     kind: Kind
     track: str
-    num_runs: int  #: that came to an end
+    num_runs: int  #: complete
     findings: tuple[Finding, ...]  #: in the order of the arms
     winner: str | None  #: the arm with the lowest mean of equivalent seconds, if it is below zero
     confirmation: Finding | None  #: of the winner, on fresh seeds only
 
     @property
     def confirmed(self) -> bool:
-        """Whether fresh seeds say so, too."""
+        """Whether the winner is better on fresh seeds, too."""
         return self.confirmation is not None and self.confirmation.verdict == "better"
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's adjusted p: valid however the tests depend on one another, and here they share an arm.
+    """Return p adjusted by Holm, which is valid for dependent tests; here they share an arm.
 
-        adjusted of the i-th smallest, from 0 = max over j <= i of min(1, (m - j) p_j)
+        adjusted p of the i-th smallest, from 0 = max over j <= i of min(1, (m - j) p_j)
 
     Source: Holm 1979, A simple sequentially rejective multiple test procedure.
     """
@@ -99,10 +98,10 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def p_of_zero(differences: Sequence[float]) -> float:
-    """Two-sided, Student's t: that the true mean is zero. Differences that are all equal prove nothing.
+    """Return the two-sided p of a zero mean by Student's t; 1 if all differences are equal.
 
     Raises:
-        ValueError: with fewer than two.
+        ValueError: for fewer than two.
     """
     from scipy import special
 
@@ -115,7 +114,7 @@ def p_of_zero(differences: Sequence[float]) -> float:
 
 
 def findings(pairs: Sequence[tuple[Arm, Arm]], seeds: Sequence[int], runs: Runs) -> tuple[Finding, ...]:
-    """What the runs of these seeds, and of no other, say of each arm against its other one."""
+    """Compare the arms of each pair on these seeds; adjust p over the pairs."""
     found = [_finding(arm, other, seeds, runs) for arm, other in pairs]
     for measure in ("loss", "log_time", "together_s"):
         tested = [(place, effect) for place, one in enumerate(found) if (effect := getattr(one, measure))]
@@ -126,7 +125,7 @@ def findings(pairs: Sequence[tuple[Arm, Arm]], seeds: Sequence[int], runs: Runs)
 
 
 def _finding(arm: Arm, other: Arm, seeds: Sequence[int], runs: Runs) -> Finding:
-    """One arm by itself: nothing adjusted, nothing judged."""
+    """Compare one pair, without adjusted p and verdict."""
     ended = [seed for seed in seeds if (arm.name, seed) in runs]
     paired = [seed for seed in ended if all(_finished(runs, name, seed) for name in (arm.name, other.name))]
     mine, others = ([runs[name, seed] for seed in paired] for name in (arm.name, other.name))
@@ -168,7 +167,7 @@ def _effect(differences: Sequence[float]) -> Effect | None:
 
 
 def _verdict(found: Finding) -> Verdict:
-    """By equivalent seconds. "Equal" is a finding, too: it takes an interval that leaves room for nothing of worth."""
+    """Judge by equivalent seconds. "Equal" needs an interval that excludes every difference of any worth."""
     effect = found.together_s
     if found.num_non_finite:
         return "non-finite"
@@ -182,7 +181,7 @@ def _verdict(found: Finding) -> Verdict:
 
 
 def winner(found: Sequence[Finding]) -> Finding | None:
-    """The arm that gains most, resolved or not: fresh seeds will tell. None if none gains."""
+    """Return the arm with the largest mean gain, resolved or not; None if none gains."""
     gains = [
         (one.together_s.mean, place)
         for place, one in enumerate(found)
@@ -192,7 +191,7 @@ def winner(found: Sequence[Finding]) -> Finding | None:
 
 
 def summary(experiment: Experiment, sha256: str, runs: Runs) -> Summary:
-    """All that the runs so far say."""
+    """Summarize the runs so far."""
     found = findings(experiment.pairs, experiment.seeds, runs)
     best = winner(found)
     confirmation = None

@@ -1,12 +1,11 @@
-"""What a recipe may do without: its features by name, and the settings that switch each one off.
+"""Features of recipes by name, and the settings that switch each one off.
 
-A feature is no flag of a model. Without it the recipe is another value, one that `--set` could make as well, and only
-one: each is switched off by itself. Where a control needs it, a second setting keeps the rest as it was.
+The recipe without a feature is another value of the same recipe, which `--set` could make as well. Each feature is
+switched off alone. A second setting compensates where needed for a fair control.
 
-What no value switches off is not here: U-net skips, embedding shortcut, QK-norm, rotary, squared ReLU, the zero start
-of projections and the document mask are functions; Adam in place of Muon and a head without FP8 are other types. A
-recipe and its parent tell of those: `speedrun ablate --ladder`. Nor is the soft cap of the logits: the loss subtracts
-it in place of a maximum, so that it has to be 40 at most.
+Features that are functions or types have no such setting: U-net skips, embedding shortcut, QK-norm, rotary, squared
+ReLU, zero initial projections, the document mask, Muon, the FP8 head. `speedrun sweep --ladder` compares recipes with
+and without them. The soft cap of the logits stays as well: the loss uses it in place of a maximum, so it is at most 40.
 """
 
 import math
@@ -19,11 +18,11 @@ from speedrun.science.recipe import Recipe
 
 
 class Feature(NamedTuple):
-    """Something that a recipe does, and what it would be without."""
+    """A feature of a recipe."""
 
     name: str
     what: str
-    off: dict[str, Callable[[Recipe], Any]]  #: setting: its value in the same recipe without the feature
+    off: dict[str, Callable[[Recipe], Any]]  #: settings of the recipe without the feature
 
 
 FEATURES = (
@@ -58,7 +57,7 @@ FEATURES = (
         {"config.attention_scale": lambda recipe: _short(recipe.config.head_dim**-0.5)},
     ),
     Feature(
-        # A matrix of rank r that is orthogonal has the norm sqrt(r), one that is only scaled has 1.
+        # An orthogonal matrix of rank r has the norm sqrt(r), a matrix that is only scaled has 1.
         "orthogonalisation",
         "Muon's; without: momentum scaled to the same norm",
         {
@@ -92,17 +91,17 @@ FEATURES = (
 
 
 def without(recipe: Recipe, feature: Feature) -> dict[str, str]:
-    """The settings that make the same recipe without the feature; empty if the recipe does not have it."""
+    """Return the settings that switch a feature off; empty if the recipe does not have it."""
     if any(_setting(recipe, key) is None for key in feature.off):
         return {}
     values = {key: value(recipe) for key, value in feature.off.items()}
-    # The first setting is the feature, others only balance it.
+    # The first setting is the feature, others compensate.
     key = next(iter(values))
     return {} if values[key] == _setting(recipe, key) else {key: str(value) for key, value in values.items()}
 
 
 def _setting(recipe: Recipe, key: str) -> Any:
-    """The value of a setting; None if this kind of recipe has none of that name."""
+    """Return the value of a setting; None if this kind of recipe does not have it."""
     return reduce(lambda node, name: getattr(node, name, None), key.split("."), recipe)
 
 
@@ -116,11 +115,11 @@ def _exchanged(mixing: Sequence[str], old: str, new: str) -> tuple[str, ...]:
 
 
 def _whole_window(recipe: Recipe) -> float:
-    """The window is this times the progress, which after one step is 1 / num_steps."""
+    """Return the final window that covers whole documents from the second step on, at progress 1 / num_steps."""
     longest = max(recipe.eval_seq_len, *(stage.seq_len for stage in recipe.stages))
     return float(-(-longest // recipe.config.block_tokens) * recipe.num_steps)
 
 
 def _short(number: float) -> float:
-    """With six digits: it stands on command lines."""
+    """Round to six digits, for command lines."""
     return float(f"{number:.6g}")

@@ -1,8 +1,8 @@
-"""How much the losses of equal runs differ, from curves that others made.
+"""The spread of the losses of equal runs, from other people's logs.
 
-Runs are equal if they lie in one folder and their last validation is at the same step of the same plan. Whoever filed
-them may have thought otherwise: a folder of ablations is one group here, and its sd is too large. A median over groups
-says when that happens, and a range of means leaves out what was not made for the target.
+Runs count as equal if they are in one folder and their last validation is at the same step of the same schedule. A
+folder of ablations is then one group with too large an sd. The median sd over groups shows that; a range of means
+excludes runs that were not made for the target.
 """
 
 import math
@@ -17,26 +17,26 @@ from speedrun.ledger.statistics import pooled_sd
 
 
 class Group(msgspec.Struct, frozen=True):
-    """Equal runs."""
+    """A group of equal runs."""
 
     folder: str
     step: int  #: of the last validation
     num_steps: int | None
     losses: tuple[float, ...]  #: at that step
     mean: float
-    sd: float | None  #: None of one run
-    step_ms: float | None  #: mean time of a step, up to the last validation; None where a log tells no time
+    sd: float | None  #: None for one run
+    step_ms: float | None  #: mean time of a step, up to the last validation; None without times
 
 
 class Noise(msgspec.Struct, frozen=True):
-    """What the groups say together."""
+    """The sd over all groups of two or more runs."""
 
-    num_runs: int  #: in groups of two and more
-    num_groups: int  #: of two and more
-    freedom: int  #: degrees of it
+    num_runs: int
+    num_groups: int
+    freedom: int  #: degrees of freedom
     pooled_sd: float
     median_sd: float
-    low: float  #: of the pooled sd, with 95 % confidence if losses are normal
+    low: float  #: of the 95 % interval of the pooled sd, for normal losses
     high: float
 
 
@@ -52,7 +52,7 @@ class Band(msgspec.Struct, frozen=True):
 
 
 def distinct(runs: Iterable[ContextRun]) -> list[ContextRun]:
-    """Runs with an end that is a number, each once: a log that lies in two folders is one run."""
+    """Return runs with a final loss, without copies of a log in other folders."""
     found, seen = [], set()
     for run in runs:
         if run.final_loss is None or (can_identify(run.validations) and run.validations in seen):
@@ -63,7 +63,7 @@ def distinct(runs: Iterable[ContextRun]) -> list[ContextRun]:
 
 
 def groups(runs: Iterable[ContextRun]) -> list[Group]:
-    """The groups of these runs, in the order of their first ones."""
+    """Group equal runs, in the order of the first run of each."""
     equal: dict[tuple[str, int, int | None], list[ContextRun]] = defaultdict(list)
     for run in runs:
         if run.final_loss is not None:
@@ -79,7 +79,7 @@ def _group(folder: str, step: int, num_steps: int | None, runs: list[ContextRun]
 
 
 def noise(found: Sequence[Group]) -> Noise | None:
-    """The sd of single runs around the means of their groups; None if no group has two runs.
+    """Return the sd of runs around the means of their groups; None if no group has two runs.
 
     The interval is that of a variance: freedom * sd^2 / chi^2 at both ends.
     """
@@ -103,7 +103,7 @@ def noise(found: Sequence[Group]) -> Noise | None:
 
 
 def bands(runs: Iterable[ContextRun]) -> list[Band]:
-    """The losses of these runs at each step that any of them validated at."""
+    """Return the losses at each step of a validation."""
     at: dict[int, list[float]] = defaultdict(list)
     for run in runs:
         for point in run.validations:

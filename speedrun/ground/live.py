@@ -1,4 +1,4 @@
-"""A run on a terminal: its text lines, and below them a progress bar with rate, loss, time left and ghost."""
+"""The console of a run: its text lines and, on a terminal, a progress bar with rate, loss, time left and ghost."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Self, TextIO
@@ -11,30 +11,33 @@ if TYPE_CHECKING:
 
 
 class Live(Printer):
-    """Prints the log as it comes, with a progress bar if the stream is a terminal.
+    """Print events as they come, with a progress bar if the stream is a terminal.
 
     Use as a context manager, and `log.subscribe(live)`.
     """
 
-    def __init__(self, stream: TextIO, ghost: Callable[[Step], str] | None = None) -> None:
-        """Prints to `stream`, whose kind decides the form.
+    def __init__(self, stream: TextIO, ghost: Callable[[Step], str] | None = None, legend: str = "") -> None:
+        """Print to `stream`.
 
         Args:
-            stream: where to.
-            ghost: is told every step; what it says of one stands beside it, and in no log.
+            stream: of text.
+            ghost: called with every step; returns a text to append to its line. It is not logged.
+            legend: printed when the run starts.
         """
         super().__init__(stream)
-        self._ghost = ghost
+        self._ghost, self._legend = ghost, legend
         self._bar = _Bar(stream) if stream.isatty() else None
 
     def __call__(self, line: Line) -> None:
-        """Shows one event."""
-        shown, beside = self._text(line), ""
+        """Show one event."""
+        if self._legend and isinstance(line.event, RunStart):
+            self.say(self._legend)
+        shown, ghost = self._text(line), ""
         if self._ghost is not None and isinstance(line.event, Step):
-            beside = f"  {self._ghost(line.event)}"
-            shown = None if shown is None else shown + beside
+            ghost = f"  {self._ghost(line.event)}"
+            shown = None if shown is None else shown + ghost
         if self._bar is not None:
-            self._bar.show(line, shown, beside)
+            self._bar.show(line, shown, ghost)
         elif shown is not None:
             self._write(shown)
 
@@ -57,7 +60,7 @@ class _Bar:
         self._task: TaskID | None = None
         self._num_steps = 0
 
-    def show(self, line: Line, text: str | None, beside: str) -> None:
+    def show(self, line: Line, text: str | None, ghost: str) -> None:
         if text is not None:
             self._console.print(text, markup=False)
         match line.event:
@@ -68,7 +71,7 @@ class _Bar:
             case Step() as step if self._progress is not None and self._task is not None:
                 left_s = step.train_time_s / (step.step + 1) * (self._num_steps - step.step - 1)
                 rate = quantity(step.tokens_seen / max(1e-9, step.train_time_s), "tok/s")
-                facts = f"{rate}  loss {step.loss:.4f}  eta {duration(left_s)}{beside}"
+                facts = f"{rate}  loss {step.loss:.4f}  eta {duration(left_s)}{ghost}"
                 self._progress.update(self._task, completed=step.step + 1, facts=facts)
             case ClockStop():
                 self.close()
@@ -82,9 +85,9 @@ class _Bar:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
         facts = TextColumn("{task.fields[facts]}")
-        # The bar takes what the facts leave of a line; of a fixed width it would push them over the edge.
+        # A bar of fixed width would push the facts off a narrow terminal.
         columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), facts)
-        # Four refreshes a second: the bar's thread must not be felt by the steps it shows.
+        # Few refreshes, so that the bar's thread does not slow the steps.
         progress = Progress(*columns, console=self._console, transient=True, refresh_per_second=4)
         self._task = progress.add_task("train", total=self._num_steps, facts="")
         self._progress = progress

@@ -1,0 +1,161 @@
+"""`--wandb PROJECT`: a child process sends the growing logs of a record to wandb.
+
+The run depends on none of it. Whatever goes wrong with wandb (not installed, no key, no server) is one warning, and the
+child is gone ten seconds after the run.
+
+python -m speedrun.exchange.relay RECORD PROJECT [RUN...]      skips these runs; ends with its standard input
+"""
+
+import contextlib
+import importlib
+import os
+import select
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Container, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from speedrun.board import leaks
+from speedrun.exchange.trackers import ENVIRONMENT, WandbRun
+from speedrun.ground import console, runlog
+from speedrun.ground.errors import UsageError, meaning
+from speedrun.ground.output import told
+
+_LEAVE_S = 10.0  #: from the end of the run until the child is killed
+_POLL_S = 1.0  #: between two reads of the logs
+_NICENESS = 10  #: the run needs the cores
+
+
+@contextlib.contextmanager
+def relayed(record: Path, project: str | None) -> Iterator[None]:
+    """Inside the block, send the logs of a record's new runs to wandb.
+
+    Args:
+        record: its folder, which need not exist yet.
+        project: None: send nothing.
+    """
+    if project is None:
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        try:
+            # Not a pipe: processes that wandb starts would hold it open.
+            errors = stack.enter_context(tempfile.TemporaryFile())
+            # A child that is killed cannot remove its scratch files.
+            scratch = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+            child = _child(record, project, errors, scratch)
+        except OSError as error:
+            _warn(record, f"it cannot start: {error.strerror}")
+            yield
+            return
+        waiting = threading.Thread(target=_report, args=[child, errors, record], daemon=True)
+        waiting.start()
+        try:
+            yield
+        finally:
+            assert child.stdin is not None
+            child.stdin.close()
+            waiting.join(_LEAVE_S)
+            if waiting.is_alive():
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                    os.killpg(child.pid, signal.SIGKILL)
+                waiting.join()
+
+
+def _child(record: Path, project: str, errors: IO[bytes], scratch: str) -> subprocess.Popen[bytes]:
+    old = [path.name for path in record.glob("runs/*")]
+    return subprocess.Popen(
+        [sys.executable, "-m", "speedrun.exchange.relay", str(record), project, *old],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=errors,
+        env={**os.environ, "TMPDIR": scratch},
+        process_group=0,  # a Ctrl-C is for the run
+    )
+
+
+def _report(child: subprocess.Popen[bytes], errors: IO[bytes], record: Path) -> None:
+    """Wait for the child; warn if it did not send everything."""
+    if not (code := child.wait()):
+        return
+    errors.seek(0)
+    problem = errors.read().decode(errors="replace").strip().rpartition("\n")[2].removeprefix("error: ")
+    if code == -signal.SIGKILL:
+        problem = f"it did not take everything within {_LEAVE_S:.0f} s after the run"
+    _warn(record, problem or f"its process ended with {meaning(code)}")
+
+
+def _warn(record: Path, problem: str) -> None:
+    export = shlex.join(["speedrun", "export", str(record), "--to", "wandb"])
+    line = f"warning: wandb: {problem}; the record is complete; to send it later: {export}"
+    sys.stderr.write(console.clean(line) + "\n")
+
+
+class _Log:
+    """A growing log and its run in wandb."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset = path, 0
+        self._run: WandbRun | None = None
+
+    def send(self, wandb: Any, record: Path, project: str, scratch: str) -> None:
+        """Send the complete lines that are new."""
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            complete, newline, _ = file.read().rpartition(b"\n")
+        self._offset += len(complete + newline)
+        for raw in complete.splitlines():
+            line = runlog.decode(raw)
+            if isinstance(line.event, runlog.RunStart):
+                # The only line with free text of which wandb gets anything.
+                if secret := next((leak for leak in leaks.find(raw) if leak.secret), None):
+                    raise UsageError(f"line 1 of {self._path} holds {secret.kind}; nothing of it is sent")
+                self._run = WandbRun(
+                    wandb, line, scratch=scratch, mode="online", project=project, group=record.resolve().name
+                )
+            elif self._run is not None:
+                self._run(line)
+            if isinstance(line.event, runlog.RunEnd) and self._run is not None:
+                self._run.finish(succeeded=line.event.status == "finished")
+
+
+def relay(record: Path, project: str, skip: Container[str], until: IO[bytes]) -> None:
+    """Send the logs of a record, and what is appended to them, until a stream ends.
+
+    Args:
+        record: its folder.
+        project: of wandb.
+        skip: ids of runs that are not sent.
+        until: the stream.
+
+    Raises:
+        UsageError: if wandb is not installed or set not to send, or if there is a secret in what it would be sent.
+        wandb.Error: from wandb.
+    """
+    if (mode := os.environ.get("WANDB_MODE", "online")) not in ("online", "shared"):
+        raise UsageError(f"WANDB_MODE={mode}, which sends nothing")
+    with tempfile.TemporaryDirectory() as scratch:
+        os.environ |= ENVIRONMENT
+        try:
+            wandb = importlib.import_module("wandb")
+        except ModuleNotFoundError:
+            raise UsageError("not installed; type: pip install 'speedrun[wandb]'") from None
+        logs: dict[Path, _Log] = {}
+        is_over = False
+        while not is_over:
+            is_over = bool(select.select([until], [], [], _POLL_S)[0])
+            for path in sorted(record.glob("runs/*/metrics.jsonl")):
+                if path.parent.name not in skip:
+                    logs.setdefault(path, _Log(path)).send(wandb, record, project, scratch)
+        wandb.teardown()
+
+
+if __name__ == "__main__":
+    with told():
+        os.nice(_NICENESS)
+        relay(Path(sys.argv[1]), sys.argv[2], sys.argv[3:], sys.stdin.buffer)

@@ -1,0 +1,179 @@
+"""Runs a declared batch. Each run is a child process, so that this process holds no device."""
+
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, NamedTuple
+
+from speedrun.board.record_plot import plot
+from speedrun.ground import children
+from speedrun.ground import track as tracks
+from speedrun.ground.errors import NonFiniteError, UsageError
+from speedrun.ground.track import Track
+from speedrun.ledger import format, runfile, statistics
+from speedrun.ledger.assemble import assemble
+from speedrun.ledger.batch import Standing, standing
+from speedrun.ledger.record import load
+from speedrun.ledger.salvage import salvage
+from speedrun.study import race
+
+
+def num_runs(
+    rules: Track, expect: float | None, power: float, sigma: float | None, *, num_looks: int = 1
+) -> int:
+    """Return the number of runs that prove an expected mean with probability `power` at the first look.
+
+    Args:
+        rules: of the track.
+        expect: the mean loss.
+        power: between 0 and 1.
+        sigma: sd of losses over seeds; None: the track's.
+        num_looks: 1 or 2.
+
+    Raises:
+        UsageError: if it does not follow: no mean, no sd, or a mean that no number of runs can prove.
+    """
+    sigma, target = sigma or rules.target.sigma, rules.target.loss
+    if expect is None:
+        raise UsageError("number of runs missing; pass --runs N, or --expect LOSS to derive it")
+    if sigma is None:
+        raise UsageError(f"the noise of {rules.id} is not known; add --sigma, the sd of losses over seeds")
+    needed = statistics.batch_needed(
+        target - expect, sigma, known_sigma=rules.target.sigma, power_wanted=power, num_looks=num_looks
+    )
+    if needed is None:
+        raise UsageError(
+            f"got a mean of {expect} with sd {sigma}; {statistics.MOST_RUNS:,} runs would not show that it is below "
+            f"{target}; need a lower mean"
+        )
+    return max(needed, rules.rules.min_runs, 2)
+
+
+class Outcome(NamedTuple):
+    """A batch that is complete."""
+
+    rules: Track
+    standing: Standing
+    summary: format.Summary
+    plots: list[Path]
+
+
+class Batch:
+    """A declared batch in its folder."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        data: Path | None,
+        title: str | None,
+        ghost: str | None,
+        say: Callable[[str], None],
+        to_stderr: bool,
+    ) -> None:
+        """Read the declaration.
+
+        Args:
+            folder: of the record.
+            data: folder of shards; None: the track's.
+            title: of the record; None: keep the one it has.
+            ghost: as in `--ghost`.
+            say: called with a line of progress after each run.
+            to_stderr: where the runs print.
+
+        Raises:
+            UsageError: if there is no declaration, or none that can be read.
+        """
+        path = folder / runfile.BATCH
+        try:
+            raw = path.read_bytes()
+            self._declared = format.decode(raw, format.Declaration)
+        except OSError:
+            raise UsageError(
+                f"{folder} holds no {runfile.BATCH}; declare a batch: speedrun batch --runs N"
+            ) from None
+        except runfile.FormatError as error:
+            raise UsageError(f"{path}: {error}; restore it, or declare a new batch") from None
+        self._folder, self._data, self._title, self._say, self._to_stderr = (
+            folder,
+            data,
+            title,
+            say,
+            to_stderr,
+        )
+        self._sha256 = runfile.sha256(raw)
+        self._rules = tracks.load(self._declared.track.id.rpartition("@")[0])
+        rival = race.find(ghost, self._rules.id)  # once, so that its warning appears once
+        self._ghost = "none" if rival is None else str(rival.record)
+
+    def run(self) -> Outcome:
+        """Run the missing seeds, and write the record after each.
+
+        Raises:
+            UsageError: if another process runs this batch.
+            SpeedrunError: if a run breaks off.
+        """
+        with children.locked(self._folder / runfile.BATCH) as lock:
+            now = self._standing()
+            while now.missing:
+                request = self._request(now.missing[0])
+                code = children.run_module(
+                    "speedrun.study.race", request, to_stderr=self._to_stderr, keep_open=(lock,)
+                )
+                now = self._standing()
+                if code and code != NonFiniteError.exit_code:
+                    raise children.run_error(code, ["speedrun", "batch", "--resume", str(self._folder)])
+            summary = self._assemble()
+            return Outcome(self._rules, now, summary, plot(self._folder) if summary.num_finished else [])
+
+    def _standing(self) -> Standing:
+        """Salvage killed runs, write the record, and report its standing."""
+        for run_id in salvage(self._folder, self._declared.recipe, self._declared.num_devices):
+            sys.stderr.write(
+                f"warning: {run_id} was killed; its log is kept as that of a run that broke off\n"
+            )
+        if list(self._folder.glob("runs/*")):
+            self._assemble()
+        target = self._rules.target
+        now = standing(self._declared, load(self._folder).runs, target.loss, target.sigma)
+        self._say(progress(self._declared, now))
+        return now
+
+    def _assemble(self) -> format.Summary:
+        default = f"{self._declared.recipe.name} on {self._declared.track.id}"
+        return assemble(self._folder, title=self._title, default_title=default)
+
+    def _request(self, seed: int) -> dict[str, Any]:
+        """Return the `race.Request` of a run."""
+        declared = self._declared
+        config = {
+            "track": self._rules.name,
+            "out": self._folder,
+            "recipe": declared.recipe.name,
+            "seed": seed,
+            "overrides": declared.recipe.overrides,
+            "data": self._data,
+            "num_devices": declared.num_devices,
+            "microbatches": declared.microbatches,
+            "attention": declared.attention,
+            "batch_sha256": self._sha256,
+        }
+        return {"config": config, "ghost": self._ghost, "track": self._rules.id}
+
+
+def progress(declared: format.Declaration, now: Standing) -> str:
+    """Return a line with the number of runs, their mean, and the test at the last look."""
+    num_wanted = len(now.losses) + len(now.missing)
+    counts = (look.num_runs for look in declared.looks)
+    total = next((count for count in counts if count >= num_wanted), len(declared.seeds))
+    parts = [f"batch   {len(now.losses)} of {total} runs"]
+    if math.inf in now.losses:
+        parts.append("one became non-finite, which fails the batch")
+    elif len(now.losses) > 1:
+        parts.append(f"mean {fmean(now.losses):.5f}, sd {stdev(now.losses):.5f}")
+    if now.test is not None:
+        verdict = "proven" if now.test.passed else "not proven"
+        parts.append(f"p = {now.test.p:.2g}, need less than {now.test.alpha:g}: {verdict}")
+    return " | ".join(parts)

@@ -1,0 +1,131 @@
+"""Runs a declared experiment. Each run is a child process, so that this process holds no device."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from speedrun.board.record_plot import plot
+from speedrun.ground import children, provenance
+from speedrun.ground import track as tracks
+from speedrun.ground.console import duration
+from speedrun.ground.errors import NonFiniteError, UsageError
+from speedrun.ground.wholefile import write_whole
+from speedrun.ledger import runfile
+from speedrun.ledger.assemble import assemble
+from speedrun.study import trials
+from speedrun.study.effects import Summary, summary, winner
+from speedrun.study.forest import forest
+from speedrun.study.report import TITLES, count
+from speedrun.study.trials import EXPERIMENT, Runs, Trial
+
+
+class Outcome(NamedTuple):
+    """An experiment that is complete."""
+
+    summary: Summary
+    plots: list[Path]
+
+
+class Runner:
+    """An experiment in its folder."""
+
+    def __init__(self, folder: Path, data: Path | None, say: Callable[[str], None]) -> None:
+        """Read the plan.
+
+        Args:
+            folder: of the experiment.
+            data: folder of shards; None: the track's.
+            say: called with lines of progress.
+
+        Raises:
+            UsageError: if there is no plan, or none that can be read.
+        """
+        self._folder, self._data, self._say = folder, data, say
+        self._plan = trials.read(folder)
+        self._sha256 = runfile.sha256((folder / EXPERIMENT).read_bytes())
+        self._track = self._plan.track.id.rpartition("@")[0]
+
+    def run(self) -> Outcome:
+        """Run what is missing: every arm with the first seeds, then the best arm with fresh seeds.
+
+        Raises:
+            UsageError: if another process runs this experiment, or the source changed since it was designed.
+            SpeedrunError: if a run breaks off.
+        """
+        plan = self._plan
+        with children.locked(self._folder / EXPERIMENT) as lock:
+            fresh = count(len(plan.confirming), "fresh seed")
+            self._say(
+                f"sweep   {plan.track.id} | {len(plan.arms)} arms x {count(len(plan.seeds), 'seed')}, then {fresh} for "
+                f"the best | {plan.standing} | {self._folder}"
+            )
+            for reason in plan.left_out:
+                self._say(f"left out  {reason}")
+            self._check_source()
+            runs = self._run_missing([*trials.trials(plan.arms, plan.seeds)], lock)
+            found = summary(plan, self._sha256, runs)
+            if best := winner(found.findings) if plan.confirming else None:
+                self._say(f"confirm {best.arm!r} against {best.against!r}: {fresh}")
+                pair = [plan.arm(best.against), plan.arm(best.arm)]
+                runs |= self._run_missing([*trials.trials(pair, plan.confirming)], lock)
+                found = summary(plan, self._sha256, runs)
+            write_whole(self._folder / "summary.json", trials.encode(found))
+            title = f"{plan.arms[-1].recipe} on {plan.track.id}: {TITLES[plan.kind]}"
+            return Outcome(found, forest(found, self._folder, title))
+
+    def _check_source(self) -> None:
+        rules = [tracks.TRACKS_DIR / f"{self._track}.toml"]
+        for recipe, sha256 in sorted({(arm.recipe, arm.source_sha256) for arm in self._plan.arms}):
+            roots = [f"speedrun.science.recipes.{recipe}", "speedrun.training.train"]
+            if runfile.sha256(provenance.closure(roots, rules).encode()) != sha256:
+                raise UsageError(
+                    f"the source of {recipe} changed since {self._folder} was designed; restore it, or start anew"
+                )
+
+    def _run_missing(self, wanted: Sequence[Trial], lock: int) -> Runs:
+        """Run unfinished trials; return all finished ones."""
+        runs = trials.completed(self._folder, self._plan, wanted)
+        for number, trial in enumerate(wanted, 1):
+            if (trial.arm.name, trial.seed) in runs:
+                continue
+            left = len(wanted) - len(runs)
+            self._say(
+                f"run {number} of {len(wanted)}  {trial.arm.name}  seed {trial.seed}  {left} left, {_eta(runs, left)}"
+            )
+            out = trials.new_folder(self._folder, self._plan, trial)
+            request = {"config": self._request(trial, out), "ghost": "none", "track": self._plan.track.id}
+            code = children.run_module("speedrun.study.race", request, to_stderr=True, keep_open=(lock,))
+            runs |= trials.completed(self._folder, self._plan, [trial])
+            run = runs.get((trial.arm.name, trial.seed))
+            if run is not None:
+                self._assemble(trial, out, drawn=run.finished)
+            if run is None or code not in (0, NonFiniteError.exit_code):
+                raise children.run_error(code, ["speedrun", "sweep", "--resume", str(self._folder)])
+        return runs
+
+    def _request(self, trial: Trial, out: Path) -> dict[str, Any]:
+        """Return the `prepare.RunConfig` of a trial."""
+        return {
+            "track": self._track,
+            "out": out,
+            "recipe": trial.arm.recipe,
+            "seed": trial.seed,
+            "overrides": trial.arm.overrides,
+            "data": self._data,
+            "num_devices": self._plan.num_devices,
+            "microbatches": self._plan.microbatches,
+            "attention": self._plan.attention,
+        }
+
+    def _assemble(self, trial: Trial, out: Path, *, drawn: bool) -> None:
+        """Write the record of one run."""
+        change = f"One run of the experiment with sha256 {self._sha256[:16]}: {self._plan.standing}."
+        assemble(out, title=f"{trial.arm.recipe}, {trial.arm.name}", changes=[change], declared_runs=1)
+        if drawn:
+            plot(out)
+
+
+def _eta(runs: Runs, left: int) -> str:
+    walls_s = [run.end.cold_wall_s for run in runs.values() if run.finished]
+    return f"eta {duration(fmean(walls_s) * left)}" if walls_s else "eta unknown before the first run ends"

@@ -1,0 +1,108 @@
+"""What the runs of a record prove about its loss, and how many runs a proof would take."""
+
+import math
+from pathlib import Path
+from statistics import fmean, stdev
+
+import msgspec
+
+from speedrun.ground.errors import UsageError
+from speedrun.ledger import statistics
+from speedrun.ledger.batch import standing
+from speedrun.ledger.record import Record, load
+from speedrun.ledger.statistics import Interval
+
+
+class Stats(msgspec.Struct, frozen=True):
+    """Losses and times of the finished runs of a record, and the test of their mean loss."""
+
+    track: str
+    target: float
+    num_runs: int
+    losses: tuple[float, ...]
+    loss: Interval | None  #: mean and 95 % interval; None for one run, as below
+    sd: float | None
+    train_times_s: tuple[float, ...]
+    train_time_s: Interval | None
+    cold_walls_s: tuple[float, ...]
+    cold_wall_s: Interval | None
+    declared: bool  #: whether the test is that of a declared batch
+    rule: str
+    p: float | None  #: None for one run
+    alpha: float
+    passed: bool
+    runs_needed: int | None  #: for 90 % power at this mean and noise; None: no number is enough
+    equivalent: statistics.Equivalence | None  #: to the parent
+
+
+def stats(
+    folder: Path, *, target: float | None, alpha: float | None, parent: Path | None, margin: float
+) -> Stats:
+    """Test the mean loss of a record against the target, and against the mean of its parent.
+
+    Args:
+        folder: of the record.
+        target: None: the track's.
+        alpha: level of the test; None: the rule's.
+        parent: folder of another record; None: no comparison.
+        margin: largest difference of equivalent losses, nats.
+
+    Raises:
+        UsageError: if a record has no finished run, or the comparison has fewer than two on one side.
+    """
+    record = _finished(folder)
+    rules, runs = record.rules, record.finished
+    aim, sigma = rules.target.loss if target is None else target, rules.target.sigma
+    losses = [run.val_loss for run in runs]
+    test = None
+    if record.declaration is not None and target is None and alpha is None:
+        test = standing(record.declaration, record.runs, aim, sigma).test
+    declared = test is not None
+    blown_up = [math.inf for run in record.runs if run.file.outcome == "non-finite"]
+    test = test or statistics.mean_below([*losses, *blown_up], aim, known_sigma=sigma, alpha=alpha)
+    is_tested = len(losses) + len(blown_up) > 1
+    sd = stdev(losses) if len(losses) > 1 else None
+    noise = max(sigma or 0.0, sd or 0.0) if test.rule == "z" else sd
+    needed, gap = None, aim - fmean(losses)
+    if noise and alpha is None:
+        needed = statistics.batch_needed(gap, noise, known_sigma=sigma)
+    elif noise:
+        needed = statistics.runs_needed(gap, noise, rule=test.rule, alpha=test.alpha)
+    times_s, walls_s = ([getattr(run.end, name) for run in runs] for name in ("train_time_s", "cold_wall_s"))
+    return Stats(
+        track=rules.id,
+        target=aim,
+        num_runs=len(runs),
+        losses=tuple(losses),
+        loss=statistics.mean_interval(losses),
+        sd=sd,
+        train_times_s=tuple(times_s),
+        train_time_s=statistics.mean_interval(times_s),
+        cold_walls_s=tuple(walls_s),
+        cold_wall_s=statistics.mean_interval(walls_s),
+        declared=declared,
+        rule=test.rule,
+        p=test.p if is_tested else None,
+        alpha=test.alpha,
+        passed=is_tested and test.passed,
+        runs_needed=needed,
+        equivalent=None if parent is None else _equivalence(parent, losses, margin),
+    )
+
+
+def _equivalence(parent: Path, losses: list[float], margin: float) -> statistics.Equivalence:
+    others = [run.val_loss for run in _finished(parent).finished]
+    if min(len(others), len(losses)) < 2:
+        raise UsageError(
+            f"--against compares {len(losses)} runs with {len(others)}; need two finished ones on each side"
+        )
+    return statistics.equivalent(others, losses, margin=margin)
+
+
+def _finished(folder: Path) -> Record:
+    record = load(folder)
+    if not record.finished or record.track is None:
+        raise UsageError(
+            f"{folder} holds no finished run of a known track; 'speedrun validate {folder}' says why"
+        )
+    return record

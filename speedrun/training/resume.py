@@ -1,0 +1,55 @@
+"""The settings of a run that is resumed."""
+
+import shlex
+from pathlib import Path
+
+import msgspec
+
+from speedrun.ground import processes, track
+from speedrun.ground.errors import CheckpointError, UsageError
+from speedrun.ledger import format, runfile
+from speedrun.ledger.salvage import ended, salvage
+from speedrun.training import checkpoint
+from speedrun.training.prepare import Begun, RunConfig, decoded
+
+
+def resumed(out: Path) -> RunConfig:
+    """Return the settings of the run in a folder; `resume` is unset if it finished and only its record is missing.
+
+    A run that was killed becomes one that broke off.
+
+    Raises:
+        UsageError: if the folder holds a batch, or no checkpoints.
+        CheckpointError: if the settings cannot be read.
+    """
+    if (out / runfile.BATCH).exists():
+        raise UsageError(f"{out} is a batch; type: speedrun batch --resume {shlex.quote(str(out))}")
+    if finished := _finished(out):
+        return finished
+    path = checkpoint.folder_of(out) / checkpoint.RUN
+    if not path.exists():
+        raise UsageError(
+            f"{out} has no checkpoints: {path} is missing; start a new run with another --out, and with "
+            "--checkpoint-every if you want to resume it"
+        )
+    try:
+        begun = decoded(checkpoint.unsealed(msgspec.json.decode(path.read_bytes())), Begun)
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"{path}: {reason}; start a new run with another --out") from None
+    if processes.is_first():
+        salvage(out, begun.recipe, begun.num_devices)
+    return msgspec.structs.replace(begun.config, out=out, resume=True)
+
+
+def _finished(out: Path) -> RunConfig | None:
+    for path in out.glob("runs/*/run.json"):
+        try:
+            run = format.decode(path.read_bytes(), runfile.RunFile)
+        except runfile.FormatError:
+            continue  # it will be written again from its log
+        if run.outcome == "finished" and ended(path.parent):
+            name = run.track.rpartition("@")[0]
+            recipe = None if run.recipe == track.load(name).recipe else run.recipe
+            return RunConfig(name, out, recipe, run.seed, run.overrides)
+    return None
