@@ -14,6 +14,7 @@ from speedrun.board.drawing import (
     VAL,
     canvas,
     in_font,
+    keep_clear,
     label,
     number_decades,
     save,
@@ -151,11 +152,12 @@ def _draw_pareto(figure: "Figure", track: str, rows: Sequence[Row]) -> None:
     axes.ticklabel_format(axis="y", useOffset=False)
     _note(axes, 0, f"target {target:g}", TARGET)
     named = sorted(rows, key=_place) if len(rows) <= _MOST_NAMED else best
+    labels = []
     for number, row in enumerate(named[-_MOST_NAMED:], 1):
         name = row.path.rpartition("/")[2][:_MOST_NAME]
         _note(axes, number, f"{number}  {name}", VAL if _qualifies(row) else GREY)
-    for number, row in enumerate(named[-_MOST_NAMED:], 1):  # once the notes have their place
-        label(axes, _place(row), str(number), (6, 5), avoid=[target])
+        labels.append(label(axes, _place(row), str(number), (6, 5)))
+    keep_clear(axes, labels, [target])
 
 
 def _points(axes: "Axes", rows: Sequence[Row], **form: Any) -> None:
