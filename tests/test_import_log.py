@@ -18,7 +18,7 @@ from speedrun.board import pages
 from speedrun.board.standings import Board, read_built
 from speedrun.cli.import_log import command
 from speedrun.exchange import curves, foreign, history
-from speedrun.exchange.context import Context, Point
+from speedrun.exchange.curves import Context, Point
 from speedrun.ground.errors import UsageError
 from speedrun.study import noise
 
