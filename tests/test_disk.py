@@ -82,7 +82,7 @@ def checkout(tmp_path, monkeypatch) -> Path:
         pytest.param(
             ["submit", "records/forged/record", "--out", "sent", "--name", "x"], 1, marks=pytest.mark.slow
         ),
-        pytest.param(["plot", "records/forged/record"], 17, marks=pytest.mark.slow),
+        pytest.param(["plot", "records/forged/record"], 3, marks=pytest.mark.slow),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

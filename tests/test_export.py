@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from record_forge import SOFTWARE, forge, install_track
 
 from speedrun.cli.export import command
-from speedrun.exchange import classic_log, context, curve_table, foreign
-from speedrun.exchange.context import Point
-from speedrun.exchange.curves import Problems
-from speedrun.exchange.exports import FORMS, curves, export
+from speedrun.exchange import classic_log, curve_table, curves, foreign
+from speedrun.exchange.curves import Point, Problems
+from speedrun.exchange.exports import FORMS, curves_of, export
 from speedrun.ground import track
 from speedrun.ground.errors import UsageError
 from speedrun.ledger.record import load
@@ -34,7 +33,7 @@ def record(tmp_path, monkeypatch):
 
 def test_curves_are_those_of_the_log(record):
     """By hand: steps of 0.1 s, a validation every four steps and at the end, the first run's losses 0.01 higher."""
-    run = curves(record.runs[0])
+    run = curves_of(record.runs[0])
     assert (run.name, run.num_steps) == ("tiny-1-00a1", 10)
     assert [(point.step, point.loss) for point in run.validations] == [
         (0, 5.5),
@@ -52,7 +51,7 @@ def test_classic_logs_read_back_rounded(record, tmp_path):
     paths = export(record, "classic", tmp_path / "out")
     assert [path.name for path in paths] == ["tiny-1-00a1.txt", "tiny-2-00a2.txt"]
     for path, run in zip(paths, record.runs, strict=True):
-        found, want = foreign.import_file(path, "x"), curves(run)
+        found, want = foreign.import_file(path, "x"), curves_of(run)
         assert found.num_problems == 0
         (back,) = found.runs
         assert (back.software, back.device, back.num_devices) == (
@@ -68,7 +67,7 @@ def test_classic_logs_read_back_rounded(record, tmp_path):
 
 def test_tables_read_back_exactly(record, tmp_path):
     validations, train_losses = export(record, "csv", tmp_path / "out")
-    want = [curves(run) for run in record.runs]
+    want = [curves_of(run) for run in record.runs]
     found = foreign.import_file(validations, "x")
     assert [run.name for run in found.runs] == [run.name for run in want]
     for back, run in zip(found.runs, want, strict=True):
@@ -98,8 +97,8 @@ _POINTS = st.lists(
 @settings(deadline=None)
 @given(_POINTS, _POINTS, st.text(max_size=20), st.none() | st.integers(0, 10**6))
 def test_what_is_written_is_read(validations, train_losses, text, num_steps):
-    run = context.context_run("a", num_steps, validations, train_losses)
-    run = context.on_machine(run, software={text: text}, device=text, num_devices=8)
+    run = curves.context_run("a", num_steps, validations, train_losses)
+    run = curves.on_machine(run, software={text: text}, device=text, num_devices=8)
     written = classic_log.write(run)
     assert all(line.isprintable() for line in written.split("\n"))
     found = classic_log.read("a", written, Problems())
@@ -124,7 +123,7 @@ def test_tensorboard_reads_the_events(record, tmp_path):
         times.append(event.wall_time)
         for value in event.summary.value:
             found.setdefault(value.tag, []).append((event.step, pytest.approx(value.simple_value, rel=1e-6)))
-    want = curves(record.runs[0])
+    want = curves_of(record.runs[0])
     assert [(point.step, point.loss) for point in want.validations] == found["val/loss"]
     assert [(point.step, point.loss) for point in want.train_losses] == found["train/loss"]
     assert [(point.step, point.train_time_s) for point in want.train_losses] == found["train/time_s"]
@@ -181,7 +180,7 @@ def test_an_export_holds_nothing_about_this_machine(form, tmp_path):
     assert not left, "files beside the export"
     if form == "wandb":  # an offline run holds its numbers as JSON
         raw = paths[0].read_bytes()
-        losses = [point.loss for point in curves(load(RECORD).runs[0]).validations]
+        losses = [point.loss for point in curves_of(load(RECORD).runs[0]).validations]
         assert sum(repr(loss).encode() in raw for loss in losses) >= len(losses) - 1, (
             "one may lie across two blocks"
         )

@@ -328,9 +328,9 @@ def test_the_page_loads_nothing_from_a_network(records):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[[published", "mend it"),
-        (CONTEXT.replace("https", "javascript"), "begins with https://"),
-        ("x = 1", "mend it"),
+        ("[[published", "correct it"),
+        (CONTEXT.replace("https", "javascript"), r"\^https://"),
+        ("x = 1", "correct it"),
     ],
 )
 def test_a_malformed_context_is_refused(records, text, said):

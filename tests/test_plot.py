@@ -35,12 +35,18 @@ def test_the_same_record_gives_the_same_bytes(record):
     assert [path.read_bytes() for path in plot(record, KINDS)] == first
 
 
-def test_svg_and_png_are_valid_and_so_is_the_record(record):
+def test_pictures_are_valid_and_every_colour_has_a_dark_one(record):
     paths = plot(record, KINDS)
     assert [path.name for path in paths] == [f"{kind}.{form}" for kind in KINDS for form in ("svg", "png")]
     for svg, png in zip(paths[::2], paths[1::2], strict=True):
         assert ElementTree.parse(svg).getroot().tag.endswith("svg")
         assert png.read_bytes().startswith(b"\x89PNG")
+        text = svg.read_text()
+        swaps = dict(re.findall(r'"(?:fill|stroke): (#\w+)"\]\{\w+:(#\w+)!important', text))
+        used = set(re.findall(r"(?:fill|stroke): (#\w+)", text.partition("</style>")[2]))
+        assert len(used) > 3
+        assert used <= swaps.keys()
+        assert not swaps.keys() & set(swaps.values())
     assert validate(record).exit_code == 0
 
 
@@ -103,18 +109,6 @@ def test_no_label_crosses_the_target(tmp_path, record, drawn, val_loss):
     for text in labels:
         box = text.get_window_extent()
         assert not box.y0 < height < box.y1, f"{text.get_text()} crosses the target"
-
-
-def test_every_colour_of_a_picture_has_a_dark_one(record, tmp_path):
-    row = row_of(record, "forged/record")
-    assert isinstance(row, Row)
-    for svg in [*plot(record, KINDS)[::2], *pareto([row], tmp_path)[::2]]:
-        text = svg.read_text()
-        swaps = dict(re.findall(r'"(?:fill|stroke): (#\w+)"\]\{\w+:(#\w+)!important', text))
-        drawn = set(re.findall(r"(?:fill|stroke): (#\w+)", text.partition("</style>")[2]))
-        assert len(drawn) > 3
-        assert drawn <= swaps.keys()
-        assert not swaps.keys() & set(swaps.values())
 
 
 def test_one_run_has_no_band_and_another_config_is_not_averaged(tmp_path, record, drawn):
@@ -206,13 +200,13 @@ def test_any_name_can_be_drawn(record, tmp_path):
     assert ElementTree.parse(svg).getroot().tag.endswith("svg")
 
 
-def test_the_command_draws_all_kinds_of_several_records(record, tmp_path):
+def test_the_command_draws_all_kinds_of_several_records(record, tmp_path, drawn):
     other = forge(tmp_path / "other")
     result = CliRunner().invoke(command, [str(record), str(other), "--kind", "all"])
     assert result.exit_code == 0, result.output
-    paths = [Path(line) for line in result.output.splitlines()]
-    assert len({*paths}) == 2 * 3 * 2
-    assert all(path.is_file() for path in paths)
+    want = [one / "plots" / kind for one in (record, other) for kind in KINDS]
+    assert [Path(line) for line in result.output.splitlines()] == want
+    assert drawn.keys() == set(KINDS)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
+    from matplotlib.text import Annotation
 
 INK, GREY, TRAIN, VAL, TARGET, PAPER = "#1c2733", "#6b7782", "#93b1cf", "#1f5fa8", "#c8452f", "#ffffff"
 _DARK = {
@@ -102,41 +103,32 @@ def level(axes: "Axes", value: float, text: str, colour: str) -> None:
 
 
 def label(
-    axes: "Axes",
-    place: tuple[float, float],
-    text: str,
-    offset: tuple[float, float],
-    *,
-    avoid: Sequence[float] = (),
-    **form: Any,
-) -> None:
-    """Write a text beside a point, with an outline, so that it crosses no horizontal line.
-
-    Args:
-        axes: their limits must be final if there is anything to avoid.
-        place: the point.
-        text: what to write.
-        offset: of the text from the point, in typographic points. Its sign changes, then its size grows, until the
-            text is free; if it never is, the offset holds.
-        avoid: heights of the horizontal lines.
-        form: of the text, for matplotlib.
-    """
+    axes: "Axes", place: tuple[float, float], text: str, offset: tuple[float, float], **form: Any
+) -> "Annotation":
+    """Write a text with an outline beside a point; the offset is in typographic points, `form` is matplotlib's."""
     from matplotlib.patheffects import withStroke
 
     form = {"color": VAL, "path_effects": [withStroke(linewidth=3, foreground=PAPER)], "zorder": 5} | form
-    note = axes.annotate(text, place, xytext=offset, textcoords="offset points", **form)
+    return axes.annotate(text, place, xytext=offset, textcoords="offset points", **form)
+
+
+def keep_clear(axes: "Axes", labels: Sequence["Annotation"], levels: Sequence[float]) -> None:
+    """Move each label that crosses one of the horizontal lines: below its point, then farther above or below.
+
+    Call it last: limits and layout of the axes decide where the lines are.
+    """
     figure = axes.get_figure(root=True)
-    if not avoid or figure is None:
-        return
-    figure.draw_without_rendering()  # the layout decides where a height is
-    heights = [axes.transData.transform((0, value))[1] for value in avoid]
-    x, y = offset
-    for height in (y, -y, y + 14, -y - 14, y):
-        note.set_position((x, height))
-        note.set_verticalalignment("bottom" if height >= 0 else "top")
-        box = note.get_window_extent()
-        if not any(box.y0 - _CLEAR < line < box.y1 + _CLEAR for line in heights):
-            return
+    assert figure is not None
+    figure.draw_without_rendering()
+    heights = [axes.transData.transform((0, level))[1] for level in levels]
+    for one in labels:
+        x, y = one.get_position()
+        for offset in (y, -y, y + 14, -y - 14, y):
+            one.set_position((x, offset))
+            one.set_verticalalignment("bottom" if offset >= 0 else "top")
+            box = one.get_window_extent()
+            if not any(box.y0 - _CLEAR < height < box.y1 + _CLEAR for height in heights):
+                break
 
 
 def number_decades(axis: "Axis") -> None:

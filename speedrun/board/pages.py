@@ -137,7 +137,8 @@ cursor:pointer;white-space:nowrap}th button:hover{background:var(--hover)}
 th[aria-sort=ascending] button::after{content:" \\2191"}th[aria-sort=descending] button::after{content:" \\2193"}
 .published{color:var(--grey);font-style:italic}.qualified .standing{color:var(--good);font-weight:600}
 .refused .standing{color:var(--bad)}.number{white-space:nowrap;font-variant-numeric:tabular-nums}
-figure{display:inline-block;margin:0 1rem 1rem 0;max-width:36rem}img{width:100%}figcaption{color:var(--grey)}
+figure{display:inline-block;margin:0 1rem 1rem 0;max-width:36rem;vertical-align:top}
+img{width:100%}figcaption{color:var(--grey)}
 @media(max-width:50rem){table,thead,tbody{display:block}th,td{border:0;padding:.1rem 0}
 thead tr{display:flex;flex-wrap:wrap;gap:.3rem;margin-bottom:.6rem}
 th button{border:1px solid var(--line);border-radius:1rem;padding:.3rem .7rem;font-weight:400;font-size:.85rem}

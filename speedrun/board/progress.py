@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from speedrun.board.drawing import (
     DASHED,
@@ -14,6 +14,7 @@ from speedrun.board.drawing import (
     VAL,
     canvas,
     in_font,
+    keep_clear,
     label,
     number_decades,
     save,
@@ -109,11 +110,7 @@ def _draw_history(axes: "Axes", rows: Sequence[Row]) -> None:
     if steps:
         line = [*steps, (len(rows) - 1, steps[-1][1])]
         axes.step(*zip(*line, strict=True), where="post", color=TRAIN, linewidth=1.2, zorder=1)
-    for face, same in ((VAL, True), (PAPER, False)):
-        shown = [place for place in places if _qualifies(rows[place]) == same]
-        if shown:
-            at_s, widths_s = ([numbers[place] for place in shown] for numbers in (times_s, half_widths_s))
-            axes.errorbar(shown, at_s, widths_s, fmt="o", color=VAL, markerfacecolor=face, **_form(len(rows)))
+    _points(axes, rows, places, times_s, half_widths_s, [0.0] * len(rows))
     bests = [place for place, _ in steps]
     for place in places if len(rows) <= _MOST_BESTS else _some(bests, _MOST_BESTS):
         label(axes, (place, times_s[place]), f"{times_s[place]:.1f} s", (6, 5))
@@ -134,13 +131,13 @@ def _draw_pareto(figure: "Figure", track: str, rows: Sequence[Row]) -> None:
     """Draw a point with intervals for each record, filled where qualified, and the Pareto front; names to the right."""
     axes, best = figure.add_subplot(), frontier(rows)
     axes.step(*zip(*map(_place, best), strict=True), where="post", color=TRAIN, linewidth=1.2, zorder=1)
-    qualified = [row for row in rows if _qualifies(row)]
-    for face, same in ((VAL, qualified), (PAPER, [row for row in rows if row not in qualified])):
-        if same:
-            _points(axes, same, markerfacecolor=face, **_form(len(rows)))
+    times_s, losses = zip(*map(_place, rows), strict=True)
+    loss_half_widths = [row.val_loss_half_width or 0.0 for row in rows]
+    _points(
+        axes, rows, times_s, losses, loss_half_widths, [row.train_time_half_width_s or 0.0 for row in rows]
+    )
     target = tracks.load(track.rpartition("@")[0]).target.loss
     axes.axhline(target, color=TARGET, linewidth=1, linestyle=DASHED, zorder=2)
-    times_s = [_place(row)[0] for row in rows]
     if min(times_s) > 0 and max(times_s) > _LOG_FROM * min(times_s):
         axes.set_xscale("log")
         number_decades(axes.xaxis)
@@ -151,24 +148,23 @@ def _draw_pareto(figure: "Figure", track: str, rows: Sequence[Row]) -> None:
     axes.ticklabel_format(axis="y", useOffset=False)
     _note(axes, 0, f"target {target:g}", TARGET)
     named = sorted(rows, key=_place) if len(rows) <= _MOST_NAMED else best
+    labels = []
     for number, row in enumerate(named[-_MOST_NAMED:], 1):
         name = row.path.rpartition("/")[2][:_MOST_NAME]
         _note(axes, number, f"{number}  {name}", VAL if _qualifies(row) else GREY)
-    for number, row in enumerate(named[-_MOST_NAMED:], 1):  # once the notes have their place
-        label(axes, _place(row), str(number), (6, 5), avoid=[target])
+        labels.append(label(axes, _place(row), str(number), (6, 5)))
+    keep_clear(axes, labels, [target])
 
 
-def _points(axes: "Axes", rows: Sequence[Row], **form: Any) -> None:
-    """Draw records with their intervals, all in one call: each takes milliseconds."""
-    times_s, losses = zip(*map(_place, rows), strict=True)
-    loss_half_widths = [row.val_loss_half_width or 0.0 for row in rows]
-    half_widths_s = [row.train_time_half_width_s or 0.0 for row in rows]
-    axes.errorbar(times_s, losses, loss_half_widths, half_widths_s, fmt="o", color=VAL, **form)
-
-
-def _form(num_points: int) -> dict[str, Any]:
-    size = 3 if num_points >= _CROWD else 5
-    return {"markersize": size, "elinewidth": 1, "capsize": size / 2, "zorder": 3}
+def _points(axes: "Axes", rows: Sequence[Row], *numbers: Sequence[float]) -> None:
+    """Draw a point for each row, filled where qualified; the numbers are x, y and the half widths in y and x."""
+    size = 3 if len(rows) >= _CROWD else 5
+    form = {"color": VAL, "markersize": size, "elinewidth": 1, "capsize": size / 2, "zorder": 3}
+    for face, filled in ((VAL, True), (PAPER, False)):
+        shown = [place for place, row in enumerate(rows) if _qualifies(row) == filled]
+        if shown:
+            at = [[one[place] for place in shown] for one in numbers]
+            axes.errorbar(*at, fmt="o", markerfacecolor=face, **form)
 
 
 def _note(axes: "Axes", line: int, text: str, colour: str) -> None:

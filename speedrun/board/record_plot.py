@@ -15,6 +15,7 @@ from speedrun.board.drawing import (
     TRAIN,
     VAL,
     canvas,
+    keep_clear,
     key,
     label,
     level,
@@ -31,6 +32,7 @@ from speedrun.ledger.run import Run, loss_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.text import Annotation
 
 Kind = Literal["loss", "tokens", "steps"]  #: also the names of the files
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -120,10 +122,11 @@ def _draw_loss(axes: "Axes", record: Record, runs: Sequence[Run], axis: _Axis) -
     axes.set_xlabel(axis.label)
     axes.set_ylabel("loss (nats per token)")
     title(axes, _headline(runs))
-    _label_validations(axes, runs, axis, levels)
+    labels = _label_validations(axes, runs, axis)
     train = f"train: mean and range of {len(alike)} runs" if alike else "train"
     others = [("other runs", GREY)] if 0 < len(alike) < len(runs) else []
     key(axes, (train, TRAIN), *others, ("validation", VAL))
+    keep_clear(axes, labels, levels)
 
 
 def _band(axes: "Axes", runs: Sequence[Run], axis: _Axis) -> None:
@@ -144,23 +147,24 @@ def _vals(run: Run, axis: _Axis) -> tuple[list[float], list[float]]:
     return [place for place, _ in known], [loss for _, loss in known]
 
 
-def _label_validations(axes: "Axes", runs: Sequence[Run], axis: _Axis, levels: Sequence[float]) -> None:
-    """Write the mean loss of the runs at some of the validations, always at the last, clear of the levels."""
+def _label_validations(axes: "Axes", runs: Sequence[Run], axis: _Axis) -> list["Annotation"]:
+    """Write the mean loss of the runs at some of the validations, always at the last; return what may be moved."""
     points: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
     for run in runs:
         for number, point in enumerate(zip(*_vals(run, axis), strict=True)):
             points[number].append(point)
-    last = len(points) - 1
+    last, movable = len(points) - 1, []
     every = max(1, -(-last // (_MAX_LABELS - 1)))
     for number in range(last, -1, -every):
         places, losses = zip(*points[number], strict=True)
         point, mean = (fmean(places), max(losses)), fmean(losses)
         if number == last:
-            label(axes, point, f"{mean:.4f}", (0, 8), avoid=levels, ha="center", fontweight="bold")
+            movable.append(label(axes, point, f"{mean:.4f}", (0, 8), ha="center", fontweight="bold"))
         elif number:
-            label(axes, point, f"{mean:.2f}", (0, 8), avoid=levels, ha="center", fontsize=9)
+            movable.append(label(axes, point, f"{mean:.2f}", (0, 8), ha="center", fontsize=9))
         else:  # the first point is on the axis
             label(axes, point, f"{mean:.2f}", (8, 0), fontsize=9)
+    return movable
 
 
 def _draw_steps(axes: "Axes", runs: Sequence[Run]) -> None:

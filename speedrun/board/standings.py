@@ -3,10 +3,10 @@
 Standing, means and intervals are recomputed from the logs. Nothing a record claims about itself is copied.
 """
 
-import tomllib
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -79,7 +79,7 @@ class Published(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     track: str
     hardware: str
     minutes: float
-    link: str
+    link: Annotated[str, msgspec.Meta(pattern="^https://")]
     caveat: str
 
 
@@ -118,9 +118,17 @@ def read(folder: Path) -> Board:
     inside = sorted(
         {path.parent for name in ("manifest.json", "runs") for path in folder.glob(f"*/*/{name}")}
     )
-    records = {one.relative_to(folder).as_posix(): load(one) for one in inside}
-    judged = [_judge(record, path, records) for path, record in records.items()]
-    rows = [one for one in judged if isinstance(one, Row)]
+    judged: list[Row | LeftOut] = []
+    sources: dict[str, bytes] = {}
+    for one in inside:
+        record, path = load(one), one.relative_to(folder).as_posix()
+        judged.append(_judge(record, path))
+        sources[path] = record.raw.get("source.txt", b"")
+    rows = [
+        msgspec.structs.replace(one, changed_lines=_changed_lines(one, sources))
+        for one in judged
+        if isinstance(one, Row)
+    ]
     left_out = tuple(one for one in judged if isinstance(one, LeftOut))
     return Board(tuple(_ranked(rows)), _context(folder / CONTEXT).published, left_out)
 
@@ -142,15 +150,11 @@ def read_built(folder: Path) -> Board | None:
 
 def _context(path: Path) -> Context:
     try:
-        context = msgspec.convert(tomllib.loads(path.read_text()), Context)
+        return msgspec.toml.decode(path.read_bytes(), type=Context)
     except FileNotFoundError:
         return Context()
-    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
-        raise UsageError(f"{path}: {error}; mend it") from None
-    for one in context.published:
-        if not one.link.startswith("https://"):
-            raise UsageError(f"{path}: link {one.link!r} of {one.name!r}; need one that begins with https://")
-    return context
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: {error}; correct it") from None
 
 
 def row_of(folder: Path, path: str) -> Row | LeftOut:
@@ -159,23 +163,22 @@ def row_of(folder: Path, path: str) -> Row | LeftOut:
     Raises:
         UsageError: if there is no such folder.
     """
-    return _judge(load(folder), path, {})
+    return _judge(load(folder), path)
 
 
-def _judge(record: Record, path: str, others: Mapping[str, Record]) -> Row | LeftOut:
+def _judge(record: Record, path: str) -> Row | LeftOut:
     report = examine(record)
     if record.manifest is None or record.track is None or not record.whole:
         failed = report.having("failed")
         why = next((one for one in failed if one.check.id in ("V001", "V006", "V008")), failed[0])
         return LeftOut(path, f"{why.check.id}: {why.messages[0]}")
-    parent = others.get(record.manifest.about.parent_record or "")
     try:
-        return _row(record, record.manifest, report, path, parent)
+        return _row(record, record.manifest, report, path)
     except ArithmeticError as error:  # a number that no check refuses
         return LeftOut(path, f"a number is out of range ({error})")
 
 
-def _row(record: Record, manifest: Manifest, report: Report, path: str, parent: Record | None) -> Row:
+def _row(record: Record, manifest: Manifest, report: Report, path: str) -> Row:
     summary = derive_summary(record.runs, record.rules, record.declaration)
     times = mean_interval([run.train_time_s for run in record.finished])
     losses = mean_interval([run.val_loss for run in record.finished])
@@ -200,13 +203,14 @@ def _row(record: Record, manifest: Manifest, report: Report, path: str, parent: 
         num_steps=summary.num_steps,
         num_tokens=summary.num_tokens,
         source_lines=manifest.source.lines,
-        changed_lines=None if parent is None else _changed_lines(record, parent),
     )
 
 
-def _changed_lines(record: Record, parent: Record) -> int | None:
+def _changed_lines(row: Row, sources: Mapping[str, bytes]) -> int | None:
+    if row.parent is None or row.parent not in sources:
+        return None
     try:
-        return changed_lines(*(one.raw.get("source.txt", b"").decode() for one in (record, parent)))
+        return changed_lines(sources[row.path].decode(), sources[row.parent].decode())
     except ValueError:  # V003 reports a source that cannot be split
         return None
 

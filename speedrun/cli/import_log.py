@@ -7,7 +7,7 @@ import msgspec
 
 from speedrun.cli.options import Integer, example, json_option
 from speedrun.exchange import foreign, history
-from speedrun.exchange.context import Context
+from speedrun.exchange.curves import Context
 from speedrun.ground.console import clean
 from speedrun.study import noise
 from speedrun.study.noise import Band, Group, Noise

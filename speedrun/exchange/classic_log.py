@@ -18,8 +18,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from speedrun.exchange.context import ContextRun, on_machine
-from speedrun.exchange.curves import Problems, Reading, runs_of
+from speedrun.exchange.curves import ContextRun, Problems, Reading, on_machine, runs_of
 
 _LONGEST_LINE = 1000  #: characters; longer lines are source text
 _NUMBER = r"[+-]?[0-9]{1,15}(?:\.[0-9]{0,20})?(?:[eE][+-]?[0-9]{1,3})?"

@@ -12,8 +12,7 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from speedrun.exchange.context import ContextRun, Point
-from speedrun.exchange.curves import MOST_RUNS, Problems, Reading, runs_of
+from speedrun.exchange.curves import MOST_RUNS, ContextRun, Point, Problems, Reading, runs_of
 
 _COLUMNS = ("log", "step", "num_steps", "val_loss", "train_time_ms")
 _WHOLE = re.compile(r"[0-9]{1,12}")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from speedrun.board.submission import findings
 from speedrun.exchange import classic_log, curve_table
-from speedrun.exchange.context import ContextRun, Point, context_run, on_machine
+from speedrun.exchange.curves import ContextRun, Point, context_run, on_machine
 from speedrun.exchange.trackers import to_tensorboard, to_wandb
 from speedrun.ground import runlog
 from speedrun.ground.errors import UsageError
@@ -18,7 +18,7 @@ from speedrun.ledger.record import Record
 from speedrun.ledger.run import Run, loss_of
 
 
-def curves(run: Run) -> ContextRun:
+def curves_of(run: Run) -> ContextRun:
     """Return the curves of one of our runs; a training loss is at the end of its step."""
     time_s, vals, steps = 0.0, [], []
     for line in run.lines:
@@ -40,12 +40,12 @@ def curves(run: Run) -> ContextRun:
 
 def _to_classic(record: Record, out: Path) -> list[Path]:
     """Write one text log for each run; it rounds, see `classic_log.write`."""
-    return [_write(out / f"{run.folder}.txt", classic_log.write(curves(run))) for run in record.runs]
+    return [_write(out / f"{run.folder}.txt", classic_log.write(curves_of(run))) for run in record.runs]
 
 
 def _to_csv(record: Record, out: Path) -> list[Path]:
     """Write `validations.csv` and `train_losses.csv` of all runs, with all digits."""
-    runs = [curves(run) for run in record.runs]
+    runs = [curves_of(run) for run in record.runs]
     return [
         _write(out / "validations.csv", curve_table.write(runs)),
         _write(out / "train_losses.csv", curve_table.write(runs, train=True)),

@@ -14,8 +14,7 @@ from pathlib import Path
 import msgspec
 
 from speedrun.exchange import classic_log, curve_table
-from speedrun.exchange.context import Context
-from speedrun.exchange.curves import Problems
+from speedrun.exchange.curves import Context, Problems
 from speedrun.ground.console import clean
 from speedrun.ground.errors import UsageError
 from speedrun.ground.wholefile import write_whole

@@ -93,7 +93,7 @@ def _draw(axes: "Axes", history: Sequence[PastRecord], ours: Sequence[Row]) -> N
         day, time_min = _day(row.moment), (row.train_time_s or 0.0) / 60
         axes.plot(day, time_min, "D", color=TARGET, markersize=7, zorder=4)
         label(axes, (day, time_min), f"{time_min:.3g}", (6, 4), color=TARGET, **plain)
-    own = "qualified here, in JAX" if ours else "implemented here, in JAX; no run on eight H100 yet"
+    own = "qualified here, in JAX" if ours else "implemented here, in JAX; no qualified run yet"
     key(axes, ("records in PyTorch (modded-nanogpt)", VAL), (own, TARGET))
     axes.set_yscale("log")
     number_decades(axes.yaxis)
