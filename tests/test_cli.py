@@ -28,6 +28,7 @@ from speedrun.ground.errors import (
     Terminated,
     UsageError,
 )
+from speedrun.ground.sourcefile import RECIPES_VARIABLE
 from speedrun.science import recipes
 
 HEAVY = ("jax", "numpy", "msgspec", "rich", "optax", "matplotlib")
@@ -255,11 +256,15 @@ def test_an_unexpected_error_keeps_its_traceback(raiser):
     assert isinstance(invoke("run").exception, ZeroDivisionError)
 
 
-def test_a_recipe_that_cannot_be_loaded_hides_no_other(monkeypatch: pytest.MonkeyPatch):
+def test_a_recipe_that_cannot_be_loaded_hides_no_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    (tmp_path / "broken.py").write_text("RECIPE = 1 / 0\n")
+    monkeypatch.setenv(RECIPES_VARIABLE, str(tmp_path))
     monkeypatch.setattr(recipes, "names", lambda: ["broken", "smoke"])
     result = invoke("recipes", "--json")
     assert (result.exit_code, [*json.loads(result.stdout)]) == (0, ["smoke"])
-    assert result.stderr.startswith("warning: recipe broken cannot be loaded: speedrun/science/recipes/")
+    assert result.stderr.startswith(
+        f"warning: recipe broken cannot be loaded: {tmp_path}/broken.py:1: ZeroDiv"
+    )
     assert result.stderr.count("\n") == 1
 
 
