@@ -1,7 +1,7 @@
 """From runs to a record: `manifest.json`, `summary.json` and the head of `README.md`.
 
-All three follow from the runs and from what people wrote in the manifest, so `assemble` may be called
-again at any time and changes nothing that did not change. The validator derives them once more.
+All three follow from the runs and from what its authors wrote in the manifest, so `assemble` is idempotent. The
+validator derives them again.
 """
 
 import math
@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from msgspec import DecodeError
 from msgspec.structs import replace
@@ -49,45 +50,38 @@ def assemble(
     changes: Sequence[str] | None = None,
     declared_runs: int | None = None,
 ) -> Summary:
-    """Writes `manifest.json`, `summary.json` and the head of `README.md` from the runs in the folder.
+    """Write `manifest.json`, `summary.json` and the head of `README.md` from the runs in the folder.
 
     Args:
         record_dir: holds `source.txt` and `runs/`.
-        title: what the record is, in a few words; this and the next four keep what the manifest already
-            says when they are None.
+        title: of the record; for this and the next four, None keeps what the manifest says.
         authors: name or handle each.
         parent_record: the record this one is compared with.
-        changes: against the parent, one sentence each.
-        declared_runs: how many runs were promised before the first; the number of runs if never said.
+        changes: from the parent, one sentence each.
+        declared_runs: number of runs declared before the first; by default the number of runs.
 
     Raises:
         UsageError: if a run cannot be read, or the folder holds what a record may not.
     """
+    about = {"title": title, "authors": authors, "parent_record": parent_record, "changes": changes}
     with lock.alone_with(record_dir):
-        return _assemble(record_dir, title, authors, parent_record, changes, declared_runs)
+        discard_partials(record_dir)
+        for log in record_dir.glob("runs/*/metrics.jsonl"):
+            text = log.with_name("log.txt")
+            if not text.exists():  # the run was killed after it wrote everything else
+                with suppress(DecodeError):  # reported below
+                    write_whole(text, console.render(runlog.read(log)).encode())
+        return _assemble(record_dir, about, declared_runs)
 
 
-def _assemble(
-    record_dir: Path,
-    title: str | None,
-    authors: Sequence[str] | None,
-    parent_record: str | None,
-    changes: Sequence[str] | None,
-    declared_runs: int | None,
-) -> Summary:
-    discard_partials(record_dir)
-    for log in record_dir.glob("runs/*/metrics.jsonl"):
-        text = log.with_name("log.txt")
-        if not text.exists():  # the run was killed when all else was written
-            with suppress(DecodeError):  # which line it is, is told below
-                write_whole(text, console.render(runlog.read(log)).encode())
+def _assemble(record_dir: Path, changed: dict[str, Any], declared_runs: int | None) -> Summary:
     raw, refused = read_files(record_dir)
     for path, why in refused.items():
         raise UsageError(f"{record_dir / path}: {why}; take it out of the record")
     try:
         runs = [read_run(raw, folder) for folder in run_folders(raw)]
         source = derive_source(raw)
-        # One without an end was torn before files were written whole: it is made anew.
+        # A manifest without an end was torn by an older version; it is written again.
         whole = raw.get("manifest.json", b"").endswith(b"\n}\n")
         old = read_json(raw, "manifest.json", Manifest) if whole else None
         promised = read_json(raw, runfile.BATCH, Declaration) if runfile.BATCH in raw else None
@@ -95,8 +89,7 @@ def _assemble(
         raise UsageError(f"{record_dir}: {error}; 'speedrun validate' lists all problems") from None
     if not runs:
         raise UsageError(f"{record_dir} holds no runs; 'speedrun run' writes them")
-    said = {"title": title, "authors": authors, "parent_record": parent_record, "changes": changes}
-    about = replace(old.about if old else About(), **{k: v for k, v in said.items() if v is not None})
+    about = replace(old.about if old else About(), **{k: v for k, v in changed.items() if v is not None})
     if promised is not None:
         declared_runs = len(promised.seeds)
     declared_runs = declared_runs or (old.batch.declared_runs if old else len(runs))
@@ -112,7 +105,7 @@ def _assemble(
 def derive_manifest(
     runs: Sequence[Run], about: About, declared_runs: int, source: Source, files: dict[str, FileRef]
 ) -> Manifest:
-    """The facts of all runs; where runs must agree, those of the first one by name that finished, if any did."""
+    """Derive the manifest. Facts in which runs agree are those of the first finished run by name, if there is one."""
     lead = next((run for run in runs if run.finished), runs[0])
     first = lead.file
     manifest = Manifest(
@@ -146,7 +139,7 @@ def derive_manifest(
 
 
 def derive_files(raw: dict[str, bytes]) -> dict[str, FileRef]:
-    """Size and digest of every file the manifest answers for."""
+    """Return size and digest of every file that the manifest lists."""
     return {
         path: FileRef(bytes=len(content), sha256=runfile.sha256(content))
         for path, content in sorted(raw.items())
@@ -155,10 +148,10 @@ def derive_files(raw: dict[str, bytes]) -> dict[str, FileRef]:
 
 
 def derive_source(raw: dict[str, bytes]) -> Source:
-    """What `source.txt` holds.
+    """Describe the files in `source.txt`.
 
     Raises:
-        FormatError: if it is missing or is not a source text.
+        FormatError: if it is missing or no source text.
     """
     content = raw.get("source.txt")
     if content is None:
@@ -175,7 +168,7 @@ def derive_source(raw: dict[str, bytes]) -> Source:
 
 
 def derive_summary(runs: Sequence[Run], rules: Track, promised: Declaration | None) -> Summary:
-    """The numbers that follow from the logs; the loss is taken from the exact sums."""
+    """Derive the summary from the logs, with losses from the exact sums."""
     done = [run for run in runs if run.finished]
     val_loss = _mean([run.val_loss for run in done])
     train_time_s = _mean([run.train_time_s for run in done])
@@ -205,12 +198,12 @@ def derive_summary(runs: Sequence[Run], rules: Track, promised: Declaration | No
 
 
 def _mean(numbers: Sequence[float]) -> float | None:
-    # Exact: from Python 3.12 on `sum` rounds otherwise than before, and a record is read by both.
+    # Exact: `sum` rounds differently from Python 3.12 on, and both versions read a record.
     return math.fsum(numbers) / len(numbers) if numbers else None
 
 
 def _sd(numbers: Sequence[float]) -> float | None:
-    """Of the sample: n - 1 below the sum."""
+    """Return the sample standard deviation, with n - 1 degrees of freedom."""
     mean = _mean(numbers)
     if mean is None or len(numbers) < 2:
         return None
@@ -218,7 +211,7 @@ def _sd(numbers: Sequence[float]) -> float | None:
 
 
 def reproduce_command(run: Run) -> str:
-    """The command line that makes this run again."""
+    """Return the command line that makes this run again."""
     name = run.file.track.rpartition("@")[0]
     command = ["speedrun", "run", "--track", name, "--recipe", run.file.recipe, "--seed", str(run.file.seed)]
     if name in track.names() and run.file.num_devices != track.load(name).rules.num_devices:
@@ -231,7 +224,7 @@ def reproduce_command(run: Run) -> str:
 
 
 def readme_head(manifest: Manifest, summary: Summary, runs: Sequence[Run]) -> str:
-    """The generated part of `README.md`: title, result card, command, plot."""
+    """Return the generated part of `README.md`: title, result card, command, plot."""
     rows = [
         ("track", manifest.track.id),
         ("recipe", f"{manifest.recipe.name}, revision {manifest.recipe.revision}"),
@@ -267,7 +260,7 @@ def readme_head(manifest: Manifest, summary: Summary, runs: Sequence[Run]) -> st
 
 
 def _parent_recipe(manifest: Manifest) -> str:
-    """The recipe that this one was made from, where no record is named; the config may hold anything."""
+    """Return the parent of the recipe, for records without a parent. The config may hold anything."""
     recipe = manifest.config.get("recipe")
     parent = recipe.get("parent") if isinstance(recipe, dict) else None
     return f"recipe {parent}" if isinstance(parent, str) else "none"
@@ -280,6 +273,6 @@ def _spread(mean: float | None, sd: float | None, unit: str, *, digits: int) -> 
 
 
 def _cell(text: str) -> str:
-    """Text that cannot break out of a table cell or hold markup."""
+    """Escape text, so that it can neither leave a table cell nor hold markup."""
     shown = console.clean(text)
     return shown.replace("&", "&amp;").replace("<", "&lt;").replace("|", "&#124;").replace("[", "&#91;")
