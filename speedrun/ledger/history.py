@@ -47,25 +47,25 @@ def files_at(commit: str, paths: tuple[str, ...]) -> dict[str, bytes] | None:
     """
     if not _COMMIT.fullmatch(commit) or not (ROOT / ".git").exists():
         return None
-    asked = [f"{commit}^{{commit}}", *(f"{commit}:{path}" for path in paths)]
+    names = [f"{commit}^{{commit}}", *(f"{commit}:{path}" for path in paths)]
     try:
         answer = subprocess.run(
             ["git", "-C", str(ROOT), "cat-file", "--batch"],
-            input="".join(f"{one}\n" for one in asked).encode(),
+            input="".join(f"{one}\n" for one in names).encode(),
             env={**os.environ, **_QUIET}, capture_output=True, timeout=_ANSWER_S, check=True,
         ).stdout  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return None
-    found = _objects(answer, asked)
-    if found.pop(asked[0]) is None:
+    found = _objects(answer, names)
+    if found.pop(names[0]) is None:
         return None
     return {name.partition(":")[2]: content for name, content in found.items() if content is not None}
 
 
-def _objects(answer: bytes, asked: list[str]) -> dict[str, bytes | None]:
+def _objects(answer: bytes, names: list[str]) -> dict[str, bytes | None]:
     """Parse the output of `git cat-file --batch`: `ID TYPE SIZE`, a newline, the content, a newline for each name."""
     found: dict[str, bytes | None] = {}
-    for name in asked:
+    for name in names:
         head, _, answer = answer.partition(b"\n")
         match head.split():
             case [_, _, size]:

@@ -95,7 +95,7 @@ for path in "/proc/sys/kernel/core_pattern", "/proc/self/comm", "/dev/null":
     if not os.statvfs(path).f_flag & os.ST_RDONLY: lost.append(path + " read-only")
 status = dict(line.split(":", 1) for line in open("/proc/self/status"))
 if int(status["CapEff"], 16) or int(status["CapBnd"], 16): lost.append("no privileges")
-print(";".join(["asked", *lost]))
+print(";".join(["probed", *lost]))
 """
 
 _PROBE_S = 60.0
@@ -126,8 +126,8 @@ def problem() -> str | None:
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             return str(error)
-    asked, *lost = done.stdout.strip().split(";")
-    if done.returncode or asked != "asked":
+    first, *lost = done.stdout.strip().split(";")
+    if done.returncode or first != "probed":
         return (done.stderr.strip().splitlines() or ["unshare said nothing"])[-1]
     return f"not available: {', '.join(lost)}" if lost else None
 
