@@ -81,7 +81,7 @@ class Code:
     packed_bytes: int = 0  #: of the whole text after zlib: a bound on the data it can hide
 
 
-#: A comment in the first two lines that tells Python how to decode a file (PEP 263).
+#: A comment in the first two lines that declares the encoding of a file (PEP 263).
 _ENCODING = re.compile(r"^[ \t\f]*#.*?coding[:=][ \t]*([-\w.]+)")
 
 

@@ -47,7 +47,7 @@ def _read(path: Path, _size_bytes: int, _changed_ns: int) -> Fingerprint | None:
     return fingerprint(tuple(path.read_bytes().splitlines()))
 
 
-def runs_beside(root: Path) -> Iterator[tuple[str, Fingerprint]]:
+def runs_of_other_records(root: Path) -> Iterator[tuple[str, Fingerprint]]:
     """Yield place and fingerprint of every run of the other committed records, if this record is a committed one."""
     root = root.resolve()
     if root.parent.parent.name != _FOLDER:

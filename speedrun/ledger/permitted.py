@@ -198,7 +198,7 @@ MODULES: dict[str, frozenset[str]] = {
     "importlib": frozenset(),
     "importlib.util": _words(
         "find_spec"
-    ),  # of a plain name only: it imports nothing, and says whether it could
+    ),  # of a plain name only: imports nothing, and returns whether the package exists
     "itertools": ANY,
     "math": ANY,
     "numbers": _words("Complex Integral Number Rational Real"),
@@ -241,7 +241,7 @@ ATTRIBUTES = _words(
     "platform sharding spec unflatten varying vma "
     # Functions and optimisers.
     "args defjvp defjvps defvjp func init keywords update "
-    # What the step asks of a recipe's config and optimiser.
+    # What the step reads from a recipe's config and optimiser.
     "logit_cap transforms "
     # Constants of JAX.
     "Auto DEFAULT Explicit HIGH HIGHEST Manual Lane Warpgroup "

@@ -143,17 +143,13 @@ def protections(*, unsafe: bool) -> str:
     """
     why = problem()
     if why is None:
-        return (
-            "apart: no network, no other process, no file but its own folder written, no privileges, limits"
-        )
+        return "sandbox: no network, no other processes, writes only to its own folder, no privileges, limits"
     if not unsafe:
         raise UsageError(
-            f"cannot keep the record's code apart here ({why}): it would have your network, files and processes; "
+            f"there is no sandbox for the record's code here ({why}): it could use your network, files and processes; "
             "run in a container (docs/referee.md), or pass --unsafe-here if this machine holds nothing of value"
         )
-    return (
-        f"NOT APART ({why}): the record's code has this user's network, files and processes; only limits hold"
-    )
+    return f"NO SANDBOX ({why}): the record's code can use this user's network, files and processes; only limits hold"
 
 
 class _Group(subprocess.Popen[bytes]):

@@ -9,7 +9,7 @@ from speedrun.ground import runlog
 from speedrun.ledger import format, runfile
 from speedrun.ledger.batch import allowed_to_break_off, completed, looks, seeds_from, standing
 from speedrun.ledger.checks.table import Skip, check
-from speedrun.ledger.neighbours import fingerprint, runs_beside
+from speedrun.ledger.neighbours import fingerprint, runs_of_other_records
 from speedrun.ledger.record import Record
 from speedrun.ledger.run import Run
 
@@ -51,7 +51,7 @@ def proves(record: Record) -> Iterator[str]:
     "V303",
     "all declared runs are there, and no other",
     needs=("runs", "track"),
-    why="whoever may leave out a run, or add one, chooses the result",
+    why="leaving out runs, or adding some, is choosing the result",
     hint="`speedrun batch --resume RECORD` runs what is missing; a larger batch has to be declared anew",
 )
 def all_there(record: Record) -> Iterator[str]:
@@ -101,7 +101,7 @@ def distinct(record: Record) -> Iterator[str]:
 @check(
     "V305",
     "all runs stop at the declared step",
-    why="whoever may stop a run when its loss is low chooses the result",
+    why="stopping a run when its loss is low is choosing the result",
     hint="the number of steps is the recipe's; let every run come to its end",
 )
 def one_end(record: Record) -> Iterator[str]:
@@ -214,7 +214,7 @@ def scatter(record: Record) -> Iterator[str]:
 )
 def nowhere_else(record: Record) -> Iterator[str]:
     """Compare names, losses, and seeds with source and config. The run that began later is the copy."""
-    neighbours = list(runs_beside(record.root))
+    neighbours = list(runs_of_other_records(record.root))
     for run in record.finished:
         own = fingerprint(run.raw_lines)
         for place, other in neighbours:

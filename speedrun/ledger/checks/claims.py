@@ -36,7 +36,7 @@ def enough_runs(record: Record) -> Iterator[str]:
     "no loss is far below the reference",
     needs=("runs", "track"),
     severity="warning",
-    why="a loss that falls much faster than any known one is a discovery or a leak; a replay tells which",
+    why="a loss that falls much faster than any known one is a discovery or a leak, and a replay shows which",
     hint="replay it (`speedrun replay RECORD`); once confirmed, its curve becomes the reference",
 )
 def no_wonder(record: Record) -> Iterator[str]:

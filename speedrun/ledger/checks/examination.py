@@ -116,7 +116,7 @@ def normalised(run: Run, findings: Findings) -> Iterator[str]:
     if findings.columns < findings.num_ids:
         yield f"the logits have {findings.columns} columns, the track {findings.num_ids} ids"
     if not findings.rows <= _TOKEN:
-        yield f"a log-probability changed by {findings.rows:.3g} with the rows beside it"
+        yield f"a log-probability changed by {findings.rows:.3g} with the rows next to it"
 
 
 @check_findings(
