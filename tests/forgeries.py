@@ -37,12 +37,11 @@ from speedrun.ledger.reproduction import (
     Outcome,
     Reproduction,
     concluded,
-    encode,
     hardware_of,
     hardware_points,
     outcome_of,
 )
-from speedrun.ledger.runfile import DataRead, Recipe, RunFile, ShardRange, config_sha256
+from speedrun.ledger.runfile import DataRead, Recipe, RunFile, ShardRange, config_sha256, encode
 
 Build = Callable[[Path], object]
 

@@ -56,7 +56,7 @@ def test_two_looks_test_at_half_the_level_each():
     assert batch.looks(6, 12, 0.0013) == (Look(6, 0.005), Look(12, 0.005))
     assert batch.looks(4, None, 0.0013) == (Look(4, 0.001),)
     assert batch.looks(4, None, None) == (Look(4, 0.01),), "without a known noise there is no rule for few"
-    with pytest.raises(UsageError, match="need more"):
+    with pytest.raises(UsageError, match="must be larger"):
         batch.looks(6, 6, None)
 
 

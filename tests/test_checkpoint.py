@@ -90,7 +90,7 @@ def test_a_run_that_goes_on_is_a_record_that_says_so_and_nothing_else_is_wrong(u
     assemble(out, title="went on", declared_runs=1)
     plot(out)
     found = {r.check.id: r.messages for r in validate(out).results if r.status in ("failed", "warning")}
-    assert found == {"V311": (f"{new.run_id}: goes on from {old} after step 5",)}
+    assert found == {"V311": (f"{new.run_id}: resumes {old} after step 5",)}
 
 
 def test_a_run_that_is_told_to_stop_keeps_its_state(unbroken, tmp_path, monkeypatch):
@@ -128,7 +128,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_over(unbroken,
     assemble(out, title="started over", declared_runs=1)
     plot(out)
     found = {r.check.id: r.messages for r in validate(out).results if r.status in ("failed", "warning")}
-    assert found == {"V311": (f"{new.run_id}: goes on from {killed.name} after step 0",)}
+    assert found == {"V311": (f"{new.run_id}: resumes {killed.name} after step 0",)}
 
 
 def test_what_was_killed_before_its_folder_appeared_starts_over(unbroken, tmp_path, monkeypatch):

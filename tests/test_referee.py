@@ -43,7 +43,7 @@ from speedrun.training.checkpoint import folder_of
 from speedrun.training.prepare import RunConfig
 from speedrun.training.program import Program
 
-apart = pytest.mark.skipif(
+needs_sandbox = pytest.mark.skipif(
     sandbox.problem() is not None, reason=f"namespaces cannot be had here: {sandbox.problem()}"
 )
 NONCE = "00c0ffee"
@@ -552,7 +552,7 @@ for folder, _, names in os.walk("/"):
 }
 
 
-@apart
+@needs_sandbox
 @pytest.mark.parametrize("what", HARMLESS)
 def test_a_stranger_cannot_read(what, tmp_path, monkeypatch):
     monkeypatch.setenv("SPEEDRUN_CANARY", "tweet-tweet")
@@ -562,7 +562,7 @@ def test_a_stranger_cannot_read(what, tmp_path, monkeypatch):
     assert "tweet" not in done.stdout
 
 
-@apart
+@needs_sandbox
 def test_a_stranger_cannot_write_outside_its_folder(tmp_path):
     places = [str(tmp_path / "x"), "/x", "/tmp/x", "/usr/x", f"{sys.prefix}/x", "/dev/x"]
     code = f"""
@@ -578,7 +578,7 @@ open("mine", "w").write("x")
     assert not (tmp_path / "x").exists()
 
 
-@apart
+@needs_sandbox
 def test_a_stranger_has_no_network_and_no_privileges(tmp_path):
     code = """
 import os, socket
@@ -594,7 +594,7 @@ except OSError: print("no")
     assert in_there(code, tmp_path).stdout.split() == ["[]", "no", "no", "no", "no"]
 
 
-@apart
+@needs_sandbox
 @pytest.mark.parametrize(
     ("code", "found"),
     [("import sys; sys.exit(5)", 5), ("import os; os.kill(os.getpid(), 15)", -15), ("x" * 9, 1)],
@@ -603,18 +603,18 @@ def test_the_exit_code_is_the_strangers(code, found, tmp_path):
     assert in_there(code, tmp_path).returncode == found
 
 
-@apart
+@needs_sandbox
 def test_a_stranger_that_never_ends_is_ended(tmp_path):
     with pytest.raises(SpeedrunError, match="was still running after 2 s"):
         in_there("while True: pass", tmp_path, limits=sandbox.Limits(2.0))
 
 
-def test_where_it_cannot_be_kept_apart_nothing_runs_unless_asked(tmp_path, monkeypatch):
+def test_without_a_sandbox_nothing_runs_unless_the_user_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(sandbox, "problem", lambda: "unshare: Operation not permitted")
     with pytest.raises(UsageError, match=r"Operation not permitted.*container.*--unsafe-here"):
         in_there("print(1)", tmp_path)
     shutil.rmtree(tmp_path / "scratch")
-    assert sandbox.protections(unsafe=True).startswith("NOT APART (unshare: Operation not permitted)")
+    assert sandbox.protections(unsafe=True).startswith("NO SANDBOX (unshare: Operation not permitted)")
     assert in_there("print(1)", tmp_path, unsafe=True).stdout == "1\n"
 
 
@@ -643,7 +643,7 @@ GIFTS = {
 }
 
 
-@apart
+@needs_sandbox
 @pytest.mark.parametrize("gift", GIFTS)
 def test_what_a_source_hands_over_is_plain_files_or_refused(gift, record, tmp_path, monkeypatch):
     monkeypatch.setattr(Rerun, "_config", lambda *_: {"data": None})
@@ -652,7 +652,7 @@ def test_what_a_source_hands_over_is_plain_files_or_refused(gift, record, tmp_pa
     assert not (tmp_path / "programs").exists()
 
 
-@apart
+@needs_sandbox
 def test_a_run_brings_back_plain_files_only(record, tmp_path, monkeypatch):
     code = """
 import os
@@ -750,7 +750,7 @@ print("\x1b[2Jwords\x1b]0;title\x07")
 """
 
 
-@pytest.mark.skipif(sandbox.problem() is not None, reason="this machine cannot keep code apart")
+@pytest.mark.skipif(sandbox.problem() is not None, reason="no sandbox here")
 @pytest.mark.parametrize("gpu", [False, True])
 def test_a_stranger_reaches_neither_the_kernel_nor_the_terminal(tmp_path, gpu):
     shown, argv = io.StringIO(), [sys.executable, "-I", "-c", _TRIES]

@@ -27,7 +27,7 @@ from speedrun.ledger.assemble import assemble
 from speedrun.ledger.record import load, read_files
 from speedrun.ledger.reproduction import Difference, Reproduction, point, verdict
 from speedrun.ledger.run import Run, read_run
-from speedrun.ledger.runfile import sha256
+from speedrun.ledger.runfile import encode, sha256
 from speedrun.ledger.statistics import difference_interval, pooled_sd
 from speedrun.ledger.validate import validate
 from speedrun.referee import container, reproduce, sandbox
@@ -349,7 +349,7 @@ def test_times_that_nobody_can_divide_by_are_told(reproduced, record):
     shutil.rmtree(record)
     manifest = load(forge(record, step_s=(0.0,) * 10)).manifest
     assert manifest is not None
-    raw = reproduction.encode(msgspec.structs.replace(found, record_id=manifest.record_id))
+    raw = encode(msgspec.structs.replace(found, record_id=manifest.record_id))
     (record / "reproduction.json").write_bytes(raw)
     (result,) = (one for one in validate(record).results if one.check.id == "V009")
     assert "a run of the record took no time" in result.messages[0]

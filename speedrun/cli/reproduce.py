@@ -29,19 +29,23 @@ _RECORD = "records/smoke-cpu/2026-11-21-six-seeds"
     )
 )
 @click.argument("record", type=click.Path(path_type=Path))
-@click.option("--runs", type=Integer(1), metavar="N", help="How many. Default: as many as the record has.")
-@click.option("--same-seeds", is_flag=True, help="Those of the record, to compare bits. Default: fresh ones.")
-@click.option("--by", default="", metavar="NAME", help="Who you are; stands in the result.")
+@click.option(
+    "--runs", type=Integer(1), metavar="N", help="Number of runs. Default: as many as the record has."
+)
+@click.option(
+    "--same-seeds", is_flag=True, help="Use the record's seeds, to compare bits. Default: fresh ones."
+)
+@click.option("--by", default="", metavar="NAME", help="Your name, for the result.")
 @data_option
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="The new runs and reproduction.json. Default: one below runs/. The same command again goes on there.",
+    help="For runs and reproduction.json; the same command continues there. Default: a folder below runs/.",
 )
-@click.option("--into-record", is_flag=True, help="Put reproduction.json into the record, too.")
-@click.option("--docker", "in_docker", is_flag=True, help="In the container image that the record names.")
-@click.option("--image", metavar="NAME", help="With --docker: another image; what differs is told.")
+@click.option("--into-record", is_flag=True, help="Also put reproduction.json into the record.")
+@click.option("--docker", "in_docker", is_flag=True, help="Run in the container image that the record names.")
+@click.option("--image", metavar="NAME", help="With --docker: use another image; differences are reported.")
 @unsafe_option
 @json_option
 @click.pass_context

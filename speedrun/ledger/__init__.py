@@ -1,1 +1,1 @@
-"""Records: what they hold, how they are written, checked and drawn. Nothing here imports JAX."""
+"""Records: their files, how they are assembled and checked. Nothing here imports JAX."""

@@ -1,7 +1,7 @@
 """From runs to a record: `manifest.json`, `summary.json` and the head of `README.md`.
 
-All three follow from the runs and from what people wrote in the manifest, so `assemble` may be called
-again at any time and changes nothing that did not change. The validator derives them once more.
+All three follow from the runs and from what its authors wrote in the manifest, so `assemble` is idempotent. The
+validator derives them again.
 """
 
 import math
@@ -49,24 +49,23 @@ def assemble(
     changes: Sequence[str] | None = None,
     declared_runs: int | None = None,
 ) -> Summary:
-    """Writes `manifest.json`, `summary.json` and the head of `README.md` from the runs in the folder.
+    """Write `manifest.json`, `summary.json` and the head of `README.md` from the runs in the folder.
 
     Args:
         record_dir: holds `source.txt` and `runs/`.
-        title: what the record is, in a few words; this and the others keep what the manifest already
-            says when they are None.
+        title: of the record; for this and the next three, None keeps what the manifest says.
         default_title: the title of a record without a manifest.
         authors: name or handle each.
         parent_record: the record this one is compared with.
-        changes: against the parent, one sentence each.
-        declared_runs: how many runs were promised before the first; the number of runs if never said.
+        changes: from the parent, one sentence each.
+        declared_runs: number of runs declared before the first; by default the number of runs.
 
     Raises:
         UsageError: if a run cannot be read, or the folder holds what a record may not.
     """
+    about = {"title": title, "authors": authors, "parent_record": parent_record, "changes": changes}
     with lock.alone_with(record_dir):
-        said = {"title": title, "authors": authors, "parent_record": parent_record, "changes": changes}
-        edits = {key: value for key, value in said.items() if value is not None}
+        edits = {key: value for key, value in about.items() if value is not None}
         return _assemble(record_dir, default_title, edits, declared_runs)
 
 
@@ -81,7 +80,7 @@ def _assemble(
     try:
         runs = [read_run(raw, folder) for folder in run_folders(raw)]
         source = derive_source(raw)
-        # One without an end was torn before files were written whole: it is made anew.
+        # A manifest without an end was torn by an older version; it is written again.
         whole = raw.get("manifest.json", b"").endswith(b"\n}\n")
         old = read_json(raw, "manifest.json", Manifest) if whole else None
         promised = read_json(raw, runfile.BATCH, Declaration) if runfile.BATCH in raw else None
@@ -105,7 +104,7 @@ def _assemble(
 def derive_manifest(
     runs: Sequence[Run], about: About, declared_runs: int, source: Source, files: dict[str, FileRef]
 ) -> Manifest:
-    """The facts of all runs; where runs must agree, those of the first one by name that finished, if any did."""
+    """Derive the manifest. Facts in which runs agree are those of the first finished run by name, if there is one."""
     lead = next((run for run in runs if run.finished), runs[0])
     first = lead.file
     manifest = Manifest(
@@ -139,7 +138,7 @@ def derive_manifest(
 
 
 def derive_files(raw: dict[str, bytes]) -> dict[str, FileRef]:
-    """Size and digest of every file the manifest answers for."""
+    """Return size and digest of every file that the manifest lists."""
     return {
         path: FileRef(bytes=len(content), sha256=runfile.sha256(content))
         for path, content in sorted(raw.items())
@@ -148,10 +147,10 @@ def derive_files(raw: dict[str, bytes]) -> dict[str, FileRef]:
 
 
 def derive_source(raw: dict[str, bytes]) -> Source:
-    """What `source.txt` holds.
+    """Describe the files in `source.txt`.
 
     Raises:
-        FormatError: if it is missing or is not a source text.
+        FormatError: if it is missing or no source text.
     """
     content = raw.get("source.txt")
     if content is None:
@@ -168,7 +167,7 @@ def derive_source(raw: dict[str, bytes]) -> Source:
 
 
 def derive_summary(runs: Sequence[Run], rules: Track, promised: Declaration | None) -> Summary:
-    """The numbers that follow from the logs; the loss is taken from the exact sums."""
+    """Derive the summary from the logs, with losses from the exact sums."""
     done = [run for run in runs if run.finished]
     val_loss = _mean([run.val_loss for run in done])
     train_time_s = _mean([run.train_time_s for run in done])
@@ -198,12 +197,12 @@ def derive_summary(runs: Sequence[Run], rules: Track, promised: Declaration | No
 
 
 def _mean(numbers: Sequence[float]) -> float | None:
-    # Exact: from Python 3.12 on `sum` rounds otherwise than before, and a record is read by both.
+    # Exact: `sum` rounds differently from Python 3.12 on, and both versions read a record.
     return math.fsum(numbers) / len(numbers) if numbers else None
 
 
 def _sd(numbers: Sequence[float]) -> float | None:
-    """Of the sample: n - 1 below the sum."""
+    """Return the sample standard deviation, with n - 1 degrees of freedom."""
     mean = _mean(numbers)
     if mean is None or len(numbers) < 2:
         return None
@@ -211,7 +210,7 @@ def _sd(numbers: Sequence[float]) -> float | None:
 
 
 def reproduce_command(run: Run) -> str:
-    """The command line that makes this run again."""
+    """Return the command line that makes this run again."""
     name = run.file.track.rpartition("@")[0]
     command = ["speedrun", "run", "--track", name, "--recipe", run.file.recipe, "--seed", str(run.file.seed)]
     if name in track.names() and run.file.num_devices != track.load(name).rules.num_devices:
@@ -224,7 +223,7 @@ def reproduce_command(run: Run) -> str:
 
 
 def readme_head(manifest: Manifest, summary: Summary, runs: Sequence[Run]) -> str:
-    """The generated part of `README.md`: title, result card, command, plot."""
+    """Return the generated part of `README.md`: title, result card, command, plot."""
     rows = [
         ("track", manifest.track.id),
         ("recipe", f"{manifest.recipe.name}, revision {manifest.recipe.revision}"),
@@ -260,7 +259,7 @@ def readme_head(manifest: Manifest, summary: Summary, runs: Sequence[Run]) -> st
 
 
 def _parent_recipe(manifest: Manifest) -> str:
-    """The recipe that this one was made from, where no record is named; the config may hold anything."""
+    """Return the parent of the recipe, for records without a parent. The config may hold anything."""
     recipe = manifest.config.get("recipe")
     parent = recipe.get("parent") if isinstance(recipe, dict) else None
     return f"recipe {parent}" if isinstance(parent, str) else "none"
@@ -273,6 +272,6 @@ def _spread(mean: float | None, sd: float | None, unit: str, *, digits: int) -> 
 
 
 def _cell(text: str) -> str:
-    """Text that cannot break out of a table cell or hold markup."""
+    """Escape text, so that it can neither leave a table cell nor hold markup."""
     shown = console.clean(text)
     return shown.replace("&", "&amp;").replace("<", "&lt;").replace("|", "&#124;").replace("[", "&#91;")

@@ -1,4 +1,4 @@
-"""A declared batch: what was promised before the first run, how far it has come, and what its test says."""
+"""A declared batch: its seeds and looks, its progress, and its test."""
 
 import hashlib
 import math
@@ -15,9 +15,9 @@ _SEED_BITS = 31
 
 
 def seeds_from(source_sha256: str, config_sha256: str, num_runs: int) -> tuple[int, ...]:
-    """Seeds that nobody picks: they follow from what will run.
+    """Return seeds that nobody picks, since they follow from source and config.
 
-    The first 31 bits of sha256("source config i") for i = 0, 1, 2, ...
+    Each is the first 31 bits of sha256("source config i") for i = 0, 1, 2, ...
     """
     texts = (f"{source_sha256} {config_sha256} {i}" for i in range(num_runs))
     digests = (hashlib.sha256(text.encode()).digest() for text in texts)
@@ -25,23 +25,25 @@ def seeds_from(source_sha256: str, config_sha256: str, num_runs: int) -> tuple[i
 
 
 def looks(num_runs: int, then: int | None, known_sigma: float | None) -> tuple[Look, ...]:
-    """One test after `num_runs`; or two, each at half the level, the second after `then` runs in all.
+    """Return one look after `num_runs`; or two, each at half the level, the second after `then` runs in all.
 
     Raises:
         UsageError: if the second comes before the first.
     """
     if then is not None and then <= num_runs:
-        raise UsageError(f"got {num_runs} runs, then {then}; the second number counts all runs: need more")
+        raise UsageError(
+            f"got {num_runs} runs, then {then}; the second number counts all runs, so it must be larger"
+        )
     counts = [num_runs] if then is None else [num_runs, then]
     return tuple(Look(n, statistics.ALPHA[statistics.rule_for(n, known_sigma)] / len(counts)) for n in counts)
 
 
 class Standing(NamedTuple):
-    """How far a batch has come."""
+    """Progress of a batch."""
 
-    losses: tuple[float, ...]  #: in the order of the seeds; infinite for a run that blew up
-    missing: tuple[int, ...]  #: seeds still to run before the next look; none, if it is decided
-    test: MeanTest | None  #: at the last look that was reached
+    losses: tuple[float, ...]  #: in the order of the seeds; infinite for a run that became non-finite
+    missing: tuple[int, ...]  #: seeds to run before the next look; empty if the batch is decided
+    test: MeanTest | None  #: at the last look reached
 
     @property
     def passed(self) -> bool:
@@ -58,7 +60,7 @@ class Standing(NamedTuple):
 def standing(
     declaration: Declaration, runs: Sequence[Run], target: float, known_sigma: float | None
 ) -> Standing:
-    """What the runs so far say. A run that broke off says nothing: its seed is run again."""
+    """Return the progress of a batch. The seed of a run that broke off is run again."""
     done = completed(runs)
     losses: list[float] = []
     test = None
@@ -75,11 +77,11 @@ def standing(
 
 
 def completed(runs: Sequence[Run]) -> Mapping[int, float]:
-    """Final loss by seed of the runs that came to an end, good or bad."""
+    """Return the final loss by seed of finished and non-finite runs; infinite for the latter."""
     ended = [run for run in runs if run.file.outcome in ("finished", "non-finite")]
     return {run.start.seed: run.val_loss if run.finished else math.inf for run in reversed(ended)}
 
 
 def allowed_to_break_off(num_runs: int) -> int:
-    """Machines fail: one run in ten may break off, and one in any case."""
+    """Return how many runs may break off: one in ten, at least one, since machines fail."""
     return max(1, num_runs // 10)

@@ -1,6 +1,6 @@
-"""Reads Python that nobody trusts: what a file imports, what it reaches for, and how much data it carries.
+"""Reads untrusted Python: what a file imports, which names it uses, and how much data it carries.
 
-Nothing is executed: the text is parsed and its tree walked. A static reading sees what is written down.
+Nothing is executed: the text is parsed and its tree walked.
 """
 
 import ast
@@ -20,16 +20,15 @@ from speedrun.ground.sourcefile import split_source
 from speedrun.ledger.literals import Literals, docstrings
 from speedrun.ledger.reaches import Import, Reach, Reaches, imports_of, names_given
 
-#: Larger files are data, or made to keep a reader busy; they are not parsed. The largest of ours has 20,000.
+#: Larger files are data, or an attack on the parser; they are not parsed. The largest of ours has 20,000.
 MOST_BYTES = 2**18
 
-#: What could change a loss curve: a recipe's author may change it. All else is an instrument, and the same for
-#: everybody.
+#: Files that a recipe's author may change, since they shape the loss curve. All others are instruments.
 SCIENCE = "speedrun/science/"
-#: The same in the layout before 2026-11-22: folders, and files.
+#: Science in the layout before 2026-11-22: folders, and files.
 _FOLDERS_BEFORE = tuple(f"speedrun/{name}/" for name in ("recipes", "models", "kernels", "optim"))
 _FILES_BEFORE = frozenset(f"speedrun/{name}.py" for name in ("nn", "params", "recipe", "step"))
-#: They find recipes by their names, or could stand in the way of what does: none of them is a recipe's.
+#: They find recipes by name, or could replace the files that do, so they are instruments.
 _REGISTERS = frozenset(
     f"{folder}/{name}"
     for folder in ("speedrun/science", "speedrun")
@@ -38,7 +37,7 @@ _REGISTERS = frozenset(
 
 
 def is_science(path: str) -> bool:
-    """Whether a file of a source text is one that a recipe's author may change."""
+    """Return whether a file of a source text is science."""
     if not path.endswith(".py") or path in _REGISTERS:
         return False
     return path.startswith((SCIENCE, *_FOLDERS_BEFORE)) or path in _FILES_BEFORE
@@ -69,30 +68,30 @@ def _science_lines(source_text: str) -> Counter[str]:
 
 @dataclass
 class Code:
-    """What one file holds."""
+    """The content of one file."""
 
-    problem: str = ""  #: why it cannot be read; then nothing else is known
+    problem: str = ""  #: why it cannot be read; then the other fields are empty
     imports: list[Import] = field(default_factory=list)
     bound: set[str] = field(default_factory=set)  #: names at its top level
-    defined: set[str] = field(default_factory=set)  #: those of them that it does not import
-    given: set[str] = field(default_factory=set)  #: names that it gives to anything, attributes among them
-    reaches: list[Reach] = field(default_factory=list)  #: as of a file of science
+    defined: set[str] = field(default_factory=set)  #: those that it does not import
+    given: set[str] = field(default_factory=set)  #: names of everything that it defines, attributes included
+    reaches: list[Reach] = field(default_factory=list)  #: if it were science
     literals: Literals = field(default_factory=Literals)
-    prose: str = ""  #: docstrings and comments, which Python does not run and a cheat can read
-    packed_bytes: int = 0  #: of the whole text after zlib: what it holds, wherever it is hidden
+    prose: str = ""  #: docstrings and comments: not executed, but a cheat could store data there
+    packed_bytes: int = 0  #: of the whole text after zlib: a bound on the data it can hide
 
 
-#: A comment in the first two lines that tells Python how to decode a file (PEP 263).
+#: A comment in the first two lines that declares the encoding of a file (PEP 263).
 _ENCODING = re.compile(r"^[ \t\f]*#.*?coding[:=][ \t]*([-\w.]+)")
 
 
 @lru_cache(maxsize=4096)
 def read(path: str, text: str) -> Code:
-    """Reads a Python or TOML file.
+    """Read a Python or TOML file.
 
     Args:
-        path: decides which of the two.
-        text: of at most MOST_BYTES bytes; larger ones have a problem and are not parsed.
+        path: its ending decides which of the two.
+        text: its content; above MOST_BYTES bytes it is a problem and not parsed.
     """
     raw = text.encode(errors="replace")
     code = Code(packed_bytes=len(zlib.compress(raw, 6)))
@@ -104,7 +103,7 @@ def read(path: str, text: str) -> Code:
             _read_table(text, code)
         else:
             _read_python(text, code)
-    # All that a parser may raise when it is fed nonsense.
+    # Everything that a parser may raise on hostile input.
     except SyntaxError as error:
         code.problem = f"line {error.lineno}: {error.msg}"
     except tokenize.TokenError as error:
@@ -116,18 +115,19 @@ def read(path: str, text: str) -> Code:
     return code
 
 
-#: Python's reader of TOML takes time and memory with the square of the parts of a dotted key: a line of 200,000
-#: characters fills the machine. Tracks are a tenth of this, with lines of a third.
+#: Python's TOML parser takes time and memory quadratic in the parts of a dotted key, so that a line of 200,000
+#: characters fills the memory. Tracks are a tenth of this, with lines of a third.
 _MOST_TABLE_BYTES = 2**15
 _LONGEST_LINE = 400
 
 
 def _read_table(text: str, code: Code) -> None:
-    """The data of a TOML file."""
+    """Count the literals of a TOML file."""
     longest = max(map(len, text.split("\n")))
     if len(text) > _MOST_TABLE_BYTES or longest > _LONGEST_LINE:
         raise ValueError(
-            f"{len(text):,} characters, the longest line {longest:,}; {_LONGEST_LINE} make a line"
+            f"{len(text):,} characters, the longest line {longest:,}; "
+            f"at most {_MOST_TABLE_BYTES:,} and {_LONGEST_LINE} are read"
         )
     left: list[Any] = [tomllib.loads(text)]
     while left:
@@ -149,8 +149,10 @@ def _read_python(text: str, code: Code) -> None:
     if other := [
         name for line in text.split("\n", 2)[:2] for name in _ENCODING.findall(line) if name != "utf-8"
     ]:
-        raise ValueError(f"declares the encoding {other[0]}: Python would read another text than people do")
-    with warnings.catch_warnings():  # of odd escapes: theirs to mend
+        raise ValueError(
+            f"declares the encoding {other[0]}, in which Python reads another text than people do"
+        )
+    with warnings.catch_warnings():  # about odd escapes
         warnings.simplefilter("ignore")
         tree = ast.parse(text)
         compile(
@@ -169,14 +171,14 @@ def _read_python(text: str, code: Code) -> None:
 
 
 def _comments(text: str) -> Iterator[str]:
-    """Of a text that was parsed already."""
+    """Yield the comments of a text that was parsed before."""
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
             yield token.string
 
 
 def _names_bound(node: ast.stmt) -> Iterator[str]:
-    """Names that a statement binds; those inside of blocks, too."""
+    """Yield the names that a statement binds, also inside its blocks."""
     for inner in ast.walk(node):
         match inner:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):

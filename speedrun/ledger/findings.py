@@ -1,32 +1,28 @@
-"""What passes between the referee, a record's source and the examiner: three processes, and files of these types."""
+"""The files that pass between three processes: the referee, a record's source and the examiner."""
 
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from speedrun.ledger.runfile import Strict
 
 
-class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base: every key is known."""
-
-
-class Wanted(_Strict, frozen=True):
-    """What a record's source is asked for: its programs."""
+class Wanted(Strict, frozen=True):
+    """Request to a record's source: its programs."""
 
     config: dict[str, Any]  #: `prepare.RunConfig` of the run, with a new folder as `out`
-    folder: Path  #: where to put them
+    folder: Path  #: to write them to
 
 
-class Array(_Strict, frozen=True):
+class Array(Strict, frozen=True):
     """One argument or result of a program."""
 
     shape: tuple[int, ...]
     dtype: str
-    axes: tuple[tuple[str, ...], ...] = ()  #: of the mesh, by dimension, over which it is divided
+    axes: tuple[tuple[str, ...], ...] = ()  #: of the mesh over which each dimension is sharded
 
 
-class Lowered(_Strict, frozen=True):
-    """A program: StableHLO in NAME.mlir, and what it takes and gives."""
+class Lowered(Strict, frozen=True):
+    """A program: StableHLO in NAME.mlir, with its inputs and outputs."""
 
     inputs: tuple[Array, ...]
     outputs: tuple[Array, ...]
@@ -35,34 +31,34 @@ class Lowered(_Strict, frozen=True):
     convention: int  #: version of JAX's calling convention
 
 
-class HandedOver(_Strict, frozen=True):
-    """All that a record's source does for its examination: `programs.json`.
+class HandedOver(Strict, frozen=True):
+    """`programs.json`: what a record's source hands over.
 
     init    u32[2], the data of a key -> the leaves of the state
-    train   leaves, tokens_BT, targets_BT -> leaves, loss; several, one for each shape
-    hidden  parameters, tokens_BT -> what the head is given [B, T, D]; several, one for each window of a validation
+    train   leaves, tokens_BT, targets_BT -> leaves, loss; one for each shape
+    hidden  parameters, tokens_BT -> hidden state before the head [B, T, D]; one for each window of a validation
     logits  parameters, x_ND -> [N, V]
     """
 
-    leaves: tuple[str, ...]  #: names of the state's, as a checkpoint has them
-    num_params: int  #: so many `params.*` among them, in the order in which `hidden` and `logits` take them
+    leaves: tuple[str, ...]  #: their names, as in a checkpoint
+    num_params: int  #: leaves named `params.*`, in the order in which `hidden` and `logits` take them
     programs: dict[str, Lowered]
     steps: tuple[str, ...]  #: name of the program of each step
-    hidden: dict[int, str]  #: that of each step which is validated, the end included
+    hidden: dict[int, str]  #: name of the forward pass of each validation, the last included
 
 
-class Stretch(_Strict, frozen=True):
-    """Steps to make again."""
+class Stretch(Strict, frozen=True):
+    """Steps to train again."""
 
     start: int
     stop: int
     from_checkpoint: bool
 
 
-class Examination(_Strict, frozen=True):
-    """What to look at."""
+class Examination(Strict, frozen=True):
+    """Request to the examiner."""
 
-    programs: Path  #: the folder that a record's source filled
+    programs: Path  #: folder of what the source handed over
     track: str
     data: Path  #: folder of shards
     run_seed: int
@@ -70,32 +66,32 @@ class Examination(_Strict, frozen=True):
     replicas: int
     checkpoints: Path | None  #: of the run
     stretches: tuple[Stretch, ...]
-    draws: int  #: the seed of all that is drawn
-    findings: Path  #: where to write what was found
+    draws: int  #: seed of everything random
+    findings: Path  #: file to write
 
 
-class Replayed(_Strict, frozen=True):
-    """A stretch that was made again."""
+class Replayed(Strict, frozen=True):
+    """A stretch that was trained again."""
 
     start: int
     stop: int
     from_checkpoint: bool
-    state_hash: str  #: where it began
+    state_hash: str  #: at its start
     losses: tuple[float, ...]
-    vals: tuple[tuple[int, float], ...]  #: validations in it: step and loss, by the examiner's own scorer
+    vals: tuple[tuple[int, float], ...]  #: step and loss of each validation, by the examiner's scorer
 
 
-class Findings(_Strict, frozen=True):
-    """What was seen of a run."""
+class Findings(Strict, frozen=True):
+    """What the examiner found."""
 
-    final_hash: str  #: of the state that was scored last: its own, or where a whole replay ended
-    val_loss: float  #: of that state; nats, by a scorer that shares no line with the record's
-    own: bool  #: whether that state is the run's, from its checkpoint
+    final_hash: str  #: of the state that was scored: the run's own, or the end of the replay
+    val_loss: float  #: of that state in nats, by the examiner's scorer
+    own: bool  #: whether that state is the run's own, from its checkpoint
     columns: int  #: of the logits
     num_ids: int  #: of the track
-    rows: float  #: nats, the largest change of a token's loss if other rows stand beside it in the head
-    leak: float  #: nats, the largest change of a log-probability before a changed token
-    leak_at: int  #: where the output stands that changed most
-    changes: int  #: suffixes that were changed
-    company: float  #: nats, the largest change of a token's loss if other sequences stand beside it
+    rows: float  #: nats; largest change of a log-probability when rows of the head are permuted
+    leak: float  #: nats; largest change of a log-probability before a changed token
+    leak_at: int  #: position of that output
+    changes: int  #: number of texts that were changed
+    company: float  #: nats; largest change of a log-probability when sequences get other neighbours
     stretches: tuple[Replayed, ...]

@@ -2,10 +2,9 @@
 
     README.md  manifest.json  summary.json  batch.json  source.txt  runs/<run>/{run.json,metrics.jsonl,log.txt}  plots/
 
-`batch.json` is what was promised before the first run, where several were. `run.json` holds the facts of one run
-(`runfile`), written when it ends. `manifest.json` holds the facts of all runs together, `summary.json` the numbers
-derived from them; both follow from the runs and can be made again.
-Losses are nats per token. A key that is not declared here is an error.
+`batch.json` is the declaration of a batch, written before its first run. `run.json` (`runfile`) holds the facts of one
+run, written when it ends. `manifest.json` holds the facts of all runs, `summary.json` the numbers derived from them;
+both can be derived from the runs again. Losses are nats per token. A key that is not declared here is an error.
 """
 
 from typing import Literal, TypeVar
@@ -28,7 +27,7 @@ from speedrun.ledger.runfile import (
 
 
 class TrackRef(Strict, frozen=True):
-    """The rules a record was made under."""
+    """The track of a record."""
 
     id: str
     sha256: str
@@ -51,16 +50,16 @@ class Source(Strict, frozen=True):
 
 
 class Hardware(Strict, frozen=True):
-    """What it ran on."""
+    """The hardware of a record."""
 
     platform: str
     device_kind: str
     num_devices: int
-    matmul_gflops: float  #: of the bench before the first run
+    matmul_gflops: float  #: measured before the first run
 
 
 class RunOutcome(Strict, frozen=True):
-    """One run of the batch and how it ended; no run may vanish."""
+    """One run of the batch and how it ended; no run may be left out."""
 
     run_id: str
     seed: int
@@ -68,21 +67,21 @@ class RunOutcome(Strict, frozen=True):
 
 
 class Batch(Strict, frozen=True):
-    """The declared runs and the ones that are there."""
+    """The number of declared runs, and the runs that exist."""
 
     declared_runs: int
     runs: tuple[RunOutcome, ...]
 
 
 class Look(Strict, frozen=True):
-    """A moment at which the test may be made: after so many runs in all, at this level."""
+    """A test of the batch after a number of runs, at a level."""
 
     num_runs: int
     alpha: float
 
 
 class Declaration(Strict, frozen=True, tag_field="schema", tag=BATCH_SCHEMA):
-    """`batch.json`: what is promised before the first run. Its digest stands in the log of each."""
+    """`batch.json`: written before the first run. Every run logs its digest."""
 
     track: TrackRef
     recipe: Recipe
@@ -93,9 +92,9 @@ class Declaration(Strict, frozen=True, tag_field="schema", tag=BATCH_SCHEMA):
     attention: str
     num_steps: int
     seeds: tuple[int, ...]  #: in the order of the runs
-    seeds_chosen: bool  #: by people; else they follow from the digests of source and config
-    looks: tuple[Look, ...]  #: in order; the last one takes all seeds
-    expected_loss: float | None  #: the mean that the number of runs was computed for
+    seeds_chosen: bool  #: whether a person chose them; else they follow from source and config
+    looks: tuple[Look, ...]  #: in order; the last one is after all seeds
+    expected_loss: float | None  #: the mean for which the number of runs was computed
     created_utc: str
 
 
@@ -107,18 +106,18 @@ class FileRef(Strict, frozen=True):
 
 
 class About(Strict, frozen=True):
-    """The part of a manifest that people write."""
+    """The part of a manifest that its authors write."""
 
     title: str = "untitled"
     authors: tuple[str, ...] = ()
     parent_record: str | None = None
-    changes: tuple[str, ...] = ()  #: against the parent; one sentence each
+    changes: tuple[str, ...] = ()  #: from the parent; one sentence each
 
 
 class Manifest(Strict, frozen=True, tag_field="schema", tag=MANIFEST_SCHEMA):
     """`manifest.json`: the facts of all runs."""
 
-    record_id: str  #: content hash of everything below
+    record_id: str  #: digest of everything below
     about: About
     created_utc: str  #: of the first run
     track: TrackRef
@@ -131,7 +130,7 @@ class Manifest(Strict, frozen=True, tag_field="schema", tag=MANIFEST_SCHEMA):
     software: dict[str, str]
     environment: dict[str, str]
     batch: Batch
-    files: dict[str, FileRef]  #: all but README.md, manifest.json, summary.json and plots
+    files: dict[str, FileRef]  #: source.txt, batch.json and the files of the runs
 
 
 class TestResult(Strict, frozen=True):
@@ -149,7 +148,7 @@ class Summary(Strict, frozen=True, omit_defaults=True, tag_field="schema", tag=S
 
     num_runs: int
     num_finished: int
-    broke_off: tuple[str, ...]  #: where and why, for each run that did not finish
+    broke_off: tuple[str, ...]  #: where and why each unfinished run broke off
     target_loss: float
     target_reached: bool
     val_loss_mean: float | None
@@ -164,33 +163,29 @@ class Summary(Strict, frozen=True, omit_defaults=True, tag_field="schema", tag=S
     step_p95_ms: float
     step_max_ms: float
     data_wait_share: float | None  #: of the train time
-    test: TestResult | None = (
-        None  #: of the mean loss; None without a declared batch, or before its first look
-    )
+    test: TestResult | None = None  #: None without a declared batch, or before its first look
 
 
 _File = TypeVar("_File", bound=Strict)
 
 
 def decode(raw: bytes, kind: type[_File]) -> _File:
-    """Reads a file of somebody's record: what `encode` wrote, and nothing else, with numbers that a run can have.
+    """Decode an untrusted file of a record, in exactly the form that `encode` writes.
 
     Raises:
-        FormatError: not JSON, a missing, unknown or repeated key, a wrong type, other spacing, a newer schema, a
-            number out of range.
+        FormatError: as `runfile.decode`, and if a number is out of range.
     """
     file = runfile.decode(raw, kind)
     check_range(file)
     return file
 
 
-#: Above every honest number of a record, settings of a run that blew up included: float32 ends there. Squares of it,
-#: and their sums, are finite.
+#: The end of float32: above every honest number of a record. Squares of it, and sums of those, are finite.
 _LARGEST = 2.0**128
 
 
 def check_range(holder: object) -> None:
-    """Checks every number in a file or event, however deep, so that whoever computes with them need not.
+    """Check every number in a file or event, at any depth.
 
     Raises:
         FormatError: if one is not finite, or its magnitude is above 2^128.
@@ -208,9 +203,9 @@ def check_range(holder: object) -> None:
                     if isinstance(number, float)
                     else f"an integer of {number.bit_length():,} bits"
                 )
-                raise FormatError(f"{shown}: a number is out of range; at most 2^128 is one of a run")
+                raise FormatError(f"{shown}: a number is out of range; at most 2^128 is permitted")
 
 
 def record_id(manifest: Manifest) -> str:
-    """Content hash of a manifest without its own id."""
+    """Return the digest of a manifest without its id."""
     return sha256(encode(msgspec.structs.replace(manifest, record_id="")))

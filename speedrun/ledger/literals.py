@@ -1,20 +1,20 @@
-"""How much data the literals of a file hold: weights hidden in a source text are long, and many."""
+"""Measures the data in the literals of a file: weights hidden in a source text are long and many."""
 
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-#: A string of a person has a space before this many characters; a blob need not.
+#: Prose has a space before this many characters; a blob need not.
 _LONGEST_WORD = 120
 _MOST_BYTES_LITERAL = 128
 _MOST_BITS = 256
 _MOST_NUMBERS = 256
-_FEW_BYTES = 8  #: of an integer that is a size or a seed
+_FEW_BYTES = 8  #: integers up to this size are sizes or seeds
 
 
 class Literal(NamedTuple):
-    """A literal that holds more than a person would type."""
+    """A literal that is longer than a person would type."""
 
     line: int
     what: str
@@ -22,14 +22,14 @@ class Literal(NamedTuple):
 
 @dataclass
 class Literals:
-    """Those of one file."""
+    """The literals of one file."""
 
     large: list[Literal] = field(default_factory=list)
-    num_bytes: int = 0  #: of all strings, docstrings left out, and long integers
+    num_bytes: int = 0  #: of all strings but docstrings, and of long integers
     num_numbers: int = 0
 
     def note_tree(self, nodes: list[ast.AST]) -> None:
-        """All of a tree. A docstring is text for people, so it only may not hide a blob."""
+        """Note all literals of a tree. A docstring is only searched for blobs."""
         docstrings = {id(string) for node in nodes if (string := _docstring(node)) is not None}
         for node in nodes:
             match node:
@@ -48,7 +48,7 @@ class Literals:
                         self.large.append(Literal(node.lineno, f"a name of {len(name):,} letters"))
 
     def note_string(self, line: int, value: str | bytes, *, counts: bool = True) -> None:
-        """A string; `counts`: to what a file may hold in all."""
+        """Note a string; `counts` says whether it adds to the total."""
         size = len(value.encode(errors="replace") if isinstance(value, str) else value)
         self.num_bytes += size * counts
         if isinstance(value, bytes) and size > _MOST_BYTES_LITERAL:
@@ -59,7 +59,7 @@ class Literals:
                 self.large.append(Literal(line, f"a word of {word:,} characters in a string"))
 
     def note_number(self, line: int, value: complex) -> None:
-        """A number of any kind."""
+        """Note a number of any kind."""
         self.num_numbers += 1
         size = value.bit_length() // 8 if isinstance(value, int) else 0
         if size > _FEW_BYTES:
@@ -68,13 +68,13 @@ class Literals:
             self.large.append(Literal(line, f"an integer of {size:,} bytes"))
 
     def note_row(self, line: int, row: list[Any]) -> None:
-        """Values that stand side by side."""
+        """Note values side by side."""
         if len(row) > _MOST_NUMBERS:
             self.large.append(Literal(line, f"{len(row):,} values in a row"))
 
 
 def docstrings(nodes: list[ast.AST]) -> Iterator[str]:
-    """All strings that are statements by themselves."""
+    """Yield all strings that are statements by themselves."""
     for node in nodes:
         if (string := _docstring(node)) is not None:
             yield str(string.value)

@@ -1,4 +1,4 @@
-"""The other records in a folder, read just far enough to recognise a run that appears twice."""
+"""The other records of a repository, read just far enough to recognise a run that appears twice."""
 
 import re
 from collections.abc import Iterator
@@ -10,24 +10,24 @@ from msgspec import DecodeError
 
 from speedrun.ground import runlog
 
-#: What holds committed records: `records/<track>/<record>/`.
+#: Holds the committed records: `records/<track>/<record>/`.
 _FOLDER = "records"
 _LOSS = re.compile(rb'"event":\{"ev":"step",[^{}]*?"loss":([^,]+),')
-#: Fewer losses can be equal by chance.
+#: Fewer losses than this can be equal by chance.
 _FEWEST = 4
 
 
 class Fingerprint(NamedTuple):
-    """What two records cannot share, of a run that finished."""
+    """What no two finished runs share."""
 
     name: str
     seed: tuple[int, str, str]  #: with the digests of source and config
-    losses: tuple[bytes, ...] | None  #: of all steps, as they are written; None of few
+    losses: tuple[bytes, ...] | None  #: of all steps, as written in the log; None if there are few
     begun_utc: str
 
 
 def fingerprint(lines: tuple[bytes, ...]) -> Fingerprint | None:
-    """Of a log; None if it is none, or of a run that broke off."""
+    """Return the fingerprint of a log; None if it is no log, or its run did not finish."""
     if not lines or b'"status":"finished"' not in lines[-1]:
         return None
     try:
@@ -47,8 +47,8 @@ def _read(path: Path, _size_bytes: int, _changed_ns: int) -> Fingerprint | None:
     return fingerprint(tuple(path.read_bytes().splitlines()))
 
 
-def runs_beside(root: Path) -> Iterator[tuple[str, Fingerprint]]:
-    """The runs of the other records in the folder of records that a record lies in; nothing if it lies elsewhere."""
+def runs_of_other_records(root: Path) -> Iterator[tuple[str, Fingerprint]]:
+    """Yield place and fingerprint of every run of the other committed records, if this record is a committed one."""
     root = root.resolve()
     if root.parent.parent.name != _FOLDER:
         return

@@ -1,8 +1,8 @@
-"""What the science of a record may name: modules with their functions, builtins, attributes of values.
+"""Names that the science of a record may use: modules with their functions, builtins, attributes of values.
 
-A list of what is permitted, so that what nobody thought of is reported. Everything here computes a value from values:
-it reads no file, clock or environment, hands out no module or frame, and changes nothing that others own.
-A name that is missing and does the same belongs here; say why where it is not plain.
+Everything not listed is reported. Everything here only computes values: it reads no file, clock or environment, returns
+no module or frame, and changes no foreign object. Missing names that do the same belong here; say why if it is not
+obvious.
 """
 
 import sys
@@ -12,7 +12,7 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-#: Of numpy and jax.numpy. Left out: what reads and writes files or raw memory, and what sets global options.
+#: Of numpy and jax.numpy, without functions that access files or raw memory, or set global options.
 _ARRAYS = _words(
     "abs absolute acos acosh add all allclose amax amin angle any append apply_along_axis apply_over_axes "
     "arange arccos arccosh arcsin arcsinh arctan arctan2 arctanh argmax argmin argpartition argsort "
@@ -122,9 +122,9 @@ _MOSAIC = _words(
     "transform_ref transpose_ref wait_load_tmem wait_smem_to_gmem warp_map wgmma wgmma_accumulator_load wgmma_wait"
 )
 
-#: Every public name of such a module that is no module itself: `is_permitted` sees to both.
+#: Permits every public name of a module that is no module itself; see `is_permitted`.
 ANY = _words("*")
-#: Modules that lie in such modules.
+#: Submodules of those modules.
 _INSIDE = _words(
     "assignment contrib experimental losses microbatching perturbations projections schedules second_order transforms "
     "tree tree_utils jax jnp numpy np optax"
@@ -198,7 +198,7 @@ MODULES: dict[str, frozenset[str]] = {
     "importlib": frozenset(),
     "importlib.util": _words(
         "find_spec"
-    ),  # of a plain name only: it imports nothing, and says whether it could
+    ),  # of a plain name only: imports nothing, and returns whether the package exists
     "itertools": ANY,
     "math": ANY,
     "numbers": _words("Complex Integral Number Rational Real"),
@@ -218,7 +218,7 @@ MODULES: dict[str, frozenset[str]] = {
     "zlib": _words("adler32 crc32"),
 }
 
-#: Names that Python always has. Left out: `getattr` and others that compute names, `type`, which hands out classes.
+#: Builtins, without `getattr` and others that compute names, and `type`, which returns classes.
 BUILTINS = _words(
     "ArithmeticError AssertionError AttributeError Ellipsis Exception False FloatingPointError ImportError "
     "IndexError KeyError LookupError ModuleNotFoundError NameError None NotImplemented NotImplementedError "
@@ -228,8 +228,8 @@ BUILTINS = _words(
     "round set slice sorted staticmethod str sum super tuple zip __name__"
 )
 
-#: Attributes of arrays, references, shapes, strings, tables, functions and what JAX hands out. What the science itself
-#: gives a name may be named, too.
+#: Attributes of arrays, references, shapes, strings, tables, functions and JAX objects. Names that the science itself
+#: defines are permitted as well.
 ATTRIBUTES = _words(
     # Arrays, references of kernels, and what they are indexed with.
     "T mT add all any apply argmax argmin argsort astype at clip conj cumprod cumsum diagonal divide dot dtype flat "
@@ -241,7 +241,7 @@ ATTRIBUTES = _words(
     "platform sharding spec unflatten varying vma "
     # Functions and optimisers.
     "args defjvp defjvps defvjp func init keywords update "
-    # What the step asks of a recipe's config and optimiser.
+    # What the step reads from a recipe's config and optimiser.
     "logit_cap transforms "
     # Constants of JAX.
     "Auto DEFAULT Explicit HIGH HIGHEST Manual Lane Warpgroup "
@@ -255,7 +255,7 @@ ATTRIBUTES = _words(
     "__module__ __name__ __qualname__"
 )
 
-#: What is refused even where the science gives it as a name: on a value of another's, it is a way out.
+#: Refused even if the science defines the name: on a foreign value it gives access to more than values.
 NEVER = _words(
     "ag_await ag_code ag_frame builtins bltns compile cr_await cr_code cr_frame cr_origin ctypes ctypeslib "
     "def_abstract_eval def_impl dump dumps environ exec_module f2py f_back f_builtins f_code f_globals f_locals format "
@@ -275,7 +275,7 @@ METHODS = _words(
 
 
 def is_permitted(module: str, name: str) -> bool:
-    """Whether a name of a module is on the list."""
+    """Return whether a name of a module is permitted."""
     names = MODULES.get(module, frozenset())
     if names is ANY:
         return not name.startswith("_") and name not in _INSIDE | NEVER | sys.stdlib_module_names

@@ -1,7 +1,7 @@
-"""What a Python file imports, and which names in it are not on the list of `permitted`.
+"""What a Python file imports, and which of its names are not in the lists of `permitted`.
 
-Its tree is walked, nothing is executed. The reading is by names, so it holds only where a name means one thing: a
-module is never a value, an imported name is bound once, and attributes are set in `__init__` alone.
+The syntax tree is walked, nothing is executed. Names are compared as text, so each must have one meaning: a module is
+never a value, an imported name is bound once, and attributes are set only in `__init__`.
 """
 
 import ast
@@ -13,37 +13,25 @@ from speedrun.ledger.permitted import ATTRIBUTES, BUILTINS, METHODS, MODULES, NE
 
 _ALWAYS = frozenset(dir(builtins)) | {"__builtins__", "__file__", "__annotations__", "__debug__", "__dict__"}
 _SELF = "self"
-#: Whoever meets a tuple that has it reads the attributes that it names.
+#: Libraries read the attributes that it names from a tuple.
 _FIELDS = "_fields"
-#: Of a name that others may still permit.
+#: Reason for a name that other lists may still permit.
 NOT_LISTED = "not on the list"
-#: Methods that change what they are called on.
+#: Methods that change their object.
 _CHANGES = frozenset(
-    (
-        "add",
-        "append",
-        "clear",
-        "discard",
-        "extend",
-        "insert",
-        "pop",
-        "popitem",
-        "remove",
-        "setdefault",
-        "sort",
-        "update",
-    )
+    ("add", "append", "clear", "discard", "extend", "insert")
+    + ("pop", "popitem", "remove", "setdefault", "sort", "update")
 )
 _FIND_SPEC = "importlib.util.find_spec"
 
 
 class Reach(NamedTuple):
-    """A name that is not permitted, or that only the science's own names can permit."""
+    """A name that is not permitted, or only if the science itself defines it."""
 
     line: int
-    name: str  #: as it is called in full, `numpy.load`
+    name: str  #: in full, such as `numpy.load`
     why: str
-    attribute: str = ""  #: permitted where the science itself gives something this name
+    attribute: str = ""  #: permitted if the science itself defines this name
 
 
 class Import(NamedTuple):
@@ -55,7 +43,7 @@ class Import(NamedTuple):
 
 
 def imports_of(node: ast.AST) -> Iterator[Import]:
-    """What an import statement binds; nothing of other nodes."""
+    """Yield what an import statement binds; nothing for other nodes."""
     match node:
         case ast.Import(names=names):
             yield from (Import(node.lineno, alias.name, None) for alias in names)
@@ -65,7 +53,7 @@ def imports_of(node: ast.AST) -> Iterator[Import]:
 
 
 def names_given(nodes: list[ast.AST]) -> set[str]:
-    """Names that a file gives to functions, classes, arguments, variables and attributes."""
+    """Return the names of functions, classes, arguments, variables and attributes that a file defines."""
     given: set[str] = set()
     for node in nodes:
         match node:
@@ -77,10 +65,10 @@ def names_given(nodes: list[ast.AST]) -> set[str]:
 
 
 class Reaches:
-    """Reads one file by the list."""
+    """Compares one file with the lists."""
 
     def __init__(self, nodes: list[ast.AST]) -> None:
-        """Takes all nodes of a file's tree."""
+        """Prepare for all nodes of a file's tree."""
         self._nodes = nodes
         self._imports = [one for node in nodes for one in imports_of(node)]
         self._stands_for: dict[str, str] = {}
@@ -104,7 +92,7 @@ class Reaches:
                 self._imported_twice.append(Reach(node.lineno, bound, "stands for two things"))
 
     def found(self) -> Iterator[Reach]:
-        """Each of a kind once in a line."""
+        """Yield each distinct one once per line."""
         seen: set[Reach] = set()
         parts = (
             self._imported_twice,
@@ -121,7 +109,7 @@ class Reaches:
         for one in self._imports:
             full = one.module if one.name is None else f"{one.module}.{one.name}"
             if one.module.startswith(".") or one.name == "*":
-                yield Reach(one.line, full, "says not what it imports")
+                yield Reach(one.line, full, "does not name what it imports")
             elif one.module.partition(".")[0] == "speedrun":
                 if one.name is None and one.module != "speedrun":
                     yield Reach(one.line, full, "import the names of our modules, not the modules")
@@ -160,7 +148,7 @@ class Reaches:
     def _bound(
         self, node: ast.stmt | ast.expr | ast.pattern | ast.arg | ast.ExceptHandler, name: str
     ) -> Iterator[Reach]:
-        """A name that is given to something here. That of a method is seen by nobody but its class."""
+        """Check a name that the file defines. Names of methods cannot shadow imports."""
         if name in self._stands_for and id(node) not in self._methods:
             yield Reach(node.lineno, name, "an imported name that is bound again")
         if name == _SELF and not isinstance(node, ast.arg):
@@ -178,7 +166,7 @@ class Reaches:
             if self._is_module(full) and id(node) not in self._owners:
                 yield Reach(node.lineno, full, "a module, handed on")
             elif full == _FIND_SPEC:
-                yield from self._asked_for(node)
+                yield from self._of_find_spec(node)
         elif (name in _ALWAYS or name.startswith("__")) and name not in BUILTINS:
             yield Reach(node.lineno, name, NOT_LISTED)
 
@@ -186,7 +174,7 @@ class Reaches:
         return full in MODULES or full == "speedrun" or any(one.module == full for one in self._imports)
 
     def _path(self, node: ast.AST) -> tuple[str | None, list[str]]:
-        """`np.add.outer` -> `numpy`, [add, outer]; None of what does not begin with an imported name."""
+        """Split `np.add.outer` into `numpy` and [add, outer]; the first is None unless it is an imported name."""
         names: list[str] = []
         while isinstance(node, ast.Attribute | ast.Subscript):
             if isinstance(node, ast.Attribute):
@@ -209,22 +197,22 @@ class Reaches:
             elif not is_permitted(owner, node.attr):
                 yield Reach(node.lineno, full, NOT_LISTED)
             elif full == _FIND_SPEC:
-                yield from self._asked_for(node)
+                yield from self._of_find_spec(node)
         elif node.attr == "__init__" and id(node) in self._called:
             if not _is_super(node.value):
                 yield Reach(node.lineno, "(...).__init__", "a hook of the interpreter")
         else:
             yield from _value_attribute(node.lineno, node.attr, full if owner else "")
 
-    def _asked_for(self, node: ast.expr) -> Iterator[Reach]:
-        """`find_spec` imports the parents of a dotted name; of a plain one it only looks whether it is there."""
+    def _of_find_spec(self, node: ast.expr) -> Iterator[Reach]:
+        """Check `find_spec`: it imports the parents of a dotted name, but only looks up a plain one."""
         match self._called.get(id(node)):
             case ast.Call(args=[ast.Constant(value=str(name))], keywords=[]) if name.isidentifier():
                 return
         yield Reach(node.lineno, _FIND_SPEC, "of a name that is not written down")
 
     def _changed(self, target: ast.Attribute | ast.Subscript) -> Iterator[Reach]:
-        """Writing: to items of what is one's own, and to attributes of a new object."""
+        """Check a write: items of own objects and, in `__init__`, attributes of `self` may be set."""
         root, names = self._path(target)
         if root is not None:
             yield Reach(target.lineno, ".".join([root, *names]), "changes what others own")
@@ -233,7 +221,7 @@ class Reaches:
 
 
 def _is_chain(node: ast.Attribute) -> bool:
-    """Names and dots alone."""
+    """Return whether an expression consists of names and dots only."""
     inner: ast.AST = node
     while isinstance(inner, ast.Attribute):
         inner = inner.value
@@ -248,7 +236,7 @@ def _is_super(node: ast.expr) -> bool:
 
 
 def _set_in_init(node: ast.AST) -> Iterator[ast.Attribute]:
-    """`self.x = ...` in the own lines of an `__init__` of a class."""
+    """Yield the targets of `self.x = ...` in the `__init__` of a class, without nested functions."""
     if not isinstance(node, ast.ClassDef):
         return
     for method in node.body:
@@ -266,7 +254,7 @@ def _set_in_init(node: ast.AST) -> Iterator[ast.Attribute]:
 
 
 def _value_attribute(line: int, attr: str, full: str = "") -> Iterator[Reach]:
-    """An attribute of something that is no module."""
+    """Check an attribute of something that is no module."""
     shown = full or f"(...).{attr}"
     if attr in ATTRIBUTES and not full.startswith("speedrun."):
         return

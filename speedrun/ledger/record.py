@@ -1,7 +1,7 @@
-"""Reading a record folder that somebody else may have made.
+"""Reads a record folder, which is untrusted.
 
-Nothing in it is trusted: only files with known names are opened, none above its size cap, none through a
-link. Each file is decoded once. What cannot be used is listed, never guessed at.
+Only files with known names are opened, none above its size cap, none through a link. Each file is decoded once.
+Everything else is listed with the reason why it was refused.
 """
 
 import itertools
@@ -34,7 +34,7 @@ _RUN = r"runs/[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}"
 #: Every folder of a record.
 FOLDERS = re.compile(rf"runs|plots|{_RUN}")
 
-#: Every file a record may hold, and how many bytes it may have.
+#: Every file that a record may hold, and its size cap in bytes.
 FILES = (
     (re.compile(r"(manifest|summary|batch|reproduction)\.json"), _MIB),
     (re.compile(r"source\.txt"), 4 * _MIB),
@@ -55,27 +55,25 @@ class Record:
     """A record folder, as far as it could be read."""
 
     root: Path
-    raw: dict[str, bytes]  #: every file that may be here, by its path from the root
-    refused: dict[str, str]  #: what may not be here, by its path: why
-    malformed: tuple[str, ...]  #: files that do not hold what they must
+    raw: dict[str, bytes]  #: every permitted file, by path from the root
+    refused: dict[str, str]  #: the reason for everything else, by path
+    malformed: tuple[str, ...]  #: one line for each file that cannot be decoded
     runs: tuple[Run, ...]  #: by folder name
     manifest: Manifest | None
     summary: Summary | None
-    declaration: Declaration | None  #: None, too, for a run by itself
-    reproduction: (
-        Reproduction | None
-    )  #: what came out when somebody ran it again; None where nobody put it here
-    track: Track | None  #: None where these rules are not known here
+    declaration: Declaration | None  #: None also for a run by itself
+    reproduction: Reproduction | None  #: result of a referee who ran it again, if there is one
+    track: Track | None  #: None if this version does not know it
     whole: bool  #: every run could be read
 
     @property
     def finished(self) -> tuple[Run, ...]:
-        """The runs that came to their end."""
+        """The runs that finished."""
         return tuple(run for run in self.runs if run.finished)
 
     @cached_property
     def source_files(self) -> dict[str, str]:
-        """The files inside `source.txt`; none where it cannot be taken apart, which V003 tells."""
+        """The files inside `source.txt`; empty if it cannot be split, which V003 reports."""
         try:
             return split_source(self.raw.get("source.txt", b"").decode())
         except ValueError:
@@ -83,14 +81,14 @@ class Record:
 
     @property
     def rules(self) -> Track:
-        """The track, for checks that are only asked when it is known."""
+        """The track, for checks that declare that they need it."""
         if self.track is None:
-            raise LookupError("this check must say that it needs the track")
+            raise LookupError("this check must declare that it needs the track")
         return self.track
 
 
 def load(root: Path) -> Record:
-    """Reads a record folder; problems end up in the result.
+    """Read a record folder; problems are part of the result.
 
     Raises:
         UsageError: if `root` is not a folder.
@@ -100,7 +98,7 @@ def load(root: Path) -> Record:
     malformed: list[str] = [] if folders else ["runs: the record holds no run"]
 
     def attempt(read: Callable[[], _Read], paths: set[str]) -> _Read | None:
-        """None where it fails; a file that was refused has its line already."""
+        """Return None and note the problem if it fails; refused files are already noted."""
         try:
             return read()
         except FormatError as error:
@@ -115,9 +113,9 @@ def load(root: Path) -> Record:
     declaration = None
     if "batch.json" in raw:
         declaration = attempt(lambda: read_json(raw, "batch.json", Declaration), {"batch.json"})
-    again = None
+    reproduced = None
     if REPRODUCTION in raw:
-        again = attempt(lambda: reproduction.decode(raw[REPRODUCTION]), {REPRODUCTION})
+        reproduced = attempt(lambda: reproduction.decode(raw[REPRODUCTION]), {REPRODUCTION})
     return Record(
         root=root,
         raw=raw,
@@ -127,7 +125,7 @@ def load(root: Path) -> Record:
         manifest=manifest,
         summary=summary,
         declaration=declaration,
-        reproduction=again,
+        reproduction=reproduced,
         track=known_track(runs),
         whole=0 < len(runs) == len(folders),
     )
@@ -147,8 +145,8 @@ def need_record(folder: Path) -> Path:
 
 
 def known_track(runs: Sequence[Run]) -> Track | None:
-    """The rules that all runs name, if they are ours to the byte."""
-    named = {ref for run in runs for ref in (_track_in_log(run), (run.file.track, run.file.track_sha256))}
+    """Return the track that all runs name, if this version has it byte for byte."""
+    named = {(kind.track, kind.track_sha256) for run in runs for kind in (run.start, run.file)}
     if len(named) != 1:
         return None
     track_id, sha256 = named.pop()
@@ -159,15 +157,11 @@ def known_track(runs: Sequence[Run]) -> Track | None:
     return rules if rules.id == track_id else None
 
 
-def _track_in_log(run: Run) -> tuple[str, str]:
-    return run.start.track, run.start.track_sha256
-
-
 def read_files(root: Path) -> tuple[dict[str, bytes], dict[str, str]]:
-    """All files that a record may hold, and what else is there; both by path from the root.
+    """Read all files that a record may hold.
 
     Returns:
-        The content of each good file, and for each other thing the reason why it is refused.
+        The content of each permitted file, and the reason for everything refused; both by path from the root.
 
     Raises:
         UsageError: if `root` is not a folder.
@@ -188,30 +182,30 @@ def read_files(root: Path) -> tuple[dict[str, bytes], dict[str, str]]:
 
 
 def discard_partials(root: Path) -> None:
-    """Removes what killed writers left in a record. Nobody may be writing there."""
+    """Remove what killed writers left in a record, in which nobody may be writing."""
     for left in root.rglob("*" + PARTIAL):
         if left.is_file() or left.is_symlink():
             left.unlink()
 
 
 def _objection(path: str, entry: os.DirEntry[str], size_bytes: int, left_bytes: int) -> str | None:
-    """Why a thing may not be in a record, or None."""
+    """Return why an entry may not be in a record, or None."""
     if entry.is_dir(follow_symlinks=False):
-        return "no folder of a record"
+        return "not a folder of a record"
     if not entry.is_file(follow_symlinks=False):
         return "a link or a special file; a record holds plain files only"
     cap_bytes = next((cap for pattern, cap in FILES if pattern.fullmatch(path)), None)
     if cap_bytes is None and path.endswith(PARTIAL):
-        return "left by a command that was killed; the same command again removes it"
+        return "left by a command that was killed; run the same command again to remove it"
     if cap_bytes is None:
-        return "no file of a record"
+        return "not a file of a record"
     if size_bytes > min(cap_bytes, left_bytes):
         return f"{size_bytes:,} bytes; at most {min(cap_bytes, left_bytes):,} are left for it"
     return None
 
 
 def _walk(folder: Path, prefix: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """All files, and the folders it does not enter; never follows a link."""
+    """Yield all files, and the folders it does not enter; follow no link."""
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         path = prefix + entry.name
         if entry.is_dir(follow_symlinks=False) and FOLDERS.fullmatch(path):
@@ -230,10 +224,10 @@ def render_logs(record_dir: Path) -> None:
 
 
 def run_folders(raw: dict[str, bytes]) -> list[str]:
-    """Names of the run folders."""
+    """Return the names of the run folders."""
     return sorted({path.split("/")[1] for path in raw if path.startswith("runs/")})
 
 
 def run_paths(folder: str) -> set[str]:
-    """The files of one run."""
+    """Return the paths of the files of one run."""
     return {f"runs/{folder}/{name}" for name in ("run.json", "metrics.jsonl", "log.txt")}

@@ -1,7 +1,6 @@
-"""Loss curves that a run is held against: how low a loss was after so many tokens, where that is known.
+"""Reference loss curves by track: validation losses of honest runs.
 
-A curve belongs to a track. Its points are the validations of honest runs; a lower loss is no fault, but one far below
-asks for a replay.
+A loss far below the curve calls for a replay.
 """
 
 from bisect import bisect_left
@@ -9,7 +8,7 @@ from typing import NamedTuple
 
 
 class Point(NamedTuple):
-    """A validation loss in nats per token, after so many training tokens."""
+    """A validation loss in nats per token, after a number of training tokens."""
 
     tokens: int
     loss: float
@@ -32,9 +31,9 @@ CURVES: dict[str, tuple[Point, ...]] = {
 
 
 def expected_loss(curve: tuple[Point, ...], tokens: int) -> float:
-    """The loss of the curve's next point after so many tokens, or of its last one.
+    """Return the loss of the curve's next point at or after a number of tokens, or of its last point.
 
-    Not a line between two points: a loss curve hangs below it, so honest runs would too.
+    There is no linear interpolation: loss curves are convex, so honest runs would lie below it.
     """
     place = bisect_left(curve, tokens, key=lambda point: point.tokens)
     return curve[min(place, len(curve) - 1)].loss

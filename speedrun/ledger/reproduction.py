@@ -1,7 +1,7 @@
-"""`reproduction.json`: what came out when somebody ran a record again, and what that says of the record.
+"""`reproduction.json`: the result of running a record again, and its verdict on the record.
 
-Two questions, one answer each. Is the loss the record's, within the noise of single runs? Is the time, on hardware of
-its kind? Intervals are 99 %: of a hundred honest reproductions one would be called a mismatch, not five.
+It compares the loss, given the noise of single runs, and the time, on hardware of the same kind. Intervals are 99 %: of
+a hundred honest reproductions one is called a mismatch.
 """
 
 import math
@@ -16,42 +16,40 @@ from speedrun.ground.console import clean
 from speedrun.ledger import runfile
 from speedrun.ledger.format import Hardware
 from speedrun.ledger.run import Run
+from speedrun.ledger.runfile import FormatError, Strict
 from speedrun.ledger.statistics import FEW_RUNS, Interval, difference_interval
 
 REPRODUCTION = "reproduction.json"
 CONFIDENCE = 0.99
 
-#: Of the train time: nodes of one kind differ by so much (modded-nanogpt, issue 160: 0.4 %), and nobody is called slow.
+#: Share of the train time within which times count as equal: nodes of one kind differ by 0.4 % (modded-nanogpt, issue
+#: 160).
 SAME_TIME = 0.01
-#: Sd of single runs, where a record has too few to tell; of time, at least this. Time: smoke-cpu on 2 shared cores,
-#: 5 %; a GPU node, by the same issue. Loss, as a share of it: smoke-cpu over seeds, 0.04 of 3.2.
+#: Sd of single runs for records with too few of them; for times, a lower bound. Time: 5 % for smoke-cpu on 2 shared
+#: cores; a GPU node by the same issue. Loss, as a share of it: smoke-cpu over seeds, 0.04 of 3.2.
 _TIME_SD = {"cpu": 0.05, "gpu": 0.005}
 _LOSS_SD = 0.0125
-#: The bench of a machine of the same kind, by that of the record, where nothing else tells CPUs apart; and of GPUs.
+#: Smallest ratio of two benchmarks that count as the same hardware; nothing else tells CPUs apart.
 _SAME_BENCH = {"cpu": 0.5, "gpu": 0.85}
 
-#: The points that decide whether times compare.
+#: Points that decide whether times are comparable.
 HARDWARE = ("devices", "bench")
 
 Verdict = Literal["within", "faster", "slower", "loss mismatch", "not the same hardware"]
 NoiseFrom = Literal["runs", "track", "assumed"]
 
 
-class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base: every key is known."""
-
-
-class Point(_Strict, frozen=True):
-    """One thing that was looked at before or after the runs: what the record says, and what is here."""
+class Point(Strict, frozen=True):
+    """One comparison of the record with this machine."""
 
     what: str
     recorded: str
     here: str
     equal: bool
-    lost: str  #: what is no longer promised where they differ; else empty
+    lost: str  #: what is no longer promised if they differ; else empty
 
 
-class Outcome(_Strict, frozen=True):
+class Outcome(Strict, frozen=True):
     """One run of the reproduction."""
 
     run_id: str
@@ -62,46 +60,46 @@ class Outcome(_Strict, frozen=True):
     final_hash: str
 
 
-class Difference(_Strict, frozen=True):
-    """A mean difference or ratio to the record, and the interval that holds the true one."""
+class Difference(Strict, frozen=True):
+    """A mean difference or ratio to the record, and its confidence interval."""
 
     mean: float
     low: float
     high: float
-    noise_from: NoiseFrom  #: where the sd of single runs is from
+    noise_from: NoiseFrom  #: source of the sd of single runs
 
 
-class Reproduction(_Strict, frozen=True, tag_field="schema", tag=runfile.REPRODUCTION_SCHEMA):
+class Reproduction(Strict, frozen=True, tag_field="schema", tag=runfile.REPRODUCTION_SCHEMA):
     """`reproduction.json`."""
 
     record_id: str
     track: str  #: name and version
-    by: str  #: who, as they call themselves; may be empty
-    created_utc: str  #: when its seeds were fixed
+    by: str  #: name of the referee; may be empty
+    created_utc: str  #: when its seeds were drawn
     hardware: Hardware  #: of the first run
     software: dict[str, str]
-    same_seeds: bool  #: those of the record; else fresh ones
-    points: tuple[Point, ...]  #: all that was compared, equal or not
+    same_seeds: bool  #: whether they are the record's; else fresh ones
+    points: tuple[Point, ...]  #: all comparisons, equal or not
     runs: tuple[Outcome, ...]
     confidence: float  #: of both intervals
-    loss_difference: Difference | None  #: nats, this less the record; None: no run finished
-    time_ratio: Difference | None  #: ranked train time, this by the record
-    num_same_bits: int | None  #: runs that end in the record's own state; None with fresh seeds
+    loss_difference: Difference | None  #: nats, these runs minus the record; None: no run finished
+    time_ratio: Difference | None  #: ranked train time, these runs over the record
+    num_same_bits: int | None  #: runs with the same final state as in the record; None with fresh seeds
     verdict: Verdict
 
 
 class Noise(NamedTuple):
-    """How much single runs scatter."""
+    """The sd of single runs."""
 
     sd: float
-    freedom: int | None  #: None: the sd is taken as known
+    freedom: int | None  #: degrees of freedom; None: the sd is taken as known
     origin: NoiseFrom
 
 
 def noise(numbers: Sequence[float], otherwise: float, origin: NoiseFrom) -> Noise:
-    """Sd of single runs: the record's own, or where it has few, the larger of that and another one.
+    """Return the sd of single runs: the record's own; if it has few runs, the larger of that and a given one.
 
-    Only the record's runs are asked: those of a reproduction that went wrong would excuse themselves.
+    The runs of the reproduction do not count, since a failed one would widen its own interval.
     """
     sd = stdev(numbers) if len(numbers) > 1 else 0.0
     if len(numbers) > FEW_RUNS:
@@ -110,21 +108,21 @@ def noise(numbers: Sequence[float], otherwise: float, origin: NoiseFrom) -> Nois
 
 
 def difference(first: Sequence[float], second: Sequence[float], scatter: Noise) -> Interval:
-    """Mean of the second less that of the first, 99 %."""
+    """Return the 99 % interval of mean(second) - mean(first)."""
     return difference_interval(first, second, scatter.sd, freedom=scatter.freedom, confidence=CONFIDENCE)
 
 
 def loss_difference(
     record: Sequence[Run], here: Sequence[Outcome], sigma: float | None, *, same_seeds: bool
 ) -> Difference:
-    """Loss of these runs less that of the record's: of all its runs, or of those with the same seeds.
+    """Return the loss of these runs minus the record's: of all its runs, or of those with the same seeds.
 
     Args:
         record: its finished runs.
         here: finished runs.
-        sigma: sd over seeds that the track knows.
-        same_seeds: compare run by run. Where the bits are not equal, rounding grows until two runs of one seed differ
-            as those of two seeds do (README), so that the noise is the same.
+        sigma: sd over seeds that the track declares.
+        same_seeds: compare with the same seeds only. The noise is that of fresh seeds all the same: unless the bits are
+            equal, rounding grows until runs of one seed differ like runs of two (README).
     """
     losses = [run.val_loss for run in record]
     scatter = noise(losses, sigma or _LOSS_SD * fmean(losses), "track" if sigma else "assumed")
@@ -135,49 +133,49 @@ def loss_difference(
 
 
 def time_ratio(record: Sequence[Run], here: Sequence[Outcome], platform: str) -> Difference:
-    """Train time of these runs by that of the record's, as the ratio of geometric means; seeds do not matter."""
+    """Return the train time of these runs over the record's, as a ratio of geometric means; seeds do not matter."""
     logs = [math.log(run.train_time_s) for run in record]
     assumed = _TIME_SD.get(platform, max(_TIME_SD.values()))
     scatter = noise(logs, assumed, "assumed")
-    if scatter.sd < assumed:  # runs of one hour on one machine do not tell how machines of a kind differ
+    if scatter.sd < assumed:  # runs of one hour on one machine do not show how machines of a kind differ
         scatter = Noise(assumed, None, "assumed")
     found = difference(logs, [math.log(run.train_time_s) for run in here if run.train_time_s], scatter)
     return _kept(math.exp(found.mean), math.exp(found.low), math.exp(found.high), scatter)
 
 
 def _kept(mean: float, low: float, high: float, scatter: Noise) -> Difference:
-    """Nine digits: the next ones differ between versions of SciPy, and a file is read by all of them."""
+    """Round to nine digits: further digits differ between versions of SciPy, which must all read the file."""
     mean, low, high = (float(f"{number:.9g}") for number in (mean, low, high))
     return Difference(mean, low, high, scatter.origin)
 
 
 def num_same_bits(record: Sequence[Run], here: Sequence[Outcome]) -> int:
-    """How many runs end in the very state in which the record's run of their seed ended."""
+    """Return the number of runs with the same final state as the record's run of their seed."""
     hashes = {run.file.seed: run.file.final_hash for run in record}
     return sum(hashes.get(run.seed) == run.final_hash for run in here)
 
 
 def outcome_of(run: Run) -> Outcome:
-    """What is kept of a run that came to an end."""
+    """Return what is kept of a finished or non-finite run."""
     file, done = run.file, run.finished
     loss, time_s = (run.val_loss, run.train_time_s) if done else (None, None)
     return Outcome(file.run_id, file.seed, file.outcome, loss, time_s, file.final_hash)
 
 
 def hardware_of(run: Run) -> Hardware:
-    """What a run saw before it began."""
+    """Return the hardware that a run found at its start."""
     hw = run.of(runlog.Preflight)[0]
     return Hardware(hw.platform, hw.device_kind, hw.num_devices, hw.matmul_gflops)
 
 
 def point(what: str, recorded: str, here: str, *, equal: bool | None = None, lost: str = "") -> Point:
-    """A point of texts that may be anybody's; equal if they are, unless said otherwise."""
+    """Return a point of untrusted texts; by default it is equal if the texts are."""
     same = recorded == here if equal is None else equal
     return Point(clean(what), clean(recorded), clean(here), same, "" if same else lost)
 
 
 def hardware_points(recorded: Sequence[Hardware], here: Sequence[Hardware]) -> tuple[Point, ...]:
-    """Kind and number of devices, and what they reached on the bench before the runs: the median of each side."""
+    """Compare kind and number of devices, and the median benchmark of each side."""
     theirs, ours = recorded[0], here[0]
     their_kind, our_kind = (
         f"{one.num_devices} x {one.device_kind} ({one.platform})" for one in (theirs, ours)
@@ -187,24 +185,24 @@ def hardware_points(recorded: Sequence[Hardware], here: Sequence[Hardware]) -> t
     same = _SAME_BENCH.get(theirs.platform, max(_SAME_BENCH.values()))
     near = min(rates) >= same * max(rates) > 0
     return (
-        point(HARDWARE[0], their_kind, our_kind, lost="times that compare, and equal bits"),
+        point(HARDWARE[0], their_kind, our_kind, lost="comparable times, and equal bits"),
         point(
             HARDWARE[1],
             their_rate,
             our_rate,
             equal=near,
-            lost="times that compare: another machine, or a busy one",
+            lost="comparable times: another machine, or a busy one",
         ),
     )
 
 
 def concluded(found: Reproduction, record: Sequence[Run], sigma: float | None) -> Reproduction:
-    """The same with all that follows from its runs and points: both differences, how sure, the bits, the verdict.
+    """Return a reproduction with all fields that follow from its runs and points derived again.
 
     Args:
-        found: a reproduction, with whatever in those places.
+        found: a reproduction; differences, confidence, equal bits and verdict are replaced.
         record: finished runs of the record.
-        sigma: sd of losses over seeds that the track knows.
+        sigma: sd of losses over seeds that the track declares.
     """
     done = [run for run in found.runs if run.outcome == "finished"]
     loss = loss_difference(record, done, sigma, same_seeds=found.same_seeds) if done else None
@@ -222,7 +220,7 @@ def concluded(found: Reproduction, record: Sequence[Run], sigma: float | None) -
 def verdict(
     loss: Difference | None, time: Difference | None, points: Sequence[Point], num_non_finite: int = 0
 ) -> Verdict:
-    """One word for all of it: first the loss, which is the same everywhere; then whether times compare; then they."""
+    """Return the verdict: by the loss, which compares on any hardware; then by hardware; then by time."""
     if loss is None or time is None or num_non_finite or not loss.low <= 0 <= loss.high:
         return "loss mismatch"
     if not all(point.equal for point in points if point.what in HARDWARE):
@@ -233,40 +231,32 @@ def verdict(
 
 
 def runs_problem(found: Reproduction, record: Sequence[Run]) -> str | None:
-    """Why nothing can be computed of the runs that a file names, or None."""
+    """Return why nothing can be derived from the runs of a file, or None."""
     seeds, known = [run.seed for run in found.runs], {run.file.seed for run in record}
     if not seeds or len(set(seeds)) != len(seeds):
-        return "needs runs, each with a seed of its own"
+        return "needs runs with distinct seeds"
     if found.same_seeds and not known.issuperset(seeds):
-        return "says that its seeds are those of the record, which has others"
+        return "claims the seeds of the record, which has others"
     if any(
         run.outcome == "finished" and not (run.val_loss and (run.train_time_s or 0) > 0) for run in found.runs
     ):
-        return "a run that finished has no loss, or no time"
+        return "a finished run has no loss, or no time"
     if any(run.outcome == "aborted" for run in found.runs):
-        return "holds a run that came to no end"
+        return "holds a run that broke off"
     if sorted(point.what for point in found.points if point.what in HARDWARE) != sorted(HARDWARE):
         return f"needs one point each for {' and '.join(HARDWARE)}"
     if any(run.train_time_s <= 0 for run in record):
-        return "a run of the record took no time, so there is none to compare with"
+        return "a run of the record took no time, so there is nothing to compare with"
     return None
 
 
-def encode(found: Reproduction) -> bytes:
-    """As it stands in the file: indented, so that people and `diff` can read it."""
-    return msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n"
-
-
 def decode(raw: bytes) -> Reproduction:
-    """Reads what `encode` wrote, and nothing else.
+    """Decode what `runfile.encode` wrote.
 
     Raises:
-        FormatError: it is something else.
+        FormatError: if it is anything else.
     """
     try:
-        found = msgspec.json.decode(raw, type=Reproduction)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise runfile.FormatError(f"{REPRODUCTION}: {runfile.newer(raw) or error}") from None
-    if encode(found) != raw:
-        raise runfile.FormatError(f"{REPRODUCTION}: not in canonical form (a key twice, or other spacing)")
-    return found
+        return runfile.decode(raw, Reproduction)
+    except FormatError as error:
+        raise FormatError(f"{REPRODUCTION}: {error}") from None

@@ -1,8 +1,7 @@
 """One run of a record: its facts, its log line by line, its text.
 
-The log may come from a stranger. A line counts only if it is the one canonical spelling of a known event,
-which also refuses keys given twice, NaN and stray spaces; and the events must stand in an order that the
-checks can rely on.
+Logs are untrusted. A line is accepted only in the canonical form of a known event, which also refuses repeated keys,
+NaN and stray spaces; and the events must come in an order that the checks can rely on.
 """
 
 import itertools
@@ -29,7 +28,7 @@ _ONCE = (
 _CLOCK = (runlog.ClockStart, runlog.ClockPause, runlog.ClockResume, runlog.ClockStop)
 
 
-#: Of a run that goes on from no other.
+#: Origin of a run that was not resumed.
 _BEGINNING = runlog.Resume(run_id="", step=0, state_hash="", train_time_s=0.0, tokens_seen=0, cursor=(0, 0))
 
 _Event = TypeVar("_Event", bound=runlog.Event)
@@ -48,12 +47,12 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Whether it claims to have come to its end."""
+        """Whether it claims to have finished."""
         return self.file.outcome == "finished"
 
     @property
     def broke_off(self) -> str:
-        """Where and why a run that did not finish ended."""
+        """Where and why a run that did not finish broke off."""
         begun = bool(self.of(runlog.ClockStart))
         where = (
             f"after {self.origin.step + len(self.steps):,} of {self.start.num_steps:,} steps"
@@ -64,11 +63,11 @@ class Run:
         return f"{self.folder} broke off {where}: {errors[-1] if errors else 'its log just ends'}"
 
     def of(self, kind: type[_Event]) -> list[_Event]:
-        """All events of one kind, in order."""
+        """Return all events of one kind, in order."""
         return [line.event for line in self.lines if isinstance(line.event, kind)]
 
     def line_of(self, kind: type[runlog.Event]) -> runlog.Line:
-        """The line of the first event of one kind; the grammar says which must be there."""
+        """Return the line of the first event of a kind that the grammar demands."""
         return next(line for line in self.lines if isinstance(line.event, kind))
 
     @cached_property
@@ -78,7 +77,7 @@ class Run:
 
     @cached_property
     def begun(self) -> datetime:
-        """The stamp of the first line, in UTC."""
+        """Time of the first line, in UTC."""
         return datetime.fromisoformat(self.lines[0].t_utc)
 
     @cached_property
@@ -98,12 +97,12 @@ class Run:
 
     @cached_property
     def origin(self) -> runlog.Resume:
-        """Where its first step stands: at the beginning, or where an earlier run left off."""
+        """Where it started: at step 0, or where the run that it resumes left off."""
         return next(iter(self.of(runlog.Resume)), _BEGINNING)
 
     @property
     def resumed(self) -> bool:
-        """Whether it goes on from an earlier run."""
+        """Whether it resumes an earlier run."""
         return self.origin is not _BEGINNING
 
     @cached_property
@@ -114,30 +113,30 @@ class Run:
 
     @property
     def train_time_s(self) -> float:
-        """What the clock showed when it was stopped."""
+        """Train time when the clock stopped."""
         return self.of(runlog.ClockStop)[0].train_time_s
 
     @property
     def own_time_s(self) -> float:
-        """Of the train time, what this process saw itself."""
+        """Train time of this process alone, without the run that it resumes."""
         return self.train_time_s - self.origin.train_time_s
 
     @property
     def val_loss(self) -> float:
-        """The result, from the exact sum of the last validation."""
+        """The result: loss of the last validation, from its exact sum."""
         return loss_of(self.vals[-1])
 
 
 def loss_of(val: runlog.Val) -> float:
-    """Loss of a validation, from its exact sum."""
+    """Return the loss of a validation from its exact sum."""
     return float.fromhex(val.nll_sum) / val.tokens
 
 
 def read_json(raw: dict[str, bytes], path: str, kind: type[_File]) -> _File:
-    """One of the JSON files.
+    """Decode one of the JSON files.
 
     Raises:
-        FormatError: missing, or not what its type says.
+        FormatError: if it is missing or does not fit its type.
     """
     try:
         file = decode(_required(raw, path), kind)
@@ -149,11 +148,7 @@ def read_json(raw: dict[str, bytes], path: str, kind: type[_File]) -> _File:
 
 
 def _check_moment(utc: str) -> None:
-    """A stamp that can be compared with others.
-
-    Raises:
-        FormatError: if it is none, or has no time zone.
-    """
+    """Raise FormatError unless a text is a time stamp with a time zone."""
     try:
         zone = datetime.fromisoformat(utc).tzinfo
     except ValueError as error:
@@ -163,10 +158,10 @@ def _check_moment(utc: str) -> None:
 
 
 def read_run(raw: dict[str, bytes], folder: str) -> Run:
-    """One run with its log, decoded line by line.
+    """Read one run with its log, line by line.
 
     Raises:
-        FormatError: a file is missing, or a line is not one canonical event.
+        FormatError: if a file is missing, or a line is not a canonical event.
     """
     path = f"runs/{folder}"
     file = read_json(raw, f"{path}/run.json", RunFile)
@@ -190,7 +185,7 @@ def read_run(raw: dict[str, bytes], folder: str) -> Run:
 
 
 def _read_line(raw_line: bytes) -> runlog.Line:
-    """One line, if it is canonical, and its hex floats and stamps are readable."""
+    """Decode one line; raise FormatError unless it is canonical, with valid hex floats and stamps."""
     try:
         line = runlog.decode(raw_line)
         _check_moment(line.t_utc)
@@ -211,7 +206,7 @@ def _required(raw: dict[str, bytes], path: str) -> bytes:
 
 
 def grammar_problem(run: Run) -> str | None:
-    """What is wrong with the order of events, or None. Runs that broke off need only begin well."""
+    """Return what is wrong with the order of events, or None. Runs that broke off need only a correct beginning."""
     kinds = [type(line.event) for line in run.lines]
     if not kinds or kinds[0] is not runlog.RunStart or kinds.count(runlog.RunStart) != 1:
         return "the log must begin with its only run_start"
@@ -221,7 +216,7 @@ def grammar_problem(run: Run) -> str | None:
     if kinds.count(runlog.Resume) > 1 or (
         run.resumed and runlog.ClockStart in kinds[: kinds.index(runlog.Resume)]
     ):
-        return "a run goes on from one other, before its clock starts"
+        return "a run resumes at most one other, before its clock starts"
     if not run.finished:
         return None
     for kind in _ONCE:

@@ -1,4 +1,4 @@
-"""What a run itself writes of its facts: `run.json`, and how every file of a record is written and read.
+"""`run.json`, which a run writes itself, and how every file of a record is encoded and decoded.
 
 Losses are nats per token. A key that is not declared here is an error.
 """
@@ -19,15 +19,15 @@ Outcome = Literal["finished", "non-finite", "aborted"]
 
 
 class FormatError(ValueError):
-    """A file of a record that is not what this module declares."""
+    """A file of a record that does not have the declared form."""
 
 
 class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base: every key is known."""
+    """Base: unknown keys are errors."""
 
 
 class ShardRange(Strict, frozen=True):
-    """One contiguous range of positions read as inputs; the target one further is not counted."""
+    """One contiguous range of positions read as inputs; the target after the last is not counted."""
 
     name: str
     sha256: str  #: of the whole file
@@ -37,12 +37,12 @@ class ShardRange(Strict, frozen=True):
 
 
 class DataRead(Strict, frozen=True):
-    """What a run read."""
+    """The data that a run read."""
 
     shards: tuple[ShardRange, ...]  #: in reading order
     val_shard: ShardRange
     val_sha256: str  #: of the scored ids
-    num_epochs: int = 1  #: each training position is read at most so often
+    num_epochs: int = 1  #: each training position is read at most this often
 
 
 class RunFile(Strict, frozen=True, tag_field="schema", tag=RUN_SCHEMA):
@@ -54,7 +54,7 @@ class RunFile(Strict, frozen=True, tag_field="schema", tag=RUN_SCHEMA):
     track_sha256: str
     recipe: str
     recipe_revision: int
-    overrides: dict[str, str]  #: what `--set` changed
+    overrides: dict[str, str]  #: settings of `--set`
     config_sha256: str
     source_sha256: str  #: of `source.txt`
     created_utc: str
@@ -62,7 +62,7 @@ class RunFile(Strict, frozen=True, tag_field="schema", tag=RUN_SCHEMA):
     init_hash: str  #: of the state before the first step
     final_hash: str
     first_batch_sha256: str | None  #: None if the run ended before its first step
-    first_loss: str | None  #: float as C hex; two seeds that share it are one seed
+    first_loss: str | None  #: float as C hex; seeds that share it are one seed
     platform: str
     device_kind: str
     num_devices: int
@@ -74,7 +74,7 @@ class RunFile(Strict, frozen=True, tag_field="schema", tag=RUN_SCHEMA):
 
 
 class Recipe(Strict, frozen=True):
-    """What ran, and how to say so on a command line."""
+    """The recipe, as the command line names it."""
 
     name: str
     revision: int
@@ -85,15 +85,15 @@ _File = TypeVar("_File", bound=Strict)
 
 
 def encode(file: Strict) -> bytes:
-    """The one way to write a file of a record: indented, so that people and `diff` can read it."""
+    """Return the canonical bytes of a file of a record: JSON, indented for people and `diff`."""
     return msgspec.json.format(msgspec.json.encode(file), indent=2) + b"\n"
 
 
 def decode(raw: bytes, kind: type[_File]) -> _File:
-    """Reads what `encode` wrote, and nothing else.
+    """Decode what `encode` wrote.
 
     Raises:
-        FormatError: not JSON, a missing, unknown or repeated key, a wrong type, other spacing, a newer schema.
+        FormatError: no JSON, a missing, unknown or repeated key, a wrong type, other spacing, or a newer schema.
     """
     try:
         file = msgspec.json.decode(raw, type=kind)
@@ -104,7 +104,7 @@ def decode(raw: bytes, kind: type[_File]) -> _File:
     return file
 
 
-_LONGEST_SCHEMA = 40  #: characters; what is longer is none
+_LONGEST_SCHEMA = 40  #: characters
 
 
 class _Head(msgspec.Struct):
@@ -112,7 +112,7 @@ class _Head(msgspec.Struct):
 
 
 def newer(raw: bytes) -> str:
-    """What to say of a file whose schema is a later version of one of ours; else nothing."""
+    """Return the problem of a file whose schema is a later version of one of ours; else an empty text."""
     try:
         got = msgspec.json.decode(raw, type=_Head).schema
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -126,10 +126,10 @@ def newer(raw: bytes) -> str:
 
 
 def sha256(raw: bytes) -> str:
-    """Full digest, 64 hex digits."""
+    """Return the SHA-256 digest as 64 hex digits."""
     return hashlib.sha256(raw).hexdigest()
 
 
 def config_sha256(config: dict) -> str:
-    """Digest of a resolved config: of its JSON with sorted keys. The seed is not part of a config."""
+    """Return the digest of a resolved config: of its JSON with sorted keys. A config has no seed."""
     return sha256(msgspec.json.encode(config, order="sorted"))

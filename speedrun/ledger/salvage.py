@@ -1,4 +1,4 @@
-"""A run whose process was killed: what is left of it becomes a run that broke off, so that it stays visible."""
+"""Turns a run whose process was killed into a run that broke off, so that it stays visible."""
 
 from pathlib import Path
 
@@ -15,19 +15,19 @@ _FINISHED = b'"outcome": "finished"'
 
 
 def salvage(root: Path, recipe: runfile.Recipe, num_devices: int) -> list[str]:
-    """Makes every run that was killed one that broke off, by its log; what cannot be read at its end is cut off.
+    """Turn every killed run into one that broke off, by its log. Cuts off an unreadable end of the log.
 
     Args:
         root: a record folder in which nothing runs.
-        recipe: what all of them ran.
-        num_devices: on how many devices.
+        recipe: of all runs.
+        num_devices: of all runs.
 
     Returns:
         The names of the runs.
 
     Raises:
-        UsageError: if something runs in it after all.
-        StorageError: if the disk refuses; then every log is as it was.
+        UsageError: if another program writes into it.
+        StorageError: if the disk refuses; then every log is unchanged.
     """
     with lock.alone_with(root):
         discard_partials(root)
@@ -37,7 +37,7 @@ def salvage(root: Path, recipe: runfile.Recipe, num_devices: int) -> list[str]:
 
 
 def ended(folder: Path) -> bool:
-    """Whether a run wrote its facts to the bracket at their end, and after them, if it finished, the end of its log."""
+    """Return whether a run wrote all of its facts and, if it finished, the end of its log."""
     facts, log = _read(folder / FACTS), _read(folder / LOG)
     is_told = log.endswith(b"\n") and (b'"ev":"run_end"' in log.splitlines()[-1] or _FINISHED not in facts)
     return is_told and facts.endswith(b"\n}\n")
@@ -48,15 +48,15 @@ def _read(path: Path) -> bytes:
 
 
 def _salvage(folder: Path, recipe: runfile.Recipe, num_devices: int) -> bool:
-    """Whether there was a first line, which says what the run was; a folder without one is removed."""
+    """Salvage one run. Without a first line, which says what it ran, remove it and return False."""
     lines = _readable(_read(folder / LOG))
     if not lines or not isinstance(start := lines[0].event, runlog.RunStart):
         for name in (LOG, FACTS, TEXT):
             (folder / name).unlink(missing_ok=True)
-        if not any(folder.iterdir()):  # what others put there is theirs; assembling will name it
+        if not any(folder.iterdir()):  # other files are left, and reported by `assemble`
             folder.rmdir()
         return False
-    # The result and the end of the run are written at once: where that broke off, nobody was told the result.
+    # The result is printed with the end of the run; without that end, nobody has seen the result.
     if isinstance(lines[-1].event, runlog.Val) and _FINISHED in _read(folder / FACTS):
         lines.pop()
     write_whole(folder / LOG, b"".join(line.encode() + b"\n" for line in lines))
@@ -95,13 +95,13 @@ def _salvage(folder: Path, recipe: runfile.Recipe, num_devices: int) -> bool:
 
 
 def _outcome(lines: list[runlog.Line]) -> runfile.Outcome:
-    """A run that blew up did so, even if it was killed before it could say so itself."""
+    """Return the outcome: non-finite if the last error says so, even if the run was killed after it."""
     errors = [line.event.kind for line in lines if isinstance(line.event, runlog.Error)]
     return "non-finite" if errors[-1:] == [NonFiniteError.__name__] else "aborted"
 
 
 def _readable(raw: bytes) -> list[runlog.Line]:
-    """The lines before the end of the run and before the first that is none; a power cut leaves zeros behind."""
+    """Return the lines before the end of the run or the first unreadable one; a power cut leaves zeros behind."""
     lines: list[runlog.Line] = []
     for one in raw.split(b"\n")[:-1]:
         try:

@@ -1,8 +1,7 @@
-"""What a batch of runs proves: tests of its mean loss, how many runs that takes, intervals, equivalence.
+"""Tests of a batch's mean loss, their power, confidence intervals, equivalence. Losses are nats per token.
 
-Losses are nats per token. A test here asks one question: would a batch like this be this good by luck, if the true mean
-were the target or above? All distributions are SciPy's, imported where they are used, so that reading a record stays
-fast. Source of the rules: modded-nanogpt (p < 0.01 that the mean is at most the target).
+The null hypothesis of a test is that the true mean is at or above the target. All distributions are SciPy's, imported
+where they are used, so that reading a record stays fast. Source of the rules: modded-nanogpt (p < 0.01).
 """
 
 import math
@@ -12,58 +11,58 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-#: With so few runs the sample's own sd says little: a known sigma takes its place.
+#: Up to this many runs, a known sigma takes the place of the sample sd.
 FEW_RUNS = 4
-#: What a test has to reach; the rule for few runs trusts a number from elsewhere, so it asks for more.
+#: Levels of the tests. The z-test trusts a sigma from elsewhere, so its level is stricter.
 ALPHA: dict[str, float] = {"t": 0.01, "z": 0.001}
-#: More runs than this are not worth declaring.
+#: Upper bound of the search for a batch size.
 MOST_RUNS = 1000
 
-#: What the known sigma is multiplied by, by the number of runs. One in ten of 93 public groups scatters 1.6 times as
-#: much as the known sigma says, or more. So widened, false positives stay below 1 % up to 1.9 times: 0.0036 for 0.0019.
+#: Factor on the known sigma, by the number of runs. In one of ten out of 93 public groups the sd is 1.6 times the known
+#: sigma or more. With these factors, false positives stay below 1 % up to 1.9 times: 0.0036 for 0.0019.
 WIDENED: dict[int, float] = {1: 1.43, 2: 1.30, 3: 1.24, 4: 1.18}
 
 Rule = Literal["t", "z"]
 
 
 class MeanTest(NamedTuple):
-    """The outcome of a one-sided test that the mean is below a target."""
+    """Result of a one-sided test that the mean is below a target."""
 
     rule: Rule
     num_runs: int
     mean: float
-    sigma: float  #: sample sd of the t-test; the widened known one, or the sample's if larger, of the z-test
+    sigma: float  #: t-test: the sample sd; z-test: the larger of that and the widened known sigma
     statistic: float
     p: float
-    alpha: float  #: `p` must be below it
+    alpha: float  #: the level
 
     @property
     def passed(self) -> bool:
-        """Whether the batch proves it."""
+        """Whether the test rejects the null hypothesis."""
         return self.p < self.alpha
 
 
 def rule_for(num_runs: int, known_sigma: float | None) -> Rule:
-    """The test that a batch of so many runs is put to: Student's t, or z where there are few and the noise is known."""
+    """Return the test for a number of runs: z if there are few and sigma is known, else Student's t."""
     return "z" if known_sigma is not None and num_runs <= FEW_RUNS else "t"
 
 
 def mean_below(
     losses: Sequence[float], target: float, *, known_sigma: float | None = None, alpha: float | None = None
 ) -> MeanTest:
-    """One-sided: the true mean is below the target.
+    """Test, one-sided, that the true mean is below the target.
 
         t = (mean - target) / (sd / sqrt(n)), n - 1 degrees of freedom
         z = (mean - target) / (max(sd, WIDENED[n] * known_sigma) / sqrt(n))
 
     Args:
-        losses: of all finished runs of a declared batch, one number each.
-        target: what the mean has to be below.
+        losses: one of each run of a declared batch; infinite for a non-finite run.
+        target: of the mean.
         known_sigma: sd over seeds from earlier runs of the track.
-        alpha: instead of the rule's own.
+        alpha: level; None: the rule's own.
 
     Raises:
-        ValueError: without a loss.
+        ValueError: if there is no loss.
     """
     from scipy import special
 
@@ -71,35 +70,35 @@ def mean_below(
         raise ValueError("got no loss; a test needs at least one")
     n, mean, rule = len(losses), fmean(losses), rule_for(len(losses), known_sigma)
     alpha = ALPHA[rule] if alpha is None else alpha
-    if not math.isfinite(mean):  # a run that blew up proves the opposite
+    if not math.isfinite(mean):  # a non-finite run fails the batch
         return MeanTest(rule, n, mean, math.inf, math.inf, 1.0, alpha)
     sd = stdev(losses) if n > 1 else 0.0
     sigma = max(sd, WIDENED[n] * (known_sigma or 0.0)) if rule == "z" else sd
-    # Runs that do not differ at all are one run: they prove nothing.
+    # Runs without any scatter are copies of one run and prove nothing.
     statistic = (mean - target) / (sigma / math.sqrt(n)) if sigma > 0 else 0.0
     p = float(special.ndtr(statistic) if rule == "z" or n == 1 else special.stdtr(n - 1, statistic))
     return MeanTest(rule, n, mean, sigma, statistic, p, alpha)
 
 
-#: Quantiles of the sample's sd over which the power of few runs is averaged: exact to four digits.
+#: Quantiles of the sample sd over which the power of the z-test is averaged; accurate to four digits.
 _QUANTILES = 2000
 
 
 def power(
     num_runs: int, margin: float, sigma: float, *, rule: Rule, alpha: float, known_sigma: float | None = None
 ) -> float:
-    """The probability that a batch passes whose true mean is `margin` below the target.
+    """Return the probability that a batch passes if its true mean is `margin` below the target.
 
-    Mean and sd of normal samples are independent, so the z rule's power is the mean, over the sample's sd, of the power
-    with the sigma that it then uses.
+    Mean and sd of normal samples are independent, so the power of the z-test is its power given the sample sd, averaged
+    over that sd.
 
     Args:
         num_runs: of the batch.
         margin: nats.
-        sigma: the true sd of single runs.
+        sigma: true sd of single runs.
         rule: of the test.
-        alpha: of the test.
-        known_sigma: what the z rule is given; None: it uses the true one as it is.
+        alpha: level of the test.
+        known_sigma: of the z-test; None: it uses the true sigma without widening.
     """
     from scipy import special
 
@@ -124,7 +123,7 @@ def power(
 def runs_needed(
     margin: float, sigma: float, *, power_wanted: float = 0.9, rule: Rule = "t", alpha: float = 0.01
 ) -> int | None:
-    """The smallest batch that passes with the wanted probability; None if even MOST_RUNS would not do."""
+    """Return the smallest batch that passes with the wanted probability; None if it is above MOST_RUNS."""
     if margin <= 0:
         return None
     enough = (
@@ -136,7 +135,7 @@ def runs_needed(
 def batch_needed(
     margin: float, sigma: float, *, known_sigma: float | None, power_wanted: float = 0.9, num_looks: int = 1
 ) -> int | None:
-    """The smallest batch that passes with the wanted probability by the rule for its own size; None as above."""
+    """Return the same with the rule that applies to each size."""
     if margin <= 0:
         return None
     if known_sigma is not None:
@@ -145,12 +144,12 @@ def batch_needed(
             if power(n, margin, sigma, rule="z", alpha=alpha, known_sigma=known_sigma) >= power_wanted:
                 return n
     needed = runs_needed(margin, sigma, power_wanted=power_wanted, rule="t", alpha=ALPHA["t"] / num_looks)
-    # Fewer are put to the z-test, which they would not pass.
+    # Smaller batches take the z-test, whose power is too low.
     return needed if needed is None or known_sigma is None else max(needed, FEW_RUNS + 1)
 
 
 class Interval(msgspec.Struct, frozen=True):
-    """A mean and the interval that holds the true one with the stated confidence."""
+    """A mean and its confidence interval."""
 
     mean: float
     low: float
@@ -158,12 +157,12 @@ class Interval(msgspec.Struct, frozen=True):
 
     @property
     def half_width(self) -> float:
-        """Half of its length."""
+        """Half the width of the interval."""
         return (self.high - self.low) / 2
 
 
 def mean_interval(numbers: Sequence[float], *, confidence: float = 0.95) -> Interval | None:
-    """Student's t interval of the mean; None with fewer than two numbers."""
+    """Return Student's t interval of the mean; None with fewer than two numbers."""
     from scipy import special
 
     if len(numbers) < 2:
@@ -174,7 +173,7 @@ def mean_interval(numbers: Sequence[float], *, confidence: float = 0.95) -> Inte
 
 
 class Equivalence(msgspec.Struct, frozen=True):
-    """Two one-sided tests that two means differ by less than a margin."""
+    """Result of two one-sided tests that two means differ by less than a margin."""
 
     difference: float  #: of the means, second less first
     margin: float
@@ -183,24 +182,24 @@ class Equivalence(msgspec.Struct, frozen=True):
 
     @property
     def passed(self) -> bool:
-        """Whether they are equal for all that matters."""
+        """Whether the means are equivalent."""
         return self.p < self.alpha
 
 
 def equivalent(
     first: Sequence[float], second: Sequence[float], *, margin: float = 0.001, alpha: float = 0.05
 ) -> Equivalence:
-    """Whether a change of the system left the loss alone: |difference of means| < margin (Welch, both sides).
+    """Test |difference of means| < margin by two one-sided Welch tests.
 
     Raises:
-        ValueError: with fewer than two runs on a side.
+        ValueError: if a side has fewer than two runs.
     """
     from scipy import stats
 
     if min(len(first), len(second)) < 2:
         raise ValueError(f"got {len(first)} and {len(second)} runs; equivalence needs two on each side")
     difference = fmean(second) - fmean(first)
-    if not stdev(first) * stdev(second):  # copies of one run on a side: they prove nothing
+    if not stdev(first) * stdev(second):  # copies of one run prove nothing
         return Equivalence(difference, margin, 1.0, alpha)
     sides: list[Any] = [
         stats.ttest_ind([x + margin for x in second], first, equal_var=False, alternative="greater"),
@@ -211,13 +210,13 @@ def equivalent(
 
 
 def ratio_interval(first: Sequence[float], second: Sequence[float], *, confidence: float = 0.95) -> Interval:
-    """Of second / first over pairs that were measured side by side: Student's t of the logarithms of their ratios.
+    """Return the geometric mean and t interval of second / first over paired measurements.
 
-    The mean is the geometric one. No bootstrap: of three pairs its interval lies between the smallest ratio and the
-    largest, and misses the true one every fourth time.
+    A bootstrap would not do: with three pairs its interval cannot leave the range of the ratios, and misses the true
+    ratio one time in four.
 
     Raises:
-        ValueError: if these are no pairs, fewer than two, or not all above zero.
+        ValueError: if there are fewer than two pairs, or numbers that are not above zero.
     """
     if len(first) != len(second) or len(first) < 2:
         raise ValueError(f"got {len(first)} and {len(second)} numbers; need two pairs or more")
@@ -229,7 +228,7 @@ def ratio_interval(first: Sequence[float], second: Sequence[float], *, confidenc
 
 
 def pooled_sd(groups: Sequence[Sequence[float]]) -> float:
-    """Sd of single runs around the means of their groups: sqrt(sum of squares / sum of (n - 1)).
+    """Return the pooled sd within groups: sqrt(sum of squares / sum of (n - 1)).
 
     Raises:
         ValueError: if no group has two runs.
@@ -249,21 +248,21 @@ def difference_interval(
     freedom: int | None = None,
     confidence: float = 0.95,
 ) -> Interval:
-    """Of mean(second) - mean(first), where single runs of both sides scatter alike.
+    """Return the interval of mean(second) - mean(first), if both sides have the same sd.
 
         difference of means +- reach * sigma * sqrt(1 / n + 1 / m)
 
-    So one new run can be held against a batch: its mean is itself.
+    One number on a side is enough, so a new run can be compared with a batch.
 
     Args:
         first: n numbers.
         second: m numbers.
-        sigma: sd of single runs.
-        freedom: of Student's t, where `sigma` was estimated from so many and one more; None: it is known.
-        confidence: of the interval, both sides.
+        sigma: sd of single numbers.
+        freedom: degrees of freedom of `sigma`, for Student's t; None: it is known, for the normal distribution.
+        confidence: of the interval, two-sided.
 
     Raises:
-        ValueError: with nothing on a side.
+        ValueError: if a side is empty.
     """
     from scipy import special
 

@@ -1,4 +1,4 @@
-"""Asks every check of a record. Offline, without JAX, and nothing in the record is executed."""
+"""Runs all checks on a record: offline, without JAX, and without executing anything of it."""
 
 from dataclasses import dataclass
 from itertools import islice
@@ -14,13 +14,13 @@ from speedrun.ledger.record import Record, load
 
 Status = Literal["ok", "failed", "warning", "skipped"]
 
-#: A broken log could fail at every line; so many problems of one check are enough.
+#: Problems shown for each check; a broken log could have one in every line.
 MAX_PROBLEMS = 5
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one check found."""
+    """The result of one check."""
 
     check: Check
     status: Status
@@ -29,18 +29,18 @@ class Result:
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """What all checks found."""
+    """The results of all checks."""
 
     results: tuple[Result, ...]
     strict: bool
 
     def having(self, status: Status) -> list[Result]:
-        """The results with one status."""
+        """Return the results with a status."""
         return [result for result in self.results if result.status == status]
 
     @property
     def verdict(self) -> str:
-        """One line: "good" or "refused", and how many checks said what."""
+        """One line: "good" or "refused", and the number of checks by status."""
         counts = [(len(self.having(status)), status) for status in ("ok", "failed", "warning", "skipped")]
         said = ", ".join(f"{count} {status}" for count, status in counts if count)
         return f"{'refused' if self.exit_code else 'good'}: {said}"
@@ -75,7 +75,7 @@ class Report:
 
 
 def validate(record_dir: Path, *, strict: bool = False) -> Report:
-    """Reads a record and asks every check.
+    """Read a record and run all checks.
 
     Args:
         record_dir: the folder of the record.
@@ -88,12 +88,12 @@ def validate(record_dir: Path, *, strict: bool = False) -> Report:
 
 
 def examine(record: Record, *, strict: bool = False) -> Report:
-    """Asks every check of a record that was read."""
+    """Run all checks on a record that was read before."""
     return Report(tuple(ask(check, record) for check in CHECKS), strict)
 
 
 def ask(check: Check, record: Record) -> Result:
-    """Asks one check of a record."""
+    """Run one check on a record."""
     if missing := [why for need, why in _missing(record).items() if need in check.needs]:
         return Result(check, "skipped", (missing[0],))
     try:
@@ -101,7 +101,7 @@ def ask(check: Check, record: Record) -> Result:
     except Skip as skip:
         return Result(check, "skipped", (clean(str(skip)),))
     except ArithmeticError as error:
-        # Fields have types but no ranges: a number may be too big to compute with.
+        # Numbers of a record may be too large to compute with.
         problems = [f"a number is out of range ({error})"]
     shown = tuple(clean(problem) for problem in problems[:MAX_PROBLEMS])
     more = ("and more",) if len(problems) > MAX_PROBLEMS else ()
@@ -110,7 +110,7 @@ def ask(check: Check, record: Record) -> Result:
 
 
 def _missing(record: Record) -> dict[Need, str]:
-    """The parts that could not be read, and which check says why."""
+    """Return the parts that could not be read, with the check that says why."""
     missing: dict[Need, str] = {}
     unread = "V008" if record.refused else "V001"
     if not record.whole:
@@ -127,10 +127,10 @@ def _missing(record: Record) -> dict[Need, str]:
 
 
 def find_check(id: str) -> Check:
-    """A check by its id.
+    """Return a check by its id.
 
     Raises:
-        UsageError: if there is none (names the nearest).
+        UsageError: if there is none; it names the nearest.
     """
     checks = [*CHECKS, *(one.check for one in REPLAY_CHECKS)]
     for check in checks:

@@ -1,1 +1,1 @@
-"""Runs a stranger's record again, apart, and compares."""
+"""Runs untrusted records again in a sandbox, and compares."""

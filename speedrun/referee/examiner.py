@@ -59,8 +59,6 @@ class _Examiner:
             request.programs, handed, meshes.make_mesh(request.num_devices, request.replicas)
         )
         self.shards = inventory.open_track(request.data, self.track.data)
-        self.steps: dict[str, Any] = {}
-        self.forwards: dict[str, Any] = {}
         self.end = len(handed.steps)
 
     def findings(self) -> Findings:
@@ -94,17 +92,14 @@ class _Examiner:
         leaves, cursor = self._restored(stretch.start) if stretch.from_checkpoint else self._initial()
         began, losses, vals = state_hash(leaves), [], []
         tokens = stream.TokenStream(self.shards.train, cursor)
+        outs = (*self.programs.state_places, NamedSharding(self.programs.mesh, P()))
         for at in range(stretch.start, stretch.stop):
             if self.track.validates_at(at):
                 vals.append((at, self._loss(self._params(leaves), at)))
             name = self.handed.steps[at]
-            lowered = self.handed.programs[name]
-            if name not in self.steps:
-                whole = NamedSharding(self.programs.mesh, P())
-                outs = (*self.programs.state_places, whole)
-                self.steps[name] = self.programs.compiled(name, outs=outs)
-            batch = tokens.batch(*lowered.inputs[-1].shape)
-            *leaves, loss = self.steps[name](*leaves, *(meshes.place(x, self.programs.mesh) for x in batch))
+            batch = tokens.batch(*self.handed.programs[name].inputs[-1].shape)
+            ids = (meshes.place(x, self.programs.mesh) for x in batch)
+            *leaves, loss = self.programs.compiled(name, outs=outs)(*leaves, *ids)
             losses.append(float(loss))
         found = Replayed(
             stretch.start, stretch.stop, stretch.from_checkpoint, began, tuple(losses), tuple(vals)
@@ -147,25 +142,15 @@ class _Examiner:
         device = self.programs.mesh.devices.flat[0]
         return [jax.device_put(np.asarray(x), device) for x in leaves[1 : 1 + self.handed.num_params]]
 
-    def _hidden(self, at: int) -> Any:
-        """Return the forward pass of the validation at a step."""
-        name = self.handed.hidden[at]
-        if name not in self.forwards:
-            self.forwards[name] = self.programs.compiled(name)
-        return self.forwards[name]
-
     @property
     def _shape_BT(self) -> tuple[int, ...]:
         """Shape of the ids that a forward pass takes."""
         return self.handed.programs[self.handed.hidden[self.end]].inputs[-1].shape
 
-    @cached_property
-    def _logits(self) -> Any:
-        return self.programs.compiled("logits")
-
     def outputs(self, params: list[jax.Array], ids_BT: np.ndarray, at: int | None = None) -> jax.Array:
         """Return the hidden state before the head in the validation at a step, by default the last: [B, T, D]."""
-        (x_BTD,) = self._hidden(self.end if at is None else at)(*params, jnp.asarray(ids_BT, jnp.int32))
+        forward = self.programs.compiled(self.handed.hidden[self.end if at is None else at])
+        (x_BTD,) = forward(*params, jnp.asarray(ids_BT, jnp.int32))
         return x_BTD
 
     def log_probs(self, params: list[jax.Array], x_ND: Any) -> Iterator[jax.Array]:
@@ -175,7 +160,7 @@ class _Examiner:
         for at in range(0, len(x_ND), chunk):
             part = jnp.asarray(x_ND[at : at + chunk], dtype)
             padded = jnp.zeros((chunk, width), dtype).at[: len(part)].set(part)
-            (z_NV,) = self._logits(*params, padded)
+            (z_NV,) = self.programs.compiled("logits")(*params, padded)
             yield jax.nn.log_softmax(z_NV.astype(jnp.float32), axis=1)[: len(part)]
 
     def costs(self, params: list[jax.Array], x_ND: Any, targets_N: np.ndarray) -> np.ndarray:

@@ -72,8 +72,12 @@ class Programs:
         inputs = self.handed.programs[self.handed.steps[0]].inputs
         return [self.place(one) for one in inputs[: len(self.handed.leaves)]]
 
+    @cached_property
+    def _executables(self) -> dict[str, Any]:
+        return {}
+
     def compiled(self, name: str, *, outs: Any = None) -> Any:
-        """Compile a program.
+        """Return the executable of a program, compiled once.
 
         Args:
             name: of the program.
@@ -82,6 +86,8 @@ class Programs:
         Raises:
             UsageError: if it would call the host or foreign code.
         """
+        if name in self._executables:
+            return self._executables[name]
         one, lowered = self.exported(name), self.handed.programs[name]
         inspect(one.mlir_module())
         args = [
@@ -91,4 +97,5 @@ class Programs:
         options: Any = COMPILER_OPTIONS.get(jax.default_backend(), {})
         donate = tuple(range(max(0, len(args) - 2))) if outs else ()
         called = jax.jit(one.call, donate_argnums=donate, out_shardings=outs)
-        return called.lower(*args).compile(compiler_options=options)
+        self._executables[name] = called.lower(*args).compile(compiler_options=options)
+        return self._executables[name]

@@ -26,13 +26,12 @@ from speedrun.ledger.reproduction import (
     Verdict,
     concluded,
     decode,
-    encode,
     hardware_of,
     hardware_points,
     outcome_of,
 )
 from speedrun.ledger.run import Run
-from speedrun.ledger.runfile import FormatError
+from speedrun.ledger.runfile import FormatError, encode
 from speedrun.referee.rerun import Rerun
 
 PLAN = "plan.json"

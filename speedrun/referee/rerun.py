@@ -113,8 +113,8 @@ class Rerun:
         new = [run for run in load(out).runs if run.finished] if out.is_dir() else []
         if len(new) != 1:
             raise SpeedrunError(
-                f"the source of {self.old.file.run_id} succeeded, but left {len(new)} readable finished runs, not one; "
-                f"'speedrun validate {out}' says what is wrong"
+                f"the source of {self.old.file.run_id} succeeded, but left {len(new)} readable finished runs; "
+                f"need one; 'speedrun validate {out}' says what is wrong"
             )
         return new[0]
 

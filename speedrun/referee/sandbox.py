@@ -95,7 +95,7 @@ for path in "/proc/sys/kernel/core_pattern", "/proc/self/comm", "/dev/null":
     if not os.statvfs(path).f_flag & os.ST_RDONLY: lost.append(path + " read-only")
 status = dict(line.split(":", 1) for line in open("/proc/self/status"))
 if int(status["CapEff"], 16) or int(status["CapBnd"], 16): lost.append("no privileges")
-print(";".join(["asked", *lost]))
+print(";".join(["probed", *lost]))
 """
 
 _PROBE_S = 60.0
@@ -126,8 +126,8 @@ def problem() -> str | None:
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             return str(error)
-    asked, *lost = done.stdout.strip().split(";")
-    if done.returncode or asked != "asked":
+    first, *lost = done.stdout.strip().split(";")
+    if done.returncode or first != "probed":
         return (done.stderr.strip().splitlines() or ["unshare said nothing"])[-1]
     return f"not available: {', '.join(lost)}" if lost else None
 
@@ -143,17 +143,13 @@ def protections(*, unsafe: bool) -> str:
     """
     why = problem()
     if why is None:
-        return (
-            "apart: no network, no other process, no file but its own folder written, no privileges, limits"
-        )
+        return "sandbox: no network, no other processes, writes only to its own folder, no privileges, limits"
     if not unsafe:
         raise UsageError(
-            f"cannot keep the record's code apart here ({why}): it would have your network, files and processes; "
+            f"there is no sandbox for the record's code here ({why}): it could use your network, files and processes; "
             "run in a container (docs/referee.md), or pass --unsafe-here if this machine holds nothing of value"
         )
-    return (
-        f"NOT APART ({why}): the record's code has this user's network, files and processes; only limits hold"
-    )
+    return f"NO SANDBOX ({why}): the record's code can use this user's network, files and processes; only limits hold"
 
 
 class _Group(subprocess.Popen[bytes]):

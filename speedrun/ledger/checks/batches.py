@@ -1,4 +1,4 @@
-"""V302 to V307, V312: the runs are those that were declared, each is its own, and together they prove the claim."""
+"""V302 to V307, V312: the runs are the declared ones, all distinct, and together they prove the claim."""
 
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
@@ -9,15 +9,15 @@ from speedrun.ground import runlog
 from speedrun.ledger import format, runfile
 from speedrun.ledger.batch import allowed_to_break_off, completed, looks, seeds_from, standing
 from speedrun.ledger.checks.table import Skip, check
-from speedrun.ledger.neighbours import fingerprint, runs_beside
+from speedrun.ledger.neighbours import fingerprint, runs_of_other_records
 from speedrun.ledger.record import Record
 from speedrun.ledger.run import Run
 
-#: A batch whose losses lie so close together is less likely than this, if the noise is what it always was.
+#: Probability, under the track's noise, below which losses are too close together.
 _TOO_CLOSE = 1e-4
-#: Of so many seeds that follow from source and config, none is chosen by chance.
+#: Chosen seeds must not be among the first of those that follow from source and config.
 _MOST_DERIVED = 200
-#: Fewer runs can be close by chance.
+#: Fewer runs than this can be close by chance.
 _FEWEST = 4
 
 
@@ -30,7 +30,7 @@ _FEWEST = 4
     hint="`speedrun stats RECORD` says how many runs it would take; declare a new batch of that size",
 )
 def proves(record: Record) -> Iterator[str]:
-    """Enough runs, and a test that passes, made again from the logs."""
+    """There are enough runs, and the test, made again from the logs, passes."""
     rules, target = record.rules.rules, record.rules.target
     if not rules.ranked:
         raise Skip("this track does not rank")
@@ -39,12 +39,11 @@ def proves(record: Record) -> Iterator[str]:
     if len(record.finished) < rules.min_runs:
         yield f"{len(record.finished)} of the {rules.min_runs} runs that a rank takes"
     if record.declaration is None:
-        yield from ["no batch was declared, so no test was made"] * (
-            len(record.runs) == 1
-        )  # of more, V306 tells
+        if len(record.runs) == 1:  # V306 reports several
+            yield "no batch was declared, so no test was made"
         return
     test = standing(record.declaration, record.runs, target.loss, target.sigma).test
-    if test is not None and not test.passed and isfinite(test.mean):  # V303 and V309 tell of the others
+    if test is not None and not test.passed and isfinite(test.mean):  # V303 and V309 report the others
         yield f"mean {test.mean:.5f} of {test.num_runs} runs: p = {test.p:.2g}, need less than {test.alpha:g}"
 
 
@@ -52,38 +51,38 @@ def proves(record: Record) -> Iterator[str]:
     "V303",
     "all declared runs are there, and no other",
     needs=("runs", "track"),
-    why="whoever may leave out a run, or add one, chooses the result",
+    why="leaving out runs, or adding some, is choosing the result",
     hint="`speedrun batch --resume RECORD` runs what is missing; a larger batch has to be declared anew",
 )
 def all_there(record: Record) -> Iterator[str]:
-    """One completed run for each seed up to the look that decides; few that broke off."""
+    """Each seed up to the deciding look has a completed run; few runs broke off."""
     declared, target = record.declaration, record.rules.target
     if declared is None or not record.finished:
         raise Skip("no batch was declared, or no run finished")
-    far = standing(declared, record.runs, target.loss, target.sigma)
+    progress = standing(declared, record.runs, target.loss, target.sigma)
     done = completed(record.runs).keys()
-    yield from (f"seed {seed} was declared and has no run that ended" for seed in far.missing)
+    yield from (f"seed {seed} was declared and has no run that ended" for seed in progress.missing)
     yield from (f"seed {seed} was not declared" for seed in sorted(done - set(declared.seeds)))
-    if not far.missing and (more := done & set(declared.seeds[len(far.losses) :])):
+    if not progress.missing and (more := done & set(declared.seeds[len(progress.losses) :])):
         yield f"seeds {sorted(more)} were run after the batch was decided"
     broke_off = [run for run in record.runs if run.file.outcome == "aborted"]
     for run in broke_off:
         if run.vals and run.vals[-1].step == run.start.num_steps:
-            yield f"{run.folder}: broke off when its result was known; it would have counted"
-    # Of the runs up to the look that decides: a second look that is never reached allows for nothing.
-    asked = len(far.losses) + len(far.missing)
-    if len(broke_off) > (allowed := allowed_to_break_off(asked)):
-        yield f"{len(broke_off)} runs broke off; of {asked}, {allowed} may"
+            yield f"{run.folder}: broke off when its result was known, so it had to count"
+    # Runs up to the deciding look: those of a second look that is never reached do not count.
+    needed = len(progress.losses) + len(progress.missing)
+    if len(broke_off) > (allowed := allowed_to_break_off(needed)):
+        yield f"{len(broke_off)} runs broke off; of {needed}, {allowed} may"
 
 
 @check(
     "V304",
-    "every run is one of its own",
+    "all runs are distinct",
     why="one run under several seeds is one observation, and makes any test pass",
     hint="take the copies out, and run the declared seeds",
 )
 def distinct(record: Record) -> Iterator[str]:
-    """Seeds, starting states, final states and results all differ."""
+    """Seeds, initial and final states, losses and times all differ."""
     facts: dict[str, Callable[[Run], object]] = {
         "seed": lambda run: run.start.seed,
         "starting state": lambda run: tuple(event.state_hash for event in run.of(runlog.WarmupStart)),
@@ -102,11 +101,11 @@ def distinct(record: Record) -> Iterator[str]:
 @check(
     "V305",
     "all runs stop at the declared step",
-    why="whoever may stop a run when its loss is low chooses the result",
+    why="stopping a run when its loss is low is choosing the result",
     hint="the number of steps is the recipe's; let every run come to its end",
 )
 def one_end(record: Record) -> Iterator[str]:
-    """The number of steps in every log, and the declared one."""
+    """All logs and the declaration have the same number of steps."""
     steps = {run.folder: run.start.num_steps for run in record.runs}
     if record.declaration is not None:
         steps["batch.json"] = record.declaration.num_steps
@@ -115,9 +114,9 @@ def one_end(record: Record) -> Iterator[str]:
 
 
 def unfollowed(runs: Sequence[Run]) -> list[Run]:
-    """Runs that no other one goes on with: one, however often an honest run was killed.
+    """Return the runs that no other run resumes: one, however often an honest run was killed.
 
-    Where a run broke off before its next checkpoint, a later one goes on from the same earlier run.
+    If a run broke off before its first checkpoint, a later one may resume the same earlier run.
     """
     left_off = {run.origin.run_id for run in runs}
 
@@ -133,15 +132,15 @@ def unfollowed(runs: Sequence[Run]) -> list[Run]:
 
 @check(
     "V306",
-    "the batch was declared before its first run, and the runs are its own",
+    "the batch was declared before its first run, and describes its runs",
     needs=("runs", "track"),
     why="a number of runs that is chosen after the first results are in proves nothing",
-    hint="declare with `speedrun batch`, which writes the promise first; join no runs afterwards",
+    hint="declare with `speedrun batch`, which writes the declaration first; do not join runs afterwards",
 )
 def declared_before(record: Record) -> Iterator[str]:
-    """`batch.json` is older than every run, every log names its digest, what it says of the runs is so.
+    """`batch.json` is older than every run, describes all runs, and is named by every log.
 
-    And what it promises is what may be promised: seeds that differ, one look or two, at the rule's level.
+    Its seeds must be distinct, and it must declare one or two looks at the rule's level.
     """
     declared = record.declaration
     if declared is None:
@@ -157,24 +156,24 @@ def declared_before(record: Record) -> Iterator[str]:
             yield f"{run.folder}: was not started by this {runfile.BATCH}"
         if run.begun < datetime.fromisoformat(declared.created_utc):
             yield f"{run.folder}: began {run.lines[0].t_utc}, before the declaration of {declared.created_utc}"
-    first = record.runs[0].file  # that all runs agree, other checks see to
+    first = record.runs[0].file  # other checks compare the runs with each other
     rules = format.TrackRef(first.track, first.track_sha256)
     recipe = runfile.Recipe(first.recipe, first.recipe_revision, first.overrides)
-    said = declared.track, declared.recipe, declared.config_sha256, declared.source_sha256
-    if said != (rules, recipe, first.config_sha256, first.source_sha256):
+    stated = declared.track, declared.recipe, declared.config_sha256, declared.source_sha256
+    if stated != (rules, recipe, first.config_sha256, first.source_sha256):
         yield f"{runfile.BATCH}: another track, recipe, config or source was declared than ran"
     config = record.runs[0].start.config
     split = config.get("num_devices"), config.get("microbatches"), config.get("attention")
     if split != (declared.num_devices, declared.microbatches, declared.attention):
-        yield f"{runfile.BATCH}: other devices, parts of a batch or kernels were declared than ran"
+        yield f"{runfile.BATCH}: other devices, micro-batches or kernels were declared than ran"
     if len(set(declared.seeds)) < len(declared.seeds):
-        yield f"{runfile.BATCH}: a seed stands there twice, and would count twice"
+        yield f"{runfile.BATCH}: a seed appears twice, and would count twice"
     follow = seeds_from(declared.source_sha256, declared.config_sha256, len(declared.seeds))
     if not declared.seeds_chosen and declared.seeds != follow:
-        yield f"{runfile.BATCH}: its seeds do not follow from source and config, as it says"
+        yield f"{runfile.BATCH}: its seeds do not follow from source and config as it claims"
     some = seeds_from(declared.source_sha256, declared.config_sha256, _MOST_DERIVED)
     if declared.seeds_chosen and declared.seeds != follow and (derived := set(declared.seeds) & set(some)):
-        yield f"{runfile.BATCH}: {len(derived)} of its chosen seeds follow from source and config: others were left out"
+        yield f"{runfile.BATCH}: {len(derived)} of its chosen seeds follow from source and config; others were left out"
     counts = [look.num_runs for look in declared.looks]
     fit = 0 < len(counts) <= 2 and counts == sorted({*counts}) and counts[-1] == len(declared.seeds)
     if not fit or counts[0] < 1:
@@ -188,13 +187,13 @@ def declared_before(record: Record) -> Iterator[str]:
 
 @check(
     "V307",
-    "the losses scatter as losses do",
+    "the losses have the noise of the track",
     needs=("runs", "track"),
     why="losses of different seeds have a known noise; a batch without it was copied or edited",
-    hint="run every seed for itself, from its own initialisation",
+    hint="run every seed separately, from its own initialisation",
 )
 def scatter(record: Record) -> Iterator[str]:
-    """The sample's variance against the track's, by the chi-squared distribution: small ones only."""
+    """A chi-squared test, one-sided, that the sample variance is not below the track's."""
     from scipy import special
 
     sigma, losses = record.rules.target.sigma, [run.val_loss for run in record.finished]
@@ -209,16 +208,16 @@ def scatter(record: Record) -> Iterator[str]:
 
 @check(
     "V312",
-    "no run stands in another record",
-    why="a run that is counted twice is one observation; a seed that is run again may be run until it fits",
-    hint="leave the run to the record it was made for; declare a batch with seeds of its own",
+    "no run appears in another record",
+    why="a run that is counted twice is one observation; a seed may be run again until the result fits",
+    hint="keep a run only in the record that it was made for; declare a batch with new seeds",
 )
 def nowhere_else(record: Record) -> Iterator[str]:
-    """By name, losses, and seed with source and config. Of two, the one that began later is the copy."""
-    beside = list(runs_beside(record.root))
+    """Compare names, losses, and seeds with source and config. The run that began later is the copy."""
+    neighbours = list(runs_of_other_records(record.root))
     for run in record.finished:
         own = fingerprint(run.raw_lines)
-        for place, other in beside:
+        for place, other in neighbours:
             if own is None or other.begun_utc > own.begun_utc:
                 continue
             same = {"name": own.name == other.name, "losses": own.losses is not None and own.losses == other.losses,

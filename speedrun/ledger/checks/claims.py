@@ -1,4 +1,4 @@
-"""V301, V308 to V310, V404: there is a result, it is plausible and the measured one, on the track's hardware."""
+"""V301, V308 to V311, V404: there is a result; it is plausible, and was measured on the track's hardware."""
 
 from collections.abc import Iterator
 
@@ -9,11 +9,11 @@ from speedrun.ledger.record import Record
 from speedrun.ledger.reference import CURVES, expected_loss
 from speedrun.ledger.run import Run, loss_of
 
-#: Nats; a stated loss is printed and stored in full, so it may differ from its sum by rounding only.
+#: Nats; a stated loss is stored in full, so it may differ from its sum by rounding only.
 _ROUNDING = 1e-6
-#: A token that is missed by so many nats has a logit that much below another: no run that finished had one.
+#: Upper bound of a loss in nats: a larger one would need logits that far apart, which no finished run had.
 _MOST_NATS = 1e4
-#: Nats below the reference. At the end of record 21, 0.1 are worth a fifth of its steps: no honest step is as long.
+#: Nats below the reference. At the end of record 21, 0.1 nats take a fifth of its steps.
 _SUSPICIOUS = 0.1
 
 
@@ -21,11 +21,11 @@ _SUSPICIOUS = 0.1
     "V301",
     "a run finished",
     needs=("runs", "track"),
-    why="a run that broke off is a fact worth keeping, but no result",
-    hint="read why in the log of the run that broke off, and run again into a new folder",
+    why="a run that broke off is worth keeping, but it is no result",
+    hint="find the reason in the log of the run that broke off, and run again into a new folder",
 )
 def enough_runs(record: Record) -> Iterator[str]:
-    """At least one; else what kept them from it."""
+    """If none finished, say why each broke off."""
     if not record.finished:
         yield f"0 of {len(record.runs)} runs finished"
         yield from derive_summary(record.runs, record.rules, record.declaration).broke_off
@@ -36,11 +36,11 @@ def enough_runs(record: Record) -> Iterator[str]:
     "no loss is far below the reference",
     needs=("runs", "track"),
     severity="warning",
-    why="a loss that falls much faster than any known one is a discovery or a leak; a replay tells which",
-    hint="replay it (`speedrun replay RECORD`); once it is believed, its curve is the new reference",
+    why="a loss that falls much faster than any known one is a discovery or a leak, and a replay shows which",
+    hint="replay it (`speedrun replay RECORD`); once confirmed, its curve becomes the reference",
 )
 def no_wonder(record: Record) -> Iterator[str]:
-    """Every validation, against the reference's next one at as many tokens."""
+    """Compare every validation with the reference after as many tokens."""
     curve = CURVES.get(record.rules.name)
     if curve is None:
         raise Skip(f"{record.rules.name} has no reference curve")
@@ -57,18 +57,18 @@ def no_wonder(record: Record) -> Iterator[str]:
     "V309",
     "the loss is possible",
     needs=("runs", "track"),
-    why="below the entropy rate of a stream there is nothing left to learn but the answers; NaN is no loss",
+    why="no honest model gets below the entropy rate of its stream; NaN is no loss",
     hint="look for a leak, a shifted target or a broken mean; for NaN, lower the learning rate",
 )
 def possible(record: Record) -> Iterator[str]:
-    """Finite, of a size that logits have, and not below the entropy rate where the track knows it."""
+    """Losses are finite, not absurdly large, and not below the entropy rate if the track declares it."""
     rate = record.rules.target.entropy_rate
     for run in record.runs:
         if run.file.outcome == "non-finite":
             yield f"{run.folder}: the loss became non-finite"
         for val in run.vals:
             if (loss := loss_of(val)) < rate:
-                yield f"{run.folder}: loss {loss:.4f} before step {val.step}; nothing gets below {rate:.4f}"
+                yield f"{run.folder}: loss {loss:.4f} before step {val.step}; the entropy rate is {rate:.4f}"
         losses = [
             *((step.step, step.loss) for step in run.steps),
             *((val.step, loss_of(val)) for val in run.vals),
@@ -81,11 +81,11 @@ def possible(record: Record) -> Iterator[str]:
     "V310",
     "the stated result is the measured one",
     needs=("runs", "track", "summary"),
-    why="the stated loss is for reading; the exact sum in the log is what was measured",
+    why="the stated loss is for people; the exact sum in the log is the measurement",
     hint="restore the log and assemble again: the loss is the last validation's sum over its tokens",
 )
 def stated(record: Record) -> Iterator[str]:
-    """Loss and verdict, from the exact sums."""
+    """Compare loss and verdict with the exact sums."""
     for run in record.finished:
         for val in run.vals:
             if abs(val.loss - (loss := loss_of(val))) > _ROUNDING:
@@ -102,13 +102,13 @@ def stated(record: Record) -> Iterator[str]:
     "V311",
     "the run was made in one piece",
     severity="warning",
-    why="a run that goes on from a checkpoint may have waited, or tried again, where nobody counted the time",
-    hint="keep it, for it is a result; for a rank, run again without a break",
+    why="a run resumed from a checkpoint may have waited, or tried again, while no clock ran",
+    hint="keep it, since it is a result; for a rank, run again without a break",
 )
 def in_one_piece(run: Run, _record: Record) -> Iterator[str]:
-    """A resumed run is shown and never ranked."""
+    """Resumed runs are shown, but not ranked."""
     if run.resumed:
-        yield f"goes on from {run.origin.run_id} after step {run.origin.step}"
+        yield f"resumes {run.origin.run_id} after step {run.origin.step}"
 
 
 @check(
@@ -119,9 +119,9 @@ def in_one_piece(run: Run, _record: Record) -> Iterator[str]:
     hint="run on the hardware the track names, without --devices",
 )
 def hardware(record: Record) -> Iterator[str]:
-    """Platform and number of devices; all runs of a record on the same kind."""
+    """Compare platform and number of devices with the track, and kinds of devices between runs."""
     rules = record.rules.rules
-    # A run that was killed before its preflight ran on nothing yet.
+    # A run that was killed before its preflight has no hardware yet.
     runs = [run for run in record.runs if run.of(runlog.Preflight)]
     for run in runs:
         if rules.platform not in ("any", run.file.platform):

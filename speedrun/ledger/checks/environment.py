@@ -1,4 +1,4 @@
-"""V401 to V407: what a run ran under is known, and is nothing that helps it. V404 is a claim."""
+"""V401 to V403, V405 to V407: the environment of a run is known, and gives no advantage. V404 is in `claims`."""
 
 import re
 from collections.abc import Iterator
@@ -11,8 +11,8 @@ from speedrun.ledger.code import is_science
 from speedrun.ledger.record import Record
 from speedrun.ledger.run import Run
 
-#: XLA's settings that move work about and leave its results alone. One that changes rounding belongs into the recipe,
-#: where readers see it. Patterns, without the leading dashes.
+#: XLA flags that change the schedule and not the results, without the leading dashes. What changes rounding belongs in
+#: the recipe, where readers see it.
 _FLAGS = re.compile(
     r"xla_force_host_platform_device_count|xla_backend_optimization_level|xla_llvm_disable_expensive_passes"
     r"|xla_gpu_(all_gather|all_reduce|reduce_scatter)_combine_threshold_bytes"
@@ -26,29 +26,29 @@ _FLAGS = re.compile(
     r"load_autotune_results_from|force_compilation_parallelism)"
 )
 LOCK = re.compile(r"[a-z0-9][a-z0-9.-]{0,60}\.lock")
-#: Nobody runs a record again without their versions.
+#: Packages whose versions a record must name.
 NEEDED = ("python", "jax", "jaxlib", "numpy", "optax")
-#: Of the median bench of a record's runs, by platform. Shared CPUs differ more than GPUs do.
+#: Smallest share of the record's median benchmark, by platform. Shared CPUs vary more than GPUs.
 SLOW = {"cpu": 0.5, "gpu": 0.85}
-#: Times the fastest device that is known here.
+#: Multiple of the fastest known device.
 _BEYOND = 10.0
-#: Of the vendor's rate: large products reach 0.6 to 0.8 of it.
+#: Smallest share of the vendor's rate: large products reach 0.6 to 0.8.
 SLOWEST_OF_VENDOR = 0.5
 
 
 def _preflight(run: Run) -> runlog.Preflight:
-    """Of a finished run: the grammar says that it has one."""
+    """Return the preflight of a finished run, which always has one."""
     return run.of(runlog.Preflight)[0]
 
 
 @check_run(
     "V401",
     "the compiler's settings are known ones",
-    why="a setting of XLA can trade exactness for speed, and no reader of source.txt would see it",
-    hint="unset XLA_FLAGS; what changes rounding belongs into the recipe, what is harmless into this check's list",
+    why="an XLA flag can trade accuracy for speed, and no reader of source.txt would see it",
+    hint="unset XLA_FLAGS; put flags that change rounding into the recipe, and propose harmless ones for this check",
 )
 def xla_flags(run: Run, _record: Record) -> Iterator[str]:
-    """In XLA_FLAGS, and in the options of the program."""
+    """Check XLA_FLAGS and the compiler options of the program."""
     (plan,) = run.of(runlog.Plan)
     words = _preflight(run).environment.get("XLA_FLAGS", "").split()
     for word in words:
@@ -63,10 +63,10 @@ def xla_flags(run: Run, _record: Record) -> Iterator[str]:
     "V402",
     "the environment holds known variables only",
     why="a variable can load foreign code or another library, and may hold a secret",
-    hint="records hold only the variables of `provenance.VARIABLES`; never write others into them",
+    hint="record only the variables of `provenance.VARIABLES`",
 )
 def variables(run: Run, _record: Record) -> Iterator[str]:
-    """Names only; XLA_FLAGS has a check of its own."""
+    """Check names only; V401 checks XLA_FLAGS."""
     if foreign := sorted(_preflight(run).environment.keys() - set(provenance.VARIABLES)):
         yield f"{', '.join(foreign)} {'are' if len(foreign) > 1 else 'is'} not among them"
 
@@ -75,13 +75,13 @@ def variables(run: Run, _record: Record) -> Iterator[str]:
     "V403",
     "the packages are those of a lock file",
     needs=("runs", "track"),
-    why="another JAX is another compiler: without the versions nobody runs the record again",
+    why="another JAX is another compiler, so nobody can repeat the run without its versions",
     hint="install with scripts/install.sh, which takes all packages from requirements/",
 )
 def packages(run: Run, record: Record) -> Iterator[str]:
-    """A lock of this version or of the run's commit, and the recorded versions are its.
+    """The lock file is of this version or of the run's commit, and pins the recorded versions.
 
-    Tracks that do not rank only skip where a run knows no lock, or one that is not known here.
+    Tracks that do not rank skip runs without a known lock file.
     """
     hw = _preflight(run)
     if missing := [name for name in NEEDED if not hw.software.get(name)]:
@@ -89,7 +89,7 @@ def packages(run: Run, record: Record) -> Iterator[str]:
         return
     problem, path = "", f"requirements/{hw.lock}"
     if not LOCK.fullmatch(hw.lock):
-        problem = "it names no lock file: none fitted what was installed, or an older version ran"
+        problem = "it names no lock file: none matched the installed packages, or an older version ran"
     else:
         at_commit = history.files_at(hw.commit, (path,)) or {}
         texts = [files[path] for files in (history.files_here([path]), at_commit) if path in files]
@@ -97,7 +97,9 @@ def packages(run: Run, record: Record) -> Iterator[str]:
         if text is not None:
             yield from _unlike(hw.software, text.decode(errors="replace"))
             return
-        problem = f"{path} {hw.lock_sha256[:16]} is none of this version nor of a commit that is known here"
+        problem = (
+            f"{path} {hw.lock_sha256[:16]} belongs neither to this version nor to a commit that is known here"
+        )
     if not record.rules.rules.ranked:
         raise Skip(f"{problem}; this track does not rank")
     yield problem
@@ -112,32 +114,32 @@ def _unlike(software: dict[str, str], lock: str) -> Iterator[str]:
 
 @check_run(
     "V405",
-    "nothing held the devices back",
+    "no device was throttled",
     needs=("runs", "track"),
     severity="warning",
     why="a device that is too hot runs slower, so its times say little about the program",
-    hint="let the machine cool, look at its fans and power supply, and run again",
+    hint="let the machine cool, check its fans and power supply, and run again",
 )
 def throttling(run: Run, record: Record) -> Iterator[str]:
-    """Seconds that the driver counted while the clock ran."""
+    """Check the seconds of throttling that the driver counted while the clock ran."""
     throttled_s = run.end.throttled_s
     if throttled_s is None:
         if not record.rules.rules.ranked:
-            raise Skip("nothing counted it on this machine")
-        yield "nothing counted it: no nvidia-smi, or an old driver"
+            raise Skip("throttling was not measured on this machine")
+        yield "throttling was not measured: no nvidia-smi, or an old driver"
     elif throttled_s != 0:
-        yield f"{throttled_s:.3f} s of {run.train_time_s:.1f} s, summed over devices, were held back"
+        yield f"{throttled_s:.3f} s of {run.train_time_s:.1f} s, summed over devices, were throttled"
 
 
 @check_run(
     "V406",
     "the code is that of a commit",
     needs=("runs", "track"),
-    why="code that nobody committed cannot be looked up, and may have changed between two runs",
-    hint="commit, then run; a copy without git can make no ranked record",
+    why="uncommitted code cannot be looked up, and may change between runs",
+    hint="commit, then run; a copy without git cannot make a ranked record",
 )
 def committed(run: Run, record: Record) -> Iterator[str]:
-    """As the run says; and where the commit is known here, every file of the source is compared with it."""
+    """Check the run's claim; if its commit is known here, compare the science with it."""
     hw = _preflight(run)
     problem = "it is not known whether the code was that of a commit" if hw.dirty is not False else ""
     if hw.dirty:
@@ -148,32 +150,32 @@ def committed(run: Run, record: Record) -> Iterator[str]:
         yield problem
         return
     if not history.is_commit(hw.commit):
-        yield f"says it ran commit {hw.commit[:40]!r}; need the 40 hex digits of one"
+        yield f"claims commit {hw.commit[:40]!r}; need 40 hex digits"
         return
     if record.rules.rules.ranked and history.knows(hw.commit) is False:
-        yield f"commit {hw.commit[:12]} is not known to this repository: fetch it, or publish it with the record"
+        yield f"commit {hw.commit[:12]} is unknown in this repository; fetch it, or publish it with the record"
         return
     texts = record.source_files
     theirs = history.files_at(hw.commit, tuple(texts))
     if theirs is None:
         return
-    for path, text in texts.items():  # of instruments that differ, V503 tells
+    for path, text in texts.items():  # V503 compares the instruments
         if is_science(path) and theirs.get(path) != text.encode():
-            yield f"says it ran commit {hw.commit[:12]}, whose {path} is another one"
+            yield f"claims commit {hw.commit[:12]}, which has another {path}"
 
 
 @check(
     "V407",
-    "the machine is as fast as its like",
+    "the machine is as fast as others of its kind",
     severity="warning",
-    why="on a slow node every time is too long; and a bench that is too good lets impossible steps pass",
-    hint="bench the node by itself (`speedrun doctor`), and run again on one that is sound",
+    why="on a slow node all times are too long; and an inflated benchmark lets impossible steps pass",
+    hint="benchmark the node by itself (`speedrun doctor`), and run again on a healthy one",
 )
 def health(record: Record) -> Iterator[str]:
-    """The bench of each run against the record's median, and against the vendor's rate where that is known."""
+    """Compare the benchmark of each run with the record's median, and with the vendor's rate if known."""
     rates = {run.folder: _preflight(run) for run in record.finished}
     kinds = {(hw.device_kind, hw.num_devices) for hw in rates.values()}
-    if len(kinds) != 1:  # V404 tells of several
+    if len(kinds) != 1:  # V404 reports several
         raise Skip("no run finished" if not kinds else "the runs have different hardware")
     ((kind, num_devices),) = kinds
     device = devices.named(kind)
@@ -181,11 +183,12 @@ def health(record: Record) -> Iterator[str]:
     beyond = [folder for folder, hw in rates.items() if not 0 < hw.matmul_gflops <= absurd]
     if beyond:
         yield from (
-            f"{folder}: a bench of {rates[folder].matmul_gflops:,.0f} Gflop/s; none does" for folder in beyond
+            f"{folder}: a bench of {rates[folder].matmul_gflops:,.0f} Gflop/s, which no device reaches"
+            for folder in beyond
         )
         return
     if device is None and len(rates) < 2:
-        raise Skip(f"one run, on a {kind}, whose rate nobody knows")
+        raise Skip(f"one run on a {kind}, whose rate is unknown")
     usual = median(hw.matmul_gflops for hw in rates.values())
     for folder, hw in rates.items():
         if hw.matmul_gflops < usual * SLOW.get(hw.platform, min(SLOW.values())):
@@ -193,4 +196,4 @@ def health(record: Record) -> Iterator[str]:
         if device is not None:
             most = device.bf16_flops * num_devices / 1e9
             if not SLOWEST_OF_VENDOR * most <= hw.matmul_gflops <= most:
-                yield f"{folder}: the bench reached {hw.matmul_gflops:,.0f} Gflop/s; {most:,.0f} are the vendor's"
+                yield f"{folder}: the bench reached {hw.matmul_gflops:,.0f} Gflop/s, the vendor's rate is {most:,.0f}"

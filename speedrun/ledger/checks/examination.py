@@ -1,9 +1,9 @@
-"""V601 to V606: what an examiner saw of runs, their states and their programs, against what they said.
+"""V601 to V606: compare runs with what the examiner found about their states and programs.
 
-The others read; these need the record's source to be executed (`speedrun.referee.rerun`).
+These checks need the record's source to be executed (`speedrun.referee.rerun`).
 
-Two honest machines differ. Rounding differs in the last bit, and training makes that grow, so bits are never demanded:
-equal bits are proof, and other losses may differ by `tolerance`, which grows with the steps since both were equal.
+Two honest machines round differently, and training amplifies that. So equal bits are proof but not required: losses may
+differ by `tolerance`, which grows with the steps since both states were equal.
 """
 
 import dataclasses
@@ -17,21 +17,21 @@ from speedrun.ledger.findings import Findings
 from speedrun.ledger.record import Record
 from speedrun.ledger.run import Run, loss_of
 
-#: Nats per token, between two ways to add up the same products; of tokens, the largest.
+#: Nats per token between two orders of summation: of the mean, and of the worst token.
 _SCORER = 2e-4
 _TOKEN = 1e-3
-#: Nats by which losses of two machines may differ one step after equal bits, by compute dtype; about ten times what
-#: was measured (docs/referee.md). Near its seed a run is sensitive: weights and second moments begin at zero.
+#: Nats by which losses of two machines may differ one step after equal states, by compute dtype; about ten times what
+#: was measured (docs/referee.md). Early steps are sensitive, since some weights and all second moments start at zero.
 _FIRST = {"float32": 1e-5, "bfloat16": 1e-3}
 _EARLY = {"float32": 3e-4, "bfloat16": 1e-3}
 _SETTLED = 40  #: steps
 _GROWTH = 1.5
-#: Of a loss, the sd over seeds where nobody knows it; runs of one seed that drifted apart differ like two seeds.
+#: Assumed sd over seeds as a share of the loss: runs of one seed that drifted apart differ like two seeds.
 _SEEDS, _DRIFT_SDS = 0.0125, 4.0
 
 
 class Examined(NamedTuple):
-    """A run, and what was seen of it."""
+    """A run and its findings."""
 
     run: Run
     findings: Findings
@@ -42,7 +42,7 @@ Find = Callable[[Run, Findings], Iterator[str]]
 
 @dataclass(frozen=True)
 class ReplayCheck:
-    """A check that takes examinations."""
+    """A check that compares a run with its findings."""
 
     check: Check
     find: Find
@@ -53,12 +53,12 @@ class ReplayCheck:
 
 
 def tolerance(run: Run, start: int, num_steps: int) -> float:
-    """Nats by which a loss of an honest run may differ on another machine.
+    """Return the nats by which a loss of an honest run may differ on another machine.
 
     Args:
-        run: whose compute dtype decides.
-        start: the step before which the states were equal.
-        num_steps: that were made since.
+        run: its compute dtype counts.
+        start: step before which the states were equal.
+        num_steps: steps since then.
     """
     recipe = run.start.config.get("recipe")
     dtype = recipe.get("compute_dtype") if isinstance(recipe, dict) else None
@@ -78,25 +78,25 @@ def check_findings(id: str, title: str, **texts: Unpack[Texts]) -> Callable[[Fin
 @check_findings(
     "V601",
     "the final state has the stated loss",
-    why="whoever writes the log can write any loss; the weights cannot lie about theirs",
-    hint="bring the checkpoints that the run ended with: the hash of its state stands in run.json",
+    why="a log can claim any loss, but weights have one that can be measured",
+    hint="pass the run's last checkpoints; run.json holds the hash of its final state",
 )
 def loss(run: Run, findings: Findings) -> Iterator[str]:
-    """By the examiner's own scorer. Its own state is compared tightly; a state made again, if its bits are equal."""
-    said = f"its final state scores {findings.val_loss:.5f}, the run says {run.val_loss:.5f}"
+    """Compare with the examiner's scorer: tightly if the state is the run's own, or was made again bit by bit."""
+    scores = f"its final state scores {findings.val_loss:.5f}, the run says {run.val_loss:.5f}"
     same, differ = findings.final_hash == run.file.final_hash, abs(findings.val_loss - run.val_loss)
     if findings.own and not same:
         yield f"the state that was scored is {findings.final_hash}, the run ended with {run.file.final_hash}"
     if findings.own or same:
         if not differ <= _SCORER:
-            yield said
+            yield scores
         return
     drift = _drift(run)
     if not differ <= drift:
-        yield f"made again, {said}; two machines may differ by {drift:.5f}"
+        yield f"trained again, {scores}; two machines may differ by {drift:.5f}"
     else:
         raise Skip(
-            f"made again, it ended in another state, as on another machine: {said}, within the drift of "
+            f"trained again, it ended in another state, as on another machine: {scores}, within the drift of "
             f"{drift:.5f}; pass --checkpoints to score its own state"
         )
 
@@ -108,50 +108,50 @@ def _drift(run: Run) -> float:
 @check_findings(
     "V602",
     "the loss is of a distribution over the whole vocabulary",
-    why="a loss of something that is no distribution has no meaning, and can be as low as one likes",
-    hint="let the logits have a column for every id, and each row depend on its own hidden state alone",
+    why="without a normalised distribution a loss has no meaning, and can be arbitrarily low",
+    hint="give the logits a column for every id, and let each row depend on its own hidden state alone",
 )
 def normalised(run: Run, findings: Findings) -> Iterator[str]:
-    """The examiner takes the log-sum-exp itself; the logits must have all columns, row by row."""
+    """The logits must have all columns, and rows that do not depend on each other."""
     if findings.columns < findings.num_ids:
         yield f"the logits have {findings.columns} columns, the track {findings.num_ids} ids"
     if not findings.rows <= _TOKEN:
-        yield f"a log-probability changed by {findings.rows:.3g} with the rows beside it"
+        yield f"a log-probability changed by {findings.rows:.3g} with the rows next to it"
 
 
 @check_findings(
     "V603",
-    "no output knows a later token",
-    why="a model that sees the answer predicts it",
-    hint="look for attention without its mask, a shift by one, a mean over the sequence",
+    "no output depends on a later token",
+    why="a model that sees the target predicts it",
+    hint="look for attention without a mask, a shift by one, or a mean over the sequence",
 )
 def causal(_run: Run, findings: Findings) -> Iterator[str]:
-    """The ends of texts are changed at many places, and all outputs before them compared."""
+    """Check the largest change of an output when only later tokens were changed."""
     if not findings.leak <= _TOKEN:
-        yield f"a log-probability at position {findings.leak_at} changed by {findings.leak:.3g} when later tokens did"
+        yield f"a log-probability at position {findings.leak_at} changed by {findings.leak:.3g} with later tokens"
 
 
 @check_findings(
     "V604",
-    "a sequence is scored by itself",
-    why="what one sequence learns from its neighbours in the batch, it would not know alone",
-    hint="look for statistics over the batch, and for state that is kept between sequences",
+    "a sequence is scored independently",
+    why="a sequence may not profit from its neighbours in the batch",
+    hint="look for statistics over the batch, and for state kept between sequences",
 )
 def by_itself(_run: Run, findings: Findings) -> Iterator[str]:
-    """Sequences change places and neighbours."""
+    """Check the largest change when sequences got other places and neighbours."""
     if not findings.company <= _TOKEN:
-        yield f"a log-probability changed by {findings.company:.3g} in other company"
+        yield f"a log-probability changed by {findings.company:.3g} with other neighbours"
 
 
 @check_findings(
     "V605",
-    "training goes as the log says",
-    why="stretches that a nonce chooses cannot be prepared; a log that was made up fails here",
-    hint="bring the checkpoints of this very run, or none",
+    "training reproduces the log",
+    why="nobody can prepare for stretches that a nonce draws, so an invented log fails here",
+    hint="pass checkpoints of this run, or none",
 )
 def goes_on(run: Run, findings: Findings) -> Iterator[str]:
-    """Every loss of every stretch, and every validation in it; and each checkpoint is the one that the log names."""
-    said = {step.step: step.loss for step in run.steps}
+    """Compare losses and validations of all stretches, and the states of checkpoints, with the log."""
+    stated = {step.step: step.loss for step in run.steps}
     scored = {val.step: loss_of(val) for val in run.vals}
     kept = {event.step: event.state_hash for event in run.of(runlog.Checkpoint)}
     for one in findings.stretches:
@@ -161,7 +161,7 @@ def goes_on(run: Run, findings: Findings) -> Iterator[str]:
             yield f"checkpoint {one.start} is {one.state_hash}, the log says {named}"
         if len(one.losses) != one.stop - one.start:
             yield f"{where}: {len(one.losses)} losses of {one.stop - one.start} steps"
-        made = [("step", at, loss, said) for at, loss in enumerate(one.losses, one.start)]
+        made = [("step", at, loss, stated) for at, loss in enumerate(one.losses, one.start)]
         made += [("validation", at, loss, scored) for at, loss in one.vals]
         for what, at, loss, log in sorted(made, key=lambda each: each[1]):
             most = tolerance(run, one.start, at - one.start)
@@ -172,16 +172,16 @@ def goes_on(run: Run, findings: Findings) -> Iterator[str]:
 
 @check_findings(
     "V606",
-    "what was scored is the state that the run ended with",
+    "the scored state is the final state of the run",
     severity="warning",
-    why="a log can be written around what another machine would give: within its drift a replay proves no loss",
-    hint="bring the run's checkpoints (--checkpoints), or replay on the kind of machine that made it",
+    why="a log can be invented within the drift of another machine, so that a replay proves nothing",
+    hint="pass the run's checkpoints (--checkpoints), or replay on the kind of machine that made it",
 )
 def its_own(run: Run, findings: Findings) -> Iterator[str]:
-    """Its bits, where V601 is skipped; of the others, it tells."""
+    """Compare hashes in the case in which V601 is skipped."""
     same = findings.own or findings.final_hash == run.file.final_hash
     if not same and abs(findings.val_loss - run.val_loss) <= _drift(run):
-        yield f"made again, it is {findings.final_hash}, the run ended with {run.file.final_hash}"
+        yield f"trained again, it is {findings.final_hash}, the run ended with {run.file.final_hash}"
 
 
 REPLAY_CHECKS = (loss, normalised, causal, by_itself, goes_on, its_own)

@@ -1,4 +1,4 @@
-"""V001 to V009: the files are what they say, and say the same thing."""
+"""V001 to V009: the files are valid and consistent."""
 
 import re
 from collections.abc import Iterator
@@ -20,37 +20,37 @@ from speedrun.ledger.record import Record
 from speedrun.ledger.reproduction import concluded, runs_problem
 from speedrun.ledger.run import Run
 
-#: Control characters but tab and newline, and all that turn the direction of text.
+#: Control characters but tab and newline, and all that change the direction of text.
 _HOSTILE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff]")
 _ACTIVE_SVG = re.compile(
     rb"<\s*(script|foreignObject|iframe|image|a)\b|\son\w+\s*=|javascript:", re.IGNORECASE
 )
 
 
-#: From the name that a run gives itself to the first line of its log.
+#: Between the creation of a run and the first line of its log.
 _BEGINNING_S = 60.0
 
 
 @check(
     "V001",
-    "every file can be read and has its form",
+    "every file can be read and is well-formed",
     needs=(),
-    why="a file that cannot be read in exactly one way can say two things to two readers",
-    hint="let the harness write the files: `speedrun run` makes them, nobody edits them",
+    why="a file without exactly one reading can mean two things to two readers",
+    hint="let `speedrun run` write the files, and do not edit them",
 )
 def schema(record: Record) -> Iterator[str]:
-    """Unknown keys, other spacing, a key twice, NaN, events out of order: all end up here."""
+    """Reports unknown and repeated keys, other spacing, NaN, and events out of order."""
     yield from record.malformed
 
 
 @check(
     "V002",
     "the hash chain of each log is unbroken",
-    why="each line carries the digest of the line before, so a line edited later breaks the chain there",
+    why="each line carries the digest of the line before, so that editing a line breaks the chain",
     hint="restore the log from where the run wrote it, or run again",
 )
 def chain(record: Record) -> Iterator[str]:
-    """`prev` of each line is the digest of the line before, and `i` counts."""
+    """`prev` of each line is the digest of the line before, and `i` is its number."""
     for run in record.runs:
         prev = runlog.GENESIS
         for number, (raw, line) in enumerate(zip(run.raw_lines, run.lines, strict=True)):
@@ -64,11 +64,11 @@ def chain(record: Record) -> Iterator[str]:
     "V003",
     "source and files are the ones the manifest names",
     needs=("runs", "manifest", "source"),
-    why="the source text is what replay executes and reviewers read: it must be the one that ran",
+    why="replay executes and reviewers read the source text, so it must be the one that ran",
     hint="restore the files, or assemble the record again",
 )
 def hashes(record: Record) -> Iterator[str]:
-    """Every digest of the record: of files, of the source text and its parts, of the manifest itself."""
+    """Compare every digest: of files, of the source text and its parts, and of the manifest."""
     manifest = record.manifest
     assert manifest is not None
     try:
@@ -89,11 +89,11 @@ def hashes(record: Record) -> Iterator[str]:
     "V004",
     "manifest, summary and README follow from the runs",
     needs=("runs", "manifest", "summary", "track"),
-    why="numbers that people read are worth nothing unless the logs give them again",
+    why="people read these numbers, so they must follow from the logs",
     hint="assemble the record again; never edit derived numbers",
 )
 def derived(record: Record) -> Iterator[str]:
-    """Everything derived is derived again. `target_reached` has its own check, V310."""
+    """Derive everything again. V310 checks `target_reached`."""
     stored, summary = record.manifest, record.summary
     assert stored is not None
     assert summary is not None
@@ -102,9 +102,9 @@ def derived(record: Record) -> Iterator[str]:
     )
     manifest = msgspec.structs.replace(manifest, record_id=stored.record_id)
     yield from _differences("manifest.json", stored, manifest)
-    again = derive_summary(record.runs, record.rules, record.declaration)
-    again = msgspec.structs.replace(again, target_reached=summary.target_reached)
-    yield from _differences("summary.json", summary, again)
+    expected = derive_summary(record.runs, record.rules, record.declaration)
+    expected = msgspec.structs.replace(expected, target_reached=summary.target_reached)
+    yield from _differences("summary.json", summary, expected)
     if not record.raw.get("README.md", b"").startswith(readme_head(stored, summary, record.runs).encode()):
         yield "README.md: its head is not the generated one"
 
@@ -112,11 +112,11 @@ def derived(record: Record) -> Iterator[str]:
 @check(
     "V005",
     "one config, and its hash is right",
-    why="runs with different settings are different experiments, and their mean says nothing",
-    hint="make one record for each config; only the seeds of its runs differ",
+    why="runs with different settings are different experiments, whose mean has no meaning",
+    hint="make one record for each config; its runs differ only in their seeds",
 )
 def config(record: Record) -> Iterator[str]:
-    """The resolved config stands in the log; its digest in the log and in run.json."""
+    """Compare the config in the log with its digests in the log and in run.json."""
     for run in record.runs:
         stated = {run.start.config_sha256, run.file.config_sha256}
         if stated != {runfile.config_sha256(run.start.config)}:
@@ -132,20 +132,20 @@ def config(record: Record) -> Iterator[str]:
     hint="validate with the version of speedrun that made the record",
 )
 def known_track(record: Record) -> Iterator[str]:
-    """A rule is never changed in place, so another digest is another rule."""
+    """All runs name one track of this version, with its digest."""
     if record.track is None:
         named = sorted({f"{run.start.track} ({run.start.track_sha256[:8]})" for run in record.runs})
-        yield f"the runs name {', '.join(named)}; this version has no one track that is the same file"
+        yield f"the runs name {', '.join(named)}; this version has no such track with that digest"
 
 
 @check(
     "V007",
     "run.json, metrics.jsonl and log.txt agree",
-    why="people read log.txt and programs read metrics.jsonl; both must tell the same run",
+    why="people read log.txt and programs read metrics.jsonl, so both must describe the same run",
     hint="restore run.json and log.txt: the run writes both from its log",
 )
 def one_story(record: Record) -> Iterator[str]:
-    """The text log is rendered again; what run.json shares with the log is compared."""
+    """Render the text log again, and compare run.json with the log."""
     for run in record.runs:
         if console.render(run.lines) != run.text:
             yield f"{run.folder}: log.txt is not the text of metrics.jsonl"
@@ -156,11 +156,11 @@ def one_story(record: Record) -> Iterator[str]:
         if apart_s > _BEGINNING_S:
             yield f"{run.folder}: run.json says it began {run.file.created_utc}, the log {run.lines[0].t_utc}"
         if run.finished and (errors := run.of(runlog.Error)):
-            yield f"{run.folder}: run.json says it finished, the log tells of {console.clean(errors[0].kind)}"
+            yield f"{run.folder}: run.json says it finished, the log has {console.clean(errors[0].kind)}"
 
 
 def _shared_facts(run: Run) -> Iterator[tuple[str, object, object]]:
-    """Name, value in run.json, value in the log."""
+    """Yield the name, the value in run.json and the value in the log of each shared fact."""
     file = run.file
     yield "run_id", file.run_id, run.start.run_id
     yield "folder", file.run_id, run.folder
@@ -187,11 +187,11 @@ def _shared_facts(run: Run) -> Iterator[tuple[str, object, object]]:
     "V008",
     "only known, plain, small files",
     needs=(),
-    why="a record is read by strangers: nothing in it may run, hide, or be too large to review",
-    hint="take out everything the harness did not write",
+    why="strangers read a record, so nothing in it may execute, hide, or be too large to review",
+    hint="remove everything that the harness did not write",
 )
 def plain_files(record: Record) -> Iterator[str]:
-    """Nothing that runs, hides or surprises: no links, binaries, scripts, terminal codes or turned text."""
+    """Report links, binaries, scripts, terminal codes and bidirectional text."""
     yield from (f"{path}: {why}" for path, why in record.refused.items())
     for path, content in record.raw.items():
         if path.endswith((".md", "source.txt")) and _HOSTILE.search(content.decode(errors="replace")):
@@ -204,13 +204,13 @@ def plain_files(record: Record) -> Iterator[str]:
 
 @check(
     "V009",
-    "a reproduction is of this record, and says what its runs say",
+    "a reproduction is of this record, and follows from its runs",
     needs=("runs", "manifest", "track"),
-    why="whoever reads that a record holds must be able to compute it again",
-    hint="let `speedrun reproduce RECORD --into-record` write reproduction.json, or take it out",
+    why="readers must be able to derive its verdict again",
+    hint="let `speedrun reproduce RECORD --into-record` write reproduction.json, or remove it",
 )
 def reproduced(record: Record) -> Iterator[str]:
-    """Differences and verdict are derived again; the runs themselves are the referee's word."""
+    """Derive differences and verdict again; the results of its runs are taken from the referee."""
     stored, manifest = record.reproduction, record.manifest
     assert manifest is not None
     if stored is None or not record.finished:
@@ -226,15 +226,11 @@ def reproduced(record: Record) -> Iterator[str]:
     )
 
 
-def _differences(place: str, stored: object, again: object) -> Iterator[str]:
-    """A line for each leaf that differs between what is stored and what was derived again."""
-    old, new = msgspec.to_builtins(stored), msgspec.to_builtins(again)
-    yield from _walk(place, old, new)
-
-
-def _walk(place: str, old: object, new: object) -> Iterator[str]:
+def _differences(place: str, stored: object, derived: object) -> Iterator[str]:
+    """Yield a line for each leaf in which a stored file differs from the derived one."""
+    old, new = msgspec.to_builtins(stored), msgspec.to_builtins(derived)
     if isinstance(old, dict) and isinstance(new, dict):
         for key in {**old, **new}:
-            yield from _walk(f"{place}.{key}", old.get(key), new.get(key))
+            yield from _differences(f"{place}.{key}", old.get(key), new.get(key))
     elif old != new:
         yield f"{place}: stored {old!r}, derived {new!r}"

@@ -1,6 +1,6 @@
-"""V501 to V506: the source is whole, the harness in it is the harness, and it hides neither reach nor data.
+"""V501 to V506: the source is complete, its harness is unchanged, and its science hides neither access nor data.
 
-The source is read, never executed: see `ledger.code`.
+The source is parsed and never executed: see `ledger.code`.
 """
 
 import zlib
@@ -17,49 +17,52 @@ from speedrun.ledger.reaches import NOT_LISTED
 from speedrun.ledger.record import Record
 from speedrun.ledger.run import Run
 
-#: Where a source holds its entry and its recipes: now, and in the layout before 2026-11-22.
+#: Entry point and folder of recipes: of this layout, and of the one before 2026-11-22.
 _PLACES = (
     ("speedrun/training/train.py", "speedrun/science/recipes"),
     ("speedrun/train.py", "speedrun/recipes"),
 )
 
-#: Science that needs names which are not on the list: settings by name, kernels from a wheel. It is taken as it is
-#: here, or as it was in older records, by the first 16 digits of its sha256; whoever changes it is asked why.
+#: Science that needs names which are not on the list: settings by name, kernels from a wheel. Accepted as it is in this
+#: version, and in older records by the first 16 digits of its sha256.
 _REVIEWED: dict[str, frozenset[str]] = {
     "speedrun/recipe.py": frozenset({"eb9cfb78a0f47f0c", "ef6e66ca208200a1"}),
     "speedrun/kernels/attention_flash3.py": frozenset({"8dfb05af037a80ca", "e08f3b818d6114b7"}),
     "speedrun/science/recipe.py": frozenset(),
     "speedrun/science/kernels/attention_flash3.py": frozenset(),
 }
-#: Instruments that science may import: neither knows the time, the data or the log.
+#: Instruments that science may import: they give no access to time, data or log.
 _OPEN = ("speedrun.ground.errors", "speedrun.ground.mesh", "speedrun.errors", "speedrun.mesh")
-#: Of these, the list says what may be used.
+#: Packages of which only listed names may be used.
 _LISTED = {module.partition(".")[0] for module in MODULES} | {"jaxlib", "msgspec", "orbax_checkpoint"}
 
-#: Of a whole source text. Ours has 0.3 MB of 50 files, which zlib packs into a third.
+#: Limits of a whole source text. Ours has 0.3 MB in 50 files, and a third of that after zlib.
 _MOST_SOURCE_BYTES = 2**20
 _MOST_PACKED_BYTES = 150_000
-#: Of its science, together: what could hold learned numbers, in names and the order of lines, too. Ours has 48,000
-#: bytes after zlib, 3,600 of literals, and 400 numbers.
+#: Limits of its science, which could hide learned numbers even in names and the order of lines. Ours has 48,000 bytes
+#: after zlib, 3,600 bytes of literals, and 400 numbers.
 _MOST_SCIENCE_BYTES = 64_000
 _MOST_LITERAL_BYTES = 2**14
 _MOST_NUMBERS = 2**10
-#: Of its docstrings and comments, together and after zlib: English packs to a third, learned numbers do not.
-#: Ours have 14,000.
+#: Limit of its docstrings and comments after zlib: English shrinks to a third, learned numbers do not. Ours: 14,000.
 _MOST_PROSE_BYTES = 24_000
 
 
 def _files(record: Record) -> dict[str, Code]:
-    """Every file of the source, read.
+    """Read every file of the source.
 
     Raises:
-        Skip: if there is none.
+        Skip: if there is none, or the text is too large.
     """
-    if not record.source_files:
-        raise Skip("source.txt cannot be taken apart: see V003")
+    _need_source(record)
     if (size := len(record.raw["source.txt"])) > _MOST_SOURCE_BYTES:
         raise Skip(f"source.txt has {size:,} bytes: see V504")
     return {path: read(path, text) for path, text in record.source_files.items()}
+
+
+def _need_source(record: Record) -> None:
+    if not record.source_files:
+        raise Skip("source.txt cannot be split: see V003")
 
 
 def _is_large(record: Record, path: str) -> bool:
@@ -68,25 +71,25 @@ def _is_large(record: Record, path: str) -> bool:
 
 @check(
     "V501",
-    "the source can be read, and is whole",
+    "the source can be read, and is complete",
     needs=("runs", "source"),
-    why="the source is what others read, replay and fork; half of it is none",
-    hint="let the harness write source.txt: it follows the import statements",
+    why="others read, replay and fork the source, so all of it must be there",
+    hint="let the harness write source.txt from the import statements",
 )
 def whole(record: Record) -> Iterator[str]:
-    """It parses; it holds the entry point, the recipe, the track, and every file of ours that it imports."""
+    """It parses, and holds the entry point, the recipe, the track and every file of ours that it imports."""
     files = _files(record)
     for path, code in files.items():
-        if code.problem and not _is_large(record, path):  # V504 tells of those
+        if code.problem and not _is_large(record, path):  # V504 reports those
             yield f"{path} cannot be read: {code.problem}"
     for run in record.runs:
         tracks = f"speedrun/tracks/{run.start.track.rpartition('@')[0]}.toml"
         entry, recipes = next((place for place in _PLACES if place[0] in files), _PLACES[0])
         for path in (entry, f"{recipes}/{run.start.recipe}.py", tracks):
             if path not in files:
-                yield f"{run.folder}: ran {path}, which is not there"
+                yield f"{run.folder}: ran {path}, which is missing"
         text = record.source_files.get(tracks)
-        # Where the track is not known, V006 tells.
+        # V006 reports unknown tracks.
         if (
             text is not None
             and record.track is not None
@@ -95,17 +98,17 @@ def whole(record: Record) -> Iterator[str]:
             yield f"{run.folder}: {tracks} is not the track that it ran under"
     yield from (f"{path} is of another layout than the entry" for path in _of_another_layout(files))
     missing = ((path, line, name) for path, code in files.items() for line, name in _missing(code, files))
-    yield from (f"{path} line {line}: imports {name}, which is not there" for path, line, name in missing)
+    yield from (f"{path} line {line}: imports {name}, which is missing" for path, line, name in missing)
 
 
 def _of_another_layout(files: Iterable[str]) -> list[str]:
-    """Science that the entry does not run: a decoy for whoever reads the source."""
+    """Return science that the entry point does not run: a decoy for readers of the source."""
     is_new = _PLACES[0][0] in files
     return [path for path in files if is_science(path) and path.startswith(SCIENCE) != is_new]
 
 
 def _missing(code: Code, files: dict[str, Code]) -> Iterator[tuple[int, str]]:
-    """Line and name of modules of ours that a file imports, and that are not there."""
+    """Yield line and name of modules of ours that a file imports, and that are missing."""
     known = {_module(path): other.bound for path, other in files.items() if path.endswith(".py")}
     for line, module, name in code.imports:
         if module.partition(".")[0] != "speedrun":
@@ -122,14 +125,14 @@ def _module(path: str) -> str:
 
 @check(
     "V502",
-    "the science names nothing but what computes",
+    "the science names only what computes",
     needs=("runs", "source"),
     severity="warning",
-    why="a recipe that reads a clock, a file or the network, or that changes the harness, can make up its result",
-    hint="leave files, time and log to the harness; propose what is honest and new for speedrun/ledger/permitted.py",
+    why="a recipe that reads a clock, a file or the network, or changes the harness, can fake its result",
+    hint="leave files, time and log to the harness; propose new names for speedrun/ledger/permitted.py",
 )
 def reach(record: Record) -> Iterator[str]:
-    """Modules, functions and attributes, by a list of what is permitted. Of instruments, V503 tells."""
+    """Compare modules, functions and attributes with the list of permitted ones. V503 compares instruments."""
     files = _files(record)
     given = set().union(*(code.given for path, code in files.items() if is_science(path)))
     modules = {_module(path): code for path, code in files.items() if path.endswith(".py")}
@@ -153,7 +156,7 @@ def reach(record: Record) -> Iterator[str]:
 
 
 def _open_to_science(module: str, name: str | None) -> bool:
-    """Whether an import of ours is one of science, or of the two instruments that are open to it."""
+    """Return whether science may import a module: not ours, science, or one of two instruments."""
     if module.partition(".")[0] != "speedrun":
         return True
     named = (module, f"{module}.{name}")
@@ -168,12 +171,12 @@ def _is_reviewed(path: str, text: str) -> bool:
 
 
 def _is_ours(name: str, modules: dict[str, Code], attribute: str, given: set[str]) -> bool:
-    """Whether the full name of something of ours is a module, defined in one, or an attribute of what is."""
+    """Return whether a full name of ours is a module, defined in one, or an attribute of such a definition."""
     parts = name.split(".")
     size = next(size for size in range(len(parts), -1, -1) if ".".join(parts[:size]) in modules or not size)
     inside = parts[size:]
     code = modules.get(".".join(parts[:size]))
-    if not inside or code is None or inside[0] not in code.bound:  # of what is missing, V501 tells
+    if not inside or code is None or inside[0] not in code.bound:  # V501 reports missing names
         return True
     if inside[0] not in code.defined:
         return False
@@ -181,7 +184,7 @@ def _is_ours(name: str, modules: dict[str, Code], attribute: str, given: set[str
 
 
 def _packages(record: Record) -> set[str]:
-    """Import names of packages that every run names and that its lock file pins: they may be used, besides the list."""
+    """Return further packages that may be used: every run names them, and its lock file pins them."""
     named: list[set[str]] = []
     for run in record.runs:
         for hw in run.of(runlog.Preflight):
@@ -195,25 +198,23 @@ def _packages(record: Record) -> set[str]:
     "V503",
     "the harness in the source is the harness",
     needs=("runs", "source", "track"),
-    why="clock, data and validation are the same for everybody, or no two records compare",
-    hint="change recipes, models and kernels; propose changes of the harness by themselves, before the record",
+    why="records are comparable only with the same clock, data and validation",
+    hint="change only the science; propose changes of the harness separately, before the record",
 )
 def harness(record: Record) -> Iterator[str]:
-    """Instruments are, byte by byte, those of this version or those of the commit that the run names.
+    """Instruments are, byte for byte, those of this version or of the commit that the run names.
 
-    An older record differs honestly. Where its commit is known here, it is compared with that; where it is not, nobody
-    here can vouch for it: tracks that rank refuse it, others skip the check and say which files differ.
+    Where that commit is unknown, tracks that rank refuse files that differ from this version; others skip the check.
     """
-    if not record.source_files:
-        raise Skip("source.txt cannot be taken apart: see V003")
+    _need_source(record)
     texts = {path: text for path, text in record.source_files.items() if not is_science(path)}
     paths = tuple(texts)
     here = history.files_here(paths)
-    tracks = {f"speedrun/tracks/{record.rules.name}.toml"}  # V501 compares it with the run's own digest
+    tracks = {f"speedrun/tracks/{record.rules.name}.toml"}  # V501 compares it with the run's digest
     differ = [path for path in paths if here.get(path) != texts[path].encode() and path not in tracks]
     strangers = [path for path in differ if not path.startswith("speedrun/")]
-    yield from (f"{path}: no file of the harness" for path in strangers)
-    # Of code that was not committed, the commit says nothing.
+    yield from (f"{path}: not a file of the harness" for path in strangers)
+    # A commit says nothing about uncommitted code.
     commits = sorted(
         {hw.commit * (not hw.dirty) for run in record.finished for hw in run.of(runlog.Preflight)}
     )
@@ -241,15 +242,14 @@ def _some(paths: list[str]) -> str:
     "V504",
     "the source carries no weights",
     needs=("source",),
-    why="numbers that were learned before the clock are training that nobody timed",
-    hint="compute tables from a formula; what is learned has to be learned while the clock runs",
+    why="numbers learned before the clock started are untimed training",
+    hint="compute tables from formulas; learn everything else while the clock runs",
 )
 def no_weights(record: Record) -> Iterator[str]:
-    """No long literals, no rows of numbers, and not too much of them together, however they are spread or hidden."""
-    if not record.source_files:
-        raise Skip("source.txt cannot be taken apart: see V003")
+    """Limit long literals, rows of numbers, and the total amount of data, however it is spread or hidden."""
+    _need_source(record)
     if (size := len(record.raw["source.txt"])) > _MOST_SOURCE_BYTES:
-        yield f"source.txt has {size:,} bytes; at most {_MOST_SOURCE_BYTES:,} are a text for people"
+        yield f"source.txt has {size:,} bytes; at most {_MOST_SOURCE_BYTES:,} are permitted"
         return
     files = _files(record)
     for path, code in files.items():
@@ -279,45 +279,45 @@ def no_weights(record: Record) -> Iterator[str]:
 
 @check_run(
     "V505",
-    "the state is parameters and their optimiser's",
+    "the state holds parameters and optimiser state only",
     needs=("runs", "track"),
-    why="a table that is no parameter can remember the training text, and is counted nowhere",
-    hint="make it a parameter, or run on a track that declares a larger state",
+    why="a table that is no parameter can memorise the training text without being counted",
+    hint="make it a parameter, or run on a track that permits a larger state",
 )
 def state(run: Run, record: Record) -> Iterator[str]:
-    """Bytes of the state on the devices that share it, against the track's cap for each parameter."""
+    """Compare the bytes of the state with the track's cap per parameter."""
     (plan,), (hw,) = run.of(runlog.Plan), run.of(runlog.Preflight)
-    if (asked := run.start.config.get("replicas", 1)) != hw.num_replicas:
-        yield f"its config says {asked!r} replicas, its hardware {hw.num_replicas}"
+    if (replicas := run.start.config.get("replicas", 1)) != hw.num_replicas:
+        yield f"its config says {replicas!r} replicas, its hardware {hw.num_replicas}"
     if hw.num_replicas < 1 or run.file.num_devices % hw.num_replicas:
         yield f"{run.file.num_devices} devices cannot hold {hw.num_replicas} replicas"
     cap = record.rules.rules.state_bytes_per_param
     held = _held_bytes(run, plan)
     if held > cap * plan.num_params:
         yield (
-            f"a state of {held:,} bytes for {plan.num_params:,} parameters; the track allows {cap:g} for each of them"
+            f"a state of {held:,} bytes for {plan.num_params:,} parameters; the track permits {cap:g} for each"
         )
 
 
 def _held_bytes(run: Run, plan: runlog.Plan) -> int:
-    """One replica of the state, on the devices that share it."""
+    """Return the bytes of one replica of the state."""
     (hw,) = run.of(runlog.Preflight)
     return plan.state_bytes_per_device * run.file.num_devices // max(1, hw.num_replicas)
 
 
-#: The narrowest dtype that parameters are kept in.
+#: Bytes of the narrowest dtype of parameters.
 _FEWEST_BYTES = 2
 
 
 @check_run(
     "V506",
-    "there are as many parameters as declared",
+    "the number of parameters is right",
     needs=("runs", "track"),
-    why="sizes are how models are compared, and the arithmetic that V209 asks about follows from them",
-    hint="let the harness count: it sums the shapes that the recipe's table declares",
+    why="models are compared by size, and the flops that V209 checks follow from it",
+    hint="let the harness sum the shapes that the recipe's table declares",
 )
 def parameters(run: Run, record: Record) -> Iterator[str]:
-    """The sum of the recorded shapes; one number in all runs; and what state and arithmetic say of it."""
+    """Compare the number with the recorded shapes, other runs, the size of the state, and the flops."""
     (plan,) = run.of(runlog.Plan)
     if plan.shapes and (count := sum(map(prod, plan.shapes.values()))) != plan.num_params:
         yield f"says {plan.num_params:,} parameters, its shapes sum to {count:,}"
@@ -327,9 +327,10 @@ def parameters(run: Run, record: Record) -> Iterator[str]:
     if _held_bytes(run, plan) < _FEWEST_BYTES * plan.num_params:
         yield f"{plan.num_params:,} parameters do not fit into its state"
     if not 0 < plan.flops_per_token <= 6 * plan.num_params:
-        yield f"{plan.flops_per_token:,.0f} flops a token; {plan.num_params:,} parameters make 6 each at most"
-    # Tables are looked up; every other matrix is multiplied by, forward and twice backward. Half, for small tables.
+        yield f"{plan.flops_per_token:,.0f} flops a token; {plan.num_params:,} parameters take at most 6 each"
+    # Every matrix but tables takes 6 flops per parameter and token, forward and backward. Half of that allows for small
+    # tables.
     vocab = record.rules.data.vocab_size
     multiplied = sum(prod(shape) for shape in plan.shapes.values() if len(shape) > 1 and max(shape) < vocab)
     if plan.flops_per_token < 3 * multiplied:
-        yield f"{plan.flops_per_token:,.0f} flops a token; {multiplied:,} parameters in matrices make 6 each"
+        yield f"{plan.flops_per_token:,.0f} flops a token; {multiplied:,} parameters in matrices take 6 each"

@@ -29,7 +29,7 @@ class Check:
 
 
 class Texts(TypedDict):
-    """What describes a check, beside its id and title."""
+    """What describes a check besides its id and title."""
 
     why: str
     hint: str

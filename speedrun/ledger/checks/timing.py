@@ -1,4 +1,4 @@
-"""V201 to V212: the train time is what the clock could have shown."""
+"""V201 to V212: the train time is consistent and possible."""
 
 from collections.abc import Iterator
 from datetime import datetime
@@ -10,18 +10,26 @@ from speedrun.ledger.checks.table import check_run
 from speedrun.ledger.record import Record
 from speedrun.ledger.run import Run
 
-#: Two readings of one time may differ by the larger of these: an event is stamped after the clock was read.
+#: Two readings of one time may differ by the larger of these, since an event is stamped after the clock is read.
 _SLACK_S = 0.05
 _SLACK_SHARE = 0.005
 #: A forward pass is one third of a training step's arithmetic.
 _FORWARD_SHARE = 1 / 3
-#: Fewer steps can be equal by chance.
+#: Fewer steps than this can be equal by chance.
 _FEWEST_STEPS = 4
-#: By so much may the UTC of a machine be set while a run goes on.
+#: A machine's UTC may be corrected by this much during a run.
 _SET_S = 2.0
-#: A pause may take so long, and so many times what training takes for as many tokens.
+#: Longest pause: a constant, plus a multiple of the training time for as many tokens.
 _MOST_PAUSE_S, _MOST_PAUSE_SHARE = 10.0, 3.0
-#: Times the median step.
+#: One letter for each event, to compare their order with.
+_LETTERS: dict[type, str] = {
+    runlog.ClockStart: "(",
+    runlog.ClockPause: "[",
+    runlog.Val: "v",
+    runlog.ClockResume: "]",
+    runlog.ClockStop: ")",
+}
+#: Multiple of the median step.
 _OUTLIER = 10.0
 
 
@@ -31,19 +39,19 @@ def _agree(a_s: float, b_s: float) -> bool:
 
 @check_run(
     "V201",
-    "time goes on, and never evenly",
-    why="every time in the record is a difference of stamps; a stamp that goes back makes all of them doubtful",
-    hint="if the log was not edited, the machine's clock is broken: run on another one",
+    "time increases, and never evenly",
+    why="every time in the record is a difference of stamps; one that decreases makes all of them doubtful",
+    hint="if the log was not edited, the machine's clock is broken; use another machine",
 )
 def monotonic(run: Run, _record: Record) -> Iterator[str]:
-    """Stamps of the log, and train time from step to step. Steps of a machine differ by nanoseconds at least."""
+    """Check the stamps, and the train time from step to step. Real steps differ by nanoseconds at least."""
     for before, after in pairwise(run.lines):
         if after.t_mono_ns <= before.t_mono_ns:
             back_ns = before.t_mono_ns - after.t_mono_ns
             yield f"line {after.i + 1} is stamped {back_ns:,} ns before the line above"
             break
     if len(run.step_s) >= _FEWEST_STEPS and len({round(seconds * 1e9) for seconds in run.step_s}) == 1:
-        yield f"all {len(run.step_s)} steps took {run.step_s[0]:.9f} s: no clock ticks like this"
+        yield f"all {len(run.step_s)} steps took {run.step_s[0]:.9f} s: no real clock is so regular"
     for step, seconds in zip(run.steps, run.step_s, strict=True):
         if seconds < 0:
             yield f"step {step.step} ends {-seconds:.6f} s before the step above"
@@ -53,11 +61,11 @@ def monotonic(run: Run, _record: Record) -> Iterator[str]:
 @check_run(
     "V202",
     "steps, clock events and stamps give one train time",
-    why="the train time is told three times, and an edit that forgets one of them shows here",
+    why="the train time is recorded in three ways, and an edit must change all of them",
     hint="leave timing to the harness: a recipe neither reads nor stops the clock",
 )
 def clock_total(run: Run, _record: Record) -> Iterator[str]:
-    """The clock is run again from the stamps of its events."""
+    """Compute the clock again from the stamps of its events."""
     running_ns, since_ns = round(run.origin.train_time_s * 1e9), 0
     for line in run.lines:
         match line.event:
@@ -78,11 +86,11 @@ def clock_total(run: Run, _record: Record) -> Iterator[str]:
 @check_run(
     "V203",
     "the train time fits into the wall time",
-    why="the stamps in UTC come from another clock than the train time, so both would have to be forged",
-    hint="keep the machine's time from being set during a run, and run again",
+    why="stamps in UTC and train time come from different clocks, so both would have to be forged",
+    hint="prevent corrections of the machine's time during a run, and run again",
 )
 def wall_time(run: Run, _record: Record) -> Iterator[str]:
-    """By the stamps in UTC, which another clock made; and both clocks go at one pace."""
+    """Compare with the stamps in UTC, and the rates of both clocks."""
     begun, ended = (
         datetime.fromisoformat(run.line_of(kind).t_utc) for kind in (runlog.ClockStart, runlog.ClockStop)
     )
@@ -106,11 +114,11 @@ def wall_time(run: Run, _record: Record) -> Iterator[str]:
     "V204",
     "the clock pauses for the declared validations only",
     needs=("runs", "track"),
-    why="a pause is free time: it may hold a validation that the track declares, and nothing else",
-    hint="validate when the track says, not when a recipe likes",
+    why="a pause is free time, so it may hold only a validation that the track declares",
+    hint="validate exactly when the track says",
 )
 def pauses(run: Run, record: Record) -> Iterator[str]:
-    """One validation in each pause, the last one after the clock stopped."""
+    """Each pause holds one validation, and the last one follows the stop of the clock."""
     num_steps = run.start.num_steps
     want = [step for step in range(run.origin.step, num_steps) if record.rules.validates_at(step)] + [
         num_steps
@@ -118,26 +126,9 @@ def pauses(run: Run, record: Record) -> Iterator[str]:
     got = [val.step for val in run.vals]
     if got != want:
         yield f"validated before steps {_some(got)}; the track says {_some(want)}"
-    places = [_letter(line.event) for line in run.lines]
-    shape = "".join(place for place in places if place)
+    shape = "".join(_LETTERS.get(type(line.event), "") for line in run.lines)
     if shape != "(" + "[v]" * (len(run.vals) - 1) + ")v":
         yield "a validation lies outside a pause, or a pause holds none"
-
-
-def _letter(event: runlog.AnyEvent) -> str:
-    """The clock's events as a word over ( [ v ] )."""
-    match event:
-        case runlog.ClockStart():
-            return "("
-        case runlog.ClockPause():
-            return "["
-        case runlog.Val():
-            return "v"
-        case runlog.ClockResume():
-            return "]"
-        case runlog.ClockStop():
-            return ")"
-    return ""
 
 
 def _some(steps: list[int]) -> str:
@@ -147,12 +138,12 @@ def _some(steps: list[int]) -> str:
 
 @check_run(
     "V205",
-    "validations take the time they need",
-    why="a validation faster than its own arithmetic scored nothing, and a longer one hides work in a pause",
-    hint="look for scores that are kept from before, or a bench on a busy machine; run again",
+    "validations take a plausible time",
+    why="a validation faster than its arithmetic scored nothing, and a long pause can hide work",
+    hint="look for cached scores, or a bench on a busy machine; run again",
 )
 def val_time(run: Run, _record: Record) -> Iterator[str]:
-    """At least the arithmetic of a forward pass at the benched speed; no longer than its pause, which has a bound."""
+    """At least a forward pass at the benchmarked speed; at most its pause, which is bounded."""
     (plan,), (hw,) = run.of(runlog.Plan), run.of(runlog.Preflight)
     peak_flops = hw.matmul_gflops * 1e9
     for val in run.vals:
@@ -181,29 +172,29 @@ def val_time(run: Run, _record: Record) -> Iterator[str]:
 @check_run(
     "V206",
     "nothing is compiled while the clock runs",
-    why="compiling is the one slow thing that may be done before the clock, so none may be left for later",
-    hint="compile every stage ahead of time: a shape or dtype changed after the warm-up",
+    why="programs are compiled before the clock starts; compiling later could hide in a pause",
+    hint="look for a shape or dtype that changes after the warm-up",
 )
 def no_compile(run: Run, _record: Record) -> Iterator[str]:
-    """Pauses count as running: compiling in one would be hidden."""
+    """Pauses count as running, since compiling in one would be hidden."""
     begun, ended = run.line_of(runlog.ClockStart).i, run.line_of(runlog.ClockStop).i
     for line in run.lines[begun:ended]:
         if isinstance(line.event, runlog.Compile):
-            yield f"line {line.i + 1}: {line.event.name} compiled in the clock"
+            yield f"line {line.i + 1}: {line.event.name} was compiled after the clock started"
 
 
-#: A bench may have been disturbed where the run was not.
+#: The benchmark may have been disturbed more than the run.
 _BENCH_SLACK = 1.25
 
 
 @check_run(
     "V207",
-    "the warm-up taught nothing",
-    why="warm-up steps are not timed, so nothing of them may stay in the state",
+    "the warm-up left nothing in the state",
+    why="warm-up steps are not timed, so they must not train",
     hint="rebuild the state from the seed after the warm-up",
 )
 def warm_up(run: Run, _record: Record) -> Iterator[str]:
-    """The state before the first step is the initial one."""
+    """The state before the first step is the initial state."""
     hashes = [event.state_hash for event in (*run.of(runlog.WarmupStart), *run.of(runlog.WarmupEnd))]
     complete = len(hashes) == 2 or not run.finished
     if not complete or not {run.file.init_hash}.issuperset(hashes):
@@ -212,13 +203,13 @@ def warm_up(run: Run, _record: Record) -> Iterator[str]:
 
 @check_run(
     "V208",
-    "what is not timed is short",
+    "untimed work is short",
     needs=("runs", "track"),
     why="without a cap, work would move from the timed part to the untimed one",
     hint="compile less, or fill the compilation cache first",
 )
 def untimed(run: Run, record: Record) -> Iterator[str]:
-    """From the first line to the start of the clock."""
+    """Measure from the first line to the start of the clock."""
     cap_s = record.rules.rules.untimed_cap_s
     spent_s = (run.line_of(runlog.ClockStart).t_mono_ns - run.lines[0].t_mono_ns) / 1e9
     if spent_s > cap_s:
@@ -227,13 +218,13 @@ def untimed(run: Run, record: Record) -> Iterator[str]:
 
 @check_run(
     "V209",
-    "no step beats the benched speed",
-    why="the host can run ahead of the devices: a step that is too fast was not waited for",
-    hint="wait for the devices before the clock is read, or bench again on an idle machine",
+    "no step beats the benchmarked speed",
+    why="the host can run ahead of the devices; a step that is too fast was not waited for",
+    hint="wait for the devices before reading the clock, or run again on an idle machine",
 )
 def throughput(run: Run, _record: Record) -> Iterator[str]:
-    """Model arithmetic a second, in the median step and in total, against the preflight's matmul."""
-    if not run.steps:  # it went on from the last step, to be scored
+    """Compare the model's flops per second, of the median step and in total, with the preflight's matmul."""
+    if not run.steps:  # it resumed after the last step, for the validation only
         return
     (plan,), (hw,) = run.of(runlog.Plan), run.of(runlog.Preflight)
     per_step = [
@@ -252,11 +243,11 @@ def throughput(run: Run, _record: Record) -> Iterator[str]:
     "V210",
     "no step stands out",
     severity="warning",
-    why="one slow step can be a busy machine or hidden work, and both are worth a look",
-    hint="run again on a machine that nobody shares; if the step stays slow, look what it does",
+    why="a slow step can be a busy machine or hidden work; both deserve a look",
+    hint="run again on an unshared machine; if the step stays slow, find out what it does",
 )
 def outliers(run: Run, _record: Record) -> Iterator[str]:
-    """A warning only: shared machines stutter."""
+    """Only a warning, since shared machines are irregular."""
     usual_s = median(run.step_s or [0.0])
     slow = [step for step, seconds in enumerate(run.step_s) if seconds > _OUTLIER * usual_s]
     if slow:
@@ -267,11 +258,11 @@ def outliers(run: Run, _record: Record) -> Iterator[str]:
 @check_run(
     "V212",
     "the sums at the end are those of the log",
-    why="what a run says of itself at its end is what people read; each number of it stands in the log once more",
-    hint="restore the log: the run adds up what it logged",
+    why="people read the summary at the end of a log; each of its numbers follows from other lines",
+    hint="restore the log: the run writes the sums of what it logged",
 )
 def sums(run: Run, _record: Record) -> Iterator[str]:
-    """Compiling, warm-up, validation, and the phases of the wall time, against their events and stamps."""
+    """Compare compile, warm-up and validation times, and the phases of the wall time, with events and stamps."""
     end = run.end
     logged = {
         "compile_s": (end.compile_s, sum(event.seconds for event in run.of(runlog.Compile))),
@@ -284,25 +275,25 @@ def sums(run: Run, _record: Record) -> Iterator[str]:
     if not 0 <= end.data_wait_s <= run.own_time_s + _SLACK_S:
         yield f"waited {end.data_wait_s:.3f} s for data in {run.own_time_s:.3f} s of training"
     if end.lost_s < 0 or (end.lost_s and not run.resumed):
-        yield f"lost {end.lost_s:.3f} s to earlier processes, and goes on from none"
-    if end.phases:  # older runs told none
+        yield f"lost {end.lost_s:.3f} s to earlier processes, but resumes none"
+    if end.phases:  # older runs have none
         yield from _phases(run)
 
 
 def _phases(run: Run) -> Iterator[str]:
-    """Each is as long as what the log tells of it; together they are the wall time."""
+    """Compare each phase with the log, and their sum with the wall time."""
     end, spent = run.end, run.end.phases
     if min(spent.values()) < 0:
-        yield "a phase took less than no time"
+        yield "a phase took negative time"
     last = next(line for line in run.lines[::-1] if isinstance(line.event, runlog.Val))
     wall_s = end.cold_wall_s + (run.lines[-1].t_mono_ns - last.t_mono_ns) / 1e9
     if not _agree(sum(spent.values()), wall_s):
         yield f"the phases sum to {sum(spent.values()):.3f} s, the wall time up to the end is {wall_s:.3f} s"
     trained_s = spent.get("step", 0.0) + spent.get("data", 0.0)
     kept_s = spent.get("checkpoint", 0.0)
-    # The clock may have run while the state was copied, or not.
+    # The clock may or may not have run while the state was copied.
     if abs(trained_s - run.own_time_s) > kept_s and not _agree(trained_s, run.own_time_s):
         yield f"the phases have {trained_s:.3f} s of training, the clock {run.own_time_s:.3f} s"
     for phase, least_s in (("compile", end.compile_s), ("warm-up", end.warmup_s), ("evaluation", end.val_s)):
         if spent.get(phase, 0.0) < least_s - _SLACK_S:
-            yield f"phase {phase} took {spent.get(phase, 0.0):.3f} s, what was done in it {least_s:.3f} s"
+            yield f"phase {phase} took {spent.get(phase, 0.0):.3f} s, its events {least_s:.3f} s"

@@ -1,4 +1,4 @@
-"""V101 to V107: the right tokens were read, in order, once, and none of the scored ones."""
+"""V101 to V107: the right tokens were read, in order, once, without the validation tokens."""
 
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
@@ -19,7 +19,7 @@ from speedrun.ledger.runfile import ShardRange
     hint="get the shards the track names, check them with `speedrun data verify --full`, and run again",
 )
 def shard_hashes(record: Record) -> Iterator[str]:
-    """Digest by digest, where the track lists them."""
+    """Compare digests, if the track lists them."""
     table = record.rules.data.sha256
     if not table:
         raise Skip(f"{record.rules.id} lists no digests")
@@ -33,11 +33,11 @@ def shard_hashes(record: Record) -> Iterator[str]:
     "V102",
     "shards are read from the first one on, by name",
     needs=("runs", "track"),
-    why="whoever chooses the order of the data can choose the loss a little",
+    why="choosing the order of the data influences the loss",
     hint="keep all shards of the track in the folder, under their own names, and run again",
 )
 def shard_order(run: Run, record: Record) -> Iterator[str]:
-    """Validation shards in the list are V103's business."""
+    """Validation shards in the list are left to V103."""
     rules = record.rules.data
     (data,) = run.of(runlog.DataReady)
     listed = [name for name in data.train_shards if name != data.val_shard]
@@ -49,31 +49,31 @@ def shard_order(run: Run, record: Record) -> Iterator[str]:
         yield f"{strangers[0]} does not match {rules.train}"
     in_order = list(dict.fromkeys(names))
     num_restarts = sum(after < before for before, after in pairwise(names))
-    # A run that goes on may find that nothing is left of the shard it stands in.
+    # A resumed run may start at the end of its shard, and read from the next.
     began = run.origin.cursor[0]
     due = [listed[at : at + len(in_order)] for at in range(began, began + 1 + run.resumed)]
     if in_order not in due or num_restarts >= run.file.data.num_epochs:
         yield f"read {', '.join(in_order)}; the order is {', '.join(listed)}"
     first = next((one for one in record.finished if not one.resumed), run)
     if not run.resumed and run.file.first_batch_sha256 != first.file.first_batch_sha256:
-        yield f"its first batch is not that of {first.folder}: seeds do not choose the data"
+        yield f"its first batch is not that of {first.folder}; the data must not depend on the seed"
 
 
 @check_run(
     "V103",
     "no training on the validation shard",
     needs=("runs", "track"),
-    why="a model that has seen the scored tokens is measured by its memory",
-    hint="a leak: take the shard out of the training data, throw the run away, run again",
+    why="a model that has seen the scored tokens may have memorised them",
+    hint="take the shard out of the training data, discard the run, and run again",
 )
 def no_leak(run: Run, record: Record) -> Iterator[str]:
-    """By name and by digest, so that renaming does not help."""
+    """Compare names and digests, since files can be renamed."""
     (data,) = run.of(runlog.DataReady)
     for shard in run.file.data.shards:
         if _is_scored(shard, run):
             yield f"trained on {shard.name}, which is the validation shard {data.val_shard}"
     if data.val_shard in data.train_shards:
-        yield f"{data.val_shard} stands in the list of training shards"
+        yield f"{data.val_shard} is in the list of training shards"
 
 
 def _is_scored(shard: ShardRange, run: Run) -> bool:
@@ -84,11 +84,11 @@ def _is_scored(shard: ShardRange, run: Run) -> bool:
 @check_run(
     "V104",
     "every token is counted",
-    why="tokens that are read and not counted would be training for free",
-    hint="tokens seen, batches, cursor and ranges must add up: look for a change in the data stream",
+    why="tokens that are read but not counted would be free training",
+    hint="tokens seen, batches, cursor and ranges must agree; look for a change in the data stream",
 )
 def token_count(run: Run, _record: Record) -> Iterator[str]:
-    """Sum of batches = tokens seen = ranges read, and the cursor stands where the ranges say."""
+    """Batches, tokens seen and ranges read have the same sums, and the cursor follows from the ranges."""
     shards = iter(run.file.data.shards)
     seen = num_read = run.origin.tokens_seen
     offset = run.origin.cursor[1]
@@ -99,7 +99,7 @@ def token_count(run: Run, _record: Record) -> Iterator[str]:
             return
         while num_read < seen and (shard := next(shards, None)):
             num_read, offset = num_read + shard.stop - shard.start, shard.stop
-        # `offset` is where the range that holds token `seen` ends, `num_read` is what was read by then.
+        # `offset` is the end of the range that holds token `seen`; `num_read` counts all tokens up to there.
         if step.cursor[1] != offset - (num_read - seen):
             place = offset - (num_read - seen)
             yield f"step {step.step}: the cursor is at {step.cursor[1]:,}, the ranges say {place:,}"
@@ -108,18 +108,18 @@ def token_count(run: Run, _record: Record) -> Iterator[str]:
     if num_read != seen:
         yield f"ranges of {num_read:,} tokens were read, {seen:,} trained on"
     if any(after.cursor[0] < before.cursor[0] for before, after in pairwise(run.steps)):
-        yield "the cursor went back to an earlier shard"
+        yield "the cursor moved back to an earlier shard"
 
 
 @check_run(
     "V105",
     "exactly the declared tokens are scored",
     needs=("runs", "track"),
-    why="losses compare only over the same tokens, and fewer tokens are easier to be lucky on",
+    why="losses compare only over the same tokens, and over fewer tokens luck matters more",
     hint="score the size the track declares, from the start of its first validation shard",
 )
 def val_tokens(run: Run, record: Record) -> Iterator[str]:
-    """In every validation, not only in the last."""
+    """Check every validation, not only the last."""
     want = record.rules.data.val_tokens
     val = run.file.data.val_shard
     if not fnmatchcase(val.name, record.rules.data.val):
@@ -137,11 +137,11 @@ def val_tokens(run: Run, record: Record) -> Iterator[str]:
 @check(
     "V106",
     "ranges lie inside their shards",
-    why="a range beyond the end of its file was never read",
-    hint="look for a shard that was swapped: one name has one size and digest in all runs of a record",
+    why="a range beyond the end of its file cannot have been read",
+    hint="look for a swapped shard: a name has one size and digest in all runs of a record",
 )
 def shard_sizes(record: Record) -> Iterator[str]:
-    """One name, one file; no position beyond its end."""
+    """Each name is one file, and no position lies beyond its end."""
     known: dict[str, tuple[str, int]] = {}
     for run in record.finished:
         for shard in (*run.file.data.shards, run.file.data.val_shard):
@@ -155,21 +155,21 @@ def shard_sizes(record: Record) -> Iterator[str]:
 @check_run(
     "V107",
     "no position is read more often than declared",
-    why="reading a position twice is training for longer than was said",
+    why="reading a position twice is training for longer than declared",
     hint="get more shards, or train for fewer steps",
 )
 def read_once(run: Run, _record: Record) -> Iterator[str]:
-    """Counts how many ranges cover a position of a shard. How often is the track's to say: no track says twice."""
+    """Count how many ranges cover a position of a shard. All tracks permit one."""
     data = run.file.data
     if data.num_epochs != 1:
-        yield f"says {data.num_epochs} epochs; the track reads each position once"
+        yield f"claims {data.num_epochs} epochs; the track reads each position once"
     for name in dict.fromkeys(shard.name for shard in data.shards):
         if (times := _depth(shard for shard in data.shards if shard.name == name)) > data.num_epochs:
             yield f"{name}: a position is read {times} times in {data.num_epochs} declared epoch(s)"
 
 
 def _depth(ranges: Iterable[ShardRange]) -> int:
-    """The largest number of ranges that share a position."""
+    """Return the largest number of ranges that share a position."""
     depth = deepest = 0
     # At one position, an end (-1) sorts before a start (+1): ranges that touch do not overlap.
     for _, change in sorted(edge for one in ranges for edge in ((one.start, 1), (one.stop, -1))):
