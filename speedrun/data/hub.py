@@ -49,8 +49,8 @@ def dataset_info(repo: str, revision: str | None, *, files_metadata: bool = Fals
     Raises:
         HubError: if there is no answer, or no such repository or revision.
     """
-    # The tests cover plain HTTP, not Xet. The client reads this variable at import.
-    os.environ.setdefault("HF_HUB_DISABLE_XET", "1")
+    # The tests cover plain HTTP, not Xet, which needs a real progress bar. The client reads this at import.
+    os.environ["HF_HUB_DISABLE_XET"] = "1"
     endpoint = _endpoint()
     from huggingface_hub import HfApi
     from huggingface_hub.utils import logging
