@@ -162,8 +162,6 @@ def _check(cut: Cut) -> None:
         raise UsageError(f"--prefix {cut.prefix!r}; it begins file names: need letters, digits and _ . -")
     if not 1 <= cut.shard_tokens <= shards.MAX_TOKENS:
         raise UsageError(f"shards of {cut.shard_tokens:,} tokens; need 1 to {shards.MAX_TOKENS:,}")
-    if cut.limit_tokens is not None and cut.limit_tokens < 1:
-        raise UsageError(f"at most {cut.limit_tokens:,} tokens; need 1 or more")
 
 
 def _settings(source: Source, choice: tokenizer.Choice, cut: Cut) -> dict[str, str | int | float]:
@@ -195,10 +193,10 @@ def _found(out: Path, cut: Cut, fresh: Manifest) -> Manifest:
             )
         return fresh
     for key in {**found.settings, **fresh.settings}:
-        was, asked = found.settings.get(key, "nothing"), fresh.settings.get(key, "nothing")
-        if was != asked:
+        got, need = fresh.settings.get(key, "nothing"), found.settings.get(key, "nothing")
+        if got != need:
             raise UsageError(
-                f"{out} was begun with {key} {was}, this is {key} {asked}; need the same to continue; "
+                f"{out} was begun with {key} {need}, this is {key} {got}; need the same to continue; "
                 "choose another --out, or remove the folder"
             )
     for name, entry in found.shards.items():
