@@ -89,13 +89,13 @@ def load(choice: Choice, *, num_threads: int = 1) -> Tokenizer:
     return Tiktoken(choice.path, num_threads=num_threads)
 
 
-def _engine(asked: str) -> str:
-    if asked not in ENGINES:
-        raise unknown("engine", asked, ENGINES)
-    if asked == "auto":
+def _engine(name: str) -> str:
+    if name not in ENGINES:
+        raise unknown("engine", name, ENGINES)
+    if name == "auto":
         return "gigatoken" if find_spec("gigatoken") else "tiktoken"
-    need(asked)
-    return asked
+    need(name)
+    return name
 
 
 def _read(path: Path) -> bytes:
