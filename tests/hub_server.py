@@ -1,4 +1,4 @@
-"""The hub on this machine: as much of its protocol as the real client needs, with faults on order."""
+"""A local hub: the part of the protocol that the real client uses, with faults."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ CUT = 0.6
 
 
 class FakeHub(ThreadingHTTPServer):
-    """Serves `files` of one repository; `faults[name]` are the ways its next GETs go wrong, used up one by one."""
+    """Serves the files of one repository; each GET of a file uses up one of its `faults`."""
 
     daemon_threads = True
 
@@ -22,10 +22,10 @@ class FakeHub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.repo, self.files, self.commit = repo, files, COMMIT
         self.faults: dict[str, list[str]] = {}
-        self.always: dict[str, str] = {}  #: a fault of every GET
+        self.always: dict[str, str] = {}  #: fault of every GET of a file
         self.gets: list[tuple[str, int]] = []  #: name and first byte of each transfer
         self.tokens: set[str | None] = set()
-        self.stalled = threading.Event()  #: set when a transfer stands still
+        self.stalled = threading.Event()  #: set when a transfer stalls
         self.over = threading.Event()
 
     @property
@@ -33,7 +33,7 @@ class FakeHub(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that was killed is no news."""
+        """Ignore killed clients."""
 
 
 @contextmanager
@@ -65,7 +65,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = urlsplit(self.path).path
-        if self.hub.repo in path:  # the client asks for other things, too
+        if self.hub.repo in path:  # the client has other requests
             self.hub.tokens.add(self.headers.get("Authorization"))
         if path.startswith(f"/api/datasets/{self.hub.repo}/revision/"):
             self._listing(path.rpartition("/")[2])
@@ -145,7 +145,7 @@ class _Handler(BaseHTTPRequestHandler):
         if fault == "flip":
             at = (start + len(body)) // 4 * 2  # the low byte of a token: another id, but a possible one
             body = body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :]
-        if fault == "repeat":  # a stretch comes twice, and as much is lost
+        if fault == "repeat":  # the start again, in place of the end
             body = body[:middle] + body[: len(body) - middle]
         if fault in ("cut", "ignore range and cut", "stall"):
             self.wfile.write(body[start:middle])

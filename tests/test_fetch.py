@@ -1,4 +1,4 @@
-"""Fetching shards through the real hub client, from a hub on this machine that cuts, stalls, lies and repeats."""
+"""Downloads shards with the real client from a local hub that breaks connections and sends wrong bytes."""
 
 import dataclasses
 import os
@@ -42,15 +42,15 @@ DATA = track.Data(
 SOURCE = track.Hub(repo=REPO, revision="main", train_shards=2)
 
 
-class Quiet:
-    """Watches, and keeps what it was told."""
+class Recorder:
+    """Records progress."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[int, int]] = []
+        self.updates: list[tuple[int, int]] = []
         self.lines: list[str] = []
 
     def update(self, done: int, total: int) -> None:
-        self.told.append((done, total))
+        self.updates.append((done, total))
 
     def say(self, line: str) -> None:
         self.lines.append(line)
@@ -58,7 +58,7 @@ class Quiet:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """Four shards of 200 kB: each opens with a document and holds seven."""
+    """Four shards of 200 kB with seven documents each."""
     folder, made = tmp_path_factory.mktemp("hub"), {}
     for i, name in enumerate(NAMES):
         ids = np.random.default_rng(i).integers(0, 50256, 100_000)
@@ -69,7 +69,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 @pytest.fixture
 def server(files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """A hub with the client of this process pointed at it, small pieces and short pauses."""
+    """A hub that this process uses, with small pieces and short pauses."""
     pause = time.sleep
     monkeypatch.setattr(time, "sleep", lambda s: pause(min(s, 0.01)))
     monkeypatch.setattr(fetch, "_PAUSES_S", (0.01, 0.01, 0.01))
@@ -81,14 +81,14 @@ def server(files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> Iterator
         yield server
 
 
-def get(folder: Path, source: track.Hub = SOURCE, data: track.Data = DATA) -> Quiet:
-    watch = Quiet()
-    fetch.fetch(folder, data, source, watch)
-    return watch
+def get(folder: Path, source: track.Hub = SOURCE, data: track.Data = DATA) -> Recorder:
+    progress = Recorder()
+    fetch.fetch(folder, data, source, progress)
+    return progress
 
 
 def assert_sound(folder: Path, files: dict[str, bytes], num_train: int = 2):
-    """Exactly the first shards, byte for byte, nothing else, and a manifest that says so."""
+    """The folder holds the first shards, byte for byte, their manifest, and nothing else."""
     names = NAMES[: num_train + 1]
     assert sorted(path.name for path in folder.iterdir()) == sorted([MANIFEST, *names])
     assert all((folder / name).read_bytes() == files[name] for name in names)
@@ -102,18 +102,18 @@ def assert_sound(folder: Path, files: dict[str, bytes], num_train: int = 2):
 
 
 def assert_whole_in_order(folder: Path, files: dict[str, bytes]):
-    """Whatever has a final name is whole, and nothing that comes before it is missing."""
+    """Files with final names are whole, and none before them is missing."""
     here = [name for name in NAMES if (folder / name).exists()]
     assert here == NAMES[: len(here)]
     assert all((folder / name).read_bytes() == files[name] for name in here)
 
 
-def test_shards_come_with_a_manifest_and_come_once(tmp_path: Path, server: FakeHub):
-    watch = get(tmp_path / "new")
+def test_each_shard_is_downloaded_once(tmp_path: Path, server: FakeHub):
+    progress = get(tmp_path / "new")
     assert_sound(tmp_path / "new", server.files)
     assert sorted(server.gets) == sorted((name, 0) for name in NAMES[:3])
-    assert watch.told[-1] == (total := 3 * len(server.files[VAL]), total)
-    server.shutdown()  # from here on, everything is there: no network is asked for
+    assert progress.updates[-1] == (total := 3 * len(server.files[VAL]), total)
+    server.shutdown()  # a complete folder needs no network
     get(tmp_path / "new")
     get(tmp_path / "new", msgspec.structs.replace(SOURCE, train_shards=1))
 
@@ -138,17 +138,17 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("faults", FAULTS.values(), ids=FAULTS)
-def test_faults_that_pass(
+def test_temporary_faults(
     tmp_path: Path, server: FakeHub, faults: list[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.3)
     server.faults = {name: list(faults) for name in NAMES[:3]}
     get(tmp_path)
-    assert not any(server.faults.values()), "all were met"
+    assert not any(server.faults.values()), "all happened"
     assert_sound(tmp_path, server.files)
 
 
-def test_a_cut_transfer_goes_on_where_it_was_cut(tmp_path: Path, server: FakeHub):
+def test_a_broken_transfer_resumes(tmp_path: Path, server: FakeHub):
     server.faults = {VAL: ["cut"]}
     get(tmp_path)
     first, second = (start for name, start in server.gets if name == VAL)
@@ -161,10 +161,10 @@ def test_a_cut_transfer_goes_on_where_it_was_cut(tmp_path: Path, server: FakeHub
     [
         ("500", "the hub answers 500", 0),
         ("flip", "sha256 is [0-9a-f]{64}; the hub says [0-9a-f]{64}; deleted; try again later", 4),
-        ("ignore range and cut", "broke off and started over 4 times", 4 * 5),
+        ("ignore range and cut", "a broken transfer cannot be resumed", 4 * 2),
     ],
 )
-def test_faults_that_stay(tmp_path: Path, server: FakeHub, fault: str, cause: str, gets: int):
+def test_permanent_faults(tmp_path: Path, server: FakeHub, fault: str, cause: str, gets: int):
     bad = NAMES[1]
     server.always = {bad: fault}
     torn = tmp_path / fetch.STAGING / "x.incomplete"
@@ -173,10 +173,10 @@ def test_faults_that_stay(tmp_path: Path, server: FakeHub, fault: str, cause: st
     with pytest.raises(DataError, match=cause) as caught:
         get(tmp_path)
     assert "\n" not in str(caught.value)
-    assert not torn.exists(), "what a killed process left"
+    assert not torn.exists(), "a killed process left it"
     assert (tmp_path / VAL).exists()
     assert not (tmp_path / bad).exists()
-    assert not (tmp_path / NAMES[2]).exists(), "the one after it may not be there without it"
+    assert not (tmp_path / NAMES[2]).exists(), "it comes after the missing one"
     assert not list(tmp_path.rglob(f"*/{bad}")), "wrong bytes are deleted"
     assert_whole_in_order(tmp_path, server.files)
     assert [name for name, _ in server.gets].count(bad) == gets
@@ -193,7 +193,7 @@ def test_a_transfer_that_stalls_is_given_up(tmp_path: Path, server: FakeHub, mon
     assert not (tmp_path / VAL).exists()
 
 
-def test_a_listing_that_does_not_come(tmp_path: Path, server: FakeHub, monkeypatch: pytest.MonkeyPatch):
+def test_a_listing_that_fails(tmp_path: Path, server: FakeHub, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(hub, "_TIMEOUT_S", 0.1)
     for fault, reason in {"stall": "no connection", "500": "the hub answers 500"}.items():
         server.faults = {"the listing": [fault]}
@@ -203,7 +203,7 @@ def test_a_listing_that_does_not_come(tmp_path: Path, server: FakeHub, monkeypat
     get(tmp_path)
 
 
-def test_the_hub_must_have_what_is_asked_for(tmp_path: Path, server: FakeHub):
+def test_the_hub_lacks_shards_repository_or_revision(tmp_path: Path, server: FakeHub):
     with pytest.raises(DataError, match=f"at {COMMIT} it has 3 and 1; need 4 and 1"):
         get(tmp_path, msgspec.structs.replace(SOURCE, train_shards=4))
     with pytest.raises(DataError, match="the hub answers 404"):
@@ -215,13 +215,13 @@ def test_the_hub_must_have_what_is_asked_for(tmp_path: Path, server: FakeHub):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_later_downloads_are_of_the_first_commit(tmp_path: Path, server: FakeHub):
+def test_later_downloads_use_the_first_commit(tmp_path: Path, server: FakeHub):
     get(tmp_path, msgspec.structs.replace(SOURCE, train_shards=1))
     one_more = msgspec.structs.replace(SOURCE, train_shards=2)
     pinned = msgspec.structs.replace(one_more, revision="f" * 40)
     with pytest.raises(DataError, match=f"shards of {REPO}@{COMMIT}; need those of {REPO}@{'f' * 40}"):
         get(tmp_path, pinned)
-    server.commit = "e" * 40  # "main" moved, and the old commit is gone
+    server.commit = "e" * 40  # "main" moved, and the old commit was deleted
     with pytest.raises(DataError, match="the hub answers 404"):
         get(tmp_path, one_more)
     server.commit = COMMIT
@@ -230,7 +230,7 @@ def test_later_downloads_are_of_the_first_commit(tmp_path: Path, server: FakeHub
         get(tmp_path, msgspec.structs.replace(SOURCE, repo="a/b"))
 
 
-def test_a_lost_shard_must_come_back_the_same(tmp_path: Path, server: FakeHub):
+def test_a_lost_shard_must_be_the_same_again(tmp_path: Path, server: FakeHub):
     get(tmp_path)
     (tmp_path / NAMES[1]).unlink()
     sound = server.files[NAMES[1]]
@@ -243,20 +243,20 @@ def test_a_lost_shard_must_come_back_the_same(tmp_path: Path, server: FakeHub):
     assert_sound(tmp_path, server.files)
 
 
-def test_what_the_manifest_names_comes_back_also_where_fewer_are_asked_for(tmp_path: Path, server: FakeHub):
+def test_a_lost_shard_is_restored_even_if_fewer_are_requested(tmp_path: Path, server: FakeHub):
     get(tmp_path)
     (tmp_path / NAMES[2]).unlink()
     get(tmp_path, msgspec.structs.replace(SOURCE, train_shards=1))
     assert_sound(tmp_path, server.files)
 
 
-def test_digests_of_the_track_count(tmp_path: Path, server: FakeHub):
+def test_digests_of_the_track_are_checked(tmp_path: Path, server: FakeHub):
     data = msgspec.structs.replace(DATA, sha256={VAL: "0" * 64})
     with pytest.raises(DataError, match=f"the track says {'0' * 64}"):
         get(tmp_path, data=data)
 
 
-def test_foreign_bytes_are_refused_whoever_vouches_for_them(tmp_path: Path, server: FakeHub):
+def test_bad_ids_are_refused_even_with_a_correct_digest(tmp_path: Path, server: FakeHub):
     server.files[VAL] = server.files[VAL][:HEADER_BYTES] + b"\xff\xff" * 100_000
     with pytest.raises(DataError, match="token 0 is id 65535"):
         get(tmp_path)
@@ -265,8 +265,8 @@ def test_foreign_bytes_are_refused_whoever_vouches_for_them(tmp_path: Path, serv
         get(tmp_path)
 
 
-def test_shards_that_are_there_are_taken_if_they_are_the_hubs(tmp_path: Path, server: FakeHub):
-    for name in (NAMES[1], NAMES[3]):  # as another program may have left them
+def test_existing_shards_are_kept_if_the_digest_is_the_hubs(tmp_path: Path, server: FakeHub):
+    for name in (NAMES[1], NAMES[3]):  # copied there by the user
         (tmp_path / name).write_bytes(server.files[name])
     get(tmp_path)
     assert_sound(tmp_path, server.files, 3)
@@ -276,15 +276,15 @@ def test_shards_that_are_there_are_taken_if_they_are_the_hubs(tmp_path: Path, se
     write_shard(tmp_path / NAMES[2], np.arange(100_000) % 50257)
     with pytest.raises(DataError, match=rf"{NAMES[2]}: sha256 is .* the hub says .*; delete it"):
         get(tmp_path)
-    assert (tmp_path / NAMES[2]).exists(), "what a user put there is the user's to delete"
+    assert (tmp_path / NAMES[2]).exists(), "only the user may delete it"
 
 
-def test_shards_that_are_put_beside_later(tmp_path: Path, server: FakeHub):
+def test_shards_that_the_user_adds_later(tmp_path: Path, server: FakeHub):
     get(tmp_path)
     (tmp_path / NAMES[3]).write_bytes(server.files[NAMES[3]])
     with pytest.raises(DataError, match=f"{MANIFEST} says nothing: {DATA.get}"):
         inventory.open_track(tmp_path, DATA)
-    get(tmp_path)  # and what the message says helps
+    get(tmp_path)  # as the message advises
     assert_sound(tmp_path, server.files, 3)
     (tmp_path / NAMES[2]).unlink()
     (tmp_path / MANIFEST).unlink()
@@ -295,9 +295,7 @@ def test_shards_that_are_put_beside_later(tmp_path: Path, server: FakeHub):
         get(tmp_path)
 
 
-def test_a_disk_that_is_too_small_is_seen_first(
-    tmp_path: Path, server: FakeHub, monkeypatch: pytest.MonkeyPatch
-):
+def test_disk_space_is_checked_first(tmp_path: Path, server: FakeHub, monkeypatch: pytest.MonkeyPatch):
     need = 3 * len(server.files[VAL])
     usage = type(shutil.disk_usage(tmp_path))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9, need - 1))
@@ -319,41 +317,41 @@ def test_a_disk_that_fills_up(tmp_path: Path, server: FakeHub, monkeypatch: pyte
         get(tmp_path)
 
 
-def test_nobody_else_fetches_into_the_folder_meanwhile(
+def test_two_downloads_into_one_folder_take_turns(
     tmp_path: Path, server: FakeHub, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 1)
     server.faults = {VAL: ["stall"]}
-    watches = [Quiet(), Quiet()]
+    recorders = [Recorder(), Recorder()]
     errors: list[BaseException] = []
 
-    def run(watch: Quiet) -> None:
+    def run(recorder: Recorder) -> None:
         try:
-            fetch.fetch(tmp_path, DATA, SOURCE, watch)
-        except BaseException as error:  # noqa: BLE001 - told below
+            fetch.fetch(tmp_path, DATA, SOURCE, recorder)
+        except BaseException as error:  # noqa: BLE001 - asserted below
             errors.append(error)
 
-    threads = [threading.Thread(target=run, args=(watch,)) for watch in watches]
+    threads = [threading.Thread(target=run, args=(recorder,)) for recorder in recorders]
     threads[0].start()
     assert server.stalled.wait(60)
     threads[1].start()
     for thread in threads:
         thread.join(60)
     assert errors == []
-    assert any("another program writes into it" in line for line in watches[1].lines)
+    assert any("another program writes into it" in line for line in recorders[1].lines)
     assert_sound(tmp_path, server.files)
     assert sorted({name for name, _ in server.gets}) == sorted(NAMES[:3])
-    assert len(server.gets) == 4, "one more for the stall; the second program found all there"
+    assert len(server.gets) == 4, "one more for the stall; the second program downloads nothing"
 
 
-# --- as a person calls it ---------------------------------------------------------------------------------
+# --- the command ------------------------------------------------------------------------------------------
 
 ARGS = ("data", "get", "--track", "webmini", "--repo", REPO, "--shards", "2")
 
 
 @pytest.fixture
 def big(server: FakeHub, tmp_path: Path) -> FakeHub:
-    """Shards long enough for a track's validation."""
+    """A hub with shards long enough for a track's validation."""
     ids = np.random.default_rng(9).integers(0, 50256, 140_000)
     ids[0] = 50256
     for name in NAMES:
@@ -378,10 +376,10 @@ def test_the_command(tmp_path: Path, big: FakeHub):
     done = start(tmp_path / "d", "--json", HF_TOKEN="hf_secretsecret")
     out, err = done.communicate(timeout=30)
     assert done.returncode == 0, err
-    told = msgspec.json.decode(out)
-    assert told["track"] == "webmini@1"
-    assert told["manifest"]["settings"] == {"revision": COMMIT}
-    assert {name: e["sha256"] for name, e in told["manifest"]["shards"].items()} == {
+    result = msgspec.json.decode(out)
+    assert result["track"] == "webmini@1"
+    assert result["manifest"]["settings"] == {"revision": COMMIT}
+    assert {name: e["sha256"] for name, e in result["manifest"]["shards"].items()} == {
         name: sha256(tmp_path / "d" / name) for name in NAMES[:3]
     }
     assert big.tokens == {"Bearer hf_secretsecret"}
@@ -405,7 +403,7 @@ def test_killed_and_started_again(tmp_path: Path, big: FakeHub):
     again = start(folder)
     _, err = again.communicate(timeout=30)
     assert again.returncode == 0, err
-    assert big.gets == [(NAMES[2], 0)], "what was there did not come again"
+    assert big.gets == [(NAMES[2], 0)], "finished shards are not downloaded again"
     assert sorted(p.name for p in folder.iterdir()) == sorted([MANIFEST, *NAMES[:3]])
     verify(folder, track.load("webmini").data, full=True)
 
@@ -419,7 +417,7 @@ def test_stopped(tmp_path: Path, big: FakeHub, number: signal.Signals, code: int
     watch = Stopwatch()
     process.send_signal(number)
     _, err = process.communicate(timeout=20)
-    assert watch.seconds < 15, "no thread is waited for"
+    assert watch.seconds < 15, "it waits for no thread"
     assert process.returncode == code
     assert "are whole; run the same command again to continue" in err
     assert "Traceback" not in err
@@ -475,7 +473,7 @@ def test_a_failed_download_ends_its_other_transfers(
     assert server.gets == [(NAMES[1], 0)], "it is not tried again"
 
 
-def test_the_hubs_words_become_one_line(monkeypatch: pytest.MonkeyPatch):
+def test_errors_of_the_client_are_one_line(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(hub.HubError, match=r"no connection \(.*refused"):
-        hub.listing(REPO, "main")
+        hub.dataset_info(REPO, "main")

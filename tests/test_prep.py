@@ -1,4 +1,4 @@
-"""From text to shards: equal to a definition of ten lines, to tiktoken on real rows, and however often it is killed."""
+"""Shards from text: against a definition of ten lines, against tiktoken on real rows, and after kills."""
 
 import gzip
 import itertools
@@ -42,10 +42,10 @@ DOCUMENT = 256
 
 
 def definition(texts: Sequence[str], shard_tokens: int, limit: int | None = None) -> list[list[int]]:
-    """What prep is: the document token before each text, cut at every `shard_tokens`."""
+    """The definition: a document token before each text, then a split every `shard_tokens`."""
     ids: list[int] = []
     for text in texts:
-        # Python's own way to join surrogates and to replace those that stand alone.
+        # Joins surrogate pairs and replaces lone surrogates.
         ids += [DOCUMENT, *text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()]
     ids = ids[:limit]
     return [ids[at : at + shard_tokens] for at in range(0, len(ids), shard_tokens)]
@@ -61,7 +61,7 @@ def shards_of(folder: Path) -> dict[str, bytes]:
 
 
 def ids_of(folder: Path, prefix: str = "fineweb") -> list[list[int]]:
-    """Validation first, then training in order of names."""
+    """Ids of validation, then of training shards by name."""
     paths = [*sorted(folder.glob(f"{prefix}_val_*.bin")), *sorted(folder.glob(f"{prefix}_train_*.bin"))]
     return [np.fromfile(path, "<u2", offset=1024).tolist() for path in paths]
 
@@ -80,7 +80,7 @@ def test_shards_are_the_definition(tmp_path_factory, texts, shard_tokens, limit,
     source = open_source([str(write_rows(folder / "rows.jsonl", texts))])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text_files, "BLOCK_BYTES", block_bytes)
-        patch.setattr(wholefile, "_sync", lambda _: None)  # hundreds of files: nothing here loses power
+        patch.setattr(wholefile, "_sync", lambda _: None)  # slow for hundreds of files, and not tested here
         made = prepare(source, BYTES, Cut("x", shard_tokens, limit, 7), folder / "out")
     want = definition(texts, shard_tokens, limit)
     assert ids_of(folder / "out", "x") == want
@@ -99,8 +99,8 @@ class Killed(Exception):
 
 @settings(deadline=None, max_examples=60)
 @given(TEXTS, st.integers(1, 30), st.integers(1, 40), st.data())
-def test_a_preparation_that_breaks_off_goes_on(tmp_path_factory, texts, shard_tokens, block_bytes, data):
-    """After any block, several times; the manifest in the end is that of an unbroken one."""
+def test_an_interrupted_preparation_continues(tmp_path_factory, texts, shard_tokens, block_bytes, data):
+    """After any block, several times; the last manifest equals that of an uninterrupted preparation."""
     folder = tmp_path_factory.mktemp("prep")
     rows, cut = write_rows(folder / "rows.jsonl", texts), Cut("x", shard_tokens)
     lives = data.draw(st.lists(st.integers(1, 4), max_size=4))
@@ -116,7 +116,7 @@ def test_a_preparation_that_breaks_off_goes_on(tmp_path_factory, texts, shard_to
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text_files, "BLOCK_BYTES", block_bytes)
-        patch.setattr(wholefile, "_sync", lambda _: None)  # hundreds of files: nothing here loses power
+        patch.setattr(wholefile, "_sync", lambda _: None)  # slow for hundreds of files, and not tested here
         for life in lives:
             try:
                 prepare(open_source([str(rows)]), BYTES, cut, folder / "a", tell=kill_after(life))
@@ -132,17 +132,17 @@ def test_a_preparation_that_breaks_off_goes_on(tmp_path_factory, texts, shard_to
 
 
 def test_shard_ends():
-    """The definition itself, by hand: an exact fill neither loses nor doubles the document token."""
+    """The definition by hand: a full shard neither loses nor repeats the document token."""
     assert definition(["ab", "c"], 3) == [[256, 97, 98], [256, 99]]
     assert definition(["abcd", ""], 2) == [[256, 97], [98, 99], [100, 256]]
 
 
-def test_files_and_folders_in_the_order_of_their_names(tmp_path: Path):
+def test_files_and_folders_are_sorted_by_name(tmp_path: Path):
     write_rows(tmp_path / "b.jsonl", ["three", "four"])
     with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
         file.write(
             '{"text": "one"}\n\n  \n{"text": "two"}'
-        )  # blank lines are no rows; no line end at the end
+        )  # blank lines are not rows; no newline at the end
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "z.txt").write_text("five\nlines\n")
     (tmp_path / "other.csv").write_text("not read")
@@ -188,14 +188,14 @@ def test_a_source_that_cannot_be_read(tmp_path: Path, name: str, content: bytes,
         b'\xef\xbb\xbf{"text": "a"}',
     ],
 )
-def test_what_pythons_own_json_reads_is_read(tmp_path: Path, line: bytes):
-    """Also where the faster reader is stricter: lone surrogates, numbers that are none."""
+def test_what_pythons_json_accepts_is_accepted(tmp_path: Path, line: bytes):
+    """Also what the faster parser refuses: lone surrogates, NaN and infinity."""
     (tmp_path / "x.jsonl").write_bytes(line)
     want = json.loads(line)["text"].encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     assert list(documents.texts(open_source([str(tmp_path)]), "text")) == [want]
 
 
-def test_sources_that_do_not_go_together(tmp_path: Path):
+def test_sources_that_cannot_be_combined(tmp_path: Path):
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         write_rows(tmp_path / folder / "x.jsonl", [folder])
@@ -218,7 +218,7 @@ def test_sources_that_do_not_go_together(tmp_path: Path):
         open_source([str(tmp_path / "empty")])
 
 
-def test_another_setting_is_an_error_that_names_it(tmp_path: Path):
+def test_a_changed_setting_is_named(tmp_path: Path):
     rows = write_rows(tmp_path / "rows.jsonl", ["abc"] * 5)
     out, cut = tmp_path / "out", Cut("x", 4)
     prepare(open_source([str(rows)]), BYTES, cut, out)
@@ -237,7 +237,7 @@ def test_another_setting_is_an_error_that_names_it(tmp_path: Path):
 
 
 @pytest.mark.parametrize("prefix", ["../x", "/tmp/x", "a/b", "", ".", "x\0", "\udcff"])
-def test_a_prefix_is_the_beginning_of_a_name(tmp_path: Path, prefix: str):
+def test_a_prefix_must_be_part_of_a_file_name(tmp_path: Path, prefix: str):
     rows = write_rows(tmp_path / "rows.jsonl", ["abc"])
     with pytest.raises(UsageError, match="need letters, digits"):
         prepare(open_source([str(rows)]), BYTES, Cut(prefix), tmp_path / "out")
@@ -249,7 +249,7 @@ def test_a_text_keeps_its_bytes(tmp_path: Path):
     assert list(documents.texts(open_source([str(tmp_path)]), "text")) == ["\ufeffa\r\nb\rc\n"]
 
 
-#: As a column of Arrow, and what is made of it.
+#: A column, and the token counts that are read from it.
 TOKEN_COUNTS = {
     "numbers": ([1, 2], [1, 2]),
     "null": ([1, None], None),
@@ -262,8 +262,8 @@ TOKEN_COUNTS = {
 
 
 @pytest.mark.parametrize(("counts", "want"), TOKEN_COUNTS.values(), ids=TOKEN_COUNTS)
-def test_a_token_count_is_a_number_or_not_known(tmp_path: Path, counts: list, want: list[int] | None):
-    """Whoever made the source may have filled that column with anything: shards are made all the same."""
+def test_invalid_token_counts_are_ignored(tmp_path: Path, counts: list, want: list[int] | None):
+    """The column of an unknown source may hold anything; shards are made nevertheless."""
     import pyarrow as pa
     import pyarrow.parquet
 
@@ -279,7 +279,7 @@ def test_a_token_count_is_a_number_or_not_known(tmp_path: Path, counts: list, wa
         assert (entry.documents, entry.source_tokens) == (2, None if want is None else sum(want))
 
 
-def test_parquet_that_is_no_utf8_is_refused_by_its_row(tmp_path: Path):
+def test_parquet_that_is_not_utf8_is_refused_by_row(tmp_path: Path):
     import pyarrow as pa
     import pyarrow.parquet
 
@@ -292,7 +292,7 @@ def test_parquet_that_is_no_utf8_is_refused_by_its_row(tmp_path: Path):
         prepare(open_source([str(tmp_path)]), BYTES, Cut(), tmp_path / "out")
 
 
-def test_a_folder_that_holds_something_else(tmp_path: Path):
+def test_a_folder_with_other_shards_or_missing_ones(tmp_path: Path):
     rows, out = write_rows(tmp_path / "rows.jsonl", ["abc"] * 5), tmp_path / "out"
     out.mkdir()
     (out / "fineweb_val_000000.bin").write_bytes(b"")
@@ -306,7 +306,7 @@ def test_a_folder_that_holds_something_else(tmp_path: Path):
 
 
 def test_two_preparations_of_one_folder_take_turns(tmp_path: Path):
-    """The second one finds all of it there; what it waits for is said."""
+    """The second one says that it waits, and then finds all shards."""
     rows, out = write_rows(tmp_path / "rows.jsonl", ["abc"] * 50), tmp_path / "out"
     argv = [
         "--source",
@@ -335,8 +335,7 @@ def test_two_preparations_of_one_folder_take_turns(tmp_path: Path):
     assert not (out / LOCK).exists()
 
 
-def test_the_end_product_is_a_track_that_verifies(tmp_path: Path):
-    """And an unfinished one is not mistaken for it."""
+def test_the_shards_verify_and_an_unfinished_folder_does_not(tmp_path: Path):
     rows = write_rows(tmp_path / "rows.jsonl", ["abc" * n for n in range(9)])
     data = track.Data("x", "x_train_*.bin", "x_val_*.bin", 19, 257, DOCUMENT, "again!")
     made = prepare(open_source([str(rows)]), BYTES, Cut("x", 40), tmp_path / "out")
@@ -353,7 +352,7 @@ def test_the_end_product_is_a_track_that_verifies(tmp_path: Path):
 
 @needs_shared
 @pytest.mark.parametrize("engine", ["tiktoken", "gigatoken"])
-def test_real_rows_are_tiktokens_document_by_document(tmp_path: Path, engine: str):
+def test_real_rows_equal_tiktokens_by_document(tmp_path: Path, engine: str):
     import tiktoken
     from tiktoken.load import load_tiktoken_bpe
     from tiktoken_ext.openai_public import r50k_pat_str
@@ -380,10 +379,8 @@ def test_real_rows_are_tiktokens_document_by_document(tmp_path: Path, engine: st
 
 
 @needs_shared
-def test_parquet_by_pyarrow_and_by_datasets_is_the_same_as_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Offline, through `load_dataset`; the rows' own counts are GPT-2's, as good as they are."""
+def test_parquet_through_pyarrow_and_datasets_equals_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Offline, through `load_dataset`. The token counts of the rows are about right."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     choice, cut = tokenizer.choose(str(RANKS)), Cut(shard_tokens=50_000)
@@ -404,8 +401,8 @@ def test_parquet_by_pyarrow_and_by_datasets_is_the_same_as_lines(
 
 @needs_shared
 @pytest.mark.parametrize("kind", ["parquet", "datasets"])
-def test_rows_are_found_again(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch):
-    """From every place that a manifest may hold, in a file of several row groups."""
+def test_rows_are_found_after_an_interruption(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch):
+    """At any place, in a file with several row groups."""
     import pyarrow.parquet
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -439,8 +436,8 @@ def test_rows_are_found_again(tmp_path: Path, kind: str, monkeypatch: pytest.Mon
 # --- workers ----------------------------------------------------------------------------------------------
 
 
-def test_blocks_are_read_only_as_they_are_needed():
-    """Memory does not grow with the corpus; whoever stops asking leaves no thread behind."""
+def test_blocks_are_read_on_demand():
+    """Memory does not grow with the corpus, and a closed generator leaves no thread."""
     read: list[int] = []
 
     def blocks():
@@ -479,7 +476,7 @@ def run(*args: str | Path, **env: str) -> subprocess.CompletedProcess:
 
 @needs_shared
 def test_the_number_of_workers_does_not_matter(tmp_path: Path):
-    """The first block is the slow one: whoever has it comes last."""
+    """The first block takes longest, so others finish before it."""
     texts = ["a" * 600_000, *(f"row {i} " * 3_000 for i in range(60))]
     rows = write_rows(tmp_path / "rows.jsonl", texts)
     choice = tokenizer.choose(str(RANKS), engine="tiktoken")
@@ -498,14 +495,14 @@ def killed_and_resumed(tmp_path: Path, num_kills: int, seed: int) -> None:
     argv = [sys.executable, "-m", "speedrun", "data", "prep", "--source", str(rows), "--tokenizer", "bytes"]
     argv += ["--out", str(tmp_path / "out"), "--prefix", "x", "--shard-tokens", "20011", "--workers", "2"]
     for life in range(num_kills):
-        # A session of its own: after the kill it must be empty soon.
+        # A session of its own, to check that no process survives the kill.
         process = subprocess.Popen(argv, cwd=ROOT, start_new_session=True, stderr=subprocess.DEVNULL)
         if life % 5 == 4:
             time.sleep(rnd.uniform(0.0, 0.8))  # while it starts
         else:
             wait_for_shards(tmp_path / "out", num_shards(tmp_path / "out") + rnd.randrange(1, 5))
             time.sleep(rnd.uniform(0.0, 0.02))
-        assert process.poll() is None, "it was done before it could be killed: give it more to do"
+        assert process.poll() is None, "it ended before the kill: it needs more rows"
         process.kill()
         process.wait()
         assert_gone(process.pid)
@@ -537,7 +534,7 @@ def assert_gone(group: int) -> None:
     pytest.fail("something outlives the program")
 
 
-def test_killed_and_begun_again(tmp_path: Path):
+def test_killed_and_restarted(tmp_path: Path):
     killed_and_resumed(tmp_path, 3, seed=0)
 
 
@@ -547,13 +544,13 @@ def test_killed_twenty_times(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, 75), (signal.SIGINT, 75)])
-def test_signals_end_it_with_a_word(tmp_path: Path, number: int, exit_code: int):
+def test_signals_stop_it_and_it_says_how_to_continue(tmp_path: Path, number: int, exit_code: int):
     rows = write_rows(tmp_path / "rows.jsonl", ["abc " * 100] * 20_000)
     argv = [sys.executable, "-m", "speedrun", "data", "prep", "--source", str(rows), "--tokenizer", "bytes"]
     argv += ["--out", str(tmp_path / "out"), "--shard-tokens", "1000", "--workers", "2"]
     process = subprocess.Popen(argv, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
     wait_for_shards(tmp_path / "out", 1)
-    os.killpg(process.pid, number)  # as a terminal does: to the workers, too
+    os.killpg(process.pid, number)  # to the process group, as a terminal does
     _, said = process.communicate(timeout=20)
     assert process.returncode == exit_code, said
     assert "run the same command again to continue" in said
@@ -562,8 +559,8 @@ def test_signals_end_it_with_a_word(tmp_path: Path, number: int, exit_code: int)
 
 
 @pytest.mark.parametrize("extra", [[], ["--json"]], ids=["text", "json"])
-def test_without_a_network_it_says_what_was_wanted(tmp_path: Path, extra: list[str]):
-    """The hub's client is pointed at a port where nobody listens."""
+def test_without_a_network_it_says_what_is_missing(tmp_path: Path, extra: list[str]):
+    """Nothing listens on the port of HF_ENDPOINT."""
     watch = Stopwatch()
     done = run("--tokenizer", "bytes", "--out", tmp_path / "out", *extra, HF_ENDPOINT="http://127.0.0.1:9")
     assert watch.seconds < 30
@@ -604,14 +601,14 @@ def test_the_script_is_the_command(tmp_path: Path):
 
 
 def test_bits_per_byte(tmp_path: Path):
-    """A model that gives every byte 1/256 needs 8 bits for each, whatever the tokens; documents' openings are extra."""
+    """A model with probability 1/256 for each byte needs 8 bits per byte, whatever the tokens."""
     rows = write_rows(tmp_path / "rows.jsonl", ["abcd" * 25])
     made = prepare(open_source([str(rows)]), BYTES, Cut("x", 50, scored_tokens=40), tmp_path)
     data = track.Data("x", "x_train_*.bin", "x_val_*.bin", 40, 257, DOCUMENT, "again!")
     assert overview.bits_per_byte(np.log(256), tmp_path, data) == pytest.approx(8)
     assert overview.bits_per_byte(1.0, tmp_path, msgspec.structs.replace(data, val_tokens=39)) is None
     inventory.write_manifest(tmp_path, msgspec.structs.replace(made.manifest, scored_bytes=20))
-    assert overview.bits_per_byte(np.log(256), tmp_path, data) == pytest.approx(16), "two tokens a byte"
+    assert overview.bits_per_byte(np.log(256), tmp_path, data) == pytest.approx(16), "two tokens per byte"
 
 
 @needs_shared

@@ -1,4 +1,4 @@
-"""The corpus of Python's own documentation: what is taken, in which order, and what becomes of it."""
+"""The corpus of Python's documentation: its texts, their order, and the shards."""
 
 import time
 from collections.abc import Callable
@@ -22,7 +22,7 @@ MODULE = f'''"""{LONG} It opens the module."""
 raise SystemExit("this file is read and never run")
 
 class Thing:
-    """{LONG} It tells of a class."""
+    """{LONG} It describes a class."""
 
     def act(self):
         r"""{LONG} It holds \\d, of a method."""
@@ -53,7 +53,7 @@ def roots(tmp_path: Path) -> dict[str, Path]:
     return {"lib": tmp_path / "lib", "python": tmp_path / "python"}
 
 
-def test_docstrings_in_the_order_of_the_file_and_nothing_is_run(roots: dict[str, Path]):
+def test_docstrings_keep_their_order_and_no_code_runs(roots: dict[str, Path]):
     documents = {document.name: document.text for document in collect(roots)}
     assert set(documents) == {
         "lib/module.py",
@@ -64,12 +64,12 @@ def test_docstrings_in_the_order_of_the_file_and_nothing_is_run(roots: dict[str,
     assert documents["python/pydoc_data/topics.py:b"] == "Text of b."
     sentences = [
         "It opens the module.",
-        "It tells of a class.",
+        "It describes a class.",
         "It holds \\d, of a method.",
         "It ends the module.",
     ]
     found = [documents["lib/module.py"].find(sentence) for sentence in sentences]
-    # What both files hold is in the one that comes first.
+    # Only the first of two documents has a shared docstring.
     assert found[1:] == sorted(found[1:])
     assert -1 not in found[1:]
     assert "Too short" not in documents["lib/module.py"]
@@ -77,14 +77,14 @@ def test_docstrings_in_the_order_of_the_file_and_nothing_is_run(roots: dict[str,
     assert len(openings) == 1
 
 
-def test_the_order_is_fixed_and_mixes_the_folders(roots: dict[str, Path]):
+def test_the_order_is_deterministic_and_mixes_folders(roots: dict[str, Path]):
     once, again = collect(roots), collect(dict(reversed(roots.items())))
     assert once == again
     assert [document.name for document in once] != sorted(document.name for document in once)
 
 
 def small(track_name: str = "docs-cpu", **changes: int) -> track.Track:
-    """The track with a vocabulary that a few files of the standard library fill."""
+    """A track with a vocabulary small enough for a few files."""
     rules = track.load(track_name)
     wanted = track.PythonDocs(vocab_size=400, shard_tokens=3_000)
     data = msgspec.structs.replace(rules.data, vocab_size=400, val_tokens=1_000)
@@ -100,7 +100,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("few")
-def test_what_is_made_is_data_of_the_track(tmp_path: Path):
+def test_the_shards_verify_under_the_track(tmp_path: Path):
     rules = small()
     made = python_docs.ensure(rules, tmp_path / "a")
     assert made is not None
@@ -108,27 +108,27 @@ def test_what_is_made_is_data_of_the_track(tmp_path: Path):
     assert len(passed) > 3
     manifest = made.manifest
     assert (manifest.scored_tokens, manifest.vocab_size, manifest.document_token) == (1_000, 400, 0)
-    # The bytes of the scored tokens, by the tokenizer's own library.
+    # The bytes of the scored tokens, decoded by the tokenizer's library.
     import tokenizers
 
     ids = np.fromfile(tmp_path / "a" / "docs_val_000000.bin", "<u2", offset=1024)[1:1_001]
     text = tokenizers.Tokenizer.from_file(str(tmp_path / "a" / "tokenizer.json")).decode(ids.tolist())
     assert manifest.scored_bytes == len(text.encode())
-    assert python_docs.ensure(rules, tmp_path / "a") is None, "it is there already"
+    assert python_docs.ensure(rules, tmp_path / "a") is None, "it is complete"
     python_docs.make(rules, tmp_path / "b")
     for path in (tmp_path / "a").iterdir():
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
-    python_docs.make(rules, tmp_path / "b")  # anew: its own shards may go
+    python_docs.make(rules, tmp_path / "b")  # replaces its own shards
 
 
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("act", [python_docs.make, python_docs.ensure])
-def test_shards_of_something_else_are_not_replaced(tmp_path: Path, act: Callable):
+def test_other_shards_are_not_replaced(tmp_path: Path, act: Callable):
     rows, out = tmp_path / "corpus.jsonl", tmp_path / "out"
     rows.write_text('{"text": "abc"}\n' * 9)
     made = prep.prepare(open_source([str(rows)]), tokenizer.choose("bytes"), prep.Cut("docs", 10), out)
     unfinished = msgspec.structs.replace(made.manifest, complete=False)
-    inventory.write_manifest(out, unfinished)  # a finished one is nothing to make for `ensure`
+    inventory.write_manifest(out, unfinished)  # `ensure` leaves a complete folder alone
     before = {path: path.read_bytes() for path in out.iterdir()}
     with pytest.raises(UsageError, match=rf"holds shards of {rows}; docs-cpu@1 would replace them"):
         act(small(), out)
@@ -140,7 +140,7 @@ def test_shards_of_something_else_are_not_replaced(tmp_path: Path, act: Callable
 
 
 @pytest.mark.usefixtures("few")
-def test_who_waited_does_not_make_it_again(tmp_path: Path):
+def test_a_program_that_waited_does_not_make_it_again(tmp_path: Path):
     said: list[str] = []
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(python_docs.ensure, small(), tmp_path / "a")
@@ -149,7 +149,7 @@ def test_who_waited_does_not_make_it_again(tmp_path: Path):
         second = pool.submit(python_docs.ensure, small(), tmp_path / "a", say=said.append)
         assert first.result() is not None
         assert second.result() is None
-    assert len(said) == 1
+    assert len(said) == 1, "it says that it waits"
 
 
 def test_too_little_documentation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, roots: dict[str, Path]):
@@ -158,7 +158,7 @@ def test_too_little_documentation(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         python_docs.make(small(), tmp_path / "out")
 
 
-def test_other_tracks_are_not_made_of_it(tmp_path: Path):
+def test_other_tracks_are_refused(tmp_path: Path):
     assert python_docs.ensure(track.load("webmini"), tmp_path) is None
     with pytest.raises(UsageError, match="'webmini' is not made of Python's documentation"):
         python_docs.make(track.load("webmini"), tmp_path)
@@ -170,4 +170,4 @@ def test_the_real_list_of_folders():
         (folder / "__init__.py").exists() or (folder / "os.py").exists()
         for folder in python_docs.installed().values()
     )
-    assert Document._fields == ("name", "text"), "the corpus' rows; `data prep` reads the column text"
+    assert Document._fields == ("name", "text"), "fields of the rows; `data prep` reads the text"

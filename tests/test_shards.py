@@ -1,4 +1,4 @@
-"""The file format and the folder it lies in: what is written comes back, what is broken is named."""
+"""The file format, and the folder of a track: round trips, and errors that name what is broken."""
 
 import os
 import re
@@ -56,7 +56,7 @@ def test_damaged_and_foreign_files_are_refused(tmp_path: Path, content: bytes, c
     assert_refused(path, cause)
 
 
-def test_what_is_no_file_is_refused(tmp_path: Path):
+def test_folders_and_pipes_are_refused(tmp_path: Path):
     loop = tmp_path / "loop.bin"
     loop.symlink_to(loop)
     folder = tmp_path / "folder.bin"
@@ -70,7 +70,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("content", "cause"), BAD_FILES.values(), ids=BAD_FILES)
-def test_a_bad_shard_ends_a_program_with_3(tmp_path: Path, content: bytes, cause: str):
+def test_a_bad_shard_is_exit_code_3(tmp_path: Path, content: bytes, cause: str):
     for name in ("x_val_000000.bin", "x_train_000001.bin"):
         write_shard(tmp_path / name, np.zeros(131_073, int))
     (tmp_path / "x_train_000002.bin").write_bytes(content)
@@ -92,12 +92,12 @@ def assert_refused(path: Path, cause: str):
     assert message.startswith(f"{path}: ")
     assert cause in message
     assert "\n" not in message
-    assert message.count(";") == 2, "got; need; do"
+    assert message.count(";") == 2, "what we got; what is needed; what to do"
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 65535), min_size=1, max_size=50), st.data())
-def test_what_is_written_is_read(
+def test_a_written_shard_is_read_back(
     tmp_path_factory: pytest.TempPathFactory, ids: list[int], data: st.DataObject
 ):
     path = tmp_path_factory.mktemp("shard") / "x.bin"
@@ -113,7 +113,7 @@ def test_what_is_written_is_read(
 
 
 @pytest.mark.parametrize("tokens", [[], [-1], [65536], [0.5], [[1, 2]]], ids=str)
-def test_what_the_format_cannot_hold_is_not_written(tmp_path: Path, tokens: list):
+def test_impossible_tokens_are_not_written(tmp_path: Path, tokens: list):
     with pytest.raises(DataError):
         write_shard(tmp_path / "x.bin", np.array(tokens))
     assert list(tmp_path.iterdir()) == []
@@ -139,7 +139,7 @@ def replace(path: Path):
 @pytest.mark.parametrize(
     ("accident", "cause"), [(truncate, "changed"), (replace, "changed"), (Path.unlink, "No such")]
 )
-def test_a_shard_must_rest_during_a_run(tmp_path: Path, accident, cause: str):
+def test_a_shard_that_changes_during_a_run_is_an_error(tmp_path: Path, accident, cause: str):
     shard = write_shard(tmp_path / "x.bin", np.arange(100))
     accident(shard.path)
     with pytest.raises(DataError, match=cause):
@@ -173,7 +173,9 @@ def test_killed_between_write_and_rename(tmp_path: Path):
     ],
     ids=["missing", "empty", "file", "other"],
 )
-def test_a_place_without_shards_is_told_apart(tmp_path: Path, make: Callable[[Path], object], said: str):
+def test_the_error_says_what_is_there_in_place_of_shards(
+    tmp_path: Path, make: Callable[[Path], object], said: str
+):
     make(tmp_path / "t")
     with pytest.raises(DataError, match=f"t: {said}; the track needs .*; {DATA.get}"):
         open_track(tmp_path / "t", DATA)
@@ -200,7 +202,7 @@ DATA = track.Data(
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A sound one: two training shards, one for validation, a manifest."""
+    """Two training shards, a validation shard and a manifest."""
     ids = np.arange(10)
     for name in (TRAIN, "t_train_2.bin", VAL):
         write_shard(tmp_path / name, ids)
@@ -211,11 +213,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 def listed(folder: Path, *names: str) -> track.Data:
-    """The track with a table of digests."""
+    """A track with digests of its shards."""
     return msgspec.structs.replace(DATA, sha256={name: shards.sha256(folder / name) for name in names})
 
 
-def test_a_sound_folder_passes(folder: Path):
+def test_a_valid_folder_passes(folder: Path):
     train, val = open_track(folder, DATA)
     assert [s.path.name for s in (*train, *val)] == [TRAIN, "t_train_2.bin", VAL]
     assert [v.sha256 for v in verify(folder, DATA, full=False)] == [None] * 3
@@ -272,25 +274,25 @@ FULL_FAULTS = {
 
 
 @pytest.mark.parametrize(("fault", "cause"), FAST_FAULTS.values(), ids=FAST_FAULTS)
-def test_faults_seen_at_once(folder: Path, fault, cause: str):
+def test_faults_found_without_reading_tokens(folder: Path, fault, cause: str):
     fault(folder)
     with pytest.raises(DataError, match=cause):
         verify(folder, DATA, full=False)
 
 
 @pytest.mark.parametrize(("fault", "cause"), FULL_FAULTS.values(), ids=FULL_FAULTS)
-def test_faults_seen_by_reading(folder: Path, fault, cause: str):
+def test_faults_found_by_reading_tokens(folder: Path, fault, cause: str):
     fault(folder)
     verify(folder, DATA, full=False)
     with pytest.raises(DataError, match=cause):
         verify(folder, DATA, full=True)
 
 
-def test_the_list_of_the_track_is_the_order_of_tokens(folder: Path):
+def test_shards_must_be_the_first_of_the_tracks_list(folder: Path):
     (folder / inventory.MANIFEST).unlink()
     data = listed(folder, TRAIN, "t_train_2.bin", VAL)
     (folder / "t_train_2.bin").unlink()
-    open_track(folder, data)  # the first of the list: fewer tokens, in the same order
+    open_track(folder, data)  # the first of the list
     write_shard(folder / "t_train_3.bin", np.arange(10))
     assert [shard.path.name for shard in open_track(folder, data).train] == [TRAIN], (
         "nobody vouches for the third"
@@ -304,7 +306,7 @@ def test_the_list_of_the_track_is_the_order_of_tokens(folder: Path):
         open_track(folder, data)
 
 
-def test_a_wrong_byte_is_found_by_the_track_alone(folder: Path):
+def test_the_tracks_digest_finds_a_wrong_byte(folder: Path):
     data = listed(folder, TRAIN, "t_train_2.bin", VAL)
     (folder / inventory.MANIFEST).unlink()
     write_shard(folder / TRAIN, np.arange(10)[::-1])
@@ -312,7 +314,7 @@ def test_a_wrong_byte_is_found_by_the_track_alone(folder: Path):
         verify(folder, data, full=True)
 
 
-def test_where_data_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_folder_of_a_track(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     smoke = track.load("smoke-cpu")
     monkeypatch.delenv("SPEEDRUN_DATA", raising=False)
     assert inventory.data_folder(smoke, None) == Path("data/smoke")
@@ -321,10 +323,10 @@ def test_where_data_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert inventory.data_folder(smoke, Path("here")) == Path("here")
 
 
-# --- all folders at a glance ------------------------------------------------------------------------------
+# --- overview ---------------------------------------------------------------------------------------------
 
 
-def test_what_is_there_of_a_track(tmp_path: Path):
+def test_the_overview_of_a_track(tmp_path: Path):
     smoke = track.load("smoke-cpu")
     holding = overview.holding(smoke, tmp_path)
     assert (holding.shards, holding.expected, holding.tokens, holding.complete) == (0, 4, 0, False)
@@ -347,7 +349,7 @@ def test_what_is_there_of_a_track(tmp_path: Path):
     assert "empty" in str(holding.problem)
 
 
-def test_the_list_of_all_tracks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_overview_of_all_tracks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SPEEDRUN_DATA", str(tmp_path))
     told = CliRunner().invoke(cli.command, ["data", "list", "--json"])
     assert [one["track"] for one in msgspec.json.decode(told.stdout)["tracks"]] == [
@@ -361,7 +363,7 @@ def test_the_list_of_all_tracks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     )
 
 
-def test_full_verification_says_how_far_it_is(folder: Path):
+def test_full_verification_reports_progress(folder: Path):
     told: list[tuple[int, int]] = []
     verify(folder, DATA, full=True, report=lambda done, total: told.append((done, total)))
     size = (folder / VAL).stat().st_size

@@ -1,4 +1,4 @@
-"""The order of tokens, against an oracle that is slow and obvious; where a run goes on; reading ahead."""
+"""The order of tokens against a slow and simple oracle; resuming; reading ahead."""
 
 import hashlib
 import os
@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make(folder: Path, *lengths: int) -> list[Shard]:
-    """Shards whose tokens say where they stand: 0, 1, 2, ... all through."""
+    """Shards whose tokens are their positions: 0, 1, 2, ..."""
     starts = np.cumsum([0, *lengths])
     return [
         write_shard(folder / f"s{i}.bin", np.arange(start, start + length))
@@ -46,7 +46,7 @@ def make(folder: Path, *lengths: int) -> list[Shard]:
 
 
 def oracle(shards: list[Shard], num_tokens: int) -> Iterator[tuple[list[int], str, int]]:
-    """What record 21 reads, one Python list a shard: tokens and one more, name of the shard, start."""
+    """What record 21 reads, from one list per shard: tokens and the next one, name of the shard, start."""
     for shard in shards:
         tokens = shard.read(0, shard.num_tokens).tolist()
         position = 0
@@ -69,7 +69,7 @@ def test_the_stream_is_the_oracle(folder: Path, lengths: list[int], num_tokens: 
         read += [Span(name, want_length(shards, name), start + i, start + i + 1) for i in range(num_tokens)]
     with pytest.raises(DataError, match=rf"next batch needs {num_tokens + 2} in one shard"):
         stream.take(num_tokens)
-    # The ranges are the same tokens, without one too many, and no two of them touch.
+    # The ranges hold exactly these tokens, and no two are adjacent.
     one_by_one = [
         Span(r.name, r.shard_tokens, i, i + 1) for r in stream.ranges for i in range(r.start, r.stop)
     ]
@@ -99,7 +99,7 @@ def test_a_cursor_is_the_whole_state(folder: Path, lengths: list[int], num_token
 
 @given(LENGTHS, st.integers(1, 12), st.integers(1, 3))
 @settings(max_examples=60, deadline=None)
-def test_a_run_that_would_starve_is_refused(
+def test_a_run_with_too_few_tokens_is_refused(
     folder: Path, lengths: list[int], num_tokens: int, num_epochs: int
 ):
     shards = make(folder, *lengths)
@@ -112,7 +112,7 @@ def test_a_run_that_would_starve_is_refused(
 @given(LENGTHS, st.integers(1, 3), st.integers(1, 3))
 @settings(max_examples=30, deadline=None)
 def test_a_run_may_stop_before_any_step(folder: Path, lengths: list[int], num_sequences: int, seq_len: int):
-    """Across the ends of shards and of an epoch: what is left is the same tokens, ranges and errors."""
+    """Across ends of shards and epochs, the rest has the same tokens, ranges and errors."""
     shards = make(folder, *lengths)
     batches, cursors, tails = [], [], []
     stream = TokenStream(shards, num_epochs=2)
@@ -157,7 +157,7 @@ def test_processes_share_a_batch(
             part.batch(num_sequences, seq_len)
 
 
-def test_a_process_reads_its_rows_and_no_others(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_process_reads_only_its_rows(folder: Path, monkeypatch: pytest.MonkeyPatch):
     (shard,) = make(folder, 100)
     reads: list[tuple[int, int]] = []
     real = Shard.read
@@ -170,15 +170,15 @@ def test_a_process_reads_its_rows_and_no_others(folder: Path, monkeypatch: pytes
     assert stream.cursor == Cursor(0, 24)
 
 
-def test_a_shard_is_left_as_the_record_leaves_it(folder: Path):
-    # 11 tokens would hold two batches of 5 and the last target; the record wants one more.
+def test_the_rest_of_a_shard_is_dropped_as_in_record_21(folder: Path):
+    # 11 tokens hold two batches of 5 and the last target; the record needs one more.
     stream = TokenStream(make(folder, 11, 12))
     assert [stream.take(5)[0] for _ in range(3)] == [0, 11, 16]
     assert stream.cursor == Cursor(1, 10)
     assert stream.ranges == (Span("s0.bin", 11, 0, 5), Span("s1.bin", 12, 0, 10))
 
 
-def test_full_shards_give_the_batches_that_the_record_counts():
+def test_full_shards_have_as_many_batches_as_in_record_21():
     # 254 steps of 393,216 tokens a shard of 100 million; 7 shards for 1,770 steps.
     tokens = np.lib.stride_tricks.as_strided(np.zeros(1, np.uint16), (10**8,), (0,))
 
@@ -192,7 +192,7 @@ def test_full_shards_give_the_batches_that_the_record_counts():
     assert stream.cursor == Cursor(6, (1770 - 6 * 254) * 393_216)
 
 
-def test_rows_follow_each_other_and_so_do_their_targets(folder: Path):
+def test_rows_and_targets_are_consecutive(folder: Path):
     tokens_BT, targets_BT = TokenStream(make(folder, 20)).batch(2, 3)
     assert tokens_BT.tolist() == [[0, 1, 2], [3, 4, 5]]
     assert targets_BT.tolist() == [[1, 2, 3], [4, 5, 6]]
@@ -215,7 +215,7 @@ def test_validation_reads_each_target_once(folder: Path):
     assert validation_sha256(shard, 11) == hashlib.sha256(ids[:-2]).hexdigest()
 
 
-def test_validation_refuses_what_it_cannot_do_before_it_begins(folder: Path):
+def test_impossible_validation_is_refused_early(folder: Path):
     (shard,) = make(folder, 12)
     with pytest.raises(UsageError, match="must divide 11"):
         validation_batches(shard, 11, 2, 3)
@@ -229,7 +229,7 @@ def test_validation_refuses_what_it_cannot_do_before_it_begins(folder: Path):
 
 
 class Watched(TokenStream):
-    """Counts the reads; each one waits for leave."""
+    """Counts the reads; each one waits for permission."""
 
     def __init__(self, shards: list[Shard]) -> None:
         super().__init__(shards)
@@ -266,10 +266,10 @@ def test_shapes_may_change_and_end(folder: Path):
             assert (want.tokens_BT == got.tokens_BT).all()
             assert (ahead.cursor, ahead.ranges) == (plain.cursor, plain.ranges)
         ahead.drain()
-        assert (stream.reads, stream.cursor) == (4, plain.cursor), "nothing behind the last one"
+        assert (stream.reads, stream.cursor) == (4, plain.cursor), "nothing after the last one"
 
 
-def test_one_ahead_and_none_while_the_clock_stands_still(folder: Path):
+def test_one_batch_ahead_and_none_while_the_clock_is_paused(folder: Path):
     stream = Watched(make(folder, 30))
     with Prefetch(stream, repeat((2, 3))) as ahead:
         assert stream.reads == 0, "the clock has not started"
@@ -284,7 +284,7 @@ def test_one_ahead_and_none_while_the_clock_stands_still(folder: Path):
         assert stream.reads == 3
 
 
-def test_draining_waits_for_the_read_under_way(folder: Path):
+def test_draining_waits_for_the_current_read(folder: Path):
     stream = Watched(make(folder, 30))
     with Prefetch(stream, repeat((2, 3))) as ahead:
         next(ahead)
@@ -300,7 +300,7 @@ def test_draining_waits_for_the_read_under_way(folder: Path):
         timer.join()
 
 
-def test_an_error_comes_with_the_batch_it_belongs_to(folder: Path):
+def test_an_error_is_raised_with_its_batch(folder: Path):
     with Prefetch(TokenStream(make(folder, 14)), repeat((2, 3))) as ahead:
         next(ahead)
         next(ahead)  # the last one; the thread has already found no third
@@ -322,11 +322,11 @@ def test_a_shard_that_shrinks_during_a_run_ends_it(folder: Path):
             next(ahead)
 
 
-# --- the bench --------------------------------------------------------------------------------------------
+# --- benchmark --------------------------------------------------------------------------------------------
 
 
-def test_the_pace_of_a_loader_whose_speed_is_known(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    """Reads of 20 ms beside steps of 10: half of the time is spent waiting."""
+def test_the_benchmark_of_a_loader_with_known_speed(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """Reads of 20 ms with steps of 10 ms: half of the time is spent waiting."""
     monkeypatch.setattr(pace, "_LOOPS_S", 0.1)
     real = Shard.read
 
@@ -343,7 +343,7 @@ def test_the_pace_of_a_loader_whose_speed_is_known(folder: Path, monkeypatch: py
     assert measured.times_h100 == measured.tokens_per_s / 4e6
 
 
-def test_the_benchs_own_shards_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_benchmark_removes_its_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(pace, "_SYNTHETIC_TOKENS", 5000)
     monkeypatch.setattr(pace, "_LOOPS_S", 0.01)

@@ -1,4 +1,4 @@
-"""The synthetic stream against its definition, written out slowly."""
+"""The synthetic stream against a slow and simple definition."""
 
 import dataclasses
 import math
@@ -50,19 +50,19 @@ def entropy_rate_nats(source: Source) -> float:
     p_V = synthetic.zipf_weights_V(source) / ONE
     words = entropy_nats(p_V)
     p_CV = np.zeros(row_entropy_CV.shape)
-    p_CV[0] = p_V  # before the first word stands an opener, which counts as class 0
+    p_CV[0] = p_V  # the opener before the first word has class 0
     for _ in range(source.line_words - 1):
         words += np.sum(p_CV * row_entropy_CV)
         p_VV = np.einsum("cv,cvw->vw", p_CV, rows)
         p_CV = np.stack([p_VV[c :: source.num_classes].sum(axis=0) for c in range(source.num_classes)])
     end, repeat = source.end / ONE, source.repeat / ONE
-    # A document's first line is never a repeat: lines open with DOCUMENT, REPEAT or NEW.
+    # The first line of a document is never a repeat.
     opener = entropy_nats(np.array([end, (1 - end) * repeat, (1 - end) * (1 - repeat)]))
     return float((opener + (1 - (1 - end) * repeat) * words) / source.line_tokens)
 
 
 def code_length_nats(source: Source, tokens: np.ndarray) -> float:
-    """Mean -ln p of the tokens under the true conditional distribution: what an ideal model would score."""
+    """Mean -ln p of the tokens under the true conditional distribution: the loss of an ideal model."""
     lines = tokens.reshape(-1, source.line_tokens).astype(np.int64)
     end, repeat = source.end / ONE, source.repeat / ONE
     rows = rows_CVV(source)
@@ -77,7 +77,7 @@ def code_length_nats(source: Source, tokens: np.ndarray) -> float:
 
 
 def true_log_probabilities(source: Source, tokens: np.ndarray) -> list[float]:
-    """ln p of each token given all before it, by walking the stream with plain Python numbers."""
+    """ln p of each token given all earlier ones, in a plain Python loop."""
     zipf = [w / ONE for w in synthetic.zipf_weights_V(source).tolist()]
     slots = [w / ONE for w in synthetic.slot_weights_S(source).tolist()]
     followers = synthetic.successors_CVS(source).tolist()
@@ -110,18 +110,18 @@ def test_the_smoke_track_has_an_entropy_rate_of_three_nats():
 
 
 @pytest.mark.parametrize("source", [SOURCE, SMALL], ids=["smoke", "small"])
-def test_the_computed_entropy_is_what_a_long_sample_costs(source: Source):
+def test_the_computed_entropy_equals_the_loss_on_a_long_sample(source: Source):
     tokens = synthetic.generate(source, 7, 400_000)
     cost = code_length_nats(source, tokens)
-    # Six million tokens of independent lines: the sample mean is good to a few thousandths.
+    # With six million tokens of independent lines, the sample mean is accurate to a few thousandths.
     assert cost == pytest.approx(entropy_rate_nats(source), abs=0.006)
 
 
 @pytest.mark.parametrize("source", [SOURCE, SMALL], ids=["smoke", "small"])
-def test_every_token_has_the_probability_that_the_definition_gives_it(source: Source):
+def test_the_code_length_equals_the_slow_definition(source: Source):
     tokens = synthetic.generate(source, 3, 2_000)
     slow = -np.mean(true_log_probabilities(source, tokens))
-    # A log of zero would have raised: no token is impossible.
+    # The log of an impossible token would be an error.
     assert code_length_nats(source, tokens) == pytest.approx(slow, rel=1e-9)
 
 
@@ -148,14 +148,14 @@ def test_repeated_lines_repeat_inside_their_document():
     assert (lines[repeats, 1:] == lines[repeats - 1, 1:]).all()
 
 
-def test_a_longer_stream_begins_with_the_shorter_one_and_streams_differ():
+def test_a_stream_has_a_fixed_start_and_differs_from_others():
     long, short = (synthetic.generate(SOURCE, 1, n) for n in (500, 100))
     assert (long[: short.size] == short).all()
     assert (long != synthetic.generate(SOURCE, 2, 500)).any()
 
 
 def slow_mix(*keys: int) -> int:
-    """The hash in Python's own integers."""
+    """The hash with Python integers."""
     h, mask = 0, (1 << 64) - 1
     for key in keys:
         h = ((h ^ key) + 0x9E3779B97F4A7C15) & mask
@@ -167,7 +167,7 @@ def slow_mix(*keys: int) -> int:
 
 def test_the_hash_is_exact_integer_arithmetic():
     assert synthetic.mix(1, np.arange(200), 2).tolist() == [slow_mix(1, i, 2) for i in range(200)]
-    # The shards of the track, and so all records on it, hang on these numbers.
+    # All records on the track depend on these numbers.
     assert synthetic.mix(1, np.arange(3), 2).tolist() == [485722705, 1150506727, 3912282003]
 
 
@@ -183,8 +183,8 @@ def test_other_bytes_than_the_tracks_are_refused(tmp_path):
         synthetic.write(msgspec.structs.replace(SMOKE, data=data), tmp_path)
 
 
-def test_shards_that_are_right_are_left_alone(tmp_path):
-    """Another program may be reading them; one that is wrong is made again."""
+def test_correct_shards_are_not_written_again(tmp_path):
+    """Another program may be reading them. A wrong one is written again."""
     synthetic.write(SMOKE, tmp_path)
     before = {path.name: path.stat().st_ino for path in tmp_path.glob("*.bin")}
     wrong = min(tmp_path.glob("*.bin"))

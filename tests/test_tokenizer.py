@@ -1,4 +1,4 @@
-"""Tokenizers: each against its own library or against bytes; odd documents; a file that changed."""
+"""Tokenizers against their own libraries and against bytes; unusual documents; files that change."""
 
 import json
 import os
@@ -24,13 +24,13 @@ TEXTS = ["The cat sat on the mat. ", "don't ", "naïve café ", "a a a a\n\n", "
 TEXTS += [
     "Pack my box with five dozen liquor jugs, while the quick brown fox jumps over lazy dogs again. "
 ] * 9
-#: White space, letters and marks in such numbers that words of all kinds meet.
+#: White space, letters and punctuation, so that all kinds of words occur.
 ANY_TEXT = st.text(st.characters(codec="utf-8") | st.sampled_from(" \n\t'sredlm1a.\u00a0é"), max_size=40)
 
 
 @pytest.fixture(scope="module")
 def reference():
-    """tiktoken's own `encode_ordinary`."""
+    """An encoding of tiktoken itself."""
     import tiktoken
     from tiktoken.load import load_tiktoken_bpe
     from tiktoken_ext.openai_public import r50k_pat_str
@@ -60,7 +60,7 @@ def test_gpt2_is_tiktokens_encode_ordinary(engine, reference, texts: list[str]):
     ["", END_OF_TEXT, f"a{END_OF_TEXT}{END_OF_TEXT} b", "\0", "\ufffd\ufffd", " ", "\n" * 3, "<|endoftext"],
     ids=repr,
 )
-def test_odd_documents(engine, reference, text: str):
+def test_unusual_documents(engine, reference, text: str):
     (ids,) = engine.encode([text])
     assert ids.tolist() == reference.encode_ordinary(text)
     assert 50256 not in ids
@@ -79,11 +79,11 @@ def test_odd_documents(engine, reference, text: str):
     ],
     ids=lambda text: repr(text[:9]),
 )
-def test_long_documents_are_cut_where_it_does_not_matter(engine, reference, text: str):
+def test_splitting_long_documents_keeps_their_ids(engine, reference, text: str):
     assert engine.encode([text])[0].tolist() == reference.encode_ordinary(text)
 
 
-def test_where_a_long_document_is_cut():
+def test_where_a_long_document_is_split():
     text = "word, " * 50_000 + "x" * 100_000
     cut = list(gpt2.parts(text))
     assert "".join(cut) == text
@@ -95,8 +95,8 @@ def test_where_a_long_document_is_cut():
 
 
 @needs_ranks
-def test_what_tiktoken_itself_gives_up_on(engine, reference):
-    """A million blanks before a word: its matcher runs out of room; both engines here agree on the ids."""
+def test_a_document_on_which_tiktoken_fails(engine, reference):
+    """Its matcher overflows on a million blanks before a word; both engines here agree on the ids."""
     text = "a" + " " * 1_000_000 + "b"
     with pytest.raises(ValueError, match="Max stack size"):
         reference.encode_to_numpy(text, disallowed_special=())
@@ -107,19 +107,19 @@ def test_what_tiktoken_itself_gives_up_on(engine, reference):
 
 @pytest.mark.slow
 @needs_ranks
-def test_one_word_of_fifty_megabytes_takes_time_in_proportion(engine):
+def test_the_time_for_one_word_of_fifty_megabytes_is_not_quadratic(engine):
     def seconds(length: int) -> float:
         watch = Stopwatch()
         (ids,) = engine.encode(["a" * length])
         assert len(ids) == length // 4
         return watch.seconds
 
-    # n log n, and caches that overflow: not quadratic, which would be a factor of 100.
+    # n log n and cache misses; quadratic would be a factor of 100.
     assert seconds(50_000_000) < 40 * seconds(5_000_000)
 
 
 @needs_ranks
-def test_ids_know_their_bytes(engine):
+def test_bytes_of_ids(engine):
     texts = ["naïve 👩‍👩‍👧‍👦 text", "", "\0\n", "plain"]
     id_bytes_V = engine.id_bytes_V()
     assert [int(id_bytes_V[ids].sum()) for ids in engine.encode(texts)] == [len(t.encode()) for t in texts]
@@ -162,12 +162,12 @@ def test_a_changed_rank_file_is_refused_before_anything_is_written(tmp_path: Pat
 
 
 def cached_name() -> str:
-    """The name under which tiktoken keeps the file."""
+    """The name of the file in tiktoken's cache."""
     return "0ea1e91bbb3a60f729a8dc8f777fd2fc07cd8df4"
 
 
 @needs_ranks
-def test_ranks_are_read_where_tiktoken_keeps_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_ranks_are_read_from_tiktokens_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     (tmp_path / cached_name()).write_bytes(RANKS.read_bytes())
     assert tokenizer.choose("gpt2").path == tmp_path / cached_name()
@@ -180,7 +180,7 @@ def test_without_a_network_and_without_ranks(tmp_path: Path, monkeypatch: pytest
         tokenizer.choose("gpt2")
 
 
-def test_names_that_mean_nothing(tmp_path: Path):
+def test_unknown_names_and_files(tmp_path: Path):
     with pytest.raises(UsageError, match="unknown tokenizer 'gtp2'; did you mean 'gpt2'"):
         tokenizer.choose("gtp2")
     with pytest.raises(DataError, match="No such file"):
@@ -191,7 +191,7 @@ def test_names_that_mean_nothing(tmp_path: Path):
             tokenizer.load(tokenizer.choose(str(tmp_path / "x.json")))
 
 
-# --- a BPE of one's own -----------------------------------------------------------------------------------
+# --- training ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +202,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_same_texts_give_the_same_file(trained: Path, tmp_path: Path):
-    """Also with another number of threads, and another hash seed of Python."""
+    """With any number of threads and any hash seed of Python."""
     script = (
         "import sys; from pathlib import Path; from speedrun.data import tokenizer; from test_tokenizer import TEXTS\n"
         "tokenizer.train_bpe(iter(TEXTS), 300, Path(sys.argv[1]))"
@@ -215,14 +215,14 @@ def test_the_same_texts_give_the_same_file(trained: Path, tmp_path: Path):
         assert path.read_bytes() == trained.read_bytes()
 
 
-def test_a_trained_tokenizer_needs_a_name_that_is_found_again(tmp_path: Path):
+def test_a_trained_tokenizer_is_a_json_file(tmp_path: Path):
     with pytest.raises(UsageError, match=r"need \.json; rename it"):
         tokenizer.train_bpe(iter(TEXTS), 300, tmp_path / "mine")
 
 
 @settings(deadline=None, max_examples=100)
 @given(text=ANY_TEXT)
-def test_every_text_comes_back_from_a_trained_tokenizer(trained: Path, text: str):
+def test_a_trained_tokenizer_decodes_to_the_text(trained: Path, text: str):
     import tokenizers
 
     loaded = tokenizer.load(tokenizer.choose(str(trained)))
@@ -258,7 +258,7 @@ def test_a_file_without_that_document_token(trained: Path):
         tokenizer.load(tokenizer.choose(str(trained), document_text="<s>"))
 
 
-def test_a_file_that_changes_meanwhile(trained: Path, tmp_path: Path):
+def test_a_file_that_changes_before_it_is_loaded(trained: Path, tmp_path: Path):
     path = tmp_path / "mine.json"
     path.write_bytes(trained.read_bytes())
     choice = tokenizer.choose(str(path))
@@ -267,7 +267,7 @@ def test_a_file_that_changes_meanwhile(trained: Path, tmp_path: Path):
         tokenizer.load(choice)
 
 
-def test_joined_documents_are_opened_by_their_token():
+def test_a_document_token_precedes_each_document():
     texts = [np.array([1, 2]), np.array([], np.uint8), np.array([3], np.uint32)]
     ids, starts = tokenizer.joined(texts, 9)
     assert (ids.dtype, ids.tolist(), starts.tolist()) == (np.uint16, [9, 1, 2, 9, 9, 3], [0, 3, 4])

@@ -11,9 +11,10 @@ import re
 import shutil
 import threading
 from collections.abc import Iterable
+from functools import partial
 from multiprocessing.pool import IMapIterator, ThreadPool
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -32,6 +33,9 @@ from speedrun.ground.errors import DataError, UsageError
 from speedrun.ground.lock import alone_in
 from speedrun.ground.track import Data, Hub, Track
 from speedrun.ground.wholefile import give_name
+
+if TYPE_CHECKING:
+    from huggingface_hub.hf_api import DatasetInfo
 
 STAGING = ".partial"  #: the hidden folder; removed when all shards are there
 
@@ -99,11 +103,10 @@ def fetch(folder: Path, data: Data, source: Hub, progress: Progress) -> Manifest
         revision = _revision(folder, source, manifest)
         if manifest is None or not _is_complete(folder, data, source, manifest):
             try:
-                remote = hub.listing(source.repo, revision)
-                fresh = Manifest(
-                    source.repo, {"revision": remote.commit}, data.vocab_size, data.document_token, {}
-                )
-                download = _Download(folder, data, remote, manifest or fresh)
+                info = hub.dataset_info(source.repo, revision, files_metadata=True)
+                settings: dict[str, str | int | float] = {"revision": info.sha or ""}
+                fresh = Manifest(source.repo, settings, data.vocab_size, data.document_token, {})
+                download = _Download(folder, data, info, manifest or fresh)
                 manifest = download.run(download.missing(source.train_shards), progress)
             except hub.HubError as error:
                 raise DataError(
@@ -150,12 +153,14 @@ def _split(names: Iterable[str], data: Data) -> tuple[list[str], list[str]]:
 
 
 class _Download:
-    """Shards on their way from one commit into one folder."""
+    """Shards on their way from one commit of a repository into one folder."""
 
-    def __init__(self, folder: Path, data: Data, remote: hub.Listing, manifest: Manifest) -> None:
+    def __init__(self, folder: Path, data: Data, info: "DatasetInfo", manifest: Manifest) -> None:
         self._folder, self._staging = folder, folder / STAGING
-        self._data, self._remote, self._manifest = data, remote, manifest
-        self._received = dict.fromkeys(remote.files, 0)  # bytes; each entry belongs to one thread
+        self._data, self._manifest = data, manifest
+        self._repo, self._commit = manifest.source, info.sha or ""
+        self._remote = {file.rfilename: file for file in info.siblings or ()}
+        self._received = dict.fromkeys(self._remote, 0)  # bytes; each entry belongs to one thread
         self._stopped = threading.Event()
 
     def missing(self, num_train: int) -> list[str]:
@@ -163,22 +168,21 @@ class _Download:
 
         Includes all shards before the last one known: a gap would change the order of tokens.
         """
-        (train, val), present = _split(self._remote.files, self._data), _present(self._folder, self._data)
-        repo, named = self._remote.repo, self._manifest.shards
+        (train, val), present = _split(self._remote, self._data), _present(self._folder, self._data)
         if not val or len(train) < num_train:
-            has = f"at {self._remote.commit} it has {len(train)} and {len(val)}"
-            raise DataError(f"{repo}: {has}; need {num_train} and 1; ask for fewer --shards")
-        if foreign := present - set(self._remote.files):
+            has = f"at {self._commit} it has {len(train)} and {len(val)}"
+            raise DataError(f"{self._repo}: {has}; need {num_train} and 1; ask for fewer --shards")
+        if foreign := present - set(self._remote):
             path = self._folder / min(foreign)
-            raise DataError(f"{path}: not a shard of {repo}; need no others; remove it")
-        known = present | set(named)
+            raise DataError(f"{path}: not a shard of {self._repo}; need no others; remove it")
+        known = present | set(self._manifest.shards)
         last = max(known & set(train), default="")
         wanted = [name for name in val if name in known or name == val[0]]
         wanted += [name for name in train if name in train[:num_train] or name <= last]
-        return [name for name in wanted if name not in present or name not in named]
+        return [name for name in wanted if name not in present or name not in self._manifest.shards]
 
     def run(self, names: list[str], progress: Progress) -> Manifest:
-        """Transfer shards in the background and name them in order.
+        """Transfer shards in the background, and name them in order.
 
         Raises:
             HubError: if a transfer fails.
@@ -189,48 +193,42 @@ class _Download:
         self._require_space(names, progress)
         total = self._size_bytes(names)
         with ThreadPool(_NUM_TRANSFERS) as pool:  # of daemon threads, which do not delay Ctrl-C
+            transfers = pool.imap(self._obtain, names)
             try:
-                transfers = pool.imap(self._obtain, names)
                 for name in names:
-                    self._finish(name, self._next(transfers, total, progress), progress)
+                    while (entry := _next(transfers)) is None:
+                        progress.update(sum(self._received.values()), total)
+                    self._finish(name, entry)
+                    shown = f"{entry.tokens:,} tokens  {entry.documents:,} documents"
+                    progress.say(f"{self._folder / name}  {shown}")
             finally:
                 self._stopped.set()
         progress.update(total, total)
         return self._manifest
 
     def _size_bytes(self, names: Iterable[str]) -> int:
-        return sum(self._remote.files[name].size or 0 for name in names)
+        return sum(self._remote[name].size or 0 for name in names)
 
     def _require_space(self, names: list[str], progress: Progress) -> None:
         folders = (self._folder, self._staging)
         new = [name for name in names if not any((folder / name).exists() for folder in folders)]
         free_bytes, need_bytes = shutil.disk_usage(self._folder).free, self._size_bytes(new)
-        place = f"{self._remote.repo}@{self._remote.commit}"
-        progress.say(f"{place}: {len(new)} shards to download, {need_bytes / 1e9:.2f} GB")
+        need = f"{need_bytes / 1e9:.2f} GB"
+        progress.say(f"{self._repo}@{self._commit}: {len(new)} shards to download, {need}")
         if free_bytes < need_bytes:
             raise DataError(
-                f"{self._folder}: {free_bytes / 1e9:.2f} GB free on its disk; need {need_bytes / 1e9:.2f} GB; "
+                f"{self._folder}: {free_bytes / 1e9:.2f} GB free on its disk; need {need}; "
                 "free some, ask for fewer --shards, or choose another folder with --out"
             )
 
-    def _next(self, transfers: "IMapIterator[ShardEntry]", total: int, progress: Progress) -> ShardEntry:
-        """Wait for the next shard in order, and show the progress of all."""
-        while True:
-            try:
-                return transfers.next(timeout=_UPDATE_S)
-            except multiprocessing.TimeoutError:
-                progress.update(sum(self._received.values()), total)
-
-    def _finish(self, name: str, entry: ShardEntry, progress: Progress) -> None:
+    def _finish(self, name: str, entry: ShardEntry) -> None:
         """Name a shard in the manifest, then in the folder: a kill between the two leaves no unknown file."""
         self._received[name] = self._size_bytes([name])
         shards = dict(sorted({**self._manifest.shards, name: entry}.items()))
         self._manifest = msgspec.structs.replace(self._manifest, shards=shards)
         write_manifest(self._folder, self._manifest)
-        path = self._folder / name
-        if not path.exists():
-            give_name(self._staging / name, path)
-        progress.say(f"{path}  {entry.tokens:,} tokens  {entry.documents:,} documents")
+        if not (self._folder / name).exists():
+            give_name(self._staging / name, self._folder / name)
 
     # --- on a thread of the pool --------------------------------------------------------------------------
 
@@ -248,7 +246,7 @@ class _Download:
 
     def _transfer(self, name: str) -> ShardEntry:
         self._received[name] = 0
-        hub.download(self._remote, name, self._staging, lambda num_bytes: self._count(name, num_bytes))
+        hub.download(self._repo, self._commit, name, self._staging, partial(self._count, name))
         try:
             return self._checked(self._staging / name, "deleted; try again later")
         except DataError:
@@ -258,12 +256,14 @@ class _Download:
     def _count(self, name: str, num_bytes: int) -> None:
         if self._stopped.is_set():
             raise hub.HubError("stopped")
+        if num_bytes < 0:  # the client would start over without end
+            raise hub.HubError("a broken transfer cannot be resumed")
         self._received[name] += num_bytes
 
     def _checked(self, path: Path, advice: str) -> ShardEntry:
         """Compare a shard with all digests that are known, and check every id."""
         name, shard, got = path.name, open_shard(path, vocab_size=self._data.vocab_size), sha256(path)
-        lfs, known = self._remote.files[name].lfs, self._manifest.shards.get(name)
+        lfs, known = self._remote[name].lfs, self._manifest.shards.get(name)
         digests = {
             "the hub": lfs and lfs.sha256,
             MANIFEST: known and known.sha256,
@@ -273,3 +273,11 @@ class _Download:
             if need not in (got, None):
                 raise DataError(f"{path}: sha256 is {got}; {authority} says {need}; {advice}")
         return ShardEntry(shard.num_tokens, count_documents(shard, self._data.document_token), got)
+
+
+def _next(transfers: "IMapIterator[ShardEntry]") -> ShardEntry | None:
+    """Return the next finished shard; None if it takes long."""
+    try:
+        return transfers.next(timeout=_UPDATE_S)
+    except multiprocessing.TimeoutError:
+        return None

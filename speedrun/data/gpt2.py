@@ -31,7 +31,7 @@ RANKS_URL = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tikt
 RANKS_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
 #: GPT-2's words, which are encoded independently of each other. Source: the same.
 _WORDS = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
-_FETCH_TIMEOUT_S = 10
+_TIMEOUT_S = 10
 
 
 def check_ranks(path: Path, raw: bytes) -> None:
@@ -58,7 +58,7 @@ def cached_ranks() -> Path:
     # tiktoken's name; the digest protects nothing.
     path = path / hashlib.sha1(RANKS_URL.encode(), usedforsecurity=False).hexdigest()
     if not path.exists():
-        raw = _fetch(RANKS_URL)
+        raw = _download(RANKS_URL)
         check_ranks(path, raw)
         with refusals_told(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,11 +66,11 @@ def cached_ranks() -> Path:
     return path
 
 
-def _fetch(url: str) -> bytes:
+def _download(url: str) -> bytes:
     import requests
 
     try:
-        response = requests.get(url, timeout=_FETCH_TIMEOUT_S)
+        response = requests.get(url, timeout=_TIMEOUT_S)
         response.raise_for_status()
     except requests.RequestException as error:
         raise DataError(

@@ -121,14 +121,13 @@ def make(
         say: shows a line if another program holds the folder.
 
     Raises:
-        UsageError: if the track needs other data, the folder holds other shards, or `tokenizers` is missing.
+        UsageError: if the track needs other data, or the folder holds other shards.
         DataError: if this Python has too little documentation, or the folder cannot be written.
     """
     if track.python_docs is None:
         raise UsageError(
             f"track {track.name!r} is not made of Python's documentation; get its data: {track.data.get}"
         )
-    documents.need("tokenizers")
     with alone_in(folder, say):
         return _make(track, track.python_docs, folder, num_workers)
 
@@ -139,7 +138,6 @@ def ensure(
     """Make the shards as `make` does, if the track has `python_docs` and the folder is not complete."""
     if track.python_docs is None or _is_complete(folder):
         return None
-    documents.need("tokenizers")
     with alone_in(folder, say):
         if _is_complete(folder):  # by the program that held the lock
             return None

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from speedrun.data import documents
-from speedrun.data.documents import TOKEN_COUNT, Block, need, of_batches
+from speedrun.data.documents import TOKEN_COUNT, Block, need, of_batches, valid
 from speedrun.data.inventory import Place
 from speedrun.ground.errors import DataError, UsageError
 
@@ -76,7 +76,7 @@ def _check_names(source: str, found: list[tuple[str, Path]]) -> None:
     """Refuse a file that is named twice, two files with the same name, and names that are not UTF-8."""
     labels, paths = set[str](), set[str]()
     for label, path in found:
-        if not _is_utf8(source + label):
+        if valid(source + label) != source + label:  # Python turns other bytes into surrogates
             raise DataError(f"{str(path)!r}: the name is not UTF-8; the manifest needs it; rename the file")
         if (absolute := os.path.abspath(path)) in paths:
             raise UsageError(f"{source}: {path} is named twice; each file is read once; name it once")
@@ -86,15 +86,6 @@ def _check_names(source: str, found: list[tuple[str, Path]]) -> None:
             )
         labels.add(label)
         paths.add(absolute)
-
-
-def _is_utf8(text: str) -> bool:
-    """Return whether a file name is UTF-8; Python turns other bytes into surrogates."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def suffix_of(path: Path) -> str:

@@ -60,7 +60,6 @@ def choose(name: str, *, engine: str = "auto", document_text: str = END_OF_TEXT)
     if name == "bytes":
         return Choice("bytes", None, "")
     if name.endswith(".json"):
-        need("tokenizers")
         path = Path(name)
         return Choice(path.name, path, _sha256(_read(path)), document_text=document_text)
     if name == "gpt2" or name.endswith(".tiktoken"):
@@ -90,13 +89,13 @@ def load(choice: Choice, *, num_threads: int = 1) -> Tokenizer:
     return Tiktoken(choice.path, num_threads=num_threads)
 
 
-def _engine(asked: str) -> str:
-    if asked not in ENGINES:
-        raise unknown("engine", asked, ENGINES)
-    if asked == "auto":
+def _engine(name: str) -> str:
+    if name not in ENGINES:
+        raise unknown("engine", name, ENGINES)
+    if name == "auto":
         return "gigatoken" if find_spec("gigatoken") else "tiktoken"
-    need(asked)
-    return asked
+    need(name)
+    return name
 
 
 def _read(path: Path) -> bytes:
@@ -217,7 +216,6 @@ def train_bpe(texts: Iterator[str], vocab_size: int, out: Path, *, document_text
         UsageError: if `vocab_size` leaves no merge or does not fit into uint16, or `out` is not a .json file.
         StorageError: if the file cannot be written.
     """
-    need("tokenizers")
     from tokenizers import Tokenizer as Model
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
