@@ -1,15 +1,14 @@
-"""FineWeb's text to shards, by yourself: `speedrun data prep` under the name where one looks for it.
+"""Shards from FineWeb's text: the command `speedrun data prep`.
 
     python data/fineweb_prep.py                                       FineWeb's sample of 10 billion tokens
-    python data/fineweb_prep.py --source DIR --out data/fineweb10B    the same from parquet or jsonl that is here
+    python data/fineweb_prep.py --source DIR --out data/fineweb10B    the same from local parquet or jsonl
 
-The work is done by `speedrun/data/prep.py`; docs/data.md tells of it; --help lists the options.
+`speedrun/data/prep.py` does the work. See docs/data.md, or --help for the options.
 """
 
 import sys
 
 from speedrun.cli import command
 
-# The workers import this file, too.
 if __name__ == "__main__":
     command(["data", "prep", *sys.argv[1:]], prog_name="speedrun")

@@ -1,7 +1,4 @@
-"""A speedrun harness for FineWeb in JAX, and the recipes that run on it.
-
-`speedrun.library` is loaded lazily, by its name, so that no `source.txt` includes it.
-"""
+"""A speedrun harness for FineWeb in JAX. `speedrun.library` is imported on first use: no `source.txt` holds it."""
 
 import importlib
 
@@ -13,3 +10,7 @@ def __getattr__(name: str) -> object:
     if name not in _NAMES:
         raise AttributeError(f"module 'speedrun' has no attribute {name!r}; it exports {', '.join(_NAMES)}")
     return getattr(importlib.import_module("speedrun.library"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_NAMES]

@@ -10,6 +10,7 @@ record.plot()
 
 import subprocess
 import sys
+from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from speedrun.board import record_plot
+from speedrun.data import generated
+from speedrun.ground.console import Printer
 from speedrun.ground.errors import SpeedrunError, UsageError, unknown
+from speedrun.ground.plugins import resolve
 from speedrun.ground.track import load as load_track
 from speedrun.ledger import record as records
 from speedrun.ledger.assemble import assemble
@@ -27,6 +31,9 @@ from speedrun.ledger.validate import Report, validate
 
 if TYPE_CHECKING:
     from speedrun.science.recipe import Recipe
+
+#: JAX reserves three quarters of a GPU's memory for the first process that uses it.
+_HELD = "; JAX in this process may hold the memory: restart it, and call sr.run before anything else that uses JAX"
 
 
 class Record:
@@ -74,14 +81,17 @@ class Record:
 
 
 def load(name: str) -> "Recipe":
-    """A recipe of this package by its name.
+    """Return a recipe of this package by its name, or one of your own by the path of its file.
+
+    Args:
+        name: also the name of an installed package's entry point; a file is read anew each time.
 
     Raises:
         UsageError: if there is none.
     """
     from speedrun.science import recipes
 
-    return recipes.load(name)
+    return recipes.load(resolve(name))
 
 
 def run(
@@ -108,23 +118,28 @@ def run(
     Raises:
         SpeedrunError: as `speedrun run`; a run that broke off leaves a record that says so.
     """
+    rules = load_track(track)
     name, settings = (
-        (recipe, {}) if recipe is None or isinstance(recipe, str) else (recipe.name, settings_of(recipe))
+        (recipe and resolve(recipe), {})
+        if recipe is None or isinstance(recipe, str)
+        else (recipe.name, settings_of(recipe))
     )
     out = Path(out).absolute()
     if out.exists():
         raise UsageError(f"{out} exists already; need a new folder; remove it or pass another out")
     asked = {"track": track, "out": str(out), "recipe": name, "seed": seed, "overrides": settings}
     asked |= {"data": None if data is None else str(Path(data).absolute()), "num_devices": devices}
+    printer = Printer(StringIO() if quiet else sys.stdout)
+    generated.ensure(rules, None if data is None else Path(data), printer.say)
     try:
-        _train(asked, quiet=quiet)
+        _train(asked, printer)
     finally:
         if list(out.glob("runs/*/run.json")):
-            assemble(out, title=f"{name or load_track(track).recipe} on {track}", declared_runs=1)
+            assemble(out, title=f"{name or rules.recipe} on {track}", declared_runs=1)
     return Record(out)
 
 
-def _train(asked: dict[str, Any], *, quiet: bool) -> None:
+def _train(asked: dict[str, Any], printer: Printer) -> None:
     """Trains in a process of its own: JAX may have other devices here, and a clock counts from a process's start.
 
     Raises:
@@ -137,14 +152,19 @@ def _train(asked: dict[str, Any], *, quiet: bool) -> None:
         with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:
             assert child.stdout is not None
             try:
-                for line in child.stdout:
-                    said = line.strip() or said
-                    if not quiet:
-                        print(line, end="", flush=True)  # noqa: T201 - a notebook shows no other output of a process
+                for line in map(str.rstrip, child.stdout):
+                    if not printer.relay(line):
+                        said = line or said
             except BaseException:
                 child.terminate()
                 raise
     if child.returncode:
+        if (
+            "out of memory" in said
+            and "jax" in sys.modules
+            and load_track(asked["track"]).rules.platform != "cpu"
+        ):
+            said += _HELD
         error = SpeedrunError(said.removeprefix("error: "))
         error.exit_code = child.returncode
         raise error

@@ -31,7 +31,7 @@ from record_forge import (
 from speedrun.ground import runlog
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.batch import seeds_from
-from speedrun.ledger.format import DataRead, Declaration, Look, Recipe, RunFile, ShardRange, config_sha256
+from speedrun.ledger.format import Declaration, Look
 from speedrun.ledger.record import load
 from speedrun.ledger.reproduction import (
     Outcome,
@@ -42,6 +42,7 @@ from speedrun.ledger.reproduction import (
     hardware_points,
     outcome_of,
 )
+from speedrun.ledger.runfile import DataRead, Recipe, RunFile, ShardRange, config_sha256
 
 Build = Callable[[Path], object]
 

@@ -15,11 +15,12 @@ import msgspec
 
 from speedrun.ground import console, provenance, runlog, track
 from speedrun.ground.sourcefile import join_source, split_source
-from speedrun.ledger import format, history, reference
+from speedrun.ledger import history, reference, runfile
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.code import is_science
-from speedrun.ledger.format import DataRead, Declaration, Look, Recipe, RunFile, ShardRange, TrackRef
+from speedrun.ledger.format import Declaration, Look, TrackRef
 from speedrun.ledger.reference import Point
+from speedrun.ledger.runfile import DataRead, Recipe, RunFile, ShardRange
 
 VAL_TOKENS = 1000
 SHARD_TOKENS = 5000
@@ -262,7 +263,7 @@ def _opening(spec: Spec, num_steps: int) -> list[runlog.AnyEvent]:
             num_steps=num_steps,
             source_sha256=spec.source_sha256,
             config=CONFIG,
-            config_sha256=format.config_sha256(CONFIG),
+            config_sha256=runfile.config_sha256(CONFIG),
         ),
         runlog.Preflight(
             "cpu",
@@ -274,7 +275,7 @@ def _opening(spec: Spec, num_steps: int) -> list[runlog.AnyEvent]:
             commit_of(spec.edit_source),
             False,
             LOCK,
-            format.sha256(LOCK_RAW),
+            runfile.sha256(LOCK_RAW),
         ),
         runlog.DataReady("forged", ["t_train_1.bin", "t_train_2.bin"], "t_val_0.bin", VAL_TOKENS, "a" * 64),
         runlog.Plan(
@@ -309,7 +310,7 @@ def run_file(spec: Spec, log: Moments) -> RunFile:
         recipe="tiny",
         recipe_revision=1,
         overrides={"lr": "0.02"},
-        config_sha256=format.config_sha256(CONFIG),
+        config_sha256=runfile.config_sha256(CONFIG),
         source_sha256=spec.source_sha256,
         created_utc=f"2026-10-02T0{begun_h(spec.seed)}:00:00+00:00",
         outcome="finished",
@@ -339,18 +340,18 @@ def chain(log: Moments) -> list[runlog.Line]:
 
 def write_run(root: Path, spec: Spec) -> Path:
     """Writes one run into a record, as one of its batch if there is one; returns its folder."""
-    honest, batch = moments(spec), root / format.BATCH
+    honest, batch = moments(spec), root / runfile.BATCH
     if batch.exists():
         start = honest[0].event
         honest[0] = honest[0]._replace(
-            event=msgspec.structs.replace(start, batch_sha256=format.sha256(batch.read_bytes()))
+            event=msgspec.structs.replace(start, batch_sha256=runfile.sha256(batch.read_bytes()))
         )
     lines = chain(spec.edit_log(list(honest)))
     folder = root / "runs" / spec.run_id
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_bytes(b"".join(line.encode() + b"\n" for line in lines))
     (folder / "log.txt").write_text(console.render(lines))
-    (folder / "run.json").write_bytes(format.encode(spec.edit_run(run_file(spec, honest))))
+    (folder / "run.json").write_bytes(runfile.encode(spec.edit_run(run_file(spec, honest))))
     return folder
 
 
@@ -378,7 +379,7 @@ def declare(root: Path, promise: Declaration, spec: Spec = Spec()) -> Path:
     """A record folder in which nothing has run yet."""
     root.mkdir(exist_ok=True)
     (root / "source.txt").write_text(source_text(spec.edit_source))
-    (root / format.BATCH).write_bytes(format.encode(promise))
+    (root / runfile.BATCH).write_bytes(runfile.encode(promise))
     return root
 
 

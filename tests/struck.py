@@ -30,7 +30,7 @@ from speedrun.cli import child
 from speedrun.data import synthetic
 from speedrun.ground import clock, provenance, track
 from speedrun.ground.sourcefile import join_source, split_source
-from speedrun.ledger import format
+from speedrun.ledger import format, runfile
 from speedrun.ledger.validate import validate
 
 TIMEOUT_S = 120
@@ -324,7 +324,7 @@ class Soak:
                 shutil.copytree(self._place / self._rnd.choice(records), self._place / out)
                 for name in ASSEMBLED[self._rnd.randrange(len(ASSEMBLED)) :]:
                     (self._place / out / name).unlink()
-                is_batch = (self._place / out / format.BATCH).exists()
+                is_batch = (self._place / out / runfile.BATCH).exists()
                 words = ["batch", "--resume", out, *self._data] if is_batch else ["run", "--resume", out]
                 return Round(words, out)
         every = ["--checkpoint-every", "5"] if "checkpoint" in kind else []
@@ -337,7 +337,7 @@ class Soak:
     def _mend(self, kind: str, now: Round, code: int) -> bool:
         """Sets the next command, as in docs/reliability.md; returns whether there was nothing to resume."""
         out = self._place / now.out
-        if kind == "batch" and (out / format.BATCH).exists():
+        if kind == "batch" and (out / runfile.BATCH).exists():
             now.words = ["batch", "--resume", now.out, *self._data]
         if not kind.startswith("run"):
             return False
@@ -367,7 +367,7 @@ class Soak:
             yield f"validate: {failed}"
         if kind not in ("assemble", "describe"):
             runs = [
-                format.decode(path.read_bytes(), format.RunFile) for path in record.glob("runs/*/run.json")
+                format.decode(path.read_bytes(), runfile.RunFile) for path in record.glob("runs/*/run.json")
             ]
             hashes = {run.final_hash for run in runs if run.outcome == "finished"}
             if hashes != self._hashes.setdefault(kind, hashes):

@@ -45,7 +45,7 @@ HEAVY = {"jax", "jaxlib", "optax", "orbax", "matplotlib", "datasets", "huggingfa
 SCIENCE_LINES = 1_200
 #: 4,250 held checkpoints; the watchdog, phases of the wall time, points for faults, several processes and
 #: replicas on many nodes and signals that cannot be dropped came after.
-CLOSURE_LINES = 4_825
+CLOSURE_LINES = 4_500
 #: Kernels are counted by themselves: a record carries all forms its step could have chosen.
 KERNEL_LINES = 1_600
 
@@ -101,11 +101,14 @@ def test_no_module_reaches_itself() -> None:
 
 
 def test_science_imports_no_instrument() -> None:
+    """The register of recipes is one itself: `ledger.code` does not count it as science."""
     allowed = {"speedrun.ground.errors", "speedrun.ground.mesh"}
     wrong = [
         f"{here} imports {there}"
         for here, there in EDGES
-        if room(here) == "science" != room(there) and there not in allowed
+        if room(here) == "science" != room(there)
+        and there not in allowed
+        and here != "speedrun.science.recipes"
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -189,11 +192,11 @@ OTHER_WRITES = {
     ("speedrun.ground.runlog", "path.open"): "the log: one line after the other, and a torn one is cut off",
     ("speedrun.training.watchdog", "stacks.open"): "the process is about to end itself",
     ("speedrun.referee.rerun", "file.write_text"): "a scratch folder",
-    ("speedrun.referee.rerun", "asked.write_bytes"): "a scratch folder",
+    ("speedrun.referee.rerun", "path.write_bytes"): "a scratch folder",
     ("speedrun.referee.rerun", "(folder / name).write_bytes"): "a scratch folder",
     ("speedrun.referee.handover", "(wanted.folder / f'{name}.mlir').write_bytes"): "a scratch folder",
     ("speedrun.referee.handover", "(wanted.folder / 'programs.json').write_bytes"): "a scratch folder",
-    ("speedrun.referee.examiner", "asked.findings.write_bytes"): "a scratch folder",
+    ("speedrun.referee.examiner", "request.findings.write_bytes"): "a scratch folder",
     ("speedrun.cli.child", "promise.open"): "a lock on what is there: nothing is written",
     ("speedrun.training.meet", "open"): "/dev/null",
     ("speedrun.ground.output", "os.open"): "/dev/null",

@@ -18,7 +18,7 @@ from speedrun.board.record_plot import plot
 from speedrun.ground import mesh, runlog
 from speedrun.ground.errors import CheckpointError, Terminated, UsageError
 from speedrun.ground.lock import alone_with
-from speedrun.ledger import format
+from speedrun.ledger import format, runfile
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.salvage import salvage
 from speedrun.ledger.validate import validate
@@ -53,12 +53,12 @@ def steps(out: Path, run_id: str) -> list[tuple[object, ...]]:
     return [(s.step, s.loss.hex(), s.tokens_seen, s.cursor, s.lr_scale, s.window_blocks) for s in found]
 
 
-def facts_of(out: Path) -> list[format.RunFile]:
+def facts_of(out: Path) -> list[runfile.RunFile]:
     paths = sorted(out.glob("runs/*/run.json"), key=lambda path: path.stat().st_mtime_ns)
-    return [format.decode(path.read_bytes(), format.RunFile) for path in paths]
+    return [format.decode(path.read_bytes(), runfile.RunFile) for path in paths]
 
 
-def went_on(config: RunConfig, tmp_path: Path, after: int) -> tuple[Path, format.RunFile]:
+def went_on(config: RunConfig, tmp_path: Path, after: int) -> tuple[Path, runfile.RunFile]:
     """The record of a copy of the run that lost everything after some step, and went on."""
     out = tmp_path / "out"
     shutil.copytree(config.out, out)
@@ -122,7 +122,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_over(unbroken,
     (out / "runs" / killed.name / "metrics.jsonl").write_bytes(b"".join(raw[: len(raw) // 2]))
     (out / "runs" / killed.name / "run.json").unlink()
     old = facts_of(unbroken.out)[0]
-    salvage(out, format.Recipe(old.recipe, old.recipe_revision, old.overrides), old.num_devices)
+    salvage(out, runfile.Recipe(old.recipe, old.recipe_revision, old.overrides), old.num_devices)
     new = train.train(msgspec.structs.replace(unbroken, out=out, resume=True))
     assert new.final_hash == old.final_hash
     assemble(out, title="started over", declared_runs=1)
@@ -160,7 +160,6 @@ def test_a_finished_run_whose_record_was_not_is_not_run_again(unbroken, tmp_path
     """Killed while it was assembled, also between two files, and without any checkpoint to go on from."""
     out = shutil.copytree(unbroken.out, tmp_path / "out")
     (out / "manifest.json").write_text('{"torn')
-    next(out.glob("runs/*/log.txt")).unlink()
     (out / "README.md.partial").write_text("half")
     result = resumed(out)
     assert result.exit_code == 1, result.output  # the target is out of reach of twelve steps
@@ -176,7 +175,7 @@ def test_what_the_disk_refuses_is_one_error_though_orbax_raises_it_twice(tmp_pat
 
         close = wait_until_finished
 
-    checkpoints = checkpoint.Checkpoints(tmp_path, 1, 1, print)
+    checkpoints = checkpoint.Checkpoints(tmp_path, 1, 1)
     checkpoints._manager.close()
     monkeypatch.setattr(checkpoints, "_manager", Full())
     with pytest.raises(CheckpointError, match="the last one cannot be written"):
@@ -225,7 +224,7 @@ def facts(state, step: int) -> Facts:
 def written(tmp_path_factory, small) -> Path:
     """Checkpoints of steps 1 and 2, of two different states."""
     folder = tmp_path_factory.mktemp("written") / "checkpoints"
-    with opened(folder, b"{}", every=1, keep=0, say=print) as checkpoints:
+    with opened(folder, b"{}", every=1, keep=0) as checkpoints:
         for step in (1, 2):
             state = small.init(jax.random.key(step))
             checkpoints.save(state, facts(state, step))
@@ -238,8 +237,8 @@ def copy(tmp_path, written) -> Path:
 
 
 def restored(folder: Path, small: Program, said: list[str]) -> checkpoint.Restored:
-    with opened(folder, b"{}", every=1, keep=0, say=said.append) as checkpoints:
-        return checkpoints.restore(small, "c" * 64)
+    with opened(folder, b"{}", every=1, keep=0) as checkpoints:
+        return checkpoints.restore(small, "c" * 64, said.append)
 
 
 def largest(folder: Path) -> Path:
@@ -350,7 +349,7 @@ def test_the_state_of_another_model_is_refused(copy, overrides):
 def test_another_dtype_is_refused_not_cast(tmp_path, small):
     state = small.init(jax.random.key(0))
     narrow = state._replace(params={name: x.astype("bfloat16") for name, x in state.params.items()})
-    with opened(tmp_path, b"{}", every=1, keep=0, say=print) as checkpoints:
+    with opened(tmp_path, b"{}", every=1, keep=0) as checkpoints:
         checkpoints.save(narrow, facts(narrow, 1))
     with pytest.raises(CheckpointError, match=r"is bfloat16\[.*\], this model needs float32\["):
         restored(tmp_path, small, [])
@@ -358,33 +357,31 @@ def test_another_dtype_is_refused_not_cast(tmp_path, small):
 
 def test_the_run_of_another_config_is_refused(copy, small):
     with (
-        opened(copy, b"{}", every=1, keep=0, say=print) as checkpoints,
+        opened(copy, b"{}", every=1, keep=0) as checkpoints,
         pytest.raises(CheckpointError, match="of a run with another config"),
     ):
-        checkpoints.restore(small, "d" * 64)
+        checkpoints.restore(small, "d" * 64, print)
 
 
 def test_one_process_writes_at_a_time(copy):
     with (
-        opened(copy, b"{}", every=1, keep=0, say=print),
+        opened(copy, b"{}", every=1, keep=0),
         pytest.raises(CheckpointError, match="another program writes into it"),
-        opened(copy, b"{}", every=1, keep=0, say=print),
+        opened(copy, b"{}", every=1, keep=0),
     ):
         pass
 
 
-def test_what_a_killed_writer_left_is_removed_and_told(copy, small):
+def test_what_a_killed_writer_left_is_removed(copy, small):
     left = copy / "3.orbax-checkpoint-tmp-1"
     (left / "state").mkdir(parents=True)
-    said = []
-    assert restored(copy, small, said).facts.step == 2
-    assert said == [f"{left.name} was being written when its run ended; removed"]
+    assert restored(copy, small, []).facts.step == 2
     assert not left.exists()
 
 
 def test_the_newest_are_kept(tmp_path, small):
     state = small.init(jax.random.key(0))
-    with opened(tmp_path, b"{}", every=2, keep=2, say=print) as checkpoints:
+    with opened(tmp_path, b"{}", every=2, keep=2) as checkpoints:
         assert [step for step in range(1, 7) if checkpoints.due(step)] == [2, 4, 6]
         for step in (2, 4, 6):
             checkpoints.save(state, facts(state, step))
@@ -397,7 +394,7 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path, small, monkeypatch):
     def full(*_args, **_named) -> None:
         raise ValueError("RESOURCE_EXHAUSTED: no space left\nand a page of traces")
 
-    with opened(tmp_path, b"{}", every=1, keep=0, say=print) as checkpoints:
+    with opened(tmp_path, b"{}", every=1, keep=0) as checkpoints:
         monkeypatch.setattr(checkpoints._manager, "save", full)
         with pytest.raises(
             CheckpointError, match="step 1 cannot be written: RESOURCE_EXHAUSTED: no space left;"

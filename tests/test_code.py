@@ -1,5 +1,6 @@
 """Reading source texts of strangers: nothing crashes, nothing runs, and the table of what files may do is exact."""
 
+import difflib
 import zlib
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 from record_forge import RECIPE, forge, install_track
 
 from speedrun.ground import provenance, track
-from speedrun.ground.sourcefile import split_source
+from speedrun.ground.sourcefile import join_source, split_source
 from speedrun.ledger import code
 from speedrun.ledger.checks import source
 from speedrun.ledger.validate import validate
@@ -177,3 +178,45 @@ def test_science_is_told_by_its_place(path, is_science):
 )
 def test_honest_science_reaches_for_nothing(text):
     assert not [one for one in code.read("x.py", text).reaches if not one.attribute]
+
+
+PARENT = {
+    "speedrun/science/models/mine.py": "import jax\n\ndef f(x):\n    y = x + 1\n    return y\n",
+    "speedrun/science/nn.py": "def norm(x):\n    return x\n",
+    "speedrun/training/loop.py": "a = 1\n",
+    "speedrun/tracks/mine.toml": "a = 1\n",
+}
+MODEL, NN = (PARENT[path] for path in ("speedrun/science/models/mine.py", "speedrun/science/nn.py"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_lines"),
+    [
+        ({}, 0),
+        ({"speedrun/training/loop.py": "b = 2\n"}, 0),
+        ({"speedrun/tracks/mine.toml": "b = 2\n"}, 0),
+        ({"speedrun/science/nn.py": NN.replace("return x", "return 2 * x")}, 1),
+        ({"speedrun/science/nn.py": f"\n\n{NN}  \n"}, 0),
+        ({"speedrun/science/nn.py": f"{NN}    # why\n    # how\n"}, 2),
+        ({"speedrun/science/nn.py": f"{NN}{NN}"}, 2),
+        ({"speedrun/science/nn.py": ""}, 0),
+        ({"speedrun/science/nn.py": MODEL, "speedrun/science/models/mine.py": NN}, 0),
+        ({"speedrun/science/models/copy.py": MODEL}, 4),
+    ],
+)
+def test_lines_of_science_that_the_parent_does_not_hold_are_counted(changes, num_lines):
+    assert code.changed_lines(join_source(PARENT | changes), join_source(PARENT)) == num_lines
+
+
+def test_a_record_without_a_parent_counts_all_its_science():
+    assert code.changed_lines(join_source(PARENT), "") == 6
+
+
+@given(st.lists(st.sampled_from("abc")), st.lists(st.sampled_from("abcd")))
+def test_changed_lines_are_at_most_those_of_a_diff(lines, parent_lines):
+    texts = [
+        join_source({"speedrun/science/nn.py": "".join(f"{line}\n" for line in side)})
+        for side in (lines, parent_lines)
+    ]
+    added = sum(line.startswith("+ ") for line in difflib.ndiff(parent_lines, lines))
+    assert max(0, len(lines) - len(parent_lines)) <= code.changed_lines(*texts) <= added

@@ -1,4 +1,4 @@
-"""What people say about a record goes into its manifest and README, and nothing that was measured changes."""
+"""A description goes into manifest and README, and changes no measurement."""
 
 import pytest
 from click.testing import CliRunner
@@ -26,7 +26,7 @@ def described(*words) -> None:
     assert result.exit_code == 0, result.output
 
 
-def test_what_is_said_stands_in_manifest_and_readme_and_the_rest_stays(records):
+def test_a_description_is_in_manifest_and_readme_and_the_rest_stays(records):
     child, parent = records
     before, summary = load(child).manifest, (child / "summary.json").read_bytes()
     (child / "README.md").write_text((child / "README.md").read_text() + "\nWhy it works.\n")
@@ -66,9 +66,12 @@ def test_a_readme_names_the_parent_of_the_recipe_where_no_record_is_named(record
     assert "| parent | smoke-cpu/first |\n" in readme_head(named, record.summary, record.runs)
 
 
-@pytest.mark.parametrize("words", [[], ["--parent", "nowhere"]])
-def test_what_cannot_be_said_is_refused(records, words, tmp_path):
-    (tmp_path / "nowhere").mkdir()
-    words = [str(tmp_path / word) if word == "nowhere" else word for word in words]
-    with pytest.raises(UsageError):
+@pytest.mark.parametrize(
+    ("words", "why"), [([], "nothing to change"), (["--parent", "empty"], "is not a record"),
+                       (["--parent", "nowhere"], "is not a record")],
+)  # fmt: skip
+def test_a_description_that_cannot_be_written_is_refused(records, words, why, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match=why):
         CliRunner().invoke(command, [str(records[0]), *words], catch_exceptions=False)

@@ -1,5 +1,6 @@
 """A disk that is full, or a process that is killed, at any moment of writing: what is there stays whole."""
 
+import errno
 import json
 import os
 import shutil
@@ -13,6 +14,8 @@ from record_forge import Spec, forge, install_track, write_run
 from test_train import SMALL
 
 from speedrun.ground import track
+from speedrun.ground.errors import SpeedrunError, StorageError, UsageError
+from speedrun.ground.wholefile import make_folder
 
 HERE = Path(__file__).parent
 SOAK_S = float(os.environ.get("SPEEDRUN_SOAK_S", "300"))
@@ -29,6 +32,29 @@ def failing_disk(tmp_path_factory) -> Path:
         ["cc", "-shared", "-fPIC", "-O1", "-Wall", "-o", library, HERE / "failing_disk.c", "-ldl"], check=True
     )
     return library
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        (errno.EIO, StorageError),
+        (errno.ENOSPC, StorageError),
+        (errno.EDQUOT, StorageError),
+        (errno.EACCES, UsageError),
+        (errno.ENOTDIR, UsageError),
+    ],
+)
+def test_a_folder_that_cannot_be_made_is_a_fault_of_the_disk_or_of_the_user(
+    tmp_path, monkeypatch, number, kind
+):
+    def rename(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "rename", rename)
+    with pytest.raises(SpeedrunError, match="cannot be written") as caught:
+        make_folder(tmp_path / "out", {"source.txt": b""})
+    assert type(caught.value) is kind
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.fixture

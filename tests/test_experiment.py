@@ -35,7 +35,7 @@ from speedrun.cli.sweep import Between
 from speedrun.data import synthetic
 from speedrun.ground import provenance, runlog, track
 from speedrun.ground.errors import UsageError
-from speedrun.ledger import format
+from speedrun.ledger import format, runfile
 from speedrun.ledger.record import read_files
 from speedrun.ledger.run import Run, read_run
 from speedrun.ledger.validate import validate
@@ -203,7 +203,7 @@ def test_what_cannot_be_designed_is_refused_and_leaves_nothing(designed, tmp_pat
 
 def arms(*names: str) -> tuple[Arm, ...]:
     """Forged runs all have one config."""
-    sums = {"config_sha256": format.config_sha256(CONFIG), "source_sha256": digest(source_text())}
+    sums = {"config_sha256": runfile.config_sha256(CONFIG), "source_sha256": digest(source_text())}
     return tuple(
         Arm(
             name=name,
@@ -440,10 +440,11 @@ def performed(tmp_path, monkeypatch):
         if module == "speedrun.study.design":
             plan(request["num_confirming"])
             return 0
-        out = Path(request["out"])
+        config = request["config"]  # of `race`
+        out = Path(config["out"])
         out.mkdir(parents=True)
         (out / "source.txt").write_text(source_text())
-        arm, seed = out.parent.name[3:], request["seed"]
+        arm, seed = out.parent.name[3:], config["seed"]
         asked.append((arm, seed))
         code = codes.pop(0) if codes else 0
         if code is None:
@@ -600,7 +601,14 @@ def test_the_forest_shows_every_arm_and_its_bytes_do_not_change(performed):
     again = forest(written, performed.folder, "tiny on forged@1: without each feature")
     assert [path.read_bytes() for path in again] == [*before]
     comments = svg.read_text()  # matplotlib writes the text of a label beside its outlines
-    for said in ("no brake", "no anchor", "no brake, fresh seeds", "nats per token", "equivalent seconds"):
+    for said in (
+        "no brake",
+        "no anchor",
+        "no brake, fresh seeds",
+        "nats per token",
+        "ratio, log scale",
+        "equivalent seconds",
+    ):
         assert f"<!-- {said} -->" in comments
 
 

@@ -1,4 +1,4 @@
-"""Exports: what comes back is what the record holds, and nothing of the machine that exports comes along."""
+"""Exports: they read back as the record, and contain nothing about the machine that exports."""
 
 import os
 import struct
@@ -48,7 +48,7 @@ def test_curves_are_those_of_the_log(record):
     assert (run.software, run.device, run.num_devices) == (SOFTWARE, "cpu", 8)
 
 
-def test_classic_logs_come_back_rounded(record, tmp_path):
+def test_classic_logs_read_back_rounded(record, tmp_path):
     paths = export(record, "classic", tmp_path / "out")
     assert [path.name for path in paths] == ["tiny-1-00a1.txt", "tiny-2-00a2.txt"]
     for path, run in zip(paths, record.runs, strict=True):
@@ -66,7 +66,7 @@ def test_classic_logs_come_back_rounded(record, tmp_path):
     assert first in paths[0].read_text().split("\n"), "the very words of the dialect"
 
 
-def test_tables_come_back_exactly(record, tmp_path):
+def test_tables_read_back_exactly(record, tmp_path):
     validations, train_losses = export(record, "csv", tmp_path / "out")
     want = [curves(run) for run in record.runs]
     found = foreign.import_file(validations, "x")
@@ -141,7 +141,7 @@ CANARIES = {
 
 
 @pytest.mark.parametrize("form", list(FORMS))
-def test_nothing_of_this_machine_comes_along(form, tmp_path):
+def test_an_export_holds_nothing_about_this_machine(form, tmp_path):
     module = {"wandb": "wandb", "tensorboard": "tensorboardX"}.get(form)
     if module:
         pytest.importorskip(module, reason=f"needs {module}")
@@ -207,13 +207,13 @@ def test_a_missing_library_is_one_line_that_names_the_extra(form, package, recor
         export(record, form, tmp_path / "out")
 
 
-def test_an_export_touches_nothing_that_is_there(record, tmp_path):
-    with pytest.raises(UsageError, match="lies in the record"):
+def test_an_export_changes_no_existing_file(record, tmp_path):
+    with pytest.raises(UsageError, match="is inside the record"):
         export(record, "csv", record.root / "plots" / "x")
     assert not (record.root / "plots").exists()
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "mine").touch()
-    with pytest.raises(UsageError, match="already holds something"):
+    with pytest.raises(UsageError, match="is not empty"):
         export(record, "csv", tmp_path / "taken")
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="cannot be written"):

@@ -36,7 +36,7 @@ from speedrun.ground import faults, provenance, runlog
 from speedrun.ground.clock import Stopwatch, now
 from speedrun.ground.errors import HANG, CheckpointError, NonFiniteError, StorageError, Terminated
 from speedrun.ground.sourcefile import split_source
-from speedrun.ledger import format
+from speedrun.ledger import format, runfile
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.code import Code, read
 from speedrun.ledger.salvage import salvage
@@ -81,7 +81,7 @@ def config(tmp_path_factory, smoke_data) -> RunConfig:
 
 
 @pytest.fixture(scope="module")
-def unbroken(config) -> format.RunFile:
+def unbroken(config) -> runfile.RunFile:
     return train.train(config)
 
 
@@ -138,7 +138,7 @@ def kept(out: Path) -> list[int]:
     return sorted(int(path.name) for path in folder_of(out).iterdir() if path.name.isdigit())
 
 
-def went_on(config: RunConfig, out: Path, unbroken: format.RunFile, since: int) -> format.RunFile:
+def went_on(config: RunConfig, out: Path, unbroken: runfile.RunFile, since: int) -> runfile.RunFile:
     """Resumes in this process, and finds what an unbroken run has from some step on."""
     new = train.train(at(config, out, resume=True))
     assert new.final_hash == unbroken.final_hash
@@ -301,7 +301,7 @@ def test_a_step_that_hangs_ends_the_run_with_its_stacks(config, tmp_path):
         assert "in run\n" in text
         assert "watchdog.py" in text
     assert f"error: {last.message}\n" in stderr
-    salvage(out, format.Recipe("smoke", 1, config.overrides), 8)
+    salvage(out, runfile.Recipe("smoke", 1, config.overrides), 8)
     assemble(out, title="hung", declared_runs=1)
     assert "Hang: step has taken 3." in (out / "README.md").read_text()
 
@@ -561,7 +561,7 @@ def test_a_soak_of_random_kills(config, tmp_path):
         assert child.returncode in (0, -9, -15, -2, 75, 130), stderr
         if child.returncode == 0:
             break
-        salvage(out, format.Recipe("smoke", 1, overrides), 8)
+        salvage(out, runfile.Recipe("smoke", 1, overrides), 8)
     runs = facts_of(out)
     spent_s = [
         line.event.phases

@@ -1,4 +1,4 @@
-"""The ghost: against curves whose differences are known, another batch size, and records that cannot be read."""
+"""The ghost: known differences, other batch sizes, and records that cannot be read."""
 
 import io
 import re
@@ -49,8 +49,8 @@ def test_the_mean_loss_of_a_stretch_is_that_of_its_tokens():
     assert [curve.time_s(tokens) for tokens in (0, 50, 200, 350, 400)] == pytest.approx([0, 0.5, 1.5, 3, 4])
 
 
-def test_a_record_against_the_mean_of_its_own_runs_is_level(folder):
-    """Its runs differ by 0.01 nats: see the forger."""
+def test_a_run_is_level_with_the_mean_of_its_own_record(folder):
+    """The two runs of a forged record differ by 0.01 nats."""
     rival = ghost.read(forge(folder / "record"), "forged@1")
     for line in chain(moments(Spec(seed=1))):
         if isinstance(line.event, Step):
@@ -59,7 +59,7 @@ def test_a_record_against_the_mean_of_its_own_runs_is_level(folder):
 
 @pytest.mark.parametrize("batch_tokens", [50, 100, 200, 125])
 def test_another_batch_size_is_compared_at_equal_tokens(folder, batch_tokens):
-    """Losses that are a straight line over tokens, as those of the record are; 0.2 nats and 1 s more."""
+    """Losses that fall linearly with tokens, as in the record; 0.2 nats and 1 s above it."""
     rival = ghost.read(forge(folder / "record", seeds=(1, 2), step_s=(0.5,) * 10), "forged@1")
     for tokens in range(batch_tokens, 1001, batch_tokens):
         # The record's step n says 5.015 - n / 10 for a hundred tokens: that is the mean of these.
@@ -71,7 +71,7 @@ def test_another_batch_size_is_compared_at_equal_tokens(folder, batch_tokens):
         assert behind == pytest.approx(0.2, abs=1e-3 if batch_tokens <= 100 else 0.06)
 
 
-def test_who_begins_in_the_middle_is_compared_from_there_on(folder):
+def test_a_resumed_run_is_compared_from_where_it_starts(folder):
     rival = ghost.read(forge(folder / "record"), "forged@1")
     assert numbers(rival(step(700, 0.9, 4.415)))[0] == pytest.approx(0.2)
     assert numbers(rival(step(800, 1.0, 4.315))) == (0.2, 0.0)
@@ -85,7 +85,7 @@ def test_beyond_its_end_there_is_no_ghost(folder):
     assert rival(step(1100, 1.1, 4.0)) == "ghost done"
 
 
-def test_it_stands_on_the_step_lines_and_in_no_log(folder):
+def test_the_ghost_is_on_the_step_lines_and_in_no_log(folder):
     lines, stream = chain(moments(Spec())), io.StringIO()
     rival = ghost.read(forge(folder / "record"), "forged@1")
     with race.live(stream, rival) as live:
@@ -99,7 +99,7 @@ def test_it_stands_on_the_step_lines_and_in_no_log(folder):
     assert re.sub(r"  ghost .*", "", "\n".join(shown) + "\n") == render(lines)
 
 
-def test_the_bar_of_a_narrow_terminal_has_it_too(folder, monkeypatch):
+def test_the_bar_of_a_narrow_terminal_shows_the_ghost(folder, monkeypatch):
     class Terminal(io.StringIO):
         encoding = "utf-8"
 
@@ -117,7 +117,7 @@ def test_the_bar_of_a_narrow_terminal_has_it_too(folder, monkeypatch):
 
 
 def rows(**standings: str) -> Board:
-    """A board with a record a second slower than the one before for each."""
+    """Return a board of records, each a second slower than the one before."""
     one = {
         "track": "forged@1", "failed": (), "title": "", "authors": (), "changes": (), "parent": None,
         "created_utc": "2026-10-02T00:00:00+00:00", "device": "", "num_runs": 2, "val_loss": 3.2, "p": None,
@@ -131,7 +131,7 @@ def rows(**standings: str) -> Board:
     return msgspec.convert({"rows": facts, "published": []}, Board)
 
 
-def test_without_a_choice_it_is_the_fastest_that_is_qualified(folder):
+def test_the_default_is_the_fastest_qualified_record(folder):
     assert ghost.best(folder, "forged@1") is None
     board = folder / "leaderboard.json"
     board.write_bytes(msgspec.json.encode(rows(slow="qualified", fast="qualified", single="provisional")))
@@ -141,7 +141,7 @@ def test_without_a_choice_it_is_the_fastest_that_is_qualified(folder):
     assert ghost.best(folder, "forged@1") is None
 
 
-def test_the_board_that_was_built_names_it(folder, capsys):
+def test_the_default_comes_from_the_built_board(folder, capsys):
     (folder / "records" / "forged").mkdir(parents=True)
     forge(folder / "records" / "forged" / "slow", step_s=(0.2,) * 10)
     forge(folder / "records" / "forged" / "fast", seeds=(3, 4))
@@ -193,7 +193,7 @@ def still(log):
 @pytest.mark.parametrize(
     "what", ["no record", "torn", "text", "unfinished", "of another track", "standing still"]
 )
-def test_what_cannot_be_raced_is_one_line_and_the_run_goes_on(folder, capsys, what):
+def test_a_bad_ghost_is_one_warning_and_the_run_continues(folder, capsys, what):
     record = broken(forge(folder / "record", seeds=(1,)), what)
     with pytest.raises(UsageError):
         ghost.read(record, "forged@1")
@@ -203,7 +203,7 @@ def test_what_cannot_be_raced_is_one_line_and_the_run_goes_on(folder, capsys, wh
     assert (said.count("\n"), said.strip().isprintable()) == (1, True)
 
 
-def test_a_board_that_cannot_be_read_is_one_line_too(folder, capsys):
+def test_a_bad_board_is_one_warning(folder, capsys):
     (folder / "records").mkdir()
     (folder / "records" / "leaderboard.json").write_text("{\x1b")
     assert race.find(None, "forged@1") is None

@@ -1,27 +1,31 @@
-"""Importing other people's logs: every dialect, what is wrong with a file, hostile bytes, and the public runs."""
+"""Importing other people's logs: every dialect, broken files, hostile bytes, and the public runs."""
 
 import csv
 import gzip
+import itertools
 import json
 import math
+import re
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from speedrun.board import pages
+from speedrun.board.standings import Board, read_built
 from speedrun.cli.import_log import command
-from speedrun.exchange import context, curves, foreign
+from speedrun.exchange import curves, foreign, history
 from speedrun.exchange.context import Context, Point
 from speedrun.ground.errors import UsageError
-from speedrun.ledger.format import FormatError
 from speedrun.study import noise
 
 ROOT = Path(__file__).parent.parent
 PUBLIC = ROOT.parent / "shared" / "upstream-runs.csv.gz"
 
-#: Made up, in the order and with the marks of a real one: script, versions, table, lines.
+#: Invented, in the order of a real log: script, versions, table, lines.
 HEAD = """\
 import torch
 print0(f"step:{step}/{train_steps} val_loss:{val_loss:.4f} train_time:{training_time_ms:.0f}ms")
@@ -75,20 +79,20 @@ def test_every_dialect_of_a_validation_is_read(line, step, num_steps, loss, trai
     assert (run.num_steps, run.final_loss, run.train_time_s) == (num_steps, loss, train_time_s)
 
 
-def test_lines_of_steps_are_losses_where_they_tell_one():
+def test_step_lines_with_a_loss_are_training_losses():
     (run,) = read(
         "step:0/20 val_loss:11.0 train_time:3ms\nstep:1/20 train_loss:10.5 train_time:35679ms step_avg:nanms\n"
         "step:11/20 train_loss:9.5 train_time:100ms\nstep:12/20 train_time:200ms step_avg:1.0ms\n"
     ).runs
     assert run.train_losses == curve((1, 10.5, 35.679), (11, 9.5, 0.1)), (
-        "the first clocks began anew at step 11"
+        "the first scripts restarted their clock at step 11"
     )
     (run,) = read("s:0 tel:11.0\ns:0 trl:10.9 lr:0.000001 norm:15.37\ns:0 eval:0.26\n").runs
     assert (run.validations, run.train_losses) == (curve((0, 11.0, None)), curve((0, 10.9, None)))
 
 
-def test_the_log_of_a_port_to_jax_is_read_and_its_wall_clock_is_no_train_time():
-    """Made up, in its order: metrics come one line late, a validation before the step that was logged last."""
+def test_the_wall_clock_of_the_port_to_jax_is_not_a_train_time():
+    """Invented, in the order of a real log: metrics are one line late, and follow the validation."""
     found = read(
         "[MESSAGE] Starting training...\n"
         "[METRICS (1 step stale)] step: 9  |  time: 2025-08-20 13:50:50.485907  |  loss: 6.5\n"
@@ -103,7 +107,7 @@ def test_the_log_of_a_port_to_jax_is_read_and_its_wall_clock_is_no_train_time():
     assert run.train_losses == curve((9, 6.5, None), (19, 6.25, None), (29, None, None))
     assert run.validations == curve((20, 6.125, None))
     assert [problem.line for problem in found.problems] == [6, 8]
-    assert "foreign from '|  val_loss'" in found.problems[1].message
+    assert "unknown from '|  val_loss'" in found.problems[1].message
 
 
 def test_groups_show_the_mean_time_of_a_step(tmp_path: Path):
@@ -118,7 +122,7 @@ def test_groups_show_the_mean_time_of_a_step(tmp_path: Path):
     assert "mean 4.0000  sd none\n" in shown
 
 
-def test_the_machine_is_what_versions_and_tables_say():
+def test_the_machine_is_read_from_versions_and_tables():
     (run,) = read(HEAD + "step:0/9 val_loss:4.0\n").runs
     assert run.software == {
         "python": "3.12.7",
@@ -129,7 +133,7 @@ def test_the_machine_is_what_versions_and_tables_say():
     assert (run.device, run.num_devices) == ("NVIDIA H100 80GB HBM3", 2)
     line = "Running PyTorch 2.11.0+cu128 compiled for CUDA 12.8 on NVIDIA H100 NVL with world_size 4\n"
     (run,) = read(HEAD + line + "step:0/9 val_loss:4.0\n").runs
-    assert (run.device, run.num_devices) == ("NVIDIA H100 NVL", 4), "what ran, not what the machine holds"
+    assert (run.device, run.num_devices) == ("NVIDIA H100 NVL", 4), "the GPUs used, not those present"
 
 
 def test_one_file_may_hold_several_runs():
@@ -152,13 +156,13 @@ def test_one_file_may_hold_several_runs():
         ("step:20/30 val_loss:4.0 train_ti", "cut off", ()),
         ("step:20/30 val_loss:4.0 train_time:20weeks", "cannot be read", ()),
         ("step:20/30 val_loss:four train_time:20ms", "cannot be read", ()),
-        ("step:20/30 val_loss:-4.0 train_time:20ms", "no log can tell", ()),
-        ("step:20/30 val_loss:1e300 train_time:20ms", "no log can tell", ()),
+        ("step:20/30 val_loss:-4.0 train_time:20ms", "out of range", ()),
+        ("step:20/30 val_loss:1e300 train_time:20ms", "out of range", ()),
         ("step:2000000000000/30 val_loss:4.0", "no step", ()),
         ("step:20/30 val_loss:4.0 " + "x:1 " * 500, "characters", ()),
     ],
 )
-def test_what_cannot_be_is_said_by_line(bad, said, left):
+def test_impossible_lines_are_reported_by_number(bad, said, left):
     found = read(f"step:0/30 val_loss:9.0 train_time:0ms\nstep:10/30 val_loss:5.0 train_time:10ms\n{bad}")
     (run,) = found.runs
     assert run.validations == curve((0, 9.0, 0.0), (10, 5.0, 0.01)) + left
@@ -166,15 +170,15 @@ def test_what_cannot_be_is_said_by_line(bad, said, left):
     assert said in found.problems[0].message
 
 
-def test_joined_outputs_that_say_all_twice_are_one_run():
+def test_repeated_lines_of_joined_outputs_are_one_run():
     lines = ["step:0/9 val_loss:9.0 train_time:0ms", "step:9/9 val_loss:nan train_time:5ms"]
     found = read("\n".join(line for line in lines for _ in range(2)))
     assert len(found.runs) == 1
-    assert found.num_problems == 1, "the loss that is none"
+    assert found.num_problems == 1, "the loss that is not a number"
     assert found.runs[0].final_loss is None
 
 
-def test_a_table_is_the_same_as_its_logs():
+def test_a_table_gives_the_same_runs_as_logs():
     table = "log,step,num_steps,val_loss,train_time_ms\nx/a.txt,0,9,9.5,0\nx/a.txt,9,9,3.25,1500.5\nx/b.txt,9,,nan,\n"
     found = read(table)
     assert [run.name for run in found.runs] == ["x/a.txt", "x/b.txt"]
@@ -188,7 +192,7 @@ def test_a_table_is_the_same_as_its_logs():
     "row",
     ["a,x,9,3.0,1", "a,1,9,,1", "a,1,9,3.0,soon", "a,1,9,3.0,1,2", "a,-1,9,3.0,1", "a,1,0.5,3.0,1", "a"],
 )
-def test_rows_that_cannot_be_read_are_said(row):
+def test_rows_that_cannot_be_read_are_reported(row):
     found = read(f"log,step,num_steps,val_loss,train_time_ms\na,0,9,9.0,0\n{row}\na,9,9,3.0,10\n")
     assert [len(run.validations) for run in found.runs] == [2]
     assert [problem.line for problem in found.problems] == [3]
@@ -204,7 +208,7 @@ _WORDS = ["step:", "s:", "1", "125", "/", "1770", " ", "val_loss:", "train_loss:
 def test_no_text_crashes_and_nothing_unprintable_comes_out(text):
     for head in ("", "log,step,num_steps,val_loss,train_time_ms\n"):
         found = read(head + text, name=text[:50])
-        assert context.decode(context.encode(found)) == found
+        assert msgspec.json.decode(msgspec.json.encode(found), type=Context) == found
         for run in found.runs:
             texts = [run.name, run.device or "", *run.software, *run.software.values()]
             assert all(said.isprintable() for said in texts)
@@ -212,7 +216,7 @@ def test_no_text_crashes_and_nothing_unprintable_comes_out(text):
         assert all(problem.message.isprintable() for problem in found.problems)
 
 
-def test_hostile_names_come_out_as_escapes(tmp_path):
+def test_hostile_names_are_escaped(tmp_path):
     evil = "e\x1b]8;;x\x07vil\u202e"
     (run,) = read(f"Running on device_name={evil} with world_size=2\nstep:0/9 val_loss:1.0\n", name=evil).runs
     (row,) = read(f"log,step,val_loss\n{evil},0,1.0\n").runs
@@ -228,7 +232,7 @@ def test_hostile_names_come_out_as_escapes(tmp_path):
 @settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_no_bytes_crash(raw):
-    assert context.decode(context.encode(read(raw)))
+    assert msgspec.json.encode(read(raw))
 
 
 @settings(deadline=None)
@@ -237,7 +241,7 @@ def test_no_number_crashes(value):
     read(f"step:0/9 val_loss:{value} train_time:{value}ms\nstep:{value} val_loss:1\n")
 
 
-def test_a_file_that_is_large_packed_or_not_is_refused(tmp_path, monkeypatch):
+def test_a_file_that_is_too_large_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(foreign, "MAX_BYTES", 1000)
     big, bomb = tmp_path / "big.txt", tmp_path / "bomb.gz"
     big.write_bytes(b"x" * 1001)
@@ -254,21 +258,6 @@ def test_a_file_that_is_large_packed_or_not_is_refused(tmp_path, monkeypatch):
     big.write_text("hello\n")
     with pytest.raises(UsageError, match="no line of a known log"):
         foreign.import_file(big, "a")
-
-
-def test_a_context_file_is_read_strictly():
-    found = read("step:0/9 val_loss:9.0 train_time:0ms\nstep:9/9 val_loss:3.0 train_time:5ms\n")
-    raw = context.encode(found)
-    assert context.decode(raw) == found
-    for old, new in [
-        (b"3.0", b"2.0"),
-        (b'"step": 9', b'"step": 0'),
-        (b'"source"', b'"seed"'),
-        (b"9.0", b"-9.0"),
-    ]:
-        assert old in raw
-        with pytest.raises(FormatError):
-            context.decode(raw.replace(old, new, 1))
 
 
 def run_cli(*args: object) -> str:
@@ -293,17 +282,19 @@ def test_the_command_groups_runs_by_folder_and_end(tmp_path):
     ], "a copy counts once"
     assert found["noise"]["pooled_sd"] == pytest.approx(0.02**0.5)
     assert [band["num_runs"] for band in found["bands"]] == [3, 3]
-    written = [context.decode(path.read_bytes()) for path in sorted((tmp_path / "out").iterdir())]
+    written = [
+        msgspec.json.decode(path.read_bytes(), type=Context) for path in sorted((tmp_path / "out").iterdir())
+    ]
     assert len(written) == 4
-    assert str(tmp_path) not in json.dumps(found), "nothing tells where the files lay"
+    assert str(tmp_path) not in json.dumps(found), "no path of this machine"
     shown = run_cli(files[0], "--mean", 2, 4)
     assert "2 x NVIDIA H100 80GB HBM3, python 3.12.7" in shown
     assert "x  9/9  n 1  mean 3.0000  sd none" in shown
-    with pytest.raises(UsageError, match="already there"):
+    with pytest.raises(UsageError, match="already exists"):
         run_cli(*files, "--out", tmp_path / "out")
 
 
-def test_a_file_of_many_small_things_stays_small():
+def test_versions_and_runs_of_a_file_are_limited():
     versions = "".join(f"Running thing{number} version 1\n" for number in range(1000))
     (run,) = read(versions + "step:0/9 val_loss:1.0\n").runs
     assert len(run.software) == 20
@@ -312,10 +303,62 @@ def test_a_file_of_many_small_things_stays_small():
     assert "more than 20,000 runs" in found.problems[0].message
 
 
-def test_equal_losses_without_a_curve_are_no_copies():
+def test_equal_single_losses_are_not_copies():
     runs = read("log,step,val_loss\na,9,3.1\nb,9,3.1\nc,9,3.2\n").runs
     (group,) = noise.groups(noise.distinct(runs))
     assert group.losses == (3.1, 3.1, 3.2)
+
+
+HISTORY = ROOT / "records" / "history.tsv"
+
+
+def texts(picture: Path) -> set[str]:
+    """Return the texts of a picture; matplotlib writes each into a comment beside its outlines."""
+    return set(re.findall("<!-- (.*?) -->", picture.read_text()))
+
+
+def test_the_history_is_drawn_with_our_qualified_records(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert run_cli(HISTORY, "--history", tmp_path).strip() == str(tmp_path / "history.svg")
+    committed = ROOT / "docs" / "history.svg"
+    assert texts(tmp_path / "history.svg") == texts(committed), "draw it again"
+    assert committed.stat().st_size < 100_000
+    alone = texts(history.draw(HISTORY, tmp_path, tmp_path))
+    assert {"record21, 2.93", "record 89, 1.23", "implemented here, in JAX; no run on eight H100 yet"} < alone
+    board = read_built(ROOT / "records")
+    assert board is not None
+    row = msgspec.structs.replace(
+        board.rows[0], track=history.TRACK, standing="qualified", train_time_s=171.0
+    )
+    slow = msgspec.structs.replace(row, standing="valid", train_time_s=99.0)
+    (tmp_path / "leaderboard.json").write_bytes(pages.json(Board((row, slow), ())))
+    assert texts(history.draw(HISTORY, tmp_path, tmp_path)) >= {"2.85", "qualified here, in JAX"}
+    assert not texts(tmp_path / "history.svg") & {
+        "1.65",
+        "implemented here, in JAX; no run on eight H100 yet",
+    }
+
+
+def test_the_history_has_the_records_of_its_source():
+    """Counts and ends of the public table; record 21 was timed three times."""
+    found = history.read(HISTORY)
+    assert [one.record for one in found if one.record != 21] == [n for n in range(1, 90) if n != 21]
+    assert [one.minutes for one in found if one.record == 21] == [2.933, 2.997, 3.014]
+    assert (found[0].minutes, found[-1].minutes, found[-1].date.isoformat()) == (45, 1.23, "2026-07-17")
+    slower = [after.record for one, after in itertools.pairwise(found) if after.minutes >= one.minutes]
+    assert slower == [21, 21]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "record\tdate\n1\t2024-05-28\n", "record\tdate\tminutes\tlabel\trecipe\n1\t2024-05-28\t-1\t\t\n"],
+)
+def test_a_table_that_is_not_a_history_is_refused(tmp_path, text):
+    path = tmp_path / "table.tsv"
+    path.write_text(text)
+    with pytest.raises(UsageError, match="need"):
+        run_cli(path, "--history", tmp_path)
+    assert not (tmp_path / "history.svg").exists()
 
 
 public = pytest.mark.skipif(not PUBLIC.exists(), reason="needs ../shared/upstream-runs.csv.gz")
@@ -341,7 +384,7 @@ def test_every_public_line_is_read_or_reported(public_runs):
 
 @public
 def test_the_public_bands_of_record_21(public_runs):
-    """Ten logs of 1,770 steps, against a table that was made elsewhere: mean, sd, least, most."""
+    """Ten logs of 1,770 steps, against an independent table: mean, sd, least, most."""
     runs = [run for run in public_runs if run.num_steps == 1770]
     bands = {band.step: band for band in noise.bands(runs)}
     assert len(runs) == 10

@@ -1,6 +1,7 @@
-"""The board: standing and rank from the logs alone, hostile words that stay words, a page that asks for nothing."""
+"""The board: standing and rank from the logs alone, escaped text, and a page that loads nothing."""
 
 import html.parser
+import itertools
 import json
 import random
 import re
@@ -37,7 +38,7 @@ HOSTILE = "a|b<img src=x onerror=1>](javascript:x)\n| x | @all `c` ***"
 
 @pytest.fixture
 def records(tmp_path, monkeypatch) -> Path:
-    """Slow and fast batches, one that proves nothing, one single run, one edited, one that broke off."""
+    """A slow and a fast batch, an unproven one, a single run, an edited record, and one that was aborted."""
     install_track(tmp_path)
     monkeypatch.setattr(track, "TRACKS_DIR", tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -64,7 +65,7 @@ def invoke(*args: str):
     return CliRunner().invoke(cli.command, ["leaderboard", *args], prog_name="speedrun")
 
 
-def test_only_a_proven_batch_has_a_rank_and_only_time_makes_it(records):
+def test_only_qualified_batches_are_ranked_and_only_by_time(records):
     found = [(row.path, row.standing, row.rank) for row in board.read(records).rows]
     assert found == [
         ("forged/fast", "qualified", 1),
@@ -76,15 +77,37 @@ def test_only_a_proven_batch_has_a_rank_and_only_time_makes_it(records):
     ]
     refused = board.read(records).rows[-1]
     assert refused.failed == ("V004",)
-    assert refused.num_steps == 10, "from the logs, not from what the summary says"
+    assert refused.num_steps == 10, "from the logs, not from the summary"
 
 
-def test_a_folder_that_is_no_record_is_left_out(records):
+def test_a_folder_without_runs_is_not_on_the_board(records):
     (records / "forged" / "fast" / "runs").rename(records / "elsewhere")
     assert "forged/fast" not in [row.path for row in board.read(records).rows]
 
 
-def test_one_bad_record_is_left_out_and_named_and_the_others_stand(records):
+def added(files: dict[str, str]) -> dict[str, str]:
+    """Return the source with three more lines in the recipe, one of them blank."""
+    return {**files, RECIPE: files[RECIPE] + "a = 1\n\nb = 2\n"}
+
+
+def test_changed_lines_are_counted_against_the_parent(records):
+    child = forge(records / "forged" / "child", seeds=(10, 11), edit_source=added)
+    assemble(child, parent_record="forged/fast")
+    assemble(records / "forged" / "slow", parent_record="forged/child")
+    assemble(records / "forged" / "single", parent_record="../elsewhere")
+    changed = {row.path: row.changed_lines for row in board.read(records).rows}
+    assert changed == {
+        "forged/child": 2,
+        "forged/slow": 0,
+        **dict.fromkeys(("forged/fast", "forged/single", "forged/unproven", "forged/broke", "forged/edited")),
+    }
+    text = board_pages.markdown(board.read(records))
+    (line,) = [line for line in text.splitlines() if "forged/child" in line]
+    assert "| lines changed | record |" in text
+    assert "| 2 | [" in line
+
+
+def test_a_bad_record_is_left_out_and_named_and_the_others_stay(records):
     bad = records / "forged" / "slow" / "summary.json"
     bad.write_text("{}")
     for log in (records / "forged" / "single").glob("runs/*/metrics.jsonl"):
@@ -108,7 +131,7 @@ FILES = ("summary.json", "manifest.json", "batch.json", "runs/*/run.json", "runs
 
 
 @pytest.mark.parametrize("value", NUMBERS, ids=range(len(NUMBERS)))
-def test_no_number_in_a_record_makes_a_traceback(records, value, monkeypatch):
+def test_no_number_in_a_record_causes_a_traceback(records, value, monkeypatch):
     """Some numbers of each file in turn, under each command that reads a record."""
     monkeypatch.setattr(Rerun, "run", lambda self, *_, **__: self.old)
     draw, fast = random.Random(value), records / "forged" / "fast"
@@ -183,7 +206,7 @@ def test_build_then_check(records):
     shutil.rmtree(records / "forged" / "slow")
     stale = invoke("check")
     assert stale.exit_code == 1
-    assert "run speedrun leaderboard build" in stale.stderr
+    assert "run 'speedrun leaderboard build'" in stale.stderr
 
 
 def test_the_readme_gets_the_tables_between_its_marks(records):
@@ -196,16 +219,27 @@ def test_the_readme_gets_the_tables_between_its_marks(records):
     assert "\nold\n" not in text
     assert "(records/forged/fast)" in text
     readme.write_text(f"{board_pages.BEGIN} no end")
-    assert (invoke("build").exit_code, "put the marks back" in invoke("build").stderr) == (2, True)
+    assert (invoke("build").exit_code, "restore the marks" in invoke("build").stderr) == (2, True)
 
 
-def test_times_have_intervals_and_published_ones_stand_apart(records):
+def test_times_have_intervals_and_published_times_are_marked(records):
     text = board_pages.markdown(board.read(records))
     (fast,) = [line for line in text.splitlines() if "forged/fast" in line]
-    assert fast.startswith("| 1 | 1.00 +- 0.00 s | 3.2500 (p = ")
+    assert fast.startswith("| 1 | 1.00 ± 0.00 s | 3.2500 (p = ")
     (theirs,) = [line for line in text.splitlines() if "theirs" in line]
     assert "| *published* |" in theirs
     assert "[theirs](https://example.org/a)" in theirs
+
+
+def test_a_column_that_is_empty_on_a_track_is_left_out(records):
+    calm = board.read(records)
+    assert "| rank | train time |" in board_pages.markdown(calm)
+    unranked = replace(calm, rows=tuple(replace(row, rank=None) for row in calm.rows))
+    for text in (board_pages.markdown(unranked), board_pages.page(unranked, {})):
+        assert "rank<" not in text
+        assert "| rank |" not in text
+        assert "lines changed" not in text
+        assert "train time" in text
 
 
 class _Tags(html.parser.HTMLParser):
@@ -217,7 +251,7 @@ class _Tags(html.parser.HTMLParser):
         self.tags.append((tag, dict(attrs)))
 
 
-def test_hostile_words_stay_words(records):
+def test_hostile_text_is_escaped(records):
     calm = board_pages.markdown(board.read(records)), board_pages.page(board.read(records), {})
     assemble(records / "forged" / "fast", title=HOSTILE, authors=[HOSTILE], changes=[HOSTILE])
     text, page = board_pages.markdown(board.read(records)), board_pages.page(board.read(records), {})
@@ -234,8 +268,8 @@ def test_hostile_words_stay_words(records):
     assert extra == ["br"], "one for the change; nothing of the words became a tag"
 
 
-def test_the_name_of_a_folder_stays_one(records):
-    """A name is a stranger's, too: no script on the page, no cell and no link in the text."""
+def test_hostile_folder_names_are_escaped(records):
+    """A name adds no script to the page, and no cell or link to the text."""
     for name in ("javascript:alert(1)", "a) | 1 | [x](https:"):
         shutil.copytree(records / "forged" / "fast", records / name / "b) | 1")
     text, page = board_pages.markdown(board.read(records)), board_pages.page(board.read(records), {})
@@ -255,14 +289,26 @@ DOUBTFUL = {
 
 
 @pytest.mark.parametrize("spec", DOUBTFUL.values(), ids=DOUBTFUL)
-def test_a_batch_that_is_doubtful_has_no_rank(records, spec):
+def test_a_batch_with_doubtful_warnings_is_not_ranked(records, spec):
     forge(records / "forged" / "doubtful", seeds=(10, 11), **spec)
     rows = {row.path: (row.standing, row.rank) for row in board.read(records).rows}
     assert rows["forged/doubtful"] == ("provisional", None)
     assert rows["forged/fast"] == ("qualified", 1)
 
 
-def test_the_page_asks_nothing_of_any_network(records):
+def test_the_page_fits_a_phone_and_sorts_by_key(records):
+    parser = _Tags()
+    parser.feed(board_pages.page(board.read(records), {}))
+    names = [tag for tag, _ in parser.tags]
+    assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in parser.tags
+    heads = [after for tag, after in itertools.pairwise(names) if tag == "th"]
+    assert heads == ["button"] * 10, "each head can be reached with Tab"
+    labels = [attrs.get("data-label") for tag, attrs in parser.tags if tag == "td"]
+    assert labels[:2] == ["rank", "train time"]
+    assert None not in labels
+
+
+def test_the_page_loads_nothing_from_a_network(records):
     assert invoke("build").exit_code == 0
     parser = _Tags()
     parser.feed((records / "leaderboard.html").read_text())

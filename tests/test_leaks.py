@@ -16,7 +16,7 @@ RECORD = ROOT / "records" / "smoke-cpu" / "2026-11-21-first"
 NOBODY = leaks.own_shapes({}, host="localhost")
 HEX40 = "0123456789abcdef0123456789abcdef01234567"
 
-#: Put together here, so that no file of this project holds what looks like one.
+#: Assembled here, so that no file of this project looks as if it held one.
 TOKENS = {
     "a Hugging Face token": "hf_" + "aZ" * 17,
     "a wandb key": "wandb_v1_" + "aZ9_" * 20,
@@ -73,7 +73,7 @@ def test_every_shape_has_an_example():
 
 @settings(deadline=None)
 @given(st.text(), st.text(), st.sampled_from(sorted(TOKENS)))
-def test_what_stands_around_a_token_hides_it_not(before, after, kind):
+def test_a_token_is_found_whatever_surrounds_it(before, after, kind):
     raw = f"{before}\n{TOKENS[kind]}\n{after}".encode(errors="surrogatepass")
     assert (before.count("\n") + 2, kind) in secrets(raw)
 
@@ -97,7 +97,7 @@ def test_what_stands_around_a_token_hides_it_not(before, after, kind):
         "git@example.org:a/b.git",
     ],
 )
-def test_what_records_are_full_of_is_no_alarm(text):
+def test_common_contents_of_records_are_no_alarm(text):
     assert leaks.find(text.encode(), NOBODY) == []
 
 
@@ -137,7 +137,7 @@ def test_switches_names_and_paths_are_no_secrets(name, value):
     assert leaks.find(f"a {value} b /usr/local/bin".encode(), own) == []
 
 
-def test_the_environment_is_asked_by_itself(monkeypatch):
+def test_the_environment_is_read_by_default(monkeypatch):
     monkeypatch.setenv("SOME_TOKEN", "canary-canary")
     assert [leak.kind for leak in leaks.find(b"a canary-canary")] == ["the value of $SOME_TOKEN"]
 
@@ -175,7 +175,7 @@ def test_root_has_no_name():
     ids=lambda part: repr(part[:8]),
 )
 def test_time_is_linear_in_bytes(part):
-    """Seen: 0.1 to 0.3 s of CPU for 1 MB. What backtracks or counts lines anew at each hit takes minutes."""
+    """Usually 0.1 to 0.3 s of CPU for 1 MB. Backtracking, or counting lines at each hit, takes minutes."""
     raw = (part * (1_000_000 // len(part))).encode()
     own = leaks.own_shapes({"A_TOKEN": part * 20, "HOME": "/home/somebody"}, host="machine")
     began_s = process_time()
@@ -184,7 +184,7 @@ def test_time_is_linear_in_bytes(part):
     assert len(found) < 20
 
 
-def test_values_that_are_no_text_do_no_harm():
+def test_values_that_are_not_text_are_found():
     value = os.fsdecode(b"\xff\xfe" + b"secret-canary")
     own = leaks.own_shapes({"A_TOKEN": value}, host="localhost")
     assert secrets(b"x " + os.fsencode(value), own) == [(1, "the value of $A_TOKEN")]

@@ -1,37 +1,58 @@
 """The package as a library: what a notebook or a script does with it."""
 
 import dataclasses
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_train import SMALL
 
 import speedrun as sr
-from speedrun.ground.errors import SpeedrunError, UsageError
+from speedrun.ground.errors import DataError, SpeedrunError, UsageError
 from speedrun.library import settings_of
-from speedrun.science import recipes
 from speedrun.science.recipes import smoke
 
+ROOT = Path(__file__).parent.parent
 
-def test_a_recipe_is_loaded_changed_run_checked_and_drawn(tmp_path: Path, smoke_data: Path) -> None:
-    recipe = sr.load("smoke").override(SMALL)
-    record = sr.run(recipe, track="smoke-cpu", out=tmp_path / "mine", data=smoke_data, seed=3, quiet=True)
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory, smoke_data: Path) -> sr.Record:
+    """The record of docs/quickstart.ipynb: a fresh Python executes its code cells in order, as Jupyter does."""
+    folder = tmp_path_factory.mktemp("notebook")
+    (folder / "data").mkdir()
+    (folder / "data" / "smoke").symlink_to(smoke_data)
+    cells = json.loads((ROOT / "docs" / "quickstart.ipynb").read_text())["cells"]
+    assert not any(cell.get("outputs") for cell in cells), "clear the outputs before you commit"
+    code = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    env = {name: value for name, value in os.environ.items() if name != "SPEEDRUN_DATA"}
+    argv = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(
+        argv, cwd=folder, env={**env, "MPLBACKEND": "agg"}, stderr=-1, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return sr.Record(folder / "runs" / "notebook")
+
+
+def test_the_notebook_makes_a_good_record(record: sr.Record) -> None:
     report = record.validate()
     assert report.exit_code == 0
     assert repr(report) == f"<Report {report.verdict}>"
     assert report.verdict.startswith("good: ")
+    (run,) = record.runs
+    recipe = sr.load("smoke").override(run.file.overrides)
+    assert run.file.overrides == settings_of(recipe)
+    assert record.summary.num_steps == len(run.steps) == recipe.num_steps == 60
+    assert (record.folder / "plots" / "loss.png").exists()
+    assert repr(record) == f"Record({str(record.folder)!r})"
+
+
+def test_a_record_is_drawn_in_known_ways(record: sr.Record) -> None:
     with pytest.raises(UsageError, match="unknown kind of plot 'pie'; "):
         record.plot("pie")  # pyright: ignore[reportArgumentType]
-    (run,) = record.runs
-    assert (run.file.seed, run.file.overrides) == (3, settings_of(recipe))
-    assert run.file.overrides.keys() <= SMALL.keys()
-    assert record.summary.num_steps == len(run.steps) == recipe.num_steps
     assert {path.name for path in record.plot("loss", "steps")} >= {"loss.png", "steps.png"}
-    assert repr(record) == f"Record({str(tmp_path / 'mine')!r})"
 
 
 @pytest.mark.parametrize("changes", [{}, {"stages.0.num_steps": 9}, {"optimizer.muon_lr": 0.5}])
@@ -46,18 +67,13 @@ def test_a_recipe_without_a_file_is_refused(changes: dict[str, Any]) -> None:
         settings_of(dataclasses.replace(smoke.RECIPE, **changes))
 
 
-@pytest.mark.parametrize("content", [{"RECIPE": smoke.RECIPE}, {}])
-def test_a_recipe_has_the_name_of_its_file(content: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or the record would name a file that its source does not hold."""
-    monkeypatch.setattr(recipes, "names", lambda: ["mine"])
-    monkeypatch.setitem(sys.modules, "speedrun.science.recipes.mine", SimpleNamespace(**content))
-    with pytest.raises(UsageError, match=r"recipes/mine\.py holds no RECIPE of name='mine'"):
-        sr.load("mine")
-
-
 def test_an_unknown_name_is_told() -> None:
     with pytest.raises(AttributeError, match="it exports Record, load, run"):
         getattr(sr, "train")  # noqa: B009 - no type checker lets the name pass
+
+
+def test_completion_offers_the_names() -> None:
+    assert {"Record", "load", "run", "__version__"} <= {*dir(sr)}
 
 
 def test_the_package_is_imported_without_what_it_may_need() -> None:
@@ -76,8 +92,25 @@ def test_a_record_that_is_there_is_not_touched(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_refused_says_why(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SpeedrunError, match="unknown recipe 'smok'; did you mean 'smoke'") as info:
-        sr.run("smok", track="smoke-cpu", out=tmp_path / "mine", quiet=True)
-    assert info.value.exit_code == UsageError.exit_code
+    nowhere = tmp_path / "nowhere"
+    with pytest.raises(SpeedrunError, match=f"{nowhere}: no such folder; ") as info:
+        sr.run("smoke", track="smoke-cpu", out=tmp_path / "mine", data=nowhere, seed=3, quiet=True)
+    assert info.value.exit_code == DataError.exit_code
     assert not (tmp_path / "mine").exists()
     assert not capfd.readouterr().out
+    with pytest.raises(UsageError, match="unknown recipe 'smok'; did you mean 'smoke'"):
+        sr.load("smok")
+
+
+@pytest.mark.parametrize(("track", "blamed"), [("webmini", True), ("smoke-cpu", False)])
+def test_memory_that_this_process_holds_is_named(
+    track: str, blamed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU's, by JAX in the notebook that starts the run."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho error: out of memory: RESOURCE_EXHAUSTED\nexit 2\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with pytest.raises(SpeedrunError, match="out of memory: RESOURCE") as info:
+        sr.run(track=track, out=tmp_path / "mine", quiet=True)
+    assert ("restart it, and call sr.run before" in str(info.value)) == blamed

@@ -20,12 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speedrun.data import documents, inventory, overview, prep, text_files, tokenizer, workers
-from speedrun.data.hub_rows import Dataset
 from speedrun.data.inventory import Place
 from speedrun.data.prep import Cut, prepare
-from speedrun.data.sources import open_source
+from speedrun.data.sources import Dataset, open_source
 from speedrun.data.verify import verify
-from speedrun.ground import track
+from speedrun.ground import track, wholefile
 from speedrun.ground.clock import Stopwatch
 from speedrun.ground.errors import DataError, UsageError
 from speedrun.ground.lock import LOCK, alone_in
@@ -81,6 +80,7 @@ def test_shards_are_the_definition(tmp_path_factory, texts, shard_tokens, limit,
     source = open_source([str(write_rows(folder / "rows.jsonl", texts))])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text_files, "BLOCK_BYTES", block_bytes)
+        patch.setattr(wholefile, "_sync", lambda _: None)  # hundreds of files: nothing here loses power
         made = prepare(source, BYTES, Cut("x", shard_tokens, limit, 7), folder / "out")
     want = definition(texts, shard_tokens, limit)
     assert ids_of(folder / "out", "x") == want
@@ -116,6 +116,7 @@ def test_a_preparation_that_breaks_off_goes_on(tmp_path_factory, texts, shard_to
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text_files, "BLOCK_BYTES", block_bytes)
+        patch.setattr(wholefile, "_sync", lambda _: None)  # hundreds of files: nothing here loses power
         for life in lives:
             try:
                 prepare(open_source([str(rows)]), BYTES, cut, folder / "a", tell=kill_after(life))
@@ -155,17 +156,17 @@ def test_files_and_folders_in_the_order_of_their_names(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("x.jsonl", b'{"text": "a"}\n{"text"\n', "row 1 is no JSON"),
-        ("x.jsonl", b'{"text": "a"}\n[1]\n', "row 1 is no JSON object"),
+        ("x.jsonl", b'{"text": "a"}\n{"text"\n', "row 1 is not JSON"),
+        ("x.jsonl", b'{"text": "a"}\n[1]\n', "row 1 is not a JSON object"),
         ("x.jsonl", b'{"text": "a"}\n{"text": null}\n', "row 1 has NoneType as 'text'"),
         ("x.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 9, mtime=0)[:-9], "x.jsonl.gz: "),
         ("x.jsonl.gz", b"no gzip at all", "x.jsonl.gz: "),
-        ("x.jsonl", b'{"text": "a"}\n{"text": "b\xff"}\n', r"x\.jsonl: row 1 is no UTF-8 at its byte 11"),
-        ("x.jsonl", b'{"text": "a\xed\xa0\x80"}', "row 0 is no UTF-8"),
-        ("x.jsonl", '{"text": "a"}'.encode("utf-16"), "row 0 is no UTF-8"),
-        ("x.jsonl", b'{"text": ' + b"[" * 100_000, "row 0 is no JSON"),
-        ("x.jsonl", b'{"n": ' + b"9" * 5_000 + b', "text": "a"}', "row 0 is no JSON"),
-        ("x.txt", b"abc\xff", "byte 3 is no UTF-8"),
+        ("x.jsonl", b'{"text": "a"}\n{"text": "b\xff"}\n', r"x\.jsonl: row 1 is not UTF-8 at its byte 11"),
+        ("x.jsonl", b'{"text": "a\xed\xa0\x80"}', "row 0 is not UTF-8"),
+        ("x.jsonl", '{"text": "a"}'.encode("utf-16"), "row 0 is not UTF-8"),
+        ("x.jsonl", b'{"text": ' + b"[" * 100_000, "row 0 is not JSON"),
+        ("x.jsonl", b'{"n": ' + b"9" * 5_000 + b', "text": "a"}', "row 0 is not JSON"),
+        ("x.txt", b"abc\xff", "byte 3 is not UTF-8"),
         ("x.parquet", b"PAR1 not", "x.parquet: "),
         ("x.parquet", b"PAR1" + b"\x0e" * 40 + b"\x28\0\0\0PAR1", "x.parquet: Couldn't deserialize thrift"),
         ("x.csv", b"a,b", "cannot be read"),
@@ -206,7 +207,7 @@ def test_sources_that_do_not_go_together(tmp_path: Path):
             open_source([rows, again])
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "\udcff.txt").write_text("a")
-    with pytest.raises(DataError, match="the name is no UTF-8"):
+    with pytest.raises(DataError, match="the name is not UTF-8"):
         open_source([str(tmp_path / "c")])
     with pytest.raises(UsageError, match="comes alone"):
         open_source(["hub:a/b", str(tmp_path / "a")])
@@ -287,7 +288,7 @@ def test_parquet_that_is_no_utf8_is_refused_by_its_row(tmp_path: Path):
     )
     table = pa.table({"text": pa.chunked_array([pa.array(["a", "b"]), bad])})
     pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
-    with pytest.raises(DataError, match=r"x\.parquet: row 2 is no UTF-8 at its byte 1"):
+    with pytest.raises(DataError, match=r"x\.parquet: row 2 is not UTF-8 at its byte 1"):
         prepare(open_source([str(tmp_path)]), BYTES, Cut(), tmp_path / "out")
 
 
@@ -295,7 +296,7 @@ def test_a_folder_that_holds_something_else(tmp_path: Path):
     rows, out = write_rows(tmp_path / "rows.jsonl", ["abc"] * 5), tmp_path / "out"
     out.mkdir()
     (out / "fineweb_val_000000.bin").write_bytes(b"")
-    with pytest.raises(UsageError, match=r"fineweb_val_000000\.bin lies there without manifest"):
+    with pytest.raises(UsageError, match=r"fineweb_val_000000\.bin is there without manifest"):
         prepare(open_source([str(rows)]), BYTES, Cut(), out)
     (out / "fineweb_val_000000.bin").unlink()
     prepare(open_source([str(rows)]), BYTES, Cut(), out)
@@ -555,7 +556,7 @@ def test_signals_end_it_with_a_word(tmp_path: Path, number: int, exit_code: int)
     os.killpg(process.pid, number)  # as a terminal does: to the workers, too
     _, said = process.communicate(timeout=20)
     assert process.returncode == exit_code, said
-    assert "the same command goes on" in said
+    assert "run the same command again to continue" in said
     assert "Traceback" not in said
     assert_gone(process.pid)
 

@@ -21,7 +21,7 @@ from test_train import SMALL
 from speedrun.data import stream
 from speedrun.ground import errors, mesh, processes, runlog
 from speedrun.ground.errors import UsageError
-from speedrun.ledger import format
+from speedrun.ledger import format, runfile
 from speedrun.training import checkpoint, meet
 from speedrun.training.prepare import RunConfig, prepare
 from speedrun.training.train import train
@@ -50,9 +50,9 @@ def of(kind: type, out: Path) -> list[Any]:
     return [event for event in lines(out) if isinstance(event, kind)]
 
 
-def facts(out: Path) -> format.RunFile:
+def facts(out: Path) -> runfile.RunFile:
     paths = sorted(out.glob("runs/*/run.json"), key=lambda path: path.stat().st_mtime_ns)
-    return format.decode(paths[-1].read_bytes(), format.RunFile)
+    return format.decode(paths[-1].read_bytes(), runfile.RunFile)
 
 
 def free_port() -> int:

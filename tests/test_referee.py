@@ -1,4 +1,4 @@
-"""What a run says is asked of its programs and states, by a process that shares none of its code."""
+"""Checks of a run against its programs and states, by a process that shares no code with it."""
 
 import dataclasses
 import functools
@@ -36,7 +36,7 @@ from speedrun.referee import sandbox
 from speedrun.referee.causality import Leak, leak, texts
 from speedrun.referee.examiner import _Examiner, examine
 from speedrun.referee.handover import hand_over
-from speedrun.referee.questions import Asked, _owners, chosen, drawn, examined, stretches
+from speedrun.referee.questions import Options, _owners, chosen, drawn, examined, stretches
 from speedrun.referee.rerun import Rerun, _bring
 from speedrun.science.recipe import Recipe
 from speedrun.training.checkpoint import folder_of
@@ -80,7 +80,7 @@ def honest(run) -> Findings:
     )
 
 
-def asked(record, findings: Findings) -> dict[str, str]:
+def statuses_of(record, findings: Findings) -> dict[str, str]:
     results = [ask(one.of([Examined(record.runs[0], findings)]), record) for one in REPLAY_CHECKS]
     return {result.check.id: result.status for result in results}
 
@@ -108,8 +108,8 @@ LIES = [
 
 @pytest.mark.parametrize(("id", "lie"), LIES, ids=[f"{id}-{next(iter(lie))}" for id, lie in LIES])
 def test_a_lie_is_refused_by_its_check_alone(record, id, lie):
-    assert set(asked(record, honest(record.runs[0])).values()) == {"ok"}
-    found = asked(record, replace(honest(record.runs[0]), **lie))
+    assert set(statuses_of(record, honest(record.runs[0])).values()) == {"ok"}
+    found = statuses_of(record, replace(honest(record.runs[0]), **lie))
     assert {one for one, status in found.items() if status != "ok"} == {id}
     assert found[id] == "failed"
 
@@ -119,7 +119,7 @@ def test_each_loss_of_a_stretch_is_compared(record):
     losses = [event.loss for event in run.steps]
     for wrong in range(len(losses)):
         made = tuple(x * (0.9 if at == wrong else 1.0) for at, x in enumerate(losses))
-        found = asked(record, replace(honest(run), stretches=(replayed(0, made),)))
+        found = statuses_of(record, replace(honest(run), stretches=(replayed(0, made),)))
         assert found["V605"] == "failed", wrong
 
 
@@ -127,10 +127,10 @@ def test_a_checkpoint_is_the_one_that_the_log_names(record):
     run = record.runs[0]
     lines = (*run.lines, replace(run.lines[-1], event=runlog.Checkpoint(8, "c" * 16, 0.1)))
     kept = dataclasses.replace(record, runs=(dataclasses.replace(run, lines=lines), *record.runs[1:]))
-    assert asked(kept, honest(run))["V605"] == "failed"
+    assert statuses_of(kept, honest(run))["V605"] == "failed"
     (_, last) = honest(run).stretches
     right = replace(honest(run), stretches=(replace(last, state_hash="c" * 16),))
-    assert asked(kept, right)["V605"] == "ok"
+    assert statuses_of(kept, right)["V605"] == "ok"
 
 
 def test_a_run_of_another_machine_is_no_liar_and_not_proven(record):
@@ -144,7 +144,7 @@ def test_a_run_of_another_machine_is_no_liar_and_not_proven(record):
         val_loss=run.val_loss + 3e-3,
         stretches=(replayed(0, near),),
     )
-    found = asked(record, drifted)
+    found = statuses_of(record, drifted)
     assert (found.pop("V601"), found.pop("V606"), set(found.values())) == ("skipped", "warning", {"ok"})
 
 
@@ -152,7 +152,10 @@ def test_a_loss_of_the_first_step_times_0_999_is_refused(record):
     run = record.runs[0]
     first = run.steps[0].loss
     assert abs(first - 0.999 * first) > 2 * tolerance(run, 0, 0)
-    assert asked(record, replace(honest(run), stretches=(replayed(0, (0.999 * first,)),)))["V605"] == "failed"
+    assert (
+        statuses_of(record, replace(honest(run), stretches=(replayed(0, (0.999 * first,)),)))["V605"]
+        == "failed"
+    )
 
 
 def test_the_tolerance_grows_from_step_to_step(record):
@@ -234,8 +237,8 @@ def test_some_stretch_crosses_a_validation_or_the_end(record):
     assert crossed == set(bounds)
 
 
-def asking(**changes) -> Asked:
-    return Asked("some", NONCE)._replace(**changes)
+def options(**changes) -> Options:
+    return Options("some", NONCE)._replace(**changes)
 
 
 def test_nothing_of_a_record_that_fails_is_executed(record, monkeypatch):
@@ -243,7 +246,7 @@ def test_nothing_of_a_record_that_fails_is_executed(record, monkeypatch):
     (record.root / "source.txt").write_text("#")
     report = validate(record.root)
     with pytest.raises(UsageError, match="V003 failed; nothing was executed"):
-        examined(record.root, report, asking(), sys.stdout)
+        examined(record.root, report, options(), sys.stdout)
 
 
 def test_a_source_older_than_the_examiner_is_told():
@@ -369,7 +372,7 @@ def scoring(monkeypatch):
     shard = SimpleNamespace(read=lambda start, stop: ids[start:stop])
     examiner: Any = object.__new__(_Examiner)
     data = SimpleNamespace(val_tokens=64 * 16)
-    examiner.asked, examiner.track = SimpleNamespace(draws=5), SimpleNamespace(data=data)
+    examiner.request, examiner.track = SimpleNamespace(draws=5), SimpleNamespace(data=data)
     examiner.shards = SimpleNamespace(val=[shard])
     rows = [SimpleNamespace(tokens_BT=ids[None, at : at + 16], targets_BT=ids[None, at + 1 : at + 17])
             for at in range(0, 64 * 16, 16)]  # fmt: skip
@@ -644,7 +647,7 @@ GIFTS = {
 @pytest.mark.parametrize("gift", GIFTS)
 def test_what_a_source_hands_over_is_plain_files_or_refused(gift, record, tmp_path, monkeypatch):
     monkeypatch.setattr(Rerun, "_config", lambda *_: {"data": None})
-    with pytest.raises(SpeedrunError, match="handed over no programs that can be read"):
+    with pytest.raises(SpeedrunError, match="handed over no readable programs"):
         stranger(record, GIFTS[gift]).hand_over(tmp_path / "programs", data=tmp_path, echo=terminal())
     assert not (tmp_path / "programs").exists()
 

@@ -24,10 +24,10 @@ from speedrun.ground import provenance, runlog, track
 from speedrun.ground.errors import NonFiniteError, SpeedrunError
 from speedrun.ledger import reproduction
 from speedrun.ledger.assemble import assemble
-from speedrun.ledger.format import sha256
 from speedrun.ledger.record import load, read_files
 from speedrun.ledger.reproduction import Difference, Reproduction, point, verdict
 from speedrun.ledger.run import Run, read_run
+from speedrun.ledger.runfile import sha256
 from speedrun.ledger.statistics import difference_interval, pooled_sd
 from speedrun.ledger.validate import validate
 from speedrun.referee import container, reproduce, sandbox
@@ -185,7 +185,7 @@ def test_a_machine_of_another_speed_is_other_hardware(reproduced):
 def test_the_same_seeds_tell_of_bits(reproduced):
     result, ran = reproduced("--same-seeds", "--runs", "1", make=lambda seed: Spec(seed=seed))
     assert ran == [1]
-    assert "bits     1 of 1 run ended in the very state" in result.stdout
+    assert "bits     1 of 1 run ended in exactly the state" in result.stdout
     result, _ = reproduced("--same-seeds", "--runs", "3", out="other")
     assert (result.exit_code, "the record has 2 finished runs" in result.stderr) == (2, True)
 
@@ -223,7 +223,7 @@ def test_whoever_comes_back_finds_what_was_run(reproduced, tmp_path):
     stop.exit_code = 75
     first = []
     result, _ = reproduced(make=lambda seed: stop if first else (first.append(seed), Spec(seed=seed))[1])
-    assert (result.exit_code, "the same command again goes on" in result.stderr) == (75, True)
+    assert (result.exit_code, "run the same command again to continue" in result.stderr) == (75, True)
     result, ran = reproduced()
     assert result.exit_code == 0, result.output
     assert len(ran) == 1
@@ -270,7 +270,7 @@ def test_a_run_of_something_else_is_not_compared(reproduced):
 
 def test_a_run_that_leaves_nothing_is_told(reproduced):
     result, _ = reproduced(make=lambda _: NonFiniteError("its loss became nan"))
-    assert (result.exit_code, "left no log" in result.stderr) == (1, True), result.output
+    assert (result.exit_code, "left no readable log" in result.stderr) == (1, True), result.output
 
 
 def newer(record: Path) -> None:

@@ -65,7 +65,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path):
     os.mkfifo(pipe)
     assert_refused(loop, "symbolic links")
     assert_refused(folder, "a folder")
-    assert_refused(pipe, "no regular file")
+    assert_refused(pipe, "not a regular file")
     assert_refused(tmp_path / "missing.bin", "no such file")
 
 
@@ -261,7 +261,7 @@ FAST_FAULTS = {
         lambda f: (f / "manifest.json").write_bytes(b'{"source": "\xff"}'),
         "utf-8",
     ),
-    "no manifest": (edit_manifest('"source"', '"sauce"'), "manifest is needed"),
+    "no manifest": (edit_manifest('"source"', '"sauce"'), "need a valid manifest"),
 }
 FULL_FAULTS = {
     "other bytes": (overwrite("t_train_2.bin", *range(9, -1, -1)), "sha256 is"),

@@ -1,4 +1,4 @@
-"""Submitting: refused if a check fails or a secret is in it; one archive, the same each time; words stay words."""
+"""Submitting: refused on a failed check or a secret; a reproducible archive; escaped text."""
 
 import io
 import json
@@ -50,7 +50,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def said(result: Result) -> str:
-    """All that was shown; a crash is not hidden."""
+    """Return everything that was printed; raise what crashed."""
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result.stdout + result.stderr
 
@@ -61,7 +61,7 @@ ONE_OF_EACH = list({id: build for id, _, build in FORGERIES}.items())
 
 
 @pytest.mark.parametrize(("id", "build"), ONE_OF_EACH, ids=[id for id, _ in ONE_OF_EACH])
-def test_a_record_that_fails_or_warns_is_refused_by_its_id(record, id, build):
+def test_a_record_that_fails_or_warns_is_refused_with_the_check_id(record, id, build):
     folder = Path("runs/forged")
     build(folder)
     before = files(Path("runs"))
@@ -90,7 +90,7 @@ LEAKS = {
 }
 
 
-def test_a_run_that_missed_its_target_is_sent_only_as_that(record):
+def test_a_missed_target_needs_the_option(record):
     assert submit(record, "--missed", "--dry-run").exit_code == 2, "it did not miss"
     rules = track.TRACKS_DIR / "forged.toml"
     rules.write_text(rules.read_text().replace("ranked = true", "ranked = false"))
@@ -122,7 +122,7 @@ def forge_anew(folder: Path, **fields) -> None:
 
 
 @pytest.mark.parametrize("path", LEAKS)
-def test_a_secret_in_any_file_stops_it_and_is_never_shown(record, path):
+def test_a_secret_in_any_file_is_refused_and_never_shown(record, path):
     LEAKS[path](record)
     assert validate(record, strict=True).exit_code == 0, "only the secret is wrong with it"
     before = files(Path("runs"))
@@ -141,7 +141,7 @@ def test_a_secret_in_any_file_stops_it_and_is_never_shown(record, path):
     assert files(Path("runs")) == before
 
 
-def test_values_of_this_environment_stop_it(record, monkeypatch):
+def test_values_of_secret_variables_are_refused(record, monkeypatch):
     monkeypatch.setenv("MY_SECRET", "canary-of-mine")
     edited_in_place(record / "README.md", "canary-of-mine")
     result = submit(record)
@@ -154,7 +154,7 @@ def test_a_name_that_is_a_secret_is_not_shown():
     assert (name.path, name.secret) == ("runs/(hidden)/log.txt", True)
 
 
-def test_a_trace_of_a_person_warns_and_does_not_stop(record):
+def test_a_trace_of_a_person_is_a_warning(record):
     edited_in_place(record / "README.md", "\nread from /home/jane/data\n")
     result = submit(record)
     assert result.exit_code == 0, said(result)
@@ -166,12 +166,12 @@ def test_a_trace_of_a_person_warns_and_does_not_stop(record):
     [
         (["missing"], "missing is not a folder"),
         (["runs"], "did you mean runs/first?"),
-        (["runs/first", "--out", "runs/first/plots"], "lies in the record"),
-        (["runs/first", "--name", "!!!"], "say one with --name"),
+        (["runs/first", "--out", "runs/first/plots"], "is inside the record"),
+        (["runs/first", "--name", "!!!"], "give one with --name"),
         (["runs/first", "--out", "forged.toml"], "File exists; choose another --out"),
     ],
 )
-def test_wrong_usage_ends_with_2(record, args, message):
+def test_wrong_usage_exits_with_2(record, args, message):
     result = submit(*args)
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
     assert message in said(result)
@@ -180,7 +180,7 @@ def test_wrong_usage_ends_with_2(record, args, message):
 # --- packed ------------------------------------------------------------------------------------------------
 
 
-def test_the_archive_is_the_record_and_the_same_each_time(record):
+def test_the_archive_is_the_record_and_reproducible(record):
     first = submit(record)
     assert first.exit_code == 0, said(first)
     archive = Path(f"runs/{NAME}.tar.gz").read_bytes()
@@ -208,7 +208,7 @@ def test_the_archive_is_the_record_and_the_same_each_time(record):
     assert f"{len(archive):,} bytes" in first.stdout
 
 
-def test_neither_order_nor_time_makes_another_archive():
+def test_order_and_time_do_not_change_the_archive():
     one, other = ({name: name.encode() for name in names} for names in ("abc", "cab"))
     archive = submission.pack(one, "x")
     assert submission.pack(other, "x") == archive
@@ -222,7 +222,7 @@ def test_the_longest_name_fits():
         assert [name.partition("/")[2] for name in tar.getnames()] == [path]
 
 
-def test_a_dry_run_says_the_same_and_writes_nothing(record):
+def test_a_dry_run_prints_the_same_and_writes_nothing(record):
     before = files(Path.cwd())
     dry = json.loads(submit(record, "--dry-run", "--json").stdout)
     assert files(Path.cwd()) == before
@@ -234,8 +234,8 @@ def test_a_dry_run_says_the_same_and_writes_nothing(record):
     assert "(not written)" in submit(record, "--dry-run").stdout
 
 
-def test_what_is_printed_can_be_typed_and_puts_the_record_in_its_place(record, monkeypatch):
-    """With stand-ins for git, gh and speedrun that say what they were given. The folder's name tries to break out."""
+def test_the_printed_commands_run_and_put_the_record_in_place(record, monkeypatch):
+    """With fakes of git, gh and speedrun that log their arguments, and a folder name that attempts an injection."""
     out = Path("a folder; touch broken $(touch broken) 'x'")
     ready = json.loads(submit(record, "--out", out, "--json").stdout)
     assert not Path("records").exists(), "nothing was run"
@@ -273,7 +273,7 @@ def test_a_slug_is_a_name_for_any_shell_and_any_disk(text):
     assert submission.slug(slug) == slug
 
 
-def test_the_name_is_the_folder_s_if_it_is_dated(record):
+def test_a_dated_folder_keeps_its_name(record):
     manifest = load(record).manifest
     assert manifest is not None
     assert submission.name_of(Path("x/2026-01-02-wider-head"), manifest) == "2026-01-02-wider-head"
@@ -287,12 +287,12 @@ def test_the_name_is_the_folder_s_if_it_is_dated(record):
 
 
 def tokens(text: str) -> list[Token]:
-    """By another reader of Markdown, with the tokens inside of lines."""
+    """Return the tokens that an independent Markdown parser finds."""
     blocks = MarkdownIt("commonmark", {"html": True}).enable("table").parse(text)
     return [token for block in blocks for token in [block, *(block.children or [])]]
 
 
-def test_the_text_says_what_the_record_says(record):
+def test_the_text_states_the_facts_of_the_record(record):
     ready = json.loads(submit(record, "--json").stdout)
     lines = ready["text"].splitlines()
     rows = dict(
@@ -300,7 +300,7 @@ def test_the_text_says_what_the_record_says(record):
     )
     assert rows["track"] == "`forged@1`"
     assert rows["status"] == "qualified"
-    assert rows["runs"] == "n = 2 finished of 2 declared; 0 broke off"
+    assert rows["runs"] == "n = 2 finished of 2 declared; 0 did not finish"
     assert rows["validation loss"] == "3.2500 nats per token (sd 0.0000)"
     assert rows["train time"] == "1.00 s (sd 0.00)"
     assert rows["cold wall time"] == "9.0 s (sd 0.0)"
@@ -314,7 +314,7 @@ def test_the_text_says_what_the_record_says(record):
     assert not [kind for kind in tokens(ready["text"]) if kind.type in ("html_block", "html_inline", "image")]
 
 
-def test_hostile_words_stay_words(record):
+def test_hostile_text_is_escaped(record):
     plain = tokens(json.loads(submit(record, "--name", "x", "--dry-run", "--json").stdout)["text"])
     assemble(
         record,

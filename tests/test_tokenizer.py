@@ -127,7 +127,7 @@ def test_ids_know_their_bytes(engine):
 
 
 @needs_ranks
-def test_awkward_texts_catch_an_engine_that_differs(monkeypatch: pytest.MonkeyPatch):
+def test_difficult_texts_catch_an_engine_that_differs(monkeypatch: pytest.MonkeyPatch):
     import gigatoken
 
     honest = gigatoken.Tokenizer.encode_batch
@@ -176,7 +176,7 @@ def test_ranks_are_read_where_tiktoken_keeps_them(tmp_path: Path, monkeypatch: p
 def test_without_a_network_and_without_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(gpt2, "RANKS_URL", "http://127.0.0.1:9/r50k_base.tiktoken")
-    with pytest.raises(DataError, match=r"wanted http.*; bring that file and pass --tokenizer"):
+    with pytest.raises(DataError, match=r"need http.*; copy that file and pass --tokenizer"):
         tokenizer.choose("gpt2")
 
 
@@ -210,8 +210,14 @@ def test_the_same_texts_give_the_same_file(trained: Path, tmp_path: Path):
     for threads in ("1", "4"):
         env = {**os.environ, "RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": threads}
         env["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests'}"
-        subprocess.run([sys.executable, "-c", script, str(tmp_path / threads)], check=True, env=env)
-        assert (tmp_path / threads).read_bytes() == trained.read_bytes()
+        path = tmp_path / f"{threads}.json"
+        subprocess.run([sys.executable, "-c", script, str(path)], check=True, env=env)
+        assert path.read_bytes() == trained.read_bytes()
+
+
+def test_a_trained_tokenizer_needs_a_name_that_is_found_again(tmp_path: Path):
+    with pytest.raises(UsageError, match=r"need \.json; rename it"):
+        tokenizer.train_bpe(iter(TEXTS), 300, tmp_path / "mine")
 
 
 @settings(deadline=None, max_examples=100)

@@ -26,12 +26,12 @@ from jax.experimental.compilation_cache import compilation_cache
 from speedrun.cli import command
 from speedrun.cli.card import card, following
 from speedrun.cli.run import parse_settings
-from speedrun.data import inventory, shards, synthetic
+from speedrun.data import generated, inventory, shards, synthetic
 from speedrun.ground import console, mesh, provenance, runlog, signals, track
 from speedrun.ground.clock import now
 from speedrun.ground.errors import DataError, NonFiniteError, Terminated, UsageError
 from speedrun.ground.sourcefile import split_source
-from speedrun.ledger import format
+from speedrun.ledger import format, runfile
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.validate import validate
 from speedrun.referee import sandbox
@@ -230,7 +230,7 @@ def test_lazy_imports_are_in_the_closure(tmp_path, monkeypatch):
     (tmp_path / "speedrun/c/__init__.py").write_text("")
     (tmp_path / "speedrun/c/d.py").write_text("")
     (tmp_path / "speedrun/unused.py").write_text("")
-    monkeypatch.setattr(provenance, "_ROOT", tmp_path)
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
     files = split_source(provenance.closure(["speedrun.a"], []))
     assert set(files) == {
         "speedrun/__init__.py",
@@ -300,7 +300,7 @@ def test_a_run_that_breaks_off_tells_what_it_read(tmp_path, smoke_data, monkeypa
         train(RunConfig("smoke-cpu", out, overrides=SMALL, data=smoke_data))
     assemble(out, title="interrupted", declared_runs=1)
     (path,) = out.glob("runs/*/run.json")
-    facts = format.decode(path.read_bytes(), format.RunFile)
+    facts = format.decode(path.read_bytes(), runfile.RunFile)
     assert facts.outcome == "aborted"
     assert [(r.start, r.stop) for r in facts.data.shards] == [(0, 4 * 512)]
     (failed,) = validate(out).having("failed")
@@ -336,7 +336,7 @@ def test_a_stopped_run_ends_its_log_and_writes_its_facts(tmp_path, smoke_data, s
     *_, error, end = events(out)
     assert (error.message, end.status) == (f"stopped by {sent.name}", "aborted")
     (path,) = out.glob("runs/*/run.json")
-    assert format.decode(path.read_bytes(), format.RunFile).outcome == "aborted"
+    assert format.decode(path.read_bytes(), runfile.RunFile).outcome == "aborted"
     (failed,) = validate(out).having("failed")
     assert failed.messages[1].endswith(said)
 
@@ -431,9 +431,9 @@ def test_replay_takes_no_other_variable_from_a_record_than_runs_record(record, t
     copy = tmp_path / "copy"
     shutil.copytree(record, copy)
     (path,) = copy.glob("runs/*/run.json")
-    facts = format.decode(path.read_bytes(), format.RunFile)
+    facts = format.decode(path.read_bytes(), runfile.RunFile)
     hostile = msgspec.structs.replace(facts, environment={**facts.environment, name: "cpu"})
-    path.write_bytes(format.encode(hostile))
+    path.write_bytes(runfile.encode(hostile))
     given = []
 
     class Child:
@@ -580,7 +580,7 @@ def test_data_that_a_run_had_to_make_is_told_once(tmp_path, smoke_data, monkeypa
     monkeypatch.setattr(synthetic, "write", copied)
     for said in (f"made  4 synthetic shards in {tmp_path / 'smoke'}: 1,115,136 tokens, 2.1 MiB\n", ""):
         stream = io.StringIO()
-        prepare(RunConfig("smoke-cpu", tmp_path / "out", overrides=SMALL), console.Printer(stream))
+        generated.ensure(track.load("smoke-cpu"), None, console.Printer(stream).say)
         assert stream.getvalue() == said
 
 
@@ -653,5 +653,5 @@ def test_the_log_says_which_programs_came_out_of_a_cache(smoke_data, tmp_path, p
         log = tmp_path / name / "runs" / train(config).run_id
         lines = runlog.read(log / "metrics.jsonl")
         said.append([line.event.cache for line in lines if isinstance(line.event, runlog.Compile)])
-        assert f"(cache: {said[-1][0]})" in (log / "log.txt").read_text()
+        assert f"(cache: {said[-1][0]})" in console.render(runlog.read(log / "metrics.jsonl"))
     assert said == [["miss", "miss"], ["hit", "hit"]]

@@ -39,9 +39,10 @@ from speedrun.ledger import history as history_module
 from speedrun.ledger.assemble import HEAD_END, assemble
 from speedrun.ledger.checks import CHECKS
 from speedrun.ledger.checks.batches import unfollowed
-from speedrun.ledger.format import FormatError, Look, Summary, decode, encode
+from speedrun.ledger.format import Look, Summary, decode
 from speedrun.ledger.record import load
 from speedrun.ledger.reference import CURVES
+from speedrun.ledger.runfile import FormatError, encode
 from speedrun.ledger.validate import find_check, validate
 
 

@@ -27,9 +27,16 @@ def steps(name: str) -> list[dict[str, Any]]:
     return [step for job in parsed(name)["jobs"].values() for step in job["steps"]]
 
 
-def test_there_are_three() -> None:
-    assert sorted(WORKFLOWS) == ["docker.yml", "records.yml", "test.yml"]
+def test_there_are_four() -> None:
+    assert sorted(WORKFLOWS) == ["docker.yml", "nightly.yml", "records.yml", "test.yml"]
     assert [step["run"] for step in steps("test.yml") if "run" in step] == ["scripts/test.sh"]
+
+
+def test_slow_tests_run_every_night() -> None:
+    """With uv, which one of them needs and scripts/install.sh does not bring."""
+    uv, tests = (step["run"] for step in steps("nightly.yml") if "run" in step)
+    assert re.fullmatch(r"pipx install uv==[\d.]+", uv)
+    assert tests == "scripts/test.sh -m slow"
 
 
 def test_every_locked_jax_is_tested() -> None:
@@ -46,13 +53,16 @@ def test_every_locked_jax_is_tested() -> None:
 def test_a_workflow_may_only_read(name: str) -> None:
     workflow = parsed(name)
     triggers = workflow[True]  # what YAML makes of "on"
-    assert set(triggers) <= {"push", "pull_request"}
-    assert "pull_request" in triggers
+    if name == "nightly.yml":
+        assert set(triggers) == {"schedule", "workflow_dispatch"}
+    else:
+        assert "pull_request" in triggers
+        assert set(triggers) <= {"push", "pull_request"}
     assert workflow["permissions"] == {"contents": "read"}
     assert "secrets." not in WORKFLOWS[name]
     for job in workflow["jobs"].values():
         assert "permissions" not in job
-        assert 0 < job["timeout-minutes"] <= 60
+        assert 0 < job["timeout-minutes"] <= (240 if name == "nightly.yml" else 60)
     for step in steps(name):
         if uses := step.get("uses"):
             assert re.fullmatch(r"actions/[a-z-]+@[0-9a-f]{40}", uses), "a tag can be moved, a commit cannot"

@@ -1,10 +1,10 @@
-"""How all pictures look, and how they are written: the same content gives the same bytes, without dates.
+"""The style of all pictures, and how they are written. The same content gives the same bytes, without dates.
 
-matplotlib is imported when something is drawn.
+An SVG follows the light or dark mode of whoever looks at it. matplotlib is imported when something is drawn.
 """
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,10 +17,19 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-INK, GREY, TRAIN, VAL, TARGET = "#1c2733", "#7a8691", "#93b1cf", "#1f5fa8", "#c8452f"
+INK, GREY, TRAIN, VAL, TARGET, PAPER = "#1c2733", "#6b7782", "#93b1cf", "#1f5fa8", "#c8452f", "#ffffff"
+_DARK = {
+    INK: "#e3e9ef",
+    GREY: "#98a4af",
+    TRAIN: "#5a82b0",
+    VAL: "#7ab6f5",
+    TARGET: "#ff8b73",
+    PAPER: "#12181e",
+}
 DASHED = (0, (5, 3))
-#: Of any number; beyond it, what draws the pictures breaks down.
+#: The largest number that is drawn; matplotlib fails far beyond it.
 MOST = 1e15
+_CLEAR = 2.0  #: pixels between a text and a line, at least
 STYLE: dict[Any, Any] = {
     "svg.hashsalt": "speedrun",
     "font.family": ["DejaVu Sans"],
@@ -40,7 +49,7 @@ STYLE: dict[Any, Any] = {
 
 @contextmanager
 def canvas(width: float, height: float) -> Iterator["Figure"]:
-    """An empty picture of so many inches; to be written inside the block, where its style holds."""
+    """Yield an empty figure of this size in inches; draw and write it inside the block, where its style holds."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -49,7 +58,7 @@ def canvas(width: float, height: float) -> Iterator["Figure"]:
 
 
 def save(figure: "Figure", folder: Path, name: str) -> list[Path]:
-    """Writes a picture into a folder, which is made, as SVG and as PNG; returns both, in this order."""
+    """Write a figure into a folder, which is made, as SVG and as PNG; return the two paths."""
     with refusals_told(folder):
         folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{name}.svg", folder / f"{name}.png"]
@@ -61,40 +70,77 @@ def save(figure: "Figure", folder: Path, name: str) -> list[Path]:
 
 
 def svg(figure: "Figure") -> bytes:
-    """A picture as SVG."""
+    """Return a figure as SVG, with a style sheet that swaps its colours in the dark."""
     file = io.BytesIO()
     figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
-    return file.getvalue()
+    swaps = "".join(
+        f'[style*="{paint}: {light}"]{{{paint}:{dark}!important}}'
+        for light, dark in _DARK.items()
+        for paint in ("fill", "stroke")
+    )
+    style = f"<defs>\n  <style>@media(prefers-color-scheme:dark){{{swaps}}}</style>"
+    return file.getvalue().replace(b"<defs>", style.encode(), 1)
 
 
 def title(axes: "Axes", text: str) -> None:
-    """A line above a picture."""
+    """Write a line above a picture."""
     axes.set_title(in_font(text), loc="left", fontsize=11, fontweight="bold", pad=14)
 
 
 def key(axes: "Axes", *names: tuple[str, str]) -> None:
-    """Names with their colours, below each other in the upper right corner."""
+    """Write names in their colours, below each other in the upper right corner."""
     for number, (name, colour) in enumerate(names):
         place = 0.995, 0.985 - 0.06 * number
         axes.text(*place, in_font(name), color=colour, transform=axes.transAxes, ha="right", va="top")
 
 
 def level(axes: "Axes", value: float, text: str, colour: str) -> None:
-    """A horizontal line with its name at the left end, where the curves are far above it."""
+    """Draw a horizontal line and write its name at the left end, where the curves are far above it."""
     axes.axhline(value, color=colour, linewidth=1, linestyle=DASHED, zorder=2)
-    axes.annotate(
-        text,
-        (0, value),
-        xycoords=("axes fraction", "data"),
-        xytext=(5, 3),
-        textcoords="offset points",
-        color=colour,
-        fontsize=9,
-    )
+    form: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "path_effects": ()}
+    label(axes, (0, value), text, (5, 3), color=colour, fontsize=9, **form)
+
+
+def label(
+    axes: "Axes",
+    place: tuple[float, float],
+    text: str,
+    offset: tuple[float, float],
+    *,
+    avoid: Sequence[float] = (),
+    **form: Any,
+) -> None:
+    """Write a text beside a point, with an outline, so that it crosses no horizontal line.
+
+    Args:
+        axes: their limits must be final if there is anything to avoid.
+        place: the point.
+        text: what to write.
+        offset: of the text from the point, in typographic points. Its sign changes, then its size grows, until the
+            text is free; if it never is, the offset holds.
+        avoid: heights of the horizontal lines.
+        form: of the text, for matplotlib.
+    """
+    from matplotlib.patheffects import withStroke
+
+    form = {"color": VAL, "path_effects": [withStroke(linewidth=3, foreground=PAPER)], "zorder": 5} | form
+    note = axes.annotate(text, place, xytext=offset, textcoords="offset points", **form)
+    figure = axes.get_figure(root=True)
+    if not avoid or figure is None:
+        return
+    figure.draw_without_rendering()  # the layout decides where a height is
+    heights = [axes.transData.transform((0, value))[1] for value in avoid]
+    x, y = offset
+    for height in (y, -y, y + 14, -y - 14, y):
+        note.set_position((x, height))
+        note.set_verticalalignment("bottom" if height >= 0 else "top")
+        box = note.get_window_extent()
+        if not any(box.y0 - _CLEAR < line < box.y1 + _CLEAR for line in heights):
+            return
 
 
 def number_decades(axis: "Axis") -> None:
-    """Plain numbers at 1, 2 and 5 of each decade of a logarithmic axis; its own words would be raw mathematics."""
+    """Write plain numbers at 1, 2 and 5 of each decade of a logarithmic axis, in place of powers of ten."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
@@ -103,5 +149,5 @@ def number_decades(axis: "Axis") -> None:
 
 
 def in_font(text: str) -> str:
-    """The font has few glyphs, and a stranger's text may be long."""
+    """Cut a text to 120 characters and escape those that the font may not have."""
     return text[:120].encode("ascii", "backslashreplace").decode()

@@ -1,8 +1,8 @@
-"""What must not leave this machine: secrets, and traces of whose machine it is.
+"""Find what must not leave this machine: secrets, and traces of a person or a host.
 
-Nothing here repeats what it finds: a leak is a line number and a kind. Time grows with the bytes alone: every pattern
-begins with a literal or with a short class behind a border, its repeats are bounded or end it, and no two of them can
-share a character.
+A leak is a line number and a kind; the text that was found is never repeated. Time is linear in the bytes: each pattern
+starts with a literal or with a short class after a boundary, its repeats are bounded or at its end, and no two repeats
+can match the same character.
 """
 
 import json
@@ -17,36 +17,34 @@ from urllib.parse import quote
 
 import msgspec
 
-#: A variable of the environment whose name holds one of these words holds a secret,
+#: Environment variables with one of these words in their name hold secrets,
 _SECRET_NAME = re.compile(r"TOKEN|KEY|SECRET|PASSW|PASSPHRASE|CREDENTIAL", re.IGNORECASE)
-#: if it has so many bytes: shorter ones are switches, and stand in any text by chance.
+#: if they are at least this long. Shorter values are switches, and occur in any text by chance.
 _SHORTEST_BYTES = 8
-#: A file could leak on every line; so many of one kind are enough.
-_MOST_OF_A_KIND = 5
+_MOST_OF_A_KIND = 5  #: in one file
 
 
 class Leak(msgspec.Struct, frozen=True):
     """One place in a file."""
 
     line: int  #: from 1
-    kind: str  #: what it looks like; never what it says
-    secret: bool  #: else a trace of a person or a machine: worth a warning
+    kind: str  #: what it looks like, without its text
+    secret: bool  #: else a trace of a person or a machine, which is a warning
 
 
 class Shape(NamedTuple):
-    """What one kind of leak looks like."""
+    """The pattern of one kind of leak."""
 
     kind: str
     pattern: re.Pattern[bytes]
     secret: bool = True
 
 
-def _token(kind: str, pattern: str) -> Shape:
-    """A shape that begins a word."""
+def _token(kind: str, pattern: str) -> Shape:  # at the start of a word
     return Shape(kind, re.compile(rb"(?<![A-Za-z0-9_-])" + pattern.encode()))
 
 
-#: Tokens as their makers write them; lengths are lower bounds, for makers change them.
+#: Tokens as their issuers write them. Lengths are lower bounds, because issuers change them.
 SHAPES = (
     _token("a Hugging Face token", r"(?:hf|api_org)_[A-Za-z0-9]{30,}"),
     _token("a wandb key", r"wandb_v1_[A-Za-z0-9_]{40,}"),
@@ -56,7 +54,7 @@ SHAPES = (
     _token("a Google key", r"AIza[A-Za-z0-9_-]{35}"),
     _token("a Slack token", r"xox[abeoprs]-[A-Za-z0-9-]{20,}"),
     _token("a PyPI token", r"pypi-[A-Za-z0-9_-]{50,}"),
-    # Words with hyphens, such as sk-learn-something, are no keys.
+    # Words with hyphens, such as sk-learn-something, are not keys.
     _token("an API key", r"sk-(?:(?:proj|ant|admin|svcacct|or)-[A-Za-z0-9_-]{20,}|[A-Za-z0-9]{20,})"),
     Shape("a private key", re.compile(rb"-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY")),
     Shape(
@@ -70,7 +68,7 @@ SHAPES = (
     ),
 )
 
-#: The older wandb key is 40 hex digits, as is a git commit. What stands before it tells them apart: the nearest word.
+#: The older wandb key is 40 hex digits, as is a git commit. The nearest word before it decides.
 _HEX40 = re.compile(rb"(?<![A-Za-z0-9])[0-9a-f]{40}(?![A-Za-z0-9])")
 _BEFORE_BYTES = 80
 _HEX40_WORDS = re.compile(
@@ -80,12 +78,7 @@ _HEX40_WORDS = re.compile(
 
 
 def own_shapes(environ: Mapping[str, str] = os.environ, host: str | None = None) -> tuple[Shape, ...]:
-    """Shapes of this process alone: the values of its secret variables, its home folder, the name of its machine.
-
-    Args:
-        environ: where names like `HF_TOKEN` and their values stand.
-        host: name of the machine; asked of the system if None.
-    """
+    """Return shapes of the values of secret variables, of the home folder, and of the host name (None: this host's)."""
     secrets = {name: value.strip() for name, value in environ.items() if _SECRET_NAME.search(name)}
     shapes = [
         Shape(f"the value of ${name}", re.compile(re.escape(spelling)))
@@ -94,7 +87,7 @@ def own_shapes(environ: Mapping[str, str] = os.environ, host: str | None = None)
         for spelling in _spellings(value)
     ]
     home, name = environ.get("HOME", ""), socket.gethostname() if host is None else host
-    if len(Path(home).parts) > 2:  # /root is nobody's name
+    if len(Path(home).parts) > 2:  # /root names nobody
         shapes.append(_word("the own home folder", home.rstrip("/")))
     shapes += [
         _word("the name of this machine", part)
@@ -112,38 +105,29 @@ def _word(kind: str, text: str) -> Shape:
 
 
 def _spellings(value: str) -> set[bytes]:
-    """A value as it stands in a text, in JSON and in a URL."""
+    """Return a value as it is written in plain text, in JSON and in a URL."""
     escaped = json.dumps(value, ensure_ascii=False)[1:-1]
     raw = os.fsencode(value)
     return {raw, escaped.encode(errors="surrogateescape"), quote(raw, safe="").encode()}
 
 
 def find(raw: bytes, own: Iterable[Shape] | None = None) -> list[Leak]:
-    """Everything in a file, or in a part of one, that looks like a secret or like a trace of this machine.
+    """Return what looks like a secret or a trace of this machine, by line, at most five of a kind.
 
     Args:
-        raw: any bytes. Text in UTF-16 is read as well: zero bytes do not count.
-        own: what `own_shapes` gave; made anew if None.
-
-    Returns:
-        By line, at most a few of a kind.
+        raw: any bytes. Zero bytes are skipped, so UTF-16 is read as well.
+        own: the result of `own_shapes`; None calls it.
     """
     raw = raw.replace(b"\0", b"")
     found: list[Leak] = []
     for shape in (*SHAPES, *(own_shapes() if own is None else own)):
         places = (match.start() for match in shape.pattern.finditer(raw))
         found += _leaks(raw, places, shape.kind, secret=shape.secret)
-    keys, doubtful = [], []
-    for match in _HEX40.finditer(raw):
-        match _hex40(raw, match.start()):
-            case "key":
-                keys.append(match.start())
-            case "unknown":
-                doubtful.append(match.start())
+    hex40 = [(match.start(), _hex40(raw, match.start())) for match in _HEX40.finditer(raw)]
+    keys = (place for place, what in hex40 if what == "key")
     found += _leaks(raw, keys, "a wandb key", secret=True)
-    found += _leaks(
-        raw, doubtful, "40 hex digits: a wandb key, or a commit that is not called one", secret=False
-    )
+    unknown = (place for place, what in hex40 if what == "unknown")
+    found += _leaks(raw, unknown, "40 hex digits: a wandb key, or a commit without that word", secret=False)
     return sorted(set(found), key=lambda leak: (leak.line, not leak.secret, leak.kind))
 
 

@@ -1,85 +1,110 @@
-"""The board as Markdown, as JSON and as one page that works from a file: nothing is asked of any network.
+"""The board as Markdown, as JSON and as one HTML page that loads nothing.
 
-Every word of a record is a stranger's, and so is the name of its folder: it is escaped for where it stands, and plots
-are drawn anew from the logs.
+Titles, names of authors and names of folders come from strangers. They are escaped for the place where they are put,
+and plots are drawn again from the logs.
 """
 
 import base64
 import html
 import re
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
+from typing import NamedTuple
 from urllib.parse import quote
 
 import msgspec
 
 from speedrun.board.standings import Board, Published, Row
 from speedrun.ground.console import clean, quantity
-from speedrun.ground.wholefile import write_whole
 
 BEGIN, END = "<!-- leaderboard: made by `speedrun leaderboard build` -->", "<!-- end of leaderboard -->"
-_HEAD = ("rank", "train time", "val loss", "runs", "standing", "cold wall", "steps", "lines")
+_COLUMNS = (
+    *("rank", "train time", "val loss", "runs", "standing", "cold wall", "steps", "tokens"),
+    *("lines changed", "record", "date"),
+)
 _LONGEST = 80  #: characters of a stranger's text in a cell
 _MARKUP = re.compile(r"([\\|`*_\[\]<>&~#@$!()])")
 
 
-def markdown(board: Board, *, records: str = "records") -> str:
-    """Tables for all tracks. `records` is the path of the records from where the text will stand."""
-    return "\n\n".join(_markdown_track(board, name, records) for name in board.tracks) + "\n"
+class _Entry(NamedTuple):
+    """One line of a table."""
+
+    cells: dict[str, str]  #: our own words and numbers, by column
+    keys: dict[str, float]  #: to sort by, where the cell is no plain number
+    name: str
+    path: str  #: of the record, from the folder of records, or a link
+    about: str  #: what follows the name
+    changes: tuple[str, ...]
+    published: bool  #: by somebody else
 
 
-def _markdown_track(board: Board, track: str, records: str) -> str:
-    head = [*_HEAD, "record", "date"]
-    lines = [f"**{_words(track)}**", "", f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
-    for row in board.of(track):
-        link = f"[{_words(row.title)}]({records}/{quote(row.path)})"
-        cells = [*_cells(row), f"{link}{_by(row)}", row.date]
-        lines.append(f"| {' | '.join(cells)} |")
-    for one in _context(board, track):
-        about = f"*[{_words(one.name)}]({one.link}): {_words(one.hardware)}; {_words(one.caveat)}*"
-        cells = ["", f"{one.minutes:g} min", "", "", "*published*", "", "", "", about, ""]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+def _entries(board: Board, track: str) -> list[_Entry]:
+    name = track.rpartition("@")[0]
+    published = sorted((one for one in board.published if one.track == name), key=lambda one: one.minutes)
+    return [*map(_of_record, board.of(track)), *map(_of_published, published)]
 
 
-def _context(board: Board, track: str) -> Sequence[Published]:
-    found = [one for one in board.published if one.track == track.rpartition("@")[0]]
-    return sorted(found, key=lambda one: one.minutes)
+def _of_record(row: Row) -> _Entry:
+    loss, p = row.val_loss, row.p
+    cells = {
+        "rank": "" if row.rank is None else str(row.rank),
+        "train time": _seconds(row.train_time_s, row.train_time_half_width_s),
+        "val loss": "" if loss is None else f"{loss:.4f}" + ("" if p is None else f" (p = {p:.1g})"),
+        "runs": str(row.num_runs),
+        "standing": row.standing + (f": {', '.join(row.failed)}" if row.failed else ""),
+        "cold wall": _seconds(row.cold_wall_s, None),
+        "steps": f"{row.num_steps:,}",
+        "tokens": quantity(row.num_tokens),
+        "lines changed": "" if row.changed_lines is None else f"{row.changed_lines:,}",
+        "date": row.date,
+    }
+    keys = {"train time": row.train_time_s or 0.0, "steps": row.num_steps, "tokens": row.num_tokens}
+    keys |= {"cold wall": row.cold_wall_s or 0.0, "lines changed": row.changed_lines or 0}
+    about = "".join(f", {author}" for author in row.authors)
+    return _Entry(cells, keys, row.title, row.path, about, row.changes, published=False)
 
 
-def _cells(row: Row) -> list[str]:
-    """Rank, time, loss, runs, standing, wall, steps, lines: numbers and our own words."""
-    return [
-        "" if row.rank is None else str(row.rank),
-        _seconds(row.train_time_s, row.train_time_half_width_s),
-        ""
-        if row.val_loss is None
-        else f"{row.val_loss:.4f}" + ("" if row.p is None else f" (p = {row.p:.1g})"),
-        str(row.num_runs),
-        row.standing + (f": {', '.join(row.failed)}" if row.failed else ""),
-        _seconds(row.cold_wall_s, None),
-        f"{row.num_steps:,}",
-        f"{row.source_lines:,}",
-    ]
+def _of_published(one: Published) -> _Entry:
+    cells = {"train time": f"{one.minutes:g} min", "standing": "published"}
+    keys, about = {"train time": 60 * one.minutes}, f": {one.hardware}; {one.caveat}"
+    return _Entry(cells, keys, one.name, one.link, about, (), published=True)
 
 
 def _seconds(mean: float | None, half_width: float | None) -> str:
     if mean is None:
         return ""
-    return f"{mean:.2f} s" if half_width is None else f"{mean:.2f} +- {half_width:.2f} s"
+    return f"{mean:.2f} s" if half_width is None else f"{mean:.2f} ± {half_width:.2f} s"
 
 
-def _by(row: Row) -> str:
-    return f", {_words(', '.join(row.authors))}" if row.authors else ""
+def _columns(entries: Sequence[_Entry]) -> list[str]:
+    """Return the columns that are not empty; no rank, say, on a track that does not rank."""
+    return [name for name in _COLUMNS if name == "record" or any(entry.cells.get(name) for entry in entries)]
 
 
-def _words(text: str) -> str:
-    """A stranger's text as Markdown that is nothing but text."""
-    return _MARKUP.sub(r"\\\1", clean(text, limit=_LONGEST))
+def markdown(board: Board, *, records: str = "records") -> str:
+    """Return tables of all tracks; `records` is the path from the Markdown file to the folder of records."""
+    return "\n\n".join(_markdown_track(board, name, records) for name in board.tracks) + "\n"
+
+
+def _markdown_track(board: Board, track: str, records: str) -> str:
+    entries = _entries(board, track)
+    columns = _columns(entries)
+    lines = [f"**{_words(track)}**", "", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    for entry in entries:
+        link = entry.path if entry.published else f"{records}/{quote(entry.path)}"
+        cells = entry.cells | {"record": f"[{_words(entry.name)}]({link}){_words(entry.about, limit=200)}"}
+        if entry.published:
+            cells |= {name: f"*{cells[name]}*" for name in ("standing", "record")}
+        lines.append(f"| {' | '.join(cells.get(name, '') for name in columns)} |")
+    return "\n".join(lines)
+
+
+def _words(text: str, limit: int = _LONGEST) -> str:
+    """Return a stranger's text as Markdown that is nothing but text."""
+    return _MARKUP.sub(r"\\\1", clean(text, limit=limit))
 
 
 def spliced(text: str, block: str) -> str:
-    """A text with the part between the two marks replaced.
+    """Return a text with the part between the two marks replaced.
 
     Raises:
         ValueError: if the marks are not there, once and in order.
@@ -92,79 +117,85 @@ def spliced(text: str, block: str) -> str:
 
 
 def json(board: Board) -> bytes:
-    """All of it for programs."""
+    """Return the whole board as JSON."""
     return msgspec.json.format(msgspec.json.encode(board), indent=2) + b"\n"
 
 
+#: Below 50 rem each line of a table becomes a card, and the heads become a row of buttons above the cards.
 _STYLE = """
-body{font:15px/1.5 system-ui,sans-serif;color:#1c2733;max-width:76rem;margin:2rem auto;padding:0 1rem}
+:root{color-scheme:light dark;--paper:#fff;--ink:#1c2733;--grey:#5d6974;--line:#dde3e9;--hover:#eef2f6;
+--link:#1f5fa8;--good:#1b7a3d;--bad:#b5391f}
+@media(prefers-color-scheme:dark){:root{--paper:#12181e;--ink:#e3e9ef;--grey:#98a4af;--line:#313b45;--hover:#202a33;
+--link:#7ab6f5;--good:#5fce87;--bad:#ff8b73}}
+body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper);max-width:80rem;margin:2rem auto;
+padding:0 1rem}
+a{color:var(--link)}:focus-visible{outline:2px solid var(--link);outline-offset:2px}
 table{border-collapse:collapse;width:100%;margin:1rem 0 2rem}
-th,td{text-align:left;padding:.35rem .6rem;border-bottom:1px solid #dde3e9;vertical-align:top}
-th{cursor:pointer;white-space:nowrap}th:hover{background:#f2f5f8}
-tr.published td{color:#7a8691;font-style:italic}
-figure{display:inline-block;margin:0 1rem 1rem 0;max-width:36rem}img{width:100%}figcaption{color:#7a8691}
-.qualified{color:#1b7a3d;font-weight:600}.refused{color:#c8452f}
+th,td{text-align:left;padding:.35rem .6rem;border-bottom:1px solid var(--line);vertical-align:top}
+th{padding:0}th button{font:inherit;font-weight:600;color:inherit;background:none;border:0;padding:.35rem .6rem;
+cursor:pointer;white-space:nowrap}th button:hover{background:var(--hover)}
+th[aria-sort=ascending] button::after{content:" \\2191"}th[aria-sort=descending] button::after{content:" \\2193"}
+.published{color:var(--grey);font-style:italic}.qualified .standing{color:var(--good);font-weight:600}
+.refused .standing{color:var(--bad)}.number{white-space:nowrap;font-variant-numeric:tabular-nums}
+figure{display:inline-block;margin:0 1rem 1rem 0;max-width:36rem}img{width:100%}figcaption{color:var(--grey)}
+@media(max-width:50rem){table,thead,tbody{display:block}th,td{border:0;padding:.1rem 0}
+thead tr{display:flex;flex-wrap:wrap;gap:.3rem;margin-bottom:.6rem}
+th button{border:1px solid var(--line);border-radius:1rem;padding:.3rem .7rem;font-weight:400;font-size:.85rem}
+tbody tr{display:grid;grid-template-columns:repeat(auto-fill,minmax(9rem,1fr));gap:.2rem 1rem;
+border-top:1px solid var(--line);padding:.7rem 0}
+td:empty{display:none}td::before{content:attr(data-label);display:block;color:var(--grey);font-size:.8rem;
+font-style:normal;font-weight:400}td.record{grid-column:1/-1;order:-1}td.record::before{display:none}
+figure{margin:0 0 1rem}}
 """
 _SCRIPT = """
-for(const th of document.querySelectorAll('th'))th.onclick=()=>{
-const body=th.closest('table').tBodies[0],i=th.cellIndex,key=r=>r.cells[i].dataset.key??r.cells[i].textContent;
-const up=th.dataset.up!=='1';th.dataset.up=up?'1':'0';
-[...body.rows].sort((a,b)=>(key(a).localeCompare(key(b),undefined,{numeric:true}))*(up?1:-1)).forEach(r=>body.append(r))}
+for(const button of document.querySelectorAll('th button'))button.onclick=()=>{
+const th=button.parentNode,body=th.closest('table').tBodies[0];
+const key=row=>row.cells[th.cellIndex].dataset.key??row.cells[th.cellIndex].textContent;
+const up=th.ariaSort!=='ascending';for(const other of th.parentNode.cells)other.ariaSort=null;
+th.ariaSort=up?'ascending':'descending';
+[...body.rows].sort((a,b)=>key(a).localeCompare(key(b),'en',{numeric:true})*(up?1:-1)).forEach(row=>body.append(row))}
 """
 
 
 def page(board: Board, plots: dict[str, bytes]) -> str:
-    """One HTML page. `plots` holds SVGs by what they show."""
+    """Return the board as one HTML page with its plots; `plots` holds SVGs by caption."""
     parts = [_html_track(board, name) for name in board.tracks]
     figures = [
         f'<figure><img alt="{_text(name)}" src="data:image/svg+xml;base64,{base64.b64encode(svg).decode()}">'
-        f"<figcaption>{_text(name)}</figcaption></figure>"
+        f"<figcaption>{_text(name, limit=200)}</figcaption></figure>"
         for name, svg in plots.items()
     ]
     return (
-        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>speedrun: the board</title>\n'
-        f"<style>{_STYLE}</style>\n<h1>The board</h1>\n<p>Every record was validated again for this page. Means "
-        f"with 95 % intervals; what others published stands in grey, unranked and unchecked.</p>\n"
-        f"{''.join(parts)}{''.join(figures)}\n<script>{_SCRIPT}</script></html>\n"
+        '<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>speedrun: the board</title>\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<style>{_STYLE}</style>\n<h1>The board</h1>\n<p>Every record was validated again for this page. Times and "
+        "losses are means, with 95 % intervals where there are two runs or more. Results that others published are in "
+        f"grey: unranked and unchecked.</p>\n{''.join(parts)}{''.join(figures)}\n<script>{_SCRIPT}</script></html>\n"
     )
 
 
 def _html_track(board: Board, track: str) -> str:
-    head = [*_HEAD, "record", "tokens", "date"]
-    rows = [_html_row(row) for row in board.of(track)]
-    for one in _context(board, track):
-        name = (
-            f'<a href="{_text(one.link)}">{_text(one.name)}</a>: {_text(one.hardware)}; {_text(one.caveat)}'
-        )
-        key = f' data-key="{one.minutes * 60:.2f}"'
-        rows.append(
-            f'<tr class="published"><td></td><td{key}>{one.minutes:g} min</td><td></td><td></td><td>published</td>'
-            f"<td></td><td></td><td></td><td>{name}</td><td></td><td></td></tr>"
-        )
-    heads = "".join(f"<th>{name}</th>" for name in head)
-    return f"<h2>{_text(track)}</h2>\n<table><thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>\n"
+    entries = _entries(board, track)
+    columns = _columns(entries)
+    heads = "".join(f'<th scope="col"><button type="button">{name}</button></th>' for name in columns)
+    rows = "".join(_html_row(entry, columns) for entry in entries)
+    return f"<h2>{_text(track)}</h2>\n<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>\n"
 
 
-def _html_row(row: Row) -> str:
-    cells = [_text(cell) for cell in _cells(row)]
-    what = f'<a href="{quote(row.path)}/README.md">{_text(row.title)}</a>{_text(_authors(row.authors))}'
-    changes = "".join(f"<br>{_text(change)}" for change in row.changes)
-    keyed = [f"<td>{cell}</td>" for cell in cells]
-    keyed[1] = f'<td data-key="{row.train_time_s or 0:.4f}">{cells[1]}</td>'
-    keyed[4] = f'<td class="{row.standing.replace(" ", "-")}">{cells[4]}</td>'
-    tokens = f'<td data-key="{row.num_tokens}">{quantity(row.num_tokens)}</td>'
-    return f"<tr>{''.join(keyed)}<td>{what}{changes}</td>{tokens}<td>{row.date}</td></tr>\n"
+def _html_row(entry: _Entry, columns: Sequence[str]) -> str:
+    link = _text(entry.path, limit=400) if entry.published else f"{quote(entry.path)}/README.md"
+    changes = "".join(f"<br>{_text(change)}" for change in entry.changes)
+    record = f'<a href="{link}">{_text(entry.name)}</a>{_text(entry.about, limit=200)}{changes}'
+    cells = []
+    for name in columns:
+        key = f' data-key="{entry.keys[name]:.4f}"' if name in entry.keys else ""
+        kind = name if name in ("record", "standing") else "number"
+        content = record if name == "record" else _text(entry.cells.get(name, ""))
+        cells.append(f'<td class="{kind}" data-label="{name}"{key}>{content}</td>')
+    standing = "published" if entry.published else entry.cells["standing"].partition(":")[0]
+    return f'<tr class="{standing.replace(" ", "-")}">{"".join(cells)}</tr>\n'
 
 
-def _authors(names: Iterable[str]) -> str:
-    return "".join(f", {name}" for name in names)
-
-
-def _text(text: str) -> str:
-    """A stranger's text as HTML that is nothing but text."""
-    return html.escape(clean(text, limit=_LONGEST), quote=True)
-
-
-def write(path: Path, content: str | bytes) -> None:
-    """Writes a generated file."""
-    write_whole(path, content.encode() if isinstance(content, str) else content)
+def _text(text: str, limit: int = _LONGEST) -> str:
+    """Return a stranger's text as HTML that is nothing but text."""
+    return html.escape(clean(text, limit=limit), quote=True)

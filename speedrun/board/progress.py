@@ -1,4 +1,4 @@
-"""The pictures of a board: how fast its records became, and what they trade of time against loss."""
+"""The pictures of a board: how fast its records became, and how they trade time against loss."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -8,11 +8,13 @@ from speedrun.board.drawing import (
     DASHED,
     GREY,
     MOST,
+    PAPER,
     TARGET,
     TRAIN,
     VAL,
     canvas,
     in_font,
+    label,
     number_decades,
     save,
     svg,
@@ -30,38 +32,28 @@ _MOST_BESTS = 6
 _MOST_NAMED = 12
 _CROWD = 30  #: records; points are small from here on
 _MOST_NAME = 32  #: characters
-_LOG_FROM = 10.0  #: longest by shortest time
+_LOG_FROM = 10.0  #: ratio of the longest time to the shortest from which the scale is logarithmic
 
 
 def pictures(board: Board) -> dict[str, bytes]:
-    """For each track with a result its history and its trade-off: SVGs by what they show."""
+    """Draw the history and the trade-off of each track that has a result; return SVGs by caption."""
     drawn: dict[str, bytes] = {}
     for name in board.tracks:
         rows = results(board.of(name))
         if any(row.standing != "missed" for row in rows):
+            caption = "train time of each record that reached the target; the line is the best qualified (filled) one"
             with canvas(6.0, 3.2) as figure:
                 _draw_history(figure.add_subplot(), rows)
-                drawn[
-                    f"{name}: mean train time of each record that reached the target, with its 95 % interval; the line "
-                    "is the best of the qualified ones (filled)"
-                ] = svg(figure)
+                drawn[f"{name}: {caption}"] = svg(figure)
         if rows:
             with canvas(6.0, 3.2) as figure:
                 _draw_pareto(figure, name, rows)
-                drawn[f"{name}: mean loss against mean train time; nothing is better than the stairs"] = svg(
-                    figure
-                )
+                drawn[f"{name}: loss against train time, with the Pareto front"] = svg(figure)
     return drawn
 
 
 def pareto(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Draws loss against time of records, into `pareto-<track>-<version>.svg` and `.png` for each track.
-
-    Filled points are qualified batches.
-
-    Returns:
-        The files written.
-    """
+    """Draw loss against time into `pareto-<track>-<version>.svg` and `.png` for each track; return the paths."""
     paths: list[Path] = []
     for name in sorted({row.track for row in rows}):
         with canvas(8.0, 4.5) as figure:
@@ -71,7 +63,7 @@ def pareto(rows: Sequence[Row], folder: Path) -> list[Path]:
 
 
 def results(rows: Iterable[Row]) -> list[Row]:
-    """Those with a time and a loss that no check refused, and that can be drawn."""
+    """Return the rows with a time and a loss that no check refused and that can be drawn."""
     return [row for row in rows if row.standing != "refused" and _is_drawable(row)]
 
 
@@ -87,7 +79,7 @@ def _qualifies(row: Row) -> bool:
 
 
 def frontier(rows: Sequence[Row]) -> list[Row]:
-    """The Pareto front, fastest first: rows not dominated in time and loss."""
+    """Return the Pareto front, fastest first: rows not dominated in time and loss."""
     best: list[Row] = []
     for row in sorted(rows, key=_place):
         if not best or _place(row)[1] < _place(best[-1])[1]:
@@ -100,7 +92,7 @@ def _place(row: Row) -> tuple[float, float]:
 
 
 def progress(rows: Sequence[Row]) -> list[tuple[int, float]]:
-    """The steps of the progress line: place and train time of each qualified row that beats all before it."""
+    """Return place and train time of each qualified row that beats all qualified rows before it."""
     steps: list[tuple[int, float]] = []
     for place, row in enumerate(rows):
         if _qualifies(row) and (not steps or _place(row)[0] < steps[-1][1]):
@@ -109,10 +101,7 @@ def progress(rows: Sequence[Row]) -> list[tuple[int, float]]:
 
 
 def _draw_history(axes: "Axes", rows: Sequence[Row]) -> None:
-    """A point for each record that reached the target, in the order of their first runs, filled where it qualifies.
-
-    The line is the best qualified time so far: what misses the target or proves nothing is no progress.
-    """
+    """Draw a point for each record that reached the target, by date, filled where qualified, and the best so far."""
     rows = sorted((row for row in rows if row.standing != "missed"), key=lambda row: row.moment)
     places, times_s = range(len(rows)), [_place(row)[0] for row in rows]
     half_widths_s = [row.train_time_half_width_s or 0.0 for row in rows]
@@ -120,14 +109,14 @@ def _draw_history(axes: "Axes", rows: Sequence[Row]) -> None:
     if steps:
         line = [*steps, (len(rows) - 1, steps[-1][1])]
         axes.step(*zip(*line, strict=True), where="post", color=TRAIN, linewidth=1.2, zorder=1)
-    for face, same in ((VAL, True), ("white", False)):
+    for face, same in ((VAL, True), (PAPER, False)):
         shown = [place for place in places if _qualifies(rows[place]) == same]
         if shown:
             at_s, widths_s = ([numbers[place] for place in shown] for numbers in (times_s, half_widths_s))
             axes.errorbar(shown, at_s, widths_s, fmt="o", color=VAL, markerfacecolor=face, **_form(len(rows)))
     bests = [place for place, _ in steps]
     for place in places if len(rows) <= _MOST_BESTS else _some(bests, _MOST_BESTS):
-        _label(axes, (place, times_s[place]), f"{times_s[place]:.1f} s")
+        label(axes, (place, times_s[place]), f"{times_s[place]:.1f} s", (6, 5))
     dated = _some(places, _MOST_DATES)
     axes.set_xticks(dated, [rows[place].date for place in dated], rotation=20, ha="right")
     axes.set_ylim(bottom=0, top=1.25 * max(t + h for t, h in zip(times_s, half_widths_s, strict=True)))
@@ -136,29 +125,21 @@ def _draw_history(axes: "Axes", rows: Sequence[Row]) -> None:
 
 
 def _some(places: Sequence[int], most: int) -> list[int]:
-    """At most so many of them, evenly; the last one among them."""
+    """Return at most this many of the places, evenly spaced, the last one included."""
     every = max(1, -(-len(places) // most))
     return list(places[::-1][::every][::-1])
 
 
 def _draw_pareto(figure: "Figure", track: str, rows: Sequence[Row]) -> None:
-    """A point a record with its intervals, filled where it qualifies; the frontier; who is who to the right."""
+    """Draw a point with intervals for each record, filled where qualified, and the Pareto front; names to the right."""
     axes, best = figure.add_subplot(), frontier(rows)
     axes.step(*zip(*map(_place, best), strict=True), where="post", color=TRAIN, linewidth=1.2, zorder=1)
-    for face, same in (
-        (VAL, [r for r in rows if _qualifies(r)]),
-        ("white", [r for r in rows if not _qualifies(r)]),
-    ):
+    qualified = [row for row in rows if _qualifies(row)]
+    for face, same in ((VAL, qualified), (PAPER, [row for row in rows if row not in qualified])):
         if same:
             _points(axes, same, markerfacecolor=face, **_form(len(rows)))
     target = tracks.load(track.rpartition("@")[0]).target.loss
     axes.axhline(target, color=TARGET, linewidth=1, linestyle=DASHED, zorder=2)
-    _note(axes, 0, f"target {target:g}", TARGET)
-    named = sorted(rows, key=_place) if len(rows) <= _MOST_NAMED else best
-    for number, row in enumerate(named[-_MOST_NAMED:], 1):
-        _label(axes, _place(row), str(number))
-        name = row.path.rpartition("/")[2][:_MOST_NAME]
-        _note(axes, number, f"{number}  {name}", VAL if _qualifies(row) else GREY)
     times_s = [_place(row)[0] for row in rows]
     if min(times_s) > 0 and max(times_s) > _LOG_FROM * min(times_s):
         axes.set_xscale("log")
@@ -168,10 +149,17 @@ def _draw_pareto(figure: "Figure", track: str, rows: Sequence[Row]) -> None:
     axes.set_xlabel("mean train time (s)")
     axes.set_ylabel("mean loss (nats per token)")
     axes.ticklabel_format(axis="y", useOffset=False)
+    _note(axes, 0, f"target {target:g}", TARGET)
+    named = sorted(rows, key=_place) if len(rows) <= _MOST_NAMED else best
+    for number, row in enumerate(named[-_MOST_NAMED:], 1):
+        name = row.path.rpartition("/")[2][:_MOST_NAME]
+        _note(axes, number, f"{number}  {name}", VAL if _qualifies(row) else GREY)
+    for number, row in enumerate(named[-_MOST_NAMED:], 1):  # once the notes have their place
+        label(axes, _place(row), str(number), (6, 5), avoid=[target])
 
 
 def _points(axes: "Axes", rows: Sequence[Row], **form: Any) -> None:
-    """Records with their intervals, where they have some; all at once, because each call takes milliseconds."""
+    """Draw records with their intervals, all in one call: each takes milliseconds."""
     times_s, losses = zip(*map(_place, rows), strict=True)
     loss_half_widths = [row.val_loss_half_width or 0.0 for row in rows]
     half_widths_s = [row.train_time_half_width_s or 0.0 for row in rows]
@@ -183,17 +171,7 @@ def _form(num_points: int) -> dict[str, Any]:
     return {"markersize": size, "elinewidth": 1, "capsize": size / 2, "zorder": 3}
 
 
-def _label(axes: "Axes", place: tuple[float, float], text: str) -> None:
-    """Beside a point, and above all points."""
-    from matplotlib.patheffects import withStroke
-
-    outline = [withStroke(linewidth=3, foreground="white")]
-    axes.annotate(
-        text, place, xytext=(6, 5), textcoords="offset points", color=VAL, path_effects=outline, zorder=5
-    )
-
-
 def _note(axes: "Axes", line: int, text: str, colour: str) -> None:
-    """In a line beside the picture, where no point can be."""
+    """Write a numbered line to the right of the axes."""
     height = 1.0 - 0.075 * line
     axes.text(1.03, height, in_font(text), transform=axes.transAxes, va="top", fontsize=8.5, color=colour)

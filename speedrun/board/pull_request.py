@@ -1,6 +1,6 @@
-"""The text of a pull request for a record: facts from its logs, and what no program can check.
+"""The text of a pull request for a record: facts from its logs, and promises that no program can check.
 
-Every word of a record is a stranger's. In a code span none of them is a mention, a link, a reference or markup.
+Text from a record is put into code spans, where it cannot become a mention, a link, a reference or markup.
 """
 
 import re
@@ -16,35 +16,35 @@ from speedrun.ledger.validate import Report
 
 _LONGEST = 200  #: characters of a stranger's text
 
-#: RULES.md in the words of whoever submits: what no check can see.
+#: The rules of RULES.md that no check can verify, as promises of whoever submits.
 PROMISES = (
-    "Every run that was begun for this record is in it, also those that failed.",
+    "Every run that was started for this record is in it, including those that failed.",
     "No seed, no number of steps and no run was chosen by its loss.",
-    "Nothing that was learned before was loaded, and no training token was read before the clock.",
-    "The validation text was scored and used for nothing else.",
-    "`changes` names all that differs from the parent, and the lines it adds are worth their price.",
+    "No trained weights were loaded, and no training token was read before the clock started.",
+    "The validation text was used for scoring and for nothing else.",
+    "`changes` names every difference from the parent, and the lines it adds are worth their price.",
     "What I took from others is credited, and its licence allows it.",
 )
 
 
 def literal(text: str) -> str:
-    """A stranger's text as Markdown that shows its very characters: one line, a code span."""
+    """Return a stranger's text as a code span of one line."""
     shown = clean(text, limit=_LONGEST)
     if not shown.strip():
         return "(empty)"
-    # A span may hold shorter rows of backticks than the ones around it, and loses one space at either end.
+    # A span may hold shorter runs of backticks than those around it. Markdown strips one space at either end.
     fence = "`" * (max(map(len, re.findall("`+", shown)), default=0) + 1)
     pad = " " if shown[0] in " `" or shown[-1] in " `" else ""
     return f"{fence}{pad}{shown}{pad}{fence}"
 
 
 def cell(text: str) -> str:
-    """The same in a table, where a bar ends a cell even inside a code span."""
+    """Return the same for a table, where a bar ends a cell even inside a code span."""
     return literal(text).replace("|", r"\|")
 
 
 def title(record: Record, place: str) -> str:
-    """One line of our own words; a subject may close issues, so no stranger's text is in it."""
+    """Return the title. It holds no text of the record: the subject of a commit can close issues."""
     done = record.finished
     time_s, loss = fmean(run.train_time_s for run in done), fmean(run.val_loss for run in done)
     target = record.rules.target.loss
@@ -53,14 +53,7 @@ def title(record: Record, place: str) -> str:
 
 
 def text(record: Record, manifest: Manifest, report: Report, archive: Sequence[str]) -> str:
-    """The whole text, as Markdown.
-
-    Args:
-        record: with at least one finished run of a known track.
-        manifest: of the record.
-        report: of all checks.
-        archive: name, bytes and digest of what was packed, as words.
-    """
+    """Return the text as Markdown; `archive` is name, size and digest of the archive, as words."""
     changes = "\n".join(f"- {literal(change)}" for change in manifest.about.changes)
     ids = {
         status: ", ".join(result.check.id for result in report.having(status)) for status in ("ok", "skipped")
@@ -71,26 +64,29 @@ def text(record: Record, manifest: Manifest, report: Report, archive: Sequence[s
         f"## What changed\n\n{changes or 'Nothing is named.'}",
         "## Rules",
         f"- [x] `speedrun validate --strict` passes: {ids['ok']}\n"
-        f"- [x] Not asked of such a record: {ids['skipped'] or 'none'}\n"
+        f"- [x] Not applicable to such a record: {ids['skipped'] or 'none'}\n"
         "- [x] No file holds anything that looks like a secret",
-        "For whoever submits to tick; no check can see it:",
+        "To be ticked by whoever submits; no check can verify it:",
         "\n".join(f"- [ ] {promise}" for promise in PROMISES),
     ]
     return "\n\n".join(blocks) + "\n"
 
 
 def _results(record: Record, manifest: Manifest, report: Report) -> list[tuple[str, str]]:
-    """What was measured, computed again from the logs."""
+    """Return what was measured, computed again from the logs."""
     done, rules = record.finished, record.rules
     summary = derive_summary(record.runs, rules, record.declaration)
     test, broken = summary.test, summary.num_runs - summary.num_finished
-    proof = "none: no declared batch that has come to its test"
+    proof = "none: no declared batch is complete"
     if test is not None:
         proof = f"p = {test.p:.2g} by {test.rule}, need less than {test.alpha:g}: {'' if test.passed else 'not '}proven"
     return [
         ("track", cell(rules.id)),
         ("status", standing_of(record, report)),
-        ("runs", f"n = {len(done)} finished of {manifest.batch.declared_runs} declared; {broken} broke off"),
+        (
+            "runs",
+            f"n = {len(done)} finished of {manifest.batch.declared_runs} declared; {broken} did not finish",
+        ),
         ("validation loss", _spread([run.val_loss for run in done], "nats per token", 4)),
         ("target", f"{rules.target.loss:g}, {'reached' if summary.target_reached else 'not reached'}"),
         ("test of the mean", proof),
@@ -106,7 +102,7 @@ def _spread(numbers: Sequence[float], unit: str, digits: int) -> str:
 
 
 def _facts(manifest: Manifest) -> list[tuple[str, str]]:
-    """What it ran on and what ran: the record's own words, which the checks compare with its logs."""
+    """Return what the record claims about hardware, versions and source; the checks compare it with the logs."""
     hardware, recipe, about = manifest.hardware, manifest.recipe, manifest.about
     matmul = quantity(hardware.matmul_gflops * 1e9, "flop/s")
     changed = "".join(f", {cell(f'{key}={value}')}" for key, value in recipe.overrides.items())

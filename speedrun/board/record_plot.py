@@ -1,4 +1,4 @@
-"""The pictures of one record: loss against train time and against tokens, and how long its steps took."""
+"""The pictures of one record: loss against train time, loss against tokens, and a histogram of step times."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -16,11 +16,13 @@ from speedrun.board.drawing import (
     VAL,
     canvas,
     key,
+    label,
     level,
     number_decades,
     save,
     title,
 )
+from speedrun.board.ghost import same_batches
 from speedrun.ground.console import quantiles_ms
 from speedrun.ground.errors import UsageError
 from speedrun.ground.runlog import Resume, Step
@@ -35,13 +37,13 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 _MAX_LABELS = 6
 _NUM_BINS = 60
-_FAR = 3.0  #: times the 95th percentile; a step beyond is counted, and not shown
-_NARROWEST_MS = 0.01  #: between the ends of a histogram; steps of one length have no width of their own
-_LOG_FROM = 50.0  #: bars of such a ratio are not seen beside each other
+_FAR = 3.0  #: times the 95th percentile; longer steps are counted in the key and not shown
+_NARROWEST_MS = 0.01  #: half width of a histogram whose steps all take the same time
+_LOG_FROM = 50.0  #: ratio of the tallest bar to the shortest from which the scale is logarithmic
 
 
 class _Axis(NamedTuple):
-    """What a loss is drawn against."""
+    """The horizontal axis of a loss curve."""
 
     of: Callable[[Step | Resume], float]
     label: str
@@ -57,17 +59,14 @@ def _token_axis(most_tokens: int) -> _Axis:
 
 
 def plot(record_dir: Path, kinds: Sequence[Kind] = ("loss",)) -> list[Path]:
-    """Draws the record into `plots/<kind>.svg` and `plots/<kind>.png`.
+    """Draw a record into `plots/<kind>.svg` and `plots/<kind>.png`; return the paths.
 
     Args:
         record_dir: the folder of the record.
         kinds: `loss` against train time, loss against `tokens`, or a histogram of `steps`.
 
-    Returns:
-        The files written.
-
     Raises:
-        UsageError: if the folder is no record, none of its runs can be read or has a step, or a number is absurd.
+        UsageError: if no run of the folder can be read and has a step, or a number is too large to draw.
     """
     record = load(record_dir)
     runs = [run for run in record.runs if run.steps]
@@ -89,7 +88,6 @@ def plot(record_dir: Path, kinds: Sequence[Kind] = ("loss",)) -> list[Path]:
 
 
 def _check_drawable(runs: Sequence[Run]) -> None:
-    """A log may come from a stranger."""
     for run in runs:
         facts = [(at.train_time_s, at.tokens_seen) for at in (run.origin, *run.steps)]
         losses = [step.loss for step in run.steps] + [loss_of(val) for val in run.vals if val.tokens > 0]
@@ -99,44 +97,37 @@ def _check_drawable(runs: Sequence[Run]) -> None:
 
 
 def _draw_loss(axes: "Axes", record: Record, runs: Sequence[Run], axis: _Axis) -> None:
-    alike = _alike(runs)
+    same = same_batches(runs)
+    alike = same if len(same) > 1 else []
     if alike:
         _band(axes, alike, axis)
     for run in runs:
         if run not in alike:
             at, losses = [axis.of(step) for step in run.steps], [step.loss for step in run.steps]
             axes.plot(at, losses, color=GREY if alike else TRAIN, linewidth=0.7, alpha=0.8, zorder=1)
-        # No line through the validations: there are few, and the train loss shows the way between them.
+        # No line through the validations: there are few, and the train loss shows what happens between them.
         axes.plot(*_vals(run, axis), "o", color=VAL, markersize=5, clip_on=False, zorder=3)
+    levels: list[float] = []
     if record.track is not None:
         target = record.track.target
+        levels.append(target.loss)
         level(axes, target.loss, f"target {target.loss:g}", TARGET)
         if target.entropy_rate:
+            levels.append(target.entropy_rate)
             level(axes, target.entropy_rate, f"entropy rate {target.entropy_rate:.2f}", GREY)
-    _label(axes, runs, axis)
     axes.set_xlim(left=0)
     axes.margins(x=0.02)
     axes.set_xlabel(axis.label)
     axes.set_ylabel("loss (nats per token)")
     title(axes, _headline(runs))
+    _label_validations(axes, runs, axis, levels)
     train = f"train: mean and range of {len(alike)} runs" if alike else "train"
     others = [("other runs", GREY)] if 0 < len(alike) < len(runs) else []
     key(axes, (train, TRAIN), *others, ("validation", VAL))
 
 
-def _alike(runs: Sequence[Run]) -> list[Run]:
-    """The runs that saw the same batches from the first to the last, where there are two or more."""
-    whole = [run for run in runs if run.finished and not run.resumed]
-    same = [run for run in whole if _tokens(run) == _tokens(whole[0])]
-    return same if len(same) > 1 else []
-
-
-def _tokens(run: Run) -> list[int]:
-    return [step.tokens_seen for step in run.steps]
-
-
 def _band(axes: "Axes", runs: Sequence[Run], axis: _Axis) -> None:
-    """Mean and range over the runs of each step's loss, where the step stands in the mean."""
+    """Draw the mean and range of each step's loss over the runs, at the mean place of the step."""
     steps = [*zip(*(run.steps for run in runs), strict=True)]
     at = [fmean(axis.of(step) for step in same) for same in steps]
     losses = [[step.loss for step in same] for same in steps]
@@ -146,17 +137,15 @@ def _band(axes: "Axes", runs: Sequence[Run], axis: _Axis) -> None:
 
 
 def _vals(run: Run, axis: _Axis) -> tuple[list[float], list[float]]:
-    """Place and loss of the validations: one before step s stands where step s - 1 ended."""
+    """Return place and loss of the validations; one before step s is placed at the end of step s - 1."""
     ends = [axis.of(at) for at in (run.origin, *run.steps)]
     places = [(val.step - run.origin.step, val) for val in run.vals if val.tokens > 0]
     known = [(ends[place], loss_of(val)) for place, val in places if 0 <= place < len(ends)]
     return [place for place, _ in known], [loss for _, loss in known]
 
 
-def _label(axes: "Axes", runs: Sequence[Run], axis: _Axis) -> None:
-    """Writes the mean loss of the runs above some of the validations; always above the last."""
-    from matplotlib.patheffects import withStroke
-
+def _label_validations(axes: "Axes", runs: Sequence[Run], axis: _Axis, levels: Sequence[float]) -> None:
+    """Write the mean loss of the runs at some of the validations, always at the last, clear of the levels."""
     points: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
     for run in runs:
         for number, point in enumerate(zip(*_vals(run, axis), strict=True)):
@@ -165,25 +154,20 @@ def _label(axes: "Axes", runs: Sequence[Run], axis: _Axis) -> None:
     every = max(1, -(-last // (_MAX_LABELS - 1)))
     for number in range(last, -1, -every):
         places, losses = zip(*points[number], strict=True)
-        axes.annotate(
-            f"{fmean(losses):.4f}" if number == last else f"{fmean(losses):.2f}",
-            (fmean(places), max(losses)),
-            xytext=(0, 8) if number else (8, 0),
-            textcoords="offset points",
-            ha="center" if number else "left",  # the first one stands on the axis
-            color=VAL,
-            fontsize=10 if number == last else 9,
-            path_effects=[withStroke(linewidth=3, foreground="white")],
-            fontweight="bold" if number == last else "normal",
-            zorder=4,
-        )
+        point, mean = (fmean(places), max(losses)), fmean(losses)
+        if number == last:
+            label(axes, point, f"{mean:.4f}", (0, 8), avoid=levels, ha="center", fontweight="bold")
+        elif number:
+            label(axes, point, f"{mean:.2f}", (0, 8), avoid=levels, ha="center", fontsize=9)
+        else:  # the first point is on the axis
+            label(axes, point, f"{mean:.2f}", (8, 0), fontsize=9)
 
 
 def _draw_steps(axes: "Axes", runs: Sequence[Run]) -> None:
-    """A histogram over the steps of all runs, with median and 95th percentile."""
+    """Draw a histogram of the steps of all runs, with median and 95th percentile."""
     times_s = [seconds for run in runs for seconds in run.step_s]
     if min(times_s) < 0:
-        raise UsageError(f"a step of {min(times_s):g} s; need times that a clock can show")
+        raise UsageError(f"a step takes {min(times_s):g} s; need a time of at least 0")
     p50_ms, p95_ms, max_ms = quantiles_ms(times_s)
     most_ms = min(max_ms, _FAR * p95_ms)
     shown_ms = [1e3 * seconds for seconds in times_s if 1e3 * seconds <= most_ms]
@@ -214,7 +198,7 @@ def _what(runs: Sequence[Run]) -> str:
 
 
 def _headline(runs: Sequence[Run]) -> str:
-    """Recipe, track and result in one line."""
+    """Return recipe, track and result in one line."""
     done = [run for run in runs if run.finished]
     if not done:
         return f"{_what(runs)}: not finished"

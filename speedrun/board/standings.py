@@ -1,10 +1,10 @@
-"""The board: every record of a folder, validated again, in one table for each track. Unranked ones are shown, too.
+"""The board: every record of a folder, validated again and sorted by track, standing and train time.
 
-Nothing a record says of itself is taken over: standing, means and intervals follow from its logs.
+Standing, means and intervals are recomputed from the logs. Nothing a record claims about itself is copied.
 """
 
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
 
@@ -13,20 +13,19 @@ import msgspec
 from speedrun.ground import track as tracks
 from speedrun.ground.errors import UsageError
 from speedrun.ledger.assemble import derive_summary
+from speedrun.ledger.code import changed_lines
 from speedrun.ledger.format import Manifest
 from speedrun.ledger.record import Record, load
-from speedrun.ledger.statistics import Interval, mean_interval
+from speedrun.ledger.statistics import mean_interval
 from speedrun.ledger.validate import Report, examine
 
 CONTEXT = "context.toml"
-
-#: From best to worst. "qualified": a declared batch proves the target. "valid": reached on a track that does not rank.
-#: "provisional": reached on one that does, and not proven. "missed": the mean loss is above the target.
+BOARD = "leaderboard.json"
+#: From best to worst. "qualified": a declared batch proves the target. "valid": reached on an unranked track.
+#: "provisional": reached on a ranked track, not proven. "missed": the mean loss is above the target.
 STANDINGS = ("qualified", "valid", "provisional", "missed", "no result", "refused")
-
-
-#: Warnings with which nothing is proven: too few runs, a wonder, a run that goes on, science that reaches out.
-_ASK_FOR_PROOF = frozenset({"V302", "V308", "V311", "V502"})
+#: Warnings that rule out "qualified": too few runs, an implausible result, a resumed run, science that uses the host.
+_UNPROVEN = frozenset({"V302", "V308", "V311", "V502"})
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -44,36 +43,37 @@ class Row(msgspec.Struct, frozen=True):
     device: str
     num_runs: int  #: finished
     val_loss: float | None  #: mean
-    val_loss_half_width: float | None  #: of its 95 % interval; None for one run
+    val_loss_half_width: float | None  #: of the 95 % interval; None for one run
     p: float | None  #: of the declared test
     train_time_s: float | None  #: mean
-    train_time_half_width_s: float | None  #: of its 95 % interval; None for one run
+    train_time_half_width_s: float | None  #: of the 95 % interval; None for one run
     cold_wall_s: float | None
     num_steps: int
     num_tokens: int
     source_lines: int
-    rank: int | None = None  #: among the qualified ones of a track that ranks
+    changed_lines: int | None = None  #: of science, against the parent; None without a readable one
+    rank: int | None = None  #: among the qualified records of a ranked track
 
     @property
     def date(self) -> str:
-        """The day of its first run."""
+        """The day of the first run."""
         return self.created_utc[:10]
 
     @property
     def moment(self) -> datetime:
-        """When its first run began; for putting records in order."""
+        """The start of the first run, to sort records by."""
         return datetime.fromisoformat(self.created_utc)
 
 
 class LeftOut(msgspec.Struct, frozen=True):
-    """A record that cannot be judged. The others are not affected."""
+    """A record that cannot be judged."""
 
     path: str
     why: str  #: safe to print
 
 
 class Published(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A result of others, as they told it."""
+    """A result that somebody else published."""
 
     name: str
     track: str
@@ -90,25 +90,25 @@ class Context(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Board(msgspec.Struct, frozen=True):
-    """All there is to show."""
+    """`leaderboard.json`."""
 
     rows: tuple[Row, ...]
     published: tuple[Published, ...]
     left_out: tuple[LeftOut, ...] = ()
 
     def of(self, track: str) -> tuple[Row, ...]:
-        """The rows of one track (name and version), best first."""
+        """Return the rows of one track (name and version), best first."""
         return tuple(row for row in self.rows if row.track == track)
 
     @property
     def tracks(self) -> list[str]:
-        """Those that have a record, or a published result to beat."""
-        aims = {tracks.load(one.track).id for one in self.published}
-        return sorted({row.track for row in self.rows} | aims)
+        """The tracks that have a record or a published result."""
+        goals = {tracks.load(one.track).id for one in self.published}
+        return sorted({row.track for row in self.rows} | goals)
 
 
 def read(folder: Path) -> Board:
-    """Validates every record below a folder (`<track>/<record>/`) and puts them in order.
+    """Validate every record in a folder (`<track>/<record>/`) and sort them.
 
     Raises:
         UsageError: if there is no such folder, or its context file is malformed.
@@ -118,10 +118,26 @@ def read(folder: Path) -> Board:
     inside = sorted(
         {path.parent for name in ("manifest.json", "runs") for path in folder.glob(f"*/*/{name}")}
     )
-    judged = [row_of(one, one.relative_to(folder).as_posix()) for one in inside]
+    records = {one.relative_to(folder).as_posix(): load(one) for one in inside}
+    judged = [_judge(record, path, records) for path, record in records.items()]
     rows = [one for one in judged if isinstance(one, Row)]
     left_out = tuple(one for one in judged if isinstance(one, LeftOut))
     return Board(tuple(_ranked(rows)), _context(folder / CONTEXT).published, left_out)
+
+
+def read_built(folder: Path) -> Board | None:
+    """Return the board that was last built in a folder of records, or None if there is none.
+
+    Raises:
+        UsageError: if it cannot be read.
+    """
+    path = folder / BOARD
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Board)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: {error}; run 'speedrun leaderboard build' to make it again") from None
 
 
 def _context(path: Path) -> Context:
@@ -138,25 +154,28 @@ def _context(path: Path) -> Context:
 
 
 def row_of(folder: Path, path: str) -> Row | LeftOut:
-    """What a record comes to, under a name for its place.
+    """Judge one record; `path` is the name to show for its folder.
 
     Raises:
         UsageError: if there is no such folder.
     """
-    record = load(folder)
+    return _judge(load(folder), path, {})
+
+
+def _judge(record: Record, path: str, others: Mapping[str, Record]) -> Row | LeftOut:
     report = examine(record)
     if record.manifest is None or record.track is None or not record.whole:
         failed = report.having("failed")
         why = next((one for one in failed if one.check.id in ("V001", "V006", "V008")), failed[0])
         return LeftOut(path, f"{why.check.id}: {why.messages[0]}")
+    parent = others.get(record.manifest.about.parent_record or "")
     try:
-        return _row(record, record.manifest, report, path)
-    except ArithmeticError as error:  # numbers that no check knew to be impossible
+        return _row(record, record.manifest, report, path, parent)
+    except ArithmeticError as error:  # a number that no check refuses
         return LeftOut(path, f"a number is out of range ({error})")
 
 
-def _row(record: Record, manifest: Manifest, report: Report, path: str) -> Row:
-    failed = tuple(result.check.id for result in report.having("failed"))
+def _row(record: Record, manifest: Manifest, report: Report, path: str, parent: Record | None) -> Row:
     summary = derive_summary(record.runs, record.rules, record.declaration)
     times = mean_interval([run.train_time_s for run in record.finished])
     losses = mean_interval([run.val_loss for run in record.finished])
@@ -164,7 +183,7 @@ def _row(record: Record, manifest: Manifest, report: Report, path: str) -> Row:
         track=record.rules.id,
         path=path,
         standing=standing_of(record, report),
-        failed=failed,
+        failed=tuple(result.check.id for result in report.having("failed")),
         title=manifest.about.title,
         authors=manifest.about.authors,
         changes=manifest.about.changes,
@@ -173,29 +192,33 @@ def _row(record: Record, manifest: Manifest, report: Report, path: str) -> Row:
         device=f"{manifest.hardware.num_devices} x {manifest.hardware.device_kind}",
         num_runs=summary.num_finished,
         val_loss=summary.val_loss_mean,
-        val_loss_half_width=_half_width(losses),
+        val_loss_half_width=None if losses is None else losses.half_width,
         p=summary.test.p if summary.test else None,
         train_time_s=summary.train_time_s_mean,
-        train_time_half_width_s=_half_width(times),
+        train_time_half_width_s=None if times is None else times.half_width,
         cold_wall_s=summary.cold_wall_s_mean,
         num_steps=summary.num_steps,
         num_tokens=summary.num_tokens,
         source_lines=manifest.source.lines,
+        changed_lines=None if parent is None else _changed_lines(record, parent),
     )
 
 
-def _half_width(interval: Interval | None) -> float | None:
-    return None if interval is None else interval.half_width
+def _changed_lines(record: Record, parent: Record) -> int | None:
+    try:
+        return changed_lines(*(one.raw.get("source.txt", b"").decode() for one in (record, parent)))
+    except ValueError:  # V003 reports a source that cannot be split
+        return None
 
 
 def standing_of(record: Record, report: Report) -> str:
-    """One of `STANDINGS`, for a record whose track is known."""
+    """Return one of `STANDINGS`, for a record whose track is known."""
     failed = [result.check.id for result in report.having("failed")]
     warned = [result.check.id for result in report.having("warning")]
     if failed:
         return "no result" if failed == ["V301"] else "refused"
     summary = derive_summary(record.runs, record.rules, record.declaration)
-    if summary.test is not None and summary.test.passed and _ASK_FOR_PROOF.isdisjoint(warned):
+    if summary.test is not None and summary.test.passed and _UNPROVEN.isdisjoint(warned):
         return "qualified"
     if not summary.target_reached:
         return "missed"
@@ -203,7 +226,7 @@ def standing_of(record: Record, report: Report) -> str:
 
 
 def _ranked(rows: Iterable[Row]) -> Iterable[Row]:
-    """By track and standing, then by time; a rank only where the track ranks."""
+    """Sort by track, standing and time, and number the qualified records of ranked tracks."""
 
     def order(row: Row) -> tuple[str, int, float]:
         return row.track, STANDINGS.index(row.standing), row.train_time_s or float("inf")

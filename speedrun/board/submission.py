@@ -1,7 +1,7 @@
-"""A record made ready to be sent: what leaks, one archive, the text of the pull request, what to type.
+"""Prepare a record to be sent: scan it for leaks, pack it, write the text of its pull request and list the commands.
 
-Validated, scanned and packed are the same bytes: each file of the record was read once. Nothing here runs a command
-or reaches a network.
+The bytes that are validated, scanned and packed are the same: each file of the record is read once. Nothing here runs
+a command or uses a network.
 """
 
 import gzip
@@ -12,14 +12,17 @@ import tarfile
 import unicodedata
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
+from statistics import fmean
 
 import msgspec
 
 from speedrun.board import leaks, pull_request
-from speedrun.ground.errors import UsageError
+from speedrun.board.standings import standing_of
+from speedrun.ground.errors import SpeedrunError, UsageError
 from speedrun.ground.wholefile import write_whole
-from speedrun.ledger.format import Manifest, sha256
+from speedrun.ledger.format import Manifest
 from speedrun.ledger.record import Record
+from speedrun.ledger.runfile import sha256
 from speedrun.ledger.validate import Report
 
 _NAME = re.compile(r"\d{4}-\d\d-\d\d-[a-z0-9][a-z0-9-]{0,59}")
@@ -29,14 +32,14 @@ _BOARD = ("records/LEADERBOARD.md", "records/leaderboard.json", "records/leaderb
 class Finding(msgspec.Struct, frozen=True):
     """Something in an outgoing file that should perhaps not go out."""
 
-    path: str  #: from the record's root; a part that is itself a secret is left out
+    path: str  #: from the record's root; a part that is itself a secret is hidden
     line: int
     kind: str
     secret: bool  #: stops the submission; else a warning
 
 
 class Submission(msgspec.Struct, frozen=True):
-    """All that is to be sent, and where to."""
+    """What is sent, and where to."""
 
     record: str  #: its folder
     place: str  #: its folder in the repository, as `records/<track>/<date>-<slug>`
@@ -50,36 +53,59 @@ class Submission(msgspec.Struct, frozen=True):
     findings: tuple[Finding, ...]
 
 
+def require_acceptable(record: Record, report: Report, *, missed: bool) -> Manifest:
+    """Return the manifest of a record that passes all checks and whose outcome is the expected one.
+
+    Raises:
+        SpeedrunError: a check failed or warned, or the record missed its target without `missed`.
+        UsageError: it reached its target, and `missed` was given.
+    """
+    root, manifest = record.root, record.manifest
+    if report.exit_code or manifest is None:
+        found = [(status, report.having(status)) for status in ("failed", "warning")]
+        bad = "; ".join(
+            f"{', '.join(one.check.id for one in some)} {status}" for status, some in found if some
+        )
+        raise SpeedrunError(
+            f"{root} is refused: {bad}; 'speedrun validate --strict {root}' says why and what to do"
+        )
+    loss, target = fmean(run.val_loss for run in record.finished), record.rules.target.loss
+    is_missed = standing_of(record, report) == "missed"
+    if is_missed and not missed:
+        raise SpeedrunError(
+            f"{root} missed its target: mean loss {loss:.4f}, need at most {target:g}; train longer, or pass --missed "
+            "to submit it as a run that missed"
+        )
+    if missed and not is_missed:
+        raise UsageError(f"{root} reached its target ({loss:.4f}, {target:g}); leave out --missed")
+    return manifest
+
+
 def slug(text: str) -> str:
-    """A text as a name of small letters, digits and hyphens; may be empty."""
+    """Return a text as lower-case letters, digits and hyphens; it may be empty."""
     plain = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode().lower()
     return re.sub("[^a-z0-9]+", "-", plain).strip("-")[:50].strip("-")
 
 
 def name_of(root: Path, manifest: Manifest, wanted: str | None = None) -> str:
-    """Name of the record's folder in the repository: `<yyyy-mm-dd>-<slug>`.
+    """Return the name of the record's folder in the repository: `<yyyy-mm-dd>-<slug>`.
 
-    That of its folder if that is such a name already; else the day of the first run and its title.
-
-    Args:
-        root: folder of the record.
-        manifest: of the record.
-        wanted: another slug.
+    This is the name of `root` if it has that form. Otherwise it is the day of the first run and the title, or `wanted`.
 
     Raises:
-        UsageError: if there is nothing to make it of.
+        UsageError: if that gives no name.
     """
     if wanted is None and _NAME.fullmatch(root.resolve().name):
         return root.resolve().name
     words = slug(manifest.about.title if wanted is None else wanted)
     name = f"{manifest.created_utc[:10]}-{words}"
     if not _NAME.fullmatch(name):
-        raise UsageError(f"the record would be named {name!r}; need a date and a word, say one with --name")
+        raise UsageError(f"the record would be named {name!r}; need a date and a word, give one with --name")
     return name
 
 
 def findings(files: Mapping[str, bytes]) -> tuple[Finding, ...]:
-    """What leaks from any of these files or from their names, by path and line."""
+    """Return what leaks from any of these files or their names, by path and line."""
     own = leaks.own_shapes()
     return tuple(
         Finding(_shown(path, own), leak.line, leak.kind, leak.secret)
@@ -89,12 +115,11 @@ def findings(files: Mapping[str, bytes]) -> tuple[Finding, ...]:
 
 
 def _shown(path: str, own: tuple[leaks.Shape, ...]) -> str:
-    hidden = [part if not leaks.find(part.encode(), own) else "(hidden)" for part in path.split("/")]
-    return "/".join(hidden)
+    return "/".join(part if not leaks.find(part.encode(), own) else "(hidden)" for part in path.split("/"))
 
 
 def pack(files: Mapping[str, bytes], folder: str) -> bytes:
-    """One tar.gz of some files below one folder: the same bytes for the same files, whenever and by whomever."""
+    """Return a tar.gz of files in one folder; the same files give the same bytes."""
     packed = io.BytesIO()
     with (
         gzip.GzipFile(filename="", mode="wb", fileobj=packed, compresslevel=9, mtime=0) as squeezed,
@@ -110,17 +135,13 @@ def pack(files: Mapping[str, bytes], folder: str) -> bytes:
 def prepare(
     record: Record, manifest: Manifest, report: Report, *, name: str, out: Path
 ) -> tuple[Submission, bytes]:
-    """Scans, packs and describes a record that passed every check; writes nothing.
-
-    Args:
-        record: what was read.
-        manifest: of the record.
-        report: of all checks.
-        name: what `name_of` gave.
-        out: folder for the archive.
+    """Scan, pack and describe an acceptable record, named by `name_of`; write nothing.
 
     Returns:
-        The submission and the bytes of its archive.
+        The submission, and the bytes of its archive, which belongs into `out`.
+
+    Raises:
+        UsageError: if another record already has this name.
     """
     place = PurePosixPath("records", record.rules.name, name)
     archive, content = out / f"{name}.tar.gz", pack(record.raw, name)
@@ -129,34 +150,28 @@ def prepare(
     text = pull_request.text(record, manifest, report, about_archive)
     text_path = out / f"{name}.pull-request.md"
     outgoing = {**record.raw, text_path.name: text.encode(), "title": title.encode()}
-    return (
-        Submission(
-            record=str(record.root),
-            place=str(place),
-            archive=str(archive),
-            archive_bytes=len(content),
-            archive_sha256=sha256(content),
-            title=title,
-            text=text,
-            text_path=str(text_path),
-            commands=_commands(record.root, place, archive, title, text_path),
-            findings=findings(outgoing),
-        ),
-        content,
+    submission = Submission(
+        record=str(record.root),
+        place=str(place),
+        archive=str(archive),
+        archive_bytes=len(content),
+        archive_sha256=sha256(content),
+        title=title,
+        text=text,
+        text_path=str(text_path),
+        commands=_commands(record.root, place, archive, title, text_path),
+        findings=findings(outgoing),
     )
+    return submission, content
 
 
 def _commands(root: Path, place: PurePosixPath, archive: Path, title: str, text: Path) -> tuple[str, ...]:
-    """What to type in the checkout. The copy comes out of the archive: what was scanned is what is sent.
-
-    Raises:
-        UsageError: if another folder is there already.
-    """
+    """Return what to type in the checkout. The copy comes from the archive: what was scanned is what is sent."""
     branch = f"record/{place.parent.name}/{place.name}"
     copy = [f"mkdir -p {place.parent}", shlex.join(["tar", "-xzf", str(archive), "-C", str(place.parent)])]
     if Path(place).exists():
         if not Path(place).samefile(root):
-            raise UsageError(f"{place} is there already, and is not {root}; choose another --name")
+            raise UsageError(f"{place} already exists and is not {root}; choose another --name")
         copy = []
     return (
         f"git switch -c {branch}",
@@ -170,11 +185,10 @@ def _commands(root: Path, place: PurePosixPath, archive: Path, title: str, text:
 
 
 def write(submission: Submission, content: bytes) -> None:
-    """Writes the archive and the text, each whole or not at all, into an `out` that may be new.
+    """Write the archive and the text; their folder is made.
 
     Raises:
         UsageError: if the folder cannot be made.
-        DataError: if the disk refuses.
     """
     archive = Path(submission.archive)
     try:

@@ -38,7 +38,7 @@ from speedrun.ground import track as tracks
 from speedrun.ground.errors import SpeedrunError, UsageError, meaning
 from speedrun.ground.lock import alone_in
 from speedrun.ground.wholefile import write_whole
-from speedrun.ledger import format
+from speedrun.ledger import runfile
 from speedrun.ledger.batch import Standing, standing
 from speedrun.ledger.record import load
 
@@ -236,7 +236,7 @@ class Attempt:
     def _batch_command(self, on_track: list[str]) -> list[str]:
         """Begins the batch, or goes on with it."""
         asked, state = self._state.asked, self._state
-        if state.record and (Path(state.record) / format.BATCH).exists():
+        if state.record and (Path(state.record) / runfile.BATCH).exists():
             return ["speedrun", "batch", "--resume", state.record, *asked.surroundings]
         state.record = str(new_folder(self._rules.name))
         self._write()  # before the batch is there, so that whoever comes next goes on with it
@@ -251,12 +251,12 @@ class Attempt:
     def _far(self) -> Standing | None:
         """How far the batch has come; None before it is declared."""
         folder, target = Path(self._state.record), self._rules.target
-        if not self._state.record or not (folder / format.BATCH).exists():
+        if not self._state.record or not (folder / runfile.BATCH).exists():
             return None
         found = load(folder)
         if found.declaration is None:
             raise UsageError(
-                f"{folder / format.BATCH} cannot be read; restore it, or begin anew with --again batch"
+                f"{folder / runfile.BATCH} cannot be read; restore it, or begin anew with --again batch"
             )
         return standing(found.declaration, found.runs, target.loss, target.sigma)
 
@@ -274,7 +274,7 @@ class Attempt:
                 facts = (self._track_sha256, _listing(inventory.data_folder(self._rules, explicit)))
             case "batch":  # not of the manifest, which holds what people say of the record, too
                 record = Path(state.record)
-                facts = (state.record, _content(record / format.BATCH), _content(record / "summary.json"))
+                facts = (state.record, _content(record / runfile.BATCH), _content(record / "summary.json"))
             case _:
                 facts = (stage, state.record, _content(Path(state.record) / "manifest.json"))
         return hashlib.sha256(msgspec.json.encode(facts, order="sorted")).hexdigest()
@@ -319,6 +319,6 @@ def _listing(folder: Path) -> list[tuple[str, str, int, int]]:
 
 def _content(path: Path) -> str:
     try:
-        return format.sha256(path.read_bytes())
+        return runfile.sha256(path.read_bytes())
     except OSError:
         return ""

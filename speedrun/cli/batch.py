@@ -5,6 +5,7 @@ This process holds no device: the declaration and every run are processes of the
 
 import math
 import shlex
+from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NoReturn
@@ -15,7 +16,6 @@ import msgspec
 from speedrun.board.record_plot import plot
 from speedrun.cli.card import card
 from speedrun.cli.child import alone, as_shell, ended
-from speedrun.cli.data_prep import ensure_docs
 from speedrun.cli.options import (
     Integer,
     Number,
@@ -34,10 +34,11 @@ from speedrun.cli.options import (
 from speedrun.cli.race import find, ghost_option
 from speedrun.cli.relay import relayed, wandb_option
 from speedrun.cli.run import new_folder
+from speedrun.data import generated
 from speedrun.ground import signals
 from speedrun.ground import track as tracks
 from speedrun.ground.errors import NonFiniteError, UsageError, meaning
-from speedrun.ledger import format, statistics
+from speedrun.ledger import format, runfile, statistics
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.batch import Standing, standing
 from speedrun.ledger.record import load
@@ -136,7 +137,7 @@ def command(
             "seeds": _seeds(seeds),
             "expected_loss": expect,
         }
-        ensure_docs(rules, data)
+        generated.ensure(rules, data, partial(click.echo, err=True))
         _child(ctx, "speedrun.study.declare", promise, to_stderr=as_json)
         folder = Path(config["out"])
     else:
@@ -195,7 +196,7 @@ class Batch:
         raw = _read(folder)
         self._ctx, self._folder, self._data, self._as_json = ctx, folder, data, as_json
         self._promise = _decoded(raw, folder)
-        self._sha256 = format.sha256(raw)
+        self._sha256 = runfile.sha256(raw)
         self._rules = tracks.load(self._promise.track.id.rpartition("@")[0])
         self._title = title or f"{self._promise.recipe.name} on {self._promise.track.id}"
         rival = find(ghost, self._rules.id)  # once for all runs: what is wrong with it is told once
@@ -203,7 +204,7 @@ class Batch:
 
     def run(self) -> None:
         """Runs what is missing, tells how far it is after each run, and ends with the card."""
-        with alone(self._folder / format.BATCH) as lock:
+        with alone(self._folder / runfile.BATCH) as lock:
             far = self._far()
             while far.missing:
                 request = self._request(far.missing[0])
@@ -291,15 +292,15 @@ class Batch:
 
 def _read(folder: Path) -> bytes:
     try:
-        return (folder / format.BATCH).read_bytes()
+        return (folder / runfile.BATCH).read_bytes()
     except OSError:
         raise UsageError(
-            f"{folder} holds no {format.BATCH}; declare a batch with 'speedrun batch --runs N'"
+            f"{folder} holds no {runfile.BATCH}; declare a batch with 'speedrun batch --runs N'"
         ) from None
 
 
 def _decoded(raw: bytes, folder: Path) -> format.Declaration:
     try:
         return format.decode(raw, format.Declaration)
-    except format.FormatError as error:
-        raise UsageError(f"{folder / format.BATCH}: {error}; restore it, or declare a new batch") from None
+    except runfile.FormatError as error:
+        raise UsageError(f"{folder / runfile.BATCH}: {error}; restore it, or declare a new batch") from None

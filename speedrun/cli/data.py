@@ -1,28 +1,20 @@
-"""`speedrun data`: fetches, makes, lists and checks the shards of a track."""
+"""`speedrun data`: fetches, makes, lists and checks the shards of a track; trains tokenizers."""
 
 from pathlib import Path
+from typing import Any
 
 import click
-import msgspec
 
 from speedrun.cli import data_prep
+from speedrun.cli.data_prep import output
 from speedrun.cli.options import Group, Integer, data_option, example, json_option, track_option
-from speedrun.cli.progress import Progress
-from speedrun.data import inventory, overview, synthetic
+from speedrun.cli.progress import Progress, resumable
+from speedrun.data import documents, fetch, inventory, overview, synthetic, tokenizer
+from speedrun.data.sources import open_source
 from speedrun.data.verify import verify as verify_shards
-from speedrun.ground import signals
 from speedrun.ground import track as tracks
-from speedrun.ground.console import clean, quantity
-from speedrun.ground.errors import Terminated, UsageError
-from speedrun.ground.track import Hub, Track
-
-#: `--out DIR`, as the argument `out`.
-_out_option = click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="Where to. Default: the track's folder, in $SPEEDRUN_DATA or ./data.",
-)
+from speedrun.ground.console import clean
+from speedrun.ground.errors import UsageError
 
 
 @click.command(cls=Group, epilog=example("speedrun data get --track main-8xh100", "speedrun data list"))
@@ -31,7 +23,6 @@ def command() -> None:
 
 
 command.add_command(data_prep.command, "prep")
-command.add_command(data_prep.train_bpe, "train-bpe")
 command.add_command(data_prep.docs, "docs")
 
 
@@ -42,52 +33,28 @@ command.add_command(data_prep.docs, "docs")
     )
 )
 @track_option("main-8xh100")
-@click.option(
-    "--shards", type=Integer(1), metavar="N", help="Training shards. Default: as the track says, or 1."
-)
+@click.option("--shards", type=Integer(1), help="Training shards. Default: as the track says, or 1.")
 @click.option("--repo", metavar="OWNER/NAME", help="Dataset repository, on a track that takes any shards.")
-@_out_option
+@data_prep.folder_option
 @json_option
 def get(*, track: str, shards: int | None, repo: str | None, out: Path | None, as_json: bool) -> None:
-    """Fetch ready-made shards from the Hugging Face hub; what is there stays. HF_ENDPOINT and HF_TOKEN count."""
-    from speedrun.data import fetch
-
+    """Fetch ready-made shards from the Hugging Face hub; what is there stays. HF_ENDPOINT and HF_TOKEN apply."""
     rules = tracks.load(track)
-    source = _source(rules, repo)
-    source = source if shards is None else msgspec.structs.replace(source, train_shards=shards)
-    folder = inventory.data_folder(rules, out)
-    try:
-        with signals.handled_by(signals.stop), Progress(f"get {rules.name}") as progress:
-            manifest = fetch.fetch(folder, rules.data, source, progress)
-    except (KeyboardInterrupt, Terminated):
-        click.echo(f"stopped; the shards in {folder} are whole; the same command goes on", err=True)
-        raise
-    if as_json:
-        _print_json({"track": rules.id, "folder": str(folder), "manifest": manifest})
-        return
+    source, folder = fetch.source_of(rules, repo, shards), inventory.data_folder(rules, out)
+    with resumable(f"get {rules.name}", folder) as progress:
+        manifest = fetch.fetch(folder, rules.data, source, progress)
     tokens = sum(entry.tokens for entry in manifest.shards.values())
-    revision = manifest.settings["revision"]
-    click.echo(f"{folder}  {len(manifest.shards)} shards  {tokens:,} tokens  {manifest.source}@{revision}")
-
-
-def _source(rules: Track, repo: str | None) -> Hub:
-    """Where the shards of a track are to be had."""
-    if rules.synthetic is not None:
-        raise UsageError(f"track {rules.name!r} is synthetic; its shards are made: {rules.data.get}")
-    if rules.data.hub is None:
-        if repo is None:
-            raise UsageError(f"track {rules.name!r} takes any shards; need --repo OWNER/NAME to fetch some")
-        return Hub(repo=repo, revision="main", train_shards=1)
-    if repo not in (rules.data.hub.repo, None):
-        raise UsageError(
-            f"--repo {repo}: track {rules.name!r} is about {rules.data.hub.repo}; use a track that takes any shards"
-        )
-    return rules.data.hub
+    place = f"{manifest.source}@{manifest.settings['revision']}"
+    output(
+        {"track": rules.id, "folder": str(folder), "manifest": manifest},
+        [f"{folder}  {len(manifest.shards)} shards  {tokens:,} tokens  {place}"],
+        as_json=as_json,
+    )
 
 
 @command.command(epilog=example("speedrun data synth --track smoke-cpu"))
 @track_option()
-@_out_option
+@data_prep.folder_option
 @json_option
 def synth(*, track: str, out: Path | None, as_json: bool) -> None:
     """Make the synthetic shards of a track: the same bytes everywhere."""
@@ -98,11 +65,11 @@ def synth(*, track: str, out: Path | None, as_json: bool) -> None:
         )
     folder = inventory.data_folder(rules, out)
     manifest = synthetic.write(rules, folder)
-    if as_json:
-        _print_json({"track": rules.id, "folder": str(folder), "manifest": manifest})
-        return
-    for name, entry in manifest.shards.items():
-        click.echo(f"{folder / name}  {entry.tokens:,} tokens  {entry.documents:,} documents")
+    lines = [
+        f"{folder / name}  {entry.tokens:,} tokens  {entry.documents:,} documents"
+        for name, entry in manifest.shards.items()
+    ]
+    output({"track": rules.id, "folder": str(folder), "manifest": manifest}, lines, as_json=as_json)
 
 
 @command.command(epilog=example("speedrun data verify --track smoke-cpu --full"))
@@ -116,45 +83,36 @@ def verify(*, track: str, data: Path | None, full: bool, as_json: bool) -> None:
     folder = inventory.data_folder(rules, data)
     with Progress(f"verify {rules.name}") as progress:
         verified = verify_shards(folder, rules.data, full=full, report=progress.update)
-    if as_json:
-        passed = [shard._asdict() for shard in verified]
-        _print_json({"track": rules.id, "folder": str(folder), "full": full, "shards": passed})
-        return
-    for shard in verified:
-        facts = [f"{shard.tokens:,} tokens", *_density(shard.bytes_per_token), shard.sha256 or ""]
-        click.echo(f"ok  {folder / shard.name}  {'  '.join(facts)}".rstrip())
+    facts = {"track": rules.id, "folder": str(folder), "full": full}
+    lines = [f"ok  {folder / shard.name}  {shard}" for shard in verified]
+    output({**facts, "shards": [shard._asdict() for shard in verified]}, lines, as_json=as_json)
 
 
 @command.command("list", epilog=example("speedrun data list", "speedrun data list --json"))
 @json_option
 def list_(*, as_json: bool) -> None:
-    """Say what is there of the data of every track."""
+    """List what is there of the data of every track."""
     holdings = [overview.holding(tracks.load(name)) for name in tracks.names()]
-    if as_json:
-        _print_json({"tracks": [holding._asdict() for holding in holdings]})
-        return
-    for holding in holdings:
-        of = "" if holding.expected is None else f" of {holding.expected}"
-        facts = [
-            f"{holding.shards}{of} shards",
-            f"{quantity(holding.tokens, 'tokens')}",
-            *([] if holding.documents is None else [f"{holding.documents:,} documents"]),
-            *_density(holding.bytes_per_token),
-            quantity(holding.size_bytes, "B"),
-            *([] if holding.source is None else [f"from {holding.source}"]),
-        ]
-        click.echo(
-            f"{holding.track:<16} {'complete' if holding.complete else 'incomplete':<10} {holding.folder}"
-        )
-        click.echo(clean(f"{'':<16} {' | '.join(facts) if holding.shards else holding.problem}"))
-        if holding.shards and holding.problem:
-            click.echo(clean(f"{'':<16} {holding.problem}"))
+    lines = [clean(line) for holding in holdings for line in holding.lines()]
+    output({"tracks": [holding._asdict() for holding in holdings]}, lines, as_json=as_json)
 
 
-def _density(bytes_per_token: float | None) -> list[str]:
-    """The fact, where it is known."""
-    return [] if bytes_per_token is None else [f"{bytes_per_token:.2f} bytes a token"]
-
-
-def _print_json(value: object) -> None:
-    click.echo(msgspec.json.encode(value))
+@command.command(
+    "train-bpe", epilog=example("speedrun data train-bpe --source texts/ --vocab-size 4096 --out mine.json")
+)
+@data_prep.source_option
+@click.option("--vocab-size", type=Integer(258, 2**16), required=True, help="Ids, with the document token.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="A .json file.")
+@data_prep.column_option
+@data_prep.document_option
+@data_prep.revision_option
+@json_option
+def train_bpe(*, sources: tuple[str, ...], out: Path, column: str, as_json: bool, **given: Any) -> None:
+    """Train a byte-level BPE on texts, through `tokenizers`: the same texts give the same file."""
+    if not sources:
+        raise UsageError("no --source; texts are needed to train on; name a file or a folder")
+    source = open_source(sources, column=column, revision=given["revision"])
+    texts, document = documents.texts(source, column), given["document_text"]
+    size = tokenizer.train_bpe(texts, given["vocab_size"], out, document_text=document)
+    facts = {"tokenizer": str(out), "vocab_size": size}
+    output(facts, [f"{out}  {size:,} ids, document token {document}"], as_json=as_json)

@@ -1,13 +1,13 @@
-"""`speedrun describe`: what people say about a record; what was measured stays as it is."""
+"""`speedrun describe`: the title, authors, changes and parent of a record."""
 
 from pathlib import Path
 
 import click
 
 from speedrun.cli.options import example
-from speedrun.cli.validate import need_record
 from speedrun.ground.errors import UsageError
 from speedrun.ledger.assemble import assemble
+from speedrun.ledger.record import need_record
 
 
 @click.command(
@@ -20,9 +20,15 @@ from speedrun.ledger.assemble import assemble
 @click.option("--title", help="What it is, in a few words.")
 @click.option("--author", "authors", multiple=True, metavar="NAME", help="A name or handle. Repeatable.")
 @click.option(
-    "--change", "changes", multiple=True, metavar="TEXT", help="Against the parent, one sentence. Repeatable."
+    "--change",
+    "changes",
+    multiple=True,
+    metavar="TEXT",
+    help="A change from the parent, in one sentence. Repeatable.",
 )
-@click.option("--parent", type=click.Path(path_type=Path), metavar="RECORD", help="What it was made from.")
+@click.option(
+    "--parent", type=click.Path(path_type=Path), metavar="RECORD", help="The record it was made from."
+)
 def command(
     *,
     record: Path,
@@ -33,13 +39,13 @@ def command(
 ) -> None:
     """Write title, authors, changes and parent of RECORD into its manifest and the head of its README.
 
-    What is not given stays. Below the head, README.md is yours.
+    Fields that are not given stay as they are. README.md below its head is yours to write.
     """
-    for folder in (record, parent):
-        if folder is not None:
-            need_record(folder)
+    need_record(record)
+    if parent is not None and not (parent / "manifest.json").is_file():
+        raise UsageError(f"{parent} is not a record; give --parent a folder that holds manifest.json")
     if not (title or authors or changes or parent):
-        raise UsageError("nothing to say about it; give --title, --author, --change or --parent")
+        raise UsageError("nothing to change; give --title, --author, --change or --parent")
     place = None if parent is None else "/".join(parent.resolve().parts[-2:])
     assemble(record, title=title, authors=authors or None, changes=changes or None, parent_record=place)
     click.echo(f"record  {record}")

@@ -6,6 +6,7 @@ This process holds no device: the design and every run are processes of their ow
 import math
 import shlex
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NoReturn
@@ -15,15 +16,15 @@ import msgspec
 
 from speedrun.board.record_plot import plot
 from speedrun.cli.child import alone, as_shell, ended
-from speedrun.cli.data_prep import ensure_docs
 from speedrun.cli.options import Decorator, Integer, data_option, json_option, only_with_resume, track_option
 from speedrun.cli.run import new_folder
+from speedrun.data import generated
 from speedrun.ground import provenance
 from speedrun.ground import track as tracks
 from speedrun.ground.console import clean, duration
 from speedrun.ground.errors import NonFiniteError, SpeedrunError, UsageError, meaning
 from speedrun.ground.wholefile import write_whole
-from speedrun.ledger import format
+from speedrun.ledger import runfile
 from speedrun.ledger.assemble import assemble
 from speedrun.study import trials as experiments
 from speedrun.study.comparison import RATE_FROM
@@ -86,7 +87,7 @@ def _designed(
     given = ctx.params
     if given["runs"] is None:
         raise UsageError("how many runs of each arm? say --runs N; two are the least that can tell anything")
-    ensure_docs(tracks.load(given["track"]), given["data"])
+    generated.ensure(tracks.load(given["track"]), given["data"], partial(click.echo, err=True))
     folder = given["out"] or new_folder(f"{given['track']}-{ctx.info_name}")
     config = {
         "track": given["track"],
@@ -117,7 +118,7 @@ class _Performance:
     def __init__(self, ctx: click.Context, folder: Path) -> None:
         self._ctx, self._folder, self._data = ctx, folder, ctx.params["data"]
         self._plan = experiments.read(folder)
-        self._sha256 = format.sha256((folder / EXPERIMENT).read_bytes())
+        self._sha256 = runfile.sha256((folder / EXPERIMENT).read_bytes())
         self._track = self._plan.track.id.rpartition("@")[0]
 
     def run(self) -> None:
@@ -153,7 +154,7 @@ class _Performance:
             source = provenance.closure(
                 [f"speedrun.science.recipes.{recipe}", "speedrun.training.train"], rules
             )
-            if format.sha256(source.encode()) != sha256:
+            if runfile.sha256(source.encode()) != sha256:
                 raise UsageError(
                     f"the source of {recipe} changed since {self._folder} was designed; restore it, or begin anew"
                 )
@@ -169,9 +170,8 @@ class _Performance:
                 f"run {number} of {len(wanted)}  {trial.arm.name}  seed {trial.seed}  {left} left, {_eta(runs, left)}"
             )
             out = experiments.new_folder(self._folder, self._plan, trial)
-            code = ended(
-                "speedrun.training.train", self._request(trial, out), to_stderr=True, keep_open=(lock,)
-            )
+            request = {"config": self._request(trial, out), "ghost": "none", "track": self._plan.track.id}
+            code = ended("speedrun.cli.race", request, to_stderr=True, keep_open=(lock,))
             runs |= experiments.completed(self._folder, self._plan, [trial])
             run = runs.get((trial.arm.name, trial.seed))
             if run is not None:

@@ -1,4 +1,4 @@
-"""`speedrun export`: a record in the forms that other tools read."""
+"""`speedrun export`: write a record in the formats of other tools."""
 
 from pathlib import Path
 
@@ -17,18 +17,18 @@ from speedrun.ledger.record import load
     )
 )
 @click.argument("record", type=click.Path(path_type=Path))
-@click.option("--to", "form", type=click.Choice(list(FORMS)), required=True, help="The form.")
+@click.option("--to", "form", type=click.Choice(list(FORMS)), required=True, help="The format.")
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="New folder. Default: RECORD's name and the form.",
+    help="New folder. Default: RECORD's name and the format.",
 )
 @json_option
 def command(*, record: Path, form: str, out: Path | None, as_json: bool) -> None:
     """Write the curves of RECORD as text logs, CSV, offline wandb runs or TensorBoard events.
 
-    All of it comes from the record; nothing tells of this machine, and nothing is sent. The record stays as it is.
+    The files contain nothing about this machine, and nothing is sent. The record is not changed.
     """
     folder = out if out is not None else Path(f"{record.resolve().name}-{form}")
     paths = [str(path) for path in export(load(record), form, folder)]

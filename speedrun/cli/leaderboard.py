@@ -5,12 +5,13 @@ from pathlib import Path
 import click
 import msgspec
 
-from speedrun.board import pages as board_pages
+from speedrun.board import pages
 from speedrun.board.progress import pictures
-from speedrun.board.standings import Board, read
+from speedrun.board.standings import BOARD, Board, read
 from speedrun.cli.options import Decorator, Group, example, json_option
 from speedrun.ground.console import clean
 from speedrun.ground.errors import SpeedrunError, UsageError
+from speedrun.ground.wholefile import write_whole
 
 _records_option: Decorator = click.option(
     "--records",
@@ -25,7 +26,7 @@ _README = Path("README.md")
 
 @click.command(cls=Group, epilog=example("speedrun leaderboard build", "speedrun leaderboard check"))
 def command() -> None:
-    """Make the board from records, or say whether it is up to date."""
+    """Build the board from records, or check that it is up to date."""
 
 
 @command.command(
@@ -34,16 +35,16 @@ def command() -> None:
 @_records_option
 @json_option
 def build(*, records: Path, as_json: bool) -> None:
-    """Validate every record again and write LEADERBOARD.md, leaderboard.json and leaderboard.html beside them.
+    """Validate every record again and write LEADERBOARD.md, leaderboard.json and leaderboard.html.
 
-    The README of this folder gets the same tables between its two marks, if it has them. A record that cannot be
-    judged is left out and named; the board of the others is written, and the exit code is 1.
+    They go into the folder of records. If README.md in this folder has the two marks of the board, the same tables are
+    written between them. A record that cannot be judged is left out and named, and the exit code is 1.
     """
     board = read(records)
     for path, content in _files(board, records).items():
-        board_pages.write(path, content)
-    # The page holds pictures, which are not the same bytes under every version of what draws them.
-    board_pages.write(records / "leaderboard.html", board_pages.page(board, pictures(board)))
+        write_whole(path, content)
+    # Not in `_files`, which `check` compares: pictures differ between versions of matplotlib.
+    write_whole(records / "leaderboard.html", pages.page(board, pictures(board)).encode())
     if as_json:
         click.echo(msgspec.json.encode(board))
     else:
@@ -61,31 +62,29 @@ def build(*, records: Path, as_json: bool) -> None:
 @command.command(epilog=example("speedrun leaderboard check"))
 @_records_option
 def check(*, records: Path) -> None:
-    """Exit with 1 if the board is not the one that the records give."""
+    """Exit with 1 if the board is out of date."""
     stale = [path for path, content in _files(read(records), records).items() if not _holds(path, content)]
     if stale:
-        raise SpeedrunError(
-            f"{', '.join(map(str, stale))}: not what the records give; run speedrun leaderboard build"
-        )
+        raise SpeedrunError(f"{', '.join(map(str, stale))}: out of date; run 'speedrun leaderboard build'")
     click.echo("board   up to date")
 
 
 def _files(board: Board, records: Path) -> dict[Path, bytes]:
-    """Every generated text, by where it stands."""
-    table = board_pages.markdown(board, records=".")
+    """Return every generated text by its path."""
+    table = pages.markdown(board, records=".")
     files = {
         records / "LEADERBOARD.md": f"# The board\n\n{table}".encode(),
-        records / "leaderboard.json": board_pages.json(board),
+        records / BOARD: pages.json(board),
     }
     readme = _README.read_text(encoding="utf-8") if _README.exists() else ""
-    if board_pages.BEGIN in readme:
-        block = board_pages.markdown(board, records=records.as_posix())
+    if pages.BEGIN in readme:
+        block = pages.markdown(board, records=records.as_posix())
         try:
-            files[_README] = board_pages.spliced(readme, block).encode()
+            files[_README] = pages.spliced(readme, block).encode()
         except ValueError as error:
-            raise UsageError(f"{_README}: {error}; put the marks back") from None
+            raise UsageError(f"{_README}: {error}; restore the marks") from None
     return files
 
 
 def _holds(path: Path, content: bytes) -> bool:
-    return path.exists() and path.read_bytes() == content
+    return path.is_file() and path.read_bytes() == content

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from speedrun.ground.errors import UsageError, unknown
+from speedrun.ground.plugins import resolve
 
 Decorator = Callable[[Callable[..., object]], Callable[..., object]]
 
@@ -92,9 +93,22 @@ settings_option: Decorator = click.option(
 )
 
 
+class RecipeName(click.ParamType):
+    """A recipe by its name, its file or its entry point; the argument is its name."""
+
+    name = "recipe"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Adds the folder of a file to $SPEEDRUN_RECIPES."""
+        return resolve(value)
+
+
 #: `--recipe NAME`, as the argument `recipe`; None means the track's own.
 recipe_option: Decorator = click.option(
-    "--recipe", metavar="NAME", help="What to train. Default: the track's own recipe."
+    "--recipe",
+    type=RecipeName(),
+    metavar="NAME|FILE",
+    help="What to train: a name, or a file of your own, path/to/mine.py. Default: the track's own recipe.",
 )
 
 #: `--devices N`, as the argument `devices`; None means what the track asks for.

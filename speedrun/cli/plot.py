@@ -1,4 +1,4 @@
-"""`speedrun plot`: the pictures of records."""
+"""`speedrun plot`: draw records."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,19 +27,19 @@ from speedrun.ground.errors import UsageError
     type=click.Choice([*KINDS, "all", "pareto"]),
     default="loss",
     show_default=True,
-    help="Loss against train time, or against tokens; a histogram of steps; all three; "
-    "or loss against time of the records together.",
+    help="Loss against train time, loss against tokens, a histogram of step times, all three, or the mean loss against "
+    "mean train time of several records in one picture.",
 )
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
     default=Path(),
     metavar="DIR",
-    help="For pareto; others go into RECORD/plots. Default: this folder.",
+    help="Where to write with --kind pareto; the others go into RECORD/plots. Default: this folder.",
 )
 @json_option
 def command(*, records: tuple[Path, ...], kind: str, out: Path, as_json: bool) -> None:
-    """Draw records as SVG and PNG: loss with its range over the runs, step times, or time against loss."""
+    """Draw records as SVG and PNG. An SVG follows the light or dark mode of whoever looks at it."""
     if kind == "pareto":
         found = pareto(_rows(records), out)
     else:
@@ -50,10 +50,10 @@ def command(*, records: tuple[Path, ...], kind: str, out: Path, as_json: bool) -
 
 
 def _rows(records: Sequence[Path]) -> list[Row]:
-    """What the records come to, where they come to something.
+    """Return the results of the records that have one, with a warning for the others.
 
     Raises:
-        UsageError: if none does.
+        UsageError: if none has.
     """
     rows = {record: row_of(record, record.resolve().name) for record in records}
     shown = results(row for row in rows.values() if isinstance(row, Row))

@@ -1,12 +1,17 @@
-"""How far a long transfer or check has come: a bar on a terminal, a line now and then elsewhere; on stderr."""
+"""Progress of a long transfer or check: a bar on a terminal, else a line now and then; on stderr."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import click
 
+from speedrun.ground import signals
 from speedrun.ground.clock import Stopwatch
 from speedrun.ground.console import clean, duration, quantity
+from speedrun.ground.errors import Terminated
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -14,33 +19,57 @@ if TYPE_CHECKING:
 _LINE_S = 10.0  #: between two lines where there is no terminal
 
 
+@contextmanager
+def resumable(what: str, folder: Path) -> Iterator["Progress"]:
+    """Show the progress of a command that SIGINT and SIGTERM may stop, and how to continue it."""
+    try:
+        with signals.handled_by(signals.stop), Progress(what) as progress:
+            yield progress
+    except (KeyboardInterrupt, Terminated):
+        click.echo(
+            f"stopped; the shards in {folder} are whole; run the same command again to continue", err=True
+        )
+        raise
+
+
 class Progress:
     """Bytes done, rate and time left. Use as a context manager."""
 
     def __init__(self, what: str) -> None:
-        """Begins when it is told of the first bytes."""
+        """Show nothing before the first update."""
         self._what = what
         self._bar: Bar | None = None
         self._watch, self._line = Stopwatch(), Stopwatch()
         self._first: int | None = None
 
-    def update(self, done: int, total: int) -> None:
-        """So many bytes of so many."""
+    def update(self, done: int, total: int, facts: str = "") -> None:
+        """Show how many bytes of how many are done.
+
+        Args:
+            done: bytes.
+            total: bytes; 0 if unknown.
+            facts: what else to show.
+        """
         if self._first is None:
             self._first, self._watch, self._line = done, Stopwatch(), Stopwatch()
             if sys.stderr.isatty():
-                self._bar = _open_bar(self._what, total)
+                self._bar = _open_bar(self._what)
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=done, total=total)
+            self._bar.update(self._bar.task_ids[0], completed=done, total=total or None, facts=facts)
         elif self._line.seconds >= _LINE_S:
             self._line = Stopwatch()
-            rate = (done - self._first) / self._watch.seconds
-            left = f"eta {duration((total - done) / rate)}" if rate > 0 else "eta unknown"
-            of = f"{quantity(done, 'B')} of {quantity(total, 'B')}"
-            self.say(f"{self._what}  {done / max(1, total):.0%}  {of}  {quantity(rate, 'B/s')}  {left}")
+            self.say("  ".join(filter(None, [self._what, *self._shares(done, total), facts])))
+
+    def _shares(self, done: int, total: int) -> list[str]:
+        if not total:
+            return []
+        rate = (done - (self._first or 0)) / self._watch.seconds
+        left = f"eta {duration((total - done) / rate)}" if rate > 0 else "eta unknown"
+        of = f"{quantity(done, 'B')} of {quantity(total, 'B')}"
+        return [f"{done / total:.0%}", of, quantity(rate, "B/s"), left]
 
     def say(self, line: str) -> None:
-        """A line above the bar."""
+        """Show a line, above the bar."""
         if self._bar is not None:
             self._bar.console.print(clean(line), markup=False)
         else:
@@ -54,13 +83,21 @@ class Progress:
             self._bar.stop()
 
 
-def _open_bar(what: str, total: int) -> "Bar":
+def _open_bar(what: str) -> "Bar":
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    bar = Progress(what, *columns, console=console, transient=True, refresh_per_second=4)
-    bar.add_task(what, total=total)
+    facts = TextColumn("{task.fields[facts]}", markup=False)
+    bar = Progress(what, *columns, facts, console=console, transient=True, refresh_per_second=4)
+    bar.add_task(what, total=None, facts="")
     bar.start()
     return bar

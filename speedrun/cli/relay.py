@@ -24,7 +24,7 @@ import click
 
 from speedrun.board import leaks
 from speedrun.cli.options import Decorator
-from speedrun.exchange.wandb_run import ENVIRONMENT, WandbRun
+from speedrun.exchange.trackers import ENVIRONMENT, WandbRun
 from speedrun.ground import console, runlog
 from speedrun.ground.errors import UsageError, meaning
 from speedrun.ground.output import told

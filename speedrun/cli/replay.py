@@ -1,4 +1,4 @@
-"""`speedrun replay`: runs the source that a record carries, and compares every loss. Executes code from the record."""
+"""`speedrun replay`: run the source that a record carries, and compare every loss. Executes code from the record."""
 
 import sys
 import tempfile
@@ -21,7 +21,7 @@ from speedrun.referee.sandbox import protections
     "--out",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="Keep the new run here. Default: thrown away.",
+    help="Keep the new run here. Default: discard it.",
 )
 @json_option
 @click.pass_context
@@ -37,28 +37,25 @@ def command(
 ) -> None:
     """Unpack the source of RECORD, run it again, compare all losses. EXECUTES CODE FROM THE RECORD.
 
-    Exits with 0 if every loss is equal to the last bit, else with 1. Equality is promised only for the same
-    software on the same kind of machine.
+    Exits with 0 if every loss is equal to the last bit, else with 1. Equality is promised only for the same software on
+    the same kind of machine.
     """
-    again = Rerun(record, run_id, unsafe=unsafe)
-    old, echo = again.old, sys.stderr if as_json else sys.stdout
+    rerun = Rerun(record, run_id, unsafe=unsafe)
+    echo = sys.stderr if as_json else sys.stdout
     print(protections(unsafe=unsafe), file=echo, flush=True)
     with tempfile.TemporaryDirectory() as scratch:
-        target = out or Path(scratch) / "record"
-        new = again.run(target, seed=old.file.seed, data=data, echo=echo)
-    losses = [step.loss for step in new.steps]
-    pairs = list(zip([step.loss for step in old.steps], losses, strict=False))
-    num_equal = sum(a == b for a, b in pairs)
-    largest = max((abs(a - b) for a, b in pairs), default=0.0)
-    equal = num_equal == len(old.steps) == len(losses)
+        found = rerun.replay(out or Path(scratch, "record"), data=data, echo=echo)
     if as_json:
         facts = {
-            "run": old.file.run_id,
-            "losses": len(old.steps),
-            "equal": num_equal,
-            "largest_difference": largest,
+            "run": rerun.old.file.run_id,
+            "losses": found.num_losses,
+            "equal": found.num_equal,
+            "largest_difference": found.largest_difference,
         }
         click.echo(msgspec.json.encode(facts))
     else:
-        click.echo(f"replay  {num_equal} of {len(old.steps)} losses equal, largest difference {largest:.3g}")
-    ctx.exit(0 if equal else 1)
+        click.echo(
+            f"replay  {found.num_equal} of {found.num_losses} losses equal, "
+            f"largest difference {found.largest_difference:.3g}"
+        )
+    ctx.exit(0 if found.equal else 1)

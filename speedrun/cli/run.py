@@ -4,6 +4,7 @@ import importlib
 import os
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,6 @@ import msgspec
 from speedrun.board.record_plot import plot
 from speedrun.cli import together
 from speedrun.cli.card import card, following
-from speedrun.cli.data_prep import ensure_docs
 from speedrun.cli.options import (
     Integer,
     attention_option,
@@ -30,12 +30,12 @@ from speedrun.cli.options import (
 )
 from speedrun.cli.race import find, ghost_option, live
 from speedrun.cli.relay import relayed, wandb_option
-from speedrun.data import inventory, overview
+from speedrun.data import generated, inventory, overview
 from speedrun.ground import clock, signals
 from speedrun.ground import processes as group
 from speedrun.ground import track as tracks
 from speedrun.ground.errors import INTERRUPTED, CheckpointError, SpeedrunError, UsageError, unknown
-from speedrun.ledger import format
+from speedrun.ledger import format, runfile
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.salvage import ended, salvage
 from speedrun.ledger.validate import Report, validate
@@ -228,7 +228,7 @@ def _deadlines_s(texts: tuple[str, ...]) -> dict[str, float]:
 
 def _train(config: "RunConfig", rules: tracks.Track, ghost: str | None, *, to_stderr: bool) -> None:
     """Trains; of several processes, only the first one has something to show."""
-    ensure_docs(rules, config.data)
+    generated.ensure(rules, config.data, partial(click.echo, err=True))
     from speedrun.training.train import train
 
     if not group.is_first():
@@ -280,12 +280,12 @@ def _finished(out: Path) -> "RunConfig | None":
     """What the run in a folder was, if it came to its end: then only its record is still to be written."""
     from speedrun.training.prepare import RunConfig
 
-    if (out / format.BATCH).exists():
+    if (out / runfile.BATCH).exists():
         raise UsageError(f"{out} is a batch; type: speedrun batch --resume {shlex.quote(str(out))}")
     for path in out.glob("runs/*/run.json"):
         try:
-            run = format.decode(path.read_bytes(), format.RunFile)
-        except format.FormatError:
+            run = format.decode(path.read_bytes(), runfile.RunFile)
+        except runfile.FormatError:
             continue  # it will be written again from its log
         if run.outcome == "finished" and ended(path.parent):
             track = run.track.rpartition("@")[0]

@@ -1,21 +1,18 @@
-"""`speedrun submit`: a record made ready for a pull request; sends nothing."""
+"""`speedrun submit`: prepare a record for a pull request; sends nothing."""
 
 import os
 from pathlib import Path
-from statistics import fmean
 from typing import NoReturn
 
 import click
 import msgspec
 
 from speedrun.board import submission
-from speedrun.board.standings import standing_of
 from speedrun.board.submission import Finding, Submission
 from speedrun.cli.options import example, json_option
-from speedrun.cli.validate import need_record
 from speedrun.ground.console import clean
 from speedrun.ground.errors import SpeedrunError, UsageError
-from speedrun.ledger.record import Record, load
+from speedrun.ledger.record import load, need_record
 from speedrun.ledger.validate import Report, examine
 
 
@@ -30,13 +27,13 @@ from speedrun.ledger.validate import Report, examine
     "--out",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="Where to write. Default: beside the record.",
+    help="Where to write. Default: the folder that holds the record.",
 )
 @click.option(
     "--name", metavar="WORDS", help="What changed, in a few words, for the folder's name. Default: the title."
 )
-@click.option("--dry-run", is_flag=True, help="Say everything and write nothing.")
-@click.option("--missed", is_flag=True, help="Submit a record that missed its target, as one that did.")
+@click.option("--dry-run", is_flag=True, help="Show everything and write nothing.")
+@click.option("--missed", is_flag=True, help="Submit a record that missed its target.")
 @json_option
 @click.pass_context
 def command(
@@ -51,23 +48,21 @@ def command(
 ) -> None:
     """Validate RECORD strictly, scan it for secrets, pack it, and write the text of its pull request.
 
-    Prints the commands that send it and runs none of them; type them in the root of a checkout. Exits with 1 if a
-    check fails or warns, if the record missed its target and --missed is not given, or if a file holds what looks
-    like a secret; then nothing is written.
+    Prints the commands that send it and runs none of them; type them in the root of a checkout. Exits with 1 and writes
+    nothing if a check fails or warns, if the record missed its target and --missed is not given, or if a file seems to
+    hold a secret.
     """
     need_record(record)
     loaded = load(record)
     report = examine(loaded, strict=True)
-    if report.exit_code or loaded.manifest is None:
-        raise SpeedrunError(_why_refused(report, record))
-    _require_target(loaded, report, missed=missed)
+    manifest = submission.require_acceptable(loaded, report, missed=missed)
     out = Path(os.path.relpath(record.resolve().parent)) if out is None else out
     if out.resolve().is_relative_to(record.resolve()):
-        raise UsageError(f"{out} lies in the record, which may hold nothing else; choose an --out beside it")
-    called = submission.name_of(record, loaded.manifest, name)
-    ready, archive = submission.prepare(loaded, loaded.manifest, report, name=called, out=out)
-    if secrets := [finding for finding in ready.findings if finding.secret]:
-        _refuse(ctx, record, secrets, ready.findings, as_json=as_json)
+        raise UsageError(f"{out} is inside the record, which may hold nothing else; choose another --out")
+    called = submission.name_of(record, manifest, name)
+    ready, archive = submission.prepare(loaded, manifest, report, name=called, out=out)
+    if any(finding.secret for finding in ready.findings):
+        _refuse(ctx, record, ready.findings, as_json=as_json)
     if not dry_run:
         submission.write(ready, archive)
     if as_json:
@@ -76,40 +71,11 @@ def command(
         _show(ready, report, written=not dry_run)
 
 
-def _why_refused(report: Report, record: Path) -> str:
-    said = [
-        f"{', '.join(result.check.id for result in report.having(status))} {status}"
-        for status in ("failed", "warning")
-        if report.having(status)
-    ]
-    return f"{record} is refused: {'; '.join(said)}; 'speedrun validate --strict {record}' says why and what to do"
-
-
-def _require_target(record: Record, report: Report, *, missed: bool) -> None:
-    """Refuses a record that missed its target, unless that is said; and one that did not, if it is.
-
-    Raises:
-        SpeedrunError: it missed.
-        UsageError: it did not, and --missed was given.
-    """
-    loss, target = fmean(run.val_loss for run in record.finished), record.rules.target.loss
-    is_missed = standing_of(record, report) == "missed"
-    if is_missed and not missed:
-        raise SpeedrunError(
-            f"{record.root} missed its target: mean loss {loss:.4f}, need at most {target:g}; train longer, or pass "
-            "--missed to submit it as a run that missed"
-        )
-    if missed and not is_missed:
-        raise UsageError(f"{record.root} reached its target ({loss:.4f}, {target:g}); leave out --missed")
-
-
-def _refuse(
-    ctx: click.Context, record: Path, secrets: list[Finding], found: tuple[Finding, ...], *, as_json: bool
-) -> NoReturn:
-    """Names file, line and kind, never the secret; the log of a run cannot be edited, so its secret must go first."""
+def _refuse(ctx: click.Context, record: Path, found: tuple[Finding, ...], *, as_json: bool) -> NoReturn:
+    """Name file, line and kind, never the secret. A log cannot be edited, so the secret itself must be revoked."""
     error = (
-        f"{record} looks as if it held secrets ({len(secrets)}), so nothing was written; make them invalid where they "
-        "were issued, then take them out of what people wrote, or run again without them"
+        f"{record} seems to hold secrets ({sum(one.secret for one in found)}), so nothing was written; revoke them "
+        "where they were issued, then remove them from what people wrote, or run again without them"
     )
     if as_json:
         click.echo(msgspec.json.encode({"error": error, "exit_code": 1, "findings": found}))
@@ -125,8 +91,8 @@ def _line(finding: Finding) -> str:
 
 
 def _show(ready: Submission, report: Report, *, written: bool) -> None:
-    asked, skipped = len(report.having("ok")), len(report.having("skipped"))
-    click.echo(f"checks  {asked} passed, {skipped} not asked; no secrets found")
+    passed, skipped = len(report.having("ok")), len(report.having("skipped"))
+    click.echo(f"checks  {passed} passed, {skipped} not applicable; no secrets found")
     for finding in ready.findings:
         click.echo(_line(finding))
     done = "" if written else "  (not written)"
@@ -135,4 +101,6 @@ def _show(ready: Submission, report: Report, *, written: bool) -> None:
     click.echo("\nTo send it, type in the root of a checkout:\n")
     for line in ready.commands:
         click.echo(f"    {line}")
-    click.echo("\nOr open the pull request in a browser, with that text; then tick what you promise.")
+    click.echo(
+        "\nOr open the pull request in a browser with that text. Then tick the promises that you make."
+    )

@@ -1,11 +1,10 @@
-"""Documents in the order of their source, in blocks that workers take apart.
+"""Documents in the order of their source, in blocks that workers decode.
 
-A source hands out small blocks, and can be entered again at any document. What a source is stands
-in `text_files` and `hub_rows`.
+A source yields small blocks, from any document on. `text_files` and `sources` have the kinds of sources.
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple, Protocol
 
@@ -14,154 +13,157 @@ import msgspec
 from speedrun.data.inventory import Place
 from speedrun.ground.errors import DataError, UsageError
 
-#: Rows of parquet that are decoded at once; FineWeb's hold 3 kB each.
-BATCH_ROWS = 256
-
-TOKEN_COUNT = "token_count"  #: FineWeb's own column: GPT-2 tokens of a document
-_MOST_TOKENS = 2**31 - 1  #: of one document
+BATCH_ROWS = 256  #: rows of parquet decoded at a time; those of FineWeb hold 3 kB each
+TOKEN_COUNT = "token_count"  #: FineWeb's column with the GPT-2 tokens of a document
+_MAX_TOKENS = 2**31 - 1  #: of one document
 
 
 class Block(NamedTuple):
-    """Documents that follow each other, as they were read."""
+    """Consecutive documents, not yet decoded."""
 
     first: Place  #: of the first document
     num_rows: int
     raw: bytes | list[str]  #: lines of JSON, or texts
-    source_tokens: list[int] | None  #: what the source says each document holds; None for lines of JSON
+    source_tokens: (
+        list[int] | None
+    )  #: tokens of each document, as the source counts them; None for lines of JSON
     read_bytes: int  #: of the source's files, up to the end of this block
-
-
-class Documents(NamedTuple):
-    """What a block holds."""
-
-    texts: list[str]
-    source_tokens: list[int] | None  #: of each text, where the source says it
 
 
 class Source(Protocol):
     """Where documents come from."""
 
-    name: str  #: as it was asked for
-    total_bytes: int  #: of its files; 0: not known
+    name: str  #: as the user gave it
+    total_bytes: int  #: of its files; 0 if unknown
 
     def identity(self) -> dict[str, str | int]:
-        """What must be equal for the same documents to come in the same order."""
+        """Return what determines the documents and their order."""
         ...
 
     def blocks(self, start: Place) -> Iterator[Block]:
-        """All blocks, from this row on."""
+        """Yield all blocks from this row on."""
         ...
 
 
 def of_batches(batches: Iterable[Any], column: str, at: Place, row: int, name: str) -> Iterator[Block]:
-    """Arrow's batches or tables as blocks; `at` is where they begin, `row` where the documents that count do.
+    """Yield Arrow's batches or tables as blocks.
+
+    Args:
+        batches: consecutive ones.
+        column: holds the text.
+        at: place of the first row.
+        row: the first row to yield.
+        name: of the source, for errors.
 
     Raises:
-        DataError: if a row has no text, or one that is no UTF-8.
+        DataError: if a row has no text, or one that is not UTF-8.
     """
     for batch in batches:
         skip = min(max(0, row - at.row), batch.num_rows)
-        texts = _values(batch.column(column).slice(skip), name, at.row + skip)
+        texts = _texts(batch.column(column).slice(skip), name, at.row + skip, column)
         counts = None
         if TOKEN_COUNT in batch.schema.names:
             counts = _counts(batch.column(TOKEN_COUNT).slice(skip).to_pylist())
-        for offset, text in enumerate(texts):
-            if not isinstance(text, str):
-                raise no_text(name, at.row + skip + offset, column, text)
         if texts:
             yield Block(Place(at.file, at.row + skip), len(texts), texts, counts, 0)
         at = Place(at.file, at.row + batch.num_rows)
 
 
-def _values(column: Any, name: str, first_row: int) -> list[Any]:
-    """A column of Arrow's as Python values.
-
-    Raises:
-        DataError: if a text is no UTF-8; Arrow itself does not look.
-    """
-    try:
-        return column.to_pylist()
-    except UnicodeDecodeError:
-        for row, value in enumerate(column, first_row):
-            try:
-                value.as_py()
-            except UnicodeDecodeError as error:
-                raise DataError(
-                    f"{name}: row {row:,} is no UTF-8 at its byte {error.start:,}; repair or remove it"
-                ) from None
-        raise
+def _texts(values: Any, name: str, first_row: int, column: str) -> list[str]:
+    texts = []
+    for row, value in enumerate(values, first_row):
+        try:
+            text = value.as_py()
+        except UnicodeDecodeError as error:  # Arrow itself does not check
+            raise _not_utf8(name, row, error) from None
+        if not isinstance(text, str):
+            raise _no_text(name, row, column, text)
+        texts.append(text)
+    return texts
 
 
 def _counts(values: list[Any]) -> list[int] | None:
-    """What a source says its documents hold, in tokens; None unless each of them has a number that can be one."""
-    known = [value for value in values if type(value) is int and 0 <= value <= _MOST_TOKENS]
-    return known if len(known) == len(values) else None
+    """Return the token counts of a source; None unless every document has a possible one."""
+    counts = [value for value in values if type(value) is int and 0 <= value <= _MAX_TOKENS]
+    return counts if len(counts) == len(values) else None
 
 
-def no_text(name: str, row: int, column: str, got: object) -> DataError:
-    """The error for a row whose text is something else."""
+def require_column(name: str, column: str, names: Sequence[str]) -> None:
+    """Check that a source has the column of the text.
+
+    Raises:
+        DataError: if it does not; lists those it has.
+    """
+    if column not in names:
+        raise DataError(f"{name}: no column {column!r}; it has {', '.join(names)}; choose with --column")
+
+
+def _no_text(name: str, row: int, column: str, got: object) -> DataError:
     return DataError(
         f"{name}: row {row:,} has {type(got).__name__} as {column!r}; need a text; choose with --column or repair it"
     )
 
 
+def _not_utf8(name: str, row: int, error: UnicodeDecodeError) -> DataError:
+    return DataError(f"{name}: row {row:,} is not UTF-8 at its byte {error.start:,}; repair or remove it")
+
+
 # --- in the workers ------------------------------------------------------------------------------------------
 
 
-def read(block: Block, column: str) -> Documents:
-    """Takes a block apart.
+def read(block: Block, column: str) -> tuple[list[str], list[int] | None]:
+    """Decode a block.
+
+    Returns:
+        The texts, and the tokens of each where the source counts them.
 
     Raises:
         DataError: if a line is not JSON or has no text.
     """
     if isinstance(block.raw, list):
-        return Documents([valid(text) for text in block.raw], block.source_tokens)
+        return [valid(text) for text in block.raw], block.source_tokens
     lines = [line for line in block.raw.split(b"\n") if line and not line.isspace()]
-    rows = [_row(line, block.first, number) for number, line in enumerate(lines)]
+    rows = [_row(line, block.first.file, block.first.row + i) for i, line in enumerate(lines)]
     texts = []
-    for number, row in enumerate(rows):
+    for number, row in enumerate(rows, block.first.row):
         if not isinstance(text := row.get(column), str):
-            raise no_text(block.first.file, block.first.row + number, column, text)
+            raise _no_text(block.first.file, number, column, text)
         texts.append(valid(text))
-    return Documents(texts, _counts([row.get(TOKEN_COUNT) for row in rows]))
+    return texts, _counts([row.get(TOKEN_COUNT) for row in rows])
 
 
 def texts(source: Source, column: str) -> Iterator[str]:
-    """All texts of a source, one by one.
+    """Yield all texts of a source.
 
     Raises:
-        DataError: of `read` and of the source.
+        DataError: as `read` and the source do.
     """
     for block in source.blocks(Place("", 0)):
-        yield from read(block, column).texts
+        yield from read(block, column)[0]
 
 
-def _row(line: bytes, first: Place, number: int) -> dict[str, Any]:
+def _row(line: bytes, file: str, number: int) -> dict[str, Any]:
     try:
         row = _parsed(line)
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{first.file}: row {first.row + number:,} is no UTF-8 at its byte {error.start:,}; repair or remove it"
-        ) from None
+        raise _not_utf8(file, number, error) from None
     except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"{first.file}: row {first.row + number:,} is no JSON: {error}; repair or remove it"
-        ) from None
+        raise DataError(f"{file}: row {number:,} is not JSON: {error}; repair or remove it") from None
     if not isinstance(row, dict):
-        raise DataError(f"{first.file}: row {first.row + number:,} is no JSON object; repair or remove it")
+        raise DataError(f"{file}: row {number:,} is not a JSON object; repair or remove it")
     return row
 
 
 def _parsed(line: bytes) -> Any:
-    """As `json.loads`, twice as fast; NaN and escapes of lone surrogates, which msgspec refuses, are left to it."""
+    """Return the same as `json.loads`, twice as fast; msgspec refuses NaN and escaped lone surrogates."""
     try:
         return msgspec.json.decode(line)
-    except ValueError:  # msgspec's own errors are some of these
-        return json.loads(line.decode("utf-8-sig"))  # given bytes, it would let surrogates and UTF-16 pass
+    except ValueError:  # the base of msgspec's errors
+        return json.loads(line.decode("utf-8-sig"))  # from bytes, it would accept surrogates and UTF-16
 
 
 def valid(text: str) -> str:
-    """The text with surrogates joined to pairs; those that stand alone become U+FFFD, as in tiktoken."""
+    """Return the text with surrogate pairs joined, and lone surrogates replaced by U+FFFD as in tiktoken."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -170,10 +172,10 @@ def valid(text: str) -> str:
 
 
 def need(package: str) -> None:
-    """Refuses work for which a package is missing.
+    """Check that a package is installed.
 
     Raises:
-        UsageError: names it and how to install it.
+        UsageError: if it is not; says how to install it.
     """
     if find_spec(package) is None:
         raise UsageError(

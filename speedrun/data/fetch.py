@@ -1,19 +1,19 @@
-"""Fetches shards from the hub into a folder: in order, each one whole or not there, the same ones for ever.
+"""Downloads the shards of a track from the hub into a folder.
 
-Several transfers run at once, into a hidden folder inside the folder. A shard gets its name only after its size,
-header, ids and digest were found right, after the manifest names it, and after all shards before it: a folder
-where fetching stopped holds the first shards of the track and no others. Whoever fetches holds a lock on the folder.
+Several transfers run at once, into a hidden folder inside the folder. A shard gets its final name after its size,
+header, ids and digest were checked, after the manifest names it, and after all shards before it. So an interrupted
+folder holds the first shards of the track and no others. A lock on the folder excludes other writers.
 """
 
 import fnmatch
+import multiprocessing
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, wait
+from collections.abc import Iterable
+from multiprocessing.pool import IMapIterator, ThreadPool
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import msgspec
 
@@ -28,279 +28,248 @@ from speedrun.data.inventory import (
 )
 from speedrun.data.shards import open_shard, sha256
 from speedrun.data.verify import count_documents
-from speedrun.ground.clock import Stopwatch
-from speedrun.ground.errors import DataError
+from speedrun.ground.errors import DataError, UsageError
 from speedrun.ground.lock import alone_in
-from speedrun.ground.track import Data, Hub
+from speedrun.ground.track import Data, Hub, Track
 from speedrun.ground.wholefile import give_name
 
-STAGING = ".partial"  #: the hidden folder; gone when all is there
+STAGING = ".partial"  #: the hidden folder; removed when all shards are there
 
 _NUM_TRANSFERS = 4
-_LOOK_S = 0.2  #: between two looks at the transfers
-_ANSWER_S = 25.0  #: for the first answer, tries and name server included
-_STALL_S = 60.0  #: no byte of any transfer for so long, and it is given up
+_PAUSES_S = (1, 2, 4)  #: after failed attempts to get a shard
+_UPDATE_S = 0.2  #: between two updates of the progress
 _COMMIT = re.compile("[0-9a-f]{40}")
 
-T = TypeVar("T")
 
-
-class Watch(Protocol):
-    """Who shows how it goes."""
+class Progress(Protocol):
+    """Where progress is shown."""
 
     def update(self, done: int, total: int) -> None:
-        """Bytes that are there, and bytes there will be; told a few times a second."""
+        """Show how many bytes of how many are there."""
 
     def say(self, line: str) -> None:
-        """A line."""
+        """Show a line."""
 
 
-def fetch(folder: Path, data: Data, source: Hub, watch: Watch) -> Manifest:
-    """Brings the validation shard and the first `source.train_shards` training shards into a folder.
-
-    What is there already stays, and is compared with the hub's digests if the manifest does not name it yet. A
-    folder that has all of it is left as it is, without a network.
+def source_of(track: Track, repo: str | None, num_train: int | None) -> Hub:
+    """Return where to download the shards of a track.
 
     Args:
-        folder: is made.
-        data: what the track says of its shards.
-        source: where to get them, and how many.
-        watch: is told how it goes.
-
-    Returns:
-        The manifest, with the commit the shards are from and their digests.
+        track: its rules.
+        repo: another repository, for a track that takes any shards.
+        num_train: number of training shards; None for the track's own, or 1.
 
     Raises:
-        DataError: if the hub cannot be reached, has other shards, or sends damaged ones twice; if the folder
+        UsageError: if the track's shards are not downloaded, or not from there.
+    """
+    own = track.data.hub
+    if track.synthetic is not None:
+        raise UsageError(f"track {track.name!r} is synthetic; its shards are made: {track.data.get}")
+    if own is None and repo is None:
+        raise UsageError(f"track {track.name!r} takes any shards; need --repo OWNER/NAME to fetch some")
+    if own is not None and repo not in (own.repo, None):
+        raise UsageError(
+            f"--repo {repo}: track {track.name!r} needs {own.repo}; choose a track that takes any shards"
+        )
+    source = own or Hub(repo=repo or "", revision="main", train_shards=1)
+    return source if num_train is None else msgspec.structs.replace(source, train_shards=num_train)
+
+
+def fetch(folder: Path, data: Data, source: Hub, progress: Progress) -> Manifest:
+    """Download the validation shard and the first `source.train_shards` training shards.
+
+    Shards that are already there stay; those that the manifest does not name are compared with the hub's digests. A
+    complete folder needs no network.
+
+    Args:
+        folder: created if missing.
+        data: what the track says of its shards.
+        source: repository, revision and number of shards.
+        progress: shows bytes and finished shards.
+
+    Returns:
+        The manifest, with the commit and the digests of the shards.
+
+    Raises:
+        DataError: if the hub cannot be reached, has other shards, or keeps sending damaged ones; if the folder
             holds foreign shards, or the disk is too small.
     """
-    with alone_in(folder, watch.say):
+    with alone_in(folder, progress.say):
         manifest = read_manifest(folder)
         revision = _revision(folder, source, manifest)
-        if manifest is None or not _holds_all(folder, data, source, manifest):
-            manifest = _fetch_missing(folder, data, source, revision, manifest, watch)
+        if manifest is None or not _is_complete(folder, data, source, manifest):
+            try:
+                remote = hub.listing(source.repo, revision)
+                fresh = Manifest(
+                    source.repo, {"revision": remote.commit}, data.vocab_size, data.document_token, {}
+                )
+                download = _Download(folder, data, remote, manifest or fresh)
+                manifest = download.run(download.missing(source.train_shards), progress)
+            except hub.HubError as error:
+                raise DataError(
+                    f"{source.train_shards} training shards and the validation shard of {source.repo}: {error}; "
+                    f"run the same command again to continue, or copy shards into {folder}, or make them with "
+                    "data/fineweb_prep.py"
+                ) from None
         open_track(folder, data)
         shutil.rmtree(folder / STAGING, ignore_errors=True)
     return manifest
 
 
 def _revision(folder: Path, source: Hub, manifest: Manifest | None) -> str:
-    """The commit that the first download recorded, else what the track says."""
+    """Return the commit of the first download; without one, the track's revision."""
     if manifest is None:
         return source.revision
-    if manifest.source != source.repo:
-        raise DataError(
-            f"{folder / MANIFEST}: shards of {manifest.source}; need those of {source.repo}; "
-            "choose another folder with --out"
-        )
     recorded = str(manifest.settings.get("revision"))
-    if _COMMIT.fullmatch(source.revision) and recorded != source.revision:
+    is_pinned = _COMMIT.fullmatch(source.revision) is not None
+    got, need = (manifest.source, recorded), (source.repo, source.revision if is_pinned else recorded)
+    if got != need:
         raise DataError(
-            f"{folder / MANIFEST}: shards of commit {recorded}; the track wants {source.revision}; "
+            f"{folder / MANIFEST}: shards of {'@'.join(got)}; need those of {'@'.join(need)}; "
             "choose another folder with --out"
         )
     return recorded
 
 
-def _holds_all(folder: Path, data: Data, source: Hub, manifest: Manifest) -> bool:
-    """Whether nothing is missing; the manifest names the first shards of the track, and no gap between them."""
+def _is_complete(folder: Path, data: Data, source: Hub, manifest: Manifest) -> bool:
+    """Return whether the folder holds enough shards, and exactly those of its manifest."""
     train, val = _split(manifest.shards, data)
-    wanted = {*val[:1], *train[: source.train_shards]}
-    here = _here(folder, data)
-    return bool(val) and len(train) >= source.train_shards and wanted <= here == set(manifest.shards)
+    return bool(val) and len(train) >= source.train_shards and _present(folder, data) == set(manifest.shards)
 
 
-def _here(folder: Path, data: Data) -> set[str]:
-    """Shards that have their names, whoever gave them."""
+def _present(folder: Path, data: Data) -> set[str]:
+    """Return the names of all shards in the folder."""
     train, val = _split((path.name for path in folder.iterdir()), data)
     return {*train, *val}
 
 
 def _split(names: Iterable[str], data: Data) -> tuple[list[str], list[str]]:
-    """Training and validation shards among files, in order. A name is no path."""
+    """Return the names of training and validation shards, sorted; none lies in a subfolder."""
     names = sorted(name for name in names if "/" not in name)
     return fnmatch.filter(names, data.train), fnmatch.filter(names, data.val)
 
 
-def _fetch_missing(
-    folder: Path, data: Data, source: Hub, revision: str, manifest: Manifest | None, watch: Watch
-) -> Manifest:
-    """Everything for which the network is needed."""
-    with Crew() as crew:
-        (asked,) = crew.start(lambda _: hub.listing(source.repo, revision), [source.repo])
-        wait([asked], timeout=_ANSWER_S)
-        try:
-            found = _result(asked, f"no answer in {_ANSWER_S:.0f} s")
-        except hub.HubError as error:
-            raise _cannot(folder, source, error, "without a network:") from None
-        manifest = manifest or Manifest(
-            source.repo, {"revision": found.commit}, data.vocab_size, data.document_token, {}
-        )
-        todo = _missing(folder, data, source, found, manifest)
-        places = (folder, folder / STAGING)
-        coming = [name for name in todo if not any((place / name).exists() for place in places)]
-        need_bytes = sum(found.files[name].size_bytes for name in coming)
-        watch.say(f"{source.repo}@{found.commit}: {len(coming)} shards to come, {need_bytes / 1e9:.2f} GB")
-        _require_space(folder, need_bytes)
-        job = _Job(folder, data, found, manifest, crew.stopped)
-        try:
-            return job.finish(dict(zip(todo, crew.start(job.obtain, todo), strict=True)), watch)
-        except hub.HubError as error:
-            raise _cannot(
-                folder, source, error, "what is there stays, and the same command goes on; or"
-            ) from None
+class _Download:
+    """Shards on their way from one commit into one folder."""
 
-
-def _cannot(folder: Path, source: Hub, cause: object, then: str) -> DataError:
-    wanted = f"{source.train_shards} training shards and the validation shard of {source.repo}"
-    otherwise = f"copy shards into {folder}, or make them with data/fineweb_prep.py"
-    return DataError(f"{wanted}: {cause}; {then} {otherwise}")
-
-
-def _missing(folder: Path, data: Data, source: Hub, found: hub.Listing, manifest: Manifest) -> list[str]:
-    """Shards to fetch, and those to check because they are there without the manifest's knowledge; in order.
-
-    All before the last one that is there or was fetched once belong to them: a gap would be another order of tokens.
-    """
-    (train, val), here = _split(found.files, data), _here(folder, data)
-    known = here | set(manifest.shards)
-    if not val or len(train) < source.train_shards:
-        there = f"at {found.commit} it has {len(train)} and {len(val)}"
-        raise DataError(f"{source.repo}: {there}; need {source.train_shards} and 1; ask for fewer --shards")
-    if foreign := here - set(found.files):
-        raise DataError(f"{folder / min(foreign)}: not a shard of {source.repo}; need no others; remove it")
-    num_train = max([source.train_shards, *(i + 1 for i, name in enumerate(train) if name in known)])
-    wanted = (*(name for name in val if name in known or name == val[0]), *train[:num_train])
-    return [name for name in wanted if name not in here or name not in manifest.shards]
-
-
-def _require_space(folder: Path, need_bytes: int) -> None:
-    """Before the first byte."""
-    have_bytes = shutil.disk_usage(folder).free
-    if have_bytes < need_bytes:
-        raise DataError(
-            f"{folder}: {have_bytes / 1e9:.2f} GB free on its disk; need {need_bytes / 1e9:.2f} GB; "
-            "free some, ask for fewer --shards, or choose another folder with --out"
-        )
-
-
-class _Job:
-    """The shards that are to come into one folder."""
-
-    def __init__(
-        self, folder: Path, data: Data, found: hub.Listing, manifest: Manifest, stopped: threading.Event
-    ) -> None:
+    def __init__(self, folder: Path, data: Data, remote: hub.Listing, manifest: Manifest) -> None:
         self._folder, self._staging = folder, folder / STAGING
-        self._data, self._found, self._manifest, self._stopped = data, found, manifest, stopped
-        self._received = dict.fromkeys(
-            found.files, 0
-        )  # bytes, each written by the one thread that has the shard
-        for torn in self._staging.rglob("*.incomplete"):  # of a process that was killed; nobody continues it
-            torn.unlink()
+        self._data, self._remote, self._manifest = data, remote, manifest
+        self._received = dict.fromkeys(remote.files, 0)  # bytes; each entry belongs to one thread
+        self._stopped = threading.Event()
 
-    def obtain(self, name: str, tries: int = 2) -> ShardEntry:
-        """On a thread: the shard lies in the folder or in the hidden one, and was read through.
+    def missing(self, num_train: int) -> list[str]:
+        """Return the shards to download, and those present that the manifest does not name, in order.
+
+        Includes all shards before the last one known: a gap would change the order of tokens.
+        """
+        (train, val), present = _split(self._remote.files, self._data), _present(self._folder, self._data)
+        repo, named = self._remote.repo, self._manifest.shards
+        if not val or len(train) < num_train:
+            has = f"at {self._remote.commit} it has {len(train)} and {len(val)}"
+            raise DataError(f"{repo}: {has}; need {num_train} and 1; ask for fewer --shards")
+        if foreign := present - set(self._remote.files):
+            path = self._folder / min(foreign)
+            raise DataError(f"{path}: not a shard of {repo}; need no others; remove it")
+        known = present | set(named)
+        last = max(known & set(train), default="")
+        wanted = [name for name in val if name in known or name == val[0]]
+        wanted += [name for name in train if name in train[:num_train] or name <= last]
+        return [name for name in wanted if name not in present or name not in named]
+
+    def run(self, names: list[str], progress: Progress) -> Manifest:
+        """Transfer shards in the background and name them in order.
 
         Raises:
-            HubError: if it cannot be had.
-            DataError: if its bytes are wrong, twice if they were sent.
+            HubError: if a transfer fails.
+            DataError: if a shard is wrong, or the disk is too small.
         """
-        if (self._folder / name).exists():
-            return self._checked(self._folder / name, "delete it and get it again")
-        self._received[name] = 0
-        hub.download(self._found, name, self._staging, lambda num_bytes: self._count(name, num_bytes))
-        try:
-            return self._checked(self._staging / name, "deleted; it was fetched twice: try again later")
-        except DataError:
-            (self._staging / name).unlink()
-            if tries == 1:
-                raise
-        return self.obtain(name, tries - 1)
-
-    def finish(self, coming: dict[str, Future[ShardEntry]], watch: Watch) -> Manifest:
-        """Names the shards in order, as they come. Broken off anywhere, the folder stays sound."""
-        total = sum(self._found.files[name].size_bytes for name in coming)
-        for name, future in coming.items():
-            entry = self._await(future, total, watch)
-            self._received[name] = self._found.files[name].size_bytes
-            shards = dict(sorted({**self._manifest.shards, name: entry}.items()))
-            self._manifest = msgspec.structs.replace(self._manifest, shards=shards)
-            write_manifest(self._folder, self._manifest)
-            if not (self._folder / name).exists():
-                give_name(self._staging / name, self._folder / name)
-            watch.say(f"{self._folder / name}  {entry.tokens:,} tokens  {entry.documents:,} documents")
-        watch.update(total, total)
+        for part in self._staging.rglob("*.incomplete"):  # from a killed process; the client never resumes it
+            part.unlink()
+        self._require_space(names, progress)
+        total = self._size_bytes(names)
+        with ThreadPool(_NUM_TRANSFERS) as pool:  # of daemon threads, which do not delay Ctrl-C
+            try:
+                transfers = pool.imap(self._obtain, names)
+                for name in names:
+                    self._finish(name, self._next(transfers, total, progress), progress)
+            finally:
+                self._stopped.set()
+        progress.update(total, total)
         return self._manifest
 
-    def _await(self, future: Future[ShardEntry], total: int, watch: Watch) -> ShardEntry:
-        """Shows progress until one shard is there, or nothing has moved for too long."""
-        still, moved = Stopwatch(), -1
-        while not wait([future], timeout=_LOOK_S).done and still.seconds < _STALL_S:
-            if (now := sum(self._received.values())) != moved:
-                still, moved = Stopwatch(), now
-            watch.update(now, total)
-        return _result(future, f"no byte came for {_STALL_S:.0f} s")
+    def _size_bytes(self, names: Iterable[str]) -> int:
+        return sum(self._remote.files[name].size or 0 for name in names)
+
+    def _require_space(self, names: list[str], progress: Progress) -> None:
+        folders = (self._folder, self._staging)
+        new = [name for name in names if not any((folder / name).exists() for folder in folders)]
+        free_bytes, need_bytes = shutil.disk_usage(self._folder).free, self._size_bytes(new)
+        place = f"{self._remote.repo}@{self._remote.commit}"
+        progress.say(f"{place}: {len(new)} shards to download, {need_bytes / 1e9:.2f} GB")
+        if free_bytes < need_bytes:
+            raise DataError(
+                f"{self._folder}: {free_bytes / 1e9:.2f} GB free on its disk; need {need_bytes / 1e9:.2f} GB; "
+                "free some, ask for fewer --shards, or choose another folder with --out"
+            )
+
+    def _next(self, transfers: "IMapIterator[ShardEntry]", total: int, progress: Progress) -> ShardEntry:
+        """Wait for the next shard in order, and show the progress of all."""
+        while True:
+            try:
+                return transfers.next(timeout=_UPDATE_S)
+            except multiprocessing.TimeoutError:
+                progress.update(sum(self._received.values()), total)
+
+    def _finish(self, name: str, entry: ShardEntry, progress: Progress) -> None:
+        """Name a shard in the manifest, then in the folder: a kill between the two leaves no unknown file."""
+        self._received[name] = self._size_bytes([name])
+        shards = dict(sorted({**self._manifest.shards, name: entry}.items()))
+        self._manifest = msgspec.structs.replace(self._manifest, shards=shards)
+        write_manifest(self._folder, self._manifest)
+        path = self._folder / name
+        if not path.exists():
+            give_name(self._staging / name, path)
+        progress.say(f"{path}  {entry.tokens:,} tokens  {entry.documents:,} documents")
+
+    # --- on a thread of the pool --------------------------------------------------------------------------
+
+    def _obtain(self, name: str) -> ShardEntry:
+        """Check the shard that is there, or download it; try again after errors that may pass."""
+        if (self._folder / name).exists():
+            return self._checked(self._folder / name, "delete it and get it again")
+        for pause_s in _PAUSES_S:
+            try:
+                return self._transfer(name)
+            except (hub.HubError, DataError):
+                if self._stopped.wait(pause_s):
+                    raise
+        return self._transfer(name)
+
+    def _transfer(self, name: str) -> ShardEntry:
+        self._received[name] = 0
+        hub.download(self._remote, name, self._staging, lambda num_bytes: self._count(name, num_bytes))
+        try:
+            return self._checked(self._staging / name, "deleted; try again later")
+        except DataError:
+            (self._staging / name).unlink()
+            raise
 
     def _count(self, name: str, num_bytes: int) -> None:
         if self._stopped.is_set():
             raise hub.HubError("stopped")
         self._received[name] += num_bytes
 
-    def _checked(self, path: Path, remedy: str) -> ShardEntry:
-        """Reads every byte. Hub, manifest and track each may know its digest; the ids are looked at all the same."""
+    def _checked(self, path: Path, advice: str) -> ShardEntry:
+        """Compare a shard with all digests that are known, and check every id."""
         name, shard, got = path.name, open_shard(path, vocab_size=self._data.vocab_size), sha256(path)
-        known = self._manifest.shards.get(name)
-        claims = {
-            "the hub": self._found.files[name].sha256,
+        lfs, known = self._remote.files[name].lfs, self._manifest.shards.get(name)
+        digests = {
+            "the hub": lfs and lfs.sha256,
             MANIFEST: known and known.sha256,
             "the track": self._data.sha256.get(name),
         }
-        for who, need in claims.items():
+        for authority, need in digests.items():
             if need not in (got, None):
-                raise DataError(f"{path}: sha256 is {got}; {who} says {need}; {remedy}")
+                raise DataError(f"{path}: sha256 is {got}; {authority} says {need}; {advice}")
         return ShardEntry(shard.num_tokens, count_documents(shard, self._data.document_token), got)
-
-
-class Crew:
-    """Threads that end with the program, wherever they stand.
-
-    Those of `ThreadPoolExecutor` are waited for: a transfer that hangs would hold up Ctrl-C for a minute.
-    """
-
-    def __init__(self) -> None:
-        self.stopped = threading.Event()  #: jobs not begun are dropped; others may look at it
-
-    def start(self, work: Callable[[str], T], names: list[str]) -> list[Future[T]]:
-        """Begins the work on all names, a few at once and in order; what it raises, `Future.result` raises."""
-        jobs: SimpleQueue[tuple[str, Future[T]]] = SimpleQueue()
-        futures: list[Future[T]] = [Future() for _ in names]
-        for job in zip(names, futures, strict=True):
-            jobs.put(job)
-
-        def run() -> None:
-            while not self.stopped.is_set():
-                try:
-                    name, future = jobs.get_nowait()
-                except Empty:
-                    return
-                try:
-                    future.set_result(work(name))
-                except BaseException as error:  # noqa: BLE001 - not handled here: whoever asks for the result gets it
-                    future.set_exception(error)
-
-        for _ in range(min(_NUM_TRANSFERS, len(names))):
-            threading.Thread(target=run, name="transfer", daemon=True).start()
-        return futures
-
-    def __enter__(self) -> "Crew":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.stopped.set()
-
-
-def _result(future: Future[T], late: str) -> T:
-    """What a thread found out; it has had its time."""
-    if not future.done():
-        raise hub.HubError(late)
-    return future.result()

@@ -1,7 +1,7 @@
-"""GPT-2's tokenizer, by two engines that give the same ids.
+"""GPT-2's tokenizer, with two engines that give the same ids.
 
-tiktoken is the reference. gigatoken is some ten times as fast; before it is used it has to encode awkward texts
-as tiktoken does, in the same process. Both are imported by the classes that need them.
+tiktoken is the reference. gigatoken is about ten times as fast; when it is loaded, its ids of difficult texts are
+compared with tiktoken's. Both are imported where they are used.
 """
 
 import hashlib
@@ -29,33 +29,33 @@ VOCAB_SIZE, DOCUMENT_TOKEN = 50257, 50256
 #: GPT-2's ranks in one file, and its digest. Source: tiktoken, `tiktoken_ext/openai_public.py`.
 RANKS_URL = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tiktoken"
 RANKS_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
-#: GPT-2's way to cut a text into words; what stands in one word does not depend on the others. Source: the same.
+#: GPT-2's words, which are encoded independently of each other. Source: the same.
 _WORDS = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 _FETCH_TIMEOUT_S = 10
 
 
 def check_ranks(path: Path, raw: bytes) -> None:
-    """Refuses ranks that are not GPT-2's, by their digest.
+    """Check the digest of GPT-2's ranks.
 
     Raises:
-        DataError: if they are not.
+        DataError: if it differs.
     """
     if (got := hashlib.sha256(raw).hexdigest()) != RANKS_SHA256:
         raise DataError(
-            f"{path}: sha256 is {got}; GPT-2's ranks have {RANKS_SHA256}; delete the file, or name a right one "
+            f"{path}: sha256 is {got}; GPT-2's ranks have {RANKS_SHA256}; delete the file, or name another "
             "with --tokenizer PATH.tiktoken"
         )
 
 
 def cached_ranks() -> Path:
-    """GPT-2's ranks where tiktoken keeps them; fetched if they are not there.
+    """Return the path of GPT-2's ranks in tiktoken's cache; download them if they are missing.
 
     Raises:
-        DataError: if they cannot be fetched, or are others.
+        DataError: if they cannot be downloaded, or have another digest.
     """
     folder = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
     path = Path(folder or Path(tempfile.gettempdir()) / "data-gym-cache")
-    # The name is tiktoken's, not a digest that protects anything.
+    # tiktoken's name; the digest protects nothing.
     path = path / hashlib.sha1(RANKS_URL.encode(), usedforsecurity=False).hexdigest()
     if not path.exists():
         raw = _fetch(RANKS_URL)
@@ -74,25 +74,25 @@ def _fetch(url: str) -> bytes:
         response.raise_for_status()
     except requests.RequestException as error:
         raise DataError(
-            f"GPT-2's ranks are not in $TIKTOKEN_CACHE_DIR and cannot be fetched ({type(error).__name__}); wanted "
-            f"{url}; bring that file and pass --tokenizer PATH/r50k_base.tiktoken"
+            f"GPT-2's ranks are not in $TIKTOKEN_CACHE_DIR and cannot be downloaded ({type(error).__name__}); "
+            f"need {url}; copy that file and pass --tokenizer PATH/r50k_base.tiktoken"
         ) from None
     return response.content
 
 
 class Tiktoken:
-    """The reference."""
+    """The reference engine."""
 
     vocab_size = VOCAB_SIZE
     document_token = DOCUMENT_TOKEN
 
     def __init__(self, path: Path, *, num_threads: int = 1) -> None:
-        """Loads the ranks; `choose` has looked at their digest.
+        """Load the ranks; `choose` has checked their digest.
 
         Args:
             path: of the ranks.
-            num_threads: that encode at the same time, each with an encoding of its own: threads that share one
-                get in each other's way inside it, and two were sometimes slower than one.
+            num_threads: each gets its own copy of the encoding: two threads that shared one were sometimes slower
+                than one thread.
         """
         import tiktoken
         from tiktoken.load import load_tiktoken_bpe
@@ -110,7 +110,7 @@ class Tiktoken:
             self._idle.put(copy(self.encoding))  # 25 ms
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """As `Tokenizer`: `encode_ordinary`, without a Python integer for every token."""
+        """As `Tokenizer`; the ids of `encode_ordinary`, without a Python integer per token."""
         encoding = self._idle.get()
         try:
             return [_ids(encoding, text) for text in texts]
@@ -129,10 +129,10 @@ def _ids(encoding: "tiktoken.Encoding", text: str) -> np.ndarray:
 
 
 class Gigatoken(Tiktoken):
-    """The same ids, some ten times as fast."""
+    """The fast engine."""
 
     def __init__(self, path: Path) -> None:
-        """Loads both and compares them.
+        """Load both engines and compare them.
 
         Raises:
             DataError: if they differ.
@@ -142,9 +142,9 @@ class Gigatoken(Tiktoken):
         import gigatoken
 
         super().__init__(path)
-        # Without special tokens: else it would make one of "<|endoftext|>" in a text.
+        # With special tokens, it would encode "<|endoftext|>" in a text as one.
         self._fast = gigatoken.Tokenizer.from_tiktoken(path, "gpt2", {})
-        texts = list(awkward_texts())
+        texts = list(difficult_texts())
         ours, reference = self.encode(texts), super().encode(texts)
         for text, got, want in zip(texts, ours, reference, strict=True):
             if not np.array_equal(got, want):
@@ -164,18 +164,17 @@ class Gigatoken(Tiktoken):
         return np.split(awkward.flatten(batch).to_numpy(), np.cumsum(counts)[:-1])
 
 
-#: tiktoken's matcher gives up on longer white space before a word; documents this long are cut at such places.
+#: Longer documents are split: tiktoken's matcher fails on much longer white space before a word.
 _LONG_CHARACTERS = 2**16
 _WHITE = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
-#: White space never follows anything else inside a word, and the last of much of it begins a new one.
+#: Starts of words: white space after printable ASCII, and the last character of long white space.
 _BORDERS = re.compile(rf"(?<=[!-~])(?=[{_WHITE}])|(?=[{_WHITE}][^{_WHITE}])(?<=[{_WHITE}]{{1000}})")
 
 
 def parts(text: str) -> Iterator[str]:
-    """A long document in parts that can be encoded by themselves to the same ids; a short one as it is.
+    """Split a long document at starts of words; the parts encode to the ids of the whole.
 
-    Memory then does not grow with a document, and tiktoken does not give up on a million blanks before a word.
-    One word is never cut, however long: a document of one letter stays one part.
+    This bounds memory, and lets tiktoken encode a million blanks before a word. A word is never split.
     """
     start = 0
     if len(text) > _LONG_CHARACTERS:
@@ -187,8 +186,8 @@ def parts(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def awkward_texts() -> Iterator[str]:
-    """What tokenizers disagree on: white space, contractions, scripts, numbers, long words, control characters."""
+def difficult_texts() -> Iterator[str]:
+    """Yield texts on which tokenizers may differ: white space, contractions, scripts, numbers, control characters."""
     pieces = (
         "", " ", "  ", "\n", "\r\n", "\t \n  ", "\u00a0", "\u2003x", "\u3000 a", "\x1c\x85", "\ufeff", "\u200b", "\0",
         "don't", "DON'T", "it's 'tis 'll've", "\u2019s", "''s", " 's", "a's1's", "x'", "'re're",

@@ -1,191 +1,165 @@
-"""The Hugging Face hub: what a dataset repository holds, and one file of it at a time. All network is here.
+"""The Hugging Face hub: what a dataset repository holds, and single files of it.
 
-Everything goes through huggingface_hub, which takes endpoint and token from where its users put them
-(HF_ENDPOINT, HF_TOKEN, `hf auth login`), continues a torn transfer while the process lives, and judges a file
-by its size alone: whoever calls `download` checks the bytes.
+`huggingface_hub` reads endpoint and token from HF_ENDPOINT, HF_TOKEN and `hf auth login`. It resumes a broken
+transfer within one process and checks only the size of a file: callers of `download` check the digest.
 """
 
 import os
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from urllib.parse import urlsplit
 
 from speedrun.ground.errors import refusals_told
 
-_ANSWER_S = 10.0  #: without a byte, a request is given up
-_PAUSES_S = (1, 2, 4)  #: before the tries after the first
-_MOST_TIMES = 4  #: a file whose bytes came so often over never ends
-_PASSING = (408, 429, 500, 502, 503, 504)  #: answers of a server that may do better in a moment
+if TYPE_CHECKING:
+    from huggingface_hub.hf_api import DatasetInfo, RepoSibling
 
-T = TypeVar("T")
-
-
-class RemoteFile(NamedTuple):
-    """One file of a repository."""
-
-    size_bytes: int
-    sha256: str | None  #: the hub knows it of large files, as every shard is
+_TIMEOUT_S = 10.0  #: of a request for metadata
+_MAX_RESTARTS = 3  #: of one transfer, by servers that do not resume
 
 
 class Listing(NamedTuple):
-    """A dataset repository at one commit."""
+    """A dataset at one commit."""
 
-    repo: str
+    repo: str  #: as OWNER/NAME
     commit: str
-    files: dict[str, RemoteFile]  #: by name
+    files: "dict[str, RepoSibling]"  #: by name
 
 
 class HubError(Exception):
-    """Why the hub did not give what was asked for, as the middle part of an error message."""
+    """Why a request to the hub failed, as the middle part of an error message."""
 
 
-def reach(seconds: float) -> None:
-    """Asks the hub whether it is there, once.
+def reach(timeout_s: float) -> None:
+    """Send one request to the hub.
 
     Raises:
-        HubError: if there is no answer within that time; finding its address is not counted.
+        HubError: if there is no answer in time. Name resolution does not count.
     """
-    from huggingface_hub import constants
-    from huggingface_hub.errors import OfflineModeIsEnabled
-    from huggingface_hub.utils import get_session, httpx
+    endpoint = _endpoint()
+    from huggingface_hub.utils import get_session
 
-    try:
-        get_session().head(_endpoint() or constants.ENDPOINT, timeout=seconds)
-    except (httpx.HTTPError, OfflineModeIsEnabled) as error:
-        raise HubError(_diagnosis(error)[0]) from None
+    with _client_errors():
+        get_session().head(endpoint, timeout=timeout_s)
 
 
-def listing(repo: str, revision: str) -> Listing:
-    """What a repository holds, and the commit that a branch stands for: one request.
+def commit_of(repo: str, revision: str | None) -> str:
+    """Return the commit of a branch or tag of a dataset; of the default branch for None.
 
     Raises:
         HubError: if there is no answer, or no such repository or revision.
     """
-    # Xet, the hub's other way, retries and waits by rules of its own; ours are proven for plain HTTP. The client
-    # reads this when it is imported.
+    return _info(repo, revision).sha or ""
+
+
+def listing(repo: str, revision: str) -> Listing:
+    """Return the files of a dataset, with sizes and digests.
+
+    Raises:
+        HubError: if there is no answer, or no such repository or revision.
+    """
+    info = _info(repo, revision, files_metadata=True)
+    return Listing(repo, info.sha or "", {file.rfilename: file for file in info.siblings or ()})
+
+
+def _info(repo: str, revision: str | None, *, files_metadata: bool = False) -> "DatasetInfo":
+    # The tests cover plain HTTP, not Xet. The client reads this variable at import.
     os.environ.setdefault("HF_HUB_DISABLE_XET", "1")
+    endpoint = _endpoint()
     from huggingface_hub import HfApi
     from huggingface_hub.utils import logging
 
-    logging.set_verbosity_error()  # each try that fails would print a signed address
-    api = HfApi(endpoint=_endpoint())
-    ask = partial(api.dataset_info, repo, revision=revision, files_metadata=True, timeout=_ANSWER_S)
-    info = _insist(ask)
-    if info.sha is None:
+    logging.set_verbosity_error()  # its warnings contain signed addresses
+    ask = partial(HfApi(endpoint=endpoint).dataset_info, repo, revision=revision, timeout=_TIMEOUT_S)
+    with _client_errors():
+        info = ask(files_metadata=files_metadata)
+    if not info.sha:
         raise HubError("the hub names no commit")
-    files = {
-        file.rfilename: RemoteFile(file.size or 0, file.lfs.sha256 if file.lfs else None)
-        for file in info.siblings or ()
-    }
-    return Listing(repo, info.sha, files)
+    return info
 
 
-def download(source: Listing, name: str, folder: Path, count: Callable[[int], None]) -> None:
-    """Puts one file into a folder, under its name only when all of its bytes are there.
-
-    A file that an earlier call put there at the same commit stays, and nothing is sent.
+def download(remote: Listing, name: str, folder: Path, count: Callable[[int], None]) -> None:
+    """Download one file into a folder, unless an earlier call put it there. It appears when it is complete.
 
     Args:
-        source: the repository.
+        remote: a dataset.
         name: of the file.
-        folder: gets a hidden `.cache` besides, where torn transfers lie.
-        count: is told the bytes as they come, less than nothing if some have to come again; may raise to end it.
+        folder: also gets a `.cache` with the client's metadata and parts of files.
+        count: gets the bytes of each piece, negative if a transfer starts over. May raise to stop it.
 
     Raises:
-        HubError: after all tries.
-        StorageError: if the disk refuses.
+        HubError: if the client gives up.
+        StorageError: if the file cannot be written.
     """
     from huggingface_hub import hf_hub_download
 
-    meter: Any = partial(_Meter, count, _MOST_TIMES * source.files[name].size_bytes)
-    fetch = partial(hf_hub_download, source.repo, name, repo_type="dataset", revision=source.commit)
-    with refusals_told(folder / name):
-        _insist(partial(fetch, local_dir=folder, endpoint=_endpoint(), tqdm_class=meter))
+    fetch = partial(hf_hub_download, remote.repo, name, repo_type="dataset", revision=remote.commit)
+    meter: Any = partial(_Meter, count)
+    with refusals_told(folder / name), _client_errors():
+        fetch(local_dir=folder, endpoint=_endpoint(), tqdm_class=meter)
 
 
 class _Meter:
-    """What huggingface_hub takes for a progress bar; it only counts."""
+    """Replaces the client's progress bar and only counts."""
 
-    def __init__(self, count: Callable[[int], None], most_bytes: int, **_named: object) -> None:
+    def __init__(self, count: Callable[[int], None], **_options: object) -> None:
         self._count = count
-        self._left = most_bytes
+        self._restarts = 0
 
     def update(self, num_bytes: int) -> None:
-        """Called for each piece.
-
-        Raises:
-            HubError: for a server that begins anew for ever, which the client would follow for ever.
-        """
-        self._left -= max(0, num_bytes)
-        if self._left < 0:
-            raise HubError(f"it came {_MOST_TIMES} times over without an end")
+        """Count a piece; end a transfer that keeps starting over, which the client would follow without end."""
+        self._restarts += num_bytes < 0
+        if self._restarts > _MAX_RESTARTS:
+            raise HubError(f"the transfer broke off and started over {self._restarts} times")
         self._count(num_bytes)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         pass
 
 
-def _endpoint() -> str | None:
-    """Read at each call; the client reads it when it is imported.
-
-    Raises:
-        HubError: if it is no address; the client would raise whatever it stumbles over.
-    """
-    address = os.environ.get("HF_ENDPOINT", "").rstrip("/")
+def _endpoint() -> str:
+    """Return the address of the hub. The client reads it at import only, and fails there if it is malformed."""
+    address = os.environ.get("HF_ENDPOINT", "").rstrip("/") or "https://huggingface.co"
     try:
         parts = urlsplit(address)
-        is_address = not address or (parts.scheme in ("http", "https") and bool(parts.hostname))
-        _ = parts.port
+        is_address = parts.hostname is not None and parts.port != 0
     except ValueError:
         is_address = False
     if not is_address:
-        raise HubError(f"HF_ENDPOINT is {address!r}, need an address as in https://huggingface.co")
-    return address or None
+        raise HubError(f"HF_ENDPOINT is {address!r}, need an address such as https://huggingface.co")
+    return address
 
 
-def _insist(attempt: Callable[[], T]) -> T:
-    """Calls again after answers that may pass. Broken connections the client has already mended, or could not.
-
-    Raises:
-        HubError: what is wrong with the hub or the way to it.
-        OSError: what is wrong with the disk.
-    """
+@contextmanager
+def _client_errors() -> Iterator[None]:
+    """Raise HubError in place of the client's own exceptions. Errors of the disk pass."""
+    from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import httpx
 
-    for pause_s in (*_PAUSES_S, None):
-        try:
-            return attempt()
-        except (httpx.HTTPError, OSError) as error:
-            if isinstance(error, OSError) and error.errno is not None:
-                raise
-            said, passing = _diagnosis(error)
-            if pause_s is None or not passing:
-                raise HubError(said) from None
-            time.sleep(pause_s)
-    raise AssertionError("the last pause is None")
+    try:
+        yield
+    except (httpx.HTTPError, HFValidationError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise HubError(_reason(error)) from None
 
 
-def _diagnosis(error: Exception) -> tuple[str, bool]:
-    """What went wrong, in one line without addresses, and whether it may pass."""
+def _reason(error: Exception) -> str:
+    """Return what went wrong, in one line without addresses: they may be signed."""
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
     from huggingface_hub.utils import httpx
 
     if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
-        return _diagnosis(error.__cause__)[0], False  # it has tried for twenty seconds
+        return _reason(error.__cause__)
     if isinstance(error, OfflineModeIsEnabled):
-        return "HF_HUB_OFFLINE is set", False
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    if isinstance(error, HfHubHTTPError) and status is not None:
-        return f"the hub answers {status}, {type(error).__name__}", status in _PASSING
-    if isinstance(error, httpx.HTTPError):
-        return f"no connection ({' '.join(str(error).split()) or type(error).__name__})", False
-    return "too few bytes, or too many", True
+        return "HF_HUB_OFFLINE is set"
+    if isinstance(error, HfHubHTTPError):
+        return f"the hub answers {error.response.status_code}, {type(error).__name__}"
+    words = " ".join(str(error).split()) or type(error).__name__
+    return f"no connection ({words})" if isinstance(error, httpx.HTTPError) else words

@@ -1,8 +1,7 @@
-"""Tokens that look like web text to an attention mask: documents as long as FineWeb's, of ids without meaning.
-
-For timing where no real shards are. A model learns the frequencies of the ids, and nothing else is there to learn.
+"""Random tokens in documents as long as FineWeb's, for timing without real shards.
 
 Lengths are log-normal, with the median and mean that modded-nanogpt's authors counted in ten shards of GPT-2 tokens.
+Ids are independent draws from a Zipf distribution.
 """
 
 from pathlib import Path
@@ -11,13 +10,12 @@ import numpy as np
 
 from speedrun.data.shards import write_shard
 
-#: Tokens of a document of FineWeb.
-MEDIAN, MEAN = 403, 690
+MEDIAN, MEAN = 403, 690  #: tokens of a document of FineWeb
 _ZIPF_OFFSET = 2.7  #: the weight of rank r is 1 / (r + offset)
 
 
 def document_lengths(num_tokens: int, seed: int) -> np.ndarray:
-    """Lengths of documents that follow one another: i64 [N], their sum is `num_tokens`. The last one is cut."""
+    """Return lengths of consecutive documents, i64 [N], with the sum `num_tokens`; the last one is cut off."""
     sigma = np.sqrt(2 * np.log(MEAN / MEDIAN))
     rng, ends = np.random.default_rng(seed), np.zeros(1, np.int64)
     while ends[-1] < num_tokens:
@@ -27,16 +25,16 @@ def document_lengths(num_tokens: int, seed: int) -> np.ndarray:
 
 
 def tokens(num_tokens: int, *, vocab_size: int, document_token: int, seed: int) -> np.ndarray:
-    """A stream that begins with a document.
+    """Return a stream of documents.
 
     Args:
-        num_tokens: how many.
+        num_tokens: length of the stream.
         vocab_size: ids are below it.
-        document_token: opens each document, and stands nowhere else.
+        document_token: the first token of each document; it occurs nowhere else.
         seed: of lengths and ids.
 
     Returns:
-        int32, one axis.
+        int32 [num_tokens].
     """
     rng = np.random.default_rng(seed)
     weights = np.cumsum(1 / (np.arange(vocab_size - 1) + _ZIPF_OFFSET))
@@ -48,7 +46,7 @@ def tokens(num_tokens: int, *, vocab_size: int, document_token: int, seed: int) 
 
 
 def write(folder: Path, *, train_tokens: int, val_tokens: int, vocab_size: int, document_token: int) -> None:
-    """One shard to train on and one to score, named as a track finds them."""
+    """Write a training shard and a validation shard, named as a track finds them."""
     folder.mkdir(parents=True, exist_ok=True)
     for seed, (part, count) in enumerate({"val_000000": val_tokens, "train_000001": train_tokens}.items()):
         ids = tokens(count, vocab_size=vocab_size, document_token=document_token, seed=seed)

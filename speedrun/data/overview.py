@@ -1,4 +1,4 @@
-"""What is there of the data of every track, at a glance: headers and manifests, no byte of a token."""
+"""What is on disk of the data of a track, from headers and manifests, without reading tokens."""
 
 import math
 from pathlib import Path
@@ -6,15 +6,12 @@ from typing import NamedTuple
 
 from speedrun.data.inventory import bytes_per_token, data_folder, open_track, read_manifest
 from speedrun.data.shards import HEADER_BYTES
+from speedrun.ground.console import quantity
 from speedrun.ground.errors import DataError
 from speedrun.ground.track import Data, Track
 
-#: Of a shard on the hub: 100 million ids of two bytes, and a header.
-_SHARD_BYTES = 2 * 10**8 + HEADER_BYTES
-
-#: Beside fetched shards: records, their plots and packed forms are small, compiled programs are kept, too, and shards
-#: that are made on the spot fit well.
-_WRITTEN_BYTES = 2 * 10**9
+_SHARD_BYTES = 2 * 10**8 + HEADER_BYTES  #: of a shard on the hub: 100 million ids of two bytes
+_WRITTEN_BYTES = 2 * 10**9  #: more than records, plots, compiled programs and locally made shards take
 
 
 class Holding(NamedTuple):
@@ -23,18 +20,41 @@ class Holding(NamedTuple):
     track: str
     folder: str
     shards: int  #: files with the names of shards
-    expected: int | None  #: how many the track's recipe takes, validation included; None: any number
+    expected: int | None  #: how many the track's recipe needs, validation included; None: any number
     tokens: int  #: in sound shards
     documents: int | None  #: document tokens, where a manifest counts them
     bytes_per_token: float | None  #: of text, where a manifest knows it
     size_bytes: int
     source: str | None  #: the manifest's
     complete: bool  #: `speedrun run` finds what it needs
-    problem: str | None  #: why not
+    problem: str | None  #: why it does not
+
+    def lines(self) -> list[str]:
+        """Return what `speedrun data list` prints."""
+        of = "" if self.expected is None else f" of {self.expected}"
+        facts = [
+            f"{self.shards}{of} shards",
+            quantity(self.tokens, "tokens"),
+            *([] if self.documents is None else [f"{self.documents:,} documents"]),
+            *density(self.bytes_per_token),
+            quantity(self.size_bytes, "B"),
+            *([] if self.source is None else [f"from {self.source}"]),
+        ]
+        state = "complete" if self.complete else "incomplete"
+        details = [" | ".join(facts) if self.shards else None, self.problem]
+        return [
+            f"{self.track:<16} {state:<10} {self.folder}",
+            *(f"{'':<16} {detail}" for detail in details if detail),
+        ]
+
+
+def density(bytes_per_token: float | None) -> list[str]:
+    """Return how to show the bytes of text that a token stands for; nothing if that is unknown."""
+    return [] if bytes_per_token is None else [f"{bytes_per_token:.2f} bytes a token"]
 
 
 def to_fetch_bytes(track: Track, folder: Path | None = None) -> int:
-    """What `speedrun data get` would still bring; nothing of tracks whose shards are made, or anybody's."""
+    """Return the bytes that `speedrun data get` would still download."""
     here = holding(track, folder)
     if track.data.hub is None or here.expected is None:
         return 0
@@ -42,12 +62,12 @@ def to_fetch_bytes(track: Track, folder: Path | None = None) -> int:
 
 
 def disk_bytes(track: Track, folder: Path | None = None) -> int:
-    """What a batch on a track needs of disk: data that is still to be fetched, and what runs write."""
+    """Return the disk space a batch on a track needs: missing data, and what runs write."""
     return to_fetch_bytes(track, folder) + _WRITTEN_BYTES
 
 
 def holding(track: Track, folder: Path | None = None) -> Holding:
-    """Looks at the folder of a track."""
+    """Return what the folder of a track holds."""
     folder, data = data_folder(track, folder), track.data
     paths = [path for pattern in (data.train, data.val) for path in folder.glob(pattern)]
     expected = data.hub.train_shards + 1 if data.hub else len(data.sha256) or None
@@ -80,9 +100,9 @@ def holding(track: Track, folder: Path | None = None) -> Holding:
 
 
 def bits_per_byte(loss: float, folder: Path, data: Data) -> float | None:
-    """A validation loss, nats per token, as bits per byte of text: the figure that compares across tokenizers.
+    """Convert a validation loss, nats per token, to bits per byte of text, which compare across tokenizers.
 
-    loss * tokens / bytes / ln 2, of the tokens that the track scores. None where the manifest does not know them.
+    loss * tokens / bytes / ln 2, over the tokens that the track scores. None if the manifest does not know them.
     """
     manifest = read_manifest(folder)
     if manifest is None or not manifest.scored_bytes or manifest.scored_tokens != data.val_tokens:

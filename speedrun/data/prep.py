@@ -1,70 +1,105 @@
-"""From text to shards: documents in the order of their source, tokens in files of equal length.
+"""Makes shards from text: documents in the order of their source, tokens in files of equal length.
 
     documents  d0, d1, d2, ...
     tokens     D ids(d0) D ids(d1) D ids(d2) ...    D: the document token; an empty document is D alone
-    shards     those tokens, cut every `shard_tokens`, wherever that is; the last one is shorter
+    shards     those tokens, split every `shard_tokens`; the last shard is shorter
     names      PREFIX_val_000000.bin, PREFIX_train_000001.bin, PREFIX_train_000002.bin, ...
 
-Whatever the number of workers and however often the work is killed and begun again, the shards are these bytes.
-After each shard the manifest says where in the source the next one begins; that is where the work goes on.
+The bytes do not depend on the number of workers, nor on interruptions. After each shard the manifest records where in
+the source the next one begins; a second run continues there.
 """
 
 import re
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from speedrun.data import shards, tokenizer
 from speedrun.data.documents import Source
-from speedrun.data.inventory import MANIFEST, Manifest, Place, ShardEntry, read_manifest, write_manifest
+from speedrun.data.inventory import (
+    MANIFEST,
+    Manifest,
+    Place,
+    ShardEntry,
+    bytes_per_token,
+    read_manifest,
+    write_manifest,
+)
+from speedrun.data.overview import density
 from speedrun.data.workers import Encoded, encoded
 from speedrun.ground import faults
 from speedrun.ground.clock import Stopwatch
 from speedrun.ground.errors import DataError, UsageError, refusals_told
 
-#: The validation of the speedrun.
-SCORED_TOKENS = 10_485_760
-#: So few that their lengths stay in the processor's cache.
-_PIECE_TOKENS = 2**16
+SCORED_TOKENS = 10_485_760  #: of the speedrun's validation
+_PIECE_TOKENS = 2**16  #: small enough for the processor's cache
 
 
 class Cut(NamedTuple):
-    """How the stream of tokens becomes files."""
+    """How the stream of tokens is split into files."""
 
     prefix: str = "fineweb"
     shard_tokens: int = 100_000_000
-    limit_tokens: int | None = None  #: no more than these, in all shards together
-    scored_tokens: int = SCORED_TOKENS  #: whose bytes are counted, from the start of the validation shard
+    limit_tokens: int | None = None  #: maximum over all shards
+    scored_tokens: int = SCORED_TOKENS  #: at the start of the validation shard, for bits per byte
 
     def name(self, index: int) -> str:
-        """The file name of a shard; the first one is for validation."""
+        """Return the file name of a shard; shard 0 is for validation."""
         return f"{self.prefix}_{'train' if index else 'val'}_{index:06d}.bin"
 
 
 class Progress(NamedTuple):
-    """How far the work is; since it was begun in this process where it says so."""
+    """How far a preparation is."""
 
-    num_shards: int
-    tokens: int  #: in whole shards and in the one that is being made
+    num_shards: int  #: whole ones
+    tokens: int  #: in whole shards and in the current one
+    tokens_per_s: float  #: in this process
     read_bytes: int  #: of the source
-    total_bytes: int  #: of the source; 0: not known
-    began_bytes: int  #: of the source, where this process began
-    began_tokens: int
-    seconds: float  #: since the tokenizer was ready
+    total_bytes: int  #: of the source; 0 if unknown
 
 
 class Prepared(NamedTuple):
-    """What came of it."""
+    """The result of a preparation."""
 
     folder: Path
     manifest: Manifest
-    found_shards: int  #: that were there already
+    found_shards: int  #: of an earlier run
     start_s: float  #: until the tokenizer was ready
     seconds: float  #: after that
+
+    def facts(self) -> dict[str, Any]:
+        """Return the fields, and totals over all shards."""
+        keys = ("tokens", "documents", "text_bytes", "source_tokens")
+        return {**self._asdict(), "folder": str(self.folder), **{key: self._total(key) for key in keys}}
+
+    def _total(self, key: str) -> int | None:
+        """Return the sum of a field over all shards; None if one of them does not know it."""
+        numbers = [getattr(entry, key) for entry in self.manifest.shards.values()]
+        return None if None in numbers else sum(numbers)
+
+    def summary(self) -> list[str]:
+        """Return the lines that tell what was made."""
+        entries = list(self.manifest.shards.values())
+        tokens, num_documents = sum(e.tokens for e in entries), sum(e.documents for e in entries)
+        found = f" ({self.found_shards} were there)" if self.found_shards else ""
+        facts = [
+            f"{len(entries)} shards{found}",
+            f"{tokens:,} tokens",
+            f"{num_documents:,} documents",
+            *density(bytes_per_token(entries)),
+        ]
+        lines = [f"made    {self.folder}: {'  '.join(facts)}"]
+        if (counted := self._total("source_tokens")) is not None:
+            # The source counts all of a last document, also if a limit cut it off.
+            got = tokens - num_documents
+            lines += [f"count   the source says {counted:,} tokens, here are {got:,}: {got - counted:+,}"]
+        if len(entries) == 1:
+            lines += ["note    all tokens are in the validation shard; to train, choose fewer --shard-tokens"]
+        return lines
 
 
 def prepare(
@@ -77,16 +112,16 @@ def prepare(
     num_workers: int = 1,
     tell: Callable[[Progress], None] = lambda _: None,
 ) -> Prepared:
-    """Makes the shards of a source, or goes on with them. Who shares the folder holds its lock (`ground.lock`).
+    """Make the shards of a source, or continue an interrupted preparation. Callers lock the folder (`ground.lock`).
 
     Args:
         source: documents in order.
-        choice: which tokenizer.
-        cut: how long shards are and what they are called.
-        out: their folder; made if it is not there.
-        column: which field of a document is the text.
+        choice: the tokenizer.
+        cut: length and names of shards.
+        out: folder of the shards; created if missing.
+        column: the field of a row that holds the text.
         num_workers: threads that tokenize; the bytes do not depend on it.
-        tell: is called after every block.
+        tell: called after every block.
 
     Raises:
         UsageError: if the folder was begun with other settings, or shards would be of impossible length.
@@ -109,26 +144,22 @@ def prepare(
     if manifest.complete:
         return Prepared(out, manifest, found, watch.seconds, 0.0)
     write_manifest(out, manifest)
-    making = _Making(out, cut, manifest, loaded.id_bytes_V())
+    writer = _Writer(out, cut, manifest, loaded.id_bytes_V())
     start_s, watch = watch.seconds, Stopwatch()
-    start = making.next
-    began: Progress | None = None
+    start, start_tokens = writer.next, writer.tokens
     with closing(encoded(source.blocks(start), loaded, column, num_workers=num_workers)) as blocks:
         for block in blocks:
-            making.add(_from(block, start))
-            done = Progress(
-                making.num_shards, making.tokens, block.read_bytes, source.total_bytes, 0, 0, watch.seconds
-            )
-            began = began or done
-            tell(done._replace(began_bytes=began.read_bytes, began_tokens=began.tokens))
-            if making.is_full:
+            writer.add(_after(block, start))
+            rate = (writer.tokens - start_tokens) / max(1e-9, watch.seconds)
+            tell(Progress(writer.num_shards, writer.tokens, rate, block.read_bytes, source.total_bytes))
+            if writer.is_full:
                 break
-    return Prepared(out, making.finish(), found, start_s, watch.seconds)
+    return Prepared(out, writer.finish(), found, start_s, watch.seconds)
 
 
 def _check(cut: Cut) -> None:
     if not re.fullmatch(r"\w[\w.-]*", cut.prefix, re.ASCII):
-        raise UsageError(f"--prefix {cut.prefix!r}; it opens names of files: need letters, digits and _ . -")
+        raise UsageError(f"--prefix {cut.prefix!r}; it begins file names: need letters, digits and _ . -")
     if not 1 <= cut.shard_tokens <= shards.MAX_TOKENS:
         raise UsageError(f"shards of {cut.shard_tokens:,} tokens; need 1 to {shards.MAX_TOKENS:,}")
     if cut.limit_tokens is not None and cut.limit_tokens < 1:
@@ -136,7 +167,7 @@ def _check(cut: Cut) -> None:
 
 
 def _settings(source: Source, choice: tokenizer.Choice, cut: Cut) -> dict[str, str | int | float]:
-    """All that the bytes of the shards depend on."""
+    """Return everything that the bytes of the shards depend on."""
     limit = {} if cut.limit_tokens is None else {"limit_tokens": cut.limit_tokens}
     own = {"document_text": choice.document_text} if choice.name.endswith(".json") else {}
     return {
@@ -152,14 +183,14 @@ def _settings(source: Source, choice: tokenizer.Choice, cut: Cut) -> dict[str, s
 
 
 def _found(out: Path, cut: Cut, fresh: Manifest) -> Manifest:
-    """The manifest of a folder that was begun with the same settings; `fresh` for one that holds nothing yet."""
+    """Return the manifest of a folder that was begun with the same settings, or `fresh` for an empty folder."""
     with refusals_told(out):
         out.mkdir(parents=True, exist_ok=True)
     found = read_manifest(out)
     if found is None:
         if others := sorted(path.name for path in out.glob("*.bin")):
             raise UsageError(
-                f"{out}: {others[0]} lies there without {MANIFEST}; shards are made in a folder of their own; "
+                f"{out}: {others[0]} is there without {MANIFEST}; new shards need an empty folder; "
                 "choose another --out"
             )
         return fresh
@@ -167,7 +198,7 @@ def _found(out: Path, cut: Cut, fresh: Manifest) -> Manifest:
         was, asked = found.settings.get(key, "nothing"), fresh.settings.get(key, "nothing")
         if was != asked:
             raise UsageError(
-                f"{out} was begun with {key} {was}, this is {key} {asked}; need the same to go on; "
+                f"{out} was begun with {key} {was}, this is {key} {asked}; need the same to continue; "
                 "choose another --out, or remove the folder"
             )
     for name, entry in found.shards.items():
@@ -178,64 +209,61 @@ def _found(out: Path, cut: Cut, fresh: Manifest) -> Manifest:
     return found
 
 
-def _from(block: Encoded, start: Place) -> Encoded:
-    """Without the tokens of the first document that an earlier shard holds already."""
+def _after(block: Encoded, start: Place) -> Encoded:
+    """Return a block without the tokens before `start`: an earlier shard holds the beginning of that document."""
     is_first = (block.first.file, block.first.row) == (start.file, start.row)
     if not (is_first and start.token):
         return block
-    return block._replace(ids=block.ids[start.token :], starts=block.starts - start.token, text_bytes=None)
+    return block._replace(ids=block.ids[start.token :], starts=block.starts - start.token)
 
 
-class _Making:
-    """The shard that is being filled, and the manifest of those before it."""
+class _Writer:
+    """Fills shards one after the other, and writes each with its entry in the manifest."""
 
     def __init__(self, out: Path, cut: Cut, manifest: Manifest, id_bytes_V: np.ndarray | None) -> None:
         self._out, self._cut, self._manifest, self._id_bytes_V = out, cut, manifest, id_bytes_V
         self.next = manifest.next or Place("", 0)  #: of the next token
-        self._done = sum(entry.tokens for entry in manifest.shards.values())
-        self._room = np.empty(self._limit(), np.uint16)
+        self._written = sum(entry.tokens for entry in manifest.shards.values())
+        self._buffer = np.empty(self._limit(), np.uint16)
         self._begin()
 
     def _limit(self) -> int:
-        """How many tokens the next shard may hold."""
+        """Return the maximum number of tokens of the current shard."""
         limit = self._cut.limit_tokens
-        return self._cut.shard_tokens if limit is None else min(self._cut.shard_tokens, limit - self._done)
+        return self._cut.shard_tokens if limit is None else min(self._cut.shard_tokens, limit - self._written)
 
     def _begin(self) -> None:
-        self._filled, self._documents, self._text_bytes, self._source_tokens = 0, 0, 0, 0
-        self._first = self.next
-        self._all_said = True
+        self._filled, self._first = 0, self.next
+        self._source_tokens: int | None = 0
 
     @property
     def num_shards(self) -> int:
-        """Whole ones."""
+        """Number of whole shards."""
         return len(self._manifest.shards)
 
     @property
     def tokens(self) -> int:
-        """In whole shards and in the one that is being filled."""
-        return self._done + self._filled
+        """Tokens in whole shards and in the current one."""
+        return self._written + self._filled
 
     @property
     def is_full(self) -> bool:
-        """Whether no token more is wanted."""
+        """Whether the limit is reached."""
         return self._limit() == 0
 
     def add(self, block: Encoded) -> None:
-        """Takes the tokens of a block; writes shards as they fill up."""
+        """Append the tokens of a block; write shards as they fill up."""
         at = 0
         while at < len(block.ids) and not self.is_full:
             if self._filled == 0:
                 self._first = _place(block, at)
             stop = min(len(block.ids), at + self._limit() - self._filled)
-            self._room[self._filled : self._filled + stop - at] = block.ids[at:stop]
+            self._buffer[self._filled : self._filled + stop - at] = block.ids[at:stop]
             self._filled += stop - at
-            self._text_bytes += self._bytes_of(block, at, stop)
-            opened = slice(*map(int, np.searchsorted(block.starts, (at, stop))))
-            self._documents += opened.stop - opened.start
-            if block.source_tokens is None:
-                self._all_said = False
+            if block.source_tokens is None or self._source_tokens is None:
+                self._source_tokens = None
             else:
+                opened = slice(*map(int, np.searchsorted(block.starts, (at, stop))))
                 self._source_tokens += int(block.source_tokens[opened].sum())
             at = stop
             self.next = _place(block, at)
@@ -243,41 +271,36 @@ class _Making:
                 self._write()
 
     def _write(self) -> None:
-        name = self._cut.name(self.num_shards)
-        ids = self._room[: self._filled]
+        name, ids = self._cut.name(self.num_shards), self._buffer[: self._filled]
         shards.write_shard(self._out / name, ids)
         faults.point("shard")
         entry = ShardEntry(
             tokens=self._filled,
-            documents=self._documents,
+            documents=int(np.count_nonzero(ids == self._manifest.document_token)),
             sha256=shards.sha256(self._out / name),
             first=self._first,
-            text_bytes=None if self._id_bytes_V is None else self._text_bytes,
-            source_tokens=self._source_tokens if self._all_said else None,
+            text_bytes=self._text_bytes(ids),
+            source_tokens=self._source_tokens,
         )
         entries = {**self._manifest.shards, name: entry}
-        manifest = msgspec.structs.replace(self._manifest, shards=entries, next=self.next)
+        changes: dict[str, Any] = {"shards": entries, "next": self.next}
         if self.num_shards == 0 and self._id_bytes_V is not None:
             scored = ids[1 : self._cut.scored_tokens + 1]
-            # In pieces: the whole of it would be four times the size of the ids.
-            pieces = (scored[at : at + _PIECE_TOKENS] for at in range(0, len(scored), _PIECE_TOKENS))
-            scored_bytes = sum(int(self._id_bytes_V[piece].sum()) for piece in pieces)
-            manifest = msgspec.structs.replace(manifest, scored_tokens=len(scored), scored_bytes=scored_bytes)
-        self._manifest = manifest
-        write_manifest(self._out, manifest)
-        self._done += self._filled
+            changes |= {"scored_tokens": len(scored), "scored_bytes": self._text_bytes(scored)}
+        self._manifest = msgspec.structs.replace(self._manifest, **changes)
+        write_manifest(self._out, self._manifest)
+        self._written += self._filled
         self._begin()
 
-    def _bytes_of(self, block: Encoded, at: int, stop: int) -> int:
-        """Of a stretch of a block; its worker has counted those of all of it."""
+    def _text_bytes(self, ids: np.ndarray) -> int | None:
+        """Return the bytes of text of some ids; in pieces, since the lengths take four times the memory of the ids."""
         if self._id_bytes_V is None:
-            return 0
-        if block.text_bytes is not None and (at, stop) == (0, len(block.ids)):
-            return block.text_bytes
-        return int(self._id_bytes_V[block.ids[at:stop]].sum())
+            return None
+        pieces = (ids[at : at + _PIECE_TOKENS] for at in range(0, len(ids), _PIECE_TOKENS))
+        return sum(int(self._id_bytes_V[piece].sum()) for piece in pieces)
 
     def finish(self) -> Manifest:
-        """Writes what is left as a last, shorter shard, and says that all is done."""
+        """Write the rest as a last, shorter shard, and mark the manifest complete."""
         if self._filled:
             self._write()
         if not self._manifest.shards:
@@ -288,7 +311,7 @@ class _Making:
 
 
 def _place(block: Encoded, at: int) -> Place:
-    """Which token of the source stands at an index of a block; at its end, the first one after it."""
+    """Return the place in the source of an index of a block; at its end, of the first token after it."""
     if at == len(block.ids):
         row, token = len(block.starts), 0
     else:

@@ -1,11 +1,11 @@
-"""The English that every Python brings along, as a corpus: docstrings and help topics, read and never imported.
+"""A corpus from the documentation of this Python: docstrings and help topics, parsed and never executed.
 
-A document is a module's docstrings, or one topic of `help()`: of the standard library, and of the packages of the
-run that are installed. Files are parsed, not run. A docstring that stood in an earlier document is left out. The
-order is that of a digest of the documents' names, so that validation, which comes first, is like the rest.
+A document is the docstrings of a module, or one topic of `help()`: from the standard library, and from installed
+packages that a run needs. A docstring that an earlier document has is skipped. Documents are sorted by a digest of
+their names, so that validation, which comes first, resembles the rest.
 
-The texts depend on the versions that are installed: numbers compare on one machine only. Nothing of it is stored
-in this project; a corpus is made where it is used. Licences: PSF, BSD, Apache.
+The texts depend on the installed versions, so losses compare on one machine only. The corpus is made where it is used,
+and none of it is part of this project. Licences: PSF, BSD, Apache.
 """
 
 import ast
@@ -27,10 +27,9 @@ from speedrun.ground.lock import alone_in
 from speedrun.ground.track import PythonDocs, Track
 from speedrun.ground.wholefile import write_whole
 
-#: Those that `speedrun run` needs anyway, with English worth reading.
-PACKAGES = ("jax", "numpy", "scipy", "optax", "matplotlib")
-#: Folders without documentation of their own, or with much that is no English.
-_LEFT_OUT = {
+PACKAGES = ("jax", "numpy", "scipy", "optax", "matplotlib")  #: dependencies of `speedrun run`
+#: Folders without documentation, or with little English.
+_SKIPPED = {
     "test",
     "tests",
     "site-packages",
@@ -40,23 +39,21 @@ _LEFT_OUT = {
     "__pycache__",
     "_vendor",
 }
-#: Shorter ones are remarks such as "See help(type(self))."
-_MIN_CHARACTERS = 80
+_MIN_CHARACTERS = 80  #: shorter docstrings are remarks such as "See help(type(self))."
 
 CORPUS, TOKENIZER = "corpus.jsonl", "tokenizer.json"
-#: In the manifest.
-SOURCE = "the documentation of this Python"
+SOURCE = "the documentation of this Python"  #: in the manifest
 
 
 class Document(NamedTuple):
-    """A text and where it is from."""
+    """A text and its origin."""
 
-    name: str  #: as `jax/numpy/linalg.py`
+    name: str  #: such as `jax/numpy/linalg.py`
     text: str
 
 
 def installed() -> dict[str, Path]:
-    """The folders that are read, by name: the standard library and those of `PACKAGES` that are there."""
+    """Return the folders to read, by name: the standard library and the installed ones of `PACKAGES`."""
     roots = {"python": Path(sysconfig.get_path("stdlib"))}
     for package in PACKAGES:
         spec = find_spec(package)
@@ -66,12 +63,12 @@ def installed() -> dict[str, Path]:
 
 
 def collect(roots: dict[str, Path]) -> list[Document]:
-    """All documents of some folders, in their order."""
+    """Return all documents of some folders, in order."""
     files = [
         (f"{name}/{path.relative_to(root).as_posix()}", path)
         for name, root in roots.items()
         for path in sorted(root.rglob("*.py"))
-        if not _LEFT_OUT & set(path.relative_to(root).parts)
+        if not _SKIPPED & set(path.relative_to(root).parts)
     ]
     files.sort(key=lambda named: hashlib.sha256(named[0].encode()).digest())
     seen: set[str] = set()
@@ -81,10 +78,10 @@ def collect(roots: dict[str, Path]) -> list[Document]:
 def _documents_of(name: str, path: Path, seen: set[str]) -> Iterator[Document]:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of other people's escapes
+            warnings.simplefilter("ignore")  # about escapes in other people's code
             tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError):
-        return  # a file that this Python cannot read holds no documentation of it
+        return  # this Python cannot read the file, so it is not part of its documentation
     if name == "python/pydoc_data/topics.py":
         texts = sorted(_topics(tree).items())
         yield from (Document(f"{name}:{topic}", text.strip()) for topic, text in texts)
@@ -96,13 +93,13 @@ def _documents_of(name: str, path: Path, seen: set[str]) -> Iterator[Document]:
 
 
 def _topics(tree: ast.Module) -> dict[str, str]:
-    """The one table of pydoc's topics."""
+    """Return pydoc's topics: the only assignment of the file."""
     tables = [node.value for node in tree.body if isinstance(node, ast.Assign)]
     return ast.literal_eval(tables[0]) if len(tables) == 1 else {}
 
 
 def _docstrings(tree: ast.Module) -> Iterator[str]:
-    """Those of the module, its classes and functions, in the order of the file."""
+    """Yield the docstrings of module, classes and functions, in the order of the file."""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     nodes = [node for node in ast.walk(tree) if isinstance(node, kinds)]
     nodes.sort(key=lambda node: 0 if isinstance(node, ast.Module) else node.lineno)
@@ -115,39 +112,40 @@ def _docstrings(tree: ast.Module) -> Iterator[str]:
 def make(
     track: Track, folder: Path, *, num_workers: int = 1, say: Callable[[str], None] = lambda _: None
 ) -> prep.Prepared:
-    """Makes corpus, tokenizer and shards of a track anew, each through the code that other corpora take.
+    """Make corpus, tokenizer and shards of a track anew, with the code that makes any other shards.
 
     Args:
-        track: one that asks for this documentation.
-        folder: whose shards are replaced.
+        track: one with `python_docs`.
+        folder: its shards are replaced.
         num_workers: threads that tokenize.
-        say: is told if another program has to end first.
+        say: shows a line if another program holds the folder.
 
     Raises:
-        UsageError: if the track's data or the folder's shards are others, or `tokenizers` is not installed.
+        UsageError: if the track needs other data, the folder holds other shards, or `tokenizers` is missing.
         DataError: if this Python has too little documentation, or the folder cannot be written.
     """
-    wanted = _wanted(track)
+    if track.python_docs is None:
+        raise UsageError(
+            f"track {track.name!r} is not made of Python's documentation; get its data: {track.data.get}"
+        )
     documents.need("tokenizers")
     with alone_in(folder, say):
-        return _made(track, wanted, folder, num_workers)
+        return _make(track, track.python_docs, folder, num_workers)
 
 
 def ensure(
     track: Track, folder: Path, *, say: Callable[[str], None] = lambda _: None
 ) -> prep.Prepared | None:
-    """Makes the data of a track of this kind unless its folder is complete; other tracks bring theirs.
-
-    Raises:
-        UsageError: of `make`.
-        DataError: of `make`.
-    """
+    """Make the shards as `make` does, if the track has `python_docs` and the folder is not complete."""
     if track.python_docs is None or _is_complete(folder):
         return None
     documents.need("tokenizers")
     with alone_in(folder, say):
-        # Whoever was waited for may have made it.
-        return None if _is_complete(folder) else _made(track, track.python_docs, folder, 1)
+        if _is_complete(folder):  # by the program that held the lock
+            return None
+        made = _make(track, track.python_docs, folder, 1)
+    say(f"made  the shards of Python's documentation in {folder}: {made.facts()['tokens']:,} tokens")
+    return made
 
 
 def _is_complete(folder: Path) -> bool:
@@ -155,7 +153,7 @@ def _is_complete(folder: Path) -> bool:
     return found is not None and found.complete
 
 
-def _made(track: Track, wanted: PythonDocs, folder: Path, num_workers: int) -> prep.Prepared:
+def _make(track: Track, wanted: PythonDocs, folder: Path, num_workers: int) -> prep.Prepared:
     _remove_old(folder, track)
     texts = collect(installed())
     write_whole(folder / CORPUS, *(msgspec.json.encode(text._asdict()) + b"\n" for text in texts))
@@ -171,27 +169,19 @@ def _made(track: Track, wanted: PythonDocs, folder: Path, num_workers: int) -> p
         scored_tokens=track.data.val_tokens,
     )
     source = open_source([str(folder / CORPUS)])
-    source.name = SOURCE  # not a path: it tells whose shards a folder holds, wherever that lies
+    source.name = SOURCE  # independent of the folder's path
     choice = tokenizer.choose(str(folder / TOKENIZER))
     return prep.prepare(source, choice, cut, folder, num_workers=num_workers)
 
 
 def _remove_old(folder: Path, track: Track) -> None:
-    """Removes the shards of an earlier time, and never those of anything else."""
+    """Remove earlier shards of this kind; refuse a folder with others."""
     old, manifest = sorted(folder.glob("*.bin")), read_manifest(folder)
     if (old or manifest) and (manifest is None or manifest.source != SOURCE):
-        whose = f"shards of {manifest.source}" if manifest else f"{old[0].name} without {MANIFEST}"
+        found = f"shards of {manifest.source}" if manifest else f"{old[0].name} without {MANIFEST}"
         raise UsageError(
-            f"{folder}: holds {whose}; {track.id} would replace them; choose another folder, or remove them"
+            f"{folder}: holds {found}; {track.id} would replace them; choose another folder, or remove them"
         )
     for pattern in (track.data.train, track.data.val, MANIFEST):
         for path in folder.glob(pattern):
             path.unlink()
-
-
-def _wanted(track: Track) -> PythonDocs:
-    if track.python_docs is None:
-        raise UsageError(
-            f"track {track.name!r} is not made of Python's documentation; get its data: {track.data.get}"
-        )
-    return track.python_docs

@@ -1,8 +1,7 @@
 """Shards: files of tokens in llm.c's format.
 
-A shard is 256 little-endian int32 (magic, version, number of tokens, zeros), then that many little-endian
-uint16. A final name is always whole: files are written beside it and renamed. Reading goes through `pread`,
-never `mmap`, so that a file that shrinks during a run is an error and not a crash of the process.
+A shard is 256 little-endian int32 (magic, version, number of tokens, zeros), then that many little-endian uint16.
+It is read with `pread`, not `mmap`: a file that shrinks during a run is then an error and not a crash.
 
 Source: karpathy/llm.c, `dev/data/data_common.py`.
 """
@@ -29,21 +28,18 @@ UINT16_IDS = 2**16
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A file whose header and size were right when it was opened."""
+    """A file whose header and size were correct when it was opened."""
 
     path: Path
     num_tokens: int
-    vocab_size: int  #: no id at or above it is ever returned
-    identity: tuple[int, int, int]  #: inode, size, time of change: a file may not be swapped during a run
+    vocab_size: int  #: `read` returns smaller ids only
+    identity: tuple[int, int, int]  #: inode, size, modification time: detects a file replaced during a run
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens `start` to `stop`, without `stop`.
-
-        Returns:
-            uint16, one axis, read-only.
+        """Return tokens `start` to `stop`, exclusive: uint16 [stop - start], read-only.
 
         Raises:
-            DataError: if the file was changed or removed since it was opened, or an id is foreign.
+            DataError: if the file was changed or removed since it was opened, or an id is too large.
             ValueError: if the range is not inside the shard.
         """
         if not 0 <= start <= stop <= self.num_tokens:
@@ -54,11 +50,11 @@ class Shard:
                 changed = _identity(os.fstat(file.fileno())) != self.identity
         except OSError as error:
             raise DataError(
-                f"{self.path}: {error.strerror}; it was there at the start; put it back"
+                f"{self.path}: {error.strerror}; it was readable at the start; restore it"
             ) from None
         if changed or len(raw) != 2 * (stop - start):
             raise DataError(
-                f"{self.path}: changed since it was opened; a run needs shards that rest; start again"
+                f"{self.path}: changed since it was opened; a run needs constant shards; start again"
             )
         tokens = np.frombuffer(raw, "<u2")
         check_ids(tokens, self.vocab_size, self.path, start=start)
@@ -70,16 +66,16 @@ def _identity(status: os.stat_result) -> tuple[int, int, int]:
 
 
 def check_ids(tokens: np.ndarray, vocab_size: int, path: Path, *, start: int = 0) -> None:
-    """Refuses ids outside the vocabulary: a gather on the device would clamp them without a word.
+    """Check that ids are in the vocabulary: a gather on the device would clamp them silently.
 
     Args:
-        tokens: any unsigned integers, one axis.
-        vocab_size: every id must be below it.
-        path: where they are from.
-        start: the position of the first one in that file.
+        tokens: unsigned integers [N].
+        vocab_size: every id must be smaller.
+        path: of their file, for the error.
+        start: position of the first one in the file.
 
     Raises:
-        DataError: names the file, the position and the id.
+        DataError: names file, position and id.
     """
     if tokens.size and tokens.max() >= vocab_size:
         index = int(np.argmax(tokens >= vocab_size))
@@ -90,28 +86,28 @@ def check_ids(tokens: np.ndarray, vocab_size: int, path: Path, *, start: int = 0
 
 
 def open_shard(path: Path, *, vocab_size: int) -> Shard:
-    """Checks header and size, which takes no time whatever the size.
+    """Open a shard: check header and size, and read no token.
 
     Raises:
-        DataError: names the file, what is wrong with it and what to do.
+        DataError: if it is not a whole shard.
     """
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
-            kind = "a folder" if stat.S_ISDIR(status.st_mode) else "no regular file"
+            kind = "a folder" if stat.S_ISDIR(status.st_mode) else "not a regular file"
             raise DataError(f"{path}: is {kind}; a shard is a file; remove it from the data folder")
         with path.open("rb") as file:
             header = file.read(HEADER_BYTES)
     except FileNotFoundError:
-        raise DataError(f"{path}: no such file; a shard is needed here; make or fetch it") from None
+        raise DataError(f"{path}: no such file; a shard is needed here; make or download it") from None
     except OSError as error:
         cause = "a loop of symbolic links" if error.errno == errno.ELOOP else error.strerror
-        raise DataError(f"{path}: {cause}; a readable file is needed; replace it by the shard") from None
+        raise DataError(f"{path}: {cause}; a readable file is needed; replace it with the shard") from None
     return Shard(path, _count(path, header, status.st_size), vocab_size, _identity(status))
 
 
 def _count(path: Path, header: bytes, size_bytes: int) -> int:
-    """The number of tokens a header promises and a file of this size holds."""
+    """Return the number of tokens, on which header and file size must agree."""
     if len(header) < HEADER_BYTES:
         got = f"{size_bytes:,} bytes" if size_bytes else "empty"
         raise DataError(f"{path}: {got}; a header alone has {HEADER_BYTES:,}; delete it and make it again")
@@ -121,7 +117,7 @@ def _count(path: Path, header: bytes, size_bytes: int) -> int:
     if np.int32(magic).byteswap() == MAGIC:
         raise DataError(f"{path}: big-endian; need little-endian; swap the bytes or make it again")
     if magic != MAGIC:
-        raise DataError(f"{path}: starts with {magic}; a shard starts with {MAGIC}; remove the foreign file")
+        raise DataError(f"{path}: starts with {magic}; a shard starts with {MAGIC}; remove the file")
     if version != VERSION:
         raise DataError(f"{path}: version {version}; only version {VERSION} is known; make it again")
     if count < 1:
@@ -135,18 +131,19 @@ def _count(path: Path, header: bytes, size_bytes: int) -> int:
 
 
 def write_shard(path: Path, tokens: np.ndarray) -> Shard:
-    """Writes a shard; under its own name it is whole or not there.
+    """Write a shard atomically.
 
     Args:
         path: replaced if it exists. Its folder must exist.
-        tokens: integers of 0 to 65,535, one axis.
+        tokens: integers from 0 to 65,535, [N].
 
     Raises:
-        DataError: if they are none, too many, or no uint16; if the disk refuses.
+        DataError: if there are no tokens, too many, or some outside uint16.
+        StorageError: if the file cannot be written.
     """
     if tokens.ndim != 1 or not 1 <= tokens.size <= MAX_TOKENS or not np.issubdtype(tokens.dtype, np.integer):
         raise DataError(
-            f"{path}: got {tokens.dtype}{list(tokens.shape)}; need 1 to {MAX_TOKENS:,} integers in one row"
+            f"{path}: got {tokens.dtype}{list(tokens.shape)}; need 1 to {MAX_TOKENS:,} integers in one dimension"
         )
     if tokens.min() < 0 or tokens.max() >= UINT16_IDS:
         raise DataError(
@@ -157,7 +154,7 @@ def write_shard(path: Path, tokens: np.ndarray) -> Shard:
 
 
 def holds(path: Path, tokens: np.ndarray) -> bool:
-    """Whether a file is, byte by byte, the shard of these tokens."""
+    """Return whether a file is the shard of these tokens, byte by byte."""
     return path.is_file() and path.read_bytes() == b"".join(_content(tokens))
 
 
@@ -168,6 +165,6 @@ def _content(tokens: np.ndarray) -> tuple[bytes, memoryview]:
 
 
 def sha256(path: Path) -> str:
-    """Digest of a whole file, header included."""
+    """Return the digest of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,10 +1,10 @@
-"""The order of tokens: which ones make the next batch, and where a run that goes on later continues.
+"""The order of tokens in batches, and the position at which a resumed run continues.
 
     B sequences of a batch    T tokens of a sequence
 
-Tokens are read in order, shard by shard by name, without shuffling; a sequence may begin in the middle of a
-document, and targets run across the ends of sequences and documents. A shard is left when what remains of it
-is not longer than a batch and its last target; that remainder is dropped.
+Tokens are read in order, shard by shard by name, without shuffling. A sequence may begin in the middle of a document,
+and targets cross the ends of sequences and documents. The rest of a shard that is not longer than a batch and its
+last target is dropped.
 
 Source: modded-nanogpt, record 21, `distributed_data_generator`.
 """
@@ -22,33 +22,33 @@ from speedrun.ground.errors import DataError, UsageError
 
 
 class Cursor(NamedTuple):
-    """The whole state of a stream: the next token to be read."""
+    """The state of a stream: the position of the next token."""
 
-    shard: int  #: counts on through the epochs
-    offset: int  #: tokens, in that shard
+    shard: int  #: counted through all epochs
+    offset: int  #: in tokens
 
 
 START = Cursor(0, 0)
 
 
 class Batch(NamedTuple):
-    """What one step is fed: int32, and `targets_BT` is the token after each of `tokens_BT`."""
+    """The input of a step, int32: `targets_BT` has the token after each of `tokens_BT`."""
 
     tokens_BT: np.ndarray
     targets_BT: np.ndarray
 
 
 class Span(NamedTuple):
-    """A stretch of a shard that was input of steps: `start` to `stop` without `stop`, which was a target only."""
+    """A range of a shard that was input of steps: `start` to `stop`, exclusive."""
 
     name: str
-    shard_tokens: int  #: in the whole shard
+    shard_tokens: int  #: length of the shard
     start: int
     stop: int
 
 
 class TokenStream:
-    """Batches in order. `cursor` and `ranges` say what has been read."""
+    """Batches in order. `cursor` and `ranges` record what has been read."""
 
     def __init__(
         self,
@@ -59,17 +59,17 @@ class TokenStream:
         process: int = 0,
         num_processes: int = 1,
     ) -> None:
-        """Starts or goes on at `cursor`.
+        """Start or continue at `cursor`.
 
         Args:
             shards: in the order of reading.
-            cursor: as a stream over the same shards reported it, in any process.
+            cursor: of a stream over the same shards, in any process.
             num_epochs: how often the shards may be read.
-            process: which of the processes that share each batch; the first ones have the first rows.
-            num_processes: how many they are.
+            process: index of this process; its rows of each batch are in that order.
+            num_processes: that share each batch.
 
         Raises:
-            DataError: if there is no such place in these shards.
+            DataError: if the cursor is not inside these shards.
         """
         self._shards = shards
         self._num_shards = num_epochs * len(shards)
@@ -79,26 +79,23 @@ class TokenStream:
         is_inside = 0 <= cursor.shard <= self._num_shards
         if not is_inside or not 0 <= cursor.offset <= shards[cursor.shard % len(shards)].num_tokens:
             raise DataError(
-                f"{cursor} is not in these {len(shards)} shards; bring the shards that the run began with"
+                f"{cursor} is not in these {len(shards)} shards; need the shards that the run began with"
             )
 
     def take(self, num_tokens: int) -> np.ndarray:
-        """The next tokens and the one after them; moves on by `num_tokens`.
-
-        Returns:
-            uint16 of `num_tokens + 1`.
+        """Return the next tokens and the one after them, uint16 [num_tokens + 1]; advance by `num_tokens`.
 
         Raises:
-            DataError: if no shard is left that is long enough.
+            DataError: if no remaining shard is long enough.
         """
         return self._read(num_tokens, 0, num_tokens)
 
     def _read(self, num_tokens: int, start: int, stop: int) -> np.ndarray:
-        """Moves on by `num_tokens`; of these, reads `start` to `stop` and the one after."""
+        """Advance by `num_tokens`; of these, read `start` to `stop` and the one after."""
         index, offset = self.cursor
         while index < self._num_shards:
             shard = self._shards[index % len(self._shards)]
-            # The record's own test: it also drops a remainder that would just have been enough.
+            # As in record 21: this also drops a rest that is just long enough.
             if offset + num_tokens + 1 < shard.num_tokens:
                 tokens = shard.read(offset + start, offset + stop + 1)
                 self.cursor = Cursor(index, offset + num_tokens)
@@ -111,9 +108,9 @@ class TokenStream:
         )
 
     def batch(self, num_sequences: int, seq_len: int) -> Batch:
-        """Of the next `num_sequences` rows of `seq_len` tokens, those of this process; only they are read.
+        """Return this process's rows of the next batch, `num_sequences` rows of `seq_len` tokens; read no others.
 
-        `cursor` and `ranges` are those of the whole batch, and so the same in all processes.
+        `cursor` and `ranges` cover the whole batch, and so are the same in all processes.
 
         Raises:
             DataError: as `take`.
@@ -129,7 +126,7 @@ class TokenStream:
         return _rows(self._read(num_sequences * seq_len, start, start + rows * seq_len), rows)
 
     def _note(self, new: Span) -> None:
-        """Adds a range, or makes the last one longer."""
+        """Add a range, or extend the last one."""
         last = self.ranges[-1] if self.ranges else None
         if last and (last.name, last.stop) == (new.name, new.start):
             self.ranges = (*self.ranges[:-1], new._replace(start=last.start))
@@ -138,7 +135,7 @@ class TokenStream:
 
 
 def require_steps(shards: Sequence[Shard], batch_tokens: Sequence[int], *, num_epochs: int = 1) -> None:
-    """Walks the stream without reading, so that a run which would starve is refused before it starts.
+    """Check, without reading, that the shards have enough tokens for a run.
 
     Args:
         shards: in the order of reading.
@@ -161,13 +158,13 @@ def require_steps(shards: Sequence[Shard], batch_tokens: Sequence[int], *, num_e
 
 
 def _rows(tokens: np.ndarray, num_sequences: int) -> Batch:
-    """Consecutive rows; the last token is a target only."""
+    """Return consecutive rows; the last token is only a target."""
     ids = tokens.astype(np.int32)
     return Batch(ids[:-1].reshape(num_sequences, -1), ids[1:].reshape(num_sequences, -1))
 
 
 def validation_batches(shard: Shard, num_tokens: int, num_sequences: int, seq_len: int) -> Iterator[Batch]:
-    """The start of a shard in order, each of `num_tokens` targets once.
+    """Return batches of the first `num_tokens` targets of a shard, each once and in order.
 
     Raises:
         UsageError: if the batches do not divide `num_tokens`.
@@ -185,7 +182,7 @@ def validation_batches(shard: Shard, num_tokens: int, num_sequences: int, seq_le
 
 
 def validation_sha256(shard: Shard, num_tokens: int) -> str:
-    """Digest of the ids that are scored and read for it: `num_tokens + 1`, as little-endian uint16.
+    """Return the digest of the ids that validation reads: `num_tokens + 1`, as little-endian uint16.
 
     Raises:
         DataError: if the shard is too short.
@@ -203,31 +200,30 @@ def _check_length(shard: Shard, num_tokens: int) -> None:
 
 
 class Prefetch:
-    """Reads one batch ahead on a thread of its own: an iterator over batches of the shapes it is given.
+    """Iterates over batches, and reads one batch ahead on a thread.
 
-    `cursor` and `ranges` are those of the batches handed out, never of the one ahead. Nothing is read before
-    the first `next`, so a clock started before it sees the first read. Call `drain` before the clock pauses:
-    then no read goes on unseen, and the next one begins with the next `next`.
+    `cursor` and `ranges` cover the batches returned, not the one ahead. The first read starts with the first `next`,
+    so a clock started before covers it. Call `drain` before the clock pauses: then nothing is read in the pause.
     """
 
     def __init__(self, stream: TokenStream, shapes: Iterable[tuple[int, int]]) -> None:
-        """Reads from `stream`; `shapes` has number and length of the sequences of each step."""
+        """Read from `stream`; `shapes` has number and length of the sequences of each step."""
         self._stream = stream
         self._shapes = iter(shapes)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batch-ahead")
         self._ahead: Future[Batch] | None = None
         self.cursor = stream.cursor
         self.ranges = stream.ranges
-        self.wait_s = 0.0  #: time the caller has stood waiting for batches
+        self.wait_s = 0.0  #: time the caller has waited for batches
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Batch:
-        """The next batch.
+        """Return the next batch.
 
         Raises:
-            DataError: what the reading of this batch raised; a batch nobody asks for raises nothing.
+            DataError: if it cannot be read; a batch ahead that is never requested raises nothing.
             StopIteration: after the last shape.
         """
         waiting = Stopwatch()
@@ -238,13 +234,13 @@ class Prefetch:
             batch = self._ahead.result()
         finally:
             self.wait_s += waiting.seconds
-        # Nothing is being read at this moment: the stream stands behind this batch.
+        # Nothing is being read now: the stream's position is the end of this batch.
         self.cursor, self.ranges = self._stream.cursor, self._stream.ranges
         self._ahead = self._submit()
         return batch
 
     def drain(self) -> None:
-        """Waits until nothing is being read."""
+        """Wait until nothing is being read."""
         waiting = Stopwatch()
         wait([self._ahead] if self._ahead else [])
         self.wait_s += waiting.seconds

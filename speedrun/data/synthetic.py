@@ -1,17 +1,17 @@
-"""A synthetic token stream whose entropy rate can be computed; `tests/test_synthetic.py` does.
+"""A synthetic token stream with a known entropy rate, which `tests/test_synthetic.py` computes.
 
     document   one or more lines; each line is an opener and `line_words` words
     opener     DOCUMENT (0) for the first line of a document; then NEW (1) or REPEAT (2)
-    new line   words of a sparse Markov chain: the next word is one of a few successors, which hash the word
-               before it and the class of the one before that, or it is any word (Zipf). So is its first word
-    repeat     the words of the line before, exactly
+    new line   words of a sparse Markov chain: the next word is one of a few successors, a hash of the last
+               word and the class of the one before it, or any word (Zipf). The first word is any word
+    repeat     exactly the words of the previous line
 
-So the conditional distribution of every token given all earlier ones is known: openers have the entropy of
-three outcomes, repeated words have none, a new word that of its row. A model needs attention to repeat a
-line and to see the word before the last, and memory in its matrices for the rows.
+So the distribution of each token given all earlier ones is known: openers have the entropy of three outcomes,
+repeated words have none, a new word that of its row. A model needs attention to repeat a line and to see the
+word before the last, and memory in its matrices for the rows.
 
-All probabilities are whole multiples of 2^-32 and all draws come from a counter-based integer hash, so that
-the stream is the same, bit for bit, on every platform and for every version of numpy.
+All probabilities are multiples of 2^-32 and all draws come from a counter-based integer hash, so the stream is
+the same, bit for bit, on every platform and with every version of numpy.
 
 Legend: L lines, W words a line, V vocabulary, C classes, S successors.
 """
@@ -42,21 +42,21 @@ class Source:
     num_classes: int  #: of the word before the last; its id modulo this
     num_successors: int
     zipf_offset: int  #: the weight of the word of rank r is 1 / (r + zipf_offset)
-    noise: int  #: any word instead of a successor
-    repeat: int  #: a line repeats the one before
-    end: int  #: a document ends after a line
+    noise: int  #: probability of any word instead of a successor
+    repeat: int  #: probability that a line repeats the previous one
+    end: int  #: probability that a document ends after a line
     val_lines: int
     shard_lines: int  #: of each training shard
     num_shards: int
 
     @property
     def line_tokens(self) -> int:
-        """Opener and words."""
+        """Length of a line: opener and words."""
         return 1 + self.line_words
 
 
 def mix(*keys: int | np.ndarray) -> np.ndarray:
-    """Hashes integers (arrays broadcast) to uint32, by rounds of splitmix64. Source: Steele et al. 2014."""
+    """Hash integers (arrays broadcast) to uint32 with rounds of splitmix64. Source: Steele et al. 2014."""
     with np.errstate(over="ignore"):
         h = np.zeros((), np.uint64)
         for key in keys:
@@ -68,7 +68,7 @@ def mix(*keys: int | np.ndarray) -> np.ndarray:
 
 
 def zipf_weights_V(source: Source) -> np.ndarray:
-    """Numerators over 2^32 of the word marginal, i64 [V]; openers have none, the remainder goes to rank 0."""
+    """Return the numerators over 2^32 of the word marginal, i64 [V]; 0 for openers, the rest to rank 0."""
     ranks = np.arange(source.vocab_size - FIRST_WORD, dtype=np.int64)
     raw = (1 << 40) // (ranks + source.zipf_offset)
     words = raw * (1 << 20) // raw.sum() * (1 << 12)
@@ -77,14 +77,14 @@ def zipf_weights_V(source: Source) -> np.ndarray:
 
 
 def successors_CVS(source: Source) -> np.ndarray:
-    """The words that may follow a class and a word: i64 [C, V, S], drawn by Zipf; two of a row may coincide."""
+    """Return the words that may follow a class and a word, i64 [C, V, S]: draws from Zipf, with repetition."""
     cumulative_V = np.cumsum(zipf_weights_V(source))
     first, second, slot = np.ogrid[: source.num_classes, : source.vocab_size, : source.num_successors]
     return np.searchsorted(cumulative_V, mix(source.seed, 1, first, second, slot), side="right")
 
 
 def slot_weights_S(source: Source) -> np.ndarray:
-    """Numerators over 2^32 - noise of the successors: each slot half as likely again as the next, roughly."""
+    """Return the numerators over 2^32 - noise of the successors: each slot 1.5 times as likely as the next."""
     raw = np.array([(1 << 40) * 2**i // 3**i for i in range(source.num_successors)], np.int64)
     weights = raw * (1 << 20) // raw.sum() * ((ONE - source.noise) >> 20)
     weights[0] += ONE - source.noise - weights.sum()
@@ -92,7 +92,7 @@ def slot_weights_S(source: Source) -> np.ndarray:
 
 
 def openers_L(source: Source, stream: int, num_lines: int) -> np.ndarray:
-    """Which token opens each line: i64 [L]; the first line of a stream opens a document."""
+    """Return the opener of each line, i64 [L]; the first line of a stream opens a document."""
     lines = np.arange(num_lines)
     ends = mix(source.seed, 2, stream, lines) < source.end
     ends[0] = True
@@ -101,11 +101,11 @@ def openers_L(source: Source, stream: int, num_lines: int) -> np.ndarray:
 
 
 def generate(source: Source, stream: int, num_lines: int) -> np.ndarray:
-    """Tokens of the first `num_lines` lines of a stream: u16 [L * (1 + W)].
+    """Return the tokens of the first `num_lines` lines of a stream, u16 [L * (1 + W)].
 
     Args:
         source: the parameters.
-        stream: streams of different numbers are independent; shards are streams.
+        stream: index; streams are independent, and each shard is one.
         num_lines: at least one.
     """
     lines_L = np.arange(num_lines)
@@ -127,12 +127,12 @@ def generate(source: Source, stream: int, num_lines: int) -> np.ndarray:
 
 
 def _class_L(source: Source, tokens: np.ndarray, column: int) -> np.ndarray:
-    """Class of the word two before a column; an opener counts as class 0."""
+    """Return the class of the word two before a column; 0 for an opener."""
     return tokens[:, column - 2] % source.num_classes if column > 2 else np.zeros(len(tokens), np.int64)
 
 
 def write(track: Track, folder: Path) -> Manifest:
-    """Makes the shards of a synthetic track; the same bytes everywhere. Shards that are right stay as they are.
+    """Make the shards of a synthetic track; the same bytes everywhere. Correct shards are not written again.
 
     Raises:
         DataError: if a shard differs from the digest in the track file, or the folder cannot be written.
@@ -157,18 +157,14 @@ def write(track: Track, folder: Path) -> Manifest:
 
 
 def ensure(track: Track, folder: Path) -> Manifest | None:
-    """Makes the shards of a synthetic track unless its folder is complete; other tracks bring theirs.
-
-    Returns:
-        What was made; None if nothing was.
-    """
+    """Make the shards of a synthetic track unless its folder has a manifest; return None if nothing was made."""
     if track.synthetic is None or read_manifest(folder) is not None:
         return None
     return write(track, folder)
 
 
 def _write_one(source: Source, stream: int, path: Path, track: Track) -> ShardEntry:
-    """Stream 0 is the validation shard."""
+    """Write one shard; stream 0 is validation."""
     tokens = generate(source, stream, source.val_lines if stream == 0 else source.shard_lines)
     if not holds(path, tokens):
         write_shard(path, tokens)

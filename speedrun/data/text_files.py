@@ -1,6 +1,6 @@
-"""Documents of files: rows of parquet, lines of JSON that are not blank, or a whole .txt file.
+"""Documents in files: rows of parquet, non-blank lines of JSON, or a whole .txt file.
 
-The order is that of the files' names and of the rows inside. pyarrow is imported by the reader that needs it.
+They are sorted by file name, then by row. Only the parquet reader imports pyarrow.
 """
 
 import gzip
@@ -18,19 +18,18 @@ from speedrun.data.documents import TOKEN_COUNT, Block, need, of_batches
 from speedrun.data.inventory import Place
 from speedrun.ground.errors import DataError, UsageError
 
-#: A block is closed when it holds this much text. Larger ones cost memory, smaller ones a hand-over each.
-BLOCK_BYTES = 2**19
+BLOCK_BYTES = 2**19  #: of text in a block: larger ones take memory, smaller ones more calls
 
 
 class Files:
     """Files of parquet, JSON lines (also gzipped) and plain text."""
 
     def __init__(self, names: Sequence[str], column: str) -> None:
-        """Finds the files; reads none.
+        """Find the files; read none.
 
         Raises:
-            UsageError: if one is named twice, or two have one name: no row could be found again.
-            DataError: if there are none, or a name is no UTF-8.
+            UsageError: if a file is named twice, or two have the same name: places in them would be ambiguous.
+            DataError: if there are none, or a name is not UTF-8.
         """
         self.name = " ".join(names)
         self._column = column
@@ -43,7 +42,7 @@ class Files:
         self.total_bytes = sum(self._bytes.values())
 
     def identity(self) -> dict[str, str | int]:
-        """Names and sizes of the files: reading all of them would take as long as the work itself."""
+        """Return names and sizes of the files; a digest of the content would take as long as the work itself."""
         listing = json.dumps(list(self._bytes.items()))
         return {
             "files": len(self._bytes),
@@ -52,7 +51,7 @@ class Files:
         }
 
     def blocks(self, start: Place) -> Iterator[Block]:
-        """All blocks from `start` on.
+        """Yield all blocks from `start` on.
 
         Raises:
             DataError: if a file cannot be read or has no such column.
@@ -68,19 +67,17 @@ class Files:
                     place = Place(label, block.first.row)
                     yield block._replace(first=place, read_bytes=read_bytes + block.read_bytes)
             except (OSError, EOFError, zlib.error) as error:
-                said = " ".join(str(error).split())
-                raise DataError(f"{path}: {said}; a readable file is needed; get it again") from None
+                reason = " ".join(str(error).split())
+                raise DataError(f"{path}: {reason}; a readable file is needed; get it again") from None
             read_bytes += self._bytes[label]
 
 
 def _check_names(source: str, found: list[tuple[str, Path]]) -> None:
-    """Refuses a file that is named twice, two files of one name, and names that no manifest can hold."""
+    """Refuse a file that is named twice, two files with the same name, and names that are not UTF-8."""
     labels, paths = set[str](), set[str]()
     for label, path in found:
         if not _is_utf8(source + label):
-            raise DataError(
-                f"{str(path)!r}: the name is no UTF-8; a manifest has to hold it; rename the file"
-            )
+            raise DataError(f"{str(path)!r}: the name is not UTF-8; the manifest needs it; rename the file")
         if (absolute := os.path.abspath(path)) in paths:
             raise UsageError(f"{source}: {path} is named twice; each file is read once; name it once")
         if label in labels:
@@ -92,7 +89,7 @@ def _check_names(source: str, found: list[tuple[str, Path]]) -> None:
 
 
 def _is_utf8(text: str) -> bool:
-    """Whether a name came as UTF-8: Python hands on other bytes as surrogates."""
+    """Return whether a file name is UTF-8; Python turns other bytes into surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -101,12 +98,12 @@ def _is_utf8(text: str) -> bool:
 
 
 def suffix_of(path: Path) -> str:
-    """The kind of a file: a key of `READERS`, or something else."""
+    """Return the suffix of a file: a key of `READERS`, or another one."""
     return next((suffix for suffix in READERS if path.name.endswith(suffix)), path.suffix)
 
 
 def _files_of(path: Path) -> list[tuple[str, Path]]:
-    """The files that a name stands for, and what to call each of them."""
+    """Return the files that a name stands for, with the label of each in places."""
     if path.is_dir():
         inside = sorted(file for file in path.rglob("*") if suffix_of(file) in READERS and file.is_file())
         if not inside:
@@ -123,9 +120,9 @@ def _files_of(path: Path) -> list[tuple[str, Path]]:
 
 
 def _json_lines(path: Path, row: int, column: str) -> Iterator[Block]:
-    """Lines as they are: taking them apart is work for the workers."""
+    """Yield lines without decoding them: the workers do."""
     with path.open("rb") as file:
-        # GzipFile's own lines are made one by one in Python.
+        # GzipFile itself splits lines in Python.
         unpacked: IO[bytes] = (
             io.BufferedReader(gzip.GzipFile(fileobj=file), BLOCK_BYTES) if path.name.endswith(".gz") else file
         )
@@ -143,28 +140,25 @@ def _json_lines(path: Path, row: int, column: str) -> Iterator[Block]:
 
 
 def _text(path: Path, row: int, column: str) -> Iterator[Block]:
-    """One document."""
+    """Yield one document."""
     if row > 0:
         return
     try:
         text = path.read_bytes().decode()  # not read_text, which would turn CRLF into LF
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: byte {error.start:,} is no UTF-8; convert the file first") from None
+        raise DataError(f"{path}: byte {error.start:,} is not UTF-8; convert the file first") from None
     yield Block(Place("", 0), 1, [text], None, path.stat().st_size)
 
 
 def _parquet(path: Path, row: int, column: str) -> Iterator[Block]:
-    """Row group by row group; those before `row` are not read."""
+    """Yield rows, without reading the row groups before `row`."""
     import pyarrow.parquet
     from pyarrow import ArrowException
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
-            if column not in names:
-                raise DataError(
-                    f"{path}: no column {column!r}; it has {', '.join(names)}; choose with --column"
-                )
+            documents.require_column(str(path), column, names)
             wanted = [name for name in (column, TOKEN_COUNT) if name in names]
             sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
             group, skipped = 0, 0
@@ -177,9 +171,9 @@ def _parquet(path: Path, row: int, column: str) -> Iterator[Block]:
             per_row = path.stat().st_size / max(1, sum(sizes))
             for block in of_batches(batches, column, Place("", skipped), row, str(path)):
                 yield block._replace(read_bytes=round(per_row * (block.first.row + block.num_rows)))
-    except (ArrowException, UnicodeDecodeError) as error:  # the names of columns may be no text, too
-        said = " ".join(str(error).split())
-        raise DataError(f"{path}: {said}; a whole parquet file is needed; get it again") from None
+    except (ArrowException, UnicodeDecodeError) as error:  # names of columns may not be UTF-8
+        reason = " ".join(str(error).split())
+        raise DataError(f"{path}: {reason}; a whole parquet file is needed; get it again") from None
 
 
 READERS = {".parquet": _parquet, ".jsonl": _json_lines, ".jsonl.gz": _json_lines, ".txt": _text}

@@ -1,9 +1,7 @@
-"""From texts to ids: GPT-2's tokenizer, any file of the `tokenizers` library, or bytes.
+"""Tokenizers: GPT-2's, any file of the `tokenizers` library, or bytes.
 
-A tokenizer is named by a small value, `Choice`; what is loaded has the digest that was chosen. What stands in a text is
-text: the characters "<|endoftext|>" on a web page become ordinary ids and never a document token.
-
-`tokenizers` is imported by what needs it.
+A `Choice` names a tokenizer and the digest of its file. Special tokens in a text are ordinary text: the characters
+"<|endoftext|>" on a web page never become a document token. `tokenizers` is imported where it is used.
 """
 
 import hashlib
@@ -23,40 +21,40 @@ ENGINES = ("auto", "tiktoken", "gigatoken")
 
 
 class Choice(NamedTuple):
-    """Which tokenizer."""
+    """A tokenizer, not yet loaded."""
 
     name: str  #: gpt2, bytes, or the name of a file of `tokenizers`
-    path: Path | None  #: its file; None for bytes
-    sha256: str  #: of that file; empty for bytes
+    path: Path | None  #: of the file; None for bytes
+    sha256: str  #: of the file; empty for bytes
     engine: str = ""  #: tiktoken or gigatoken, for gpt2
-    document_text: str = END_OF_TEXT  #: which token of the file opens documents
+    document_text: str = END_OF_TEXT  #: the document token of a file of `tokenizers`
 
 
 class Tokenizer(Protocol):
-    """Texts to ids. Every id is below `vocab_size`, and none is the document token."""
+    """Encodes texts as ids below `vocab_size`; none is the document token."""
 
     vocab_size: int
     document_token: int
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """The ids of each text, without document token: unsigned integers, one axis."""
+        """Return the ids of each text, unsigned integers [N]."""
         ...
 
     def id_bytes_V(self) -> np.ndarray | None:
-        """How many bytes of UTF-8 each id stands for: int64 [V]. None if that depends on the text around it."""
+        """Return the bytes of UTF-8 that each id stands for, int64 [V]; None if they depend on the context."""
         ...
 
 
 def choose(name: str, *, engine: str = "auto", document_text: str = END_OF_TEXT) -> Choice:
-    """Finds a tokenizer's file and looks at its digest.
+    """Find the file of a tokenizer and compute its digest.
 
     Args:
         name: `gpt2`, `bytes`, a .tiktoken file with GPT-2's ranks, or a .json file of `tokenizers`.
         engine: for GPT-2, one of `ENGINES`.
-        document_text: for a .json file, the token that opens documents.
+        document_text: for a .json file, the document token.
 
     Raises:
-        UsageError: if the name means nothing, or a package is missing.
+        UsageError: if the name is unknown, or a package is missing.
         DataError: if there is no such file, or its ranks are not GPT-2's.
     """
     if name == "bytes":
@@ -74,11 +72,11 @@ def choose(name: str, *, engine: str = "auto", document_text: str = END_OF_TEXT)
 
 
 def load(choice: Choice, *, num_threads: int = 1) -> Tokenizer:
-    """The tokenizer of a choice, for so many threads at the same time.
+    """Load a tokenizer for a number of threads.
 
     Raises:
-        DataError: if its file has changed since, or gigatoken encodes otherwise than tiktoken.
-        UsageError: if it does not fit into uint16, or has no such document token.
+        DataError: if its file has changed, or gigatoken and tiktoken differ.
+        UsageError: if its ids do not fit into uint16, or it has no such document token.
     """
     if choice.path is None:
         return Bytes()
@@ -118,7 +116,7 @@ def _sha256(raw: bytes) -> str:
 
 
 class Bytes:
-    """Ids 0 to 255 are the bytes of UTF-8; 256 opens documents."""
+    """Ids 0 to 255 are the bytes of UTF-8; 256 is the document token."""
 
     vocab_size = 257
     document_token = 256
@@ -136,20 +134,20 @@ class Bytes:
 
 
 class FromFile:
-    """A JSON file of the `tokenizers` library. Its special tokens are not looked for in texts."""
+    """A JSON file of the `tokenizers` library. Special tokens in texts are ordinary text."""
 
     def __init__(self, path: Path, raw: bytes, document_text: str) -> None:
-        """Loads it.
+        """Load the file.
 
         Raises:
-            DataError: if it is no such file.
-            UsageError: if ids do not fit into uint16, or `document_text` is no token of it.
+            DataError: if it has another format.
+            UsageError: if ids do not fit into uint16, or `document_text` is not one of its tokens.
         """
         import tokenizers
 
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(raw.decode())
-        except Exception as error:  # noqa: BLE001 - the library raises nothing more exact
+        except Exception as error:  # noqa: BLE001 - the library raises nothing more specific
             raise DataError(
                 f"{path}: {error}; a file as `tokenizers` saves it is needed; name another"
             ) from None
@@ -164,7 +162,7 @@ class FromFile:
         if document_text not in vocab:
             special = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
             raise UsageError(
-                f"{path}: has no token {document_text!r} to open documents; its special tokens are "
+                f"{path}: has no token {document_text!r} for documents; its special tokens are "
                 f"{', '.join(special) or 'none'}; choose with --document-token"
             )
         self.document_token = vocab[document_text]
@@ -173,19 +171,19 @@ class FromFile:
         """As `Tokenizer`.
 
         Raises:
-            DataError: if it makes a document token of a text.
+            DataError: if a text contains the document token, which is not special in the file.
         """
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         ids = [np.array(encoding.ids, np.uint32) for encoding in encodings]
         if any((of_text == self.document_token).any() for of_text in ids):
             raise DataError(
-                f"{self._path}: a text became token {self.document_token}, which opens documents; it must be a "
-                "special token of the file; make it one"
+                f"{self._path}: a text became token {self.document_token}, the document token; it must be special "
+                "in the file; make it so"
             )
         return ids
 
     def id_bytes_V(self) -> np.ndarray | None:
-        """As `Tokenizer`; known where tokens are spelt in bytes, one character for each, as GPT-2 does."""
+        """As `Tokenizer`; known for byte-level models, which spell each byte as one character."""
         import tokenizers
 
         if not isinstance(self._tokenizer.decoder, tokenizers.decoders.ByteLevel):
@@ -200,35 +198,36 @@ class FromFile:
         return id_bytes_V
 
 
-# --- a tokenizer of one's own -----------------------------------------------------------------------------
+# --- training ---------------------------------------------------------------------------------------------
 
 
 def train_bpe(texts: Iterator[str], vocab_size: int, out: Path, *, document_text: str = END_OF_TEXT) -> int:
-    """Trains a byte-level BPE through `tokenizers`; the same texts give the same file.
+    """Train a byte-level BPE with `tokenizers`; the same texts give the same file.
 
     Args:
         texts: read once.
-        vocab_size: ids: the document token is 0, then come 256 bytes, then merges.
-        out: where the JSON file goes.
-        document_text: how the file spells its document token.
+        vocab_size: number of ids: the document token, which is 0, 256 bytes, and merges.
+        out: the JSON file.
+        document_text: the document token.
 
     Returns:
         The number of ids; less than `vocab_size` if the texts have no more pairs to merge.
 
     Raises:
-        UsageError: if `vocab_size` holds no merge or does not fit into uint16.
-        DataError: if the file cannot be written.
+        UsageError: if `vocab_size` leaves no merge or does not fit into uint16, or `out` is not a .json file.
+        StorageError: if the file cannot be written.
     """
     need("tokenizers")
     from tokenizers import Tokenizer as Model
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
+    if out.suffix != ".json":
+        raise UsageError(f"{out}: the ending marks the kind of tokenizer; need .json; rename it")
     if not 257 < vocab_size <= 2**16:
         raise UsageError(
             f"a vocabulary of {vocab_size:,}; need 258 to 65,536: bytes, a document token, merges"
         )
     tokenizer = Model(models.BPE())
-    # mypy-like checkers know these as read-only; the library's own examples set them.
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -243,10 +242,10 @@ def train_bpe(texts: Iterator[str], vocab_size: int, out: Path, *, document_text
 
 
 def joined(texts: Sequence[np.ndarray], document_token: int) -> tuple[np.ndarray, np.ndarray]:
-    """Documents in a row, each opened by its token.
+    """Concatenate documents, with a document token before each.
 
     Returns:
-        ids, uint16 [N + D]; starts, int64 [D]: where the document tokens stand.
+        ids, uint16 [N + D]; starts, int64 [D]: positions of the document tokens.
     """
     counts = np.array([1 + len(ids) for ids in texts], np.int64)
     starts = np.cumsum(counts) - counts

@@ -1,4 +1,4 @@
-"""Every byte of a folder of shards, against its manifest and its track."""
+"""Verifies a folder of shards against its manifest and its track."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,15 +7,14 @@ from typing import NamedTuple
 import numpy as np
 
 from speedrun.data.inventory import MANIFEST, ShardEntry, bytes_per_token, open_track, read_manifest
+from speedrun.data.overview import density
 from speedrun.data.shards import Shard, sha256
 from speedrun.ground.errors import DataError
 from speedrun.ground.track import Data
 
-#: Full verification holds this many tokens at a time.
-_CHUNK_TOKENS = 2**24
+_CHUNK_TOKENS = 2**24  #: held in memory at a time
 
-#: Is told bytes done and bytes in all.
-Report = Callable[[int, int], None]
+Report = Callable[[int, int], None]  #: called with bytes read and bytes in total
 
 
 class Verified(NamedTuple):
@@ -23,25 +22,30 @@ class Verified(NamedTuple):
 
     name: str
     tokens: int
-    sha256: str | None  #: None if only header and size were looked at
+    sha256: str | None  #: None if only header and size were checked
     bytes_per_token: float | None  #: of text, where the manifest knows it
+
+    def __str__(self) -> str:
+        return "  ".join(
+            [f"{self.tokens:,} tokens", *density(self.bytes_per_token), self.sha256 or ""]
+        ).rstrip()
 
 
 def verify(folder: Path, data: Data, *, full: bool, report: Report = lambda *_: None) -> list[Verified]:
-    """Checks the data of a track.
+    """Check the shards of a track.
 
     Args:
-        folder: where the shards lie.
+        folder: of the shards.
         data: what the track says of them.
         full: read every byte: digests against track and manifest, ids, the number of documents, and the
-            document token that opens each validation shard. Below a second for a shard of 200 MB.
-        report: is told the bytes that are read and those there are, as it goes on.
+            document token at the start of each validation shard.
+        report: shows progress.
 
     Returns:
         One entry per shard, training shards first.
 
     Raises:
-        DataError: at the first thing that is wrong.
+        DataError: at the first problem.
     """
     train, val = open_track(folder, data)
     manifest = read_manifest(folder)
@@ -61,7 +65,7 @@ def verify(folder: Path, data: Data, *, full: bool, report: Report = lambda *_: 
 
 
 def count_documents(shard: Shard, document_token: int) -> int:
-    """Reads all ids of a shard.
+    """Return the number of document tokens in a shard.
 
     Raises:
         DataError: if an id is outside the vocabulary, or the file changes meanwhile.
@@ -72,7 +76,7 @@ def count_documents(shard: Shard, document_token: int) -> int:
 
 
 def _verify_bytes(shard: Shard, data: Data, entry: ShardEntry | None) -> Verified:
-    """Reads a whole shard and compares it with what track and manifest say."""
+    """Compare all bytes of a shard with track and manifest."""
     name, documents, got = shard.path.name, count_documents(shard, data.document_token), sha256(shard.path)
     for need in (data.sha256.get(name, got), entry.sha256 if entry else got):
         if got != need:

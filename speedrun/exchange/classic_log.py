@@ -1,17 +1,17 @@
-"""The text logs of modded-nanogpt and of llm.c: what they say of losses and machines, read and written.
+"""Read and write the text logs of modded-nanogpt and llm.c: losses by step, and the machine.
 
     step:125/1770 val_loss:4.6539 train_time:12051ms step_avg:96.41ms     a validation, of all later scripts
     step:125/3350 val_loss:4.66393 train_time:22.870s step_avg:182.95ms   the same in seconds, of its third track
     step:126/5100 train_loss:4.9467 train_time:16262ms step_avg:140.19ms  a step, of the first ten scripts
-    step:126/1770 train_time:12147ms step_avg:96.40ms                     a step, later: nothing that is kept
+    step:126/1770 train_time:12147ms step_avg:96.40ms                     a step of later scripts: no loss, not kept
     s:250 tel:6.1710   s:250 trl:6.1512 lr:0.000214 norm:0.9123           llm.c: validation and step, without a time
     [METRICS (latest)] step: 1674  |  val_loss: 3.275080919265747         modded-nanogpt-jax: validation
     [METRICS (1 step stale)] step: 9  |  time: 2025-08-20 13:50:50.4  |  loss: 6.47   a step, by the wall clock
 
-The wall clock of the last one runs on through validations: it is no train time, and not kept.
-Such a log may begin with the whole text of the script that wrote it, with versions and with nvidia-smi's table. All of
-it is a stranger's: a line counts only if it is nothing but `key:value` words (or fields between bars), the first of
-which is the step, and nothing is run. Source: the public logs, and the print statements inside them.
+The wall clock of the last one runs through validations, so it is not a train time and not kept. A log may begin with
+the whole text of the script that wrote it, with versions and with the table of nvidia-smi. None of it is trusted: a
+line counts only if it consists of `key:value` words (or fields between bars), the first of which is the step.
+Source: the public logs, and the print statements inside them.
 """
 
 import math
@@ -21,12 +21,11 @@ from collections.abc import Iterator
 from speedrun.exchange.context import ContextRun, on_machine
 from speedrun.exchange.curves import Problems, Reading, runs_of
 
-#: More characters than this are source text, or nothing that these scripts print.
-_LONGEST_LINE = 1000
+_LONGEST_LINE = 1000  #: characters; longer lines are source text
 _NUMBER = r"[+-]?[0-9]{1,15}(?:\.[0-9]{0,20})?(?:[eE][+-]?[0-9]{1,3})?"
 _MARK = r"(?:\[[a-z]+[0-9]{1,4}\]:|\[METRICS[^\]|]{0,40}\])?\s*"
 _STEP = re.compile(rf"{_MARK}(?:step|s):\s*([0-9]{{1,12}})(?:/([0-9]{{1,12}}))?(?=\s|$)(.*)")
-_MOST_VERSIONS = 20  #: of one log; every run of it carries them
+_MOST_VERSIONS = 20  #: of one log
 _BEGINS_LIKE_A_STEP = re.compile(r"step:\s*[0-9]|\[METRICS")
 _WORD = re.compile(r"([A-Za-z_][A-Za-z0-9_/]{0,40}):\s*(\S{1,100})(?=\s|$)\s*")
 _FIELD = re.compile(r"\|\s*([A-Za-z_][A-Za-z0-9_/]{0,40}):\s*([^|]{1,100}?)\s*(?=\||$)")
@@ -51,13 +50,7 @@ _SMI_ROW = re.compile(r"\|\s+([0-9]{1,3})\s+(\S.{0,40}?)\s+(?:On|Off)\s+\|")
 
 
 def read(name: str, text: str, problems: Problems) -> list[ContextRun]:
-    """The runs of one text log; lines that begin like ours and cannot be read are problems.
-
-    Args:
-        name: of the runs.
-        text: the log, line breaks as they came.
-        problems: takes what is wrong, by line.
-    """
+    """Return the runs of one text log; step lines that cannot be read are added to `problems`."""
     machine = _Machine()
     runs = runs_of(name, _readings(text, machine, problems), problems)
     return [
@@ -67,14 +60,14 @@ def read(name: str, text: str, problems: Problems) -> list[ContextRun]:
 
 
 class _Machine:
-    """What the lines before the steps say of software and hardware."""
+    """Software and hardware, from the lines before the steps."""
 
     def __init__(self) -> None:
         self.software: dict[str, str] = {}
         self._named: tuple[str, int] | None = None
         self._rows: dict[str, str] = {}
 
-    def look_at(self, line: str) -> None:
+    def read(self, line: str) -> None:
         if line.startswith("|"):
             if row := _SMI_ROW.match(line):
                 self._rows.setdefault(row[1], row[2])
@@ -114,14 +107,14 @@ def _readings(text: str, machine: _Machine, problems: Problems) -> Iterator[Read
         elif _BEGINS_LIKE_A_STEP.match(line):
             problems.add(number, f"no step in {line!r}; left out")
         else:
-            machine.look_at(line)
+            machine.read(line)
 
 
 def _reading(number: int, step: re.Match[str]) -> Reading | str | None:
-    """What a line says; None if it tells no loss, a text if it cannot be read."""
+    """Return the reading of a line, None if it has no loss, or what is wrong with it."""
     words, rest = _words(step[3])
     if rest:
-        return f"the line is cut off or foreign from {rest[:40]!r} on"
+        return f"the line is cut off or unknown from {rest[:40]!r} on"
     val = next((words[key] for key in _VALIDATION if key in words), None)
     loss = val or next((words[key] for key in _TRAINING if key in words), None)
     if loss is None:
@@ -135,7 +128,7 @@ def _reading(number: int, step: re.Match[str]) -> Reading | str | None:
 
 
 def _words(text: str) -> tuple[dict[str, str], str]:
-    """The `key:value` words at the beginning, the first of each key, and what is left."""
+    """Return the leading `key:value` words, the first of each key, and the rest."""
     words: dict[str, str] = {}
     rest = text.lstrip()
     while rest.startswith("|") and (field := _FIELD.match(rest)):
@@ -148,10 +141,7 @@ def _words(text: str) -> tuple[dict[str, str], str]:
 
 
 def write(run: ContextRun) -> str:
-    """A run as one of these logs: versions, then validations and training losses by step, as the first scripts did.
-
-    The dialect rounds: four digits of a loss, whole milliseconds.
-    """
+    """Return a run as such a log: versions, then losses by step with four digits and times in whole milliseconds."""
     lines = ["=" * 100]
     for name, version in run.software.items():
         lines.append(f"Running {'Python' if name == 'python' else f'{name} version'} {version}")

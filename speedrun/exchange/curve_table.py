@@ -1,9 +1,9 @@
-"""Curves of many runs as one CSV table, read and written.
+"""Read and write the curves of many runs as one CSV table.
 
     log,step,num_steps,val_loss,train_time_ms
 
-One line a validation, the lines of a run together. A table of training losses has `train_loss` in place of `val_loss`.
-A file may come from a stranger: cells are cleaned before they are shown, and none is more than text or a number.
+One line for each validation; the lines of a run are adjacent. A table of training losses has `train_loss` in place of
+`val_loss`. A file may come from a stranger: each cell must be text or a number, and is cleaned before it is shown.
 """
 
 import csv
@@ -21,18 +21,13 @@ _NUMBER = re.compile(r"[+-]?(?:[0-9]{1,15}(?:\.[0-9]{0,20})?(?:[eE][+-]?[0-9]{1,
 
 
 def is_table(text: str) -> bool:
-    """Whether a text begins like one of these tables."""
+    """Whether a text starts with the head of such a table."""
     head = text[:200].partition("\n")[0].strip().split(",")
     return "log" in head and "step" in head and not {"val_loss", "train_loss"}.isdisjoint(head)
 
 
 def read(text: str, problems: Problems) -> list[ContextRun]:
-    """The runs of a table, in its order.
-
-    Args:
-        text: the table; `is_table` says that it is one.
-        problems: takes what is wrong, by line.
-    """
+    """Return the runs of a table in order; lines that cannot be read are added to `problems`."""
     rows = csv.DictReader(io.StringIO(text, newline=""))
     runs: list[ContextRun] = []
     try:
@@ -69,22 +64,20 @@ def _readings(rows: csv.DictReader, problems: Problems) -> Iterator[tuple[str, R
 
 
 def write(runs: Iterable[ContextRun], *, train: bool = False) -> str:
-    """The table of validations of these runs, or of their training losses; numbers to their last bit."""
+    """Return the table of validations, or of training losses, with all digits."""
     columns = [column.replace("val_loss", "train_loss") if train else column for column in _COLUMNS]
     lines: list[Sequence[object]] = [columns]
     for run in runs:
         planned = "" if run.num_steps is None else run.num_steps
         points = run.train_losses if train else run.validations
-        lines += [(run.name, point.step, planned, _cell(point.loss), _time_ms(point)) for point in points]
+        lines += [(run.name, point.step, planned, *_cells(point)) for point in points]
     table = io.StringIO()
     csv.writer(table, lineterminator="\n").writerows(lines)
     return table.getvalue()
 
 
-def _cell(loss: float | None) -> str:
-    return "nan" if loss is None else repr(loss)
-
-
-def _time_ms(point: Point) -> str:
-    # One digit of a nanosecond: clocks tell no more, and dividing by 1,000 gives the seconds back.
-    return "" if point.train_time_s is None else f"{point.train_time_s * 1e3:.6f}".rstrip("0").rstrip(".")
+def _cells(point: Point) -> tuple[str, str]:
+    loss, time_s = point.loss, point.train_time_s
+    # A digit of a nanosecond is more than a clock resolves, and dividing by 1,000 gives the same seconds again.
+    time_ms = "" if time_s is None else f"{time_s * 1e3:.6f}".rstrip("0").rstrip(".")
+    return "nan" if loss is None else repr(loss), time_ms

@@ -1,29 +1,29 @@
-"""From readings, line after line, to the runs of a file: where one ends and the next begins, and what cannot be.
+"""Split the readings of a file into runs, and report those that make no sense.
 
-Each dialect turns its lines into `Reading`s; the rules for their order are here, once:
+Each dialect turns its lines into `Reading`s. The rules for their order are the same for all:
 
-- a loss that is not finite is kept as None, and said;
-- the same reading twice in a row is one (a console and a log file that were joined);
-- a step that falls back to where the run began opens the next run; any other fall leaves the reading out;
-- a time that goes back is left out, its loss is kept. Not before step 11: the oldest scripts of the speedrun started
-  their clock anew after ten steps;
-- a run that tells the same validations as an earlier one of the file, times and all, is a copy and left out.
+- A loss that is not finite is kept as None and reported.
+- A reading that repeats the one before is dropped: a console and a log file may have been joined.
+- A step at or below the first step of the run starts the next run. Any other step that does not rise is left out.
+- A time that goes back is left out and its loss is kept, except before step 11: the oldest scripts of the speedrun
+  restarted their clock after ten steps.
+- A run with the same validations as an earlier run of the file is a copy and left out.
 """
 
 import math
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
-from speedrun.exchange.context import ContextRun, Point, Problem, context_run, is_telling, plausible
+from speedrun.exchange.context import ContextRun, Point, Problem, can_identify, context_run
 from speedrun.ground.console import clean
 
 MOST_RUNS = 20_000
 _MOST_PROBLEMS = 100
-_CLOCK_STARTS_ANEW = 11  #: steps
+_FIRST_STEPS = 11  #: before the clock restarts
 
 
 class Reading(NamedTuple):
-    """What one line of a log says."""
+    """One line of a log."""
 
     line: int
     kind: Literal["val", "train"]
@@ -34,27 +34,27 @@ class Reading(NamedTuple):
 
 
 class Problems:
-    """The first hundred lines with a problem, and how many there are."""
+    """Problems by line: the first hundred, and the number of all."""
 
     def __init__(self) -> None:
         self.kept: list[Problem] = []
         self.count = 0
 
     def add(self, line: int, message: str) -> None:
-        """Notes one; the message may quote the file."""
+        """Add one; the message may quote the file."""
         self.count += 1
         if len(self.kept) < _MOST_PROBLEMS:
             self.kept.append(Problem(line, clean(message, limit=160)))
 
 
 class _Curves:
-    """One run that is being read."""
+    """One run while it is read."""
 
     def __init__(self, first: Reading) -> None:
         self.line = first.line
         self.num_steps = first.num_steps
         self.points: dict[str, list[Point]] = {"val": [], "train": []}
-        self.time_s = {"val": 0.0, "train": 0.0}  #: the last ones told
+        self.time_s = {"val": 0.0, "train": 0.0}  #: of the last reading
 
     def begins_again(self, reading: Reading) -> bool:
         points = self.points[reading.kind]
@@ -69,14 +69,14 @@ class _Curves:
         if loss is None:
             problems.add(reading.line, f"the {reading.kind} loss of step {step} is {reading.loss}")
         before_s = self.time_s[reading.kind]
-        if time_s is not None and time_s < before_s and step > _CLOCK_STARTS_ANEW:
+        if time_s is not None and time_s < before_s and step > _FIRST_STEPS:
             problems.add(
                 reading.line, f"the time of step {step} goes back from {before_s} to {time_s} s; left out"
             )
             time_s = None
         point = Point(step, loss, time_s)
-        if not plausible(point):
-            problems.add(reading.line, f"step {step} has numbers that no log can tell; left out")
+        if not point.plausible:
+            problems.add(reading.line, f"step {step} has numbers out of range; left out")
             return
         points.append(point)
         self.time_s[reading.kind] = before_s if time_s is None else time_s
@@ -84,7 +84,7 @@ class _Curves:
 
 
 def runs_of(name: str, readings: Iterable[Reading], problems: Problems) -> list[ContextRun]:
-    """The runs that one log holds, in its order; the second is called `name#2`."""
+    """Return the runs of one log in order; the second is called `name#2`."""
     logs: list[_Curves] = []
     last: Reading | None = None
     for reading in readings:
@@ -100,7 +100,7 @@ def runs_of(name: str, readings: Iterable[Reading], problems: Problems) -> list[
     runs, seen = [], {}
     for number, log in enumerate(logs, 1):
         curves = tuple(log.points["val"]), tuple(log.points["train"])
-        if is_telling(curves[0]) and curves in seen:
+        if can_identify(curves[0]) and curves in seen:
             problems.add(log.line, f"run {number} of {name} repeats run {seen[curves]}; left out")
         elif any(curves):
             seen[curves] = number
@@ -109,5 +109,5 @@ def runs_of(name: str, readings: Iterable[Reading], problems: Problems) -> list[
 
 
 def _same(a: Reading, b: Reading) -> bool:
-    """Equal but for the line; NaN is not equal to itself, so texts are compared."""
+    """Whether two readings differ only in their line. NaN is not equal to itself, so their texts are compared."""
     return repr(a[1:]) == repr(b[1:])

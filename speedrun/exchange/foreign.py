@@ -1,19 +1,25 @@
-"""A file of somebody else's curves, whatever its dialect, as context.
+"""Import a file of somebody else's curves, in any supported dialect.
 
-Nothing in it is trusted: it is read once, up to a cap, also after decompressing; bytes that are no text become a mark;
-and whatever cannot be read is told by line.
+The file is not trusted. It is read once, up to a limit that also holds after decompression. Bytes that are not UTF-8
+are replaced, and lines that cannot be read are reported by number.
 """
 
 import gzip
+import io
+import os
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
+
+import msgspec
 
 from speedrun.exchange import classic_log, curve_table
 from speedrun.exchange.context import Context
 from speedrun.exchange.curves import Problems
 from speedrun.ground.console import clean
 from speedrun.ground.errors import UsageError
-from speedrun.ledger.format import sha256
+from speedrun.ground.wholefile import write_whole
+from speedrun.ledger.runfile import sha256
 
 _MIB = 2**20
 MAX_BYTES = 32 * _MIB
@@ -21,10 +27,10 @@ _GZIP = b"\x1f\x8b"
 
 
 def import_file(path: Path, name: str) -> Context:
-    """What one file tells of runs.
+    """Return the runs of a text log or a CSV table, either compressed by gzip or not.
 
     Args:
-        path: a text log, or a table as CSV; either may be compressed by gzip.
+        path: the file.
         name: of a text log's run; a table names its own.
 
     Raises:
@@ -33,20 +39,17 @@ def import_file(path: Path, name: str) -> Context:
     raw = _bytes_of(path)
     context = import_bytes(_inflated(path, raw), name, source=path.name, digest=sha256(raw))
     if not context.runs:
-        why = (
-            f"line {context.problems[0].line}: {context.problems[0].message}"
-            if context.problems
-            else "none begins"
-        )
+        first = next(iter(context.problems), None)
+        why = f" (line {first.line}: {first.message})" if first else ""
         raise UsageError(
-            f"{clean(str(path))} holds no line of a known log ({why}); need lines like 'step:125/1770 val_loss:4.6539 "
+            f"{clean(str(path))} holds no line of a known log{why}; need lines like 'step:125/1770 val_loss:4.6539 "
             "train_time:12051ms', or a CSV with columns log,step,val_loss"
         )
     return context
 
 
 def import_bytes(raw: bytes, name: str, *, source: str, digest: str) -> Context:
-    """The same from bytes that are no longer compressed; may find no run."""
+    """Return the runs of uncompressed bytes; there may be none."""
     problems = Problems()
     text = raw.decode("utf-8-sig", errors="replace")
     if curve_table.is_table(text):
@@ -54,6 +57,31 @@ def import_bytes(raw: bytes, name: str, *, source: str, digest: str) -> Context:
     else:
         runs = classic_log.read(name, text, problems)
     return Context(clean(source, limit=200), digest, tuple(runs), tuple(problems.kept), problems.count)
+
+
+def names(paths: Sequence[Path]) -> list[str]:
+    """Return a name for each file: its path from the parent of the folder that all share, without machine paths."""
+    absolute = [Path(os.path.abspath(path)) for path in paths]
+    shared = Path(os.path.commonpath([path.parent for path in absolute])).parent
+    return [path.relative_to(shared).as_posix() for path in absolute]
+
+
+def write(contexts: Sequence[Context], folder: Path) -> None:
+    """Write one JSON file for each context; existing files are kept.
+
+    Raises:
+        UsageError: if a name is taken, or the folder cannot be made.
+    """
+    for one in contexts:
+        stem = "".join(char if char.isalnum() or char in "._-" else "_" for char in one.source).lstrip(".")
+        path = folder / f"{stem[:80]}-{one.sha256[:8]}.json"
+        if path.exists():
+            raise UsageError(f"{path} already exists; give another --out, or move it away")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"{path} cannot be written: {error.strerror}; give another --out") from None
+        write_whole(path, msgspec.json.format(msgspec.json.encode(one), indent=1) + b"\n")
 
 
 def _bytes_of(path: Path) -> bytes:
@@ -72,16 +100,14 @@ def _bytes_of(path: Path) -> bytes:
 
 
 def _inflated(path: Path, raw: bytes) -> bytes:
-    """The content of a gzip file, or the bytes themselves."""
+    """Return the content of a gzip file, or the bytes unchanged."""
     if not raw.startswith(_GZIP):
         return raw
-    import io
-
     try:
         with gzip.GzipFile(fileobj=io.BytesIO(raw)) as file:
             inflated = file.read(MAX_BYTES + 1)
     except (OSError, EOFError, zlib.error) as error:
-        raise UsageError(f"{clean(str(path))} is a damaged gzip file ({error}); get it again") from None
+        raise UsageError(f"{clean(str(path))} is a damaged gzip file ({error}); download it again") from None
     if len(inflated) > MAX_BYTES:
-        raise UsageError(f"{clean(str(path))} unpacks to more than {MAX_BYTES:,} bytes; it is no log")
+        raise UsageError(f"{clean(str(path))} unpacks to more than {MAX_BYTES:,} bytes; need a log")
     return inflated

@@ -7,6 +7,8 @@ lines while the run goes on; `cli.live` adds a progress bar where there is a ter
 from collections.abc import Iterable, Sequence
 from typing import TextIO
 
+from msgspec import DecodeError
+
 from speedrun.ground.runlog import (
     Checkpoint,
     ClockStart,
@@ -26,6 +28,7 @@ from speedrun.ground.runlog import (
     WarmupEnd,
     WarmupStart,
     Warning,
+    decode,
 )
 
 _RULE_WIDTH = 82
@@ -223,6 +226,19 @@ class Printer:
     def say(self, text: str) -> None:
         """Shows a line that is no event of the run."""
         self._write(clean(text))
+
+    def relay(self, text: str) -> bool:
+        """Show a line that another process printed: an event as its text, anything else as it is.
+
+        Returns:
+            Whether it was an event.
+        """
+        try:
+            self(decode(text.encode()))
+        except DecodeError:
+            self.say(text)
+            return False
+        return True
 
     def _write(self, text: str) -> None:
         encoding = self._stream.encoding or "utf-8"

@@ -83,12 +83,12 @@ def refusals_told(path: object, otherwise: type[SpeedrunError] = StorageError) -
     """Around what writes a file or makes a folder: what the disk refuses is one line.
 
     Raises:
-        SpeedrunError: in place of OSError: StorageError if the disk is full, `otherwise` if not.
+        SpeedrunError: in place of OSError: StorageError if the disk is full or fails, `otherwise` if not.
     """
     try:
         yield
     except OSError as error:
-        kind = StorageError if error.errno in (errno.ENOSPC, errno.EDQUOT) else otherwise
+        kind = StorageError if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO) else otherwise
         raise kind(f"{path}: cannot be written: {error.strerror}; free or choose another folder") from None
 
 

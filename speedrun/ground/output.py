@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from speedrun.ground.errors import INTERRUPTED, SpeedrunError, Terminated, UsageError
+from speedrun.ground.sourcefile import recipe_folders
 
 _LOST: dict[int, OSError] = {}  #: the first thing that a descriptor did not take
 _LONGEST = 300  #: characters of what somebody else's error says
@@ -57,13 +58,14 @@ def _line_of_recipe(error: Exception) -> str:
     What is raised there is an error of whoever wrote the recipe.
     """
     package = Path(__file__).parent.parent
+    places = (package / "science", *recipe_folders())
     lines = [(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(error.__traceback__)]
     if isinstance(error, SyntaxError):
         lines.append((error.filename or "", error.lineno or 0))
     for name, number in reversed(lines):
         path = Path(name)
-        if package / "science" in path.parents:
-            return f"{path.relative_to(package.parent)}:{number}"
+        if any(place in path.parents for place in places):
+            return f"{path.relative_to(package.parent) if package in path.parents else path}:{number}"
     return ""
 
 

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from speedrun.ground import faults
-from speedrun.ground.sourcefile import join_source
-
-_ROOT = Path(__file__).parent.parent.parent
+from speedrun.ground.errors import UsageError
+from speedrun.ground.sourcefile import RECIPES, ROOT, join_source, recipe_folders
 
 #: Packages whose versions decide what a run computes: these are always there,
 _PACKAGES = ("jax", "jaxlib", "optax", "numpy")
@@ -51,23 +50,30 @@ def closure(modules: list[str], extra: list[Path]) -> str:
     Args:
         modules: dotted names; they come first and in this order.
         extra: data files inside the project.
+
+    Raises:
+        UsageError: for a relative import.
     """
-    found: dict[str, Path] = {}
+    texts: dict[str, str] = {}
     queue = [ancestor for module in modules for ancestor in [module, *_ancestors(module)]]
     while queue:
-        module = queue.pop(0)
-        path = _file_of(module)
-        if path is not None and module not in found:
-            found[module] = path
-            queue += _imports(path)
-    paths = [*found.values(), *extra]
-    return join_source({path.relative_to(_ROOT).as_posix(): path.read_text() for path in paths})
+        base = queue.pop(0).replace(".", "/")
+        for place in (f"{base}.py", f"{base}/__init__.py"):
+            if place not in texts and (path := _file_of(place)) is not None:
+                text = path.read_text(encoding="utf-8")
+                texts[place] = text + "\n" * (text[-1:] not in ("\n", ""))
+                queue += _imports(path, text)
+    return join_source(texts | {path.relative_to(ROOT).as_posix(): path.read_text() for path in extra})
 
 
-def _imports(path: Path) -> list[str]:
+def _imports(path: Path, text: str) -> list[str]:
     """Project modules named by the import statements of a file, their packages included."""
     names: list[str] = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            raise UsageError(
+                f"{path} line {node.lineno}: a relative import; write 'from speedrun....' in full"
+            )
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -81,9 +87,11 @@ def _ancestors(module: str) -> list[str]:
     return [".".join(parts[:i]) for i in range(len(parts) - 1, 0, -1)]
 
 
-def _file_of(module: str) -> Path | None:
-    base = _ROOT / module.replace(".", "/")
-    return next((p for p in (base.with_suffix(".py"), base / "__init__.py") if p.is_file()), None)
+def _file_of(place: str) -> Path | None:
+    """The file that has this place in a source text, in the package or in a folder of other people's recipes."""
+    inside = place.removeprefix(f"{RECIPES}/")
+    outside = [folder / inside for folder in recipe_folders() if inside != place]
+    return next((path for path in (ROOT / place, *outside) if path.is_file()), None)
 
 
 def software() -> dict[str, str]:
@@ -114,9 +122,9 @@ class Checkout(NamedTuple):
 
 def checkout() -> Checkout:
     """What git says of the checkout that this code lies in; nothing is known without git or a checkout."""
-    if not (_ROOT / ".git").exists():
+    if not (ROOT / ".git").exists():
         return Checkout("", None)
-    argv = ["git", "--no-optional-locks", "-C", str(_ROOT), "status", "--porcelain=2", "--branch"]
+    argv = ["git", "--no-optional-locks", "-C", str(ROOT), "status", "--porcelain=2", "--branch"]
     try:
         said = subprocess.run(
             [*argv, "--", "speedrun", "requirements", "pyproject.toml"],
@@ -142,7 +150,7 @@ def lock() -> Lock:
     """
     there = installed()
     fits: dict[tuple[int, int], Lock] = {}
-    for path in sorted((_ROOT / "requirements").glob("*.lock")):
+    for path in sorted((ROOT / "requirements").glob("*.lock")):
         raw = path.read_bytes()
         if pins := pinned(raw.decode()):
             whole = set(_PACKAGES) <= pins.keys()  # not one that is laid over others

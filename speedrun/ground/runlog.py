@@ -227,6 +227,9 @@ class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return msgspec.json.encode(self)
 
 
+Reader = Callable[[Line], None]
+
+
 def digest(line: bytes) -> str:
     """What the next line carries as `prev`."""
     return hashlib.sha256(line).hexdigest()[:16]
@@ -247,11 +250,11 @@ class RunLog:
             self._file: IO[bytes] | None = None if path is None else path.open("xb")
         self._index = 0
         self._prev = GENESIS
-        self._readers: list[Callable[[Line], None]] = []
+        self._readers: list[Reader] = []
         self._held: list[tuple[Line, bytes]] = []
         self._turn = threading.Lock()
 
-    def subscribe(self, reader: Callable[[Line], None]) -> None:
+    def subscribe(self, reader: Reader) -> None:
         """Adds a reader that is called with every later line."""
         self._readers.append(reader)
 

@@ -5,7 +5,16 @@ not a search for the next marker, says where a file ends, so a file may hold a l
 """
 
 import hashlib
+import os
 import re
+from pathlib import Path
+
+#: Above the package: paths in a source text are relative to it.
+ROOT = Path(__file__).parent.parent.parent
+#: Where recipes lie, in the package and in a source text; folders of other people's recipes are laid over it.
+RECIPES = "speedrun/science/recipes"
+#: Environment variable: those folders, separated as in PATH. `plugins.resolve` adds to it.
+RECIPES_VARIABLE = "SPEEDRUN_RECIPES"
 
 #: The line before each file's text.
 MARKER = "#### file: {path} sha256:{sha256} lines:{lines}\n"
@@ -13,6 +22,11 @@ MARKER = "#### file: {path} sha256:{sha256} lines:{lines}\n"
 _MAX_PATH = 200  #: characters
 _MARKER = re.compile(r"#### file: (\S+) sha256:([0-9a-f]{64}) lines:(0|[1-9][0-9]{0,6})")
 _PATH = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*/)*[A-Za-z0-9_][A-Za-z0-9_.-]*\.(?:py|toml)")
+
+
+def recipe_folders() -> list[Path]:
+    """Folders of recipes outside the package."""
+    return [Path(folder) for folder in os.environ.get(RECIPES_VARIABLE, "").split(os.pathsep) if folder]
 
 
 def check_path(path: str) -> str:

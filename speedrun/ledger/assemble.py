@@ -7,10 +7,8 @@ again at any time and changes nothing that did not change. The validator derives
 import math
 import shlex
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
-from msgspec import DecodeError
 from msgspec.structs import replace
 
 from speedrun.ground import console, lock, runlog, track
@@ -18,25 +16,24 @@ from speedrun.ground.errors import UsageError
 from speedrun.ground.sourcefile import split_source
 from speedrun.ground.track import Track
 from speedrun.ground.wholefile import write_whole
-from speedrun.ledger import format
+from speedrun.ledger import format, runfile
 from speedrun.ledger.batch import standing
 from speedrun.ledger.format import (
     About,
     Batch,
     Declaration,
     FileRef,
-    FormatError,
     Hardware,
     Manifest,
-    Recipe,
     RunOutcome,
     Source,
     SourceFile,
     Summary,
     TrackRef,
 )
-from speedrun.ledger.record import discard_partials, read_files, run_folders
+from speedrun.ledger.record import discard_partials, read_files, render_logs, run_folders
 from speedrun.ledger.run import Run, read_json, read_run
+from speedrun.ledger.runfile import FormatError, Recipe
 
 HEAD_END = "<!-- end of the generated head; write below -->\n"
 
@@ -77,11 +74,7 @@ def _assemble(
     declared_runs: int | None,
 ) -> Summary:
     discard_partials(record_dir)
-    for log in record_dir.glob("runs/*/metrics.jsonl"):
-        text = log.with_name("log.txt")
-        if not text.exists():  # the run was killed when all else was written
-            with suppress(DecodeError):  # which line it is, is told below
-                write_whole(text, console.render(runlog.read(log)).encode())
+    render_logs(record_dir)
     raw, refused = read_files(record_dir)
     for path, why in refused.items():
         raise UsageError(f"{record_dir / path}: {why}; take it out of the record")
@@ -91,7 +84,7 @@ def _assemble(
         # One without an end was torn before files were written whole: it is made anew.
         whole = raw.get("manifest.json", b"").endswith(b"\n}\n")
         old = read_json(raw, "manifest.json", Manifest) if whole else None
-        promised = read_json(raw, format.BATCH, Declaration) if format.BATCH in raw else None
+        promised = read_json(raw, runfile.BATCH, Declaration) if runfile.BATCH in raw else None
     except FormatError as error:
         raise UsageError(f"{record_dir}: {error}; 'speedrun validate' lists all problems") from None
     if not runs:
@@ -103,8 +96,8 @@ def _assemble(
     declared_runs = declared_runs or (old.batch.declared_runs if old else len(runs))
     manifest = derive_manifest(runs, about, declared_runs, source, derive_files(raw))
     summary = derive_summary(runs, track.load(manifest.track.id.rpartition("@")[0]), promised)
-    write_whole(record_dir / "manifest.json", format.encode(manifest))
-    write_whole(record_dir / "summary.json", format.encode(summary))
+    write_whole(record_dir / "manifest.json", runfile.encode(manifest))
+    write_whole(record_dir / "summary.json", runfile.encode(summary))
     own = raw.get("README.md", b"").rpartition(HEAD_END.encode())[2]
     write_whole(record_dir / "README.md", readme_head(manifest, summary, runs).encode(), own)
     return summary
@@ -149,9 +142,9 @@ def derive_manifest(
 def derive_files(raw: dict[str, bytes]) -> dict[str, FileRef]:
     """Size and digest of every file the manifest answers for."""
     return {
-        path: FileRef(bytes=len(content), sha256=format.sha256(content))
+        path: FileRef(bytes=len(content), sha256=runfile.sha256(content))
         for path, content in sorted(raw.items())
-        if path in ("source.txt", format.BATCH) or path.startswith("runs/")
+        if path in ("source.txt", runfile.BATCH) or path.startswith("runs/")
     }
 
 
@@ -169,10 +162,10 @@ def derive_source(raw: dict[str, bytes]) -> Source:
     except ValueError as error:
         raise FormatError(f"source.txt: {error}") from None
     files = tuple(
-        SourceFile(path=path, sha256=format.sha256(text.encode()), lines=text.count("\n"))
+        SourceFile(path=path, sha256=runfile.sha256(text.encode()), lines=text.count("\n"))
         for path, text in texts.items()
     )
-    return Source(sha256=format.sha256(content), lines=sum(file.lines for file in files), files=files)
+    return Source(sha256=runfile.sha256(content), lines=sum(file.lines for file in files), files=files)
 
 
 def derive_summary(runs: Sequence[Run], rules: Track, promised: Declaration | None) -> Summary:

@@ -10,11 +10,13 @@ import tokenize
 import tomllib
 import warnings
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from speedrun.ground.sourcefile import split_source
 from speedrun.ledger.literals import Literals, docstrings
 from speedrun.ledger.reaches import Import, Reach, Reaches, imports_of, names_given
 
@@ -40,6 +42,29 @@ def is_science(path: str) -> bool:
     if not path.endswith(".py") or path in _REGISTERS:
         return False
     return path.startswith((SCIENCE, *_FOLDERS_BEFORE)) or path in _FILES_BEFORE
+
+
+def changed_lines(source_text: str, parent_source_text: str) -> int:
+    """Return the number of lines of science in a source text that its parent's does not hold.
+
+    Counts the lines of all science files as a multiset, without blank lines: a line that moved within a file or to
+    another is not counted, one that was edited or copied is. Instruments and tracks do not count. Linear time.
+
+    Args:
+        source_text: `source.txt` of a record.
+        parent_source_text: that of its parent; "" counts all lines of science.
+
+    Raises:
+        ValueError: a text that `split_source` refuses.
+    """
+    return (_science_lines(source_text) - _science_lines(parent_source_text)).total()
+
+
+def _science_lines(source_text: str) -> Counter[str]:
+    files = split_source(source_text).items()
+    return Counter(
+        line for path, text in files if is_science(path) for line in text.split("\n") if line.strip()
+    )
 
 
 @dataclass

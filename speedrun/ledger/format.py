@@ -13,23 +13,18 @@ from typing import Literal, TypeVar
 import msgspec
 
 from speedrun.ledger import runfile
-from speedrun.ledger.runfile import BATCH as BATCH
-from speedrun.ledger.runfile import BATCH_SCHEMA as BATCH_SCHEMA
-from speedrun.ledger.runfile import MANIFEST_SCHEMA as MANIFEST_SCHEMA
-from speedrun.ledger.runfile import REPRODUCTION_SCHEMA as REPRODUCTION_SCHEMA
-from speedrun.ledger.runfile import RUN_SCHEMA as RUN_SCHEMA
-from speedrun.ledger.runfile import SUMMARY_SCHEMA as SUMMARY_SCHEMA
-from speedrun.ledger.runfile import DataRead as DataRead
-from speedrun.ledger.runfile import FormatError as FormatError
-from speedrun.ledger.runfile import Outcome as Outcome
-from speedrun.ledger.runfile import Recipe as Recipe
-from speedrun.ledger.runfile import RunFile as RunFile
-from speedrun.ledger.runfile import ShardRange as ShardRange
-from speedrun.ledger.runfile import Strict as Strict
-from speedrun.ledger.runfile import config_sha256 as config_sha256
-from speedrun.ledger.runfile import encode as encode
-from speedrun.ledger.runfile import newer as newer
-from speedrun.ledger.runfile import sha256 as sha256
+from speedrun.ledger.runfile import (
+    BATCH_SCHEMA,
+    MANIFEST_SCHEMA,
+    SUMMARY_SCHEMA,
+    DataRead,
+    FormatError,
+    Outcome,
+    Recipe,
+    Strict,
+    encode,
+    sha256,
+)
 
 
 class TrackRef(Strict, frozen=True):

@@ -8,20 +8,24 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeVar
 
-from speedrun.ground import track
+from msgspec import DecodeError
+
+from speedrun.ground import console, runlog, track
 from speedrun.ground.errors import UsageError
 from speedrun.ground.sourcefile import split_source
 from speedrun.ground.track import Track
-from speedrun.ground.wholefile import PARTIAL
+from speedrun.ground.wholefile import PARTIAL, write_whole
 from speedrun.ledger import reproduction
-from speedrun.ledger.format import Declaration, FormatError, Manifest, Summary
+from speedrun.ledger.format import Declaration, Manifest, Summary
 from speedrun.ledger.reproduction import REPRODUCTION, Reproduction
 from speedrun.ledger.run import Run, read_json, read_run
+from speedrun.ledger.runfile import FormatError
 
 _MIB = 2**20
 
@@ -129,6 +133,19 @@ def load(root: Path) -> Record:
     )
 
 
+def need_record(folder: Path) -> Path:
+    """Return the folder of a record; refuse one without a manifest, and name the record that may have been meant.
+
+    Raises:
+        UsageError: if the folder exists and is no record.
+    """
+    if folder.is_dir() and not (folder / "manifest.json").exists():
+        inside = sorted(path.parent for path in folder.glob("*/manifest.json"))
+        hint = f"did you mean {inside[0]}?" if inside else "name the folder that 'speedrun run' printed"
+        raise UsageError(f"{folder} holds no manifest.json, so it is no record; {hint}")
+    return folder
+
+
 def known_track(runs: Sequence[Run]) -> Track | None:
     """The rules that all runs name, if they are ours to the byte."""
     named = {ref for run in runs for ref in (_track_in_log(run), (run.file.track, run.file.track_sha256))}
@@ -201,6 +218,15 @@ def _walk(folder: Path, prefix: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
             yield from _walk(folder / entry.name, f"{path}/")
         else:
             yield path, entry
+
+
+def render_logs(record_dir: Path) -> None:
+    """Write the `log.txt` of each run that has none yet: the text of its `metrics.jsonl`."""
+    for log in record_dir.glob("runs/*/metrics.jsonl"):
+        text = log.with_name("log.txt")
+        if not text.exists():
+            with suppress(DecodeError):  # whoever reads the run says which line it is
+                write_whole(text, console.render(runlog.read(log)).encode())
 
 
 def run_folders(raw: dict[str, bytes]) -> list[str]:

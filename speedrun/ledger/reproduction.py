@@ -13,7 +13,7 @@ import msgspec
 
 from speedrun.ground import runlog
 from speedrun.ground.console import clean
-from speedrun.ledger import format
+from speedrun.ledger import runfile
 from speedrun.ledger.format import Hardware
 from speedrun.ledger.run import Run
 from speedrun.ledger.statistics import FEW_RUNS, Interval, difference_interval
@@ -56,7 +56,7 @@ class Outcome(_Strict, frozen=True):
 
     run_id: str
     seed: int
-    outcome: format.Outcome
+    outcome: runfile.Outcome
     val_loss: float | None  #: None: it became non-finite
     train_time_s: float | None
     final_hash: str
@@ -71,7 +71,7 @@ class Difference(_Strict, frozen=True):
     noise_from: NoiseFrom  #: where the sd of single runs is from
 
 
-class Reproduction(_Strict, frozen=True, tag_field="schema", tag=format.REPRODUCTION_SCHEMA):
+class Reproduction(_Strict, frozen=True, tag_field="schema", tag=runfile.REPRODUCTION_SCHEMA):
     """`reproduction.json`."""
 
     record_id: str
@@ -266,7 +266,7 @@ def decode(raw: bytes) -> Reproduction:
     try:
         found = msgspec.json.decode(raw, type=Reproduction)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise format.FormatError(f"{REPRODUCTION}: {format.newer(raw) or error}") from None
+        raise runfile.FormatError(f"{REPRODUCTION}: {runfile.newer(raw) or error}") from None
     if encode(found) != raw:
-        raise format.FormatError(f"{REPRODUCTION}: not in canonical form (a key twice, or other spacing)")
+        raise runfile.FormatError(f"{REPRODUCTION}: not in canonical form (a key twice, or other spacing)")
     return found

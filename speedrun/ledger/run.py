@@ -14,15 +14,8 @@ from typing import TypeVar
 import msgspec
 
 from speedrun.ground import runlog
-from speedrun.ledger.format import (
-    Declaration,
-    FormatError,
-    Manifest,
-    RunFile,
-    Summary,
-    check_range,
-    decode,
-)
+from speedrun.ledger.format import Declaration, Manifest, Summary, check_range, decode
+from speedrun.ledger.runfile import FormatError, RunFile
 
 #: Events that a finished run has exactly once.
 _ONCE = (

@@ -7,14 +7,14 @@ from msgspec import DecodeError
 from speedrun.ground import console, lock, runlog
 from speedrun.ground.errors import NonFiniteError
 from speedrun.ground.wholefile import write_whole
-from speedrun.ledger import format
+from speedrun.ledger import runfile
 from speedrun.ledger.record import discard_partials
 
 LOG, FACTS, TEXT = "metrics.jsonl", "run.json", "log.txt"
 _FINISHED = b'"outcome": "finished"'
 
 
-def salvage(root: Path, recipe: format.Recipe, num_devices: int) -> list[str]:
+def salvage(root: Path, recipe: runfile.Recipe, num_devices: int) -> list[str]:
     """Makes every run that was killed one that broke off, by its log; what cannot be read at its end is cut off.
 
     Args:
@@ -47,7 +47,7 @@ def _read(path: Path) -> bytes:
     return path.read_bytes() if path.exists() else b""
 
 
-def _salvage(folder: Path, recipe: format.Recipe, num_devices: int) -> bool:
+def _salvage(folder: Path, recipe: runfile.Recipe, num_devices: int) -> bool:
     """Whether there was a first line, which says what the run was; a folder without one is removed."""
     lines = _readable(_read(folder / LOG))
     if not lines or not isinstance(start := lines[0].event, runlog.RunStart):
@@ -65,8 +65,8 @@ def _salvage(folder: Path, recipe: format.Recipe, num_devices: int) -> bool:
     data = next((line.event for line in lines if isinstance(line.event, runlog.DataReady)), None)
     step = next((line.event for line in lines if isinstance(line.event, runlog.Step)), None)
     warm = next((line.event for line in lines if isinstance(line.event, runlog.WarmupStart)), None)
-    val_shard = format.ShardRange(data.val_shard if data else "", "", 0, 0, 0)
-    facts = format.RunFile(
+    val_shard = runfile.ShardRange(data.val_shard if data else "", "", 0, 0, 0)
+    facts = runfile.RunFile(
         run_id=start.run_id,
         seed=start.seed,
         track=start.track,
@@ -87,14 +87,14 @@ def _salvage(folder: Path, recipe: format.Recipe, num_devices: int) -> bool:
         num_devices=hardware.num_devices if hardware else num_devices,
         software=hardware.software if hardware else {},
         environment=hardware.environment if hardware else {},
-        data=format.DataRead((), val_shard, data.val_sha256 if data else ""),
+        data=runfile.DataRead((), val_shard, data.val_sha256 if data else ""),
         peak_bytes=0,
     )
-    write_whole(folder / FACTS, format.encode(facts))
+    write_whole(folder / FACTS, runfile.encode(facts))
     return True
 
 
-def _outcome(lines: list[runlog.Line]) -> format.Outcome:
+def _outcome(lines: list[runlog.Line]) -> runfile.Outcome:
     """A run that blew up did so, even if it was killed before it could say so itself."""
     errors = [line.event.kind for line in lines if isinstance(line.event, runlog.Error)]
     return "non-finite" if errors[-1:] == [NonFiniteError.__name__] else "aborted"

@@ -45,6 +45,26 @@ class Report:
         said = ", ".join(f"{count} {status}" for count, status in counts if count)
         return f"{'refused' if self.exit_code else 'good'}: {said}"
 
+    def shown(self, *, verbose: bool) -> list[Result]:
+        """Return the results to print, problems last; without `verbose`, problems and what an examination found."""
+        order: tuple[Status, ...] = ("skipped", "ok", "warning", "failed")
+        return [
+            result
+            for status in order
+            for result in self.having(status)
+            if verbose
+            or status in ("warning", "failed")
+            or (status == "ok" and result.check.id.startswith("V6"))
+        ]
+
+    def facts(self) -> dict[str, object]:
+        """Return the exit code and every result, as `--json` prints them."""
+        results = [
+            {"id": result.check.id, "status": result.status, "messages": result.messages}
+            for result in self.results
+        ]
+        return {"exit_code": self.exit_code, "results": results}
+
     def __repr__(self) -> str:
         return f"<Report {self.verdict}>"
 

@@ -1,4 +1,4 @@
-"""Which outputs of a model know what comes after them: the ends of texts are changed, and what stands before compared.
+"""Finds outputs that depend on later tokens: changes the ends of texts, and compares the outputs before the change.
 
 Legend: B sequences, T time, D model, N outputs, R texts.
 """
@@ -8,15 +8,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-_BLOCK = 64  #: every residue of a position modulo this has its turn
-_EDGES = 3  #: tokens at both ends of a sequence that have theirs
+_BLOCK = 64  #: positions cover every residue modulo this
+_EDGES = 3  #: positions at either end of a sequence
 _KINDS = 6  #: of a change: see `changed`
 
 Forward = Callable[[np.ndarray], np.ndarray]
 
 
 class Change(NamedTuple):
-    """A text whose end was changed."""
+    """A text with another end."""
 
     at: int  #: the first token that differs
     ids_T: np.ndarray
@@ -25,10 +25,10 @@ class Change(NamedTuple):
 def texts(
     rows_RT: np.ndarray, separator: int, draw: np.random.Generator
 ) -> Iterator[tuple[np.ndarray, list[int]]]:
-    """Texts, and the positions at which each is to be changed: about 140 in all, one in each of as many texts.
+    """Yield texts with the positions at which to change each: about 140 positions, spread evenly over the texts.
 
-    Positions cover all residues modulo 64, both ends, and places behind a separator: in every second text one is put
-    before each of them. Of fewer texts, each has several positions.
+    Positions cover all residues modulo 64, both ends of a sequence, and places after a separator, which every
+    second text gets before each of its positions.
     """
     length = rows_RT.shape[1]
     residues = [
@@ -52,10 +52,10 @@ def changed(
     separator: int,
     draw: np.random.Generator,
 ) -> Change:
-    """A text with another end.
+    """Return a text with another end.
 
-    Kinds: 0, the end of another text; 1, any ids; 2, another text with a separator at once and more of them later;
-    3, its own end without separators; 4, its own end but for one token; 5, one separator more and all behind it moved.
+    Kinds: 0, the end of another text; 1, random ids; 2, the end of another text with separators at `at` and at random;
+    3, its own end without separators; 4, its own end with one token changed; 5, its own end after an extra separator.
     """
     ids_T, length = text_T.copy(), len(text_T)
     other_T = others_RT[draw.integers(len(others_RT))]
@@ -76,11 +76,11 @@ def changed(
 
 
 class Leak(NamedTuple):
-    """The output before a changed token that changed most."""
+    """The largest change of an output that precedes the changed token."""
 
     nats: float
     at: int
-    changes: int  #: that were made
+    changes: int  #: number of changed texts
 
 
 def leak(
@@ -92,16 +92,16 @@ def leak(
     separator: int,
     draw: np.random.Generator,
 ) -> Leak:
-    """Changes the ends of texts and compares every output before them.
+    """Change the ends of texts and compare every output before the change.
 
     Args:
         hidden: ids [B, T] to outputs [B, T, D].
         distance: between outputs [N, D], in nats.
         rows_RT: texts, an even number.
         batch: B.
-        num_ids: of the vocabulary.
-        separator: the id that opens a document.
-        draw: where everything random is from.
+        num_ids: size of the vocabulary.
+        separator: id that opens a document.
+        draw: random generator.
     """
     groups = [
         (
@@ -124,7 +124,7 @@ def leak(
             differ = np.flatnonzero((before_TD[: change.at] != after_TD[: change.at]).any(axis=1))
             if len(differ):
                 nats = distance(before_TD[differ], after_TD[differ])
-                if not nats <= found.nats:  # also if it is no number
+                if not nats <= found.nats:  # true for NaN, too
                     found = found._replace(nats=nats, at=int(differ[-1]))
     return found
 

@@ -1,4 +1,4 @@
-"""What a record names, against what is here: read, compared and told before anything of it is executed."""
+"""Compares what a record names with this machine, before anything of the record is executed."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -7,7 +7,7 @@ from speedrun.ground import provenance, runlog
 from speedrun.ground import track as tracks
 from speedrun.ground.console import clean
 from speedrun.ground.errors import DataError, UsageError
-from speedrun.ledger import format, history
+from speedrun.ledger import history, runfile
 from speedrun.ledger.format import Manifest
 from speedrun.ledger.record import Record, load
 from speedrun.ledger.reproduction import REPRODUCTION, Point, point
@@ -18,16 +18,16 @@ _TIMES = "equal bits and equal times"
 
 
 def read(folder: Path) -> tuple[Record, Manifest]:
-    """A record that can be run again: whole, of known rules, with a finished run, and a loss and a time of each.
+    """Read a record that can be run again: complete, of a known track, with a finished run that has a loss and a time.
 
     Raises:
-        UsageError: says which of these it is not, and what to do.
+        UsageError: if it is not; says why, and what to do.
     """
     record = load(folder)
     for path, raw in record.raw.items():
-        # What another referee found is not asked.
-        if path.endswith(".json") and path != REPRODUCTION and (told := format.newer(raw)):
-            raise UsageError(f"{folder / path}: {clean(told)}")
+        # An earlier reproduction has no say in this one.
+        if path.endswith(".json") and path != REPRODUCTION and (problem := runfile.newer(raw)):
+            raise UsageError(f"{folder / path}: {clean(problem)}")
     manifest = record.manifest
     if not record.whole or manifest is None:
         raise UsageError(
@@ -52,11 +52,11 @@ def read(folder: Path) -> tuple[Record, Manifest]:
 
 
 def _check_source(record: Record, manifest: Manifest, folder: Path) -> None:
-    """Every digest that stands for the source: of the text, of its files, of what each run says it ran."""
+    """Compare every digest of the source: of the text, of its files, and in each run."""
     raw = record.raw.get("source.txt", b"")
     files = {file.path: file.sha256 for file in manifest.source.files}
-    here = {path: format.sha256(text.encode()) for path, text in record.source_files.items()}
-    digest = format.sha256(raw)
+    here = {path: runfile.sha256(text.encode()) for path, text in record.source_files.items()}
+    digest = runfile.sha256(raw)
     named = {manifest.source.sha256, *(run.file.source_sha256 for run in record.runs)}
     if named != {digest} or files != here:
         raise UsageError(
@@ -65,47 +65,60 @@ def _check_source(record: Record, manifest: Manifest, folder: Path) -> None:
         )
 
 
-def points(record: Record, manifest: Manifest) -> tuple[Point, ...]:
-    """What can be compared before anything runs, but the data."""
+def points(
+    record: Record, manifest: Manifest, data: Path | None, report: Callable[[int, int], None]
+) -> tuple[Point, ...]:
+    """Compare what can be compared before anything runs.
+
+    Args:
+        record: to be run again.
+        manifest: of the record.
+        data: folder of shards; None: the track's own.
+        report: called with the bytes of data that were read and those there are.
+
+    Raises:
+        DataError: if a shard is missing or another one.
+    """
+    read = _data(manifest, data, report)
     return (
-        *_checks_of(record),
+        _checks(record),
         _tree(manifest),
         *_packages(manifest),
         _lock(record),
-        point("flags", _flags(manifest), f"{_flags(manifest)}, handed on", equal=True),
+        point("flags", _flags(manifest), f"{_flags(manifest)}, passed on", equal=True),
+        read,
     )
 
 
-def _checks_of(record: Record) -> Iterator[Point]:
-    """A record that fails its checks can be run all the same; what it says of itself is then worth less."""
+def _checks(record: Record) -> Point:
+    """A record that fails its checks can be run all the same; its own claims are then worth less."""
     failed = ", ".join(result.check.id for result in validate(record.root).having("failed"))
-    yield point(
-        "checks", "all pass", f"{failed} failed" if failed else "all pass", lost="what it says of itself"
-    )
+    here = f"{failed} failed" if failed else "all pass"
+    return point("checks", "all pass", here, lost="the record's own claims")
 
 
 def _tree(manifest: Manifest) -> Point:
-    """Whether this checkout would run the same text; the record's own is run in any case, so nothing is lost."""
+    """Compare the source with this checkout; since the record's own is run in any case, they count as equal."""
     files = {file.path: file.sha256 for file in manifest.source.files}
-    here = {path: format.sha256(raw) for path, raw in history.files_here(files).items()}
+    here = {path: runfile.sha256(raw) for path, raw in history.files_here(files).items()}
     differ = sum(files[path] != here.get(path) for path in files)
     named = f"{len(files)} files, sha256 {manifest.source.sha256[:16]}"
-    other = f"; {differ} of them are other ones in this checkout" if differ else ""
+    other = f"; {differ} of them differ in this checkout" if differ else ""
     return point("source", named, f"the record's own{other}", equal=True)
 
 
 def _packages(manifest: Manifest) -> Iterator[Point]:
-    """Python, packages and image, by name."""
+    """Compare the versions of Python, packages and image."""
     here, on_cpu = provenance.software(), manifest.hardware.platform == "cpu"
     for name in {**manifest.software, **here}:
         if on_cpu and provenance.FOR_GPUS.fullmatch(name):
-            continue  # a compiler that a CPU never asks
+            continue  # a compiler that CPUs do not use
         lost = _BITS if name in ("python", "numpy", "optax") else _TIMES
         yield point(name, manifest.software.get(name, "none"), here.get(name, "none"), lost=lost)
 
 
 def _lock(record: Record) -> Point:
-    """The file of pinned packages; the commit that has the record's is named, for who wants just those."""
+    """Compare the lock files, and name the commit that has the record's."""
     (preflight,) = record.finished[0].of(runlog.Preflight)
     here = provenance.lock()
     recorded = f"{preflight.lock} {preflight.lock_sha256[:16]}".strip() or "none"
@@ -121,24 +134,15 @@ def _flags(manifest: Manifest) -> str:
     return " ".join(f"{name}={value}" for name, value in sorted(manifest.environment.items())) or "none"
 
 
-def data_point(manifest: Manifest, data: Path | None, report: Callable[[int, int], None]) -> Point:
-    """The shards that the runs read, byte by byte, where they lie here; synthetic ones are made by the record's source.
-
-    Args:
-        manifest: of the record.
-        data: folder of shards; None: the track's own.
-        report: is told the bytes that are read and those there are, as it goes on.
-
-    Raises:
-        DataError: a shard is missing or another one.
-    """
+def _data(manifest: Manifest, data: Path | None, report: Callable[[int, int], None]) -> Point:
+    """Compare the shards that the runs read byte by byte; synthetic ones are generated when the source runs."""
     from speedrun.data import inventory
 
     rules = tracks.load(manifest.track.id.rpartition("@")[0])
     shards = {shard.name: shard.sha256 for shard in (*manifest.data.shards, manifest.data.val_shard)}
     recorded = f"{len(shards)} shards"
     if data is None and rules.synthetic is not None:
-        return point("data", recorded, "made by the record's own source, compared after each run", equal=True)
+        return point("data", recorded, "generated, compared after each run", equal=True)
     folder = inventory.data_folder(rules, data)
     paths = {folder / Path(name).name: wanted for name, wanted in shards.items()}
     total, done = sum(path.stat().st_size for path in paths if path.is_file()), 0

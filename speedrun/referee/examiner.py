@@ -1,9 +1,9 @@
 """Trains and scores the programs that a record's source handed over; imports nothing of that source.
 
-    python -m speedrun.referee.examiner EXAMINATION.json      what `validate --replay` calls, in a process of its own
+    python -m speedrun.referee.examiner EXAMINATION.json      run by `validate --replay` in a process of its own
 
-A program is read as StableHLO, looked through, compiled and run: a pure function of the arrays that stand in the
-call. Batches, order, scorer and comparisons are this file's. Legend: B sequences, S ids of a text, T time, D model,
+A program is a pure function of its arguments: it is read as StableHLO, inspected, compiled and run. Batches, order,
+scorer and comparisons belong to this file. Legend: B sequences, S ids of a text, T time, D model,
 N tokens of a chunk, V vocabulary, L leaves of the state.
 """
 
@@ -33,42 +33,43 @@ from speedrun.training.checkpoint import unsealed
 from speedrun.training.fingerprint import state_hash
 from speedrun.training.prepare import decoded
 
-#: Texts that are changed: as many as positions, so that a model which leaks in few texts is found as surely as one that
-#: leaks at few positions of all.
+#: Texts to change: as many as positions, so that a leak in few texts is as likely to be found as one at few positions.
 _TEXTS = 140
-_BATCHES = 4  #: whose sequences change places, and whose rows do in the head
+_BATCHES = 4  #: in which sequences, and rows of the head, are permuted
 
 
-def examine(asked: Examination) -> Findings:
-    """Everything that `Findings` holds.
+def examine(request: Examination) -> Findings:
+    """Examine a run.
 
     Raises:
-        SpeedrunError: a program that is not one; a checkpoint that is missing or damaged; data that is.
+        SpeedrunError: if a program is not permitted, or a checkpoint or data is missing or damaged.
     """
-    meshes.prepare(tracks.load(asked.track).rules.platform)
-    return _Examiner(asked).findings()
+    meshes.prepare(tracks.load(request.track).rules.platform)
+    return _Examiner(request).findings()
 
 
 class _Examiner:
     """One run under examination."""
 
-    def __init__(self, asked: Examination) -> None:
-        self.asked, self.track = asked, tracks.load(asked.track)
-        handed = msgspec.json.decode((asked.programs / "programs.json").read_bytes(), type=HandedOver)
+    def __init__(self, request: Examination) -> None:
+        self.request, self.track = request, tracks.load(request.track)
+        handed = msgspec.json.decode((request.programs / "programs.json").read_bytes(), type=HandedOver)
         self.handed = handed
-        self.programs = Programs(asked.programs, handed, meshes.make_mesh(asked.num_devices, asked.replicas))
-        self.shards = inventory.open_track(asked.data, self.track.data)
+        self.programs = Programs(
+            request.programs, handed, meshes.make_mesh(request.num_devices, request.replicas)
+        )
+        self.shards = inventory.open_track(request.data, self.track.data)
         self.steps: dict[str, Any] = {}
         self.forwards: dict[str, Any] = {}
         self.end = len(handed.steps)
 
     def findings(self) -> Findings:
-        """Replays first; then looks at the state that is the run's own, or at the last one."""
+        """Train all stretches again, then look at the run's own final state, or at the last one that was reached."""
         replayed, leaves = [], []
-        for stretch in self.asked.stretches:
+        for stretch in self.request.stretches:
             found, leaves = self._replayed(stretch)
             replayed.append(found)
-        if own := self.asked.checkpoints is not None:
+        if own := self.request.checkpoints is not None:
             leaves, _ = self._restored(self.end)
         params = self._params(leaves)
         seen = self._leak(params)
@@ -89,7 +90,7 @@ class _Examiner:
     # --- training
 
     def _replayed(self, stretch: Stretch) -> tuple[Replayed, list[Any]]:
-        """A stretch of steps, with the validations that the track declares before and inside it."""
+        """Train a stretch of steps again, with the validations that the track declares before and inside it."""
         leaves, cursor = self._restored(stretch.start) if stretch.from_checkpoint else self._initial()
         began, losses, vals = state_hash(leaves), [], []
         tokens = stream.TokenStream(self.shards.train, cursor)
@@ -111,19 +112,19 @@ class _Examiner:
         return found, leaves
 
     def _initial(self) -> tuple[list[Any], stream.Cursor]:
-        key = jax.random.key_data(jax.random.key(self.asked.run_seed))
+        key = jax.random.key_data(jax.random.key(self.request.run_seed))
         places = tuple(self.programs.state_places)
         return list(self.programs.compiled("init", outs=places)(key)), stream.START
 
     def _restored(self, step: int) -> tuple[list[Any], stream.Cursor]:
-        """A state of the run, from its checkpoint, and its place in the data."""
+        """Restore a state of the run and its position in the data from a checkpoint."""
         import orbax.checkpoint as ocp
 
-        assert self.asked.checkpoints is not None
-        folder = self.asked.checkpoints.absolute() / str(step)
+        assert self.request.checkpoints is not None
+        folder = self.request.checkpoints.absolute() / str(step)
         if not folder.is_dir():
             raise CheckpointError(
-                f"{self.asked.checkpoints}: no checkpoint {step}; it is needed; keep all of them (--keep-checkpoints 0)"
+                f"{self.request.checkpoints}: no checkpoint {step}, which is needed; train with --keep-checkpoints 0"
             )
         arrays = self.handed.programs[self.handed.steps[0]].inputs
         wanted = {
@@ -142,12 +143,12 @@ class _Examiner:
     # --- scoring
 
     def _params(self, leaves: list[Any]) -> list[jax.Array]:
-        """The parameters, whole, on one device."""
+        """Return the parameters, unsharded, on one device."""
         device = self.programs.mesh.devices.flat[0]
         return [jax.device_put(np.asarray(x), device) for x in leaves[1 : 1 + self.handed.num_params]]
 
     def _hidden(self, at: int) -> Any:
-        """The forward pass of the validation at a step."""
+        """Return the forward pass of the validation at a step."""
         name = self.handed.hidden[at]
         if name not in self.forwards:
             self.forwards[name] = self.programs.compiled(name)
@@ -155,7 +156,7 @@ class _Examiner:
 
     @property
     def _shape_BT(self) -> tuple[int, ...]:
-        """Of the ids that a forward pass takes."""
+        """Shape of the ids that a forward pass takes."""
         return self.handed.programs[self.handed.hidden[self.end]].inputs[-1].shape
 
     @cached_property
@@ -163,12 +164,12 @@ class _Examiner:
         return self.programs.compiled("logits")
 
     def outputs(self, params: list[jax.Array], ids_BT: np.ndarray, at: int | None = None) -> jax.Array:
-        """What the head is given in the validation at a step, by default the last: [B, T, D]."""
+        """Return the hidden state before the head in the validation at a step, by default the last: [B, T, D]."""
         (x_BTD,) = self._hidden(self.end if at is None else at)(*params, jnp.asarray(ids_BT, jnp.int32))
         return x_BTD
 
     def log_probs(self, params: list[jax.Array], x_ND: Any) -> Iterator[jax.Array]:
-        """By the definition, log softmax over all columns of the logits: f32 [N, V], chunk by chunk."""
+        """Yield log softmax over all columns of the logits, by the definition: f32 [N, V], chunk by chunk."""
         chunk, width = self.handed.programs["logits"].inputs[-1].shape
         dtype = jnp.dtype(self.handed.programs["logits"].inputs[-1].dtype)
         for at in range(0, len(x_ND), chunk):
@@ -178,7 +179,7 @@ class _Examiner:
             yield jax.nn.log_softmax(z_NV.astype(jnp.float32), axis=1)[: len(part)]
 
     def costs(self, params: list[jax.Array], x_ND: Any, targets_N: np.ndarray) -> np.ndarray:
-        """Nats of each target: f64 [N]."""
+        """Return the negative log likelihood of each target in nats: f64 [N]."""
         found, at = [], 0
         for log_probs_NV in self.log_probs(params, x_ND):
             picked = jnp.asarray(targets_N[at : at + len(log_probs_NV), None])
@@ -187,11 +188,11 @@ class _Examiner:
         return np.concatenate(found)
 
     def _loss(self, params: list[jax.Array], at_step: int | None = None) -> float:
-        """Mean negative log likelihood of the track's validation tokens, in the validation at a step."""
+        """Return the mean loss over the track's validation tokens, in the validation at a step."""
         num_tokens, total = self.track.data.val_tokens, 0.0
         batch, length = self._shape_BT
         rows = list(stream.validation_batches(self.shards.val[0], num_tokens, 1, length))
-        # In an order that nobody knows: what a sequence or a token learns from its neighbours is of no use.
+        # In an unknown order, so that what a sequence or token learns from its neighbours is of no use.
         order = self._draw.permutation(len(rows))
         for start in range(0, len(rows), batch):
             part = [rows[at] for at in order[start : start + batch]]
@@ -212,7 +213,7 @@ class _Examiner:
         return distance
 
     def _scored(self, which: np.ndarray) -> np.ndarray:
-        """Rows of the validation text, as they are scored: a model may know them by their first ids."""
+        """Return rows of the validation text as they are scored: a model may recognise them by their first ids."""
         length = self._shape_BT[1]
         shard, starts = self.shards.val[0], which % self._num_rows * length
         return np.stack([shard.read(int(at), int(at) + length).astype(np.int32) for at in starts])
@@ -222,12 +223,12 @@ class _Examiner:
         return self.track.data.val_tokens // self._shape_BT[1]
 
     def _texts(self, num_rows: int) -> np.ndarray:
-        """Any of them, each as often as the others."""
+        """Return rows of the validation text in random order, each equally often."""
         return self._scored(np.resize(self._draw.permutation(self._num_rows), num_rows))
 
     @cached_property
     def _draw(self) -> np.random.Generator:
-        return np.random.default_rng(self.asked.draws)
+        return np.random.default_rng(self.request.draws)
 
     def _leak(self, params: list[jax.Array]) -> causality.Leak:
         data, batch = self.track.data, self._shape_BT[0]
@@ -242,7 +243,7 @@ class _Examiner:
         )
 
     def _company(self, params: list[jax.Array]) -> float:
-        """A sequence must cost the same whatever stands beside it, and wherever it stands."""
+        """Return the largest change when sequences get other neighbours and places in the batch."""
         batch, _ = self._shape_BT
         if batch == 1:
             return 0.0
@@ -257,11 +258,11 @@ class _Examiner:
         return largest
 
     def _both(self, params: list[jax.Array], rows_RT: np.ndarray) -> np.ndarray:
-        """Outputs of two batches."""
+        """Return the outputs of two batches."""
         return np.concatenate([self.outputs(params, half_BT) for half_BT in np.split(rows_RT, 2)])
 
     def _rows(self, params: list[jax.Array]) -> float:
-        """A row's logits must not depend on the rows beside it."""
+        """Return the largest change when the rows of the head are permuted."""
         chunk, width = self.handed.programs["logits"].inputs[-1].shape
         batch, _ = self._shape_BT
         largest = 0.0
@@ -277,5 +278,5 @@ class _Examiner:
 
 if __name__ == "__main__":
     with told():
-        asked = decoded(Path(sys.argv[1]).read_bytes(), Examination)
-        asked.findings.write_bytes(msgspec.json.encode(examine(asked)))
+        request = decoded(Path(sys.argv[1]).read_bytes(), Examination)
+        request.findings.write_bytes(msgspec.json.encode(examine(request)))

@@ -1,9 +1,9 @@
-"""Lowers the programs of a recipe and writes them down: all that a record's source does for its examination.
+"""Lowers the programs of a recipe and writes them to a folder: all that a record's source does for its examination.
 
-    python -m speedrun.referee.handover WANTED.json      on an unpacked source, in a process of its own, apart
+    python -m speedrun.referee.handover WANTED.json      in an unpacked source, in a sandboxed process of its own
 
-Nothing is trained or scored here. A program is StableHLO: a pure function of arrays, which the examiner
-(`speedrun.referee.examiner`) reads, looks through, compiles and runs where none of the record's source is imported.
+Nothing is trained or scored here. A program is StableHLO, a pure function of arrays. The examiner
+(`speedrun.referee.examiner`) inspects, compiles and runs it in a process that imports nothing of the record's source.
 """
 
 import sys
@@ -24,15 +24,15 @@ from speedrun.training.checkpoint import named
 from speedrun.training.prepare import Ready, RunConfig, decoded, prepare
 from speedrun.training.program import FOREIGN
 
-_FORWARD_TOKENS = 8192  #: of one forward, in one sequence or more
+_FORWARD_TOKENS = 8192  #: of a forward pass, in one or more sequences
 _CHUNK_TOKENS = 1024  #: rows of logits
 
-#: JAX vouches for no custom call of a kernel; the examiner looks at its own list.
+#: JAX cannot vouch for custom calls of kernels; the examiner has its own list.
 _ANY_CALL = [export.DisabledSafetyCheck.custom_call(name) for name in FOREIGN]
 
 
 def hand_over(wanted: Wanted) -> None:
-    """Fills the folder.
+    """Write the programs of a run to a folder.
 
     Raises:
         SpeedrunError: as `prepare`.
@@ -56,7 +56,7 @@ def hand_over(wanted: Wanted) -> None:
 
 
 def _state(ready: Ready) -> Any:
-    """The state's leaves, and where each lives."""
+    """Return the shapes, dtypes and shardings of the state's leaves."""
     program = ready.program
     return jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
@@ -66,12 +66,12 @@ def _state(ready: Ready) -> Any:
 
 
 def _shapes(ready: Ready) -> list[Any]:
-    """Of all steps, each once."""
+    """Return the distinct shapes of all steps."""
     return list(dict.fromkeys(ready.program.shape_at(step) for step in range(ready.recipe.num_steps)))
 
 
 def _training(ready: Ready) -> dict[str, export.Exported]:
-    """The programs that make states."""
+    """Lower the programs that make states."""
     program, state = ready.program, _state(ready)
     structure, schedule = jax.tree.structure(state), jax.tree.map(np.asarray, program.schedule)
     where = tuple(leaf.sharding for leaf in jax.tree.leaves(state))
@@ -99,14 +99,14 @@ def _training(ready: Ready) -> dict[str, export.Exported]:
 
 
 def _windows(ready: Ready) -> dict[int, int]:
-    """Blocks of the window with which each validation scores, by its step."""
+    """Return the window of each validation in blocks, by its step."""
     num_steps = ready.recipe.num_steps
     validated = [*filter(ready.track.validates_at, range(num_steps)), num_steps]
     return {step: int(ready.recipe.inputs_at(step).window_blocks) for step in validated}
 
 
 def _forward(ready: Ready) -> dict[str, export.Exported]:
-    """The programs that are scored, on one device: one for each window of a validation."""
+    """Lower the programs that score, for one device: one forward pass for each window, and the head."""
     program, recipe = ready.program, ready.recipe
     kinds = recipe.table(recipe.config)
     packed = {
@@ -116,7 +116,7 @@ def _forward(ready: Ready) -> dict[str, export.Exported]:
     structure = jax.tree.structure(packed)
 
     def view(leaves: Any) -> Any:
-        """Parameters by name, in the compute dtype."""
+        """Return the parameters by name, in the compute dtype."""
         params = program.layout.unpack(jax.tree.unflatten(structure, leaves))
         return {
             name: x if kinds[name].group == "scalar" else x.astype(recipe.compute_dtype)

@@ -1,4 +1,4 @@
-"""Programs that a record's source handed over: read as StableHLO, looked through, compiled. Nothing is unpickled."""
+"""Programs that a record's source handed over: reads StableHLO, inspects and compiles it. Nothing is unpickled."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,26 +20,26 @@ from speedrun.training.program import inspect
 
 @dataclass(frozen=True)
 class Programs:
-    """What was handed over, to be called by name."""
+    """The programs that were handed over, by name."""
 
     folder: Path
     handed: HandedOver
     mesh: Any
 
     def exported(self, name: str) -> export.Exported:
-        """A program as JAX knows it; nothing of it is unpickled."""
+        """Return a program as `jax.export` represents it; built from plain fields, nothing is unpickled."""
         lowered = self.handed.programs[name]
         avals, places = self._arrays(lowered, lowered.inputs)
         results, result_places = self._arrays(lowered, lowered.outputs)
-        # JAX 0.10 wants to be told, later ones see it.
-        told_in = {"_has_named_shardings": True} if jax.__version_info__ < (0, 11) else {}
+        # A field of JAX 0.10 alone.
+        old_fields = {"_has_named_shardings": True} if jax.__version_info__ < (0, 11) else {}
         return export.Exported(
             fun_name=name.replace("-", "_"),
             in_tree=jax.tree.structure((avals, {})),
             in_avals=avals,
             out_tree=jax.tree.structure(results),
             out_avals=results,
-            **told_in,
+            **old_fields,
             _in_named_shardings=places,
             _out_named_shardings=result_places,
             in_shardings_hlo=(None,) * len(avals),
@@ -63,24 +63,24 @@ class Programs:
         return avals, tuple(self.place(one) for one in arrays)
 
     def place(self, one: Array) -> NamedSharding:
-        """Where an array lives."""
+        """Return the sharding of an array."""
         return NamedSharding(self.mesh, P(*(axes or None for axes in one.axes)))
 
     @cached_property
     def state_places(self) -> list[NamedSharding]:
-        """Where each leaf of a state lives."""
+        """Return the sharding of each leaf of a state."""
         inputs = self.handed.programs[self.handed.steps[0]].inputs
         return [self.place(one) for one in inputs[: len(self.handed.leaves)]]
 
     def compiled(self, name: str, *, outs: Any = None) -> Any:
-        """The executable of a program, if it talks to nobody.
+        """Compile a program.
 
         Args:
             name: of the program.
-            outs: where its results shall live; with them, its arguments but the last two are donated.
+            outs: shardings of its results; if given, all arguments but the last two are donated.
 
         Raises:
-            UsageError: if it would.
+            UsageError: if it would call the host or foreign code.
         """
         one, lowered = self.exported(name), self.handed.programs[name]
         inspect(one.mlir_module())

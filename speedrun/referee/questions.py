@@ -1,18 +1,20 @@
-"""`speedrun validate --replay`: the claims of runs, asked of their programs and states. Executes a record's source.
+"""`speedrun validate --replay`: check runs against their programs and states. Executes a record's source.
 
-What is asked is drawn by a nonce that nobody knows before: a log can be finished as often as one likes, so nothing
-that follows from it may choose.
+Runs, stretches and positions are drawn from a nonce that is unknown beforehand. Nothing drawn may follow from the log,
+because an author can rewrite a log until the draw suits it.
 """
 
 import hashlib
 import json
 import random
+import re
+import secrets
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, TextIO
 
-from speedrun.data import inventory, synthetic
+from speedrun.data import generated, inventory
 from speedrun.ground import runlog
 from speedrun.ground import track as tracks
 from speedrun.ground.errors import UsageError
@@ -27,44 +29,57 @@ from speedrun.referee.rerun import Rerun, plain
 _FEW_RUNS = 2
 _RESTARTS = 2
 _STEPS = 8  #: of a stretch
-_HARNESS = "V503"  #: asks whether the instruments in the source are known
-_MOST_FACTS_BYTES = 1 << 20  #: of a checkpoint, which a stranger made
+_HARNESS = "V503"  #: checks that the instruments in the source are known
+_MOST_FACTS_BYTES = 1 << 20  #: of a checkpoint; it is not trusted
 
 Which = Literal["some", "all"]
 
 
-class Asked(NamedTuple):
-    """What the user wants of the referee."""
+class Options(NamedTuple):
+    """Options of an examination."""
 
-    which: Which  #: runs
+    which: Which  #: runs to examine
     nonce: str  #: hex digits
     checkpoints: tuple[Path, ...] = ()  #: of runs, one folder each
     data: Path | None = None  #: folder of shards; None: the track's own
-    unsafe: bool = False  #: go on where the record's code cannot be kept apart
+    unsafe: bool = False  #: continue without a sandbox if there is none
+
+
+def checked_nonce(given: str | None) -> str:
+    """Return the nonce that the user gave, or a random one.
+
+    Raises:
+        UsageError: unless it is 8 to 64 hex digits.
+    """
+    if given is not None and not re.fullmatch(r"[0-9a-f]{8,64}", given):
+        raise UsageError(
+            f"--nonce {given!r}; need 8 to 64 hex digits, as an earlier examination printed them"
+        )
+    return secrets.token_hex(8) if given is None else given
 
 
 def drawn(nonce: str, run_id: str) -> int:
-    """A number that follows from both, and from nothing else."""
+    """Return a 64-bit number that depends only on the nonce and the run."""
     return int.from_bytes(hashlib.sha256(f"{nonce} {run_id}".encode()).digest()[:8], "big")
 
 
 def chosen(nonce: str, run_ids: Iterable[str], which: Which) -> tuple[str, ...]:
-    """The runs that are asked: all, or those two whose numbers are lowest."""
+    """Return the runs to examine: all, or the two with the lowest drawn numbers."""
     order = sorted(run_ids, key=lambda run_id: drawn(nonce, run_id))
     return tuple(order if which == "all" else order[:_FEW_RUNS])
 
 
 def stretches(run: Run, checkpoints: Sequence[int] | None, val_every: int, draws: int) -> tuple[Stretch, ...]:
-    """What is trained again: without checkpoints, all of it.
+    """Return the stretches of steps to train again: the whole run if there are no checkpoints.
 
-    With them: the first steps; some after two checkpoints; and all from the last checkpoint before a validation, or
-    before the end, to behind it, so that nobody trains in a pause.
+    With checkpoints: the first steps; a few steps after two of them; and all steps from the last checkpoint before some
+    validation (or the end) to the step after it, which reveals training during a pause.
 
     Args:
-        run: the run.
-        checkpoints: steps, by its log; None: none are at hand.
-        val_every: steps from one validation to the next.
-        draws: the number that decides.
+        run: to examine.
+        checkpoints: their steps, by the log; None: not available.
+        val_every: steps between validations.
+        draws: seed.
     """
     num_steps = run.start.num_steps
     if checkpoints is None:
@@ -78,31 +93,31 @@ def stretches(run: Run, checkpoints: Sequence[int] | None, val_every: int, draws
     return tuple(sorted(found, key=lambda one: (one.start, one.stop)))
 
 
-def examined(folder: Path, report: Report, asked: Asked, echo: TextIO) -> Report:
-    """The report with the answers of V601 to V606.
+def examined(folder: Path, report: Report, options: Options, echo: TextIO) -> Report:
+    """Return the report with the results of V601 to V606 added.
 
     Args:
         folder: the record.
-        report: of the checks that execute nothing; if one of them failed, nothing is executed.
-        asked: what is wanted.
+        report: of the other checks; if one failed, nothing is executed.
+        options: of the examination.
         echo: where the output of the record's source goes.
 
     Raises:
-        UsageError: if a check failed, no run finished, the source is too old or its instruments are not known, or it
-            cannot be kept apart here.
-        SpeedrunError: if its source ends badly.
+        UsageError: if a check failed, no run finished, the source is too old, its instruments are unknown, or there is
+            no sandbox.
+        SpeedrunError: if its source ends with an error.
     """
     if failed := report.having("failed"):
         raise UsageError(
-            f"{folder}: {', '.join(result.check.id for result in failed)} failed; nothing was executed; mend that first"
+            f"{folder}: {', '.join(result.check.id for result in failed)} failed; nothing was executed; fix that first"
         )
     record = load(folder)
     if not record.finished:
-        raise UsageError(f"{folder}: no run finished; one is needed to look at its final state")
+        raise UsageError(f"{folder}: no run finished; an examination needs a final state")
     runs = {run.file.run_id: run for run in record.finished}
-    given = _owners(asked.checkpoints, runs)
-    names = chosen(asked.nonce, runs, asked.which)
-    reruns = [Rerun(folder, name, unsafe=asked.unsafe) for name in names]
+    given = _owners(options.checkpoints, runs)
+    names = chosen(options.nonce, runs, options.which)
+    reruns = [Rerun(folder, name, unsafe=options.unsafe) for name in names]
     if not all(rerun.can_be_examined for rerun in reruns):
         raise UsageError(
             f"{folder}: its instruments are older than this examiner understands; 'git checkout' its commit "
@@ -111,16 +126,16 @@ def examined(folder: Path, report: Report, asked: Asked, echo: TextIO) -> Report
     (harness,) = (result for result in report.results if result.check.id == _HARNESS)
     if harness.status != "ok":
         raise UsageError(
-            f"{folder}: {_HARNESS} was skipped ({harness.messages[0]}): what unknown instruments hand over proves "
+            f"{folder}: {_HARNESS} was skipped ({harness.messages[0]}): programs from unknown instruments prove "
             "nothing; fetch the run's commit, and validate again"
         )
-    print(sandbox.protections(unsafe=asked.unsafe), file=echo)
+    print(sandbox.protections(unsafe=options.unsafe), file=echo)
     print(
-        f"asked: {len(names)} of {len(runs)} runs, nonce {asked.nonce}; --nonce {asked.nonce} asks the same again",
+        f"examining {len(names)} of {len(runs)} runs, nonce {options.nonce}; --nonce {options.nonce} repeats it",
         file=echo,
         flush=True,
     )
-    found = [_examined(rerun, given.get(rerun.old.file.run_id), asked, echo) for rerun in reruns]
+    found = [_examined(rerun, given.get(rerun.old.file.run_id), options, echo) for rerun in reruns]
     return Report(report.results + _results(record, found), report.strict)
 
 
@@ -129,10 +144,10 @@ def _results(record: Record, found: Sequence[Examined]) -> tuple[Result, ...]:
 
 
 def _owners(folders: Iterable[Path], runs: dict[str, Run]) -> dict[str, Path]:
-    """Which run each folder of checkpoints is of, as its last one says.
+    """Return the folder of checkpoints of each run, by the run's name in the last checkpoint.
 
     Raises:
-        UsageError: if it is of none.
+        UsageError: if a folder belongs to no finished run.
     """
     found = {}
     for folder in folders:
@@ -143,19 +158,19 @@ def _owners(folders: Iterable[Path], runs: dict[str, Run]) -> dict[str, Path]:
         except (OSError, ValueError, LookupError, TypeError, RecursionError):
             raise UsageError(
                 f"{folder} holds no checkpoints of a finished run of this record; need a run's folder of checkpoints; "
-                "leave it out to have the run made again"
+                "leave it out to train the run again"
             ) from None
     return found
 
 
-def _examined(rerun: Rerun, checkpoints: Path | None, asked: Asked, echo: TextIO) -> Examined:
-    """One run: its source hands over its programs, the examiner runs them."""
+def _examined(rerun: Rerun, checkpoints: Path | None, options: Options, echo: TextIO) -> Examined:
+    """Examine one run: its source hands over its programs, the examiner runs them."""
     run = rerun.old
-    rules, draws = tracks.load(run.file.track.rpartition("@")[0]), drawn(asked.nonce, run.file.run_id)
-    data = inventory.data_folder(rules, asked.data).absolute()
-    if asked.data is None:
-        synthetic.ensure(rules, data)
-    # By the log, not by what lies there: who brings checkpoints must not choose among them.
+    rules, draws = tracks.load(run.file.track.rpartition("@")[0]), drawn(options.nonce, run.file.run_id)
+    data = inventory.data_folder(rules, options.data).absolute()
+    if rules.synthetic is not None:
+        generated.ensure(rules, options.data, lambda text: print(text, file=echo))
+    # From the log, not the folder: whoever provides checkpoints must not choose among them.
     steps = [event.step for event in run.of(runlog.Checkpoint) if event.step < run.start.num_steps]
     with tempfile.TemporaryDirectory(prefix="speedrun-examination-") as scratch:
         programs = Path(scratch, "programs")

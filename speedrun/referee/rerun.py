@@ -1,6 +1,6 @@
-"""Runs the source that a record carries, in its own process and sandbox. Nothing else executes code of a record.
+"""Runs the source that a record carries, in a sandboxed process. Nothing else executes code of a record.
 
-`speedrun replay`, `compare`, `reproduce` and `validate --replay` call it, and say so.
+`speedrun replay`, `compare`, `reproduce` and `validate --replay` use it, and their help says so.
 """
 
 import os
@@ -10,52 +10,74 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 import msgspec
 
-from speedrun.data import inventory
+from speedrun.data import generated, inventory
 from speedrun.ground import provenance
 from speedrun.ground import track as tracks
 from speedrun.ground.console import clean
 from speedrun.ground.errors import EXIT_CODES, SpeedrunError, UsageError, meaning
 from speedrun.ground.sourcefile import split_source
 from speedrun.ground.wholefile import write_whole
-from speedrun.ledger import format
+from speedrun.ledger import runfile
 from speedrun.ledger.findings import Examination, Findings, HandedOver, Wanted
-from speedrun.ledger.record import Record, load, read_files
+from speedrun.ledger.record import Record, load, read_files, render_logs
 from speedrun.ledger.run import Run
 from speedrun.referee import sandbox
 
 _PACKAGE = Path(__file__).parent.parent
 
-#: What a process needs to run at all. No cache of programs: foreign code could leave some there for us to run.
+#: What any process needs. No compilation cache: foreign code could leave programs there for us to run.
 _ENVIRONMENT = ("PATH", "LANG", "LD_LIBRARY_PATH", provenance.IMAGE_VARIABLE)
 
-#: Laid over the record's source to lower its programs; and a file of a source new enough for it.
-_OURS = ("referee/__init__.py", "referee/handover.py", "ground/output.py", "ledger/findings.py")
+#: Files of ours that replace those of the record's source to lower its programs; a source without the needed one is
+#: too old.
+_OURS = (
+    "referee/__init__.py",
+    "referee/handover.py",
+    "ground/output.py",
+    "ground/sourcefile.py",
+    "ledger/findings.py",
+)
 _NEEDED = "speedrun/training/program.py"
+#: A source before 2026-11-22 makes the synthetic shards by itself.
+_GENERATOR = "speedrun/data/synthetic.py"
 
-_LEAST_S, _MOST_S, _SLOWER = 3600.0, 7 * 86400.0, 10.0  #: of a run: seconds, and times what it took
+_LEAST_S, _MOST_S, _SLOWER = (
+    3600.0,
+    7 * 86400.0,
+    10.0,
+)  #: time limit of a run: bounds, and factor on its own time
 _HANDOVER_S = 1800.0
 _MOST_BYTES = 1 << 30  #: of all programs together
-_MOST_TABLE_BYTES = 1 << 24  #: of what lists them
+_MOST_TABLE_BYTES = 1 << 24  #: of programs.json
 _MOST_STACKS_BYTES = 1 << 22
 
 
+class Replay(NamedTuple):
+    """How the losses of a run compare with those of the same run made again."""
+
+    num_losses: int  #: of the recorded run
+    num_equal: int  #: to the last bit
+    largest_difference: float  #: nats
+    equal: bool  #: whether both have the same losses, and as many
+
+
 class Rerun:
-    """A run of a record, checked, ready to be run again."""
+    """A run of a record that was checked and can be run again."""
 
     def __init__(self, folder: Path, run_id: str | None = None, *, unsafe: bool = False) -> None:
-        """Reads the record, and what of ours is needed; executes nothing yet.
+        """Read and check the record; execute nothing yet.
 
         Args:
             folder: the record.
             run_id: of the run; None: the first.
-            unsafe: run it without a world of its own where that cannot be had.
+            unsafe: run it without a sandbox if there is none.
 
         Raises:
-            UsageError: no such run; a source or an environment that is not what the run says.
+            UsageError: if there is no such run, or source or environment do not match it.
         """
         record = load(folder)
         self.old = _find(record, folder, run_id)
@@ -65,16 +87,16 @@ class Rerun:
         self._ours = {f"speedrun/{name}": (_PACKAGE / name).read_text("utf-8") for name in _OURS}
 
     def run(self, out: Path, *, seed: int, data: Path | None, echo: TextIO) -> Run:
-        """Unpacks the source into a scratch folder and runs it.
+        """Unpack the source into a scratch folder, train with it, and return the new run.
 
         Args:
-            out: the new record's folder.
+            out: folder of the new record.
             seed: of the new run.
             data: folder of shards; None: the track's own.
-            echo: where the new run's output goes.
+            echo: where its output goes.
 
         Raises:
-            SpeedrunError: if it ends badly.
+            SpeedrunError: if it ends with an error, or leaves no run that can be read.
         """
         if out.exists():
             raise UsageError(f"{out} exists already; need a new folder; remove it or pass another --out")
@@ -82,77 +104,90 @@ class Rerun:
         limit_s = min(_MOST_S, max(_LEAST_S, _SLOWER * took_s))
         with tempfile.TemporaryDirectory(prefix="speedrun-run-") as scratch:
             made = Path(scratch, "record")
-            config = self._config(made, seed, data)
+            config = self._config(made, seed, data, echo)
             try:
                 self._execute(self._entry, config, Path(scratch), echo, {}, limit_s)
             finally:
                 _bring(made, out)
+                render_logs(out)
         new = [run for run in load(out).runs if run.finished] if out.is_dir() else []
         if len(new) != 1:
             raise SpeedrunError(
-                f"the source of {self.old.file.run_id} ended well, but left {len(new)} finished runs that can be read; "
-                f"need one; 'speedrun validate {out}' says what is wrong"
+                f"the source of {self.old.file.run_id} succeeded, but left {len(new)} readable finished runs, not one; "
+                f"'speedrun validate {out}' says what is wrong"
             )
         return new[0]
 
+    def replay(self, out: Path, *, data: Path | None, echo: TextIO) -> Replay:
+        """Run it with its own seed, and compare every loss. Arguments and errors as those of `run`."""
+        new = self.run(out, seed=self.old.file.seed, data=data, echo=echo)
+        old_losses, losses = ([step.loss for step in run.steps] for run in (self.old, new))
+        pairs = list(zip(old_losses, losses, strict=False))
+        return Replay(
+            num_losses=len(old_losses),
+            num_equal=sum(old == again for old, again in pairs),
+            largest_difference=max((abs(old - again) for old, again in pairs), default=0.0),
+            equal=old_losses == losses,
+        )
+
     @property
     def _entry(self) -> str:
-        """The module that trains: the layout before 2026-11-22 had it elsewhere."""
+        """The module that trains; the layout before 2026-11-22 had it elsewhere."""
         new, old = "speedrun/training/train.py", "speedrun/train.py"
         return (new if new in self._source else old).removesuffix(".py").replace("/", ".")
 
     @property
     def can_be_examined(self) -> bool:
-        """Whether the instruments in its source are new enough to lower its programs for the examiner."""
+        """Whether the instruments in its source are new enough to lower programs for the examiner."""
         return _NEEDED in self._source
 
     def hand_over(self, folder: Path, *, data: Path, echo: TextIO) -> None:
-        """Has the source lower its programs, and puts them into a new folder: plain files, as many as it names.
+        """Have the source lower its programs, and copy them as plain files into a new folder.
 
         Args:
             folder: where they go.
-            data: folder of shards, of which the source looks at the headers.
+            data: folder of shards, of which the source reads the headers.
             echo: where its output goes.
 
         Raises:
-            SpeedrunError: if it ends badly, or hands over something else.
+            SpeedrunError: if it ends with an error, or hands over anything else.
         """
         with tempfile.TemporaryDirectory(prefix="speedrun-programs-") as scratch:
             given = Path(scratch, "programs")
-            wanted = Wanted(self._config(Path(scratch, "record"), self.old.file.seed, data), given)
+            wanted = Wanted(self._config(Path(scratch, "record"), self.old.file.seed, data, echo), given)
             self._execute("speedrun.referee.handover", wanted, Path(scratch), echo, self._ours, _HANDOVER_S)
             try:
                 raw = plain(given / "programs.json", _MOST_TABLE_BYTES)
                 names = msgspec.json.decode(raw, type=HandedOver).programs
                 if not all(name.replace("-", "").isalnum() for name in names):
-                    raise ValueError("a name that is none")
+                    raise ValueError("a program with a name that is not permitted")
                 programs, left_bytes = {}, _MOST_BYTES
                 for name in names:
                     programs[f"{name}.mlir"] = found = plain(given / f"{name}.mlir", left_bytes)
                     left_bytes -= len(found)
             except (OSError, ValueError) as error:
                 raise SpeedrunError(
-                    f"the source of {self.old.file.run_id} handed over no programs that can be read "
-                    f"({clean(str(error))}); it cannot be examined; look at its output above"
+                    f"the source of {self.old.file.run_id} handed over no readable programs ({clean(str(error))}), "
+                    "so it cannot be examined; see its output above"
                 ) from None
         folder.mkdir()
         for name, content in {"programs.json": raw, **programs}.items():
             (folder / name).write_bytes(content)
 
-    def examine(self, asked: Examination, scratch: Path, echo: TextIO) -> Findings:
-        """Runs our examiner on programs that were handed over; nothing of the source is there.
+    def examine(self, request: Examination, scratch: Path, echo: TextIO) -> Findings:
+        """Run our examiner on programs that were handed over, without any of the source.
 
         Args:
-            asked: what to look at; its paths to programs and findings lie in `scratch`.
-            scratch: the only folder that it can write.
+            request: what to examine; its paths to programs and findings lie in `scratch`.
+            scratch: the only folder that it can write to.
             echo: where its output goes.
 
         Raises:
-            SpeedrunError: if it ends badly.
+            SpeedrunError: if it ends with an error.
         """
-        readable = [_PACKAGE, asked.data, *([asked.checkpoints] if asked.checkpoints else [])]
-        self._start("speedrun.referee.examiner", asked, scratch, echo, _PACKAGE.parent, readable, _MOST_S)
-        return msgspec.json.decode(asked.findings.read_bytes(), type=Findings)
+        readable = [_PACKAGE, request.data, *([request.checkpoints] if request.checkpoints else [])]
+        self._start("speedrun.referee.examiner", request, scratch, echo, _PACKAGE.parent, readable, _MOST_S)
+        return msgspec.json.decode(request.findings.read_bytes(), type=Findings)
 
     def _execute(
         self,
@@ -163,7 +198,7 @@ class Rerun:
         ours: Mapping[str, str],
         limit_s: float,
     ) -> None:
-        """Runs a module of the record's source, with files of ours laid over it, in a scratch folder."""
+        """Unpack the record's source into a scratch folder, with files of ours on top, and run a module of it."""
         for path, text in {**self._source, **ours}.items():
             file = scratch / "source" / path
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -183,13 +218,13 @@ class Rerun:
         readable: Iterable[Path],
         limit_s: float,
     ) -> None:
-        """Runs a module apart, with one argument: a file that holds the request."""
-        asked = scratch / "request.json"
-        asked.write_bytes(msgspec.json.encode(request, enc_hook=str))
-        # Foreign code gets no variable of ours that may hold a secret, and those that the run had.
+        """Run a module in the sandbox, with the path of a file that holds the request as its only argument."""
+        path = scratch / "request.json"
+        path.write_bytes(msgspec.json.encode(request, enc_hook=str))
+        # Foreign code gets the variables that the run had, and none of ours that may hold a secret.
         keep = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         found = sandbox.run(
-            [sys.executable, "-m", module, str(asked)],
+            [sys.executable, "-m", module, str(path)],
             scratch,
             readable=readable,
             environment={**keep, **self._environment, "PYTHONPATH": str(code)},
@@ -205,11 +240,13 @@ class Rerun:
             error.exit_code = found if found in EXIT_CODES else SpeedrunError.exit_code
             raise error
 
-    def _config(self, out: Path, seed: int, data: Path | None) -> dict[str, object]:
-        """What `prepare.RunConfig` of the record's own source wants; older sources know fewer settings."""
+    def _config(self, out: Path, seed: int, data: Path | None, echo: TextIO) -> dict[str, object]:
+        """Return the `prepare.RunConfig` of the record's own source; older sources have fewer settings."""
         file, config = self.old.file, self.old.start.config
         rules = tracks.load(file.track.rpartition("@")[0])
-        own_data = data is None and rules.synthetic is not None  # its own source makes it
+        own_data = data is None and rules.synthetic is not None and _GENERATOR in self._source
+        if rules.synthetic is not None and not own_data:
+            generated.ensure(rules, data, lambda text: print(text, file=echo))
         wanted: dict[str, object] = {
             "track": rules.name,
             "out": str(out.absolute()),
@@ -224,11 +261,11 @@ class Rerun:
 
 
 def plain(path: Path, most_bytes: int) -> bytes:
-    """The content of a small file that a stranger left: no link, no pipe.
+    """Read a small file that untrusted code left; follow no link and open no pipe.
 
     Raises:
-        OSError: it is not there.
-        ValueError: it is something else.
+        OSError: if it is missing.
+        ValueError: if it is no plain file, or too large.
     """
     found = path.lstat()
     if not stat.S_ISREG(found.st_mode) or found.st_size > most_bytes:
@@ -237,7 +274,7 @@ def plain(path: Path, most_bytes: int) -> bytes:
 
 
 def _bring(made: Path, out: Path) -> None:
-    """Copies what a stranger's process made: the files that a record may hold, and the stacks of one that hung."""
+    """Copy what untrusted code made: the files that a record may hold, and the stacks of a run that hung."""
     if made.is_dir() and not made.is_symlink():
         for path, content in read_files(made)[0].items():
             (out / path).parent.mkdir(parents=True, exist_ok=True)
@@ -257,9 +294,9 @@ def _find(record: Record, folder: Path, run_id: str | None) -> Run:
 
 
 def _checked_source(record: Record, folder: Path, run: Run) -> dict[str, str]:
-    """The files of `source.txt`, if they are what the run says it ran."""
+    """Return the files of `source.txt`, if its digest is the one that the run names."""
     raw = record.raw.get("source.txt", b"")
-    if format.sha256(raw) != run.file.source_sha256:
+    if runfile.sha256(raw) != run.file.source_sha256:
         raise UsageError(
             f"{folder}/source.txt is not the source of {run.file.run_id} (its sha256 differs); nothing was executed; "
             f"'speedrun validate {folder}' says what is wrong"
@@ -271,10 +308,10 @@ def _checked_source(record: Record, folder: Path, run: Run) -> dict[str, str]:
 
 
 def _checked_environment(folder: Path, run: Run) -> dict[str, str]:
-    """The variables that the run had, if they are ones that a run records: others could load foreign code."""
+    """Return the variables of the run, if a run records no others: those could load foreign code."""
     if foreign := sorted(run.file.environment.keys() - set(provenance.VARIABLES)):
         raise UsageError(
             f"{folder}: the environment of {run.file.run_id} holds {clean(', '.join(foreign))}; "
-            f"only {', '.join(provenance.VARIABLES)} may stand there; nothing was executed"
+            f"only {', '.join(provenance.VARIABLES)} are permitted; nothing was executed"
         )
     return run.file.environment

@@ -1,13 +1,13 @@
 """Isolation for a process that runs untrusted code: namespaces, read-only mounts, limits.
 
     network     none: a network namespace without an interface
-    processes   its own only: a process namespace with its own /proc, read-only, since root could set the kernel there
-    files       a root of its own, read-only: the system's libraries, this Python and what is named; one folder to write
-    privileges  none: a user namespace, no capability, and none to be had
-    terminal    none: a session of its own, and a pipe whose lines are cleaned before they are shown
+    processes   only its own: a process namespace with its own /proc, read-only, since root could set the kernel there
+    files       a root of its own, read-only: the system's libraries, this Python and what is named; one writable folder
+    privileges  none: a user namespace without capabilities, and no way to gain any
+    terminal    none: a session of its own, and a pipe whose lines are sanitised before they are shown
     limits      of time, memory, files and processes
 
-`unshare`, `setpriv` and `mount` of util-linux do the work. Whether they may is asked before anything runs.
+`unshare`, `setpriv` and `mount` of util-linux do the work. A probe tries them before anything runs.
 """
 
 import os
@@ -26,14 +26,15 @@ from typing import IO, TextIO
 from speedrun.ground import children, console
 from speedrun.ground.errors import EXIT_CODES, SpeedrunError, UsageError
 
-#: What every program needs to be loaded. Of /etc only this: no names, no keys.
+#: What every program needs to load. Nothing else of /etc: it holds names and keys.
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _UNSHARE = ("unshare", "--user", "--map-root-user", "--mount", "--net", "--pid", "--ipc", "--uts", "--fork")
 _UNPRIVILEGED = ("setpriv", "--no-new-privs", "--bounding-set=-all", "--inh-caps=-all", "--ambient-caps=-all")
 
-#: Makes the root and enters it. Arguments: the root, the limit of memory in KiB or "unlimited", `ro:PATH`, `rw:PATH`
-#: and `ln:PATH:TARGET`, `--`, the command. The shell stays: it is the first process, whose signals nothing handles.
+#: Makes the root and enters it. Arguments: the root, the memory limit in KiB or "unlimited", `ro:PATH`, `rw:PATH` and
+#: `ln:PATH:TARGET`, `--`, the command. The shell stays as the first process of the namespace, since the kernel drops
+#: signals that the first process does not handle.
 _SCRIPT = r"""
 set -eu
 PATH=${PATH:-/usr/bin:/bin}:/usr/sbin:/sbin
@@ -81,7 +82,7 @@ chroot "$root" "$@" || code=$?
 exit "$code"
 """
 
-#: Runs inside, and names what does not hold.
+#: Runs inside, and names each protection that does not hold.
 _PROBE = r"""
 import os, socket
 lost = []
@@ -98,25 +99,25 @@ print(";".join(["asked", *lost]))
 """
 
 _PROBE_S = 60.0
-_LAST_WORDS_S = 10.0  #: to show what it wrote before it ended; a child that it left may hold the pipe
-_LONGEST_LINE, _MOST_LINES = 4096, 10_000  #: of its output: bytes, and how many are shown
-_SHELL = 128  #: what a shell adds to the signal that ended a program
-_MOST_BYTES = 32 << 30  #: of address space; more where the machine has more
+_LAST_WORDS_S = 10.0  #: to show its last output; a child that outlives it may keep the pipe open
+_LONGEST_LINE, _MOST_LINES = 4096, 10_000  #: of its output: bytes, and number shown
+_SHELL = 128  #: a shell adds this to the signal that ended a program
+_MOST_BYTES = 32 << 30  #: of address space; more if the machine has more
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a process may use."""
+    """Limits of a process."""
 
     wall_s: float
-    gpu: bool = False  #: whether it gets the GPUs; their driver maps more memory than there is, so that is not limited
+    gpu: bool = False  #: gets the GPUs, and no memory limit: their driver maps more memory than there is
 
 
 @cache
 def problem() -> str | None:
-    """Why this machine cannot keep a stranger's process apart, or None. Asked by trying."""
+    """Return why this machine cannot sandbox a process, or None. Runs a probe."""
     if not sys.platform.startswith("linux"):
-        return "namespaces are Linux's"
+        return "namespaces need Linux"
     with tempfile.TemporaryDirectory(prefix="speedrun-probe-") as scratch, ExitStack() as stack:
         argv = _argv(stack, [sys.executable, "-I", "-c", _PROBE], Path(scratch), (), Limits(_PROBE_S))
         try:
@@ -128,17 +129,17 @@ def problem() -> str | None:
     asked, *lost = done.stdout.strip().split(";")
     if done.returncode or asked != "asked":
         return (done.stderr.strip().splitlines() or ["unshare said nothing"])[-1]
-    return f"cannot be had: {', '.join(lost)}" if lost else None
+    return f"not available: {', '.join(lost)}" if lost else None
 
 
 def protections(*, unsafe: bool) -> str:
-    """One line on what holds, to be printed before anything runs.
+    """Return one line on the protections in force, to print before anything runs.
 
     Args:
-        unsafe: whether the user asked to go on without.
+        unsafe: whether the user accepts none.
 
     Raises:
-        UsageError: if something essential cannot be had and the user did not ask for that.
+        UsageError: if there is no sandbox and the user did not accept that.
     """
     why = problem()
     if why is None:
@@ -156,10 +157,10 @@ def protections(*, unsafe: bool) -> str:
 
 
 class _Group(subprocess.Popen[bytes]):
-    """A child whose signals reach what it started."""
+    """A child whose signals reach all that it started."""
 
     def send_signal(self, sig: int) -> None:
-        """To the whole group."""
+        """Signal the whole process group."""
         if self.poll() is None:
             os.killpg(self.pid, sig)
 
@@ -174,27 +175,27 @@ def run(
     limits: Limits,
     unsafe: bool,
 ) -> int:
-    """Runs a command, apart where this machine can; its exit code.
+    """Run a command in the sandbox and return its exit code.
 
     Args:
         argv: the command.
-        scratch: its working folder, home, and the only place where it can write.
-        readable: what else it can read, besides the system's libraries and this Python.
-        environment: all of it.
-        stdout: where its output goes, line by line, as text that is safe on a terminal.
-        limits: what it may use.
-        unsafe: run it without a world of its own where that cannot be had.
+        scratch: its working folder and home, and the only folder that it can write to.
+        readable: what it can read besides the system's libraries and this Python.
+        environment: the whole environment.
+        stdout: where its output goes, line by line and sanitised.
+        limits: of time and memory.
+        unsafe: run it without a sandbox if there is none.
 
     Raises:
         UsageError: as `protections`.
-        SpeedrunError: if it takes too long.
+        SpeedrunError: if it exceeds its time limit.
     """
     protections(unsafe=unsafe)
     env = {**environment, "HOME": str(scratch), "TMPDIR": str(scratch)}
     with ExitStack() as stack:
         if problem() is None:
             argv = _argv(stack, argv, scratch, readable, limits)
-        # In our session, and with our terminal at hand, it could type on it.
+        # In our session it could type into our terminal.
         child = _Group(
             argv, cwd=scratch, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, start_new_session=True,
@@ -215,18 +216,18 @@ def run(
 
 
 def _relay(pipe: IO[bytes], reader: console.Printer) -> None:
-    """Shows a stranger's lines, and reads on when there are too many: it must not wait for us."""
+    """Show the output, and read on past the limit: the child must not block on a full pipe."""
     with pipe:
         for number, raw in enumerate(iter(partial(pipe.readline, _LONGEST_LINE), b"")):
             if number < _MOST_LINES:
                 with suppress(OSError):
-                    reader.say(raw.decode(errors="replace").rstrip("\n"))
+                    reader.relay(raw.decode(errors="replace").rstrip("\n"))
 
 
 def _argv(
     stack: ExitStack, argv: Sequence[str], scratch: Path, readable: Iterable[Path], limits: Limits
 ) -> list[str]:
-    """The command, with what makes its world before it."""
+    """Return the command with the one that makes its sandbox before it."""
     root = stack.enter_context(tempfile.TemporaryDirectory(prefix="speedrun-root-"))
     memory = "unlimited" if limits.gpu else str(max(_MOST_BYTES, _memory_bytes()) // 1024)
     seen = [Path(sys.prefix), Path(sys.base_prefix), *(path.absolute() for path in readable)]
@@ -234,7 +235,7 @@ def _argv(
         seen += [Path("/sys")]
     words = [_mount("ro", Path(path)) for path in _SYSTEM if Path(path).exists()]
     words += [_mount("ro", path) for path in sorted(set(seen), key=lambda path: len(path.parts))]
-    # A device that is mounted read-only can be written to; only its mode cannot be changed.
+    # A device mounted read-only can still be written; only its mode cannot be changed.
     words += [f"ro:{path}" for path in (*_DEVICES, *(_gpus() if limits.gpu else ()))]
     words += [f"rw:{scratch.absolute()}"]
     at = ("env", f"--chdir={scratch.absolute()}")

@@ -129,13 +129,18 @@ class Layout:
         return {
             **dict.fromkeys(self.banks, "matrix"),
             **{name: self.table[name].group for name in self.tables},
-            SCALARS: "scalar",
+            **dict.fromkeys(self._vector, "scalar"),
         }
 
     @property
     def specs(self) -> dict[str, P]:
         """How each packed array is divided."""
-        return {**dict.fromkeys([*self.banks, *self.tables], P(DATA)), SCALARS: P()}
+        return {**dict.fromkeys([*self.banks, *self.tables], P(DATA)), **dict.fromkeys(self._vector, P())}
+
+    @property
+    def _vector(self) -> tuple[str, ...]:
+        """The replicated vector, if the table declares scalars."""
+        return (SCALARS,) if self.scalars else ()
 
     def per_matrix(self, number: Callable[[int, int], float]) -> dict[str, np.ndarray]:
         """`number(rows, cols)` for each matrix as declared: f32[K] by bank, 1 for the padding."""
@@ -152,7 +157,8 @@ class Layout:
             packed[name] = _pad_rows(jnp.stack(wide))
         for name in self.tables:
             packed[name] = _pad_rows(params[name])
-        packed[SCALARS] = jnp.concatenate([params[name].reshape(-1) for name in self.scalars])
+        for vector in self._vector:
+            packed[vector] = jnp.concatenate([params[name].reshape(-1) for name in self.scalars])
         return packed
 
     def unpack(self, packed: Params) -> Params:

@@ -13,7 +13,7 @@ import msgspec
 from speedrun.data import overview
 from speedrun.ground.console import duration, quantity
 from speedrun.ground.track import Track
-from speedrun.ledger import format
+from speedrun.ledger import format, runfile
 from speedrun.predict.plan import Plan
 from speedrun.science.recipe import Recipe
 
@@ -95,7 +95,7 @@ def _of_records(track: Track, recipe: Recipe, records: Path, plan: Plan | None) 
         try:
             summary = format.decode(path.read_bytes(), format.Summary)
             manifest = format.decode((path.parent / "manifest.json").read_bytes(), format.Manifest)
-        except (OSError, format.FormatError):
+        except (OSError, runfile.FormatError):
             continue  # the validator tells what is wrong with it
         train_s, wall_s = summary.train_time_s_mean, summary.cold_wall_s_mean
         kind, num_devices = manifest.hardware.device_kind, manifest.hardware.num_devices

@@ -16,7 +16,7 @@ from speedrun.ground.clock import now
 from speedrun.ground.errors import UsageError, unknown
 from speedrun.ground.output import told
 from speedrun.ground.wholefile import make_folder
-from speedrun.ledger import format
+from speedrun.ledger import format, runfile
 from speedrun.science import recipes
 from speedrun.science.recipe import Recipe
 from speedrun.study import features
@@ -95,7 +95,7 @@ def _arm(draft: _Draft, ready: Ready) -> Arm:
         recipe=draft.recipe,
         overrides=ready.config.overrides,
         against=draft.against,
-        config_sha256=format.config_sha256(ready.described),
+        config_sha256=runfile.config_sha256(ready.described),
         source_sha256=ready.source_sha256,
     )
 

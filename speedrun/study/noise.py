@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from speedrun.exchange.context import ContextRun, is_telling
+from speedrun.exchange.context import ContextRun, can_identify
 from speedrun.ledger.statistics import pooled_sd
 
 
@@ -55,7 +55,7 @@ def distinct(runs: Iterable[ContextRun]) -> list[ContextRun]:
     """Runs with an end that is a number, each once: a log that lies in two folders is one run."""
     found, seen = [], set()
     for run in runs:
-        if run.final_loss is None or (is_telling(run.validations) and run.validations in seen):
+        if run.final_loss is None or (can_identify(run.validations) and run.validations in seen):
             continue
         seen.add(run.validations)
         found.append(run)

@@ -16,9 +16,10 @@ import msgspec
 
 from speedrun.ground.errors import UsageError
 from speedrun.ledger.batch import seeds_from
-from speedrun.ledger.format import FormatError, TrackRef, sha256
-from speedrun.ledger.record import read_files, run_folders
+from speedrun.ledger.format import TrackRef
+from speedrun.ledger.record import read_files, render_logs, run_folders
 from speedrun.ledger.run import Run, read_run
+from speedrun.ledger.runfile import FormatError, sha256
 
 EXPERIMENT = "experiment.json"
 EXPERIMENT_SCHEMA = "speedrun.experiment/1"
@@ -166,6 +167,7 @@ def _attempts(folder: Path, experiment: Experiment, trial: Trial) -> list[Path]:
 
 def _ended(attempt: Path) -> Run | None:
     """The run of a folder, if it came to its end; one that was killed cannot even be read."""
+    render_logs(attempt)
     raw, _ = read_files(attempt)
     for name in run_folders(raw):
         try:

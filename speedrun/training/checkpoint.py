@@ -126,9 +126,7 @@ def _leave_telling_to_us() -> None:
 
 
 @contextmanager
-def opened(
-    folder: Path, run: bytes, *, every: int, keep: int, say: Callable[[str], None]
-) -> Iterator["Checkpoints"]:
+def opened(folder: Path, run: bytes, *, every: int, keep: int) -> Iterator["Checkpoints"]:
     """The checkpoints of a run, which no other run writes inside the block; at its end all are durable.
 
     Of several processes, each writes its part; the first one holds the lock and keeps the folder in order.
@@ -138,7 +136,6 @@ def opened(
         run: the text of `run.json`, for whoever goes on.
         every: steps from one checkpoint to the next.
         keep: how many, the newest ones; 0: all.
-        say: is told of what had to be cleaned up, or could not be used.
 
     Raises:
         CheckpointError: if another process writes there, or a checkpoint could not be written.
@@ -148,11 +145,10 @@ def opened(
         if processes.is_first():
             held.enter_context(lock.alone_in(folder, refuse=CheckpointError))
             for left in folder.glob("*.orbax-checkpoint-tmp*"):
-                shutil.rmtree(left)
-                say(f"{left.name} was being written when its run ended; removed")
+                shutil.rmtree(left)  # its run ended while it was being written
             write_whole(folder / RUN, msgspec.json.encode(sealed(run)))
         processes.barrier()
-        checkpoints = Checkpoints(folder, every, keep, say)
+        checkpoints = Checkpoints(folder, every, keep)
         try:
             yield checkpoints
         finally:
@@ -162,11 +158,11 @@ def opened(
 class Checkpoints:
     """A folder of checkpoints, open for writing. `opened` makes it."""
 
-    def __init__(self, folder: Path, every: int, keep: int, say: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, every: int, keep: int) -> None:
         # Some seconds, and the libraries of several clouds: only runs that keep checkpoints pay for it.
         import orbax.checkpoint as ocp
 
-        self._ocp, self._folder, self._every, self._say = ocp, folder, every, say
+        self._ocp, self._folder, self._every = ocp, folder, every
         self.newest: int | None = None  #: that this process wrote or restored
         options = ocp.CheckpointManagerOptions(max_to_keep=keep or None)
         # orbax takes absolute paths only.
@@ -213,12 +209,13 @@ class Checkpoints:
         faults.point("saving")
         self.newest = facts.step
 
-    def restore(self, program: Program, config_sha256: str) -> Restored:
-        """The newest checkpoint that is whole. Newer ones that are not are removed, each with a line.
+    def restore(self, program: Program, config_sha256: str, say: Callable[[str], None]) -> Restored:
+        """The newest checkpoint that is whole. Newer ones that are not are removed.
 
         Args:
             program: the recipe on the devices on which the state shall lie.
             config_sha256: the run's, as in `Facts`.
+            say: receives a line for each checkpoint that is removed.
 
         Raises:
             CheckpointError: if there is none, or it is of another model or run.
@@ -227,7 +224,7 @@ class Checkpoints:
             try:
                 return self._restore(step, program, config_sha256)
             except _Damaged as damage:
-                self._say(f"checkpoint {step} is damaged ({damage}); removed, the one before it is tried")
+                say(f"checkpoint {step} is damaged ({damage}); removed, the one before it is tried")
                 self._manager.delete(step)
         raise CheckpointError(
             f"{self._folder}: no whole checkpoint; need one to go on from; start the run again, in a new folder"

@@ -48,7 +48,11 @@ def go_on(trainer: Trainer) -> None:
         if run_id := latest(out):
             trainer.log.emit(runlog.Resume(run_id, 0, state_hash(trainer.state), 0.0, 0, stream.START))
         return
-    trainer.state, old = checkpoints.restore(ready.program, runfile.config_sha256(ready.described))
+    trainer.state, old = checkpoints.restore(
+        ready.program,
+        runfile.config_sha256(ready.described),
+        say=lambda text: trainer.log.emit(runlog.Warning(text)),
+    )
     trainer.place = Place(old.step, stream.Cursor(*old.cursor))
     trainer.clock.resume_at(old.train_time_s)
     trainer.tally.tokens_seen = old.tokens_seen

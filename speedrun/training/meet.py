@@ -284,13 +284,16 @@ def _main(words: list[str]) -> None:
     found = parser.parse_args(words)
     group = asked(found.coordinator, found.processes, found.process, found.heartbeat, found.meet_within)
     with joined(group):
-        from speedrun.ground import console
+        from speedrun.data import generated
+        from speedrun.ground import console, track
         from speedrun.training.prepare import RunConfig, decoded
         from speedrun.training.train import train
 
         raw = found.config.read_bytes()
         config = decoded(raw, RunConfig)
-        train(config, console.Printer(sys.stdout) if processes.is_first() else None)
+        printer = console.Printer(sys.stdout) if processes.is_first() else None
+        generated.ensure(track.load(config.track), config.data, printer.say if printer else lambda _: None)
+        train(config, printer)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@ import jax
 import msgspec
 import numpy as np
 
-from speedrun.data import inventory, stream, synthetic
-from speedrun.ground import console, processes, provenance
+from speedrun.data import inventory, stream
 from speedrun.ground import mesh as meshes
+from speedrun.ground import processes, provenance
 from speedrun.ground import track as tracks
 from speedrun.ground.errors import UsageError
 from speedrun.ledger import runfile
@@ -117,12 +117,8 @@ class Ready:
         return msgspec.json.encode(Begun(config, recipe, self.program.num_devices), enc_hook=str)
 
 
-def prepare(config: RunConfig, reader: console.Printer | None = None) -> Ready:
-    """Checks everything that can be wrong with a run before its folder is made; makes synthetic data if missing.
-
-    Args:
-        config: what to run.
-        reader: is told of data that was made.
+def prepare(config: RunConfig) -> Ready:
+    """Checks everything that can be wrong with a run before its folder is made.
 
     Raises:
         UsageError: unknown track, recipe or setting; device count; too little memory; output folder.
@@ -138,8 +134,6 @@ def prepare(config: RunConfig, reader: console.Printer | None = None) -> Ready:
     program = Program(recipe, mesh, config.microbatches or max(SHARDS, num_devices), config.attention)
     footprint.require(program, footprint.most_bytes(program))
     folder = inventory.data_folder(track, config.data)
-    if config.data is None and (made := synthetic.ensure(track, folder)) and reader is not None:
-        reader.say(_made(made, folder))
     opened = inventory.open_track(folder, track.data)
     _check_ids(recipe, track)
     stream.require_steps(opened.train, [s.batch_tokens for s in recipe.stages for _ in range(s.num_steps)])
@@ -147,7 +141,7 @@ def prepare(config: RunConfig, reader: console.Printer | None = None) -> Ready:
         opened.val[0], track.data.val_tokens, recipe.eval_sequences, recipe.eval_seq_len
     )
     source = provenance.closure(
-        [f"speedrun.science.recipes.{config.recipe or track.recipe}", "speedrun.training.train"],
+        [f"speedrun.science.recipes.{recipe.name}", "speedrun.training.train"],
         [tracks.TRACKS_DIR / f"{track.name}.toml"],
     )
     _check_source(config, source)
@@ -163,12 +157,6 @@ def _check_source(config: RunConfig, source: str) -> None:
             f"the source changed since {config.out} was begun; restore it ('diff' with {config.out}/source.txt "
             "shows where), or begin anew in another folder"
         )
-
-
-def _made(made: inventory.Manifest, folder: Path) -> str:
-    tokens = sum(shard.tokens for shard in made.shards.values())
-    size = console.memory(sum((folder / name).stat().st_size for name in made.shards))
-    return f"made  {len(made.shards)} synthetic shards in {folder}: {tokens:,} tokens, {size}"
 
 
 def _check_out(config: RunConfig) -> None:

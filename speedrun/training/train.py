@@ -1,6 +1,6 @@
 """One run of one recipe on one track, from its first line in the log to its last. The loop itself is `loop`.
 
-    python -m speedrun.training.train CONFIG.json      what `speedrun replay` calls on an unpacked `source.txt`
+    python -m speedrun.training.train CONFIG.json      prints the log; `speedrun replay` runs this on an unpacked record
 
 Everything that can be refused is refused; then the folder is made; then `loop.run`; and however that ends, what
 was found out is written down.
@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from speedrun.data import stream
-from speedrun.ground import console, faults, lock, processes, provenance, runlog, signals
+from speedrun.ground import faults, lock, processes, provenance, runlog, signals
 from speedrun.ground import mesh as meshes
 from speedrun.ground import track as tracks
 from speedrun.ground.clock import now
@@ -28,12 +28,12 @@ from speedrun.training.prepare import Ready, RunConfig, decoded, prepare
 from speedrun.training.trainer import Trainer
 
 
-def train(config: RunConfig, reader: console.Printer | None = None) -> runfile.RunFile:
+def train(config: RunConfig, reader: runlog.Reader | None = None) -> runfile.RunFile:
     """Trains once and writes `source.txt` and `runs/<run id>/` into the record folder.
 
     Args:
         config: what to run.
-        reader: the console; is told every event, and of data that had to be made.
+        reader: receives every line of the log, for a console.
 
     Returns:
         The facts of the run, as in its `run.json`.
@@ -41,28 +41,25 @@ def train(config: RunConfig, reader: console.Printer | None = None) -> runfile.R
     Raises:
         SpeedrunError: with no folder made, if `prepare` refuses; with an ended log, if the run breaks off.
     """
-    ready = processes.agreed(lambda: prepare(config, reader), lambda ready: ready.facts)
+    ready = processes.agreed(lambda: prepare(config), lambda ready: ready.facts)
     alone = lock.alone_with(config.out) if processes.is_first() else nullcontext()
-    with alone, _checkpoints(ready, reader) as checkpoints:
+    with alone, _checkpoints(ready) as checkpoints:
         return _logged(ready, checkpoints, reader)
 
 
 @contextmanager
-def _checkpoints(ready: Ready, reader: console.Printer | None) -> Iterator[Checkpoints | None]:
+def _checkpoints(ready: Ready) -> Iterator[Checkpoints | None]:
     """The folder of checkpoints, if some are wanted."""
     config = ready.config
     if not config.checkpoint_every:
         yield None
         return
-    say = reader.say if reader is not None else lambda _: None
-    every, keep = config.checkpoint_every, config.keep_checkpoints
-    with checkpoint.opened(
-        checkpoint.folder_of(config.out), ready.begun, every=every, keep=keep, say=say
-    ) as kept:
+    folder, every, keep = checkpoint.folder_of(config.out), config.checkpoint_every, config.keep_checkpoints
+    with checkpoint.opened(folder, ready.begun, every=every, keep=keep) as kept:
         yield kept
 
 
-def _logged(ready: Ready, checkpoints: Checkpoints | None, reader: console.Printer | None) -> runfile.RunFile:
+def _logged(ready: Ready, checkpoints: Checkpoints | None, reader: runlog.Reader | None) -> runfile.RunFile:
     """A run from its first line to its last."""
     config, started = ready.config, now()
     nonce = hashlib.sha256(f"{started}".encode()).hexdigest()[:4]
@@ -92,8 +89,6 @@ def _logged(ready: Ready, checkpoints: Checkpoints | None, reader: console.Print
             if path is not None:
                 write_whole(run_dir / "run.json", runfile.encode(facts))
             log.emit(run_end(trainer, outcome))  # the result: all else that it needs is on disk
-            if path is not None:
-                write_whole(run_dir / "log.txt", console.render(runlog.read(path)).encode())
     return facts
 
 
@@ -167,4 +162,4 @@ def _announce(trainer: Trainer) -> None:
 if __name__ == "__main__":
     with told():
         raw = Path(sys.argv[1]).read_bytes()
-        train(decoded(raw, RunConfig), console.Printer(sys.stdout))
+        train(decoded(raw, RunConfig), lambda line: print(line.encode().decode(), flush=True))  # noqa: T201

@@ -1,61 +1,13 @@
-"""All checks of a record, in the order they are shown. An id is never used again for another rule."""
+"""All checks of a record, by id. An id is never used again for another rule."""
 
-from speedrun.ledger.checks import batches, claims, environment, files, source
-from speedrun.ledger.checks import timing as clock
-from speedrun.ledger.checks import tokens as data
+from speedrun.ledger.checks import batches, claims, environment, files, source, timing, tokens
 from speedrun.ledger.checks.table import Check
 
-CHECKS: tuple[Check, ...] = (
-    files.schema,
-    files.chain,
-    files.hashes,
-    files.derived,
-    files.config,
-    files.known_track,
-    files.one_story,
-    files.plain_files,
-    files.reproduced,
-    data.shard_hashes,
-    data.shard_order,
-    data.no_leak,
-    data.token_count,
-    data.val_tokens,
-    data.shard_sizes,
-    data.read_once,
-    clock.monotonic,
-    clock.clock_total,
-    clock.wall_time,
-    clock.pauses,
-    clock.val_time,
-    clock.no_compile,
-    clock.warm_up,
-    clock.untimed,
-    clock.throughput,
-    clock.outliers,
-    clock.sums,
-    claims.enough_runs,
-    batches.proves,
-    batches.all_there,
-    batches.distinct,
-    batches.one_end,
-    batches.declared_before,
-    batches.scatter,
-    batches.nowhere_else,
-    claims.no_wonder,
-    claims.possible,
-    claims.stated,
-    claims.in_one_piece,
-    environment.xla_flags,
-    environment.variables,
-    environment.packages,
-    claims.hardware,
-    environment.throttling,
-    environment.committed,
-    environment.health,
-    source.whole,
-    source.reach,
-    source.harness,
-    source.no_weights,
-    source.state,
-    source.parameters,
+_MODULES = (batches, claims, environment, files, source, timing, tokens)
+
+CHECKS: tuple[Check, ...] = tuple(
+    sorted(
+        (one for module in _MODULES for one in vars(module).values() if isinstance(one, Check)),
+        key=lambda one: one.id,
+    )
 )

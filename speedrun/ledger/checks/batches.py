@@ -6,7 +6,7 @@ from math import isfinite
 from statistics import stdev
 
 from speedrun.ground import runlog
-from speedrun.ledger import format
+from speedrun.ledger import format, runfile
 from speedrun.ledger.batch import allowed_to_break_off, completed, looks, seeds_from, standing
 from speedrun.ledger.checks.table import Skip, check
 from speedrun.ledger.neighbours import fingerprint, runs_beside
@@ -146,44 +146,44 @@ def declared_before(record: Record) -> Iterator[str]:
     declared = record.declaration
     if declared is None:
         if len(begun := unfollowed(record.runs)) > 1:
-            yield f"{len(begun)} runs, and no {format.BATCH} that declared them"
+            yield f"{len(begun)} runs, and no {runfile.BATCH} that declared them"
         yield from (
             f"{run.folder}: names a batch that is not here" for run in record.runs if run.start.batch_sha256
         )
         return
-    sha256 = format.sha256(record.raw[format.BATCH])
+    sha256 = runfile.sha256(record.raw[runfile.BATCH])
     for run in record.runs:
         if run.start.batch_sha256 != sha256:
-            yield f"{run.folder}: was not started by this {format.BATCH}"
+            yield f"{run.folder}: was not started by this {runfile.BATCH}"
         if run.begun < datetime.fromisoformat(declared.created_utc):
             yield f"{run.folder}: began {run.lines[0].t_utc}, before the declaration of {declared.created_utc}"
     first = record.runs[0].file  # that all runs agree, other checks see to
     rules = format.TrackRef(first.track, first.track_sha256)
-    recipe = format.Recipe(first.recipe, first.recipe_revision, first.overrides)
+    recipe = runfile.Recipe(first.recipe, first.recipe_revision, first.overrides)
     said = declared.track, declared.recipe, declared.config_sha256, declared.source_sha256
     if said != (rules, recipe, first.config_sha256, first.source_sha256):
-        yield f"{format.BATCH}: another track, recipe, config or source was declared than ran"
+        yield f"{runfile.BATCH}: another track, recipe, config or source was declared than ran"
     config = record.runs[0].start.config
     split = config.get("num_devices"), config.get("microbatches"), config.get("attention")
     if split != (declared.num_devices, declared.microbatches, declared.attention):
-        yield f"{format.BATCH}: other devices, parts of a batch or kernels were declared than ran"
+        yield f"{runfile.BATCH}: other devices, parts of a batch or kernels were declared than ran"
     if len(set(declared.seeds)) < len(declared.seeds):
-        yield f"{format.BATCH}: a seed stands there twice, and would count twice"
+        yield f"{runfile.BATCH}: a seed stands there twice, and would count twice"
     follow = seeds_from(declared.source_sha256, declared.config_sha256, len(declared.seeds))
     if not declared.seeds_chosen and declared.seeds != follow:
-        yield f"{format.BATCH}: its seeds do not follow from source and config, as it says"
+        yield f"{runfile.BATCH}: its seeds do not follow from source and config, as it says"
     some = seeds_from(declared.source_sha256, declared.config_sha256, _MOST_DERIVED)
     if declared.seeds_chosen and declared.seeds != follow and (derived := set(declared.seeds) & set(some)):
-        yield f"{format.BATCH}: {len(derived)} of its chosen seeds follow from source and config: others were left out"
+        yield f"{runfile.BATCH}: {len(derived)} of its chosen seeds follow from source and config: others were left out"
     counts = [look.num_runs for look in declared.looks]
     fit = 0 < len(counts) <= 2 and counts == sorted({*counts}) and counts[-1] == len(declared.seeds)
     if not fit or counts[0] < 1:
-        yield f"{format.BATCH}: looks after {counts} runs do not fit {len(declared.seeds)} seeds"
+        yield f"{runfile.BATCH}: looks after {counts} runs do not fit {len(declared.seeds)} seeds"
         return
     due = looks(counts[0], counts[1] if len(counts) > 1 else None, record.rules.target.sigma)
     if declared.looks != due:
         levels = ", ".join(f"{look.alpha:g}" for look in due)
-        yield f"{format.BATCH}: its looks test at another level than the rule's, which is {levels}"
+        yield f"{runfile.BATCH}: its looks test at another level than the rule's, which is {levels}"
 
 
 @check(

@@ -9,10 +9,10 @@ equal bits are proof, and other losses may differ by `tolerance`, which grows wi
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 from speedrun.ground import runlog
-from speedrun.ledger.checks.table import Check, Severity, Skip
+from speedrun.ledger.checks.table import Check, Skip, Texts, problems_of
 from speedrun.ledger.findings import Findings
 from speedrun.ledger.record import Record
 from speedrun.ledger.run import Run, loss_of
@@ -48,21 +48,8 @@ class ReplayCheck:
     find: Find
 
     def of(self, examined: Sequence[Examined]) -> Check:
-        """The check, with the findings at hand."""
-
-        def find(_record: Record) -> Iterator[str]:
-            skipped, problems = [], 0
-            for run, findings in examined:
-                try:
-                    for problem in self.find(run, findings):
-                        problems += 1
-                        yield f"{run.folder}: {problem}"
-                except Skip as skip:
-                    skipped.append(Skip(f"{run.folder}: {skip}"))
-            if skipped and not problems:
-                raise skipped[0]
-
-        return dataclasses.replace(self.check, find=find)
+        """Return the check with the findings bound."""
+        return dataclasses.replace(self.check, find=lambda _record: problems_of(examined, self.find))
 
 
 def tolerance(run: Run, start: int, num_steps: int) -> float:
@@ -79,15 +66,13 @@ def tolerance(run: Run, start: int, num_steps: int) -> float:
     return first.get(str(dtype), first["bfloat16"]) * (1 + num_steps**_GROWTH)
 
 
-def _unasked(_record: Record) -> Iterator[str]:
-    raise Skip("asked with --replay only")
+def _not_replayed(_record: Record) -> Iterator[str]:
+    raise Skip("needs --replay")
 
 
-def check_findings(
-    id: str, title: str, *, why: str, hint: str, severity: Severity = "error"
-) -> Callable[[Find], ReplayCheck]:
-    """Makes a check of a function from a run and its findings to problems."""
-    return lambda find: ReplayCheck(Check(id, title, why, hint, ("runs",), severity, _unasked), find)
+def check_findings(id: str, title: str, **texts: Unpack[Texts]) -> Callable[[Find], ReplayCheck]:
+    """Decorate a function from a run and its findings to problems."""
+    return lambda find: ReplayCheck(Check(id=id, title=title, find=_not_replayed, **texts), find)
 
 
 @check_findings(

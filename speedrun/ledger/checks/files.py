@@ -7,7 +7,7 @@ from datetime import datetime
 import msgspec
 
 from speedrun.ground import console, runlog
-from speedrun.ledger import format
+from speedrun.ledger import format, runfile
 from speedrun.ledger.assemble import (
     derive_files,
     derive_manifest,
@@ -73,7 +73,7 @@ def hashes(record: Record) -> Iterator[str]:
     assert manifest is not None
     try:
         source = derive_source(record.raw)
-    except format.FormatError as error:
+    except runfile.FormatError as error:
         yield str(error)
         return
     yield from _differences("manifest.json: source", manifest.source, source)
@@ -119,9 +119,9 @@ def config(record: Record) -> Iterator[str]:
     """The resolved config stands in the log; its digest in the log and in run.json."""
     for run in record.runs:
         stated = {run.start.config_sha256, run.file.config_sha256}
-        if stated != {format.config_sha256(run.start.config)}:
+        if stated != {runfile.config_sha256(run.start.config)}:
             yield f"{run.folder}: config_sha256 is not the hash of the config in the log"
-    if len({format.config_sha256(run.start.config) for run in record.runs}) > 1:
+    if len({runfile.config_sha256(run.start.config) for run in record.runs}) > 1:
         yield "the runs have different configs"
 
 

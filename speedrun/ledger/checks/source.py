@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from math import prod
 
 from speedrun.ground import provenance, runlog
-from speedrun.ledger import format, history
+from speedrun.ledger import history, runfile
 from speedrun.ledger.checks.environment import LOCK
 from speedrun.ledger.checks.table import Skip, check, check_run
 from speedrun.ledger.code import MOST_BYTES, SCIENCE, Code, is_science, read
@@ -90,7 +90,7 @@ def whole(record: Record) -> Iterator[str]:
         if (
             text is not None
             and record.track is not None
-            and format.sha256(text.encode()) != run.start.track_sha256
+            and runfile.sha256(text.encode()) != run.start.track_sha256
         ):
             yield f"{run.folder}: {tracks} is not the track that it ran under"
     yield from (f"{path} is of another layout than the entry" for path in _of_another_layout(files))
@@ -164,7 +164,7 @@ def _is_reviewed(path: str, text: str) -> bool:
     raw = text.encode(errors="replace")
     if path not in _REVIEWED:
         return False
-    return format.sha256(raw)[:16] in _REVIEWED[path] or history.files_here([path]).get(path) == raw
+    return runfile.sha256(raw)[:16] in _REVIEWED[path] or history.files_here([path]).get(path) == raw
 
 
 def _is_ours(name: str, modules: dict[str, Code], attribute: str, given: set[str]) -> bool:

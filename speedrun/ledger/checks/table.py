@@ -1,8 +1,8 @@
-"""What a check is."""
+"""The types of a check, and the decorators that make one of a function."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NotRequired, TypedDict, TypeVar, Unpack
 
 from speedrun.ledger.record import Record
 from speedrun.ledger.run import Run
@@ -12,62 +12,73 @@ Need = Literal["runs", "manifest", "summary", "source", "track"]
 
 
 class Skip(Exception):
-    """Raised by a check that has nothing to say about this record; carries the reason."""
+    """Raised by a check that does not apply to this record; carries the reason."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Check:
     """One rule of a record, with an id that never changes."""
 
     id: str
-    title: str  #: what is true of a good record
-    why: str  #: it matters
-    hint: str  #: what to do if it is not
-    needs: tuple[Need, ...]  #: parts of the record without which it cannot be asked
-    severity: Severity
+    title: str  #: what holds for a good record
+    why: str  #: why it matters
+    hint: str  #: what to do if it does not hold
+    needs: tuple[Need, ...] = ("runs",)  #: parts of the record that must be readable
+    severity: Severity = "error"
     find: Callable[[Record], Iterable[str]]  #: one line for each problem
 
 
+class Texts(TypedDict):
+    """What describes a check, beside its id and title."""
+
+    why: str
+    hint: str
+    needs: NotRequired[tuple[Need, ...]]
+    severity: NotRequired[Severity]
+
+
 def check(
-    id: str,
-    title: str,
-    *,
-    why: str,
-    hint: str,
-    needs: tuple[Need, ...] = ("runs",),
-    severity: Severity = "error",
+    id: str, title: str, **texts: Unpack[Texts]
 ) -> Callable[[Callable[[Record], Iterable[str]]], Check]:
-    """Makes a check of a function from a record to its problems."""
-    return lambda find: Check(id, title, why, hint, needs, severity, find)
+    """Decorate a function from a record to its problems."""
+    return lambda find: Check(id=id, title=title, find=find, **texts)
 
 
 def check_run(
-    id: str,
-    title: str,
-    *,
-    why: str,
-    hint: str,
-    needs: tuple[Need, ...] = ("runs",),
-    severity: Severity = "error",
+    id: str, title: str, **texts: Unpack[Texts]
 ) -> Callable[[Callable[[Run, Record], Iterable[str]]], Check]:
-    """Makes a check of a function that looks at one finished run (the record is there for its rules)."""
+    """Decorate a function from one finished run and its record to the problems of that run."""
 
     def decorate(find: Callable[[Run, Record], Iterable[str]]) -> Check:
         def find_all(record: Record) -> Iterator[str]:
             if not record.finished:
                 raise Skip("no run finished")
-            skipped: list[Skip] = []
-            found = False
-            for run in record.finished:
-                try:
-                    for problem in find(run, record):
-                        found = True
-                        yield f"{run.folder}: {problem}"
-                except Skip as skip:  # of one run; another may have a problem
-                    skipped.append(Skip(f"{run.folder}: {skip}"))
-            if skipped and not found:
-                raise skipped[0]
+            yield from problems_of(((run, record) for run in record.finished), find)
 
-        return Check(id, title, why, hint, needs, severity, find_all)
+        return Check(id=id, title=title, find=find_all, **texts)
 
     return decorate
+
+
+_Facts = TypeVar("_Facts")
+
+
+def problems_of(
+    runs: Iterable[tuple[Run, _Facts]], find: Callable[[Run, _Facts], Iterable[str]]
+) -> Iterator[str]:
+    """Yield the problems of each run, after its folder's name.
+
+    Raises:
+        Skip: the first one raised, if some run was skipped and no run has a problem.
+    """
+    skipped: list[Skip] = []
+    found = False
+    for run, facts in runs:
+        try:
+            for problem in find(run, facts):
+                found = True
+                yield f"{run.folder}: {problem}"
+        except Skip as skip:
+            skipped.append(Skip(f"{run.folder}: {skip}"))
+    if skipped and not found:
+        raise skipped[0]

@@ -6,9 +6,9 @@ from itertools import pairwise
 
 from speedrun.ground import runlog
 from speedrun.ledger.checks.table import Skip, check, check_run
-from speedrun.ledger.format import ShardRange
 from speedrun.ledger.record import Record
 from speedrun.ledger.run import Run
+from speedrun.ledger.runfile import ShardRange
 
 
 @check(

@@ -1,26 +1,28 @@
-"""The recipes, oldest first. Names only: each file is imported when it is asked for."""
+"""Recipes by name, imported when needed. Folders in $SPEEDRUN_RECIPES are parts of this package."""
 
 import importlib
 from pathlib import Path
 
 from speedrun.ground.errors import UsageError, unknown
+from speedrun.ground.sourcefile import recipe_folders
 from speedrun.science.recipe import Recipe
 
 
 def names() -> list[str]:
-    """All recipes that ship with this version."""
+    """Recipes that ship with this version."""
     return sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem != "__init__")
 
 
 def load(name: str) -> Recipe:
-    """The recipe of this name.
+    """The recipe of this name, shipped or in a folder of $SPEEDRUN_RECIPES.
 
     Raises:
         UsageError: if there is none, or its file holds another one: a record names the file by its recipe.
     """
-    if name not in names():
+    __path__[1:] = map(str, recipe_folders())
+    if not name.isidentifier() or not any(Path(folder, f"{name}.py").is_file() for folder in __path__):
         raise unknown("recipe", name, names())
     recipe = getattr(importlib.import_module(f"speedrun.science.recipes.{name}"), "RECIPE", None)
     if not isinstance(recipe, Recipe) or recipe.name != name:
-        raise UsageError(f"recipes/{name}.py holds no RECIPE of name={name!r}; give it the name of its file")
+        raise UsageError(f"{name}.py holds no RECIPE of name={name!r}; give it the name of its file")
     return recipe

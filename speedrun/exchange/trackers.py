@@ -1,0 +1,165 @@
+"""A record in wandb and in TensorBoard: the numbers of its logs, and nothing about the machine it ran on.
+
+wandb adds its own version, that of Python and the platform. Both libraries are optional.
+"""
+
+import importlib
+import os
+import tempfile
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from speedrun.ground import runlog
+from speedrun.ground.errors import UsageError
+from speedrun.ground.wholefile import PARTIAL, give_name, write_whole
+from speedrun.ledger.record import Record
+from speedrun.ledger.run import loss_of
+
+_ID_LIMIT = 64  #: characters of wandb's run ids; names of run folders fit but for their length
+_INIT_TIMEOUT_S = 20.0  #: wandb's default is 90, too long to wait for a dead server
+
+#: Read by wandb when it is imported. The first stops reports of crashes to its makers.
+ENVIRONMENT = {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
+
+
+def _scalars(event: runlog.AnyEvent) -> list[tuple[int, str, float]]:
+    """Return steps done, name and value of each number in an event."""
+    match event:
+        case runlog.Val():
+            return [(event.step, "val/loss", loss_of(event))]
+        case runlog.Step():
+            done = event.step + 1
+            return [
+                (done, "train/loss", event.loss),
+                (done, "train/time_s", event.train_time_s),
+                (done, "train/tokens", float(event.tokens_seen)),
+                (done, "train/lr_scale", event.lr_scale),
+            ]
+    return []
+
+
+def _utc_s(line: runlog.Line) -> float:
+    """Return the time of a line, in seconds since 1970."""
+    return datetime.fromisoformat(line.t_utc).timestamp()
+
+
+class WandbRun:
+    """One run in wandb; called with the lines of its log in order."""
+
+    def __init__(
+        self,
+        wandb: Any,
+        start: runlog.Line,
+        *,
+        scratch: str,
+        mode: Literal["online", "offline"] = "offline",
+        project: str = "speedrun",
+        group: str | None = None,
+    ) -> None:
+        """Start it.
+
+        Args:
+            wandb: the library.
+            start: first line of the log.
+            scratch: folder for the files of wandb, which include logs full of paths and settings.
+            mode: whether to send, or to write files that `wandb sync` sends.
+            project: of wandb.
+            group: of wandb; the runs of one record share it.
+        """
+        event = start.event
+        assert isinstance(event, runlog.RunStart)
+        self.id = event.run_id[:_ID_LIMIT]
+        settings = wandb.Settings(
+            console="off",
+            disable_code=True,
+            disable_git=True,
+            disable_job_creation=True,
+            host="-",
+            init_timeout=_INIT_TIMEOUT_S,
+            program="speedrun",
+            silent=True,
+            username="-",
+            x_disable_machine_info=True,
+            x_disable_meta=True,
+            x_disable_stats=True,
+            x_disable_viewer=True,
+            x_save_requirements=False,
+            x_start_time=_utc_s(start),
+        )
+        self._run = wandb.init(
+            mode=mode, project=project, id=self.id, name=event.run_id, group=group, config=event.config,
+            dir=scratch, settings=settings, reinit="create_new",
+        )  # fmt: skip
+
+    def __call__(self, line: runlog.Line) -> None:
+        """Log the numbers of a line; wandb joins those of one step into one row."""
+        for step, key, number in _scalars(line.event):
+            self._run.log({key: number, "_timestamp": _utc_s(line)}, step=step)
+
+    def finish(self, *, succeeded: bool = True) -> None:
+        """End it; returns when wandb has everything."""
+        self._run.finish(exit_code=0 if succeeded else 1)
+
+
+def to_wandb(record: Record, out: Path) -> list[Path]:
+    """Write one offline run for each run, to be sent by `wandb sync`; return the paths.
+
+    Raises:
+        UsageError: if wandb is not installed.
+    """
+    paths = []
+    # wandb also writes logs full of paths and settings. They stay in a temporary folder.
+    with tempfile.TemporaryDirectory() as scratch:
+        os.environ |= ENVIRONMENT | {"WANDB_CACHE_DIR": scratch}
+        wandb = _need("wandb", "wandb")
+        for run in record.runs:
+            sent = WandbRun(wandb, run.lines[0], scratch=scratch)
+            for line in run.lines:
+                sent(line)
+            sent.finish()
+            (written,) = Path(scratch).glob(f"wandb/offline-run-*/run-{sent.id}.wandb")
+            begun = datetime.fromisoformat(run.lines[0].t_utc)
+            folder = out / f"offline-run-{begun:%Y%m%d_%H%M%S}-{sent.id}"
+            folder.mkdir()
+            paths.append(folder / written.name)
+            write_whole(paths[-1], written.read_bytes())
+        wandb.teardown()
+    return paths
+
+
+def to_tensorboard(record: Record, out: Path) -> list[Path]:
+    """Write one folder with a file of events for each run, with the times of its log; return the paths.
+
+    Raises:
+        UsageError: if tensorboardX is not installed.
+    """
+    writer = _need("tensorboardX.record_writer", "tensorboard")
+    events = importlib.import_module("tensorboardX.proto.event_pb2")
+    paths = []
+    for run in record.runs:
+        begun_s = _utc_s(run.lines[0])
+        # The usual name ends in the name of the host; this one ends in that of the run.
+        path = out / run.folder / f"events.out.tfevents.{begun_s:010.0f}.{run.folder}"
+        path.parent.mkdir()
+        partial = path.with_name(path.name + PARTIAL)
+        file = writer.RecordWriter(str(partial))
+        file.write(events.Event(wall_time=begun_s, file_version="brain.Event:2").SerializeToString())
+        for line in run.lines:
+            for step, name, number in _scalars(line.event):
+                event = events.Event(wall_time=_utc_s(line), step=step)
+                event.summary.value.add(tag=name, simple_value=number)
+                file.write(event.SerializeToString())
+        file.close()
+        give_name(partial, path)
+        paths.append(path)
+    return paths
+
+
+def _need(module: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module.partition(".")[0]:
+            raise
+        raise UsageError(f"{error.name} is not installed; type: pip install 'speedrun[{extra}]'") from None

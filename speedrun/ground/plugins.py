@@ -1,0 +1,81 @@
+"""Recipes outside this package: files of one's own, by path or by entry point."""
+
+import importlib
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+from speedrun.ground.errors import UsageError
+from speedrun.ground.sourcefile import RECIPES, RECIPES_VARIABLE, ROOT, recipe_folders
+
+#: Group of entry points: `mine = "theirlab.recipes.mine"` names the module of a recipe called mine.
+GROUP = "speedrun.recipes"
+
+
+def resolve(choice: str) -> str:
+    """Return the name of a recipe that is given by its name, the path of its file, or its entry point.
+
+    The folder of a file is put first in $SPEEDRUN_RECIPES, for this process and those that it starts: its files are
+    then modules of `speedrun.science.recipes`, so that a record carries them like those of this package. A file that
+    was loaded before is loaded anew.
+
+    Args:
+        choice: a name, or a path that ends in `.py`.
+
+    Raises:
+        UsageError: if the file is missing, is not UTF-8, or has a name that is taken or cannot be imported.
+    """
+    shipped = {path.stem for path in (ROOT / RECIPES).glob("*.py")}
+    path = Path(choice).absolute() if choice.endswith(".py") else _entry_point(choice, shipped)
+    if path is None:
+        return choice
+    _check(path, shipped)
+    folders = [str(path.parent), *(str(folder) for folder in recipe_folders() if folder != path.parent)]
+    os.environ[RECIPES_VARIABLE] = os.pathsep.join(folders)
+    _forget_modules()
+    return path.stem
+
+
+def _entry_point(name: str, shipped: set[str]) -> Path | None:
+    """The file that an installed package names for this recipe, if there is one."""
+    if name in shipped or any((folder / f"{name}.py").is_file() for folder in recipe_folders()):
+        return None
+    from importlib import metadata  # not light enough for --help
+
+    for entry in metadata.entry_points(group=GROUP, name=name):
+        try:
+            spec = importlib.util.find_spec(entry.module)
+        except ImportError:
+            spec = None
+        if spec is None or spec.origin is None or Path(spec.origin).name != f"{name}.py":
+            raise UsageError(
+                f"entry point {name} of {GROUP} names {entry.value}; need a module in a file {name}.py"
+            )
+        return Path(spec.origin)
+    return None
+
+
+def _check(path: Path, shipped: set[str]) -> None:
+    if not path.stem.isidentifier():
+        raise UsageError(f"{path}: cannot be imported by this name; rename it to letters, digits and _")
+    if path.stem in shipped:
+        raise UsageError(
+            f"{path}: recipe {path.stem} ships with this package; rename the file and its recipe"
+        )
+    try:
+        path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise UsageError(f"{path}: is not UTF-8; a record could not carry it; save it as UTF-8") from None
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}; need a Python file that defines RECIPE") from None
+
+
+def _forget_modules() -> None:
+    """Drop modules of recipes outside this package: they may have been edited, or lie in another folder now."""
+    package = f"{RECIPES.replace('/', '.')}."
+    for name, module in [*sys.modules.items()]:
+        outside = not Path(getattr(module, "__file__", None) or ROOT).is_relative_to(ROOT / RECIPES)
+        if name.startswith(package) and outside:
+            del sys.modules[name]
+    importlib.invalidate_caches()

@@ -1,0 +1,137 @@
+"""Recipes outside the package: those of docs/recipes.md, and what is refused."""
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_recipes import train_trace
+from test_train import SMALL
+
+import speedrun as sr
+from speedrun.ground import mesh, provenance
+from speedrun.ground.errors import UsageError
+from speedrun.ground.plugins import GROUP, resolve
+from speedrun.ground.sourcefile import RECIPES, RECIPES_VARIABLE, split_source
+from speedrun.science import recipes
+from speedrun.science.recipe import Stage
+from speedrun.training.program import Program
+
+PAGE = (Path(__file__).parent.parent / "docs" / "recipes.md").read_text()
+EXAMPLES = dict(re.findall(r"^`(\w+\.py)`:\n\n```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
+
+
+@pytest.fixture(autouse=True)
+def _no_other_folders(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(RECIPES_VARIABLE, "")
+    yield
+    for name in [
+        name for name in sys.modules if name.removeprefix("speedrun.science.recipes.") + ".py" in EXAMPLES
+    ]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The files of the page."""
+    made = tmp_path / "my recipes"
+    made.mkdir()
+    for name, text in EXAMPLES.items():
+        (made / name).write_text(text)
+    return made
+
+
+@pytest.mark.parametrize("name", ["gelu", "adamw", "llama"])
+def test_an_example_trains_alike_on_one_device_and_eight(name: str, folder: Path) -> None:
+    recipe = recipes.load(resolve(str(folder / f"{name}.py")))
+    small = dataclasses.replace(recipe, stages=(Stage(num_steps=3, num_sequences=8, seq_len=64),))
+    one, eight = (train_trace(Program(small, mesh.make_mesh(n)), 3)[1] for n in (1, 8))
+    np.testing.assert_allclose(one, eight, rtol=1e-4)
+    assert one[-1] < one[0] - 0.1
+
+
+def test_a_run_of_one_is_a_record_that_carries_it(folder: Path, tmp_path: Path, smoke_data: Path) -> None:
+    recipe = sr.load(str(folder / "gelu.py")).override(SMALL)
+    record = sr.run(recipe, track="smoke-cpu", out=tmp_path / "record", data=smoke_data, quiet=True)
+    report = record.validate()
+    assert report.exit_code == 0
+    assert [r.check.id for r in report.having("warning") if r.check.id.startswith("V5")] == []
+    source = split_source((record.folder / "source.txt").read_text())
+    for name in ("gelu.py", "gelu_model.py"):
+        assert source[f"{RECIPES}/{name}"] == EXAMPLES[name]
+    assert f"{RECIPES}/llama.py" not in source
+
+
+def test_an_edited_file_is_read_anew(folder: Path) -> None:
+    path = folder / "adamw.py"
+    before = sr.load(str(path))
+    path.write_text(EXAMPLES["adamw.py"].replace("matrix_lr=0.003", "matrix_lr=0.5"))
+    assert (before.optimizer.matrix_lr, sr.load(str(path)).optimizer.matrix_lr) == (0.003, 0.5)
+
+
+def test_processes_that_are_started_find_it_by_its_name(folder: Path) -> None:
+    assert resolve(str(folder / "llama.py")) == "llama"
+    script = "from speedrun.science import recipes; print(recipes.load('llama').summary)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("SwiGLU")
+
+
+def test_an_installed_package_names_its_recipe(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = metadata.EntryPoint("adamw", "adamw", GROUP)
+    monkeypatch.setattr(
+        metadata, "entry_points", lambda **wanted: [entry] if wanted["name"] == "adamw" else []
+    )
+    monkeypatch.syspath_prepend(str(folder))
+    assert recipes.load(resolve("adamw")).name == "adamw"
+    monkeypatch.setenv(RECIPES_VARIABLE, "")
+    entry = metadata.EntryPoint("adamw", "nowhere.to_be_found", GROUP)
+    with pytest.raises(UsageError, match=r"entry point adamw of speedrun\.recipes names nowhere"):
+        resolve("adamw")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "match"),
+    [
+        ("nothing.py", None, "No such file or directory; need a Python file that defines RECIPE"),
+        ("two-words.py", b"", "cannot be imported by this name"),
+        ("smoke.py", b"", "recipe smoke ships with this package; rename"),
+        ("latin.py", b"# caf\xe9\n", "is not UTF-8"),
+        ("empty.py", b"", "holds no RECIPE of name='empty'"),
+        ("alias.py", b"from speedrun.science.recipes.smoke import RECIPE", "holds no RECIPE of name='alias'"),
+        ("mute.py", b"RECIPE = 3", "holds no RECIPE of name='mute'"),
+    ],
+)
+def test_a_file_that_cannot_be_a_recipe_is_refused(
+    name: str, content: bytes | None, match: str, tmp_path: Path
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UsageError, match=match):
+        recipes.load(resolve(str(tmp_path / name)))
+
+
+def test_imports_that_a_record_would_miss_are_refused(folder: Path) -> None:
+    (folder / "gelu.py").write_text(EXAMPLES["gelu.py"] + "from .gelu_model import block\n")
+    resolve(str(folder / "gelu.py"))
+    with pytest.raises(UsageError, match=r"gelu\.py line \d+: a relative import; write 'from speedrun"):
+        provenance.closure(["speedrun.science.recipes.gelu"], [])
+
+
+def test_a_file_without_a_last_newline_is_carried_whole(folder: Path) -> None:
+    (folder / "adamw.py").write_text(EXAMPLES["adamw.py"].rstrip("\n"))
+    resolve(str(folder / "adamw.py"))
+    source = split_source(provenance.closure(["speedrun.science.recipes.adamw"], []))
+    assert source[f"{RECIPES}/adamw.py"] == EXAMPLES["adamw.py"]
+
+
+def test_the_newest_folder_comes_first(folder: Path, tmp_path: Path) -> None:
+    for where in (folder, tmp_path):
+        (where / "adamw.py").write_text(EXAMPLES["adamw.py"])
+        resolve(str(where / "adamw.py"))
+    assert os.environ[RECIPES_VARIABLE].split(os.pathsep) == [str(tmp_path), str(folder)]
