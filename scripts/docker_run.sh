@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# speedrun inside its container image, as you, with data, records, runs and a cache of this checkout.
+# Runs speedrun in its container image, as you, with the data, records, runs and cache of this checkout.
 #
 #   scripts/docker_run.sh [--image NAME] [--alone] [--mount FROM:TO[:ro]]... [ARGUMENTS OF speedrun]
 #
 #   --image    default: speedrun:gpu where an NVIDIA driver answers, else speedrun:cpu;
 #              make them with: docker build --target cpu --tag speedrun:cpu .
-#   --alone    no network, and of this checkout only the history, to be read: for code of strangers
-#   --mount    one more folder
+#   --alone    no network, and of this checkout only the history, read-only: for untrusted code
+#   --mount    mounts another folder
 #
-# Environment: SPEEDRUN_DATA (folder of the data), SPEEDRUN_SHM (shared memory, 16g), and the variables that a run
-# records, which go in as they are. Nothing else of the environment does.
+# Environment: SPEEDRUN_DATA (data folder), SPEEDRUN_SHM (shared memory, default 16g), and the variables that a run
+# records. No other variable is passed on.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -18,7 +18,7 @@ die() {
   exit 2
 }
 
-# What a run may hear of: `provenance.VARIABLES`.
+# The same as `provenance.VARIABLES`.
 variables=(XLA_FLAGS XLA_PYTHON_CLIENT_MEM_FRACTION JAX_PLATFORMS JAX_DEFAULT_MATMUL_PRECISION CUDA_VISIBLE_DEVICES
   CUDA_DEVICE_MAX_CONNECTIONS NCCL_NVLS_ENABLE NCCL_ALGO NCCL_PROTO NVIDIA_TF32_OVERRIDE)
 
@@ -26,7 +26,7 @@ has_gpus() {
   nvidia-smi --query-gpu=name --format=csv,noheader >/dev/null 2>&1
 }
 
-# The digest under which anybody can pull the image, or its own where it was never published.
+# The digest with which the image can be pulled, or the local one if it was never published.
 digest() {
   local found
   if ! found=$(docker image inspect --format '{{if .RepoDigests}}{{index .RepoDigests 0}}{{else}}{{.Id}}{{end}}' \
@@ -51,7 +51,7 @@ main() {
   if [[ -z $image ]]; then if has_gpus; then image=speedrun:gpu; else image=speedrun:cpu; fi; fi
   named=$(digest "$image")
 
-  # A health check would run on the devices while the clock does.
+  # A health check would use the devices during a timed run.
   options=(--rm --init --no-healthcheck --user "$(id -u):$(id -g)" --cap-drop ALL --security-opt no-new-privileges
     --shm-size "${SPEEDRUN_SHM:-16g}" --ulimit memlock=-1 --ulimit stack=67108864
     --env "SPEEDRUN_IMAGE=$named")
@@ -68,15 +68,15 @@ main() {
     share "$root/runs" /workspace/runs
     share "${XDG_CACHE_HOME:-$HOME/.cache}/speedrun-docker" /cache
   fi
-  # Which commit it is of, the image does not know: git compares its files with the history of this checkout. Not its
-  # config, which may hold passwords.
+  # The image does not know its commit: git compares its files with the history of this checkout. The config of git is
+  # left out, as it may hold passwords.
   for name in HEAD index objects refs packed-refs; do
     if [[ -e $root/.git/$name ]]; then mounts+=(--volume "$root/.git/$name:/opt/speedrun/.git/$name:ro"); fi
   done
   exec docker run "${options[@]}" "${mounts[@]+"${mounts[@]}"}" -- "$image" "$@"
 }
 
-# A folder of ours at its place inside. Made here: docker would make it root's.
+# Mounts a folder, made first so that it does not belong to root.
 share() {
   mkdir -p "$1"
   mounts+=(--volume "$(cd "$1" && pwd):$2")

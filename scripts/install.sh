@@ -4,16 +4,16 @@
 #   scripts/install.sh [run|prep|quick|dev]
 #
 #   run      what `speedrun` needs
-#   prep     and what makes shards of text: datasets, pyarrow, tiktoken, and the fast tokenizer
-#   quick    and the tools of scripts/test.sh
-#   dev      and the compiler for GPUs that are not there (Linux)
+#   prep     also what makes shards from text: datasets, pyarrow, tiktoken, and the fast tokenizer
+#   quick    also the tools of scripts/test.sh
+#   dev      also the compiler for absent GPUs (Linux)
 #
 # Environment, all optional:
 #   PYTHON                 the interpreter to use (3.11 or newer)
-#   SPEEDRUN_ACCELERATOR   cpu, cuda12 or cuda13, instead of what the NVIDIA driver says
-#   SPEEDRUN_JAX           another JAX that has a lock here, such as 0.11.2
+#   SPEEDRUN_ACCELERATOR   cpu, cuda12 or cuda13; default: by the NVIDIA driver
+#   SPEEDRUN_JAX           another JAX with a lock here, such as 0.11.2
 #
-# Nothing is installed outside .venv. Every package is pinned by digest. pip asks the index you configured.
+# Nothing is installed outside .venv. Every package is pinned by digest. pip uses the index that you configured.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -22,17 +22,17 @@ die() {
   exit 1
 }
 
-# The first Python that is new enough and can make environments; says why none will do.
+# Prints the first Python that is new enough and can make environments.
 find_python() {
   local name tried="" candidates=(python3 python3.14 python3.13 python3.12 python3.11 python)
-  # An environment that is there keeps its Python.
+  # An existing environment keeps its Python.
   if [[ -x .venv/bin/python ]]; then candidates=(.venv/bin/python "${candidates[@]}"); fi
   if [[ -n ${PYTHON:-} ]]; then candidates=("$PYTHON"); fi
   for name in "${candidates[@]}"; do
     if ! "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
       continue
     elif "$name" -c 'import ensurepip, venv' 2>/dev/null; then
-      # Not the one in .venv, which may be about to go, but the one that made it.
+      # Not the one in .venv, which may be removed, but the one that made it.
       "$name" -c 'import sys; print(sys._base_executable)'
       return
     fi
@@ -56,7 +56,7 @@ accelerator() {
   fi
 }
 
-# One number for everything that decides what is installed.
+# One digest of everything that decides what is installed.
 digest() {
   "$1" -c 'import hashlib, sys
 from pathlib import Path
@@ -64,8 +64,8 @@ print(hashlib.sha256(b"\0".join([sys.version.encode(), *(Path(p).read_bytes() fo
     "${@:2}"
 }
 
-# Says what is about to come, and refuses a disk that is too full for it. GB of wheels and of what they unpack to, for
-# `run`, measured on the locks of November 2026; both lie there for a moment.
+# Refuses a disk that is too full. GB of wheels and of unpacked files, for `run`, measured on the locks of November 2026.
+# Both are on the disk at the same time.
 need_room() {
   local kind=$1 fetch=0.2 unpacked=0.8 room=2 free
   if [[ $kind == cuda12 ]]; then fetch=3.4 unpacked=6.0 room=10; fi
@@ -75,8 +75,8 @@ need_room() {
   echo "install: at least $fetch GB to fetch, $unpacked GB of disk"
 }
 
-# Two installs into one checkout would delete each other's files. The lock ends with the process where there is flock;
-# elsewhere (macOS) it is a folder that names its owner.
+# Two installs into one checkout would delete each other's files. With flock the lock ends with the process; without
+# (macOS) it is a folder that names its owner.
 take_turns() {
   local lock=.venv.lock
   if command -v flock >/dev/null; then
@@ -102,7 +102,7 @@ main() {
     quick | dev) locks=(requirements/dev.lock) ;;
     *) die "got $want; need run, prep, quick or dev" ;;
   esac
-  # CUDA's own locks bring a compiler already; it must be of JAX's own version.
+  # The CUDA locks already contain a compiler, of the same version as JAX.
   if [[ $want == dev && $kind == cpu ]]; then locks+=("requirements/aot${SPEEDRUN_JAX:+-$SPEEDRUN_JAX}.lock"); fi
   if [[ $kind != cpu ]]; then locks+=("requirements/$kind.lock"); fi
   if [[ -n ${SPEEDRUN_JAX:-} ]]; then
@@ -113,7 +113,7 @@ main() {
     [[ -f $lock ]] || die "there is no $lock; choose one of: $(echo requirements/*.lock)"
   done
 
-  # An environment that was made for more has all that is needed for less: leave it.
+  # An environment with more packages also has those of less.
   python=$(find_python)
   sum="$kind ${SPEEDRUN_JAX:-} $(digest "$python" pyproject.toml requirements/*.lock)"
   if [[ -x .venv/bin/speedrun && -f $stamp ]]; then
@@ -127,7 +127,7 @@ main() {
   need_room "$kind"
   mkdir -p .venv
   echo "unfinished" >"$stamp"
-  # What the last environment held must not shine through.
+  # Remove the packages of an earlier environment.
   find .venv/ -mindepth 1 -not -path "$stamp" -delete
   "$python" -m venv .venv
   pip=(.venv/bin/python -m pip --disable-pip-version-check --quiet install)

@@ -1,23 +1,23 @@
 #!/usr/bin/env bash
-# Everything that only a GPU can tell, in half an hour, on a machine that needs no network: `speedrun bench all`, with
-# the packages that the machine's own Python lacks.
+# Runs `speedrun bench all`, everything to be measured on a GPU, in half an hour. The GPU machine needs no network:
+# missing packages are brought along.
 #
-#   scripts/measure_gpu.sh --wheels DIR                  where there is a network: fetches those packages, about 4 MiB
+#   scripts/measure_gpu.sh --wheels DIR                  with a network: fetches missing packages, about 4 MiB
 #   scripts/measure_gpu.sh [--from DIR] [OPTIONS]        on the GPU machine: installs them into .gpu/packages, measures
-#   scripts/measure_gpu.sh [--from DIR] --rehearse       the same parts on a CPU, tiny, in a few minutes
+#   scripts/measure_gpu.sh [--from DIR] --rehearse       the same parts tiny on a CPU, in a few minutes
 #
-#   --out DIR             results; default docs/benchmarks/<date>-<gpu>. Those of an earlier slice stay
-#   --minutes N           stop after so long; the same command goes on with the parts that have no result
-#   --parts NAME,...      only these, also once more; --list names them all
-#   --shards DIR          3 million real tokens (*_train_*.bin) and 131,073 to score (*_val_*.bin), as llm.c has them;
-#                         without them, synthetic ids with the document lengths of FineWeb
-#   --rival DIR           DIR/run, somebody's program, is timed in turns with ours: see speedrun/bench/rival.py
+#   --out DIR             results; default docs/benchmarks/<date>-<gpu>. Earlier results stay
+#   --minutes N           time limit; the same command continues with the parts that have no result
+#   --parts NAME,...      only these, also again; --list names them all
+#   --shards DIR          3 million real tokens (*_train_*.bin) and 131,073 to score (*_val_*.bin), in llm.c's format;
+#                         default: synthetic ids with the document lengths of FineWeb
+#   --rival DIR           another program, DIR/run, timed in turns with ours: see speedrun/bench/rival.py
 #
 # Environment, all optional:
 #   SPEEDRUN_PYTHON       the Python with JAX for CUDA; default python3. Nothing is installed into it
 #   SPEEDRUN_WHEELS       the same as --from
 #
-# Compiled programs stay in .gpu, so a second try is fast. Exits with 1 if a part gave no figures; the summary says why.
+# Compiled programs stay in .gpu for the next try. Exits with 1 if a part gave no figures; the summary says why.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

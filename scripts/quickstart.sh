@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# From a bare checkout to a validated record: installs, checks the machine, trains on the smoke track.
+# Makes a validated record from a bare checkout: installs, checks the machine, trains on the smoke track.
 # Only the install needs a network. Arguments go to `speedrun run`, for instance --seed 1.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 scripts/install.sh run
 export PATH="$PWD/.venv/bin:$PATH"
-# A font cache is made on the first plot: keep it inside the checkout.
+# Keep the font cache of the first plot inside the checkout.
 export MPLCONFIGDIR="${MPLCONFIGDIR:-$PWD/.venv/matplotlib}"
 
 echo "quickstart: checks this machine, then trains for about two minutes in all"

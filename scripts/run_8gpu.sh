@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# From a bare checkout on a node with eight GPUs to a record that is ready to be sent: installs, looks at the machine,
-# fetches the data, trains a batch, tests it, validates it, packs it. Start it again after any interruption: it goes on.
+# Makes a record ready to submit, from a bare checkout on a node with eight GPUs: installs, checks the machine, fetches
+# the data, trains a batch, tests, validates and packs it. After an interruption the same command continues.
 #
 #   scripts/run_8gpu.sh [ARGUMENTS OF speedrun attempt]     for instance --dry-run, or --runs 6
 #
-# Says beforehand what it takes in minutes, gigabytes and money. Log, environment: see scripts/run_track.sh.
+# First prints time, disk space and cost. Log and environment: see scripts/run_track.sh.
 exec "$(dirname "${BASH_SOURCE[0]}")/run_track.sh" main-8xh100 8 "$@"

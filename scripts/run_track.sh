@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# What scripts/run_8gpu.sh and scripts/run_1gpu.sh do: from a bare checkout to a record that is ready to be sent.
+# Makes a record ready to submit, from a bare checkout. For scripts/run_8gpu.sh and scripts/run_1gpu.sh.
 #
 #   scripts/run_track.sh TRACK GPUS [ARGUMENTS OF speedrun attempt]      GPUS may be 0: scripts/run_track.sh smoke-cpu 0
 #
-# Installs, then `speedrun attempt`: doctor, data, batch, stats, validate, submit. Stopped at any point, the same command
-# goes on there. It says beforehand what all that takes; `--dry-run` stops after saying it, and needs no GPU.
+# Installs, then runs `speedrun attempt`: doctor, data, batch, stats, validate, submit. After an interruption the same
+# command continues. It first prints what this takes. `--dry-run` stops there; it needs no GPU, and writes no log.
 #
 # Environment, all optional:
 #
-#   SPEEDRUN_DOLLARS   price of one GPU and hour; default 2.50
+#   SPEEDRUN_DOLLARS   price of one GPU for an hour; default 2.50
 #   SPEEDRUN_DATA      folder for data; default ./data
-#   SPEEDRUN_PYTHON    a Python in which all is installed, to use as it is; without it scripts/install.sh makes .venv
+#   SPEEDRUN_PYTHON    a Python with all packages; default: scripts/install.sh makes .venv
 #
-# Everything it says is also in runs/TRACK.log.
+# All output is also in runs/TRACK.log.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -22,7 +22,7 @@ dry=
 if [[ " $* " == *" --dry-run "* ]]; then dry=yes; fi
 if [[ -z $dry ]]; then
   mkdir -p runs
-  # A signal that reaches the whole group must not end the log before the run.
+  # A signal to the process group must not end the log before the run.
   exec > >(trap '' INT TERM && exec tee -a "runs/$track.log") 2>&1
 fi
 
@@ -35,8 +35,8 @@ if ((found < gpus)) && [[ -z $dry ]]; then
   exit 2
 fi
 
-# The first two are what NVIDIA recommends for JAX on such nodes; records name them. Compiled programs and the choices
-# of the autotuner stay with the user, so that a second run compiles in seconds; its log says so.
+# NVIDIA recommends the first two for JAX on such nodes; records name them. The cache keeps compiled programs and
+# choices of the autotuner, so that a second run compiles in seconds; its log says so.
 if ((gpus > 0)); then
   export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
   export NCCL_NVLS_ENABLE="${NCCL_NVLS_ENABLE:-1}"
@@ -49,5 +49,5 @@ if [[ -z ${SPEEDRUN_PYTHON:-} ]]; then
   echo "== $(date -u +%FT%TZ) install: scripts/install.sh run"
   scripts/install.sh run
 fi
-# In the place of this script, so that a signal to it reaches the run.
+# exec, so that a signal to this script reaches the run.
 exec "$python" -m speedrun attempt --track "$track" "$@"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Starts a SLURM of one node on this machine, hands it what `speedrun launch --on slurm` prints, and brings back the
-# record: two tasks share the run. All of it lies in one folder that goes away; nothing keeps running.
+# Starts SLURM with one node on this machine, submits the output of `speedrun launch --on slurm` for a run with two
+# tasks, and copies the record. Everything else is in a temporary folder; nothing keeps running.
 #
 #   scripts/slurm_smoke.sh OUT [ARGUMENTS OF speedrun run]
 #
@@ -25,7 +25,7 @@ mkdir -p "$out"
 
 scratch=$(mktemp -d)
 daemons=()
-# In the reverse order of their start; the controller says goodbye through munge.
+# In reverse order of their start, as the controller still needs munge.
 # shellcheck disable=SC2329 # the trap calls it
 leave() {
   for ((i = ${#daemons[@]} - 1; i >= 0; i--)); do
@@ -45,7 +45,7 @@ export SLURM_CONF=$scratch/slurm.conf
 mkdir "$scratch/state" "$scratch/spool"
 chmod 711 "$scratch"
 (umask 077 && head -c 1024 /dev/urandom >"$scratch/munge.key")
-# The node is called by a name that the tasks can look up: JAX meets at the first one of the list.
+# The tasks must be able to resolve the name of the node: JAX meets at the first one.
 cat >"$SLURM_CONF" <<END
 ClusterName=smoke
 SlurmctldHost=$(hostname -s)(127.0.0.1)
@@ -75,7 +75,7 @@ NodeName=localhost NodeAddr=127.0.0.1 NodeHostname=$(hostname -s) CPUs=2 RealMem
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 END
 
-# Daemons in the foreground, as children of this script; each said to be ready when it answers.
+# Daemons run in the foreground, as children of this script; each is ready when it answers.
 start() {
   "$@" >>"$scratch/daemons.log" 2>&1 &
   daemons+=("$!")
@@ -104,7 +104,7 @@ speedrun launch --on slurm --track smoke-cpu --nodes 2 --time 0:20:00 --name smo
   --data "$scratch/data/smoke" --stage "$scratch/stage" --out "$out" --save "$out/job.sh" \
   ${CHECKOUT:+--checkout "$CHECKOUT"} -- "$@"
 
-# Words given to sbatch win over the lines of the file: here both tasks are on the one node.
+# Arguments of sbatch override the lines of the file: here both tasks are on the one node.
 here=(--nodes=1 --ntasks-per-node=2 --output="$out/job.log")
 sbatch --test-only "${here[@]}" "$out/job.sh"
 code=0

@@ -3,7 +3,7 @@
 #
 #   scripts/test.sh [--quick] [ARGUMENTS OF PYTEST]    for instance -k stream
 #
-# --quick installs no compiler for GPUs (0.6 GB) and skips the tests of what they would run.
+# --quick installs no compiler for GPUs (0.6 GB) and skips the tests that need it.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -3,21 +3,21 @@
 #
 #   scripts/validate_changed.sh CHECKOUT BASE
 #
-# CHECKOUT is a clone with the branch at its HEAD, BASE the commit it is compared with. Nothing of it is run, imported
-# or installed: git lists its changes, `speedrun validate` reads its files. Ends with 1 if a record is refused.
+# CHECKOUT is a clone with the branch at its HEAD, BASE the commit to compare with. Nothing in it is run, imported or
+# installed: git lists the changes, `speedrun validate` reads the files. Exits with 1 if a record is refused.
 set -euo pipefail
-export LC_ALL=C PYTHONUTF8=1 # a name may be any bytes
+export LC_ALL=C PYTHONUTF8=1 # file names may be any bytes
 checkout=${1:?need a checkout} base=${2:?need a commit}
 exec 2>&1
 
-# A record's words must not be commands to the machine that shows them: none counts until a number it cannot know.
+# Text of a record must not act as a workflow command: commands are off until an unpredictable marker.
 if [[ -n ${GITHUB_ACTIONS:-} ]]; then
   marker=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
   echo "::stop-commands::$marker"
   trap 'echo; echo "::$marker::"' EXIT
 fi
 
-# What lies in records/<track>/ is a record; a file there is none, and a link leads elsewhere.
+# A record is a folder in records/<track>/, neither a file nor a link.
 declare -A seen=()
 records=() status=0
 while IFS= read -rd '' path; do
@@ -38,7 +38,7 @@ while IFS= read -rd '' path; do
     printf 'removed: %q\n' "$record"
   fi
 done < <(git -C "$checkout" diff --no-ext-diff --no-renames --name-only -z "$base" HEAD -- records)
-wait $! # no commit to compare with is no reason to pass
+wait $! # fails if BASE is no commit
 
 echo "${#records[@]} records added or changed"
 if ((${#records[@]})); then speedrun validate --strict -- "${records[@]}" || status=1; fi

@@ -456,18 +456,18 @@ def test_a_hub_that_answers_and_one_that_does_not(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     with serve("owner/name", {}) as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
-        assert network.Question().check() == Check("hub", "answers", ok=True, needed=False)
+        assert network.Probe().check() == Check("hub", "answers", ok=True, needed=False)
     with socket.create_server(("127.0.0.1", 0)) as gone:
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{gone.getsockname()[1]}")
-    closed = network.Question().check()
+    closed = network.Probe().check()
     monkeypatch.setenv("HF_ENDPOINT", "http://[::bad")
-    assert "HF_ENDPOINT is 'http://[::bad', need an address" in network.Question().check().found
+    assert "HF_ENDPOINT is 'http://[::bad', need an address" in network.Probe().check().found
     assert (closed.mark, "no connection" in closed.found) == ("note", True)
     monkeypatch.setattr(network, "_ANSWER_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         watch = Stopwatch()
-        assert network.Question().check().mark == "note"
+        assert network.Probe().check().mark == "note"
         assert watch.seconds < 5
 
 

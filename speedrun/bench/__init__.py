@@ -1,1 +1,1 @@
-"""Side by side on this machine, in one run: what we use, its definition, and the arithmetic that bounds both."""
+"""Benchmarks on this machine: our kernels beside their definitions and the arithmetic that bounds both."""

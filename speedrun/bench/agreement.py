@@ -1,4 +1,4 @@
-"""Whether fast kernels compute what their definitions say: relative errors of values and gradients, case by case.
+"""Compare fast kernels with their definitions: relative errors of values and gradients, case by case.
 
 Definitions run in float32, with products of full precision. On a CPU the Triton kernels run in Pallas's interpreter.
 
@@ -24,14 +24,14 @@ from speedrun.science.kernels.choose import AttentionCall, QkNormCall, choose_at
 from speedrun.science.kernels.cross_entropy import cross_entropy
 from speedrun.science.kernels.qk_norm import qk_norm
 
-#: Of a sum over tokens, whose roundings cancel.
+#: Allowed error of a sum over tokens, whose roundings cancel.
 _LOSS = {"loss": 2e-3}
 
 Results = dict[str, jax.Array]
 
 
 class Size(NamedTuple):
-    """Of the inputs."""
+    """Sizes of the inputs."""
 
     tokens: int
     heads: int
@@ -47,11 +47,11 @@ TINY = Size(64, 2, 32, 16, (1, 2, 4), 64, 256)
 
 
 class Agreement(NamedTuple):
-    """One case. Errors are norms of differences over norms of what the definition gives."""
+    """One case. An error is the norm of the difference over that of the definition's result."""
 
     case: str
     errors: dict[str, float]
-    most: dict[str, float]  #: allowed, of each
+    most: dict[str, float]  #: allowed errors
 
     @property
     def is_right(self) -> bool:
@@ -68,20 +68,20 @@ class Agreement(NamedTuple):
 
 
 def names() -> list[str]:
-    """What can be compared."""
+    """Return the names of the kernels that can be compared."""
     return ["triton", "flash3", "mosaic", "banded", "qk-norm", "head-bf16", "head-fp8"]
 
 
 def compare(name: str, size: Size, begin: Callable[[str], object]) -> Iterator[Agreement]:
-    """Every case of a kernel.
+    """Compare a kernel with its definition in every case.
 
     Args:
         name: one of `names`.
         size: of the inputs.
-        begin: is told of each case before it runs: a kernel may hang.
+        begin: called with each case before it runs, as a kernel may hang.
 
     Raises:
-        UsageError: for another name, or if the kernel cannot run here.
+        UsageError: for an unknown name; if the kernel cannot run here.
     """
     if name not in names():
         raise unknown("kernel", name, names())
@@ -181,7 +181,7 @@ def _head(name: str, size: Size) -> Iterator[_Case]:
 
 
 def _wide(tree: Any) -> Any:
-    """What is bfloat16 as float32."""
+    """Cast bfloat16 leaves to float32."""
     return jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, tree)
 
 

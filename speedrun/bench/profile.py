@@ -1,4 +1,4 @@
-"""Where the time of a training step goes: a trace of some steps, joined with the program that they ran."""
+"""Profile training steps: join a trace with the compiled program."""
 
 import re
 import tempfile
@@ -15,32 +15,32 @@ from speedrun.predict import anatomy, hlo
 from speedrun.predict.timeline import Event, Usage, usage
 from speedrun.training.program import Program
 
-_CONTROL = {"while", "conditional", "call"}  #: a CPU reports these around what they run
+_CONTROL = {"while", "conditional", "call"}  #: a CPU also reports the events inside these
 
 
 class Row(NamedTuple):
-    """One instruction of the program, over all devices."""
+    """One instruction of the program, averaged over devices."""
 
     name: str
-    kind: str  #: opcode, or what a custom call calls
-    source: str  #: as JAX names operations
-    calls: float  #: a step and device
-    ms: float  #: a step and device
-    share: float  #: of the time that all instructions took
-    gb_per_s: float | None  #: to and from memory as `hlo` counts it; None for what moves nothing it knows of
+    kind: str  #: opcode, or target of a custom call
+    source: str  #: JAX's name of the operation
+    calls: float  #: per step and device
+    ms: float  #: per step and device
+    share: float  #: of the time of all instructions
+    gb_per_s: float | None  #: memory traffic by `hlo`; None if unknown
 
 
 class Profile(NamedTuple):
-    """Some steps of a recipe."""
+    """Profile of some steps of a recipe."""
 
-    step_ms: float  #: from the first kernel to the last, by the number of steps; of the slowest device
+    step_ms: float  #: from the first kernel to the last over the number of steps; of the slowest device
     rows: list[Row]  #: longest first
     devices: list[Usage]
     num_steps: int
 
     @property
     def shares(self) -> dict[str, float]:
-        """Of each kind, largest first."""
+        """Share of the time by kind, largest first."""
         total: defaultdict[str, float] = defaultdict(float)
         for row in self.rows:
             total[row.kind] += row.share
@@ -48,18 +48,18 @@ class Profile(NamedTuple):
 
 
 def profile(program: Program, *, num_steps: int, first_step: int = 0, folder: Path | None = None) -> Profile:
-    """Runs steps on synthetic ids under JAX's profiler, after two that are not traced.
+    """Run steps on synthetic ids under JAX's profiler, after two steps of warm-up.
 
-    Kernels are launched one by one: what XLA puts into command buffers, nearly all of a step, would not be told apart.
+    Kernels are launched one by one, as a trace shows a command buffer as one event.
 
     Args:
         program: the recipe on its devices.
-        num_steps: traced.
-        first_step: of the recipe's schedule: the window matters.
-        folder: where the trace is kept, for XProf or Perfetto; None: nowhere.
+        num_steps: number of traced steps.
+        first_step: of the schedule: it decides the window.
+        folder: keeps the trace, for XProf or Perfetto; None: it is deleted.
 
     Raises:
-        SpeedrunError: if the profiler of this backend tells of no instruction.
+        SpeedrunError: if the profiler reports no instruction.
     """
     if folder is None:
         with tempfile.TemporaryDirectory() as scratch:
@@ -70,7 +70,7 @@ def profile(program: Program, *, num_steps: int, first_step: int = 0, folder: Pa
         state, _ = train_step(state, *batch, schedule)
     jax.block_until_ready(state)
     options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # it would cost more than the steps
+    options.python_tracer_level = 0  # it takes longer than the steps
     with jax.profiler.trace(folder, profiler_options=options):
         for _ in range(num_steps):
             state, _ = train_step(state, *batch, schedule)
@@ -79,7 +79,7 @@ def profile(program: Program, *, num_steps: int, first_step: int = 0, folder: Pa
 
 
 def _read(folder: Path, module: hlo.Module, num_steps: int) -> Profile:
-    """Joins the newest trace in a folder with the program."""
+    """Join the newest trace in a folder with the program."""
     path = max(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime_ns)
     known = {one.instruction.name: one for one in module.executed()}
     events = [
@@ -107,12 +107,12 @@ def _read(folder: Path, module: hlo.Module, num_steps: int) -> Profile:
 
 
 def _events(data: Any, known: dict[str, hlo.Executed]) -> Iterator[Event]:
-    """Kernels of GPUs, which have a plane each, or the instructions that threads of a CPU report."""
+    """Yield kernels of GPUs, which have a plane each, or instructions from threads of a CPU."""
     for plane in data.planes:
         gpu = re.fullmatch(r"/device:GPU:(\d+)", plane.name)
         for line in plane.lines:
             if gpu and not line.name.startswith("Stream"):
-                continue  # the same kernels once more, summed up
+                continue  # a summary of the same kernels
             for event in line.events:
                 stats = dict(event.stats)
                 if gpu or "hlo_op" in stats:

@@ -1,4 +1,4 @@
-"""What a run came to, in a few lines, and the command that is worth most after it."""
+"""The result of a run in a few lines, and the next command."""
 
 import shlex
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def card(rules: tracks.Track, summary: format.Summary, report: Report) -> str:
-    """The result in three lines, and one for each check that failed or warned; `validate` tells of the others."""
+    """Return the result in three lines, and a line for each check that failed or warned."""
     reached = "reached" if summary.target_reached else "NOT reached"
     words: dict[Status, str] = {"failed": "failed", "warning": "warned", "skipped": "not asked"}
     others = [(word, report.having(status)) for status, word in words.items() if report.having(status)]
@@ -37,7 +37,7 @@ def card(rules: tracks.Track, summary: format.Summary, report: Report) -> str:
 
 
 def _standing(rules: tracks.Rules, summary: format.Summary) -> str:
-    """What the track makes of the result."""
+    """Return what the result is worth on the track."""
     if not rules.ranked:
         return "shown, not ranked"
     if summary.test is None or summary.num_finished < rules.min_runs:
@@ -46,7 +46,7 @@ def _standing(rules: tracks.Rules, summary: format.Summary) -> str:
 
 
 def following(config: "RunConfig", summary: format.Summary, report: Report) -> str:
-    """The command that is worth most after this run: what failed means, the way back, or whether it holds."""
+    """Return the most useful next command: explain a failed check, replay a success, or try another seed."""
     data = ["--data", str(config.data)] if config.data else []
     if failed := report.having("failed"):
         words = ["validate", "--explain", failed[0].check.id]
@@ -58,7 +58,7 @@ def following(config: "RunConfig", summary: format.Summary, report: Report) -> s
 
 
 def _chosen(config: "RunConfig") -> list[str]:
-    """What a run was asked for beside its track, data and seed, as options."""
+    """Return the options of a run besides track, data and seed."""
     options = {
         "--recipe": config.recipe,
         "--devices": config.num_devices,

@@ -26,15 +26,15 @@ _SIGNS = {"ok": "[green]✓[/]", "note": "[yellow]![/]", "bad": "[red]✗[/]"}
 @click.option(
     "--track",
     metavar="NAME",
-    help="What must be able to run. Default: the smoke track; and the hardest that fits is proposed.",
+    help="What must run here. Default: smoke-cpu, with a proposal for the hardest track that fits.",
 )
 @price_option
 @json_option
 @click.pass_context
 def command(ctx: click.Context, *, track: str | None, dollars: float, as_json: bool) -> None:
-    """Say what this machine can run, and what to type next.
+    """Check what this machine can run, and print the next command.
 
-    Exits with 0 if the track can run here (its data may still have to be made or fetched), else with 1.
+    Exits with 0 if the track can run here (its data may be missing), else with 1.
     """
     rules, checks = tracks.load(track or qualify.SMOKE), []
     for check in examine(rules, _RECORDS):
@@ -64,7 +64,7 @@ def command(ctx: click.Context, *, track: str | None, dollars: float, as_json: b
 
 
 def _print(check: Check) -> None:
-    """Ticks on a terminal, plain lines elsewhere; each as it comes, for some take seconds."""
+    """Print a check at once, as some take seconds: with a tick on a terminal, else as a plain line."""
     if not sys.stdout.isatty():
         click.echo(clean(f"{check.mark:<4}  {check.name}: {check.found}"))
         return
@@ -80,7 +80,7 @@ def _print(check: Check) -> None:
 
 
 def _cost(name: str, dollars: float, checks: list[Check]) -> dict[str, Any] | None:
-    """What a batch on a track that ranks will take on this machine: `speedrun plan`, in a process without devices."""
+    """Return the cost of a batch on a ranked track, from `speedrun plan` in a process without devices."""
     machine = next((check.facts for check in checks if check.name == "devices"), {})
     kind = next((kind for kind, one in devices.DEVICES.items() if one.name == machine.get("kind")), None)
     if not tracks.load(name).rules.ranked or kind is None:

@@ -1,4 +1,4 @@
-"""`speedrun profile`: where the time of a training step goes."""
+"""`speedrun profile`: the time of a training step by operation."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,19 +24,19 @@ _SHOWN_SHARE = 0.01
     )
 )
 @program_options
-@click.option("--steps", type=Integer(1), default=3, show_default=True, help="How many to trace.")
+@click.option("--steps", type=Integer(1), default=3, show_default=True, help="Number of traced steps.")
 @click.option("--top", type=Integer(1), default=20, show_default=True, help="Rows of the table.")
 @click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
     metavar="DIR",
-    help="Keep the trace there, for XProf or Perfetto.",
+    help="Keep the trace, for XProf or Perfetto.",
 )
 @json_option
 def command(*, steps: int, first_step: int, top: int, out: Path | None, as_json: bool, **asked: Any) -> None:
-    """Trace training steps on synthetic ids: the longest operations, idle gaps, collectives hidden and not.
+    """Trace training steps on synthetic ids: longest operations, idle gaps, overlap of collectives.
 
-    Bytes are those of the compiled program, as if nothing were cached.
+    Bytes are those of the compiled program, without caching.
     """
     program = asked_program(first_step=first_step, **asked)
     from speedrun.bench.profile import profile
@@ -80,7 +80,7 @@ def _device(usage: "Usage") -> str:
 
 
 def _table(found: "Profile", top: int) -> list[str]:
-    """The longest operations, then all others in one row."""
+    """Format the longest operations, then all others in one row."""
     shown, rest = found.rows[:top], found.rows[top:]
     lines = [
         f"{'ms':>9} {'share':>6} {'calls':>6} {'GB/s':>6}  {'kind':<24} name, source",

@@ -1,8 +1,7 @@
-"""Commands of `speedrun` in one process, one after the other: what is imported and compiled once serves all of them.
+"""Run commands of `speedrun` one after the other in one process, which imports and compiles once for all of them.
 
-A request is a line of JSON on standard input, an answer one on what was standard output. What a command says goes to
-files. An error that no command expects ends the process, with its traceback in the command's file: whatever it did to
-the devices is gone with it, and whoever asks starts another process.
+A request is a line of JSON on standard input, an answer one on the original standard output. Output of commands goes to
+files. An unexpected error ends the process, with its traceback in the file of the command, as devices may be broken.
 """
 
 import faulthandler
@@ -24,23 +23,23 @@ class Request(msgspec.Struct, frozen=True):
 
     argv: list[str]
     stem: str  #: of its files: `<stem>.out` and `<stem>.err`
-    limit_s: float  #: after so long, all stacks are written to its file
+    limit_s: float  #: then all stacks are written to its `.err` file
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """How it ended."""
+    """The end of a command."""
 
     exit_code: int
 
 
 def serve(command: click.Command) -> None:
-    """Answers requests until there are no more."""
+    """Answer requests until standard input ends."""
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "wb", buffering=0)
     with Path(os.devnull).open() as nothing:
         os.dup2(nothing.fileno(), 0)
     for line in requests:
         asked = msgspec.json.decode(line, type=Request)
-        with _saying(Path(asked.stem)):
+        with _output_to(Path(asked.stem)):
             faulthandler.dump_traceback_later(asked.limit_s)
             code = _run(command, asked.argv)
             faulthandler.cancel_dump_traceback_later()
@@ -59,8 +58,8 @@ def _run(command: click.Command, argv: list[str]) -> int:
 
 
 @contextmanager
-def _saying(stem: Path) -> Iterator[None]:
-    """Standard output and error go to files, also what libraries write."""
+def _output_to(stem: Path) -> Iterator[None]:
+    """Redirect standard output and error to files, also for libraries."""
     for descriptor, stream, suffix in ((1, sys.stdout, ".out"), (2, sys.stderr, ".err")):
         stream.flush()
         with stem.with_name(stem.name + suffix).open("wb") as file:

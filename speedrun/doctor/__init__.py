@@ -1,1 +1,1 @@
-"""What this machine can run, check by check. Nothing here imports JAX before its versions are known to be right."""
+"""Check what this machine can run. JAX is imported only after its version was checked."""

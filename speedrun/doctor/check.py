@@ -1,4 +1,4 @@
-"""One line of what the doctor says, for people and for programs."""
+"""One finding of the doctor, for people and for programs."""
 
 import re
 from collections.abc import Mapping
@@ -8,25 +8,25 @@ import msgspec
 
 Fact = float | int | str | bool | None
 
-#: The same for every machine: `ok`, worth knowing, or in the way.
+#: `ok`, a note, or an obstacle.
 Mark = Literal["ok", "note", "bad"]
 
 
 class Check(msgspec.Struct, frozen=True):
-    """What was looked at, what was found, and whether it is as it should be."""
+    """What was checked, what was found, and whether that is fine."""
 
     name: str
-    found: str  #: one line; of what is not ok, the last part says what to do
+    found: str  #: one line; if not ok, it ends with what to do
     ok: bool
-    needed: bool = True  #: for the track that was asked about
-    facts: Mapping[str, Fact] = {}  #: the same as numbers; names carry their units
+    needed: bool = True  #: for the chosen track
+    facts: Mapping[str, Fact] = {}  #: the finding as numbers; names have units
 
     @property
     def mark(self) -> Mark:
-        """How to read it at a glance."""
+        """`ok`; `bad` if it is needed; else `note`."""
         return "ok" if self.ok else "bad" if self.needed else "note"
 
 
 def numbers(version: str) -> list[int]:
-    """A version as something that compares: `0.10.2` is more than `0.9.9`."""
+    """Return the numbers of a version, which compare as versions do."""
     return [int(number) for number in re.findall(r"\d+", version)]

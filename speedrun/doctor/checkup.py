@@ -1,4 +1,4 @@
-"""All checks, from what is needed first to what is needed last; JAX is imported only when its versions are right."""
+"""All checks in order. JAX is imported only if its version is right."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 def checks(track: Track, records: Path) -> Iterator[Check]:
-    """Every line, as soon as it is known.
+    """Yield every check as soon as it is done.
 
     Args:
-        track: what it is about decides what is needed.
+        track: decides what is needed.
         records: a folder of records, `<track>/<record>/`, to compare rates with.
     """
-    hub = network.Question()
+    hub = network.Probe()
     on_gpus = track.rules.platform == "gpu"
     basis = list(software.checks())
     yield from basis
@@ -38,11 +38,8 @@ def checks(track: Track, records: Path) -> Iterator[Check]:
                 if check.name == "devices":
                     machine = Machine(**check.facts)  # pyright: ignore[reportArgumentType]
         except RuntimeError as error:  # what JAX raises when a driver or a plugin is broken
-            said, advice = (
-                str(error).strip().partition("\n")[0],
-                "end what else uses them, or repair the driver",
-            )
-            yield Check("devices", f"{said}; {advice}", ok=False)
+            reason = str(error).strip().partition("\n")[0]
+            yield Check("devices", f"{reason}; end what else uses them, or repair the driver", ok=False)
     yield from storage.checks(track)
     yield hub.check()
     for one in map(tracks.load, tracks.names()):
@@ -56,7 +53,7 @@ def checks(track: Track, records: Path) -> Iterator[Check]:
 
 
 def _driver(found: list[nvidia.Gpu], *, needed: bool) -> Iterator[Check]:
-    """What the driver tells of GPUs, and whether JAX can use them; nothing where there are none. Fills `found`."""
+    """Check GPUs and driver, and whether JAX can use them; yields nothing without GPUs. Fills `found`."""
     try:
         found += nvidia.gpus()
     except nvidia.NoAnswerError as error:
@@ -72,14 +69,12 @@ def _driver(found: list[nvidia.Gpu], *, needed: bool) -> Iterator[Check]:
     if len(found) > 1:
         try:
             yield gpus.topology(found, nvidia.links())
-        except (
-            nvidia.NoAnswerError
-        ) as error:  # some virtual machines do not tell it; the driver is sound all the same
+        except nvidia.NoAnswerError as error:  # some virtual machines hide it, with a sound driver
             yield Check("topology", f"not known: {error}", ok=False, needed=False)
 
 
 def _devices(found: list[nvidia.Gpu], records: Path, *, usable: bool) -> Iterator[Check]:
-    """Devices, one program over all of them, and what they reach."""
+    """Check the devices, a collective over all of them, and their rates."""
     import jax
 
     from speedrun.ground import mesh
@@ -107,7 +102,7 @@ def _devices(found: list[nvidia.Gpu], records: Path, *, usable: bool) -> Iterato
 
 
 def _rates(over: "Mesh", machine: Machine, records: Path) -> Iterator[Check]:
-    """What the devices reach; of real ones also what their clocks do meanwhile."""
+    """Check the rates of the devices, and the clocks of GPUs under load."""
     from speedrun.bench import machine as bench
     from speedrun.training import health
 

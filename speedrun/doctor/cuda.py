@@ -1,4 +1,4 @@
-"""Whether driver, CUDA wheels and JAX fit together, on a machine that has GPUs."""
+"""Check that driver, CUDA wheels and JAX fit together, on a machine with GPUs."""
 
 import os
 import re
@@ -13,23 +13,23 @@ from speedrun.doctor.check import Check, numbers
 from speedrun.ground import provenance
 from speedrun.ground.errors import UsageError
 
-#: Driver that a release of CUDA runs on at least, whatever its minor number: NVIDIA's rule of minor version
-#: compatibility. scripts/install.sh chooses by the same numbers.
+#: Oldest driver for a major release of CUDA, by NVIDIA's minor version compatibility. scripts/install.sh uses the same
+#: numbers.
 DRIVERS = {12: "525.60.13", 13: "580"}
 
-#: Wheels that only compile. The system's CUDA has the same programs.
+#: Wheels with compilers only. A CUDA toolkit of the system has the same programs.
 _COMPILER = ("nvidia-cuda-nvcc", "nvidia-nvvm")
 _ANSWER_S = 20.0
 _ANEW = "make it anew: rm -r .venv; scripts/install.sh"
 
 
 def checks(gpus: list[nvidia.Gpu], installed: dict[str, str], *, needed: bool) -> Iterator[Check]:
-    """Wheels, then the driver for them.
+    """Check the wheels, then the driver for them.
 
     Args:
-        gpus: that the driver tells of; at least one.
-        installed: versions by name, as `software.installed`.
-        needed: whether the track that was asked about trains on GPUs.
+        gpus: at least one.
+        installed: versions by name, as from `provenance.installed`.
+        needed: whether the chosen track trains on GPUs.
     """
     problem = wheels_problem(installed)
     releases = _releases(installed)
@@ -66,7 +66,7 @@ def described() -> list[str]:
 
 
 def driver(version: str, release: int, *, needed: bool) -> Check:
-    """Whether a driver runs a release of CUDA; else what to do."""
+    """Check that a driver runs a release of CUDA."""
     least, facts = DRIVERS.get(release, DRIVERS[max(DRIVERS)]), {"driver": version}
     if numbers(version) >= numbers(least):
         return Check("driver", f"{version}, enough for CUDA {release}", ok=True, needed=needed, facts=facts)
@@ -81,7 +81,7 @@ def driver(version: str, release: int, *, needed: bool) -> Check:
 
 
 def wheels_problem(installed: dict[str, str]) -> str:
-    """What is wrong with the CUDA wheels, and what to do; empty if they are whole."""
+    """Return what is wrong with the CUDA wheels and what to do, or an empty text."""
     releases = _releases(installed)
     if not releases:
         return "JAX has no CUDA wheels; scripts/install.sh adds them"
@@ -107,14 +107,14 @@ def wheels_problem(installed: dict[str, str]) -> str:
 
 
 class Ptxas(NamedTuple):
-    """The assembler of the system's CUDA, which XLA finds by itself."""
+    """The assembler of a CUDA toolkit, which XLA finds by itself."""
 
     path: str
     version: str
 
 
 def ptxas() -> Ptxas | None:
-    """The first that XLA looks for: of $CUDA_HOME, of /usr/local/cuda, on the PATH; None where none answers."""
+    """Return the first one in XLA's order: $CUDA_HOME, /usr/local/cuda, PATH; None if it does not answer."""
     folders = (os.environ.get("CUDA_HOME"), "/usr/local/cuda")
     places = [*(f"{folder}/bin/ptxas" for folder in folders if folder), "ptxas"]
     path = next((found for place in places if (found := shutil.which(place))), None)
@@ -129,7 +129,7 @@ def ptxas() -> Ptxas | None:
 
 
 def unseen(num_gpus: int, num_devices: int) -> Check:
-    """What to say where JAX sees fewer GPUs than the driver."""
+    """Say why JAX sees fewer GPUs than the driver."""
     hidden = [
         f"{name}={os.environ[name]}"
         for name in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES")
@@ -153,12 +153,12 @@ def _missing(plugin: str, installed: dict[str, str]) -> list[str]:
 
 
 def _least_compiler(plugin: str) -> str:
-    """The version of the wheel with ptxas that the plugin asks for."""
+    """Return the least version of ptxas that the plugin requires."""
     lines = [line for line in metadata.requires(plugin) or [] if line.startswith(_COMPILER[0])]
     return next((found[1] for line in lines if (found := re.search(r">=([\d.]+)", line))), "0")
 
 
 def _libraries(plugin: str) -> list[str]:
-    """What the plugin itself says that it needs besides, to run and not only to compile."""
+    """Return the wheels that the plugin requires to run."""
     wanted = [line for line in metadata.requires(plugin) or [] if "with-cuda" in line]
     return [re.split(r"[<>=!~; ]", line)[0] for line in wanted]

@@ -1,4 +1,4 @@
-"""Whether the GPUs of this machine are sound: how they are connected, and what holds their clocks back."""
+"""Check the GPUs of this machine: what they are, how they are connected, what throttles them."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -7,13 +7,13 @@ from speedrun.doctor.check import Check
 from speedrun.doctor.nvidia import Gpu, Load
 from speedrun.ground import devices
 
-#: Of the highest clock, under load. Large products meet the power cap well above it.
+#: Share of the highest clock, under load. The power cap alone keeps large products well above it.
 _LOW_CLOCK = 0.6
-_HOT_C = 85  #: where the clocks of such devices begin to fall
+_HOT_C = 85  #: where clocks begin to fall
 
 
 def identity(gpus: list[Gpu]) -> Iterator[Check]:
-    """What they are, where that is a reason to worry: several kinds, cut into instances, on half a slot."""
+    """Check for several kinds of GPU, MIG instances, and missing PCIe lanes."""
     kinds = Counter(gpu.name for gpu in gpus)
     said = " and ".join(f"{count} x {name}" for name, count in kinds.items())
     facts = {"num_gpus": len(gpus), "gpu": gpus[0].name}
@@ -34,7 +34,7 @@ def identity(gpus: list[Gpu]) -> Iterator[Check]:
 
 
 def topology(gpus: list[Gpu], links: dict[tuple[int, int], str]) -> Check:
-    """How every two of several GPUs reach each other: all over NVLink, with all the links that they have, or not."""
+    """Check that every pair of GPUs is connected by all of its NVLinks."""
     pairs = [(i, j) for i in range(len(gpus)) for j in range(i + 1, len(gpus))]
     kinds = Counter(links.get(pair, "unknown") for pair in pairs)
     facts = {
@@ -61,11 +61,11 @@ def topology(gpus: list[Gpu], links: dict[tuple[int, int], str]) -> Check:
 
 
 def clocks(loads: list[Load], throttled_s: float | None) -> Check:
-    """What the clocks did under load, and why.
+    """Check the clocks under load.
 
     Args:
-        loads: of every GPU, asked while all of them multiplied.
-        throttled_s: what the driver counted of heat and power supply meanwhile; None where nothing counts it.
+        loads: of every GPU, while all of them multiply.
+        throttled_s: seconds of throttling by heat or power supply meanwhile; None if the driver does not count them.
     """
     shares = [one.clock_mhz / one.most_clock_mhz for one in loads if one.clock_mhz and one.most_clock_mhz]
     heats = [one.temperature_c for one in loads if one.temperature_c is not None]

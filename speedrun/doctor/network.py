@@ -1,19 +1,19 @@
-"""Whether the hub that data comes from answers. Offline is worth a note: with the data here, no run needs it."""
+"""Check that the hub for data answers. No run needs it once the data is here, so this is a note."""
 
 import threading
 
 from speedrun.data import hub
 from speedrun.doctor.check import Check
 
-_ANSWER_S = 4.0  #: with finding its address; more patience is for those who fetch
+_ANSWER_S = 4.0  #: including DNS
 
 
-class Question:
-    """Asked in the background, since a network that is not there can take its time to say so."""
+class Probe:
+    """Asks the hub in the background: an absent network may take long to fail."""
 
     def __init__(self) -> None:
         self._problem: str | None = f"no answer in {_ANSWER_S:.0f} s"
-        # As a daemon: the program need not wait for a resolver that hangs.
+        # A daemon, so that a hanging resolver does not delay the exit.
         self._thread = threading.Thread(target=self._ask, daemon=True)
         self._thread.start()
 
@@ -26,7 +26,7 @@ class Question:
             self._problem = None
 
     def check(self) -> Check:
-        """Waits for the answer, if it has not come yet."""
+        """Wait for the answer, and report it."""
         self._thread.join(_ANSWER_S)
         problem = self._problem
         if problem is None:

@@ -1,7 +1,4 @@
-"""What NVIDIA's driver says of the GPUs: the doctor's one place that runs `nvidia-smi`, and readers of its answers.
-
-The forms of its answers are those of its manual: comma-separated values for questions, a matrix for `topo -m`.
-"""
+"""Query NVIDIA's driver with `nvidia-smi`, and parse its answers."""
 
 import re
 import shutil
@@ -12,13 +9,13 @@ from typing import NamedTuple
 
 _ANSWER_S = 20.0  #: an nvidia-smi that hangs is a broken driver
 
-#: What an unset or unknown field reads as.
+#: An unset or unknown field.
 _NOTHING = re.compile(r"\[?(N/A|Not Supported|Not Active|Unknown Error|Requested functionality.*)\]?")
-#: Newer ones underline the heads of the matrix.
+#: Newer versions underline the head of the matrix.
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
-#: Bits of `clocks_event_reasons.active` that slow a run down. The power cap (4) is not among them: large products
-#: always run at it. Idle (1) and the display's clock (256) are harmless.
+#: Bits of `clocks_event_reasons.active` that slow a run down. Large products always run at the power cap (4). Idle (1)
+#: and the display's clock (256) are harmless.
 REASONS = {
     0x02: "clocks set by hand",
     0x08: "hardware slowdown",
@@ -30,35 +27,35 @@ REASONS = {
 
 
 class NoAnswerError(Exception):
-    """Why `nvidia-smi` said nothing, in a few words."""
+    """Why `nvidia-smi` gave no answer."""
 
 
 class Gpu(NamedTuple):
-    """One GPU, standing still."""
+    """One GPU."""
 
     name: str
     driver: str
     memory_bytes: int
     pcie_width: int | None  #: lanes in use
     most_pcie_width: int | None  #: lanes there are
-    mig: bool  #: cut into instances
+    mig: bool  #: divided into instances
 
 
 class Load(NamedTuple):
-    """One GPU at work."""
+    """State of one GPU under load."""
 
     clock_mhz: int | None
     most_clock_mhz: int | None
     temperature_c: int | None
     power_w: float | None
-    reasons: tuple[str, ...]  #: of REASONS, those that hold
+    reasons: tuple[str, ...]  #: the active ones of REASONS
 
 
 def ask(*args: str) -> str:
-    """What `nvidia-smi` answers.
+    """Run `nvidia-smi` and return its output.
 
     Raises:
-        NoAnswerError: if there is none, or it fails or hangs.
+        NoAnswerError: if it is not installed, fails or hangs.
     """
     try:
         done = subprocess.run(
@@ -75,17 +72,17 @@ def ask(*args: str) -> str:
 
 
 def present() -> int:
-    """GPUs that the kernel knows, whatever works of them."""
+    """Count the GPUs that the kernel knows, working or not."""
     return sum(1 for _ in Path("/dev").glob("nvidia[0-9]*"))
 
 
 def is_installed() -> bool:
-    """Whether there is an `nvidia-smi` at all."""
+    """Whether `nvidia-smi` is installed."""
     return shutil.which("nvidia-smi") is not None
 
 
 def gpus() -> list[Gpu]:
-    """All of them.
+    """Return all GPUs.
 
     Raises:
         NoAnswerError: see `ask`.
@@ -98,10 +95,10 @@ def gpus() -> list[Gpu]:
 
 
 def loads() -> list[Load]:
-    """What they are doing now.
+    """Return the current state of all GPUs.
 
     Raises:
-        NoAnswerError: see `ask`; also of a driver that does not know one of the fields.
+        NoAnswerError: see `ask`; also for a driver without one of the fields.
     """
     fields = ("clocks.sm", "clocks.max.sm", "temperature.gpu", "power.draw", "clocks_event_reasons.active")
     return [
@@ -111,7 +108,7 @@ def loads() -> list[Load]:
 
 
 def links() -> dict[tuple[int, int], str]:
-    """How every two GPUs are connected: `NV18` is 18 NVLinks; PIX, PXB, PHB, NODE and SYS are longer and longer PCIe.
+    """Return the connection of every pair: `NV18` is 18 NVLinks; PIX, PXB, PHB, NODE, SYS are ever longer PCIe paths.
 
     Raises:
         NoAnswerError: see `ask`.
@@ -120,9 +117,9 @@ def links() -> dict[tuple[int, int], str]:
 
 
 def read_links(matrix: str) -> dict[tuple[int, int], str]:
-    """The pairs (i < j) of the matrix of `nvidia-smi topo -m`; rows and columns of network cards are passed over.
+    """Parse the pairs (i < j) of the matrix of `nvidia-smi topo -m`, without network cards.
 
-    A head is `GPU0  GPU1 ... NIC0 ... CPU Affinity`; a row is `GPU0  X  NV18 ...`.
+    The head is `GPU0  GPU1 ... NIC0 ... CPU Affinity`; a row is `GPU0  X  NV18 ...`.
     """
     rows = [_ESCAPES.sub("", line).split() for line in matrix.splitlines()]
     head = next((row for row in rows if row[:1] == ["GPU0"] and row[1:2] != ["X"]), [])
@@ -142,7 +139,7 @@ def _index(word: str) -> int | None:
 
 
 def _query(*fields: str) -> Iterator[list[str | None]]:
-    """One row a GPU; None for what it does not know."""
+    """Yield one row per GPU, with None for unknown fields."""
     answer = ask(f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits")
     for line in filter(None, answer.splitlines()):
         words = [word.strip() for word in line.split(",")]

@@ -1,4 +1,4 @@
-"""Which tracks a machine is for, and what to type next."""
+"""Find the tracks that fit a machine, and the next command."""
 
 import shlex
 from typing import NamedTuple
@@ -12,7 +12,7 @@ SMOKE = "smoke-cpu"  #: runs anywhere
 
 
 def check(track: Track, machine: Machine, *, needed: bool) -> Check:
-    """Whether the track's hardware is here. CPU tracks simulate theirs."""
+    """Check that the hardware of a track is here. CPU tracks simulate theirs."""
     problem = _misfit(track, machine)
     found = f"{problem or 'fits this machine'}: {track.summary}"
     return Check(f"track {track.name}", found, ok=not problem, needed=needed)
@@ -30,18 +30,18 @@ def _misfit(track: Track, machine: Machine) -> str:
 
 
 class Advice(NamedTuple):
-    """What to do on this machine."""
+    """The next command on this machine."""
 
     track: str
     command: str
 
 
 def advice(checks: list[Check], *, asked: str | None) -> Advice:
-    """The command for the track that was asked about, else for the most demanding one that ranks and fits.
+    """Return the command for the chosen track, else for the ranked track with most devices that fits.
 
     Args:
-        checks: of tracks and their data; all that is needed is right.
-        asked: the name of a track.
+        checks: of tracks and their data; nothing needed is missing.
+        asked: the name of the chosen track, or None.
     """
     marks = {check.name: check.ok for check in checks}
     ranked = [

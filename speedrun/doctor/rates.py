@@ -1,4 +1,4 @@
-"""What the devices reach, against the vendor's rates and against the machines that made the records here."""
+"""Compare measured rates with the vendor's, and with those of records made on the same hardware."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +22,7 @@ class Machine(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """Best ones, of all devices together; see `bench.health`."""
+    """Best rates, summed over devices; see `bench.machine.Health`."""
 
     matmul_gflops: float
     memory_gb_per_s: float
@@ -31,27 +31,27 @@ class Rates(NamedTuple):
 
 
 def cohort(records: Path, machine: Machine) -> list[float]:
-    """Gflop/s of the products on every machine of this kind that made a record in `records`: the rate that is kept."""
+    """Return the matmul Gflop/s of each record that was made on the same hardware. Records keep no other rate."""
     found = []
     for path in sorted(records.glob("*/*/manifest.json")):
         try:
             hardware = decode(path.read_bytes(), Manifest).hardware
         except (OSError, FormatError):
-            continue  # the validator tells what is wrong with it
+            continue  # `validate` reports it
         same = (hardware.platform, hardware.device_kind, hardware.num_devices) == machine
-        if same and hardware.matmul_gflops > 0:  # 0 where every run broke off before it was measured
+        if same and hardware.matmul_gflops > 0:  # 0 if every run stopped before the measurement
             found.append(hardware.matmul_gflops)
     return found
 
 
 def checks(rates: Rates, machine: Machine, device: Device | None, peers: list[float]) -> Iterator[Check]:
-    """One line a rate.
+    """Yield one check per rate.
 
     Args:
         rates: as measured.
-        machine: what they were measured on.
-        device: its row in the table; None where nobody knows the vendor's rates.
-        peers: see `cohort`.
+        machine: where they were measured.
+        device: its row in the table; None if the vendor's rates are unknown.
+        peers: from `cohort`.
     """
     num, several = machine.num_devices, machine.num_devices > 1
     together = ", all devices together" if several else ""
@@ -62,7 +62,7 @@ def checks(rates: Rates, machine: Machine, device: Device | None, peers: list[fl
     if several:
         links = None if device is None else device.link_rate * num
         yield _check("all-reduce", rates.all_reduce_gb_per_s * 1e9, "B/s" + together, links, machine)
-    # No bound: what a host can send depends on its memory and its slots more than on the device.
+    # No bound: it depends on the host's memory and slots more than on the device.
     yield _check("host to device", rates.host_to_device_gb_per_s * 1e9, "B/s" + together, None, machine)
 
 

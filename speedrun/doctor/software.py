@@ -1,4 +1,4 @@
-"""Python and its packages: at least the floors that the package declares, at best those of a lock file."""
+"""Check Python and its packages, against declared minimum versions and against the lock files."""
 
 import re
 import sys
@@ -15,7 +15,7 @@ _FEW = 3  #: packages that are named, of more
 
 
 def checks() -> Iterator[Check]:
-    """Floors first: without them nothing else can be asked."""
+    """Check minimum versions, which all else needs, then the lock."""
     version = ".".join(map(str, sys.version_info[:3]))
     try:
         python, requirements = declared()
@@ -33,7 +33,7 @@ def checks() -> Iterator[Check]:
 
 
 def declared() -> tuple[str, list[str]]:
-    """The Python and the packages that a run needs: of pyproject.toml beside the code, else of the installed package.
+    """Return the requirements on Python and packages: of pyproject.toml beside the code, else of the package.
 
     Raises:
         PackageNotFoundError: if there is neither.
@@ -57,14 +57,14 @@ def _packages(requirements: list[str]) -> Iterator[Check]:
 
 
 def floor(name: str, version: str, requirement: str) -> Check:
-    """One `>=`; more than that no requirement of ours says."""
+    """Check a requirement with `>=`, the only form in use here."""
     if numbers(version) >= numbers(requirement.partition(">=")[2]):
         return Check(name, version, ok=True)
     return Check(name, f"{version}; need {requirement}; pip install -e .", ok=False)
 
 
 def lock() -> Check:
-    """Whether all pins of a lock file are installed; else how the nearest one differs. A ranked record needs one."""
+    """Check that all pins of a lock file are installed, which a ranked record needs; else compare with the nearest."""
     if fits := provenance.lock().name:
         found, facts = f"every package as requirements/{fits} pins it", {"lock": fits}
         return Check("lock", found, ok=True, needed=False, facts=facts)

@@ -1,4 +1,4 @@
-"""The disk that data and records go to: is there room, how fast is it, and what of each track's data is there."""
+"""Check the disk for data and records: free space, speed, and the data of each track."""
 
 import os
 import shutil
@@ -20,7 +20,7 @@ _MOST_S = 1.5  #: for writing, and again for reading
 
 
 def checks(track: Track) -> list[Check]:
-    """Room and speed where the data of a track goes; the folder may not exist yet."""
+    """Check space and speed of the disk for a track's data; the folder may not exist yet."""
     root = inventory.data_folder(track, None).parent.absolute()
     there = next(folder for folder in (root, *root.parents) if folder.is_dir())
     free_bytes = shutil.disk_usage(there).free
@@ -33,7 +33,7 @@ def checks(track: Track) -> list[Check]:
 
 
 def _speed(folder: Path) -> Check:
-    """Measured with a file that has no name, so that nothing is left behind."""
+    """Check with an unnamed file, so that nothing is left behind."""
     try:
         write_rate, read_rate = rates(folder)
     except OSError as error:
@@ -47,10 +47,10 @@ def _speed(folder: Path) -> Check:
 
 
 def rates(folder: Path) -> tuple[float, float]:
-    """Bytes per second that a new file is written with until it is durable, and read with past the page cache.
+    """Return bytes per second of synced writes, and of reads without the page cache.
 
     Raises:
-        OSError: if the disk refuses.
+        OSError: from the disk.
     """
     piece = os.urandom(_PIECE_BYTES)  # some disks compress
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
@@ -68,7 +68,7 @@ def rates(folder: Path) -> tuple[float, float]:
 
 
 def data(track: Track) -> Check:
-    """Whether a track's shards are here and look right. Never needed: they are one command away."""
+    """Check the shards of a track. Never needed, as one command brings them."""
     folder = inventory.data_folder(track, None)
     name = f"data {track.name}"
     try:

@@ -1,4 +1,4 @@
-"""What a user asks of a cluster, checked before anything is printed."""
+"""A job for a cluster, checked before anything is printed."""
 
 import re
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from pathlib import Path
 from speedrun.ground.errors import UsageError
 from speedrun.ground.track import Track
 
-#: Where the processes of a run meet, where no cluster chooses: process 0 listens here.
+#: Process 0 listens here, unless the cluster chooses a port.
 PORT = 12355
 
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
@@ -19,30 +19,30 @@ _BUCKET = re.compile(r"[a-z][a-z0-9]*://[A-Za-z0-9_.-]+(/[A-Za-z0-9_.=-]+)*/?")
 
 @dataclass(frozen=True)
 class Job:
-    """One run, or one batch, and the machines it wants.
+    """One run or batch, and its machines.
 
     Raises:
-        UsageError: for what no cluster could do, or a text that a file of its could be changed by.
+        UsageError: for values that no cluster accepts, or that could change the structure of a file.
     """
 
     track: Track
-    name: str  #: of the job, and of the record's folder
+    name: str  #: of the job and of the record's folder
     nodes: int
-    gpus: int  #: of each node
-    words: tuple[str, ...]  #: `speedrun run ...` or `speedrun batch ...`, without its folders
-    time_s: int  #: the cluster ends it then
-    out: str  #: the folder that the record is copied into
+    gpus: int  #: per node
+    words: tuple[str, ...]  #: `speedrun run ...` or `speedrun batch ...`, without folders
+    time_s: int  #: time limit
+    out: str  #: the record is copied into this folder
     data: str = ""  #: folder of shards; empty: each node makes or fetches them
     stage: str = ""  #: a folder on each node's own disk
     checkout: str = ""  #: this code, on each node
-    image: str = ""  #: a container with `speedrun` in it; empty: what is in the checkout
-    partition: str = ""  #: of SLURM, as is the account
-    account: str = ""
-    namespace: str = ""  #: of Kubernetes, as is the claim
-    claim: str = ""  #: a PersistentVolumeClaim; data and out lie on it
-    gpu: str = "h100"  #: kind, as `speedrun plan` names it
-    cloud: str = ""  #: of SkyPilot, as is the price
-    price: float | None = None  #: dollars an hour, at most, of a node
+    image: str = ""  #: a container with `speedrun`; empty: use the checkout
+    partition: str = ""  #: SLURM
+    account: str = ""  #: SLURM
+    namespace: str = ""  #: Kubernetes
+    claim: str = ""  #: Kubernetes: a PersistentVolumeClaim with data and out
+    gpu: str = "h100"  #: kind of device, a key of `devices.DEVICES`
+    cloud: str = ""  #: SkyPilot
+    price: float | None = None  #: SkyPilot: most dollars per node and hour
     hosts: tuple[str, ...] = ()  #: for ssh; process 0 runs on the first
 
     def __post_init__(self) -> None:
@@ -70,24 +70,24 @@ class Job:
 
     @property
     def is_ranked(self) -> bool:
-        """Whether a record of it could have a rank: on one node, with the track's devices."""
+        """Whether its record can be ranked: one node, with the devices of the track."""
         rules = self.track.rules
         return rules.ranked and self.nodes == 1 and self.gpus == rules.num_devices
 
     @property
     def shards(self) -> list[str]:
-        """What is copied of a folder of shards: names where the track lists them, else patterns of a shell."""
+        """Shards to copy: names if the track lists them, else shell patterns."""
         data = self.track.data
         return sorted(data.sha256) or [data.val, data.train]
 
 
 def is_bucket(place: str) -> bool:
-    """Whether it is an address of a cloud's storage and no path."""
+    """Whether this is an address of cloud storage, not a path."""
     return _BUCKET.fullmatch(place) is not None
 
 
 def clock_time(seconds: int) -> str:
-    """As clusters and people write it: H:MM:SS."""
+    """Format seconds as H:MM:SS."""
     return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
 
