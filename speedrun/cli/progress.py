@@ -1,4 +1,4 @@
-"""How far a long transfer or check has come: a bar on a terminal, a line now and then elsewhere; on stderr."""
+"""Progress of a long transfer or check, on stderr: a bar on a terminal, else a line from time to time."""
 
 import sys
 from typing import TYPE_CHECKING, Self
@@ -11,21 +11,21 @@ from speedrun.ground.console import clean, duration, quantity
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
-_LINE_S = 10.0  #: between two lines where there is no terminal
+_LINE_S = 10.0  #: between two lines without a terminal
 
 
 class Progress:
-    """Bytes done, rate and time left. Use as a context manager."""
+    """Shows bytes, rate and time left. Use as a context manager."""
 
     def __init__(self, what: str) -> None:
-        """Begins when it is told of the first bytes."""
+        """Start the clock at the first `update`."""
         self._what = what
         self._bar: Bar | None = None
         self._watch, self._line = Stopwatch(), Stopwatch()
         self._first: int | None = None
 
     def update(self, done: int, total: int) -> None:
-        """So many bytes of so many."""
+        """Show `done` bytes of `total`."""
         if self._first is None:
             self._first, self._watch, self._line = done, Stopwatch(), Stopwatch()
             if sys.stderr.isatty():
@@ -40,7 +40,7 @@ class Progress:
             self.say(f"{self._what}  {done / max(1, total):.0%}  {of}  {quantity(rate, 'B/s')}  {left}")
 
     def say(self, line: str) -> None:
-        """A line above the bar."""
+        """Print a line above the bar."""
         if self._bar is not None:
             self._bar.console.print(clean(line), markup=False)
         else:
