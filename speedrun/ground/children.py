@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from speedrun.ground import signals
-from speedrun.ground.errors import INTERRUPTED, SpeedrunError, Terminated, UsageError, meaning
+from speedrun.ground.errors import INTERRUPTED, SpeedrunError, Terminated, UsageError, meaning, refusals_told
 from speedrun.ground.wholefile import write_whole
 
 KILL_AFTER_S = 5.0  #: from the second signal to SIGKILL
@@ -103,9 +103,11 @@ def locked(path: Path) -> Iterator[int]:
 
     Raises:
         UsageError: if another process holds the lock.
+        StorageError: if the file cannot be opened for writing.
     """
-    # Network disks lock only files that are open for writing.
-    with path.open("rb+") as file:
+    with refusals_told(path):
+        file = path.open("rb+")  # network disks lock only files that are open for writing
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
