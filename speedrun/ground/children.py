@@ -30,11 +30,7 @@ def run(
 ) -> int:
     """Run a program and return its exit code, as `wait_for` does.
 
-    Args:
-        argv: program and arguments.
-        to_stderr: send its standard output to our standard error.
-        keep_open: file descriptors that it inherits.
-        kill_after_s: see `wait_for`.
+    With `to_stderr`, its standard output goes to our standard error. It inherits the descriptors `keep_open`.
     """
     stdout = sys.stderr if to_stderr else None
     return wait_for(Popen(argv, stdout=stdout, pass_fds=keep_open, process_group=0), kill_after_s)

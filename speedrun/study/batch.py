@@ -24,14 +24,9 @@ from speedrun.study import race
 def num_runs(
     rules: Track, expect: float | None, power: float, sigma: float | None, *, num_looks: int = 1
 ) -> int:
-    """Return the number of runs that prove an expected mean with probability `power` at the first look.
+    """Return the number of runs that prove a mean loss of `expect` with probability `power` at the first look.
 
-    Args:
-        rules: of the track.
-        expect: the mean loss.
-        power: between 0 and 1.
-        sigma: sd of losses over seeds; None: the track's.
-        num_looks: 1 or 2.
+    `sigma` is the sd of losses over seeds; None: the track's.
 
     Raises:
         UsageError: if it does not follow: no mean, no sd, or a mean that no number of runs can prove.
