@@ -266,7 +266,10 @@ def test_one_batch_is_run_by_one_process(folder):
         (["batch", "--expect", "3.29", "--sigma", "0.02"], "need a lower mean"),
         (["batch", "--runs", "2", "--seeds", "1;2"], "need whole numbers with commas"),
         (["batch", "--resume", "nowhere"], "nowhere holds no batch.json"),
-        (["batch", "--resume", "nowhere", "--runs", "9"], "--resume goes on as it was begun, got --runs"),
+        (
+            ["batch", "--resume", "nowhere", "--runs", "9"],
+            "--resume keeps the settings of the run, got --runs",
+        ),
         (["stats", "nowhere"], "nowhere is not a folder"),
     ],
 )

@@ -578,7 +578,10 @@ def test_another_source_or_run_is_no_part_of_it(performed, monkeypatch):
         (["sweep", "--ladder", "--set", "a=1,2"], "leave all but one out"),
         (["sweep", "--track", "moon", "--ladder", "--runs", "2"], "unknown track 'moon'"),
         (["sweep", "--resume", "nowhere"], "nowhere holds no experiment.json"),
-        (["sweep", "--resume", "nowhere", "--runs", "9"], "--resume goes on as it was begun, got --runs"),
+        (
+            ["sweep", "--resume", "nowhere", "--runs", "9"],
+            "--resume keeps the settings of the run, got --runs",
+        ),
         (["sweep", "--runs", "2"], "nothing to sweep"),
         (["sweep", "--runs", "2", "--set", "a=1"], "nothing to sweep"),
         (["sweep", "--runs", "2", "--set", "a=1..2"], "add --trials"),

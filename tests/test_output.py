@@ -71,7 +71,7 @@ def test_a_title_that_the_locale_cannot_hold(tmp_path: Path):
 def test_a_word_that_is_no_utf8_is_refused():
     done = subprocess.run([*SPEEDRUN, "describe", b"gr\xf6\xdfer"], capture_output=True, check=False)
     assert done.returncode == UsageError.exit_code
-    assert done.stderr.startswith(b"error: 'gr\\udcf6\\udcdfer' is no UTF-8; ")
+    assert done.stderr.startswith(b"error: 'gr\\udcf6\\udcdfer' is not UTF-8; ")
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_a_variable_that_is_no_utf8_is_refused(name: str):
     env = {**os.environb, name.encode(): b"gr\xf6n"}
     done = subprocess.run([*SPEEDRUN, "data", "list"], env=env, capture_output=True, check=False)
     assert done.returncode == UsageError.exit_code
-    assert done.stderr.startswith(f"error: {name}='gr\\udcf6n' is no UTF-8; ".encode())
+    assert done.stderr.startswith(f"error: {name}='gr\\udcf6n' is not UTF-8; ".encode())
     assert done.stderr.count(b"\n") == 1
 
 

@@ -1,7 +1,7 @@
-"""The command `speedrun`: a table of commands, each imported when it is called, and one handler of errors.
+"""The command `speedrun`: a table of commands, each imported when it is called, and the handler of errors.
 
-`speedrun --help` must stay fast, so this file imports nothing that is heavy. A command is a module
-`speedrun.cli.<name>` with a click command named `command`.
+A command is a module `speedrun.cli.<name>` with a click command named `command`. No heavy imports: `speedrun --help`
+must be fast.
 """
 
 import importlib
@@ -23,38 +23,38 @@ GROUPS = {
         "data": "Fetch, make, list and check shards.",
         "recipes": "List recipes, or the settings of one.",
         "run": "Train on a track, under the clock.",
-        "batch": "Declare several runs, run them, and test what they prove.",
-        "attempt": "Go all the way to a record ready to be sent: doctor, data, batch, stats, validate, submit.",
-        "launch": "Print the file that runs a track on a cluster, or submit it.",
+        "batch": "Declare several runs, run them, and test their mean loss.",
+        "attempt": "Run all stages to a record: doctor, data, batch, stats, validate, submit.",
+        "launch": "Print the job file that runs a track on a cluster, or submit it.",
     },
     "Check": {
-        "validate": "Check a record offline: every claim that can be computed is computed again.",
+        "validate": "Check a record offline; recompute every claim.",
         "replay": "Run the source that a record carries.",
-        "reproduce": "Run a record again, as a referee: one word says whether it holds.",
+        "reproduce": "Run a record again and judge whether its result holds.",
     },
     "Study": {
-        "plot": "Draw loss and step times of records, or their time against their loss.",
-        "stats": "Say what the runs of a record prove, and how many more it would take.",
-        "compare": "Run two records in turns on this node, and say which is faster.",
-        "sweep": "Try other settings of a recipe, or switch off its features, and say which are better.",
-        "import-log": "Read other people's logs as context, and say how much equal runs differ.",
+        "plot": "Draw the loss and step times of records, or their time against their loss.",
+        "stats": "Report what the runs of a record prove, and how many more a proof needs.",
+        "compare": "Run two records in turns on this node, and report which is faster.",
+        "sweep": "Compare settings or features of a recipe, or a recipe with its ancestors.",
+        "import-log": "Read other people's logs, and report how much equal runs differ.",
     },
     "Publish": {
-        "describe": "Write what people say of a record: title, authors, changes, parent.",
-        "submit": "Make a record ready for a pull request: validated, scanned for secrets, packed.",
-        "leaderboard": "Make the board of all records, or say whether it is up to date.",
+        "describe": "Set title, authors, changes and parent of a record.",
+        "submit": "Validate a record, scan it for secrets, and pack it for a pull request.",
+        "leaderboard": "Build the board of all records, or check that it is up to date.",
         "export": "Write a record as text logs, CSV, offline wandb runs or TensorBoard events.",
     },
     "Machine": {
-        "doctor": "Say what this machine can run, and what to type next.",
-        "plan": "Predict what a recipe needs on devices that need not be here, on one node or many.",
+        "doctor": "Report what this machine can run, and what to type next.",
+        "plan": "Estimate memory, time and cost of a recipe without its devices, on one node or many.",
         "bench": "Time operations against their bounds.",
-        "profile": "Say where the time of a training step goes.",
+        "profile": "Report where the time of a training step goes.",
     },
 }
 COMMANDS = {name: does for group in GROUPS.values() for name, does in group.items()}
-#: Variables that name folders, or that a run records.
-_WORDS = ("SPEEDRUN_DATA", "XLA_FLAGS", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES")
+#: Environment variables that name folders, or that a run records.
+_VARIABLES = ("SPEEDRUN_DATA", "XLA_FLAGS", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES")
 
 
 class _Commands(Group):
@@ -77,9 +77,9 @@ class _Commands(Group):
             formatter.write_text("speedrun doctor")
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **named: Any) -> NoReturn:
-        """Runs a command and exits. An expected error is one line; others keep their traceback."""
+        """Run a command and exit. An expected error is one line; others keep their traceback."""
         words = list(sys.argv[1:] if args is None else args)
-        named["standalone_mode"] = False  # click's own errors come out, to be said in our words
+        named["standalone_mode"] = False  # raises click's own errors
         try:
             _check_words(words)
             sys.exit(super().main(words, *rest, **named))
@@ -87,7 +87,7 @@ class _Commands(Group):
             error.show()
             sys.exit(error.exit_code)
         except click.UsageError as error:
-            _fail(_in_our_words(error), UsageError.exit_code, words)
+            _fail(_usage(error), UsageError.exit_code, words)
         except click.Abort:  # what click makes of KeyboardInterrupt
             _fail("interrupted", INTERRUPTED, words)
         except BaseException as error:
@@ -97,10 +97,10 @@ class _Commands(Group):
 
 
 def _fail(said: str, exit_code: int, words: list[str]) -> NoReturn:
-    """Says one line and exits. The words are asked for --json, for a command may have failed to read them."""
+    """Print one line and exit. The words are searched for --json, since the command may not have parsed them."""
     from speedrun.ground.console import clean  # not light enough for --help
 
-    said = clean(" ".join(said.split()), limit=len(said))  # of what a file or a library said, too
+    said = clean(" ".join(said.split()), limit=len(said))  # it may quote a file
     if "--json" in words:
         click.echo(json.dumps({"error": said, "exit_code": exit_code}))
     else:
@@ -109,18 +109,18 @@ def _fail(said: str, exit_code: int, words: list[str]) -> NoReturn:
 
 
 def _check_words(words: list[str]) -> None:
-    """Refuses what is no UTF-8, which Python hands on as surrogates: no record could hold it."""
-    named = {name: os.environ.get(name, "") for name in _WORDS}
+    """Refuse arguments that are not UTF-8, which Python passes as surrogates: no record could hold them."""
+    named = {name: os.environ.get(name, "") for name in _VARIABLES}
     for name, word in [*named.items(), *(("", word) for word in words)]:
         if not word.isprintable() and any("\udc80" <= char <= "\udcff" for char in word):
             raise UsageError(
-                f"{name and f'{name}='}{word!a} is no UTF-8; need arguments and {', '.join(_WORDS)} in UTF-8; "
-                "rename the file, or type it so"
+                f"{name and f'{name}='}{word!a} is not UTF-8; need arguments and {', '.join(_VARIABLES)} in UTF-8; "
+                "rename the file, or encode it so"
             )
 
 
-def _in_our_words(error: click.UsageError) -> str:
-    """What click says of an argument, as one line that ends with what to do."""
+def _usage(error: click.UsageError) -> str:
+    """Return click's error as one line that ends with what to do."""
     ctx = error.ctx
     if isinstance(error, click.NoSuchOption) and ctx is not None:
         options = [name for param in ctx.command.get_params(ctx) for name in param.opts if name[0] == "-"]
@@ -137,9 +137,9 @@ def command() -> None:
 
 
 def main() -> None:
-    """Runs the command line of this process and exits: with 2, if it ended well but standard output is incomplete."""
-    if sys.getfilesystemencoding() != "utf-8":  # records are UTF-8, whatever the locale
-        os.environ["PYTHONUTF8"] = "1"  # for processes that we start
+    """Run the command line of this process and exit; with 2 if only standard output is incomplete."""
+    if sys.getfilesystemencoding() != "utf-8":  # records are UTF-8 in any locale
+        os.environ["PYTHONUTF8"] = "1"  # for child processes
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
     outlive_readers()
     try:
@@ -149,5 +149,8 @@ def main() -> None:
             leave(end.code)
         if not (why := lost_output()):
             raise
-        click.echo(f"error: standard output: {why}; all else is done; send it where there is room", err=True)
+        click.echo(
+            f"error: standard output: {why}; everything else is done; redirect it to a disk with room",
+            err=True,
+        )
         sys.exit(end.code or UsageError.exit_code)

@@ -1,4 +1,4 @@
-"""`speedrun compare`: two records run in turns on this node. Executes code from both."""
+"""`speedrun compare`: runs two records in turns on this node. Executes code from both."""
 
 import sys
 import tempfile
@@ -21,7 +21,7 @@ from speedrun.study.comparison import Comparison, compare
 @click.argument("first", metavar="A", type=click.Path(path_type=Path))
 @click.argument("second", metavar="B", type=click.Path(path_type=Path))
 @click.option(
-    "--pairs", type=Integer(2), default=3, show_default=True, help="Each is one run of A and one of B."
+    "--pairs", type=Integer(2), default=3, show_default=True, help="Pairs of runs, one of A and one of B."
 )
 @unsafe_option
 @data_option
@@ -29,7 +29,7 @@ from speedrun.study.comparison import Comparison, compare
     "--out",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="Keep all runs and the result here: a new folder.",
+    help="A new folder for the runs and the result.",
 )
 @json_option
 @click.pass_context
@@ -44,10 +44,10 @@ def command(
     out: Path | None,
     as_json: bool,
 ) -> None:
-    """Run the records A and B in turns (A B, B A, ...), and say which is faster. EXECUTES CODE FROM BOTH.
+    """Run the records A and B in turns (A B, B A, ...), and report which is faster. EXECUTES CODE FROM BOTH.
 
-    Both runs of a pair have one seed, which nobody picks. Exits with 0 if B is faster and its loss no worse than
-    the noise, with 1 if not, or if this node cannot tell.
+    Both runs of a pair have the same seed, derived from the records. Exits with 0 if B is faster and its loss is not
+    worse within the noise, with 1 if not, or if the difference is not resolved.
     """
     if out is not None and out.exists():
         raise UsageError(f"{out} exists already; need a new folder; remove it or pass another --out")
@@ -69,17 +69,17 @@ def command(
                 )
         try:
             found = compare(seeds, runs["A"], runs["B"])
-        except ValueError as error:  # numbers that no run has: what ran was not ours
+        except ValueError as error:  # numbers that no honest run has
             raise SpeedrunError(f"the runs cannot be compared: {error}; 'speedrun validate' them") from None
         if out is not None:
             encoded = msgspec.json.format(msgspec.json.encode(found), indent=2)
             write_whole(out / "compare.json", encoded, b"\n")
-    click.echo(msgspec.json.encode(found) if as_json else _told(found))
+    click.echo(msgspec.json.encode(found) if as_json else _text(found))
     ctx.exit(0 if found.time_ratio.high < 1 and found.loss_difference.low <= 0 else 1)
 
 
 def _check_alike(a: Run, b: Run) -> None:
-    """Times of other rules or hardware do not compare."""
+    """Raise UsageError for records of different tracks or hardware."""
     for what, one, other in (
         ("track", a.file.track, b.file.track),
         ("platform", a.file.platform, b.file.platform),
@@ -87,11 +87,11 @@ def _check_alike(a: Run, b: Run) -> None:
     ):
         if one != other:
             raise UsageError(
-                f"{what} of A is {one}, of B {other}; need two records of one kind; choose others"
+                f"{what} of A is {one}, of B {other}; need the same for both; choose other records"
             )
 
 
-def _told(found: Comparison) -> str:
+def _text(found: Comparison) -> str:
     ratio, loss = found.time_ratio, found.loss_difference
     change = f"{ratio.mean - 1:+.2%} of A's time, 95 % between {ratio.low - 1:+.2%} and {ratio.high - 1:+.2%}"
     verdict = "not resolvable here"
@@ -100,6 +100,6 @@ def _told(found: Comparison) -> str:
     return (
         f"time    {change}: {verdict}\n"
         f"loss    {loss.mean:+.5f} nats, 95 % between {loss.low:+.5f} and {loss.high:+.5f}\n"
-        f"both    {found.equivalent_s:+.2f} s: its loss counted as time, at {found.s_per_nat:.1f} s a nat\n"
+        f"both    {found.equivalent_s:+.2f} s: with the loss counted as time, at {found.s_per_nat:.1f} s a nat\n"
         f"rate    {found.rate_from}"
     )

@@ -28,18 +28,9 @@ def job_of(
     hosts: str | None,
     **others: Any,
 ) -> tuple[Job, list[str]]:
-    """Return the job, and notes for its user.
+    """Return the job that the options of `speedrun launch --on` describe, and notes for its user.
 
-    Args:
-        on: the cluster.
-        track: its name.
-        runs: of a batch; None: a single run.
-        nodes: None: one, or as many as there are hosts.
-        gpus_per_node: None: as many as the track asks for.
-        limit: H:MM:SS; None: twice the expected time.
-        words: arguments of `speedrun run` or `speedrun batch`.
-        hosts: separated by commas.
-        others: fields of `Job`; None: left out.
+    Args are named as the options are; `words` stand after `--`, `others` are fields of `Job`, None if left out.
 
     Raises:
         UsageError: for options that cannot be used.

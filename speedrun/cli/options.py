@@ -1,7 +1,4 @@
-"""Options that several commands share, so that one name means one thing everywhere.
-
-No heavy imports: the group itself needs this file.
-"""
+"""Options that several commands share, so that one name means one thing everywhere. No heavy imports."""
 
 import math
 from collections.abc import Callable
@@ -17,41 +14,41 @@ Decorator = Callable[[Callable[..., object]], Callable[..., object]]
 
 
 def example(*lines: str) -> str:
-    """The end of a command's help: what to type. Every command has one."""
+    """Return the examples at the end of a command's help. Every command has some."""
     return "\n".join(["\b", "Example:", *(f"  {line}" for line in lines)])
 
 
 class Group(click.Group):
-    """A command of commands, which knows what to say of a name that does not exist."""
+    """A group of commands that suggests the nearest name for an unknown one."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command of that name.
+        """Return the command of that name.
 
         Raises:
-            UsageError: if there is none (names the nearest).
+            UsageError: if there is none.
         """
         if cmd_name not in self.list_commands(ctx):
             raise unknown("command", cmd_name, self.list_commands(ctx))
         return self.load(ctx, cmd_name)
 
     def load(self, ctx: click.Context, name: str) -> click.Command | None:
-        """The command of a name that exists."""
+        """Return the command of a name that exists."""
         return super().get_command(ctx, name)
 
 
 class Integer(click.IntRange):
-    """A whole number in a range; click's own name for it, "integer range", stood in its errors."""
+    """A whole number in a range, which click's errors call "integer range" otherwise."""
 
     name = "integer"
 
 
 class Number(click.FloatRange):
-    """A finite number in a range. Infinity and NaN would pass every comparison, or none."""
+    """A finite number in a range. Infinity and NaN are refused."""
 
     name = "number"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """The number of a text."""
+        """Parse a number."""
         number = float(super().convert(value, param, ctx))
         if not math.isfinite(number):
             self.fail(f"{value!r} is not a finite number", param, ctx)
@@ -60,7 +57,7 @@ class Number(click.FloatRange):
 
 #: `--json`, as the argument `as_json`.
 json_option: Decorator = click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON object on stdout, also of an error."
+    "--json", "as_json", is_flag=True, help="Print one JSON object on stdout, also for an error."
 )
 
 #: `--data DIR`, as the argument `data`; None means the track's own folder.
@@ -76,14 +73,14 @@ unsafe_option: Decorator = click.option(
     "--unsafe-here",
     "unsafe",
     is_flag=True,
-    help="Run the record's code even where it cannot be kept from this user's network, files and processes.",
+    help="Run the record's code even where it cannot be isolated from your network, files and processes.",
 )
 
 
 def track_option(default: str = "smoke-cpu") -> Decorator:
     """`--track NAME`, as the argument `track`."""
     return click.option(
-        "--track", default=default, show_default=True, metavar="NAME", help="Rules to run under."
+        "--track", default=default, show_default=True, metavar="NAME", help="Rules of the run."
     )
 
 
@@ -118,7 +115,7 @@ devices_option: Decorator = click.option(
 
 #: `--attention FORM`, as the argument `attention`.
 attention_option: Decorator = click.option(
-    "--attention", default="auto", show_default=True, metavar="FORM", help="Which kernels to use for it."
+    "--attention", default="auto", show_default=True, metavar="FORM", help="Attention kernels."
 )
 
 #: `--microbatches N`, as the argument `microbatches`; None means 8, or one for each device if there are more.
@@ -126,7 +123,7 @@ microbatches_option: Decorator = click.option(
     "--microbatches",
     type=Integer(1),
     metavar="N",
-    help="Parts of a step's batch. Default: 8, on more devices one for each.",
+    help="Parts of a step's batch. Default: 8, or one for each device if there are more.",
 )
 
 
@@ -139,31 +136,31 @@ price_option: Decorator = click.option(
     envvar="SPEEDRUN_DOLLARS",
     show_envvar=True,
     metavar="X",
-    help="Price of one GPU and hour.",
+    help="Price of a GPU and hour.",
 )
 
 
 def only_with_resume(ctx: click.Context, *others: str) -> None:
-    """Refuses settings given beside `--resume`: a resumed run keeps its own.
+    """Refuse options that `--resume` does not take, because a resumed run keeps its settings.
 
     Args:
         ctx: of the command.
-        others: options that may be given all the same, beside `--json`.
+        others: options that are allowed, besides `--json`.
 
     Raises:
-        UsageError: names the first that may not.
+        UsageError: names the first other option.
     """
     for name in ctx.params:
         given = ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
         if given and name not in ("resume", "as_json", *others):
             option = name.replace("_", "-")
             raise UsageError(
-                f"--resume goes on as it was begun, got --{option} as well; leave it out, or begin anew"
+                f"--resume keeps the settings of the run, got --{option} as well; leave it out, or start a new run"
             )
 
 
 def parse_settings(texts: tuple[str, ...]) -> dict[str, str]:
-    """`key=value` texts as a dictionary.
+    """Parse `key=value` texts.
 
     Raises:
         UsageError: for a text without `=` or a key given twice.

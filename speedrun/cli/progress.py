@@ -1,4 +1,4 @@
-"""Progress of a long transfer or check: a bar on a terminal, else a line now and then; on stderr."""
+"""Progress of a long transfer or check, on stderr: a bar on a terminal, else a line from time to time."""
 
 import sys
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from speedrun.ground.errors import Terminated
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
-_LINE_S = 10.0  #: between two lines where there is no terminal
+_LINE_S = 10.0  #: between two lines without a terminal
 
 
 @contextmanager
@@ -33,10 +33,10 @@ def resumable(what: str, folder: Path) -> Iterator["Progress"]:
 
 
 class Progress:
-    """Bytes done, rate and time left. Use as a context manager."""
+    """Shows bytes, rate and time left. Use as a context manager."""
 
     def __init__(self, what: str) -> None:
-        """Show nothing before the first update."""
+        """Start the clock at the first `update`."""
         self._what = what
         self._bar: Bar | None = None
         self._watch, self._line = Stopwatch(), Stopwatch()
@@ -69,7 +69,7 @@ class Progress:
         return [f"{done / total:.0%}", of, quantity(rate, "B/s"), left]
 
     def say(self, line: str) -> None:
-        """Show a line, above the bar."""
+        """Print a line above the bar."""
         if self._bar is not None:
             self._bar.console.print(clean(line), markup=False)
         else:

@@ -19,8 +19,6 @@ from speedrun.cli.options import (
 from speedrun.ground import clock
 from speedrun.training.meet import HEARTBEAT_S, MEET_S
 
-Command = Callable[..., object]
-
 #: `--ghost RECORD`, as the argument `ghost` for `race.find`.
 ghost_option: Decorator = click.option(
     "--ghost",
@@ -34,7 +32,20 @@ wandb_option: Decorator = click.option(
     "--wandb", metavar="PROJECT", help="Send the log to wandb from a child process. It cannot stop the run."
 )
 
-_CONFIG: tuple[Decorator, ...] = (
+
+def _combined(*options: Decorator) -> Decorator:
+    """Return a decorator that adds all options."""
+
+    def add(command: Callable[..., object]) -> Callable[..., object]:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
+#: The options that `config_of` reads.
+config_options = _combined(
     track_option(),
     recipe_option,
     devices_option,
@@ -48,7 +59,8 @@ _CONFIG: tuple[Decorator, ...] = (
         help="A new folder. Default: below runs/, with date, track and a number.",
     ),
 )
-_PROCESSES: tuple[Decorator, ...] = (
+#: The options of a run in several processes.
+process_options = _combined(
     click.option(
         "--local-processes",
         type=Integer(1),
@@ -81,20 +93,6 @@ _PROCESSES: tuple[Decorator, ...] = (
 )
 #: The arguments of `process_options`.
 PROCESS_ARGUMENTS = ("local_processes", "coordinator", "processes", "process", "heartbeat", "meet_within")
-
-
-def config_options(command: Command) -> Command:
-    """Add the options that `config_of` reads."""
-    for option in reversed(_CONFIG):
-        command = option(command)
-    return command
-
-
-def process_options(command: Command) -> Command:
-    """Add the options of a run in several processes."""
-    for option in reversed(_PROCESSES):
-        command = option(command)
-    return command
 
 
 def config_of(given: dict[str, Any], overrides: dict[str, str], out: Path) -> dict[str, Any]:

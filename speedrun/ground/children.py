@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from speedrun.ground import signals
-from speedrun.ground.errors import INTERRUPTED, SpeedrunError, Terminated, UsageError, meaning
+from speedrun.ground.errors import INTERRUPTED, SpeedrunError, Terminated, UsageError, meaning, refusals_told
 from speedrun.ground.wholefile import write_whole
 
 KILL_AFTER_S = 5.0  #: from the second signal to SIGKILL
@@ -30,11 +30,7 @@ def run(
 ) -> int:
     """Run a program and return its exit code, as `wait_for` does.
 
-    Args:
-        argv: program and arguments.
-        to_stderr: send its standard output to our standard error.
-        keep_open: file descriptors that it inherits.
-        kill_after_s: see `wait_for`.
+    With `to_stderr`, its standard output goes to our standard error. It inherits the descriptors `keep_open`.
     """
     stdout = sys.stderr if to_stderr else None
     return wait_for(Popen(argv, stdout=stdout, pass_fds=keep_open, process_group=0), kill_after_s)
@@ -103,9 +99,11 @@ def locked(path: Path) -> Iterator[int]:
 
     Raises:
         UsageError: if another process holds the lock.
+        StorageError: if the file cannot be opened for writing.
     """
-    # Network disks lock only files that are open for writing.
-    with path.open("rb+") as file:
+    with refusals_told(path):
+        file = path.open("rb+")  # network disks lock only files that are open for writing
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -33,16 +33,9 @@ def check(
     hosts: tuple[str, ...],
     options: dict[str, Any],
 ) -> None:
-    """Raise UsageError for options that contradict each other, the track or the cluster.
+    """Raise UsageError for options that contradict each other, the track, or the cluster `on`.
 
-    Args:
-        on: the cluster.
-        track: its rules.
-        runs: of a batch; None: a single run.
-        nodes: how many.
-        gpus: of each node.
-        hosts: for ssh.
-        options: fields of `Job`; None: left out.
+    `gpus` are those of each node, `runs` is None for a single run, `options` are fields of `Job`, None if left out.
     """
     for name, value in {**options, "hosts": ",".join(hosts) or None}.items():
         if value == "":

@@ -9,6 +9,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,50 +63,35 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     done: dict[str, str] = {}  #: digests by stage
 
 
+@dataclass
 class Attempt:
-    """An attempt on a track."""
+    """An attempt on a track.
 
-    def __init__(
-        self,
-        rules: tracks.Track,
-        settings: Settings,
-        path: Path,
-        *,
-        new_record: Path,
-        gpus: Sequence[str],
-        dollars: float,
-        again: str | None,
-        say: Callable[[str], None],
-        to_stderr: bool,
-    ) -> None:
-        """Read the state, if there is one.
+    Raises:
+        UsageError: if the state cannot be read, or is of a batch with other settings.
+    """
 
-        Args:
-            rules: of the track.
-            settings: of the batch.
-            path: of the state.
-            new_record: folder for the batch, if none is declared.
-            gpus: names of the GPUs here.
-            dollars: price of a GPU and hour.
-            again: a stage to repeat.
-            say: called with lines of progress.
-            to_stderr: where the stages print.
+    rules: tracks.Track
+    settings: Settings
+    path: Path  #: of the state
+    new_record: Path  #: folder for the batch, if none is declared
+    gpus: Sequence[str]  #: names of the GPUs here
+    dollars: float  #: price of a GPU and hour
+    again: str | None  #: a stage to repeat
+    say: Callable[[str], None]  #: called with lines of progress
+    to_stderr: bool  #: where the stages print
 
-        Raises:
-            UsageError: if the state cannot be read, or is of a batch with other settings.
-        """
-        self._rules, self._path, self._new_record, self._gpus = rules, path, new_record, gpus
-        self._dollars, self._again, self._say, self._to_stderr = dollars, again, say, to_stderr
-        self._state = _read(path, settings)
-        if again == "batch":
-            self._state = State(settings, done=self._state.done)
-        elif settings != self._state.asked:
+    def __post_init__(self) -> None:
+        self._state = _read(self.path, self.settings)
+        if self.again == "batch":
+            self._state = State(self.settings, done=self._state.done)
+        elif self.settings != self._state.asked:
             raise UsageError(
-                f"{self.record or path} was started with {self._state.asked.words}; pass the same to continue, or "
+                f"{self.record or self.path} was started with {self._state.asked.words}; pass the same to continue, or "
                 "--again batch to start a new one"
             )
-        if again:
-            self._state.done.pop(again, None)
+        if self.again:
+            self._state.done.pop(self.again, None)
 
     @property
     def record(self) -> str:
@@ -122,12 +108,12 @@ class Attempt:
 
     def plan(self) -> int:
         """Report what is left and what it costs; return the exit code of `speedrun plan`."""
-        self._say(f"attempt {self._rules.id}: {', '.join(self.left) or 'all is done'}")
+        self.say(f"attempt {self.rules.id}: {', '.join(self.left) or 'all is done'}")
         if not (missing := self._missing_runs()):
             return 0
-        argv = ["speedrun", "plan", "--track", self._rules.name, "--runs", str(missing)]
+        argv = ["speedrun", "plan", "--track", self.rules.name, "--runs", str(missing)]
         return self._run(
-            [*argv, "--dollars", str(self._dollars), *self._state.asked.science, *self._device_kind()]
+            [*argv, "--dollars", str(self.dollars), *self.settings.science, *self._device_kind()]
         )
 
     def run(self) -> int:
@@ -141,12 +127,12 @@ class Attempt:
             if self._is_done(stage):
                 continue
             argv = self._command(stage)
-            self._say(f"== {clock.now().utc[:19]}Z {stage}: {shlex.join(argv)}")
+            self.say(f"== {clock.now().utc[:19]}Z {stage}: {shlex.join(argv)}")
             code = self._run(argv)
             # A batch that proves nothing is still complete. `stats` reports it, `submit` knows whether it matters.
             is_unproven = code == SpeedrunError.exit_code and not self._missing_runs()
             if code and not (is_unproven and stage in ("batch", "stats")):
-                without = f" without --again {self._again}" if self._again else ""
+                without = f" without --again {self.again}" if self.again else ""
                 sys.stderr.write(
                     f"attempt: {stage} ended with {meaning(code)}; to continue, run the same command{without}\n"
                 )
@@ -156,28 +142,28 @@ class Attempt:
         now = self._standing()
         proven = now is not None and now.passed
         verdict = "which proves its target" if proven else "which does not prove its target"
-        self._say(f"attempt {self._rules.id}: all is done; the record is {self.record}, {verdict}")
+        self.say(f"attempt {self.rules.id}: all is done; the record is {self.record}, {verdict}")
         return 0 if proven else SpeedrunError.exit_code
 
     def _run(self, argv: list[str]) -> int:
         """Run one of our commands; return its exit code."""
         argv = [sys.executable, "-m", *argv]
-        return children.shell_code(children.run(argv, to_stderr=self._to_stderr, kill_after_s=_KILL_AFTER_S))
+        return children.shell_code(children.run(argv, to_stderr=self.to_stderr, kill_after_s=_KILL_AFTER_S))
 
     def _command(self, stage: str) -> list[str]:
         """Return the command of a stage."""
-        asked, on_track = self._state.asked, ["--track", self._rules.name]
+        asked, on_track = self.settings, ["--track", self.rules.name]
         match stage:
             case "doctor":
-                return ["speedrun", "doctor", *on_track, "--dollars", str(self._dollars)]
+                return ["speedrun", "doctor", *on_track, "--dollars", str(self.dollars)]
             case "data" if asked.data is not None:
                 return ["speedrun", "data", "verify", *on_track, "--data", asked.data]
             case "data":
-                return shlex.split(self._rules.data.get)
+                return shlex.split(self.rules.data.get)
             case "batch" if self.record and (Path(self.record) / runfile.BATCH).exists():
                 return ["speedrun", "batch", "--resume", self.record, *asked.surroundings]
             case "batch":
-                self._state.record = str(self._new_record)
+                self._state.record = str(self.new_record)
                 self._write()  # before the batch is declared, so that the next attempt finds it
                 chosen = [
                     "--runs",
@@ -193,11 +179,11 @@ class Attempt:
     def _missing_runs(self) -> int:
         """Return how many runs the batch lacks."""
         now = self._standing()
-        return self._state.asked.runs if now is None else len(now.missing)
+        return self.settings.runs if now is None else len(now.missing)
 
     def _standing(self) -> Standing | None:
         """Return the standing of the batch; None before it is declared."""
-        folder, target = Path(self.record), self._rules.target
+        folder, target = Path(self.record), self.rules.target
         if not self.record or not (folder / runfile.BATCH).exists():
             return None
         found = load(folder)
@@ -209,15 +195,15 @@ class Attempt:
 
     def _digest(self, stage: str) -> str:
         """Return a digest of all that a stage depends on or has made."""
-        record, rules_sha256 = Path(self.record), tracks.sha256(self._rules.name)
+        record, rules_sha256 = Path(self.record), tracks.sha256(self.rules.name)
         match stage:
             case "doctor":
-                facts: Any = (rules_sha256, provenance.installed(), platform.node(), self._gpus)
+                facts: Any = (rules_sha256, provenance.installed(), platform.node(), self.gpus)
             case "data":
-                data = self._state.asked.data
+                data = self.settings.data
                 facts = (
                     rules_sha256,
-                    _files(inventory.data_folder(self._rules, Path(data) if data else None)),
+                    _files(inventory.data_folder(self.rules, Path(data) if data else None)),
                 )
             case "batch":  # not of the manifest, which `describe` edits
                 facts = (self.record, _sha256(record / runfile.BATCH), _sha256(record / "summary.json"))
@@ -228,10 +214,10 @@ class Attempt:
     def _device_kind(self) -> list[str]:
         """Return the option that names the GPUs here to `plan`; none if the table of devices lacks them."""
         kinds = {device.name: kind for kind, device in devices.DEVICES.items()}
-        return next((["--device-kind", kinds[name]] for name in self._gpus if name in kinds), [])
+        return next((["--device-kind", kinds[name]] for name in self.gpus if name in kinds), [])
 
     def _write(self) -> None:
-        write_whole(self._path, msgspec.json.format(msgspec.json.encode(self._state), indent=2), b"\n")
+        write_whole(self.path, msgspec.json.format(msgspec.json.encode(self._state), indent=2), b"\n")
 
 
 def _read(path: Path, settings: Settings) -> State:

@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
@@ -23,14 +24,9 @@ from speedrun.study import race
 def num_runs(
     rules: Track, expect: float | None, power: float, sigma: float | None, *, num_looks: int = 1
 ) -> int:
-    """Return the number of runs that prove an expected mean with probability `power` at the first look.
+    """Return the number of runs that prove a mean loss of `expect` with probability `power` at the first look.
 
-    Args:
-        rules: of the track.
-        expect: the mean loss.
-        power: between 0 and 1.
-        sigma: sd of losses over seeds; None: the track's.
-        num_looks: 1 or 2.
+    `sigma` is the sd of losses over seeds; None: the track's.
 
     Raises:
         UsageError: if it does not follow: no mean, no sd, or a mean that no number of runs can prove.
@@ -60,53 +56,36 @@ class Outcome(NamedTuple):
     plots: list[Path]
 
 
+@dataclass
 class Batch:
-    """A declared batch in its folder."""
+    """A declared batch in its folder.
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        data: Path | None,
-        title: str | None,
-        ghost: str | None,
-        say: Callable[[str], None],
-        to_stderr: bool,
-    ) -> None:
-        """Read the declaration.
+    Raises:
+        UsageError: if there is no declaration, or none that can be read.
+    """
 
-        Args:
-            folder: of the record.
-            data: folder of shards; None: the track's.
-            title: of the record; None: keep the one it has.
-            ghost: as in `--ghost`.
-            say: called with a line of progress after each run.
-            to_stderr: where the runs print.
+    folder: Path
+    data: Path | None  #: folder of shards; None: the track's
+    title: str | None  #: None: keep the one that the record has
+    ghost: str | None  #: as in `--ghost`
+    say: Callable[[str], None]  #: called with a line of progress after each run
+    to_stderr: bool  #: where the runs print
 
-        Raises:
-            UsageError: if there is no declaration, or none that can be read.
-        """
-        path = folder / runfile.BATCH
+    def __post_init__(self) -> None:
+        path = self.folder / runfile.BATCH
         try:
             raw = path.read_bytes()
             self._declared = format.decode(raw, format.Declaration)
         except OSError:
             raise UsageError(
-                f"{folder} holds no {runfile.BATCH}; declare a batch: speedrun batch --runs N"
+                f"{self.folder} holds no {runfile.BATCH}; declare a batch: speedrun batch --runs N"
             ) from None
         except runfile.FormatError as error:
             raise UsageError(f"{path}: {error}; restore it, or declare a new batch") from None
-        self._folder, self._data, self._title, self._say, self._to_stderr = (
-            folder,
-            data,
-            title,
-            say,
-            to_stderr,
-        )
         self._sha256 = runfile.sha256(raw)
         self._rules = tracks.load(self._declared.track.id.rpartition("@")[0])
-        rival = race.find(ghost, self._rules.id)  # once, so that its warning appears once
-        self._ghost = "none" if rival is None else str(rival.record)
+        rival = race.find(self.ghost, self._rules.id)  # once, so that its warning appears once
+        self._rival = "none" if rival is None else str(rival.record)
 
     def run(self) -> Outcome:
         """Run the missing seeds, and write the record after each.
@@ -115,52 +94,52 @@ class Batch:
             UsageError: if another process runs this batch.
             SpeedrunError: if a run breaks off.
         """
-        with children.locked(self._folder / runfile.BATCH) as lock:
+        with children.locked(self.folder / runfile.BATCH) as lock:
             now = self._standing()
             while now.missing:
                 request = self._request(now.missing[0])
                 code = children.run_module(
-                    "speedrun.study.race", request, to_stderr=self._to_stderr, keep_open=(lock,)
+                    "speedrun.study.race", request, to_stderr=self.to_stderr, keep_open=(lock,)
                 )
                 now = self._standing()
                 if code and code != NonFiniteError.exit_code:
-                    raise children.run_error(code, ["speedrun", "batch", "--resume", str(self._folder)])
+                    raise children.run_error(code, ["speedrun", "batch", "--resume", str(self.folder)])
             summary = self._assemble()
-            return Outcome(self._rules, now, summary, plot(self._folder) if summary.num_finished else [])
+            return Outcome(self._rules, now, summary, plot(self.folder) if summary.num_finished else [])
 
     def _standing(self) -> Standing:
         """Salvage killed runs, write the record, and report its standing."""
-        for run_id in salvage(self._folder, self._declared.recipe, self._declared.num_devices):
+        for run_id in salvage(self.folder, self._declared.recipe, self._declared.num_devices):
             sys.stderr.write(
                 f"warning: {run_id} was killed; its log is kept as that of a run that broke off\n"
             )
-        if list(self._folder.glob("runs/*")):
+        if list(self.folder.glob("runs/*")):
             self._assemble()
         target = self._rules.target
-        now = standing(self._declared, load(self._folder).runs, target.loss, target.sigma)
-        self._say(progress(self._declared, now))
+        now = standing(self._declared, load(self.folder).runs, target.loss, target.sigma)
+        self.say(progress(self._declared, now))
         return now
 
     def _assemble(self) -> format.Summary:
         default = f"{self._declared.recipe.name} on {self._declared.track.id}"
-        return assemble(self._folder, title=self._title, default_title=default)
+        return assemble(self.folder, title=self.title, default_title=default)
 
     def _request(self, seed: int) -> dict[str, Any]:
         """Return the `race.Request` of a run."""
         declared = self._declared
         config = {
             "track": self._rules.name,
-            "out": self._folder,
+            "out": self.folder,
             "recipe": declared.recipe.name,
             "seed": seed,
             "overrides": declared.recipe.overrides,
-            "data": self._data,
+            "data": self.data,
             "num_devices": declared.num_devices,
             "microbatches": declared.microbatches,
             "attention": declared.attention,
             "batch_sha256": self._sha256,
         }
-        return {"config": config, "ghost": self._ghost, "track": self._rules.id}
+        return {"config": config, "ghost": self._rival, "track": self._rules.id}
 
 
 def progress(declared: format.Declaration, now: Standing) -> str:

@@ -149,15 +149,9 @@ def lines(budget: Budget, error: float) -> list[str]:
 def time_limit(
     track: Track, recipe: Recipe, gpus: int, gpu: str, microbatches: int, num_runs: int
 ) -> tuple[int, str]:
-    """Return a time limit in seconds for a job, and where it comes from.
+    """Return a time limit in seconds for a job of `num_runs` runs, one after the other, and where it comes from.
 
-    Args:
-        track: its rules.
-        recipe: what is trained.
-        gpus: of a node; 0: CPUs.
-        gpu: their kind, as in `devices`.
-        microbatches: of a step.
-        num_runs: one after the other.
+    `gpus` is the number of GPUs of a node, 0 for CPUs; `gpu` is their kind, as in `devices`.
 
     Raises:
         UsageError: if the recipe does not fit the memory of the GPUs.

@@ -1,6 +1,7 @@
 """Runs a declared experiment. Each run is a child process, so that this process holds no device."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -27,23 +28,21 @@ class Outcome(NamedTuple):
     plots: list[Path]
 
 
+@dataclass
 class Runner:
-    """An experiment in its folder."""
+    """An experiment in its folder.
 
-    def __init__(self, folder: Path, data: Path | None, say: Callable[[str], None]) -> None:
-        """Read the plan.
+    Raises:
+        UsageError: if there is no plan, or none that can be read.
+    """
 
-        Args:
-            folder: of the experiment.
-            data: folder of shards; None: the track's.
-            say: called with lines of progress.
+    folder: Path
+    data: Path | None  #: folder of shards; None: the track's
+    say: Callable[[str], None]  #: called with lines of progress
 
-        Raises:
-            UsageError: if there is no plan, or none that can be read.
-        """
-        self._folder, self._data, self._say = folder, data, say
-        self._plan = trials.read(folder)
-        self._sha256 = runfile.sha256((folder / EXPERIMENT).read_bytes())
+    def __post_init__(self) -> None:
+        self._plan = trials.read(self.folder)
+        self._sha256 = runfile.sha256((self.folder / EXPERIMENT).read_bytes())
         self._track = self._plan.track.id.rpartition("@")[0]
 
     def run(self) -> Outcome:
@@ -54,25 +53,25 @@ class Runner:
             SpeedrunError: if a run breaks off.
         """
         plan = self._plan
-        with children.locked(self._folder / EXPERIMENT) as lock:
+        with children.locked(self.folder / EXPERIMENT) as lock:
             fresh = count(len(plan.confirming), "fresh seed")
-            self._say(
+            self.say(
                 f"sweep   {plan.track.id} | {len(plan.arms)} arms x {count(len(plan.seeds), 'seed')}, then {fresh} for "
-                f"the best | {plan.standing} | {self._folder}"
+                f"the best | {plan.standing} | {self.folder}"
             )
             for reason in plan.left_out:
-                self._say(f"left out  {reason}")
+                self.say(f"left out  {reason}")
             self._check_source()
             runs = self._run_missing([*trials.trials(plan.arms, plan.seeds)], lock)
             found = summary(plan, self._sha256, runs)
             if best := winner(found.findings) if plan.confirming else None:
-                self._say(f"confirm {best.arm!r} against {best.against!r}: {fresh}")
+                self.say(f"confirm {best.arm!r} against {best.against!r}: {fresh}")
                 pair = [plan.arm(best.against), plan.arm(best.arm)]
                 runs |= self._run_missing([*trials.trials(pair, plan.confirming)], lock)
                 found = summary(plan, self._sha256, runs)
-            write_whole(self._folder / "summary.json", trials.encode(found))
+            write_whole(self.folder / "summary.json", trials.encode(found))
             title = f"{plan.arms[-1].recipe} on {plan.track.id}: {TITLES[plan.kind]}"
-            return Outcome(found, forest(found, self._folder, title))
+            return Outcome(found, forest(found, self.folder, title))
 
     def _check_source(self) -> None:
         rules = [tracks.TRACKS_DIR / f"{self._track}.toml"]
@@ -80,28 +79,28 @@ class Runner:
             roots = [f"speedrun.science.recipes.{recipe}", "speedrun.training.train"]
             if runfile.sha256(provenance.closure(roots, rules).encode()) != sha256:
                 raise UsageError(
-                    f"the source of {recipe} changed since {self._folder} was designed; restore it, or start anew"
+                    f"the source of {recipe} changed since {self.folder} was designed; restore it, or start anew"
                 )
 
     def _run_missing(self, wanted: Sequence[Trial], lock: int) -> Runs:
         """Run unfinished trials; return all finished ones."""
-        runs = trials.completed(self._folder, self._plan, wanted)
+        runs = trials.completed(self.folder, self._plan, wanted)
         for number, trial in enumerate(wanted, 1):
             if (trial.arm.name, trial.seed) in runs:
                 continue
             left = len(wanted) - len(runs)
-            self._say(
+            self.say(
                 f"run {number} of {len(wanted)}  {trial.arm.name}  seed {trial.seed}  {left} left, {_eta(runs, left)}"
             )
-            out = trials.new_folder(self._folder, self._plan, trial)
+            out = trials.new_folder(self.folder, self._plan, trial)
             request = {"config": self._request(trial, out), "ghost": "none", "track": self._plan.track.id}
             code = children.run_module("speedrun.study.race", request, to_stderr=True, keep_open=(lock,))
-            runs |= trials.completed(self._folder, self._plan, [trial])
+            runs |= trials.completed(self.folder, self._plan, [trial])
             run = runs.get((trial.arm.name, trial.seed))
             if run is not None:
                 self._assemble(trial, out, drawn=run.finished)
             if run is None or code not in (0, NonFiniteError.exit_code):
-                raise children.run_error(code, ["speedrun", "sweep", "--resume", str(self._folder)])
+                raise children.run_error(code, ["speedrun", "sweep", "--resume", str(self.folder)])
         return runs
 
     def _request(self, trial: Trial, out: Path) -> dict[str, Any]:
@@ -112,7 +111,7 @@ class Runner:
             "recipe": trial.arm.recipe,
             "seed": trial.seed,
             "overrides": trial.arm.overrides,
-            "data": self._data,
+            "data": self.data,
             "num_devices": self._plan.num_devices,
             "microbatches": self._plan.microbatches,
             "attention": self._plan.attention,
