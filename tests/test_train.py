@@ -35,7 +35,7 @@ from speedrun.ledger import format
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.validate import validate
 from speedrun.referee import sandbox
-from speedrun.science import recipes, step
+from speedrun.science import recipes
 from speedrun.science.recipe import Stage
 from speedrun.training.loop import _compilations
 from speedrun.training.prepare import RunConfig, prepare
@@ -112,7 +112,7 @@ def test_nothing_is_compiled_inside_the_clock(record):
 
 @pytest.mark.slow
 def test_a_form_that_needs_fixed_windows_gets_a_program_for_each(tmp_path, smoke_data, record, monkeypatch):
-    monkeypatch.setattr(step, "FIXED_WINDOW_FORMS", {"banded"})
+    monkeypatch.setattr("speedrun.training.program.FIXED_WINDOW_FORMS", {"banded"})
     out = tmp_path / "out"
     train(RunConfig("smoke-cpu", out, overrides=SMALL, data=smoke_data, attention="banded"))
     names = [event.name for event in events(out) if isinstance(event, runlog.Compile)]
