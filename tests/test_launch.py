@@ -510,7 +510,7 @@ def test_it_says_what_is_not_ranked():
     ],
 )  # fmt: skip
 def test_wrong_usage_is_one_line(words: list[str], message: str):
-    result = invoke(*words)
+    result = invoke("--time", "1:00:00", *words)  # or each would plan its run first
     assert result.exit_code == 2, result.output
     (line,) = result.stderr.splitlines()
     assert message in line
