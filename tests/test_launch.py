@@ -13,7 +13,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from speedrun.ground.errors import UsageError
 from speedrun.launch import kubernetes, skypilot, slurm, ssh
 from speedrun.launch.job import PORT, Job, clock_time, is_bucket
 from speedrun.ledger.validate import validate
+from speedrun.predict import plan as planning
 
 ROOT = Path(__file__).parent.parent
 FORMS = {"slurm": slurm, "kubernetes": kubernetes, "skypilot": skypilot, "ssh": ssh}
@@ -46,6 +48,14 @@ HOSTILE = (
     "&x: !!y",
     "é",
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def planned_once() -> Iterator[None]:
+    """Without --time, each job plans its run: the same one in most tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "plan", cache(planning.plan))
+        yield
 
 
 def invoke(*args: str) -> Result:
