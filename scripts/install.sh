@@ -130,7 +130,8 @@ main() {
   # Remove the packages of an earlier environment.
   find .venv/ -mindepth 1 -not -path "$stamp" -delete
   "$python" -m venv .venv
-  pip=(.venv/bin/python -m pip --disable-pip-version-check --quiet install)
+  # What is never imported need not be compiled: 9,000 files, twenty seconds.
+  pip=(.venv/bin/python -m pip --disable-pip-version-check --quiet install --no-compile)
   "${pip[@]}" --require-hashes "${locks[@]/#/--requirement=}"
   if ((${#overlay[@]})); then "${pip[@]}" --no-deps --require-hashes "${overlay[@]/#/--requirement=}"; fi
   "${pip[@]}" --no-deps --no-build-isolation --editable .

@@ -34,9 +34,11 @@ from speedrun.predict import deviceless
 from speedrun.science import recipes
 from speedrun.science.models import record21
 from speedrun.science.recipe import Recipe, Stage
+from speedrun.training import health
 
 mesh.prepare(os.environ["SPEEDRUN_TEST_PLATFORM"])
 jax.config.update("jax_numpy_rank_promotion", "raise")
+health._TRIALS = 2  # every run times this machine first; a second of each test that trains
 
 
 @pytest.fixture(scope="session")

@@ -413,14 +413,14 @@ def test_a_loss_that_is_no_number_on_one_device_stops_all_and_spoils_no_checkpoi
             return x_BTD
         is_it = jnp.any(jnp.all(tokens_BT == poisoned_T[None], axis=1))
         # Zero either way; where it is, the derivative is zero times infinity.
-        nothing = 0 * jnp.sum(p["block.1.qkv"])
+        nothing = 0 * jnp.sum(p["block.0.qkv"])
         return x_BTD + jnp.sqrt(jnp.where(is_it, nothing, 1 + nothing)) - jnp.where(is_it, 0, 1)
 
     out = tmp_path / "out"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recipes, "load", lambda name: dataclasses.replace(recipe, forward=forward))
         with pytest.raises(
-            NonFiniteError, match=r"step 8: loss is \d.*first non-finite gradient: block.1.qkv"
+            NonFiniteError, match=r"step 8: loss is \d.*first non-finite gradient: block.0.qkv"
         ):
             train.train(at(config, out, overrides={}, checkpoint_every=3))
     assert kept(out) == [3, 6]

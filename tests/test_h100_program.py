@@ -7,6 +7,8 @@ cuBLAS here (`deviceless.CUBLAS_GEMMS`); on a GPU, XLA tries others, too.
 import math
 import re
 from collections import Counter
+from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import jax
@@ -34,6 +36,14 @@ WAITS_FOR = [] if jax.__version_info__ < (0, 11) else [2 * 8 * 768 * 768, 2 * 50
 
 #: What FSDP cannot do without: every parameter but the scalars, once, in the compute dtype.
 LEAST_BYTES = 2 * sum(spec.size for spec in RECORD.table(RECORD.config).values() if spec.group != "scalar")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def parsed_once() -> Iterator[None]:
+    """Seconds for each of these texts, which plan, scale and anatomy all read."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hlo, "parse", cache(hlo.parse))
+        yield
 
 
 @pytest.fixture(scope="module")

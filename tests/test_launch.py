@@ -13,7 +13,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from speedrun.ground.errors import UsageError
 from speedrun.launch import kubernetes, shell, skypilot, slurm, ssh
 from speedrun.launch.job import PORT, Job, clock_time, is_bucket
 from speedrun.ledger.validate import validate
+from speedrun.predict import plan as planning
 
 ROOT = Path(__file__).parent.parent
 FORMS = {"slurm": slurm, "kubernetes": kubernetes, "skypilot": skypilot, "ssh": ssh}
@@ -46,6 +48,14 @@ HOSTILE = (
     "&x: !!y",
     "é",
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def planned_once() -> Iterator[None]:
+    """Without --time, each job plans its run: the same one in most tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "plan", cache(planning.plan))
+        yield
 
 
 def invoke(*args: str) -> Result:
@@ -525,7 +535,7 @@ def test_it_says_what_is_not_ranked():
     ],
 )  # fmt: skip
 def test_wrong_usage_is_one_line(words: list[str], message: str):
-    result = invoke(*words)
+    result = invoke("--time", "1:00:00", *words)  # or each would plan its run first
     assert result.exit_code == 2, result.output
     (line,) = result.stderr.splitlines()
     assert message in line

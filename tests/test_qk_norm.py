@@ -1,7 +1,7 @@
 """QK-norm and rotary: every form against the definition, and gradients against differences of a formula in NumPy."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import hopper
@@ -54,6 +54,12 @@ def value_and_gradients(form: Callable[..., Any], shape: tuple[int, ...], dtype:
     return [x.astype(jnp.float32) for x in results]
 
 
+@cache
+def defined(shape: tuple[int, ...]) -> list[jax.Array]:
+    """By the definition in float32."""
+    return value_and_gradients(qk_norm, shape, jnp.float32)
+
+
 def formula(x_BTHK: np.ndarray) -> np.ndarray:
     """In complex numbers and float64: z / rms(z) turned by -t f."""
     half, quarter = x_BTHK.shape[3] // 2, x_BTHK.shape[3] // 4
@@ -74,22 +80,28 @@ def differences(x_BTHK: np.ndarray, dy_BTHK: np.ndarray) -> np.ndarray:
     return dx_BTHK
 
 
+@cache
+def in_float64(shape: tuple[int, ...]) -> list[np.ndarray]:
+    """Values by the formula, gradients by its differences."""
+    q, k, dy = inputs(shape)
+    x, dy = ([np.asarray(a, np.float64) for a in pair] for pair in ((q, k), dy))
+    return [*map(formula, x), *map(differences, x, dy)]
+
+
 @pytest.mark.parametrize("name", FORMS)
 class TestForms:
     """Value and gradients of queries so small that the number under the root counts, and of large keys."""
 
     @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
     def test_float32(self, name, shape):
-        q, k, dy = inputs(shape)
-        x = [np.asarray(x, np.float64) for x in (q, k)]
-        want = [formula(x[0]), formula(x[1]), *map(differences, x, [np.asarray(g, np.float64) for g in dy])]
-        for got, exact in zip(value_and_gradients(FORMS[name], shape, jnp.float32), want, strict=True):
-            np.testing.assert_allclose(got, exact, atol=5e-6 * np.abs(exact).max())
+        got = defined(shape) if name == "definition" else value_and_gradients(FORMS[name], shape, jnp.float32)
+        for a, exact in zip(got, in_float64(shape), strict=True):
+            np.testing.assert_allclose(a, exact, atol=5e-6 * np.abs(exact).max())
 
     @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
     def test_bfloat16(self, name, shape):
         got = value_and_gradients(FORMS[name], shape, jnp.bfloat16)
-        for a, b in zip(got, value_and_gradients(qk_norm, shape, jnp.float32), strict=True):
+        for a, b in zip(got, defined(shape), strict=True):
             assert jnp.linalg.norm(a - b) < 0.005 * jnp.linalg.norm(b)
 
     def test_inside_shard_map(self, name):
@@ -105,8 +117,7 @@ class TestForms:
         sharded = jax.shard_map(
             run, mesh=mesh.make_mesh(2), in_specs=rows, out_specs=rows, check_vma=is_compiled
         )
-        want = value_and_gradients(qk_norm, shape, jnp.float32)
-        for a, b in zip(jax.jit(sharded)(*inputs(shape)), want, strict=True):
+        for a, b in zip(jax.jit(sharded)(*inputs(shape)), defined(shape), strict=True):
             np.testing.assert_allclose(a, b, atol=3e-6 * np.abs(b).max())
 
 

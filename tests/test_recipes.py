@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections import Counter
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -49,10 +50,16 @@ def train_trace(program: Program, num_steps: int = 4) -> tuple[TrainState, list[
     return state, losses
 
 
+@lru_cache(maxsize=4)
+def trained(recipe: Recipe) -> tuple[Program, TrainState, list[float]]:
+    """On one device."""
+    program = Program(recipe, mesh.make_mesh(1))
+    return program, *train_trace(program)
+
+
 def trace(recipe: Recipe) -> list[float]:
     """Losses of the first steps, and of a validation after them."""
-    program = Program(recipe, mesh.make_mesh(1))
-    state, losses = train_trace(program)
+    program, state, losses = trained(recipe)
     (batch,) = batches(1, (recipe.eval_sequences, recipe.eval_seq_len), program)
     nll_B = program.eval_step(state.params, *batch, program.schedule, state.step)
     return [*losses, float(np.sum(nll_B)) / batch[1].size]
@@ -98,7 +105,7 @@ SMALL = dataclasses.replace(SMALL, schedule=dataclasses.replace(SMALL.schedule, 
 
 
 def train_only(recipe: Recipe) -> list[float]:
-    return train_trace(Program(recipe, mesh.make_mesh(1)))[1]
+    return trained(recipe)[2]
 
 
 #: What says who a recipe is, not what it computes; functions are replaced in code, not by `--set`.
@@ -316,8 +323,7 @@ def test_record_21_has_its_published_number_of_parameters():
 
 
 def test_record_21_keeps_its_tables_and_their_moments_in_16_bits():
-    program = Program(at_laptop_size("record21"), mesh.make_mesh(1))
-    state, _ = train_trace(program, 1)
+    program, state, _ = trained(at_laptop_size("record21"))
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         if leaf.size > len(program.layout.scalars):
             is_table = "embed" in str(getattr(path[-1], "key", ""))

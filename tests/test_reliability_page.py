@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 from speedrun.ground import faults
@@ -12,6 +13,7 @@ PAGE = (ROOT / "docs" / "reliability.md").read_text()
 ROWS = [line.strip("|").split("|") for line in PAGE.splitlines() if re.match(r"\| \d", line)]
 
 
+@cache
 def functions(path: Path) -> dict[str, ast.FunctionDef]:
     return {
         node.name: node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)

@@ -35,7 +35,7 @@ from speedrun.ledger import format, runfile
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.validate import validate
 from speedrun.referee import sandbox
-from speedrun.science import recipes, step
+from speedrun.science import recipes
 from speedrun.science.recipe import Stage
 from speedrun.training.loop import _compilations
 from speedrun.training.prepare import RunConfig, prepare
@@ -43,12 +43,13 @@ from speedrun.training.program import Program
 from speedrun.training.train import _announce, train
 from speedrun.training.trainer import Trainer
 
-#: The smoke recipe, small enough for a test; 12 steps.
+#: The smoke recipe, small enough for a test; 12 steps. Most of its time would be attention in validations.
 SMALL = {
     "stages.0.num_steps": "12",
     "stages.0.seq_len": "64",
-    "eval_sequences": "64",
-    "eval_seq_len": "128",
+    "eval_sequences": "128",
+    "eval_seq_len": "64",
+    "config.mixing": "('long', 'none', 'none', 'short')",
     "config.model_dim": "16",
     "config.num_heads": "2",
     "config.head_dim": "8",
@@ -111,13 +112,13 @@ def test_nothing_is_compiled_inside_the_clock(record):
 
 @pytest.mark.slow
 def test_a_form_that_needs_fixed_windows_gets_a_program_for_each(tmp_path, smoke_data, record, monkeypatch):
-    monkeypatch.setattr(step, "FIXED_WINDOW_FORMS", {"banded"})
+    monkeypatch.setattr("speedrun.training.program.FIXED_WINDOW_FORMS", {"banded"})
     out = tmp_path / "out"
     train(RunConfig("smoke-cpu", out, overrides=SMALL, data=smoke_data, attention="banded"))
     names = [event.name for event in events(out) if isinstance(event, runlog.Compile)]
     assert names == [
         *("train/8x64, window 1", "train/8x64, window 2", "train/8x64, window 3"),
-        *("eval/64x128, window 1", "eval/64x128, window 3"),
+        *("eval/128x64, window 1", "eval/128x64, window 3"),
     ]
     np.testing.assert_allclose(losses(out), losses(record), rtol=1e-3)
     (plan,) = (event for event in events(out) if isinstance(event, runlog.Plan))
@@ -176,7 +177,7 @@ def test_two_stages_are_two_executables_and_one_stream(tmp_path, smoke_data):
         train(RunConfig("smoke-cpu", out, data=smoke_data))
     assemble(out, title="stages", declared_runs=1)
     names = [event.name for event in events(out) if isinstance(event, runlog.Compile)]
-    assert names == ["train/8x64", "train/16x32", "eval/64x128"]
+    assert names == ["train/8x64", "train/16x32", "eval/128x64"]
     changes = [(event.step, event.stage) for event in events(out) if isinstance(event, runlog.StageChange)]
     assert [change for change in dict.fromkeys(changes) if change[0] in (3, 5)] == [(3, 1), (5, 2)]
     assert not validate(out).having("failed")
@@ -241,10 +242,16 @@ def test_lazy_imports_are_in_the_closure(tmp_path, monkeypatch):
     }
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_no_number_ends_the_run_and_names_the_leaf(tmp_path, smoke_data):
     out = tmp_path / "out"
     with pytest.raises(NonFiniteError, match=r"step \d+: loss is .*; first non-finite gradient: embed"):
         train(RunConfig("smoke-cpu", out, overrides=SMALL | {"optimizer.embed_lr": "1e38"}, data=smoke_data))
+    assert_non_finite(out)
+
+
+def assert_non_finite(out: Path) -> None:
+    """A record of a failure, as its log and its checks have it."""
     assemble(out, title="broken", declared_runs=1)
     assert events(out)[-1].status == "non-finite"
     assert [result.check.id for result in validate(out).having("failed")] == ["V301", "V309"]
@@ -254,15 +261,16 @@ def test_a_bad_gradient_ends_the_run_before_its_loss_is_bad_and_is_named(tmp_pat
     recipe = recipes.load("smoke").override(SMALL)
 
     def forward(p, *args):
-        nothing = 0 * jnp.sqrt(0 * jnp.sum(p["block.1.qkv"]))  # its derivative is zero times infinity
+        nothing = 0 * jnp.sqrt(0 * jnp.sum(p["block.0.qkv"]))  # its derivative is zero times infinity
         return recipe.forward(p, *args) + nothing
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recipes, "load", lambda name: dataclasses.replace(recipe, forward=forward))
         with pytest.raises(
-            NonFiniteError, match=r"step 0: loss is 5.5\d*; first non-finite gradient: block.1.qkv"
+            NonFiniteError, match=r"step 0: loss is 5.5\d*; first non-finite gradient: block.0.qkv"
         ):
-            train(RunConfig("smoke-cpu", tmp_path / "out", data=smoke_data))
+            train(RunConfig("smoke-cpu", tmp_path / "out", overrides=SMALL, data=smoke_data))
+    assert_non_finite(tmp_path / "out")
 
 
 def test_the_loop_refuses_a_transfer_that_nobody_asked_for(tmp_path, smoke_data, monkeypatch):

@@ -10,11 +10,9 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+from test_train import SMALL
 
 ROOT = Path(__file__).parent.parent
-#: Twelve steps of a narrow model: the target is missed, every check passes.
-SHORT = ("stages.0.num_steps=12", "stages.0.seq_len=64", "eval_sequences=64", "eval_seq_len=128",
-         "config.model_dim=16", "config.num_heads=2", "config.head_dim=8", "config.mlp_dim=32")  # fmt: skip
 
 
 def run(argv: list[str | Path], folder: Path, *codes: int) -> str:
@@ -89,7 +87,7 @@ def test_an_installed_wheel_trains_and_validates(installer: str, sources: Path, 
     folder.mkdir()
     where = [bin_dir / "python", "-c", "import speedrun; print(speedrun.__file__)"]
     assert Path(run(where, folder).strip()).is_relative_to(tmp_path)
-    settings = [word for setting in SHORT for word in ("--set", setting)]
+    settings = [word for name, value in SMALL.items() for word in ("--set", f"{name}={value}")]
     said = run([bin_dir / "speedrun", "run", "--track", "smoke-cpu", "--out", "mine", *settings], folder, 1)
     assert "target 3.28 NOT reached" in said, said
     assert "good: " in run([bin_dir / "speedrun", "validate", "--strict", "mine"], folder)
