@@ -307,9 +307,8 @@ def _read(path: Path, asked: Asked) -> State:
 
 
 def _kind(gpus: list[str]) -> list[str]:
-    """Of the GPUs here, where the table knows it; else the plan's own choice stands for it, and says its name."""
-    kinds = {device.name: kind for kind, device in devices.DEVICES.items()}
-    return next((["--device-kind", kinds[name]] for name in gpus if name in kinds), [])
+    """Return the option for the first known GPU; without one, `plan` names its default."""
+    return next((["--device-kind", kind] for kind in map(devices.kind_of, gpus) if kind), [])
 
 
 def _listing(folder: Path) -> list[tuple[str, str, int, int]]:
