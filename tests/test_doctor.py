@@ -70,7 +70,7 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     gpu = f"{H100}, 580.95.05, 81559, 16, 16, Disabled\n"
     (answers / "name").write_text(8 * gpu)
     (answers / "clocks.sm").write_text(
-        "".join(f"1755, 1980, {60 + i}, 690.12, 0x0000000000000004\n" for i in range(8))
+        "".join(f"1755, 1980, {60 + i}, 0x0000000000000004\n" for i in range(8))
     )
     (answers / "counters").write_text(8 * "0, 0, 0\n")
     (answers / "topo").write_text(matrix(everywhere))
@@ -145,27 +145,27 @@ def test_a_text_without_a_matrix_has_no_pairs():
 
 def test_the_driver_is_asked(driver: Path):
     assert nvidia.gpus() == 8 * [nvidia.Gpu(H100, "580.95.05", 81559 * 2**20, 16, 16, mig=False)]
-    assert nvidia.loads()[7] == nvidia.Load(1755, 1980, 67, 690.12, ())
+    assert nvidia.loads()[7] == nvidia.Load(1755, 1980, 67, ())
     assert set(nvidia.links().values()) == {"NV18"}
 
 
 def test_what_a_gpu_does_not_know_is_not_a_number(driver: Path):
     (driver / "name").write_text("NVIDIA GeForce RTX 4090, 535.104.05, 24564, [N/A], [N/A], [N/A]\n")
-    (driver / "clocks.sm").write_text("[N/A], [N/A], [Not Supported], [N/A], [N/A]\n")
+    (driver / "clocks.sm").write_text("[N/A], [N/A], [Not Supported], [N/A]\n")
     (gpu,), (load,) = nvidia.gpus(), nvidia.loads()
     assert (gpu.pcie_width, gpu.most_pcie_width, gpu.mig) == (None, None, False)
-    assert load == nvidia.Load(None, None, None, None, ())
+    assert load == nvidia.Load(None, None, None, ())
     assert gpus.clocks([load], None).ok
 
 
 @pytest.mark.parametrize("bits", [0, 0x1FF, *(1 << bit for bit in range(9))])
 def test_every_reason_that_slows_has_a_word_and_the_power_cap_has_none(driver: Path, bits: int):
-    (driver / "clocks.sm").write_text(f"1755, 1980, 60, 690, {bits:#018x}\n")
+    (driver / "clocks.sm").write_text(f"1755, 1980, 60, {bits:#018x}\n")
     (load,) = nvidia.loads()
     assert len(load.reasons) == (bits & 0b0_1111_1010).bit_count()
 
 
-@pytest.mark.parametrize("answer", ["0, 1\n", "1755, 1980, warm, 690, 0x0\n", "1755, 1980, 60, 690, cold\n"])
+@pytest.mark.parametrize("answer", ["0, 1\n", "1755, 1980, warm, 0x0\n", "1755, 1980, 60, cold\n"])
 def test_a_foreign_answer_is_none(driver: Path, answer: str):
     (driver / "clocks.sm").write_text(answer)
     with pytest.raises(nvidia.NoAnswerError, match="nvidia-smi answers"):
@@ -338,7 +338,7 @@ def test_gpus_are_alike_and_whole_or_it_is_said(changes: dict, said: str):
     assert check.ok == (not changes)
 
 
-LOAD = nvidia.Load(1755, 1980, 65, 690.0, ())
+LOAD = nvidia.Load(1755, 1980, 65, ())
 
 
 @pytest.mark.parametrize(

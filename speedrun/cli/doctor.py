@@ -82,7 +82,7 @@ def _print(check: Check) -> None:
 def _cost(name: str, dollars: float, checks: list[Check]) -> dict[str, Any] | None:
     """Return the cost of a batch on a ranked track, from `speedrun plan` in a process without devices."""
     machine = next((check.facts for check in checks if check.name == "devices"), {})
-    kind = next((kind for kind, one in devices.DEVICES.items() if one.name == machine.get("kind")), None)
+    kind = devices.kind_of(str(machine.get("kind")))
     if not tracks.load(name).rules.ranked or kind is None:
         return None
     options = ["--track", name, "--device-kind", kind, "--dollars", str(dollars), "--json"]

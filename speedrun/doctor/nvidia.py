@@ -47,7 +47,6 @@ class Load(NamedTuple):
     clock_mhz: int | None
     most_clock_mhz: int | None
     temperature_c: int | None
-    power_w: float | None
     reasons: tuple[str, ...]  #: the active ones of REASONS
 
 
@@ -100,10 +99,10 @@ def loads() -> list[Load]:
     Raises:
         NoAnswerError: see `ask`; also for a driver without one of the fields.
     """
-    fields = ("clocks.sm", "clocks.max.sm", "temperature.gpu", "power.draw", "clocks_event_reasons.active")
+    fields = ("clocks.sm", "clocks.max.sm", "temperature.gpu", "clocks_event_reasons.active")
     return [
-        Load(_int(clock), _int(most), _int(heat), _float(power), _reasons(bits))
-        for clock, most, heat, power, bits in _query(*fields)
+        Load(_int(clock), _int(most), _int(heat), _reasons(bits))
+        for clock, most, heat, bits in _query(*fields)
     ]
 
 
@@ -149,15 +148,10 @@ def _query(*fields: str) -> Iterator[list[str | None]]:
 
 
 def _int(word: str | None) -> int | None:
-    number = _float(word)
-    return None if number is None else int(number)
-
-
-def _float(word: str | None) -> float | None:
     if word is None:
         return None
     try:
-        return float(word)
+        return int(float(word))
     except ValueError:
         raise NoAnswerError(f"nvidia-smi answers {word[:80]!r} for a number") from None
 

@@ -112,7 +112,13 @@ def load(kind: str) -> Device:
 
 def named(name: str) -> Device | None:
     """The device that its driver calls so, if it is in the table."""
-    return next((device for device in DEVICES.values() if device.name == name), None)
+    kind = kind_of(name)
+    return None if kind is None else DEVICES[kind]
+
+
+def kind_of(name: str | None) -> str | None:
+    """Return the key in `DEVICES` of a device, by its driver's name, or None."""
+    return next((kind for kind, device in DEVICES.items() if device.name == name), None)
 
 
 def target(device: Device) -> str:
