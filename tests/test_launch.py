@@ -27,7 +27,8 @@ from speedrun import cli
 from speedrun.cli import launch
 from speedrun.ground import track
 from speedrun.ground.errors import UsageError
-from speedrun.launch import kubernetes, shell, skypilot, slurm, ssh
+from speedrun.ground.sourcefile import RECIPES_VARIABLE
+from speedrun.launch import kubernetes, request, shell, skypilot, slurm, ssh
 from speedrun.launch.job import PORT, Job, clock_time, is_bucket
 from speedrun.ledger.validate import validate
 from speedrun.predict import plan as planning
@@ -540,6 +541,25 @@ def test_wrong_usage_is_one_line(words: list[str], message: str):
     (line,) = result.stderr.splitlines()
     assert message in line
     assert result.stdout == ""
+
+
+def test_a_recipe_outside_the_package_is_named_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(RECIPES_VARIABLE, "")
+    monkeypatch.chdir(tmp_path)
+    source = "from dataclasses import replace\nfrom speedrun.science.recipes import smoke\n"
+    Path("mine.py").write_text(source + 'RECIPE = replace(smoke.RECIPE, name="mine")\n')
+    words = ["--track", "smoke-cpu", "--time", "1:00:00"]
+    text = printed("--on", "slurm", *words, "--", "--recipe", "mine.py")
+    assert f"--recipe mine.py --recipe {tmp_path}/mine.py" in text, "the last one counts"
+    result = invoke(*EACH["kubernetes"], *words, "--", "--recipe", "mine.py")
+    assert (result.exit_code, "mine.py is not in image" in result.stderr) == (2, True)
+
+
+def test_a_wheel_is_no_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(request, "ROOT", tmp_path)
+    words = ["--on", "slurm", "--track", "smoke-cpu", "--time", "1:00:00"]
+    assert "--checkout missing; this speedrun is installed from a wheel" in invoke(*words).stderr
+    assert "checkout=/here" in printed(*words, "--checkout", "/here")
 
 
 def test_it_is_printed_or_saved_and_never_over_another_file(tmp_path: Path):

@@ -42,7 +42,10 @@ def job_of(
     if gpus is None:
         gpus = rules.rules.num_devices if rules.rules.platform == "gpu" else 0
     request.check(on, rules, runs, num_nodes, gpus, host_names, others)
+    folders = request.places(on, track, others)
+    time_s = None if limit is None else request.seconds(limit)
     given = _parsed(runs, num_nodes, gpus, words)
+    words += request.recipe_words(given["recipe"], others["image"])
     # JAX is imported only now, so that the errors above appear at once.
     from speedrun.science import recipes
     from speedrun.study import budget
@@ -55,12 +58,9 @@ def job_of(
     base += [] if runs is None else ["--runs", str(runs)]
     base += ["--devices", str(devices)] if devices not in (0, rules.rules.num_devices) else []
     notes = []
-    if limit is not None:
-        time_s = request.seconds(limit)
-    else:
+    if time_s is None:
         time_s, reason = budget.time_limit(rules, recipe, gpus, others["gpu"], microbatches or 8, runs or 1)
         notes = [f"{clock_time(time_s)} at most: {reason}; --time sets another"]
-    folders = request.places(on, track, others)
     job = Job(
         track=rules,
         nodes=num_nodes,

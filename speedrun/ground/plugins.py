@@ -37,6 +37,13 @@ def resolve(choice: str) -> str:
     return path.stem
 
 
+def outside(name: str) -> Path | None:
+    """Return the file of a recipe that does not ship with this package; None of one that does."""
+    if (ROOT / RECIPES / f"{name}.py").is_file():
+        return None
+    return next((path for folder in recipe_folders() if (path := folder / f"{name}.py").is_file()), None)
+
+
 def _entry_point(name: str, shipped: set[str]) -> Path | None:
     """The file that an installed package names for this recipe, if there is one."""
     if name in shipped or any((folder / f"{name}.py").is_file() for folder in recipe_folders()):

@@ -6,6 +6,8 @@ from typing import Any
 
 from speedrun.ground import clock
 from speedrun.ground.errors import UsageError
+from speedrun.ground.plugins import outside
+from speedrun.ground.sourcefile import RECIPES, ROOT
 from speedrun.ground.track import Track
 from speedrun.launch import kubernetes, skypilot
 from speedrun.launch.job import Job, is_bucket
@@ -20,7 +22,6 @@ _OWNERS = {
     "price": "skypilot",
     "hosts": "ssh",
 }
-_CHECKOUT = Path(__file__).parent.parent.parent
 _MOST_DIGITS = 4  #: of hours; a year has 8,766
 
 
@@ -82,7 +83,7 @@ def places(on: str, track: str, options: dict[str, Any]) -> dict[str, Any]:
     """
     defaults = {
         "name": track,
-        "checkout": str(_CHECKOUT),
+        "checkout": str(ROOT),
         "stage": f"/tmp/speedrun-{getpass.getuser()}",
         "out": str(Path("runs").absolute()),
     }
@@ -92,8 +93,12 @@ def places(on: str, track: str, options: dict[str, Any]) -> dict[str, Any]:
         defaults |= {"name": f"{track}-{stamp}", "stage": kubernetes.STAGE, "out": out}
     if on == "skypilot":
         defaults |= {"stage": skypilot.STAGE, "out": skypilot.RECORDS}
-    if options["image"]:
+    if options["image"] or not (ROOT / "scripts").is_dir():  # an installed wheel is no checkout
         del defaults["checkout"]
+    if not options["image"] and not (options["checkout"] or "checkout" in defaults):
+        raise UsageError(
+            "--checkout missing; this speedrun is installed from a wheel: need a checkout or an --image"
+        )
     found = defaults | {key: value for key, value in options.items() if value is not None}
     for key in ("data", "out"):
         place = found.get(key, "")
@@ -106,6 +111,22 @@ def places(on: str, track: str, options: dict[str, Any]) -> dict[str, Any]:
     if Path(found.get("data", "")).is_relative_to(found["stage"]):
         raise UsageError(f"--data lies below --stage {found['stage']}, which is cleared; need two folders")
     return found
+
+
+def recipe_words(recipe: str | None, image: str | None) -> tuple[str, ...]:
+    """Return the option that names the file of a recipe outside the package, as nodes see it; empty for other recipes.
+
+    Raises:
+        UsageError: for such a recipe and a container, which does not hold the file.
+    """
+    path = outside(recipe) if recipe else None
+    if path is None:
+        return ()
+    if image:
+        raise UsageError(
+            f"--recipe {path} is not in image {image}; build it into one, in {RECIPES}, and give its name"
+        )
+    return ("--recipe", str(path))
 
 
 def seconds(limit: str) -> int:

@@ -213,8 +213,7 @@ class Attempt:
 
     def _device_kind(self) -> list[str]:
         """Return the option that names the GPUs here to `plan`; none if the table of devices lacks them."""
-        kinds = {device.name: kind for kind, device in devices.DEVICES.items()}
-        return next((["--device-kind", kinds[name]] for name in self.gpus if name in kinds), [])
+        return next((["--device-kind", kind] for kind in map(devices.kind_of, self.gpus) if kind), [])
 
     def _write(self) -> None:
         write_whole(self.path, msgspec.json.format(msgspec.json.encode(self._state), indent=2), b"\n")
