@@ -60,7 +60,7 @@ def test_a_run_of_one_is_a_record_that_carries_it(folder: Path, tmp_path: Path, 
     recipe = sr.load(str(folder / "gelu.py")).override(SMALL)
     record = sr.run(recipe, track="smoke-cpu", out=tmp_path / "record", data=smoke_data, quiet=True)
     report = record.validate()
-    assert report.exit_code == 0
+    assert report.exit_code == 0, [r.messages for r in report.having("failed")]
     assert [r.check.id for r in report.having("warning") if r.check.id.startswith("V5")] == []
     source = split_source((record.folder / "source.txt").read_text())
     for name in ("gelu.py", "gelu_model.py"):

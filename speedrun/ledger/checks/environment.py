@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from statistics import median
 
 from speedrun.ground import devices, provenance, runlog
+from speedrun.ground.sourcefile import RECIPES
 from speedrun.ledger import history, runfile
 from speedrun.ledger.checks.table import Skip, check, check_run
 from speedrun.ledger.code import is_science
@@ -160,7 +161,8 @@ def committed(run: Run, record: Record) -> Iterator[str]:
     if theirs is None:
         return
     for path, text in texts.items():  # V503 compares the instruments
-        if is_science(path) and theirs.get(path) != text.encode():
+        is_outside = path.startswith(f"{RECIPES}/") and path not in theirs  # the record carries it
+        if is_science(path) and not is_outside and theirs.get(path) != text.encode():
             yield f"claims commit {hw.commit[:12]}, which has another {path}"
 
 
