@@ -97,21 +97,26 @@ def step(
     ms = np.diff(arrivals_ms).tolist()
     mean_ms = arrivals_ms[-1] / num_steps
     tokens_per_s = batch[0].size / mean_ms * 1e3
-    mesh = program.mesh
-    device = devices.named(mesh.devices.flat[0].device_kind)
-    flops_per_s = flops_per_token(program.layout.table) * tokens_per_s
     return StepTimings(
         ms=ms,
         mean_ms=mean_ms,
         spread_ms=middle(ms)[1],
         tokens_per_s=tokens_per_s,
-        mfu=flops_per_s / (device.bf16_flops * mesh.size) if device else None,
+        mfu=_mfu(program, tokens_per_s),
         peak_bytes=train_step.memory_analysis().peak_memory_in_bytes,
         compile_s=compile_s,
         losses=losses,
         tokens=f"{len(shards)} shards" if shards else "synthetic, document lengths of FineWeb",
         kernels={call: f"{one.name}: {one.reason}" for call, one in program.kernels.choices.items()},
     )
+
+
+def _mfu(program: Program, tokens_per_s: float) -> float | None:
+    """Return the share of the devices' peak rate that the step's FLOPs take; None if the rate is unknown."""
+    mesh = program.mesh
+    device = devices.named(mesh.devices.flat[0].device_kind)
+    flops_per_s = flops_per_token(program.layout.table) * tokens_per_s
+    return flops_per_s / (device.bf16_flops * mesh.size) if device else None
 
 
 def lowered_step(program: Program, first_step: int) -> tuple[Any, tuple[Any, ...]]:

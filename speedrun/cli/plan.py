@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 import msgspec
@@ -82,18 +83,7 @@ def command(
     kinds.load(kind)
     rules = None if track is None else tracks.load(track)
     on_gpu = rules is None or rules.rules.platform == "gpu"
-    if runs is not None and rules is None:
-        raise UsageError(f"--runs {runs}: of a batch on which track? add --track NAME")
-    if not on_gpu and (devices or compiled):
-        raise UsageError(
-            f"{'--devices' if devices else '--compile'}: {track} asks for no GPU; leave it out, or leave out --track"
-        )
-    if nodes and (track or compiled is False or dollars is not None):
-        raise UsageError(
-            "--nodes goes with neither --track, --arithmetic nor --dollars; leave one of them out"
-        )
-    if network and not nodes:
-        raise UsageError("--network is the rate between machines; add --nodes N,N or leave it out")
+    _check(ctx.params, on_gpu=on_gpu)
     overrides = parse_settings(settings)
     # JAX is imported only now: nothing above needs it, and an error above should not wait for it.
     from speedrun.predict import deviceless, scaling
@@ -125,3 +115,19 @@ def command(
     if facts["error"] and not as_json:
         raise SpeedrunError(str(facts["error"]))
     ctx.exit(1 if facts["error"] else 0)
+
+
+def _check(given: dict[str, Any], *, on_gpu: bool) -> None:
+    """Raise UsageError for options that do not go together."""
+    track, nodes = given["track"], given["nodes"]
+    if given["runs"] is not None and not track:
+        raise UsageError(f"--runs {given['runs']}: of a batch on which track? add --track NAME")
+    if not on_gpu and (given["devices"] or given["compiled"]):
+        option = "--devices" if given["devices"] else "--compile"
+        raise UsageError(f"{option}: {track} asks for no GPU; leave it out, or leave out --track")
+    if nodes and (track or given["compiled"] is False or given["dollars"] is not None):
+        raise UsageError(
+            "--nodes goes with neither --track, --arithmetic nor --dollars; leave one of them out"
+        )
+    if given["network"] and not nodes:
+        raise UsageError("--network is the rate between machines; add --nodes N,N or leave it out")
