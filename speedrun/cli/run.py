@@ -2,15 +2,12 @@
 
 import importlib
 import os
-import sys
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 import msgspec
 
-from speedrun.board.record_plot import plot
 from speedrun.cli.card import card, following
 from speedrun.cli.options import (
     Integer,
@@ -22,6 +19,7 @@ from speedrun.cli.options import (
 )
 from speedrun.cli.run_options import (
     PROCESS_ARGUMENTS,
+    checkpoint_options,
     config_of,
     config_options,
     ghost_option,
@@ -29,19 +27,11 @@ from speedrun.cli.run_options import (
     process_options,
     wandb_option,
 )
-from speedrun.data import generated, inventory, overview
-from speedrun.exchange.relay import relayed
-from speedrun.ground import processes, signals
+from speedrun.ground import signals
 from speedrun.ground import track as tracks
-from speedrun.ground.errors import INTERRUPTED, SpeedrunError, UsageError, unknown
+from speedrun.ground.errors import INTERRUPTED, UsageError
 from speedrun.launch import local
-from speedrun.ledger.assemble import assemble
-from speedrun.ledger.validate import validate
-from speedrun.study import race
-from speedrun.training import meet, watchdog
-
-if TYPE_CHECKING:
-    from speedrun.training.prepare import RunConfig
+from speedrun.training import meet
 
 
 @click.command(
@@ -64,33 +54,7 @@ if TYPE_CHECKING:
     metavar="N",
     help="Copies of the state, each sharded over as many devices. Default: one for each node.",
 )
-@click.option(
-    "--checkpoint-every",
-    type=Integer(1),
-    metavar="N",
-    help="Steps between checkpoints, in DIR.checkpoints; writing them counts as train time. Default: none.",
-)
-@click.option(
-    "--keep-checkpoints",
-    type=Integer(0),
-    default=2,
-    show_default=True,
-    metavar="N",
-    help="How many of the newest to keep; 0: all.",
-)
-@click.option(
-    "--resume",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="Resume the run in DIR from its newest checkpoint, with its settings. Never ranked.",
-)
-@click.option(
-    "--deadline",
-    "deadlines",
-    multiple=True,
-    metavar="PHASE=SECONDS",
-    help=f"End a run that stays longer in one phase: {', '.join(watchdog.DEADLINES_S)}; 0: no limit. Repeatable.",
-)
+@checkpoint_options
 @process_options
 @ghost_option
 @wandb_option
@@ -103,7 +67,7 @@ def command(
     out: Path | None,
     settings: tuple[str, ...],
     resume: Path | None,
-    deadlines: tuple[str, ...],
+    deadlines: dict[str, float],
     local_processes: int | None,
     coordinator: str | None,
     wandb: str | None,
@@ -114,7 +78,8 @@ def command(
 
     Exits with 0 if the target is reached and every check passes, with 1 if not.
     """
-    rules, overrides = tracks.load(track), parse_settings(settings)  # before JAX, whose import is slow
+    tracks.load(track)
+    overrides = parse_settings(settings)  # before JAX, whose import is slow
     folder = out or new_folder(track)
     if local_processes is not None:
         if coordinator:
@@ -122,37 +87,35 @@ def command(
         ctx.exit(local.run(local_processes, _child_words(ctx, resume or folder)))
     ctx.with_resource(signals.heeded())
     _import_jax()
+    from speedrun.study import single
     from speedrun.training.prepare import RunConfig
-    from speedrun.training.resume import resumed
 
     config = RunConfig(
-        **config_of(ctx.params, overrides, folder),
+        **config_of(ctx.params, overrides, resume or folder),
         seed=given["seed"],
         replicas=given["replicas"],
         checkpoint_every=given["checkpoint_every"] or 0,
         keep_checkpoints=given["keep_checkpoints"],
-        deadlines_s=_deadlines_s(deadlines),
+        deadlines_s=deadlines,
+        resume=resume is not None,
     )
     if resume is not None:
         only_with_resume(ctx, "ghost", "wandb", *PROCESS_ARGUMENTS)
-    is_ours = resume is not None or not os.path.exists(folder)
     group = meet.asked(
         coordinator, given["processes"], given["process"], given["heartbeat"], given["meet_within"]
     )
-    try:
-        with meet.joined(group):
-            if resume is not None:
-                config = resumed(resume)
-                rules = tracks.load(config.track)
-            if resume is None or config.resume:
-                with relayed(config.out, wandb if processes.is_first() else None):
-                    _train(config, rules, given["ghost"], to_stderr=as_json)
-    except BaseException:
-        if is_ours and processes.is_first():
-            _assemble_broken(config, rules)
-        raise
-    if processes.is_first():
-        ctx.exit(_finish(config, rules, as_json=as_json))
+    done = single.run(config, meet.joined(group), given["ghost"], wandb, to_stderr=as_json)
+    if done is None:
+        return
+    if as_json:
+        click.echo(msgspec.json.encode(done.facts()))
+    else:
+        click.echo(card(done.rules, done.summary, done.report))
+        if done.bits_per_byte is not None:
+            click.echo(f"bytes   {done.bits_per_byte:.3f} bits per byte of validation text")
+        click.echo(f"record  {done.config.out}\nplot    {done.picture}")
+        click.echo(f"next    {following(done.config, done.summary, done.report)}")
+    ctx.exit(0 if done.summary.target_reached and done.report.exit_code == 0 else 1)
 
 
 def _import_jax() -> None:
@@ -162,73 +125,6 @@ def _import_jax() -> None:
         importlib.import_module("speedrun.training.train")
     if got:
         signals.stop(got[0], None)
-
-
-def _train(config: "RunConfig", rules: tracks.Track, ghost: str | None, *, to_stderr: bool) -> None:
-    """Train; of several processes, only the first one prints."""
-    generated.ensure(rules, config.data, partial(click.echo, err=True))
-    from speedrun.training.train import train
-
-    if not processes.is_first():
-        train(config)
-        return
-    with race.live(sys.stderr if to_stderr else sys.stdout, race.find(ghost, rules.id)) as reader:
-        train(config, reader)
-
-
-def _default_title(config: "RunConfig", rules: tracks.Track) -> str:
-    return f"{config.recipe or rules.recipe} on {rules.id}"
-
-
-def _assemble_broken(config: "RunConfig", rules: tracks.Track) -> None:
-    """Write the record of a run that broke off."""
-    if not list(config.out.glob("runs/*/run.json")):
-        return
-    try:
-        assemble(config.out, default_title=_default_title(config, rules), declared_runs=1)
-        click.echo(f"record  {config.out} says where the run broke off", err=True)
-    except SpeedrunError as error:  # the error that broke the run matters more
-        click.echo(f"warning: the record of the broken run is incomplete: {error}", err=True)
-
-
-def _finish(config: "RunConfig", rules: tracks.Track, *, as_json: bool) -> int:
-    """Write, draw, validate and print the record; return the exit code."""
-    summary = assemble(config.out, default_title=_default_title(config, rules), declared_runs=1)
-    picture = next(path for path in plot(config.out) if path.suffix == ".png")
-    report = validate(config.out)
-    density = None
-    if summary.val_loss_mean is not None:
-        shards = inventory.data_folder(rules, config.data)
-        density = overview.bits_per_byte(summary.val_loss_mean, shards, rules.data)
-    if as_json:
-        facts = {
-            "record": str(config.out),
-            "plot": str(picture),
-            "summary": summary,
-            "bits_per_byte": density,
-        }
-        facts["failed_checks"] = {r.check.id: r.messages for r in report.having("failed")}
-        click.echo(msgspec.json.encode(facts))
-    else:
-        click.echo(card(rules, summary, report))
-        if density is not None:
-            click.echo(f"bytes   {density:.3f} bits per byte of validation text")
-        click.echo(f"record  {config.out}\nplot    {picture}")
-        click.echo(f"next    {following(config, summary, report)}")
-    return 0 if summary.target_reached and report.exit_code == 0 else 1
-
-
-def _deadlines_s(texts: tuple[str, ...]) -> dict[str, float]:
-    """Parse `phase=seconds` texts."""
-    found: dict[str, float] = {}
-    for text in texts:
-        phase, _, seconds = text.partition("=")
-        if phase not in watchdog.DEADLINES_S:
-            raise unknown("phase", phase, watchdog.DEADLINES_S)
-        if not seconds.isdecimal():
-            raise UsageError(f"--deadline {text!r}; need whole seconds, for example --deadline step=60")
-        found[phase] = float(seconds)
-    return found
 
 
 def _child_words(ctx: click.Context, out: Path) -> list[str]:

@@ -17,6 +17,8 @@ from speedrun.cli.options import (
     track_option,
 )
 from speedrun.ground import clock
+from speedrun.ground.errors import UsageError, unknown
+from speedrun.training import watchdog
 from speedrun.training.meet import HEARTBEAT_S, MEET_S
 
 #: `--ghost RECORD`, as the argument `ghost` for `race.find`.
@@ -57,6 +59,52 @@ config_options = _combined(
         type=click.Path(path_type=Path),
         metavar="DIR",
         help="A new folder. Default: below runs/, with date, track and a number.",
+    ),
+)
+
+
+def _deadlines_s(texts: tuple[str, ...]) -> dict[str, float]:
+    """Parse `phase=seconds` texts."""
+    found: dict[str, float] = {}
+    for text in texts:
+        phase, _, seconds = text.partition("=")
+        if phase not in watchdog.DEADLINES_S:
+            raise unknown("phase", phase, watchdog.DEADLINES_S)
+        if not seconds.isdecimal():
+            raise UsageError(f"--deadline {text!r}; need whole seconds, for example --deadline step=60")
+        found[phase] = float(seconds)
+    return found
+
+
+#: The options of a run that keeps checkpoints, resumes, or must not hang.
+checkpoint_options = _combined(
+    click.option(
+        "--checkpoint-every",
+        type=Integer(1),
+        metavar="N",
+        help="Steps between checkpoints, in DIR.checkpoints; writing them counts as train time. Default: none.",
+    ),
+    click.option(
+        "--keep-checkpoints",
+        type=Integer(0),
+        default=2,
+        show_default=True,
+        metavar="N",
+        help="How many of the newest to keep; 0: all.",
+    ),
+    click.option(
+        "--resume",
+        type=click.Path(path_type=Path),
+        metavar="DIR",
+        help="Resume the run in DIR from its newest checkpoint, with its settings. Never ranked.",
+    ),
+    click.option(
+        "--deadline",
+        "deadlines",
+        multiple=True,
+        callback=lambda _ctx, _option, texts: _deadlines_s(texts),
+        metavar="PHASE=SECONDS",
+        help=f"End a run that stays longer in one phase: {', '.join(watchdog.DEADLINES_S)}; 0: no limit. Repeatable.",
     ),
 )
 #: The options of a run in several processes.

@@ -1,0 +1,123 @@
+"""One run and its record, also of a run that broke off or is resumed."""
+
+import os
+import sys
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from speedrun.board.record_plot import plot
+from speedrun.data import generated, inventory, overview
+from speedrun.exchange.relay import relayed
+from speedrun.ground import processes
+from speedrun.ground import track as tracks
+from speedrun.ground.errors import SpeedrunError
+from speedrun.ledger.assemble import assemble
+from speedrun.ledger.format import Summary
+from speedrun.ledger.validate import Report, validate
+from speedrun.study import race
+from speedrun.training.prepare import RunConfig
+from speedrun.training.resume import resumed
+from speedrun.training.train import train
+
+_say = partial(print, file=sys.stderr, flush=True)
+
+
+class Single(NamedTuple):
+    """A finished run whose record is written, drawn and validated."""
+
+    config: RunConfig
+    rules: tracks.Track
+    picture: Path
+    summary: Summary
+    report: Report
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Of validation text; None where the manifest of the data does not know the bytes."""
+        if self.summary.val_loss_mean is None:
+            return None
+        shards = inventory.data_folder(self.rules, self.config.data)
+        return overview.bits_per_byte(self.summary.val_loss_mean, shards, self.rules.data)
+
+    def facts(self) -> dict[str, object]:
+        """All of it as one JSON object."""
+        return {
+            "record": str(self.config.out),
+            "plot": str(self.picture),
+            "summary": self.summary,
+            "bits_per_byte": self.bits_per_byte,
+            "failed_checks": {r.check.id: r.messages for r in self.report.having("failed")},
+        }
+
+
+def run(
+    config: RunConfig,
+    joined: AbstractContextManager[object],
+    ghost: str | None,
+    wandb: str | None,
+    *,
+    to_stderr: bool,
+) -> Single | None:
+    """Train, or resume, and write the record.
+
+    Args:
+        config: with `resume`, only its folder is read.
+        joined: connects the processes of the run while it trains.
+        ghost: as in `--ghost`.
+        wandb: project to which the log is sent.
+        to_stderr: whether the console is standard error.
+
+    Returns:
+        None in all processes of a run but the first.
+
+    Raises:
+        SpeedrunError: if the run breaks off; its record says where.
+    """
+    is_ours = config.resume or not os.path.exists(config.out)
+    is_done = False
+    try:
+        with joined:
+            if config.resume:
+                config = resumed(config.out)
+                is_done = not config.resume
+            if not is_done:
+                with relayed(config.out, wandb if processes.is_first() else None):
+                    _train(config, ghost, to_stderr=to_stderr)
+    except BaseException:
+        if is_ours and processes.is_first():
+            _assemble_broken(config)
+        raise
+    if not processes.is_first():
+        return None
+    summary = assemble(config.out, default_title=_title(config), declared_runs=1)
+    picture = next(path for path in plot(config.out) if path.suffix == ".png")
+    return Single(config, tracks.load(config.track), picture, summary, validate(config.out))
+
+
+def _train(config: RunConfig, ghost: str | None, *, to_stderr: bool) -> None:
+    """Train; of several processes, only the first one prints."""
+    rules = tracks.load(config.track)
+    generated.ensure(rules, config.data, _say)
+    if not processes.is_first():
+        train(config)
+        return
+    with race.live(sys.stderr if to_stderr else sys.stdout, race.find(ghost, rules.id)) as reader:
+        train(config, reader)
+
+
+def _title(config: RunConfig) -> str:
+    rules = tracks.load(config.track)
+    return f"{config.recipe or rules.recipe} on {rules.id}"
+
+
+def _assemble_broken(config: RunConfig) -> None:
+    """Write the record of a run that broke off."""
+    if not list(config.out.glob("runs/*/run.json")):
+        return
+    try:
+        assemble(config.out, default_title=_title(config), declared_runs=1)
+        _say(f"record  {config.out} says where the run broke off")
+    except SpeedrunError as error:  # the error that broke the run matters more
+        _say(f"warning: the record of the broken run is incomplete: {error}")
