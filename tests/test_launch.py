@@ -542,6 +542,19 @@ def test_wrong_usage_is_one_line(words: list[str], message: str):
     assert result.stdout == ""
 
 
+def test_a_recipe_of_ones_own_is_read_at_the_same_path_on_each_node(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("SPEEDRUN_RECIPES", "")
+    monkeypatch.chdir(tmp_path)
+    text = "from dataclasses import replace\n\nfrom speedrun.science.recipes import smoke\n\n"
+    Path("mine.py").write_text(f"{text}RECIPE = replace(smoke.RECIPE, name='mine')\n")
+    words = [*EACH["slurm"], "--track", "smoke-cpu", "--time", "1:00:00", "--"]
+    result = invoke(*words, "--recipe", "mine.py")
+    assert result.exit_code == 0, result.output
+    assert f"--recipe {tmp_path}/mine.py)" in result.stdout
+    assert f"note: {tmp_path}/mine.py is read at this path on each node" in result.stderr
+    assert "is read at this path" not in invoke(*words, "--recipe", "smoke").stderr
+
+
 def test_it_is_printed_or_saved_and_never_over_another_file(tmp_path: Path):
     path = tmp_path / "job.sh"
     words = [*EACH["slurm"], "--track", "smoke-cpu"]

@@ -1,6 +1,7 @@
 """Turns the options of `speedrun launch` into a job."""
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 import click
@@ -9,6 +10,7 @@ from speedrun.cli.options import parse_settings
 from speedrun.ground import devices as kinds
 from speedrun.ground import track as tracks
 from speedrun.ground.errors import UsageError
+from speedrun.ground.sourcefile import RECIPES, ROOT, recipe_folders
 from speedrun.launch import request
 from speedrun.launch.job import Job, clock_time
 
@@ -43,6 +45,7 @@ def job_of(
         gpus = rules.rules.num_devices if rules.rules.platform == "gpu" else 0
     request.check(on, rules, runs, num_nodes, gpus, host_names, others)
     given = _parsed(runs, num_nodes, gpus, words)
+    own = _own_recipe(given["recipe"])
     # JAX is imported only now, so that the errors above appear at once.
     from speedrun.science import recipes
     from speedrun.study import budget
@@ -55,11 +58,14 @@ def job_of(
     base += [] if runs is None else ["--runs", str(runs)]
     base += ["--devices", str(devices)] if devices not in (0, rules.rules.num_devices) else []
     notes = []
+    if own is not None:  # of two the last one holds
+        words = (*words, "--recipe", str(own))
+        notes.append(f"{own} is read at this path on each node; put it there")
     if limit is not None:
         time_s = request.seconds(limit)
     else:
         time_s, reason = budget.time_limit(rules, recipe, gpus, others["gpu"], microbatches or 8, runs or 1)
-        notes = [f"{clock_time(time_s)} at most: {reason}; --time sets another"]
+        notes += [f"{clock_time(time_s)} at most: {reason}; --time sets another"]
     folders = request.places(on, track, others)
     job = Job(
         track=rules,
@@ -72,6 +78,13 @@ def job_of(
     )
     unranked = request.ranking_note(job, runs)
     return job, [unranked, *notes] if unranked else notes
+
+
+def _own_recipe(name: str | None) -> Path | None:
+    """Return the file of a recipe outside this package."""
+    if name is None or (ROOT / RECIPES / f"{name}.py").exists():
+        return None
+    return next((path for folder in recipe_folders() if (path := folder / f"{name}.py").is_file()), None)
 
 
 def _parsed(runs: int | None, nodes: int, gpus: int, words: tuple[str, ...]) -> dict[str, Any]:

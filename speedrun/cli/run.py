@@ -166,7 +166,8 @@ def _import_jax() -> None:
 
 def _train(config: "RunConfig", rules: tracks.Track, ghost: str | None, *, to_stderr: bool) -> None:
     """Train; of several processes, only the first one prints."""
-    generated.ensure(rules, config.data, partial(click.echo, err=True))
+    say = partial(click.echo, err=True)
+    processes.agreed(lambda: generated.ensure(rules, config.data, say), lambda _: {})
     from speedrun.training.train import train
 
     if not processes.is_first():
