@@ -96,7 +96,9 @@ def _parsed(runs: int | None, nodes: int, gpus: int, words: tuple[str, ...]) -> 
             is_given = ctx.get_parameter_source(param.name) is click.core.ParameterSource.COMMANDLINE
             if is_given and (param.name in _TAKEN or (param.name == "devices" and gpus)):
                 option = "--gpus-per-node" if param.name == "devices" else f"--{param.name.replace('_', '-')}"
-                raise UsageError(f"{param.opts[0]} stands after --; launch sets it; use its own {option}")
+                raise UsageError(
+                    f"{param.opts[0]} is given after --, but launch sets it; use its own {option}"
+                )
         if nodes > 1 and ctx.params.get("checkpoint_every"):
             raise UsageError("--checkpoint-every on several nodes, which share no disk; need --nodes 1")
         return ctx.params

@@ -81,7 +81,7 @@ class Runner:
             if runfile.sha256(provenance.closure(roots, rules).encode()) != sha256:
                 raise UsageError(
                     f"the source of {recipe} changed since {self.folder} was designed, or is not in $SPEEDRUN_RECIPES; "
-                    "restore it, or start anew"
+                    "restore it, or start a new sweep"
                 )
 
     def _run_missing(self, wanted: Sequence[Trial], lock: int) -> Runs:
