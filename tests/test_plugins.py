@@ -17,7 +17,7 @@ from test_train import SMALL
 import speedrun as sr
 from speedrun.ground import mesh, provenance
 from speedrun.ground.errors import UsageError
-from speedrun.ground.plugins import GROUP, resolve
+from speedrun.ground.plugins import GROUP, own_file, resolve
 from speedrun.ground.sourcefile import RECIPES, RECIPES_VARIABLE, split_source
 from speedrun.library import settings_of
 from speedrun.science import recipes
@@ -92,6 +92,12 @@ def test_processes_that_are_started_find_it_by_its_name(folder: Path) -> None:
     script = "from speedrun.science import recipes; print(recipes.load('llama').summary)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("SwiGLU")
+
+
+def test_the_file_of_a_recipe_is_known(folder: Path) -> None:
+    assert own_file("llama") is None
+    resolve(str(folder / "llama.py"))
+    assert [own_file(name) for name in ("llama", "smoke", None)] == [folder / "llama.py", None, None]
 
 
 def test_an_installed_package_names_its_recipe(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,6 @@
 """Turns the options of `speedrun launch` into a job."""
 
 import importlib
-from pathlib import Path
 from typing import Any
 
 import click
@@ -10,7 +9,7 @@ from speedrun.cli.options import parse_settings
 from speedrun.ground import devices as kinds
 from speedrun.ground import track as tracks
 from speedrun.ground.errors import UsageError
-from speedrun.ground.sourcefile import RECIPES, ROOT, recipe_folders
+from speedrun.ground.plugins import own_file
 from speedrun.launch import request
 from speedrun.launch.job import Job, clock_time
 
@@ -45,7 +44,7 @@ def job_of(
         gpus = rules.rules.num_devices if rules.rules.platform == "gpu" else 0
     request.check(on, rules, runs, num_nodes, gpus, host_names, others)
     given = _parsed(runs, num_nodes, gpus, words)
-    own = _own_recipe(given["recipe"])
+    own = own_file(given["recipe"])
     # JAX is imported only now, so that the errors above appear at once.
     from speedrun.science import recipes
     from speedrun.study import budget
@@ -78,13 +77,6 @@ def job_of(
     )
     unranked = request.ranking_note(job, runs)
     return job, [unranked, *notes] if unranked else notes
-
-
-def _own_recipe(name: str | None) -> Path | None:
-    """Return the file of a recipe outside this package."""
-    if name is None or (ROOT / RECIPES / f"{name}.py").exists():
-        return None
-    return next((path for folder in recipe_folders() if (path := folder / f"{name}.py").is_file()), None)
 
 
 def _parsed(runs: int | None, nodes: int, gpus: int, words: tuple[str, ...]) -> dict[str, Any]:

@@ -166,7 +166,7 @@ def _import_jax() -> None:
 
 def _train(config: "RunConfig", rules: tracks.Track, ghost: str | None, *, to_stderr: bool) -> None:
     """Train; of several processes, only the first one prints."""
-    say = partial(click.echo, err=True)
+    say = partial(click.echo, err=True) if processes.is_first() else lambda _: None
     processes.agreed(lambda: generated.ensure(rules, config.data, say), lambda _: {})
     from speedrun.training.train import train
 

@@ -41,6 +41,13 @@ def resolve(choice: str) -> str:
     return path.stem
 
 
+def own_file(name: str | None) -> Path | None:
+    """Return the file of a recipe outside this package, or None for any other name."""
+    if name is None or (ROOT / RECIPES / f"{name}.py").exists():
+        return None
+    return next((path for folder in recipe_folders() if (path := folder / f"{name}.py").is_file()), None)
+
+
 def _entry_point(name: str, shipped: set[str]) -> Path | None:
     """The file that an installed package names for this recipe, if there is one."""
     if name in shipped or any((folder / f"{name}.py").is_file() for folder in recipe_folders()):
