@@ -17,6 +17,7 @@ from forgeries import BROKE, promised
 from record_forge import Spec, change, declaration, declare, facts, forge, install_track, write_run
 
 from speedrun import cli
+from speedrun.data import generated
 from speedrun.ground import children, runlog, track
 from speedrun.ground.errors import UsageError
 from speedrun.ledger import batch, format, statistics
@@ -287,9 +288,10 @@ def test_what_is_missing_is_said_in_one_line(args, said):
         (["--set", "nope=1"], "unknown setting 'nope'"),
     ],
 )
-def test_what_cannot_be_declared_is_said_in_one_line(tmp_path, args, said):
+def test_what_cannot_be_declared_is_said_in_one_line(tmp_path, smoke_data, args, said):
     """By the process that declares, with its exit code."""
     words = [sys.executable, "-m", "speedrun", "batch", "--runs", "2", *args, "--out", str(tmp_path / "out")]
+    words += ["--data", str(smoke_data)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert said in done.stderr
@@ -362,6 +364,18 @@ def test_a_batch_that_was_described_keeps_its_title(folder):
     ):
         assert invoke("batch", "--resume", str(folder), *words).exit_code == 0
         assert json.loads((folder / "manifest.json").read_text())["about"]["title"] == title
+
+
+def test_a_resumed_batch_makes_data_only_for_a_run(folder, monkeypatch):
+    made, ran = [], []
+    monkeypatch.setattr(generated, "ensure", lambda rules, data, say: made.append((rules.name, data)))
+    monkeypatch.setattr(children, "run_module", lambda *_, **__: ran.append(len(made)) or 3)
+    begun(folder, lost(1, 3.25))
+    assert invoke("batch", "--resume", str(folder)).exit_code == 3
+    assert (made, ran) == ([("forged", None)], [1])
+    write_run(folder, lost(2, 3.24))
+    assert invoke("batch", "--resume", str(folder)).exit_code == 0
+    assert len(made) == 1
 
 
 def test_a_damaged_declaration_is_one_line(folder):

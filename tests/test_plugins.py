@@ -17,8 +17,9 @@ from test_train import SMALL
 import speedrun as sr
 from speedrun.ground import mesh, provenance
 from speedrun.ground.errors import UsageError
-from speedrun.ground.plugins import GROUP, resolve
+from speedrun.ground.plugins import GROUP, own_file, resolve
 from speedrun.ground.sourcefile import RECIPES, RECIPES_VARIABLE, split_source
+from speedrun.library import settings_of
 from speedrun.science import recipes
 from speedrun.science.recipe import Stage
 from speedrun.training.program import Program
@@ -75,11 +76,28 @@ def test_an_edited_file_is_read_anew(folder: Path) -> None:
     assert (before.optimizer.matrix_lr, sr.load(str(path)).optimizer.matrix_lr) == (0.003, 0.5)
 
 
+def test_an_edited_file_beside_it_is_read_anew(folder: Path) -> None:
+    sr.load(str(folder / "gelu.py"))
+    (folder / "gelu_model.py").write_text(EXAMPLES["gelu_model.py"] + "EDITED = True\n")
+    assert "EDITED" in sr.load(str(folder / "gelu.py")).forward.__globals__
+
+
+def test_two_loaded_recipes_stay_those_of_their_files(folder: Path) -> None:
+    loaded = [sr.load(str(folder / f"{name}.py")) for name in ("adamw", "gelu")]
+    assert [settings_of(recipe) for recipe in loaded] == [{}, {}]
+
+
 def test_processes_that_are_started_find_it_by_its_name(folder: Path) -> None:
     assert resolve(str(folder / "llama.py")) == "llama"
     script = "from speedrun.science import recipes; print(recipes.load('llama').summary)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("SwiGLU")
+
+
+def test_the_file_of_a_recipe_is_known(folder: Path) -> None:
+    assert own_file("llama") is None
+    resolve(str(folder / "llama.py"))
+    assert [own_file(name) for name in ("llama", "smoke", None)] == [folder / "llama.py", None, None]
 
 
 def test_an_installed_package_names_its_recipe(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,6 +118,8 @@ def test_an_installed_package_names_its_recipe(folder: Path, monkeypatch: pytest
     [
         ("nothing.py", None, "No such file or directory; need a Python file that defines RECIPE"),
         ("two-words.py", b"", "cannot be imported by this name"),
+        ("r\u00e9sum\u00e9.py", b"", "cannot be imported by this name"),
+        ("load.py", b"", "recipe load: this package uses the name"),
         ("smoke.py", b"", "recipe smoke ships with this package; rename"),
         ("latin.py", b"# caf\xe9\n", "is not UTF-8"),
         ("empty.py", b"", "holds no RECIPE of name='empty'"),
@@ -121,6 +141,32 @@ def test_imports_that_a_record_would_miss_are_refused(folder: Path) -> None:
     resolve(str(folder / "gelu.py"))
     with pytest.raises(UsageError, match=r"gelu\.py line \d+: a relative import; write 'from speedrun"):
         provenance.closure(["speedrun.science.recipes.gelu"], [])
+
+
+def test_a_byte_order_mark_is_no_part_of_a_source(folder: Path) -> None:
+    (folder / "adamw.py").write_text("\ufeff" + EXAMPLES["adamw.py"])
+    resolve(str(folder / "adamw.py"))
+    source = split_source(provenance.closure(["speedrun.science.recipes.adamw"], []))
+    assert source[f"{RECIPES}/adamw.py"] == EXAMPLES["adamw.py"]
+
+
+def test_a_helper_that_a_record_cannot_carry_is_refused(folder: Path) -> None:
+    (folder / "gelu_model.py").write_bytes(b"# coding: latin-1\n# caf\xe9\n")
+    resolve(str(folder / "gelu.py"))
+    with pytest.raises(UsageError, match=r"gelu_model\.py: .*; a record cannot carry this file"):
+        provenance.closure(["speedrun.science.recipes.gelu"], [])
+
+
+def test_an_unknown_recipe_names_the_variable() -> None:
+    with pytest.raises(UsageError, match=r"unknown recipe 'smok'.*folder in \$SPEEDRUN_RECIPES"):
+        recipes.load("smok")
+
+
+def test_a_folder_that_the_variable_cannot_hold_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a:b").mkdir()
+    (tmp_path / "a:b" / "mine.py").write_text("")
+    with pytest.raises(UsageError, match="its folder has a ':' in its name"):
+        resolve(str(tmp_path / "a:b" / "mine.py"))
 
 
 def test_a_file_without_a_last_newline_is_carried_whole(folder: Path) -> None:

@@ -271,7 +271,7 @@ def test_a_rival_is_read_line_by_line(tmp_path):
             "#!/bin/sh\necho torch: no kernel image >&2; exit 3\n",
             "exit code 3; it said last: torch: no kernel image",
         ),
-        ("#!/bin/sh\necho hello\n", "told of 0 steps, need 4"),
+        ("#!/bin/sh\necho hello\n", "printed 0 steps, need 4"),
     ],
 )
 def test_a_rival_that_fails_is_a_line(text, said, tmp_path):

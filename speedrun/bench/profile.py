@@ -89,7 +89,7 @@ def _read(folder: Path, module: hlo.Module, num_steps: int) -> Profile:
     ]
     if not events:
         raise SpeedrunError(
-            f"{path}: no instruction in the trace; need a backend whose profiler tells of them"
+            f"{path}: no instruction in the trace; need a backend whose profiler records them"
         )
     devices = usage(events)
     runs = num_steps * len(devices)

@@ -98,7 +98,7 @@ def read(argv: Sequence[str], num_steps: int) -> Curve:
             continue  # other output
     if len(lines) != num_steps:
         raise SpeedrunError(
-            f"the rival told of {len(lines)} steps, need {num_steps}; a line of JSON for each: step, time_s, loss"
+            f"the rival printed {len(lines)} steps, need {num_steps}; a line of JSON for each: step, time_s, loss"
         )
     ms = 1e3 * np.diff([0.0, *(line.time_s for line in lines)])
     return Curve("rival", ms.tolist(), [line.loss for line in lines])

@@ -9,6 +9,7 @@ from speedrun.cli.options import parse_settings
 from speedrun.ground import devices as kinds
 from speedrun.ground import track as tracks
 from speedrun.ground.errors import UsageError
+from speedrun.ground.plugins import own_file
 from speedrun.launch import request
 from speedrun.launch.job import Job, clock_time
 
@@ -61,6 +62,8 @@ def job_of(
     if time_s is None:
         time_s, reason = budget.time_limit(rules, recipe, gpus, others["gpu"], microbatches or 8, runs or 1)
         notes = [f"{clock_time(time_s)} at most: {reason}; --time sets another"]
+    if own := own_file(given["recipe"]):
+        notes.append(f"{own} is read at this path on each node; put it there")
     job = Job(
         track=rules,
         nodes=num_nodes,
@@ -83,7 +86,9 @@ def _parsed(runs: int | None, nodes: int, gpus: int, words: tuple[str, ...]) -> 
             is_given = ctx.get_parameter_source(param.name) is click.core.ParameterSource.COMMANDLINE
             if is_given and (param.name in _TAKEN or (param.name == "devices" and gpus)):
                 option = "--gpus-per-node" if param.name == "devices" else f"--{param.name.replace('_', '-')}"
-                raise UsageError(f"{param.opts[0]} stands after --; launch sets it; use its own {option}")
+                raise UsageError(
+                    f"{param.opts[0]} is given after --, but launch sets it; use its own {option}"
+                )
         if nodes > 1 and ctx.params.get("checkpoint_every"):
             raise UsageError("--checkpoint-every on several nodes, which share no disk; need --nodes 1")
         return ctx.params

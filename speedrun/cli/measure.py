@@ -10,6 +10,7 @@ from speedrun.bench.suite import Suite
 from speedrun.cli.options import (
     Integer,
     Number,
+    RecipeName,
     attention_option,
     example,
     json_option,
@@ -73,7 +74,9 @@ def everything(
 @click.command(epilog=example("speedrun bench rival ../rival --data DIR --recipe record21 --steps 60"))
 @click.argument("folder", type=_FOLDER)
 @click.option("--data", type=_FOLDER, required=True, metavar="DIR", help="Shards that both read.")
-@click.option("--recipe", metavar="NAME", default="record21", show_default=True, help="Ours.")
+@click.option(
+    "--recipe", type=RecipeName(), metavar="NAME|FILE", default="record21", show_default=True, help="Ours."
+)
 @click.option("--steps", type=Integer(1), default=60, show_default=True, help="Of each run.")
 @click.option("--first-step", type=Integer(0), default=0, show_default=True, help="Of the schedule.")
 @click.option("--devices", type=Integer(1), default=1, show_default=True)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from speedrun.ground import faults
 from speedrun.ground.errors import UsageError
-from speedrun.ground.sourcefile import RECIPES, ROOT, join_source, recipe_folders
+from speedrun.ground.sourcefile import RECIPES, ROOT, check_path, join_source, recipe_folders
 
 #: Packages whose versions decide what a run computes: these are always there,
 _PACKAGES = ("jax", "jaxlib", "optax", "numpy")
@@ -52,7 +52,7 @@ def closure(modules: list[str], extra: list[Path]) -> str:
         extra: data files inside the project.
 
     Raises:
-        UsageError: for a relative import.
+        UsageError: for a relative import, or a file that a source text cannot hold.
     """
     texts: dict[str, str] = {}
     queue = [ancestor for module in modules for ancestor in [module, *_ancestors(module)]]
@@ -60,8 +60,11 @@ def closure(modules: list[str], extra: list[Path]) -> str:
         base = queue.pop(0).replace(".", "/")
         for place in (f"{base}.py", f"{base}/__init__.py"):
             if place not in texts and (path := _file_of(place)) is not None:
-                text = path.read_text(encoding="utf-8")
-                texts[place] = text + "\n" * (text[-1:] not in ("\n", ""))
+                try:
+                    text = path.read_text(encoding="utf-8-sig")
+                    texts[check_path(place)] = text + "\n" * (text[-1:] not in ("\n", ""))
+                except ValueError as error:
+                    raise UsageError(f"{path}: {error}; a record cannot carry this file") from None
                 queue += _imports(path, text)
     return join_source(texts | {path.relative_to(ROOT).as_posix(): path.read_text() for path in extra})
 

@@ -26,7 +26,9 @@ _PATH = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*/)*[A-Za-z0-9_][A-Za-z0-9_.-]
 
 def recipe_folders() -> list[Path]:
     """Folders of recipes outside the package."""
-    return [Path(folder) for folder in os.environ.get(RECIPES_VARIABLE, "").split(os.pathsep) if folder]
+    return [
+        Path(folder).absolute() for folder in os.environ.get(RECIPES_VARIABLE, "").split(os.pathsep) if folder
+    ]
 
 
 def check_path(path: str) -> str:

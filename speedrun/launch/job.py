@@ -97,4 +97,4 @@ def _need(form: re.Pattern[str], key: str, value: str, need: str) -> None:
 
 
 def _flag(key: str) -> str:
-    return "what stands" if key == "after --" else f"--{key}"
+    return "the command" if key == "after --" else f"--{key}"

@@ -6,7 +6,7 @@ from typing import Any
 
 from speedrun.ground import clock
 from speedrun.ground.errors import UsageError
-from speedrun.ground.plugins import outside
+from speedrun.ground.plugins import own_file
 from speedrun.ground.sourcefile import RECIPES, ROOT
 from speedrun.ground.track import Track
 from speedrun.launch import kubernetes, skypilot
@@ -119,7 +119,7 @@ def recipe_words(recipe: str | None, image: str | None) -> tuple[str, ...]:
     Raises:
         UsageError: for such a recipe and a container, which does not hold the file.
     """
-    path = outside(recipe) if recipe else None
+    path = own_file(recipe)
     if path is None:
         return ()
     if image:

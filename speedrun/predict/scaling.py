@@ -44,7 +44,7 @@ class Trip(NamedTuple):
     per_node: int  #: devices of a group on each of its nodes
     nodes: int  #: of a group
     takes_s: float
-    waited_s: float  #: of these, the device stands still
+    waited_s: float  #: of these, the device is idle
 
     @property
     def span(self) -> Span:

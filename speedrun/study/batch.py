@@ -9,6 +9,7 @@ from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 from speedrun.board.record_plot import plot
+from speedrun.data import generated
 from speedrun.ground import children
 from speedrun.ground import track as tracks
 from speedrun.ground.errors import NonFiniteError, UsageError
@@ -97,6 +98,7 @@ class Batch:
         with children.locked(self.folder / runfile.BATCH) as lock:
             now = self._standing()
             while now.missing:
+                generated.ensure(self._rules, self.data, self.say)
                 request = self._request(now.missing[0])
                 code = children.run_module(
                     "speedrun.study.race", request, to_stderr=self.to_stderr, keep_open=(lock,)

@@ -7,6 +7,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from speedrun.board.record_plot import plot
+from speedrun.data import generated
 from speedrun.ground import children, provenance
 from speedrun.ground import track as tracks
 from speedrun.ground.console import duration
@@ -79,7 +80,8 @@ class Runner:
             roots = [f"speedrun.science.recipes.{recipe}", "speedrun.training.train"]
             if runfile.sha256(provenance.closure(roots, rules).encode()) != sha256:
                 raise UsageError(
-                    f"the source of {recipe} changed since {self.folder} was designed; restore it, or start anew"
+                    f"the source of {recipe} changed since {self.folder} was designed, or is not in $SPEEDRUN_RECIPES; "
+                    "restore it, or start a new sweep"
                 )
 
     def _run_missing(self, wanted: Sequence[Trial], lock: int) -> Runs:
@@ -93,6 +95,7 @@ class Runner:
                 f"run {number} of {len(wanted)}  {trial.arm.name}  seed {trial.seed}  {left} left, {_eta(runs, left)}"
             )
             out = trials.new_folder(self.folder, self._plan, trial)
+            generated.ensure(tracks.load(self._track), self.data, self.say)
             request = {"config": self._request(trial, out), "ghost": "none", "track": self._plan.track.id}
             code = children.run_module("speedrun.study.race", request, to_stderr=True, keep_open=(lock,))
             runs |= trials.completed(self.folder, self._plan, [trial])

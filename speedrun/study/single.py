@@ -99,7 +99,8 @@ def run(
 def _train(config: RunConfig, ghost: str | None, *, to_stderr: bool) -> None:
     """Train; of several processes, only the first one prints."""
     rules = tracks.load(config.track)
-    generated.ensure(rules, config.data, _say)
+    say = _say if processes.is_first() else lambda _: None
+    processes.agreed(lambda: generated.ensure(rules, config.data, say), lambda _: {})
     if not processes.is_first():
         train(config)
         return

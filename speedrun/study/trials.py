@@ -112,9 +112,9 @@ def read(folder: Path) -> Experiment:
     except OSError:
         raise UsageError(f"{folder} holds no {EXPERIMENT}; start with 'speedrun sweep'") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UsageError(f"{path}: {error}; restore it, or start anew") from None
+        raise UsageError(f"{path}: {error}; restore it, or start a new sweep") from None
     if problem := _problem(found):
-        raise UsageError(f"{path}: {problem}; restore it, or start anew")
+        raise UsageError(f"{path}: {problem}; restore it, or start a new sweep")
     return found
 
 

@@ -292,7 +292,9 @@ def _main(words: list[str]) -> None:
         raw = found.config.read_bytes()
         config = decoded(raw, RunConfig)
         printer = console.Printer(sys.stdout) if processes.is_first() else None
-        generated.ensure(track.load(config.track), config.data, printer.say if printer else lambda _: None)
+        say = printer.say if printer else lambda _: None
+        rules = track.load(config.track)
+        processes.agreed(lambda: generated.ensure(rules, config.data, say), lambda _: {})
         train(config, printer)
 
 

@@ -155,7 +155,7 @@ def _check_source(config: RunConfig, source: str) -> None:
     if begun and path.exists() and path.read_bytes() != source.encode():
         raise UsageError(
             f"the source changed since {config.out} was begun; restore it ('diff' with {config.out}/source.txt "
-            "shows where), or begin anew in another folder"
+            "shows where), or start a new run in another folder"
         )
 
 

@@ -52,7 +52,7 @@ def proves(record: Record) -> Iterator[str]:
     "all declared runs are there, and no other",
     needs=("runs", "track"),
     why="leaving out runs, or adding some, is choosing the result",
-    hint="`speedrun batch --resume RECORD` runs what is missing; a larger batch has to be declared anew",
+    hint="`speedrun batch --resume RECORD` runs what is missing; a larger batch needs a new declaration",
 )
 def all_there(record: Record) -> Iterator[str]:
     """Each seed up to the deciding look has a completed run; few runs broke off."""

@@ -4,7 +4,7 @@ import importlib
 from pathlib import Path
 
 from speedrun.ground.errors import UsageError, unknown
-from speedrun.ground.sourcefile import recipe_folders
+from speedrun.ground.sourcefile import RECIPES_VARIABLE, recipe_folders
 from speedrun.science.recipe import Recipe
 
 
@@ -20,9 +20,14 @@ def load(name: str) -> Recipe:
         UsageError: if there is none, or its file holds another one: a record names the file by its recipe.
     """
     __path__[1:] = map(str, recipe_folders())
+    if name in _TAKEN:
+        raise UsageError(f"recipe {name}: this package uses the name; rename the file and its recipe")
     if not name.isidentifier() or not any(Path(folder, f"{name}.py").is_file() for folder in __path__):
-        raise unknown("recipe", name, names())
+        raise UsageError(f"{unknown('recipe', name, names())}; or name its folder in ${RECIPES_VARIABLE}")
     recipe = getattr(importlib.import_module(f"speedrun.science.recipes.{name}"), "RECIPE", None)
     if not isinstance(recipe, Recipe) or recipe.name != name:
         raise UsageError(f"{name}.py holds no RECIPE of name={name!r}; give it the name of its file")
     return recipe
+
+
+_TAKEN = frozenset(globals())  # a module of such a name would replace it
