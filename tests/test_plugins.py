@@ -15,7 +15,7 @@ from test_recipes import train_trace
 from test_train import SMALL
 
 import speedrun as sr
-from speedrun.ground import mesh, provenance
+from speedrun.ground import mesh, plugins, provenance
 from speedrun.ground.errors import UsageError
 from speedrun.ground.plugins import GROUP, own_file, resolve
 from speedrun.ground.sourcefile import RECIPES, RECIPES_VARIABLE, split_source
@@ -32,10 +32,7 @@ EXAMPLES = dict(re.findall(r"^`(\w+\.py)`:\n\n```python\n(.*?)^```$", PAGE, re.M
 def _no_other_folders(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv(RECIPES_VARIABLE, "")
     yield
-    for name in [
-        name for name in sys.modules if name.removeprefix("speedrun.science.recipes.") + ".py" in EXAMPLES
-    ]:
-        del sys.modules[name]
+    plugins._forget()
 
 
 @pytest.fixture
