@@ -26,9 +26,8 @@ _PATH = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*/)*[A-Za-z0-9_][A-Za-z0-9_.-]
 
 def recipe_folders() -> list[Path]:
     """Folders of recipes outside the package."""
-    return [
-        Path(folder).absolute() for folder in os.environ.get(RECIPES_VARIABLE, "").split(os.pathsep) if folder
-    ]
+    folders = os.environ.get(RECIPES_VARIABLE, "").split(os.pathsep)
+    return [Path(folder).absolute() for folder in folders if folder]
 
 
 def check_path(path: str) -> str:
