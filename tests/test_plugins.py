@@ -133,14 +133,6 @@ def test_a_file_that_cannot_be_a_recipe_is_refused(
         recipes.load(resolve(str(tmp_path / name)))
 
 
-@pytest.mark.parametrize(("dirty", "outside"), [(False, True), (True, True), (None, None)])
-def test_a_recipe_from_outside_is_of_no_commit(
-    dirty: bool | None, outside: bool | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(provenance, "checkout", lambda: provenance.Checkout("a" * 40, dirty))
-    assert [provenance.code(name)["dirty"] for name in ("smoke", "gelu")] == [dirty, outside]
-
-
 def test_imports_that_a_record_would_miss_are_refused(folder: Path) -> None:
     (folder / "gelu.py").write_text(EXAMPLES["gelu.py"] + "from .gelu_model import block\n")
     resolve(str(folder / "gelu.py"))

@@ -176,13 +176,7 @@ def pinned(text: str) -> dict[str, set[str | None]]:
     return pins
 
 
-def code(recipe: str) -> dict[str, Any]:
-    """Both, as the fields of `runlog.Preflight`; a recipe from outside the package is part of no commit."""
+def code() -> dict[str, Any]:
+    """Both, as the fields of `runlog.Preflight`."""
     here, packages = checkout(), lock()
-    outside = here.dirty is False and not (ROOT / RECIPES / f"{recipe}.py").is_file()
-    return {
-        "commit": here.commit,
-        "dirty": outside or here.dirty,
-        "lock": packages.name,
-        "lock_sha256": packages.sha256,
-    }
+    return {"commit": here.commit, "dirty": here.dirty, "lock": packages.name, "lock_sha256": packages.sha256}
