@@ -1,4 +1,4 @@
-"""Recipes by name, imported when needed. Folders in $SPEEDRUN_RECIPES are parts of this package."""
+"""Recipes by name, imported on demand. Folders in $SPEEDRUN_RECIPES extend this package."""
 
 import importlib
 from pathlib import Path
@@ -9,15 +9,15 @@ from speedrun.science.recipe import Recipe
 
 
 def names() -> list[str]:
-    """Recipes that ship with this version."""
+    """Return the names of the recipes of this version."""
     return sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem != "__init__")
 
 
 def load(name: str) -> Recipe:
-    """The recipe of this name, shipped or in a folder of $SPEEDRUN_RECIPES.
+    """Return the recipe of this name, from this package or a folder of $SPEEDRUN_RECIPES.
 
     Raises:
-        UsageError: if there is none, or its file holds another one: a record names the file by its recipe.
+        UsageError: if there is none, or if its name is not that of its file.
     """
     __path__[1:] = map(str, recipe_folders())
     if not name.isidentifier() or not any(Path(folder, f"{name}.py").is_file() for folder in __path__):
