@@ -31,7 +31,7 @@ class Stage:
     def __post_init__(self) -> None:
         if min(self.num_steps, self.num_sequences, self.seq_len) < 1 or self.num_steps > MOST_STEPS:
             raise ValueError(
-                f"{self} must have one sequence and token or more, and 1 to {MOST_STEPS:,} steps"
+                f"{self}: need at least one sequence of one token, and 1 to {MOST_STEPS:,} steps"
             )
 
     @property
@@ -66,7 +66,7 @@ class Recipe:
         if self.compute_dtype not in ("float32", "bfloat16"):
             raise ValueError(f"compute_dtype is {self.compute_dtype!r}; need float32 or bfloat16")
         if min(self.eval_sequences, self.eval_seq_len) < 1:
-            raise ValueError("a validation pass needs at least one sequence of one token")
+            raise ValueError("eval_sequences and eval_seq_len must be at least 1")
         if not 0 < self.config.logit_cap <= MAX_CAP:
             raise ValueError(
                 f"config.logit_cap is {self.config.logit_cap:g}; need more than 0, at most {MAX_CAP:g}"
@@ -84,11 +84,12 @@ class Recipe:
 
     def stage_of(self, step: int) -> int:
         """Return the index of the stage that contains `step`."""
+        end = 0
         for i, stage in enumerate(self.stages):
-            if step < stage.num_steps:
+            end += stage.num_steps
+            if step < end:
                 return i
-            step -= stage.num_steps
-        raise ValueError(f"step lies {step} behind the last of {self.num_steps}")
+        raise ValueError(f"got step {step}, need one below {self.num_steps}")
 
     @property
     def most_window_blocks(self) -> int:

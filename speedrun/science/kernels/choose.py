@@ -87,9 +87,8 @@ def _flash3_refusals(call: AttentionCall) -> list[str]:
     reasons = elsewhere + _dtype_refusals(call) + attention_flash3.refusals(call.shape_BTHK)
     if call.static_window_blocks is None:
         reasons.append("the window is traced; the kernels need one program for each window")
-    if not elsewhere and (
-        problem := attention_flash3.problem()
-    ):  # loads the library, so only on a Hopper GPU
+    # Loads the library, so only where it can run.
+    if not elsewhere and (problem := attention_flash3.problem()):
         reasons.append(problem)
     return reasons
 
@@ -133,8 +132,7 @@ ATTENTION: dict[str, Form] = {
     "flash3": Form(_flash3_refusals, _bind_flash3),
 }
 
-
-#: Forms that need one program for each window.
+#: Forms that need one program per window.
 FIXED_WINDOW_FORMS = {"flash3"}
 
 
@@ -212,9 +210,8 @@ def choose_head(num_tokens: int, dtype: jnp.dtype, platform: str, fp8: Fp8 | Non
     Devices without FP8 units emulate FP8 products in a wider dtype.
     """
     if platform == "cpu" and fp8 is None:
-        return Choice(
-            "chunks", cross_entropy.summed_cross_entropy, "cpu: a chunk of logits stays in its cache"
-        )
+        why = "cpu: a chunk of logits stays in its cache"
+        return Choice("chunks", cross_entropy.summed_cross_entropy, why)
     num_chunks = cross_entropy.fewest_chunks(num_tokens, HEAD_TOKENS)
     reason = f"{platform}, {num_tokens:,} tokens in {num_chunks} chunks"
     head = partial(cross_entropy_gpu.summed_cross_entropy, fp8=fp8, num_chunks=num_chunks)

@@ -64,7 +64,7 @@ def summed_cross_entropy(
         ValueError: if `num_chunks` does not divide the tokens.
     """
     if len(x_ND) % num_chunks:
-        raise ValueError(f"{len(x_ND)} tokens in {num_chunks} chunks do not come out even; need a divisor")
+        raise ValueError(f"{len(x_ND)} tokens cannot be split into {num_chunks} equal chunks; need a divisor")
     return _summed(x_ND, head_VD, targets_N, cap, fp8, num_chunks)
 
 

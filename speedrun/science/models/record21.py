@@ -45,10 +45,10 @@ class Config:
     def __post_init__(self) -> None:
         if len(self.value_tables) != len(self.mixing):
             raise ValueError(
-                f"value_tables has {len(self.value_tables)} entries, mixing {len(self.mixing)}: one a layer"
+                f"value_tables has {len(self.value_tables)} entries, mixing {len(self.mixing)}; need one per layer"
             )
         if unknown := set(self.mixing) - set(MIXERS):
-            raise ValueError(f"mixing holds {sorted(unknown)}; a layer is one of {', '.join(MIXERS)}")
+            raise ValueError(f"mixing has {sorted(unknown)}; choose from {', '.join(MIXERS)}")
         if min(self.value_tables, default=NO_TABLE) < NO_TABLE:
             raise ValueError(
                 f"value_tables is {self.value_tables}; number tables from 0, {NO_TABLE} for none"
@@ -68,7 +68,7 @@ class Config:
         if self.head_dim % 4:
             raise ValueError(f"head_dim is {self.head_dim}: half-truncated rotary needs a multiple of 4")
         if self.head_size < self.vocab_size:
-            raise ValueError(f"head_size {self.head_size} is below vocab_size {self.vocab_size}")
+            raise ValueError(f"head_size is {self.head_size}; need at least vocab_size, {self.vocab_size}")
 
     @property
     def num_layers(self) -> int:

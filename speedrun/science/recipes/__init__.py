@@ -24,5 +24,5 @@ def load(name: str) -> Recipe:
         raise unknown("recipe", name, names())
     recipe = getattr(importlib.import_module(f"speedrun.science.recipes.{name}"), "RECIPE", None)
     if not isinstance(recipe, Recipe) or recipe.name != name:
-        raise UsageError(f"{name}.py holds no RECIPE of name={name!r}; give it the name of its file")
+        raise UsageError(f"{name}.py holds no RECIPE of name={name!r}; name the recipe after its file")
     return recipe
