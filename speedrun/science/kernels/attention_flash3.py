@@ -143,8 +143,8 @@ def _forward(
     return o_RHK, (q_RHK, k_RHK, v_RHK, start_BT, o_RHK, lse_HR)
 
 
-def _backward(settings: _Settings, kept: tuple[jax.Array, ...], do_RHK: jax.Array) -> tuple[Any, ...]:
-    q_RHK, k_RHK, v_RHK, start_BT, o_RHK, lse_HR = kept
+def _backward(settings: _Settings, residuals: tuple[jax.Array, ...], do_RHK: jax.Array) -> tuple[Any, ...]:
+    q_RHK, k_RHK, v_RHK, start_BT, o_RHK, lse_HR = residuals
     dq_RHK = dk_RHK = dv_RHK = jnp.zeros((), jnp.float32)
     for call in calls(start_BT, *settings[1:]):
         end = len(q_RHK) - call.shift

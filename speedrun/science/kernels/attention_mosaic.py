@@ -98,8 +98,8 @@ def _forward(
     return o_BTHK, (q_BTHK, k_BTHK, v_BTHK, first_BT, o_BTHK, lse_BHT)
 
 
-def _backward(settings: _Settings, kept: tuple[jax.Array, ...], do_BTHK: jax.Array) -> tuple[Any, ...]:
-    q_BTHK, k_BTHK, v_BTHK, first_BT, o_BTHK, lse_BHT = kept
+def _backward(settings: _Settings, residuals: tuple[jax.Array, ...], do_BTHK: jax.Array) -> tuple[Any, ...]:
+    q_BTHK, k_BTHK, v_BTHK, first_BT, o_BTHK, lse_BHT = residuals
     width, dtype = q_BTHK.shape[3], q_BTHK.dtype
     first_tile_BN = bounds(first_BT, query_tile=OWN, key_tile=TILE).first_key_tile_BN
     end_tile_BM = bounds(first_BT, query_tile=TILE, key_tile=OWN).end_query_tile_BM

@@ -20,7 +20,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from speedrun.science.kernels.attention import Sight, size_refusals
 
-#: Scores are kept in base 2: exp2 is one instruction.
+#: Scores are in base 2: exp2 is one instruction.
 LOG2_E = math.log2(math.e)
 #: Score of a masked pair. Finite, because a row may see nothing in its first tile, and inf - inf is NaN.
 UNSEEN = -1e30
@@ -131,8 +131,8 @@ def _forward(
     return o_BTHK, (q_BTHK, k_BTHK, v_BTHK, first_BT, o_BTHK, lse_BHT)
 
 
-def _backward(settings: _Settings, kept: tuple[jax.Array, ...], do_BTHK: jax.Array) -> tuple[Any, ...]:
-    q_BTHK, k_BTHK, v_BTHK, first_BT, o_BTHK, lse_BHT = kept
+def _backward(settings: _Settings, residuals: tuple[jax.Array, ...], do_BTHK: jax.Array) -> tuple[Any, ...]:
+    q_BTHK, k_BTHK, v_BTHK, first_BT, o_BTHK, lse_BHT = residuals
     tiles = settings.backward
     seen = bounds(first_BT, query_tile=tiles.queries, key_tile=tiles.keys)
     delta_BHT = jnp.einsum("bthk,bthk->bht", o_BTHK, do_BTHK, preferred_element_type=jnp.float32)

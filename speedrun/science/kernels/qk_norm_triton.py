@@ -77,8 +77,10 @@ def _forward(
     return (yq_BTHK, yk_BTHK), (yq_BTHK, yk_BTHK, *r, angles)
 
 
-def _backward(settings: _Settings, kept: tuple[Any, ...], dy: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
-    *y_and_r, angles = kept
+def _backward(
+    settings: _Settings, residuals: tuple[Any, ...], dy: tuple[jax.Array, jax.Array]
+) -> tuple[Any, ...]:
+    *y_and_r, angles = residuals
     return *_call(_backward_kernel, angles, (*dy, *y_and_r), dy, settings), None
 
 
