@@ -1,4 +1,4 @@
-"""Attention: the rule of who sees whom, and every form that runs here against the definition."""
+"""Attention: the mask, and every form that runs on a CPU against the definition."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -22,7 +22,7 @@ from speedrun.science.kernels.cross_entropy_gpu import RECORD21
 
 
 def sees(t: int, s: int, doc: list[int], window: int, block: int) -> bool:
-    """The mask rule in words."""
+    """Evaluate the mask for one pair."""
     return s <= t and doc[t] == doc[s] and t // block - s // block < window
 
 
@@ -94,11 +94,11 @@ CASES = {
 }
 
 
-#: For tests: so small that every case has several.
+#: So small that every case has several.
 TILES = attention_triton.Tiles(queries=16, keys=16, num_warps=4, num_stages=2)
 TRITON = partial(attention_triton.attention, forward=TILES, backward=TILES, interpret=True)
 
-#: Each form, bound to what it must know of a case before compiling.
+#: Each form, bound to the static facts of a case.
 FORMS: dict[str, Callable[[Case], Callable[..., jax.Array]]] = {
     "definition": lambda _: attention,
     "banded": lambda case: partial(attention_banded.attention, window_tokens=case.window_tokens),
@@ -120,7 +120,7 @@ FORMS: dict[str, Callable[[Case], Callable[..., jax.Array]]] = {
 
 @pytest.fixture
 def kernels_on_paper(monkeypatch):
-    """What FlashAttention-3 computes for one call, as its documentation has it: packed sequences, a left window."""
+    """Replace FlashAttention-3 by its documented definition: packed sequences, a left window."""
 
     def scores_HRS(q, k, call, scale):
         r = jnp.arange(len(q))
@@ -146,12 +146,12 @@ def kernels_on_paper(monkeypatch):
 
 
 def inputs(case: Case, dtype: Any = jnp.float32) -> jax.Array:
-    """Queries, keys, values and a cotangent: [4, B, T, H, K]."""
+    """Return queries, keys, values and a cotangent: [4, B, T, H, K]."""
     return jax.random.normal(jax.random.key(0), (4, 2, case.num_tokens, 2, 16)).astype(dtype)
 
 
 def gradients(form: Callable[..., jax.Array], case: Case, dtype: Any = jnp.float32) -> list[jax.Array]:
-    """The value, and the gradients by query, key and value, as float32."""
+    """Return the value, and the gradients of queries, keys and values, as float32."""
     *qkv, g_BTHK = inputs(case, dtype)
 
     def run(seen: Sight, *qkv: jax.Array) -> tuple[jax.Array, ...]:
@@ -163,7 +163,7 @@ def gradients(form: Callable[..., jax.Array], case: Case, dtype: Any = jnp.float
 
 @cache
 def defined(case: str) -> list[jax.Array]:
-    """Value and gradients of the definition in float32."""
+    """Return value and gradients of the definition in float32."""
     return gradients(attention, CASES[case])
 
 
@@ -189,7 +189,7 @@ class TestForms:
             assert jnp.linalg.norm(a - b) < 0.02 * jnp.linalg.norm(b)
 
     def test_inside_shard_map(self, name):
-        """As the training step calls it: one row a device, with every type of variation checked."""
+        """As in the training step: one row per device, with varying mesh axes checked."""
         case, rows = CASES["one document"], jax.sharding.PartitionSpec("data")
         q, k, v, _ = inputs(case)
         form = partial(FORMS[name](case), scale=0.3)
@@ -219,7 +219,7 @@ def test_bounds_hold_every_visible_tile_and_no_useless_one(lengths, window, bloc
 
 
 def compiled_for_an_h100(form: Callable[..., jax.Array], head_dim: int) -> tuple[str, int]:
-    """Text and scratch bytes of value and gradients, at the size of record 21 on eight devices."""
+    """Return text and scratch bytes of value and gradients, at the size of record 21 on eight devices."""
     x_BTHK = jax.ShapeDtypeStruct((8, 49152, 6, head_dim), jnp.bfloat16)
     seen_BT = jax.ShapeDtypeStruct((8, 49152), jnp.int32)
 
@@ -243,7 +243,7 @@ def test_triton_compiles_for_an_h100(head_dim):
 
 
 def test_mosaic_interpreted(monkeypatch):
-    """Minutes for a large case, because each copy and product is a callback: four warpgroups that compute, one head."""
+    """Small (four computing warpgroups, one head), because each copy and product is a callback."""
     hopper.teach_interpreter_transposes(monkeypatch)
     case = Case([1, 1, 78, 176], 2, 32)
     seen = Sight(*(x[:1] for x in case.sight()))
@@ -288,7 +288,7 @@ def test_flash3_compiles_for_an_h100(window_blocks, num_calls):
 @pytest.mark.usefixtures("kernels_on_paper")
 @pytest.mark.parametrize("wrong", [{"window_blocks": 3}, {"block_tokens": 7}, {"max_documents": 11}])
 def test_flash3_is_never_silently_wrong(wrong):
-    """A sight of another window, or more documents than it has room for."""
+    """NaN for a sight from another window, and for too many documents."""
     case = CASES["mixed documents"]
     right = {"window_blocks": 2, "block_tokens": 8, "max_documents": 12}
     *qkv, _ = inputs(case)
@@ -299,7 +299,7 @@ def test_flash3_is_never_silently_wrong(wrong):
 
 @pytest.fixture
 def flash3_package(tmp_path, monkeypatch):
-    """An importable, empty `dew_flash_attn`; `problem` is asked anew."""
+    """Provide an empty package `dew_flash_attn`, and clear the cache of `problem`."""
     folder = tmp_path / "dew_flash_attn"
     folder.mkdir()
     (folder / "__init__.py").write_text("raise OSError('the package must not be imported')")
@@ -328,7 +328,7 @@ def test_flash3_with_a_library_that_cannot_be_loaded_says_why(flash3_package):
 
 @pytest.mark.parametrize("window_tokens", [4, 5])
 def test_banded_says_when_its_bound_is_too_small(window_tokens):
-    """Five tokens still reach no further than the tile before."""
+    """Both bounds reach only into the preceding tile."""
     case = Case([32], 3, 4)
     q, k, v, _ = inputs(case)
     form = partial(attention_banded.attention, window_tokens=window_tokens, tile_tokens=4, scale=0.3)
@@ -419,7 +419,7 @@ def test_a_form_that_cannot_run_gives_all_reasons(monkeypatch):
         choose_attention("flash3", call)
     for reason in ("a cpu", "float32", "40 dimensions", "traced"):
         assert reason in str(flash3.value)
-    assert "no library" not in str(flash3.value), "it is loaded only where it may be called"
+    assert "no library" not in str(flash3.value), "the library is loaded only where it can run"
     with pytest.raises(UsageError, match="cannot run: no library"):
         choose_attention("flash3", CALL._replace(static_window_blocks=14))
     with pytest.raises(UsageError) as triton:
@@ -431,7 +431,7 @@ def test_a_form_that_cannot_run_gives_all_reasons(monkeypatch):
 
 
 def test_the_definition_is_refused_above_its_memory():
-    """4 GiB hold the scores of one head and 32,768 tokens, and not of one more."""
+    """The scores of one head and 32,768 tokens take exactly 4 GiB."""
     most = CPU._replace(shape_BTHK=(1, 2**15, 1, 16))
     assert choose_attention("definition", most).name == "definition"
     with pytest.raises(UsageError, match="its scores take 4 GiB"):

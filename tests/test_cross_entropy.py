@@ -1,4 +1,4 @@
-"""The loss head: every form against the definition, forward and gradient, and what it costs on an H100."""
+"""The loss head: value and gradient of every form against the definition, and its traffic on an H100."""
 
 import dataclasses
 from collections.abc import Callable
@@ -30,7 +30,7 @@ FORMS = {
 
 
 def inputs(num_tokens: int, model_dim: int, vocab_size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """States of unit variance and weights that give logits up to about the cap."""
+    """Return states of unit variance, weights whose logits reach about the cap, and targets."""
     kx, kw, kt = jax.random.split(jax.random.key(0), 3)
     head_VD = 3 / model_dim**0.5 * jax.random.normal(kw, (vocab_size, model_dim))
     targets_N = jax.random.randint(kt, (num_tokens,), 0, vocab_size)
@@ -42,12 +42,12 @@ def definition(x_ND: jax.Array, head_VD: jax.Array, targets_N: jax.Array, *, cap
 
 
 def value_and_grads(form: Callable[..., jax.Array], *args: jax.Array, scale: float = 1.0) -> tuple[Any, Any]:
-    """Of `scale` times the sum, so that a form has to use the gradient that arrives."""
+    """Differentiate `scale` times the sum, so that the incoming gradient matters."""
     return jax.jit(jax.value_and_grad(lambda *a: scale * form(*a, cap=CAP), (0, 1)))(*args)
 
 
 def relative(got: jax.Array, want: jax.Array) -> float:
-    """Norm of the error over the norm."""
+    """Return the relative error in norm."""
     wide = (np.asarray(a, np.float64) for a in (got, want))
     return float(np.linalg.norm(np.subtract(*wide)) / np.linalg.norm(np.asarray(want, np.float64)))
 
@@ -58,7 +58,7 @@ def test_a_form_is_the_sum_of_the_definition(form: Callable[..., jax.Array], num
     args = inputs(num_tokens, 12, 33)
     (want, want_grads), (got, got_grads) = (value_and_grads(f, *args, scale=0.25) for f in (definition, form))
     np.testing.assert_allclose(got, want, rtol=1e-6)
-    np.testing.assert_allclose(form(*args, cap=CAP) / 4, want, rtol=1e-6)  # evaluation: no gradient asked for
+    np.testing.assert_allclose(form(*args, cap=CAP) / 4, want, rtol=1e-6)  # evaluation: no gradient
     for a, b in zip(got_grads, want_grads, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
 
@@ -79,16 +79,16 @@ def test_a_form_runs_inside_shard_map(form: Callable[..., jax.Array]):
 
 
 class TestNarrowFactors:
-    """Few bits: against the definition in float32 of the same inputs, rounded to bf16 already."""
+    """Narrow dtypes against the float32 definition on the same bf16 inputs."""
 
     @pytest.mark.parametrize("num_chunks", [1, 3])
     @pytest.mark.parametrize(
         ("fp8", "loss_error", "grad_error"),
         [
-            # 8 bits behind the point: a logit is off by up to 2^-9 of itself, and so is its gradient.
+            # bf16 has 8 significant bits: relative errors of logits and gradients are up to 2^-9.
             (None, 5e-5, 0.005),
-            # e4m3 has 3: off by up to 2^-4, 2.6 % on average, for both factors; e5m2 has 2: 5.2 % on average.
-            # As squares these add to 6.4 %.
+            # e4m3 has 3 mantissa bits: errors up to 2^-4, 2.6 % on average, in both factors. e5m2 has 2: 5.2 % on
+            # average. The sum in quadrature is 6.4 %.
             (gpu.RECORD21, 2e-3, 0.08),
         ],
         ids=["bf16", "fp8"],
@@ -103,14 +103,14 @@ class TestNarrowFactors:
         assert [g.dtype for g in got_grads] == [jnp.bfloat16, head_dtype]
         in_bf16 = got_grads[1].astype(jnp.bfloat16).astype(head_dtype)
         assert (in_bf16 == got_grads[1]).all() == (head_dtype == jnp.bfloat16), (
-            "float32 is kept, if asked for"
+            "a float32 gradient keeps its precision"
         )
         np.testing.assert_allclose(got, want, rtol=loss_error)
         errors = [relative(a, b) for a, b in zip(got_grads, want_grads, strict=True)]
         assert max(errors) < grad_error, errors
 
     def test_the_gradient_that_arrives_may_be_tiny_or_large(self):
-        """8-bit gradients are scaled as those of the sum: what comes from outside is multiplied later."""
+        """8-bit gradients are scaled as those of the sum and multiplied by the incoming gradient later."""
         form = partial(gpu.summed_cross_entropy, fp8=gpu.RECORD21)
         _, want = value_and_grads(form, *rounded(jnp.float32))
         for scale in (2.0**-30, 2.0**30):
@@ -122,7 +122,7 @@ class TestNarrowFactors:
         "fp8", [gpu.RECORD21, dataclasses.replace(gpu.RECORD21, grad=2.0**19)], ids=["", "gradient"]
     )
     def test_what_is_out_of_range_is_clipped(self, fp8: gpu.Fp8):
-        """A cast alone would make NaN of it in e4m3, infinity in e5m2."""
+        """A cast alone would give NaN in e4m3 and infinity in e5m2."""
         x_ND, head_VD, targets_N = rounded(jnp.float32)
         form = partial(gpu.summed_cross_entropy, fp8=fp8)
         huge = x_ND.at[0, 0].set(1e4), head_VD.at[0, 0].set(-1e4), targets_N
@@ -131,26 +131,26 @@ class TestNarrowFactors:
         assert all(np.isfinite(np.asarray(g, np.float32)).all() for g in grads)
 
     def test_only_the_forward_product_sums_fast(self):
-        """On tensor cores; elsewhere it changes nothing, so it is read from what is asked for."""
+        """Only tensor cores make a difference, so the test reads the requested precision."""
         form = partial(gpu.summed_cross_entropy, fp8=gpu.RECORD21, cap=CAP)
         text = jax.jit(jax.grad(form, (0, 1))).lower(*rounded(jnp.float32)).as_text()
         assert text.count("precision = [DEFAULT, DEFAULT]") == 1
         assert text.count("precision = [HIGHEST, HIGHEST]") == 2
 
     def test_chunks_that_do_not_come_out_even_are_refused(self):
-        with pytest.raises(ValueError, match="93 tokens in 2 chunks do not come out even"):
+        with pytest.raises(ValueError, match="93 tokens cannot be split into 2 equal chunks"):
             gpu.summed_cross_entropy(*rounded(jnp.float32), cap=CAP, num_chunks=2)
 
 
 def rounded(head_dtype: Any, x_dtype: Any = jnp.bfloat16) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Values that bf16 can hold, in some dtype; an odd number of tokens."""
+    """Return bf16 values in the given dtypes, with an odd number of tokens."""
     x_ND, head_VD, targets_N = inputs(93, 128, 500)
     x_ND, head_VD = (a.astype(jnp.bfloat16) for a in (x_ND, head_VD / 4))
     return x_ND.astype(x_dtype), head_VD.astype(head_dtype), targets_N
 
 
 class TestOnH100:
-    """One device's part of record 21, compiled: 49,152 tokens, width 768, 50,304 columns."""
+    """One device's part of record 21, compiled for an H100."""
 
     SIZES = 49_152, 768, 50_304
 

@@ -13,7 +13,7 @@ from speedrun.science.optim.muon import orthogonalize, scale_by_muon, shape_fact
 
 
 def slow_orthogonalize(g: np.ndarray, steps: int) -> np.ndarray:
-    """The odd polynomial a x + b x^3 + c x^5 of each singular value, through an SVD in float64."""
+    """Apply a x + b x^3 + c x^5 to each singular value, through an SVD in float64."""
     u, s, vt = np.linalg.svd(g.astype(np.float64), full_matrices=False)
     s = s / (np.sqrt((s * s).sum()) + 1e-7)
     for _ in range(steps):
@@ -66,7 +66,7 @@ def test_tall_matrices_move_further(rows, cols, factor):
 
 
 def test_adam_keeps_moments_in_16_bits_and_computes_in_float32():
-    """Two steps by the formula; only what lies between them is rounded."""
+    """Two steps by the formula; only the moments between them are rounded."""
     g1, g2 = np.asarray(jax.random.normal(jax.random.key(3), (2, 64)))
     tx = Adam(0.8, 0.95, 1e-10).at(0.1)
     state = tx.init(jnp.zeros(64, jnp.bfloat16))

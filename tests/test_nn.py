@@ -10,7 +10,7 @@ from speedrun.science import nn
 
 @pytest.mark.parametrize("head_dim", [8, 32, 128])
 def test_rotary_turns_pairs_by_position_times_frequency(head_dim):
-    """As complex numbers: z -> z exp(-i t f), where f falls from 1 to 1/1024 over a quarter of the head."""
+    """In complex numbers z -> z exp(-i t f), where f falls from 1 to 1/1024 over a quarter of the head."""
     x = np.random.default_rng(0).standard_normal((2, 9, 3, head_dim)).astype(np.float32)
     half, quarter = head_dim // 2, head_dim // 4
     f = np.concatenate([(1 / 1024) ** (np.arange(quarter) / (quarter - 1)), np.zeros(quarter)])
@@ -29,7 +29,7 @@ def test_rms_norm_is_computed_in_float32_and_returned_as_it_came():
 
 
 def test_learned_scalars_are_not_rounded():
-    """In bfloat16, 1.003 is 1."""
+    """bfloat16 rounds 1.003 to 1."""
     x = jnp.full((3,), 1024, jnp.bfloat16)
     got = nn.blend((jnp.float32(1.003), x), (jnp.float32(-1), x))
     assert got.dtype == jnp.bfloat16
@@ -37,7 +37,7 @@ def test_learned_scalars_are_not_rounded():
 
 
 def test_a_frequent_ids_gradient_is_summed_in_float32():
-    """In bfloat16, a sum of ones stops at 256."""
+    """A bfloat16 sum of ones stops at 256."""
     ids, table = jnp.zeros((1, 1000), jnp.int32), jnp.ones((4, 2), jnp.bfloat16)
     grad = jax.grad(lambda table: nn.lookup(table, ids).astype(jnp.float32).sum())(table)
     assert grad.dtype == jnp.bfloat16

@@ -1,4 +1,4 @@
-"""Declaration, packing, and the way back."""
+"""Declaration, packing and unpacking of parameters."""
 
 import math
 

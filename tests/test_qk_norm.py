@@ -1,4 +1,4 @@
-"""QK-norm and rotary: every form against the definition, and gradients against differences of a formula in NumPy."""
+"""QK-norm and rotary: every form against a formula in NumPy and its finite differences."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -34,13 +34,13 @@ SHAPES = {
 
 
 def inputs(shape: tuple[int, ...], dtype: Any = jnp.float32) -> tuple[Any, ...]:
-    """Queries and keys, and their cotangents; queries are small, keys are large."""
+    """Return small queries, large keys, and their cotangents."""
     qk, dy = jax.random.normal(jax.random.key(0), (2, 2, *shape))
     return (1e-4 * qk[0]).astype(dtype), (3 * qk[1]).astype(dtype), tuple(g.astype(dtype) for g in dy)
 
 
 def value_and_gradients(form: Callable[..., Any], shape: tuple[int, ...], dtype: Any) -> list[jax.Array]:
-    """Of queries and keys, as float32."""
+    """Return values and gradients of queries and keys, as float32."""
     q, k, dy = inputs(shape, dtype)
     angles = nn.rotary_angles(shape[1], shape[3])
 
@@ -56,12 +56,12 @@ def value_and_gradients(form: Callable[..., Any], shape: tuple[int, ...], dtype:
 
 @cache
 def defined(shape: tuple[int, ...]) -> list[jax.Array]:
-    """By the definition in float32."""
+    """Return values and gradients of the definition in float32."""
     return value_and_gradients(qk_norm, shape, jnp.float32)
 
 
 def formula(x_BTHK: np.ndarray) -> np.ndarray:
-    """In complex numbers and float64: z / rms(z) turned by -t f."""
+    """Compute in complex numbers and float64: z / rms(z), rotated by -t f."""
     half, quarter = x_BTHK.shape[3] // 2, x_BTHK.shape[3] // 4
     f = np.concatenate([(1 / 1024) ** (np.arange(quarter) / (quarter - 1)), np.zeros(quarter)])
     turn = np.exp(-1j * np.arange(x_BTHK.shape[1])[:, None] * f)[None, :, None, :]
@@ -71,7 +71,7 @@ def formula(x_BTHK: np.ndarray) -> np.ndarray:
 
 
 def differences(x_BTHK: np.ndarray, dy_BTHK: np.ndarray) -> np.ndarray:
-    """The gradient of sum(dy formula(x)) by central differences: one coordinate of all heads at once, as none mix."""
+    """Differentiate sum(dy formula(x)) by central differences, in one coordinate of all heads at a time."""
     dx_BTHK, size = np.zeros_like(x_BTHK), 1e-6 * np.abs(x_BTHK).max()
     for i in range(x_BTHK.shape[3]):
         step_K = size * np.eye(x_BTHK.shape[3])[i]
@@ -82,7 +82,7 @@ def differences(x_BTHK: np.ndarray, dy_BTHK: np.ndarray) -> np.ndarray:
 
 @cache
 def in_float64(shape: tuple[int, ...]) -> list[np.ndarray]:
-    """Values by the formula, gradients by its differences."""
+    """Return values by the formula, and gradients by differences."""
     q, k, dy = inputs(shape)
     x, dy = ([np.asarray(a, np.float64) for a in pair] for pair in ((q, k), dy))
     return [*map(formula, x), *map(differences, x, dy)]
@@ -90,7 +90,7 @@ def in_float64(shape: tuple[int, ...]) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("name", FORMS)
 class TestForms:
-    """Value and gradients of queries so small that the number under the root counts, and of large keys."""
+    """Queries are so small that the epsilon under the root matters; keys are large."""
 
     @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
     def test_float32(self, name, shape):
@@ -105,8 +105,8 @@ class TestForms:
             assert jnp.linalg.norm(a - b) < 0.005 * jnp.linalg.norm(b)
 
     def test_inside_shard_map(self, name):
-        """As the training step calls it, one row a device. JAX's interpreter of kernels knows no types of variation:
-        those are checked where the kernels are compiled."""
+        """As in the training step, one row per device. Pallas's interpreter cannot check varying mesh axes; the
+        compiled kernels are checked elsewhere."""
         shape, rows = (2, 8, 3, 16), jax.sharding.PartitionSpec("data")
 
         def run(q: jax.Array, k: jax.Array, dy: tuple[jax.Array, jax.Array]) -> Any:
@@ -124,7 +124,7 @@ class TestForms:
 @hopper.needs_compiler
 @pytest.mark.parametrize("head_dim", [16, 64, 128])
 def test_triton_compiles_for_an_h100(head_dim):
-    """One call each way; of scratch, nothing but what the backward needs: angles, and a number a row."""
+    """One call forward, one backward; scratch holds only angles and one number per row."""
     x_BTHK = jax.ShapeDtypeStruct((8, 49152, 6, head_dim), jnp.bfloat16)
 
     def run(q: jax.Array, k: jax.Array, *dy: jax.Array) -> Any:

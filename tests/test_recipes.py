@@ -1,4 +1,4 @@
-"""Recipes as values: every setting matters, names are right, pinned traces stand."""
+"""Recipes: every setting has an effect, names are correct, pinned traces are unchanged."""
 
 import dataclasses
 import re
@@ -42,7 +42,7 @@ def batches(num_batches: int, shape: tuple[int, int], program: Program) -> list[
 
 
 def train_trace(program: Program, num_steps: int = 4) -> tuple[TrainState, list[float]]:
-    """Losses of the first steps."""
+    """Return the final state, and the losses of the first steps."""
     state, losses, stage = program.init(jax.random.key(0)), [], program.recipe.stages[0]
     for batch in batches(num_steps, (stage.num_sequences, stage.seq_len), program):
         state, metrics = program.train_step(state, *batch, program.schedule)
@@ -52,13 +52,13 @@ def train_trace(program: Program, num_steps: int = 4) -> tuple[TrainState, list[
 
 @lru_cache(maxsize=4)
 def trained(recipe: Recipe) -> tuple[Program, TrainState, list[float]]:
-    """On one device."""
+    """Train on one device."""
     program = Program(recipe, mesh.make_mesh(1))
     return program, *train_trace(program)
 
 
 def trace(recipe: Recipe) -> list[float]:
-    """Losses of the first steps, and of a validation after them."""
+    """Return the losses of the first steps, and of a validation after them."""
     program, state, losses = trained(recipe)
     (batch,) = batches(1, (recipe.eval_sequences, recipe.eval_seq_len), program)
     nll_B = program.eval_step(state.params, *batch, program.schedule, state.step)
@@ -66,7 +66,7 @@ def trace(recipe: Recipe) -> list[float]:
 
 
 def settings(node: Any, path: str = "") -> dict[str, Any]:
-    """Every leaf of a recipe by its dotted name."""
+    """Return every leaf of a recipe by its dotted name."""
     if dataclasses.is_dataclass(node):
         parts = {f.name: getattr(node, f.name) for f in dataclasses.fields(node)}
     elif isinstance(node, tuple) and node and dataclasses.is_dataclass(node[0]):
@@ -108,7 +108,7 @@ def train_only(recipe: Recipe) -> list[float]:
     return trained(recipe)[2]
 
 
-#: What says who a recipe is, not what it computes; functions are replaced in code, not by `--set`.
+#: Fields that identify a recipe, and functions, which `--set` cannot change.
 NAMES = {"name", "summary", "parent", "revision", "table", "forward", "logits", "head_fp8"}
 OTHER = {
     "config.vocab_size": "40",
@@ -168,7 +168,7 @@ def test_an_unknown_setting_suggests_only_what_can_be_set(key, said):
 
 @pytest.mark.parametrize("text", ["-" * 50_000 + "1", "(" * 1000, "9" * 5000, "{[]}", "\0"])
 def test_nonsense_is_no_number(text: str):
-    """Python's own reader of literals gives up in more ways than one."""
+    """`ast.literal_eval` raises several kinds of errors."""
     with pytest.raises(UsageError, match=r"setting optimizer\.muon_lr=.{1,90}: need a number like") as caught:
         SMALL.override({"optimizer.muon_lr": text})
     assert len(str(caught.value)) < 200
@@ -196,7 +196,7 @@ def test_a_track_that_ranks_knows_its_noise_and_asks_for_several_runs(name):
         assert rules.rules.min_runs > 2
 
 
-#: What a trace changes of a recipe that is too large for it.
+#: Changes for recipes that are too large for a trace.
 SMALLER = {
     "record21": {"vocab_size": 256, "head_size": 256, "model_dim": 64, "num_heads": 2, "head_dim": 32}
     | {"mlp_dim": 128, "block_tokens": 16, "document_token": 0}
@@ -214,7 +214,7 @@ def at_laptop_size(name: str) -> Recipe:
     )
 
 
-#: Of the others a change shows in these two as well.
+#: A change of the other recipes also shows in these two.
 _QUICK = ("record21", "smoke")
 
 
@@ -223,7 +223,7 @@ _QUICK = ("record21", "smoke")
     [name if name in _QUICK else pytest.param(name, marks=pytest.mark.slow) for name in recipes.names()],
 )
 def test_pinned_traces_stand(name):
-    # Enough to see another algorithm, not another machine's rounding, which Newton-Schulz amplifies from step to step.
+    # Tolerances detect another algorithm but allow for another machine's rounding, which Newton-Schulz amplifies.
     error = np.abs(np.array(trace(at_laptop_size(name))) / TRACES[name] - 1)
     allowed = [1e-5, 1e-5, 2e-4, 1e-3, 1e-3]
     hint = "if this change is intended, bump the recipe's revision and say why in CHANGELOG.md"
@@ -231,7 +231,7 @@ def test_pinned_traces_stand(name):
 
 
 def test_the_smallest_model_and_the_smallest_run_may_be_made():
-    """One head of four dimensions, windows of single tokens, two layers; one token a batch; the edges of settings."""
+    """One head of four dimensions, windows of single tokens, two layers, batches of one token, extreme settings."""
     one = dataclasses.replace(SMALL, stages=(Stage(1, 1, 1),), eval_sequences=1, eval_seq_len=1)
     edges = {"config.logit_cap": str(MAX_CAP), "schedule.momentum_steps": "1"}
     assert one.override(edges).total_tokens == 1
@@ -245,12 +245,12 @@ def test_stages_follow_each_other():
     recipe = dataclasses.replace(SMALL, stages=(Stage(2, 8, 24), Stage(3, 16, 24)))
     assert [recipe.stage_of(step) for step in range(recipe.num_steps)] == [0, 0, 1, 1, 1]
     assert recipe.total_tokens == 2 * 192 + 3 * 384
-    with pytest.raises(ValueError, match="behind the last"):
+    with pytest.raises(ValueError, match="got step 5, need one below 5"):
         recipe.stage_of(5)
 
 
 def test_every_number_of_record_21_is_the_published_one():
-    """Typed here once more from the published source, and from nothing of ours."""
+    """Copied independently from the published source."""
     recipe = recipes.load("record21")
     long, short, none = "long", "short", "none"
     published = {
@@ -290,7 +290,11 @@ def test_every_number_of_record_21_is_the_published_one():
         "eval_sequences": 8,
         "eval_seq_len": 262144,
         "compute_dtype": "bfloat16",
-        "head_fp8": {"x": 2.0, "head": 2.0**9, "grad": 2.0**19 / 49152},  # of a sum; published of a mean
+        "head_fp8": {
+            "x": 2.0,
+            "head": 2.0**9,
+            "grad": 2.0**19 / 49152,
+        },  # of a sum; the published one is of a mean
     }
     numbers = dataclasses.asdict(recipe)
     named = {"name", "summary", "parent", "revision", "table", "forward", "logits"}
@@ -300,7 +304,7 @@ def test_every_number_of_record_21_is_the_published_one():
 
 
 def test_the_schedule_is_record_21s():
-    """The published values at some steps: 1,770 of them, cooldown 0.4 to 0.1, momentum over 300, windows to 13.5."""
+    """Published values: 1,770 steps, cooldown 0.4 to 0.1, momentum over 300 steps, windows to 13.5 blocks."""
     at = [recipes.load("record21").inputs_at(step) for step in range(1771)]
     assert [x.lr_scale for x in (at[0], at[1061])] == [1, 1]
     assert at[1062].lr_scale == pytest.approx(1, abs=1e-6)

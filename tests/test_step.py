@@ -1,4 +1,4 @@
-"""The step as a whole: devices and splits do not matter, state is divided, everything moves, nothing peeks."""
+"""The training step: independent of devices and micro-batches, sharded, complete and causal."""
 
 import dataclasses
 import math
@@ -23,7 +23,7 @@ from speedrun.training.program import Program
 
 
 def batch(recipe: Recipe, seed: int = 0) -> np.ndarray:
-    """Random ids with a few documents in each sequence: [B, T + 1]."""
+    """Return random ids with a few documents in each sequence: [B, T + 1]."""
     stage = recipe.stages[0]
     rng = np.random.default_rng(seed)
     ids = rng.integers(1, recipe.config.vocab_size, (stage.num_sequences, stage.seq_len + 1), np.int32)
@@ -32,7 +32,7 @@ def batch(recipe: Recipe, seed: int = 0) -> np.ndarray:
 
 
 def run(program: Program, num_steps: int, seed: int = 0) -> tuple[TrainState, list[float]]:
-    """A few steps on fixed random batches; the losses, exactly."""
+    """Train on fixed random batches; return the final state and the losses."""
     state, losses = program.init(jax.random.key(seed)), []
     for i in range(num_steps):
         ids = batch(program.recipe, i)
@@ -43,12 +43,12 @@ def run(program: Program, num_steps: int, seed: int = 0) -> tuple[TrainState, li
 
 
 def on_host(program: Program, state: TrainState) -> Any:
-    """Named parameters. Fetched first: unpacking divided arrays eagerly would be many small collectives."""
+    """Return named parameters. Fetched before unpacking, which would be many small collectives on sharded arrays."""
     return program.layout.unpack(jax.device_get(state.params))
 
 
 def gradients(program: Program, state: TrainState) -> tuple[float, dict[str, np.ndarray]]:
-    """Mean loss and gradients of one batch at a state of any mesh: packed, on the host."""
+    """Return mean loss and packed gradients of one batch, on the host; the state may be on any mesh."""
     step, ids = program.step, batch(program.recipe, 7)
 
     def both(packed, tokens_BT, targets_BT):
@@ -89,7 +89,7 @@ def test_devices_and_accumulation_do_not_matter(
         error = np.linalg.norm(grad - eight_grads[name]) / np.linalg.norm(eight_grads[name])
         assert error < 1e-5, name
     _, losses = run(program, 5)
-    # Sums in another order differ in the last bit; Newton-Schulz lifts directions without gradient by 3.4^5.
+    # The order of sums changes last bits; Newton-Schulz amplifies directions without gradient by 3.4^5.
     np.testing.assert_allclose(losses[:2], eight_losses[:2], rtol=1e-6)
     np.testing.assert_allclose(losses, eight_losses, rtol=1e-3)
 
@@ -110,7 +110,7 @@ def test_replicas_do_not_matter_and_stay_the_same_to_the_last_bit(tiny, on_eight
 
 
 def test_a_replica_that_drifts_has_another_hash(tiny):
-    """So processes that compare theirs, each from its own node, see it."""
+    """Processes on different nodes detect a drift by comparing hashes."""
     program = Program(tiny, mesh.make_mesh(8, 2))
     state = program.init(jax.random.key(0))
     head = state.params["head"]
@@ -154,7 +154,7 @@ def test_parameters_and_optimiser_state_are_divided_by_eight(on_eight):
     scalars = state.params[SCALARS].size
     # Whole on every device: the scalars with their two Adam moments, and a few counters.
     assert whole <= 3 * scalars + 8
-    # Muon keeps one number a weight beside it, Adam two.
+    # Muon keeps one number per weight, Adam two.
     muon = sum(x.size for name, x in state.params.items() if name in program.layout.banks)
     adam = sum(state.params[name].size for name in program.layout.tables)
     assert divided == 2 * muon + 3 * adam
@@ -233,7 +233,7 @@ def test_the_step_communicates_once_for_each_packed_array(tiny, on_eight):
     assert text.count('"stablehlo.all_reduce"') == 2  # the scalars, and the loss
 
 
-#: The axes that groups of devices lie along, as older and newer JAX write them.
+#: Mesh axes of groups of devices, as older and newer JAX print them.
 ACROSS = {
     "dense<[[0, 1, 2, 3], [4, 5, 6, 7]]>": "data",
     "dense<[[0, 4], [1, 5], [2, 6], [3, 7]]>": "replica",
@@ -246,7 +246,7 @@ ACROSS = {
 
 
 def test_nodes_exchange_the_parts_of_gradients_and_nothing_else(tiny):
-    """Two nodes of four: gathers and scatters stay inside, and a device has one peer for its quarter."""
+    """Two nodes of four devices: gathers and scatters stay inside a node; a device swaps its quarter with a peer."""
     program = Program(tiny, mesh.make_mesh(8, 2))
     ids, state = batch(tiny), program.init(jax.random.key(0))
     args = [mesh.place(x, program.mesh) for x in (ids[:, :-1], ids[:, 1:])]
@@ -273,7 +273,7 @@ def test_nodes_exchange_the_parts_of_gradients_and_nothing_else(tiny):
 
 @partial(jax.jit, static_argnums=0)
 def named_nll(recipe: Recipe, params, ids: jax.Array) -> jax.Array:
-    """Loss of every position under named parameters, from the definition: [B, T]."""
+    """Return the loss of every position under named parameters, by the definition: [B, T]."""
     program = Program(recipe, mesh.make_mesh(1))
     x_BTD = recipe.forward(params, ids[:, :-1], program.step.window(3), recipe.config, program.kernels)
     x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
@@ -282,7 +282,7 @@ def named_nll(recipe: Recipe, params, ids: jax.Array) -> jax.Array:
 
 
 def trained(on_eight: tuple[Program, TrainState, list[float]]):
-    """Named parameters after a few steps, so that no path is hidden behind a zero."""
+    """Return named parameters after a few steps, so that no path is multiplied by zero."""
     program, state, _ = on_eight
     return on_host(program, state)
 
@@ -294,7 +294,7 @@ def test_no_position_sees_a_later_token(tiny, on_eight):
         changed = ids.copy()
         changed[0, t] = (ids[0, t] + 7) % tiny.config.vocab_size
         nll = named_nll(tiny, params, changed)
-        # Position t - 1 has it as its target; everything before must not know.
+        # It is the target of position t - 1; earlier positions must not depend on it.
         np.testing.assert_array_equal(nll[0, : t - 1], base[0, : t - 1])
         assert nll[0, t - 1] != base[0, t - 1]
 
@@ -313,7 +313,7 @@ def test_no_position_sees_another_document_or_sequence(tiny, on_eight):
 
 
 def copier(shift: int, recipe: Recipe) -> Recipe:
-    """A model that bets everything on the token `shift` places further on in the batch it is shown."""
+    """Return a model that predicts the token `shift` positions ahead in its input."""
 
     def forward(p, tokens_BT, _, cfg, kernels):
         del kernels
@@ -324,7 +324,7 @@ def copier(shift: int, recipe: Recipe) -> Recipe:
 
 
 def test_a_model_that_peeks_scores_zero_and_one_that_looks_back_does_not(tiny):
-    """Targets are the next token: only a look at the next one pays."""
+    """Only a model that sees the next token scores zero."""
     ids = batch(tiny)[:4]
     params = {"embed": jnp.zeros((1, 1)), "head": jnp.eye(tiny.config.head_size)}
 

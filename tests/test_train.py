@@ -505,7 +505,7 @@ def test_the_folder_of_a_run_must_be_writable(tmp_path, smoke_data):
         ({"overrides": {"stages": "()"}}, "did you mean 'stages.0"),
         ({"overrides": {"compute_dtype": "banana"}}, "need float32 or bfloat16"),
         ({"overrides": {"config.mixing": "('foo',)*4"}}, "need a value like"),
-        ({"overrides": {"config.mixing": "('foo','long','long','long')"}}, "mixing holds ['foo']"),
+        ({"overrides": {"config.mixing": "('foo','long','long','long')"}}, "mixing has ['foo']"),
         ({"overrides": {"config.num_heads": "0"}}, "at least 1"),
         ({"overrides": {"schedule.momentum_steps": "0"}}, "momentum_steps at least 1"),
         ({"overrides": {"schedule.cooldown_fraction": "0"}}, "cooldown_fraction must be above 0"),

@@ -46,7 +46,7 @@ def compare_forms(
     *args: Any,
 ) -> FormTimings:
     """Time `program(form)` on `args` for each form that can run `call`."""
-    left_out = {name: reasons for name, form in forms.items() if (reasons := form.against(call))}
+    left_out = {name: reasons for name, form in forms.items() if (reasons := form.refusals(call))}
     programs = {name: program(choose(name, call).function) for name in forms if name not in left_out}
     auto = choose("auto", call)
     return FormTimings(compare(programs, *args), left_out, auto.name, auto.reason)

@@ -1,1 +1,1 @@
-"""What a racer may edit: recipes, models, kernels, optimisers and the train step."""
+"""The code that a racer may edit: recipes, models, kernels, optimisers and the training step."""

@@ -1,4 +1,4 @@
-"""Pure functions that models are wired from.
+"""Pure functions that models are built from.
 
 Legend: B batch, T time, D model, H heads, K head width, F mlp.
 """
@@ -6,44 +6,44 @@ Legend: B batch, T time, D model, H heads, K head width, F mlp.
 import jax
 import jax.numpy as jnp
 
-#: float32 machine epsilon: what the record's norms use.
+#: float32 machine epsilon, as in record 21.
 EPS = 1.1920929e-07
 
 
 def rms_norm(x: jax.Array) -> jax.Array:
-    """X / rms(x) over the last axis, no gain; computed in float32, returned in the dtype of `x`."""
+    """Return x / rms(x) over the last axis, without gain; in float32, returned in the dtype of `x`."""
     x32 = x.astype(jnp.float32)
     return (x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + EPS)).astype(x.dtype)
 
 
 def blend(*terms: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Sum of weight * x over the terms (weight, x); in float32, returned in the dtype of the first `x`.
+    """Return the sum of weight * x over the terms (weight, x); in float32, returned in the dtype of the first `x`.
 
-    Weights are learned scalars. They stay float32: rounded to bfloat16 they would be off by up to 0.4 %.
+    Weights are learned scalars and stay float32: rounding them to bfloat16 costs up to 0.4 %.
     """
     total = sum(weight.astype(jnp.float32) * x.astype(jnp.float32) for weight, x in terms)
     return jnp.asarray(total).astype(terms[0][1].dtype)
 
 
 def documents(tokens_BT: jax.Array, document_token: int) -> jax.Array:
-    """Index of the document each token belongs to; the opening token belongs to the document it opens."""
+    """Return the index of each token's document; a document begins with its opening token."""
     return jnp.cumsum(tokens_BT == document_token, axis=1)
 
 
 def lookup(table_VD: jax.Array, ids_BT: jax.Array) -> jax.Array:
-    """Rows of a table: [B, T, D] in its dtype.
+    """Return rows of a table: [B, T, D] in its dtype.
 
-    Through float32, so that the gradient, a sum over all uses of an id, is summed in float32 and rounded once:
-    thousands of bfloat16 additions for a frequent id would stop moving, and GPUs are slow at them.
+    The cast makes the gradient, a sum over all uses of an id, accumulate in float32 and round once. A bfloat16 sum of
+    thousands of terms stagnates, and GPUs are slow at it.
     """
     return table_VD.astype(jnp.float32)[ids_BT].astype(table_VD.dtype)
 
 
 def rotary_angles(num_positions: int, head_dim: int) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines [T, K/2] of half-truncated rotary: half of the frequencies are zero.
+    """Return cosines and sines [T, K/2] of half-truncated rotary: half of the frequencies are zero.
 
-    f_i = (1/1024)^(i / (K/4 - 1)) for the first K/4 pairs; the other K/4 pairs do not turn, so that half
-    of the head is free of position. Source: record 2024-12, @YouJiacheng.
+    f_i = (1/1024)^(i / (K/4 - 1)) for the first K/4 pairs; the other K/4 pairs do not rotate.
+    Source: record 2024-12, @YouJiacheng.
     """
     quarter = head_dim // 4
     f_K = jnp.concatenate([(1 / 1024) ** jnp.linspace(0, 1, quarter, dtype=jnp.float32), jnp.zeros(quarter)])
@@ -52,14 +52,13 @@ def rotary_angles(num_positions: int, head_dim: int) -> tuple[jax.Array, jax.Arr
 
 
 def rotary(x_BTHK: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Turns the pairs (i, i + K/2) of each head by its position times f_i; in float32, returned as it came."""
+    """Rotate pairs (i, i + K/2) of each head by position * f_i; in float32, returned in the dtype of `x_BTHK`."""
     cos_BTHK, sin_BTHK = (a[None, :, None, :] for a in angles)
     u, w = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([u * cos_BTHK + w * sin_BTHK, w * cos_BTHK - u * sin_BTHK], axis=-1).astype(
-        x_BTHK.dtype
-    )
+    turned_BTHK = jnp.concatenate([u * cos_BTHK + w * sin_BTHK, w * cos_BTHK - u * sin_BTHK], axis=-1)
+    return turned_BTHK.astype(x_BTHK.dtype)
 
 
 def relu_squared_mlp(x_BTD: jax.Array, up_FD: jax.Array, down_DF: jax.Array) -> jax.Array:
-    """W_down relu(W_up x)^2. Source: So et al. 2021, Primer."""
+    """Return W_down relu(W_up x)^2. Source: So et al. 2021, Primer."""
     return jnp.square(jax.nn.relu(x_BTD @ up_FD.T)) @ down_DF.T

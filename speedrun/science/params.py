@@ -1,12 +1,12 @@
-"""Parameters are declared once; how they lie on devices is derived from the declaration.
+"""Parameters are declared once; their layout on devices is derived from the declaration.
 
 A model's table maps flat dotted names ("block.3.qkv") to `ParamSpec`. `Layout` packs the named
 parameters into a few arrays that FSDP can divide evenly:
 
-    matrices  -> banks [8, m, n], m <= n, sharded over matrices: a device owns whole ones, so Muon needs no
-                 communication. Tall matrices lie transposed; the last bank is padded with zero matrices.
+    matrices  -> banks [8, m, n], m <= n, sharded over matrices: a device owns whole matrices, so Muon needs no
+                 communication. Tall matrices are transposed; the last bank is padded with zero matrices.
                  Banks follow the depth of the model, so that the first layers need not wait for the last.
-    tables    -> [rows, D], sharded over rows, rows padded with zeros ("vocab" is their first axis)
+    tables    -> [rows, D], sharded over rows, which are padded with zeros ("vocab" is their first axis)
     the rest  -> one replicated vector, so that all scalars cost one all-reduce
 
 Legend: K matrices of a bank, m rows, n columns.
@@ -31,21 +31,21 @@ Init = Callable[[jax.Array, tuple[int, ...]], jax.Array]
 Group = Literal["matrix", "embed", "head", "scalar"]
 Dtype = Literal["float32", "bfloat16"]
 
-#: Banks and tables are padded to a multiple of this, whatever the number of devices: one node has at most
-#: eight, and the same arrays then serve 1, 2, 4 and 8 of them.
+#: Banks and tables are padded to a multiple of this on any number of devices, so that packed arrays are the same on
+#: 1, 2, 4 and 8 devices. A node has at most eight.
 SHARDS = 8
 SCALARS = "scalars"
 
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """A parameter before it exists."""
+    """Declaration of a parameter."""
 
     shape: tuple[int, ...]
-    axes: tuple[str, ...]  #: a name for each dimension; the layout, not the model, decides what is sharded
+    axes: tuple[str, ...]  #: a name for each dimension
     init: Init
-    group: Group  #: which optimiser moves it
-    dtype: Dtype = "float32"  #: in which it is stored; its moments likewise
+    group: Group  #: selects the optimiser
+    dtype: Dtype = "float32"  #: of the stored parameter and its moments
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.axes):
@@ -63,28 +63,28 @@ Table = dict[str, ParamSpec]
 
 
 def normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Standard normal: embedding tables (record 21)."""
+    """Draw from a standard normal: embedding tables (record 21)."""
     return jax.random.normal(key, shape, jnp.float32)
 
 
 def zeros(_: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Projections back into the residual stream, and the head, start at zero (muP-like; record 2024-10-14)."""
+    """Return zeros: the head, and projections into the residual stream (muP-like; record 2024-10-14)."""
     return jnp.zeros(shape, jnp.float32)
 
 
 def uniform_fan_in(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Uniform with standard deviation 0.5 / sqrt(fan in), fan in being the last axis (record 21)."""
+    """Draw uniformly with standard deviation 0.5 / sqrt(fan in); fan in is the last axis (record 21)."""
     bound = math.sqrt(3) * 0.5 / math.sqrt(shape[-1])
     return jax.random.uniform(key, shape, jnp.float32, -bound, bound)
 
 
 def constant(*values: float) -> Init:
-    """The same few numbers for every seed: lambdas and skip weights."""
+    """Return an initialiser with fixed values: lambdas and skip weights."""
     return lambda _, shape: jnp.broadcast_to(jnp.array(values, jnp.float32), shape)
 
 
 class Member(NamedTuple):
-    """Matrix number `place` of parameter `name`, as declared [rows, cols]."""
+    """Matrix number `place` of parameter `name`, declared as [rows, cols]."""
 
     name: str
     place: int
@@ -94,13 +94,13 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Between named parameters and the arrays that lie on devices. All shapes are global."""
+    """Mapping between named parameters and packed arrays. All shapes are global."""
 
     table: Table
 
     @cached_property
     def banks(self) -> dict[str, tuple[Member, ...]]:
-        """Up to SHARDS matrices of one shape (up to transposition), in the order of the table."""
+        """Groups of up to SHARDS matrices of one shape (up to transposition), in the order of the table."""
         alike: dict[str, list[Member]] = {}
         for name, spec in self.table.items():
             if spec.group == "matrix":
@@ -115,12 +115,12 @@ class Layout:
 
     @cached_property
     def tables(self) -> tuple[str, ...]:
-        """Names of the parameters that are sharded by rows."""
+        """Names of parameters that are sharded by rows."""
         return tuple(name for name, spec in self.table.items() if spec.group in ("embed", "head"))
 
     @cached_property
     def scalars(self) -> tuple[str, ...]:
-        """Names of the parameters that lie in the replicated vector."""
+        """Names of parameters in the replicated vector."""
         return tuple(name for name, spec in self.table.items() if spec.group == "scalar")
 
     @property
@@ -134,23 +134,23 @@ class Layout:
 
     @property
     def specs(self) -> dict[str, P]:
-        """How each packed array is divided."""
+        """Partition spec of each packed array."""
         return {**dict.fromkeys([*self.banks, *self.tables], P(DATA)), **dict.fromkeys(self._vector, P())}
 
     @property
     def _vector(self) -> tuple[str, ...]:
-        """The replicated vector, if the table declares scalars."""
+        """Name of the replicated vector, if the table declares scalars."""
         return (SCALARS,) if self.scalars else ()
 
     def per_matrix(self, number: Callable[[int, int], float]) -> dict[str, np.ndarray]:
-        """`number(rows, cols)` for each matrix as declared: f32[K] by bank, 1 for the padding."""
+        """Return `number(rows, cols)` of each matrix as declared: f32[K] by bank, 1 for padding."""
         return {
             name: np.array([number(m.rows, m.cols) for m in bank] + [1.0] * (-len(bank) % SHARDS), np.float32)
             for name, bank in self.banks.items()
         }
 
     def pack(self, params: Params) -> Params:
-        """Named parameters (or gradients) to packed arrays."""
+        """Pack named parameters or gradients."""
         packed: Params = {}
         for name, bank in self.banks.items():
             wide = [_wide(params[m.name].reshape(-1, m.rows, m.cols)[m.place]) for m in bank]
@@ -162,20 +162,18 @@ class Layout:
         return packed
 
     def unpack(self, packed: Params) -> Params:
-        """Packed arrays to named parameters; the inverse of `pack`."""
+        """Unpack named parameters; the inverse of `pack`."""
         slices: dict[str, list[jax.Array]] = {}
         for name, bank in self.banks.items():
             for k, m in enumerate(bank):
-                slices.setdefault(m.name, []).append(
-                    packed[name][k] if m.rows <= m.cols else packed[name][k].T
-                )
+                x = packed[name][k]
+                slices.setdefault(m.name, []).append(x if m.rows <= m.cols else x.T)
         offset = 0
         params: Params = {}
         for name, spec in self.table.items():
             if name in slices:
-                params[name] = (slices[name][0] if len(spec.shape) == 2 else jnp.stack(slices[name])).reshape(
-                    spec.shape
-                )
+                x = slices[name][0] if len(spec.shape) == 2 else jnp.stack(slices[name])
+                params[name] = x.reshape(spec.shape)
             elif name in self.tables:
                 params[name] = packed[name][: spec.shape[0]]
             else:
@@ -184,7 +182,7 @@ class Layout:
         return params
 
     def init(self, key: jax.Array) -> Params:
-        """Packed starting values. A parameter's own key depends on its name only, not on its place in the table."""
+        """Return packed initial values. A parameter's key depends on its name, not on its position in the table."""
         return self.pack(
             {
                 name: spec.init(_key_of(name, key), spec.shape).astype(spec.dtype)
@@ -194,7 +192,7 @@ class Layout:
 
 
 def count(table: Mapping[str, ParamSpec]) -> int:
-    """Number of declared scalars; padding is not a parameter."""
+    """Return the number of declared scalars, without padding."""
     return sum(spec.size for spec in table.values())
 
 

@@ -1,4 +1,4 @@
-"""A recipe is a value: everything that could change the loss curve, and nothing else."""
+"""A recipe: an immutable value that holds everything that affects the loss curve, and nothing else."""
 
 import ast
 import dataclasses
@@ -17,48 +17,48 @@ from speedrun.science.kernels.cross_entropy_gpu import Fp8
 from speedrun.science.optim.schedules import Schedule, StepInputs
 from speedrun.science.params import Dtype, Params, Table
 
-MOST_STEPS = 1_000_000  #: of a stage; all of them are planned before the first
+MOST_STEPS = 1_000_000  #: of a stage; all steps are planned before the first
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A stretch of training with static shapes: one executable each."""
+    """A period of training with static shapes: one executable."""
 
     num_steps: int
-    num_sequences: int  #: of one step, over all devices
+    num_sequences: int  #: per step, over all devices
     seq_len: int  #: tokens
 
     def __post_init__(self) -> None:
         if min(self.num_steps, self.num_sequences, self.seq_len) < 1 or self.num_steps > MOST_STEPS:
             raise ValueError(
-                f"{self} must have one sequence and token or more, and 1 to {MOST_STEPS:,} steps"
+                f"{self}: need at least one sequence of one token, and 1 to {MOST_STEPS:,} steps"
             )
 
     @property
     def batch_tokens(self) -> int:
-        """Tokens of one step."""
+        """Tokens per step."""
         return self.num_sequences * self.seq_len
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """All the science of a run. Variants are made by `dataclasses.replace`, never by flags."""
+    """The science of a run. Make variants with `dataclasses.replace`, not with flags."""
 
     name: str
     summary: str
     parent: str | None
-    revision: int  #: goes up when its pinned trace changes
-    config: Any  #: one small dataclass a model file; has vocab_size, document_token and logit_cap
+    revision: int  #: incremented when the pinned trace changes
+    config: Any  #: dataclass of the model; has vocab_size, document_token and logit_cap
     table: Callable[[Any], Table]
     forward: Callable[[Params, jax.Array, Window, Any, Kernels], jax.Array]
     logits: Callable[[Params, jax.Array, Any], jax.Array]  #: (params, x_ND, config) -> [N, V], for the scorer
-    optimizer: Any  #: its `transforms()` hands out one transformation a group
+    optimizer: Any  #: its `transforms()` returns one transformation per group
     schedule: Schedule
     stages: tuple[Stage, ...]
-    eval_sequences: int  #: of one validation pass, over all devices
+    eval_sequences: int  #: per validation pass, over all devices
     eval_seq_len: int
     compute_dtype: Dtype
-    head_fp8: Fp8 | None  #: scales of the head's products in training; None: in the compute dtype
+    head_fp8: Fp8 | None  #: scales of the head's products in training; None: compute dtype
 
     def __post_init__(self) -> None:
         if not self.stages or not all(isinstance(stage, Stage) for stage in self.stages):
@@ -66,7 +66,7 @@ class Recipe:
         if self.compute_dtype not in ("float32", "bfloat16"):
             raise ValueError(f"compute_dtype is {self.compute_dtype!r}; need float32 or bfloat16")
         if min(self.eval_sequences, self.eval_seq_len) < 1:
-            raise ValueError("a validation pass needs at least one sequence of one token")
+            raise ValueError("eval_sequences and eval_seq_len must be at least 1")
         if not 0 < self.config.logit_cap <= MAX_CAP:
             raise ValueError(
                 f"config.logit_cap is {self.config.logit_cap:g}; need more than 0, at most {MAX_CAP:g}"
@@ -74,37 +74,37 @@ class Recipe:
 
     @property
     def num_steps(self) -> int:
-        """Steps of all stages."""
+        """Number of steps of all stages."""
         return sum(stage.num_steps for stage in self.stages)
 
     @property
     def total_tokens(self) -> int:
-        """Tokens of all stages."""
+        """Number of tokens of all stages."""
         return sum(stage.num_steps * stage.batch_tokens for stage in self.stages)
 
     def stage_of(self, step: int) -> int:
-        """Index of the stage that step number `step` belongs to."""
+        """Return the index of the stage that contains `step`."""
+        end = 0
         for i, stage in enumerate(self.stages):
-            if step < stage.num_steps:
+            end += stage.num_steps
+            if step < end:
                 return i
-            step -= stage.num_steps
-        raise ValueError(f"step lies {step} behind the last of {self.num_steps}")
+        raise ValueError(f"got step {step}, need one below {self.num_steps}")
 
     @property
     def most_window_blocks(self) -> int:
-        """The largest window of any step."""
+        """Largest window of any step."""
         return max(int(self.inputs_at(step).window_blocks) for step in range(self.num_steps + 1))
 
     def inputs_at(self, step: int) -> StepInputs:
-        """Scheduled inputs of a step."""
+        """Return the scheduled inputs of a step."""
         return self.schedule.at(step, self.num_steps)
 
     def override(self, changes: Mapping[str, str | float | tuple[Any, ...]]) -> "Recipe":
-        """A recipe with other numbers: `{"config.model_dim": 64, "stages.0.num_steps": "20"}`.
+        """Return a recipe with changed settings: `{"config.model_dim": 64, "stages.0.num_steps": "20"}`.
 
         Raises:
-            UsageError: for a name that does not exist, a value that is no literal of the right type, and for
-                what identifies the recipe: another name is another file.
+            UsageError: for an unknown setting, a value of the wrong type, or a setting that identifies the recipe.
         """
         recipe = self
         for key, value in changes.items():
@@ -121,7 +121,7 @@ IDENTITY = ("name", "summary", "parent", "revision")
 
 
 def settings(node: Any, above: str = "") -> dict[str, Any]:
-    """All that can be set, by dotted name: numbers, texts, and tuples of them as a whole."""
+    """Return all settings by dotted name: numbers, strings, and tuples of them."""
     found: dict[str, Any] = {}
     for name, value in _parts(node).items():
         if isinstance(value, int | float | str | tuple) and not _parts(value):
@@ -131,7 +131,7 @@ def settings(node: Any, above: str = "") -> dict[str, Any]:
 
 
 def _parts(node: Any) -> dict[str, Any]:
-    """What lies below a value, by the next part of a dotted name."""
+    """Return the children of a value, by the next part of a dotted name."""
     if isinstance(node, tuple) and any(map(dataclasses.is_dataclass, node)):
         return {str(i): part for i, part in enumerate(node)}
     if dataclasses.is_dataclass(node):
@@ -140,7 +140,7 @@ def _parts(node: Any) -> dict[str, Any]:
 
 
 def describe(value: Any) -> Any:
-    """A recipe (or part of it) as JSON: numbers as they are, functions by their dotted name."""
+    """Return a recipe or part of it as JSON; functions become their dotted name."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: describe(getattr(value, f.name)) for f in dataclasses.fields(value)}
         return {"kind": f"{type(value).__module__}.{type(value).__qualname__}", **fields}
@@ -150,7 +150,7 @@ def describe(value: Any) -> Any:
 
 
 def _replace(node: Any, key: str, path: list[str], text: str) -> Any:
-    """`node` with the setting at `path` replaced; rebuilds the frozen values on the way up."""
+    """Return `node` with the setting at `path` replaced; rebuilds the frozen values above it."""
     head, *rest = path
     parts = _parts(node)
     new = _replace(parts[head], key, rest, text) if rest else _literal(parts[head], key, text)
@@ -163,13 +163,19 @@ def _replace(node: Any, key: str, path: list[str], text: str) -> Any:
 
 
 def _literal(old: Any, key: str, text: str) -> Any:
-    """`text` as a value of the type of `old`."""
+    """Parse `text` as a value of the type of `old`."""
     kind = type(old)
     if kind is str:
         return text
     try:
         value = ast.literal_eval(text)
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):  # all that nonsense may raise
+    except (
+        ValueError,
+        SyntaxError,
+        TypeError,
+        RecursionError,
+        MemoryError,
+    ):  # all that literal_eval may raise
         value = None
     if kind is float and type(value) is int:
         value = float(value)

@@ -1,15 +1,15 @@
-"""The training step: one `jit` of one `shard_map`, the same code on 1, 2, 4 or 8 devices and on many nodes.
+"""The training step: one `jit` of one `shard_map`, the same code on 1, 2, 4 or 8 devices and on several nodes.
 
-    gather    one all-gather for each packed array, in the compute dtype
-    accumulate  forward and backward of each micro-batch on whole parameters, gradients summed in float32
-    scatter   one reduce-scatter for each packed array, in the dtype of its gradient; divided in float32. Of several
-              nodes, each device first sums the part it owns with its peers: nothing else is sent between nodes
-    update    Muon on whole local matrices, Adam on local rows; nothing more is communicated
+    gather      one all-gather per packed array, in the compute dtype
+    accumulate  forward and backward of each micro-batch on whole parameters; gradients are summed in float32
+    scatter     one reduce-scatter per packed array, in the dtype of its gradient, then a sum over nodes of the part
+                that each device owns; divided in float32
+    update      Muon on whole local matrices, Adam on local rows, without communication
 
-State is donated, born sharded, and never whole on any device. What changes from step to step is read from
-a schedule that lies on the device, by the step number in the state: a step costs the host one dispatch.
+State is donated, initialised sharded, and never whole on any device. The schedule is on the device and indexed by the
+step number in the state, so a step costs the host one dispatch.
 
-Legend: A micro-batches of a device, B sequences, T time, K matrices of a bank.
+Legend: A micro-batches per device, B sequences, T time, K matrices of a bank.
 """
 
 from collections.abc import Callable
@@ -33,8 +33,8 @@ from speedrun.science.optim.schedules import StepInputs
 from speedrun.science.params import SCALARS, Layout, Params
 from speedrun.science.recipe import Recipe
 
-#: XLA's own settings by platform. Its combiner would merge all reduce-scatters into one at the very end, where
-#: nothing is left to hide it behind: one for each bank, as the gradients of its layers are ready.
+#: XLA's settings by platform. They keep one reduce-scatter per bank, which starts as soon as its gradients are ready;
+#: XLA would combine all of them into one at the end, where no computation is left to overlap.
 COMPILER_OPTIONS: dict[str, dict[str, bool | int | str]] = {
     "gpu": {
         "xla_gpu_all_gather_combine_threshold_bytes": 1,
@@ -44,7 +44,7 @@ COMPILER_OPTIONS: dict[str, dict[str, bool | int | str]] = {
 
 
 class TrainState(NamedTuple):
-    """All that a run is, apart from its place in the data. `params` are packed (`params.Layout`)."""
+    """State of training, without the position in the data. `params` are packed (`params.Layout`)."""
 
     step: jax.Array  #: i32[]
     params: Params
@@ -52,25 +52,25 @@ class TrainState(NamedTuple):
 
 
 class StepMetrics(NamedTuple):
-    """What one step tells, on the device; fetched one step late."""
+    """Results of one step, on the device; fetched one step late."""
 
     loss: jax.Array  #: f32[], mean nats per token before the update
-    bad: jax.Array  #: f32 [shards], above zero if a gradient of theirs is not finite
-    nonfinite: dict[str, jax.Array]  #: packed name -> bool[...], where a gradient is not finite
+    bad: jax.Array  #: f32 [shards], above zero if a gradient of the shard is not finite
+    nonfinite: dict[str, jax.Array]  #: by packed name: where a gradient is not finite
 
 
 @dataclass(frozen=True)
 class Step:
-    """The mathematics of a recipe on a mesh: pure functions. `program.Program` compiles them."""
+    """The training step of a recipe on a mesh, as pure functions. `program.Program` compiles them."""
 
     recipe: Recipe
     mesh: Mesh
-    microbatches: int  #: of one step, over all devices
-    kernels: Kernels  #: the forms of its operations
+    microbatches: int  #: per step, over all devices
+    kernels: Kernels
 
     @cached_property
     def layout(self) -> Layout:
-        """How the recipe's parameters are packed."""
+        """Layout of the packed parameters."""
         return Layout(self.recipe.table(self.recipe.config))
 
     @cached_property
@@ -80,11 +80,11 @@ class Step:
 
     @cached_property
     def specs(self) -> TrainState:
-        """How each leaf of the state is divided: an optimiser's leaf like the parameter it belongs to."""
+        """Partition spec of each leaf of the state. Optimiser leaves are sharded like their parameter."""
         abstract = jax.eval_shape(self.init, jax.random.key(0))
 
         def spec(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> P:
-            # Zeros depend on no input, so XLA would put them on one device: say where they live.
+            # Zeros depend on no input: without a spec, XLA would put them on one device.
             names = [
                 k.key for k in path if isinstance(k, jax.tree_util.DictKey) and k.key in self.layout.specs
             ]
@@ -94,15 +94,15 @@ class Step:
         return jax.tree_util.tree_map_with_path(spec, abstract)
 
     def init(self, key: jax.Array) -> TrainState:
-        """Starting state."""
+        """Return the initial state."""
         params = self.layout.init(key)
         return TrainState(jnp.zeros((), jnp.int32), params, self.transform.init(params))
 
     def train_function(self, window_blocks: int | None) -> Callable[..., tuple[TrainState, StepMetrics]]:
-        """(state, tokens_BT, targets_BT, schedule) -> (state, metrics).
+        """Return the function (state, tokens_BT, targets_BT, schedule) -> (state, metrics).
 
         Args:
-            window_blocks: for one window only; None reads the window from the schedule.
+            window_blocks: static window; None reads the window from the schedule.
         """
         return jax.shard_map(
             partial(self._train_step, window_blocks),
@@ -119,7 +119,7 @@ class Step:
         targets_BT: jax.Array,
         schedule: StepInputs,
     ) -> tuple[TrainState, StepMetrics]:
-        """One device's part of a step."""
+        """Compute one device's part of a step."""
         inputs = jax.tree.map(lambda x: x[state.step], schedule)
         window = self.window(inputs.window_blocks if window_blocks is None else window_blocks)
         loss, grads = self.loss_and_grads(state.params, tokens_BT, targets_BT, window)
@@ -130,7 +130,7 @@ class Step:
             lambda p, u: (p.astype(jnp.float32) + inputs.lr_scale * u).astype(p.dtype), state.params, updates
         )
         flags = {k: _nonfinite(k, g) for k, g in grads.items()}
-        # Not summed over devices: nothing would be left to hide that behind.
+        # Not summed over devices: no computation is left to overlap a sum.
         bad = sum(jnp.sum(flag, dtype=jnp.float32) for flag in flags.values())
         metrics = StepMetrics(jax.lax.pmean(loss, self.mesh.axis_names), jnp.asarray(bad)[None], flags)
         return TrainState(state.step + 1, new, opt_state), metrics
@@ -138,7 +138,7 @@ class Step:
     def loss_and_grads(
         self, packed: Params, tokens_BT: jax.Array, targets_BT: jax.Array, window: Window
     ) -> tuple[jax.Array, Params]:
-        """Mean loss of this device's tokens, and its part of the mean gradient over all devices, packed."""
+        """Return this device's mean loss, and its shard of the mean gradient over all devices, packed."""
         params = self.whole(packed)
         loss, grads = self._accumulate(params, tokens_BT, targets_BT, window)
         return loss, self._scatter_mean(self.layout.pack(grads))
@@ -146,9 +146,9 @@ class Step:
     def _accumulate(
         self, params: Params, tokens_BT: jax.Array, targets_BT: jax.Array, window: Window
     ) -> tuple[jax.Array, Params]:
-        """Mean loss and gradients over this device's sequences, one micro-batch at a time.
+        """Return mean loss and gradients over this device's sequences, one micro-batch at a time.
 
-        Gradients of several are summed in float32; those of one stay in the compute dtype, and travel in it.
+        Gradients of several micro-batches are summed in float32; those of a single one stay in the compute dtype.
         """
         num_local = self.microbatches // self.mesh.size
 
@@ -163,41 +163,41 @@ class Step:
             return jax.lax.pcast(jnp.zeros(x.shape, jnp.float32), self.mesh.axis_names, to="varying")
 
         tokens_ABT, targets_ABT = (x.reshape(num_local, -1, x.shape[-1]) for x in (tokens_BT, targets_BT))
-        if num_local == 1:  # no loop: gradients are reduced while the backward pass goes on
+        if num_local == 1:  # no loop, so that reductions overlap the backward pass
             return jax.value_and_grad(loss_fn)(params, tokens_ABT[0], targets_ABT[0])
         start = zeros(jnp.zeros(())), jax.tree.map(zeros, params)
         total, _ = jax.lax.scan(accumulate, start, (tokens_ABT, targets_ABT))
         return jax.tree.map(lambda x: x / num_local, total)
 
     def window(self, blocks: jax.Array | int) -> Window:
-        """The window of this many blocks: static if it is an int, scheduled if it is traced."""
+        """Return a window: static if `blocks` is an int, scheduled if it is traced."""
         return Window(blocks, blocks if isinstance(blocks, int) else self.recipe.most_window_blocks)
 
     def nll_sum(
         self, params: Params, tokens_BT: jax.Array, targets_BT: jax.Array, window: Window, fp8: Fp8 | None
     ) -> jax.Array:
-        """What is trained on: negative log likelihood of all targets together, f32 [], nats."""
+        """Return the training objective: summed negative log likelihood of all targets, f32 [], nats."""
         cfg, targets_N = self.recipe.config, targets_BT.reshape(-1)
         x_ND = self.hidden(params, tokens_BT, window).reshape(len(targets_N), -1)
         return self.kernels.summed_cross_entropy(x_ND, params["head"], targets_N, cap=cfg.logit_cap, fp8=fp8)
 
     def hidden(self, params: Params, tokens_BT: jax.Array, window: Window) -> jax.Array:
-        """What the head is given: [B, T, D]."""
+        """Return the final hidden states: [B, T, D]."""
         return self.recipe.forward(params, tokens_BT, window, self.recipe.config, self.kernels)
 
     def logits(self, params: Params, x_ND: jax.Array) -> jax.Array:
-        """Of hidden states, row by row: [N, V]."""
+        """Return the logits of hidden states: [N, V]."""
         return self.recipe.logits(params, x_ND, self.recipe.config)
 
     def whole(self, packed: Params) -> Params:
-        """Parameters by name, whole on every device, in the compute dtype. Inside `shard_map`."""
+        """Return whole named parameters in the compute dtype. Call inside `shard_map`."""
         return self.layout.unpack(self._gather(packed))
 
     def _gather(self, packed: Params) -> Params:
-        """Whole parameters on every device, in the compute dtype; scalars cost nothing and stay float32."""
+        """Gather packed parameters in the compute dtype; scalars are replicated already and stay float32."""
 
         def whole(name: str, x: jax.Array) -> jax.Array:
-            # What is the same on all nodes would get its gradient summed over them whole, before it is scattered.
+            # Without this cast JAX would sum whole gradients over nodes before they are scattered.
             x = jax.lax.pcast(x, self._repeated_over(name), to="varying")
             if name == SCALARS:
                 return x
@@ -206,7 +206,7 @@ class Step:
         return {name: whole(name, x) for name, x in packed.items()}
 
     def _scatter_mean(self, grads: Params) -> Params:
-        """Mean over devices, summed in the gradients' dtype and divided in float32; each keeps the part it owns."""
+        """Reduce gradients to their mean over devices: summed in their dtype, divided in float32, sharded."""
 
         def own(name: str, grad: jax.Array) -> jax.Array:
             part = grad if name == SCALARS else jax.lax.psum_scatter(grad, DATA, tiled=True)
@@ -215,11 +215,11 @@ class Step:
         return {name: own(name, grad) for name, grad in grads.items()}
 
     def _repeated_over(self, name: str) -> tuple[str, ...]:
-        """Axes along which a packed array is the same: those of the nodes; for the scalars, all."""
+        """Return the mesh axes over which a packed array is replicated: the nodes; all axes for the scalars."""
         return tuple(axis for axis in self.mesh.axis_names if axis not in self.layout.specs[name])
 
     def _local_factors(self) -> Params:
-        """Muon's shape factor of the matrices this device owns: f32 [K / shards, 1, 1] by bank."""
+        """Return Muon's shape factors of this device's matrices: f32 [K / shards, 1, 1] by bank."""
 
         def local(factor_K: np.ndarray) -> jax.Array:
             num_local = len(factor_K) // self.mesh.shape[DATA]
@@ -229,7 +229,7 @@ class Step:
         return jax.tree.map(local, self.layout.per_matrix(shape_factor))
 
     def first_nonfinite(self, metrics: StepMetrics) -> str | None:
-        """Name of the first parameter, in the order of the table, whose gradient is not finite."""
+        """Return the name of the first parameter in the table whose gradient is not finite."""
         bad: set[str] = set()
         for packed, flags in fetch(metrics.nonfinite).items():
             if packed in self.layout.banks:
@@ -244,7 +244,7 @@ class Step:
 
 
 def _nonfinite(name: str, grad: jax.Array) -> jax.Array:
-    """Where a gradient is not finite: one flag a matrix, one a device for a table, one a scalar."""
+    """Flag where a gradient is not finite: per matrix, per device for a table, per scalar."""
     bad = ~jnp.isfinite(grad)
     if name == SCALARS:
         return bad

@@ -1,1 +1,1 @@
-"""One operation = one definition that runs anywhere, and faster forms beside it."""
+"""Operations: each has one definition that runs anywhere, and faster forms."""

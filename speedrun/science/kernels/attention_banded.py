@@ -1,7 +1,7 @@
-"""Causal attention inside documents and windows, in plain XLA: exact, and linear in T times the window.
+"""Causal attention inside documents and windows, in plain XLA: exact; its cost is T times the window.
 
-Queries are cut into tiles. A tile is multiplied only with its own keys and those of the few tiles before it that
-its window can reach. Differentiated by JAX itself, so that it is the oracle of the hand-written kernels, too.
+Each tile of queries is multiplied only with its own keys and those of the preceding tiles inside its window.
+JAX differentiates it, so it also serves as an oracle for the hand-written kernels.
 
 Legend: B batch, T time (queries), S time (keys a tile can reach), H heads, K head width, N tiles, C tokens of a tile.
 """
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from speedrun.science.kernels.attention import Sight
 
-#: Below this, products are too small to fill a core or a GPU.
+#: Products of smaller tiles do not fill a core or a GPU.
 SMALLEST_TILE_TOKENS = 128
 
 
@@ -25,10 +25,10 @@ def attention(
     window_tokens: int,
     tile_tokens: int | None = None,
 ) -> jax.Array:
-    """The definition's value and gradient, for any length, any float dtype and any window up to a bound.
+    """Compute the definition's value and gradient for any length, any float dtype and any window up to a bound.
 
-    Work is T (window + tile), not T squared. Scores exist for one tile at a time and are computed again in the
-    backward pass; what is kept is one copy of the keys and values for each tile that a window reaches.
+    Work is T (window + tile), not T squared. Scores exist for one tile at a time and are recomputed in the
+    backward pass, which keeps one copy of keys and values for each tile that a window reaches.
 
     Args:
         q_BTHK: queries.
@@ -36,9 +36,8 @@ def attention(
         v_BTHK: values.
         sight: how far back each token sees.
         scale: of the scores.
-        window_tokens: a static bound: no token may see more keys than this. One that does becomes NaN, so that
-            a wrong bound cannot pass for a result.
-        tile_tokens: by default half the bound: smaller ones copy keys more often, larger ones waste products.
+        window_tokens: static upper bound of the keys a token sees. The output of a token that sees more is NaN.
+        tile_tokens: default: half the bound. Smaller tiles copy keys more often, larger ones waste products.
 
     Returns:
         [B, T, H, K] in the dtype of `v_BTHK`.
@@ -75,9 +74,8 @@ def attention(
             jnp.arange(num_tiles),
         ),
     )
-    return jnp.moveaxis(o_NBCHK, 0, 1).reshape(len(q_BTHK), num_tiles * tile, *v_BTHK.shape[2:])[
-        :, :num_tokens
-    ]
+    o_BTHK = jnp.moveaxis(o_NBCHK, 0, 1).reshape(len(q_BTHK), num_tiles * tile, *v_BTHK.shape[2:])
+    return o_BTHK[:, :num_tokens]
 
 
 def _pad(x_BTHK: jax.Array, before: int, after: int) -> jax.Array:
@@ -85,14 +83,14 @@ def _pad(x_BTHK: jax.Array, before: int, after: int) -> jax.Array:
 
 
 def _tiles(x_BT: jax.Array, tile: int) -> jax.Array:
-    """[B, N * C, ...] as [N, B, C, ...], for a loop over tiles."""
+    """Reshape [B, N * C, ...] to [N, B, C, ...] for a loop over tiles."""
     return jnp.moveaxis(x_BT.reshape(len(x_BT), -1, tile, *x_BT.shape[2:]), 1, 0)
 
 
 def _with_tiles_before(x_BT: jax.Array, tile: int, num_before: int) -> jax.Array:
-    """Each tile behind its predecessors, [N, B, S, ...]; the first `num_before` tiles of `x_BT` are padding.
+    """Prepend to each tile its predecessors: [N, B, S, ...]. The first `num_before` tiles of `x_BT` are padding.
 
-    Shifted copies, because the gradient of a slice that moves with a loop would be as long as the sequence each time.
+    These are shifted copies: the gradient of a slice inside the loop would be an array of the whole sequence.
     """
     x_NBCHK = _tiles(x_BT, tile)
     num_tiles = len(x_NBCHK) - num_before

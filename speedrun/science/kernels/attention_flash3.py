@@ -1,16 +1,16 @@
-"""FlashAttention-3 through XLA's FFI, made exact for windows of whole blocks.
+"""FlashAttention-3 through XLA's FFI, exact for windows of whole blocks.
 
-Its kernels know a window of tokens that moves with each query; record 21's moves in blocks of b. With w blocks, query q
-at offset o of its block sees (w - 1) b + o + 1 keys. That is the sum of two calls that the kernels do know:
+Its kernels support a window that slides by tokens; record 21's window moves in blocks of b. With w blocks, query q
+at offset o in its block sees (w - 1) b + o + 1 keys. Two calls of the kernels cover them:
 
     near   the (w - 1) b keys up to q, inside its document
-    far    the first o + 1 keys of the block w - 1 before: causal attention between equal offsets of two blocks
+    far    the first o + 1 keys of the block w - 1 earlier: causal attention between equal offsets of two blocks
 
-The two are joined by their sums of exponentials. Backward, each call is given the joined output and sum, from which it
-computes the very weights of the whole, so that gradients simply add up. A window of one block needs `far` alone.
+Their outputs are combined through their sums of exponentials. In the backward pass each call gets the combined output
+and sum, computes the exact weights from them, and the gradients add up. A window of one block needs only `far`.
 
-Legend: B batch, T time, H heads, K head width, R = B * T tokens behind one another, N sequences of a call.
-Source: Shah et al. 2024, FlashAttention-3; kernels by Dao-AILab, packed by the third-party wheel `dew-flash-attn`.
+Legend: B batch, T time, H heads, K head width, R = B * T packed tokens, N sequences of a call.
+Source: Shah et al. 2024, FlashAttention-3; kernels by Dao-AILab, in the third-party wheel `dew-flash-attn`.
 """
 
 import ctypes
@@ -25,14 +25,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from speedrun.ground.errors import UsageError
-from speedrun.science.kernels.attention import Sight
+from speedrun.science.kernels.attention import Sight, size_refusals
 from speedrun.science.kernels.varying import varying_like
 
 INSTALL = "pip install --no-deps --require-hashes -r requirements/attention-cuda12.lock (cuda13 with CUDA 13)"
 
 _LIBRARY = "libdew_flash_attn3.so"
-#: Called directly, because the package's functions take no sum of exponentials from outside. Private, hence the
-#: pinned version.
+#: Called directly, because the package's public functions accept no sum of exponentials. They are private, so the
+#: version is pinned.
 TARGETS = ("dew_flash3_mha_varlen_fwd", "dew_flash3_mha_varlen_bwd")
 
 
@@ -54,23 +54,23 @@ def attention(
     block_tokens: int,
     max_documents: int,
 ) -> jax.Array:
-    """The definition's value and gradient to the rounding of its inputs; the window is static.
+    """Compute the definition's value and gradient to the rounding of the inputs; the window is static.
 
-    Every output becomes NaN, which no run survives, if `sight` has another window than the static one or more documents
-    than there is room for. dq is summed with atomics: its last bits differ from run to run.
+    The whole output is NaN if `sight` has another window or more than `max_documents` documents. dq is summed with
+    atomics, so its last bits differ between runs.
 
     Args:
         q_BTHK: queries; bfloat16 or float16, K 64 or 128.
         k_BTHK: keys, same dtype.
         v_BTHK: values, same dtype.
-        sight: of exactly this window.
+        sight: from exactly this window.
         scale: of the scores.
         window_blocks: at least 1.
-        block_tokens: tokens of one block.
-        max_documents: in the whole batch; each costs a few bytes and, empty, next to no time.
+        block_tokens: tokens per block.
+        max_documents: in the whole batch; an unused one costs a few bytes and almost no time.
 
     Raises:
-        UsageError: without the wheel.
+        UsageError: if the wheel is not installed.
     """
     settings = _Settings(scale, window_blocks, block_tokens, max_documents)
     t_T = jnp.arange(q_BTHK.shape[1], dtype=jnp.int32)
@@ -82,26 +82,29 @@ def attention(
     return jnp.where(is_other_window | has_no_room, jnp.nan, o_RHK.reshape(v_BTHK.shape))
 
 
+def refusals(shape_BTHK: tuple[int, ...]) -> list[str]:
+    """Return why the kernels cannot run on this shape."""
+    return size_refusals(shape_BTHK, widths=(64, 128))
+
+
 class Call(NamedTuple):
     """One call of the kernels: causal attention inside sequences of packed tokens.
 
-    Query `shift + i` stands over key i, so that the first `shift` queries and the last `shift` keys take no part.
+    Query `shift + i` is aligned with key i: the first `shift` queries and the last `shift` keys are left out.
     """
 
-    bounds_N: (
-        jax.Array
-    )  #: i32 [N + 1], where sequences of keys begin, and the end; an empty one takes no room
-    takes_part_R: jax.Array  #: bool, for the queries from `shift` on; the others see nothing in this call
+    bounds_N: jax.Array  #: i32 [N + 1], start of each sequence of keys, and the end; sequences may be empty
+    takes_part_R: jax.Array  #: bool, for the queries from `shift` on; the others see no key in this call
     shift: int
-    left: int  #: keys before its own that a query sees; -1 for all of its sequence
-    longest: int  #: no sequence has more tokens
+    left: int  #: number of keys before its own that a query sees; -1: all of its sequence
+    longest: int  #: upper bound of a sequence, in tokens
 
 
 def calls(start_BT: jax.Array, window_blocks: int, block_tokens: int, max_documents: int) -> tuple[Call, ...]:
-    """Record 21's mask as calls of the kernels: every visible pair is in exactly one of them.
+    """Split record 21's mask into calls of the kernels: every visible pair is in exactly one of them.
 
-    `far` cuts its keys where a block begins and where a document begins. A query takes part if its own document reaches
-    back to the key below it: then all keys of that sequence up to there are in its document and in its block.
+    `far` splits its keys at the starts of blocks and documents. A query takes part if its document contains the key
+    aligned with it: then all keys of that sequence up to this one are in its document and in the right block.
     """
     (num_rows, num_tokens), shift = start_BT.shape, (window_blocks - 1) * block_tokens
     rows_B, r_R = np.arange(num_rows) * num_tokens, jnp.arange(start_BT.size, dtype=jnp.int32)
@@ -140,12 +143,12 @@ def _forward(
     return o_RHK, (q_RHK, k_RHK, v_RHK, start_BT, o_RHK, lse_HR)
 
 
-def _backward(settings: _Settings, kept: tuple[jax.Array, ...], do_RHK: jax.Array) -> tuple[Any, ...]:
-    q_RHK, k_RHK, v_RHK, start_BT, o_RHK, lse_HR = kept
+def _backward(settings: _Settings, residuals: tuple[jax.Array, ...], do_RHK: jax.Array) -> tuple[Any, ...]:
+    q_RHK, k_RHK, v_RHK, start_BT, o_RHK, lse_HR = residuals
     dq_RHK = dk_RHK = dv_RHK = jnp.zeros((), jnp.float32)
     for call in calls(start_BT, *settings[1:]):
         end = len(q_RHK) - call.shift
-        # Against an infinite sum every weight is zero, and so is every gradient.
+        # An infinite sum makes every weight and gradient zero.
         lse = jnp.where(call.takes_part_R, lse_HR[:, call.shift :], jnp.inf)
         do, q, o = (x[call.shift :] for x in (do_RHK, q_RHK, o_RHK))
         dq, dk, dv = kernel_backward(do, q, o, k_RHK[:end], v_RHK[:end], lse, call, settings.scale)
@@ -161,14 +164,13 @@ _attention.defvjp(_forward, _backward)
 def kernel_forward(
     q_RHK: jax.Array, k_RHK: jax.Array, v_RHK: jax.Array, call: Call, scale: float
 ) -> tuple[jax.Array, jax.Array]:
-    """Output, and the log of the sum of exponentials f32 [H, R], of one call."""
+    """Return output and log-sum-exp (f32 [H, R]) of one call."""
     o_RHK, lse_HR, *_ = _ffi(
         TARGETS[0],
         jax.ShapeDtypeStruct(q_RHK.shape, q_RHK.dtype),
         jax.ShapeDtypeStruct((q_RHK.shape[1], len(q_RHK)), jnp.float32),
-        jax.ShapeDtypeStruct(
-            (1, 1, 1, 1), jnp.float32
-        ),  # scratch of a variant that splits keys, as is the next
+        # Scratch of a variant that splits keys.
+        jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.float32),
         jax.ShapeDtypeStruct((1, 1, 1), jnp.float32),
     )(q_RHK, k_RHK, v_RHK, call.bounds_N, call.bounds_N, **_attributes(call, scale))
     return varying_like(o_RHK, q_RHK), varying_like(lse_HR, q_RHK)
@@ -184,9 +186,9 @@ def kernel_backward(
     call: Call,
     scale: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """dq, dk and dv of the pairs of one call, whose weights are exp(scores - lse)."""
+    """Return dq, dk and dv of one call, whose weights are exp(scores - lse)."""
     num_tokens, num_heads, _ = q_RHK.shape
-    # Two rows of scratch a head, in which each sequence, and their end, may be rounded up to a tile of 128.
+    # Per head two rows of scratch, in which each sequence and the end may be rounded up to a tile of 128.
     scratch = jax.ShapeDtypeStruct((num_heads * (num_tokens + 128 * len(call.bounds_N)),), jnp.float32)
     dq_RHK, dk_RHK, dv_RHK, *_ = _ffi(
         TARGETS[1],
@@ -199,9 +201,9 @@ def kernel_backward(
 
 @cache
 def problem() -> str:
-    """Why the kernels cannot be called here, and what to do; empty once they are registered with JAX.
+    """Register the kernels with JAX; return why that is impossible and what to do, or an empty string.
 
-    The package is found but not imported: its import loads FlashAttention-2 as well, 338 MB that nothing here calls.
+    The package is located but not imported: its import also loads FlashAttention-2, 338 MB that is not needed.
     """
     spec = importlib.util.find_spec("dew_flash_attn")
     folders = (spec and spec.submodule_search_locations) or []
@@ -210,7 +212,7 @@ def problem() -> str:
         return f"no {_LIBRARY} of dew_flash_attn here; {INSTALL}"
     try:
         for runtime in _cuda_runtimes():
-            ctypes.CDLL(str(runtime))  # the library finds it by name where it is loaded already
+            ctypes.CDLL(str(runtime))  # loaded first, so that the library finds it by name
         library = ctypes.CDLL(str(path))
         for target in TARGETS:
             jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, target)), platform="CUDA")
@@ -220,7 +222,7 @@ def problem() -> str:
 
 
 def _cuda_runtimes() -> list[Path]:
-    """The `libcudart` of the CUDA wheels beside JAX; none where CUDA is the system's."""
+    """Return the `libcudart` of the CUDA wheels; empty with a system-wide CUDA."""
     spec = importlib.util.find_spec("nvidia")
     folders = (spec and spec.submodule_search_locations) or []
     names = ("cu13/lib/libcudart.so.13", "cuda_runtime/lib/libcudart.so.12")

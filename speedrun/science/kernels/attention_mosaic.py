@@ -1,15 +1,14 @@
-"""Attention kernels for Hopper, written in Pallas for Mosaic GPU: copies and products overlap by specialised warps.
+"""Attention kernels for Hopper in Pallas for Mosaic GPU: specialised warps overlap copies and products.
 
-The same three kernels as `attention_triton`, with the same bounds of tiles to visit. Each program has two warpgroups
-that compute, one tile of 64 tokens each, and one that does nothing but feed both from one pipeline of TMA copies.
-Weights pass through shared memory, and every product begins at zero and is added to sums in registers: both cost some
-time, and make kernels that JAX's interpreter can run on a CPU.
+The same three kernels as `attention_triton`, with the same bounds of tiles. Each program has two warpgroups that
+compute, with one tile of 64 tokens each, and a third that feeds both from one pipeline of TMA copies. Weights pass
+through shared memory, and every product starts at zero and is added to sums in registers. Both cost some time, but
+JAX's interpreter can run such kernels on a CPU.
 
-Legend: B batch, T time, H heads, K head width; inside a kernel C own tokens of a warpgroup, P tokens of a piped tile.
+Legend: B batch, T time, H heads, K head width; in a kernel C tokens of a warpgroup's tile, P tokens of a piped tile.
 Source: the recurrence is that of Dao et al. 2022 and 2023; two warpgroups on one pipeline are from Shah et al. 2024.
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,29 +19,25 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from speedrun.science.kernels.attention import Sight
-from speedrun.science.kernels.attention_triton import bounds
+from speedrun.science.kernels.attention import Sight, size_refusals
+from speedrun.science.kernels.attention_triton import LOG2_E, UNSEEN, bounds
 from speedrun.science.kernels.varying import varying_like
-
-_LOG2_E = math.log2(math.e)
-#: Finite, because a row may see nothing in its first tile, and inf - inf is no number.
-_UNSEEN = -1e30
 
 #: A warpgroup multiplies 64 rows at a time.
 TILE = 64
 WARPGROUPS = 2
-#: Tokens that one program owns: queries, or in the last kernel keys.
+#: Tokens per program: queries, or in the last kernel keys.
 OWN = WARPGROUPS * TILE
-#: Tiles in flight. No more than `WARPGROUPS`: a pipeline hangs if it is deeper than long, and a program visits no fewer
-#: tiles than its own.
+#: Tiles in flight. At most `WARPGROUPS`: a pipeline hangs with fewer tiles than stages, and a program visits at least
+#: its own tiles.
 _STAGES = 2
-#: What the copying warpgroup keeps; the others share the rest.
+#: Registers per thread of the copying warpgroup; the others share the rest.
 _COPY_REGISTERS = 40
 
 
 class _Settings(NamedTuple):
     scale: float
-    interpret: Any  #: None, or what JAX's interpreter of such kernels is told
+    interpret: Any  #: None, or parameters of JAX's interpreter
 
 
 def attention(
@@ -54,7 +49,7 @@ def attention(
     scale: float,
     interpret: Any = None,
 ) -> jax.Array:
-    """The definition's value and gradient to the rounding of bfloat16; any window, also a traced one.
+    """Compute the definition's value and gradient to the rounding of bfloat16, for any window.
 
     Args:
         q_BTHK: queries; bfloat16, T a multiple of 128, K 64 or 128.
@@ -65,23 +60,17 @@ def attention(
         interpret: parameters of JAX's interpreter, to run without a GPU.
 
     Raises:
-        ValueError: for a length, width or dtype that the kernels cannot take.
+        ValueError: if the kernels cannot take this T, K or dtype.
     """
-    if reasons := refusals(q_BTHK.shape[1], q_BTHK.shape[3], q_BTHK.dtype):
+    if reasons := refusals(q_BTHK.shape, q_BTHK.dtype):
         raise ValueError("; ".join(reasons))
     return _attention(q_BTHK, k_BTHK, v_BTHK, sight.first_BT, _Settings(scale, interpret))
 
 
-def refusals(num_tokens: int, head_dim: int, dtype: Any) -> list[str]:
-    """Why these sizes cannot run."""
-    reasons = []
-    if num_tokens % OWN:
-        reasons.append(f"sequences of {num_tokens:,} tokens; the kernels need a multiple of {OWN}")
-    if head_dim not in {64, 128}:
-        reasons.append(f"heads of {head_dim} dimensions; the kernels need 64 or 128")
-    if dtype != jnp.bfloat16:
-        reasons.append(f"{dtype} inputs; the kernels need bfloat16")
-    return reasons
+def refusals(shape_BTHK: tuple[int, ...], dtype: Any) -> list[str]:
+    """Return why the kernels cannot run on this shape and dtype."""
+    reasons = size_refusals(shape_BTHK, multiple=OWN, widths=(64, 128))
+    return reasons if dtype == jnp.bfloat16 else [*reasons, f"{dtype} inputs; the kernels need bfloat16"]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -96,13 +85,11 @@ def _forward(
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     first_tile_BN = bounds(first_BT, query_tile=OWN, key_tile=TILE).first_key_tile_BN
     rows, tokens, heads, width = q_BTHK.shape
+    lse = jax.ShapeDtypeStruct((rows, heads, tokens), jnp.float32)
     o_BTHK, lse_BHT = _call(
         _forward_kernel,
         settings,
-        [
-            jax.ShapeDtypeStruct(q_BTHK.shape, q_BTHK.dtype),
-            jax.ShapeDtypeStruct((rows, heads, tokens), jnp.float32),
-        ],
+        [jax.ShapeDtypeStruct(q_BTHK.shape, q_BTHK.dtype), lse],
         _wide(width, q_BTHK.dtype),
         _wide(TILE, q_BTHK.dtype),
         plgpu.SMEM((WARPGROUPS, TILE), jnp.int32),
@@ -111,8 +98,8 @@ def _forward(
     return o_BTHK, (q_BTHK, k_BTHK, v_BTHK, first_BT, o_BTHK, lse_BHT)
 
 
-def _backward(settings: _Settings, kept: tuple[jax.Array, ...], do_BTHK: jax.Array) -> tuple[Any, ...]:
-    q_BTHK, k_BTHK, v_BTHK, first_BT, o_BTHK, lse_BHT = kept
+def _backward(settings: _Settings, residuals: tuple[jax.Array, ...], do_BTHK: jax.Array) -> tuple[Any, ...]:
+    q_BTHK, k_BTHK, v_BTHK, first_BT, o_BTHK, lse_BHT = residuals
     width, dtype = q_BTHK.shape[3], q_BTHK.dtype
     first_tile_BN = bounds(first_BT, query_tile=OWN, key_tile=TILE).first_key_tile_BN
     end_tile_BM = bounds(first_BT, query_tile=TILE, key_tile=OWN).end_query_tile_BM
@@ -142,10 +129,9 @@ def _backward(settings: _Settings, kept: tuple[jax.Array, ...], do_BTHK: jax.Arr
 _attention.defvjp(_forward, _backward)
 
 
-def _forward_kernel(
-    q: Any, k: Any, v: Any, first: Any, first_tile: Any, o: Any, lse: Any, *scratch: Any, scale: float
-) -> None:
-    """Own queries: a running softmax over the key tiles they can see, the diagonal last."""
+def _forward_kernel(*refs: Any, scale: float) -> None:
+    """Process own queries: a running softmax over the key tiles they see, the diagonal last."""
+    q, k, v, first, first_tile, o, lse, *scratch = refs
     own_q, own_weights, own_first, own_lse, arrived = (_own(x) for x in scratch)
     at = _Place()
     start_tile = first_tile[at.row, at.index]
@@ -153,23 +139,22 @@ def _forward_kernel(
     def compute(run: Callable[..., Any]) -> None:
         _load(arrived, (q.at[at.wide], own_q), (first.at[at.row, at.tokens], own_first))
         zeros_CK = jnp.zeros(own_q.shape, jnp.float32)
-        o_CK, top_C, sum_C = run((zeros_CK, jnp.full(TILE, _UNSEEN), jnp.zeros(TILE)))
-        own_q[...] = (o_CK / _columns(sum_C, o_CK.shape)).astype(own_q.dtype)
-        own_lse[...] = top_C + jnp.log(sum_C) * _LOG2_E
+        o_CK, top_C, sum_C = run((zeros_CK, jnp.full(TILE, UNSEEN), jnp.zeros(TILE)))
+        own_q[...] = (o_CK / _columns(sum_C, o_CK.shape[1])).astype(own_q.dtype)
+        own_lse[...] = top_C + jnp.log(sum_C) * LOG2_E
         _store((own_q, o.at[at.wide]), (own_lse, lse.at[at.narrow]))
 
     def visit(step: Any, k_PK: Any, v_PK: Any, k_done: Any, v_done: Any, carry: Any) -> tuple[jax.Array, ...]:
         o_CK, top_C, sum_C = carry
-        scores_CP = _product(own_q, k_PK.T) * (scale * _LOG2_E)
+        scores_CP = _product(own_q, k_PK.T) * (scale * LOG2_E)
         plgpu.barrier_arrive(k_done)
         t_CP, s_CP = at.start + _iota(0), (start_tile + step[0]) * TILE + _iota(1)
-        sees_CP = (s_CP <= t_CP) & (s_CP >= _columns(own_first[...], t_CP.shape))
-        scores_CP = jnp.where(sees_CP, scores_CP, _UNSEEN)
+        scores_CP = _masked(scores_CP, t_CP, s_CP, own_first, _columns)
         new_top_C = jnp.maximum(top_C, jnp.max(scores_CP, axis=1))
-        weights_CP = jnp.exp2(scores_CP - _columns(new_top_C, scores_CP.shape))
+        weights_CP = jnp.exp2(scores_CP - _columns(new_top_C))
         shrink_C = jnp.exp2(top_C - new_top_C)
         _put(own_weights, weights_CP)
-        o_CK = o_CK * _columns(shrink_C, o_CK.shape) + _product(own_weights, v_PK)
+        o_CK = o_CK * _columns(shrink_C, o_CK.shape[1]) + _product(own_weights, v_PK)
         plgpu.barrier_arrive(v_done)
         return o_CK, new_top_C, sum_C * shrink_C + jnp.sum(weights_CP, axis=1)
 
@@ -177,20 +162,9 @@ def _forward_kernel(
     _pipeline(visit, compute, num_tiles, start_tile, _rows_of(k, at), _rows_of(v, at))
 
 
-def _query_kernel(
-    q: Any,
-    k: Any,
-    v: Any,
-    do: Any,
-    lse: Any,
-    delta: Any,
-    first: Any,
-    first_tile: Any,
-    dq: Any,
-    *scratch: Any,
-    scale: float,
-) -> None:
-    """Dq of own queries, over the key tiles they can see."""
+def _query_kernel(*refs: Any, scale: float) -> None:
+    """Compute dq of own queries, over the key tiles they see."""
+    q, k, v, do, lse, delta, first, first_tile, dq, *scratch = refs
     own_q, own_do, own_dscores, own_lse, own_delta, own_first, arrived = (_own(x) for x in scratch)
     at = _Place()
     start_tile = first_tile[at.row, at.index]
@@ -204,14 +178,13 @@ def _query_kernel(
         _store((own_q, dq.at[at.wide]))
 
     def visit(step: Any, k_PK: Any, v_PK: Any, k_done: Any, v_done: Any, dq_CK: Any) -> jax.Array:
-        scores_CP = _product(own_q, k_PK.T) * (scale * _LOG2_E)
+        scores_CP = _product(own_q, k_PK.T) * (scale * LOG2_E)
         t_CP, s_CP = at.start + _iota(0), (start_tile + step[0]) * TILE + _iota(1)
-        sees_CP = (s_CP <= t_CP) & (s_CP >= _columns(own_first[...], t_CP.shape))
-        scores_CP = jnp.where(sees_CP, scores_CP, _UNSEEN)
-        weights_CP = jnp.exp2(scores_CP - _columns(own_lse[...], scores_CP.shape))
+        scores_CP = _masked(scores_CP, t_CP, s_CP, own_first, _columns)
+        weights_CP = jnp.exp2(scores_CP - _columns(own_lse[...]))
         dweights_CP = _product(own_do, v_PK.T)
         plgpu.barrier_arrive(v_done)
-        _put(own_dscores, weights_CP * (dweights_CP - _columns(own_delta[...], scores_CP.shape)))
+        _put(own_dscores, weights_CP * (dweights_CP - _columns(own_delta[...])))
         dq_CK = dq_CK + _product(own_dscores, k_PK)
         plgpu.barrier_arrive(k_done)
         return dq_CK
@@ -220,21 +193,9 @@ def _query_kernel(
     _pipeline(visit, compute, num_tiles, start_tile, _rows_of(k, at), _rows_of(v, at))
 
 
-def _key_kernel(
-    q: Any,
-    k: Any,
-    v: Any,
-    do: Any,
-    lse: Any,
-    delta: Any,
-    first: Any,
-    end_tile: Any,
-    dk: Any,
-    dv: Any,
-    *scratch: Any,
-    scale: float,
-) -> None:
-    """Dk and dv of own keys, over the query tiles that can see them; scores are transposed throughout."""
+def _key_kernel(*refs: Any, scale: float) -> None:
+    """Compute dk and dv of own keys, over the query tiles that see them. Scores are transposed throughout."""
+    q, k, v, do, lse, delta, first, end_tile, dk, dv, *scratch = refs
     own_k, own_v, own_weights, arrived = (_own(x) for x in scratch)
     at = _Place()
     start_tile = at.index * WARPGROUPS
@@ -249,15 +210,14 @@ def _key_kernel(
 
     def visit(step: Any, *refs: Any) -> tuple[jax.Array, jax.Array]:
         q_PK, do_PK, lse_P, delta_P, first_P, *done, (dk_CK, dv_CK) = refs
-        scores_CP = _product(own_k, q_PK.T) * (scale * _LOG2_E)
+        scores_CP = _product(own_k, q_PK.T) * (scale * LOG2_E)
         s_CP, t_CP = at.start + _iota(0), (start_tile + step[0]) * TILE + _iota(1)
-        sees_CP = (s_CP <= t_CP) & (s_CP >= _rows(first_P[...], t_CP.shape))
-        scores_CP = jnp.where(sees_CP, scores_CP, _UNSEEN)
-        weights_CP = jnp.exp2(scores_CP - _rows(lse_P[...], scores_CP.shape))
+        scores_CP = _masked(scores_CP, t_CP, s_CP, first_P, _rows)
+        weights_CP = jnp.exp2(scores_CP - _rows(lse_P[...]))
         _put(own_weights, weights_CP)
         dv_CK = dv_CK + _product(own_weights, do_PK)
         dweights_CP = _product(own_v, do_PK.T)
-        _put(own_weights, weights_CP * (dweights_CP - _rows(delta_P[...], scores_CP.shape)))
+        _put(own_weights, weights_CP * (dweights_CP - _rows(delta_P[...])))
         dk_CK = dk_CK + _product(own_weights, q_PK)
         for barrier in done:
             plgpu.barrier_arrive(barrier)
@@ -274,7 +234,7 @@ def _key_kernel(
 
 
 class _Place:
-    """Which tokens this warpgroup owns, and how they are found in an operand."""
+    """The tokens of this warpgroup, and their indices in an operand."""
 
     def __init__(self) -> None:
         self.index, self.head, self.row = (lax.axis_index(name) for name in ("index", "head", "row"))
@@ -289,7 +249,7 @@ def _own(ref: Any) -> Any:
 
 
 def _rows_of(ref: Any, at: _Place) -> Any:
-    """One head of one row of [B, T, H, K]."""
+    """Select this program's head and row of [B, T, H, K]."""
     return ref.at[at.row, :, at.head, :]
 
 
@@ -307,13 +267,13 @@ def _store(*pairs: tuple[Any, Any]) -> None:
 
 
 def _put(ref: Any, x: jax.Array) -> None:
-    """Into shared memory, where the next product will read it."""
+    """Write to shared memory, for the next product."""
     ref[...] = x.astype(ref.dtype)
     plgpu.commit_smem()
 
 
 def _product(a: Any, b: Any) -> jax.Array:
-    """A b of two tiles in shared memory, float32 in registers."""
+    """Multiply two tiles in shared memory; the result is float32 in registers."""
 
     def multiply(sums: Any) -> jax.Array:
         plgpu.wgmma(sums, a, b)
@@ -326,18 +286,25 @@ def _iota(axis: int) -> jax.Array:
     return lax.broadcasted_iota(jnp.int32, (TILE, TILE), axis)
 
 
-def _columns(x_C: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return lax.broadcast_in_dim(x_C, shape, (0,))
+def _columns(x_C: jax.Array, width: int = TILE) -> jax.Array:
+    return lax.broadcast_in_dim(x_C, (TILE, width), (0,))
 
 
-def _rows(x_P: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return lax.broadcast_in_dim(x_P, shape, (1,))
+def _rows(x_P: jax.Array) -> jax.Array:
+    return lax.broadcast_in_dim(x_P, (TILE, TILE), (1,))
+
+
+def _masked(
+    scores_CP: jax.Array, t_CP: jax.Array, s_CP: jax.Array, first: Any, across: Callable[..., jax.Array]
+) -> jax.Array:
+    """Mask scores of queries t and keys s; `first` has one number per row or column of the tile."""
+    return jnp.where((s_CP <= t_CP) & (s_CP >= across(first[...])), scores_CP, UNSEEN)
 
 
 def _pipeline(
     visit: Callable[..., Any], compute: Callable[..., None], num_tiles: Any, start_tile: Any, *piped: Any
 ) -> None:
-    """Visits tiles of the piped operands one after another, while the next ones are on their way."""
+    """Visit tiles of the piped operands in order, while the next ones are being copied."""
     specs = [
         plgpu.BlockSpec((TILE, *x.shape[1:]), lambda i, x=x: (start_tile + i, *[0] * (len(x.shape) - 1)))
         for x in piped
@@ -358,7 +325,7 @@ def _pipeline(
 def _call(
     kernel: Callable[..., None], settings: _Settings, results: list[jax.ShapeDtypeStruct], *scratch: Any
 ) -> Callable[..., tuple[jax.Array, ...]]:
-    """Runs a kernel once for each tile of `OWN` tokens, head and row."""
+    """Run a kernel once per tile of `OWN` tokens, head and row."""
     rows, tokens, heads, _ = results[0].shape
     program = plgpu.kernel(
         partial(kernel, scale=settings.scale),
@@ -377,5 +344,5 @@ def _call(
 
 
 def _wide(width: int, dtype: Any) -> Any:
-    """A tile for each warpgroup."""
+    """Allocate one tile per warpgroup."""
     return plgpu.SMEM((WARPGROUPS, TILE, width), dtype)

@@ -1,8 +1,8 @@
-"""Attention kernels for Hopper, written in Pallas for Triton: tiles that nobody sees are skipped forward and backward.
+"""Attention kernels for Hopper in Pallas for Triton: fully masked tiles are skipped forward and backward.
 
-Three kernels: one forward; one backward by queries (dq) and one by keys (dk and dv), so that each result is summed in
-one place, in one order, without atomics. Which tiles a tile must visit is computed beforehand in plain JAX (`Bounds`).
-Triton compiles the products to wgmma. The same kernels run on a CPU with `interpret=True`, slowly, for tests.
+Three kernels: one forward; one backward by queries (dq) and one by keys (dk and dv), so that sums need no atomics and
+are deterministic. Plain JAX computes which tiles each program visits (`Bounds`). Triton compiles the products to
+wgmma. The same kernels run on a CPU with `interpret=True`, slowly, for tests.
 
 Legend: B batch, T time, H heads, K head width; inside a kernel C queries of a tile, S keys of a tile;
 N tiles of queries, M tiles of keys.
@@ -18,40 +18,40 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from speedrun.science.kernels.attention import Sight
+from speedrun.science.kernels.attention import Sight, size_refusals
 
-#: Scores are kept in base 2: exp2 is one instruction.
-_LOG2_E = math.log2(math.e)
-#: A score that no exponential survives. Finite: a row may see nothing in its first tile, and inf - inf is no number.
-_UNSEEN = -1e30
+#: Scores are in base 2: exp2 is one instruction.
+LOG2_E = math.log2(math.e)
+#: Score of a masked pair. Finite, because a row may see nothing in its first tile, and inf - inf is NaN.
+UNSEEN = -1e30
 
-#: What a program sees of an operand: its own tile of tokens, all tokens, or the one number of its tile.
+#: Block of an operand that a program reads: its own tile of tokens, all tokens, or one number per tile.
 Part = Literal["tile", "all", "one"]
 
 
 class Tiles(NamedTuple):
-    """How a kernel is cut, and what a program of it runs on."""
+    """Tile sizes in tokens, and launch parameters of a kernel."""
 
     queries: int
     keys: int
     num_warps: int
-    num_stages: int  #: tiles in flight
+    num_stages: int  #: of the software pipeline
 
 
-#: 128 x 128 of queries take 32 KB of the 227 KB of shared memory, each stage of keys and values as much.
+#: 128 queries of width 128 take 32 KB of 227 KB of shared memory; each stage of keys and values takes as much.
 FORWARD = Tiles(queries=128, keys=64, num_warps=8, num_stages=3)
 BACKWARD = Tiles(queries=64, keys=64, num_warps=4, num_stages=2)
 
 
 class Bounds(NamedTuple):
-    """Tiles worth a visit. Outside of them no query sees a key; they are exact, because `first` never falls."""
+    """Range of tiles to visit. It is exact, because `first` is non-decreasing; the other end is the diagonal."""
 
-    first_key_tile_BN: jax.Array  #: i32, for a tile of queries; it ends at its own diagonal
-    end_query_tile_BM: jax.Array  #: i32, exclusive, for a tile of keys; it begins at its own diagonal
+    first_key_tile_BN: jax.Array  #: i32, for each tile of queries
+    end_query_tile_BM: jax.Array  #: i32, exclusive, for each tile of keys
 
 
 def bounds(first_BT: jax.Array, *, query_tile: int, key_tile: int) -> Bounds:
-    """The lowest key of each query tile, and the last query that sees the last key of each key tile."""
+    """Return the tile of the lowest key of each query tile, and the end of the queries that see each key tile."""
     last_key_M = jnp.arange(key_tile - 1, first_BT.shape[1], key_tile)
     end_BM = jax.vmap(lambda first_T: jnp.searchsorted(first_T, last_key_M, side="right"))(first_BT)
     return Bounds(first_BT[:, ::query_tile] // key_tile, (-(-end_BM // query_tile)).astype(jnp.int32))
@@ -68,10 +68,10 @@ def attention(
     backward: Tiles = BACKWARD,
     interpret: bool = False,
 ) -> jax.Array:
-    """The definition's value and gradient to the rounding of its inputs' dtype; any window, also a traced one.
+    """Compute the definition's value and gradient to the rounding of the inputs' dtype, for any window.
 
     Scores, sums and accumulators are float32; weights and their gradients are rounded to the dtype of the values
-    before each product. Nothing of T squared is kept: the backward computes scores again.
+    before each product. The backward pass recomputes scores, so memory is linear in T.
 
     Args:
         q_BTHK: queries, bfloat16 for speed; K a power of two, T a multiple of every tile.
@@ -84,24 +84,17 @@ def attention(
         interpret: run on any platform, slowly.
 
     Raises:
-        ValueError: for a length or width that does not fit the tiles.
+        ValueError: if T or K does not fit the tiles.
     """
-    if reasons := refusals(q_BTHK.shape[1], q_BTHK.shape[3], forward, backward):
+    if reasons := refusals(q_BTHK.shape, forward, backward):
         raise ValueError("; ".join(reasons))
     return _attention(q_BTHK, k_BTHK, v_BTHK, sight.first_BT, _Settings(scale, forward, backward, interpret))
 
 
-def refusals(
-    num_tokens: int, head_dim: int, forward: Tiles = FORWARD, backward: Tiles = BACKWARD
-) -> list[str]:
-    """Why these sizes cannot run."""
-    step = math.lcm(forward.queries, forward.keys, backward.queries, backward.keys)
-    reasons = []
-    if num_tokens % step:
-        reasons.append(f"sequences of {num_tokens:,} tokens; the kernels need a multiple of {step}")
-    if head_dim not in {16, 32, 64, 128}:
-        reasons.append(f"heads of {head_dim} dimensions; the kernels need 16, 32, 64 or 128")
-    return reasons
+def refusals(shape_BTHK: tuple[int, ...], forward: Tiles = FORWARD, backward: Tiles = BACKWARD) -> list[str]:
+    """Return why the kernels cannot run on this shape."""
+    multiple = math.lcm(forward.queries, forward.keys, backward.queries, backward.keys)
+    return size_refusals(shape_BTHK, multiple=multiple, widths=(16, 32, 64, 128))
 
 
 class _Settings(NamedTuple):
@@ -138,8 +131,8 @@ def _forward(
     return o_BTHK, (q_BTHK, k_BTHK, v_BTHK, first_BT, o_BTHK, lse_BHT)
 
 
-def _backward(settings: _Settings, kept: tuple[jax.Array, ...], do_BTHK: jax.Array) -> tuple[Any, ...]:
-    q_BTHK, k_BTHK, v_BTHK, first_BT, o_BTHK, lse_BHT = kept
+def _backward(settings: _Settings, residuals: tuple[jax.Array, ...], do_BTHK: jax.Array) -> tuple[Any, ...]:
+    q_BTHK, k_BTHK, v_BTHK, first_BT, o_BTHK, lse_BHT = residuals
     tiles = settings.backward
     seen = bounds(first_BT, query_tile=tiles.queries, key_tile=tiles.keys)
     delta_BHT = jnp.einsum("bthk,bthk->bht", o_BTHK, do_BTHK, preferred_element_type=jnp.float32)
@@ -179,19 +172,9 @@ def _backward(settings: _Settings, kept: tuple[jax.Array, ...], do_BTHK: jax.Arr
 _attention.defvjp(_forward, _backward)
 
 
-def _forward_kernel(
-    q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    first_ref: Any,
-    first_tile_ref: Any,
-    o_ref: Any,
-    lse_ref: Any,
-    *,
-    scale: float,
-    tiles: Tiles,
-) -> None:
-    """One tile of queries: a running softmax over the key tiles it can see, the diagonal last."""
+def _forward_kernel(*refs: Any, scale: float, tiles: Tiles) -> None:
+    """Process a tile of queries: a running softmax over the key tiles it sees, the diagonal last."""
+    q_ref, k_ref, v_ref, first_ref, first_tile_ref, o_ref, lse_ref = refs
     q_CK, first_C = q_ref[...], first_ref[...]
     t_C = pl.program_id(0) * tiles.queries + jnp.arange(tiles.queries)
 
@@ -202,31 +185,19 @@ def _forward_kernel(
         scores_CS = _scores(q_CK, k_ref[keys, :], _sees(t_C[:, None], s_S[None, :], first_C[:, None]), scale)
         new_top_C = jnp.maximum(top_C, jnp.max(scores_CS, axis=1))
         weights_CS = jnp.exp2(scores_CS - new_top_C[:, None])
-        shrink_C = jnp.exp2(top_C - new_top_C)  # wipes out what a row gathered before it saw anything
+        shrink_C = jnp.exp2(top_C - new_top_C)  # zero for a row that has seen no key yet: drops its sums
         o_CK = o_CK * shrink_C[:, None] + plgpu.dot(weights_CS.astype(v_ref.dtype), v_ref[keys, :])
         return o_CK, new_top_C, sum_C * shrink_C + jnp.sum(weights_CS, axis=1)
 
-    start = jnp.zeros(q_CK.shape, jnp.float32), jnp.full(t_C.shape, _UNSEEN), jnp.zeros(t_C.shape)
+    start = jnp.zeros(q_CK.shape, jnp.float32), jnp.full(t_C.shape, UNSEEN), jnp.zeros(t_C.shape)
     o_CK, top_C, sum_C = jax.lax.fori_loop(first_tile_ref[...], _end_key_tile(tiles), visit, start)
     o_ref[...] = (o_CK / sum_C[:, None]).astype(o_ref.dtype)
     lse_ref[...] = top_C + jnp.log2(sum_C)
 
 
-def _query_kernel(
-    q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    do_ref: Any,
-    lse_ref: Any,
-    delta_ref: Any,
-    first_ref: Any,
-    first_tile_ref: Any,
-    dq_ref: Any,
-    *,
-    scale: float,
-    tiles: Tiles,
-) -> None:
-    """Dq of one tile of queries, over the key tiles it can see."""
+def _query_kernel(*refs: Any, scale: float, tiles: Tiles) -> None:
+    """Compute dq of a tile of queries, over the key tiles it sees."""
+    q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, first_ref, first_tile_ref, dq_ref = refs
     q_CK, do_CK, lse_C, delta_C, first_C = (x[...] for x in (q_ref, do_ref, lse_ref, delta_ref, first_ref))
     t_C = pl.program_id(0) * tiles.queries + jnp.arange(tiles.queries)
 
@@ -244,22 +215,9 @@ def _query_kernel(
     dq_ref[...] = (dq_CK * scale).astype(dq_ref.dtype)
 
 
-def _key_kernel(
-    q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    do_ref: Any,
-    lse_ref: Any,
-    delta_ref: Any,
-    first_ref: Any,
-    end_tile_ref: Any,
-    dk_ref: Any,
-    dv_ref: Any,
-    *,
-    scale: float,
-    tiles: Tiles,
-) -> None:
-    """Dk and dv of one tile of keys, over the query tiles that can see it; scores are transposed throughout."""
+def _key_kernel(*refs: Any, scale: float, tiles: Tiles) -> None:
+    """Compute dk and dv of a tile of keys, over the query tiles that see it. Scores are transposed throughout."""
+    q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, first_ref, end_tile_ref, dk_ref, dv_ref = refs
     k_SK, v_SK = k_ref[...], v_ref[...]
     s_S = pl.program_id(0) * tiles.keys + jnp.arange(tiles.keys)
 
@@ -286,11 +244,11 @@ def _sees(t: jax.Array, s: jax.Array, first: jax.Array) -> jax.Array:
 
 
 def _scores(rows_CK: jax.Array, columns_SK: jax.Array, sees_CS: jax.Array, scale: float) -> jax.Array:
-    return jnp.where(sees_CS, plgpu.dot(rows_CK, columns_SK.T) * (scale * _LOG2_E), _UNSEEN)
+    return jnp.where(sees_CS, plgpu.dot(rows_CK, columns_SK.T) * (scale * LOG2_E), UNSEEN)
 
 
 def _end_key_tile(tiles: Tiles) -> jax.Array:
-    """Exclusive end of the key tiles of this program's queries: causality."""
+    """Return the exclusive end of the key tiles of this program's queries: the diagonal."""
     return ((pl.program_id(0) + 1) * tiles.queries + tiles.keys - 1) // tiles.keys
 
 
@@ -302,7 +260,7 @@ def _call(
     *operands: tuple[jax.Array, Part],
     results: tuple[jax.ShapeDtypeStruct, ...],
 ) -> tuple[jax.Array, ...]:
-    """Runs a kernel once for each tile of `tile` tokens, head and row; results are written tile by tile."""
+    """Run a kernel once per tile of `tile` tokens, head and row; each program writes its tile of the results."""
     num_rows, num_tokens, num_heads, _ = operands[0][0].shape
     return pl.pallas_call(
         kernel,
@@ -317,7 +275,7 @@ def _call(
 
 
 def _spec(shape: tuple[int, ...], part: Part, tile: int) -> pl.BlockSpec:
-    """What one program sees of an operand: [B, T, H, K], [B, H, T] or [B, T], or [B, N] for one number."""
+    """Return the block of a program for an operand [B, T, H, K], [B, H, T] or [B, T], or [B, N] for "one"."""
     if part == "one":
         return pl.BlockSpec((None, None), lambda i, h, b: (b, i))
     at = {2: 1, 3: 2, 4: 1}[len(shape)]
@@ -335,5 +293,5 @@ def _rows(x_BTHK: jax.Array) -> tuple[int, int, int]:
 
 
 def _like(x: jax.Array, dtype: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    """A result that varies over the same mesh axes as `x`, as shard_map wants to be told."""
+    """Describe a result that varies over the same mesh axes as `x`; shard_map needs that."""
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(x).manual_axis_type)

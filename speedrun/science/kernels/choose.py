@@ -1,4 +1,4 @@
-"""Which form of an operation runs: chosen once, before compiling, and never without a word.
+"""Choose the form of each operation while a program is traced, and record the choice with its reason.
 
 Legend: B batch, T time, H heads, K head width.
 """
@@ -25,34 +25,34 @@ from speedrun.science.kernels.attention import Sight, Window, attention
 from speedrun.science.kernels.cross_entropy_gpu import Fp8
 from speedrun.science.kernels.qk_norm import Angles, qk_norm
 
-#: Up to here the definition is as fast on a CPU: 3.3 ms against 3.8 with 256 tokens, 28.5 against 11.3 with 512.
+#: On a CPU the definition is as fast up to this length: 3.3 ms against 3.8 at 256 tokens, 28.5 against 11.3 at 512.
 SHORT_TOKENS = 256
-#: A batch has room for as many documents as if they were this short; more of them are found out, never lost.
+#: Room for documents assumes this mean length. With more documents the output is NaN, never silently wrong.
 TOKENS_PER_DOCUMENT = 32
-#: What the scores of the definition may take; its backward keeps about three such arrays.
+#: Limit for the scores of the definition; its backward pass keeps about three such arrays.
 MOST_SCORE_BYTES = 4 * 2**30
 
 
 class AttentionCall(NamedTuple):
-    """What is known of a call of attention before it is compiled."""
+    """The static facts of a call of attention."""
 
     shape_BTHK: tuple[int, int, int, int]  #: on one device
     dtype: jnp.dtype
-    platform: str  #: of the devices, as JAX names it: cpu, gpu
+    platform: str  #: as JAX names it: cpu, gpu
     compute_capability: str  #: of an NVIDIA GPU, such as 9.0; empty elsewhere
     block_tokens: int
-    max_window_blocks: int  #: the largest window this program will be given
-    static_window_blocks: int | None  #: the only one it will be given, if it is compiled for each window anew
+    max_window_blocks: int  #: upper bound of the window
+    static_window_blocks: int | None  #: the window, if the program is compiled for one; None if it is traced
     max_documents: int  #: in the batch of one device
 
     @property
     def window_tokens(self) -> int:
-        """No query sees more keys."""
+        """Upper bound of the keys that a query sees."""
         return self.max_window_blocks * self.block_tokens
 
 
 class QkNormCall(NamedTuple):
-    """What is known of a call of QK-norm and rotary before it is compiled."""
+    """The static facts of a call of QK-norm and rotary."""
 
     head_dim: int
     dtype: jnp.dtype
@@ -61,7 +61,7 @@ class QkNormCall(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A form that can run, under the signature of the definition; the log and the record keep name and reason."""
+    """A form that can run, with the signature of the definition. Name and reason go into the log."""
 
     name: str
     function: Callable[..., Any]
@@ -69,51 +69,38 @@ class Choice(NamedTuple):
 
 
 class Form(NamedTuple):
-    """A way to compute an operation. All are exact: they differ from the definition by rounding alone."""
+    """A way to compute an operation. Forms differ from the definition only by rounding."""
 
-    against: Callable[[Any], list[str]]  #: of a call: why it cannot run, all reasons
-    bind: Callable[[Any], Callable[..., Any]]  #: to what it must know of a call
+    refusals: Callable[[Any], list[str]]  #: call -> all reasons why the form cannot run
+    bind: Callable[[Any], Callable[..., Any]]  #: call -> function with the signature of the definition
 
 
-def _against_definition(call: AttentionCall) -> list[str]:
+def _definition_refusals(call: AttentionCall) -> list[str]:
     rows, tokens, heads, _ = call.shape_BTHK
     need = 4 * rows * heads * tokens**2
     too_much = f"its scores take {need / 2**30:.0f} GiB; it needs {MOST_SCORE_BYTES / 2**30:.0f} GiB or less"
     return [too_much] if need > MOST_SCORE_BYTES else []
 
 
-def _against_triton(call: AttentionCall) -> list[str]:
-    _, tokens, _, width = call.shape_BTHK
-    return _against_platform(call) + _against_dtype(call) + attention_triton.refusals(tokens, width)
-
-
-def _against_mosaic(call: AttentionCall) -> list[str]:
-    _, tokens, _, width = call.shape_BTHK
-    return _against_platform(call) + attention_mosaic.refusals(tokens, width, call.dtype)
-
-
-def _against_flash3(call: AttentionCall) -> list[str]:
-    elsewhere = _against_platform(call)
-    reasons = elsewhere + _against_dtype(call)
-    if (width := call.shape_BTHK[3]) not in {64, 128}:
-        reasons.append(f"heads of {width} dimensions; the kernels need 64 or 128")
+def _flash3_refusals(call: AttentionCall) -> list[str]:
+    elsewhere = _platform_refusals(call)
+    reasons = elsewhere + _dtype_refusals(call) + attention_flash3.refusals(call.shape_BTHK)
     if call.static_window_blocks is None:
         reasons.append("the window is traced; the kernels need one program for each window")
-    if not elsewhere and (
-        problem := attention_flash3.problem()
-    ):  # loads the library: only where it may be called
+    # Loads the library, so only where it can run.
+    if not elsewhere and (problem := attention_flash3.problem()):
         reasons.append(problem)
     return reasons
 
 
-def _against_platform(call: AttentionCall | QkNormCall) -> list[str]:
+def _platform_refusals(call: AttentionCall | QkNormCall) -> list[str]:
     if (call.platform, call.compute_capability) == ("gpu", "9.0"):
         return []
     here = f"{call.platform} {call.compute_capability}".strip()
     return [f"this is a {here}; the kernels need an H100 or H200 (gpu 9.0)"]
 
 
-def _against_dtype(call: AttentionCall | QkNormCall) -> list[str]:
+def _dtype_refusals(call: AttentionCall | QkNormCall) -> list[str]:
     return [] if call.dtype == jnp.bfloat16 else [f"{call.dtype} inputs; the kernels need bfloat16"]
 
 
@@ -128,38 +115,45 @@ def _bind_flash3(call: AttentionCall) -> Callable[..., jax.Array]:
 
 
 ATTENTION: dict[str, Form] = {
-    "definition": Form(_against_definition, lambda _: attention),
+    "definition": Form(_definition_refusals, lambda _: attention),
     "banded": Form(
         lambda _: [], lambda call: partial(attention_banded.attention, window_tokens=call.window_tokens)
     ),
-    "triton": Form(_against_triton, lambda _: attention_triton.attention),
-    "mosaic": Form(_against_mosaic, lambda _: attention_mosaic.attention),
-    "flash3": Form(_against_flash3, _bind_flash3),
+    "triton": Form(
+        lambda call: (
+            _platform_refusals(call) + _dtype_refusals(call) + attention_triton.refusals(call.shape_BTHK)
+        ),
+        lambda _: attention_triton.attention,
+    ),
+    "mosaic": Form(
+        lambda call: _platform_refusals(call) + attention_mosaic.refusals(call.shape_BTHK, call.dtype),
+        lambda _: attention_mosaic.attention,
+    ),
+    "flash3": Form(_flash3_refusals, _bind_flash3),
 }
 
-
-#: Forms that need one program for each window.
+#: Forms that need one program per window.
 FIXED_WINDOW_FORMS = {"flash3"}
 
 
 def choose_attention(wanted: str, call: AttentionCall) -> Choice:
-    """The form that was asked for, or with "auto" the first of an order that can run.
+    """Return the wanted form, or for "auto" the first form in order of preference that can run.
 
-    On a GPU the order is triton, banded, definition. Two forms run only where they are asked for: `mosaic`, because
-    nobody has timed it against `triton` yet; and `flash3`, published as the fastest, because it is a binary of
-    a third party that needs a program for each window.
-    On a CPU it is the definition while sequences are short or the window takes in all of them, and banded beyond.
+    On a GPU the order is triton, banded, definition. "auto" never chooses `mosaic`, which has not been timed
+    against `triton` yet, nor `flash3`, the fastest in publications, which is a third-party binary and needs one
+    program per window. On a CPU it chooses the definition for short sequences and for windows that cover the whole
+    sequence, and banded otherwise.
 
     Args:
         wanted: "auto" or a name from `ATTENTION`.
-        call: what is known before compiling.
+        call: static facts of the call.
 
     Raises:
-        UsageError: for an unknown name, or a form that cannot run; it holds all reasons.
+        UsageError: if the name is unknown or the form cannot run; the message lists all reasons.
     """
     tokens = call.shape_BTHK[1]
     if wanted != "auto":
-        return _asked_for("attention", ATTENTION, wanted, call)
+        return _wanted("attention", ATTENTION, wanted, call)
     if call.platform != "cpu":
         order = ["triton", "banded", "definition"]
         why = f"first of {', '.join(order)} that can run here"
@@ -174,23 +168,25 @@ def choose_attention(wanted: str, call: AttentionCall) -> Choice:
 QK_NORM: dict[str, Form] = {
     "definition": Form(lambda _: [], lambda _: qk_norm),
     "triton": Form(
-        lambda call: _against_platform(call) + _against_dtype(call) + qk_norm_triton.refusals(call.head_dim),
+        lambda call: (
+            _platform_refusals(call) + _dtype_refusals(call) + qk_norm_triton.refusals(call.head_dim)
+        ),
         lambda _: qk_norm_triton.qk_norm,
     ),
 }
 
 
 def choose_qk_norm(wanted: str, call: QkNormCall) -> Choice:
-    """As `choose_attention`, from `QK_NORM`: with "auto" one pass where it can run, else the definition."""
+    """Return a form from `QK_NORM`, as `choose_attention` does; "auto" prefers the fused kernel."""
     if wanted != "auto":
-        return _asked_for("qk_norm", QK_NORM, wanted, call)
+        return _wanted("qk_norm", QK_NORM, wanted, call)
     return _first_of(QK_NORM, ["triton", "definition"], "one pass where it can run", call)
 
 
-def _asked_for(operation: str, forms: dict[str, Form], wanted: str, call: Any) -> Choice:
+def _wanted(operation: str, forms: dict[str, Form], wanted: str, call: Any) -> Choice:
     if wanted not in forms:
         raise unknown(f"form of {operation}", wanted, ["auto", *forms])
-    if reasons := forms[wanted].against(call):
+    if reasons := forms[wanted].refusals(call):
         raise UsageError(
             f"{operation} form {wanted!r} cannot run: {'; '.join(reasons)}; or let 'auto' choose another"
         )
@@ -198,28 +194,25 @@ def _asked_for(operation: str, forms: dict[str, Form], wanted: str, call: Any) -
 
 
 def _first_of(forms: dict[str, Form], order: list[str], why: str, call: Any) -> Choice:
-    against = {name: forms[name].against(call) for name in order}
-    name = next(name for name in order if not against[name])
-    passed = [f"not {other}: {', '.join(against[other])}" for other in order[: order.index(name)]]
-    return Choice(name, forms[name].bind(call), "; ".join([why, *passed]))
+    refusals = {name: forms[name].refusals(call) for name in order}
+    name = next(name for name in order if not refusals[name])
+    skipped = [f"not {other}: {', '.join(refusals[other])}" for other in order[: order.index(name)]]
+    return Choice(name, forms[name].bind(call), "; ".join([why, *skipped]))
 
 
-#: Tokens whose logits exist at one time on a GPU, in 16 bits: 4.9 GB with the GPT-2 vocabulary.
+#: Tokens per chunk of logits on a GPU: 4.9 GB in 16 bits with the GPT-2 vocabulary.
 HEAD_TOKENS = 49_152
 
 
 def choose_head(num_tokens: int, dtype: jnp.dtype, platform: str, fp8: Fp8 | None) -> Choice:
-    """The form of the loss head: the one for CPUs cannot round to 8 bits, the one for GPUs runs anywhere.
+    """Return the form of the loss head: the CPU form on a CPU without FP8, otherwise the GPU form, which runs anywhere.
 
-    Devices without FP8 units compute the same with wider ones.
+    Devices without FP8 units emulate FP8 products in a wider dtype.
     """
     if platform == "cpu" and fp8 is None:
-        return Choice(
-            "chunks", cross_entropy.summed_cross_entropy, "cpu: a chunk of logits stays in its cache"
-        )
-    num_chunks = next(
-        n for n in range(1, num_tokens + 1) if num_tokens % n == 0 and num_tokens / n <= HEAD_TOKENS
-    )
+        why = "cpu: a chunk of logits stays in its cache"
+        return Choice("chunks", cross_entropy.summed_cross_entropy, why)
+    num_chunks = cross_entropy.fewest_chunks(num_tokens, HEAD_TOKENS)
     reason = f"{platform}, {num_tokens:,} tokens in {num_chunks} chunks"
     head = partial(cross_entropy_gpu.summed_cross_entropy, fp8=fp8, num_chunks=num_chunks)
     return Choice(str(dtype) if fp8 is None else "fp8", head, reason)
@@ -227,12 +220,16 @@ def choose_head(num_tokens: int, dtype: jnp.dtype, platform: str, fp8: Fp8 | Non
 
 @dataclass(frozen=True)
 class Kernels:
-    """The operations of one program. Each call is given its form when it is traced, before anything is compiled."""
+    """The operations of one program. Tracing a call chooses its form and adds the choice to `choices`.
+
+    Shapes and dtypes of calls are known only to the traced model, and traced functions can return only arrays.
+    The choice is a pure function of the call, so tracing a program again changes nothing.
+    """
 
     platform: str  #: as JAX names it
     compute_capability: str  #: of an NVIDIA GPU; empty elsewhere
     wanted_attention: str = "auto"
-    #: By operation and shape, as traced.
+    #: By operation and shape.
     choices: dict[str, Choice] = field(default_factory=dict, compare=False)
 
     def attention(
@@ -247,7 +244,7 @@ class Kernels:
         window: Window,
         block_tokens: int,
     ) -> jax.Array:
-        """The value of `kernels.attention`; `window` and `block_tokens` are what `sight` was made of."""
+        """Compute `kernels.attention`; `sight` must be made from this `window` and `block_tokens`."""
         rows, tokens, heads, width = q_BTHK.shape
         call = AttentionCall(
             shape_BTHK=(rows, tokens, heads, width),
@@ -267,7 +264,7 @@ class Kernels:
             return choice.function(q_BTHK, k_BTHK, v_BTHK, sight, scale=scale)
 
     def qk_norm(self, q_BTHK: jax.Array, k_BTHK: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array]:
-        """RMS norm of each head, then rotary, of queries and keys. See `kernels.qk_norm`."""
+        """Apply the RMS norm per head, then rotary, to queries and keys. See `kernels.qk_norm`."""
         call = QkNormCall(q_BTHK.shape[3], q_BTHK.dtype, self.platform, self.compute_capability)
         choice = choose_qk_norm("auto", call)
         self.choices[f"qk_norm {'x'.join(map(str, q_BTHK.shape))} {q_BTHK.dtype}"] = choice
@@ -276,7 +273,7 @@ class Kernels:
     def summed_cross_entropy(
         self, x_ND: jax.Array, head_VD: jax.Array, targets_N: jax.Array, *, cap: float, fp8: Fp8 | None
     ) -> jax.Array:
-        """Loss of all tokens together: f32 [], nats. See `kernels.cross_entropy`."""
+        """Return the summed loss of all tokens: f32 [], nats. See `kernels.cross_entropy`."""
         choice = choose_head(len(x_ND), x_ND.dtype, self.platform, fp8)
         factors = x_ND.dtype if fp8 is None else "fp8"
         self.choices[f"head {'x'.join(map(str, x_ND.shape))} {factors}, {len(head_VD)} columns"] = choice

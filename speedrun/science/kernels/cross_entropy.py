@@ -1,4 +1,4 @@
-"""Vocabulary head, soft cap and loss: the definition, and a form that touches each logit as seldom as possible.
+"""Vocabulary head, soft cap and loss: the definition, and a form for CPUs that computes the logits in chunks.
 
 Legend: N tokens, D model, V vocabulary.
 """
@@ -10,23 +10,23 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-#: Tokens whose logits exist at one time: 256 x 50,304 float32 fit the caches of a CPU and keep its GEMMs busy.
+#: Most tokens per chunk: 256 x 50,304 float32 logits fit a CPU's caches and keep its GEMMs busy.
 CHUNK_TOKENS = 256
 
-#: Above it exp(-2 cap), the least a sum may hold, underflows float32.
+#: Above it exp(-2 cap), the smallest possible term of a sum, underflows float32.
 MAX_CAP = 40.0
 
 
 def logits(x_ND: jax.Array, head_VD: jax.Array, *, cap: float) -> jax.Array:
-    """Cap * tanh(x W^T / cap) in float32: [N, V], each within +-cap.
+    """Return cap * tanh(x W^T / cap) in float32: [N, V].
 
-    The record writes 30 sigmoid(z / 7.5), which is 15 tanh(z / 15) plus a constant that softmax ignores.
+    Record 21 writes 30 sigmoid(z / 7.5), which is 15 tanh(z / 15) plus a constant that softmax ignores.
     """
     return _capped(jnp.einsum("nd,vd->nv", x_ND, head_VD, preferred_element_type=jnp.float32), cap)
 
 
 def cross_entropy(x_ND: jax.Array, head_VD: jax.Array, targets_N: jax.Array, *, cap: float) -> jax.Array:
-    """The definition: negative log likelihood of each target in nats, f32 [N]."""
+    """Return the negative log likelihood of each target in nats: f32 [N]. This is the definition."""
     logits_NV = logits(x_ND, head_VD, cap=cap)
     target_N = jnp.take_along_axis(logits_NV, targets_N[:, None], axis=1)[:, 0]
     return jax.nn.logsumexp(logits_NV, axis=1) - target_N
@@ -35,12 +35,11 @@ def cross_entropy(x_ND: jax.Array, head_VD: jax.Array, targets_N: jax.Array, *, 
 def summed_cross_entropy(
     x_ND: jax.Array, head_VD: jax.Array, targets_N: jax.Array, *, cap: float
 ) -> jax.Array:
-    """Sum of `cross_entropy` over the tokens, f32 [], chunk by chunk.
+    """Return the sum of `cross_entropy` over the tokens, f32 [], computed in chunks.
 
-    When it is differentiated, the gradients are formed with the loss, while a chunk's logits are at hand: three
-    products instead of four, and never a [N, V] array. Logits are capped, so exp cannot overflow and no pass is
-    needed for a maximum: the cap itself is subtracted. The target's logit comes from its weight row, so that
-    no gradient is scattered. Measured with 1,024 tokens and the GPT-2 vocabulary: docs/LOG.md.
+    The forward pass of a derivative also computes the gradients, chunk by chunk: three products instead of four, and
+    no [N, V] array. Capped logits cannot overflow exp, so the cap is subtracted instead of a maximum. The target's
+    logit is computed from its weight row, which avoids a scatter. Timings: docs/LOG.md.
 
     Args:
         x_ND: final hidden states; any float dtype.
@@ -60,7 +59,7 @@ def _summed(x_ND: jax.Array, head_VD: jax.Array, targets_N: jax.Array, cap: floa
 
 
 class _Scored(NamedTuple):
-    """One chunk, and what its gradients are made of."""
+    """Loss of a chunk, and the terms of its gradients."""
 
     loss: jax.Array  #: f32 [], summed nats
     exp_NV: jax.Array  #: exp(logit - cap)
@@ -106,10 +105,10 @@ _summed.defvjp(_forward, _backward)
 
 
 def _row_sums(x_NV: jax.Array) -> jax.Array:
-    """Sum over the last axis, first inside groups of up to 128 columns.
+    """Sum over the last axis, first in groups of up to 128 columns.
 
-    XLA for CPU fuses exp into a plain reduction and then computes both without vectors, 2.5 times slower; a
-    product with ones keeps them apart, and groups keep its rounding error below 1e-6 of the sum.
+    XLA for CPU fuses exp into a plain reduction and does not vectorise the result, which is 2.5 times slower.
+    A product with ones prevents that, and groups keep its rounding error below 1e-6 of the sum.
     """
     group = math.gcd(x_NV.shape[1], 128)
     groups = x_NV.reshape(len(x_NV), -1, group)
@@ -121,12 +120,20 @@ def _capped(z: jax.Array, cap: float) -> jax.Array:
     return cap * jnp.tanh(z / cap)
 
 
+def fewest_chunks(num_tokens: int, most_tokens: int) -> int:
+    """Return the smallest number of equal chunks of at most `most_tokens` each."""
+    return next(n for n in range(1, num_tokens + 1) if num_tokens % n == 0 and num_tokens <= n * most_tokens)
+
+
+def in_chunks(x_ND: jax.Array, targets_N: jax.Array, num_chunks: int) -> tuple[jax.Array, jax.Array]:
+    """Split both into equal chunks: [C, N / C, D] and [C, N / C]."""
+    return x_ND.reshape(num_chunks, -1, x_ND.shape[1]), targets_N.reshape(num_chunks, -1)
+
+
 def _chunks(x_ND: jax.Array, targets_N: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Both cut into even chunks along the first axis, as large as allowed."""
-    size = max(size for size in range(1, min(CHUNK_TOKENS, len(x_ND)) + 1) if len(x_ND) % size == 0)
-    return x_ND.reshape(-1, size, x_ND.shape[1]), targets_N.reshape(-1, size)
+    return in_chunks(x_ND, targets_N, fewest_chunks(len(x_ND), CHUNK_TOKENS))
 
 
 def _zero_like(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Float32 zeros that vary over the same mesh axes as `x`, as a scan inside shard_map must have them."""
+    """Return float32 zeros that vary over the same mesh axes as `x`; a scan inside shard_map needs that."""
     return jnp.zeros(shape, jnp.float32) + 0 * x.ravel()[0].astype(jnp.float32)

@@ -1,7 +1,7 @@
-"""Vocabulary head, soft cap and loss for GPUs: three products, and as few passes over the logits as there can be.
+"""Vocabulary head, soft cap and loss for GPUs: three products, and as few passes over the logits as possible.
 
-Beside the definition in `cross_entropy`, with its signature and two arguments more: how the factors of the products
-are rounded, and in how many pieces. Neither changes what is computed.
+Computes the sum of `cross_entropy.cross_entropy`. Two more arguments set how factors are rounded, and the number of
+chunks.
 
 Legend: N tokens, D model, V vocabulary, C chunks.
 """
@@ -14,21 +14,23 @@ import jax
 import jax.numpy as jnp
 from jax.lax import Precision, dot_general
 
+from speedrun.science.kernels.cross_entropy import in_chunks
+
 
 @dataclass(frozen=True, slots=True)
 class Fp8:
-    """Fixed scales of 8-bit products: each factor is multiplied by its own, clipped and rounded.
+    """Fixed scales of 8-bit products: each factor is multiplied by its scale, clipped and rounded.
 
-    States and weights become e4m3 (at most 448), the gradient of the logits e5m2 (at most 57,344).
+    States and weights become e4m3 (at most 448), gradients of logits e5m2 (at most 57,344).
     """
 
     x: float
     head: float
-    grad: float  #: of the *summed* loss: its gradient lies within +-1, whatever the number of tokens
+    grad: float  #: of the *summed* loss, whose gradient lies within +-1 for any number of tokens
 
 
-#: Record 21, variant A (@YouJiacheng). It scales the gradient of a *mean* over 49,152 tokens by 2^19, which is that
-#: of the sum by 10.67. Said of the sum, the scale holds for a batch in any number of pieces.
+#: Record 21, variant A (@YouJiacheng). It scales the gradient of a *mean* over 49,152 tokens by 2^19. For the gradient
+#: of the sum that is 10.67, which holds for any number of chunks.
 RECORD21 = Fp8(x=2.0, head=2.0**9, grad=2.0**19 / 49_152)
 
 
@@ -41,28 +43,28 @@ def summed_cross_entropy(
     fp8: Fp8 | None = None,
     num_chunks: int = 1,
 ) -> jax.Array:
-    """Sum of `cross_entropy.cross_entropy` over the tokens: f32 [].
+    """Return the sum of `cross_entropy.cross_entropy` over the tokens: f32 [].
 
     The logits are written once, in the dtype of `x_ND`, and read twice: for the sum of exponentials and for their
-    gradient. Four things keep it at that. Capped logits cannot overflow exp, so the cap is subtracted, not a maximum.
-    The target's logit is gathered, and no gradient scattered. A barrier lets XLA compute tanh twice: else it would
-    keep it, as float32 [N, V]. And gradients are formed with the loss, as in the form for CPUs, so that chunks
-    need no fourth product. Traffic, counted for an H100: docs/LOG.md.
+    gradient. Capped logits cannot overflow exp, so the cap is subtracted instead of a maximum. The target's logit is
+    gathered, and no gradient is scattered. A barrier makes XLA compute tanh twice instead of storing it as float32
+    [N, V]. Gradients are computed with the loss, as in the CPU form, so that chunks need no fourth product.
+    Memory traffic on an H100: docs/LOG.md.
 
     Args:
         x_ND: final hidden states, any float dtype.
         head_VD: weights of the vocabulary, any float dtype. Their gradient is summed in float32 and returned
-            in this dtype: pass float32 to keep it, as record 21 does.
+            in this dtype: pass float32 to keep its precision, as record 21 does.
         targets_N: i32, each below V.
-        cap: of the logits; at most 40, or exp(-2 cap) would underflow float32.
-        fp8: scales for training in 8 bits. None, as for evaluation: factors in the dtype of `x_ND`.
-        num_chunks: of the tokens, one after the other, each with its share of the memory for logits.
+        cap: of the logits; at most `cross_entropy.MAX_CAP`.
+        fp8: scales for training in 8 bits. None: factors in the dtype of `x_ND`.
+        num_chunks: number of chunks, processed in sequence to save memory for logits.
 
     Raises:
-        ValueError: if the chunks do not come out even.
+        ValueError: if `num_chunks` does not divide the tokens.
     """
     if len(x_ND) % num_chunks:
-        raise ValueError(f"{len(x_ND)} tokens in {num_chunks} chunks do not come out even; need a divisor")
+        raise ValueError(f"{len(x_ND)} tokens cannot be split into {num_chunks} equal chunks; need a divisor")
     return _summed(x_ND, head_VD, targets_N, cap, fp8, num_chunks)
 
 
@@ -75,11 +77,11 @@ def _summed(
     def score(chunk: tuple[jax.Array, jax.Array]) -> jax.Array:
         return _score(factors._replace(x_ND=chunk[0]), chunk[1], cap).loss
 
-    return jnp.sum(jax.lax.map(score, _chunks(factors.x_ND, targets_N, num_chunks)))
+    return jnp.sum(jax.lax.map(score, in_chunks(factors.x_ND, targets_N, num_chunks)))
 
 
 class _Factors(NamedTuple):
-    """Both factors of the logits as they are multiplied, and what the product is then too large by."""
+    """Both factors of the logits as they are multiplied, and the scale of their product."""
 
     x_ND: jax.Array
     head_VD: jax.Array
@@ -95,26 +97,22 @@ def _factors(x_ND: jax.Array, head_VD: jax.Array, fp8: Fp8 | None) -> _Factors:
     return _Factors(x8_ND, head8_VD, fp8.x * fp8.head, x_ND.dtype)
 
 
-def _chunks(x_ND: jax.Array, targets_N: jax.Array, num_chunks: int) -> tuple[jax.Array, jax.Array]:
-    return x_ND.reshape(num_chunks, -1, x_ND.shape[1]), targets_N.reshape(num_chunks, -1)
-
-
 def _rounded(x: jax.Array, scale: float, dtype: Any) -> jax.Array:
-    """Scaled, clipped and cast: what is out of the range of e4m3 would become NaN."""
+    """Scale, clip and cast; e4m3 would turn larger values into NaN."""
     limit = float(jnp.finfo(dtype).max)
     return jnp.clip(x * scale, -limit, limit).astype(dtype)
 
 
 class _Scored(NamedTuple):
-    """A chunk, and what its gradients are made of."""
+    """Loss of a chunk, and the terms of its gradients."""
 
     loss: jax.Array  #: f32 [], summed nats
-    z_NV: jax.Array  #: logits before the cap, too large by the factors' scale
+    z_NV: jax.Array  #: logits before the cap, times the factors' scale
     sum_N: jax.Array  #: of exp(logit - cap)
 
 
 def _score(factors: _Factors, targets_N: jax.Array, cap: float) -> _Scored:
-    # In 8 bits, the default precision lets tensor cores sum with fewer bits, as the record's forward does.
+    # In 8 bits, the default precision lets tensor cores accumulate with fewer bits, as in record 21's forward.
     z_NV = dot_general(
         factors.x_ND, factors.head_VD, (((1,), (1,)), ((), ())), preferred_element_type=factors.dtype
     )
@@ -128,16 +126,16 @@ def _tanh(z: jax.Array, unit: float) -> jax.Array:
 
 
 class _Sums(NamedTuple):
-    """What chunks add up to."""
+    """Sums over chunks."""
 
     loss: jax.Array
-    dhead_VD: jax.Array  #: f32, too large by the scales of its two factors
+    dhead_VD: jax.Array  #: f32, times the scales of its two factors
 
 
 def _differentiate(
     factors: _Factors, targets_N: jax.Array, cap: float, fp8: Fp8 | None
 ) -> tuple[_Sums, jax.Array]:
-    """Loss of a chunk and gradients of its sum, of `x_ND` in the dtype of the logits; both still scaled."""
+    """Return loss and gradients of a chunk. Gradients are still scaled; that of `x_ND` has the dtype of the logits."""
     loss, z_NV, sum_N = jax.lax.optimization_barrier(_score(factors, targets_N, cap))
     tanh_NV = _tanh(z_NV, factors.scale * cap)
     is_target_NV = jax.lax.broadcasted_iota(jnp.int32, z_NV.shape, 1) == targets_N[:, None]
@@ -146,7 +144,7 @@ def _differentiate(
     if fp8 is None:
         g_NV, precision = dz_NV.astype(factors.dtype), Precision.DEFAULT
     else:
-        g_NV, precision = _rounded(dz_NV, fp8.grad, jnp.float8_e5m2), Precision.HIGHEST  # full sums
+        g_NV, precision = _rounded(dz_NV, fp8.grad, jnp.float8_e5m2), Precision.HIGHEST  # full accumulation
     product = partial(dot_general, g_NV, precision=precision)
     dx_ND = product(factors.head_VD, (((1,), (0,)), ((), ())), preferred_element_type=factors.dtype)
     dhead_VD = product(factors.x_ND, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
@@ -157,18 +155,18 @@ def _forward(
     x_ND: jax.Array, head_VD: jax.Array, targets_N: jax.Array, cap: float, fp8: Fp8 | None, num_chunks: int
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     factors = _factors(x_ND, head_VD, fp8)
-    x_CND, targets_CN = _chunks(factors.x_ND, targets_N, num_chunks)
+    x_CND, targets_CN = in_chunks(factors.x_ND, targets_N, num_chunks)
 
     def add(total: _Sums, chunk: tuple[jax.Array, jax.Array]) -> tuple[_Sums, jax.Array]:
         sums, dx_ND = _differentiate(factors._replace(x_ND=chunk[0]), chunk[1], cap, fp8)
         return jax.tree.map(jnp.add, total, sums), dx_ND
 
-    # The first chunk starts the sums: a single one is then no loop and adds nothing.
+    # The first chunk starts the sums, so that a single chunk needs no loop.
     sums, dx_ND = _differentiate(factors._replace(x_ND=x_CND[0]), targets_CN[0], cap, fp8)
     if num_chunks > 1:
         sums, rest_CND = jax.lax.scan(add, sums, (x_CND[1:], targets_CN[1:]))
         dx_ND = jnp.concatenate([dx_ND[None], rest_CND]).reshape(x_ND.shape)
-    # The last one only brings the head's dtype to the backward pass: a cotangent must have it.
+    # The last array only carries the head's dtype to the backward pass.
     return sums.loss, (dx_ND, sums.dhead_VD, jnp.zeros((), head_VD.dtype))
 
 

@@ -1,4 +1,4 @@
-"""What attention does to queries and keys first: RMS norm of each head, then rotary. The definition.
+"""QK-norm: RMS norm of queries and keys per head, then rotary. The definition.
 
 Legend: B batch, T time, H heads, K head width.
 """
@@ -12,7 +12,9 @@ Angles = tuple[jax.Array, jax.Array]
 
 
 def qk_norm(q_BTHK: jax.Array, k_BTHK: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array]:
-    """rotary(rms_norm(x)) of both; computed in float32, rounded to the dtype of the inputs after each of the two.
+    """Return rotary(rms_norm(x)) of queries and keys.
+
+    Both operations compute in float32 and round to the dtype of the inputs.
 
     Args:
         q_BTHK: queries; any float dtype.

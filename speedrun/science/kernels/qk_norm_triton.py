@@ -1,10 +1,10 @@
-"""QK-norm and rotary in one pass for Hopper, written in Pallas for Triton: each number is read and written once.
+"""QK-norm and rotary fused for Hopper, in Pallas for Triton: each number is read and written once.
 
-With r = 1 / rms(x) and R the rotation of a position, y = R x r. A rotation keeps inner products, so
+With r = 1 / rms(x) and R the rotation of a position, y = R x r. Rotations preserve inner products, so
 
-    dx = r R^T (dy - y mean(y dy)),
+    dx = r R^T (dy - y mean(y dy))
 
-exactly, whatever is added under the root. The backward needs y, which attention keeps anyway, and r: not x.
+exactly, for any epsilon under the root. The backward pass needs y, which attention keeps anyway, and r, but not x.
 
 Legend: B batch, T time, H heads, K head width; inside a kernel C tokens of a tile, J pairs of a head (K/2).
 """
@@ -23,7 +23,7 @@ from speedrun.science import nn
 from speedrun.science.kernels.qk_norm import Angles
 from speedrun.science.kernels.varying import varying_like
 
-#: Of a tile: a thread loads 16 bytes at a time.
+#: Tokens per tile, so that each thread loads 16 bytes at a time.
 TOKENS = 16
 WARPS = 4
 
@@ -31,17 +31,17 @@ WARPS = 4
 def qk_norm(
     q_BTHK: jax.Array, k_BTHK: jax.Array, angles: Angles, *, tokens: int = TOKENS, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """The definition's value and gradient to one rounding: what is between norm and rotary stays float32.
+    """Compute the definition's value and gradient, rounded once: nothing is rounded between norm and rotary.
 
     Args:
         q_BTHK: queries; K a power of two.
         k_BTHK: keys, same shape and dtype.
-        angles: as in the definition; they are given, and have no gradient.
-        tokens: of a tile, a power of two.
+        angles: as in the definition; they have no gradient.
+        tokens: per tile, a power of two.
         interpret: run on any platform, slowly.
 
     Raises:
-        ValueError: for a width that does not fit.
+        ValueError: if K is no power of two.
     """
     if reasons := refusals(q_BTHK.shape[3]):
         raise ValueError("; ".join(reasons))
@@ -49,7 +49,7 @@ def qk_norm(
 
 
 def refusals(head_dim: int) -> list[str]:
-    """Why this size cannot run."""
+    """Return why the kernels cannot run on this width."""
     fits = head_dim > 1 and head_dim.bit_count() == 1
     return [] if fits else [f"heads of {head_dim} dimensions; the kernels need a power of two"]
 
@@ -77,44 +77,35 @@ def _forward(
     return (yq_BTHK, yk_BTHK), (yq_BTHK, yk_BTHK, *r, angles)
 
 
-def _backward(settings: _Settings, kept: tuple[Any, ...], dy: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
-    *y_and_r, angles = kept
+def _backward(
+    settings: _Settings, residuals: tuple[Any, ...], dy: tuple[jax.Array, jax.Array]
+) -> tuple[Any, ...]:
+    *y_and_r, angles = residuals
     return *_call(_backward_kernel, angles, (*dy, *y_and_r), dy, settings), None
 
 
 _qk_norm.defvjp(_forward, _backward)
 
 
-def _forward_kernel(
-    cos_ref: Any, sin_ref: Any, q_ref: Any, k_ref: Any, yq_ref: Any, yk_ref: Any, rq_ref: Any, rk_ref: Any
-) -> None:
-    """Norm, then rotary, of a tile of queries and of keys, head by head."""
+def _forward_kernel(*refs: Any) -> None:
+    """Apply norm, then rotary, to a tile of queries and of keys, head by head."""
+    cos_ref, sin_ref, q_ref, k_ref, yq_ref, yk_ref, rq_ref, rk_ref = refs
     cos_CJ, sin_CJ = cos_ref[...], sin_ref[...]
     for h in range(q_ref.shape[1]):
-        loaded = _halves(q_ref, h), _halves(k_ref, h)  # before a store, which no load may overtake
+        loaded = _halves(q_ref, h), _halves(k_ref, h)  # loads are not moved before stores
         for (u_CJ, w_CJ), y_ref, r_ref in zip(loaded, (yq_ref, yk_ref), (rq_ref, rk_ref), strict=True):
             r_C = jax.lax.rsqrt(_mean(u_CJ * u_CJ, w_CJ * w_CJ) + nn.EPS)
             r_ref[h, :] = r_C
             _store(y_ref, h, r_C, u_CJ * cos_CJ + w_CJ * sin_CJ, w_CJ * cos_CJ - u_CJ * sin_CJ)
 
 
-def _backward_kernel(
-    cos_ref: Any,
-    sin_ref: Any,
-    dyq_ref: Any,
-    dyk_ref: Any,
-    yq_ref: Any,
-    yk_ref: Any,
-    rq_ref: Any,
-    rk_ref: Any,
-    dq_ref: Any,
-    dk_ref: Any,
-) -> None:
-    """What lies along y is taken out of dy; the rest is turned back and scaled."""
+def _backward_kernel(*refs: Any) -> None:
+    """Remove from dy its component along y, rotate back and scale."""
+    cos_ref, sin_ref, dyq_ref, dyk_ref, yq_ref, yk_ref, rq_ref, rk_ref, dq_ref, dk_ref = refs
     cos_CJ, sin_CJ = cos_ref[...], sin_ref[...]
-    refs = (dyq_ref, yq_ref, rq_ref), (dyk_ref, yk_ref, rk_ref)
+    inputs = (dyq_ref, yq_ref, rq_ref), (dyk_ref, yk_ref, rk_ref)
     for h in range(dq_ref.shape[1]):
-        loaded = [(_halves(dy_ref, h), _halves(y_ref, h), r_ref[h, :]) for dy_ref, y_ref, r_ref in refs]
+        loaded = [(_halves(dy_ref, h), _halves(y_ref, h), r_ref[h, :]) for dy_ref, y_ref, r_ref in inputs]
         for ((du_CJ, dw_CJ), (u_CJ, w_CJ), r_C), dx_ref in zip(loaded, (dq_ref, dk_ref), strict=True):
             along_C = _mean(u_CJ * du_CJ, w_CJ * dw_CJ)[:, None]
             du_CJ, dw_CJ = du_CJ - along_C * u_CJ, dw_CJ - along_C * w_CJ
@@ -133,7 +124,7 @@ def _store(ref: Any, h: int, r_C: jax.Array, u_CJ: jax.Array, w_CJ: jax.Array) -
 
 
 def _mean(u_CJ: jax.Array, w_CJ: jax.Array) -> jax.Array:
-    """Over both halves: f32 [C]."""
+    """Return the mean over both halves: f32 [C]."""
     return jnp.sum(u_CJ + w_CJ, axis=1) / (2 * u_CJ.shape[1])
 
 
@@ -144,13 +135,13 @@ def _call(
     results: tuple[Any, ...],
     settings: _Settings,
 ) -> Any:
-    """Runs a kernel once for each tile of tokens and row; results are shaped and typed like `results`."""
+    """Run a kernel once per tile of tokens and row; outputs have the shapes and dtypes of `results`."""
     first = operands[0]
     num_rows, num_tokens = first.shape[:2]
-    tile = math.gcd(num_tokens, settings.tokens)  # small for an odd length: none is ever cut off
+    tile = math.gcd(num_tokens, settings.tokens)  # divides any length, so no tile is cut off
 
     def spec(x: Any) -> pl.BlockSpec:
-        """Of [B, T, H, K] or [B, H, T]."""
+        """Return the block of [B, T, H, K] or [B, H, T]."""
         if x.ndim == 4:
             return pl.BlockSpec((None, tile, *x.shape[2:]), lambda i, b: (b, i, 0, 0))
         return pl.BlockSpec((None, x.shape[1], tile), lambda i, b: (b, 0, i))

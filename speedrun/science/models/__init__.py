@@ -1,1 +1,1 @@
-"""Architectures: a table of parameters and a forward function each."""
+"""Architectures: each has a table of parameters and a forward function."""

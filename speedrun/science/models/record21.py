@@ -1,6 +1,6 @@
 """The architecture of speedrun record 21: U-net skips, value embeddings, embedding shortcut, block windows.
 
-What a layer is, is data: `Config` holds one entry a layer, and the forward zips them. No layer number is tested.
+Layers are data: `Config` has one entry per layer, and the code never tests a layer's number.
 Legend: B batch, T time, D model, H heads, K head width, F mlp, V vocabulary.
 Source: modded-nanogpt, records 8 to 21 (K. Jordan, @Grad62304977, @YouJiacheng, @brendanh0gan, @KoszarskyB and others).
 """
@@ -20,35 +20,35 @@ from speedrun.science.params import Dtype, Params, ParamSpec, Table, constant, n
 
 Mixing = Literal["long", "short", "none"]
 
-#: Index of "no value embedding" in `Config.value_tables`.
+#: Stands for "no value embedding" in `Config.value_tables`.
 NO_TABLE = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Sizes, and one entry a layer of what differs between layers."""
+    """Sizes, and one entry per layer for what differs between layers."""
 
     vocab_size: int  #: rows of the input tables
-    head_size: int  #: columns of the softmax, vocab_size rounded up; the extra ones are never targets
+    head_size: int  #: columns of the softmax: vocab_size rounded up; the extra columns are never targets
     model_dim: int
     num_heads: int
     head_dim: int
     mlp_dim: int
-    mixing: tuple[Mixing, ...]  #: window of each layer's attention, or none
-    value_tables: tuple[int, ...]  #: which value embedding each layer adds; NO_TABLE for none
-    block_tokens: int  #: granularity of windows
+    mixing: tuple[Mixing, ...]  #: each layer's attention window, or none
+    value_tables: tuple[int, ...]  #: each layer's value embedding; NO_TABLE for none
+    block_tokens: int  #: tokens per block of a window
     attention_scale: float
     logit_cap: float
     document_token: int
-    table_dtype: Dtype  #: in which token and value embeddings and their moments are stored
+    table_dtype: Dtype  #: of stored token and value embeddings and their moments
 
     def __post_init__(self) -> None:
         if len(self.value_tables) != len(self.mixing):
             raise ValueError(
-                f"value_tables has {len(self.value_tables)} entries, mixing {len(self.mixing)}: one a layer"
+                f"value_tables has {len(self.value_tables)} entries, mixing {len(self.mixing)}; need one per layer"
             )
         if unknown := set(self.mixing) - set(MIXERS):
-            raise ValueError(f"mixing holds {sorted(unknown)}; a layer is one of {', '.join(MIXERS)}")
+            raise ValueError(f"mixing has {sorted(unknown)}; choose from {', '.join(MIXERS)}")
         if min(self.value_tables, default=NO_TABLE) < NO_TABLE:
             raise ValueError(
                 f"value_tables is {self.value_tables}; number tables from 0, {NO_TABLE} for none"
@@ -68,33 +68,38 @@ class Config:
         if self.head_dim % 4:
             raise ValueError(f"head_dim is {self.head_dim}: half-truncated rotary needs a multiple of 4")
         if self.head_size < self.vocab_size:
-            raise ValueError(f"head_size {self.head_size} is below vocab_size {self.vocab_size}")
+            raise ValueError(f"head_size is {self.head_size}; need at least vocab_size, {self.vocab_size}")
 
     @property
     def num_layers(self) -> int:
-        """Blocks, attention-free ones included."""
+        """Number of layers, including those without attention."""
         return len(self.mixing)
+
+    @property
+    def used_tables(self) -> list[int]:
+        """Indices of value embeddings that some layer adds."""
+        return sorted(set(self.value_tables) - {NO_TABLE})
 
 
 class Context(NamedTuple):
-    """What the attention of every layer shares: computed once a step."""
+    """Inputs that the attention of all layers shares, computed once per step."""
 
-    kernels: Kernels  #: the forms that run
+    kernels: Kernels
     windows: dict[Mixing, Window]
-    sights: dict[Mixing, Sight]  #: how far back a token sees
+    sights: dict[Mixing, Sight]  #: how far back each token sees
     angles: tuple[jax.Array, jax.Array]
-    values: dict[int, jax.Array]  #: looked-up value embeddings [B, T, H, K] by table; zero for NO_TABLE
+    values: dict[int, jax.Array]  #: value embeddings [B, T, H, K] by table; zero for NO_TABLE
 
 
 class Mixer(NamedTuple):
-    """How a layer moves information between positions: its parameters, and its function of rms_norm(x)."""
+    """How a layer mixes positions: its parameters, and its function of rms_norm(x)."""
 
     table: Callable[[Config], Table]
     apply: Callable[[jax.Array, Params, str, int, Context, Config], jax.Array]
 
 
 def attention_table(cfg: Config) -> Table:
-    """Queries, keys and values in one [3, H*K, D]; the output projection starts at zero."""
+    """Declare queries, keys and values in one [3, H*K, D], and an output projection that starts at zero."""
     inner = cfg.num_heads * cfg.head_dim
     return {
         "qkv": ParamSpec((3, inner, cfg.model_dim), ("qkv", "heads", "model"), uniform_fan_in, "matrix"),
@@ -104,7 +109,7 @@ def attention_table(cfg: Config) -> Table:
 
 
 def attend(window: Mixing) -> Callable[[jax.Array, Params, str, int, Context, Config], jax.Array]:
-    """Attention with one of the context's windows: QK-norm, rotary, mixed-in value embedding."""
+    """Return attention with one of the context's windows: QK-norm, rotary, value embedding."""
 
     def apply(
         h_BTD: jax.Array, p: Params, block: str, value_table: int, ctx: Context, cfg: Config
@@ -133,7 +138,7 @@ MIXERS: dict[Mixing, Mixer] = {
 
 
 def block_table(mixing: Mixing, cfg: Config) -> Table:
-    """Parameters of one block."""
+    """Declare the parameters of one layer."""
     return MIXERS[mixing].table(cfg) | {
         "lambdas": ParamSpec((2,), ("lambda",), constant(1.0, 0.0), "scalar"),
         "mlp_up": ParamSpec((cfg.mlp_dim, cfg.model_dim), ("mlp", "model"), uniform_fan_in, "matrix"),
@@ -142,24 +147,20 @@ def block_table(mixing: Mixing, cfg: Config) -> Table:
 
 
 def table(cfg: Config) -> Table:
-    """Every parameter of the model, declared once."""
+    """Declare the parameters of the model."""
     inner = cfg.num_heads * cfg.head_dim
     blocks = {
         f"block.{i}.{name}": spec
         for i, mixing in enumerate(cfg.mixing)
         for name, spec in block_table(mixing, cfg).items()
     }
-    values = {
-        f"value_embed.{i}": ParamSpec(
-            (cfg.vocab_size, inner), ("vocab", "heads"), normal, "embed", cfg.table_dtype
-        )
-        for i in sorted(set(cfg.value_tables) - {NO_TABLE})
-    }
+
+    def embedding(axis: str, width: int) -> ParamSpec:
+        return ParamSpec((cfg.vocab_size, width), ("vocab", axis), normal, "embed", cfg.table_dtype)
+
     return {
-        "embed": ParamSpec(
-            (cfg.vocab_size, cfg.model_dim), ("vocab", "model"), normal, "embed", cfg.table_dtype
-        ),
-        **values,
+        "embed": embedding("model", cfg.model_dim),
+        **{f"value_embed.{i}": embedding("heads", inner) for i in cfg.used_tables},
         **blocks,
         "skips": ParamSpec((cfg.num_layers // 2,), ("layer",), constant(1.0), "scalar"),
         "head": ParamSpec((cfg.head_size, cfg.model_dim), ("vocab", "model"), zeros, "head"),
@@ -167,28 +168,27 @@ def table(cfg: Config) -> Table:
 
 
 def logits(p: Params, x_ND: jax.Array, cfg: Config) -> jax.Array:
-    """Capped logits of final hidden states: f32 [N, V]."""
+    """Return the capped logits of final hidden states: f32 [N, V]."""
     return cross_entropy.logits(x_ND, p["head"], cap=cfg.logit_cap)
 
 
 def context(p: Params, tokens_BT: jax.Array, long: Window, cfg: Config, kernels: Kernels) -> Context:
-    """Windows, rotary angles and value embeddings of a batch."""
+    """Compute windows, rotary angles and value embeddings of a batch."""
     doc_BT = nn.documents(tokens_BT, cfg.document_token)
     windows: dict[Mixing, Window] = {"long": long, "short": long.halved()}
     heads = (*tokens_BT.shape, cfg.num_heads, cfg.head_dim)
-    tables = sorted(set(cfg.value_tables) - {NO_TABLE})
     return Context(
         kernels=kernels,
         windows=windows,
         sights={kind: sight(doc_BT, window.blocks, cfg.block_tokens) for kind, window in windows.items()},
         angles=nn.rotary_angles(tokens_BT.shape[1], cfg.head_dim),
-        values={i: nn.lookup(p[f"value_embed.{i}"], tokens_BT).reshape(heads) for i in tables}
+        values={i: nn.lookup(p[f"value_embed.{i}"], tokens_BT).reshape(heads) for i in cfg.used_tables}
         | {NO_TABLE: jnp.zeros((), p["embed"].dtype)},
     )
 
 
 def block(x_BTD: jax.Array, x0_BTD: jax.Array, p: Params, i: int, ctx: Context, cfg: Config) -> jax.Array:
-    """One layer: embedding shortcut, mixing over time, MLP."""
+    """Apply one layer: embedding shortcut, mixing over positions, MLP."""
     keep, shortcut = p[f"block.{i}.lambdas"]
     x_BTD = nn.blend((keep, x_BTD), (shortcut, x0_BTD))
     mix = MIXERS[cfg.mixing[i]].apply
@@ -197,16 +197,16 @@ def block(x_BTD: jax.Array, x0_BTD: jax.Array, p: Params, i: int, ctx: Context, 
 
 
 def forward(p: Params, tokens_BT: jax.Array, window: Window, cfg: Config, kernels: Kernels) -> jax.Array:
-    """Final hidden state, normalised, before the head.
+    """Return the normalised final hidden states.
 
-    The second half of the layers takes back what the first half pushed, last first (U-net, record 11).
+    Each layer of the second half adds the output of its mirror layer in the first half (U-net, record 11).
 
     Args:
         p: parameters by name, in the compute dtype.
-        tokens_BT: i32, each sequence by itself; documents may begin anywhere.
-        window: what a "long" layer sees; a "short" one sees half.
+        tokens_BT: i32, independent sequences; documents may begin anywhere.
+        window: of "long" layers; "short" layers see half of it.
         cfg: sizes and layers.
-        kernels: the operations that have several forms.
+        kernels: operations with several forms.
 
     Returns:
         [B, T, D] in the compute dtype.

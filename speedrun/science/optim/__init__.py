@@ -1,1 +1,1 @@
-"""Optimisers by the optax contract, and schedules."""
+"""Optimisers as optax transformations, and schedules."""

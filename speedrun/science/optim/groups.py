@@ -1,6 +1,6 @@
-"""Which transformation moves which group of parameters, as values a recipe holds.
+"""Optimisers as values of a recipe: one transformation per group of parameters.
 
-Learning rates are those of full strength; the schedule's `lr_scale` multiplies every update in the step.
+Learning rates are peak values; the training step multiplies every update by the schedule's `lr_scale`.
 """
 
 from dataclasses import dataclass
@@ -18,20 +18,20 @@ Transforms = dict[Group, optax.GradientTransformation]
 
 @dataclass(frozen=True, slots=True)
 class Adam:
-    """Adam with bias correction, no weight decay; in float32, its moments stored like the parameter."""
+    """Adam with bias correction and without weight decay, in float32. Moments have the dtype of the parameter."""
 
     beta1: float
     beta2: float
     eps: float
 
     def at(self, lr: float) -> optax.GradientTransformation:
-        """The transformation with its learning rate."""
+        """Return the transformation for a learning rate."""
         adam = in_float32(optax.scale_by_adam(self.beta1, self.beta2, self.eps))
         return optax.chain(adam, optax.scale(-lr))
 
 
 def in_float32(transform: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Keeps the state in the dtype it was born in, and computes in float32."""
+    """Make a transformation compute in float32 and keep the dtype of its state."""
 
     def cast(tree: Any, like: Any) -> Any:
         return jax.tree.map(lambda x, y: x.astype(y.dtype), tree, like)
@@ -62,7 +62,7 @@ class MuonAndAdam:
     adam: Adam
 
     def transforms(self) -> Transforms:
-        """One transformation a group."""
+        """Return one transformation per group."""
         muon = scale_by_muon(steps=self.muon_steps, dtype=self.muon_dtype)
         return {
             "matrix": optax.chain(muon, optax.scale(-self.muon_lr)),

@@ -1,7 +1,7 @@
 """Muon: momentum, then the nearest semi-orthogonal matrix.
 
-It sees banks [K, m, n] of whole matrices with m <= n (`params.Layout`), all of them local, so it is batched
-and communicates nothing. Source: Jordan et al. 2024; coefficients and Nesterov form of record 21.
+Works on banks [K, m, n] of whole local matrices with m <= n (`params.Layout`), so it is batched and needs no
+communication. Source: Jordan et al. 2024; coefficients and Nesterov form of record 21.
 """
 
 import math
@@ -15,20 +15,20 @@ import optax
 
 from speedrun.science.params import Dtype
 
-#: Quintic Newton-Schulz coefficients: steep at zero; singular values end in about 0.7 .. 1.2, not at 1.
+#: Quintic Newton-Schulz coefficients: steep at zero; singular values end at about 0.7 to 1.2, not at 1.
 A, B, C = 3.4445, -4.7750, 2.0315
 
 
 def orthogonalize(g_Kmn: jax.Array, *, steps: int, dtype: Dtype) -> jax.Array:
-    """Pulls the singular values of each matrix towards one: x <- A x + (B s + C s^2) x with s = x x^T.
+    """Move the singular values of each matrix towards one: x <- A x + (B s + C s^2) x with s = x x^T.
 
     Args:
-        g_Kmn: matrices with m <= n (so that s is the smaller square); leading axes are batch.
-        steps: five in every record.
-        dtype: in which it iterates; bfloat16 in every record.
+        g_Kmn: matrices with m <= n (so that s is the smaller square); leading axes are batch axes.
+        steps: of the iteration; five in every record.
+        dtype: of the iteration; bfloat16 in every record.
 
     Returns:
-        Same shape, in the dtype of the iteration. Zero stays zero.
+        Array of the same shape in `dtype`. Zero stays zero.
 
     Raises:
         ValueError: if m > n.
@@ -45,7 +45,7 @@ def orthogonalize(g_Kmn: jax.Array, *, steps: int, dtype: Dtype) -> jax.Array:
 
 
 def shape_factor(rows: int, cols: int) -> float:
-    """How much further a tall matrix is moved: sqrt(max(1, rows / cols)), of the matrix as declared."""
+    """Return the update scale of a matrix as declared: sqrt(max(1, rows / cols))."""
     return math.sqrt(max(1.0, rows / cols))
 
 
@@ -58,10 +58,11 @@ class MuonState(NamedTuple):
 def scale_by_muon(*, steps: int, dtype: Dtype) -> optax.GradientTransformationExtraArgs:
     """M <- mu m + (1 - mu) g;  update = factor * orthogonalize(mu m + (1 - mu) g).
 
-    Banks of equal matrices are orthogonalised together: a device owns one matrix of each, too small to fill a GPU.
+    Banks of equal shape are orthogonalised together: on eight devices each owns one matrix per bank, which is too
+    small to fill a GPU.
 
-    Extra arguments of `update`: `momentum`, which is mu, and `factors`, `shape_factor` of each matrix by the
-    name of its bank (f32 [K, 1, 1]).
+    Extra arguments of `update`: `momentum` is mu; `factors` has the `shape_factor` of each matrix (f32 [K, 1, 1])
+    by bank.
     """
 
     def init(params: optax.Params) -> MuonState:
@@ -93,7 +94,7 @@ def scale_by_muon(*, steps: int, dtype: Dtype) -> optax.GradientTransformationEx
 
 
 def _in_stacks(banks: list[jax.Array], function: Callable[[jax.Array], jax.Array]) -> list[jax.Array]:
-    """A function of matrices on every bank, banks of one shape stacked."""
+    """Apply a function of matrices to every bank, with banks of one shape stacked."""
     alike: dict[tuple[int, ...], list[int]] = {}
     for i, x_Kmn in enumerate(banks):
         alike.setdefault(x_Kmn.shape, []).append(i)

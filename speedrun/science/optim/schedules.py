@@ -1,4 +1,4 @@
-"""What changes from step to step without changing shapes. All of it is traced: a new value never recompiles."""
+"""Schedules of values that change between steps. They are traced, so a new value never recompiles."""
 
 import math
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import numpy as np
 
 
 class StepInputs(NamedTuple):
-    """Inputs of one training step beside its batch: numpy scalars on the host, arrays on the device."""
+    """Scheduled inputs of a training step: numpy scalars on the host, arrays on the device."""
 
     lr_scale: Any  #: f32
     momentum: Any  #: f32
@@ -17,21 +17,21 @@ class StepInputs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Record 21's schedules: flat then linear learning rate, momentum warm-up, windows that grow."""
+    """Record 21's schedules: constant, then linearly falling learning rate; momentum warm-up; growing window."""
 
-    cooldown_fraction: float  #: the last part of training, in which the learning rate falls
+    cooldown_fraction: float  #: last fraction of training, in which the learning rate falls
     final_lr_scale: float
     momentum_start: float
     momentum_end: float
     momentum_steps: int
-    final_window: float  #: blocks; the window is the smallest whole number not below final_window * progress
+    final_window: float  #: blocks; the window is ceil(final_window * progress), at least 1
 
     def __post_init__(self) -> None:
         if self.cooldown_fraction <= 0 or self.momentum_steps < 1:
             raise ValueError("cooldown_fraction must be above 0 and momentum_steps at least 1")
 
     def at(self, step: int, num_steps: int) -> StepInputs:
-        """Inputs of step number `step` (from 0) of `num_steps`; at `num_steps` those of the last validation."""
+        """Return the inputs of step `step` (from 0) of `num_steps`; `num_steps` itself is the last validation."""
         progress = step / num_steps
         remaining = min(1.0, (1 - progress) / self.cooldown_fraction)
         warm = min(1.0, step / self.momentum_steps)

@@ -1,4 +1,4 @@
-"""Recipes by name, imported when needed. Folders in $SPEEDRUN_RECIPES are parts of this package."""
+"""Recipes by name, imported on demand. Folders in $SPEEDRUN_RECIPES extend this package."""
 
 import importlib
 from pathlib import Path
@@ -9,15 +9,15 @@ from speedrun.science.recipe import Recipe
 
 
 def names() -> list[str]:
-    """Recipes that ship with this version."""
+    """Return the names of the recipes of this version."""
     return sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem != "__init__")
 
 
 def load(name: str) -> Recipe:
-    """The recipe of this name, shipped or in a folder of $SPEEDRUN_RECIPES.
+    """Return the recipe of this name, from this package or a folder of $SPEEDRUN_RECIPES.
 
     Raises:
-        UsageError: if there is none, or its file holds another one: a record names the file by its recipe.
+        UsageError: if there is none, or if its name is not that of its file.
     """
     __path__[1:] = map(str, recipe_folders())
     if name in _TAKEN:
@@ -26,7 +26,7 @@ def load(name: str) -> Recipe:
         raise UsageError(f"{unknown('recipe', name, names())}; or name its folder in ${RECIPES_VARIABLE}")
     recipe = getattr(importlib.import_module(f"speedrun.science.recipes.{name}"), "RECIPE", None)
     if not isinstance(recipe, Recipe) or recipe.name != name:
-        raise UsageError(f"{name}.py holds no RECIPE of name={name!r}; give it the name of its file")
+        raise UsageError(f"{name}.py holds no RECIPE of name={name!r}; name the recipe after its file")
     return recipe
 
 
