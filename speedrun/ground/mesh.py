@@ -141,7 +141,7 @@ def replicate(tree: Any, mesh: Mesh) -> Any:
 def memory_bytes(mesh: Mesh) -> int:
     """Memory that JAX may use on one device. Simulated devices share that of the machine."""
     if mesh.devices.flat[0].platform == "cpu":
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // mesh.size
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(mesh.local_devices)
     return min((device.memory_stats() or {})["bytes_limit"] for device in mesh.local_devices)
 
 

@@ -109,7 +109,7 @@ class Rerun:
                 self._execute(self._entry, config, Path(scratch), echo, {}, limit_s)
             finally:
                 _bring(made, out)
-                render_logs(out)
+        render_logs(out)
         new = [run for run in load(out).runs if run.finished] if out.is_dir() else []
         if len(new) != 1:
             raise SpeedrunError(

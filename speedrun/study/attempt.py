@@ -130,8 +130,8 @@ class Attempt:
             self.say(f"== {clock.now().utc[:19]}Z {stage}: {shlex.join(argv)}")
             code = self._run(argv)
             # A batch that proves nothing is still complete. `stats` reports it, `submit` knows whether it matters.
-            is_unproven = code == SpeedrunError.exit_code and not self._missing_runs()
-            if code and not (is_unproven and stage in ("batch", "stats")):
+            may_be_unproven = stage in ("batch", "stats") and code == SpeedrunError.exit_code
+            if code and not (may_be_unproven and not self._missing_runs()):
                 without = f" without --again {self.again}" if self.again else ""
                 sys.stderr.write(
                     f"attempt: {stage} ended with {meaning(code)}; to continue, run the same command{without}\n"
