@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from speedrun.ground import provenance, track
-from speedrun.ground.sourcefile import split_source
 from speedrun.ledger.code import SCIENCE
+from speedrun.ledger.source import split_source
 from speedrun.science import recipes
 
 ROOT = Path(__file__).parent.parent

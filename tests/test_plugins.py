@@ -18,7 +18,8 @@ import speedrun as sr
 from speedrun.ground import mesh, provenance
 from speedrun.ground.errors import UsageError
 from speedrun.ground.plugins import GROUP, resolve
-from speedrun.ground.sourcefile import RECIPES, RECIPES_VARIABLE, split_source
+from speedrun.ground.sourcefile import RECIPES, RECIPES_VARIABLE
+from speedrun.ledger.source import split_source
 from speedrun.science import recipes
 from speedrun.science.recipe import Stage
 from speedrun.training.program import Program

@@ -120,7 +120,7 @@ def command(
         if coordinator:
             raise UsageError("--local-processes and --coordinator; the first sets the second; leave one out")
         ctx.exit(local.run(local_processes, _child_words(ctx, resume or folder)))
-    ctx.with_resource(signals.heeded())
+    ctx.with_resource(signals.stoppable())
     _import_jax()
     from speedrun.training.prepare import RunConfig
     from speedrun.training.resume import resumed
@@ -136,7 +136,7 @@ def command(
     if resume is not None:
         only_with_resume(ctx, "ghost", "wandb", *PROCESS_ARGUMENTS)
     is_ours = resume is not None or not os.path.exists(folder)
-    group = meet.asked(
+    group = meet.find_group(
         coordinator, given["processes"], given["process"], given["heartbeat"], given["meet_within"]
     )
     try:

@@ -16,7 +16,7 @@ from typing import IO, Literal, Self
 import msgspec
 
 from speedrun.ground.clock import Stamp
-from speedrun.ground.errors import refusals_told
+from speedrun.ground.errors import translate_os_errors
 
 GENESIS = "0" * 16
 
@@ -246,7 +246,7 @@ class RunLog:
             now: the harness clock; the only source of time.
         """
         self._path, self._now = path, now
-        with refusals_told(self._path):
+        with translate_os_errors(self._path):
             self._file: IO[bytes] | None = None if path is None else path.open("xb")
         self._index = 0
         self._prev = GENESIS
@@ -275,7 +275,7 @@ class RunLog:
             if hold:
                 return
             held, self._held = self._held, []
-            with refusals_told(self._path):
+            with translate_os_errors(self._path):
                 self._file.writelines(raw for _, raw in held)
                 self._file.flush()
             for reader in tuple(self._readers):
@@ -290,7 +290,7 @@ class RunLog:
 
     def __exit__(self, *exc: object) -> None:
         if self._file is not None:
-            with refusals_told(self._path):
+            with translate_os_errors(self._path):
                 self._file.close()
 
 
