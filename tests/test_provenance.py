@@ -26,7 +26,7 @@ def checkout(tmp_path, monkeypatch) -> Path:
     git(tmp_path, "init", "--quiet")
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "--quiet", "--message", "one")
-    monkeypatch.setattr(provenance, "_ROOT", tmp_path)
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
     return tmp_path
 
 
@@ -55,7 +55,7 @@ def test_without_a_checkout_nothing_is_known(tmp_path, monkeypatch):
     """Also where some folder above is one: it is another project's."""
     git(tmp_path, "init", "--quiet")
     (tmp_path / "copy").mkdir()
-    monkeypatch.setattr(provenance, "_ROOT", tmp_path / "copy")
+    monkeypatch.setattr(provenance, "ROOT", tmp_path / "copy")
     assert provenance.checkout() == ("", None)
 
 
@@ -67,7 +67,7 @@ def lock_text(**versions: str) -> str:
 
 
 def test_the_lock_is_the_largest_one_that_fits(tmp_path, monkeypatch):
-    monkeypatch.setattr(provenance, "_ROOT", tmp_path)
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
     assert provenance.lock() == ("", "")
     (tmp_path / "requirements").mkdir()
     locks = {
