@@ -1,4 +1,4 @@
-"""A speedrun harness for FineWeb in JAX. `speedrun.library` is imported on first use: no `source.txt` holds it."""
+"""A speedrun harness for FineWeb in JAX. `speedrun.library` is imported on first use: no `source.txt` has it."""
 
 import importlib
 

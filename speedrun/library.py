@@ -1,4 +1,4 @@
-"""The package as a library: load a recipe, run it, look at the record. `speedrun` itself gives these names.
+"""The package as a library: load a recipe, run it, inspect the record. `import speedrun` exports these names.
 
 import speedrun as sr
 
@@ -40,7 +40,7 @@ class Record:
     """A record on disk."""
 
     def __init__(self, folder: Path | str) -> None:
-        """Of an existing folder; nothing is read yet."""
+        """Refer to an existing folder. Nothing is read yet."""
         self.folder = Path(folder)
 
     def __repr__(self) -> str:
@@ -51,7 +51,7 @@ class Record:
         """Losses, times and counts, derived from the runs.
 
         Raises:
-            UsageError: if there is no summary that can be read.
+            UsageError: if it cannot be read.
         """
         found = records.load(self.folder).summary
         if found is None:
@@ -66,14 +66,14 @@ class Record:
         return tuple(records.load(self.folder).runs)
 
     def validate(self) -> Report:
-        """Checks every claim again, offline; nothing in the record is executed."""
+        """Check all claims again, offline. Nothing in the record is executed."""
         return validate(self.folder)
 
     def plot(self, *kinds: record_plot.Kind) -> list[Path]:
-        """Draws `loss` against time (the default), `tokens` or `steps`; gives the files that were written.
+        """Plot `loss` against time (the default), `tokens` or `steps`; return the paths of the files.
 
         Raises:
-            UsageError: for another kind, or if nothing can be drawn.
+            UsageError: for another kind, or if there is nothing to plot.
         """
         for kind in {*kinds} - {*record_plot.KINDS}:
             raise unknown("kind of plot", kind, record_plot.KINDS)
@@ -84,7 +84,7 @@ def load(name: str) -> "Recipe":
     """Return a recipe of this package by its name, or one of your own by the path of its file.
 
     Args:
-        name: also the name of an installed package's entry point; a file is read anew each time.
+        name: also that of an installed package's entry point; a file is read again each time.
 
     Raises:
         UsageError: if there is none.
@@ -104,19 +104,19 @@ def run(
     devices: int | None = None,
     quiet: bool = False,
 ) -> Record:
-    """Trains once under the clock, in a process of its own, and writes a record, as `speedrun run` does.
+    """Train once under the clock, in a process of its own, and write a record, as `speedrun run` does.
 
     Args:
-        recipe: a recipe of this package, with other settings if you like, or its name; None: the track's own.
+        recipe: from `load`, also with other settings, or its name; None: the default of the track.
         track: its name.
         out: a new folder.
         seed: of the initial weights.
-        data: folder of shards; None: the track's own.
-        devices: how many; None: what the track asks for, or all there are.
-        quiet: prints nothing; else the log of the run, as it comes.
+        data: folder of shards; None: that of the track.
+        devices: their number; None: as the track requires, or all.
+        quiet: print nothing; otherwise the log is printed during the run.
 
     Raises:
-        SpeedrunError: as `speedrun run`; a run that broke off leaves a record that says so.
+        SpeedrunError: as `speedrun run`. The record of a run that broke off says so.
     """
     rules = load_track(track)
     name, settings = (
@@ -140,10 +140,10 @@ def run(
 
 
 def _train(asked: dict[str, Any], printer: Printer) -> None:
-    """Trains in a process of its own: JAX may have other devices here, and a clock counts from a process's start.
+    """Train in a child process: JAX may have other devices here, and the cold wall time starts with a process.
 
     Raises:
-        SpeedrunError: with its last line and its exit code, if it ends badly.
+        SpeedrunError: with the last line and the exit code of the process, if it fails.
     """
     with TemporaryDirectory(prefix="speedrun-") as folder:
         path, said = Path(folder, "request.json"), ""
@@ -171,10 +171,10 @@ def _train(asked: dict[str, Any], printer: Printer) -> None:
 
 
 def settings_of(recipe: "Recipe") -> dict[str, str]:
-    """What `--set` would have to say to make this recipe of the one in the file of its name.
+    """Return the settings (`--set`) by which this recipe differs from that in its file.
 
     Raises:
-        UsageError: if it differs in more than settings can say.
+        UsageError: if it differs in more than settings.
     """
     from speedrun.science import recipes
     from speedrun.science.recipe import IDENTITY, settings
@@ -186,6 +186,6 @@ def settings_of(recipe: "Recipe") -> dict[str, str]:
     if base.override(wanted) != recipe:
         raise UsageError(
             f"recipe {recipe.name} differs from its file in more than settings; need a file of its own, "
-            "since a record carries the source of its recipe; copy the file, change it, and load that name"
+            "since a record contains the source of its recipe; copy the file, change it, and load it by its path"
         )
     return wanted

@@ -14,13 +14,14 @@ from typing import NamedTuple
 import msgspec
 
 from speedrun.ground import console, provenance, runlog, track
-from speedrun.ground.sourcefile import join_source, split_source
+from speedrun.ground.sourcefile import join_source
 from speedrun.ledger import history, reference, runfile
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.code import is_science
 from speedrun.ledger.format import Declaration, Look, TrackRef
 from speedrun.ledger.reference import Point
 from speedrun.ledger.runfile import DataRead, Recipe, RunFile, ShardRange
+from speedrun.ledger.source import split_source
 
 VAL_TOKENS = 1000
 SHARD_TOKENS = 5000

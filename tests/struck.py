@@ -28,8 +28,9 @@ from speedrun import cli
 from speedrun.board.pages import BEGIN, END
 from speedrun.data import synthetic
 from speedrun.ground import children, clock, provenance, track
-from speedrun.ground.sourcefile import join_source, split_source
+from speedrun.ground.sourcefile import join_source
 from speedrun.ledger import format, runfile
+from speedrun.ledger.source import split_source
 from speedrun.ledger.validate import validate
 
 TIMEOUT_S = 120
@@ -79,7 +80,7 @@ def forked(function: Callable[[], object], argv: list[str]) -> int:
     """The id of a process that calls a function and ends with its exit code."""
     if pid := os.fork():
         return pid
-    clock._BORN_NS, sys.argv = clock.now().mono_ns, argv
+    clock._IMPORT_NS, sys.argv = clock.now().mono_ns, argv
     code = None
     try:
         function()

@@ -15,7 +15,7 @@ from record_forge import Spec, declaration, declare, forge, install_track
 from speedrun import cli
 from speedrun.doctor import nvidia
 from speedrun.ground import children, devices, track
-from speedrun.ground.lock import alone_in
+from speedrun.ground.lock import lock_folder
 from speedrun.study.attempt import STAGES
 
 ROOT = Path(__file__).parent.parent
@@ -195,7 +195,7 @@ def test_another_batch_is_not_begun_by_mistake(stages: Stages):
 
 
 def test_two_attempts_take_no_turns(stages: Stages):
-    with alone_in(Path("runs/forged.attempt")):
+    with lock_folder(Path("runs/forged.attempt")):
         result = invoke("--runs", "2")
     assert (result.exit_code, stages.typed) == (2, [])
     assert "another program writes into it" in result.stderr

@@ -17,14 +17,15 @@ from speedrun import cli
 from speedrun.board.record_plot import plot
 from speedrun.ground import mesh, runlog
 from speedrun.ground.errors import CheckpointError, Terminated, UsageError
-from speedrun.ground.lock import alone_with
+from speedrun.ground.lock import lock_record
 from speedrun.ledger import format, runfile
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.salvage import salvage
 from speedrun.ledger.validate import validate
 from speedrun.science import recipes
+from speedrun.science.step import TrainState
 from speedrun.training import checkpoint, loop, train
-from speedrun.training.checkpoint import Facts, described, folder_of, named, opened, sealed, unsealed
+from speedrun.training.checkpoint import Facts, described, folder_of, named, opened, seal, unseal
 from speedrun.training.prepare import RunConfig
 from speedrun.training.program import Program
 
@@ -147,7 +148,7 @@ def test_what_was_killed_before_its_folder_appeared_starts_over(unbroken, tmp_pa
 
 def test_a_second_run_into_one_folder_is_refused_without_checkpoints_too(unbroken, tmp_path):
     config = msgspec.structs.replace(unbroken, out=tmp_path / "out", checkpoint_every=0)
-    with alone_with(config.out), pytest.raises(UsageError, match="another program writes into it"):
+    with lock_record(config.out), pytest.raises(UsageError, match="another program writes into it"):
         train.train(config)
     assert not config.out.exists()
 
@@ -236,7 +237,7 @@ def copy(tmp_path, written) -> Path:
     return shutil.copytree(written, tmp_path / "checkpoints")
 
 
-def restored(folder: Path, small: Program, said: list[str]) -> checkpoint.Restored:
+def restored(folder: Path, small: Program, said: list[str]) -> tuple[TrainState, Facts]:
     with opened(folder, b"{}", every=1, keep=0) as checkpoints:
         return checkpoints.restore(small, "c" * 64, said.append)
 
@@ -290,7 +291,7 @@ def test_damage_is_found_and_the_step_before_is_taken(copy, small, damage):
 def test_facts_that_cannot_be_read_are_damage_too(copy, small):
     (copy / "2" / "facts" / "metadata").write_text("{")
     said = []
-    assert restored(copy, small, said).facts.step == 1
+    assert restored(copy, small, said)[1].step == 1
     assert len(said) == 1
 
 
@@ -310,7 +311,7 @@ def test_a_changed_fact_is_damage_too(copy, small, was, becomes):
     assert was in text
     path.write_text(text.replace(was, becomes, 1))
     said = []
-    assert restored(copy, small, said).facts.step == 1
+    assert restored(copy, small, said)[1].step == 1
     assert said == ["checkpoint 2 is damaged (its digest does not fit); removed, the one before it is tried"]
 
 
@@ -324,13 +325,13 @@ def test_swapped_checkpoints_are_damage(copy, small):
 def test_no_changed_bit_of_what_was_sealed_passes():
     """Of `run.json`: what was asked for, with its seed."""
     raw = '{"seed":0,"note":"größer \\" \\n"}'.encode()
-    whole = msgspec.json.encode(sealed(raw))
-    assert unsealed(msgspec.json.decode(whole)) == raw
+    whole = msgspec.json.encode(seal(raw))
+    assert unseal(msgspec.json.decode(whole)) == raw
     for place in range(8 * len(whole)):
         changed = bytearray(whole)
         changed[place // 8] ^= 1 << place % 8
         with pytest.raises(ValueError):  # noqa: PT011 - of the parser, or of the digest
-            unsealed(msgspec.json.decode(bytes(changed)))
+            unseal(msgspec.json.decode(bytes(changed)))
 
 
 def test_no_whole_checkpoint_is_an_error(copy, small):
@@ -375,14 +376,14 @@ def test_one_process_writes_at_a_time(copy):
 def test_what_a_killed_writer_left_is_removed(copy, small):
     left = copy / "3.orbax-checkpoint-tmp-1"
     (left / "state").mkdir(parents=True)
-    assert restored(copy, small, []).facts.step == 2
+    assert restored(copy, small, [])[1].step == 2
     assert not left.exists()
 
 
 def test_the_newest_are_kept(tmp_path, small):
     state = small.init(jax.random.key(0))
     with opened(tmp_path, b"{}", every=2, keep=2) as checkpoints:
-        assert [step for step in range(1, 7) if checkpoints.due(step)] == [2, 4, 6]
+        assert [step for step in range(1, 7) if checkpoints.is_due(step)] == [2, 4, 6]
         for step in (2, 4, 6):
             checkpoints.save(state, facts(state, step))
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.isdigit()) == ["4", "6"]

@@ -18,16 +18,10 @@ from click.testing import CliRunner, Result
 
 from speedrun import __version__, cli
 from speedrun.cli.options import json_option
-from speedrun.data import inventory, shards, synthetic
+from speedrun.data import inventory, shards, synthetic, writing
 from speedrun.ground import track
-from speedrun.ground.errors import (
-    EXIT_CODES,
-    DataError,
-    NonFiniteError,
-    SpeedrunError,
-    Terminated,
-    UsageError,
-)
+from speedrun.ground.errors import DataError, NonFiniteError, SpeedrunError, Terminated, UsageError
+from speedrun.ground.exit_codes import EXIT_CODES
 from speedrun.ground.sourcefile import RECIPES_VARIABLE
 from speedrun.science import recipes
 
@@ -278,10 +272,10 @@ def write(_: track.Track, folder: Path) -> inventory.Manifest:
     """Stands for the generator: two shards of five tokens."""
     folder.mkdir()
     names = ("smoke_train_000001.bin", "smoke_val_000000.bin")
-    digests = [shards.sha256(shards.write_shard(folder / name, np.arange(5)).path) for name in names]
+    digests = [shards.sha256(writing.write_shard(folder / name, np.arange(5)).path) for name in names]
     entries = {name: inventory.ShardEntry(5, 1, digest) for name, digest in zip(names, digests, strict=True)}
     manifest = inventory.Manifest("a test", {}, 5, 0, entries)
-    inventory.write_manifest(folder, manifest)
+    writing.write_manifest(folder, manifest)
     return manifest
 
 
@@ -327,7 +321,7 @@ def test_bytes_per_token_are_shown_where_the_manifest_knows_them(small: Path):
         name: msgspec.structs.replace(entry, text_bytes=text_bytes)
         for (name, entry), text_bytes in zip(sorted(manifest.shards.items()), (14, 6), strict=True)
     }
-    inventory.write_manifest(small, msgspec.structs.replace(manifest, shards=entries))
+    writing.write_manifest(small, msgspec.structs.replace(manifest, shards=entries))
     train, val = invoke("data", "verify").stdout.splitlines()
     assert "5 tokens  3.50 bytes a token" in train
     assert "5 tokens  1.50 bytes a token" in val

@@ -52,7 +52,7 @@ def lines_of(record: Path) -> list[Any]:
 @given(st.lists(st.tuples(st.sampled_from(PHASES), st.integers(0, 10**12))))
 def test_phases_add_up_whatever_follows_whatever(entered):
     with pytest.MonkeyPatch.context() as patch:
-        now_ns, expected = clock._BORN_NS, {"start": 0.0}
+        now_ns, expected = clock._IMPORT_NS, {"start": 0.0}
         patch.setattr(time, "monotonic_ns", lambda: now_ns)
         phases, current = Phases(), "start"
         for phase, spent_ns in entered:
@@ -62,14 +62,14 @@ def test_phases_add_up_whatever_follows_whatever(entered):
             current = phase
         expected.setdefault(current, 0.0)
         assert phases.seconds() == pytest.approx(expected)
-        assert sum(phases.seconds().values()) == pytest.approx((now_ns - clock._BORN_NS) / 1e9)
+        assert sum(phases.seconds().values()) == pytest.approx((now_ns - clock._IMPORT_NS) / 1e9)
 
 
 def test_after_a_block_the_phase_is_the_one_before_also_if_it_raises():
     phases = Phases()
     with pytest.raises(KeyError), phases.within("evaluation"), phases.within("data"):
         raise KeyError
-    assert phases.standing()[0] == "start"
+    assert phases.current()[0] == "start"
     assert phases.seconds().keys() == {"start", "evaluation", "data"}
 
 
@@ -86,7 +86,7 @@ def test_the_phases_of_a_run_add_up_to_its_wall_time(record):
         "data",
         "end",
     ]
-    wall_s = (last.t_mono_ns - clock._BORN_NS) / 1e9
+    wall_s = (last.t_mono_ns - clock._IMPORT_NS) / 1e9
     assert sum(end.phases.values()) == pytest.approx(wall_s, rel=0.01, abs=0.05)
 
 

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from record_forge import RECIPE, forge, install_track
 
 from speedrun.ground import provenance, track
-from speedrun.ground.sourcefile import join_source, split_source
+from speedrun.ground.sourcefile import join_source
 from speedrun.ledger import code
 from speedrun.ledger.checks import source
+from speedrun.ledger.source import split_source
 from speedrun.ledger.validate import validate
 from speedrun.science import recipes
 

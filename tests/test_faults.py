@@ -31,15 +31,15 @@ from test_train import SMALL
 
 from speedrun.board import leaks
 from speedrun.cli import command
-from speedrun.data import inventory, shards
+from speedrun.data import inventory, shards, writing
 from speedrun.ground import faults, provenance, runlog
 from speedrun.ground.clock import Stopwatch, now
 from speedrun.ground.errors import HANG, CheckpointError, NonFiniteError, StorageError, Terminated
-from speedrun.ground.sourcefile import split_source
 from speedrun.ledger import format, runfile
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.code import Code, read
 from speedrun.ledger.salvage import salvage
+from speedrun.ledger.source import split_source
 from speedrun.ledger.validate import validate
 from speedrun.science import recipes
 from speedrun.training import loop, train
@@ -236,7 +236,7 @@ def test_going_on_across_the_end_of_a_shard(config, tmp_path, monkeypatch):
     """Shards of three steps each; the run is broken off behind the second and the third."""
     ids = np.random.default_rng(0).integers(0, 256, 5 * 1600)
     for i in range(5):
-        shards.write_shard(tmp_path / f"x_train_{i}.bin", ids[1600 * i : 1600 * (i + 1)])
+        writing.write_shard(tmp_path / f"x_train_{i}.bin", ids[1600 * i : 1600 * (i + 1)])
     tiny, real = sorted(tmp_path.glob("*.bin")), inventory.open_track
     opened = tuple(shards.open_shard(path, vocab_size=256) for path in tiny)
     monkeypatch.setattr(inventory, "open_track", lambda *args: real(*args)._replace(train=opened))

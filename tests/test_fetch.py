@@ -19,9 +19,10 @@ from huggingface_hub import constants
 
 from speedrun.data import fetch, hub, inventory
 from speedrun.data.inventory import MANIFEST, read_manifest
-from speedrun.data.shards import HEADER_BYTES, sha256, write_shard
+from speedrun.data.shards import HEADER_BYTES, sha256
 from speedrun.data.stream import require_steps
 from speedrun.data.verify import verify
+from speedrun.data.writing import write_shard
 from speedrun.ground import track
 from speedrun.ground.clock import Stopwatch
 from speedrun.ground.errors import DataError, StorageError

@@ -48,7 +48,7 @@ def test_an_error_keeps_its_code_where_nothing_can_be_said():
 
 def test_a_stream_drops_what_it_cannot_write_and_escapes_what_it_cannot_spell():
     reader, writer = os.pipe()
-    stream = output.lasting(writer, "ascii")
+    stream = output.unfailing(writer, "ascii")
     stream.write("größer\n")
     stream.flush()
     assert os.read(reader, 99) == b"gr\\xf6\\xdfer\n"
@@ -84,11 +84,11 @@ def test_who_was_stopped_does_not_wait_for_what_python_ends(raised: str, code: i
     script = f"""
 import os
 from speedrun.ground.errors import Terminated
-from speedrun.ground.output import told
+from speedrun.ground.output import reported
 class Client:
     def __del__(self): os.write(2, b"waited")
 client = Client()
-with told():
+with reported():
     print("said", end="")
     raise {raised}
 """

@@ -18,7 +18,8 @@ import speedrun as sr
 from speedrun.ground import mesh, plugins, provenance
 from speedrun.ground.errors import UsageError
 from speedrun.ground.plugins import GROUP, own_file, resolve
-from speedrun.ground.sourcefile import RECIPES, RECIPES_VARIABLE, split_source
+from speedrun.ground.sourcefile import RECIPES, RECIPES_VARIABLE
+from speedrun.ledger.source import split_source
 from speedrun.library import settings_of
 from speedrun.science import recipes
 from speedrun.science.recipe import Stage

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speedrun.data import documents, inventory, overview, prep, text_files, tokenizer, workers
+from speedrun.data import documents, inventory, overview, prep, text_files, tokenizer, workers, writing
 from speedrun.data.inventory import Place
 from speedrun.data.prep import Cut, prepare
 from speedrun.data.sources import Dataset, open_source
@@ -27,7 +27,7 @@ from speedrun.data.verify import verify
 from speedrun.ground import track, wholefile
 from speedrun.ground.clock import Stopwatch
 from speedrun.ground.errors import DataError, UsageError
-from speedrun.ground.lock import LOCK, alone_in
+from speedrun.ground.lock import LOCK, lock_folder
 
 ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared" / "data"
@@ -319,7 +319,7 @@ def test_two_preparations_of_one_folder_take_turns(tmp_path: Path):
         "20",
         "--json",
     ]
-    with alone_in(out):
+    with lock_folder(out):
         command = [sys.executable, "-m", "speedrun", "data", "prep", *argv]
         others = [
             subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -342,7 +342,7 @@ def test_the_shards_verify_and_an_unfinished_folder_does_not(tmp_path: Path):
     passed = verify(tmp_path / "out", data, full=True)
     assert sum(shard.tokens for shard in passed) == sum(e.tokens for e in made.manifest.shards.values())
     assert {shard.bytes_per_token for shard in passed} == {1.0}
-    inventory.write_manifest(tmp_path / "out", msgspec.structs.replace(made.manifest, complete=False))
+    writing.write_manifest(tmp_path / "out", msgspec.structs.replace(made.manifest, complete=False))
     with pytest.raises(DataError, match="unfinished after 3 shards"):
         inventory.open_track(tmp_path / "out", data)
 
@@ -375,7 +375,7 @@ def test_real_rows_equal_tiktokens_by_document(tmp_path: Path, engine: str):
     assert len(want) == 300
     assert [document.tolist() for document in got] == [[50256, *of_text] for of_text in want]
     density = len("".join(texts).encode()) / sum(map(len, want))
-    assert inventory.bytes_per_token(list(made.manifest.shards.values())) == pytest.approx(density)
+    assert overview.bytes_per_token(list(made.manifest.shards.values())) == pytest.approx(density)
 
 
 @needs_shared
@@ -607,7 +607,7 @@ def test_bits_per_byte(tmp_path: Path):
     data = track.Data("x", "x_train_*.bin", "x_val_*.bin", 40, 257, DOCUMENT, "again!")
     assert overview.bits_per_byte(np.log(256), tmp_path, data) == pytest.approx(8)
     assert overview.bits_per_byte(1.0, tmp_path, msgspec.structs.replace(data, val_tokens=39)) is None
-    inventory.write_manifest(tmp_path, msgspec.structs.replace(made.manifest, scored_bytes=20))
+    writing.write_manifest(tmp_path, msgspec.structs.replace(made.manifest, scored_bytes=20))
     assert overview.bits_per_byte(np.log(256), tmp_path, data) == pytest.approx(16), "two tokens per byte"
 
 

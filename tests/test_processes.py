@@ -19,7 +19,7 @@ import pytest
 from test_train import SMALL
 
 from speedrun.data import stream
-from speedrun.ground import errors, mesh, processes, runlog
+from speedrun.ground import errors, exit_codes, mesh, processes, runlog
 from speedrun.ground.errors import UsageError
 from speedrun.ledger import format, runfile
 from speedrun.training import checkpoint, meet
@@ -314,7 +314,7 @@ def killed(tmp_path: Path, smoke_data: Path, which: int, sent: signal.Signals, s
     pids = wait_for_steps(running, out, 3)
     os.kill(pids[which], sent)
     ((code, _, stderr),) = ends([running], timeout=25)
-    assert code == errors.LOST, stderr
+    assert code == exit_codes.LOST, stderr
     assert f"error: {said}; the others cannot go on without it" in stderr
     assert all(map(is_gone, pids))
     steps = [step.step for step in of(runlog.Step, out)]
@@ -369,7 +369,7 @@ def test_the_traceback_of_a_worker_is_told_first(tmp_path, smoke_data):
     path = f"{tmp_path}:{Path(__file__).parent.parent}"
     running = launched(tmp_path / "out", smoke_data, PYTHONPATH=path)
     ((code, _, stderr),) = ends([running])
-    assert code == errors.LOST, stderr
+    assert code == exit_codes.LOST, stderr
     said = stderr.index("process 1: error: Traceback")
     assert said < stderr.index("RuntimeError: a worker of this test") < stderr.index("error: process 1 lost")
 
@@ -410,22 +410,22 @@ def test_a_worker_that_hangs_ends_both_at_their_deadlines_with_their_stacks(tmp_
 )
 def test_flags_that_do_not_belong_together_are_refused(flags, said):
     with pytest.raises(UsageError, match=said):
-        meet.asked(*flags)
+        meet.find_group(*flags)
 
 
 def test_a_cluster_is_known_by_its_variables(monkeypatch):
     for name in ("SLURM_STEP_NODELIST", "OMPI_MCA_orte_hnp_uri", "JOB_COMPLETION_INDEX"):
         monkeypatch.delenv(name, raising=False)
-    assert meet.asked(None, None, None) is None
+    assert meet.find_group(None, None, None) is None
     monkeypatch.setenv("SLURM_STEP_NODELIST", "node[1-2]")
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
-    assert meet.asked(None, None, None) is None
+    assert meet.find_group(None, None, None) is None
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
-    assert meet.asked(None, None, None) == meet.Group(2, told_by="SLURM")
+    assert meet.find_group(None, None, None) == meet.Group(2, found_by="SLURM")
     monkeypatch.setenv("JOB_COMPLETION_INDEX", "1")
-    pod = meet.asked("pod-0:1234", 2, None)
+    pod = meet.find_group("pod-0:1234", 2, None)
     assert pod == meet.Group(2, 1, "pod-0:1234", "flags and Kubernetes")
-    assert meet.asked("pod-0:1234", 1, 0) is None
+    assert meet.find_group("pod-0:1234", 1, 0) is None
 
 
 def test_nodes_are_counted_by_the_machines_of_their_processes():
@@ -453,7 +453,7 @@ def test_processes_that_were_told_of_other_numbers_are_refused(monkeypatch, inde
     held = {f"speedrun machine/{i}": f"{count} node boot" for i, count in enumerate(told)}
     service = SimpleNamespace(key_value_set=held.__setitem__, blocking_key_value_get=lambda key, _: held[key])
     monkeypatch.setattr(processes, "client", lambda: service)
-    monkeypatch.setattr(processes, "_here", (told[index], index, 1))
+    monkeypatch.setattr(processes, "_group", (told[index], index, 1))
     with pytest.raises(UsageError, match=said):
         meet._machines(1)
 

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from speedrun.data import inventory, prep, python_docs, tokenizer
+from speedrun.data import inventory, prep, python_docs, tokenizer, writing
 from speedrun.data.python_docs import Document, collect
 from speedrun.data.sources import open_source
 from speedrun.data.verify import verify
@@ -128,7 +128,7 @@ def test_other_shards_are_not_replaced(tmp_path: Path, act: Callable):
     rows.write_text('{"text": "abc"}\n' * 9)
     made = prep.prepare(open_source([str(rows)]), tokenizer.choose("bytes"), prep.Cut("docs", 10), out)
     unfinished = msgspec.structs.replace(made.manifest, complete=False)
-    inventory.write_manifest(out, unfinished)  # `ensure` leaves a complete folder alone
+    writing.write_manifest(out, unfinished)  # `ensure` leaves a complete folder alone
     before = {path: path.read_bytes() for path in out.iterdir()}
     with pytest.raises(UsageError, match=rf"holds shards of {rows}; docs-cpu@1 would replace them"):
         act(small(), out)

@@ -9,7 +9,7 @@ import pytest
 from pages import ROOT, blocks, checkout, commands, execute, read_options
 
 from speedrun.cli import COMMANDS
-from speedrun.ground.errors import EXIT_CODES
+from speedrun.ground.exit_codes import EXIT_CODES
 
 README = (ROOT / "README.md").read_text()
 COMMANDS_PAGE = (ROOT / "docs" / "commands.md").read_text()

@@ -26,13 +26,13 @@ from jax.experimental.compilation_cache import compilation_cache
 from speedrun.cli import command
 from speedrun.cli.card import card, following
 from speedrun.cli.run import parse_settings
-from speedrun.data import generated, inventory, shards, synthetic
+from speedrun.data import generated, inventory, synthetic, writing
 from speedrun.ground import console, mesh, provenance, runlog, signals, track
 from speedrun.ground.clock import now
 from speedrun.ground.errors import DataError, NonFiniteError, Terminated, UsageError
-from speedrun.ground.sourcefile import split_source
 from speedrun.ledger import format, runfile
 from speedrun.ledger.assemble import assemble
+from speedrun.ledger.source import split_source
 from speedrun.ledger.validate import validate
 from speedrun.referee import sandbox
 from speedrun.science import recipes
@@ -551,8 +551,8 @@ def test_a_validation_shard_that_is_too_short_is_refused(tmp_path):
     folder = tmp_path / "short"
     folder.mkdir()
     ids = np.arange(5000) % 50000
-    shards.write_shard(folder / "x_val_000000.bin", ids)
-    shards.write_shard(folder / "x_train_000001.bin", ids)
+    writing.write_shard(folder / "x_val_000000.bin", ids)
+    writing.write_shard(folder / "x_train_000001.bin", ids)
     info = refused(folder, tmp_path, track="webmini", overrides={})
     assert "validation needs" in str(info.value)
 

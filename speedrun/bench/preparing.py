@@ -12,6 +12,7 @@ import numpy as np
 from speedrun.data import documents, prep, shards, tokenizer
 from speedrun.data.documents import Source
 from speedrun.data.gpt2 import Tiktoken
+from speedrun.data.writing import write_shard
 from speedrun.ground.clock import Stopwatch
 from speedrun.ground.errors import DataError, UsageError
 
@@ -116,7 +117,7 @@ def plain(source: Source, choice: tokenizer.Choice, column: str, out: Path) -> t
     ids = np.concatenate(pieces)
     out.mkdir()
     for index, at in enumerate(range(0, len(ids), _CUT.shard_tokens)):
-        shards.write_shard(out / _CUT.name(index), ids[at : at + _CUT.shard_tokens])
+        write_shard(out / _CUT.name(index), ids[at : at + _CUT.shard_tokens])
     return start_s, watch.seconds, text_bytes, len(ids)
 
 

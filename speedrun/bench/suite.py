@@ -15,7 +15,7 @@ from speedrun.bench.session import Result
 from speedrun.data import imitation, stream
 from speedrun.ground import signals
 from speedrun.ground import track as tracks
-from speedrun.ground.errors import SpeedrunError, UsageError, refusals_told
+from speedrun.ground.errors import SpeedrunError, UsageError, translate_os_errors
 
 _PACKAGES = ("jax", "jaxlib", "numpy", "optax")
 
@@ -59,7 +59,7 @@ class Suite:
         """
         wanted = self.parts if names is None else chosen(self.parts, names)
         self._provide()
-        with refusals_told(self.out):
+        with translate_os_errors(self.out):
             self.out.mkdir(parents=True, exist_ok=True)
         before, first = session.results(self.out), self.parts[0]
         if names is None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speedrun.ground.errors import refusals_told
+from speedrun.ground.errors import translate_os_errors
 from speedrun.ground.wholefile import write_whole
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def canvas(width: float, height: float) -> Iterator["Figure"]:
 
 def save(figure: "Figure", folder: Path, name: str) -> list[Path]:
     """Write a figure into a folder, which is made, as SVG and as PNG; return the two paths."""
-    with refusals_told(folder):
+    with translate_os_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{name}.svg", folder / f"{name}.png"]
     write_whole(paths[0], svg(figure))

@@ -15,8 +15,9 @@ import click
 
 from speedrun import __version__
 from speedrun.cli.options import Group
-from speedrun.ground.errors import EXIT_CODES, INTERRUPTED, Terminated, UsageError, unknown
-from speedrun.ground.output import expected, leave, lost_output, outlive_readers
+from speedrun.ground.errors import INTERRUPTED, Terminated, UsageError, unknown
+from speedrun.ground.exit_codes import EXIT_CODES
+from speedrun.ground.output import expected, leave, lost_output, tolerate_closed_streams
 
 GROUPS = {
     "Train": {
@@ -141,7 +142,7 @@ def main() -> None:
     if sys.getfilesystemencoding() != "utf-8":  # records are UTF-8 in any locale
         os.environ["PYTHONUTF8"] = "1"  # for child processes
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
-    outlive_readers()
+    tolerate_closed_streams()
     try:
         command(prog_name="speedrun")
     except SystemExit as end:

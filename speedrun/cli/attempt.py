@@ -23,7 +23,7 @@ from speedrun.doctor import nvidia
 from speedrun.ground import signals
 from speedrun.ground import track as tracks
 from speedrun.ground.errors import UsageError
-from speedrun.ground.lock import alone_in
+from speedrun.ground.lock import lock_folder
 from speedrun.study.attempt import STAGES, Attempt, Settings
 
 
@@ -72,7 +72,7 @@ def command(
         runs or max(2, rules.rules.min_runs), recipe, settings, None if data is None else str(data), title
     )
     folder = Path("runs") / f"{track}.attempt"
-    turn = nullcontext() if dry_run else alone_in(folder, refuse=UsageError)  # a dry run writes nothing
+    turn = nullcontext() if dry_run else lock_folder(folder, refuse=UsageError)  # a dry run writes nothing
     with turn, signals.handled_by(signals.stop):
         attempt = Attempt(
             rules,

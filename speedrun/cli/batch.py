@@ -74,7 +74,7 @@ def command(
 
     Exits with 0 if the batch proves its target and every check passes, with 1 if not.
     """
-    ctx.with_resource(signals.heeded())
+    ctx.with_resource(signals.stoppable())
     if resume is None:
         folder = given["out"] or new_folder(given["track"])
         request = _request({**given, "data": data}, folder)

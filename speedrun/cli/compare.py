@@ -8,7 +8,7 @@ import click
 import msgspec
 
 from speedrun.cli.options import Integer, data_option, example, json_option, unsafe_option
-from speedrun.ground.errors import SpeedrunError, UsageError, refusals_told
+from speedrun.ground.errors import SpeedrunError, UsageError, translate_os_errors
 from speedrun.ground.wholefile import write_whole
 from speedrun.ledger.batch import seeds_from
 from speedrun.ledger.run import Run
@@ -57,7 +57,7 @@ def command(
     seeds = seeds_from(sides["A"].old.file.source_sha256, sides["B"].old.file.source_sha256, pairs)
     with tempfile.TemporaryDirectory() as scratch:
         folder = out or Path(scratch, "compare")
-        with refusals_told(folder):
+        with translate_os_errors(folder):
             folder.mkdir(parents=True)
         runs: dict[str, list[Run]] = {"A": [], "B": []}
         for pair, seed in enumerate(seeds, 1):

@@ -18,7 +18,7 @@ from speedrun.ground import signals
 from speedrun.ground import track as tracks
 from speedrun.ground.console import quantity
 from speedrun.ground.errors import UsageError
-from speedrun.ground.lock import alone_in
+from speedrun.ground.lock import lock_folder
 
 FINEWEB = f"{HUB}HuggingFaceFW/fineweb:sample-10BT"
 _FINEWEB_TRACK = "main-8xh100"  #: whose folder FineWeb's shards go to by default
@@ -87,7 +87,7 @@ def command(*, sources: tuple[str, ...], as_json: bool, **given: Any) -> None:
         facts = f"{done.num_shards} shards  {done.tokens:,} tokens  {rate}"
         progress.update(done.read_bytes, done.total_bytes, facts)
 
-    with resumable("prep", folder) as progress, alone_in(folder, progress.say):
+    with resumable("prep", folder) as progress, lock_folder(folder, progress.say):
         if choice.engine:
             progress.say(f"tokens  {choice.name} by {choice.engine}")
         made = prep.prepare(source, choice, cut, folder, column=column, num_workers=workers, tell=show)

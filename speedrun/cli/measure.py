@@ -19,7 +19,7 @@ from speedrun.cli.options import (
 )
 from speedrun.cli.program import show
 from speedrun.doctor import cuda
-from speedrun.ground.clock import today
+from speedrun.ground.clock import now
 
 _FOLDER = click.Path(path_type=Path, file_okay=False)
 
@@ -63,7 +63,7 @@ def everything(
     if rival is not None:
         rivals.executable(rival)
     kind = "rehearsal" if rehearse else machine[0].partition(",")[0].replace(" ", "-")
-    out = (out or Path("docs", "benchmarks", f"{today()}-{kind}")).absolute()
+    out = (out or Path("docs", "benchmarks", f"{now().utc[:10]}-{kind}")).absolute()
     suite = Suite(machine, out, work, shards, rival, rehearse)
     if listed:
         click.echo("\n".join(part.name for part in suite.parts))

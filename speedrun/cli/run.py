@@ -85,7 +85,7 @@ def command(
         if coordinator:
             raise UsageError("--local-processes and --coordinator; the first sets the second; leave one out")
         ctx.exit(local.run(local_processes, _child_words(ctx, resume or folder)))
-    ctx.with_resource(signals.heeded())
+    ctx.with_resource(signals.stoppable())
     _import_jax()
     from speedrun.study import single
     from speedrun.training.prepare import RunConfig
@@ -101,7 +101,7 @@ def command(
     )
     if resume is not None:
         only_with_resume(ctx, "ghost", "wandb", *PROCESS_ARGUMENTS)
-    group = meet.asked(
+    group = meet.find_group(
         coordinator, given["processes"], given["process"], given["heartbeat"], given["meet_within"]
     )
     done = single.run(config, meet.joined(group), given["ghost"], wandb, to_stderr=as_json)

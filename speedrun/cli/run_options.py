@@ -151,5 +151,5 @@ def config_of(given: dict[str, Any], overrides: dict[str, str], out: Path) -> di
 
 def new_folder(name: str) -> Path:
     """Return the first of today's folders below `runs/` that does not exist: `runs/<date>-<name>-<n>`."""
-    candidates = (Path("runs") / f"{clock.today()}-{name}-{i}" for i in range(1, 10_000))
+    candidates = (Path("runs") / f"{clock.now().utc[:10]}-{name}-{i}" for i in range(1, 10_000))
     return next(path for path in candidates if not path.exists())

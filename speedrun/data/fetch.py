@@ -25,12 +25,12 @@ from speedrun.data.inventory import (
     ShardEntry,
     open_track,
     read_manifest,
-    write_manifest,
 )
 from speedrun.data.shards import open_shard, sha256
 from speedrun.data.verify import count_documents
+from speedrun.data.writing import write_manifest
 from speedrun.ground.errors import DataError, UsageError
-from speedrun.ground.lock import alone_in
+from speedrun.ground.lock import lock_folder
 from speedrun.ground.track import Data, Hub, Track
 from speedrun.ground.wholefile import give_name
 
@@ -98,7 +98,7 @@ def fetch(folder: Path, data: Data, source: Hub, progress: Progress) -> Manifest
         DataError: if the hub cannot be reached, has other shards, or keeps sending damaged ones; if the folder
             holds foreign shards, or the disk is too small.
     """
-    with alone_in(folder, progress.say):
+    with lock_folder(folder, progress.say):
         manifest = read_manifest(folder)
         revision = _revision(folder, source, manifest)
         if manifest is None or not _is_complete(folder, data, source, manifest):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from speedrun.ground.errors import DataError, refusals_told
+from speedrun.ground.errors import DataError, translate_os_errors
 from speedrun.ground.wholefile import write_whole
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def cached_ranks() -> Path:
     if not path.exists():
         raw = _download(RANKS_URL)
         check_ranks(path, raw)
-        with refusals_told(path.parent):
+        with translate_os_errors(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, raw)
     return path

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from speedrun.ground.errors import refusals_told
+from speedrun.ground.errors import translate_os_errors
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import DatasetInfo
@@ -82,7 +82,7 @@ def download(repo: str, commit: str, name: str, folder: Path, count: Callable[[i
 
     fetch = partial(hf_hub_download, repo, name, repo_type="dataset", revision=commit, local_dir=folder)
     bar: Any = lambda **_options: nullcontext(SimpleNamespace(update=count))  # noqa: E731
-    with refusals_told(folder / name), _client_errors():
+    with translate_os_errors(folder / name), _client_errors():
         fetch(endpoint=_endpoint(), tqdm_class=bar)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from speedrun.data.shards import write_shard
+from speedrun.data.writing import write_shard
 
 MEDIAN, MEAN = 403, 690  #: tokens of a document of FineWeb
 _ZIPF_OFFSET = 2.7  #: the weight of rank r is 1 / (r + offset)

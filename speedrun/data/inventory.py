@@ -11,7 +11,6 @@ import msgspec
 from speedrun.data.shards import Shard, open_shard
 from speedrun.ground.errors import DataError
 from speedrun.ground.track import Data, Track
-from speedrun.ground.wholefile import write_whole
 
 MANIFEST = "manifest.json"
 
@@ -48,18 +47,6 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     next: Place | None = None  #: of the first token after the last shard
     scored_tokens: int | None = None  #: number of targets at the start of the validation shard
     scored_bytes: int | None = None  #: of UTF-8 that they stand for
-
-
-def bytes_per_token(entries: Sequence[ShardEntry]) -> float | None:
-    """Return the bytes of text per token, document tokens excluded; None if an entry does not know them."""
-    text_bytes = [entry.text_bytes for entry in entries if entry.text_bytes is not None]
-    tokens = sum(entry.tokens - entry.documents for entry in entries)
-    return sum(text_bytes) / tokens if tokens and len(text_bytes) == len(entries) else None
-
-
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write `manifest.json`: after a new shard is written, but before a downloaded shard gets its name."""
-    write_whole(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=2), b"\n")
 
 
 def read_manifest(folder: Path) -> Manifest | None:

@@ -1,10 +1,11 @@
 """What is on disk of the data of a track, from headers and manifests, without reading tokens."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from speedrun.data.inventory import bytes_per_token, data_folder, open_track, read_manifest
+from speedrun.data.inventory import ShardEntry, data_folder, open_track, read_manifest
 from speedrun.data.shards import HEADER_BYTES
 from speedrun.ground.console import quantity
 from speedrun.ground.errors import DataError
@@ -46,6 +47,13 @@ class Holding(NamedTuple):
             f"{self.track:<16} {state:<10} {self.folder}",
             *(f"{'':<16} {detail}" for detail in details if detail),
         ]
+
+
+def bytes_per_token(entries: Sequence[ShardEntry]) -> float | None:
+    """Return the bytes of text per token, document tokens excluded; None if an entry does not know them."""
+    text_bytes = [entry.text_bytes for entry in entries if entry.text_bytes is not None]
+    tokens = sum(entry.tokens - entry.documents for entry in entries)
+    return sum(text_bytes) / tokens if tokens and len(text_bytes) == len(entries) else None
 
 
 def density(bytes_per_token: float | None) -> list[str]:

@@ -25,15 +25,14 @@ from speedrun.data.inventory import (
     Manifest,
     Place,
     ShardEntry,
-    bytes_per_token,
     read_manifest,
-    write_manifest,
 )
-from speedrun.data.overview import density
+from speedrun.data.overview import bytes_per_token, density
 from speedrun.data.workers import Encoded, encoded
+from speedrun.data.writing import MAX_TOKENS, write_manifest, write_shard
 from speedrun.ground import faults
 from speedrun.ground.clock import Stopwatch
-from speedrun.ground.errors import DataError, UsageError, refusals_told
+from speedrun.ground.errors import DataError, UsageError, translate_os_errors
 
 SCORED_TOKENS = 10_485_760  #: of the speedrun's validation
 _PIECE_TOKENS = 2**18  #: small enough for the processor's cache
@@ -160,8 +159,8 @@ def prepare(
 def _check(cut: Cut) -> None:
     if not re.fullmatch(r"\w[\w.-]*", cut.prefix, re.ASCII):
         raise UsageError(f"--prefix {cut.prefix!r}; it begins file names: need letters, digits and _ . -")
-    if not 1 <= cut.shard_tokens <= shards.MAX_TOKENS:
-        raise UsageError(f"shards of {cut.shard_tokens:,} tokens; need 1 to {shards.MAX_TOKENS:,}")
+    if not 1 <= cut.shard_tokens <= MAX_TOKENS:
+        raise UsageError(f"shards of {cut.shard_tokens:,} tokens; need 1 to {MAX_TOKENS:,}")
 
 
 def _settings(source: Source, choice: tokenizer.Choice, cut: Cut) -> dict[str, str | int | float]:
@@ -182,7 +181,7 @@ def _settings(source: Source, choice: tokenizer.Choice, cut: Cut) -> dict[str, s
 
 def _found(out: Path, cut: Cut, fresh: Manifest) -> Manifest:
     """Return the manifest of a folder that was begun with the same settings, or `fresh` for an empty folder."""
-    with refusals_told(out):
+    with translate_os_errors(out):
         out.mkdir(parents=True, exist_ok=True)
     found = read_manifest(out)
     if found is None:
@@ -270,7 +269,7 @@ class _Writer:
 
     def _write(self) -> None:
         name, ids = self._cut.name(self.num_shards), self._buffer[: self._filled]
-        shards.write_shard(self._out / name, ids)
+        write_shard(self._out / name, ids)
         faults.point("shard")
         counts_V = self._counts(ids)
         entry = ShardEntry(

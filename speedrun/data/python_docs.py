@@ -23,7 +23,7 @@ from speedrun.data import documents, prep, tokenizer
 from speedrun.data.inventory import MANIFEST, read_manifest
 from speedrun.data.sources import open_source
 from speedrun.ground.errors import DataError, UsageError
-from speedrun.ground.lock import alone_in
+from speedrun.ground.lock import lock_folder
 from speedrun.ground.track import PythonDocs, Track
 from speedrun.ground.wholefile import write_whole
 
@@ -128,7 +128,7 @@ def make(
         raise UsageError(
             f"track {track.name!r} is not made of Python's documentation; get its data: {track.data.get}"
         )
-    with alone_in(folder, say):
+    with lock_folder(folder, say):
         return _make(track, track.python_docs, folder, num_workers)
 
 
@@ -138,7 +138,7 @@ def ensure(
     """Make the shards as `make` does, if the track has `python_docs` and the folder is not complete."""
     if track.python_docs is None or _is_complete(folder):
         return None
-    with alone_in(folder, say):
+    with lock_folder(folder, say):
         if _is_complete(folder):  # by the program that held the lock
             return None
         made = _make(track, track.python_docs, folder, 1)

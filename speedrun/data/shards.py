@@ -16,14 +16,11 @@ from pathlib import Path
 import numpy as np
 
 from speedrun.ground.errors import DataError
-from speedrun.ground.wholefile import write_whole
 
 MAGIC = 20240520
 VERSION = 1
 LLAMA_MAGIC = 20240801  #: llm.c's other format: version 7, uint32 tokens
 HEADER_BYTES = 256 * 4
-MAX_TOKENS = 2**31 - 1
-UINT16_IDS = 2**16
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,40 +125,6 @@ def _count(path: Path, header: bytes, size_bytes: int) -> int:
             f"{path}: {size_bytes:,} bytes; {count:,} tokens need {need:,}; delete it and make it again"
         )
     return count
-
-
-def write_shard(path: Path, tokens: np.ndarray) -> Shard:
-    """Write a shard atomically.
-
-    Args:
-        path: replaced if it exists. Its folder must exist.
-        tokens: integers from 0 to 65,535, [N].
-
-    Raises:
-        DataError: if there are no tokens, too many, or some outside uint16.
-        StorageError: if the file cannot be written.
-    """
-    if tokens.ndim != 1 or not 1 <= tokens.size <= MAX_TOKENS or not np.issubdtype(tokens.dtype, np.integer):
-        raise DataError(
-            f"{path}: got {tokens.dtype}{list(tokens.shape)}; need 1 to {MAX_TOKENS:,} integers in one dimension"
-        )
-    if tokens.min() < 0 or tokens.max() >= UINT16_IDS:
-        raise DataError(
-            f"{path}: ids of {tokens.min()} to {tokens.max()}; the format holds 0 to {UINT16_IDS - 1:,}"
-        )
-    write_whole(path, *_content(tokens))
-    return open_shard(path, vocab_size=UINT16_IDS)
-
-
-def holds(path: Path, tokens: np.ndarray) -> bool:
-    """Return whether a file is the shard of these tokens, byte by byte."""
-    return path.is_file() and path.read_bytes() == b"".join(_content(tokens))
-
-
-def _content(tokens: np.ndarray) -> tuple[bytes, memoryview]:
-    header = np.zeros(256, "<i4")
-    header[:3] = MAGIC, VERSION, tokens.size
-    return header.tobytes(), np.ascontiguousarray(tokens, "<u2").data
 
 
 def sha256(path: Path) -> str:

@@ -21,10 +21,11 @@ from pathlib import Path
 
 import numpy as np
 
-from speedrun.data.inventory import Manifest, ShardEntry, read_manifest, write_manifest
-from speedrun.data.shards import holds, sha256, write_shard
+from speedrun.data.inventory import Manifest, ShardEntry, read_manifest
+from speedrun.data.shards import sha256
+from speedrun.data.writing import holds, write_manifest, write_shard
 from speedrun.ground.errors import DataError
-from speedrun.ground.lock import alone_in
+from speedrun.ground.lock import lock_folder
 from speedrun.ground.track import Track
 
 DOCUMENT, NEW, REPEAT = 0, 1, 2
@@ -141,7 +142,7 @@ def write(track: Track, folder: Path) -> Manifest:
     source = Source(**settings)
     names = [track.data.val.replace("*", "000000")]
     names += [track.data.train.replace("*", f"{i:06d}") for i in range(1, source.num_shards + 1)]
-    with alone_in(folder):
+    with lock_folder(folder):
         entries = {
             name: _write_one(source, stream, folder / name, track) for stream, name in enumerate(names)
         }

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from speedrun.data.inventory import MANIFEST, ShardEntry, bytes_per_token, open_track, read_manifest
-from speedrun.data.overview import density
+from speedrun.data.inventory import MANIFEST, ShardEntry, open_track, read_manifest
+from speedrun.data.overview import bytes_per_token, density
 from speedrun.data.shards import Shard, sha256
 from speedrun.ground.errors import DataError
 from speedrun.ground.track import Data

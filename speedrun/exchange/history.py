@@ -14,7 +14,7 @@ import msgspec
 
 from speedrun.board.drawing import PAPER, TARGET, TRAIN, VAL, canvas, key, label, number_decades, svg, title
 from speedrun.board.standings import Row, read_built
-from speedrun.ground.errors import UsageError, refusals_told
+from speedrun.ground.errors import UsageError, translate_os_errors
 from speedrun.ground.wholefile import write_whole
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def draw(table: Path, records: Path, folder: Path) -> Path:
     rows = board.of(TRACK) if board else ()
     ours = [row for row in rows if row.standing == "qualified" and row.train_time_s]
     path = folder / f"{table.stem}.svg"
-    with canvas(8.0, 4.2) as figure, refusals_told(folder):
+    with canvas(8.0, 4.2) as figure, translate_os_errors(folder):
         _draw(figure.add_subplot(), history, ours)
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(path, svg(figure))

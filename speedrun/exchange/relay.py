@@ -23,8 +23,9 @@ from typing import IO, Any
 from speedrun.board import leaks
 from speedrun.exchange.trackers import ENVIRONMENT, WandbRun
 from speedrun.ground import console, runlog
-from speedrun.ground.errors import UsageError, meaning
-from speedrun.ground.output import told
+from speedrun.ground.errors import UsageError
+from speedrun.ground.exit_codes import meaning
+from speedrun.ground.output import reported
 
 _LEAVE_S = 10.0  #: from the end of the run until the child is killed
 _POLL_S = 1.0  #: between two reads of the logs
@@ -156,6 +157,6 @@ def relay(record: Path, project: str, skip: Container[str], until: IO[bytes]) ->
 
 
 if __name__ == "__main__":
-    with told():
+    with reported():
         os.nice(_NICENESS)
         relay(Path(sys.argv[1]), sys.argv[2], sys.argv[3:], sys.stdin.buffer)

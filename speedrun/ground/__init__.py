@@ -1,1 +1,1 @@
-"""What everything stands on: time, errors, logs, files, devices."""
+"""The base of all other rooms: time, errors, logs, files, devices."""

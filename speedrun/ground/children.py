@@ -15,7 +15,8 @@ from typing import Any
 import msgspec
 
 from speedrun.ground import signals
-from speedrun.ground.errors import INTERRUPTED, SpeedrunError, Terminated, UsageError, meaning, refusals_told
+from speedrun.ground.errors import INTERRUPTED, SpeedrunError, Terminated, UsageError, translate_os_errors
+from speedrun.ground.exit_codes import meaning
 from speedrun.ground.wholefile import write_whole
 
 KILL_AFTER_S = 5.0  #: from the second signal to SIGKILL
@@ -101,7 +102,7 @@ def locked(path: Path) -> Iterator[int]:
         UsageError: if another process holds the lock.
         StorageError: if the file cannot be opened for writing.
     """
-    with refusals_told(path):
+    with translate_os_errors(path):
         file = path.open("rb+")  # network disks lock only files that are open for writing
     with file:
         try:

@@ -1,7 +1,7 @@
-"""What a person reads of a run: one text line for each event worth one.
+"""The text log of a run, made from its events.
 
-`log.txt` is exactly `render(lines)` of `metrics.jsonl`, so the two cannot disagree. `Printer` prints the same
-lines while the run goes on; `ground.live` adds a progress bar where there is a terminal.
+`log.txt` is `render(lines)` of `metrics.jsonl`. `Printer` prints the same lines during the run; `ground.live` adds a
+progress bar on a terminal.
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,11 +32,11 @@ from speedrun.ground.runlog import (
 )
 
 _RULE_WIDTH = 82
-_LINE_LIMIT = 400  #: characters; more is not a line a person reads
+_LINE_LIMIT = 400  #: characters
 
 
 def clean(text: str, *, limit: int = _LINE_LIMIT) -> str:
-    """Text that is safe on a terminal: control, bidirectional and invisible characters become escapes."""
+    """Return text that is safe on a terminal: control, bidirectional and invisible characters become escapes."""
     shown = text if len(text) <= limit else text[:limit] + "..."
     if shown.isprintable():
         return shown
@@ -44,7 +44,7 @@ def clean(text: str, *, limit: int = _LINE_LIMIT) -> str:
 
 
 def quantiles_ms(step_s: Sequence[float]) -> tuple[float, float, float]:
-    """Median, 95th percentile and maximum of step times, in milliseconds (nearest rank; zeros if none)."""
+    """Return median, 95th percentile and maximum of step times, in milliseconds (nearest rank; zeros if none)."""
     if not step_s:
         return 0.0, 0.0, 0.0
     ranked = sorted(step_s)
@@ -53,7 +53,7 @@ def quantiles_ms(step_s: Sequence[float]) -> tuple[float, float, float]:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as a person says them: `36s`, `2m05s`, `1h03m`."""
+    """Return seconds as text: `36s`, `2m05s`, `1h03m`."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"
@@ -63,8 +63,8 @@ def duration(seconds: float) -> str:
 
 
 def quantity(number: float, unit: str = "") -> str:
-    """A number with three digits and a decimal prefix: `5.02 Mtok/s`."""
-    # 999.5 of anything rounds to 1.00 of the next prefix.
+    """Return a number with three digits and a decimal prefix: `5.02 Mtok/s`."""
+    # 999.5 rounds to 1.00 of the next prefix.
     sizes = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
     size, prefix = next(((size, prefix) for size, prefix in sizes if number >= 0.9995 * size), (1.0, ""))
     shown = number / size
@@ -73,12 +73,12 @@ def quantity(number: float, unit: str = "") -> str:
 
 
 def memory(num_bytes: int) -> str:
-    """Bytes as MiB or GiB."""
+    """Return bytes as MiB or GiB."""
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 class TextLog:
-    """Turns events into text, line by line; keeps what a line needs from earlier ones."""
+    """Turns events into text, line by line. Keeps what later lines need."""
 
     def __init__(self) -> None:
         self._num_steps = 0
@@ -89,11 +89,11 @@ class TextLog:
         self._shown = (0, 0.0, 0)  # steps done, train time and tokens at the last step line
 
     def __call__(self, line: Line) -> str | None:
-        """The text of one event, or None where a person need not read it. May hold several lines."""
+        """Return the text of an event, of one or more lines; None for events that are not shown."""
         text = self._text(line)
         if text is None:
             return None
-        # Lines are told apart before they are cleaned: a break inside a hostile field is escaped like any other.
+        # Split before cleaning: a line break in a hostile field is escaped.
         return "\n".join(map(clean, [text] if isinstance(text, str) else text))
 
     def _text(self, line: Line) -> str | list[str] | None:
@@ -162,7 +162,7 @@ class TextLog:
         return f"step  {steps_done:>{len(str(self._num_steps))}}/{self._num_steps}"
 
     def _step(self, step: Step) -> str | None:
-        """A line about every tenth of the run; times and rates are means since the line before."""
+        """Return about ten lines for a run; times and rates are means since the previous line."""
         self._step_s.append(step.train_time_s - self._train_time_s)
         self._train_time_s = step.train_time_s
         done = step.step + 1
@@ -195,7 +195,7 @@ class TextLog:
 
 
 def _goodput(end: RunEnd) -> list[str]:
-    """Which share of the wall time went into steps, and where the rest of it went; nothing of an older run."""
+    """Return the share of steps in the wall time, and all phases; nothing for logs without phases."""
     if not (wall_s := sum(end.phases.values())):
         return []
     share = end.phases.get("step", 0.0) / (wall_s + end.lost_s)
@@ -206,25 +206,25 @@ def _goodput(end: RunEnd) -> list[str]:
 
 
 def render(lines: Iterable[Line]) -> str:
-    """The whole text log of a run."""
+    """Return the text log of a run."""
     text = TextLog()
     return "".join(f"{shown}\n" for line in lines if (shown := text(line)) is not None)
 
 
 class Printer:
-    """A reader of the log that prints it as it comes, without colour and without carriage returns."""
+    """Prints the log as it is written, without colour or carriage returns."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._text = TextLog()
 
     def __call__(self, line: Line) -> None:
-        """Shows one event."""
+        """Show one event."""
         if (shown := self._text(line)) is not None:
             self._write(shown)
 
     def say(self, text: str) -> None:
-        """Shows a line that is no event of the run."""
+        """Show a line that is not an event."""
         self._write(clean(text))
 
     def relay(self, text: str) -> bool:

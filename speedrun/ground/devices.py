@@ -1,6 +1,6 @@
-"""Accelerators as data: what a compiler must know to build for one that is not there, and what bounds a step on it.
+"""Accelerators: properties for compiling without the device, and rates that bound a step.
 
-Rates are the vendor's for dense arithmetic; what a program reaches of them is less.
+Rates are the vendor's, for dense arithmetic. Programs reach less.
 """
 
 from typing import NamedTuple
@@ -17,17 +17,17 @@ class Device(NamedTuple):
     compute_capability: tuple[int, int]
     bf16_flops: float  #: per second, sums in float32
     fp8_flops: float  #: per second; 0 without FP8
-    memory_bytes: int  #: as the driver reports them
+    memory_bytes: int  #: as the driver reports it
     memory_rate: float  #: bytes per second
     link_rate: float  #: bytes per second to its peers, each way
-    num_links: int  #: NVLinks in use; 0: it talks over PCIe
+    num_links: int  #: NVLinks in use; 0: PCIe
     network_rate: (
-        float  #: bytes per second to other machines, each way: its share of the adapters; 0: not known
+        float  #: bytes per second to other machines, each way: its share of the adapters; 0: unknown
     )
     num_cores: int  #: streaming multiprocessors
     threads_per_core: int
     shared_bytes_per_core: int
-    shared_bytes_per_block: int  #: what a kernel may ask for
+    shared_bytes_per_block: int  #: largest that a kernel may use
     l2_bytes: int
     clock_ghz: float
 
@@ -67,7 +67,7 @@ _A100 = Device(
     clock_ghz=1.41,
 )
 
-#: By the name that `--device-kind` takes.
+#: By name, as for `--device-kind`.
 DEVICES = {
     "h100": _H100,
     "h200": _H100._replace(name="NVIDIA H200", memory_bytes=int(139.8 * _GiB), memory_rate=4.8e12),
@@ -94,16 +94,16 @@ DEVICES = {
     ),
 }
 
-#: The CUDA release and the cuDNN that targets promise. Without them XLA builds no FP8 GEMM, and does not say so.
+#: CUDA and cuDNN of all targets. Without them XLA silently builds no FP8 GEMM.
 _CUDA = "12.9.0"
 _CUDNN = (9, 10, 2)
 
 
 def load(kind: str) -> Device:
-    """The device of this name.
+    """Return the device of this name.
 
     Raises:
-        UsageError: if there is none; names the nearest one.
+        UsageError: if there is none.
     """
     if kind not in DEVICES:
         raise unknown("device kind", kind, DEVICES)
@@ -111,20 +111,20 @@ def load(kind: str) -> Device:
 
 
 def named(name: str) -> Device | None:
-    """The device that its driver calls so, if it is in the table."""
+    """Return the device with this driver name, if it is in the table."""
     kind = kind_of(name)
     return None if kind is None else DEVICES[kind]
 
 
 def kind_of(name: str | None) -> str | None:
-    """Return the key in `DEVICES` of a device, by its driver's name, or None."""
+    """Return the key in `DEVICES` of a device, by its driver name, or None."""
     return next((kind for kind, device in DEVICES.items() if device.name == name), None)
 
 
 def target(device: Device) -> str:
-    """The device as XLA's compiler wants it described: a `GpuTargetConfigProto` as text."""
+    """Return the description of a device for XLA's compiler: a `GpuTargetConfigProto` as text."""
     major, minor = device.compute_capability
-    # Hopper's own instructions (wgmma, bulk copies) are compiled for sm_90a only.
+    # Hopper's wgmma and bulk copies are compiled for sm_90a only.
     features = "feature_extension: ACCELERATED_FEATURES" if major == 9 else ""
     cudnn_major, cudnn_minor, cudnn_patch = _CUDNN
     return f"""

@@ -1,6 +1,6 @@
-"""Errors a user can cause, and the exit code each one ends the program with.
+"""Errors that a user can cause, and their exit codes.
 
-Every message has three parts: what we got, what we need, what to do. It fits on one line.
+Every message is one line with three parts: what we got, what we need, what to do.
 """
 
 import difflib
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 
 class SpeedrunError(Exception):
-    """The program ran and the answer is no: a target missed, a check failed."""
+    """The program ran, and the answer is no: a missed target, a failed check."""
 
     exit_code = 1
 
@@ -28,13 +28,13 @@ class DataError(SpeedrunError):
 
 
 class StorageError(SpeedrunError):
-    """A file that the disk refuses to take: it is full, or may not be written."""
+    """A file that cannot be written: the disk is full, or permission is denied."""
 
     exit_code = 4
 
 
 class CheckpointError(StorageError):
-    """A checkpoint that cannot be written, or none that can be restored."""
+    """A checkpoint cannot be written, or none can be restored."""
 
 
 class NonFiniteError(SpeedrunError):
@@ -44,46 +44,23 @@ class NonFiniteError(SpeedrunError):
 
 
 class Terminated(BaseException):
-    """SIGTERM or SIGINT was received. Subclasses BaseException, so that no `except Exception` swallows it."""
+    """SIGTERM or SIGINT was received. A BaseException, so that no `except Exception` swallows it."""
 
     exit_code = 75
 
 
-HANG = 6  #: no error: nothing in a run that stands still could raise it
+HANG = 6  #: of the watchdog: a run that hangs cannot raise an error
 
-#: SIGINT that nothing heeded; what a shell makes of it.
+#: After a second SIGINT, as a shell reports it.
 INTERRUPTED = 130
-
-#: One of several processes was lost; what a shell makes of SIGABRT, with which JAX ends the others.
-LOST = 134
-
-#: What `speedrun --help` and docs/commands.md print.
-EXIT_CODES = {
-    0: "done",
-    1: "ran, and the answer is no: target missed or a check failed",
-    2: "usage: unknown name, bad setting, output folder or device count",
-    3: "data: shard missing, damaged, foreign or too short",
-    4: "storage: a file or checkpoint cannot be written, or no checkpoint is whole",
-    5: "non-finite loss; the first bad leaf is named",
-    HANG: "hang: a phase went past its deadline; all stacks are kept",
-    75: "stopped by SIGTERM or Ctrl-C; log and checkpoints are kept",
-    INTERRUPTED: "interrupted a second time, or where there was nothing to keep",
-    LOST: "one of several processes was lost; what they had written is kept",
-}
-
-
-def meaning(code: int) -> str:
-    """An exit code in words: of one of our programs, or of one that a signal killed."""
-    known = f"signal {-code}" if code < 0 else EXIT_CODES.get(code, "none of ours")
-    return f"exit code {code} ({known})"
 
 
 @contextmanager
-def refusals_told(path: object, otherwise: type[SpeedrunError] = StorageError) -> Iterator[None]:
-    """Around what writes a file or makes a folder: what the disk refuses is one line.
+def translate_os_errors(path: object, otherwise: type[SpeedrunError] = StorageError) -> Iterator[None]:
+    """Turn an OSError from writing a file or making a folder into an error of one line.
 
     Raises:
-        SpeedrunError: in place of OSError: StorageError if the disk is full or fails, `otherwise` if not.
+        SpeedrunError: StorageError if the disk is full or fails, else `otherwise`.
     """
     try:
         yield
@@ -93,7 +70,7 @@ def refusals_told(path: object, otherwise: type[SpeedrunError] = StorageError) -
 
 
 def unknown(kind: str, got: str, known: Iterable[str]) -> UsageError:
-    """The error for a name that does not exist: names those that end in it as in `a.b.got`, else the nearest one."""
+    """Return the error for an unknown name. It suggests names that end in `.got`, else the nearest one."""
     known = sorted(known)
     near = [name for name in known if name.endswith(f".{got}")]
     near = near or difflib.get_close_matches(got, known, n=1, cutoff=0.5)

@@ -1,9 +1,9 @@
-"""Named points at which a test hurts a run: `step@8=kill` in $SPEEDRUN_FAULTS. Without it `point` does nothing.
+"""Fault injection for tests: named points in a run, and $SPEEDRUN_FAULTS. Without the variable, `point` does nothing.
 
-    POINT[@N]=ACTION[:SECONDS],...    the Nth time that the point is reached, from 1; once
+    POINT[@N]=ACTION[:SECONDS],...    at the Nth call of the point, counted from 1; once
 
-`kill`, `term` and `int` are signals to itself, at once or so many seconds later, while the run goes on; `sleep`
-stands still; `raise` is a RuntimeError. A run records the variable, and V402 refuses the record.
+`kill`, `term` and `int` send a signal to this process, at once or after some seconds; `sleep` blocks; `raise` raises
+a RuntimeError. A run records the variable, and V402 refuses the record.
 """
 
 import os
@@ -21,7 +21,7 @@ _SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "int": signal.SIGINT
 
 
 def _absent(name: str) -> None:
-    """Does nothing."""
+    """Do nothing."""
 
 
 class _Armed:

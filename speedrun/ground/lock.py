@@ -1,4 +1,4 @@
-"""Programs that write into one folder take turns: whoever does holds its lock."""
+"""Locks of folders, so that one program at a time writes into each."""
 
 import fcntl
 import os
@@ -6,43 +6,43 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-from speedrun.ground.errors import DataError, SpeedrunError, UsageError, refusals_told
+from speedrun.ground.errors import DataError, SpeedrunError, UsageError, translate_os_errors
 
 LOCK = ".lock"  #: a file, not the folder itself: network disks lock only what is open for writing
 
 
-def alone_in(
+def lock_folder(
     folder: Path, say: Callable[[str], None] = lambda _: None, *, refuse: type[SpeedrunError] | None = None
 ) -> AbstractContextManager[None]:
-    """Is alone in a folder, by a lock inside it: see `_held`."""
-    return _held(folder / LOCK, folder, say, refuse)
+    """Lock a folder with a file inside it. See `_locked`."""
+    return _locked(folder / LOCK, folder, say, refuse)
 
 
-def alone_with(record: Path) -> AbstractContextManager[None]:
-    """Is alone with a record, by a lock beside it; waits for nobody. See `_held`."""
-    beside = record.resolve()
-    return _held(beside.with_name(beside.name + LOCK), record, refuse=UsageError)
+def lock_record(record: Path) -> AbstractContextManager[None]:
+    """Lock a record with a file beside it; do not wait. See `_locked`."""
+    path = record.resolve()
+    return _locked(path.with_name(path.name + LOCK), record, refuse=UsageError)
 
 
 @contextmanager
-def _held(
+def _locked(
     path: Path, folder: Path, say: Callable[[str], None] = print, refuse: type[SpeedrunError] | None = None
 ) -> Iterator[None]:
-    """Holds a lock that ends with the process, however it ends; waits for another program to let go of it.
+    """Hold a lock inside the block, or until the process dies; wait for another program to release it.
 
     Args:
         path: of the lock; its folder is made.
-        folder: what it guards.
-        say: is told that there is another program.
+        folder: what the lock protects.
+        say: receives a line if another program holds it.
         refuse: the error to raise instead of waiting.
 
     Raises:
-        SpeedrunError: `refuse` or DataError, if the lock cannot be written; `refuse`, if there is another program.
+        SpeedrunError: `refuse` if another program holds the lock; `refuse` or DataError if it cannot be written.
     """
-    with refusals_told(folder, refuse or DataError):
+    with translate_os_errors(folder, refuse or DataError):
         path.parent.mkdir(parents=True, exist_ok=True)
     while True:
-        with refusals_told(folder, refuse or DataError):
+        with translate_os_errors(folder, refuse or DataError):
             file = path.open("w")
         with file:
             try:
@@ -54,11 +54,11 @@ def _held(
                     ) from None
                 say(f"{folder}: another program writes into it; waiting for it to end")
                 fcntl.flock(file, fcntl.LOCK_EX)
-            except OSError as error:  # some network disks know no locks
+            except OSError as error:  # some network disks have no locks
                 raise (refuse or DataError)(
                     f"{path}: cannot be locked: {error.strerror}; choose a folder on another disk"
                 ) from None
-            # Who had it before has removed the file, and somebody may have made a new one: only that one counts.
+            # The previous holder removed its file, and another process may have made a new one: only that counts.
             if path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno())):
                 try:
                     yield

@@ -17,20 +17,20 @@ from jax.sharding import PartitionSpec as P
 from speedrun.ground import processes
 from speedrun.ground.errors import UsageError
 
-#: Names of the axes: parameters and optimiser state are divided over the devices of a node and repeated on every
-#: node; batches are divided over both.
+#: Names of the axes. Parameters and optimiser state are sharded over the devices of a node and replicated on every
+#: node; batches are sharded over both.
 DATA, REPLICA = "data", "replica"
 
-#: Simulated CPU devices; eight stand for a node.
+#: Number of simulated CPU devices, as many as a node has.
 CPU_DEVICES = 8
 
 
 def prepare(platform: str) -> None:
-    """Chooses the devices of this process. Must come before the first use of JAX.
+    """Choose the devices of this process. Must come before the first use of JAX.
 
     Args:
-        platform: "cpu" simulates a node; "gpu" takes what is there; "any" takes GPUs if there are some, or if
-            $JAX_PLATFORMS asks for CUDA.
+        platform: "cpu" simulates a node; "gpu" uses the GPUs; "any" uses GPUs if there are some, or if
+            $JAX_PLATFORMS names CUDA.
     """
     has_gpu = any(Path("/dev").glob("nvidia[0-9]*")) or "cuda" in (
         getattr(jax.config, "jax_platforms", None) or ""
@@ -48,14 +48,15 @@ def prepare(platform: str) -> None:
 
 
 def make_mesh(num_devices: int, replicas: int = 1) -> Mesh:
-    """A mesh over the first `num_devices` devices; those of process 0 come first.
+    """Return a mesh over the first `num_devices` devices, in the order of processes.
 
     Args:
         num_devices: of all nodes.
-        replicas: of the state; each has as many devices, and those of a node follow one another.
+        replicas: of the state, with equal numbers of devices.
 
     Raises:
-        UsageError: if there are fewer, or they cannot be shared evenly; of several processes, also if there are more.
+        UsageError: if there are fewer devices, or they cannot be shared evenly; with several processes, also if there
+            are more.
     """
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     if len(devices) < num_devices:
@@ -71,8 +72,8 @@ def make_mesh(num_devices: int, replicas: int = 1) -> Mesh:
     shares = Counter(device.process_index for device in devices)
     if len(set(shares.values())) > 1:
         raise UsageError(
-            f"the {len(shares)} processes have {', '.join(str(shares[i]) for i in sorted(shares))} devices; need as "
-            "many each; look at CUDA_VISIBLE_DEVICES and at the node that has fewer"
+            f"the {len(shares)} processes have {', '.join(str(shares[i]) for i in sorted(shares))} devices; need equal "
+            "numbers; check CUDA_VISIBLE_DEVICES and the node that has fewer"
         )
     if num_devices % replicas:
         raise UsageError(
@@ -83,14 +84,14 @@ def make_mesh(num_devices: int, replicas: int = 1) -> Mesh:
 
 
 def arranged(devices: Sequence[Any], replicas: int) -> Mesh:
-    """One replica needs no axis of its own: its program is that of a single node."""
+    """Return a mesh of these devices. A single replica gets no axis, so that its program is that of one node."""
     if replicas == 1:
         return Mesh(np.array(devices), (DATA,))
     return Mesh(np.array(devices).reshape(replicas, -1), (REPLICA, DATA))
 
 
 def accelerator(mesh: Mesh) -> tuple[str, str]:
-    """Platform, "cpu" or "gpu", and the compute capability of a GPU or nothing. Refuses all other platforms."""
+    """Return the platform, "cpu" or "gpu", and the compute capability of a GPU; refuse other platforms."""
     device = mesh.devices.flat[0]
     if device.platform not in ("cpu", "gpu", "cuda"):
         raise UsageError(f"JAX found a {device.platform}, need a CPU or GPU; set JAX_PLATFORMS=cpu or cuda")
@@ -98,25 +99,25 @@ def accelerator(mesh: Mesh) -> tuple[str, str]:
 
 
 def place(x_BT: np.ndarray, mesh: Mesh) -> jax.Array:
-    """One global array, divided by rows; an explicit transfer, so the transfer guard lets it pass.
+    """Return a global array, sharded by rows. An explicit transfer, so the transfer guard permits it.
 
-    Of several processes, each brings its own rows; the first ones have the first rows.
+    With several processes, each passes its own rows, in the order of processes.
     """
     sharding = NamedSharding(mesh, P(mesh.axis_names))
     if processes.count() == 1:
         return jax.device_put(x_BT, sharding)
-    with jax.transfer_guard_host_to_device("allow"):  # JAX takes this one for implicit
+    with jax.transfer_guard_host_to_device("allow"):  # JAX counts this transfer as implicit
         return jax.make_array_from_process_local_data(sharding, x_BT)
 
 
 def place_own(x_BT: np.ndarray, mesh: Mesh) -> jax.Array:
-    """`place`, of rows that every process has all of."""
+    """`place` for an array that every process has in full."""
     own = len(x_BT) // processes.count()
     return place(x_BT[own * processes.index() :][:own], mesh)
 
 
 def whole(x: jax.Array) -> jax.Array:
-    """Replicates an array whose parts lie in several processes; returns any other array as it is."""
+    """Replicate an array whose shards lie in several processes; return any other array unchanged."""
     if x.is_fully_addressable or x.is_fully_replicated:
         return x
     assert isinstance(x.sharding, NamedSharding)
@@ -129,24 +130,24 @@ def _gathered_over(mesh: Mesh) -> Any:
 
 
 def fetch(tree: Any) -> Any:
-    """Arrays on the host, wherever their parts lie. Of several processes, all must call it."""
+    """Return the arrays of a tree on the host. With several processes, all must call it."""
     return jax.device_get(jax.tree.map(whole, tree))
 
 
 def replicate(tree: Any, mesh: Mesh) -> Any:
-    """The same arrays on every device."""
+    """Copy the arrays of a tree to every device."""
     return jax.device_put(tree, NamedSharding(mesh, P()))
 
 
 def memory_bytes(mesh: Mesh) -> int:
-    """Memory that JAX may use on one device. Simulated devices share that of the machine."""
+    """Return the memory that JAX may use on one device. Simulated devices share that of the machine."""
     if mesh.devices.flat[0].platform == "cpu":
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(mesh.local_devices)
     return min((device.memory_stats() or {})["bytes_limit"] for device in mesh.local_devices)
 
 
 def peak_bytes(mesh: Mesh) -> int:
-    """Largest memory in use so far on one device; on simulated devices, of the whole process."""
+    """Return the peak memory so far of one device; for simulated devices, of the whole process."""
     if mesh.devices.flat[0].platform == "cpu":
         kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return kib if sys.platform == "darwin" else kib * 1024

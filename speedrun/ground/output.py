@@ -1,4 +1,4 @@
-"""What a program says on its standard streams, and how it ends: an expected error is one line and an exit code."""
+"""Standard streams, and errors as one line and an exit code."""
 
 import io
 import os
@@ -12,14 +12,14 @@ from typing import Any, NoReturn, TextIO
 from speedrun.ground.errors import INTERRUPTED, SpeedrunError, Terminated, UsageError
 from speedrun.ground.sourcefile import recipe_folders
 
-_LOST: dict[int, OSError] = {}  #: the first thing that a descriptor did not take
-_LONGEST = 300  #: characters of what somebody else's error says
+_LOST: dict[int, OSError] = {}  #: first error of writing, by descriptor
+_LONGEST = 300  #: characters of another library's message
 
 
 @contextmanager
-def told() -> Iterator[None]:
-    """Around the main part of a module that another process starts: an expected error is one line and its exit code."""
-    outlive_readers()
+def reported() -> Iterator[None]:
+    """Report an expected error as one line with its exit code. For modules that run as processes of their own."""
+    tolerate_closed_streams()
     try:
         yield
     except KeyboardInterrupt:
@@ -34,17 +34,17 @@ def told() -> Iterator[None]:
 
 
 def leave(exit_code: int) -> NoReturn:
-    """Ends the process without Python's own end, which would wait for all that XLA still compiles."""
+    """End the process without Python's cleanup, which would wait for XLA to finish compiling."""
     sys.stdout.flush()
     os._exit(exit_code)
 
 
 def expected(error: BaseException) -> SpeedrunError | Terminated | None:
-    """An error that a user can cause, as one of ours: also too little memory, and what a recipe raises; else None."""
+    """Return an error that a user can cause, also out of memory or an error of a recipe, as one of ours; else None."""
     if isinstance(error, SpeedrunError | Terminated):
         return error
     said = " ".join(str(error).split())[:_LONGEST].rstrip(".")
-    # XLA's two ways to say it, of devices and of the host; its error is a class that only JAX could name.
+    # XLA's messages for device and host memory. Naming its error class would import JAX.
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in said or "Out of memory" in said:
         return UsageError(f"out of memory: {said or 'no more to be had'}; ask for less, or use more devices")
     if isinstance(error, Exception) and (line := _line_of_recipe(error)):
@@ -53,10 +53,7 @@ def expected(error: BaseException) -> SpeedrunError | Terminated | None:
 
 
 def _line_of_recipe(error: Exception) -> str:
-    """The innermost line of science that an error went through, as `speedrun/science/nn.py:7`; empty if none.
-
-    What is raised there is an error of whoever wrote the recipe.
-    """
+    """Return the innermost line of science in a traceback, as `speedrun/science/nn.py:7`; empty if there is none."""
     package = Path(__file__).parent.parent
     places = (package / "science", *recipe_folders())
     lines = [(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(error.__traceback__)]
@@ -69,8 +66,8 @@ def _line_of_recipe(error: Exception) -> str:
     return ""
 
 
-class _Lasting(io.FileIO):
-    """A descriptor that takes everything: what can no longer be written is dropped."""
+class _Unfailing(io.FileIO):
+    """A file that drops what it cannot write, and keeps the first error."""
 
     def write(self, data: Any) -> int:
         try:
@@ -80,30 +77,30 @@ class _Lasting(io.FileIO):
             return memoryview(data).nbytes
 
 
-def lasting(descriptor: int, encoding: str = "utf-8") -> TextIO:
-    """A stream for words that fails for nothing: neither a reader that has left, nor a full disk, nor a character."""
-    raw = io.BufferedWriter(_Lasting(descriptor, "wb", closefd=False))
+def unfailing(descriptor: int, encoding: str = "utf-8") -> TextIO:
+    """Return a text stream that never fails: not for a closed pipe, a full disk or a character it cannot encode."""
+    raw = io.BufferedWriter(_Unfailing(descriptor, "wb", closefd=False))
     return io.TextIOWrapper(
         raw, encoding, errors="backslashreplace", line_buffering=descriptor == 2 or os.isatty(descriptor)
     )
 
 
-def outlive_readers() -> None:
-    """Makes standard output and errors `lasting`: what a command does must not depend on who listens."""
-    sys.stdout = _outliving(1, sys.stdout, sys.__stdout__)
-    sys.stderr = _outliving(2, sys.stderr, sys.__stderr__)
+def tolerate_closed_streams() -> None:
+    """Make standard output and standard error `unfailing`: a command must not fail because its reader has left."""
+    sys.stdout = _unfailing_stream(1, sys.stdout, sys.__stdout__)
+    sys.stderr = _unfailing_stream(2, sys.stderr, sys.__stderr__)
 
 
-def _outliving(descriptor: int, stream: TextIO | None, original: TextIO | None) -> TextIO:
-    if stream is None:  # closed; no file of ours may get its number
+def _unfailing_stream(descriptor: int, stream: TextIO | None, original: TextIO | None) -> TextIO:
+    if stream is None:  # closed: keep the descriptor's number from other files
         os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
-        return lasting(descriptor)
-    # Whoever put another one in its place, as tests do, keeps it.
-    return lasting(descriptor, stream.encoding) if stream is original else stream
+        return unfailing(descriptor)
+    # A replaced stream, as in tests, stays.
+    return unfailing(descriptor, stream.encoding) if stream is original else stream
 
 
 def lost_output() -> str:
-    """Why standard output did not take everything; empty if it did, or if its reader did not want more."""
+    """Return why standard output is incomplete; empty if it is complete or its reader closed it."""
     sys.stdout.flush()
     lost = _LOST.get(sys.stdout.fileno())
     return "" if lost is None or isinstance(lost, BrokenPipeError) else str(lost.strerror)

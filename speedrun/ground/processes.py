@@ -1,8 +1,8 @@
-"""One run in several processes: who they are, how they agree, and how they stop at the same moment.
+"""A run in several processes: their number, agreement between them, and stopping at the same step.
 
-Each has the devices of its node, and all run the same program on all devices; process 0 alone writes. How they meet
-and leave stands in `meet`. One that dies is noticed by its missing heartbeat, and JAX ends the others with SIGABRT:
-nothing that Python has planned for its end is done then, so what must not be lost is on disk before.
+Each process has the devices of its node, and all run the same program on all devices. Only process 0 writes.
+`training.meet` connects them. If a process dies, its heartbeat is missing and JAX ends the others with SIGABRT. Python
+does no cleanup then, so everything that must not be lost has to be on disk before.
 """
 
 import os
@@ -19,54 +19,56 @@ from speedrun.ground.errors import SpeedrunError, Terminated, UsageError
 
 T = TypeVar("T")
 
-_PATIENCE_MS = 3_600_000  #: one may have to make data that the others have; of the dead JAX knows sooner
+_TIMEOUT_MS = (
+    3_600_000  #: one process may have to make data that the others have; JAX detects dead ones sooner
+)
 
-_here = (1, 0, 1)
-_meetings = counter()
+_group = (1, 0, 1)
+_calls = counter()
 
 
-def are(count: int, index: int, num_nodes: int = 1) -> None:
-    """Says how many processes there are, which one this is, and on how many machines; before devices are used."""
-    global _here
-    _here = count, index, num_nodes
+def configure(count: int, index: int, num_nodes: int = 1) -> None:
+    """Set the number of processes, the index of this one, and the number of nodes; before devices are used."""
+    global _group
+    _group = count, index, num_nodes
 
 
 def count() -> int:
-    """How many processes share this run."""
-    return _here[0]
+    """Return the number of processes of this run."""
+    return _group[0]
 
 
 def index() -> int:
-    """Which of them this one is."""
-    return _here[1]
+    """Return the index of this process."""
+    return _group[1]
 
 
 def num_nodes() -> int:
-    """On how many machines they run; each has as many."""
-    return _here[2]
+    """Return the number of machines; each runs as many processes."""
+    return _group[2]
 
 
 def is_first() -> bool:
-    """Whether this is the one that writes."""
+    """Return whether this is process 0, which writes."""
     return index() == 0
 
 
 def client() -> Any:
-    """JAX's client of the service that all are joined to."""
+    """Return JAX's client of its distributed service."""
     from jax._src import distributed
 
     return distributed.global_state.client
 
 
 def barrier() -> None:
-    """Waits until all processes are here; nothing to wait for in one."""
+    """Wait until all processes are here."""
     if count() > 1:
-        client().wait_at_barrier(f"speedrun {next(_meetings)}", _PATIENCE_MS)
+        client().wait_at_barrier(f"speedrun {next(_calls)}", _TIMEOUT_MS)
 
 
-class _Said(msgspec.Struct):
+class _Outcome(msgspec.Struct):
     facts: dict[str, str] = {}
-    refused: str = ""
+    error: str = ""
     exit_code: int = 0
 
 
@@ -76,64 +78,64 @@ def agreed(
     otherwise: str = "start all of them with the same flags, code, packages and data",
     refuse: type[SpeedrunError] = UsageError,
 ) -> T:
-    """Does some work, and goes on only if all processes could do it and found the same.
+    """Do some work in every process; raise in all of them unless all succeed with the same result.
 
     Args:
         work: runs in every process, unsynchronised.
-        facts: what must be the same of its outcome, by name; is not asked for in one process.
-        otherwise: what to do if it is not.
-        refuse: the error that says so.
+        facts: of the result, by name; they must be equal in all processes. Not called in a run of one process.
+        otherwise: the end of the error: what to do if they differ.
+        refuse: the class of that error.
 
     Raises:
-        SpeedrunError: what `work` raised here or in another process; names it, and what differs.
+        SpeedrunError: what `work` raised here or in another process, or what differs.
     """
     if count() == 1:
         return work()
     try:
         done = work()
-        mine = _Said(facts(done))
+        mine = _Outcome(facts(done))
     except SpeedrunError as error:
-        done, mine = None, _Said(refused=str(error), exit_code=error.exit_code)
-    all_said = _exchanged(mine)
-    for i, said in enumerate(all_said):
-        if said.refused:
-            error = SpeedrunError(said.refused if all_said[0].refused else f"process {i}: {said.refused}")
-            error.exit_code = said.exit_code
+        done, mine = None, _Outcome(error=str(error), exit_code=error.exit_code)
+    outcomes = _exchange(mine)
+    for i, found in enumerate(outcomes):
+        if found.error:
+            error = SpeedrunError(found.error if outcomes[0].error else f"process {i}: {found.error}")
+            error.exit_code = found.exit_code
             raise error
-    for i, said in enumerate(all_said):
-        for name, value in said.facts.items():
-            if value != (first := all_said[0].facts.get(name, "none")):
+    for i, found in enumerate(outcomes):
+        for name, value in found.facts.items():
+            if value != (first := outcomes[0].facts.get(name, "none")):
                 raise refuse(f"process {i} has {name} {value}, process 0 has {first}; {otherwise}")
-    return done  # pyright: ignore[reportReturnType] - None only where somebody refused
+    return done  # pyright: ignore[reportReturnType] - None only after an error
 
 
-def _exchanged(mine: _Said) -> list[_Said]:
-    service, key = client(), f"speedrun {next(_meetings)}"
+def _exchange(mine: _Outcome) -> list[_Outcome]:
+    service, key = client(), f"speedrun {next(_calls)}"
     service.key_value_set(f"{key}/{index()}", msgspec.json.encode(mine).decode())
     return [
-        msgspec.json.decode(service.blocking_key_value_get(f"{key}/{i}", _PATIENCE_MS), type=_Said)
+        msgspec.json.decode(service.blocking_key_value_get(f"{key}/{i}", _TIMEOUT_MS), type=_Outcome)
         for i in range(count())
     ]
 
 
 def handled_by(handler: Any) -> AbstractContextManager[None]:
-    """`signals.handled_by`; in several processes of SIGINT only: JAX has SIGTERM, and tells the others of it."""
+    """`signals.handled_by`; with several processes for SIGINT only, because JAX handles SIGTERM for all of them."""
     return signals.handled_by(handler, *([signal.SIGINT] if count() > 1 else signals.STOPS))
 
 
-def at_once() -> Any:
-    """The handler that stops a run which has nothing to keep yet; of several processes, as soon as all can."""
-    return _pass_on if count() > 1 else signals.stop
+def immediate_stop() -> Any:
+    """Return the handler for phases without anything to save: stop now, or as soon as all processes can."""
+    return _send_sigterm if count() > 1 else signals.stop
 
 
-def _pass_on(_number: int, _frame: object) -> None:
+def _send_sigterm(_number: int, _frame: object) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-class _Together(signals.Later):
-    """Of several processes: the first signal to any of them stops all at the same call of `asked` or `check`.
+class _Collective(signals.Deferred):
+    """A signal to any process stops all of them at the same call of `requested` or `check`.
 
-    All must make the same calls in the same order. A call costs no communication.
+    All processes must make the same calls in the same order. A call does not communicate.
     """
 
     def __init__(self) -> None:
@@ -142,10 +144,10 @@ class _Together(signals.Later):
 
     def __call__(self, number: int, frame: object) -> None:
         super().__call__(number, frame)
-        _pass_on(number, frame)
+        _send_sigterm(number, frame)
 
     @property
-    def asked(self) -> bool:
+    def requested(self) -> bool:
         from jax.experimental import multihost_utils
 
         if not self._reached:
@@ -153,10 +155,10 @@ class _Together(signals.Later):
         return self._reached
 
     def check(self) -> None:
-        if self.asked:
+        if self.requested:
             raise Terminated(f"stopped by a signal to one of {count()} processes")
 
 
-def stopping() -> signals.Later:
-    """The handler that waits for a moment at which the run, in all its processes, can stop."""
-    return _Together() if count() > 1 else signals.Later()
+def deferred_stop() -> signals.Deferred:
+    """Return a handler that stops the run, in all its processes, between two steps."""
+    return _Collective() if count() > 1 else signals.Deferred()

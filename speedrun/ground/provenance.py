@@ -1,7 +1,7 @@
-"""What a run depends on: its source closure, its commit, its packages and its environment.
+"""What a run depends on: source closure, commit, packages and environment.
 
-The closure is every project file that the given modules reach by import statements, wherever in a file
-those stand, so that no loaded-by-accident module comes along and no lazy import is missed.
+The closure is every project file that the given modules reach by import statements, anywhere in a file. So modules
+that happen to be loaded are not included, and lazy imports are.
 """
 
 import ast
@@ -18,13 +18,13 @@ from speedrun.ground import faults
 from speedrun.ground.errors import UsageError
 from speedrun.ground.sourcefile import RECIPES, ROOT, check_path, join_source, recipe_folders
 
-#: Packages whose versions decide what a run computes: these are always there,
+#: Packages on which the results of a run depend.
 _PACKAGES = ("jax", "jaxlib", "optax", "numpy")
-#: and of these the ones that are installed, on a machine with a GPU.
+#: Further ones, on machines with a GPU.
 FOR_GPUS = re.compile(
     r"jax-cuda\d+-(plugin|pjrt)|nvidia-(cublas|cudnn|nccl|cuda-nvcc)(-cu\d+)?|dew-flash-attn-cu\d+"
 )
-#: Environment variables that may change a run; nothing else of the environment is recorded.
+#: Environment variables that may change a run. No others are recorded.
 VARIABLES = (
     "XLA_FLAGS",
     "XLA_PYTHON_CLIENT_MEM_FRACTION",
@@ -38,17 +38,17 @@ VARIABLES = (
     "NVIDIA_TF32_OVERRIDE",
 )
 _PIN = re.compile(r"^([a-z0-9-]+)==(\S+)( ;)?", re.MULTILINE)
-#: Digest of a container image, behind its name if it has been published; `scripts/docker_run.sh` sets the variable.
+#: Digest of a container image, after its name if it was published. `scripts/docker_run.sh` sets the variable.
 _IMAGE = re.compile(r"([a-z0-9][a-z0-9._/:-]{0,127}@)?sha256:[0-9a-f]{64}")
 IMAGE_VARIABLE = "SPEEDRUN_IMAGE"
-_GIT_S = 10.0  #: a checkout on a slow network need not hold up a run
+_GIT_S = 10.0  #: time limit for git, which may be slow on a network disk
 
 
 def closure(modules: list[str], extra: list[Path]) -> str:
-    """One readable text of all project files that `modules` reach, in reading order, then `extra` files.
+    """Return one text of all project files that `modules` reach, in reading order, then `extra` files.
 
     Args:
-        modules: dotted names; they come first and in this order.
+        modules: dotted names; they come first, in this order.
         extra: data files inside the project.
 
     Raises:
@@ -70,7 +70,7 @@ def closure(modules: list[str], extra: list[Path]) -> str:
 
 
 def _imports(path: Path, text: str) -> list[str]:
-    """Project modules named by the import statements of a file, their packages included."""
+    """Return the project modules that a file imports, with their packages."""
     names: list[str] = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom) and node.level:
@@ -91,14 +91,14 @@ def _ancestors(module: str) -> list[str]:
 
 
 def _file_of(place: str) -> Path | None:
-    """The file that has this place in a source text, in the package or in a folder of other people's recipes."""
+    """Return the file for a path in a source text, from the package or a folder of recipes outside it."""
     inside = place.removeprefix(f"{RECIPES}/")
     outside = [folder / inside for folder in recipe_folders() if inside != place]
     return next((path for path in (ROOT / place, *outside) if path.is_file()), None)
 
 
 def software() -> dict[str, str]:
-    """Versions of Python and of the packages that decide what a run computes; the image, inside a container."""
+    """Return the versions of Python and of the packages on which results depend; in a container, also the image."""
     installed = {one.name: one.version for one in metadata.distributions()}
     for_gpus = {name: installed[name] for name in sorted(installed) if FOR_GPUS.fullmatch(name)}
     packages = {**{name: installed[name] for name in _PACKAGES}, **for_gpus}
@@ -106,37 +106,37 @@ def software() -> dict[str, str]:
 
 
 def image() -> dict[str, str]:
-    """The container image around us, as `{"image": digest}`; empty outside of one, and where nobody gave its digest."""
+    """Return the container image as `{"image": digest}`; empty outside a container, or if the digest is unknown."""
     named = os.environ.get(IMAGE_VARIABLE, "")
     return {"image": named} if _IMAGE.fullmatch(named) else {}
 
 
 def environment() -> dict[str, str]:
-    """The allow-listed environment variables that are set; and the one of tests, which V402 refuses in a record."""
+    """Return the listed environment variables that are set, and that of `faults`, which V402 refuses."""
     return {name: os.environ[name] for name in (*VARIABLES, faults.VARIABLE) if name in os.environ}
 
 
 class Checkout(NamedTuple):
-    """Which code this is."""
+    """The version of this code."""
 
-    commit: str  #: empty where nobody knows
-    dirty: bool | None  #: whether code or requirements differ from the commit; None where nobody knows
+    commit: str  #: empty if unknown
+    dirty: bool | None  #: whether code or requirements differ from the commit; None if unknown
 
 
 def checkout() -> Checkout:
-    """What git says of the checkout that this code lies in; nothing is known without git or a checkout."""
+    """Return the version of this code from git; unknown without git or a checkout."""
     if not (ROOT / ".git").exists():
         return Checkout("", None)
     argv = ["git", "--no-optional-locks", "-C", str(ROOT), "status", "--porcelain=2", "--branch"]
     try:
-        said = subprocess.run(
+        lines = subprocess.run(
             [*argv, "--", "speedrun", "requirements", "pyproject.toml"],
             capture_output=True, encoding="utf-8", errors="replace", timeout=_GIT_S, check=True,
         ).stdout.splitlines()  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return Checkout("", None)
-    head = next((line.split()[-1] for line in said if line.startswith("# branch.oid ")), "")
-    return Checkout(head, any(not line.startswith("# ") for line in said))
+    head = next((line.split()[-1] for line in lines if line.startswith("# branch.oid ")), "")
+    return Checkout(head, any(not line.startswith("# ") for line in lines))
 
 
 class Lock(NamedTuple):
@@ -147,29 +147,29 @@ class Lock(NamedTuple):
 
 
 def lock() -> Lock:
-    """The file of requirements/ whose packages are installed here, all in the pinned version; else empty.
+    """Return the lock file of requirements/ whose pins are all installed; else an empty one.
 
-    Of several, the one that names the most of what is installed, and the least of what is not.
+    If there are several, prefer the one with most installed packages, then with the fewest others.
     """
-    there = installed()
+    versions_here = installed()
     fits: dict[tuple[int, int], Lock] = {}
     for path in sorted((ROOT / "requirements").glob("*.lock")):
         raw = path.read_bytes()
         if pins := pinned(raw.decode()):
-            whole = set(_PACKAGES) <= pins.keys()  # not one that is laid over others
-            if whole and all(there.get(name) in versions for name, versions in pins.items()):
-                here = len(pins.keys() & there.keys())
-                fits[here, here - len(pins)] = Lock(path.name, hashlib.sha256(raw).hexdigest())
+            whole = set(_PACKAGES) <= pins.keys()  # not one that is installed over another
+            if whole and all(versions_here.get(name) in versions for name, versions in pins.items()):
+                count = len(pins.keys() & versions_here.keys())
+                fits[count, count - len(pins)] = Lock(path.name, hashlib.sha256(raw).hexdigest())
     return fits[max(fits)] if fits else Lock("", "")
 
 
 def installed() -> dict[str, str]:
-    """Versions of all packages here, by their names as lock files spell them."""
+    """Return the versions of all installed packages, by their names as in lock files."""
     return {re.sub(r"[-_.]+", "-", one.name).lower(): one.version for one in metadata.distributions()}
 
 
 def pinned(text: str) -> dict[str, set[str | None]]:
-    """The versions in which a lock file allows each package; None among them: it may be missing on some platforms."""
+    """Return the versions of each package that a lock file permits; None: it may be missing on some platforms."""
     pins: dict[str, set[str | None]] = {}
     for name, version, marker in _PIN.findall(text):
         pins.setdefault(name, set()).update({version, None} if marker else {version})
@@ -177,6 +177,6 @@ def pinned(text: str) -> dict[str, set[str | None]]:
 
 
 def code() -> dict[str, Any]:
-    """Both, as the fields of `runlog.Preflight`."""
-    here, packages = checkout(), lock()
-    return {"commit": here.commit, "dirty": here.dirty, "lock": packages.name, "lock_sha256": packages.sha256}
+    """Return checkout and lock file as fields of `runlog.Preflight`."""
+    git, packages = checkout(), lock()
+    return {"commit": git.commit, "dirty": git.dirty, "lock": packages.name, "lock_sha256": packages.sha256}

@@ -1,10 +1,10 @@
-"""The one log of a run: typed events, one JSON line each, hash-chained and flushed per line.
+"""The log of a run: typed events, one JSON line each, hash-chained and flushed per line.
 
-Each line holds `i` (index), `t_mono_ns` (monotonic clock), `t_utc`, `prev` (first 16 hex digits of the
-sha256 of the line before; zeros for the first) and one event. A killed run leaves a readable log; an
-edited line breaks the chain. Losses are nats per token, times are seconds unless the name says more.
+Each line has `i` (index), `t_mono_ns` (monotonic clock), `t_utc`, `prev` (first 16 hex digits of the sha256 of the
+line before; zeros for the first) and one event. A killed run leaves a readable log, and an edited line breaks the
+chain. Losses are nats per token, and times are seconds unless a name has another unit.
 
-The text log and the console are readers of this one (`console.py`), never a second source.
+The text log and the console are made from this log (`console.py`).
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from typing import IO, Literal, Self
 import msgspec
 
 from speedrun.ground.clock import Stamp
-from speedrun.ground.errors import refusals_told
+from speedrun.ground.errors import translate_os_errors
 
 GENESIS = "0" * 16
 
@@ -26,7 +26,7 @@ class Event(msgspec.Struct, frozen=True, tag_field="ev", forbid_unknown_fields=T
 
 
 class RunStart(Event, tag="run_start", frozen=True, omit_defaults=True):
-    """First line: what is about to run. `config` is the fully resolved recipe and run configuration."""
+    """First line: the run. `config` is the resolved recipe with the split over devices."""
 
     run_id: str
     track: str
@@ -37,24 +37,24 @@ class RunStart(Event, tag="run_start", frozen=True, omit_defaults=True):
     source_sha256: str
     config: dict
     config_sha256: str
-    batch_sha256: str = ""  #: of the `batch.json` that declared this run; empty for a run by itself
+    batch_sha256: str = ""  #: of the `batch.json` that declared this run; empty for a single run
 
 
 class Preflight(Event, tag="preflight", frozen=True, omit_defaults=True):
-    """Hardware, software and health numbers; capture is an allow-list."""
+    """Hardware, software and measured rates; only listed packages and variables are captured."""
 
     platform: str
     device_kind: str
     num_devices: int
     software: dict[str, str]
     environment: dict[str, str]
-    matmul_gflops: float  #: achieved by all devices together in a bench before the clock
-    commit: str = ""  #: of the checkout that ran; empty where nobody knows, as without git
-    dirty: bool | None = None  #: whether the code differed from that commit; None where nobody knows
-    lock: str = ""  #: the largest file of requirements/ of which every pin is installed; empty where none is
+    matmul_gflops: float  #: measured before the clock, sum over all devices
+    commit: str = ""  #: of the checkout; empty if unknown, as without git
+    dirty: bool | None = None  #: whether the code differed from that commit; None if unknown
+    lock: str = ""  #: the lock file whose pins are installed; empty if there is none
     lock_sha256: str = ""
     num_processes: int = 1  #: that shared the devices
-    num_replicas: int = 1  #: of the state: one on each node
+    num_replicas: int = 1  #: of the state, one on each node
 
 
 class DataReady(Event, tag="data", frozen=True):
@@ -68,7 +68,7 @@ class DataReady(Event, tag="data", frozen=True):
 
 
 class Plan(Event, tag="plan", frozen=True, omit_defaults=True):
-    """Sizes of the run, and the memory the compiler asks for."""
+    """Sizes of the run, and the memory that the compiler needs."""
 
     num_params: int
     tokens_per_step: int
@@ -76,7 +76,7 @@ class Plan(Event, tag="plan", frozen=True, omit_defaults=True):
     flops_per_token: float
     state_bytes_per_device: int
     temp_bytes_per_device: int
-    kernels: dict[str, str] = {}  #: operation and shape -> the form that was chosen, and why
+    kernels: dict[str, str] = {}  #: operation and shape -> the chosen form, and why
     compiler_options: dict[str, bool | int | str] = {}
     shapes: dict[str, tuple[int, ...]] = {}  #: of each parameter
 
@@ -86,7 +86,7 @@ class Compile(Event, tag="compile", frozen=True, omit_defaults=True):
 
     name: str
     seconds: float
-    cache: Literal["off", "hit", "miss"] = "off"  #: JAX's persistent one: whether it held the program already
+    cache: Literal["off", "hit", "miss"] = "off"  #: JAX's persistent cache
 
 
 class WarmupStart(Event, tag="warmup_start", frozen=True):
@@ -96,7 +96,7 @@ class WarmupStart(Event, tag="warmup_start", frozen=True):
 
 
 class WarmupEnd(Event, tag="warmup_end", frozen=True):
-    """State hash after the state was rebuilt; must equal the one before."""
+    """State hash after the state was built again; must equal the one before."""
 
     state_hash: str
     num_steps: int
@@ -104,9 +104,9 @@ class WarmupEnd(Event, tag="warmup_end", frozen=True):
 
 
 class Resume(Event, tag="resume", frozen=True):
-    """The state of an earlier run, after `step` steps, takes the place of the fresh one."""
+    """The state of an earlier run after `step` steps replaces the fresh one."""
 
-    run_id: str  #: of the run that wrote it
+    run_id: str  #: of the run that saved it
     step: int
     state_hash: str
     train_time_s: float
@@ -132,7 +132,7 @@ class Step(Event, tag="step", frozen=True):
 
 
 class StageChange(Event, tag="stage_change", frozen=True):
-    """From `step` on another precompiled executable or another window is used."""
+    """From `step` on, another precompiled executable or another window is used."""
 
     step: int
     stage: int
@@ -140,7 +140,7 @@ class StageChange(Event, tag="stage_change", frozen=True):
 
 
 class ClockPause(Event, tag="clock_pause", frozen=True):
-    """The clock stands still, after a synchronisation."""
+    """The clock pauses, after a synchronisation."""
 
     reason: str
     train_time_s: float
@@ -157,13 +157,13 @@ class Val(Event, tag="val", frozen=True):
 
 
 class ClockResume(Event, tag="clock_resume", frozen=True):
-    """The clock runs again."""
+    """The clock continues."""
 
     train_time_s: float
 
 
 class ClockStop(Event, tag="clock_stop", frozen=True):
-    """After the last update was synchronised by a host fetch."""
+    """The clock stopped, after a synchronisation following the last update."""
 
     train_time_s: float
 
@@ -173,7 +173,7 @@ class Checkpoint(Event, tag="checkpoint", frozen=True):
 
     step: int
     state_hash: str
-    seconds: float  #: until the run went on
+    seconds: float  #: that the run was held up
 
 
 class Warning(Event, tag="warning", frozen=True):
@@ -202,9 +202,9 @@ class RunEnd(Event, tag="run_end", frozen=True, omit_defaults=True):
     data_wait_s: float
     peak_bytes: int
     final_hash: str
-    throttled_s: float | None = None  #: held back by heat or power supply; None where nothing counts it
-    phases: dict[str, float] = {}  #: seconds in each of `clock.Phases`; together the wall time up to here
-    lost_s: float = 0.0  #: of earlier processes, after the checkpoint from which this run goes on
+    throttled_s: float | None = None  #: by heat or power supply; None if not counted
+    phases: dict[str, float] = {}  #: seconds in each of `clock.Phases`; their sum is the wall time up to here
+    lost_s: float = 0.0  #: of earlier processes, after the checkpoint from which this run was resumed
 
 
 AnyEvent = (
@@ -223,7 +223,7 @@ class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     event: AnyEvent
 
     def encode(self) -> bytes:
-        """The canonical bytes of this line, without the newline: the chain hashes exactly these."""
+        """Return the canonical bytes of this line, without the newline. The chain hashes these."""
         return msgspec.json.encode(self)
 
 
@@ -231,22 +231,22 @@ Reader = Callable[[Line], None]
 
 
 def digest(line: bytes) -> str:
-    """What the next line carries as `prev`."""
+    """Return `prev` of the next line."""
     return hashlib.sha256(line).hexdigest()[:16]
 
 
 class RunLog:
-    """Appends events to `metrics.jsonl`; tells its readers of each one after it is on disk."""
+    """Appends events to `metrics.jsonl`, and passes each one to readers after it is on disk."""
 
     def __init__(self, path: Path | None, now: Callable[[], Stamp]) -> None:
-        """Creates the file.
+        """Create the file.
 
         Args:
-            path: must not exist. None: nothing is written, for the processes of a run that only help.
-            now: the harness clock; the only source of time.
+            path: must not exist. None: write nothing, in all processes of a run but the first.
+            now: `clock.now`.
         """
         self._path, self._now = path, now
-        with refusals_told(self._path):
+        with translate_os_errors(self._path):
             self._file: IO[bytes] | None = None if path is None else path.open("xb")
         self._index = 0
         self._prev = GENESIS
@@ -255,14 +255,14 @@ class RunLog:
         self._turn = threading.Lock()
 
     def subscribe(self, reader: Reader) -> None:
-        """Adds a reader that is called with every later line."""
+        """Add a reader, which is called with every later line."""
         self._readers.append(reader)
 
     def emit(self, event: AnyEvent, *, hold: bool = False) -> None:
-        """Writes one event, or holds it back for one write with the next; a reader that is closed is told no more.
+        """Write an event, or hold it back for one write together with the next. Drop readers that fail.
 
         Raises:
-            StorageError: if the disk refuses. The line is kept, and written before the next one if there is room.
+            StorageError: if it cannot be written. The next call tries again.
         """
         if self._file is None:
             return
@@ -275,7 +275,7 @@ class RunLog:
             if hold:
                 return
             held, self._held = self._held, []
-            with refusals_told(self._path):
+            with translate_os_errors(self._path):
                 self._file.writelines(raw for _, raw in held)
                 self._file.flush()
             for reader in tuple(self._readers):
@@ -290,7 +290,7 @@ class RunLog:
 
     def __exit__(self, *exc: object) -> None:
         if self._file is not None:
-            with refusals_told(self._path):
+            with translate_os_errors(self._path):
                 self._file.close()
 
 
@@ -298,7 +298,7 @@ _DECODER = msgspec.json.Decoder(Line)
 
 
 def decode(raw: bytes) -> Line:
-    """One line from its bytes.
+    """Return a line from its bytes.
 
     Raises:
         msgspec.DecodeError: not JSON, an unknown event, an extra or a missing field, a wrong type.
@@ -307,6 +307,6 @@ def decode(raw: bytes) -> Line:
 
 
 def read(path: Path) -> Iterator[Line]:
-    """All whole lines of a log. A torn last line (the writer was killed) is left out."""
+    """Yield all whole lines of a log. A torn last line, of a killed writer, is left out."""
     for raw in path.read_bytes().split(b"\n")[:-1]:
         yield decode(raw)

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM end a run, and nothing cuts short what is written about its end."""
+"""Handlers of SIGINT and SIGTERM. They end a run, and its log and facts are still written."""
 
 import os
 import signal
@@ -15,20 +15,20 @@ STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
 def stop(number: int, _frame: object) -> None:
-    """A handler that raises, inside `handled_by`.
+    """Signal handler that raises at once. Use it with `handled_by`.
 
-    Where Python drops what is raised, as in a callback of its collector (JAX has one), it raises again soon.
+    Python drops exceptions in callbacks of its garbage collector, and JAX has one; so a timer raises again.
 
     Raises:
-        Terminated: of either signal.
+        Terminated: on either signal.
     """
 
     def again(_alarm: int, _frame: object) -> None:
         handler = signal.getsignal(number)
-        if callable(handler) and (handler is stop or isinstance(handler, Later)):  # still ours
+        if callable(handler) and (handler is stop or isinstance(handler, Deferred)):  # still ours
             handler(number, None)
 
-    _prepare_to_raise_again()
+    _silence_dropped()
     signal.signal(signal.SIGALRM, again)
     signal.setitimer(signal.ITIMER_REAL, 0.5)
     raise _terminated(number)
@@ -39,42 +39,42 @@ def _terminated(number: int) -> Terminated:
 
 
 @cache
-def _prepare_to_raise_again() -> None:
-    """What is dropped need not be told."""
-    tell = sys.unraisablehook
-    sys.unraisablehook = lambda told: None if isinstance(told.exc_value, Terminated) else tell(told)
+def _silence_dropped() -> None:
+    """Print nothing about a `Terminated` that Python dropped: it is raised again."""
+    hook = sys.unraisablehook
+    sys.unraisablehook = lambda found: None if isinstance(found.exc_value, Terminated) else hook(found)
 
 
 def ignore(_number: int, _frame: object) -> None:
-    """A handler that lets things go on."""
+    """Signal handler that does nothing."""
 
 
-class Later:
-    """A handler that waits for a good moment: `check` raises. A second signal does not wait."""
+class Deferred:
+    """Signal handler that remembers the first signal, for `check`, and raises on the second."""
 
     def __init__(self) -> None:
         self._got: int | None = None
 
     def __call__(self, number: int, _frame: object) -> None:
-        """Handles a signal.
+        """Handle a signal.
 
         Raises:
-            KeyboardInterrupt: of the second one.
+            KeyboardInterrupt: on the second one.
         """
         if self._got is not None:
             raise KeyboardInterrupt(f"stopped by {signal.Signals(number).name}, the second signal")
         self._got = number
 
     @property
-    def asked(self) -> bool:
-        """Whether a signal came."""
+    def requested(self) -> bool:
+        """Whether a signal was received."""
         return self._got is not None
 
     def check(self) -> None:
-        """A moment at which the run can stop.
+        """Raise if a signal was received. Call it where the run can stop.
 
         Raises:
-            Terminated: if a signal came.
+            Terminated: names the signal.
         """
         if self._got is not None:
             raise _terminated(self._got)
@@ -82,20 +82,20 @@ class Later:
 
 @contextmanager
 def handled_by(handler: Any, *numbers: int) -> Iterator[None]:
-    """Inside the block, both signals, or those given, go to `handler`; afterwards, to where they went before."""
+    """Handle both signals, or those given, with `handler` inside the block; restore the old handlers afterwards."""
     before = {number: signal.signal(number, handler) for number in numbers or STOPS}
     try:
         yield
     finally:
-        if handler is stop:  # what it raised has come through
+        if handler is stop:  # its exception has arrived
             signal.setitimer(signal.ITIMER_REAL, 0)
         for number, old in before.items():
             signal.signal(number, old)
 
 
 @contextmanager
-def heeded() -> Iterator[None]:
-    """`handled_by(stop)` around a whole command. A signal that comes while it is leaving ends it at once."""
+def stoppable() -> Iterator[None]:
+    """Handle signals with `stop` around a whole command. A further signal ends the process at once."""
     try:
         with handled_by(stop):
             yield
@@ -105,10 +105,10 @@ def heeded() -> Iterator[None]:
         raise
 
 
-def beside(work: Callable[[], Any]) -> Any:
-    """Runs `work` in a thread, so that the main thread can handle signals while XLA compiles.
+def interruptible(work: Callable[[], Any]) -> Any:
+    """Run `work` in a thread, so that the main thread can handle signals while XLA compiles; return its result.
 
-    A thread that was abandoned runs on until `output.leave`.
+    After a signal the thread continues until `output.leave`.
     """
     pool = ThreadPoolExecutor(1)
     try:

@@ -1,7 +1,7 @@
-"""`source.txt`: the source closure of a record as one readable text, and back.
+"""`source.txt`: the source closure of a record as one readable text. `ledger.source` splits it again.
 
-Before the text of each file stands a marker with its path, digest and number of lines. The line count,
-not a search for the next marker, says where a file ends, so a file may hold a line that looks like one.
+A marker with path, digest and number of lines precedes each file. The number of lines says where a file ends, so a
+file may contain a line that looks like a marker.
 """
 
 import hashlib
@@ -9,29 +9,28 @@ import os
 import re
 from pathlib import Path
 
-#: Above the package: paths in a source text are relative to it.
+#: The folder of the package: paths in a source text are relative to it.
 ROOT = Path(__file__).parent.parent.parent
-#: Where recipes lie, in the package and in a source text; folders of other people's recipes are laid over it.
+#: The folder of recipes, in the package and in a source text.
 RECIPES = "speedrun/science/recipes"
-#: Environment variable: those folders, separated as in PATH. `plugins.resolve` adds to it.
+#: Environment variable: further folders of recipes, separated as in PATH. `plugins.resolve` adds to it.
 RECIPES_VARIABLE = "SPEEDRUN_RECIPES"
 
 #: The line before each file's text.
 MARKER = "#### file: {path} sha256:{sha256} lines:{lines}\n"
 
 _MAX_PATH = 200  #: characters
-_MARKER = re.compile(r"#### file: (\S+) sha256:([0-9a-f]{64}) lines:(0|[1-9][0-9]{0,6})")
 _PATH = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*/)*[A-Za-z0-9_][A-Za-z0-9_.-]*\.(?:py|toml)")
 
 
 def recipe_folders() -> list[Path]:
-    """Folders of recipes outside the package."""
+    """Return the folders of recipes outside the package."""
     folders = os.environ.get(RECIPES_VARIABLE, "").split(os.pathsep)
     return [Path(folder).absolute() for folder in folders if folder]
 
 
 def check_path(path: str) -> str:
-    """Returns `path` if it may stand in a source text.
+    """Return `path` if a source text may contain it.
 
     Raises:
         ValueError: unless it is relative, plain ASCII, without dot folders, and ends in .py or .toml.
@@ -44,13 +43,13 @@ def check_path(path: str) -> str:
 
 
 def join_source(files: dict[str, str]) -> str:
-    """One text of many files, in the order given.
+    """Return one text of many files, in their order.
 
     Args:
         files: relative path -> text; each text is empty or ends in a newline.
 
     Raises:
-        ValueError: a path that may not stand here, or a text whose last line has no newline.
+        ValueError: a path that `check_path` refuses, or a text whose last line has no newline.
     """
     parts = []
     for path, text in files.items():
@@ -60,34 +59,6 @@ def join_source(files: dict[str, str]) -> str:
     return "".join(parts)
 
 
-def split_source(text: str) -> dict[str, str]:
-    """The files of a source text: relative path -> text, in their order.
-
-    Raises:
-        ValueError: a missing, malformed or repeated marker, a path that may not stand here, a text
-            shorter than its marker says, or one with another digest.
-    """
-    files: dict[str, str] = {}
-    lines = text.split("\n")
-    if lines.pop():
-        raise ValueError("the source text does not end in a newline; it was cut")
-    at = 0
-    while at < len(lines):
-        marker = _MARKER.fullmatch(lines[at])
-        if not marker:
-            raise ValueError(f"line {at + 1}: want a file marker, got {lines[at][:80]!r}")
-        path, digest, count = check_path(marker[1]), marker[2], int(marker[3])
-        body = lines[at + 1 : at + 1 + count]
-        content = "".join(f"{line}\n" for line in body)
-        if path in files:
-            raise ValueError(f"line {at + 1}: {path} stands here twice")
-        if len(body) != count or sha256(content) != digest:
-            raise ValueError(f"{path}: the text is not the one its marker was written for")
-        files[path] = content
-        at += 1 + count
-    return files
-
-
 def sha256(text: str) -> str:
-    """Digest of the text as UTF-8."""
+    """Return the digest of the text as UTF-8."""
     return hashlib.sha256(text.encode()).hexdigest()

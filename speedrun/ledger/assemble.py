@@ -14,7 +14,6 @@ from msgspec.structs import replace
 
 from speedrun.ground import console, lock, runlog, track
 from speedrun.ground.errors import UsageError
-from speedrun.ground.sourcefile import split_source
 from speedrun.ground.track import Track
 from speedrun.ground.wholefile import write_whole
 from speedrun.ledger import format, runfile
@@ -35,6 +34,7 @@ from speedrun.ledger.format import (
 from speedrun.ledger.record import discard_partials, read_files, render_logs, run_folders
 from speedrun.ledger.run import Run, read_json, read_run
 from speedrun.ledger.runfile import FormatError, Recipe
+from speedrun.ledger.source import split_source
 
 HEAD_END = "<!-- end of the generated head; write below -->\n"
 
@@ -64,7 +64,7 @@ def assemble(
         UsageError: if a run cannot be read, or the folder holds what a record may not.
     """
     about = {"title": title, "authors": authors, "parent_record": parent_record, "changes": changes}
-    with lock.alone_with(record_dir):
+    with lock.lock_record(record_dir):
         edits = {key: value for key, value in about.items() if value is not None}
         return _assemble(record_dir, default_title, edits, declared_runs)
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from speedrun.ground.sourcefile import split_source
 from speedrun.ledger.literals import Literals, docstrings
 from speedrun.ledger.reaches import Import, Reach, Reaches, imports_of, names_given
+from speedrun.ledger.source import split_source
 
 #: Larger files are data, or an attack on the parser; they are not parsed. The largest of ours has 20,000.
 MOST_BYTES = 2**18

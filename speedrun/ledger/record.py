@@ -18,7 +18,6 @@ from msgspec import DecodeError
 
 from speedrun.ground import console, runlog, track
 from speedrun.ground.errors import UsageError
-from speedrun.ground.sourcefile import split_source
 from speedrun.ground.track import Track
 from speedrun.ground.wholefile import PARTIAL, write_whole
 from speedrun.ledger import reproduction
@@ -26,6 +25,7 @@ from speedrun.ledger.format import Declaration, Manifest, Summary
 from speedrun.ledger.reproduction import REPRODUCTION, Reproduction
 from speedrun.ledger.run import Run, read_json, read_run
 from speedrun.ledger.runfile import FormatError
+from speedrun.ledger.source import split_source
 
 _MIB = 2**20
 

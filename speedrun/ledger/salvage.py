@@ -29,7 +29,7 @@ def salvage(root: Path, recipe: runfile.Recipe, num_devices: int) -> list[str]:
         UsageError: if another program writes into it.
         StorageError: if the disk refuses; then every log is unchanged.
     """
-    with lock.alone_with(root):
+    with lock.lock_record(root):
         discard_partials(root)
         folders = [path for path in sorted(root.glob("runs/*")) if path.is_dir()]
         left = [folder for folder in folders if not ended(folder)]

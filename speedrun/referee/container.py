@@ -9,7 +9,8 @@ from speedrun.data import inventory
 from speedrun.ground import children
 from speedrun.ground import track as tracks
 from speedrun.ground.console import clean
-from speedrun.ground.errors import EXIT_CODES, SpeedrunError, UsageError, meaning
+from speedrun.ground.errors import SpeedrunError, UsageError
+from speedrun.ground.exit_codes import EXIT_CODES, meaning
 from speedrun.ledger.format import Manifest
 from speedrun.ledger.history import ROOT
 

@@ -25,11 +25,11 @@ from speedrun.data import inventory, stream
 from speedrun.ground import mesh as meshes
 from speedrun.ground import track as tracks
 from speedrun.ground.errors import CheckpointError
-from speedrun.ground.output import told
+from speedrun.ground.output import reported
 from speedrun.ledger.findings import Examination, Findings, HandedOver, Replayed, Stretch
 from speedrun.referee import causality
 from speedrun.referee.programs import Programs
-from speedrun.training.checkpoint import unsealed
+from speedrun.training.checkpoint import unseal
 from speedrun.training.fingerprint import state_hash
 from speedrun.training.prepare import decoded
 
@@ -127,7 +127,7 @@ class _Examiner:
             for name, one, place in zip(self.handed.leaves, arrays, self.programs.state_places, strict=False)
         }
         try:
-            facts = json.loads(unsealed(json.loads((folder / "facts" / "metadata").read_bytes())))
+            facts = json.loads(unseal(json.loads((folder / "facts" / "metadata").read_bytes())))
             arrays = ocp.StandardCheckpointer().restore(folder / "state", wanted)
             cursor = stream.Cursor(*map(int, facts["cursor"]))
         except Exception as error:  # noqa: BLE001 - orbax raises this very class, with 60 lines of text
@@ -262,6 +262,6 @@ class _Examiner:
 
 
 if __name__ == "__main__":
-    with told():
+    with reported():
         request = decoded(Path(sys.argv[1]).read_bytes(), Examination)
         request.findings.write_bytes(msgspec.json.encode(examine(request)))

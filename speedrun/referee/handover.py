@@ -18,7 +18,7 @@ import numpy as np
 from jax import export
 from jax.sharding import NamedSharding
 
-from speedrun.ground.output import told
+from speedrun.ground.output import reported
 from speedrun.ledger.findings import Array, HandedOver, Lowered, Wanted
 from speedrun.training.checkpoint import named
 from speedrun.training.prepare import Ready, RunConfig, decoded, prepare
@@ -163,5 +163,5 @@ def _axes(sharding: NamedSharding | None) -> tuple[tuple[str, ...], ...]:
 
 
 if __name__ == "__main__":
-    with told():
+    with reported():
         hand_over(decoded(Path(sys.argv[1]).read_bytes(), Wanted))

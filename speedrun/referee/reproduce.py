@@ -208,7 +208,7 @@ def planned(
     fresh = [seed for seed in derived if seed not in recorded]
     seeds = (recorded if same_seeds else fresh)[:num_runs]
     plan = Plan(manifest.record_id, same_seeds, tuple(seeds), now)
-    with lock.alone_with(folder):
+    with lock.lock_record(folder):
         make_folder(folder, {PLAN: msgspec.json.format(msgspec.json.encode(plan), indent=2) + b"\n"})
     return Repetition(folder, record, manifest, plan)
 

@@ -18,13 +18,14 @@ from speedrun.data import generated, inventory
 from speedrun.ground import provenance
 from speedrun.ground import track as tracks
 from speedrun.ground.console import clean
-from speedrun.ground.errors import EXIT_CODES, SpeedrunError, UsageError, meaning
-from speedrun.ground.sourcefile import split_source
+from speedrun.ground.errors import SpeedrunError, UsageError
+from speedrun.ground.exit_codes import EXIT_CODES, meaning
 from speedrun.ground.wholefile import write_whole
 from speedrun.ledger import runfile
 from speedrun.ledger.findings import Examination, Findings, HandedOver, Wanted
 from speedrun.ledger.record import Record, load, read_files, render_logs
 from speedrun.ledger.run import Run
+from speedrun.ledger.source import split_source
 from speedrun.referee import sandbox
 
 _PACKAGE = Path(__file__).parent.parent

@@ -18,7 +18,8 @@ import msgspec
 from speedrun.data import inventory
 from speedrun.ground import children, clock, devices, provenance
 from speedrun.ground import track as tracks
-from speedrun.ground.errors import SpeedrunError, UsageError, meaning
+from speedrun.ground.errors import SpeedrunError, UsageError
+from speedrun.ground.exit_codes import meaning
 from speedrun.ground.wholefile import write_whole
 from speedrun.ledger import runfile
 from speedrun.ledger.batch import Standing, standing

@@ -11,7 +11,7 @@ import msgspec
 from speedrun.ground import lock, signals
 from speedrun.ground.clock import now
 from speedrun.ground.errors import UsageError
-from speedrun.ground.output import told
+from speedrun.ground.output import reported
 from speedrun.ground.track import sha256
 from speedrun.ground.wholefile import make_folder
 from speedrun.ledger import batch, format, runfile
@@ -58,11 +58,11 @@ def declare(promise: Promise) -> format.Declaration:
         created_utc=now().utc,
     )
     out = promise.config.out
-    with lock.alone_with(out):
+    with lock.lock_record(out):
         make_folder(out, {"source.txt": ready.source.encode(), runfile.BATCH: runfile.encode(declaration)})
     return declaration
 
 
 if __name__ == "__main__":
-    with told(), signals.handled_by(signals.stop):
+    with reported(), signals.handled_by(signals.stop):
         declare(decoded(Path(sys.argv[1]).read_bytes(), Promise))

@@ -13,7 +13,7 @@ from speedrun.ground import lock, signals
 from speedrun.ground import track as tracks
 from speedrun.ground.clock import now
 from speedrun.ground.errors import UsageError, unknown
-from speedrun.ground.output import told
+from speedrun.ground.output import reported
 from speedrun.ground.wholefile import make_folder
 from speedrun.ledger import format, runfile
 from speedrun.science import recipes
@@ -74,7 +74,7 @@ def design(request: Request) -> Experiment:
         confirming=confirming,
         created_utc=now().utc,
     )
-    with lock.alone_with(config.out):
+    with lock.lock_record(config.out):
         make_folder(config.out, {trials.EXPERIMENT: trials.encode(found)})
     return found
 
@@ -133,6 +133,6 @@ _DRAFTS = {"features": _features, "ladder": _ladder, "sweep": _sweep}
 
 
 if __name__ == "__main__":
-    with told(), signals.handled_by(signals.stop):
+    with reported(), signals.handled_by(signals.stop):
         raw = Path(sys.argv[1]).read_bytes()
         design(decoded(raw, Request))

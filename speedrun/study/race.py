@@ -14,7 +14,7 @@ from speedrun.board.ghost import Ghost
 from speedrun.ground import console
 from speedrun.ground.errors import UsageError
 from speedrun.ground.live import Live
-from speedrun.ground.output import told
+from speedrun.ground.output import reported
 
 _RECORDS = Path("records")
 
@@ -54,7 +54,7 @@ def main(path: Path) -> None:
 
     request = msgspec.json.decode(path.read_bytes(), type=Request)
     config = decoded(request.config, RunConfig)
-    with told(), live(sys.stdout, find(request.ghost, request.track)) as reader:
+    with reported(), live(sys.stdout, find(request.ghost, request.track)) as reader:
         train(config, reader)
 
 

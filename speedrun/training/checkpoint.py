@@ -1,11 +1,11 @@
-"""Checkpoints: all that a run is after some step, on disk; written by orbax, checked by us.
+"""Checkpoints: the state of a run after some step, written by orbax, with our own digests.
 
-    RECORD.checkpoints/run.json     what the run was asked to do, and of which source
+    RECORD.checkpoints/run.json     the settings of the run
     RECORD.checkpoints/20/          the state after 20 steps, one array for each packed name, and `Facts`
 
-They lie beside the record, not in it: a record is small and plain. orbax writes in the background and makes a step
-appear by one rename, so a process may die at any moment. It keeps no digests and casts a wrong dtype without a word.
-So arrays, facts and `run.json` have digests of ours, and dtypes are compared before anything is read.
+They lie beside the record, not in it: a record is small and plain. orbax writes in the background, and a step appears
+by one rename, so a process may die at any moment. orbax has no digests and casts a wrong dtype silently. So arrays,
+facts and `run.json` have our digests, and dtypes are compared before anything is read.
 """
 
 import gc
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import msgspec
@@ -43,7 +43,7 @@ class Array(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a run stands, apart from its arrays."""
+    """The position of a run, and a description of its arrays."""
 
     step: int  #: steps that are done
     run_id: str
@@ -54,36 +54,29 @@ class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     arrays: dict[str, Array]
 
 
-class Restored(NamedTuple):
-    """What a run goes on from."""
-
-    state: TrainState
-    facts: Facts
-
-
 def folder_of(record: Path) -> Path:
-    """Where the checkpoints of a record lie."""
+    """Return the folder of a record's checkpoints."""
     return Path(f"{record.resolve()}.checkpoints")
 
 
 def named(tree: Any) -> dict[str, Any]:
-    """The leaves of a state by flat name: params.embed, opt_state.inner_states.matrix.inner_state.0.momentum..."""
+    """Return the leaves of a state by flat name: params.embed, opt_state.inner_states.matrix.inner_state.0.momentum."""
     return {_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
-def sealed(raw: bytes) -> dict[str, str]:
-    """A text with its digest."""
+def seal(raw: bytes) -> dict[str, str]:
+    """Return a text with its digest."""
     return {"sha256": hashlib.sha256(raw).hexdigest(), "text": raw.decode()}
 
 
-def unsealed(found: Any) -> bytes:
-    """The text of what `sealed` made.
+def unseal(found: Any) -> bytes:
+    """Return the text that `seal` packed.
 
     Raises:
         ValueError: if it was changed.
     """
     match found:
-        case {"sha256": str(digest), "text": str(text)} if sealed(text.encode())["sha256"] == digest:
+        case {"sha256": str(digest), "text": str(text)} if seal(text.encode())["sha256"] == digest:
             return text.encode()
     raise ValueError("its digest does not fit")
 
@@ -99,7 +92,7 @@ def _digests(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def described(state: TrainState) -> dict[str, Array]:
-    """Shape, dtype and digest of every array; the same on any number of devices."""
+    """Return shape, dtype and digest of every array; they do not depend on the number of devices."""
     arrays = named(state)
     digests = fetch(_digests(arrays))
     return {
@@ -109,44 +102,44 @@ def described(state: TrainState) -> dict[str, Array]:
 
 
 @cache
-def _leave_telling_to_us() -> None:
-    """What cannot be written is one line of ours. orbax, and threads of tensorstore, would put 600 before it.
+def _silence_libraries() -> None:
+    """Silence orbax and tensorstore: on a failed write they would print 600 lines before our error.
 
-    For the rest of the process: those threads outlive the write that failed.
+    For the rest of the process: threads of tensorstore outlive the failed write.
     """
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    tell = sys.unraisablehook
+    original = sys.unraisablehook
 
-    def hook(told: Any) -> None:
-        if "Event loop is closed" not in str(told.exc_value):  # of a write that had failed before
-            tell(told)
+    def hook(found: Any) -> None:
+        if "Event loop is closed" not in str(found.exc_value):  # raised after a failed write
+            original(found)
 
     sys.unraisablehook = hook
 
 
 @contextmanager
 def opened(folder: Path, run: bytes, *, every: int, keep: int) -> Iterator["Checkpoints"]:
-    """The checkpoints of a run, which no other run writes inside the block; at its end all are durable.
+    """Open a run's folder of checkpoints, locked inside the block. At its end, all are durable.
 
-    Of several processes, each writes its part; the first one holds the lock and keeps the folder in order.
+    With several processes, each writes its part; process 0 holds the lock and cleans the folder.
 
     Args:
         folder: is made.
-        run: the text of `run.json`, for whoever goes on.
-        every: steps from one checkpoint to the next.
-        keep: how many, the newest ones; 0: all.
+        run: the text of `run.json`, with which the run is resumed.
+        every: steps between checkpoints.
+        keep: number of newest checkpoints to keep; 0: all.
 
     Raises:
         CheckpointError: if another process writes there, or a checkpoint could not be written.
     """
-    _leave_telling_to_us()
+    _silence_libraries()
     with ExitStack() as held:
         if processes.is_first():
-            held.enter_context(lock.alone_in(folder, refuse=CheckpointError))
+            held.enter_context(lock.lock_folder(folder, refuse=CheckpointError))
             for left in folder.glob("*.orbax-checkpoint-tmp*"):
-                shutil.rmtree(left)  # its run ended while it was being written
-            write_whole(folder / RUN, msgspec.json.encode(sealed(run)))
+                shutil.rmtree(left)  # unfinished: its process died
+            write_whole(folder / RUN, msgspec.json.encode(seal(run)))
         processes.barrier()
         checkpoints = Checkpoints(folder, every, keep)
         try:
@@ -159,31 +152,31 @@ class Checkpoints:
     """A folder of checkpoints, open for writing. `opened` makes it."""
 
     def __init__(self, folder: Path, every: int, keep: int) -> None:
-        # Some seconds, and the libraries of several clouds: only runs that keep checkpoints pay for it.
+        # This import takes seconds: only runs with checkpoints pay for it.
         import orbax.checkpoint as ocp
 
         self._ocp, self._folder, self._every = ocp, folder, every
         self.newest: int | None = None  #: that this process wrote or restored
         options = ocp.CheckpointManagerOptions(max_to_keep=keep or None)
-        # orbax takes absolute paths only.
+        # orbax needs absolute paths.
         self._manager = ocp.CheckpointManager(folder.absolute(), options=options, item_names=(_STATE, _FACTS))
-        # Whether to stop, only the run asks JAX's service: it counts the questions, and orbax counts otherwise.
+        # JAX's service counts the calls of this function in step with the run; those of orbax would disturb it.
         self._manager.reached_preemption = lambda step: False
 
     @property
     def steps(self) -> list[int]:
-        """Those of which there is a checkpoint, the newest first."""
+        """Return the steps that have a checkpoint, the newest first."""
         return sorted(self._manager.all_steps(), reverse=True)
 
-    def due(self, step: int) -> bool:
-        """Whether one is wanted after so many steps."""
+    def is_due(self, step: int) -> bool:
+        """Return whether to save a checkpoint after this many steps."""
         return step > 0 and step % self._every == 0
 
     def rehearse(self, state: TrainState) -> None:
-        """Writes the state once and removes it: what has to be compiled for that is compiled before the clock."""
+        """Write the state once and remove it, so that the programs for writing are compiled before the clock."""
         scratch = self._folder.absolute() / "rehearsal"
         described(state)
-        with self._told("a rehearsal"):
+        with self._errors_reported("a rehearsal"):
             with self._ocp.StandardCheckpointer() as checkpointer:
                 checkpointer.save(scratch, named(state), force=True)
             processes.barrier()
@@ -191,34 +184,36 @@ class Checkpoints:
                 shutil.rmtree(scratch)
 
     def save(self, state: TrainState, facts: Facts) -> None:
-        """Copies the state to the host and writes it in the background.
+        """Copy the state to the host and write it in the background.
 
         Raises:
-            CheckpointError: if this, or the one before it, could not be written.
+            CheckpointError: if this or the previous checkpoint could not be written.
         """
         ocp = self._ocp
         args = ocp.args.Composite(
             **{
                 _STATE: ocp.args.StandardSave(named(state)),
-                _FACTS: ocp.args.JsonSave(sealed(msgspec.json.encode(facts))),
+                _FACTS: ocp.args.JsonSave(seal(msgspec.json.encode(facts))),
             }
         )
         faults.point("save")
-        with jax.transfer_guard("allow"), self._told(f"step {facts.step}"):
+        with jax.transfer_guard("allow"), self._errors_reported(f"step {facts.step}"):
             self._manager.save(facts.step, args=args, force=True)
         faults.point("saving")
         self.newest = facts.step
 
-    def restore(self, program: Program, config_sha256: str, say: Callable[[str], None]) -> Restored:
-        """The newest checkpoint that is whole. Newer ones that are not are removed.
+    def restore(
+        self, program: Program, config_sha256: str, say: Callable[[str], None]
+    ) -> tuple[TrainState, Facts]:
+        """Restore the newest whole checkpoint: state and facts. Remove newer ones, which are damaged.
 
         Args:
-            program: the recipe on the devices on which the state shall lie.
-            config_sha256: the run's, as in `Facts`.
+            program: the recipe on the mesh for the state.
+            config_sha256: of the run, as in `Facts`.
             say: receives a line for each checkpoint that is removed.
 
         Raises:
-            CheckpointError: if there is none, or it is of another model or run.
+            CheckpointError: if there is none, or it belongs to another model or run.
         """
         for step in self.steps:
             try:
@@ -227,10 +222,10 @@ class Checkpoints:
                 say(f"checkpoint {step} is damaged ({damage}); removed, the one before it is tried")
                 self._manager.delete(step)
         raise CheckpointError(
-            f"{self._folder}: no whole checkpoint; need one to go on from; start the run again, in a new folder"
+            f"{self._folder}: no whole checkpoint; need one to resume from; start the run again, in a new folder"
         )
 
-    def _restore(self, step: int, program: Program, config_sha256: str) -> Restored:
+    def _restore(self, step: int, program: Program, config_sha256: str) -> tuple[TrainState, Facts]:
         facts = self._facts(step)
         if facts.step != step:
             raise _Damaged(f"it holds step {facts.step}")
@@ -243,43 +238,46 @@ class Checkpoints:
             for name, array in expected.items()
         }
         args = self._ocp.args.Composite(**{_STATE: self._ocp.args.StandardRestore(wanted)})
-        with _damage_named():
+        with _raise_damaged():
             found = self._manager.restore(step, args=args)[_STATE]
         state = jax.tree.unflatten(jax.tree.structure(abstract), [found[name] for name in expected])
         for name, array in described(state).items():
             if array.digest != facts.arrays[name].digest:
                 raise _Damaged(f"{name} is not what was written")
         self.newest = step
-        return Restored(state, facts)
+        return state, facts
 
     def _facts(self, step: int) -> Facts:
         args = self._ocp.args.Composite(**{_FACTS: self._ocp.args.JsonRestore()})
-        with _damage_named():
-            return msgspec.json.decode(unsealed(self._manager.restore(step, args=args)[_FACTS]), type=Facts)
+        with _raise_damaged():
+            return msgspec.json.decode(unseal(self._manager.restore(step, args=args)[_FACTS]), type=Facts)
 
     def settle(self) -> None:
-        """Waits until all is durable.
+        """Wait until everything is durable.
 
         Raises:
             CheckpointError: if something could not be written.
         """
-        with self._told("the last one"):
+        with self._errors_reported("the last one"):
             self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """`settle`, and then nothing can be written any more."""
-        with self._told("the last one"), closing(self._manager):  # which raises once more what `settle` told
+        """Call `settle`, then close the folder for writing."""
+        with (
+            self._errors_reported("the last one"),
+            closing(self._manager),
+        ):  # whose `close` raises the error again
             self.settle()
 
     @contextmanager
-    def _told(self, what: str) -> Iterator[None]:
+    def _errors_reported(self, what: str) -> Iterator[None]:
         try:
             yield
-        except (OSError, ValueError) as error:  # tensorstore's word for a full disk is ValueError
-            said = str(error).partition("\n")[0][:200]
+        except (OSError, ValueError) as error:  # tensorstore raises ValueError for a full disk
+            reason = str(error).partition("\n")[0][:200]
             raise CheckpointError(
-                f"{self._folder}: {what} cannot be written: {said}; those before it are whole; free the disk, "
-                "and go on with --resume"
+                f"{self._folder}: {what} cannot be written: {reason}; those before it are whole; free the disk, "
+                "and continue with --resume"
             ) from None
 
 
@@ -288,23 +286,23 @@ class _Damaged(Exception):
 
 
 @contextmanager
-def _damage_named() -> Iterator[None]:
-    """Turns what orbax and tensorstore raise of files that are cut, missing or garbled into one line."""
-    said = ""
+def _raise_damaged() -> Iterator[None]:
+    """Turn errors of orbax and tensorstore about cut, missing or garbled files into one line."""
+    reason = ""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - orbax raises this very class, with 60 lines of text
-        said = str(error).strip().partition("\n")[0][:120]
-    if said:
-        # What orbax was reading meanwhile is given up by the collector, with as many lines for each array.
+        reason = str(error).strip().partition("\n")[0][:120]
+    if reason:
+        # When collected, the other reads of orbax print as many lines for each array.
         hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
         gc.collect()
         sys.unraisablehook = hook
-        raise _Damaged(said)
+        raise _Damaged(reason)
 
 
 def _check_fit(facts: Facts, expected: dict[str, Any], config_sha256: str, where: Path) -> None:
-    """Refuses the state of another model before anything is cast or cut to fit."""
+    """Refuse the state of another model, before anything is cast or cut to fit."""
     for name in {**expected, **facts.arrays}:
         mine, found = expected.get(name), facts.arrays.get(name)
         got = "nothing" if found is None else f"{found.dtype}{list(found.shape)}"
@@ -314,6 +312,4 @@ def _check_fit(facts: Facts, expected: dict[str, Any], config_sha256: str, where
                 f"{where}: {name} is {got}, this model needs {need}; resume with its own recipe"
             )
     if facts.config_sha256 != config_sha256:
-        raise CheckpointError(
-            f"{where}: of a run with another config; resume with the settings it began with"
-        )
+        raise CheckpointError(f"{where}: of a run with another config; resume it with its own settings")

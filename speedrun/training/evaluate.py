@@ -1,6 +1,6 @@
-"""The validation protocol: exactly the track's tokens, summed in float64 on the host.
+"""Validation: exactly the track's tokens, summed in float64 on the host.
 
-The loss is total negative log likelihood over tokens, one division at the end: no mean of means.
+The loss is the total negative log likelihood divided by the number of tokens; it is not a mean of means.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from speedrun.training.program import Program
 
 
 class Score(NamedTuple):
-    """The outcome of one validation."""
+    """The result of one validation."""
 
     nll_sum: float  #: nats over all scored tokens, a float64 sum of float32 sums of one chunk each
     tokens: int
@@ -39,15 +39,15 @@ def evaluate(
     num_tokens: int,
     poll: Callable[[], None] = lambda: None,
 ) -> Score:
-    """Scores the first `num_tokens` targets of a shard, each once.
+    """Score the first `num_tokens` targets of a shard, each once.
 
     Args:
         program: the recipe on its mesh.
         score: its compiled `eval_step`.
-        state: whose parameters are scored; not donated.
+        state: its parameters are scored; not donated.
         shard: the validation shard.
-        num_tokens: the track's number.
-        poll: is called after every batch; may raise.
+        num_tokens: set by the track.
+        poll: called after every batch; may raise.
     """
     watch, total, tokens = Stopwatch(), 0.0, 0
     shape = program.recipe.eval_sequences, program.recipe.eval_seq_len

@@ -1,4 +1,4 @@
-"""Fingerprints of a state: an instrument, so that no recipe says what its own state is."""
+"""Fingerprints of a state. An instrument: a recipe may not define the digest of its own state."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ from speedrun.ground.mesh import fetch
 
 @jax.jit
 def fingerprint(state: Any) -> jax.Array:
-    """64 bits of a state (any tree of arrays), equal for equal bits whatever the devices: u32[2].
+    """Return 64 bits of a state (any tree of arrays), u32[2]. They do not depend on the devices.
 
-    Integer sums wrap and do not depend on their order, so no device count or reduction tree can change them.
+    Integer sums wrap and do not depend on their order, so neither device count nor reduction tree changes them.
     """
     lanes = jnp.zeros(2, jnp.uint32)
     for leaf in jax.tree.leaves(state):
@@ -27,5 +27,5 @@ def fingerprint(state: Any) -> jax.Array:
 
 
 def state_hash(state: Any) -> str:
-    """`fingerprint` as 16 hex digits on the host."""
+    """Return `fingerprint` as 16 hex digits."""
     return "".join(f"{int(lane):08x}" for lane in fetch(fingerprint(state)))

@@ -1,4 +1,4 @@
-"""What the devices achieve before a run: the number that a claimed step time is held against."""
+"""Measures the devices before a run. Checks compare claimed step times with the result."""
 
 import subprocess
 from collections.abc import Callable
@@ -11,25 +11,17 @@ from jax.sharding import PartitionSpec as P
 from speedrun.ground.clock import Stopwatch
 
 _MULTIPLICATIONS = 8
-#: Microseconds since the driver was loaded. The power cap is not among them: large products always run at it.
+#: Microseconds since the driver was loaded. The power cap is left out: large products always reach it.
 _COUNTERS = ("hw_thermal_slowdown", "sw_thermal_slowdown", "hw_power_brake_slowdown")
-_ANSWER_S = 20.0  #: an nvidia-smi that hangs is a broken driver; the run need not wait for it
+_ANSWER_S = 20.0  #: with a broken driver nvidia-smi hangs
 _TRIALS = 10
 
 
-def all_devices_agree(mesh: Mesh) -> bool:
-    """Whether a compiled sum over the devices gives what it must."""
-    axes = mesh.axis_names
-    program = jax.shard_map(lambda x: jax.lax.psum(x, axes), mesh=mesh, in_specs=P(axes), out_specs=P())
-    total = jax.jit(program)(jnp.arange(mesh.size, dtype=jnp.float32))
-    return float(total[0]) == mesh.size * (mesh.size - 1) / 2
-
-
 def matmul_gflops(mesh: Mesh) -> float:
-    """Best rate of a chain of square matrix products on every device at once, all devices together.
+    """Return the best rate of a chain of square matrix products, the sum over all devices.
 
-    float32 on CPU, bfloat16 elsewhere: the dtypes the recipes train in. Of random numbers, as in training: a GPU
-    multiplies constants with less power, and so at a higher clock.
+    float32 on CPU, bfloat16 elsewhere, as recipes train. The numbers are random: a GPU multiplies constants with less
+    power, and so at a higher clock.
     """
     x_NMM = random_matrices(mesh)
     size = x_NMM.shape[-1]
@@ -46,7 +38,7 @@ def matmul_gflops(mesh: Mesh) -> float:
 
 
 def random_matrices(mesh: Mesh) -> jax.Array:
-    """One for each device, [N, M, M], whose powers keep their size."""
+    """Return a matrix for each device, [N, M, M]. Its powers neither grow nor vanish."""
     size, dtype = (512, jnp.float32) if is_simulated(mesh) else (8192, jnp.bfloat16)
     placing = NamedSharding(mesh, P(mesh.axis_names))
     make = jax.jit(
@@ -56,14 +48,14 @@ def random_matrices(mesh: Mesh) -> jax.Array:
 
 
 def throttled_s(mesh: Mesh, since_s: float | None = 0.0) -> float | None:
-    """Seconds for which heat or the power supply held the GPUs of this machine back, all of them together.
+    """Return the seconds for which heat or power supply throttled the GPUs of this machine, summed over GPUs.
 
     Args:
-        mesh: its platform is asked.
-        since_s: what an earlier call gave; 0: since the driver was loaded.
+        mesh: of the run.
+        since_s: result of an earlier call; 0: since the driver was loaded.
 
     Returns:
-        None where nothing counts them: no GPU, no `nvidia-smi`, or a driver older than the counters.
+        None without a GPU, without `nvidia-smi`, or with a driver older than the counters.
     """
     if is_simulated(mesh) or since_s is None:
         return None
@@ -77,12 +69,12 @@ def throttled_s(mesh: Mesh, since_s: float | None = 0.0) -> float | None:
 
 
 def is_simulated(mesh: Mesh) -> bool:
-    """Whether its devices are parts of a CPU."""
+    """Return whether the devices are simulated on a CPU."""
     return mesh.devices.flat[0].platform == "cpu"
 
 
 def best_s(function: Callable[[], jax.Array]) -> float:
-    """Shortest of some calls, after one that compiles."""
+    """Return the time of the fastest of some calls, after one that compiles."""
     function().block_until_ready()
     seconds = []
     for _ in range(_TRIALS):

@@ -1,4 +1,4 @@
-"""Between a run and its checkpoints: how it goes on, what it keeps, and what is kept if it is stopped."""
+"""Saving a run in checkpoints, and resuming from them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,17 +15,17 @@ from speedrun.training.trainer import Place, Trainer
 
 
 @contextmanager
-def kept_if_stopped(trainer: Trainer) -> Iterator[None]:
-    """Saves a checkpoint if the run is asked to stop. Stops are raised only between steps."""
+def saved_if_stopped(trainer: Trainer) -> Iterator[None]:
+    """Save a checkpoint if the run is stopped. `Terminated` is raised only between steps."""
     try:
         yield
     except Terminated:
-        keep(trainer, wait=True)
+        save(trainer, wait=True)
         raise
 
 
-def keep(trainer: Trainer, *, wait: bool = False) -> None:
-    """Saves a checkpoint of the current step, unless it is already saved. Report all losses first.
+def save(trainer: Trainer, *, wait: bool = False) -> None:
+    """Save a checkpoint of the current step, unless it is already saved. All losses must be reported first.
 
     Args:
         trainer: the run.
@@ -35,13 +35,13 @@ def keep(trainer: Trainer, *, wait: bool = False) -> None:
         return
     with trainer.phases.within("checkpoint"):
         if trainer.checkpoints.newest != trainer.place.step:
-            _save(trainer, trainer.checkpoints)
+            _write(trainer, trainer.checkpoints)
         if wait:
             trainer.checkpoints.settle()
 
 
-def go_on(trainer: Trainer) -> None:
-    """Resumes from the newest checkpoint; without one, keeps the fresh state."""
+def resume(trainer: Trainer) -> None:
+    """Resume from the newest checkpoint; without one, keep the fresh state."""
     ready, out, checkpoints = trainer.ready, trainer.ready.config.out, trainer.checkpoints
     assert checkpoints is not None
     if not checkpoints.steps:
@@ -61,8 +61,8 @@ def go_on(trainer: Trainer) -> None:
     trainer.log.emit(runlog.Resume(*resumed))
 
 
-def _save(trainer: Trainer, checkpoints: checkpoint.Checkpoints) -> None:
-    """Hands the state to the writer of checkpoints."""
+def _write(trainer: Trainer, checkpoints: checkpoint.Checkpoints) -> None:
+    """Write a checkpoint, and log it."""
     watch, place, state = Stopwatch(), trainer.place, trainer.state
     facts = checkpoint.Facts(
         step=place.step,

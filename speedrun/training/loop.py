@@ -1,7 +1,7 @@
-"""The loop: compile, warm up, train under the clock, score. One step costs the host one dispatch.
+"""The training loop: compile, warm up, train under the clock, score. The host dispatches once for each step.
 
-Order of things: programs are compiled and warmed up on synthetic ids and the state is built anew; then the clock
-starts, and only then the first token is read. A loss is fetched while the next step runs.
+Programs are compiled and warmed up on random ids, and the state is built again. Then the clock starts, and only then
+is the first token read. A loss is fetched while the next step runs.
 """
 
 from collections.abc import Generator, Iterator
@@ -19,7 +19,7 @@ from speedrun.ledger import runfile
 from speedrun.training import health
 from speedrun.training.evaluate import evaluate
 from speedrun.training.fingerprint import state_hash
-from speedrun.training.keeping import go_on, keep, kept_if_stopped
+from speedrun.training.keeping import resume, save, saved_if_stopped
 from speedrun.training.outcome import data_read
 from speedrun.training.program import inspect
 from speedrun.training.trainer import Pending, Place, Trainer
@@ -27,18 +27,18 @@ from speedrun.training.warmup import Executables, compile_all, warm_up
 
 
 def run(trainer: Trainer) -> None:
-    """Compiles, warms up, trains and scores."""
-    executables = _started(trainer)
+    """Compile, warm up, train and score."""
+    executables = _set_up(trainer)
     mesh, schedule = trainer.ready.program.mesh, trainer.ready.program.schedule
     throttled_s = health.throttled_s(mesh)
     with closing(_feed(trainer, executables)) as feed, _clocked(trainer):
         for step, batches in feed:
             _before_step(trainer, executables, step, batches)
-            batch = _next(trainer, executables, step, batches)
+            batch = _next_batch(trainer, executables, step, batches)
             tokens_BT, targets_BT = (meshes.place(x, mesh) for x in batch)
             train_step = executables.steps[executables.planned[step].shape]
             trainer.state, metrics = train_step(trainer.state, tokens_BT, targets_BT, schedule)
-            _report(trainer, executables)  # of the step before: the devices are busy with this one
+            _report(trainer, executables)  # of the previous step: the devices are busy with this one
             # Gather before the next step is queued, or the result comes a step later.
             trainer.pending = Pending(step, metrics._replace(bad=meshes.whole(metrics.bad)), batches.cursor)
             trainer.place = Place(step + 1, batches.cursor)
@@ -46,16 +46,16 @@ def run(trainer: Trainer) -> None:
     trainer.tally.final_hash = processes.agreed(
         lambda: state_hash(trainer.state),
         lambda found: {"the final state": f"of hash {found}"},
-        otherwise="replicas drifted apart, so a device computes wrongly; 'speedrun doctor' tells more of each node",
+        otherwise="replicas drifted apart, so a device computes wrongly; run 'speedrun doctor' on each node",
         refuse=SpeedrunError,
     )
 
 
-def _started(trainer: Trainer) -> Executables:
-    """Compiles, warms up and, if asked, restores a checkpoint."""
+def _set_up(trainer: Trainer) -> Executables:
+    """Compile, warm up and, for a resumed run, restore a checkpoint."""
     program, seed = trainer.ready.program, trainer.ready.config.seed
     inspect(program.init.lower(jax.random.key(0)).as_text())
-    trainer.state = signals.beside(lambda: program.init(jax.random.key(seed)))
+    trainer.state = signals.interruptible(lambda: program.init(jax.random.key(seed)))
     trainer.phases.enter("compile")
     executables = compile_all(trainer)
     trainer.stopping.check()
@@ -65,19 +65,19 @@ def _started(trainer: Trainer) -> Executables:
     if trainer.checkpoints is not None:
         trainer.phases.enter("checkpoint")
         if trainer.ready.config.resume:
-            go_on(trainer)
+            resume(trainer)
         trainer.checkpoints.rehearse(trainer.state)
     return executables
 
 
 @contextmanager
 def _clocked(trainer: Trainer) -> Iterator[None]:
-    """Runs the block under the clock: implicit transfers disallowed, compilations logged, signals deferred."""
+    """Run the block under the clock: implicit transfers disallowed, compilations logged, signals deferred."""
     with (
         jax.transfer_guard("disallow"),
         _compilations(trainer.log),
         processes.handled_by(trainer.stopping),
-        kept_if_stopped(trainer),
+        saved_if_stopped(trainer),
     ):
         trainer.phases.enter("step")
         trainer.clock.start(trainer.sync)
@@ -87,7 +87,7 @@ def _clocked(trainer: Trainer) -> Iterator[None]:
 
 
 def _feed(trainer: Trainer, executables: Executables) -> Generator[tuple[int, stream.Prefetch], None, None]:
-    """The number of each step, with the stream its batch comes from; each stage has batches of its own size."""
+    """Yield the number of each step, with the stream of its batch. Each stage has its own batch size."""
     train, start, tally = trainer.ready.shards.train, trainer.place, trainer.tally
     shapes = [planned.shape[:2] for planned in executables.planned]
     tokens = stream.TokenStream(
@@ -97,19 +97,19 @@ def _feed(trainer: Trainer, executables: Executables) -> Generator[tuple[int, st
         try:
             for step in range(start.step, len(shapes)):
                 yield step, batches
-        finally:  # also when the run breaks off: what was read is told
+        finally:  # also recorded when the run breaks off
             tally.data_wait_s, tally.ranges = batches.wait_s, batches.ranges
 
 
 def _before_step(trainer: Trainer, executables: Executables, step: int, batches: stream.Prefetch) -> None:
-    """Makes checkpoints and validations that are due; a run that was told to stop, stops here."""
-    is_due = trainer.checkpoints is not None and trainer.checkpoints.due(step)
+    """Make checkpoints and validations that are due; stop here if a signal was received."""
+    is_due = trainer.checkpoints is not None and trainer.checkpoints.is_due(step)
     validates = trainer.ready.track.validates_at(step)
-    if trainer.stopping.asked or is_due or validates:
+    if trainer.stopping.requested or is_due or validates:
         _report(trainer, executables)
         trainer.place = Place(step, batches.cursor)
         if is_due:
-            keep(trainer)
+            save(trainer)
         trainer.stopping.check()
     if validates:
         batches.drain()
@@ -121,14 +121,16 @@ def _before_step(trainer: Trainer, executables: Executables, step: int, batches:
     faults.point("step")
 
 
-def _next(trainer: Trainer, executables: Executables, step: int, batches: stream.Prefetch) -> stream.Batch:
-    """The batch of a step; the digest of the first one is kept."""
+def _next_batch(
+    trainer: Trainer, executables: Executables, step: int, batches: stream.Prefetch
+) -> stream.Batch:
+    """Return the batch of a step; record the digest of the first one."""
     with trainer.phases.within("data"):
         faults.point("data")
         batch = next(batches)
     if trainer.tally.first_batch_sha256 is None:
         of_all = batch
-        if processes.count() > 1:  # the rows that other processes have of it, too
+        if processes.count() > 1:  # with the rows of other processes
             shape = executables.planned[step].shape
             of_all = stream.TokenStream(trainer.ready.shards.train, trainer.place.cursor).batch(*shape[:2])
         trainer.tally.first_batch_sha256 = runfile.sha256(of_all.tokens_BT.astype("<u2").tobytes())
@@ -136,25 +138,25 @@ def _next(trainer: Trainer, executables: Executables, step: int, batches: stream
 
 
 def _finish(trainer: Trainer, executables: Executables, throttled_s: float | None) -> None:
-    """Stops the clock and scores the final state."""
+    """Stop the clock and score the final state."""
     ready, tally = trainer.ready, trainer.tally
     _report(trainer, executables)
     trainer.clock.stop(trainer.sync)
     trainer.log.emit(runlog.ClockStop(trainer.clock.seconds))
     trainer.phases.enter("end")
-    # Before the result is known, so that little is left to do after it.
+    # These come before the result, so that little is left to do after it.
     tally.throttled_s = health.throttled_s(ready.program.mesh, since_s=throttled_s)
     tally.read = processes.agreed(
         lambda: data_read(trainer), lambda read: {s.name: s.sha256 for s in read.shards}
     )
-    keep(trainer)
+    save(trainer)
     _validate(trainer, executables, len(executables.planned))
     tally.cold_wall_s = cold_wall_s()
-    keep(trainer, wait=True)
+    save(trainer, wait=True)
 
 
 def _report(trainer: Trainer, executables: Executables) -> None:
-    """Fetches and logs the step that is not reported yet."""
+    """Fetch and log the pending step."""
     if trainer.pending is None:
         return
     (step, metrics, cursor), trainer.pending = trainer.pending, None
@@ -183,7 +185,7 @@ def _report(trainer: Trainer, executables: Executables) -> None:
 
 
 def _validate(trainer: Trainer, executables: Executables, step: int) -> None:
-    """Scores the track's validation tokens and logs the result. The state must be the same afterwards."""
+    """Score the track's validation tokens and log the result. The state must not change."""
     ready, state = trainer.ready, trainer.state
     with trainer.phases.within("evaluation"):
         before = state_hash(state)
@@ -198,21 +200,21 @@ def _validate(trainer: Trainer, executables: Executables, step: int) -> None:
             )
         if not np.isfinite(val.nll_sum):
             raise NonFiniteError(f"validation at step {at}: loss is {val.loss}; lower the learning rate")
-        is_result = at == ready.recipe.num_steps  # told with the end of the run: no fault falls between them
+        is_result = at == ready.recipe.num_steps  # written together with the end of the run
         line = runlog.Val(at, val.loss, val.tokens, val.nll_sum.hex(), val.seconds)
         trainer.log.emit(line, hold=is_result)
         trainer.tally.val_loss = val.loss
 
 
 def _log_stage_change(executables: Executables, step: int, log: runlog.RunLog) -> None:
-    """Says when another executable or another window begins to be used."""
+    """Log a change of stage or window."""
     before, now = executables.planned[max(0, step - 1)], executables.planned[step]
     if (before.stage, before.window_blocks) != (now.stage, now.window_blocks):
         log.emit(runlog.StageChange(step, now.stage, now.window_blocks))
 
 
 def _compilations(log: runlog.RunLog) -> ExitStack:
-    """Writes every compilation inside the block into the log: there should be none."""
+    """Log every compilation inside the block. There should be none."""
 
     def listen(event: str, duration_secs: float, **_: str | int) -> None:
         if event == "/jax/core/compile/backend_compile_duration":

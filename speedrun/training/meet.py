@@ -1,10 +1,10 @@
-"""How the processes of a run find each other, and how they part.
+"""Connects the processes of a run, and ends them together.
 
-    --coordinator HOST:PORT --processes N --process I      given to each of them; in a pod of an indexed job of
-                                                           Kubernetes without the last one
-    as tasks of SLURM or Open MPI                          JAX finds out the rest
+    --coordinator HOST:PORT --processes N --process I      for each process; a pod of an indexed Kubernetes job needs
+                                                           no --process
+    tasks of SLURM or Open MPI                             need no flags: JAX asks the cluster
 
-`speedrun run` takes these, and so does `python -m speedrun.training.train CONFIG.json`, which makes one process:
+`speedrun run` takes these flags. One process of a run by itself:
 
     python -m speedrun.training.meet CONFIG.json --coordinator HOST:PORT --processes N --process I
 """
@@ -25,13 +25,13 @@ from typing import Any
 
 from speedrun.ground import processes, signals
 from speedrun.ground.errors import INTERRUPTED, SpeedrunError, Terminated, UsageError
-from speedrun.ground.output import lasting, told
+from speedrun.ground.output import reported, unfailing
 
-HEARTBEAT_S = 100  #: without one, a process counts as lost
-MEET_S = 300  #: for all of them to be there
-_LEAVE_S = 10  #: for all to come to the same end of a run that broke off
+HEARTBEAT_S = 100  #: a process without heartbeat for this long is lost
+MEET_S = 300  #: until all processes must have connected
+_LEAVE_S = 10  #: until all processes must have reached the end of a run that broke off
 
-#: What says that a cluster started us as one of several: name, a variable that only it sets, and their number.
+#: Name of a cluster, a variable that only it sets, and the variable with the number of processes.
 _CLUSTERS = (
     ("SLURM", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS"),
     ("Open MPI", "OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE"),
@@ -40,40 +40,40 @@ _CLUSTERS = (
 
 @dataclass(frozen=True)
 class Group:
-    """The processes of a run, and which of them this one is."""
+    """The processes of a run, and the index of this one."""
 
     count: int
     index: int = 0
     coordinator: str = ""  #: HOST:PORT of process 0; empty: JAX asks the cluster
-    told_by: str = "flags"
+    found_by: str = "flags"
     heartbeat_s: int = HEARTBEAT_S
     meet_s: int = MEET_S
 
 
-def asked(
+def find_group(
     coordinator: str | None,
     num_processes: int | None,
     process: int | None,
     heartbeat_s: int = HEARTBEAT_S,
     meet_s: int = MEET_S,
 ) -> Group | None:
-    """The group that flags or, without them, the environment put this process in; None: it is by itself.
+    """Return the group of this process by its flags or, without flags, by its environment; None for a single process.
 
     Raises:
-        UsageError: for flags that do not belong together.
+        UsageError: for incomplete or wrong flags.
     """
-    told_by = "flags"
+    found_by = "flags"
     if coordinator and process is None and (pod := os.environ.get("JOB_COMPLETION_INDEX", "")).isdigit():
-        process, told_by = int(pod), "flags and Kubernetes"
+        process, found_by = int(pod), "flags and Kubernetes"
     flags = {"--coordinator": coordinator, "--processes": num_processes, "--process": process}
     if missing := [name for name, value in flags.items() if value is None]:
         if len(missing) < len(flags):
             raise UsageError(
                 f"{', '.join(missing)} missing; need {', '.join(flags)} together, or none of them"
             )
-        for name, sign, number in _CLUSTERS:
-            if sign in os.environ and (found := os.environ.get(number, "")).isdigit() and int(found) > 1:
-                return Group(int(found), told_by=name, heartbeat_s=heartbeat_s, meet_s=meet_s)
+        for name, marker, number in _CLUSTERS:
+            if marker in os.environ and (found := os.environ.get(number, "")).isdigit() and int(found) > 1:
+                return Group(int(found), found_by=name, heartbeat_s=heartbeat_s, meet_s=meet_s)
         return None
     assert coordinator is not None
     assert num_processes is not None
@@ -84,7 +84,7 @@ def asked(
     if not 0 <= process < num_processes:
         raise UsageError(f"--process {process} of {num_processes}; need one from 0 to {num_processes - 1}")
     return (
-        Group(num_processes, process, coordinator, told_by, heartbeat_s, meet_s)
+        Group(num_processes, process, coordinator, found_by, heartbeat_s, meet_s)
         if num_processes > 1
         else None
     )
@@ -92,37 +92,37 @@ def asked(
 
 @contextlib.contextmanager
 def joined(group: Group | None) -> Iterator[None]:
-    """Inside the block this process is one of the group; at its end, all leave together.
+    """Join the group inside the block; leave together with the others at its end.
 
-    Of an error that all of them have only process 0 tells. One that has it alone cannot wait for the others, which
-    wait for it: it says so and exits at once.
+    Only process 0 reports an error that all processes have. A process with an error of its own reports it and exits
+    at once, since the others wait for it.
 
     Args:
         group: None changes nothing.
 
     Raises:
-        UsageError: if the address cannot be used, or nodes have not as many processes each, one after the other, or
-            processes were told of other numbers of them. If the others do not come in time, it ends with its code.
+        UsageError: if the address cannot be used, the nodes run different numbers of processes or not in order, or
+            processes got different numbers. If the others do not connect in time, the process exits with its code.
     """
     if group is None:
         yield
         return
-    _meet(group)
+    _connect(group)
     try:
-        processes.are(processes.count(), processes.index(), num_nodes(_machines(group.meet_s)))
+        processes.configure(processes.count(), processes.index(), num_nodes(_machines(group.meet_s)))
         yield
         processes.barrier()
     except BaseException as error:
-        if not _all_come_to_the_end():
-            _leave_alone(error)
-        _leave()
+        if not _all_reach_the_end():
+            _exit_alone(error)
+        _disconnect()
         if processes.is_first():
             raise
         sys.exit(_exit_code(error))
-    _leave()
+    _disconnect()
 
 
-def _meet(group: Group) -> None:
+def _connect(group: Group) -> None:
     import jax
     from jax._src import distributed
 
@@ -135,35 +135,35 @@ def _meet(group: Group) -> None:
             "num_processes": group.count,
             "process_id": group.index,
             "cluster_detection_method": "deactivate",
-            # Whoever reaches the port could join or end the run: where nobody else has to, nobody can.
+            # Anybody who reaches the port could join or end the run, so bind to this machine if that is enough.
             "coordinator_bind_address": group.coordinator if is_local else None,
         }
         if group.index == 0:
             _check_port(host if is_local else "", int(port), group)
-    elif _is_alone_on_node():
+    elif _has_node_to_itself():
         given = {"local_device_ids": _all_gpus()}  # JAX would give one to each task
     _quiet_gloo()
-    # JAX's client ends the process with a page of C++ where it has waited too long: we are faster.
-    impatient = threading.Timer(group.meet_s, _give_up, [group])
-    impatient.daemon = True
-    impatient.start()
-    with signals.handled_by(signal.SIG_DFL, signal.SIGINT):  # Python would not hear of it in there
+    # On a timeout JAX's client ends the process with a page of C++, so ours comes first.
+    timer = threading.Timer(group.meet_s, _give_up, [group])
+    timer.daemon = True
+    timer.start()
+    with signals.handled_by(signal.SIG_DFL, signal.SIGINT):  # Python runs no handler during this call
         jax.distributed.initialize(
             **given,
             initialization_timeout=group.meet_s + 60,
             heartbeat_timeout_seconds=group.heartbeat_s,
         )
-    impatient.cancel()
+    timer.cancel()
     if not group.coordinator and distributed.global_state.process_id == 0:
-        sys.stderr.write(f"{distributed.global_state.num_processes} processes, told by {group.told_by}\n")
-    processes.are(distributed.global_state.num_processes, distributed.global_state.process_id)
+        sys.stderr.write(f"{distributed.global_state.num_processes} processes, told by {group.found_by}\n")
+    processes.configure(distributed.global_state.num_processes, distributed.global_state.process_id)
 
 
-def _machines(patience_s: int) -> list[str]:
-    """What each process runs on, as NCCL tells machines apart: containers with names of their own are several.
+def _machines(timeout_s: int) -> list[str]:
+    """Return the machine of each process, as NCCL identifies it: containers with different names are different.
 
     Raises:
-        UsageError: if another process was told of another number of them.
+        UsageError: if processes got different numbers.
     """
     path = Path("/proc/sys/kernel/random/boot_id")
     boot_id = path.read_text().strip() if path.exists() else ""
@@ -171,7 +171,7 @@ def _machines(patience_s: int) -> list[str]:
     service.key_value_set(f"{key}/{processes.index()}", f"{count} {socket.gethostname()} {boot_id}")
     found = []
     for i in range(count):
-        theirs, _, machine = service.blocking_key_value_get(f"{key}/{i}", patience_s * 1000).partition(" ")
+        theirs, _, machine = service.blocking_key_value_get(f"{key}/{i}", timeout_s * 1000).partition(" ")
         if int(theirs) != count:
             raise UsageError(
                 f"--processes {count} in process {processes.index()} and {theirs} in process {i}; need one number for "
@@ -182,11 +182,11 @@ def _machines(patience_s: int) -> list[str]:
 
 
 def num_nodes(machines: list[str]) -> int:
-    """Of the machine of each process, in their order: how many there are.
+    """Return the number of machines, given the machine of each process in order.
 
     Raises:
-        UsageError: if those of one machine do not follow one another, or one has more than another: a replica would
-            reach over the network.
+        UsageError: if the processes of a machine are not consecutive, or machines have different numbers of them: a
+            replica would span the network.
     """
     runs = [(name, len([*same])) for name, same in itertools.groupby(machines)]
     if len(runs) != len(set(machines)) or len({length for _, length in runs}) > 1:
@@ -199,7 +199,7 @@ def num_nodes(machines: list[str]) -> int:
 
 
 def _check_port(host: str, port: int, group: Group) -> None:
-    """JAX's service crashes where it cannot have its port."""
+    """Check that the port is free: JAX's service would crash."""
     try:
         socket.create_server((host, port)).close()
     except OSError as error:
@@ -210,7 +210,7 @@ def _check_port(host: str, port: int, group: Group) -> None:
 
 
 def _give_up(group: Group) -> None:
-    where = group.coordinator or f"the address that {group.told_by} gave"
+    where = group.coordinator or f"the address that {group.found_by} gave"
     sys.stderr.write(
         f"process {group.index}: error: not all {group.count} processes met at {where} within {group.meet_s} s; "
         "process 0 must run there, and all must be started; look for those that are missing, or pass a longer "
@@ -220,8 +220,8 @@ def _give_up(group: Group) -> None:
     os._exit(UsageError.exit_code)
 
 
-def _is_alone_on_node() -> bool:
-    """Whether the cluster started one task on each node: it has all GPUs there."""
+def _has_node_to_itself() -> bool:
+    """Return whether the cluster started one task on each node, which gets all its GPUs."""
     tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "")
     return tasks.partition("(")[0] == "1"
 
@@ -233,15 +233,15 @@ def _all_gpus() -> list[int] | None:
 
 
 def _quiet_gloo() -> None:
-    """What gloo tells the standard output of every connection is dropped; what Python prints goes on through a copy."""
+    """Drop gloo's messages about connections: descriptor 1 goes to /dev/null, and Python prints to a copy of it."""
     sys.stdout.flush()
     kept = os.dup(1)
     with open(os.devnull, "wb") as nothing:
         os.dup2(nothing.fileno(), 1)
-    sys.stdout = lasting(kept)
+    sys.stdout = unfailing(kept)
 
 
-def _all_come_to_the_end() -> bool:
+def _all_reach_the_end() -> bool:
     import jax
 
     try:
@@ -251,7 +251,7 @@ def _all_come_to_the_end() -> bool:
     return True
 
 
-def _leave() -> None:
+def _disconnect() -> None:
     import jax
 
     jax.distributed.shutdown()
@@ -263,11 +263,11 @@ def _exit_code(error: BaseException) -> int:
     return getattr(error, "exit_code", SpeedrunError.exit_code)
 
 
-def _leave_alone(error: BaseException) -> None:
-    """Ends this process without the others."""
+def _exit_alone(error: BaseException) -> None:
+    """End this process without the others."""
     is_expected = isinstance(error, SpeedrunError | Terminated | KeyboardInterrupt)
-    said = f"{error or 'interrupted'}\n" if is_expected else "".join(traceback.format_exception(error))
-    sys.stderr.write(f"process {processes.index()}: error: {said}")
+    text = f"{error or 'interrupted'}\n" if is_expected else "".join(traceback.format_exception(error))
+    sys.stderr.write(f"process {processes.index()}: error: {text}")
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(_exit_code(error))
@@ -281,15 +281,15 @@ def _main(words: list[str]) -> None:
     parser.add_argument("--process", type=int)
     parser.add_argument("--heartbeat", type=int, default=HEARTBEAT_S)
     parser.add_argument("--meet-within", type=int, default=MEET_S)
-    found = parser.parse_args(words)
-    group = asked(found.coordinator, found.processes, found.process, found.heartbeat, found.meet_within)
+    args = parser.parse_args(words)
+    group = find_group(args.coordinator, args.processes, args.process, args.heartbeat, args.meet_within)
     with joined(group):
         from speedrun.data import generated
         from speedrun.ground import console, track
         from speedrun.training.prepare import RunConfig, decoded
         from speedrun.training.train import train
 
-        raw = found.config.read_bytes()
+        raw = args.config.read_bytes()
         config = decoded(raw, RunConfig)
         printer = console.Printer(sys.stdout) if processes.is_first() else None
         say = printer.say if printer else lambda _: None
@@ -299,5 +299,5 @@ def _main(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    with told():
+    with reported():
         _main(sys.argv[1:])

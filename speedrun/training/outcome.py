@@ -1,4 +1,4 @@
-"""Where the findings of a run end up: the last line of its log, and `run.json`."""
+"""The results of a run: the last line of its log, and `run.json`."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from speedrun.training.trainer import Trainer
 
 
 def run_end(trainer: Trainer, outcome: str) -> runlog.RunEnd:
-    """The last line of the log."""
+    """Return the last line of the log."""
     tally = trainer.tally
     return runlog.RunEnd(
         status=outcome,
@@ -32,24 +32,24 @@ def run_end(trainer: Trainer, outcome: str) -> runlog.RunEnd:
 
 
 def lost_s(record: Path, step: int) -> float:
-    """Seconds that processes of a run spent after its checkpoint of `step`, and that are spent once more."""
+    """Return the seconds that earlier processes of a run spent after its checkpoint of `step`; they are repeated."""
     lost_ns = 0
     for path in record.glob("runs/*/metrics.jsonl"):
         lines = list(runlog.read(path))
-        stood = (runlog.Checkpoint, runlog.Resume)
-        since = [x.t_mono_ns for x in lines if isinstance(x.event, stood) and x.event.step == step]
+        saved = (runlog.Checkpoint, runlog.Resume)
+        since = [x.t_mono_ns for x in lines if isinstance(x.event, saved) and x.event.step == step]
         lost_ns += lines[-1].t_mono_ns - since[-1] if since else 0
     return lost_ns / 1e9
 
 
 def latest(record: Path) -> str:
-    """The run that began last of those that ended; empty if there is none."""
+    """Return the id of the latest run that ended; empty if there is none."""
     found = [runfile.decode(path.read_bytes(), runfile.RunFile) for path in record.glob("runs/*/run.json")]
     return max(found, key=lambda run: run.created_utc).run_id if found else ""
 
 
 def run_file(trainer: Trainer, outcome: Any) -> runfile.RunFile:
-    """The facts of the run: its `run.json`."""
+    """Return the facts of the run: its `run.json`."""
     ready, tally = trainer.ready, trainer.tally
     device = ready.program.mesh.devices.flat[0]
     return runfile.RunFile(
@@ -79,7 +79,7 @@ def run_file(trainer: Trainer, outcome: Any) -> runfile.RunFile:
 
 
 def data_read(trainer: Trainer) -> runfile.DataRead:
-    """What was read so far, with the digest of every shard that it came from."""
+    """Return the data read so far, with the digest of every shard."""
     ready, tally = trainer.ready, trainer.tally
     val, data = ready.shards.val[0], ready.track.data
     return runfile.DataRead(
@@ -93,7 +93,7 @@ def data_read(trainer: Trainer) -> runfile.DataRead:
 
 
 def _digest(path: Path) -> str:
-    """Digest of a shard; empty if it has gone meanwhile, so that a broken run can still be written down."""
+    """Return the digest of a shard; empty if it was deleted, so that `run.json` can still be written."""
     try:
         return shards.sha256(path)
     except OSError:

@@ -1,4 +1,4 @@
-"""Before a record is begun: what a run was asked to do, and whether it can be done."""
+"""The settings of a run, and all checks of them before a record is created."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from speedrun.training.program import Program
 
 
 class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one run was asked to do. With `source.txt` and the data it is all that a replay needs."""
+    """The settings of one run. Together with `source.txt` and the data, all that a replay needs."""
 
     track: str
     out: Path  #: the record folder; must not exist, unless a batch was declared in it
@@ -37,7 +37,7 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     batch_sha256: str = ""  #: of the `batch.json` in `out` that declares this run; empty for a run by itself
     checkpoint_every: int = 0  #: steps; 0: no checkpoints
     keep_checkpoints: int = 2  #: the newest ones; 0: all
-    resume: bool = False  #: go on from the newest checkpoint of the run in `out`
+    resume: bool = False  #: from the newest checkpoint of the run in `out`
     deadlines_s: dict[str, float] = {}  #: of phases, where other than `watchdog.DEADLINES_S`
 
 
@@ -45,16 +45,16 @@ _T = TypeVar("_T")
 
 
 def decoded(raw: bytes | msgspec.Raw, kind: type[_T]) -> _T:
-    """What another process of ours asks for, from JSON: `RunConfig` and what holds one. Paths come as text.
+    """Decode the JSON request of another process: a `RunConfig`, or a struct with one. Paths are text.
 
     Raises:
-        msgspec.DecodeError: if it is something else.
+        msgspec.DecodeError: if it has another form.
     """
     return msgspec.json.decode(raw, type=kind, dec_hook=lambda kind, value: kind(value))
 
 
-class Begun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A run with checkpoints, for whoever goes on with it."""
+class Resumable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The settings that a resumed run keeps."""
 
     config: RunConfig
     recipe: runfile.Recipe
@@ -63,7 +63,7 @@ class Begun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Ready:
-    """Everything a run needs, checked; nothing written yet."""
+    """Everything that a run needs, checked. Nothing is written yet."""
 
     config: RunConfig
     track: tracks.Track
@@ -75,12 +75,12 @@ class Ready:
 
     @property
     def source_sha256(self) -> str:
-        """Digest of the source closure."""
+        """Return the digest of the source closure."""
         return runfile.sha256(self.source.encode())
 
     @property
     def described(self) -> dict[str, Any]:
-        """The resolved recipe and how it was split over devices, as JSON."""
+        """Return the resolved recipe and its split over devices, as JSON."""
         return {
             "recipe": describe(self.recipe),
             "num_devices": self.program.num_devices,
@@ -91,34 +91,34 @@ class Ready:
 
     @property
     def facts(self) -> dict[str, str]:
-        """What must be the same in all processes of a run, by name; what shards hold is believed of a manifest."""
+        """Return what must be equal in all processes, by name. Shards are compared by names, sizes and manifest."""
         shards = [(shard.path.name, shard.num_tokens) for shard in self.shards.train]
         data = msgspec.json.encode([shards, inventory.read_manifest(self.folder)])
         val_sha256 = stream.validation_sha256(self.shards.val[0], self.track.data.val_tokens)
         options = msgspec.to_builtins(self.config, enc_hook=str)
         del options["out"], options["data"], options["seed"]
-        of_node = "CUDA_VISIBLE_DEVICES"
+        differs = "CUDA_VISIBLE_DEVICES"
         return {
             "seed": str(self.config.seed),
             "the output folder": str(self.config.out),
             "settings": f"of sha256 {runfile.config_sha256({**self.described, **options})[:12]}",
             "source": f"of sha256 {self.source_sha256[:12]}",
             "packages": str(provenance.software()),
-            "environment": str({k: v for k, v in provenance.environment().items() if k != of_node}),
+            "environment": str({k: v for k, v in provenance.environment().items() if k != differs}),
             "training shards": f"whose names, sizes and manifest have sha256 {runfile.sha256(data)[:12]}",
             "validation tokens": f"of sha256 {val_sha256[:12]}",
         }
 
     @property
-    def begun(self) -> bytes:
-        """As JSON: what was begun. Whoever goes on does so with as many replicas, on whatever nodes."""
+    def resumable(self) -> bytes:
+        """Return `Resumable` as JSON. A resumed run has as many replicas, on any nodes."""
         recipe = runfile.Recipe(self.recipe.name, self.recipe.revision, self.config.overrides)
         config = msgspec.structs.replace(self.config, replicas=self.program.replicas)
-        return msgspec.json.encode(Begun(config, recipe, self.program.num_devices), enc_hook=str)
+        return msgspec.json.encode(Resumable(config, recipe, self.program.num_devices), enc_hook=str)
 
 
 def prepare(config: RunConfig) -> Ready:
-    """Checks everything that can be wrong with a run before its folder is made.
+    """Check everything that can be wrong with a run before its folder is made.
 
     Raises:
         UsageError: unknown track, recipe or setting; device count; too little memory; output folder.
@@ -150,17 +150,17 @@ def prepare(config: RunConfig) -> Ready:
 
 
 def _check_source(config: RunConfig, source: str) -> None:
-    """All runs of a batch run one source text, and so does a run that goes on."""
-    begun, path = config.batch_sha256 or config.resume, config.out / "source.txt"
-    if begun and path.exists() and path.read_bytes() != source.encode():
+    """Check that the source of a batch, or of a resumed run, has not changed."""
+    exists, path = config.batch_sha256 or config.resume, config.out / "source.txt"
+    if exists and path.exists() and path.read_bytes() != source.encode():
         raise UsageError(
-            f"the source changed since {config.out} was begun; restore it ('diff' with {config.out}/source.txt "
-            "shows where), or start a new run in another folder"
+            f"the source changed since {config.out} was created; restore it ('diff' with {config.out}/source.txt "
+            "shows the changes), or start again in another folder"
         )
 
 
 def _check_out(config: RunConfig) -> None:
-    """A new folder; or the one of a batch, as it was declared."""
+    """Check that the output folder is new, or that of the declared batch."""
     try:
         taken = config.out.exists()
         declared = runfile.sha256((config.out / runfile.BATCH).read_bytes()) if config.batch_sha256 else ""
@@ -179,17 +179,17 @@ def _check_out(config: RunConfig) -> None:
 
 
 def _check_platform(track: tracks.Track) -> None:
-    """JAX falls back to the CPU without a word where it finds no GPU that it can use."""
-    found, asked = jax.default_backend(), track.rules.platform
-    if asked not in ("any", found):
+    """Check the platform: JAX falls back to the CPU silently if it finds no usable GPU."""
+    found, needed = jax.default_backend(), track.rules.platform
+    if needed not in ("any", found):
         raise UsageError(
-            f"JAX found a {found}, {track.id} needs a {asked}; scripts/install.sh adds JAX for CUDA where there "
+            f"JAX found a {found}, {track.id} needs a {needed}; scripts/install.sh adds JAX for CUDA where there "
             "is a driver; or choose another track"
         )
 
 
 def _check_traces(program: Program) -> None:
-    """Traces all that will be compiled: errors of a recipe, and what a form of attention refuses, are told now."""
+    """Trace all programs, so that errors of a recipe or a form of attention are raised now."""
     recipe, window = program.recipe, program.fixed_window_at(0)
     state = jax.eval_shape(program.init, jax.random.key(0))
 
@@ -204,7 +204,7 @@ def _check_traces(program: Program) -> None:
 
 
 def _check_ids(recipe: Recipe, track: tracks.Track) -> None:
-    """The recipe must know the track's ids, and the one that opens a document: its mask depends on it."""
+    """Check that the recipe has the track's vocabulary and document token, on which its mask depends."""
     known, needed = recipe.config.vocab_size, track.data.vocab_size
     if known < needed:
         raise UsageError(f"recipe {recipe.name} knows {known} ids, {track.id} has {needed}; choose another")

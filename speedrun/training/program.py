@@ -1,4 +1,4 @@
-"""Compiles a recipe's pure functions and looks at each program before it runs: an instrument."""
+"""Compiles a recipe's pure functions and inspects each program before it runs. An instrument."""
 
 import math
 import re
@@ -21,16 +21,16 @@ from speedrun.science.recipe import Recipe
 from speedrun.science.step import COMPILER_OPTIONS, Step, TrainState
 from speedrun.training import scoring
 
-#: Code that XLA did not make, which a program may call all the same: kernels of Pallas, and the locked wheel's.
+#: Code from outside XLA that a program may call: kernels of Pallas and of the locked FlashAttention-3 wheel.
 FOREIGN = ("__gpu$xla.gpu.triton", "mosaic_gpu_v2", "dew_flash3_mha_varlen_fwd", "dew_flash3_mha_varlen_bwd")
-#: What is not XLA's own: calls, in both forms in which MLIR prints them, and streams from and to the host.
+#: Calls of such code, in both forms in which MLIR prints them, and transfers from and to the host.
 _CALLS = re.compile(
     r'\bcustom_call @"?([^\s"(]+)|call_target_name = "([^"]*)"|stablehlo\.(infeed|outfeed|send|recv)\b'
 )
 
 
 class StepShape(NamedTuple):
-    """What one executable of the training step is compiled for."""
+    """The static properties of one executable of the training step."""
 
     num_sequences: int
     seq_len: int
@@ -43,7 +43,7 @@ class StepShape(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """A recipe on a mesh: the functions to compile, and where their arrays live."""
+    """A recipe on a mesh: the functions to compile, and the sharding of their arrays."""
 
     recipe: Recipe
     mesh: Mesh
@@ -72,36 +72,36 @@ class Program:
 
     @property
     def num_devices(self) -> int:
-        """Devices of the mesh."""
+        """Number of devices of the mesh."""
         return self.mesh.size
 
     @property
     def num_shards(self) -> int:
-        """Devices that one replica of the state is divided over: those of a node."""
+        """Number of devices over which one replica of the state is sharded: those of a node."""
         return self.mesh.shape[DATA]
 
     @property
     def replicas(self) -> int:
-        """How often the state is there: once on each node."""
+        """Number of replicas of the state: one on each node."""
         return self.num_devices // self.num_shards
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The mesh's axes: batches are divided over all of them."""
+        """Axes of the mesh. Batches are sharded over all of them."""
         return self.mesh.axis_names
 
     @cached_property
     def kernels(self) -> Kernels:
-        """The forms of its operations, and how they were chosen."""
+        """The chosen forms of the operations."""
         return Kernels(*accelerator(self.mesh), self.attention)
 
     def fixed_window_at(self, step: int) -> int | None:
-        """The window that the executables of this step are compiled for, or None if they take any."""
+        """Return the window that the executables of this step are compiled for; None if they take any."""
         is_fixed = self.attention in FIXED_WINDOW_FORMS
         return int(self.recipe.inputs_at(step).window_blocks) if is_fixed else None
 
     def shape_at(self, step: int) -> StepShape:
-        """Which executable makes this step."""
+        """Return the shape of this step, which selects its executable."""
         stage = self.recipe.stages[self.recipe.stage_of(step)]
         return StepShape(stage.num_sequences, stage.seq_len, self.fixed_window_at(step))
 
@@ -112,17 +112,17 @@ class Program:
 
     @cached_property
     def step(self) -> Step:
-        """The mathematics."""
+        """The training step of the recipe."""
         return Step(self.recipe, self.mesh, self.microbatches, self.kernels)
 
     @property
     def layout(self) -> Layout:
-        """How the recipe's parameters are packed."""
+        """The packing of the recipe's parameters."""
         return self.step.layout
 
     @property
     def specs(self) -> TrainState:
-        """How each leaf of the state is divided."""
+        """The sharding spec of each leaf of the state."""
         return self.step.specs
 
     @cached_property
@@ -132,12 +132,12 @@ class Program:
         return replicate(StepInputs(*map(np.stack, zip(*rows, strict=True))), self.mesh)
 
     def shardings(self, specs: Any) -> Any:
-        """A tree of specs as shardings on this mesh."""
+        """Return a tree of specs as shardings on this mesh."""
         return jax.tree.map(lambda s: NamedSharding(self.mesh, s), specs, is_leaf=lambda s: isinstance(s, P))
 
     @cached_property
     def init(self) -> Any:
-        """Key to starting state; each device makes only its own part."""
+        """Key -> initial state. Each device makes only its own part."""
         return jax.jit(self.step.init, out_shardings=self.shardings(self.specs))
 
     @cached_property
@@ -161,7 +161,7 @@ class Program:
         def score(
             packed: Params, tokens_BT: jax.Array, targets_BT: jax.Array, schedule: StepInputs, at: jax.Array
         ) -> jax.Array:
-            """One device's sequences, one after the other, so that memory does not depend on their number."""
+            """Score the sequences of one device one by one, so that memory does not depend on their number."""
             params = step.whole(packed)
             window = step.window(schedule.window_blocks[at] if window_blocks is None else window_blocks)
 
@@ -177,15 +177,15 @@ class Program:
         return jax.jit(jax.shard_map(score, mesh=self.mesh, in_specs=specs, out_specs=P(self.axes)))
 
     def compiled(self, lowered: Any) -> Any:
-        """The executable of a lowered program, with XLA's settings for this platform, if it passes `inspect`."""
+        """Inspect and compile a lowered program, with XLA's settings for this platform; return the executable."""
         inspect(lowered.as_text())
-        return signals.beside(partial(lowered.compile, compiler_options=self.compiler_options))
+        return signals.interruptible(partial(lowered.compile, compiler_options=self.compiler_options))
 
 
 def inspect(text: str) -> None:
-    """Raises UsageError for a lowered program that would talk to the host or call code that is not in `FOREIGN`."""
+    """Raise UsageError if a lowered program would communicate with the host or call code that is not in `FOREIGN`."""
     if found := sorted({name for names in _CALLS.findall(text) for name in names} - {"", *FOREIGN}):
         raise UsageError(
-            f"a compiled program would call {', '.join(found)}; a program may talk to nobody while it runs, "
-            f"and call no code but XLA's own and {', '.join(FOREIGN)}; take it out of the recipe"
+            f"a compiled program would call {', '.join(found)}; a program may not communicate with the host, "
+            f"and may call only XLA's own code and {', '.join(FOREIGN)}; remove it from the recipe"
         )

@@ -10,7 +10,7 @@ from speedrun.ground.errors import CheckpointError, UsageError
 from speedrun.ledger import format, runfile
 from speedrun.ledger.salvage import ended, salvage
 from speedrun.training import checkpoint
-from speedrun.training.prepare import Begun, RunConfig, decoded
+from speedrun.training.prepare import Resumable, RunConfig, decoded
 
 
 def resumed(out: Path) -> RunConfig:
@@ -33,13 +33,13 @@ def resumed(out: Path) -> RunConfig:
             "--checkpoint-every if you want to resume it"
         )
     try:
-        begun = decoded(checkpoint.unsealed(msgspec.json.decode(path.read_bytes())), Begun)
+        kept = decoded(checkpoint.unseal(msgspec.json.decode(path.read_bytes())), Resumable)
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(f"{path}: {reason}; start a new run with another --out") from None
     if processes.is_first():
-        salvage(out, begun.recipe, begun.num_devices)
-    return msgspec.structs.replace(begun.config, out=out, resume=True)
+        salvage(out, kept.recipe, kept.num_devices)
+    return msgspec.structs.replace(kept.config, out=out, resume=True)
 
 
 def _finished(out: Path) -> RunConfig | None:
@@ -47,7 +47,7 @@ def _finished(out: Path) -> RunConfig | None:
         try:
             run = format.decode(path.read_bytes(), runfile.RunFile)
         except runfile.FormatError:
-            continue  # it will be written again from its log
+            continue  # `salvage` writes it again from its log
         if run.outcome == "finished" and ended(path.parent):
             name = run.track.rpartition("@")[0]
             recipe = None if run.recipe == track.load(name).recipe else run.recipe

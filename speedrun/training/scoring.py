@@ -1,6 +1,6 @@
-"""The scorer: what each target costs under a model's logits, by arithmetic of its own.
+"""The scorer: negative log likelihood of targets under a model's logits.
 
-An instrument. A recipe brings hidden states and logits, and never sees a target of a validation.
+An instrument. A recipe computes hidden states and logits, and never gets a target of a validation.
 
 Legend: N tokens of a chunk, T time, C chunks of a sequence, D model, V vocabulary.
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-#: What the float32 logits of one chunk may take, by platform: on a CPU they stay in its caches.
+#: Limit for the float32 logits of one chunk, by platform. On a CPU they stay in its caches.
 CHUNK_BYTES = {"cpu": 64 * 2**20, "gpu": 2 * 2**30}
 
 
@@ -22,17 +22,17 @@ def nll_sums(
     vocab_size: int,
     platform: str,
 ) -> jax.Array:
-    """Negative log likelihood of a sequence's targets: -log softmax(logits(x))[target], summed in chunks.
+    """Return the negative log likelihood of a sequence's targets, -log softmax(logits(x))[target], summed in chunks.
 
     Args:
         logits: hidden states [N, D] to logits [N, V], row by row; any float dtype.
         x_TD: of the sequence.
         targets_T: i32, each below V.
         vocab_size: of the track; V is at least that.
-        platform: decides how large a chunk is.
+        platform: determines the size of a chunk.
 
     Returns:
-        f32 [C], nats; to be added up in float64.
+        f32 [C], nats; to be summed in float64.
 
     Raises:
         ValueError: for logits of another shape.

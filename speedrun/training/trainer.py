@@ -1,4 +1,4 @@
-"""A run in progress: what it was asked to do, what it is made of, where it stands, and what it has found out."""
+"""The state of a run in progress."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from speedrun.data import stream
 from speedrun.ground import processes
 from speedrun.ground.clock import Clock, Phases
 from speedrun.ground.runlog import RunLog
-from speedrun.ground.signals import Later
+from speedrun.ground.signals import Deferred
 from speedrun.ledger import runfile
 from speedrun.science.step import StepMetrics, TrainState
 from speedrun.training.checkpoint import Checkpoints
@@ -18,7 +18,7 @@ from speedrun.training.prepare import Ready
 
 @dataclass
 class Tally:
-    """What accumulates during a run and ends up in `run_end` and `run.json`."""
+    """What a run collects for `run_end` and `run.json`."""
 
     lost_s: float = 0.0
     compile_s: float = 0.0
@@ -40,14 +40,14 @@ class Tally:
 
 
 class Place(NamedTuple):
-    """Where a run stands."""
+    """The position of a run."""
 
     step: int  #: the next one
     cursor: stream.Cursor  #: of its first token
 
 
 class Pending(NamedTuple):
-    """A step that was handed to the devices, and of which nothing was fetched yet."""
+    """A dispatched step whose metrics are not fetched yet."""
 
     step: int
     metrics: StepMetrics
@@ -56,7 +56,7 @@ class Pending(NamedTuple):
 
 @dataclass
 class Trainer:
-    """One run, handed to whatever has a part in it."""
+    """One run: its settings, log, clock, state and results so far."""
 
     run_id: str
     created_utc: str
@@ -66,12 +66,12 @@ class Trainer:
     clock: Clock = field(default_factory=Clock)
     phases: Phases = field(default_factory=Phases)
     tally: Tally = field(default_factory=Tally)
-    stopping: Later = field(default_factory=processes.stopping)
+    stopping: Deferred = field(default_factory=processes.deferred_stop)
     place: Place = field(default_factory=lambda: Place(0, stream.START))
-    state: TrainState = None  # pyright: ignore[reportAssignmentType] - there from the first line of the loop on
+    state: TrainState = None  # pyright: ignore[reportAssignmentType] - set when the loop starts
     pending: Pending | None = None
 
     def sync(self) -> None:
-        """All devices are done, and all hosts know."""
+        """Wait until all devices are done, in all processes."""
         jax.device_get(jax.block_until_ready(self.state).step)
         processes.barrier()

@@ -1,4 +1,4 @@
-"""Before the clock: every executable is compiled, run once on random ids, and the state built anew."""
+"""Before the clock: compile all executables, run them on random ids, and build the state again."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ _STEPS = 2  #: of each executable
 
 
 class Planned(NamedTuple):
-    """A step, as its recipe has it."""
+    """The plan of a step."""
 
     shape: StepShape
     stage: int
@@ -33,7 +33,7 @@ class Planned(NamedTuple):
 
 
 class Executables(NamedTuple):
-    """All programs of a run, and what each step is: nothing of a recipe is asked once the clock has started."""
+    """All programs of a run, and the plan of each step. No code of a recipe runs after the clock has started."""
 
     steps: dict[StepShape, Any]
     scores: dict[int | None, Any]  #: by the window they are compiled for
@@ -42,10 +42,10 @@ class Executables(NamedTuple):
 
 
 def compile_all(trainer: Trainer) -> Executables:
-    """One executable for each shape of a step and one for validation; for each window, if attention needs that.
+    """Compile an executable for each shape of a step and one for validation; for each window, if attention needs it.
 
     Raises:
-        UsageError: if a step needs more memory than there is, now that this is known exactly.
+        UsageError: if a step needs more memory than a device has, by the compiler's count.
     """
     ready, state, tally = trainer.ready, trainer.state, trainer.tally
     program, recipe, ids = ready.program, ready.recipe, _RandomIds(ready)
@@ -89,7 +89,7 @@ def _planned(ready: Ready, step: int) -> Planned:
 
 @contextmanager
 def _cache() -> Iterator[list[Literal["hit", "miss"]]]:
-    """What JAX's persistent cache answers inside the block; nothing where $JAX_COMPILATION_CACHE_DIR is not set."""
+    """Collect hits and misses of JAX's persistent cache; there are none without $JAX_COMPILATION_CACHE_DIR."""
     answers: list[Literal["hit", "miss"]] = []
 
     def listen(event: str, **_: str | int) -> None:
@@ -106,7 +106,7 @@ def _cache() -> Iterator[list[Literal["hit", "miss"]]]:
 
 
 def warm_up(trainer: Trainer, executables: Executables) -> None:
-    """Runs every executable on random ids, then builds the state anew from the seed."""
+    """Run every executable on random ids, then build the state again from the seed."""
     watch, ready, state = Stopwatch(), trainer.ready, trainer.state
     program, recipe, ids = ready.program, ready.recipe, _RandomIds(ready)
     trainer.log.emit(runlog.WarmupStart(state_hash(state)))
@@ -117,7 +117,7 @@ def warm_up(trainer: Trainer, executables: Executables) -> None:
     for score in executables.scores.values():
         batch = ids(recipe.eval_sequences, recipe.eval_seq_len)
         meshes.fetch(score(state.params, *batch, program.schedule, state.step))
-    del state  # or there would be two
+    del state  # otherwise two states would be in memory
     trainer.state = program.init(jax.random.key(ready.config.seed))
     trainer.tally.init_hash = state_hash(trainer.state)
     trainer.tally.warmup_s = watch.seconds
@@ -126,7 +126,7 @@ def warm_up(trainer: Trainer, executables: Executables) -> None:
 
 
 class _RandomIds:
-    """Batches of ids that come from nowhere, placed like real ones: a call gives tokens and targets."""
+    """Makes batches of random ids, placed like real ones. A call returns tokens and targets."""
 
     def __init__(self, ready: Ready) -> None:
         self._rng = np.random.default_rng(0)
@@ -139,7 +139,7 @@ class _RandomIds:
 
 
 def _plan(ready: Ready, state: TrainState, temp_bytes: int) -> runlog.Plan:
-    """Sizes of the run."""
+    """Return the sizes of the run."""
     table = ready.program.layout.table
     return runlog.Plan(
         num_params=count(table),

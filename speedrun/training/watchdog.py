@@ -1,7 +1,7 @@
-"""No run hangs for ever: a thread holds every phase against its deadline, and ends the process that is past one.
+"""The watchdog: a thread that ends the process when a phase exceeds its deadline.
 
-The run pays nothing for it: the thread looks at where `clock.Phases` stands. What it cannot end is a run that holds
-Python's own lock for ever, since then no thread of Python runs.
+It reads `clock.Phases` and costs the run nothing. It cannot end a run that holds Python's global lock for ever, since
+no thread runs then.
 """
 
 import faulthandler
@@ -16,41 +16,41 @@ from speedrun.ground import runlog
 from speedrun.ground.clock import Phase, Phases
 from speedrun.ground.errors import HANG
 
-#: Seconds in one phase at a time: one step, one wait for data, all of one evaluation. Other phases may last.
+#: Limits for one stay in a phase: one step, one wait for data, one evaluation. Other phases have none.
 DEADLINES_S: dict[Phase, float] = {
     **dict.fromkeys(("compile", "warm-up", "evaluation", "checkpoint"), 3600.0),
     **dict.fromkeys(("step", "data"), 900.0),
 }
-_SLOW = 0.5  #: of a deadline; a line says so, once for each phase
-_GRACE_S = 10.0  #: to write down what is known; the disk or the terminal may be what hangs
-_LINGER_S = 2.0  #: for the watchdogs of other processes: a process that ends before them looks lost
+_SLOW = 0.5  #: share of a deadline after which a warning is logged, once for each phase
+_GRACE_S = 10.0  #: for writing stacks and log: disk or terminal may hang
+_LINGER_S = 2.0  #: for the watchdogs of other processes: a process that exits before them looks lost
 
 
 @contextmanager
 def watching(
     phases: Phases, deadlines_s: Mapping[str, float], log: runlog.RunLog, stacks: Path
 ) -> Iterator[None]:
-    """Watches inside the block.
+    """Watch a run inside the block.
 
     Args:
         phases: of the run.
         deadlines_s: of some phases, in place of `DEADLINES_S`; 0: none.
-        log: is told of what is slow, and why the run ends.
-        stacks: the file that shows where the threads of a run stood that hung.
+        log: receives warnings and the error.
+        stacks: file for the stacks of all threads, if the run hangs.
     """
-    wanted_s = {phase: s for phase, s in {**DEADLINES_S, **deadlines_s}.items() if s}
-    done, told = threading.Event(), set[Phase]()
+    limits_s = {phase: s for phase, s in {**DEADLINES_S, **deadlines_s}.items() if s}
+    done, warned = threading.Event(), set[Phase]()
 
     def watch() -> None:
-        while not done.wait(min(1.0, *(s / 8 for s in wanted_s.values()))):
-            phase, stood_s = phases.standing()
-            deadline_s = wanted_s.get(phase, math.inf)
-            said = f"{phase} has taken {stood_s:.1f} s; its deadline is {deadline_s:g} s"
-            if stood_s > deadline_s:
-                _end(f"{said}; {stacks.name} shows where all threads stood", log, stacks)
-            if stood_s > _SLOW * deadline_s and phase not in told:
-                told.add(phase)
-                log.emit(runlog.Warning(f"{said}; --deadline {phase}=SECONDS sets it"))
+        while not done.wait(min(1.0, *(s / 8 for s in limits_s.values()))):
+            phase, spent_s = phases.current()
+            deadline_s = limits_s.get(phase, math.inf)
+            message = f"{phase} has taken {spent_s:.1f} s; its deadline is {deadline_s:g} s"
+            if spent_s > deadline_s:
+                _end(f"{message}; {stacks.name} has the stacks of all threads", log, stacks)
+            if spent_s > _SLOW * deadline_s and phase not in warned:
+                warned.add(phase)
+                log.emit(runlog.Warning(f"{message}; --deadline {phase}=SECONDS sets it"))
 
     thread = threading.Thread(target=watch, name="watchdog", daemon=True)
     thread.start()
@@ -61,14 +61,14 @@ def watching(
         thread.join()
 
 
-def _end(said: str, log: runlog.RunLog, stacks: Path) -> None:
-    """Writes what is known, what is safest first, and ends the process."""
+def _end(message: str, log: runlog.RunLog, stacks: Path) -> None:
+    """Write stacks, log and error, the safest first, and end the process."""
     threading.Timer(_GRACE_S, os._exit, (HANG,)).start()
     try:
         with stacks.open("w") as file:
             faulthandler.dump_traceback(file)
-        log.emit(runlog.Error("Hang", said))
-        os.write(2, f"error: {said}\n".encode())
+        log.emit(runlog.Error("Hang", message))
+        os.write(2, f"error: {message}\n".encode())
         faulthandler.dump_traceback(2)
         threading.Event().wait(_LINGER_S)
     finally:

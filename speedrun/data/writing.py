@@ -1,0 +1,53 @@
+"""Write shards and manifests, atomically."""
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from speedrun.data.inventory import MANIFEST, Manifest
+from speedrun.data.shards import MAGIC, VERSION, Shard, open_shard
+from speedrun.ground.errors import DataError
+from speedrun.ground.wholefile import write_whole
+
+MAX_TOKENS = 2**31 - 1
+UINT16_IDS = 2**16
+
+
+def write_shard(path: Path, tokens: np.ndarray) -> Shard:
+    """Write a shard atomically.
+
+    Args:
+        path: replaced if it exists. Its folder must exist.
+        tokens: integers from 0 to 65,535, [N].
+
+    Raises:
+        DataError: if there are no tokens, too many, or some outside uint16.
+        StorageError: if the file cannot be written.
+    """
+    if tokens.ndim != 1 or not 1 <= tokens.size <= MAX_TOKENS or not np.issubdtype(tokens.dtype, np.integer):
+        raise DataError(
+            f"{path}: got {tokens.dtype}{list(tokens.shape)}; need 1 to {MAX_TOKENS:,} integers in one dimension"
+        )
+    if tokens.min() < 0 or tokens.max() >= UINT16_IDS:
+        raise DataError(
+            f"{path}: ids of {tokens.min()} to {tokens.max()}; the format holds 0 to {UINT16_IDS - 1:,}"
+        )
+    write_whole(path, *_content(tokens))
+    return open_shard(path, vocab_size=UINT16_IDS)
+
+
+def holds(path: Path, tokens: np.ndarray) -> bool:
+    """Return whether a file is the shard of these tokens, byte by byte."""
+    return path.is_file() and path.read_bytes() == b"".join(_content(tokens))
+
+
+def _content(tokens: np.ndarray) -> tuple[bytes, memoryview]:
+    header = np.zeros(256, "<i4")
+    header[:3] = MAGIC, VERSION, tokens.size
+    return header.tobytes(), np.ascontiguousarray(tokens, "<u2").data
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write `manifest.json`: after a new shard is written, but before a downloaded shard gets its name."""
+    write_whole(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=2), b"\n")
