@@ -111,12 +111,7 @@ class TextLog:
                 shards = f"{len(data.train_shards)} training shard{'s' * (len(data.train_shards) != 1)}"
                 return f"data  {data.folder} | {shards} | val {data.val_tokens:,} tokens of {data.val_shard}"
             case Plan() as plan:
-                sizes = (
-                    f"plan  {quantity(plan.num_params)} parameters | {self._num_steps:,} steps x "
-                    f"{plan.tokens_per_step:,} tokens = {plan.total_tokens:,} | per device: state "
-                    f"{memory(plan.state_bytes_per_device)}, temporary {memory(plan.temp_bytes_per_device)}"
-                )
-                return [sizes, *(f"kern  {call} | {form}" for call, form in plan.kernels.items())]
+                return self._plan(plan)
             case Compile() as done:
                 cache = "" if done.cache == "off" else f" (cache: {done.cache})"
                 return f"comp  {done.name}  {done.seconds:.1f} s{cache}"
@@ -157,6 +152,14 @@ class TextLog:
             case RunEnd() as end:
                 return self._result(end)
         return None
+
+    def _plan(self, plan: Plan) -> list[str]:
+        sizes = (
+            f"plan  {quantity(plan.num_params)} parameters | {self._num_steps:,} steps x "
+            f"{plan.tokens_per_step:,} tokens = {plan.total_tokens:,} | per device: state "
+            f"{memory(plan.state_bytes_per_device)}, temporary {memory(plan.temp_bytes_per_device)}"
+        )
+        return [sizes, *(f"kern  {call} | {form}" for call, form in plan.kernels.items())]
 
     def _at(self, steps_done: int) -> str:
         return f"step  {steps_done:>{len(str(self._num_steps))}}/{self._num_steps}"

@@ -27,8 +27,8 @@ def attention(
 ) -> jax.Array:
     """Compute the definition's value and gradient for any length, any float dtype and any window up to a bound.
 
-    Work is T (window + tile), not T squared. Scores exist for one tile at a time and are recomputed in the
-    backward pass, which keeps one copy of keys and values for each tile that a window reaches.
+    Work is T (window + tile). Scores exist for one tile at a time; the backward pass recomputes them from one copy of
+    keys and values for each tile that a window reaches.
 
     Args:
         q_BTHK: queries.
@@ -42,8 +42,7 @@ def attention(
     Returns:
         [B, T, H, K] in the dtype of `v_BTHK`.
     """
-    num_tokens = q_BTHK.shape[1]
-    bound = min(window_tokens, num_tokens)
+    num_tokens, bound = q_BTHK.shape[1], min(window_tokens, q_BTHK.shape[1])
     tile = tile_tokens or min(num_tokens, max(SMALLEST_TILE_TOKENS, -(-bound // 2)))
     num_tiles, num_before = -(-num_tokens // tile), -(-(bound - 1) // tile)
 
