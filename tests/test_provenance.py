@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from speedrun.ground import provenance
+from speedrun.ground.sourcefile import join_source
 from speedrun.training import health
 
 
@@ -26,7 +27,7 @@ def checkout(tmp_path, monkeypatch) -> Path:
     git(tmp_path, "init", "--quiet")
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "--quiet", "--message", "one")
-    monkeypatch.setattr(provenance, "_ROOT", tmp_path)
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
     return tmp_path
 
 
@@ -55,7 +56,7 @@ def test_without_a_checkout_nothing_is_known(tmp_path, monkeypatch):
     """Also where some folder above is one: it is another project's."""
     git(tmp_path, "init", "--quiet")
     (tmp_path / "copy").mkdir()
-    monkeypatch.setattr(provenance, "_ROOT", tmp_path / "copy")
+    monkeypatch.setattr(provenance, "ROOT", tmp_path / "copy")
     assert provenance.checkout() == ("", None)
 
 
@@ -67,7 +68,7 @@ def lock_text(**versions: str) -> str:
 
 
 def test_the_lock_is_the_largest_one_that_fits(tmp_path, monkeypatch):
-    monkeypatch.setattr(provenance, "_ROOT", tmp_path)
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
     assert provenance.lock() == ("", "")
     (tmp_path / "requirements").mkdir()
     locks = {
@@ -121,3 +122,12 @@ def test_without_the_tool_nothing_counts_throttling(tmp_path, monkeypatch):
 def mesh_of(platform: str) -> Any:
     device = SimpleNamespace(platform=platform)
     return SimpleNamespace(devices=SimpleNamespace(flat=[device]))
+
+
+def test_a_recipe_from_outside_is_in_no_commit(checkout, monkeypatch):
+    """A commit that was named for it would be compared with its source, and V406 would refuse the record."""
+    ours, theirs = {"speedrun/a.py": "A = 1\n"}, {"speedrun/science/recipes/mine.py": "B = 2\n"}
+    assert provenance.code(join_source(ours))["dirty"] is False
+    assert provenance.code(join_source(ours | theirs))["dirty"] is True
+    monkeypatch.setenv("PATH", "")
+    assert provenance.code(join_source(ours | theirs))["dirty"] is None

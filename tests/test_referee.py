@@ -786,3 +786,17 @@ def test_checkpoints_that_are_no_files_are_refused(tmp_path):
         fill(facts)
         with pytest.raises(UsageError, match="no checkpoints of a finished run"):
             _owners([tmp_path / name], {})
+
+
+@pytest.mark.parametrize(
+    ("out", "data", "match"),
+    [
+        ("file/new", None, "file/new: cannot be written"),
+        ("new", "nowhere", "nowhere: no such folder; need one"),
+    ],
+)
+def test_folders_that_cannot_be_used_are_told_before_anything_runs(out, data, match, record, tmp_path):
+    (tmp_path / "file").touch()
+    rerun = Rerun(record.root)
+    with pytest.raises(SpeedrunError, match=match):
+        rerun.run(tmp_path / out, seed=0, data=data and tmp_path / data, echo=io.StringIO())

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from speedrun.ground.errors import UsageError
-from speedrun.ground.sourcefile import RECIPES, RECIPES_VARIABLE, ROOT, recipe_folders
+from speedrun.ground.sourcefile import RECIPES, RECIPES_VARIABLE, ROOT, check_path, recipe_folders
 
 #: Group of entry points: `mine = "theirlab.recipes.mine"` names the module of a recipe called mine.
 GROUP = "speedrun.recipes"
@@ -63,10 +63,15 @@ def _check(path: Path, shipped: set[str]) -> None:
         raise UsageError(
             f"{path}: recipe {path.stem} ships with this package; rename the file and its recipe"
         )
+    if os.pathsep in str(path.parent):
+        raise UsageError(f"{path}: lies in a folder with {os.pathsep!r} in its name; need another folder")
     try:
+        check_path(f"{RECIPES}/{path.name}")
         path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise UsageError(f"{path}: is not UTF-8; a record could not carry it; save it as UTF-8") from None
+    except ValueError as error:
+        raise UsageError(f"{path}: {error}") from None
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}; need a Python file that defines RECIPE") from None
 
@@ -78,4 +83,7 @@ def _forget_modules() -> None:
         outside = not Path(getattr(module, "__file__", None) or ROOT).is_relative_to(ROOT / RECIPES)
         if name.startswith(package) and outside:
             del sys.modules[name]
+            above, _, last = name.rpartition(".")
+            if above in sys.modules:  # where `from package import name` looks first
+                vars(sys.modules[above]).pop(last, None)
     importlib.invalidate_caches()

@@ -18,7 +18,7 @@ from speedrun.data import generated, inventory
 from speedrun.ground import provenance
 from speedrun.ground import track as tracks
 from speedrun.ground.console import clean
-from speedrun.ground.errors import EXIT_CODES, SpeedrunError, UsageError, meaning
+from speedrun.ground.errors import EXIT_CODES, DataError, SpeedrunError, UsageError, meaning, refusals_told
 from speedrun.ground.sourcefile import split_source
 from speedrun.ground.wholefile import write_whole
 from speedrun.ledger import runfile
@@ -100,6 +100,8 @@ class Rerun:
         """
         if out.exists():
             raise UsageError(f"{out} exists already; need a new folder; remove it or pass another --out")
+        with refusals_told(out, UsageError):  # now rather than after the run
+            out.parent.mkdir(parents=True, exist_ok=True)
         took_s = self.old.end.cold_wall_s if self.old.finished else 0.0
         limit_s = min(_MOST_S, max(_LEAST_S, _SLOWER * took_s))
         with tempfile.TemporaryDirectory(prefix="speedrun-run-") as scratch:
@@ -244,6 +246,8 @@ class Rerun:
         """Return the `prepare.RunConfig` of the record's own source; older sources have fewer settings."""
         file, config = self.old.file, self.old.start.config
         rules = tracks.load(file.track.rpartition("@")[0])
+        if data is not None and not data.is_dir():
+            raise DataError(f"{data}: no such folder; need one with the shards of {rules.id}")
         own_data = data is None and rules.synthetic is not None and _GENERATOR in self._source
         if rules.synthetic is not None and not own_data:
             generated.ensure(rules, data, lambda text: print(text, file=echo))
