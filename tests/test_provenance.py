@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from speedrun.ground import provenance
-from speedrun.ground.sourcefile import join_source
 from speedrun.training import health
 
 
@@ -122,12 +121,3 @@ def test_without_the_tool_nothing_counts_throttling(tmp_path, monkeypatch):
 def mesh_of(platform: str) -> Any:
     device = SimpleNamespace(platform=platform)
     return SimpleNamespace(devices=SimpleNamespace(flat=[device]))
-
-
-def test_a_recipe_from_outside_is_in_no_commit(checkout, monkeypatch):
-    """A commit that was named for it would be compared with its source, and V406 would refuse the record."""
-    ours, theirs = {"speedrun/a.py": "A = 1\n"}, {"speedrun/science/recipes/mine.py": "B = 2\n"}
-    assert provenance.code(join_source(ours))["dirty"] is False
-    assert provenance.code(join_source(ours | theirs))["dirty"] is True
-    monkeypatch.setenv("PATH", "")
-    assert provenance.code(join_source(ours | theirs))["dirty"] is None

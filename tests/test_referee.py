@@ -25,7 +25,7 @@ from test_train import SMALL
 
 from speedrun.cli import command
 from speedrun.ground import output, runlog, track
-from speedrun.ground.errors import CheckpointError, SpeedrunError, UsageError
+from speedrun.ground.errors import CheckpointError, DataError, SpeedrunError, UsageError
 from speedrun.ground.mesh import make_mesh
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.checks.examination import REPLAY_CHECKS, Examined, tolerance
@@ -800,3 +800,16 @@ def test_folders_that_cannot_be_used_are_told_before_anything_runs(out, data, ma
     rerun = Rerun(record.root)
     with pytest.raises(SpeedrunError, match=match):
         rerun.run(tmp_path / out, seed=0, data=data and tmp_path / data, echo=io.StringIO())
+
+
+def test_damaged_shards_of_the_referee_are_not_held_against_a_record(smoke_data, tmp_path):
+    """The id exists, so that only the digest of the track tells."""
+    shutil.copytree(smoke_data, tmp_path / "damaged")
+    shard = min((tmp_path / "damaged").glob("*train*.bin"))
+    raw = bytearray(shard.read_bytes())
+    raw[1024 + 200] ^= 1
+    shard.write_bytes(raw)
+    rerun = Rerun(Path(__file__).parent.parent / "records" / "smoke-cpu" / "2026-11-22-one-run")
+    for run in (rerun.replay, rerun.hand_over):
+        with pytest.raises(DataError, match=f"{shard.name}: sha256 is"):
+            run(tmp_path / "new", data=tmp_path / "damaged", echo=io.StringIO())

@@ -536,3 +536,14 @@ def attempt(hour: int, run_id: str, outcome: str, after: str = "", last_val: int
 )
 def test_runs_that_go_on_from_one_checkpoint_are_one_until_a_result_is_known(runs, left):
     assert "".join(run.file.run_id for run in unfollowed(runs)) == left
+
+
+@pytest.mark.parametrize("ranked", [True, False])
+def test_a_recipe_from_outside_the_package_is_no_lie_about_its_commit(folder, history, ranked):
+    """Where a track does not rank, its record is as good as any other (docs/recipes.md)."""
+    rules = track.TRACKS_DIR / "forged.toml"
+    rules.write_text(rules.read_text().replace("ranked = true", f"ranked = {str(ranked).lower()}"))
+    commit = history({**{path: text for path, text in SOURCE.items() if path != RECIPE}, **RUN_LOCK})
+    forge(folder, edit_log=change(runlog.Preflight, commit=commit))
+    assert list(found(folder)) == ["V406"] * ranked
+    assert ("V406" in {result.check.id for result in validate(folder).having("skipped")}) is not ranked

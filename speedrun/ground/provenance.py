@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from speedrun.ground import faults
 from speedrun.ground.errors import UsageError
-from speedrun.ground.sourcefile import IMPORTED, ROOT, find, join_source, split_source
+from speedrun.ground.sourcefile import IMPORTED, ROOT, find, join_source
 
 #: Packages whose versions decide what a run computes: these are always there,
 _PACKAGES = ("jax", "jaxlib", "optax", "numpy")
@@ -165,13 +165,7 @@ def pinned(text: str) -> dict[str, set[str | None]]:
     return pins
 
 
-def code(source: str) -> dict[str, Any]:
-    """Both, as the fields of `runlog.Preflight`. No commit holds a recipe from outside this package.
-
-    Args:
-        source: what runs, as `closure` gives it.
-    """
+def code() -> dict[str, Any]:
+    """Both, as the fields of `runlog.Preflight`."""
     here, packages = checkout(), lock()
-    outside = here.dirty is not None and not all((ROOT / path).is_file() for path in split_source(source))
-    dirty = outside or here.dirty
-    return {"commit": here.commit, "dirty": dirty, "lock": packages.name, "lock_sha256": packages.sha256}
+    return {"commit": here.commit, "dirty": here.dirty, "lock": packages.name, "lock_sha256": packages.sha256}

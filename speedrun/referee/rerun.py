@@ -15,6 +15,7 @@ from typing import NamedTuple, TextIO
 import msgspec
 
 from speedrun.data import generated, inventory
+from speedrun.data.verify import verify
 from speedrun.ground import provenance
 from speedrun.ground import track as tracks
 from speedrun.ground.console import clean
@@ -122,6 +123,7 @@ class Rerun:
 
     def replay(self, out: Path, *, data: Path | None, echo: TextIO) -> Replay:
         """Run it with its own seed, and compare every loss. Arguments and errors as those of `run`."""
+        self._verify(data, echo)
         new = self.run(out, seed=self.old.file.seed, data=data, echo=echo)
         old_losses, losses = ([step.loss for step in run.steps] for run in (self.old, new))
         pairs = list(zip(old_losses, losses, strict=False))
@@ -154,6 +156,7 @@ class Rerun:
         Raises:
             SpeedrunError: if it ends with an error, or hands over anything else.
         """
+        self._verify(data, echo)
         with tempfile.TemporaryDirectory(prefix="speedrun-programs-") as scratch:
             given = Path(scratch, "programs")
             wanted = Wanted(self._config(Path(scratch, "record"), self.old.file.seed, data, echo), given)
@@ -241,6 +244,18 @@ class Rerun:
             )
             error.exit_code = found if found in EXIT_CODES else SpeedrunError.exit_code
             raise error
+
+    def _verify(self, data: Path | None, echo: TextIO) -> None:
+        """Read every byte of the shards that a track lists: damaged ones here would be held against the record.
+
+        Raises:
+            DataError: if one is missing or differs.
+        """
+        rules = tracks.load(self.old.file.track.rpartition("@")[0])
+        folder = inventory.data_folder(rules, data)
+        if rules.data.sha256 and (data is not None or folder.is_dir()):
+            generated.ensure(rules, data, lambda text: print(text, file=echo))
+            verify(folder, rules.data, full=True)
 
     def _config(self, out: Path, seed: int, data: Path | None, echo: TextIO) -> dict[str, object]:
         """Return the `prepare.RunConfig` of the record's own source; older sources have fewer settings."""

@@ -139,7 +139,7 @@ def _announce(trainer: Trainer) -> None:
             software=provenance.software(),
             environment=provenance.environment(),
             matmul_gflops=health.matmul_gflops(mesh),
-            **provenance.code(ready.source),
+            **provenance.code(),
         )
     )
     if mesh.size != (asked := track.rules.num_devices or mesh.size):

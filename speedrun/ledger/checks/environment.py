@@ -159,9 +159,14 @@ def committed(run: Run, record: Record) -> Iterator[str]:
     theirs = history.files_at(hw.commit, tuple(texts))
     if theirs is None:
         return
-    for path, text in texts.items():  # V503 compares the instruments
-        if is_science(path) and theirs.get(path) != text.encode():
-            yield f"claims commit {hw.commit[:12]}, which has another {path}"
+    # V503 compares the instruments. A recipe from outside this package (docs/recipes.md) is in no commit.
+    science = [path for path in texts if is_science(path)]
+    outside = [path for path in science if path not in theirs]
+    changed = [path for path in science if path in theirs and theirs[path] != texts[path].encode()]
+    if outside and not changed and not record.rules.rules.ranked:
+        raise Skip(f"commit {hw.commit[:12]} has no {outside[0]}; this track does not rank")
+    yield from (f"claims commit {hw.commit[:12]}, which has another {path}" for path in changed)
+    yield from (f"claims commit {hw.commit[:12]}, which has no {path}" for path in outside)
 
 
 @check(
