@@ -18,7 +18,7 @@ from test_train import SMALL
 import speedrun as sr
 from speedrun.ground import mesh, provenance
 from speedrun.ground.errors import UsageError
-from speedrun.ground.plugins import GROUP, resolve
+from speedrun.ground.plugins import GROUP, resolve, spelled
 from speedrun.ground.sourcefile import RECIPES, RECIPES_VARIABLE, split_source
 from speedrun.science import recipes
 from speedrun.science.recipe import Stage
@@ -212,3 +212,8 @@ def test_a_file_that_no_record_could_carry_is_refused(place: str, match: str, tm
     path.write_text(EXAMPLES["adamw.py"])
     with pytest.raises(UsageError, match=match):
         resolve(str(path))
+
+
+def test_a_recipe_is_spelled_so_that_another_shell_finds_it(folder: Path) -> None:
+    path = str(folder / "adamw.py")
+    assert (spelled(resolve(path)), spelled("smoke"), spelled("none")) == (path, "smoke", "none")

@@ -647,6 +647,7 @@ GIFTS = {
 @pytest.mark.parametrize("gift", GIFTS)
 def test_what_a_source_hands_over_is_plain_files_or_refused(gift, record, tmp_path, monkeypatch):
     monkeypatch.setattr(Rerun, "_config", lambda *_: {"data": None})
+    monkeypatch.setattr(Rerun, "_verify", lambda *_: None)
     with pytest.raises(SpeedrunError, match="handed over no readable programs"):
         stranger(record, GIFTS[gift]).hand_over(tmp_path / "programs", data=tmp_path, echo=terminal())
     assert not (tmp_path / "programs").exists()
@@ -665,6 +666,7 @@ raise SystemExit(5)
     rerun = stranger(record, "")
     rerun._source = {"speedrun/__init__.py": "", "speedrun/training/train.py": code}
     monkeypatch.setattr(Rerun, "_config", lambda *_: {"data": None})
+    monkeypatch.setattr(Rerun, "_verify", lambda *_: None)
     with pytest.raises(SpeedrunError) as info:
         rerun.run(tmp_path / "out", seed=0, data=None, echo=terminal())
     assert info.value.exit_code == 5

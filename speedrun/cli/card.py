@@ -4,6 +4,7 @@ import shlex
 from typing import TYPE_CHECKING
 
 from speedrun.ground import track as tracks
+from speedrun.ground.plugins import spelled
 from speedrun.ledger import format
 from speedrun.ledger.validate import Report, Status
 
@@ -60,7 +61,7 @@ def following(config: "RunConfig", summary: format.Summary, report: Report) -> s
 def _chosen(config: "RunConfig") -> list[str]:
     """Return the options of a run besides track, data and seed."""
     options = {
-        "--recipe": config.recipe,
+        "--recipe": config.recipe and spelled(config.recipe),
         "--devices": config.num_devices,
         "--replicas": config.replicas,
         "--microbatches": config.microbatches,

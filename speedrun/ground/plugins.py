@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from speedrun.ground.errors import UsageError
-from speedrun.ground.sourcefile import RECIPES, RECIPES_VARIABLE, ROOT, check_path, recipe_folders
+from speedrun.ground.sourcefile import RECIPES, RECIPES_VARIABLE, ROOT, check_path, find, recipe_folders
 
 #: Group of entry points: `mine = "theirlab.recipes.mine"` names the module of a recipe called mine.
 GROUP = "speedrun.recipes"
@@ -35,6 +35,12 @@ def resolve(choice: str) -> str:
     os.environ[RECIPES_VARIABLE] = os.pathsep.join(folders)
     _forget_modules()
     return path.stem
+
+
+def spelled(name: str) -> str:
+    """Return what to give `--recipe` in another shell: the path of a file outside this package, else the name."""
+    found = find(f"{RECIPES.replace('/', '.')}.{name}")
+    return name if found is None or found[1].parent == ROOT / RECIPES else str(found[1])
 
 
 def _entry_point(name: str, shipped: set[str]) -> Path | None:
