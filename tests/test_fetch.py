@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import msgspec
@@ -478,3 +479,22 @@ def test_errors_of_the_client_are_one_line(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(hub.HubError, match=r"no connection \(.*refused"):
         hub.dataset_info(REPO, "main")
+
+
+@pytest.mark.parametrize("page", [b"<html>Log in</html>", b"[]", b"\xff"])
+def test_the_page_of_a_network_that_wants_a_login_is_one_line(page: bytes, monkeypatch: pytest.MonkeyPatch):
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(page)))
+            self.end_headers()
+            self.wfile.write(page)
+
+        def log_message(self, format: str, *args: object):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Page) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        with pytest.raises(hub.HubError, match="the answer is not that of a hub"):
+            hub.dataset_info(REPO, "main")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import py_compile
 import re
 import subprocess
 import sys
@@ -33,7 +34,8 @@ EXAMPLES = dict(re.findall(r"^`(\w+\.py)`:\n\n```python\n(.*?)^```$", PAGE, re.M
 def _no_other_folders(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv(RECIPES_VARIABLE, "")
     yield
-    plugins._forget()
+    package = "speedrun.science.recipes."
+    plugins.forget([name for name in sys.modules if name.removeprefix(package) + ".py" in EXAMPLES])
 
 
 @pytest.fixture
@@ -117,7 +119,7 @@ def test_an_installed_package_names_its_recipe(folder: Path, monkeypatch: pytest
         ("nothing.py", None, "No such file or directory; need a Python file that defines RECIPE"),
         ("two-words.py", b"", "cannot be imported by this name"),
         ("r\u00e9sum\u00e9.py", b"", "cannot be imported by this name"),
-        ("load.py", b"", "recipe load: this package uses the name"),
+        ("load.py", b"", "load.py: this package uses the name"),
         ("smoke.py", b"", "recipe smoke ships with this package; rename"),
         ("latin.py", b"# caf\xe9\n", "is not UTF-8"),
         ("empty.py", b"", "holds no RECIPE of name='empty'"),
@@ -179,3 +181,79 @@ def test_the_newest_folder_comes_first(folder: Path, tmp_path: Path) -> None:
         (where / "adamw.py").write_text(EXAMPLES["adamw.py"])
         resolve(str(where / "adamw.py"))
     assert os.environ[RECIPES_VARIABLE].split(os.pathsep) == [str(tmp_path), str(folder)]
+
+
+RATE = """from dataclasses import replace
+from speedrun.science.recipes import {helper}, smoke
+RECIPE = replace(smoke.RECIPE, name="rated", summary="", optimizer=replace(smoke.RECIPE.optimizer, muon_lr={helper}.LR))
+"""
+
+
+def rate(folder: Path, helper: str = "rates") -> float:
+    """The rate of a recipe that takes it from a file beside it, with what a record of it would carry."""
+    (folder / "rated.py").write_text(RATE.format(helper=helper))
+    return sr.load(str(folder / "rated.py")).optimizer.muon_lr
+
+
+def test_what_runs_is_the_text_not_bytecode_beside_it(tmp_path: Path) -> None:
+    """Python takes bytecode for that of any text of the same size and second."""
+    path = tmp_path / "rates.py"
+    path.write_text("LR = 0.04\n")
+    py_compile.compile(str(path))
+    before = path.stat()
+    path.write_text("LR = 0.06\n")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert rate(tmp_path) == 0.06
+
+
+def test_files_beside_a_recipe_are_read_anew_too(tmp_path: Path) -> None:
+    for lr in (0.01, 0.02):
+        (tmp_path / "rates.py").write_text(f"LR = {lr}\n")
+        assert rate(tmp_path) == lr
+
+
+def test_a_record_carries_the_text_that_was_imported(tmp_path: Path) -> None:
+    path = tmp_path / "rates.py"
+    path.write_text("LR = 0.04\n")
+    rate(tmp_path)
+    path.write_text("LR = 0.06\n")
+    source = split_source(provenance.closure(["speedrun.science.recipes.rated"], []))
+    assert source[f"{RECIPES}/rates.py"] == "LR = 0.04\n"
+
+
+def test_of_a_module_and_a_package_of_one_name_one_is_imported_and_carried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A package would win when the source is unpacked into one folder."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second / "rates", second / "smoke"):
+        folder.mkdir(parents=True)
+    (first / "rates.py").write_text("LR = 0.04\n")
+    (second / "rates" / "__init__.py").write_text("LR = 0.06\n")
+    (second / "smoke" / "__init__.py").write_text("LR = 0.06\n")
+    monkeypatch.setenv(RECIPES_VARIABLE, str(second))
+    assert rate(first) == 0.04
+    source = split_source(provenance.closure(["speedrun.science.recipes.rated"], []))
+    assert source[f"{RECIPES}/rates.py"] == "LR = 0.04\n"
+    assert not {f"{RECIPES}/rates/__init__.py", f"{RECIPES}/smoke/__init__.py"} & source.keys()
+
+
+@pytest.mark.parametrize("helper", ["load", "Recipe", "importlib"])
+def test_no_file_takes_the_place_of_what_finds_recipes(helper: str, tmp_path: Path) -> None:
+    (tmp_path / f"{helper}.py").write_text("LR = 0.04\n")
+    (tmp_path / "rated.py").write_text(f"import speedrun.science.recipes.{helper}\n")
+    with pytest.raises(UsageError, match=rf"{helper}\.py: this package uses the name; rename the file"):
+        sr.load(str(tmp_path / "rated.py"))
+    assert sr.load("smoke").name == "smoke"
+
+
+@pytest.mark.parametrize(
+    ("place", "match"),
+    [("with:colon/mine.py", "':' in its name"), ("né.py", "cannot be imported by this name"), (f"{'a' * 200}.py", "a short")],
+)
+def test_a_file_that_no_record_could_carry_is_refused(place: str, match: str, tmp_path: Path) -> None:
+    path = tmp_path / place
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(EXAMPLES["adamw.py"])
+    with pytest.raises(UsageError, match=match):
+        resolve(str(path))

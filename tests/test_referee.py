@@ -25,7 +25,7 @@ from test_train import SMALL
 
 from speedrun.cli import command
 from speedrun.ground import output, runlog, track
-from speedrun.ground.errors import CheckpointError, SpeedrunError, UsageError
+from speedrun.ground.errors import CheckpointError, DataError, SpeedrunError, UsageError
 from speedrun.ground.mesh import make_mesh
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.checks.examination import REPLAY_CHECKS, Examined, tolerance
@@ -647,6 +647,7 @@ GIFTS = {
 @pytest.mark.parametrize("gift", GIFTS)
 def test_what_a_source_hands_over_is_plain_files_or_refused(gift, record, tmp_path, monkeypatch):
     monkeypatch.setattr(Rerun, "_config", lambda *_: {"data": None})
+    monkeypatch.setattr(Rerun, "_verify", lambda *_: None)
     with pytest.raises(SpeedrunError, match="handed over no readable programs"):
         stranger(record, GIFTS[gift]).hand_over(tmp_path / "programs", data=tmp_path, echo=terminal())
     assert not (tmp_path / "programs").exists()
@@ -665,6 +666,7 @@ raise SystemExit(5)
     rerun = stranger(record, "")
     rerun._source = {"speedrun/__init__.py": "", "speedrun/training/train.py": code}
     monkeypatch.setattr(Rerun, "_config", lambda *_: {"data": None})
+    monkeypatch.setattr(Rerun, "_verify", lambda *_: None)
     with pytest.raises(SpeedrunError) as info:
         rerun.run(tmp_path / "out", seed=0, data=None, echo=terminal())
     assert info.value.exit_code == 5
@@ -786,3 +788,30 @@ def test_checkpoints_that_are_no_files_are_refused(tmp_path):
         fill(facts)
         with pytest.raises(UsageError, match="no checkpoints of a finished run"):
             _owners([tmp_path / name], {})
+
+
+@pytest.mark.parametrize(
+    ("out", "data", "match"),
+    [
+        ("file/new", None, "file/new: cannot be written"),
+        ("new", "nowhere", "nowhere: no such folder; need one"),
+    ],
+)
+def test_folders_that_cannot_be_used_are_told_before_anything_runs(out, data, match, record, tmp_path):
+    (tmp_path / "file").touch()
+    rerun = Rerun(record.root)
+    with pytest.raises(SpeedrunError, match=match):
+        rerun.run(tmp_path / out, seed=0, data=data and tmp_path / data, echo=io.StringIO())
+
+
+def test_damaged_shards_of_the_referee_are_not_held_against_a_record(smoke_data, tmp_path):
+    """The id exists, so that only the digest of the track tells."""
+    shutil.copytree(smoke_data, tmp_path / "damaged")
+    shard = min((tmp_path / "damaged").glob("*train*.bin"))
+    raw = bytearray(shard.read_bytes())
+    raw[1024 + 200] ^= 1
+    shard.write_bytes(raw)
+    rerun = Rerun(Path(__file__).parent.parent / "records" / "smoke-cpu" / "2026-11-22-one-run")
+    for run in (rerun.replay, rerun.hand_over):
+        with pytest.raises(DataError, match=f"{shard.name}: sha256 is"):
+            run(tmp_path / "new", data=tmp_path / "damaged", echo=io.StringIO())

@@ -27,7 +27,7 @@ from speedrun.cli import command
 from speedrun.cli.card import card, following
 from speedrun.cli.run import parse_settings
 from speedrun.data import generated, inventory, synthetic, writing
-from speedrun.ground import console, mesh, provenance, runlog, signals, track
+from speedrun.ground import console, mesh, provenance, runlog, signals, sourcefile, track
 from speedrun.ground.clock import now
 from speedrun.ground.errors import DataError, NonFiniteError, Terminated, UsageError
 from speedrun.ledger import format, runfile
@@ -231,7 +231,8 @@ def test_lazy_imports_are_in_the_closure(tmp_path, monkeypatch):
     (tmp_path / "speedrun/c/__init__.py").write_text("")
     (tmp_path / "speedrun/c/d.py").write_text("")
     (tmp_path / "speedrun/unused.py").write_text("")
-    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    for module in (provenance, sourcefile):
+        monkeypatch.setattr(module, "ROOT", tmp_path)
     files = split_source(provenance.closure(["speedrun.a"], []))
     assert set(files) == {
         "speedrun/__init__.py",

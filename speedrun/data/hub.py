@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from json import JSONDecodeError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -58,7 +59,15 @@ def dataset_info(repo: str, revision: str | None, *, files_metadata: bool = Fals
     logging.set_verbosity_error()  # its warnings contain signed addresses
     request = partial(HfApi(endpoint=endpoint).dataset_info, repo, revision=revision, timeout=_TIMEOUT_S)
     with _client_errors():
-        info = request(files_metadata=files_metadata)
+        try:
+            info = request(files_metadata=files_metadata)
+        except (
+            JSONDecodeError,
+            UnicodeDecodeError,
+            TypeError,
+            KeyError,
+        ):  # such as the page of a network's login
+            raise HubError("the answer is not that of a hub") from None
     if not info.sha:
         raise HubError("the hub names no commit")
     return info

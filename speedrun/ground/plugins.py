@@ -4,17 +4,23 @@ import importlib
 import importlib.util
 import os
 import sys
-from contextlib import suppress
+from collections.abc import Iterable
 from pathlib import Path
 
 from speedrun.ground.errors import UsageError
-from speedrun.ground.sourcefile import RECIPES, RECIPES_VARIABLE, ROOT, recipe_folders
+from speedrun.ground.sourcefile import (
+    IMPORTED,
+    RECIPES,
+    RECIPES_VARIABLE,
+    ROOT,
+    check_path,
+    find,
+    recipe_folders,
+)
 
 #: Group of entry points: `mine = "theirlab.recipes.mine"` names the module of a recipe called mine.
 GROUP = "speedrun.recipes"
-
-#: The files in the folders when the modules were imported: name -> path, time of change, size.
-_files: dict[str, tuple[Path, int, int]] = {}
+_PACKAGE = RECIPES.replace("/", ".")
 
 
 def resolve(choice: str) -> str:
@@ -43,9 +49,8 @@ def resolve(choice: str) -> str:
 
 def own_file(name: str | None) -> Path | None:
     """Return the file of a recipe outside this package, or None for any other name."""
-    if name is None or (ROOT / RECIPES / f"{name}.py").exists():
-        return None
-    return next((path for folder in recipe_folders() if (path := folder / f"{name}.py").is_file()), None)
+    found = find(f"{_PACKAGE}.{name}") if name else None
+    return None if found is None or found[1].parent == ROOT / RECIPES else found[1]
 
 
 def _entry_point(name: str, shipped: set[str]) -> Path | None:
@@ -77,31 +82,40 @@ def _check(path: Path, shipped: set[str]) -> None:
             f"{path}: recipe {path.stem} ships with this package; rename the file and its recipe"
         )
     try:
+        check_path(f"{RECIPES}/{path.name}")
         path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise UsageError(f"{path}: is not UTF-8; a record could not carry it; save it as UTF-8") from None
+    except ValueError as error:
+        raise UsageError(f"{path}: {error}") from None
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}; need a Python file that defines RECIPE") from None
 
 
 def _forget_outdated() -> None:
-    """Drop all modules of recipes outside this package if a file of them was edited or another one hides it now."""
-    files = {}
-    for path in (path for folder in reversed(recipe_folders()) for path in folder.glob("*.py")):
-        with suppress(OSError):  # a link to nothing, as editors leave them
-            files[path.name] = path, path.stat().st_mtime_ns, path.stat().st_size
-    if not _files.items() <= files.items():
-        _forget()
-    _files.clear()
-    _files.update(files)
+    """Drop all modules of recipes outside this package if the file of one changed, or another file hides it now."""
+    modules = {
+        name: str(module.__file__)
+        for name, module in sys.modules.items()
+        if name.startswith(f"{_PACKAGE}.") and not Path(module.__file__ or "").is_relative_to(ROOT / RECIPES)
+    }
+    if any(_is_outdated(name, file) for name, file in modules.items()):
+        forget(modules)
     importlib.invalidate_caches()
 
 
-def _forget() -> None:
-    package = RECIPES.replace("/", ".")
-    for name, module in [*sys.modules.items()]:
-        outside = not Path(getattr(module, "__file__", None) or ROOT).is_relative_to(ROOT / RECIPES)
-        if name.startswith(f"{package}.") and outside:
-            del sys.modules[name]
-            # `from package import module` would find the old one there.
-            vars(sys.modules[package]).pop(name.removeprefix(f"{package}."), None)
+def forget(modules: Iterable[str]) -> None:
+    """Drop modules, so that they are imported anew."""
+    for name in modules:
+        del sys.modules[name]
+        above, _, last = name.rpartition(".")
+        if above in sys.modules:  # where `from package import name` looks first
+            vars(sys.modules[above]).pop(last, None)
+
+
+def _is_outdated(name: str, file: str) -> bool:
+    found = find(name)
+    try:
+        return found is None or str(found[1]) != file or IMPORTED[file] != found[1].read_text("utf-8-sig")
+    except (OSError, ValueError):
+        return True

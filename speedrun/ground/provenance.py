@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from speedrun.ground import faults
 from speedrun.ground.errors import UsageError
-from speedrun.ground.sourcefile import RECIPES, ROOT, check_path, join_source, recipe_folders
+from speedrun.ground.sourcefile import IMPORTED, ROOT, check_path, find, join_source
 
 #: Packages on which the results of a run depend.
 _PACKAGES = ("jax", "jaxlib", "optax", "numpy")
@@ -57,15 +57,14 @@ def closure(modules: list[str], extra: list[Path]) -> str:
     texts: dict[str, str] = {}
     queue = [ancestor for module in modules for ancestor in [module, *_ancestors(module)]]
     while queue:
-        base = queue.pop(0).replace(".", "/")
-        for place in (f"{base}.py", f"{base}/__init__.py"):
-            if place not in texts and (path := _file_of(place)) is not None:
-                try:
-                    text = path.read_text(encoding="utf-8-sig")
-                    texts[check_path(place)] = text + "\n" * (text[-1:] not in ("\n", ""))
-                except ValueError as error:
-                    raise UsageError(f"{path}: {error}; a record cannot carry this file") from None
-                queue += _imports(path, text)
+        place, path = find(queue.pop(0)) or ("", ROOT)
+        if place and place not in texts:
+            try:
+                text = IMPORTED.get(str(path)) or path.read_text(encoding="utf-8-sig")
+                texts[check_path(place)] = text + "\n" * (text[-1:] not in ("\n", ""))
+            except ValueError as error:
+                raise UsageError(f"{path}: {error}; a record cannot carry this file") from None
+            queue += _imports(path, text)
     return join_source(texts | {path.relative_to(ROOT).as_posix(): path.read_text() for path in extra})
 
 
@@ -88,13 +87,6 @@ def _imports(path: Path, text: str) -> list[str]:
 def _ancestors(module: str) -> list[str]:
     parts = module.split(".")
     return [".".join(parts[:i]) for i in range(len(parts) - 1, 0, -1)]
-
-
-def _file_of(place: str) -> Path | None:
-    """Return the file for a path in a source text, from the package or a folder of recipes outside it."""
-    inside = place.removeprefix(f"{RECIPES}/")
-    outside = [folder / inside for folder in recipe_folders() if inside != place]
-    return next((path for path in (ROOT / place, *outside) if path.is_file()), None)
 
 
 def software() -> dict[str, str]:

@@ -16,6 +16,9 @@ RECIPES = "speedrun/science/recipes"
 #: Environment variable: further folders of recipes, separated as in PATH. `plugins.resolve` adds to it.
 RECIPES_VARIABLE = "SPEEDRUN_RECIPES"
 
+#: Texts of recipes, by path, as this process imported them; the files may have changed since.
+IMPORTED: dict[str, str] = {}
+
 #: The line before each file's text.
 MARKER = "#### file: {path} sha256:{sha256} lines:{lines}\n"
 
@@ -27,6 +30,18 @@ def recipe_folders() -> list[Path]:
     """Return the folders of recipes outside the package."""
     folders = os.environ.get(RECIPES_VARIABLE, "").split(os.pathsep)
     return [Path(folder).absolute() for folder in folders if folder]
+
+
+def find(module: str) -> tuple[str, Path] | None:
+    """Where a module stands in a source text, and its file, here or in a folder of recipes; packages first.
+
+    An import of a recipe takes that very file (`science.recipes`), so that a record carries what was imported.
+    """
+    base = module.replace(".", "/")
+    inside = base.removeprefix(f"{RECIPES}/")
+    roots = [ROOT / base, *(folder / inside for folder in recipe_folders() if inside != base)]
+    places = ((base + end, Path(f"{root}{end}")) for root in roots for end in ("/__init__.py", ".py"))
+    return next((place for place in places if place[1].is_file()), None)
 
 
 def check_path(path: str) -> str:

@@ -15,10 +15,11 @@ from typing import NamedTuple, TextIO
 import msgspec
 
 from speedrun.data import generated, inventory
+from speedrun.data.verify import verify
 from speedrun.ground import provenance
 from speedrun.ground import track as tracks
 from speedrun.ground.console import clean
-from speedrun.ground.errors import SpeedrunError, UsageError
+from speedrun.ground.errors import DataError, SpeedrunError, UsageError, translate_os_errors
 from speedrun.ground.exit_codes import EXIT_CODES, meaning
 from speedrun.ground.wholefile import write_whole
 from speedrun.ledger import runfile
@@ -101,6 +102,8 @@ class Rerun:
         """
         if out.exists():
             raise UsageError(f"{out} exists already; need a new folder; remove it or pass another --out")
+        with translate_os_errors(out, UsageError):  # now rather than after the run
+            out.parent.mkdir(parents=True, exist_ok=True)
         took_s = self.old.end.cold_wall_s if self.old.finished else 0.0
         limit_s = min(_MOST_S, max(_LEAST_S, _SLOWER * took_s))
         with tempfile.TemporaryDirectory(prefix="speedrun-run-") as scratch:
@@ -121,6 +124,7 @@ class Rerun:
 
     def replay(self, out: Path, *, data: Path | None, echo: TextIO) -> Replay:
         """Run it with its own seed, and compare every loss. Arguments and errors as those of `run`."""
+        self._verify(data, echo)
         new = self.run(out, seed=self.old.file.seed, data=data, echo=echo)
         old_losses, losses = ([step.loss for step in run.steps] for run in (self.old, new))
         pairs = list(zip(old_losses, losses, strict=False))
@@ -153,6 +157,7 @@ class Rerun:
         Raises:
             SpeedrunError: if it ends with an error, or hands over anything else.
         """
+        self._verify(data, echo)
         with tempfile.TemporaryDirectory(prefix="speedrun-programs-") as scratch:
             given = Path(scratch, "programs")
             wanted = Wanted(self._config(Path(scratch, "record"), self.old.file.seed, data, echo), given)
@@ -241,10 +246,24 @@ class Rerun:
             error.exit_code = found if found in EXIT_CODES else SpeedrunError.exit_code
             raise error
 
+    def _verify(self, data: Path | None, echo: TextIO) -> None:
+        """Read every byte of the shards that a track lists: damaged ones here would be held against the record.
+
+        Raises:
+            DataError: if one is missing or differs.
+        """
+        rules = tracks.load(self.old.file.track.rpartition("@")[0])
+        folder = inventory.data_folder(rules, data)
+        if rules.data.sha256 and (data is not None or folder.is_dir()):
+            generated.ensure(rules, data, lambda text: print(text, file=echo))
+            verify(folder, rules.data, full=True)
+
     def _config(self, out: Path, seed: int, data: Path | None, echo: TextIO) -> dict[str, object]:
         """Return the `prepare.RunConfig` of the record's own source; older sources have fewer settings."""
         file, config = self.old.file, self.old.start.config
         rules = tracks.load(file.track.rpartition("@")[0])
+        if data is not None and not data.is_dir():
+            raise DataError(f"{data}: no such folder; need one with the shards of {rules.id}")
         own_data = data is None and rules.synthetic is not None and _GENERATOR in self._source
         if rules.synthetic is not None and not own_data:
             generated.ensure(rules, data, lambda text: print(text, file=echo))

@@ -1,11 +1,35 @@
 """Recipes by name, imported on demand. Folders in $SPEEDRUN_RECIPES extend this package."""
 
-import importlib
+import importlib.util
+import sys
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
+from types import CodeType
 
 from speedrun.ground.errors import UsageError, unknown
-from speedrun.ground.sourcefile import RECIPES_VARIABLE, recipe_folders
+from speedrun.ground.sourcefile import IMPORTED, RECIPES_VARIABLE, find
 from speedrun.science.recipe import Recipe
+
+
+class _Text(SourceFileLoader):
+    """Compiles the text. Bytecode beside it may be of another one, edited in the same second."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        text = IMPORTED[self.path] = importlib.util.decode_source(self.get_data(self.path))
+        return compile(text, self.path, "exec", dont_inherit=True)
+
+
+class _Finder:
+    """Finds a recipe in the file that a record of it carries."""
+
+    @staticmethod
+    def find_spec(name: str, *_: object) -> ModuleSpec | None:
+        """Where to import a module from; None: not a recipe."""
+        found = find(name) if name.startswith(f"{__name__}.") else None
+        if found and name.removeprefix(f"{__name__}.") in _OURS:
+            raise UsageError(f"{found[1]}: this package uses the name; rename the file")
+        loader = found and _Text(name, str(found[1]))
+        return found and importlib.util.spec_from_file_location(name, found[1], loader=loader)
 
 
 def names() -> list[str]:
@@ -19,15 +43,13 @@ def load(name: str) -> Recipe:
     Raises:
         UsageError: if there is none, or if its name is not that of its file.
     """
-    __path__[1:] = map(str, recipe_folders())
-    if name in _TAKEN:
-        raise UsageError(f"recipe {name}: this package uses the name; rename the file and its recipe")
-    if not name.isidentifier() or not any(Path(folder, f"{name}.py").is_file() for folder in __path__):
+    if not name.isidentifier() or find(f"{__name__}.{name}") is None:
         raise UsageError(f"{unknown('recipe', name, names())}; or name its folder in ${RECIPES_VARIABLE}")
-    recipe = getattr(importlib.import_module(f"speedrun.science.recipes.{name}"), "RECIPE", None)
+    recipe = getattr(importlib.import_module(f"{__name__}.{name}"), "RECIPE", None)
     if not isinstance(recipe, Recipe) or recipe.name != name:
         raise UsageError(f"{name}.py holds no RECIPE of name={name!r}; name the recipe after its file")
     return recipe
 
 
-_TAKEN = frozenset(globals())  # a module of such a name would replace it
+_OURS = frozenset(globals())  # the import of a submodule of this name would replace it
+sys.meta_path.insert(0, _Finder)
