@@ -122,9 +122,9 @@ def test_an_installed_package_names_its_recipe(folder: Path, monkeypatch: pytest
         ("load.py", b"", "load.py: this package uses the name"),
         ("smoke.py", b"", "recipe smoke ships with this package; rename"),
         ("latin.py", b"# caf\xe9\n", "is not UTF-8"),
-        ("empty.py", b"", "holds no RECIPE of name='empty'"),
-        ("alias.py", b"from speedrun.science.recipes.smoke import RECIPE", "holds no RECIPE of name='alias'"),
-        ("mute.py", b"RECIPE = 3", "holds no RECIPE of name='mute'"),
+        ("empty.py", b"", "empty.py defines no RECIPE"),
+        ("alias.py", b"from speedrun.science.recipes.smoke import RECIPE", "its RECIPE is named 'smoke'"),
+        ("mute.py", b"RECIPE = 3", "mute.py defines no RECIPE"),
     ],
 )
 def test_a_file_that_cannot_be_a_recipe_is_refused(
@@ -249,7 +249,11 @@ def test_no_file_takes_the_place_of_what_finds_recipes(helper: str, tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("place", "match"),
-    [("with:colon/mine.py", "':' in its name"), ("né.py", "cannot be imported by this name"), (f"{'a' * 200}.py", "a short")],
+    [
+        ("with:colon/mine.py", "':' in its name"),
+        ("né.py", "cannot be imported by this name"),
+        (f"{'a' * 200}.py", "a short"),
+    ],
 )
 def test_a_file_that_no_record_could_carry_is_refused(place: str, match: str, tmp_path: Path) -> None:
     path = tmp_path / place

@@ -82,6 +82,8 @@ def run(
             if config.resume:
                 config = resumed(config.out)
                 is_done = not config.resume
+                if is_done and processes.is_first():
+                    _say(f"{config.out} is finished; nothing to resume, its record is written again")
             if not is_done:
                 with relayed(config.out, wandb if processes.is_first() else None):
                     _train(config, ghost, to_stderr=to_stderr)

@@ -58,7 +58,7 @@ def all_there(record: Record) -> Iterator[str]:
     """Each seed up to the deciding look has a completed run; few runs broke off."""
     declared, target = record.declaration, record.rules.target
     if declared is None or not record.finished:
-        raise Skip("no batch was declared, or no run finished")
+        raise Skip("no run finished" if declared else "no batch was declared")
     progress = standing(declared, record.runs, target.loss, target.sigma)
     done = completed(record.runs).keys()
     yield from (f"seed {seed} was declared and has no run that ended" for seed in progress.missing)

@@ -44,10 +44,13 @@ def load(name: str) -> Recipe:
         UsageError: if there is none, or if its name is not that of its file.
     """
     if not name.isidentifier() or find(f"{__name__}.{name}") is None:
-        raise UsageError(f"{unknown('recipe', name, names())}; or name its folder in ${RECIPES_VARIABLE}")
+        own = f"a file of your own: path/to/{name}.py, or its folder in ${RECIPES_VARIABLE}"
+        raise UsageError(f"{unknown('recipe', name, names())} ({own})")
     recipe = getattr(importlib.import_module(f"{__name__}.{name}"), "RECIPE", None)
-    if not isinstance(recipe, Recipe) or recipe.name != name:
-        raise UsageError(f"{name}.py holds no RECIPE of name={name!r}; name the recipe after its file")
+    if not isinstance(recipe, Recipe):
+        raise UsageError(f"{name}.py defines no RECIPE; need one, a Recipe of name={name!r}")
+    if recipe.name != name:
+        raise UsageError(f"{name}.py: its RECIPE is named {recipe.name!r}; name the recipe after its file")
     return recipe
 
 
