@@ -2,12 +2,13 @@
 
     gather      one all-gather per packed array, in the compute dtype
     accumulate  forward and backward of each micro-batch on whole parameters; gradients are summed in float32
-    scatter     one reduce-scatter per packed array, in the dtype of its gradient, then a sum over nodes of the part
-                that each device owns; divided in float32
+    scatter     one reduce-scatter per packed array, in the dtype of its gradient; of several nodes, each device then
+                sums its shard with the same shard on the others; divided by the number of devices in float32
     update      Muon on whole local matrices, Adam on local rows, without communication
 
-State is donated, initialised sharded, and never whole on any device. The schedule is on the device and indexed by the
-step number in the state, so a step costs the host one dispatch.
+State is donated and always sharded; only copies of parameters in the compute dtype are whole. `params.Layout` packs them
+into banks of equal matrices, tables sharded by rows, and one vector of scalars. The schedule is on the device, indexed by
+the step number in the state, so a step costs the host one dispatch.
 
 Legend: A micro-batches per device, B sequences, T time, K matrices of a bank.
 """
@@ -84,7 +85,7 @@ class Step:
         abstract = jax.eval_shape(self.init, jax.random.key(0))
 
         def spec(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> P:
-            # Zeros depend on no input: without a spec, XLA would put them on one device.
+            # Zeros inherit no sharding: without a spec, XLA would put them on one device.
             names = [
                 k.key for k in path if isinstance(k, jax.tree_util.DictKey) and k.key in self.layout.specs
             ]
@@ -197,7 +198,7 @@ class Step:
         """Gather packed parameters in the compute dtype; scalars are replicated already and stay float32."""
 
         def whole(name: str, x: jax.Array) -> jax.Array:
-            # Without this cast JAX would sum whole gradients over nodes before they are scattered.
+            # Marked as varying over nodes, or JAX would sum whole gradients over them before they are scattered.
             x = jax.lax.pcast(x, self._repeated_over(name), to="varying")
             if name == SCALARS:
                 return x

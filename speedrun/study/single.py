@@ -18,7 +18,7 @@ from speedrun.ledger.format import Summary
 from speedrun.ledger.validate import Report, validate
 from speedrun.study import race
 from speedrun.training.prepare import RunConfig
-from speedrun.training.resume import resumed
+from speedrun.training.resume_settings import resumed
 from speedrun.training.train import train
 
 _say = partial(print, file=sys.stderr, flush=True)

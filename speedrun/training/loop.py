@@ -19,9 +19,9 @@ from speedrun.ledger import runfile
 from speedrun.training import health
 from speedrun.training.evaluate import evaluate
 from speedrun.training.fingerprint import state_hash
-from speedrun.training.keeping import resume, save, saved_if_stopped
 from speedrun.training.outcome import data_read
 from speedrun.training.program import inspect
+from speedrun.training.save_and_resume import resume, save, saved_if_stopped
 from speedrun.training.trainer import Pending, Place, Trainer
 from speedrun.training.warmup import Executables, compile_all, warm_up
 
@@ -39,7 +39,7 @@ def run(trainer: Trainer) -> None:
             train_step = executables.steps[executables.planned[step].shape]
             trainer.state, metrics = train_step(trainer.state, tokens_BT, targets_BT, schedule)
             _report(trainer, executables)  # of the previous step: the devices are busy with this one
-            # Gather before the next step is queued, or the result comes a step later.
+            # Gather the flags now: queued after the next step, the gather would wait for it.
             trainer.pending = Pending(step, metrics._replace(bad=meshes.whole(metrics.bad)), batches.cursor)
             trainer.place = Place(step + 1, batches.cursor)
         _finish(trainer, executables, throttled_s)
