@@ -6,9 +6,9 @@
                 sums its shard with the same shard on the others; divided by the number of devices in float32
     update      Muon on whole local matrices, Adam on local rows, without communication
 
-State is donated and always sharded; only copies of parameters in the compute dtype are whole. `params.Layout` packs them
-into banks of equal matrices, tables sharded by rows, and one vector of scalars. The schedule is on the device, indexed by
-the step number in the state, so a step costs the host one dispatch.
+State is donated and always sharded; only copies of parameters in the compute dtype are whole. `params.Layout` packs
+them into banks of equal matrices, tables sharded by rows, and one vector of scalars. The schedule is on the device,
+indexed by the step number in the state, so a step costs the host one dispatch.
 
 Legend: A micro-batches per device, B sequences, T time, K matrices of a bank.
 """
