@@ -54,13 +54,16 @@ def command(
 
 def _lines(found: Stats, against: Path | None) -> list[str]:
     declared = "declared" if found.declared else "not declared: no proof for the board"
+    test = "one run has no p; declare several: speedrun batch --runs N"
+    if found.p is not None:
+        verdict = "proven" if found.passed else "not proven"
+        test = f"p = {_number(found.p)}, need less than {found.alpha:g}: {verdict}"
     lines = [
         f"runs    {found.num_runs} finished on {found.track} ({declared})",
         f"loss    {_interval(found.loss, found.losses, 5)} nats | sd {_number(found.sd)}",
         f"time    {_interval(found.train_time_s, found.train_times_s, 2)} s of training",
         f"wall    {_interval(found.cold_wall_s, found.cold_walls_s, 2)} s, cold",
-        f"test    mean below {found.target:g} by {_RULES[found.rule]}: p = {_number(found.p)}, need less than "
-        f"{found.alpha:g}: {'proven' if found.passed else 'not proven'}",
+        f"test    mean below {found.target:g} by {_RULES[found.rule]}: {test}",
     ]
     if found.runs_needed:
         lines.append(
