@@ -7,7 +7,7 @@ from record_forge import Spec, chain, change, install_track, moments
 from rich.console import Console
 
 from speedrun.ground import runlog, track
-from speedrun.ground.console import TextLog, clean, duration, quantiles_ms, quantity, render
+from speedrun.ground.console import Printer, TextLog, clean, duration, quantiles_ms, quantity, render
 from speedrun.ground.live import Live
 
 
@@ -29,6 +29,19 @@ def test_a_run_reads_from_top_to_bottom(lines):
     words = ["speedrun", "hw", "data", "plan", "comp", "warm", "start", "train", "stop", "result", "p50"]
     places = [text.index(f"{word} ") for word in words]
     assert all(before < after for before, after in pairwise(places)), text
+
+
+@pytest.mark.parametrize("verbose", [True, False])
+def test_kernels_are_printed_when_asked_for_and_always_logged(tmp_path, monkeypatch, verbose):
+    install_track(tmp_path)
+    monkeypatch.setattr(track, "TRACKS_DIR", tmp_path)
+    log = chain(change(runlog.Plan, kernels={"attention": "triton: the first that can run"})(moments(Spec())))
+    printer = Printer(stream := io.StringIO(), verbose=verbose)
+    for line in log:
+        printer(line)
+    kernels = "kern  attention | triton: the first that can run\n"
+    assert (kernels in stream.getvalue(), kernels in render(log)) == (verbose, True)
+    assert stream.getvalue() == render(log).replace("" if verbose else kernels, "")
 
 
 def test_the_numbers_are_the_logs(lines):

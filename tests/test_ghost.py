@@ -147,10 +147,10 @@ def test_the_default_comes_from_the_built_board(folder, capsys):
     forge(folder / "records" / "forged" / "slow", step_s=(0.2,) * 10)
     forge(folder / "records" / "forged" / "fast", seeds=(3, 4))
     assert CliRunner().invoke(cli.command, ["leaderboard", "build"], prog_name="speedrun").exit_code == 0
-    rival = race.find(None, "forged@1")
+    rival = race.find("best", "forged@1")
     assert rival is not None
     assert rival.record == Path("records/forged/fast")
-    assert race.find("none", "forged@1") is None
+    assert race.find(None, "forged@1") is None
     chosen = race.find("records/forged/slow", "forged@1")
     assert chosen is not None
     assert "(2 runs, 2.00 s)" in chosen.legend
@@ -207,5 +207,5 @@ def test_a_bad_ghost_is_one_warning_and_the_run_continues(folder, capsys, what):
 def test_a_bad_board_is_one_warning(folder, capsys):
     (folder / "records").mkdir()
     (folder / "records" / "leaderboard.json").write_text("{\x1b")
-    assert race.find(None, "forged@1") is None
+    assert race.find("best", "forged@1") is None
     assert capsys.readouterr().err.startswith("warning: no ghost: records/leaderboard.json: ")

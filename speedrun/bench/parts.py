@@ -181,7 +181,7 @@ def _run(size: Size, out: Path, shards: Path) -> Part:
         "--out",
         str(out / "record"),
     )
-    return Part("run", (*words, "--ghost", "none"), _COMPILES_S, alone=True, makes="record", ends_well=(0, 1))
+    return Part("run", words, _COMPILES_S, alone=True, makes="record", ends_well=(0, 1))
 
 
 def _rival(size: Size, shards: Path, rival: Path) -> Part:

@@ -58,6 +58,12 @@ from speedrun.training import meet
 @process_options
 @ghost_option
 @wandb_option
+@click.option(
+    "-v",
+    "--verbose",
+    is_flag=True,
+    help="Print the kernel of each operation, and why. log.txt has both.",
+)
 @json_option
 @click.pass_context
 def command(
@@ -71,6 +77,7 @@ def command(
     local_processes: int | None,
     coordinator: str | None,
     wandb: str | None,
+    verbose: bool,
     as_json: bool,
     **given: Any,
 ) -> None:
@@ -100,11 +107,11 @@ def command(
         resume=resume is not None,
     )
     if resume is not None:
-        only_with_resume(ctx, "ghost", "wandb", *PROCESS_ARGUMENTS)
+        only_with_resume(ctx, "ghost", "wandb", "verbose", *PROCESS_ARGUMENTS)
     group = meet.find_group(
         coordinator, given["processes"], given["process"], given["heartbeat"], given["meet_within"]
     )
-    done = single.run(config, meet.joined(group), given["ghost"], wandb, to_stderr=as_json)
+    done = single.run(config, meet.joined(group), given["ghost"], wandb, to_stderr=as_json, verbose=verbose)
     if done is None:
         return
     if as_json:

@@ -24,9 +24,9 @@ from speedrun.training.meet import HEARTBEAT_S, MEET_S
 #: `--ghost RECORD`, as the argument `ghost` for `race.find`.
 ghost_option: Decorator = click.option(
     "--ghost",
-    metavar="RECORD",
-    help="Show on the step lines how far ahead of this record the run is, in seconds and loss; 'none': no record. "
-    "Default: the fastest qualified record of the track in records/.",
+    metavar="RECORD|best",
+    help="Show on the step lines how far ahead of this record the run is, in seconds and loss; 'best': of the "
+    "fastest qualified record of the track in records/.",
 )
 
 #: `--wandb PROJECT`, as the argument `wandb` for `relay.relayed`.

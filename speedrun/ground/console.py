@@ -32,6 +32,7 @@ from speedrun.ground.runlog import (
 )
 
 _RULE_WIDTH = 82
+_KERNEL = "kern  "
 _LINE_LIMIT = 400  #: characters
 
 
@@ -159,7 +160,7 @@ class TextLog:
             f"{plan.tokens_per_step:,} tokens = {plan.total_tokens:,} | per device: state "
             f"{memory(plan.state_bytes_per_device)}, temporary {memory(plan.temp_bytes_per_device)}"
         )
-        return [sizes, *(f"kern  {call} | {form}" for call, form in plan.kernels.items())]
+        return [sizes, *(f"{_KERNEL}{call} | {form}" for call, form in plan.kernels.items())]
 
     def _at(self, steps_done: int) -> str:
         return f"step  {steps_done:>{len(str(self._num_steps))}}/{self._num_steps}"
@@ -217,14 +218,21 @@ def render(lines: Iterable[Line]) -> str:
 class Printer:
     """Prints the log as it is written, without colour or carriage returns."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    def __init__(self, stream: TextIO, *, verbose: bool = False) -> None:
+        """Print to `stream`; `verbose` adds the kernels and the reasons for their choice, which log.txt always has."""
+        self._stream, self._verbose = stream, verbose
         self._text = TextLog()
 
     def __call__(self, line: Line) -> None:
         """Show one event."""
-        if (shown := self._text(line)) is not None:
+        if (shown := self._shown(line)) is not None:
             self._write(shown)
+
+    def _shown(self, line: Line) -> str | None:
+        text = self._text(line)
+        if text is None or self._verbose:
+            return text
+        return "\n".join(one for one in text.split("\n") if not one.startswith(_KERNEL))
 
     def say(self, text: str) -> None:
         """Show a line that is not an event."""

@@ -16,15 +16,23 @@ class Live(Printer):
     Use as a context manager, and `log.subscribe(live)`.
     """
 
-    def __init__(self, stream: TextIO, ghost: Callable[[Step], str] | None = None, legend: str = "") -> None:
+    def __init__(
+        self,
+        stream: TextIO,
+        ghost: Callable[[Step], str] | None = None,
+        legend: str = "",
+        *,
+        verbose: bool = False,
+    ) -> None:
         """Print to `stream`.
 
         Args:
             stream: of text.
             ghost: called with every step; returns a text to append to its line. It is not logged.
             legend: printed when the run starts.
+            verbose: as of `Printer`.
         """
-        super().__init__(stream)
+        super().__init__(stream, verbose=verbose)
         self._ghost, self._legend = ghost, legend
         self._bar = _Bar(stream) if stream.isatty() else None
 
@@ -32,7 +40,7 @@ class Live(Printer):
         """Show one event."""
         if self._legend and isinstance(line.event, RunStart):
             self.say(self._legend)
-        shown, ghost = self._text(line), ""
+        shown, ghost = self._shown(line), ""
         if self._ghost is not None and isinstance(line.event, Step):
             ghost = f"  {self._ghost(line.event)}"
             shown = None if shown is None else shown + ghost

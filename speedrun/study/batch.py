@@ -86,7 +86,7 @@ class Batch:
         self._sha256 = runfile.sha256(raw)
         self._rules = tracks.load(self._declared.track.id.rpartition("@")[0])
         rival = race.find(self.ghost, self._rules.id)  # once, so that its warning appears once
-        self._rival = "none" if rival is None else str(rival.record)
+        self._rival = rival and str(rival.record)
 
     def run(self) -> Outcome:
         """Run the missing seeds, and write the record after each.

@@ -96,7 +96,7 @@ class Runner:
             )
             out = trials.new_folder(self.folder, self._plan, trial)
             generated.ensure(tracks.load(self._track), self.data, self.say)
-            request = {"config": self._request(trial, out), "ghost": "none", "track": self._plan.track.id}
+            request = {"config": self._request(trial, out), "ghost": None, "track": self._plan.track.id}
             code = children.run_module("speedrun.study.race", request, to_stderr=True, keep_open=(lock,))
             runs |= trials.completed(self.folder, self._plan, [trial])
             run = runs.get((trial.arm.name, trial.seed))

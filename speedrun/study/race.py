@@ -23,7 +23,7 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One run of a batch."""
 
     config: msgspec.Raw  #: a `prepare.RunConfig`
-    ghost: str  #: as in `--ghost`
+    ghost: str | None  #: as in `--ghost`
     track: str  #: name and version
 
 
@@ -31,20 +31,20 @@ def find(choice: str | None, track: str) -> Ghost | None:
     """Return the chosen ghost; where it cannot be read, warn and return None, because a run needs no ghost.
 
     Args:
-        choice: folder of a record, or 'none'; None: the fastest qualified record of the track in `records/`.
+        choice: folder of a record, or 'best': the fastest qualified record of the track in `records/`; None: no ghost.
         track: name and version.
     """
     try:
-        folder = ghosts.best(_RECORDS, track) if choice is None else Path(choice)
-        return None if choice == "none" or folder is None else ghosts.read(folder, track)
+        folder = ghosts.best(_RECORDS, track) if choice == "best" else choice and Path(choice)
+        return ghosts.read(folder, track) if folder else None
     except UsageError as error:
         sys.stderr.write(console.clean(f"warning: no ghost: {error}") + "\n")
         return None
 
 
-def live(stream: TextIO, ghost: Ghost | None) -> Live:
+def live(stream: TextIO, ghost: Ghost | None, *, verbose: bool = False) -> Live:
     """Return the console of a run with this ghost."""
-    return Live(stream, ghost, "" if ghost is None else ghost.legend)
+    return Live(stream, ghost, "" if ghost is None else ghost.legend, verbose=verbose)
 
 
 def main(path: Path) -> None:

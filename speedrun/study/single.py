@@ -59,6 +59,7 @@ def run(
     wandb: str | None,
     *,
     to_stderr: bool,
+    verbose: bool,
 ) -> Single | None:
     """Train, or resume, and write the record.
 
@@ -68,6 +69,7 @@ def run(
         ghost: as in `--ghost`.
         wandb: project to which the log is sent.
         to_stderr: whether the console is standard error.
+        verbose: whether it shows the kernels and the reasons for their choice.
 
     Returns:
         None in all processes of a run but the first.
@@ -86,7 +88,7 @@ def run(
                     _say(f"{config.out} is finished; nothing to resume, its record is written again")
             if not is_done:
                 with relayed(config.out, wandb if processes.is_first() else None):
-                    _train(config, ghost, to_stderr=to_stderr)
+                    _train(config, ghost, to_stderr=to_stderr, verbose=verbose)
     except BaseException:
         if is_ours and processes.is_first():
             _assemble_broken(config)
@@ -98,7 +100,7 @@ def run(
     return Single(config, tracks.load(config.track), picture, summary, validate(config.out))
 
 
-def _train(config: RunConfig, ghost: str | None, *, to_stderr: bool) -> None:
+def _train(config: RunConfig, ghost: str | None, *, to_stderr: bool, verbose: bool) -> None:
     """Train; of several processes, only the first one prints."""
     rules = tracks.load(config.track)
     say = _say if processes.is_first() else lambda _: None
@@ -106,7 +108,8 @@ def _train(config: RunConfig, ghost: str | None, *, to_stderr: bool) -> None:
     if not processes.is_first():
         train(config)
         return
-    with race.live(sys.stderr if to_stderr else sys.stdout, race.find(ghost, rules.id)) as reader:
+    stream, rival = sys.stderr if to_stderr else sys.stdout, race.find(ghost, rules.id)
+    with race.live(stream, rival, verbose=verbose) as reader:
         train(config, reader)
 
 
