@@ -298,19 +298,22 @@ def test_science_that_is_not_that_of_its_commit_was_not_committed(folder, histor
     assert found(folder) == {}
 
 
-def test_a_recipe_from_outside_the_repository_is_in_no_commit(folder, history):
-    """The record carries it; other science must be the commit's."""
-    model = "speedrun/science/models/tiny.py"
+@pytest.mark.parametrize("ranked", [True, False])
+def test_a_recipe_from_outside_the_repository_needs_a_commit_for_a_rank(folder, history, ranked):
+    """Other science must be the commit's on every track."""
+    rules, model = track.TRACKS_DIR / "forged.toml", "speedrun/science/models/tiny.py"
+    rules.write_text(rules.read_text().replace("ranked = true", f"ranked = {str(ranked).lower()}"))
     commit = history({path: text for path, text in SOURCE.items() if path != RECIPE} | RUN_LOCK)
     forge(folder, edit_log=change(runlog.Preflight, commit=commit))
-    assert found(folder) == {}
+    assert list(found(folder)) == ["V406"] * ranked
+    assert ("V406" in {result.check.id for result in validate(folder).having("skipped")}) is not ranked
     shutil.rmtree(folder)
     forge(
         folder,
         edit_log=change(runlog.Preflight, commit=commit),
         edit_source=lambda files: {**files, model: "SIZE = 1\n"},
     )
-    assert all(line.endswith(f"which has another {model}") for line in found(folder)["V406"])
+    assert any(line.endswith(f"which has no {model}") for line in found(folder)["V406"])
 
 
 def test_the_lock_of_an_older_commit_is_known(folder, history):

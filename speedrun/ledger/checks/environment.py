@@ -160,10 +160,13 @@ def committed(run: Run, record: Record) -> Iterator[str]:
     theirs = history.files_at(hw.commit, tuple(texts))
     if theirs is None:
         return
-    for path, text in texts.items():  # V503 compares the instruments
-        is_outside = path.startswith(f"{RECIPES}/") and path not in theirs  # the record carries it
-        if is_science(path) and not is_outside and theirs.get(path) != text.encode():
-            yield f"claims commit {hw.commit[:12]}, which has another {path}"
+    # V503 compares the instruments. Without a rank, a recipe from outside the repository needs no commit.
+    science = [path for path in texts if is_science(path) and theirs.get(path) != texts[path].encode()]
+    changed = [path for path in science if path in theirs or not path.startswith(f"{RECIPES}/")]
+    if science and not changed and not record.rules.rules.ranked:
+        raise Skip(f"commit {hw.commit[:12]} has no {science[0]}; this track does not rank")
+    for path in science:
+        yield f"claims commit {hw.commit[:12]}, which has {'another' if path in theirs else 'no'} {path}"
 
 
 @check(
