@@ -47,7 +47,7 @@ CLOSURE_LINES = 4_435
 #: Kernels are counted by themselves: a record carries all forms its step could have chosen.
 KERNEL_LINES = 1_500
 #: Of the package, blank lines included; of one file; of one function, without its decorators.
-PACKAGE_LINES = 31_765
+PACKAGE_LINES = 31_760
 FILE_LINES = 350
 FUNCTION_LINES = 60
 

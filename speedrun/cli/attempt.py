@@ -36,7 +36,7 @@ from speedrun.study.attempt import STAGES, Attempt, Settings
 )
 @track_option()
 @click.option("--runs", type=Integer(2), metavar="N", help="Of the batch. Default: as many as a rank needs.")
-@recipe_option
+@recipe_option()
 @settings_option
 @data_option
 @click.option("--title", help="What the record is, in a few words.")

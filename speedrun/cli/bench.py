@@ -7,10 +7,10 @@ from speedrun.cli.options import (
     Decorator,
     Group,
     Integer,
-    RecipeName,
     example,
     json_option,
     parse_settings,
+    recipe_option,
     settings_option,
 )
 from speedrun.cli.program import show
@@ -76,14 +76,7 @@ def norm(*, as_json: bool, **sizes: int) -> None:
 
 
 @command.command(epilog=example("speedrun bench muon", "speedrun bench muon --recipe record21 --devices 8"))
-@click.option(
-    "--recipe",
-    type=RecipeName(),
-    metavar="NAME|FILE",
-    default="smoke",
-    show_default=True,
-    help="Whose matrices.",
-)
+@recipe_option("smoke", "Whose matrices.")
 @click.option(
     "--devices", type=click.Choice(["1", "2", "4", "8"]), default="1", help="Time the share of one of N."
 )

@@ -10,11 +10,11 @@ from speedrun.bench.suite import Suite
 from speedrun.cli.options import (
     Integer,
     Number,
-    RecipeName,
     attention_option,
     example,
     json_option,
     parse_settings,
+    recipe_option,
     settings_option,
 )
 from speedrun.cli.program import show
@@ -74,9 +74,7 @@ def everything(
 @click.command(epilog=example("speedrun bench rival ../rival --data DIR --recipe record21 --steps 60"))
 @click.argument("folder", type=_FOLDER)
 @click.option("--data", type=_FOLDER, required=True, metavar="DIR", help="Shards that both read.")
-@click.option(
-    "--recipe", type=RecipeName(), metavar="NAME|FILE", default="record21", show_default=True, help="Ours."
-)
+@recipe_option("record21", "Ours.")
 @click.option("--steps", type=Integer(1), default=60, show_default=True, help="Of each run.")
 @click.option("--first-step", type=Integer(0), default=0, show_default=True, help="Of the schedule.")
 @click.option("--devices", type=Integer(1), default=1, show_default=True)

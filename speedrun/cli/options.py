@@ -100,13 +100,22 @@ class RecipeName(click.ParamType):
         return resolve(value)
 
 
-#: `--recipe NAME`, as the argument `recipe`; None means the track's own.
-recipe_option: Decorator = click.option(
-    "--recipe",
-    type=RecipeName(),
-    metavar="NAME|FILE",
-    help="What to train: a name, or a file of your own, path/to/mine.py. Default: the track's own recipe.",
+_OWN_RECIPE = (
+    "What to train: a name, or a file of your own, path/to/mine.py. Default: the track's own recipe."
 )
+
+
+def recipe_option(default: str | None = None, text: str = _OWN_RECIPE) -> Decorator:
+    """`--recipe NAME|FILE`, as the argument `recipe`; None means the track's own."""
+    return click.option(
+        "--recipe",
+        type=RecipeName(),
+        metavar="NAME|FILE",
+        default=default,
+        show_default=default is not None,
+        help=text,
+    )
+
 
 #: `--devices N`, as the argument `devices`; None means what the track asks for.
 devices_option: Decorator = click.option(

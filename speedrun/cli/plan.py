@@ -10,10 +10,10 @@ import msgspec
 from speedrun.cli.options import (
     Integer,
     Number,
-    RecipeName,
     example,
     json_option,
     parse_settings,
+    recipe_option,
     settings_option,
 )
 from speedrun.ground import devices as kinds
@@ -31,9 +31,7 @@ _RECORDS = Path("records")
         "speedrun plan --recipe record21 --nodes 1,2,8,32",
     )
 )
-@click.option(
-    "--recipe", type=RecipeName(), metavar="NAME|FILE", help="What to train. Default: the track's, or smoke."
-)
+@recipe_option(text="What to train. Default: the track's, or smoke.")
 @click.option("--track", metavar="NAME", help="Add data, time and cost of a batch on this track.")
 @click.option(
     "--runs", type=Integer(1), metavar="N", help="Runs of that batch. Default: as many as a rank needs."

@@ -10,11 +10,11 @@ import msgspec
 from speedrun.cli.options import (
     Decorator,
     Integer,
-    RecipeName,
     attention_option,
     example,
     json_option,
     parse_settings,
+    recipe_option,
     settings_option,
 )
 from speedrun.ground.errors import UsageError
@@ -23,14 +23,7 @@ if TYPE_CHECKING:
     from speedrun.training.program import Program
 
 _OPTIONS: tuple[Decorator, ...] = (
-    click.option(
-        "--recipe",
-        type=RecipeName(),
-        metavar="NAME|FILE",
-        default="smoke",
-        show_default=True,
-        help="What to train.",
-    ),
+    recipe_option("smoke", "What to train."),
     click.option("--devices", type=Integer(1), metavar="N", help="Default: all there are."),
     click.option(
         "--microbatches", type=Integer(1), default=8, show_default=True, help="Parts of a step's batch."

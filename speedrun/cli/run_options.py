@@ -49,7 +49,7 @@ def _combined(*options: Decorator) -> Decorator:
 #: The options that `config_of` reads.
 config_options = _combined(
     track_option(),
-    recipe_option,
+    recipe_option(),
     devices_option,
     attention_option,
     microbatches_option,

@@ -97,8 +97,9 @@ class Batch:
         """
         with children.locked(self.folder / runfile.BATCH) as lock:
             now = self._standing()
-            while now.missing:
+            if now.missing:
                 generated.ensure(self._rules, self.data, self.say)
+            while now.missing:
                 request = self._request(now.missing[0])
                 code = children.run_module(
                     "speedrun.study.race", request, to_stderr=self.to_stderr, keep_open=(lock,)
