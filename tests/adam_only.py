@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass
 
-from speedrun.science.optim.groups import Adam, Transforms
+import optax
+
+from speedrun.science.optim.groups import Adam, by_group, scale_by_input
+from speedrun.science.params import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,11 +18,12 @@ class AdamOnly:
     scalar_lr: float
     adam: Adam
 
-    def transforms(self) -> Transforms:
-        """One transformation a group."""
-        return {
+    def transform(self, layout: Layout) -> optax.GradientTransformationExtraArgs:
+        """One transformation for each group."""
+        groups = {
             "matrix": self.adam.at(self.matrix_lr),
             "embed": self.adam.at(self.embed_lr),
             "head": self.adam.at(self.head_lr),
             "scalar": self.adam.at(self.scalar_lr),
         }
+        return optax.chain(by_group(groups, layout), scale_by_input("lr_scale"))

@@ -220,8 +220,7 @@ def moments(spec: Spec) -> Moments:
                 BATCH_TOKENS,
                 seen,
                 places[step],
-                1.0,
-                3,
+                {"lr_scale": 1.0, "window_blocks": 3},
             )
         )
     clock.emit(runlog.ClockStop(clock.train_s))

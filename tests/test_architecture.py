@@ -43,11 +43,11 @@ HEAVY = {"jax", "jaxlib", "optax", "orbax", "matplotlib", "datasets", "huggingfa
 #: Budgets of lines that are not blank.
 SCIENCE_LINES = 1_200
 #: Of these, 700 are checkpoints, the watchdog, several processes, replicas on many nodes and fault injection.
-CLOSURE_LINES = 4_435
+CLOSURE_LINES = 4_640
 #: Kernels are counted by themselves: a record carries all forms its step could have chosen.
 KERNEL_LINES = 1_500
 #: Of the package, blank lines included; of one file; of one function, without its decorators.
-PACKAGE_LINES = 31_760
+PACKAGE_LINES = 32_050
 FILE_LINES = 350
 FUNCTION_LINES = 60
 

@@ -51,7 +51,7 @@ def steps(out: Path, run_id: str) -> list[tuple[object, ...]]:
     """What each step did, without its times."""
     lines = runlog.read(out / "runs" / run_id / "metrics.jsonl")
     found = [line.event for line in lines if isinstance(line.event, runlog.Step)]
-    return [(s.step, s.loss.hex(), s.tokens_seen, s.cursor, s.lr_scale, s.window_blocks) for s in found]
+    return [(s.step, s.loss.hex(), s.tokens_seen, s.cursor, s.inputs) for s in found]
 
 
 def facts_of(out: Path) -> list[runfile.RunFile]:

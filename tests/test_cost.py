@@ -72,8 +72,8 @@ def test_attention_is_counted_for_every_window_of_the_schedule():
     mesh.prepare("cpu")
     found = cost.attention_by_window(Program(recipe, mesh.make_mesh(8)), recipe.stages[0])
     assert sum(steps for steps, _ in found.values()) == 1770
-    assert list(found) == list(range(1, 15))
-    for blocks, (_, attention) in found.items():
+    assert list(found) == [(("window_blocks", blocks),) for blocks in range(1, 15)]
+    for ((_, blocks),), (_, attention) in found.items():
         long, short = (cost.visited_pairs(49_152, n, 128) for n in (blocks, max(1, blocks // 2)))
         for way in ("forward", "backward"):
             layers = 3 * getattr(long, way) + 8 * getattr(short, way)

@@ -94,17 +94,17 @@ def test_what_is_off_is_what_the_name_says():
     assert "none" not in without("skipped-attention").config.mixing
     assert without("attention-gain").config.attention_scale == pytest.approx(1 / math.sqrt(128), rel=1e-5)
     cooled = without("cooldown")
-    assert {float(cooled.inputs_at(step).lr_scale) for step in (0, 900, 1770)} == {1.0}
+    assert {float(cooled.inputs_at(step)["lr_scale"]) for step in (0, 900, 1770)} == {1.0}
     warm = without("momentum-warm-up")
-    assert warm.inputs_at(0).momentum == warm.inputs_at(1000).momentum == np.float32(0.95)
+    assert warm.inputs_at(0)["momentum"] == warm.inputs_at(1000)["momentum"] == np.float32(0.95)
 
 
 @pytest.mark.parametrize("name", ["smoke", "record21"])
 def test_without_windows_the_second_step_sees_all(name):
     recipe = without("windows", name)
-    seen = int(recipe.inputs_at(1).window_blocks) * recipe.config.block_tokens
+    seen = int(recipe.inputs_at(1)["window_blocks"]) * recipe.config.block_tokens
     assert seen >= max(recipe.eval_seq_len, *(stage.seq_len for stage in recipe.stages))
-    assert recipe.most_window_blocks * recipe.config.block_tokens < 2**31
+    assert int(recipe.inputs_at(recipe.num_steps)["window_blocks"]) * recipe.config.block_tokens < 2**31
 
 
 def test_steps_are_as_long_without_orthogonalisation():

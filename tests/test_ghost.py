@@ -30,7 +30,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 def step(tokens: int, time_s: float, loss: float, batch_tokens: int = 100) -> Step:
-    return Step(tokens // batch_tokens - 1, time_s, loss, batch_tokens, tokens, (0, tokens), 1.0, 3)
+    return Step(tokens // batch_tokens - 1, time_s, loss, batch_tokens, tokens, (0, tokens))
 
 
 def numbers(text: str) -> tuple[float, float]:

@@ -46,13 +46,13 @@ def recipe_of(config: Mapping[str, Any]) -> Recipe:
         "head_size": config["vocab_size"],
         "document_token": config["document_token"],
         "table_dtype": "float32",
+        "head_fp8": None,
     }
     recipe = dataclasses.replace(
         record,
         config=dataclasses.replace(record.config, **sizes),
         stages=(Stage(config["steps"], num_sequences=1, seq_len=config["seq_len"]),),
         compute_dtype="float32",
-        head_fp8=None,
     )
     return recipe.override({"optimizer.muon_dtype": "float32"})
 
@@ -106,7 +106,7 @@ def golden(request) -> dict[str, Any]:
 
 def test_windows_grow_as_in_the_file(golden):
     recipe = recipe_of(json.loads(str(golden["config"])))
-    windows = [int(recipe.inputs_at(step).window_blocks) * 128 for step in range(recipe.num_steps)]
+    windows = [int(recipe.inputs_at(step)["window_blocks"]) * 128 for step in range(recipe.num_steps)]
     assert windows == golden["windows_tokens"].tolist()
 
 
@@ -130,7 +130,7 @@ def assert_first_gradients_agree(run: Run, state: TrainState) -> None:
     """Both optimisers' means hold (1 - beta) times the gradient after a step: Muon's momentum, Adam's first moment."""
     beta1 = run.program.recipe.optimizer.adam.beta1
     weights = dict.fromkeys(run.program.layout.groups, 1 - beta1)
-    weights |= dict.fromkeys(run.program.layout.banks, 1 - float(run.program.recipe.inputs_at(0).momentum))
+    weights |= dict.fromkeys(run.program.layout.banks, 1 - float(run.program.recipe.inputs_at(0)["momentum"]))
     means: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state):
         if {"momentum", "mu"} & {getattr(key, "name", "") for key in path}:

@@ -8,8 +8,10 @@ import numpy as np
 import optax
 import pytest
 
+from speedrun.science.inputs import Inputs
 from speedrun.science.optim.groups import Adam
 from speedrun.science.optim.muon import orthogonalize, scale_by_muon, shape_factor
+from speedrun.science.params import Member
 
 
 def slow_orthogonalize(g: np.ndarray, steps: int) -> np.ndarray:
@@ -49,11 +51,11 @@ def test_momentum_is_nesterov_and_each_matrix_has_its_factor():
     key = jax.random.key(2)
     g1, g2 = jax.random.normal(key, (2, 8, 3, 4))
     factor = jnp.arange(1.0, 9.0)[:, None, None]
-    tx = scale_by_muon(steps=5, dtype="float32")
+    tx = scale_by_muon(lambda: {"bank": factor}, steps=5, dtype="float32")
     state = tx.init({"bank": g1})
-    _, state = tx.update({"bank": g1}, state, momentum=jnp.float32(0.9), factors={"bank": factor})
+    _, state = tx.update({"bank": g1}, state, inputs=Inputs({"momentum": jnp.float32(0.9)}, {}))
     update: Any
-    update, _ = tx.update({"bank": g2}, state, momentum=jnp.float32(0.8), factors={"bank": factor})
+    update, _ = tx.update({"bank": g2}, state, inputs=Inputs({"momentum": jnp.float32(0.8)}, {}))
     mean = 0.8 * (0.1 * g1) + 0.2 * g2
     look_ahead = 0.8 * mean + 0.2 * g2
     want = np.stack([k * slow_orthogonalize(np.asarray(g), 5) for k, g in enumerate(look_ahead, 1)])
@@ -62,7 +64,7 @@ def test_momentum_is_nesterov_and_each_matrix_has_its_factor():
 
 @pytest.mark.parametrize(("rows", "cols", "factor"), [(4, 4, 1), (3072, 768, 2), (768, 3072, 1)])
 def test_tall_matrices_move_further(rows, cols, factor):
-    assert shape_factor(rows, cols) == factor
+    assert shape_factor(Member("up", 0, rows, cols)) == factor
 
 
 def test_adam_keeps_moments_in_16_bits_and_computes_in_float32():

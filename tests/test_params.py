@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from speedrun.ground import mesh
 from speedrun.science import params
 from speedrun.science.params import Layout, ParamSpec, constant, normal, uniform_fan_in, zeros
 
@@ -42,8 +43,8 @@ def test_packed_arrays_divide_by_eight_and_hold_wide_matrices():
     banks = {name: x.shape for name, x in packed.items() if name.startswith("bank.")}
     assert banks == {"bank.4x6.0": (8, 4, 6), "bank.4x6.1": (8, 4, 6), "bank.4x8.0": (8, 4, 8)}
     assert packed["embed"].shape == (16, 4)
-    assert packed[params.SCALARS].shape == (5,)
-    assert all(x.shape[0] % params.SHARDS == 0 for name, x in packed.items() if name != params.SCALARS)
+    assert packed["scalars"].shape == (5,)
+    assert all(x.shape[0] % params.SHARDS == 0 for name, x in packed.items() if name != "scalars")
 
 
 def test_banks_follow_the_order_of_the_table():
@@ -72,9 +73,37 @@ def test_padding_is_zero_and_no_parameter():
 
 
 def test_a_number_for_each_matrix_follows_the_declared_orientation():
-    factors = Layout(TABLE).per_matrix(lambda rows, cols: rows / cols)
-    assert factors["bank.4x6.1"].tolist() == pytest.approx([1.5, 4 / 6, 1, 1, 1, 1, 1, 1])
-    assert factors["bank.4x8.0"].tolist() == [2, 1, 1, 1, 1, 1, 1, 1]
+    own, layout = jax.sharding.PartitionSpec(mesh.DATA), Layout(TABLE)
+    for shards in (1, 4):
+        numbers = jax.shard_map(
+            lambda: layout.per_matrix(lambda matrix: matrix.rows / matrix.cols),
+            mesh=mesh.make_mesh(shards),
+            in_specs=(),
+            out_specs=dict.fromkeys(layout.banks, own),
+        )
+        factors = jax.tree.map(jnp.ravel, jax.jit(numbers)())
+        assert factors["bank.4x6.1"].tolist() == pytest.approx([1.5, 4 / 6, 1, 1, 1, 1, 1, 1])
+        assert factors["bank.4x8.0"].tolist() == [2, 1, 1, 1, 1, 1, 1, 1]
+
+
+def test_a_group_of_its_own_is_packed_by_itself():
+    """Its matrices are in no bank of another group, and its scalars in a vector of their own."""
+    table = TABLE | {
+        "gate": ParamSpec((2, 4, 6), ("layer", "out", "in"), normal, "gate", place="bank"),
+        "mix": ParamSpec((3,), ("lambda",), normal, "mix", place="vector"),
+    }
+    layout, plain = Layout(table), Layout(TABLE)
+    given = {name: jnp.arange(1.0, 1 + spec.size).reshape(spec.shape) for name, spec in table.items()}
+    packed = layout.pack(given)
+    assert {*packed} - {*plain.banks, *plain.tables, "scalars"} == {"bank.gate.4x6.0", "mixs"}
+    assert (layout.groups["bank.gate.4x6.0"], layout.groups["mixs"]) == ("gate", "mix")
+    for name, x in layout.unpack(packed).items():
+        np.testing.assert_array_equal(x, given[name])
+
+
+def test_a_bank_holds_matrices_only():
+    with pytest.raises(ValueError, match=r"shape \(3,\) has too few dimensions for a bank"):
+        ParamSpec((3,), ("lambda",), normal, "matrix")
 
 
 def test_every_packed_array_has_one_group_and_one_spec():

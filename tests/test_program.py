@@ -92,8 +92,8 @@ def test_a_validation_has_the_window_of_its_own_step(tiny: Recipe):
     """At the end that is the row behind the last step's."""
     wide = dataclasses.replace(tiny, schedule=dataclasses.replace(tiny.schedule, final_window=2.2))
     program = Program(wide, mesh.make_mesh(1))
-    windows = [int(wide.inputs_at(step).window_blocks) for step in range(wide.num_steps + 1)]
-    assert windows[-2] < windows[-1] == wide.most_window_blocks
+    windows = [int(wide.inputs_at(step)["window_blocks"]) for step in range(wide.num_steps + 1)]
+    assert windows[-2] < windows[-1] == program.step.plan.most["window_blocks"]
     keys = jax.random.split(jax.random.key(0), 99)
     state = program.init(keys[0])
     packed = {
@@ -107,7 +107,8 @@ def test_a_validation_has_the_window_of_its_own_step(tiny: Recipe):
         for step in (wide.num_steps - 1, wide.num_steps)
     ]
     for score, blocks in zip(scores, windows[-2:], strict=True):
-        fixed = program.eval_step_for(blocks)(packed, tokens_BT, targets_BT, program.schedule, jnp.int32(0))
+        static = (("window_blocks", blocks),)
+        fixed = program.eval_step_for(static)(packed, tokens_BT, targets_BT, program.schedule, jnp.int32(0))
         assert score == pytest.approx(float(fixed.sum()), rel=1e-6)
     assert abs(scores[0] - scores[1]) > 1e-4 * scores[0]
 
@@ -123,12 +124,12 @@ def test_the_state_is_divided_within_a_node_and_repeated_on_each(tiny: Recipe):
 
 def test_only_forms_that_need_it_get_a_program_for_each_window(tiny: Recipe):
     devices = mesh.make_mesh(1)
-    assert [Program(tiny, devices).fixed_window_at(step) for step in (0, 5)] == [None, None]
+    assert [Program(tiny, devices).static_at(step) for step in (0, 5)] == [(), ()]
     fixed = Program(tiny, devices, attention="flash3")
-    wanted = [int(tiny.inputs_at(step).window_blocks) for step in (0, 5)]
-    assert [fixed.fixed_window_at(step) for step in (0, 5)] == wanted
+    wanted = [int(tiny.inputs_at(step)["window_blocks"]) for step in (0, 5)]
+    assert [fixed.static_at(step) for step in (0, 5)] == [(("window_blocks", blocks),) for blocks in wanted]
     assert str(Program(tiny, devices).shape_at(0)) == "16x32"
-    assert str(fixed.shape_at(5)) == f"16x32, window {wanted[1]}"
+    assert str(fixed.shape_at(5)) == f"16x32, window_blocks {wanted[1]}"
 
 
 def asks_the_host(x: jax.Array) -> jax.Array:

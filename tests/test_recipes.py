@@ -19,7 +19,7 @@ from speedrun.science.kernels.cross_entropy_gpu import RECORD21
 from speedrun.science.models import record21
 from speedrun.science.optim import muon
 from speedrun.science.optim.groups import Adam
-from speedrun.science.params import SCALARS, count
+from speedrun.science.params import count
 from speedrun.science.recipe import Recipe, Stage
 from speedrun.science.step import TrainState
 from speedrun.training.program import Program
@@ -96,6 +96,7 @@ SMALL = dataclasses.replace(
         logit_cap=15.0,
         document_token=0,
         table_dtype="float32",
+        head_fp8=None,
     ),
     stages=(Stage(num_steps=4, num_sequences=8, seq_len=24),),
     eval_sequences=8,
@@ -109,7 +110,18 @@ def train_only(recipe: Recipe) -> list[float]:
 
 
 #: Fields that identify a recipe, and functions, which `--set` cannot change.
-NAMES = {"name", "summary", "parent", "revision", "table", "forward", "logits", "head_fp8"}
+NAMES = {
+    "name",
+    "summary",
+    "parent",
+    "revision",
+    "table",
+    "forward",
+    "logits",
+    "loss",
+    "carry",
+    "config.head_fp8",
+}
 OTHER = {
     "config.vocab_size": "40",
     "config.mixing": "('long', 'none')",
@@ -139,7 +151,9 @@ def test_every_setting_matters(key, base):
 
 
 def test_eight_bits_in_the_head_matter_once_it_is_not_zero(base):
-    losses = train_only(dataclasses.replace(SMALL, head_fp8=RECORD21))
+    losses = train_only(
+        dataclasses.replace(SMALL, config=dataclasses.replace(SMALL.config, head_fp8=RECORD21))
+    )
     assert losses[0] == pytest.approx(base[0], rel=1e-6)
     assert losses[1:] != base[1:-1]
     assert losses == pytest.approx(base[:-1], rel=0.05)
@@ -268,6 +282,11 @@ def test_every_number_of_record_21_is_the_published_one():
             "logit_cap": 15.0,
             "document_token": 50256,
             "table_dtype": "bfloat16",
+            "head_fp8": {
+                "x": 2.0,
+                "head": 2.0**9,
+                "grad": 2.0**19 / 49152,
+            },  # of a sum; the published one is of a mean
         },
         "optimizer": {
             "muon_lr": 0.05,
@@ -286,18 +305,13 @@ def test_every_number_of_record_21_is_the_published_one():
             "momentum_steps": 300,
             "final_window": 13.5,
         },
-        "stages": ({"num_steps": 1770, "num_sequences": 8, "seq_len": 49152},),
+        "stages": ({"num_steps": 1770, "num_sequences": 8, "seq_len": 49152, "document_tokens": 0},),
         "eval_sequences": 8,
         "eval_seq_len": 262144,
         "compute_dtype": "bfloat16",
-        "head_fp8": {
-            "x": 2.0,
-            "head": 2.0**9,
-            "grad": 2.0**19 / 49152,
-        },  # of a sum; the published one is of a mean
     }
     numbers = dataclasses.asdict(recipe)
-    named = {"name", "summary", "parent", "revision", "table", "forward", "logits"}
+    named = {"name", "summary", "parent", "revision", "table", "forward", "logits", "loss", "carry"}
     assert {key: value for key, value in numbers.items() if key not in named} == published
     assert (muon.A, muon.B, muon.C) == (3.4445, -4.7750, 2.0315)
     assert np.finfo(np.float32).eps == nn.EPS
@@ -306,19 +320,19 @@ def test_every_number_of_record_21_is_the_published_one():
 def test_the_schedule_is_record_21s():
     """Published values: 1,770 steps, cooldown 0.4 to 0.1, momentum over 300 steps, windows to 13.5 blocks."""
     at = [recipes.load("record21").inputs_at(step) for step in range(1771)]
-    assert [x.lr_scale for x in (at[0], at[1061])] == [1, 1]
-    assert at[1062].lr_scale == pytest.approx(1, abs=1e-6)
-    assert at[1416].lr_scale == pytest.approx(0.55)
-    assert at[1770].lr_scale == pytest.approx(0.1)
-    assert [at[s].momentum for s in (0, 150, 300, 1769)] == pytest.approx([0.85, 0.90, 0.95, 0.95])
-    first_steps = [next(s for s in range(1771) if at[s].window_blocks == w) for w in range(2, 15)]
+    assert [x["lr_scale"] for x in (at[0], at[1061])] == [1, 1]
+    assert at[1062]["lr_scale"] == pytest.approx(1, abs=1e-6)
+    assert at[1416]["lr_scale"] == pytest.approx(0.55)
+    assert at[1770]["lr_scale"] == pytest.approx(0.1)
+    assert [at[s]["momentum"] for s in (0, 150, 300, 1769)] == pytest.approx([0.85, 0.90, 0.95, 0.95])
+    first_steps = [next(s for s in range(1771) if at[s]["window_blocks"] == w) for w in range(2, 15)]
     assert first_steps == [132, 263, 394, 525, 656, 787, 918, 1049, 1181, 1312, 1443, 1574, 1705]
 
 
 def test_record_21_has_its_published_number_of_parameters():
     recipe = recipes.load("record21")
     table = recipe.table(recipe.config)
-    sizes = Counter(dict.fromkeys(("matrix", "embed", "head", "scalar"), 0))
+    sizes = Counter[str]()
     for spec in table.values():
         sizes[spec.group] += spec.size
     assert sizes["scalar"] == 52
@@ -329,10 +343,10 @@ def test_record_21_has_its_published_number_of_parameters():
 def test_record_21_keeps_its_tables_and_their_moments_in_16_bits():
     program, state, _ = trained(at_laptop_size("record21"))
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-        if leaf.size > len(program.layout.scalars):
+        if leaf.size > len(program.layout.vectors["scalars"]):
             is_table = "embed" in str(getattr(path[-1], "key", ""))
             assert leaf.dtype == ("bfloat16" if is_table else "float32"), path
-    assert SCALARS in program.layout.groups
+    assert "scalars" in program.layout.groups
 
 
 def test_adam_for_everything_is_another_optimiser_and_trains(base):

@@ -38,6 +38,7 @@ from speedrun.referee.examiner import _Examiner, examine
 from speedrun.referee.handover import hand_over
 from speedrun.referee.questions import Options, _owners, chosen, drawn, examined, stretches
 from speedrun.referee.rerun import Rerun, _bring
+from speedrun.science.inputs import Inputs
 from speedrun.science.recipe import Recipe
 from speedrun.training.checkpoint import folder_of
 from speedrun.training.prepare import RunConfig
@@ -425,8 +426,8 @@ def test_a_recipe_that_shows_the_next_token_inside_blocks_is_caught(tiny, kind):
     program = Program(recipe, make_mesh(1))
     params = program.layout.unpack(program.init(jax.random.key(0)).params)
     params["head"] = jax.random.normal(jax.random.key(1), params["head"].shape)  # it begins at zero
-    window = program.step.window(2)
-    forward = jax.jit(lambda ids_BT: program.step.hidden(params, ids_BT, window))
+    inputs = Inputs({"window_blocks": 2}, {})
+    forward = jax.jit(lambda ids_BT: program.forward(params, ids_BT, inputs))
     draw = np.random.default_rng(5)
     rows_RT = draw.integers(0, 61, (4, 64)).astype(np.int32)
     found = leak(

@@ -17,8 +17,9 @@ from speedrun.data.stream import TokenStream
 from speedrun.ground import mesh, track
 from speedrun.ground.mesh import DATA
 from speedrun.science import recipes
-from speedrun.science.params import SCALARS, Params
+from speedrun.science.params import Params
 from speedrun.science.recipe import Recipe
+from speedrun.science.step import Step
 from speedrun.training.evaluate import evaluate
 from speedrun.training.program import Program
 
@@ -30,14 +31,14 @@ DOCS_TRACK = track.load("docs-cpu")
 DOCS = recipes.load("docs")
 
 
-class LocalGradients(Program):
+class LocalGradients(Step):
     """The averaging fault: each device moves what it owns by its own gradient alone."""
 
     def _scatter_mean(self, grads: Params) -> Params:
         def own(name: str, g: jax.Array) -> jax.Array:
-            if name == SCALARS:
+            if name in self.layout.vectors:
                 return jax.lax.pmean(g, DATA)
-            num_local = g.shape[0] // self.num_devices
+            num_local = g.shape[0] // self.mesh.size
             return jax.lax.dynamic_slice_in_dim(g, jax.lax.axis_index(DATA) * num_local, num_local)
 
         return {name: own(name, g) for name, g in grads.items()}
@@ -118,7 +119,9 @@ def test_with_adam_in_muons_place_it_does_not(data):
 
 
 def test_with_gradients_that_are_not_averaged_it_does_not(data):
-    loss = final_loss(LocalGradients(SMOKE, mesh.make_mesh(8)), data)
+    program = on_node()
+    vars(program)["step"] = LocalGradients(SMOKE, program.mesh, program.microbatches, program.kernels)
+    loss = final_loss(program, data)
     print(f"own gradients only: {loss:.4f}")
     assert loss > TRACK.target.loss
 

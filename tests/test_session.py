@@ -198,7 +198,7 @@ def test_all_parts_are_commands_with_names_of_their_own(size, tmp_path):
 
 def test_the_windows_that_are_timed_are_those_of_the_schedule():
     for name, step in FULL.windows.items():
-        assert f"w{int(record21.RECIPE.inputs_at(step).window_blocks)}" == name
+        assert f"w{int(record21.RECIPE.inputs_at(step)['window_blocks'])}" == name
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,14 @@ from jax.sharding import PartitionSpec as P
 
 from speedrun.ground import mesh
 from speedrun.ground.errors import UsageError
+from speedrun.science.inputs import Inputs
 from speedrun.science.kernels.cross_entropy import cross_entropy
-from speedrun.science.params import SCALARS
-from speedrun.science.recipe import Recipe
-from speedrun.science.step import TrainState
+from speedrun.science.recipe import Batch, Recipe
+from speedrun.science.step import StepMetrics, TrainState
 from speedrun.training.fingerprint import fingerprint, state_hash
 from speedrun.training.program import Program
+
+THREE_BLOCKS = Inputs({"window_blocks": 3}, {})
 
 
 def batch(recipe: Recipe, seed: int = 0) -> np.ndarray:
@@ -52,8 +54,8 @@ def gradients(program: Program, state: TrainState) -> tuple[float, dict[str, np.
     step, ids = program.step, batch(program.recipe, 7)
 
     def both(packed, tokens_BT, targets_BT):
-        loss, grads = step.loss_and_grads(packed, tokens_BT, targets_BT, step.window(3))
-        return jax.lax.pmean(loss, program.axes), grads
+        loss, grads = step.loss_and_grads(packed, Batch(tokens_BT, targets_BT, {}), THREE_BLOCKS)
+        return jax.lax.pmean(loss.nll, program.axes), grads
 
     specs = program.layout.specs, P(program.axes), P(program.axes)
     packed = jax.device_put(jax.device_get(state.params), program.shardings(program.layout.specs))
@@ -151,7 +153,7 @@ def test_parameters_and_optimiser_state_are_divided_by_eight(on_eight):
         else:
             assert leaf.size == 8 * local
             divided += leaf.size
-    scalars = state.params[SCALARS].size
+    scalars = state.params["scalars"].size
     # Whole on every device: the scalars with their two Adam moments, and a few counters.
     assert whole <= 3 * scalars + 8
     # Muon keeps one number per weight, Adam two.
@@ -265,7 +267,7 @@ def test_nodes_exchange_the_parts_of_gradients_and_nothing_else(tiny):
         ("all_gather", "data", owned),
         ("reduce_scatter", "data", [4 * size for size in owned]),
         ("all_reduce", "replica", owned),
-        ("all_reduce", "both", [1, state.params[SCALARS].size]),  # the loss, and the scalars
+        ("all_reduce", "both", [1, state.params["scalars"].size]),  # the loss, and the scalars
     ):
         assert sorted(n for *what, n in found if what == [kind, axes]) == sizes
     assert len(found) == 3 * len(divided) + 2
@@ -275,7 +277,7 @@ def test_nodes_exchange_the_parts_of_gradients_and_nothing_else(tiny):
 def named_nll(recipe: Recipe, params, ids: jax.Array) -> jax.Array:
     """Return the loss of every position under named parameters, by the definition: [B, T]."""
     program = Program(recipe, mesh.make_mesh(1))
-    x_BTD = recipe.forward(params, ids[:, :-1], program.step.window(3), recipe.config, program.kernels)
+    x_BTD = recipe.forward(params, ids[:, :-1], THREE_BLOCKS, recipe.config, program.kernels)
     x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
     nll_N = cross_entropy(x_ND, params["head"], ids[:, 1:].ravel(), cap=recipe.config.logit_cap)
     return nll_N.reshape(len(ids), -1)
@@ -342,7 +344,5 @@ def test_the_first_parameter_with_a_bad_gradient_is_named(tiny, on_eight, leaf):
     program, state, _ = on_eight
     named = jax.tree.map(jnp.zeros_like, on_host(program, state))
     bad = program.layout.pack(named | {leaf: named[leaf].at[..., 0].set(jnp.nan)})
-    from speedrun.science.step import StepMetrics, _nonfinite
-
-    flags = {name: _nonfinite(name, grad) for name, grad in bad.items()}
+    flags = {name: program.step._nonfinite(name, grad) for name, grad in bad.items()}
     assert program.step.first_nonfinite(StepMetrics(jnp.float32(0), jnp.float32(1), flags)) == leaf

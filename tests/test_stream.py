@@ -238,10 +238,10 @@ class Watched(TokenStream):
         self.leave = threading.Event()
         self.leave.set()
 
-    def batch(self, num_sequences: int, seq_len: int) -> Batch:
+    def batch(self, num_sequences: int, seq_len: int, document_tokens: int = 0) -> Batch:
         assert self.leave.wait(10)
         self.reads += 1
-        return super().batch(num_sequences, seq_len)
+        return super().batch(num_sequences, seq_len, document_tokens)
 
 
 def test_reading_ahead_changes_nothing(folder: Path):

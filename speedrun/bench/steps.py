@@ -123,7 +123,7 @@ def lowered_step(program: Program, first_step: int) -> tuple[Any, tuple[Any, ...
     """Return the lowered step at `first_step`, and its arguments: initial state, synthetic ids, schedule."""
     batch = (meshes.place(x_BT, program.mesh) for x_BT in _imitated(program, first_step))
     args = _state(program, first_step), *batch, program.schedule
-    return program.train_step_for(program.shape_at(first_step).window_blocks).lower(*args), args
+    return program.train_step_for(program.static_at(first_step)).lower(*args), args
 
 
 def _state(program: Program, first_step: int) -> TrainState:
@@ -136,7 +136,7 @@ def _imitated(program: Program, first_step: int) -> Batch:
     ids = imitation.tokens(
         shape.num_sequences * shape.seq_len + 1,
         vocab_size=config.vocab_size,
-        document_token=config.document_token,
+        document_token=getattr(config, "document_token", 0),
         seed=0,
     )
     return Batch(*(x.reshape(shape.num_sequences, shape.seq_len) for x in (ids[:-1], ids[1:])))

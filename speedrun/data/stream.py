@@ -2,16 +2,20 @@
 
     B sequences of a batch    T tokens of a sequence
 
-Tokens are read in order, shard by shard by name, without shuffling. A sequence may begin in the middle of a document,
-and targets cross the ends of sequences and documents. The rest of a shard that is not longer than a batch and its
-last target is dropped.
+Tokens are read in order, shard by shard by name, without shuffling, and packed into sequences by one of two rules:
 
-Source: modded-nanogpt, record 21, `distributed_data_generator`.
+    contiguous  A sequence may begin in the middle of a document, and targets cross the ends of sequences and documents.
+                The rest of a shard that is not longer than a batch and its last target is dropped (record 21).
+    documents   A sequence takes whole documents, each cut at a given length, until it is full; the last one is cut to
+                fit. What is cut off is dropped, and so is the rest of a shard that does not fill a batch (record 89).
+
+Source: modded-nanogpt, `distributed_data_generator`.
 """
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import pairwise
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -31,6 +35,14 @@ class Cursor(NamedTuple):
 START = Cursor(0, 0)
 
 
+class Shape(NamedTuple):
+    """The form of a batch."""
+
+    num_sequences: int
+    seq_len: int
+    document_tokens: int = 0  #: at which documents are cut; 0: contiguous text
+
+
 class Batch(NamedTuple):
     """The input of a step, int32: `targets_BT` has the token after each of `tokens_BT`."""
 
@@ -45,6 +57,7 @@ class Span(NamedTuple):
     shard_tokens: int  #: length of the shard
     start: int
     stop: int
+    skipped: int = 0  #: tokens in the range that were not input: cut off from documents
 
 
 class TokenStream:
@@ -58,6 +71,7 @@ class TokenStream:
         num_epochs: int = 1,
         process: int = 0,
         num_processes: int = 1,
+        document_token: int | None = None,
     ) -> None:
         """Start or continue at `cursor`.
 
@@ -67,6 +81,7 @@ class TokenStream:
             num_epochs: how often the shards may be read.
             process: index of this process; its rows of each batch are in that order.
             num_processes: that share each batch.
+            document_token: the first token of each document; needed to pack documents.
 
         Raises:
             DataError: if the cursor is not inside these shards.
@@ -74,6 +89,7 @@ class TokenStream:
         self._shards = shards
         self._num_shards = num_epochs * len(shards)
         self._process, self._num_processes = process, num_processes
+        self._document_token = document_token
         self.cursor = cursor
         self.ranges: tuple[Span, ...] = ()
         is_inside = 0 <= cursor.shard <= self._num_shards
@@ -107,10 +123,11 @@ class TokenStream:
             f"{num_tokens + 2:,} in one shard; get more shards or run fewer steps"
         )
 
-    def batch(self, num_sequences: int, seq_len: int) -> Batch:
-        """Return this process's rows of the next batch, `num_sequences` rows of `seq_len` tokens; read no others.
+    def batch(self, num_sequences: int, seq_len: int, document_tokens: int = 0) -> Batch:
+        """Return this process's rows of the next batch, `num_sequences` rows of `seq_len` tokens.
 
-        `cursor` and `ranges` cover the whole batch, and so are the same in all processes.
+        Of contiguous text, read no other rows. `cursor` and `ranges` cover the whole batch, and so are the same in all
+        processes.
 
         Raises:
             DataError: as `take`.
@@ -122,16 +139,73 @@ class TokenStream:
                 f"{num_sequences} sequences for {self._num_processes} processes; need a multiple; "
                 "choose another number of either"
             )
+        if document_tokens:
+            ids_BT = self._packed(Shape(num_sequences, seq_len, document_tokens)).astype(np.int32)
+            own_BT = ids_BT[self._process * rows : (self._process + 1) * rows]
+            return Batch(own_BT[:, :-1], own_BT[:, 1:])
         start = self._process * rows * seq_len
         return _rows(self._read(num_sequences * seq_len, start, start + rows * seq_len), rows)
+
+    def _packed(self, shape: Shape) -> np.ndarray:
+        """Advance by a batch of documents; return it with the last targets, uint16 [B, T + 1]."""
+        index, offset = self.cursor
+        num_tokens = shape.num_sequences * shape.seq_len
+        while index < self._num_shards:
+            shard, ahead = self._shards[index % len(self._shards)], 0
+            while offset + ahead < shard.num_tokens:  # until enough documents have been read
+                ahead = min(2 * max(ahead, num_tokens), shard.num_tokens - offset)
+                text, is_end = shard.read(offset, offset + ahead), offset + ahead == shard.num_tokens
+                if found := packed(text, shape, self._document_token, is_end=is_end):
+                    ids_BT, length = found
+                    self.cursor = Cursor(index, offset + length)
+                    self._note(
+                        Span(shard.path.name, shard.num_tokens, offset, offset + length, length - num_tokens)
+                    )
+                    return ids_BT
+            index, offset = index + 1, 0
+        raise DataError(
+            f"no shard of {len(self._shards)} has enough documents after {self.cursor} for {shape}; "
+            "get more shards or run fewer steps"
+        )
 
     def _note(self, new: Span) -> None:
         """Add a range, or extend the last one."""
         last = self.ranges[-1] if self.ranges else None
         if last and (last.name, last.stop) == (new.name, new.start):
-            self.ranges = (*self.ranges[:-1], new._replace(start=last.start))
+            both = new._replace(start=last.start, skipped=last.skipped + new.skipped)
+            self.ranges = (*self.ranges[:-1], both)
         else:
             self.ranges = (*self.ranges, new)
+
+
+def packed(
+    text: np.ndarray, shape: Shape, document_token: int | None, *, is_end: bool
+) -> tuple[np.ndarray, int] | None:
+    """Pack the documents of a text into a batch.
+
+    Args:
+        text: uint16; what comes before its first document is skipped.
+        shape: of the batch.
+        document_token: opens each document.
+        is_end: whether the text ends with a document; its last one may be longer otherwise, and is not used.
+
+    Returns:
+        The batch with its last targets, uint16 [B, T + 1], and the number of tokens up to the next document. None if
+        the text does not fill it.
+    """
+    starts = np.flatnonzero(text == document_token)
+    documents = pairwise([*starts.tolist(), len(text)] if is_end else starts.tolist())
+    ids_BT, stop = np.empty((shape.num_sequences, shape.seq_len + 1), text.dtype), 0
+    for row in ids_BT:
+        filled = 0
+        while filled < len(row):
+            if (document := next(documents, None)) is None:
+                return None
+            start, stop = document
+            piece = text[start : min(stop, start + shape.document_tokens, start + len(row) - filled)]
+            row[filled : filled + len(piece)] = piece
+            filled += len(piece)
+    return ids_BT, stop
 
 
 def require_steps(shards: Sequence[Shard], batch_tokens: Sequence[int], *, num_epochs: int = 1) -> None:
@@ -143,7 +217,7 @@ def require_steps(shards: Sequence[Shard], batch_tokens: Sequence[int], *, num_e
         num_epochs: how often the shards may be read.
 
     Raises:
-        DataError: if there are fewer tokens than the steps need.
+        DataError: if there are fewer tokens than the steps need. Cut documents may need more; that is found out later.
     """
     lengths, offset, steps = [shard.num_tokens for shard in shards] * num_epochs, 0, 0
     for num_tokens in batch_tokens:
@@ -206,8 +280,8 @@ class Prefetch:
     so a clock started before covers it. Call `drain` before the clock pauses: then nothing is read in the pause.
     """
 
-    def __init__(self, stream: TokenStream, shapes: Iterable[tuple[int, int]]) -> None:
-        """Read from `stream`; `shapes` has number and length of the sequences of each step."""
+    def __init__(self, stream: TokenStream, shapes: Iterable[tuple[int, ...]]) -> None:
+        """Read from `stream`; `shapes` has the `Shape` of each step."""
         self._stream = stream
         self._shapes = iter(shapes)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batch-ahead")

@@ -34,7 +34,7 @@ def _scalars(event: runlog.AnyEvent) -> list[tuple[int, str, float]]:
                 (done, "train/loss", event.loss),
                 (done, "train/time_s", event.train_time_s),
                 (done, "train/tokens", float(event.tokens_seen)),
-                (done, "train/lr_scale", event.lr_scale),
+                *((done, f"train/{name}", float(value)) for name, value in event.inputs.items()),
             ]
     return []
 

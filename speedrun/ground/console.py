@@ -142,7 +142,10 @@ class TextLog:
             case Step() as step:
                 return self._step(step)
             case StageChange() as change:
-                return f"{self._at(change.step)}  stage {change.stage}: window {change.window_blocks} blocks"
+                inputs = [f"{name} {value}" for name, value in change.inputs.items()]
+                if change.window_blocks is not None:
+                    inputs = [f"window {change.window_blocks} blocks"]
+                return f"{self._at(change.step)}  stage {change.stage}: {', '.join(inputs) or 'begins'}"
             case Val() as val:
                 clock = "clock paused" if self._clock_runs else "clock stopped"
                 return f"{self._at(val.step)}  val {val.loss:.4f}  ({clock}, {val.seconds:.1f} s)"

@@ -118,7 +118,7 @@ class ClockStart(Event, tag="clock_start", frozen=True):
     """All devices are synchronised; the first batch is read after this."""
 
 
-class Step(Event, tag="step", frozen=True):
+class Step(Event, tag="step", frozen=True, omit_defaults=True):
     """Training step `step` (from 0) is known to be finished at `train_time_s` on the ranked clock."""
 
     step: int
@@ -127,16 +127,18 @@ class Step(Event, tag="step", frozen=True):
     batch_tokens: int
     tokens_seen: int
     cursor: tuple[int, int]  #: shard index and offset after this step's batch was taken
-    lr_scale: float
-    window_blocks: int
+    inputs: dict[str, float | int | bool] = {}  #: scheduled inputs that are numbers
+    lr_scale: float | None = None  #: in records up to 2026-11-22
+    window_blocks: int | None = None  #: in records up to 2026-11-22
 
 
-class StageChange(Event, tag="stage_change", frozen=True):
-    """From `step` on, another precompiled executable or another window is used."""
+class StageChange(Event, tag="stage_change", frozen=True, omit_defaults=True):
+    """From `step` on, another stage begins, or inputs that are integers have other values."""
 
     step: int
     stage: int
-    window_blocks: int
+    inputs: dict[str, int] = {}
+    window_blocks: int | None = None  #: in records up to 2026-11-22
 
 
 class ClockPause(Event, tag="clock_pause", frozen=True):

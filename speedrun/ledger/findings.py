@@ -36,7 +36,7 @@ class HandedOver(Strict, frozen=True):
 
     init    u32[2], the data of a key -> the leaves of the state
     train   leaves, tokens_BT, targets_BT -> leaves, loss; one for each shape
-    hidden  parameters, tokens_BT -> hidden state before the head [B, T, D]; one for each window of a validation
+    hidden  parameters, tokens_BT -> hidden state before the head [B, T, D]; one for each set of inputs
     logits  parameters, x_ND -> [N, V]
     """
 
@@ -44,6 +44,7 @@ class HandedOver(Strict, frozen=True):
     num_params: int  #: leaves named `params.*`, in the order in which `hidden` and `logits` take them
     programs: dict[str, Lowered]
     steps: tuple[str, ...]  #: name of the program of each step
+    document_tokens: tuple[int, ...]  #: of each step, at which documents are cut; 0: contiguous text
     hidden: dict[int, str]  #: name of the forward pass of each validation, the last included
 
 

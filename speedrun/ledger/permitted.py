@@ -37,7 +37,7 @@ _ARRAYS = _words(
     "logical_or logical_xor logspace mask_indices matmul matrix_transpose matvec max maximum mean median "
     "meshgrid mgrid min minimum mod modf moveaxis multiply nan nan_to_num nanargmax nanargmin nancumprod "
     "nancumsum nanmax nanmean nanmedian nanmin nanpercentile nanprod nanquantile nanstd nansum nanvar "
-    "ndarray ndim negative newaxis nextafter nonzero not_equal number ogrid ones ones_like outer pad "
+    "generic ndarray ndim negative newaxis nextafter nonzero not_equal number ogrid ones ones_like outer pad "
     "partition percentile permute_dims pi piecewise place poly polyadd polyder polydiv polyfit polyint "
     "polymul polysub polyval positive pow power prod promote_types ptp quantile r_ rad2deg radians ravel "
     "ravel_multi_index real reciprocal remainder repeat reshape resize result_type right_shift rint roll "

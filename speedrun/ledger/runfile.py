@@ -26,7 +26,7 @@ class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Base: unknown keys are errors."""
 
 
-class ShardRange(Strict, frozen=True):
+class ShardRange(Strict, frozen=True, omit_defaults=True):
     """One contiguous range of positions read as inputs; the target after the last is not counted."""
 
     name: str
@@ -34,6 +34,12 @@ class ShardRange(Strict, frozen=True):
     tokens: int  #: in the whole file
     start: int  #: inclusive
     stop: int  #: exclusive
+    skipped: int = 0  #: of these, not input: cut off from documents
+
+    @property
+    def num_inputs(self) -> int:
+        """Number of tokens that were input."""
+        return self.stop - self.start - self.skipped
 
 
 class DataRead(Strict, frozen=True):

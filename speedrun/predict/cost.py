@@ -24,6 +24,7 @@ import numpy as np
 from speedrun.data.imitation import document_lengths
 from speedrun.ground.devices import Device
 from speedrun.predict import anatomy, hlo
+from speedrun.science.inputs import Static
 from speedrun.science.kernels import attention_triton
 from speedrun.science.kernels.attention import Sight, Window, sight
 from speedrun.science.kernels.choose import Kernels
@@ -100,42 +101,44 @@ class Attention(NamedTuple):
         return Attention(times * self.forward, times * self.backward)
 
 
-def attention_by_window(program: Program, stage: Stage) -> dict[int, tuple[int, Attention]]:
-    """Return attention of one device by window of a stage: blocks -> (steps with it, FLOPs of such a step).
+def attention_by_window(program: Program, stage: Stage) -> dict[Static, tuple[int, Attention]]:
+    """Return attention of one device by the windows of a stage: inputs -> (steps with them, FLOPs of such a step).
 
-    The model is traced with kernels that only record their calls. Tiles are those of the Triton kernels, counted on
-    documents with the lengths of FineWeb's.
+    The smallest comes first. The model is traced with kernels that only record their calls. Tiles are those of the
+    Triton kernels, counted on documents with the lengths of FineWeb's.
     """
-    steps, sequences = _windows(program, stage), stage.num_sequences / program.num_devices
-    return {
-        blocks: (num_steps, sum(_calls(program, stage.seq_len, blocks), Attention(0, 0)) * sequences)
-        for blocks, num_steps in sorted(steps.items())
+    steps, sequences = _inputs(program, stage), stage.num_sequences / program.num_devices
+    found = {
+        inputs: (num_steps, sum(_calls(program, stage, inputs), Attention(0, 0)) * sequences)
+        for inputs, num_steps in steps.items()
     }
+    return dict(sorted(found.items(), key=lambda item: item[1][1].forward))
 
 
 def num_attention_layers(program: Program, stage: Stage) -> int:
     """Calls of attention in one forward pass."""
-    return len(_calls(program, stage.seq_len, min(_windows(program, stage))))
+    return len(_calls(program, stage, next(iter(_inputs(program, stage)))))
 
 
-def _windows(program: Program, stage: Stage) -> Counter[int]:
-    """Steps of a stage by their window, in blocks."""
-    recipe = program.recipe
-    at = next(i for i, one in enumerate(recipe.stages) if one is stage)
-    first = sum(one.num_steps for one in recipe.stages[:at])
-    return Counter(
-        int(recipe.inputs_at(step).window_blocks) for step in range(first, first + stage.num_steps)
-    )
+def _inputs(program: Program, stage: Stage) -> Counter[Static]:
+    """Steps of a stage by those of their inputs that are integers, such as windows."""
+    return Counter(program.step.plan.static_at(step, integers=True) for step in steps_of(program, stage))
 
 
-def _calls(program: Program, seq_len: int, window_blocks: int) -> list[Attention]:
+def steps_of(program: Program, stage: Stage) -> range:
+    """Steps of a stage of the program's recipe."""
+    return program.recipe.steps_of(next(i for i, one in enumerate(program.recipe.stages) if one is stage))
+
+
+def _calls(program: Program, stage: Stage, static: Static) -> list[Attention]:
     """Return the attention of each layer, for one sequence."""
     noting = _Noting("cpu", "", calls=[])
-    recipe, table = program.recipe, program.layout.table
+    recipe, table, seq_len = program.recipe, program.layout.table, stage.seq_len
     params = {name: jax.ShapeDtypeStruct(spec.shape, recipe.compute_dtype) for name, spec in table.items()}
     tokens_BT = jax.ShapeDtypeStruct((1, seq_len), jnp.int32)
-    window = Window(window_blocks, window_blocks)
-    jax.eval_shape(lambda p, t: recipe.forward(p, t, window, recipe.config, noting), params, tokens_BT)
+    plan = program.step.plan
+    inputs = plan.at(steps_of(program, stage)[0], plan.schedule, static)
+    jax.eval_shape(lambda p, t: recipe.forward(p, t, inputs, recipe.config, noting), params, tokens_BT)
     return [
         visited_pairs(seq_len, blocks, block_tokens) * (2 * heads_width)
         for blocks, block_tokens, heads_width in noting.calls

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from speedrun.ground import devices
 from speedrun.ground.errors import UsageError
 from speedrun.ground.mesh import arranged
-from speedrun.science.optim.schedules import StepInputs
+from speedrun.predict.cost import steps_of
 from speedrun.science.recipe import Stage
 from speedrun.science.step import TrainState
 from speedrun.training.program import Program
@@ -93,7 +93,8 @@ def compiled_step(program: Program, stage: Stage, options: Options = CUBLAS_GEMM
     ids_BT = _ids(program, stage.num_sequences, stage.seq_len)
     state = jax.tree.map(partial(_placed, program), state_shape(program), program.specs)
     settings = {**program.compiler_options, **options}
-    return compile_for_target(program.train_step, state, ids_BT, ids_BT, _schedule(program), options=settings)
+    train_step = program.train_step_for(program.static_at(steps_of(program, stage)[0]))
+    return compile_for_target(train_step, state, ids_BT, ids_BT, _schedule(program), options=settings)
 
 
 def compiled_evaluation(program: Program, options: Options = CUBLAS_GEMMS) -> Any:
@@ -120,10 +121,9 @@ def _ids(program: Program, num_sequences: int, seq_len: int) -> jax.ShapeDtypeSt
     )
 
 
-def _schedule(program: Program) -> StepInputs:
+def _schedule(program: Program) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the types of `Program.schedule`."""
-    rows = program.recipe.num_steps + 1
-    return StepInputs(*(_placed(program, np.broadcast_to(x, rows), P()) for x in program.recipe.inputs_at(0)))
+    return {name: _placed(program, x, P()) for name, x in program.step.plan.schedule.items()}
 
 
 def _installed(name: str) -> bool:

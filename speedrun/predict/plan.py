@@ -230,19 +230,26 @@ def _by_arithmetic(program: Program, stage: Stage, device: Device) -> _Found:
     table, size = program.layout.table.values(), footprint.itemsize(program)
     local = program.microbatches // program.num_devices
     tokens = stage.batch_tokens // program.microbatches
-    matrices = [spec for spec in table if spec.group == "matrix"]
+    matrices = [spec for spec in table if spec.packed == "bank"]
     weights, width = sum(spec.size for spec in matrices), footprint.matrix_width(program)
     heads = [spec for spec in table if spec.group == "head"]
     logits = tokens * sum(spec.shape[0] for spec in heads)
     num_matrices = sum(math.prod(spec.shape[:-2]) for spec in matrices)
     unit: Unit = "bf16" if size == 2 else "f32"
-    head_unit: Unit = unit if program.recipe.head_fp8 is None else "fp8"
+    head_unit: Unit = unit if getattr(program.recipe.config, "head_fp8", None) is None else "fp8"
     moved = size * tokens * width
     works = [
         Work(
             cost.gemm(unit), 6 * tokens * weights, unit, 0, 3 * moved + 3 * size * weights, 3 * num_matrices
         ),
-        Work(cost.gemm(head_unit), 6 * logits * heads[0].shape[1], head_unit, 0, 3 * size * logits, 3),
+        Work(
+            cost.gemm(head_unit),
+            6 * tokens * sum(spec.size for spec in heads),
+            head_unit,
+            0,
+            3 * size * logits,
+            3,
+        ),
         Work("head passes", 0, unit, _HEAD_INSTRUCTIONS * logits, 3 * size * logits, 9),
         Work("elementwise", num_bytes=_BETWEEN * 3 * moved, starts=_BETWEEN_STARTS * num_matrices),
     ]

@@ -91,13 +91,15 @@ class _Examiner:
         """Train a stretch of steps again, with the validations that the track declares before and inside it."""
         leaves, cursor = self._restored(stretch.start) if stretch.from_checkpoint else self._initial()
         began, losses, vals = state_hash(leaves), [], []
-        tokens = stream.TokenStream(self.shards.train, cursor)
+        opens = self.track.data.document_token
+        tokens = stream.TokenStream(self.shards.train, cursor, document_token=opens)
         outs = (*self.programs.state_places, NamedSharding(self.programs.mesh, P()))
         for at in range(stretch.start, stretch.stop):
             if self.track.validates_at(at):
                 vals.append((at, self._loss(self._params(leaves), at)))
             name = self.handed.steps[at]
-            batch = tokens.batch(*self.handed.programs[name].inputs[-1].shape)
+            num_sequences, seq_len = self.handed.programs[name].inputs[-1].shape
+            batch = tokens.batch(num_sequences, seq_len, self.handed.document_tokens[at])
             ids = (meshes.place(x, self.programs.mesh) for x in batch)
             *leaves, loss = self.programs.compiled(name, outs=outs)(*leaves, *ids)
             losses.append(float(loss))

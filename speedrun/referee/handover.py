@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 
 from speedrun.ground.output import reported
 from speedrun.ledger.findings import Array, HandedOver, Lowered, Wanted
+from speedrun.science.inputs import Inputs, Static
 from speedrun.training.checkpoint import named
 from speedrun.training.prepare import Ready, RunConfig, decoded, prepare
 from speedrun.training.program import FOREIGN
@@ -44,13 +45,16 @@ def hand_over(wanted: Wanted) -> None:
         (wanted.folder / f"{name}.mlir").write_bytes(one.mlir_module_serialized)
     state = _state(ready)
     names = {step: f"train-{i}" for i, step in enumerate(_shapes(ready))}
-    program = ready.program
+    program, recipe = ready.program, ready.recipe
     handed = HandedOver(
         leaves=tuple(named(state)),
         num_params=len(state.params),
         programs={name: _described(one) for name, one in lowered.items()},
-        steps=tuple(names[program.shape_at(step)] for step in range(ready.recipe.num_steps)),
-        hidden={step: f"hidden-{window}" for step, window in _windows(ready).items()},
+        steps=tuple(names[program.shape_at(step)] for step in range(recipe.num_steps)),
+        document_tokens=tuple(
+            recipe.stages[recipe.stage_of(step)].document_tokens for step in range(recipe.num_steps)
+        ),
+        hidden=_names_of_forward(ready),
     )
     (wanted.folder / "programs.json").write_bytes(msgspec.json.encode(handed))
 
@@ -73,18 +77,18 @@ def _shapes(ready: Ready) -> list[Any]:
 def _training(ready: Ready) -> dict[str, export.Exported]:
     """Lower the programs that make states."""
     program, state = ready.program, _state(ready)
-    structure, schedule = jax.tree.structure(state), jax.tree.map(np.asarray, program.schedule)
+    structure, schedule = jax.tree.structure(state), program.step.plan.schedule
     where = tuple(leaf.sharding for leaf in jax.tree.leaves(state))
     key = jax.ShapeDtypeStruct((2,), np.uint32)
 
     def init(data: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(jax.tree.leaves(program.init(jax.random.wrap_key_data(data))))
 
-    def step(window_blocks: int | None) -> Any:
+    def step(static: Static) -> Any:
         def train(*args: jax.Array) -> tuple[jax.Array, ...]:
             *leaves, tokens_BT, targets_BT = args
             before = jax.tree.unflatten(structure, leaves)
-            after, metrics = program.train_step_for(window_blocks)(before, tokens_BT, targets_BT, schedule)
+            after, metrics = program.train_step_for(static)(before, tokens_BT, targets_BT, schedule)
             return *jax.tree.leaves(after), jnp.sum(metrics.loss)
 
         return jax.jit(train)
@@ -93,20 +97,22 @@ def _training(ready: Ready) -> dict[str, export.Exported]:
     rows = NamedSharding(program.mesh, jax.sharding.PartitionSpec(program.axes))
     for i, shape in enumerate(_shapes(ready)):
         ids_BT = jax.ShapeDtypeStruct((shape.num_sequences, shape.seq_len), np.int32, sharding=rows)
-        lower = export.export(step(shape.window_blocks), disabled_checks=_ANY_CALL)
+        lower = export.export(step(shape.static), disabled_checks=_ANY_CALL)
         found[f"train-{i}"] = lower(*jax.tree.leaves(state), ids_BT, ids_BT)
     return found
 
 
-def _windows(ready: Ready) -> dict[int, int]:
-    """Return the window of each validation in blocks, by its step."""
-    num_steps = ready.recipe.num_steps
+def _names_of_forward(ready: Ready) -> dict[int, str]:
+    """Return the name of the forward pass of each validation, by its step; equal inputs share one."""
+    num_steps, rows = ready.recipe.num_steps, ready.program.step.plan.rows
     validated = [*filter(ready.track.validates_at, range(num_steps)), num_steps]
-    return {step: int(ready.recipe.inputs_at(step).window_blocks) for step in validated}
+    alike = {step: str([(k, np.asarray(v).tobytes()) for k, v in rows[step].items()]) for step in validated}
+    first = {inputs: step for step, inputs in reversed(alike.items())}
+    return {step: f"hidden-{first[inputs]}" for step, inputs in alike.items()}
 
 
 def _forward(ready: Ready) -> dict[str, export.Exported]:
-    """Lower the programs that score, for one device: one forward pass for each window, and the head."""
+    """Lower the programs that score, for one device: one forward pass for each set of inputs, and the head."""
     program, recipe = ready.program, ready.recipe
     kinds = recipe.table(recipe.config)
     packed = {
@@ -119,26 +125,31 @@ def _forward(ready: Ready) -> dict[str, export.Exported]:
         """Return the parameters by name, in the compute dtype."""
         params = program.layout.unpack(jax.tree.unflatten(structure, leaves))
         return {
-            name: x if kinds[name].group == "scalar" else x.astype(recipe.compute_dtype)
+            name: x if kinds[name].packed == "vector" else x.astype(recipe.compute_dtype)
             for name, x in params.items()
         }
 
-    def hidden(window_blocks: int, *args: jax.Array) -> jax.Array:
-        return program.step.hidden(view(args[:-1]), args[-1], program.step.window(window_blocks))
+    def hidden(inputs: Inputs, *args: jax.Array) -> jax.Array:
+        return program.forward(view(args[:-1]), args[-1], inputs)
 
     def logits(*args: jax.Array) -> jax.Array:
-        return program.step.logits(view(args[:-1]), args[-1])
+        return program.logits(view(args[:-1]), args[-1])
 
     num_sequences = max(1, _FORWARD_TOKENS // recipe.eval_seq_len)
     ids_BT = jax.ShapeDtypeStruct((num_sequences, recipe.eval_seq_len), np.int32)
     leaves = jax.tree.leaves(packed)
-    by_window = {window: partial(hidden, window) for window in sorted({*_windows(ready).values()})}
-    x_BTD = jax.eval_shape(next(iter(by_window.values())), *leaves, ids_BT)
+    steps = {name: int(name.removeprefix("hidden-")) for name in _names_of_forward(ready).values()}
+    plan = program.step.plan
+    by_inputs = {
+        name: partial(hidden, plan.at(step, plan.schedule, plan.static_at(step, integers=True)))
+        for name, step in steps.items()
+    }
+    x_BTD = jax.eval_shape(next(iter(by_inputs.values())), *leaves, ids_BT)
     x_ND = jax.ShapeDtypeStruct((_CHUNK_TOKENS, x_BTD.shape[-1]), x_BTD.dtype)
     return {
         **{
-            f"hidden-{window}": export.export(jax.jit(one), disabled_checks=_ANY_CALL)(*leaves, ids_BT)
-            for window, one in by_window.items()
+            name: export.export(jax.jit(one), disabled_checks=_ANY_CALL)(*leaves, ids_BT)
+            for name, one in by_inputs.items()
         },
         "logits": export.export(jax.jit(logits), disabled_checks=_ANY_CALL)(*leaves, x_ND),
     }

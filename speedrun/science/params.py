@@ -6,8 +6,8 @@ parameters into a few arrays that FSDP can divide evenly:
     matrices  -> banks [8, m, n], m <= n, sharded over matrices: a device owns whole matrices, so Muon needs no
                  communication. Tall matrices are transposed; the last bank is padded with zero matrices.
                  Banks follow the depth of the model, so that the first layers need not wait for the last.
-    tables    -> [rows, D], sharded over rows, which are padded with zeros ("vocab" is their first axis)
-    the rest  -> one replicated vector, so that all scalars cost one all-reduce
+    tables    -> [rows, ...], sharded over rows, which are padded with zeros
+    the rest  -> one replicated vector for each group, so that all scalars cost one all-reduce
 
 Legend: K matrices of a bank, m rows, n columns.
 """
@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,13 +28,14 @@ from speedrun.ground.mesh import DATA
 
 Params = dict[str, jax.Array]
 Init = Callable[[jax.Array, tuple[int, ...]], jax.Array]
-Group = Literal["matrix", "embed", "head", "scalar"]
+Place = Literal["bank", "rows", "vector"]
 Dtype = Literal["float32", "bfloat16"]
 
 #: Banks and tables are padded to a multiple of this on any number of devices, so that packed arrays are the same on
 #: 1, 2, 4 and 8 devices. A node has at most eight.
 SHARDS = 8
-SCALARS = "scalars"
+#: Of groups of parameters; "rows" for others.
+PLACES: dict[str, Place] = {"matrix": "bank", "scalar": "vector"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,19 +45,27 @@ class ParamSpec:
     shape: tuple[int, ...]
     axes: tuple[str, ...]  #: a name for each dimension
     init: Init
-    group: Group  #: selects the optimiser
+    group: str  #: selects the optimiser; tables of group "head" multiply every token, others are looked up
     dtype: Dtype = "float32"  #: of the stored parameter and its moments
+    place: Place | None = None  #: how it is packed; None: by its group, as `PLACES` says
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.axes):
             raise ValueError(
                 f"shape {self.shape} has {len(self.shape)} dimensions, axes {self.axes} name {len(self.axes)}"
             )
+        if len(self.shape) < {"bank": 2, "rows": 1, "vector": 0}[self.packed]:
+            raise ValueError(f"shape {self.shape} has too few dimensions for a {self.packed}")
 
     @property
     def size(self) -> int:
         """Number of scalars."""
         return math.prod(self.shape)
+
+    @property
+    def packed(self) -> Place:
+        """Return how it is packed."""
+        return self.place or PLACES.get(self.group, "rows")
 
 
 Table = dict[str, ParamSpec]
@@ -100,12 +109,13 @@ class Layout:
 
     @cached_property
     def banks(self) -> dict[str, tuple[Member, ...]]:
-        """Groups of up to SHARDS matrices of one shape (up to transposition), in the order of the table."""
+        """Banks of up to SHARDS matrices of one group and shape (up to transposition), in the order of the table."""
         alike: dict[str, list[Member]] = {}
         for name, spec in self.table.items():
-            if spec.group == "matrix":
+            if spec.packed == "bank":
                 rows, cols = spec.shape[-2:]
-                members = alike.setdefault(f"{min(rows, cols)}x{max(rows, cols)}", [])
+                group = "" if spec.group == "matrix" else f"{spec.group}."
+                members = alike.setdefault(f"{group}{min(rows, cols)}x{max(rows, cols)}", [])
                 members += [Member(name, i, rows, cols) for i in range(math.prod(spec.shape[:-2]))]
         return {
             f"bank.{shape}.{start // SHARDS}": tuple(members[start : start + SHARDS])
@@ -116,38 +126,44 @@ class Layout:
     @cached_property
     def tables(self) -> tuple[str, ...]:
         """Names of parameters that are sharded by rows."""
-        return tuple(name for name, spec in self.table.items() if spec.group in ("embed", "head"))
+        return tuple(name for name, spec in self.table.items() if spec.packed == "rows")
 
     @cached_property
-    def scalars(self) -> tuple[str, ...]:
-        """Names of parameters in the replicated vector."""
-        return tuple(name for name, spec in self.table.items() if spec.group == "scalar")
+    def vectors(self) -> dict[str, tuple[str, ...]]:
+        """Names of the parameters of each replicated vector: one for each group, such as "scalars"."""
+        members: dict[str, list[str]] = {}
+        for name, spec in self.table.items():
+            if spec.packed == "vector":
+                members.setdefault(f"{spec.group}s", []).append(name)
+        return {name: tuple(names) for name, names in members.items()}
 
     @property
-    def groups(self) -> dict[str, Group]:
+    def groups(self) -> dict[str, str]:
         """Optimiser group of each packed array."""
-        return {
-            **dict.fromkeys(self.banks, "matrix"),
-            **{name: self.table[name].group for name in self.tables},
-            **dict.fromkeys(self._vector, "scalar"),
+        firsts = {name: bank[0].name for name, bank in self.banks.items()}
+        firsts |= {name: name for name in self.tables} | {
+            name: names[0] for name, names in self.vectors.items()
         }
+        return {name: self.table[first].group for name, first in firsts.items()}
 
     @property
     def specs(self) -> dict[str, P]:
         """Partition spec of each packed array."""
-        return {**dict.fromkeys([*self.banks, *self.tables], P(DATA)), **dict.fromkeys(self._vector, P())}
+        return {**dict.fromkeys([*self.banks, *self.tables], P(DATA)), **dict.fromkeys(self.vectors, P())}
 
-    @property
-    def _vector(self) -> tuple[str, ...]:
-        """Name of the replicated vector, if the table declares scalars."""
-        return (SCALARS,) if self.scalars else ()
+    def per_matrix(self, number: Callable[["Member"], float]) -> Params:
+        """Return a number for each matrix of this device, 1 for padding: f32 [K / shards, 1, 1] by bank.
 
-    def per_matrix(self, number: Callable[[int, int], float]) -> dict[str, np.ndarray]:
-        """Return `number(rows, cols)` of each matrix as declared: f32[K] by bank, 1 for padding."""
-        return {
-            name: np.array([number(m.rows, m.cols) for m in bank] + [1.0] * (-len(bank) % SHARDS), np.float32)
-            for name, bank in self.banks.items()
-        }
+        Call inside `shard_map`, for example in the update of an optimiser.
+        """
+
+        def local(bank: tuple[Member, ...]) -> jax.Array:
+            of_all_K = np.array([*map(number, bank), *[1.0] * (-len(bank) % SHARDS)], np.float32)
+            num_local = len(of_all_K) // jax.lax.axis_size(DATA)
+            start = jax.lax.axis_index(DATA) * num_local
+            return jax.lax.dynamic_slice_in_dim(jnp.asarray(of_all_K), start, num_local)[:, None, None]
+
+        return {name: local(bank) for name, bank in self.banks.items()}
 
     def pack(self, params: Params) -> Params:
         """Pack named parameters or gradients."""
@@ -157,8 +173,8 @@ class Layout:
             packed[name] = _pad_rows(jnp.stack(wide))
         for name in self.tables:
             packed[name] = _pad_rows(params[name])
-        for vector in self._vector:
-            packed[vector] = jnp.concatenate([params[name].reshape(-1) for name in self.scalars])
+        for vector, names in self.vectors.items():
+            packed[vector] = jnp.concatenate([params[name].reshape(-1) for name in names])
         return packed
 
     def unpack(self, packed: Params) -> Params:
@@ -168,18 +184,20 @@ class Layout:
             for k, m in enumerate(bank):
                 x = packed[name][k]
                 slices.setdefault(m.name, []).append(x if m.rows <= m.cols else x.T)
-        offset = 0
-        params: Params = {}
-        for name, spec in self.table.items():
-            if name in slices:
-                x = slices[name][0] if len(spec.shape) == 2 else jnp.stack(slices[name])
-                params[name] = x.reshape(spec.shape)
-            elif name in self.tables:
-                params[name] = packed[name][: spec.shape[0]]
-            else:
-                params[name] = packed[SCALARS][offset : offset + spec.size].reshape(spec.shape)
-                offset += spec.size
-        return params
+        params: Params = {name: packed[name][: self.table[name].shape[0]] for name in self.tables}
+        for name, matrices in slices.items():
+            shape = self.table[name].shape
+            params[name] = (matrices[0] if len(shape) == 2 else jnp.stack(matrices)).reshape(shape)
+        for vector in self.vectors:
+            params |= self.split(vector, packed[vector])
+        return {name: params[name] for name in self.table}
+
+    def split(self, vector: str, values: Any) -> dict[str, Any]:
+        """Split a replicated vector, or flags of one, into named parameters."""
+        specs = [self.table[name] for name in self.vectors[vector]]
+        ends = np.cumsum([spec.size for spec in specs])
+        named = zip(self.vectors[vector], specs, ends, strict=True)
+        return {name: values[end - spec.size : end].reshape(spec.shape) for name, spec, end in named}
 
     def init(self, key: jax.Array) -> Params:
         """Return packed initial values. A parameter's key depends on its name, not on its position in the table."""

@@ -5,16 +5,13 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from speedrun.ground.errors import UsageError, unknown
-from speedrun.science.kernels.attention import Window
+from speedrun.science.inputs import Inputs
 from speedrun.science.kernels.choose import Kernels
-from speedrun.science.kernels.cross_entropy import MAX_CAP
-from speedrun.science.kernels.cross_entropy_gpu import Fp8
-from speedrun.science.optim.schedules import Schedule, StepInputs
 from speedrun.science.params import Dtype, Params, Table
 
 MOST_STEPS = 1_000_000  #: of a stage; all steps are planned before the first
@@ -27,12 +24,15 @@ class Stage:
     num_steps: int
     num_sequences: int  #: per step, over all devices
     seq_len: int  #: tokens
+    document_tokens: int = 0  #: sequences of whole documents, each cut at this length; 0: of contiguous text
 
     def __post_init__(self) -> None:
         if min(self.num_steps, self.num_sequences, self.seq_len) < 1 or self.num_steps > MOST_STEPS:
             raise ValueError(
                 f"{self}: need at least one sequence of one token, and 1 to {MOST_STEPS:,} steps"
             )
+        if self.document_tokens < 0:
+            raise ValueError(f"document_tokens is {self.document_tokens}; need 0 or more")
 
     @property
     def batch_tokens(self) -> int:
@@ -40,25 +40,60 @@ class Stage:
         return self.num_sequences * self.seq_len
 
 
+NOTHING: Params = {}
+
+
+def no_carry(_: Any) -> Params:
+    """Carry nothing from step to step."""
+    return NOTHING
+
+
+class Batch(NamedTuple):
+    """The sequences of a micro-batch."""
+
+    tokens_BT: jax.Array  #: i32
+    targets_BT: jax.Array  #: i32, the token after each
+    carry: Params  #: [B, ...], `Loss.carry` of the step before
+
+
+class Loss(NamedTuple):
+    """The training loss of a micro-batch."""
+
+    objective: jax.Array  #: f32 [], to be minimised; a step takes the mean over its micro-batches
+    nll: jax.Array  #: f32 [], mean nats per target, for the log
+    carry: Params = NOTHING  #: [B, ...], for the next step
+
+
+#: (params, tokens_BT, inputs, config, kernels) -> final hidden states before the head: x_BTD
+Forward = Callable[[Params, jax.Array, Inputs, Any, Kernels], jax.Array]
+
+
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The science of a run. Make variants with `dataclasses.replace`, not with flags."""
+    """The science of a run. Make variants with `dataclasses.replace`, not with flags.
+
+    Functions get whole parameters by name, in the compute dtype, and the scheduled inputs of the step. They derive all
+    else that they need (documents, hashes) from tokens.
+    """
 
     name: str
     summary: str
     parent: str | None
     revision: int  #: incremented when the pinned trace changes
-    config: Any  #: dataclass of the model; has vocab_size, document_token and logit_cap
+    config: Any  #: dataclass of the model; has vocab_size, and document_token if the model reads documents
     table: Callable[[Any], Table]
-    forward: Callable[[Params, jax.Array, Window, Any, Kernels], jax.Array]
+    forward: Forward
     logits: Callable[[Params, jax.Array, Any], jax.Array]  #: (params, x_ND, config) -> [N, V], for the scorer
-    optimizer: Any  #: its `transforms()` returns one transformation per group
-    schedule: Schedule
+    loss: Callable[[Params, Batch, Inputs, Any, Kernels, Forward], Loss]  #: gets the recipe's `forward`
+    optimizer: (
+        Any  #: its `transform(layout)` updates packed parameters; `update` gets `inputs` as extra argument
+    )
+    schedule: Any  #: its `at(step, num_steps)` returns the inputs of a step by name
     stages: tuple[Stage, ...]
     eval_sequences: int  #: per validation pass, over all devices
     eval_seq_len: int
     compute_dtype: Dtype
-    head_fp8: Fp8 | None  #: scales of the head's products in training; None: compute dtype
+    carry: Callable[[Any], Params] = no_carry  #: config -> initial `Batch.carry` of one sequence
 
     def __post_init__(self) -> None:
         if not self.stages or not all(isinstance(stage, Stage) for stage in self.stages):
@@ -67,10 +102,6 @@ class Recipe:
             raise ValueError(f"compute_dtype is {self.compute_dtype!r}; need float32 or bfloat16")
         if min(self.eval_sequences, self.eval_seq_len) < 1:
             raise ValueError("eval_sequences and eval_seq_len must be at least 1")
-        if not 0 < self.config.logit_cap <= MAX_CAP:
-            raise ValueError(
-                f"config.logit_cap is {self.config.logit_cap:g}; need more than 0, at most {MAX_CAP:g}"
-            )
 
     @property
     def num_steps(self) -> int:
@@ -84,20 +115,21 @@ class Recipe:
 
     def stage_of(self, step: int) -> int:
         """Return the index of the stage that contains `step`."""
-        end = 0
-        for i, stage in enumerate(self.stages):
-            end += stage.num_steps
-            if step < end:
+        for i in range(len(self.stages)):
+            if step in self.steps_of(i):
                 return i
         raise ValueError(f"got step {step}, need one below {self.num_steps}")
 
-    @property
-    def most_window_blocks(self) -> int:
-        """Largest window of any step."""
-        return max(int(self.inputs_at(step).window_blocks) for step in range(self.num_steps + 1))
+    def steps_of(self, stage: int) -> range:
+        """Return the steps of a stage."""
+        start = sum(one.num_steps for one in self.stages[:stage])
+        return range(start, start + self.stages[stage].num_steps)
 
-    def inputs_at(self, step: int) -> StepInputs:
-        """Return the scheduled inputs of a step."""
+    def inputs_at(self, step: int) -> dict[str, Any]:
+        """Return the inputs of a step by name; those of step `num_steps` are for the last validation.
+
+        NumPy values are traced. Python values are compiled in: one executable for each combination.
+        """
         return self.schedule.at(step, self.num_steps)
 
     def override(self, changes: Mapping[str, str | float | tuple[Any, ...]]) -> "Recipe":

@@ -41,7 +41,7 @@ def step_bytes(program: Program, stage: Stage) -> int:
 def validation_bytes(program: Program) -> int:
     """Return the memory of validation: state, whole parameters, one sequence before and after a layer, and logits."""
     table, seq_len = program.layout.table, program.recipe.eval_seq_len
-    width = max(spec.shape[1] for spec in table.values() if spec.group == "head")
+    width = max((spec.shape[1] for spec in table.values() if spec.group == "head"), default=0)
     stream = 2 * itemsize(program) * seq_len * width
     return state_bytes(program) + whole_bytes(program) + stream + logits_bytes(program, seq_len)
 
@@ -60,7 +60,7 @@ def state_bytes(program: Program) -> int:
 def whole_bytes(program: Program) -> int:
     """Return the memory of all gathered parameters except scalars, in the compute dtype."""
     table = program.layout.table.values()
-    return itemsize(program) * sum(spec.size for spec in table if spec.group != "scalar")
+    return itemsize(program) * sum(spec.size for spec in table if spec.packed != "vector")
 
 
 def matrix_width(program: Program) -> int:
@@ -68,7 +68,7 @@ def matrix_width(program: Program) -> int:
     return sum(
         spec.size // math.prod(spec.shape[-2:]) * sum(spec.shape[-2:])
         for spec in program.layout.table.values()
-        if spec.group == "matrix"
+        if spec.packed == "bank"
     )
 
 
@@ -85,7 +85,7 @@ def itemsize(program: Program) -> int:
 
 def flops_per_token(table: Table) -> float:
     """Return the FLOPs of forward and backward pass: 6 for each weight of a matrix or the head, without attention."""
-    return 6.0 * sum(spec.size for spec in table.values() if spec.group in ("matrix", "head"))
+    return 6.0 * sum(spec.size for spec in table.values() if spec.group == "head" or spec.packed == "bank")
 
 
 def require(program: Program, need_bytes: int) -> None:

@@ -88,14 +88,12 @@ def _clocked(trainer: Trainer) -> Iterator[None]:
 
 def _feed(trainer: Trainer, executables: Executables) -> Generator[tuple[int, stream.Prefetch], None, None]:
     """Yield the number of each step, with the stream of its batch. Each stage has its own batch size."""
-    train, start, tally = trainer.ready.shards.train, trainer.place, trainer.tally
-    shapes = [planned.shape[:2] for planned in executables.planned]
-    tokens = stream.TokenStream(
-        train, start.cursor, process=processes.index(), num_processes=processes.count()
-    )
-    with stream.Prefetch(tokens, shapes[start.step :]) as batches:
+    start, tally = trainer.place, trainer.tally
+    shapes = [planned.batch for planned in executables.planned[start.step :]]
+    tokens = trainer.ready.stream(start.cursor, process=processes.index(), num_processes=processes.count())
+    with stream.Prefetch(tokens, shapes) as batches:
         try:
-            for step in range(start.step, len(shapes)):
+            for step in range(start.step, len(executables.planned)):
                 yield step, batches
         finally:  # also recorded when the run breaks off
             tally.data_wait_s, tally.ranges = batches.wait_s, batches.ranges
@@ -131,8 +129,7 @@ def _next_batch(
     if trainer.tally.first_batch_sha256 is None:
         of_all = batch
         if processes.count() > 1:  # with the rows of other processes
-            shape = executables.planned[step].shape
-            of_all = stream.TokenStream(trainer.ready.shards.train, trainer.place.cursor).batch(*shape[:2])
+            of_all = trainer.ready.stream(trainer.place.cursor).batch(*executables.planned[step].batch)
         trainer.tally.first_batch_sha256 = runfile.sha256(of_all.tokens_BT.astype("<u2").tobytes())
     return batch
 
@@ -162,7 +159,7 @@ def _report(trainer: Trainer, executables: Executables) -> None:
     (step, metrics, cursor), trainer.pending = trainer.pending, None
     loss, bad = (float(np.sum(x)) for x in jax.device_get((metrics.loss, metrics.bad)))
     planned, tally = executables.planned[step], trainer.tally
-    batch_tokens = planned.shape.num_sequences * planned.shape.seq_len
+    batch_tokens = planned.batch.num_sequences * planned.batch.seq_len
     tally.tokens_seen += batch_tokens
     tally.first_loss = loss if tally.first_loss is None else tally.first_loss
     if bad or not np.isfinite(loss):
@@ -178,8 +175,7 @@ def _report(trainer: Trainer, executables: Executables) -> None:
             batch_tokens=batch_tokens,
             tokens_seen=tally.tokens_seen,
             cursor=cursor,
-            lr_scale=planned.lr_scale,
-            window_blocks=planned.window_blocks,
+            inputs=planned.inputs,
         )
     )
 
@@ -207,10 +203,11 @@ def _validate(trainer: Trainer, executables: Executables, step: int) -> None:
 
 
 def _log_stage_change(executables: Executables, step: int, log: runlog.RunLog) -> None:
-    """Log a change of stage or window."""
+    """Log a change of stage, or of an input that is an integer, such as a window."""
     before, now = executables.planned[max(0, step - 1)], executables.planned[step]
-    if (before.stage, before.window_blocks) != (now.stage, now.window_blocks):
-        log.emit(runlog.StageChange(step, now.stage, now.window_blocks))
+    changed = {k: int(v) for k, v in now.inputs.items() if type(v) is int and v != before.inputs[k]}
+    if before.stage != now.stage or changed:
+        log.emit(runlog.StageChange(step, now.stage, changed))
 
 
 def _compilations(log: runlog.RunLog) -> ExitStack:

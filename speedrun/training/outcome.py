@@ -84,7 +84,9 @@ def data_read(trainer: Trainer) -> runfile.DataRead:
     val, data = ready.shards.val[0], ready.track.data
     return runfile.DataRead(
         shards=tuple(
-            runfile.ShardRange(r.name, _digest(ready.folder / r.name), r.shard_tokens, r.start, r.stop)
+            runfile.ShardRange(
+                r.name, _digest(ready.folder / r.name), r.shard_tokens, r.start, r.stop, r.skipped
+            )
             for r in tally.ranges
         ),
         val_shard=runfile.ShardRange(val.path.name, _digest(val.path), val.num_tokens, 0, data.val_tokens),

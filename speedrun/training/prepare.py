@@ -18,7 +18,7 @@ from speedrun.science import recipes
 from speedrun.science.params import SHARDS
 from speedrun.science.recipe import Recipe, describe
 from speedrun.training import footprint
-from speedrun.training.program import Program
+from speedrun.training.program import Program, StepShape
 
 
 class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -72,6 +72,15 @@ class Ready:
     shards: inventory.TrackShards
     folder: Path
     source: str
+
+    def stream(
+        self, cursor: stream.Cursor, *, process: int = 0, num_processes: int = 1
+    ) -> stream.TokenStream:
+        """Return the training tokens from a position on."""
+        opens = self.track.data.document_token
+        return stream.TokenStream(
+            self.shards.train, cursor, process=process, num_processes=num_processes, document_token=opens
+        )
 
     @property
     def source_sha256(self) -> str:
@@ -190,17 +199,17 @@ def _check_platform(track: tracks.Track) -> None:
 
 def _check_traces(program: Program) -> None:
     """Trace all programs, so that errors of a recipe or a form of attention are raised now."""
-    recipe, window = program.recipe, program.fixed_window_at(0)
-    state = jax.eval_shape(program.init, jax.random.key(0))
+    state, num_steps = jax.eval_shape(program.init, jax.random.key(0)), program.recipe.num_steps
 
-    def ids(num_sequences: int, seq_len: int) -> list[jax.ShapeDtypeStruct]:
-        return [jax.ShapeDtypeStruct((num_sequences, seq_len), np.int32)] * 2
+    def ids(shape: StepShape) -> list[jax.ShapeDtypeStruct]:
+        return [jax.ShapeDtypeStruct((shape.num_sequences, shape.seq_len), np.int32)] * 2
 
-    for stage in recipe.stages:
-        batch = ids(stage.num_sequences, stage.seq_len)
-        jax.eval_shape(program.train_step_for(window), state, *batch, program.schedule)
-    batch = ids(recipe.eval_sequences, recipe.eval_seq_len)
-    jax.eval_shape(program.eval_step_for(window), state.params, *batch, program.schedule, state.step)
+    for shape in dict.fromkeys(map(program.shape_at, range(num_steps))):
+        jax.eval_shape(program.train_step_for(shape.static), state, *ids(shape), program.schedule)
+    shape = program.eval_shape_at(num_steps)
+    jax.eval_shape(
+        program.eval_step_for(shape.static), state.params, *ids(shape), program.schedule, state.step
+    )
 
 
 def _check_ids(recipe: Recipe, track: tracks.Track) -> None:

@@ -7,15 +7,14 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from speedrun.ground import signals
 from speedrun.ground.errors import UsageError
 from speedrun.ground.mesh import DATA, accelerator, replicate
+from speedrun.science.inputs import Inputs, Static
 from speedrun.science.kernels.choose import FIXED_WINDOW_FORMS, Kernels
-from speedrun.science.optim.schedules import StepInputs
 from speedrun.science.params import SHARDS, Layout, Params
 from speedrun.science.recipe import Recipe
 from speedrun.science.step import COMPILER_OPTIONS, Step, TrainState
@@ -34,11 +33,10 @@ class StepShape(NamedTuple):
 
     num_sequences: int
     seq_len: int
-    window_blocks: int | None  #: None: any, read from the schedule
+    static: Static  #: the inputs that are compiled in; others are read from the schedule
 
     def __str__(self) -> str:
-        window = "" if self.window_blocks is None else f", window {self.window_blocks}"
-        return f"{self.num_sequences}x{self.seq_len}{window}"
+        return ", ".join([f"{self.num_sequences}x{self.seq_len}", *(f"{k} {v}" for k, v in self.static)])
 
 
 @dataclass(frozen=True)
@@ -58,6 +56,11 @@ class Program:
             )
         for i, stage in enumerate(self.recipe.stages):
             self._check_division(f"stages.{i}.num_sequences", stage.num_sequences, self.microbatches)
+            if stage.num_sequences != self.recipe.stages[0].num_sequences and self.step.specs.carry:
+                raise UsageError(
+                    f"stages.{i}.num_sequences: {stage.num_sequences} sequences; this recipe carries values from step "
+                    f"to step, and needs as many as in stages.0"
+                )
         self._check_division("eval_sequences", self.recipe.eval_sequences, math.lcm(SHARDS, self.num_devices))
 
     def _check_division(self, setting: str, num_sequences: int, parts: int) -> None:
@@ -95,15 +98,18 @@ class Program:
         """The chosen forms of the operations."""
         return Kernels(*accelerator(self.mesh), self.attention)
 
-    def fixed_window_at(self, step: int) -> int | None:
-        """Return the window that the executables of this step are compiled for; None if they take any."""
-        is_fixed = self.attention in FIXED_WINDOW_FORMS
-        return int(self.recipe.inputs_at(step).window_blocks) if is_fixed else None
+    def static_at(self, step: int) -> Static:
+        """Return the inputs that are compiled into the executables of this step."""
+        return self.step.plan.static_at(step, integers=self.attention in FIXED_WINDOW_FORMS)
 
     def shape_at(self, step: int) -> StepShape:
         """Return the shape of this step, which selects its executable."""
         stage = self.recipe.stages[self.recipe.stage_of(step)]
-        return StepShape(stage.num_sequences, stage.seq_len, self.fixed_window_at(step))
+        return StepShape(stage.num_sequences, stage.seq_len, self.static_at(step))
+
+    def eval_shape_at(self, step: int) -> StepShape:
+        """Return the shape of a validation before this step."""
+        return StepShape(self.recipe.eval_sequences, self.recipe.eval_seq_len, self.static_at(step))
 
     @property
     def compiler_options(self) -> dict[str, bool | int | str]:
@@ -126,10 +132,9 @@ class Program:
         return self.step.specs
 
     @cached_property
-    def schedule(self) -> StepInputs:
-        """Inputs of every step and of the last validation, replicated on the devices: arrays [num_steps + 1]."""
-        rows = [self.recipe.inputs_at(step) for step in range(self.recipe.num_steps + 1)]
-        return replicate(StepInputs(*map(np.stack, zip(*rows, strict=True))), self.mesh)
+    def schedule(self) -> dict[str, jax.Array]:
+        """Inputs of every step and of the last validation, replicated on the devices: arrays [num_steps + 1, ...]."""
+        return replicate(self.step.plan.schedule, self.mesh)
 
     def shardings(self, specs: Any) -> Any:
         """Return a tree of specs as shardings on this mesh."""
@@ -143,32 +148,43 @@ class Program:
     @cached_property
     def train_step(self) -> Any:
         """(state, tokens_BT, targets_BT, schedule) -> (state, metrics). `state` is donated."""
-        return self.train_step_for(None)
+        return self.train_step_for(self.static_at(0))
 
-    def train_step_for(self, window_blocks: int | None) -> Any:
-        """`train_step`, for one window only; None reads the window from the schedule."""
-        return jax.jit(self.step.train_function(window_blocks), donate_argnums=0)
+    def train_step_for(self, static: Static) -> Any:
+        """`train_step` with other inputs compiled in than those of the first step."""
+        return jax.jit(self.step.train_function(static), donate_argnums=0)
 
     @cached_property
     def eval_step(self) -> Any:
         """(packed params, tokens_BT, targets_BT, schedule, step) -> nats of each sequence in chunks, f32 [B, C]."""
-        return self.eval_step_for(None)
+        return self.eval_step_for(self.static_at(0))
 
-    def eval_step_for(self, window_blocks: int | None) -> Any:
-        """`eval_step`, for one window only; None reads the window from the schedule."""
-        step, vocab_size, platform = self.step, self.recipe.config.vocab_size, self.kernels.platform
+    def forward(self, params: Params, tokens_BT: jax.Array, inputs: Inputs) -> jax.Array:
+        """Return the recipe's final hidden states: [B, T, D]."""
+        return self.recipe.forward(params, tokens_BT, inputs, self.recipe.config, self.kernels)
+
+    def logits(self, params: Params, x_ND: jax.Array) -> jax.Array:
+        """Return the recipe's logits of hidden states: [N, V]."""
+        return self.recipe.logits(params, x_ND, self.recipe.config)
+
+    def eval_step_for(self, static: Static) -> Any:
+        """`eval_step` with other inputs compiled in than those of the first step."""
+        vocab_size, platform = self.recipe.config.vocab_size, self.kernels.platform
 
         def score(
-            packed: Params, tokens_BT: jax.Array, targets_BT: jax.Array, schedule: StepInputs, at: jax.Array
+            packed: Params,
+            tokens_BT: jax.Array,
+            targets_BT: jax.Array,
+            schedule: dict[str, jax.Array],
+            at: jax.Array,
         ) -> jax.Array:
             """Score the sequences of one device one by one, so that memory does not depend on their number."""
-            params = step.whole(packed)
-            window = step.window(schedule.window_blocks[at] if window_blocks is None else window_blocks)
+            params, inputs = self.step.whole(packed), self.step.plan.at(at, schedule, static)
 
             def of_one(sequence_T: tuple[jax.Array, jax.Array]) -> jax.Array:
                 tokens_T, targets_T = sequence_T
-                (x_TD,) = step.hidden(params, tokens_T[None], window)
-                logits = partial(step.logits, params)
+                (x_TD,) = self.forward(params, tokens_T[None], inputs)
+                logits = partial(self.logits, params)
                 return scoring.nll_sums(logits, x_TD, targets_T, vocab_size=vocab_size, platform=platform)
 
             return jax.lax.map(of_one, (tokens_BT, targets_BT))

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 
+from speedrun.data import stream
 from speedrun.ground import faults, runlog
 from speedrun.ground import mesh as meshes
 from speedrun.ground.clock import Stopwatch
@@ -28,21 +29,21 @@ class Planned(NamedTuple):
 
     shape: StepShape
     stage: int
-    window_blocks: int
-    lr_scale: float
+    batch: stream.Shape
+    inputs: dict[str, float]  #: for the log: those that are numbers
 
 
 class Executables(NamedTuple):
     """All programs of a run, and the plan of each step. No code of a recipe runs after the clock has started."""
 
     steps: dict[StepShape, Any]
-    scores: dict[int | None, Any]  #: by the window they are compiled for
+    scores: dict[StepShape, Any]
     planned: tuple[Planned, ...]  #: each step
     score_at: dict[int, Any]  #: at each step that is validated, the end included
 
 
 def compile_all(trainer: Trainer) -> Executables:
-    """Compile an executable for each shape of a step and one for validation; for each window, if attention needs it.
+    """Compile an executable for each shape of a step and of a validation.
 
     Raises:
         UsageError: if a step needs more memory than a device has, by the compiler's count.
@@ -61,30 +62,35 @@ def compile_all(trainer: Trainer) -> Executables:
 
     def step(shape: StepShape) -> Any:
         batch = ids(shape.num_sequences, shape.seq_len)
-        lowered = program.train_step_for(shape.window_blocks).lower(state, *batch, program.schedule)
+        lowered = program.train_step_for(shape.static).lower(state, *batch, program.schedule)
         return compiled(f"train/{shape}", lowered)
 
-    def score(window_blocks: int | None) -> Any:
-        batch = ids(recipe.eval_sequences, recipe.eval_seq_len)
-        function = program.eval_step_for(window_blocks)
-        lowered = function.lower(state.params, *batch, program.schedule, state.step)
-        shape = StepShape(recipe.eval_sequences, recipe.eval_seq_len, window_blocks)
+    def score(shape: StepShape) -> Any:
+        batch = ids(shape.num_sequences, shape.seq_len)
+        lowered = program.eval_step_for(shape.static).lower(
+            state.params, *batch, program.schedule, state.step
+        )
         return compiled(f"eval/{shape}", lowered)
 
     planned = tuple(map(partial(_planned, ready), range(recipe.num_steps)))
     steps = {shape: step(shape) for shape in dict.fromkeys(each.shape for each in planned)}
     validated = [*filter(ready.track.validates_at, range(recipe.num_steps)), recipe.num_steps]
-    window_at = {at: program.fixed_window_at(at) for at in validated}
-    scores = {window: score(window) for window in dict.fromkeys(window_at.values())}
+    scored_at = {at: program.eval_shape_at(at) for at in validated}
+    scores = {shape: score(shape) for shape in dict.fromkeys(scored_at.values())}
     memory = [executable.memory_analysis() for executable in steps.values()]
     footprint.require(program, max(m.peak_memory_in_bytes for m in memory))
     trainer.log.emit(_plan(ready, state, max(m.temp_size_in_bytes for m in memory)))
-    return Executables(steps, scores, planned, {at: scores[window] for at, window in window_at.items()})
+    return Executables(steps, scores, planned, {at: scores[shape] for at, shape in scored_at.items()})
 
 
 def _planned(ready: Ready, step: int) -> Planned:
-    inputs, stage = ready.recipe.inputs_at(step), ready.recipe.stage_of(step)
-    return Planned(ready.program.shape_at(step), stage, int(inputs.window_blocks), float(inputs.lr_scale))
+    program, at = ready.program, ready.recipe.stage_of(step)
+    stage = ready.recipe.stages[at]
+    batch = stream.Shape(stage.num_sequences, stage.seq_len, stage.document_tokens)
+    inputs = {
+        k: v for k, v in program.step.plan.rows[step].items() if np.ndim(v) == 0 and not isinstance(v, str)
+    }
+    return Planned(program.shape_at(step), at, batch, {k: np.asarray(v).item() for k, v in inputs.items()})
 
 
 @contextmanager
@@ -108,14 +114,14 @@ def _cache() -> Iterator[list[Literal["hit", "miss"]]]:
 def warm_up(trainer: Trainer, executables: Executables) -> None:
     """Run every executable on random ids, then build the state again from the seed."""
     watch, ready, state = Stopwatch(), trainer.ready, trainer.state
-    program, recipe, ids = ready.program, ready.recipe, _RandomIds(ready)
+    program, ids = ready.program, _RandomIds(ready)
     trainer.log.emit(runlog.WarmupStart(state_hash(state)))
     for shape, step in executables.steps.items():
         for _ in range(_STEPS):
             state, metrics = step(state, *ids(shape.num_sequences, shape.seq_len), program.schedule)
             meshes.whole(metrics.bad)
-    for score in executables.scores.values():
-        batch = ids(recipe.eval_sequences, recipe.eval_seq_len)
+    for shape, score in executables.scores.items():
+        batch = ids(shape.num_sequences, shape.seq_len)
         meshes.fetch(score(state.params, *batch, program.schedule, state.step))
     del state  # otherwise two states would be in memory
     trainer.state = program.init(jax.random.key(ready.config.seed))

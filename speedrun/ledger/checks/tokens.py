@@ -88,23 +88,26 @@ def _is_scored(shard: ShardRange, run: Run) -> bool:
     hint="tokens seen, batches, cursor and ranges must agree; look for a change in the data stream",
 )
 def token_count(run: Run, _record: Record) -> Iterator[str]:
-    """Batches, tokens seen and ranges read have the same sums, and the cursor follows from the ranges."""
+    """Batches, tokens seen and ranges read have the same sums, and the cursor follows from the ranges.
+
+    Where documents are cut, a range holds more than a step reads, and the cursor can only be bounded.
+    """
     shards = iter(run.file.data.shards)
     seen = num_read = run.origin.tokens_seen
-    offset = run.origin.cursor[1]
+    offset, skipped = run.origin.cursor[1], 0
     for step in run.steps:
         seen += step.batch_tokens
         if step.batch_tokens <= 0 or step.tokens_seen != seen:
             yield f"step {step.step}: {step.tokens_seen:,} tokens seen, the batches sum to {seen:,}"
             return
         while num_read < seen and (shard := next(shards, None)):
-            num_read, offset = num_read + shard.stop - shard.start, shard.stop
+            num_read, offset, skipped = num_read + shard.num_inputs, shard.stop, shard.skipped
         # `offset` is the end of the range that holds token `seen`; `num_read` counts all tokens up to there.
-        if step.cursor[1] != offset - (num_read - seen):
-            place = offset - (num_read - seen)
+        place = offset - (num_read - seen)
+        if not place - skipped <= step.cursor[1] <= place:
             yield f"step {step.step}: the cursor is at {step.cursor[1]:,}, the ranges say {place:,}"
             return
-    num_read += sum(shard.stop - shard.start for shard in shards)
+    num_read += sum(shard.num_inputs for shard in shards)
     if num_read != seen:
         yield f"ranges of {num_read:,} tokens were read, {seen:,} trained on"
     if any(after.cursor[0] < before.cursor[0] for before, after in pairwise(run.steps)):
@@ -145,7 +148,10 @@ def shard_sizes(record: Record) -> Iterator[str]:
     known: dict[str, tuple[str, int]] = {}
     for run in record.finished:
         for shard in (*run.file.data.shards, run.file.data.val_shard):
-            if not 0 <= shard.start < shard.stop <= shard.tokens:
+            if (
+                not 0 <= shard.start < shard.stop <= shard.tokens
+                or not 0 <= shard.skipped < shard.stop - shard.start
+            ):
                 read = f"read {shard.start:,} to {shard.stop:,}"
                 yield f"{run.folder}: {shard.name} has {shard.tokens:,} tokens, {read}"
             if known.setdefault(shard.name, (shard.sha256, shard.tokens)) != (shard.sha256, shard.tokens):

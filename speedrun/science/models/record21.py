@@ -13,10 +13,13 @@ import jax
 import jax.numpy as jnp
 
 from speedrun.science import nn
+from speedrun.science.inputs import Inputs
 from speedrun.science.kernels import cross_entropy
 from speedrun.science.kernels.attention import Sight, Window, sight
 from speedrun.science.kernels.choose import Kernels
+from speedrun.science.kernels.cross_entropy_gpu import Fp8
 from speedrun.science.params import Dtype, Params, ParamSpec, Table, constant, normal, uniform_fan_in, zeros
+from speedrun.science.recipe import Batch, Forward, Loss
 
 Mixing = Literal["long", "short", "none"]
 
@@ -41,8 +44,13 @@ class Config:
     logit_cap: float
     document_token: int
     table_dtype: Dtype  #: of stored token and value embeddings and their moments
+    head_fp8: Fp8 | None  #: scales of the head's products in training; None: compute dtype
 
     def __post_init__(self) -> None:
+        if not 0 < self.logit_cap <= cross_entropy.MAX_CAP:
+            raise ValueError(
+                f"logit_cap is {self.logit_cap:g}; need more than 0, at most {cross_entropy.MAX_CAP:g}"
+            )
         if len(self.value_tables) != len(self.mixing):
             raise ValueError(
                 f"value_tables has {len(self.value_tables)} entries, mixing {len(self.mixing)}; need one per layer"
@@ -172,6 +180,15 @@ def logits(p: Params, x_ND: jax.Array, cfg: Config) -> jax.Array:
     return cross_entropy.logits(x_ND, p["head"], cap=cfg.logit_cap)
 
 
+def loss(p: Params, batch: Batch, inputs: Inputs, cfg: Config, kernels: Kernels, forward: Forward) -> Loss:
+    """Return the mean negative log likelihood of the targets."""
+    x_BTD = forward(p, batch.tokens_BT, inputs, cfg, kernels)
+    x_ND, targets_N = x_BTD.reshape(-1, cfg.model_dim), batch.targets_BT.reshape(-1)
+    nll_sum = kernels.summed_cross_entropy(x_ND, p["head"], targets_N, cap=cfg.logit_cap, fp8=cfg.head_fp8)
+    nll = nll_sum / targets_N.size
+    return Loss(nll, nll)
+
+
 def context(p: Params, tokens_BT: jax.Array, long: Window, cfg: Config, kernels: Kernels) -> Context:
     """Compute windows, rotary angles and value embeddings of a batch."""
     doc_BT = nn.documents(tokens_BT, cfg.document_token)
@@ -196,7 +213,7 @@ def block(x_BTD: jax.Array, x0_BTD: jax.Array, p: Params, i: int, ctx: Context, 
     return x_BTD + nn.relu_squared_mlp(nn.rms_norm(x_BTD), p[f"block.{i}.mlp_up"], p[f"block.{i}.mlp_down"])
 
 
-def forward(p: Params, tokens_BT: jax.Array, window: Window, cfg: Config, kernels: Kernels) -> jax.Array:
+def forward(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernels: Kernels) -> jax.Array:
     """Return the normalised final hidden states.
 
     Each layer of the second half adds the output of its mirror layer in the first half (U-net, record 11).
@@ -204,14 +221,14 @@ def forward(p: Params, tokens_BT: jax.Array, window: Window, cfg: Config, kernel
     Args:
         p: parameters by name, in the compute dtype.
         tokens_BT: i32, independent sequences; documents may begin anywhere.
-        window: of "long" layers; "short" layers see half of it.
+        inputs: `window_blocks` is the window of "long" layers; "short" layers see half of it.
         cfg: sizes and layers.
         kernels: operations with several forms.
 
     Returns:
         [B, T, D] in the compute dtype.
     """
-    ctx = context(p, tokens_BT, window, cfg, kernels)
+    ctx = context(p, tokens_BT, inputs.window("window_blocks"), cfg, kernels)
     x_BTD = x0_BTD = nn.rms_norm(nn.lookup(p["embed"], tokens_BT))
     half, saved = cfg.num_layers // 2, []
     for i in range(half):

@@ -1,19 +1,41 @@
-"""Optimisers as values of a recipe: one transformation per group of parameters.
+"""Optimisers as values of a recipe: one transformation of packed parameters, made of one per group."""
 
-Learning rates are peak values; the training step multiplies every update by the schedule's `lr_scale`.
-"""
-
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from speedrun.science.optim.muon import scale_by_muon
-from speedrun.science.params import Dtype, Group
+from speedrun.ground.errors import UsageError
+from speedrun.science.inputs import Inputs
+from speedrun.science.optim.muon import scale_by_muon, shape_factor
+from speedrun.science.params import Dtype, Layout
 
-Transforms = dict[Group, optax.GradientTransformation]
+
+def by_group(
+    transforms: Mapping[str, optax.GradientTransformation], layout: Layout
+) -> optax.GradientTransformationExtraArgs:
+    """Apply to each packed array the transformation of its group.
+
+    Raises:
+        UsageError: for a group without a transformation.
+    """
+    if missing := sorted({*layout.groups.values()} - {*transforms}):
+        raise UsageError(f"its optimizer has no transformation for group {missing[0]!r} of its table")
+    return optax.partition({**transforms}, layout.groups)
+
+
+def scale_by_input(name: str) -> optax.GradientTransformationExtraArgs:
+    """Multiply updates by a scheduled input."""
+
+    def update(updates: Any, state: Any, params: Any = None, *, inputs: Inputs, **_: Any) -> tuple[Any, Any]:
+        del params
+        return jax.tree.map(lambda u: inputs[name] * u, updates), state
+
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)  # pyright: ignore[reportArgumentType]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +73,10 @@ def in_float32(transform: optax.GradientTransformation) -> optax.GradientTransfo
 
 @dataclass(frozen=True, slots=True)
 class MuonAndAdam:
-    """Muon for the matrices inside blocks, Adam for tables, head and scalars (record 21)."""
+    """Muon for the matrices inside blocks, Adam for tables, head and scalars (record 21).
+
+    Learning rates are peak values, multiplied by the input `lr_scale`.
+    """
 
     muon_lr: float
     muon_steps: int
@@ -61,12 +86,14 @@ class MuonAndAdam:
     scalar_lr: float
     adam: Adam
 
-    def transforms(self) -> Transforms:
-        """Return one transformation per group."""
-        muon = scale_by_muon(steps=self.muon_steps, dtype=self.muon_dtype)
-        return {
+    def transform(self, layout: Layout) -> optax.GradientTransformationExtraArgs:
+        """Return the transformation of packed parameters."""
+        factors = partial(layout.per_matrix, shape_factor)
+        muon = scale_by_muon(factors, steps=self.muon_steps, dtype=self.muon_dtype)
+        groups = {
             "matrix": optax.chain(muon, optax.scale(-self.muon_lr)),
             "embed": self.adam.at(self.embed_lr),
             "head": self.adam.at(self.head_lr),
             "scalar": self.adam.at(self.scalar_lr),
         }
+        return optax.chain(by_group(groups, layout), scale_by_input("lr_scale"))

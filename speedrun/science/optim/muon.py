@@ -5,7 +5,7 @@ communication. Source: Jordan et al. 2024; coefficients and Nesterov form of rec
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from speedrun.science.params import Dtype
+from speedrun.science.inputs import Inputs
+from speedrun.science.params import Dtype, Member, Params
 
 #: Quintic Newton-Schulz coefficients: steep at zero; singular values end at about 0.7 to 1.2, not at 1.
 A, B, C = 3.4445, -4.7750, 2.0315
@@ -44,9 +45,9 @@ def orthogonalize(g_Kmn: jax.Array, *, steps: int, dtype: Dtype) -> jax.Array:
     return x
 
 
-def shape_factor(rows: int, cols: int) -> float:
+def shape_factor(matrix: Member) -> float:
     """Return the update scale of a matrix as declared: sqrt(max(1, rows / cols))."""
-    return math.sqrt(max(1.0, rows / cols))
+    return math.sqrt(max(1.0, matrix.rows / matrix.cols))
 
 
 class MuonState(NamedTuple):
@@ -55,14 +56,15 @@ class MuonState(NamedTuple):
     momentum: Any
 
 
-def scale_by_muon(*, steps: int, dtype: Dtype) -> optax.GradientTransformationExtraArgs:
+def scale_by_muon(
+    factors: Callable[[], Params], *, steps: int, dtype: Dtype
+) -> optax.GradientTransformationExtraArgs:
     """M <- mu m + (1 - mu) g;  update = factor * orthogonalize(mu m + (1 - mu) g).
 
     Banks of equal shape are orthogonalised together: on eight devices each owns one matrix per bank, which is too
     small to fill a GPU.
 
-    Extra arguments of `update`: `momentum` is mu; `factors` has the `shape_factor` of each matrix (f32 [K, 1, 1])
-    by bank.
+    `inputs["momentum"]` is mu; `factors()` returns the `shape_factor` of each matrix (f32 [K, 1, 1]) by bank.
     """
 
     def init(params: optax.Params) -> MuonState:
@@ -74,11 +76,11 @@ def scale_by_muon(*, steps: int, dtype: Dtype) -> optax.GradientTransformationEx
         state: MuonState,
         params: optax.Params | None = None,
         *,
-        momentum: jax.Array,
-        factors: Mapping[str, jax.Array],
+        inputs: Inputs,
         **_: Any,
     ) -> tuple[optax.Updates, MuonState]:
         del params
+        momentum = inputs["momentum"]
 
         def lerp(old: jax.Array, new: jax.Array) -> jax.Array:
             return momentum * old + (1 - momentum) * new
@@ -87,7 +89,8 @@ def scale_by_muon(*, steps: int, dtype: Dtype) -> optax.GradientTransformationEx
         nesterov = jax.tree.map(lerp, mean, updates)
         paths, tree = jax.tree_util.tree_flatten_with_path(nesterov)
         directions = _in_stacks([x for _, x in paths], partial(orthogonalize, steps=steps, dtype=dtype))
-        moves = [factors[path[-1].key] * x for (path, _), x in zip(paths, directions, strict=True)]
+        factor = factors()
+        moves = [factor[path[-1].key] * x for (path, _), x in zip(paths, directions, strict=True)]
         return tree.unflatten(moves), MuonState(mean)
 
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]

@@ -2,17 +2,9 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-
-
-class StepInputs(NamedTuple):
-    """Scheduled inputs of a training step: numpy scalars on the host, arrays on the device."""
-
-    lr_scale: Any  #: f32
-    momentum: Any  #: f32
-    window_blocks: Any  #: i32
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +22,13 @@ class Schedule:
         if self.cooldown_fraction <= 0 or self.momentum_steps < 1:
             raise ValueError("cooldown_fraction must be above 0 and momentum_steps at least 1")
 
-    def at(self, step: int, num_steps: int) -> StepInputs:
+    def at(self, step: int, num_steps: int) -> dict[str, Any]:
         """Return the inputs of step `step` (from 0) of `num_steps`; `num_steps` itself is the last validation."""
         progress = step / num_steps
         remaining = min(1.0, (1 - progress) / self.cooldown_fraction)
         warm = min(1.0, step / self.momentum_steps)
-        return StepInputs(
-            lr_scale=np.float32(remaining + self.final_lr_scale * (1 - remaining)),
-            momentum=np.float32(self.momentum_start + (self.momentum_end - self.momentum_start) * warm),
-            window_blocks=np.int32(max(1, math.ceil(self.final_window * progress))),
-        )
+        return {
+            "lr_scale": np.float32(remaining + self.final_lr_scale * (1 - remaining)),
+            "momentum": np.float32(self.momentum_start + (self.momentum_end - self.momentum_start) * warm),
+            "window_blocks": np.int32(max(1, math.ceil(self.final_window * progress))),
+        }

@@ -8,7 +8,7 @@ Credits: modded-nanogpt (K. Jordan, @Grad62304977, @YouJiacheng, @brendanh0gan, 
 """
 
 from speedrun.science.kernels.cross_entropy_gpu import RECORD21
-from speedrun.science.models.record21 import NO_TABLE, Config, forward, logits, table
+from speedrun.science.models.record21 import NO_TABLE, Config, forward, logits, loss, table
 from speedrun.science.optim.groups import Adam, MuonAndAdam
 from speedrun.science.optim.schedules import Schedule
 from speedrun.science.recipe import Recipe, Stage
@@ -35,10 +35,12 @@ RECIPE = Recipe(
         logit_cap=15.0,
         document_token=50256,
         table_dtype="bfloat16",
+        head_fp8=RECORD21,
     ),
     table=table,
     forward=forward,
     logits=logits,
+    loss=loss,
     optimizer=MuonAndAdam(
         muon_lr=0.05,
         muon_steps=5,
@@ -60,5 +62,4 @@ RECIPE = Recipe(
     eval_sequences=8,
     eval_seq_len=262144,
     compute_dtype="bfloat16",
-    head_fp8=RECORD21,
 )

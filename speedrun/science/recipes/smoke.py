@@ -29,10 +29,12 @@ RECIPE = Recipe(
         logit_cap=15.0,
         document_token=0,
         table_dtype="float32",
+        head_fp8=None,
     ),
     table=record21.table,
     forward=record21.forward,
     logits=record21.logits,
+    loss=record21.loss,
     optimizer=MuonAndAdam(
         muon_lr=0.05,
         muon_steps=5,
@@ -54,5 +56,4 @@ RECIPE = Recipe(
     eval_sequences=16,
     eval_seq_len=1024,
     compute_dtype="float32",
-    head_fp8=None,
 )

@@ -1,0 +1,72 @@
+"""Scheduled inputs: values that change from step to step. A recipe's schedule gives them by name."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import jax
+import numpy as np
+
+from speedrun.ground.errors import UsageError
+from speedrun.science.kernels.attention import Window
+
+Static = tuple[tuple[str, Any], ...]  #: inputs that are compiled into an executable
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The inputs of one step."""
+
+    values: Mapping[str, Any]  #: arrays, or Python values that are compiled in
+    most: Mapping[str, int]  #: largest value of each integer over all steps
+
+    def __getitem__(self, name: str) -> Any:
+        """Return an input.
+
+        Raises:
+            UsageError: if the schedule does not give it.
+        """
+        if name not in self.values:
+            raise UsageError(f"its schedule gives no input {name!r}; it gives {', '.join(self.values)}")
+        return self.values[name]
+
+    def window(self, name: str) -> Window:
+        """Return an input as a window of attention, in blocks: static if it is compiled in."""
+        blocks = self[name]
+        return Window(blocks, blocks if isinstance(blocks, int) else self.most[name])
+
+
+class Plan(NamedTuple):
+    """The inputs of all steps and of the last validation."""
+
+    rows: tuple[dict[str, Any], ...]  #: by step: NumPy values are traced, Python values are compiled in
+    schedule: dict[str, np.ndarray]  #: the traced ones: [num_steps + 1, ...]
+    most: dict[str, int]
+
+    @classmethod
+    def of(cls, inputs_at: Callable[[int], dict[str, Any]], num_steps: int) -> Self:
+        """Collect the inputs of each step.
+
+        Raises:
+            UsageError: if a step lacks an input that another has.
+        """
+        rows = tuple(map(inputs_at, range(num_steps + 1)))
+        names = set[str]().union(*rows)
+        for step, row in enumerate(rows):
+            if lacks := names - {*row}:
+                raise UsageError(f"its schedule gives no input {min(lacks)!r} at step {step}")
+        traced = [name for name, value in rows[0].items() if isinstance(value, np.generic | np.ndarray)]
+        schedule = {name: np.stack([row[name] for row in rows]) for name in traced}
+        most = {name: int(x.max()) for name, x in schedule.items() if np.issubdtype(x.dtype, np.integer)}
+        return cls(rows, schedule, most)
+
+    def static_at(self, step: int, *, integers: bool) -> Static:
+        """Return what is compiled into the executable of a step: Python values, and traced `integers` if asked for."""
+        row = {name: value for name, value in self.rows[step].items() if name not in self.schedule}
+        if integers:
+            row |= {name: int(self.rows[step][name]) for name in self.most if self.schedule[name].ndim == 1}
+        return tuple(row.items())
+
+    def at(self, step: jax.Array | int, schedule: Mapping[str, Any], static: Static) -> Inputs:
+        """Return the inputs of a step from a schedule on the device."""
+        return Inputs({name: x[step] for name, x in schedule.items()} | dict(static), self.most)
