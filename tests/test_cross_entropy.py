@@ -1,6 +1,7 @@
 """The loss head: value and gradient of every form against the definition, and its traffic on an H100."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -200,11 +201,25 @@ class TestOnH100:
 
 @pytest.mark.parametrize(("num_tokens", "num_chunks"), [(1, 1), (49_152, 1), (98_304, 2), (98_307, 3)])
 def test_the_head_takes_as_few_chunks_as_fit(num_tokens, num_chunks):
-    choice = choose_head(num_tokens, jnp.dtype(jnp.bfloat16), "gpu", None)
+    choice = choose_head(num_tokens, jnp.dtype(jnp.bfloat16), "gpu", None, CAP)
     assert isinstance(choice.function, partial)
     assert choice.function.keywords == {"fp8": None, "num_chunks": num_chunks}
     assert choice.name == "bfloat16"
     assert f"in {num_chunks} chunks" in choice.reason
+
+
+def test_without_a_cap_it_is_plain_cross_entropy():
+    """Against float64 on the host; the gradient is (softmax - one hot) W."""
+    x_ND, head_VD, targets_N = inputs(24, 12, 33)
+    form = partial(choose_head(24, jnp.dtype(jnp.float32), "cpu", None, math.inf).function, cap=math.inf)
+    nll, (dx_ND, _) = jax.value_and_grad(form, (0, 1))(x_ND, head_VD, targets_N)
+    x, w = (np.asarray(a, np.float64) for a in (x_ND, head_VD))
+    p_NV = np.exp(x @ w.T) / np.exp(x @ w.T).sum(1, keepdims=True)
+    rows = np.arange(24), np.asarray(targets_N)
+    np.testing.assert_allclose(nll, -np.log(p_NV[rows]).sum(), rtol=1e-6)
+    p_NV[rows] -= 1
+    np.testing.assert_allclose(dx_ND, p_NV @ w, atol=1e-5)
+    np.testing.assert_allclose(logits(x_ND, head_VD, cap=math.inf), x @ w.T, atol=1e-4)
 
 
 def test_probabilities_of_a_zero_head_are_uniform():

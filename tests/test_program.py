@@ -72,7 +72,8 @@ def test_logits_that_no_exponential_survives_are_scored(hidden):
 @pytest.mark.parametrize("shape", [(TOKENS, VOCAB - 1), (TOKENS - 1, 64)])
 def test_logits_of_a_part_of_the_vocabulary_or_of_the_tokens_are_refused(hidden, shape):
     x_TD, _, targets_T = hidden
-    with pytest.raises(ValueError, match=rf"got logits \[{shape[0]}, {shape[1]}\]; need \[24, 50 or more\]"):
+    said = rf"its logits are \[{shape[0]}, {shape[1]}\] for 24 hidden states; config.vocab_size asks for 50 columns"
+    with pytest.raises(UsageError, match=said):
         scoring.nll_sums(lambda x: jnp.zeros(shape), x_TD, targets_T, vocab_size=VOCAB, platform="cpu")
 
 

@@ -44,8 +44,8 @@ class HandedOver(Strict, frozen=True):
     num_params: int  #: leaves named `params.*`, in the order in which `hidden` and `logits` take them
     programs: dict[str, Lowered]
     steps: tuple[str, ...]  #: name of the program of each step
-    document_tokens: tuple[int, ...]  #: of each step, at which documents are cut; 0: contiguous text
     hidden: dict[int, str]  #: name of the forward pass of each validation, the last included
+    document_tokens: tuple[int, ...] = ()  #: of each step, at which documents are cut; none: contiguous text
 
 
 class Stretch(Strict, frozen=True):

@@ -99,7 +99,8 @@ class _Examiner:
                 vals.append((at, self._loss(self._params(leaves), at)))
             name = self.handed.steps[at]
             num_sequences, seq_len = self.handed.programs[name].inputs[-1].shape
-            batch = tokens.batch(num_sequences, seq_len, self.handed.document_tokens[at])
+            documents = self.handed.document_tokens
+            batch = tokens.batch(num_sequences, seq_len, documents[at] if documents else 0)
             ids = (meshes.place(x, self.programs.mesh) for x in batch)
             *leaves, loss = self.programs.compiled(name, outs=outs)(*leaves, *ids)
             losses.append(float(loss))

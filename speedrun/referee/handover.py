@@ -51,10 +51,10 @@ def hand_over(wanted: Wanted) -> None:
         num_params=len(state.params),
         programs={name: _described(one) for name, one in lowered.items()},
         steps=tuple(names[program.shape_at(step)] for step in range(recipe.num_steps)),
+        hidden=_names_of_forward(ready),
         document_tokens=tuple(
             recipe.stages[recipe.stage_of(step)].document_tokens for step in range(recipe.num_steps)
         ),
-        hidden=_names_of_forward(ready),
     )
     (wanted.folder / "programs.json").write_bytes(msgspec.json.encode(handed))
 

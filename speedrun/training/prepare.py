@@ -16,7 +16,7 @@ from speedrun.ground.errors import UsageError
 from speedrun.ledger import runfile
 from speedrun.science import recipes
 from speedrun.science.params import SHARDS
-from speedrun.science.recipe import Recipe, describe
+from speedrun.science.recipe import Batch, Recipe, describe
 from speedrun.training import footprint
 from speedrun.training.program import Program, StepShape
 
@@ -141,6 +141,7 @@ def prepare(config: RunConfig) -> Ready:
     num_devices = config.num_devices or track.rules.num_devices or len(jax.devices())
     mesh = meshes.make_mesh(num_devices, config.replicas or processes.num_nodes())
     program = Program(recipe, mesh, config.microbatches or max(SHARDS, num_devices), config.attention)
+    _check_contract(program)
     footprint.require(program, footprint.most_bytes(program))
     folder = inventory.data_folder(track, config.data)
     opened = inventory.open_track(folder, track.data)
@@ -154,7 +155,6 @@ def prepare(config: RunConfig) -> Ready:
         [tracks.TRACKS_DIR / f"{track.name}.toml"],
     )
     _check_source(config, source)
-    _check_traces(program)
     return Ready(config, track, recipe, program, opened, folder, source)
 
 
@@ -197,8 +197,27 @@ def _check_platform(track: tracks.Track) -> None:
         )
 
 
-def _check_traces(program: Program) -> None:
-    """Trace all programs, so that errors of a recipe or a form of attention are raised now."""
+def _check_contract(program: Program) -> None:
+    """Trace all programs, so that errors of a recipe or a form of attention are raised now.
+
+    Raises:
+        UsageError: names the recipe and what it lacks.
+    """
+    name = program.recipe.name
+    try:
+        _trace(program)
+    except UsageError as error:
+        raise UsageError(f"recipe {name}: {error}") from None
+    except AttributeError as error:
+        if not isinstance(error.obj, Batch):
+            raise
+        fields = ", ".join(Batch._fields)
+        raise UsageError(f"recipe {name}: its loss reads batch.{error.name}; a batch has {fields}") from None
+    except KeyError as error:
+        raise UsageError(f"recipe {name}: neither its table nor its carry has {error}") from None
+
+
+def _trace(program: Program) -> None:
     state, num_steps = jax.eval_shape(program.init, jax.random.key(0)), program.recipe.num_steps
 
     def ids(shape: StepShape) -> list[jax.ShapeDtypeStruct]:

@@ -10,6 +10,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from speedrun.ground.errors import UsageError
+
 #: Limit for the float32 logits of one chunk, by platform. On a CPU they stay in its caches.
 CHUNK_BYTES = {"cpu": 64 * 2**20, "gpu": 2 * 2**30}
 
@@ -35,12 +37,15 @@ def nll_sums(
         f32 [C], nats; to be summed in float64.
 
     Raises:
-        ValueError: for logits of another shape.
+        UsageError: for logits of another shape.
     """
     num_tokens = len(x_TD)
     (rows, columns) = jax.eval_shape(logits, x_TD).shape
     if rows != num_tokens or columns < vocab_size:
-        raise ValueError(f"got logits [{rows}, {columns}]; need [{num_tokens}, {vocab_size} or more]")
+        raise UsageError(
+            f"its logits are [{rows:,}, {columns:,}] for {num_tokens:,} hidden states; config.vocab_size asks for "
+            f"{vocab_size:,} columns or more"
+        )
     most = max(1, CHUNK_BYTES[platform] // (4 * columns))
     chunk = next(n for n in range(min(most, num_tokens), 0, -1) if num_tokens % n == 0)
 

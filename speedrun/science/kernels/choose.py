@@ -3,6 +3,7 @@
 Legend: B batch, T time, H heads, K head width.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -204,11 +205,21 @@ def _first_of(forms: dict[str, Form], order: list[str], why: str, call: Any) -> 
 HEAD_TOKENS = 49_152
 
 
-def choose_head(num_tokens: int, dtype: jnp.dtype, platform: str, fp8: Fp8 | None) -> Choice:
+def choose_head(num_tokens: int, dtype: jnp.dtype, platform: str, fp8: Fp8 | None, cap: float) -> Choice:
     """Return the form of the loss head: the CPU form on a CPU without FP8, otherwise the GPU form, which runs anywhere.
 
-    Devices without FP8 units emulate FP8 products in a wider dtype.
+    Devices without FP8 units emulate FP8 products in a wider dtype. Both forms need a cap.
+
+    Raises:
+        UsageError: for FP8 without a cap.
     """
+    if math.isinf(cap):
+        if fp8 is not None:
+            raise UsageError("the head has FP8 products only with a logit cap; set a cap or no FP8")
+        most = cross_entropy.CHUNK_TOKENS if platform == "cpu" else HEAD_TOKENS // 4
+        chunks = cross_entropy.fewest_chunks(num_tokens, most)
+        plain = partial(cross_entropy.summed_uncapped, num_chunks=chunks)
+        return Choice("uncapped", plain, f"logits without a cap, {num_tokens:,} tokens in {chunks} chunks")
     if platform == "cpu" and fp8 is None:
         why = "cpu: a chunk of logits stays in its cache"
         return Choice("chunks", cross_entropy.summed_cross_entropy, why)
@@ -274,7 +285,7 @@ class Kernels:
         self, x_ND: jax.Array, head_VD: jax.Array, targets_N: jax.Array, *, cap: float, fp8: Fp8 | None
     ) -> jax.Array:
         """Return the summed loss of all tokens: f32 [], nats. See `kernels.cross_entropy`."""
-        choice = choose_head(len(x_ND), x_ND.dtype, self.platform, fp8)
+        choice = choose_head(len(x_ND), x_ND.dtype, self.platform, fp8, cap)
         factors = x_ND.dtype if fp8 is None else "fp8"
         self.choices[f"head {'x'.join(map(str, x_ND.shape))} {factors}, {len(head_VD)} columns"] = choice
         with jax.named_scope("loss_head"):

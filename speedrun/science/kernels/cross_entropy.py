@@ -18,7 +18,7 @@ MAX_CAP = 40.0
 
 
 def logits(x_ND: jax.Array, head_VD: jax.Array, *, cap: float) -> jax.Array:
-    """Return cap * tanh(x W^T / cap) in float32: [N, V].
+    """Return cap * tanh(x W^T / cap) in float32: [N, V]. An infinite cap caps nothing.
 
     Record 21 writes 30 sigmoid(z / 7.5), which is 15 tanh(z / 15) plus a constant that softmax ignores.
     """
@@ -30,6 +30,21 @@ def cross_entropy(x_ND: jax.Array, head_VD: jax.Array, targets_N: jax.Array, *, 
     logits_NV = logits(x_ND, head_VD, cap=cap)
     target_N = jnp.take_along_axis(logits_NV, targets_N[:, None], axis=1)[:, 0]
     return jax.nn.logsumexp(logits_NV, axis=1) - target_N
+
+
+def summed_uncapped(
+    x_ND: jax.Array, head_VD: jax.Array, targets_N: jax.Array, *, cap: float, num_chunks: int
+) -> jax.Array:
+    """Return the sum of `cross_entropy` over the tokens, f32 [], for any cap.
+
+    Logits are computed again in the backward pass, chunk by chunk: four products.
+    """
+
+    @jax.checkpoint
+    def add(total: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        return total + jnp.sum(cross_entropy(chunk[0], head_VD, chunk[1], cap=cap)), None
+
+    return jax.lax.scan(add, _zero_like(x_ND, ()), in_chunks(x_ND, targets_N, num_chunks))[0]
 
 
 def summed_cross_entropy(
@@ -117,7 +132,7 @@ def _row_sums(x_NV: jax.Array) -> jax.Array:
 
 
 def _capped(z: jax.Array, cap: float) -> jax.Array:
-    return cap * jnp.tanh(z / cap)
+    return z if math.isinf(cap) else cap * jnp.tanh(z / cap)
 
 
 def fewest_chunks(num_tokens: int, most_tokens: int) -> int:
