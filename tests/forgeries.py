@@ -330,6 +330,7 @@ HASH = "0" * 64
 LOG = "runs/*1/metrics.jsonl"
 LOSS_31 = (change(runlog.Val, at=-1, loss=3.1), change(runlog.RunEnd, val_loss=3.1))
 ALL_SHARDS = ["t_train_1.bin", "t_train_2.bin", "t_val_0.bin"]
+CUT = shard("t_train_2.bin", 400, 450)
 SHIFTED = replace(SCORED, start=5, stop=1005)
 
 
@@ -562,6 +563,13 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V103", "listed", logged(change(runlog.DataReady, train_shards=ALL_SHARDS))),
     ("V104", "count was edited", logged(change(runlog.Step, at=4, tokens_seen=501))),
     ("V104", "cursor was edited", logged(change(runlog.Step, at=4, cursor=(0, 600)))),
+    ("V104", "fewer cut off than said", made(edit_run=facts(data=data(replace(ONE, stop=590), TWO)))),
+    (
+        "V104",
+        "cursor beyond the cut",
+        made(edit_run=facts(data=data(replace(ONE, start=10, stop=640, skipped=30), TWO))),
+    ),
+    ("V106", "all of it cut off", made(edit_run=facts(data=data(ONE, TWO, replace(CUT, skipped=50))))),
     ("V104", "more read than trained on", made(edit_run=facts(data=data(ONE, replace(TWO, stop=500))))),
     ("V105", "fewer scored", logged(FEWER_SCORED)),
     ("V105", "from elsewhere", made(edit_run=facts(data=data(ONE, TWO, val=SHIFTED)))),

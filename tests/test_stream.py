@@ -5,7 +5,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Iterator
-from itertools import repeat
+from itertools import pairwise, repeat
 from pathlib import Path
 
 import msgspec
@@ -22,6 +22,7 @@ from speedrun.data.stream import (
     Batch,
     Cursor,
     Prefetch,
+    Shape,
     Span,
     TokenStream,
     require_steps,
@@ -54,6 +55,27 @@ def oracle(shards: list[Shard], num_tokens: int) -> Iterator[tuple[list[int], st
         while not position + num_tokens + 1 >= len(tokens):
             yield tokens[position:][: num_tokens + 1], shard.path.name, position
             position += num_tokens
+
+
+def documents_oracle(
+    shards: list[list[int]], opens: int, shape: Shape
+) -> Iterator[tuple[list[list[int]], int, int]]:
+    """Pack as record 89 does, document by document: the rows with their last targets, shard, end."""
+    for index, tokens in enumerate(shards):
+        starts = [at for at, token in enumerate(tokens) if token == opens]
+        documents = [tokens[start:stop] for start, stop in pairwise([*starts, len(tokens)])]
+        while True:
+            rows, taken = [], 0
+            for _ in range(shape.num_sequences):
+                row: list[int] = []
+                while len(row) <= shape.seq_len and taken < len(documents):
+                    row += documents[taken][: shape.document_tokens][: shape.seq_len + 1 - len(row)]
+                    taken += 1
+                rows.append(row)
+            if any(len(row) <= shape.seq_len for row in rows):
+                break
+            documents = documents[taken:]
+            yield rows, index, len(tokens) - sum(map(len, documents))
 
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=4)
@@ -224,6 +246,48 @@ def test_impossible_validation_is_refused_early(folder: Path):
         validation_batches(shard, 12, 2, 3)
     with pytest.raises(DataError, match="12 tokens; validation needs 13"):
         validation_sha256(shard, 12)
+
+
+# --- packing documents ------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    texts=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=120), min_size=1, max_size=3),
+    shape=st.builds(Shape, st.sampled_from([2, 4]), st.integers(1, 9), st.integers(1, 12)),
+    splits=st.integers(1, 2),
+)
+def test_documents_are_packed_as_in_record_89(texts, shape, splits):
+    """A batch at a time, each from a stream that starts at the cursor of the last, in one or two processes."""
+    with tempfile.TemporaryDirectory() as name:
+        shards = [write_shard(Path(name, f"s{i}.bin"), np.array(text)) for i, text in enumerate(texts)]
+        cursor, read, rest = Cursor(0, 0), 0, 0
+        for rows, index, end in documents_oracle(texts, 0, shape):
+            streams = [
+                TokenStream(shards, cursor, process=i, num_processes=splits, document_token=0)
+                for i in range(splits)
+            ]
+            batches = [stream.batch(*shape) for stream in streams]
+            assert np.concatenate([x.tokens_BT for x in batches]).tolist() == [row[:-1] for row in rows]
+            assert np.concatenate([x.targets_BT for x in batches]).tolist() == [row[1:] for row in rows]
+            cursor, (span,) = streams[0].cursor, streams[0].ranges
+            assert cursor == streams[-1].cursor == (index, end)
+            read += span.stop - span.start - span.skipped
+            rest += shape.num_sequences * shape.seq_len
+        assert read == rest
+        with pytest.raises(DataError, match="has enough documents after"):
+            TokenStream(shards, cursor, document_token=0).batch(*shape)
+
+
+def test_ranges_of_documents_are_joined_and_count_what_is_cut_off(folder: Path):
+    """Documents of 5 and 9 tokens, cut at 6: sequences of 7 and a target take 5 + 3, or 6 + 2."""
+    text = [0, 1, 1, 1, 1, 0, 2, 2, 2, 2, 2, 2, 2, 2] * 4
+    (shard,) = [write_shard(folder / "documents.bin", np.array(text))]
+    stream = TokenStream([shard], document_token=0)
+    first, second = stream.batch(1, 7, 6), stream.batch(1, 7, 6)
+    assert first.tokens_BT.tolist() == second.tokens_BT.tolist() == [[0, 1, 1, 1, 1, 0, 2]]
+    assert stream.cursor == (0, 28)
+    assert stream.ranges == (Span("documents.bin", 56, 0, 28, skipped=14),)
 
 
 # --- reading ahead ----------------------------------------------------------------------------------------

@@ -69,6 +69,12 @@ def test_ranges_that_touch_do_not_overlap(folder):
     assert found(forge(folder, shards=parts)) == {}
 
 
+def test_tokens_that_are_cut_off_from_documents_are_not_counted(folder):
+    """Ten steps of 100 tokens; the cursor may be anywhere between the tokens seen and those skipped besides."""
+    cut = replace(shard("t_train_1.bin", 0, 640), skipped=40)
+    assert found(forge(folder, shards=(cut, shard("t_train_2.bin", 0, 400)))) == {}
+
+
 def test_the_validation_shard_is_known_under_another_name(folder):
     rules = track.TRACKS_DIR / "forged.toml"
     lines = [line for line in rules.read_text().splitlines() if not line.strip().startswith('"t_')]
