@@ -1,11 +1,12 @@
 """The ladder of recipes: what each rung gains on a small track, beside the published and the predicted minutes.
 
-The table is tab-separated, with `#` comments and one line for each rung, oldest first: `recipe`, `records` (those that it
-mirrors), `minutes` (published, on eight H100) and `predicted` (by `speedrun plan`, the same; may be empty).
+The table is tab-separated, with `#` comments and one line for each rung, oldest first: `recipe`, `records` (that it
+mirrors), `minutes` (published, on eight H100) and `predicted` (by `speedrun plan`, on the same; may be empty).
 """
 
 import csv
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -61,7 +62,7 @@ def target_reached(run: Run, target: float) -> tuple[float, float] | None:
     """
     time_s = {0: 0.0} | {event.step + 1: event.train_time_s for event in run.steps}
     vals = [(val.step, loss_of(val)) for val in run.vals]
-    for (before, high), (after, low) in zip(vals, vals[1:], strict=False):
+    for (before, high), (after, low) in pairwise(vals):
         if low <= target < high:
             part = (high - target) / (high - low)
             return before + part * (after - before), time_s[before] + part * (time_s[after] - time_s[before])
@@ -140,7 +141,8 @@ def _reached(climb: Climb) -> str:
     if len(climb.steps) < len(climb.losses):
         return f"{len(climb.steps)} of {len(climb.losses)} runs reach it" if climb.steps else "not reached"
     steps, times_s = _interval(climb.steps), _interval(climb.times_s)
-    return f"reached: {steps.mean:.0f} +- {steps.half_width:.0f} steps, {times_s.mean:.0f} +- {times_s.half_width:.0f} s"
+    in_steps = f"{steps.mean:.0f} +- {steps.half_width:.0f} steps"
+    return f"reached: {in_steps}, {times_s.mean:.0f} +- {times_s.half_width:.0f} s"
 
 
 def _interval(numbers: Sequence[float]) -> Interval:
