@@ -43,8 +43,8 @@ FEATURES = (
     ),
     Feature(
         "skipped-attention",
-        "layers without attention; without: they see the short window",
-        {"config.mixing": lambda recipe: _exchanged(recipe.config.mixing, "none", "short")},
+        "layers without attention; without: they see the shortest window",
+        {"config.mixing": lambda recipe: _attending(recipe.config.mixing)},
     ),
     Feature(
         "windows",
@@ -112,6 +112,11 @@ def _unshared(tables: Sequence[int]) -> tuple[int, ...]:
 
 def _exchanged(mixing: Sequence[str], old: str, new: str) -> tuple[str, ...]:
     return tuple(new if kind == old else kind for kind in mixing)
+
+
+def _attending(mixing: Sequence[str]) -> tuple[str, ...]:
+    kinds = {*mixing} - {"none"}
+    return _exchanged(mixing, "none", "short" if "short" in kinds else min(kinds, default="none"))
 
 
 def _whole_window(recipe: Recipe) -> float:

@@ -1,0 +1,79 @@
+"""The model of records 5 to 8: QK-norm, squared ReLU, projections that start at zero, a padded and untied head.
+
+Legend: B batch, T time, D model, N tokens, V vocabulary.
+Source: modded-nanogpt, records 5 to 8 (K. Jordan, @Grad62304977).
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+
+from speedrun.science import nn
+from speedrun.science.inputs import Inputs
+from speedrun.science.kernels import cross_entropy
+from speedrun.science.kernels.choose import Kernels
+from speedrun.science.models import gpt2, muon
+from speedrun.science.params import Dtype, Params, ParamSpec, Table, normal, zeros
+from speedrun.science.recipe import Batch, Forward, Loss
+
+
+@dataclass(frozen=True, slots=True)
+class Config(muon.Config):
+    """Sizes."""
+
+    head_size: int  #: rows of table and head: vocab_size rounded up; the extra rows are never targets
+    table_dtype: Dtype  #: of the stored token table and its moments
+
+    def __post_init__(self) -> None:
+        if self.head_size < self.vocab_size:
+            raise ValueError(f"head_size is {self.head_size}; need at least vocab_size, {self.vocab_size}")
+
+
+def table(cfg: Config) -> Table:
+    """Declare the parameters of the model. The head and what is added to the residual stream start at zero."""
+    matrices = {name: spec for name, spec in muon.table(cfg).items() if spec.group == "matrix"}
+    outputs = {
+        name: replace(matrices[name], init=zeros) for name in matrices if name.endswith(("_out", "_down"))
+    }
+    rows, axes = (cfg.head_size, cfg.model_dim), ("vocab", "model")
+    return {
+        "embed": ParamSpec(rows, axes, normal, "embed", cfg.table_dtype),
+        **(matrices | outputs),
+        "head": ParamSpec(rows, axes, zeros, "head"),
+    }
+
+
+def context(tokens_BT: jax.Array, attend: gpt2.Attend, cfg: Config, kernels: Kernels) -> muon.Context:
+    """Normalise queries and keys before rotary."""
+    angles = muon.rotary_angles(tokens_BT.shape[1], cfg.head_dim)
+    return muon.Context(attend, partial(kernels.qk_norm, angles=angles))
+
+
+def forward(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernels: Kernels) -> jax.Array:
+    """Return the normalised final hidden states: [B, T, D] in the compute dtype."""
+    del inputs
+    ctx = context(tokens_BT, gpt2.attend_to_all(tokens_BT, cfg.head_dim, kernels), cfg, kernels)
+    x_BTD = nn.rms_norm(nn.lookup(p["embed"], tokens_BT))
+    for block in (f"block.{i}" for i in range(cfg.num_layers)):
+        x_BTD += muon.attention(nn.rms_norm(x_BTD), p, block, ctx, cfg)
+        x_BTD += mlp(x_BTD, p, block)
+    return nn.rms_norm(x_BTD)
+
+
+def mlp(x_BTD: jax.Array, p: Params, block: str) -> jax.Array:
+    """Apply the MLP to the normalised residual stream."""
+    return nn.relu_squared_mlp(nn.rms_norm(x_BTD), p[f"{block}.mlp_up"], p[f"{block}.mlp_down"])
+
+
+def logits(p: Params, x_ND: jax.Array, cfg: Config) -> jax.Array:
+    """Return the logits of final hidden states: f32 [N, V]."""
+    del cfg
+    return cross_entropy.logits(x_ND, p["head"], cap=math.inf)
+
+
+def loss(p: Params, batch: Batch, inputs: Inputs, cfg: Config, kernels: Kernels, forward: Forward) -> Loss:
+    """Return the mean negative log likelihood of the targets."""
+    x_BTD = forward(p, batch.tokens_BT, inputs, cfg, kernels)
+    return gpt2.mean_nll(x_BTD, p["head"], batch, kernels, cap=math.inf)

@@ -1,0 +1,105 @@
+"""The model of records 2 to 4: GPT-2 with rotary for positions, RMS norm without gains, and no biases.
+
+Legend: B batch, T time, D model, H heads, K head width.
+Source: modded-nanogpt, record 4 (K. Jordan); rotary from Su et al. 2021.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from speedrun.science import nn
+from speedrun.science.inputs import Inputs
+from speedrun.science.kernels.choose import Kernels
+from speedrun.science.models import gpt2
+from speedrun.science.params import Params, ParamSpec, Table
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Sizes."""
+
+    vocab_size: int
+    num_layers: int
+    model_dim: int
+    num_heads: int
+    head_dim: int
+    mlp_dim: int
+
+
+class Context(NamedTuple):
+    """What the attention of all layers shares."""
+
+    attend: gpt2.Attend
+    turn: Callable[
+        [jax.Array, jax.Array], tuple[jax.Array, jax.Array]
+    ]  #: puts positions into (q_BTHK, k_BTHK)
+
+
+def uniform(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Draw uniformly between -1 / sqrt(fan in) and 1 / sqrt(fan in): PyTorch's default for linear layers."""
+    bound = shape[-1] ** -0.5
+    return jax.random.uniform(key, shape, jnp.float32, -bound, bound)
+
+
+def block_table(name: str, cfg: Config) -> Table:
+    """Declare the matrices of one layer."""
+    inner = cfg.num_heads * cfg.head_dim
+    return {
+        f"{name}.qkv": ParamSpec((3, inner, cfg.model_dim), ("qkv", "heads", "model"), uniform, "matrix"),
+        f"{name}.attn_out": ParamSpec((cfg.model_dim, inner), ("model", "heads"), uniform, "matrix"),
+        f"{name}.mlp_up": ParamSpec((cfg.mlp_dim, cfg.model_dim), ("mlp", "model"), uniform, "matrix"),
+        f"{name}.mlp_down": ParamSpec((cfg.model_dim, cfg.mlp_dim), ("model", "mlp"), uniform, "matrix"),
+    }
+
+
+def table(cfg: Config) -> Table:
+    """Declare the parameters of the model. The token table is also the head, and starts like one."""
+    return {
+        "embed": ParamSpec((cfg.vocab_size, cfg.model_dim), ("vocab", "model"), uniform, "head"),
+        **{
+            name: spec for i in range(cfg.num_layers) for name, spec in block_table(f"block.{i}", cfg).items()
+        },
+    }
+
+
+def rotary_angles(num_positions: int, head_dim: int) -> tuple[jax.Array, jax.Array]:
+    """Return cosines and sines [T, K/2] of rotary: f_i = 10000^(-2 i / K)."""
+    f_K = 10_000.0 ** -(jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    theta_TK = jnp.arange(num_positions, dtype=jnp.float32)[:, None] * f_K[None, :]
+    return jnp.cos(theta_TK), jnp.sin(theta_TK)
+
+
+def heads(h_BTD: jax.Array, p: Params, block: str, cfg: Config) -> tuple[jax.Array, ...]:
+    """Return queries, keys and values: each [B, T, H, K]."""
+    shape = (*h_BTD.shape[:2], cfg.num_heads, cfg.head_dim)
+    return tuple((h_BTD @ w.T).reshape(shape) for w in p[f"{block}.qkv"])
+
+
+def project(o_BTHK: jax.Array, p: Params, block: str) -> jax.Array:
+    """Return the outputs of all heads in the residual stream: [B, T, D]."""
+    return o_BTHK.reshape(*o_BTHK.shape[:2], -1) @ p[f"{block}.attn_out"].T
+
+
+def attention(h_BTD: jax.Array, p: Params, block: str, ctx: Context, cfg: Config) -> jax.Array:
+    """Apply attention."""
+    q_BTHK, k_BTHK, v_BTHK = heads(h_BTD, p, block, cfg)
+    return project(ctx.attend(*ctx.turn(q_BTHK, k_BTHK), v_BTHK), p, block)
+
+
+def forward(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernels: Kernels) -> jax.Array:
+    """Return the normalised final hidden states: [B, T, D] in the compute dtype."""
+    del inputs
+    angles = rotary_angles(tokens_BT.shape[1], cfg.head_dim)
+    attend = gpt2.attend_to_all(tokens_BT, cfg.head_dim, kernels)
+    ctx = Context(attend, lambda q_BTHK, k_BTHK: (nn.rotary(q_BTHK, angles), nn.rotary(k_BTHK, angles)))
+    x_BTD = nn.lookup(p["embed"], tokens_BT)
+    for block in (f"block.{i}" for i in range(cfg.num_layers)):
+        x_BTD += attention(nn.rms_norm(x_BTD), p, block, ctx, cfg) / math.sqrt(2 * cfg.num_layers)
+        h_BTF = jax.nn.gelu(nn.rms_norm(x_BTD) @ p[f"{block}.mlp_up"].T, approximate=False)
+        x_BTD += h_BTF @ p[f"{block}.mlp_down"].T
+    return nn.rms_norm(x_BTD)

@@ -1,0 +1,114 @@
+"""The model of records 14 to 17: value embeddings of tokens in place of the first layer's values.
+
+Layers are data: `Config` has one entry per layer, and the code never tests a layer's number.
+Legend: B batch, T time, D model, H heads, K head width.
+Source: modded-nanogpt, records 14 (@KoszarskyB), 15 (@leloykun, @YouJiacheng), 16 and 17 (@YouJiacheng).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from speedrun.science import nn
+from speedrun.science.inputs import Inputs
+from speedrun.science.kernels.choose import Kernels
+from speedrun.science.models import gpt2, modern, muon, unet, windows
+from speedrun.science.params import Params, ParamSpec, Table, constant, normal
+
+Mixing = Literal["window", "none"]
+
+#: Stands for "no value embedding" in `Config.value_tables`.
+NO_TABLE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Config(windows.Config):
+    """Sizes, and one entry per layer for what differs between layers."""
+
+    mixing: tuple[Mixing, ...]  #: each layer's attention, or none
+    value_tables: tuple[int, ...]  #: each layer's value embedding; NO_TABLE for none
+
+    def __post_init__(self) -> None:
+        windows.Config.__post_init__(self)
+        for name, entries in (("mixing", self.mixing), ("value_tables", self.value_tables)):
+            if len(entries) != self.num_layers:
+                raise ValueError(f"{name} has {len(entries)} entries; need num_layers, {self.num_layers}")
+        if unknown := {*self.mixing} - {*MIXERS}:
+            raise ValueError(f"mixing has {sorted(unknown)}; choose from {', '.join(MIXERS)}")
+        if min(self.value_tables, default=NO_TABLE) < NO_TABLE:
+            raise ValueError(
+                f"value_tables is {self.value_tables}; number tables from 0, {NO_TABLE} for none"
+            )
+
+    @property
+    def used_tables(self) -> list[int]:
+        """Indices of value embeddings that some layer adds."""
+        return sorted({*self.value_tables} - {NO_TABLE})
+
+
+def table(cfg: Config) -> Table:
+    """Declare the parameters of the model. Tables that are only looked up have no padding."""
+    inner = cfg.num_heads * cfg.head_dim
+
+    def rows(axis: str, width: int) -> ParamSpec:
+        return ParamSpec((cfg.vocab_size, width), ("vocab", axis), normal, "embed", cfg.table_dtype)
+
+    lambdas = ParamSpec((2,), ("lambda",), constant(0.5, 0.5), "scalar")
+    specs = {
+        **unet.table(cfg),
+        "embed": rows("model", cfg.model_dim),
+        **{f"value_embed.{i}": rows("heads", inner) for i in cfg.used_tables},
+        **{f"block.{i}.value_lambdas": lambdas for i in range(cfg.num_layers)},
+    }
+    gone = {f"block.{i}.value_lambda" for i in range(cfg.num_layers)}
+    for i, mixing in enumerate(cfg.mixing):
+        if mixing == "none":
+            gone |= {f"block.{i}.{part}" for part in ("qkv", "attn_out", "value_lambdas")}
+    return {name: spec for name, spec in specs.items() if name not in gone}
+
+
+def attention(
+    h_BTD: jax.Array, value_BTHK: jax.Array, p: Params, name: str, ctx: muon.Context, cfg: Config
+) -> jax.Array:
+    """Apply attention to values of two sources: the layer's own, and its value embedding."""
+    q_BTHK, k_BTHK, v_BTHK = muon.heads(h_BTD, p, name, cfg)
+    own, shared = p[f"{name}.value_lambdas"]
+    v_BTHK = nn.blend((own, v_BTHK), (shared, value_BTHK))
+    return muon.project(ctx.attend(*ctx.turn(q_BTHK, k_BTHK), v_BTHK), p, name)
+
+
+MIXERS: dict[Mixing, Callable[..., jax.Array]] = {
+    "window": attention,
+    "none": lambda h_BTD, *_: jnp.zeros_like(h_BTD),
+}
+
+
+def forward(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernels: Kernels) -> jax.Array:
+    """Return the normalised final hidden states: [B, T, D] in the compute dtype.
+
+    The input `window_blocks` is the number of blocks that each token sees, its own included. Half of the rotary
+    frequencies are zero (record 17).
+    """
+    doc_BT, window = nn.documents(tokens_BT, cfg.document_token), inputs.window("window_blocks")
+    attend = gpt2.attend_in(doc_BT, window, cfg.block_tokens, cfg.head_dim, kernels)
+    angles = nn.rotary_angles(tokens_BT.shape[1], cfg.head_dim)
+    ctx = muon.Context(attend, partial(kernels.qk_norm, angles=angles))
+    heads = (*tokens_BT.shape, cfg.num_heads, cfg.head_dim)
+    values = {i: nn.lookup(p[f"value_embed.{i}"], tokens_BT).reshape(heads) for i in cfg.used_tables}
+    values[NO_TABLE] = jnp.zeros((), p["embed"].dtype)
+    x_BTD = x0_BTD = nn.rms_norm(nn.lookup(p["embed"], tokens_BT))
+    half, saved = cfg.num_layers // 2, []
+    for i, (mixing, value_table) in enumerate(zip(cfg.mixing, cfg.value_tables, strict=True)):
+        if i >= half:
+            x_BTD += nn.blend((p["skips"][i - half], saved.pop()))
+        keep, shortcut = p[f"block.{i}.lambdas"]
+        x_BTD = nn.blend((keep, x_BTD), (shortcut, x0_BTD))
+        x_BTD += MIXERS[mixing](nn.rms_norm(x_BTD), values[value_table], p, f"block.{i}", ctx, cfg)
+        x_BTD += modern.mlp(x_BTD, p, f"block.{i}")
+        if i < half:
+            saved.append(x_BTD)
+    return nn.rms_norm(x_BTD)
