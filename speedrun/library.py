@@ -10,6 +10,7 @@ record.plot()
 
 import subprocess
 import sys
+from contextlib import suppress
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -171,21 +172,25 @@ def _train(asked: dict[str, Any], printer: Printer) -> None:
 
 
 def settings_of(recipe: "Recipe") -> dict[str, str]:
-    """Return the settings (`--set`) by which this recipe differs from that in its file.
+    """Return the fewest settings (`--set`) by which this recipe differs from that in its file.
 
     Raises:
         UsageError: if it differs in more than settings.
     """
     from speedrun.science import recipes
     from speedrun.science.recipe import IDENTITY, settings
+    from speedrun.science.sizes import SIZES
 
-    base = recipes.load(recipe.name)
-    before, now = settings(base), settings(recipe)
-    changed = (key for key in before.keys() & now.keys() if before[key] != now[key])
-    wanted = {key: str(now[key]) for key in sorted(changed) if key not in IDENTITY}
-    if base.override(wanted) != recipe:
+    base, now, found = recipes.load(recipe.name), settings(recipe), []
+    for size in ({}, *({"size": name} for name in SIZES)):
+        with suppress(UsageError):  # not every recipe has sizes
+            before = settings(base.override(size))
+            changed = (key for key in before.keys() & now.keys() if before[key] != now[key])
+            wanted = size | {key: str(now[key]) for key in sorted(changed) if key not in IDENTITY}
+            found += [wanted] if base.override(wanted) == recipe else []
+    if not found:
         raise UsageError(
             f"recipe {recipe.name} differs from its file in more than settings; need a file of its own, "
             "since a record contains the source of its recipe; copy the file, change it, and load it by its path"
         )
-    return wanted
+    return min(found, key=len)

@@ -16,18 +16,22 @@ from test_recipes import train_trace
 from test_train import SMALL
 
 import speedrun as sr
-from speedrun.ground import mesh, plugins, provenance
+from speedrun.data import inventory, prep, tokenizer
+from speedrun.data.sources import open_source
+from speedrun.ground import mesh, plugins, provenance, track
 from speedrun.ground.errors import UsageError
 from speedrun.ground.plugins import GROUP, own_file, resolve
 from speedrun.ground.sourcefile import RECIPES, RECIPES_VARIABLE
 from speedrun.ledger.source import split_source
 from speedrun.library import settings_of
 from speedrun.science import recipes
+from speedrun.science.params import count
 from speedrun.science.recipe import Stage
 from speedrun.training.program import Program
 
 PAGE = (Path(__file__).parent.parent / "docs" / "recipes.md").read_text()
-EXAMPLES = dict(re.findall(r"^`(\w+\.py)`:\n\n```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
+FILES = dict(re.findall(r"^`(\w+\.\w+)`:\n\n```\w+\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
+EXAMPLES = {name: text for name, text in FILES.items() if name.endswith(".py")}
 
 
 @pytest.fixture(autouse=True)
@@ -48,13 +52,58 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-@pytest.mark.parametrize("name", ["gelu", "adamw", "llama"])
+@pytest.mark.parametrize("name", ["gelu", "swiglu", "grouped", "adamw", "chars"])
 def test_an_example_trains_alike_on_one_device_and_eight(name: str, folder: Path) -> None:
     recipe = recipes.load(resolve(str(folder / f"{name}.py")))
-    small = dataclasses.replace(recipe, stages=(Stage(num_steps=3, num_sequences=8, seq_len=64),))
+    two_layers = {"config.mixing": "('long', 'short')", "config.value_tables": "(0, -1)"}
+    stages = (Stage(num_steps=3, num_sequences=8, seq_len=64),)
+    small = dataclasses.replace(recipe.override(two_layers), stages=stages)
     one, eight = (train_trace(Program(small, mesh.make_mesh(n)), 3)[1] for n in (1, 8))
     np.testing.assert_allclose(one, eight, rtol=1e-4)
     assert one[-1] < one[0] - 0.1
+
+
+@pytest.mark.parametrize("name", sorted(EXAMPLES))
+def test_an_example_is_short(name: str) -> None:
+    assert sum(map(bool, EXAMPLES[name].split("\n"))) < 40
+
+
+def test_examples_have_the_parameters_that_their_names_promise(folder: Path) -> None:
+    """Of smoke: width 128, 4 heads of 32, MLP 256, 4 layers of which 3 have attention."""
+    plain, swiglu, grouped = (
+        count(recipe.table(recipe.config))
+        for recipe in (
+            sr.load(name) for name in ("smoke", str(folder / "swiglu.py"), str(folder / "grouped.py"))
+        )
+    )
+    assert swiglu - plain == 4 * 256 * 128
+    assert plain - grouped == 3 * 2 * (4 - 2) * 32 * 128
+
+
+def test_heads_of_a_group_share_keys_and_values(folder: Path) -> None:
+    recipe = sr.load(str(folder / "grouped.py"))
+    kv_2ED = np.random.default_rng(0).normal(size=(2, 2 * 32, 128)).astype(np.float32)
+    params = {"block.0.qkv.q": np.ones((1, 4 * 32, 128), np.float32), "block.0.qkv.kv": kv_2ED}
+    whole = recipe.forward.__globals__["repeated"](params, recipe.config)["block.0.qkv"]
+    q_HKD, *kv_2HKD = np.asarray(whole).reshape(3, 4, 32, 128)
+    assert (q_HKD == 1).all()
+    for whole_HKD, group_ED in zip(kv_2HKD, kv_2ED, strict=True):
+        for head in range(4):
+            np.testing.assert_array_equal(whole_HKD[head], group_ED[32 * (head // 2) :][:32])
+
+
+def test_shards_of_bytes_are_those_of_the_track_and_the_recipe_of_characters(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "chars.toml").write_text(FILES["chars.toml"])
+    monkeypatch.setattr(track, "TRACKS_DIR", tmp_path)
+    rules, config = track.load("chars"), sr.load(str(folder / "chars.py")).config
+    assert (config.vocab_size, config.document_token) == (rules.data.vocab_size, rules.data.document_token)
+    (tmp_path / "book.txt").write_text("Was it a cat I saw? " * 16_000)
+    choice, cut = tokenizer.choose("bytes"), prep.Cut("chars", shard_tokens=200_000)
+    prep.prepare(open_source([str(tmp_path / "book.txt")]), choice, cut, tmp_path / "shards")
+    found = inventory.open_track(tmp_path / "shards", rules.data)
+    assert bytes(found.val[0].read(0, 21)[1:].astype(np.uint8)) == b"Was it a cat I saw? "
 
 
 def test_a_run_of_one_is_a_record_that_carries_it(folder: Path, tmp_path: Path, smoke_data: Path) -> None:
@@ -66,7 +115,7 @@ def test_a_run_of_one_is_a_record_that_carries_it(folder: Path, tmp_path: Path, 
     source = split_source((record.folder / "source.txt").read_text())
     for name in ("gelu.py", "gelu_model.py"):
         assert source[f"{RECIPES}/{name}"] == EXAMPLES[name]
-    assert f"{RECIPES}/llama.py" not in source
+    assert f"{RECIPES}/swiglu.py" not in source
 
 
 def test_an_edited_file_is_read_anew(folder: Path) -> None:
@@ -79,7 +128,7 @@ def test_an_edited_file_is_read_anew(folder: Path) -> None:
 def test_an_edited_file_beside_it_is_read_anew(folder: Path) -> None:
     sr.load(str(folder / "gelu.py"))
     (folder / "gelu_model.py").write_text(EXAMPLES["gelu_model.py"] + "EDITED = True\n")
-    assert "EDITED" in sr.load(str(folder / "gelu.py")).forward.__globals__
+    assert "EDITED" in type(sr.load(str(folder / "gelu.py")).config).mlp.__globals__
 
 
 def test_two_loaded_recipes_stay_those_of_their_files(folder: Path) -> None:
@@ -88,16 +137,16 @@ def test_two_loaded_recipes_stay_those_of_their_files(folder: Path) -> None:
 
 
 def test_processes_that_are_started_find_it_by_its_name(folder: Path) -> None:
-    assert resolve(str(folder / "llama.py")) == "llama"
-    script = "from speedrun.science import recipes; print(recipes.load('llama').summary)"
+    assert resolve(str(folder / "swiglu.py")) == "swiglu"
+    script = "from speedrun.science import recipes; print(recipes.load('swiglu').summary)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("SwiGLU")
+    assert done.stdout.startswith("smoke with SwiGLU")
 
 
 def test_the_file_of_a_recipe_is_known(folder: Path) -> None:
-    assert own_file("llama") is None
-    resolve(str(folder / "llama.py"))
-    assert [own_file(name) for name in ("llama", "smoke", None)] == [folder / "llama.py", None, None]
+    assert own_file("swiglu") is None
+    resolve(str(folder / "swiglu.py"))
+    assert [own_file(name) for name in ("swiglu", "smoke", None)] == [folder / "swiglu.py", None, None]
 
 
 def test_an_installed_package_names_its_recipe(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +186,7 @@ def test_a_file_that_cannot_be_a_recipe_is_refused(
 
 
 def test_imports_that_a_record_would_miss_are_refused(folder: Path) -> None:
-    (folder / "gelu.py").write_text(EXAMPLES["gelu.py"] + "from .gelu_model import block\n")
+    (folder / "gelu.py").write_text(EXAMPLES["gelu.py"] + "from .gelu_model import Config\n")
     resolve(str(folder / "gelu.py"))
     with pytest.raises(UsageError, match=r"gelu\.py line \d+: a relative import; write 'from speedrun"):
         provenance.closure(["speedrun.science.recipes.gelu"], [])

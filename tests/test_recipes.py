@@ -170,7 +170,7 @@ def test_every_setting_is_covered_once():
         ("muon_lr", "did you mean 'optimizer.muon_lr'?"),
         ("num_steps", "did you mean 'stages.0.num_steps' or 'stages.1.num_steps'?"),
         ("config.model_dims", "did you mean 'config.model_dim'?"),
-        ("lr", f"choose one of: {', '.join(sorted(set(settings(SMALL)) - NAMES))}"),
+        ("lr", f"choose one of: {', '.join(sorted({*settings(SMALL), 'size'} - NAMES))}"),
         ("table", "choose one of: compute_dtype, config."),
     ],
 )

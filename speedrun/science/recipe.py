@@ -13,6 +13,7 @@ from speedrun.ground.errors import UsageError, unknown
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels.choose import Kernels
 from speedrun.science.params import Dtype, Params, Table
+from speedrun.science.sizes import settings_at
 
 MOST_STEPS = 1_000_000  #: of a stage; all steps are planned before the first
 
@@ -135,18 +136,22 @@ class Recipe:
     def override(self, changes: Mapping[str, str | float | tuple[Any, ...]]) -> "Recipe":
         """Return a recipe with changed settings: `{"config.model_dim": 64, "stages.0.num_steps": "20"}`.
 
+        They change together; those that `size` stands for come first.
+
         Raises:
             UsageError: for an unknown setting, a value of the wrong type, or a setting that identifies the recipe.
         """
-        recipe = self
+        known, new = settings(self), {}
+        if "size" in changes:
+            rest = {key: value for key, value in changes.items() if key != "size"}
+            return _rebuilt(self, settings_at(str(changes["size"]), known)).override(rest)
         for key, value in changes.items():
             if key in IDENTITY:
                 raise UsageError(f"setting {key!r} identifies the recipe; to change it, write a recipe file")
-            names = {*settings(recipe)} - {*IDENTITY}
-            if key not in names:
-                raise unknown("setting", key, names)
-            recipe = _replace(recipe, key, key.split("."), str(value))
-        return recipe
+            if key not in known:
+                raise unknown("setting", key, {*known, "size"} - {*IDENTITY})
+            new[key] = _literal(known[key], key, str(value))
+        return _rebuilt(self, new)
 
 
 IDENTITY = ("name", "summary", "parent", "revision")
@@ -181,17 +186,20 @@ def describe(value: Any) -> Any:
     return f"{value.__module__}.{value.__qualname__}" if callable(value) else value
 
 
-def _replace(node: Any, key: str, path: list[str], text: str) -> Any:
-    """Return `node` with the setting at `path` replaced; rebuilds the frozen values above it."""
-    head, *rest = path
+def _rebuilt(node: Any, new: Mapping[str, Any], above: str = "") -> Any:
+    """Return `node` with new settings by dotted name. Each value is rebuilt once, so settings can change together."""
     parts = _parts(node)
-    new = _replace(parts[head], key, rest, text) if rest else _literal(parts[head], key, text)
+    fresh = {
+        name: new[key] if (key := above + name) in new else _rebuilt(part, new, f"{key}.")
+        for name, part in parts.items()
+    }
+    if fresh == parts:
+        return node
     try:
-        if isinstance(node, tuple):
-            return tuple((parts | {head: new}).values())
-        return dataclasses.replace(node, **{head: new})
+        return tuple(fresh.values()) if isinstance(node, tuple) else dataclasses.replace(node, **fresh)
     except ValueError as error:
-        raise UsageError(f"setting {key}={text}: {error}") from None
+        given = ", ".join(f"{key}={value}" for key, value in new.items() if key.startswith(above))
+        raise UsageError(f"setting {given}: {error}") from None
 
 
 def _literal(old: Any, key: str, text: str) -> Any:

@@ -88,6 +88,10 @@ class Config:
         """Indices of value embeddings that some layer adds."""
         return sorted(set(self.value_tables) - {NO_TABLE})
 
+    def mlp(self, x_BTD: jax.Array, up_FD: jax.Array, down_DF: jax.Array) -> jax.Array:
+        """Apply the MLP of a layer to its normalised input. A variant overrides it."""
+        return nn.relu_squared_mlp(x_BTD, up_FD, down_DF)
+
 
 class Context(NamedTuple):
     """Inputs that the attention of all layers shares, computed once per step."""
@@ -210,7 +214,7 @@ def block(x_BTD: jax.Array, x0_BTD: jax.Array, p: Params, i: int, ctx: Context, 
     x_BTD = nn.blend((keep, x_BTD), (shortcut, x0_BTD))
     mix = MIXERS[cfg.mixing[i]].apply
     x_BTD = x_BTD + mix(nn.rms_norm(x_BTD), p, f"block.{i}", cfg.value_tables[i], ctx, cfg)
-    return x_BTD + nn.relu_squared_mlp(nn.rms_norm(x_BTD), p[f"block.{i}.mlp_up"], p[f"block.{i}.mlp_down"])
+    return x_BTD + cfg.mlp(nn.rms_norm(x_BTD), p[f"block.{i}.mlp_up"], p[f"block.{i}.mlp_down"])
 
 
 def forward(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernels: Kernels) -> jax.Array:

@@ -1,0 +1,69 @@
+"""Siblings of a full-size recipe (12 layers of width 768): the settings that `--set size=nano` stands for.
+
+The rules go by the names of settings, so they hold for every architecture. docs/recipes.md explains them.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from speedrun.ground.errors import UsageError
+
+#: Layers and width, for 12 and 768 of a full-size recipe; tokens per step, for 1.
+SIZES = {
+    "smoke": (4, 128, 0.0),  # SMOKE has its tokens
+    "nano": (4, 256, 0.25),
+    "micro": (8, 512, 0.5),
+    "small": (12, 768, 1.0),
+    "medium": (16, 1024, 2.0),
+}
+#: The ids of the smoke-cpu track, and the budget of its recipe.
+SMOKE = {"vocab_size": 256, "head_size": 256, "document_token": 0, "block_tokens": 16, "max_positions": 256}
+SMOKE |= {"num_sequences": 8, "seq_len": 256, "eval_sequences": 16, "eval_seq_len": 1024}
+SMOKE_STEPS = 280
+
+
+def settings_at(name: str, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a full-size recipe at another size, from its own; both by dotted name.
+
+    Raises:
+        UsageError: for an unknown size, or a recipe that is not full-size.
+    """
+    if name not in SIZES:
+        raise UsageError(f"unknown size {name!r}; choose one of: {', '.join(SIZES)}")
+    if known.get("config.model_dim") != 768 or "config.num_heads" not in known:
+        raise UsageError(
+            f"size={name} needs a recipe with config.model_dim=768 and config.num_heads; choose another"
+        )
+    num_layers, model_dim, batch = SIZES[name]
+    width, head_dim = model_dim / 768, known.get("config.head_dim", 768 // known["config.num_heads"])
+    narrow = min(1.0, model_dim / 4 / head_dim)
+    tuples = {key: value for key, value in known.items() if isinstance(value, tuple)}
+    layers = known.get("config.num_layers", max(map(len, tuples.values()), default=1))
+    depth = max(2, round(layers * num_layers / 12))
+    places = [round(i * (layers - 1) / (depth - 1)) for i in range(depth)]  # keeps both ends and mirrors
+    new: dict[str, Any] = {k: tuple(v[i] for i in places) for k, v in tuples.items() if len(v) == layers}
+    factors = {"model_dim": width, "mlp_dim": width, "num_heads": width / narrow, "head_dim": narrow}
+    factors |= {"num_layers": depth / layers, "attention_scale": narrow**-0.5, "matrix_lr": 1 / width}
+    for key, old in known.items():
+        above, _, field = key.rpartition(".")
+        if field in factors:
+            new[key] = round(old * factors[field]) if isinstance(old, int) else old * factors[field]
+        elif field == "num_sequences":  # one for each of eight devices; what is left shortens them
+            new[key] = max(min(old, 8), round(old * batch))
+            new[f"{above}.seq_len"] = round(old * known[f"{above}.seq_len"] * batch) // new[key]
+    return new | (_smoke(known) if name == "smoke" else {})
+
+
+def _smoke(known: Mapping[str, Any]) -> dict[str, Any]:
+    new: dict[str, Any] = {"config.head_fp8": None}
+    fixed = SMOKE | ({"eval_sequences": 64, "eval_seq_len": 256} if "config.max_positions" in known else {})
+    shrink = SMOKE_STEPS / sum(value for key, value in known.items() if key.endswith(".num_steps"))
+    for key, old in known.items():
+        field = key.rpartition(".")[2]
+        if field in fixed:
+            new[key] = fixed[field]
+        elif field.endswith("dtype"):
+            new[key] = "float32"
+        elif key.startswith(("schedule.", "stages.")) and field.endswith("_steps"):
+            new[key] = max(1, round(old * shrink))
+    return new

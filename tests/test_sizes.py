@@ -1,0 +1,167 @@
+"""Sizes: siblings of a full-size recipe follow from the stated rules, build, and train."""
+
+import dataclasses
+import itertools
+import re
+
+import jax
+import numpy as np
+import pytest
+from test_recipes import train_trace
+
+from speedrun.ground import mesh
+from speedrun.ground.errors import UsageError
+from speedrun.library import settings_of
+from speedrun.science import recipes
+from speedrun.science.params import count
+from speedrun.science.recipe import Recipe, Stage, settings
+from speedrun.science.sizes import SIZES, settings_at
+from speedrun.training.program import Program
+
+RECORD21 = recipes.load("record21")
+AT = {name: RECORD21.override({"size": name}) for name in SIZES}
+
+#: A model with a number of layers, learned positions, and no width of a head.
+GPT2 = {
+    "config.vocab_size": 50257,
+    "config.num_layers": 12,
+    "config.num_heads": 12,
+    "config.model_dim": 768,
+    "config.mlp_dim": 3072,
+    "config.max_positions": 1024,
+    "optimizer.matrix_lr": 0.0018,
+    "optimizer.embed_lr": 0.0018,
+    "schedule.warmup_steps": 512,
+    "stages.0.num_steps": 8192,
+    "stages.0.num_sequences": 512,
+    "stages.0.seq_len": 1024,
+    "eval_sequences": 32,
+    "eval_seq_len": 1024,
+    "compute_dtype": "bfloat16",
+}
+
+
+def test_small_is_the_recipe_itself() -> None:
+    assert AT["small"] == RECORD21
+    assert GPT2 | settings_at("small", GPT2) == GPT2
+
+
+def test_each_size_is_larger_than_the_one_before() -> None:
+    numbers = [(count(one.table(one.config)), one.config.num_layers, one.total_tokens) for one in AT.values()]
+    for smaller, larger in itertools.pairwise(numbers):
+        assert smaller[0] < larger[0]
+        assert smaller[1] <= larger[1]
+        assert smaller[2] < larger[2]
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_layers_keep_both_ends_and_their_mirrors(name: str) -> None:
+    places = settings_at(name, settings(RECORD21) | {"config.depth": tuple(range(12))})["config.depth"]
+    assert places == tuple(sorted(places))
+    assert (places[0], places[-1]) == (0, 11)
+    assert [11 - place for place in reversed(places)] == list(places)
+    assert AT[name].config.mixing == tuple(RECORD21.config.mixing[place] for place in places)
+
+
+def test_rates_of_matrices_fall_with_the_width_and_the_batch_grows_by_sequences() -> None:
+    """By hand, from the rules of docs/recipes.md."""
+    assert settings_at("medium", GPT2) == {
+        "config.num_layers": 16,
+        "config.num_heads": 16,
+        "config.model_dim": 1024,
+        "config.mlp_dim": 4096,
+        "optimizer.matrix_lr": pytest.approx(0.00135),
+        "stages.0.num_sequences": 1024,
+        "stages.0.seq_len": 1024,
+    }
+
+
+def test_the_smallest_has_the_budget_of_smoke_and_validates_where_positions_are_trained() -> None:
+    assert settings_at("smoke", GPT2) == {
+        "config.vocab_size": 256,
+        "config.num_layers": 4,
+        "config.num_heads": 4,
+        "config.model_dim": 128,
+        "config.mlp_dim": 512,
+        "config.max_positions": 256,
+        "config.head_fp8": None,
+        "optimizer.matrix_lr": pytest.approx(0.0108),
+        "schedule.warmup_steps": 18,
+        "stages.0.num_steps": 280,
+        "stages.0.num_sequences": 8,
+        "stages.0.seq_len": 256,
+        "eval_sequences": 64,
+        "eval_seq_len": 256,
+        "compute_dtype": "float32",
+    }
+
+
+def test_the_smallest_has_the_ids_and_the_budget_of_the_recipe_smoke() -> None:
+    smoke, one = recipes.load("smoke"), AT["smoke"]
+    for key in ("stages", "eval_sequences", "eval_seq_len", "compute_dtype"):
+        assert getattr(one, key) == getattr(smoke, key)
+    same = ("vocab_size", "head_size", "document_token", "model_dim", "num_heads", "head_dim", "block_tokens")
+    for key in (*same, "table_dtype", "head_fp8"):
+        assert getattr(one.config, key) == getattr(smoke.config, key)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_each_size_is_a_program_on_eight_devices(name: str) -> None:
+    recipe = AT[name]
+    program, stage = Program(recipe, mesh.make_mesh(8)), recipe.stages[0]
+    state = jax.eval_shape(program.init, jax.random.key(0))
+    ids = [jax.ShapeDtypeStruct((stage.num_sequences, stage.seq_len), np.int32)] * 2
+    static = program.shape_at(0).static
+    after, _ = jax.eval_shape(program.train_step_for(static), state, *ids, program.schedule)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), state
+    )
+
+
+def test_the_smallest_trains() -> None:
+    short = dataclasses.replace(AT["smoke"], stages=(Stage(num_steps=2, num_sequences=8, seq_len=64),))
+    _, losses = train_trace(Program(short, mesh.make_mesh(1)), 2)
+    assert losses[0] == pytest.approx(np.log(256), abs=1e-4)
+    assert losses[1] < losses[0]
+
+
+def test_other_settings_change_the_sibling() -> None:
+    one = RECORD21.override({"stages.0.num_steps": "20", "size": "nano", "config.num_heads": 2})
+    assert (one.num_steps, one.config.num_heads, one.config.model_dim) == (20, 2, 256)
+
+
+def test_settings_that_depend_on_each_other_change_together() -> None:
+    one = recipes.load("smoke").override(
+        {"config.mixing": "('long', 'long')", "config.value_tables": "(0, 0)"}
+    )
+    assert one.config.num_layers == 2
+    with pytest.raises(UsageError, match=r"setting config\.mixing=\('long',\).*: value_tables has 4 entries"):
+        recipes.load("smoke").override({"config.mixing": "('long',)"})
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_library_user_can_run_it(name: str) -> None:
+    """A run gets settings, not a recipe."""
+    assert RECORD21.override(settings_of(AT[name])) == AT[name]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "size", "said"),
+    [
+        (RECORD21, "tiny", "unknown size 'tiny'; choose one of: smoke, nano, micro, small, medium"),
+        (
+            recipes.load("smoke"),
+            "nano",
+            "size=nano needs a recipe with config.model_dim=768 and config.num_heads",
+        ),
+    ],
+)
+def test_a_size_that_cannot_be_is_refused_in_one_line(recipe: Recipe, size: str, said: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(said)) as caught:
+        recipe.override({"size": size})
+    assert "\n" not in str(caught.value)
+
+
+def test_a_setting_that_is_gone_at_this_size_is_unknown() -> None:
+    with pytest.raises(UsageError, match=r"unknown setting 'config\.head_fp8\.x'"):
+        RECORD21.override({"size": "smoke", "config.head_fp8.x": 1.0})
