@@ -232,12 +232,12 @@ def _trace(program: Program) -> None:
 
 
 def _check_ids(recipe: Recipe, track: tracks.Track) -> None:
-    """Check that the recipe has the track's vocabulary and document token, on which its mask depends."""
+    """Check that the recipe has the track's vocabulary, and its document token if it reads documents."""
     known, needed = recipe.config.vocab_size, track.data.vocab_size
     if known < needed:
         raise UsageError(f"recipe {recipe.name} knows {known} ids, {track.id} has {needed}; choose another")
-    opens, needed = recipe.config.document_token, track.data.document_token
-    if opens != needed:
+    needed = track.data.document_token
+    if (opens := getattr(recipe.config, "document_token", needed)) != needed:
         raise UsageError(
             f"recipe {recipe.name} takes id {opens} for the start of a document, {track.id} needs {needed}; "
             f"--set config.document_token={needed}, or choose another recipe"
