@@ -6,12 +6,14 @@ The pieces are in float64 and follow the papers; each test puts the model of its
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from speedrun.science import recipes
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels.choose import Kernels
+from speedrun.science.params import Params
 from speedrun.science.recipe import Recipe, Stage
 
 #: Sizes of the configs; a config has only some of them.
@@ -19,7 +21,7 @@ SMALL: dict[str, Any] = {
     "vocab_size": 256,
     "head_size": 256,
     "max_positions": 64,
-    "num_layers": 4,
+    "num_layers": 2,
     "model_dim": 64,
     "num_heads": 2,
     "head_dim": 32,
@@ -52,6 +54,13 @@ def numbers(recipe: Recipe) -> dict[str, Any]:
     return {key: value for key, value in dataclasses.asdict(recipe).items() if key not in names}
 
 
+def start(recipe: Recipe, ending: str) -> set[tuple[float, ...]]:
+    """Return the initial values of the parameters whose names end so."""
+    table = recipe.table(recipe.config)
+    specs = [spec for name, spec in table.items() if name.endswith(ending)]
+    return {tuple(spec.init(jax.random.key(0), spec.shape).tolist()) for spec in specs}
+
+
 def random_params(recipe: Recipe) -> dict[str, np.ndarray]:
     """Draw every parameter from a normal, so that none is zero and every path through the model matters."""
     rng = np.random.default_rng(0)
@@ -61,9 +70,12 @@ def random_params(recipe: Recipe) -> dict[str, np.ndarray]:
 
 def hidden(recipe: Recipe, params: dict[str, np.ndarray], ids_BT: np.ndarray, **inputs: int) -> np.ndarray:
     """Return the recipe's final hidden states for given scheduled inputs."""
-    arrays = {name: jnp.asarray(x) for name, x in params.items()}
-    x_BTD = recipe.forward(arrays, jnp.asarray(ids_BT), Inputs(inputs, {}), recipe.config, Kernels("cpu", ""))
-    return np.asarray(x_BTD)
+
+    @jax.jit
+    def forward(params: Params, ids_BT: jax.Array) -> jax.Array:
+        return recipe.forward(params, ids_BT, Inputs(inputs, {}), recipe.config, Kernels("cpu", ""))
+
+    return np.asarray(forward({name: jnp.asarray(x) for name, x in params.items()}, jnp.asarray(ids_BT)))
 
 
 def rms(x: np.ndarray) -> np.ndarray:

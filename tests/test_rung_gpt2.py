@@ -72,12 +72,12 @@ def test_its_trace():
     recipe = rungs.small("gpt2", schedule=gpt2.WarmupAndCosine(warmup_steps=2))
     optimizer = dataclasses.replace(recipe.optimizer, matrix_lr=0.01, other_lr=0.01)
     check_trace(
-        dataclasses.replace(recipe, optimizer=optimizer), [5.55953, 5.2368, 4.73941, 4.26279, 4.12937]
+        dataclasses.replace(recipe, optimizer=optimizer), [5.55591, 5.23174, 4.75588, 4.27593, 4.12729]
     )
 
 
 def test_its_forward_pass_is_gpt2s():
-    recipe = rungs.small("gpt2", num_layers=2)
+    recipe = rungs.small("gpt2")
     params = rungs.random_params(recipe)
     ids_BT = np.random.default_rng(1).integers(0, 256, (2, 12))
     p = {name: x.astype(np.float64) for name, x in params.items()}
@@ -103,7 +103,7 @@ def test_its_forward_pass_is_gpt2s():
         return norm(x, "final_norm")
 
     got = rungs.hidden(recipe, params, ids_BT)
-    np.testing.assert_allclose(got, [of_one(ids_T) for ids_T in ids_BT], rtol=2e-4, atol=2e-4)
+    np.testing.assert_allclose(got, [of_one(ids_T) for ids_T in ids_BT], rtol=1e-5, atol=1e-5)
 
 
 def test_table_and_head_are_one():

@@ -1,5 +1,6 @@
 """The rung shortcuts: record 9's numbers, its forward pass and loss against float64, its trace."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -61,8 +62,13 @@ def test_it_has_the_published_number_of_parameters():
     assert count(RECIPE.table(RECIPE.config)) == 2 * 50304 * 768 + 12 * (12 * 768**2 + 3) == 162_201_636
 
 
+def test_layers_start_without_the_shortcut_of_the_embedding_and_with_half_of_the_values():
+    assert rungs.start(RECIPE, ".lambdas") == {(1.0, 0.0)}
+    assert rungs.start(RECIPE, ".value_lambda") == {(0.5,)}
+
+
 def test_its_trace():
-    check_trace(rungs.small("shortcuts"), [5.54518, 5.52743, 5.45918, 5.33682, 5.14627])
+    check_trace(rungs.small("shortcuts"), [5.54518, 5.52743, 5.4618, 5.34857, 5.16649])
 
 
 def test_its_forward_pass_and_loss_are_record_9s():
@@ -91,7 +97,8 @@ def test_its_forward_pass_and_loss_are_record_9s():
     target_BT = np.take_along_axis(logits_BTV, targets_BT[..., None], 2)[..., 0]
     batch = Batch(jnp.asarray(ids_BT), jnp.asarray(targets_BT), {})
     arrays = {name: jnp.asarray(x) for name, x in params.items()}
-    got = recipe.loss(arrays, batch, Inputs({}, {}), recipe.config, Kernels("cpu", ""), recipe.forward)
+    rest = Inputs({}, {}), recipe.config, Kernels("cpu", ""), recipe.forward
+    got = jax.jit(lambda params, batch: recipe.loss(params, batch, *rest))(arrays, batch)
     want = np.mean(np.log(np.exp(logits_BTV).sum(-1)) - target_BT)
     assert float(got.objective) == float(got.nll) == pytest.approx(want, rel=1e-5)
 

@@ -9,7 +9,7 @@ from speedrun.science import recipes
 from speedrun.science.params import count
 
 RECIPE = recipes.load("values")
-SMALL = {"mixing": ("window", "none", "window", "window"), "value_tables": (0, -1, 1, 0)}
+SMALL = {"num_layers": 4, "mixing": ("window", "none", "window", "window"), "value_tables": (0, -1, 1, 0)}
 
 
 def test_every_number_is_the_published_one():
@@ -66,6 +66,12 @@ def test_it_has_the_published_number_of_parameters():
     assert count(RECIPE.table(RECIPE.config)) == (4 * 50257 + 50304) * 768 + matrices + 52 == 275_598_388
 
 
+def test_layers_start_with_half_of_each_kind_of_values():
+    assert rungs.start(RECIPE, ".value_lambdas") == {(0.5, 0.5)}
+    assert rungs.start(RECIPE, ".lambdas") == {(1.0, 0.0)}
+    assert rungs.start(RECIPE, "skips") == {(1.0,) * 6}
+
+
 def test_its_trace():
     check_trace(rungs.small("values", **SMALL), [5.54518, 5.4754, 5.05799, 4.53397, 4.19396])
 
@@ -83,7 +89,9 @@ def test_its_forward_pass_is_record_17s():
         f = np.concatenate([(1 / 1024) ** (np.arange(8) / 7), np.zeros(8)])
         x = x0 = rungs.rms(p["embed"][ids_T])
         outputs = []
-        for i, (mixing, value_table) in enumerate(zip(*SMALL.values(), strict=True)):
+        for i, (mixing, value_table) in enumerate(
+            zip(recipe.config.mixing, recipe.config.value_tables, strict=True)
+        ):
             block = f"block.{i}"
             if i >= 2:
                 x = x + p["skips"][i - 2] * outputs[3 - i]
