@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from speedrun.science.inputs import Inputs
 from test_muon import slow_orthogonalize
 
 from speedrun.data.shards import open_shard
@@ -22,6 +21,7 @@ from speedrun.ground.sourcefile import RECIPES_VARIABLE
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.validate import validate
 from speedrun.science import recipes
+from speedrun.science.inputs import Inputs
 from speedrun.science.recipe import Batch, Recipe
 from speedrun.training.prepare import RunConfig, prepare
 from speedrun.training.program import Program
@@ -117,7 +117,7 @@ def plain_losses(toy: Recipe, batches: list[np.ndarray]) -> list[float]:
     @jax.jit
     @partial(jax.value_and_grad, has_aux=True)
     def differentiate(p, batch, now):
-        out = recipe.loss(p, batch, Inputs(now, {"window_blocks": 5}), recipe.config, kernels)
+        out = recipe.loss(p, batch, Inputs(now, {"window_blocks": 5}), recipe.config, kernels, recipe.forward)
         return out.objective, out
 
     losses = []

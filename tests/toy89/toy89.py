@@ -15,16 +15,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from speedrun.science.inputs import Inputs
 
 from speedrun.science import nn
+from speedrun.science.inputs import Inputs
 from speedrun.science.kernels import cross_entropy
 from speedrun.science.kernels.attention import sight
 from speedrun.science.kernels.choose import Kernels
 from speedrun.science.optim.groups import by_group, scale_by_input
 from speedrun.science.optim.muon import orthogonalize
 from speedrun.science.params import Layout, Params, ParamSpec, Table, constant, uniform_fan_in
-from speedrun.science.recipe import Batch, Loss, Recipe, Stage
+from speedrun.science.recipe import Batch, Forward, Loss, Recipe, Stage
 
 CAP = 15.0
 
@@ -168,8 +168,8 @@ def no_scale(cfg: Config) -> dict[str, Any]:
     return {"amax": np.float32(1.0)}
 
 
-def loss(p: Params, batch: Batch, inputs: Inputs, cfg: Config, kernels: Kernels) -> Loss:
-    """Weighted negative log likelihood of several targets."""
+def loss(p: Params, batch: Batch, inputs: Inputs, cfg: Config, kernels: Kernels, _: Forward) -> Loss:
+    """Return the weighted negative log likelihood of several targets."""
     x_BTD, amax_B = hidden(p, batch.tokens_BT, inputs, cfg, kernels, 4 * batch.carry["amax"])
     targets_NM = targets_ahead(batch.targets_BT, cfg.num_targets).reshape(-1, cfg.num_targets)
     mean_M = nll_sums(x_BTD.reshape(len(targets_NM), -1), p["head"], targets_NM) / len(targets_NM)
