@@ -1,5 +1,7 @@
 """The outer optimiser against its formula in float64, and its identity settings."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +21,7 @@ def target(shape: tuple[int, ...]) -> np.ndarray:
 
 
 def train(
-    transform: optax.GradientTransformation, params: dict[str, np.ndarray], num_steps: int, num_devices: int
+    transform: optax.GradientTransformation, params: dict[str, jax.Array], num_steps: int, num_devices: int
 ):
     """Descend |p - target|^2 / 2 with a sharded state, as the step does; return parameters after each step."""
     on = mesh.make_mesh(num_devices)
@@ -85,6 +87,6 @@ def test_identity_settings_give_the_same_bits(num_devices, every):
 
 def test_momentum_is_kept_in_the_dtype_of_the_parameter():
     params = start(jnp.bfloat16)
-    state = outer_nesterov(optax.sgd(INNER_LR), 2, 0.7, 0.5).init(params)
+    state: Any = outer_nesterov(optax.sgd(INNER_LR), 2, 0.7, 0.5).init(params)
     assert state.anchor["rows"].dtype == state.velocity["rows"].dtype == jnp.bfloat16
     assert state.anchor["vector"].dtype == jnp.float32

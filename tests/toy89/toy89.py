@@ -203,9 +203,7 @@ def every_second(inner: optax.GradientTransformationExtraArgs) -> optax.Gradient
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
 
 
-def tied(
-    adam: optax.GradientTransformationExtraArgs, head: str, embed: str
-) -> optax.GradientTransformationExtraArgs:
+def tied(adam: Any, head: str, embed: str) -> optax.GradientTransformationExtraArgs:
     """Update two tables as one while `tied`; at `untie`, copy moments and count of the head to the embedding."""
 
     def init(params: Params) -> dict[str, Any]:
@@ -291,8 +289,8 @@ class Optimizer:
             scaled = optax.scale_by_adam(beta1, beta2), optax.scale(-self.adam_lr), scale_by_input("lr_scale")
             return optax.with_extra_args_support(optax.chain(*scaled))
 
-        pair = every_second(tied(adam(0.5, 0.95), "head", "embed"))
-        others = by_group(
+        pair: Any = every_second(tied(adam(0.5, 0.95), "head", "embed"))
+        others: Any = by_group(
             {
                 "matrix": nor_muon(self.matrix_lr, self.decay),
                 "bigram": every_second(adam(0.75, 0.95)),
