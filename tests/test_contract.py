@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_checkpoint import facts_of, went_on
 from test_muon import slow_orthogonalize
 
 from speedrun.data.shards import open_shard
@@ -189,17 +190,29 @@ def test_the_toy_trains_on_one_device_like_a_plain_loop(toy, batches, plain_loss
     assert losses[-1] < losses[0] - 0.3
 
 
-def test_a_run_of_the_toy_on_eight_devices_is_a_record_with_the_same_losses(
-    toy, plain_losses, smoke_data, tmp_path
-):
-    out = tmp_path / "record"
-    train(RunConfig("smoke-cpu", out, recipe=toy.name, data=smoke_data))
-    (log,) = out.glob("runs/*/metrics.jsonl")
+@pytest.fixture(scope="module")
+def finished(toy: Recipe, smoke_data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    """A whole run on eight devices, with checkpoints."""
+    out = tmp_path_factory.mktemp("toy") / "record"
+    config = RunConfig("smoke-cpu", out, recipe=toy.name, data=smoke_data, checkpoint_every=5)
+    train(config)
+    return config
+
+
+def test_a_run_on_eight_devices_is_a_record_with_the_same_losses(toy, plain_losses, finished):
+    (log,) = finished.out.glob("runs/*/metrics.jsonl")
     events = [line.event for line in runlog.read(log)]
     losses = [event.loss for event in events if isinstance(event, runlog.Step)]
     np.testing.assert_allclose(losses, plain_losses, rtol=1e-6)
     *_, last = [event for event in events if isinstance(event, runlog.Val)]
     assert (last.step, last.tokens) == (toy.num_steps, 131072)
-    assemble(out, title="toy89", declared_runs=1)
-    report = validate(out)
+    assemble(finished.out, title="toy89", declared_runs=1)
+    report = validate(finished.out)
     assert report.exit_code == 0, [result.messages for result in report.having("failed")]
+
+
+def test_a_run_that_goes_on_ends_with_the_same_bytes(finished, tmp_path):
+    """Carried values and gradients that wait for an update are in the checkpoint."""
+    (old,) = facts_of(finished.out)
+    _, new = went_on(finished, tmp_path, 5)
+    assert new.final_hash == old.final_hash

@@ -1,5 +1,6 @@
-"""The outer optimiser against its formula in float64, and its identity settings."""
+"""The outer optimiser against its formula in float64, with identity settings, and in a recipe."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -8,10 +9,15 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
+from test_step import run
 
 from speedrun.ground import mesh
+from speedrun.ground.errors import UsageError
 from speedrun.ground.mesh import DATA
-from speedrun.science.optim.outer import outer_nesterov
+from speedrun.science.optim.outer import Outer, outer_nesterov
+from speedrun.science.recipe import Recipe
+from speedrun.training.fingerprint import state_hash
+from speedrun.training.program import Program
 
 INNER_LR = 2.0**-4  #: a power of two: its products are exact, so that contracting them changes no bit
 
@@ -90,3 +96,31 @@ def test_momentum_is_kept_in_the_dtype_of_the_parameter():
     state: Any = outer_nesterov(optax.sgd(INNER_LR), 2, 0.7, 0.5).init(params)
     assert state.anchor["rows"].dtype == state.velocity["rows"].dtype == jnp.bfloat16
     assert state.anchor["vector"].dtype == jnp.float32
+
+
+def around(recipe: Recipe, **settings: float) -> Recipe:
+    outer = Outer(recipe.optimizer, every=2, lr=0.7, momentum=0.5)
+    return dataclasses.replace(recipe, optimizer=outer).override(
+        {f"optimizer.{name}": value for name, value in settings.items()}
+    )
+
+
+def test_a_recipe_trains_alike_on_one_device_and_eight(tiny):
+    programs = [Program(around(tiny), mesh.make_mesh(n)) for n in (1, 8)]
+    (_, one), (state, eight) = (run(program, 4) for program in programs)
+    outer: Any = state.opt_state
+    np.testing.assert_allclose(one, eight, rtol=1e-4)
+    for held in (outer.anchor, outer.velocity):
+        assert {name: x.sharding.spec for name, x in held.items()} == programs[1].layout.specs
+
+
+def test_a_recipe_with_identity_settings_ends_in_the_same_state(tiny):
+    wrapped = around(tiny, lr=1.0, momentum=0.0, every=3)
+    states = [run(Program(recipe, mesh.make_mesh(8)), 4)[0] for recipe in (tiny, wrapped)]
+    assert state_hash(states[0]) == state_hash(states[1])
+
+
+@pytest.mark.parametrize("setting", [{"every": 0}, {"momentum": 1.0}])
+def test_settings_without_a_round_or_without_an_end_are_refused(tiny, setting):
+    with pytest.raises(UsageError, match="need every >= 1, 0 <= momentum < 1"):
+        around(tiny, **setting)

@@ -361,8 +361,8 @@ RECIPE = Recipe(
     optimizer=Optimizer(),
     schedule=Schedule(),
     stages=(
-        Stage(num_steps=4, num_sequences=8, seq_len=32, document_tokens=16),
-        Stage(num_steps=4, num_sequences=8, seq_len=64, document_tokens=24),
+        Stage(num_steps=1, num_sequences=8, seq_len=32, document_tokens=16),
+        Stage(num_steps=5, num_sequences=8, seq_len=64, document_tokens=24),
         Stage(num_steps=3, num_sequences=8, seq_len=96, document_tokens=24),
     ),
     eval_sequences=128,
