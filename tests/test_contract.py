@@ -16,6 +16,7 @@ from test_muon import slow_orthogonalize
 
 from speedrun.data.shards import open_shard
 from speedrun.ground import mesh, plugins, runlog
+from speedrun.ground.errors import UsageError
 from speedrun.ground.plugins import resolve
 from speedrun.ground.sourcefile import RECIPES_VARIABLE
 from speedrun.ledger.assemble import assemble
@@ -23,7 +24,7 @@ from speedrun.ledger.validate import validate
 from speedrun.science import recipes
 from speedrun.science.inputs import Inputs
 from speedrun.science.recipe import Batch, Recipe
-from speedrun.training.prepare import RunConfig
+from speedrun.training.prepare import RunConfig, prepare
 from speedrun.training.program import Program
 from speedrun.training.train import train
 
@@ -216,3 +217,44 @@ def test_a_run_that_goes_on_ends_with_the_same_bytes(finished, tmp_path):
     (old,) = facts_of(finished.out)
     _, new = went_on(finished, tmp_path, 5)
     assert new.final_hash == old.final_hash
+
+
+#: Changes of the toy with one mistake, and what the error must say.
+MISTAKES = {
+    "logits": (
+        "def logits(*given): return toy89.logits(*given)[:, :-1]\nCHANGES = {'logits': logits}",
+        "its logits are .64, 255. for 64 hidden states; config.vocab_size asks for 256 columns",
+    ),
+    "group": (
+        "def table(cfg): return {k: replace(p, group='valve') if k == 'gates' else p for k, p in TABLE(cfg).items()}\n"
+        "TABLE, CHANGES = toy89.table, {'table': table}",
+        "no transformation for group 'valve'",
+    ),
+    "schedule": (
+        "class Short(toy89.Schedule):\n"
+        "    def at(self, *at): return {k: v for k, v in super().at(*at).items() if k != 'momentum'}\n"
+        "CHANGES = {'schedule': Short()}",
+        "gives no input 'momentum'; it gives",
+    ),
+    "batch": (
+        "def loss(p, batch, *given): return toy89.loss(p, batch._replace(targets_BT=batch.masks_BT), *given)\n"
+        "CHANGES = {'loss': loss}",
+        "reads batch.masks_BT; a batch has tokens_BT, targets_BT, carry",
+    ),
+    "carry": ("def carry(cfg): return {}\nCHANGES = {'carry': carry}", "its carry has 'amax'"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_recipe_with_a_mistake_is_refused_before_it_is_compiled(
+    toy, smoke_data, tmp_path, mistake, monkeypatch
+):
+    source, said = MISTAKES[mistake]
+    monkeypatch.setenv(RECIPES_VARIABLE, str(FILE.parent))
+    imports = "from dataclasses import replace\nfrom speedrun.science.recipes import toy89\n"
+    recipe = f"RECIPE = replace(toy89.RECIPE, name='bad_{mistake}', **CHANGES)\n"
+    file = tmp_path / f"bad_{mistake}.py"
+    file.write_text(f"{imports}{source}\n{recipe}")
+    with pytest.raises(UsageError, match=f"^recipe bad_{mistake}: .*{said}") as info:
+        prepare(RunConfig("smoke-cpu", tmp_path / "out", recipe=resolve(str(file)), data=smoke_data))
+    assert "\n" not in str(info.value)
