@@ -1,0 +1,372 @@
+"""toy89: every mechanism that record 89 needs, as small as it can be.
+
+Stages of other shapes; packed documents; hashed bigrams; scheduled rotary frequencies; an MLP with a carried scale;
+several targets with a gradient of their own; Adam every second step; head and embedding tied, then untied with their
+moments copied; reduced second moments; an optimiser group of its own.
+
+Legend: B batch, T time, D model, H heads, K head width, P parts of an MLP, F their width,
+V vocabulary, N tokens, M targets of a token.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from speedrun.science import nn
+from speedrun.science.inputs import Inputs
+from speedrun.science.kernels import cross_entropy
+from speedrun.science.kernels.attention import sight
+from speedrun.science.kernels.choose import Kernels
+from speedrun.science.optim.groups import by_group, scale_by_input
+from speedrun.science.optim.muon import orthogonalize
+from speedrun.science.params import Layout, Params, ParamSpec, Table, constant, uniform_fan_in
+from speedrun.science.recipe import Batch, Forward, Loss, Recipe, Stage
+
+CAP = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Sizes."""
+
+    vocab_size: int = 256
+    document_token: int = 0
+    model_dim: int = 16
+    num_heads: int = 2
+    head_dim: int = 8
+    mlp_parts: int = 4
+    mlp_dim: int = 8  #: of each part
+    bigram_rows: int = 40
+    block_tokens: int = 8
+    num_targets: int = 3
+
+
+def shared(_: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Draw the same numbers for every parameter and seed, so that head and embedding start equal."""
+    return 0.3 * jax.random.normal(jax.random.key(0), shape, jnp.float32)
+
+
+def table(cfg: Config) -> Table:
+    """Declare the parameters. "bigram" and "gate" are groups of this recipe."""
+    d, f, inner = cfg.model_dim, cfg.mlp_dim, cfg.num_heads * cfg.head_dim
+    return {
+        "embed": ParamSpec((cfg.vocab_size, d), ("vocab", "model"), shared, "embed"),
+        "bigram": ParamSpec((cfg.bigram_rows, d), ("bigram", "model"), constant(0.0), "bigram", place="rows"),
+        "qkv": ParamSpec((3, inner, d), ("qkv", "heads", "model"), uniform_fan_in, "matrix"),
+        "out": ParamSpec((d, inner), ("model", "heads"), uniform_fan_in, "matrix"),
+        "up": ParamSpec((cfg.mlp_parts, f, d), ("part", "mlp", "model"), uniform_fan_in, "matrix"),
+        "down": ParamSpec((cfg.mlp_parts, d, f), ("part", "model", "mlp"), uniform_fan_in, "matrix"),
+        "lambdas": ParamSpec((2,), ("lambda",), constant(1.0), "scalar"),
+        "gates": ParamSpec((cfg.num_heads,), ("heads",), constant(0.5), "gate", place="vector"),
+        "head": ParamSpec((cfg.vocab_size, d), ("vocab", "model"), shared, "head"),
+    }
+
+
+# --- the model
+
+
+def bigrams(tokens_BT: jax.Array, rows: int) -> jax.Array:
+    """Return the table row of each token and the one before it: i32 [B, T]. First tokens have the last row."""
+    before_BT = jnp.pad(tokens_BT, ((0, 0), (1, 0)))[:, :-1]
+    row_BT = ((36313 * tokens_BT) ^ (27191 * before_BT)) % (rows - 1)
+    return row_BT.at[:, 0].set(rows - 1)
+
+
+def saturated(h_BTPF: jax.Array, limit_B: jax.Array) -> jax.Array:
+    """Return activations that approach the limit of their sequence. Stands for FP8 with a delayed scale."""
+    limit_B111 = limit_B[:, None, None, None]
+    return limit_B111 * jnp.tanh(h_BTPF / limit_B111)
+
+
+def hidden(
+    p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernels: Kernels, limit_B: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Return final hidden states [B, T, D], and the largest MLP activation of each sequence: f32 [B].
+
+    `limit_B` limits these activations in training.
+    """
+    window = inputs.window("window_blocks")
+    seen = sight(nn.documents(tokens_BT, cfg.document_token), window.blocks, cfg.block_tokens)
+    theta_TK = jnp.arange(tokens_BT.shape[1], dtype=jnp.float32)[:, None] * inputs["rotary"][None, :]
+    x_BTD = nn.lookup(p["embed"], tokens_BT) + nn.lookup(p["bigram"], bigrams(tokens_BT, cfg.bigram_rows))
+    h_BTD = nn.rms_norm(x_BTD)
+    heads = (*tokens_BT.shape, cfg.num_heads, cfg.head_dim)
+    q_BTHK, k_BTHK, v_BTHK = ((h_BTD @ w.T).reshape(heads) for w in p["qkv"])
+    o_BTHK = kernels.attention(
+        *kernels.qk_norm(q_BTHK, k_BTHK, (jnp.cos(theta_TK), jnp.sin(theta_TK))),
+        v_BTHK,
+        seen,
+        scale=0.3,
+        window=window,
+        block_tokens=cfg.block_tokens,
+    )
+    o_BTHK = o_BTHK * p["gates"][None, None, :, None]
+    keep, mlp = p["lambdas"]
+    x_BTD = keep * x_BTD + o_BTHK.reshape(*tokens_BT.shape, -1) @ p["out"].T
+    h_BTPF = jnp.square(jax.nn.relu(jnp.einsum("btd,pfd->btpf", nn.rms_norm(x_BTD), p["up"])))
+    amax_B = jax.lax.stop_gradient(jnp.max(h_BTPF, axis=(1, 2, 3)))
+    h_BTPF = h_BTPF if limit_B is None else saturated(h_BTPF, limit_B)
+    return nn.rms_norm(x_BTD + mlp * jnp.einsum("btpf,pdf->btd", h_BTPF, p["down"])), amax_B
+
+
+def forward(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernels: Kernels) -> jax.Array:
+    """Return final hidden states at evaluation: [B, T, D]."""
+    return hidden(p, tokens_BT, inputs, cfg, kernels, None)[0]
+
+
+def logits(p: Params, x_ND: jax.Array, cfg: Config) -> jax.Array:
+    """Return capped logits: f32 [N, V]."""
+    del cfg
+    return cross_entropy.logits(x_ND, p["head"], cap=CAP)
+
+
+# --- the loss
+
+
+@jax.custom_vjp
+def nll_sums(x_ND: jax.Array, head_VD: jax.Array, targets_NM: jax.Array) -> jax.Array:
+    """Return the summed negative log likelihood of the first, second, ... targets: f32 [M]; -1 is no target."""
+    return _scored(x_ND, head_VD, targets_NM)[0]
+
+
+def _scored(
+    x_ND: jax.Array, head_VD: jax.Array, targets_NM: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    z_NV = CAP * jnp.tanh(x_ND @ head_VD.T / CAP)
+    z_NM = jnp.take_along_axis(z_NV, jnp.maximum(targets_NM, 0), axis=1)
+    nll_NM = jax.nn.logsumexp(z_NV, axis=1, keepdims=True) - z_NM
+    return jnp.sum(nll_NM, axis=0, where=targets_NM >= 0), (x_ND, head_VD, targets_NM, z_NV)
+
+
+def _gradients(saved: tuple[jax.Array, ...], g_M: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    """One softmax serves all targets: dz = (sum of weights) p - weights at the targets."""
+    x_ND, head_VD, targets_NM, z_NV = saved
+    weight_NM = jnp.where(targets_NM >= 0, g_M[None, :], 0.0)
+    at_NMV = jax.nn.one_hot(targets_NM, len(head_VD))
+    dcapped_NV = jnp.sum(weight_NM, axis=1, keepdims=True) * jax.nn.softmax(z_NV)
+    dcapped_NV -= jnp.einsum("nm,nmv->nv", weight_NM, at_NMV)
+    dz_NV = dcapped_NV * (1 - jnp.square(z_NV / CAP))
+    return dz_NV @ head_VD, dz_NV.T @ x_ND, None
+
+
+nll_sums.defvjp(_scored, _gradients)
+
+
+def targets_ahead(targets_BT: jax.Array, num: int) -> jax.Array:
+    """Return the next `num` targets of each token: i32 [B, T, M]; -1 behind the end of the sequence."""
+    longer_BT = jnp.pad(targets_BT, ((0, 0), (0, num - 1)), constant_values=-1)
+    return jnp.stack([longer_BT[:, m : m + targets_BT.shape[1]] for m in range(num)], axis=-1)
+
+
+def no_scale(cfg: Config) -> dict[str, Any]:
+    """Return what the first step takes for the last largest activation of a sequence."""
+    del cfg
+    return {"amax": np.float32(1.0)}
+
+
+def loss(p: Params, batch: Batch, inputs: Inputs, cfg: Config, kernels: Kernels, _: Forward) -> Loss:
+    """Return the weighted negative log likelihood of several targets."""
+    x_BTD, amax_B = hidden(p, batch.tokens_BT, inputs, cfg, kernels, 4 * batch.carry["amax"])
+    targets_NM = targets_ahead(batch.targets_BT, cfg.num_targets).reshape(-1, cfg.num_targets)
+    mean_M = nll_sums(x_BTD.reshape(len(targets_NM), -1), p["head"], targets_NM) / len(targets_NM)
+    return Loss(jnp.sum(inputs["target_weights"] * mean_M), mean_M[0], {"amax": amax_B})
+
+
+# --- the optimiser
+
+
+class Halved(NamedTuple):
+    """Gradients that wait for the next update, and the state of the inner optimiser."""
+
+    waiting: Any
+    inner: Any
+
+
+def every_second(inner: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
+    """Sum gradients over steps without `adam`, which is compiled in; update with the sum in the others."""
+
+    def init(params: Any) -> Halved:
+        return Halved(jax.tree.map(jnp.zeros_like, params), inner.init(params))
+
+    def update(grads: Any, state: Halved, params: Any, *, inputs: Inputs) -> tuple[Any, Halved]:
+        total = jax.tree.map(jnp.add, state.waiting, grads)
+        zeros = jax.tree.map(jnp.zeros_like, total)
+        if not inputs["adam"]:
+            return zeros, Halved(total, state.inner)
+        updates, after = inner.update(total, state.inner, params, inputs=inputs)
+        return updates, Halved(zeros, after)
+
+    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
+
+
+def tied(adam: Any, head: str, embed: str) -> optax.GradientTransformationExtraArgs:
+    """Update two tables as one while `tied`; at `untie`, copy moments and count of the head to the embedding."""
+
+    def init(params: Params) -> dict[str, Any]:
+        return {name: adam.init(params[name]) for name in (head, embed)}
+
+    def update(
+        grads: Params, state: dict[str, Any], params: Params, *, inputs: Inputs
+    ) -> tuple[Params, dict[str, Any]]:
+        is_tied, unties = inputs["tied"], inputs["untie"]
+        both = grads[head] + jnp.where(is_tied, grads[embed], 0.0)
+        head_update, head_state = adam.update(both, state[head], params[head], inputs=inputs)
+        embed_update, embed_state = adam.update(grads[embed], state[embed], params[embed], inputs=inputs)
+
+        def choose(of_head: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
+            return jnp.where(unties, of_head, jnp.where(is_tied, old, new))
+
+        copied = jax.tree.map(choose, head_state, state[embed], embed_state)
+        updates = {head: head_update, embed: jnp.where(is_tied, head_update, embed_update)}
+        return updates, {head: head_state, embed: copied}
+
+    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
+
+
+class NorMuonState(NamedTuple):
+    """Running mean of gradients [K, m, n], and of the squares of directions, one for each row: [K, m, 1]."""
+
+    momentum: Any
+    second: Any
+
+
+def nor_muon(lr: float, decay: float) -> optax.GradientTransformationExtraArgs:
+    """Muon with normalised rows and cautious decay, which falls with the square of the learning rate."""
+
+    def init(params: Params) -> NorMuonState:
+        second = jax.tree.map(lambda p: jnp.zeros_like(p[..., :1]), params)
+        return NorMuonState(jax.tree.map(jnp.zeros_like, params), second)
+
+    def update(
+        grads: Params, state: NorMuonState, params: Params, *, inputs: Inputs
+    ) -> tuple[Params, NorMuonState]:
+        mu, rate = inputs["momentum"], lr * inputs["lr_scale"]
+        mean = jax.tree.map(lambda m, g: mu * m + (1 - mu) * g, state.momentum, grads)
+        x = jax.tree.map(
+            lambda m, g: orthogonalize(mu * m + (1 - mu) * g, steps=5, dtype="float32"), mean, grads
+        )
+        second = jax.tree.map(
+            lambda s, x: 0.9 * s + 0.1 * jnp.mean(x * x, axis=-1, keepdims=True), state.second, x
+        )
+
+        def move(x_Kmn: jax.Array, s_Km1: jax.Array, p_Kmn: jax.Array) -> jax.Array:
+            size_K11, d_Kmn = _norm(x_Kmn), x_Kmn * jax.lax.rsqrt(jnp.maximum(s_Km1, 1e-10))
+            d_Kmn *= size_K11 / jnp.maximum(_norm(d_Kmn), 1e-10)
+            return -rate * (d_Kmn + decay * rate * jnp.where(d_Kmn * p_Kmn >= 0, p_Kmn, 0.0))
+
+        return jax.tree.map(move, x, second, params), NorMuonState(mean, second)
+
+    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
+
+
+def _norm(x_Kmn: jax.Array) -> jax.Array:
+    return jnp.linalg.norm(x_Kmn, axis=(1, 2), keepdims=True)
+
+
+class OptimizerState(NamedTuple):
+    """State of the tied tables, and of all other parameters."""
+
+    pair: Any
+    others: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """NorMuon for matrices at every step, Adam for all others at every second, with betas for each group."""
+
+    matrix_lr: float = 0.03
+    adam_lr: float = 0.01
+    decay: float = 1.0
+
+    def transform(self, layout: Layout) -> optax.GradientTransformationExtraArgs:
+        """Return the transformation of packed parameters."""
+
+        def adam(beta1: float, beta2: float) -> optax.GradientTransformationExtraArgs:
+            scaled = optax.scale_by_adam(beta1, beta2), optax.scale(-self.adam_lr), scale_by_input("lr_scale")
+            return optax.with_extra_args_support(optax.chain(*scaled))
+
+        pair: Any = every_second(tied(adam(0.5, 0.95), "head", "embed"))
+        others: Any = by_group(
+            {
+                "matrix": nor_muon(self.matrix_lr, self.decay),
+                "bigram": every_second(adam(0.75, 0.95)),
+                "scalar": every_second(adam(0.9, 0.95)),
+                "gate": every_second(adam(0.9, 0.99)),
+                "head": optax.set_to_zero(),
+                "embed": optax.set_to_zero(),
+            },
+            layout,
+        )
+
+        def tables(packed: Params) -> Params:
+            return {name: packed[name] for name in ("head", "embed")}
+
+        def init(params: Params) -> OptimizerState:
+            return OptimizerState(pair.init(tables(params)), others.init(params))
+
+        def update(
+            grads: Params, state: OptimizerState, params: Params, *, inputs: Inputs
+        ) -> tuple[Params, OptimizerState]:
+            moves, other_state = others.update(grads, state.others, params, inputs=inputs)
+            pair_moves, pair_state = pair.update(tables(grads), state.pair, tables(params), inputs=inputs)
+            return {**moves, **pair_moves}, OptimizerState(pair_state, other_state)
+
+        return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
+
+
+# --- the schedule and the recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """All inputs by step. `adam` is compiled in; the others are traced."""
+
+    untie_step: int = 5  #: odd: the last update of head and embedding as one
+    second_target_steps: int = 8
+
+    def at(self, step: int, num_steps: int) -> dict[str, Any]:
+        """Return the inputs of a step."""
+        left = 1 - step / num_steps
+        window = 1 + 4 * step // num_steps
+        second = max(0.0, 1 - step / self.second_target_steps)
+        frequency_K = (1 / 64) ** np.linspace(
+            0, 1, 2, dtype=np.float32
+        ) / window  # longer windows turn more slowly
+        return {
+            "adam": step % 2 == 1 and step < num_steps,
+            "lr_scale": np.float32(0.2 + 0.8 * left),
+            "momentum": np.float32(0.85 + 0.1 * min(1.0, step / 5)),
+            "window_blocks": np.int32(window),
+            "rotary": np.concatenate([frequency_K, np.zeros(2)]).astype(np.float32),
+            "target_weights": np.array([1, 0.5 * second, 0.25 * second], np.float32),
+            "tied": np.bool_(step <= self.untie_step),
+            "untie": np.bool_(step == self.untie_step),
+        }
+
+
+RECIPE = Recipe(
+    name="toy89",
+    summary="every mechanism of record 89, at toy size",
+    parent=None,
+    revision=1,
+    config=Config(),
+    table=table,
+    forward=forward,
+    logits=logits,
+    loss=loss,
+    optimizer=Optimizer(),
+    schedule=Schedule(),
+    stages=(
+        Stage(num_steps=1, num_sequences=8, seq_len=32, document_tokens=16),
+        Stage(num_steps=5, num_sequences=8, seq_len=64, document_tokens=24),
+        Stage(num_steps=3, num_sequences=8, seq_len=96, document_tokens=24),
+    ),
+    eval_sequences=128,
+    eval_seq_len=64,
+    compute_dtype="float32",
+    carry=no_scale,
+)
