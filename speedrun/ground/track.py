@@ -7,6 +7,7 @@ Recipes may not change any of it.
 import hashlib
 import tomllib
 from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 
@@ -58,7 +59,8 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     min_runs: int  #: number of finished runs that a ranked record needs
     val_every: int  #: steps between declared validations; one more follows the last step
     untimed_cap_s: float  #: limit for everything before the clock
-    ranked: bool  #: by train time; else results are shown, not ranked
+    ranked: bool  #: else results are shown, not ranked
+    rank_by: Literal["train time", "steps"] = "train time"  #: fewer is better
     #: Limit for the whole state: a float32 parameter, two moments and one copy make 16.
     state_bytes_per_param: float = 16.0
 
@@ -68,6 +70,13 @@ class PythonDocs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     vocab_size: int  #: of the BPE trained on it
     shard_tokens: int
+
+
+class Fixed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What every run takes from the track's recipe. Free: optimizer, schedule and numbers of steps."""
+
+    recipe: dict[str, Any]  #: the rest of the recipe, as the config of a run describes it
+    inputs: dict[str, float]  #: inputs of the model: this times the progress, rounded up, at least 1
 
 
 class Track(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -82,6 +91,7 @@ class Track(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rules: Rules
     synthetic: dict[str, int] | None = None  #: settings of the generator, if the data is synthetic
     python_docs: PythonDocs | None = None  #: if the data is made from Python's documentation
+    fixed: Fixed | None = None  #: None: recipes are free
 
     @property
     def id(self) -> str:
