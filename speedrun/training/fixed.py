@@ -26,8 +26,8 @@ def check(recipe: Recipe, track: Track) -> None:
     differs += [name for name in ours if theirs[name] != ours[name]]
     if differs:
         raise UsageError(
-            f"recipe {recipe.name} has its own {' and '.join(differs)}; {track.id} fixes those of {own.name}: "
-            "change only optimizer, schedule and numbers of steps, or choose another track"
+            f"recipe {recipe.name} changes {' and '.join(differs)}, which {track.id} fixes; change only optimizer, "
+            "schedule and numbers of steps, or choose another track"
         )
 
 
