@@ -2,7 +2,7 @@
 
 import ast
 import dataclasses
-import importlib
+import importlib.util
 import re
 import sys
 from collections.abc import Iterator
@@ -12,7 +12,6 @@ import jax
 import msgspec
 import numpy as np
 import pytest
-from speedrun.science.inputs import Inputs
 from test_recipes import at_laptop_size, train_trace
 
 import speedrun as sr
@@ -23,6 +22,7 @@ from speedrun.ledger.checks.fixed import FREE, FREE_FOLDERS, leaves
 from speedrun.ledger.code import is_science
 from speedrun.ledger.reaches import imports_of
 from speedrun.science import recipes
+from speedrun.science.inputs import Inputs
 from speedrun.science.recipe import Batch, Stage, describe
 from speedrun.training import fixed
 from speedrun.training.prepare import RunConfig, prepare

@@ -61,15 +61,7 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     untimed_cap_s: float  #: limit for everything before the clock
     ranked: bool  #: else results are shown, not ranked
     rank_by: Literal["train time", "steps"] = "train time"  #: fewer is better
-    #: Limit for the whole state: a float32 parameter, two moments and one copy make 16.
-    state_bytes_per_param: float = 16.0
-
-
-class PythonDocs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Data made from the documentation of this Python."""
-
-    vocab_size: int  #: of the BPE trained on it
-    shard_tokens: int
+    state_bytes_per_param: float = 16.0  #: at most; a float32 parameter, two moments and one copy make 16
 
 
 class Fixed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -90,7 +82,7 @@ class Track(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     target: Target
     rules: Rules
     synthetic: dict[str, int] | None = None  #: settings of the generator, if the data is synthetic
-    python_docs: PythonDocs | None = None  #: if the data is made from Python's documentation
+    python_docs: dict[str, int] | None = None  #: its BPE and shards, if the data is Python's documentation
     fixed: Fixed | None = None  #: None: recipes are free
 
     @property
