@@ -39,6 +39,7 @@ from speedrun.ledger import history as history_module
 from speedrun.ledger.assemble import HEAD_END, assemble
 from speedrun.ledger.checks import CHECKS
 from speedrun.ledger.checks.batches import unfollowed
+from speedrun.ledger.checks.fixed import _inputs
 from speedrun.ledger.format import Look, Summary, decode
 from speedrun.ledger.record import load
 from speedrun.ledger.reference import CURVES
@@ -68,6 +69,14 @@ def test_an_optimiser_may_differ_where_the_model_is_fixed(folder):
     fixed(edit_source=with_file("speedrun/science/optim/groups.py", "Adam = abs\n"))(folder)
     report = validate(folder, strict=True)
     assert {result.status for result in report.results} == {"ok"}
+
+
+def test_a_step_has_a_batch_of_the_track(folder):
+    fixed()(folder)
+    record = load(folder)
+    assert record.rules.fixed is not None
+    rules = replace(record.rules.fixed, recipe={"stages": [{"num_sequences": 5, "seq_len": 10}]})
+    assert list(_inputs(record.runs[0], rules)) == ["step 0: a batch of 100 tokens, the track has [50]"]
 
 
 def test_ranges_that_touch_do_not_overlap(folder):
