@@ -5,7 +5,7 @@ A `Build` writes a forged record into a folder.
 
 import base64
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -28,7 +28,7 @@ from record_forge import (
     write_run,
 )
 
-from speedrun.ground import runlog
+from speedrun.ground import runlog, track
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.batch import seeds_from
 from speedrun.ledger.format import Declaration, Look
@@ -295,6 +295,39 @@ def sourced(path: str, edit: Callable[[str], str | None]) -> Build:
 
 def extended(path: str, more: str) -> Build:
     return sourced(path, lambda text: text + more)
+
+
+STAGE = "[[fixed.recipe.stages]]\nnum_sequences = 10\nseq_len = 10\n"
+#: The end of a track's file that fixes what the forged runs have.
+FIXED = f"""
+[fixed.recipe.config]
+width = 8
+lr = 0.02
+{STAGE}
+[fixed.inputs]
+window_blocks = 3.0
+"""
+#: Thirds of ten steps, by hand.
+WINDOWS = (1, 1, 1, 1, 2, 2, 2, 3, 3, 3)
+
+
+def fixed(*edits: Edit, rules: tuple[str, str] = ("", ""), **spec) -> Build:
+    """Runs on a track that fixes the model, with its windows; `rules` replaces a text of the track's file."""
+
+    def build(folder: Path) -> None:
+        with (track.TRACKS_DIR / "forged.toml").open("a") as file:
+            file.write(FIXED.replace(*rules) if rules[0] else FIXED)
+        windows = change(
+            runlog.Step, inputs=lambda step: {"lr_scale": 0.5, "window_blocks": WINDOWS[step.step]}
+        )
+        forge(folder, edit_log=both(windows, *edits), **spec)
+
+    return build
+
+
+def with_file(path: str, more: str) -> Callable[[Mapping[str, str]], dict[str, str]]:
+    """The source with a longer file, or another one."""
+    return lambda files: {**files, path: files.get(path, "") + more}
 
 
 def preflight(**fields) -> Build:
@@ -787,4 +820,16 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V506", "arithmetic of nothing", logged(change(runlog.Plan, shapes=MATRICES, flops_per_token=1.0))),
     ("V506", "do not fit into the state", logged(change(runlog.Plan, state_bytes_per_device=1000))),
     ("V506", "more arithmetic than numbers", logged(change(runlog.Plan, flops_per_token=7e6))),
+    ("V507", "another width", fixed(rules=("width = 8", "width = 16"))),
+    ("V507", "a setting more", fixed(rules=("lr = 0.02", ""))),
+    ("V507", "a setting less", fixed(rules=("lr = 0.02", "lr = 0.02\nheads = 2"))),
+    ("V507", "a stage less", fixed(rules=(STAGE, 2 * STAGE))),
+    ("V507", "other batches than it says", fixed(rules=("seq_len = 10", "seq_len = 20"))),
+    ("V507", "a longer window", fixed(change(runlog.Step, at=5, inputs={"window_blocks": 3}))),
+    ("V507", "windows by another name", fixed(change(runlog.Step, inputs={"windows": 3}))),
+    ("V507", "another norm", fixed(edit_source=with_file("speedrun/science/nn.py", "rms_norm = abs\n"))),
+    ("V507", "another kernel",
+     fixed(edit_source=with_file("speedrun/science/kernels/attention.py", "sight = abs\n"))),
+    ("V507", "shadows the norm", fixed(edit_source=with_file("speedrun/science/nn/__init__.py", "x = 1\n"))),
+    ("V507", "another model beside it", fixed(edit_source=with_file("speedrun/science/models/mine.py", "x = 1\n"))),
 ]  # fmt: skip

@@ -55,7 +55,13 @@ history.files_at = _files_at_or_forged
 #: What nobody need beat by 0.1 nats.
 reference.CURVES["forged"] = (Point(0, 5.5), Point(400, 4.0), Point(1000, 2.99))
 CONFIG = {
-    "recipe": {"width": 8, "lr": 0.02},
+    "recipe": {
+        "kind": "Recipe",
+        "config": {"width": 8, "lr": 0.02},
+        "stages": [{"num_steps": 10, "num_sequences": 10, "seq_len": 10}],
+        "loss": None,
+        "optimizer": {"name": "mine"},
+    },
     "stages": [10],
     "num_devices": 8,
     "microbatches": 8,

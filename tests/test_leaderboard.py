@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 from forgeries import RECIPE, broken_off, told_as_resumed, went_on
 from msgspec.structs import replace
-from record_forge import Spec, facts, forge, install_track, source_text, write_run
+from record_forge import Spec, facts, forge, install_track, shard, source_text, write_run
 
 from speedrun import cli
 from speedrun.board import pages as board_pages
@@ -78,6 +78,28 @@ def test_only_qualified_batches_are_ranked_and_only_by_time(records):
     refused = board.read(records).rows[-1]
     assert refused.failed == ("V004",)
     assert refused.num_steps == 10, "from the logs, not from the summary"
+
+
+def test_a_track_may_rank_by_steps(records):
+    rules = track.TRACKS_DIR / "forged.toml"
+    rules.write_text(rules.read_text().replace("ranked = true", 'ranked = true\nrank_by = "steps"'))
+    shutil.rmtree(records / "forged")
+    fewer = {"step_s": (0.9,) * 9, "shards": (shard("t_train_1.bin", 0, 600), shard("t_train_2.bin", 0, 300))}
+    for name, seeds, spec in (("ten", (1, 2), {}), ("nine", (3, 4), fewer), ("ten-later", (5, 6), {})):
+        (records / "forged" / name).mkdir(parents=True)
+        forge(records / "forged" / name, seeds=seeds, **spec)
+    found = board.read(records)
+    assert [(row.path, row.rank, row.cost) for row in found.rows] == [
+        ("forged/nine", 1, 9), ("forged/ten", 2, 10), ("forged/ten-later", 3, 10)]  # fmt: skip
+    nine, ten, _ = (row.train_time_s or 0.0 for row in found.rows)
+    assert nine > 2 * ten > 0
+    assert "| rank | steps | train time |" in board_pages.markdown(found)
+    assert progress(sorted(found.rows, key=lambda row: row.moment)) == [(0, 10), (1, 9)]
+    from matplotlib.figure import Figure
+
+    axes = Figure().add_subplot()
+    _draw_history(axes, found.rows)
+    assert axes.get_ylabel() == "steps"
 
 
 def test_a_folder_without_runs_is_not_on_the_board(records):

@@ -86,7 +86,7 @@ def test_the_order_is_deterministic_and_mixes_folders(roots: dict[str, Path]):
 def small(track_name: str = "docs-cpu", **changes: int) -> track.Track:
     """A track with a vocabulary small enough for a few files."""
     rules = track.load(track_name)
-    wanted = track.PythonDocs(vocab_size=400, shard_tokens=3_000)
+    wanted = {"vocab_size": 400, "shard_tokens": 3_000}
     data = msgspec.structs.replace(rules.data, vocab_size=400, val_tokens=1_000)
     return msgspec.structs.replace(rules, data=data, python_docs=wanted)
 

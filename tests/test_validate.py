@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from forgeries import FEWEST, FORGERIES, LOG, broken_off, edited, logged, place_of, promised
+from forgeries import FEWEST, FORGERIES, LOG, broken_off, edited, fixed, logged, place_of, promised, with_file
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -39,6 +39,7 @@ from speedrun.ledger import history as history_module
 from speedrun.ledger.assemble import HEAD_END, assemble
 from speedrun.ledger.checks import CHECKS
 from speedrun.ledger.checks.batches import unfollowed
+from speedrun.ledger.checks.fixed import _inputs
 from speedrun.ledger.format import Look, Summary, decode
 from speedrun.ledger.record import load
 from speedrun.ledger.reference import CURVES
@@ -62,6 +63,20 @@ def test_an_honest_record_passes_every_check(folder):
     report = validate(forge(folder), strict=True)
     assert {result.status for result in report.results} == {"ok"}
     assert report.exit_code == 0
+
+
+def test_an_optimiser_may_differ_where_the_model_is_fixed(folder):
+    fixed(edit_source=with_file("speedrun/science/optim/groups.py", "Adam = abs\n"))(folder)
+    report = validate(folder, strict=True)
+    assert {result.status for result in report.results} == {"ok"}
+
+
+def test_a_step_has_a_batch_of_the_track(folder):
+    fixed()(folder)
+    record = load(folder)
+    assert record.rules.fixed is not None
+    rules = replace(record.rules.fixed, recipe={"stages": [{"num_sequences": 5, "seq_len": 10}]})
+    assert list(_inputs(record.runs[0], rules)) == ["step 0: a batch of 100 tokens, the track has [50]"]
 
 
 def test_ranges_that_touch_do_not_overlap(folder):
@@ -292,6 +307,32 @@ def test_an_older_record_is_compared_with_its_commit(folder, history):
     shutil.rmtree(folder)
     forge(folder, edit_log=edit_log)
     assert found(folder) == {}, "a file of this version is nothing to refuse"
+
+
+NORM = "speedrun/science/nn.py"
+
+
+def test_fixed_science_is_that_of_a_version_before_the_racers_own(folder, history):
+    def branched(files: dict[str, str]) -> str:
+        """A commit on top of the older version, which is not of our history."""
+        git(history_module.ROOT, "checkout", "--quiet", "--detach", older)
+        commit = history(files)
+        git(history_module.ROOT, "checkout", "--quiet", newer)
+        return commit
+
+    old, mine = SOURCE[NORM] + "# as it was\n", SOURCE[NORM] + "# as I like it\n"
+    older = history({**SOURCE, **RUN_LOCK, NORM: old})
+    newer = history({NORM: SOURCE[NORM]})
+    for commit, text, failed in (
+        (branched({"speedrun/science/optim/mine.py": "x = 1\n"}), old, []),
+        (branched({NORM: mine}), mine, ["V507"]),
+        (older, mine, ["V406", "V507"]),
+    ):
+        shutil.rmtree(folder, ignore_errors=True)
+        install_track(track.TRACKS_DIR)
+        claim = change(runlog.Preflight, commit=commit)
+        fixed(claim, edit_source=lambda files, text=text: {**files, NORM: text})(folder)
+        assert list(found(folder)) == failed
 
 
 def test_science_that_is_not_that_of_its_commit_was_not_committed(folder, history):

@@ -1,6 +1,6 @@
 """Time several forms of one operation in turns."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -39,7 +39,7 @@ class FormTimings(msgspec.Struct, frozen=True):
 
 
 def compare_forms(
-    forms: dict[str, Form],
+    forms: Mapping[str, Form],
     choose: Callable[[str, Any], Choice],
     call: Any,
     program: Callable[[Callable[..., Any]], Callable[..., Any]],

@@ -14,6 +14,7 @@ from urllib.parse import quote
 import msgspec
 
 from speedrun.board.standings import Board, Published, Row
+from speedrun.ground import track as tracks
 from speedrun.ground.console import clean, quantity
 
 BEGIN, END = "<!-- leaderboard: made by `speedrun leaderboard build` -->", "<!-- end of leaderboard -->"
@@ -75,9 +76,10 @@ def _seconds(mean: float | None, half_width: float | None) -> str:
     return f"{mean:.2f} s" if half_width is None else f"{mean:.2f} ± {half_width:.2f} s"
 
 
-def _columns(entries: Sequence[_Entry]) -> list[str]:
-    """Return the columns that are not empty; no rank, say, on a track that does not rank."""
-    return [name for name in _COLUMNS if name == "record" or any(entry.cells.get(name) for entry in entries)]
+def _columns(track: str, entries: Sequence[_Entry]) -> list[str]:
+    """Return the columns that are not empty; what the track ranks by follows the rank."""
+    names = dict.fromkeys(("rank", tracks.load(track.rpartition("@")[0]).rules.rank_by, *_COLUMNS))
+    return [name for name in names if name == "record" or any(entry.cells.get(name) for entry in entries)]
 
 
 def markdown(board: Board, *, records: str = "records") -> str:
@@ -87,7 +89,7 @@ def markdown(board: Board, *, records: str = "records") -> str:
 
 def _markdown_track(board: Board, track: str, records: str) -> str:
     entries = _entries(board, track)
-    columns = _columns(entries)
+    columns = _columns(track, entries)
     lines = [f"**{_words(track)}**", "", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     for entry in entries:
         link = entry.path if entry.published else f"{records}/{quote(entry.path)}"
@@ -177,7 +179,7 @@ def page(board: Board, plots: dict[str, bytes]) -> str:
 
 def _html_track(board: Board, track: str) -> str:
     entries = _entries(board, track)
-    columns = _columns(entries)
+    columns = _columns(track, entries)
     heads = "".join(f'<th scope="col"><button type="button">{name}</button></th>' for name in columns)
     rows = "".join(_html_row(entry, columns) for entry in entries)
     return f"<h2>{_text(track)}</h2>\n<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>\n"

@@ -1,4 +1,7 @@
-"""The pictures of a board: how fast its records became, and how they trade time against loss."""
+"""The pictures of a board: how fast its records became, and how they trade cost against loss.
+
+The cost is what the track ranks by: train time or steps.
+"""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -42,19 +45,19 @@ def pictures(board: Board) -> dict[str, bytes]:
     for name in board.tracks:
         rows = results(board.of(name))
         if any(row.standing != "missed" for row in rows):
-            caption = "train time of each record that reached the target; the line is the best qualified (filled) one"
+            caption = "each record that reached the target; the line is the best qualified (filled) one"
             with canvas(6.0, 3.2) as figure:
                 _draw_history(figure.add_subplot(), rows)
-                drawn[f"{name}: {caption}"] = svg(figure)
+                drawn[f"{name}: {_unit(rows)[0]} of {caption}"] = svg(figure)
         if rows:
             with canvas(6.0, 3.2) as figure:
                 _draw_pareto(figure, name, rows)
-                drawn[f"{name}: loss against train time, with the Pareto front"] = svg(figure)
+                drawn[f"{name}: loss against {_unit(rows)[0]}, with the Pareto front"] = svg(figure)
     return drawn
 
 
 def pareto(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Draw loss against time into `pareto-<track>-<version>.svg` and `.png` for each track; return the paths."""
+    """Draw loss against cost into `pareto-<track>-<version>.svg` and `.png` for each track; return the paths."""
     paths: list[Path] = []
     for name in sorted({row.track for row in rows}):
         with canvas(8.0, 4.5) as figure:
@@ -72,7 +75,9 @@ def _is_drawable(row: Row) -> bool:
     if row.train_time_s is None or row.val_loss is None:
         return False
     half_widths = row.train_time_half_width_s or 0.0, row.val_loss_half_width or 0.0
-    return all(abs(number) <= MOST for number in (row.train_time_s, row.val_loss, *half_widths))
+    return all(
+        abs(number) <= MOST for number in (row.train_time_s, row.num_steps, row.val_loss, *half_widths)
+    )
 
 
 def _qualifies(row: Row) -> bool:
@@ -80,7 +85,7 @@ def _qualifies(row: Row) -> bool:
 
 
 def frontier(rows: Sequence[Row]) -> list[Row]:
-    """Return the Pareto front, fastest first: rows not dominated in time and loss."""
+    """Return the Pareto front, fastest first: rows not dominated in cost and loss."""
     best: list[Row] = []
     for row in sorted(rows, key=_place):
         if not best or _place(row)[1] < _place(best[-1])[1]:
@@ -89,11 +94,18 @@ def frontier(rows: Sequence[Row]) -> list[Row]:
 
 
 def _place(row: Row) -> tuple[float, float]:
-    return row.train_time_s or 0.0, row.val_loss or 0.0
+    return row.cost or 0.0, row.val_loss or 0.0
+
+
+def _unit(rows: Sequence[Row]) -> tuple[str, str, list[float]]:
+    """Return the name of the rows' cost, how it is written, and its half widths. Equal runs take equal steps."""
+    if rows[0].rules.rank_by == "steps":
+        return "steps", "{:,.0f}", [0.0] * len(rows)
+    return "train time (s)", "{:.1f} s", [row.train_time_half_width_s or 0.0 for row in rows]
 
 
 def progress(rows: Sequence[Row]) -> list[tuple[int, float]]:
-    """Return place and train time of each qualified row that beats all qualified rows before it."""
+    """Return place and cost of each qualified row that beats all qualified rows before it."""
     steps: list[tuple[int, float]] = []
     for place, row in enumerate(rows):
         if _qualifies(row) and (not steps or _place(row)[0] < steps[-1][1]):
@@ -104,21 +116,21 @@ def progress(rows: Sequence[Row]) -> list[tuple[int, float]]:
 def _draw_history(axes: "Axes", rows: Sequence[Row]) -> None:
     """Draw a point for each record that reached the target, by date, filled where qualified, and the best so far."""
     rows = sorted((row for row in rows if row.standing != "missed"), key=lambda row: row.moment)
-    places, times_s = range(len(rows)), [_place(row)[0] for row in rows]
-    half_widths_s = [row.train_time_half_width_s or 0.0 for row in rows]
+    places, costs = range(len(rows)), [_place(row)[0] for row in rows]
+    name, form, half_widths = _unit(rows)
     steps = progress(rows)
     if steps:
         line = [*steps, (len(rows) - 1, steps[-1][1])]
         axes.step(*zip(*line, strict=True), where="post", color=TRAIN, linewidth=1.2, zorder=1)
-    _points(axes, rows, places, times_s, half_widths_s, [0.0] * len(rows))
+    _points(axes, rows, places, costs, half_widths, [0.0] * len(rows))
     bests = [place for place, _ in steps]
     for place in places if len(rows) <= _MOST_BESTS else _some(bests, _MOST_BESTS):
-        label(axes, (place, times_s[place]), f"{times_s[place]:.1f} s", (6, 5))
+        label(axes, (place, costs[place]), form.format(costs[place]), (6, 5))
     dated = _some(places, _MOST_DATES)
     axes.set_xticks(dated, [rows[place].date for place in dated], rotation=20, ha="right")
-    axes.set_ylim(bottom=0, top=1.25 * max(t + h for t, h in zip(times_s, half_widths_s, strict=True)))
+    axes.set_ylim(bottom=0, top=1.25 * max(c + h for c, h in zip(costs, half_widths, strict=True)))
     axes.margins(x=0.15)
-    axes.set_ylabel("train time (s)")
+    axes.set_ylabel(name)
 
 
 def _some(places: Sequence[int], most: int) -> list[int]:
@@ -131,19 +143,18 @@ def _draw_pareto(figure: "Figure", track: str, rows: Sequence[Row]) -> None:
     """Draw a point with intervals for each record, filled where qualified, and the Pareto front; names to the right."""
     axes, best = figure.add_subplot(), frontier(rows)
     axes.step(*zip(*map(_place, best), strict=True), where="post", color=TRAIN, linewidth=1.2, zorder=1)
-    times_s, losses = zip(*map(_place, rows), strict=True)
+    costs, losses = zip(*map(_place, rows), strict=True)
     loss_half_widths = [row.val_loss_half_width or 0.0 for row in rows]
-    _points(
-        axes, rows, times_s, losses, loss_half_widths, [row.train_time_half_width_s or 0.0 for row in rows]
-    )
+    name, _, half_widths = _unit(rows)
+    _points(axes, rows, costs, losses, loss_half_widths, half_widths)
     target = tracks.load(track.rpartition("@")[0]).target.loss
     axes.axhline(target, color=TARGET, linewidth=1, linestyle=DASHED, zorder=2)
-    if min(times_s) > 0 and max(times_s) > _LOG_FROM * min(times_s):
+    if min(costs) > 0 and max(costs) > _LOG_FROM * min(costs):
         axes.set_xscale("log")
         number_decades(axes.xaxis)
     title(axes, f"{track} (filled: qualified)")
     axes.margins(x=0.12, y=0.15)
-    axes.set_xlabel("mean train time (s)")
+    axes.set_xlabel(f"mean {name}")
     axes.set_ylabel("mean loss (nats per token)")
     axes.ticklabel_format(axis="y", useOffset=False)
     _note(axes, 0, f"target {target:g}", TARGET)

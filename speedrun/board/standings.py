@@ -1,4 +1,4 @@
-"""The board: every record of a folder, validated again and sorted by track, standing and train time.
+"""The board: every record of a folder, validated again and by track, standing and cost.
 
 Standing, means and intervals are recomputed from the logs. Nothing a record claims about itself is copied.
 """
@@ -53,6 +53,16 @@ class Row(msgspec.Struct, frozen=True):
     source_lines: int
     changed_lines: int | None = None  #: of science, against the parent; None without a readable one
     rank: int | None = None  #: among the qualified records of a ranked track
+
+    @property
+    def rules(self) -> tracks.Rules:
+        """The rules of its track."""
+        return tracks.load(self.track.rpartition("@")[0]).rules
+
+    @property
+    def cost(self) -> float | None:
+        """What the track ranks by: seconds of training, or steps; None without a finished run."""
+        return self.num_steps or None if self.rules.rank_by == "steps" else self.train_time_s
 
     @property
     def date(self) -> str:
@@ -230,14 +240,14 @@ def standing_of(record: Record, report: Report) -> str:
 
 
 def _ranked(rows: Iterable[Row]) -> Iterable[Row]:
-    """Sort by track, standing and time, and number the qualified records of ranked tracks."""
+    """Sort by track, standing, cost and date, and number the qualified records of ranked tracks."""
 
-    def order(row: Row) -> tuple[str, int, float]:
-        return row.track, STANDINGS.index(row.standing), row.train_time_s or float("inf")
+    def order(row: Row) -> tuple[str, int, float, datetime]:
+        return row.track, STANDINGS.index(row.standing), row.cost or float("inf"), row.moment
 
     rank: dict[str, int] = {}
     for row in sorted(rows, key=order):
-        if row.standing == "qualified" and tracks.load(row.track.rpartition("@")[0]).rules.ranked:
+        if row.standing == "qualified" and row.rules.ranked:
             rank[row.track] = rank.get(row.track, 0) + 1
             yield msgspec.structs.replace(row, rank=rank[row.track])
         else:

@@ -17,7 +17,7 @@ from speedrun import __version__
 from speedrun.cli.options import Group
 from speedrun.ground.errors import INTERRUPTED, Terminated, UsageError, unknown
 from speedrun.ground.exit_codes import EXIT_CODES
-from speedrun.ground.output import expected, leave, lost_output, tolerate_closed_streams
+from speedrun.ground.output import LOST, expected, leave, tolerate_closed_streams
 
 GROUPS = {
     "Train": {
@@ -137,6 +137,13 @@ def command() -> None:
     """Time to 3.28: a speedrun harness for language models in JAX, with numbers that can be believed."""
 
 
+def _lost_output() -> str:
+    """Return why standard output is incomplete; empty if it is complete or its reader closed it."""
+    sys.stdout.flush()
+    lost = LOST.get(sys.stdout.fileno())
+    return "" if lost is None or isinstance(lost, BrokenPipeError) else str(lost.strerror)
+
+
 def main() -> None:
     """Run the command line of this process and exit; with 2 if only standard output is incomplete."""
     if sys.getfilesystemencoding() != "utf-8":  # records are UTF-8 in any locale
@@ -148,7 +155,7 @@ def main() -> None:
     except SystemExit as end:
         if end.code in (Terminated.exit_code, INTERRUPTED):
             leave(end.code)
-        if not (why := lost_output()):
+        if not (why := _lost_output()):
             raise
         click.echo(
             f"error: standard output: {why}; everything else is done; redirect it to a disk with room",

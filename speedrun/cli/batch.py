@@ -21,7 +21,7 @@ from speedrun.cli.options import (
 from speedrun.cli.run_options import config_of, config_options, ghost_option, new_folder, wandb_option
 from speedrun.data import generated
 from speedrun.exchange.relay import relayed
-from speedrun.ground import children, signals
+from speedrun.ground import children
 from speedrun.ground import track as tracks
 from speedrun.ground.errors import UsageError
 from speedrun.ledger.validate import validate
@@ -74,7 +74,7 @@ def command(
 
     Exits with 0 if the batch proves its target and every check passes, with 1 if not.
     """
-    ctx.with_resource(signals.stoppable())
+    ctx.with_resource(children.stoppable())
     if resume is None:
         folder = given["out"] or new_folder(given["track"])
         request = _request({**given, "data": data}, folder)

@@ -27,7 +27,7 @@ from speedrun.cli.run_options import (
     process_options,
     wandb_option,
 )
-from speedrun.ground import signals
+from speedrun.ground import children, signals
 from speedrun.ground import track as tracks
 from speedrun.ground.errors import INTERRUPTED, UsageError
 from speedrun.launch import local
@@ -92,7 +92,7 @@ def command(
         if coordinator:
             raise UsageError("--local-processes and --coordinator; the first sets the second; leave one out")
         ctx.exit(local.run(local_processes, _child_words(ctx, resume or folder)))
-    ctx.with_resource(signals.stoppable())
+    ctx.with_resource(children.stoppable())
     _import_jax()
     from speedrun.study import single
     from speedrun.training.prepare import RunConfig

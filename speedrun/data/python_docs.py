@@ -24,7 +24,7 @@ from speedrun.data.inventory import MANIFEST, read_manifest
 from speedrun.data.sources import open_source
 from speedrun.ground.errors import DataError, UsageError
 from speedrun.ground.lock import lock_folder
-from speedrun.ground.track import PythonDocs, Track
+from speedrun.ground.track import Track
 from speedrun.ground.wholefile import write_whole
 
 PACKAGES = ("jax", "numpy", "scipy", "optax", "matplotlib")  #: dependencies of `speedrun run`
@@ -151,11 +151,11 @@ def _is_complete(folder: Path) -> bool:
     return found is not None and found.complete
 
 
-def _make(track: Track, wanted: PythonDocs, folder: Path, num_workers: int) -> prep.Prepared:
+def _make(track: Track, wanted: dict[str, int], folder: Path, num_workers: int) -> prep.Prepared:
     _remove_old(folder, track)
     texts = collect(installed())
     write_whole(folder / CORPUS, *(msgspec.json.encode(text._asdict()) + b"\n" for text in texts))
-    size = tokenizer.train_bpe((text.text for text in texts), wanted.vocab_size, folder / TOKENIZER)
+    size = tokenizer.train_bpe((text.text for text in texts), wanted["vocab_size"], folder / TOKENIZER)
     if size != track.data.vocab_size:
         raise DataError(
             f"{folder / TOKENIZER}: {size:,} ids; {track.id} needs {track.data.vocab_size:,}; this Python has too "
@@ -163,7 +163,7 @@ def _make(track: Track, wanted: PythonDocs, folder: Path, num_workers: int) -> p
         )
     cut = prep.Cut(
         prefix=track.data.val.partition("_val_")[0],
-        shard_tokens=wanted.shard_tokens,
+        shard_tokens=wanted["shard_tokens"],
         scored_tokens=track.data.val_tokens,
     )
     source = open_source([str(folder / CORPUS)])

@@ -22,6 +22,18 @@ from speedrun.ground.wholefile import write_whole
 KILL_AFTER_S = 5.0  #: from the second signal to SIGKILL
 
 
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """Handle signals with `signals.stop` around a whole command. A further signal ends the process at once."""
+    try:
+        with signals.handled_by(signals.stop):
+            yield
+    except Terminated:
+        for number in signals.STOPS:
+            signal.signal(number, lambda *_: os._exit(INTERRUPTED))
+        raise
+
+
 def run(
     argv: Sequence[str],
     *,

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TextIO
 from speedrun.ground.errors import INTERRUPTED, SpeedrunError, Terminated, UsageError
 from speedrun.ground.sourcefile import recipe_folders
 
-_LOST: dict[int, OSError] = {}  #: first error of writing, by descriptor
+LOST: dict[int, OSError] = {}  #: first error of writing, by descriptor
 _LONGEST = 300  #: characters of another library's message
 
 
@@ -73,7 +73,7 @@ class _Unfailing(io.FileIO):
         try:
             return super().write(data)
         except OSError as error:
-            _LOST.setdefault(self.fileno(), error)
+            LOST.setdefault(self.fileno(), error)
             return memoryview(data).nbytes
 
 
@@ -97,10 +97,3 @@ def _unfailing_stream(descriptor: int, stream: TextIO | None, original: TextIO |
         return unfailing(descriptor)
     # A replaced stream, as in tests, stays.
     return unfailing(descriptor, stream.encoding) if stream is original else stream
-
-
-def lost_output() -> str:
-    """Return why standard output is incomplete; empty if it is complete or its reader closed it."""
-    sys.stdout.flush()
-    lost = _LOST.get(sys.stdout.fileno())
-    return "" if lost is None or isinstance(lost, BrokenPipeError) else str(lost.strerror)

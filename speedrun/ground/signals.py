@@ -1,6 +1,5 @@
 """Handlers of SIGINT and SIGTERM. They end a run, and its log and facts are still written."""
 
-import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -9,7 +8,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from speedrun.ground.errors import INTERRUPTED, Terminated
+from speedrun.ground.errors import Terminated
 
 STOPS = (signal.SIGINT, signal.SIGTERM)
 
@@ -91,18 +90,6 @@ def handled_by(handler: Any, *numbers: int) -> Iterator[None]:
             signal.setitimer(signal.ITIMER_REAL, 0)
         for number, old in before.items():
             signal.signal(number, old)
-
-
-@contextmanager
-def stoppable() -> Iterator[None]:
-    """Handle signals with `stop` around a whole command. A further signal ends the process at once."""
-    try:
-        with handled_by(stop):
-            yield
-    except Terminated:
-        for number in STOPS:
-            signal.signal(number, lambda *_: os._exit(INTERRUPTED))
-        raise
 
 
 def interruptible(work: Callable[[], Any]) -> Any:

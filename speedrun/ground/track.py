@@ -7,6 +7,7 @@ Recipes may not change any of it.
 import hashlib
 import tomllib
 from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 
@@ -58,16 +59,16 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     min_runs: int  #: number of finished runs that a ranked record needs
     val_every: int  #: steps between declared validations; one more follows the last step
     untimed_cap_s: float  #: limit for everything before the clock
-    ranked: bool  #: by train time; else results are shown, not ranked
-    #: Limit for the whole state: a float32 parameter, two moments and one copy make 16.
-    state_bytes_per_param: float = 16.0
+    ranked: bool  #: else results are shown, not ranked
+    rank_by: Literal["train time", "steps"] = "train time"  #: fewer is better
+    state_bytes_per_param: float = 16.0  #: at most; a float32 parameter, two moments and one copy make 16
 
 
-class PythonDocs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Data made from the documentation of this Python."""
+class Fixed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What every run takes from the track's recipe. Free: optimizer, schedule and numbers of steps."""
 
-    vocab_size: int  #: of the BPE trained on it
-    shard_tokens: int
+    recipe: dict[str, Any]  #: the rest of the recipe, as the config of a run describes it
+    inputs: dict[str, float]  #: inputs of the model: this times the progress, rounded up, at least 1
 
 
 class Track(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -81,7 +82,8 @@ class Track(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     target: Target
     rules: Rules
     synthetic: dict[str, int] | None = None  #: settings of the generator, if the data is synthetic
-    python_docs: PythonDocs | None = None  #: if the data is made from Python's documentation
+    python_docs: dict[str, int] | None = None  #: its BPE and shards, if the data is Python's documentation
+    fixed: Fixed | None = None  #: None: recipes are free
 
     @property
     def id(self) -> str:

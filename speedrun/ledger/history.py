@@ -48,18 +48,35 @@ def files_at(commit: str, paths: tuple[str, ...]) -> dict[str, bytes] | None:
     if not _COMMIT.fullmatch(commit) or not (ROOT / ".git").exists():
         return None
     names = [f"{commit}^{{commit}}", *(f"{commit}:{path}" for path in paths)]
-    try:
-        answer = subprocess.run(
-            ["git", "-C", str(ROOT), "cat-file", "--batch"],
-            input="".join(f"{one}\n" for one in names).encode(),
-            env={**os.environ, **_QUIET}, capture_output=True, timeout=_ANSWER_S, check=True,
-        ).stdout  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
+    answer = _git("cat-file", "--batch", text="".join(f"{one}\n" for one in names))
+    if answer is None:
         return None
     found = _objects(answer, names)
     if found.pop(names[0]) is None:
         return None
     return {name.partition(":")[2]: content for name, content in found.items() if content is not None}
+
+
+def base(commit: str) -> str:
+    """Return the newest commit that an untrusted one shares with this version; empty if there is none here.
+
+    It holds nothing that was changed for a record, as the record's own commit may.
+    """
+    if not _COMMIT.fullmatch(commit) or not (ROOT / ".git").exists():
+        return ""
+    return (_git("merge-base", commit, "HEAD") or b"").decode().strip()
+
+
+def _git(*argv: str, text: str = "") -> bytes | None:
+    """Return the output of git in this repository, or None if it fails."""
+    try:
+        return subprocess.run(
+            ["git", "-C", str(ROOT), *argv],
+            input=text.encode(),
+            env={**os.environ, **_QUIET}, capture_output=True, timeout=_ANSWER_S, check=True,
+        ).stdout  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def _objects(answer: bytes, names: list[str]) -> dict[str, bytes | None]:

@@ -17,7 +17,7 @@ from speedrun.ledger import runfile
 from speedrun.science import recipes
 from speedrun.science.params import SHARDS
 from speedrun.science.recipe import Batch, Recipe, describe
-from speedrun.training import footprint
+from speedrun.training import fixed, footprint
 from speedrun.training.program import Program, StepShape
 
 
@@ -135,6 +135,7 @@ def prepare(config: RunConfig) -> Ready:
     """
     track = tracks.load(config.track)
     recipe = recipes.load(config.recipe or track.recipe).override(config.overrides)
+    fixed.check(recipe, track)
     _check_out(config)
     meshes.prepare(track.rules.platform)
     _check_platform(track)

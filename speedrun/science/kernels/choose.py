@@ -4,9 +4,10 @@ Legend: B batch, T time, H heads, K head width.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -115,26 +116,28 @@ def _bind_flash3(call: AttentionCall) -> Callable[..., jax.Array]:
     )
 
 
-ATTENTION: dict[str, Form] = {
-    "definition": Form(_definition_refusals, lambda _: attention),
-    "banded": Form(
-        lambda _: [], lambda call: partial(attention_banded.attention, window_tokens=call.window_tokens)
-    ),
-    "triton": Form(
-        lambda call: (
-            _platform_refusals(call) + _dtype_refusals(call) + attention_triton.refusals(call.shape_BTHK)
+ATTENTION: Mapping[str, Form] = MappingProxyType(
+    {
+        "definition": Form(_definition_refusals, lambda _: attention),
+        "banded": Form(
+            lambda _: [], lambda call: partial(attention_banded.attention, window_tokens=call.window_tokens)
         ),
-        lambda _: attention_triton.attention,
-    ),
-    "mosaic": Form(
-        lambda call: _platform_refusals(call) + attention_mosaic.refusals(call.shape_BTHK, call.dtype),
-        lambda _: attention_mosaic.attention,
-    ),
-    "flash3": Form(_flash3_refusals, _bind_flash3),
-}
+        "triton": Form(
+            lambda call: (
+                _platform_refusals(call) + _dtype_refusals(call) + attention_triton.refusals(call.shape_BTHK)
+            ),
+            lambda _: attention_triton.attention,
+        ),
+        "mosaic": Form(
+            lambda call: _platform_refusals(call) + attention_mosaic.refusals(call.shape_BTHK, call.dtype),
+            lambda _: attention_mosaic.attention,
+        ),
+        "flash3": Form(_flash3_refusals, _bind_flash3),
+    }
+)
 
 #: Forms that need one program per window.
-FIXED_WINDOW_FORMS = {"flash3"}
+FIXED_WINDOW_FORMS = frozenset({"flash3"})
 
 
 def choose_attention(wanted: str, call: AttentionCall) -> Choice:
@@ -166,15 +169,17 @@ def choose_attention(wanted: str, call: AttentionCall) -> Choice:
     return _first_of(ATTENTION, order, why, call)
 
 
-QK_NORM: dict[str, Form] = {
-    "definition": Form(lambda _: [], lambda _: qk_norm),
-    "triton": Form(
-        lambda call: (
-            _platform_refusals(call) + _dtype_refusals(call) + qk_norm_triton.refusals(call.head_dim)
+QK_NORM: Mapping[str, Form] = MappingProxyType(
+    {
+        "definition": Form(lambda _: [], lambda _: qk_norm),
+        "triton": Form(
+            lambda call: (
+                _platform_refusals(call) + _dtype_refusals(call) + qk_norm_triton.refusals(call.head_dim)
+            ),
+            lambda _: qk_norm_triton.qk_norm,
         ),
-        lambda _: qk_norm_triton.qk_norm,
-    ),
-}
+    }
+)
 
 
 def choose_qk_norm(wanted: str, call: QkNormCall) -> Choice:
@@ -184,7 +189,7 @@ def choose_qk_norm(wanted: str, call: QkNormCall) -> Choice:
     return _first_of(QK_NORM, ["triton", "definition"], "one pass where it can run", call)
 
 
-def _wanted(operation: str, forms: dict[str, Form], wanted: str, call: Any) -> Choice:
+def _wanted(operation: str, forms: Mapping[str, Form], wanted: str, call: Any) -> Choice:
     if wanted not in forms:
         raise unknown(f"form of {operation}", wanted, ["auto", *forms])
     if reasons := forms[wanted].refusals(call):
@@ -194,7 +199,7 @@ def _wanted(operation: str, forms: dict[str, Form], wanted: str, call: Any) -> C
     return Choice(wanted, forms[wanted].bind(call), "asked for")
 
 
-def _first_of(forms: dict[str, Form], order: list[str], why: str, call: Any) -> Choice:
+def _first_of(forms: Mapping[str, Form], order: list[str], why: str, call: Any) -> Choice:
     refusals = {name: forms[name].refusals(call) for name in order}
     name = next(name for name in order if not refusals[name])
     skipped = [f"not {other}: {', '.join(refusals[other])}" for other in order[: order.index(name)]]

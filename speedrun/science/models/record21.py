@@ -5,8 +5,9 @@ Legend: B batch, T time, D model, H heads, K head width, F mlp, V vocabulary.
 Source: modded-nanogpt, records 8 to 21 (K. Jordan, @Grad62304977, @YouJiacheng, @brendanh0gan, @KoszarskyB and others).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import jax
@@ -142,11 +143,13 @@ def attend(window: Mixing) -> Callable[[jax.Array, Params, str, int, Context, Co
     return apply
 
 
-MIXERS: dict[Mixing, Mixer] = {
-    "long": Mixer(attention_table, attend("long")),
-    "short": Mixer(attention_table, attend("short")),
-    "none": Mixer(lambda _: {}, lambda h_BTD, *_: jnp.zeros_like(h_BTD)),
-}
+MIXERS: Mapping[Mixing, Mixer] = MappingProxyType(
+    {
+        "long": Mixer(attention_table, attend("long")),
+        "short": Mixer(attention_table, attend("short")),
+        "none": Mixer(lambda _: {}, lambda h_BTD, *_: jnp.zeros_like(h_BTD)),
+    }
+)
 
 
 def block_table(mixing: Mixing, cfg: Config) -> Table:

@@ -1,0 +1,239 @@
+"""The optimiser tracks: what they fix is that of their recipe, a run that differs is refused, and its entries train."""
+
+import ast
+import dataclasses
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import msgspec
+import numpy as np
+import pytest
+from test_recipes import at_laptop_size, train_trace
+
+import speedrun as sr
+from speedrun.ground import mesh, plugins, provenance, track
+from speedrun.ground.errors import UsageError
+from speedrun.ground.sourcefile import RECIPES_VARIABLE
+from speedrun.ledger.checks.fixed import FREE, FREE_FOLDERS, leaves
+from speedrun.ledger.code import is_science
+from speedrun.ledger.reaches import imports_of
+from speedrun.ledger.source import split_source
+from speedrun.science import recipes
+from speedrun.science.inputs import Inputs
+from speedrun.science.recipe import Batch, Stage, describe
+from speedrun.training import fixed
+from speedrun.training.prepare import RunConfig, prepare
+from speedrun.training.program import Program
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "optimiser-track.md").read_text()
+EXAMPLES = dict(re.findall(r"^`(\w+)\.py`:\n\n```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
+FIXING = [name for name in track.names() if track.load(name).fixed is not None]
+#: Of the recipe when the version of the track was made. Another revision is another recipe: make a new version.
+REVISIONS = {"optim-steps@1": 1, "optim-steps-cpu@1": 1}
+CPU = track.load("optim-steps-cpu")
+SMOKE = recipes.load("smoke")
+
+
+@pytest.mark.parametrize("name", FIXING)
+def test_a_track_fixes_all_of_its_recipe_but_what_is_free(name: str) -> None:
+    rules = track.load(name)
+    recipe = recipes.load(rules.recipe)
+    described = msgspec.json.decode(msgspec.json.encode(describe(recipe)))
+    assert rules.fixed is not None
+    assert leaves(rules.fixed.recipe) == leaves({k: v for k, v in described.items() if k not in FREE})
+    assert REVISIONS[rules.id] == recipe.revision
+    for num_steps in (recipe.num_steps, 27):
+        for step in range(num_steps + 1):
+            inputs = recipe.schedule.at(step, num_steps)
+            for given, most in rules.fixed.inputs.items():
+                assert inputs[given] == max(1, np.ceil(most * (step / num_steps)))
+    fixed.check(recipe, rules)
+
+
+class Asked(dict):
+    """Inputs that note who is asked for."""
+
+    def __init__(self, values: dict) -> None:
+        super().__init__(values)
+        self.names: set[str] = set()
+
+    def __getitem__(self, name: str):
+        self.names.add(name)
+        return super().__getitem__(name)
+
+
+@pytest.mark.parametrize("name", FIXING)
+def test_a_track_fixes_every_input_that_its_model_reads(name: str) -> None:
+    rules = track.load(name)
+    program = Program(at_laptop_size(rules.recipe), mesh.make_mesh(1))
+    recipe, asked = program.recipe, Asked(program.recipe.inputs_at(0))
+    inputs = Inputs(asked, dict.fromkeys(asked, 4))
+    params = jax.eval_shape(lambda key: program.layout.unpack(program.layout.init(key)), jax.random.key(0))
+    ids = jax.ShapeDtypeStruct((1, 64), np.int32)
+
+    def loss(params, ids):
+        batch = Batch(ids, ids, {})
+        return recipe.loss(params, batch, inputs, recipe.config, program.kernels, recipe.forward)
+
+    jax.eval_shape(loss, params, ids)
+    assert rules.fixed is not None
+    assert asked.names == {*rules.fixed.inputs}
+
+
+class Late:
+    """A schedule whose windows grow later, or are of another kind."""
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+
+    def at(self, step: int, num_steps: int) -> dict:
+        given = SMOKE.schedule.at(step, num_steps)
+        late = SMOKE.schedule.at(max(0, step - (self.kind is np.int32)), num_steps)
+        return given | {"window_blocks": self.kind(late["window_blocks"])}
+
+
+def pretended(*_) -> None:
+    """It is named like the track's."""
+
+
+pretended.__module__, pretended.__qualname__ = SMOKE.forward.__module__, SMOKE.forward.__qualname__
+STAGE = SMOKE.stages[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"forward": pretended}, "forward"),
+        ({"loss": pretended, "table": pretended}, "loss and table"),
+        ({"config": dataclasses.replace(SMOKE.config, logit_cap=14.0)}, "config"),
+        ({"compute_dtype": "bfloat16"}, "compute_dtype"),
+        ({"eval_seq_len": 512}, "eval_seq_len"),
+        ({"carry": lambda _: {}}, "carry"),
+        ({"stages": (dataclasses.replace(STAGE, seq_len=512),)}, "stages"),
+        ({"stages": (STAGE, STAGE)}, "stages"),
+        ({"stages": (dataclasses.replace(STAGE, document_tokens=64),)}, "stages"),
+        ({"schedule": Late(np.int32)}, "window_blocks"),
+        ({"schedule": Late(int)}, "window_blocks"),
+    ],
+    ids=str,
+)
+def test_a_recipe_that_changes_what_is_fixed_is_refused(changes: dict, named: str) -> None:
+    assert describe(pretended) == describe(SMOKE.forward)
+    recipe = dataclasses.replace(SMOKE, name="mine", **changes)
+    with pytest.raises(UsageError) as caught:
+        fixed.check(recipe, CPU)
+    assert str(caught.value) == (
+        f"recipe mine changes {named}, which optim-steps-cpu@1 fixes; change only optimizer, schedule and numbers of "
+        "steps, or choose another track"
+    )
+    fixed.check(recipe, track.load("smoke-cpu"))
+
+
+def test_optimizer_schedule_and_number_of_steps_are_free() -> None:
+    slower = dataclasses.replace(SMOKE.schedule, momentum_end=0.9, cooldown_fraction=0.7)
+    changed = {"optimizer.muon_lr": 0.03, "stages.0.num_steps": 33, "optimizer.muon_steps": 3}
+    fixed.check(dataclasses.replace(SMOKE.override(changed), name="mine", schedule=slower), CPU)
+
+
+def test_a_run_is_refused_before_its_folder_is_made(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="recipe smoke changes config, which optim-steps-cpu@1 fixes"):
+        prepare(RunConfig("optim-steps-cpu", tmp_path / "out", overrides={"config.mlp_dim": "512"}))
+    assert not (tmp_path / "out").exists()
+
+
+# --- science that is fixed can be compared as text ------------------------------------------------------------
+
+
+def _fixed_science() -> list[Path]:
+    paths = [
+        path for path in ROOT.glob("speedrun/science/**/*.py") if is_science(f"{path.relative_to(ROOT)}")
+    ]
+    return [path for path in paths if not str(path.relative_to(ROOT)).startswith(FREE_FOLDERS)]
+
+
+def test_fixed_science_imports_nothing_that_is_free() -> None:
+    free = tuple(folder.rstrip("/").replace("/", ".") for folder in FREE_FOLDERS)
+    assert len(_fixed_science()) > 10
+    for path in _fixed_science():
+        for node in ast.walk(ast.parse(path.read_text())):
+            for one in imports_of(node):
+                assert not f"{one.module}.{one.name}".startswith(free), f"{path} imports {one.module}"
+
+
+#: Tables that a recipe could change, for nothing: of the packing, of flags that V401 reads, of an empty carry.
+HARMLESS = {"PLACES", "COMPILER_OPTIONS", "NOTHING"}
+
+
+@pytest.mark.parametrize("name", FIXING)
+def test_the_fixed_model_has_no_table_that_a_recipe_could_change(name: str) -> None:
+    """V502 does not see `table = MIXERS; table["long"] = mine`."""
+    source = split_source(provenance.closure([f"speedrun.science.recipes.{track.load(name).recipe}"], []))
+    for path in source:
+        if path.startswith("speedrun/science/") and not path.startswith(FREE_FOLDERS):
+            module = importlib.import_module(
+                path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+            )
+            for table, value in vars(module).items():
+                fixed = (
+                    not isinstance(value, dict | list | set) or table.startswith("__") or table in HARMLESS
+                )
+                assert fixed, f"{path}: {table} should be a MappingProxyType, a tuple or a frozenset"
+
+
+# --- the entries of docs/optimiser-track.md -------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The files of the page."""
+    monkeypatch.setenv(RECIPES_VARIABLE, "")
+    for name, text in EXAMPLES.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    yield tmp_path
+    plugins.forget([name for name in sys.modules if name.rpartition(".")[2] in EXAMPLES])
+
+
+def test_the_entries_are_short() -> None:
+    assert {name: len(text.replace("\n\n", "\n").splitlines()) <= 60 for name, text in EXAMPLES.items()} == {
+        "polar": True, "shampoo": True}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["polar", "shampoo"])
+def test_an_entry_takes_part_and_trains_alike_on_one_device_and_eight(name: str, folder: Path) -> None:
+    recipe = sr.load(str(folder / f"{name}.py"))
+    fixed.check(recipe, CPU)
+    small = dataclasses.replace(recipe, stages=(Stage(num_steps=3, num_sequences=8, seq_len=64),))
+    one, eight = (train_trace(Program(small, mesh.make_mesh(n)), 3)[1] for n in (1, 8))
+    np.testing.assert_allclose(one, eight, rtol=1e-4)
+    assert one[-1] < one[0] - 0.1
+
+
+def test_polar_express_gives_the_polar_factor(folder: Path) -> None:
+    """Compare with the singular value decomposition, for singular values from 1e-3 to 1 of the norm."""
+    polar_factor = sr.load(str(folder / "polar.py")).optimizer.matrices.__globals__["polar_factor"]
+    u, _, vt = np.linalg.svd(np.random.default_rng(0).normal(size=(2, 16, 48)), full_matrices=False)
+    for least in (1.0, 0.1, 0.004):
+        x_Kmn = u * np.geomspace(1, least, 16) @ vt
+        found = np.linalg.svd(np.asarray(polar_factor(x_Kmn.astype(np.float32))), compute_uv=False)
+        np.testing.assert_allclose(found, 1, atol=0.004)
+        np.testing.assert_allclose(polar_factor(x_Kmn.astype(np.float32)), u @ vt, atol=0.004)
+    assert not np.asarray(polar_factor(np.zeros((8, 2, 3), np.float32))).any()
+
+
+def test_shampoo_has_the_inverse_root(folder: Path) -> None:
+    """Compare with the eigendecomposition in float64."""
+    inverse_root = sr.load(str(folder / "shampoo.py")).optimizer.matrices.__globals__["inverse_root"]
+    q, _ = np.linalg.qr(np.random.default_rng(0).normal(size=(2, 48, 48)))
+    for least in (1.0, 1e-2, 1e-8):
+        a_Kmm = 7 * q * np.geomspace(1, least, 48) @ q.transpose(0, 2, 1)
+        values, vectors = np.linalg.eigh(a_Kmm)
+        ridge = 1e-4 * np.linalg.norm(values, axis=-1, keepdims=True)
+        want = vectors / np.sqrt(values + ridge)[:, None] @ vectors.transpose(0, 2, 1)
+        found = inverse_root(a_Kmm.astype(np.float32), ridge=1e-4, steps=15)
+        np.testing.assert_allclose(found, want, atol=1e-3 * np.abs(want).max())
+    assert np.isfinite(np.asarray(inverse_root(np.zeros((8, 3, 3), np.float32), ridge=1e-4, steps=15))).all()
