@@ -37,14 +37,33 @@ def summed_uncapped(
 ) -> jax.Array:
     """Return the sum of `cross_entropy` over the tokens, f32 [], for any cap.
 
-    Logits are computed again in the backward pass, chunk by chunk: four products.
+    Logits are computed again in the backward pass, chunk by chunk: four products. The head's gradient is summed over
+    the chunks in float32.
     """
+    wide_VD = head_VD.astype(jnp.float32)
 
     @jax.checkpoint
     def add(total: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        return total + jnp.sum(cross_entropy(chunk[0], head_VD, chunk[1], cap=cap)), None
+        logits_NV = _capped(_products(chunk[0], wide_VD.astype(head_VD.dtype)), cap)
+        target_N = jnp.take_along_axis(logits_NV, chunk[1][:, None], axis=1)[:, 0]
+        return total + jnp.sum(jax.nn.logsumexp(logits_NV, axis=1) - target_N), None
 
     return jax.lax.scan(add, _zero_like(x_ND, ()), in_chunks(x_ND, targets_N, num_chunks))[0]
+
+
+@jax.custom_vjp
+def _products(x_ND: jax.Array, head_VD: jax.Array) -> jax.Array:
+    """Return x W^T in float32. The backward pass rounds its gradient to the dtype of `x_ND`, for fast products."""
+    return jnp.einsum("nd,vd->nv", x_ND, head_VD, preferred_element_type=jnp.float32)
+
+
+def _products_backward(factors: tuple[jax.Array, jax.Array], dz_NV: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x_ND, head_VD = factors
+    dz_NV = dz_NV.astype(x_ND.dtype)
+    return dz_NV @ head_VD, dz_NV.T @ x_ND
+
+
+_products.defvjp(lambda x_ND, head_VD: (_products(x_ND, head_VD), (x_ND, head_VD)), _products_backward)
 
 
 def summed_cross_entropy(
