@@ -22,7 +22,7 @@ def check(recipe: Recipe, track: Track) -> None:
     differs += [name for name in by_value if _all(name, recipe, num_steps) != _all(name, own, num_steps)]
     if differs:
         raise UsageError(
-            f"recipe {recipe.name} changes {' and '.join(differs)}, which {track.id} fixes; change only optimizer, "
+            f"recipe {recipe.name} changes {', '.join(differs)}, which {track.id} fixes; change only optimizer, "
             "schedule and numbers of steps, or choose another track"
         )
 
