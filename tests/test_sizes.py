@@ -41,13 +41,18 @@ GPT2 = {
 }
 
 
-def test_small_is_the_recipe_itself() -> None:
-    assert AT["small"] == RECORD21
-    assert GPT2 | settings_at("small", GPT2) == GPT2
+FULL_SIZE = [name for name in recipes.names() if recipes.load(name).config.model_dim == 768]
 
 
-def test_each_size_is_larger_than_the_one_before() -> None:
-    numbers = [(count(one.table(one.config)), one.config.num_layers, one.total_tokens) for one in AT.values()]
+@pytest.mark.parametrize("name", FULL_SIZE)
+def test_small_is_the_recipe_itself(name: str) -> None:
+    assert recipes.load(name).override({"size": "small"}) == recipes.load(name)
+
+
+@pytest.mark.parametrize("name", FULL_SIZE)
+def test_each_size_is_larger_than_the_one_before(name: str) -> None:
+    siblings = [recipes.load(name).override({"size": size}) for size in SIZES]
+    numbers = [(count(one.table(one.config)), one.config.num_layers, one.total_tokens) for one in siblings]
     for smaller, larger in itertools.pairwise(numbers):
         assert smaller[0] < larger[0]
         assert smaller[1] <= larger[1]

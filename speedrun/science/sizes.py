@@ -17,7 +17,7 @@ SIZES = {
     "medium": (16, 1024, 2.0),
 }
 #: The ids of the smoke-cpu track, and the budget of its recipe.
-SMOKE = {"vocab_size": 256, "head_size": 256, "document_token": 0, "block_tokens": 16, "max_positions": 256}
+SMOKE = {"vocab_size": 256, "head_size": 256, "document_token": 0, "max_positions": 256}
 SMOKE |= {"num_sequences": 8, "seq_len": 256, "eval_sequences": 16, "eval_seq_len": 1024}
 SMOKE_STEPS = 280
 
@@ -44,6 +44,7 @@ def settings_at(name: str, known: Mapping[str, Any]) -> dict[str, Any]:
     new: dict[str, Any] = {k: tuple(v[i] for i in places) for k, v in tuples.items() if len(v) == layers}
     factors = {"model_dim": width, "mlp_dim": width, "num_heads": width / narrow, "head_dim": narrow}
     factors |= {"num_layers": depth / layers, "attention_scale": narrow**-0.5, "matrix_lr": 1 / width}
+    factors["block_tokens"] = 1 / 8 if name == "smoke" else 1
     for key, old in known.items():
         above, _, field = key.rpartition(".")
         if field in factors:
