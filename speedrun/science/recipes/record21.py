@@ -16,7 +16,7 @@ from speedrun.science.recipe import Recipe, Stage
 RECIPE = Recipe(
     name="record21",
     summary="12 layers, 276M parameters, 0.7B tokens: modded-nanogpt's record 21",
-    parent=None,
+    parent="values",
     revision=1,
     config=Config(
         vocab_size=50257,
