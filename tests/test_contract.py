@@ -242,6 +242,18 @@ MISTAKES = {
         "reads batch.masks_BT; a batch has tokens_BT, targets_BT, carry",
     ),
     "carry": ("def carry(cfg): return {}\nCHANGES = {'carry': carry}", "its carry has 'amax'"),
+    "carry_lost": (
+        "def loss(*given): return toy89.loss(*given)._replace(carry={})\nCHANGES = {'loss': loss}",
+        "its loss carries",
+    ),
+    "carry_shape": (
+        "def carry(cfg): return {'amax': np.ones(2, np.float32)}\n"
+        "def loss(p, batch, *given):\n"
+        "    one = batch._replace(carry={'amax': batch.carry['amax'][:, 0]})\n"
+        "    return toy89.loss(p, one, *given)\n"
+        "CHANGES = {'carry': carry, 'loss': loss}",
+        "its loss carries",
+    ),
 }
 
 
@@ -251,7 +263,9 @@ def test_a_recipe_with_a_mistake_is_refused_before_it_is_compiled(
 ):
     source, said = MISTAKES[mistake]
     monkeypatch.setenv(RECIPES_VARIABLE, str(FILE.parent))
-    imports = "from dataclasses import replace\nfrom speedrun.science.recipes import toy89\n"
+    imports = (
+        "from dataclasses import replace\nimport numpy as np\nfrom speedrun.science.recipes import toy89\n"
+    )
     recipe = f"RECIPE = replace(toy89.RECIPE, name='bad_{mistake}', **CHANGES)\n"
     file = tmp_path / f"bad_{mistake}.py"
     file.write_text(f"{imports}{source}\n{recipe}")

@@ -24,6 +24,7 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from speedrun.ground.errors import UsageError
 from speedrun.ground.mesh import DATA, fetch
 from speedrun.science.inputs import Inputs, Plan, Static
 from speedrun.science.kernels.choose import Kernels
@@ -128,6 +129,7 @@ class Step:
         """Compute one device's part of a step."""
         inputs, batch = self.plan.at(state.step, schedule, static), Batch(tokens_BT, targets_BT, state.carry)
         loss, grads = self.loss_and_grads(state.params, batch, inputs)
+        _check_carry(loss.carry, state.carry)
         updates, opt_state = self.transform.update(grads, state.opt_state, state.params, inputs=inputs)
         new = jax.tree.map(lambda p, u: (p.astype(jnp.float32) + u).astype(p.dtype), state.params, updates)
         flags = {k: self._nonfinite(k, g) for k, g in grads.items()}
@@ -218,3 +220,10 @@ class Step:
         if name in self.layout.vectors:
             return bad
         return jnp.any(bad, axis=(1, 2)) if name in self.layout.banks else jnp.any(bad)[None]
+
+
+def _check_carry(new: Params, old: Params) -> None:
+    """Refuse what the next step could not take."""
+    got, need = ({name: f"{x.dtype}{[*x.shape]}" for name, x in carry.items()} for carry in (new, old))
+    if got != need:
+        raise UsageError(f"its loss carries {got}, its carry begins as {need}; need the same")
