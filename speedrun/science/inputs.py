@@ -55,6 +55,8 @@ class Plan(NamedTuple):
         for step, row in enumerate(rows):
             if lacks := names - {*row}:
                 raise UsageError(f"its schedule gives no input {min(lacks)!r} at step {step}")
+            if changed := [name for name in names if np.shape(row[name]) != np.shape(rows[0][name])]:
+                raise UsageError(f"its schedule gives {changed[0]!r} another shape at step {step}")
         traced = [name for name, value in rows[0].items() if isinstance(value, np.generic | np.ndarray)]
         schedule = {name: np.stack([row[name] for row in rows]) for name in traced}
         most = {name: int(x.max()) for name, x in schedule.items() if np.issubdtype(x.dtype, np.integer)}

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from speedrun.ground.errors import UsageError
 from speedrun.ground.mesh import DATA
 
 Params = dict[str, jax.Array]
@@ -135,6 +136,10 @@ class Layout:
         for name, spec in self.table.items():
             if spec.packed == "vector":
                 members.setdefault(f"{spec.group}s", []).append(name)
+        if clash := [name for name in members if name in self.tables]:
+            raise UsageError(
+                f"its table declares {clash[0]!r}, the vector of group {clash[0][:-1]!r}; rename either"
+            )
         return {name: tuple(names) for name, names in members.items()}
 
     @property
