@@ -12,6 +12,7 @@ from speedrun.exchange import ladder
 from speedrun.ground import track
 from speedrun.ground.errors import UsageError
 from speedrun.ledger.record import load
+from speedrun.predict.plan import plan as predicted
 from speedrun.science import recipes
 
 ROOT = Path(__file__).parent.parent
@@ -66,3 +67,12 @@ def test_each_rung_has_one_record(record, table, tmp_path):
 def test_the_table_of_this_repository_follows_the_parents():
     rungs = [rung.recipe for rung in ladder.read(ROOT / "records" / "ladder.tsv")]
     assert [recipes.load(name).parent for name in rungs] == [None, *rungs[:-1]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rung", ladder.read(ROOT / "records" / "ladder.tsv"), ids=lambda rung: rung.recipe)
+def test_the_predicted_minutes_are_those_of_the_compiled_program(rung: ladder.Rung):
+    """Memory and time on eight H100, without one."""
+    found = predicted(recipes.load(rung.recipe), "h100", 8, 8, "compiled program")
+    assert found.fits
+    assert found.total_s / 60 == pytest.approx(rung.predicted, rel=0.03)
