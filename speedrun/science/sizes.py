@@ -18,7 +18,7 @@ SIZES = {
 }
 #: The ids of the smoke-cpu track, and the budget of its recipe.
 SMOKE = {"vocab_size": 256, "head_size": 256, "document_token": 0, "max_positions": 256}
-SMOKE |= {"num_sequences": 8, "seq_len": 256, "eval_sequences": 16, "eval_seq_len": 1024}
+SMOKE |= {"num_sequences": 8, "seq_len": 256, "eval_sequences": 64, "eval_seq_len": 256}
 
 
 def settings_at(name: str, known: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,12 +56,11 @@ def settings_at(name: str, known: Mapping[str, Any]) -> dict[str, Any]:
 
 def _smoke(known: Mapping[str, Any]) -> dict[str, Any]:
     new: dict[str, Any] = {"config.head_fp8": None}
-    fixed = SMOKE | ({"eval_sequences": 64, "eval_seq_len": 256} if "config.max_positions" in known else {})
     shrink = 280 / sum(value for key, value in known.items() if key.endswith(".num_steps"))
     for key, old in known.items():
         field = key.rpartition(".")[2]
-        if field in fixed:
-            new[key] = fixed[field]
+        if field in SMOKE:
+            new[key] = SMOKE[field]
         elif field.endswith("dtype"):
             new[key] = "float32"
         elif key.startswith(("schedule.", "stages.")) and field.endswith("_steps"):
