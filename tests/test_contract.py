@@ -236,12 +236,21 @@ MISTAKES = {
         "CHANGES = {'schedule': Short()}",
         "gives no input 'momentum'; it gives",
     ),
+    "float": (
+        "class Falling(toy89.Schedule):\n"
+        "    def at(self, *at): return super().at(*at) | {'lr_scale': 1 - at[0] / at[1]}\n"
+        "CHANGES = {'schedule': Falling()}",
+        "gives 'lr_scale' as a Python float; need np.float32",
+    ),
     "batch": (
         "def loss(p, batch, *given): return toy89.loss(p, batch._replace(targets_BT=batch.masks_BT), *given)\n"
         "CHANGES = {'loss': loss}",
         "reads batch.masks_BT; a batch has tokens_BT, targets_BT, carry",
     ),
-    "carry": ("def carry(cfg): return {}\nCHANGES = {'carry': carry}", "its carry has 'amax'"),
+    "carry": (
+        "def carry(cfg): return {}\nCHANGES = {'carry': carry}",
+        "no 'amax' in its table, carry or schedule",
+    ),
     "carry_lost": (
         "def loss(*given): return toy89.loss(*given)._replace(carry={})\nCHANGES = {'loss': loss}",
         "its loss carries",

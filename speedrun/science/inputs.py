@@ -48,7 +48,7 @@ class Plan(NamedTuple):
         """Collect the inputs of each step.
 
         Raises:
-            UsageError: if a step lacks an input that another has.
+            UsageError: if a step lacks an input that another has, or one changes its shape or is a Python float.
         """
         rows = tuple(map(inputs_at, range(num_steps + 1)))
         names = set[str]().union(*rows)
@@ -57,6 +57,8 @@ class Plan(NamedTuple):
                 raise UsageError(f"its schedule gives no input {min(lacks)!r} at step {step}")
             if changed := [name for name in names if np.shape(row[name]) != np.shape(rows[0][name])]:
                 raise UsageError(f"its schedule gives {changed[0]!r} another shape at step {step}")
+            if floats := [name for name in names if isinstance(row[name], float)]:  # a program for each value
+                raise UsageError(f"its schedule gives {floats[0]!r} as a Python float; need np.float32")
         traced = [name for name, value in rows[0].items() if isinstance(value, np.generic | np.ndarray)]
         schedule = {name: np.stack([row[name] for row in rows]) for name in traced}
         most = {name: int(x.max()) for name, x in schedule.items() if np.issubdtype(x.dtype, np.integer)}

@@ -215,7 +215,7 @@ def _check_contract(program: Program) -> None:
         fields = ", ".join(Batch._fields)
         raise UsageError(f"recipe {name}: its loss reads batch.{error.name}; a batch has {fields}") from None
     except KeyError as error:
-        raise UsageError(f"recipe {name}: neither its table nor its carry has {error}") from None
+        raise UsageError(f"recipe {name}: no {error} in its table, carry or schedule") from None
 
 
 def _trace(program: Program) -> None:
