@@ -208,17 +208,20 @@ def test_the_head_takes_as_few_chunks_as_fit(num_tokens, num_chunks):
     assert f"in {num_chunks} chunks" in choice.reason
 
 
-def test_without_a_cap_it_is_plain_cross_entropy():
-    """Against float64 on the host; the gradient is (softmax - one hot) W."""
+@pytest.mark.parametrize("num_chunks", [1, 3])
+def test_without_a_cap_it_is_plain_cross_entropy(num_chunks):
+    """Against float64 on the host; the gradients are (softmax - one hot) W and (softmax - one hot)^T x."""
     x_ND, head_VD, targets_N = inputs(24, 12, 33)
-    form = partial(choose_head(24, jnp.dtype(jnp.float32), "cpu", None, math.inf).function, cap=math.inf)
-    nll, (dx_ND, _) = jax.value_and_grad(form, (0, 1))(x_ND, head_VD, targets_N)
+    choice = choose_head(24, jnp.dtype(jnp.float32), "cpu", None, math.inf)
+    form = partial(choice.function, cap=math.inf, num_chunks=num_chunks)
+    nll, (dx_ND, dhead_VD) = jax.value_and_grad(form, (0, 1))(x_ND, head_VD, targets_N)
     x, w = (np.asarray(a, np.float64) for a in (x_ND, head_VD))
     p_NV = np.exp(x @ w.T) / np.exp(x @ w.T).sum(1, keepdims=True)
     rows = np.arange(24), np.asarray(targets_N)
     np.testing.assert_allclose(nll, -np.log(p_NV[rows]).sum(), rtol=1e-6)
     p_NV[rows] -= 1
     np.testing.assert_allclose(dx_ND, p_NV @ w, atol=1e-5)
+    np.testing.assert_allclose(dhead_VD, p_NV.T @ x, atol=1e-5)
     np.testing.assert_allclose(logits(x_ND, head_VD, cap=math.inf), x @ w.T, atol=1e-4)
 
 

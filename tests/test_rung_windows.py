@@ -1,11 +1,15 @@
 """The rung windows: record 13's numbers, what a token sees, its trace."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import rungs
 from test_recipes import check_trace
 
 from speedrun.science import recipes
+from speedrun.science.inputs import Inputs
+from speedrun.science.kernels.choose import Kernels
 from speedrun.science.params import count
 
 RECIPE = recipes.load("windows")
@@ -66,6 +70,20 @@ def test_it_has_the_published_number_of_parameters():
 
 def test_its_trace():
     check_trace(rungs.small("windows", block_tokens=2), [5.54518, 5.4754, 5.06269, 4.55297, 4.18555])
+
+
+def test_the_bound_of_a_scheduled_window_is_in_tokens():
+    """The banded form skips tiles of 128 keys beyond the bound; what it should have seen there is NaN."""
+    recipe = rungs.small("windows", num_layers=1, block_tokens=64)
+    params = {name: jnp.asarray(x) for name, x in rungs.random_params(recipe).items()}
+    ids_BT = jnp.asarray(np.random.default_rng(1).integers(1, 256, (1, 512)))
+
+    def hidden(blocks, form):
+        inputs = Inputs({"window_blocks": blocks}, {"window_blocks": 3})
+        return recipe.forward(params, ids_BT, inputs, recipe.config, Kernels("cpu", "", form))
+
+    forms = jax.jit(lambda blocks: [hidden(blocks, form) for form in ("banded", "definition")])
+    np.testing.assert_allclose(*forms(jnp.int32(3)), rtol=1e-4, atol=1e-4)
 
 
 def test_a_token_sees_its_window_inside_its_document():
