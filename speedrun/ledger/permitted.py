@@ -241,7 +241,7 @@ ATTRIBUTES = _words(
     "platform sharding spec unflatten varying vma "
     # Functions and optimisers.
     "args defjvp defjvps defvjp func init keywords update "
-    # What the step reads from a recipe's config and optimiser.
+    # What the step read from a recipe, in records up to 2026-11-22.
     "logit_cap transforms "
     # Constants of JAX.
     "Auto DEFAULT Explicit HIGH HIGHEST Manual Lane Warpgroup "

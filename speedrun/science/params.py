@@ -35,7 +35,7 @@ Dtype = Literal["float32", "bfloat16"]
 #: Banks and tables are padded to a multiple of this on any number of devices, so that packed arrays are the same on
 #: 1, 2, 4 and 8 devices. A node has at most eight.
 SHARDS = 8
-#: Of groups of parameters; "rows" for others.
+#: Where a group's parameters are kept by default; "rows" for other groups.
 PLACES: dict[str, Place] = {"matrix": "bank", "scalar": "vector"}
 
 

@@ -86,9 +86,7 @@ class Recipe:
     forward: Forward
     logits: Callable[[Params, jax.Array, Any], jax.Array]  #: (params, x_ND, config) -> [N, V], for the scorer
     loss: Callable[[Params, Batch, Inputs, Any, Kernels, Forward], Loss]  #: gets the recipe's `forward`
-    optimizer: (
-        Any  #: its `transform(layout)` updates packed parameters; `update` gets `inputs` as extra argument
-    )
+    optimizer: Any  #: its `transform(layout)` updates packed parameters; `update` also gets `inputs`
     schedule: Any  #: its `at(step, num_steps)` returns the inputs of a step by name
     stages: tuple[Stage, ...]
     eval_sequences: int  #: per validation pass, over all devices

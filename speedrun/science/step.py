@@ -10,7 +10,7 @@ State is donated and always sharded; only copies of parameters in the compute dt
 them into banks of equal matrices, tables sharded by rows, and vectors of scalars. The schedule is on the device,
 indexed by the step number in the state, so a step costs the host one dispatch.
 
-Legend: A micro-batches per device, B sequences, T time, K matrices of a bank.
+Legend: B sequences, T time.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """The model of records 2 to 4: GPT-2 with rotary for positions, RMS norm without gains, and no biases.
 
-Legend: B batch, T time, D model, H heads, K head width.
+Legend: B batch, T time, D model, H heads, K head width, F mlp.
 Source: modded-nanogpt, record 4 (K. Jordan); rotary from Su et al. 2021.
 """
 
@@ -35,9 +35,8 @@ class Context(NamedTuple):
     """What the attention of all layers shares."""
 
     attend: gpt2.Attend
-    turn: Callable[
-        [jax.Array, jax.Array], tuple[jax.Array, jax.Array]
-    ]  #: puts positions into (q_BTHK, k_BTHK)
+    #: Puts positions into (q_BTHK, k_BTHK).
+    turn: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 def uniform(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:

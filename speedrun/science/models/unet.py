@@ -1,6 +1,6 @@
 """The model of record 11: each layer of the second half adds the output of its mirror layer in the first half.
 
-Legend: B batch, T time, D model.
+Legend: B batch, T time, D model, H heads, K head width.
 Source: modded-nanogpt, record 11 (@brendanh0gan).
 """
 

@@ -1,6 +1,5 @@
 """The model of records 14 to 17: value embeddings of tokens in place of the first layer's values.
 
-Layers are data: `Config` has one entry per layer, and the code never tests a layer's number.
 Legend: B batch, T time, D model, H heads, K head width.
 Source: modded-nanogpt, records 14 (@KoszarskyB), 15 (@leloykun, @YouJiacheng), 16 and 17 (@YouJiacheng).
 """

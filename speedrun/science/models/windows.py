@@ -30,8 +30,7 @@ def forward(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernel
     A token sees as many tokens as the blocks of the input `window_blocks` have, itself included.
     """
     doc_BT, blocks = nn.documents(tokens_BT, cfg.document_token), inputs.window("window_blocks")
-    window = Window(
-        blocks.blocks * cfg.block_tokens, blocks.most * cfg.block_tokens
-    )  # slides by single tokens
+    # Counted in tokens, so that it slides by single tokens.
+    window = Window(blocks.blocks * cfg.block_tokens, blocks.most * cfg.block_tokens)
     attend = gpt2.attend_in(doc_BT, window, 1, cfg.head_dim, kernels)
     return unet.hidden(p, tokens_BT, modern.context(tokens_BT, attend, cfg, kernels), cfg)
