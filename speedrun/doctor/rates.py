@@ -9,8 +9,7 @@ from speedrun.doctor.check import Check, Fact
 from speedrun.ground.console import quantity
 from speedrun.ground.devices import Device
 from speedrun.ledger.checks.environment import SLOW, SLOWEST_OF_VENDOR
-from speedrun.ledger.format import Manifest, decode
-from speedrun.ledger.runfile import FormatError
+from speedrun.ledger.format import FormatError, Manifest, decode
 
 
 class Machine(NamedTuple):

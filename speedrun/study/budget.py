@@ -13,7 +13,7 @@ from speedrun.data import overview
 from speedrun.ground.console import duration, quantity
 from speedrun.ground.errors import UsageError
 from speedrun.ground.track import Track
-from speedrun.ledger import format, runfile
+from speedrun.ledger import format
 from speedrun.predict.plan import Plan
 from speedrun.science.recipe import Recipe
 
@@ -92,7 +92,7 @@ def _of_records(
         try:
             summary = format.decode(path.read_bytes(), format.Summary)
             manifest = format.decode((path.parent / "manifest.json").read_bytes(), format.Manifest)
-        except (OSError, runfile.FormatError):
+        except (OSError, format.FormatError):
             continue  # `validate` reports it
         train_s, wall_s = summary.train_time_s_mean, summary.cold_wall_s_mean
         kind, num_devices = manifest.hardware.device_kind, manifest.hardware.num_devices

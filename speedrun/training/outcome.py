@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from speedrun.data import shards
 from speedrun.ground import provenance, runlog
 from speedrun.ground import track as tracks
@@ -44,7 +46,8 @@ def lost_s(record: Path, step: int) -> float:
 
 def latest(record: Path) -> str:
     """Return the id of the latest run that ended; empty if there is none."""
-    found = [runfile.decode(path.read_bytes(), runfile.RunFile) for path in record.glob("runs/*/run.json")]
+    raws = [path.read_bytes() for path in record.glob("runs/*/run.json")]
+    found = [msgspec.json.decode(raw, type=runfile.RunFile) for raw in raws]
     return max(found, key=lambda run: run.created_utc).run_id if found else ""
 
 
