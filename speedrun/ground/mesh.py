@@ -48,11 +48,7 @@ def prepare(platform: str) -> None:
 
 
 def make_mesh(num_devices: int, replicas: int = 1) -> Mesh:
-    """Return a mesh over the first `num_devices` devices, in the order of processes.
-
-    Args:
-        num_devices: of all nodes.
-        replicas: of the state, with equal numbers of devices.
+    """Return a mesh over the first `num_devices` devices of all nodes, in the order of processes.
 
     Raises:
         UsageError: if there are fewer devices, or they cannot be shared evenly; with several processes, also if there

@@ -19,9 +19,8 @@ from speedrun.ground.errors import SpeedrunError, Terminated, UsageError
 
 T = TypeVar("T")
 
-_TIMEOUT_MS = (
-    3_600_000  #: one process may have to make data that the others have; JAX detects dead ones sooner
-)
+#: One process may have to make data that the others have. JAX detects dead ones sooner.
+_TIMEOUT_MS = 3_600_000
 
 _group = (1, 0, 1)
 _calls = counter()

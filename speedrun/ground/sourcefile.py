@@ -58,10 +58,7 @@ def check_path(path: str) -> str:
 
 
 def join_source(files: dict[str, str]) -> str:
-    """Return one text of many files, in their order.
-
-    Args:
-        files: relative path -> text; each text is empty or ends in a newline.
+    """Return one text of many files, relative path -> text, in their order.
 
     Raises:
         ValueError: a path that `check_path` refuses, or a text whose last line has no newline.
@@ -70,10 +67,6 @@ def join_source(files: dict[str, str]) -> str:
     for path, text in files.items():
         if text and not text.endswith("\n"):
             raise ValueError(f"{path}: the last line has no newline; end the file with one")
-        parts += [MARKER.format(path=check_path(path), sha256=sha256(text), lines=text.count("\n")), text]
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        parts += [MARKER.format(path=check_path(path), sha256=digest, lines=text.count("\n")), text]
     return "".join(parts)
-
-
-def sha256(text: str) -> str:
-    """Return the digest of the text as UTF-8."""
-    return hashlib.sha256(text.encode()).hexdigest()

@@ -5,8 +5,7 @@ python -m speedrun.training.train CONFIG.json      prints the log; `speedrun rep
 
 import hashlib
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from speedrun.data import stream
@@ -26,14 +25,7 @@ from speedrun.training.trainer import Trainer
 
 
 def train(config: RunConfig, reader: runlog.Reader | None = None) -> runfile.RunFile:
-    """Train once, and write `source.txt` and `runs/<run id>/` into the record folder.
-
-    Args:
-        config: of the run.
-        reader: receives every line of the log.
-
-    Returns:
-        The facts of the run, as in its `run.json`.
+    """Train once, and write `source.txt` and `runs/<run id>/` into the record folder; return the facts of the run.
 
     Raises:
         SpeedrunError: if `prepare` refuses, and no folder is made; or if the run breaks off, and its log says why.
@@ -44,16 +36,12 @@ def train(config: RunConfig, reader: runlog.Reader | None = None) -> runfile.Run
         return _logged(ready, checkpoints, reader)
 
 
-@contextmanager
-def _checkpoints(ready: Ready) -> Iterator[Checkpoints | None]:
+def _checkpoints(ready: Ready) -> AbstractContextManager[Checkpoints | None]:
     """Open the folder of checkpoints, if the run has any."""
-    config = ready.config
-    if not config.checkpoint_every:
-        yield None
-        return
-    folder, every, keep = checkpoint.folder_of(config.out), config.checkpoint_every, config.keep_checkpoints
-    with checkpoint.opened(folder, ready.resumable, every=every, keep=keep) as checkpoints:
-        yield checkpoints
+    folder, every = checkpoint.folder_of(ready.config.out), ready.config.checkpoint_every
+    if not every:
+        return nullcontext()
+    return checkpoint.opened(folder, ready.resumable, every=every, keep=ready.config.keep_checkpoints)
 
 
 def _logged(ready: Ready, checkpoints: Checkpoints | None, reader: runlog.Reader | None) -> runfile.RunFile:
