@@ -68,11 +68,7 @@ def _identity(status: os.stat_result) -> tuple[int, int, int]:
 
 
 def open_shard(path: Path, *, vocab_size: int) -> Shard:
-    """Open a shard: check header and size, and read no token.
-
-    Raises:
-        DataError: if it is not a whole shard.
-    """
+    """Open a shard: check header and size, and read no token; raise DataError unless it is a whole shard."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):

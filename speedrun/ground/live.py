@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 class Live(Printer):
     """Print events as they come, with a progress bar if the stream is a terminal.
 
-    Use as a context manager, and `log.subscribe(live)`.
+    Use as a context manager, and as the reader of a log.
     """
 
     def __init__(

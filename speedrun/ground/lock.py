@@ -35,10 +35,9 @@ def _locked(
     Raises:
         SpeedrunError: `refuse` if another program holds the lock; `refuse` or DataError if it cannot be written.
     """
-    with translate_os_errors(folder, refuse or DataError):
-        path.parent.mkdir(parents=True, exist_ok=True)
     while True:
         with translate_os_errors(folder, refuse or DataError):
+            path.parent.mkdir(parents=True, exist_ok=True)
             file = path.open("w")
         with file:
             try:

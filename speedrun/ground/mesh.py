@@ -28,9 +28,7 @@ CPU_DEVICES = 8
 def prepare(platform: str) -> None:
     """Choose the devices of this process. Must come before the first use of JAX.
 
-    Args:
-        platform: "cpu" simulates a node; "gpu" uses the GPUs; "any" uses GPUs if there are some, or if
-            $JAX_PLATFORMS names CUDA.
+    "cpu" simulates a node; "gpu" uses the GPUs; "any" uses GPUs if there are some, or if $JAX_PLATFORMS names CUDA.
     """
     has_gpu = any(Path("/dev").glob("nvidia[0-9]*")) or "cuda" in (
         getattr(jax.config, "jax_platforms", None) or ""

@@ -99,17 +99,10 @@ def environment() -> dict[str, str]:
     return {name: os.environ[name] for name in (*VARIABLES, faults.VARIABLE) if name in os.environ}
 
 
-class Checkout(NamedTuple):
-    """The version of this code."""
-
-    commit: str  #: empty if unknown
-    dirty: bool | None  #: whether code or requirements differ from the commit; None if unknown
-
-
-def checkout() -> Checkout:
-    """Return the version of this code from git; unknown without git or a checkout."""
+def checkout() -> tuple[str, bool | None]:
+    """Return the commit of this code, and whether code or requirements differ from it; "" and None if unknown."""
     if not (ROOT / ".git").exists():
-        return Checkout("", None)
+        return "", None
     argv = ["git", "--no-optional-locks", "-C", str(ROOT), "status", "--porcelain=2", "--branch"]
     try:
         lines = subprocess.run(
@@ -117,9 +110,9 @@ def checkout() -> Checkout:
             capture_output=True, encoding="utf-8", errors="replace", timeout=_GIT_S, check=True,
         ).stdout.splitlines()  # fmt: skip
     except (OSError, subprocess.SubprocessError):
-        return Checkout("", None)
+        return "", None
     head = next((line.split()[-1] for line in lines if line.startswith("# branch.oid ")), "")
-    return Checkout(head, any(not line.startswith("# ") for line in lines))
+    return head, any(not line.startswith("# ") for line in lines)
 
 
 class Lock(NamedTuple):
@@ -161,5 +154,5 @@ def pinned(text: str) -> dict[str, set[str | None]]:
 
 def code() -> dict[str, Any]:
     """Return checkout and lock file as fields of `runlog.Preflight`."""
-    git, packages = checkout(), lock()
-    return {"commit": git.commit, "dirty": git.dirty, "lock": packages.name, "lock_sha256": packages.sha256}
+    (commit, dirty), packages = checkout(), lock()
+    return {"commit": commit, "dirty": dirty, "lock": packages.name, "lock_sha256": packages.sha256}

@@ -45,11 +45,7 @@ def find(module: str) -> tuple[str, Path] | None:
 
 
 def check_path(path: str) -> str:
-    """Return `path` if a source text may contain it.
-
-    Raises:
-        ValueError: unless it is relative, plain ASCII, without dot folders, and ends in .py or .toml.
-    """
+    """Return `path`; raise ValueError unless it is relative, of plain ASCII names, and ends in .py or .toml."""
     if len(path) > _MAX_PATH or not _PATH.fullmatch(path):
         raise ValueError(
             f"source path {path!r}; need a short relative path of plain names that ends in .py or .toml"

@@ -32,11 +32,7 @@ def write_whole(path: Path, *parts: bytes | memoryview) -> None:
 
 
 def give_name(partial: Path, path: Path) -> None:
-    """Synchronise a finished file and rename it; both names are on one disk.
-
-    Raises:
-        StorageError: if that fails.
-    """
+    """Synchronise a finished file and rename it, on the same disk; raise StorageError if that fails."""
     with translate_os_errors(path):
         _sync(partial)
         os.replace(partial, path)

@@ -28,11 +28,6 @@ class ShardRange(Strict, frozen=True, omit_defaults=True):
     stop: int  #: exclusive
     skipped: int = 0  #: of these, not input: cut off from documents
 
-    @property
-    def num_inputs(self) -> int:
-        """Number of tokens that were input."""
-        return self.stop - self.start - self.skipped
-
 
 class DataRead(Strict, frozen=True):
     """The data that a run read."""

@@ -70,11 +70,7 @@ def seal(raw: bytes) -> dict[str, str]:
 
 
 def unseal(found: Any) -> bytes:
-    """Return the text that `seal` packed.
-
-    Raises:
-        ValueError: if it was changed.
-    """
+    """Return the text that `seal` packed; raise ValueError if it was changed."""
     match found:
         case {"sha256": str(digest), "text": str(text)} if seal(text.encode())["sha256"] == digest:
             return text.encode()
@@ -235,11 +231,7 @@ class Checkpoints:
             return msgspec.json.decode(unseal(self._manager.restore(step, args=args)["facts"]), type=Facts)
 
     def settle(self) -> None:
-        """Wait until everything is durable.
-
-        Raises:
-            CheckpointError: if something could not be written.
-        """
+        """Wait until everything is durable; raise CheckpointError if something could not be written."""
         with self._errors_reported("the last one"):
             self._manager.wait_until_finished()
 

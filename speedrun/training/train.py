@@ -3,7 +3,6 @@
 python -m speedrun.training.train CONFIG.json      prints the log; `speedrun replay` runs this on an unpacked record
 """
 
-import hashlib
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -47,13 +46,11 @@ def _checkpoints(ready: Ready) -> AbstractContextManager[Checkpoints | None]:
 def _logged(ready: Ready, checkpoints: Checkpoints | None, reader: runlog.Reader | None) -> runfile.RunFile:
     """Run from the first line of the log to the last."""
     config, started = ready.config, now()
-    nonce = hashlib.sha256(f"{started}".encode()).hexdigest()[:4]
+    nonce = runfile.sha256(f"{started}".encode())[:4]
     run_id = f"{ready.recipe.name}-{config.seed}-{nonce}"
     run_dir = config.out / "runs" / run_id
     path = _make_folders(ready, run_dir) if processes.is_first() else None
-    with runlog.RunLog(path, now) as log, processes.handled_by(signals.ignore):
-        if reader is not None:
-            log.subscribe(reader)
+    with runlog.RunLog(path, now, reader) as log, processes.handled_by(signals.ignore):
         trainer, outcome = Trainer(run_id, started.utc, ready, log, checkpoints), "aborted"
         try:
             watched = watchdog.watching(trainer.phases, config.deadlines_s, log, _stacks(config.out))
@@ -128,11 +125,8 @@ def _announce(trainer: Trainer) -> None:
         )
     )
     if mesh.size != (wanted := track.rules.num_devices or mesh.size):
-        log.emit(
-            runlog.Warning(
-                f"{mesh.size} devices, {track.id} asks for {wanted}: the record will not pass V404"
-            )
-        )
+        problem = f"{mesh.size} devices, {track.id} asks for {wanted}: the record will not pass V404"
+        log.emit(runlog.Warning(problem))
     val = ready.shards.val[0]
     trainer.tally.val_sha256 = stream.validation_sha256(val, track.data.val_tokens)
     log.emit(

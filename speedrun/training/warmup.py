@@ -45,8 +45,7 @@ class Executables(NamedTuple):
 def compile_all(trainer: Trainer) -> Executables:
     """Compile an executable for each shape of a step and of a validation.
 
-    Raises:
-        UsageError: if a step needs more memory than a device has, by the compiler's count.
+    Raise UsageError if a step needs more memory than a device has, by the compiler's count.
     """
     ready, state, tally = trainer.ready, trainer.state, trainer.tally
     program, recipe = ready.program, ready.recipe
