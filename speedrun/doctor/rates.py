@@ -46,11 +46,7 @@ def cohort(records: Path, machine: Machine) -> list[float]:
 def checks(rates: Rates, machine: Machine, device: Device | None, peers: list[float]) -> Iterator[Check]:
     """Yield one check per rate.
 
-    Args:
-        rates: as measured.
-        machine: where they were measured.
-        device: its row in the table; None if the vendor's rates are unknown.
-        peers: from `cohort`.
+    `device` is None if the vendor's rates are unknown. `peers` are from `cohort`.
     """
     num, several = machine.num_devices, machine.num_devices > 1
     together = ", all devices together" if several else ""

@@ -26,11 +26,8 @@ class Live(Printer):
     ) -> None:
         """Print to `stream`.
 
-        Args:
-            stream: of text.
-            ghost: called with every step; returns a text to append to its line. It is not logged.
-            legend: printed when the run starts.
-            verbose: as of `Printer`.
+        `ghost` is called with every step; it returns a text to append to its line, which is not logged. `legend` is
+        printed when the run starts.
         """
         super().__init__(stream, verbose=verbose)
         self._ghost, self._legend = ghost, legend

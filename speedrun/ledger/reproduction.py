@@ -199,10 +199,7 @@ def hardware_points(recorded: Sequence[Hardware], here: Sequence[Hardware]) -> t
 def concluded(found: Reproduction, record: Sequence[Run], sigma: float | None) -> Reproduction:
     """Return a reproduction with all fields that follow from its runs and points derived again.
 
-    Args:
-        found: a reproduction; differences, confidence, equal bits and verdict are replaced.
-        record: finished runs of the record.
-        sigma: sd of losses over seeds that the track declares.
+    These are differences, confidence, equal bits and verdict. `record` has the finished runs of the record.
     """
     done = [run for run in found.runs if run.outcome == "finished"]
     loss = loss_difference(record, done, sigma, same_seeds=found.same_seeds) if done else None

@@ -61,13 +61,7 @@ def budget(
 ) -> Budget:
     """Return the budget of a batch.
 
-    Args:
-        track: its rules and data.
-        recipe: what is trained.
-        num_runs: of the batch.
-        records: a folder of records, `<track>/<record>/`.
-        plan: the recipe on the devices it will run on; None for CPUs.
-        dollars: price of a device and hour; None: unknown.
+    `plan` is the recipe on the devices it will run on; None for CPUs. `dollars` is the price of a device and hour.
     """
     run_s, train_s, basis = _of_records(track, recipe, records, plan) or _of_plan(track, plan)
     return Budget(
@@ -118,12 +112,7 @@ def _of_plan(track: Track, plan: Plan | None) -> tuple[float | None, float | Non
 
 
 def lines(budget: Budget, error: float) -> list[str]:
-    """Return the budget as text.
-
-    Args:
-        budget: of a batch.
-        error: relative, of the arithmetic.
-    """
+    """Return the budget as text, with the relative error of the arithmetic."""
     data = f"{quantity(budget.fetch_bytes, 'B')} to fetch" if budget.fetch_bytes else "nothing to fetch"
     disk = f"data   {data} | {quantity(budget.disk_bytes, 'B')} of disk"
     if budget.run_s is None or budget.total_s is None or budget.train_s is None:
