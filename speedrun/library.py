@@ -84,8 +84,7 @@ class Record:
 def load(name: str) -> "Recipe":
     """Return a recipe of this package by its name, or one of your own by the path of its file.
 
-    Args:
-        name: also that of an installed package's entry point; a file is read again each time.
+    The name may be that of an installed package's entry point. A file is read again each time.
 
     Raises:
         UsageError: if there is none.

@@ -360,8 +360,7 @@ def test_a_reader_whose_stream_was_closed_costs_no_line(tmp_path):
         told.append(line)
         raise BrokenPipeError
 
-    with runlog.RunLog(tmp_path / "log", now) as log:
-        log.subscribe(reader)
+    with runlog.RunLog(tmp_path / "log", now, reader) as log:
         log.emit(runlog.Warning("one"))
         log.emit(runlog.Warning("two"))
     assert (len(told), len(chain_of(tmp_path / "log"))) == (1, 2)
@@ -370,8 +369,7 @@ def test_a_reader_whose_stream_was_closed_costs_no_line(tmp_path):
 def test_a_line_that_is_held_back_comes_with_the_next_or_not_at_all(tmp_path):
     told: list[runlog.Line] = []
     for name in ("ended", "broken"):
-        with runlog.RunLog(tmp_path / name, now) as log:
-            log.subscribe(told.append)
+        with runlog.RunLog(tmp_path / name, now, told.append) as log:
             log.emit(runlog.Warning("one"))
             log.emit(runlog.Warning("two"), hold=True)
             assert (len(told), len(chain_of(tmp_path / name))) == (1, 1)

@@ -43,7 +43,7 @@ def test_changed_and_new_files_are_seen(checkout, path):
 def test_records_and_notes_beside_the_code_do_not_count(checkout):
     (checkout / "records").mkdir()
     (checkout / "records/README.md").write_text("a run\n")
-    assert provenance.checkout().dirty is False
+    assert provenance.checkout()[1] is False
 
 
 def test_without_git_nothing_is_known(checkout, tmp_path, monkeypatch):

@@ -24,6 +24,7 @@ from speedrun.ground import provenance, runlog, track
 from speedrun.ground.errors import NonFiniteError, SpeedrunError
 from speedrun.ledger import reproduction
 from speedrun.ledger.assemble import assemble
+from speedrun.ledger.format import decode
 from speedrun.ledger.record import load, read_files
 from speedrun.ledger.reproduction import Difference, Reproduction, point, verdict
 from speedrun.ledger.run import Run, read_run
@@ -345,7 +346,7 @@ def test_a_claimed_id_is_no_path(record, tmp_path, monkeypatch):
 def test_times_that_nobody_can_divide_by_are_told(reproduced, record):
     """The runs of a forged record are read by `validate`, too."""
     reproduced("--into-record")
-    found = reproduction.decode((record / "reproduction.json").read_bytes())
+    found = decode((record / "reproduction.json").read_bytes(), Reproduction)
     shutil.rmtree(record)
     manifest = load(forge(record, step_s=(0.0,) * 10)).manifest
     assert manifest is not None

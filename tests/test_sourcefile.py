@@ -2,7 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speedrun.ground.sourcefile import MARKER, check_path, join_source, sha256
+from speedrun.ground.sourcefile import MARKER, check_path, join_source
+from speedrun.ledger.runfile import sha256
 from speedrun.ledger.source import split_source
 
 NAMES = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,8}", fullmatch=True)
@@ -49,7 +50,7 @@ GOOD = join_source({"a.py": "A = 1\n", "b.py": "B = 2\n"})
         ("hello\n" + GOOD, "want a file marker"),
         (GOOD[:-1], "newline"),
         (GOOD[: -len("B = 2\n")], "not the one"),
-        (MARKER.format(path="a.py", sha256=sha256(""), lines=0) + "stray\n", "want a file marker"),
+        (MARKER.format(path="a.py", sha256=sha256(b""), lines=0) + "stray\n", "want a file marker"),
     ],
 )
 def test_damage_is_named(text, problem):

@@ -40,10 +40,10 @@ from speedrun.ledger.assemble import HEAD_END, assemble
 from speedrun.ledger.checks import CHECKS
 from speedrun.ledger.checks.batches import unfollowed
 from speedrun.ledger.checks.fixed import _inputs
-from speedrun.ledger.format import Look, Summary, decode
+from speedrun.ledger.format import FormatError, Look, Summary, decode
 from speedrun.ledger.record import load
 from speedrun.ledger.reference import CURVES
-from speedrun.ledger.runfile import FormatError, encode
+from speedrun.ledger.runfile import encode
 from speedrun.ledger.validate import find_check, validate
 
 

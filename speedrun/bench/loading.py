@@ -82,11 +82,7 @@ def _forget(path: Path) -> None:
 
 
 def folder_shards(folder: Path, most: int | None = _NUM_SHARDS) -> list[Shard]:
-    """Return the first training shards of a folder.
-
-    Args:
-        folder: any folder of shards.
-        most: their number; None: all.
+    """Return the first `most` training shards of a folder; None: all.
 
     Raises:
         DataError: if there are none.

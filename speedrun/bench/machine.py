@@ -97,10 +97,7 @@ def all_reduce_gb_per_s(mesh: Mesh) -> float:
 def during_products(mesh: Mesh, gflops: float, ask: Callable[[], Answer]) -> Answer:
     """Call `ask` while all devices multiply, and return its answer. Clocks of an idle GPU mean nothing.
 
-    Args:
-        mesh: all devices.
-        gflops: their rate, to size the load to `_LOAD_S`.
-        ask: called while they are busy.
+    `gflops` is their rate, which sizes the load to `_LOAD_S`.
     """
     x_NMM = random_matrices(mesh)
     size = x_NMM.shape[-1]

@@ -93,11 +93,7 @@ _FORMS, _LAST_FORMS = ("triton", "flash3", "banded"), ("mosaic",)
 def parts(size: Size, out: Path, shards: Path, rival: Path | None) -> list[Part]:
     """Return all parts in the order in which they run.
 
-    Args:
-        size: of the inputs.
-        out: the folder of results.
-        shards: a folder of tokens to train on and to score.
-        rival: a folder with another program (`bench.rival`), or None.
+    `shards` is a folder of tokens to train on and to score, `rival` one with another program (`bench.rival`).
     """
     return [
         _bench("target"),

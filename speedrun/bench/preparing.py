@@ -56,11 +56,7 @@ class Comparison(msgspec.Struct, frozen=True):
 def compare(source: Source, choice: tokenizer.Choice, *, column: str, num_workers: int) -> Comparison:
     """Time each way a few times, in turns.
 
-    Args:
-        source: read once in each trial.
-        choice: GPT-2's tokenizer, with any engine.
-        column: the text of a row.
-        num_workers: of the parallel ways.
+    The source is read once in each trial. `choice` is GPT-2's tokenizer, with any engine.
 
     Raises:
         DataError: if two ways make different bytes; or from the preparation.

@@ -52,11 +52,7 @@ def profile(program: Program, *, num_steps: int, first_step: int = 0, folder: Pa
 
     Kernels are launched one by one, as a trace shows a command buffer as one event.
 
-    Args:
-        program: the recipe on its devices.
-        num_steps: number of traced steps.
-        first_step: of the schedule: it decides the window.
-        folder: keeps the trace, for XProf or Perfetto; None: it is deleted.
+    `first_step` of the schedule decides the window. `folder` keeps the trace, for XProf or Perfetto; None deletes it.
 
     Raises:
         SpeedrunError: if the profiler reports no instruction.

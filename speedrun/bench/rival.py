@@ -63,11 +63,7 @@ def compare(
 ) -> Comparison:
     """Run both command lines twice, in turns.
 
-    Args:
-        ours: `speedrun bench step --json`.
-        theirs: the other program.
-        num_steps: of each run.
-        say: takes a line of progress.
+    `ours` is `speedrun bench step --json`. `say` takes a line of progress.
 
     Raises:
         SpeedrunError: if one fails, with its last line; if the rival writes another number of steps.

@@ -60,12 +60,8 @@ def step(
 ) -> StepTimings:
     """Time the training step of a recipe, after two steps of warm-up from the initial state.
 
-    Args:
-        program: the recipe on its devices.
-        num_steps: number of timed steps.
-        first_step: of the schedule: it decides the window.
-        shards: read as in a run; none: one batch of `data.imitation`, repeated.
-        command_buffers: whether XLA may launch kernels in groups.
+    `first_step` of the schedule decides the window. Without shards, one batch of `data.imitation` is repeated. With
+    `command_buffers`, XLA may launch kernels in groups.
 
     Raises:
         DataError: if the shards have too few tokens, or are damaged.

@@ -47,10 +47,7 @@ class Suite:
     def run(self, names: str | None, minutes: float, say: Callable[[str], object]) -> None:
         """Run parts, and write summary and archive after each.
 
-        Args:
-            names: of parts, with commas between them; None: all without a result.
-            minutes: for all of them.
-            say: takes lines for the user.
+        `names` has commas between parts; None: all without a result. `minutes` limits all of them together.
 
         Raises:
             UsageError: for unknown names; if JAX cannot use the GPU.

@@ -114,9 +114,7 @@ def _spellings(value: str) -> set[bytes]:
 def find(raw: bytes, own: Iterable[Shape] | None = None) -> list[Leak]:
     """Return what looks like a secret or a trace of this machine, by line, at most five of a kind.
 
-    Args:
-        raw: any bytes. Zero bytes are skipped, so UTF-16 is read as well.
-        own: the result of `own_shapes`; None calls it.
+    Zero bytes are skipped, so UTF-16 is read as well. `own` is the result of `own_shapes`; None calls it.
     """
     raw = raw.replace(b"\0", b"")
     found: list[Leak] = []

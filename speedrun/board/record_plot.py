@@ -63,9 +63,7 @@ def _token_axis(most_tokens: int) -> _Axis:
 def plot(record_dir: Path, kinds: Sequence[Kind] = ("loss",)) -> list[Path]:
     """Draw a record into `plots/<kind>.svg` and `plots/<kind>.png`; return the paths.
 
-    Args:
-        record_dir: the folder of the record.
-        kinds: `loss` against train time, loss against `tokens`, or a histogram of `steps`.
+    The kinds are `loss` against train time, loss against `tokens`, or a histogram of `steps`.
 
     Raises:
         UsageError: if no run of the folder can be read and has a step, or a number is too large to draw.

@@ -152,9 +152,7 @@ price_option: Decorator = click.option(
 def only_with_resume(ctx: click.Context, *others: str) -> None:
     """Refuse options that `--resume` does not take, because a resumed run keeps its settings.
 
-    Args:
-        ctx: of the command.
-        others: options that are allowed, besides `--json`.
+    Allowed are `--json` and the `others`.
 
     Raises:
         UsageError: names the first other option.

@@ -43,13 +43,7 @@ class Progress:
         self._first: int | None = None
 
     def update(self, done: int, total: int, facts: str = "") -> None:
-        """Show how many bytes of how many are done.
-
-        Args:
-            done: bytes.
-            total: bytes; 0 if unknown.
-            facts: what else to show.
-        """
+        """Show how many bytes of how many are done, and other facts; `total` is 0 if unknown."""
         if self._first is None:
             self._first, self._watch, self._line = done, Stopwatch(), Stopwatch()
             if sys.stderr.isatty():

@@ -58,10 +58,7 @@ class Progress(Protocol):
 def source_of(track: Track, repo: str | None, num_train: int | None) -> Hub:
     """Return where to download the shards of a track.
 
-    Args:
-        track: its rules.
-        repo: another repository, for a track that takes any shards.
-        num_train: number of training shards; None for the track's own, or 1.
+    `repo` is another repository, for a track that takes any shards. `num_train` is None for the track's own, or 1.
 
     Raises:
         UsageError: if the track's shards are not downloaded, or not from there.

@@ -12,11 +12,6 @@ from speedrun.ground.track import Track
 def ensure(track: Track, data: Path | None, say: Callable[[str], None]) -> None:
     """Make the shards of a track that can be generated, unless they are complete or `data` names others.
 
-    Args:
-        track: one that needs downloaded shards is left alone.
-        data: folder of shards that the user named; None: the track's own folder.
-        say: receives one line of progress or result at a time.
-
     Raises:
         DataError: if the folder cannot be written, or the shards differ from the track's digests.
     """

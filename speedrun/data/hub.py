@@ -42,10 +42,7 @@ def reach(timeout_s: float) -> None:
 def dataset_info(repo: str, revision: str | None, *, files_metadata: bool = False) -> "DatasetInfo":
     """Return the commit and the files of a dataset repository.
 
-    Args:
-        repo: as OWNER/NAME.
-        revision: branch, tag or commit; None for the default branch.
-        files_metadata: also return size and digest of each file.
+    `revision` is a branch, tag or commit; None: the default branch. With `files_metadata`, files have size and digest.
 
     Raises:
         HubError: if there is no answer, or no such repository or revision.
@@ -76,12 +73,8 @@ def dataset_info(repo: str, revision: str | None, *, files_metadata: bool = Fals
 def download(repo: str, commit: str, name: str, folder: Path, count: Callable[[int], None]) -> None:
     """Download one file into a folder, unless an earlier call put it there. It appears when it is complete.
 
-    Args:
-        repo: dataset, as OWNER/NAME.
-        commit: of the repository.
-        name: of the file.
-        folder: also gets a `.cache` with the client's metadata and parts of files.
-        count: called with the bytes of each piece, negative if the transfer starts over. May raise to stop it.
+    The folder also gets a `.cache` with the client's metadata and parts of files. `count` is called with the bytes of
+    each piece, negative if the transfer starts over; it may raise to stop it.
 
     Raises:
         HubError: if the client gives up.

@@ -27,11 +27,7 @@ def document_lengths(num_tokens: int, seed: int) -> np.ndarray:
 def tokens(num_tokens: int, *, vocab_size: int, document_token: int, seed: int) -> np.ndarray:
     """Return a stream of documents.
 
-    Args:
-        num_tokens: length of the stream.
-        vocab_size: ids are below it.
-        document_token: the first token of each document; it occurs nowhere else.
-        seed: of lengths and ids.
+    The document token opens each document and occurs nowhere else. All ids are below `vocab_size`.
 
     Returns:
         int32 [num_tokens].

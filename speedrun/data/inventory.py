@@ -50,11 +50,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """Return the manifest of a folder, None if there is none.
-
-    Raises:
-        DataError: if it cannot be read.
-    """
+    """Return the manifest of a folder, None if there is none; raise DataError if it cannot be read."""
     path = folder / MANIFEST
     try:
         return msgspec.json.decode(path.read_bytes(), type=Manifest)

@@ -114,12 +114,6 @@ def make(
 ) -> prep.Prepared:
     """Make corpus, tokenizer and shards of a track anew, with the code that makes any other shards.
 
-    Args:
-        track: one with `python_docs`.
-        folder: its shards are replaced.
-        num_workers: threads that tokenize.
-        say: shows a line if another program holds the folder.
-
     Raises:
         UsageError: if the track needs other data, or the folder holds other shards.
         DataError: if this Python has too little documentation, or the folder cannot be written.

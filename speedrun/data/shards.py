@@ -54,7 +54,12 @@ class Shard:
                 f"{self.path}: changed since it was opened; a run needs constant shards; start again"
             )
         tokens = np.frombuffer(raw, "<u2")
-        check_ids(tokens, self.vocab_size, self.path, start=start)
+        if tokens.size and tokens.max() >= self.vocab_size:  # a gather on the device would clamp it silently
+            index = int(np.argmax(tokens >= self.vocab_size))
+            raise DataError(
+                f"{self.path}: token {start + index:,} is id {tokens[index]}; every id must be below "
+                f"{self.vocab_size:,}; the shard is damaged or was made with another tokenizer: make it again"
+            )
         return tokens
 
 
@@ -62,32 +67,8 @@ def _identity(status: os.stat_result) -> tuple[int, int, int]:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def check_ids(tokens: np.ndarray, vocab_size: int, path: Path, *, start: int = 0) -> None:
-    """Check that ids are in the vocabulary: a gather on the device would clamp them silently.
-
-    Args:
-        tokens: unsigned integers [N].
-        vocab_size: every id must be smaller.
-        path: of their file, for the error.
-        start: position of the first one in the file.
-
-    Raises:
-        DataError: names file, position and id.
-    """
-    if tokens.size and tokens.max() >= vocab_size:
-        index = int(np.argmax(tokens >= vocab_size))
-        raise DataError(
-            f"{path}: token {start + index:,} is id {tokens[index]}; every id must be below {vocab_size:,}; "
-            "the shard is damaged or was made with another tokenizer: make it again"
-        )
-
-
 def open_shard(path: Path, *, vocab_size: int) -> Shard:
-    """Open a shard: check header and size, and read no token.
-
-    Raises:
-        DataError: if it is not a whole shard.
-    """
+    """Open a shard: check header and size, and read no token; raise DataError unless it is a whole shard."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):

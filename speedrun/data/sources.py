@@ -47,11 +47,7 @@ class Dataset:
     def __init__(self, path: str, config: str | None, revision: str | None, *, column: str) -> None:
         """Keep the names; read nothing.
 
-        Args:
-            path: a repository of the hub, or a folder that `datasets` can read.
-            config: which part of it.
-            revision: a commit; None for a folder.
-            column: the field of a row that holds the text.
+        `path` is a repository of the hub, or a folder that `datasets` can read.
 
         Raises:
             UsageError: if `datasets` is not installed.

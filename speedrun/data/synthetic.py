@@ -104,10 +104,7 @@ def openers_L(source: Source, stream: int, num_lines: int) -> np.ndarray:
 def generate(source: Source, stream: int, num_lines: int) -> np.ndarray:
     """Return the tokens of the first `num_lines` lines of a stream, u16 [L * (1 + W)].
 
-    Args:
-        source: the parameters.
-        stream: index; streams are independent, and each shard is one.
-        num_lines: at least one.
+    Streams are independent, and each shard is one.
     """
     lines_L = np.arange(num_lines)
     zipf_V, next_CVS = np.cumsum(zipf_weights_V(source)), successors_CVS(source)

@@ -15,11 +15,7 @@ UINT16_IDS = 2**16
 
 
 def write_shard(path: Path, tokens: np.ndarray) -> Shard:
-    """Write a shard atomically.
-
-    Args:
-        path: replaced if it exists. Its folder must exist.
-        tokens: integers from 0 to 65,535, [N].
+    """Write a shard of tokens [N], integers from 0 to 65,535, atomically. Its folder must exist.
 
     Raises:
         DataError: if there are no tokens, too many, or some outside uint16.

@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 def checks(track: Track, records: Path) -> Iterator[Check]:
     """Yield every check as soon as it is done.
 
-    Args:
-        track: decides what is needed.
-        records: a folder of records, `<track>/<record>/`, to compare rates with.
+    The track decides what is needed. `records`, `<track>/<record>/`, have the rates to compare with.
     """
     hub = network.Probe()
     on_gpus = track.rules.platform == "gpu"

@@ -26,10 +26,7 @@ _ANEW = "make it anew: rm -r .venv; scripts/install.sh"
 def checks(gpus: list[nvidia.Gpu], installed: dict[str, str], *, needed: bool) -> Iterator[Check]:
     """Check the wheels, then the driver for them.
 
-    Args:
-        gpus: at least one.
-        installed: versions by name, as from `provenance.installed`.
-        needed: whether the chosen track trains on GPUs.
+    `needed`: whether the chosen track trains on GPUs.
     """
     problem = wheels_problem(installed)
     releases = _releases(installed)

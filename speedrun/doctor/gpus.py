@@ -63,9 +63,7 @@ def topology(gpus: list[Gpu], links: dict[tuple[int, int], str]) -> Check:
 def clocks(loads: list[Load], throttled_s: float | None) -> Check:
     """Check the clocks under load.
 
-    Args:
-        loads: of every GPU, while all of them multiply.
-        throttled_s: seconds of throttling by heat or power supply meanwhile; None if the driver does not count them.
+    `loads` has every GPU, while all of them multiply. `throttled_s` is meanwhile; None if the driver does not count it.
     """
     shares = [one.clock_mhz / one.most_clock_mhz for one in loads if one.clock_mhz and one.most_clock_mhz]
     heats = [one.temperature_c for one in loads if one.temperature_c is not None]

@@ -37,12 +37,7 @@ class Advice(NamedTuple):
 
 
 def advice(checks: list[Check], *, asked: str | None) -> Advice:
-    """Return the command for the chosen track, else for the ranked track with most devices that fits.
-
-    Args:
-        checks: of tracks and their data; nothing needed is missing.
-        asked: the name of the chosen track, or None.
-    """
+    """Return the command for the chosen track, else for the ranked track with most devices that fits."""
     marks = {check.name: check.ok for check in checks}
     ranked = [
         track

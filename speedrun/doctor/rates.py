@@ -9,8 +9,7 @@ from speedrun.doctor.check import Check, Fact
 from speedrun.ground.console import quantity
 from speedrun.ground.devices import Device
 from speedrun.ledger.checks.environment import SLOW, SLOWEST_OF_VENDOR
-from speedrun.ledger.format import Manifest, decode
-from speedrun.ledger.runfile import FormatError
+from speedrun.ledger.format import FormatError, Manifest, decode
 
 
 class Machine(NamedTuple):
@@ -47,11 +46,7 @@ def cohort(records: Path, machine: Machine) -> list[float]:
 def checks(rates: Rates, machine: Machine, device: Device | None, peers: list[float]) -> Iterator[Check]:
     """Yield one check per rate.
 
-    Args:
-        rates: as measured.
-        machine: where they were measured.
-        device: its row in the table; None if the vendor's rates are unknown.
-        peers: from `cohort`.
+    `device` is None if the vendor's rates are unknown. `peers` are from `cohort`.
     """
     num, several = machine.num_devices, machine.num_devices > 1
     together = ", all devices together" if several else ""

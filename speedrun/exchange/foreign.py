@@ -28,9 +28,7 @@ _GZIP = b"\x1f\x8b"
 def import_file(path: Path, name: str) -> Context:
     """Return the runs of a text log or a CSV table, either compressed by gzip or not.
 
-    Args:
-        path: the file.
-        name: of a text log's run; a table names its own.
+    `name` is that of a text log's run; a table names its own.
 
     Raises:
         UsageError: the file cannot be read, is larger than 32 MiB, or holds no curve.

@@ -53,10 +53,7 @@ def read(path: Path) -> list[PastRecord]:
 def draw(table: Path, records: Path, folder: Path) -> Path:
     """Draw a table with our qualified records of `TRACK` into `<name of the table>.svg`; return its path.
 
-    Args:
-        table: for `read`.
-        records: folder of a built board; without one there are no records of ours.
-        folder: where to write; it is made.
+    `records` is the folder of a built board; without one there are no records of ours.
 
     Raises:
         UsageError: if the table or the board cannot be read.

@@ -34,12 +34,7 @@ _NICENESS = 10  #: the run needs the cores
 
 @contextlib.contextmanager
 def relayed(record: Path, project: str | None) -> Iterator[None]:
-    """Inside the block, send the logs of a record's new runs to wandb.
-
-    Args:
-        record: its folder, which need not exist yet.
-        project: None: send nothing.
-    """
+    """Inside the block, send the logs of a record's new runs to wandb; without a project, send nothing."""
     if project is None:
         yield
         return
@@ -126,13 +121,7 @@ class _Log:
 
 
 def relay(record: Path, project: str, skip: Container[str], until: IO[bytes]) -> None:
-    """Send the logs of a record, and what is appended to them, until a stream ends.
-
-    Args:
-        record: its folder.
-        project: of wandb.
-        skip: ids of runs that are not sent.
-        until: the stream.
+    """Send the logs of a record but for some runs, and what is appended to them, until a stream ends.
 
     Raises:
         UsageError: if wandb is not installed or set not to send, or if there is a secret in what it would be sent.

@@ -2,8 +2,8 @@
 
     POINT[@N]=ACTION[:SECONDS],...    at the Nth call of the point, counted from 1; once
 
-`kill`, `term` and `int` send a signal to this process, at once or after some seconds; `sleep` blocks; `raise` raises
-a RuntimeError. A run records the variable, and V402 refuses the record.
+`kill`, `term` and `int` send a signal to this process, at once or after some seconds; `sleep` blocks. A run records the
+variable, and V402 refuses the record.
 """
 
 import os
@@ -37,8 +37,6 @@ class _Armed:
         if not action:
             return
         sys.stderr.write(f"fault: {action} at {name}\n")
-        if action == "raise":
-            raise RuntimeError(f"fault at {name}")
         if action == "sleep":
             threading.Event().wait(seconds)
         elif seconds:

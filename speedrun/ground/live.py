@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 class Live(Printer):
     """Print events as they come, with a progress bar if the stream is a terminal.
 
-    Use as a context manager, and `log.subscribe(live)`.
+    Use as a context manager, and as the reader of a log.
     """
 
     def __init__(
@@ -26,11 +26,8 @@ class Live(Printer):
     ) -> None:
         """Print to `stream`.
 
-        Args:
-            stream: of text.
-            ghost: called with every step; returns a text to append to its line. It is not logged.
-            legend: printed when the run starts.
-            verbose: as of `Printer`.
+        `ghost` is called with every step; it returns a text to append to its line, which is not logged. `legend` is
+        printed when the run starts.
         """
         super().__init__(stream, verbose=verbose)
         self._ghost, self._legend = ghost, legend

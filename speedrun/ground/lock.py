@@ -14,12 +14,12 @@ LOCK = ".lock"  #: a file, not the folder itself: network disks lock only what i
 def lock_folder(
     folder: Path, say: Callable[[str], None] = lambda _: None, *, refuse: type[SpeedrunError] | None = None
 ) -> AbstractContextManager[None]:
-    """Lock a folder with a file inside it. See `_locked`."""
+    """Lock a folder with a file inside it, as `_locked`."""
     return _locked(folder / LOCK, folder, say, refuse)
 
 
 def lock_record(record: Path) -> AbstractContextManager[None]:
-    """Lock a record with a file beside it; do not wait. See `_locked`."""
+    """Lock a record with a file beside it, as `_locked`; do not wait."""
     path = record.resolve()
     return _locked(path.with_name(path.name + LOCK), record, refuse=UsageError)
 
@@ -28,21 +28,16 @@ def lock_record(record: Path) -> AbstractContextManager[None]:
 def _locked(
     path: Path, folder: Path, say: Callable[[str], None] = print, refuse: type[SpeedrunError] | None = None
 ) -> Iterator[None]:
-    """Hold a lock inside the block, or until the process dies; wait for another program to release it.
+    """Hold the lock `path` of `folder` inside the block, or until the process dies.
 
-    Args:
-        path: of the lock; its folder is made.
-        folder: what the lock protects.
-        say: receives a line if another program holds it.
-        refuse: the error to raise instead of waiting.
+    If another program holds it: wait and `say` so, or raise the error `refuse`.
 
     Raises:
         SpeedrunError: `refuse` if another program holds the lock; `refuse` or DataError if it cannot be written.
     """
-    with translate_os_errors(folder, refuse or DataError):
-        path.parent.mkdir(parents=True, exist_ok=True)
     while True:
         with translate_os_errors(folder, refuse or DataError):
+            path.parent.mkdir(parents=True, exist_ok=True)
             file = path.open("w")
         with file:
             try:

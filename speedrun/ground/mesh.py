@@ -28,9 +28,7 @@ CPU_DEVICES = 8
 def prepare(platform: str) -> None:
     """Choose the devices of this process. Must come before the first use of JAX.
 
-    Args:
-        platform: "cpu" simulates a node; "gpu" uses the GPUs; "any" uses GPUs if there are some, or if
-            $JAX_PLATFORMS names CUDA.
+    "cpu" simulates a node; "gpu" uses the GPUs; "any" uses GPUs if there are some, or if $JAX_PLATFORMS names CUDA.
     """
     has_gpu = any(Path("/dev").glob("nvidia[0-9]*")) or "cuda" in (
         getattr(jax.config, "jax_platforms", None) or ""
@@ -48,11 +46,7 @@ def prepare(platform: str) -> None:
 
 
 def make_mesh(num_devices: int, replicas: int = 1) -> Mesh:
-    """Return a mesh over the first `num_devices` devices, in the order of processes.
-
-    Args:
-        num_devices: of all nodes.
-        replicas: of the state, with equal numbers of devices.
+    """Return a mesh over the first `num_devices` devices of all nodes, in the order of processes.
 
     Raises:
         UsageError: if there are fewer devices, or they cannot be shared evenly; with several processes, also if there

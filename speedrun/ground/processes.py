@@ -19,9 +19,8 @@ from speedrun.ground.errors import SpeedrunError, Terminated, UsageError
 
 T = TypeVar("T")
 
-_TIMEOUT_MS = (
-    3_600_000  #: one process may have to make data that the others have; JAX detects dead ones sooner
-)
+#: One process may have to make data that the others have. JAX detects dead ones sooner.
+_TIMEOUT_MS = 3_600_000
 
 _group = (1, 0, 1)
 _calls = counter()
@@ -78,13 +77,9 @@ def agreed(
     otherwise: str = "start all of them with the same flags, code, packages and data",
     refuse: type[SpeedrunError] = UsageError,
 ) -> T:
-    """Do some work in every process; raise in all of them unless all succeed with the same result.
+    """Do some work in every process, unsynchronised; raise in all of them unless all succeed with the same result.
 
-    Args:
-        work: runs in every process, unsynchronised.
-        facts: of the result, by name; they must be equal in all processes. Not called in a run of one process.
-        otherwise: the end of the error: what to do if they differ.
-        refuse: the class of that error.
+    Results are the same if their `facts` are, by name. If not, the error `refuse` ends with what to do, `otherwise`.
 
     Raises:
         SpeedrunError: what `work` raised here or in another process, or what differs.
@@ -96,7 +91,10 @@ def agreed(
         mine = _Outcome(facts(done))
     except SpeedrunError as error:
         done, mine = None, _Outcome(error=str(error), exit_code=error.exit_code)
-    outcomes = _exchange(mine)
+    service, key = client(), f"speedrun {next(_calls)}"
+    service.key_value_set(f"{key}/{index()}", msgspec.json.encode(mine).decode())
+    texts = [service.blocking_key_value_get(f"{key}/{i}", _TIMEOUT_MS) for i in range(count())]
+    outcomes = [msgspec.json.decode(text, type=_Outcome) for text in texts]
     for i, found in enumerate(outcomes):
         if found.error:
             error = SpeedrunError(found.error if outcomes[0].error else f"process {i}: {found.error}")
@@ -107,15 +105,6 @@ def agreed(
             if value != (first := outcomes[0].facts.get(name, "none")):
                 raise refuse(f"process {i} has {name} {value}, process 0 has {first}; {otherwise}")
     return done  # pyright: ignore[reportReturnType] - None only after an error
-
-
-def _exchange(mine: _Outcome) -> list[_Outcome]:
-    service, key = client(), f"speedrun {next(_calls)}"
-    service.key_value_set(f"{key}/{index()}", msgspec.json.encode(mine).decode())
-    return [
-        msgspec.json.decode(service.blocking_key_value_get(f"{key}/{i}", _TIMEOUT_MS), type=_Outcome)
-        for i in range(count())
-    ]
 
 
 def handled_by(handler: Any) -> AbstractContextManager[None]:

@@ -45,17 +45,13 @@ _GIT_S = 10.0  #: time limit for git, which may be slow on a network disk
 
 
 def closure(modules: list[str], extra: list[Path]) -> str:
-    """Return one text of all project files that `modules` reach, in reading order, then `extra` files.
-
-    Args:
-        modules: dotted names; they come first, in this order.
-        extra: data files inside the project.
+    """Return one text of all project files that `modules` reach, in reading order, then `extra` files of the project.
 
     Raises:
         UsageError: for a relative import, or a file that a source text cannot hold.
     """
     texts: dict[str, str] = {}
-    queue = [ancestor for module in modules for ancestor in [module, *_ancestors(module)]]
+    queue = _with_packages(modules)
     while queue:
         place, path = find(queue.pop(0)) or ("", ROOT)
         if place and place not in texts:
@@ -64,12 +60,12 @@ def closure(modules: list[str], extra: list[Path]) -> str:
                 texts[check_path(place)] = text + "\n" * (text[-1:] not in ("\n", ""))
             except ValueError as error:
                 raise UsageError(f"{path}: {error}; a record cannot carry this file") from None
-            queue += _imports(path, text)
+            queue += _with_packages(_imports(path, text))
     return join_source(texts | {path.relative_to(ROOT).as_posix(): path.read_text() for path in extra})
 
 
 def _imports(path: Path, text: str) -> list[str]:
-    """Return the project modules that a file imports, with their packages."""
+    """Return the project modules that a file imports."""
     names: list[str] = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom) and node.level:
@@ -80,27 +76,22 @@ def _imports(path: Path, text: str) -> list[str]:
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
             names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-    ours = [name for name in names if name.split(".")[0] == "speedrun"]
-    return [module for name in ours for module in [name, *_ancestors(name)]]
+    return [name for name in names if name.split(".")[0] == "speedrun"]
 
 
-def _ancestors(module: str) -> list[str]:
-    parts = module.split(".")
-    return [".".join(parts[:i]) for i in range(len(parts) - 1, 0, -1)]
+def _with_packages(modules: list[str]) -> list[str]:
+    """Return each module, followed by its packages from the innermost to the outermost."""
+    return [module.rsplit(".", up)[0] for module in modules for up in range(module.count(".") + 1)]
 
 
 def software() -> dict[str, str]:
-    """Return the versions of Python and of the packages on which results depend; in a container, also the image."""
+    """Return the versions of Python and of the packages on which results depend; in a container, also its digest."""
     installed = {one.name: one.version for one in metadata.distributions()}
     for_gpus = {name: installed[name] for name in sorted(installed) if FOR_GPUS.fullmatch(name)}
     packages = {**{name: installed[name] for name in _PACKAGES}, **for_gpus}
-    return {"python": platform.python_version(), **packages, **image()}
-
-
-def image() -> dict[str, str]:
-    """Return the container image as `{"image": digest}`; empty outside a container, or if the digest is unknown."""
     named = os.environ.get(IMAGE_VARIABLE, "")
-    return {"image": named} if _IMAGE.fullmatch(named) else {}
+    image = {"image": named} if _IMAGE.fullmatch(named) else {}
+    return {"python": platform.python_version(), **packages, **image}
 
 
 def environment() -> dict[str, str]:
@@ -108,17 +99,10 @@ def environment() -> dict[str, str]:
     return {name: os.environ[name] for name in (*VARIABLES, faults.VARIABLE) if name in os.environ}
 
 
-class Checkout(NamedTuple):
-    """The version of this code."""
-
-    commit: str  #: empty if unknown
-    dirty: bool | None  #: whether code or requirements differ from the commit; None if unknown
-
-
-def checkout() -> Checkout:
-    """Return the version of this code from git; unknown without git or a checkout."""
+def checkout() -> tuple[str, bool | None]:
+    """Return the commit of this code, and whether code or requirements differ from it; "" and None if unknown."""
     if not (ROOT / ".git").exists():
-        return Checkout("", None)
+        return "", None
     argv = ["git", "--no-optional-locks", "-C", str(ROOT), "status", "--porcelain=2", "--branch"]
     try:
         lines = subprocess.run(
@@ -126,9 +110,9 @@ def checkout() -> Checkout:
             capture_output=True, encoding="utf-8", errors="replace", timeout=_GIT_S, check=True,
         ).stdout.splitlines()  # fmt: skip
     except (OSError, subprocess.SubprocessError):
-        return Checkout("", None)
+        return "", None
     head = next((line.split()[-1] for line in lines if line.startswith("# branch.oid ")), "")
-    return Checkout(head, any(not line.startswith("# ") for line in lines))
+    return head, any(not line.startswith("# ") for line in lines)
 
 
 class Lock(NamedTuple):
@@ -170,5 +154,5 @@ def pinned(text: str) -> dict[str, set[str | None]]:
 
 def code() -> dict[str, Any]:
     """Return checkout and lock file as fields of `runlog.Preflight`."""
-    git, packages = checkout(), lock()
-    return {"commit": git.commit, "dirty": git.dirty, "lock": packages.name, "lock_sha256": packages.sha256}
+    (commit, dirty), packages = checkout(), lock()
+    return {"commit": commit, "dirty": dirty, "lock": packages.name, "lock_sha256": packages.sha256}

@@ -238,30 +238,20 @@ def digest(line: bytes) -> str:
 
 
 class RunLog:
-    """Appends events to `metrics.jsonl`, and passes each one to readers after it is on disk."""
+    """Appends events to `metrics.jsonl`, and passes each line to a reader after it is on disk."""
 
-    def __init__(self, path: Path | None, now: Callable[[], Stamp]) -> None:
-        """Create the file.
-
-        Args:
-            path: must not exist. None: write nothing, in all processes of a run but the first.
-            now: `clock.now`.
-        """
-        self._path, self._now = path, now
+    def __init__(self, path: Path | None, now: Callable[[], Stamp], reader: Reader | None = None) -> None:
+        """Create the file `path`; None: write nothing, in all processes of a run but the first."""
+        self._path, self._now, self._reader = path, now, reader
         with translate_os_errors(self._path):
             self._file: IO[bytes] | None = None if path is None else path.open("xb")
         self._index = 0
         self._prev = GENESIS
-        self._readers: list[Reader] = []
         self._held: list[tuple[Line, bytes]] = []
         self._turn = threading.Lock()
 
-    def subscribe(self, reader: Reader) -> None:
-        """Add a reader, which is called with every later line."""
-        self._readers.append(reader)
-
     def emit(self, event: AnyEvent, *, hold: bool = False) -> None:
-        """Write an event, or hold it back for one write together with the next. Drop readers that fail.
+        """Write an event, or hold it back for one write together with the next. Drop a reader that fails.
 
         Raises:
             StorageError: if it cannot be written. The next call tries again.
@@ -280,12 +270,12 @@ class RunLog:
             with translate_os_errors(self._path):
                 self._file.writelines(raw for _, raw in held)
                 self._file.flush()
-            for reader in tuple(self._readers):
-                try:
-                    for line, _ in held:
-                        reader(line)
-                except OSError:
-                    self._readers.remove(reader)
+            try:
+                for line, _ in held:
+                    if self._reader is not None:
+                        self._reader(line)
+            except OSError:
+                self._reader = None
 
     def __enter__(self) -> Self:
         return self
@@ -300,11 +290,7 @@ _DECODER = msgspec.json.Decoder(Line)
 
 
 def decode(raw: bytes) -> Line:
-    """Return a line from its bytes.
-
-    Raises:
-        msgspec.DecodeError: not JSON, an unknown event, an extra or a missing field, a wrong type.
-    """
+    """Return a line from its bytes; raise msgspec.DecodeError unless it is JSON of exactly the declared form."""
     return _DECODER.decode(raw)
 
 

@@ -14,12 +14,9 @@ STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
 def stop(number: int, _frame: object) -> None:
-    """Signal handler that raises at once. Use it with `handled_by`.
+    """Signal handler that raises Terminated at once. Use it with `handled_by`.
 
     Python drops exceptions in callbacks of its garbage collector, and JAX has one; so a timer raises again.
-
-    Raises:
-        Terminated: on either signal.
     """
 
     def again(_alarm: int, _frame: object) -> None:
@@ -49,17 +46,13 @@ def ignore(_number: int, _frame: object) -> None:
 
 
 class Deferred:
-    """Signal handler that remembers the first signal, for `check`, and raises on the second."""
+    """Signal handler that remembers the first signal, for `check`."""
 
     def __init__(self) -> None:
         self._got: int | None = None
 
     def __call__(self, number: int, _frame: object) -> None:
-        """Handle a signal.
-
-        Raises:
-            KeyboardInterrupt: on the second one.
-        """
+        """Remember the signal; raise KeyboardInterrupt if it is the second one."""
         if self._got is not None:
             raise KeyboardInterrupt(f"stopped by {signal.Signals(number).name}, the second signal")
         self._got = number
@@ -70,11 +63,7 @@ class Deferred:
         return self._got is not None
 
     def check(self) -> None:
-        """Raise if a signal was received. Call it where the run can stop.
-
-        Raises:
-            Terminated: names the signal.
-        """
+        """Raise Terminated if a signal was received. Call it where the run can stop."""
         if self._got is not None:
             raise _terminated(self._got)
 

@@ -45,11 +45,7 @@ def find(module: str) -> tuple[str, Path] | None:
 
 
 def check_path(path: str) -> str:
-    """Return `path` if a source text may contain it.
-
-    Raises:
-        ValueError: unless it is relative, plain ASCII, without dot folders, and ends in .py or .toml.
-    """
+    """Return `path`; raise ValueError unless it is relative, of plain ASCII names, and ends in .py or .toml."""
     if len(path) > _MAX_PATH or not _PATH.fullmatch(path):
         raise ValueError(
             f"source path {path!r}; need a short relative path of plain names that ends in .py or .toml"
@@ -58,10 +54,7 @@ def check_path(path: str) -> str:
 
 
 def join_source(files: dict[str, str]) -> str:
-    """Return one text of many files, in their order.
-
-    Args:
-        files: relative path -> text; each text is empty or ends in a newline.
+    """Return one text of many files, relative path -> text, in their order.
 
     Raises:
         ValueError: a path that `check_path` refuses, or a text whose last line has no newline.
@@ -70,10 +63,6 @@ def join_source(files: dict[str, str]) -> str:
     for path, text in files.items():
         if text and not text.endswith("\n"):
             raise ValueError(f"{path}: the last line has no newline; end the file with one")
-        parts += [MARKER.format(path=check_path(path), sha256=sha256(text), lines=text.count("\n")), text]
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        parts += [MARKER.format(path=check_path(path), sha256=digest, lines=text.count("\n")), text]
     return "".join(parts)
-
-
-def sha256(text: str) -> str:
-    """Return the digest of the text as UTF-8."""
-    return hashlib.sha256(text.encode()).hexdigest()

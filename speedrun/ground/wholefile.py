@@ -15,11 +15,7 @@ PARTIAL = ".partial"
 
 
 def write_whole(path: Path, *parts: bytes | memoryview) -> None:
-    """Write a file atomically: after a crash at any moment it has its old content, or all parts.
-
-    Args:
-        path: replaced if it exists. Its folder must exist.
-        parts: the content, in order.
+    """Write a file atomically: after a crash at any moment it has its old content, or all parts. Its folder must exist.
 
     Raises:
         StorageError: if it cannot be written; then nothing is left of the new content.
@@ -36,11 +32,7 @@ def write_whole(path: Path, *parts: bytes | memoryview) -> None:
 
 
 def give_name(partial: Path, path: Path) -> None:
-    """Synchronise a finished file and rename it; both names are on one disk.
-
-    Raises:
-        StorageError: if that fails.
-    """
+    """Synchronise a finished file and rename it, on the same disk; raise StorageError if that fails."""
     with translate_os_errors(path):
         _sync(partial)
         os.replace(partial, path)

@@ -21,10 +21,6 @@ def run(num_processes: int, words: list[str]) -> int:
 
     A first signal is forwarded to all of them, which stop at the same step; a second one kills them.
 
-    Args:
-        num_processes: how many.
-        words: arguments of each.
-
     Raises:
         SpeedrunError: if one was lost; names it, and what ended it.
     """

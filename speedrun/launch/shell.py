@@ -124,12 +124,7 @@ def limited(job: Job) -> tuple[str, ...]:
 
 
 def meeting(job: Job, first: str) -> tuple[str, ...]:
-    """Options with which the processes of a run find each other; none for a single node.
-
-    Args:
-        job: how many nodes.
-        first: address and port of process 0.
-    """
+    """Options with which the processes of a run find each other, the `first` by its address; none for a single node."""
     if job.nodes == 1:
         return ()
     return ("--coordinator", first, "--processes", str(job.nodes), "--meet-within", str(MEET_S))

@@ -23,13 +23,7 @@ CLIENTS = {
 
 
 def submit(on: str, name: str, text: str, *, to_stderr: bool) -> int:
-    """Run the client on a file, and return its exit code.
-
-    Args:
-        on: a key of `CLIENTS`.
-        name: of the job.
-        text: of the file.
-        to_stderr: send what the client prints to standard error.
+    """Run the client `on`, a key of `CLIENTS`, on a file, and return its exit code.
 
     Raises:
         UsageError: if the client is not installed.

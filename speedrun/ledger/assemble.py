@@ -23,6 +23,7 @@ from speedrun.ledger.format import (
     Batch,
     Declaration,
     FileRef,
+    FormatError,
     Hardware,
     Manifest,
     RunOutcome,
@@ -33,7 +34,7 @@ from speedrun.ledger.format import (
 )
 from speedrun.ledger.record import discard_partials, read_files, render_logs, run_folders
 from speedrun.ledger.run import Run, read_json, read_run
-from speedrun.ledger.runfile import FormatError, Recipe
+from speedrun.ledger.runfile import Recipe
 from speedrun.ledger.source import split_source
 
 HEAD_END = "<!-- end of the generated head; write below -->\n"

@@ -11,19 +11,16 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from speedrun.ledger import runfile
-from speedrun.ledger.runfile import (
-    BATCH_SCHEMA,
-    MANIFEST_SCHEMA,
-    SUMMARY_SCHEMA,
-    DataRead,
-    FormatError,
-    Outcome,
-    Recipe,
-    Strict,
-    encode,
-    sha256,
-)
+from speedrun.ledger.runfile import RUN_SCHEMA, DataRead, Outcome, Recipe, Strict, encode, sha256
+
+MANIFEST_SCHEMA = "speedrun.manifest/1"
+SUMMARY_SCHEMA = "speedrun.summary/1"
+BATCH_SCHEMA = "speedrun.batch/1"
+REPRODUCTION_SCHEMA = "speedrun.reproduction/1"
+
+
+class FormatError(ValueError):
+    """A file of a record that does not have the declared form."""
 
 
 class TrackRef(Strict, frozen=True):
@@ -173,11 +170,38 @@ def decode(raw: bytes, kind: type[_File]) -> _File:
     """Decode an untrusted file of a record, in exactly the form that `encode` writes.
 
     Raises:
-        FormatError: as `runfile.decode`, and if a number is out of range.
+        FormatError: no JSON, a missing, unknown or repeated key, a wrong type, other spacing, a number out of range, or
+            a newer schema.
     """
-    file = runfile.decode(raw, kind)
+    try:
+        file = msgspec.json.decode(raw, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise FormatError(newer(raw) or str(error)) from None
+    if encode(file) != raw:
+        raise FormatError("not in canonical form (a key twice, or other spacing)")
     check_range(file)
     return file
+
+
+_LONGEST_SCHEMA = 40  #: characters
+
+
+class _Head(msgspec.Struct):
+    schema: str = ""
+
+
+def newer(raw: bytes) -> str:
+    """Return the problem of a file whose schema is a later version of one of ours; else an empty text."""
+    try:
+        got = msgspec.json.decode(raw, type=_Head).schema
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""
+    name, _, version = got[:_LONGEST_SCHEMA].partition("/")
+    for own in (RUN_SCHEMA, BATCH_SCHEMA, MANIFEST_SCHEMA, SUMMARY_SCHEMA, REPRODUCTION_SCHEMA):
+        own_name, _, own_version = own.partition("/")
+        if name == own_name and version.isdecimal() and int(version) > int(own_version):
+            return f"{name}/{version}, and this speedrun reads {own}: a newer one wrote it; update, and try again"
+    return ""
 
 
 #: The end of float32: above every honest number of a record. Squares of it, and sums of those, are finite.

@@ -20,11 +20,10 @@ from speedrun.ground import console, runlog, track
 from speedrun.ground.errors import UsageError
 from speedrun.ground.track import Track
 from speedrun.ground.wholefile import PARTIAL, write_whole
-from speedrun.ledger import reproduction
-from speedrun.ledger.format import Declaration, Manifest, Summary
+from speedrun.ledger.format import Declaration, FormatError, Manifest, Summary
 from speedrun.ledger.reproduction import REPRODUCTION, Reproduction
 from speedrun.ledger.run import Run, read_json, read_run
-from speedrun.ledger.runfile import FormatError
+from speedrun.ledger.runfile import Strict
 from speedrun.ledger.source import split_source
 
 _MIB = 2**20
@@ -47,7 +46,8 @@ FILES = (
 MAX_FILES = 1000
 MAX_BYTES = 256 * _MIB
 
-_Read = TypeVar("_Read", Run, Manifest, Summary, Declaration, Reproduction)
+_Read = TypeVar("_Read")
+_File = TypeVar("_File", bound=Strict)
 
 
 @dataclass(frozen=True)
@@ -108,26 +108,22 @@ def load(root: Path) -> Record:
 
     read = [attempt(partial(read_run, raw, folder), run_paths(folder)) for folder in folders]
     runs = tuple(run for run in read if run is not None)
-    manifest = attempt(lambda: read_json(raw, "manifest.json", Manifest), {"manifest.json"})
-    summary = attempt(lambda: read_json(raw, "summary.json", Summary), {"summary.json"})
-    declaration = None
-    if "batch.json" in raw:
-        declaration = attempt(lambda: read_json(raw, "batch.json", Declaration), {"batch.json"})
-    reproduced = None
-    if REPRODUCTION in raw:
-        reproduced = attempt(lambda: reproduction.decode(raw[REPRODUCTION]), {REPRODUCTION})
+
+    def file(path: str, kind: type[_File]) -> _File | None:
+        return attempt(lambda: read_json(raw, path, kind), {path})
+
     return Record(
         root=root,
         raw=raw,
         refused=refused,
-        malformed=tuple(malformed),
         runs=runs,
-        manifest=manifest,
-        summary=summary,
-        declaration=declaration,
-        reproduction=reproduced,
+        manifest=file("manifest.json", Manifest),
+        summary=file("summary.json", Summary),
+        declaration=file("batch.json", Declaration) if "batch.json" in raw else None,
+        reproduction=file(REPRODUCTION, Reproduction) if REPRODUCTION in raw else None,
         track=known_track(runs),
         whole=0 < len(runs) == len(folders),
+        malformed=tuple(malformed),  # complete, since all files above are read
     )
 
 

@@ -14,9 +14,9 @@ import msgspec
 from speedrun.ground import runlog
 from speedrun.ground.console import clean
 from speedrun.ledger import runfile
-from speedrun.ledger.format import Hardware
+from speedrun.ledger.format import REPRODUCTION_SCHEMA, Hardware
 from speedrun.ledger.run import Run
-from speedrun.ledger.runfile import FormatError, Strict
+from speedrun.ledger.runfile import Strict
 from speedrun.ledger.statistics import FEW_RUNS, Interval, difference_interval
 
 REPRODUCTION = "reproduction.json"
@@ -69,7 +69,7 @@ class Difference(Strict, frozen=True):
     noise_from: NoiseFrom  #: source of the sd of single runs
 
 
-class Reproduction(Strict, frozen=True, tag_field="schema", tag=runfile.REPRODUCTION_SCHEMA):
+class Reproduction(Strict, frozen=True, tag_field="schema", tag=REPRODUCTION_SCHEMA):
     """`reproduction.json`."""
 
     record_id: str
@@ -199,10 +199,7 @@ def hardware_points(recorded: Sequence[Hardware], here: Sequence[Hardware]) -> t
 def concluded(found: Reproduction, record: Sequence[Run], sigma: float | None) -> Reproduction:
     """Return a reproduction with all fields that follow from its runs and points derived again.
 
-    Args:
-        found: a reproduction; differences, confidence, equal bits and verdict are replaced.
-        record: finished runs of the record.
-        sigma: sd of losses over seeds that the track declares.
+    These are differences, confidence, equal bits and verdict. `record` has the finished runs of the record.
     """
     done = [run for run in found.runs if run.outcome == "finished"]
     loss = loss_difference(record, done, sigma, same_seeds=found.same_seeds) if done else None
@@ -248,15 +245,3 @@ def runs_problem(found: Reproduction, record: Sequence[Run]) -> str | None:
     if any(run.train_time_s <= 0 for run in record):
         return "a run of the record took no time, so there is nothing to compare with"
     return None
-
-
-def decode(raw: bytes) -> Reproduction:
-    """Decode what `runfile.encode` wrote.
-
-    Raises:
-        FormatError: if it is anything else.
-    """
-    try:
-        return runfile.decode(raw, Reproduction)
-    except FormatError as error:
-        raise FormatError(f"{REPRODUCTION}: {error}") from None

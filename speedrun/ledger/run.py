@@ -13,8 +13,8 @@ from typing import TypeVar
 import msgspec
 
 from speedrun.ground import runlog
-from speedrun.ledger.format import Declaration, Manifest, Summary, check_range, decode
-from speedrun.ledger.runfile import FormatError, RunFile
+from speedrun.ledger.format import FormatError, check_range, decode
+from speedrun.ledger.runfile import RunFile, Strict
 
 #: Events that a finished run has exactly once.
 _ONCE = (
@@ -32,7 +32,7 @@ _CLOCK = (runlog.ClockStart, runlog.ClockPause, runlog.ClockResume, runlog.Clock
 _BEGINNING = runlog.Resume(run_id="", step=0, state_hash="", train_time_s=0.0, tokens_seen=0, cursor=(0, 0))
 
 _Event = TypeVar("_Event", bound=runlog.Event)
-_File = TypeVar("_File", RunFile, Manifest, Summary, Declaration)
+_File = TypeVar("_File", bound=Strict)
 
 
 @dataclass(frozen=True)
@@ -140,8 +140,8 @@ def read_json(raw: dict[str, bytes], path: str, kind: type[_File]) -> _File:
     """
     try:
         file = decode(_required(raw, path), kind)
-        if not isinstance(file, Summary):
-            _check_moment(file.created_utc)
+        if (created_utc := getattr(file, "created_utc", None)) is not None:  # a summary has none
+            _check_moment(created_utc)
     except FormatError as error:
         raise FormatError(f"{path}: {error}") from None
     return file

@@ -1,25 +1,17 @@
-"""`run.json`, which a run writes itself, and how every file of a record is encoded and decoded.
+"""`run.json`, which a run writes itself. `format` has the other files of a record, and reads them all.
 
 Losses are nats per token. A key that is not declared here is an error.
 """
 
 import hashlib
-from typing import Literal, TypeVar
+from typing import Literal
 
 import msgspec
 
 RUN_SCHEMA = "speedrun.run/1"
-MANIFEST_SCHEMA = "speedrun.manifest/1"
-SUMMARY_SCHEMA = "speedrun.summary/1"
-BATCH_SCHEMA = "speedrun.batch/1"
-REPRODUCTION_SCHEMA = "speedrun.reproduction/1"
 BATCH = "batch.json"
 
 Outcome = Literal["finished", "non-finite", "aborted"]
-
-
-class FormatError(ValueError):
-    """A file of a record that does not have the declared form."""
 
 
 class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -35,11 +27,6 @@ class ShardRange(Strict, frozen=True, omit_defaults=True):
     start: int  #: inclusive
     stop: int  #: exclusive
     skipped: int = 0  #: of these, not input: cut off from documents
-
-    @property
-    def num_inputs(self) -> int:
-        """Number of tokens that were input."""
-        return self.stop - self.start - self.skipped
 
 
 class DataRead(Strict, frozen=True):
@@ -87,48 +74,9 @@ class Recipe(Strict, frozen=True):
     overrides: dict[str, str]
 
 
-_File = TypeVar("_File", bound=Strict)
-
-
 def encode(file: Strict) -> bytes:
     """Return the canonical bytes of a file of a record: JSON, indented for people and `diff`."""
     return msgspec.json.format(msgspec.json.encode(file), indent=2) + b"\n"
-
-
-def decode(raw: bytes, kind: type[_File]) -> _File:
-    """Decode what `encode` wrote.
-
-    Raises:
-        FormatError: no JSON, a missing, unknown or repeated key, a wrong type, other spacing, or a newer schema.
-    """
-    try:
-        file = msgspec.json.decode(raw, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise FormatError(newer(raw) or str(error)) from None
-    if encode(file) != raw:
-        raise FormatError("not in canonical form (a key twice, or other spacing)")
-    return file
-
-
-_LONGEST_SCHEMA = 40  #: characters
-
-
-class _Head(msgspec.Struct):
-    schema: str = ""
-
-
-def newer(raw: bytes) -> str:
-    """Return the problem of a file whose schema is a later version of one of ours; else an empty text."""
-    try:
-        got = msgspec.json.decode(raw, type=_Head).schema
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return ""
-    name, _, version = got[:_LONGEST_SCHEMA].partition("/")
-    for own in (RUN_SCHEMA, BATCH_SCHEMA, MANIFEST_SCHEMA, SUMMARY_SCHEMA, REPRODUCTION_SCHEMA):
-        own_name, _, own_version = own.partition("/")
-        if name == own_name and version.isdecimal() and int(version) > int(own_version):
-            return f"{name}/{version}, and this speedrun reads {own}: a newer one wrote it; update, and try again"
-    return ""
 
 
 def sha256(raw: bytes) -> str:

@@ -17,10 +17,7 @@ _FINISHED = b'"outcome": "finished"'
 def salvage(root: Path, recipe: runfile.Recipe, num_devices: int) -> list[str]:
     """Turn every killed run into one that broke off, by its log. Cuts off an unreadable end of the log.
 
-    Args:
-        root: a record folder in which nothing runs.
-        recipe: of all runs.
-        num_devices: of all runs.
+    Nothing may run in the record. All runs have one recipe and number of devices.
 
     Returns:
         The names of the runs.

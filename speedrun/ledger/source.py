@@ -2,7 +2,8 @@
 
 import re
 
-from speedrun.ground.sourcefile import check_path, sha256
+from speedrun.ground.sourcefile import check_path
+from speedrun.ledger.runfile import sha256
 
 _MARKER = re.compile(r"#### file: (\S+) sha256:([0-9a-f]{64}) lines:(0|[1-9][0-9]{0,6})")
 
@@ -28,7 +29,7 @@ def split_source(text: str) -> dict[str, str]:
         content = "".join(f"{line}\n" for line in body)
         if path in files:
             raise ValueError(f"line {at + 1}: {path} stands here twice")
-        if len(body) != count or sha256(content) != digest:
+        if len(body) != count or sha256(content.encode()) != digest:
             raise ValueError(f"{path}: the text is not the one its marker was written for")
         files[path] = content
         at += 1 + count

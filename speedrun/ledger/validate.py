@@ -75,11 +75,7 @@ class Report:
 
 
 def validate(record_dir: Path, *, strict: bool = False) -> Report:
-    """Read a record and run all checks.
-
-    Args:
-        record_dir: the folder of the record.
-        strict: whether warnings count as failures in `exit_code`.
+    """Read a record and run all checks. If `strict`, warnings count as failures in `exit_code`.
 
     Raises:
         UsageError: if `record_dir` is not a folder.

@@ -7,7 +7,7 @@ from speedrun.ground import provenance, runlog
 from speedrun.ground import track as tracks
 from speedrun.ground.console import clean
 from speedrun.ground.errors import DataError, UsageError
-from speedrun.ledger import history, runfile
+from speedrun.ledger import format, history, runfile
 from speedrun.ledger.format import Manifest
 from speedrun.ledger.record import Record, load
 from speedrun.ledger.reproduction import REPRODUCTION, Point, point
@@ -26,7 +26,7 @@ def read(folder: Path) -> tuple[Record, Manifest]:
     record = load(folder)
     for path, raw in record.raw.items():
         # An earlier reproduction has no say in this one.
-        if path.endswith(".json") and path != REPRODUCTION and (problem := runfile.newer(raw)):
+        if path.endswith(".json") and path != REPRODUCTION and (problem := format.newer(raw)):
             raise UsageError(f"{folder / path}: {clean(problem)}")
     manifest = record.manifest
     if not record.whole or manifest is None:

@@ -15,7 +15,7 @@ from speedrun.ground.console import clean, duration
 from speedrun.ground.errors import DataError, NonFiniteError, SpeedrunError, UsageError
 from speedrun.ground.wholefile import make_folder, write_whole
 from speedrun.ledger.batch import seeds_from
-from speedrun.ledger.format import Manifest
+from speedrun.ledger.format import FormatError, Manifest, decode
 from speedrun.ledger.record import Record, load
 from speedrun.ledger.reproduction import (
     CONFIDENCE,
@@ -25,13 +25,12 @@ from speedrun.ledger.reproduction import (
     Reproduction,
     Verdict,
     concluded,
-    decode,
     hardware_of,
     hardware_points,
     outcome_of,
 )
 from speedrun.ledger.run import Run
-from speedrun.ledger.runfile import FormatError, encode
+from speedrun.ledger.runfile import encode
 from speedrun.referee.rerun import Rerun
 
 PLAN = "plan.json"
@@ -230,7 +229,7 @@ def put_into_record(folder: Path, record: Path) -> Path:
     """
     path, target = folder / REPRODUCTION, record / REPRODUCTION
     try:
-        raw = encode(decode(path.read_bytes()))
+        raw = encode(decode(path.read_bytes(), Reproduction))
     except (OSError, FormatError) as error:
         raise UsageError(
             f"{path}: {clean(str(error))}; nothing was put into the record; run again with another --out"

@@ -81,7 +81,7 @@ class Batch:
             raise UsageError(
                 f"{self.folder} holds no {runfile.BATCH}; declare a batch: speedrun batch --runs N"
             ) from None
-        except runfile.FormatError as error:
+        except format.FormatError as error:
             raise UsageError(f"{path}: {error}; restore it, or declare a new batch") from None
         self._sha256 = runfile.sha256(raw)
         self._rules = tracks.load(self._declared.track.id.rpartition("@")[0])

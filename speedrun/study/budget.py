@@ -13,7 +13,7 @@ from speedrun.data import overview
 from speedrun.ground.console import duration, quantity
 from speedrun.ground.errors import UsageError
 from speedrun.ground.track import Track
-from speedrun.ledger import format, runfile
+from speedrun.ledger import format
 from speedrun.predict.plan import Plan
 from speedrun.science.recipe import Recipe
 
@@ -61,13 +61,7 @@ def budget(
 ) -> Budget:
     """Return the budget of a batch.
 
-    Args:
-        track: its rules and data.
-        recipe: what is trained.
-        num_runs: of the batch.
-        records: a folder of records, `<track>/<record>/`.
-        plan: the recipe on the devices it will run on; None for CPUs.
-        dollars: price of a device and hour; None: unknown.
+    `plan` is the recipe on the devices it will run on; None for CPUs. `dollars` is the price of a device and hour.
     """
     run_s, train_s, basis = _of_records(track, recipe, records, plan) or _of_plan(track, plan)
     return Budget(
@@ -92,7 +86,7 @@ def _of_records(
         try:
             summary = format.decode(path.read_bytes(), format.Summary)
             manifest = format.decode((path.parent / "manifest.json").read_bytes(), format.Manifest)
-        except (OSError, runfile.FormatError):
+        except (OSError, format.FormatError):
             continue  # `validate` reports it
         train_s, wall_s = summary.train_time_s_mean, summary.cold_wall_s_mean
         kind, num_devices = manifest.hardware.device_kind, manifest.hardware.num_devices
@@ -118,12 +112,7 @@ def _of_plan(track: Track, plan: Plan | None) -> tuple[float | None, float | Non
 
 
 def lines(budget: Budget, error: float) -> list[str]:
-    """Return the budget as text.
-
-    Args:
-        budget: of a batch.
-        error: relative, of the arithmetic.
-    """
+    """Return the budget as text, with the relative error of the arithmetic."""
     data = f"{quantity(budget.fetch_bytes, 'B')} to fetch" if budget.fetch_bytes else "nothing to fetch"
     disk = f"data   {data} | {quantity(budget.disk_bytes, 'B')} of disk"
     if budget.run_s is None or budget.total_s is None or budget.train_s is None:

@@ -30,9 +30,7 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def find(choice: str | None, track: str) -> Ghost | None:
     """Return the chosen ghost; where it cannot be read, warn and return None, because a run needs no ghost.
 
-    Args:
-        choice: folder of a record, or 'best': the fastest qualified record of the track in `records/`; None: no ghost.
-        track: name and version.
+    `choice` is the folder of a record, or 'best': the fastest qualified record of the track in `records/`.
     """
     try:
         folder = ghosts.best(_RECORDS, track) if choice == "best" else choice and Path(choice)

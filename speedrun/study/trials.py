@@ -16,10 +16,10 @@ import msgspec
 
 from speedrun.ground.errors import UsageError
 from speedrun.ledger.batch import seeds_from
-from speedrun.ledger.format import TrackRef
+from speedrun.ledger.format import FormatError, TrackRef
 from speedrun.ledger.record import read_files, render_logs, run_folders
 from speedrun.ledger.run import Run, read_run
-from speedrun.ledger.runfile import FormatError, sha256
+from speedrun.ledger.runfile import sha256
 
 EXPERIMENT = "experiment.json"
 EXPERIMENT_SCHEMA = "speedrun.experiment/1"

@@ -31,7 +31,6 @@ from speedrun.training.fingerprint import fingerprint
 from speedrun.training.program import Program
 
 RUN = "run.json"
-_STATE, _FACTS = "state", "facts"
 
 
 class Array(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -61,7 +60,8 @@ def folder_of(record: Path) -> Path:
 
 def named(tree: Any) -> dict[str, Any]:
     """Return the leaves of a state by flat name: params.embed, opt_state.inner_states.matrix.inner_state.0.momentum."""
-    return {_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
 def seal(raw: bytes) -> dict[str, str]:
@@ -70,20 +70,11 @@ def seal(raw: bytes) -> dict[str, str]:
 
 
 def unseal(found: Any) -> bytes:
-    """Return the text that `seal` packed.
-
-    Raises:
-        ValueError: if it was changed.
-    """
+    """Return the text that `seal` packed; raise ValueError if it was changed."""
     match found:
         case {"sha256": str(digest), "text": str(text)} if seal(text.encode())["sha256"] == digest:
             return text.encode()
     raise ValueError("its digest does not fit")
-
-
-def _name(path: tuple[Any, ...]) -> str:
-    fields = ("name", "key", "idx")  # of a tuple, a dictionary, a list
-    return ".".join(str(getattr(key, next(f for f in fields if hasattr(key, f)))) for key in path)
 
 
 @jax.jit
@@ -122,13 +113,8 @@ def _silence_libraries() -> None:
 def opened(folder: Path, run: bytes, *, every: int, keep: int) -> Iterator["Checkpoints"]:
     """Open a run's folder of checkpoints, locked inside the block. At its end, all are durable.
 
-    With several processes, each writes its part; process 0 holds the lock and cleans the folder.
-
-    Args:
-        folder: is made.
-        run: the text of `run.json`, with which the run is resumed.
-        every: steps between checkpoints.
-        keep: number of newest checkpoints to keep; 0: all.
+    With several processes, each writes its part; process 0 holds the lock and cleans the folder. `run` is the text of
+    `run.json`. A checkpoint is due `every` so many steps; the newest `keep` of them stay, or all if it is 0.
 
     Raises:
         CheckpointError: if another process writes there, or a checkpoint could not be written.
@@ -141,11 +127,8 @@ def opened(folder: Path, run: bytes, *, every: int, keep: int) -> Iterator["Chec
                 shutil.rmtree(left)  # unfinished: its process died
             write_whole(folder / RUN, msgspec.json.encode(seal(run)))
         processes.barrier()
-        checkpoints = Checkpoints(folder, every, keep)
-        try:
+        with closing(Checkpoints(folder, every, keep)) as checkpoints:
             yield checkpoints
-        finally:
-            checkpoints.close()
 
 
 class Checkpoints:
@@ -159,7 +142,9 @@ class Checkpoints:
         self.newest: int | None = None  #: that this process wrote or restored
         options = ocp.CheckpointManagerOptions(max_to_keep=keep or None)
         # orbax needs absolute paths.
-        self._manager = ocp.CheckpointManager(folder.absolute(), options=options, item_names=(_STATE, _FACTS))
+        self._manager = ocp.CheckpointManager(
+            folder.absolute(), options=options, item_names=("state", "facts")
+        )
         # JAX's service counts the calls of this function in step with the run; those of orbax would disturb it.
         self._manager.reached_preemption = lambda step: False
 
@@ -191,10 +176,8 @@ class Checkpoints:
         """
         ocp = self._ocp
         args = ocp.args.Composite(
-            **{
-                _STATE: ocp.args.StandardSave(named(state)),
-                _FACTS: ocp.args.JsonSave(seal(msgspec.json.encode(facts))),
-            }
+            state=ocp.args.StandardSave(named(state)),
+            facts=ocp.args.JsonSave(seal(msgspec.json.encode(facts))),
         )
         faults.point("save")
         with jax.transfer_guard("allow"), self._errors_reported(f"step {facts.step}"):
@@ -205,12 +188,7 @@ class Checkpoints:
     def restore(
         self, program: Program, config_sha256: str, say: Callable[[str], None]
     ) -> tuple[TrainState, Facts]:
-        """Restore the newest whole checkpoint: state and facts. Remove newer ones, which are damaged.
-
-        Args:
-            program: the recipe on the mesh for the state.
-            config_sha256: of the run, as in `Facts`.
-            say: receives a line for each checkpoint that is removed.
+        """Restore the newest whole checkpoint: state and facts. Remove newer ones, which are damaged, and `say` so.
 
         Raises:
             CheckpointError: if there is none, or it belongs to another model or run.
@@ -237,9 +215,9 @@ class Checkpoints:
             name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=shardings[name])
             for name, array in expected.items()
         }
-        args = self._ocp.args.Composite(**{_STATE: self._ocp.args.StandardRestore(wanted)})
+        args = self._ocp.args.Composite(state=self._ocp.args.StandardRestore(wanted))
         with _raise_damaged():
-            found = self._manager.restore(step, args=args)[_STATE]
+            found = self._manager.restore(step, args=args)["state"]
         state = jax.tree.unflatten(jax.tree.structure(abstract), [found[name] for name in expected])
         for name, array in described(state).items():
             if array.digest != facts.arrays[name].digest:
@@ -248,25 +226,19 @@ class Checkpoints:
         return state, facts
 
     def _facts(self, step: int) -> Facts:
-        args = self._ocp.args.Composite(**{_FACTS: self._ocp.args.JsonRestore()})
+        args = self._ocp.args.Composite(facts=self._ocp.args.JsonRestore())
         with _raise_damaged():
-            return msgspec.json.decode(unseal(self._manager.restore(step, args=args)[_FACTS]), type=Facts)
+            return msgspec.json.decode(unseal(self._manager.restore(step, args=args)["facts"]), type=Facts)
 
     def settle(self) -> None:
-        """Wait until everything is durable.
-
-        Raises:
-            CheckpointError: if something could not be written.
-        """
+        """Wait until everything is durable; raise CheckpointError if something could not be written."""
         with self._errors_reported("the last one"):
             self._manager.wait_until_finished()
 
     def close(self) -> None:
         """Call `settle`, then close the folder for writing."""
-        with (
-            self._errors_reported("the last one"),
-            closing(self._manager),
-        ):  # whose `close` raises the error again
+        # The manager's `close` raises the error again.
+        with self._errors_reported("the last one"), closing(self._manager):
             self.settle()
 
     @contextmanager

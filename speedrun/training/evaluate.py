@@ -41,13 +41,7 @@ def evaluate(
 ) -> Score:
     """Score the first `num_tokens` targets of a shard, each once.
 
-    Args:
-        program: the recipe on its mesh.
-        score: its compiled `eval_step`.
-        state: its parameters are scored; not donated.
-        shard: the validation shard.
-        num_tokens: set by the track.
-        poll: called after every batch; may raise.
+    `score` is the program's compiled `eval_step`. `poll` is called after every batch, and may raise.
     """
     watch, total, tokens = Stopwatch(), 0.0, 0
     shape = program.recipe.eval_sequences, program.recipe.eval_seq_len

@@ -28,14 +28,10 @@ def step_bytes(program: Program, stage: Stage) -> int:
     """
     tokens = stage.batch_tokens // program.microbatches
     activations = itemsize(program) * tokens * matrix_width(program)
-    gradients = 4 * count(program.layout.table)
-    return (
-        state_bytes(program)
-        + whole_bytes(program)
-        + gradients
-        + activations
-        + 2 * logits_bytes(program, tokens)
-    )
+    parameters = (
+        state_bytes(program) + whole_bytes(program) + 4 * count(program.layout.table)
+    )  # and gradients
+    return parameters + activations + 2 * logits_bytes(program, tokens)
 
 
 def validation_bytes(program: Program) -> int:
@@ -89,11 +85,7 @@ def flops_per_token(table: Table) -> float:
 
 
 def require(program: Program, need_bytes: int) -> None:
-    """Refuse a program that is larger than the memory of its devices.
-
-    Raises:
-        UsageError: with the settings that would fit.
-    """
+    """Raise UsageError, with settings that would fit, if a program is larger than the memory of its devices."""
     limit_bytes = meshes.memory_bytes(program.mesh)
     if need_bytes > limit_bytes:
         kind = program.mesh.devices.flat[0].device_kind

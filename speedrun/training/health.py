@@ -50,12 +50,8 @@ def random_matrices(mesh: Mesh) -> jax.Array:
 def throttled_s(mesh: Mesh, since_s: float | None = 0.0) -> float | None:
     """Return the seconds for which heat or power supply throttled the GPUs of this machine, summed over GPUs.
 
-    Args:
-        mesh: of the run.
-        since_s: result of an earlier call; 0: since the driver was loaded.
-
-    Returns:
-        None without a GPU, without `nvidia-smi`, or with a driver older than the counters.
+    They count from the result of an earlier call, `since_s`; 0: from when the driver was loaded. None without a GPU,
+    without `nvidia-smi`, or with a driver older than the counters.
     """
     if is_simulated(mesh) or since_s is None:
         return None

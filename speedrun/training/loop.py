@@ -167,17 +167,8 @@ def _report(trainer: Trainer, executables: Executables) -> None:
         raise NonFiniteError(
             f"step {step}: loss is {loss}; first non-finite gradient: {leaf}; lower the learning rate"
         )
-    trainer.log.emit(
-        runlog.Step(
-            step=step,
-            train_time_s=trainer.clock.seconds,
-            loss=loss,
-            batch_tokens=batch_tokens,
-            tokens_seen=tally.tokens_seen,
-            cursor=cursor,
-            inputs=planned.inputs,
-        )
-    )
+    place = batch_tokens, tally.tokens_seen, cursor
+    trainer.log.emit(runlog.Step(step, trainer.clock.seconds, loss, *place, inputs=planned.inputs))
 
 
 def _validate(trainer: Trainer, executables: Executables, step: int) -> None:

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from speedrun.data import shards
 from speedrun.ground import provenance, runlog
 from speedrun.ground import track as tracks
@@ -44,7 +46,8 @@ def lost_s(record: Path, step: int) -> float:
 
 def latest(record: Path) -> str:
     """Return the id of the latest run that ended; empty if there is none."""
-    found = [runfile.decode(path.read_bytes(), runfile.RunFile) for path in record.glob("runs/*/run.json")]
+    raws = [path.read_bytes() for path in record.glob("runs/*/run.json")]
+    found = [msgspec.json.decode(raw, type=runfile.RunFile) for raw in raws]
     return max(found, key=lambda run: run.created_utc).run_id if found else ""
 
 
@@ -81,17 +84,14 @@ def run_file(trainer: Trainer, outcome: Any) -> runfile.RunFile:
 def data_read(trainer: Trainer) -> runfile.DataRead:
     """Return the data read so far, with the digest of every shard."""
     ready, tally = trainer.ready, trainer.tally
-    val, data = ready.shards.val[0], ready.track.data
-    return runfile.DataRead(
-        shards=tuple(
-            runfile.ShardRange(
-                r.name, _digest(ready.folder / r.name), r.shard_tokens, r.start, r.stop, r.skipped
-            )
-            for r in tally.ranges
-        ),
-        val_shard=runfile.ShardRange(val.path.name, _digest(val.path), val.num_tokens, 0, data.val_tokens),
-        val_sha256=tally.val_sha256,
-    )
+    folder, val = ready.folder, ready.shards.val[0]
+    ranges = [
+        runfile.ShardRange(r.name, _digest(folder / r.name), r.shard_tokens, r.start, r.stop, r.skipped)
+        for r in tally.ranges
+    ]
+    num_scored = ready.track.data.val_tokens
+    scored = runfile.ShardRange(val.path.name, _digest(val.path), val.num_tokens, 0, num_scored)
+    return runfile.DataRead(tuple(ranges), scored, tally.val_sha256)
 
 
 def _digest(path: Path) -> str:

@@ -46,7 +46,7 @@ def _finished(out: Path) -> RunConfig | None:
     for path in out.glob("runs/*/run.json"):
         try:
             run = format.decode(path.read_bytes(), runfile.RunFile)
-        except runfile.FormatError:
+        except format.FormatError:
             continue  # `salvage` writes it again from its log
         if run.outcome == "finished" and ended(path.parent):
             name = run.track.rpartition("@")[0]

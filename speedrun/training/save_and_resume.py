@@ -25,11 +25,9 @@ def saved_if_stopped(trainer: Trainer) -> Iterator[None]:
 
 
 def save(trainer: Trainer, *, wait: bool = False) -> None:
-    """Save a checkpoint of the current step, unless it is already saved. All losses must be reported first.
+    """Save a checkpoint of the current step, unless it is already saved; `wait` until it is on disk.
 
-    Args:
-        trainer: the run.
-        wait: until it is on disk.
+    All losses must be reported first.
     """
     if trainer.checkpoints is None:
         return

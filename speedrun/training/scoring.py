@@ -26,12 +26,8 @@ def nll_sums(
 ) -> jax.Array:
     """Return the negative log likelihood of a sequence's targets, -log softmax(logits(x))[target], summed in chunks.
 
-    Args:
-        logits: hidden states [N, D] to logits [N, V], row by row; any float dtype.
-        x_TD: of the sequence.
-        targets_T: i32, each below V.
-        vocab_size: of the track; V is at least that.
-        platform: determines the size of a chunk.
+    `logits` maps hidden states [N, D] to logits [N, V] of any float dtype, row by row; V is at least `vocab_size`, the
+    track's. Targets are i32, each below V. The platform determines the size of a chunk.
 
     Returns:
         f32 [C], nats; to be summed in float64.

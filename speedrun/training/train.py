@@ -3,10 +3,8 @@
 python -m speedrun.training.train CONFIG.json      prints the log; `speedrun replay` runs this on an unpacked record
 """
 
-import hashlib
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from speedrun.data import stream
@@ -26,14 +24,7 @@ from speedrun.training.trainer import Trainer
 
 
 def train(config: RunConfig, reader: runlog.Reader | None = None) -> runfile.RunFile:
-    """Train once, and write `source.txt` and `runs/<run id>/` into the record folder.
-
-    Args:
-        config: of the run.
-        reader: receives every line of the log.
-
-    Returns:
-        The facts of the run, as in its `run.json`.
+    """Train once, and write `source.txt` and `runs/<run id>/` into the record folder; return the facts of the run.
 
     Raises:
         SpeedrunError: if `prepare` refuses, and no folder is made; or if the run breaks off, and its log says why.
@@ -44,28 +35,22 @@ def train(config: RunConfig, reader: runlog.Reader | None = None) -> runfile.Run
         return _logged(ready, checkpoints, reader)
 
 
-@contextmanager
-def _checkpoints(ready: Ready) -> Iterator[Checkpoints | None]:
+def _checkpoints(ready: Ready) -> AbstractContextManager[Checkpoints | None]:
     """Open the folder of checkpoints, if the run has any."""
-    config = ready.config
-    if not config.checkpoint_every:
-        yield None
-        return
-    folder, every, keep = checkpoint.folder_of(config.out), config.checkpoint_every, config.keep_checkpoints
-    with checkpoint.opened(folder, ready.resumable, every=every, keep=keep) as checkpoints:
-        yield checkpoints
+    folder, every = checkpoint.folder_of(ready.config.out), ready.config.checkpoint_every
+    if not every:
+        return nullcontext()
+    return checkpoint.opened(folder, ready.resumable, every=every, keep=ready.config.keep_checkpoints)
 
 
 def _logged(ready: Ready, checkpoints: Checkpoints | None, reader: runlog.Reader | None) -> runfile.RunFile:
     """Run from the first line of the log to the last."""
     config, started = ready.config, now()
-    nonce = hashlib.sha256(f"{started}".encode()).hexdigest()[:4]
+    nonce = runfile.sha256(f"{started}".encode())[:4]
     run_id = f"{ready.recipe.name}-{config.seed}-{nonce}"
     run_dir = config.out / "runs" / run_id
     path = _make_folders(ready, run_dir) if processes.is_first() else None
-    with runlog.RunLog(path, now) as log, processes.handled_by(signals.ignore):
-        if reader is not None:
-            log.subscribe(reader)
+    with runlog.RunLog(path, now, reader) as log, processes.handled_by(signals.ignore):
         trainer, outcome = Trainer(run_id, started.utc, ready, log, checkpoints), "aborted"
         try:
             watched = watchdog.watching(trainer.phases, config.deadlines_s, log, _stacks(config.out))
@@ -140,11 +125,8 @@ def _announce(trainer: Trainer) -> None:
         )
     )
     if mesh.size != (wanted := track.rules.num_devices or mesh.size):
-        log.emit(
-            runlog.Warning(
-                f"{mesh.size} devices, {track.id} asks for {wanted}: the record will not pass V404"
-            )
-        )
+        problem = f"{mesh.size} devices, {track.id} asks for {wanted}: the record will not pass V404"
+        log.emit(runlog.Warning(problem))
     val = ready.shards.val[0]
     trainer.tally.val_sha256 = stream.validation_sha256(val, track.data.val_tokens)
     log.emit(

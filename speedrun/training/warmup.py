@@ -45,11 +45,10 @@ class Executables(NamedTuple):
 def compile_all(trainer: Trainer) -> Executables:
     """Compile an executable for each shape of a step and of a validation.
 
-    Raises:
-        UsageError: if a step needs more memory than a device has, by the compiler's count.
+    Raise UsageError if a step needs more memory than a device has, by the compiler's count.
     """
     ready, state, tally = trainer.ready, trainer.state, trainer.tally
-    program, recipe, ids = ready.program, ready.recipe, _RandomIds(ready)
+    program, recipe = ready.program, ready.recipe
 
     def compiled(name: str, lowered: Any) -> Any:
         watch = Stopwatch()
@@ -61,16 +60,12 @@ def compile_all(trainer: Trainer) -> Executables:
         return executable
 
     def step(shape: StepShape) -> Any:
-        batch = ids(shape.num_sequences, shape.seq_len)
-        lowered = program.train_step_for(shape.static).lower(state, *batch, program.schedule)
-        return compiled(f"train/{shape}", lowered)
+        inputs = state, *_random_ids(ready, shape), program.schedule
+        return compiled(f"train/{shape}", program.train_step_for(shape.static).lower(*inputs))
 
     def score(shape: StepShape) -> Any:
-        batch = ids(shape.num_sequences, shape.seq_len)
-        lowered = program.eval_step_for(shape.static).lower(
-            state.params, *batch, program.schedule, state.step
-        )
-        return compiled(f"eval/{shape}", lowered)
+        inputs = state.params, *_random_ids(ready, shape), program.schedule, state.step
+        return compiled(f"eval/{shape}", program.eval_step_for(shape.static).lower(*inputs))
 
     planned = tuple(map(partial(_planned, ready), range(recipe.num_steps)))
     steps = {shape: step(shape) for shape in dict.fromkeys(each.shape for each in planned)}
@@ -114,15 +109,14 @@ def _cache() -> Iterator[list[Literal["hit", "miss"]]]:
 def warm_up(trainer: Trainer, executables: Executables) -> None:
     """Run every executable on random ids, then build the state again from the seed."""
     watch, ready, state = Stopwatch(), trainer.ready, trainer.state
-    program, ids = ready.program, _RandomIds(ready)
+    program = ready.program
     trainer.log.emit(runlog.WarmupStart(state_hash(state)))
     for shape, step in executables.steps.items():
         for _ in range(_STEPS):
-            state, metrics = step(state, *ids(shape.num_sequences, shape.seq_len), program.schedule)
+            state, metrics = step(state, *_random_ids(ready, shape), program.schedule)
             meshes.whole(metrics.bad)
     for shape, score in executables.scores.items():
-        batch = ids(shape.num_sequences, shape.seq_len)
-        meshes.fetch(score(state.params, *batch, program.schedule, state.step))
+        meshes.fetch(score(state.params, *_random_ids(ready, shape), program.schedule, state.step))
     del state  # otherwise two states would be in memory
     trainer.state = program.init(jax.random.key(ready.config.seed))
     trainer.tally.init_hash = state_hash(trainer.state)
@@ -131,17 +125,11 @@ def warm_up(trainer: Trainer, executables: Executables) -> None:
     trainer.log.emit(runlog.WarmupEnd(trainer.tally.init_hash, num_steps, watch.seconds))
 
 
-class _RandomIds:
-    """Makes batches of random ids, placed like real ones. A call returns tokens and targets."""
-
-    def __init__(self, ready: Ready) -> None:
-        self._rng = np.random.default_rng(0)
-        self._vocab_size = ready.track.data.vocab_size
-        self._mesh = ready.program.mesh
-
-    def __call__(self, num_sequences: int, seq_len: int) -> list[jax.Array]:
-        pair = self._rng.integers(0, self._vocab_size, (2, num_sequences, seq_len), np.int32)
-        return [meshes.place_own(x_BT, self._mesh) for x_BT in pair]
+def _random_ids(ready: Ready, shape: StepShape) -> list[jax.Array]:
+    """Return tokens and targets of a batch, placed like real ones."""
+    size = 2, shape.num_sequences, shape.seq_len
+    pair = np.random.default_rng(0).integers(0, ready.track.data.vocab_size, size, np.int32)
+    return [meshes.place_own(x_BT, ready.program.mesh) for x_BT in pair]
 
 
 def _plan(ready: Ready, state: TrainState, temp_bytes: int) -> runlog.Plan:

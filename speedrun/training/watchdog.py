@@ -30,13 +30,9 @@ _LINGER_S = 2.0  #: for the watchdogs of other processes: a process that exits b
 def watching(
     phases: Phases, deadlines_s: Mapping[str, float], log: runlog.RunLog, stacks: Path
 ) -> Iterator[None]:
-    """Watch a run inside the block.
+    """Watch a run inside the block. If it hangs, write the stacks of all threads to the file `stacks`.
 
-    Args:
-        phases: of the run.
-        deadlines_s: of some phases, in place of `DEADLINES_S`; 0: none.
-        log: receives warnings and the error.
-        stacks: file for the stacks of all threads, if the run hangs.
+    `deadlines_s` has those of some phases, in place of `DEADLINES_S`; 0: none.
     """
     limits_s = {phase: s for phase, s in {**DEADLINES_S, **deadlines_s}.items() if s}
     done, warned = threading.Event(), set[Phase]()

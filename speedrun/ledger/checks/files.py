@@ -73,7 +73,7 @@ def hashes(record: Record) -> Iterator[str]:
     assert manifest is not None
     try:
         source = derive_source(record.raw)
-    except runfile.FormatError as error:
+    except format.FormatError as error:
         yield str(error)
         return
     yield from _differences("manifest.json: source", manifest.source, source)

@@ -101,17 +101,21 @@ def token_count(run: Run, _record: Record) -> Iterator[str]:
             yield f"step {step.step}: {step.tokens_seen:,} tokens seen, the batches sum to {seen:,}"
             return
         while num_read < seen and (shard := next(shards, None)):
-            num_read, offset, skipped = num_read + shard.num_inputs, shard.stop, shard.skipped
+            num_read, offset, skipped = num_read + _num_inputs(shard), shard.stop, shard.skipped
         # `offset` is the end of the range that holds token `seen`; `num_read` counts all tokens up to there.
         place = offset - (num_read - seen)
         if not place - skipped <= step.cursor[1] <= place:
             yield f"step {step.step}: the cursor is at {step.cursor[1]:,}, the ranges say {place:,}"
             return
-    num_read += sum(shard.num_inputs for shard in shards)
+    num_read += sum(map(_num_inputs, shards))
     if num_read != seen:
         yield f"ranges of {num_read:,} tokens were read, {seen:,} trained on"
     if any(after.cursor[0] < before.cursor[0] for before, after in pairwise(run.steps)):
         yield "the cursor moved back to an earlier shard"
+
+
+def _num_inputs(shard: ShardRange) -> int:
+    return shard.stop - shard.start - shard.skipped
 
 
 @check_run(

@@ -35,10 +35,7 @@ class Sight(NamedTuple):
 def sight(doc_BT: jax.Array, window_blocks: jax.Array | int, block_tokens: int) -> Sight:
     """Return the mask as intervals: first[q] = max(start[q], (q // block - window_blocks + 1) * block).
 
-    Args:
-        doc_BT: i32, index of each token's document; documents are contiguous.
-        window_blocks: i32[] or int, at least 1.
-        block_tokens: tokens per block.
+    `doc_BT` has the index of each token's document, i32; documents are contiguous. A window has at least one block.
     """
     t_T = jnp.arange(doc_BT.shape[-1], dtype=jnp.int32)
     opens_BT = jnp.diff(doc_BT, axis=-1, prepend=doc_BT[:, :1]) != 0
@@ -58,12 +55,8 @@ def attention(
 ) -> jax.Array:
     """Return softmax(scale q k^T, over visible keys) v, with a float32 softmax. Memory grows with T squared.
 
-    Args:
-        q_BTHK: queries; any float dtype.
-        k_BTHK: keys.
-        v_BTHK: values.
-        sight: from this layer's window; each query sees at least itself.
-        scale: of the scores; record 21 uses 0.12 for unit-RMS q and k of 128 dimensions.
+    `sight` is made from this layer's window; each query sees at least itself. Record 21 scales by 0.12 for unit-RMS q
+    and k of 128 dimensions.
 
     Returns:
         [B, T, H, K] in the dtype of `v_BTHK`.

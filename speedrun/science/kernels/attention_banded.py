@@ -30,14 +30,8 @@ def attention(
     Work is T (window + tile). Scores exist for one tile at a time; the backward pass recomputes them from one copy of
     keys and values for each tile that a window reaches.
 
-    Args:
-        q_BTHK: queries.
-        k_BTHK: keys.
-        v_BTHK: values.
-        sight: how far back each token sees.
-        scale: of the scores.
-        window_tokens: static upper bound of the keys a token sees. The output of a token that sees more is NaN.
-        tile_tokens: default: half the bound. Smaller tiles copy keys more often, larger ones waste products.
+    `window_tokens` is the static upper bound of the keys that a token sees; the output of a token that sees more is
+    NaN. A tile has half of it by default: smaller tiles copy keys more often, larger ones waste products.
 
     Returns:
         [B, T, H, K] in the dtype of `v_BTHK`.

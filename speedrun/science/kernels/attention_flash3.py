@@ -59,15 +59,8 @@ def attention(
     The whole output is NaN if `sight` has another window or more than `max_documents` documents. dq is summed with
     atomics, so its last bits differ between runs.
 
-    Args:
-        q_BTHK: queries; bfloat16 or float16, K 64 or 128.
-        k_BTHK: keys, same dtype.
-        v_BTHK: values, same dtype.
-        sight: from exactly this window.
-        scale: of the scores.
-        window_blocks: at least 1.
-        block_tokens: tokens per block.
-        max_documents: in the whole batch; an unused one costs a few bytes and almost no time.
+    Queries, keys and values are all bfloat16 or all float16, K is 64 or 128. `sight` is made from exactly this window,
+    of at least one block. An unused one of `max_documents`, in the whole batch, costs a few bytes and almost no time.
 
     Raises:
         UsageError: if the wheel is not installed.

@@ -51,13 +51,8 @@ def attention(
 ) -> jax.Array:
     """Compute the definition's value and gradient to the rounding of bfloat16, for any window.
 
-    Args:
-        q_BTHK: queries; bfloat16, T a multiple of 128, K 64 or 128.
-        k_BTHK: keys, same dtype.
-        v_BTHK: values, same dtype.
-        sight: how far back each token sees.
-        scale: of the scores.
-        interpret: parameters of JAX's interpreter, to run without a GPU.
+    Queries, keys and values are bfloat16, T is a multiple of 128, K is 64 or 128. `interpret` has parameters of JAX's
+    interpreter, to run without a GPU.
 
     Raises:
         ValueError: if the kernels cannot take this T, K or dtype.

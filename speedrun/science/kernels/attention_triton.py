@@ -73,15 +73,8 @@ def attention(
     Scores, sums and accumulators are float32; weights and their gradients are rounded to the dtype of the values
     before each product. The backward pass recomputes scores, so memory is linear in T.
 
-    Args:
-        q_BTHK: queries, bfloat16 for speed; K a power of two, T a multiple of every tile.
-        k_BTHK: keys, same dtype.
-        v_BTHK: values, same dtype.
-        sight: how far back each token sees.
-        scale: of the scores.
-        forward: tiles of the forward kernel.
-        backward: tiles of both backward kernels.
-        interpret: run on any platform, slowly.
+    Queries, keys and values have one dtype, bfloat16 for speed; K is a power of two, T a multiple of every tile.
+    `backward` has the tiles of both backward kernels. `interpret` runs on any platform, slowly.
 
     Raises:
         ValueError: if T or K does not fit the tiles.

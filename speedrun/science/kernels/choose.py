@@ -148,10 +148,6 @@ def choose_attention(wanted: str, call: AttentionCall) -> Choice:
     program per window. On a CPU it chooses the definition for short sequences and for windows that cover the whole
     sequence, and banded otherwise.
 
-    Args:
-        wanted: "auto" or a name from `ATTENTION`.
-        call: static facts of the call.
-
     Raises:
         UsageError: if the name is unknown or the form cannot run; the message lists all reasons.
     """

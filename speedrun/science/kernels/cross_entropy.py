@@ -75,11 +75,7 @@ def summed_cross_entropy(
     no [N, V] array. Capped logits cannot overflow exp, so the cap is subtracted instead of a maximum. The target's
     logit is computed from its weight row, which avoids a scatter. Timings: docs/LOG.md.
 
-    Args:
-        x_ND: final hidden states; any float dtype.
-        head_VD: weights of the vocabulary, same dtype.
-        targets_N: i32, each below V.
-        cap: of the logits; at most `MAX_CAP`.
+    `x_ND` and `head_VD` have one float dtype. Targets are i32, each below V. The cap is at most `MAX_CAP`.
     """
     return _summed(x_ND, head_VD, targets_N, cap)
 

@@ -16,9 +16,6 @@ def qk_norm(q_BTHK: jax.Array, k_BTHK: jax.Array, angles: Angles) -> tuple[jax.A
 
     Both operations compute in float32 and round to the dtype of the inputs.
 
-    Args:
-        q_BTHK: queries; any float dtype.
-        k_BTHK: keys.
-        angles: of all positions.
+    `angles` are those of all positions.
     """
     return nn.rotary(nn.rms_norm(q_BTHK), angles), nn.rotary(nn.rms_norm(k_BTHK), angles)

@@ -33,12 +33,8 @@ def qk_norm(
 ) -> tuple[jax.Array, jax.Array]:
     """Compute the definition's value and gradient, rounded once: nothing is rounded between norm and rotary.
 
-    Args:
-        q_BTHK: queries; K a power of two.
-        k_BTHK: keys, same shape and dtype.
-        angles: as in the definition; they have no gradient.
-        tokens: per tile, a power of two.
-        interpret: run on any platform, slowly.
+    Queries and keys have one shape and dtype, K is a power of two, and so are the tokens of a tile. Angles have no
+    gradient. `interpret` runs on any platform, slowly.
 
     Raises:
         ValueError: if K is no power of two.
