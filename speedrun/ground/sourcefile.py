@@ -5,9 +5,14 @@ file may contain a line that looks like a marker.
 """
 
 import hashlib
+import importlib.util
 import os
 import re
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
+from types import CodeType
+
+from speedrun.ground.errors import UsageError
 
 #: The folder of the package: paths in a source text are relative to it.
 ROOT = Path(__file__).parent.parent.parent
@@ -35,13 +40,36 @@ def recipe_folders() -> list[Path]:
 def find(module: str) -> tuple[str, Path] | None:
     """Where a module stands in a source text, and its file, here or in a folder of recipes; packages first.
 
-    An import of a recipe takes that very file (`science.recipes`), so that a record carries what was imported.
+    An import of a recipe takes that very file (`RecipeFinder`), so that a record carries what was imported.
     """
     base = module.replace(".", "/")
     inside = base.removeprefix(f"{RECIPES}/")
     roots = [ROOT / base, *(folder / inside for folder in recipe_folders() if inside != base)]
     places = ((base + end, Path(f"{root}{end}")) for root in roots for end in ("/__init__.py", ".py"))
     return next((place for place in places if place[1].is_file()), None)
+
+
+class _Text(SourceFileLoader):
+    """Compiles the text. Bytecode beside it may be of another one, edited in the same second."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        text = IMPORTED[self.path] = importlib.util.decode_source(self.get_data(self.path))
+        return compile(text, self.path, "exec", dont_inherit=True)
+
+
+class RecipeFinder:
+    """Finds a recipe in the file that a record of it carries."""
+
+    def __init__(self, package: str, reserved: frozenset[str]) -> None:
+        self._prefix, self._reserved = f"{package}.", reserved
+
+    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
+        """Where to import a module from; None: not a recipe."""
+        found = find(name) if name.startswith(self._prefix) else None
+        if found and name.removeprefix(self._prefix) in self._reserved:
+            raise UsageError(f"{found[1]}: this package uses the name; rename the file")
+        loader = found and _Text(name, str(found[1]))
+        return found and importlib.util.spec_from_file_location(name, found[1], loader=loader)
 
 
 def check_path(path: str) -> str:

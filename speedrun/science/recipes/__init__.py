@@ -1,35 +1,12 @@
 """Recipes by name, imported on demand. Folders in $SPEEDRUN_RECIPES extend this package."""
 
-import importlib.util
+import importlib
 import sys
-from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
-from types import CodeType
 
 from speedrun.ground.errors import UsageError, unknown
-from speedrun.ground.sourcefile import IMPORTED, RECIPES_VARIABLE, find
+from speedrun.ground.sourcefile import RECIPES_VARIABLE, RecipeFinder, find
 from speedrun.science.recipe import Recipe
-
-
-class _Text(SourceFileLoader):
-    """Compiles the text. Bytecode beside it may be of another one, edited in the same second."""
-
-    def get_code(self, fullname: str) -> CodeType:
-        text = IMPORTED[self.path] = importlib.util.decode_source(self.get_data(self.path))
-        return compile(text, self.path, "exec", dont_inherit=True)
-
-
-class _Finder:
-    """Finds a recipe in the file that a record of it carries."""
-
-    @staticmethod
-    def find_spec(name: str, *_: object) -> ModuleSpec | None:
-        """Where to import a module from; None: not a recipe."""
-        found = find(name) if name.startswith(f"{__name__}.") else None
-        if found and name.removeprefix(f"{__name__}.") in _OURS:
-            raise UsageError(f"{found[1]}: this package uses the name; rename the file")
-        loader = found and _Text(name, str(found[1]))
-        return found and importlib.util.spec_from_file_location(name, found[1], loader=loader)
 
 
 def names() -> list[str]:
@@ -54,5 +31,5 @@ def load(name: str) -> Recipe:
     return recipe
 
 
-_OURS = frozenset(globals())  # the import of a submodule of this name would replace it
-sys.meta_path.insert(0, _Finder)
+# The import of a submodule with a name of this package would replace it.
+sys.meta_path.insert(0, RecipeFinder(__name__, frozenset(globals())))
