@@ -43,11 +43,11 @@ HEAVY = {"jax", "jaxlib", "optax", "orbax", "matplotlib", "datasets", "huggingfa
 #: Budgets of lines that are not blank.
 SCIENCE_LINES = 1_200
 #: Of these, 700 are checkpoints, the watchdog, several processes, replicas on many nodes and fault injection.
-CLOSURE_LINES = 4_640
+CLOSURE_LINES = 4_518
 #: Kernels are counted by themselves: a record carries all forms its step could have chosen.
 KERNEL_LINES = 1_500
-#: Of the package, blank lines included; of one file; of one function, without its decorators.
-PACKAGE_LINES = 32_050
+#: Of the package without recipes and models, blank lines included; of one file; of one function, without decorators.
+PACKAGE_LINES = 31_738
 FILE_LINES = 350
 FUNCTION_LINES = 60
 
@@ -182,7 +182,8 @@ def test_a_record_can_be_read_in_one_sitting(recipe: str) -> None:
 
 def test_files_and_functions_are_short() -> None:
     sizes = {module: len(path.read_text().splitlines()) for module, path in PATHS.items()}
-    assert sum(sizes.values()) <= PACKAGE_LINES
+    ladder = ("speedrun.science.recipes.", "speedrun.science.models.")  # they have the budgets of a record
+    assert sum(lines for module, lines in sizes.items() if not module.startswith(ladder)) <= PACKAGE_LINES
     assert not [module for module, lines in sizes.items() if lines > FILE_LINES]
     functions = (
         (f"{module}.{node.name}", (node.end_lineno or 0) - node.lineno + 1)

@@ -59,13 +59,8 @@ class WandbRun:
     ) -> None:
         """Start it.
 
-        Args:
-            wandb: the library.
-            start: first line of the log.
-            scratch: folder for the files of wandb, which include logs full of paths and settings.
-            mode: whether to send, or to write files that `wandb sync` sends.
-            project: of wandb.
-            group: of wandb; the runs of one record share it.
+        `start` is the first line of the log. `scratch` gets wandb's files, which include logs full of paths and
+        settings. `mode`: send, or write files that `wandb sync` sends. The runs of one record share a `group`.
         """
         event = start.event
         assert isinstance(event, runlog.RunStart)

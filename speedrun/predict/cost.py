@@ -195,12 +195,7 @@ def visited_pairs(num_tokens: int, window_blocks: int, block_tokens: int) -> Att
 
 
 def seconds(work: Work, device: Device) -> tuple[float, Bound]:
-    """Return the time of a kernel, and its bound.
-
-    Args:
-        work: of one kernel, or of several with the same bound.
-        device: the rates.
-    """
+    """Return the time of a kernel, or of several with the same bound, and that bound."""
     lanes_rate = device.num_cores * _LANES * device.clock_ghz * 1e9
     bounds: dict[Bound, float] = {
         "tensor cores": work.flops / (FLOPS_REACH[work.unit] * flops_rate(device, work.unit)),
@@ -264,12 +259,7 @@ class Pricer:
     """Computes the work of each kernel of a compiled program."""
 
     def __init__(self, module: hlo.Module, attention: Attention) -> None:
-        """Divide attention over its kernels.
-
-        Args:
-            module: the step.
-            attention: divided evenly over kernels that are opaque to XLA.
-        """
+        """Divide attention evenly over its kernels, which are opaque to XLA."""
         self._module = module
         opaque = [(step, _is_backward(step.instruction)) for step in module.executed() if _is_opaque(step)]
         calls = {

@@ -225,12 +225,7 @@ def replayed(
 ) -> Replay:
     """Replay a schedule on the two clocks.
 
-    Args:
-        module: the step; devices are numbered node by node.
-        attention: FLOPs of attention in the step.
-        device: the rates.
-        num_devices: of a node.
-        num_nodes: number of nodes.
+    The devices of the module are numbered node by node. `attention` has the FLOPs of attention in the step.
     """
     now_s = wire_s = 0.0
     began_s: dict[str, float] = {}

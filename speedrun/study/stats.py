@@ -40,12 +40,8 @@ def stats(
 ) -> Stats:
     """Test the mean loss of a record against the target, and against the mean of its parent.
 
-    Args:
-        folder: of the record.
-        target: None: the track's.
-        alpha: level of the test; None: the rule's.
-        parent: folder of another record; None: no comparison.
-        margin: largest difference of equivalent losses, nats.
+    Without `target` and `alpha`, those of track and rule count. `parent` is the folder of another record. `margin` is
+    the largest difference of equivalent losses, in nats.
 
     Raises:
         UsageError: if a record has no finished run, or the comparison has fewer than two on one side.

@@ -28,10 +28,8 @@ def step_bytes(program: Program, stage: Stage) -> int:
     """
     tokens = stage.batch_tokens // program.microbatches
     activations = itemsize(program) * tokens * matrix_width(program)
-    parameters = (
-        state_bytes(program) + whole_bytes(program) + 4 * count(program.layout.table)
-    )  # and gradients
-    return parameters + activations + 2 * logits_bytes(program, tokens)
+    held, gradients = state_bytes(program) + whole_bytes(program), 4 * count(program.layout.table)
+    return held + gradients + activations + 2 * logits_bytes(program, tokens)
 
 
 def validation_bytes(program: Program) -> int:

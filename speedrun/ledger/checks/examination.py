@@ -55,10 +55,7 @@ class ReplayCheck:
 def tolerance(run: Run, start: int, num_steps: int) -> float:
     """Return the nats by which a loss of an honest run may differ on another machine.
 
-    Args:
-        run: its compute dtype counts.
-        start: step before which the states were equal.
-        num_steps: steps since then.
+    The states were equal before step `start`, `num_steps` ago. The run's compute dtype counts.
     """
     recipe = run.start.config.get("recipe")
     dtype = recipe.get("compute_dtype") if isinstance(recipe, dict) else None
