@@ -43,7 +43,7 @@ HEAVY = {"jax", "jaxlib", "optax", "orbax", "matplotlib", "datasets", "huggingfa
 #: Budgets of lines that are not blank.
 SCIENCE_LINES = 1_200
 #: Of these, 700 are checkpoints, the watchdog, several processes, replicas on many nodes and fault injection.
-CLOSURE_LINES = 4_518
+CLOSURE_LINES = 4_550
 #: Kernels are counted by themselves: a record carries all forms its step could have chosen.
 KERNEL_LINES = 1_500
 #: Of the package without recipes and models, blank lines included; of one file; of one function, without decorators.
