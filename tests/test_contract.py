@@ -212,6 +212,7 @@ def test_a_run_on_eight_devices_is_a_record_with_the_same_losses(toy, plain_loss
     assert report.exit_code == 0, [result.messages for result in report.having("failed")]
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_ends_with_the_same_bytes(finished, tmp_path):
     """Carried values and gradients that wait for an update are in the checkpoint."""
     (old,) = facts_of(finished.out)
