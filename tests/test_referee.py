@@ -489,7 +489,7 @@ def test_each_validation_is_scored_with_the_window_of_its_own_step(unbroken, tmp
     """A window that grows: the first validation sees less than the last, as in the run."""
     handed_over(unbroken, tmp_path)
     examiner = _Examiner(examination(unbroken, tmp_path))
-    assert examiner.handed.hidden == {0: "hidden-1", 12: "hidden-3"}
+    assert examiner.handed.hidden == {0: "hidden-0", 12: "hidden-12"}
     leaves, _ = examiner._restored(12)
     params = examiner._params(leaves)
     assert abs(examiner._loss(params, 0) - examiner._loss(params)) > 1e-6
