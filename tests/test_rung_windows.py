@@ -74,7 +74,7 @@ def test_its_trace():
 
 def test_the_bound_of_a_scheduled_window_is_in_tokens():
     """The banded form skips tiles of 128 keys beyond the bound; what it should have seen there is NaN."""
-    recipe = rungs.small("windows", num_layers=1, block_tokens=64)
+    recipe = rungs.small("windows", block_tokens=64)
     params = {name: jnp.asarray(x) for name, x in rungs.random_params(recipe).items()}
     ids_BT = jnp.asarray(np.random.default_rng(1).integers(1, 256, (1, 512)))
 

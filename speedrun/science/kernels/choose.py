@@ -207,10 +207,9 @@ HEAD_TOKENS = 49_152
 
 
 def choose_head(num_tokens: int, dtype: jnp.dtype, platform: str, fp8: Fp8 | None, cap: float) -> Choice:
-    """Return the form of the loss head: without a cap the plain form, which runs anywhere.
+    """Return the form of the loss head: the plain one without a cap, the CPU's on a CPU without FP8, else the GPU's.
 
-    With a cap it is the CPU form on a CPU without FP8, otherwise the GPU form, which also runs anywhere. Devices
-    without FP8 units emulate FP8 products in a wider dtype.
+    Only the CPU's is tied to its platform. Devices without FP8 units emulate FP8 products in a wider dtype.
 
     Raises:
         UsageError: for FP8 without a cap.
