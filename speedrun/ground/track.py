@@ -61,7 +61,7 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     untimed_cap_s: float  #: limit for everything before the clock
     ranked: bool  #: else results are shown, not ranked
     rank_by: Literal["train time", "steps"] = "train time"  #: fewer is better
-    state_bytes_per_param: float = 24.0  #: at most; a float32 parameter, two moments and three copies make 24
+    state_bytes_per_param: float = 16.0  #: at most; a float32 parameter, two moments and one copy make 16
 
 
 class Fixed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -102,7 +102,8 @@ def compiled_evaluation(program: Program, options: Options = CUBLAS_GEMMS) -> An
     ids_BT = _ids(program, program.recipe.eval_sequences, program.recipe.eval_seq_len)
     state = jax.tree.map(partial(_placed, program), state_shape(program), program.specs)
     inputs = state.params, ids_BT, ids_BT, _schedule(program), state.step
-    return compile_for_target(program.eval_step, *inputs, options={**program.compiler_options, **options})
+    eval_step = program.eval_step_for(program.static_at(program.recipe.num_steps))
+    return compile_for_target(eval_step, *inputs, options={**program.compiler_options, **options})
 
 
 def state_shape(program: Program) -> TrainState:

@@ -14,9 +14,8 @@ from speedrun.ground.devices import Device
 from speedrun.predict import anatomy, cost, hlo, scaling
 from speedrun.predict.cost import Attention, Line, Unit, Work, gb, ms
 from speedrun.predict.deviceless import compiled_step, target_mesh
-from speedrun.science.optim.groups import MuonAndAdam
 from speedrun.science.params import ParamSpec, count
-from speedrun.science.recipe import Recipe, Stage
+from speedrun.science.recipe import Recipe, Stage, settings
 from speedrun.training import footprint
 from speedrun.training.footprint import flops_per_token
 from speedrun.training.program import Program
@@ -283,16 +282,16 @@ def _muon(program: Program, matrices: list[ParamSpec]) -> list[Work]:
 
     It runs once a step on stacks of equal matrices, so the number of kernels does not depend on the devices.
     """
-    optimizer = program.recipe.optimizer
-    if not isinstance(optimizer, MuonAndAdam):
+    known = {key.rpartition(".")[2]: value for key, value in settings(program.recipe.optimizer).items()}
+    if "muon_steps" not in known:
         return []
-    flops = 0.0
+    steps, flops = known["muon_steps"], 0.0
     for spec in matrices:
         m, n = sorted(spec.shape[-2:])
-        flops += math.prod(spec.shape[:-2]) * optimizer.muon_steps * (4 * m * m * n + 2 * m**3)
-    unit: Unit = "bf16" if optimizer.muon_dtype == "bfloat16" else "f32"
+        flops += math.prod(spec.shape[:-2]) * steps * (4 * m * m * n + 2 * m**3)
+    unit: Unit = "bf16" if known["muon_dtype"] == "bfloat16" else "f32"
     num_bytes = 3 * 4 * sum(spec.size for spec in matrices) / program.num_shards
-    return [Work("Muon", flops / program.num_shards, unit, 0, num_bytes, 10 * optimizer.muon_steps)]
+    return [Work("Muon", flops / program.num_shards, unit, 0, num_bytes, 10 * steps)]
 
 
 def _by_compiling(program: Program, stage: Stage, device: Device) -> _Found:

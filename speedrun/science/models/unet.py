@@ -6,6 +6,7 @@ Source: modded-nanogpt, record 11 (@brendanh0gan).
 
 import jax
 
+from speedrun.ground.errors import UsageError
 from speedrun.science import nn
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels.choose import Kernels
@@ -14,7 +15,13 @@ from speedrun.science.params import Params, ParamSpec, Table, constant
 
 
 def table(cfg: shortcuts.Config) -> Table:
-    """Declare the parameters of the model."""
+    """Declare the parameters of the model.
+
+    Raises:
+        UsageError: for an odd number of layers.
+    """
+    if cfg.num_layers % 2:
+        raise UsageError(f"config.num_layers is {cfg.num_layers}: the U-net needs an even number")
     skips = ParamSpec((cfg.num_layers // 2,), ("layer",), constant(1.0), "scalar")
     return shortcuts.table(cfg) | {"skips": skips}
 
