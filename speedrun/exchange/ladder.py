@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from speedrun.board.drawing import DASHED, GREY, INK, TARGET, TRAIN, VAL, canvas, key, number_decades, save
+from speedrun.board.drawing import DASHED, GREY, INK, TARGET, TRAIN, VAL, canvas, number_decades, save
 from speedrun.ground import track as tracks
 from speedrun.ground.errors import UsageError
 from speedrun.ledger.record import Record, load
@@ -123,15 +123,9 @@ def _draw_losses(axes: "Axes", found: Sequence[Climb], rules: tracks.Track) -> N
             capsize=3,
             zorder=3,
         )
-        axes.annotate(
-            _reached(climb),
-            (interval.mean, place),
-            (0, 7),
-            textcoords="offset points",
-            ha="center",
-            fontsize=8,
-        )
-    axes.margins(x=0.3)
+        form: dict[str, Any] = {"va": "center", "fontsize": 8, "textcoords": "offset points"}
+        axes.annotate(_reached(climb), (interval.high, place), (6, 0), **form)
+    axes.set_xlim(right=max(max(climb.losses) for climb in found) + 0.5)
     axes.set_xlabel(f"loss at the end on {rules.id} (nats per token), 95 % interval; dashed: {target:g}")
     axes.set_title("the same budget of tokens", loc="left", fontsize=10, color=INK)
 
@@ -161,4 +155,5 @@ def _draw_minutes(axes: "Axes", rungs: Sequence[Rung]) -> None:
     axes.margins(x=0.15)
     axes.tick_params(left=False)
     axes.set_xlabel("minutes to 3.28 on FineWeb, eight H100")
-    key(axes, ("published, in PyTorch", TRAIN), ("predicted, in JAX", VAL))
+    for height, name, colour in ((0.10, "published, in PyTorch", TRAIN), (0.05, "predicted, in JAX", VAL)):
+        axes.text(0.995, height, name, color=colour, transform=axes.transAxes, ha="right")
