@@ -105,6 +105,7 @@ def around(recipe: Recipe, **settings: float) -> Recipe:
     )
 
 
+@pytest.mark.slow
 def test_a_recipe_trains_alike_on_one_device_and_eight(tiny):
     programs = [Program(around(tiny), mesh.make_mesh(n)) for n in (1, 8)]
     (_, one), (state, eight) = (run(program, 4) for program in programs)

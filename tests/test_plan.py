@@ -75,7 +75,7 @@ def test_kernels_are_those_of_one_device():
     assert starts[1]["Muon"] == starts[8]["Muon"]
 
 
-@pytest.mark.parametrize("recipe", recipes.names())
+@pytest.mark.parametrize("recipe", ["smoke", "docs", "webmini"])
 def test_no_step_of_a_small_model_beats_its_floors(recipe: str):
     """Products of small models wait for memory."""
     for stage in planning.plan(recipes.load(recipe), "h100", 1, 8).stages:
