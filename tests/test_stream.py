@@ -47,6 +47,12 @@ def make(folder: Path, *lengths: int) -> list[Shard]:
     ]
 
 
+def take(stream: TokenStream, num_tokens: int) -> np.ndarray:
+    """The next tokens and the one after them."""
+    tokens_BT, targets_BT = stream.batch(1, num_tokens)
+    return np.append(tokens_BT, targets_BT[0, -1])
+
+
 def oracle(shards: list[Shard], num_tokens: int) -> Iterator[tuple[list[int], str, int]]:
     """What record 21 reads, from one list per shard: tokens and the next one, name of the shard, start."""
     for shard in shards:
@@ -85,13 +91,13 @@ LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=4)
 @settings(max_examples=60, deadline=None)
 def test_the_stream_is_the_oracle(folder: Path, lengths: list[int], num_tokens: int, num_epochs: int):
     shards = make(folder, *lengths)
-    stream = TokenStream(shards, num_epochs=num_epochs)
+    stream = TokenStream(shards * num_epochs)
     read: list[Span] = []
     for want, name, start in list(oracle(shards, num_tokens)) * num_epochs:
-        assert stream.take(num_tokens).tolist() == want
+        assert take(stream, num_tokens).tolist() == want
         read += [Span(name, want_length(shards, name), start + i, start + i + 1) for i in range(num_tokens)]
     with pytest.raises(DataError, match=rf"next batch needs {num_tokens + 2} in one shard"):
-        stream.take(num_tokens)
+        take(stream, num_tokens)
     # The ranges hold exactly these tokens, and no two are adjacent.
     one_by_one = [
         Span(r.name, r.shard_tokens, i, i + 1) for r in stream.ranges for i in range(r.start, r.stop)
@@ -112,12 +118,12 @@ def test_a_cursor_is_the_whole_state(folder: Path, lengths: list[int], num_token
     shards = make(folder, *lengths)
     batches = [want for want, *_ in list(oracle(shards, num_tokens)) * 2]
     stop = data.draw(st.integers(0, len(batches)))
-    first = TokenStream(shards, num_epochs=2)
+    first = TokenStream(shards * 2)
     for want in batches[:stop]:
-        assert first.take(num_tokens).tolist() == want
-    second = TokenStream(shards, Cursor(*tuple(first.cursor)), num_epochs=2)
+        assert take(first, num_tokens).tolist() == want
+    second = TokenStream(shards * 2, Cursor(*tuple(first.cursor)))
     for want in batches[stop:]:
-        assert second.take(num_tokens).tolist() == want
+        assert take(second, num_tokens).tolist() == want
 
 
 @given(LENGTHS, st.integers(1, 12), st.integers(1, 3))
@@ -127,9 +133,9 @@ def test_a_run_with_too_few_tokens_is_refused(
 ):
     shards = make(folder, *lengths)
     steps = num_epochs * len(list(oracle(shards, num_tokens)))
-    require_steps(shards, [num_tokens] * steps, num_epochs=num_epochs)
+    require_steps(shards * num_epochs, [num_tokens] * steps)
     with pytest.raises(DataError, match=rf"last for {steps} steps; the recipe takes {steps + 1};"):
-        require_steps(shards, [num_tokens] * (steps + 1), num_epochs=num_epochs)
+        require_steps(shards * num_epochs, [num_tokens] * (steps + 1))
 
 
 @given(LENGTHS, st.integers(1, 3), st.integers(1, 3))
@@ -138,12 +144,12 @@ def test_a_run_may_stop_before_any_step(folder: Path, lengths: list[int], num_se
     """Across ends of shards and epochs, the rest has the same tokens, ranges and errors."""
     shards = make(folder, *lengths)
     batches, cursors, tails = [], [], []
-    stream = TokenStream(shards, num_epochs=2)
+    stream = TokenStream(shards * 2)
     for _ in range(2 * len(list(oracle(shards, num_sequences * seq_len)))):
         cursors.append(stream.cursor)
         batches.append(stream.batch(num_sequences, seq_len))
     for step, cursor in enumerate(cursors):
-        again = TokenStream(shards, cursor, num_epochs=2)
+        again = TokenStream(shards * 2, cursor)
         for want in batches[step:]:
             got = again.batch(num_sequences, seq_len)
             assert all((a == b).all() for a, b in zip(want, got, strict=True))
@@ -162,11 +168,8 @@ def test_processes_share_a_batch(
 ):
     shards = make(folder, *lengths)
     num_sequences = rows * num_processes
-    whole = TokenStream(shards, num_epochs=2)
-    parts = [
-        TokenStream(shards, num_epochs=2, process=p, num_processes=num_processes)
-        for p in range(num_processes)
-    ]
+    whole = TokenStream(shards * 2)
+    parts = [TokenStream(shards * 2, process=p, num_processes=num_processes) for p in range(num_processes)]
     for _ in range(2 * len(list(oracle(shards, num_sequences * seq_len)))):
         want = whole.batch(num_sequences, seq_len)
         got = [part.batch(num_sequences, seq_len) for part in parts]
@@ -196,7 +199,7 @@ def test_a_process_reads_only_its_rows(folder: Path, monkeypatch: pytest.MonkeyP
 def test_the_rest_of_a_shard_is_dropped_as_in_record_21(folder: Path):
     # 11 tokens hold two batches of 5 and the last target; the record needs one more.
     stream = TokenStream(make(folder, 11, 12))
-    assert [stream.take(5)[0] for _ in range(3)] == [0, 11, 16]
+    assert [take(stream, 5)[0] for _ in range(3)] == [0, 11, 16]
     assert stream.cursor == Cursor(1, 10)
     assert stream.ranges == (Span("s0.bin", 11, 0, 5), Span("s1.bin", 12, 0, 10))
 
@@ -211,7 +214,7 @@ def test_full_shards_have_as_many_batches_as_in_record_21():
 
     stream = TokenStream([Big(Path(f"{i}.bin"), 10**8, 50257, (0, 0, 0)) for i in range(7)])
     for _ in range(1770):
-        stream.take(393_216)
+        take(stream, 393_216)
     assert stream.cursor == Cursor(6, (1770 - 6 * 254) * 393_216)
 
 

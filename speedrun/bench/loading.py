@@ -55,14 +55,14 @@ def measure(shards: Sequence[Shard], shape: tuple[int, int], *, step_ms: float, 
     """
     for shard in shards:
         _forget(shard.path)
-    with Prefetch(TokenStream(shards, num_epochs=_MANY_EPOCHS), repeat(shape)) as batches:
+    with Prefetch(TokenStream([*shards] * _MANY_EPOCHS), repeat(shape)) as batches:
         next(batches)
         first_s, watch = batches.wait_s, Stopwatch()
         for _ in range(num_steps):
             time.sleep(step_ms / 1e3)
             next(batches)
         waited = (batches.wait_s - first_s) / watch.seconds
-    stream = TokenStream(shards, num_epochs=_MANY_EPOCHS)
+    stream = TokenStream([*shards] * _MANY_EPOCHS)
     for shard in shards:
         shard.path.read_bytes()
     watch, num_batches = Stopwatch(), 0

@@ -28,7 +28,7 @@ from speedrun.ground.errors import DataError, UsageError
 class Cursor(NamedTuple):
     """The state of a stream: the position of the next token."""
 
-    shard: int  #: counted through all epochs
+    shard: int
     offset: int  #: in tokens
 
 
@@ -68,7 +68,6 @@ class TokenStream:
         shards: Sequence[Shard],
         cursor: Cursor = START,
         *,
-        num_epochs: int = 1,
         process: int = 0,
         num_processes: int = 1,
         document_token: int | None = None,
@@ -78,7 +77,6 @@ class TokenStream:
         Args:
             shards: in the order of reading.
             cursor: of a stream over the same shards, in any process.
-            num_epochs: how often the shards may be read.
             process: index of this process; its rows of each batch are in that order.
             num_processes: that share each batch.
             document_token: the first token of each document; needed to pack documents.
@@ -87,30 +85,21 @@ class TokenStream:
             DataError: if the cursor is not inside these shards.
         """
         self._shards = shards
-        self._num_shards = num_epochs * len(shards)
         self._process, self._num_processes = process, num_processes
         self._document_token = document_token
         self.cursor = cursor
         self.ranges: tuple[Span, ...] = ()
-        is_inside = 0 <= cursor.shard <= self._num_shards
+        is_inside = 0 <= cursor.shard <= len(shards)
         if not is_inside or not 0 <= cursor.offset <= shards[cursor.shard % len(shards)].num_tokens:
             raise DataError(
                 f"{cursor} is not in these {len(shards)} shards; need the shards that the run began with"
             )
 
-    def take(self, num_tokens: int) -> np.ndarray:
-        """Return the next tokens and the one after them, uint16 [num_tokens + 1]; advance by `num_tokens`.
-
-        Raises:
-            DataError: if no remaining shard is long enough.
-        """
-        return self._read(num_tokens, 0, num_tokens)
-
     def _read(self, num_tokens: int, start: int, stop: int) -> np.ndarray:
         """Advance by `num_tokens`; of these, read `start` to `stop` and the one after."""
         index, offset = self.cursor
-        while index < self._num_shards:
-            shard = self._shards[index % len(self._shards)]
+        while index < len(self._shards):
+            shard = self._shards[index]
             # As in record 21: this also drops a rest that is just long enough.
             if offset + num_tokens + 1 < shard.num_tokens:
                 tokens = shard.read(offset + start, offset + stop + 1)
@@ -130,7 +119,7 @@ class TokenStream:
         processes.
 
         Raises:
-            DataError: as `take`.
+            DataError: if no remaining shard is long enough.
             UsageError: if the processes cannot share the rows evenly.
         """
         rows, rest = divmod(num_sequences, self._num_processes)
@@ -150,8 +139,8 @@ class TokenStream:
         """Advance by a batch of documents; return it with the last targets, uint16 [B, T + 1]."""
         index, offset = self.cursor
         num_tokens = shape.num_sequences * shape.seq_len
-        while index < self._num_shards:
-            shard, ahead = self._shards[index % len(self._shards)], 0
+        while index < len(self._shards):
+            shard, ahead = self._shards[index], 0
             while offset + ahead < shard.num_tokens:  # until enough documents have been read
                 ahead = min(2 * max(ahead, num_tokens), shard.num_tokens - offset)
                 text, is_end = shard.read(offset, offset + ahead), offset + ahead == shard.num_tokens
@@ -208,18 +197,17 @@ def packed(
     return ids_BT, stop
 
 
-def require_steps(shards: Sequence[Shard], batch_tokens: Sequence[int], *, num_epochs: int = 1) -> None:
+def require_steps(shards: Sequence[Shard], batch_tokens: Sequence[int]) -> None:
     """Check, without reading, that the shards have enough tokens for a run.
 
     Args:
         shards: in the order of reading.
         batch_tokens: tokens of each step, in order.
-        num_epochs: how often the shards may be read.
 
     Raises:
         DataError: if there are fewer tokens than the steps need. Cut documents may need more; that is found out later.
     """
-    lengths, offset, steps = [shard.num_tokens for shard in shards] * num_epochs, 0, 0
+    lengths, offset, steps = [shard.num_tokens for shard in shards], 0, 0
     for num_tokens in batch_tokens:
         while lengths and offset + num_tokens + 1 >= lengths[0]:
             lengths, offset = lengths[1:], 0
