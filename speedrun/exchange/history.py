@@ -8,7 +8,7 @@ import csv
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 TRACK = "main-8xh100@1"
+_Row = TypeVar("_Row", bound=msgspec.Struct)
 
 
 class PastRecord(msgspec.Struct, frozen=True):
@@ -33,18 +34,23 @@ class PastRecord(msgspec.Struct, frozen=True):
     recipe: str
 
 
-def read(path: Path) -> list[PastRecord]:
-    """Read a table of records.
+def read_rows(path: Path, kind: type[_Row]) -> list[_Row]:
+    """Read a tab-separated table with `#` comments.
 
     Raises:
-        UsageError: if it cannot be read, or a line is not a record.
+        UsageError: if it cannot be read, or a line is not of this kind.
     """
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
-        rows = [*csv.DictReader(lines, delimiter="\t")]
-        found = msgspec.convert(rows, list[PastRecord], strict=False)
+        return msgspec.convert([*csv.DictReader(lines, delimiter="\t")], list[kind], strict=False)
     except (OSError, ValueError, csv.Error) as error:
-        raise UsageError(f"{path}: {error}; need columns record, date, minutes, label and recipe") from None
+        *columns, last = kind.__struct_fields__
+        raise UsageError(f"{path}: {error}; need columns {', '.join(columns)} and {last}") from None
+
+
+def read(path: Path) -> list[PastRecord]:
+    """Return the records of a table by date; raise UsageError as `read_rows` does."""
+    found = read_rows(path, PastRecord)
     if not found or not all(1e-3 < one.minutes < 1e6 for one in found):
         raise UsageError(f"{path}: need at least one record, each of more than 0.001 minutes")
     return sorted(found, key=lambda one: (one.date, one.record))
