@@ -241,7 +241,7 @@ MISTAKES = {
         "class Falling(toy89.Schedule):\n"
         "    def at(self, *at): return super().at(*at) | {'lr_scale': 1 - at[0] / at[1]}\n"
         "CHANGES = {'schedule': Falling()}",
-        "gives 'lr_scale' as a Python float; need np.float32",
+        "gives 'lr_scale' as 1.0; need a bool, int or str",
     ),
     "batch": (
         "def loss(p, batch, *given): return toy89.loss(p, batch._replace(targets_BT=batch.masks_BT), *given)\n"

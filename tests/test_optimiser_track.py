@@ -23,8 +23,8 @@ from speedrun.ledger.code import is_science
 from speedrun.ledger.reaches import imports_of
 from speedrun.ledger.source import split_source
 from speedrun.science import recipes
-from speedrun.science.inputs import Inputs
-from speedrun.science.recipe import Batch, Stage, describe
+from speedrun.science.inputs import Inputs, Plan
+from speedrun.science.recipe import Batch, Recipe, Stage, describe
 from speedrun.training import fixed
 from speedrun.training.prepare import RunConfig, prepare
 from speedrun.training.program import Program
@@ -37,6 +37,10 @@ FIXING = [name for name in track.names() if track.load(name).fixed is not None]
 REVISIONS = {"optim-steps@1": 1, "optim-steps-cpu@1": 1}
 CPU = track.load("optim-steps-cpu")
 SMOKE = recipes.load("smoke")
+
+
+def check(recipe: Recipe, rules: track.Track) -> None:
+    fixed.check(recipe, Plan.of(recipe.inputs_at, recipe.num_steps).rows, rules)
 
 
 @pytest.mark.parametrize("name", FIXING)
@@ -52,7 +56,7 @@ def test_a_track_fixes_all_of_its_recipe_but_what_is_free(name: str) -> None:
             inputs = recipe.schedule.at(step, num_steps)
             for given, most in rules.fixed.inputs.items():
                 assert inputs[given] == max(1, np.ceil(most * (step / num_steps)))
-    fixed.check(recipe, rules)
+    check(recipe, rules)
 
 
 class Asked(dict):
@@ -126,18 +130,18 @@ def test_a_recipe_that_changes_what_is_fixed_is_refused(changes: dict, named: st
     assert describe(pretended) == describe(SMOKE.forward)
     recipe = dataclasses.replace(SMOKE, name="mine", **changes)
     with pytest.raises(UsageError) as caught:
-        fixed.check(recipe, CPU)
+        check(recipe, CPU)
     assert str(caught.value) == (
         f"recipe mine changes {named}, which optim-steps-cpu@1 fixes; change only optimizer, schedule and numbers of "
         "steps, or choose another track"
     )
-    fixed.check(recipe, track.load("smoke-cpu"))
+    check(recipe, track.load("smoke-cpu"))
 
 
 def test_optimizer_schedule_and_number_of_steps_are_free() -> None:
     slower = dataclasses.replace(SMOKE.schedule, momentum_end=0.9, cooldown_fraction=0.7)
     changed = {"optimizer.muon_lr": 0.03, "stages.0.num_steps": 33, "optimizer.muon_steps": 3}
-    fixed.check(dataclasses.replace(SMOKE.override(changed), name="mine", schedule=slower), CPU)
+    check(dataclasses.replace(SMOKE.override(changed), name="mine", schedule=slower), CPU)
 
 
 def test_a_run_is_refused_before_its_folder_is_made(tmp_path: Path) -> None:
@@ -207,7 +211,7 @@ def test_the_entries_are_short() -> None:
 @pytest.mark.parametrize("name", ["polar", "shampoo"])
 def test_an_entry_takes_part_and_trains_alike_on_one_device_and_eight(name: str, folder: Path) -> None:
     recipe = sr.load(str(folder / f"{name}.py"))
-    fixed.check(recipe, CPU)
+    check(recipe, CPU)
     small = dataclasses.replace(recipe, stages=(Stage(num_steps=3, num_sequences=8, seq_len=64),))
     one, eight = (train_trace(Program(small, mesh.make_mesh(n)), 3)[1] for n in (1, 8))
     np.testing.assert_allclose(one, eight, rtol=1e-4)

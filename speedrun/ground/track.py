@@ -5,6 +5,7 @@ Recipes may not change any of it.
 """
 
 import hashlib
+import math
 import tomllib
 from pathlib import Path
 from typing import Any, Literal
@@ -69,6 +70,10 @@ class Fixed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     recipe: dict[str, Any]  #: the rest of the recipe, as the config of a run describes it
     inputs: dict[str, float]  #: inputs of the model: this times the progress, rounded up, at least 1
+
+    def inputs_at(self, step: int, num_steps: int) -> dict[str, int]:
+        """Return the inputs of the model by name; those of step `num_steps` are for the last validation."""
+        return {name: max(1, math.ceil(most * (step / num_steps))) for name, most in self.inputs.items()}
 
 
 class Track(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -218,6 +218,8 @@ class Reaches:
             yield Reach(target.lineno, ".".join([root, *names]), "changes what others own")
         elif isinstance(target, ast.Attribute) and id(target) not in self._settable:
             yield Reach(target.lineno, f"(...).{target.attr} = ...", "attributes are set in __init__ only")
+        elif isinstance(target, ast.Attribute) and target.attr.startswith("__"):
+            yield Reach(target.lineno, f"(...).{target.attr} = ...", "a hook of the interpreter")
 
 
 def _is_chain(node: ast.Attribute) -> bool:

@@ -2,14 +2,17 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from speedrun.ground.errors import UsageError
 from speedrun.science.kernels.attention import Window
 
+MOST_NUMBERS = 2**12  #: of an input, at a step
 Static = tuple[tuple[str, Any], ...]  #: inputs that are compiled into an executable
 
 
@@ -48,18 +51,17 @@ class Plan(NamedTuple):
         """Collect the inputs of each step.
 
         Raises:
-            UsageError: if a step lacks an input that another has, or one changes its shape or is a Python float.
+            UsageError: if a step lacks an input that another has, or an input is of no use.
         """
-        rows = tuple(map(inputs_at, range(num_steps + 1)))
+        given = map(inputs_at, range(num_steps + 1))
+        rows = tuple({name: _plain(name, value) for name, value in row.items()} for row in given)
         names = set[str]().union(*rows)
         for step, row in enumerate(rows):
             if lacks := names - {*row}:
                 raise UsageError(f"its schedule gives no input {min(lacks)!r} at step {step}")
             if changed := [name for name in names if np.shape(row[name]) != np.shape(rows[0][name])]:
                 raise UsageError(f"its schedule gives {changed[0]!r} another shape at step {step}")
-            if floats := [name for name in names if isinstance(row[name], float)]:  # a program for each value
-                raise UsageError(f"its schedule gives {floats[0]!r} as a Python float; need np.float32")
-        traced = [name for name, value in rows[0].items() if isinstance(value, np.generic | np.ndarray)]
+        traced = [name for name in rows[0] if any(isinstance(row[name], np.ndarray) for row in rows)]
         schedule = {name: np.stack([row[name] for row in rows]) for name in traced}
         most = {name: int(x.max()) for name, x in schedule.items() if np.issubdtype(x.dtype, np.integer)}
         return cls(rows, schedule, most)
@@ -73,4 +75,18 @@ class Plan(NamedTuple):
 
     def at(self, step: jax.Array | int, schedule: Mapping[str, Any], static: Static) -> Inputs:
         """Return the inputs of a step from a schedule on the device."""
-        return Inputs({name: x[step] for name, x in schedule.items()} | dict(static), self.most)
+        values = {name: x[step] for name, x in schedule.items()} | dict(static)
+        return Inputs(MappingProxyType(values), MappingProxyType(self.most))
+
+
+def _plain(name: str, value: Any) -> Any:
+    """Return a copy that the schedule cannot change later, without methods of its own."""
+    if isinstance(value, np.generic | np.ndarray) and value.size <= MOST_NUMBERS:
+        if np.isrealobj(value) and (value.dtype == bool or jnp.issubdtype(value.dtype, jnp.number)):
+            return np.array(value)
+    elif isinstance(value, int | str):
+        return str(value) if isinstance(value, str) else value if isinstance(value, bool) else int(value)
+    raise UsageError(
+        f"its schedule gives {name!r} as {' '.join(repr(value).split())[:60]}; need a bool, int or str, which is "
+        f"compiled in, or up to {MOST_NUMBERS:,} numbers of NumPy, which are traced"
+    )

@@ -5,6 +5,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import jax
@@ -179,9 +180,18 @@ def describe(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: describe(getattr(value, f.name)) for f in dataclasses.fields(value)}
         return {"kind": f"{type(value).__module__}.{type(value).__qualname__}", **fields}
-    if isinstance(value, tuple):
-        return [describe(v) for v in value]
-    return f"{value.__module__}.{value.__qualname__}" if callable(value) else value
+    if type(value) is tuple:
+        return [describe(v) for v in value]  # pyright: ignore[reportGeneralTypeIssues]
+    if type(value) in (bool, int, float, str, type(None)):
+        return value
+    kind = type(value).__qualname__
+    if not hasattr(value, "__qualname__"):
+        raise UsageError(
+            f"it has a setting of type {kind}; need numbers, text, tuples, dataclasses, functions"
+        )
+    # What wraps a function takes its name, and may compute something else.
+    wrapped = "" if isinstance(value, FunctionType | type) else f"{kind} of "
+    return f"{wrapped}{value.__module__}.{value.__qualname__}"
 
 
 def _rebuilt(node: Any, new: Mapping[str, Any], above: str = "") -> Any:

@@ -75,7 +75,8 @@ class Step:
     @cached_property
     def transform(self) -> optax.GradientTransformationExtraArgs:
         """The recipe's optimiser over packed arrays."""
-        return self.recipe.optimizer.transform(self.layout)
+        # With a layout of its own: an optimiser must not change the one of the model.
+        return self.recipe.optimizer.transform(Layout(self.recipe.table(self.recipe.config)))
 
     @cached_property
     def plan(self) -> Plan:

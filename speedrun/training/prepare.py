@@ -135,7 +135,6 @@ def prepare(config: RunConfig) -> Ready:
     """
     track = tracks.load(config.track)
     recipe = recipes.load(config.recipe or track.recipe).override(config.overrides)
-    fixed.check(recipe, track)
     _check_out(config)
     meshes.prepare(track.rules.platform)
     _check_platform(track)
@@ -143,6 +142,7 @@ def prepare(config: RunConfig) -> Ready:
     mesh = meshes.make_mesh(num_devices, config.replicas or processes.num_nodes())
     program = Program(recipe, mesh, config.microbatches or max(SHARDS, num_devices), config.attention)
     _check_contract(program)
+    fixed.check(recipe, program.step.plan.rows, track)
     footprint.require(program, footprint.most_bytes(program))
     folder = inventory.data_folder(track, config.data)
     opened = inventory.open_track(folder, track.data)
@@ -219,6 +219,7 @@ def _check_contract(program: Program) -> None:
 
 
 def _trace(program: Program) -> None:
+    describe(program.recipe)
     state, num_steps = jax.eval_shape(program.init, jax.random.key(0)), program.recipe.num_steps
 
     def ids(shape: StepShape) -> list[jax.ShapeDtypeStruct]:

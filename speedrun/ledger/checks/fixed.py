@@ -1,6 +1,5 @@
 """V507: where a track fixes model, loss and batch, a record has the track's."""
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -68,8 +67,7 @@ def _inputs(run: Run, rules: Fixed) -> Iterator[str]:
     """Compare the size of each batch, and the inputs that the model reads, with the track's at the same progress."""
     sizes = {stage["num_sequences"] * stage["seq_len"] for stage in rules.recipe["stages"]}
     for step in run.steps:
-        progress = step.step / run.start.num_steps
-        wanted = {name: max(1, math.ceil(most * progress)) for name, most in rules.inputs.items()}
+        wanted = rules.inputs_at(step.step, run.start.num_steps)
         found = {name: step.inputs.get(name) for name in wanted}
         if found != wanted:
             yield f"step {step.step}: the inputs of the model are {found}, the track has {wanted}"

@@ -24,7 +24,7 @@ def load(name: str) -> Recipe:
         own = f"a file of your own: path/to/{name}.py, or its folder in ${RECIPES_VARIABLE}"
         raise UsageError(f"{unknown('recipe', name, names())} ({own})")
     recipe = getattr(importlib.import_module(f"{__name__}.{name}"), "RECIPE", None)
-    if not isinstance(recipe, Recipe):
+    if type(recipe) is not Recipe:  # a subclass could show one recipe and run another
         raise UsageError(f"{name}.py defines no RECIPE; need one, a Recipe of name={name!r}")
     if recipe.name != name:
         raise UsageError(f"{name}.py: its RECIPE is named {recipe.name!r}; name the recipe after its file")
