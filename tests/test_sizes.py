@@ -110,7 +110,12 @@ def test_the_smallest_has_the_ids_and_the_budget_of_the_recipe_smoke() -> None:
         assert getattr(one.config, key) == getattr(smoke.config, key)
 
 
-@pytest.mark.parametrize("name", SIZES)
+_LARGE = [name for name in SIZES if name not in ("smoke", "nano")]
+
+
+@pytest.mark.parametrize(
+    "name", ["smoke", "nano", *(pytest.param(name, marks=pytest.mark.slow) for name in _LARGE)]
+)
 def test_each_size_is_a_program_on_eight_devices(name: str) -> None:
     recipe = AT[name]
     program, stage = Program(recipe, mesh.make_mesh(8)), recipe.stages[0]
@@ -123,6 +128,7 @@ def test_each_size_is_a_program_on_eight_devices(name: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_smallest_trains() -> None:
     short = dataclasses.replace(AT["smoke"], stages=(Stage(num_steps=2, num_sequences=8, seq_len=64),))
     _, losses = train_trace(Program(short, mesh.make_mesh(1)), 2)
