@@ -59,7 +59,7 @@ TESTS = {
         "test_attention.py::test_the_default_tile_is_half_the_bound_and_never_tiny",
         "test_attention.py::test_banded_memory_is_linear_in_time",
     ],
-    "science/kernels/cross_entropy.py": ["test_cross_entropy.py"],
+    "science/kernels/cross_entropy.py": ["test_several_targets.py", "test_cross_entropy.py"],
     "science/kernels/choose.py": [
         "test_attention.py::test_auto_says_what_it_chose_and_why",
         "test_attention.py::test_a_form_that_cannot_run_gives_all_reasons",

@@ -47,7 +47,7 @@ CLOSURE_LINES = 4_550
 #: Kernels are counted by themselves: a record carries all forms its step could have chosen.
 KERNEL_LINES = 1_500
 #: Of the package without recipes and models, blank lines included; of one file; of one function, without decorators.
-PACKAGE_LINES = 31_738
+PACKAGE_LINES = 31_757
 FILE_LINES = 350
 FUNCTION_LINES = 60
 

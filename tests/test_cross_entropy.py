@@ -18,16 +18,38 @@ from speedrun.predict import anatomy
 from speedrun.predict.deviceless import compile_for_target
 from speedrun.science.kernels import cross_entropy_gpu as gpu
 from speedrun.science.kernels.choose import choose_head
-from speedrun.science.kernels.cross_entropy import CHUNK_TOKENS, cross_entropy, logits, summed_cross_entropy
+from speedrun.science.kernels.cross_entropy import (
+    CHUNK_TOKENS,
+    Losses,
+    as_cap,
+    logits,
+    single_targets,
+    weighted_cross_entropy,
+    weighted_on_cpu,
+)
 
 CAP = 15.0
-FORMS = {
-    "cpu": summed_cross_entropy,
-    "gpu": gpu.summed_cross_entropy,
-    "gpu in chunks": lambda x, w, y, *, cap: gpu.summed_cross_entropy(
+WEIGHTED_FORMS: dict[str, Callable[..., Losses]] = {
+    "cpu": weighted_on_cpu,
+    "gpu": gpu.weighted_cross_entropy,
+    "gpu in chunks": lambda x, w, y, *, cap: gpu.weighted_cross_entropy(
         x, w, y, cap=cap, num_chunks=8 if len(x) % 8 == 0 else len(x)
     ),
 }
+
+
+def summed(
+    form: Callable[..., Losses], x_ND: jax.Array, head_VD: jax.Array, targets_N: jax.Array, *, cap: float
+) -> jax.Array:
+    """The loss of record 21, by a form."""
+    return form(x_ND, head_VD, single_targets(targets_N), cap=as_cap(cap)).weighted
+
+
+def summed_on_gpu(*args: jax.Array, cap: float, **options: Any) -> jax.Array:
+    return summed(partial(gpu.weighted_cross_entropy, **options), *args, cap=cap)
+
+
+FORMS = {name: partial(summed, form) for name, form in WEIGHTED_FORMS.items()}
 
 
 def inputs(num_tokens: int, model_dim: int, vocab_size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -39,7 +61,8 @@ def inputs(num_tokens: int, model_dim: int, vocab_size: int) -> tuple[jax.Array,
 
 
 def definition(x_ND: jax.Array, head_VD: jax.Array, targets_N: jax.Array, *, cap: float) -> jax.Array:
-    return cross_entropy(x_ND, head_VD, targets_N, cap=cap).sum()
+    nll_NV = -jax.nn.log_softmax(logits(x_ND, head_VD, cap=cap))
+    return jnp.take_along_axis(nll_NV, targets_N[:, None], axis=1).sum()
 
 
 def value_and_grads(form: Callable[..., jax.Array], *args: jax.Array, scale: float = 1.0) -> tuple[Any, Any]:
@@ -98,7 +121,7 @@ class TestNarrowFactors:
     def test_errors_are_those_of_the_rounding(
         self, fp8: gpu.Fp8 | None, loss_error: float, grad_error: float, num_chunks: int, head_dtype: Any
     ):
-        form = partial(gpu.summed_cross_entropy, fp8=fp8, num_chunks=num_chunks)
+        form = partial(summed_on_gpu, fp8=fp8, num_chunks=num_chunks)
         got, got_grads = value_and_grads(form, *rounded(head_dtype), scale=1 / 64)
         want, want_grads = value_and_grads(definition, *rounded(jnp.float32, jnp.float32), scale=1 / 64)
         assert [g.dtype for g in got_grads] == [jnp.bfloat16, head_dtype]
@@ -112,7 +135,7 @@ class TestNarrowFactors:
 
     def test_the_gradient_that_arrives_may_be_tiny_or_large(self):
         """8-bit gradients are scaled as those of the sum and multiplied by the incoming gradient later."""
-        form = partial(gpu.summed_cross_entropy, fp8=gpu.RECORD21)
+        form = partial(summed_on_gpu, fp8=gpu.RECORD21)
         _, want = value_and_grads(form, *rounded(jnp.float32))
         for scale in (2.0**-30, 2.0**30):
             _, got = value_and_grads(form, *rounded(jnp.float32), scale=scale)
@@ -125,7 +148,7 @@ class TestNarrowFactors:
     def test_what_is_out_of_range_is_clipped(self, fp8: gpu.Fp8):
         """A cast alone would give NaN in e4m3 and infinity in e5m2."""
         x_ND, head_VD, targets_N = rounded(jnp.float32)
-        form = partial(gpu.summed_cross_entropy, fp8=fp8)
+        form = partial(summed_on_gpu, fp8=fp8)
         huge = x_ND.at[0, 0].set(1e4), head_VD.at[0, 0].set(-1e4), targets_N
         value, grads = value_and_grads(form, *huge)
         assert np.isfinite(value)
@@ -133,14 +156,14 @@ class TestNarrowFactors:
 
     def test_only_the_forward_product_sums_fast(self):
         """Only tensor cores make a difference, so the test reads the requested precision."""
-        form = partial(gpu.summed_cross_entropy, fp8=gpu.RECORD21, cap=CAP)
+        form = partial(summed_on_gpu, fp8=gpu.RECORD21, cap=CAP)
         text = jax.jit(jax.grad(form, (0, 1))).lower(*rounded(jnp.float32)).as_text()
         assert text.count("precision = [DEFAULT, DEFAULT]") == 1
         assert text.count("precision = [HIGHEST, HIGHEST]") == 2
 
     def test_chunks_that_do_not_come_out_even_are_refused(self):
         with pytest.raises(ValueError, match="93 tokens cannot be split into 2 equal chunks"):
-            gpu.summed_cross_entropy(*rounded(jnp.float32), cap=CAP, num_chunks=2)
+            summed_on_gpu(*rounded(jnp.float32), cap=CAP, num_chunks=2)
 
 
 def rounded(head_dtype: Any, x_dtype: Any = jnp.bfloat16) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -183,7 +206,7 @@ class TestOnH100:
         calls: dict[str, int],
         h100: Callable[[int], Mesh],
     ):
-        form = partial(gpu.summed_cross_entropy, fp8=fp8, num_chunks=num_chunks)
+        form = partial(summed_on_gpu, fp8=fp8, num_chunks=num_chunks)
         got = self.dissect(partial(value_and_grads, form, scale=1 / self.SIZES[0]), h100(1))
         assert got.custom_calls == calls, got
         assert got.traffic_bytes < gigabytes * 1e9, got
@@ -194,14 +217,14 @@ class TestOnH100:
         assert not got.holds("f32", *chunk)
 
     def test_evaluation_reads_its_logits_once(self, h100: Callable[[int], Mesh]):
-        got = self.dissect(partial(gpu.summed_cross_entropy, cap=CAP), h100(1))
+        got = self.dissect(partial(summed_on_gpu, cap=CAP), h100(1))
         assert got.custom_calls == {"__cublas$lt$matmul": 1}
         assert got.traffic_bytes < 11e9, got
 
 
 @pytest.mark.parametrize(("num_tokens", "num_chunks"), [(1, 1), (49_152, 1), (98_304, 2), (98_307, 3)])
 def test_the_head_takes_as_few_chunks_as_fit(num_tokens, num_chunks):
-    choice = choose_head(num_tokens, jnp.dtype(jnp.bfloat16), "gpu", None, CAP)
+    choice = choose_head(num_tokens, jnp.dtype(jnp.bfloat16), "gpu", None, as_cap(CAP))
     assert isinstance(choice.function, partial)
     assert choice.function.keywords == {"fp8": None, "num_chunks": num_chunks}
     assert choice.name == "bfloat16"
@@ -212,8 +235,8 @@ def test_the_head_takes_as_few_chunks_as_fit(num_tokens, num_chunks):
 def test_without_a_cap_it_is_plain_cross_entropy(num_chunks):
     """Against float64 on the host; the gradients are (softmax - one hot) W and (softmax - one hot)^T x."""
     x_ND, head_VD, targets_N = inputs(24, 12, 33)
-    choice = choose_head(24, jnp.dtype(jnp.float32), "cpu", None, math.inf)
-    form = partial(choice.function, cap=math.inf, num_chunks=num_chunks)
+    choice = choose_head(24, jnp.dtype(jnp.float32), "cpu", None, as_cap(math.inf))
+    form = partial(summed, partial(choice.function, num_chunks=num_chunks), cap=math.inf)
     nll, (dx_ND, dhead_VD) = jax.value_and_grad(form, (0, 1))(x_ND, head_VD, targets_N)
     x, w = (np.asarray(a, np.float64) for a in (x_ND, head_VD))
     p_NV = np.exp(x @ w.T) / np.exp(x @ w.T).sum(1, keepdims=True)
@@ -226,8 +249,9 @@ def test_without_a_cap_it_is_plain_cross_entropy(num_chunks):
 
 
 def test_probabilities_of_a_zero_head_are_uniform():
-    nll = cross_entropy(jnp.ones((5, 4)), jnp.zeros((50304, 4)), jnp.arange(5), cap=CAP)
-    np.testing.assert_allclose(nll, np.log(50304), rtol=1e-6)
+    targets = single_targets(jnp.arange(5))
+    losses = weighted_cross_entropy(jnp.ones((5, 4)), jnp.zeros((50304, 4)), targets, cap=as_cap(CAP))
+    np.testing.assert_allclose(losses, 5 * np.log(50304), rtol=1e-6)
 
 
 def test_the_cap_is_the_records_sigmoid_up_to_a_constant():

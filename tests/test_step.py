@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from speedrun.ground import mesh
 from speedrun.ground.errors import UsageError
 from speedrun.science.inputs import Inputs
-from speedrun.science.kernels.cross_entropy import cross_entropy
+from speedrun.science.kernels.cross_entropy import logits
 from speedrun.science.recipe import Batch, Recipe
 from speedrun.science.step import StepMetrics, TrainState
 from speedrun.training.fingerprint import fingerprint, state_hash
@@ -279,8 +279,9 @@ def named_nll(recipe: Recipe, params, ids: jax.Array) -> jax.Array:
     program = Program(recipe, mesh.make_mesh(1))
     x_BTD = recipe.forward(params, ids[:, :-1], THREE_BLOCKS, recipe.config, program.kernels)
     x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
-    nll_N = cross_entropy(x_ND, params["head"], ids[:, 1:].ravel(), cap=recipe.config.logit_cap)
-    return nll_N.reshape(len(ids), -1)
+    logits_NV = logits(x_ND, params["head"], cap=recipe.config.logit_cap)
+    nll_NV = -jax.nn.log_softmax(logits_NV)
+    return jnp.take_along_axis(nll_NV, ids[:, 1:].reshape(-1, 1), axis=1).reshape(len(ids), -1)
 
 
 def trained(on_eight: tuple[Program, TrainState, list[float]]):

@@ -21,7 +21,7 @@ from speedrun.science import nn
 from speedrun.science.kernels import attention_triton, cross_entropy_gpu, qk_norm_triton
 from speedrun.science.kernels.attention import attention, sight
 from speedrun.science.kernels.choose import AttentionCall, QkNormCall, choose_attention, choose_qk_norm
-from speedrun.science.kernels.cross_entropy import cross_entropy
+from speedrun.science.kernels.cross_entropy import Targets, as_cap, single_targets, weighted_cross_entropy
 from speedrun.science.kernels.qk_norm import qk_norm
 
 #: Allowed error of a sum over tokens, whose roundings cancel.
@@ -159,23 +159,22 @@ def _head(name: str, size: Size) -> Iterator[_Case]:
     kx, kw, kt = jax.random.split(jax.random.key(0), 3)
     x_ND = jax.random.normal(kx, (2 * size.tokens, size.model_dim), jnp.bfloat16)
     head_VD = 0.02 * jax.random.normal(kw, (size.vocab_size, size.model_dim))
-    targets_N = jax.random.randint(kt, (len(x_ND),), 0, size.vocab_size)
+    targets = single_targets(jax.random.randint(kt, (len(x_ND),), 0, size.vocab_size))
+    cap = as_cap(15.0)
 
-    def results(
-        form: Callable[..., Any], targets_N: jax.Array, x_ND: jax.Array, head_VD: jax.Array
-    ) -> Results:
-        loss, (dx, dhead) = jax.value_and_grad(lambda *args: form(*args, targets_N, cap=15.0).sum(), (0, 1))(
+    def results(form: Callable[..., Any], targets: Targets, x_ND: jax.Array, head_VD: jax.Array) -> Results:
+        loss, (dx, dhead) = jax.value_and_grad(lambda *args: form(*args, targets, cap=cap).weighted, (0, 1))(
             x_ND, head_VD
         )
         return {"loss": loss, "dx": dx, "dhead": dhead}
 
     for num_chunks in (1, 4):
-        fast = partial(cross_entropy_gpu.summed_cross_entropy, fp8=fp8, num_chunks=num_chunks)
+        fast = partial(cross_entropy_gpu.weighted_cross_entropy, fp8=fp8, num_chunks=num_chunks)
         yield (
             f"{name}, {num_chunks} chunks",
             partial(results, fast),
-            partial(results, cross_entropy),
-            (targets_N, x_ND, head_VD),
+            partial(results, weighted_cross_entropy),
+            (targets, x_ND, head_VD),
             most,
         )
 

@@ -15,7 +15,7 @@ from speedrun.bench.timing import FormTimings, Timing, compare, compare_forms
 from speedrun.ground import mesh as meshes
 from speedrun.ground.errors import UsageError, unknown
 from speedrun.science import nn
-from speedrun.science.kernels import cross_entropy_gpu
+from speedrun.science.kernels import cross_entropy, cross_entropy_gpu
 from speedrun.science.kernels.attention import sight
 from speedrun.science.kernels.choose import (
     ATTENTION,
@@ -25,14 +25,13 @@ from speedrun.science.kernels.choose import (
     choose_attention,
     choose_qk_norm,
 )
-from speedrun.science.kernels.cross_entropy import cross_entropy, summed_cross_entropy
 from speedrun.science.optim.groups import MuonAndAdam
 from speedrun.science.optim.muon import orthogonalize
 from speedrun.science.params import SHARDS
 from speedrun.training.program import Program
 
 _SCALE = 0.12  #: of attention scores
-_CAP = 15.0  #: of logits
+_CAP = cross_entropy.as_cap(15.0)
 
 
 def attention(
@@ -105,7 +104,7 @@ def head(*, num_tokens: int, model_dim: int, vocab_size: int) -> list[Timing]:
     kx, kw, kt, kg = jax.random.split(jax.random.key(0), 4)
     x_ND = jax.random.normal(kx, (num_tokens, model_dim))
     head_VD = 0.02 * jax.random.normal(kw, (vocab_size, model_dim))
-    targets_N = jax.random.randint(kt, (num_tokens,), 0, vocab_size)
+    targets = cross_entropy.single_targets(jax.random.randint(kt, (num_tokens,), 0, vocab_size))
     g_NV = jax.random.normal(kg, (num_tokens, vocab_size))
 
     is_gpu = jax.default_backend() == "gpu"
@@ -115,16 +114,17 @@ def head(*, num_tokens: int, model_dim: int, vocab_size: int) -> list[Timing]:
     def products(x_ND: jax.Array, head_VD: jax.Array) -> Any:
         return x_ND @ head_VD.T, g_NV @ head_VD, g_NV.T @ x_ND
 
-    def summed(form: Callable[..., jax.Array]) -> Callable[..., Any]:
+    def summed(form: Callable[..., Any]) -> Callable[..., Any]:
         return jax.value_and_grad(
-            lambda x_ND, head_VD: form(x_ND, head_VD, targets_N, cap=_CAP).sum(), (0, 1)
+            lambda x_ND, head_VD: form(x_ND, head_VD, targets, cap=_CAP).weighted, (0, 1)
         )
 
-    ours = {"for CPUs": summed_cross_entropy}
+    ours = {"for CPUs": cross_entropy.weighted_on_cpu}
     if is_gpu:
-        fp8 = partial(cross_entropy_gpu.summed_cross_entropy, fp8=cross_entropy_gpu.RECORD21)
-        ours = {"bf16": cross_entropy_gpu.summed_cross_entropy, "fp8": fp8}
-    forms = {name: summed(form) for name, form in (ours | {"definition": cross_entropy}).items()}
+        fp8 = partial(cross_entropy_gpu.weighted_cross_entropy, fp8=cross_entropy_gpu.RECORD21)
+        ours = {"bf16": cross_entropy_gpu.weighted_cross_entropy, "fp8": fp8}
+    ours["definition"] = cross_entropy.weighted_cross_entropy
+    forms = {name: summed(form) for name, form in ours.items()}
     return compare({"three products": products, **forms}, x_ND, head_VD)
 
 

@@ -24,6 +24,7 @@ from speedrun.science.kernels import (
     qk_norm_triton,
 )
 from speedrun.science.kernels.attention import Sight, Window, attention
+from speedrun.science.kernels.cross_entropy import Cap, Losses, Targets, as_cap, single_targets
 from speedrun.science.kernels.cross_entropy_gpu import Fp8
 from speedrun.science.kernels.qk_norm import Angles, qk_norm
 
@@ -206,7 +207,7 @@ def _first_of(forms: Mapping[str, Form], order: list[str], why: str, call: Any) 
 HEAD_TOKENS = 49_152
 
 
-def choose_head(num_tokens: int, dtype: jnp.dtype, platform: str, fp8: Fp8 | None, cap: float) -> Choice:
+def choose_head(num_tokens: int, dtype: jnp.dtype, platform: str, fp8: Fp8 | None, cap: Cap) -> Choice:
     """Return the form of the loss head: the plain one without a cap, the CPU's on a CPU without FP8, else the GPU's.
 
     Only the CPU's is tied to its platform. Devices without FP8 units emulate FP8 products in a wider dtype.
@@ -214,19 +215,19 @@ def choose_head(num_tokens: int, dtype: jnp.dtype, platform: str, fp8: Fp8 | Non
     Raises:
         UsageError: for FP8 without a cap.
     """
-    if math.isinf(cap):
+    if math.isinf(cap.height):
         if fp8 is not None:
             raise UsageError("the head has FP8 products only with a logit cap; set a cap or no FP8")
         most = cross_entropy.CHUNK_TOKENS if platform == "cpu" else HEAD_TOKENS // 4
         chunks = cross_entropy.fewest_chunks(num_tokens, most)
-        plain = partial(cross_entropy.summed_uncapped, num_chunks=chunks)
+        plain = partial(cross_entropy.weighted_uncapped, num_chunks=chunks)
         return Choice("uncapped", plain, f"logits without a cap, {num_tokens:,} tokens in {chunks} chunks")
     if platform == "cpu" and fp8 is None:
         why = "cpu: a chunk of logits stays in its cache"
-        return Choice("chunks", cross_entropy.summed_cross_entropy, why)
+        return Choice("chunks", cross_entropy.weighted_on_cpu, why)
     num_chunks = cross_entropy.fewest_chunks(num_tokens, HEAD_TOKENS)
     reason = f"{platform}, {num_tokens:,} tokens in {num_chunks} chunks"
-    head = partial(cross_entropy_gpu.summed_cross_entropy, fp8=fp8, num_chunks=num_chunks)
+    head = partial(cross_entropy_gpu.weighted_cross_entropy, fp8=fp8, num_chunks=num_chunks)
     return Choice(str(dtype) if fp8 is None else "fp8", head, reason)
 
 
@@ -285,9 +286,18 @@ class Kernels:
     def summed_cross_entropy(
         self, x_ND: jax.Array, head_VD: jax.Array, targets_N: jax.Array, *, cap: float, fp8: Fp8 | None
     ) -> jax.Array:
-        """Return the summed loss of all tokens: f32 [], nats. See `kernels.cross_entropy`."""
-        choice = choose_head(len(x_ND), x_ND.dtype, self.platform, fp8, cap)
+        """Return the summed loss of all tokens: f32 [], nats."""
+        targets = single_targets(targets_N)
+        return self.weighted_cross_entropy(x_ND, head_VD, targets, cap=cap, fp8=fp8).weighted
+
+    def weighted_cross_entropy(
+        self, x_ND: jax.Array, head_VD: jax.Array, targets: Targets, *, cap: float | Cap, fp8: Fp8 | None
+    ) -> Losses:
+        """Return the losses of all tokens and targets. See `kernels.cross_entropy`."""
+        choice = choose_head(len(x_ND), x_ND.dtype, self.platform, fp8, as_cap(cap))
         factors = x_ND.dtype if fp8 is None else "fp8"
-        self.choices[f"head {'x'.join(map(str, x_ND.shape))} {factors}, {len(head_VD)} columns"] = choice
+        call = f"head {'x'.join(map(str, x_ND.shape))} {factors}, {len(head_VD)} columns"
+        num_targets = targets.ids_NM.shape[1]
+        self.choices[call if num_targets == 1 else f"{call}, {num_targets} targets"] = choice
         with jax.named_scope("loss_head"):
-            return choice.function(x_ND, head_VD, targets_N, cap=cap)
+            return choice.function(x_ND, head_VD, targets, cap=as_cap(cap))

@@ -1,9 +1,11 @@
 """Vocabulary head, soft cap and loss: the definition, and a form for CPUs that computes the logits in chunks.
 
-Legend: N tokens, D model, V vocabulary.
+Legend: N tokens, D model, V vocabulary, M targets of a token.
 """
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,25 +19,87 @@ CHUNK_TOKENS = 256
 MAX_CAP = 40.0
 
 
-def logits(x_ND: jax.Array, head_VD: jax.Array, *, cap: float) -> jax.Array:
-    """Return cap * tanh(x W^T / cap) in float32: [N, V]. An infinite cap caps nothing.
+@dataclass(frozen=True, slots=True)
+class Cap:
+    """A soft cap of logits: height * tanh((z + shift) / unit).
+
+    Record 89 writes 23 sigmoid((z + 5) / 7.5). As h sigmoid(y) = h/2 tanh(y/2) + h/2, that is Cap(11.5, 15, 5) plus a
+    constant, which softmax ignores.
+    """
+
+    height: float  #: at most `MAX_CAP` for a loss
+    unit: float
+    shift: float = 0.0
+
+    def tanh(self, z: jax.Array, scale: float = 1.0) -> jax.Array:
+        """Return the tanh of the cap in float32, for logits that are multiplied by `scale`."""
+        return jnp.tanh((z.astype(jnp.float32) + scale * self.shift) / (scale * self.unit))
+
+
+class Targets(NamedTuple):
+    """What each token predicts. The loss is the sum over n and m of weights_NM * nll_NM.
+
+    Its gradient with respect to capped logits is softmax_N times the softmax, minus weights_NM at the targets.
+    That is the derivative if softmax_N is the sum of the weights. Record 89 also adds up weights of targets that do
+    not exist, so there it is not.
+    """
+
+    ids_NM: jax.Array  #: i32, each below V; -1 for none
+    weights_NM: jax.Array  #: f32; 0 where there is no target
+    softmax_N: jax.Array  #: f32
+
+
+class Losses(NamedTuple):
+    """Sums over tokens in nats, f32 []."""
+
+    weighted: jax.Array
+    first: jax.Array  #: of the first targets, each with weight 1; for logs, without a gradient
+
+
+def weighted_targets(ids_NM: jax.Array, weights_M: jax.Array) -> Targets:
+    """Return targets with one weight for each column, and the derivative as gradient."""
+    weights_NM = jnp.where(ids_NM >= 0, weights_M[None, :], 0.0)
+    return Targets(ids_NM, weights_NM, jnp.sum(weights_NM, axis=1))
+
+
+def single_targets(targets_N: jax.Array) -> Targets:
+    """Return one target for each token, with weight 1."""
+    ones_N = jnp.ones(targets_N.shape, jnp.float32)
+    return Targets(targets_N[:, None], ones_N[:, None], ones_N)
+
+
+def logits(x_ND: jax.Array, head_VD: jax.Array, *, cap: float | Cap) -> jax.Array:
+    """Return capped x W^T in float32: [N, V]. For a number as the cap see `as_cap`.
 
     Record 21 writes 30 sigmoid(z / 7.5), which is 15 tanh(z / 15) plus a constant that softmax ignores.
     """
-    return _capped(jnp.einsum("nd,vd->nv", x_ND, head_VD, preferred_element_type=jnp.float32), cap)
+    return _capped(jnp.einsum("nd,vd->nv", x_ND, head_VD, preferred_element_type=jnp.float32), as_cap(cap))
 
 
-def cross_entropy(x_ND: jax.Array, head_VD: jax.Array, targets_N: jax.Array, *, cap: float) -> jax.Array:
-    """Return the negative log likelihood of each target in nats: f32 [N]. This is the definition."""
-    logits_NV = logits(x_ND, head_VD, cap=cap)
-    target_N = jnp.take_along_axis(logits_NV, targets_N[:, None], axis=1)[:, 0]
-    return jax.nn.logsumexp(logits_NV, axis=1) - target_N
+def weighted_cross_entropy(x_ND: jax.Array, head_VD: jax.Array, targets: Targets, *, cap: Cap) -> Losses:
+    """Return the losses of weighted targets. This is the definition, also of the gradient."""
+    return _define(logits(x_ND, head_VD, cap=cap), targets)
 
 
-def summed_uncapped(
-    x_ND: jax.Array, head_VD: jax.Array, targets_N: jax.Array, *, cap: float, num_chunks: int
-) -> jax.Array:
-    """Return the sum of `cross_entropy` over the tokens, f32 [], for any cap.
+def _define(logits_NV: jax.Array, targets: Targets) -> Losses:
+    lse_N = jax.nn.logsumexp(logits_NV, axis=1)
+    losses = sum_losses(lse_N, jnp.take_along_axis(logits_NV, targets.ids_NM, axis=1), targets)
+    missing_N = targets.softmax_N - jnp.sum(targets.weights_NM, axis=1)
+    zero = jnp.sum(missing_N * (lse_N - jax.lax.stop_gradient(lse_N)))
+    return losses._replace(weighted=losses.weighted + zero)
+
+
+def sum_losses(lse_N: jax.Array, logits_NM: jax.Array, targets: Targets) -> Losses:
+    """Return the losses, given log sums of exponentials and the targets' logits: any number where there is none."""
+    nll_NM = lse_N[:, None] - logits_NM
+    first = jnp.sum(nll_NM[:, 0], where=targets.ids_NM[:, 0] >= 0)
+    return Losses(jnp.sum(targets.weights_NM * nll_NM), jax.lax.stop_gradient(first))
+
+
+def weighted_uncapped(
+    x_ND: jax.Array, head_VD: jax.Array, targets: Targets, *, cap: Cap, num_chunks: int
+) -> Losses:
+    """Return `weighted_cross_entropy` for any cap.
 
     Logits are computed again in the backward pass, chunk by chunk: four products. The head's gradient is summed over
     the chunks in float32.
@@ -43,12 +107,10 @@ def summed_uncapped(
     wide_VD = head_VD.astype(jnp.float32)
 
     @jax.checkpoint
-    def add(total: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        logits_NV = _capped(_products(chunk[0], wide_VD.astype(head_VD.dtype)), cap)
-        target_N = jnp.take_along_axis(logits_NV, chunk[1][:, None], axis=1)[:, 0]
-        return total + jnp.sum(jax.nn.logsumexp(logits_NV, axis=1) - target_N), None
+    def score(x_ND: jax.Array, targets: Targets) -> tuple[Losses, None]:
+        return _define(_capped(_products(x_ND, wide_VD.astype(head_VD.dtype)), cap), targets), None
 
-    return jax.lax.scan(add, _zero_like(x_ND, ()), in_chunks(x_ND, targets_N, num_chunks))[0]
+    return _over_chunks(score, x_ND, targets, num_chunks)[0]
 
 
 @jax.custom_vjp
@@ -66,72 +128,106 @@ def _products_backward(factors: tuple[jax.Array, jax.Array], dz_NV: jax.Array) -
 _products.defvjp(lambda x_ND, head_VD: (_products(x_ND, head_VD), (x_ND, head_VD)), _products_backward)
 
 
-def summed_cross_entropy(
-    x_ND: jax.Array, head_VD: jax.Array, targets_N: jax.Array, *, cap: float
-) -> jax.Array:
-    """Return the sum of `cross_entropy` over the tokens, f32 [], computed in chunks.
+class Form(NamedTuple):
+    """A way to compute the capped loss head."""
+
+    #: States and weights -> both as they are multiplied.
+    factors: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+    #: Factors and targets of a chunk -> (losses, gradient of weights in f32), gradient of states.
+    differentiate: Callable[[jax.Array, jax.Array, Targets], tuple[tuple[Losses, jax.Array], jax.Array]]
+    scales: tuple[float, float] = (1.0, 1.0)  #: of the gradients of states and of weights
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def in_chunks(x_ND: jax.Array, head_VD: jax.Array, targets: Targets, form: Form, num_chunks: int) -> Losses:
+    """Return `weighted_cross_entropy` by a form. Only states and weights have gradients.
 
     The forward pass of a derivative also computes the gradients, chunk by chunk: three products instead of four, and
-    no [N, V] array. Capped logits cannot overflow exp, so the cap is subtracted instead of a maximum. The target's
-    logit is computed from its weight row, which avoids a scatter. Timings: docs/LOG.md.
-
-    `x_ND` and `head_VD` have one float dtype. Targets are i32, each below V. The cap is at most `MAX_CAP`.
+    no [N, V] array of all chunks. Without a derivative XLA drops them.
     """
-    return _summed(x_ND, head_VD, targets_N, cap)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _summed(x_ND: jax.Array, head_VD: jax.Array, targets_N: jax.Array, cap: float) -> Any:
-    def add(total: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        return total + _score(chunk[0], head_VD, chunk[1], cap).loss, None
-
-    return jax.lax.scan(add, _zero_like(x_ND, ()), _chunks(x_ND, targets_N))[0]
-
-
-class _Scored(NamedTuple):
-    """Loss of a chunk, and the terms of its gradients."""
-
-    loss: jax.Array  #: f32 [], summed nats
-    exp_NV: jax.Array  #: exp(logit - cap)
-    sum_N: jax.Array
-    tanh_NV: jax.Array
-
-
-def _score(x_ND: jax.Array, head_VD: jax.Array, targets_N: jax.Array, cap: float) -> _Scored:
-    tanh_NV = jnp.tanh(jnp.einsum("nd,vd->nv", x_ND, head_VD, preferred_element_type=jnp.float32) / cap)
-    exp_NV = jnp.exp(cap * tanh_NV - cap)
-    sum_N = _row_sums(exp_NV)
-    z_N = jnp.einsum("nd,nd->n", x_ND, head_VD[targets_N], preferred_element_type=jnp.float32)
-    target_N = _capped(z_N, cap)
-    return _Scored(jnp.sum(jnp.log(sum_N) + cap - target_N), exp_NV, sum_N, tanh_NV)
+    return _forward(x_ND, head_VD, targets, form, num_chunks)[0]
 
 
 def _forward(
-    x_ND: jax.Array, head_VD: jax.Array, targets_N: jax.Array, cap: float
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    def add(
-        carry: tuple[jax.Array, jax.Array], chunk: tuple[jax.Array, jax.Array]
-    ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-        (total, dhead_VD), (x_ND, targets_N) = carry, chunk
-        loss, exp_NV, sum_N, tanh_NV = _score(x_ND, head_VD, targets_N, cap)
-        is_target_NV = jax.lax.broadcasted_iota(jnp.int32, exp_NV.shape, 1) == targets_N[:, None]
-        dlogits_NV = exp_NV / sum_N[:, None] - is_target_NV
-        dz_NV = (dlogits_NV * (1 - tanh_NV * tanh_NV)).astype(x_ND.dtype)
-        dhead_VD += jnp.einsum("nv,nd->vd", dz_NV, x_ND, preferred_element_type=jnp.float32)
-        return (total + loss, dhead_VD), dz_NV @ head_VD
-
-    start = _zero_like(x_ND, ()), _zero_like(x_ND, head_VD.shape)
-    (total, dhead_VD), dx_CND = jax.lax.scan(add, start, _chunks(x_ND, targets_N))
-    return total, (dx_CND.reshape(x_ND.shape), dhead_VD.astype(head_VD.dtype))
+    x_ND: jax.Array, head_VD: jax.Array, targets: Targets, form: Form, num_chunks: int
+) -> tuple[Losses, tuple[jax.Array, ...]]:
+    x_ND, factor_VD = form.factors(x_ND, head_VD)
+    (losses, dhead_VD), dx_ND = _over_chunks(
+        lambda x_ND, targets: form.differentiate(x_ND, factor_VD, targets), x_ND, targets, num_chunks
+    )
+    # The last array only carries the head's dtype to the backward pass.
+    return losses, (dx_ND, dhead_VD, jnp.zeros((), head_VD.dtype))
 
 
-def _backward(cap: float, grads: tuple[jax.Array, ...], g: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    del cap
-    dx_ND, dhead_VD = grads
-    return (g * dx_ND).astype(dx_ND.dtype), (g * dhead_VD).astype(dhead_VD.dtype), None
+def _backward(
+    form: Form, num_chunks: int, saved: tuple[jax.Array, ...], g: Losses
+) -> tuple[jax.Array, jax.Array, None]:
+    del num_chunks
+    dx_ND, dhead_VD, like_head = saved
+    by_x, by_head = (g.weighted / scale for scale in form.scales)
+    return (by_x * dx_ND).astype(dx_ND.dtype), (by_head * dhead_VD).astype(like_head.dtype), None
 
 
-_summed.defvjp(_forward, _backward)
+in_chunks.defvjp(_forward, _backward)
+
+
+def _over_chunks(function: Callable[..., Any], x_ND: jax.Array, targets: Targets, num_chunks: int) -> Any:
+    """Apply a function to equal parts of the tokens. Its first result is added up, its second is concatenated."""
+    chunks = jax.tree.map(lambda a: a.reshape(num_chunks, -1, *a.shape[1:]), (x_ND, targets))
+
+    def add(total: Any, chunk: tuple[jax.Array, Targets]) -> tuple[Any, Any]:
+        sums, rows_ND = function(*chunk)
+        return jax.tree.map(jnp.add, total, sums), rows_ND
+
+    # The first chunk starts the sums, so that a single chunk needs no loop.
+    sums, rows_ND = function(*jax.tree.map(lambda a: a[0], chunks))
+    if num_chunks > 1:
+        sums, rest_CND = jax.lax.scan(add, sums, jax.tree.map(lambda a: a[1:], chunks))
+        rows_ND = jax.tree.map(
+            lambda a, b: jnp.concatenate([a[None], b]).reshape(x_ND.shape), rows_ND, rest_CND
+        )
+    return sums, rows_ND
+
+
+def fewest_chunks(num_tokens: int, most_tokens: int) -> int:
+    """Return the smallest number of equal chunks of at most `most_tokens` each."""
+    return next(n for n in range(1, num_tokens + 1) if num_tokens % n == 0 and num_tokens <= n * most_tokens)
+
+
+def dlogits(exp_NV: jax.Array, sum_N: jax.Array, tanh_NV: jax.Array, targets: Targets, cap: Cap) -> jax.Array:
+    """Return the gradient with respect to logits before the cap: f32 [N, V].
+
+    Factors of a row are multiplied first: a pass over all logits is bound by its instructions.
+    """
+    slope = cap.height / cap.unit
+    dcapped_NV = exp_NV / (sum_N / (slope * targets.softmax_N))[:, None]
+    column_NV = jax.lax.broadcasted_iota(jnp.int32, exp_NV.shape, 1)
+    for ids_N, weights_N in zip(targets.ids_NM.T, slope * targets.weights_NM.T, strict=True):
+        dcapped_NV -= weights_N[:, None] * (column_NV == ids_N[:, None])
+    return dcapped_NV * (1 - tanh_NV * tanh_NV)
+
+
+def weighted_on_cpu(x_ND: jax.Array, head_VD: jax.Array, targets: Targets, *, cap: Cap) -> Losses:
+    """Return `weighted_cross_entropy` for factors of one float dtype, in chunks that stay in a CPU's cache.
+
+    Capped logits cannot overflow exp, so the cap is subtracted instead of a maximum. A target's logit is computed
+    from its weight row, which avoids a scatter. Timings: docs/LOG.md.
+    """
+    form = Form(lambda x_ND, head_VD: (x_ND, head_VD), partial(_differentiate, cap=cap))
+    return in_chunks(x_ND, head_VD, targets, form, fewest_chunks(len(x_ND), CHUNK_TOKENS))
+
+
+def _differentiate(
+    x_ND: jax.Array, head_VD: jax.Array, targets: Targets, *, cap: Cap
+) -> tuple[tuple[Losses, jax.Array], jax.Array]:
+    wide = partial(jnp.einsum, preferred_element_type=jnp.float32)
+    tanh_NV = cap.tanh(wide("nd,vd->nv", x_ND, head_VD))
+    exp_NV = jnp.exp(cap.height * tanh_NV - cap.height)
+    sum_N = _row_sums(exp_NV)
+    z_NM = jnp.stack([wide("nd,nd->n", x_ND, head_VD[ids_N]) for ids_N in targets.ids_NM.T], axis=1)
+    losses = sum_losses(jnp.log(sum_N) + cap.height, _capped(z_NM, cap), targets)
+    dz_NV = dlogits(exp_NV, sum_N, tanh_NV, targets, cap).astype(x_ND.dtype)
+    return (losses, wide("nv,nd->vd", dz_NV, x_ND)), dz_NV @ head_VD
 
 
 def _row_sums(x_NV: jax.Array) -> jax.Array:
@@ -146,24 +242,10 @@ def _row_sums(x_NV: jax.Array) -> jax.Array:
     return jnp.sum(jnp.matmul(groups, jnp.ones(group, x_NV.dtype), precision=exact), axis=1)
 
 
-def _capped(z: jax.Array, cap: float) -> jax.Array:
-    return z if math.isinf(cap) else cap * jnp.tanh(z / cap)
+def as_cap(cap: float | Cap) -> Cap:
+    """Return the cap of a number c: c tanh(z / c), so that an infinite one caps nothing."""
+    return cap if isinstance(cap, Cap) else Cap(cap, cap)
 
 
-def fewest_chunks(num_tokens: int, most_tokens: int) -> int:
-    """Return the smallest number of equal chunks of at most `most_tokens` each."""
-    return next(n for n in range(1, num_tokens + 1) if num_tokens % n == 0 and num_tokens <= n * most_tokens)
-
-
-def in_chunks(x_ND: jax.Array, targets_N: jax.Array, num_chunks: int) -> tuple[jax.Array, jax.Array]:
-    """Split both into equal chunks: [C, N / C, D] and [C, N / C]."""
-    return x_ND.reshape(num_chunks, -1, x_ND.shape[1]), targets_N.reshape(num_chunks, -1)
-
-
-def _chunks(x_ND: jax.Array, targets_N: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return in_chunks(x_ND, targets_N, fewest_chunks(len(x_ND), CHUNK_TOKENS))
-
-
-def _zero_like(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Return float32 zeros that vary over the same mesh axes as `x`; a scan inside shard_map needs that."""
-    return jnp.zeros(shape, jnp.float32) + 0 * x.ravel()[0].astype(jnp.float32)
+def _capped(z: jax.Array, cap: Cap) -> jax.Array:
+    return z if math.isinf(cap.height) else cap.height * cap.tanh(z)
