@@ -5,7 +5,7 @@ communication. Source: Jordan et al. 2024; coefficients and Nesterov form of rec
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,18 +30,19 @@ def orthogonalize(g_Kmn: jax.Array, *, steps: int, dtype: Dtype) -> jax.Array:
 
     Returns:
         Array of the same shape in `dtype`. Zero stays zero.
-
-    Raises:
-        ValueError: if m > n.
     """
-    m, n = g_Kmn.shape[-2:]
+    x = g_Kmn.astype(dtype)
+    return quintics(x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-7), [(A, B, C)] * steps)
+
+
+def quintics(x: jax.Array, coefficients: Sequence[tuple[float, float, float]]) -> jax.Array:
+    """For each (a, b, c) in turn: x <- a x + (b s + c s^2) x with s = x x^T. Raises ValueError if m > n."""
+    m, n = x.shape[-2:]
     if m > n:
         raise ValueError(f"got matrices of {m} x {n}, need rows <= columns; transpose them")
-    x = g_Kmn.astype(dtype)
-    x = x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-7)
-    for _ in range(steps):
+    for a, b, c in coefficients:
         s = x @ x.mT
-        x = A * x + (B * s + C * s @ s) @ x
+        x = a * x + (b * s + c * s @ s) @ x
     return x
 
 
@@ -88,7 +89,7 @@ def scale_by_muon(
         mean = jax.tree.map(lerp, state.momentum, updates)
         nesterov = jax.tree.map(lerp, mean, updates)
         paths, tree = jax.tree_util.tree_flatten_with_path(nesterov)
-        directions = _in_stacks([x for _, x in paths], partial(orthogonalize, steps=steps, dtype=dtype))
+        directions = in_stacks([x for _, x in paths], partial(orthogonalize, steps=steps, dtype=dtype))
         factor = factors()
         moves = [factor[path[-1].key] * x for (path, _), x in zip(paths, directions, strict=True)]
         return tree.unflatten(moves), MuonState(mean)
@@ -96,7 +97,7 @@ def scale_by_muon(
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
 
 
-def _in_stacks(banks: list[jax.Array], function: Callable[[jax.Array], jax.Array]) -> list[jax.Array]:
+def in_stacks(banks: list[jax.Array], function: Callable[[jax.Array], jax.Array]) -> list[jax.Array]:
     """Apply a function of matrices to every bank, with banks of one shape stacked."""
     alike: dict[tuple[int, ...], list[int]] = {}
     for i, x_Kmn in enumerate(banks):
