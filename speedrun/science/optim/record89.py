@@ -1,0 +1,56 @@
+"""The optimiser of record 89: NorMuon at every step, Adam at every second."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import optax
+
+from speedrun.ground.errors import UsageError
+from speedrun.science.optim.cautious_adam import AdamGroup, cautious_adam
+from speedrun.science.optim.normuon import normuon
+from speedrun.science.params import Dtype, Layout, Member
+
+
+@dataclass(frozen=True, slots=True)
+class NorMuonAndAdam:
+    """NorMuon for group "matrix", Adam for all others. Both decays grow with the square of the learning rate.
+
+    Learning rates are peak values, multiplied by the input `lr_scale`. With tables in bfloat16 the state has 12 bytes
+    for each of their scalars (2 parameter, 2 waiting gradient, 8 moments) and 8 for those of matrices.
+    """
+
+    muon_lr: float
+    muon_decay: float
+    muon_beta2: float  #: of the second moment
+    polar_dtype: Dtype  #: of Polar Express
+    rate_of: Callable[[Member], float]  #: times `muon_lr`
+    adam_lr: float
+    adam_eps: float
+    adam_decay: float
+    adam: tuple[AdamGroup, ...]  #: one for each group but "matrix"
+    tied: tuple[str, str] = ("head", "embed")  #: updated as one while the input `tied` is true
+
+    def transform(self, layout: Layout) -> optax.GradientTransformationExtraArgs:
+        """Return the transformation of packed parameters.
+
+        Raises:
+            UsageError: for a group without settings.
+        """
+        settings = {group.name: group for group in self.adam}
+        matrices = [name for name, group in layout.groups.items() if group == "matrix"]
+        others = {name: group for name, group in layout.groups.items() if group != "matrix"}
+        if missing := sorted({*others.values()} - {*settings}):
+            raise UsageError(f"its optimizer has no AdamGroup for group {missing[0]!r} of its table")
+        groups = {name: settings[group] for name, group in others.items()}
+        rates = partial(layout.per_matrix, self.rate_of)
+        muon = normuon(
+            matrices,
+            rates,
+            self.muon_lr,
+            decay=self.muon_decay,
+            beta2=self.muon_beta2,
+            dtype=self.polar_dtype,
+        )
+        adam = cautious_adam(groups, self.tied, self.adam_lr, eps=self.adam_eps, decay=self.adam_decay)
+        return optax.chain(muon, adam)

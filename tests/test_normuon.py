@@ -1,0 +1,162 @@
+"""NorMuon against its formulas in float64, and against values of an independent implementation."""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from driven import OPTIMIZER, RATES, UNITS, Driven, draw, needs_units
+
+from speedrun.science.inputs import Inputs
+from speedrun.science.optim.normuon import NorMuonState, normalize, normuon, polar_express
+
+COEFFICIENTS = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
+
+
+def slow_polar(g: np.ndarray) -> np.ndarray:
+    """Apply a s + b s^3 + c s^5 to each singular value, in float64."""
+    u, s, vt = np.linalg.svd(g.astype(np.float64), full_matrices=False)
+    s = s / (1.02 * np.sqrt((s * s).sum()) + 1e-6)
+    for a, b, c in COEFFICIENTS:
+        s = a * s + b * s**3 + c * s**5
+    return (u * s) @ vt
+
+
+class PlainNorMuon:
+    """One matrix as declared, with as many rows and columns as it has."""
+
+    def __init__(self, w: np.ndarray, rate: float) -> None:
+        self.w, self.rate, self.mean, self.second = np.float64(w), rate, 0.0, 0.0
+
+    def move(self, g: np.ndarray, mu: float, lr_scale: float) -> None:
+        self.mean = self.mean + (1 - mu) * (g - self.mean)
+        x = slow_polar(g + mu * (self.mean - g))
+        rows, cols = g.shape
+        square = (x * x).mean(axis=1 if rows >= cols else 0, keepdims=True)
+        self.second = self.second + 0.1 * (square - self.second)
+        d = x / np.sqrt(np.maximum(self.second, 1e-10))
+        d *= np.linalg.norm(x) / max(np.linalg.norm(d), 1e-10)
+        a = OPTIMIZER.muon_lr * lr_scale
+        self.w = (
+            self.w - a * self.rate * d - a * self.rate * a * OPTIMIZER.muon_decay * self.w * (d * self.w >= 0)
+        )
+
+
+@pytest.mark.parametrize("num_devices", [1, 8])
+def test_it_follows_its_formulas_for_tall_wide_and_square_matrices(num_devices):
+    start = draw(0)
+    driven = Driven(start, num_devices)
+    names = ("up", "down", "square")
+    plain = {
+        name: [
+            PlainNorMuon(w, RATES.get(name, 1.0)) for w in start[name].reshape(-1, *start[name].shape[-2:])
+        ]
+        for name in names
+    }
+    for step, (mu, lr_scale) in enumerate([(0.85, 1.0), (0.9, 1.7), (0.95, 0.4)]):
+        grads = draw(1 + step)
+        got = driven.go(grads, momentum=mu, lr_scale=lr_scale)
+        for name in names:
+            for one, g in zip(plain[name], grads[name].reshape(-1, *start[name].shape[-2:]), strict=True):
+                one.move(g, mu, lr_scale)
+            want = np.stack([one.w for one in plain[name]]).reshape(start[name].shape)
+            np.testing.assert_allclose(got[name], want, atol=3e-6, err_msg=f"{name} after step {step}")
+
+
+@needs_units
+@pytest.mark.parametrize("kind", ["wide", "square", "tall"])
+def test_it_agrees_with_an_independent_implementation(kind):
+    """Polar Express, directions, weights and state. Rates of the file change by step, so each has its own rule."""
+    with np.load(UNITS) as file:
+        one = {key.rpartition("/")[2]: x for key, x in file.items() if key.startswith(f"normuon/{kind}/")}
+        etas, mus, decays = (file[f"normuon/{key}"] for key in ("eta", "mu", "wd"))
+
+    def bank(name: str) -> jax.Array:
+        return jnp.asarray(one[name] if kind != "tall" else one[name].swapaxes(-1, -2))
+
+    @jax.jit
+    def move(w, state, g, eta, mu, decay):
+        rule = normuon(["w"], lambda: {"w": eta / decay}, 1.0, decay=1.0, beta2=0.9, dtype="float32")
+        inputs = Inputs({"momentum": mu, "lr_scale": decay}, {})
+        moves: Any
+        moves, state = rule.update({"w": g}, state, {"w": w}, inputs=inputs)
+        return w + moves["w"], state
+
+    w, second = bank("w0"), jnp.zeros_like(bank("second"))
+    state: Any = NorMuonState({"w": jnp.zeros_like(w)}, {"w": second})
+    for step, scalars in enumerate(zip(etas, mus, decays, strict=True)):
+        d, second = normalize(bank(f"polar{step}"), second, beta2=0.9)
+        np.testing.assert_allclose(d, bank(f"normed{step}"), rtol=1e-5, atol=1e-6)
+        w, state = move(w, state, bank("grads")[step], *map(jnp.float32, scalars))
+        np.testing.assert_allclose(w, bank(f"w{step + 1}"), atol=2e-6)
+    assert state.second["w"].shape == bank("second").shape
+    np.testing.assert_allclose(state.second["w"], bank("second"), rtol=2e-5)
+    np.testing.assert_allclose(state.momentum["w"], bank("momentum"), atol=1e-6)
+    # The first look-ahead is the gradient by a factor, which Polar Express does not see.
+    np.testing.assert_allclose(polar_express(bank("grads")[0], dtype="float32"), bank("polar0"), atol=2e-5)
+
+
+def test_without_gradients_zeros_stay_and_everything_else_decays():
+    """A zero direction agrees with every sign: D W >= 0. By a rate * decay * a."""
+    start, none = draw(0), {name: 0 * x for name, x in draw(0).items()}
+    got = Driven(start).go(none, lr_scale=0.5)
+    a = 0.5 * OPTIMIZER.muon_lr
+    for name in ("up", "down", "square"):
+        kept = 1 - RATES.get(name, 1.0) * OPTIMIZER.muon_decay * a * a
+        np.testing.assert_allclose(got[name], kept * start[name], rtol=1e-6)
+    driven = Driven(none)
+    driven.go(none)
+    assert not any(bank.any() for bank in driven.held[0].values())
+
+
+def test_only_weights_that_agree_with_their_direction_decay():
+    start, grads = draw(0), draw(1)
+    rules = [OPTIMIZER, dataclasses.replace(OPTIMIZER, muon_decay=0.0)]
+    with_decay, without = (Driven(start, optimizer=rule).go(grads) for rule in rules)
+    for name in ("up", "down", "square"):
+        direction, decayed = start[name] - without[name], with_decay[name] != without[name]
+        np.testing.assert_array_equal(decayed, direction * start[name] > 0)
+
+
+def test_first_directions_have_equal_sizes_along_the_longer_side():
+    """Of every row of a tall or square matrix, of every column of a wide one; a matrix keeps its norm."""
+    zeros = {name: 0 * x for name, x in draw(0).items()}
+    got, grads = Driven(zeros).go(draw(1)), draw(1)
+    for name, axis in {"up": -1, "square": -1, "down": -2}.items():
+        sizes = np.linalg.norm(got[name], axis=axis)
+        np.testing.assert_allclose(sizes, np.broadcast_to(sizes[..., :1], sizes.shape), rtol=1e-4)
+        for w, g in zip(*(x[name].reshape(-1, *x[name].shape[-2:]) for x in (got, grads)), strict=True):
+            norm = np.linalg.norm(slow_polar((1 - 0.9**2) * g))
+            np.testing.assert_allclose(
+                np.linalg.norm(w), OPTIMIZER.muon_lr * RATES.get(name, 1.0) * norm, rtol=1e-4
+            )
+
+
+def test_in_sixteen_bits_the_factor_is_rounded_once_and_means_are_not():
+    x = jnp.asarray(draw(3)["down"][None], jnp.bfloat16)
+    before = jnp.full((1, 1, 20), 0.3)
+    d, second = normalize(x, before, beta2=0.9)
+    x64 = np.float64(x)
+    mean = 0.27 + 0.1 * (x64**2).mean(axis=1, keepdims=True)
+    factor = np.linalg.norm(x64) / np.linalg.norm(x64 / np.sqrt(mean)) / np.sqrt(mean)
+    rounded = jnp.asarray(jnp.asarray(factor, jnp.bfloat16), jnp.float32)
+    np.testing.assert_array_equal(d, (rounded * x.astype(jnp.float32)).astype(jnp.bfloat16))
+    np.testing.assert_allclose(second, mean, rtol=1e-6)
+    direction = jax.jit(partial(polar_express, dtype="bfloat16"))(jnp.asarray(draw(3)["up"]).mT)
+    assert (d.dtype, direction.dtype, second.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
+    want = np.stack([slow_polar(g) for g in draw(3)["up"].swapaxes(1, 2)])
+    assert np.linalg.norm(np.float32(direction) - want) < 0.2 * np.linalg.norm(want)
+
+
+def test_every_singular_value_of_some_size_comes_close_to_one():
+    s = np.linalg.svd(polar_express(jnp.asarray(draw(5)["square"]), dtype="float32"), compute_uv=False)
+    assert ((s > 0.8) & (s < 1.2)).mean() > 0.9
