@@ -191,7 +191,7 @@ def test_a_file_that_cannot_be_a_recipe_is_refused(
 def test_imports_that_a_record_would_miss_are_refused(folder: Path) -> None:
     (folder / "gelu.py").write_text(EXAMPLES["gelu.py"] + "from .gelu_model import Config\n")
     resolve(str(folder / "gelu.py"))
-    with pytest.raises(UsageError, match=r"gelu\.py line \d+: a relative import; write 'from speedrun"):
+    with pytest.raises(UsageError, match=r"gelu\.py line \d+: relative import; write 'from speedrun"):
         provenance.closure(["speedrun.science.recipes.gelu"], [])
 
 

@@ -197,6 +197,6 @@ def test_a_validation_that_changes_the_state_ends_the_run(smoke_data, tmp_path, 
     honest, calls = loop.state_hash, iter(range(100))
     monkeypatch.setattr(loop, "state_hash", lambda state: honest(state)[:-1] + str(next(calls)))
     with pytest.raises(
-        SpeedrunError, match=r"validation at step \d+: the state was \w+ before it and is \w+ now"
+        SpeedrunError, match=r"validation at step \d+: the state was \w+ before and is \w+ now"
     ):
         train.train(RunConfig("smoke-cpu", tmp_path / "out", overrides=SMALL, data=smoke_data))

@@ -227,7 +227,7 @@ def test_rows_and_targets_are_consecutive(folder: Path):
 
 @pytest.mark.parametrize("cursor", [Cursor(2, 0), Cursor(0, 21), Cursor(-1, 0), Cursor(0, -1)])
 def test_a_cursor_of_other_shards_is_refused(folder: Path, cursor: Cursor):
-    with pytest.raises(DataError, match="shards that the run began with"):
+    with pytest.raises(DataError, match="shards; need those the run began with"):
         TokenStream(make(folder, 20), cursor)
 
 

@@ -82,11 +82,7 @@ def _forget(path: Path) -> None:
 
 
 def folder_shards(folder: Path, most: int | None = _NUM_SHARDS) -> list[Shard]:
-    """Return the first `most` training shards of a folder; None: all.
-
-    Raises:
-        DataError: if there are none.
-    """
+    """Return the first `most` training shards of a folder; None: all. Raise DataError if there are none."""
     paths = sorted(folder.glob("*_train_*.bin"))
     if not paths:
         raise DataError(

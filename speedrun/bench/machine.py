@@ -117,11 +117,7 @@ def host_to_device_gb_per_s(mesh: Mesh) -> float:
 
 
 def described() -> str:
-    """Return XLA's description of this GPU, which a compiler elsewhere needs.
-
-    Raises:
-        UsageError: without a GPU that JAX can use.
-    """
+    """Return XLA's description of this GPU, which a compiler elsewhere needs; raise UsageError without a GPU."""
     from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 
     meshes.prepare("any")

@@ -130,11 +130,7 @@ def parts(size: Size, out: Path, shards: Path, rival: Path | None) -> list[Part]
 
 
 def chosen(parts: Sequence[Part], names: str) -> list[Part]:
-    """Return the parts with these names, which commas separate, in the order of all parts.
-
-    Raises:
-        UsageError: for an unknown name.
-    """
+    """Return the parts of these names, split at commas, in the order of all; raise UsageError for an unknown name."""
     asked = [name for name in names.split(",") if name]
     known = [part.name for part in parts]
     for name in asked:

@@ -81,11 +81,7 @@ def _ours(argv: Sequence[str]) -> Curve:
 
 
 def read(argv: Sequence[str], num_steps: int) -> Curve:
-    """Run the other program and read its steps.
-
-    Raises:
-        SpeedrunError: if it fails, with its last line; if it writes another number of steps.
-    """
+    """Run the other program and read its steps; raise SpeedrunError if it fails, or writes another number of them."""
     lines = []
     for text in _output("the rival", argv).splitlines():
         try:
@@ -101,11 +97,7 @@ def read(argv: Sequence[str], num_steps: int) -> Curve:
 
 
 def executable(folder: Path) -> Path:
-    """Return the path of the program in a folder.
-
-    Raises:
-        UsageError: if there is none.
-    """
+    """Return the path of the program in a folder; raise UsageError if there is none."""
     path = folder.absolute() / "run"
     if not path.is_file() or not path.stat().st_mode & 0o100:
         raise UsageError(f"{path} is no executable file; need one that trains; see speedrun/bench/rival.py")

@@ -22,11 +22,7 @@ class Group(click.Group):
     """A group of commands that suggests the nearest name for an unknown one."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return the command of that name.
-
-        Raises:
-            UsageError: if there is none.
-        """
+        """Return the command of that name; raise UsageError if there is none."""
         if cmd_name not in self.list_commands(ctx):
             raise unknown("command", cmd_name, self.list_commands(ctx))
         return self.load(ctx, cmd_name)
@@ -167,11 +163,7 @@ def only_with_resume(ctx: click.Context, *others: str) -> None:
 
 
 def parse_settings(texts: tuple[str, ...]) -> dict[str, str]:
-    """Parse `key=value` texts.
-
-    Raises:
-        UsageError: for a text without `=` or a key given twice.
-    """
+    """Parse `key=value` texts; raise UsageError for a text without `=` or a key given twice."""
     settings: dict[str, str] = {}
     for text in texts:
         key, equals, value = text.partition("=")

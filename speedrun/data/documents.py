@@ -89,11 +89,7 @@ def _counts(values: list[Any]) -> list[int] | None:
 
 
 def require_column(name: str, column: str, names: Sequence[str]) -> None:
-    """Check that a source has the column of the text.
-
-    Raises:
-        DataError: if it does not; lists those it has.
-    """
+    """Raise DataError, with its columns, unless a source has that of the text."""
     if column not in names:
         raise DataError(f"{name}: no column {column!r}; it has {', '.join(names)}; choose with --column")
 
@@ -133,11 +129,7 @@ def read(block: Block, column: str) -> tuple[list[str], list[int] | None]:
 
 
 def texts(source: Source, column: str) -> Iterator[str]:
-    """Yield all texts of a source.
-
-    Raises:
-        DataError: as `read` and the source do.
-    """
+    """Yield all texts of a source; raise DataError as `read` and the source do."""
     for block in source.blocks(Place("", 0)):
         yield from read(block, column)[0]
 
@@ -172,11 +164,7 @@ def valid(text: str) -> str:
 
 
 def need(package: str) -> None:
-    """Check that a package is installed.
-
-    Raises:
-        UsageError: if it is not; says how to install it.
-    """
+    """Raise UsageError, which says how to install it, unless a package is there."""
     if find_spec(package) is None:
         raise UsageError(
             f"package {package} is not installed; it is needed here; scripts/install.sh prep adds it"

@@ -87,9 +87,7 @@ def open_track(folder: Path, data: Data) -> TrackShards:
         raise DataError(f"{val[0].path}: {val[0].num_tokens:,} tokens; validation needs {need:,}: {data.get}")
     scored = {shard.identity for shard in val}
     if both := [shard.path for shard in train if shard.identity in scored]:
-        raise DataError(
-            f"{both[0]}: also a validation shard; training must not read it; remove one of the two"
-        )
+        raise DataError(f"{both[0]}: also a validation shard; training must not read it; remove one of them")
     _check_manifest(folder, data, (*train, *val))
     return TrackShards(train, val)
 

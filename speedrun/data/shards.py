@@ -50,9 +50,7 @@ class Shard:
                 f"{self.path}: {error.strerror}; it was readable at the start; restore it"
             ) from None
         if changed or len(raw) != 2 * (stop - start):
-            raise DataError(
-                f"{self.path}: changed since it was opened; a run needs constant shards; start again"
-            )
+            raise DataError(f"{self.path}: changed since it was opened; shards must not change; start again")
         tokens = np.frombuffer(raw, "<u2")
         if tokens.size and tokens.max() >= self.vocab_size:  # a gather on the device would clamp it silently
             index = int(np.argmax(tokens >= self.vocab_size))

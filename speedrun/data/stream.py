@@ -91,9 +91,7 @@ class TokenStream:
         self.ranges: tuple[Span, ...] = ()
         is_inside = 0 <= cursor.shard <= len(shards)
         if not is_inside or not 0 <= cursor.offset <= shards[cursor.shard % len(shards)].num_tokens:
-            raise DataError(
-                f"{cursor} is not in these {len(shards)} shards; need the shards that the run began with"
-            )
+            raise DataError(f"{cursor} is not in these {len(shards)} shards; need those the run began with")
 
     def _read(self, num_tokens: int, start: int, stop: int) -> np.ndarray:
         """Advance by `num_tokens`; of these, read `start` to `stop` and the one after."""
@@ -244,11 +242,7 @@ def validation_batches(shard: Shard, num_tokens: int, num_sequences: int, seq_le
 
 
 def validation_sha256(shard: Shard, num_tokens: int) -> str:
-    """Return the digest of the ids that validation reads: `num_tokens + 1`, as little-endian uint16.
-
-    Raises:
-        DataError: if the shard is too short.
-    """
+    """Return the digest of the first `num_tokens + 1` ids, little-endian uint16; raise DataError if there are fewer."""
     _check_length(shard, num_tokens)
     return hashlib.sha256(shard.read(0, num_tokens + 1).tobytes()).hexdigest()
 

@@ -51,11 +51,7 @@ class Load(NamedTuple):
 
 
 def ask(*args: str) -> str:
-    """Run `nvidia-smi` and return its output.
-
-    Raises:
-        NoAnswerError: if it is not installed, fails or hangs.
-    """
+    """Run `nvidia-smi` and return its output; raise NoAnswerError if it is not installed, fails or hangs."""
     try:
         done = subprocess.run(
             ["nvidia-smi", *args], capture_output=True, encoding="utf-8", errors="replace", timeout=_ANSWER_S
@@ -81,11 +77,7 @@ def is_installed() -> bool:
 
 
 def gpus() -> list[Gpu]:
-    """Return all GPUs.
-
-    Raises:
-        NoAnswerError: see `ask`.
-    """
+    """Return all GPUs; raise NoAnswerError as `ask` does."""
     fields = ("name", "driver_version", "memory.total", "pcie.link.width.current", "pcie.link.width.max")
     return [
         Gpu(name or "", driver or "", (_int(mib) or 0) * 2**20, _int(width), _int(most), mig == "Enabled")
@@ -94,11 +86,7 @@ def gpus() -> list[Gpu]:
 
 
 def loads() -> list[Load]:
-    """Return the current state of all GPUs.
-
-    Raises:
-        NoAnswerError: see `ask`; also for a driver without one of the fields.
-    """
+    """Return the current state of all GPUs; raise NoAnswerError as `ask`, or for a driver without one of the fields."""
     fields = ("clocks.sm", "clocks.max.sm", "temperature.gpu", "clocks_event_reasons.active")
     return [
         Load(_int(clock), _int(most), _int(heat), _reasons(bits))

@@ -98,11 +98,7 @@ class WandbRun:
 
 
 def to_wandb(record: Record, out: Path) -> list[Path]:
-    """Write one offline run for each run, to be sent by `wandb sync`; return the paths.
-
-    Raises:
-        UsageError: if wandb is not installed.
-    """
+    """Write an offline run for each run, for `wandb sync`; return the paths. Raise UsageError without wandb."""
     paths = []
     # wandb also writes logs full of paths and settings. They stay in a temporary folder.
     with tempfile.TemporaryDirectory() as scratch:

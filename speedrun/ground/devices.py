@@ -100,11 +100,7 @@ _CUDNN = (9, 10, 2)
 
 
 def load(kind: str) -> Device:
-    """Return the device of this name.
-
-    Raises:
-        UsageError: if there is none.
-    """
+    """Return the device of this name; raise UsageError if there is none."""
     if kind not in DEVICES:
         raise unknown("device kind", kind, DEVICES)
     return DEVICES[kind]

@@ -57,11 +57,7 @@ INTERRUPTED = 130
 
 @contextmanager
 def translate_os_errors(path: object, otherwise: type[SpeedrunError] = StorageError) -> Iterator[None]:
-    """Turn an OSError from writing a file or making a folder into an error of one line.
-
-    Raises:
-        SpeedrunError: StorageError if the disk is full or fails, else `otherwise`.
-    """
+    """Turn an OSError of writing into one line: a StorageError if the disk is full or fails, else `otherwise`."""
     try:
         yield
     except OSError as error:

@@ -69,9 +69,7 @@ def _imports(path: Path, text: str) -> list[str]:
     names: list[str] = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom) and node.level:
-            raise UsageError(
-                f"{path} line {node.lineno}: a relative import; write 'from speedrun....' in full"
-            )
+            raise UsageError(f"{path} line {node.lineno}: relative import; write 'from speedrun....' in full")
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:

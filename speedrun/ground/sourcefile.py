@@ -82,11 +82,7 @@ def check_path(path: str) -> str:
 
 
 def join_source(files: dict[str, str]) -> str:
-    """Return one text of many files, relative path -> text, in their order.
-
-    Raises:
-        ValueError: a path that `check_path` refuses, or a text whose last line has no newline.
-    """
+    """Return one text of files, path -> text; raise ValueError for a path or a text without a last newline."""
     parts = []
     for path, text in files.items():
         if text and not text.endswith("\n"):

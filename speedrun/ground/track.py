@@ -106,11 +106,7 @@ def names() -> list[str]:
 
 
 def load(name: str) -> Track:
-    """Load a track by name.
-
-    Raises:
-        UsageError: if there is no such track, or its file is malformed.
-    """
+    """Load a track by name; raise UsageError if there is none, or its file is malformed."""
     path = TRACKS_DIR / f"{name}.toml"
     if name not in names():
         raise unknown("track", name, names())

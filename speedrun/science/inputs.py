@@ -24,11 +24,7 @@ class Inputs:
     most: Mapping[str, int]  #: largest value of each integer over all steps
 
     def __getitem__(self, name: str) -> Any:
-        """Return an input.
-
-        Raises:
-            UsageError: if the schedule does not give it.
-        """
+        """Return an input; raise UsageError if the schedule does not give it."""
         if name not in self.values:
             raise UsageError(f"its schedule gives no input {name!r}; it gives {', '.join(self.values)}")
         return self.values[name]
@@ -48,11 +44,7 @@ class Plan(NamedTuple):
 
     @classmethod
     def of(cls, inputs_at: Callable[[int], dict[str, Any]], num_steps: int) -> Self:
-        """Collect the inputs of each step.
-
-        Raises:
-            UsageError: if a step lacks an input that another has, or an input is of no use.
-        """
+        """Collect the inputs of each step; raise UsageError if one is of no use, or a step lacks one of another."""
         given = map(inputs_at, range(num_steps + 1))
         rows = tuple({name: _plain(name, value) for name, value in row.items()} for row in given)
         names = set[str]().union(*rows)

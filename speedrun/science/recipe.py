@@ -30,9 +30,7 @@ class Stage:
 
     def __post_init__(self) -> None:
         if min(self.num_steps, self.num_sequences, self.seq_len) < 1 or self.num_steps > MOST_STEPS:
-            raise ValueError(
-                f"{self}: need at least one sequence of one token, and 1 to {MOST_STEPS:,} steps"
-            )
+            raise ValueError(f"{self}: need at least one sequence of one token and 1 to {MOST_STEPS:,} steps")
         if self.document_tokens < 0:
             raise ValueError(f"document_tokens is {self.document_tokens}; need 0 or more")
 
@@ -186,9 +184,7 @@ def describe(value: Any) -> Any:
         return value
     kind = type(value).__qualname__
     if not hasattr(value, "__qualname__"):
-        raise UsageError(
-            f"it has a setting of type {kind}; need numbers, text, tuples, dataclasses, functions"
-        )
+        raise UsageError(f"a setting is of type {kind}; need numbers, text, tuples, dataclasses, functions")
     # What wraps a function takes its name, and may compute something else.
     wrapped = "" if isinstance(value, FunctionType | type) else f"{kind} of "
     return f"{wrapped}{value.__module__}.{value.__qualname__}"
@@ -217,14 +213,8 @@ def _literal(old: Any, key: str, text: str) -> Any:
         return text
     try:
         value = ast.literal_eval(text)
-    except (
-        ValueError,
-        SyntaxError,
-        TypeError,
-        RecursionError,
-        MemoryError,
-    ):  # all that literal_eval may raise
-        value = None
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        value = None  # these are all that literal_eval may raise
     if kind is float and type(value) is int:
         value = float(value)
     if kind is float and isinstance(value, float) and not math.isfinite(value):

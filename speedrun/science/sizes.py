@@ -22,11 +22,7 @@ SMOKE |= {"num_sequences": 8, "seq_len": 256, "eval_sequences": 64, "eval_seq_le
 
 
 def settings_at(name: str, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a full-size recipe at another size, from its own; both by dotted name.
-
-    Raises:
-        UsageError: for an unknown size, or a recipe that is not full-size.
-    """
+    """Return the settings of a full-size recipe at another size, by dotted name; raise UsageError for any other."""
     if name not in SIZES:
         raise UsageError(f"unknown size {name!r}; choose one of: {', '.join(SIZES)}")
     if known.get("config.model_dim") != 768 or "config.num_heads" not in known:

@@ -182,9 +182,7 @@ def _validate(trainer: Trainer, executables: Executables, step: int) -> None:
         trainer.tally.val_s += val.seconds
         at = int(jax.device_get(state.step))
         if (after := state_hash(state)) != before:
-            raise SpeedrunError(
-                f"validation at step {at}: the state was {before} before it and is {after} now"
-            )
+            raise SpeedrunError(f"validation at step {at}: the state was {before} before and is {after} now")
         if not np.isfinite(val.nll_sum):
             raise NonFiniteError(f"validation at step {at}: loss is {val.loss}; lower the learning rate")
         is_result = at == ready.recipe.num_steps  # written together with the end of the run

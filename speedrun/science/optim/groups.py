@@ -18,11 +18,7 @@ from speedrun.science.params import Dtype, Layout
 def by_group(
     transforms: Mapping[str, optax.GradientTransformation], layout: Layout
 ) -> optax.GradientTransformationExtraArgs:
-    """Apply to each packed array the transformation of its group.
-
-    Raises:
-        UsageError: for a group without a transformation.
-    """
+    """Apply to each packed array the transformation of its group; raise UsageError for a group without one."""
     if missing := sorted({*layout.groups.values()} - {*transforms}):
         raise UsageError(f"its optimizer has no transformation for group {missing[0]!r} of its table")
     return optax.partition({**transforms}, layout.groups)

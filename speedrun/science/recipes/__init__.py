@@ -15,11 +15,7 @@ def names() -> list[str]:
 
 
 def load(name: str) -> Recipe:
-    """Return the recipe of this name, from this package or a folder of $SPEEDRUN_RECIPES.
-
-    Raises:
-        UsageError: if there is none, or if its name is not that of its file.
-    """
+    """Return a recipe of this package or of a folder of $SPEEDRUN_RECIPES; raise UsageError if there is none."""
     if not name.isidentifier() or find(f"{__name__}.{name}") is None:
         own = f"a file of your own: path/to/{name}.py, or its folder in ${RECIPES_VARIABLE}"
         raise UsageError(f"{unknown('recipe', name, names())} ({own})")
