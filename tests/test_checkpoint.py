@@ -343,7 +343,7 @@ def test_no_whole_checkpoint_is_an_error(copy, small):
 
 @pytest.mark.parametrize("overrides", [{"config__model_dim": "32"}, {"config__mlp_dim": "64"}])
 def test_the_state_of_another_model_is_refused(copy, overrides):
-    with pytest.raises(CheckpointError, match=r"is nothing, this model needs float32\["):
+    with pytest.raises(CheckpointError, match=r"is nothing, need float32\["):
         restored(copy, program(**overrides), [])
 
 
@@ -352,7 +352,7 @@ def test_another_dtype_is_refused_not_cast(tmp_path, small):
     narrow = state._replace(params={name: x.astype("bfloat16") for name, x in state.params.items()})
     with opened(tmp_path, b"{}", every=1, keep=0) as checkpoints:
         checkpoints.save(narrow, facts(narrow, 1))
-    with pytest.raises(CheckpointError, match=r"is bfloat16\[.*\], this model needs float32\["):
+    with pytest.raises(CheckpointError, match=r"is bfloat16\[.*\], need float32\["):
         restored(tmp_path, small, [])
 
 

@@ -220,8 +220,93 @@ def test_a_run_that_goes_on_ends_with_the_same_bytes(finished, tmp_path):
     assert new.final_hash == old.final_hash
 
 
+def returning(result: str) -> str:
+    """Change the optimiser of the toy: its update returns this, made of `moves` and `state`."""
+    return (
+        "import jax\n"
+        "class Changed(toy89.Optimizer):\n"
+        "    def transform(self, layout):\n"
+        "        inner = super().transform(layout)\n"
+        "        def update(*given, **more):\n"
+        "            moves, state = inner.update(*given, **more)\n"
+        f"            return {result}\n"
+        "        return inner._replace(update=update)\n"
+        "CHANGES = {'optimizer': Changed()}"
+    )
+
+
 #: Changes of the toy with one mistake, and what the error must say.
 MISTAKES = {
+    "objective": (
+        "def loss(*given):\n"
+        "    found = toy89.loss(*given)\n"
+        "    return found._replace(objective=found.objective.astype('bfloat16'))\n"
+        "CHANGES = {'loss': loss}",
+        r"its loss returns: objective is bfloat16\[\], need float32\[\]",
+    ),
+    "nll": (
+        "def loss(*given):\n"
+        "    found = toy89.loss(*given)\n"
+        "    return found._replace(nll=found.nll[None])\n"
+        "CHANGES = {'loss': loss}",
+        r"its loss returns: nll is float32\[1\], need float32\[\]",
+    ),
+    "nll_of_python": (
+        "def loss(*given): return toy89.loss(*given)._replace(nll=0.0)\nCHANGES = {'loss': loss}",
+        r"its loss returns: nll is float, need float32\[\]",
+    ),
+    "loss": (
+        "def loss(*given): return tuple(toy89.loss(*given))\nCHANGES = {'loss': loss}",
+        "its loss returns a tuple; need a Loss",
+    ),
+    "forward_rank": (
+        "def forward(*given): return toy89.forward(*given)[0]\nCHANGES = {'forward': forward}",
+        r"its forward returns float32\[64, 16\] for int32\[1, 64\]; need hidden states \[1, 64, D\]",
+    ),
+    "forward_length": (
+        "def forward(*given): return toy89.forward(*given)[:, 1:]\nCHANGES = {'forward': forward}",
+        r"its forward returns float32\[1, 63, 16\] for int32\[1, 64\]; need",
+    ),
+    "logits_rank": (
+        "def logits(*given): return toy89.logits(*given)[None]\nCHANGES = {'logits': logits}",
+        r"its logits are \[1, 64, 256\] for 64 hidden states; config.vocab_size asks for 256 columns",
+    ),
+    "state_dtype": (
+        returning("moves, jax.tree.map(lambda x: x.astype('float32'), state)"),
+        r"its optimizer's update returns the state: \S+count is float32\[\], need int32\[\]",
+    ),
+    "state_shape": (
+        returning("moves, jax.tree.map(lambda x: x[None], state)"),
+        r"its optimizer's update returns the state: \S+ is float32\[1, 32, 16\], need float32\[32, 16\]",
+    ),
+    "state_lost": (
+        returning("moves, state._replace(pair=())"),
+        r"its optimizer's update returns the state: pair\S+ is nothing, need float32\[",
+    ),
+    "state_containers": (
+        returning(
+            "moves, state._replace(pair=state.pair._replace(inner={k: [*v] for k, v in state.pair.inner.items()}))"
+        ),
+        "its optimizer's update returns the state: the arrays of init in other containers",
+    ),
+    "update_shape": (
+        returning("moves | {'embed': moves['embed'][:1]}, state"),
+        r"its optimizer updates: embed is \[1, 16\], need \[32, 16\]",
+    ),
+    "update_lost": (
+        returning("{k: v for k, v in moves.items() if k != 'embed'}, state"),
+        r"its optimizer updates: embed is nothing, need \[32, 16\]",
+    ),
+    "python_input": (
+        "class Counting(toy89.Schedule):\n"
+        "    def at(self, *at): return super().at(*at) | {'count': at[0]}\n"
+        "CHANGES = {'schedule': Counting(), 'stages': (replace(toy89.RECIPE.stages[1], num_steps=32),)}",
+        "its schedule gives 'count' as 33 Python values, .* need at most 32; give a NumPy value",
+    ),
+    "key": (
+        "WIDTHS = {}\ndef forward(*given): return WIDTHS['wide']\nCHANGES = {'forward': forward}",
+        r"\S+/bad_key.py:5: no 'wide' in its table, carry or schedule",
+    ),
     "logits": (
         "def logits(*given): return toy89.logits(*given)[:, :-1]\nCHANGES = {'logits': logits}",
         "its logits are .64, 255. for 64 hidden states; config.vocab_size asks for 256 columns",

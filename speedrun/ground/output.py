@@ -47,12 +47,12 @@ def expected(error: BaseException) -> SpeedrunError | Terminated | None:
     # XLA's messages for device and host memory. Naming its error class would import JAX.
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in said or "Out of memory" in said:
         return UsageError(f"out of memory: {said or 'no more to be had'}; ask for less, or use more devices")
-    if isinstance(error, Exception) and (line := _line_of_recipe(error)):
+    if isinstance(error, Exception) and (line := line_of_recipe(error)):
         return UsageError(f"{line}: {type(error).__name__}: {said}; the recipe has to be corrected there")
     return None
 
 
-def _line_of_recipe(error: Exception) -> str:
+def line_of_recipe(error: Exception) -> str:
     """Return the innermost line of science in a traceback, as `speedrun/science/nn.py:7`; empty if there is none."""
     package = Path(__file__).parent.parent
     places = (package / "science", *recipe_folders())

@@ -64,6 +64,20 @@ def named(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
+def form(x: Any) -> str:
+    """Return dtype and shape of an array, or the type of anything else."""
+    return f"{x.dtype}{[*x.shape]}" if hasattr(x, "dtype") else type(x).__name__
+
+
+def differences(got: Any, need: Any, shown: Callable[[Any], str] = form) -> Iterator[str]:
+    """Say which leaves differ between two trees of arrays, by flat name."""
+    both = [{name: shown(leaf) for name, leaf in named(tree).items()} for tree in (got, need)]
+    for name in {**both[1], **both[0]}:
+        found, wanted = (forms.get(name, "nothing") for forms in both)
+        if found != wanted:
+            yield f"{name} is {found}, need {wanted}"
+
+
 def seal(raw: bytes) -> dict[str, str]:
     """Return a text with its digest."""
     return {"sha256": hashlib.sha256(raw).hexdigest(), "text": raw.decode()}
@@ -169,11 +183,7 @@ class Checkpoints:
                 shutil.rmtree(scratch)
 
     def save(self, state: TrainState, facts: Facts) -> None:
-        """Copy the state to the host and write it in the background.
-
-        Raises:
-            CheckpointError: if this or the previous checkpoint could not be written.
-        """
+        """Copy the state and write it in the background; raise CheckpointError if this or the last one failed."""
         ocp = self._ocp
         args = ocp.args.Composite(
             state=ocp.args.StandardSave(named(state)),
@@ -275,13 +285,7 @@ def _raise_damaged() -> Iterator[None]:
 
 def _check_fit(facts: Facts, expected: dict[str, Any], config_sha256: str, where: Path) -> None:
     """Refuse the state of another model, before anything is cast or cut to fit."""
-    for name in {**expected, **facts.arrays}:
-        mine, found = expected.get(name), facts.arrays.get(name)
-        got = "nothing" if found is None else f"{found.dtype}{list(found.shape)}"
-        need = "nothing" if mine is None else f"{mine.dtype}{list(mine.shape)}"
-        if got != need:
-            raise CheckpointError(
-                f"{where}: {name} is {got}, this model needs {need}; resume with its own recipe"
-            )
+    for difference in differences(facts.arrays, expected):
+        raise CheckpointError(f"{where}: {difference}; resume with its own recipe")
     if facts.config_sha256 != config_sha256:
         raise CheckpointError(f"{where}: of a run with another config; resume it with its own settings")

@@ -6,7 +6,6 @@ from typing import Any, TypeVar
 
 import jax
 import msgspec
-import numpy as np
 
 from speedrun.data import inventory, stream
 from speedrun.ground import mesh as meshes
@@ -16,9 +15,9 @@ from speedrun.ground.errors import UsageError
 from speedrun.ledger import runfile
 from speedrun.science import recipes
 from speedrun.science.params import SHARDS
-from speedrun.science.recipe import Batch, Recipe, describe
-from speedrun.training import fixed, footprint
-from speedrun.training.program import Program, StepShape
+from speedrun.science.recipe import Recipe, describe
+from speedrun.training import contract, fixed, footprint
+from speedrun.training.program import Program
 
 
 class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -45,11 +44,7 @@ _T = TypeVar("_T")
 
 
 def decoded(raw: bytes | msgspec.Raw, kind: type[_T]) -> _T:
-    """Decode the JSON request of another process: a `RunConfig`, or a struct with one. Paths are text.
-
-    Raises:
-        msgspec.DecodeError: if it has another form.
-    """
+    """Decode the JSON request of another process, with paths as text; raise msgspec.DecodeError for another form."""
     return msgspec.json.decode(raw, type=kind, dec_hook=lambda kind, value: kind(value))
 
 
@@ -141,22 +136,20 @@ def prepare(config: RunConfig) -> Ready:
     num_devices = config.num_devices or track.rules.num_devices or len(jax.devices())
     mesh = meshes.make_mesh(num_devices, config.replicas or processes.num_nodes())
     program = Program(recipe, mesh, config.microbatches or max(SHARDS, num_devices), config.attention)
-    _check_contract(program)
+    contract.check(program)
     fixed.check(recipe, program.step.plan.rows, track)
     footprint.require(program, footprint.most_bytes(program))
     folder = inventory.data_folder(track, config.data)
-    opened = inventory.open_track(folder, track.data)
+    found = inventory.open_track(folder, track.data)
     _check_ids(recipe, track)
-    stream.require_steps(opened.train, [s.batch_tokens for s in recipe.stages for _ in range(s.num_steps)])
-    stream.validation_batches(
-        opened.val[0], track.data.val_tokens, recipe.eval_sequences, recipe.eval_seq_len
-    )
+    stream.require_steps(found.train, [s.batch_tokens for s in recipe.stages for _ in range(s.num_steps)])
+    stream.validation_batches(found.val[0], track.data.val_tokens, recipe.eval_sequences, recipe.eval_seq_len)
     source = provenance.closure(
         [f"speedrun.science.recipes.{recipe.name}", "speedrun.training.train"],
         [tracks.TRACKS_DIR / f"{track.name}.toml"],
     )
     _check_source(config, source)
-    return Ready(config, track, recipe, program, opened, folder, source)
+    return Ready(config, track, recipe, program, found, folder, source)
 
 
 def _check_source(config: RunConfig, source: str) -> None:
@@ -175,9 +168,7 @@ def _check_out(config: RunConfig) -> None:
         taken = config.out.exists()
         declared = runfile.sha256((config.out / runfile.BATCH).read_bytes()) if config.batch_sha256 else ""
     except OSError as error:
-        raise UsageError(
-            f"{config.out}: {error.strerror}; choose an --out that can be read and written"
-        ) from None
+        raise UsageError(f"{config.out}: {error.strerror}; choose an --out you may read and write") from None
     if declared != config.batch_sha256:
         raise UsageError(
             f"{config.out / runfile.BATCH} is not the declared one; restore it, or declare a new batch"
@@ -196,41 +187,6 @@ def _check_platform(track: tracks.Track) -> None:
             f"JAX found a {found}, {track.id} needs a {needed}; scripts/install.sh adds JAX for CUDA where there "
             "is a driver; or choose another track"
         )
-
-
-def _check_contract(program: Program) -> None:
-    """Trace all programs, so that errors of a recipe or a form of attention are raised now.
-
-    Raises:
-        UsageError: names the recipe and what it lacks.
-    """
-    name = program.recipe.name
-    try:
-        _trace(program)
-    except UsageError as error:
-        raise UsageError(f"recipe {name}: {error}") from None
-    except AttributeError as error:
-        if not isinstance(error.obj, Batch):
-            raise
-        fields = ", ".join(Batch._fields)
-        raise UsageError(f"recipe {name}: its loss reads batch.{error.name}; a batch has {fields}") from None
-    except KeyError as error:
-        raise UsageError(f"recipe {name}: no {error} in its table, carry or schedule") from None
-
-
-def _trace(program: Program) -> None:
-    describe(program.recipe)
-    state, num_steps = jax.eval_shape(program.init, jax.random.key(0)), program.recipe.num_steps
-
-    def ids(shape: StepShape) -> list[jax.ShapeDtypeStruct]:
-        return [jax.ShapeDtypeStruct((shape.num_sequences, shape.seq_len), np.int32)] * 2
-
-    for shape in dict.fromkeys(map(program.shape_at, range(num_steps))):
-        jax.eval_shape(program.train_step_for(shape.static), state, *ids(shape), program.schedule)
-    shape = program.eval_shape_at(num_steps)
-    jax.eval_shape(
-        program.eval_step_for(shape.static), state.params, *ids(shape), program.schedule, state.step
-    )
 
 
 def _check_ids(recipe: Recipe, track: tracks.Track) -> None:

@@ -36,13 +36,13 @@ def nll_sums(
         UsageError: for logits of another shape.
     """
     num_tokens = len(x_TD)
-    (rows, columns) = jax.eval_shape(logits, x_TD).shape
-    if rows != num_tokens or columns < vocab_size:
+    shape = jax.eval_shape(logits, x_TD).shape
+    if len(shape) != 2 or shape[0] != num_tokens or shape[1] < vocab_size:
         raise UsageError(
-            f"its logits are [{rows:,}, {columns:,}] for {num_tokens:,} hidden states; config.vocab_size asks for "
-            f"{vocab_size:,} columns or more"
+            f"its logits are {[*shape]} for {num_tokens:,} hidden states; config.vocab_size asks for {vocab_size:,} "
+            "columns or more"
         )
-    most = max(1, CHUNK_BYTES[platform] // (4 * columns))
+    most = max(1, CHUNK_BYTES[platform] // (4 * shape[1]))
     chunk = next(n for n in range(min(most, num_tokens), 0, -1) if num_tokens % n == 0)
 
     def nll_sum(part: tuple[jax.Array, jax.Array]) -> jax.Array:

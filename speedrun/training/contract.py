@@ -1,0 +1,103 @@
+"""The contract of a recipe: its functions are traced before anything is compiled, and their results checked.
+
+Legend: B sequences, T time, D model.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+
+from speedrun.ground.errors import UsageError
+from speedrun.ground.output import line_of_recipe
+from speedrun.science.inputs import Plan
+from speedrun.science.recipe import Batch, Loss, Recipe, describe
+from speedrun.training.checkpoint import differences, form
+from speedrun.training.program import Program, StepShape
+
+MOST_COMPILED = 32  #: values of an input that is compiled in
+
+
+def check(program: Program) -> None:
+    """Trace all programs; raise UsageError for a mistake of the recipe, or what a form of attention refuses."""
+    name = program.recipe.name
+    try:
+        describe(program.recipe)
+        _check_schedule(program.step.plan)
+        _trace(replace(program, recipe=_checked(program.recipe)))
+    except UsageError as error:
+        raise UsageError(f"recipe {name}: {error}") from None
+    except AttributeError as error:
+        if not isinstance(error.obj, Batch):
+            raise
+        fields = ", ".join(Batch._fields)
+        raise UsageError(f"recipe {name}: its loss reads batch.{error.name}; a batch has {fields}") from None
+    except KeyError as error:
+        line = line_of_recipe(error)
+        raise UsageError(f"recipe {name}: {line}: no {error} in its table, carry or schedule") from error
+
+
+def _check_schedule(plan: Plan) -> None:
+    """Refuse an input that would be compiled into too many executables."""
+    for name in sorted({*plan.rows[0]} - {*plan.schedule}):
+        if (found := len({row[name] for row in plan.rows})) > MOST_COMPILED:
+            raise UsageError(
+                f"its schedule gives {name!r} as {found} Python values, and compiles an executable for each; need at "
+                f"most {MOST_COMPILED}; give a NumPy value, which is traced"
+            )
+
+
+def _checked(recipe: Recipe) -> Recipe:
+    """Return a recipe with the same programs, whose functions check what they return."""
+    scalar: Any = jax.ShapeDtypeStruct((), np.float32)
+
+    def forward(params: Any, tokens_BT: jax.Array, *given: Any) -> jax.Array:
+        x_BTD = recipe.forward(params, tokens_BT, *given)
+        shape = getattr(x_BTD, "shape", ())
+        if len(shape) != 3 or shape[:2] != tokens_BT.shape:
+            need = f"hidden states [{', '.join(map(str, tokens_BT.shape))}, D]"
+            raise UsageError(f"its forward returns {form(x_BTD)} for {form(tokens_BT)}; need {need}")
+        return x_BTD
+
+    def loss(*given: Any) -> Loss:
+        found = recipe.loss(*given)
+        if not isinstance(found, Loss):
+            raise UsageError(f"its loss returns a {type(found).__name__}; need a Loss")
+        _require("its loss returns", found._replace(carry={}), Loss(scalar, scalar))
+        return found
+
+    def transform(layout: Any) -> Any:
+        inner = recipe.optimizer.transform(layout)
+
+        def update(grads: Any, state: Any, params: Any, **more: Any) -> tuple[Any, Any]:
+            updates, new = inner.update(grads, state, params, **more)
+            _require("its optimizer updates", updates, params, lambda x: str([*np.shape(x)]))
+            _require("its optimizer's update returns the state", new, state)
+            return updates, new
+
+        return inner._replace(update=update)
+
+    return replace(recipe, forward=forward, loss=loss, optimizer=SimpleNamespace(transform=transform))
+
+
+def _require(what: str, got: Any, need: Any, shown: Callable[[Any], str] = form) -> None:
+    """Refuse a tree with other arrays than those that are needed, or in other containers."""
+    for difference in differences(got, need, shown):
+        raise UsageError(f"{what}: {difference}")
+    if jax.tree.structure(got) != jax.tree.structure(need):
+        raise UsageError(f"{what}: the arrays of init in other containers; keep those")
+
+
+def _trace(program: Program) -> None:
+    state, num_steps = jax.eval_shape(program.init, jax.random.key(0)), program.recipe.num_steps
+
+    def ids(shape: StepShape) -> list[jax.ShapeDtypeStruct]:
+        return [jax.ShapeDtypeStruct((shape.num_sequences, shape.seq_len), np.int32)] * 2
+
+    last, schedule = program.eval_shape_at(num_steps), program.schedule
+    jax.eval_shape(program.eval_step_for(last.static), state.params, *ids(last), schedule, state.step)
+    for shape in dict.fromkeys(map(program.shape_at, range(num_steps))):
+        jax.eval_shape(program.train_step_for(shape.static), state, *ids(shape), schedule)
