@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from dataclasses import replace
 
 import jax
 import pytest
@@ -32,6 +33,17 @@ def test_more_parts_and_shorter_validation_need_less():
     assert footprint.validation_bytes(Program(shorter, over)) < footprint.validation_bytes(
         Program(recipe, over)
     )
+
+
+def test_a_head_of_another_group_needs_as_much():
+    smoke = recipes.load("smoke")
+
+    def table(cfg):
+        return {k: replace(s, group="embed") if s.group == "head" else s for k, s in smoke.table(cfg).items()}
+
+    over, other = make_mesh(1), replace(smoke, table=table)
+    for count in (footprint.most_bytes, footprint.validation_bytes):
+        assert count(Program(other, over)) == count(Program(smoke, over))
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ def step_bytes(program: Program, stage: Stage) -> int:
 def validation_bytes(program: Program) -> int:
     """Return the memory of validation: state, whole parameters, one sequence before and after a layer, and logits."""
     table, seq_len = program.layout.table, program.recipe.eval_seq_len
-    width = max((spec.shape[1] for spec in table.values() if spec.group == "head"), default=0)
+    width = max((spec.shape[-1] for spec in table.values() if spec.packed == "rows"), default=0)
     stream = 2 * itemsize(program) * seq_len * width
     return state_bytes(program) + whole_bytes(program) + stream + logits_bytes(program, seq_len)
 
@@ -69,7 +69,7 @@ def matrix_width(program: Program) -> int:
 def logits_bytes(program: Program, num_tokens: int) -> int:
     """Return the memory of the logits that exist at one time."""
     rows = sum(spec.shape[0] for spec in program.layout.table.values() if spec.group == "head")
-    return itemsize(program) * min(num_tokens, HEAD_TOKENS) * rows
+    return itemsize(program) * min(num_tokens, HEAD_TOKENS) * (rows or program.recipe.config.vocab_size)
 
 
 def itemsize(program: Program) -> int:

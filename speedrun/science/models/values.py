@@ -4,9 +4,10 @@ Legend: B batch, T time, D model, H heads, K head width.
 Source: modded-nanogpt, records 14 (@KoszarskyB), 15 (@leloykun, @YouJiacheng), 16 and 17 (@YouJiacheng).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Literal
 
 import jax
@@ -80,10 +81,9 @@ def attention(
     return muon.project(ctx.attend(*ctx.turn(q_BTHK, k_BTHK), v_BTHK), p, name)
 
 
-MIXERS: dict[Mixing, Callable[..., jax.Array]] = {
-    "window": attention,
-    "none": lambda h_BTD, *_: jnp.zeros_like(h_BTD),
-}
+MIXERS: Mapping[Mixing, Callable[..., jax.Array]] = MappingProxyType(
+    {"window": attention, "none": lambda h_BTD, *_: jnp.zeros_like(h_BTD)}
+)
 
 
 def forward(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernels: Kernels) -> jax.Array:
