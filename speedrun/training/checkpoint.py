@@ -69,11 +69,12 @@ def form(x: Any) -> str:
     return f"{x.dtype}{[*x.shape]}" if hasattr(x, "dtype") else type(x).__name__
 
 
-def differences(got: Any, need: Any, shown: Callable[[Any], str] = form) -> Iterator[str]:
-    """Say which leaves differ between two trees of arrays, by flat name."""
-    both = [{name: shown(leaf) for name, leaf in named(tree).items()} for tree in (got, need)]
-    for name in {**both[1], **both[0]}:
-        found, wanted = (forms.get(name, "nothing") for forms in both)
+def differences(
+    got: dict[str, Any], need: dict[str, Any], shown: Callable[[Any], str] = form
+) -> Iterator[str]:
+    """Say which arrays differ in dtype or shape, or whatever is `shown` of them."""
+    for name in {**need, **got}:
+        found, wanted = (shown(arrays[name]) if name in arrays else "nothing" for arrays in (got, need))
         if found != wanted:
             yield f"{name} is {found}, need {wanted}"
 

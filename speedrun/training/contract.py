@@ -15,7 +15,7 @@ from speedrun.ground.errors import UsageError
 from speedrun.ground.output import line_of_recipe
 from speedrun.science.inputs import Plan
 from speedrun.science.recipe import Batch, Loss, Recipe, describe
-from speedrun.training.checkpoint import differences, form
+from speedrun.training.checkpoint import differences, form, named
 from speedrun.training.program import Program, StepShape
 
 MOST_COMPILED = 32  #: values of an input that is compiled in
@@ -85,7 +85,7 @@ def _checked(recipe: Recipe) -> Recipe:
 
 def _require(what: str, got: Any, need: Any, shown: Callable[[Any], str] = form) -> None:
     """Refuse a tree with other arrays than those that are needed, or in other containers."""
-    for difference in differences(got, need, shown):
+    for difference in differences(named(got), named(need), shown):
         raise UsageError(f"{what}: {difference}")
     if jax.tree.structure(got) != jax.tree.structure(need):
         raise UsageError(f"{what}: the arrays of init in other containers; keep those")
