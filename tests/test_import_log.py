@@ -322,6 +322,7 @@ def test_the_history_is_drawn_with_our_qualified_records(tmp_path, monkeypatch):
     assert run_cli(HISTORY, "--history", tmp_path).strip() == str(tmp_path / "history.svg")
     committed = ROOT / "docs" / "history.svg"
     assert texts(tmp_path / "history.svg") == texts(committed), "draw it again"
+    assert {"hollow: claimed since, not verified", "claimed, open: 0.665"} < texts(committed)
     assert committed.stat().st_size < 100_000
     alone = texts(history.draw(HISTORY, tmp_path, tmp_path))
     assert {"record21, 2.93", "record 89, 1.23", "implemented here, in JAX; no qualified run yet"} < alone

@@ -347,12 +347,29 @@ def test_the_page_loads_nothing_from_a_network(records):
     )
 
 
+def test_a_claim_is_on_the_board_with_its_state_and_not_in_the_readme(records):
+    claim = CONTEXT.replace("theirs", "newer").replace("3.0", "2.0")
+    (records / "context.toml").write_text(f'{CONTEXT}{claim}claim = "open"\ndate = "2026-08-31"\n')
+    Path("README.md").write_text(f"{board_pages.BEGIN}\n{board_pages.END}\n")
+    assert invoke("build").exit_code == 0
+    text, readme = (records / "LEADERBOARD.md").read_text(), Path("README.md").read_text()
+    (line,) = [line for line in text.splitlines() if "[newer]" in line]
+    assert line.startswith("|  | 2 min |")
+    assert "| *claimed, open* |" in line
+    assert line.endswith("| 2026-08-31 |")
+    assert "not verified by us" in text
+    assert "[theirs]" in readme
+    assert "newer" not in readme
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("[[published", "correct it"),
         (CONTEXT.replace("https", "javascript"), r"\^https://"),
         ("x = 1", "correct it"),
+        (f'{CONTEXT}claim = "open"\ndate = "2026-08"', "need year, month and day"),
+        (f'{CONTEXT}claim = "verified"', "correct it"),
     ],
 )
 def test_a_malformed_context_is_refused(records, text, said):

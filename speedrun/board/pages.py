@@ -65,7 +65,7 @@ def _of_record(row: Row) -> _Entry:
 
 
 def _of_published(one: Published) -> _Entry:
-    cells = {"train time": f"{one.minutes:g} min", "standing": "published"}
+    cells = {"train time": f"{one.minutes:g} min", "standing": one.standing, "date": one.date}
     keys, about = {"train time": 60 * one.minutes}, f": {one.hardware}; {one.caveat}"
     return _Entry(cells, keys, one.name, one.link, about, (), published=True)
 
@@ -172,8 +172,9 @@ def page(board: Board, plots: dict[str, bytes]) -> str:
         '<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>speedrun: the board</title>\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<style>{_STYLE}</style>\n<h1>The board</h1>\n<p>Every record was validated again for this page. Times and "
-        "losses are means, with 95 % intervals where there are two runs or more. Results that others published are in "
-        f"grey: unranked and unchecked.</p>\n{''.join(parts)}{''.join(figures)}\n<script>{_SCRIPT}</script></html>\n"
+        "losses are means, with 95 % intervals where there are two runs or more. What others published or claim is "
+        "grey: unranked, not verified by us.</p>\n"
+        f"{''.join(parts)}{''.join(figures)}\n<script>{_SCRIPT}</script></html>\n"
     )
 
 

@@ -6,7 +6,7 @@ Standing, means and intervals are recomputed from the logs. Nothing a record cla
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -91,6 +91,17 @@ class Published(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     minutes: float
     link: Annotated[str, msgspec.Meta(pattern="^https://")]
     caveat: str
+    date: Annotated[str, msgspec.Meta(pattern=r"^(\d{4}-\d\d(-\d\d)?)?$")] = ""
+    claim: Literal["", "merged", "open", "closed"] = ""  #: state of its thread, if it is only claimed there
+
+    def __post_init__(self) -> None:
+        if self.claim and len(self.date) != len("2026-07-17"):
+            raise ValueError(f"{self.name!r} is claimed on {self.date!r}; need year, month and day")
+
+    @property
+    def standing(self) -> str:
+        """What the board says of it."""
+        return f"claimed, {self.claim}" if self.claim else "published"
 
 
 class Context(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import click
 import msgspec
+from msgspec.structs import replace
 
 from speedrun.board import pages
 from speedrun.board.progress import pictures
@@ -22,6 +23,7 @@ _records_option: Decorator = click.option(
     help="Folder of <track>/<record>/.",
 )
 _README = Path("README.md")
+_OTHERS = "What others published or claim is in italics: unranked, not verified by us."
 
 
 @click.command(cls=Group, epilog=example("speedrun leaderboard build", "speedrun leaderboard check"))
@@ -73,12 +75,13 @@ def _files(board: Board, records: Path) -> dict[Path, bytes]:
     """Return every generated text by its path."""
     table = pages.markdown(board, records=".")
     files = {
-        records / "LEADERBOARD.md": f"# The board\n\n{table}".encode(),
+        records / "LEADERBOARD.md": f"# The board\n\n{_OTHERS}\n\n{table}".encode(),
         records / BOARD: pages.json(board),
     }
     readme = _README.read_text(encoding="utf-8") if _README.exists() else ""
     if pages.BEGIN in readme:
-        block = pages.markdown(board, records=records.as_posix())
+        known = tuple(one for one in board.published if not one.claim)  # a first page is no place for claims
+        block = pages.markdown(replace(board, published=known), records=records.as_posix())
         try:
             files[_README] = pages.spliced(readme, block).encode()
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""The published history of the speedrun: minutes to the target by date, and a picture of it with our own records.
+"""The published history of the speedrun: minutes to the target by date; a picture with newer claims and our records.
 
 The table is tab-separated, with `#` comments and one line for each record: `record`, `date`, `minutes`, `label` (shown
 beside the point) and `recipe` (of this repository, if one implements the record).
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from speedrun.board.drawing import PAPER, TARGET, TRAIN, VAL, canvas, key, label, number_decades, svg, title
-from speedrun.board.standings import Row, read_built
+from speedrun.board.standings import Published, Row, read_built
 from speedrun.ground.errors import UsageError, translate_os_errors
 from speedrun.ground.wholefile import write_whole
 
@@ -57,9 +57,9 @@ def read(path: Path) -> list[PastRecord]:
 
 
 def draw(table: Path, records: Path, folder: Path) -> Path:
-    """Draw a table with our qualified records of `TRACK` into `<name of the table>.svg`; return its path.
+    """Draw a table with claims and our qualified records of `TRACK` into `<name of the table>.svg`; return its path.
 
-    `records` is the folder of a built board; without one there are no records of ours.
+    `records` is the folder of a built board, which has both; without one they are left out.
 
     Raises:
         UsageError: if the table or the board cannot be read.
@@ -67,15 +67,18 @@ def draw(table: Path, records: Path, folder: Path) -> Path:
     history, board = read(table), read_built(records)
     rows = board.of(TRACK) if board else ()
     ours = [row for row in rows if row.standing == "qualified" and row.train_time_s]
+    claims = [one for one in board.published if one.claim and f"{one.track}@1" == TRACK] if board else []
     path = folder / f"{table.stem}.svg"
     with canvas(8.0, 4.2) as figure, translate_os_errors(folder):
-        _draw(figure.add_subplot(), history, ours)
+        _draw(figure.add_subplot(), history, claims, ours)
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(path, svg(figure))
     return path
 
 
-def _draw(axes: "Axes", history: Sequence[PastRecord], ours: Sequence[Row]) -> None:
+def _draw(
+    axes: "Axes", history: Sequence[PastRecord], claims: Sequence[Published], ours: Sequence[Row]
+) -> None:
     from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 
     days, minutes = [_day(one.date) for one in history], [one.minutes for one in history]
@@ -92,15 +95,26 @@ def _draw(axes: "Axes", history: Sequence[PastRecord], ours: Sequence[Row]) -> N
             last: dict[str, Any] = {"offset": (4, -7), "ha": "right", "va": "top"}
             form = last if one is history[-1] else {"offset": (6, 4)}
             label(axes, (day, one.minutes), text, **form, **plain)
+    for claim in claims:
+        day = _day(date.fromisoformat(claim.date))
+        axes.plot(day, claim.minutes, "o", color=VAL, markerfacecolor=PAPER, markersize=4, zorder=3)
+    if claims:
+        best = min(claims, key=lambda one: one.minutes)
+        place = _day(date.fromisoformat(best.date)), best.minutes
+        label(axes, place, f"{best.standing}: {best.minutes:.3g}", (-6, -3), ha="right", **plain)
     for row in ours:
         day, time_min = _day(row.moment), (row.train_time_s or 0.0) / 60
         axes.plot(day, time_min, "D", color=TARGET, markersize=7, zorder=4)
         label(axes, (day, time_min), f"{time_min:.3g}", (6, 4), color=TARGET, **plain)
+    since = (("hollow: claimed since, not verified", VAL),) if claims else ()
     own = "qualified here, in JAX" if ours else "implemented here, in JAX; no qualified run yet"
-    key(axes, ("records in PyTorch (modded-nanogpt)", VAL), (own, TARGET))
+    key(axes, ("records in PyTorch (modded-nanogpt)", VAL), *since, (own, TARGET))
     axes.set_yscale("log")
     number_decades(axes.yaxis)
-    axes.set_ylim(bottom=0.7 * min([*minutes, *((row.train_time_s or 0.0) / 60 for row in ours)]))
+    lowest = min(
+        [*minutes, *(one.minutes for one in claims), *((row.train_time_s or 0.0) / 60 for row in ours)]
+    )
+    axes.set_ylim(bottom=0.7 * lowest)
     axes.xaxis.set_major_locator(locator := AutoDateLocator(maxticks=8))
     axes.xaxis.set_major_formatter(ConciseDateFormatter(locator, show_offset=False))
     axes.set_ylabel("minutes to a loss of 3.28")
