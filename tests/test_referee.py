@@ -406,6 +406,28 @@ def test_a_neighbour_tells_the_scorer_nothing(scoring, monkeypatch, kind):
     assert examiner._loss([]) > 0.98
 
 
+@pytest.mark.parametrize(("kind", "found"), [("honest", False), ("the row above", True), ("no number", True)])
+def test_a_token_that_cannot_follow_hides_nothing(scoring, monkeypatch, kind, found):
+    """A logit of -inf, as of a masked token, equals itself, and does not hide what is wrong in other columns."""
+    examiner, _ = scoring
+    examiner.handed = SimpleNamespace(
+        programs={"logits": SimpleNamespace(inputs=[SimpleNamespace(shape=(16, 1))])}
+    )
+
+    def log_probs(_params, x_ND):
+        x_N1 = jnp.asarray(x_ND) / 4096
+        more_N1 = {"honest": x_N1**2, "the row above": jnp.roll(x_N1, 1, axis=0), "no number": jnp.nan * x_N1}
+        z_NV = jnp.concatenate([x_N1, more_N1[kind], jnp.full_like(x_N1, -jnp.inf)], axis=1)
+        yield jax.nn.log_softmax(z_NV, axis=1)
+
+    monkeypatch.setattr(examiner, "outputs", lambda _params, ids_BT: ids_BT[..., None].astype(np.float32))
+    monkeypatch.setattr(examiner, "log_probs", log_probs)
+    x_ND = np.arange(16.0, dtype=np.float32)[:, None]
+    assert (examiner._rows([]) > 1e-3) is found
+    assert examiner._distance([])(x_ND, 4096 * x_ND) > 1e-3
+    assert (examiner._distance([])(x_ND, x_ND) > 1e-3) is (kind == "no number")
+
+
 def blocks_leak(recipe: Recipe):
     """Finding B: the head row of the next token is added where pos % 8 is 2 to 6."""
 

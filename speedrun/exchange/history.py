@@ -111,10 +111,7 @@ def _draw(
     key(axes, ("records in PyTorch (modded-nanogpt)", VAL), *since, (own, TARGET))
     axes.set_yscale("log")
     number_decades(axes.yaxis)
-    lowest = min(
-        [*minutes, *(one.minutes for one in claims), *((row.train_time_s or 0.0) / 60 for row in ours)]
-    )
-    axes.set_ylim(bottom=0.7 * lowest)
+    axes.set_ylim(bottom=0.7 * axes.dataLim.ymin)
     axes.xaxis.set_major_locator(locator := AutoDateLocator(maxticks=8))
     axes.xaxis.set_major_formatter(ConciseDateFormatter(locator, show_offset=False))
     axes.set_ylabel("minutes to a loss of 3.28")

@@ -196,7 +196,7 @@ class _Examiner:
     def _distance(self, params: list[jax.Array]) -> Callable[[np.ndarray, np.ndarray], float]:
         def distance(first_ND: np.ndarray, second_ND: np.ndarray) -> float:
             pairs = zip(self.log_probs(params, first_ND), self.log_probs(params, second_ND), strict=True)
-            return max(float(jnp.max(jnp.abs(a - b))) for a, b in pairs)
+            return max(_apart(*pair) for pair in pairs)
 
         return distance
 
@@ -260,8 +260,15 @@ class _Examiner:
                 part_ND = x_ND[start : start + chunk]
                 order = self._draw.permutation(len(part_ND))
                 (first,), (second,) = self.log_probs(params, part_ND), self.log_probs(params, part_ND[order])
-                largest = max(largest, float(jnp.max(jnp.abs(first[order] - second))))
+                largest = max(largest, _apart(first[order], second))
         return largest
+
+
+def _apart(first_NV: jax.Array, second_NV: jax.Array) -> float:
+    """Return the largest difference of log-probabilities; two zero probabilities are equal, NaN differs from all."""
+    # Never NaN itself: `max` would drop it, and a column of -inf would hide all others.
+    differ_NV = jnp.where(first_NV == second_NV, 0.0, jnp.abs(first_NV - second_NV))
+    return float(jnp.nan_to_num(jnp.max(differ_NV), nan=jnp.finfo(jnp.float32).max))
 
 
 if __name__ == "__main__":
