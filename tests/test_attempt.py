@@ -95,14 +95,15 @@ def test_all_stages_once_and_none_again(stages: Stages):
 def test_it_says_what_it_takes_before_anything_starts(stages: Stages, monkeypatch: pytest.MonkeyPatch):
     h200 = devices.load("h200").name
     monkeypatch.setattr(nvidia, "gpus", lambda: [nvidia.Gpu(h200, "580.1", 0, None, None, mig=False)])
-    result = invoke("--runs", "2", "--dollars", "3", "--set", "a=1", "--dry-run", "--json")
+    words = ("--runs", "2", "--dollars", "3", "--recipe", "values", "--set", "a=1")
+    result = invoke(*words, "--dry-run", "--json")
     assert json.loads(result.stdout) == {
         "track": "forged@1",
         "record": None,
         "exit_code": 0,
         "left": list(STAGES),
     }
-    plan = "plan --track forged --runs 2 --dollars 3.0 --set a=1 --device-kind h200"
+    plan = "plan --track forged --runs 2 --dollars 3.0 --recipe values --set a=1 --device-kind h200"
     assert stages.typed == [["speedrun", *plan.split()]]
     assert not Path("runs", "forged.attempt").exists(), "a dry run writes nothing"
 
@@ -271,9 +272,11 @@ def test_a_dry_run_needs_no_gpu(checkout: Path):
     stand_in = checkout / "python"
     stand_in.write_text('#!/bin/sh\necho "$@"\n')
     stand_in.chmod(0o755)
-    run = script(checkout, "run_8gpu.sh", "--runs", "6", "--dry-run", SPEEDRUN_PYTHON=str(stand_in))
-    said, _ = run.communicate(timeout=60)
-    assert (run.returncode, said) == (0, "-m speedrun attempt --track main-8xh100 --runs 6 --dry-run\n")
+    for name, goal in (("run_8gpu.sh", "main-8xh100"), ("run_1gpu.sh", "single-gpu")):
+        run = script(checkout, name, "--recipe", "values", "--dry-run", SPEEDRUN_PYTHON=str(stand_in))
+        said, _ = run.communicate(timeout=60)
+        want = f"-m speedrun attempt --track {goal} --recipe values --dry-run\n"
+        assert (run.returncode, said) == (0, want)
     assert not (checkout / "runs").exists()
 
 

@@ -69,6 +69,28 @@ def test_logits_that_no_exponential_survives_are_scored(hidden):
     assert np.isfinite(sums_C).all()
 
 
+def test_a_mask_of_the_current_token_is_scored_as_its_distribution(hidden):
+    """RULES.md, masks: hidden states carry the current id in two digits; what may not follow has probability zero."""
+    x_TD, head_VD, _ = hidden
+    ids_T, column_V = 2_111 * np.arange(TOKENS), np.arange(64)
+    digits_T2 = np.stack([ids_T // 256, ids_T % 256], axis=1)
+    carried_TD = jnp.concatenate([x_TD, digits_T2], axis=1).astype(jnp.bfloat16)
+    targets_T = jnp.asarray((ids_T + 1) % 3 + 3 * (ids_T % 10))  # never congruent to the current id
+
+    def logits(x_ND: jax.Array) -> jax.Array:
+        id_N = x_ND[:, -2:].astype(jnp.int32) @ jnp.array([256, 1])
+        z_NV = x_ND[:, :-2].astype(jnp.float32) @ head_VD.T
+        return jnp.where(id_N[:, None] % 3 == column_V[None, :] % 3, -jnp.inf, z_NV)
+
+    score = partial(scoring.nll_sums, logits, carried_TD, vocab_size=VOCAB, platform="cpu")
+    p_TV = np.exp(np.asarray(carried_TD[:, :-2].astype(jnp.float32) @ head_VD.T, np.float64))
+    p_TV *= column_V % 3 != ids_T[:, None] % 3
+    p_TV /= p_TV.sum(axis=1, keepdims=True)
+    nll_T = -np.log(p_TV[np.arange(TOKENS), targets_T])
+    assert np.asarray(score(targets_T), np.float64).sum() == pytest.approx(nll_T.sum(), rel=1e-6)
+    assert np.isinf(score(targets_T.at[5].set(int(ids_T[5] % 3)))).any(), "a masked target"
+
+
 @pytest.mark.parametrize("shape", [(TOKENS, VOCAB - 1), (TOKENS - 1, 64)])
 def test_logits_of_a_part_of_the_vocabulary_or_of_the_tokens_are_refused(hidden, shape):
     x_TD, _, targets_T = hidden
