@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from speedrun.ground import mesh
+from speedrun.ground.errors import UsageError
 from speedrun.science import params
 from speedrun.science.params import Layout, ParamSpec, constant, normal, uniform_fan_in, zeros
 
@@ -119,6 +120,31 @@ def test_starting_values_depend_on_the_name_and_seed_only():
     )
     np.testing.assert_array_equal(first, again)
     assert (first != other).any()
+
+
+def test_parameters_that_are_alike_start_equal_at_every_seed():
+    table = {**TABLE, "twin": ParamSpec((13, 4), ("vocab", "model"), normal, "head", like="embed")}
+    one, other = (Layout(table).init(jax.random.key(seed)) for seed in (0, 1))
+    np.testing.assert_array_equal(one["twin"], one["embed"])
+    np.testing.assert_array_equal(other["twin"], other["embed"])
+    assert not np.array_equal(one["twin"], other["twin"])
+
+
+@pytest.mark.parametrize(
+    ("shape", "init", "like"),
+    [
+        ((13, 4), normal, "absent"),
+        ((13, 4), zeros, "embed"),
+        ((4, 13), normal, "embed"),
+        ((13, 4), normal, "twin"),
+        ((13, 4), normal, "twin2"),
+    ],
+)
+def test_a_parameter_is_like_one_that_draws_by_itself(shape: tuple[int, ...], init: params.Init, like: str):
+    alike = ParamSpec((13, 4), ("vocab", "model"), normal, "head", like="embed")
+    twin = ParamSpec(shape, ("vocab", "model"), init, "head", like=like)
+    with pytest.raises(UsageError, match=f"its table draws 'twin' like '{like}'; need a parameter"):
+        Layout({**TABLE, "twin2": alike, "twin": twin})
 
 
 def test_initialisers_have_the_declared_spread():

@@ -49,6 +49,7 @@ class ParamSpec:
     group: str  #: selects the optimiser; tables of group "head" multiply every token, others are looked up
     dtype: Dtype = "float32"  #: of the stored parameter and its moments
     place: Place | None = None  #: how it is packed; None: by its group, as `PLACES` says
+    like: str | None = None  #: draws as this parameter does, so that both start equal
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.axes):
@@ -107,6 +108,14 @@ class Layout:
     """Mapping between named parameters and packed arrays. All shapes are global."""
 
     table: Table
+
+    def __post_init__(self) -> None:
+        for name, spec in self.table.items():
+            if spec.like and _draw(self.table.get(spec.like)) != (spec.shape, spec.init, None):
+                raise UsageError(
+                    f"its table draws {name!r} like {spec.like!r}; need a parameter with a draw of its own and the "
+                    "same shape and init"
+                )
 
     @cached_property
     def banks(self) -> dict[str, tuple[Member, ...]]:
@@ -205,10 +214,10 @@ class Layout:
         return {name: values[end - spec.size : end].reshape(spec.shape) for name, spec, end in named}
 
     def init(self, key: jax.Array) -> Params:
-        """Return packed initial values. A parameter's key depends on its name, not on its position in the table."""
+        """Return packed initial values. A parameter's key depends on its name, or on `like`, not on its position."""
         return self.pack(
             {
-                name: spec.init(_key_of(name, key), spec.shape).astype(spec.dtype)
+                name: spec.init(_key_of(spec.like or name, key), spec.shape).astype(spec.dtype)
                 for name, spec in self.table.items()
             }
         )
@@ -221,6 +230,10 @@ def count(table: Mapping[str, ParamSpec]) -> int:
 
 def _key_of(name: str, key: jax.Array) -> jax.Array:
     return jax.random.fold_in(key, zlib.crc32(name.encode()))
+
+
+def _draw(spec: ParamSpec | None) -> tuple[object, ...] | None:
+    return spec and (spec.shape, spec.init, spec.like)
 
 
 def _wide(x: jax.Array) -> jax.Array:

@@ -45,16 +45,16 @@ class Config:
     num_targets: int = 3
 
 
-def shared(_: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Draw the same numbers for every parameter and seed, so that head and embedding start equal."""
-    return 0.3 * jax.random.normal(jax.random.key(0), shape, jnp.float32)
+def small(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Draw from a normal: head and embedding, which start equal."""
+    return 0.3 * jax.random.normal(key, shape, jnp.float32)
 
 
 def table(cfg: Config) -> Table:
     """Declare the parameters. "bigram" and "gate" are groups of this recipe."""
     d, f, inner = cfg.model_dim, cfg.mlp_dim, cfg.num_heads * cfg.head_dim
     return {
-        "embed": ParamSpec((cfg.vocab_size, d), ("vocab", "model"), shared, "embed"),
+        "embed": ParamSpec((cfg.vocab_size, d), ("vocab", "model"), small, "embed", like="head"),
         "bigram": ParamSpec((cfg.bigram_rows, d), ("bigram", "model"), constant(0.0), "bigram", place="rows"),
         "qkv": ParamSpec((3, inner, d), ("qkv", "heads", "model"), uniform_fan_in, "matrix"),
         "out": ParamSpec((d, inner), ("model", "heads"), uniform_fan_in, "matrix"),
@@ -62,7 +62,7 @@ def table(cfg: Config) -> Table:
         "down": ParamSpec((cfg.mlp_parts, d, f), ("part", "model", "mlp"), uniform_fan_in, "matrix"),
         "lambdas": ParamSpec((2,), ("lambda",), constant(1.0), "scalar"),
         "gates": ParamSpec((cfg.num_heads,), ("heads",), constant(0.5), "gate", place="vector"),
-        "head": ParamSpec((cfg.vocab_size, d), ("vocab", "model"), shared, "head"),
+        "head": ParamSpec((cfg.vocab_size, d), ("vocab", "model"), small, "head"),
     }
 
 
