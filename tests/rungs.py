@@ -50,7 +50,18 @@ def small(name: str, *, schedule: Any = None, **config: Any) -> Recipe:
 
 def numbers(recipe: Recipe) -> dict[str, Any]:
     """Return everything of a recipe but its names and functions."""
-    names = {"name", "summary", "parent", "revision", "table", "forward", "logits", "loss", "carry"}
+    names = {
+        "name",
+        "summary",
+        "parent",
+        "revision",
+        "table",
+        "forward",
+        "logits",
+        "loss",
+        "carry",
+        "constants",
+    }
     return {key: value for key, value in dataclasses.asdict(recipe).items() if key not in names}
 
 

@@ -20,10 +20,15 @@ from speedrun.ground.errors import UsageError
 from speedrun.ground.plugins import resolve
 from speedrun.ground.sourcefile import RECIPES_VARIABLE
 from speedrun.ledger.assemble import assemble
+from speedrun.ledger.findings import Examination, Stretch, Wanted
+from speedrun.ledger.record import load
 from speedrun.ledger.validate import validate
+from speedrun.referee.examiner import examine
+from speedrun.referee.handover import hand_over
 from speedrun.science import recipes
 from speedrun.science.inputs import Inputs
 from speedrun.science.recipe import Batch, Recipe
+from speedrun.training.checkpoint import folder_of
 from speedrun.training.prepare import RunConfig, prepare
 from speedrun.training.program import Program
 from speedrun.training.train import train
@@ -115,7 +120,7 @@ def plain_losses(toy: Recipe, batches: list[np.ndarray]) -> list[float]:
     adams = {k: PlainAdam(*betas[s.group], opt.adam_lr) for k, s in table.items() if s.group != "matrix"}
     muons: dict[tuple[str, int], PlainNorMuon] = {}
     waiting: dict[str, Any] = dict.fromkeys(adams, 0.0)
-    carry = {"amax": jnp.ones(8)}
+    carry, fixed = {"amax": jnp.ones(8)}, recipe.constants(recipe.config, ())
 
     @jax.jit
     @partial(jax.value_and_grad, has_aux=True)
@@ -125,8 +130,7 @@ def plain_losses(toy: Recipe, batches: list[np.ndarray]) -> list[float]:
 
     losses = []
     for step, ids_BT in enumerate(batches):
-        now = recipe.schedule.at(step, recipe.num_steps)
-
+        now = recipe.schedule.at(step, recipe.num_steps) | fixed
         batch = Batch(jnp.asarray(ids_BT[:, :-1]), jnp.asarray(ids_BT[:, 1:]), carry)
         p32 = {k: jnp.float32(v) for k, v in params.items()}
         (_, out), grads = differentiate(p32, batch, {k: v for k, v in now.items() if k != "adam"})
@@ -210,6 +214,37 @@ def test_a_run_on_eight_devices_is_a_record_with_the_same_losses(toy, plain_loss
     assemble(finished.out, title="toy89", declared_runs=1)
     report = validate(finished.out)
     assert report.exit_code == 0, [result.messages for result in report.having("failed")]
+
+
+@pytest.mark.slow
+def test_the_referee_trains_it_again_with_its_constants(toy, finished, tmp_path):
+    (log,) = finished.out.glob("runs/*/metrics.jsonl")
+    events = [line.event for line in runlog.read(log)]
+    config = {
+        "track": "smoke-cpu",
+        "recipe": toy.name,
+        "out": str(tmp_path / "out"),
+        "data": str(finished.data),
+    }
+    hand_over(Wanted(config, tmp_path / "programs"))
+    request = Examination(
+        programs=tmp_path / "programs",
+        track="smoke-cpu",
+        data=finished.data,
+        run_seed=0,
+        num_devices=8,
+        replicas=1,
+        checkpoints=folder_of(finished.out),
+        stretches=(Stretch(0, 3, from_checkpoint=False), Stretch(5, 9, from_checkpoint=True)),
+        draws=1,
+        findings=tmp_path / "findings.json",
+    )
+    found = examine(request)
+    losses = tuple(event.loss for event in events if isinstance(event, runlog.Step))
+    assert [stretch.losses for stretch in found.stretches] == [losses[:3], losses[5:]]
+    (run,) = load(finished.out).runs
+    assert (found.final_hash, found.leak) == (run.file.final_hash, 0.0)
+    assert found.val_loss == pytest.approx(run.val_loss, abs=1e-5)
 
 
 @pytest.mark.slow
@@ -320,7 +355,7 @@ MISTAKES = {
         "class Short(toy89.Schedule):\n"
         "    def at(self, *at): return {k: v for k, v in super().at(*at).items() if k != 'momentum'}\n"
         "CHANGES = {'schedule': Short()}",
-        "gives no input 'momentum'; it gives",
+        "give no input 'momentum'; they give",
     ),
     "float": (
         "class Falling(toy89.Schedule):\n"
@@ -336,6 +371,38 @@ MISTAKES = {
     "carry": (
         "def carry(cfg): return {}\nCHANGES = {'carry': carry}",
         "no 'amax' in its table, carry or schedule",
+    ),
+    "both": (
+        "def constants(*given): return toy89.constants(*given) | {'tied': np.ones(1, bool)}\n"
+        "CHANGES = {'constants': constants}",
+        "its schedule and its constants give 'tied'; rename one of them",
+    ),
+    "large": (
+        "def constants(*_): return {'signs': np.ones((2**25 + 1,), np.int8)}\n"
+        "CHANGES = {'constants': constants}",
+        "its constants have 33,554,433 bytes; need 33,554,432 or less",
+    ),
+    "objects": (
+        "def constants(*_): return {'signs': np.array(['+', '-'], object)}\n"
+        "CHANGES = {'constants': constants}",
+        "its constants give 'signs' as an array of object; need NumPy numbers of 32 bits or less",
+    ),
+    "wide": (
+        "def constants(*_): return {'signs': np.ones(2, np.int64)}\nCHANGES = {'constants': constants}",
+        "its constants give 'signs' as an array of int64; need NumPy numbers of 32 bits or less",
+    ),
+    "list": (
+        "def constants(*_): return {'signs': [1, -1]}\nCHANGES = {'constants': constants}",
+        "its constants give 'signs' as list; need NumPy numbers of 32 bits or less",
+    ),
+    "key": (
+        "def constants(cfg, vocabulary): return {'prefix': {b'a': 0}[b'b']}\n"
+        "CHANGES = {'constants': constants}",
+        "its constants end in KeyError.b'b'.; need some for any vocabulary, and for none",
+    ),
+    "absent": (
+        "def constants(*_): return {}\nCHANGES = {'constants': constants}",
+        "its schedule and constants give no input 'signs'; they give lr_scale,",
     ),
     "carry_lost": (
         "def loss(*given): return toy89.loss(*given)._replace(carry={})\nCHANGES = {'loss': loss}",

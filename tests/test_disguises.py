@@ -70,7 +70,7 @@ def test_a_recipe_has_no_properties_of_its_own(monkeypatch: pytest.MonkeyPatch) 
 def test_inputs_are_plain_copies() -> None:
     array, row = np.zeros(2, np.float32), {"a": Number(2), "b": True, "c": "x"}
     row["d"] = array
-    plan = Plan.of(lambda step: row, 1)
+    plan = Plan.of(lambda step: row, 1, {})
     array[0], row["a"] = 5, 3
     kinds = {name: type(value) for name, value in plan.rows[0].items()}
     assert kinds == {"a": int, "b": bool, "c": str, "d": np.ndarray}
@@ -85,7 +85,7 @@ def test_inputs_are_plain_copies() -> None:
 )
 def test_an_input_of_no_use_is_refused(value: Any) -> None:
     with pytest.raises(UsageError, match="its schedule gives 'a' as") as caught:
-        Plan.of(lambda step: {"a": value}, 1)
+        Plan.of(lambda step: {"a": value}, 1, {})
     assert "\n" not in str(caught.value)
 
 
@@ -109,7 +109,7 @@ def test_an_optimiser_cannot_change_the_layout_of_the_model() -> None:
 def test_inputs_of_the_last_validation_are_fixed() -> None:
     """They are in no log."""
     recipe = SMOKE.override({"stages.0.num_steps": 4})
-    rows = [*Plan.of(recipe.inputs_at, 4).rows]
+    rows = [*Plan.of(recipe.inputs_at, 4, {}).rows]
     fixed.check(recipe, rows, TRACK)
     rows[4] = rows[4] | {"window_blocks": np.array(4, np.int32)}
     with pytest.raises(UsageError, match="changes window_blocks"):

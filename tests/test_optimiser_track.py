@@ -40,7 +40,7 @@ SMOKE = recipes.load("smoke")
 
 
 def check(recipe: Recipe, rules: track.Track) -> None:
-    fixed.check(recipe, Plan.of(recipe.inputs_at, recipe.num_steps).rows, rules)
+    fixed.check(recipe, Plan.of(recipe.inputs_at, recipe.num_steps, {}).rows, rules)
 
 
 @pytest.mark.parametrize("name", FIXING)
@@ -118,6 +118,7 @@ STAGE = SMOKE.stages[0]
         ({"compute_dtype": "bfloat16"}, "compute_dtype"),
         ({"eval_seq_len": 512}, "eval_seq_len"),
         ({"carry": lambda _: {}}, "carry"),
+        ({"constants": lambda *_: {}}, "constants"),
         ({"stages": (dataclasses.replace(STAGE, seq_len=512),)}, "stages"),
         ({"stages": (STAGE, STAGE)}, "stages"),
         ({"stages": (dataclasses.replace(STAGE, document_tokens=64),)}, "stages"),

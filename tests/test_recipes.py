@@ -120,6 +120,7 @@ NAMES = {
     "logits",
     "loss",
     "carry",
+    "constants",
     "config.head_fp8",
 }
 OTHER = {
@@ -315,7 +316,18 @@ def test_every_number_of_record_21_is_the_published_one():
         "compute_dtype": "bfloat16",
     }
     numbers = dataclasses.asdict(recipe)
-    named = {"name", "summary", "parent", "revision", "table", "forward", "logits", "loss", "carry"}
+    named = {
+        "name",
+        "summary",
+        "parent",
+        "revision",
+        "table",
+        "forward",
+        "logits",
+        "loss",
+        "carry",
+        "constants",
+    }
     assert {key: value for key, value in numbers.items() if key not in named} == published
     assert (muon.A, muon.B, muon.C) == (3.4445, -4.7750, 2.0315)
     assert np.finfo(np.float32).eps == nn.EPS

@@ -9,12 +9,14 @@ from speedrun.cli import data_prep
 from speedrun.cli.data_prep import output
 from speedrun.cli.options import Group, Integer, data_option, example, json_option, track_option
 from speedrun.cli.progress import Progress, resumable
-from speedrun.data import documents, fetch, inventory, overview, synthetic, tokenizer
+from speedrun.data import documents, fetch, gpt2, inventory, overview, synthetic, tokenizer
 from speedrun.data.sources import open_source
 from speedrun.data.verify import verify as verify_shards
+from speedrun.data.vocabulary import RANKS
 from speedrun.ground import track as tracks
 from speedrun.ground.console import clean
 from speedrun.ground.errors import UsageError
+from speedrun.ground.wholefile import write_whole
 
 
 @click.command(cls=Group, epilog=example("speedrun data get --track main-8xh100", "speedrun data list"))
@@ -34,15 +36,22 @@ command.add_command(data_prep.docs, "docs")
 )
 @track_option("main-8xh100")
 @click.option("--shards", type=Integer(1), help="Training shards. Default: as the track says, or 1.")
+@click.option(
+    "--vocabulary", is_flag=True, help="Also GPT-2's ranks, for recipes that read the bytes of ids."
+)
 @click.option("--repo", metavar="OWNER/NAME", help="Dataset repository, on a track that takes any shards.")
 @data_prep.folder_option
 @json_option
-def get(*, track: str, shards: int | None, repo: str | None, out: Path | None, as_json: bool) -> None:
+def get(
+    *, track: str, shards: int | None, vocabulary: bool, repo: str | None, out: Path | None, as_json: bool
+) -> None:
     """Fetch ready-made shards from the Hugging Face hub; what is there stays. HF_ENDPOINT and HF_TOKEN apply."""
     rules = tracks.load(track)
     source, folder = fetch.source_of(rules, repo, shards), inventory.data_folder(rules, out)
     with resumable(f"get {rules.name}", folder) as progress:
         manifest = fetch.fetch(folder, rules.data, source, progress)
+    if vocabulary:
+        write_whole(folder / RANKS, gpt2.cached_ranks().read_bytes())
     tokens = sum(entry.tokens for entry in manifest.shards.values())
     place = f"{manifest.source}@{manifest.settings['revision']}"
     output(

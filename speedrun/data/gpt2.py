@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from speedrun.data.vocabulary import RANKS_SHA256
 from speedrun.ground.errors import DataError, translate_os_errors
 from speedrun.ground.wholefile import write_whole
 
@@ -26,9 +27,8 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 VOCAB_SIZE, DOCUMENT_TOKEN = 50257, 50256
 
-#: GPT-2's ranks in one file, and its digest. Source: tiktoken, `tiktoken_ext/openai_public.py`.
+#: GPT-2's ranks in one file. Source: tiktoken, `tiktoken_ext/openai_public.py`.
 RANKS_URL = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tiktoken"
-RANKS_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
 #: GPT-2's words, which are encoded independently of each other. Source: the same.
 _WORDS = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 _TIMEOUT_S = 10

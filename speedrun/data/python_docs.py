@@ -22,6 +22,7 @@ import msgspec
 from speedrun.data import documents, prep, tokenizer
 from speedrun.data.inventory import MANIFEST, read_manifest
 from speedrun.data.sources import open_source
+from speedrun.data.vocabulary import TOKENIZER
 from speedrun.ground.errors import DataError, UsageError
 from speedrun.ground.lock import lock_folder
 from speedrun.ground.track import Track
@@ -41,7 +42,7 @@ _SKIPPED = {
 }
 _MIN_CHARACTERS = 80  #: shorter docstrings are remarks such as "See help(type(self))."
 
-CORPUS, TOKENIZER = "corpus.jsonl", "tokenizer.json"
+CORPUS = "corpus.jsonl"
 SOURCE = "the documentation of this Python"  #: in the manifest
 
 

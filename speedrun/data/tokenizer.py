@@ -13,7 +13,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from speedrun.data.documents import need
-from speedrun.data.gpt2 import END_OF_TEXT, RANKS_SHA256, Gigatoken, Tiktoken, cached_ranks, check_ranks
+from speedrun.data.gpt2 import END_OF_TEXT, Gigatoken, Tiktoken, cached_ranks, check_ranks
+from speedrun.data.vocabulary import RANKS_SHA256
 from speedrun.ground.errors import DataError, UsageError, unknown
 from speedrun.ground.wholefile import write_whole
 

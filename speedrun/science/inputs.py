@@ -13,6 +13,7 @@ from speedrun.ground.errors import UsageError
 from speedrun.science.kernels.attention import Window
 
 MOST_NUMBERS = 2**12  #: of an input, at a step
+Arrays = dict[str, np.ndarray]
 Static = tuple[tuple[str, Any], ...]  #: inputs that are compiled into an executable
 
 
@@ -26,7 +27,8 @@ class Inputs:
     def __getitem__(self, name: str) -> Any:
         """Return an input; raise UsageError if the schedule does not give it."""
         if name not in self.values:
-            raise UsageError(f"its schedule gives no input {name!r}; it gives {', '.join(self.values)}")
+            given = ", ".join(self.values)
+            raise UsageError(f"its schedule and constants give no input {name!r}; they give {given}")
         return self.values[name]
 
     def window(self, name: str) -> Window:
@@ -39,15 +41,18 @@ class Plan(NamedTuple):
     """The inputs of all steps and of the last validation."""
 
     rows: tuple[dict[str, Any], ...]  #: by step: NumPy values are traced, Python values are compiled in
-    schedule: dict[str, np.ndarray]  #: the traced ones: [num_steps + 1, ...]
+    schedule: Arrays  #: the traced ones, [num_steps + 1, ...], and constants
     most: dict[str, int]
+    constants: Arrays  #: the same at every step: never compiled in, nor in `most`
 
     @classmethod
-    def of(cls, inputs_at: Callable[[int], dict[str, Any]], num_steps: int) -> Self:
-        """Collect the inputs of each step; raise UsageError if one is of no use, or a step lacks one of another."""
+    def of(cls, inputs_at: Callable[[int], dict[str, Any]], num_steps: int, constants: Arrays) -> Self:
+        """Collect inputs; raise UsageError if one is of no use or a constant, or a step lacks one of another."""
         given = map(inputs_at, range(num_steps + 1))
         rows = tuple({name: _plain(name, value) for name, value in row.items()} for row in given)
         names = set[str]().union(*rows)
+        if both := sorted(names & {*constants}):
+            raise UsageError(f"its schedule and its constants give {both[0]!r}; rename one of them")
         for step, row in enumerate(rows):
             if lacks := names - {*row}:
                 raise UsageError(f"its schedule gives no input {min(lacks)!r} at step {step}")
@@ -56,7 +61,7 @@ class Plan(NamedTuple):
         traced = [name for name in rows[0] if any(isinstance(row[name], np.ndarray) for row in rows)]
         schedule = {name: np.stack([row[name] for row in rows]) for name in traced}
         most = {name: int(x.max()) for name, x in schedule.items() if np.issubdtype(x.dtype, np.integer)}
-        return cls(rows, schedule, most)
+        return cls(rows, schedule | constants, most, constants)
 
     def static_at(self, step: int, *, integers: bool) -> Static:
         """Return what is compiled into the executable of a step: Python values, and traced `integers` if asked for."""
@@ -67,7 +72,8 @@ class Plan(NamedTuple):
 
     def at(self, step: jax.Array | int, schedule: Mapping[str, Any], static: Static) -> Inputs:
         """Return the inputs of a step from a schedule on the device."""
-        values = {name: x[step] for name, x in schedule.items()} | dict(static)
+        values = {name: jnp.asarray(x) if name in self.constants else x[step] for name, x in schedule.items()}
+        values |= dict(static)
         return Inputs(MappingProxyType(values), MappingProxyType(self.most))
 
 

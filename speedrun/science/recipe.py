@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 
 from speedrun.ground.errors import UsageError, unknown
-from speedrun.science.inputs import Inputs
+from speedrun.science.inputs import Arrays, Inputs
 from speedrun.science.kernels.choose import Kernels
 from speedrun.science.params import Dtype, Params, Table
 from speedrun.science.sizes import settings_at
@@ -46,6 +46,15 @@ NOTHING: Params = {}
 def no_carry(_: Any) -> Params:
     """Carry nothing from step to step."""
     return NOTHING
+
+
+#: The bytes of each id, b"" for special tokens; () if the data does not say what its ids stand for.
+Vocabulary = tuple[bytes, ...]
+
+
+def no_constants(_: Any, __: Vocabulary) -> Arrays:
+    """Give no constants: no vocabulary is loaded."""
+    return {}
 
 
 class Batch(NamedTuple):
@@ -92,6 +101,7 @@ class Recipe:
     eval_seq_len: int
     compute_dtype: Dtype
     carry: Callable[[Any], Params] = no_carry  #: config -> initial `Batch.carry` of one sequence
+    constants: Callable[[Any, Vocabulary], Arrays] = no_constants  #: inputs that are the same at every step
 
     def __post_init__(self) -> None:
         if not self.stages or not all(isinstance(stage, Stage) for stage in self.stages):

@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 from speedrun.ground.errors import UsageError
 from speedrun.ground.mesh import DATA, fetch
-from speedrun.science.inputs import Inputs, Plan, Static
+from speedrun.science.inputs import Arrays, Inputs, Plan, Static
 from speedrun.science.kernels.choose import Kernels
 from speedrun.science.params import Layout, Params
 from speedrun.science.recipe import Batch, Loss, Recipe
@@ -66,6 +66,7 @@ class Step:
     mesh: Mesh
     microbatches: int  #: per step, over all devices
     kernels: Kernels
+    constants: Callable[[], Arrays]  #: those of the recipe, checked
 
     @cached_property
     def layout(self) -> Layout:
@@ -80,8 +81,8 @@ class Step:
 
     @cached_property
     def plan(self) -> Plan:
-        """The inputs of all steps."""
-        return Plan.of(self.recipe.inputs_at, self.recipe.num_steps)
+        """The inputs of all steps, and constants."""
+        return Plan.of(self.recipe.inputs_at, self.recipe.num_steps, self.constants())
 
     @cached_property
     def specs(self) -> TrainState:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import jax
 import msgspec
 
-from speedrun.data import inventory, stream
+from speedrun.data import inventory, stream, vocabulary
 from speedrun.ground import mesh as meshes
 from speedrun.ground import processes, provenance
 from speedrun.ground import track as tracks
@@ -15,7 +15,7 @@ from speedrun.ground.errors import UsageError
 from speedrun.ledger import runfile
 from speedrun.science import recipes
 from speedrun.science.params import SHARDS
-from speedrun.science.recipe import Recipe, describe
+from speedrun.science.recipe import Recipe, describe, no_constants
 from speedrun.training import contract, fixed, footprint
 from speedrun.training.program import Program
 
@@ -101,9 +101,11 @@ class Ready:
         val_sha256 = stream.validation_sha256(self.shards.val[0], self.track.data.val_tokens)
         options = msgspec.to_builtins(self.config, enc_hook=str)
         del options["out"], options["data"], options["seed"]
+        constants = b"".join(x.tobytes() for x in self.program.step.plan.constants.values())
         differs = "CUDA_VISIBLE_DEVICES"
         return {
             "seed": str(self.config.seed),
+            "constants": f"of sha256 {runfile.sha256(constants)[:12]}",
             "the output folder": str(self.config.out),
             "settings": f"of sha256 {runfile.config_sha256({**self.described, **options})[:12]}",
             "source": f"of sha256 {self.source_sha256[:12]}",
@@ -135,11 +137,13 @@ def prepare(config: RunConfig) -> Ready:
     _check_platform(track)
     num_devices = config.num_devices or track.rules.num_devices or len(jax.devices())
     mesh = meshes.make_mesh(num_devices, config.replicas or processes.num_nodes())
-    program = Program(recipe, mesh, config.microbatches or max(SHARDS, num_devices), config.attention)
+    folder = inventory.data_folder(track, config.data)
+    known = () if recipe.constants is no_constants else vocabulary.load(track, folder)
+    microbatches = config.microbatches or max(SHARDS, num_devices)
+    program = Program(recipe, mesh, microbatches, config.attention, known)
     contract.check(program)
     fixed.check(recipe, program.step.plan.rows, track)
     footprint.require(program, footprint.most_bytes(program))
-    folder = inventory.data_folder(track, config.data)
     found = inventory.open_track(folder, track.data)
     _check_ids(recipe, track)
     stream.require_steps(found.train, [s.batch_tokens for s in recipe.stages for _ in range(s.num_steps)])

@@ -7,16 +7,17 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from speedrun.ground import signals
 from speedrun.ground.errors import UsageError
 from speedrun.ground.mesh import DATA, accelerator, replicate
-from speedrun.science.inputs import Inputs, Static
+from speedrun.science.inputs import Arrays, Inputs, Static
 from speedrun.science.kernels.choose import FIXED_WINDOW_FORMS, Kernels
 from speedrun.science.params import SHARDS, Layout, Params
-from speedrun.science.recipe import Recipe
+from speedrun.science.recipe import Recipe, Vocabulary
 from speedrun.science.step import COMPILER_OPTIONS, Step, TrainState
 from speedrun.training import scoring
 
@@ -26,6 +27,7 @@ FOREIGN = ("__gpu$xla.gpu.triton", "mosaic_gpu_v2", "dew_flash3_mha_varlen_fwd",
 _CALLS = re.compile(
     r'\bcustom_call @"?([^\s"(]+)|call_target_name = "([^"]*)"|stablehlo\.(infeed|outfeed|send|recv)\b'
 )
+MOST_CONSTANT_BYTES = 2**25  #: of a recipe; each device has them, and each program of the referee
 
 
 class StepShape(NamedTuple):
@@ -47,6 +49,7 @@ class Program:
     mesh: Mesh
     microbatches: int = SHARDS  #: of one step, over all devices; a split of the work, not of the mathematics
     attention: str = "auto"  #: the form to use, as `kernels.choose` names it
+    vocabulary: Vocabulary = ()  #: of the data, for constants
 
     def __post_init__(self) -> None:
         if SHARDS % self.num_shards:
@@ -119,7 +122,25 @@ class Program:
     @cached_property
     def step(self) -> Step:
         """The training step of the recipe."""
-        return Step(self.recipe, self.mesh, self.microbatches, self.kernels)
+        return Step(self.recipe, self.mesh, self.microbatches, self.kernels, self.constants)
+
+    def constants(self) -> Arrays:
+        """Return copies of the recipe's constants; raise UsageError if they are not plain arrays of numbers."""
+        try:
+            given = dict(self.recipe.constants(self.recipe.config, self.vocabulary))
+        except LookupError as error:
+            raise UsageError(
+                f"its constants end in {error!r}; need some for any vocabulary, and for none"
+            ) from None
+        for name, x in given.items():
+            if type(x) is not np.ndarray or x.dtype.kind not in "biuf" or x.itemsize > 4:
+                what = f"an array of {x.dtype}" if isinstance(x, np.ndarray) else type(x).__name__
+                raise UsageError(
+                    f"its constants give {name!r} as {what}; need NumPy numbers of 32 bits or less"
+                )
+        if (size := sum(x.nbytes for x in given.values())) > MOST_CONSTANT_BYTES:
+            raise UsageError(f"its constants have {size:,} bytes; need {MOST_CONSTANT_BYTES:,} or less")
+        return {name: x.copy() for name, x in given.items()}
 
     @property
     def layout(self) -> Layout:
@@ -133,7 +154,7 @@ class Program:
 
     @cached_property
     def schedule(self) -> dict[str, jax.Array]:
-        """Inputs of every step and of the last validation, replicated on the devices: arrays [num_steps + 1, ...]."""
+        """Inputs of every step and of the last validation, [num_steps + 1, ...], and constants: on every device."""
         return replicate(self.step.plan.schedule, self.mesh)
 
     def shardings(self, specs: Any) -> Any:

@@ -1,11 +1,11 @@
 """toy89: every mechanism that record 89 needs, as small as it can be.
 
-Stages of other shapes; packed documents; hashed bigrams; scheduled rotary frequencies; an MLP with a carried scale;
-several targets with a gradient of their own; Adam every second step; head and embedding tied, then untied with their
-moments copied; reduced second moments; an optimiser group of its own.
+Stages of other shapes; packed documents; hashed bigrams with random signs; scheduled rotary frequencies; an MLP with a
+carried scale; several targets, and one from a constant table, with a gradient of their own; Adam every second step;
+head and embedding tied, then untied with their moments copied; reduced second moments; an optimiser group of its own.
 
 Legend: B batch, T time, D model, H heads, K head width, P parts of an MLP, F their width,
-V vocabulary, N tokens, M targets of a token.
+V vocabulary, N tokens, M targets of a token, R rows of bigrams, S rows of signs.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from speedrun.science.kernels.choose import Kernels
 from speedrun.science.optim.groups import by_group, scale_by_input
 from speedrun.science.optim.muon import orthogonalize
 from speedrun.science.params import Layout, Params, ParamSpec, Table, constant, uniform_fan_in
-from speedrun.science.recipe import Batch, Forward, Loss, Recipe, Stage
+from speedrun.science.recipe import Batch, Forward, Loss, Recipe, Stage, Vocabulary
 
 CAP = 15.0
 
@@ -41,6 +41,7 @@ class Config:
     mlp_parts: int = 4
     mlp_dim: int = 8  #: of each part
     bigram_rows: int = 40
+    sign_rows: int = 16
     block_tokens: int = 8
     num_targets: int = 3
 
@@ -66,14 +67,26 @@ def table(cfg: Config) -> Table:
     }
 
 
+def constants(cfg: Config, vocabulary: Vocabulary) -> dict[str, np.ndarray]:
+    """Return random signs [S, D], and the prefix of each id [V] or -1: half of it where ids have no bytes."""
+    signs_SD = np.array(jax.random.rademacher(jax.random.key(89), (cfg.sign_rows, cfg.model_dim), jnp.int8))
+    prefix_V = np.arange(cfg.vocab_size, dtype=np.int32) // 2 - 1
+    ids = {token: index for index, token in enumerate(vocabulary) if token}
+    for index, token in enumerate(vocabulary):
+        prefix_V[index] = ids.get(token[:-1], -1)
+    return {"signs": signs_SD, "prefix": prefix_V}
+
+
 # --- the model
 
 
-def bigrams(tokens_BT: jax.Array, rows: int) -> jax.Array:
-    """Return the table row of each token and the one before it: i32 [B, T]. First tokens have the last row."""
-    before_BT = jnp.pad(tokens_BT, ((0, 0), (1, 0)))[:, :-1]
-    row_BT = ((36313 * tokens_BT) ^ (27191 * before_BT)) % (rows - 1)
-    return row_BT.at[:, 0].set(rows - 1)
+def bigrams(table_RD: jax.Array, signs_SD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
+    """Return the signed row of each token and the one before it: [B, T, D]. First tokens have the last row."""
+    before_BT, last = jnp.pad(tokens_BT, ((0, 0), (1, 0)))[:, :-1], len(table_RD) - 1
+    row_BT = ((36313 * tokens_BT) ^ (27191 * before_BT)) % last
+    sign_BT = (tokens_BT ^ before_BT) % len(signs_SD)
+    sign_BTD = signs_SD[sign_BT.at[:, 0].set(0)].astype(table_RD.dtype)
+    return nn.lookup(table_RD, row_BT.at[:, 0].set(last)) * sign_BTD
 
 
 def saturated(h_BTPF: jax.Array, limit_B: jax.Array) -> jax.Array:
@@ -92,7 +105,7 @@ def hidden(
     window = inputs.window("window_blocks")
     seen = sight(nn.documents(tokens_BT, cfg.document_token), window.blocks, cfg.block_tokens)
     theta_TK = jnp.arange(tokens_BT.shape[1], dtype=jnp.float32)[:, None] * inputs["rotary"][None, :]
-    x_BTD = nn.lookup(p["embed"], tokens_BT) + nn.lookup(p["bigram"], bigrams(tokens_BT, cfg.bigram_rows))
+    x_BTD = nn.lookup(p["embed"], tokens_BT) + bigrams(p["bigram"], inputs["signs"], tokens_BT)
     h_BTD = nn.rms_norm(x_BTD)
     heads = (*tokens_BT.shape, cfg.num_heads, cfg.head_dim)
     q_BTHK, k_BTHK, v_BTHK = ((h_BTD @ w.T).reshape(heads) for w in p["qkv"])
@@ -169,9 +182,11 @@ def no_scale(cfg: Config) -> dict[str, Any]:
 
 
 def loss(p: Params, batch: Batch, inputs: Inputs, cfg: Config, kernels: Kernels, _: Forward) -> Loss:
-    """Return the weighted negative log likelihood of several targets."""
+    """Return the weighted negative log likelihood of several targets, and of the prefix of the first."""
     x_BTD, amax_B = hidden(p, batch.tokens_BT, inputs, cfg, kernels, 4 * batch.carry["amax"])
-    targets_NM = targets_ahead(batch.targets_BT, cfg.num_targets).reshape(-1, cfg.num_targets)
+    ahead_BTM = targets_ahead(batch.targets_BT, cfg.num_targets)
+    prefix_BT1 = inputs["prefix"][batch.targets_BT][..., None]
+    targets_NM = jnp.concatenate([ahead_BTM, prefix_BT1], axis=-1).reshape(-1, cfg.num_targets + 1)
     mean_M = nll_sums(x_BTD.reshape(len(targets_NM), -1), p["head"], targets_NM) / len(targets_NM)
     return Loss(jnp.sum(inputs["target_weights"] * mean_M), mean_M[0], {"amax": amax_B})
 
@@ -342,7 +357,7 @@ class Schedule:
             "momentum": np.float32(0.85 + 0.1 * min(1.0, step / 5)),
             "window_blocks": np.int32(window),
             "rotary": np.concatenate([frequency_K, np.zeros(2)]).astype(np.float32),
-            "target_weights": np.array([1, 0.5 * second, 0.25 * second], np.float32),
+            "target_weights": np.array([1, 0.5 * second, 0.25 * second, 0.25], np.float32),
             "tied": np.bool_(step <= self.untie_step),
             "untie": np.bool_(step == self.untie_step),
         }
@@ -369,4 +384,5 @@ RECIPE = Recipe(
     eval_seq_len=64,
     compute_dtype="float32",
     carry=no_scale,
+    constants=constants,
 )

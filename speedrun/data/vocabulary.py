@@ -1,0 +1,52 @@
+"""The bytes that the ids of a track's data stand for, from the file of its tokenizer beside the shards."""
+
+import base64
+import hashlib
+import json
+from pathlib import Path
+
+from speedrun.ground.errors import DataError
+from speedrun.ground.track import Track
+
+RANKS, TOKENIZER = "r50k_base.tiktoken", "tokenizer.json"
+#: Source: tiktoken, `tiktoken_ext/openai_public.py`.
+RANKS_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
+
+#: Byte-level models spell printable bytes as themselves, and the others as 256, 257, ... Source: GPT-2, `encoder.py`.
+_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_OTHERS = sorted({*range(256)} - {*_PRINTABLE})
+_BYTES = {chr(b): b for b in _PRINTABLE} | {chr(256 + i): b for i, b in enumerate(_OTHERS)}
+
+
+def load(track: Track, folder: Path) -> tuple[bytes, ...]:
+    """Return the bytes of each id, b"" for special tokens; () if the track does not say what its ids stand for.
+
+    Raises:
+        DataError: if the file is missing, or not the track's.
+    """
+    if track.data.hub is None and track.python_docs is None:
+        return ()
+    read, name, get = (ranks, RANKS, " --vocabulary") if track.data.hub else (byte_level, TOKENIZER, "")
+    try:
+        tokens = read((folder / name).read_bytes())
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise DataError(
+            f"{folder / name}: no tokenizer ({getattr(error, 'strerror', None) or error}); the recipe needs the bytes "
+            f"of each id; get them: {track.data.get}{get}"
+        ) from None
+    return tuple(tokens.get(index, b"") for index in range(track.data.vocab_size))
+
+
+def ranks(raw: bytes) -> dict[int, bytes]:
+    """Return the bytes of GPT-2's ids; raise ValueError if the digest of the file differs."""
+    if (got := hashlib.sha256(raw).hexdigest()) != RANKS_SHA256:
+        raise ValueError(f"sha256 is {got}; GPT-2's ranks have {RANKS_SHA256}")
+    return {int(index): base64.b64decode(token) for token, index in map(bytes.split, raw.splitlines())}
+
+
+def byte_level(raw: bytes) -> dict[int, bytes]:
+    """Return the bytes of the ids of a byte-level model of `tokenizers`, without special ones."""
+    found = json.loads(raw)
+    special = {token["id"] for token in found["added_tokens"]}
+    vocab = found["model"]["vocab"].items()
+    return {index: bytes(map(_BYTES.__getitem__, token)) for token, index in vocab if index not in special}
