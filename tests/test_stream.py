@@ -1,6 +1,7 @@
 """The order of tokens against a slow and simple oracle; resuming; reading ahead."""
 
 import hashlib
+import json
 import os
 import tempfile
 import threading
@@ -8,6 +9,7 @@ from collections.abc import Iterator
 from itertools import pairwise, repeat
 from pathlib import Path
 
+import jax.numpy as jnp
 import msgspec
 import numpy as np
 import pytest
@@ -31,6 +33,7 @@ from speedrun.data.stream import (
 )
 from speedrun.data.writing import write_shard
 from speedrun.ground.errors import DataError, UsageError
+from speedrun.science import nn
 
 
 @pytest.fixture(scope="module")
@@ -256,7 +259,11 @@ def test_impossible_validation_is_refused_early(folder: Path):
 
 @settings(deadline=None, max_examples=60)
 @given(
-    texts=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=120), min_size=1, max_size=3),
+    texts=st.lists(
+        st.lists(st.integers(0, 3), min_size=1, max_size=120).filter(lambda text: 0 in text),
+        min_size=1,
+        max_size=3,
+    ),
     shape=st.builds(Shape, st.sampled_from([2, 4]), st.integers(1, 9), st.integers(1, 12)),
     splits=st.integers(1, 2),
 )
@@ -278,7 +285,9 @@ def test_documents_are_packed_as_in_record_89(texts, shape, splits):
             read += span.stop - span.start - span.skipped
             rest += shape.num_sequences * shape.seq_len
         assert read == rest
-        with pytest.raises(DataError, match="has enough documents after"):
+        left = np.concatenate([texts[cursor.shard][cursor.offset :], *texts[cursor.shard + 1 :]])
+        said = f"read {np.sum(left == 0)} documents, {len(left)} tokens; get more shards"
+        with pytest.raises(DataError, match=rf"has enough documents after .* for .*: {said}"):
             TokenStream(shards, cursor, document_token=0).batch(*shape)
 
 
@@ -291,6 +300,67 @@ def test_ranges_of_documents_are_joined_and_count_what_is_cut_off(folder: Path):
     assert first.tokens_BT.tolist() == second.tokens_BT.tolist() == [[0, 1, 1, 1, 1, 0, 2]]
     assert stream.cursor == (0, 28)
     assert stream.ranges == (Span("documents.bin", 56, 0, 28, skipped=14),)
+
+
+def test_a_shard_without_documents_is_refused_and_not_skipped(folder: Path):
+    text = np.array([0, 1, 1, 1] * 9)
+    good, bad = write_shard(folder / "good.bin", text), write_shard(folder / "bad.bin", text + 1)
+    stream = TokenStream([good, bad, good], document_token=0)
+    stream.batch(4, 7, 9)
+    with pytest.raises(
+        DataError, match=r"bad.bin: 36 tokens without document token 0; need documents; [^\n]*$"
+    ):
+        stream.batch(4, 7, 9)
+    # The last document of a shard goes on behind contiguous text: its tail has no opening token.
+    tail = TokenStream([good, good], Cursor(0, 33), document_token=0)
+    assert (tail.batch(4, 7, 9).tokens_BT[:, 0] == 0).all()
+    assert tail.cursor == Cursor(1, 32)
+
+
+#: Batches of record 89, from another implementation; the files are described beside them, in golden2026.py.
+GOLDEN = Path(os.environ.get("SPEEDRUN_GOLDEN", Path(__file__).parent / "golden"))
+
+
+def golden(name: str) -> dict[str, np.ndarray]:
+    """Read a file of arrays, or skip the test."""
+    path = GOLDEN / f"{name}.npz"
+    if not path.exists():
+        pytest.skip(f"no {path.name} in {GOLDEN}, which SPEEDRUN_GOLDEN names")
+    with np.load(path) as found:
+        return dict(found)
+
+
+def test_golden_89_packs_the_documents_of_eight_ranks_to_the_end_of_a_file(folder: Path):
+    units = golden("units2026")
+    text = units["loader/stream"]
+    stream = TokenStream([write_shard(folder / "units.bin", text)], document_token=50256)
+    for step in range(int(units["loader/steps_of_8_ranks"])):
+        tokens_BT, targets_BT = stream.batch(8, 48, 32)
+        for rank, ids in enumerate(np.column_stack([tokens_BT, targets_BT[:, -1]])):
+            pieces = zip(*(units[f"loader/{step}/{rank}/{side}"] for side in ("start", "end")), strict=True)
+            np.testing.assert_array_equal(ids, np.concatenate([text[start:stop] for start, stop in pieces]))
+    with pytest.raises(DataError, match="has enough documents after"):
+        stream.batch(8, 48, 32)
+
+
+@pytest.mark.parametrize("letter", "ab")
+def test_golden_89_packs_the_batches_of_all_stages(folder: Path, letter: str):
+    """Across ends of files; a document begins where the model sees its first token."""
+    run = golden(f"record2026_{letter}")
+    config = json.loads(str(run["config"]))
+    shards = [write_shard(folder / f"{letter}{i}.bin", run[f"stream/{i}"]) for i in (0, 1)]
+    opens, num_sequences = config["document_token"], config["micro_batches"]
+    stream = TokenStream(shards, document_token=opens)
+    for stage in config["stages"]:
+        for step in range(stage["start"], stage["end"]):
+            batch = stream.batch(num_sequences, stage["tokens"], stage["max_doc"])
+            documents_BT = np.asarray(nn.documents(jnp.asarray(batch.tokens_BT), opens))
+            for row in range(num_sequences):
+                np.testing.assert_array_equal(batch.tokens_BT[row], run[f"batch/{step}/{row}/inputs"])
+                np.testing.assert_array_equal(batch.targets_BT[row], run[f"batch/{step}/{row}/targets"])
+                counts = np.unique(documents_BT[row], return_counts=True)[1]
+                np.testing.assert_array_equal(np.cumsum(counts), run[f"batch/{step}/{row}/ends"])
+    assert [span.name for span in stream.ranges] == [f"{letter}0.bin", f"{letter}1.bin"]
 
 
 # --- reading ahead ----------------------------------------------------------------------------------------

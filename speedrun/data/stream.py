@@ -136,12 +136,13 @@ class TokenStream:
     def _packed(self, shape: Shape) -> np.ndarray:
         """Advance by a batch of documents; return it with the last targets, uint16 [B, T + 1]."""
         index, offset = self.cursor
-        num_tokens = shape.num_sequences * shape.seq_len
+        num_tokens, left_tokens, left_documents = shape.num_sequences * shape.seq_len, 0, 0
         while index < len(self._shards):
-            shard, ahead = self._shards[index], 0
+            shard, ahead, starts = self._shards[index], 0, 0
             while offset + ahead < shard.num_tokens:  # until enough documents have been read
                 ahead = min(2 * max(ahead, num_tokens), shard.num_tokens - offset)
                 text, is_end = shard.read(offset, offset + ahead), offset + ahead == shard.num_tokens
+                starts = np.count_nonzero(text == self._document_token)
                 if found := packed(text, shape, self._document_token, is_end=is_end):
                     ids_BT, length = found
                     self.cursor = Cursor(index, offset + length)
@@ -149,10 +150,16 @@ class TokenStream:
                         Span(shard.path.name, shard.num_tokens, offset, offset + length, length - num_tokens)
                     )
                     return ids_BT
+            if not starts and not offset:
+                raise DataError(
+                    f"{shard.path}: {ahead:,} tokens without document token {self._document_token}; need documents; "
+                    "check where the shard came from"
+                )
+            left_tokens, left_documents = left_tokens + ahead, left_documents + starts
             index, offset = index + 1, 0
         raise DataError(
-            f"no shard of {len(self._shards)} has enough documents after {self.cursor} for {shape}; "
-            "get more shards or run fewer steps"
+            f"no shard of {len(self._shards)} has enough documents after {self.cursor} for {shape}: read "
+            f"{left_documents:,} documents, {left_tokens:,} tokens; get more shards or run fewer steps"
         )
 
     def _note(self, new: Span) -> None:
