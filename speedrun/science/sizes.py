@@ -18,6 +18,7 @@ SIZES = {
 }
 #: The ids of the smoke-cpu track, and the budget of its recipe.
 SMOKE = {"vocab_size": 256, "head_size": 256, "document_token": 0, "max_positions": 256}
+SMOKE |= {"bigram_rows": 1_920, "prefix_weight": 0.0, "end_prefix_weight": 0.0}  # its ids have no bytes
 SMOKE |= {"num_sequences": 8, "seq_len": 256, "eval_sequences": 64, "eval_seq_len": 256}
 
 
@@ -32,13 +33,14 @@ def settings_at(name: str, known: Mapping[str, Any]) -> dict[str, Any]:
     num_layers, model_dim, batch = SIZES[name]
     width, head_dim = model_dim / 768, known.get("config.head_dim", 768 // known["config.num_heads"])
     narrow = min(1.0, model_dim / 4 / head_dim)
-    tuples = {key: value for key, value in known.items() if isinstance(value, tuple)}
+    tuples = {k: v for k, v in known.items() if isinstance(v, tuple) and k.count(".") == 1}
     layers = known.get("config.num_layers", max(map(len, tuples.values()), default=1))
     depth = max(2, round(layers * num_layers / 12))
     places = [round(i * (layers - 1) / (depth - 1)) for i in range(depth)]  # keeps both ends and mirrors
     new: dict[str, Any] = {k: tuple(v[i] for i in places) for k, v in tuples.items() if len(v) == layers}
     factors = {"model_dim": width, "mlp_dim": width, "num_heads": width / narrow, "head_dim": narrow}
     factors |= {"num_layers": depth / layers, "attention_scale": narrow**-0.5, "matrix_lr": 1 / width}
+    factors["rotary_pairs"] = narrow
     factors["block_tokens"] = 1 / 8 if name == "smoke" else 1
     for key, old in known.items():
         above, _, field = key.rpartition(".")

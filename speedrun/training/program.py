@@ -49,7 +49,7 @@ class Program:
     mesh: Mesh
     microbatches: int = SHARDS  #: of one step, over all devices; a split of the work, not of the mathematics
     attention: str = "auto"  #: the form to use, as `kernels.choose` names it
-    vocabulary: Vocabulary = ()  #: of the data, for constants
+    vocabulary: Vocabulary | None = None  #: of the data, for constants; None: of unknown bytes, as in a plan
 
     def __post_init__(self) -> None:
         if SHARDS % self.num_shards:
@@ -126,8 +126,10 @@ class Program:
 
     def constants(self) -> Arrays:
         """Return copies of the recipe's constants; raise UsageError if they are not plain arrays of numbers."""
+        config = self.recipe.config
+        known = (b"",) * config.vocab_size if self.vocabulary is None else self.vocabulary
         try:
-            given = dict(self.recipe.constants(self.recipe.config, self.vocabulary))
+            given = dict(self.recipe.constants(config, known))
         except LookupError as error:
             raise UsageError(
                 f"its constants end in {error!r}; need some for any vocabulary, and for none"

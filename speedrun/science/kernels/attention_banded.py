@@ -60,10 +60,10 @@ def attention(
     o_NBCHK = jax.lax.map(
         lambda tiles: jax.checkpoint(attend)(*tiles),
         (
-            _tiles(_pad(q_BTHK, 0, rest), tile),
-            _with_tiles_before(_pad(k_BTHK, num_before * tile, rest), tile, num_before),
-            _with_tiles_before(_pad(v_BTHK, num_before * tile, rest), tile, num_before),
-            _tiles(first_BT, tile),
+            tiles(padded(q_BTHK, 0, rest), tile),
+            with_tiles_before(padded(k_BTHK, num_before * tile, rest), tile, num_before),
+            with_tiles_before(padded(v_BTHK, num_before * tile, rest), tile, num_before),
+            tiles(first_BT, tile),
             jnp.arange(num_tiles),
         ),
     )
@@ -71,20 +71,21 @@ def attention(
     return o_BTHK[:, :num_tokens]
 
 
-def _pad(x_BTHK: jax.Array, before: int, after: int) -> jax.Array:
+def padded(x_BTHK: jax.Array, before: int, after: int) -> jax.Array:
+    """Pad the time axis with zeros."""
     return jnp.pad(x_BTHK, ((0, 0), (before, after), (0, 0), (0, 0)))
 
 
-def _tiles(x_BT: jax.Array, tile: int) -> jax.Array:
+def tiles(x_BT: jax.Array, tile: int) -> jax.Array:
     """Reshape [B, N * C, ...] to [N, B, C, ...] for a loop over tiles."""
     return jnp.moveaxis(x_BT.reshape(len(x_BT), -1, tile, *x_BT.shape[2:]), 1, 0)
 
 
-def _with_tiles_before(x_BT: jax.Array, tile: int, num_before: int) -> jax.Array:
+def with_tiles_before(x_BT: jax.Array, tile: int, num_before: int) -> jax.Array:
     """Prepend to each tile its predecessors: [N, B, S, ...]. The first `num_before` tiles of `x_BT` are padding.
 
     These are shifted copies: the gradient of a slice inside the loop would be an array of the whole sequence.
     """
-    x_NBCHK = _tiles(x_BT, tile)
+    x_NBCHK = tiles(x_BT, tile)
     num_tiles = len(x_NBCHK) - num_before
     return jnp.concatenate([x_NBCHK[i : i + num_tiles] for i in range(num_before + 1)], axis=2)

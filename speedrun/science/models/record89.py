@@ -1,0 +1,339 @@
+"""The architecture of speedrun record 89, the fastest of 2026: eleven layers around one residual stream.
+
+docs/record89.md explains it with a drawing. Layers count from 0.
+
+Legend: B batch, T time, D model, H heads, K head width, F mlp, V vocabulary, G hidden width of a gate, N tokens.
+Source: modded-nanogpt, records 22 to 89; each piece names its own.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from speedrun.science import nn
+from speedrun.science.inputs import Arrays, Inputs
+from speedrun.science.kernels import cross_entropy
+from speedrun.science.kernels.attention import sight
+from speedrun.science.kernels.choose import Kernels
+from speedrun.science.kernels.cross_entropy import Cap, Targets
+from speedrun.science.models import record89_attention as attention
+from speedrun.science.models.record89_attention import Heads, View
+from speedrun.science.models.record89_prefix import prefixes
+from speedrun.science.models.record89_table import BIGRAM_ID, BIGRAM_PREVIOUS, GATE_INPUTS, MUDD_SCALE, Config
+from speedrun.science.params import Params
+from speedrun.science.recipe import Batch, Forward, Loss, Vocabulary
+
+LATE = 4  #: the layer before which the second half of the gates is computed
+SKIP = 6  #: the layer that has the stream after layer 3 in place of attention (record 49)
+FROZEN = 7  #: attention of the layers behind it reads the stream after this one (record 77)
+LAST = 10
+
+
+# --- inputs derived from tokens
+
+
+def previous(x_BT: jax.Array) -> jax.Array:
+    """Return the entry of the token before; zero for the first: [B, T, ...]."""
+    return jnp.pad(x_BT, ((0, 0), (1, 0), *((0, 0),) * (x_BT.ndim - 2)))[:, :-1]
+
+
+def bigram_rows(tokens_BT: jax.Array, rows: int) -> jax.Array:
+    """Return the row of each token and the one before it: ((a id) xor (b previous id)) mod (rows - 1), i32 [B, T].
+
+    The first token has the last row. To the second, the first counts as id rows - 1: a quirk of the recipe.
+    Record 62, @ClassicLarry.
+    """
+    before_BT = previous(tokens_BT.at[:, 0].set(rows - 1))
+    hashed_BT = ((BIGRAM_ID * tokens_BT) ^ (BIGRAM_PREVIOUS * before_BT)) % (rows - 1)
+    return hashed_BT.at[:, 0].set(rows - 1)
+
+
+def bigrams(p: Params, tokens_BT: jax.Array, signs_SD: jax.Array) -> jax.Array:
+    """Return the vectors of token pairs, with the random signs of a second hash: [B, T, D]. Records 62 and 83.
+
+    Pairs that share a row of the table rarely share signs.
+    """
+    row_BT = bigram_rows(tokens_BT, len(p["bigram_embed"]))
+    sign_BT = ((previous(tokens_BT) ^ tokens_BT) % len(signs_SD)).at[:, 0].set(0)
+    vector_BTD = nn.lookup(p["bigram_embed"], row_BT)
+    return vector_BTD * signs_SD[sign_BT].astype(vector_BTD.dtype)
+
+
+def smeared(e_BTD: jax.Array, p: Params) -> jax.Array:
+    """Add to each embedding a gated part of the one before, also across documents. Record 34, @classiclarryd."""
+    strength = p["scalars"][-2]
+    gate_BT1 = jax.nn.sigmoid(e_BTD[..., : 2 * GATE_INPUTS] @ p["smear_gate"].T.astype(e_BTD.dtype))
+    return nn.blend((jnp.ones(()), e_BTD), (strength * gate_BT1, previous(e_BTD)))
+
+
+# --- numbers for each token from its state
+
+
+def network(u_BTD: jax.Array, p: Params, name: str, i: int, scale: Any) -> jax.Array:
+    """Return (W2 gelu(W1 u) + b) * scale, f32: a small network that gives each token its own mixing weights.
+
+    Record 81 (MUDD), after Xiao et al. 2025, MUDDFormer.
+    """
+    w1_GD, w2, bias = (p[f"{name}_{part}"][i].astype(jnp.float32) for part in ("w1", "w2", "b2"))
+    hidden_BTG = u_BTD @ w1_GD.T.astype(u_BTD.dtype)
+    return (jax.nn.gelu(hidden_BTG.astype(jnp.float32), approximate=False) @ w2.T + bias[None, None]) * scale
+
+
+#: The gates of a half of the layers: f32 [B, T, width] by kind and layer.
+Gates = Mapping[tuple[str, int], jax.Array]
+
+
+def gates(u_BTD: jax.Array, p: Params, half: int, cfg: Config) -> Gates:
+    """Return the gates of one half of the layers, in the order of `Config.gates`. Record 85."""
+    all_BTN = network(u_BTD, p, "mudd_gate", half, p["mudd_gate_scale"])
+    values, start = {}, 0
+    for key, width in cfg.gates(half).items():
+        values[key], start = all_BTN[..., start : start + width], start + width
+    return values
+
+
+# --- one layer
+
+
+class Context(NamedTuple):
+    """What all layers share, computed once per step."""
+
+    kernels: Kernels
+    views: dict[str, View]  #: by the kind of attention
+    compose_first_BT: jax.Array  #: first key of composed heads
+    x0_BTD: jax.Array
+    bigram_BTD: jax.Array
+    values: dict[int, jax.Array]  #: value embeddings [B, T, D] by layer
+
+
+def context(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernels: Kernels) -> Context:
+    """Compute documents, windows, angles, embeddings."""
+    doc_BT, num_tokens = nn.documents(tokens_BT, cfg.document_token), tokens_BT.shape[1]
+    at = partial(attention.angles, rotary_K=inputs["rotary"], scale=inputs["attention_scale"])
+    by_token = at(jnp.arange(num_tokens))
+    by_head = at(attention.paired_positions(num_tokens, cfg.num_heads))
+    short, long = inputs.window("short_keys"), inputs.window("long_keys")
+    return Context(
+        kernels=kernels,
+        views={
+            "short": attention.view(doc_BT, short, by_token),
+            "long": attention.view(doc_BT, long, by_token),
+            "paired": attention.view(jnp.repeat(doc_BT, 2, axis=1), short, by_head),
+        },
+        compose_first_BT=sight(doc_BT, cfg.compose_keys, 1).first_BT,
+        x0_BTD=nn.rms_norm(smeared(nn.lookup(p["embed"], tokens_BT), p)),
+        bigram_BTD=bigrams(p, tokens_BT, inputs["bigram_signs"]),
+        values={i: nn.lookup(p[f"value_embed.{i}"], tokens_BT) for i in cfg.layers_with("value")},
+    )
+
+
+def gated_value(h_BTD: jax.Array, value_BTD: jax.Array, gate_HN: jax.Array) -> jax.Array:
+    """Return 2 sigmoid(g_h [h; value]) value for each head, from six entries of each. Records 55 and 65."""
+    seen_BTN = jnp.concatenate([h_BTD[..., :GATE_INPUTS], value_BTD[..., :GATE_INPUTS]], axis=-1)
+    gate_BTH1 = 2 * jax.nn.sigmoid(seen_BTN @ gate_HN.T.astype(h_BTD.dtype))[..., None]
+    return gate_BTH1 * by_head(value_BTD, len(gate_HN))
+
+
+def by_head(x_BTD: jax.Array, num_heads: int) -> jax.Array:
+    """Split the model dimensions in heads: [B, T, H, K]."""
+    return x_BTD.reshape(*x_BTD.shape[:2], num_heads, -1)
+
+
+def mix_positions(
+    h_BTD: jax.Array,
+    p: Params,
+    i: int,
+    gates: Gates,
+    ctx: Context,
+    cfg: Config,
+    value_BTHK: jax.Array | None = None,
+) -> jax.Array:
+    """Apply attention of layer `i` to its normalised input; `value_BTHK` is added to the values."""
+    layer, scale_in, scale_out = cfg.layers[i], p["scalars"][2 * i], p["scalars"][2 * i + 1]
+    view = ctx.views[layer.attention]
+    value_ND, out_ND = p[f"block.{i}.vo"]
+    scaled_BTD = nn.blend((scale_in, h_BTD))
+    heads = attention.project(scaled_BTD, p[f"block.{i}.qk"], value_ND, cfg.num_heads)
+    heads = attention.rotated(heads, view.angles, ctx.kernels)
+    if "offset" in layer.extras:
+        heads = attention.with_key_offset(heads)
+    if value_BTHK is not None:
+        heads = heads._replace(v=heads.v + value_BTHK.astype(heads.v.dtype))
+    attend = attention.attend_in_pairs if layer.attention == "paired" else attention.attend
+    o_BTHK = correct(attend(heads, view, ctx.kernels), heads, i, gates, ctx, cfg)
+    return nn.blend((scale_out, o_BTHK.reshape(h_BTD.shape) @ out_ND.T))
+
+
+def correct(o_BTHK: jax.Array, heads: Heads, i: int, gates: Gates, ctx: Context, cfg: Config) -> jax.Array:
+    """Compose heads, remove what points along the own value, and gate heads: where layer `i` does so."""
+    if (w1_BTH := gates.get(("compose_in", i))) is not None:
+        first_BT, w2_BTH = ctx.compose_first_BT, gates["compose_out", i]
+        o_BTHK += attention.composed(heads, first_BT, w1_BTH, w2_BTH, cfg.compose_keys)
+    if (alpha_BTH := gates.get(("exclusive", i))) is not None:
+        o_BTHK = attention.exclusive(o_BTHK, heads.v, alpha_BTH)
+    if (gate_BTH := gates.get(("gate", i))) is not None:
+        o_BTHK = nn.blend((gate_BTH[..., None], o_BTHK))
+    return o_BTHK
+
+
+def mix_channels(x_BTD: jax.Array, p: Params, i: int) -> jax.Array:
+    """Apply the MLP of layer `i` to the stream."""
+    return nn.relu_squared_mlp(nn.rms_norm(x_BTD), p[f"block.{i}.up"], p[f"block.{i}.down"].T)
+
+
+def add_attention(
+    x_BTD: jax.Array, h_BTD: jax.Array, p: Params, i: int, gates: Gates, ctx: Context, cfg: Config
+) -> jax.Array:
+    """Return resid x + post y + gate x0 + gate bigram, y the attention of `h_BTD`. The first layer has its bigram."""
+    value_BTHK = None
+    if i in ctx.values:
+        gate_HN = p["value_gates"][cfg.layers_with("value").index(i)]
+        value_BTHK = gated_value(h_BTD, ctx.values[i], gate_HN)
+    y_BTD = mix_positions(h_BTD, p, i, gates, ctx, cfg, value_BTHK)
+    terms = [
+        (p["resid_lambdas"][i, 0], x_BTD),
+        (p["post_lambdas"][i, 0], y_BTD),
+        (gates["x0", i], ctx.x0_BTD),
+    ]
+    return nn.blend(*terms, *([(gates["bigram", i], ctx.bigram_BTD)] if i else []))
+
+
+def add_mlp(x_BTD: jax.Array, p: Params, i: int) -> jax.Array:
+    """Return resid x + post z, z the MLP of the stream."""
+    return nn.blend((p["resid_lambdas"][i, 1], x_BTD), (p["post_lambdas"][i, 1], mix_channels(x_BTD, p, i)))
+
+
+def block(x_BTD: jax.Array, p: Params, i: int, gates: Gates, ctx: Context, cfg: Config) -> jax.Array:
+    """Apply one layer to the stream."""
+    return add_mlp(add_attention(x_BTD, nn.rms_norm(x_BTD), p, i, gates, ctx, cfg), p, i)
+
+
+# --- the stream
+
+
+class Stream(NamedTuple):
+    """The stream at the places that later ones read."""
+
+    start_BTD: jax.Array
+    early_BTD: jax.Array  #: after layer 3
+    frozen_BTD: jax.Array  #: after layer 7
+    late_BTD: jax.Array  #: before layer 10
+
+
+def last_block(stream: Stream, p: Params, gates: Gates, ctx: Context, cfg: Config) -> jax.Array:
+    """Apply layer 10: queries, keys, values and the stream are mixed by 14 numbers for each token. Record 81, MUDD."""
+    x_BTD, c0_BTD, c7_BTD, half = stream.late_BTD, stream.start_BTD, stream.frozen_BTD, cfg.num_heads // 2
+    mu = jnp.split(network(x_BTD, p, "mudd", 0, MUDD_SCALE), 14, axis=-1)
+    extra_BTD = nn.blend((mu[0], c0_BTD), (mu[1], c7_BTD), (mu[2], x_BTD))
+    gate_BTH = jnp.concatenate([mu[6]] * half + [mu[7]] * half, axis=-1)
+    value_BTHK = nn.blend((gate_BTH[..., None], by_head(ctx.values[LAST], cfg.num_heads)))
+    value_BTHK += by_head(extra_BTD, cfg.num_heads)
+    y_BTD = mix_positions(nn.rms_norm(c7_BTD), p, LAST, gates, ctx, cfg, value_BTHK)
+    x_BTD = nn.blend((1 + mu[5], x_BTD), (mu[3], c0_BTD), (mu[4], c7_BTD))
+    x_BTD = nn.blend((mu[8], x_BTD), (mu[9], y_BTD), (mu[10], c0_BTD), (mu[11], ctx.bigram_BTD))
+    return nn.blend((mu[12], x_BTD), (mu[13], mix_channels(x_BTD, p, LAST)))
+
+
+def mixed_end(x_BTD: jax.Array, stream: Stream, p: Params, ctx: Context) -> jax.Array:
+    """Add to the last state earlier ones and the first value embedding, by five numbers for each token. Record 81."""
+    f = jnp.split(network(x_BTD, p, "mudd", 1, MUDD_SCALE)[..., :5], 5, axis=-1)
+    earlier = (
+        stream.start_BTD,
+        stream.frozen_BTD,
+        stream.late_BTD,
+        ctx.values[min(ctx.values)],
+        stream.early_BTD,
+    )
+    return nn.blend((jnp.ones(()), x_BTD), *zip(f, earlier, strict=True))
+
+
+def forward(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernels: Kernels) -> jax.Array:
+    """Return the normalised final hidden states.
+
+    Args:
+        p: parameters by name, in the compute dtype.
+        tokens_BT: i32, independent sequences of documents.
+        inputs: `short_keys` and `long_keys` are windows in tokens, `rotary` the frequencies f32 [K/4],
+            `attention_scale` is f32, `bigram_signs` +-1 [S, D].
+        cfg: sizes and layers.
+        kernels: operations with several forms.
+
+    Returns:
+        [B, T, D] in the compute dtype.
+    """
+    ctx = context(p, tokens_BT, inputs, cfg, kernels)
+    now = gates(ctx.x0_BTD, p, 0, cfg)
+    x_BTD = start_BTD = nn.blend((jnp.ones(()), ctx.x0_BTD), (now["bigram", 0], ctx.bigram_BTD))
+    for i in range(LATE):
+        x_BTD = block(x_BTD, p, i, now, ctx, cfg)
+    early_BTD = x_BTD
+    now = gates(x_BTD, p, 1, cfg)
+    for i in range(LATE, SKIP):
+        x_BTD = block(x_BTD, p, i, now, ctx, cfg)
+    gate_BT1 = jax.nn.sigmoid(p["scalars"][-1]) * now["skip", SKIP]
+    x_BTD = add_mlp(nn.blend((jnp.ones(()), x_BTD), (gate_BT1, early_BTD)), p, SKIP)
+    x_BTD = frozen_BTD = block(x_BTD, p, FROZEN, now, ctx, cfg)
+    for i in range(FROZEN + 1, LAST):
+        x_BTD = add_mlp(add_attention(x_BTD, nn.rms_norm(frozen_BTD), p, i, now, ctx, cfg), p, i)
+    stream = Stream(start_BTD, early_BTD, frozen_BTD, x_BTD)
+    return nn.rms_norm(mixed_end(last_block(stream, p, now, ctx, cfg), stream, p, ctx))
+
+
+# --- the loss
+
+#: 23 sigmoid((z + 5) / 7.5), but for a constant that softmax ignores. Record 54.
+CAP = Cap(11.5, 15.0, 5.0)
+
+
+def logits(p: Params, x_ND: jax.Array, cfg: Config) -> jax.Array:
+    """Return the capped logits of final hidden states: f32 [N, V]."""
+    del cfg
+    return cross_entropy.logits(x_ND, p["head"], cap=CAP)
+
+
+def targets_of(targets_BT: jax.Array, inputs: Inputs) -> Targets:
+    """Return what each token predicts: the next tokens of its sequence, and the prefix of the first of them.
+
+    The prefix of a token is the longest other token that its bytes begin with. The softmax has the weights of all
+    targets also at the end of a sequence, where some do not exist: the recipe's gradient is not the derivative there.
+    Records 53 and 88.
+    """
+    num_ahead, (rows, num_tokens) = inputs["targets"], targets_BT.shape
+    longer_BT = jnp.pad(targets_BT, ((0, 0), (0, num_ahead - 1)), constant_values=-1)
+    ids = [longer_BT[:, m : m + num_tokens].reshape(-1) for m in range(num_ahead)]
+    ahead_M = inputs["target_weights"][:num_ahead]
+    weights = [jnp.where(ids_N >= 0, weight, 0.0) for ids_N, weight in zip(ids, ahead_M, strict=True)]
+    softmax_N = jnp.broadcast_to(jnp.sum(ahead_M), (rows * num_tokens,))
+    if inputs["has_prefix"]:
+        ids.append(inputs["prefixes"][ids[0]])
+        weights.append(jnp.where(ids[-1] >= 0, inputs["prefix_weight"], 0.0))
+        softmax_N += weights[-1]
+    return Targets(jnp.stack(ids, axis=1), jnp.stack(weights, axis=1), softmax_N)
+
+
+def loss(p: Params, batch: Batch, inputs: Inputs, cfg: Config, kernels: Kernels, forward: Forward) -> Loss:
+    """Return the weighted negative log likelihood of the targets, summed over the tokens of a sequence."""
+    x_BTD = forward(p, batch.tokens_BT, inputs, cfg, kernels)
+    x_ND, targets = x_BTD.reshape(-1, cfg.model_dim), targets_of(batch.targets_BT, inputs)
+    losses = kernels.weighted_cross_entropy(x_ND, p["head"], targets, cap=CAP, fp8=cfg.head_fp8)
+    return Loss(losses.weighted / len(x_BTD), losses.first / len(x_ND))
+
+
+# --- constants
+
+
+def constants(cfg: Config, vocabulary: Vocabulary) -> Arrays:
+    """Return the signs of token pairs, the same in all runs, and the prefix of each token if ids have bytes.
+
+    `bigram_signs` is i8 [S, D], +-1; `prefixes` is i32 [V], -1 for none.
+    """
+    shape = cfg.sign_rows, cfg.model_dim
+    signs_SD = np.array(jax.random.rademacher(jax.random.key(89), shape, jnp.int8))
+    if not vocabulary:
+        return {"bigram_signs": signs_SD}
+    rest = np.full(cfg.vocab_size - len(vocabulary), -1, np.int32)
+    return {"bigram_signs": signs_SD, "prefixes": np.concatenate([prefixes(vocabulary), rest])}

@@ -1,0 +1,161 @@
+"""The attention of record 89: paired heads, a key offset, value embeddings, exclusive heads and composed heads.
+
+Legend: B batch, T time, D model, H heads, K head width, S keys a tile can reach, C tokens of a tile, N tiles.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from speedrun.science.kernels.attention import Sight, Window, sight
+from speedrun.science.kernels.attention_banded import padded, tiles, with_tiles_before
+from speedrun.science.kernels.choose import Kernels
+
+Angles = tuple[jax.Array, jax.Array]
+
+#: Of the norm of the weights that mix heads.
+COMPOSE_EPS = 1e-6
+#: Smallest squared norm of a value.
+SMALLEST_NORM = 1e-8
+
+
+class View(NamedTuple):
+    """What queries of a layer see, and the angles of rotary. Windows are in tokens."""
+
+    sight: Sight
+    window: Window
+    angles: Angles  #: times the root of the scale of attention
+
+
+def view(doc_BT: jax.Array, window: Window, angles: Angles) -> View:
+    """Return a view inside documents: each token sees itself and `window.blocks` - 1 tokens before."""
+    return View(sight(doc_BT, window.blocks, 1), window, angles)
+
+
+def angles(positions_N: jax.Array, rotary_K: jax.Array, scale: jax.Array) -> Angles:
+    """Return cosines and sines [N, K/2] of each position, times sqrt(scale); the second half of the pairs rests.
+
+    Queries and keys both have the root, so their products have the scale: it may change from step to step, and costs
+    no pass over them.
+    """
+    f_K = jnp.concatenate([rotary_K, jnp.zeros_like(rotary_K)])
+    theta_NK = positions_N.astype(jnp.float32)[:, None] * f_K[None, :]
+    root = jnp.sqrt(scale)
+    return root * jnp.cos(theta_NK), root * jnp.sin(theta_NK)
+
+
+def paired_positions(num_tokens: int, num_heads: int) -> jax.Array:
+    """Return the positions of all heads of all tokens in paired layers: 2 t + h mod 2, i32 [T * H]."""
+    token_N, head_N = jnp.divmod(jnp.arange(num_tokens * num_heads), num_heads)
+    return 2 * token_N + head_N % 2
+
+
+class Heads(NamedTuple):
+    """Queries, keys and values [B, T, H, K], ready for the softmax."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+
+
+def project(h_BTD: jax.Array, qk_HND: jax.Array, value_ND: jax.Array, num_heads: int) -> Heads:
+    """Return W h for each head. `qk_HND` has pairs of heads: first those of queries, then those of keys."""
+    heads = (*h_BTD.shape[:2], num_heads, -1)
+    query_ND, key_ND = qk_HND.reshape(2, -1, h_BTD.shape[-1])
+    return Heads(*((h_BTD @ w_ND.T).reshape(heads) for w_ND in (query_ND, key_ND, value_ND)))
+
+
+def rotated(heads: Heads, angles: Angles, kernels: Kernels) -> Heads:
+    """Apply QK-norm and rotary, with an angle for each token, or for each head of each token."""
+    q_BTHK, k_BTHK, v_BTHK = heads
+    rows = len(angles[0]) // q_BTHK.shape[1]  # 1, or the number of heads
+    shape = (len(q_BTHK), q_BTHK.shape[1] * rows, q_BTHK.shape[2] // rows, q_BTHK.shape[3])
+    q, k = kernels.qk_norm(q_BTHK.reshape(shape), k_BTHK.reshape(shape), angles)
+    return Heads(q.reshape(q_BTHK.shape), k.reshape(k_BTHK.shape), v_BTHK)
+
+
+def with_key_offset(heads: Heads) -> Heads:
+    """Take the dimensions of keys that do not rotate from the token before. Record 49, @classiclarryd.
+
+    Crosses documents; the first token keeps its own.
+    """
+    k_BTHK = heads.k
+    width = k_BTHK.shape[-1]
+    rests_K = jnp.arange(width) % (width // 2) >= width // 4
+    before_BTHK = jnp.concatenate([k_BTHK[:, :1], k_BTHK[:, :-1]], axis=1)
+    return heads._replace(k=jnp.where(rests_K[None, None, None], before_BTHK, k_BTHK))
+
+
+def attend(heads: Heads, view: View, kernels: Kernels) -> jax.Array:
+    """Return softmax(q k^T) v over what `view` shows."""
+    return kernels.attention(*heads, view.sight, scale=1.0, window=view.window, block_tokens=1)
+
+
+def attend_in_pairs(heads: Heads, view: View, kernels: Kernels) -> jax.Array:
+    """Read each token as two, the first with one half of the heads, the second with the other. Record 58, @Varun.
+
+    `view` is that of 2 T tokens.
+    """
+    rows, num_tokens, num_heads, width = heads.q.shape
+    pairs = Heads(*(x.reshape(rows, 2 * num_tokens, num_heads // 2, width) for x in heads))
+    return attend(pairs, view, kernels).reshape(heads.v.shape)
+
+
+def exclusive(o_BTHK: jax.Array, v_BTHK: jax.Array, alpha_BTH: jax.Array) -> jax.Array:
+    """Remove tanh(alpha) of the part of each head's output that points along its own value (XSA). Record 82."""
+    o_32, v_32 = o_BTHK.astype(jnp.float32), v_BTHK.astype(jnp.float32)
+    along_BTH1 = jnp.sum(o_32 * v_32, axis=-1, keepdims=True)
+    norm_BTH1 = jnp.maximum(jnp.sum(v_32 * v_32, axis=-1, keepdims=True), SMALLEST_NORM)
+    part_BTHK = jnp.tanh(alpha_BTH.astype(jnp.float32))[..., None] * (along_BTH1 / norm_BTH1) * v_32
+    return (o_32 - part_BTHK).astype(o_BTHK.dtype)
+
+
+def composed(
+    heads: Heads, first_BT: jax.Array, w1_BTH: jax.Array, w2_BTH: jax.Array, most_keys: int
+) -> jax.Array:
+    """Return what dynamically composed heads add to the output: w2_h(t) sum_s A(t, s) v_h(s). Record 85.
+
+    A = sum_h w1'_h P_h, with w1' of unit mean square over the heads, and P_h = softmax(q_h k_h^T) over the keys from
+    `first_BT`, at most `most_keys`. In plain XLA, one tile of queries after the other; each is computed again in the
+    backward pass.
+
+    Source: Xiao et al. 2024, Improving Transformers with Dynamically Composable Multi-Head Attention.
+    """
+    num_tokens, tile = heads.q.shape[1], max(128, most_keys)
+    tile = min(tile, num_tokens)
+    rest, num_before = -num_tokens % tile, -(-(most_keys - 1) // tile)
+    w1_BTH = w1_BTH.astype(jnp.float32)
+    w1_BTH *= jax.lax.rsqrt(jnp.mean(w1_BTH * w1_BTH, axis=-1, keepdims=True) + COMPOSE_EPS)
+
+    def compose(
+        q_BCHK: jax.Array,
+        k_BSHK: jax.Array,
+        v_BSHK: jax.Array,
+        first_BC: jax.Array,
+        w_BCH: jax.Array,
+        i: jax.Array,
+    ) -> jax.Array:
+        t_C, s_S = i * tile + jnp.arange(tile), (i - num_before) * tile + jnp.arange((num_before + 1) * tile)
+        seen_BCS = (s_S[None, None] <= t_C[None, :, None]) & (s_S[None, None] >= first_BC[:, :, None])
+        z_BHCS = jnp.einsum("bchk,bshk->bhcs", q_BCHK, k_BSHK, preferred_element_type=jnp.float32)
+        p_BHCS = jax.nn.softmax(jnp.where(seen_BCS[:, None], z_BHCS, -jnp.inf), axis=-1)
+        a_BCS = jnp.einsum("bch,bhcs->bcs", w_BCH, p_BHCS)
+        return jnp.einsum("bcs,bshk->bchk", a_BCS.astype(v_BSHK.dtype), v_BSHK)
+
+    own_BT = jnp.broadcast_to(jnp.arange(num_tokens, num_tokens + rest), (len(first_BT), rest))
+    mixed_NBCHK = jax.lax.map(
+        lambda parts: jax.checkpoint(compose)(*parts),
+        (
+            tiles(padded(heads.q, 0, rest), tile),
+            with_tiles_before(padded(heads.k, num_before * tile, rest), tile, num_before),
+            with_tiles_before(padded(heads.v, num_before * tile, rest), tile, num_before),
+            tiles(jnp.concatenate([first_BT, own_BT], axis=1), tile),  # padded queries see themselves
+            tiles(jnp.pad(w1_BTH, ((0, 0), (0, rest), (0, 0))), tile),
+            jnp.arange((num_tokens + rest) // tile),
+        ),
+    )
+    mixed_BTHK = jnp.moveaxis(mixed_NBCHK, 0, 1).reshape(len(first_BT), -1, *heads.v.shape[2:])[
+        :, :num_tokens
+    ]
+    return w2_BTH[..., None].astype(mixed_BTHK.dtype) * mixed_BTHK

@@ -1,0 +1,206 @@
+"""The sizes and the parameters of record 89.
+
+Legend: D model, H heads, V vocabulary.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from speedrun.science.kernels.cross_entropy_gpu import Fp8
+from speedrun.science.params import (
+    Dtype,
+    Init,
+    Member,
+    ParamSpec,
+    Table,
+    constant,
+    uniform_fan_in,
+    zeros,
+)
+
+Attention = Literal["short", "long", "paired", "none"]
+Extra = Literal["value", "offset", "exclusive", "gate", "compose"]
+
+#: Factors of the hash of token pairs.
+BIGRAM_ID, BIGRAM_PREVIOUS = 36313, 27191
+#: Entries of a state that its gates read.
+GATE_INPUTS = 6
+#: Of the mixing weights; biases are stored divided by it.
+MUDD_SCALE = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What a layer does apart from its MLP."""
+
+    attention: Attention  #: "paired" layers have the short window
+    extras: tuple[Extra, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Sizes, and what each layer does."""
+
+    vocab_size: int  #: rows of all tables, and columns of the softmax
+    model_dim: int
+    num_heads: int
+    mlp_dim: int
+    layers: tuple[Layer, ...]
+    gate_dim: int  #: hidden width of the networks that make gates
+    bigram_rows: int
+    sign_rows: int
+    compose_keys: int  #: that composed heads see
+    document_token: int
+    table_dtype: Dtype  #: of stored tables and gates
+    head_fp8: Fp8 | None  #: scales of the head's products in training; None: compute dtype
+
+    def __post_init__(self) -> None:
+        if len(self.layers) != 11:
+            raise ValueError(f"layers has {len(self.layers)} entries; this architecture has 11")
+        if self.model_dim % self.num_heads or self.head_dim % 4 or self.num_heads % 2:
+            raise ValueError(
+                f"model_dim {self.model_dim} and num_heads {self.num_heads}: need an even number of heads, each of a "
+                "multiple of 4 dimensions"
+            )
+        if "value" not in self.layers[10].extras:
+            raise ValueError("layers.10.extras lacks 'value'; the last layer needs its embedding")
+        if wrong := {layer.attention for layer in self.layers} - {*Attention.__args__}:
+            raise ValueError(f"attention is {min(wrong)!r}; choose from {', '.join(Attention.__args__)}")
+        if wrong := {extra for layer in self.layers for extra in layer.extras} - {*Extra.__args__}:
+            raise ValueError(f"extras has {min(wrong)!r}; choose from {', '.join(Extra.__args__)}")
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+        return self.model_dim // self.num_heads
+
+    def layers_with(self, extra: Extra) -> list[int]:
+        """Return the layers that have an extra."""
+        return [i for i, layer in enumerate(self.layers) if extra in layer.extras]
+
+    def gates(self, half: int) -> dict[tuple[str, int], int]:
+        """Return kind, layer and width of the gates that one network makes, in their order.
+
+        The first network serves layers 0 to 3, the second the others. Gates of the stream end before the last layer.
+        """
+        own = range(4) if half == 0 else range(4, 11)
+        mixing = [i for i in own if self.layers[i].attention != "none" and i < 10]
+        widths: dict[tuple[str, int], int] = {
+            (kind, i): self.num_heads
+            for kind in ("exclusive", "gate")
+            for i in own
+            if kind in self.layers[i].extras
+        }
+        widths |= {(kind, i): 1 for i in mixing for kind in ("x0", "bigram")}
+        if half == 1:
+            widths |= {("skip", 6): 1}
+            composing = self.layers_with("compose")
+            widths |= {(k, i): self.num_heads for k in ("compose_in", "compose_out") for i in composing}
+        return widths
+
+
+def gaussian(sd: float) -> Init:
+    """Return an initialiser: normal with this standard deviation."""
+    return lambda key, shape: sd * jax.random.normal(key, shape, jnp.float32)
+
+
+def uniform_within_fan_in(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Draw uniformly within 1 / sqrt(fan in); fan in is the last axis."""
+    bound = shape[-1] ** -0.5
+    return jax.random.uniform(key, shape, jnp.float32, -bound, bound)
+
+
+def table(cfg: Config) -> Table:
+    """Declare the parameters: banks of matrices, tables of embeddings, and small vectors."""
+    d, v = cfg.model_dim, cfg.vocab_size
+    blocks = {
+        f"block.{i}.{name}": spec
+        for i, layer in enumerate(cfg.layers)
+        for name, spec in block_table(layer, cfg).items()
+    }
+
+    def rows(count: int, init: Init, group: str, axis: str = "vocab") -> ParamSpec:
+        return ParamSpec((count, d), (axis, "model"), init, group, cfg.table_dtype)
+
+    head = gaussian(0.005)
+    return {
+        "embed": replace(rows(v, head, "embed"), like="head"),
+        "bigram_embed": rows(cfg.bigram_rows, zeros, "bigram", "bigram"),
+        **{f"value_embed.{i}": rows(v, gaussian(0.01), "value") for i in cfg.layers_with("value")},
+        **blocks,
+        **gate_table(cfg),
+        "head": rows(v, head, "head"),
+    }
+
+
+def block_table(layer: Layer, cfg: Config) -> Table:
+    """Declare the matrices of a layer. Queries and keys are orthogonalised in pairs of heads (record 80)."""
+    d, pair, fan_in = cfg.model_dim, 2 * cfg.head_dim, uniform_fan_in
+    mixing = {
+        "qk": ParamSpec((cfg.num_heads, pair, d), ("pair", "heads", "model"), fan_in, "matrix"),
+        "vo": ParamSpec((2, d, d), ("vo", "heads", "model"), fan_in, "matrix"),
+    }
+    return (mixing if layer.attention != "none" else {}) | {
+        "up": ParamSpec((cfg.mlp_dim, d), ("mlp", "model"), fan_in, "matrix"),
+        "down": ParamSpec((cfg.mlp_dim, d), ("mlp", "model"), zeros, "matrix"),
+    }
+
+
+def rate_of(matrix: Member) -> float:
+    """Return the factor of a matrix's learning rate."""
+    return {"up": 2.0, "down": 4.0}.get(matrix.name.rpartition(".")[2], 1.0)
+
+
+def gate_table(cfg: Config) -> Table:
+    """Declare what is small: replicated vectors, by the settings of their optimiser."""
+    d, g, h, kind = cfg.model_dim, cfg.gate_dim, cfg.num_heads, cfg.table_dtype
+    mixes, gates = mixing_starts(), gate_starts(cfg)
+    width = gates.shape[1]
+
+    def vector(shape: tuple[int, ...], init: Init, group: str, dtype: Dtype = kind) -> ParamSpec:
+        return ParamSpec(shape, ("row", "column", "entry")[: len(shape)], init, group, dtype, "vector")
+
+    return {
+        "value_gates": vector((len(cfg.layers_with("value")), h, 2 * GATE_INPUTS), zeros, "value_gate"),
+        "smear_gate": vector((1, 2 * GATE_INPUTS), zeros, "smear_gate"),
+        # Two for each layer, the scales of attention's input and output; then the strengths of smear and skip.
+        "scalars": vector((24,), fixed(np.array([0.5, 1.0] * 11 + [0.0, -1.5])), "scalar", "float32"),
+        "resid_lambdas": vector((11, 2), constant(math.sqrt(1.1)), "resid", "float32"),
+        "post_lambdas": vector((11, 2), constant(1.0), "post", "float32"),
+        "mudd_w1": vector((2, g, d), uniform_within_fan_in, "mudd"),
+        "mudd_w2": vector((2, 14, g), zeros, "mudd"),
+        "mudd_b2": vector((2, 14), fixed(mixes), "mudd_bias"),
+        "mudd_gate_w1": vector((2, g, d), uniform_within_fan_in, "mudd_gate"),
+        "mudd_gate_w2": vector((2, width, g), zeros, "mudd_gate"),
+        "mudd_gate_b2": vector((2, width), fixed(gates), "mudd_gate_bias"),
+        "mudd_gate_scale": vector((), fixed(np.array(MUDD_SCALE)), "mudd_gate_scale", "float32"),
+    }
+
+
+def fixed(values: np.ndarray) -> Init:
+    """Return an initialiser with these values."""
+    return lambda _, shape: jnp.asarray(values, jnp.float32).reshape(shape)
+
+
+def mixing_starts() -> np.ndarray:
+    """Return the biases of the mixing weights of the last layer and of the end, divided by their scale: [2, 14]."""
+    starts = np.zeros((2, 14))
+    starts[0, 6:] = [2, 2, math.sqrt(1.1), 1, 0, 0.05, math.sqrt(1.1), 1]
+    starts[1, 1] = -0.5
+    return starts / MUDD_SCALE
+
+
+def gate_starts(cfg: Config) -> np.ndarray:
+    """Return the biases of all gates, divided by their scale: [2, most gates of a half]."""
+    effective = {"gate": 0.25, "bigram": 0.05, "skip": 0.5, "compose_in": 1.0}
+    rows = [
+        [effective.get(kind, 0.0) for (kind, _), width in cfg.gates(half).items() for _ in range(width)]
+        for half in (0, 1)
+    ]
+    longest = max(map(len, rows))
+    return np.array([row + [0.0] * (longest - len(row)) for row in rows]) / MUDD_SCALE

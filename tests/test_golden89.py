@@ -1,0 +1,514 @@
+"""Record 89 against an independent implementation: activations, gradients, weights and losses of float32 runs.
+
+`SPEEDRUN_GOLDEN` names the folder of such files and of their `golden2026.py`, which explains their keys. Sizes,
+lengths and schedules come from the file.
+"""
+
+import dataclasses
+import json
+import os
+import runpy
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from speedrun.ground import mesh
+from speedrun.science import recipes
+from speedrun.science.inputs import Inputs
+from speedrun.science.kernels.choose import Kernels
+from speedrun.science.models import record89 as model
+from speedrun.science.models import record89_attention as attention
+from speedrun.science.params import Params
+from speedrun.science.recipe import Batch, Loss, Recipe, Stage
+from speedrun.training.program import Program
+
+FOLDER = Path(os.environ.get("SPEEDRUN_GOLDEN", Path(__file__).parent / "golden"))
+FILES = sorted(FOLDER.glob("record2026_*.npz"))
+LAYERS = [i for i in range(11) if i != 6]  #: with attention
+VALUES = (1, 2, 8, 9, 10)  #: layers with value embeddings
+
+#: What conftest.py switches off. Worth its compile time from the third step on.
+OPTIMISED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+
+pytestmark = pytest.mark.skipif(
+    not FILES, reason=f"no record2026_*.npz in {FOLDER}, which SPEEDRUN_GOLDEN names"
+)
+
+Arrays = Mapping[str, Any]
+
+
+def script() -> dict[str, Any]:
+    """The functions of the files' own script."""
+    return runpy.run_path(str(FOLDER / "golden2026.py"))
+
+
+def recipe_of(config: Arrays, num_rows: int, starts: Arrays, prefix_table: np.ndarray) -> Recipe:
+    """Record 89 with a file's sizes and schedules, everything in float32."""
+    record, stages = recipes.load("record89"), config["stages"]
+    phases = tuple(
+        dataclasses.replace(
+            phase,
+            lr_scale=stage["lr"],
+            short_blocks=stage["short"],
+            long_blocks=stage["long"],
+            target_weights=tuple(stage["mtp0"]),
+            end_weights=tuple(stage["mtp1"]),
+            prefix_weight=stage["prefix0"],
+            end_prefix_weight=stage["prefix1"],
+        )
+        for phase, stage in zip(record.schedule.phases, stages, strict=True)
+    )
+    schedule = dataclasses.replace(
+        record.schedule,
+        phases=phases,
+        extension_steps=config["extension_steps"],
+        cooldown_fraction=config["cooldown_frac"],
+        momentum_warmup_steps=config["momentum_warmup_steps"],
+        momentum_cooldown_steps=config["momentum_cooldown_steps"],
+        block_tokens=config["block_size"],
+        final_long_blocks=config["final_long"],
+        rotary_pairs=config["head_dim"] // 4,
+    )
+    sizes = dataclasses.replace(
+        record.config,
+        vocab_size=config["vocab_size"],
+        model_dim=config["model_dim"],
+        num_heads=config["num_heads"],
+        mlp_dim=4 * config["model_dim"],
+        gate_dim=config["gate_hidden"],
+        bigram_rows=config["bigram_rows"],
+        sign_rows=config["sign_rows"],
+        compose_keys=config["dc_window"],
+        document_token=config["document_token"],
+        table_dtype="float32",
+        head_fp8=None,
+    )
+    optimizer = dataclasses.replace(
+        record.optimizer,
+        muon_lr=config["muon_lr"],
+        muon_decay=config["muon_weight_decay"],
+        muon_beta2=config["muon_beta2"],
+        polar_dtype="float32",
+        adam_lr=config["adam_lr"],
+        adam_eps=config["adam_eps"],
+        adam_decay=config["adam_weight_decay"],
+    )
+    given = {
+        "bigram_signs": starts["bigram_signs"].astype(np.int8),
+        "prefixes": prefix_table.astype(np.int32),
+    }
+    return dataclasses.replace(
+        record,
+        config=sizes,
+        optimizer=optimizer,
+        schedule=schedule,
+        constants=lambda _config, _vocabulary: given,
+        stages=tuple(
+            Stage(stage["end"] - stage["start"], num_rows, stage["tokens"], stage["max_doc"])
+            for stage in stages
+        ),
+        eval_sequences=8,
+        eval_seq_len=config["val_tokens_per_pass"],
+        compute_dtype="float32",
+    )
+
+
+def unit_order(head_dim: int) -> np.ndarray:
+    """Where our heads keep each dimension: the file rotates neighbours, we rotate i and i + K/2."""
+    quarter = head_dim // 4
+    still = np.arange(2 * quarter, 4 * quarter)
+    even, odd = np.arange(0, 2 * quarter, 2), np.arange(1, 2 * quarter, 2)
+    return np.concatenate([even, still[:quarter], odd, still[quarter:]])
+
+
+class Names:
+    """Our parameters and those of a file."""
+
+    def __init__(self, config: Arrays) -> None:
+        self.heads, self.width, self.dim = (config[k] for k in ("num_heads", "head_dim", "model_dim"))
+        self.order = unit_order(self.width)
+
+    def ours(self, file: Arrays) -> Params:
+        """Return a file's arrays under our names."""
+        qk = file["qk_bank"].reshape(len(LAYERS), 2, self.heads, self.width, self.dim)[..., self.order, :]
+        named = {f"block.{i}.qk": x for i, x in zip(LAYERS, qk, strict=True)}
+        vo = file["vo_bank"].reshape(len(LAYERS), 2, self.dim, -1)
+        named |= {f"block.{i}.vo": x for i, x in zip(LAYERS, vo, strict=True)}
+        for i, (up, down) in enumerate(file["mlp_bank"]):
+            named |= {f"block.{i}.up": up, f"block.{i}.down": down}
+        tables = file["value_embeds"].reshape(len(VALUES), -1, self.dim)
+        named |= {f"value_embed.{i}": x for i, x in zip(VALUES, tables, strict=True)}
+        for name, x in named.items():
+            if name.endswith(".qk"):
+                named[name] = x.reshape(self.heads, 2 * self.width, self.dim)
+        named |= {"head": file["head"].T, "value_gates": file["ve_gate_bank"]}
+        same = ("embed", "bigram_embed", "smear_gate", "scalars", "resid_lambdas", "post_lambdas")
+        return {k: jnp.asarray(x) for k, x in named.items()} | {
+            k: jnp.asarray(file[k]) for k in file if k in same or k.startswith("mudd")
+        }
+
+    def of_file(self, ours: Arrays) -> dict[str, np.ndarray]:
+        """Return our arrays under a file's names."""
+        back = np.argsort(self.order)
+        given = {k: np.asarray(x) for k, x in ours.items()}
+        qk = [given.pop(f"block.{i}.qk") for i in LAYERS]
+        named = {
+            "qk_bank": np.stack([x.reshape(2, self.heads, self.width, -1)[:, :, back] for x in qk]),
+            "vo_bank": np.concatenate([given.pop(f"block.{i}.vo") for i in LAYERS]),
+            "mlp_bank": np.stack(
+                [np.stack([given.pop(f"block.{i}.{n}") for n in ("up", "down")]) for i in range(11)]
+            ),
+            "value_embeds": np.concatenate([given.pop(f"value_embed.{i}") for i in VALUES]),
+            "head": given.pop("head").T,
+            "ve_gate_bank": given.pop("value_gates"),
+        }
+        named["qk_bank"] = named["qk_bank"].reshape(-1, 2 * self.width, self.dim)
+        return named | given
+
+
+class File:
+    """A golden file, which counts what is read of it."""
+
+    def __init__(self, path: Path) -> None:
+        with np.load(path) as file:
+            self.arrays = dict(file)
+        self.config = json.loads(str(self.arrays["config"]))
+        self.schedule = json.loads(str(self.arrays["schedule"]))
+        self.starts = script()["initial_parameters"](self.config)
+        self.probe = script()["probe"]
+        self.names = Names(self.config)
+        self.is_chaotic = self.config["adam_eps"] < 1e-6  # recipe learning rates
+
+    def below(self, prefix: str) -> dict[str, np.ndarray]:
+        return {key.removeprefix(prefix): x for key, x in self.arrays.items() if key.startswith(prefix)}
+
+    def rows(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        batch = self.below(f"batch/{step}/")
+        return tuple(
+            np.stack([batch[f"{m}/{kind}"] for m in range(self.config["micro_batches"])]).astype(np.int32)
+            for kind in ("inputs", "targets")
+        )  # pyright: ignore[reportReturnType]
+
+    def recipe(self, num_rows: int) -> Recipe:
+        return recipe_of(self.config, num_rows, self.starts, self.arrays["prefix_table"])
+
+    def assert_agrees(self, got: Arrays, kind: str, norm: float, probe: float) -> None:
+        """Compare arrays by norm and by 16 of their entries, relative to their root mean square."""
+        norms, probes = self.below(f"{kind}_norm/"), self.below(f"{kind}_probe/")
+        assert {*got} == {*norms} == {*probes}
+        for name, x in got.items():
+            x64 = np.asarray(x, np.float64)
+            np.testing.assert_allclose(np.linalg.norm(x64), norms[name], rtol=norm, err_msg=name)
+            unit = max(float(norms[name]) / np.sqrt(x64.size), 1e-30)
+            np.testing.assert_allclose(self.probe(x64) / unit, probes[name] / unit, atol=probe, err_msg=name)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[*(pytest.param(file, marks=pytest.mark.slow) for file in FILES[:-1]), *FILES[-1:]],
+    ids=lambda path: path.stem,
+)
+def golden(request) -> File:
+    return File(request.param)
+
+
+# --- schedules and derived inputs
+
+
+def test_golden89_schedules_agree(golden):
+    recipe, rotary = golden.recipe(8), None
+    for step, want in enumerate(golden.schedule):
+        got, rotary = recipe.inputs_at(step), golden.arrays.get(f"rope/{step}", rotary)
+        assert (got["short_keys"], got["long_keys"]) == (want["short"] + 1, want["long"] + 1)
+        assert (got["adam"], bool(got["tied"]), got["targets"]) == (
+            want["adam"],
+            want["tied"],
+            len(want["mtp"]),
+        )
+        close = partial(np.testing.assert_allclose, rtol=1e-6, err_msg=f"step {step}")
+        close(got["lr_scale"], want["lr"])
+        close(got["momentum"], want["momentum"])
+        close(got["target_weights"][: got["targets"]], want["mtp"], atol=1e-7)
+        close(got["prefix_weight"], want["prefix"], atol=1e-7)
+        close(got["attention_scale"], want["attn_scale"])
+        close(got["rotary"], rotary)
+        assert recipe.stages[recipe.stage_of(step)].document_tokens == want["max_doc"]
+    before, last = recipe.inputs_at(recipe.num_steps - 1), recipe.inputs_at(recipe.num_steps)
+    assert last["long_keys"] == golden.config["final_long"] * golden.config["block_size"] + 1
+    assert (last["short_keys"], last["rotary"].tolist()) == (before["short_keys"], before["rotary"].tolist())
+
+
+def test_golden89_documents_and_hashes_agree(golden):
+    for step in range(len(golden.schedule)):
+        for m, tokens in enumerate(golden.rows(step)[0]):
+            want = golden.below(f"batch/{step}/{m}/")
+            rows = model.bigram_rows(jnp.asarray(tokens)[None], golden.config["bigram_rows"])[0]
+            assert rows.tolist() == want["bigram"].tolist()
+            # A document of no tokens at the end has no separator among the inputs.
+            starts = np.flatnonzero(tokens == golden.config["document_token"])
+            ends = sorted({*starts[1:].tolist(), len(tokens)})
+            assert ends == sorted({*want["ends"].tolist()})
+
+
+# --- one step, piece by piece
+
+
+@pytest.fixture
+def recorded(golden: File) -> Iterator[dict[str, Any]]:
+    """Activations of step 0 and micro-batch 0, under the file's names, as the pieces return them."""
+    seen: dict[str, Any] = {}
+    layer, root = [0], np.sqrt(golden.schedule[0]["attn_scale"])
+    back = np.argsort(golden.names.order)
+
+    def watch(patch: pytest.MonkeyPatch, module: Any, name: str, see: Callable[..., Any]) -> None:
+        piece = getattr(module, name)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if name == "mix_positions":
+                layer[0] = args[2]
+            result = piece(*args, **kwargs)
+            seen.update(see(result, *args))
+            return result
+
+        patch.setattr(module, name, watched)
+
+    def heads_of(o: Any, heads: Any, *_: Any) -> dict[str, Any]:
+        at = f"attn.{layer[0]}"
+        turned = {f"{at}.q": heads.q[..., back] / root, f"{at}.k": heads.k[..., back] / root}
+        return turned | {f"{at}.v": heads.v, f"{at}.softmax_out": o}
+
+    def mixed(
+        y: Any, _h: Any, _p: Any, i: int, _g: Any, _c: Any, _cfg: Any, value: Any = None
+    ) -> dict[str, Any]:
+        return {f"attn.{i}.out": y} | ({} if value is None else {f"attn.{i}.aux_v": value})
+
+    def composed(o: Any, _heads: Any, _first: Any, w1: Any, *_: Any) -> dict[str, Any]:
+        # The rows of each softmax sum to one.
+        unit = w1 / jnp.sqrt(jnp.mean(jnp.square(w1), axis=-1, keepdims=True) + 1e-6)
+        return {"dc.correction": o, "dc.matrix_rowsum": unit.sum(axis=-1)}
+
+    def network(numbers: Any, _u: Any, _p: Any, name: str, i: int, *_: Any) -> dict[str, Any]:
+        wanted = {("mudd", 0): ("mudd.layer10", 14), ("mudd", 1): ("mudd.post", 5)}
+        return {wanted[name, i][0]: numbers[..., : wanted[name, i][1]]} if (name, i) in wanted else {}
+
+    with pytest.MonkeyPatch.context() as patch:
+        watch(patch, model, "smeared", lambda e, *_: {"smeared_embed": e})
+        watch(patch, model, "bigrams", lambda x, *_: {"bigram": x})
+        watch(patch, model, "context", lambda ctx, *_: {"x0": ctx.x0_BTD})
+        watch(
+            patch,
+            model,
+            "gates",
+            lambda g, _u, _p, half, _c: {("pre_gate", "post_gate")[half]: jnp.concatenate([*g.values()], -1)},
+        )
+        watch(patch, attention, "attend", heads_of)
+        watch(patch, model, "correct", lambda o, _o, _h, i, *_: {f"attn.{i}.heads": o})
+        watch(patch, model, "mix_positions", mixed)
+        watch(patch, attention, "composed", composed)
+        watch(patch, model, "network", network)
+        watch(patch, model, "add_mlp", lambda x, mid, _p, i: {f"resid.{i}.mid": mid, f"resid.{i}.out": x})
+        watch(patch, model, "mix_channels", lambda _z, mid, _p, i: {f"resid.{i}.mid": mid})
+        watch(patch, model, "block", lambda _x, start, _p, i, *_: {"resid.in": start} if i == 0 else {})
+        watch(patch, model, "last_block", lambda x, *_: {"resid.10.out": x})
+        watch(patch, model, "mixed_end", lambda x, *_: {"resid.final": x})
+        yield seen
+
+
+def inputs_of(recipe: Recipe, step: int) -> Inputs:
+    """The inputs of a step, outside of a program."""
+    given = {name: jnp.asarray(x) for name, x in recipe.constants(recipe.config, ()).items()}
+    return Inputs({**recipe.inputs_at(step), **given}, {})
+
+
+@pytest.mark.slow
+def test_golden89_activations_agree_piece_by_piece(golden, recorded):
+    recipe, params = golden.recipe(1), golden.names.ours(golden.starts)
+    tokens, targets = (jnp.asarray(x[:1]) for x in golden.rows(0))
+    inputs = inputs_of(recipe, 0)
+
+    @jax.jit
+    def run(params: Params) -> dict[str, jax.Array]:
+        x_BTD = recipe.forward(params, tokens, inputs, recipe.config, Kernels("cpu", ""))
+        return recorded | {"logits": x_BTD[0] @ params["head"].T}
+
+    got: dict[str, Any] = jax.device_get(run(params))
+    got["loss_per_token"] = per_token(got["logits"], np.asarray(targets[0]), inputs)
+    tolerance = script()["TOLERANCE"]
+    golden.assert_agrees(got, "act", tolerance["act_norm"], tolerance["act_probe / (norm / sqrt(size))"])
+
+
+def per_token(z_NV: np.ndarray, targets_N: np.ndarray, inputs: Inputs) -> np.ndarray:
+    """The weighted loss of each position in float64, from its definition."""
+    l_NV = 23 / (1 + np.exp(-(z_NV.astype(np.float64) + 5) / 7.5))
+    nll_NV = np.log(np.exp(l_NV).sum(axis=1, keepdims=True)) - l_NV
+    losses = np.zeros(len(targets_N))
+    for n in range(len(targets_N)):
+        for m, weight in enumerate(inputs["target_weights"][: inputs["targets"]]):
+            if n + m < len(targets_N):
+                losses[n] += weight * nll_NV[n, targets_N[n + m]]
+        if (prefix := inputs["prefixes"][targets_N[n]]) >= 0:
+            losses[n] += inputs["prefix_weight"] * nll_NV[n, prefix]
+    return losses
+
+
+# --- whole runs
+
+
+def with_all_losses(recipe: Recipe) -> Recipe:
+    """The recipe, logging its objective for each token; it carries the plain loss of each sequence."""
+
+    def loss(p: Params, batch: Batch, *rest: Any) -> Loss:
+        own = model.loss(p, batch, *rest)
+        rows, num_tokens = batch.tokens_BT.shape
+        return Loss(own.objective, own.objective / num_tokens, {"ce": jnp.full(rows, own.nll)})
+
+    return dataclasses.replace(recipe, loss=loss, carry=lambda _: {"ce": np.float32(0)})
+
+
+class Run:
+    """A file's run by our program. Eight devices get each of its micro-batches several times."""
+
+    def __init__(self, golden: File, num_devices: int) -> None:
+        self.golden, self.copies = golden, max(1, num_devices // golden.config["micro_batches"])
+        num_rows = self.copies * golden.config["micro_batches"]
+        recipe = with_all_losses(golden.recipe(num_rows))
+        self.program = Program(recipe, mesh.make_mesh(num_devices), microbatches=num_rows)
+        self.compiled: dict[Any, Any] = {}
+
+    def start(self) -> Any:
+        state, program = self.program.init(jax.random.key(0)), self.program
+        packed = program.layout.pack(self.golden.names.ours(self.golden.starts))
+        return state._replace(params=jax.device_put(packed, program.shardings(program.specs).params))
+
+    def named(self, packed: Params) -> dict[str, np.ndarray]:
+        return self.golden.names.of_file(self.program.layout.unpack(jax.device_get(packed)))
+
+    def step(self, state: Any, step: int) -> tuple[Any, float, float]:
+        """Return the next state, the objective of each token, and the plain loss."""
+        program, shape = self.program, self.program.shape_at(step)
+        batch = [mesh.place(np.repeat(x, self.copies, axis=0), program.mesh) for x in self.golden.rows(step)]
+        if shape not in self.compiled:
+            lowered = program.train_step_for(shape.static).lower(state, *batch, program.schedule)
+            self.compiled[shape] = lowered.compile(compiler_options=OPTIMISED)
+        state, metrics = self.compiled[shape](state, *batch, program.schedule)
+        return state, float(metrics.loss), float(np.mean(jax.device_get(state.carry["ce"])))
+
+    def validate(self, state: Any, step: int) -> float:
+        """Return the loss of the file's validation before a step."""
+        config, program = self.golden.config, self.program
+        size, passes = config["val_tokens_per_pass"], config["val_passes"]
+        ids = self.golden.arrays["val_stream"].astype(np.int32)
+        rows = [np.arange(size + 1) + size * (i % passes) for i in range(8 * -(-passes // 8))]
+        batch = [mesh.place(ids[rows][:, cut], program.mesh) for cut in (slice(0, -1), slice(1, None))]
+        shape = program.eval_shape_at(step)
+        score = program.eval_step_for(shape.static)
+        nll_B = jax.device_get(score(state.params, *batch, program.schedule, jnp.int32(step))).sum(axis=1)
+        return float(nll_B[:passes].sum() / (size * passes))
+
+
+def first_gradients(run: Run, state: Any) -> dict[str, np.ndarray]:
+    """The gradients of the first step: Adam waits with them; Muon's momentum is a part of them."""
+    part = 1 - float(run.program.recipe.inputs_at(0)["momentum"])
+    momentum = {name: jax.device_get(x) / part for name, x in leaves(state.opt_state, "momentum").items()}
+    return run.named(momentum | leaves(state.opt_state, "waiting"))
+
+
+def assert_run_agrees(run: Run, num_steps: int) -> None:
+    """Compare each step with the file; at the end the validation, the weights and the state of the optimisers."""
+    golden, tolerance, state = run.golden, script()["TOLERANCE"], run.start()
+    later = 1e-4 if golden.is_chaotic else 1e-5
+    norms, updates = golden.below("trace_norm/"), golden.below("trace_update/")
+    before = run.named(state.params)
+    for step in range(num_steps):
+        if f"val/{step}" in golden.arrays:
+            assert run.validate(state, step) == pytest.approx(
+                golden.arrays[f"val/{step}"], rel=later if step else 2e-6
+            )
+        state, objective, ce = run.step(state, step)
+        rel = later if step else tolerance["losses[0], ce[0], val/0"]
+        assert objective == pytest.approx(golden.arrays["losses"][step], rel=rel), step
+        assert objective == pytest.approx(golden.arrays["losses_f64"][step], rel=2 * later), step
+        assert ce == pytest.approx(golden.arrays["ce"][step], rel=rel), step
+        if step == 0:
+            golden.assert_agrees(
+                first_gradients(run, state),
+                "grad0",
+                tolerance["grad0_norm"],
+                tolerance["grad0_probe / (norm / sqrt(size))"],
+            )
+        after = run.named(state.params)
+        assert {*after} == {*norms} == {*updates}
+        for name, x in after.items():
+            size, change = np.linalg.norm(before[name]), np.linalg.norm(x - before[name])
+            assert size == pytest.approx(norms[name][step], rel=later), (name, step)
+            largest = updates[name].max() * tolerance["trace_update, of the largest step"]
+            assert change == pytest.approx(updates[name][step], abs=largest), (name, step)
+        before = after
+    if num_steps < len(golden.schedule):
+        return
+    last = f"val/{num_steps}"
+    assert run.validate(state, num_steps) == pytest.approx(golden.arrays[last], rel=later)
+    assert_end_agrees(run, state, before)
+
+
+def assert_end_agrees(run: Run, state: Any, final: Arrays) -> None:
+    """Compare the last weights and the state of the optimisers."""
+    golden, tolerance = run.golden, script()["TOLERANCE"]
+    for name, x in final.items():
+        norm = golden.below("trace_norm/")[name][-1]
+        assert np.linalg.norm(x) == pytest.approx(norm, rel=tolerance["trace_norm"]), name
+        unit = norm / np.sqrt(x.size)
+        atol = tolerance["final_probe / (norm / sqrt(size))"]
+        want = golden.arrays[f"final_probe/{name}"] / unit
+        np.testing.assert_allclose(golden.probe(x) / unit, want, atol=atol, err_msg=name)
+    zeros = jax.tree.map(jnp.zeros_like, state.params)
+    fields = {"m": "mean", "v": "square", "momentum": "momentum"}
+    found = {
+        f"{name}/{key}": x
+        for key, field in fields.items()
+        for name, x in run.named(zeros | leaves(state.opt_state, field)).items()
+    }
+    matrices = {"qk_bank", "vo_bank", "mlp_bank"}
+    found = {
+        key: x for key, x in found.items() if key.endswith("/momentum") == (key.partition("/")[0] in matrices)
+    }
+    found |= {f"{name}/second": x for name, x in seconds(run, leaves(state.opt_state, "second")).items()}
+    norm = tolerance["state_norm"]
+    golden.assert_agrees(found, "state", norm, norm)
+
+
+def leaves(opt_state: Any, field: str) -> dict[str, Any]:
+    """The arrays of a field of an optimiser's state, by packed name."""
+    return {
+        path[-1].key: leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state)
+        if field in {getattr(key, "name", "") for key in path}
+    }
+
+
+def seconds(run: Run, banks: Arrays) -> dict[str, np.ndarray]:
+    """NorMuon's means of squares under the file's names: a vector for each matrix, in the order of the file."""
+    vectors: dict[str, list[np.ndarray]] = {}
+    for name, members in run.program.layout.banks.items():
+        for member, second in zip(members, jax.device_get(banks[name]), strict=False):
+            kind = member.name.rpartition(".")[2]
+            vectors.setdefault({"qk": "qk_bank", "vo": "vo_bank"}.get(kind, "mlp_bank"), []).append(
+                second.ravel()
+            )
+    return {name: np.stack(rows) for name, rows in vectors.items()}
+
+
+def test_golden89_the_first_steps_agree(golden):
+    assert_run_agrees(Run(golden, 8 if golden.config["micro_batches"] > 1 else 1), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_devices", [1, 8])
+def test_golden89_all_steps_agree(golden, num_devices):
+    assert_run_agrees(Run(golden, num_devices), len(golden.schedule))
