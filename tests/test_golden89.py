@@ -198,15 +198,17 @@ class File:
     def recipe(self, num_rows: int) -> Recipe:
         return recipe_of(self.config, num_rows, self.starts, self.arrays["prefix_table"])
 
-    def assert_agrees(self, got: Arrays, kind: str, norm: float, probe: float) -> None:
-        """Compare arrays by norm and by 16 of their entries, relative to their root mean square."""
+    def assert_agrees(self, got: Arrays, kind: str, norm: float, probe: float, own: float = 0) -> None:
+        """Compare arrays by norm and by 16 entries: relative to their root mean square, and `own` to themselves."""
         norms, probes = self.below(f"{kind}_norm/"), self.below(f"{kind}_probe/")
         assert {*got} == {*norms} == {*probes}
         for name, x in got.items():
             x64 = np.asarray(x, np.float64)
             np.testing.assert_allclose(np.linalg.norm(x64), norms[name], rtol=norm, err_msg=name)
             unit = max(float(norms[name]) / np.sqrt(x64.size), 1e-30)
-            np.testing.assert_allclose(self.probe(x64) / unit, probes[name] / unit, atol=probe, err_msg=name)
+            np.testing.assert_allclose(
+                self.probe(x64) / unit, probes[name] / unit, rtol=own, atol=probe, err_msg=name
+            )
 
 
 @pytest.fixture(
@@ -480,7 +482,7 @@ def assert_end_agrees(run: Run, state: Any, final: Arrays) -> None:
     }
     found |= {f"{name}/second": x for name, x in seconds(run, leaves(state.opt_state, "second")).items()}
     norm = tolerance["state_norm"]
-    golden.assert_agrees(found, "state", norm, norm)
+    golden.assert_agrees(found, "state", norm, norm, norm)
 
 
 def leaves(opt_state: Any, field: str) -> dict[str, Any]:
