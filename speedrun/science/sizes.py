@@ -41,7 +41,8 @@ def settings_at(name: str, known: Mapping[str, Any]) -> dict[str, Any]:
     factors = {"model_dim": width, "mlp_dim": width, "num_heads": width / narrow, "head_dim": narrow}
     factors |= {"num_layers": depth / layers, "attention_scale": narrow**-0.5, "matrix_lr": 1 / width}
     factors["rotary_pairs"] = narrow
-    factors["block_tokens"] = 1 / 8 if name == "smoke" else 1
+    windows = ("block_tokens", "compose_keys", "document_tokens", "slow_turns", "fast_turns")
+    factors |= dict.fromkeys(windows, 1 / 8 if name == "smoke" else 1)
     for key, old in known.items():
         above, _, field = key.rpartition(".")
         if field in factors:
@@ -54,7 +55,10 @@ def settings_at(name: str, known: Mapping[str, Any]) -> dict[str, Any]:
 
 def _smoke(known: Mapping[str, Any]) -> dict[str, Any]:
     new: dict[str, Any] = {"config.head_fp8": None}
-    shrink = 280 / sum(value for key, value in known.items() if key.endswith(".num_steps"))
+    packs = any(value for key, value in known.items() if key.endswith(".document_tokens"))
+    shrink = (180 if packs else 280) / sum(
+        value for key, value in known.items() if key.endswith(".num_steps")
+    )
     for key, old in known.items():
         field = key.rpartition(".")[2]
         if field in SMOKE:

@@ -117,8 +117,7 @@ def composed(
     """Return what dynamically composed heads add to the output: w2_h(t) sum_s A(t, s) v_h(s). Record 85.
 
     A = sum_h w1'_h P_h, with w1' of unit mean square over the heads, and P_h = softmax(q_h k_h^T) over the keys from
-    `first_BT`, at most `most_keys`. In plain XLA, one tile of queries after the other; each is computed again in the
-    backward pass.
+    `first_BT`, at most `most_keys`. In plain XLA, all tiles of queries at once; computed again in the backward pass.
 
     Source: Xiao et al. 2024, Improving Transformers with Dynamically Composable Multi-Head Attention.
     """
@@ -128,32 +127,26 @@ def composed(
     w1_BTH = w1_BTH.astype(jnp.float32)
     w1_BTH *= jax.lax.rsqrt(jnp.mean(w1_BTH * w1_BTH, axis=-1, keepdims=True) + COMPOSE_EPS)
 
-    def compose(
-        q_BCHK: jax.Array,
-        k_BSHK: jax.Array,
-        v_BSHK: jax.Array,
-        first_BC: jax.Array,
-        w_BCH: jax.Array,
-        i: jax.Array,
-    ) -> jax.Array:
-        t_C, s_S = i * tile + jnp.arange(tile), (i - num_before) * tile + jnp.arange((num_before + 1) * tile)
-        seen_BCS = (s_S[None, None] <= t_C[None, :, None]) & (s_S[None, None] >= first_BC[:, :, None])
-        z_BHCS = jnp.einsum("bchk,bshk->bhcs", q_BCHK, k_BSHK, preferred_element_type=jnp.float32)
-        p_BHCS = jax.nn.softmax(jnp.where(seen_BCS[:, None], z_BHCS, -jnp.inf), axis=-1)
-        a_BCS = jnp.einsum("bch,bhcs->bcs", w_BCH, p_BHCS)
-        return jnp.einsum("bcs,bshk->bchk", a_BCS.astype(v_BSHK.dtype), v_BSHK)
-
     own_BT = jnp.broadcast_to(jnp.arange(num_tokens, num_tokens + rest), (len(first_BT), rest))
-    mixed_NBCHK = jax.lax.map(
-        lambda parts: jax.checkpoint(compose)(*parts),
-        (
-            tiles(padded(heads.q, 0, rest), tile),
-            with_tiles_before(padded(heads.k, num_before * tile, rest), tile, num_before),
-            with_tiles_before(padded(heads.v, num_before * tile, rest), tile, num_before),
-            tiles(jnp.concatenate([first_BT, own_BT], axis=1), tile),  # padded queries see themselves
-            tiles(jnp.pad(w1_BTH, ((0, 0), (0, rest), (0, 0))), tile),
-            jnp.arange((num_tokens + rest) // tile),
-        ),
+    first_NBC = tiles(jnp.concatenate([first_BT, own_BT], axis=1), tile)  # padded queries see themselves
+    t_NC = jnp.arange(num_tokens + rest).reshape(-1, tile)
+    s_NS = t_NC[:, :1] - num_before * tile + jnp.arange((num_before + 1) * tile)[None]
+    seen_NBCS = (s_NS[:, None, None] <= t_NC[:, None, :, None]) & (
+        s_NS[:, None, None] >= first_NBC[..., None]
+    )
+
+    @jax.checkpoint
+    def compose(q_NBCHK: jax.Array, k_NBSHK: jax.Array, v_NBSHK: jax.Array, w_NBCH: jax.Array) -> jax.Array:
+        z = jnp.einsum("nbchk,nbshk->nbhcs", q_NBCHK, k_NBSHK, preferred_element_type=jnp.float32)
+        p_NBHCS = jax.nn.softmax(jnp.where(seen_NBCS[:, :, None], z, -jnp.inf), axis=-1)
+        a_NBCS = jnp.einsum("nbch,nbhcs->nbcs", w_NBCH, p_NBHCS)
+        return jnp.einsum("nbcs,nbshk->nbchk", a_NBCS.astype(v_NBSHK.dtype), v_NBSHK)
+
+    mixed_NBCHK = compose(
+        tiles(padded(heads.q, 0, rest), tile),
+        with_tiles_before(padded(heads.k, num_before * tile, rest), tile, num_before),
+        with_tiles_before(padded(heads.v, num_before * tile, rest), tile, num_before),
+        tiles(jnp.pad(w1_BTH, ((0, 0), (0, rest), (0, 0))), tile),
     )
     mixed_BTHK = jnp.moveaxis(mixed_NBCHK, 0, 1).reshape(len(first_BT), -1, *heads.v.shape[2:])[
         :, :num_tokens

@@ -50,6 +50,8 @@ class Schedule:
     block_tokens: int
     final_long_blocks: int  #: in the last validation
     rotary_pairs: int  #: a quarter of the width of a head
+    slow_turns: float  #: frequencies with fewer turns in the old window stretch with it,
+    fast_turns: float  #: those with more do not
     attention_scale: float  #: of the first phase
 
     def starts(self, num_steps: int) -> list[int]:
@@ -111,13 +113,14 @@ class Schedule:
     def rotary(self, index: int) -> tuple[np.ndarray, float]:
         """Return frequencies [K/4] and attention's scale in a phase, stretched at each growth of the long window.
 
-        f becomes f (old/new + w (1 - old/new)), with w = clip((r - 1) / 31, 0, 1), r = old f / 2 pi turns in the old
-        window. Record 31, after YaRN (Peng et al. 2023).
+        f becomes f (old/new + w (1 - old/new)), with w = clip((r - slow) / (fast - slow), 0, 1) for r = old f / 2 pi
+        turns in the old window. Record 31, after YaRN (Peng et al. 2023).
         """
         f_K, scale = (1 / 1024) ** np.linspace(0, 1, self.rotary_pairs), self.attention_scale
         tokens = [phase.long_blocks * self.block_tokens for phase in self.phases[: index + 1]]
         for old, new in pairwise(tokens):
-            keep_K = np.clip((old * f_K / (2 * math.pi) - 1) / 31, 0, 1)
+            turns_K = old * f_K / (2 * math.pi)
+            keep_K = np.clip((turns_K - self.slow_turns) / (self.fast_turns - self.slow_turns), 0, 1)
             f_K = f_K * (old / new + keep_K * (1 - old / new))
             scale *= 1 + 0.2 * math.log(new / old)
         return f_K, scale
@@ -201,6 +204,8 @@ RECIPE = Recipe(
         block_tokens=128,
         final_long_blocks=20,
         rotary_pairs=32,
+        slow_turns=1.0,
+        fast_turns=32.0,
         attention_scale=0.1,
     ),
     stages=(
