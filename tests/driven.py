@@ -86,7 +86,7 @@ class Driven:
     ) -> None:
         recipe = dataclasses.replace(recipes.load("smoke"), table=lambda _: table, optimizer=optimizer)
         kernels: Any = None
-        self.step = Step(recipe, mesh.make_mesh(num_devices), num_devices, kernels)
+        self.step = Step(recipe, mesh.make_mesh(num_devices), num_devices, kernels, dict)
         specs = self.step.specs.params, self.step.specs.opt_state
         packed = self.step.layout.pack({k: jnp.asarray(x, table[k].dtype) for k, x in params.items()})
         place = jax.tree.map(partial(NamedSharding, self.step.mesh), specs)

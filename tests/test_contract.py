@@ -395,7 +395,7 @@ MISTAKES = {
         "def constants(*_): return {'signs': [1, -1]}\nCHANGES = {'constants': constants}",
         "its constants give 'signs' as list; need NumPy numbers of 32 bits or less",
     ),
-    "key": (
+    "vocabulary_key": (
         "def constants(cfg, vocabulary): return {'prefix': {b'a': 0}[b'b']}\n"
         "CHANGES = {'constants': constants}",
         "its constants end in KeyError.b'b'.; need some for any vocabulary, and for none",

@@ -376,7 +376,8 @@ def with_all_losses(recipe: Recipe) -> Recipe:
 class Run:
     """A file's run by our program. Eight devices get each of its micro-batches several times."""
 
-    def __init__(self, golden: File, num_devices: int) -> None:
+    def __init__(self, golden: File, num_devices: int, options: Any = None) -> None:
+        self.options = options
         self.golden, self.copies = golden, max(1, num_devices // golden.config["micro_batches"])
         num_rows = self.copies * golden.config["micro_batches"]
         recipe = with_all_losses(golden.recipe(num_rows))
@@ -397,7 +398,7 @@ class Run:
         batch = [mesh.place(np.repeat(x, self.copies, axis=0), program.mesh) for x in self.golden.rows(step)]
         if shape not in self.compiled:
             lowered = program.train_step_for(shape.static).lower(state, *batch, program.schedule)
-            self.compiled[shape] = lowered.compile(compiler_options=OPTIMISED)
+            self.compiled[shape] = lowered.compile(compiler_options=self.options)
         state, metrics = self.compiled[shape](state, *batch, program.schedule)
         return state, float(metrics.loss), float(np.mean(jax.device_get(state.carry["ce"])))
 
@@ -507,10 +508,11 @@ def seconds(run: Run, banks: Arrays) -> dict[str, np.ndarray]:
 
 
 def test_golden89_the_first_steps_agree(golden):
-    assert_run_agrees(Run(golden, 8 if golden.config["micro_batches"] > 1 else 1), 2)
+    """Two steps, the second with an update of Adam; the others are `slow`."""
+    assert_run_agrees(Run(golden, 1), 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [1, 8])
 def test_golden89_all_steps_agree(golden, num_devices):
-    assert_run_agrees(Run(golden, num_devices), len(golden.schedule))
+    assert_run_agrees(Run(golden, num_devices, OPTIMISED), len(golden.schedule))

@@ -120,7 +120,9 @@ def test_with_adam_in_muons_place_it_does_not(data):
 
 def test_with_gradients_that_are_not_averaged_it_does_not(data):
     program = on_node()
-    vars(program)["step"] = LocalGradients(SMOKE, program.mesh, program.microbatches, program.kernels)
+    vars(program)["step"] = LocalGradients(
+        SMOKE, program.mesh, program.microbatches, program.kernels, program.constants
+    )
     loss = final_loss(program, data)
     print(f"own gradients only: {loss:.4f}")
     assert loss > TRACK.target.loss
