@@ -45,7 +45,7 @@ def bigram_rows(tokens_BT: jax.Array, rows: int) -> jax.Array:
     """Return the row of each token and the one before it: ((a id) xor (b previous id)) mod (rows - 1), i32 [B, T].
 
     The first token has the last row. To the second, the first counts as id rows - 1: a quirk of the recipe.
-    Record 62, @ClassicLarry.
+    Record 62, @classiclarryd.
     """
     before_BT = previous(tokens_BT.at[:, 0].set(rows - 1))
     hashed_BT = ((BIGRAM_ID * tokens_BT) ^ (BIGRAM_PREVIOUS * before_BT)) % (rows - 1)

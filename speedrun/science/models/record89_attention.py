@@ -93,7 +93,7 @@ def attend(heads: Heads, view: View, kernels: Kernels) -> jax.Array:
 
 
 def attend_in_pairs(heads: Heads, view: View, kernels: Kernels) -> jax.Array:
-    """Read each token as two, the first with one half of the heads, the second with the other. Record 58, @Varun.
+    """Read each token as two, the first with one half of the heads, the second with the other. Record 58, @classiclarryd.
 
     `view` is that of 2 T tokens.
     """

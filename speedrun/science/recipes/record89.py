@@ -1,4 +1,4 @@
-"""record89: the PyTorch speedrun's record of 2026-07-17, the fastest that is merged and verified, on FineWeb's tokens.
+"""record89: the PyTorch speedrun's record of 2026-07-17, on the tokens of FineWeb.
 
 Claim: none yet; not run at full size. The PyTorch runs reach 3.28 in 1,285 steps and 73.8 s on 8 H100. The step
 agrees with an independent implementation in float32 (tests/test_golden89.py).
