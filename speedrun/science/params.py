@@ -232,7 +232,7 @@ def _key_of(name: str, key: jax.Array) -> jax.Array:
     return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 
-def _draw(spec: ParamSpec | None) -> tuple[object, ...] | None:
+def _draw(spec: ParamSpec | None) -> tuple[Any, ...] | None:
     return spec and (spec.shape, spec.init, spec.like)
 
 

@@ -23,7 +23,7 @@ SMALLEST_NORM = 1e-8
 class View(NamedTuple):
     """What queries of a layer see, and the angles of rotary. Windows are in tokens."""
 
-    sight: Sight
+    seen: Sight
     window: Window
     angles: Angles  #: times the root of the scale of attention
 
@@ -89,11 +89,11 @@ def with_key_offset(heads: Heads) -> Heads:
 
 def attend(heads: Heads, view: View, kernels: Kernels) -> jax.Array:
     """Return softmax(q k^T) v over what `view` shows."""
-    return kernels.attention(*heads, view.sight, scale=1.0, window=view.window, block_tokens=1)
+    return kernels.attention(*heads, view.seen, scale=1.0, window=view.window, block_tokens=1)
 
 
 def attend_in_pairs(heads: Heads, view: View, kernels: Kernels) -> jax.Array:
-    """Read each token as two, the first with one half of the heads, the second with the other. Record 58, @classiclarryd.
+    """Read each token as two, each with one half of the heads. Record 58, @classiclarryd.
 
     `view` is that of 2 T tokens.
     """

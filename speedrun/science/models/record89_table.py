@@ -25,6 +25,8 @@ from speedrun.science.params import (
 
 Attention = Literal["short", "long", "paired", "none"]
 Extra = Literal["value", "offset", "exclusive", "gate", "compose"]
+ATTENTION: tuple[Attention, ...] = ("short", "long", "paired", "none")
+EXTRAS: tuple[Extra, ...] = ("value", "offset", "exclusive", "gate", "compose")
 
 #: Factors of the hash of token pairs.
 BIGRAM_ID, BIGRAM_PREVIOUS = 36313, 27191
@@ -69,10 +71,16 @@ class Config:
             )
         if "value" not in self.layers[10].extras:
             raise ValueError("layers.10.extras lacks 'value'; the last layer needs its embedding")
-        if wrong := {layer.attention for layer in self.layers} - {*Attention.__args__}:
-            raise ValueError(f"attention is {min(wrong)!r}; choose from {', '.join(Attention.__args__)}")
-        if wrong := {extra for layer in self.layers for extra in layer.extras} - {*Extra.__args__}:
-            raise ValueError(f"extras has {min(wrong)!r}; choose from {', '.join(Extra.__args__)}")
+        kinds = {layer.attention for layer in self.layers}
+        extras = {extra for layer in self.layers for extra in layer.extras}
+        for field, given, known in (("attention", kinds, ATTENTION), ("extras", extras, EXTRAS)):
+            if unknown := sorted(given - {*known}):
+                raise ValueError(f"{field} is {unknown[0]!r}; choose from {', '.join(known)}")
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+        return len(self.layers)
 
     @property
     def head_dim(self) -> int:
