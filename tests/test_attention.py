@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import hopper
@@ -19,6 +20,7 @@ from speedrun.science.kernels import attention_banded, attention_flash3, attenti
 from speedrun.science.kernels.attention import Sight, Window, attention, sight, visible
 from speedrun.science.kernels.choose import AttentionCall, Kernels, choose_attention
 from speedrun.science.kernels.cross_entropy_gpu import RECORD21
+from speedrun.science.models.record89_attention import Heads, View, attend_in_pairs
 
 
 def sees(t: int, s: int, doc: list[int], window: int, block: int) -> bool:
@@ -91,6 +93,8 @@ CASES = {
     "mixed documents": Case([1, 1, 13, 1, 30, 2], 2, 8),
     "documents longer than the window": Case([40, 1, 7], 2, 4),
     "window longer than the sequence": Case([9, 23], 99, 4),
+    "window in tokens": Case([1, 26, 1, 4, 16], 11, 1),
+    "window of one token": Case([3, 13], 1, 1),
 }
 
 
@@ -198,6 +202,26 @@ class TestForms:
         args = q, k, v, case.sight()
         for a, b in zip(jax.jit(sharded)(*args), jax.jit(grads)(*args), strict=True):
             np.testing.assert_allclose(a, b, atol=3e-6)
+
+
+@pytest.mark.usefixtures("kernels_on_paper")
+@pytest.mark.parametrize("name", FORMS)
+def test_paired_heads_are_one_softmax_for_each_query(name):
+    """Half h // 2 of token t is number 2 t + h // 2 of its sequence; head h sees head h % 2 there, inside documents."""
+    case, num_tokens = Case([2, 26, 6, 30], 9, 1), 32  # lengths in halves of tokens
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, num_tokens, 4, 16))
+    form = FORMS[name](case)
+    kernels: Any = SimpleNamespace(attention=lambda *args, scale, **_: form(*args, scale=scale))
+    seen = View(case.sight(), Window(case.window_blocks, case.window_blocks), (q, q))
+    got = jax.jit(lambda *qkv: attend_in_pairs(Heads(*qkv), seen, kernels))(q, k, v)
+    for row, lengths in enumerate((case.lengths, case.lengths[::-1])):
+        doc = np.repeat(np.arange(len(lengths)), lengths).tolist()
+        for t, h in np.ndindex(num_tokens, 4):
+            n, keys = 2 * t + h // 2, [(s, g) for s in range(num_tokens) for g in (h % 2, h % 2 + 2)]
+            keys = [(s, g) for s, g in keys if sees(n, 2 * s + g // 2, doc, *case[1:])]
+            weights = jax.nn.softmax(jnp.array([k[row, s, g] @ q[row, t, h] for s, g in keys]))
+            want = weights @ jnp.array([v[row, s, g] for s, g in keys])
+            np.testing.assert_allclose(got[row, t, h], want, atol=3e-6)
 
 
 @given(

@@ -1,7 +1,8 @@
 """FlashAttention-3 through XLA's FFI, exact for windows of whole blocks.
 
-Its kernels support a window that slides by tokens; record 21's window moves in blocks of b. With w blocks, query q
-at offset o in its block sees (w - 1) b + o + 1 keys. Two calls of the kernels cover them:
+Its kernels support a window that slides by tokens: one call is exact for blocks of one token, as in record 89. Record
+21's window moves in blocks of b. With w blocks, query q at offset o in its block sees (w - 1) b + o + 1 keys. Two calls
+of the kernels cover them:
 
     near   the (w - 1) b keys up to q, inside its document
     far    the first o + 1 keys of the block w - 1 earlier: causal attention between equal offsets of two blocks
@@ -94,7 +95,7 @@ class Call(NamedTuple):
 
 
 def calls(start_BT: jax.Array, window_blocks: int, block_tokens: int, max_documents: int) -> tuple[Call, ...]:
-    """Split record 21's mask into calls of the kernels: every visible pair is in exactly one of them.
+    """Split the mask into calls of the kernels: every visible pair is in exactly one of them.
 
     `far` splits its keys at the starts of blocks and documents. A query takes part if its document contains the key
     aligned with it: then all keys of that sequence up to this one are in its document and in the right block.
@@ -105,12 +106,12 @@ def calls(start_BT: jax.Array, window_blocks: int, block_tokens: int, max_docume
     documents_N = jnp.nonzero(start_R == r_R, size=max_documents, fill_value=end)[0].astype(jnp.int32)
     blocks_N = np.add.outer(rows_B, np.arange(0, num_tokens, block_tokens)).ravel()
     bounds_N = jnp.append(documents_N, end)
-    near = Call(bounds_N, jnp.ones(end, bool), 0, shift - 1, num_tokens)
-    if shift >= num_tokens:
-        return (near,)
+    sliding = Call(bounds_N, jnp.ones(end, bool), 0, shift, num_tokens)
+    if block_tokens == 1 or shift >= num_tokens:
+        return (sliding,)
     cuts_N = jnp.sort(jnp.minimum(jnp.concatenate([blocks_N, bounds_N]), end - shift))
     far = Call(cuts_N.astype(jnp.int32), start_R[shift:] <= r_R[: end - shift], shift, -1, block_tokens)
-    return (near, far) if shift else (far,)
+    return (sliding._replace(left=shift - 1), far) if shift else (far,)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
