@@ -104,6 +104,21 @@ class TestForms:
         for a, b in zip(got, defined(shape), strict=True):
             assert jnp.linalg.norm(a - b) < 0.005 * jnp.linalg.norm(b)
 
+    def test_heads_have_several_angles_in_turn(self, name):
+        """Those with one angle are as if they were alone."""
+        q, k, dy = inputs((2, 8, 6, 16))
+        of_both = [a.reshape(8, 2, 8) for a in nn.rotary_angles(16, 16)]
+
+        def run(form: Callable[..., Any], angles: list[jax.Array], *qkdy: jax.Array) -> tuple[jax.Array, ...]:
+            y, pull = jax.vjp(lambda q, k: form(q, k, angles), *qkdy[:2])
+            return *y, *pull(qkdy[2:])
+
+        got = jax.jit(partial(run, FORMS[name]))([a.reshape(8, 16) for a in of_both], q, k, *dy)
+        for i in range(2):
+            alone = run(qk_norm, [a[:, i] for a in of_both], *(x[:, :, i::2] for x in (q, k, *dy)))
+            for a, b in zip(got, alone, strict=True):
+                np.testing.assert_allclose(a[:, :, i::2], b, atol=3e-6 * np.abs(b).max())
+
     def test_inside_shard_map(self, name):
         """As in the training step, one row per device. Pallas's interpreter cannot check varying mesh axes; the
         compiled kernels are checked elsewhere."""
@@ -122,13 +137,13 @@ class TestForms:
 
 
 @hopper.needs_compiler
-@pytest.mark.parametrize("head_dim", [16, 64, 128])
-def test_triton_compiles_for_an_h100(head_dim):
+@pytest.mark.parametrize(("head_dim", "num_angles"), [(16, 1), (64, 1), (128, 1), (128, 2)])
+def test_triton_compiles_for_an_h100(head_dim, num_angles):
     """One call forward, one backward; scratch holds only angles and one number per row."""
     x_BTHK = jax.ShapeDtypeStruct((8, 49152, 6, head_dim), jnp.bfloat16)
 
     def run(q: jax.Array, k: jax.Array, *dy: jax.Array) -> Any:
-        angles = nn.rotary_angles(49152, head_dim)
+        angles = [a.reshape(49152, -1) for a in nn.rotary_angles(num_angles * 49152, head_dim)]
         y, pull = jax.vjp(lambda q, k: qk_norm_triton.qk_norm(q, k, angles), q, k)
         return *y, *pull(dy)
 
@@ -138,7 +153,7 @@ def test_triton_compiles_for_an_h100(head_dim):
     assert memory
     assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == 2
     assert " copy(" not in text
-    assert memory.temp_size_in_bytes < 2 * 4 * 49152 * (head_dim // 2 + 6) + 2**20
+    assert memory.temp_size_in_bytes < 2 * 4 * 49152 * (num_angles * head_dim // 2 + 6) + 2**20
 
 
 H100 = QkNormCall(128, jnp.dtype(jnp.bfloat16), "gpu", "9.0")

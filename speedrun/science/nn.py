@@ -52,9 +52,13 @@ def rotary_angles(num_positions: int, head_dim: int) -> tuple[jax.Array, jax.Arr
 
 
 def rotary(x_BTHK: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotate pairs (i, i + K/2) of each head by position * f_i; in float32, returned in the dtype of `x_BTHK`."""
-    cos_BTHK, sin_BTHK = (a[None, :, None, :] for a in angles)
+    """Rotate pairs (i, i + K/2) of each head by position * f_i; in float32, returned in the dtype of `x_BTHK`.
+
+    Angles [T, n K/2] are those of n heads, which all heads have in turn.
+    """
     u, w = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
+    turns = (a.reshape(len(a), -1, u.shape[-1]) for a in angles)
+    cos_BTHK, sin_BTHK = (jnp.tile(a, (1, u.shape[2] // a.shape[1], 1))[None] for a in turns)
     turned_BTHK = jnp.concatenate([u * cos_BTHK + w * sin_BTHK, w * cos_BTHK - u * sin_BTHK], axis=-1)
     return turned_BTHK.astype(x_BTHK.dtype)
 

@@ -7,7 +7,7 @@ import jax
 
 from speedrun.science import nn
 
-#: Cosines and sines of `nn.rotary_angles`, f32 [T, K/2] each.
+#: Cosines and sines for `nn.rotary`, f32 [T, n K/2] each: heads 0 to n - 1 have angles of their own, which repeat.
 Angles = tuple[jax.Array, jax.Array]
 
 

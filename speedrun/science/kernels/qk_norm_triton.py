@@ -86,8 +86,9 @@ _qk_norm.defvjp(_forward, _backward)
 def _forward_kernel(*refs: Any) -> None:
     """Apply norm, then rotary, to a tile of queries and of keys, head by head."""
     cos_ref, sin_ref, q_ref, k_ref, yq_ref, yk_ref, rq_ref, rk_ref = refs
-    cos_CJ, sin_CJ = cos_ref[...], sin_ref[...]
+    turns = _turns(cos_ref, sin_ref, q_ref)
     for h in range(q_ref.shape[1]):
+        cos_CJ, sin_CJ = turns[h % len(turns)]
         loaded = _halves(q_ref, h), _halves(k_ref, h)  # loads are not moved before stores
         for (u_CJ, w_CJ), y_ref, r_ref in zip(loaded, (yq_ref, yk_ref), (rq_ref, rk_ref), strict=True):
             r_C = jax.lax.rsqrt(_mean(u_CJ * u_CJ, w_CJ * w_CJ) + nn.EPS)
@@ -98,14 +99,20 @@ def _forward_kernel(*refs: Any) -> None:
 def _backward_kernel(*refs: Any) -> None:
     """Remove from dy its component along y, rotate back and scale."""
     cos_ref, sin_ref, dyq_ref, dyk_ref, yq_ref, yk_ref, rq_ref, rk_ref, dq_ref, dk_ref = refs
-    cos_CJ, sin_CJ = cos_ref[...], sin_ref[...]
-    inputs = (dyq_ref, yq_ref, rq_ref), (dyk_ref, yk_ref, rk_ref)
+    turns, inputs = _turns(cos_ref, sin_ref, dq_ref), ((dyq_ref, yq_ref, rq_ref), (dyk_ref, yk_ref, rk_ref))
     for h in range(dq_ref.shape[1]):
+        cos_CJ, sin_CJ = turns[h % len(turns)]
         loaded = [(_halves(dy_ref, h), _halves(y_ref, h), r_ref[h, :]) for dy_ref, y_ref, r_ref in inputs]
         for ((du_CJ, dw_CJ), (u_CJ, w_CJ), r_C), dx_ref in zip(loaded, (dq_ref, dk_ref), strict=True):
             along_C = _mean(u_CJ * du_CJ, w_CJ * dw_CJ)[:, None]
             du_CJ, dw_CJ = du_CJ - along_C * u_CJ, dw_CJ - along_C * w_CJ
             _store(dx_ref, h, r_C, du_CJ * cos_CJ - dw_CJ * sin_CJ, dw_CJ * cos_CJ + du_CJ * sin_CJ)
+
+
+def _turns(cos_ref: Any, sin_ref: Any, x_ref: Any) -> list[tuple[jax.Array, jax.Array]]:
+    """Load cosines and sines of each head whose angles differ."""
+    half = x_ref.shape[2] // 2
+    return [(cos_ref[:, i : i + half], sin_ref[:, i : i + half]) for i in range(0, cos_ref.shape[1], half)]
 
 
 def _halves(ref: Any, h: int) -> tuple[jax.Array, jax.Array]:

@@ -114,15 +114,16 @@ def context(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernel
     """Compute documents, windows, angles, embeddings."""
     doc_BT, num_tokens = nn.documents(tokens_BT, cfg.document_token), tokens_BT.shape[1]
     at = partial(attention.angles, rotary_K=inputs["rotary"], scale=inputs["attention_scale"])
-    by_token = at(jnp.arange(num_tokens))
-    by_head = at(attention.paired_positions(num_tokens, cfg.num_heads))
+    by_token, by_half = at(jnp.arange(num_tokens)), at(jnp.arange(2 * num_tokens))
+    # In paired layers, head h of token t is at 2 t + h mod 2.
+    cosines_TK, sines_TK = (a.reshape(num_tokens, -1) for a in by_half)
     short, long = inputs.window("short_keys"), inputs.window("long_keys")
     return Context(
         kernels=kernels,
         views={
             "short": attention.view(doc_BT, short, by_token),
             "long": attention.view(doc_BT, long, by_token),
-            "paired": attention.view(jnp.repeat(doc_BT, 2, axis=1), short, by_head),
+            "paired": attention.view(jnp.repeat(doc_BT, 2, axis=1), short, (cosines_TK, sines_TK)),
         },
         compose_first_BT=sight(doc_BT, cfg.compose_keys, 1).first_BT,
         x0_BTD=nn.rms_norm(smeared(nn.lookup(p["embed"], tokens_BT), p)),

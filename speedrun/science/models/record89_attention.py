@@ -45,12 +45,6 @@ def angles(positions_N: jax.Array, rotary_K: jax.Array, scale: jax.Array) -> Ang
     return root * jnp.cos(theta_NK), root * jnp.sin(theta_NK)
 
 
-def paired_positions(num_tokens: int, num_heads: int) -> jax.Array:
-    """Return the positions of all heads of all tokens in paired layers: 2 t + h mod 2, i32 [T * H]."""
-    token_N, head_N = jnp.divmod(jnp.arange(num_tokens * num_heads), num_heads)
-    return 2 * token_N + head_N % 2
-
-
 class Heads(NamedTuple):
     """Queries, keys and values [B, T, H, K], ready for the softmax."""
 
@@ -67,12 +61,9 @@ def project(h_BTD: jax.Array, qk_HND: jax.Array, value_ND: jax.Array, num_heads:
 
 
 def rotated(heads: Heads, angles: Angles, kernels: Kernels) -> Heads:
-    """Apply QK-norm and rotary, with an angle for each token, or for each head of each token."""
-    q_BTHK, k_BTHK, v_BTHK = heads
-    rows = len(angles[0]) // q_BTHK.shape[1]  # 1, or the number of heads
-    shape = (len(q_BTHK), q_BTHK.shape[1] * rows, q_BTHK.shape[2] // rows, q_BTHK.shape[3])
-    q, k = kernels.qk_norm(q_BTHK.reshape(shape), k_BTHK.reshape(shape), angles)
-    return Heads(q.reshape(q_BTHK.shape), k.reshape(k_BTHK.shape), v_BTHK)
+    """Apply QK-norm and rotary."""
+    q_BTHK, k_BTHK = kernels.qk_norm(heads.q, heads.k, angles)
+    return Heads(q_BTHK, k_BTHK, heads.v)
 
 
 def with_key_offset(heads: Heads) -> Heads:
