@@ -36,10 +36,25 @@ def test_learned_scalars_are_not_rounded():
     np.testing.assert_allclose(got.astype(jnp.float32), 3.072, rtol=0.004)
 
 
-def test_a_frequent_ids_gradient_is_summed_in_float32():
+LOOKUPS = pytest.mark.parametrize("lookup", [nn.lookup, nn.lookup_of_few])
+
+
+@LOOKUPS
+def test_a_lookup_returns_rows_and_its_gradient_sums_for_each_row(lookup):
+    ids = np.array([[0, 7, 7, 3], [3, 7, 0, 5]])
+    table, g = np.arange(16.0).reshape(8, 2), np.arange(16.0).reshape(2, 4, 2)
+    rows, pull = jax.vjp(lambda table: lookup(table, jnp.asarray(ids)), jnp.asarray(table))
+    want = np.zeros_like(table)
+    np.add.at(want, ids, g)
+    np.testing.assert_array_equal(rows, table[ids])
+    np.testing.assert_array_equal(pull(jnp.asarray(g, rows.dtype))[0], want)
+
+
+@LOOKUPS
+def test_a_frequent_ids_gradient_is_summed_in_float32(lookup):
     """A bfloat16 sum of ones stops at 256."""
     ids, table = jnp.zeros((1, 1000), jnp.int32), jnp.ones((4, 2), jnp.bfloat16)
-    grad = jax.grad(lambda table: nn.lookup(table, ids).astype(jnp.float32).sum())(table)
+    grad = jax.grad(lambda table: lookup(table, ids).astype(jnp.float32).sum())(table)
     assert grad.dtype == jnp.bfloat16
     assert grad[0].tolist() == [1000.0, 1000.0]
 

@@ -39,6 +39,19 @@ def lookup(table_VD: jax.Array, ids_BT: jax.Array) -> jax.Array:
     return table_VD.astype(jnp.float32)[ids_BT].astype(table_VD.dtype)
 
 
+def lookup_of_few(table_VD: jax.Array, ids_BT: jax.Array) -> jax.Array:
+    """Do the same for a table with many more rows than ids: float32 sums are only of the rows that occur.
+
+    The last token with an id stands for all of them. The rows of such tokens are a small table without duplicates.
+    """
+    num_rows, ids_N = len(table_VD), ids_BT.reshape(-1)
+    t_N = jnp.arange(len(ids_N))
+    last_N = jnp.zeros(num_rows, jnp.int32).at[ids_N].max(t_N)[ids_N]
+    row_N = jnp.where(last_N == t_N, ids_N, num_rows + t_N)  # other tokens have none
+    rows_ND = table_VD.at[row_N].get(mode="fill", fill_value=0, unique_indices=True)
+    return lookup(rows_ND, last_N.reshape(ids_BT.shape))
+
+
 def rotary_angles(num_positions: int, head_dim: int) -> tuple[jax.Array, jax.Array]:
     """Return cosines and sines [T, K/2] of half-truncated rotary: half of the frequencies are zero.
 

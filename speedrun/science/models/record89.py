@@ -59,7 +59,7 @@ def bigrams(p: Params, tokens_BT: jax.Array, signs_SD: jax.Array) -> jax.Array:
     """
     row_BT = bigram_rows(tokens_BT, len(p["bigram_embed"]))
     sign_BT = ((previous(tokens_BT) ^ tokens_BT) % len(signs_SD)).at[:, 0].set(0)
-    vector_BTD = nn.lookup(p["bigram_embed"], row_BT)
+    vector_BTD = nn.lookup_of_few(p["bigram_embed"], row_BT)
     return vector_BTD * signs_SD[sign_BT].astype(vector_BTD.dtype)
 
 
