@@ -97,7 +97,7 @@ def test_the_compiled_program_is_the_one_that_runs(
 ):
     """Its donated bytes are the whole state, and it gathers and scatters each packed array once."""
     program = Program(tiny, h100(8))
-    compiled = deviceless.compiled_step(program, tiny.stages[0])
+    compiled = deviceless.compiled_step(program, 0)
     found = anatomy.dissect(compiled)
     assert found.memory.donated_bytes == footprint.state_bytes(program)
     packed = jax.eval_shape(program.layout.init, jax.random.key(0))

@@ -20,8 +20,6 @@ from jax.sharding import PartitionSpec as P
 from speedrun.ground import devices
 from speedrun.ground.errors import UsageError
 from speedrun.ground.mesh import arranged
-from speedrun.predict.cost import steps_of
-from speedrun.science.recipe import Stage
 from speedrun.science.step import TrainState
 from speedrun.training.program import Program
 
@@ -88,12 +86,13 @@ def compile_for_target(function: Any, *args: Any, options: Options = CUBLAS_GEMM
         jax.config.update(setting, stored_after_s)
 
 
-def compiled_step(program: Program, stage: Stage, options: Options = CUBLAS_GEMMS) -> Any:
-    """Compile the training step of a stage for the `target_mesh` of a program."""
-    ids_BT = _ids(program, stage.num_sequences, stage.seq_len)
+def compiled_step(program: Program, step: int, options: Options = CUBLAS_GEMMS) -> Any:
+    """Compile the training step of this number for the `target_mesh` of a program."""
+    shape = program.shape_at(step)
+    ids_BT = _ids(program, shape.num_sequences, shape.seq_len)
     state = jax.tree.map(partial(_placed, program), state_shape(program), program.specs)
     settings = {**program.compiler_options, **options}
-    train_step = program.train_step_for(program.static_at(steps_of(program, stage)[0]))
+    train_step = program.train_step_for(shape.static)
     return compile_for_target(train_step, state, ids_BT, ids_BT, _schedule(program), options=settings)
 
 

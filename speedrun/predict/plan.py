@@ -296,7 +296,7 @@ def _muon(program: Program, matrices: list[ParamSpec]) -> list[Work]:
 
 def _by_compiling(program: Program, stage: Stage, device: Device) -> _Found:
     """Read a step from its compiled program."""
-    compiled = compiled_step(program, stage)
+    compiled = compiled_step(program, cost.steps_of(program, stage)[0])
     found, module = anatomy.dissect(compiled), hlo.parse(compiled.as_text())
 
     def lines_with(attention: Attention) -> tuple[Line, ...]:

@@ -1,0 +1,164 @@
+"""The programs that eight H100 would run for record 89, compiled here without one: a change in one has to be meant.
+
+Golden values with tolerances, as in test_h100_program.py. A step takes a minute to compile, so each has one test.
+"""
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import pytest
+from test_h100_program import dims, names
+
+from speedrun.ground import mesh, track
+from speedrun.predict import anatomy, deviceless, hlo
+from speedrun.predict.anatomy import Anatomy
+from speedrun.science import recipes
+from speedrun.science.kernels.attention import Sight, Window
+from speedrun.science.kernels.choose import Kernels
+from speedrun.training.program import Program
+
+RECORD = recipes.load("record89")
+DEVICES = 8
+LAYERS_WITH_ATTENTION = 10
+BLOCK = 128  #: tokens, by which the schedule counts windows
+
+TABLE = RECORD.table(RECORD.config)
+#: What FSDP cannot do without: every parameter but the vectors, once, in the compute dtype.
+LEAST_BYTES = 2 * sum(spec.size for spec in TABLE.values() if spec.packed != "vector")
+
+#: By stage: tokens of a device and step, short and long windows in blocks, peak memory, and traffic without Adam.
+STAGES = [
+    (16_384, 1, 3, 10.5e9, 64.7e9),
+    (32_768, 3, 7, 18.8e9, 114.8e9),
+    (49_152, 5, 11, 27.5e9, 166.8e9),
+    (49_152, 6, 13, 27.5e9, 166.8e9),
+]
+#: Adam's part: an eighth of the tables, of their sums and moments.
+ADAM_BYTES = 1.9e9
+
+
+@pytest.fixture(scope="module")
+def program(h100) -> Program:
+    return Program(RECORD, h100(DEVICES))
+
+
+@dataclass(frozen=True)
+class Noting(Kernels):
+    """Notes shape, window and block of each call of attention, and does not compute it."""
+
+    calls: list[tuple[tuple[int, ...], int, int]] = field(default_factory=list)
+
+    def attention(
+        self,
+        q_BTHK: jax.Array,
+        k_BTHK: jax.Array,
+        v_BTHK: jax.Array,
+        sight: Sight,
+        /,
+        *,
+        scale: float,
+        window: Window,
+        block_tokens: int,
+    ) -> jax.Array:
+        del k_BTHK, sight, scale
+        self.calls.append((q_BTHK.shape, window.most, block_tokens))
+        return v_BTHK
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_all_ten_layers_have_windows_in_tokens(stage):
+    """Paired layers have twice the tokens and half of the heads, and the short window."""
+    num_tokens, short, long, *_ = STAGES[stage]
+    program, noting = Program(RECORD, mesh.make_mesh(1)), Noting("cpu", "")
+    step = RECORD.steps_of(stage)[0]
+    inputs = program.step.plan.at(step, program.step.plan.schedule, program.static_at(step))
+    params = {name: jax.ShapeDtypeStruct(spec.shape, jnp.bfloat16) for name, spec in TABLE.items()}
+    ids_BT = jax.ShapeDtypeStruct((1, num_tokens), jnp.int32)
+    jax.eval_shape(lambda p, t: RECORD.forward(p, t, inputs, RECORD.config, noting), params, ids_BT)
+    call = {
+        "short": ((1, num_tokens, 6, 128), short * BLOCK + 1, 1),
+        "long": ((1, num_tokens, 6, 128), long * BLOCK + 1, 1),
+        "paired": ((1, 2 * num_tokens, 3, 128), short * BLOCK + 1, 1),
+    }
+    kinds = ["paired", "short", "paired", "long", "short", "paired", "short", "short", "paired", "long"]
+    assert noting.calls == [call[kind] for kind in kinds]
+
+
+def test_a_run_compiles_eight_steps_and_its_validations():
+    """Two for each stage: Adam runs at every second step."""
+    program, rules = Program(RECORD, mesh.make_mesh(1)), track.load("main-8xh100")
+    steps = range(RECORD.num_steps)
+    assert len(dict.fromkeys(map(program.shape_at, steps))) == 8
+    validations = [step for step in steps if rules.validates_at(step)]
+    # Of seven, three differ from another only by Adam, which no validation has.
+    assert len(dict.fromkeys(map(program.eval_shape_at, [*validations, RECORD.num_steps]))) == 7
+
+
+def flops(text: str) -> Counter[str]:
+    """Of the model's products, in GEMMs and fusions, by their unit. Muon's do not grow with the tokens."""
+    module, found = hlo.parse(text), Counter[str]()
+    for one, computation, times in module.executed():
+        if "muon" not in (one.attribute(r'op_name="([^"]*)"') or ""):
+            for product in module.products(one, computation):
+                found[product.unit] += times * product.flops
+    return found
+
+
+def check_collectives(found: Anatomy, program: Program) -> None:
+    """Every parameter is gathered and scattered once, in 16 bits."""
+    arrays = len(program.layout.banks) + len(program.layout.tables)
+    kinds = Counter(one.kind for one in found.collectives)
+    assert (kinds["all-gather"], kinds["reduce-scatter"]) == (arrays, arrays), names(found)
+    assert {*kinds} == {"all-gather", "reduce-scatter", "all-reduce"}
+    for kind in ("all-gather", "reduce-scatter"):
+        assert LEAST_BYTES <= found.sent_bytes(kind) <= 1.02 * LEAST_BYTES, names(found)
+    assert {one.dtype for one in found.collectives if one.kind != "all-reduce"} == {"bf16"}, names(found)
+    assert found.sent_bytes("all-reduce") < 2**20, names(found)
+
+
+def check_arrays(found: Anatomy, num_tokens: int) -> None:
+    """No scores of all pairs; neither logits nor the stream in float32."""
+    arrays = {name: (name.partition("[")[0], dims(name)) for name in found.arrays}
+    assert not [
+        name for name, (_, sizes) in arrays.items() if max(map(sizes.count, {num_tokens, 2 * num_tokens})) > 1
+    ]
+    in_32 = [sizes for kind, sizes in arrays.values() if kind == "f32"]
+    assert not [sizes for sizes in in_32 if math.prod(sizes) >= num_tokens * RECORD.config.vocab_size]
+    assert [1, num_tokens, RECORD.config.model_dim] not in in_32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adam", [False, True], ids=["without Adam", "with Adam"])
+@pytest.mark.parametrize("stage", range(4))
+def test_a_step_is_the_one_that_was_meant(program, stage, adam):
+    num_tokens, _, _, peak_bytes, traffic_bytes = STAGES[stage]
+    step = next(step for step in RECORD.steps_of(stage) if RECORD.inputs_at(step)["adam"] == adam)
+    compiled = deviceless.compiled_step(program, step)
+    found, state = anatomy.dissect(compiled), deviceless.state_shape(program)
+    check_collectives(found, program)
+    check_arrays(found, num_tokens)
+    whole = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
+    assert found.memory.donated_bytes == pytest.approx(whole / DEVICES, rel=0.01)
+    assert found.memory.peak_bytes == pytest.approx(peak_bytes, rel=0.03)
+    assert found.traffic_bytes == pytest.approx(traffic_bytes + adam * ADAM_BYTES, rel=0.03)
+    assert found.unknown_loops == 0
+    # Attention's own are three; one normalises and turns queries and keys, one does so with gradients.
+    assert found.custom_calls["__gpu$xla.gpu.triton"] == (3 + 2) * LAYERS_WITH_ATTENTION
+    assert found.custom_calls["__cublas$lt$matmul$f8"] == 3
+    of = {group: sum(s.size for s in TABLE.values() if s.group == group) for group in ("matrix", "head")}
+    products = flops(compiled.as_text())
+    assert products["fp8"] == 6 * of["head"] * num_tokens
+    assert products["bf16"] == pytest.approx(6 * of["matrix"] * num_tokens, rel=0.01)
+
+
+@pytest.mark.slow
+def test_the_last_validation_fits_beside_the_state(program):
+    found = anatomy.dissect(deviceless.compiled_evaluation(program))
+    assert found.memory.peak_bytes < 40e9
+    assert {one.kind for one in found.collectives} == {"all-gather"}, names(found)
+    assert found.sent_bytes("all-gather") <= 1.02 * LEAST_BYTES, names(found)
+    assert found.custom_calls["__gpu$xla.gpu.triton"] == 2 * LAYERS_WITH_ATTENTION
+    assert "__cublas$lt$matmul$f8" not in found.custom_calls
