@@ -143,8 +143,8 @@ def test_triton_compiles_for_an_h100(head_dim, num_angles):
     x_BTHK = jax.ShapeDtypeStruct((8, 49152, 6, head_dim), jnp.bfloat16)
 
     def run(q: jax.Array, k: jax.Array, *dy: jax.Array) -> Any:
-        angles = [a.reshape(49152, -1) for a in nn.rotary_angles(num_angles * 49152, head_dim)]
-        y, pull = jax.vjp(lambda q, k: qk_norm_triton.qk_norm(q, k, angles), q, k)
+        cos, sin = (a.reshape(49152, -1) for a in nn.rotary_angles(num_angles * 49152, head_dim))
+        y, pull = jax.vjp(lambda q, k: qk_norm_triton.qk_norm(q, k, (cos, sin)), q, k)
         return *y, *pull(dy)
 
     program = hopper.compiled(run, *[x_BTHK] * 4)
