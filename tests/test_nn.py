@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from speedrun.science import nn
+from speedrun.science.models.record89_table import lookup_of_few
 
 
 @pytest.mark.parametrize("head_dim", [8, 32, 128])
@@ -36,7 +37,7 @@ def test_learned_scalars_are_not_rounded():
     np.testing.assert_allclose(got.astype(jnp.float32), 3.072, rtol=0.004)
 
 
-LOOKUPS = pytest.mark.parametrize("lookup", [nn.lookup, nn.lookup_of_few])
+LOOKUPS = pytest.mark.parametrize("lookup", [nn.lookup, lookup_of_few])
 
 
 @LOOKUPS

@@ -39,19 +39,6 @@ def lookup(table_VD: jax.Array, ids_BT: jax.Array) -> jax.Array:
     return table_VD.astype(jnp.float32)[ids_BT].astype(table_VD.dtype)
 
 
-def lookup_of_few(table_VD: jax.Array, ids_BT: jax.Array) -> jax.Array:
-    """Do the same for a table with many more rows than ids: float32 sums are only of the rows that occur.
-
-    The last token with an id stands for all of them. The rows of such tokens are a small table without duplicates.
-    """
-    num_rows, ids_N = len(table_VD), ids_BT.reshape(-1)
-    t_N = jnp.arange(len(ids_N))
-    last_N = jnp.zeros(num_rows, jnp.int32).at[ids_N].max(t_N)[ids_N]
-    row_N = jnp.where(last_N == t_N, ids_N, num_rows + t_N)  # other tokens have none
-    rows_ND = table_VD.at[row_N].get(mode="fill", fill_value=0, unique_indices=True)
-    return lookup(rows_ND, last_N.reshape(ids_BT.shape))
-
-
 def rotary_angles(num_positions: int, head_dim: int) -> tuple[jax.Array, jax.Array]:
     """Return cosines and sines [T, K/2] of half-truncated rotary: half of the frequencies are zero.
 
@@ -65,13 +52,11 @@ def rotary_angles(num_positions: int, head_dim: int) -> tuple[jax.Array, jax.Arr
 
 
 def rotary(x_BTHK: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotate pairs (i, i + K/2) of each head by position * f_i; in float32, returned in the dtype of `x_BTHK`.
-
-    Angles [T, n K/2] are those of n heads, which all heads have in turn.
-    """
+    """Rotate pairs (i, i + K/2) by position * f_i, in float32; angles [T, n K/2] are those of n heads in turn."""
     u, w = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
-    turns = (a.reshape(len(a), -1, u.shape[-1]) for a in angles)
-    cos_BTHK, sin_BTHK = (jnp.tile(a, (1, u.shape[2] // a.shape[1], 1))[None] for a in turns)
+    cos_BTHK, sin_BTHK = (
+        jnp.tile(a, (1, u[0, 0].size // a.shape[1])).reshape(1, *u.shape[1:]) for a in angles
+    )
     turned_BTHK = jnp.concatenate([u * cos_BTHK + w * sin_BTHK, w * cos_BTHK - u * sin_BTHK], axis=-1)
     return turned_BTHK.astype(x_BTHK.dtype)
 

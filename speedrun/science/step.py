@@ -32,8 +32,8 @@ from speedrun.science.params import Layout, Params
 from speedrun.science.recipe import Batch, Loss, Recipe
 
 #: XLA's settings by platform. They keep one reduce-scatter per bank, which starts as soon as its gradients are ready;
-#: XLA would combine all of them into one at the end, where no computation is left to overlap. And they round where the
-#: code does: without that, XLA keeps streams of 16 bits in 32.
+#: XLA would combine all of them into one at the end, where no computation is left to overlap. Streams of 16 bits
+#: stay so: XLA would keep them in 32.
 COMPILER_OPTIONS: dict[str, dict[str, bool | int | str]] = {
     "gpu": {
         "xla_gpu_all_gather_combine_threshold_bytes": 1,
