@@ -23,14 +23,7 @@ from speedrun.science.kernels.cross_entropy import Cap, Targets
 from speedrun.science.models import record89_attention as attention
 from speedrun.science.models.record89_attention import Heads, View
 from speedrun.science.models.record89_prefix import prefixes
-from speedrun.science.models.record89_table import (
-    BIGRAM_ID,
-    BIGRAM_PREVIOUS,
-    GATE_INPUTS,
-    MUDD_SCALE,
-    Config,
-    lookup_of_few,
-)
+from speedrun.science.models.record89_table import BIGRAM_ID, BIGRAM_PREVIOUS, GATE_INPUTS, MUDD_SCALE, Config
 from speedrun.science.params import Params
 from speedrun.science.recipe import Batch, Forward, Loss, Vocabulary
 
@@ -66,7 +59,7 @@ def bigrams(p: Params, tokens_BT: jax.Array, signs_SD: jax.Array) -> jax.Array:
     """
     row_BT = bigram_rows(tokens_BT, len(p["bigram_embed"]))
     sign_BT = ((previous(tokens_BT) ^ tokens_BT) % len(signs_SD)).at[:, 0].set(0)
-    vector_BTD = lookup_of_few(p["bigram_embed"], row_BT)
+    vector_BTD = attention.lookup_of_few(p["bigram_embed"], row_BT)
     return vector_BTD * signs_SD[sign_BT].astype(vector_BTD.dtype)
 
 
