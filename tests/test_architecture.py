@@ -41,11 +41,11 @@ MESH = "speedrun.ground.mesh"
 HEAVY = {"jax", "jaxlib", "optax", "orbax", "matplotlib", "datasets", "huggingface_hub", "tiktoken", "wandb"}
 
 #: Budgets of lines that are not blank.
-SCIENCE_LINES = 1_200
+SCIENCE_LINES = 1_205
 #: Record 89 has three times the mechanisms of record 21, and optimisers of its own.
-MORE_SCIENCE = {"record89": 570}
+MORE_SCIENCE = {"record89": 575}
 #: Of these, 700 are checkpoints, the watchdog, several processes, replicas on many nodes and fault injection.
-CLOSURE_LINES = 4_650
+CLOSURE_LINES = 4_654
 #: Kernels are counted by themselves: a record carries all forms its step could have chosen.
 KERNEL_LINES = 1_500
 #: Of the package without science, blank lines included; of one file; of one function, without decorators.
