@@ -183,7 +183,7 @@ def test_the_gradient_of_its_loss_is_that_of_the_definition(toy):
 
 
 def test_the_toy_trains_on_one_device_like_a_plain_loop(toy, batches, plain_losses):
-    program, steps, losses = Program(toy, mesh.make_mesh(1)), {}, []
+    program, steps, losses = Program(toy, mesh.make_mesh(1), vocabulary=()), {}, []
     state = program.init(jax.random.key(0))
     for step, ids_BT in enumerate(batches):
         static = program.shape_at(step).static
