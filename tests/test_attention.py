@@ -266,6 +266,7 @@ def test_triton_compiles_for_an_h100(head_dim):
     assert scratch_bytes < 4 * 2**20
 
 
+@pytest.mark.slow
 def test_mosaic_interpreted(monkeypatch):
     """Small (four computing warpgroups, one head), because each copy and product is a callback."""
     hopper.teach_interpreter_transposes(monkeypatch)

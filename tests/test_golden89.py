@@ -516,3 +516,24 @@ def test_golden89_the_first_steps_agree(golden):
 @pytest.mark.parametrize("num_devices", [1, 8])
 def test_golden89_all_steps_agree(golden, num_devices):
     assert_run_agrees(Run(golden, num_devices, OPTIMISED), len(golden.schedule))
+
+
+def test_golden89_the_schedule_of_the_real_run_agrees():
+    """All 1,285 steps at full size, and the frequencies of each window."""
+    path = FOLDER / "units2026.npz"
+    if not path.exists():
+        pytest.skip(f"no {path.name} in {FOLDER}")
+    with np.load(path) as file:
+        units = dict(file)
+    recipe = recipes.load("record89")
+    rows = [recipe.inputs_at(step) for step in range(recipe.num_steps)]
+    assert len(rows) == len(units["full/lr"]) == 1285
+    for ours, theirs in (("lr_scale", "lr"), ("momentum", "momentum"), ("prefix_weight", "prefix")):
+        got = [row[ours] for row in rows]
+        np.testing.assert_allclose(got, units[f"full/{theirs}"], rtol=1e-6, atol=1e-7, err_msg=ours)
+    weights = np.stack([row["target_weights"] for row in rows])
+    np.testing.assert_allclose(weights, units["full/mtp"], rtol=1e-6, atol=1e-7)
+    for step, blocks, scale in zip((0, 423, 847, 1270), (3, 7, 11, 13), units["rope/scales"], strict=True):
+        assert rows[step]["long_keys"] == 128 * blocks + 1
+        np.testing.assert_allclose(rows[step]["rotary"], units[f"rope/{blocks}"], rtol=1e-6)
+        assert rows[step]["attention_scale"] == pytest.approx(scale, rel=1e-6)
