@@ -131,6 +131,7 @@ def test_every_product_of_the_mathematics_is_counted(compiled, program):
     assert flops["bf16"] == pytest.approx(6 * sizes["matrix"] * TOKENS, rel=0.01)
 
 
+@pytest.mark.slow
 def test_plan_and_scale_and_arithmetic_give_one_answer(compiled, monkeypatch):
     """And it is near what eight H100 are published to take for the same mathematics in PyTorch: 101.6 ms."""
     monkeypatch.setattr(planning, "compiled_step", lambda *_: compiled)

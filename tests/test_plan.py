@@ -62,6 +62,7 @@ def test_arithmetic_comes_near_the_reference(full_size: Recipe):
     assert stage.gathered_bytes == stage.scattered_bytes == 2 * (plan.num_params - 52)
 
 
+@pytest.mark.slow
 def test_kernels_are_those_of_one_device():
     """Attention runs in each layer and microbatch, once forward and twice backward; Muon once a step, on stacks."""
     recipe = recipes.load("record21")
