@@ -14,7 +14,7 @@ from speedrun.science import recipes
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels.choose import Kernels
 from speedrun.science.params import Params
-from speedrun.science.recipe import Recipe, Stage
+from speedrun.science.recipe import IDENTITY, Recipe, Stage
 
 #: Sizes of the configs; a config has only some of them.
 SMALL: dict[str, Any] = {
@@ -50,19 +50,8 @@ def small(name: str, *, schedule: Any = None, **config: Any) -> Recipe:
 
 def numbers(recipe: Recipe) -> dict[str, Any]:
     """Return everything of a recipe but its names and functions."""
-    names = {
-        "name",
-        "summary",
-        "parent",
-        "revision",
-        "table",
-        "forward",
-        "logits",
-        "loss",
-        "carry",
-        "constants",
-    }
-    return {key: value for key, value in dataclasses.asdict(recipe).items() if key not in names}
+    given = dataclasses.asdict(recipe).items()
+    return {key: value for key, value in given if key not in IDENTITY and not callable(value)}
 
 
 def start(recipe: Recipe, ending: str) -> set[tuple[float, ...]]:

@@ -24,6 +24,7 @@ from speedrun.science.inputs import Inputs
 from speedrun.science.kernels.choose import Kernels
 from speedrun.science.models import record89 as model
 from speedrun.science.models import record89_attention as attention
+from speedrun.science.models import record89_tokens as tokens89
 from speedrun.science.params import Params
 from speedrun.science.recipe import Batch, Loss, Recipe, Stage
 from speedrun.training.program import Program
@@ -250,7 +251,7 @@ def test_golden89_documents_and_hashes_agree(golden):
     for step in range(len(golden.schedule)):
         for m, tokens in enumerate(golden.rows(step)[0]):
             want = golden.below(f"batch/{step}/{m}/")
-            rows = model.bigram_rows(jnp.asarray(tokens)[None], golden.config["bigram_rows"])[0]
+            rows = tokens89.bigram_rows(jnp.asarray(tokens)[None], golden.config["bigram_rows"])[0]
             assert rows.tolist() == want["bigram"].tolist()
             # A document of no tokens at the end has no separator among the inputs.
             starts = np.flatnonzero(tokens == golden.config["document_token"])

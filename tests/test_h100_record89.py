@@ -6,6 +6,7 @@ Golden values with tolerances, as in test_h100_program.py. A step takes a minute
 import math
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from speedrun.ground import mesh, track
 from speedrun.predict import anatomy, deviceless, hlo
 from speedrun.predict.anatomy import Anatomy
 from speedrun.science import recipes
-from speedrun.science.kernels.attention import Sight, Window
+from speedrun.science.kernels.attention import Window
 from speedrun.science.kernels.choose import Kernels
 from speedrun.training.program import Program
 
@@ -51,21 +52,9 @@ class Noting(Kernels):
 
     calls: list[tuple[tuple[int, ...], int, int]] = field(default_factory=list)
 
-    def attention(
-        self,
-        q_BTHK: jax.Array,
-        k_BTHK: jax.Array,
-        v_BTHK: jax.Array,
-        sight: Sight,
-        /,
-        *,
-        scale: float,
-        window: Window,
-        block_tokens: int,
-    ) -> jax.Array:
-        del k_BTHK, sight, scale
-        self.calls.append((q_BTHK.shape, window.most, block_tokens))
-        return v_BTHK
+    def attention(self, *qkv_BTHK: Any, window: Window, block_tokens: int, **_: Any) -> jax.Array:
+        self.calls.append((qkv_BTHK[0].shape, window.most, block_tokens))
+        return qkv_BTHK[2]
 
 
 @pytest.mark.parametrize("stage", range(4))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from speedrun.science import nn
-from speedrun.science.models.record89_attention import lookup_of_few
+from speedrun.science.models.record89_tokens import lookup_of_few
 
 
 @pytest.mark.parametrize("head_dim", [8, 32, 128])

@@ -16,7 +16,7 @@ from speedrun.cli import command
 from speedrun.data import fetch, gpt2, inventory, tokenizer, vocabulary
 from speedrun.ground import track as tracks
 from speedrun.ground.errors import DataError
-from speedrun.science.models.record89_prefix import prefixes
+from speedrun.science.models.record89_tokens import prefixes
 
 ROOT = Path(__file__).parent.parent
 RANKS = ROOT.parent / "shared" / "data" / "gpt2-bpe" / "r50k_base.tiktoken"

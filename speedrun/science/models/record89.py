@@ -1,4 +1,4 @@
-"""The architecture of speedrun record 89, the fastest of 2026: eleven layers around one residual stream.
+"""The architecture of speedrun record 89 (2026): eleven layers around one residual stream.
 
 docs/record89.md explains it with a drawing. Layers count from 0.
 
@@ -12,55 +12,24 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from speedrun.science import nn
-from speedrun.science.inputs import Arrays, Inputs
+from speedrun.science.inputs import Inputs
 from speedrun.science.kernels import cross_entropy
 from speedrun.science.kernels.attention import sight
 from speedrun.science.kernels.choose import Kernels
-from speedrun.science.kernels.cross_entropy import Cap, Targets
+from speedrun.science.kernels.cross_entropy import Cap
 from speedrun.science.models import record89_attention as attention
 from speedrun.science.models.record89_attention import Heads, View
-from speedrun.science.models.record89_prefix import prefixes
-from speedrun.science.models.record89_table import BIGRAM_ID, BIGRAM_PREVIOUS, GATE_INPUTS, MUDD_SCALE, Config
+from speedrun.science.models.record89_table import GATE_INPUTS, MUDD_SCALE, Config
+from speedrun.science.models.record89_tokens import bigrams, previous, targets_of
 from speedrun.science.params import Params
-from speedrun.science.recipe import Batch, Forward, Loss, Vocabulary
+from speedrun.science.recipe import Batch, Forward, Loss
 
 LATE = 4  #: the layer before which the second half of the gates is computed
 SKIP = 6  #: the layer that has the stream after layer 3 in place of attention (record 49)
 FROZEN = 7  #: attention of the layers behind it reads the stream after this one (record 77)
 LAST = 10
-
-
-# --- inputs derived from tokens
-
-
-def previous(x_BT: jax.Array) -> jax.Array:
-    """Return the entry of the token before; zero for the first: [B, T, ...]."""
-    return jnp.pad(x_BT, ((0, 0), (1, 0), *((0, 0),) * (x_BT.ndim - 2)))[:, :-1]
-
-
-def bigram_rows(tokens_BT: jax.Array, rows: int) -> jax.Array:
-    """Return the row of each token and the one before it: ((a id) xor (b previous id)) mod (rows - 1), i32 [B, T].
-
-    The first token has the last row. To the second, the first counts as id rows - 1: a quirk of the recipe.
-    Record 62, @classiclarryd.
-    """
-    before_BT = previous(tokens_BT.at[:, 0].set(rows - 1))
-    hashed_BT = ((BIGRAM_ID * tokens_BT) ^ (BIGRAM_PREVIOUS * before_BT)) % (rows - 1)
-    return hashed_BT.at[:, 0].set(rows - 1)
-
-
-def bigrams(p: Params, tokens_BT: jax.Array, signs_SD: jax.Array) -> jax.Array:
-    """Return the vectors of token pairs, with the random signs of a second hash: [B, T, D]. Records 62 and 83.
-
-    Pairs that share a row of the table rarely share signs.
-    """
-    row_BT = bigram_rows(tokens_BT, len(p["bigram_embed"]))
-    sign_BT = ((previous(tokens_BT) ^ tokens_BT) % len(signs_SD)).at[:, 0].set(0)
-    vector_BTD = attention.lookup_of_few(p["bigram_embed"], row_BT)
-    return vector_BTD * signs_SD[sign_BT].astype(vector_BTD.dtype)
 
 
 def smeared(e_BTD: jax.Array, p: Params) -> jax.Array:
@@ -296,45 +265,9 @@ def logits(p: Params, x_ND: jax.Array, cfg: Config) -> jax.Array:
     return cross_entropy.logits(x_ND, p["head"], cap=CAP)
 
 
-def targets_of(targets_BT: jax.Array, inputs: Inputs) -> Targets:
-    """Return what each token predicts: the next tokens of its sequence, and the prefix of the first of them.
-
-    The prefix of a token is the longest other token that its bytes begin with. The softmax has the weights of all
-    targets also at the end of a sequence, where some do not exist: the recipe's gradient is not the derivative there.
-    Records 53 and 88.
-    """
-    num_ahead, (rows, num_tokens) = inputs["targets"], targets_BT.shape
-    longer_BT = jnp.pad(targets_BT, ((0, 0), (0, num_ahead - 1)), constant_values=-1)
-    ids = [longer_BT[:, m : m + num_tokens].reshape(-1) for m in range(num_ahead)]
-    ahead_M = inputs["target_weights"][:num_ahead]
-    weights = [jnp.where(ids_N >= 0, weight, 0.0) for ids_N, weight in zip(ids, ahead_M, strict=True)]
-    softmax_N = jnp.broadcast_to(jnp.sum(ahead_M), (rows * num_tokens,))
-    if inputs["has_prefix"]:
-        ids.append(inputs["prefixes"][ids[0]])
-        weights.append(jnp.where(ids[-1] >= 0, inputs["prefix_weight"], 0.0))
-        softmax_N += weights[-1]
-    return Targets(jnp.stack(ids, axis=1), jnp.stack(weights, axis=1), softmax_N)
-
-
 def loss(p: Params, batch: Batch, inputs: Inputs, cfg: Config, kernels: Kernels, forward: Forward) -> Loss:
     """Return the weighted negative log likelihood of the targets, summed over the tokens of a sequence."""
     x_BTD = forward(p, batch.tokens_BT, inputs, cfg, kernels)
     x_ND, targets = x_BTD.reshape(-1, cfg.model_dim), targets_of(batch.targets_BT, inputs)
     losses = kernels.weighted_cross_entropy(x_ND, p["head"], targets, cap=CAP, fp8=cfg.head_fp8)
     return Loss(losses.weighted / len(x_BTD), losses.first / len(x_ND))
-
-
-# --- constants
-
-
-def constants(cfg: Config, vocabulary: Vocabulary) -> Arrays:
-    """Return the signs of token pairs, the same in all runs, and the prefix of each token if ids have bytes.
-
-    `bigram_signs` is i8 [S, D], +-1; `prefixes` is i32 [V], -1 for none.
-    """
-    shape = cfg.sign_rows, cfg.model_dim
-    signs_SD = np.array(jax.random.rademacher(jax.random.key(89), shape, jnp.int8))
-    if not vocabulary:
-        return {"bigram_signs": signs_SD}
-    rest = np.full(cfg.vocab_size - len(vocabulary), -1, np.int32)
-    return {"bigram_signs": signs_SD, "prefixes": np.concatenate([prefixes(vocabulary), rest])}

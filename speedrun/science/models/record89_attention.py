@@ -8,7 +8,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from speedrun.science import nn
 from speedrun.science.kernels.attention import Sight, Window, sight
 from speedrun.science.kernels.attention_banded import padded, tiles, with_tiles_before
 from speedrun.science.kernels.choose import Kernels
@@ -144,13 +143,3 @@ def composed(
         :, :num_tokens
     ]
     return w2_BTH[..., None].astype(mixed_BTHK.dtype) * mixed_BTHK
-
-
-def lookup_of_few(table_VD: jax.Array, ids_BT: jax.Array) -> jax.Array:
-    """Look up in a table with many more rows than ids: gradients are summed in float32 only for those that occur."""
-    num_rows, ids_N = len(table_VD), ids_BT.reshape(-1)
-    t_N = jnp.arange(len(ids_N))
-    last_N = jnp.zeros(num_rows, jnp.int32).at[ids_N].max(t_N)[ids_N]  # stands for all tokens with its id
-    row_N = jnp.where(last_N == t_N, ids_N, num_rows + t_N)  # the others have none
-    rows_ND = table_VD.at[row_N].get(mode="fill", fill_value=0, unique_indices=True)
-    return nn.lookup(rows_ND, last_N.reshape(ids_BT.shape))

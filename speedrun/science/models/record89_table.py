@@ -28,8 +28,6 @@ Extra = Literal["value", "offset", "exclusive", "gate", "compose"]
 ATTENTION: tuple[Attention, ...] = ("short", "long", "paired", "none")
 EXTRAS: tuple[Extra, ...] = ("value", "offset", "exclusive", "gate", "compose")
 
-#: Factors of the hash of token pairs.
-BIGRAM_ID, BIGRAM_PREVIOUS = 36313, 27191
 #: Entries of a state that its gates read.
 GATE_INPUTS = 6
 #: Of the mixing weights; biases are stored divided by it.

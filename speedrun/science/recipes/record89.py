@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from speedrun.science.kernels.cross_entropy_gpu import RECORD89
-from speedrun.science.models.record89 import constants, forward, logits, loss
+from speedrun.science.models.record89 import forward, logits, loss
 from speedrun.science.models.record89_table import Config, Layer, rate_of, table
+from speedrun.science.models.record89_tokens import constants
 from speedrun.science.optim.cautious_adam import AdamGroup
 from speedrun.science.optim.record89 import NorMuonAndAdam
 from speedrun.science.recipe import Recipe, Stage
