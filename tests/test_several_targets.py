@@ -32,7 +32,6 @@ from speedrun.science.kernels.cross_entropy import (
     single_targets,
     weighted_cross_entropy,
     weighted_on_cpu,
-    weighted_targets,
 )
 
 UNITS = Path(os.environ.get("SPEEDRUN_GOLDEN", Path(__file__).parent / "golden")) / "units2026.npz"
@@ -52,6 +51,12 @@ def ahead(next_N: np.ndarray, prefix_N: np.ndarray) -> np.ndarray:
     """The next three tokens and the prefix of the next one; -1 where there is none."""
     longer_N = np.concatenate([next_N, [-1, -1]])
     return np.stack([next_N, longer_N[1:-1], longer_N[2:], prefix_N], axis=1).astype(np.int32)
+
+
+def weighted_targets(ids_NM: jax.Array, weights_M: jax.Array) -> Targets:
+    """Return targets with one weight for each column, and the derivative as gradient."""
+    weights_NM = jnp.where(ids_NM >= 0, weights_M[None, :], 0.0)
+    return Targets(ids_NM, weights_NM, jnp.sum(weights_NM, axis=1))
 
 
 def targets_of(ids_NM: np.ndarray, weights_M: Any, rule: str) -> Targets:

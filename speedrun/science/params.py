@@ -111,7 +111,8 @@ class Layout:
 
     def __post_init__(self) -> None:
         for name, spec in self.table.items():
-            if spec.like and _draw(self.table.get(spec.like)) != (spec.shape, spec.init, None):
+            twin = self.table.get(spec.like or name, spec)
+            if (twin.shape, twin.init, twin.like) != (spec.shape, spec.init, None):
                 raise UsageError(
                     f"its table draws {name!r} like {spec.like!r}; need a parameter with a draw of its own and the "
                     "same shape and init"
@@ -230,10 +231,6 @@ def count(table: Mapping[str, ParamSpec]) -> int:
 
 def _key_of(name: str, key: jax.Array) -> jax.Array:
     return jax.random.fold_in(key, zlib.crc32(name.encode()))
-
-
-def _draw(spec: ParamSpec | None) -> tuple[Any, ...] | None:
-    return spec and (spec.shape, spec.init, spec.like)
 
 
 def _wide(x: jax.Array) -> jax.Array:

@@ -56,12 +56,6 @@ class Losses(NamedTuple):
     first: jax.Array  #: of the first targets, each with weight 1; for logs, without a gradient
 
 
-def weighted_targets(ids_NM: jax.Array, weights_M: jax.Array) -> Targets:
-    """Return targets with one weight for each column, and the derivative as gradient."""
-    weights_NM = jnp.where(ids_NM >= 0, weights_M[None, :], 0.0)
-    return Targets(ids_NM, weights_NM, jnp.sum(weights_NM, axis=1))
-
-
 def single_targets(targets_N: jax.Array) -> Targets:
     """Return one target for each token, with weight 1."""
     ones_N = jnp.ones(targets_N.shape, jnp.float32)

@@ -65,13 +65,7 @@ class NorMuonState(NamedTuple):
 
 
 def normuon(
-    names: Collection[str],
-    rates: Callable[[], Params],
-    lr: float,
-    *,
-    decay: float,
-    beta2: float,
-    dtype: Dtype,
+    names: Collection[str], rates: Callable[[], Params], lr: float, decay: float, beta2: float, dtype: Dtype
 ) -> optax.GradientTransformationExtraArgs:
     """M <- mu M + (1 - mu) G;  D = normalize(polar_express(mu M + (1 - mu) G));  a = lr * lr_scale.
 

@@ -44,13 +44,6 @@ class NorMuonAndAdam:
             raise UsageError(f"its optimizer has no AdamGroup for group {missing[0]!r} of its table")
         groups = {name: settings[group] for name, group in others.items()}
         rates = partial(layout.per_matrix, self.rate_of)
-        muon = normuon(
-            matrices,
-            rates,
-            self.muon_lr,
-            decay=self.muon_decay,
-            beta2=self.muon_beta2,
-            dtype=self.polar_dtype,
-        )
+        muon = normuon(matrices, rates, self.muon_lr, self.muon_decay, self.muon_beta2, self.polar_dtype)
         adam = cautious_adam(groups, self.tied, self.adam_lr, eps=self.adam_eps, decay=self.adam_decay)
         return optax.chain(muon, adam)
