@@ -204,6 +204,7 @@ def finished(toy: Recipe, smoke_data: Path, tmp_path_factory: pytest.TempPathFac
     return config
 
 
+@pytest.mark.slow
 def test_a_run_on_eight_devices_is_a_record_with_the_same_losses(toy, plain_losses, finished):
     (log,) = finished.out.glob("runs/*/metrics.jsonl")
     events = [line.event for line in runlog.read(log)]

@@ -165,6 +165,7 @@ def test_another_process_ends_with_the_same_bytes_and_tells_no_secret(config, un
         assert not [leak for leak in leaks.find(path.read_bytes(), own) if leak.secret], path
 
 
+@pytest.mark.slow
 def test_killed_between_saves(config, unbroken, tmp_path):
     """At the tenth step, some steps after the checkpoint; what came after it is told as lost."""
     out = tmp_path / "out"

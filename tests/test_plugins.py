@@ -52,10 +52,12 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-_NIGHTLY = [pytest.param(name, marks=pytest.mark.slow) for name in ("swiglu", "adamw", "snoo", "chars")]
+_NIGHTLY = [
+    pytest.param(name, marks=pytest.mark.slow) for name in ("grouped", "swiglu", "adamw", "snoo", "chars")
+]
 
 
-@pytest.mark.parametrize("name", ["gelu", "grouped", *_NIGHTLY])
+@pytest.mark.parametrize("name", ["gelu", *_NIGHTLY])
 def test_an_example_trains_alike_on_one_device_and_eight(name: str, folder: Path) -> None:
     recipe = recipes.load(resolve(str(folder / f"{name}.py")))
     two_layers = {"config.mixing": "('long', 'short')", "config.value_tables": "(0, -1)"}
@@ -109,6 +111,7 @@ def test_shards_of_bytes_are_those_of_the_track_and_the_recipe_of_characters(
     assert bytes(found.val[0].read(0, 21)[1:].astype(np.uint8)) == b"Was it a cat I saw? "
 
 
+@pytest.mark.slow
 def test_a_run_of_one_is_a_record_that_carries_it(folder: Path, tmp_path: Path, smoke_data: Path) -> None:
     recipe = sr.load(str(folder / "gelu.py")).override(SMALL)
     record = sr.run(recipe, track="smoke-cpu", out=tmp_path / "record", data=smoke_data, quiet=True)

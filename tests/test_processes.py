@@ -245,6 +245,7 @@ def losses_alone(config: RunConfig, num_steps: int) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_stops_both_at_the_same_step_with_one_checkpoint(tmp_path, smoke_data, monkeypatch):
     """As two nodes, with a replica each; up to there they train what one process does."""
     with_start(monkeypatch, tmp_path, NODES.format(per_node=1))

@@ -229,8 +229,8 @@ def at_laptop_size(name: str) -> Recipe:
     )
 
 
-#: A change of the other recipes also shows in these two.
-_QUICK = ("record21", "smoke")
+#: A change of record 21 also shows in tests/test_golden.py, of the others also in this one.
+_QUICK = ("smoke",)
 
 
 @pytest.mark.parametrize(
@@ -365,6 +365,7 @@ def test_record_21_keeps_its_tables_and_their_moments_in_16_bits():
     assert "scalars" in program.layout.groups
 
 
+@pytest.mark.slow
 def test_adam_for_everything_is_another_optimiser_and_trains(base):
     adam = AdamOnly(matrix_lr=0.01, embed_lr=0.3, head_lr=0.008, scalar_lr=0.04, adam=Adam(0.8, 0.95, 1e-10))
     losses = trace(dataclasses.replace(SMALL, optimizer=adam))

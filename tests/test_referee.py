@@ -507,6 +507,7 @@ def test_an_honest_run_is_what_it_says(unbroken, tmp_path):  # noqa: F811
     assert [result.status for result in results] == ["ok"] * 6
 
 
+@pytest.mark.slow
 def test_each_validation_is_scored_with_the_window_of_its_own_step(unbroken, tmp_path):  # noqa: F811
     """A window that grows: the first validation sees less than the last, as in the run."""
     handed_over(unbroken, tmp_path)

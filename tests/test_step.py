@@ -78,7 +78,7 @@ def gradients_on_eight(on_eight) -> tuple[float, dict[str, np.ndarray]]:
 
 @pytest.mark.parametrize(
     ("num_devices", "microbatches"),
-    [(1, 8), (2, 16), (8, 16), *(pytest.param(n, n, marks=pytest.mark.slow) for n in (1, 4))],
+    [(1, 8), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(2, 16), (8, 16), (1, 1), (4, 4)])],
 )
 def test_devices_and_accumulation_do_not_matter(
     tiny, on_eight, gradients_on_eight, num_devices, microbatches

@@ -321,7 +321,13 @@ def test_a_run_that_breaks_off_tells_what_it_read(tmp_path, smoke_data, monkeypa
 @pytest.mark.parametrize(
     ("sent", "seen", "exit_code", "said"),
     [
-        (signal.SIGTERM, "warmup_start", 75, "broke off before the clock: Terminated: stopped by SIGTERM"),
+        pytest.param(
+            signal.SIGTERM,
+            "warmup_start",
+            75,
+            "broke off before the clock: Terminated: stopped by SIGTERM",
+            marks=pytest.mark.slow,
+        ),
         (signal.SIGTERM, "step", 75, "of 400 steps: Terminated: stopped by SIGTERM"),
         (signal.SIGINT, "data", 75, "broke off before the clock: Terminated: stopped by SIGINT"),
     ],
