@@ -33,6 +33,15 @@ SHAPES = {
 }
 
 
+#: Record 89 has the root of attention's scale in its angles.
+LENGTH = 0.36
+
+
+def scaled_angles(num_positions: int, head_dim: int) -> tuple[jax.Array, jax.Array]:
+    cos_TK, sin_TK = nn.rotary_angles(num_positions, head_dim)
+    return LENGTH * cos_TK, LENGTH * sin_TK
+
+
 def inputs(shape: tuple[int, ...], dtype: Any = jnp.float32) -> tuple[Any, ...]:
     """Return small queries, large keys, and their cotangents."""
     qk, dy = jax.random.normal(jax.random.key(0), (2, 2, *shape))
@@ -42,7 +51,7 @@ def inputs(shape: tuple[int, ...], dtype: Any = jnp.float32) -> tuple[Any, ...]:
 def value_and_gradients(form: Callable[..., Any], shape: tuple[int, ...], dtype: Any) -> list[jax.Array]:
     """Return values and gradients of queries and keys, as float32."""
     q, k, dy = inputs(shape, dtype)
-    angles = nn.rotary_angles(shape[1], shape[3])
+    angles = scaled_angles(shape[1], shape[3])
 
     @jax.jit
     def run(q: jax.Array, k: jax.Array, dy: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
@@ -61,10 +70,10 @@ def defined(shape: tuple[int, ...]) -> list[jax.Array]:
 
 
 def formula(x_BTHK: np.ndarray) -> np.ndarray:
-    """Compute in complex numbers and float64: z / rms(z), rotated by -t f."""
+    """Compute in complex numbers and float64: z / rms(z), rotated by -t f, times a length."""
     half, quarter = x_BTHK.shape[3] // 2, x_BTHK.shape[3] // 4
     f = np.concatenate([(1 / 1024) ** (np.arange(quarter) / (quarter - 1)), np.zeros(quarter)])
-    turn = np.exp(-1j * np.arange(x_BTHK.shape[1])[:, None] * f)[None, :, None, :]
+    turn = LENGTH * np.exp(-1j * np.arange(x_BTHK.shape[1])[:, None] * f)[None, :, None, :]
     root = np.sqrt(np.mean(x_BTHK**2, axis=-1, keepdims=True) + 1.1920929e-07)
     z = (x_BTHK[..., :half] + 1j * x_BTHK[..., half:]) / root * turn
     return np.concatenate([z.real, z.imag], axis=-1)
@@ -107,7 +116,7 @@ class TestForms:
     def test_heads_have_several_angles_in_turn(self, name):
         """Those with one angle are as if they were alone."""
         q, k, dy = inputs((2, 8, 6, 16))
-        of_both = [a.reshape(8, 2, 8) for a in nn.rotary_angles(16, 16)]
+        of_both = [a.reshape(8, 2, 8) for a in scaled_angles(16, 16)]
 
         def run(form: Callable[..., Any], angles: list[jax.Array], *qkdy: jax.Array) -> tuple[jax.Array, ...]:
             y, pull = jax.vjp(lambda q, k: form(q, k, angles), *qkdy[:2])
@@ -125,7 +134,7 @@ class TestForms:
         shape, rows = (2, 8, 3, 16), jax.sharding.PartitionSpec("data")
 
         def run(q: jax.Array, k: jax.Array, dy: tuple[jax.Array, jax.Array]) -> Any:
-            y, pull = jax.vjp(lambda q, k: FORMS[name](q, k, nn.rotary_angles(8, 16)), q, k)
+            y, pull = jax.vjp(lambda q, k: FORMS[name](q, k, scaled_angles(8, 16)), q, k)
             return *y, *pull(dy)
 
         is_compiled = name == "definition"

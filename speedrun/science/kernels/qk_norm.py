@@ -8,6 +8,7 @@ import jax
 from speedrun.science import nn
 
 #: Cosines and sines for `nn.rotary`, f32 [T, n K/2] each: heads 0 to n - 1 have angles of their own, which repeat.
+#: Both may be times a length, the same for all of a token.
 Angles = tuple[jax.Array, jax.Array]
 
 

@@ -1,8 +1,8 @@
 """QK-norm and rotary fused for Hopper, in Pallas for Triton: each number is read and written once.
 
-With r = 1 / rms(x) and R the rotation of a position, y = R x r. Rotations preserve inner products, so
+With r = 1 / rms(x) and R the rotation of a position times a length l, y = R x r. Rotations preserve inner products, so
 
-    dx = r R^T (dy - y mean(y dy))
+    dx = r R^T (dy - y mean(y dy) / l^2)
 
 exactly, for any epsilon under the root. The backward pass needs y, which attention keeps anyway, and r, but not x.
 
@@ -104,8 +104,8 @@ def _backward_kernel(*refs: Any) -> None:
         cos_CJ, sin_CJ = turns[h % len(turns)]
         loaded = [(_halves(dy_ref, h), _halves(y_ref, h), r_ref[h, :]) for dy_ref, y_ref, r_ref in inputs]
         for ((du_CJ, dw_CJ), (u_CJ, w_CJ), r_C), dx_ref in zip(loaded, (dq_ref, dk_ref), strict=True):
-            along_C = _mean(u_CJ * du_CJ, w_CJ * dw_CJ)[:, None]
-            du_CJ, dw_CJ = du_CJ - along_C * u_CJ, dw_CJ - along_C * w_CJ
+            along_CJ = _mean(u_CJ * du_CJ, w_CJ * dw_CJ)[:, None] / (cos_CJ * cos_CJ + sin_CJ * sin_CJ)
+            du_CJ, dw_CJ = du_CJ - along_CJ * u_CJ, dw_CJ - along_CJ * w_CJ
             _store(dx_ref, h, r_C, du_CJ * cos_CJ - dw_CJ * sin_CJ, dw_CJ * cos_CJ + du_CJ * sin_CJ)
 
 
