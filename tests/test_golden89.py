@@ -91,6 +91,7 @@ def recipe_of(config: Arrays, num_rows: int, starts: Arrays, prefix_table: np.nd
         document_token=config["document_token"],
         table_dtype="float32",
         head_fp8=None,
+        mlp_dtype="float32",
     )
     optimizer = dataclasses.replace(
         record.optimizer,
@@ -317,8 +318,8 @@ def recorded(golden: File) -> Iterator[dict[str, Any]]:
         watch(patch, model, "mix_positions", mixed)
         watch(patch, attention, "composed", composed)
         watch(patch, model, "network", network)
-        watch(patch, model, "add_mlp", lambda x, mid, _p, i: {f"resid.{i}.mid": mid, f"resid.{i}.out": x})
-        watch(patch, model, "mix_channels", lambda _z, mid, _p, i: {f"resid.{i}.mid": mid})
+        watch(patch, model, "add_mlp", lambda x, mid, _p, i, _c: {f"resid.{i}.mid": mid, f"resid.{i}.out": x})
+        watch(patch, model, "mix_channels", lambda _z, mid, _p, i, _c: {f"resid.{i}.mid": mid})
         watch(patch, model, "block", lambda _x, start, _p, i, *_: {"resid.in": start} if i == 0 else {})
         watch(patch, model, "last_block", lambda x, *_: {"resid.10.out": x})
         watch(patch, model, "mixed_end", lambda x, *_: {"resid.final": x})

@@ -1,11 +1,16 @@
 """Pure functions of models against their formulas in NumPy."""
 
+import statistics
+
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
 from speedrun.science import nn
+from speedrun.science.gelu import gelu
+from speedrun.science.models.record89_mlp import product, relu_squared_mlp
 from speedrun.science.models.record89_tokens import lookup_of_few
 
 
@@ -67,3 +72,47 @@ def test_an_opening_token_belongs_to_the_document_it_opens():
 def test_the_mlp_squares_what_is_positive():
     up, down = jnp.array([[1.0], [-2.0]]), jnp.array([[1.0, 10.0]])
     assert nn.relu_squared_mlp(jnp.array([[3.0], [-1.0]]), up, down).tolist() == [[9.0], [40.0]]
+
+
+def test_gelu_is_x_times_the_normal_distribution_function():
+    x = np.linspace(-6, 6, 41)
+    phi = np.array([statistics.NormalDist().cdf(a) for a in x])
+    density = np.exp(-x * x / 2) / np.sqrt(2 * np.pi)
+    y, slope = jax.jvp(gelu, (jnp.asarray(x, jnp.float32),), (jnp.ones(41),))
+    np.testing.assert_allclose(y, x * phi, atol=1e-6)
+    np.testing.assert_allclose(slope, phi + x * density, atol=1e-6)
+
+
+def test_products_in_eight_bits_round_each_factor_by_its_own_scale():
+    random = np.random.default_rng(0)
+    x = jnp.asarray(50 * random.standard_normal((2, 5, 16)), jnp.bfloat16)
+    w = jnp.asarray(random.standard_normal((7, 16)) / 50, jnp.bfloat16)
+    most = jnp.float32(100)  # some are cut
+
+    def rounded(a, most):
+        scale = np.float32(most) / np.float32(448)
+        scaled = np.clip(np.asarray(a, np.float32) / scale, -448, 448)
+        return scaled.astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale
+
+    got, back = jax.vjp(lambda x, w: product(x, w, most, "float8_e4m3fn"), x, w)
+    got = jnp.asarray(got)
+    want = rounded(x, 100) @ rounded(w, np.abs(w).max()).T
+    np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=2**-7, atol=1e-2)
+    dy = jnp.ones_like(got)
+    for mine, exact in zip(back(dy), jax.vjp(lambda x, w: x @ w.T, x, w)[1](dy), strict=True):
+        np.testing.assert_array_equal(mine, exact)
+    np.testing.assert_array_equal(product(x, 0 * w, most, "float8_e4m3fn"), jnp.zeros_like(x @ w.T))
+    np.testing.assert_array_equal(product(x, w, most, "bfloat16"), x @ w.T)
+
+
+def test_the_mlp_in_eight_bits_is_near_that_in_sixteen_also_where_its_bounds_are_reached():
+    """A state along the largest row of the first matrix: the bounds of Cauchy and Schwarz are equalities there."""
+    random = np.random.default_rng(0)
+    x, up, down = (random.standard_normal(shape) for shape in ((1, 64, 96), (384, 96), (96, 384)))
+    x[0, 0], x[0, 1] = up[np.argmax(np.linalg.norm(up, axis=1))], np.eye(96)[0]
+    x = nn.rms_norm(jnp.asarray(x, jnp.float32))
+    up, down = jnp.asarray(up / 10, jnp.float32), jnp.asarray(down / 20, jnp.float32)
+    exact, got = (relu_squared_mlp(x, up, down, dtype) for dtype in ("float32", "float8_e4m3fn"))
+    error = np.linalg.norm(got - exact, axis=-1) / np.linalg.norm(exact, axis=-1)
+    assert error.max() < 0.1
+    assert 0.02 < error.mean() < 0.06

@@ -139,9 +139,7 @@ def _qk_norm(name: str, size: Size) -> Iterator[_Case]:
             else choose_qk_norm("triton", call).function
         )
         qk, dy = jax.random.normal(jax.random.key(0), (2, 2, 1, tokens, size.heads, size.head_dim), dtype)
-        angles = tuple(
-            0.36 * a for a in nn.rotary_angles(tokens, size.head_dim)
-        )  # record 89 has a length in them
+        angles = tuple(0.36 * a for a in nn.rotary_angles(tokens, size.head_dim))  # with record 89's length
 
         def results(form: Callable[..., Any], angles: Any, dy: jax.Array, *qk: jax.Array) -> Results:
             y, pull = jax.vjp(lambda *qk: form(*qk, angles), *qk)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from speedrun.science import nn
+from speedrun.science.gelu import gelu
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels.choose import Kernels
 from speedrun.science.models import gpt2
@@ -99,6 +100,6 @@ def forward(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernel
     x_BTD = nn.lookup(p["embed"], tokens_BT)
     for block in (f"block.{i}" for i in range(cfg.num_layers)):
         x_BTD += attention(nn.rms_norm(x_BTD), p, block, ctx, cfg) / math.sqrt(2 * cfg.num_layers)
-        h_BTF = jax.nn.gelu(nn.rms_norm(x_BTD) @ p[f"{block}.mlp_up"].T, approximate=False)
+        h_BTF = gelu(nn.rms_norm(x_BTD) @ p[f"{block}.mlp_up"].T)
         x_BTD += h_BTF @ p[f"{block}.mlp_down"].T
     return nn.rms_norm(x_BTD)

@@ -7,6 +7,7 @@ Source: modded-nanogpt, records 22 to 89; each piece names its own.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from speedrun.science import nn
+from speedrun.science.gelu import gelu
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels import cross_entropy
 from speedrun.science.kernels.attention import sight
@@ -21,6 +23,7 @@ from speedrun.science.kernels.choose import Kernels
 from speedrun.science.kernels.cross_entropy import Cap
 from speedrun.science.models import record89_attention as attention
 from speedrun.science.models.record89_attention import Heads, View
+from speedrun.science.models.record89_mlp import Factors, relu_squared_mlp
 from speedrun.science.models.record89_table import GATE_INPUTS, MUDD_SCALE, Config
 from speedrun.science.models.record89_tokens import bigrams, previous, targets_of
 from speedrun.science.params import Params
@@ -49,7 +52,7 @@ def network(u_BTD: jax.Array, p: Params, name: str, i: int, scale: Any) -> jax.A
     """
     w1_GD, w2, bias = (p[f"{name}_{part}"][i].astype(jnp.float32) for part in ("w1", "w2", "b2"))
     hidden_BTG = u_BTD @ w1_GD.T.astype(u_BTD.dtype)
-    return (jax.nn.gelu(hidden_BTG.astype(jnp.float32), approximate=False) @ w2.T + bias[None, None]) * scale
+    return (gelu(hidden_BTG.astype(jnp.float32)) @ w2.T + bias[None, None]) * scale
 
 
 #: The gates of a half of the layers: f32 [B, T, width] by kind and layer.
@@ -77,6 +80,7 @@ class Context(NamedTuple):
     x0_BTD: jax.Array
     bigram_BTD: jax.Array
     values: dict[int, jax.Array]  #: value embeddings [B, T, D] by layer
+    mlp_dtype: Factors
 
 
 def context(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernels: Kernels) -> Context:
@@ -98,6 +102,7 @@ def context(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernel
         x0_BTD=nn.rms_norm(smeared(nn.lookup(p["embed"], tokens_BT), p)),
         bigram_BTD=bigrams(p, tokens_BT, inputs["bigram_signs"]),
         values={i: nn.lookup(p[f"value_embed.{i}"], tokens_BT) for i in cfg.layers_with("value")},
+        mlp_dtype=inputs.values.get("mlp_dtype", "float32"),
     )
 
 
@@ -150,9 +155,10 @@ def correct(o_BTHK: jax.Array, heads: Heads, i: int, gates: Gates, ctx: Context,
     return o_BTHK
 
 
-def mix_channels(x_BTD: jax.Array, p: Params, i: int) -> jax.Array:
+def mix_channels(x_BTD: jax.Array, p: Params, i: int, ctx: Context) -> jax.Array:
     """Apply the MLP of layer `i` to the stream."""
-    return nn.relu_squared_mlp(nn.rms_norm(x_BTD), p[f"block.{i}.up"], p[f"block.{i}.down"].T)
+    up_FD, down_FD = p[f"block.{i}.up"], p[f"block.{i}.down"]
+    return relu_squared_mlp(nn.rms_norm(x_BTD), up_FD, down_FD.T, ctx.mlp_dtype)
 
 
 def add_attention(
@@ -172,14 +178,15 @@ def add_attention(
     return nn.blend(*terms, *([(gates["bigram", i], ctx.bigram_BTD)] if i else []))
 
 
-def add_mlp(x_BTD: jax.Array, p: Params, i: int) -> jax.Array:
+def add_mlp(x_BTD: jax.Array, p: Params, i: int, ctx: Context) -> jax.Array:
     """Return resid x + post z, z the MLP of the stream."""
-    return nn.blend((p["resid_lambdas"][i, 1], x_BTD), (p["post_lambdas"][i, 1], mix_channels(x_BTD, p, i)))
+    z_BTD = mix_channels(x_BTD, p, i, ctx)
+    return nn.blend((p["resid_lambdas"][i, 1], x_BTD), (p["post_lambdas"][i, 1], z_BTD))
 
 
 def block(x_BTD: jax.Array, p: Params, i: int, gates: Gates, ctx: Context, cfg: Config) -> jax.Array:
     """Apply one layer to the stream."""
-    return add_mlp(add_attention(x_BTD, nn.rms_norm(x_BTD), p, i, gates, ctx, cfg), p, i)
+    return add_mlp(add_attention(x_BTD, nn.rms_norm(x_BTD), p, i, gates, ctx, cfg), p, i, ctx)
 
 
 # --- the stream
@@ -205,7 +212,7 @@ def last_block(stream: Stream, p: Params, gates: Gates, ctx: Context, cfg: Confi
     y_BTD = mix_positions(nn.rms_norm(c7_BTD), p, LAST, gates, ctx, cfg, value_BTHK)
     x_BTD = nn.blend((1 + mu[5], x_BTD), (mu[3], c0_BTD), (mu[4], c7_BTD))
     x_BTD = nn.blend((mu[8], x_BTD), (mu[9], y_BTD), (mu[10], c0_BTD), (mu[11], ctx.bigram_BTD))
-    return nn.blend((mu[12], x_BTD), (mu[13], mix_channels(x_BTD, p, LAST)))
+    return nn.blend((mu[12], x_BTD), (mu[13], mix_channels(x_BTD, p, LAST, ctx)))
 
 
 def mixed_end(x_BTD: jax.Array, stream: Stream, p: Params, ctx: Context) -> jax.Array:
@@ -228,7 +235,8 @@ def forward(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernel
         p: parameters by name, in the compute dtype.
         tokens_BT: i32, independent sequences of documents.
         inputs: `short_keys` and `long_keys` are windows in tokens, `rotary` the frequencies f32 [K/4],
-            `attention_scale` is f32, `bigram_signs` +-1 [S, D].
+            `attention_scale` is f32, `bigram_signs` +-1 [S, D]; `mlp_dtype` is that of the MLPs' factors, if they
+            are rounded.
         cfg: sizes and layers.
         kernels: operations with several forms.
 
@@ -245,10 +253,10 @@ def forward(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernel
     for i in range(LATE, SKIP):
         x_BTD = block(x_BTD, p, i, now, ctx, cfg)
     gate_BT1 = jax.nn.sigmoid(p["scalars"][-1]) * now["skip", SKIP]
-    x_BTD = add_mlp(nn.blend((jnp.ones(()), x_BTD), (gate_BT1, early_BTD)), p, SKIP)
+    x_BTD = add_mlp(nn.blend((jnp.ones(()), x_BTD), (gate_BT1, early_BTD)), p, SKIP, ctx)
     x_BTD = frozen_BTD = block(x_BTD, p, FROZEN, now, ctx, cfg)
     for i in range(FROZEN + 1, LAST):
-        x_BTD = add_mlp(add_attention(x_BTD, nn.rms_norm(frozen_BTD), p, i, now, ctx, cfg), p, i)
+        x_BTD = add_mlp(add_attention(x_BTD, nn.rms_norm(frozen_BTD), p, i, now, ctx, cfg), p, i, ctx)
     stream = Stream(start_BTD, early_BTD, frozen_BTD, x_BTD)
     return nn.rms_norm(mixed_end(last_block(stream, p, now, ctx, cfg), stream, p, ctx))
 
@@ -267,7 +275,8 @@ def logits(p: Params, x_ND: jax.Array, cfg: Config) -> jax.Array:
 
 def loss(p: Params, batch: Batch, inputs: Inputs, cfg: Config, kernels: Kernels, forward: Forward) -> Loss:
     """Return the weighted negative log likelihood of the targets, summed over the tokens of a sequence."""
-    x_BTD = forward(p, batch.tokens_BT, inputs, cfg, kernels)
+    in_training = replace(inputs, values={**inputs.values, "mlp_dtype": cfg.mlp_dtype})
+    x_BTD = forward(p, batch.tokens_BT, in_training, cfg, kernels)
     x_ND, targets = x_BTD.reshape(-1, cfg.model_dim), targets_of(batch.targets_BT, inputs)
     losses = kernels.weighted_cross_entropy(x_ND, p["head"], targets, cap=CAP, fp8=cfg.head_fp8)
     return Loss(losses.weighted / len(x_BTD), losses.first / len(x_ND))

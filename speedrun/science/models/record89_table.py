@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from speedrun.science.kernels.cross_entropy_gpu import Fp8
+from speedrun.science.models.record89_mlp import Factors
 from speedrun.science.params import (
     Dtype,
     Init,
@@ -58,6 +59,7 @@ class Config:
     document_token: int
     table_dtype: Dtype  #: of stored tables and gates
     head_fp8: Fp8 | None  #: scales of the head's products in training; None: compute dtype
+    mlp_dtype: Factors  #: of the factors of the MLPs' forward products in training
 
     def __post_init__(self) -> None:
         if len(self.layers) != 11:

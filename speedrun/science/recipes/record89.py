@@ -157,6 +157,7 @@ RECIPE = Recipe(
         document_token=50256,
         table_dtype="bfloat16",
         head_fp8=RECORD89,
+        mlp_dtype="float8_e4m3fn",
     ),
     table=table,
     forward=forward,
