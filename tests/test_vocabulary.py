@@ -76,6 +76,7 @@ def test_a_track_says_what_its_ids_stand_for_or_there_is_no_vocabulary(tmp_path:
         (DOCS, "tokenizer.json", b"{", "Expecting property name"),
         (DOCS, "tokenizer.json", b"\xff\xfe", "Expecting value"),
         (DOCS, "tokenizer.json", b"[]", "indices must be integers"),
+        (DOCS, "tokenizer.json", b'{"added_tokens": [], "model": {"vocab": []}}', "'list' object has no attribute"),
         (DOCS, "tokenizer.json", b"{}", "no tokenizer .'added_tokens"),
         (DOCS, "tokenizer.json", json.dumps({"added_tokens": [], "model": {"vocab": {"\n": 3}}}).encode(), r"'.n'"),
     ],

@@ -29,7 +29,7 @@ def load(track: Track, folder: Path) -> tuple[bytes, ...]:
     read, name, get = (ranks, RANKS, " --vocabulary") if track.data.hub else (byte_level, TOKENIZER, "")
     try:
         tokens = read((folder / name).read_bytes())
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataError(
             f"{folder / name}: no tokenizer ({getattr(error, 'strerror', None) or error}); the recipe needs the bytes "
             f"of each id; get them: {track.data.get}{get}"

@@ -33,8 +33,8 @@ class Fp8:
 #: of the sum that is 10.67, which holds for any number of chunks.
 RECORD21 = Fp8(x=2.0, head=2.0**9, grad=2.0**19 / 49_152)
 
-#: Record 89 divides by these. Upstream divides the last one by the number of accumulations, because it differentiates
-#: the sum divided by that number. What is rounded is the gradient of the sum in either case.
+#: Record 89 divides by the reciprocals: 100/448, 1.6/448, 0.75/448. Upstream divides the last one by the number of
+#: accumulations, because it differentiates the sum divided by that number. What is rounded is the same.
 RECORD89 = Fp8(x=448 / 100, head=448 / 1.6, grad=448 / 0.75)
 
 

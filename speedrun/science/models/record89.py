@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from speedrun.ground.errors import UsageError
 from speedrun.science import nn
 from speedrun.science.gelu import gelu
 from speedrun.science.inputs import Inputs
@@ -24,15 +25,10 @@ from speedrun.science.kernels.cross_entropy import Cap
 from speedrun.science.models import record89_attention as attention
 from speedrun.science.models.record89_attention import Heads, View
 from speedrun.science.models.record89_mlp import Factors, relu_squared_mlp
-from speedrun.science.models.record89_table import GATE_INPUTS, MUDD_SCALE, Config
+from speedrun.science.models.record89_table import FROZEN, GATE_INPUTS, LAST, LATE, MUDD_SCALE, SKIP, Config
 from speedrun.science.models.record89_tokens import bigrams, previous, targets_of
 from speedrun.science.params import Params
 from speedrun.science.recipe import Batch, Forward, Loss
-
-LATE = 4  #: the layer before which the second half of the gates is computed
-SKIP = 6  #: the layer that has the stream after layer 3 in place of attention (record 49)
-FROZEN = 7  #: attention of the layers behind it reads the stream after this one (record 77)
-LAST = 10
 
 
 def smeared(e_BTD: jax.Array, p: Params) -> jax.Array:
@@ -84,7 +80,12 @@ class Context(NamedTuple):
 
 
 def context(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernels: Kernels) -> Context:
-    """Compute documents, windows, angles, embeddings."""
+    """Compute documents, windows, angles, embeddings; raise UsageError if frequencies do not fit the heads."""
+    if (pairs := len(inputs["rotary"])) * 4 != cfg.head_dim:
+        raise UsageError(
+            f"schedule.rotary_pairs is {pairs} for heads of {cfg.head_dim} dimensions; need a quarter: "
+            f"--set schedule.rotary_pairs={cfg.head_dim // 4}"
+        )
     doc_BT, num_tokens = nn.documents(tokens_BT, cfg.document_token), tokens_BT.shape[1]
     at = partial(attention.angles, rotary_K=inputs["rotary"], scale=inputs["attention_scale"])
     by_token, by_half = at(jnp.arange(num_tokens)), at(jnp.arange(2 * num_tokens))
@@ -107,7 +108,7 @@ def context(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernel
 
 
 def gated_value(h_BTD: jax.Array, value_BTD: jax.Array, gate_HN: jax.Array) -> jax.Array:
-    """Return 2 sigmoid(g_h [h; value]) value for each head, from six entries of each. Records 55 and 65."""
+    """Return 2 sigmoid(g_h [h; value]) value for each head, from six entries of each. Records 55 and 70."""
     seen_BTN = jnp.concatenate([h_BTD[..., :GATE_INPUTS], value_BTD[..., :GATE_INPUTS]], axis=-1)
     gate_BTH1 = 2 * jax.nn.sigmoid(seen_BTN @ gate_HN.T.astype(h_BTD.dtype))[..., None]
     return gate_BTH1 * by_head(value_BTD, len(gate_HN))

@@ -29,6 +29,11 @@ Extra = Literal["value", "offset", "exclusive", "gate", "compose"]
 ATTENTION: tuple[Attention, ...] = ("short", "long", "paired", "none")
 EXTRAS: tuple[Extra, ...] = ("value", "offset", "exclusive", "gate", "compose")
 
+LATE = 4  #: the layer before which the second half of the gates is computed
+SKIP = 6  #: the layer that has the stream after layer 3 in place of attention (record 49)
+FROZEN = 7  #: attention of the layers behind it reads the stream after this one (record 77)
+LAST = 10
+
 #: Entries of a state that its gates read.
 GATE_INPUTS = 6
 #: Of the mixing weights; biases are stored divided by it.
@@ -69,13 +74,22 @@ class Config:
                 f"model_dim {self.model_dim} and num_heads {self.num_heads}: need an even number of heads, each of a "
                 "multiple of 4 dimensions"
             )
-        if "value" not in self.layers[10].extras:
+        if "value" not in self.layers[LAST].extras:
             raise ValueError("layers.10.extras lacks 'value'; the last layer needs its embedding")
         kinds = {layer.attention for layer in self.layers}
         extras = {extra for layer in self.layers for extra in layer.extras}
         for field, given, known in (("attention", kinds, ATTENTION), ("extras", extras, EXTRAS)):
             if unknown := sorted(given - {*known}):
                 raise ValueError(f"{field} is {unknown[0]!r}; choose from {', '.join(known)}")
+        for i, layer in enumerate(self.layers):
+            if (layer.attention == "none") != (i == SKIP):
+                raise ValueError(
+                    f"layers.{i}.attention is {layer.attention!r}; layer 6, and no other, needs 'none'"
+                )
+        if self.layers[SKIP].extras or min(self.layers_with("compose"), default=LATE) < LATE:
+            raise ValueError(
+                "layer 6 has extras, or one before layer 4 has 'compose'; their gates do not exist"
+            )
 
     @property
     def num_layers(self) -> int:
@@ -96,8 +110,8 @@ class Config:
 
         The first network serves layers 0 to 3, the second the others. Gates of the stream end before the last layer.
         """
-        own = range(4) if half == 0 else range(4, 11)
-        mixing = [i for i in own if self.layers[i].attention != "none" and i < 10]
+        own = range(LATE) if half == 0 else range(LATE, LAST + 1)
+        mixing = [i for i in own if i not in (SKIP, LAST)]
         widths: dict[tuple[str, int], int] = {
             (kind, i): self.num_heads
             for kind in ("exclusive", "gate")
@@ -106,7 +120,7 @@ class Config:
         }
         widths |= {(kind, i): 1 for i in mixing for kind in ("x0", "bigram")}
         if half == 1:
-            widths |= {("skip", 6): 1}
+            widths |= {("skip", SKIP): 1}
             composing = self.layers_with("compose")
             widths |= {(k, i): self.num_heads for k in ("compose_in", "compose_out") for i in composing}
         return widths

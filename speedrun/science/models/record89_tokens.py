@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from speedrun.ground.errors import UsageError
 from speedrun.science import nn
 from speedrun.science.inputs import Arrays, Inputs
 from speedrun.science.kernels.cross_entropy import Targets
@@ -69,6 +70,11 @@ def targets_of(targets_BT: jax.Array, inputs: Inputs) -> Targets:
     weights = [jnp.where(ids_N >= 0, weight, 0.0) for ids_N, weight in zip(ids, ahead_M, strict=True)]
     softmax_N = jnp.broadcast_to(jnp.sum(ahead_M), (rows * num_tokens,))
     if inputs["has_prefix"]:
+        if "prefixes" not in inputs.values:
+            raise UsageError(
+                "the schedule has weights of prefixes, and this data has no bytes of its ids; set prefix_weight and "
+                "end_prefix_weight of all phases to 0: --set schedule.phases.0.prefix_weight=0"
+            )
         ids.append(inputs["prefixes"][ids[0]])
         weights.append(jnp.where(ids[-1] >= 0, inputs["prefix_weight"], 0.0))
         softmax_N += weights[-1]

@@ -1,7 +1,7 @@
 """record89: the PyTorch speedrun's record of 2026-07-17, on the tokens of FineWeb.
 
 Claim: none yet; not run at full size. The PyTorch runs reach 3.28 in 1,285 steps and 73.8 s on 8 H100. The step
-agrees with an independent implementation in float32 (tests/test_golden89.py).
+agrees with runs of the authors' classes in float32 (tests/test_golden89.py).
 Differs: docs/record89.md lists what does.
 Run: speedrun run --track main-8xh100 --recipe record89
 Credits: modded-nanogpt, records 22 to 89, and their authors, whom the pieces name.
@@ -54,6 +54,11 @@ class Schedule:
     slow_turns: float  #: frequencies with fewer turns in the old window stretch with it,
     fast_turns: float  #: those with more do not
     attention_scale: float  #: of the first phase
+
+    def __post_init__(self) -> None:
+        counts = self.extension_steps, self.momentum_warmup_steps, self.momentum_cooldown_steps
+        if min(counts) < 1:
+            raise ValueError("extension_steps and the steps of momentum must be at least 1")
 
     def starts(self, num_steps: int) -> list[int]:
         """Return the first step of each phase."""

@@ -1,0 +1,100 @@
+"""Record 89 as it is run: its numbers, its starting values, what it refuses. tests/test_golden89.py has the rest."""
+
+import dataclasses
+import json
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from test_golden89 import FOLDER, recipe_of, script
+from test_recipes import check_trace
+
+from speedrun.ground import mesh
+from speedrun.ground.errors import UsageError
+from speedrun.science import recipes
+from speedrun.science.recipe import Stage
+from speedrun.training import contract
+from speedrun.training.program import Program
+
+RECORD = recipes.load("record89")
+SMOKE = RECORD.override({"size": "smoke"})
+
+
+@pytest.fixture(scope="module")
+def published() -> dict[str, Any]:
+    path = FOLDER / "units2026.npz"
+    if not path.exists():
+        pytest.skip(f"no {path.name} in {FOLDER}")
+    with np.load(path) as file:
+        return json.loads(str(file["full/config"]))
+
+
+def test_its_numbers_are_the_published_ones(published):
+    """But for dtypes, which golden files do not have, and constants."""
+    none = {"bigram_signs": np.zeros(1)}
+    want = recipe_of(published, published["micro_batches"], none, np.zeros(1))
+    dtypes = {name: getattr(RECORD.config, name) for name in ("table_dtype", "head_fp8", "mlp_dtype")}
+    want = dataclasses.replace(
+        want,
+        config=dataclasses.replace(want.config, **dtypes),
+        optimizer=dataclasses.replace(want.optimizer, polar_dtype="bfloat16"),
+        compute_dtype="bfloat16",
+        constants=RECORD.constants,
+    )
+    assert want == RECORD
+
+
+def test_its_starting_values_are_the_published_ones(published):
+    """Biases and scalars by the files' own script; of what is drawn, the standard deviation."""
+    values = {"num_layers": 11, "num_heads": SMOKE.config.num_heads}
+    table = SMOKE.table(SMOKE.config)
+    start = {name: np.asarray(spec.init(jax.random.key(3), spec.shape)) for name, spec in table.items()}
+    for name, want in script()["recipe_bias"](values).items():
+        np.testing.assert_allclose(start.pop(name), want, rtol=1e-6, atol=1e-7, err_msg=name)
+    sd = dict.fromkeys(("embed", "head"), 0.005) | dict.fromkeys(
+        ("mudd_w1", "mudd_gate_w1"), (3 * 128) ** -0.5
+    )
+    assert table["embed"].like == "head"
+    for name, x in start.items():
+        last = name.rpartition(".")[2]
+        drawn = 0.5 * 128**-0.5 if last in ("qk", "vo", "up") else 0.01 if "value_embed" in name else 0.0
+        assert x.std() == pytest.approx(sd.get(name, drawn), rel=0.03), name
+        assert abs(x.mean()) <= 0.03 * x.std(), name
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ({"config.layers.1.attention": "none"}, "layer 6, and no other, needs 'none'"),
+        ({"config.layers.6.attention": "short"}, "layer 6, and no other, needs 'none'"),
+        ({"config.layers.6.extras": "('value',)"}, "layer 6 has extras"),
+        ({"config.layers.1.extras": "('compose',)"}, "one before layer 4 has 'compose'"),
+        ({"config.layers.10.extras": "()"}, "the last layer needs its embedding"),
+        ({"config.layers.0.extras": "('nope',)"}, "extras is 'nope'; choose from value, offset"),
+        ({"schedule.momentum_warmup_steps": "0"}, "must be at least 1"),
+        ({"schedule.extension_steps": "0"}, "must be at least 1"),
+    ],
+)
+def test_a_setting_that_would_do_nothing_or_fail_is_refused(setting, said):
+    with pytest.raises(UsageError, match=said):
+        SMOKE.override(setting)
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ({"config.num_heads": 2}, "need a quarter: --set schedule.rotary_pairs=16"),
+        ({"schedule.phases.0.prefix_weight": 0.25}, "this data has no bytes of its ids"),
+    ],
+)
+def test_settings_that_do_not_fit_each_other_are_refused(setting, said):
+    with pytest.raises(UsageError, match=said):
+        contract.check(Program(SMOKE.override(setting), mesh.make_mesh(1), vocabulary=()))
+
+
+@pytest.mark.slow
+def test_its_trace():
+    """With Adam at steps 1 and 3. Another algorithm shows here; golden tests say which is right."""
+    small = dataclasses.replace(SMOKE, stages=(Stage(4, 8, 64),), eval_sequences=8, eval_seq_len=64)
+    check_trace(small, [5.54128, 5.53297, 5.52363, 5.52407, 5.47979])
