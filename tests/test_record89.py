@@ -52,9 +52,8 @@ def test_its_starting_values_are_the_published_ones(published):
     start = {name: np.asarray(spec.init(jax.random.key(3), spec.shape)) for name, spec in table.items()}
     for name, want in script()["recipe_bias"](values).items():
         np.testing.assert_allclose(start.pop(name), want, rtol=1e-6, atol=1e-7, err_msg=name)
-    sd = dict.fromkeys(("embed", "head"), 0.005) | dict.fromkeys(
-        ("mudd_w1", "mudd_gate_w1"), (3 * 128) ** -0.5
-    )
+    mixing = (3 * 128) ** -0.5
+    sd = {"embed": 0.005, "head": 0.005, "mudd_w1": mixing, "mudd_gate_w1": mixing}
     assert table["embed"].like == "head"
     for name, x in start.items():
         last = name.rpartition(".")[2]
