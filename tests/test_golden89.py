@@ -57,6 +57,7 @@ def recipe_of(config: Arrays, num_rows: int, starts: Arrays, prefix_table: np.nd
     phases = tuple(
         dataclasses.replace(
             phase,
+            num_steps=stage["end"] - stage["start"],
             lr_scale=stage["lr"],
             short_blocks=stage["short"],
             long_blocks=stage["long"],
@@ -70,7 +71,6 @@ def recipe_of(config: Arrays, num_rows: int, starts: Arrays, prefix_table: np.nd
     schedule = dataclasses.replace(
         record.schedule,
         phases=phases,
-        extension_steps=config["extension_steps"],
         cooldown_fraction=config["cooldown_frac"],
         momentum_warmup_steps=config["momentum_warmup_steps"],
         momentum_cooldown_steps=config["momentum_cooldown_steps"],

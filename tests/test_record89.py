@@ -72,7 +72,6 @@ def test_its_starting_values_are_the_published_ones(published):
         ({"config.layers.10.extras": "()"}, "the last layer needs its embedding"),
         ({"config.layers.0.extras": "('nope',)"}, "extras is 'nope'; choose from value, offset"),
         ({"schedule.momentum_warmup_steps": "0"}, "must be at least 1"),
-        ({"schedule.extension_steps": "0"}, "must be at least 1"),
     ],
 )
 def test_a_setting_that_would_do_nothing_or_fail_is_refused(setting, said):
@@ -84,6 +83,7 @@ def test_a_setting_that_would_do_nothing_or_fail_is_refused(setting, said):
     ("setting", "said"),
     [
         ({"config.num_heads": 2}, "need a quarter: --set schedule.rotary_pairs=16"),
+        ({"stages.0.num_steps": 30}, r"phases have \[59, 59, 59, 2\] steps, and the stages 150 in all"),
         ({"schedule.phases.0.prefix_weight": 0.25}, "this data has no bytes of its ids"),
     ],
 )

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from speedrun.ground.errors import UsageError
 from speedrun.science.kernels.cross_entropy_gpu import RECORD89
 from speedrun.science.models.record89 import forward, logits, loss
 from speedrun.science.models.record89_table import Config, Layer, rate_of, table
@@ -27,6 +28,7 @@ from speedrun.science.recipe import Recipe, Stage
 class Phase:
     """What changes from stage to stage. Weights of targets change linearly to those at its end."""
 
+    num_steps: int  #: those of the recipe's stage
     lr_scale: float
     short_blocks: int
     long_blocks: int
@@ -38,10 +40,9 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The inputs of each step. All phases but the last, the extension, share the scheduled steps evenly."""
+    """The inputs of each step. The last phase, the extension, is not among the scheduled steps."""
 
     phases: tuple[Phase, ...]
-    extension_steps: int
     cooldown_fraction: float  #: of the scheduled steps, in which the learning rate falls
     final_lr_scale: float
     momentum_start: float
@@ -56,14 +57,18 @@ class Schedule:
     attention_scale: float  #: of the first phase
 
     def __post_init__(self) -> None:
-        counts = self.extension_steps, self.momentum_warmup_steps, self.momentum_cooldown_steps
-        if min(counts) < 1:
-            raise ValueError("extension_steps and the steps of momentum must be at least 1")
+        if min(self.momentum_warmup_steps, self.momentum_cooldown_steps) < 1:
+            raise ValueError("momentum_warmup_steps and momentum_cooldown_steps must be at least 1")
 
     def starts(self, num_steps: int) -> list[int]:
-        """Return the first step of each phase."""
-        scheduled, parts = num_steps - self.extension_steps, len(self.phases) - 1
-        return [round(i * scheduled / parts) for i in range(parts + 1)]
+        """Return the first step of each phase; raise UsageError if the recipe has more or fewer steps."""
+        lengths = [phase.num_steps for phase in self.phases]
+        if min(lengths) < 1 or sum(lengths) != num_steps:
+            raise UsageError(
+                f"schedule.phases have {lengths} steps, and the stages {num_steps} in all; give each phase the steps "
+                "of its stage: --set stages.0.num_steps=N --set schedule.phases.0.num_steps=N"
+            )
+        return [sum(lengths[:i]) for i in range(len(lengths))]
 
     def untie_step(self, num_steps: int) -> int:
         """Return the step whose update is the last of head and embedding as one: an odd one, as Adam's are."""
@@ -196,12 +201,11 @@ RECIPE = Recipe(
     ),
     schedule=Schedule(
         phases=(
-            Phase(1.0, 1, 3, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0), 0.25, 0.25),
-            Phase(1.52, 3, 7, (1.0, 0.5), (1.0, 0.0), 0.25, 0.0),
-            Phase(1.73, 5, 11, (1.0,), (1.0,)),
-            Phase(1.0, 6, 13, (1.0,), (1.0,)),
+            Phase(423, 1.0, 1, 3, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0), 0.25, 0.25),
+            Phase(424, 1.52, 3, 7, (1.0, 0.5), (1.0, 0.0), 0.25, 0.0),
+            Phase(423, 1.73, 5, 11, (1.0,), (1.0,)),
+            Phase(15, 1.0, 6, 13, (1.0,), (1.0,)),
         ),
-        extension_steps=15,
         cooldown_fraction=0.6,
         final_lr_scale=0.15,
         momentum_start=0.85,
