@@ -57,7 +57,7 @@ def _smoke(known: Mapping[str, Any]) -> dict[str, Any]:
     new: dict[str, Any] = {"config.head_fp8": None}
     packs = any(value for key, value in known.items() if key.endswith(".document_tokens"))
     lengths = (v for k, v in known.items() if k.startswith("stages.") and k.endswith(".num_steps"))
-    shrink = (180 if packs else 280) / sum(lengths)
+    shrink = (120 if packs else 280) / sum(lengths)
     for key, old in known.items():
         field = key.rpartition(".")[2]
         if field in SMOKE:
