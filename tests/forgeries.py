@@ -802,7 +802,7 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V504", "integers of 31 bytes",
      science(lines_of(int.from_bytes(WEIGHTS[at : at + 31]) for at in range(0, 17_000, 31)))),
     ("V504", "names of 80 letters",
-     science("".join(f"w{WEIGHTS[at : at + 40].hex()} = None\n" for at in range(0, 23_000, 40)))),
+     science("".join(f"w{WEIGHTS[at : at + 40].hex()} = None\n" for at in range(0, 39_000, 40)))),
     ("V504", "spread over files", science(lines_of(ROWS[:30]), lines_of(ROWS[30:]))),
     ("V504", "spread over files as strings", science(lines_of(WORDS[:350]), lines_of(WORDS[350:700]))),
     ("V504", "base64 in docstrings", science("".join(f'"""{word[:60]} {word[60:]}"""\n' for word in WORDS[:360]))),

@@ -72,6 +72,16 @@ def test_its_starting_values_are_the_published_ones(published):
         ({"config.layers.10.extras": "()"}, "the last layer needs its embedding"),
         ({"config.layers.0.extras": "('nope',)"}, "extras is 'nope'; choose from value, offset"),
         ({"schedule.momentum_warmup_steps": "0"}, "must be at least 1"),
+        ({"schedule.block_tokens": "0"}, "must be at least 1"),
+        ({"schedule.final_long_blocks": "-1"}, "must be at least 1"),
+        ({"schedule.phases.0.short_blocks": "-1"}, "short_blocks at least 0"),
+        ({"schedule.phases.1.prefix_weight": "-0.5"}, "no weight may be negative"),
+        ({"schedule.phases.2.end_weights": "(1.0, 0.5)"}, "need equal lengths"),
+        ({"schedule.phases.3.lr_scale": "2.0"}, "its lr_scale must be 1"),
+        ({"schedule.cooldown_fraction": "0"}, "0 < cooldown_fraction"),
+        ({"config.mlp_dtype": "float16"}, "choose from float8_e4m3fn, bfloat16, float32"),
+        ({"config.table_dtype": "float16"}, "choose from bfloat16, float32"),
+        ({"optimizer.polar_dtype": "float16"}, "choose from bfloat16, float32"),
     ],
 )
 def test_a_setting_that_would_do_nothing_or_fail_is_refused(setting, said):
@@ -83,6 +93,8 @@ def test_a_setting_that_would_do_nothing_or_fail_is_refused(setting, said):
     ("setting", "said"),
     [
         ({"config.num_heads": 2}, "need a quarter: --set schedule.rotary_pairs=16"),
+        ({"optimizer.adam.1.lr": 2.0}, "ties .'head', 'embed'.; need two tables"),
+        ({"optimizer.tied": "('head', 'head', 'embed')"}, "need two tables"),
         ({"stages.0.num_steps": 30}, "steps, and the stages 111 in all"),
         ({"schedule.phases.0.prefix_weight": 0.25}, "this data has no bytes of its ids"),
     ],
@@ -90,6 +102,11 @@ def test_a_setting_that_would_do_nothing_or_fail_is_refused(setting, said):
 def test_settings_that_do_not_fit_each_other_are_refused(setting, said):
     with pytest.raises(UsageError, match=said):
         contract.check(Program(SMOKE.override(setting), mesh.make_mesh(1), vocabulary=()))
+
+
+@pytest.mark.parametrize("size", ["nano", "micro", "small", "medium"])
+def test_every_size_ties_the_same_tables(size):
+    assert RECORD.override({"size": size}).optimizer.tied == ("head", "embed")
 
 
 @pytest.mark.slow

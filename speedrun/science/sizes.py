@@ -33,7 +33,7 @@ def settings_at(name: str, known: Mapping[str, Any]) -> dict[str, Any]:
     num_layers, model_dim, batch = SIZES[name]
     width, head_dim = model_dim / 768, known.get("config.head_dim", 768 // known["config.num_heads"])
     narrow = min(1.0, model_dim / 4 / head_dim)
-    tuples = {k: v for k, v in known.items() if isinstance(v, tuple) and k.count(".") == 1}
+    tuples = {k: v for k, v in known.items() if isinstance(v, tuple) and k.rpartition(".")[0] == "config"}
     layers = known.get("config.num_layers", max(map(len, tuples.values()), default=1))
     depth = max(2, round(layers * num_layers / 12))
     places = [round(i * (layers - 1) / (depth - 1)) for i in range(depth)]  # keeps both ends and mirrors

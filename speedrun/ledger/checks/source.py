@@ -40,8 +40,8 @@ _LISTED = {module.partition(".")[0] for module in MODULES} | {"jaxlib", "msgspec
 _MOST_SOURCE_BYTES = 2**20
 _MOST_PACKED_BYTES = 150_000
 #: Limits of its science, which could hide learned numbers even in names and the order of lines. Ours has 48,000 bytes
-#: after zlib, 3,600 bytes of literals, and 400 numbers.
-_MOST_SCIENCE_BYTES = 64_000
+#: after zlib (record 89 with all its mechanisms 70,000), 3,600 bytes of literals, and 400 numbers.
+_MOST_SCIENCE_BYTES = 80_000
 _MOST_LITERAL_BYTES = 2**14
 _MOST_NUMBERS = 2**10
 #: Limit of its docstrings and comments after zlib: English shrinks to a third, learned numbers do not. Ours: 14,000.

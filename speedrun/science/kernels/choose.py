@@ -259,6 +259,8 @@ class Kernels:
     ) -> jax.Array:
         """Compute `kernels.attention`; `sight` must be made from this `window` and `block_tokens`."""
         rows, tokens, heads, width = q_BTHK.shape
+        if isinstance(window.blocks, int) and window.blocks < 1:  # forms disagree about what sees nothing
+            raise UsageError(f"attention has a window of {window.blocks} blocks; need at least 1")
         call = AttentionCall(
             shape_BTHK=(rows, tokens, heads, width),
             dtype=q_BTHK.dtype,

@@ -28,6 +28,7 @@ Attention = Literal["short", "long", "paired", "none"]
 Extra = Literal["value", "offset", "exclusive", "gate", "compose"]
 ATTENTION: tuple[Attention, ...] = ("short", "long", "paired", "none")
 EXTRAS: tuple[Extra, ...] = ("value", "offset", "exclusive", "gate", "compose")
+FACTORS: tuple[Factors, ...] = ("float8_e4m3fn", "bfloat16", "float32")
 
 LATE = 4  #: the layer before which the second half of the gates is computed
 SKIP = 6  #: the layer that has the stream after layer 3 in place of attention (record 49)
@@ -78,7 +79,9 @@ class Config:
             raise ValueError("layers.10.extras lacks 'value'; the last layer needs its embedding")
         kinds = {layer.attention for layer in self.layers}
         extras = {extra for layer in self.layers for extra in layer.extras}
-        for field, given, known in (("attention", kinds, ATTENTION), ("extras", extras, EXTRAS)):
+        choices = ("attention", kinds, ATTENTION), ("extras", extras, EXTRAS)
+        dtypes = ("mlp_dtype", {self.mlp_dtype}, FACTORS), ("table_dtype", {self.table_dtype}, FACTORS[1:])
+        for field, given, known in (*choices, *dtypes):
             if unknown := sorted(given - {*known}):
                 raise ValueError(f"{field} is {unknown[0]!r}; choose from {', '.join(known)}")
         for i, layer in enumerate(self.layers):

@@ -1,7 +1,7 @@
 """The optimiser of record 89: NorMuon at every step, Adam at every second."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 
 import optax
@@ -31,11 +31,15 @@ class NorMuonAndAdam:
     adam: tuple[AdamGroup, ...]  #: one for each group but "matrix"
     tied: tuple[str, str] = ("head", "embed")  #: updated as one while the input `tied` is true
 
+    def __post_init__(self) -> None:
+        if self.polar_dtype not in ("bfloat16", "float32"):
+            raise ValueError(f"polar_dtype is {self.polar_dtype!r}; choose from bfloat16, float32")
+
     def transform(self, layout: Layout) -> optax.GradientTransformationExtraArgs:
         """Return the transformation of packed parameters.
 
         Raises:
-            UsageError: for a group without settings.
+            UsageError: for a group without settings; for tied tables that would part.
         """
         settings = {group.name: group for group in self.adam}
         matrices = [name for name, group in layout.groups.items() if group == "matrix"]
@@ -43,6 +47,11 @@ class NorMuonAndAdam:
         if missing := sorted({*others.values()} - {*settings}):
             raise UsageError(f"its optimizer has no AdamGroup for group {missing[0]!r} of its table")
         groups = {name: settings[group] for name, group in others.items()}
+        rules = {name: astuple(groups[name])[1:] for name in self.tied if name in groups}
+        if len(rules) != 2 or len(self.tied) != 2 or len({*rules.values()}) != 1:
+            raise UsageError(
+                f"its optimizer ties {self.tied}; need two tables whose groups have equal settings"
+            )
         rates = partial(layout.per_matrix, self.rate_of)
         muon = normuon(matrices, rates, self.muon_lr, self.muon_decay, self.muon_beta2, self.polar_dtype)
         adam = cautious_adam(groups, self.tied, self.adam_lr, eps=self.adam_eps, decay=self.adam_decay)

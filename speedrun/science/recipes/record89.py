@@ -37,6 +37,15 @@ class Phase:
     prefix_weight: float = 0.0
     end_prefix_weight: float = 0.0
 
+    def __post_init__(self) -> None:
+        weights = *self.target_weights, *self.end_weights, self.prefix_weight, self.end_prefix_weight
+        if len(self.target_weights) != len(self.end_weights) or not self.target_weights or min(weights) < 0:
+            raise ValueError(
+                "target_weights and end_weights need equal lengths, and no weight may be negative"
+            )
+        if self.num_steps < 1 or self.short_blocks < 0 or self.long_blocks < 1:
+            raise ValueError("num_steps and long_blocks must be at least 1, short_blocks at least 0")
+
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
@@ -57,13 +66,27 @@ class Schedule:
     attention_scale: float  #: of the first phase
 
     def __post_init__(self) -> None:
-        if min(self.momentum_warmup_steps, self.momentum_cooldown_steps) < 1:
-            raise ValueError("momentum_warmup_steps and momentum_cooldown_steps must be at least 1")
+        counts = (
+            self.momentum_warmup_steps,
+            self.momentum_cooldown_steps,
+            self.block_tokens,
+            self.final_long_blocks,
+        )
+        if min(counts) < 1:
+            raise ValueError("block_tokens, final_long_blocks and the steps of momentum must be at least 1")
+        if (
+            not 0 < self.cooldown_fraction <= 1
+            or self.slow_turns >= self.fast_turns
+            or self.attention_scale <= 0
+        ):
+            raise ValueError("need 0 < cooldown_fraction <= 1, slow_turns < fast_turns, attention_scale > 0")
+        if self.phases[-1].lr_scale != 1:
+            raise ValueError("the last phase has the rate final_lr_scale; its lr_scale must be 1")
 
     def starts(self, num_steps: int) -> list[int]:
         """Return the first step of each phase; raise UsageError if the recipe has more or fewer steps."""
         lengths = [phase.num_steps for phase in self.phases]
-        if min(lengths) < 1 or sum(lengths) != num_steps:
+        if sum(lengths) != num_steps:
             raise UsageError(
                 f"schedule.phases have {lengths} steps, and the stages {num_steps} in all; give each phase the steps "
                 "of its stage: --set stages.0.num_steps=N --set schedule.phases.0.num_steps=N"
