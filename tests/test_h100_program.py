@@ -29,10 +29,10 @@ LAYERS_WITH_ATTENTION = 11
 TOKENS = 49_152  #: of a device and step
 LOGITS = TOKENS * RECORD.config.head_size
 
-#: Bytes of the gathers that no kernel overlaps: the first layer's bank and the table of tokens. Since JAX 0.11 XLA
-#: schedules the kernels that need no parameter after them; JAX 0.10 runs those meanwhile, which hides 0.07 ms by
-#: `scaling`'s clock (docs/LOG.md, 2026-11-22: deviceless tests on every JAX). JAX 0.12 waits for the first alone.
-WAITS_FOR = [2 * 8 * 768 * 768, 2 * 50_264 * 768][: {10: 0, 11: 2}.get(jax.__version_info__[1], 1)]
+#: Bytes of the gathers that no kernel overlaps: the first layer's bank. Since JAX 0.11 XLA schedules the kernels that
+#: need no parameter after it; JAX 0.10 runs those meanwhile. The table of tokens was a second one until XLA rounded
+#: where the code does (docs/LOG.md, 2026-11-22 and 2026-11-23).
+WAITS_FOR = [] if jax.__version_info__ < (0, 11) else [2 * 8 * 768 * 768]
 
 #: What FSDP cannot do without: every parameter but the scalars, once, in the compute dtype.
 LEAST_BYTES = 2 * sum(spec.size for spec in RECORD.table(RECORD.config).values() if spec.group != "scalar")
