@@ -99,6 +99,46 @@ def test_what_is_off_is_what_the_name_says():
     assert warm.inputs_at(0)["momentum"] == warm.inputs_at(1000)["momentum"] == np.float32(0.95)
 
 
+@pytest.mark.parametrize(
+    ("feature", "extra", "left"),
+    [
+        ("early-values", "value", [10]),
+        ("exclusive-heads", "exclusive", []),
+        ("key-offset", "offset", []),
+        ("head-gates", "gate", []),
+        ("composed-heads", "compose", []),
+    ],
+)
+def test_what_layers_of_record_89_lack_is_what_the_name_says(feature, extra, left):
+    full, less = recipes.load("record89").config, without(feature, "record89").config
+    assert set(less.layers_with(extra)) == set(left) < set(full.layers_with(extra))
+    for before, after in zip(full.layers, less.layers, strict=True):
+        assert before.attention == after.attention
+        assert {*before.extras} - {extra} == {*after.extras} - {extra}
+
+
+def test_what_is_off_in_record_89_is_what_the_name_says():
+    full = recipes.load("record89")
+    pairs = without("paired-heads", "record89").config.layers
+    assert [layer.attention == "short" for layer in pairs] == [
+        layer.attention in ("short", "paired") for layer in full.config.layers
+    ]
+    single, whole = without("future-tokens", "record89"), without("growing-windows", "record89")
+    assert {int(single.inputs_at(step)["targets"]) for step in range(1286)} == {1}
+    assert {whole.inputs_at(step)[f"{kind}_keys"] for step in range(1286) for kind in ("short", "long")} == {
+        2561
+    }
+    for feature, groups in {
+        "bigrams": {"bigram"},
+        "token-gates": {"mudd_gate", "mudd_gate_bias", "mudd_gate_scale"},
+        "token-mixing": {"mudd", "mudd_bias"},
+    }.items():
+        still = {group.name for group in without(feature, "record89").optimizer.adam if not group.lr}
+        assert still == groups
+    decay = without("weight-decay", "record89").optimizer
+    assert decay.muon_decay == decay.adam_decay == 0
+
+
 @pytest.mark.parametrize("name", ["smoke", "record21"])
 def test_without_windows_the_second_step_sees_all(name):
     recipe = without("windows", name)
