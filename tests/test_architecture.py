@@ -47,9 +47,9 @@ MORE_SCIENCE = {"record89": 693}
 #: Of these, 700 are checkpoints, the watchdog, several processes, replicas on many nodes and fault injection.
 CLOSURE_LINES = 4_654
 #: Kernels are counted by themselves: a record carries all forms its step could have chosen.
-KERNEL_LINES = 1_500
+KERNEL_LINES = 1_685
 #: Of the package without science, blank lines included; of one file; of one function, without decorators.
-PACKAGE_LINES = 28_744
+PACKAGE_LINES = 28_795
 FILE_LINES = 350
 FUNCTION_LINES = 60
 

@@ -17,7 +17,7 @@ from speedrun.ground.mesh import DATA, make_mesh
 from speedrun.predict import anatomy
 from speedrun.predict.deviceless import compile_for_target
 from speedrun.science.kernels import cross_entropy_gpu as gpu
-from speedrun.science.kernels.choose import choose_head
+from speedrun.science.kernels.choose import HeadCall, choose_head
 from speedrun.science.kernels.cross_entropy import (
     CHUNK_TOKENS,
     Losses,
@@ -224,9 +224,11 @@ class TestOnH100:
 
 @pytest.mark.parametrize(("num_tokens", "num_chunks"), [(1, 1), (49_152, 1), (98_304, 2), (98_307, 3)])
 def test_the_head_takes_as_few_chunks_as_fit(num_tokens, num_chunks):
-    choice = choose_head(num_tokens, jnp.dtype(jnp.bfloat16), "gpu", None, as_cap(CAP))
+    choice = choose_head(
+        HeadCall(num_tokens, 50_304, jnp.dtype(jnp.bfloat16), "gpu", "8.0", None, as_cap(CAP))
+    )
     assert isinstance(choice.function, partial)
-    assert choice.function.keywords == {"fp8": None, "num_chunks": num_chunks}
+    assert choice.function.keywords == {"fp8": None, "num_chunks": num_chunks, "passes": gpu.PASSES}
     assert choice.name == "bfloat16"
     assert f"in {num_chunks} chunks" in choice.reason
 
@@ -235,7 +237,7 @@ def test_the_head_takes_as_few_chunks_as_fit(num_tokens, num_chunks):
 def test_without_a_cap_it_is_plain_cross_entropy(num_chunks):
     """Against float64 on the host; the gradients are (softmax - one hot) W and (softmax - one hot)^T x."""
     x_ND, head_VD, targets_N = inputs(24, 12, 33)
-    choice = choose_head(24, jnp.dtype(jnp.float32), "cpu", None, as_cap(math.inf))
+    choice = choose_head(HeadCall(24, 50_304, jnp.dtype(jnp.float32), "cpu", "", None, as_cap(math.inf)))
     form = partial(summed, partial(choice.function, num_chunks=num_chunks), cap=math.inf)
     nll, (dx_ND, dhead_VD) = jax.value_and_grad(form, (0, 1))(x_ND, head_VD, targets_N)
     x, w = (np.asarray(a, np.float64) for a in (x_ND, head_VD))

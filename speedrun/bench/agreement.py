@@ -20,7 +20,13 @@ from speedrun.ground.errors import unknown
 from speedrun.science import nn
 from speedrun.science.kernels import attention_triton, cross_entropy_gpu, qk_norm_triton
 from speedrun.science.kernels.attention import attention, sight
-from speedrun.science.kernels.choose import AttentionCall, QkNormCall, choose_attention, choose_qk_norm
+from speedrun.science.kernels.choose import (
+    MOSAIC,
+    AttentionCall,
+    QkNormCall,
+    choose_attention,
+    choose_qk_norm,
+)
 from speedrun.science.kernels.cross_entropy import Targets, as_cap, single_targets, weighted_cross_entropy
 from speedrun.science.kernels.qk_norm import qk_norm
 
@@ -161,6 +167,9 @@ def _head(name: str, size: Size) -> Iterator[_Case]:
     head_VD = 0.02 * jax.random.normal(kw, (size.vocab_size, size.model_dim))
     targets = single_targets(jax.random.randint(kt, (len(x_ND),), 0, size.vocab_size))
     cap = as_cap(15.0)
+    passes = {"XLA's passes": cross_entropy_gpu.PASSES}
+    if meshes.accelerator(meshes.make_mesh(1)) == ("gpu", "9.0"):
+        passes["mosaic's passes"] = MOSAIC
 
     def results(form: Callable[..., Any], targets: Targets, x_ND: jax.Array, head_VD: jax.Array) -> Results:
         loss, (dx, dhead) = jax.value_and_grad(lambda *args: form(*args, targets, cap=cap).weighted, (0, 1))(
@@ -168,10 +177,12 @@ def _head(name: str, size: Size) -> Iterator[_Case]:
         )
         return {"loss": loss, "dx": dx, "dhead": dhead}
 
-    for num_chunks in (1, 4):
-        fast = partial(cross_entropy_gpu.weighted_cross_entropy, fp8=fp8, num_chunks=num_chunks)
+    for by, num_chunks in product(passes, (1, 4)):
+        fast = partial(
+            cross_entropy_gpu.weighted_cross_entropy, fp8=fp8, num_chunks=num_chunks, passes=passes[by]
+        )
         yield (
-            f"{name}, {num_chunks} chunks",
+            f"{name}, {num_chunks} chunks, {by}",
             partial(results, fast),
             partial(results, weighted_cross_entropy),
             (targets, x_ND, head_VD),

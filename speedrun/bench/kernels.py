@@ -21,8 +21,10 @@ from speedrun.science.kernels.choose import (
     ATTENTION,
     QK_NORM,
     AttentionCall,
+    HeadCall,
     QkNormCall,
     choose_attention,
+    choose_head,
     choose_qk_norm,
 )
 from speedrun.science.optim.groups import MuonAndAdam
@@ -121,8 +123,11 @@ def head(*, num_tokens: int, model_dim: int, vocab_size: int) -> list[Timing]:
 
     ours = {"for CPUs": cross_entropy.weighted_on_cpu}
     if is_gpu:
-        fp8 = partial(cross_entropy_gpu.weighted_cross_entropy, fp8=cross_entropy_gpu.RECORD21)
-        ours = {"bf16": cross_entropy_gpu.weighted_cross_entropy, "fp8": fp8}
+        here = meshes.accelerator(meshes.make_mesh(1))
+        call = HeadCall(len(x_ND), len(head_VD), x_ND.dtype, *here, None, _CAP)
+        eight = call._replace(fp8=cross_entropy_gpu.RECORD21)
+        plain = partial(cross_entropy_gpu.weighted_cross_entropy, fp8=eight.fp8)
+        ours = {"bf16": choose_head(call).function, "fp8": choose_head(eight).function, "fp8 by XLA": plain}
     ours["definition"] = cross_entropy.weighted_cross_entropy
     forms = {name: summed(form) for name, form in ours.items()}
     return compare({"three products": products, **forms}, x_ND, head_VD)

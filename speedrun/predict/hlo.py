@@ -161,9 +161,14 @@ class Module(NamedTuple):
             return 0
         fused = self.fused(instruction)
         reads = _reads(instruction, computation) if fused is None else _reads_fused(fused)
-        writes = _written(instruction, computation) if fused is None else _written(_root(fused), fused)
+        writes = sum(array.num_bytes for array in self.written(instruction, computation))
         starts, ends = instruction.opcode.endswith("-start"), instruction.opcode.endswith("-done")
         return (0 if ends else reads) + (0 if starts else writes)
+
+    def written(self, instruction: Instruction, computation: Computation) -> list[Array]:
+        """Return the arrays that a kernel writes."""
+        fused = self.fused(instruction)
+        return _written(instruction, computation) if fused is None else _written(_root(fused), fused)
 
     def products(self, instruction: Instruction, computation: Computation) -> list[Product]:
         """Return the matrix products of a kernel: its own, or those inside its fusion."""
@@ -172,17 +177,33 @@ class Module(NamedTuple):
         return [found for one in inside.values() if (found := _product(one, around))]
 
     def elements(self, instruction: Instruction, computation: Computation) -> Elements:
-        """Count the elements that a kernel computes, each once, and those that it reads and writes."""
+        """Count the elements that a kernel computes, each once, and those that it reads and writes.
+
+        Of an update in place, only the update counts.
+        """
         fused = self.fused(instruction)
-        inside = fused or {instruction.name: instruction}
+        inside, around = fused or {instruction.name: instruction}, fused or computation
         computed: Counter[str] = Counter()
         for one in inside.values():
             of = one.operands[:1] if one.opcode in _REDUCTIONS else ()
-            arrays = [array for name in of for array in (fused or computation)[name].arrays] or one.arrays
+            arrays = [array for name in of for array in around[name].arrays]
+            arrays = arrays or (_written(one, around) if one.opcode in _UPDATES else one.arrays)
             computed[one.opcode] += max((array.size for array in arrays), default=0)
-        read = {name: computation[name] for name in instruction.operands if name in computation}
-        most = max((x.size for one in read.values() for x in one.arrays), default=0)
-        return Elements(computed, most + sum(array.size for array in instruction.results))
+        if fused is None:
+            sources = [
+                computation[name] for name in dict.fromkeys(instruction.operands) if name in computation
+            ]
+        else:
+            sources = [one for one in fused.values() if one.opcode == "parameter"]
+        read = [
+            x.size * _taken(one, inside) // one.num_bytes
+            for one in sources
+            if one.num_bytes
+            for x in one.arrays
+        ]
+        return Elements(
+            computed, max(read, default=0) + sum(x.size for x in self.written(instruction, computation))
+        )
 
     def fused(self, instruction: Instruction) -> Computation | None:
         """The inside of a fusion."""
@@ -322,10 +343,10 @@ def _taken(source: Instruction, users: Computation) -> int:
     return min(total, source.num_bytes)
 
 
-def _written(instruction: Instruction, computation: Computation) -> int:
-    """Return the bytes that an instruction writes: of an update in place, the update."""
+def _written(instruction: Instruction, computation: Computation) -> list[Array]:
+    """Return the arrays that an instruction writes: of an update in place, the update."""
     if instruction.opcode in ("bitcast", "tuple"):  # the root of a fusion
-        return sum(_written(computation[name], computation) for name in instruction.operands)
+        return [array for name in instruction.operands for array in _written(computation[name], computation)]
     if instruction.opcode in _UPDATES:
-        return computation[instruction.operands[_UPDATES[instruction.opcode]]].num_bytes
-    return sum(array.num_bytes for array in instruction.results)
+        return list(computation[instruction.operands[_UPDATES[instruction.opcode]]].arrays)
+    return list(instruction.results)

@@ -28,8 +28,8 @@ ERROR = 0.15
 #: What only a compiler decides, as measured on record 21 compiled for an H100: traffic of elementwise kernels relative
 #: to that of the products (65 GB to 47), and the number of such kernels per matrix.
 _BETWEEN, _BETWEEN_STARTS = 1.37, 8
-#: Instructions per logit, in the two passes of the head over its logits.
-_HEAD_INSTRUCTIONS = 38 + 65
+#: Instructions per logit in XLA's two passes over the logits.
+_HEAD_INSTRUCTIONS = 38 + 53
 #: Attention is one kernel forward and two backward, one by queries and one by keys.
 _ATTENTION_FORWARD, _ATTENTION_BACKWARD = 1, 2
 
@@ -236,6 +236,8 @@ def _by_arithmetic(program: Program, stage: Stage, device: Device) -> _Found:
     num_matrices = sum(math.prod(spec.shape[:-2]) for spec in matrices)
     unit: Unit = "bf16" if size == 2 else "f32"
     head_unit: Unit = unit if getattr(program.recipe.config, "head_fp8", None) is None else "fp8"
+    has_kernels = device.compute_capability == (9, 0) and size == 2
+    head_slots = 2 * cost.HEAD_SLOTS if has_kernels else _HEAD_INSTRUCTIONS
     moved = size * tokens * width
     works = [
         Work(
@@ -249,7 +251,7 @@ def _by_arithmetic(program: Program, stage: Stage, device: Device) -> _Found:
             3 * size * logits,
             3,
         ),
-        Work("head passes", 0, unit, _HEAD_INSTRUCTIONS * logits, 3 * size * logits, 9),
+        Work("head passes", 0, unit, head_slots * logits, 3 * size * logits, 9),
         Work("elementwise", num_bytes=_BETWEEN * 3 * moved, starts=_BETWEEN_STARTS * num_matrices),
     ]
     once = [Work("elementwise", num_bytes=3 * footprint.state_bytes(program)), *_muon(program, matrices)]

@@ -21,11 +21,12 @@ from speedrun.science.kernels import (
     attention_triton,
     cross_entropy,
     cross_entropy_gpu,
+    cross_entropy_mosaic,
     qk_norm_triton,
 )
 from speedrun.science.kernels.attention import Sight, Window, attention
 from speedrun.science.kernels.cross_entropy import Cap, Losses, Targets, as_cap, single_targets
-from speedrun.science.kernels.cross_entropy_gpu import Fp8
+from speedrun.science.kernels.cross_entropy_gpu import PASSES, Fp8, Passes
 from speedrun.science.kernels.qk_norm import Angles, qk_norm
 
 #: On a CPU the definition is as fast up to this length: 3.3 ms against 3.8 at 256 tokens, 28.5 against 11.3 at 512.
@@ -96,7 +97,7 @@ def _flash3_refusals(call: AttentionCall) -> list[str]:
     return reasons
 
 
-def _platform_refusals(call: AttentionCall | QkNormCall) -> list[str]:
+def _platform_refusals(call: "AttentionCall | QkNormCall | HeadCall") -> list[str]:
     if (call.platform, call.compute_capability) == ("gpu", "9.0"):
         return []
     here = f"{call.platform} {call.compute_capability}".strip()
@@ -205,9 +206,23 @@ def _first_of(forms: Mapping[str, Form], order: list[str], why: str, call: Any) 
 
 #: Tokens per chunk of logits on a GPU: 4.9 GB in 16 bits with the GPT-2 vocabulary.
 HEAD_TOKENS = 49_152
+#: Of the logits, by Hopper's special-function units.
+MOSAIC = Passes(cross_entropy_mosaic.sum_exp, cross_entropy_mosaic.softmax_gradient)
 
 
-def choose_head(num_tokens: int, dtype: jnp.dtype, platform: str, fp8: Fp8 | None, cap: Cap) -> Choice:
+class HeadCall(NamedTuple):
+    """The static facts of a call of the loss head."""
+
+    num_tokens: int  #: on one device
+    num_columns: int
+    dtype: jnp.dtype  #: of the states
+    platform: str
+    compute_capability: str
+    fp8: Fp8 | None
+    cap: Cap
+
+
+def choose_head(call: HeadCall) -> Choice:
     """Return the form of the loss head: the plain one without a cap, the CPU's on a CPU without FP8, else the GPU's.
 
     Only the CPU's is tied to its platform. Devices without FP8 units emulate FP8 products in a wider dtype.
@@ -215,20 +230,25 @@ def choose_head(num_tokens: int, dtype: jnp.dtype, platform: str, fp8: Fp8 | Non
     Raises:
         UsageError: for FP8 without a cap.
     """
-    if math.isinf(cap.height):
+    num_tokens, fp8, is_cpu = call.num_tokens, call.fp8, call.platform == "cpu"
+    if math.isinf(call.cap.height):
         if fp8 is not None:
             raise UsageError("the head has FP8 products only with a logit cap; set a cap or no FP8")
-        most = cross_entropy.CHUNK_TOKENS if platform == "cpu" else HEAD_TOKENS // 4
-        chunks = cross_entropy.fewest_chunks(num_tokens, most)
+        chunks = cross_entropy.fewest_chunks(
+            num_tokens, cross_entropy.CHUNK_TOKENS if is_cpu else HEAD_TOKENS // 4
+        )
         plain = partial(cross_entropy.weighted_uncapped, num_chunks=chunks)
         return Choice("uncapped", plain, f"logits without a cap, {num_tokens:,} tokens in {chunks} chunks")
-    if platform == "cpu" and fp8 is None:
+    if is_cpu and fp8 is None:
         why = "cpu: a chunk of logits stays in its cache"
         return Choice("chunks", cross_entropy.weighted_on_cpu, why)
     num_chunks = cross_entropy.fewest_chunks(num_tokens, HEAD_TOKENS)
-    reason = f"{platform}, {num_tokens:,} tokens in {num_chunks} chunks"
-    head = partial(cross_entropy_gpu.weighted_cross_entropy, fp8=fp8, num_chunks=num_chunks)
-    return Choice(str(dtype) if fp8 is None else "fp8", head, reason)
+    shape = num_tokens // num_chunks, call.num_columns
+    refusals = _platform_refusals(call) + cross_entropy_mosaic.refusals(*shape, call.dtype)
+    passes, by = (PASSES, f"XLA's passes: {', '.join(refusals)}") if refusals else (MOSAIC, "mosaic's passes")
+    head = partial(cross_entropy_gpu.weighted_cross_entropy, fp8=fp8, num_chunks=num_chunks, passes=passes)
+    reason = f"{call.platform}, {num_tokens:,} tokens in {num_chunks} chunks; {by}"
+    return Choice(str(call.dtype) if fp8 is None else "fp8", head, reason)
 
 
 @dataclass(frozen=True)
@@ -296,10 +316,13 @@ class Kernels:
         self, x_ND: jax.Array, head_VD: jax.Array, targets: Targets, *, cap: float | Cap, fp8: Fp8 | None
     ) -> Losses:
         """Return the losses of all tokens and targets. See `kernels.cross_entropy`."""
-        choice = choose_head(len(x_ND), x_ND.dtype, self.platform, fp8, as_cap(cap))
+        sizes, capped = (len(x_ND), len(head_VD)), as_cap(cap)
+        choice = choose_head(
+            HeadCall(*sizes, x_ND.dtype, self.platform, self.compute_capability, fp8, capped)
+        )
         factors = x_ND.dtype if fp8 is None else "fp8"
         call = f"head {'x'.join(map(str, x_ND.shape))} {factors}, {len(head_VD)} columns"
         num_targets = targets.ids_NM.shape[1]
         self.choices[call if num_targets == 1 else f"{call}, {num_targets} targets"] = choice
         with jax.named_scope("loss_head"):
-            return choice.function(x_ND, head_VD, targets, cap=as_cap(cap))
+            return choice.function(x_ND, head_VD, targets, cap=capped)

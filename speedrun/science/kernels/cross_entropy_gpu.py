@@ -1,20 +1,21 @@
 """Vocabulary head, soft cap and loss for GPUs: three products, and as few passes over the logits as possible.
 
-Computes `cross_entropy.weighted_cross_entropy`. Two more arguments set how factors are rounded, and the number of
-chunks.
+Computes `cross_entropy.weighted_cross_entropy`. More arguments set how factors are rounded, the number of chunks, and
+who makes the passes.
 
 Legend: N tokens, D model, V vocabulary, M targets of a token, C chunks.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.lax import Precision, dot_general
 
-from speedrun.science.kernels.cross_entropy import Cap, Form, Losses, Targets, dlogits, in_chunks, sum_losses
+from speedrun.science.kernels.cross_entropy import Cap, Form, Losses, Targets, in_chunks, sum_losses
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,33 @@ RECORD21 = Fp8(x=2.0, head=2.0**9, grad=2.0**19 / 49_152)
 RECORD89 = Fp8(x=448 / 100, head=448 / 1.6, grad=448 / 0.75)
 
 
+class Passes(NamedTuple):
+    """The two passes over the logits z [N, V], which are multiplied by `scale` first: capped = cap(scale z)."""
+
+    #: z, cap, scale -> sums of exp(capped - height): f32 [N].
+    sum_exp: Callable[[jax.Array, Cap, float], jax.Array]
+    #: z, factors f32 [N], cap, scale, dtype -> factor exp(capped - height) (1 - tanh^2): [N, V] of the dtype; for
+    #: 8 bits also [V, N], as their products need each factor contiguous along the sum.
+    softmax_gradient: Callable[[jax.Array, jax.Array, Cap, float, Any], tuple[jax.Array, ...]]
+
+
+def _sum_exp(z_NV: jax.Array, cap: Cap, scale: float) -> jax.Array:
+    return jnp.sum(jnp.exp(cap.height * cap.tanh(z_NV, scale) - cap.height), axis=1)
+
+
+def _softmax_gradient(
+    z_NV: jax.Array, factor_N: jax.Array, cap: Cap, scale: float, dtype: Any
+) -> tuple[jax.Array, ...]:
+    tanh_NV = cap.tanh(z_NV, scale)
+    exp_NV = jnp.exp(cap.height * tanh_NV - cap.height)
+    g_NV = _rounded(exp_NV * factor_N[:, None] * (1 - tanh_NV * tanh_NV), dtype)
+    return (g_NV, g_NV.T) if g_NV.dtype.itemsize == 1 else (g_NV,)
+
+
+#: As XLA fuses them, for any device.
+PASSES = Passes(_sum_exp, _softmax_gradient)
+
+
 def weighted_cross_entropy(
     x_ND: jax.Array,
     head_VD: jax.Array,
@@ -46,13 +74,14 @@ def weighted_cross_entropy(
     cap: Cap,
     fp8: Fp8 | None = None,
     num_chunks: int = 1,
+    passes: Passes = PASSES,
 ) -> Losses:
     """Return `cross_entropy.weighted_cross_entropy`.
 
     The logits are written once, in the dtype of `x_ND`, and read twice: for the sum of exponentials and for their
     gradient. Capped logits cannot overflow exp, so the cap is subtracted instead of a maximum. The targets' logits are
-    gathered, and no gradient is scattered. A barrier makes XLA compute tanh twice instead of storing it as float32
-    [N, V]. Memory traffic on an H100: docs/LOG.md.
+    gathered, and their gradients written over those of the pass, which so has no targets to compare with. A barrier
+    makes XLA compute tanh twice instead of storing it as float32 [N, V]. Memory traffic on an H100: docs/LOG.md.
 
     Args:
         x_ND: final hidden states, any float dtype.
@@ -62,13 +91,14 @@ def weighted_cross_entropy(
         cap: of the logits.
         fp8: scales for training in 8 bits. None: factors in the dtype of `x_ND`.
         num_chunks: number of chunks, processed in sequence to save memory for logits.
+        passes: over the logits.
 
     Raises:
         ValueError: if `num_chunks` does not divide the tokens.
     """
     if len(x_ND) % num_chunks:
         raise ValueError(f"{len(x_ND)} tokens cannot be split into {num_chunks} equal chunks; need a divisor")
-    differentiate = partial(_differentiate, cap=cap, fp8=fp8, dtype=x_ND.dtype)
+    differentiate = partial(_differentiate, cap=cap, fp8=fp8, passes=passes, dtype=x_ND.dtype)
     scales = (1.0, 1.0) if fp8 is None else (fp8.grad * fp8.head, fp8.grad * fp8.x)
     form = Form(partial(_factors, fp8=fp8), differentiate, scales)
     return in_chunks(x_ND, head_VD, targets, form, num_chunks)
@@ -78,34 +108,57 @@ def _factors(x_ND: jax.Array, head_VD: jax.Array, *, fp8: Fp8 | None) -> tuple[j
     if fp8 is None:
         return x_ND, head_VD.astype(x_ND.dtype)
     e4m3 = jnp.float8_e4m3fn
-    return _rounded(x_ND, fp8.x, e4m3), _rounded(head_VD, fp8.head, e4m3)
+    return _rounded(x_ND, e4m3, fp8.x), _rounded(head_VD, e4m3, fp8.head)
 
 
-def _rounded(x: jax.Array, scale: float, dtype: Any) -> jax.Array:
-    """Scale in float32, as bfloat16 would round the scale, too. Clip, as e4m3 turns larger values into NaN."""
-    limit = float(jnp.finfo(dtype).max)
-    return jnp.clip(x.astype(jnp.float32) * scale, -limit, limit).astype(dtype)
+def _rounded(x: jax.Array, dtype: Any, scale: float = 1.0) -> jax.Array:
+    """Scale in float32, as bfloat16 would round the scale, too. Clip 8 bits, as e4m3 turns larger values into NaN."""
+    x, limit = x.astype(jnp.float32) * scale, float(jnp.finfo(dtype).max)
+    return (jnp.clip(x, -limit, limit) if jnp.dtype(dtype).itemsize == 1 else x).astype(dtype)
 
 
 def _differentiate(
-    x_ND: jax.Array, head_VD: jax.Array, targets: Targets, *, cap: Cap, fp8: Fp8 | None, dtype: Any
+    x_ND: jax.Array,
+    head_VD: jax.Array,
+    targets: Targets,
+    *,
+    cap: Cap,
+    fp8: Fp8 | None,
+    passes: Passes,
+    dtype: Any,
 ) -> tuple[tuple[Losses, jax.Array], jax.Array]:
     """Return losses and gradients of a chunk. Gradients are scaled; that of `x_ND` has the given dtype, like logits."""
+    scale, slope = (1.0, 1.0) if fp8 is None else (fp8.x * fp8.head, fp8.grad)
+    slope *= cap.height / cap.unit
     # In 8 bits, the default precision lets tensor cores accumulate with fewer bits, as in record 21's forward.
     z_NV = dot_general(x_ND, head_VD, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
-    tanh = partial(cap.tanh, scale=1.0 if fp8 is None else fp8.x * fp8.head)
-    sum_N = jnp.sum(jnp.exp(cap.height * tanh(z_NV) - cap.height), axis=1)
-    logits_NM = cap.height * tanh(jnp.take_along_axis(z_NV, targets.ids_NM, axis=1))
-    losses = sum_losses(jnp.log(sum_N) + cap.height, logits_NM, targets)
+    sum_N = passes.sum_exp(z_NV, cap, scale)
+    tanh_NM = cap.tanh(jnp.take_along_axis(z_NV, targets.ids_NM, axis=1), scale)
+    losses = sum_losses(jnp.log(sum_N) + cap.height, cap.height * tanh_NM, targets)
     losses, z_NV, sum_N = jax.lax.optimization_barrier((losses, z_NV, sum_N))
-    tanh_NV = tanh(z_NV)
-    exp_NV = jnp.exp(cap.height * tanh_NV - cap.height)
-    dz_NV = dlogits(exp_NV, sum_N, tanh_NV, targets, cap)
-    if fp8 is None:
-        g_NV, precision = dz_NV.astype(dtype), Precision.DEFAULT
-    else:
-        g_NV, precision = _rounded(dz_NV, fp8.grad, jnp.float8_e5m2), Precision.HIGHEST  # full accumulation
-    product = partial(dot_general, g_NV, precision=precision)
-    dx_ND = product(head_VD, (((1,), (0,)), ((), ())), preferred_element_type=dtype)
-    dhead_VD = product(x_ND, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    factor_N = slope * targets.softmax_N / sum_N
+    # Gradients accumulate with all.
+    rounded, precision = (dtype, Precision.DEFAULT) if fp8 is None else (jnp.float8_e5m2, Precision.HIGHEST)
+    gradients = passes.softmax_gradient(z_NV, factor_N, cap, scale, rounded)
+    exp_NM = jnp.exp(cap.height * tanh_NM - cap.height)
+    weights_NM, columns_NM = _by_column(targets, z_NV.shape[1])
+    g_NM = _rounded((exp_NM * factor_N[:, None] - slope * weights_NM) * (1 - tanh_NM * tanh_NM), rounded)
+    at = jnp.arange(len(z_NV))[:, None], columns_NM
+    # Those of targets are written over the others.
+    put = {"mode": "drop", "unique_indices": True}
+    g_NV = gradients[0].at[at].set(g_NM, **put)
+    g_VN = gradients[1].at[at[::-1]].set(g_NM, **put) if len(gradients) > 1 else g_NV.T
+    product = partial(dot_general, dimension_numbers=(((1,), (0,)), ((), ())), precision=precision)
+    dx_ND = product(g_NV, head_VD, preferred_element_type=dtype)
+    dhead_VD = product(g_VN, x_ND, preferred_element_type=jnp.float32)
     return (losses, dhead_VD), dx_ND
+
+
+def _by_column(targets: Targets, num_columns: int) -> tuple[jax.Array, jax.Array]:
+    """Return the sums of weights of equal targets, and columns; all but the first of equals lie beyond the last one."""
+    ids_NM = targets.ids_NM
+    same_NMM = ids_NM[:, :, None] == ids_NM[:, None, :]
+    weights_NM = jnp.sum(same_NMM * targets.weights_NM[:, None, :], axis=2)
+    order_1M = jnp.arange(ids_NM.shape[1])[None]
+    is_first_NM = jnp.argmax(same_NMM, axis=2) == order_1M
+    return weights_NM, jnp.where(is_first_NM & (ids_NM >= 0), ids_NM, num_columns + order_1M)

@@ -1,0 +1,171 @@
+"""The passes over the logits for Hopper, in Pallas for Mosaic GPU. `cross_entropy_gpu.PASSES` is what they compute.
+
+XLA's passes are bound by instructions: its tanh is a rational function with a division. These take tanh and exp2 from
+the special-function units, whose tanh is off by up to 2^-11 of its value. Each program has one tile of the logits; to
+hide its wait, a multiprocessor runs several.
+
+Legend: N tokens, V vocabulary; in a kernel R rows and C columns of a tile.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from speedrun.science.kernels.attention_triton import LOG2_E
+from speedrun.science.kernels.cross_entropy import Cap
+from speedrun.science.kernels.varying import varying_like
+
+ROWS = 64
+#: Widths of a tile, the best first: 192 divides 50,304, and its 96 numbers a thread fit into the registers.
+COLUMNS = (192, 128, 64)
+#: Entries of a tile by thread: two neighbours of a row, in all other rows and columns likewise.
+_LAYOUT = plgpu.Layout.WGMMA
+
+
+class _Settings(NamedTuple):
+    cap: Cap
+    scale: float
+    interpret: Any  #: None, or parameters of JAX's interpreter
+
+
+def refusals(num_tokens: int, num_columns: int, dtype: Any) -> list[str]:
+    """Return why the kernels cannot run on logits of this shape and dtype."""
+    checks = {
+        f"{num_tokens} tokens in a chunk; the kernels need a multiple of {ROWS}": num_tokens % ROWS,
+        f"{num_columns} columns; the kernels need a multiple of {COLUMNS[-1]}": num_columns % COLUMNS[-1],
+        f"{dtype} logits; the kernels need bfloat16": dtype != jnp.bfloat16,
+    }
+    return [reason for reason, applies in checks.items() if applies]
+
+
+def sum_exp(z_NV: jax.Array, cap: Cap, scale: float, interpret: Any = None) -> jax.Array:
+    """Return the sum of exp(capped - height) of each row: f32 [N]."""
+    rows, tiles = len(z_NV), z_NV.shape[1] // _columns(z_NV)
+    settings = _Settings(cap, scale, interpret)
+    (sums_JN,) = _call(_sum_kernel, settings, [((tiles, rows), jnp.float32)], [], z_NV)
+    return jnp.sum(sums_JN, axis=0)
+
+
+def softmax_gradient(
+    z_NV: jax.Array, factor_N: jax.Array, cap: Cap, scale: float, dtype: Any, interpret: Any = None
+) -> tuple[jax.Array, ...]:
+    """Return factor exp(capped - height) (1 - tanh^2), rounded to a dtype: [N, V]; in 8 bits also [V, N].
+
+    Products in 8 bits need each factor contiguous along their sum. 8 bits saturate.
+    """
+    shapes = [(z_NV.shape, dtype), (z_NV.shape[::-1], dtype)][: 2 if jnp.dtype(dtype).itemsize == 1 else 1]
+    tile = ROWS, _columns(z_NV)
+    stores = [(tile, dtype), (tile[::-1], dtype)][: len(shapes)]
+    return _call(_gradient_kernel, _Settings(cap, scale, interpret), shapes, stores, z_NV, factor_N)
+
+
+def _sum_kernel(z: Any, sums: Any, own_z: Any, own_sums: Any, arrived: Any, *, settings: _Settings) -> None:
+    rows, columns = _place(own_z)
+    _fetch(z.at[rows, columns], own_z, arrived)
+    _, weights_RC = _weights(own_z, settings)
+    own_sums[...] = jnp.sum(weights_RC, axis=1)
+    _store((own_sums, sums.at[lax.axis_index("column"), rows]))
+
+
+def _gradient_kernel(z: Any, factor: Any, *refs: Any, settings: _Settings) -> None:
+    """Write a tile of the gradient, and in 8 bits its transpose."""
+    number = (len(refs) - 3) // 2
+    *results, own_z, own_factor = refs[: number + 2]
+    *stores, arrived = refs[number + 2 :]
+    rows, columns = _place(own_z)
+    _fetch(factor.at[rows], own_factor, arrived)
+    _fetch(z.at[rows, columns], own_z, arrived)
+    tanh_RC, weights_RC = _weights(own_z, settings)
+    factor_R = _read(own_factor, _LAYOUT.reduce(1), settings)
+    g_RC = (weights_RC - weights_RC * tanh_RC * tanh_RC) * lax.broadcast_in_dim(factor_R, own_z.shape, (0,))
+    if len(stores) > 1:
+        g_RC = g_RC.astype(
+            jnp.float16
+        )  # threads exchange pairs of 16 bits; 8 bits have fewer digits in any case
+        _put_across(stores[1], g_RC, settings)
+    stores[0][...] = g_RC.astype(stores[0].dtype)
+    places = (rows, columns), (columns, rows)
+    _store(*((store, to.at[place]) for store, to, place in zip(stores, results, places, strict=False)))
+
+
+def _put_across(own: Any, g_RC: jax.Array, settings: _Settings) -> None:
+    if settings.interpret:
+        own[...] = g_RC.astype(own.dtype).T
+    else:
+        turned_RC = plgpu.layout_cast(g_RC, plgpu.Layout.WGMMA_TRANSPOSED)
+        plgpu.transpose_ref(own, (1, 0))[...] = turned_RC.astype(own.dtype)
+
+
+def _weights(own_z: Any, settings: _Settings) -> tuple[jax.Array, jax.Array]:
+    """Return tanh of the cap and exp(capped - height) of a tile: f32 [R, C]."""
+    cap, scale, _ = settings
+    z_RC = _read(own_z, _LAYOUT, settings).astype(jnp.float32)
+    tanh_RC = jnp.tanh(z_RC * (1 / (scale * cap.unit)) + cap.shift / cap.unit)
+    return tanh_RC, jnp.exp2(tanh_RC * (cap.height * LOG2_E) - cap.height * LOG2_E)
+
+
+def _place(own_z: Any) -> tuple[Any, Any]:
+    """Return the rows and columns of this program's tile."""
+    rows, columns = own_z.shape
+    return pl.ds(lax.axis_index("row") * rows, rows), pl.ds(lax.axis_index("column") * columns, columns)
+
+
+def _fetch(source: Any, target: Any, arrived: Any) -> None:
+    plgpu.copy_gmem_to_smem(source, target, arrived)
+    plgpu.barrier_wait(arrived)
+
+
+def _store(*pairs: tuple[Any, Any]) -> None:
+    plgpu.commit_smem()
+    for source, target in pairs:
+        plgpu.copy_smem_to_gmem(source, target)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _read(ref: Any, layout: Any, settings: _Settings) -> jax.Array:
+    """Read into registers; the interpreter knows no layouts."""
+    return ref[...] if settings.interpret else plgpu.load(ref, (), layout=layout)
+
+
+def _columns(z_NV: jax.Array) -> int:
+    return next(width for width in COLUMNS if z_NV.shape[1] % width == 0)
+
+
+def _call(
+    kernel: Callable[..., None],
+    settings: _Settings,
+    results: list[tuple[tuple[int, ...], Any]],
+    stores: list[tuple[tuple[int, int], Any]],
+    *operands: jax.Array,
+) -> tuple[jax.Array, ...]:
+    """Run a kernel once per tile. Tiles are stored swizzled, so that threads read different banks."""
+    num_tokens, num_columns = operands[0].shape
+    width = _columns(operands[0])
+
+    def tile(shape: tuple[int, int], dtype: Any) -> Any:
+        swizzle = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(64 * jnp.dtype(dtype).itemsize)
+        return plgpu.SMEM(shape, dtype, transforms=() if settings.interpret else swizzle)
+
+    program = plgpu.kernel(
+        partial(kernel, settings=settings),
+        out_type=[jax.ShapeDtypeStruct(*result) for result in results],
+        grid=(num_columns // width, num_tokens // ROWS),
+        grid_names=("column", "row"),
+        scratch_types=[
+            tile((ROWS, width), operands[0].dtype),
+            plgpu.SMEM((ROWS,), jnp.float32),
+            *(tile(*store) for store in stores),
+            plgpu.Barrier(),
+        ],
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+        interpret=settings.interpret,
+    )
+    return tuple(varying_like(x, operands[0]) for x in program(*operands))
