@@ -34,6 +34,14 @@ def test_a_kernel_takes_the_time_of_its_tightest_bound(work: Work, bound: str, s
     assert took_s == pytest.approx(seconds, abs=3e-6)
 
 
+@pytest.mark.parametrize("name", recipes.names())
+def test_every_recipe_can_be_traced_at_its_own_size_and_dtype(name):
+    """The tests of a rung have float32 and small sizes; JAX's erf refuses 16 bits."""
+    recipe = recipes.load(name)
+    program = Program(recipe, mesh.make_mesh(8))
+    assert all(cost.num_attention_layers(program, stage) for stage in recipe.stages)
+
+
 def test_the_table_adds_up_by_kind_and_names_the_bound_that_costs_most():
     long, short = Work("elementwise", num_bytes=3e12), Work("elementwise", instructions=1e12)
     muon, long_line = Work("Muon", 1e12), cost.seconds(long, H100)[0]

@@ -74,13 +74,15 @@ def test_the_mlp_squares_what_is_positive():
     assert nn.relu_squared_mlp(jnp.array([[3.0], [-1.0]]), up, down).tolist() == [[9.0], [40.0]]
 
 
-def test_gelu_is_x_times_the_normal_distribution_function():
-    x = np.linspace(-6, 6, 41)
+@pytest.mark.parametrize(("dtype", "most"), [("float32", 1e-6), ("bfloat16", 2.0**-8)])
+def test_gelu_is_x_times_the_normal_distribution_function(dtype, most):
+    x = np.linspace(-6, 6, 49)  # multiples of a quarter are exact in 16 bits
     phi = np.array([statistics.NormalDist().cdf(a) for a in x])
     density = np.exp(-x * x / 2) / np.sqrt(2 * np.pi)
-    y, slope = jax.jvp(gelu, (jnp.asarray(x, jnp.float32),), (jnp.ones(41),))
-    np.testing.assert_allclose(y, x * phi, atol=1e-6)
-    np.testing.assert_allclose(slope, phi + x * density, atol=1e-6)
+    y, slope = jax.jvp(gelu, (jnp.asarray(x, dtype),), (jnp.ones(49, dtype),))
+    assert (y.dtype, slope.dtype) == (dtype, dtype)
+    np.testing.assert_allclose(np.asarray(y, np.float64), x * phi, rtol=most, atol=1e-6)
+    np.testing.assert_allclose(np.asarray(slope, np.float64), phi + x * density, rtol=most, atol=1e-6)
 
 
 def test_products_in_eight_bits_round_each_factor_by_its_own_scale():
