@@ -24,8 +24,8 @@ from speedrun.science.kernels.varying import varying_like
 ROWS = 64
 #: Widths of a tile, the best first: 192 divides 50,304, and its 96 numbers a thread fit into the registers.
 COLUMNS = (192, 128, 64)
-#: Entries of a tile by thread: two neighbours of a row, in all other rows and columns likewise.
-_LAYOUT = plgpu.Layout.WGMMA
+#: Of the factors of rows, which are repeated: a tile has at least so many.
+_FACTOR_COLUMNS = 8
 
 
 class _Settings(NamedTuple):
@@ -48,7 +48,7 @@ def sum_exp(z_NV: jax.Array, cap: Cap, scale: float, interpret: Any = None) -> j
     """Return the sum of exp(capped - height) of each row: f32 [N]."""
     rows, tiles = len(z_NV), z_NV.shape[1] // _columns(z_NV)
     settings = _Settings(cap, scale, interpret)
-    (sums_JN,) = _call(_sum_kernel, settings, [((tiles, rows), jnp.float32)], [], z_NV)
+    (sums_JN,) = _call(_sum_kernel, settings, [((tiles, rows), jnp.float32)], [((ROWS,), jnp.float32)], z_NV)
     return jnp.sum(sums_JN, axis=0)
 
 
@@ -62,7 +62,9 @@ def softmax_gradient(
     shapes = [(z_NV.shape, dtype), (z_NV.shape[::-1], dtype)][: 2 if jnp.dtype(dtype).itemsize == 1 else 1]
     tile = ROWS, _columns(z_NV)
     stores = [(tile, dtype), (tile[::-1], dtype)][: len(shapes)]
-    return _call(_gradient_kernel, _Settings(cap, scale, interpret), shapes, stores, z_NV, factor_N)
+    factor_NF = jnp.broadcast_to(factor_N[:, None], (len(factor_N), _FACTOR_COLUMNS))
+    stores = [((ROWS, _FACTOR_COLUMNS), jnp.float32), *stores]
+    return _call(_gradient_kernel, _Settings(cap, scale, interpret), shapes, stores, z_NV, factor_NF)
 
 
 def _sum_kernel(z: Any, sums: Any, own_z: Any, own_sums: Any, arrived: Any, *, settings: _Settings) -> None:
@@ -79,15 +81,13 @@ def _gradient_kernel(z: Any, factor: Any, *refs: Any, settings: _Settings) -> No
     *results, own_z, own_factor = refs[: number + 2]
     *stores, arrived = refs[number + 2 :]
     rows, columns = _place(own_z)
-    _fetch(factor.at[rows], own_factor, arrived)
+    _fetch(factor.at[rows, :], own_factor, arrived)
     _fetch(z.at[rows, columns], own_z, arrived)
     tanh_RC, weights_RC = _weights(own_z, settings)
-    factor_R = _read(own_factor, _LAYOUT.reduce(1), settings)
+    factor_R = jnp.max(own_factor[...], axis=1)  # its entries are equal; threads get those of their rows
     g_RC = (weights_RC - weights_RC * tanh_RC * tanh_RC) * lax.broadcast_in_dim(factor_R, own_z.shape, (0,))
     if len(stores) > 1:
-        g_RC = g_RC.astype(
-            jnp.float16
-        )  # threads exchange pairs of 16 bits; 8 bits have fewer digits in any case
+        g_RC = g_RC.astype(jnp.float16)  # threads exchange 16 bits; 8 have fewer digits in any case
         _put_across(stores[1], g_RC, settings)
     stores[0][...] = g_RC.astype(stores[0].dtype)
     places = (rows, columns), (columns, rows)
@@ -105,7 +105,7 @@ def _put_across(own: Any, g_RC: jax.Array, settings: _Settings) -> None:
 def _weights(own_z: Any, settings: _Settings) -> tuple[jax.Array, jax.Array]:
     """Return tanh of the cap and exp(capped - height) of a tile: f32 [R, C]."""
     cap, scale, _ = settings
-    z_RC = _read(own_z, _LAYOUT, settings).astype(jnp.float32)
+    z_RC = own_z[...].astype(jnp.float32)
     tanh_RC = jnp.tanh(z_RC * (1 / (scale * cap.unit)) + cap.shift / cap.unit)
     return tanh_RC, jnp.exp2(tanh_RC * (cap.height * LOG2_E) - cap.height * LOG2_E)
 
@@ -128,11 +128,6 @@ def _store(*pairs: tuple[Any, Any]) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-def _read(ref: Any, layout: Any, settings: _Settings) -> jax.Array:
-    """Read into registers; the interpreter knows no layouts."""
-    return ref[...] if settings.interpret else plgpu.load(ref, (), layout=layout)
-
-
 def _columns(z_NV: jax.Array) -> int:
     return next(width for width in COLUMNS if z_NV.shape[1] % width == 0)
 
@@ -141,16 +136,19 @@ def _call(
     kernel: Callable[..., None],
     settings: _Settings,
     results: list[tuple[tuple[int, ...], Any]],
-    stores: list[tuple[tuple[int, int], Any]],
+    stores: list[tuple[tuple[int, ...], Any]],
     *operands: jax.Array,
 ) -> tuple[jax.Array, ...]:
     """Run a kernel once per tile. Tiles are stored swizzled, so that threads read different banks."""
     num_tokens, num_columns = operands[0].shape
     width = _columns(operands[0])
 
-    def tile(shape: tuple[int, int], dtype: Any) -> Any:
-        swizzle = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(64 * jnp.dtype(dtype).itemsize)
-        return plgpu.SMEM(shape, dtype, transforms=() if settings.interpret else swizzle)
+    def tile(shape: tuple[int, ...], dtype: Any) -> Any:
+        if settings.interpret or len(shape) == 1:
+            return plgpu.SMEM(shape, dtype)
+        row = min(64, shape[1])
+        swizzle = plgpu.TilingTransform((8, row)), plgpu.SwizzleTransform(row * jnp.dtype(dtype).itemsize)
+        return plgpu.SMEM(shape, dtype, transforms=swizzle)
 
     program = plgpu.kernel(
         partial(kernel, settings=settings),
@@ -159,7 +157,6 @@ def _call(
         grid_names=("column", "row"),
         scratch_types=[
             tile((ROWS, width), operands[0].dtype),
-            plgpu.SMEM((ROWS,), jnp.float32),
             *(tile(*store) for store in stores),
             plgpu.Barrier(),
         ],
