@@ -99,7 +99,7 @@ def _put_across(own: Any, g_RC: jax.Array, settings: _Settings) -> None:
         own[...] = g_RC.astype(own.dtype).T
     else:
         turned_RC = plgpu.layout_cast(g_RC, plgpu.Layout.WGMMA_TRANSPOSED)
-        plgpu.transpose_ref(own, (1, 0))[...] = turned_RC.astype(own.dtype)
+        own.transpose((1, 0))[...] = turned_RC.astype(own.dtype)
 
 
 def _weights(own_z: Any, settings: _Settings) -> tuple[jax.Array, jax.Array]:
