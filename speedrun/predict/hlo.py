@@ -189,12 +189,8 @@ class Module(NamedTuple):
             arrays = [array for name in of for array in around[name].arrays]
             arrays = arrays or (_written(one, around) if one.opcode in _UPDATES else one.arrays)
             computed[one.opcode] += max((array.size for array in arrays), default=0)
-        if fused is None:
-            sources = [
-                computation[name] for name in dict.fromkeys(instruction.operands) if name in computation
-            ]
-        else:
-            sources = [one for one in fused.values() if one.opcode == "parameter"]
+        named = (computation[name] for name in dict.fromkeys(instruction.operands) if name in computation)
+        sources = named if fused is None else (one for one in fused.values() if one.opcode == "parameter")
         read = [
             x.size * _taken(one, inside) // one.num_bytes
             for one in sources

@@ -206,7 +206,7 @@ def _first_of(forms: Mapping[str, Form], order: list[str], why: str, call: Any) 
 
 #: Tokens per chunk of logits on a GPU: 4.9 GB in 16 bits with the GPT-2 vocabulary.
 HEAD_TOKENS = 49_152
-#: Of the logits, by Hopper's special-function units.
+#: For Hopper.
 MOSAIC = Passes(cross_entropy_mosaic.sum_exp, cross_entropy_mosaic.softmax_gradient)
 
 
@@ -215,7 +215,7 @@ class HeadCall(NamedTuple):
 
     num_tokens: int  #: on one device
     num_columns: int
-    dtype: jnp.dtype  #: of the states
+    dtype: jnp.dtype
     platform: str
     compute_capability: str
     fp8: Fp8 | None

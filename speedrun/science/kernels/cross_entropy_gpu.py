@@ -40,12 +40,12 @@ RECORD89 = Fp8(x=448 / 100, head=448 / 1.6, grad=448 / 0.75)
 
 
 class Passes(NamedTuple):
-    """The two passes over the logits z [N, V], which are multiplied by `scale` first: capped = cap(scale z)."""
+    """The passes over the products z [N, V]; capped = cap(z / scale)."""
 
     #: z, cap, scale -> sums of exp(capped - height): f32 [N].
     sum_exp: Callable[[jax.Array, Cap, float], jax.Array]
-    #: z, factors f32 [N], cap, scale, dtype -> factor exp(capped - height) (1 - tanh^2): [N, V] of the dtype; for
-    #: 8 bits also [V, N], as their products need each factor contiguous along the sum.
+    #: z, factors f32 [N], cap, scale, dtype -> factor exp(capped - height) (1 - tanh^2): [N, V]; in 8 bits also
+    #: [V, N], as such products need each factor contiguous along the sum.
     softmax_gradient: Callable[[jax.Array, jax.Array, Cap, float, Any], tuple[jax.Array, ...]]
 
 
@@ -79,9 +79,9 @@ def weighted_cross_entropy(
     """Return `cross_entropy.weighted_cross_entropy`.
 
     The logits are written once, in the dtype of `x_ND`, and read twice: for the sum of exponentials and for their
-    gradient. Capped logits cannot overflow exp, so the cap is subtracted instead of a maximum. The targets' logits are
-    gathered, and their gradients written over those of the pass, which so has no targets to compare with. A barrier
-    makes XLA compute tanh twice instead of storing it as float32 [N, V]. Memory traffic on an H100: docs/LOG.md.
+    gradient. Capped logits cannot overflow exp, so the cap is subtracted instead of a maximum. Gradients of
+    targets are computed apart, and written over those of the pass. A barrier makes XLA compute tanh twice instead of
+    storing it as float32 [N, V].
 
     Args:
         x_ND: final hidden states, any float dtype.
@@ -137,7 +137,6 @@ def _differentiate(
     losses = sum_losses(jnp.log(sum_N) + cap.height, cap.height * tanh_NM, targets)
     losses, z_NV, sum_N = jax.lax.optimization_barrier((losses, z_NV, sum_N))
     factor_N = slope * targets.softmax_N / sum_N
-    # Gradients accumulate with all.
     rounded, precision = (dtype, Precision.DEFAULT) if fp8 is None else (jnp.float8_e5m2, Precision.HIGHEST)
     gradients = passes.softmax_gradient(z_NV, factor_N, cap, scale, rounded)
     exp_NM = jnp.exp(cap.height * tanh_NM - cap.height)
@@ -155,7 +154,7 @@ def _differentiate(
 
 
 def _by_column(targets: Targets, num_columns: int) -> tuple[jax.Array, jax.Array]:
-    """Return the sums of weights of equal targets, and columns; all but the first of equals lie beyond the last one."""
+    """Return sums of weights of equal targets, and columns; all but the first of equals lie beyond the last."""
     ids_NM = targets.ids_NM
     same_NMM = ids_NM[:, :, None] == ids_NM[:, None, :]
     weights_NM = jnp.sum(same_NMM * targets.weights_NM[:, None, :], axis=2)

@@ -1,8 +1,6 @@
-"""The passes over the logits for Hopper, in Pallas for Mosaic GPU. `cross_entropy_gpu.PASSES` is what they compute.
+"""`cross_entropy_gpu.Passes` for Hopper, in Pallas for Mosaic GPU.
 
-XLA's passes are bound by instructions: its tanh is a rational function with a division. These take tanh and exp2 from
-the special-function units, whose tanh is off by up to 2^-11 of its value. Each program has one tile of the logits; to
-hide its wait, a multiprocessor runs several.
+XLA's are bound by instructions. These take exp2 and tanh, which is off by up to 2^-11, from the special-function units.
 
 Legend: N tokens, V vocabulary; in a kernel R rows and C columns of a tile.
 """
@@ -22,9 +20,9 @@ from speedrun.science.kernels.cross_entropy import Cap
 from speedrun.science.kernels.varying import varying_like
 
 ROWS = 64
-#: Widths of a tile, the best first: 192 divides 50,304, and its 96 numbers a thread fit into the registers.
+#: Widths of a tile, the best first: 192 divides 50,304 and fits into the registers.
 COLUMNS = (192, 128, 64)
-#: Of the factors of rows, which are repeated: a tile has at least so many.
+#: A factor is repeated: no tile has fewer.
 _FACTOR_COLUMNS = 8
 
 
@@ -55,10 +53,7 @@ def sum_exp(z_NV: jax.Array, cap: Cap, scale: float, interpret: Any = None) -> j
 def softmax_gradient(
     z_NV: jax.Array, factor_N: jax.Array, cap: Cap, scale: float, dtype: Any, interpret: Any = None
 ) -> tuple[jax.Array, ...]:
-    """Return factor exp(capped - height) (1 - tanh^2), rounded to a dtype: [N, V]; in 8 bits also [V, N].
-
-    Products in 8 bits need each factor contiguous along their sum. 8 bits saturate.
-    """
+    """Return factor exp(capped - height) (1 - tanh^2), rounded: [N, V]; in 8 bits, which saturate, also [V, N]."""
     shapes = [(z_NV.shape, dtype), (z_NV.shape[::-1], dtype)][: 2 if jnp.dtype(dtype).itemsize == 1 else 1]
     tile = ROWS, _columns(z_NV)
     stores = [(tile, dtype), (tile[::-1], dtype)][: len(shapes)]
@@ -84,10 +79,10 @@ def _gradient_kernel(z: Any, factor: Any, *refs: Any, settings: _Settings) -> No
     _fetch(factor.at[rows, :], own_factor, arrived)
     _fetch(z.at[rows, columns], own_z, arrived)
     tanh_RC, weights_RC = _weights(own_z, settings)
-    factor_R = jnp.max(own_factor[...], axis=1)  # its entries are equal; threads get those of their rows
+    factor_R = jnp.max(own_factor[...], axis=1)  # of equal entries
     g_RC = (weights_RC - weights_RC * tanh_RC * tanh_RC) * lax.broadcast_in_dim(factor_R, own_z.shape, (0,))
     if len(stores) > 1:
-        g_RC = g_RC.astype(jnp.float16)  # threads exchange 16 bits; 8 have fewer digits in any case
+        g_RC = g_RC.astype(jnp.float16)  # threads exchange 16 bits
         _put_across(stores[1], g_RC, settings)
     stores[0][...] = g_RC.astype(stores[0].dtype)
     places = (rows, columns), (columns, rows)
@@ -103,7 +98,7 @@ def _put_across(own: Any, g_RC: jax.Array, settings: _Settings) -> None:
 
 
 def _weights(own_z: Any, settings: _Settings) -> tuple[jax.Array, jax.Array]:
-    """Return tanh of the cap and exp(capped - height) of a tile: f32 [R, C]."""
+    """Return tanh and exp(capped - height): f32 [R, C]."""
     cap, scale, _ = settings
     z_RC = own_z[...].astype(jnp.float32)
     tanh_RC = jnp.tanh(z_RC * (1 / (scale * cap.unit)) + cap.shift / cap.unit)
@@ -111,7 +106,6 @@ def _weights(own_z: Any, settings: _Settings) -> tuple[jax.Array, jax.Array]:
 
 
 def _place(own_z: Any) -> tuple[Any, Any]:
-    """Return the rows and columns of this program's tile."""
     rows, columns = own_z.shape
     return pl.ds(lax.axis_index("row") * rows, rows), pl.ds(lax.axis_index("column") * columns, columns)
 
@@ -139,7 +133,7 @@ def _call(
     stores: list[tuple[tuple[int, ...], Any]],
     *operands: jax.Array,
 ) -> tuple[jax.Array, ...]:
-    """Run a kernel once per tile. Tiles are stored swizzled, so that threads read different banks."""
+    """Run a kernel once per tile; tiles are swizzled against bank conflicts."""
     num_tokens, num_columns = operands[0].shape
     width = _columns(operands[0])
 
