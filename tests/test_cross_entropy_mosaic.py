@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
+from speedrun.predict import cost
 from speedrun.science.kernels import cross_entropy_gpu as gpu
 from speedrun.science.kernels import cross_entropy_mosaic as mosaic
 from speedrun.science.kernels.choose import HeadCall, choose_head
@@ -81,7 +82,7 @@ def head_gradients(
     ("fp8", "most"), [(None, 0.01), (gpu.Fp8(x=8.0, head=64.0, grad=64.0), 0.1)], ids=["bf16", "fp8"]
 )
 def test_a_head_with_these_passes_is_the_definition(fp8, most):
-    form = partial(gpu.weighted_cross_entropy, fp8=fp8, passes=INTERPRETED)
+    form = partial(gpu.weighted_cross_entropy, fp8=fp8, passes=INTERPRETED, num_chunks=2)
     losses, gradients = head_gradients(form, jnp.bfloat16)
     right, exact_gradients = head_gradients(weighted_cross_entropy, jnp.float32)
     assert losses.weighted == pytest.approx(float(right.weighted), rel=2e-3)
@@ -110,6 +111,12 @@ def test_an_error_of_the_hardware_s_tanh_is_lost_in_the_rounding_of_logits():
     rough = errors(jnp.float32, Rough(cap.height, cap.unit, cap.shift))
     assert max(rough) > 1e-5, "an error that can be seen"
     assert all(a < b for a, b in zip(rough, errors(jnp.bfloat16, cap), strict=True)), rough
+
+
+def test_a_shape_that_no_tile_fits_is_refused():
+    for shape in ((63, 192), (64, 100)):
+        with pytest.raises(ValueError, match="need a multiple of 64"):
+            mosaic.sum_exp(jnp.zeros(shape, jnp.bfloat16), CAPS["record 21"], 1.0)
 
 
 def test_hopper_has_them_and_others_are_told_why_not():
@@ -174,7 +181,9 @@ def test_a_logit_takes_as_few_instructions_as_the_model_of_costs_says(tmp_path):
     nvidia = find_spec("nvidia")
     assert nvidia is not None
     roots = [Path(place) / "cu13" for place in nvidia.submodule_search_locations or ()]
-    (root,) = [place for place in roots if (place / "bin" / "nvdisasm").exists()]
+    if not (found := [place for place in roots if (place / "bin" / "nvdisasm").exists()]):
+        pytest.skip("no nvdisasm here; scripts/install.sh dev brings it")
+    root = found[0]
     dumps = {"MOSAIC_GPU_DUMP_TO": str(tmp_path), "CUDA_ROOT": str(root), "MOSAIC_GPU_DUMP_SASS": "1"}
     dumps |= {"MOSAIC_GPU_DUMP_PTX": "1", "JAX_PLATFORMS": "cpu"}
     subprocess.run([sys.executable, "-c", DUMP], env={**os.environ, **dumps}, check=True, timeout=300)
@@ -187,6 +196,6 @@ def test_a_logit_takes_as_few_instructions_as_the_model_of_costs_says(tmp_path):
         assert opcodes.count("MUFU") == 2 * a_thread
         counts.append(sum(opcode != "NOP" for opcode in opcodes) / a_thread)
     assert counts == pytest.approx([8.2, 11.4, 14.4], abs=0.5)
-    assert max(counts) <= 15
+    assert max(counts) < cost.HEAD_SLOTS
     for path in tmp_path.glob("*.ptxas"):
         assert "0 bytes spill stores, 0 bytes spill loads" in path.read_text()

@@ -102,7 +102,7 @@ def test_what_is_off_is_what_the_name_says():
 @pytest.mark.parametrize(
     ("feature", "extra", "left"),
     [
-        ("early-values", "value", [10]),
+        ("other-values", "value", [10]),
         ("exclusive-heads", "exclusive", []),
         ("key-offset", "offset", []),
         ("head-gates", "gate", []),
@@ -127,6 +127,10 @@ def test_what_is_off_in_record_89_is_what_the_name_says():
     assert {int(single.inputs_at(step)["targets"]) for step in range(1286)} == {1}
     assert {whole.inputs_at(step)[f"{kind}_keys"] for step in range(1286) for kind in ("short", "long")} == {
         2561
+    }
+    last = full.inputs_at(full.num_steps)["attention_scale"]
+    assert {round(float(whole.inputs_at(step)["attention_scale"] / last), 5) for step in (0, 600, 1285)} == {
+        1.0
     }
     for feature, groups in {
         "bigrams": {"bigram"},

@@ -197,6 +197,9 @@ def test_two_nodes_run_the_same_program_and_exchange_an_eighth_of_each_gradient(
 
 def test_the_head_runs_in_8_bits_and_attention_in_its_kernels(step, program):
     """Three of them are attention's own; one normalises and turns queries and keys, one does so with gradients."""
+    assert sum(n for name, n in step.custom_calls.items() if name.startswith("mosaic_gpu")) == 2, (
+        "of the head"
+    )
     assert step.custom_calls["__cublas$lt$matmul$f8"] == 3
     assert step.custom_calls["__gpu$xla.gpu.triton"] == (3 + 2) * LAYERS_WITH_ATTENTION
     assert {one.name for one in program.kernels.choices.values()} >= {"triton", "fp8"}

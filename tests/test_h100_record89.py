@@ -136,6 +136,9 @@ def test_a_step_is_the_one_that_was_meant(program, stage, adam):
     assert found.unknown_loops == 0
     # Attention's own are three; one normalises and turns queries and keys, one does so with gradients.
     assert found.custom_calls["__gpu$xla.gpu.triton"] == (3 + 2) * LAYERS_WITH_ATTENTION
+    assert sum(n for name, n in found.custom_calls.items() if name.startswith("mosaic_gpu")) == 2, (
+        "of the head"
+    )
     # Three of the head, two forward of each MLP.
     assert found.custom_calls["__cublas$lt$matmul$f8"] == 3 + 2 * RECORD.config.num_layers
     of = {group: sum(s.size for s in TABLE.values() if s.group == group) for group in ("matrix", "head")}

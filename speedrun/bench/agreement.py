@@ -18,7 +18,7 @@ from speedrun.data import imitation
 from speedrun.ground import mesh as meshes
 from speedrun.ground.errors import unknown
 from speedrun.science import nn
-from speedrun.science.kernels import attention_triton, cross_entropy_gpu, qk_norm_triton
+from speedrun.science.kernels import attention_triton, cross_entropy_gpu, cross_entropy_mosaic, qk_norm_triton
 from speedrun.science.kernels.attention import attention, sight
 from speedrun.science.kernels.choose import (
     MOSAIC,
@@ -178,6 +178,9 @@ def _head(name: str, size: Size) -> Iterator[_Case]:
         return {"loss": loss, "dx": dx, "dhead": dhead}
 
     for by, num_chunks in product(passes, (1, 4)):
+        chunk = len(x_ND) // num_chunks, len(head_VD), x_ND.dtype
+        if passes[by] is MOSAIC and cross_entropy_mosaic.refusals(*chunk):
+            continue
         fast = partial(
             cross_entropy_gpu.weighted_cross_entropy, fp8=fp8, num_chunks=num_chunks, passes=passes[by]
         )

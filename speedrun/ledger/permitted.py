@@ -244,7 +244,7 @@ ATTRIBUTES = _words(
     # What the step read from a recipe, in records up to 2026-11-22.
     "logit_cap transforms "
     # Constants of JAX.
-    "Auto DEFAULT Explicit HIGH HIGHEST Manual Lane WGMMA WGMMA_TRANSPOSED Warpgroup "
+    "Auto DEFAULT Explicit HIGH HIGHEST Manual Lane WGMMA_TRANSPOSED Warpgroup "
     # Tables, rows, strings, numbers.
     "append bit_count bit_length clear copy count difference discard encode endswith extend find fromkeys index insert "
     "intersection is_integer isdigit isdisjoint issubset issuperset items join keys lower lstrip partition pop popitem "

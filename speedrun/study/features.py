@@ -145,8 +145,8 @@ FEATURES = (
     Feature("weight-decay", "weights that decay", _each("optimizer.*_decay", lambda *_: 0.0)),
     # Record 89's.
     Feature(
-        "early-values",
-        "value embeddings but the last layer's",
+        "other-values",
+        "value embeddings but the last layer's, which is mixed in at the end, too",
         _extra("value", but="config.layers.10.extras"),
     ),
     Feature(
@@ -156,12 +156,12 @@ FEATURES = (
     ),
     Feature("exclusive-heads", "outputs without a part of the own value (XSA)", _extra("exclusive")),
     Feature("key-offset", "half of a key from the token before", _extra("offset")),
-    Feature("head-gates", "a factor for each head and token", _extra("gate")),
+    Feature("head-gates", "a factor for each head and token, at first 1/4; without: 1", _extra("gate")),
     Feature("composed-heads", "a second attention whose weights mix those of all heads", _extra("compose")),
     Feature("bigrams", "a table of pairs of tokens; without: zeros", _frozen("bigram")),
     Feature(
         "token-gates",
-        "gates that each token computes; without: the constants they start from",
+        "gates that each token computes; without: their starts, 0 for XSA, composed heads and x0",
         _frozen("mudd_gate", "mudd_gate_bias", "mudd_gate_scale"),
     ),
     Feature(
@@ -176,7 +176,10 @@ FEATURES = (
     ),
     Feature(
         "growing-windows",
-        "windows, short and long, that grow; without: that of the last validation in all layers",
+        "windows that grow, and wave lengths with them; without: the last validation's, half of it in paired layers",
         _each("schedule.phases.*_blocks", lambda _, recipe: recipe.schedule.final_long_blocks),
+        also=_each(
+            "schedule.attention_scale", lambda _, of: _short(of.schedule.rotary(len(of.schedule.phases))[1])
+        ),
     ),
 )

@@ -123,7 +123,7 @@ def _store(*pairs: tuple[Any, Any]) -> None:
 
 
 def _columns(z_NV: jax.Array) -> int:
-    return next(width for width in COLUMNS if z_NV.shape[1] % width == 0)
+    return next((width for width in COLUMNS if z_NV.shape[1] % width == 0), COLUMNS[-1])
 
 
 def _call(
@@ -135,6 +135,8 @@ def _call(
 ) -> tuple[jax.Array, ...]:
     """Run a kernel once per tile; tiles are swizzled against bank conflicts."""
     num_tokens, num_columns = operands[0].shape
+    if reasons := refusals(num_tokens, num_columns, operands[0].dtype):
+        raise ValueError("; ".join(reasons))
     width = _columns(operands[0])
 
     def tile(shape: tuple[int, ...], dtype: Any) -> Any:
