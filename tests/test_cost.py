@@ -42,6 +42,16 @@ def test_every_recipe_can_be_traced_at_its_own_size_and_dtype(name):
     assert all(cost.num_attention_layers(program, stage) for stage in recipe.stages)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "device", "slots"),
+    [("record21", "h100", 32), ("record89", "h100", 32), ("record21", "a100", 91), ("modern", "h100", 91)],
+)
+def test_a_head_costs_what_its_form_costs(recipe, device, slots):
+    """An A100 has no kernels of ours, a head without a cap neither."""
+    program = Program(recipes.load(recipe), mesh.make_mesh(8))
+    assert cost.head_slots(program, program.recipe.stages[0], devices.load(device)) == slots
+
+
 def test_the_table_adds_up_by_kind_and_names_the_bound_that_costs_most():
     long, short = Work("elementwise", num_bytes=3e12), Work("elementwise", instructions=1e12)
     muon, long_line = Work("Muon", 1e12), cost.seconds(long, H100)[0]

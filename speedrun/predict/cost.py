@@ -28,7 +28,7 @@ from speedrun.science.inputs import Static
 from speedrun.science.kernels import attention_triton
 from speedrun.science.kernels.attention import Sight, Window, sight
 from speedrun.science.kernels.choose import Kernels
-from speedrun.science.recipe import Stage
+from speedrun.science.recipe import Batch, Stage
 from speedrun.training.program import Program
 
 #: Kinds of kernels, in the order of the table.
@@ -64,6 +64,8 @@ _INSTRUCTIONS |= {"get-tuple-element": 0}
 #: Issue slots of a logit in each pass of `cross_entropy_mosaic`: tanh and exp2 take eight each, as an H100 has one
 #: special-function unit for eight lanes. With these two, 8 instructions are in the sum and 11 or 14 in the gradient.
 HEAD_SLOTS = 16
+#: The same of XLA's passes, together.
+_XLA_HEAD_SLOTS = 38 + 53
 #: Instructions to read or write an element: address, access, conversion.
 _ACCESS = 3
 
@@ -133,19 +135,32 @@ def steps_of(program: Program, stage: Stage) -> range:
     return program.recipe.steps_of(next(i for i, one in enumerate(program.recipe.stages) if one is stage))
 
 
+def head_slots(program: Program, stage: Stage, device: Device) -> int:
+    """Issue slots of a logit in both passes of the form of the head that a device gets."""
+    static = next(iter(_inputs(program, stage)))
+    choices = _traced(program, stage, static, device.compute_capability).choices.values()
+    return 2 * HEAD_SLOTS if any("mosaic's" in choice.reason for choice in choices) else _XLA_HEAD_SLOTS
+
+
 def _calls(program: Program, stage: Stage, static: Static) -> list[Attention]:
     """Return the attention of each layer, for one sequence."""
-    noting = _Noting("cpu", "", calls=[])
-    recipe, table, seq_len = program.recipe, program.layout.table, stage.seq_len
-    params = {name: jax.ShapeDtypeStruct(spec.shape, recipe.compute_dtype) for name, spec in table.items()}
-    tokens_BT = jax.ShapeDtypeStruct((1, seq_len), jnp.int32)
-    plan = program.step.plan
-    inputs = plan.at(steps_of(program, stage)[0], plan.schedule, static)
-    jax.eval_shape(lambda p, t: recipe.forward(p, t, inputs, recipe.config, noting), params, tokens_BT)
     return [
-        visited_pairs(seq_len, blocks, block_tokens) * (2 * heads_width)
-        for blocks, block_tokens, heads_width in noting.calls
+        visited_pairs(stage.seq_len, blocks, block_tokens) * (2 * heads_width)
+        for blocks, block_tokens, heads_width in _traced(program, stage, static, (0, 0)).calls
     ]
+
+
+def _traced(program: Program, stage: Stage, static: Static, capability: tuple[int, int]) -> "_Noting":
+    """Return what the loss of one sequence asks of its kernels, and their choices."""
+    noting = _Noting("gpu", "{}.{}".format(*capability))
+    recipe, table, plan = program.recipe, program.layout.table, program.step.plan
+    params = {name: jax.ShapeDtypeStruct(spec.shape, recipe.compute_dtype) for name, spec in table.items()}
+    ids_BT = jax.ShapeDtypeStruct((1, stage.seq_len), jnp.int32)
+    carry = jax.tree.map(lambda x: x[None], recipe.carry(recipe.config))
+    inputs = plan.at(steps_of(program, stage)[0], plan.schedule, static)
+    rest = inputs, recipe.config, noting, recipe.forward
+    jax.eval_shape(lambda p, ids: recipe.loss(p, Batch(ids, ids, carry), *rest), params, ids_BT)
+    return noting
 
 
 @dataclass(frozen=True)
@@ -264,18 +279,11 @@ class Pricer:
     def __init__(self, module: hlo.Module, attention: Attention) -> None:
         """Divide attention evenly over its kernels, which are opaque to XLA."""
         self._module = module
-        opaque = [
-            (step, _is_backward(step.instruction))
-            for step in module.executed()
-            if _is_opaque(step, "attention")
-        ]
-        calls = {
-            way: sum(step.times for step, backward in opaque if backward == way) for way in (False, True)
-        }
-        self._flops = {
-            False: attention.forward / max(1, calls[False]),
-            True: attention.backward / max(1, calls[True]),
-        }
+        calls: Counter[bool] = Counter()
+        for step in module.executed():
+            if _is_opaque(step, "attention"):
+                calls[_is_backward(step.instruction)] += step.times
+        self._flops = {way: flops / max(1, calls[bool(way)]) for way, flops in enumerate(attention)}
 
     def kernels(self) -> Iterator[tuple[hlo.Executed, Work | None]]:
         """Yield every instruction of the schedule, with the work of one execution, or None if it starts no kernel."""

@@ -28,8 +28,6 @@ ERROR = 0.15
 #: What only a compiler decides, as measured on record 21 compiled for an H100: traffic of elementwise kernels relative
 #: to that of the products (65 GB to 47), and the number of such kernels per matrix.
 _BETWEEN, _BETWEEN_STARTS = 1.37, 8
-#: Instructions per logit in XLA's two passes over the logits.
-_HEAD_INSTRUCTIONS = 38 + 53
 #: Attention is one kernel forward and two backward, one by queries and one by keys.
 _ATTENTION_FORWARD, _ATTENTION_BACKWARD = 1, 2
 
@@ -236,21 +234,12 @@ def _by_arithmetic(program: Program, stage: Stage, device: Device) -> _Found:
     num_matrices = sum(math.prod(spec.shape[:-2]) for spec in matrices)
     unit: Unit = "bf16" if size == 2 else "f32"
     head_unit: Unit = unit if getattr(program.recipe.config, "head_fp8", None) is None else "fp8"
-    has_kernels = device.compute_capability == (9, 0) and size == 2
-    head_slots = 2 * cost.HEAD_SLOTS if has_kernels else _HEAD_INSTRUCTIONS
+    head_slots = cost.head_slots(program, stage, device)
     moved = size * tokens * width
+    flops, head_flops = 6 * tokens * weights, 6 * tokens * sum(spec.size for spec in heads)
     works = [
-        Work(
-            cost.gemm(unit), 6 * tokens * weights, unit, 0, 3 * moved + 3 * size * weights, 3 * num_matrices
-        ),
-        Work(
-            cost.gemm(head_unit),
-            6 * tokens * sum(spec.size for spec in heads),
-            head_unit,
-            0,
-            3 * size * logits,
-            3,
-        ),
+        Work(cost.gemm(unit), flops, unit, 0, 3 * moved + 3 * size * weights, 3 * num_matrices),
+        Work(cost.gemm(head_unit), head_flops, head_unit, 0, 3 * size * logits, 3),
         Work("head passes", 0, unit, head_slots * logits, 3 * size * logits, 9),
         Work("elementwise", num_bytes=_BETWEEN * 3 * moved, starts=_BETWEEN_STARTS * num_matrices),
     ]
