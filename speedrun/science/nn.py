@@ -1,6 +1,6 @@
 """Pure functions that models are built from.
 
-Legend: B batch, T time, D model, H heads, K head width, F mlp.
+Legend: B batch, T time, D model, H heads, K head width.
 """
 
 import jax
@@ -58,8 +58,3 @@ def rotary(x_BTHK: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
     cos_BTHK, sin_BTHK = (jnp.tile(a, (1, num_turns)).reshape(shape) for a in angles)
     turned_BTHK = jnp.concatenate([u * cos_BTHK + w * sin_BTHK, w * cos_BTHK - u * sin_BTHK], axis=-1)
     return turned_BTHK.astype(x_BTHK.dtype)
-
-
-def relu_squared_mlp(x_BTD: jax.Array, up_FD: jax.Array, down_DF: jax.Array) -> jax.Array:
-    """Return W_down relu(W_up x)^2. Source: So et al. 2021, Primer."""
-    return jnp.square(jax.nn.relu(x_BTD @ up_FD.T)) @ down_DF.T

@@ -22,11 +22,13 @@ from speedrun.science.kernels import (
     cross_entropy,
     cross_entropy_gpu,
     cross_entropy_mosaic,
+    mlp_mosaic,
     qk_norm_triton,
 )
 from speedrun.science.kernels.attention import Sight, Window, attention
 from speedrun.science.kernels.cross_entropy import Cap, Losses, Targets, as_cap, single_targets
 from speedrun.science.kernels.cross_entropy_gpu import PASSES, Fp8, Passes
+from speedrun.science.kernels.mlp import Factors, mlp
 from speedrun.science.kernels.qk_norm import Angles, qk_norm
 
 #: On a CPU the definition is as fast up to this length: 3.3 ms against 3.8 at 256 tokens, 28.5 against 11.3 at 512.
@@ -59,6 +61,17 @@ class QkNormCall(NamedTuple):
     """The static facts of a call of QK-norm and rotary."""
 
     head_dim: int
+    dtype: jnp.dtype
+    platform: str
+    compute_capability: str
+
+
+class MlpCall(NamedTuple):
+    """The static facts of a call of the MLP."""
+
+    num_tokens: int  #: on one device
+    model_dim: int
+    mlp_dim: int
     dtype: jnp.dtype
     platform: str
     compute_capability: str
@@ -97,7 +110,7 @@ def _flash3_refusals(call: AttentionCall) -> list[str]:
     return reasons
 
 
-def _platform_refusals(call: "AttentionCall | QkNormCall | HeadCall") -> list[str]:
+def _platform_refusals(call: "AttentionCall | QkNormCall | MlpCall | HeadCall") -> list[str]:
     if (call.platform, call.compute_capability) == ("gpu", "9.0"):
         return []
     here = f"{call.platform} {call.compute_capability}".strip()
@@ -185,6 +198,23 @@ def choose_qk_norm(wanted: str, call: QkNormCall) -> Choice:
     if wanted != "auto":
         return _wanted("qk_norm", QK_NORM, wanted, call)
     return _first_of(QK_NORM, ["triton", "definition"], "one pass where it can run", call)
+
+
+MLP: Mapping[str, Form] = MappingProxyType(
+    {
+        "definition": Form(lambda _: [], lambda _: mlp),
+        "mosaic": Form(
+            lambda call: _platform_refusals(call) + mlp_mosaic.refusals(*call[:4]), lambda _: mlp_mosaic.mlp
+        ),
+    }
+)
+
+
+def choose_mlp(wanted: str, call: MlpCall) -> Choice:
+    """Return a form from `MLP`, as `choose_attention` does; "auto" prefers activations inside products."""
+    if wanted != "auto":
+        return _wanted("mlp", MLP, wanted, call)
+    return _first_of(MLP, ["mosaic", "definition"], "activations inside products where they can be", call)
 
 
 def _wanted(operation: str, forms: Mapping[str, Form], wanted: str, call: Any) -> Choice:
@@ -304,6 +334,18 @@ class Kernels:
         choice = choose_qk_norm("auto", call)
         self.choices[f"qk_norm {'x'.join(map(str, q_BTHK.shape))} {q_BTHK.dtype}"] = choice
         return choice.function(q_BTHK, k_BTHK, angles)
+
+    def mlp(
+        self, x_D: jax.Array, up_FD: jax.Array, down_DF: jax.Array, *, factors: Factors = "float32"
+    ) -> jax.Array:
+        """Apply the MLP with a squared ReLU to states [..., D]. See `kernels.mlp`."""
+        num_tokens, (mlp_dim, model_dim) = math.prod(x_D.shape[:-1]), up_FD.shape
+        call = MlpCall(num_tokens, model_dim, mlp_dim, x_D.dtype, self.platform, self.compute_capability)
+        choice = choose_mlp("auto", call)
+        kind = factors if jnp.finfo(factors).bits == 8 else x_D.dtype
+        self.choices[f"mlp {num_tokens}x{model_dim}x{mlp_dim} {kind}"] = choice
+        with jax.named_scope("mlp"):
+            return choice.function(x_D, up_FD, down_DF, factors=factors)
 
     def summed_cross_entropy(
         self, x_ND: jax.Array, head_VD: jax.Array, targets_N: jax.Array, *, cap: float, fp8: Fp8 | None

@@ -14,6 +14,7 @@ from speedrun.science import nn
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels import cross_entropy
 from speedrun.science.kernels.choose import Kernels
+from speedrun.science.kernels.mlp import mlp as squared_relu_mlp
 from speedrun.science.models import gpt2, muon
 from speedrun.science.params import Dtype, Params, ParamSpec, Table, normal, zeros
 from speedrun.science.recipe import Batch, Forward, Loss
@@ -64,7 +65,7 @@ def forward(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernel
 
 def mlp(x_BTD: jax.Array, p: Params, block: str) -> jax.Array:
     """Apply the MLP to the normalised residual stream."""
-    return nn.relu_squared_mlp(nn.rms_norm(x_BTD), p[f"{block}.mlp_up"], p[f"{block}.mlp_down"])
+    return squared_relu_mlp(nn.rms_norm(x_BTD), p[f"{block}.mlp_up"], p[f"{block}.mlp_down"])
 
 
 def logits(p: Params, x_ND: jax.Array, cfg: Config) -> jax.Array:

@@ -89,9 +89,9 @@ class Config:
         """Indices of value embeddings that some layer adds."""
         return sorted(set(self.value_tables) - {NO_TABLE})
 
-    def mlp(self, x_BTD: jax.Array, up_FD: jax.Array, down_DF: jax.Array) -> jax.Array:
+    def mlp(self, x_BTD: jax.Array, up_FD: jax.Array, down_DF: jax.Array, kernels: Kernels) -> jax.Array:
         """Apply the MLP of a layer to its normalised input. A variant overrides it."""
-        return nn.relu_squared_mlp(x_BTD, up_FD, down_DF)
+        return kernels.mlp(x_BTD, up_FD, down_DF)
 
 
 class Context(NamedTuple):
@@ -217,7 +217,8 @@ def block(x_BTD: jax.Array, x0_BTD: jax.Array, p: Params, i: int, ctx: Context, 
     x_BTD = nn.blend((keep, x_BTD), (shortcut, x0_BTD))
     mix = MIXERS[cfg.mixing[i]].apply
     x_BTD = x_BTD + mix(nn.rms_norm(x_BTD), p, f"block.{i}", cfg.value_tables[i], ctx, cfg)
-    return x_BTD + cfg.mlp(nn.rms_norm(x_BTD), p[f"block.{i}.mlp_up"], p[f"block.{i}.mlp_down"])
+    up_FD, down_DF = p[f"block.{i}.mlp_up"], p[f"block.{i}.mlp_down"]
+    return x_BTD + cfg.mlp(nn.rms_norm(x_BTD), up_FD, down_DF, ctx.kernels)
 
 
 def forward(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernels: Kernels) -> jax.Array:

@@ -22,9 +22,9 @@ from speedrun.science.kernels import cross_entropy
 from speedrun.science.kernels.attention import sight
 from speedrun.science.kernels.choose import Kernels
 from speedrun.science.kernels.cross_entropy import Cap
+from speedrun.science.kernels.mlp import Factors
 from speedrun.science.models import record89_attention as attention
 from speedrun.science.models.record89_attention import Heads, View
-from speedrun.science.models.record89_mlp import Factors, relu_squared_mlp
 from speedrun.science.models.record89_table import FROZEN, GATE_INPUTS, LAST, LATE, MUDD_SCALE, SKIP, Config
 from speedrun.science.models.record89_tokens import bigrams, previous, targets_of
 from speedrun.science.params import Params
@@ -159,7 +159,7 @@ def correct(o_BTHK: jax.Array, heads: Heads, i: int, gates: Gates, ctx: Context,
 def mix_channels(x_BTD: jax.Array, p: Params, i: int, ctx: Context) -> jax.Array:
     """Apply the MLP of layer `i` to the stream."""
     up_FD, down_FD = p[f"block.{i}.up"], p[f"block.{i}.down"]
-    return relu_squared_mlp(nn.rms_norm(x_BTD), up_FD, down_FD.T, ctx.mlp_dtype)
+    return ctx.kernels.mlp(nn.rms_norm(x_BTD), up_FD, down_FD.T, factors=ctx.mlp_dtype)
 
 
 def add_attention(

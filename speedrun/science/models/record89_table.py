@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from speedrun.science.kernels.cross_entropy_gpu import Fp8
-from speedrun.science.models.record89_mlp import Factors
+from speedrun.science.kernels.mlp import Factors
 from speedrun.science.params import (
     Dtype,
     Init,

@@ -1,0 +1,249 @@
+"""The MLP with a squared ReLU for Hopper: its activation and that of its gradient, each inside a product.
+
+XLA writes the product, and reads it again for the square. Here a tile of the product is squared, or multiplied by the
+slope, while it is in registers. Of the first product only the square h is kept: the slope is 2 sqrt(h).
+
+Legend: N tokens, D model, F mlp; in a kernel R rows and C columns of a warpgroup's tile, P columns of a piece of it.
+Source: the pipeline is that of JAX's examples for Hopper; record 89 has such a fused kernel in Triton.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from speedrun.science.kernels.mlp import Factors, bounds, rounded, rounded_weights, scale_of
+from speedrun.science.kernels.varying import varying_like
+
+#: Of a warpgroup's tile: its sums take 128 of a thread's registers.
+ROWS, COLUMNS = 64, 256
+WARPGROUPS = 2
+#: Columns that a warpgroup turns into results at a time, in two slots of shared memory.
+PIECE = 64
+#: Bytes of a factor's row in a step of the pipeline: the widest swizzle.
+_ROW_BYTES = 128
+#: A pipeline hangs with fewer steps than stages. Three steps in 8 bits, six in 16.
+LEAST_DIM = 384
+#: Multiprocessors of an H100. Each takes the next tile while the results of the last are on their way.
+_CORES = 132
+_COPY_REGISTERS = 40
+
+
+class _Product(NamedTuple):
+    """A product with what follows it."""
+
+    finish: Callable[..., list[jax.Array]]  #: sums, and the third operand or a piece of it -> results
+    columns_axis: int  #: of the second factor
+    results: tuple[Any, ...]  #: their dtypes
+    interpret: Any  #: None, or parameters of JAX's interpreter
+
+    @property
+    def num_stages(self) -> int:
+        """Steps of the pipeline in flight, as many as fit into shared memory."""
+        return 4 if len(self.results) == 1 else 3
+
+
+def refusals(num_tokens: int, model_dim: int, mlp_dim: int, dtype: Any) -> list[str]:
+    """Return why the kernels cannot run on states of this shape and dtype."""
+    rows = ROWS * WARPGROUPS
+    checks = {
+        f"{num_tokens} tokens; the kernels need a multiple of {rows}": num_tokens % rows,
+        f"{model_dim} dimensions; the kernels need a multiple of {_ROW_BYTES} from {LEAST_DIM} on": (
+            model_dim % _ROW_BYTES or model_dim < LEAST_DIM
+        ),
+        f"an MLP of {mlp_dim}; the kernels need a multiple of {COLUMNS}": mlp_dim % COLUMNS,
+        f"{dtype} inputs; the kernels need bfloat16": dtype != jnp.bfloat16,
+    }
+    return [reason for reason, applies in checks.items() if applies]
+
+
+def mlp(
+    x_D: jax.Array, up_FD: jax.Array, down_DF: jax.Array, *, factors: Factors, interpret: Any = None
+) -> jax.Array:
+    """Compute `mlp.mlp` and its gradient to the rounding of bfloat16.
+
+    Raises:
+        ValueError: if the kernels cannot take these shapes or this dtype.
+    """
+    x_ND = x_D.reshape(-1, x_D.shape[-1])
+    if reasons := refusals(len(x_ND), x_ND.shape[1], len(up_FD), x_ND.dtype):
+        raise ValueError("; ".join(reasons))
+    return jnp.reshape(_mlp(x_ND, up_FD, down_DF, factors, interpret), x_D.shape)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _mlp(x_ND: jax.Array, up_FD: jax.Array, down_DF: jax.Array, factors: Factors, interpret: Any) -> Any:
+    return _forward(x_ND, up_FD, down_DF, factors, interpret)[0]
+
+
+def _forward(
+    x_ND: jax.Array, up_FD: jax.Array, down_DF: jax.Array, factors: Factors, interpret: Any
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    if jnp.finfo(factors).bits > 8:
+        (h_NF,) = _call(_Product(_squared, 0, (x_ND.dtype,), interpret), x_ND, up_FD)
+        return h_NF @ down_DF.T, (x_ND, up_FD, down_DF, h_NF)
+    most = bounds(x_ND, up_FD)
+    (x8_ND, x_scale), (up8_FD, up_scale) = rounded(x_ND, most.x, factors), rounded_weights(up_FD, factors)
+    (down8_DF, down_scale), h_scale = rounded_weights(down_DF, factors), scale_of(most.h, factors)
+    scales = jnp.stack([x_scale * up_scale, 1 / h_scale])
+    form = _Product(_squared, 0, (x_ND.dtype, jnp.dtype(factors)), interpret)
+    h_NF, h8_NF = _call(form, x8_ND, up8_FD, scales)
+    y_ND = jnp.einsum("nf,df->nd", h8_NF, down8_DF, preferred_element_type=x_ND.dtype)
+    y_ND = (y_ND.astype(jnp.float32) * (h_scale * down_scale)).astype(x_ND.dtype)
+    return y_ND, (x_ND, up_FD, down_DF, h_NF)
+
+
+def _backward(
+    factors: Factors, interpret: Any, saved: tuple[jax.Array, ...], dy_ND: jax.Array
+) -> tuple[jax.Array, ...]:
+    del factors
+    x_ND, up_FD, down_DF, h_NF = saved
+    (dz_NF,) = _call(_Product(_sloped, 1, (h_NF.dtype,), interpret), dy_ND, down_DF, h_NF)
+    return dz_NF @ up_FD, dz_NF.T @ x_ND, dy_ND.T @ h_NF
+
+
+_mlp.defvjp(_forward, _backward)
+
+
+def _squared(sums_RP: jax.Array, scales: Any) -> list[jax.Array]:
+    """Return the square, and with scales the same in 8 bits."""
+    z_RP = jnp.maximum(sums_RP if scales is None else sums_RP * scales[0], 0.0)
+    h_RP = z_RP * z_RP
+    return [h_RP] if scales is None else [h_RP, jnp.minimum(h_RP * scales[1], 448.0)]
+
+
+def _sloped(sums_RP: jax.Array, h_RP: jax.Array) -> list[jax.Array]:
+    h_RP = h_RP.astype(jnp.float32)
+    return [sums_RP * (2.0 * h_RP * lax.rsqrt(jnp.maximum(h_RP, 1e-37)))]
+
+
+def _kernel(a: Any, b: Any, *refs: Any, form: _Product) -> None:
+    """Take tiles in turn with the other multiprocessors; the third warpgroup fetches factors, also of the next tile."""
+    operands, results = refs[: -len(form.results)], refs[-len(form.results) :]
+    step, (num_rows, depth) = _ROW_BYTES // jnp.dtype(a.dtype).itemsize, a.shape
+    across = results[0].shape[1] // COLUMNS
+    b_shape = (COLUMNS, step) if form.columns_axis == 0 else (step, COLUMNS)
+    group = lax.axis_index("warpgroup")
+
+    def multiply(_: Any, own_a: Any, own_b: Any, sums: Any) -> Any:
+        rows = pl.ds(group * ROWS, ROWS)
+        plgpu.wgmma(sums, own_a.at[rows], own_b if form.columns_axis else own_b.T)
+        plgpu.wgmma_wait(1)
+        return sums
+
+    def pipeline(compute: Callable[..., None]) -> Any:
+        return plgpu.emit_pipeline_warp_specialized(
+            multiply,
+            grid=(depth // step,),
+            in_specs=[
+                _block((ROWS * WARPGROUPS, step), 1, a.dtype, form),
+                _block(b_shape, 1 - form.columns_axis, b.dtype, form),
+            ],
+            max_concurrent_steps=form.num_stages,
+            num_compute_wgs=WARPGROUPS,
+            memory_registers=_COPY_REGISTERS,
+            wg_axis="warpgroup",
+            compute_context=compute,
+        )
+
+    def visit_all(allocations: Any, stores: Any, arrived: Any) -> None:
+        @plgpu.nd_loop((num_rows // (ROWS * WARPGROUPS) * across,), collective_axes="core")
+        def _visit(at: Any) -> None:
+            row, column = at.index[0] // across * (ROWS * WARPGROUPS), at.index[0] % across * COLUMNS
+
+            def compute(run: Callable[..., Any]) -> None:
+                def with_sums(sums: Any) -> None:
+                    run(sums)
+                    own = _Own(row + group * ROWS, column, [store.at[group] for store in stores], arrived)
+                    _finish(sums[...], own, form, operands, results)
+
+                pl.run_scoped(with_sums, plgpu.WGMMAAccumulatorRef((ROWS, COLUMNS), jnp.float32))
+
+            rows, columns = pl.ds(row, ROWS * WARPGROUPS), pl.ds(column, COLUMNS)
+            own_b = b.at[:, columns] if form.columns_axis else b.at[columns, :]
+            pipeline(compute)(a.at[rows, :], own_b, allocations=allocations)
+
+        plgpu.wait_smem_to_gmem(0)
+
+    pl.run_scoped(
+        visit_all,
+        allocations=pipeline(lambda _: None).get_allocations(a, b),
+        stores=[_memory((WARPGROUPS, 2, ROWS, PIECE), dtype, form) for dtype in form.results],
+        arrived=plgpu.Barrier(num_barriers=2 * WARPGROUPS),
+        collective_axes="warpgroup",
+    )
+
+
+class _Own(NamedTuple):
+    """A warpgroup's part of the work."""
+
+    row: Any
+    column: Any
+    stores: list[Any]  #: two slots for each result
+    arrived: Any
+
+
+def _finish(sums_RC: jax.Array, own: _Own, form: _Product, operands: tuple[Any, ...], results: Any) -> None:
+    """Turn sums into results, piece by piece: one is computed while the one before is copied."""
+    rows, group = pl.ds(own.row, ROWS), lax.axis_index("warpgroup")
+    for number in range(COLUMNS // PIECE):
+        slot, start = number % 2, number * PIECE
+        place = rows, pl.ds(own.column + start, PIECE)
+        stores, extra = [store.at[slot] for store in own.stores], operands[0] if operands else None
+        plgpu.wait_smem_to_gmem(len(results), wait_read_only=True)
+        if form.finish is _sloped:
+            arrived = own.arrived.at[group * 2 + slot]
+            plgpu.copy_gmem_to_smem(operands[0].at[place], stores[0], arrived)
+            plgpu.barrier_wait(arrived)
+            extra = stores[0][...]
+        made = form.finish(sums_RC[:, start : start + PIECE], extra)
+        for store, piece_RP in zip(stores, made, strict=True):
+            store[...] = piece_RP.astype(store.dtype)
+        plgpu.commit_smem()
+        for store, result in zip(stores, results, strict=True):
+            plgpu.copy_smem_to_gmem(store, result.at[place])
+
+
+def _block(shape: tuple[int, int], axis: int, dtype: Any, form: _Product) -> Any:
+    """Specify the tiles of a factor, of which the pipeline takes one after the other along an axis."""
+    return plgpu.BlockSpec(
+        shape,
+        lambda k: (k, 0) if axis == 0 else (0, k),
+        transforms=_swizzle(shape[1], dtype, form),
+        delay_release=1,
+    )
+
+
+def _memory(shape: tuple[int, ...], dtype: Any, form: _Product) -> Any:
+    return plgpu.SMEM(shape, dtype, transforms=_swizzle(shape[-1], dtype, form))
+
+
+def _swizzle(columns: int, dtype: Any, form: _Product) -> tuple[Any, ...]:
+    """Return the layout of a tile in shared memory that wgmma wants, and that avoids bank conflicts."""
+    if form.interpret:
+        return ()
+    size = jnp.dtype(dtype).itemsize
+    row_bytes = min(_ROW_BYTES, columns * size)
+    return plgpu.TilingTransform((8, row_bytes // size)), plgpu.SwizzleTransform(row_bytes)
+
+
+def _call(form: _Product, a_NK: jax.Array, b: jax.Array, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    shape = len(a_NK), b.shape[form.columns_axis]
+    program = plgpu.kernel(
+        partial(_kernel, form=form),
+        out_type=[jax.ShapeDtypeStruct(shape, dtype) for dtype in form.results],
+        grid=(2 if form.interpret else _CORES,),
+        grid_names=("core",),
+        num_threads=WARPGROUPS + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+        interpret=form.interpret,
+    )
+    return tuple(varying_like(x, a_NK) for x in program(a_NK, b, *operands))
