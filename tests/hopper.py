@@ -1,7 +1,13 @@
 """An H100 where there is none: XLA's compiler, told what the device is like, and JAX's interpreter of kernels."""
 
+import os
+import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -45,3 +51,19 @@ def teach_interpreter_transposes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(gpu_callbacks, "np", Products())
     monkeypatch.setattr(gpu_callbacks, "wgmma", wgmma)
+
+
+def opcodes(code: str, folder: Path) -> list[list[str]]:
+    """Return the instructions of each Mosaic GPU kernel that the code compiles; none may spill."""
+    spec = find_spec("nvidia")
+    places = [Path(place) / "cu13" for place in (spec and spec.submodule_search_locations) or ()]
+    if not (roots := [place for place in places if (place / "bin" / "nvdisasm").exists()]):
+        pytest.skip("no nvdisasm here; scripts/install.sh dev brings it")
+    dumps = {"MOSAIC_GPU_DUMP_TO": str(folder), "CUDA_ROOT": str(roots[0]), "MOSAIC_GPU_DUMP_SASS": "1"}
+    dumps |= {"MOSAIC_GPU_DUMP_PTX": "1", "JAX_PLATFORMS": "cpu"}
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, **dumps}, check=True, timeout=300)
+    reports = [path.read_text() for path in folder.glob("*.ptxas")]
+    assert reports
+    assert all("0 bytes spill stores, 0 bytes spill loads" in report for report in reports)
+    words = re.compile(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+ )?([A-Z0-9]+)")
+    return [words.findall(path.read_text()) for path in sorted(folder.glob("*.sass*"))]

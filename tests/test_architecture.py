@@ -43,11 +43,11 @@ HEAVY = {"jax", "jaxlib", "optax", "orbax", "matplotlib", "datasets", "huggingfa
 #: Budgets of lines that are not blank.
 SCIENCE_LINES = 1_205
 #: Record 89 has three times the mechanisms of record 21, and optimisers of its own.
-MORE_SCIENCE = {"record89": 697}
+MORE_SCIENCE = {"record89": 649}
 #: Of these, 700 are checkpoints, the watchdog, several processes, replicas on many nodes and fault injection.
 CLOSURE_LINES = 4_654
 #: Kernels are counted by themselves: a record carries all forms its step could have chosen.
-KERNEL_LINES = 1_685
+KERNEL_LINES = 1_973
 #: Of the package without science, blank lines included; of one file; of one function, without decorators.
 PACKAGE_LINES = 28_795
 FILE_LINES = 350

@@ -16,18 +16,18 @@ import numpy as np
 
 from speedrun.data import imitation
 from speedrun.ground import mesh as meshes
-from speedrun.ground.errors import unknown
+from speedrun.ground.errors import UsageError, unknown
 from speedrun.science import nn
-from speedrun.science.kernels import attention_triton, cross_entropy_gpu, cross_entropy_mosaic, qk_norm_triton
-from speedrun.science.kernels.attention import attention, sight
-from speedrun.science.kernels.choose import (
-    MOSAIC,
-    AttentionCall,
-    QkNormCall,
-    choose_attention,
-    choose_qk_norm,
+from speedrun.science.kernels import (
+    attention_triton,
+    choose,
+    cross_entropy_gpu,
+    cross_entropy_mosaic,
+    qk_norm_triton,
 )
+from speedrun.science.kernels.attention import attention, sight
 from speedrun.science.kernels.cross_entropy import Targets, as_cap, single_targets, weighted_cross_entropy
+from speedrun.science.kernels.mlp import mlp
 from speedrun.science.kernels.qk_norm import qk_norm
 
 #: Allowed error of a sum over tokens, whose roundings cancel.
@@ -75,7 +75,7 @@ class Agreement(NamedTuple):
 
 def names() -> list[str]:
     """Return the names of the kernels that can be compared."""
-    return ["triton", "flash3", "mosaic", "banded", "qk-norm", "head-bf16", "head-fp8"]
+    return ["triton", "flash3", "mosaic", "banded", "qk-norm", "mlp-bf16", "mlp-fp8", "head-bf16", "head-fp8"]
 
 
 def compare(name: str, size: Size, begin: Callable[[str], object]) -> Iterator[Agreement]:
@@ -91,7 +91,7 @@ def compare(name: str, size: Size, begin: Callable[[str], object]) -> Iterator[A
     """
     if name not in names():
         raise unknown("kernel", name, names())
-    cases = _qk_norm if name == "qk-norm" else _head if name.startswith("head-") else _attention
+    cases = {"qk": _qk_norm, "mlp": _mlp, "head": _head}.get(name.split("-")[0], _attention)
     for case, fast, definition, args, most in cases(name, size):
         begin(case)
         got = jax.jit(fast)(*args)
@@ -115,10 +115,10 @@ def _attention(name: str, size: Size) -> Iterator[_Case]:
     short_T[size.tokens // 20 : size.tokens // 15] = True
     documents = {"one document": ids * 0, "FineWeb's lengths": ids == 1, "short documents": short_T}
     for window_blocks, (kind, opens_T) in product(size.windows, documents.items()):
-        call = AttentionCall(
+        call = choose.AttentionCall(
             shape_BTHK, dtype, platform, capability, size.block_tokens, window_blocks, window_blocks, 256
         )
-        form = _interpreted if interpreted else choose_attention(name, call).function
+        form = _interpreted if interpreted else choose.choose_attention(name, call).function
         seen = sight(jnp.asarray(np.cumsum(opens_T))[None], jnp.int32(window_blocks), size.block_tokens)
         *qkv, do = jax.random.normal(jax.random.key(0), (4, *shape_BTHK), dtype)
 
@@ -138,11 +138,11 @@ def _qk_norm(name: str, size: Size) -> Iterator[_Case]:
     platform, capability = meshes.accelerator(meshes.make_mesh(1))
     dtype = jnp.dtype(jnp.float32 if platform == "cpu" else jnp.bfloat16)
     for tokens in (size.tokens, size.tokens // 2 - 3):  # an odd length has tiles of single tokens
-        call = QkNormCall(size.head_dim, dtype, platform, capability)
+        call = choose.QkNormCall(size.head_dim, dtype, platform, capability)
         fast = (
             partial(qk_norm_triton.qk_norm, interpret=True)
             if platform == "cpu"
-            else choose_qk_norm("triton", call).function
+            else choose.choose_qk_norm("triton", call).function
         )
         qk, dy = jax.random.normal(jax.random.key(0), (2, 2, 1, tokens, size.heads, size.head_dim), dtype)
         angles = tuple(0.36 * a for a in nn.rotary_angles(tokens, size.head_dim))  # with record 89's length
@@ -160,6 +160,28 @@ def _qk_norm(name: str, size: Size) -> Iterator[_Case]:
         )
 
 
+def _mlp(name: str, size: Size) -> Iterator[_Case]:
+    """In 8 bits, products are off by the rounding of each factor: 3 digits."""
+    factors, most = ("float8_e4m3fn", 0.1) if name == "mlp-fp8" else ("bfloat16", 0.01)
+    dim, wide = size.model_dim, 4 * size.model_dim
+
+    def results(form: Callable[..., Any], dy: jax.Array, *given: jax.Array) -> Results:
+        y, pull = jax.vjp(form, *given)
+        return dict(zip(("y", "dx", "dup", "ddown"), (y, *pull(dy)), strict=True))
+
+    for tokens in (size.tokens, 8 * size.tokens):
+        call = choose.MlpCall(
+            tokens, dim, wide, jnp.dtype(jnp.bfloat16), *meshes.accelerator(meshes.make_mesh(1))
+        )
+        if (choice := choose.choose_mlp(call)).name != "mosaic":
+            raise UsageError(f"no kernel of the MLP can run: {choice.reason}")
+        shapes = (tokens, dim), (tokens, dim), (wide, dim), (dim, wide)
+        drawn = (jax.random.normal(jax.random.key(i), shape, call.dtype) for i, shape in enumerate(shapes))
+        dy, x, *weights = drawn
+        fast = partial(results, partial(choice.function, factors=factors))
+        yield f"{name}, {tokens} tokens", fast, partial(results, mlp), (dy, nn.rms_norm(x), *weights), most
+
+
 def _head(name: str, size: Size) -> Iterator[_Case]:
     fp8, most = (cross_entropy_gpu.RECORD21, 0.1) if name == "head-fp8" else (None, 0.01)
     kx, kw, kt = jax.random.split(jax.random.key(0), 3)
@@ -169,7 +191,7 @@ def _head(name: str, size: Size) -> Iterator[_Case]:
     cap = as_cap(15.0)
     passes = {"XLA's passes": cross_entropy_gpu.PASSES}
     if meshes.accelerator(meshes.make_mesh(1)) == ("gpu", "9.0"):
-        passes["mosaic's passes"] = MOSAIC
+        passes["mosaic's passes"] = choose.MOSAIC
 
     def results(form: Callable[..., Any], targets: Targets, x_ND: jax.Array, head_VD: jax.Array) -> Results:
         loss, (dx, dhead) = jax.value_and_grad(lambda *args: form(*args, targets, cap=cap).weighted, (0, 1))(
@@ -179,7 +201,7 @@ def _head(name: str, size: Size) -> Iterator[_Case]:
 
     for by, num_chunks in product(passes, (1, 4)):
         chunk = len(x_ND) // num_chunks, len(head_VD), x_ND.dtype
-        if passes[by] is MOSAIC and cross_entropy_mosaic.refusals(*chunk):
+        if passes[by] is choose.MOSAIC and cross_entropy_mosaic.refusals(*chunk):
             continue
         fast = partial(
             cross_entropy_gpu.weighted_cross_entropy, fp8=fp8, num_chunks=num_chunks, passes=passes[by]

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from speedrun.cli.options import Integer, data_option, example, json_option, unsafe_option
+from speedrun.cli.options import Integer, data_option, example, json_option, out_option, unsafe_option
 from speedrun.ground.errors import SpeedrunError, UsageError, translate_os_errors
 from speedrun.ground.wholefile import write_whole
 from speedrun.ledger.batch import seeds_from
@@ -25,12 +25,7 @@ from speedrun.study.comparison import Comparison, compare
 )
 @unsafe_option
 @data_option
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="A new folder for the runs and the result.",
-)
+@out_option("A new folder for the runs and the result.")
 @json_option
 @click.pass_context
 def command(

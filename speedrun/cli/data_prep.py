@@ -7,7 +7,7 @@ from typing import Any
 import click
 import msgspec
 
-from speedrun.cli.options import Integer, example, json_option, track_option
+from speedrun.cli.options import Integer, example, json_option, out_option, track_option
 from speedrun.cli.progress import resumable
 from speedrun.data import inventory, prep, python_docs, tokenizer
 from speedrun.data.gpt2 import END_OF_TEXT
@@ -27,12 +27,7 @@ _SOURCE_HELP = f"File or folder of {', '.join(READERS)}, or hub:OWNER/NAME[:CONF
 _TOKENIZER_HELP = "gpt2, bytes, a .tiktoken file of GPT-2, or a .json file."
 _DOCUMENT_HELP = "Token that opens a document, in a .json tokenizer."
 _SCORED_HELP = f"Of validation, for bits per byte.  [default: {prep.SCORED_TOKENS}]"
-folder_option = click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="Output folder. Default: the track's, in $SPEEDRUN_DATA or ./data.",
-)
+folder_option = out_option("Output folder. Default: the track's, in $SPEEDRUN_DATA or ./data.")
 source_option = click.option("--source", "sources", multiple=True, metavar="NAME", help=_SOURCE_HELP)
 column_option = click.option("--column", default="text", show_default=True, help="Field that is the text.")
 revision_option = click.option("--revision", help="Commit of a hub: dataset. Default: its newest.")

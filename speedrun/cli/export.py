@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from speedrun.cli.options import example, json_option
+from speedrun.cli.options import example, json_option, out_option
 from speedrun.exchange.exports import FORMS, export
 from speedrun.ledger.record import load
 
@@ -18,12 +18,7 @@ from speedrun.ledger.record import load
 )
 @click.argument("record", type=click.Path(path_type=Path))
 @click.option("--to", "form", type=click.Choice(list(FORMS)), required=True, help="The format.")
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="New folder. Default: RECORD's name and the format.",
-)
+@out_option("New folder. Default: RECORD's name and the format.")
 @json_option
 def command(*, record: Path, form: str, out: Path | None, as_json: bool) -> None:
     """Write the curves of RECORD as text logs, CSV, offline wandb runs or TensorBoard events.

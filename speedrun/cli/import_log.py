@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from speedrun.cli.options import Integer, example, json_option
+from speedrun.cli.options import Integer, example, json_option, out_option
 from speedrun.exchange import foreign, history
 from speedrun.exchange.curves import Context
 from speedrun.ground.console import clean
@@ -34,9 +34,7 @@ class Imported(msgspec.Struct, frozen=True):
     )
 )
 @click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path(path_type=Path))
-@click.option(
-    "--out", type=click.Path(path_type=Path), metavar="DIR", help="Write one context file for each FILE."
-)
+@out_option("Write one context file for each FILE.")
 @click.option(
     "--match", "texts", multiple=True, metavar="TEXT", help="Only runs with TEXT in their name. Repeatable."
 )

@@ -113,6 +113,11 @@ def recipe_option(default: str | None = None, text: str = _OWN_RECIPE) -> Decora
     )
 
 
+def out_option(text: str) -> Decorator:
+    """`--out DIR`, as the argument `out`."""
+    return click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help=text)
+
+
 #: `--devices N`, as the argument `devices`; None means what the track asks for.
 devices_option: Decorator = click.option(
     "--devices", type=Integer(1), metavar="N", help="Default: what the track asks for, or all there are."

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from speedrun.cli.options import data_option, example, json_option, unsafe_option
+from speedrun.cli.options import data_option, example, json_option, out_option, unsafe_option
 from speedrun.referee.rerun import Rerun
 from speedrun.referee.sandbox import protections
 
@@ -17,12 +17,7 @@ from speedrun.referee.sandbox import protections
 @click.option("--run", "run_id", metavar="ID", help="Which run of the record. Default: the first.")
 @unsafe_option
 @data_option
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="Keep the new run here. Default: discard it.",
-)
+@out_option("Keep the new run here. Default: discard it.")
 @json_option
 @click.pass_context
 def command(

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from speedrun.cli.options import Integer, data_option, example, json_option, unsafe_option
+from speedrun.cli.options import Integer, data_option, example, json_option, out_option, unsafe_option
 from speedrun.cli.progress import Progress
 from speedrun.ground.children import locked
 from speedrun.ground.console import clean
@@ -37,11 +37,8 @@ _RECORD = "records/smoke-cpu/2026-11-21-six-seeds"
 )
 @click.option("--by", default="", metavar="NAME", help="Your name, for the result.")
 @data_option
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="For runs and reproduction.json; the same command continues there. Default: a folder below runs/.",
+@out_option(
+    "For runs and reproduction.json; the same command continues there. Default: a folder below runs/."
 )
 @click.option("--into-record", is_flag=True, help="Also put reproduction.json into the record.")
 @click.option("--docker", "in_docker", is_flag=True, help="Run in the container image that the record names.")

@@ -13,6 +13,7 @@ from speedrun.cli.options import (
     data_option,
     devices_option,
     microbatches_option,
+    out_option,
     recipe_option,
     track_option,
 )
@@ -54,12 +55,7 @@ config_options = _combined(
     attention_option,
     microbatches_option,
     data_option,
-    click.option(
-        "--out",
-        type=click.Path(path_type=Path),
-        metavar="DIR",
-        help="A new folder. Default: below runs/, with date, track and a number.",
-    ),
+    out_option("A new folder. Default: below runs/, with date, track and a number."),
 )
 
 

@@ -9,7 +9,7 @@ import msgspec
 
 from speedrun.board import submission
 from speedrun.board.submission import Finding, Submission
-from speedrun.cli.options import example, json_option
+from speedrun.cli.options import example, json_option, out_option
 from speedrun.ground.console import clean
 from speedrun.ground.errors import SpeedrunError, UsageError
 from speedrun.ledger.record import load, need_record
@@ -23,12 +23,7 @@ from speedrun.ledger.validate import Report, examine
     )
 )
 @click.argument("record", type=click.Path(path_type=Path))
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="Where to write. Default: the folder that holds the record.",
-)
+@out_option("Where to write. Default: the folder that holds the record.")
 @click.option(
     "--name", metavar="WORDS", help="What changed, in a few words, for the folder's name. Default: the title."
 )

@@ -240,7 +240,7 @@ ATTRIBUTES = _words(
     "axis_names axis_sizes axis_types device_kind devices idx key local_devices manual_axis_type mesh num_leaves "
     "platform sharding spec unflatten varying vma "
     # Functions and optimisers.
-    "args defjvp defjvps defvjp func init keywords update "
+    "args defjvp defjvps defvjp func get_allocations init keywords update "
     # What the step read from a recipe, in records up to 2026-11-22.
     "logit_cap transforms "
     # Constants of JAX.

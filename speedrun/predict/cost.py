@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from speedrun.ground.devices import Device
 from speedrun.predict import anatomy, hlo
 from speedrun.science.inputs import Static
 from speedrun.science.kernels import attention_triton
-from speedrun.science.kernels.attention import Sight, Window, sight
+from speedrun.science.kernels.attention import Sight, sight
 from speedrun.science.kernels.choose import Kernels
 from speedrun.science.recipe import Batch, Stage
 from speedrun.training.program import Program
@@ -170,21 +170,11 @@ class _Noting(Kernels):
     calls: list[tuple[int, int, int]] = field(default_factory=list)
 
     def attention(
-        self,
-        q_BTHK: jax.Array,
-        k_BTHK: jax.Array,
-        v_BTHK: jax.Array,
-        sight: Sight,
-        /,
-        *,
-        scale: float,
-        window: Window,
-        block_tokens: int,
+        self, q_BTHK: jax.Array, _k: jax.Array, v_BTHK: jax.Array, _: Sight, /, **more: Any
     ) -> jax.Array:
         """Return `v_BTHK`, which has the shape of the result."""
-        del k_BTHK, sight, scale
-        assert isinstance(window.blocks, int)
-        self.calls.append((window.blocks, block_tokens, math.prod(q_BTHK.shape[2:])))
+        blocks, width = more["window"].blocks, math.prod(q_BTHK.shape[2:])
+        self.calls.append((blocks, more["block_tokens"], width))
         return v_BTHK
 
 

@@ -158,10 +158,9 @@ FIXED_WINDOW_FORMS = frozenset({"flash3"})
 def choose_attention(wanted: str, call: AttentionCall) -> Choice:
     """Return the wanted form, or for "auto" the first form in order of preference that can run.
 
-    On a GPU the order is triton, banded, definition. "auto" never chooses `mosaic`, which has not been timed
-    against `triton` yet, nor `flash3`, the fastest in publications, which is a third-party binary and needs one
-    program per window. On a CPU it chooses the definition for short sequences and for windows that cover the whole
-    sequence, and banded otherwise.
+    On a GPU the order is triton, banded, definition. "auto" never chooses `mosaic`, which has not been timed, nor
+    `flash3`, a third-party binary that needs one program per window. On a CPU it chooses the definition for short
+    sequences and for windows that cover the whole sequence, and banded otherwise.
 
     Raises:
         UsageError: if the name is unknown or the form cannot run; the message lists all reasons.
@@ -200,21 +199,11 @@ def choose_qk_norm(wanted: str, call: QkNormCall) -> Choice:
     return _first_of(QK_NORM, ["triton", "definition"], "one pass where it can run", call)
 
 
-MLP: Mapping[str, Form] = MappingProxyType(
-    {
-        "definition": Form(lambda _: [], lambda _: mlp),
-        "mosaic": Form(
-            lambda call: _platform_refusals(call) + mlp_mosaic.refusals(*call[:4]), lambda _: mlp_mosaic.mlp
-        ),
-    }
-)
-
-
-def choose_mlp(wanted: str, call: MlpCall) -> Choice:
-    """Return a form from `MLP`, as `choose_attention` does; "auto" prefers activations inside products."""
-    if wanted != "auto":
-        return _wanted("mlp", MLP, wanted, call)
-    return _first_of(MLP, ["mosaic", "definition"], "activations inside products where they can be", call)
+def choose_mlp(call: MlpCall) -> Choice:
+    """Return the form with activations inside products where it can run, else the definition."""
+    if refusals := _platform_refusals(call) + mlp_mosaic.refusals(*call[:4]):
+        return Choice("definition", mlp, f"not mosaic: {', '.join(refusals)}")
+    return Choice("mosaic", mlp_mosaic.mlp, "activations inside products")
 
 
 def _wanted(operation: str, forms: Mapping[str, Form], wanted: str, call: Any) -> Choice:
@@ -255,7 +244,7 @@ class HeadCall(NamedTuple):
 def choose_head(call: HeadCall) -> Choice:
     """Return the form of the loss head: the plain one without a cap, the CPU's on a CPU without FP8, else the GPU's.
 
-    Only the CPU's is tied to its platform. Devices without FP8 units emulate FP8 products in a wider dtype.
+    Devices without FP8 units emulate FP8 products in a wider dtype.
 
     Raises:
         UsageError: for FP8 without a cap.
@@ -292,8 +281,7 @@ class Kernels:
     platform: str  #: as JAX names it
     compute_capability: str  #: of an NVIDIA GPU; empty elsewhere
     wanted_attention: str = "auto"
-    #: By operation and shape.
-    choices: dict[str, Choice] = field(default_factory=dict, compare=False)
+    choices: dict[str, Choice] = field(default_factory=dict, compare=False)  #: by operation and shape
 
     def attention(
         self,
@@ -311,20 +299,13 @@ class Kernels:
         rows, tokens, heads, width = q_BTHK.shape
         if isinstance(window.blocks, int) and window.blocks < 1:  # forms disagree about what sees nothing
             raise UsageError(f"attention has a window of {window.blocks} blocks; need at least 1")
-        call = AttentionCall(
-            shape_BTHK=(rows, tokens, heads, width),
-            dtype=q_BTHK.dtype,
-            platform=self.platform,
-            compute_capability=self.compute_capability,
-            block_tokens=block_tokens,
-            max_window_blocks=window.most,
-            static_window_blocks=window.blocks if isinstance(window.blocks, int) else None,
-            max_documents=rows * max(64, tokens // TOKENS_PER_DOCUMENT),
-        )
+        static = window.blocks if isinstance(window.blocks, int) else None
+        max_documents = rows * max(64, tokens // TOKENS_PER_DOCUMENT)
+        here = (rows, tokens, heads, width), q_BTHK.dtype, self.platform, self.compute_capability
+        call = AttentionCall(*here, block_tokens, window.most, static, max_documents)
         choice = choose_attention(self.wanted_attention, call)
-        kind = "traced" if call.static_window_blocks is None else "fixed"
-        shape = f"{rows}x{tokens}x{heads}x{width} {q_BTHK.dtype}"
-        self.choices[f"attention {shape}, {kind} window of {window.most} blocks"] = choice
+        shape, kind = f"{rows}x{tokens}x{heads}x{width}", "traced" if static is None else "fixed"
+        self.choices[f"attention {shape} {q_BTHK.dtype}, {kind} window of {window.most} blocks"] = choice
         with jax.named_scope("attention"):
             return choice.function(q_BTHK, k_BTHK, v_BTHK, sight, scale=scale)
 
@@ -341,7 +322,7 @@ class Kernels:
         """Apply the MLP with a squared ReLU to states [..., D]. See `kernels.mlp`."""
         num_tokens, (mlp_dim, model_dim) = math.prod(x_D.shape[:-1]), up_FD.shape
         call = MlpCall(num_tokens, model_dim, mlp_dim, x_D.dtype, self.platform, self.compute_capability)
-        choice = choose_mlp("auto", call)
+        choice = choose_mlp(call)
         kind = factors if jnp.finfo(factors).bits == 8 else x_D.dtype
         self.choices[f"mlp {num_tokens}x{model_dim}x{mlp_dim} {kind}"] = choice
         with jax.named_scope("mlp"):
@@ -359,9 +340,8 @@ class Kernels:
     ) -> Losses:
         """Return the losses of all tokens and targets. See `kernels.cross_entropy`."""
         sizes, capped = (len(x_ND), len(head_VD)), as_cap(cap)
-        choice = choose_head(
-            HeadCall(*sizes, x_ND.dtype, self.platform, self.compute_capability, fp8, capped)
-        )
+        here = x_ND.dtype, self.platform, self.compute_capability
+        choice = choose_head(HeadCall(*sizes, *here, fp8, capped))
         factors = x_ND.dtype if fp8 is None else "fp8"
         call = f"head {'x'.join(map(str, x_ND.shape))} {factors}, {len(head_VD)} columns"
         num_targets = targets.ids_NM.shape[1]

@@ -23,7 +23,7 @@ from speedrun.science.kernels.varying import varying_like
 #: Of a warpgroup's tile: its sums take 128 of a thread's registers.
 ROWS, COLUMNS = 64, 256
 WARPGROUPS = 2
-#: Columns that a warpgroup turns into results at a time, in two slots of shared memory.
+#: Columns that a warpgroup turns into results at a time.
 PIECE = 64
 #: Bytes of a factor's row in a step of the pipeline: the widest swizzle.
 _ROW_BYTES = 128
@@ -43,9 +43,19 @@ class _Product(NamedTuple):
     interpret: Any  #: None, or parameters of JAX's interpreter
 
     @property
+    def fetches(self) -> bool:
+        """Whether results take the places of pieces of the third operand, which are fetched ahead."""
+        return self.finish is _sloped
+
+    @property
+    def num_slots(self) -> int:
+        """Pieces of each result in shared memory."""
+        return COLUMNS // PIECE if self.fetches else 2
+
+    @property
     def num_stages(self) -> int:
-        """Steps of the pipeline in flight, as many as fit into shared memory."""
-        return 4 if len(self.results) == 1 else 3
+        """Steps of the pipeline in flight, as many as fit beside the slots."""
+        return 3 if self.fetches or len(self.results) > 1 else 4
 
 
 def refusals(num_tokens: int, model_dim: int, mlp_dim: int, dtype: Any) -> list[str]:
@@ -133,7 +143,7 @@ def _kernel(a: Any, b: Any, *refs: Any, form: _Product) -> None:
     def multiply(_: Any, own_a: Any, own_b: Any, sums: Any) -> Any:
         rows = pl.ds(group * ROWS, ROWS)
         plgpu.wgmma(sums, own_a.at[rows], own_b if form.columns_axis else own_b.T)
-        plgpu.wgmma_wait(1)
+        plgpu.wgmma_wait(0)  # the other warpgroup's products go on
         return sums
 
     def pipeline(compute: Callable[..., None]) -> Any:
@@ -156,12 +166,20 @@ def _kernel(a: Any, b: Any, *refs: Any, form: _Product) -> None:
         def _visit(at: Any) -> None:
             row, column = at.index[0] // across * (ROWS * WARPGROUPS), at.index[0] % across * COLUMNS
 
+            own = _Own(
+                row + group * ROWS,
+                column,
+                [store.at[group] for store in stores],
+                lambda slot: arrived.at[group * form.num_slots + slot],
+            )
+
             def compute(run: Callable[..., Any]) -> None:
                 def with_sums(sums: Any) -> None:
                     run(sums)
-                    own = _Own(row + group * ROWS, column, [store.at[group] for store in stores], arrived)
                     _finish(sums[...], own, form, operands, results)
 
+                if form.fetches:
+                    _fetch(operands[0], own)
                 pl.run_scoped(with_sums, plgpu.WGMMAAccumulatorRef((ROWS, COLUMNS), jnp.float32))
 
             rows, columns = pl.ds(row, ROWS * WARPGROUPS), pl.ds(column, COLUMNS)
@@ -173,40 +191,48 @@ def _kernel(a: Any, b: Any, *refs: Any, form: _Product) -> None:
     pl.run_scoped(
         visit_all,
         allocations=pipeline(lambda _: None).get_allocations(a, b),
-        stores=[_memory((WARPGROUPS, 2, ROWS, PIECE), dtype, form) for dtype in form.results],
-        arrived=plgpu.Barrier(num_barriers=2 * WARPGROUPS),
+        stores=[_memory((WARPGROUPS, form.num_slots, ROWS, PIECE), dtype, form) for dtype in form.results],
+        arrived=plgpu.Barrier(num_barriers=WARPGROUPS * form.num_slots),
         collective_axes="warpgroup",
     )
 
 
 class _Own(NamedTuple):
-    """A warpgroup's part of the work."""
+    """A warpgroup's part of a tile."""
 
     row: Any
     column: Any
-    stores: list[Any]  #: two slots for each result
-    arrived: Any
+    stores: list[Any]  #: slots of each result
+    arrived: Callable[[int], Any]  #: slot -> its barrier
+
+    def place(self, piece: int) -> tuple[Any, Any]:
+        """Return the indices of a piece in an array [N, F]."""
+        return pl.ds(self.row, ROWS), pl.ds(self.column + piece * PIECE, PIECE)
+
+
+def _fetch(source: Any, own: _Own) -> None:
+    """Begin to fetch the pieces, once the results of the tile before have left their places."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    for piece in range(COLUMNS // PIECE):
+        plgpu.copy_gmem_to_smem(source.at[own.place(piece)], own.stores[0].at[piece], own.arrived(piece))
 
 
 def _finish(sums_RC: jax.Array, own: _Own, form: _Product, operands: tuple[Any, ...], results: Any) -> None:
     """Turn sums into results, piece by piece: one is computed while the one before is copied."""
-    rows, group = pl.ds(own.row, ROWS), lax.axis_index("warpgroup")
-    for number in range(COLUMNS // PIECE):
-        slot, start = number % 2, number * PIECE
-        place = rows, pl.ds(own.column + start, PIECE)
-        stores, extra = [store.at[slot] for store in own.stores], operands[0] if operands else None
-        plgpu.wait_smem_to_gmem(len(results), wait_read_only=True)
-        if form.finish is _sloped:
-            arrived = own.arrived.at[group * 2 + slot]
-            plgpu.copy_gmem_to_smem(operands[0].at[place], stores[0], arrived)
-            plgpu.barrier_wait(arrived)
-            extra = stores[0][...]
-        made = form.finish(sums_RC[:, start : start + PIECE], extra)
+    for piece in range(COLUMNS // PIECE):
+        slot, start = piece % form.num_slots, piece * PIECE
+        stores, third = [store.at[slot] for store in own.stores], operands[0] if operands else None
+        if form.fetches:
+            plgpu.barrier_wait(own.arrived(slot))
+            third = stores[0][...]
+        else:
+            plgpu.wait_smem_to_gmem(len(results), wait_read_only=True)
+        made = form.finish(sums_RC[:, start : start + PIECE], third)
         for store, piece_RP in zip(stores, made, strict=True):
             store[...] = piece_RP.astype(store.dtype)
         plgpu.commit_smem()
         for store, result in zip(stores, results, strict=True):
-            plgpu.copy_smem_to_gmem(store, result.at[place])
+            plgpu.copy_smem_to_gmem(store, result.at[own.place(piece)])
 
 
 def _block(shape: tuple[int, int], axis: int, dtype: Any, form: _Product) -> Any:
@@ -215,7 +241,6 @@ def _block(shape: tuple[int, int], axis: int, dtype: Any, form: _Product) -> Any
         shape,
         lambda k: (k, 0) if axis == 0 else (0, k),
         transforms=_swizzle(shape[1], dtype, form),
-        delay_release=1,
     )
 
 
@@ -237,7 +262,7 @@ def _call(form: _Product, a_NK: jax.Array, b: jax.Array, *operands: jax.Array) -
     program = plgpu.kernel(
         partial(_kernel, form=form),
         out_type=[jax.ShapeDtypeStruct(shape, dtype) for dtype in form.results],
-        grid=(2 if form.interpret else _CORES,),
+        grid=(1 if form.interpret else _CORES,),
         grid_names=("core",),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",

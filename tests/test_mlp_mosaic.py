@@ -1,0 +1,124 @@
+"""The MLP for Hopper: interpreted against the definition, and what an H100 would run, counted."""
+
+from functools import partial
+from typing import Any
+
+import hopper
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+from speedrun.science import nn
+from speedrun.science.kernels import mlp_mosaic
+from speedrun.science.kernels.choose import MlpCall, choose_mlp
+from speedrun.science.kernels.mlp import mlp
+
+#: Two tiles, which the interpreter's only program takes in turn.
+TOKENS, DIM, WIDE = 128, mlp_mosaic.LEAST_DIM, 512
+NAMES = ("y", "dx", "dup", "ddown")
+
+
+def operands() -> list[jax.Array]:
+    """Return normalised states, both matrices, and a gradient of the result."""
+    shapes = ((TOKENS, DIM), (WIDE, DIM), (DIM, WIDE), (TOKENS, DIM))
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    x, up, down, dy = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
+    return [a.astype(jnp.bfloat16) for a in (nn.rms_norm(x), up / 20, down / 20, dy)]
+
+
+def with_gradients(form: Any, x: jax.Array, up: jax.Array, down: jax.Array, dy: jax.Array) -> dict[str, Any]:
+    y, pull = jax.vjp(form, x, up, down)
+    return dict(zip(NAMES, (y, *pull(dy)), strict=True))
+
+
+@pytest.mark.parametrize(("factors", "most"), [("bfloat16", 0.003), ("float8_e4m3fn", 0.008)])
+def test_it_is_the_definition(monkeypatch, factors, most):
+    """Half of the products are negative: no slope there, which is 2 sqrt(h), computed with 1 / sqrt(h).
+
+    In 8 bits the definition has the same factors; a square on the border of two numbers may go to the other.
+    """
+    hopper.teach_interpreter_transposes(monkeypatch)
+    form = partial(mlp_mosaic.mlp, factors=factors, interpret=InterpretGPUParams())
+    got = with_gradients(form, *operands())
+    definition = partial(mlp, factors="float32" if factors == "bfloat16" else factors)
+    want = with_gradients(definition, *(a.astype(jnp.float32) for a in operands()))
+    for name in NAMES:
+        assert got[name].dtype == jnp.bfloat16
+        error = np.linalg.norm(np.asarray(got[name], np.float32) - want[name]) / np.linalg.norm(want[name])
+        assert error < most, name
+
+
+def test_hopper_has_it_and_others_are_told_why_not():
+    call = MlpCall(49_152, 768, 3072, jnp.dtype(jnp.bfloat16), "gpu", "9.0")
+    assert choose_mlp(call).name == "mosaic"
+    for wrong, why in {
+        "platform": ("cpu", "this is a cpu 9.0"),
+        "compute_capability": ("8.0", "this is a gpu 8.0"),
+        "num_tokens": (100, "100 tokens; the kernels need a multiple of 128"),
+        "model_dim": (256, "256 dimensions; the kernels need a multiple of 128 from 384 on"),
+        "mlp_dim": (640, "an MLP of 640; the kernels need a multiple of 256"),
+        "dtype": (jnp.dtype(jnp.float32), "float32 inputs; the kernels need bfloat16"),
+    }.items():
+        value, reason = why if isinstance(why, tuple) else (None, why)
+        choice = choose_mlp(call._replace(**{wrong: value}))
+        assert choice.name == "definition"
+        assert reason in choice.reason
+
+
+def test_a_shape_that_no_tile_fits_is_refused():
+    with pytest.raises(ValueError, match=r"100 tokens.*640.*bfloat16"):
+        mlp_mosaic.mlp(
+            jnp.zeros((100, DIM)), jnp.zeros((640, DIM)), jnp.zeros((DIM, 640)), factors="bfloat16"
+        )
+
+
+@hopper.needs_compiler
+@pytest.mark.parametrize(("factors", "eights"), [("bfloat16", 0), ("float8_e4m3fn", 1)])
+def test_nothing_but_products_touches_the_activations(factors, eights):
+    """On an H100, value and gradient are two kernels and four products of the library."""
+
+    def run(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        y, pull = jax.vjp(partial(mlp_mosaic.mlp, factors=factors), x, up[0], down[0])
+        dx, dup, ddown = pull(y)
+        return dx.sum(0, keepdims=True) + (dup.sum() + ddown.sum())
+
+    shapes = (8 * 1024, 768), (8, 3072, 768), (8, 768, 3072)
+    text = (
+        hopper.compiled(run, *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)).as_text() or ""
+    )
+    wide = [line for line in text.splitlines() if "[1024,3072]" in line.partition("(")[0]]
+    assert len(wide) >= 2
+    assert not [line for line in wide if " fusion(" in line]
+    assert text.count('custom_call_target="mosaic_gpu_v2"') == 2
+    assert text.count('custom_call_target="__cublas$lt$matmul"') == 4 - eights
+    assert text.count('custom_call_target="__cublas$lt$matmul$f8"') == eights
+
+
+DUMP = """
+import jax, jax.numpy as jnp
+from functools import partial
+from speedrun.ground import mesh
+from speedrun.predict import deviceless
+from speedrun.science.kernels import mlp_mosaic
+mesh.prepare("cpu")
+placing = jax.sharding.NamedSharding(deviceless.target_mesh("h100", 1), jax.sharding.PartitionSpec())
+x, up, down = (jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=placing)
+               for shape in ((1024, 768), (3072, 768), (768, 3072)))
+def run(x, up, down):
+    return jax.vjp(partial(mlp_mosaic.mlp, factors="float8_e4m3fn"), x, up, down)[1](x)
+deviceless.compile_for_target(jax.jit(run), x, up, down)
+deviceless.compile_for_target(jax.jit(partial(mlp_mosaic.mlp, factors="bfloat16")), x, up, down)
+"""
+
+
+@hopper.needs_compiler
+def test_an_activation_takes_few_instructions_between_products(tmp_path):
+    """All instructions of a kernel, also those that run once, for each number of a thread."""
+    kernels = hopper.opcodes(DUMP, tmp_path)
+    assert len(kernels) == 3
+    a_thread = mlp_mosaic.ROWS * mlp_mosaic.COLUMNS / 128
+    counts = sorted(sum(opcode != "NOP" for opcode in opcodes) / a_thread for opcodes in kernels)
+    assert counts == pytest.approx([10.4, 13.2, 17.3], abs=0.5)
+    assert sorted(opcodes.count("MUFU") for opcodes in kernels) == [0, 0, a_thread]
