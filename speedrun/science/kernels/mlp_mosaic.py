@@ -23,6 +23,7 @@ from speedrun.science.kernels.varying import varying_like
 #: Of a warpgroup's tile: its sums take 128 of a thread's registers.
 ROWS, COLUMNS = 64, 256
 WARPGROUPS = 2
+_OWN = ROWS * WARPGROUPS  #: rows of a tile
 #: Columns that a warpgroup turns into results at a time.
 PIECE = 64
 #: Bytes of a factor's row in a step of the pipeline: the widest swizzle.
@@ -60,9 +61,8 @@ class _Product(NamedTuple):
 
 def refusals(num_tokens: int, model_dim: int, mlp_dim: int, dtype: Any) -> list[str]:
     """Return why the kernels cannot run on states of this shape and dtype."""
-    rows = ROWS * WARPGROUPS
     checks = {
-        f"{num_tokens} tokens; the kernels need a multiple of {rows}": num_tokens % rows,
+        f"{num_tokens} tokens; the kernels need a multiple of {_OWN}": num_tokens % _OWN,
         f"{model_dim} dimensions; the kernels need a multiple of {_ROW_BYTES} from {LEAST_DIM} on": (
             model_dim % _ROW_BYTES or model_dim < LEAST_DIM
         ),
@@ -135,37 +135,13 @@ def _sloped(sums_RP: jax.Array, h_RP: jax.Array) -> list[jax.Array]:
 def _kernel(a: Any, b: Any, *refs: Any, form: _Product) -> None:
     """Take tiles in turn with the other multiprocessors; the third warpgroup fetches factors, also of the next tile."""
     operands, results = refs[: -len(form.results)], refs[-len(form.results) :]
-    step, (num_rows, depth) = _ROW_BYTES // jnp.dtype(a.dtype).itemsize, a.shape
-    across = results[0].shape[1] // COLUMNS
-    b_shape = (COLUMNS, step) if form.columns_axis == 0 else (step, COLUMNS)
+    (num_rows, num_columns), across = results[0].shape, results[0].shape[1] // COLUMNS
     group = lax.axis_index("warpgroup")
 
-    def multiply(_: Any, own_a: Any, own_b: Any, sums: Any) -> Any:
-        rows = pl.ds(group * ROWS, ROWS)
-        plgpu.wgmma(sums, own_a.at[rows], own_b if form.columns_axis else own_b.T)
-        plgpu.wgmma_wait(0)  # the other warpgroup's products go on
-        return sums
-
-    def pipeline(compute: Callable[..., None]) -> Any:
-        return plgpu.emit_pipeline_warp_specialized(
-            multiply,
-            grid=(depth // step,),
-            in_specs=[
-                _block((ROWS * WARPGROUPS, step), 1, a.dtype, form),
-                _block(b_shape, 1 - form.columns_axis, b.dtype, form),
-            ],
-            max_concurrent_steps=form.num_stages,
-            num_compute_wgs=WARPGROUPS,
-            memory_registers=_COPY_REGISTERS,
-            wg_axis="warpgroup",
-            compute_context=compute,
-        )
-
     def visit_all(allocations: Any, stores: Any, arrived: Any) -> None:
-        @plgpu.nd_loop((num_rows // (ROWS * WARPGROUPS) * across,), collective_axes="core")
+        @plgpu.nd_loop((num_rows * num_columns // (_OWN * COLUMNS),), collective_axes="core")
         def _visit(at: Any) -> None:
-            row, column = at.index[0] // across * (ROWS * WARPGROUPS), at.index[0] % across * COLUMNS
-
+            row, column = at.index[0] // across * _OWN, at.index[0] % across * COLUMNS
             own = _Own(
                 row + group * ROWS,
                 column,
@@ -182,18 +158,44 @@ def _kernel(a: Any, b: Any, *refs: Any, form: _Product) -> None:
                     _fetch(operands[0], own)
                 pl.run_scoped(with_sums, plgpu.WGMMAAccumulatorRef((ROWS, COLUMNS), jnp.float32))
 
-            rows, columns = pl.ds(row, ROWS * WARPGROUPS), pl.ds(column, COLUMNS)
+            columns = pl.ds(column, COLUMNS)
             own_b = b.at[:, columns] if form.columns_axis else b.at[columns, :]
-            pipeline(compute)(a.at[rows, :], own_b, allocations=allocations)
+            _pipeline(a, b, form, compute)(a.at[pl.ds(row, _OWN), :], own_b, allocations=allocations)
 
         plgpu.wait_smem_to_gmem(0)
 
     pl.run_scoped(
         visit_all,
-        allocations=pipeline(lambda _: None).get_allocations(a, b),
+        allocations=_pipeline(a, b, form, lambda _: None).get_allocations(a, b),
         stores=[_memory((WARPGROUPS, form.num_slots, ROWS, PIECE), dtype, form) for dtype in form.results],
         arrived=plgpu.Barrier(num_barriers=WARPGROUPS * form.num_slots),
         collective_axes="warpgroup",
+    )
+
+
+def _pipeline(a: Any, b: Any, form: _Product, compute: Callable[..., None]) -> Any:
+    """Multiply a tile, step by step along the rows of `a`, while the next steps are fetched."""
+    step = _ROW_BYTES // jnp.dtype(a.dtype).itemsize
+    b_shape = (step, COLUMNS) if form.columns_axis else (COLUMNS, step)
+
+    def multiply(_: Any, own_a: Any, own_b: Any, sums: Any) -> Any:
+        rows = pl.ds(lax.axis_index("warpgroup") * ROWS, ROWS)
+        plgpu.wgmma(sums, own_a.at[rows], own_b if form.columns_axis else own_b.T)
+        plgpu.wgmma_wait(0)  # the other warpgroup's products go on
+        return sums
+
+    return plgpu.emit_pipeline_warp_specialized(
+        multiply,
+        grid=(a.shape[1] // step,),
+        in_specs=[
+            _block((_OWN, step), 1, a.dtype, form),
+            _block(b_shape, 1 - form.columns_axis, b.dtype, form),
+        ],
+        max_concurrent_steps=form.num_stages,
+        num_compute_wgs=WARPGROUPS,
+        memory_registers=_COPY_REGISTERS,
+        wg_axis="warpgroup",
+        compute_context=compute,
     )
 
 
