@@ -43,13 +43,19 @@ def test_every_recipe_can_be_traced_at_its_own_size_and_dtype(name):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "device", "slots"),
-    [("record21", "h100", 32), ("record89", "h100", 32), ("record21", "a100", 91), ("modern", "h100", 91)],
+    ("recipe", "device", "calls"),
+    [
+        ("record21", "h100", {"head", "mlp"}),
+        ("record89", "h100", {"head", "mlp"}),
+        ("record21", "a100", set()),
+        ("shortcuts", "h100", {"head"}),
+        ("modern", "h100", set()),
+    ],
 )
-def test_a_head_costs_what_its_form_costs(recipe, device, slots):
-    """An A100 has no kernels of ours, a head without a cap neither."""
+def test_a_plan_knows_which_operations_get_kernels(recipe, device, calls):
+    """An A100 has none of ours, a head without a cap neither, and the MLPs of the ladder are their definition."""
     program = Program(recipes.load(recipe), mesh.make_mesh(8))
-    assert cost.head_slots(program, program.recipe.stages[0], devices.load(device)) == slots
+    assert cost.mosaic_calls(program, program.recipe.stages[0], devices.load(device)) == calls
 
 
 def test_the_table_adds_up_by_kind_and_names_the_bound_that_costs_most():

@@ -100,8 +100,8 @@ def test_the_whole_state_is_donated(step, program):
 
 
 def test_a_step_fits_and_moves_no_more_than_it_did(step):
-    assert step.memory.peak_bytes == pytest.approx(26.5e9, rel=0.03)
-    assert step.traffic_bytes == pytest.approx(158e9, rel=0.03)
+    assert step.memory.peak_bytes == pytest.approx(23.6e9, rel=0.03)
+    assert step.traffic_bytes == pytest.approx(142e9, rel=0.03)
     assert step.unknown_loops == 0
 
 
@@ -111,8 +111,10 @@ def test_it_compiles_while_one_waits(timed):
 
 
 def test_arithmetic_knows_the_memory_before_the_compiler(step, evaluation, program):
+    """For a step it is too careful: it does not know that an H100 keeps only the squares in an MLP."""
     (stage,) = RECORD.stages
-    assert footprint.step_bytes(program, stage) == pytest.approx(step.memory.peak_bytes, rel=0.1)
+    kept = 2 * RECORD.config.num_layers * TOKENS * RECORD.config.mlp_dim
+    assert footprint.step_bytes(program, stage) - kept == pytest.approx(step.memory.peak_bytes, rel=0.1)
     assert footprint.validation_bytes(program) == pytest.approx(evaluation.memory.peak_bytes, rel=0.1)
 
 
@@ -164,7 +166,8 @@ def test_fewer_devices_run_the_same_program_in_parts(h100, devices, peak_bytes):
     (stage,) = RECORD.stages
     found = anatomy.dissect(deviceless.compiled_step(program, 0))
     assert found.memory.peak_bytes == pytest.approx(peak_bytes, rel=0.03)
-    assert footprint.step_bytes(program, stage) == pytest.approx(found.memory.peak_bytes, rel=0.1)
+    kept = 2 * RECORD.config.num_layers * TOKENS * RECORD.config.mlp_dim
+    assert footprint.step_bytes(program, stage) - kept == pytest.approx(found.memory.peak_bytes, rel=0.1)
     assert found.custom_calls["__cublas$lt$matmul$f8"] == 3 * program.microbatches // devices
     sent = {kind: found.sent_bytes(kind) for kind in ("all-gather", "reduce-scatter", "all-to-all")}
     assert sent["all-to-all"] == 0
@@ -197,12 +200,11 @@ def test_two_nodes_run_the_same_program_and_exchange_an_eighth_of_each_gradient(
 
 def test_the_head_runs_in_8_bits_and_attention_in_its_kernels(step, program):
     """Three of them are attention's own; one normalises and turns queries and keys, one does so with gradients."""
-    assert sum(n for name, n in step.custom_calls.items() if name.startswith("mosaic_gpu")) == 2, (
-        "of the head"
-    )
+    of_mosaic = sum(n for name, n in step.custom_calls.items() if name.startswith("mosaic_gpu"))
+    assert of_mosaic == 2 + 2 * RECORD.config.num_layers, "of the head, and of each MLP"
     assert step.custom_calls["__cublas$lt$matmul$f8"] == 3
     assert step.custom_calls["__gpu$xla.gpu.triton"] == (3 + 2) * LAYERS_WITH_ATTENTION
-    assert {one.name for one in program.kernels.choices.values()} >= {"triton", "fp8"}
+    assert {one.name for one in program.kernels.choices.values()} >= {"triton", "fp8", "mosaic"}
 
 
 def test_no_scores_and_no_float32_logits_lie_in_memory(step):

@@ -64,8 +64,6 @@ _INSTRUCTIONS |= {"get-tuple-element": 0}
 #: Issue slots of a logit in each pass of `cross_entropy_mosaic`: tanh and exp2 take eight each, as an H100 has one
 #: special-function unit for eight lanes. With these two, 8 instructions are in the sum and 11 or 14 in the gradient.
 HEAD_SLOTS = 16
-#: The same of XLA's passes, together.
-_XLA_HEAD_SLOTS = 38 + 53
 #: Instructions to read or write an element: address, access, conversion.
 _ACCESS = 3
 
@@ -135,11 +133,13 @@ def steps_of(program: Program, stage: Stage) -> range:
     return program.recipe.steps_of(next(i for i, one in enumerate(program.recipe.stages) if one is stage))
 
 
-def head_slots(program: Program, stage: Stage, device: Device) -> int:
-    """Issue slots of a logit in both passes of the form of the head that a device gets."""
+def mosaic_calls(program: Program, stage: Stage, device: Device) -> set[str]:
+    """Return the operations, "head" and "mlp", for which a device gets kernels in Mosaic GPU."""
     static = next(iter(_inputs(program, stage)))
-    choices = _traced(program, stage, static, device.compute_capability).choices.values()
-    return 2 * HEAD_SLOTS if any("mosaic's" in choice.reason for choice in choices) else _XLA_HEAD_SLOTS
+    choices = _traced(program, stage, static, device.compute_capability).choices
+    return {
+        call.split()[0] for call, one in choices.items() if one.name == "mosaic" or "mosaic's" in one.reason
+    }
 
 
 def _calls(program: Program, stage: Stage, static: Static) -> list[Attention]:
@@ -290,8 +290,6 @@ class Pricer:
         if _is_opaque(step, "loss_head"):
             logits = max(array.size for name in one.operands for array in computation[name].arrays)
             return Work("head passes", instructions=HEAD_SLOTS * logits, num_bytes=num_bytes)
-        if _is_opaque(step, "mlp"):
-            return _activating_product(one, computation, num_bytes)
         products = self._module.products(one, computation)
         unit: Unit = max(products, key=lambda p: p.flops).unit if products else "bf16"
         elements = self._module.elements(one, computation)
@@ -303,13 +301,6 @@ class Pricer:
             instructions=0 if products else instructions + _ACCESS * elements.accessed,
             num_bytes=num_bytes,
         )
-
-
-def _activating_product(one: hlo.Instruction, computation: hlo.Computation, num_bytes: int) -> Work:
-    """Take a product of `mlp_mosaic` to run at the rate of cuBLAS's: nobody has measured it."""
-    (factor,) = computation[one.operands[0]].arrays
-    unit: Unit = "fp8" if factor.dtype.startswith("f8") else "bf16"
-    return Work(gemm(unit), 2 * one.arrays[0].size * factor.dims[1], unit, num_bytes=num_bytes)
 
 
 def _kind(one: hlo.Instruction, unit: Unit | None) -> Kind:

@@ -297,9 +297,10 @@ def _entered(instruction: Instruction) -> list[str]:
 
 
 def _product(one: Instruction, computation: Computation) -> Product | None:
-    """Return the product of a dot, or of a library call that computes one."""
-    target = one.attribute(r'custom_call_target="(__cublas[^"]*)"')
-    summed = one.attribute(r'lhs_contracting_dim(?:ension)?s"?[:=][\[{]([^\]}]*)')
+    """Return the product of a dot, of a library call that computes one, or of a kernel in `mlp_mosaic`."""
+    target = one.attribute(r'custom_call_target="((?:__cublas|mosaic_gpu)[^"]*)"')
+    of_mlp = one.attribute(r'custom_call_target="(mosaic_gpu).*op_name="[^"]*\bmlp\b') and "1"
+    summed = of_mlp or one.attribute(r'lhs_contracting_dim(?:ension)?s"?[:=][\[{]([^\]}]*)')
     if summed is None or not one.results or (one.opcode != "dot" and target is None):
         return None
     (left, *_) = computation[one.operands[0]].arrays

@@ -26,8 +26,10 @@ Basis = Literal["arithmetic", "compiled program"]
 #: Relative error of a step time. No GPU has been timed yet; docs/LOG.md compares with published times.
 ERROR = 0.15
 #: What only a compiler decides, as measured on record 21 compiled for an H100: traffic of elementwise kernels relative
-#: to that of the products (65 GB to 47), and the number of such kernels per matrix.
-_BETWEEN, _BETWEEN_STARTS = 1.37, 8
+#: to that of the products (65 GB to 47; 18 GB less with Mosaic's MLP), and the number of such kernels per matrix.
+_BETWEEN, _BETWEEN_WITH_MOSAIC, _BETWEEN_STARTS = 1.37, 0.98, 8
+#: Issue slots of a logit in XLA's two passes over the logits.
+_XLA_HEAD_SLOTS = 38 + 53
 #: Attention is one kernel forward and two backward, one by queries and one by keys.
 _ATTENTION_FORWARD, _ATTENTION_BACKWARD = 1, 2
 
@@ -234,14 +236,16 @@ def _by_arithmetic(program: Program, stage: Stage, device: Device) -> _Found:
     num_matrices = sum(math.prod(spec.shape[:-2]) for spec in matrices)
     unit: Unit = "bf16" if size == 2 else "f32"
     head_unit: Unit = unit if getattr(program.recipe.config, "head_fp8", None) is None else "fp8"
-    head_slots = cost.head_slots(program, stage, device)
+    in_mosaic = cost.mosaic_calls(program, stage, device)
+    head_slots = 2 * cost.HEAD_SLOTS if "head" in in_mosaic else _XLA_HEAD_SLOTS
+    between = _BETWEEN_WITH_MOSAIC if "mlp" in in_mosaic else _BETWEEN
     moved = size * tokens * width
     flops, head_flops = 6 * tokens * weights, 6 * tokens * sum(spec.size for spec in heads)
     works = [
         Work(cost.gemm(unit), flops, unit, 0, 3 * moved + 3 * size * weights, 3 * num_matrices),
         Work(cost.gemm(head_unit), head_flops, head_unit, 0, 3 * size * logits, 3),
         Work("head passes", 0, unit, head_slots * logits, 3 * size * logits, 9),
-        Work("elementwise", num_bytes=_BETWEEN * 3 * moved, starts=_BETWEEN_STARTS * num_matrices),
+        Work("elementwise", num_bytes=between * 3 * moved, starts=_BETWEEN_STARTS * num_matrices),
     ]
     once = [Work("elementwise", num_bytes=3 * footprint.state_bytes(program)), *_muon(program, matrices)]
     whole = footprint.whole_bytes(program) if program.num_devices > 1 else 0
