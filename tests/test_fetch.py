@@ -161,12 +161,13 @@ def test_a_broken_transfer_resumes(tmp_path: Path, server: FakeHub):
 @pytest.mark.parametrize(
     ("fault", "cause", "gets"),
     [
-        ("500", "the hub answers 500", 0),
-        ("flip", "sha256 is [0-9a-f]{64}; the hub says [0-9a-f]{64}; deleted; try again later", 4),
-        ("ignore range and cut", "a broken transfer cannot be resumed", 4 * 2),
+        ("500", "the hub answers 500", {0}),
+        ("flip", "sha256 is [0-9a-f]{64}; the hub says [0-9a-f]{64}; deleted; try again later", {4}),
+        # Of four attempts that resume once, one may break before its first byte on a busy machine.
+        ("ignore range and cut", "a broken transfer cannot be resumed", {4 * 2 - 1, 4 * 2}),
     ],
 )
-def test_permanent_faults(tmp_path: Path, server: FakeHub, fault: str, cause: str, gets: int):
+def test_permanent_faults(tmp_path: Path, server: FakeHub, fault: str, cause: str, gets: set[int]):
     bad = NAMES[1]
     server.always = {bad: fault}
     torn = tmp_path / fetch.STAGING / "x.incomplete"
@@ -181,7 +182,7 @@ def test_permanent_faults(tmp_path: Path, server: FakeHub, fault: str, cause: st
     assert not (tmp_path / NAMES[2]).exists(), "it comes after the missing one"
     assert not list(tmp_path.rglob(f"*/{bad}")), "wrong bytes are deleted"
     assert_whole_in_order(tmp_path, server.files)
-    assert [name for name, _ in server.gets].count(bad) == gets
+    assert [name for name, _ in server.gets].count(bad) in gets
     server.always = {}
     get(tmp_path)
     assert_sound(tmp_path, server.files)
