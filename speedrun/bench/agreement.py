@@ -29,6 +29,7 @@ from speedrun.science.kernels.attention import attention, sight
 from speedrun.science.kernels.cross_entropy import Targets, as_cap, single_targets, weighted_cross_entropy
 from speedrun.science.kernels.mlp import mlp
 from speedrun.science.kernels.qk_norm import qk_norm
+from speedrun.science.models import record89
 
 #: Allowed error of a sum over tokens, whose roundings cancel.
 _LOSS = {"loss": 2e-3}
@@ -183,33 +184,41 @@ def _mlp(name: str, size: Size) -> Iterator[_Case]:
 
 
 def _head(name: str, size: Size) -> Iterator[_Case]:
-    fp8, most = (cross_entropy_gpu.RECORD21, 0.1) if name == "head-fp8" else (None, 0.01)
+    """Compare one target of each token, as in record 21, and four, some equal or missing, as in record 89."""
+    scales, most = (None, None), 0.01
+    if name == "head-fp8":
+        scales, most = (cross_entropy_gpu.RECORD21, cross_entropy_gpu.RECORD89), 0.1
     kx, kw, kt = jax.random.split(jax.random.key(0), 3)
     x_ND = jax.random.normal(kx, (2 * size.tokens, size.model_dim), jnp.bfloat16)
     head_VD = 0.02 * jax.random.normal(kw, (size.vocab_size, size.model_dim))
-    targets = single_targets(jax.random.randint(kt, (len(x_ND),), 0, size.vocab_size))
-    cap = as_cap(15.0)
+    ids_N4 = jax.random.randint(kt, (len(x_ND), 4), 0, size.vocab_size).at[::3, 3].set(-1)
+    ids_N4 = ids_N4.at[::5, 1].set(ids_N4[::5, 0])
+    weights_N4 = jnp.where(ids_N4 < 0, 0.0, jnp.array([1.0, 0.5, 0.25, 0.25]))
+    four = Targets(ids_N4, weights_N4, jnp.full(len(x_ND), 2.0))
+    kinds = zip((as_cap(15.0), record89.CAP), scales, (single_targets(ids_N4[:, 0]), four), strict=True)
     passes = {"XLA's passes": cross_entropy_gpu.PASSES}
     if meshes.accelerator(meshes.make_mesh(1)) == ("gpu", "9.0"):
         passes["mosaic's passes"] = choose.MOSAIC
 
     def results(form: Callable[..., Any], targets: Targets, x_ND: jax.Array, head_VD: jax.Array) -> Results:
-        loss, (dx, dhead) = jax.value_and_grad(lambda *args: form(*args, targets, cap=cap).weighted, (0, 1))(
-            x_ND, head_VD
-        )
-        return {"loss": loss, "dx": dx, "dhead": dhead}
+        loss, grads = jax.value_and_grad(lambda *args: form(*args, targets).weighted, (0, 1))(x_ND, head_VD)
+        return dict(zip(("loss", "dx", "dhead"), (loss, *grads), strict=True))
 
-    for by, num_chunks in product(passes, (1, 4)):
+    for (cap, fp8, targets), by, num_chunks in product(kinds, passes, (1, 4)):
         chunk = len(x_ND) // num_chunks, len(head_VD), x_ND.dtype
         if passes[by] is choose.MOSAIC and cross_entropy_mosaic.refusals(*chunk):
             continue
         fast = partial(
-            cross_entropy_gpu.weighted_cross_entropy, fp8=fp8, num_chunks=num_chunks, passes=passes[by]
+            cross_entropy_gpu.weighted_cross_entropy,
+            cap=cap,
+            fp8=fp8,
+            num_chunks=num_chunks,
+            passes=passes[by],
         )
         yield (
-            f"{name}, {num_chunks} chunks, {by}",
+            f"{name}, {targets.ids_NM.shape[1]} targets, {num_chunks} chunks, {by}",
             partial(results, fast),
-            partial(results, weighted_cross_entropy),
+            partial(results, partial(weighted_cross_entropy, cap=cap)),
             (targets, x_ND, head_VD),
             most,
         )

@@ -1,7 +1,6 @@
 """Estimates the memory and FLOPs of a program from its table of parameters, before anything is compiled.
 
-For record 21 the error is at most a tenth (`tests/test_h100_program.py`), but that an H100 keeps one array less of each
-MLP: there the estimate is a sixth too high.
+For record 21 the error is at most a tenth, but for the sixth that `mlp_mosaic` saves (`tests/test_h100_program.py`).
 """
 
 import math
