@@ -88,6 +88,7 @@ TINY = Size(
 
 #: Forms of attention. Those that may hang run last.
 _FORMS, _LAST_FORMS = ("triton", "flash3", "banded"), ("mosaic",)
+_KERNELS = ("triton", "flash3", "qk-norm", "mlp-bf16", "mlp-fp8", "head-bf16", "head-fp8", "banded")
 
 
 def parts(size: Size, out: Path, shards: Path, rival: Path | None) -> list[Part]:
@@ -97,10 +98,7 @@ def parts(size: Size, out: Path, shards: Path, rival: Path | None) -> list[Part]
     """
     return [
         _bench("target"),
-        *(
-            _agree(kernel, size)
-            for kernel in ("triton", "flash3", "qk-norm", "head-bf16", "head-fp8", "banded")
-        ),
+        *(_agree(kernel, size) for kernel in _KERNELS),
         *(_step(form, window, size) for form in _FORMS for window in size.windows),
         *(_step(form, window, size, one=True) for form in _FORMS[:2] for window in _ends(size)),
         _run(size, out, shards),

@@ -174,6 +174,7 @@ class _Noting(Kernels):
     ) -> jax.Array:
         """Return `v_BTHK`, which has the shape of the result."""
         blocks, width = more["window"].blocks, math.prod(q_BTHK.shape[2:])
+        assert isinstance(blocks, int)
         self.calls.append((blocks, more["block_tokens"], width))
         return v_BTHK
 

@@ -72,7 +72,7 @@ class MlpCall(NamedTuple):
     num_tokens: int  #: on one device
     model_dim: int
     mlp_dim: int
-    dtype: jnp.dtype
+    dtype: jnp.dtype  #: that all three operands fit into
     platform: str
     compute_capability: str
 

@@ -28,9 +28,7 @@ _OWN = ROWS * WARPGROUPS  #: rows of a tile
 PIECE = 64
 #: Bytes of a factor's row in a step of the pipeline: the widest swizzle.
 _ROW_BYTES = 128
-#: A pipeline hangs with fewer steps than stages. Three steps in 8 bits, six in 16.
-LEAST_DIM = 384
-#: Multiprocessors of an H100. Each takes the next tile while the results of the last are on their way.
+#: Multiprocessors of an H100 (SXM) and H200. Each takes its next tile while results of the last are on their way.
 _CORES = 132
 _COPY_REGISTERS = 40
 
@@ -63,9 +61,7 @@ def refusals(num_tokens: int, model_dim: int, mlp_dim: int, dtype: Any) -> list[
     """Return why the kernels cannot run on states of this shape and dtype."""
     checks = {
         f"{num_tokens} tokens; the kernels need a multiple of {_OWN}": num_tokens % _OWN,
-        f"{model_dim} dimensions; the kernels need a multiple of {_ROW_BYTES} from {LEAST_DIM} on": (
-            model_dim % _ROW_BYTES or model_dim < LEAST_DIM
-        ),
+        f"{model_dim} dimensions; the kernels need a multiple of {_ROW_BYTES}": model_dim % _ROW_BYTES,
         f"an MLP of {mlp_dim}; the kernels need a multiple of {COLUMNS}": mlp_dim % COLUMNS,
         f"{dtype} inputs; the kernels need bfloat16": dtype != jnp.bfloat16,
     }
@@ -81,7 +77,8 @@ def mlp(
         ValueError: if the kernels cannot take these shapes or this dtype.
     """
     x_ND = x_D.reshape(-1, x_D.shape[-1])
-    if reasons := refusals(len(x_ND), x_ND.shape[1], len(up_FD), x_ND.dtype):
+    dtype = jnp.result_type(x_ND, up_FD, down_DF)
+    if reasons := refusals(len(x_ND), x_ND.shape[1], len(up_FD), dtype):
         raise ValueError("; ".join(reasons))
     return jnp.reshape(_mlp(x_ND, up_FD, down_DF, factors, interpret), x_D.shape)
 
@@ -114,7 +111,9 @@ def _backward(
     del factors
     x_ND, up_FD, down_DF, h_NF = saved
     (dz_NF,) = _call(_Product(_sloped, 1, (h_NF.dtype,), interpret), dy_ND, down_DF, h_NF)
-    return dz_NF @ up_FD, dz_NF.T @ x_ND, dy_ND.T @ h_NF
+    _, pull = jax.vjp(lambda x_ND, up_FD: x_ND @ up_FD.T, x_ND, up_FD)
+    _, pull_down = jax.vjp(lambda down_DF: h_NF @ down_DF.T, down_DF)
+    return *pull(dz_NF), *pull_down(dy_ND)
 
 
 _mlp.defvjp(_forward, _backward)
