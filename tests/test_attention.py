@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from speedrun.ground import mesh
 from speedrun.ground.errors import UsageError
-from speedrun.science.kernels import attention_banded, attention_flash3, attention_mosaic, attention_triton
+from speedrun.science.kernels import attention_banded, attention_flash3, attention_triton
 from speedrun.science.kernels.attention import Sight, Window, attention, sight, visible
-from speedrun.science.kernels.choose import AttentionCall, Kernels, choose_attention
+from speedrun.science.kernels.choose import Kernels, choose_attention
 from speedrun.science.kernels.cross_entropy_gpu import RECORD21
+from speedrun.science.kernels.forms import AttentionCall
 from speedrun.science.models.record89_attention import Heads, View, attend_in_pairs
 
 
@@ -263,37 +263,6 @@ def compiled_for_an_h100(form: Callable[..., jax.Array], head_dim: int) -> tuple
 def test_triton_compiles_for_an_h100(head_dim):
     text, scratch_bytes = compiled_for_an_h100(attention_triton.attention, head_dim)
     assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == 3
-    assert scratch_bytes < 4 * 2**20
-
-
-@pytest.mark.slow
-def test_mosaic_interpreted(monkeypatch):
-    """Small (four computing warpgroups, one head), because each copy and product is a callback."""
-    hopper.teach_interpreter_transposes(monkeypatch)
-    case = Case([1, 1, 78, 176], 2, 32)
-    seen = Sight(*(x[:1] for x in case.sight()))
-    *qkv, do = jax.random.normal(jax.random.key(0), (4, 1, 256, 1, 64)).astype(jnp.bfloat16)
-
-    def run(form: Callable[..., jax.Array], dtype: Any) -> list[jax.Array]:
-        o_BTHK, pull = jax.vjp(lambda *qkv: form(*qkv, seen, scale=0.3), *(x.astype(dtype) for x in qkv))
-        return [o_BTHK, *pull(do.astype(dtype))]
-
-    interpreted = partial(attention_mosaic.attention, interpret=InterpretGPUParams())
-    for a, b in zip(run(interpreted, jnp.bfloat16), run(attention, jnp.float32), strict=True):
-        assert jnp.linalg.norm(a - b) < 0.01 * jnp.linalg.norm(b)
-
-
-def test_mosaic_gives_all_reasons_why_not():
-    x = jnp.zeros((1, 100, 1, 40))
-    with pytest.raises(ValueError, match=r"100 tokens.*multiple of 128.*40 dimensions.*float32 inputs"):
-        attention_mosaic.attention(x, x, x, CASES["one block"].sight(), scale=0.3)
-
-
-@hopper.needs_compiler
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_mosaic_compiles_for_an_h100(head_dim):
-    text, scratch_bytes = compiled_for_an_h100(attention_mosaic.attention, head_dim)
-    assert text.count('custom_call_target="mosaic_gpu_v2"') == 3
     assert scratch_bytes < 4 * 2**20
 
 

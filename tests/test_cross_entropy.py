@@ -17,7 +17,7 @@ from speedrun.ground.mesh import DATA, make_mesh
 from speedrun.predict import anatomy
 from speedrun.predict.deviceless import compile_for_target
 from speedrun.science.kernels import cross_entropy_gpu as gpu
-from speedrun.science.kernels.choose import HeadCall, choose_head
+from speedrun.science.kernels.choose import choose_head
 from speedrun.science.kernels.cross_entropy import (
     CHUNK_TOKENS,
     Losses,
@@ -27,6 +27,7 @@ from speedrun.science.kernels.cross_entropy import (
     weighted_cross_entropy,
     weighted_on_cpu,
 )
+from speedrun.science.kernels.forms import HeadCall
 
 CAP = 15.0
 WEIGHTED_FORMS: dict[str, Callable[..., Losses]] = {

@@ -14,8 +14,9 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from speedrun.predict import cost
 from speedrun.science.kernels import cross_entropy_gpu as gpu
 from speedrun.science.kernels import cross_entropy_mosaic as mosaic
-from speedrun.science.kernels.choose import HeadCall, choose_head
+from speedrun.science.kernels.choose import choose_head
 from speedrun.science.kernels.cross_entropy import Cap, Losses, Targets, as_cap, weighted_cross_entropy
+from speedrun.science.kernels.forms import HeadCall
 
 CAPS = {"record 21": as_cap(15.0), "record 89": Cap(11.5, 15.0, 5.0)}
 TOKENS = 128

@@ -13,7 +13,7 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from speedrun.science import nn
 from speedrun.science.kernels import mlp_mosaic
-from speedrun.science.kernels.choose import MlpCall, choose_mlp
+from speedrun.science.kernels.forms import MlpCall, mlp_form
 from speedrun.science.kernels.mlp import mlp
 
 #: Two tiles by two, which the interpreter's only program takes in turn.
@@ -54,7 +54,7 @@ def test_it_is_the_definition(monkeypatch, factors, most):
 
 def test_hopper_has_it_and_others_are_told_why_not():
     call = MlpCall(49_152, 768, 3072, jnp.dtype(jnp.bfloat16), "gpu", "9.0")
-    assert choose_mlp(call).name == "mosaic"
+    assert mlp_form(call).name == "mosaic"
     for wrong, why in {
         "platform": ("cpu", "this is a cpu 9.0"),
         "compute_capability": ("8.0", "this is a gpu 8.0"),
@@ -64,7 +64,7 @@ def test_hopper_has_it_and_others_are_told_why_not():
         "dtype": (jnp.dtype(jnp.float32), "float32 inputs; the kernels need bfloat16"),
     }.items():
         value, reason = why if isinstance(why, tuple) else (None, why)
-        choice = choose_mlp(call._replace(**{wrong: value}))
+        choice = mlp_form(call._replace(**{wrong: value}))
         assert choice.name == "definition"
         assert reason in choice.reason
 

@@ -14,7 +14,8 @@ from speedrun.ground import mesh
 from speedrun.ground.errors import UsageError
 from speedrun.science import nn
 from speedrun.science.kernels import qk_norm_triton
-from speedrun.science.kernels.choose import Kernels, QkNormCall, choose_qk_norm
+from speedrun.science.kernels.choose import Kernels, choose_qk_norm
+from speedrun.science.kernels.forms import QkNormCall
 from speedrun.science.kernels.qk_norm import qk_norm
 
 FORMS: dict[str, Callable[..., Any]] = {

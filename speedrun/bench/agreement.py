@@ -23,6 +23,7 @@ from speedrun.science.kernels import (
     choose,
     cross_entropy_gpu,
     cross_entropy_mosaic,
+    forms,
     qk_norm_triton,
 )
 from speedrun.science.kernels.attention import attention, sight
@@ -76,7 +77,7 @@ class Agreement(NamedTuple):
 
 def names() -> list[str]:
     """Return the names of the kernels that can be compared."""
-    return ["triton", "flash3", "mosaic", "banded", "qk-norm", "mlp-bf16", "mlp-fp8", "head-bf16", "head-fp8"]
+    return ["triton", "flash3", "banded", "qk-norm", "mlp-bf16", "mlp-fp8", "head-bf16", "head-fp8"]
 
 
 def compare(name: str, size: Size, begin: Callable[[str], object]) -> Iterator[Agreement]:
@@ -116,7 +117,7 @@ def _attention(name: str, size: Size) -> Iterator[_Case]:
     short_T[size.tokens // 20 : size.tokens // 15] = True
     documents = {"one document": ids * 0, "FineWeb's lengths": ids == 1, "short documents": short_T}
     for window_blocks, (kind, opens_T) in product(size.windows, documents.items()):
-        call = choose.AttentionCall(
+        call = forms.AttentionCall(
             shape_BTHK, dtype, platform, capability, size.block_tokens, window_blocks, window_blocks, 256
         )
         form = _interpreted if interpreted else choose.choose_attention(name, call).function
@@ -139,7 +140,7 @@ def _qk_norm(name: str, size: Size) -> Iterator[_Case]:
     platform, capability = meshes.accelerator(meshes.make_mesh(1))
     dtype = jnp.dtype(jnp.float32 if platform == "cpu" else jnp.bfloat16)
     for tokens in (size.tokens, size.tokens // 2 - 3):  # an odd length has tiles of single tokens
-        call = choose.QkNormCall(size.head_dim, dtype, platform, capability)
+        call = forms.QkNormCall(size.head_dim, dtype, platform, capability)
         fast = (
             partial(qk_norm_triton.qk_norm, interpret=True)
             if platform == "cpu"
@@ -171,10 +172,10 @@ def _mlp(name: str, size: Size) -> Iterator[_Case]:
         return dict(zip(("y", "dx", "dup", "ddown"), (y, *pull(dy)), strict=True))
 
     for tokens in (size.tokens, 8 * size.tokens):
-        call = choose.MlpCall(
+        call = forms.MlpCall(
             tokens, dim, wide, jnp.dtype(jnp.bfloat16), *meshes.accelerator(meshes.make_mesh(1))
         )
-        if (choice := choose.choose_mlp(call)).name != "mosaic":
+        if (choice := forms.mlp_form(call)).name != "mosaic":
             raise UsageError(f"no kernel of the MLP can run: {choice.reason}")
         shapes = (tokens, dim), (tokens, dim), (wide, dim), (dim, wide)
         drawn = (jax.random.normal(jax.random.key(i), shape, call.dtype) for i, shape in enumerate(shapes))
@@ -198,7 +199,7 @@ def _head(name: str, size: Size) -> Iterator[_Case]:
     kinds = zip((as_cap(15.0), record89.CAP), scales, (single_targets(ids_N4[:, 0]), four), strict=True)
     passes = {"XLA's passes": cross_entropy_gpu.PASSES}
     if meshes.accelerator(meshes.make_mesh(1)) == ("gpu", "9.0"):
-        passes["mosaic's passes"] = choose.MOSAIC
+        passes["mosaic's passes"] = cross_entropy_mosaic.PASSES
 
     def results(form: Callable[..., Any], targets: Targets, x_ND: jax.Array, head_VD: jax.Array) -> Results:
         loss, grads = jax.value_and_grad(lambda *args: form(*args, targets).weighted, (0, 1))(x_ND, head_VD)
@@ -206,7 +207,7 @@ def _head(name: str, size: Size) -> Iterator[_Case]:
 
     for (cap, fp8, targets), by, num_chunks in product(kinds, passes, (1, 4)):
         chunk = len(x_ND) // num_chunks, len(head_VD), x_ND.dtype
-        if passes[by] is choose.MOSAIC and cross_entropy_mosaic.refusals(*chunk):
+        if passes[by] is cross_entropy_mosaic.PASSES and cross_entropy_mosaic.refusals(*chunk):
             continue
         fast = partial(
             cross_entropy_gpu.weighted_cross_entropy,

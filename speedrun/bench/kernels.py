@@ -17,16 +17,8 @@ from speedrun.ground.errors import UsageError, unknown
 from speedrun.science import nn
 from speedrun.science.kernels import cross_entropy, cross_entropy_gpu
 from speedrun.science.kernels.attention import sight
-from speedrun.science.kernels.choose import (
-    ATTENTION,
-    QK_NORM,
-    AttentionCall,
-    HeadCall,
-    QkNormCall,
-    choose_attention,
-    choose_head,
-    choose_qk_norm,
-)
+from speedrun.science.kernels.choose import choose_attention, choose_head, choose_qk_norm
+from speedrun.science.kernels.forms import ATTENTION, QK_NORM, AttentionCall, HeadCall, QkNormCall
 from speedrun.science.optim.groups import MuonAndAdam
 from speedrun.science.optim.muon import orthogonalize
 from speedrun.science.params import SHARDS

@@ -86,8 +86,7 @@ TINY = Size(
     agree=("--tiny",),
 )
 
-#: Forms of attention. Those that may hang run last.
-_FORMS, _LAST_FORMS = ("triton", "flash3", "banded"), ("mosaic",)
+_FORMS = ("triton", "flash3", "banded")  #: of attention
 _KERNELS = ("triton", "flash3", "qk-norm", "mlp-bf16", "mlp-fp8", "head-bf16", "head-fp8", "banded")
 
 
@@ -110,7 +109,7 @@ def parts(size: Size, out: Path, shards: Path, rival: Path | None) -> list[Part]
         _bench("norm", *size.norm),
         _bench("muon", *size.muon, limit_s=_COMPILES_S),
         _bench("head", *size.head),
-        *(_attention(window, size, without=_LAST_FORMS) for window in size.attention_windows),
+        *(_attention(window, size) for window in size.attention_windows),
         _bench("loader", *size.loader),
         # Both choose their own devices, which a process can do once.
         Part("plan", ("plan", "--recipe", "record21", "--devices", "1", "--json"), _RUNS_S, alone=True),
@@ -121,9 +120,6 @@ def parts(size: Size, out: Path, shards: Path, rival: Path | None) -> list[Part]
             alone=True,
             ends_well=(0, 1),
         ),
-        *(_agree(form, size) for form in _LAST_FORMS),
-        *(_step(form, _ends(size)[1], size) for form in _LAST_FORMS),
-        _attention(size.attention_windows[-1], size, without=("banded",), name="attention-mosaic"),
     ]
 
 
@@ -186,8 +182,5 @@ def _profile(window: str, size: Size, out: Path) -> Part:
     return Part(f"profile-{window}", words, _COMPILES_S, makes=trace)
 
 
-def _attention(window: int, size: Size, *, without: tuple[str, ...], name: str = "") -> Part:
-    left = [word for form in without for word in ("--without", form)]
-    return _bench(
-        "attention", *size.attention, "--window", str(window), *left, name=name or f"attention-w{window}"
-    )
+def _attention(window: int, size: Size) -> Part:
+    return _bench("attention", *size.attention, "--window", str(window), name=f"attention-w{window}")

@@ -101,8 +101,8 @@ def muon(*, recipe: str, devices: str, settings: tuple[str, ...], as_json: bool)
 @json_option
 @click.pass_context
 def agree(ctx: click.Context, *, kernel: str, tiny: bool, as_json: bool) -> None:
-    """Compare a kernel with its definition in float32: triton, flash3, mosaic, banded, qk-norm, mlp-bf16, mlp-fp8,
-    head-bf16 or head-fp8.
+    """Compare a kernel with its definition in float32: triton, flash3, banded, qk-norm, mlp-bf16, mlp-fp8, head-bf16 or
+    head-fp8.
 
     Exits with 1 if an error is larger than the kernel's rounding explains.
     """

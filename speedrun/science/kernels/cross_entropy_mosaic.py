@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from speedrun.science.kernels.attention_triton import LOG2_E
 from speedrun.science.kernels.cross_entropy import Cap
+from speedrun.science.kernels.cross_entropy_gpu import Passes
 from speedrun.science.kernels.varying import varying_like
 
 ROWS = 64
@@ -60,6 +61,9 @@ def softmax_gradient(
     factor_NF = jnp.broadcast_to(factor_N[:, None], (len(factor_N), _FACTOR_COLUMNS))
     stores = [((ROWS, _FACTOR_COLUMNS), jnp.float32), *stores]
     return _call(_gradient_kernel, _Settings(cap, scale, interpret), shapes, stores, z_NV, factor_NF)
+
+
+PASSES = Passes(sum_exp, softmax_gradient)
 
 
 def _sum_kernel(z: Any, sums: Any, own_z: Any, own_sums: Any, arrived: Any, *, settings: _Settings) -> None:
