@@ -274,6 +274,19 @@ def logged(*edits: Edit, **run_facts) -> Build:
     return made(edit_log=both(*edits), edit_run=facts(**run_facts))
 
 
+def configured(config: dict, **run_facts) -> Build:
+    """Runs of another recipe, which agree about it."""
+    whole = {**CONFIG, "recipe": {**CONFIG["recipe"], **config}}
+    sha256 = config_sha256(whole)
+    start = change(runlog.RunStart, config=whole, config_sha256=sha256)
+    return made(edit_log=start, edit_run=facts(config_sha256=sha256, **run_facts))
+
+
+def cutting(*shards) -> Build:
+    """Runs of a recipe that cuts documents."""
+    return configured({"stages": [{"num_steps": 10, "document_tokens": 32}]}, data=data(*shards))
+
+
 # --- edits of the source: the runs carry the digest of the edited one ----------------------------------------
 
 
@@ -597,12 +610,9 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V104", "count was edited", logged(change(runlog.Step, at=4, tokens_seen=501))),
     ("V104", "cursor was edited", logged(change(runlog.Step, at=4, cursor=(0, 600)))),
     ("V104", "fewer cut off than said", made(edit_run=facts(data=data(replace(ONE, stop=590), TWO)))),
-    (
-        "V104",
-        "cursor beyond the cut",
-        made(edit_run=facts(data=data(replace(ONE, start=10, stop=640, skipped=30), TWO))),
-    ),
-    ("V106", "all of it cut off", made(edit_run=facts(data=data(ONE, TWO, replace(CUT, skipped=50))))),
+    ("V104", "cursor beyond the cut", cutting(replace(ONE, start=10, stop=640, skipped=30), TWO)),
+    ("V104", "cut off where none is cut", made(edit_run=facts(data=data(replace(ONE, stop=640, skipped=40), TWO)))),
+    ("V106", "all of it cut off", cutting(ONE, TWO, replace(CUT, skipped=50))),
     ("V104", "more read than trained on", made(edit_run=facts(data=data(ONE, replace(TWO, stop=500))))),
     ("V105", "fewer scored", logged(FEWER_SCORED)),
     ("V105", "from elsewhere", made(edit_run=facts(data=data(ONE, TWO, val=SHIFTED)))),
@@ -789,6 +799,8 @@ FORGERIES: list[tuple[str, str, Build]] = [
          **files, "speedrun/training/evaluate/__init__.py": files["speedrun/training/evaluate.py"]})),
     ("V503", "shadows a package", extended("numpy.py", "float32 = 1\n")),
     ("V504", "a long string", science(f"W = {BASE64!r}\n")),
+    ("V504", "a row of settings", configured({"config": {"weights": NUMBERS[:300]}})),
+    ("V504", "rows of settings", configured({"config": {str(i): [i] * 250 for i in range(8)}})),
     ("V504", "bytes", science(f"W = {WEIGHTS[:500]!a}\n")),
     ("V504", "a long integer", science(f"W = {int.from_bytes(WEIGHTS[:500]):#x}\n")),
     ("V504", "a row of numbers", science(f"W = {NUMBERS[:300]}\n")),

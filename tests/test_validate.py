@@ -11,7 +11,19 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from forgeries import FEWEST, FORGERIES, LOG, broken_off, edited, fixed, logged, place_of, promised, with_file
+from forgeries import (
+    FEWEST,
+    FORGERIES,
+    LOG,
+    broken_off,
+    cutting,
+    edited,
+    fixed,
+    logged,
+    place_of,
+    promised,
+    with_file,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -86,8 +98,8 @@ def test_ranges_that_touch_do_not_overlap(folder):
 
 def test_tokens_that_are_cut_off_from_documents_are_not_counted(folder):
     """Ten steps of 100 tokens; the cursor may be anywhere between the tokens seen and those skipped besides."""
-    cut = replace(shard("t_train_1.bin", 0, 640), skipped=40)
-    assert found(forge(folder, shards=(cut, shard("t_train_2.bin", 0, 400)))) == {}
+    cutting(replace(shard("t_train_1.bin", 0, 640), skipped=40), shard("t_train_2.bin", 0, 400))(folder)
+    assert found(folder) == {}
 
 
 def test_the_validation_shard_is_known_under_another_name(folder):

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
 
 from speedrun.ledger.literals import Literals, docstrings
 from speedrun.ledger.reaches import Import, Reach, Reaches, imports_of, names_given
@@ -129,20 +128,7 @@ def _read_table(text: str, code: Code) -> None:
             f"{len(text):,} characters, the longest line {longest:,}; "
             f"at most {_MOST_TABLE_BYTES:,} and {_LONGEST_LINE} are read"
         )
-    left: list[Any] = [tomllib.loads(text)]
-    while left:
-        match left.pop():
-            case dict() as table:
-                left += [*table, *table.values()]
-            case list() as row:
-                left += row
-                code.literals.note_row(1, row)
-            case str() as string:
-                code.literals.note_string(1, string)
-            case bool():
-                pass
-            case int() | float() as number:
-                code.literals.note_number(1, number)
+    code.literals.note_data(tomllib.loads(text))
 
 
 def _read_python(text: str, code: Code) -> None:

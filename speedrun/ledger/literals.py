@@ -47,6 +47,21 @@ class Literals:
                     if len(name) > _LONGEST_WORD:
                         self.large.append(Literal(node.lineno, f"a name of {len(name):,} letters"))
 
+    def note_data(self, data: Any) -> None:
+        """Note a document of TOML or JSON, with its keys."""
+        left = [data]
+        while left:
+            match left.pop():
+                case dict() as table:
+                    left += [*table, *table.values()]
+                case list() | tuple() as row:
+                    left += row
+                    self.note_row(1, list(row))
+                case str() as string:
+                    self.note_string(1, string)
+                case int() | float() as number if not isinstance(number, bool):
+                    self.note_number(1, number)
+
     def note_string(self, line: int, value: str | bytes, *, counts: bool = True) -> None:
         """Note a string; `counts` says whether it adds to the total."""
         size = len(value.encode(errors="replace") if isinstance(value, str) else value)

@@ -12,6 +12,7 @@ from speedrun.ledger import history, runfile
 from speedrun.ledger.checks.environment import LOCK
 from speedrun.ledger.checks.table import Skip, check, check_run
 from speedrun.ledger.code import MOST_BYTES, SCIENCE, Code, is_science, read
+from speedrun.ledger.literals import Literals
 from speedrun.ledger.permitted import ATTRIBUTES, MODULES
 from speedrun.ledger.reaches import NOT_LISTED
 from speedrun.ledger.record import Record
@@ -246,7 +247,7 @@ def _some(paths: list[str]) -> str:
     hint="compute tables from formulas; learn everything else while the clock runs",
 )
 def no_weights(record: Record) -> Iterator[str]:
-    """Limit long literals, rows of numbers, and the total amount of data, however it is spread or hidden."""
+    """Limit long literals, rows of numbers, and the amount of data in source and settings, however it is spread."""
     _need_source(record)
     if (size := len(record.raw["source.txt"])) > _MOST_SOURCE_BYTES:
         yield f"source.txt has {size:,} bytes; at most {_MOST_SOURCE_BYTES:,} are permitted"
@@ -257,13 +258,16 @@ def no_weights(record: Record) -> Iterator[str]:
             yield f"{path}: {code.problem}"
         yield from (f"{path} line {line}: {what}" for line, what in code.literals.large)
     science = [code for path, code in files.items() if is_science(path)]
+    settings = [_settings(run) for run in record.finished]
+    yield from (f"settings: {what}" for one in settings for _, what in one.large)
+    literals = [*(code.literals for code in science), *settings[:1]]  # all runs have the same: V005
     sums = (
         (
-            sum(code.literals.num_bytes for code in science),
+            sum(one.num_bytes for one in literals),
             _MOST_LITERAL_BYTES,
-            "bytes of literals in the science",
+            "bytes of literals in science and settings",
         ),
-        (sum(code.literals.num_numbers for code in science), _MOST_NUMBERS, "numbers in the science"),
+        (sum(one.num_numbers for one in literals), _MOST_NUMBERS, "numbers in science and settings"),
         (
             len(zlib.compress("\n".join(code.prose for code in science).encode(errors="replace"), 6)),
             _MOST_PROSE_BYTES,
@@ -275,6 +279,13 @@ def no_weights(record: Record) -> Iterator[str]:
     for found, most, what in sums:
         if found > most:
             yield f"{found:,} {what}; at most {most:,}"
+
+
+def _settings(run: Run) -> Literals:
+    """Measure what `--set` could carry."""
+    found = Literals()
+    found.note_data([run.start.config, run.file.overrides])
+    return found
 
 
 @check_run(

@@ -5,6 +5,7 @@ from fnmatch import fnmatchcase
 from itertools import pairwise
 
 from speedrun.ground import runlog
+from speedrun.ledger.checks.fixed import leaves
 from speedrun.ledger.checks.table import Skip, check, check_run
 from speedrun.ledger.record import Record
 from speedrun.ledger.run import Run
@@ -92,6 +93,8 @@ def token_count(run: Run, _record: Record) -> Iterator[str]:
 
     Where documents are cut, a range holds more than a step reads, and the cursor can only be bounded.
     """
+    if (cut := sum(shard.skipped for shard in run.file.data.shards)) and not _cuts_documents(run):
+        yield f"{cut:,} tokens were skipped, but no stage of its recipe cuts documents"
     shards = iter(run.file.data.shards)
     seen = num_read = run.origin.tokens_seen
     offset, skipped = run.origin.cursor[1], 0
@@ -112,6 +115,11 @@ def token_count(run: Run, _record: Record) -> Iterator[str]:
         yield f"ranges of {num_read:,} tokens were read, {seen:,} trained on"
     if any(after.cursor[0] < before.cursor[0] for before, after in pairwise(run.steps)):
         yield "the cursor moved back to an earlier shard"
+
+
+def _cuts_documents(run: Run) -> bool:
+    settings = leaves(run.start.config.get("recipe"))
+    return any(settings[name] for name in settings if fnmatchcase(name, "stages.*.document_tokens"))
 
 
 def _num_inputs(shard: ShardRange) -> int:
