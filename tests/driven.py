@@ -53,7 +53,9 @@ OPTIMIZER = NorMuonAndAdam(
 
 
 def spec(shape: tuple[int, ...], group: str, dtype: Any = "float32") -> ParamSpec:
-    return ParamSpec(shape, ("axis",) * len(shape), zeros, group, dtype)
+    return ParamSpec(
+        shape, ("axis",) * len(shape), zeros, group, dtype, like="head" if group == "embed" else None
+    )
 
 
 TABLE = {

@@ -41,15 +41,15 @@ MESH = "speedrun.ground.mesh"
 HEAVY = {"jax", "jaxlib", "optax", "orbax", "matplotlib", "datasets", "huggingface_hub", "tiktoken", "wandb"}
 
 #: Budgets of lines that are not blank.
-SCIENCE_LINES = 1_205
+SCIENCE_LINES = 1_182
 #: Record 89 has three times the mechanisms of record 21, and optimisers of its own.
 MORE_SCIENCE = {"record89": 649}
 #: Of these, 700 are checkpoints, the watchdog, several processes, replicas on many nodes and fault injection.
-CLOSURE_LINES = 4_654
+CLOSURE_LINES = 4_670
 #: Kernels are counted by themselves: a record carries all forms its step could have chosen.
 KERNEL_LINES = 1_701
 #: Of the package without science, blank lines included; of one file; of one function, without decorators.
-PACKAGE_LINES = 28_795
+PACKAGE_LINES = 28_845
 FILE_LINES = 350
 FUNCTION_LINES = 60
 
@@ -106,7 +106,7 @@ def test_no_module_reaches_itself() -> None:
 
 def test_science_imports_no_instrument() -> None:
     """The register of recipes is one itself: `ledger.code` does not count it as science."""
-    allowed = {"speedrun.ground.errors", "speedrun.ground.mesh"}
+    allowed = {"speedrun.ground.errors", "speedrun.ground.limits", "speedrun.ground.mesh"}
     wrong = [
         f"{here} imports {there}"
         for here, there in EDGES

@@ -44,7 +44,7 @@ def test_what_wraps_a_function_is_not_described_as_the_function() -> None:
 @pytest.mark.parametrize("value", [Number(256), Text("float32"), np.float64(1), np.int64(8), {"a": 1}, [1]])
 def test_a_setting_that_json_would_not_show_as_it_is_is_refused(value: Any) -> None:
     with pytest.raises(UsageError, match=f"type {type(value).__name__}"):
-        describe(replace(SMOKE, config=dataclasses.replace(SMOKE.config, document_token=value)))
+        describe(dataclasses.replace(SMOKE.config, document_token=value))
 
 
 def test_names_of_functions_and_classes_cannot_be_set() -> None:

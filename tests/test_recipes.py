@@ -190,6 +190,21 @@ def test_nonsense_is_no_number(text: str):
 
 
 @pytest.mark.parametrize("name", recipes.names())
+def test_numbers_have_limits(name):
+    """Nothing is negative."""
+    recipe = recipes.load(name)
+    for key in (key for key, value in settings(recipe).items() if isinstance(value, int | float)):
+        with pytest.raises(UsageError):
+            recipe.override({key: -5})
+
+
+def test_a_recipe_that_is_written_has_limits_too():
+    stages = (Stage(0, 8, 64),)
+    with pytest.raises(ValueError, match="num_steps is 0; need `int` >= 1"):
+        dataclasses.replace(SMALL, stages=stages)
+
+
+@pytest.mark.parametrize("name", recipes.names())
 def test_a_recipe_is_called_like_its_file(name):
     assert recipes.load(name).name == name
 

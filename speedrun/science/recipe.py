@@ -10,29 +10,23 @@ from typing import Any, NamedTuple
 
 import jax
 
+from speedrun.ground import limits
 from speedrun.ground.errors import UsageError, unknown
+from speedrun.ground.limits import Count, Natural, Steps
 from speedrun.science.inputs import Arrays, Inputs
 from speedrun.science.kernels.choose import Kernels
 from speedrun.science.params import Dtype, Params, Table
 from speedrun.science.sizes import settings_at
-
-MOST_STEPS = 1_000_000  #: of a stage; all steps are planned before the first
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
     """A period of training with static shapes: one executable."""
 
-    num_steps: int
-    num_sequences: int  #: per step, over all devices
-    seq_len: int  #: tokens
-    document_tokens: int = 0  #: sequences of whole documents, each cut at this length; 0: of contiguous text
-
-    def __post_init__(self) -> None:
-        if min(self.num_steps, self.num_sequences, self.seq_len) < 1 or self.num_steps > MOST_STEPS:
-            raise ValueError(f"{self}: need at least one sequence of one token and 1 to {MOST_STEPS:,} steps")
-        if self.document_tokens < 0:
-            raise ValueError(f"document_tokens is {self.document_tokens}; need 0 or more")
+    num_steps: Steps
+    num_sequences: Count  #: per step, over all devices
+    seq_len: Count  #: tokens
+    document_tokens: Natural = 0  #: sequences of whole documents, cut at this length; 0: of contiguous text
 
     @property
     def batch_tokens(self) -> int:
@@ -97,8 +91,8 @@ class Recipe:
     optimizer: Any  #: its `transform(layout)` updates packed parameters; `update` also gets `inputs`
     schedule: Any  #: its `at(step, num_steps)` returns the inputs of a step by name
     stages: tuple[Stage, ...]
-    eval_sequences: int  #: per validation pass, over all devices
-    eval_seq_len: int
+    eval_sequences: Count  #: per validation pass, over all devices
+    eval_seq_len: Count
     compute_dtype: Dtype
     carry: Callable[[Any], Params] = no_carry  #: config -> initial `Batch.carry` of one sequence
     constants: Callable[[Any, Vocabulary], Arrays] = no_constants  #: inputs that are the same at every step
@@ -106,10 +100,7 @@ class Recipe:
     def __post_init__(self) -> None:
         if not self.stages or not all(isinstance(stage, Stage) for stage in self.stages):
             raise ValueError(f"stages is {self.stages}; need at least one Stage")
-        if self.compute_dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"compute_dtype is {self.compute_dtype!r}; need float32 or bfloat16")
-        if min(self.eval_sequences, self.eval_seq_len) < 1:
-            raise ValueError("eval_sequences and eval_seq_len must be at least 1")
+        limits.check(self)
 
     @property
     def num_steps(self) -> int:
@@ -211,7 +202,7 @@ def _rebuilt(node: Any, new: Mapping[str, Any], above: str = "") -> Any:
         return node
     try:
         return tuple(fresh.values()) if isinstance(node, tuple) else dataclasses.replace(node, **fresh)
-    except ValueError as error:
+    except (ValueError, ZeroDivisionError) as error:
         given = ", ".join(f"{key}={value}" for key, value in new.items() if key.startswith(above))
         raise UsageError(f"setting {given}: {error}") from None
 

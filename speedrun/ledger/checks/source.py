@@ -33,7 +33,9 @@ _REVIEWED: dict[str, frozenset[str]] = {
     "speedrun/science/kernels/attention_flash3.py": frozenset({"52aa490a1730a6f0"}),
 }
 #: Instruments that science may import: they give no access to time, data or log.
-_OPEN = ("speedrun.ground.errors", "speedrun.ground.mesh", "speedrun.errors", "speedrun.mesh")
+_OPEN = tuple(
+    f"speedrun.{name}" for name in ("ground.errors", "ground.limits", "ground.mesh", "errors", "mesh")
+)
 #: Packages of which only listed names may be used.
 _LISTED = {module.partition(".")[0] for module in MODULES} | {"jaxlib", "msgspec", "orbax_checkpoint"}
 

@@ -21,8 +21,7 @@ from speedrun.science.kernels.forms import Choice, Form
 from speedrun.science.kernels.mlp import Factors
 from speedrun.science.kernels.qk_norm import Angles
 
-#: Forms of attention that need one program per window.
-FIXED_WINDOW_FORMS = frozenset({"flash3"})
+FIXED_WINDOW_FORMS = frozenset({"flash3"})  #: of attention: they need one program per window
 #: On a CPU the definition is as fast up to this length: 3.3 ms against 3.8 at 256 tokens, 28.5 against 11.3 at 512.
 SHORT_TOKENS = 256
 #: Room for documents assumes this mean length. With more documents the output is NaN, never silently wrong.

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.lax import Precision, dot_general
 
+from speedrun.ground.limits import Positive
 from speedrun.science.kernels.cross_entropy import Cap, Form, Losses, Targets, in_chunks, sum_losses
 
 
@@ -25,9 +26,9 @@ class Fp8:
     States and weights become e4m3 (at most 448), gradients of logits e5m2 (at most 57,344).
     """
 
-    x: float
-    head: float
-    grad: float  #: of the *summed* loss, whose gradient does not depend on the number of tokens
+    x: Positive
+    head: Positive
+    grad: Positive  #: of the *summed* loss, whose gradient does not depend on the number of tokens
 
 
 #: Record 21, variant A (@YouJiacheng). It scales the gradient of a *mean* over 49,152 tokens by 2^19. For the gradient

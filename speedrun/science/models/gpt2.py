@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from speedrun.ground.errors import UsageError
+from speedrun.ground.limits import Count
 from speedrun.science import nn
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels import cross_entropy
@@ -30,13 +31,13 @@ INIT_STD = 0.02
 class Config:
     """Sizes."""
 
-    vocab_size: int
-    max_positions: int  #: longest sequence
-    num_layers: int
-    model_dim: int
-    num_heads: int
-    head_dim: int
-    mlp_dim: int
+    vocab_size: Count
+    max_positions: Count  #: longest sequence
+    num_layers: Count
+    model_dim: Count
+    num_heads: Count
+    head_dim: Count
+    mlp_dim: Count
 
 
 def normal(std: float) -> Init:

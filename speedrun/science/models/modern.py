@@ -10,6 +10,7 @@ from functools import partial
 
 import jax
 
+from speedrun.ground.limits import Count
 from speedrun.science import nn
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels import cross_entropy
@@ -24,7 +25,7 @@ from speedrun.science.recipe import Batch, Forward, Loss
 class Config(muon.Config):
     """Sizes."""
 
-    head_size: int  #: rows of table and head: vocab_size rounded up; the extra rows are never targets
+    head_size: Count  #: rows of table and head: vocab_size rounded up; the extra rows are never targets
     table_dtype: Dtype  #: of the stored token table and its moments
 
     def __post_init__(self) -> None:

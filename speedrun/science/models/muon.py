@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from speedrun.ground.limits import Count
 from speedrun.science import nn
 from speedrun.science.gelu import gelu
 from speedrun.science.inputs import Inputs
@@ -24,12 +25,12 @@ from speedrun.science.params import Params, ParamSpec, Table
 class Config:
     """Sizes."""
 
-    vocab_size: int
-    num_layers: int
-    model_dim: int
-    num_heads: int
-    head_dim: int
-    mlp_dim: int
+    vocab_size: Count
+    num_layers: Count
+    model_dim: Count
+    num_heads: Count
+    head_dim: Count
+    mlp_dim: Count
 
 
 class Context(NamedTuple):

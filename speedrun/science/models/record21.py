@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from speedrun.ground.limits import Count, Natural, Positive
 from speedrun.science import nn
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels import cross_entropy
@@ -32,18 +33,18 @@ NO_TABLE = -1
 class Config:
     """Sizes, and one entry per layer for what differs between layers."""
 
-    vocab_size: int  #: rows of the input tables
-    head_size: int  #: columns of the softmax: vocab_size rounded up; the extra columns are never targets
-    model_dim: int
-    num_heads: int
-    head_dim: int
-    mlp_dim: int
+    vocab_size: Count  #: rows of the input tables
+    head_size: Count  #: columns of the softmax: vocab_size rounded up; the extra columns are never targets
+    model_dim: Count
+    num_heads: Count
+    head_dim: Count
+    mlp_dim: Count
     mixing: tuple[Mixing, ...]  #: each layer's attention window, or none
     value_tables: tuple[int, ...]  #: each layer's value embedding; NO_TABLE for none
-    block_tokens: int  #: tokens per block of a window
-    attention_scale: float
+    block_tokens: Count  #: tokens per block of a window
+    attention_scale: Positive
     logit_cap: float
-    document_token: int
+    document_token: Natural
     table_dtype: Dtype  #: of stored token and value embeddings and their moments
     head_fp8: Fp8 | None  #: scales of the head's products in training; None: compute dtype
 
@@ -56,23 +57,11 @@ class Config:
             raise ValueError(
                 f"value_tables has {len(self.value_tables)} entries, mixing {len(self.mixing)}; need one per layer"
             )
-        if unknown := set(self.mixing) - set(MIXERS):
-            raise ValueError(f"mixing has {sorted(unknown)}; choose from {', '.join(MIXERS)}")
         if min(self.value_tables, default=NO_TABLE) < NO_TABLE:
             raise ValueError(
                 f"value_tables is {self.value_tables}; number tables from 0, {NO_TABLE} for none"
             )
-        sizes = (
-            self.model_dim,
-            self.num_heads,
-            self.head_dim,
-            self.mlp_dim,
-            self.block_tokens,
-            self.num_layers,
-        )
-        if min(sizes) < 1:
-            raise ValueError(f"sizes are {sizes}; each must be at least 1")
-        if self.num_layers % 2:
+        if self.num_layers % 2 or not self.num_layers:
             raise ValueError(f"{self.num_layers} layers: the U-net needs an even number")
         if self.head_dim % 4:
             raise ValueError(f"head_dim is {self.head_dim}: half-truncated rotary needs a multiple of 4")

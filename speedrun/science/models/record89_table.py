@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from speedrun.ground.limits import Count, Natural
 from speedrun.science.kernels.cross_entropy_gpu import Fp8
 from speedrun.science.kernels.mlp import Factors
 from speedrun.science.params import (
@@ -26,9 +27,6 @@ from speedrun.science.params import (
 
 Attention = Literal["short", "long", "paired", "none"]
 Extra = Literal["value", "offset", "exclusive", "gate", "compose"]
-ATTENTION: tuple[Attention, ...] = ("short", "long", "paired", "none")
-EXTRAS: tuple[Extra, ...] = ("value", "offset", "exclusive", "gate", "compose")
-FACTORS: tuple[Factors, ...] = ("float8_e4m3fn", "bfloat16", "float32")
 
 LATE = 4  #: the layer before which the second half of the gates is computed
 SKIP = 6  #: the layer that has the stream after layer 3 in place of attention (record 49)
@@ -53,16 +51,16 @@ class Layer:
 class Config:
     """Sizes, and what each layer does."""
 
-    vocab_size: int  #: rows of all tables, and columns of the softmax
-    model_dim: int
-    num_heads: int
-    mlp_dim: int
+    vocab_size: Count  #: rows of all tables, and columns of the softmax
+    model_dim: Count
+    num_heads: Count
+    mlp_dim: Count
     layers: tuple[Layer, ...]
-    gate_dim: int  #: hidden width of the networks that make gates
-    bigram_rows: int
-    sign_rows: int
-    compose_keys: int  #: that composed heads see
-    document_token: int
+    gate_dim: Count  #: hidden width of the networks that make gates
+    bigram_rows: Count
+    sign_rows: Count
+    compose_keys: Count  #: that composed heads see
+    document_token: Natural
     table_dtype: Dtype  #: of stored tables and gates
     head_fp8: Fp8 | None  #: scales of the head's products in training; None: compute dtype
     mlp_dtype: Factors  #: of the factors of the MLPs' forward products in training
@@ -75,16 +73,13 @@ class Config:
                 f"model_dim {self.model_dim} and num_heads {self.num_heads}: need an even number of heads, each of a "
                 "multiple of 4 dimensions"
             )
+        if self.bigram_rows < 2:
+            raise ValueError("bigram_rows is 1; need one for the first token, and others")
         if "value" not in self.layers[LAST].extras:
             raise ValueError("layers.10.extras lacks 'value'; the last layer needs its embedding")
-        kinds = {layer.attention for layer in self.layers}
-        extras = {extra for layer in self.layers for extra in layer.extras}
-        choices = ("attention", kinds, ATTENTION), ("extras", extras, EXTRAS)
-        dtypes = ("mlp_dtype", {self.mlp_dtype}, FACTORS), ("table_dtype", {self.table_dtype}, FACTORS[1:])
-        for field, given, known in (*choices, *dtypes):
-            if unknown := sorted(given - {*known}):
-                raise ValueError(f"{field} is {unknown[0]!r}; choose from {', '.join(known)}")
         for i, layer in enumerate(self.layers):
+            if len({*layer.extras}) != len(layer.extras):
+                raise ValueError(f"layers.{i}.extras is {layer.extras}; need each once")
             if (layer.attention == "none") != (i == SKIP):
                 raise ValueError(
                     f"layers.{i}.attention is {layer.attention!r}; layer 6, and no other, needs 'none'"

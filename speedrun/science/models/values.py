@@ -37,8 +37,6 @@ class Config(windows.Config):
         for name, entries in (("mixing", self.mixing), ("value_tables", self.value_tables)):
             if len(entries) != self.num_layers:
                 raise ValueError(f"{name} has {len(entries)} entries; need num_layers, {self.num_layers}")
-        if unknown := {*self.mixing} - {*MIXERS}:
-            raise ValueError(f"mixing has {sorted(unknown)}; choose from {', '.join(MIXERS)}")
         if min(self.value_tables, default=NO_TABLE) < NO_TABLE:
             raise ValueError(
                 f"value_tables is {self.value_tables}; number tables from 0, {NO_TABLE} for none"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import jax
 
+from speedrun.ground.limits import Count, Natural
 from speedrun.science import nn
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels.attention import Window
@@ -20,8 +21,8 @@ from speedrun.science.params import Params
 class Config(shortcuts.Config):
     """Sizes."""
 
-    document_token: int  #: opens a document
-    block_tokens: int  #: in which windows are counted
+    document_token: Natural  #: opens a document
+    block_tokens: Count  #: in which windows are counted
 
 
 def forward(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernels: Kernels) -> jax.Array:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from speedrun.ground.limits import Momentum, Rate
 from speedrun.science.inputs import Inputs
 from speedrun.science.params import Params
 
@@ -18,10 +19,10 @@ class AdamGroup:
     """Settings of a group of parameters."""
 
     name: str
-    lr: float  #: times the learning rate of all
-    beta1: float
-    beta2: float
-    decay: float  #: times the decay of all
+    lr: Rate  #: times the learning rate of all
+    beta1: Momentum
+    beta2: Momentum
+    decay: Rate  #: times the decay of all
 
 
 class AdamState(NamedTuple):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from speedrun.ground.errors import UsageError
+from speedrun.ground.limits import Count, Momentum, Positive, Rate
 from speedrun.science.inputs import Inputs
 from speedrun.science.optim.muon import scale_by_muon, shape_factor
 from speedrun.science.params import Dtype, Layout
@@ -38,9 +39,9 @@ def scale_by_input(name: str) -> optax.GradientTransformationExtraArgs:
 class Adam:
     """Adam with bias correction and without weight decay, in float32. Moments have the dtype of the parameter."""
 
-    beta1: float
-    beta2: float
-    eps: float
+    beta1: Momentum
+    beta2: Momentum
+    eps: Positive
 
     def at(self, lr: float) -> optax.GradientTransformation:
         """Return the transformation for a learning rate."""
@@ -74,12 +75,12 @@ class MuonAndAdam:
     Learning rates are peak values, multiplied by the input `lr_scale`.
     """
 
-    muon_lr: float
-    muon_steps: int
+    muon_lr: Rate
+    muon_steps: Count
     muon_dtype: Dtype  #: of the Newton-Schulz iteration
-    embed_lr: float
-    head_lr: float
-    scalar_lr: float
+    embed_lr: Rate
+    head_lr: Rate
+    scalar_lr: Rate
     adam: Adam
 
     def transform(self, layout: Layout) -> optax.GradientTransformationExtraArgs:

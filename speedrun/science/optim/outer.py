@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from speedrun.ground.limits import Count, Momentum, Rate
 from speedrun.science.params import Layout
 
 
@@ -55,13 +56,9 @@ class Outer:
     """
 
     inner: Any  #: the optimiser of a recipe
-    every: int  #: steps of a round
-    lr: float
-    momentum: float
-
-    def __post_init__(self) -> None:
-        if self.every < 1 or not 0 <= self.momentum < 1:
-            raise ValueError(f"got {self.every} and {self.momentum:g}; need every >= 1, 0 <= momentum < 1")
+    every: Count  #: steps of a round
+    lr: Rate
+    momentum: Momentum
 
     def transform(self, layout: Layout) -> optax.GradientTransformationExtraArgs:
         """Return the transformation of packed parameters."""

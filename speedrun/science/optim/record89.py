@@ -7,6 +7,7 @@ from functools import partial
 import optax
 
 from speedrun.ground.errors import UsageError
+from speedrun.ground.limits import Momentum, Positive, Rate
 from speedrun.science.optim.cautious_adam import AdamGroup, cautious_adam
 from speedrun.science.optim.normuon import normuon
 from speedrun.science.params import Dtype, Layout, Member
@@ -20,20 +21,16 @@ class NorMuonAndAdam:
     for each of their scalars (2 parameter, 2 waiting gradient, 8 moments) and 8 for those of matrices.
     """
 
-    muon_lr: float
-    muon_decay: float
-    muon_beta2: float  #: of the second moment
+    muon_lr: Rate
+    muon_decay: Rate
+    muon_beta2: Momentum  #: of the second moment
     polar_dtype: Dtype  #: of Polar Express
     rate_of: Callable[[Member], float]  #: times `muon_lr`
-    adam_lr: float
-    adam_eps: float
-    adam_decay: float
+    adam_lr: Rate
+    adam_eps: Positive
+    adam_decay: Rate
     adam: tuple[AdamGroup, ...]  #: one for each group but "matrix"
     tied: tuple[str, str] = ("head", "embed")  #: updated as one while the input `tied` is true
-
-    def __post_init__(self) -> None:
-        if self.polar_dtype not in ("bfloat16", "float32"):
-            raise ValueError(f"polar_dtype is {self.polar_dtype!r}; choose from bfloat16, float32")
 
     def transform(self, layout: Layout) -> optax.GradientTransformationExtraArgs:
         """Return the transformation of packed parameters.
@@ -48,9 +45,10 @@ class NorMuonAndAdam:
             raise UsageError(f"its optimizer has no AdamGroup for group {missing[0]!r} of its table")
         groups = {name: settings[group] for name, group in others.items()}
         rules = {name: astuple(groups[name])[1:] for name in self.tied if name in groups}
-        if len(rules) != 2 or len(self.tied) != 2 or len({*rules.values()}) != 1:
+        starts = {layout.table[name].like or name for name in rules}
+        if len(rules) != 2 or len(self.tied) != 2 or len({*rules.values()}) != 1 or len(starts) != 1:
             raise UsageError(
-                f"its optimizer ties {self.tied}; need two tables whose groups have equal settings"
+                f"its optimizer ties {self.tied}; need two tables with equal starts, whose groups have equal settings"
             )
         rates = partial(layout.per_matrix, self.rate_of)
         muon = normuon(matrices, rates, self.muon_lr, self.muon_decay, self.muon_beta2, self.polar_dtype)

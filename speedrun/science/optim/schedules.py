@@ -6,21 +6,19 @@ from typing import Any
 
 import numpy as np
 
+from speedrun.ground.limits import Count, Momentum, Positive, Rate
+
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """Record 21's schedules: constant, then linearly falling learning rate; momentum warm-up; growing window."""
 
-    cooldown_fraction: float  #: last fraction of training, in which the learning rate falls
-    final_lr_scale: float
-    momentum_start: float
-    momentum_end: float
-    momentum_steps: int
-    final_window: float  #: blocks; the window is ceil(final_window * progress), at least 1
-
-    def __post_init__(self) -> None:
-        if self.cooldown_fraction <= 0 or self.momentum_steps < 1:
-            raise ValueError("cooldown_fraction must be above 0 and momentum_steps at least 1")
+    cooldown_fraction: Positive  #: last fraction of training, in which the learning rate falls
+    final_lr_scale: Rate
+    momentum_start: Momentum
+    momentum_end: Momentum
+    momentum_steps: Count
+    final_window: Rate  #: blocks; the window is ceil(final_window * progress), at least 1
 
     def at(self, step: int, num_steps: int) -> dict[str, Any]:
         """Return the inputs of step `step` (from 0) of `num_steps`; `num_steps` itself is the last validation."""

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from speedrun.ground.limits import Count, Momentum, Positive, Rate
 from speedrun.ground.mesh import DATA
 from speedrun.science.models.gpt2 import Config, forward, logits, loss, table
 from speedrun.science.optim.groups import by_group, in_float32, scale_by_input
@@ -44,13 +45,13 @@ def clip_by_global_norm(most: float, layout: Layout) -> optax.GradientTransforma
 class AdamW:
     """Adam with decoupled decay of matrices and tables, and with clipped gradients. Learning rates are peak values."""
 
-    matrix_lr: float
-    other_lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float  #: a step shrinks weights by the factor 1 - lr * lr_scale * weight_decay
-    clip_norm: float
+    matrix_lr: Rate
+    other_lr: Rate
+    beta1: Momentum
+    beta2: Momentum
+    eps: Positive
+    weight_decay: Rate  #: a step shrinks weights by the factor 1 - lr * lr_scale * weight_decay
+    clip_norm: Positive
 
     def transform(self, layout: Layout) -> optax.GradientTransformationExtraArgs:
         """Return the transformation of packed parameters."""
@@ -71,11 +72,7 @@ class AdamW:
 class WarmupAndCosine:
     """A learning rate that rises linearly, then falls to zero as half a cosine."""
 
-    warmup_steps: int
-
-    def __post_init__(self) -> None:
-        if self.warmup_steps < 1:
-            raise ValueError(f"warmup_steps is {self.warmup_steps}; need at least 1")
+    warmup_steps: Count
 
     def at(self, step: int, num_steps: int) -> dict[str, Any]:
         """Return the inputs of step `step` (from 0) of `num_steps`."""

@@ -12,6 +12,7 @@ from functools import partial
 
 import optax
 
+from speedrun.ground.limits import Count, Rate
 from speedrun.science.models import modern
 from speedrun.science.optim.groups import Adam, by_group, scale_by_input
 from speedrun.science.optim.muon import scale_by_muon, shape_factor
@@ -24,11 +25,11 @@ from speedrun.science.recipes import muon
 class MuonAndAdam:
     """Muon for the matrices, Adam for table and head. Learning rates are peak values, multiplied by `lr_scale`."""
 
-    muon_lr: float
-    muon_steps: int
+    muon_lr: Rate
+    muon_steps: Count
     muon_dtype: Dtype  #: of the Newton-Schulz iteration
-    embed_lr: float
-    head_lr: float
+    embed_lr: Rate
+    head_lr: Rate
     adam: Adam
 
     def transform(self, layout: Layout) -> optax.GradientTransformationExtraArgs:

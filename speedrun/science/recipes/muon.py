@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import optax
 
+from speedrun.ground.limits import Count, Momentum, Positive, Rate
 from speedrun.science.models import muon
 from speedrun.science.optim.groups import Adam, by_group, scale_by_input
 from speedrun.science.optim.muon import scale_by_muon
@@ -32,10 +33,10 @@ def longer_side_root(matrix: Member) -> float:
 class MuonAndAdam:
     """Muon for the matrices, Adam for the table. Learning rates are peak values, multiplied by `lr_scale`."""
 
-    muon_lr: float  #: root mean square of an update's entries
-    muon_steps: int
+    muon_lr: Rate  #: root mean square of an update's entries
+    muon_steps: Count
     muon_dtype: Dtype  #: of the Newton-Schulz iteration
-    head_lr: float
+    head_lr: Rate
     adam: Adam
 
     def transform(self, layout: Layout) -> optax.GradientTransformationExtraArgs:
@@ -53,12 +54,8 @@ class MuonAndAdam:
 class Trapezoid:
     """A constant learning rate that falls linearly to zero at the end, and a constant momentum of Muon."""
 
-    cooldown_fraction: float  #: last fraction of training, in which the learning rate falls
-    momentum: float
-
-    def __post_init__(self) -> None:
-        if self.cooldown_fraction <= 0:
-            raise ValueError(f"cooldown_fraction is {self.cooldown_fraction:g}; need more than 0")
+    cooldown_fraction: Positive  #: last fraction of training, in which the learning rate falls
+    momentum: Momentum
 
     def at(self, step: int, num_steps: int) -> dict[str, Any]:
         """Return the inputs of step `step` (from 0) of `num_steps`."""

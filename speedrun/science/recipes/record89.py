@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from speedrun.ground.errors import UsageError
+from speedrun.ground.limits import Count, Fraction, Momentum, Natural, Positive, Rate
 from speedrun.science.kernels.cross_entropy_gpu import RECORD89
 from speedrun.science.models.record89 import forward, logits, loss
 from speedrun.science.models.record89_table import Config, Layer, rate_of, table
@@ -28,23 +29,20 @@ from speedrun.science.recipe import Recipe, Stage
 class Phase:
     """What changes from stage to stage. Weights of targets change linearly to those at its end."""
 
-    num_steps: int  #: those of the recipe's stage
-    lr_scale: float
-    short_blocks: int
-    long_blocks: int
-    target_weights: tuple[float, ...]  #: of the next token, the one after, ...
-    end_weights: tuple[float, ...]
-    prefix_weight: float = 0.0
-    end_prefix_weight: float = 0.0
+    num_steps: Count  #: those of the recipe's stage
+    lr_scale: Rate
+    short_blocks: Natural
+    long_blocks: Count
+    target_weights: tuple[Rate, ...]  #: of the next token, the one after, ...
+    end_weights: tuple[Rate, ...]
+    prefix_weight: Rate = 0.0
+    end_prefix_weight: Rate = 0.0
 
     def __post_init__(self) -> None:
-        weights = *self.target_weights, *self.end_weights, self.prefix_weight, self.end_prefix_weight
-        if len(self.target_weights) != len(self.end_weights) or not self.target_weights or min(weights) < 0:
-            raise ValueError(
-                "target_weights and end_weights need equal lengths, and no weight may be negative"
-            )
-        if self.num_steps < 1 or self.short_blocks < 0 or self.long_blocks < 1:
-            raise ValueError("num_steps and long_blocks must be at least 1, short_blocks at least 0")
+        if len(self.target_weights) != len(self.end_weights):
+            raise ValueError("target_weights and end_weights need equal lengths")
+        if not any(self.target_weights) or not any(self.end_weights):
+            raise ValueError("target_weights and end_weights need a weight above 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,34 +50,25 @@ class Schedule:
     """The inputs of each step. The last phase, the extension, is not among the scheduled steps."""
 
     phases: tuple[Phase, ...]
-    cooldown_fraction: float  #: of the scheduled steps, in which the learning rate falls
-    final_lr_scale: float
-    momentum_start: float
-    momentum_end: float
-    momentum_warmup_steps: int
-    momentum_cooldown_steps: int
-    block_tokens: int
-    final_long_blocks: int  #: in the last validation
-    rotary_pairs: int  #: a quarter of the width of a head
-    slow_turns: float  #: frequencies with fewer turns in the old window stretch with it,
-    fast_turns: float  #: those with more do not
-    attention_scale: float  #: of the first phase
+    cooldown_fraction: Fraction  #: of the scheduled steps, in which the learning rate falls
+    final_lr_scale: Rate
+    momentum_start: Momentum
+    momentum_end: Momentum
+    momentum_warmup_steps: Count
+    momentum_cooldown_steps: Count
+    block_tokens: Count
+    final_long_blocks: Count  #: in the last validation
+    rotary_pairs: Count  #: a quarter of the width of a head
+    slow_turns: Rate  #: frequencies with fewer turns in the old window stretch with it,
+    fast_turns: Rate  #: those with more do not
+    attention_scale: Positive  #: of the first phase
 
     def __post_init__(self) -> None:
-        counts = (
-            self.momentum_warmup_steps,
-            self.momentum_cooldown_steps,
-            self.block_tokens,
-            self.final_long_blocks,
-        )
-        if min(counts) < 1:
-            raise ValueError("block_tokens, final_long_blocks and the steps of momentum must be at least 1")
-        if (
-            not 0 < self.cooldown_fraction <= 1
-            or self.slow_turns >= self.fast_turns
-            or self.attention_scale <= 0
-        ):
-            raise ValueError("need 0 < cooldown_fraction <= 1, slow_turns < fast_turns, attention_scale > 0")
+        if self.slow_turns >= self.fast_turns:
+            raise ValueError("slow_turns must be below fast_turns")
+        most = max(self.final_long_blocks, *(phase.long_blocks for phase in self.phases)) * self.block_tokens
+        if most >= 2**31:
+            raise ValueError(f"a window of {most:,} tokens; need fewer than 2^31")
         if self.phases[-1].lr_scale != 1:
             raise ValueError("the last phase has the rate final_lr_scale; its lr_scale must be 1")
 
@@ -134,7 +123,7 @@ class Schedule:
     def lr_scale(self, step: int, scheduled: int, phase: Phase) -> float:
         """Return the factor of all learning rates: that of the phase, then a line from it to the last."""
         start = int(scheduled * (1 - self.cooldown_fraction))
-        done = min(1.0, max(0.0, (step - start) / (scheduled - start)))
+        done = min(1.0, max(0.0, (step - start) / max(1, scheduled - start)))
         return phase.lr_scale * (1 - done) + self.final_lr_scale * done
 
     def momentum(self, step: int, num_steps: int) -> float:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from speedrun.ground.limits import Count, Momentum
 from speedrun.science.models import shortcuts
 from speedrun.science.optim.groups import Adam, MuonAndAdam
 from speedrun.science.recipe import Stage
@@ -23,12 +24,8 @@ class MomentumWarmup:
     """A schedule whose momentum rises linearly to that of another schedule."""
 
     then: Any  #: the other schedule, which also gives all other inputs
-    first_momentum: float
-    warmup_steps: int
-
-    def __post_init__(self) -> None:
-        if self.warmup_steps < 1:
-            raise ValueError(f"warmup_steps is {self.warmup_steps}; need at least 1")
+    first_momentum: Momentum
+    warmup_steps: Count
 
     def at(self, step: int, num_steps: int) -> dict[str, Any]:
         """Return the inputs of step `step` (from 0) of `num_steps`."""

@@ -1,0 +1,48 @@
+"""Types of settings that have limits: `num_heads: Count`."""
+
+from dataclasses import fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import msgspec
+from msgspec import Meta
+
+Count = Annotated[int, Meta(ge=1, lt=2**31)]
+Natural = Annotated[int, Meta(ge=0, lt=2**31)]
+Steps = Annotated[int, Meta(ge=1, le=1_000_000)]  #: all are planned before the first
+Positive = Annotated[float, Meta(gt=0)]
+Rate = Annotated[float, Meta(ge=0)]  #: of learning, of decay
+Momentum = Annotated[float, Meta(ge=0, lt=1)]  #: of a running mean, also of squares
+Fraction = Annotated[float, Meta(gt=0, le=1)]
+
+
+def check(node: Any) -> None:
+    """Raise ValueError for a value in a dataclass, or in dataclasses below it, that its type does not permit."""
+    for field in fields(node) if is_dataclass(node) else ():
+        value = getattr(node, field.name)
+        if _is_plain(hint := field.type):
+            try:
+                msgspec.convert(value, hint)
+            except msgspec.ValidationError as error:
+                words = ", ".join(_words(hint))
+                need = (
+                    f"choose from {words}" if "enum" in str(error) else str(error).replace("Expected", "need")
+                )
+                raise ValueError(f"{field.name} is {value!r}; {need}") from None
+        for part in value if isinstance(value, tuple) else (value,):
+            check(part)
+
+
+def _is_plain(hint: Any) -> bool:
+    """Only these have limits. Of a class, msgspec would evaluate annotations that are text."""
+    if hint in (int, float, str, NoneType, ...) or get_origin(hint) is Literal:
+        return True
+    parts = get_args(hint)[:1] if get_origin(hint) is Annotated else get_args(hint)
+    return get_origin(hint) in (Annotated, tuple, Union, UnionType) and all(map(_is_plain, parts))
+
+
+def _words(hint: Any) -> list[str]:
+    """Return the words that a type permits."""
+    if get_origin(hint) is Literal:
+        return list(get_args(hint))
+    return [word for part in get_args(hint) for word in _words(part)]
