@@ -175,6 +175,8 @@ def test_a_logit_takes_as_few_instructions_as_the_model_of_costs_says(tmp_path):
     assert len(kernels) == 3
     a_thread = mosaic.ROWS * mosaic.COLUMNS[0] / 128
     assert {opcodes.count("MUFU") for opcodes in kernels} == {2 * a_thread}
+    # The interpreter stores at once: only here does it show if the wait for stores is missing.
+    assert {opcodes.count("DEPBAR") for opcodes in kernels} == {1}
     counts = [sum(opcode != "NOP" for opcode in opcodes) / a_thread for opcodes in kernels]
     assert counts == pytest.approx([8.2, 11.4, 14.4], abs=0.5)
     assert max(counts) < cost.HEAD_SLOTS

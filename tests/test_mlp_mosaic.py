@@ -124,3 +124,6 @@ def test_an_activation_takes_few_instructions_between_products(tmp_path):
     counts = sorted(sum(opcode != "NOP" for opcode in opcodes) / a_thread for opcodes in kernels)
     assert counts == pytest.approx([10.2, 12.9, 17.0], abs=0.8)
     assert sorted(opcodes.count("MUFU") for opcodes in kernels) == [0, 0, a_thread]
+    # The interpreter stores at once, so only here does it show if one is missing: a wait before each of four pieces
+    # is stored, or before pieces are fetched, and one for all stores before a kernel ends.
+    assert sorted(opcodes.count("DEPBAR") for opcodes in kernels) == [1 + 1, 4 + 1, 4 + 1]

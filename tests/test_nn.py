@@ -10,7 +10,7 @@ import pytest
 
 from speedrun.science import nn
 from speedrun.science.gelu import gelu
-from speedrun.science.kernels.mlp import mlp, product
+from speedrun.science.kernels.mlp import bounds, mlp, product
 from speedrun.science.models.record89_tokens import lookup_of_few
 
 
@@ -83,6 +83,19 @@ def test_gelu_is_x_times_the_normal_distribution_function(dtype, most):
     assert (y.dtype, slope.dtype) == (dtype, dtype)
     np.testing.assert_allclose(np.asarray(y, np.float64), x * phi, rtol=most, atol=1e-6)
     np.testing.assert_allclose(np.asarray(slope, np.float64), phi + x * density, rtol=most, atol=1e-6)
+
+
+@pytest.mark.parametrize("dim", [16, 768])
+def test_bounds_of_an_mlp_hold_and_are_reached(dim):
+    """By a state that has all its norm in one entry, and by one along the largest row."""
+    rng = np.random.default_rng(dim)
+    up_FD = rng.standard_normal((4 * dim, dim)).astype(np.float32)
+    largest_D = up_FD[np.argmax(np.linalg.norm(up_FD, axis=1))]
+    x_ND = np.stack([*rng.standard_normal((100, dim)), largest_D, np.eye(dim)[0]])
+    x_ND *= dim**0.5 / np.linalg.norm(x_ND, axis=1, keepdims=True)
+    most = bounds(jnp.asarray(x_ND, jnp.float32), jnp.asarray(up_FD))
+    assert most.x == pytest.approx(np.abs(x_ND).max(), rel=1e-5)
+    assert most.h == pytest.approx(np.square(x_ND @ up_FD.T).max(), rel=1e-5)
 
 
 def test_products_in_eight_bits_round_each_factor_by_its_own_scale():

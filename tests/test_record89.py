@@ -109,6 +109,30 @@ def test_settings_that_do_not_fit_each_other_are_refused(setting, said):
         contract.check(Program(SMOKE.override(setting), mesh.make_mesh(1), vocabulary=()))
 
 
+def test_constants_are_random_signs_and_the_longest_prefix_of_each_id():
+    config = dataclasses.replace(SMOKE.config, vocab_size=6)
+    found = RECORD.constants(config, (b"a", b"ab", b"abc", b"b"))
+    assert found["prefixes"].tolist() == [-1, 0, 1, -1, -1, -1]
+    signs_SD = found["bigram_signs"]
+    assert signs_SD.shape == (config.sign_rows, config.model_dim)
+    assert set(np.unique(signs_SD)) == {-1, 1}
+    for axis in (0, 1):  # five standard deviations
+        assert np.abs(signs_SD.mean(axis)).max() < 5 * signs_SD.shape[axis] ** -0.5
+
+
+def test_eight_bits_are_in_training_only():
+    """Two products of each layer's MLP and three of the head."""
+    config = dataclasses.replace(SMOKE.config, mlp_dtype="float8_e4m3fn", head_fp8=RECORD.config.head_fp8)
+    program = Program(dataclasses.replace(SMOKE, config=config), mesh.make_mesh(1), vocabulary=())
+    state, ids = jax.eval_shape(program.init, jax.random.key(0)), jax.ShapeDtypeStruct((8, 256), np.int32)
+    static, params = program.static_at(0), state.params
+    train = program.train_step_for(static).lower(state, ids, ids, program.schedule).as_text()
+    score = program.eval_step_for(static).lower(params, ids, ids, program.schedule, state.step).as_text()
+    products = [line for line in train.splitlines() if "stablehlo.dot_general" in line]
+    assert sum("xf8E" in line for line in products) == 2 * 11 + 3
+    assert "f8E" not in score
+
+
 @pytest.mark.parametrize("size", ["nano", "micro", "small", "medium"])
 def test_every_size_ties_the_same_tables(size):
     assert RECORD.override({"size": size}).optimizer.tied == ("head", "embed")

@@ -106,8 +106,8 @@ class TokenStream:
                 return tokens
             index, offset = index + 1, 0
         raise DataError(
-            f"no shard of {len(self._shards)} has tokens left after {self.cursor}; the next batch needs "
-            f"{num_tokens + 2:,} in one shard; get more shards or run fewer steps"
+            f"no shard of {len(self._shards)} has {num_tokens + 2:,} tokens left for a batch after token "
+            f"{self.cursor.offset:,} of shard {self.cursor.shard + 1}; get more shards or run fewer steps"
         )
 
     def batch(self, num_sequences: int, seq_len: int, document_tokens: int = 0) -> Batch:
@@ -158,8 +158,8 @@ class TokenStream:
             left_tokens, left_documents = left_tokens + ahead, left_documents + starts
             index, offset = index + 1, 0
         raise DataError(
-            f"no shard of {len(self._shards)} has enough documents after {self.cursor} for {shape}: read "
-            f"{left_documents:,} documents, {left_tokens:,} tokens; get more shards or run fewer steps"
+            f"no shard of {len(self._shards)} has documents for {shape.num_sequences} x {shape.seq_len:,} tokens: "
+            f"read {left_documents:,} documents, {left_tokens:,} tokens; get more shards or run fewer steps"
         )
 
     def _note(self, new: Span) -> None:
