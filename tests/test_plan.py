@@ -167,6 +167,13 @@ def test_what_never_fits_is_said(seq_len: int, monkeypatch: pytest.MonkeyPatch):
     assert "try another --device-kind" in refused.stderr
 
 
+def test_an_unknown_card_is_one_line_that_names_the_known_ones():
+    refused = invoke("--device-kind", "b300")
+    names = "4090, a100, a100-40gb, b200, h100, h200, l40s"
+    assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
+    assert f"unknown device kind 'b300'; did you mean 'b200'? choose one of: {names}" in refused.stderr
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

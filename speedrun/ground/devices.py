@@ -67,31 +67,54 @@ _A100 = Device(
     clock_ghz=1.41,
 )
 
+_4090 = Device(
+    name="NVIDIA GeForce RTX 4090",
+    compute_capability=(8, 9),
+    bf16_flops=165.2e12,
+    fp8_flops=330.3e12,
+    memory_bytes=int(23.6 * _GiB),
+    memory_rate=1.008e12,
+    link_rate=32e9,
+    num_links=0,
+    network_rate=0.0,
+    num_cores=128,
+    threads_per_core=1536,
+    shared_bytes_per_core=102_400,
+    shared_bytes_per_block=101_376,
+    l2_bytes=72 * 2**20,
+    clock_ghz=2.52,
+)
+
 #: By name, as for `--device-kind`.
 DEVICES = {
     "h100": _H100,
     "h200": _H100._replace(name="NVIDIA H200", memory_bytes=int(139.8 * _GiB), memory_rate=4.8e12),
+    "b200": _H100._replace(
+        name="NVIDIA B200",
+        compute_capability=(10, 0),
+        bf16_flops=2250e12,
+        fp8_flops=4500e12,
+        memory_bytes=191_514_411_008,
+        memory_rate=7.67e12,  # of the bus that its driver reports; 8 TB/s in the first data sheets
+        link_rate=900e9,
+        num_cores=148,
+        l2_bytes=132_644_864,
+        clock_ghz=1.965,
+    ),
     "a100": _A100,
     "a100-40gb": _A100._replace(
         name="NVIDIA A100-SXM4-40GB", memory_bytes=int(39.4 * _GiB), memory_rate=1.555e12
     ),
-    "4090": Device(
-        name="NVIDIA GeForce RTX 4090",
-        compute_capability=(8, 9),
-        bf16_flops=165.2e12,
-        fp8_flops=330.3e12,
-        memory_bytes=int(23.6 * _GiB),
-        memory_rate=1.008e12,
-        link_rate=32e9,
-        num_links=0,
-        network_rate=0.0,
-        num_cores=128,
-        threads_per_core=1536,
-        shared_bytes_per_core=102_400,
-        shared_bytes_per_block=101_376,
-        l2_bytes=72 * 2**20,
-        clock_ghz=2.52,
+    "l40s": _4090._replace(
+        name="NVIDIA L40S",
+        bf16_flops=362.05e12,  # sums in float32 at full rate; a GeForce has half
+        fp8_flops=733e12,
+        memory_bytes=int(44.4 * _GiB),
+        memory_rate=0.864e12,
+        num_cores=142,
+        l2_bytes=96 * 2**20,
     ),
+    "4090": _4090,
 }
 
 #: CUDA and cuDNN of all targets. Without them XLA silently builds no FP8 GEMM.
@@ -120,8 +143,8 @@ def kind_of(name: str | None) -> str | None:
 def target(device: Device) -> str:
     """Return the description of a device for XLA's compiler: a `GpuTargetConfigProto` as text."""
     major, minor = device.compute_capability
-    # Hopper's wgmma and bulk copies are compiled for sm_90a only.
-    features = "feature_extension: ACCELERATED_FEATURES" if major == 9 else ""
+    # The tensor cores of Hopper and Blackwell are compiled for sm_90a and sm_100a only.
+    features = "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
     cudnn_major, cudnn_minor, cudnn_patch = _CUDNN
     return f"""
 platform_name: "CUDA"

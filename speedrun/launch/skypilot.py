@@ -12,7 +12,10 @@ RECORDS = "/tmp/speedrun-records"
 _OUT, _DATA = "/speedrun-records", "/speedrun-data"  #: where the template mounts buckets
 
 #: SkyPilot's names, by the names of `speedrun plan`.
-_ACCELERATORS = {"h100": "H100", "h200": "H200", "a100": "A100-80GB", "a100-40gb": "A100", "4090": "RTX4090"}
+_ACCELERATORS = {
+    **{kind: kind.upper() for kind in ("h100", "h200", "b200", "l40s")},
+    **{"a100": "A100-80GB", "a100-40gb": "A100", "4090": "RTX4090"},
+}
 
 
 def text(job: Job) -> str:
