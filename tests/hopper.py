@@ -18,15 +18,22 @@ from speedrun.ground.mesh import DATA
 from speedrun.predict import deviceless
 
 needs_compiler = pytest.mark.usefixtures("h100")
+#: Makes XLA refuse a program if a kernel spills registers. LLVM is as in a run: conftest.py makes it hasty.
+NO_SPILLS = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
+NO_SPILLS |= {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
 
 
-def compiled(function: Callable[..., Any], *args: jax.ShapeDtypeStruct) -> jax.stages.Compiled:
-    """What eight H100s run, each on its part of the first axis, with every type of variation checked."""
-    mesh, parts = deviceless.target_mesh("h100", 8), jax.sharding.PartitionSpec(DATA)
+def compiled(
+    function: Callable[..., Any], *args: jax.ShapeDtypeStruct, kind: str = "h100", **options: int
+) -> jax.stages.Compiled:
+    """What eight GPUs run, each on its part of the first axis, with every type of variation checked."""
+    mesh, parts = deviceless.target_mesh(kind, 8), jax.sharding.PartitionSpec(DATA)
     placing = jax.sharding.NamedSharding(mesh, parts)
     placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placing) for x in args]
     step = jax.shard_map(function, mesh=mesh, in_specs=parts, out_specs=parts)
-    return deviceless.compile_for_target(jax.jit(step), *placed)
+    return deviceless.compile_for_target(
+        jax.jit(step), *placed, options={**deviceless.CUBLAS_GEMMS, **options}
+    )
 
 
 def teach_interpreter_transposes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speedrun.ground import mesh
+from speedrun.ground import devices, mesh
 from speedrun.ground.errors import UsageError
 from speedrun.science.kernels import attention_banded, attention_flash3, attention_triton
 from speedrun.science.kernels.attention import Sight, Window, attention, sight, visible
@@ -242,7 +242,7 @@ def test_bounds_hold_every_visible_tile_and_no_useless_one(lengths, window, bloc
     np.testing.assert_array_equal(got.end_query_tile_BM[0], len(busy_NM) - busy_NM[::-1].argmax(0))
 
 
-def compiled_for_an_h100(form: Callable[..., jax.Array], head_dim: int) -> tuple[str, int]:
+def compiled_for(kind: str, form: Callable[..., jax.Array], head_dim: int, **options: int) -> tuple[str, int]:
     """Return text and scratch bytes of value and gradients, at the size of record 21 on eight devices."""
     x_BTHK = jax.ShapeDtypeStruct((8, 49152, 6, head_dim), jnp.bfloat16)
     seen_BT = jax.ShapeDtypeStruct((8, 49152), jnp.int32)
@@ -251,7 +251,7 @@ def compiled_for_an_h100(form: Callable[..., jax.Array], head_dim: int) -> tuple
         o_BTHK, pull = jax.vjp(lambda *qkv: form(*qkv, Sight(start, first), scale=0.12), *qkv)
         return o_BTHK, *pull(do)
 
-    program = hopper.compiled(run, x_BTHK, seen_BT, seen_BT, *[x_BTHK] * 3)
+    program = hopper.compiled(run, x_BTHK, seen_BT, seen_BT, *[x_BTHK] * 3, kind=kind, **options)
     text, memory = program.as_text(), program.memory_analysis()
     assert text
     assert memory
@@ -261,9 +261,32 @@ def compiled_for_an_h100(form: Callable[..., jax.Array], head_dim: int) -> tuple
 @hopper.needs_compiler
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_triton_compiles_for_an_h100(head_dim):
-    text, scratch_bytes = compiled_for_an_h100(attention_triton.attention, head_dim)
+    text, scratch_bytes = compiled_for("h100", attention_triton.attention, head_dim)
     assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == 3
     assert scratch_bytes < 4 * 2**20
+
+
+@hopper.needs_compiler
+@pytest.mark.parametrize("kind", ["a100", "l40s", "h100", "b200"])
+def test_what_auto_chooses_fits_each_card(kind):
+    """XLA refuses kernels with more shared memory than a block may use, and here those that spill registers, too."""
+    capability = "{}.{}".format(*devices.load(kind).compute_capability)
+    choice = choose_attention("auto", CALL._replace(compute_capability=capability))
+    text, _ = compiled_for(kind, choice.function, 128, **hopper.NO_SPILLS)
+    assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == 3
+
+
+@hopper.needs_compiler
+@pytest.mark.parametrize(
+    ("tiles", "refusal"),
+    [
+        ({}, "register spilling"),
+        ({"forward": attention_triton.FORWARD._replace(num_stages=4)}, "Shared memory size limit exceeded"),
+    ],
+)
+def test_what_does_not_fit_an_l40s_is_seen(tiles, refusal):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=refusal):
+        compiled_for("l40s", partial(attention_triton.attention, **tiles), 128, **hopper.NO_SPILLS)
 
 
 @hopper.needs_compiler
@@ -273,7 +296,7 @@ def test_flash3_compiles_for_an_h100(window_blocks, num_calls):
     form = partial(
         attention_flash3.attention, window_blocks=window_blocks, block_tokens=128, max_documents=256
     )
-    text, scratch_bytes = compiled_for_an_h100(form, 128)
+    text, scratch_bytes = compiled_for("h100", form, 128)
     assert text.count('custom_call_target="dew_flash3_mha_varlen_fwd"') == num_calls
     assert text.count('custom_call_target="dew_flash3_mha_varlen_bwd"') == num_calls
     assert scratch_bytes < num_calls * 256 * 2**20
@@ -372,7 +395,16 @@ CPU = CALL._replace(platform="cpu", compute_capability="", dtype=jnp.dtype(jnp.f
     [
         (CALL, "triton", "first of triton, banded, definition that can run here"),
         (CALL._replace(shape_BTHK=(1, 49153, 6, 128)), "banded", "not triton: sequences of 49,153 tokens"),
-        (CALL._replace(compute_capability="8.0"), "banded", "this is a gpu 8.0"),
+        (
+            CALL._replace(compute_capability="8.9"),
+            "triton",
+            "first of triton, banded, definition that can run here",
+        ),
+        (
+            CALL._replace(compute_capability="7.5"),
+            "banded",
+            "gpu 7.5; the kernels need an A100 (gpu 8.0), L40S",
+        ),
         (CPU, "banded", "49,152 tokens, windows of at most 1,792"),
         (CPU._replace(shape_BTHK=(2, 256, 2, 16)), "definition", "256 tokens"),
         (CPU._replace(shape_BTHK=(2, 1024, 2, 16)), "definition", "nothing to skip"),
@@ -440,6 +472,15 @@ def test_a_program_has_room_for_64_documents_a_row_or_one_for_32_tokens(monkeypa
     call: Any = Kernels("gpu", "9.0", "flash3").attention
     bound = call(*qkv, None, scale=0.1, window=Window(2, 2), block_tokens=64)
     assert bound == {"scale": 0.1, "window_blocks": 2, "block_tokens": 64, "max_documents": room}
+
+
+@pytest.mark.parametrize(("capability", "num_warps"), [("8.0", 8), ("8.9", 8), ("9.0", 4), ("10.0", 4)])
+def test_triton_is_given_the_tiles_of_its_card(capability, num_warps):
+    """Only warps differ, so `predict.cost` counts the tiles of every card."""
+    choice = choose_attention("auto", CALL._replace(compute_capability=capability))
+    assert isinstance(choice.function, partial)
+    want = attention_triton.BACKWARD._replace(num_warps=num_warps)
+    assert choice.function.keywords == {"backward": want}
 
 
 def test_banded_is_given_the_largest_window():

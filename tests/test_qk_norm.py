@@ -173,7 +173,8 @@ H100 = QkNormCall(128, jnp.dtype(jnp.bfloat16), "gpu", "9.0")
     ("call", "name", "reason"),
     [
         (H100, "triton", "one pass where it can run"),
-        (H100._replace(compute_capability="8.0"), "definition", "not triton: this is a gpu 8.0"),
+        (H100._replace(compute_capability="8.0"), "triton", "one pass where it can run"),
+        (H100._replace(compute_capability="7.5"), "definition", "not triton: this is a gpu 7.5"),
         (H100._replace(dtype=jnp.dtype(jnp.float32)), "definition", "float32 inputs"),
         (H100._replace(head_dim=96), "definition", "heads of 96 dimensions"),
         (H100._replace(platform="cpu", compute_capability=""), "definition", "this is a cpu"),

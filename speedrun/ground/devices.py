@@ -21,9 +21,7 @@ class Device(NamedTuple):
     memory_rate: float  #: bytes per second
     link_rate: float  #: bytes per second to its peers, each way
     num_links: int  #: NVLinks in use; 0: PCIe
-    network_rate: (
-        float  #: bytes per second to other machines, each way: its share of the adapters; 0: unknown
-    )
+    network_rate: float  #: bytes per second of its share of the adapters, each way; 0: unknown
     num_cores: int  #: streaming multiprocessors
     threads_per_core: int
     shared_bytes_per_core: int
@@ -131,8 +129,7 @@ def load(kind: str) -> Device:
 
 def named(name: str) -> Device | None:
     """Return the device with this driver name, if it is in the table."""
-    kind = kind_of(name)
-    return None if kind is None else DEVICES[kind]
+    return DEVICES.get(kind_of(name) or "")
 
 
 def kind_of(name: str | None) -> str | None:
@@ -145,11 +142,10 @@ def target(device: Device) -> str:
     major, minor = device.compute_capability
     # The tensor cores of Hopper and Blackwell are compiled for sm_90a and sm_100a only.
     features = "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
-    cudnn_major, cudnn_minor, cudnn_patch = _CUDNN
     return f"""
 platform_name: "CUDA"
 device_description_str: "{device.name}"
-dnn_version_info {{ major: {cudnn_major} minor: {cudnn_minor} patch: {cudnn_patch} }}
+dnn_version_info {{ major: {_CUDNN[0]} minor: {_CUDNN[1]} patch: {_CUDNN[2]} }}
 gpu_device_info {{
   name: "{device.name}"
   device_vendor: "NVIDIA Corporation"

@@ -8,9 +8,6 @@ import errno
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-#: Names that fit into one line.
-_FEW = 8
-
 
 class SpeedrunError(Exception):
     """The program ran, and the answer is no: a missed target, a failed check."""
@@ -69,14 +66,13 @@ def translate_os_errors(path: object, otherwise: type[SpeedrunError] = StorageEr
 
 
 def unknown(kind: str, got: str, known: Iterable[str]) -> UsageError:
-    """Return the error for an unknown name.
+    """Return the error for an unknown name. It suggests names that end in `.got`, else the nearest one.
 
-    It suggests names that end in `.got`, else the nearest one. It lists all names if they are few, or none is near.
+    It lists all names if none is near, or if they fit into a line.
     """
     known = sorted(known)
     near = [name for name in known if name.endswith(f".{got}")]
     near = near or difflib.get_close_matches(got, known, n=1, cutoff=0.5)
     hints = [f"did you mean {' or '.join(map(repr, near))}?"] if near else []
-    if not near or len(known) <= _FEW:
-        hints.append(f"choose one of: {', '.join(known)}")
+    hints += [f"choose one of: {', '.join(known)}"] if not near or len(known) <= 8 else []
     return UsageError(f"unknown {kind} {got!r}; {' '.join(hints)}")

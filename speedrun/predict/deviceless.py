@@ -80,8 +80,11 @@ def compile_for_target(function: Any, *args: Any, options: Options = CUBLAS_GEMM
     setting = "jax_persistent_cache_min_compile_time_secs"
     stored_after_s = getattr(jax.config, setting)
     jax.config.update(setting, math.inf)
+    target = jax.tree.leaves(args)[0].sharding.mesh.devices.flat[0]
     try:
-        return function.lower(*args).compile(compiler_options=dict(options))
+        with jax.default_device(target):  # Pallas asks it for the capability of cards that it does not know
+            lowered = function.lower(*args)
+        return lowered.compile(compiler_options=dict(options))
     finally:
         jax.config.update(setting, stored_after_s)
 

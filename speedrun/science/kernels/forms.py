@@ -21,6 +21,8 @@ from speedrun.science.kernels.qk_norm import qk_norm
 
 #: Limit for the scores of the definition; its backward pass keeps about three such arrays.
 MOST_SCORE_BYTES = 4 * 2**30
+_HOPPER = "H100 or H200 (gpu 9.0)"
+_TRITON = f"A100 (gpu 8.0), L40S or 4090 (gpu 8.9), {_HOPPER}, B200 (gpu 10.0)"
 
 
 class Choice(NamedTuple):
@@ -105,16 +107,14 @@ def _flash3_refusals(call: AttentionCall) -> list[str]:
     return reasons
 
 
-def _platform_refusals(call: "AttentionCall | QkNormCall | MlpCall | HeadCall") -> list[str]:
-    if (call.platform, call.compute_capability) == ("gpu", "9.0"):
-        return []
+def _platform_refusals(call: Any, cards: str = _HOPPER) -> list[str]:
     here = f"{call.platform} {call.compute_capability}".strip()
-    return [f"this is a {here}; the kernels need an H100 or H200 (gpu 9.0)"]
+    return [] if f"({here})" in cards else [f"this is a {here}; the kernels need an {cards}"]
 
 
-def _refusals(call: AttentionCall | QkNormCall) -> list[str]:
+def _refusals(call: AttentionCall | QkNormCall, cards: str = _HOPPER) -> list[str]:
     other = [] if call.dtype == jnp.bfloat16 else [f"{call.dtype} inputs; the kernels need bfloat16"]
-    return _platform_refusals(call) + other
+    return _platform_refusals(call, cards) + other
 
 
 def _bind_flash3(call: AttentionCall) -> Callable[..., jax.Array]:
@@ -134,8 +134,10 @@ ATTENTION: Mapping[str, Form] = MappingProxyType(
             lambda _: [], lambda call: partial(attention_banded.attention, window_tokens=call.window_tokens)
         ),
         "triton": Form(
-            lambda call: _refusals(call) + attention_triton.refusals(call.shape_BTHK),
-            lambda _: attention_triton.attention,
+            lambda call: _refusals(call, _TRITON) + attention_triton.refusals(call.shape_BTHK),
+            lambda call: partial(
+                attention_triton.attention, backward=attention_triton.BACKWARD_ON[call.compute_capability]
+            ),
         ),
         "flash3": Form(_flash3_refusals, _bind_flash3),
     }
@@ -145,7 +147,7 @@ QK_NORM: Mapping[str, Form] = MappingProxyType(
     {
         "definition": Form(lambda _: [], lambda _: qk_norm),
         "triton": Form(
-            lambda call: _refusals(call) + qk_norm_triton.refusals(call.head_dim),
+            lambda call: _refusals(call, _TRITON) + qk_norm_triton.refusals(call.head_dim),
             lambda _: qk_norm_triton.qk_norm,
         ),
     }

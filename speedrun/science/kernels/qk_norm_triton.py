@@ -1,4 +1,4 @@
-"""QK-norm and rotary fused for Hopper, in Pallas for Triton: each number is read and written once.
+"""QK-norm and rotary fused, in Pallas for Triton: each number is read and written once.
 
 With r = 1 / rms(x) and R the rotation of a position times a length l, y = R x r. Rotations preserve inner products, so
 
