@@ -82,6 +82,7 @@ TESTS = {
         "test_recipes.py::test_adam_for_everything_is_another_optimiser_and_trains",
     ],
     "science/optim/muon.py": ["test_muon.py", *_NUMBERS, _TRACE],
+    "science/optim/banks.py": ["test_muon.py", *_NUMBERS, _TRACE],
     "science/optim/schedules.py": [*_NUMBERS, *_SETTINGS, _SMALLEST, _TRACE],
     "science/params.py": ["test_params.py", *_NUMBERS, _TRACE, "test_step.py"],
     "science/recipe.py": [*_SETTINGS, *_NUMBERS, "test_program.py", _SMALLEST],

@@ -41,15 +41,15 @@ MESH = "speedrun.ground.mesh"
 HEAVY = {"jax", "jaxlib", "optax", "orbax", "matplotlib", "datasets", "huggingface_hub", "tiktoken", "wandb"}
 
 #: Budgets of lines that are not blank.
-SCIENCE_LINES = 1_182
+SCIENCE_LINES = 1_187
 #: Record 89 has three times the mechanisms of record 21, and optimisers of its own.
-MORE_SCIENCE = {"record89": 649}
+MORE_SCIENCE = {"record89": 585}
 #: Of these, 700 are checkpoints, the watchdog, several processes, replicas on many nodes and fault injection.
-CLOSURE_LINES = 4_670
+CLOSURE_LINES = 4_704
 #: Kernels are counted by themselves: a record carries all forms its step could have chosen.
-KERNEL_LINES = 1_701
+KERNEL_LINES = 1_706
 #: Of the package without science, blank lines included; of one file; of one function, without decorators.
-PACKAGE_LINES = 28_845
+PACKAGE_LINES = 28_914
 FILE_LINES = 350
 FUNCTION_LINES = 60
 

@@ -146,7 +146,7 @@ def test_bench_step_times_a_recipe():
     assert result["tokens_per_s"] == pytest.approx(8 * 32 / result["mean_ms"] * 1e3)
     assert result["mfu"] is None
     assert any(form.startswith("definition: ") for form in result["kernels"].values())
-    large = invoke("bench", "step", "--set", "stages.0.num_sequences=1000000000000")
+    large = invoke("bench", "step", "--set", "stages.0.num_sequences=2000000000")
     assert (large.exit_code, "GB on each device, this cpu gives" in large.stderr) == (2, True)
     late = invoke("bench", "step", "--first-step", "280")
     assert (late.exit_code, "smoke has 280 steps" in late.stderr) == (2, True)
@@ -157,7 +157,7 @@ def test_bench_attention_times_what_runs_and_says_why_the_rest_does_not():
     result = json.loads(invoke("bench", "attention", *sizes, "--json").stdout)
     assert [timing["name"] for timing in result["timings"]] == ["definition", "banded"]
     assert result["timings"][0]["ratio"] == 1
-    assert any("the kernels need an H100" in reason for reason in result["left_out"]["triton"])
+    assert any("the kernels need an A100" in reason for reason in result["left_out"]["triton"])
     assert result["auto"] == "definition"
     shown = invoke("bench", "attention", *sizes).stdout
     assert re.search(r"^banded +[\d.]+ ms \+- +[\d.]+ +[\d.]+ x$", shown, re.MULTILINE)
@@ -167,7 +167,7 @@ def test_bench_attention_times_what_runs_and_says_why_the_rest_does_not():
 def test_bench_norm_times_what_runs_and_says_why_the_rest_does_not():
     result = json.loads(invoke("bench", "norm", "--tokens", "40", "--dim", "8", "--json").stdout)
     assert [timing["name"] for timing in result["timings"]] == ["definition"]
-    assert any("the kernels need an H100" in reason for reason in result["left_out"]["triton"])
+    assert any("the kernels need an A100" in reason for reason in result["left_out"]["triton"])
     assert result["auto"] == "definition"
 
 

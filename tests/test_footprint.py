@@ -13,6 +13,7 @@ from speedrun.ground.mesh import make_mesh
 from speedrun.science import recipes
 from speedrun.science.recipe import Recipe
 from speedrun.training import footprint
+from speedrun.training import program as programs
 from speedrun.training.prepare import RunConfig, prepare
 from speedrun.training.program import Program
 
@@ -66,6 +67,18 @@ def test_a_run_that_does_not_fit_is_refused_before_it_is_compiled_with_advice_th
     options = dict(word.removeprefix("--").removeprefix("set=").split("=") for word in words[2:])
     fits = Program(recipes.load("smoke").override(options), make_mesh(8), int(words[1]))
     assert footprint.most_bytes(fits) < need
+
+
+@pytest.mark.parametrize(("spare_bytes", "memory"), [(0, "ample"), (-1, "scarce")])
+def test_a_gpu_with_too_little_memory_computes_activations_twice_and_says_so(
+    a_device_of, monkeypatch, smoke_data, tmp_path, spare_bytes, memory
+):
+    monkeypatch.setattr(programs, "accelerator", lambda _: ("gpu", "8.9"))
+    a_device_of(footprint.most_bytes(Program(recipes.load("smoke"), make_mesh(8))) + spare_bytes)
+    ready = prepare(RunConfig(track="smoke-cpu", out=tmp_path / "new", data=smoke_data))
+    assert ready.described["memory"] == memory
+    said = {call: choice.reason for call, choice in ready.program.kernels.choices.items()}
+    assert ("logits of 12,288 tokens at one time" in said.get("activations", "")) == (memory == "scarce")
 
 
 def test_what_nothing_helps_is_said(a_device_of):

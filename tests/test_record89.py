@@ -70,7 +70,7 @@ def test_its_starting_values_are_the_published_ones(published):
         ({"config.layers.6.extras": "('value',)"}, "layer 6 has extras"),
         ({"config.layers.1.extras": "('compose',)"}, "one before layer 4 has 'compose'"),
         ({"config.layers.10.extras": "()"}, "the last layer needs its embedding"),
-        ({"config.layers.0.extras": "('nope',)"}, "extras is .*nope.*; choose from value, offset"),
+        ({"config.layers.0.extras": "('nope',)"}, "extras is .*nope.*; need tuple.Literal.'value', 'offset'"),
         (
             {"schedule.phases.0.target_weights": "('a', 'b', 'c')"},
             "target_weights .*; need `float`, got `str`",
@@ -83,9 +83,9 @@ def test_its_starting_values_are_the_published_ones(published):
         ({"schedule.phases.2.end_weights": "(1.0, 0.5)"}, "need equal lengths"),
         ({"schedule.phases.3.lr_scale": "2.0"}, "its lr_scale must be 1"),
         ({"schedule.cooldown_fraction": "0"}, "cooldown_fraction is 0.0; need `float` > 0"),
-        ({"config.mlp_dtype": "float16"}, "choose from float8_e4m3fn, bfloat16, float32"),
-        ({"config.table_dtype": "float16"}, "choose from float32, bfloat16"),
-        ({"optimizer.polar_dtype": "float16"}, "choose from float32, bfloat16"),
+        ({"config.mlp_dtype": "float16"}, "need Literal.'float8_e4m3fn', 'bfloat16', 'float32'"),
+        ({"config.table_dtype": "float16"}, "need Literal.'float32', 'bfloat16'"),
+        ({"optimizer.polar_dtype": "float16"}, "need Literal.'float32', 'bfloat16'"),
     ],
 )
 def test_a_setting_that_would_do_nothing_or_fail_is_refused(setting, said):

@@ -125,7 +125,10 @@ def test_a_layer_without_attention_has_no_parameters_for_it():
     [
         ({"mixing": ("window",) * 3}, "mixing has 3 entries; need num_layers, 4"),
         ({"value_tables": (0,) * 5}, "value_tables has 5 entries; need num_layers, 4"),
-        ({"mixing": ("window", "half", "none", "none")}, "mixing is .*half.*; choose from window, none"),
+        (
+            {"mixing": ("window", "half", "none", "none")},
+            "mixing is .*half.*; need tuple.Literal.'window', 'none'",
+        ),
         ({"value_tables": (-2, 0, 0, 0)}, "number tables from 0, -1 for none"),
         ({"logit_cap": 50.0}, "logit_cap is 50"),
     ],

@@ -195,6 +195,26 @@ def test_the_hash_sees_every_bit_and_every_place():
     assert len(seen) == 4
 
 
+def test_scarce_memory_changes_no_gradient(tiny: Recipe, on_eight, gradients_on_eight):
+    """To rounding: the same numbers are computed, some of them twice."""
+    loss, grads = gradients(dataclasses.replace(on_eight[0], memory="scarce"), on_eight[1])
+    assert loss == gradients_on_eight[0]
+    for name, grad in gradients_on_eight[1].items():
+        np.testing.assert_allclose(grads[name], grad, atol=1e-6 * np.abs(grad).max(), err_msg=name)
+
+
+def test_scarce_memory_computes_norms_twice_and_no_product(tiny: Recipe, on_eight):
+    program, state, _ = on_eight
+    ids = batch(tiny)
+    args = state, *(mesh.place(x, program.mesh) for x in (ids[:, :-1], ids[:, 1:])), program.schedule
+    ample, scarce = (
+        dataclasses.replace(program, memory=memory).train_step.lower(*args).as_text()
+        for memory in ("ample", "scarce")
+    )
+    assert scarce.count("stablehlo.rsqrt") > ample.count("stablehlo.rsqrt")
+    assert scarce.count("stablehlo.dot_general") == ample.count("stablehlo.dot_general")
+
+
 def test_every_parameter_moves_and_no_two_start_equal(on_eight, tiny):
     program, after, _ = on_eight
     first = on_host(program, program.init(jax.random.key(0)))

@@ -512,10 +512,13 @@ def test_the_folder_of_a_run_must_be_writable(tmp_path, smoke_data):
         ({"overrides": {"stages": "()"}}, "did you mean 'stages.0"),
         (
             {"overrides": {"compute_dtype": "banana"}},
-            "compute_dtype is 'banana'; choose from float32, bfloat16",
+            "compute_dtype is 'banana'; need Literal['float32', 'bfloat16']",
         ),
         ({"overrides": {"config.mixing": "('foo',)*4"}}, "need a value like"),
-        ({"overrides": {"config.mixing": "('foo','long','long','long')"}}, "choose from long, short, none"),
+        (
+            {"overrides": {"config.mixing": "('foo','long','long','long')"}},
+            "need tuple[Literal['long', 'short', 'none']",
+        ),
         ({"overrides": {"config.num_heads": "0"}}, "num_heads is 0; need `int` >= 1"),
         ({"overrides": {"schedule.momentum_steps": "0"}}, "momentum_steps is 0; need `int` >= 1"),
         ({"overrides": {"schedule.cooldown_fraction": "0"}}, "cooldown_fraction is 0.0; need `float` > 0"),

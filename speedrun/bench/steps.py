@@ -17,6 +17,7 @@ from speedrun.ground import devices
 from speedrun.ground import mesh as meshes
 from speedrun.ground.clock import Stopwatch
 from speedrun.science.step import TrainState
+from speedrun.training import footprint
 from speedrun.training.footprint import flops_per_token
 from speedrun.training.program import Program
 
@@ -64,6 +65,7 @@ def step(
     `command_buffers`, XLA may launch kernels in groups.
 
     Raises:
+        UsageError: if the compiled step needs more memory than a device has.
         DataError: if the shards have too few tokens, or are damaged.
     """
     lowered, (state, *batch, schedule) = lowered_step(program, first_step)
@@ -71,6 +73,8 @@ def step(
     options = program.compiler_options | ({} if command_buffers else NO_COMMAND_BUFFERS)
     train_step = lowered.compile(compiler_options=options)
     compile_s, arrivals_ms, losses = watch.seconds, [0.0], []
+    peak_bytes = train_step.memory_analysis().peak_memory_in_bytes
+    footprint.require(program, peak_bytes)
     for _ in range(2):
         state, _ = train_step(state, *batch, schedule)
     state, pending = jax.block_until_ready(_state(program, first_step)), None
@@ -99,7 +103,7 @@ def step(
         spread_ms=middle(ms)[1],
         tokens_per_s=tokens_per_s,
         mfu=_mfu(program, tokens_per_s),
-        peak_bytes=train_step.memory_analysis().peak_memory_in_bytes,
+        peak_bytes=peak_bytes,
         compile_s=compile_s,
         losses=losses,
         tokens=f"{len(shards)} shards" if shards else "synthetic, document lengths of FineWeb",

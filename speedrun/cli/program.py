@@ -68,8 +68,7 @@ def asked_program(
         raise UsageError(f"--first-step {first_step}: {recipe} has {chosen.num_steps} steps; need one below")
     mesh.prepare("any")
     program = Program(chosen, mesh.make_mesh(devices or len(jax.devices())), microbatches, attention)
-    footprint.require(program, footprint.most_bytes(program))
-    return program
+    return footprint.fitted_here(program)
 
 
 def show(found: Any, *, as_json: bool) -> None:

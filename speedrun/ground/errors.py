@@ -66,13 +66,10 @@ def translate_os_errors(path: object, otherwise: type[SpeedrunError] = StorageEr
 
 
 def unknown(kind: str, got: str, known: Iterable[str]) -> UsageError:
-    """Return the error for an unknown name. It suggests names that end in `.got`, else the nearest one.
-
-    It lists all names if none is near, or if they fit into a line.
-    """
+    """Return the error for an unknown name. It suggests those that end in `.got`, else the nearest; all of a few."""
     known = sorted(known)
     near = [name for name in known if name.endswith(f".{got}")]
     near = near or difflib.get_close_matches(got, known, n=1, cutoff=0.5)
-    hints = [f"did you mean {' or '.join(map(repr, near))}?"] if near else []
-    hints += [f"choose one of: {', '.join(known)}"] if not near or len(known) <= 8 else []
-    return UsageError(f"unknown {kind} {got!r}; {' '.join(hints)}")
+    hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+    hint += f"choose one of: {', '.join(known)}" if not near or len(known) < 9 else ""
+    return UsageError(f"unknown {kind} {got!r}; {hint.strip()}")

@@ -24,11 +24,8 @@ def check(node: Any) -> None:
             try:
                 msgspec.convert(value, hint)
             except msgspec.ValidationError as error:
-                words = ", ".join(_words(hint))
-                need = (
-                    f"choose from {words}" if "enum" in str(error) else str(error).replace("Expected", "need")
-                )
-                raise ValueError(f"{field.name} is {value!r}; {need}") from None
+                need = f"need {hint}" if "enum" in str(error) else str(error).replace("Expected", "need")
+                raise ValueError(f"{field.name} is {value!r}; {need.replace('typing.', '')}") from None
         for part in value if isinstance(value, tuple) else (value,):
             check(part)
 
@@ -39,10 +36,3 @@ def _is_plain(hint: Any) -> bool:
         return True
     parts = get_args(hint)[:1] if get_origin(hint) is Annotated else get_args(hint)
     return get_origin(hint) in (Annotated, tuple, Union, UnionType) and all(map(_is_plain, parts))
-
-
-def _words(hint: Any) -> list[str]:
-    """Return the words that a type permits."""
-    if get_origin(hint) is Literal:
-        return list(get_args(hint))
-    return [word for part in get_args(hint) for word in _words(part)]

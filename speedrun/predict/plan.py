@@ -60,6 +60,7 @@ class Plan(msgspec.Struct, frozen=True):
     device: str
     num_devices: int
     microbatches: int
+    memory: Literal["ample", "scarce"]  #: scarce: activations are recomputed
     basis: Basis
     num_params: int
     flops_per_token: float
@@ -101,9 +102,10 @@ class Plan(msgspec.Struct, frozen=True):
     def lines(self, dollars: float | None) -> list[str]:
         """Return the plan as text; `dollars` is the price of a device for an hour."""
         cost = "" if dollars is None else f" | ${self.device_hours * dollars:,.2f}"
+        recomputed = " | memory is scarce: activations are recomputed" if self.memory == "scarce" else ""
         return [
             f"plan   {self.recipe} on {self.num_devices} x {self.device} | {self.microbatches} microbatches | "
-            f"by {'the compiled program' if self.basis == 'compiled program' else 'arithmetic'}",
+            f"by {'the compiled program' if self.basis == 'compiled program' else 'arithmetic'}{recomputed}",
             f"size   {self.num_params:,} parameters | {self.flops_per_token / 1e6:,.1f} MFLOP per token | "
             f"state {gb(self.state_bytes)} per device",
             *(line for stage in self.stages for line in _stage_lines(stage, self.memory_limit_bytes)),
@@ -131,6 +133,7 @@ def plan(recipe: Recipe, kind: str, num_devices: int, microbatches: int, basis: 
         program, work_of = Program(recipe, mesh.make_mesh(num_devices), microbatches), _by_arithmetic
     else:
         program, work_of = Program(recipe, target_mesh(kind, num_devices), microbatches), _by_compiling
+    program = footprint.fitted(program, device.memory_bytes)
     # Stages of one shape share a compiled program.
     stage_of = {(stage.num_sequences, stage.seq_len): stage for stage in recipe.stages}
     work = {shape: work_of(program, stage, device) for shape, stage in stage_of.items()}
@@ -139,6 +142,7 @@ def plan(recipe: Recipe, kind: str, num_devices: int, microbatches: int, basis: 
         device=device.name,
         num_devices=num_devices,
         microbatches=microbatches,
+        memory=program.memory,
         basis=basis,
         num_params=count(program.layout.table),
         flops_per_token=flops_per_token(program.layout.table),
@@ -156,7 +160,7 @@ def refusal(recipe: Recipe, plan: Plan) -> str | None:
     """Say what is needed, what there is and what to type, if the plan does not fit into memory."""
     if plan.fits:
         return None
-    program = Program(recipe, mesh.make_mesh(plan.num_devices), plan.microbatches)
+    program = Program(recipe, mesh.make_mesh(plan.num_devices), plan.microbatches, memory=plan.memory)
     advice = footprint.advice(program, plan.memory_limit_bytes) or "another --device-kind or more --devices"
     return (
         f"{recipe.name} does not fit: needs {gb(plan.memory_bytes)}, {plan.device} has "

@@ -4,13 +4,13 @@ For record 21 the error is at most a tenth, but for the sixth that `mlp_mosaic` 
 """
 
 import math
+from dataclasses import replace
 
 import jax
 import numpy as np
 
 from speedrun.ground import mesh as meshes
 from speedrun.ground.errors import UsageError
-from speedrun.science.kernels.choose import HEAD_TOKENS
 from speedrun.science.params import Table, count
 from speedrun.science.recipe import Stage
 from speedrun.training.program import Program
@@ -24,10 +24,12 @@ def most_bytes(program: Program) -> int:
 def step_bytes(program: Program, stage: Stage) -> int:
     """Return the memory of a training step: state, whole parameters, gradients, activations, logits with gradients.
 
-    Assumes attention that stores no [T, T], and activations that are stored, not recomputed.
+    Assumes attention that stores no [T, T]. Activations are what products read and write; if memory is scarce, what
+    products and kernels write: two thirds.
     """
     tokens = stage.batch_tokens // program.microbatches
     activations = itemsize(program) * tokens * matrix_width(program)
+    activations = activations if program.memory == "ample" else activations * 2 // 3
     held, gradients = state_bytes(program) + whole_bytes(program), 4 * count(program.layout.table)
     return held + gradients + activations + 2 * logits_bytes(program, tokens)
 
@@ -69,7 +71,11 @@ def matrix_width(program: Program) -> int:
 def logits_bytes(program: Program, num_tokens: int) -> int:
     """Return the memory of the logits that exist at one time."""
     rows = sum(spec.shape[0] for spec in program.layout.table.values() if spec.group == "head")
-    return itemsize(program) * min(num_tokens, HEAD_TOKENS) * (rows or program.recipe.config.vocab_size)
+    return (
+        itemsize(program)
+        * min(num_tokens, program.kernels.head_tokens)
+        * (rows or program.recipe.config.vocab_size)
+    )
 
 
 def itemsize(program: Program) -> int:
@@ -80,6 +86,19 @@ def itemsize(program: Program) -> int:
 def flops_per_token(table: Table) -> float:
     """Return the FLOPs of forward and backward pass: 6 for each weight of a matrix or the head, without attention."""
     return 6.0 * sum(spec.size for spec in table.values() if spec.group == "head" or spec.packed == "bank")
+
+
+def fitted(program: Program, limit_bytes: int) -> Program:
+    """Return the program, or with the same mathematics the one for scarce memory, if it needs more than the limit."""
+    return program if most_bytes(program) <= limit_bytes else replace(program, memory="scarce")
+
+
+def fitted_here(program: Program) -> Program:
+    """Return `fitted` for its devices, or raise UsageError if that is too large. A CPU has ample memory, or none."""
+    limit_bytes = meshes.memory_bytes(program.mesh)
+    program = program if program.kernels.platform == "cpu" else fitted(program, limit_bytes)
+    require(program, most_bytes(program))
+    return program
 
 
 def require(program: Program, need_bytes: int) -> None:
@@ -110,7 +129,7 @@ def advice(program: Program, limit_bytes: int) -> str | None:
             settings["eval_sequences"] = recipe.eval_sequences << halvings
             settings["eval_seq_len"] = recipe.eval_seq_len >> halvings
         smaller = recipe.override({key: str(value) for key, value in settings.items()})
-        if most_bytes(Program(smaller, program.mesh, parts, program.attention)) <= limit_bytes:
+        if most_bytes(replace(program, recipe=smaller, microbatches=parts)) <= limit_bytes:
             changes = (f"--set {key}={value}" for key, value in settings.items())
             return " ".join([f"--microbatches {parts}", *changes])
     return None

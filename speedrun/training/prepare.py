@@ -91,6 +91,7 @@ class Ready:
             "replicas": self.program.replicas,
             "microbatches": self.program.microbatches,
             "attention": self.program.attention,
+            "memory": self.program.memory,
         }
 
     @property
@@ -144,7 +145,7 @@ def prepare(config: RunConfig) -> Ready:
     program = Program(recipe, mesh, microbatches, config.attention, known)
     contract.check(program)
     fixed.check(recipe, program.step.plan.rows, track)
-    footprint.require(program, footprint.most_bytes(program))
+    program = footprint.fitted_here(program)
     found = inventory.open_track(folder, track.data)
     stream.require_steps(found.train, [s.batch_tokens for s in recipe.stages for _ in range(s.num_steps)])
     stream.validation_batches(found.val[0], track.data.val_tokens, recipe.eval_sequences, recipe.eval_seq_len)

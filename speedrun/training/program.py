@@ -2,9 +2,9 @@
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -16,8 +16,9 @@ from speedrun.ground.errors import UsageError
 from speedrun.ground.mesh import DATA, accelerator, replicate
 from speedrun.science.inputs import Arrays, Inputs, Static
 from speedrun.science.kernels.choose import FIXED_WINDOW_FORMS, Kernels
+from speedrun.science.kernels.forms import HEAD_TOKENS, Choice
 from speedrun.science.params import SHARDS, Layout, Params
-from speedrun.science.recipe import Recipe, Vocabulary
+from speedrun.science.recipe import Forward, Recipe, Vocabulary
 from speedrun.science.step import COMPILER_OPTIONS, Step, TrainState
 from speedrun.training import scoring
 
@@ -27,6 +28,8 @@ FOREIGN = ("__gpu$xla.gpu.triton", "mosaic_gpu_v2", "dew_flash3_mha_varlen_fwd",
 _CALLS = re.compile(
     r'\bcustom_call @"?([^\s"(]+)|call_target_name = "([^"]*)"|stablehlo\.(infeed|outfeed|send|recv)\b'
 )
+#: What the backward pass finds stored if memory is scarce: results of products, and of kernels.
+STORED = ("dot_general", "pallas_call", "ffi_call")
 MOST_CONSTANT_BYTES = 2**25  #: of a recipe; each device has them, and each program of the referee
 
 
@@ -50,6 +53,7 @@ class Program:
     microbatches: int = SHARDS  #: of one step, over all devices; a split of the work, not of the mathematics
     attention: str = "auto"  #: the form to use, as `kernels.choose` names it
     vocabulary: Vocabulary | None = None  #: of the data, for constants; None: of unknown bytes, as in a plan
+    memory: Literal["ample", "scarce"] = "ample"  #: if scarce, activations are recomputed
 
     def __post_init__(self) -> None:
         if SHARDS % self.num_shards:
@@ -99,7 +103,12 @@ class Program:
     @cached_property
     def kernels(self) -> Kernels:
         """The chosen forms of the operations."""
-        return Kernels(*accelerator(self.mesh), self.attention)
+        kernels = Kernels(*accelerator(self.mesh), self.attention)
+        if self.memory == "scarce":
+            kernels = replace(kernels, head_tokens=HEAD_TOKENS // 4)
+            why = f"memory is scarce; logits of {kernels.head_tokens:,} tokens at one time"
+            kernels.choices["activations"] = Choice("recomputed", recomputed, why)
+        return kernels
 
     def static_at(self, step: int) -> Static:
         """Return the inputs that are compiled into the executables of this step."""
@@ -122,7 +131,10 @@ class Program:
     @cached_property
     def step(self) -> Step:
         """The training step of the recipe."""
-        return Step(self.recipe, self.mesh, self.microbatches, self.kernels, self.constants)
+        recipe = self.recipe
+        if self.memory == "scarce":
+            recipe = replace(recipe, forward=recomputed(recipe.forward))
+        return Step(recipe, self.mesh, self.microbatches, self.kernels, self.constants)
 
     def constants(self) -> Arrays:
         """Return copies of the recipe's constants; raise UsageError if they are not plain arrays of numbers."""
@@ -219,6 +231,19 @@ class Program:
         """Inspect and compile a lowered program, with XLA's settings for this platform; return the executable."""
         inspect(lowered.as_text())
         return signals.interruptible(partial(lowered.compile, compiler_options=self.compiler_options))
+
+
+def recomputed(forward: Forward) -> Forward:
+    """Return the same function, of whose activations the backward pass computes all but `STORED` again."""
+
+    def is_stored(primitive: Any, *_: Any, **__: Any) -> bool:
+        return primitive.name in STORED
+
+    def thrifty(params: Params, tokens_BT: jax.Array, *rest: Any) -> jax.Array:
+        run = jax.checkpoint(lambda params, tokens_BT: forward(params, tokens_BT, *rest), policy=is_stored)
+        return run(params, tokens_BT)
+
+    return thrifty
 
 
 def inspect(text: str) -> None:

@@ -1,8 +1,8 @@
 """Attention kernels in Pallas for Triton: fully masked tiles are skipped forward and backward.
 
 Three kernels: one forward; one backward by queries (dq) and one by keys (dk and dv), so that sums need no atomics and
-are deterministic. Plain JAX computes which tiles each program visits (`Bounds`). Triton compiles the products for the
-tensor cores of each card. The same kernels run on a CPU with `interpret=True`, slowly, for tests.
+are deterministic. Plain JAX computes which tiles each program visits (`Bounds`). The same kernels run on a CPU with
+`interpret=True`, slowly, for tests.
 
 Legend: B batch, T time, H heads, K head width; inside a kernel C queries of a tile, S keys of a tile;
 N tiles of queries, M tiles of keys.
@@ -38,11 +38,11 @@ class Tiles(NamedTuple):
     num_stages: int  #: of the software pipeline
 
 
-#: 128 queries of width 128 take 32 KB; each stage of keys and values takes as much. All fits into the 99 KB of an 8.9.
+#: 128 queries of width 128 take 32 KB of shared memory; each stage of keys and values takes as much.
 FORWARD = Tiles(queries=128, keys=64, num_warps=8, num_stages=3)
 BACKWARD = Tiles(queries=64, keys=64, num_warps=4, num_stages=2)
-#: By compute capability, where all kernels fit and spill nothing. With four warps, sums of products would spill on 8.x.
-BACKWARD_ON = {"9.0": BACKWARD, "10.0": BACKWARD}
+#: By compute capability. With four warps, registers spill on 8.x.
+BACKWARD_ON = dict.fromkeys(("9.0", "10.0"), BACKWARD)
 BACKWARD_ON |= dict.fromkeys(("8.0", "8.9"), BACKWARD._replace(num_warps=8))
 
 

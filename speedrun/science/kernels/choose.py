@@ -74,10 +74,6 @@ def _choose(
     return Choice(name, of[name].bind(call), "; ".join([why, *skipped]))
 
 
-#: Tokens per chunk of logits on a GPU: 4.9 GB in 16 bits with the GPT-2 vocabulary.
-HEAD_TOKENS = 49_152
-
-
 def choose_head(call: forms.HeadCall) -> Choice:
     """Return the form of the loss head: the plain one without a cap, the CPU's on a CPU without FP8, else the GPU's.
 
@@ -90,15 +86,13 @@ def choose_head(call: forms.HeadCall) -> Choice:
     if math.isinf(call.cap.height):
         if fp8 is not None:
             raise UsageError("the head has FP8 products only with a logit cap; set a cap or no FP8")
-        chunks = cross_entropy.fewest_chunks(
-            num_tokens, cross_entropy.CHUNK_TOKENS if is_cpu else HEAD_TOKENS // 4
-        )
+        most = cross_entropy.CHUNK_TOKENS if is_cpu else call.chunk_tokens // 4
+        chunks = cross_entropy.fewest_chunks(num_tokens, most)
         plain = partial(cross_entropy.weighted_uncapped, num_chunks=chunks)
         return Choice("uncapped", plain, f"logits without a cap, {num_tokens:,} tokens in {chunks} chunks")
     if is_cpu and fp8 is None:
-        why = "cpu: a chunk of logits stays in its cache"
-        return Choice("chunks", cross_entropy.weighted_on_cpu, why)
-    num_chunks = cross_entropy.fewest_chunks(num_tokens, HEAD_TOKENS)
+        return Choice("chunks", cross_entropy.weighted_on_cpu, "cpu: a chunk of logits stays in its cache")
+    num_chunks = cross_entropy.fewest_chunks(num_tokens, call.chunk_tokens)
     passes, by = forms.passes(call._replace(num_tokens=num_tokens // num_chunks))
     head = partial(cross_entropy_gpu.weighted_cross_entropy, fp8=fp8, num_chunks=num_chunks, passes=passes)
     reason = f"{call.platform}, {num_tokens:,} tokens in {num_chunks} chunks; {by}"
@@ -116,6 +110,7 @@ class Kernels:
     platform: str  #: as JAX names it
     compute_capability: str  #: of an NVIDIA GPU; empty elsewhere
     wanted_attention: str = "auto"
+    head_tokens: int = forms.HEAD_TOKENS  #: of which logits exist at one time
     choices: dict[str, Choice] = field(default_factory=dict, compare=False)  #: by operation and shape
 
     def attention(
@@ -176,7 +171,7 @@ class Kernels:
         """Return the losses of all tokens and targets. See `kernels.cross_entropy`."""
         sizes, capped = (len(x_ND), len(head_VD)), as_cap(cap)
         here = x_ND.dtype, self.platform, self.compute_capability
-        choice = choose_head(forms.HeadCall(*sizes, *here, fp8, capped))
+        choice = choose_head(forms.HeadCall(*sizes, *here, fp8, capped, self.head_tokens))
         factors = x_ND.dtype if fp8 is None else "fp8"
         call = f"head {'x'.join(map(str, x_ND.shape))} {factors}, {len(head_VD)} columns"
         num_targets = targets.ids_NM.shape[1]

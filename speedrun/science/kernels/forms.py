@@ -21,6 +21,8 @@ from speedrun.science.kernels.qk_norm import qk_norm
 
 #: Limit for the scores of the definition; its backward pass keeps about three such arrays.
 MOST_SCORE_BYTES = 4 * 2**30
+#: Tokens per chunk of logits on a GPU: 4.9 GB in 16 bits with the GPT-2 vocabulary.
+HEAD_TOKENS = 49_152
 _HOPPER = "H100 or H200 (gpu 9.0)"
 _TRITON = f"A100 (gpu 8.0), L40S or 4090 (gpu 8.9), {_HOPPER}, B200 (gpu 10.0)"
 
@@ -88,6 +90,7 @@ class HeadCall(NamedTuple):
     compute_capability: str
     fp8: Fp8 | None
     cap: Cap
+    chunk_tokens: int = HEAD_TOKENS  #: of which logits exist at one time
 
 
 def _definition_refusals(call: AttentionCall) -> list[str]:

@@ -5,7 +5,7 @@ communication. Source: Jordan et al. 2024; coefficients and Nesterov form of rec
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from speedrun.science.inputs import Inputs
+from speedrun.science.optim.banks import in_stacks, quintics
 from speedrun.science.params import Dtype, Member, Params
 
 #: Quintic Newton-Schulz coefficients: steep at zero; singular values end at about 0.7 to 1.2, not at 1.
@@ -33,17 +34,6 @@ def orthogonalize(g_Kmn: jax.Array, *, steps: int, dtype: Dtype) -> jax.Array:
     """
     x = g_Kmn.astype(dtype)
     return quintics(x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-7), [(A, B, C)] * steps)
-
-
-def quintics(x: jax.Array, coefficients: Sequence[tuple[float, float, float]]) -> jax.Array:
-    """For each (a, b, c) in turn: x <- a x + (b s + c s^2) x with s = x x^T. Raises ValueError if m > n."""
-    m, n = x.shape[-2:]
-    if m > n:
-        raise ValueError(f"got matrices of {m} x {n}, need rows <= columns; transpose them")
-    for a, b, c in coefficients:
-        s = x @ x.mT
-        x = a * x + (b * s + c * s @ s) @ x
-    return x
 
 
 def shape_factor(matrix: Member) -> float:
@@ -95,15 +85,3 @@ def scale_by_muon(
         return tree.unflatten(moves), MuonState(mean)
 
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
-
-
-def in_stacks(banks: list[jax.Array], function: Callable[[jax.Array], jax.Array]) -> list[jax.Array]:
-    """Apply a function of matrices to every bank, with banks of one shape stacked."""
-    alike: dict[tuple[int, ...], list[int]] = {}
-    for i, x_Kmn in enumerate(banks):
-        alike.setdefault(x_Kmn.shape, []).append(i)
-    done: dict[int, jax.Array] = {}
-    for places in alike.values():
-        stack = function(jnp.concatenate([banks[i] for i in places]))
-        done |= dict(zip(places, jnp.split(stack, len(places)), strict=True))
-    return [done[i] for i in range(len(banks))]

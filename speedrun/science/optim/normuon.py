@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from speedrun.science.inputs import Inputs
-from speedrun.science.optim.muon import in_stacks, quintics
+from speedrun.science.optim.banks import in_stacks, quintics
 from speedrun.science.params import Dtype, Params
 
 #: (a, b, c) of each step.

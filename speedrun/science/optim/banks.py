@@ -1,0 +1,29 @@
+"""Functions of matrices on banks of them: [K, m, n] with m <= n."""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+
+def quintics(x: jax.Array, coefficients: Sequence[tuple[float, float, float]]) -> jax.Array:
+    """For each (a, b, c) in turn: x <- a x + (b s + c s^2) x with s = x x^T. Raises ValueError if m > n."""
+    m, n = x.shape[-2:]
+    if m > n:
+        raise ValueError(f"got matrices of {m} x {n}, need rows <= columns; transpose them")
+    for a, b, c in coefficients:
+        s = x @ x.mT
+        x = a * x + (b * s + c * s @ s) @ x
+    return x
+
+
+def in_stacks(banks: list[jax.Array], function: Callable[[jax.Array], jax.Array]) -> list[jax.Array]:
+    """Apply a function of matrices to every bank, with banks of one shape stacked."""
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for i, x_Kmn in enumerate(banks):
+        alike.setdefault(x_Kmn.shape, []).append(i)
+    done: dict[int, jax.Array] = {}
+    for places in alike.values():
+        stack = function(jnp.concatenate([banks[i] for i in places]))
+        done |= dict(zip(places, jnp.split(stack, len(places)), strict=True))
+    return [done[i] for i in range(len(banks))]
