@@ -56,7 +56,9 @@ class Bounds(NamedTuple):
 def bounds(first_BT: jax.Array, *, query_tile: int, key_tile: int) -> Bounds:
     """Return the tile of the lowest key of each query tile, and the end of the queries that see each key tile."""
     last_key_M = jnp.arange(key_tile - 1, first_BT.shape[1], key_tile)
-    end_BM = jax.vmap(lambda first_T: jnp.searchsorted(first_T, last_key_M, side="right"))(first_BT)
+    end_BM = jax.vmap(
+        lambda first_T: jnp.searchsorted(first_T, last_key_M, side="right", method="scan_unrolled")
+    )(first_BT)
     return Bounds(first_BT[:, ::query_tile] // key_tile, (-(-end_BM // query_tile)).astype(jnp.int32))
 
 
