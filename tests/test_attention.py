@@ -267,7 +267,7 @@ def test_triton_compiles_for_an_h100(head_dim):
 
 
 @hopper.needs_compiler
-@pytest.mark.parametrize("kind", ["a100", "l40s", "h100", "b200"])
+@pytest.mark.parametrize("kind", ["a100", "l40s", "b200"])
 def test_what_auto_chooses_fits_each_card(kind):
     """XLA refuses kernels with more shared memory than a block may use, and here those that spill registers, too."""
     capability = "{}.{}".format(*devices.load(kind).compute_capability)

@@ -284,8 +284,8 @@ def test_what_is_missing_is_said_in_one_line(args, said):
     ("args", "said"),
     [
         (["--seeds", "1,2,3"], "got 3 different seeds; need 2"),
-        (["--seeds", "-1,2"], "need 0 to 2147483647"),
-        (["--set", "nope=1"], "unknown setting 'nope'"),
+        pytest.param(["--seeds", "-1,2"], "need 0 to 2147483647", marks=pytest.mark.slow),
+        pytest.param(["--set", "nope=1"], "unknown setting 'nope'", marks=pytest.mark.slow),
     ],
 )
 def test_what_cannot_be_declared_is_said_in_one_line(tmp_path, smoke_data, args, said):

@@ -42,6 +42,7 @@ from speedrun.training.prepare import RunConfig, prepare
 from speedrun.training.program import Program
 from speedrun.training.train import _announce, train
 from speedrun.training.trainer import Trainer
+from speedrun.training.warmup import compile_all
 
 #: The smoke recipe, small enough for a test; 12 steps. Most of its time would be attention in validations.
 SMALL = {
@@ -108,6 +109,33 @@ def test_nothing_is_compiled_inside_the_clock(record):
     inside = names[names.index("ClockStart") : names.index("ClockStop")]
     assert "Compile" not in inside
     assert names.count("Compile") == 2  # one stage, one validation
+
+
+@dataclasses.dataclass(frozen=True)
+class Odd:
+    """Compiles in whether a step is odd."""
+
+    then: Any
+
+    def at(self, step: int, num_steps: int) -> dict[str, Any]:
+        return self.then.at(step, num_steps) | {"odd": step % 2 == 1}
+
+
+def test_an_input_that_a_program_does_not_read_costs_no_other_program(tmp_path, smoke_data, monkeypatch):
+    recipe = recipes.load("smoke").override(SMALL)
+    odd = dataclasses.replace(recipe, schedule=Odd(recipe.schedule))
+    monkeypatch.setattr(recipes, "load", lambda _: odd)
+    ready = prepare(RunConfig("smoke-cpu", tmp_path / "out", data=smoke_data))
+    with runlog.RunLog(tmp_path / "log", now) as log:
+        trainer = Trainer("tiny-1-00a1", "", ready, log, None)
+        trainer.state = ready.program.init(jax.random.key(0))
+        found = compile_all(trainer)
+    names = [
+        line.event.name for line in runlog.read(tmp_path / "log") if isinstance(line.event, runlog.Compile)
+    ]
+    assert len(found.steps) == 2
+    assert len({*found.steps.values()}) == 1
+    assert names == ["train/8x64, odd False", "eval/128x64, odd False"]
 
 
 @pytest.mark.slow

@@ -43,21 +43,24 @@ class Executables(NamedTuple):
 
 
 def compile_all(trainer: Trainer) -> Executables:
-    """Compile an executable for each shape of a step and of a validation.
+    """Compile an executable for each shape of a step and of a validation, but equal programs only once.
 
     Raise UsageError if a step needs more memory than a device has, by the compiler's count.
     """
     ready, state, tally = trainer.ready, trainer.state, trainer.tally
     program, recipe = ready.program, ready.recipe
+    done: dict[str, Any] = {}
 
     def compiled(name: str, lowered: Any) -> Any:
         watch = Stopwatch()
         faults.point("compile")
+        if (text := lowered.as_text()) in done:
+            return done[text]
         with _cache() as answers:
-            executable = program.compiled(lowered)
+            done[text] = program.compiled(lowered)
         trainer.log.emit(runlog.Compile(name, watch.seconds, answers[-1] if answers else "off"))
         tally.compile_s += watch.seconds
-        return executable
+        return done[text]
 
     def step(shape: StepShape) -> Any:
         inputs = state, *_random_ids(ready, shape), program.schedule
