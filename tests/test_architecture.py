@@ -43,13 +43,13 @@ HEAVY = {"jax", "jaxlib", "optax", "orbax", "matplotlib", "datasets", "huggingfa
 #: Budgets of lines that are not blank.
 SCIENCE_LINES = 1_187
 #: Record 89 has three times the mechanisms of record 21, and optimisers of its own.
-MORE_SCIENCE = {"record89": 585}
+MORE_SCIENCE = {"record89": 586}
 #: Of these, 700 are checkpoints, the watchdog, several processes, replicas on many nodes and fault injection.
-CLOSURE_LINES = 4_704
+CLOSURE_LINES = 4_709
 #: Kernels are counted by themselves: a record carries all forms its step could have chosen.
-KERNEL_LINES = 1_706
+KERNEL_LINES = 1_709
 #: Of the package without science, blank lines included; of one file; of one function, without decorators.
-PACKAGE_LINES = 28_914
+PACKAGE_LINES = 28_917
 FILE_LINES = 350
 FUNCTION_LINES = 60
 

@@ -1,5 +1,6 @@
 """What a batch will take: from records where there are some, else from the plan's arithmetic."""
 
+import functools
 import json
 import re
 import shutil
@@ -23,9 +24,13 @@ def invoke(*args: str) -> Result:
     return CliRunner().invoke(cli.command, ["plan", *args], prog_name="speedrun")
 
 
+PLANNED = functools.cache(planning.plan)  #: tracing takes seconds, and a plan is a function of its arguments
+
+
 @pytest.fixture(autouse=True)
 def _nothing_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPEEDRUN_DATA", str(tmp_path))
+    monkeypatch.setattr(planning, "plan", PLANNED)
 
 
 def test_a_run_takes_what_the_records_took():

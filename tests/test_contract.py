@@ -182,6 +182,7 @@ def test_the_gradient_of_its_loss_is_that_of_the_definition(toy):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-4, atol=1e-5), *both)
 
 
+@pytest.mark.slow
 def test_the_toy_trains_on_one_device_like_a_plain_loop(toy, batches, plain_losses):
     program, steps, losses = Program(toy, mesh.make_mesh(1), vocabulary=()), {}, []
     state = program.init(jax.random.key(0))

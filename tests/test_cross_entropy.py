@@ -234,6 +234,15 @@ def test_the_head_takes_as_few_chunks_as_fit(num_tokens, num_chunks):
     assert f"in {num_chunks} chunks" in choice.reason
 
 
+@pytest.mark.parametrize("cap", [CAP, math.inf])
+def test_where_memory_is_scarce_the_head_takes_more_chunks(cap):
+    call = HeadCall(49_152, 50_304, jnp.dtype(jnp.bfloat16), "gpu", "8.9", None, as_cap(cap))
+    few, many = (choose_head(one).function for one in (call, call._replace(chunk_tokens=12_288)))
+    assert isinstance(few, partial)
+    assert isinstance(many, partial)
+    assert many.keywords["num_chunks"] == 4 * few.keywords["num_chunks"]
+
+
 @pytest.mark.parametrize("num_chunks", [1, 3])
 def test_without_a_cap_it_is_plain_cross_entropy(num_chunks):
     """Against float64 on the host; the gradients are (softmax - one hot) W and (softmax - one hot)^T x."""

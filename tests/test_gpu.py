@@ -13,7 +13,17 @@ from speedrun.ground.errors import UsageError
 ON_GPU = jax.default_backend() == "gpu"
 
 
-@pytest.mark.parametrize("name", agreement.names())
+#: Those of which a CPU runs less in other tests. It interprets a kernel as slowly as it compiles one.
+QUICK = {"head-fp8", "banded"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if ON_GPU or name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+        for name in agreement.names()
+    ],
+)
 def test_a_kernel_agrees_with_its_definition(name):
     size = agreement.FULL if ON_GPU else agreement.TINY
     try:

@@ -102,7 +102,9 @@ def test_no_step_of_a_small_model_beats_its_floors(recipe: str):
         assert stage.step_s > max(stage.compute_floor_s, stage.traffic_floor_s)
 
 
-@pytest.mark.parametrize("kind", devices.DEVICES)
+@pytest.mark.parametrize(
+    "kind", ["4090", *(pytest.param(x, marks=pytest.mark.slow) for x in devices.DEVICES if x != "4090")]
+)
 def test_no_step_beats_its_floors(full_size: Recipe, kind: str):
     """And more devices are faster."""
     stages = [stage for n in (1, 8) for stage in planning.plan(full_size, kind, n, 8).stages]

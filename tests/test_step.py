@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 
 from speedrun.ground import mesh
@@ -19,7 +20,7 @@ from speedrun.science.kernels.cross_entropy import logits
 from speedrun.science.recipe import Batch, Recipe
 from speedrun.science.step import StepMetrics, TrainState
 from speedrun.training.fingerprint import fingerprint, state_hash
-from speedrun.training.program import Program
+from speedrun.training.program import Program, recomputed
 
 THREE_BLOCKS = Inputs({"window_blocks": 3}, {})
 
@@ -213,6 +214,28 @@ def test_scarce_memory_computes_norms_twice_and_no_product(tiny: Recipe, on_eigh
     )
     assert scarce.count("stablehlo.rsqrt") > ample.count("stablehlo.rsqrt")
     assert scarce.count("stablehlo.dot_general") == ample.count("stablehlo.dot_general")
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_scarce_memory_runs_no_kernel_twice(is_nested):
+    """Nested: the rule for gradients calls the operation again, as that of products in 8 bits does."""
+
+    def double(x_ref: Any, o_ref: Any) -> None:
+        o_ref[...] = 2 * x_ref[...]
+
+    def once(x: jax.Array) -> jax.Array:
+        return pl.pallas_call(double, out_shape=jax.typeof(x), interpret=True)(x)
+
+    kernel = jax.custom_vjp(once)
+
+    def forward(x: jax.Array, _: jax.Array, **more: Any) -> jax.Array:
+        return jnp.exp(kernel(jnp.sin(x)) * more["scale"])
+
+    kernel.defvjp(lambda x: ((kernel if is_nested else once)(x), ()), lambda _, dy: (2 * dy,))
+    thrifty: Any = recomputed(forward)  # pyright: ignore[reportArgumentType]
+    x = jnp.ones(8)
+    text = str(jax.make_jaxpr(jax.grad(lambda x: thrifty(x, x, scale=3.0).sum()))(x))
+    assert (text.count("pallas_call["), text.count(" exp ")) == (1, 2)
 
 
 def test_every_parameter_moves_and_no_two_start_equal(on_eight, tiny):

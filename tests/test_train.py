@@ -549,7 +549,7 @@ def test_the_folder_of_a_run_must_be_writable(tmp_path, smoke_data):
         ),
         ({"overrides": {"config.num_heads": "0"}}, "num_heads is 0; need `int` >= 1"),
         ({"overrides": {"schedule.momentum_steps": "0"}}, "momentum_steps is 0; need `int` >= 1"),
-        ({"overrides": {"schedule.cooldown_fraction": "0"}}, "cooldown_fraction is 0.0; need `float` > 0"),
+        ({"overrides": {"schedule.cooldown_fraction": "0"}}, "cooldown_fraction is 0.0; need `float` >= 1e-30"),
         ({"overrides": {"optimizer.muon_lr": "1e999"}}, "need a number"),
         ({"overrides": {"name": "../../x"}}, "write a recipe file"),
         ({"overrides": {"config.document_token": "3"}}, "for the start of a document"),

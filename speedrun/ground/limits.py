@@ -10,20 +10,20 @@ from msgspec import Meta
 Count = Annotated[int, Meta(ge=1, lt=2**31)]
 Natural = Annotated[int, Meta(ge=0, lt=2**31)]
 Steps = Annotated[int, Meta(ge=1, le=1_000_000)]  #: all are planned before the first
-Positive = Annotated[float, Meta(gt=0)]
-Rate = Annotated[float, Meta(ge=0)]  #: of learning, of decay
+Positive = Annotated[float, Meta(ge=1e-30, le=1e7)]  #: far inside what float32 holds
+Rate = Annotated[float, Meta(ge=0, le=1e7)]  #: of learning, of decay
 Momentum = Annotated[float, Meta(ge=0, lt=1)]  #: of a running mean, also of squares
 Fraction = Annotated[float, Meta(gt=0, le=1)]
 
 
 def check(node: Any) -> None:
     """Raise ValueError for a value in a dataclass, or in dataclasses below it, that its type does not permit."""
-    for field in fields(node) if is_dataclass(node) else ():
+    for field in fields(node) if is_dataclass(node) and not isinstance(node, type) else ():
         value = getattr(node, field.name)
         if _is_plain(hint := field.type):
             try:
                 msgspec.convert(value, hint)
-            except msgspec.ValidationError as error:
+            except (msgspec.ValidationError, TypeError) as error:
                 need = f"need {hint}" if "enum" in str(error) else str(error).replace("Expected", "need")
                 raise ValueError(f"{field.name} is {value!r}; {need.replace('typing.', '')}") from None
         for part in value if isinstance(value, tuple) else (value,):
@@ -32,7 +32,7 @@ def check(node: Any) -> None:
 
 def _is_plain(hint: Any) -> bool:
     """Only these have limits. Of a class, msgspec would evaluate annotations that are text."""
-    if hint in (int, float, str, NoneType, ...) or get_origin(hint) is Literal:
+    if any(hint is plain for plain in (bool, int, float, str, NoneType, ...)) or get_origin(hint) is Literal:
         return True
     parts = get_args(hint)[:1] if get_origin(hint) is Annotated else get_args(hint)
     return get_origin(hint) in (Annotated, tuple, Union, UnionType) and all(map(_is_plain, parts))

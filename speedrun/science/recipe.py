@@ -211,13 +211,12 @@ def _literal(old: Any, key: str, text: str) -> Any:
     """Parse `text` as a value of the type of `old`."""
     kind = type(old)
     if kind is str:
-        return text
+        return text.strip()
     try:
         value = ast.literal_eval(text)
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-        value = None  # these are all that literal_eval may raise
-    if kind is float and type(value) is int:
-        value = float(value)
+        value = float(value) if kind is float and type(value) is int else value
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError, OverflowError):
+        value = None  # these are all that both may raise
     if kind is float and isinstance(value, float) and not math.isfinite(value):
         value = None
     if kind not in (int, float, tuple) or type(value) is not kind:

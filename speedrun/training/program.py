@@ -28,8 +28,8 @@ FOREIGN = ("__gpu$xla.gpu.triton", "mosaic_gpu_v2", "dew_flash3_mha_varlen_fwd",
 _CALLS = re.compile(
     r'\bcustom_call @"?([^\s"(]+)|call_target_name = "([^"]*)"|stablehlo\.(infeed|outfeed|send|recv)\b'
 )
-#: What the backward pass finds stored if memory is scarce: results of products, and of kernels.
-STORED = ("dot_general", "pallas_call", "ffi_call")
+#: What the backward pass finds stored if memory is scarce: results of products, kernels and rules around them.
+STORED = ("dot_general", "pallas_call", "ffi_call", "custom_vjp_call")
 MOST_CONSTANT_BYTES = 2**25  #: of a recipe; each device has them, and each program of the referee
 
 
@@ -239,8 +239,10 @@ def recomputed(forward: Forward) -> Forward:
     def is_stored(primitive: Any, *_: Any, **__: Any) -> bool:
         return primitive.name in STORED
 
-    def thrifty(params: Params, tokens_BT: jax.Array, *rest: Any) -> jax.Array:
-        run = jax.checkpoint(lambda params, tokens_BT: forward(params, tokens_BT, *rest), policy=is_stored)
+    def thrifty(params: Params, tokens_BT: jax.Array, *rest: Any, **more: Any) -> jax.Array:
+        run = jax.checkpoint(
+            lambda params, tokens_BT: forward(params, tokens_BT, *rest, **more), policy=is_stored
+        )
         return run(params, tokens_BT)
 
     return thrifty

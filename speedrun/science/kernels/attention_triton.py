@@ -11,6 +11,7 @@ Source: the recurrence is that of Dao et al. 2022 and 2023, FlashAttention 1 and
 
 import math
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -42,8 +43,8 @@ class Tiles(NamedTuple):
 FORWARD = Tiles(queries=128, keys=64, num_warps=8, num_stages=3)
 BACKWARD = Tiles(queries=64, keys=64, num_warps=4, num_stages=2)
 #: By compute capability. With four warps, registers spill on 8.x.
-BACKWARD_ON = dict.fromkeys(("9.0", "10.0"), BACKWARD)
-BACKWARD_ON |= dict.fromkeys(("8.0", "8.9"), BACKWARD._replace(num_warps=8))
+_WIDE = BACKWARD._replace(num_warps=8)
+BACKWARD_ON = MappingProxyType({"8.0": _WIDE, "8.9": _WIDE, "9.0": BACKWARD, "10.0": BACKWARD})
 
 
 class Bounds(NamedTuple):

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from speedrun.ground import limits
 from speedrun.ground.limits import Count, Natural
 from speedrun.science.kernels.cross_entropy_gpu import Fp8
 from speedrun.science.kernels.mlp import Factors
@@ -66,6 +67,7 @@ class Config:
     mlp_dtype: Factors  #: of the factors of the MLPs' forward products in training
 
     def __post_init__(self) -> None:
+        limits.check(self)
         if len(self.layers) != 11:
             raise ValueError(f"layers has {len(self.layers)} entries; this architecture has 11")
         if self.model_dim % self.num_heads or self.head_dim % 4 or self.num_heads % 2:

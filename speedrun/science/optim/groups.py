@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from speedrun.ground.errors import UsageError
-from speedrun.ground.limits import Count, Momentum, Positive, Rate
+from speedrun.ground.limits import Momentum, Natural, Positive, Rate
 from speedrun.science.inputs import Inputs
 from speedrun.science.optim.muon import scale_by_muon, shape_factor
 from speedrun.science.params import Dtype, Layout
@@ -76,7 +76,7 @@ class MuonAndAdam:
     """
 
     muon_lr: Rate
-    muon_steps: Count
+    muon_steps: Natural
     muon_dtype: Dtype  #: of the Newton-Schulz iteration
     embed_lr: Rate
     head_lr: Rate

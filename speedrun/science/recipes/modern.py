@@ -12,7 +12,7 @@ from functools import partial
 
 import optax
 
-from speedrun.ground.limits import Count, Rate
+from speedrun.ground.limits import Natural, Rate
 from speedrun.science.models import modern
 from speedrun.science.optim.groups import Adam, by_group, scale_by_input
 from speedrun.science.optim.muon import scale_by_muon, shape_factor
@@ -26,7 +26,7 @@ class MuonAndAdam:
     """Muon for the matrices, Adam for table and head. Learning rates are peak values, multiplied by `lr_scale`."""
 
     muon_lr: Rate
-    muon_steps: Count
+    muon_steps: Natural
     muon_dtype: Dtype  #: of the Newton-Schulz iteration
     embed_lr: Rate
     head_lr: Rate

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import optax
 
-from speedrun.ground.limits import Count, Momentum, Positive, Rate
+from speedrun.ground.limits import Momentum, Natural, Positive, Rate
 from speedrun.science.models import muon
 from speedrun.science.optim.groups import Adam, by_group, scale_by_input
 from speedrun.science.optim.muon import scale_by_muon
@@ -34,7 +34,7 @@ class MuonAndAdam:
     """Muon for the matrices, Adam for the table. Learning rates are peak values, multiplied by `lr_scale`."""
 
     muon_lr: Rate  #: root mean square of an update's entries
-    muon_steps: Count
+    muon_steps: Natural
     muon_dtype: Dtype  #: of the Newton-Schulz iteration
     head_lr: Rate
     adam: Adam
