@@ -45,11 +45,11 @@ SCIENCE_LINES = 1_187
 #: Record 89 has three times the mechanisms of record 21, and optimisers of its own.
 MORE_SCIENCE = {"record89": 586}
 #: Of these, 700 are checkpoints, the watchdog, several processes, replicas on many nodes and fault injection.
-CLOSURE_LINES = 4_709
+CLOSURE_LINES = 4_710
 #: Kernels are counted by themselves: a record carries all forms its step could have chosen.
 KERNEL_LINES = 1_709
 #: Of the package without science, blank lines included; of one file; of one function, without decorators.
-PACKAGE_LINES = 28_917
+PACKAGE_LINES = 28_918
 FILE_LINES = 350
 FUNCTION_LINES = 60
 

@@ -549,8 +549,12 @@ def test_the_folder_of_a_run_must_be_writable(tmp_path, smoke_data):
         ),
         ({"overrides": {"config.num_heads": "0"}}, "num_heads is 0; need `int` >= 1"),
         ({"overrides": {"schedule.momentum_steps": "0"}}, "momentum_steps is 0; need `int` >= 1"),
-        ({"overrides": {"schedule.cooldown_fraction": "0"}}, "cooldown_fraction is 0.0; need `float` >= 1e-30"),
+        (
+            {"overrides": {"schedule.cooldown_fraction": "0"}},
+            "cooldown_fraction is 0.0; need `float` >= 1e-37",
+        ),
         ({"overrides": {"optimizer.muon_lr": "1e999"}}, "need a number"),
+        ({"overrides": {"schedule.final_window": "1e300"}}, "need `float` <= 1"),
         ({"overrides": {"name": "../../x"}}, "write a recipe file"),
         ({"overrides": {"config.document_token": "3"}}, "for the start of a document"),
         ({"num_devices": 3}, "divisor of 8"),

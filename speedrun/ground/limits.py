@@ -10,8 +10,9 @@ from msgspec import Meta
 Count = Annotated[int, Meta(ge=1, lt=2**31)]
 Natural = Annotated[int, Meta(ge=0, lt=2**31)]
 Steps = Annotated[int, Meta(ge=1, le=1_000_000)]  #: all are planned before the first
-Positive = Annotated[float, Meta(ge=1e-30, le=1e7)]  #: far inside what float32 holds
-Rate = Annotated[float, Meta(ge=0, le=1e7)]  #: of learning, of decay
+Positive = Annotated[float, Meta(ge=1e-37, le=1e38)]  #: in float32
+Rate = Annotated[float, Meta(ge=0, le=1e38)]  #: of learning, of decay
+Blocks = Annotated[float, Meta(ge=0, le=1e7)]  #: of a window: its tokens are counted in 32 bits
 Momentum = Annotated[float, Meta(ge=0, lt=1)]  #: of a running mean, also of squares
 Fraction = Annotated[float, Meta(gt=0, le=1)]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from speedrun.ground.limits import Count, Momentum, Positive, Rate
+from speedrun.ground.limits import Blocks, Count, Momentum, Positive, Rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class Schedule:
     momentum_start: Momentum
     momentum_end: Momentum
     momentum_steps: Count
-    final_window: Rate  #: blocks; the window is ceil(final_window * progress), at least 1
+    final_window: Blocks  #: blocks; the window is ceil(final_window * progress), at least 1
 
     def at(self, step: int, num_steps: int) -> dict[str, Any]:
         """Return the inputs of step `step` (from 0) of `num_steps`; `num_steps` itself is the last validation."""

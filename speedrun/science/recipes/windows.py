@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from speedrun.ground.limits import Rate
+from speedrun.ground.limits import Blocks
 from speedrun.science.models import windows
 from speedrun.science.recipe import Stage
 from speedrun.science.recipes import unet
@@ -26,7 +26,7 @@ class GrowingWindow:
     """A schedule with a window that grows linearly from one block, rounded down to whole blocks."""
 
     then: Any  #: another schedule, which gives all other inputs
-    growth_blocks: Rate
+    growth_blocks: Blocks
 
     def at(self, step: int, num_steps: int) -> dict[str, Any]:
         """Return the inputs of step `step` (from 0) of `num_steps`."""
