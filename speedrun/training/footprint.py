@@ -89,12 +89,12 @@ def flops_per_token(table: Table) -> float:
 
 
 def fitted(program: Program, limit_bytes: int) -> Program:
-    """Return the program, or with the same mathematics the one for scarce memory, if it needs more than the limit."""
+    """Return the program, or if it needs more than the limit, the one for scarce memory."""
     return program if most_bytes(program) <= limit_bytes else replace(program, memory="scarce")
 
 
 def fitted_here(program: Program) -> Program:
-    """Return `fitted` for its devices, or raise UsageError if that is too large. A CPU has ample memory, or none."""
+    """Return `fitted` for its devices, as it is for CPUs; raise UsageError if it is too large."""
     limit_bytes = meshes.memory_bytes(program.mesh)
     program = program if program.kernels.platform == "cpu" else fitted(program, limit_bytes)
     require(program, most_bytes(program))

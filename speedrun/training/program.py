@@ -234,7 +234,7 @@ class Program:
 
 
 def recomputed(forward: Forward) -> Forward:
-    """Return the same function, of whose activations the backward pass computes all but `STORED` again."""
+    """Return the same function; the backward pass computes again all but `STORED`."""
 
     def is_stored(primitive: Any, *_: Any, **__: Any) -> bool:
         return primitive.name in STORED
