@@ -800,6 +800,7 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V503", "shadows a package", extended("numpy.py", "float32 = 1\n")),
     ("V504", "a long string", science(f"W = {BASE64!r}\n")),
     ("V504", "a row of settings", configured({"config": {"weights": NUMBERS[:300]}})),
+    ("V504", "long settings", configured({"config": {f"{i:030}": f"{i:030}" for i in range(200)}})),
     ("V504", "many settings", configured({"config": {str(i): NUMBERS[i] for i in range(300)}})),
     ("V504", "bytes", science(f"W = {WEIGHTS[:500]!a}\n")),
     ("V504", "a long integer", science(f"W = {int.from_bytes(WEIGHTS[:500]):#x}\n")),

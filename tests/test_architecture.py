@@ -49,7 +49,7 @@ CLOSURE_LINES = 4_710
 #: Kernels are counted by themselves: a record carries all forms its step could have chosen.
 KERNEL_LINES = 1_709
 #: Of the package without science, blank lines included; of one file; of one function, without decorators.
-PACKAGE_LINES = 28_918
+PACKAGE_LINES = 28_919
 FILE_LINES = 350
 FUNCTION_LINES = 60
 

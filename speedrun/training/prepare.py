@@ -203,5 +203,5 @@ def _check_ids(recipe: Recipe, track: tracks.Track) -> None:
     if (opens := getattr(recipe.config, "document_token", needed)) != needed:
         raise UsageError(
             f"recipe {recipe.name} takes id {opens} for the start of a document, {track.id} needs {needed}; "
-            f"--set config.document_token={needed}, or choose another recipe"
+            f"--set config.document_token={needed}, --set size=smoke or choose another"
         )

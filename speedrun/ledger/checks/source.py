@@ -263,8 +263,9 @@ def no_weights(record: Record) -> Iterator[str]:
     science = [code for path, code in files.items() if is_science(path)]
     for one in map(_settings, record.finished):
         yield from (f"settings: {what}" for _, what in one.large)
-        if one.num_numbers > _MOST_SETTINGS:
-            yield f"{one.num_numbers:,} numbers in the settings; at most {_MOST_SETTINGS}"
+        if one.num_numbers > _MOST_SETTINGS or one.num_bytes > 2**13:
+            got = f"{one.num_numbers:,} numbers and {one.num_bytes:,} bytes in the settings"
+            yield f"{got}; at most {_MOST_SETTINGS} and {2**13:,}"
     literals = [code.literals for code in science]
     sums = (
         (sum(one.num_bytes for one in literals), _MOST_LITERAL_BYTES, "bytes of literals in the science"),
