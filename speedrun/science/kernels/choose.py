@@ -31,8 +31,9 @@ TOKENS_PER_DOCUMENT = 32
 def choose_attention(wanted: str, call: forms.AttentionCall) -> Choice:
     """Return the wanted form, or for "auto" the first form in order of preference that can run.
 
-    On a GPU the order is triton, banded, definition; never `flash3`, a third-party binary with a program per window. On
-    a CPU it is the definition for short sequences and windows that cover the whole sequence, and banded otherwise.
+    On a GPU the order is triton, banded, definition. "auto" never chooses `flash3`, a third-party binary that needs one
+    program per window. On a CPU it chooses the definition for short
+    sequences and for windows that cover the whole sequence, and banded otherwise.
 
     Raises:
         UsageError: if the name is unknown or the form cannot run; the message lists all reasons.
@@ -51,9 +52,8 @@ def choose_attention(wanted: str, call: forms.AttentionCall) -> Choice:
 
 def choose_qk_norm(wanted: str, call: forms.QkNormCall) -> Choice:
     """Return a form from `QK_NORM`, as `choose_attention` does; "auto" prefers the fused kernel."""
-    return _choose(
-        "qk_norm", forms.QK_NORM, wanted, ["triton", "definition"], "one pass where it can run", call
-    )
+    order, why = ["triton", "definition"], "one pass where it can run"
+    return _choose("qk_norm", forms.QK_NORM, wanted, order, why, call)
 
 
 def _choose(

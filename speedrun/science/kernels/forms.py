@@ -23,8 +23,8 @@ from speedrun.science.kernels.qk_norm import qk_norm
 MOST_SCORE_BYTES = 4 * 2**30
 #: Tokens per chunk of logits on a GPU: 4.9 GB in 16 bits with the GPT-2 vocabulary.
 HEAD_TOKENS = 49_152
-_HOPPER = MappingProxyType({"9.0": "H100 or H200"})  #: by compute capability
-_TRITON = MappingProxyType({"8.0": "A100", "8.9": "L40S or 4090", **_HOPPER, "10.0": "B200"})
+_HOPPER = "H100 or H200 (gpu 9.0)"
+_TRITON = f"A100 (gpu 8.0), L40S or 4090 (gpu 8.9), {_HOPPER}, B200 (gpu 10.0)"
 
 
 class Choice(NamedTuple):
@@ -110,14 +110,12 @@ def _flash3_refusals(call: AttentionCall) -> list[str]:
     return reasons
 
 
-def _platform_refusals(call: Any, cards: Mapping[str, str] = _HOPPER) -> list[str]:
-    if call.platform == "gpu" and call.compute_capability in cards:
-        return []
-    need = ", ".join(f"{card} (gpu {capability})" for capability, card in cards.items())
-    return [f"this is a {call.platform} {call.compute_capability}".strip() + f"; the kernels need an {need}"]
+def _platform_refusals(call: Any, cards: str = _HOPPER) -> list[str]:
+    here = f"{call.platform} {call.compute_capability}".strip()
+    return [] if f"({here})" in cards else [f"this is a {here}; the kernels need an {cards}"]
 
 
-def _refusals(call: AttentionCall | QkNormCall, cards: Mapping[str, str] = _HOPPER) -> list[str]:
+def _refusals(call: AttentionCall | QkNormCall, cards: str = _HOPPER) -> list[str]:
     other = [] if call.dtype == jnp.bfloat16 else [f"{call.dtype} inputs; the kernels need bfloat16"]
     return _platform_refusals(call, cards) + other
 
