@@ -40,6 +40,7 @@ GROUPS = {
         "sweep": "Compare settings or features of a recipe, or a recipe with its ancestors.",
         "import-log": "Read other people's logs, and report how much equal runs differ.",
     },
+    "Use": {"sample": "Let a trained model write.", "eval": "Score a trained model on other text."},
     "Publish": {
         "describe": "Set title, authors, changes and parent of a record.",
         "submit": "Validate a record, scan it for secrets, and pack it for a pull request.",
@@ -80,10 +81,9 @@ class _Commands(Group):
     def main(self, args: Sequence[str] | None = None, *rest: Any, **named: Any) -> NoReturn:
         """Run a command and exit. An expected error is one line; others keep their traceback."""
         words = list(sys.argv[1:] if args is None else args)
-        named["standalone_mode"] = False  # raises click's own errors
         try:
             _check_words(words)
-            sys.exit(super().main(words, *rest, **named))
+            sys.exit(super().main(words, *rest, **{**named, "standalone_mode": False}))  # raises its errors
         except click.exceptions.NoArgsIsHelpError as error:
             error.show()
             sys.exit(error.exit_code)

@@ -2,7 +2,7 @@
 
 import click
 
-from speedrun.cli import measure, program, rates
+from speedrun.cli import measure, program, rates, sample
 from speedrun.cli.options import (
     Decorator,
     Group,
@@ -21,7 +21,7 @@ def command() -> None:
     """Time operations side by side, in one run."""
 
 
-for _command in (measure.everything, measure.rival, program.step, *rates.COMMANDS):
+for _command in (measure.everything, measure.rival, program.step, sample.bench, *rates.COMMANDS):
     command.add_command(_command)
 
 

@@ -97,7 +97,7 @@ def _digests(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return {name: fingerprint(array) for name, array in arrays.items()}
 
 
-def described(state: TrainState) -> dict[str, Array]:
+def described(state: Any) -> dict[str, Array]:
     """Return shape, dtype and digest of every array; they do not depend on the number of devices."""
     arrays = named(state)
     digests = fetch(_digests(arrays))
@@ -207,7 +207,7 @@ class Checkpoints:
         for step in self.steps:
             try:
                 return self._restore(step, program, config_sha256)
-            except _Damaged as damage:
+            except Damaged as damage:
                 say(f"checkpoint {step} is damaged ({damage}); removed, the one before it is tried")
                 self._manager.delete(step)
         raise CheckpointError(
@@ -217,7 +217,7 @@ class Checkpoints:
     def _restore(self, step: int, program: Program, config_sha256: str) -> tuple[TrainState, Facts]:
         facts = self._facts(step)
         if facts.step != step:
-            raise _Damaged(f"it holds step {facts.step}")
+            raise Damaged(f"it holds step {facts.step}")
         abstract = jax.eval_shape(program.init, jax.random.key(0))
         expected = named(abstract)
         _check_fit(facts, expected, config_sha256, self._folder / str(step))
@@ -227,18 +227,18 @@ class Checkpoints:
             for name, array in expected.items()
         }
         args = self._ocp.args.Composite(state=self._ocp.args.StandardRestore(wanted))
-        with _raise_damaged():
+        with raise_damaged():
             found = self._manager.restore(step, args=args)["state"]
         state = jax.tree.unflatten(jax.tree.structure(abstract), [found[name] for name in expected])
         for name, array in described(state).items():
             if array.digest != facts.arrays[name].digest:
-                raise _Damaged(f"{name} is not what was written")
+                raise Damaged(f"{name} is not what was written")
         self.newest = step
         return state, facts
 
     def _facts(self, step: int) -> Facts:
         args = self._ocp.args.Composite(facts=self._ocp.args.JsonRestore())
-        with _raise_damaged():
+        with raise_damaged():
             return msgspec.json.decode(unseal(self._manager.restore(step, args=args)["facts"]), type=Facts)
 
     def settle(self) -> None:
@@ -264,12 +264,12 @@ class Checkpoints:
             ) from None
 
 
-class _Damaged(Exception):
+class Damaged(Exception):
     """A checkpoint that cannot be read, or is not what was written."""
 
 
 @contextmanager
-def _raise_damaged() -> Iterator[None]:
+def raise_damaged() -> Iterator[None]:
     """Turn errors of orbax and tensorstore about cut, missing or garbled files into one line."""
     reason = ""
     try:
@@ -281,7 +281,7 @@ def _raise_damaged() -> Iterator[None]:
         hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
         gc.collect()
         sys.unraisablehook = hook
-        raise _Damaged(reason)
+        raise Damaged(reason)
 
 
 def _check_fit(facts: Facts, expected: dict[str, Any], config_sha256: str, where: Path) -> None:

@@ -1,0 +1,207 @@
+"""`speedrun sample`: let a trained model write."""
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+
+from speedrun.cli.options import (
+    Integer,
+    Number,
+    data_option,
+    example,
+    json_option,
+    parse_settings,
+    recipe_option,
+    settings_option,
+)
+from speedrun.cli.program import show
+from speedrun.ground.clock import Stopwatch
+from speedrun.ground.errors import UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from speedrun.trained.decode import Decoder, Draw
+    from speedrun.trained.words import Text
+
+#: Tokens between two looks at the terminal.
+_CHUNK = 16
+
+
+@click.command(
+    epilog=example(
+        "speedrun sample runs/docs --prompt 'Return the'",
+        "speedrun sample runs/docs --prompt @prompt.txt --tokens 200 --temperature 0.5 --top-k 40",
+        "speedrun sample runs/docs --prompt 'A list' --samples 4 --seed 1 --json",
+        "speedrun sample runs/first --ids 256,17,4",
+    )
+)
+@click.argument("run", type=click.Path(path_type=Path), metavar="RUN")
+@click.option(
+    "--prompt",
+    "prompts",
+    multiple=True,
+    metavar="TEXT|@FILE",
+    help="What the text begins with; repeatable. Default: the start of a document.",
+)
+@click.option(
+    "--ids", multiple=True, metavar="I,J,...", help="A prompt as ids, taken as they are. Repeatable."
+)
+@click.option(
+    "--tokens", type=Integer(1), default=100, show_default=True, metavar="N", help="How many to write."
+)
+@click.option(
+    "--samples", type=Integer(1), default=1, show_default=True, metavar="N", help="Texts of each prompt."
+)
+@click.option(
+    "--temperature",
+    type=Number(0),
+    default=0.8,
+    show_default=True,
+    metavar="X",
+    help="Of the softmax; 0: always the most probable token.",
+)
+@click.option(
+    "--top-k", type=Integer(0), default=0, metavar="K", help="Only the K most probable tokens. Default: all."
+)
+@click.option(
+    "--top-p",
+    type=Number(0, 1),
+    default=1.0,
+    metavar="P",
+    help="Only the most probable tokens that have probability P together. Default: all.",
+)
+@click.option("--seed", type=Integer(0), default=0, show_default=True, metavar="N", help="Of the draws.")
+@click.option("--step", type=Integer(0), metavar="N", help="Of the checkpoint. Default: the newest.")
+@recipe_option(text="The run's recipe, if it is in a file of your own.")
+@data_option
+@json_option
+def command(
+    *, run: Path, prompts: tuple[str, ...], ids: tuple[str, ...], as_json: bool, **given: Any
+) -> None:
+    """Continue prompts with the weights of a run, which it keeps with --checkpoint-every.
+
+    A text ends where the model ends the document. The same seed gives the same text.
+    """
+    from speedrun.trained import decode, weights, words
+
+    trained = weights.load(run, data=given["data"], recipe=given["recipe"], step=given["step"])
+    spoken = words.of_track(trained.track, trained.folder)
+    texts = [_text(prompt) for prompt in prompts] if prompts or ids else [""]
+    starts = [*map(spoken.encode, texts), *(spoken.checked(_numbers(text)) for text in ids)]
+    starts = [start for start in starts for _ in range(given["samples"])]
+    recipe = trained.program.recipe
+    decoder = decode.Decoder(
+        recipe,
+        trained.inputs,
+        trained.params,
+        vocab_size=trained.track.data.vocab_size,
+        num_positions=max(map(len, starts)) + given["tokens"],
+    )
+    say = partial(click.echo, err=True)
+    say(f"model {recipe.name} after {trained.step:,} steps, trained on {trained.track.id}")
+    how = decode.Draw(given["temperature"], given["top_k"], given["top_p"], given["seed"])
+    found = [words.Text(spoken, start) for start in starts]
+    num_written, seconds = _write(decoder, starts, found, given["tokens"], how, is_shown=not as_json)
+    rate = num_written / seconds if seconds else None
+    if as_json:
+        samples = [
+            {"prompt": x.prompt, "text": x.text, "ids": x.ids, "has_ended": x.has_ended} for x in found
+        ]
+        facts = {"recipe": recipe.name, "step": trained.step, "track": trained.track.id, "tokens_per_s": rate}
+        click.echo(msgspec.json.encode(facts | {"samples": samples}))
+    if rate is not None:
+        say(
+            f"{num_written:,} tokens in {seconds:.2f} s, {rate:,.0f} tokens/s after the first {_CHUNK} of each text"
+        )
+
+
+def _write(
+    decoder: "Decoder",
+    starts: "list[np.ndarray]",
+    found: "list[Text]",
+    num_tokens: int,
+    how: "Draw",
+    *,
+    is_shown: bool,
+) -> tuple[int, float]:
+    """Continue all texts, and show one as it grows, several when they are done.
+
+    Returns:
+        Tokens that were computed after the first chunk, and the seconds for them: the first one compiles.
+    """
+    is_one = is_shown and len(found) == 1
+    if is_one:
+        click.echo(found[0].prompt, nl=False)
+    texts, watch, num_timed, left = decoder.start(starts), Stopwatch(), 0, num_tokens
+    while left and not all(text.has_ended for text in found):
+        chunk = min(_CHUNK, left)
+        left -= chunk
+        texts, ids_PN = decoder.extend(texts, chunk, how)
+        for text, ids_N in zip(found, ids_PN, strict=True):
+            new = text.add(ids_N, is_last=not left)
+            if is_one:
+                click.echo(new, nl=False)
+        if left == num_tokens - chunk:
+            watch = Stopwatch()
+        else:
+            num_timed += chunk * len(found)
+    seconds = watch.seconds
+    if is_one:
+        click.echo()
+    elif is_shown:
+        for number, text in enumerate(found, 1):
+            click.echo(f"--- {number} of {len(found)}\n{text.prompt}{text.text}")
+    return num_timed, seconds if num_timed else 0.0
+
+
+def _text(prompt: str) -> str:
+    """Return a prompt, or the text of a file if it is named with @."""
+    if not prompt.startswith("@"):
+        return prompt
+    path = Path(prompt[1:])
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8"
+        raise UsageError(
+            f"{path}: {reason}; need a file of text in UTF-8; a prompt that begins with @ is a file"
+        ) from None
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise UsageError(f"--ids {text!r}; need numbers with commas between them: --ids 1,2,3") from None
+
+
+@click.command(
+    "sample",
+    epilog=example("speedrun bench sample", "speedrun bench sample --recipe record21 --set size=nano"),
+)
+@recipe_option("smoke", "Whose model, with its initial weights.")
+@click.option("--tokens", type=Integer(2), default=256, show_default=True, help="Length of the text.")
+@click.option(
+    "--new", type=Integer(1), default=32, show_default=True, help="Of these, tokens that are timed."
+)
+@settings_option
+@json_option
+def bench(*, recipe: str, tokens: int, new: int, settings: tuple[str, ...], as_json: bool) -> None:
+    """Generation with cached keys and values, against the whole forward pass for each token."""
+    overrides = parse_settings(settings)
+    if new >= tokens:
+        raise UsageError(
+            f"--new {new} of --tokens {tokens}; the text begins with a token that is given; ask for fewer"
+        )
+    from speedrun.bench import decoding
+    from speedrun.ground import mesh
+    from speedrun.science import recipes
+    from speedrun.training.program import Program
+
+    mesh.prepare("any")
+    one = Program(recipes.load(recipe).override(overrides), mesh.make_mesh(1))
+    show(decoding.decoding(one, num_tokens=tokens, num_new=new), as_json=as_json)

@@ -1,0 +1,142 @@
+"""Continues prompts: one jitted loop over tokens, for all prompts at once.
+
+Legend: P prompts, T positions, V vocabulary, N new tokens.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from speedrun.ground.errors import UsageError
+from speedrun.science.inputs import Inputs
+from speedrun.science.params import Params
+from speedrun.science.recipe import Recipe
+from speedrun.trained.incremental import DecodingKernels, Incremental
+
+#: Lengths are rounded up to a multiple: programs are compiled for one length.
+POSITIONS = 64
+
+
+class Draw(NamedTuple):
+    """How a token is drawn from the model's distribution."""
+
+    temperature: float = 1.0  #: of the softmax; 0: always the most probable token
+    top_k: int = 0  #: only the so many most probable tokens; 0: all
+    top_p: float = 1.0  #: only the fewest most probable tokens that have this probability together
+    seed: int = 0
+
+
+class Texts(NamedTuple):
+    """Prompts and what follows them so far, on the device."""
+
+    tokens_PT: jax.Array  #: i32, zero after the last token
+    length_P: jax.Array  #: i32
+    caches: list[jax.Array]  #: [P, ...]
+
+
+def drawn(z_V: jax.Array, key: jax.Array, how: Draw) -> jax.Array:
+    """Draw an id from softmax(z / temperature), cut to the most probable tokens: i32 [].
+
+    By the largest z / temperature + g, g = -log(-log u) with u uniform (Gumbel 1954): other frameworks can repeat it
+    from the same uniform numbers.
+    """
+    z_V = z_V.astype(jnp.float32)
+    scaled_V = z_V / jnp.where(how.temperature > 0, how.temperature, 1.0)
+    order_V = jnp.argsort(-scaled_V)
+    p_V = jax.nn.softmax(scaled_V[order_V])
+    before_V = jnp.cumsum(p_V) - p_V
+    rank_V = jnp.arange(len(z_V))
+    # The most probable token always stays.
+    kept_V = (rank_V < jnp.where(how.top_k > 0, how.top_k, len(z_V))) & (before_V < how.top_p) | (rank_V == 0)
+    u_V = jax.random.uniform(key, z_V.shape, minval=jnp.finfo(jnp.float32).tiny)
+    noisy_V = jnp.where(kept_V, scaled_V[order_V] - jnp.log(-jnp.log(u_V[order_V])), -jnp.inf)
+    return jnp.where(how.temperature > 0, order_V[jnp.argmax(noisy_V)], jnp.argmax(z_V)).astype(jnp.int32)
+
+
+class Decoder:
+    """A model that continues prompts. Programs are compiled at the first call."""
+
+    def __init__(
+        self, recipe: Recipe, inputs: Inputs, params: Params, *, vocab_size: int, num_positions: int
+    ) -> None:
+        """Read the model for sequences of up to so many tokens.
+
+        Args:
+            recipe: gives `forward` and `logits`.
+            inputs: those of the last validation.
+            params: by name, in the compute dtype.
+            vocab_size: ids that the data has; the model may know more, which are never drawn.
+            num_positions: prompt and new tokens.
+
+        Raises:
+            UsageError: if the model takes no sequences of this length.
+        """
+        self.num_positions = -(-num_positions // POSITIONS) * POSITIONS
+        longest = recipe.eval_seq_len
+        if num_positions > longest:
+            raise UsageError(
+                f"{num_positions:,} tokens of prompt and text; the model was scored on {longest:,} at a time; "
+                "shorten the prompt, or ask for fewer --tokens"
+            )
+        self.num_positions = min(self.num_positions, longest)
+        self._params, kernels = params, DecodingKernels()
+        self.model = Incremental(
+            lambda params, tokens_BT: recipe.forward(params, tokens_BT, inputs, recipe.config, kernels),
+            params,
+            self.num_positions,
+        )
+        self._logits = lambda params, x_ND: recipe.logits(params, x_ND, recipe.config)[:, :vocab_size]
+        self._fixed = jax.jit(self.model.fixed)(params)
+        self._start = jax.jit(self._read)
+        self._extend = jax.jit(self.write, static_argnums=4, donate_argnums=2)
+
+    def start(self, prompts: Sequence[np.ndarray]) -> Texts:
+        """Read prompts of ids, each with one token or more."""
+        tokens_PT = np.zeros((len(prompts), self.num_positions), np.int32)
+        for row_T, ids in zip(tokens_PT, prompts, strict=True):
+            row_T[: len(ids)] = ids
+        return self._start(self._fixed, tokens_PT, np.array([len(ids) for ids in prompts], np.int32))
+
+    def extend(self, texts: Texts, num_tokens: int, how: Draw) -> tuple[Texts, np.ndarray]:
+        """Write so many tokens after each text: the texts, and the new ids [P, N]. `texts` is used up."""
+        texts, ids_PN = self._extend(self._params, self._fixed, texts, how, num_tokens)  # `how` is traced
+        return texts, np.asarray(ids_PN)
+
+    def _read(self, fixed: list[jax.Array], tokens_PT: jax.Array, length_P: jax.Array) -> Texts:
+        caches = jax.vmap(lambda tokens_T: self.model.start(fixed, tokens_T[None])[1])(tokens_PT)
+        return Texts(tokens_PT, length_P, caches)
+
+    def _next(
+        self, params: Params, fixed: list[jax.Array], texts: Texts
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        """Return the logits after each text, and the caches with its last token."""
+
+        def of_one(tokens_T: jax.Array, length: jax.Array, cache: list[jax.Array]) -> Any:
+            x_BTD, cache = self.model.step(fixed, cache, tokens_T[None], length - 1)
+            return self._logits(params, x_BTD[0])[0], cache
+
+        return jax.vmap(of_one)(texts.tokens_PT, texts.length_P, texts.caches)
+
+    def write(
+        self, params: Params, fixed: list[jax.Array], texts: Texts, how: Draw, num_tokens: int
+    ) -> tuple[Texts, jax.Array]:
+        """Compute `extend`; to be traced. `fixed` is that of `model`."""
+        rows_P = jnp.arange(len(texts.length_P))
+        draw = jax.vmap(partial(drawn, how=how))
+
+        def write(texts: Texts, _: None) -> tuple[Texts, jax.Array]:
+            z_PV, caches = self._next(params, fixed, texts)
+            # Of text and position alone, so that neither the other texts nor pauses matter.
+            keys_P = jax.vmap(
+                lambda row, at: jax.random.fold_in(jax.random.fold_in(jax.random.key(how.seed), row), at)
+            )
+            new_P = draw(z_PV, keys_P(rows_P, texts.length_P))
+            tokens_PT = texts.tokens_PT.at[rows_P, texts.length_P].set(new_P, mode="drop")
+            return Texts(tokens_PT, texts.length_P + 1, caches), new_P
+
+        texts, ids_NP = jax.lax.scan(write, texts, length=num_tokens)
+        return texts, ids_NP.T

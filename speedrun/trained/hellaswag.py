@@ -1,0 +1,125 @@
+"""HellaSwag: which of four endings does a model find most probable?
+
+As llm.c scores it: an ending follows its context after one space, nothing opens the document, and the answer is the
+ending with the smallest mean loss per token. Chance is 25 %.
+
+Source: Zellers et al. 2019, HellaSwag; llm.c, `dev/data/hellaswag.py` (A. Karpathy).
+Legend: R rows (four for each question), T positions, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+
+from speedrun.ground.errors import DataError, UsageError
+from speedrun.science.params import Params
+from speedrun.trained.incremental import DecodingKernels
+from speedrun.trained.weights import Trained
+from speedrun.trained.words import Words
+
+_TOGETHER = 8  #: questions
+_POSITIONS = 32  #: lengths are rounded up to a multiple
+
+
+class Question(msgspec.Struct, frozen=True):
+    """One line of the file; it may have other fields."""
+
+    ctx: str
+    endings: tuple[str, str, str, str]
+    label: int
+
+
+class Answers(msgspec.Struct, frozen=True):
+    """What share of the questions is answered rightly."""
+
+    questions: int
+    accuracy_norm: float  #: by the mean loss of an ending's tokens
+    accuracy: float  #: by their sum
+
+    def __str__(self) -> str:
+        margin = 1.96 * (self.accuracy_norm * (1 - self.accuracy_norm) / self.questions) ** 0.5
+        return (
+            f"hellaswag {self.accuracy_norm:.2%} +- {margin:.2%} by mean loss, {self.accuracy:.2%} by sum   "
+            f"{self.questions:,} questions, chance 25 %"
+        )
+
+
+class Row(NamedTuple):
+    """A context with one ending."""
+
+    ids: np.ndarray
+    first: int  #: position of the ending
+
+
+def read(path: Path, limit: int | None) -> list[Question]:
+    """Read questions, one JSON object a line; raise DataError if one has another form, or there are none."""
+    found: list[Question] = []
+    try:
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip() and (limit is None or len(found) < limit):
+                    found.append(msgspec.json.decode(line, type=Question))
+                    if not 0 <= found[-1].label < 4:
+                        raise ValueError(f"line {number} has label {found[-1].label}")
+    except OSError as error:
+        raise DataError(
+            f"{path}: {error.strerror}; need hellaswag_val.jsonl, from the repository rowanz/hellaswag"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: {error}; need lines with ctx, four endings and a label of 0 to 3") from None
+    if not found:
+        raise DataError(f"{path}: no questions; need one JSON object a line")
+    return found
+
+
+def ask(trained: Trained, words: Words, questions: Sequence[Question], say: Callable[[int], None]) -> Answers:
+    """Answer all questions; `say` gets the number of those that are answered.
+
+    Raises:
+        UsageError: if the ids of the track stand for no text.
+    """
+    if words.encoder is None:
+        raise UsageError(f"ids of {words.track.id} stand for no text; HellaSwag needs a model of text")
+    params, right, right_norm = trained.params, 0, 0
+    nll = jax.jit(lambda params, tokens_RT: _nll(trained, params, tokens_RT))
+    for start in range(0, len(questions), _TOGETHER):
+        few = questions[start : start + _TOGETHER]
+        rows = [row for question in few for row in _rows(question, words)]
+        rows += [rows[-1]] * (4 * _TOGETHER - len(rows))  # one shape fewer to compile
+        longest = -(-max(len(row.ids) for row in rows) // _POSITIONS) * _POSITIONS
+        tokens_RT = np.stack([np.pad(row.ids, (0, longest - len(row.ids))) for row in rows])
+        nll_RT = np.asarray(nll(params, tokens_RT), np.float64)
+        of_endings = [
+            nll_T[row.first - 1 : len(row.ids) - 1] for nll_T, row in zip(nll_RT, rows, strict=True)
+        ]
+        for number, question in enumerate(few):
+            four = of_endings[4 * number : 4 * number + 4]
+            right += int(np.argmin([part.sum() for part in four])) == question.label
+            right_norm += int(np.argmin([part.mean() for part in four])) == question.label
+        say(start + len(few))
+    return Answers(len(questions), right_norm / len(questions), right / len(questions))
+
+
+def _rows(question: Question, words: Words) -> Iterator[Row]:
+    assert words.encoder is not None
+    context, *endings = words.encoder.encode([question.ctx, *(f" {ending}" for ending in question.endings)])
+    for ending in endings:
+        yield Row(np.concatenate([context, ending]).astype(np.int32), len(context))
+
+
+def _nll(trained: Trained, params: Params, tokens_RT: jax.Array) -> jax.Array:
+    """Return the negative log likelihood of the token after each position: f32 [R, T - 1]."""
+    recipe, inputs = trained.program.recipe, trained.inputs
+
+    def of_one(tokens_T: jax.Array) -> jax.Array:
+        (x_TD,) = recipe.forward(params, tokens_T[None], inputs, recipe.config, DecodingKernels())
+        z_TV = recipe.logits(params, x_TD[:-1], recipe.config).astype(jnp.float32)
+        of_target_T = jnp.take_along_axis(z_TV, tokens_T[1:, None], axis=1)[:, 0]
+        return jax.nn.logsumexp(z_TV, axis=1) - of_target_T
+
+    return jax.lax.map(of_one, tokens_RT)

@@ -1,0 +1,274 @@
+"""A causal function of tokens, evaluated one position at a time.
+
+A recipe's `forward` maps all tokens of a sequence to all its states; to generate, only the newest state is needed. Its
+jaxpr is read once. What depends on no token (weights, angles) is computed once. Of the rest, each equation is evaluated
+
+    by row   if it acts on each position by itself: at the newest position only
+    whole    if it mixes positions (a shift, a running sum): at all of them, with rows of the past from a cache
+
+and attention for the newest query, on cached keys and values. So no model has a second form for generation, and a
+recipe from outside needs none. The price: what is evaluated whole costs as much as in `forward`. In the ladder that is
+little, but for the composed heads of record 89.
+
+Why it is right: a row is an entry of the whole value, and rows of the past stay what they were, because the function is
+causal. Later positions hold zeros, on which no earlier one depends.
+
+Legend: T positions, B sequences (one), H heads, K head width, S keys, D model.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+from speedrun.science.kernels import attention as definition
+from speedrun.science.kernels.attention import Sight
+from speedrun.science.kernels.choose import Kernels
+from speedrun.trained.alignment import RUNNING, Time, passage, shape_of, with_shapes_of_rows
+
+#: Parameters of equations that hold a function which is called once, and equations that call one several times.
+_CALLED, _LOOPS = ("call_jaxpr", "fun_jaxpr", "jaxpr"), frozenset({"scan", "while", "cond"})
+
+Values = dict[Var, Any]
+
+
+@dataclass(frozen=True)
+class DecodingKernels(Kernels):
+    """The definitions of all operations, with attention as one equation that `Incremental` knows."""
+
+    platform: str = "cpu"  #: where no operation is an opaque kernel
+    compute_capability: str = ""
+
+    def attention(self, q_BTHK: Any, k_BTHK: Any, v_BTHK: Any, sight: Sight, /, **more: Any) -> jax.Array:
+        """Compute `kernels.attention`."""
+        return _attention(q_BTHK, k_BTHK, v_BTHK, sight.first_BT, jnp.float32(more["scale"]))
+
+
+_ATTENTION = "_attention"
+
+
+@jax.jit
+def _attention(q_BTHK: Any, k_BTHK: Any, v_BTHK: Any, first_BT: Any, scale: Any) -> jax.Array:
+    return definition.attention(q_BTHK, k_BTHK, v_BTHK, Sight(first_BT, first_BT), scale=scale)
+
+
+def _attention_of_newest(
+    q_BTHK: Any, k_BSHK: Any, v_BSHK: Any, first_BT: Any, scale: Any, start: Any
+) -> jax.Array:
+    """Compute `_attention` of the queries from position `start` on."""
+    scores_BHTS = jnp.einsum("bthk,bshk->bhts", q_BTHK, k_BSHK, preferred_element_type=jnp.float32) * scale
+    t_T, s_S = start + jnp.arange(q_BTHK.shape[1]), jnp.arange(k_BSHK.shape[1])
+    seen_BTS = (s_S[None, None] <= t_T[None, :, None]) & (s_S[None, None] >= first_BT[:, :, None])
+    weights_BHTS = jax.nn.softmax(jnp.where(seen_BTS[:, None], scores_BHTS, -jnp.inf), axis=-1)
+    return jnp.einsum("bhts,bshk->bthk", weights_BHTS.astype(v_BSHK.dtype), v_BSHK)
+
+
+# --- reading a jaxpr
+
+
+def _bind(eqn: JaxprEqn, values: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
+    found = eqn.primitive.bind(*values, **(params or eqn.params))
+    return found if eqn.primitive.multiple_results else [found]
+
+
+def _run(
+    eqns: Sequence[JaxprEqn], values: Values, apply: Callable[[JaxprEqn, list[Any]], Sequence[Any]]
+) -> None:
+    """Evaluate equations in order, and add their outputs to `values`."""
+    for eqn in eqns:
+        values.update(zip(eqn.outvars, apply(eqn, [_of(x, values) for x in eqn.invars]), strict=True))
+
+
+def _of(x: Any, values: Values) -> Any:
+    return x.val if isinstance(x, Literal) else values[x]
+
+
+def _is_attention(eqn: JaxprEqn) -> bool:
+    return eqn.params.get("name") == _ATTENTION
+
+
+def _called(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    """Evaluate a jaxpr, and by their own equations the functions that it calls; but not `_attention`."""
+
+    def apply(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+        inner = next((eqn.params[key] for key in _CALLED if key in eqn.params), None)
+        if inner is None or eqn.primitive.name in _LOOPS or _is_attention(eqn):
+            return _bind(eqn, values)
+        return (
+            _called(inner.jaxpr, inner.consts, values)
+            if isinstance(inner, ClosedJaxpr)
+            else _called(inner, [], values)
+        )
+
+    values: Values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+    _run(jaxpr.eqns, values, apply)
+    return [_of(x, values) for x in jaxpr.outvars]
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.aval.dtype, jnp.inexact)
+
+
+def _variables(eqn: JaxprEqn) -> list[Var]:
+    return [x for x in eqn.invars if isinstance(x, Var)]
+
+
+def _used(jaxpr: Jaxpr) -> list[JaxprEqn]:
+    """Return the equations that the outputs depend on."""
+    needed, kept = {*jaxpr.outvars}, []
+    for eqn in reversed(jaxpr.eqns):
+        if needed & {*eqn.outvars}:
+            needed |= {*_variables(eqn)}
+            kept.append(eqn)
+    return kept[::-1]
+
+
+# --- evaluation at one position
+
+
+class Row(NamedTuple):
+    """A value at the newest position."""
+
+    value: Any
+    time: Time
+
+
+class Whole(NamedTuple):
+    """A value at all positions that depends on tokens; `time` is None if they are not known to lie along one axis."""
+
+    value: Any
+    time: Time | None
+
+
+class _Position:
+    """Evaluates equations at position `t`."""
+
+    def __init__(self, t: jax.Array, past: Values | None) -> None:
+        self._t, self._past = t, past
+        self.cache: Values = {}  #: what was needed at all positions, with the newest row
+
+    def apply(self, eqn: JaxprEqn, values: list[Any]) -> list[Any]:
+        """Evaluate an equation on values that are `Row`, `Whole`, or depend on no token."""
+        if _is_attention(eqn) and isinstance(values[0], Row):
+            return [self._attend(eqn, values)]
+        times = [x.time if isinstance(x, Row | Whole) else None for x in values]
+        rows = [i for i, x in enumerate(values) if isinstance(x, Row)]
+        wholes = [i for i, x in enumerate(values) if isinstance(x, Whole) and x.time is not None]
+        for i in [*rows, *wholes]:
+            way = passage(eqn, i, times)
+            if way is not None and self._fits(values, way.operands):
+                # Integers stay whole: they are cheap, and whole they need no cache.
+                if not rows and not _is_float(eqn.outvars[0]):
+                    return self._whole(eqn, values, way.out)
+                operands = zip(eqn.invars, values, way.operands, strict=True)
+                params = with_shapes_of_rows(eqn, way.out)
+                return [Row(y, way.out) for y in _bind(eqn, [self._row(*x) for x in operands], params)]
+        is_running = eqn.primitive.name in RUNNING and not eqn.params["reverse"]
+        return self._whole(eqn, values, times[0] if is_running else None)
+
+    def _fits(self, values: list[Any], times: Sequence[Time | None]) -> bool:
+        """Return whether all rows lie where they are needed, or are needed whole."""
+        return all(
+            time in (None, x.time) for x, time in zip(values, times, strict=True) if isinstance(x, Row)
+        )
+
+    def _whole(self, eqn: JaxprEqn, values: list[Any], time: Time | None) -> list[Any]:
+        found = _bind(eqn, [self.whole(x, value) for x, value in zip(eqn.invars, values, strict=True)])
+        return [Whole(y, time) for y in found]
+
+    def whole(self, x: Any, value: Any) -> Any:
+        """Return a value at all positions: a row with those of the past."""
+        if not isinstance(value, Row):
+            return value.value if isinstance(value, Whole) else value
+        if x not in self.cache:
+            past = jnp.zeros_like(x.aval) if self._past is None else self._past[x]
+            start = self._t * value.time.per
+            self.cache[x] = jax.lax.dynamic_update_slice_in_dim(past, value.value, start, value.time.axis)
+        return self.cache[x]
+
+    def _row(self, x: Any, value: Any, time: Time | None) -> Any:
+        """Return a value at the newest position, or whole if `time` is None."""
+        if isinstance(value, Row) and time is not None:
+            return value.value
+        return self.whole(x, value) if time is None else self.newest(self.whole(x, value), time)
+
+    def newest(self, value: Any, time: Time) -> Any:
+        """Return the entries of the newest position."""
+        return jax.lax.dynamic_slice_in_dim(value, self._t * time.per, time.per, time.axis)
+
+    def _attend(self, eqn: JaxprEqn, values: list[Any]) -> Row:
+        (q, time), *rest = values
+        k, v, first, scale = (self.whole(x, value) for x, value in zip(eqn.invars[1:], rest, strict=True))
+        first, start = self.newest(first, Time(1, time.per)), self._t * time.per
+        return Row(_attention_of_newest(q, k, v, first, scale, start), time)
+
+
+class Incremental:
+    """A causal function (params, tokens_BT) -> x_BTD of one sequence: `fixed` and `start`, then `step` by step.
+
+    All three are pure, and meant to be traced. They are made for one tree of parameters and one number of positions.
+    """
+
+    def __init__(
+        self, function: Callable[[Any, jax.Array], jax.Array], params: Any, num_positions: int
+    ) -> None:
+        tokens = jax.ShapeDtypeStruct((1, num_positions), jnp.int32)
+        called = jax.make_jaxpr(function)(params, tokens)
+        flat = jax.tree.leaves(params)
+        closed = jax.make_jaxpr(lambda *args: _called(called.jaxpr, called.consts, args))(*flat, tokens)
+        jaxpr = closed.jaxpr
+        *self._params, self._tokens = jaxpr.invars
+        (self._states,) = jaxpr.outvars
+        self._consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+        on_tokens: set[Any] = {self._tokens}
+        self._eqns: list[JaxprEqn] = []  #: which depend on tokens
+        self._fixed_eqns: list[JaxprEqn] = []
+        for eqn in _used(jaxpr):
+            depends = on_tokens & {*_variables(eqn)}
+            on_tokens |= {*eqn.outvars} if depends else set()
+            (self._eqns if depends else self._fixed_eqns).append(eqn)
+        self._fixed = [*dict.fromkeys(x for eqn in self._eqns for x in _variables(eqn) if x not in on_tokens)]
+        self._kept: list[Var] = []  #: whose rows of the past are needed
+        jax.eval_shape(self._find_kept, params, tokens)
+
+    @property
+    def cache_shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of what is kept of past positions."""
+        return [shape_of(x) for x in self._kept]
+
+    def _find_kept(self, params: Any, tokens_BT: jax.Array) -> None:
+        position = _Position(jnp.int32(0), None)
+        self._advance(position, self.fixed(params), tokens_BT)
+        self._kept = [*position.cache]
+
+    def fixed(self, params: Any) -> list[jax.Array]:
+        """Return what depends on no token."""
+        values: Values = {**self._consts, **dict(zip(self._params, jax.tree.leaves(params), strict=True))}
+        _run(self._fixed_eqns, values, _bind)
+        return [values[x] for x in self._fixed]
+
+    def start(self, fixed: list[jax.Array], tokens_BT: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+        """Return the states of all positions [1, T, D], and the cache for those that follow."""
+        values = self._values(fixed, tokens_BT)
+        _run(self._eqns, values, _bind)
+        return values[self._states], [values[x] for x in self._kept]
+
+    def step(
+        self, fixed: list[jax.Array], cache: list[jax.Array], tokens_BT: jax.Array, t: jax.Array
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        """Return the state of position `t` [1, 1, D] and the new cache. `tokens_BT` holds all tokens up to it."""
+        position = _Position(t, dict(zip(self._kept, cache, strict=True)))
+        x_BTD = self._advance(position, fixed, tokens_BT)
+        return x_BTD, [position.cache[x] for x in self._kept]
+
+    def _advance(self, position: _Position, fixed: list[jax.Array], tokens_BT: jax.Array) -> jax.Array:
+        values = self._values(fixed, Whole(tokens_BT, Time(1)))
+        _run(self._eqns, values, position.apply)
+        x = values[self._states]
+        return x.value if isinstance(x, Row) else position.newest(x.value, Time(1))
+
+    def _values(self, fixed: list[jax.Array], tokens: Any) -> Values:
+        return {**dict(zip(self._fixed, fixed, strict=True)), self._tokens: tokens}

@@ -1,0 +1,174 @@
+"""The weights of a run, from its newest checkpoint. Nothing is written, and nothing of the run is executed.
+
+A record is small and has no weights: they lie beside it, in RECORD.checkpoints, if the run was told to keep some.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import msgspec
+
+from speedrun.data import inventory, vocabulary
+from speedrun.ground import mesh as meshes
+from speedrun.ground import track as tracks
+from speedrun.ground.errors import CheckpointError, DataError, UsageError
+from speedrun.ground.track import Track
+from speedrun.science import recipes
+from speedrun.science.inputs import Inputs
+from speedrun.science.params import SHARDS, Params
+from speedrun.science.recipe import no_constants
+from speedrun.training import checkpoint
+from speedrun.training.prepare import Resumable, decoded
+from speedrun.training.program import Program
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A recipe with the weights that it trained."""
+
+    program: Program  #: on the devices of this machine that were asked for
+    track: Track
+    folder: Path  #: of the track's data
+    step: int  #: steps that the weights were trained
+    packed: Params  #: as `Layout` packs them, in the dtype of training
+
+    @property
+    def inputs(self) -> Inputs:
+        """The scheduled inputs of a validation after this step."""
+        plan = self.program.step.plan
+        return plan.at(self.step, plan.schedule, self.program.static_at(self.step))
+
+    @property
+    def params(self) -> Params:
+        """Parameters by name, in the compute dtype; those of vectors stay float32."""
+        layout, dtype = self.program.layout, self.program.recipe.compute_dtype
+        cast = {k: x if k in layout.vectors else x.astype(dtype) for k, x in self.packed.items()}
+        return layout.unpack(cast)
+
+
+def load(
+    run: Path,
+    *,
+    data: Path | None = None,
+    recipe: str | None = None,
+    step: int | None = None,
+    devices: int = 1,
+) -> Trained:
+    """Load the weights of a run.
+
+    Args:
+        run: folder of a record, or of its checkpoints.
+        data: folder of shards; None: the run's own, else the track's.
+        recipe: name of the run's recipe, if it lies in a file of its own.
+        step: which checkpoint; None: the newest.
+        devices: of this machine, over which the weights are sharded.
+
+    Raises:
+        UsageError: if there are no checkpoints, or the recipe is not the run's.
+        CheckpointError: if the checkpoint cannot be read, or is not what was written.
+        DataError: if weights are not finite.
+    """
+    folder = run if run.name.endswith(".checkpoints") else checkpoint.folder_of(run)
+    kept = _settings(folder, run)
+    track = tracks.load(kept.config.track)
+    chosen = recipes.load(recipe or kept.recipe.name)
+    if (chosen.name, chosen.revision) != (kept.recipe.name, kept.recipe.revision):
+        raise UsageError(
+            f"{run} was trained with {kept.recipe.name}, revision {kept.recipe.revision}; got {chosen.name}, revision "
+            f"{chosen.revision}; check out the commit of the run, or name its own recipe with --recipe"
+        )
+    chosen = chosen.override(kept.config.overrides)
+    meshes.prepare(track.rules.platform)
+    shards = inventory.data_folder(track, data or kept.config.data)
+    known = () if chosen.constants is no_constants else vocabulary.load(track, shards)
+    program = Program(chosen, meshes.make_mesh(devices), kept.config.microbatches or SHARDS, vocabulary=known)
+    at = _step(folder, step)
+    return Trained(program, track, shards, at, _restored(folder / str(at), program))
+
+
+def _settings(folder: Path, run: Path) -> Resumable:
+    path = folder / checkpoint.RUN
+    if not path.exists():
+        raise UsageError(
+            f"{run} has no weights: {path} is missing; run again with --checkpoint-every N, which keeps them"
+        )
+    try:
+        return decoded(checkpoint.unseal(msgspec.json.decode(path.read_bytes())), Resumable)
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: {getattr(error, 'strerror', None) or error}; run again") from None
+
+
+def _step(folder: Path, wanted: int | None) -> int:
+    steps = sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
+    if not steps or wanted not in (None, *steps):
+        has = ", ".join(map(str, steps)) or "none"
+        raise UsageError(
+            f"{folder} has checkpoints of steps {has}; got {wanted or 'no wish'}; choose with --step"
+        )
+    return steps[-1] if wanted is None else wanted
+
+
+def _restored(folder: Path, program: Program) -> Params:
+    """Read the packed parameters of a checkpoint, without the state of the optimiser; compare their digests."""
+    import orbax.checkpoint as ocp
+
+    abstract = jax.eval_shape(program.init, jax.random.key(0)).params
+    shardings = program.shardings(program.specs).params
+    wanted = {
+        f"params.{name}": jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shardings[name])
+        for name, x in abstract.items()
+    }
+    facts = _facts(folder)
+    found = {name: array for name, array in facts.arrays.items() if name.startswith("params.")}
+    for difference in checkpoint.differences(found, wanted):
+        raise CheckpointError(
+            f"{folder}: {difference}; it is of another model, or another version of this one"
+        )
+    args = ocp.args.PyTreeRestore(
+        wanted, ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=True
+    )
+    with _reported(folder), checkpoint.raise_damaged():
+        arrays: dict[str, Any] = ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).restore(
+            folder / "state", args=args
+        )
+    _check(arrays, found, folder)
+    return {name: arrays[f"params.{name}"] for name in abstract}
+
+
+def _facts(folder: Path) -> checkpoint.Facts:
+    try:
+        sealed = msgspec.json.decode((folder / "facts" / "metadata").read_bytes())
+        return msgspec.json.decode(checkpoint.unseal(sealed), type=checkpoint.Facts)
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(
+            f"{folder}: its facts cannot be read ({reason}); choose another --step"
+        ) from None
+
+
+@contextmanager
+def _reported(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except checkpoint.Damaged as damage:
+        raise CheckpointError(
+            f"{folder} is damaged ({damage}); choose another --step, or run again"
+        ) from None
+
+
+def _check(arrays: dict[str, Any], facts: dict[str, checkpoint.Array], folder: Path) -> None:
+    """Compare arrays with their digests, and refuse what is not finite."""
+    for name, array in checkpoint.described(arrays).items():
+        if array.digest != facts[name].digest:
+            raise CheckpointError(
+                f"{folder}: {name} is not what was written; run again, or choose another --step"
+            )
+        if not bool(jnp.all(jnp.isfinite(arrays[name].astype(jnp.float32)))):
+            raise DataError(
+                f"{folder}: {name} holds NaN or infinity; need finite weights; choose another --step"
+            )

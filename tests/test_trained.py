@@ -1,0 +1,458 @@
+"""Trained models: token by token they compute what the whole forward pass computes, and they draw what they should."""
+
+import dataclasses
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from test_train import SMALL
+
+from speedrun import cli
+from speedrun.data import tokenizer, writing
+from speedrun.ground import mesh, runlog, track
+from speedrun.ground.errors import CheckpointError, DataError, UsageError
+from speedrun.science import recipes
+from speedrun.science.inputs import Inputs, Plan
+from speedrun.science.kernels.choose import Kernels
+from speedrun.science.params import Layout, Params
+from speedrun.science.recipe import Recipe
+from speedrun.trained import held_out, hellaswag, weights, words
+from speedrun.trained.decode import Decoder, Draw, drawn
+from speedrun.trained.incremental import DecodingKernels, Incremental
+from speedrun.training import train
+from speedrun.training.checkpoint import folder_of, seal, unseal
+from speedrun.training.prepare import RunConfig
+from speedrun.training.program import Program
+
+T = 48
+
+
+def laptop(name: str) -> Recipe:
+    """The smallest sibling of a recipe."""
+    recipe = recipes.load(name)
+    return recipe.override({"size": "smoke"}) if recipe.config.model_dim == 768 else recipe
+
+
+def moved(recipe: Recipe) -> tuple[Params, Inputs]:
+    """Parameters that training has moved away from zero, and the inputs of the last validation."""
+    layout, key = Layout(recipe.table(recipe.config)), jax.random.key(1)
+    start = layout.unpack(layout.init(jax.random.key(0)))
+    params = {
+        name: x + 0.05 * jax.random.normal(jax.random.fold_in(key, i), x.shape)
+        for i, (name, x) in enumerate(start.items())
+    }
+    plan = Plan.of(recipe.inputs_at, recipe.num_steps, recipe.constants(recipe.config, ()))
+    static = plan.static_at(recipe.num_steps, integers=False)
+    return params, plan.at(recipe.num_steps, plan.schedule, static)
+
+
+def token_by_token(function, params, tokens_BT: np.ndarray, known: int) -> tuple[jax.Array, Incremental]:
+    """The states of all positions from `known` on, each from a prefix of the tokens alone."""
+    model = Incremental(function, params, tokens_BT.shape[1])
+
+    def run(params, tokens_BT: jax.Array) -> jax.Array:
+        fixed = model.fixed(params)
+
+        def step(cache, t: jax.Array):
+            so_far_BT = jnp.where(jnp.arange(tokens_BT.shape[1])[None] <= t, tokens_BT, 0)
+            x_BTD, cache = model.step(fixed, cache, so_far_BT, t)
+            return cache, x_BTD[0, 0]
+
+        prefix_BT = jnp.where(jnp.arange(tokens_BT.shape[1])[None] < known, tokens_BT, 0)
+        cache = model.start(fixed, prefix_BT)[1]
+        return jax.lax.scan(step, cache, jnp.arange(known, tokens_BT.shape[1]))[1]
+
+    return jax.jit(run)(params, tokens_BT), model
+
+
+#: The others differ from these in what is fixed, or acts on each position by itself.
+FAST = ("gpt2", "windows", "smoke", "record89")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in recipes.names() if name not in FAST)],
+)
+def test_a_recipe_token_by_token_is_its_forward_pass(name: str) -> None:
+    """Of several documents, with windows that are shorter than the text. The oracle has the kernels of a run."""
+    recipe = laptop(name)
+    params, inputs = moved(recipe)
+    tokens_BT = np.random.default_rng(0).integers(0, recipe.config.vocab_size, (1, T), dtype=np.int32)
+    tokens_BT[0, [0, 19, 37]] = getattr(recipe.config, "document_token", 0)
+
+    def states(kernels: Kernels, params: Params, tokens_BT: jax.Array) -> jax.Array:
+        return recipe.forward(params, tokens_BT, inputs, recipe.config, kernels)
+
+    found_TD, model = token_by_token(partial(states, DecodingKernels()), params, tokens_BT, 21)
+    want_BTD = jax.jit(partial(states, Kernels("cpu", "")))(params, tokens_BT)
+    np.testing.assert_allclose(found_TD, want_BTD[0, 21:], atol=1e-4)
+    if name != "record89":  # which shifts keys and embeddings, and composes heads
+        assert {len(shape) for shape in model.cache_shapes} == {4}, "more is kept than keys and values"
+        assert len(model.cache_shapes) % 2 == 0
+
+
+#: Causal functions of x [1, T, 6] with what models do to positions; each with its definition in plain NumPy or JAX.
+CAUSAL = MappingProxyType(
+    {
+        "merged heads": lambda x: x.reshape(1, T, 2, 3).reshape(1, 2 * T, 3).reshape(1, T, 6) * 2,
+        "several axes": lambda x: (
+            jnp.transpose(x.reshape(1, T, 2, 3), (2, 0, 3, 1)).sum(axis=0).swapaxes(1, 2)
+        ),
+        "product of batches": lambda x: jnp.einsum("btd,bte->btde", x, x).sum(axis=2),
+        "right operand": lambda x: jnp.einsum("de,bte->btd", jnp.ones((4, 6)), x),
+        "shift": lambda x: x + jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1],
+        "shift that keeps the first": lambda x: x * jnp.concatenate([x[:, :1], x[:, :-1]], axis=1),
+        "running sum": lambda x: x / (1 + jnp.cumsum(jnp.abs(x), axis=1)),
+        "running maximum of integers": lambda x: x + jax.lax.cummax((x > 0).astype(jnp.int32), axis=1),
+        "lookup": lambda x: jnp.arange(12.0).reshape(4, 3)[(x[..., 0] > 0).astype(jnp.int32)],
+        "loop over all": lambda x: x + jax.lax.associative_scan(jnp.add, x, axis=1),
+        "loop": lambda x: (
+            jnp.swapaxes(
+                jax.lax.scan(lambda c, y: (c + y, c + y), x[:, 0] * 0, jnp.swapaxes(x, 0, 1))[1], 0, 1
+            )
+            * x
+        ),
+        "nested": lambda x: jax.checkpoint(jax.jit(jax.nn.gelu))(x) + jax.nn.relu(x),
+        "average of all before": lambda x: jnp.einsum("ts,bsd->btd", jnp.tril(jnp.ones((T, T))), x),
+        "sorted within": lambda x: jnp.sort(x, axis=-1) + jnp.argmax(x, axis=-1)[..., None],
+    }
+)
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_causal_function_has_the_rows_of_the_whole(name: str) -> None:
+    table_VD = jax.random.normal(jax.random.key(0), (11, 6))
+    tokens_BT = np.random.default_rng(1).integers(0, 11, (1, T), dtype=np.int32)
+
+    def function(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
+        return CAUSAL[name](table_VD[tokens_BT])
+
+    found_TD, _ = token_by_token(function, table_VD, tokens_BT, 7)
+    np.testing.assert_allclose(
+        found_TD, function(table_VD, jnp.asarray(tokens_BT))[0, 7:], rtol=1e-5, atol=1e-5
+    )
+
+
+# --- drawing
+
+
+def test_draws_have_the_distribution_of_the_model() -> None:
+    """Chi-square of 20,000 draws below the value that one in 10,000 exceeds (4 degrees of freedom: 23.5)."""
+    z_V, num = jnp.array([1.0, 0.0, -1.0, 2.0, 0.5]), 20_000
+    keys = jax.random.split(jax.random.key(0), num)
+    for temperature in (1.0, 0.5):
+        how = Draw(temperature)
+        counts_V = np.bincount(jax.vmap(lambda key, how=how: drawn(z_V, key, how))(keys), minlength=5)
+        want_V = num * jax.nn.softmax(z_V / temperature)
+        assert float(np.sum((counts_V - want_V) ** 2 / want_V)) < 23.5
+
+
+@pytest.mark.parametrize(
+    ("how", "allowed"),
+    [
+        (Draw(temperature=0), {3}),
+        (Draw(top_k=1), {3}),
+        (Draw(top_k=2), {3, 0}),
+        (Draw(top_p=1e-6), {3}),
+        (Draw(top_p=0.62), {3, 0}),  # probabilities of 0.56, 0.21, 0.12, 0.08, 0.03
+        (Draw(top_k=3, top_p=0.99), {3, 0, 4}),
+        (Draw(), {0, 1, 2, 3, 4}),
+    ],
+)
+def test_improbable_tokens_are_never_drawn(how: Draw, allowed: set[int]) -> None:
+    z_V = jnp.array([1.0, 0.0, -1.0, 2.0, 0.5])
+    keys = jax.random.split(jax.random.key(0), 2_000)
+    assert {*map(int, jax.vmap(lambda key: drawn(z_V, key, how))(keys))} == allowed
+
+
+# --- decoding
+
+
+@pytest.fixture(scope="module")
+def small(tiny) -> tuple[Recipe, Params, Inputs]:
+    return (tiny, *moved(tiny))
+
+
+def decoder_of(small: tuple[Recipe, Params, Inputs], num_positions: int = 30) -> Decoder:
+    recipe, params, inputs = small
+    return Decoder(recipe, inputs, params, vocab_size=60, num_positions=num_positions)
+
+
+PROMPTS = [np.array([0, 5, 9], np.int32), np.array([7], np.int32), np.array([0, 1, 2, 3, 0, 4, 5], np.int32)]
+
+
+def test_the_most_probable_tokens_are_those_of_the_forward_pass(small) -> None:
+    recipe, params, inputs = small
+    decoder = decoder_of(small)
+    found_PN = decoder.extend(decoder.start(PROMPTS), 20, Draw(temperature=0))[1]
+
+    @jax.jit
+    def next_token(tokens_BT: jax.Array, last: jax.Array) -> jax.Array:
+        x_BTD = recipe.forward(params, tokens_BT, inputs, recipe.config, Kernels("cpu", ""))
+        return jnp.argmax(recipe.logits(params, x_BTD[0], recipe.config)[last, :60])
+
+    for prompt, found_N in zip(PROMPTS, found_PN, strict=True):
+        text = [*prompt]
+        for _ in range(20):
+            tokens_BT = np.zeros((1, 32), np.int32)
+            tokens_BT[0, : len(text)] = text
+            text.append(int(next_token(tokens_BT, len(text) - 1)))
+        assert text[len(prompt) :] == [*found_N]
+
+
+def test_a_text_depends_on_seed_and_place_and_not_on_chunks_or_companions(small) -> None:
+    decoder = decoder_of(small)
+    whole_PN = decoder.extend(decoder.start(PROMPTS), 20, Draw(seed=3))[1]
+    texts, parts = decoder.start(PROMPTS), []
+    for num in (1, 7, 12):
+        texts, ids_PN = decoder.extend(texts, num, Draw(seed=3))
+        parts.append(ids_PN)
+    np.testing.assert_array_equal(np.concatenate(parts, axis=1), whole_PN)
+    alone_PN = decoder.extend(decoder.start(PROMPTS[:1]), 20, Draw(seed=3))[1]
+    np.testing.assert_array_equal(alone_PN[0], whole_PN[0])
+    twice_PN = decoder.extend(decoder.start([PROMPTS[0], PROMPTS[0]]), 20, Draw(seed=3))[1]
+    assert [*twice_PN[0]] != [*twice_PN[1]], "two samples of a prompt are one"
+    assert [*decoder.extend(decoder.start(PROMPTS), 20, Draw(seed=4))[1][0]] != [*whole_PN[0]]
+
+
+def test_ids_that_the_data_lacks_are_never_written(small) -> None:
+    decoder = decoder_of(small)
+    decoder._logits = lambda params, x_ND: jnp.zeros((len(x_ND), 60))  # all alike
+    assert decoder.extend(decoder.start(PROMPTS * 10), 20, Draw())[1].max() < 60
+
+
+def test_a_text_that_is_longer_than_what_was_scored_is_refused(small) -> None:
+    with pytest.raises(
+        UsageError, match="33 tokens of prompt and text; the model was scored on 32 at a time"
+    ):
+        decoder_of(small, 33)
+
+
+# --- text
+
+
+def test_characters_of_several_tokens_come_when_they_are_whole_and_controls_are_shown() -> None:
+    spoken = words.Words(
+        track.load("docs-cpu"), {1: "é".encode()[:1], 2: "é".encode()[1:], 3: b"a\x1b[2J\n"}, None
+    )
+    text = words.Text(spoken, np.array([0, 3], np.int32))
+    assert text.prompt == "a\N{REPLACEMENT CHARACTER}[2J\n"
+    assert [text.add(np.array([i]), is_last=False) for i in (1, 2, 3)] == ["", "é", text.prompt]
+    assert text.add(np.array([1, 0, 2]), is_last=False) == "\N{REPLACEMENT CHARACTER}"
+    assert (text.has_ended, text.ids) == (True, [1, 2, 3, 1])
+    assert text.add(np.array([3]), is_last=True) == ""
+
+
+def test_a_text_becomes_ids_after_the_token_that_opens_a_document(tmp_path: Path) -> None:
+    texts = ["the cat sat on the mat. the dog ate the cat."] * 50
+    tokenizer.train_bpe(iter(texts), 280, tmp_path / "tokenizer.json")
+    spoken = words.of_track(track.load("docs-cpu"), tmp_path)
+    ids = spoken.encode("the dög")
+    assert ids[0] == spoken.track.data.document_token
+    assert words.Text(spoken, ids).prompt == "the dög"
+    assert [*spoken.encode("")] == [spoken.track.data.document_token]
+
+
+# --- weights
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, smoke_data) -> Path:
+    """A short run with two checkpoints."""
+    out = tmp_path_factory.mktemp("trained") / "out"
+    train.train(
+        RunConfig("smoke-cpu", out, overrides=SMALL, data=smoke_data, checkpoint_every=6, num_devices=8)
+    )
+    return out
+
+
+def sample(*words: object) -> Result:
+    return CliRunner().invoke(cli.command, ["sample", *map(str, words)])
+
+
+def test_its_weights_have_the_loss_of_the_run(run: Path, smoke_data: Path) -> None:
+    """Those of the newest checkpoint, on one device, scored as the run scored them."""
+    trained = weights.load(run, data=smoke_data)
+    lines = runlog.read(next(run.glob("runs/*/metrics.jsonl")))
+    want = [line.event.loss for line in lines if isinstance(line.event, runlog.Val)][-1]
+    spoken = words.of_track(trained.track, smoke_data)
+    context = trained.program.recipe.eval_seq_len
+    official = held_out.slices(trained, [], context, None)[0]
+    found = held_out.score(trained, official, context, spoken, lambda done: None)
+    assert found.loss == pytest.approx(want, abs=1e-5)
+    assert found.bits_per_byte is None
+    assert trained.step == 12
+    assert weights.load(run, data=smoke_data, step=6).step == 6
+
+
+# --- a model of text
+
+
+@pytest.fixture(scope="module")
+def of_text(tiny, tmp_path_factory) -> tuple[weights.Trained, words.Words]:
+    """A model with arbitrary weights on the track of Python's documentation, with a small BPE."""
+    folder = tmp_path_factory.mktemp("text")
+    tokenizer.train_bpe(
+        iter(["the cat sat on the mat. the dog ate the cat."] * 50), 280, folder / "tokenizer.json"
+    )
+    config = dataclasses.replace(tiny.config, vocab_size=4096, head_size=4096)
+    recipe = dataclasses.replace(tiny, config=config)
+    program, docs = Program(recipe, mesh.make_mesh(1)), track.load("docs-cpu")
+    packed = program.layout.pack(moved(recipe)[0])
+    return weights.Trained(program, docs, folder, recipe.num_steps, packed), words.of_track(docs, folder)
+
+
+def nll_of(trained: weights.Trained, ids: list[int]) -> np.ndarray:
+    """The definition: the negative log likelihood of each id but the first, without padding."""
+    recipe, params = trained.program.recipe, trained.params
+    tokens_BT = jnp.array([ids], jnp.int32)
+    x_BTD = recipe.forward(params, tokens_BT, trained.inputs, recipe.config, Kernels("cpu", "", "definition"))
+    p_TV = jax.nn.log_softmax(recipe.logits(params, x_BTD[0], recipe.config))
+    return -np.array([p_TV[t, index] for t, index in enumerate(ids[1:])], np.float64)
+
+
+def test_bits_per_byte_count_the_bytes_of_the_targets(of_text, tmp_path) -> None:
+    trained, spoken = of_text
+    ids = np.concatenate([spoken.encode("the cat sat on the mat. the dog ate") for _ in range(9)]).astype(
+        np.uint16
+    )
+    writing.write_shard(tmp_path / "x.bin", ids)
+    (part,) = held_out.slices(trained, [tmp_path / "x.bin"], 8, 64)
+    found = held_out.score(trained, part, 8, spoken, lambda done: None)
+    rows = [[*map(int, ids[start : start + 9])] for start in range(0, 64, 8)]
+    nats = sum(nll_of(trained, row).sum() for row in rows)
+    num_bytes = sum(len(spoken.tokens.get(int(index), b"")) for index in ids[1:65])
+    assert found.loss == pytest.approx(nats / 64, abs=1e-4)
+    assert found.bits_per_byte == pytest.approx(nats / np.log(2) / num_bytes, rel=1e-4)
+
+
+def test_hellaswag_takes_the_ending_with_the_smallest_mean_loss(of_text, tmp_path) -> None:
+    trained, spoken = of_text
+    endings = ("the mat.", "a dog that ate the cat.", "cat", "the the the the the the")
+    lines = [
+        {"ctx": f"the cat {'sat ' * n}on", "endings": endings, "label": n % 4, "more": 1} for n in range(9)
+    ]
+    (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    found = hellaswag.ask(
+        trained, spoken, hellaswag.read(tmp_path / "questions.jsonl", None), lambda done: None
+    )
+    right = right_norm = 0
+    for line in lines:
+        context, *four = spoken.encoder.encode([line["ctx"], *(f" {ending}" for ending in endings)])
+        losses = [nll_of(trained, [*map(int, context), *map(int, one)])[len(context) - 1 :] for one in four]
+        right += int(np.argmin([x.sum() for x in losses]) == line["label"])
+        right_norm += int(np.argmin([x.mean() for x in losses]) == line["label"])
+    assert (found.questions, found.accuracy, found.accuracy_norm) == (9, right / 9, right_norm / 9)
+
+
+@pytest.mark.parametrize(
+    "line", ["", "{", '{"ctx": "a"}', '{"ctx": "a", "endings": ["a", "b", "c", "d"], "label": 4}']
+)
+def test_a_file_that_is_not_hellaswag_is_refused(tmp_path: Path, line: str) -> None:
+    (tmp_path / "questions.jsonl").write_text(line)
+    with pytest.raises(DataError, match=r"questions\.jsonl"):
+        hellaswag.read(tmp_path / "questions.jsonl", None)
+
+
+# --- commands
+
+
+def test_the_command_writes_the_same_text_again(run: Path) -> None:
+    found = [sample(run, "--ids", "0,5", "--tokens", 20, "--samples", 2, "--json") for _ in range(2)]
+    first, second = (json.loads(one.stdout)["samples"] for one in found)
+    assert first == second
+    assert len(first) == 2
+    assert first[0]["ids"] != first[1]["ids"]
+    assert sample(run, "--ids", "0,5", "--tokens", 20).stdout.startswith("0 5 ")
+
+
+def test_eval_prints_the_loss_of_the_run(run: Path, smoke_data: Path) -> None:
+    found = CliRunner().invoke(cli.command, ["eval", str(run), "--data", str(smoke_data), "--json"])
+    lines = runlog.read(next(run.glob("runs/*/metrics.jsonl")))
+    want = [line.event.loss for line in lines if isinstance(line.event, runlog.Val)][-1]
+    assert json.loads(found.stdout)["scores"][0]["loss"] == pytest.approx(want, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("given", "said", "exit_code"),
+    [
+        (["--context", "33"], "needs a multiple of its blocks", 2),
+        (["--tokens", "8"], "pass a shorter --context, or more --tokens", 3),
+        (["--shard", "no-such-file"], "no-such-file", 3),
+        (["--hellaswag", "no-such-file"], "no-such-file: No such file", 3),
+    ],
+)
+def test_what_cannot_be_scored_is_one_line(
+    run: Path, smoke_data: Path, given: list[str], said: str, exit_code: int
+) -> None:
+    found = CliRunner().invoke(cli.command, ["eval", str(run), "--data", str(smoke_data), *given])
+    assert (found.exit_code, found.stderr.count("\n")) == (exit_code, 1), found.stderr
+    assert said in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "said", "exit_code"),
+    [
+        (["--prompt", "hello"], "stand for no text", 2),
+        (["--ids", "1,x"], "need numbers with commas", 2),
+        (["--ids", "256"], "outside the vocabulary", 2),
+        (["--ids", "-1"], "outside the vocabulary", 2),
+        (["--ids", ","], "a prompt of no ids", 2),
+        (["--prompt", "@no-such-file"], "no-such-file: No such file", 2),
+        (["--tokens", "5000"], "was scored on", 2),
+        (["--step", "7"], "has checkpoints of steps 6, 12", 2),
+        (["--recipe", "gpt2"], "was trained with smoke", 2),
+        (["--temperature", "nan"], "not a finite number", 2),
+    ],
+)
+def test_what_cannot_be_sampled_is_one_line(run: Path, given: list[str], said: str, exit_code: int) -> None:
+    found = sample(run, *given)
+    assert (found.exit_code, found.stderr.count("\n")) == (exit_code, 1), found.stderr
+    assert said in found.stderr
+
+
+def copied(run: Path, tmp_path: Path) -> Path:
+    shutil.copytree(run, tmp_path / "out")
+    shutil.copytree(folder_of(run), folder_of(tmp_path / "out"))
+    return tmp_path / "out"
+
+
+def test_a_run_without_weights_says_how_to_keep_them(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "out")
+    found = sample(tmp_path / "out")
+    assert found.exit_code == 2
+    assert "--checkpoint-every" in found.stderr
+
+
+@pytest.mark.parametrize("damage", ["data", "facts", "settings", "value"])
+def test_a_damaged_checkpoint_is_refused(run: Path, tmp_path: Path, smoke_data: Path, damage: str) -> None:
+    out = copied(run, tmp_path)
+    newest = folder_of(out) / "12"
+    if damage == "data":
+        for path in (newest / "state").rglob("d/*"):
+            path.write_bytes(path.read_bytes()[:-1])
+    elif damage == "facts":
+        (newest / "facts" / "metadata").write_bytes(b"{}")
+    elif damage == "settings":
+        (folder_of(out) / "run.json").write_bytes(b"{}")
+    else:  # another array than was written
+        path, facts = newest / "facts" / "metadata", {}
+        facts = json.loads(unseal(json.loads(path.read_bytes())))
+        facts["arrays"]["params.head"]["digest"] = "0" * 16
+        path.write_bytes(msgspec.json.encode(seal(msgspec.json.encode(facts))))
+    with pytest.raises(CheckpointError):
+        weights.load(out, data=smoke_data)
+
+
+def test_weights_that_are_no_numbers_are_refused(run: Path, smoke_data: Path, monkeypatch) -> None:
+    monkeypatch.setattr(jnp, "isfinite", lambda x: jnp.zeros_like(x, bool))
+    with pytest.raises(DataError, match="holds NaN or infinity"):
+        weights.load(run, data=smoke_data)
