@@ -550,6 +550,12 @@ def test_what_was_chosen_by_does_not_confirm(performed):
     assert set(before.seeds) == set(plan.confirming)
 
 
+def test_the_command_that_resumes_has_the_data_that_was_given():
+    """It would train on the track's otherwise."""
+    said = str(children.run_error(130, "sweep", Path("out"), Path("my data")))
+    assert said.endswith("resume with: speedrun sweep --resume out --data 'my data'")
+
+
 def test_what_broke_off_is_run_again_and_nothing_else_is(performed):
     performed.codes += [0, 0, 130]
     first = ablate(performed)

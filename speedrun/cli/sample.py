@@ -138,17 +138,17 @@ def _write(
         click.echo(found[0].prompt, nl=False)
     texts, watch, num_timed, left = decoder.start(starts), Stopwatch(), 0, num_tokens
     while left and not all(text.has_ended for text in found):
+        texts, ids_PN = decoder.extend(texts, _CHUNK, how)  # another number would be compiled anew
         chunk = min(_CHUNK, left)
         left -= chunk
-        texts, ids_PN = decoder.extend(texts, chunk, how)
-        for text, ids_N in zip(found, ids_PN, strict=True):
+        for text, ids_N in zip(found, ids_PN[:, :chunk], strict=True):
             new = text.add(ids_N, is_last=not left)
             if is_one:
                 click.echo(new, nl=False)
         if left == num_tokens - chunk:
             watch = Stopwatch()
         else:
-            num_timed += chunk * len(found)
+            num_timed += _CHUNK * len(found)
     seconds = watch.seconds
     if is_one:
         click.echo()

@@ -99,8 +99,9 @@ def shell_code(code: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def run_error(code: int, resume: Sequence[str]) -> SpeedrunError:
-    """Return the error for a run that ended with a bad exit code: names the command that resumes, and ends with it."""
+def run_error(code: int, command: str, out: Path, data: Path | None) -> SpeedrunError:
+    """Return the error for a run that ended with a bad exit code: how to resume, with data that is not the track's."""
+    resume = ["speedrun", command, "--resume", str(out), *([] if data is None else ["--data", str(data)])]
     error = SpeedrunError(f"a run ended with {meaning(code)}; resume with: {shlex.join(resume)}")
     error.exit_code = shell_code(code) or SpeedrunError.exit_code
     return error

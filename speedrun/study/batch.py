@@ -106,7 +106,7 @@ class Batch:
                 )
                 now = self._standing()
                 if code and code != NonFiniteError.exit_code:
-                    raise children.run_error(code, ["speedrun", "batch", "--resume", str(self.folder)])
+                    raise children.run_error(code, "batch", self.folder, self.data)
             summary = self._assemble()
             return Outcome(self._rules, now, summary, plot(self.folder) if summary.num_finished else [])
 

@@ -103,7 +103,7 @@ class Runner:
             if run is not None:
                 self._assemble(trial, out, drawn=run.finished)
             if run is None or code not in (0, NonFiniteError.exit_code):
-                raise children.run_error(code, ["speedrun", "sweep", "--resume", str(self.folder)])
+                raise children.run_error(code, "sweep", self.folder, self.data)
         return runs
 
     def _request(self, trial: Trial, out: Path) -> dict[str, Any]:
