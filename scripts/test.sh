@@ -24,4 +24,4 @@ ruff format --check
 pyright
 shellcheck scripts/*.sh
 hadolint Dockerfile
-pytest -n 2 "$@"
+pytest -n 2 --dist loadfile "$@" # fixtures and programs of a file are made once

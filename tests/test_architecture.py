@@ -52,7 +52,7 @@ KERNEL_LINES = 1_709
 #: Of the package without science, blank lines included.
 PACKAGE_LINES = 28_919
 #: Of it, apart: what trained models can do, with its commands.
-TRAINED_LINES = 1_410
+TRAINED_LINES = 1_553
 TRAINED = ("speedrun.trained", "speedrun.cli.sample", "speedrun.cli.eval", "speedrun.bench.decoding")
 #: Of one file; of one function, without decorators.
 FILE_LINES = 350

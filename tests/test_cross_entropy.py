@@ -77,7 +77,9 @@ def relative(got: jax.Array, want: jax.Array) -> float:
     return float(np.linalg.norm(np.subtract(*wide)) / np.linalg.norm(np.asarray(want, np.float64)))
 
 
-@pytest.mark.parametrize("num_tokens", [1, 7, CHUNK_TOKENS, 2 * CHUNK_TOKENS])
+@pytest.mark.parametrize(
+    "num_tokens", [1, 7, pytest.param(CHUNK_TOKENS, marks=pytest.mark.slow), 2 * CHUNK_TOKENS]
+)
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_a_form_is_the_sum_of_the_definition(form: Callable[..., jax.Array], num_tokens: int):
     args = inputs(num_tokens, 12, 33)

@@ -510,6 +510,7 @@ def test_a_wrong_number_of_gpus_is_in_the_way_of_the_track_that_was_asked_for():
 KEYS = {"ready", "track", "qualifies", "checks", "cost", "next"}
 
 
+@pytest.mark.slow
 def test_this_machine_is_fit(tmp_path: Path):
     # A process of its own: it wants eight devices, and JAX may have started here with another number.
     args = [sys.executable, "-m", "speedrun", "doctor", "--json"]

@@ -400,6 +400,7 @@ def test_a_log_on_a_full_disk_is_one_line_and_goes_on_where_there_is_room(tmp_pa
 # --- numbers ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_no_number_on_one_device_stops_all_and_spoils_no_checkpoint(config, tmp_path):
     """The fourth sequence of step 8, which one of eight devices holds, makes a gradient infinite."""
     shard = shards.open_shard(config.data / "smoke_train_000001.bin", vocab_size=256)

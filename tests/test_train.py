@@ -356,7 +356,9 @@ def test_a_run_that_breaks_off_tells_what_it_read(tmp_path, smoke_data, monkeypa
             "broke off before the clock: Terminated: stopped by SIGTERM",
             marks=pytest.mark.slow,
         ),
-        (signal.SIGTERM, "step", 75, "of 400 steps: Terminated: stopped by SIGTERM"),
+        pytest.param(
+            signal.SIGTERM, "step", 75, "of 400 steps: Terminated: stopped by SIGTERM", marks=pytest.mark.slow
+        ),
         (signal.SIGINT, "data", 75, "broke off before the clock: Terminated: stopped by SIGINT"),
     ],
 )

@@ -26,7 +26,7 @@ from speedrun.science.params import Layout, Params
 from speedrun.science.recipe import Recipe
 from speedrun.trained import held_out, hellaswag, weights, words
 from speedrun.trained.decode import Decoder, Draw, drawn
-from speedrun.trained.incremental import DecodingKernels, Incremental
+from speedrun.trained.incremental import DecodingKernels, Incremental, probes
 from speedrun.training import train
 from speedrun.training.checkpoint import folder_of, seal, unseal
 from speedrun.training.prepare import RunConfig
@@ -56,7 +56,8 @@ def moved(recipe: Recipe) -> tuple[Params, Inputs]:
 
 def token_by_token(function, params, tokens_BT: np.ndarray, known: int) -> tuple[jax.Array, Incremental]:
     """The states of all positions from `known` on, each from a prefix of the tokens alone."""
-    model = Incremental(function, params, tokens_BT.shape[1])
+    ends = probes(tokens_BT.shape[1], vocab_size=int(tokens_BT.max()) + 1, document_token=0)
+    model = Incremental(function, params, ends)
 
     def run(params, tokens_BT: jax.Array) -> jax.Array:
         fixed = model.fixed(params)
@@ -99,9 +100,55 @@ def test_a_recipe_token_by_token_is_its_forward_pass(name: str) -> None:
         assert len(model.cache_shapes) % 2 == 0
 
 
-#: Causal functions of x [1, T, 6] with what models do to positions; each with its definition in plain NumPy or JAX.
+LOW_TT = jnp.tril(jnp.ones((T, T)))
+
+
+def attended(x: jax.Array, seen_BTS: jax.Array) -> jax.Array:
+    z_BTS = jnp.where(seen_BTS & (LOW_TT[None] > 0), jnp.einsum("btd,bsd->bts", x, x), -jnp.inf)
+    return jnp.einsum("bts,bsd->btd", jax.nn.softmax(z_BTS, axis=-1), x)
+
+
+def without_attention_rule(x: jax.Array) -> jax.Array:
+    """Attention by products and sums over an axis, softmax by hand."""
+    z_BTS = jnp.where(LOW_TT[None] > 0, jnp.sum(x[:, :, None] * x[:, None], axis=-1), -jnp.inf)
+    w_BTS = jnp.exp(z_BTS - jnp.max(z_BTS, axis=-1, keepdims=True))
+    return jnp.sum((w_BTS / jnp.sum(w_BTS, axis=-1, keepdims=True))[..., None] * x[:, None], axis=2)
+
+
+def attention_free(x: jax.Array) -> jax.Array:
+    """As in the Attention Free Transformer: subtracts a maximum over all positions, which cancels."""
+    w = jnp.exp(x - jnp.max(x, axis=1, keepdims=True))
+    return jnp.cumsum(w * x, axis=1) / jnp.cumsum(w, axis=1)
+
+
+def centred(x: jax.Array) -> jax.Array:
+    mean = jnp.mean(x, axis=1, keepdims=True)
+    return jnp.cumsum(x - mean, axis=1) + (1 + jnp.arange(T))[None, :, None] * mean
+
+
+def kind(x: jax.Array) -> jax.Array:
+    return (x[..., 0] > 0).astype(jnp.int32)
+
+
+def relative(x: jax.Array) -> jax.Array:
+    place = jnp.cumsum(kind(x), axis=1)
+    bias = (place[:, None, :] - place[:, :, None]).astype(jnp.float32)
+    return jnp.einsum("bts,bsd->btd", jnp.where(LOW_TT[None] > 0, bias, 0.0), x)
+
+
+#: Causal functions of x [1, T, 6]. Some compute what depends on later positions, and drop it again.
 CAUSAL = MappingProxyType(
     {
+        "mask with keys first": lambda x: attended(x, kind(x)[:, None, :] == kind(x)[:, :, None]),
+        "mask with queries first": lambda x: attended(x, kind(x)[:, :, None] == kind(x)[:, None, :]),
+        "relative positions": relative,
+        "attention without its rule": without_attention_rule,
+        "attention-free": attention_free,
+        "centred over all": centred,
+        "reshape in another order": lambda x: x * jnp.ravel(x, order="F").reshape(1, 6, T).swapaxes(1, 2),
+        "reduction by a function": lambda x: (
+            x + jax.lax.reduce(x, 0.0, lambda a, b: a * 0 + jnp.maximum(a, b), (2,))[..., None]
+        ),
         "merged heads": lambda x: x.reshape(1, T, 2, 3).reshape(1, 2 * T, 3).reshape(1, T, 6) * 2,
         "several axes": lambda x: (
             jnp.transpose(x.reshape(1, T, 2, 3), (2, 0, 3, 1)).sum(axis=0).swapaxes(1, 2)
@@ -183,7 +230,7 @@ def small(tiny) -> tuple[Recipe, Params, Inputs]:
 
 def decoder_of(small: tuple[Recipe, Params, Inputs], num_positions: int = 30) -> Decoder:
     recipe, params, inputs = small
-    return Decoder(recipe, inputs, params, vocab_size=60, num_positions=num_positions)
+    return Decoder(recipe, inputs, params, vocab_size=60, document_token=0, num_positions=num_positions)
 
 
 PROMPTS = [np.array([0, 5, 9], np.int32), np.array([7], np.int32), np.array([0, 1, 2, 3, 0, 4, 5], np.int32)]
@@ -218,15 +265,25 @@ def test_a_text_depends_on_seed_and_place_and_not_on_chunks_or_companions(small)
     np.testing.assert_array_equal(np.concatenate(parts, axis=1), whole_PN)
     alone_PN = decoder.extend(decoder.start(PROMPTS[:1]), 20, Draw(seed=3))[1]
     np.testing.assert_array_equal(alone_PN[0], whole_PN[0])
+    last_PN = decoder.extend(decoder.start([PROMPTS[1], PROMPTS[2], PROMPTS[0]]), 20, Draw(seed=3))[1]
+    np.testing.assert_array_equal(last_PN, whole_PN[[1, 2, 0]])
     twice_PN = decoder.extend(decoder.start([PROMPTS[0], PROMPTS[0]]), 20, Draw(seed=3))[1]
+    np.testing.assert_array_equal(twice_PN[0], whole_PN[0])
     assert [*twice_PN[0]] != [*twice_PN[1]], "two samples of a prompt are one"
     assert [*decoder.extend(decoder.start(PROMPTS), 20, Draw(seed=4))[1][0]] != [*whole_PN[0]]
 
 
 def test_ids_that_the_data_lacks_are_never_written(small) -> None:
-    decoder = decoder_of(small)
-    decoder._logits = lambda params, x_ND: jnp.zeros((len(x_ND), 60))  # all alike
-    assert decoder.extend(decoder.start(PROMPTS * 10), 20, Draw())[1].max() < 60
+    recipe, params, inputs = small
+
+    def logits(p: Params, x_ND: jax.Array, cfg: object) -> jax.Array:
+        """Those that the model knows beyond the data are by far the most probable."""
+        return recipe.logits(p, x_ND, cfg).at[:, 60:].set(1e6)
+
+    decoder = decoder_of((dataclasses.replace(recipe, logits=logits), params, inputs))
+    found_PN = decoder.extend(decoder.start(PROMPTS), 20, Draw())[1]
+    assert found_PN.max() < 60
+    assert len({*found_PN.flat}) > 3
 
 
 def test_a_text_that_is_longer_than_what_was_scored_is_refused(small) -> None:
@@ -240,9 +297,8 @@ def test_a_text_that_is_longer_than_what_was_scored_is_refused(small) -> None:
 
 
 def test_characters_of_several_tokens_come_when_they_are_whole_and_controls_are_shown() -> None:
-    spoken = words.Words(
-        track.load("docs-cpu"), {1: "é".encode()[:1], 2: "é".encode()[1:], 3: b"a\x1b[2J\n"}, None
-    )
+    spoken = words.Words(track.load("docs-cpu"), Path())
+    vars(spoken)["tokens"] = {1: "é".encode()[:1], 2: "é".encode()[1:], 3: b"a\x1b[2J\n"}
     text = words.Text(spoken, np.array([0, 3], np.int32))
     assert text.prompt == "a\N{REPLACEMENT CHARACTER}[2J\n"
     assert [text.add(np.array([i]), is_last=False) for i in (1, 2, 3)] == ["", "é", text.prompt]
@@ -254,7 +310,7 @@ def test_characters_of_several_tokens_come_when_they_are_whole_and_controls_are_
 def test_a_text_becomes_ids_after_the_token_that_opens_a_document(tmp_path: Path) -> None:
     texts = ["the cat sat on the mat. the dog ate the cat."] * 50
     tokenizer.train_bpe(iter(texts), 280, tmp_path / "tokenizer.json")
-    spoken = words.of_track(track.load("docs-cpu"), tmp_path)
+    spoken = words.Words(track.load("docs-cpu"), tmp_path)
     ids = spoken.encode("the dög")
     assert ids[0] == spoken.track.data.document_token
     assert words.Text(spoken, ids).prompt == "the dög"
@@ -283,10 +339,12 @@ def test_its_weights_have_the_loss_of_the_run(run: Path, smoke_data: Path) -> No
     trained = weights.load(run, data=smoke_data)
     lines = runlog.read(next(run.glob("runs/*/metrics.jsonl")))
     want = [line.event.loss for line in lines if isinstance(line.event, runlog.Val)][-1]
-    spoken = words.of_track(trained.track, smoke_data)
+    spoken = words.Words(trained.track, smoke_data)
     context = trained.program.recipe.eval_seq_len
     official = held_out.slices(trained, [], context, None)[0]
-    found = held_out.score(trained, official, context, spoken, lambda done: None)
+    found = held_out.Scorer(trained, context, held_out.bytes_of(spoken, print)).score(
+        official, lambda done: None
+    )
     assert found.loss == pytest.approx(want, abs=1e-5)
     assert found.bits_per_byte is None
     assert trained.step == 12
@@ -307,7 +365,7 @@ def of_text(tiny, tmp_path_factory) -> tuple[weights.Trained, words.Words]:
     recipe = dataclasses.replace(tiny, config=config)
     program, docs = Program(recipe, mesh.make_mesh(1)), track.load("docs-cpu")
     packed = program.layout.pack(moved(recipe)[0])
-    return weights.Trained(program, docs, folder, recipe.num_steps, packed), words.of_track(docs, folder)
+    return weights.Trained(program, docs, folder, recipe.num_steps, packed), words.Words(docs, folder)
 
 
 def nll_of(trained: weights.Trained, ids: list[int]) -> np.ndarray:
@@ -326,7 +384,7 @@ def test_bits_per_byte_count_the_bytes_of_the_targets(of_text, tmp_path) -> None
     )
     writing.write_shard(tmp_path / "x.bin", ids)
     (part,) = held_out.slices(trained, [tmp_path / "x.bin"], 8, 64)
-    found = held_out.score(trained, part, 8, spoken, lambda done: None)
+    found = held_out.Scorer(trained, 8, held_out.bytes_of(spoken, print)).score(part, lambda done: None)
     rows = [[*map(int, ids[start : start + 9])] for start in range(0, 64, 8)]
     nats = sum(nll_of(trained, row).sum() for row in rows)
     num_bytes = sum(len(spoken.tokens.get(int(index), b"")) for index in ids[1:65])
@@ -338,7 +396,8 @@ def test_hellaswag_takes_the_ending_with_the_smallest_mean_loss(of_text, tmp_pat
     trained, spoken = of_text
     endings = ("the mat.", "a dog that ate the cat.", "cat", "the the the the the the")
     lines = [
-        {"ctx": f"the cat {'sat ' * n}on", "endings": endings, "label": n % 4, "more": 1} for n in range(9)
+        {"ctx": f"the cat {'sat ' * n}on", "endings": endings, "label": label, "more": 1}
+        for n, label in ((1, 2), (4, 1), (4, 2))
     ]
     (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, lines)))
     found = hellaswag.ask(
@@ -350,11 +409,18 @@ def test_hellaswag_takes_the_ending_with_the_smallest_mean_loss(of_text, tmp_pat
         losses = [nll_of(trained, [*map(int, context), *map(int, one)])[len(context) - 1 :] for one in four]
         right += int(np.argmin([x.sum() for x in losses]) == line["label"])
         right_norm += int(np.argmin([x.mean() for x in losses]) == line["label"])
-    assert (found.questions, found.accuracy, found.accuracy_norm) == (9, right / 9, right_norm / 9)
+    assert (found.questions, found.accuracy, found.accuracy_norm) == (3, right / 3, right_norm / 3)
 
 
 @pytest.mark.parametrize(
-    "line", ["", "{", '{"ctx": "a"}', '{"ctx": "a", "endings": ["a", "b", "c", "d"], "label": 4}']
+    "line",
+    [
+        "",
+        "{",
+        '{"ctx": "a"}',
+        '{"ctx": "", "endings": ["a", "b", "c", "d"], "label": 1}',
+        '{"ctx": "a", "endings": ["a", "b", "c", "d"], "label": 4}',
+    ],
 )
 def test_a_file_that_is_not_hellaswag_is_refused(tmp_path: Path, line: str) -> None:
     (tmp_path / "questions.jsonl").write_text(line)
@@ -371,7 +437,35 @@ def test_the_command_writes_the_same_text_again(run: Path) -> None:
     assert first == second
     assert len(first) == 2
     assert first[0]["ids"] != first[1]["ids"]
-    assert sample(run, "--ids", "0,5", "--tokens", 20).stdout.startswith("0 5 ")
+    shown = sample(folder_of(run), "--ids", "0,5", "--tokens", 20).stdout
+    assert shown.split() == ["0", "5", *map(str, first[0]["ids"])]
+
+
+def test_a_relative_folder_of_checkpoints_is_one(run: Path, monkeypatch) -> None:
+    monkeypatch.chdir(run.parent)
+    assert sample("out.checkpoints", "--ids", "0", "--tokens", 1).exit_code == 0
+
+
+def test_bench_sample_times_both() -> None:
+    found = CliRunner().invoke(cli.command, ["bench", "sample", "--tokens", "16", "--new", "2", "--json"])
+    assert [one["name"] for one in json.loads(found.stdout)] == ["cached", "whole"]
+
+
+@pytest.mark.parametrize("change", ["step", "config"])
+def test_a_checkpoint_of_another_step_or_config_is_refused(run: Path, tmp_path: Path, change: str) -> None:
+    out = copied(run, tmp_path)
+    if change == "step":
+        shutil.copytree(folder_of(out) / "6", folder_of(out) / "7")
+        said = "it holds step 6"
+    else:
+        path = folder_of(out) / "run.json"
+        kept = json.loads(unseal(json.loads(path.read_bytes())))
+        kept["config"]["overrides"]["config.attention_scale"] = "5.0"
+        path.write_bytes(msgspec.json.encode(seal(msgspec.json.encode(kept))))
+        said = "was trained with other settings"
+    found = sample(out, "--ids", "0", "--step", "7" if change == "step" else "12")
+    assert said in found.stderr
+    assert found.exit_code == (4 if change == "step" else 2)
 
 
 def test_eval_prints_the_loss_of_the_run(run: Path, smoke_data: Path) -> None:
@@ -384,7 +478,8 @@ def test_eval_prints_the_loss_of_the_run(run: Path, smoke_data: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "said", "exit_code"),
     [
-        (["--context", "33"], "needs a multiple of its blocks", 2),
+        (["--limit", "3"], "--limit has no effect", 2),
+        (["--hellaswag", "x", "--context", "8"], "--context has no effect", 2),
         (["--tokens", "8"], "pass a shorter --context, or more --tokens", 3),
         (["--shard", "no-such-file"], "no-such-file", 3),
         (["--hellaswag", "no-such-file"], "no-such-file: No such file", 3),
@@ -411,6 +506,7 @@ def test_what_cannot_be_scored_is_one_line(
         (["--step", "7"], "has checkpoints of steps 6, 12", 2),
         (["--recipe", "gpt2"], "was trained with smoke", 2),
         (["--temperature", "nan"], "not a finite number", 2),
+        (["--seed", "3000000000"], "3000000000", 2),
     ],
 )
 def test_what_cannot_be_sampled_is_one_line(run: Path, given: list[str], said: str, exit_code: int) -> None:

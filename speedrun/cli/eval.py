@@ -1,15 +1,17 @@
 """`speedrun eval`: the loss of a trained model on other text, and HellaSwag."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 import msgspec
 
-from speedrun.cli.options import Integer, data_option, devices_option, example, json_option, recipe_option
+from speedrun.cli.options import Integer, data_option, example, json_option, recipe_option
 from speedrun.ground.clock import Stopwatch
 from speedrun.ground.console import duration
+from speedrun.ground.errors import UsageError
 
 
 @click.command(
@@ -41,32 +43,45 @@ from speedrun.ground.console import duration
 @click.option("--limit", type=Integer(1), metavar="N", help="Only the first N questions.")
 @click.option("--step", type=Integer(0), metavar="N", help="Of the checkpoint. Default: the newest.")
 @recipe_option(text="The run's recipe, if it is in a file of your own.")
-@devices_option
+@click.option("--devices", type=Integer(1), default=1, show_default=True, metavar="N", help="To score on.")
 @data_option
 @json_option
 def command(*, run: Path, shards: tuple[Path, ...], as_json: bool, **given: Any) -> None:
     """Score the weights of a run, which it keeps with --checkpoint-every. Nothing of it is ranked."""
     from speedrun.trained import held_out, hellaswag, weights, words
 
-    devices = given["devices"] or 1
-    trained = weights.load(
-        run, data=given["data"], recipe=given["recipe"], step=given["step"], devices=devices
+    asks = given["hellaswag"] is not None
+    _refuse_what_has_no_effect(given, asks=asks, scores=bool(shards) or not asks)
+    questions = hellaswag.read(given["hellaswag"], given["limit"]) if asks else []
+    chosen = {name: given[name] for name in ("data", "recipe", "step", "devices")}
+    trained = weights.load(run, **chosen)
+    recipe, spoken = trained.program.recipe, words.Words(trained.track, trained.folder)
+    found: dict[str, Any] = {"recipe": recipe.name, "step": trained.step, "track": trained.track.id}
+    context = given["context"] or recipe.eval_seq_len
+    parts = held_out.slices(trained, shards, context, given["tokens"]) if shards or not asks else []
+    devices = trained.program.mesh.devices.flat
+    click.echo(
+        f"model {recipe.name} after {trained.step:,} steps, trained on {trained.track.id} | "
+        f"{len(devices)} x {devices[0].device_kind}",
+        err=True,
     )
-    spoken = words.of_track(trained.track, trained.folder)
-    context, tokens = held_out.context_of(trained, given["context"]), given["tokens"]
-    found: dict[str, Any] = {"recipe": trained.program.recipe.name, "step": trained.step, "scores": []}
-    if shards or given["hellaswag"] is None:
-        for slice_ in held_out.slices(trained, shards, context, tokens):
-            say = _progress(slice_.name, slice_.tokens, "tokens")
-            found["scores"].append(held_out.score(trained, slice_, context, spoken, say))
-    if given["hellaswag"] is not None:
-        questions = hellaswag.read(given["hellaswag"], given["limit"])
+    if parts:
+        scorer = held_out.Scorer(trained, context, held_out.bytes_of(spoken, partial(click.echo, err=True)))
+        found["scores"] = [scorer.score(part, _progress(part.name, part.tokens, "tokens")) for part in parts]
+    if asks:
         say = _progress("hellaswag", len(questions), "questions")
         found["hellaswag"] = hellaswag.ask(trained, spoken, questions, say)
-    if as_json:
-        click.echo(msgspec.json.encode(found))
-    else:
-        click.echo("\n".join(map(str, [*found["scores"], *filter(None, [found.get("hellaswag")])])))
+    lines = [*found.get("scores", []), *([found["hellaswag"]] if asks else [])]
+    click.echo(msgspec.json.encode(found) if as_json else "\n".join(map(str, lines)))
+
+
+def _refuse_what_has_no_effect(given: dict[str, Any], *, asks: bool, scores: bool) -> None:
+    idle = [] if asks else ["limit"]
+    idle += [] if scores else ["context", "tokens"]
+    for name in idle:
+        if given[name] is not None:
+            needs = "--hellaswag" if name == "limit" else "--shard, beside --hellaswag"
+            raise UsageError(f"--{name} has no effect; it needs {needs}; leave it out, or add that")
 
 
 def _progress(what: str, total: int, unit: str) -> Callable[[int], None]:

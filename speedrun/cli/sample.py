@@ -36,7 +36,7 @@ _CHUNK = 16
         "speedrun sample runs/docs --prompt 'Return the'",
         "speedrun sample runs/docs --prompt @prompt.txt --tokens 200 --temperature 0.5 --top-k 40",
         "speedrun sample runs/docs --prompt 'A list' --samples 4 --seed 1 --json",
-        "speedrun sample runs/first --ids 256,17,4",
+        "speedrun sample runs/first --ids 0,17,4",
     )
 )
 @click.argument("run", type=click.Path(path_type=Path), metavar="RUN")
@@ -74,7 +74,9 @@ _CHUNK = 16
     metavar="P",
     help="Only the most probable tokens that have probability P together. Default: all.",
 )
-@click.option("--seed", type=Integer(0), default=0, show_default=True, metavar="N", help="Of the draws.")
+@click.option(
+    "--seed", type=Integer(0, 2**31 - 1), default=0, show_default=True, metavar="N", help="Of the draws."
+)
 @click.option("--step", type=Integer(0), metavar="N", help="Of the checkpoint. Default: the newest.")
 @recipe_option(text="The run's recipe, if it is in a file of your own.")
 @data_option
@@ -89,7 +91,7 @@ def command(
     from speedrun.trained import decode, weights, words
 
     trained = weights.load(run, data=given["data"], recipe=given["recipe"], step=given["step"])
-    spoken = words.of_track(trained.track, trained.folder)
+    spoken = words.Words(trained.track, trained.folder)
     texts = [_text(prompt) for prompt in prompts] if prompts or ids else [""]
     starts = [*map(spoken.encode, texts), *(spoken.checked(_numbers(text)) for text in ids)]
     starts = [start for start in starts for _ in range(given["samples"])]
@@ -99,6 +101,7 @@ def command(
         trained.inputs,
         trained.params,
         vocab_size=trained.track.data.vocab_size,
+        document_token=trained.track.data.document_token,
         num_positions=max(map(len, starts)) + given["tokens"],
     )
     say = partial(click.echo, err=True)

@@ -60,7 +60,7 @@ def passage(eqn: JaxprEqn, i: int, times: Times) -> Passage | None:
         return _of_product(eqn, i, time, times)
     if name == "gather":
         return _of_lookup(eqn, time) if i == 1 else None
-    out = _ALONE[name](eqn, time) if i == 0 and name in _ALONE else None
+    out = _OF_FIRST_OPERAND[name](eqn, time) if i == 0 and name in _OF_FIRST_OPERAND else None
     return out and Passage(out, [time, *[None] * (len(times) - 1)])
 
 
@@ -74,6 +74,8 @@ def _transpose(eqn: JaxprEqn, time: Time) -> Time | None:
 
 def _reshape(eqn: JaxprEqn, time: Time) -> Time | None:
     """Positions stay apart if an axis of the output counts them, alone or with what lies within each."""
+    if eqn.params["dimensions"] is not None:  # transposes first
+        return None
     shape, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     before, num_positions = math.prod(shape[: time.axis]), shape[time.axis] // time.per
     axes = (
@@ -90,7 +92,7 @@ def _without(dropped: Sequence[int], time: Time) -> Time | None:
 
 
 #: Where the first operand's positions are in the output, by primitive.
-_ALONE: Mapping[str, Callable[[JaxprEqn, Time], Time | None]] = MappingProxyType(
+_OF_FIRST_OPERAND: Mapping[str, Callable[[JaxprEqn, Time], Time | None]] = MappingProxyType(
     {
         "broadcast_in_dim": _broadcast,
         "transpose": _transpose,
@@ -112,12 +114,12 @@ def _of_product(eqn: JaxprEqn, i: int, time: Time, times: Times) -> Passage | No
     contracted, batch = eqn.params["dimension_numbers"]
     if time.axis in contracted[i]:
         return None
-    theirs = times[1 - i]
+    time_of_other = times[1 - i]
     if time.axis in batch[i]:
         place = batch[i].index(time.axis)
         other = time._replace(axis=batch[1 - i][place])
         return Passage(time._replace(axis=place), [time, other] if i == 0 else [other, time])
-    if theirs is not None and theirs.axis not in contracted[1 - i]:
+    if time_of_other is not None and time_of_other.axis not in contracted[1 - i]:
         return None
     free = [
         [d for d in range(len(shape_of(x))) if d not in (*contracted[j], *batch[j])]

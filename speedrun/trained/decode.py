@@ -3,6 +3,7 @@
 Legend: P prompts, T positions, V vocabulary, N new tokens.
 """
 
+import zlib
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from speedrun.ground.errors import UsageError
 from speedrun.science.inputs import Inputs
 from speedrun.science.params import Params
 from speedrun.science.recipe import Recipe
-from speedrun.trained.incremental import DecodingKernels, Incremental
+from speedrun.trained.incremental import DecodingKernels, Incremental, probes
 
 #: Lengths are rounded up to a multiple: programs are compiled for one length.
 POSITIONS = 64
@@ -35,6 +36,7 @@ class Texts(NamedTuple):
 
     tokens_PT: jax.Array  #: i32, zero after the last token
     length_P: jax.Array  #: i32
+    stream_P: jax.Array  #: u32, which random numbers it gets
     caches: list[jax.Array]  #: [P, ...]
 
 
@@ -57,11 +59,22 @@ def drawn(z_V: jax.Array, key: jax.Array, how: Draw) -> jax.Array:
     return jnp.where(how.temperature > 0, order_V[jnp.argmax(noisy_V)], jnp.argmax(z_V)).astype(jnp.int32)
 
 
+def _key(seed: int | jax.Array, stream: jax.Array, position: jax.Array) -> jax.Array:
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), stream), position)
+
+
 class Decoder:
     """A model that continues prompts. Programs are compiled at the first call."""
 
     def __init__(
-        self, recipe: Recipe, inputs: Inputs, params: Params, *, vocab_size: int, num_positions: int
+        self,
+        recipe: Recipe,
+        inputs: Inputs,
+        params: Params,
+        *,
+        vocab_size: int,
+        document_token: int,
+        num_positions: int,
     ) -> None:
         """Read the model for sequences of up to so many tokens.
 
@@ -70,6 +83,7 @@ class Decoder:
             inputs: those of the last validation.
             params: by name, in the compute dtype.
             vocab_size: ids that the data has; the model may know more, which are never drawn.
+            document_token: opens a document.
             num_positions: prompt and new tokens.
 
         Raises:
@@ -87,7 +101,7 @@ class Decoder:
         self.model = Incremental(
             lambda params, tokens_BT: recipe.forward(params, tokens_BT, inputs, recipe.config, kernels),
             params,
-            self.num_positions,
+            probes(self.num_positions, vocab_size=vocab_size, document_token=document_token),
         )
         self._logits = lambda params, x_ND: recipe.logits(params, x_ND, recipe.config)[:, :vocab_size]
         self._fixed = jax.jit(self.model.fixed)(params)
@@ -95,20 +109,29 @@ class Decoder:
         self._extend = jax.jit(self.write, static_argnums=4, donate_argnums=2)
 
     def start(self, prompts: Sequence[np.ndarray]) -> Texts:
-        """Read prompts of ids, each with one token or more."""
+        """Read prompts of ids, each with one token or more. Equal prompts are continued with other random numbers."""
         tokens_PT = np.zeros((len(prompts), self.num_positions), np.int32)
         for row_T, ids in zip(tokens_PT, prompts, strict=True):
             row_T[: len(ids)] = ids
-        return self._start(self._fixed, tokens_PT, np.array([len(ids) for ids in prompts], np.int32))
+        lengths, raw = np.array([len(ids) for ids in prompts], np.int32), [ids.tobytes() for ids in prompts]
+        # Of a prompt and its number among equal ones: the prompts beside it do not matter.
+        streams = [zlib.crc32(one) + raw[:number].count(one) for number, one in enumerate(raw)]
+        return self._start(self._fixed, tokens_PT, lengths, np.array(streams, np.uint64).astype(np.uint32))
 
     def extend(self, texts: Texts, num_tokens: int, how: Draw) -> tuple[Texts, np.ndarray]:
-        """Write so many tokens after each text: the texts, and the new ids [P, N]. `texts` is used up."""
+        """Write so many tokens after each text: the texts, and the new ids [P, N]. `texts` is used up.
+
+        Ids at positions that the model was not read for are garbage.
+        """
         texts, ids_PN = self._extend(self._params, self._fixed, texts, how, num_tokens)  # `how` is traced
         return texts, np.asarray(ids_PN)
 
-    def _read(self, fixed: list[jax.Array], tokens_PT: jax.Array, length_P: jax.Array) -> Texts:
-        caches = jax.vmap(lambda tokens_T: self.model.start(fixed, tokens_T[None])[1])(tokens_PT)
-        return Texts(tokens_PT, length_P, caches)
+    def _read(
+        self, fixed: list[jax.Array], tokens_PT: jax.Array, length_P: jax.Array, stream_P: jax.Array
+    ) -> Texts:
+        # One by one: each holds a score for every pair of positions.
+        caches = jax.lax.map(lambda tokens_T: self.model.start(fixed, tokens_T[None])[1], tokens_PT)
+        return Texts(tokens_PT, length_P, stream_P, caches)
 
     def _next(
         self, params: Params, fixed: list[jax.Array], texts: Texts
@@ -125,18 +148,15 @@ class Decoder:
         self, params: Params, fixed: list[jax.Array], texts: Texts, how: Draw, num_tokens: int
     ) -> tuple[Texts, jax.Array]:
         """Compute `extend`; to be traced. `fixed` is that of `model`."""
-        rows_P = jnp.arange(len(texts.length_P))
-        draw = jax.vmap(partial(drawn, how=how))
+        rows_P, draw = jnp.arange(len(texts.length_P)), jax.vmap(partial(drawn, how=how))
 
         def write(texts: Texts, _: None) -> tuple[Texts, jax.Array]:
             z_PV, caches = self._next(params, fixed, texts)
-            # Of text and position alone, so that neither the other texts nor pauses matter.
-            keys_P = jax.vmap(
-                lambda row, at: jax.random.fold_in(jax.random.fold_in(jax.random.key(how.seed), row), at)
-            )
-            new_P = draw(z_PV, keys_P(rows_P, texts.length_P))
+            # Of text and position alone, so that pauses do not matter.
+            keys_P = jax.vmap(partial(_key, how.seed))(texts.stream_P, texts.length_P)
+            new_P = draw(z_PV, keys_P)
             tokens_PT = texts.tokens_PT.at[rows_P, texts.length_P].set(new_P, mode="drop")
-            return Texts(tokens_PT, texts.length_P + 1, caches), new_P
+            return Texts(tokens_PT, texts.length_P + 1, texts.stream_P, caches), new_P
 
         texts, ids_NP = jax.lax.scan(write, texts, length=num_tokens)
         return texts, ids_NP.T

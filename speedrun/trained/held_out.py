@@ -16,7 +16,7 @@ import numpy as np
 from speedrun.data import inventory
 from speedrun.data.shards import Shard, open_shard
 from speedrun.ground import mesh as meshes
-from speedrun.ground.errors import DataError, NonFiniteError, UsageError
+from speedrun.ground.errors import DataError, NonFiniteError
 from speedrun.science.params import SHARDS
 from speedrun.trained.weights import Trained
 from speedrun.trained.words import Words
@@ -34,7 +34,7 @@ class Score(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         bits = "" if self.bits_per_byte is None else f"   {self.bits_per_byte:.4f} bits per byte"
-        where = f"{self.shard} from token {self.start:,}, {self.tokens:,} tokens, context {self.context:,}"
+        where = f"{Path(self.shard).name} from token {self.start:,}, {self.tokens:,} tokens, context {self.context:,}"
         return f"loss {self.loss:.4f}{bits}   {where}"
 
 
@@ -78,43 +78,44 @@ def slices(trained: Trained, shards: Sequence[Path], context: int, tokens: int |
     return whole
 
 
-def score(trained: Trained, part: Slice, context: int, words: Words, say: Callable[[int], None]) -> Score:
-    """Score a slice; `say` gets the number of tokens scored so far.
-
-    Raises:
-        UsageError: if the model cannot take sequences of this length.
-        NonFiniteError: if the loss is no number.
-    """
-    recipe = replace(trained.program.recipe, eval_seq_len=context, eval_sequences=SHARDS)
-    program = replace(trained.program, recipe=recipe)
-    eval_step, step = program.eval_step_for(program.static_at(trained.step)), jnp.int32(trained.step)
-    id_bytes_V = None if words.encoder is None else words.encoder.id_bytes_V()
-    nll_sum, num_bytes, batch = 0.0, 0, SHARDS * context
-    for start in range(part.start, part.start + part.tokens, batch):
-        ids = part.shard.read(start, start + batch + 1).astype(np.int32)
-        rows = (x.reshape(SHARDS, context) for x in (ids[:-1], ids[1:]))
-        tokens_BT, targets_BT = (meshes.place_own(x, program.mesh) for x in rows)
-        nll_BC = eval_step(trained.packed, tokens_BT, targets_BT, program.schedule, step)
-        nll_sum += float(np.sum(meshes.fetch(nll_BC), dtype=np.float64))
-        num_bytes += 0 if id_bytes_V is None else int(id_bytes_V[ids[1:]].sum())
-        say(start + batch - part.start)
-    if not math.isfinite(nll_sum):
-        raise NonFiniteError(f"{part.name}: the loss is {nll_sum}; need a model with finite losses")
-    bits = nll_sum / math.log(2) / num_bytes if num_bytes else None
-    return Score(part.shard.path.name, part.start, part.tokens, context, nll_sum / part.tokens, bits)
+def bytes_of(words: Words, say: Callable[[str], None]) -> np.ndarray | None:
+    """Return the bytes of each id, i64 [V]; None, and `say` why, if the file of the tokenizer is missing."""
+    try:
+        tokens = words.tokens
+    except DataError as error:
+        say(f"no bits per byte: {error}")
+        return None
+    return np.array([len(tokens.get(index, b"")) for index in range(words.track.data.vocab_size)], np.int64)
 
 
-def context_of(trained: Trained, wanted: int | None) -> int:
-    """Return the context to score with: what was asked for, else that of the run's validations.
+class Scorer:
+    """Scores slices with the scorer of a run, compiled once for a context."""
 
-    Raises:
-        UsageError: if the attention of the recipe needs a multiple of its blocks.
-    """
-    recipe = trained.program.recipe
-    context = wanted or recipe.eval_seq_len
-    block = getattr(recipe.config, "block_tokens", 1)
-    if context % block:
-        raise UsageError(
-            f"a context of {context:,} tokens; {recipe.name} needs a multiple of its blocks, {block:,}"
-        )
-    return context
+    def __init__(self, trained: Trained, context: int, id_bytes_V: np.ndarray | None) -> None:
+        """Make the scorer; raise UsageError if the model cannot take sequences of this length."""
+        recipe = replace(trained.program.recipe, eval_seq_len=context, eval_sequences=SHARDS)
+        self._trained, self._context, self._id_bytes_V = trained, context, id_bytes_V
+        self._program = replace(trained.program, recipe=recipe)
+        self._step = self._program.eval_step_for(self._program.static_at(trained.step))
+
+    def score(self, part: Slice, say: Callable[[int], None]) -> Score:
+        """Score a slice; `say` gets the number of tokens scored so far.
+
+        Raises:
+            NonFiniteError: if the loss is no number.
+        """
+        program, trained, id_bytes_V = self._program, self._trained, self._id_bytes_V
+        nll_sum, num_bytes, batch = 0.0, 0, SHARDS * self._context
+        for start in range(part.start, part.start + part.tokens, batch):
+            ids = part.shard.read(start, start + batch + 1).astype(np.int32)
+            rows = (x.reshape(SHARDS, self._context) for x in (ids[:-1], ids[1:]))
+            batch_BT = (meshes.place_own(x, program.mesh) for x in rows)
+            nll_BC = self._step(trained.packed, *batch_BT, program.schedule, jnp.int32(trained.step))
+            nll_sum += float(np.sum(meshes.fetch(nll_BC), dtype=np.float64))
+            num_bytes += 0 if id_bytes_V is None else int(id_bytes_V[ids[1:]].sum())
+            say(start + batch - part.start)
+        if not math.isfinite(nll_sum):
+            raise NonFiniteError(f"{part.name}: the loss is {nll_sum}; need a model with finite losses")
+        bits = nll_sum / math.log(2) / num_bytes if num_bytes else None
+        name, loss = str(part.shard.path), nll_sum / part.tokens
+        return Score(name, part.start, part.tokens, self._context, loss, bits)

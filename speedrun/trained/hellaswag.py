@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
-from speedrun.ground.errors import DataError, UsageError
+from speedrun.ground.errors import DataError, NonFiniteError, UsageError
 from speedrun.science.params import Params
 from speedrun.trained.incremental import DecodingKernels
 from speedrun.trained.weights import Trained
@@ -64,8 +64,8 @@ def read(path: Path, limit: int | None) -> list[Question]:
             for number, line in enumerate(lines, 1):
                 if line.strip() and (limit is None or len(found) < limit):
                     found.append(msgspec.json.decode(line, type=Question))
-                    if not 0 <= found[-1].label < 4:
-                        raise ValueError(f"line {number} has label {found[-1].label}")
+                    if not (found[-1].ctx and all(found[-1].endings) and 0 <= found[-1].label < 4):
+                        raise ValueError(f"line {number} has an empty text, or label {found[-1].label}")
     except OSError as error:
         raise DataError(
             f"{path}: {error.strerror}; need hellaswag_val.jsonl, from the repository rowanz/hellaswag"
@@ -82,6 +82,7 @@ def ask(trained: Trained, words: Words, questions: Sequence[Question], say: Call
 
     Raises:
         UsageError: if the ids of the track stand for no text.
+        NonFiniteError: if a loss is no number.
     """
     if words.encoder is None:
         raise UsageError(f"ids of {words.track.id} stand for no text; HellaSwag needs a model of text")
@@ -94,6 +95,8 @@ def ask(trained: Trained, words: Words, questions: Sequence[Question], say: Call
         longest = -(-max(len(row.ids) for row in rows) // _POSITIONS) * _POSITIONS
         tokens_RT = np.stack([np.pad(row.ids, (0, longest - len(row.ids))) for row in rows])
         nll_RT = np.asarray(nll(params, tokens_RT), np.float64)
+        if not np.isfinite(nll_RT).all():
+            raise NonFiniteError("a loss on HellaSwag is no number; need a model with finite losses")
         of_endings = [
             nll_T[row.first - 1 : len(row.ids) - 1] for nll_T, row in zip(nll_RT, rows, strict=True)
         ]

@@ -10,18 +10,21 @@ and attention for the newest query, on cached keys and values. So no model has a
 recipe from outside needs none. The price: what is evaluated whole costs as much as in `forward`. In the ladder that is
 little, but for the composed heads of record 89.
 
-Why it is right: a row is an entry of the whole value, and rows of the past stay what they were, because the function is
-causal. Later positions hold zeros, on which no earlier one depends.
+A row is an entry of the whole value. Rows of the past may be kept only if they do not depend on tokens that follow, and
+a causal function need not compute them so: it may subtract a maximum over all positions, and add it again. No rule on
+equations can know that. So it is tried: where sequences that begin alike have other rows, it is evaluated whole.
 
 Legend: T positions, B sequences (one), H heads, K head width, S keys, D model.
 """
 
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from speedrun.science.kernels import attention as definition
@@ -29,8 +32,12 @@ from speedrun.science.kernels.attention import Sight
 from speedrun.science.kernels.choose import Kernels
 from speedrun.trained.alignment import RUNNING, Time, passage, shape_of, with_shapes_of_rows
 
-#: Parameters of equations that hold a function which is called once, and equations that call one several times.
-_CALLED, _LOOPS = ("call_jaxpr", "fun_jaxpr", "jaxpr"), frozenset({"scan", "while", "cond"})
+#: Equations that call a function once, and the parameter that holds it.
+_CALLED = {
+    **dict.fromkeys(("jit", "pjit", "checkpoint", "remat2"), "jaxpr"),
+    **dict.fromkeys(("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"), "call_jaxpr"),
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+}
 
 Values = dict[Var, Any]
 
@@ -44,15 +51,17 @@ class DecodingKernels(Kernels):
 
     def attention(self, q_BTHK: Any, k_BTHK: Any, v_BTHK: Any, sight: Sight, /, **more: Any) -> jax.Array:
         """Compute `kernels.attention`."""
-        return _attention(q_BTHK, k_BTHK, v_BTHK, sight.first_BT, jnp.float32(more["scale"]))
+        return jax.jit(_attention)(q_BTHK, k_BTHK, v_BTHK, sight.first_BT, jnp.float32(more["scale"]))
 
 
-_ATTENTION = "_attention"
+_ATTENTION = "speedrun_attention_of_decoding"
 
 
-@jax.jit
 def _attention(q_BTHK: Any, k_BTHK: Any, v_BTHK: Any, first_BT: Any, scale: Any) -> jax.Array:
     return definition.attention(q_BTHK, k_BTHK, v_BTHK, Sight(first_BT, first_BT), scale=scale)
+
+
+_attention.__name__ = _ATTENTION
 
 
 def _attention_of_newest(
@@ -87,15 +96,15 @@ def _of(x: Any, values: Values) -> Any:
 
 
 def _is_attention(eqn: JaxprEqn) -> bool:
-    return eqn.params.get("name") == _ATTENTION
+    return eqn.primitive.name in ("jit", "pjit") and eqn.params["name"] == _ATTENTION
 
 
 def _called(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     """Evaluate a jaxpr, and by their own equations the functions that it calls; but not `_attention`."""
 
     def apply(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
-        inner = next((eqn.params[key] for key in _CALLED if key in eqn.params), None)
-        if inner is None or eqn.primitive.name in _LOOPS or _is_attention(eqn):
+        inner = eqn.params.get(_CALLED.get(eqn.primitive.name, ""))
+        if inner is None or _is_attention(eqn):
             return _bind(eqn, values)
         return (
             _called(inner.jaxpr, inner.consts, values)
@@ -146,13 +155,16 @@ class Whole(NamedTuple):
 class _Position:
     """Evaluates equations at position `t`."""
 
-    def __init__(self, t: jax.Array, past: Values | None) -> None:
-        self._t, self._past = t, past
+    def __init__(self, t: jax.Array, past: Values | None, mixed: AbstractSet[Var]) -> None:
+        self._t, self._past, self._mixed = t, past, mixed
+        self.times: dict[Var, Time] = {}  #: of what is in the cache
         self.cache: Values = {}  #: what was needed at all positions, with the newest row
 
     def apply(self, eqn: JaxprEqn, values: list[Any]) -> list[Any]:
         """Evaluate an equation on values that are `Row`, `Whole`, or depend on no token."""
-        if _is_attention(eqn) and isinstance(values[0], Row):
+        if self._mixed & {*eqn.outvars}:
+            return self._whole(eqn, values, None)
+        if _is_attention(eqn) and isinstance(values[0], Row) and values[0].time.axis == 1:
             return [self._attend(eqn, values)]
         times = [x.time if isinstance(x, Row | Whole) else None for x in values]
         rows = [i for i, x in enumerate(values) if isinstance(x, Row)]
@@ -162,7 +174,8 @@ class _Position:
             if way is not None and self._fits(values, way.operands):
                 # Integers stay whole: they are cheap, and whole they need no cache.
                 if not rows and not _is_float(eqn.outvars[0]):
-                    return self._whole(eqn, values, way.out)
+                    alike = all(x.time == times[i] for x in values if isinstance(x, Whole))
+                    return self._whole(eqn, values, way.out if alike else None)
                 operands = zip(eqn.invars, values, way.operands, strict=True)
                 params = with_shapes_of_rows(eqn, way.out)
                 return [Row(y, way.out) for y in _bind(eqn, [self._row(*x) for x in operands], params)]
@@ -185,7 +198,7 @@ class _Position:
             return value.value if isinstance(value, Whole) else value
         if x not in self.cache:
             past = jnp.zeros_like(x.aval) if self._past is None else self._past[x]
-            start = self._t * value.time.per
+            self.times[x], start = value.time, self._t * value.time.per
             self.cache[x] = jax.lax.dynamic_update_slice_in_dim(past, value.value, start, value.time.axis)
         return self.cache[x]
 
@@ -206,6 +219,23 @@ class _Position:
         return Row(_attention_of_newest(q, k, v, first, scale, start), time)
 
 
+def probes(num_positions: int, *, vocab_size: int, document_token: int) -> np.ndarray:
+    """Return sequences that agree in their first half, of several documents, and end very differently: i32 [5, T]."""
+    rng, half = np.random.default_rng(0), num_positions // 2
+    head_T = rng.integers(0, vocab_size, half)
+    head_T[:: max(1, half // 3)] = document_token
+    others = rng.integers(0, vocab_size, (2, num_positions))
+    ends = (
+        *others,
+        np.resize(head_T, num_positions),
+        np.full(num_positions, document_token),
+        others[0] * 0 + head_T[-1],
+    )
+    return np.stack([np.concatenate([head_T, end_T[: num_positions - half]]) for end_T in ends]).astype(
+        np.int32
+    )
+
+
 class Incremental:
     """A causal function (params, tokens_BT) -> x_BTD of one sequence: `fixed` and `start`, then `step` by step.
 
@@ -213,9 +243,16 @@ class Incremental:
     """
 
     def __init__(
-        self, function: Callable[[Any, jax.Array], jax.Array], params: Any, num_positions: int
+        self, function: Callable[[Any, jax.Array], jax.Array], params: Any, probes_RT: np.ndarray
     ) -> None:
-        tokens = jax.ShapeDtypeStruct((1, num_positions), jnp.int32)
+        """Read a function, for sequences as long as the probes.
+
+        Args:
+            function: to evaluate.
+            params: its parameters; with them, it is tried which rows may be kept.
+            probes_RT: i32, tokens that agree in the first half, as `probes` makes them.
+        """
+        tokens = jax.ShapeDtypeStruct((1, probes_RT.shape[1]), jnp.int32)
         called = jax.make_jaxpr(function)(params, tokens)
         flat = jax.tree.leaves(params)
         closed = jax.make_jaxpr(lambda *args: _called(called.jaxpr, called.consts, args))(*flat, tokens)
@@ -231,8 +268,14 @@ class Incremental:
             on_tokens |= {*eqn.outvars} if depends else set()
             (self._eqns if depends else self._fixed_eqns).append(eqn)
         self._fixed = [*dict.fromkeys(x for eqn in self._eqns for x in _variables(eqn) if x not in on_tokens)]
-        self._kept: list[Var] = []  #: whose rows of the past are needed
-        jax.eval_shape(self._find_kept, params, tokens)
+        self._kept: dict[Var, Time] = {}  #: whose rows of the past are needed
+        self._mixed: set[Var] = set()  #: evaluated whole, because their rows depend on tokens that follow
+        while True:
+            jax.eval_shape(self._find_kept, params, tokens)
+            changing = self._changing(params, probes_RT)
+            if not changing:
+                break
+            self._mixed |= changing
 
     @property
     def cache_shapes(self) -> list[tuple[int, ...]]:
@@ -240,9 +283,26 @@ class Incremental:
         return [shape_of(x) for x in self._kept]
 
     def _find_kept(self, params: Any, tokens_BT: jax.Array) -> None:
-        position = _Position(jnp.int32(0), None)
+        position = _Position(jnp.int32(0), None, self._mixed)
         self._advance(position, self.fixed(params), tokens_BT)
-        self._kept = [*position.cache]
+        self._kept = position.times
+
+    def _changing(self, params: Any, probes_RT: np.ndarray) -> set[Var]:
+        """Return what is kept, but has other rows in the first half if the tokens of the second half are others."""
+        half = probes_RT.shape[1] // 2
+
+        @jax.jit
+        def rows(params: Any, tokens_RT: jax.Array) -> list[jax.Array]:
+            fixed = self.fixed(params)
+
+            def of_one(tokens_T: jax.Array) -> list[jax.Array]:
+                cache = zip(self.start(fixed, tokens_T[None])[1], self._kept.values(), strict=True)
+                return [jax.lax.slice_in_dim(x, 0, half * time.per, axis=time.axis) for x, time in cache]
+
+            return [jnp.all(x == x[:1]) for x in jax.lax.map(of_one, tokens_RT)]
+
+        alike = rows(params, jnp.asarray(probes_RT))
+        return {x for x, is_alike in zip(self._kept, alike, strict=True) if not is_alike}
 
     def fixed(self, params: Any) -> list[jax.Array]:
         """Return what depends on no token."""
@@ -260,7 +320,7 @@ class Incremental:
         self, fixed: list[jax.Array], cache: list[jax.Array], tokens_BT: jax.Array, t: jax.Array
     ) -> tuple[jax.Array, list[jax.Array]]:
         """Return the state of position `t` [1, 1, D] and the new cache. `tokens_BT` holds all tokens up to it."""
-        position = _Position(t, dict(zip(self._kept, cache, strict=True)))
+        position = _Position(t, dict(zip(self._kept, cache, strict=True)), self._mixed)
         x_BTD = self._advance(position, fixed, tokens_BT)
         return x_BTD, [position.cache[x] for x in self._kept]
 

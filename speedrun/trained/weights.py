@@ -18,10 +18,11 @@ from speedrun.ground import mesh as meshes
 from speedrun.ground import track as tracks
 from speedrun.ground.errors import CheckpointError, DataError, UsageError
 from speedrun.ground.track import Track
+from speedrun.ledger import runfile
 from speedrun.science import recipes
 from speedrun.science.inputs import Inputs
 from speedrun.science.params import SHARDS, Params
-from speedrun.science.recipe import no_constants
+from speedrun.science.recipe import describe, no_constants
 from speedrun.training import checkpoint
 from speedrun.training.prepare import Resumable, decoded
 from speedrun.training.program import Program
@@ -40,15 +41,24 @@ class Trained:
     @property
     def inputs(self) -> Inputs:
         """The scheduled inputs of a validation after this step."""
-        plan = self.program.step.plan
-        return plan.at(self.step, plan.schedule, self.program.static_at(self.step))
+        return inputs_at(self.program, self.step)
 
     @property
     def params(self) -> Params:
-        """Parameters by name, in the compute dtype; those of vectors stay float32."""
-        layout, dtype = self.program.layout, self.program.recipe.compute_dtype
-        cast = {k: x if k in layout.vectors else x.astype(dtype) for k, x in self.packed.items()}
-        return layout.unpack(cast)
+        """Parameters by name, as the forward pass gets them."""
+        return named(self.program, self.packed)
+
+
+def inputs_at(program: Program, step: int) -> Inputs:
+    """Return the scheduled inputs of a validation after so many steps."""
+    plan = program.step.plan
+    return plan.at(step, plan.schedule, program.static_at(step))
+
+
+def named(program: Program, packed: Params) -> Params:
+    """Return packed parameters by name, in the compute dtype; those of vectors stay float32."""
+    layout, dtype = program.layout, program.recipe.compute_dtype
+    return layout.unpack({k: x if k in layout.vectors else x.astype(dtype) for k, x in packed.items()})
 
 
 def load(
@@ -73,7 +83,7 @@ def load(
         CheckpointError: if the checkpoint cannot be read, or is not what was written.
         DataError: if weights are not finite.
     """
-    folder = run if run.name.endswith(".checkpoints") else checkpoint.folder_of(run)
+    folder = run.resolve() if run.name.endswith(".checkpoints") else checkpoint.folder_of(run)
     kept = _settings(folder, run)
     track = tracks.load(kept.config.track)
     chosen = recipes.load(recipe or kept.recipe.name)
@@ -87,8 +97,14 @@ def load(
     shards = inventory.data_folder(track, data or kept.config.data)
     known = () if chosen.constants is no_constants else vocabulary.load(track, shards)
     program = Program(chosen, meshes.make_mesh(devices), kept.config.microbatches or SHARDS, vocabulary=known)
-    at = _step(folder, step)
-    return Trained(program, track, shards, at, _restored(folder / str(at), program))
+    at = folder / str(_step(folder, step))
+    facts = _facts(at)
+    if facts.config_sha256 not in _configs(kept, program):
+        raise UsageError(
+            f"{run} was trained with other settings than {chosen.name} has now; check out the commit of the run, or "
+            "name its own recipe with --recipe"
+        )
+    return Trained(program, track, shards, facts.step, _restored(at, facts, program))
 
 
 def _settings(folder: Path, run: Path) -> Resumable:
@@ -105,15 +121,31 @@ def _settings(folder: Path, run: Path) -> Resumable:
 
 def _step(folder: Path, wanted: int | None) -> int:
     steps = sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
-    if not steps or wanted not in (None, *steps):
-        has = ", ".join(map(str, steps)) or "none"
+    if not steps:
+        raise UsageError(f"{folder} has no checkpoint; run again with --checkpoint-every N, which keeps some")
+    if wanted is not None and wanted not in steps:
         raise UsageError(
-            f"{folder} has checkpoints of steps {has}; got {wanted or 'no wish'}; choose with --step"
+            f"{folder} has checkpoints of steps {', '.join(map(str, steps))}; got --step {wanted}"
         )
     return steps[-1] if wanted is None else wanted
 
 
-def _restored(folder: Path, program: Program) -> Params:
+def _configs(kept: Resumable, program: Program) -> Iterator[str]:
+    """Yield the digests that the config of the run may have: it chose its use of memory by itself."""
+    config = kept.config
+    for memory in ("ample", "scarce"):
+        described = {
+            "recipe": describe(program.recipe),
+            "num_devices": kept.num_devices,
+            "replicas": config.replicas,
+            "microbatches": config.microbatches or max(SHARDS, kept.num_devices),
+            "attention": config.attention,
+            "memory": memory,
+        }
+        yield runfile.config_sha256(described)
+
+
+def _restored(folder: Path, facts: checkpoint.Facts, program: Program) -> Params:
     """Read the packed parameters of a checkpoint, without the state of the optimiser; compare their digests."""
     import orbax.checkpoint as ocp
 
@@ -123,7 +155,6 @@ def _restored(folder: Path, program: Program) -> Params:
         f"params.{name}": jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shardings[name])
         for name, x in abstract.items()
     }
-    facts = _facts(folder)
     found = {name: array for name, array in facts.arrays.items() if name.startswith("params.")}
     for difference in checkpoint.differences(found, wanted):
         raise CheckpointError(
@@ -143,7 +174,10 @@ def _restored(folder: Path, program: Program) -> Params:
 def _facts(folder: Path) -> checkpoint.Facts:
     try:
         sealed = msgspec.json.decode((folder / "facts" / "metadata").read_bytes())
-        return msgspec.json.decode(checkpoint.unseal(sealed), type=checkpoint.Facts)
+        facts = msgspec.json.decode(checkpoint.unseal(sealed), type=checkpoint.Facts)
+        if str(facts.step) != folder.name:
+            raise ValueError(f"it holds step {facts.step}")
+        return facts
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(

@@ -3,22 +3,48 @@
 import codecs
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from speedrun.data import gpt2, tokenizer, vocabulary
+from speedrun.data import tokenizer, vocabulary
 from speedrun.ground.errors import UsageError
 from speedrun.ground.track import Track
 
 
 @dataclass(frozen=True)
 class Words:
-    """The tokenizer of a track. Synthetic ids stand for no text: then `tokens` is empty."""
+    """The tokenizer of a track, loaded when it is needed. Synthetic ids stand for no text."""
 
     track: Track
-    tokens: dict[int, bytes]  #: of each id; special ones are missing
-    encoder: tokenizer.Tokenizer | None
+    folder: Path  #: of the track's data
+
+    @cached_property
+    def _choice(self) -> tokenizer.Choice | None:
+        if self.track.synthetic is not None:
+            return None
+        if self.track.python_docs is not None:
+            return tokenizer.choose(str(self.folder / vocabulary.TOKENIZER))
+        ranks = self.folder / vocabulary.RANKS
+        return tokenizer.choose(str(ranks) if ranks.exists() else "gpt2", engine="tiktoken")
+
+    @cached_property
+    def tokens(self) -> dict[int, bytes]:
+        """The bytes of each id; special ones are missing; empty if ids stand for no text.
+
+        Raises:
+            DataError: if the file of the tokenizer is missing, and cannot be downloaded.
+        """
+        if self._choice is None or self._choice.path is None:
+            return {}
+        raw = self._choice.path.read_bytes()
+        return vocabulary.ranks(raw) if self._choice.name == "gpt2" else vocabulary.byte_level(raw)
+
+    @cached_property
+    def encoder(self) -> tokenizer.Tokenizer | None:
+        """Turns text into ids; None if ids stand for no text."""
+        return None if self._choice is None else tokenizer.load(self._choice)
 
     def encode(self, text: str) -> np.ndarray:
         """Return the ids of a text, after the token that opens a document: i32 [N].
@@ -77,21 +103,3 @@ class Text:
             c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}"
             for c in self._decoder.decode(raw, is_last)
         )
-
-
-def of_track(track: Track, folder: Path) -> Words:
-    """Load the tokenizer of a track's data.
-
-    Raises:
-        DataError: if its file is missing, or cannot be downloaded.
-    """
-    if track.synthetic is not None:
-        return Words(track, {}, None)
-    if track.python_docs is not None:
-        path = folder / vocabulary.TOKENIZER
-        encoder = tokenizer.load(tokenizer.choose(str(path)))
-        return Words(track, vocabulary.byte_level(path.read_bytes()), encoder)
-    ranks = folder / vocabulary.RANKS
-    path = ranks if ranks.exists() else gpt2.cached_ranks()
-    choice = tokenizer.choose(str(path) if path.suffix == ".tiktoken" else "gpt2", engine="tiktoken")
-    return Words(track, vocabulary.ranks(path.read_bytes()), tokenizer.load(choice))
