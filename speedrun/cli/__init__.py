@@ -81,9 +81,10 @@ class _Commands(Group):
     def main(self, args: Sequence[str] | None = None, *rest: Any, **named: Any) -> NoReturn:
         """Run a command and exit. An expected error is one line; others keep their traceback."""
         words = list(sys.argv[1:] if args is None else args)
+        named["standalone_mode"] = False  # raises click's own errors
         try:
             _check_words(words)
-            sys.exit(super().main(words, *rest, **{**named, "standalone_mode": False}))  # raises its errors
+            sys.exit(super().main(words, *rest, **named))
         except click.exceptions.NoArgsIsHelpError as error:
             error.show()
             sys.exit(error.exit_code)

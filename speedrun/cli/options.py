@@ -96,9 +96,7 @@ class RecipeName(click.ParamType):
         return resolve(value)
 
 
-_OWN_RECIPE = (
-    "What to train: a name, or a file of your own, path/to/mine.py. Default: the track's own recipe."
-)
+_OWN_RECIPE = "What to train: a name, or your own file, path/to/mine.py. Default: the track's own recipe."
 
 
 def recipe_option(default: str | None = None, text: str = _OWN_RECIPE) -> Decorator:
@@ -135,7 +133,6 @@ microbatches_option: Decorator = click.option(
     metavar="N",
     help="Parts of a step's batch. Default: 8, or one for each device if there are more.",
 )
-
 
 #: `--dollars X`, as the argument `dollars`.
 price_option: Decorator = click.option(
