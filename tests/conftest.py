@@ -2,6 +2,7 @@
 
 import atexit
 import dataclasses
+import gc
 import os
 import shutil
 import tempfile
@@ -13,6 +14,9 @@ from pathlib import Path
 if (_worker := os.environ.get("PYTEST_XDIST_WORKER")) and hasattr(os, "sched_setaffinity"):
     _number, _cores = int(os.environ["PYTEST_XDIST_WORKER_COUNT"]), sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, _cores[int(_worker[2:]) % len(_cores) :: _number])
+
+# Tracing makes so many objects that looking for dead ones was a sixth.
+gc.set_threshold(200_000, 20, 100)
 
 os.environ.setdefault("SPEEDRUN_TEST_PLATFORM", "cpu")
 # Half of the suite's time would be LLVM making small programs for CPUs fast.
