@@ -15,9 +15,6 @@ if (_worker := os.environ.get("PYTEST_XDIST_WORKER")) and hasattr(os, "sched_set
     _number, _cores = int(os.environ["PYTEST_XDIST_WORKER_COUNT"]), sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, _cores[int(_worker[2:]) % len(_cores) :: _number])
 
-# Tracing makes so many objects that looking for dead ones was a sixth.
-gc.set_threshold(200_000, 20, 100)
-
 os.environ.setdefault("SPEEDRUN_TEST_PLATFORM", "cpu")
 # Half of the suite's time would be LLVM making small programs for CPUs fast.
 os.environ.setdefault(
@@ -47,6 +44,7 @@ from speedrun.training import health
 
 mesh.prepare(os.environ["SPEEDRUN_TEST_PLATFORM"])
 jax.config.update("jax_numpy_rank_promotion", "raise")
+gc.set_threshold(200_000, 20, 100)  # tracing makes many objects: to look for dead ones was a sixth of the time
 health._TRIALS = 2  # every run times this machine first; a second of each test that trains
 
 
