@@ -44,7 +44,9 @@ from speedrun.training import health
 
 mesh.prepare(os.environ["SPEEDRUN_TEST_PLATFORM"])
 jax.config.update("jax_numpy_rank_promotion", "raise")
-gc.set_threshold(200_000, 20, 100)  # tracing makes many objects: to look for dead ones was a sixth of the time
+gc.set_threshold(
+    200_000, 20, 100
+)  # tracing makes many objects: to look for dead ones was a sixth of the time
 health._TRIALS = 2  # every run times this machine first; a second of each test that trains
 
 
