@@ -76,8 +76,7 @@ def command(*, run: Path, shards: tuple[Path, ...], as_json: bool, **given: Any)
 
 
 def _refuse_what_has_no_effect(given: dict[str, Any], *, asks: bool, scores: bool) -> None:
-    idle = [] if asks else ["limit"]
-    idle += [] if scores else ["context", "tokens"]
+    idle = [*([] if asks else ["limit"]), *([] if scores else ["context", "tokens"])]
     for name in idle:
         if given[name] is not None:
             needs = "--hellaswag" if name == "limit" else "--shard, beside --hellaswag"

@@ -25,21 +25,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Var
 
 from speedrun.science.kernels import attention as definition
 from speedrun.science.kernels.attention import Sight
 from speedrun.science.kernels.choose import Kernels
 from speedrun.trained.alignment import RUNNING, Time, passage, shape_of, with_shapes_of_rows
-
-#: Equations that call a function once, and the parameter that holds it.
-_CALLED = {
-    **dict.fromkeys(("jit", "pjit", "checkpoint", "remat2"), "jaxpr"),
-    **dict.fromkeys(("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"), "call_jaxpr"),
-    "custom_vjp_call_jaxpr": "fun_jaxpr",
-}
-
-Values = dict[Var, Any]
+from speedrun.trained.equations import Values, bind, needed, run, traced, variables
 
 
 @dataclass(frozen=True)
@@ -75,67 +67,12 @@ def _attention_of_newest(
     return jnp.einsum("bhts,bshk->bthk", weights_BHTS.astype(v_BSHK.dtype), v_BSHK)
 
 
-# --- reading a jaxpr
-
-
-def _bind(eqn: JaxprEqn, values: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
-    found = eqn.primitive.bind(*values, **(params or eqn.params))
-    return found if eqn.primitive.multiple_results else [found]
-
-
-def _run(
-    eqns: Sequence[JaxprEqn], values: Values, apply: Callable[[JaxprEqn, list[Any]], Sequence[Any]]
-) -> None:
-    """Evaluate equations in order, and add their outputs to `values`."""
-    for eqn in eqns:
-        values.update(zip(eqn.outvars, apply(eqn, [_of(x, values) for x in eqn.invars]), strict=True))
-
-
-def _of(x: Any, values: Values) -> Any:
-    return x.val if isinstance(x, Literal) else values[x]
-
-
-def _is_attention(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name in ("jit", "pjit") and eqn.params["name"] == _ATTENTION
-
-
-def _called(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    """Evaluate a jaxpr, and by their own equations the functions that it calls; but not `_attention`."""
-
-    def apply(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
-        inner = eqn.params.get(_CALLED.get(eqn.primitive.name, ""))
-        if inner is None or _is_attention(eqn):
-            return _bind(eqn, values)
-        return (
-            _called(inner.jaxpr, inner.consts, values)
-            if isinstance(inner, ClosedJaxpr)
-            else _called(inner, [], values)
-        )
-
-    values: Values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-    _run(jaxpr.eqns, values, apply)
-    return [_of(x, values) for x in jaxpr.outvars]
-
-
 def _is_float(x: Any) -> bool:
     return jnp.issubdtype(x.aval.dtype, jnp.inexact)
 
 
-def _variables(eqn: JaxprEqn) -> list[Var]:
-    return [x for x in eqn.invars if isinstance(x, Var)]
-
-
-def _used(jaxpr: Jaxpr) -> list[JaxprEqn]:
-    """Return the equations that the outputs depend on."""
-    needed, kept = {*jaxpr.outvars}, []
-    for eqn in reversed(jaxpr.eqns):
-        if needed & {*eqn.outvars}:
-            needed |= {*_variables(eqn)}
-            kept.append(eqn)
-    return kept[::-1]
-
-
-# --- evaluation at one position
+def _is_attention(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name in ("jit", "pjit") and eqn.params["name"] == _ATTENTION
 
 
 class Row(NamedTuple):
@@ -178,7 +115,7 @@ class _Position:
                     return self._whole(eqn, values, way.out if alike else None)
                 operands = zip(eqn.invars, values, way.operands, strict=True)
                 params = with_shapes_of_rows(eqn, way.out)
-                return [Row(y, way.out) for y in _bind(eqn, [self._row(*x) for x in operands], params)]
+                return [Row(y, way.out) for y in bind(eqn, [self._row(*x) for x in operands], params)]
         is_running = eqn.primitive.name in RUNNING and not eqn.params["reverse"]
         return self._whole(eqn, values, times[0] if is_running else None)
 
@@ -189,7 +126,7 @@ class _Position:
         )
 
     def _whole(self, eqn: JaxprEqn, values: list[Any], time: Time | None) -> list[Any]:
-        found = _bind(eqn, [self.whole(x, value) for x, value in zip(eqn.invars, values, strict=True)])
+        found = bind(eqn, [self.whole(x, value) for x, value in zip(eqn.invars, values, strict=True)])
         return [Whole(y, time) for y in found]
 
     def whole(self, x: Any, value: Any) -> Any:
@@ -253,21 +190,18 @@ class Incremental:
             probes_RT: i32, tokens that agree in the first half, as `probes` makes them.
         """
         tokens = jax.ShapeDtypeStruct((1, probes_RT.shape[1]), jnp.int32)
-        called = jax.make_jaxpr(function)(params, tokens)
-        flat = jax.tree.leaves(params)
-        closed = jax.make_jaxpr(lambda *args: _called(called.jaxpr, called.consts, args))(*flat, tokens)
-        jaxpr = closed.jaxpr
+        jaxpr, consts = traced(function, params, tokens, keep=_is_attention)
         *self._params, self._tokens = jaxpr.invars
-        (self._states,) = jaxpr.outvars
-        self._consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+        self._states: Any = jaxpr.outvars[0]
+        self._consts = dict(zip(jaxpr.constvars, consts, strict=True))
         on_tokens: set[Any] = {self._tokens}
         self._eqns: list[JaxprEqn] = []  #: which depend on tokens
         self._fixed_eqns: list[JaxprEqn] = []
-        for eqn in _used(jaxpr):
-            depends = on_tokens & {*_variables(eqn)}
+        for eqn in needed(jaxpr):
+            depends = on_tokens & {*variables(eqn)}
             on_tokens |= {*eqn.outvars} if depends else set()
             (self._eqns if depends else self._fixed_eqns).append(eqn)
-        self._fixed = [*dict.fromkeys(x for eqn in self._eqns for x in _variables(eqn) if x not in on_tokens)]
+        self._fixed = [*dict.fromkeys(x for eqn in self._eqns for x in variables(eqn) if x not in on_tokens)]
         self._kept: dict[Var, Time] = {}  #: whose rows of the past are needed
         self._mixed: set[Var] = set()  #: evaluated whole, because their rows depend on tokens that follow
         while True:
@@ -307,13 +241,13 @@ class Incremental:
     def fixed(self, params: Any) -> list[jax.Array]:
         """Return what depends on no token."""
         values: Values = {**self._consts, **dict(zip(self._params, jax.tree.leaves(params), strict=True))}
-        _run(self._fixed_eqns, values, _bind)
+        run(self._fixed_eqns, values)
         return [values[x] for x in self._fixed]
 
     def start(self, fixed: list[jax.Array], tokens_BT: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
         """Return the states of all positions [1, T, D], and the cache for those that follow."""
         values = self._values(fixed, tokens_BT)
-        _run(self._eqns, values, _bind)
+        run(self._eqns, values)
         return values[self._states], [values[x] for x in self._kept]
 
     def step(
@@ -326,7 +260,7 @@ class Incremental:
 
     def _advance(self, position: _Position, fixed: list[jax.Array], tokens_BT: jax.Array) -> jax.Array:
         values = self._values(fixed, Whole(tokens_BT, Time(1)))
-        _run(self._eqns, values, position.apply)
+        run(self._eqns, values, position.apply)
         x = values[self._states]
         return x.value if isinstance(x, Row) else position.newest(x.value, Time(1))
 

@@ -4,7 +4,6 @@ A record is small and has no weights: they lie beside it, in RECORD.checkpoints,
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -163,10 +162,14 @@ def _restored(folder: Path, facts: checkpoint.Facts, program: Program) -> Params
     args = ocp.args.PyTreeRestore(
         wanted, ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=True
     )
-    with _reported(folder), checkpoint.raise_damaged():
-        arrays: dict[str, Any] = ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).restore(
-            folder / "state", args=args
-        )
+    try:
+        with checkpoint.raise_damaged():
+            reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+            arrays: dict[str, Any] = reader.restore(folder / "state", args=args)
+    except checkpoint.Damaged as damage:
+        raise CheckpointError(
+            f"{folder} is damaged ({damage}); choose another --step, or run again"
+        ) from None
     _check(arrays, found, folder)
     return {name: arrays[f"params.{name}"] for name in abstract}
 
@@ -182,16 +185,6 @@ def _facts(folder: Path) -> checkpoint.Facts:
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(
             f"{folder}: its facts cannot be read ({reason}); choose another --step"
-        ) from None
-
-
-@contextmanager
-def _reported(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except checkpoint.Damaged as damage:
-        raise CheckpointError(
-            f"{folder} is damaged ({damage}); choose another --step, or run again"
         ) from None
 
 
