@@ -437,6 +437,7 @@ def test_the_command_writes_the_same_text_again(run: Path) -> None:
     assert first == second
     assert len(first) == 2
     assert first[0]["ids"] != first[1]["ids"]
+    assert first[0]["prompt_ids"] == [0, 5]
     shown = sample(folder_of(run), "--ids", "0,5", "--tokens", 20).stdout
     assert shown.split() == ["0", "5", *map(str, first[0]["ids"])]
 

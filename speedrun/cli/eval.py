@@ -59,12 +59,7 @@ def command(*, run: Path, shards: tuple[Path, ...], as_json: bool, **given: Any)
     found: dict[str, Any] = {"recipe": recipe.name, "step": trained.step, "track": trained.track.id}
     context = given["context"] or recipe.eval_seq_len
     parts = held_out.slices(trained, shards, context, given["tokens"]) if shards or not asks else []
-    devices = trained.program.mesh.devices.flat
-    click.echo(
-        f"model {recipe.name} after {trained.step:,} steps, trained on {trained.track.id} | "
-        f"{len(devices)} x {devices[0].device_kind}",
-        err=True,
-    )
+    click.echo(str(trained), err=True)
     if parts:
         scorer = held_out.Scorer(trained, context, held_out.bytes_of(spoken, partial(click.echo, err=True)))
         found["scores"] = [scorer.score(part, _progress(part.name, part.tokens, "tokens")) for part in parts]

@@ -1,6 +1,5 @@
 """`speedrun sample`: let a trained model write."""
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,22 +103,18 @@ def command(
         document_token=trained.track.data.document_token,
         num_positions=max(map(len, starts)) + given["tokens"],
     )
-    say = partial(click.echo, err=True)
-    say(f"model {recipe.name} after {trained.step:,} steps, trained on {trained.track.id}")
+    click.echo(str(trained), err=True)
     how = decode.Draw(given["temperature"], given["top_k"], given["top_p"], given["seed"])
     found = [words.Text(spoken, start) for start in starts]
     num_written, seconds = _write(decoder, starts, found, given["tokens"], how, is_shown=not as_json)
     rate = num_written / seconds if seconds else None
     if as_json:
-        samples = [
-            {"prompt": x.prompt, "text": x.text, "ids": x.ids, "has_ended": x.has_ended} for x in found
-        ]
-        facts = {"recipe": recipe.name, "step": trained.step, "track": trained.track.id, "tokens_per_s": rate}
-        click.echo(msgspec.json.encode(facts | {"samples": samples}))
+        facts = {"recipe": recipe.name, "step": trained.step, "track": trained.track.id, **how._asdict()}
+        samples = [x.facts | {"prompt_ids": start.tolist()} for x, start in zip(found, starts, strict=True)]
+        click.echo(msgspec.json.encode({**facts, "tokens_per_s": rate, "samples": samples}))
     if rate is not None:
-        say(
-            f"{num_written:,} tokens in {seconds:.2f} s, {rate:,.0f} tokens/s after the first {_CHUNK} of each text"
-        )
+        rates = f"{num_written:,} tokens in {seconds:.2f} s, {rate:,.0f} tokens/s"
+        click.echo(f"{rates} after the first {_CHUNK} of each text", err=True)
 
 
 def _write(

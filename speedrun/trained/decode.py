@@ -89,14 +89,13 @@ class Decoder:
         Raises:
             UsageError: if the model takes no sequences of this length.
         """
-        self.num_positions = -(-num_positions // POSITIONS) * POSITIONS
         longest = recipe.eval_seq_len
         if num_positions > longest:
             raise UsageError(
                 f"{num_positions:,} tokens of prompt and text; the model was scored on {longest:,} at a time; "
                 "shorten the prompt, or ask for fewer --tokens"
             )
-        self.num_positions = min(self.num_positions, longest)
+        self.num_positions = min(longest, -(-num_positions // POSITIONS) * POSITIONS)
         self._params, kernels = params, DecodingKernels()
         self.model = Incremental(
             lambda params, tokens_BT: recipe.forward(params, tokens_BT, inputs, recipe.config, kernels),

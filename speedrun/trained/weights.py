@@ -37,6 +37,11 @@ class Trained:
     step: int  #: steps that the weights were trained
     packed: Params  #: as `Layout` packs them, in the dtype of training
 
+    def __str__(self) -> str:
+        devices = self.program.mesh.devices
+        where = f"{devices.size} x {devices.flat[0].device_kind}"
+        return f"model {self.program.recipe.name} after {self.step:,} steps, trained on {self.track.id} | {where}"
+
     @property
     def inputs(self) -> Inputs:
         """The scheduled inputs of a validation after this step."""

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -93,6 +94,11 @@ class Text:
         text = self._text(new, is_last=is_last or self.has_ended)
         self.text += text
         return text
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What `--json` prints of it."""
+        return {"prompt": self.prompt, "text": self.text, "ids": self.ids, "has_ended": self.has_ended}
 
     def _text(self, ids: Iterable[int], *, is_last: bool = False) -> str:
         if not self._words.tokens:
