@@ -369,12 +369,17 @@ def of_text(tiny, tmp_path_factory) -> tuple[weights.Trained, words.Words]:
 
 
 def nll_of(trained: weights.Trained, ids: list[int]) -> np.ndarray:
-    """The definition: the negative log likelihood of each id but the first, without padding."""
-    recipe, params = trained.program.recipe, trained.params
-    tokens_BT = jnp.array([ids], jnp.int32)
-    x_BTD = recipe.forward(params, tokens_BT, trained.inputs, recipe.config, Kernels("cpu", "", "definition"))
-    p_TV = jax.nn.log_softmax(recipe.logits(params, x_BTD[0], recipe.config))
-    return -np.array([p_TV[t, index] for t, index in enumerate(ids[1:])], np.float64)
+    """The definition: the negative log likelihood of each id but the first."""
+    recipe = trained.program.recipe
+
+    @jax.jit
+    def log_p(params: Params, tokens_BT: jax.Array) -> jax.Array:
+        kernels = Kernels("cpu", "", "definition")
+        x_BTD = recipe.forward(params, tokens_BT, trained.inputs, recipe.config, kernels)
+        return jax.nn.log_softmax(recipe.logits(params, x_BTD[0], recipe.config))
+
+    p_TV = np.asarray(log_p(trained.params, np.array([ids], np.int32)), np.float64)
+    return -p_TV[np.arange(len(ids) - 1), ids[1:]]
 
 
 def test_bits_per_byte_count_the_bytes_of_the_targets(of_text, tmp_path) -> None:
