@@ -203,12 +203,17 @@ class TestForms:
 
     @pytest.mark.parametrize("name", FORMS)
     def test_inside_shard_map(self, name):
-        """As in the training step: one row per device, with varying mesh axes checked."""
+        """As in the training step: one row per device, with varying mesh axes checked.
+
+        Pallas's interpreter cannot check them; compiled, the kernels are checked elsewhere.
+        """
         case, rows = CASES["one document"], jax.sharding.PartitionSpec("data")
         q, k, v, _ = inputs(case)
         form = partial(FORMS[name](case), scale=0.3)
         grads = jax.grad(lambda *args: form(*args).sum(), (0, 1, 2))
-        sharded = jax.shard_map(grads, mesh=mesh.make_mesh(2), in_specs=rows, out_specs=rows)
+        sharded = jax.shard_map(
+            grads, mesh=mesh.make_mesh(2), in_specs=rows, out_specs=rows, check_vma="triton" not in name
+        )
         args = q, k, v, case.sight()
         for a, b in zip(jax.jit(sharded)(*args), jax.jit(grads)(*args), strict=True):
             np.testing.assert_allclose(a, b, atol=3e-6)

@@ -101,9 +101,17 @@ def test_the_whole_state_is_donated(step, program):
 
 
 def test_a_step_fits_and_moves_no_more_than_it_did(step):
-    assert step.memory.peak_bytes == pytest.approx(23.6e9, rel=0.03)
-    assert step.traffic_bytes == pytest.approx(142e9, rel=0.03)
+    assert step.memory.peak_bytes == pytest.approx(22.9e9, rel=0.03)
+    assert step.traffic_bytes == pytest.approx(130.8e9, rel=0.01)
     assert step.unknown_loops == 0
+
+
+def test_norms_and_their_gradients_are_single_kernels_and_the_stream_is_not_copied(compiled):
+    """Norms before attention and MLPs, of the embedding and of the last state: all of XLA's Triton fusions."""
+    text = compiled.as_text()
+    num_norms = LAYERS_WITH_ATTENTION + RECORD.config.num_layers + 2
+    assert text.count('"kind":"__triton"') == 2 * num_norms
+    assert not re.findall(rf"= bf16\[[^ ]*{TOKENS},{RECORD.config.model_dim}\]\S* copy\(", text)
 
 
 def test_it_compiles_while_one_waits(timed):
@@ -145,7 +153,7 @@ def test_plan_and_scale_and_arithmetic_give_one_answer(compiled, monkeypatch):
     assert scaled.step_s == pytest.approx(plan.step_s, rel=1e-9)
     assert estimate.step_s == pytest.approx(plan.step_s, rel=0.03)
     assert plan.step_s == pytest.approx(sum(line.seconds for line in plan.lines))
-    assert 0.8 * 0.1016 < plan.step_s < 0.1016
+    assert 0.77 * 0.1016 < plan.step_s < 0.1016
     assert plan.narrow_s < plan.step_s < plan.wide_s
     kinds = {line.kind: line for line in plan.lines}
     assert {kind: line.bound for kind, line in kinds.items()} == {
@@ -195,7 +203,7 @@ def test_two_nodes_run_the_same_program_and_exchange_an_eighth_of_each_gradient(
     assert {one.dtype for one in exchanged} == {"bf16"}
     assert sum(one.num_bytes for one in exchanged) * DEVICES == step.sent_bytes("reduce-scatter")
     assert sum(one.num_bytes for one in sums if one.groups != between) < 1024
-    assert found.memory.peak_bytes == pytest.approx(step.memory.peak_bytes, rel=0.01)
+    assert found.memory.peak_bytes == pytest.approx(step.memory.peak_bytes, rel=0.02)
     assert found.memory.donated_bytes == pytest.approx(step.memory.donated_bytes, rel=0.01)
 
 

@@ -143,7 +143,7 @@ def test_parameters_that_are_alike_start_equal_at_every_seed():
 def test_a_parameter_is_like_one_that_draws_by_itself(shape: tuple[int, ...], init: params.Init, like: str):
     alike = ParamSpec((13, 4), ("vocab", "model"), normal, "head", like="embed")
     twin = ParamSpec(shape, ("vocab", "model"), init, "head", like=like)
-    with pytest.raises(UsageError, match=f"its table draws 'twin' like '{like}'; need a parameter"):
+    with pytest.raises(UsageError, match=f"its table draws 'twin' like '{like}'; need one with its own draw"):
         Layout({**TABLE, "twin2": alike, "twin": twin})
 
 
@@ -157,5 +157,5 @@ def test_initialisers_have_the_declared_spread():
 
 
 def test_a_shape_needs_a_name_for_each_axis():
-    with pytest.raises(ValueError, match="2 dimensions"):
+    with pytest.raises(ValueError, match="need a name for each dimension"):
         ParamSpec((2, 3), ("model",), zeros, "matrix")

@@ -163,7 +163,7 @@ def test_a_library_user_can_run_it(name: str) -> None:
         (
             recipes.load("smoke"),
             "nano",
-            "size=nano needs a recipe with config.model_dim=768 and config.num_heads",
+            "size=nano needs config.model_dim=768 and config.num_heads",
         ),
     ],
 )

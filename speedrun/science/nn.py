@@ -10,10 +10,38 @@ import jax.numpy as jnp
 EPS = 1.1920929e-07
 
 
+@jax.custom_vjp
 def rms_norm(x: jax.Array) -> jax.Array:
     """Return x / rms(x) over the last axis, without gain; in float32, returned in the dtype of `x`."""
-    x32 = x.astype(jnp.float32)
-    return (x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + EPS)).astype(x.dtype)
+    return _normalised(x.astype(jnp.float32)).astype(x.dtype)
+
+
+def _normalised(x: jax.Array) -> jax.Array:
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + EPS)
+
+
+def _rms_norm_backward(x: jax.Array, dy: jax.Array) -> tuple[jax.Array]:
+    """Return (dy - y mean(y dy)) / rms(x)."""
+    # XLA makes it one kernel if no sum has two uses: the barrier hides that of `rms_norm`, the minus signs a second.
+    x32, dy32 = jax.lax.optimization_barrier(x).astype(jnp.float32), dy.astype(jnp.float32)
+    y = _normalised(x32)
+    dx = dy32 - y * jnp.mean(y * dy32, axis=-1, keepdims=True)
+    return ((dx * jax.lax.rsqrt(EPS - jnp.mean(-x32 * x32, axis=-1, keepdims=True))).astype(x.dtype),)
+
+
+rms_norm.defvjp(lambda x: (rms_norm(x), x), _rms_norm_backward)
+
+
+def project(x: jax.Array, *weights: jax.Array) -> list[jax.Array]:
+    """Return x W^T for each W. With the barrier, XLA sums the gradient inside its products."""
+    *others, last = weights
+    held = jax.lax.optimization_barrier(x)
+    return [*(held @ w.T for w in others), x @ last.T]
+
+
+def scaled(w: jax.Array, by: jax.Array) -> jax.Array:
+    """Return by * w. Without the barrier, XLA scales all layers at once, after all gathers."""
+    return blend((jax.lax.optimization_barrier(by), w))
 
 
 def blend(*terms: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -22,7 +50,16 @@ def blend(*terms: tuple[jax.Array, jax.Array]) -> jax.Array:
     Weights are learned scalars and stay float32: rounding them to bfloat16 costs up to 0.4 %.
     """
     total = sum(weight.astype(jnp.float32) * x.astype(jnp.float32) for weight, x in terms)
-    return jnp.asarray(total).astype(terms[0][1].dtype)
+    return _held(jnp.asarray(total).astype(terms[0][1].dtype))
+
+
+@jax.custom_vjp
+def _held(x: jax.Array) -> jax.Array:
+    """Return x, whose gradient XLA reads once for all of a blend."""
+    return x
+
+
+_held.defvjp(lambda x: (x, None), lambda _, dx: (jax.lax.optimization_barrier(dx),))
 
 
 def documents(tokens_BT: jax.Array, document_token: int) -> jax.Array:

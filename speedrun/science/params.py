@@ -32,8 +32,7 @@ Init = Callable[[jax.Array, tuple[int, ...]], jax.Array]
 Place = Literal["bank", "rows", "vector"]
 Dtype = Literal["float32", "bfloat16"]
 
-#: Banks and tables are padded to a multiple of this on any number of devices, so that packed arrays are the same on
-#: 1, 2, 4 and 8 devices. A node has at most eight.
+#: Banks and tables are padded to a multiple of this, so that packed arrays are the same on 1, 2, 4 and 8 devices.
 SHARDS = 8
 #: Where a group's parameters are kept by default; "rows" for other groups.
 PLACES: dict[str, Place] = {"matrix": "bank", "scalar": "vector"}
@@ -53,9 +52,7 @@ class ParamSpec:
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.axes):
-            raise ValueError(
-                f"shape {self.shape} has {len(self.shape)} dimensions, axes {self.axes} name {len(self.axes)}"
-            )
+            raise ValueError(f"shape {self.shape}, axes {self.axes}; need a name for each dimension")
         if len(self.shape) < {"bank": 2, "rows": 1, "vector": 0}[self.packed]:
             raise ValueError(f"shape {self.shape} has too few dimensions for a {self.packed}")
 
@@ -79,7 +76,7 @@ def normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def zeros(_: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Return zeros: the head, and projections into the residual stream (muP-like; record 2024-10-14)."""
+    """Return zeros: the head, and projections into the stream (record 2024-10-14)."""
     return jnp.zeros(shape, jnp.float32)
 
 
@@ -114,8 +111,7 @@ class Layout:
             twin = self.table.get(spec.like or name, spec)
             if (twin.shape, twin.init, twin.like) != (spec.shape, spec.init, None):
                 raise UsageError(
-                    f"its table draws {name!r} like {spec.like!r}; need a parameter with a draw of its own and the "
-                    "same shape and init"
+                    f"its table draws {name!r} like {spec.like!r}; need one with its own draw, same shape and init"
                 )
 
     @cached_property
@@ -147,18 +143,15 @@ class Layout:
             if spec.packed == "vector":
                 members.setdefault(f"{spec.group}s", []).append(name)
         if clash := [name for name in members if name in self.tables]:
-            raise UsageError(
-                f"its table declares {clash[0]!r}, the vector of group {clash[0][:-1]!r}; rename either"
-            )
+            raise UsageError(f"its table declares {clash[0]!r}, the name of a group's vector; rename either")
         return {name: tuple(names) for name, names in members.items()}
 
     @property
     def groups(self) -> dict[str, str]:
         """Optimiser group of each packed array."""
         firsts = {name: bank[0].name for name, bank in self.banks.items()}
-        firsts |= {name: name for name in self.tables} | {
-            name: names[0] for name, names in self.vectors.items()
-        }
+        firsts |= {name: name for name in self.tables}
+        firsts |= {name: names[0] for name, names in self.vectors.items()}
         return {name: self.table[first].group for name, first in firsts.items()}
 
     @property

@@ -27,9 +27,7 @@ def settings_at(name: str, known: Mapping[str, Any]) -> dict[str, Any]:
     if name not in SIZES:
         raise UsageError(f"unknown size {name!r}; choose one of: {', '.join(SIZES)}")
     if known.get("config.model_dim") != 768 or "config.num_heads" not in known:
-        raise UsageError(
-            f"size={name} needs a recipe with config.model_dim=768 and config.num_heads; choose another"
-        )
+        raise UsageError(f"size={name} needs config.model_dim=768 and config.num_heads; choose another")
     num_layers, model_dim, batch = SIZES[name]
     width, head_dim = model_dim / 768, known.get("config.head_dim", 768 // known["config.num_heads"])
     narrow = min(1.0, model_dim / 4 / head_dim)

@@ -6,9 +6,8 @@
                 sums its shard with the same shard on the others; divided by the number of devices in float32
     update      the recipe's optimiser on whole local matrices and local rows, without communication
 
-State is donated and always sharded; only copies of parameters in the compute dtype are whole. `params.Layout` packs
-them into banks of equal matrices, tables sharded by rows, and vectors of scalars. The schedule is on the device,
-indexed by the step number in the state, so a step costs the host one dispatch.
+State is donated, packed (`params.Layout`) and always sharded; only copies of parameters in the compute dtype are whole.
+The schedule is on the device, indexed by the step number in the state, so a step costs the host one dispatch.
 
 Legend: B sequences, T time.
 """
@@ -32,8 +31,7 @@ from speedrun.science.params import Layout, Params
 from speedrun.science.recipe import Batch, Loss, Recipe
 
 #: XLA's settings by platform. They keep one reduce-scatter per bank, which starts as soon as its gradients are ready;
-#: XLA would combine all of them into one at the end, where no computation is left to overlap. Streams of 16 bits
-#: stay so: XLA would keep them in 32.
+#: all in one would start at the end, where no computation is left to overlap. Streams of 16 bits stay so.
 COMPILER_OPTIONS: dict[str, dict[str, bool | int | str]] = {
     "gpu": {
         "xla_gpu_all_gather_combine_threshold_bytes": 1,
@@ -77,8 +75,7 @@ class Step:
 
     @cached_property
     def transform(self) -> optax.GradientTransformationExtraArgs:
-        """The recipe's optimiser over packed arrays."""
-        # With a layout of its own: an optimiser must not change the one of the model.
+        """The recipe's optimiser over packed arrays. It must not change the model's layout, and gets its own."""
         return self.recipe.optimizer.transform(Layout(self.recipe.table(self.recipe.config)))
 
     @cached_property
@@ -178,20 +175,16 @@ class Step:
         return Loss(objective, nll, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), carry)), grads
 
     def whole(self, packed: Params) -> Params:
-        """Return whole named parameters in the compute dtype. Call inside `shard_map`."""
-        return self.layout.unpack(self._gather(packed))
-
-    def _gather(self, packed: Params) -> Params:
-        """Gather packed parameters in the compute dtype; vectors are replicated already and stay float32."""
+        """Return whole named parameters in the compute dtype; scalars stay float32. Call inside `shard_map`."""
 
         def whole(name: str, x: jax.Array) -> jax.Array:
-            # Marked as varying over nodes, or JAX would sum whole gradients over them before they are scattered.
+            # Varying over nodes, or JAX would sum whole gradients over them before they are scattered.
             x = jax.lax.pcast(x, self._repeated_over(name), to="varying")
             if name in self.layout.vectors:
                 return x
             return jax.lax.all_gather(x.astype(self.recipe.compute_dtype), DATA, tiled=True)
 
-        return {name: whole(name, x) for name, x in packed.items()}
+        return self.layout.unpack({name: whole(name, x) for name, x in packed.items()})
 
     def _scatter_mean(self, grads: Params) -> Params:
         """Reduce gradients to their mean over devices: summed in their dtype, divided in float32, sharded."""

@@ -13,8 +13,8 @@ from jax.extend.core import JaxprEqn
 
 _ELEMENTWISE = """
 abs add and atan2 cbrt ceil clamp convert_element_type copy cos cosh div eq erf erf_inv erfc exp exp2 expm1 floor ge gt
-integer_pow is_finite le log log1p logistic lt max min mul ne neg not or pow reduce_precision rem round rsqrt select_n
-shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor
+integer_pow is_finite le log log1p logistic lt max min mul ne neg not optimization_barrier or pow reduce_precision rem
+round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor
 """
 ELEMENTWISE = frozenset(_ELEMENTWISE.split())
 REDUCTIONS = frozenset(

@@ -3,9 +3,8 @@
     RECORD.checkpoints/run.json     the settings of the run
     RECORD.checkpoints/20/          the state after 20 steps, one array for each packed name, and `Facts`
 
-They lie beside the record, not in it: a record is small and plain. orbax writes in the background, and a step appears
-by one rename, so a process may die at any moment. orbax has no digests and casts a wrong dtype silently. So arrays,
-facts and `run.json` have our digests, and dtypes are compared before anything is read.
+orbax writes in the background, and a step appears by one rename, so a process may die at any moment. It has no digests
+and casts a wrong dtype silently: we digest arrays, facts and `run.json`, and compare dtypes before anything is read.
 """
 
 import gc

@@ -28,7 +28,7 @@ FOREIGN = ("__gpu$xla.gpu.triton", "mosaic_gpu_v2", "dew_flash3_mha_varlen_fwd",
 _CALLS = re.compile(
     r'\bcustom_call @"?([^\s"(]+)|call_target_name = "([^"]*)"|stablehlo\.(infeed|outfeed|send|recv)\b'
 )
-#: What the backward pass finds stored if memory is scarce: results of products, kernels and rules around them.
+#: What the backward pass finds stored if memory is scarce: results of products, kernels and custom rules.
 STORED = ("dot_general", "pallas_call", "ffi_call", "custom_vjp_call")
 MOST_CONSTANT_BYTES = 2**25  #: of a recipe; each device has them, and each program of the referee
 

@@ -1,8 +1,7 @@
 """Attention kernels in Pallas for Triton: fully masked tiles are skipped forward and backward.
 
 Three kernels: one forward; one backward by queries (dq) and one by keys (dk and dv), so that sums need no atomics and
-are deterministic. Plain JAX computes which tiles each program visits (`Bounds`). The same kernels run on a CPU with
-`interpret=True`, slowly, for tests.
+are deterministic. Plain JAX computes which tiles each program visits (`Bounds`).
 
 Legend: B batch, T time, H heads, K head width; inside a kernel C queries of a tile, S keys of a tile;
 N tiles of queries, M tiles of keys.
@@ -80,7 +79,7 @@ def attention(
     before each product. The backward pass recomputes scores, so memory is linear in T.
 
     Queries, keys and values have one dtype, bfloat16 for speed; K is a power of two, T a multiple of every tile.
-    `backward` has the tiles of both backward kernels. `interpret` runs on any platform, slowly.
+    `backward` has the tiles of both backward kernels; `interpret` is for tests.
 
     Raises:
         ValueError: if T or K does not fit the tiles.
@@ -134,8 +133,7 @@ def _backward(settings: _Settings, residuals: tuple[jax.Array, ...], do_BTHK: ja
     q_BTHK, k_BTHK, v_BTHK, first_BT, o_BTHK, lse_BHT = residuals
     tiles = settings.backward
     seen = bounds(first_BT, query_tile=tiles.queries, key_tile=tiles.keys)
-    delta_BHT = jnp.einsum("bthk,bthk->bht", o_BTHK, do_BTHK, preferred_element_type=jnp.float32)
-    (dq_BTHK,) = _call(
+    dq_BTHK, delta_BHT = _call(
         partial(_query_kernel, scale=settings.scale, tiles=tiles),
         tiles.queries,
         tiles,
@@ -143,12 +141,12 @@ def _backward(settings: _Settings, residuals: tuple[jax.Array, ...], do_BTHK: ja
         (q_BTHK, "tile"),
         (k_BTHK, "all"),
         (v_BTHK, "all"),
+        (o_BTHK, "tile"),
         (do_BTHK, "tile"),
         (lse_BHT, "tile"),
-        (delta_BHT, "tile"),
         (first_BT, "tile"),
         (seen.first_key_tile_BN, "one"),
-        results=(_like(q_BTHK, q_BTHK.dtype, q_BTHK.shape),),
+        results=(_like(q_BTHK, q_BTHK.dtype, q_BTHK.shape), _like(q_BTHK, jnp.float32, _rows(q_BTHK))),
     )
     dk_BTHK, dv_BTHK = _call(
         partial(_key_kernel, scale=settings.scale, tiles=tiles),
@@ -195,9 +193,10 @@ def _forward_kernel(*refs: Any, scale: float, tiles: Tiles) -> None:
 
 
 def _query_kernel(*refs: Any, scale: float, tiles: Tiles) -> None:
-    """Compute dq of a tile of queries, over the key tiles it sees."""
-    q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, first_ref, first_tile_ref, dq_ref = refs
-    q_CK, do_CK, lse_C, delta_C, first_C = (x[...] for x in (q_ref, do_ref, lse_ref, delta_ref, first_ref))
+    """Compute dq of a tile of queries, over the key tiles it sees, and delta, the sum of o * do of each query."""
+    q_ref, k_ref, v_ref, o_ref, do_ref, lse_ref, first_ref, first_tile_ref, dq_ref, delta_ref = refs
+    q_CK, do_CK, lse_C, first_C = (x[...] for x in (q_ref, do_ref, lse_ref, first_ref))
+    delta_C = jnp.sum(o_ref[...].astype(jnp.float32) * do_CK, axis=1)
     t_C = pl.program_id(0) * tiles.queries + jnp.arange(tiles.queries)
 
     def visit(tile: jax.Array, dq_CK: jax.Array) -> jax.Array:
@@ -211,7 +210,7 @@ def _query_kernel(*refs: Any, scale: float, tiles: Tiles) -> None:
 
     start = jnp.zeros(q_CK.shape, jnp.float32)
     dq_CK = jax.lax.fori_loop(first_tile_ref[...], _end_key_tile(tiles), visit, start)
-    dq_ref[...] = (dq_CK * scale).astype(dq_ref.dtype)
+    dq_ref[...], delta_ref[...] = (dq_CK * scale).astype(dq_ref.dtype), delta_C
 
 
 def _key_kernel(*refs: Any, scale: float, tiles: Tiles) -> None:

@@ -31,9 +31,7 @@ TOKENS_PER_DOCUMENT = 32
 def choose_attention(wanted: str, call: forms.AttentionCall) -> Choice:
     """Return the wanted form, or for "auto" the first form in order of preference that can run.
 
-    On a GPU the order is triton, banded, definition. "auto" never chooses `flash3`, a third-party binary that needs one
-    program per window. On a CPU it chooses the definition for short
-    sequences and for windows that cover the whole sequence, and banded otherwise.
+    "auto" never chooses `flash3`, which needs one program per window.
 
     Raises:
         UsageError: if the name is unknown or the form cannot run; the message lists all reasons.
@@ -51,7 +49,7 @@ def choose_attention(wanted: str, call: forms.AttentionCall) -> Choice:
 
 
 def choose_qk_norm(wanted: str, call: forms.QkNormCall) -> Choice:
-    """Return a form from `QK_NORM`, as `choose_attention` does; "auto" prefers the fused kernel."""
+    """Return a form from `QK_NORM`, as `choose_attention` does."""
     order, why = ["triton", "definition"], "one pass where it can run"
     return _choose("qk_norm", forms.QK_NORM, wanted, order, why, call)
 
@@ -59,7 +57,7 @@ def choose_qk_norm(wanted: str, call: forms.QkNormCall) -> Choice:
 def _choose(
     operation: str, of: Mapping[str, Form], wanted: str, order: list[str], why: str, call: Any
 ) -> Choice:
-    """Return the wanted form or raise UsageError; for "auto" the first in order that can run."""
+    """Do what `choose_attention` says."""
     if wanted != "auto":
         if wanted not in of:
             raise unknown(f"form of {operation}", wanted, ["auto", *of])
@@ -77,7 +75,7 @@ def _choose(
 def choose_head(call: forms.HeadCall) -> Choice:
     """Return the form of the loss head: the plain one without a cap, the CPU's on a CPU without FP8, else the GPU's.
 
-    Devices without FP8 units emulate FP8 products in a wider dtype.
+    Devices without FP8 units emulate it.
 
     Raises:
         UsageError: for FP8 without a cap.
@@ -103,8 +101,7 @@ def choose_head(call: forms.HeadCall) -> Choice:
 class Kernels:
     """The operations of one program. Tracing a call chooses its form and adds the choice to `choices`.
 
-    Shapes and dtypes of calls are known only to the traced model, and traced functions can return only arrays.
-    The choice is a pure function of the call, so tracing a program again changes nothing.
+    Only the traced model knows the shapes and dtypes of calls. The choice is a pure function of the call.
     """
 
     platform: str  #: as JAX names it

@@ -1,6 +1,6 @@
 """The forms of each operation, and why each can or cannot run.
 
-Kernels for Mosaic are imported where they are used: that takes a third of the time in which a run starts.
+Kernels for Mosaic are imported where they are used: that is a third of a start.
 Legend: B batch, T time, H heads, K head width.
 """
 
@@ -28,7 +28,7 @@ _TRITON = f"A100 (gpu 8.0), L40S or 4090 (gpu 8.9), {_HOPPER}, B200 (gpu 10.0)"
 
 
 class Choice(NamedTuple):
-    """A form that can run, with the signature of the definition. Name and reason go into the log."""
+    """A form that can run, with the signature of the definition."""
 
     name: str
     function: Callable[..., Any]

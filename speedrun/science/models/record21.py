@@ -1,7 +1,7 @@
 """The architecture of speedrun record 21: U-net skips, value embeddings, embedding shortcut, block windows.
 
 Layers are data: `Config` has one entry per layer, and the code never tests a layer's number.
-Legend: B batch, T time, D model, H heads, K head width, F mlp, V vocabulary.
+Legend: B batch, T time, N tokens, D model, H heads, K head width, M all heads, F mlp, V vocabulary.
 Source: modded-nanogpt, records 8 to 21 (K. Jordan, @Grad62304977, @YouJiacheng, @brendanh0gan, @KoszarskyB and others).
 """
 
@@ -78,9 +78,9 @@ class Config:
         """Indices of value embeddings that some layer adds."""
         return sorted(set(self.value_tables) - {NO_TABLE})
 
-    def mlp(self, x_BTD: jax.Array, up_FD: jax.Array, down_DF: jax.Array, kernels: Kernels) -> jax.Array:
+    def mlp(self, x_ND: jax.Array, up_FD: jax.Array, down_DF: jax.Array, kernels: Kernels) -> jax.Array:
         """Apply the MLP of a layer to its normalised input. A variant overrides it."""
-        return kernels.mlp(x_BTD, up_FD, down_DF)
+        return kernels.mlp(x_ND, up_FD, down_DF)
 
 
 class Context(NamedTuple):
@@ -90,14 +90,14 @@ class Context(NamedTuple):
     windows: dict[Mixing, Window]
     sights: dict[Mixing, Sight]  #: how far back each token sees
     angles: tuple[jax.Array, jax.Array]
-    values: dict[int, jax.Array]  #: value embeddings [B, T, H, K] by table; zero for NO_TABLE
+    values: dict[int, jax.Array]  #: value embeddings [B, T, H, K] by table
 
 
 class Mixer(NamedTuple):
     """How a layer mixes positions: its parameters, and its function of rms_norm(x)."""
 
     table: Callable[[Config], Table]
-    apply: Callable[[jax.Array, Params, str, int, Context, Config], jax.Array]
+    apply: Callable[[jax.Array, Params, int, Context, Config], jax.Array]
 
 
 def attention_table(cfg: Config) -> Table:
@@ -110,33 +110,34 @@ def attention_table(cfg: Config) -> Table:
     }
 
 
-def attend(window: Mixing) -> Callable[[jax.Array, Params, str, int, Context, Config], jax.Array]:
-    """Return attention with one of the context's windows: QK-norm, rotary, value embedding."""
+def attend(h_ND: jax.Array, p: Params, i: int, ctx: Context, cfg: Config) -> jax.Array:
+    """Apply attention of layer `i`: QK-norm, rotary, and own values, weighted, beside those of its embedding.
 
-    def apply(
-        h_BTD: jax.Array, p: Params, block: str, value_table: int, ctx: Context, cfg: Config
-    ) -> jax.Array:
-        heads = (*h_BTD.shape[:2], cfg.num_heads, cfg.head_dim)
-        q_BTHK, k_BTHK, v_BTHK = ((h_BTD @ w.T).reshape(heads) for w in p[f"{block}.qkv"])
-        own, shared = p[f"{block}.value_lambdas"]
-        o_BTHK = ctx.kernels.attention(
-            *ctx.kernels.qk_norm(q_BTHK, k_BTHK, ctx.angles),
-            nn.blend((own, v_BTHK), (shared, ctx.values[value_table])),
-            ctx.sights[window],
-            scale=cfg.attention_scale,
-            window=ctx.windows[window],
-            block_tokens=cfg.block_tokens,
-        )
-        return o_BTHK.reshape(*h_BTD.shape[:2], -1) @ p[f"{block}.attn_out"].T
-
-    return apply
+    The weight of own values is in their projection, where it costs no pass over them.
+    """
+    window, value_table, block = cfg.mixing[i], cfg.value_tables[i], f"block.{i}"
+    own, shared = p[f"{block}.value_lambdas"]
+    q_MD, k_MD, v_MD = p[f"{block}.qkv"]
+    heads = (*ctx.sights[window].first_BT.shape, cfg.num_heads, cfg.head_dim)
+    q_BTHK, k_BTHK, v_BTHK = (x.reshape(heads) for x in nn.project(h_ND, q_MD, k_MD, nn.scaled(v_MD, own)))
+    if value_table in ctx.values:
+        v_BTHK = nn.blend((jnp.ones(()), v_BTHK), (shared, ctx.values[value_table]))
+    o_BTHK = ctx.kernels.attention(
+        *ctx.kernels.qk_norm(q_BTHK, k_BTHK, ctx.angles),
+        v_BTHK,
+        ctx.sights[window],
+        scale=cfg.attention_scale,
+        window=ctx.windows[window],
+        block_tokens=cfg.block_tokens,
+    )
+    return o_BTHK.reshape(len(h_ND), -1) @ p[f"{block}.attn_out"].T
 
 
 MIXERS: Mapping[Mixing, Mixer] = MappingProxyType(
     {
-        "long": Mixer(attention_table, attend("long")),
-        "short": Mixer(attention_table, attend("short")),
-        "none": Mixer(lambda _: {}, lambda h_BTD, *_: jnp.zeros_like(h_BTD)),
+        "long": Mixer(attention_table, attend),
+        "short": Mixer(attention_table, attend),
+        "none": Mixer(lambda _: {}, lambda h_ND, *_: jnp.zeros_like(h_ND)),
     }
 )
 
@@ -195,43 +196,32 @@ def context(p: Params, tokens_BT: jax.Array, long: Window, cfg: Config, kernels:
         windows=windows,
         sights={kind: sight(doc_BT, window.blocks, cfg.block_tokens) for kind, window in windows.items()},
         angles=nn.rotary_angles(tokens_BT.shape[1], cfg.head_dim),
-        values={i: nn.lookup(p[f"value_embed.{i}"], tokens_BT).reshape(heads) for i in cfg.used_tables}
-        | {NO_TABLE: jnp.zeros((), p["embed"].dtype)},
+        values={i: nn.lookup(p[f"value_embed.{i}"], tokens_BT).reshape(heads) for i in cfg.used_tables},
     )
 
 
-def block(x_BTD: jax.Array, x0_BTD: jax.Array, p: Params, i: int, ctx: Context, cfg: Config) -> jax.Array:
+def block(x_ND: jax.Array, x0_ND: jax.Array, p: Params, i: int, ctx: Context, cfg: Config) -> jax.Array:
     """Apply one layer: embedding shortcut, mixing over positions, MLP."""
     keep, shortcut = p[f"block.{i}.lambdas"]
-    x_BTD = nn.blend((keep, x_BTD), (shortcut, x0_BTD))
-    mix = MIXERS[cfg.mixing[i]].apply
-    x_BTD = x_BTD + mix(nn.rms_norm(x_BTD), p, f"block.{i}", cfg.value_tables[i], ctx, cfg)
-    up_FD, down_DF = p[f"block.{i}.mlp_up"], p[f"block.{i}.mlp_down"]
-    return x_BTD + cfg.mlp(nn.rms_norm(x_BTD), up_FD, down_DF, ctx.kernels)
+    x_ND = nn.blend((keep, x_ND), (shortcut, x0_ND))
+    x_ND = x_ND + MIXERS[cfg.mixing[i]].apply(nn.rms_norm(x_ND), p, i, ctx, cfg)
+    return x_ND + cfg.mlp(nn.rms_norm(x_ND), p[f"block.{i}.mlp_up"], p[f"block.{i}.mlp_down"], ctx.kernels)
 
 
 def forward(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernels: Kernels) -> jax.Array:
-    """Return the normalised final hidden states.
+    """Return the normalised final hidden states: [B, T, D] in the compute dtype.
 
-    Each layer of the second half adds the output of its mirror layer in the first half (U-net, record 11).
-
-    Args:
-        p: parameters by name, in the compute dtype.
-        tokens_BT: i32, independent sequences; documents may begin anywhere.
-        inputs: `window_blocks` is the window of "long" layers; "short" layers see half of it.
-        cfg: sizes and layers.
-        kernels: operations with several forms.
-
-    Returns:
-        [B, T, D] in the compute dtype.
+    The input `window_blocks` is the window of "long" layers; "short" layers see half of it. Each layer of the second
+    half adds the output of its mirror layer in the first half (U-net, record 11).
     """
     ctx = context(p, tokens_BT, inputs.window("window_blocks"), cfg, kernels)
-    x_BTD = x0_BTD = nn.rms_norm(nn.lookup(p["embed"], tokens_BT))
+    # Two dimensions: with three, XLA copies the stream before each product that is added to it.
+    x_ND = x0_ND = nn.rms_norm(nn.lookup(p["embed"], tokens_BT.reshape(-1)))
     half, saved = cfg.num_layers // 2, []
     for i in range(half):
-        x_BTD = block(x_BTD, x0_BTD, p, i, ctx, cfg)
-        saved.append(x_BTD)
+        x_ND = block(x_ND, x0_ND, p, i, ctx, cfg)
+        saved.append(x_ND)
     for i in range(half, cfg.num_layers):
-        x_BTD = x_BTD + nn.blend((p["skips"][i - half], saved.pop()))
-        x_BTD = block(x_BTD, x0_BTD, p, i, ctx, cfg)
-    return nn.rms_norm(x_BTD)
+        x_ND = x_ND + nn.blend((p["skips"][i - half], saved.pop()))
+        x_ND = block(x_ND, x0_ND, p, i, ctx, cfg)
+    return nn.rms_norm(x_ND).reshape(*tokens_BT.shape, -1)

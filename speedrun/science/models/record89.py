@@ -126,14 +126,17 @@ def mix_positions(
     gates: Gates,
     ctx: Context,
     cfg: Config,
+    post: jax.Array,
     value_BTHK: jax.Array | None = None,
 ) -> jax.Array:
-    """Apply attention of layer `i` to its normalised input; `value_BTHK` is added to the values."""
-    layer, scale_in, scale_out = cfg.layers[i], p["scalars"][2 * i], p["scalars"][2 * i + 1]
-    view = ctx.views[layer.attention]
-    value_ND, out_ND = p[f"block.{i}.vo"]
-    scaled_BTD = nn.blend((scale_in, h_BTD))
-    heads = attention.project(scaled_BTD, p[f"block.{i}.qk"], value_ND, cfg.num_heads)
+    """Return post times the attention of layer `i` over its normalised input; `value_BTHK` is added to the values.
+
+    What scales the input and the output is in the matrices, where it costs no pass over tokens.
+    """
+    layer, (scale_in, scale_out) = cfg.layers[i], p["scalars"][2 * i : 2 * i + 2]
+    view, (value_ND, out_ND) = ctx.views[layer.attention], p[f"block.{i}.vo"]
+    qk_HND, value_ND = (nn.scaled(w, scale_in) for w in (p[f"block.{i}.qk"], value_ND))
+    heads = attention.project(h_BTD, qk_HND, value_ND, cfg.num_heads)
     heads = attention.rotated(heads, view.angles, ctx.kernels)
     if "offset" in layer.extras:
         heads = attention.with_key_offset(heads)
@@ -141,7 +144,7 @@ def mix_positions(
         heads = heads._replace(v=heads.v + value_BTHK.astype(heads.v.dtype))
     attend = attention.attend_in_pairs if layer.attention == "paired" else attention.attend
     o_BTHK = correct(attend(heads, view, ctx.kernels), heads, i, gates, ctx, cfg)
-    return nn.blend((scale_out, o_BTHK.reshape(h_BTD.shape) @ out_ND.T))
+    return o_BTHK.reshape(h_BTD.shape) @ nn.scaled(out_ND, scale_out * post).T
 
 
 def correct(o_BTHK: jax.Array, heads: Heads, i: int, gates: Gates, ctx: Context, cfg: Config) -> jax.Array:
@@ -156,9 +159,9 @@ def correct(o_BTHK: jax.Array, heads: Heads, i: int, gates: Gates, ctx: Context,
     return o_BTHK
 
 
-def mix_channels(x_BTD: jax.Array, p: Params, i: int, ctx: Context) -> jax.Array:
-    """Apply the MLP of layer `i` to the stream."""
-    up_FD, down_FD = p[f"block.{i}.up"], p[f"block.{i}.down"]
+def mix_channels(x_BTD: jax.Array, p: Params, i: int, ctx: Context, post: jax.Array) -> jax.Array:
+    """Return post times the MLP of layer `i` over the stream."""
+    up_FD, down_FD = p[f"block.{i}.up"], nn.scaled(p[f"block.{i}.down"], post)
     return ctx.kernels.mlp(nn.rms_norm(x_BTD), up_FD, down_FD.T, factors=ctx.mlp_dtype)
 
 
@@ -170,19 +173,16 @@ def add_attention(
     if i in ctx.values:
         gate_HN = p["value_gates"][cfg.layers_with("value").index(i)]
         value_BTHK = gated_value(h_BTD, ctx.values[i], gate_HN)
-    y_BTD = mix_positions(h_BTD, p, i, gates, ctx, cfg, value_BTHK)
-    terms = [
-        (p["resid_lambdas"][i, 0], x_BTD),
-        (p["post_lambdas"][i, 0], y_BTD),
-        (gates["x0", i], ctx.x0_BTD),
-    ]
-    return nn.blend(*terms, *([(gates["bigram", i], ctx.bigram_BTD)] if i else []))
+    terms = [(p["resid_lambdas"][i, 0], x_BTD), (gates["x0", i], ctx.x0_BTD)]
+    terms += [(gates["bigram", i], ctx.bigram_BTD)] if i else []
+    return nn.blend(*terms) + mix_positions(h_BTD, p, i, gates, ctx, cfg, p["post_lambdas"][i, 0], value_BTHK)
 
 
 def add_mlp(x_BTD: jax.Array, p: Params, i: int, ctx: Context) -> jax.Array:
     """Return resid x + post z, z the MLP of the stream."""
-    z_BTD = mix_channels(x_BTD, p, i, ctx)
-    return nn.blend((p["resid_lambdas"][i, 1], x_BTD), (p["post_lambdas"][i, 1], z_BTD))
+    return nn.blend((p["resid_lambdas"][i, 1], x_BTD)) + mix_channels(
+        x_BTD, p, i, ctx, p["post_lambdas"][i, 1]
+    )
 
 
 def block(x_BTD: jax.Array, p: Params, i: int, gates: Gates, ctx: Context, cfg: Config) -> jax.Array:
@@ -210,10 +210,10 @@ def last_block(stream: Stream, p: Params, gates: Gates, ctx: Context, cfg: Confi
     gate_BTH = jnp.concatenate([mu[6]] * half + [mu[7]] * half, axis=-1)
     value_BTHK = nn.blend((gate_BTH[..., None], by_head(ctx.values[LAST], cfg.num_heads)))
     value_BTHK += by_head(extra_BTD, cfg.num_heads)
-    y_BTD = mix_positions(nn.rms_norm(c7_BTD), p, LAST, gates, ctx, cfg, value_BTHK)
+    y_BTD = mix_positions(nn.rms_norm(c7_BTD), p, LAST, gates, ctx, cfg, jnp.ones(()), value_BTHK)
     x_BTD = nn.blend((1 + mu[5], x_BTD), (mu[3], c0_BTD), (mu[4], c7_BTD))
     x_BTD = nn.blend((mu[8], x_BTD), (mu[9], y_BTD), (mu[10], c0_BTD), (mu[11], ctx.bigram_BTD))
-    return nn.blend((mu[12], x_BTD), (mu[13], mix_channels(x_BTD, p, LAST, ctx)))
+    return nn.blend((mu[12], x_BTD), (mu[13], mix_channels(x_BTD, p, LAST, ctx, jnp.ones(()))))
 
 
 def mixed_end(x_BTD: jax.Array, stream: Stream, p: Params, ctx: Context) -> jax.Array:
@@ -230,19 +230,10 @@ def mixed_end(x_BTD: jax.Array, stream: Stream, p: Params, ctx: Context) -> jax.
 
 
 def forward(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernels: Kernels) -> jax.Array:
-    """Return the normalised final hidden states.
+    """Return the normalised final hidden states: [B, T, D] in the compute dtype.
 
-    Args:
-        p: parameters by name, in the compute dtype.
-        tokens_BT: i32, independent sequences of documents.
-        inputs: `short_keys` and `long_keys` are windows in tokens, `rotary` the frequencies f32 [K/4],
-            `attention_scale` is f32, `bigram_signs` +-1 [S, D]; `mlp_dtype` is that of the MLPs' factors, if they
-            are rounded.
-        cfg: sizes and layers.
-        kernels: operations with several forms.
-
-    Returns:
-        [B, T, D] in the compute dtype.
+    Of `inputs`, `short_keys` and `long_keys` are windows in tokens, `rotary` the frequencies f32 [K/4],
+    `attention_scale` is f32, `bigram_signs` +-1 [S, D]; `mlp_dtype` is that of the MLPs' factors, if they are rounded.
     """
     ctx = context(p, tokens_BT, inputs, cfg, kernels)
     now = gates(ctx.x0_BTD, p, 0, cfg)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from speedrun.science import nn
 from speedrun.science.kernels.attention import Sight, Window, sight
 from speedrun.science.kernels.attention_banded import padded, tiles, with_tiles_before
 from speedrun.science.kernels.choose import Kernels
@@ -55,9 +56,9 @@ class Heads(NamedTuple):
 
 def project(h_BTD: jax.Array, qk_HND: jax.Array, value_ND: jax.Array, num_heads: int) -> Heads:
     """Return W h for each head. `qk_HND` has pairs of heads: first those of queries, then those of keys."""
-    heads = (*h_BTD.shape[:2], num_heads, -1)
-    query_ND, key_ND = qk_HND.reshape(2, -1, h_BTD.shape[-1])
-    return Heads(*((h_BTD @ w_ND.T).reshape(heads) for w_ND in (query_ND, key_ND, value_ND)))
+    heads, h_TD = (*h_BTD.shape[:2], num_heads, -1), h_BTD.reshape(-1, h_BTD.shape[-1])
+    projected = nn.project(h_TD, *qk_HND.reshape(2, -1, h_TD.shape[1]), value_ND)
+    return Heads(*(x_TN.reshape(heads) for x_TN in projected))
 
 
 def rotated(heads: Heads, angles: Angles, kernels: Kernels) -> Heads:
