@@ -290,9 +290,9 @@ def recorded(golden: File) -> Iterator[dict[str, Any]]:
         return turned | {f"{at}.v": heads.v, f"{at}.softmax_out": o}
 
     def mixed(
-        y: Any, _h: Any, _p: Any, i: int, _g: Any, _c: Any, _cfg: Any, value: Any = None
+        y: Any, _h: Any, _p: Any, i: int, _g: Any, _c: Any, _cfg: Any, post: Any, value: Any = None
     ) -> dict[str, Any]:
-        return {f"attn.{i}.out": y} | ({} if value is None else {f"attn.{i}.aux_v": value})
+        return {f"attn.{i}.out": y / post} | ({} if value is None else {f"attn.{i}.aux_v": value})
 
     def composed(o: Any, _heads: Any, _first: Any, w1: Any, *_: Any) -> dict[str, Any]:
         # The rows of each softmax sum to one.
@@ -319,7 +319,7 @@ def recorded(golden: File) -> Iterator[dict[str, Any]]:
         watch(patch, attention, "composed", composed)
         watch(patch, model, "network", network)
         watch(patch, model, "add_mlp", lambda x, mid, _p, i, _c: {f"resid.{i}.mid": mid, f"resid.{i}.out": x})
-        watch(patch, model, "mix_channels", lambda _z, mid, _p, i, _c: {f"resid.{i}.mid": mid})
+        watch(patch, model, "mix_channels", lambda _z, mid, _p, i, *_: {f"resid.{i}.mid": mid})
         watch(patch, model, "block", lambda _x, start, _p, i, *_: {"resid.in": start} if i == 0 else {})
         watch(patch, model, "last_block", lambda x, *_: {"resid.10.out": x})
         watch(patch, model, "mixed_end", lambda x, *_: {"resid.final": x})

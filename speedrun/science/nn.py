@@ -17,16 +17,19 @@ def rms_norm(x: jax.Array) -> jax.Array:
 
 
 def _normalised(x: jax.Array) -> jax.Array:
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + EPS)
+    return x * jax.lax.rsqrt(_mean_square(x))
+
+
+def _mean_square(x: jax.Array) -> jax.Array:
+    return jnp.mean(x * x, axis=-1, keepdims=True) + EPS
 
 
 def _rms_norm_backward(x: jax.Array, dy: jax.Array) -> tuple[jax.Array]:
-    """Return (dy - y mean(y dy)) / rms(x)."""
-    # XLA makes it one kernel if no sum has two uses: the barrier hides that of `rms_norm`, the minus signs a second.
-    x32, dy32 = jax.lax.optimization_barrier(x).astype(jnp.float32), dy.astype(jnp.float32)
-    y = _normalised(x32)
-    dx = dy32 - y * jnp.mean(y * dy32, axis=-1, keepdims=True)
-    return ((dx * jax.lax.rsqrt(EPS - jnp.mean(-x32 * x32, axis=-1, keepdims=True))).astype(x.dtype),)
+    # XLA makes one kernel of what follows x * f(sum of x^2), if that sum has no other use: so one of its own, for 1.
+    x32 = jax.lax.optimization_barrier(x).astype(jnp.float32)
+    one = jnp.minimum(_mean_square(x32) / EPS, 1.0)
+    (dx,) = jax.vjp(_normalised, x32 * one)[1](dy.astype(jnp.float32))
+    return (dx.astype(x.dtype),)
 
 
 rms_norm.defvjp(lambda x: (rms_norm(x), x), _rms_norm_backward)

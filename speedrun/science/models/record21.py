@@ -111,13 +111,9 @@ def attention_table(cfg: Config) -> Table:
 
 
 def attend(h_ND: jax.Array, p: Params, i: int, ctx: Context, cfg: Config) -> jax.Array:
-    """Apply attention of layer `i`: QK-norm, rotary, and own values, weighted, beside those of its embedding.
-
-    The weight of own values is in their projection, where it costs no pass over them.
-    """
+    """Apply attention of layer `i`: QK-norm, rotary, and own values, weighted, beside those of its embedding."""
     window, value_table, block = cfg.mixing[i], cfg.value_tables[i], f"block.{i}"
-    own, shared = p[f"{block}.value_lambdas"]
-    q_MD, k_MD, v_MD = p[f"{block}.qkv"]
+    (own, shared), (q_MD, k_MD, v_MD) = p[f"{block}.value_lambdas"], p[f"{block}.qkv"]
     heads = (*ctx.sights[window].first_BT.shape, cfg.num_heads, cfg.head_dim)
     q_BTHK, k_BTHK, v_BTHK = (x.reshape(heads) for x in nn.project(h_ND, q_MD, k_MD, nn.scaled(v_MD, own)))
     if value_table in ctx.values:

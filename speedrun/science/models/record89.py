@@ -129,10 +129,7 @@ def mix_positions(
     post: jax.Array,
     value_BTHK: jax.Array | None = None,
 ) -> jax.Array:
-    """Return post times the attention of layer `i` over its normalised input; `value_BTHK` is added to the values.
-
-    What scales the input and the output is in the matrices, where it costs no pass over tokens.
-    """
+    """Return post times the attention of layer `i` over its normalised input; `value_BTHK` is added to the values."""
     layer, (scale_in, scale_out) = cfg.layers[i], p["scalars"][2 * i : 2 * i + 2]
     view, (value_ND, out_ND) = ctx.views[layer.attention], p[f"block.{i}.vo"]
     qk_HND, value_ND = (nn.scaled(w, scale_in) for w in (p[f"block.{i}.qk"], value_ND))
@@ -180,9 +177,8 @@ def add_attention(
 
 def add_mlp(x_BTD: jax.Array, p: Params, i: int, ctx: Context) -> jax.Array:
     """Return resid x + post z, z the MLP of the stream."""
-    return nn.blend((p["resid_lambdas"][i, 1], x_BTD)) + mix_channels(
-        x_BTD, p, i, ctx, p["post_lambdas"][i, 1]
-    )
+    z_BTD = mix_channels(x_BTD, p, i, ctx, p["post_lambdas"][i, 1])
+    return nn.blend((p["resid_lambdas"][i, 1], x_BTD)) + z_BTD
 
 
 def block(x_BTD: jax.Array, p: Params, i: int, gates: Gates, ctx: Context, cfg: Config) -> jax.Array:
