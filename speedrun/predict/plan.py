@@ -25,8 +25,8 @@ Basis = Literal["arithmetic", "compiled program"]
 
 #: Relative error of a step time. No GPU has been timed yet; docs/LOG.md compares with published times.
 ERROR = 0.15
-#: What only a compiler decides, as measured on record 21 compiled for an H100: traffic of elementwise kernels relative
-#: to that of the products (54 GB to 47; 19 GB less with Mosaic's MLP), and the number of such kernels per matrix.
+#: What only a compiler decides, fitted to record 21 compiled for an A100, and for an H100 with Mosaic's MLP: traffic of
+#: elementwise kernels relative to that of the products, and the number of such kernels per matrix.
 _BETWEEN, _BETWEEN_WITH_MOSAIC, _BETWEEN_STARTS = 1.15, 0.75, 8
 #: Issue slots of a logit in XLA's two passes over the logits.
 _XLA_HEAD_SLOTS = 38 + 53
