@@ -45,9 +45,9 @@ def test_other_sites_can_neither_ask_nor_read() -> None:
 
 
 def test_a_port_in_use_is_one_line() -> None:
-    with serving(answer) as url, pytest.raises(UsageError, match="choose another with --port"):
+    with serving(answer) as url:
         port = int(url.rstrip("/").rpartition(":")[2])
-        with serving(answer, port):
+        with pytest.raises(UsageError, match="choose another with --port"), serving(answer, port):
             pass
     with pytest.raises(UsageError, match="port 70000"), serving(answer, 70_000):
         pass
