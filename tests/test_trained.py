@@ -3,9 +3,10 @@
 import dataclasses
 import json
 import shutil
+import sys
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from speedrun.science.inputs import Inputs, Plan
 from speedrun.science.kernels.choose import Kernels
 from speedrun.science.params import Layout, Params
 from speedrun.science.recipe import Recipe
-from speedrun.trained import held_out, hellaswag, weights, words
+from speedrun.trained import harness, held_out, hellaswag, weights, words
 from speedrun.trained.decode import Decoder, Draw, drawn
 from speedrun.trained.incremental import DecodingKernels, Incremental, probes
 from speedrun.training import train
@@ -368,8 +369,8 @@ def of_text(tiny, tmp_path_factory) -> tuple[weights.Trained, words.Words]:
     return weights.Trained(program, docs, folder, recipe.num_steps, packed), words.Words(docs, folder)
 
 
-def nll_of(trained: weights.Trained, ids: list[int]) -> np.ndarray:
-    """The definition: the negative log likelihood of each id but the first."""
+def log_p_of(trained: weights.Trained, ids: list[int]) -> np.ndarray:
+    """The definition: the log probability of every id after each position."""
     recipe = trained.program.recipe
 
     @jax.jit
@@ -378,8 +379,80 @@ def nll_of(trained: weights.Trained, ids: list[int]) -> np.ndarray:
         x_BTD = recipe.forward(params, tokens_BT, trained.inputs, recipe.config, kernels)
         return jax.nn.log_softmax(recipe.logits(params, x_BTD[0], recipe.config))
 
-    p_TV = np.asarray(log_p(trained.params, np.array([ids], np.int32)), np.float64)
-    return -p_TV[np.arange(len(ids) - 1), ids[1:]]
+    return np.asarray(log_p(trained.params, np.array([ids], np.int32)), np.float64)
+
+
+def nll_of(trained: weights.Trained, ids: list[int]) -> np.ndarray:
+    """The negative log likelihood of each id but the first."""
+    return -log_p_of(trained, ids)[np.arange(len(ids) - 1), ids[1:]]
+
+
+# --- lm-evaluation-harness
+
+
+@pytest.fixture
+def harnessed(of_text, monkeypatch):
+    """The model as the harness gets it, here without the harness: its base class only turns text into these calls."""
+    monkeypatch.setitem(sys.modules, "lm_eval.api.model", SimpleNamespace(TemplateLM=object))
+    monkeypatch.setitem(sys.modules, "lm_eval.utils", SimpleNamespace())
+    trained, spoken = of_text
+    return harness.adapter(trained, spoken, print)
+
+
+def test_the_harness_gets_the_definition_of_a_likelihood(harnessed, of_text) -> None:
+    trained, _ = of_text
+    context = harnessed.tok_encode("the cat sat")
+    other, likeliest = harnessed.tok_encode(" on the mat"), list[int]()
+    for _ in range(3):
+        likeliest.append(int(np.argmax(log_p_of(trained, context + likeliest)[-1])))
+    asked = [(("", ""), context, ending) for ending in (other, likeliest)]
+    (nats, is_likeliest), (_, is_likeliest_too) = harnessed._loglikelihood_tokens(asked)
+    assert nats == pytest.approx(-nll_of(trained, [*context, *other])[len(context) - 1 :].sum(), abs=1e-4)
+    assert (is_likeliest, is_likeliest_too) == (False, True)
+
+
+def test_a_context_that_is_too_long_is_cut_at_its_start(harnessed, of_text) -> None:
+    trained, _ = of_text
+    longest = trained.program.recipe.eval_seq_len
+    ending, context = harnessed.tok_encode(" dog"), harnessed.tok_encode("the cat " * longest)
+    whole, cut = harnessed._loglikelihood_tokens(
+        [(("", ""), context, ending), (("", ""), context[-(longest - len(ending)) :], ending)]
+    )
+    assert whole == cut
+
+
+def test_a_text_for_the_harness_ends_before_what_ends_it(harnessed, of_text) -> None:
+    (whole,) = harnessed.generate_until([SimpleNamespace(args=("the cat", {"max_gen_toks": 40}))])
+    end = whole[-1]
+    (cut,) = harnessed.generate_until([SimpleNamespace(args=("the cat", {"max_gen_toks": 40, "until": end}))])
+    assert cut == whole.partition(end)[0]
+
+
+def test_the_harness_itself_takes_the_model(of_text, tmp_path) -> None:
+    pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed")
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": "the dog sat on the cat"}))
+    (tmp_path / "task.yaml").write_text(
+        f"""
+task: rolling
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {tmp_path}/text.jsonl}}}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{{{text}}}}"
+metric_list: [{{metric: bits_per_byte, aggregation: bits_per_byte, higher_is_better: false}}]
+"""
+    )
+    trained, spoken = of_text
+    found = harness.scores(trained, spoken, [str(tmp_path / "task.yaml")], None, print)
+    nats = nll_of(trained, [*map(int, spoken.encode("the dog sat on the cat"))]).sum()
+    assert found["rolling"]["bits_per_byte"] == pytest.approx(nats / np.log(2) / 22, rel=1e-5)
+
+
+def test_without_the_harness_tasks_are_one_line(of_text, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(UsageError, match=r"pip install 'speedrun\[lm-eval\]'"):
+        harness.scores(of_text[0], of_text[1], ["piqa"], None, print)
 
 
 def test_bits_per_byte_count_the_bytes_of_the_targets(of_text, tmp_path) -> None:

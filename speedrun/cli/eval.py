@@ -20,6 +20,7 @@ from speedrun.ground.errors import UsageError
         "speedrun eval runs/docs --context 128 --tokens 65536",
         "speedrun eval runs/record21 --shard data/fineweb10B/fineweb_train_000103.bin",
         "speedrun eval runs/record21 --hellaswag hellaswag_val.jsonl --limit 1000",
+        "speedrun eval runs/record21 --tasks lambada_openai,piqa",
     )
 )
 @click.argument("run", type=click.Path(path_type=Path), metavar="RUN")
@@ -40,6 +41,11 @@ from speedrun.ground.errors import UsageError
 @click.option(
     "--hellaswag", type=click.Path(path_type=Path), metavar="FILE", help="Its questions, as lines of JSON."
 )
+@click.option(
+    "--tasks",
+    metavar="A,B,...",
+    help="Tasks of lm-evaluation-harness, by name or file; needs pip install 'speedrun[lm-eval]'.",
+)
 @click.option("--limit", type=Integer(1), metavar="N", help="Only the first N questions.")
 @click.option("--step", type=Integer(0), metavar="N", help="Of the checkpoint. Default: the newest.")
 @recipe_option(text="The run's recipe, if it is in a file of your own.")
@@ -50,15 +56,16 @@ def command(*, run: Path, shards: tuple[Path, ...], as_json: bool, **given: Any)
     """Score the weights of a run, which it keeps with --checkpoint-every. Nothing of it is ranked."""
     from speedrun.trained import held_out, hellaswag, weights, words
 
-    asks = given["hellaswag"] is not None
-    _refuse_what_has_no_effect(given, asks=asks, scores=bool(shards) or not asks)
+    tasks = [task.strip() for task in (given["tasks"] or "").split(",") if task.strip()]
+    asks, scores = given["hellaswag"] is not None, bool(shards) or not (given["hellaswag"] or tasks)
+    _refuse_what_has_no_effect(given, asks=asks or bool(tasks), scores=scores)
     questions = hellaswag.read(given["hellaswag"], given["limit"]) if asks else []
     chosen = {name: given[name] for name in ("data", "recipe", "step", "devices")}
     trained = weights.load(run, **chosen)
     recipe, spoken = trained.program.recipe, words.Words(trained.track, trained.folder)
     found: dict[str, Any] = {"recipe": recipe.name, "step": trained.step, "track": trained.track.id}
     context = given["context"] or recipe.eval_seq_len
-    parts = held_out.slices(trained, shards, context, given["tokens"]) if shards or not asks else []
+    parts = held_out.slices(trained, shards, context, given["tokens"]) if scores else []
     click.echo(str(trained), err=True)
     if parts:
         scorer = held_out.Scorer(trained, context, held_out.bytes_of(spoken, partial(click.echo, err=True)))
@@ -67,6 +74,14 @@ def command(*, run: Path, shards: tuple[Path, ...], as_json: bool, **given: Any)
         say = _progress("hellaswag", len(questions), "questions")
         found["hellaswag"] = hellaswag.ask(trained, spoken, questions, say)
     lines = [*found.get("scores", []), *([found["hellaswag"]] if asks else [])]
+    if tasks:
+        from speedrun.trained import harness
+
+        found["tasks"] = harness.scores(trained, spoken, tasks, given["limit"], partial(click.echo, err=True))
+        lines += [
+            f"{task}  " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+            for task, metrics in found["tasks"].items()
+        ]
     click.echo(msgspec.json.encode(found) if as_json else "\n".join(map(str, lines)))
 
 
@@ -74,7 +89,7 @@ def _refuse_what_has_no_effect(given: dict[str, Any], *, asks: bool, scores: boo
     idle = [*([] if asks else ["limit"]), *([] if scores else ["context", "tokens"])]
     for name in idle:
         if given[name] is not None:
-            needs = "--hellaswag" if name == "limit" else "--shard, beside --hellaswag"
+            needs = "--hellaswag or --tasks" if name == "limit" else "--shard, beside --hellaswag or --tasks"
             raise UsageError(f"--{name} has no effect; it needs {needs}; leave it out, or add that")
 
 

@@ -4,26 +4,18 @@ As llm.c scores it: an ending follows its context after one space, nothing opens
 ending with the smallest mean loss per token. Chance is 25 %.
 
 Source: Zellers et al. 2019, HellaSwag; llm.c, `dev/data/hellaswag.py` (A. Karpathy).
-Legend: R rows (four for each question), T positions, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import msgspec
 import numpy as np
 
-from speedrun.ground.errors import DataError, NonFiniteError, UsageError
-from speedrun.science.params import Params
-from speedrun.trained.incremental import DecodingKernels
+from speedrun.ground.errors import DataError, UsageError
+from speedrun.trained.likelihood import Row, endings
 from speedrun.trained.weights import Trained
 from speedrun.trained.words import Words
-
-_TOGETHER = 8  #: questions
-_POSITIONS = 32  #: lengths are rounded up to a multiple
 
 
 class Question(msgspec.Struct, frozen=True):
@@ -47,13 +39,6 @@ class Answers(msgspec.Struct, frozen=True):
             f"hellaswag {self.accuracy_norm:.2%} +- {margin:.2%} by mean loss, {self.accuracy:.2%} by sum   "
             f"{self.questions:,} questions, chance 25 %"
         )
-
-
-class Row(NamedTuple):
-    """A context with one ending."""
-
-    ids: np.ndarray
-    first: int  #: position of the ending
 
 
 def read(path: Path, limit: int | None) -> list[Question]:
@@ -86,25 +71,13 @@ def ask(trained: Trained, words: Words, questions: Sequence[Question], say: Call
     """
     if words.encoder is None:
         raise UsageError(f"ids of {words.track.id} stand for no text; HellaSwag needs a model of text")
-    params, right, right_norm = trained.params, 0, 0
-    nll = jax.jit(lambda params, tokens_RT: _nll(trained, params, tokens_RT))
-    for start in range(0, len(questions), _TOGETHER):
-        few = questions[start : start + _TOGETHER]
-        rows = [row for question in few for row in _rows(question, words)]
-        rows += [rows[-1]] * (4 * _TOGETHER - len(rows))  # one shape fewer to compile
-        longest = -(-max(len(row.ids) for row in rows) // _POSITIONS) * _POSITIONS
-        tokens_RT = np.stack([np.pad(row.ids, (0, longest - len(row.ids))) for row in rows])
-        nll_RT = np.asarray(nll(params, tokens_RT), np.float64)
-        if not np.isfinite(nll_RT).all():
-            raise NonFiniteError("a loss on HellaSwag is no number; need a model with finite losses")
-        of_endings = [
-            nll_T[row.first - 1 : len(row.ids) - 1] for nll_T, row in zip(nll_RT, rows, strict=True)
-        ]
-        for number, question in enumerate(few):
-            four = of_endings[4 * number : 4 * number + 4]
-            right += int(np.argmin([part.sum() for part in four])) == question.label
-            right_norm += int(np.argmin([part.mean() for part in four])) == question.label
-        say(start + len(few))
+    rows = [row for question in questions for row in _rows(question, words)]
+    losses = [ending.nll_E for ending in endings(trained, rows, lambda done: say(done // 4))]
+    right = right_norm = 0
+    for number, question in enumerate(questions):
+        four = losses[4 * number : 4 * number + 4]
+        right += int(np.argmin([part.sum() for part in four])) == question.label
+        right_norm += int(np.argmin([part.mean() for part in four])) == question.label
     return Answers(len(questions), right_norm / len(questions), right / len(questions))
 
 
@@ -113,16 +86,3 @@ def _rows(question: Question, words: Words) -> Iterator[Row]:
     context, *endings = words.encoder.encode([question.ctx, *(f" {ending}" for ending in question.endings)])
     for ending in endings:
         yield Row(np.concatenate([context, ending]).astype(np.int32), len(context))
-
-
-def _nll(trained: Trained, params: Params, tokens_RT: jax.Array) -> jax.Array:
-    """Return the negative log likelihood of the token after each position: f32 [R, T - 1]."""
-    recipe, inputs = trained.program.recipe, trained.inputs
-
-    def of_one(tokens_T: jax.Array) -> jax.Array:
-        (x_TD,) = recipe.forward(params, tokens_T[None], inputs, recipe.config, DecodingKernels())
-        z_TV = recipe.logits(params, x_TD[:-1], recipe.config).astype(jnp.float32)
-        of_target_T = jnp.take_along_axis(z_TV, tokens_T[1:, None], axis=1)[:, 0]
-        return jax.nn.logsumexp(z_TV, axis=1) - of_target_T
-
-    return jax.lax.map(of_one, tokens_RT)

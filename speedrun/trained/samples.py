@@ -1,0 +1,134 @@
+"""`run --sample-every N`: what the model writes as it learns, made by a child process from the checkpoints of the run.
+
+The run never waits for a sample, and its clock knows of none: the child has the lowest priority, and computes on the
+CPU. What it wrote lies beside the record, with the same prompts and the same random numbers for each checkpoint.
+
+    RECORD.samples.jsonl      a line for each sample: step, prompt, text, ids
+
+python -m speedrun.trained.samples REQUEST.json       when its standard input ends, it samples what is left, and ends
+"""
+
+import os
+import select
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from speedrun.ground.errors import CheckpointError, DataError, UsageError
+from speedrun.ground.output import reported
+from speedrun.ground.wholefile import write_whole
+from speedrun.training import checkpoint
+from speedrun.training.prepare import decoded
+
+NUM_TOKENS = 64  #: of each text, or as many as the model takes
+TEMPERATURE, SEED = 0.8, 0
+_POLL_S = 1.0  #: between two looks for checkpoints
+
+
+class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a child samples."""
+
+    record: Path
+    every: int  #: steps; the last checkpoint is always sampled
+    prompts: tuple[str, ...] = ()  #: none: the start of a document
+    recipe: str | None = None
+    data: Path | None = None
+
+
+def path_of(record: Path) -> Path:
+    """Return the file of a record's samples."""
+    return Path(f"{record.resolve()}.samples.jsonl")
+
+
+def follow(request: Request, until: IO[bytes]) -> list[int]:
+    """Sample checkpoints as they appear, the newest first, until a stream ends and none is left.
+
+    Returns:
+        Steps that were due, and whose checkpoint was gone when its turn came.
+
+    Raises:
+        DataError: if there are samples of the record that cannot be read.
+    """
+    folder, path = checkpoint.folder_of(request.record), path_of(request.record)
+    found, is_over = _written(path), False
+    while not is_over:
+        is_over = bool(select.select([until], [], [], _POLL_S)[0])
+        while due := [step for step in _due(folder, request.every, is_over=is_over) if step not in found]:
+            step = due[-1]
+            try:
+                found[step] = [msgspec.json.encode(sample) for sample in spoken(request, step)]
+            except (CheckpointError, UsageError):
+                if step in _steps(folder):
+                    raise
+                found[step] = []  # deleted while it was read: the run keeps only the newest ones
+            write_whole(path, *(line + b"\n" for at in sorted(found) for line in found[at]))
+    return [
+        step for step in range(request.every, max(found, default=0) + 1, request.every) if not found.get(step)
+    ]
+
+
+def _written(path: Path) -> dict[int, list[bytes]]:
+    """Return the lines that are there, by step: those of a run before it was resumed."""
+    found: dict[int, list[bytes]] = {}
+    try:
+        for line in path.read_bytes().splitlines() if path.exists() else ():
+            found.setdefault(int(msgspec.json.decode(line, type=dict)["step"]), []).append(line)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DataError(f"{path}: {error!r}; need lines of JSON with a step; move it away") from None
+    return found
+
+
+def _steps(folder: Path) -> list[int]:
+    names = [path.name for path in folder.iterdir()] if folder.exists() else []
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def _due(folder: Path, every: int, *, is_over: bool) -> list[int]:
+    """Return the steps whose checkpoints are to be sampled: at the end, the last one, too."""
+    steps = _steps(folder)
+    return [step for step in steps if step and (step % every == 0 or (is_over and step == steps[-1]))]
+
+
+def spoken(request: Request, step: int) -> Iterator[dict[str, Any]]:
+    """Yield the samples of a checkpoint.
+
+    Raises:
+        UsageError: if prompts do not fit, or the checkpoint is not there.
+        CheckpointError: if it cannot be read.
+    """
+    from speedrun.trained import decode, weights, words
+
+    trained = weights.load(request.record, data=request.data, recipe=request.recipe, step=step)
+    vocabulary = words.Words(trained.track, trained.folder)
+    starts = [vocabulary.encode(prompt) for prompt in request.prompts or ("",)]
+    room = trained.program.recipe.eval_seq_len - max(map(len, starts))
+    decoder = decode.Decoder(
+        trained.program.recipe,
+        trained.inputs,
+        trained.params,
+        vocab_size=trained.track.data.vocab_size,
+        document_token=trained.track.data.document_token,
+        num_positions=max(map(len, starts)) + max(1, min(NUM_TOKENS, room)),
+    )
+    num_tokens = decoder.num_positions - max(map(len, starts))
+    how = decode.Draw(temperature=TEMPERATURE, seed=SEED)
+    _, ids_PN = decoder.extend(decoder.start(starts), min(NUM_TOKENS, num_tokens), how)
+    for start, ids_N in zip(starts, ids_PN, strict=True):
+        text = words.Text(vocabulary, start)
+        text.add(ids_N, is_last=True)
+        yield {"step": step, "temperature": TEMPERATURE, "seed": SEED, **text.facts}
+
+
+if __name__ == "__main__":
+    os.nice(19)
+    os.environ["JAX_PLATFORMS"] = "cpu"  # the devices are the run's
+    with reported():
+        request = decoded(Path(sys.argv[1]).read_bytes(), Request)
+        if missed := follow(request, sys.stdin.buffer):
+            steps = ", ".join(map(str, missed))
+            raise UsageError(
+                f"checkpoints of steps {steps} were gone before their turn; --keep-checkpoints 0 keeps all"
+            )
