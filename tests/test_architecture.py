@@ -38,7 +38,7 @@ FLOORS = {
     "ground": 0,
 }
 #: Rooms that start fast, because they leave these out: whatever only reads a record, or prints.
-LIGHT = {"cli", "doctor", "library", "exchange", "board", "data", "launch", "ledger", "ground"}
+LIGHT = {"cli", "doctor", "library", "exchange", "board", "data", "launch", "ledger", "ground", "watch"}
 #: Their only module that may not: it makes meshes.
 MESH = "speedrun.ground.mesh"
 HEAVY = {"jax", "jaxlib", "optax", "orbax", "matplotlib", "datasets", "huggingface_hub", "tiktoken", "wandb"}

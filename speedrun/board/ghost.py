@@ -75,6 +75,15 @@ class Ghost:
             f"at equal tokens | loss: mean of the last {self._stretch:,} tokens"
         )
 
+    def points(self) -> dict[str, list[float]]:
+        """Return tokens and train time after each step, and the mean loss of its batch, as lists of one length."""
+        seen = self._curve.tokens
+        return {
+            "tokens": [float(tokens) for tokens in seen[1:]],
+            "time_s": [self._curve.time_s(tokens) for tokens in seen[1:]],
+            "loss": [self._curve.loss(before, after) for before, after in pairwise(seen)],
+        }
+
     def __call__(self, step: Step) -> str:
         """Return the differences in time and loss after a step; negative where the run is ahead."""
         if self._own is None:

@@ -26,6 +26,7 @@ from speedrun.cli.run_options import (
     new_folder,
     process_options,
     wandb_option,
+    watch_options,
 )
 from speedrun.ground import children, signals
 from speedrun.ground import track as tracks
@@ -58,6 +59,7 @@ from speedrun.training import meet
 @process_options
 @ghost_option
 @wandb_option
+@watch_options
 @click.option(
     "-v",
     "--verbose",
@@ -107,11 +109,12 @@ def command(
         resume=resume is not None,
     )
     if resume is not None:
-        only_with_resume(ctx, "ghost", "wandb", "verbose", *PROCESS_ARGUMENTS)
+        only_with_resume(ctx, "ghost", "wandb", "watch", "watch_port", "verbose", *PROCESS_ARGUMENTS)
     group = meet.find_group(
         coordinator, given["processes"], given["process"], given["heartbeat"], given["meet_within"]
     )
-    done = single.run(config, meet.joined(group), given["ghost"], wandb, to_stderr=as_json, verbose=verbose)
+    shown = single.Shown(given["ghost"], wandb, given["watch_port"] if given["watch"] else None)
+    done = single.run(config, meet.joined(group), shown, to_stderr=as_json, verbose=verbose)
     if done is None:
         return
     if as_json:

@@ -21,6 +21,7 @@ from speedrun.ground import clock
 from speedrun.ground.errors import UsageError, unknown
 from speedrun.training import watchdog
 from speedrun.training.meet import HEARTBEAT_S, MEET_S
+from speedrun.watch import PORT
 
 #: `--ghost RECORD`, as the argument `ghost` for `race.find`.
 ghost_option: Decorator = click.option(
@@ -133,6 +134,20 @@ process_options = _combined(
         show_default=True,
         metavar="SECONDS",
         help="Time for all processes to connect.",
+    ),
+)
+#: `--watch` and `--watch-port N`, as the arguments `watch` and `watch_port`.
+watch_options = _combined(
+    click.option(
+        "--watch", is_flag=True, help="Serve a page of the run from a child process. It cannot stop the run."
+    ),
+    click.option(
+        "--watch-port",
+        type=Integer(1, 65_535),
+        default=PORT,
+        show_default=True,
+        metavar="N",
+        help="Of that page, on this machine only.",
     ),
 )
 #: The arguments of `process_options`.

@@ -6,90 +6,39 @@ child is gone ten seconds after the run.
 python -m speedrun.exchange.relay RECORD PROJECT [RUN...]      skips these runs; ends with its standard input
 """
 
-import contextlib
 import importlib
 import os
 import select
-import shlex
-import signal
-import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Container, Iterator
+from collections.abc import Container
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import IO, Any
 
 from speedrun.board import leaks
 from speedrun.exchange.trackers import ENVIRONMENT, WandbRun
-from speedrun.ground import console, runlog
+from speedrun.ground import companion, runlog
 from speedrun.ground.errors import UsageError
-from speedrun.ground.exit_codes import meaning
 from speedrun.ground.output import reported
 
 _LEAVE_S = 10.0  #: from the end of the run until the child is killed
 _POLL_S = 1.0  #: between two reads of the logs
-_NICENESS = 10  #: the run needs the cores
 
 
-@contextlib.contextmanager
-def relayed(record: Path, project: str | None) -> Iterator[None]:
+def relayed(record: Path, project: str | None) -> AbstractContextManager[None]:
     """Inside the block, send the logs of a record's new runs to wandb; without a project, send nothing."""
     if project is None:
-        yield
-        return
-    with contextlib.ExitStack() as stack:
-        try:
-            # Not a pipe: processes that wandb starts would hold it open.
-            errors = stack.enter_context(tempfile.TemporaryFile())
-            # A child that is killed cannot remove its scratch files.
-            scratch = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
-            child = _child(record, project, errors, scratch)
-        except OSError as error:
-            _warn(record, f"it cannot start: {error.strerror}")
-            yield
-            return
-        waiting = threading.Thread(target=_report, args=[child, errors, record], daemon=True)
-        waiting.start()
-        try:
-            yield
-        finally:
-            assert child.stdin is not None
-            child.stdin.close()
-            waiting.join(_LEAVE_S)
-            if waiting.is_alive():
-                with contextlib.suppress(ProcessLookupError):  # it has just ended
-                    os.killpg(child.pid, signal.SIGKILL)
-                waiting.join()
-
-
-def _child(record: Path, project: str, errors: IO[bytes], scratch: str) -> subprocess.Popen[bytes]:
+        return nullcontext()
     old = [path.name for path in record.glob("runs/*")]
-    return subprocess.Popen(
-        [sys.executable, "-m", "speedrun.exchange.relay", str(record), project, *old],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=errors,
-        env={**os.environ, "TMPDIR": scratch},
-        process_group=0,  # a Ctrl-C is for the run
+    export = ["speedrun", "export", str(record), "--to", "wandb"]
+    return companion.beside(
+        "speedrun.exchange.relay",
+        [str(record), project, *old],
+        companion.Remedy("wandb", "the record is complete; to send it later", export),
+        leave_s=_LEAVE_S,
+        killed=f"it did not take everything within {_LEAVE_S:.0f} s after the run",
     )
-
-
-def _report(child: subprocess.Popen[bytes], errors: IO[bytes], record: Path) -> None:
-    """Wait for the child; warn if it did not send everything."""
-    if not (code := child.wait()):
-        return
-    errors.seek(0)
-    problem = errors.read().decode(errors="replace").strip().rpartition("\n")[2].removeprefix("error: ")
-    if code == -signal.SIGKILL:
-        problem = f"it did not take everything within {_LEAVE_S:.0f} s after the run"
-    _warn(record, problem or f"its process ended with {meaning(code)}")
-
-
-def _warn(record: Path, problem: str) -> None:
-    export = shlex.join(["speedrun", "export", str(record), "--to", "wandb"])
-    line = f"warning: wandb: {problem}; the record is complete; to send it later: {export}"
-    sys.stderr.write(console.clean(line) + "\n")
 
 
 class _Log:
@@ -147,5 +96,5 @@ def relay(record: Path, project: str, skip: Container[str], until: IO[bytes]) ->
 
 if __name__ == "__main__":
     with reported():
-        os.nice(_NICENESS)
+        os.nice(companion.NICENESS)
         relay(Path(sys.argv[1]), sys.argv[2], sys.argv[3:], sys.stdin.buffer)

@@ -20,6 +20,7 @@ from speedrun.study import race
 from speedrun.training.prepare import RunConfig
 from speedrun.training.resume_settings import resumed
 from speedrun.training.train import train
+from speedrun.watch.server import watched
 
 _say = partial(print, file=sys.stderr, flush=True)
 
@@ -52,11 +53,18 @@ class Single(NamedTuple):
         }
 
 
+class Shown(NamedTuple):
+    """What follows a run while it trains, in its first process."""
+
+    ghost: str | None  #: as in `--ghost`
+    wandb: str | None  #: project to which the log is sent
+    watch_port: int | None  #: of a page; None: no page
+
+
 def run(
     config: RunConfig,
     joined: AbstractContextManager[object],
-    ghost: str | None,
-    wandb: str | None,
+    shown: Shown,
     *,
     to_stderr: bool,
     verbose: bool,
@@ -66,8 +74,7 @@ def run(
     Args:
         config: with `resume`, only its folder is read.
         joined: connects the processes of the run while it trains.
-        ghost: as in `--ghost`.
-        wandb: project to which the log is sent.
+        shown: what follows it.
         to_stderr: whether the console is standard error.
         verbose: whether it shows the kernels and the reasons for their choice.
 
@@ -87,8 +94,11 @@ def run(
                 if is_done and processes.is_first():
                     _say(f"{config.out} is finished; nothing to resume, its record is written again")
             if not is_done:
-                with relayed(config.out, wandb if processes.is_first() else None):
-                    _train(config, ghost, to_stderr=to_stderr, verbose=verbose)
+                if not processes.is_first():
+                    shown = Shown(None, None, None)
+                page = watched(config.out, shown.watch_port, shown.ghost)
+                with page, relayed(config.out, shown.wandb):
+                    _train(config, shown.ghost, to_stderr=to_stderr, verbose=verbose)
     except BaseException:
         if is_ours and processes.is_first():
             _assemble_broken(config)

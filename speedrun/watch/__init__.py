@@ -1,1 +1,3 @@
 """A page that shows runs while they train, and afterwards."""
+
+PORT = 3280  #: default, on this machine only

@@ -1,0 +1,68 @@
+"""`speedrun watch`: a page of runs, while they train or afterwards."""
+
+import shlex
+import socket
+import threading
+import webbrowser
+from pathlib import Path
+
+import click
+
+from speedrun.cli.options import Integer, example
+from speedrun.ground import children
+from speedrun.ground.errors import UsageError
+from speedrun.watch import PORT, feed, server
+
+_RUNS = Path("runs")
+
+
+@click.command(
+    epilog=example(
+        "speedrun watch",
+        "speedrun watch runs/first runs/second --ghost best",
+        "speedrun run --track smoke-cpu --watch",
+    )
+)
+@click.argument("runs", nargs=-1, type=click.Path(path_type=Path), metavar="[RUN]...")
+@click.option(
+    "--port",
+    type=Integer(0, 65_535),
+    default=PORT,
+    show_default=True,
+    metavar="N",
+    help="Of the page, on this machine only; 0: any that is free.",
+)
+@click.option(
+    "--ghost",
+    metavar="RECORD|best",
+    help="Draw this record beside the runs; 'best': the fastest qualified one of the track in records/.",
+)
+@click.option("--open/--no-open", "is_opened", default=False, help="Open the page in a browser of this machine.")
+@click.pass_context
+def command(
+    ctx: click.Context, *, runs: tuple[Path, ...], port: int, ghost: str | None, is_opened: bool
+) -> None:
+    """Show runs on a page until Ctrl-C: loss, step times, memory, events.
+
+    Logs are only read. Default: the newest folder below runs/. A folder that does not exist yet is waited for.
+    """
+    folders = runs or (_newest(),)
+    for folder in folders:
+        feed.check(folder)
+    ctx.with_resource(children.stoppable())
+    with server.watching(folders, port, ghost) as url:
+        used = url.rstrip("/").rpartition(":")[2]
+        click.echo(f"watch   {shlex.join(map(str, folders))}")
+        click.echo(f"page    {url}   Ctrl-C ends it")
+        click.echo(f"remote  ssh -L {used}:127.0.0.1:{used} {socket.gethostname()}   then open the page there")
+        if is_opened:
+            webbrowser.open(url)
+        threading.Event().wait()
+
+
+def _newest() -> Path:
+    """Return the folder below runs/ that was made last."""
+    folders = [path for path in _RUNS.glob("*") if path.is_dir() and not path.name.endswith(".checkpoints")]
+    if not folders:
+        raise UsageError(f"there is nothing below {_RUNS}/ to watch; name the folder of a run")
+    return max(folders, key=lambda path: path.stat().st_mtime_ns)

@@ -1,0 +1,94 @@
+"""A process of ours beside a run, which depends on none of it: `--wandb` and `--watch`.
+
+It works until its standard input ends, with the run, and is killed if it then stays. Whatever goes wrong is one
+warning.
+"""
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from typing import IO, NamedTuple
+
+from speedrun.ground import console
+from speedrun.ground.exit_codes import meaning
+
+NICENESS = 10  #: the run needs the cores
+
+
+class Remedy(NamedTuple):
+    """What a warning says beside the problem."""
+
+    name: str  #: of the companion
+    state: str  #: how things are without it
+    command: Sequence[str]  #: what to type
+
+
+@contextlib.contextmanager
+def beside(
+    module: str, words: Sequence[str], remedy: Remedy, *, leave_s: float, killed: str
+) -> Iterator[None]:
+    """Run a module of this package inside the block.
+
+    Args:
+        module: its name; it sets its own priority.
+        words: its arguments.
+        remedy: for the warning.
+        leave_s: from the end of the block until it is killed.
+        killed: the problem if it had to be killed.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            # Not a pipe: processes that it starts would hold it open.
+            errors = stack.enter_context(tempfile.TemporaryFile())
+            # A child that is killed cannot remove its scratch files.
+            scratch = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+            child = subprocess.Popen(
+                [sys.executable, "-m", module, *words],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                env={**os.environ, "TMPDIR": scratch},
+                process_group=0,  # a Ctrl-C is for the run
+            )
+        except OSError as error:
+            _warn(remedy, f"it cannot start: {error.strerror}")
+            yield
+            return
+        waiting = threading.Thread(target=_report, args=[child, errors, remedy, killed], daemon=True)
+        waiting.start()
+        try:
+            yield
+        finally:
+            assert child.stdin is not None
+            child.stdin.close()
+            waiting.join(leave_s)
+            if waiting.is_alive():
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                    os.killpg(child.pid, signal.SIGKILL)
+                waiting.join()
+
+
+def _report(child: subprocess.Popen[bytes], errors: IO[bytes], remedy: Remedy, killed: str) -> None:
+    """Wait for the child; warn if it failed."""
+    if not (code := child.wait()):
+        return
+    errors.seek(0)
+    problem = errors.read().decode(errors="replace").strip().rpartition("\n")[2].removeprefix("error: ")
+    if code == -signal.SIGKILL:
+        problem = killed
+    _warn(remedy, problem or f"its process ended with {meaning(code)}")
+
+
+def _warn(remedy: Remedy, problem: str) -> None:
+    say(f"warning: {remedy.name}: {problem}; {remedy.state}: {shlex.join(remedy.command)}")
+
+
+def say(line: str) -> None:
+    """Print a line on standard error."""
+    sys.stderr.write(console.clean(line) + "\n")

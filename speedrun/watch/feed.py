@@ -1,0 +1,168 @@
+"""What a page gets: the lines of all logs of some folders, as server-sent events, while the logs grow.
+
+Each event has an id with the position in every file; a page that asks with `after=ID` gets what follows. Files are only
+read, and the reader knows nothing of what is in a line.
+
+    event: files    all files that there are: {"files": [...], "folders": [...]}; again when one appears
+    event: lines    {"key", "anew", "lines"}: complete lines of one file; null for one that is no UTF-8
+    event: beat     {"now": UTC}: at the start, and every few seconds; without any, the connection is dead
+    event: end      the server is about to end
+"""
+
+import hashlib
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from speedrun.ground import clock
+from speedrun.ground.errors import UsageError
+from speedrun.watch.tail import Position, Tail
+
+POLL_S = 0.25
+BEAT_S = 3.0
+#: Where the logs of a folder are: in a run, a record, or a folder of records, such as a sweep.
+_LOGS = ("metrics.jsonl", "runs/*/metrics.jsonl", "*/runs/*/metrics.jsonl")
+#: Files of a record whose first run has no log yet.
+_BEGUN = ("source.txt", "batch.json", "runs")
+
+
+class File(NamedTuple):
+    """A file of lines that a page gets."""
+
+    key: str  #: stands for its path
+    kind: Literal["log", "samples"]
+    record: str  #: name of the record's folder
+    run: str  #: name of the run's folder; empty for samples
+    path: Path
+
+
+def check(folder: Path) -> None:
+    """Refuse what exists and can be no run. A folder that does not exist may become one.
+
+    Raises:
+        UsageError: names the folder, and what is needed.
+    """
+    if not folder.exists() or (folder.is_dir() and (_logs(folder) or not any(folder.iterdir()))):
+        return
+    if not any((folder / name).exists() for name in _BEGUN):
+        raise UsageError(f"{folder} is no run; need the folder of a run or record, as speedrun run --out makes")
+
+
+def _logs(folder: Path) -> list[Path]:
+    return [path for pattern in _LOGS for path in sorted(folder.glob(pattern))]
+
+
+def find(folders: Sequence[Path]) -> list[File]:
+    """Return the logs and samples of folders of runs, each once."""
+    found: dict[Path, File] = {}
+    for log in (log for folder in folders for log in _logs(folder)):
+        path = log.resolve()
+        run = path.parent
+        record = run.parent.parent if run.parent.name == "runs" else run
+        found[path] = File(_key(path), "log", record.name, run.name, path)
+        samples = record.with_name(f"{record.name}.samples.jsonl")
+        if samples.exists():
+            found[samples] = File(_key(samples), "samples", record.name, "", samples)
+    return list(found.values())
+
+
+def _key(path: Path) -> str:
+    return hashlib.sha256(os.fsencode(path)).hexdigest()[:12]
+
+
+def positions(text: str) -> dict[str, Position]:
+    """Return the positions in an event's id. What is malformed is left out: that file begins anew."""
+    found: dict[str, Position] = {}
+    for part in text.split(","):
+        key, _, rest = part.partition(":")
+        head, _, offset = rest.partition(":")
+        if key and offset.isascii() and offset.isdecimal() and len(offset) < 16:
+            found[key] = Position(head, int(offset))
+    return found
+
+
+class Feed:
+    """What one page gets."""
+
+    def __init__(self, folders: Sequence[Path], after: str = "") -> None:
+        """Begin with the first lines, or after the event with this id."""
+        self._folders = folders
+        self._after = positions(after)
+        self._tails: dict[str, tuple[File, Tail]] = {}
+        self._problems: dict[str, str] = {}
+        self._told: bytes = b""
+
+    def events(self, is_over: threading.Event) -> Iterator[bytes]:
+        """Yield events until it is over, and once more what has come until then."""
+        silent_s = BEAT_S
+        while True:
+            is_last = is_over.is_set()
+            yield from self.news()
+            if silent_s >= BEAT_S:
+                yield _event("beat", {"now": clock.now().utc})
+                silent_s = 0.0
+            if is_last:
+                yield _event("end", {})
+                return
+            is_over.wait(POLL_S)
+            silent_s += POLL_S
+
+    def news(self) -> Iterator[bytes]:
+        """Yield events for what is new in all files."""
+        for file in find(self._folders):
+            if file.key not in self._tails:
+                self._tails[file.key] = file, Tail(file.path, self._after.get(file.key))
+        if (listing := self._listing()) != self._told:
+            self._told = listing
+            yield b"event: files\ndata: %b\n\n" % listing
+        for key, (_, tail) in self._tails.items():
+            yield from self._read(key, tail)
+
+    def _read(self, key: str, tail: Tail) -> Iterator[bytes]:
+        while True:
+            try:
+                piece = tail.read()
+            except OSError as error:
+                self._problems[key] = error.strerror or type(error).__name__
+                return
+            self._problems.pop(key, None)
+            if piece is None:
+                return
+            lines = {"key": key, "anew": piece.anew, "lines": [_text(raw) for raw in piece.lines]}
+            yield _event("lines", lines, self._id())
+
+    def _id(self) -> str:
+        known = {**self._after, **{key: tail.position for key, (_, tail) in self._tails.items()}}
+        return ",".join(f"{key}:{head}:{offset}" for key, (head, offset) in known.items())
+
+    def _listing(self) -> bytes:
+        files = [
+            {"key": key, "kind": file.kind, "record": _name(file.record), "run": _name(file.run)}
+            | {"problem": self._problems.get(key, "")}
+            for key, (file, _) in self._tails.items()
+        ]
+        folders = [{"name": _name(str(folder)), "exists": folder.exists()} for folder in self._folders]
+        return msgspec.json.encode({"files": files, "folders": folders})
+
+
+def _name(text: str) -> str:
+    """Return the name of a file as text that has a form in UTF-8."""
+    return os.fsencode(text).decode(errors="replace")
+
+
+def _text(raw: bytes) -> str | None:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def _event(name: str, data: dict[str, Any], at: str = "") -> bytes:
+    return (f"id: {at}\n" if at else "").encode() + b"event: %b\ndata: %b\n\n" % (
+        name.encode(),
+        msgspec.json.encode(data),
+    )

@@ -1,0 +1,331 @@
+// A chart on two canvases: curves below, crosshair above. Long curves cost a minimum and a maximum for each pixel.
+
+import { make, swatch } from "./text.js";
+
+const LEFT = 52, RIGHT = 10, TOP = 10, BOTTOM = 34;
+const STEPS = [1, 2, 5, 10];
+
+export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+// Values at round distances inside a range.
+export function ticks(low, high, most) {
+  const rough = (high - low) / most;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = power * STEPS.find((factor) => power * factor >= rough * 0.999);
+  const found = [];
+  for (let at = Math.ceil(low / step - 1e-9); at * step <= high + step * 1e-9; at++) found.push(at * step);
+  return found;
+}
+
+// 1, 2 and 5 of each decade; round distances where the range is shorter than one.
+export function logTicks(low, high, most) {
+  if (high / low < 10) return ticks(low, high, most);
+  const found = [];
+  for (let power = Math.floor(Math.log10(low)); 10 ** power <= high; power++)
+    for (const factor of [1, 2, 5]) {
+      const value = factor * 10 ** power;
+      if (value >= low * 0.999 && value <= high * 1.001) found.push(value);
+    }
+  return found.length > 2 * most ? found.filter((value) => /^1e/.test(value.toExponential())) : found;
+}
+
+// The index of the value nearest to x in rising values.
+export function nearest(values, x) {
+  let low = 0, high = values.length - 1;
+  while (high - low > 1) {
+    const middle = (low + high) >> 1;
+    if (values[middle] < x) low = middle;
+    else high = middle;
+  }
+  return high < 0 ? -1 : Math.abs(values[low] - x) <= Math.abs(values[high] - x) ? low : high;
+}
+
+export class Chart {
+  // `label`: what it shows; `onCursor(x)` is called where the reader points, with null when they leave.
+  constructor(host, label, onCursor) {
+    this.host = host;
+    this.onCursor = onCursor;
+    this.below = make("canvas");
+    this.above = make("canvas");
+    this.readout = make("ul", "readout");
+    this.readout.hidden = true;
+    this.readout.setAttribute("role", "status");
+    host.append(this.below, this.above, this.readout);
+    host.tabIndex = 0;
+    host.setAttribute("role", "img");
+    host.setAttribute("aria-label", label);
+    this.model = null;
+    this.cursor = null;
+    new ResizeObserver(() => this.draw()).observe(host);
+    host.addEventListener("pointermove", (event) => this.point(event));
+    host.addEventListener("pointerdown", (event) => this.point(event));
+    host.addEventListener("pointerleave", () => this.onCursor(null));
+    host.addEventListener("blur", () => this.onCursor(null));
+    host.addEventListener("keydown", (event) => this.key(event));
+  }
+
+  // Draw a model of `panels.js`.
+  show(model) {
+    this.model = model;
+    this.draw();
+  }
+
+  size(canvas) {
+    const ratio = window.devicePixelRatio || 1;
+    const { clientWidth: width, clientHeight: height } = this.host;
+    if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
+      canvas.width = Math.round(width * ratio);
+      canvas.height = Math.round(height * ratio);
+    }
+    const pen = canvas.getContext("2d");
+    pen.setTransform(ratio, 0, 0, ratio, 0, 0);
+    pen.clearRect(0, 0, width, height);
+    return { pen, width, height };
+  }
+
+  draw() {
+    if (!this.model || !this.host.clientWidth) return;
+    const { pen, width, height } = this.size(this.below);
+    const { model } = this;
+    this.box = { left: LEFT, right: width - RIGHT, top: TOP, bottom: height - BOTTOM };
+    pen.font = `12px ${getComputedStyle(document.body).fontFamily}`;
+    const [x0, x1, y0, y1] = this.range();
+    if (!(x1 > x0)) {
+      pen.fillStyle = colour("--grey");
+      pen.fillText(model.empty, LEFT, height / 2);
+      this.toX = null;
+      return;
+    }
+    const scale = (low, high, from, to) => {
+      const f = model.isLog ? Math.log : (v) => v;
+      const a = f(low), b = (to - from) / (f(high) - a);
+      return { to: (v) => from + (f(v) - a) * b, back: (p) => (model.isLog ? Math.exp : (v) => v)(a + (p - from) / b) };
+    };
+    this.toX = scale(x0, x1, this.box.left, this.box.right);
+    this.toY = scale(y0, y1, this.box.bottom, this.box.top);
+    this.axes(pen, x0, x1, y0, y1);
+    pen.save();
+    pen.beginPath();
+    pen.rect(this.box.left - 4, this.box.top - 4, this.box.right - this.box.left + 8, this.box.bottom - this.box.top + 8);
+    pen.clip();
+    for (const one of model.series) if (one.x.length) this[one.kind](pen, one);
+    pen.restore();
+    this.levels(pen);
+    this.crosshair();
+  }
+
+  range() {
+    let x0 = Infinity, x1 = -Infinity, y0 = Infinity, y1 = -Infinity;
+    const { isLog, series, levels, y } = this.model;
+    for (const one of series)
+      for (let i = 0; i < one.x.length; i++) {
+        if (!Number.isFinite(one.y[i]) || (isLog && !(one.x[i] > 0 && one.y[i] > 0))) continue;
+        if (one.x[i] < x0) x0 = one.x[i];
+        if (one.x[i] > x1) x1 = one.x[i];
+        if (one.y[i] < y0) y0 = one.y[i];
+        if (one.y[i] > y1) y1 = one.y[i];
+      }
+    if (!isLog) x0 = Math.min(x0, 0);
+    for (const level of levels) (y0 = Math.min(y0, level.value)), (y1 = Math.max(y1, level.value));
+    if (y.low !== undefined && !isLog) y0 = y.low;
+    if (y.high !== undefined) y1 = Math.min(y1, y.high);
+    const room = isLog ? 0 : (y1 - y0) * 0.05 || 0.5;
+    if (isLog) [y0, y1] = [y0 / 1.02, y1 * 1.02];
+    return [x0, x1, y.low === undefined && !isLog ? y0 - room : y0, isLog ? y1 : y1 + room];
+  }
+
+  axes(pen, x0, x1, y0, y1) {
+    const { model, box } = this;
+    const choose = model.isLog ? logTicks : ticks;
+    const many = (pixels, apart) => Math.max(3, Math.floor(pixels / apart));
+    pen.lineWidth = 1;
+    pen.strokeStyle = colour("--line");
+    pen.fillStyle = colour("--grey");
+    pen.textAlign = "right";
+    pen.textBaseline = "middle";
+    for (const value of choose(y0, y1, many(box.bottom - box.top, 44))) {
+      const at = Math.round(this.toY.to(value)) + 0.5;
+      pen.beginPath();
+      pen.moveTo(box.left, at);
+      pen.lineTo(box.right, at);
+      pen.stroke();
+      pen.fillText(model.y.format(value), box.left - 8, at);
+    }
+    pen.textAlign = "center";
+    pen.textBaseline = "top";
+    let free = -Infinity;
+    for (const value of choose(x0, x1, many(box.right - box.left, 80))) {
+      const at = this.toX.to(value), words = model.x.format(value);
+      const half = pen.measureText(words).width / 2;
+      if (at - half < free || at + half > box.right + RIGHT) continue;
+      free = at + half + 8;
+      pen.fillText(words, at, box.bottom + 6);
+    }
+    pen.textAlign = "right";
+    pen.fillText(model.x.label, box.right, box.bottom + 20);
+  }
+
+  levels(pen) {
+    for (const { value, text } of this.model.levels) {
+      const at = Math.round(this.toY.to(value)) + 0.5;
+      pen.strokeStyle = pen.fillStyle = colour("--target");
+      pen.lineWidth = 1;
+      pen.setLineDash([5, 3]);
+      pen.beginPath();
+      pen.moveTo(this.box.left, at);
+      pen.lineTo(this.box.right, at);
+      pen.stroke();
+      pen.setLineDash([]);
+      pen.textAlign = "left";
+      pen.textBaseline = "bottom";
+      pen.fillText(text, this.box.left + 4, at - 3);
+    }
+  }
+
+  line(pen, one) {
+    pen.strokeStyle = colour(one.colour);
+    pen.globalAlpha = one.alpha ?? 1;
+    pen.lineWidth = one.width ?? 2;
+    pen.lineJoin = "round";
+    pen.setLineDash(one.dash ?? []);
+    pen.beginPath();
+    let column = null, isDown = false;
+    const flush = () => {
+      if (!column) return;
+      const { px, first, low, high, last } = column;
+      for (const py of low === high ? [first] : [first, low, high, last]) isDown ? pen.lineTo(px, py) : pen.moveTo(px, py), (isDown = true);
+      column = null;
+    };
+    for (let i = 0; i < one.x.length; i++) {
+      const px = this.toX.to(one.x[i]), py = this.toY.to(one.y[i]);
+      if (!Number.isFinite(px) || !Number.isFinite(py)) {
+        flush();
+        isDown = isDown && !Number.isNaN(one.y[i]);
+        continue;
+      }
+      if (column && Math.abs(px - column.px) < 0.5) {
+        column.low = Math.max(column.low, py);
+        column.high = Math.min(column.high, py);
+        column.last = py;
+      } else {
+        flush();
+        column = { px, first: py, low: py, high: py, last: py };
+      }
+    }
+    flush();
+    pen.stroke();
+    pen.setLineDash([]);
+    pen.globalAlpha = 1;
+  }
+
+  points(pen, one) {
+    pen.lineWidth = 2;
+    pen.strokeStyle = colour(one.colour);
+    pen.fillStyle = colour("--paper");
+    for (let i = 0; i < one.x.length; i++) {
+      const px = this.toX.to(one.x[i]), py = this.toY.to(one.y[i]);
+      if (!Number.isFinite(px) || !Number.isFinite(py)) continue;
+      pen.beginPath();
+      pen.arc(px, py, 4, 0, 2 * Math.PI);
+      pen.fill();
+      pen.stroke();
+    }
+  }
+
+  // From the smallest to the largest value at each pixel; a triangle at the top for what is above the range.
+  strip(pen, one) {
+    const spans = new Map(), top = this.model.y.high;
+    for (let i = 0; i < one.x.length; i++) {
+      const px = Math.round(this.toX.to(one.x[i])), value = one.y[i];
+      if (!Number.isFinite(px) || !(value > 0 || !this.model.isLog)) continue;
+      const span = spans.get(px) ?? { low: Infinity, high: -Infinity };
+      spans.set(px, { low: Math.min(span.low, value), high: Math.max(span.high, value) });
+    }
+    for (const [px, { low, high }] of spans) {
+      const isOut = high > one.outlier;
+      pen.fillStyle = colour(isOut ? "--target" : one.colour);
+      const y0 = this.toY.to(Math.min(low, top)), y1 = this.toY.to(Math.min(high, top));
+      const wide = isOut ? 4 : 2;
+      pen.fillRect(px - wide / 2, y1 - wide / 2, wide, Math.max(wide, y0 - y1 + wide));
+      if (high > top) {
+        pen.beginPath();
+        pen.moveTo(px - 4, this.box.top + 4);
+        pen.lineTo(px + 4, this.box.top + 4);
+        pen.lineTo(px, this.box.top - 3);
+        pen.fill();
+      }
+    }
+  }
+
+  point(event) {
+    if (!this.toX) return;
+    this.onCursor(this.toX.back(event.clientX - this.host.getBoundingClientRect().left));
+  }
+
+  key(event) {
+    const lead = this.model?.lead;
+    if (!lead?.x.length || event.ctrlKey || event.metaKey || event.altKey) return;
+    const last = lead.x.length - 1, stride = event.shiftKey ? Math.max(1, Math.round(last / 10)) : 1;
+    const here = this.cursor === null ? last + 1 : nearest(lead.x, this.cursor);
+    const to = { ArrowLeft: here - stride, ArrowRight: here + stride, Home: 0, End: last, Escape: null }[event.key];
+    if (to === undefined) return;
+    event.preventDefault();
+    this.onCursor(to === null ? null : lead.x[Math.max(0, Math.min(last, to))]);
+  }
+
+  setCursor(x) {
+    this.cursor = x;
+    this.crosshair();
+  }
+
+  crosshair() {
+    const { pen } = this.size(this.above);
+    const lead = this.model?.lead;
+    this.readout.hidden = this.cursor === null || !this.toX || !lead?.x.length;
+    if (this.readout.hidden) return;
+    const told = [lead, ...this.model.series.filter((one) => one.say && one !== lead && one.x.length)];
+    const at = this.toX.to(lead.x[nearest(lead.x, this.cursor)]);
+    pen.strokeStyle = colour("--grey");
+    pen.lineWidth = 1;
+    pen.beginPath();
+    pen.moveTo(Math.round(at) + 0.5, this.box.top);
+    pen.lineTo(Math.round(at) + 0.5, this.box.bottom);
+    pen.stroke();
+    const rows = told.map((one) => {
+      const index = nearest(one.x, this.cursor);
+      pen.fillStyle = colour(one.colour);
+      pen.beginPath();
+      pen.arc(this.toX.to(one.x[index]), this.toY.to(Math.min(one.y[index], this.model.y.high ?? Infinity)), 4, 0, 2 * Math.PI);
+      pen.fill();
+      return make("li", "", swatch(one.dash ?? [], one.colour), make("span", "", one.say(index, one === lead)));
+    });
+    this.readout.replaceChildren(...rows);
+    const isRight = at > this.box.left + (this.box.right - this.box.left) * 0.55;
+    this.readout.style.setProperty("right", isRight ? "auto" : ".4rem");
+    this.readout.style.setProperty("left", isRight ? `${LEFT + 4}px` : "auto");
+  }
+}
+
+// A small curve without axes.
+export function sparkline(canvas, x, y) {
+  const ratio = window.devicePixelRatio || 1, width = canvas.clientWidth, height = canvas.clientHeight;
+  if (!width || !x.length) return;
+  canvas.width = Math.round(width * ratio);
+  canvas.height = Math.round(height * ratio);
+  const pen = canvas.getContext("2d");
+  pen.scale(ratio, ratio);
+  let low = Infinity, high = -Infinity;
+  for (const value of y) (low = Math.min(low, value)), (high = Math.max(high, value));
+  const toX = (at) => 1 + ((at - x[0]) / (x.at(-1) - x[0] || 1)) * (width - 2);
+  const toY = (value) => height - 3 - ((value - low) / (high - low || 1)) * (height - 6);
+  pen.strokeStyle = colour("--c0");
+  pen.lineWidth = 1.5;
+  pen.beginPath();
+  const stride = Math.max(1, Math.floor(x.length / (2 * width)));
+  for (let i = 0; i < x.length; i += stride) {
+    if (i) pen.lineTo(toX(x[i]), toY(y[Math.max(0, i - stride)])); // steps, since the values hold for whole steps
+    pen.lineTo(toX(x[i]), toY(y[i]));
+  }
+  pen.lineTo(toX(x.at(-1)), toY(y.at(-1)));
+  pen.stroke();
+}

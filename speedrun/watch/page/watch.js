@@ -1,0 +1,241 @@
+// The page: takes the feed, keeps the runs, and draws what changed.
+
+import { Chart } from "./chart.js";
+import * as panels from "./panels.js";
+import { Run } from "./run.js";
+import { fill, make, seconds, swatch, whole } from "./text.js";
+
+const SILENT_S = 30; // since the last line of a run that is not over
+const DEAD_MS = 15000; // without a beat of the server
+const DRAW_MS = 250;
+
+const $ = (id) => document.getElementById(id);
+const runs = new Map(), texts = new Map(), rules = new Map(), hidden = new Set();
+const view = { axis: "time", scale: "linear", theme: "auto", focus: null };
+const feed = { id: "", isOn: false, tries: 0, heard: 0, ahead: 0, folders: [], ended: false, source: null };
+let drawn = "", isDue = true, announced = "";
+
+const charts = ["loss", "steps"].map((id) => new Chart($(id), id === "loss" ? "Loss" : "Time of each step", point));
+function point(x) {
+  for (const chart of charts) chart.setCursor(x);
+}
+
+// ---- the feed
+
+function connect() {
+  const source = new EventSource(`feed?after=${encodeURIComponent(feed.id)}`);
+  feed.source = source;
+  const on = (name, take) => source.addEventListener(name, (event) => {
+    feed.heard = performance.now();
+    if (event.lastEventId) feed.id = event.lastEventId;
+    take(JSON.parse(event.data));
+    isDue = true;
+  });
+  on("files", (listing) => {
+    feed.folders = listing.folders;
+    listing.files.forEach(know);
+  });
+  on("lines", ({ key, anew, lines }) => {
+    if (runs.has(key)) runs.get(key).read(lines, anew);
+    else if (texts.has(key)) readSamples(texts.get(key), lines, anew);
+  });
+  on("beat", ({ now }) => {
+    feed.ahead = Date.parse(now) - Date.now(); // clocks of two machines differ
+    Object.assign(feed, { isOn: true, tries: 0, ended: false });
+  });
+  on("end", () => (feed.ended = true));
+  source.onerror = lost;
+}
+
+function lost() {
+  feed.source.close();
+  feed.isOn = false;
+  isDue = true;
+  setTimeout(connect, Math.min(10000, 500 * 2 ** feed.tries++));
+}
+
+function know(file) {
+  if (file.kind === "log") {
+    if (!runs.has(file.key)) runs.set(file.key, Object.assign(new Run(file), { number: runs.size }));
+    runs.get(file.key).file = file;
+    view.focus ??= file.key;
+  } else if (!texts.has(file.key)) texts.set(file.key, { record: file.record, list: [] });
+}
+
+function readSamples(file, lines, anew) {
+  if (anew) file.list = [];
+  for (const raw of lines) {
+    try {
+      const one = JSON.parse(raw);
+      if (Number.isFinite(one.step) && typeof one.text === "string")
+        file.list.push({ step: one.step, prompt: typeof one.prompt === "string" ? one.prompt : "", text: one.text });
+    } catch (problem) {
+      if (!(problem instanceof SyntaxError || problem instanceof TypeError)) throw problem;
+    }
+  }
+  file.list = file.list.slice(-64);
+}
+
+// The target and the ghost of a track; null while they are on their way.
+function rulesOf(run) {
+  const track = run?.start?.track;
+  if (typeof track !== "string") return null;
+  if (!rules.has(track)) {
+    rules.set(track, null);
+    fetch(`rules?track=${encodeURIComponent(track)}`)
+      .then((reply) => reply.json())
+      .then((found) => (rules.set(track, found), (isDue = true)))
+      .catch(() => setTimeout(() => rules.delete(track), 2000));
+  }
+  return rules.get(track);
+}
+
+// ---- what is said
+
+const quietFor = (run) => (run.last ? (Date.now() + feed.ahead - Date.parse(run.last)) / 1000 : 0);
+
+function statusOf(run) {
+  if (run.status !== "running") return [run.status, { finished: "finished", "broke off": "broke" }[run.status] ?? ""];
+  const quiet = quietFor(run);
+  return feed.isOn && quiet > SILENT_S ? [`silent for ${seconds(quiet)}`, "silent"] : ["running", "running"];
+}
+
+function trouble(run) {
+  const said = [];
+  if (feed.ended && !feed.isOn) said.push("The server has ended, with its run or by hand. What it sent is kept here.");
+  else if (!feed.isOn && feed.heard) said.push("The server is gone. What it sent is kept here; trying again.");
+  for (const folder of feed.folders) if (!folder.exists) said.push(`Waiting for ${folder.name}: it does not exist yet.`);
+  if (feed.isOn && !runs.size && feed.folders.every((folder) => folder.exists)) said.push("Waiting for the first run.");
+  for (const one of runs.values()) if (one.file.problem) said.push(`${one.file.run}: ${one.file.problem}`);
+  for (const problem of rulesOf(run)?.problems ?? []) said.push(problem);
+  return said.join(" ");
+}
+
+function drawHead(run) {
+  const [status, name] = run ? statusOf(run) : [feed.isOn ? "waiting" : "connecting", ""];
+  $("status").textContent = status;
+  $("status").className = `chip ${name}`;
+  $("title").textContent = run ? run.name : "speedrun watch";
+  document.title = run ? `${run.name} · ${status.startsWith("silent") ? "silent" : status}` : "speedrun watch";
+  const line = run ? panels.summary(run, status, rulesOf(run)) : "";
+  $("summary").textContent = line;
+  const isWaiting = run?.status === "running" && feed.isOn;
+  $("silence").textContent = isWaiting ? `last line ${seconds(Math.max(0, Math.floor(quietFor(run)))).replace(".00", "").replace(".0", "")} ago` : "";
+  const bad = trouble(run);
+  if ($("trouble").textContent !== bad) $("trouble").textContent = bad;
+  $("trouble").hidden = !bad;
+  const news = `${status.replace(/ for .*/, "")}|${run?.vals.length}`; // only what is worth an interruption
+  if (news !== announced) ($("announce").textContent = `${status}. ${line}`), (announced = news);
+}
+
+function drawLegend() {
+  $("runs").hidden = runs.size < 2;
+  if (runs.size < 2) return;
+  const { show: shown, focus: focused } = $("legend").contains(document.activeElement) ? document.activeElement.dataset : {};
+  fill($("legend"), [...runs].map(([key, run]) => {
+    const { dash, colour } = panels.lookOf(run.number);
+    const show = make("input"), focus = make("input");
+    Object.assign(show, { type: "checkbox" }).toggleAttribute("checked", !hidden.has(key));
+    Object.assign(focus, { type: "radio", name: "focus" }).toggleAttribute("checked", view.focus === key);
+    show.setAttribute("aria-label", `show ${run.name}`);
+    show.dataset.show = focus.dataset.focus = key;
+    return make("li", "", show, make("label", "", focus, swatch(dash, colour), make("span", "", run.name), make("span", "quiet", statusOf(run)[0])));
+  }));
+  if (shown || focused) $("legend").querySelector(shown ? `[data-show="${shown}"]` : `[data-focus="${focused}"]`)?.focus();
+}
+
+function drawDetails(run) {
+  const known = rulesOf(run), shown = [...runs.values()].filter((one) => !hidden.has(one.file.key) && one.steps.length);
+  charts[0].show(panels.lossModel(shown, run, view, known));
+  charts[1].show(panels.stepModel(run, view));
+  $("loss").setAttribute("aria-label", `Loss against ${view.axis}. ${$("summary").textContent} Arrow keys read single steps.`);
+  $("step-note").textContent = panels.stepNote(run);
+  $("steps").setAttribute("aria-label", `Time of each step: ${panels.stepNote(run)}. Arrow keys read single steps.`);
+  fill($("key"), panels.keyOf(shown, run, known));
+  fill($("tiles"), panels.tiles(run, known));
+  fill($("events"), panels.events(run));
+  fill($("about"), panels.about(run));
+  if ($("config-details").open) fill($("config"), panels.config(run));
+  $("schedule").hidden = !run.inputs.size;
+  panels.inputs($("inputs"), run);
+  const told = [...texts.values()].find((one) => one.record === run.file.record)?.list ?? [];
+  $("samples").hidden = !told.length;
+  fill($("texts"), panels.samples(told));
+  $("unread").textContent = run.unread ? `${whole(run.unread)} ${run.unread === 1 ? "line" : "lines"} could not be read` : "";
+}
+
+function draw() {
+  const run = runs.get(view.focus);
+  drawHead(run);
+  const state = JSON.stringify([view, [...hidden], [...runs.values()].map((one) => one.version), rulesOf(run) !== null]);
+  if (!isDue && state === drawn) return;
+  isDue = false;
+  drawn = state;
+  drawLegend();
+  if (run) drawDetails(run);
+}
+
+// ---- what the reader does
+
+function choose(name, value) {
+  view[name] = value;
+  const input = document.querySelector(`input[name="${name}"][value="${value}"]`);
+  if (input) input.checked = true;
+  point(null);
+  isDue = true;
+  draw();
+}
+
+function setTheme(theme) {
+  view.theme = theme;
+  if (theme === "auto") delete document.documentElement.dataset.theme;
+  else document.documentElement.dataset.theme = theme;
+  $("theme").textContent = `theme: ${theme}`;
+  isDue = true;
+  draw();
+}
+
+const nextTheme = () => setTheme({ auto: "light", light: "dark", dark: "auto" }[view.theme]);
+
+function shift(by) {
+  const keys = [...runs.keys()];
+  if (keys.length) choose("focus", keys[(keys.indexOf(view.focus) + by + keys.length) % keys.length]);
+}
+
+const KEYS = {
+  x: () => choose("axis", view.axis === "time" ? "tokens" : "time"),
+  l: () => choose("scale", view.scale === "log" ? "linear" : "log"),
+  t: nextTheme,
+  c: () => $("loss").focus(),
+  "[": () => shift(-1),
+  "]": () => shift(1),
+  "?": () => $("shortcuts").showModal(),
+};
+
+document.addEventListener("keydown", (event) => {
+  if (event.ctrlKey || event.metaKey || event.altKey || $("shortcuts").open) return;
+  if (KEYS[event.key]) {
+    event.preventDefault();
+    KEYS[event.key]();
+  }
+});
+document.addEventListener("change", ({ target }) => {
+  if (target.name === "axis" || target.name === "scale") choose(target.name, target.value);
+  if (target.dataset.focus) choose("focus", target.dataset.focus);
+  if (target.dataset.show) {
+    if (target.checked) hidden.delete(target.dataset.show);
+    else hidden.add(target.dataset.show);
+    isDue = true;
+    draw();
+  }
+});
+$("theme").addEventListener("click", nextTheme);
+$("help").addEventListener("click", KEYS["?"]);
+$("config-details").addEventListener("toggle", () => ((isDue = true), draw()));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => (isDue = true));
+
+connect();
+setInterval(() => {
+  if (feed.isOn && performance.now() - feed.heard > DEAD_MS) lost();
+  if (!document.hidden) draw();
+}, DRAW_MS);

@@ -1,0 +1,103 @@
+"""`speedrun watch`: serves the page and the feed of its runs. With `run --watch`, from a process beside the run.
+
+The run depends on none of it: the process only reads its log, at low priority, and ends with it.
+
+python -m speedrun.watch.server RECORD PORT [GHOST]      ends with its standard input
+"""
+
+import os
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+
+import msgspec
+
+from speedrun.ground import companion
+from speedrun.ground.output import reported
+from speedrun.ground.serving import HOST, Reply, content_type, serving
+from speedrun.watch.feed import Feed
+from speedrun.watch.rules import rules
+
+_LEAVE_S = 3.0  #: from the end of the run until the process is killed
+_LAST_S = 1.5  #: for pages to get the last lines
+_STAYED = f"it did not end within {_LEAVE_S:.0f} s after the run"
+_PAGE = Path(__file__).parent / "page"
+
+
+class Pages:
+    """Answers requests: files of the page, the feed, and the rules of a track."""
+
+    def __init__(self, folders: Sequence[Path], ghost: str | None) -> None:
+        """Watch these folders; `ghost` as in `--ghost`."""
+        self._folders = folders
+        self._rules, self._ghost_turn = rules(ghost), threading.Lock()
+        self._files = {f"/{path.name}": path.read_bytes() for path in _PAGE.iterdir()}
+        self._is_over = threading.Event()
+        self._readers: set[threading.Thread] = set()
+
+    def __call__(self, path: str, query: dict[str, str]) -> Reply | None:
+        """Return the reply to a request; None: not found."""
+        if path == "/feed":
+            return Reply(self._feed(query.get("after", "")), "text/event-stream; charset=utf-8")
+        if path == "/rules":
+            with self._ghost_turn:  # read it once
+                found = self._rules(query.get("track", ""))
+            return Reply(msgspec.json.encode(found), content_type("rules.json"))
+        name = "/index.html" if path == "/" else path
+        return Reply(self._files[name], content_type(name)) if name in self._files else None
+
+    def _feed(self, after: str) -> Iterator[bytes]:
+        self._readers.add(threading.current_thread())
+        try:
+            yield from Feed(self._folders, after).events(self._is_over)
+        finally:
+            self._readers.discard(threading.current_thread())
+
+    def end(self) -> None:
+        """Send all pages what is left, and wait for them a moment."""
+        self._is_over.set()
+        for reader in [*self._readers]:
+            reader.join(_LAST_S)
+
+
+@contextmanager
+def watching(folders: Sequence[Path], port: int, ghost: str | None) -> Iterator[str]:
+    """Serve the page inside the block; yield its address.
+
+    Raises:
+        UsageError: if the port cannot be used.
+    """
+    pages = Pages(folders, ghost)
+    with serving(pages, port) as url:
+        try:
+            yield url
+        finally:
+            pages.end()
+
+
+def watched(record: Path, port: int | None, ghost: str | None) -> AbstractContextManager[None]:
+    """Serve the page of a run from another process inside the block; without a port, do nothing.
+
+    Whatever goes wrong is one warning.
+    """
+    if port is None:
+        return nullcontext()
+    companion.say(f"watch   http://{HOST}:{port}/")
+    words = [str(record), str(port), *([] if ghost is None else [ghost])]
+    again = ["speedrun", "watch", str(record), "--port", "0"]
+    remedy = companion.Remedy("watch", "the run needs no page; for another", again)
+    return companion.beside("speedrun.watch.server", words, remedy, leave_s=_LEAVE_S, killed=_STAYED)
+
+
+def main(record: str, port: str, ghost: str | None = None) -> None:
+    """Serve until standard input ends."""
+    with watching([Path(record)], int(port), ghost):
+        sys.stdin.buffer.read()
+
+
+if __name__ == "__main__":
+    with reported():
+        os.nice(companion.NICENESS)
+        main(*sys.argv[1:])
