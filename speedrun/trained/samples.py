@@ -102,7 +102,7 @@ def spoken(request: Request, step: int) -> Iterator[dict[str, Any]]:
     from speedrun.trained import decode, weights, words
 
     trained = weights.load(request.record, data=request.data, recipe=request.recipe, step=step)
-    vocabulary = words.Words(trained.track, trained.folder)
+    vocabulary = words.Words(trained.track, trained.words_folder)
     starts = [vocabulary.encode(prompt) for prompt in request.prompts or ("",)]
     room = trained.program.recipe.eval_seq_len - max(map(len, starts))
     decoder = decode.Decoder(

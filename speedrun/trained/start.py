@@ -1,0 +1,71 @@
+"""`run --init-from`: a run that starts from given weights, as a fine-tune does.
+
+Its first state is written as a checkpoint of step 0, and the run resumes it. So nothing in the loop knows of it, the log
+names the weights and their digest, and no such run is ranked: none that is resumed is.
+"""
+
+from pathlib import Path
+
+import jax
+import msgspec
+
+from speedrun.data import stream
+from speedrun.ground import mesh as meshes
+from speedrun.ground import processes
+from speedrun.ground import track as tracks
+from speedrun.ground.errors import UsageError
+from speedrun.ledger import runfile
+from speedrun.science.params import Params
+from speedrun.science.step import TrainState
+from speedrun.trained import sources
+from speedrun.training import checkpoint
+from speedrun.training.prepare import RunConfig, prepare
+from speedrun.training.program import Program
+
+
+def start_from(config: RunConfig, source: Path) -> RunConfig:
+    """Write the checkpoint of step 0; return the settings of the run that resumes it.
+
+    Raises:
+        UsageError: if the track is ranked, several processes share the run, or its folder of checkpoints is in use.
+        DataError: if the weights are missing, damaged, not finite, or not those of the recipe.
+    """
+    track = tracks.load(config.track)
+    if track.rules.ranked:
+        raise UsageError(
+            f"--init-from on {track.id}, which is ranked: a record starts from random weights; choose --track webmini"
+        )
+    if processes.count() > 1:
+        raise UsageError(f"--init-from in {processes.count()} processes; need one; leave out what starts others")
+    folder = checkpoint.folder_of(config.out)
+    if folder.exists():
+        raise UsageError(f"{folder} exists already; need a new folder; remove it or pass another --out")
+    recipe = prepare(config).recipe
+    # Without checkpoints of its own, the run keeps the last one.
+    every = config.checkpoint_every or recipe.num_steps
+    config = msgspec.structs.replace(config, checkpoint_every=every)
+    ready = prepare(config)
+    packed, origin = sources.packed_for(ready.program, source)
+    state = _beginning(ready.program, packed, config.seed)
+    facts = checkpoint.Facts(
+        step=0,
+        run_id=" ".join(origin.values()),
+        config_sha256=runfile.config_sha256(ready.described),
+        cursor=stream.START,
+        tokens_seen=0,
+        train_time_s=0.0,
+        arrays=checkpoint.described(state),
+    )
+    with checkpoint.opened(folder, ready.resumable, every=every, keep=config.keep_checkpoints) as checkpoints:
+        checkpoints.save(state, facts)
+    return msgspec.structs.replace(config, resume=True)
+
+
+def _beginning(program: Program, packed: Params, seed: int) -> TrainState:
+    """Return the initial state with these weights; what the optimiser keeps of weights is made from them."""
+    fresh = program.init(jax.random.key(seed))
+
+    def begin(packed: Params) -> TrainState:
+        return fresh._replace(params=packed, opt_state=program.step.transform.init(packed))
+
+    return jax.jit(begin, out_shardings=program.shardings(program.specs))(packed)
