@@ -18,13 +18,16 @@ from speedrun.cli.options import (
     settings_option,
 )
 from speedrun.cli.run_options import (
+    EXTRA_ARGUMENTS,
     PROCESS_ARGUMENTS,
     checkpoint_options,
+    checkpoint_steps,
     config_of,
     config_options,
     ghost_option,
     new_folder,
     process_options,
+    sample_options,
     wandb_option,
     watch_options,
 )
@@ -60,6 +63,13 @@ from speedrun.training import meet
 @ghost_option
 @wandb_option
 @watch_options
+@sample_options
+@click.option(
+    "--init-from",
+    type=click.Path(path_type=Path),
+    metavar="SOURCE",
+    help="Start from the weights of an exported folder or a GPT-2, as 'speedrun eval' takes them. Never ranked.",
+)
 @click.option(
     "-v",
     "--verbose",
@@ -103,18 +113,27 @@ def command(
         **config_of(ctx.params, overrides, resume or folder),
         seed=given["seed"],
         replicas=given["replicas"],
-        checkpoint_every=given["checkpoint_every"] or 0,
+        checkpoint_every=checkpoint_steps(
+            track, given["checkpoint_every"], given["sample_every"], given["sample_prompts"]
+        ),
         keep_checkpoints=given["keep_checkpoints"],
         deadlines_s=deadlines,
         resume=resume is not None,
     )
     if resume is not None:
-        only_with_resume(ctx, "ghost", "wandb", "watch", "watch_port", "verbose", *PROCESS_ARGUMENTS)
+        only_with_resume(ctx, *EXTRA_ARGUMENTS, "verbose", *PROCESS_ARGUMENTS)
     group = meet.find_group(
         coordinator, given["processes"], given["process"], given["heartbeat"], given["meet_within"]
     )
-    shown = single.Shown(given["ghost"], wandb, given["watch_port"] if given["watch"] else None)
-    done = single.run(config, meet.joined(group), shown, to_stderr=as_json, verbose=verbose)
+    extras = single.Extras(
+        given["ghost"],
+        wandb,
+        given["watch_port"] if given["watch"] else None,
+        given["sample_every"],
+        given["sample_prompts"],
+        given["init_from"],
+    )
+    done = single.run(config, meet.joined(group), extras, to_stderr=as_json, verbose=verbose)
     if done is None:
         return
     if as_json:

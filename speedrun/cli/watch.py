@@ -37,7 +37,9 @@ _RUNS = Path("runs")
     metavar="RECORD|best",
     help="Draw this record beside the runs; 'best': the fastest qualified one of the track in records/.",
 )
-@click.option("--open/--no-open", "is_opened", default=False, help="Open the page in a browser of this machine.")
+@click.option(
+    "--open/--no-open", "is_opened", default=False, help="Open the page in a browser of this machine."
+)
 @click.pass_context
 def command(
     ctx: click.Context, *, runs: tuple[Path, ...], port: int, ghost: str | None, is_opened: bool
@@ -54,7 +56,9 @@ def command(
         used = url.rstrip("/").rpartition(":")[2]
         click.echo(f"watch   {shlex.join(map(str, folders))}")
         click.echo(f"page    {url}   Ctrl-C ends it")
-        click.echo(f"remote  ssh -L {used}:127.0.0.1:{used} {socket.gethostname()}   then open the page there")
+        click.echo(
+            f"remote  ssh -L {used}:127.0.0.1:{used} {socket.gethostname()}   then open the page there"
+        )
         if is_opened:
             webbrowser.open(url)
         threading.Event().wait()

@@ -1,4 +1,4 @@
-"""A process of ours beside a run, which depends on none of it: `--wandb` and `--watch`.
+"""A process of ours beside a run, which depends on none of it: `--wandb`, `--watch` and `--sample-every`.
 
 It works until its standard input ends, with the run, and is killed if it then stays. Whatever goes wrong is one
 warning.
@@ -19,6 +19,7 @@ from speedrun.ground import console
 from speedrun.ground.exit_codes import meaning
 
 NICENESS = 10  #: the run needs the cores
+_HASTE_S = 10.0
 
 
 class Remedy(NamedTuple):
@@ -39,7 +40,7 @@ def beside(
         module: its name; it sets its own priority.
         words: its arguments.
         remedy: for the warning.
-        leave_s: from the end of the block until it is killed.
+        leave_s: from the end of the block until it is killed; at most `_HASTE_S` if the block raised.
         killed: the problem if it had to be killed.
     """
     with contextlib.ExitStack() as stack:
@@ -64,6 +65,9 @@ def beside(
         waiting.start()
         try:
             yield
+        except BaseException:
+            leave_s = min(leave_s, _HASTE_S)
+            raise
         finally:
             assert child.stdin is not None
             child.stdin.close()

@@ -105,7 +105,7 @@ def _handler(answer: Answer) -> type[BaseHTTPRequestHandler]:
                     self.wfile.flush()
             return None
 
-        def log_message(self, *_: object) -> None:
+        def log_message(self, format: str, *args: object) -> None:
             """Say nothing of each request."""
 
     return Handler

@@ -17,6 +17,7 @@ from speedrun.ledger.assemble import assemble
 from speedrun.ledger.format import Summary
 from speedrun.ledger.validate import Report, validate
 from speedrun.study import race
+from speedrun.trained import samples, start
 from speedrun.training.prepare import RunConfig
 from speedrun.training.resume_settings import resumed
 from speedrun.training.train import train
@@ -53,18 +54,27 @@ class Single(NamedTuple):
         }
 
 
-class Shown(NamedTuple):
-    """What follows a run while it trains, in its first process."""
+class Extras(NamedTuple):
+    """What a run does beside training, in its first process."""
 
-    ghost: str | None  #: as in `--ghost`
-    wandb: str | None  #: project to which the log is sent
-    watch_port: int | None  #: of a page; None: no page
+    ghost: str | None = None  #: as in `--ghost`
+    wandb: str | None = None  #: project to which the log is sent
+    watch_port: int | None = None  #: of a page; None: no page
+    sample_every: int | None = None  #: steps
+    sample_prompts: tuple[str, ...] = ()
+    init_from: Path | None = None  #: weights to start from
+
+    def samples(self, config: RunConfig) -> samples.Request | None:
+        """Return what is to be sampled of a run."""
+        if self.sample_every is None:
+            return None
+        return samples.Request(config.out, self.sample_every, self.sample_prompts, config.recipe, config.data)
 
 
 def run(
     config: RunConfig,
     joined: AbstractContextManager[object],
-    shown: Shown,
+    extras: Extras,
     *,
     to_stderr: bool,
     verbose: bool,
@@ -74,7 +84,7 @@ def run(
     Args:
         config: with `resume`, only its folder is read.
         joined: connects the processes of the run while it trains.
-        shown: what follows it.
+        extras: what it does beside training.
         to_stderr: whether the console is standard error.
         verbose: whether it shows the kernels and the reasons for their choice.
 
@@ -94,11 +104,13 @@ def run(
                 if is_done and processes.is_first():
                     _say(f"{config.out} is finished; nothing to resume, its record is written again")
             if not is_done:
-                if not processes.is_first():
-                    shown = Shown(None, None, None)
-                page = watched(config.out, shown.watch_port, shown.ghost)
-                with page, relayed(config.out, shown.wandb):
-                    _train(config, shown.ghost, to_stderr=to_stderr, verbose=verbose)
+                extras = extras if processes.is_first() else Extras(init_from=extras.init_from)
+                config = _begun(config, extras.init_from)
+                page = watched(config.out, extras.watch_port, extras.ghost)
+                with page, relayed(config.out, extras.wandb), samples.beside(extras.samples(config)):
+                    _train(config, extras.ghost, to_stderr=to_stderr, verbose=verbose)
+                    if extras.sample_every is not None:
+                        _say(f"samples {samples.path_of(config.out)}: the last checkpoints are being read")
     except BaseException:
         if is_ours and processes.is_first():
             _assemble_broken(config)
@@ -110,15 +122,21 @@ def run(
     return Single(config, tracks.load(config.track), picture, summary, validate(config.out))
 
 
-def _train(config: RunConfig, ghost: str | None, *, to_stderr: bool, verbose: bool) -> None:
-    """Train; of several processes, only the first one prints."""
+def _begun(config: RunConfig, init_from: Path | None) -> RunConfig:
+    """Make data that the track generates, and the state that a run starts from if it is not random."""
     rules = tracks.load(config.track)
     say = _say if processes.is_first() else lambda _: None
     processes.agreed(lambda: generated.ensure(rules, config.data, say), lambda _: {})
+    return config if init_from is None else start.start_from(config, init_from)
+
+
+def _train(config: RunConfig, ghost: str | None, *, to_stderr: bool, verbose: bool) -> None:
+    """Train; of several processes, only the first one prints."""
     if not processes.is_first():
         train(config)
         return
-    stream, rival = sys.stderr if to_stderr else sys.stdout, race.find(ghost, rules.id)
+    rival = race.find(ghost, tracks.load(config.track).id)
+    stream = sys.stderr if to_stderr else sys.stdout
     with race.live(stream, rival, verbose=verbose) as reader:
         train(config, reader)
 

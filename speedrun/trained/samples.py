@@ -5,18 +5,21 @@ CPU. What it wrote lies beside the record, with the same prompts and the same ra
 
     RECORD.samples.jsonl      a line for each sample: step, prompt, text, ids
 
-python -m speedrun.trained.samples REQUEST.json       when its standard input ends, it samples what is left, and ends
+python -m speedrun.trained.samples REQUEST       as JSON; when its standard input ends, it samples what is left
 """
 
 import os
 import select
 import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import IO, Any
 
+import jax
 import msgspec
 
+from speedrun.ground import companion
 from speedrun.ground.errors import CheckpointError, DataError, UsageError
 from speedrun.ground.output import reported
 from speedrun.ground.wholefile import write_whole
@@ -25,6 +28,7 @@ from speedrun.training.prepare import decoded
 
 NUM_TOKENS = 64  #: of each text, or as many as the model takes
 TEMPERATURE, SEED = 0.8, 0
+_LEAVE_S = 600.0  #: for what is left to sample after the run
 _POLL_S = 1.0  #: between two looks for checkpoints
 
 
@@ -36,6 +40,20 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prompts: tuple[str, ...] = ()  #: none: the start of a document
     recipe: str | None = None
     data: Path | None = None
+
+
+def beside(request: Request | None) -> AbstractContextManager[None]:
+    """Inside the block, sample the checkpoints of a run; without a request, do nothing."""
+    if request is None:
+        return nullcontext()
+    last = ["speedrun", "sample", str(request.record)]
+    return companion.beside(
+        "speedrun.trained.samples",
+        [msgspec.json.encode(request, enc_hook=str).decode()],
+        companion.Remedy("samples", "the record is complete; to sample its last checkpoint", last),
+        leave_s=_LEAVE_S,
+        killed=f"they took longer than {_LEAVE_S:.0f} s after the run",
+    )
 
 
 def path_of(record: Path) -> Path:
@@ -124,9 +142,9 @@ def spoken(request: Request, step: int) -> Iterator[dict[str, Any]]:
 
 if __name__ == "__main__":
     os.nice(19)
-    os.environ["JAX_PLATFORMS"] = "cpu"  # the devices are the run's
+    jax.config.update("jax_platforms", "cpu")  # the devices are the run's
     with reported():
-        request = decoded(Path(sys.argv[1]).read_bytes(), Request)
+        request = decoded(sys.argv[1].encode(), Request)
         if missed := follow(request, sys.stdin.buffer):
             steps = ", ".join(map(str, missed))
             raise UsageError(

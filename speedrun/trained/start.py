@@ -1,6 +1,6 @@
 """`run --init-from`: a run that starts from given weights, as a fine-tune does.
 
-Its first state is written as a checkpoint of step 0, and the run resumes it. So nothing in the loop knows of it, the log
+Its first state is written as a checkpoint of step 0, and the run resumes it. So the loop knows nothing of it, the log
 names the weights and their digest, and no such run is ranked: none that is resumed is.
 """
 
@@ -10,11 +10,11 @@ import jax
 import msgspec
 
 from speedrun.data import stream
-from speedrun.ground import mesh as meshes
 from speedrun.ground import processes
 from speedrun.ground import track as tracks
 from speedrun.ground.errors import UsageError
 from speedrun.ledger import runfile
+from speedrun.science import recipes
 from speedrun.science.params import Params
 from speedrun.science.step import TrainState
 from speedrun.trained import sources
@@ -36,15 +36,15 @@ def start_from(config: RunConfig, source: Path) -> RunConfig:
             f"--init-from on {track.id}, which is ranked: a record starts from random weights; choose --track webmini"
         )
     if processes.count() > 1:
-        raise UsageError(f"--init-from in {processes.count()} processes; need one; leave out what starts others")
+        raise UsageError(
+            f"--init-from in {processes.count()} processes; need one; leave out what starts others"
+        )
     folder = checkpoint.folder_of(config.out)
     if folder.exists():
         raise UsageError(f"{folder} exists already; need a new folder; remove it or pass another --out")
-    recipe = prepare(config).recipe
-    # Without checkpoints of its own, the run keeps the last one.
-    every = config.checkpoint_every or recipe.num_steps
-    config = msgspec.structs.replace(config, checkpoint_every=every)
-    ready = prepare(config)
+    recipe = recipes.load(config.recipe or track.recipe).override(config.overrides)
+    every = config.checkpoint_every or recipe.num_steps  # at least the end is kept
+    ready = prepare(msgspec.structs.replace(config, checkpoint_every=every))
     packed, origin = sources.packed_for(ready.program, source)
     state = _beginning(ready.program, packed, config.seed)
     facts = checkpoint.Facts(
@@ -58,7 +58,7 @@ def start_from(config: RunConfig, source: Path) -> RunConfig:
     )
     with checkpoint.opened(folder, ready.resumable, every=every, keep=config.keep_checkpoints) as checkpoints:
         checkpoints.save(state, facts)
-    return msgspec.structs.replace(config, resume=True)
+    return msgspec.structs.replace(ready.config, resume=True)
 
 
 def _beginning(program: Program, packed: Params, seed: int) -> TrainState:
