@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+import os
 import shutil
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -25,7 +27,8 @@ from speedrun.science.inputs import Inputs, Plan
 from speedrun.science.kernels.choose import Kernels
 from speedrun.science.params import Layout, Params
 from speedrun.science.recipe import Recipe
-from speedrun.trained import harness, held_out, hellaswag, weights, words
+from speedrun.study import single
+from speedrun.trained import exported, harness, held_out, hellaswag, samples, weights, words
 from speedrun.trained.decode import Decoder, Draw, drawn
 from speedrun.trained.incremental import DecodingKernels, Incremental, probes
 from speedrun.training import train
@@ -631,3 +634,95 @@ def test_weights_that_are_no_numbers_are_refused(run: Path, smoke_data: Path, mo
     monkeypatch.setattr(jnp, "isfinite", lambda x: jnp.zeros_like(x, bool))
     with pytest.raises(DataError, match="holds NaN or infinity"):
         weights.load(run, data=smoke_data)
+
+
+# --- samples while a run trains, and runs that start from given weights
+
+
+@pytest.fixture
+def growing(run: Path, smoke_data: Path, tmp_path: Path) -> samples.Request:
+    """The run, where a test may change its files."""
+    shutil.copytree(folder_of(run), folder_of(tmp_path / "out"))
+    return samples.Request(tmp_path / "out", 6, data=smoke_data)
+
+
+def followed(request: samples.Request) -> list[int]:
+    """Sample what there is: the run has ended."""
+    with open(os.devnull, "rb") as ended:
+        return samples.follow(request, ended)
+
+
+def sampled(request: samples.Request) -> dict[int, list[int]]:
+    lines = map(json.loads, samples.path_of(request.record).read_text().splitlines())
+    return {line["step"]: line["ids"] for line in lines}
+
+
+def test_each_checkpoint_writes_what_the_command_writes(growing) -> None:
+    assert followed(growing) == []
+    found = sampled(growing)
+    assert [*found] == [6, 12]
+    for step, ids in found.items():
+        words = (growing.record, "--step", step, "--tokens", len(ids), "--data", growing.data, "--json")
+        (one,) = json.loads(sample(*words).stdout)["samples"]
+        assert one["ids"] == ids
+
+
+def test_checkpoints_that_are_gone_are_named_and_old_samples_stay(growing) -> None:
+    shutil.rmtree(folder_of(growing.record) / "6")
+    samples.path_of(growing.record).write_text('{"step": 3, "ids": [1]}\n')
+    request = msgspec.structs.replace(growing, every=3)
+    assert followed(request) == [6, 9]
+    assert [*sampled(request)] == [3, 12]
+    assert sampled(request)[3] == [1]
+
+
+def test_samples_that_cannot_be_read_are_not_overwritten(growing) -> None:
+    path = samples.path_of(growing.record)
+    path.write_text("[1]\n")
+    with pytest.raises(DataError, match="move it away"):
+        followed(growing)
+    assert path.read_text() == "[1]\n"
+
+
+def test_a_run_starts_from_given_weights_and_is_marked(run: Path, smoke_data: Path, tmp_path, capfd) -> None:
+    trained = weights.load(run, data=smoke_data)
+    exported.write(trained, tmp_path / "model")
+    out = tmp_path / "out"
+    config = RunConfig(
+        "smoke-cpu",
+        out,
+        overrides=SMALL,
+        data=smoke_data,
+        num_devices=8,
+        keep_checkpoints=0,
+        checkpoint_every=6,
+    )
+    extras = single.Extras(sample_every=6, init_from=tmp_path / "model")
+    done = single.run(config, nullcontext(), extras, to_stderr=True, verbose=False)
+    assert done is not None
+    begun = weights.load(out, data=smoke_data, step=0).packed
+    assert all(np.array_equal(begun[name], x) for name, x in trained.packed.items())
+    events = [line.event for line in runlog.read(next(out.glob("runs/*/metrics.jsonl")))]
+    (resumed,) = (event for event in events if isinstance(event, runlog.Resume))
+    assert resumed.run_id.startswith("model ")  # and the digest
+    assert "V311" in {result.check.id for result in done.report.having("warning")}
+    assert [*sampled(samples.Request(out, 6))] == [6, 12]
+    assert "warning" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--track", "main-8xh100", "--init-from", "gpt2"], "which is ranked"),
+        (["--sample-prompt", "a"], "it needs --sample-every"),
+        (["--sample-prompt", "a", "--sample-every", "5"], "stand for no text"),
+        (["--sample-every", "5", "--checkpoint-every", "2"], "need a multiple"),
+        (["--init-from", "nowhere"], "no such folder"),
+    ],
+)
+def test_bad_extras_are_one_line(words: list[str], said: str, smoke_data: Path, tmp_path: Path) -> None:
+    given = ["run", "--track", "smoke-cpu", "--out", tmp_path / "out", "--data", smoke_data, *words]
+    result = CliRunner().invoke(cli.command, [*map(str, given)])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert said in result.stderr
+    assert not [*tmp_path.iterdir()]
