@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from speedrun.cli.options import Integer, example
-from speedrun.ground import children
+from speedrun.ground import children, console
 from speedrun.ground.errors import UsageError
 from speedrun.watch import PORT, feed, server
 
@@ -37,7 +37,9 @@ _RUNS = Path("runs")
     metavar="RECORD|best",
     help="Draw this record beside the runs; 'best': the fastest qualified one of the track in records/.",
 )
-@click.option("--open/--no-open", "is_opened", default=False, help="Open the page in a browser of this machine.")
+@click.option(
+    "--open/--no-open", "is_opened", default=False, help="Open the page in a browser of this machine."
+)
 @click.pass_context
 def command(
     ctx: click.Context, *, runs: tuple[Path, ...], port: int, ghost: str | None, is_opened: bool
@@ -52,9 +54,11 @@ def command(
     ctx.with_resource(children.stoppable())
     with server.watching(folders, port, ghost) as url:
         used = url.rstrip("/").rpartition(":")[2]
-        click.echo(f"watch   {shlex.join(map(str, folders))}")
+        click.echo(console.clean(f"watch   {shlex.join(map(str, folders))}"))
         click.echo(f"page    {url}   Ctrl-C ends it")
-        click.echo(f"remote  ssh -L {used}:127.0.0.1:{used} {socket.gethostname()}   then open the page there")
+        click.echo(
+            f"remote  ssh -L {used}:127.0.0.1:{used} {socket.gethostname()}   then open the page there"
+        )
         if is_opened:
             webbrowser.open(url)
         threading.Event().wait()

@@ -49,7 +49,9 @@ def check(folder: Path) -> None:
     if not folder.exists() or (folder.is_dir() and (_logs(folder) or not any(folder.iterdir()))):
         return
     if not any((folder / name).exists() for name in _BEGUN):
-        raise UsageError(f"{folder} is no run; need the folder of a run or record, as speedrun run --out makes")
+        raise UsageError(
+            f"{folder} is no run; need the folder of a run or record, as speedrun run --out makes"
+        )
 
 
 def _logs(folder: Path) -> list[Path]:

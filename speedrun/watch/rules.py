@@ -29,7 +29,9 @@ def rules(choice: str | None) -> Callable[[str], dict[str, Any]]:
         try:
             known = tracks.load(track.partition("@")[0])
             if known.id != track:
-                raise UsageError(f"the run is on {track}; this version has {known.id}, whose target may differ")
+                raise UsageError(
+                    f"the run is on {track}; this version has {known.id}, whose target may differ"
+                )
             target = known.target.loss
         except UsageError as error:
             problems.append(f"no target: {error}")

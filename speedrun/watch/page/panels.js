@@ -40,14 +40,15 @@ export function lossModel(runs, focus, view, rules) {
   return { series, lead, levels, isLog: view.scale === "log", x: axisOf(view.axis), y: { format: (v) => `${+v.toFixed(3)}` }, empty: "no steps yet" };
 }
 
-export function stepModel(run, view) {
+// The time of each step, on an axis that ends where that of the losses does.
+export function stepModel(run, view, last) {
   const middle = fit.median(run?.ms ?? []);
   const series = run ? [{
     kind: "strip", x: run[view.axis], y: run.ms, colour: lookOf(run.number).colour, outlier: 1.5 * middle,
     say: (at) => `step ${whole(run.steps[at] + 1)} · ${ms(run.ms[at])}`,
   }] : [];
   const high = Math.max(4 * middle, 1.2 * fit.median(run?.ms ?? [], 0.99)); // what is above becomes a triangle
-  return { series, lead: series[0], levels: [], isLog: false, x: axisOf(view.axis), y: { low: 0, high, format: (v) => `${short(v)} ms` }, empty: "no steps yet" };
+  return { series, lead: series[0], levels: [], isLog: false, x: { ...axisOf(view.axis), last }, y: { low: 0, high, format: (v) => `${short(v)} ms` }, empty: "no steps yet" };
 }
 
 export function stepNote(run) {
