@@ -5,9 +5,8 @@ import os
 import random
 import shutil
 import socket
-import subprocess
-import sys
 import threading
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -264,17 +263,23 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch) -> None:
 # ---- the page
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """Chromium without a window."""
+@contextmanager
+def chromium() -> Iterator[Any]:
+    """A browser without a window."""
     playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
     names = ("chromium", "chromium-browser", "google-chrome")
-    if (chromium := next(filter(None, map(shutil.which, names)), None)) is None:
+    if (path := next(filter(None, map(shutil.which, names)), None)) is None:
         pytest.skip("needs Chromium on the PATH")
     with playwright.sync_playwright() as play:
-        browser = play.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        browser = play.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield browser
         browser.close()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as browser:
+        yield browser
 
 
 @pytest.fixture
@@ -409,9 +414,10 @@ def test_hostile_text_stays_text(page, tmp_path) -> None:
 def test_several_runs_are_told_apart(page, tmp_path) -> None:
     with shown(page, RECORD.parent / "2026-11-21-six-seeds", tmp_path / "later"):
         says(page, f"Waiting for {tmp_path}/later", "#trouble")
-        page.wait_for_function("document.querySelectorAll('#legend li').length === 6")
+        page.wait_for_function("() => document.querySelectorAll('#legend li').length === 6")
         looks = page.evaluate(
-            "Array.from(document.querySelectorAll('#legend line'), l => [l.style.stroke, l.attributes['stroke-dasharray'].value])"
+            """Array.from(document.querySelectorAll('#legend line'),
+                (one) => [one.style.stroke, one.getAttribute('stroke-dasharray')])"""
         )
         assert len({colour for colour, _ in looks}) == len({dash for _, dash in looks}) == 6
         names = page.evaluate(
@@ -426,7 +432,7 @@ def test_several_runs_are_told_apart(page, tmp_path) -> None:
         assert names[2] not in page.inner_text("#loss .readout")
         assert names[1] in page.inner_text("#loss .readout")
         log_in(tmp_path / "later", RAW)
-        page.wait_for_function("document.querySelectorAll('#legend li').length === 7")
+        page.wait_for_function("() => document.querySelectorAll('#legend li').length === 7")
 
 
 def test_everything_works_by_keyboard(page) -> None:
@@ -502,10 +508,9 @@ def test_the_estimate_is_fiellers(page) -> None:
         const { arrival } = await import("/fit.js");
         return arrival({ vals: [], tokens, loss, time, plan: { total_tokens: 1e9 } }, target);
     }"""
-    hits = 0
+    hits, tokens = 0, np.arange(1, 401) * 1000.0
     with shown(page, RECORD):
         for _ in range(20):
-            tokens = np.arange(1, 401) * 1000.0
             loss = 8 - 0.35 * np.log(tokens) + 0.05 * rng.standard_normal(400)
             found = page.evaluate(arrive, [tokens.tolist(), loss.tolist(), (tokens / 1e4).tolist(), 3.4])
             true_s = np.exp((8 - 3.4) / 0.35) / 1e4
@@ -546,28 +551,41 @@ def test_a_long_run_is_quick(page, tmp_path) -> None:
     assert cost_ms < 300, "on shared cores; a tenth of that alone"
 
 
-def test_a_real_run_is_watched_while_it_trains(page, smoke_data, tmp_path) -> None:
+def test_a_real_run_is_watched_while_it_trains(browser, smoke_data, tmp_path) -> None:
     """The command itself; its page ends with it and has every line."""
-    out, port = tmp_path / "run", free_port()
+    out, port, seen = tmp_path / "run", free_port(), {}
+
+    def spectate() -> None:
+        """In a thread, since a run handles signals in the first one."""
+        with chromium() as own:
+            page = own.new_page()
+            while not port_is_served(port):
+                threading.Event().wait(0.1)
+            page.goto(f"http://127.0.0.1:{port}/")
+            page.set_default_timeout(60_000)
+            says(page, "running", "#status")
+            says(page, "The server has ended", "#trouble")
+            seen.update(tiles(page), status=page.inner_text("#status"), schedule=page.inner_text("#inputs"))
+
+    watcher = threading.Thread(target=spectate)
+    watcher.start()
+    words = ["--data", str(smoke_data), "--out", str(out), "--watch", "--watch-port", str(port)]
     settings = [word for name, value in SMALL.items() for word in ("--set", f"{name}={value}")]
-    words = ["--data", smoke_data, "--out", out, "--watch", "--watch-port", str(port), *settings]
-    argv = [sys.executable, "-m", "speedrun", "run", "--track", "smoke-cpu", *words]
-    with subprocess.Popen(argv, stdout=-1, stderr=-1, text=True, cwd=ROOT) as child:
-        for _ in range(200):
-            with socket.socket() as probe:
-                if not probe.connect_ex((server.HOST, port)):
-                    break
-            threading.Event().wait(0.1)
-        page.goto(f"http://127.0.0.1:{port}/")
-        says(page, "12", "#tiles")
-        _, stderr = child.communicate(timeout=60)
-    assert child.returncode == 1, stderr  # twelve steps miss the target
-    assert f"watch   http://127.0.0.1:{port}/" in stderr
-    assert "warning" not in stderr
-    says(page, "The server has ended", "#trouble")
-    says(page, "finished", "#status")
+    done = CliRunner().invoke(cli.command, ["run", "--track", "smoke-cpu", *words, *settings])
+    watcher.join(60)
+    assert done.exit_code == 1, done.output  # twelve steps miss the target
+    assert f"watch   http://127.0.0.1:{port}/" in done.output
+    assert "warning" not in done.output
     (log,) = out.glob("runs/*/metrics.jsonl")
-    steps = [event for event in events_of(log.read_bytes()) if isinstance(event, runlog.Step)]
-    says(page, f"last {steps[-1].loss:.4f}", "#tiles")
-    assert "inputs" not in page.inner_text("#schedule")
-    assert set(steps[-1].inputs) <= set(page.inner_text("#inputs").split())
+    *_, end = events = events_of(log.read_bytes())
+    steps = [event for event in events if isinstance(event, runlog.Step)]
+    assert seen["status"] == "finished"
+    assert seen["step"].startswith("12\nof 12")
+    assert f"last {steps[-1].loss:.4f}" in seen["training loss"]
+    assert seen["validation loss"].startswith(f"{end.val_loss:.4f}\n")
+    assert set(steps[-1].inputs) <= set(seen["schedule"].split())
+
+
+def port_is_served(port: int) -> bool:
+    with socket.socket() as probe:
+        return not probe.connect_ex((server.HOST, port))

@@ -3,7 +3,6 @@
 import shlex
 import socket
 import threading
-import webbrowser
 from pathlib import Path
 
 import click
@@ -60,7 +59,7 @@ def command(
             f"remote  ssh -L {used}:127.0.0.1:{used} {socket.gethostname()}   then open the page there"
         )
         if is_opened:
-            webbrowser.open(url)
+            click.launch(url)
         threading.Event().wait()
 
 

@@ -108,13 +108,13 @@ function target(run, rules) {
   return tile(name, `at ${seconds(found.time)}`, `${seconds(found.low)} to ${seconds(found.high)}, ${method}`);
 }
 
-export function summary(run, status, rules) {
+export function summary(run, rules) {
   if (!run.last) return "Waiting for the first line of the log.";
   const parts = [`${run.start?.recipe ?? "A recipe"} on ${run.start?.track ?? "a track"}, seed ${run.start?.seed ?? "?"}.`];
   if (run.steps.length) parts.push(`${whole(run.done)} of ${whole(run.numSteps)} steps in ${seconds(run.end?.train_time_s ?? run.time.at(-1))}.`);
   const val = run.vals.at(-1);
   if (val) parts.push(`Validation loss ${loss(val.loss)}${Number.isFinite(rules?.target) ? `, target ${rules.target}` : ""}.`);
-  if (status === "running") parts.push(`Now: ${run.phase}.`);
+  if (run.status === "running") parts.push(`Now: ${run.phase}.`);
   if (run.error) parts.push(`${run.error.kind}: ${run.error.message}`);
   return parts.join(" ");
 }

@@ -117,7 +117,7 @@ function drawHead(run) {
   $("status").className = `chip ${name}`;
   $("title").textContent = run ? run.name : "speedrun watch";
   document.title = run ? `${run.name} · ${status.startsWith("silent") ? "silent" : status}` : "speedrun watch";
-  const line = run ? panels.summary(run, status, rulesOf(run)) : "";
+  const line = run ? panels.summary(run, rulesOf(run)) : "";
   $("summary").textContent = line;
   const isWaiting = run?.status === "running" && feed.isOn;
   $("silence").textContent = isWaiting ? `last line ${seconds(Math.max(0, Math.floor(quietFor(run)))).replace(".00", "").replace(".0", "")} ago` : "";
