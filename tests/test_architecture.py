@@ -57,7 +57,14 @@ PACKAGE_LINES = 28_919
 TRAINED_LINES = 3_500
 TRAINED = (
     *("speedrun.trained", "speedrun.cli.sample", "speedrun.cli.eval", "speedrun.bench.decoding"),
-    *("speedrun.watch", "speedrun.cli.watch", "speedrun.web", "speedrun.cli.play", "speedrun.ground.serving"),
+    *(
+        "speedrun.watch",
+        "speedrun.cli.watch",
+        "speedrun.ground.companion",
+        "speedrun.web",
+        "speedrun.cli.play",
+        "speedrun.ground.serving",
+    ),
     "speedrun.cli.weights",
 )
 #: Of one file; of one function, without decorators.

@@ -3,13 +3,12 @@
 import shlex
 import socket
 import threading
-import webbrowser
 from pathlib import Path
 
 import click
 
 from speedrun.cli.options import Integer, example
-from speedrun.ground import children
+from speedrun.ground import children, console
 from speedrun.ground.errors import UsageError
 from speedrun.watch import PORT, feed, server
 
@@ -54,13 +53,13 @@ def command(
     ctx.with_resource(children.stoppable())
     with server.watching(folders, port, ghost) as url:
         used = url.rstrip("/").rpartition(":")[2]
-        click.echo(f"watch   {shlex.join(map(str, folders))}")
+        click.echo(console.clean(f"watch   {shlex.join(map(str, folders))}"))
         click.echo(f"page    {url}   Ctrl-C ends it")
         click.echo(
             f"remote  ssh -L {used}:127.0.0.1:{used} {socket.gethostname()}   then open the page there"
         )
         if is_opened:
-            webbrowser.open(url)
+            click.launch(url)
         threading.Event().wait()
 
 

@@ -1,7 +1,7 @@
 """Reads a file of lines while it grows, from any position, and notices that it was replaced.
 
-A position is a number of bytes and a digest of the first line, which has the time in it: a copy of the same log, as rsync
-makes one again and again, continues where the last one ended, and another log begins anew.
+A position is a number of bytes and a digest of the first line, which has the time in it. A copy of the same log, as
+rsync makes one again and again, continues where the last one ended; another log begins anew.
 """
 
 import os

@@ -116,7 +116,7 @@ export class Chart {
 
   range() {
     let x0 = Infinity, x1 = -Infinity, y0 = Infinity, y1 = -Infinity;
-    const { isLog, series, levels, y } = this.model;
+    const { isLog, series, levels, x, y } = this.model;
     for (const one of series)
       for (let i = 0; i < one.x.length; i++) {
         if (!Number.isFinite(one.y[i]) || (isLog && !(one.x[i] > 0 && one.y[i] > 0))) continue;
@@ -126,6 +126,7 @@ export class Chart {
         if (one.y[i] > y1) y1 = one.y[i];
       }
     if (!isLog) x0 = Math.min(x0, 0);
+    this.last = x1 = Math.max(x1, x.last ?? x1);
     for (const level of levels) (y0 = Math.min(y0, level.value)), (y1 = Math.max(y1, level.value));
     if (y.low !== undefined && !isLog) y0 = y.low;
     if (y.high !== undefined) y1 = Math.min(y1, y.high);
@@ -232,21 +233,21 @@ export class Chart {
     }
   }
 
-  // From the smallest to the largest value at each pixel; a triangle at the top for what is above the range.
+  // One dot for each step; where there are more than pixels, from the smallest to the largest. What is above the range is
+  // a triangle at the top.
   strip(pen, one) {
-    const spans = new Map(), top = this.model.y.high;
-    for (let i = 0; i < one.x.length; i++) {
-      const px = Math.round(this.toX.to(one.x[i])), value = one.y[i];
-      if (!Number.isFinite(px) || !(value > 0 || !this.model.isLog)) continue;
-      const span = spans.get(px) ?? { low: Infinity, high: -Infinity };
-      spans.set(px, { low: Math.min(span.low, value), high: Math.max(span.high, value) });
-    }
-    for (const [px, { low, high }] of spans) {
-      const isOut = high > one.outlier;
+    const top = this.model.y.high, spans = new Map();
+    const isDense = one.x.length > 2 * (this.box.right - this.box.left);
+    one.y.forEach((value, at) => {
+      const px = Math.round(this.toX.to(one.x[at])), key = isDense ? px : at;
+      const span = spans.get(key) ?? { px, low: value, high: value };
+      spans.set(key, { px, low: Math.min(span.low, value), high: Math.max(span.high, value) });
+    });
+    for (const { px, low, high } of spans.values()) {
+      const isOut = high > one.outlier, wide = isOut ? 4 : 2;
       pen.fillStyle = colour(isOut ? "--target" : one.colour);
       const y0 = this.toY.to(Math.min(low, top)), y1 = this.toY.to(Math.min(high, top));
-      const wide = isOut ? 4 : 2;
-      pen.fillRect(px - wide / 2, y1 - wide / 2, wide, Math.max(wide, y0 - y1 + wide));
+      pen.fillRect(px - wide / 2, y1 - wide / 2, wide, y0 - y1 + wide);
       if (high > top) {
         pen.beginPath();
         pen.moveTo(px - 4, this.box.top + 4);

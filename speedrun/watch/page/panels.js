@@ -40,14 +40,15 @@ export function lossModel(runs, focus, view, rules) {
   return { series, lead, levels, isLog: view.scale === "log", x: axisOf(view.axis), y: { format: (v) => `${+v.toFixed(3)}` }, empty: "no steps yet" };
 }
 
-export function stepModel(run, view) {
+// The time of each step, on an axis that ends where that of the losses does.
+export function stepModel(run, view, last) {
   const middle = fit.median(run?.ms ?? []);
   const series = run ? [{
     kind: "strip", x: run[view.axis], y: run.ms, colour: lookOf(run.number).colour, outlier: 1.5 * middle,
     say: (at) => `step ${whole(run.steps[at] + 1)} · ${ms(run.ms[at])}`,
   }] : [];
   const high = Math.max(4 * middle, 1.2 * fit.median(run?.ms ?? [], 0.99)); // what is above becomes a triangle
-  return { series, lead: series[0], levels: [], isLog: false, x: axisOf(view.axis), y: { low: 0, high, format: (v) => `${short(v)} ms` }, empty: "no steps yet" };
+  return { series, lead: series[0], levels: [], isLog: false, x: { ...axisOf(view.axis), last }, y: { low: 0, high, format: (v) => `${short(v)} ms` }, empty: "no steps yet" };
 }
 
 export function stepNote(run) {
@@ -107,13 +108,13 @@ function target(run, rules) {
   return tile(name, `at ${seconds(found.time)}`, `${seconds(found.low)} to ${seconds(found.high)}, ${method}`);
 }
 
-export function summary(run, status, rules) {
+export function summary(run, rules) {
   if (!run.last) return "Waiting for the first line of the log.";
   const parts = [`${run.start?.recipe ?? "A recipe"} on ${run.start?.track ?? "a track"}, seed ${run.start?.seed ?? "?"}.`];
   if (run.steps.length) parts.push(`${whole(run.done)} of ${whole(run.numSteps)} steps in ${seconds(run.end?.train_time_s ?? run.time.at(-1))}.`);
   const val = run.vals.at(-1);
   if (val) parts.push(`Validation loss ${loss(val.loss)}${Number.isFinite(rules?.target) ? `, target ${rules.target}` : ""}.`);
-  if (status === "running") parts.push(`Now: ${run.phase}.`);
+  if (run.status === "running") parts.push(`Now: ${run.phase}.`);
   if (run.error) parts.push(`${run.error.kind}: ${run.error.message}`);
   return parts.join(" ");
 }

@@ -117,7 +117,7 @@ function drawHead(run) {
   $("status").className = `chip ${name}`;
   $("title").textContent = run ? run.name : "speedrun watch";
   document.title = run ? `${run.name} · ${status.startsWith("silent") ? "silent" : status}` : "speedrun watch";
-  const line = run ? panels.summary(run, status, rulesOf(run)) : "";
+  const line = run ? panels.summary(run, rulesOf(run)) : "";
   $("summary").textContent = line;
   const isWaiting = run?.status === "running" && feed.isOn;
   $("silence").textContent = isWaiting ? `last line ${seconds(Math.max(0, Math.floor(quietFor(run)))).replace(".00", "").replace(".0", "")} ago` : "";
@@ -147,7 +147,7 @@ function drawLegend() {
 function drawDetails(run) {
   const known = rulesOf(run), shown = [...runs.values()].filter((one) => !hidden.has(one.file.key) && one.steps.length);
   charts[0].show(panels.lossModel(shown, run, view, known));
-  charts[1].show(panels.stepModel(run, view));
+  charts[1].show(panels.stepModel(run, view, charts[0].last));
   $("loss").setAttribute("aria-label", `Loss against ${view.axis}. ${$("summary").textContent} Arrow keys read single steps.`);
   $("step-note").textContent = panels.stepNote(run);
   $("steps").setAttribute("aria-label", `Time of each step: ${panels.stepNote(run)}. Arrow keys read single steps.`);

@@ -1,0 +1,591 @@
+"""The page of runs: nothing of a log is lost or doubled, numbers are those of the log, and hostile text stays text."""
+
+import json
+import os
+import random
+import shutil
+import socket
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from test_train import SMALL
+
+from speedrun import cli
+from speedrun.board import ghost
+from speedrun.ground import companion, runlog
+from speedrun.ground.errors import UsageError
+from speedrun.ledger.record import load
+from speedrun.watch import feed, server, tail
+from speedrun.watch.feed import Feed
+from speedrun.watch.rules import rules
+
+ROOT = Path(__file__).parent.parent
+RECORD = ROOT / "records" / "smoke-cpu" / "2026-11-22-one-run"
+(LOG,) = RECORD.glob("runs/*/metrics.jsonl")
+RAW = LOG.read_bytes()
+LINES = RAW.decode().splitlines()
+HOSTILE = "<img src=x onerror=window.struck=1>"
+
+
+def parsed(events: Iterator[bytes]) -> list[tuple[str, Any, str]]:
+    """Name, data and id of each event."""
+    found = []
+    for block in b"".join(events).decode().split("\n\n")[:-1]:
+        fields = dict(line.split(": ", 1) for line in block.split("\n"))
+        found.append((fields["event"], json.loads(fields["data"]), fields.get("id", "")))
+    return found
+
+
+def lines_of(events: list[tuple[str, Any, str]]) -> list[str]:
+    return [line for name, data, _ in events if name == "lines" for line in data["lines"]]
+
+
+def log_in(folder: Path, raw: bytes = b"", run: str = "one") -> Path:
+    path = folder / "runs" / run / "metrics.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(raw)
+    return path
+
+
+def line(event: dict[str, object]) -> str:
+    return json.dumps(
+        {"i": 0, "t_mono_ns": 0, "t_utc": "2026-11-22T11:14:00+00:00", "prev": "", "event": event}
+    )
+
+
+# ---- the feed
+
+
+def test_a_page_that_comes_back_gets_what_follows(tmp_path) -> None:
+    """However the log grew and wherever the page was cut off: each line once, in order."""
+    draw = random.Random(0)
+    for _ in range(20):
+        path = log_in(tmp_path)
+        got: list[str] = []
+        at = ""
+        page = Feed([tmp_path])
+        cuts = sorted(draw.sample(range(len(RAW)), 6))
+        for start, stop in zip([0, *cuts], [*cuts, len(RAW)], strict=True):
+            with path.open("ab") as file:
+                file.write(RAW[start:stop])
+            if draw.random() < 0.5:  # another connection
+                page = Feed([tmp_path], at)
+            events = parsed(page.news())
+            got += lines_of(events)
+            at = next((at for _, _, at in reversed(events) if at), at)
+        assert got == LINES
+
+
+def test_a_torn_line_is_held_back(tmp_path) -> None:
+    path, page = log_in(tmp_path, RAW[:-10]), Feed([tmp_path])
+    assert lines_of(parsed(page.news())) == LINES[:-1]
+    assert lines_of(parsed(page.news())) == []
+    path.write_bytes(RAW)
+    assert lines_of(parsed(page.news())) == LINES[-1:]
+
+
+def test_another_log_in_its_place_begins_anew(tmp_path) -> None:
+    path, page = log_in(tmp_path, RAW), Feed([tmp_path])
+    at = parsed(page.news())[-1][2]
+    other = RAW.replace(b"smoke-0-ac10", b"smoke-0-ffff")
+    for raw in (other, other[:5000], b""):
+        path.write_bytes(raw)
+        for reader in (page, Feed([tmp_path], at)):
+            assert all(data["anew"] for name, data, _ in parsed(reader.news()) if name == "lines")
+        at = parsed(Feed([tmp_path]).news())[-1][2]
+    path.write_bytes(RAW)
+    assert lines_of(parsed(page.news())) == LINES
+
+
+def test_a_copy_of_the_same_log_continues(tmp_path) -> None:
+    """As rsync makes it: another file with the same beginning."""
+    path, page = log_in(tmp_path, RAW[:20_000]), Feed([tmp_path])
+    first = lines_of(parsed(page.news()))
+    path.unlink()
+    log_in(tmp_path, RAW)
+    assert first + lines_of(parsed(page.news())) == LINES
+
+
+def test_runs_that_come_later_are_found(tmp_path) -> None:
+    page = Feed([tmp_path / "later"])
+    ((_, listing, _),) = parsed(page.news())
+    assert listing == {"files": [], "folders": [{"name": str(tmp_path / "later"), "exists": False}]}
+    log_in(tmp_path / "later", RAW, "a")
+    assert lines_of(parsed(page.news())) == LINES
+    log_in(tmp_path / "later", RAW, "b")
+    (tmp_path / "later.samples.jsonl").write_text('{"step": 1, "prompt": "", "text": "hello"}\n')
+    (_, listing, _), *rest = parsed(page.news())
+    found = {(file["kind"], file["run"]) for file in listing["files"]}
+    assert found == {("log", "a"), ("log", "b"), ("samples", "")}
+    assert len(lines_of(rest)) == len(LINES) + 1
+
+
+def test_hostile_names_and_bytes_stay_one_event(tmp_path) -> None:
+    run = os.fsdecode(b"\xff<b>\nid: 7\n\nevent: end")
+    log_in(tmp_path, RAW.splitlines(keepends=True)[0] + b'\xff\r\n{"x": "a\rb"}\n', run)
+    (_, listing, _), (name, data, _) = parsed(Feed([tmp_path]).news())
+    assert listing["files"][0]["run"].endswith("<b>\nid: 7\n\nevent: end")
+    assert (name, data["lines"]) == ("lines", [LINES[0], None, '{"x": "a\rb"}'])
+
+
+def test_a_long_log_comes_in_pieces_and_a_long_line_whole(tmp_path) -> None:
+    long = [LINES[0], *("x" * 999 for _ in range(1000)), "y" * 700_000, "z"]
+    log_in(tmp_path, "\n".join([*long, ""]).encode())
+    events = parsed(Feed([tmp_path]).news())
+    assert lines_of(events) == long
+    assert len(events) > 4
+
+
+@pytest.mark.parametrize("text", ["", "a", "a:b:-1,c:d:\N{SUPERSCRIPT TWO},:x:1", f"a:b:{10**20}"])
+def test_a_malformed_id_is_none(text) -> None:
+    assert feed.positions(text) == {}
+
+
+def test_a_log_that_cannot_be_read_is_said(tmp_path, monkeypatch) -> None:
+    log_in(tmp_path, RAW)
+
+    def refused(_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    page = Feed([tmp_path])
+    with monkeypatch.context() as patch:
+        patch.setattr(tail.Tail, "read", refused)
+        list(page.news())
+        ((_, listing, _),) = parsed(page.news())
+    assert listing["files"][0]["problem"] == "Permission denied"
+    assert lines_of(parsed(page.news())) == LINES
+
+
+def test_only_runs_and_what_may_become_one_are_watched(tmp_path) -> None:
+    for good in (RECORD, LOG.parent, tmp_path / "later", tmp_path):
+        feed.check(good)
+    (tmp_path / "source.txt").touch()
+    feed.check(tmp_path)
+    for bad in (ROOT / "docs", LOG):
+        with pytest.raises(UsageError, match="is no run"):
+            feed.check(bad)
+
+
+# ---- the server and the command
+
+
+def test_the_rules_are_those_of_the_track_and_the_record(monkeypatch) -> None:
+    monkeypatch.chdir(ROOT)
+    found = rules(str(RECORD))("smoke-cpu@1")
+    (run,) = load(RECORD).runs
+    assert found["target"] == 3.28
+    assert found["ghost"]["record"] == RECORD.name
+    for name, of in (("tokens", "tokens_seen"), ("time_s", "train_time_s"), ("loss", "loss")):
+        np.testing.assert_allclose(found["ghost"][name], [getattr(step, of) for step in run.steps])
+    assert ghost.best(Path("records"), "smoke-cpu@1") is not None
+    assert rules("best")("smoke-cpu@1")["ghost"]["record"] == "2026-11-21-264-steps"
+    assert rules(None)("smoke-cpu@1")["ghost"] is None
+    for choice, track, problem in (
+        ("best", "smoke-cpu@2", "whose target may differ"),
+        ("docs", "smoke-cpu@1", "no ghost: docs"),
+        (None, "../x", "no target: unknown track"),
+    ):
+        assert problem in " ".join(rules(choice)(track)["problems"])
+
+
+def got(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=10) as reply:
+        return reply.read()
+
+
+def test_the_feed_ends_with_the_server(tmp_path) -> None:
+    """With what was written last, also to a page that has been there for long."""
+    path, whole = log_in(tmp_path, RAW[:30_000]), []
+    with server.watching([tmp_path], 0, None) as url:
+        assert b"watch.js" in got(url)
+        for name in ("watch.js", "watch.css", "chart.js"):
+            assert got(url + name) == (ROOT / "speedrun" / "watch" / "page" / name).read_bytes()
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            got(url + "../server.py")
+        reader = threading.Thread(target=lambda: whole.append(got(url + "feed")))
+        reader.start()
+        threading.Event().wait(0.5)
+        path.write_bytes(RAW)
+    reader.join(10)
+    events = parsed(iter(whole))
+    assert lines_of(events) == LINES
+    assert events[-1][0] == "end"
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind((server.HOST, 0))
+        return one.getsockname()[1]
+
+
+def test_a_page_that_cannot_be_served_is_one_warning(tmp_path, capfd) -> None:
+    with server.watching([tmp_path], 0, None) as url:
+        port = int(url.rstrip("/").rpartition(":")[2])
+        with server.watched(tmp_path / "run", port, None):
+            threading.Event().wait(2)
+    said, warning = capfd.readouterr().err.splitlines()
+    assert said == f"watch   http://127.0.0.1:{port}/"
+    assert warning.startswith(f"warning: watch: port {port}: Address already in use")
+    assert warning.endswith(f"speedrun watch {tmp_path}/run --port 0")
+
+
+def test_without_the_option_nothing_starts(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(companion, "beside", None)
+    with server.watched(tmp_path, None, None):
+        pass
+
+
+def test_mistakes_are_one_line(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "x").touch()
+    with server.watching([], 0, None) as url:
+        port = url.rstrip("/").rpartition(":")[2]
+        for words, said in (
+            (["foreign"], "foreign is no run"),
+            ([], "nothing below runs/"),
+            (["later", "--port", port], "Address already in use; choose another with --port"),
+        ):
+            done = CliRunner().invoke(cli.command, ["watch", *words])
+            assert done.exit_code == 2
+            assert len(done.output.splitlines()) == 1
+            assert said in done.output
+
+
+# ---- the page
+
+
+@contextmanager
+def chromium() -> Iterator[Any]:
+    """A browser without a window."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+    names = ("chromium", "chromium-browser", "google-chrome")
+    if (path := next(filter(None, map(shutil.which, names)), None)) is None:
+        pytest.skip("needs Chromium on the PATH")
+    with playwright.sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture
+def page(browser) -> Iterator[Any]:
+    """A page that fails the test if a script of it fails."""
+    page = browser.new_page(viewport={"width": 1200, "height": 900})
+    problems: list[str] = []
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("console", lambda said: problems.append(said.text) if "Content Security" in said.text else None)
+    page.set_default_timeout(10_000)
+    yield page
+    page.close()
+    assert not problems
+
+
+@contextmanager
+def shown(page: Any, *folders: Path, choice: str | None = None) -> Iterator[str]:
+    with server.watching(folders, 0, choice) as url:
+        page.goto(url)
+        yield url
+
+
+def says(page: Any, words: str, where: str = "body") -> None:
+    """Wait for words."""
+    page.wait_for_function(
+        "([where, words]) => document.querySelector(where).innerText.includes(words)", arg=[where, words]
+    )
+
+
+def tiles(page: Any) -> dict[str, str]:
+    pairs = page.evaluate(
+        "[...document.querySelectorAll('#tiles > div')].map(one => [...one.children].map(c => c.innerText))"
+    )
+    return dict(pairs)
+
+
+def events_of(raw: bytes) -> list[Any]:
+    return [runlog.decode(one).event for one in raw.splitlines()]
+
+
+def check_numbers(page: Any, raw: bytes) -> None:
+    """The numbers on the page are those of the log."""
+    events = events_of(raw)
+    steps = [event for event in events if isinstance(event, runlog.Step)]
+    vals = [event for event in events if isinstance(event, runlog.Val)]
+    plan = next(event for event in events if isinstance(event, runlog.Plan))
+    machine = next(event for event in events if isinstance(event, runlog.Preflight))
+    last = steps[-1].step + 1
+    says(page, f"step\n{last}\n", "#tiles")
+    found = tiles(page)
+    assert found["validation loss"].startswith(f"{vals[-1].loss:.4f}\n")
+    mean = np.mean([step.loss for step in steps[-7:]])
+    assert found["training loss"] == f"{mean:.4f}\nmean of 7; last {steps[-1].loss:.4f}"
+    end = events[-1] if isinstance(events[-1], runlog.RunEnd) else None
+    time_s = end.train_time_s if end else steps[-1].train_time_s
+    assert found["training time"].startswith(f"{time_s:.1f} s")
+    ms = sorted(np.diff([0.0, *(step.train_time_s for step in steps)]) * 1000)
+    assert found["step time"].startswith(
+        f"{ms[len(ms) // 2]:.0f} ms\nmedian; 95 % below {ms[int(len(ms) * 0.95)]:.0f} ms"
+    )
+    rate = (steps[-1].tokens_seen - steps[-51].tokens_seen) / (
+        steps[-1].train_time_s - steps[-51].train_time_s
+    )
+    assert found["tokens per second"].startswith(f"{rate / 1000:.3g} k")
+    mfu = 100 * rate * plan.flops_per_token / (machine.matmul_gflops * 1e9)
+    assert found["MFU"] == f"{mfu:.1f} %\nof the measured matmul rate"
+    total = plan.state_bytes_per_device + plan.temp_bytes_per_device
+    assert found["memory per device"].startswith(f"{total / 2**20:.3g} MiB")
+
+
+def test_a_run_is_watched_from_start_to_end(page, tmp_path) -> None:
+    path = log_in(tmp_path / "run")
+    path.unlink()
+    with shown(page, tmp_path / "run", choice=str(RECORD)):
+        says(page, "Waiting for the first run")
+        pieces = [RAW.index(LINES[count].encode()) for count in (0, 3, 8, 120, 200)]
+        for start, stop in zip(pieces, [*pieces[1:], len(RAW)], strict=True):
+            with path.open("ab") as log:
+                log.write(RAW[start : start + (stop - start) // 2])
+                log.flush()
+                threading.Event().wait(0.3)
+                log.write(RAW[start + (stop - start) // 2 : stop])
+            if stop == pieces[2]:
+                says(page, "Now: warming up", "#summary")
+            if stop in pieces[3:]:
+                check_numbers(page, RAW[:stop])
+                says(page, "silent for", "#status")  # the log is of long ago
+        check_numbers(page, RAW)
+        says(page, "finished", "#status")
+        says(page, "loss 3.2307 after 41.0 s", "#tiles")
+        says(page, f"ghost: {RECORD.name}", "#key")
+        events = page.inner_text("#events")
+        for words in (
+            "train/8x256",
+            "paused at 14.8 s: validation",
+            "window_blocks 3",
+            "step 100: loss 4.1542",
+        ):
+            assert words in events
+
+
+def test_hostile_text_stays_text(page, tmp_path) -> None:
+    start = json.loads(LINES[0])
+    start["event"] |= {"run_id": HOSTILE, "recipe": HOSTILE}
+    start["event"]["config"] = {HOSTILE: [HOSTILE]}
+    bad = [
+        line({"ev": "warning", "message": HOSTILE}),
+        line({"ev": "error", "kind": HOSTILE, "message": HOSTILE}),
+        line({"ev": HOSTILE}),
+        *('{"i": 1', "[]", "null", line({"ev": "step", "step": HOSTILE}), line({"ev": "val", "loss": None})),
+        *(line({"ev": "step", "step": 0, "train_time_s": 1e999, "tokens_seen": 1}), '"__proto__"'),
+    ]
+    log_in(
+        tmp_path / "run",
+        "\n".join([json.dumps(start), *LINES[1:40], *bad, ""]).encode(),
+        HOSTILE.replace("/", ""),
+    )
+    (tmp_path / "run.samples.jsonl").write_text(
+        json.dumps({"step": 3, "prompt": HOSTILE, "text": HOSTILE}) + "\n"
+    )
+    with shown(page, tmp_path / "run"):
+        says(page, "8 lines could not be read", "#unread")
+        says(page, HOSTILE, "#title")
+        says(page, HOSTILE, "#events")
+        says(page, HOSTILE, "#texts")
+        page.click("summary")
+        says(page, HOSTILE, "#config")
+        says(page, "broke off", "#status")
+    assert page.evaluate("[document.images.length, window.struck ?? null]") == [0, None]
+
+
+def test_several_runs_are_told_apart(page, tmp_path) -> None:
+    with shown(page, RECORD.parent / "2026-11-21-six-seeds", tmp_path / "later"):
+        says(page, f"Waiting for {tmp_path}/later", "#trouble")
+        page.wait_for_function("() => document.querySelectorAll('#legend li').length === 6")
+        looks = page.evaluate(
+            """Array.from(document.querySelectorAll('#legend line'),
+                (one) => [one.style.stroke, one.getAttribute('stroke-dasharray')])"""
+        )
+        assert len({colour for colour, _ in looks}) == len({dash for _, dash in looks}) == 6
+        names = page.evaluate(
+            "[...document.querySelectorAll('#legend label')].map(one => one.children[2].innerText)"
+        )
+        for name in (names[0], names[1], names[2]):
+            says(page, name, "#title")
+            page.keyboard.press("]")
+        page.get_by_role("checkbox", name=names[2]).uncheck()
+        page.focus("#loss")
+        page.keyboard.press("End")
+        assert names[2] not in page.inner_text("#loss .readout")
+        assert names[1] in page.inner_text("#loss .readout")
+        log_in(tmp_path / "later", RAW)
+        page.wait_for_function("() => document.querySelectorAll('#legend li').length === 7")
+
+
+def test_everything_works_by_keyboard(page) -> None:
+    with shown(page, RECORD, choice=str(RECORD)):
+        says(page, "finished", "#status")
+        page.keyboard.press("c")
+        page.keyboard.press("End")
+        says(page, "step 280 · 41.0 s", "#loss .readout")
+        page.keyboard.press("ArrowLeft")
+        says(page, "step 279", "#loss .readout")
+        says(page, "step 279", "#steps .readout")
+        page.keyboard.press("Escape")
+        page.wait_for_selector("#loss .readout", state="hidden")
+        page.keyboard.press("x")
+        page.keyboard.press("l")
+        assert page.is_checked("input[value=tokens]")
+        assert page.is_checked("input[value=log]")
+        page.keyboard.press("t")
+        page.keyboard.press("t")
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(18, 24, 30)"
+        page.keyboard.press("?")
+        says(page, "linear or logarithmic axes", "dialog[open]")
+        page.keyboard.press("Escape")
+        page.focus("h1, body")
+        reached = set()
+        for _ in range(20):
+            page.keyboard.press("Tab")
+            reached.add(
+                page.evaluate(
+                    "document.activeElement.id || document.activeElement.name || document.activeElement.tagName"
+                )
+            )
+        assert {"axis", "scale", "theme", "help", "loss", "steps", "events", "SUMMARY"} <= reached
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone_scrolls_only_down(browser, scheme) -> None:
+    with ExitStack() as stack:
+        page = browser.new_page(viewport={"width": 360, "height": 740}, color_scheme=scheme)
+        stack.callback(page.close)
+        stack.enter_context(shown(page, RECORD.parent / "2026-11-21-six-seeds", choice=str(RECORD)))
+        says(page, "finished", "#status")
+        page.click("summary")
+        says(page, "recipe.name", "#config")
+        assert page.evaluate("document.documentElement.scrollWidth") == 360
+        wide = """[...document.querySelectorAll('body *')].filter(
+            (one) => !one.closest('.hidden, .skip') && one.getBoundingClientRect().right > 361).length"""
+        assert page.evaluate(wide) == 0
+
+
+def test_the_page_keeps_what_it_has_and_continues(page, tmp_path) -> None:
+    port = free_port()
+    cut = RAW.index(LINES[150].encode())
+    path = log_in(tmp_path, RAW[:cut])
+    with server.watching([tmp_path], port, None) as url:
+        page.goto(url)
+        check_numbers(page, RAW[:cut])
+    says(page, "The server has ended", "#trouble")
+    path.write_bytes(RAW)
+    with server.watching([tmp_path], port, None):
+        check_numbers(page, RAW)
+        page.wait_for_selector("#trouble", state="hidden")
+        path.write_bytes(RAW[:cut].replace(b"smoke-0-ac10", b"smoke-0-ffff"))
+        says(page, "smoke-0-ffff", "#title")
+        check_numbers(page, RAW[:cut])
+        says(page, "another log is in its place", "#events")
+
+
+def test_the_estimate_is_fiellers(page) -> None:
+    """Against NumPy's least squares; a loss that is a line on log tokens is met within the interval."""
+    rng = np.random.default_rng(0)
+    arrive = """async ([tokens, loss, time, target]) => {
+        const { arrival } = await import("/fit.js");
+        return arrival({ vals: [], tokens, loss, time, plan: { total_tokens: 1e9 } }, target);
+    }"""
+    hits, tokens = 0, np.arange(1, 401) * 1000.0
+    with shown(page, RECORD):
+        for _ in range(20):
+            loss = 8 - 0.35 * np.log(tokens) + 0.05 * rng.standard_normal(400)
+            found = page.evaluate(arrive, [tokens.tolist(), loss.tolist(), (tokens / 1e4).tolist(), 3.4])
+            true_s = np.exp((8 - 3.4) / 0.35) / 1e4
+            hits += found["low"] <= true_s <= found["high"]
+            half = tokens >= tokens[-1] / 2
+            slope, level = np.polyfit(np.log(tokens[half]), loss[half], 1)
+            assert found["time"] == pytest.approx(np.exp((3.4 - level) / slope) / 1e4, rel=1e-6)
+        assert hits >= 16
+        flat = page.evaluate(
+            arrive, [tokens.tolist(), (4 + 0.05 * rng.standard_normal(400)).tolist(), tokens.tolist(), 3.4]
+        )
+        assert "does not fall" in flat["none"]
+
+
+def test_a_long_run_is_quick(page, tmp_path) -> None:
+    """20,000 steps: a picture costs less than a tenth of a second; its outliers are seen."""
+    step = json.loads(next(one for one in LINES if '"ev":"step"' in one))
+    rows = []
+    for index in range(20_000):
+        step["event"] |= {
+            "step": index,
+            "train_time_s": 0.1 * index + 0.5 * (index >= 700),
+            "tokens_seen": 2048 * (index + 1),
+        }
+        step["event"]["loss"] = 3 + 3 / (1 + index / 500) + 0.1 * (index % 7 == 0)
+        rows.append(json.dumps(step))
+    log_in(tmp_path, "\n".join([*LINES[:9], *rows, ""]).encode())
+    with shown(page, tmp_path):
+        says(page, "20,000", "#tiles")
+        says(page, "1 above 1.5 medians", "#step-note")
+        cost_ms = page.evaluate(
+            """async () => {
+                const start = performance.now();
+                for (let i = 0; i < 10; i++) document.dispatchEvent(new KeyboardEvent("keydown", { key: "x" }));
+                return (performance.now() - start) / 10;
+            }"""
+        )
+    assert cost_ms < 300, "on shared cores; a tenth of that alone"
+
+
+def test_a_real_run_is_watched_while_it_trains(browser, smoke_data, tmp_path) -> None:
+    """The command itself; its page ends with it and has every line."""
+    out, port, seen = tmp_path / "run", free_port(), {}
+
+    def spectate() -> None:
+        """In a thread, since a run handles signals in the first one."""
+        with chromium() as own:
+            page = own.new_page()
+            while not port_is_served(port):
+                threading.Event().wait(0.1)
+            page.goto(f"http://127.0.0.1:{port}/")
+            page.set_default_timeout(60_000)
+            says(page, "running", "#status")
+            says(page, "The server has ended", "#trouble")
+            seen.update(tiles(page), status=page.inner_text("#status"), schedule=page.inner_text("#inputs"))
+
+    watcher = threading.Thread(target=spectate)
+    watcher.start()
+    words = ["--data", str(smoke_data), "--out", str(out), "--watch", "--watch-port", str(port)]
+    settings = [word for name, value in SMALL.items() for word in ("--set", f"{name}={value}")]
+    done = CliRunner().invoke(cli.command, ["run", "--track", "smoke-cpu", *words, *settings])
+    watcher.join(60)
+    assert done.exit_code == 1, done.output  # twelve steps miss the target
+    assert f"watch   http://127.0.0.1:{port}/" in done.output
+    assert "warning" not in done.output
+    (log,) = out.glob("runs/*/metrics.jsonl")
+    *_, end = events = events_of(log.read_bytes())
+    steps = [event for event in events if isinstance(event, runlog.Step)]
+    assert seen["status"] == "finished"
+    assert seen["step"].startswith("12\nof 12")
+    assert f"last {steps[-1].loss:.4f}" in seen["training loss"]
+    assert seen["validation loss"].startswith(f"{end.val_loss:.4f}\n")
+    assert set(steps[-1].inputs) <= set(seen["schedule"].split())
+
+
+def port_is_served(port: int) -> bool:
+    with socket.socket() as probe:
+        return not probe.connect_ex((server.HOST, port))
