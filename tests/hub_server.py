@@ -67,9 +67,11 @@ class _Handler(BaseHTTPRequestHandler):
         path = urlsplit(self.path).path
         if self.hub.repo in path:  # the client has other requests
             self.hub.tokens.add(self.headers.get("Authorization"))
-        if path.startswith(f"/api/datasets/{self.hub.repo}/revision/"):
+        if path.startswith(
+            tuple(f"/api/{kind}/{self.hub.repo}/revision/" for kind in ("datasets", "models"))
+        ):
             self._listing(path.rpartition("/")[2])
-        elif path.startswith(f"/datasets/{self.hub.repo}/resolve/"):
+        elif path.removeprefix("/datasets").startswith(f"/{self.hub.repo}/resolve/"):
             self._file(head=False)
         else:
             self._fail(404)
@@ -113,7 +115,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _file(self, *, head: bool) -> None:
         revision, name = urlsplit(self.path).path.split("/")[-2:]
         body = self.hub.files.get(name)
-        if body is None or revision != self.hub.commit:
+        if body is None or revision not in ("main", self.hub.commit):
             return self._fail(404)
         fault = None if head else self._next_fault(name)
         if fault == "500":

@@ -523,6 +523,15 @@ def test_the_command_writes_the_same_text_again(run: Path) -> None:
     assert shown.split() == ["0", "5", *map(str, first[0]["ids"])]
 
 
+def test_an_export_writes_the_same_text(run: Path, tmp_path: Path) -> None:
+    words = ["export", str(run), "--to", "safetensors", "--step", "6", "--out", str(tmp_path / "model")]
+    assert CliRunner().invoke(cli.command, words).exit_code == 0
+    asked = ("--ids", "0,5", "--tokens", 9, "--json")
+    ran, loaded = sample(run, "--step", 6, *asked), sample(tmp_path / "model", *asked)
+    assert json.loads(loaded.stdout)["samples"] == json.loads(ran.stdout)["samples"]
+    assert json.loads(loaded.stdout)["step"] == 6
+
+
 def test_a_relative_folder_of_checkpoints_is_one(run: Path, monkeypatch) -> None:
     monkeypatch.chdir(run.parent)
     assert sample("out.checkpoints", "--ids", "0", "--tokens", 1).exit_code == 0

@@ -5,19 +5,22 @@ transfer within one process and checks only the size of a file: callers of `down
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from json import JSONDecodeError
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from speedrun.ground.errors import translate_os_errors
 
 if TYPE_CHECKING:
-    from huggingface_hub.hf_api import DatasetInfo
+    from huggingface_hub import HfApi
+    from huggingface_hub.hf_api import DatasetInfo, ModelInfo
+
+    _Info = TypeVar("_Info", DatasetInfo, ModelInfo)
 
 _TIMEOUT_S = 10.0  #: of a request for metadata
 
@@ -47,6 +50,14 @@ def dataset_info(repo: str, revision: str | None, *, files_metadata: bool = Fals
     Raises:
         HubError: if there is no answer, or no such repository or revision.
     """
+    return _info(
+        lambda api: api.dataset_info(
+            repo, revision=revision, timeout=_TIMEOUT_S, files_metadata=files_metadata
+        )
+    )
+
+
+def _info(request: "Callable[[HfApi], _Info]") -> "_Info":
     # The tests cover plain HTTP, not Xet, which needs a real progress bar. The client reads this at import.
     os.environ["HF_HUB_DISABLE_XET"] = "1"
     endpoint = _endpoint()
@@ -54,10 +65,9 @@ def dataset_info(repo: str, revision: str | None, *, files_metadata: bool = Fals
     from huggingface_hub.utils import logging
 
     logging.set_verbosity_error()  # its warnings contain signed addresses
-    request = partial(HfApi(endpoint=endpoint).dataset_info, repo, revision=revision, timeout=_TIMEOUT_S)
     with _client_errors():
         try:
-            info = request(files_metadata=files_metadata)
+            info = request(HfApi(endpoint=endpoint))
         except (
             JSONDecodeError,
             UnicodeDecodeError,
@@ -88,21 +98,32 @@ def download(repo: str, commit: str, name: str, folder: Path, count: Callable[[i
         fetch(endpoint=_endpoint(), tqdm_class=bar)
 
 
-def model_file(repo: str, name: str, revision: str = "main") -> Path:
-    """Return a file of a model repository in the client's cache, downloaded if it is not there.
+def model_files(repo: str, names: Sequence[str]) -> Path:
+    """Return the folder with these files of a model repository, in the client's cache; its name is the commit.
 
-    The folder of its snapshot is named by the commit. Without a network, the newest one in the cache is taken.
+    What is missing there is downloaded. If the hub does not answer, the newest commit in the cache is taken.
 
     Raises:
-        HubError: if there is no answer and no such file in the cache.
-        StorageError: if it cannot be written.
+        HubError: if there is no answer, and not all files are in the cache.
+        StorageError: if a file cannot be written.
     """
-    os.environ["HF_HUB_DISABLE_XET"] = "1"  # as above
-    endpoint = _endpoint()
+    offline = None
+    try:
+        _info(lambda api: api.model_info(repo, revision="main", timeout=_TIMEOUT_S))
+    except HubError as error:  # the client would try again for half a minute
+        offline = error
     from huggingface_hub import hf_hub_download
 
-    with translate_os_errors(name), _client_errors():
-        return Path(hf_hub_download(repo, name, revision=revision, endpoint=endpoint))
+    fetch = partial(hf_hub_download, repo, endpoint=_endpoint(), local_files_only=offline is not None)
+    with translate_os_errors(repo):
+        try:
+            with _client_errors():
+                folder = Path(fetch(names[0], revision="main")).parent
+                for name in names[1:]:
+                    fetch(name, revision=folder.name)
+        except HubError as error:
+            raise offline or error from None
+    return folder
 
 
 def _endpoint() -> str:

@@ -59,7 +59,7 @@ def named_arrays(trained: Trained) -> dict[str, np.ndarray]:
     """Return the parameters by name, in the dtype of training, on the host."""
     params = jax.jit(trained.program.layout.unpack)(trained.packed)
     # The library writes the memory of an array, whatever its strides are.
-    return {name: np.ascontiguousarray(x) for name, x in meshes.fetch(params).items()}
+    return {name: np.asarray(x, order="C") for name, x in meshes.fetch(params).items()}
 
 
 def write(trained: Trained, out: Path) -> list[Path]:

@@ -91,14 +91,12 @@ def _found(source: Path) -> tuple[Path, Mapping[str, str]]:
             f"{source}: no such folder; name a run, a folder of weights, or one of {', '.join(ON_THE_HUB)}"
         )
     try:
-        config = hub.model_file(repo, transformers_gpt2.CONFIG)
-        commit = config.parent.name
-        hub.model_file(repo, WEIGHTS, commit)
+        folder = hub.model_files(repo, (transformers_gpt2.CONFIG, WEIGHTS))
     except hub.HubError as error:
         raise UsageError(
             f"{repo}: {error}; download its {transformers_gpt2.CONFIG} and {WEIGHTS} elsewhere, and name their folder"
         ) from None
-    return config.parent, {"weights": repo, "revision": commit}
+    return folder, {"weights": repo, "revision": folder.name}
 
 
 def _refuse(option: str, given: object, why: str) -> None:

@@ -1,0 +1,487 @@
+"""Weights in and out: they come back bit for bit, transformers agrees with them, and damage is one line."""
+
+import json
+import runpy
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+from hub_server import COMMIT, FakeHub, serve
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save
+from test_train import SMALL
+
+from speedrun import cli
+from speedrun.ground import mesh, track
+from speedrun.ground.errors import DataError, UsageError
+from speedrun.ledger.record import load
+from speedrun.science import recipes
+from speedrun.science.params import Params
+from speedrun.trained import exported, sources, tensors, transformers_gpt2
+from speedrun.trained.weights import Trained
+from speedrun.training.program import Program
+
+ROOT = Path(__file__).parent.parent
+RECORD = ROOT / "records" / "smoke-cpu" / "2026-11-21-first"
+#: Smaller than the recipe, and as long.
+OVERRIDES = {name: value for name, value in SMALL.items() if name != "stages.0.num_steps"}
+GOLDEN = Path(__file__).parent / "golden" / "gpt2_transformers.npz"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Trained:
+    """Arbitrary weights, as if a run of a record in this repository had trained them."""
+    recipe, data = recipes.load("smoke").override(OVERRIDES), tmp_path_factory.mktemp("data")
+    program, rng = Program(recipe, mesh.make_mesh(1)), np.random.default_rng(0)
+    named = {k: rng.standard_normal(x.shape).astype(x.dtype) for k, x in program.layout.table.items()}
+    packed, run = jax.jit(program.layout.pack)(named), load(RECORD).runs[0]
+    origin = (RECORD, run.file.run_id)
+    return Trained(program, track.load("smoke-cpu"), data, run.start.num_steps, packed, OVERRIDES, origin)
+
+
+@pytest.fixture(scope="module")
+def folder(trained: Trained, tmp_path_factory) -> Path:
+    """Its export."""
+    out = tmp_path_factory.mktemp("exported") / "model"
+    exported.write(trained, out)
+    return out
+
+
+@pytest.fixture
+def copy(folder: Path, tmp_path: Path) -> Path:
+    """The export, to be damaged."""
+    (tmp_path / "model").mkdir()
+    for path in folder.iterdir():
+        (tmp_path / "model" / path.name).write_bytes(path.read_bytes())
+    return tmp_path / "model"
+
+
+def speedrun(*words: object) -> Result:
+    return CliRunner().invoke(cli.command, [*map(str, words)])
+
+
+def same(got: Mapping[str, Any], want: Mapping[str, Any]) -> None:
+    assert got.keys() == want.keys()
+    for name in want:
+        x, y = np.asarray(got[name]), np.asarray(want[name])
+        assert (x.dtype, x.shape, x.tobytes()) == (y.dtype, y.shape, y.tobytes()), name
+
+
+# --- out and in again
+
+
+def test_an_export_gives_the_packed_weights_back_bit_for_bit(trained: Trained, folder: Path) -> None:
+    want, got = trained, sources.load(folder)
+    same(got.packed, want.packed)
+    assert (got.step, got.track.id, got.program.recipe) == (want.step, "smoke-cpu@1", want.program.recipe)
+    assert got.is_ours
+    for num_devices in (1, 8):
+        program = replace(want.program, mesh=mesh.make_mesh(num_devices))
+        packed, origin = sources.packed_for(program, folder)
+        same(packed, want.packed)
+        shardings = program.shardings(program.specs).params
+        assert all(x.sharding == shardings[name] for name, x in packed.items())
+        assert origin["weights"] == "model"
+
+
+@pytest.mark.parametrize("name", ["gpt2", "record89", "muon"])
+def test_every_layout_comes_back(name: str, tmp_path: Path) -> None:
+    """Banks with padding and transposed members, tables, vectors, and parameters in bfloat16."""
+    overrides = {"size": "smoke"}
+    recipe, rng = recipes.load(name).override(overrides), np.random.default_rng(0)
+    program, smoke = Program(recipe, mesh.make_mesh(1)), track.load("smoke-cpu")
+    named = {
+        key: rng.standard_normal(spec.shape).astype(jax.numpy.dtype(spec.dtype))
+        for key, spec in program.layout.table.items()
+    }
+    packed = jax.jit(program.layout.pack)(named)
+    written = exported.write(Trained(program, smoke, tmp_path, 3, packed, overrides), tmp_path / "model")
+    assert [path.name for path in written] == ["model.safetensors", "model.json", "README.md"]
+    same(sources.load(tmp_path / "model").packed, packed)
+    same(load_file(tmp_path / "model" / "model.safetensors"), named)
+
+
+def test_the_card_has_the_loss_with_its_context(folder: Path) -> None:
+    card, run = (folder / "README.md").read_text(), load(RECORD).runs[0]
+    assert (
+        f"| {run.val_loss:.4f} nats per token, on {run.vals[-1].tokens:,} tokens in sequences of 64" in card
+    )
+    assert f"| date | {run.begun:%Y-%m-%d} |" in card
+    assert card.startswith('---\nlibrary_name: "speedrun"\n')
+    front = card.split("---\n")[1]
+    assert yaml.safe_load(front)["tags"] == ["speedrun", "smoke"]
+
+
+def test_an_export_names_nothing_of_this_machine(folder: Path) -> None:
+    for path in folder.iterdir():
+        raw = path.read_bytes()
+        assert not [
+            word for word in (str(folder.parent), str(ROOT), str(Path.home())) if word.encode() in raw
+        ]
+
+
+# --- transformers
+
+
+class Golden:
+    """What transformers computed."""
+
+    def __init__(self) -> None:
+        with np.load(GOLDEN) as file:
+            arrays = dict(file)
+        self.config = json.loads(str(arrays.pop("config")))
+        self.tokens_BT, self.logits_BTV = arrays.pop("tokens"), arrays.pop("logits")
+        self.weights = {name: x.astype(np.float32) for name, x in arrays.items()}
+
+    def write(self, folder: Path, weights: dict[str, np.ndarray] | None = None, **changes: Any) -> Path:
+        folder.mkdir(exist_ok=True)
+        (folder / "model.safetensors").write_bytes(save(self.weights if weights is None else weights))
+        (folder / "config.json").write_text(json.dumps(self.config | changes))
+        return folder
+
+
+@pytest.fixture(scope="module")
+def golden() -> Golden:
+    return Golden()
+
+
+def logits_of(trained: Trained, tokens_BT: np.ndarray) -> np.ndarray:
+    program = trained.program
+
+    def compute(params: Params, tokens_BT: jax.Array) -> jax.Array:
+        x_BTD = program.forward(params, tokens_BT, trained.inputs)
+        return program.logits(params, x_BTD.reshape(-1, x_BTD.shape[-1]))
+
+    found = jax.jit(compute)(trained.params, tokens_BT)
+    return np.asarray(found).reshape(*tokens_BT.shape, -1)
+
+
+def agree(trained: Trained, golden: Golden) -> None:
+    np.testing.assert_allclose(logits_of(trained, golden.tokens_BT), golden.logits_BTV, atol=2e-4)
+
+
+def test_logits_of_its_weights_are_those_of_transformers(golden: Golden, tmp_path: Path) -> None:
+    """Their range is +-20. A wrong orientation, order, scale or epsilon changes them by more than 1e-3."""
+    agree(sources.load(golden.write(tmp_path / "x"), dtype="float32"), golden)
+
+
+@pytest.mark.parametrize("form", ["prefix and buffers", "shards", "head", "other dtypes"])
+def test_all_forms_of_its_files_are_read(golden: Golden, tmp_path: Path, form: str) -> None:
+    there, folder = dict(golden.weights), tmp_path / "x"
+    if form == "prefix and buffers":
+        there = {f"transformer.{name}": x for name, x in there.items()}
+        there |= {"transformer.h.1.attn.bias": np.ones((1, 1, 9, 9), bool)}
+        there |= {"transformer.h.0.attn.masked_bias": np.full(1, -1e4, np.float32)}
+    if form == "head":
+        there["lm_head.weight"] = there["wte.weight"]
+    if form == "other dtypes":  # the golden values are exact in float16; powers of two also in bfloat16
+        there = {name: x.astype(np.float16) for name, x in there.items()}
+    golden.write(folder, there)
+    if form == "shards":
+        names = [*there]
+        halves = {f"model-{i}-of-2.safetensors": names[i::2] for i in range(2)}
+        for file, some in halves.items():
+            (folder / file).write_bytes(save({name: there[name] for name in some}))
+        index = {"metadata": {}, "weight_map": {name: file for file in halves for name in halves[file]}}
+        (folder / tensors.INDEX).write_text(json.dumps(index))
+        (folder / "model.safetensors").unlink()
+    agree(sources.load(folder, dtype="float32"), golden)
+
+
+def test_bfloat16_is_widened(golden: Golden, tmp_path: Path) -> None:
+    there = {name: x.astype(ml_dtypes.bfloat16) for name, x in golden.weights.items()}
+    trained = sources.load(golden.write(tmp_path / "x", there))
+    positions = np.asarray(trained.program.layout.unpack(trained.packed)["positions"])
+    np.testing.assert_array_equal(positions, there["wpe.weight"].astype(np.float32))
+
+
+@pytest.fixture
+def ours(golden: Golden, tmp_path: Path) -> Trained:
+    """The golden model, as if a run had trained it."""
+    trained = sources.load(golden.write(tmp_path / "theirs"), dtype="float32")
+    return replace(trained, is_ours=True, step=5, origin={})
+
+
+def test_what_is_written_for_transformers_is_what_was_read(
+    golden: Golden, ours: Trained, tmp_path: Path
+) -> None:
+    files = transformers_gpt2.write(ours, tmp_path / "out")
+    assert [path.name for path in files] == ["model.safetensors", "config.json", "README.md"]
+    same(load_file(tmp_path / "out" / "model.safetensors"), golden.weights)
+    config = json.loads((tmp_path / "out" / "config.json").read_bytes())
+    assert config | golden.config == config
+    same(sources.load(tmp_path / "out").packed, ours.packed)
+    with pytest.raises(UsageError, match="need weights that a run of speedrun trained"):
+        transformers_gpt2.write(sources.load(tmp_path / "out"), tmp_path / "again")
+
+
+@pytest.mark.filterwarnings("default")  # those of a foreign library
+def test_transformers_computes_the_same(golden: Golden, ours: Trained, tmp_path: Path) -> None:
+    why = "transformers and torch are not installed; the logits in tests/golden are theirs"
+    pytest.importorskip("torch", reason=why)
+    library = pytest.importorskip("transformers", reason=why)
+    script = runpy.run_path(str(GOLDEN.with_suffix(".py")))
+    transformers_gpt2.write(ours, tmp_path / "out")
+    model = library.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert type(model).__name__ == "GPT2LMHeadModel"
+    np.testing.assert_allclose(script["logits"](model, golden.tokens_BT), golden.logits_BTV, atol=1e-5)
+    model.save_pretrained(tmp_path / "saved")
+    agree(sources.load(tmp_path / "saved", dtype="float32"), golden)
+
+
+def test_other_architectures_have_no_such_form(trained: Trained, tmp_path: Path) -> None:
+    with pytest.raises(
+        UsageError, match="no architecture like smoke; need a recipe with that of GPT-2: gpt2;"
+    ):
+        transformers_gpt2.write(trained, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+# --- the hub
+
+
+@pytest.fixture
+def hub(golden: Golden, tmp_path: Path, monkeypatch) -> Iterator[FakeHub]:
+    """A hub with a GPT-2 that has its vocabulary, and is small otherwise."""
+    from huggingface_hub import constants
+
+    config = golden.config | {"vocab_size": 50257, "bos_token_id": 50256, "n_embd": 4}
+    shapes = {"wte.weight": (50257, 4)}
+    there = runpy.run_path(str(GOLDEN.with_suffix(".py")))["drawn"](config, 0)
+    assert there["wte.weight"].shape == shapes["wte.weight"]
+    files = {"config.json": json.dumps(config).encode(), "model.safetensors": save(there)}
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    with serve("openai-community/gpt2-xl", files) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+        yield hub
+
+
+def test_a_name_is_a_model_of_the_hub_at_a_commit(hub: FakeHub) -> None:
+    trained = sources.load(Path("gpt2-xl"))
+    assert trained.origin == {"weights": "openai-community/gpt2-xl", "revision": COMMIT}
+    assert f"model gpt2 | weights openai-community/gpt2-xl | revision {COMMIT} | bfloat16 on" in str(trained)
+    assert (trained.facts["step"], trained.facts["revision"]) == (None, COMMIT)
+    assert sorted(name for name, _ in hub.gets) == ["config.json", "model.safetensors"]
+    hub.files.clear()
+    hub.always["the listing"] = "500"
+    again = sources.load(Path("gpt2-xl"), dtype="float32")
+    assert (again.origin, again.facts["dtype"]) == (trained.origin, "float32")
+    same(again.packed, trained.packed)
+
+
+def test_without_a_network_it_names_the_way_out(tmp_path: Path, monkeypatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.chdir(tmp_path)
+    refused("sample", "gpt2", said="name their folder", exit_code=2)
+
+
+# --- what is refused
+
+
+def refused(*words: object, said: str, exit_code: int) -> None:
+    found = speedrun(*words)
+    assert (found.exit_code, found.stderr.count("\n")) == (exit_code, 1), found.output
+    assert said in found.stderr
+
+
+def packed_file(header: object, data: bytes = b"", size: int | None = None) -> bytes:
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(raw) if size is None else size) + raw + data
+
+
+def tensor(shape: list[int], start: int, end: int, dtype: str = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+
+
+_TWO = tensor([2], 0, 8)
+_ONE_TB = 2**40
+DAMAGED = {
+    "nothing": b"",
+    "no header": b"\0" * 7,
+    "header larger than the file": packed_file({"a": _TWO}, b"\0" * 8, 10**6),
+    "header of exabytes": packed_file({"a": _TWO}, b"\0" * 8, 2**63),
+    "no JSON": packed_file(b"{a:"),
+    "no UTF-8": packed_file(b'{"\xff":1}'),
+    "a list": packed_file([1, 2]),
+    "very deep": packed_file(b'{"a":' * 100_000),
+    "overlapping": packed_file({"a": _TWO, "b": tensor([2], 4, 12)}, b"\0" * 12),
+    "a gap": packed_file({"a": _TWO, "b": tensor([1], 12, 16)}, b"\0" * 16),
+    "outside": packed_file({"a": tensor([2], 8, 16)}, b"\0" * 8),
+    "truncated": packed_file({"a": _TWO}, b"\0" * 7),
+    "more than it says": packed_file({"a": _TWO}, b"\0" * 9),
+    "a terabyte": packed_file({"a": tensor([_ONE_TB // 4], 0, _ONE_TB)}, b"\0" * 8),
+    "more than 64 bits": packed_file({"a": tensor([2**62, 2**62], 0, 8)}, b"\0" * 8),
+    "negative": packed_file({"a": tensor([-2], 0, 8)}, b"\0" * 8),
+    "backwards": packed_file({"a": tensor([2], 8, 0)}, b"\0" * 8),
+    "unknown dtype": packed_file({"a": tensor([2], 0, 8, "F7")}, b"\0" * 8),
+    "empty and huge": packed_file({"wte.weight": tensor([0, 2**62], 0, 0)}),
+    "a name twice": packed_file(
+        b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"a":{"dtype":"I32","shape":[2],"data_offsets":[0,8]}}',
+        b"\0" * 8,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_file_is_refused(golden: Golden, tmp_path: Path, name: str) -> None:
+    folder = golden.write(tmp_path / "x", n_layer=1)
+    (folder / "model.safetensors").write_bytes(DAMAGED[name])
+    refused("sample", folder, "--ids", 0, said=str(folder), exit_code=3)
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_changed_bytes_are_a_model_or_a_data_error(tmp_path_factory, data: st.DataObject) -> None:
+    """Half of them are in the header. What is read has the forms that were wanted, and is finite."""
+    form = tensors.Form("F32", (2, 3))
+    good = save({"a": np.ones((2, 3), np.float32), "b": np.ones((2, 3), np.float32)})
+    raw = bytearray(good)
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(raw) - 1))
+        raw[at] = data.draw(st.integers(0, 255))
+    folder = tmp_path_factory.mktemp("bytes")
+    (folder / "model.safetensors").write_bytes(raw[: data.draw(st.sampled_from([len(raw), len(raw) // 2]))])
+    try:
+        found = dict(tensors.Tensors(folder).read({"a": (form,), "b": (form,)}))
+    except DataError:
+        return
+    assert {name: (x.shape, x.dtype.name) for name, x in found.items()} == dict.fromkeys(
+        "ab", ((2, 3), "float32")
+    )
+    assert all(np.isfinite(x).all() for x in found.values())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"wte.weight": np.zeros((255, 32), np.float32)}, "wte.weight is F32[255, 32]; need F32[256, 32] or"),
+        ({"h.1.mlp.c_fc.weight": None}, "h.1.mlp.c_fc.weight is missing; need F32[32, 80]"),
+        ({"h.2.ln_1.bias": np.zeros(32, np.float32)}, "h.2.ln_1.bias is F32[32]; the model has no such"),
+        ({"ln_f.bias": np.zeros(32, np.int32)}, "ln_f.bias is I32[32]; need F32[32]"),
+        ({"ln_f.bias": np.full(32, np.nan, np.float32)}, "ln_f.bias holds NaN or infinity"),
+        ({"lm_head.weight": np.zeros((256, 32), np.float32)}, "lm_head.weight is not the table of tokens"),
+    ],
+)
+def test_parameters_that_do_not_fit_are_named(
+    golden: Golden, tmp_path: Path, change: dict, said: str
+) -> None:
+    there = {name: x for name, x in (golden.weights | change).items() if x is not None}
+    refused("sample", golden.write(tmp_path / "x", there), "--ids", 0, said=said, exit_code=3)
+
+
+@pytest.mark.parametrize(
+    ("change", "said", "exit_code"),
+    [
+        ({"model_type": "llama"}, "model_type is 'llama'; our GPT-2 has 'gpt2'", 2),
+        ({"activation_function": "relu"}, "activation_function is 'relu'", 2),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True", 2),
+        ({"vocab_size": 300}, "300 ids, first token 0; need the vocabulary of one of the tracks", 2),
+        ({"n_layer": 10**6}, "1,000,000 layers; the weights have fewer", 3),
+        ({"n_layer": 1}, "the model has no such parameter", 3),
+        ({"n_embd": 2**40}, "$.n_embd", 3),
+        ({"n_head": 5}, "width 32, 5 heads", 3),
+        ({"n_positions": "many"}, "$.n_positions", 3),
+    ],
+)
+def test_a_config_that_does_not_fit_is_one_line(
+    golden: Golden, tmp_path: Path, change: dict, said: str, exit_code: int
+) -> None:
+    refused("sample", golden.write(tmp_path / "x", **change), "--ids", 0, said=said, exit_code=exit_code)
+
+
+def test_an_index_names_files_of_its_folder(golden: Golden, tmp_path: Path) -> None:
+    folder = golden.write(tmp_path / "x")
+    for map_ in ({"wte.weight": "../x/model.safetensors"}, ["a"], {"a": 1}):
+        (folder / tensors.INDEX).write_text(json.dumps({"weight_map": map_}))
+        refused("sample", folder, "--ids", 0, said=tensors.INDEX, exit_code=3)
+
+
+@pytest.mark.parametrize(
+    ("change", "said", "exit_code"),
+    [
+        (b"{", "model.json", 3),
+        (b"[" * 100_000, "model.json", 3),
+        ({"schema": "speedrun.model/2"}, "speedrun.model/2", 3),
+        ({"step": "many"}, "$.step", 3),
+        ({"more": 1}, "more", 3),
+        ({"tokenizer": "../../tokenizer.json"}, "$.tokenizer", 3),
+        ({"weights_sha256": "0" * 64}, "model.safetensors: sha256 is", 3),
+        ({"revision": 7}, "was trained with smoke, revision 7; got smoke, revision", 2),
+        ({"recipe": "gpt2"}, "unknown setting 'config.mixing'", 2),
+        ({"recipe": "no_such"}, "no_such", 2),
+        ({"track": "no-such@1"}, "no-such", 2),
+        ({"document_token": 7}, "vocabulary, document token (256, 7)", 2),
+        ({"overrides": {}}, "other settings than smoke has now: config.", 2),
+        ({"overrides": {"config.no": "1"}}, "config.no", 2),
+    ],
+)
+def test_a_model_json_that_does_not_fit_is_one_line(
+    copy: Path, change: Any, said: str, exit_code: int
+) -> None:
+    path = copy / "model.json"
+    path.write_bytes(
+        change if isinstance(change, bytes) else json.dumps(json.loads(path.read_bytes()) | change).encode()
+    )
+    refused("sample", copy, "--ids", 0, said=said, exit_code=exit_code)
+
+
+def test_weights_that_are_not_those_of_model_json_are_refused(copy: Path) -> None:
+    path = copy / "model.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    refused("sample", copy, "--ids", 0, said="model.json says", exit_code=3)
+    path.unlink()
+    refused("sample", copy, "--ids", 0, said="No such file", exit_code=3)
+    path.mkdir()
+    refused("sample", copy, "--ids", 0, said="Is a directory", exit_code=3)
+
+
+def test_weights_of_another_recipe_are_not_placed(folder: Path, golden: Golden, tmp_path: Path) -> None:
+    program = Program(recipes.load("smoke"), mesh.make_mesh(1))
+    with pytest.raises(DataError, match=r"parameter .* need F32"):
+        sources.packed_for(program, folder)
+    with pytest.raises(UsageError, match="is a GPT-2; got recipe smoke; choose gpt2"):
+        sources.packed_for(program, golden.write(tmp_path / "x"))
+    with pytest.raises(UsageError, match="is no folder of weights"):
+        sources.packed_for(program, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--ids", "256"], "outside the vocabulary"),
+        (["--tokens", "5000"], "was scored on"),
+        (["--step", "3"], "--step has no effect"),
+        (["--prompt", "hello"], "stand for no text"),
+    ],
+)
+def test_what_a_folder_cannot_do_is_one_line(folder: Path, given: list[str], said: str) -> None:
+    refused("sample", folder, *given, said=said, exit_code=2)
+
+
+def test_an_unknown_source_names_the_known_ones(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    refused("eval", "gpt3", said="one of gpt2, gpt2-medium", exit_code=2)
+    (tmp_path / "x.safetensors").touch()
+    refused("eval", "x.safetensors", said="name the folder that holds it", exit_code=2)
+
+
+def test_where_nothing_may_be_written_nothing_is(trained: Trained, folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is inside the record"):
+        exported.write(trained, RECORD / "plots" / "x")
+    with pytest.raises(UsageError, match="not an empty folder"):
+        exported.write(trained, folder)
+    refused("export", RECORD, "--to", "csv", "--step", 6, said="--step has no effect on curves", exit_code=2)
