@@ -67,9 +67,7 @@ class _Handler(BaseHTTPRequestHandler):
         path = urlsplit(self.path).path
         if self.hub.repo in path:  # the client has other requests
             self.hub.tokens.add(self.headers.get("Authorization"))
-        if path.startswith(
-            tuple(f"/api/{kind}/{self.hub.repo}/revision/" for kind in ("datasets", "models"))
-        ):
+        if path.startswith(f"/api/datasets/{self.hub.repo}/revision/"):
             self._listing(path.rpartition("/")[2])
         elif path.removeprefix("/datasets").startswith(f"/{self.hub.repo}/resolve/"):
             self._file(head=False)

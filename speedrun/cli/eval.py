@@ -11,13 +11,11 @@ import msgspec
 from speedrun.cli.options import (
     Integer,
     data_option,
-    dtype_option,
     example,
     json_option,
     recipe_option,
-    source_argument,
-    step_option,
 )
+from speedrun.cli.weights import dtype_option, source_argument, step_option
 from speedrun.ground.clock import Stopwatch
 from speedrun.ground.console import duration
 from speedrun.ground.errors import UsageError

@@ -7,7 +7,8 @@ from typing import Any
 import click
 import msgspec
 
-from speedrun.cli.options import data_option, example, json_option, out_option, recipe_option, step_option
+from speedrun.cli.options import data_option, example, json_option, out_option, recipe_option
+from speedrun.cli.weights import step_option
 from speedrun.exchange.exports import FORMS, export
 from speedrun.ground.errors import UsageError
 from speedrun.ledger.record import load

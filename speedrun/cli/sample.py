@@ -10,16 +10,14 @@ from speedrun.cli.options import (
     Integer,
     Number,
     data_option,
-    dtype_option,
     example,
     json_option,
     parse_settings,
     recipe_option,
     settings_option,
-    source_argument,
-    step_option,
 )
 from speedrun.cli.program import show
+from speedrun.cli.weights import dtype_option, source_argument, step_option
 from speedrun.ground.clock import Stopwatch
 from speedrun.ground.errors import UsageError
 

@@ -11,16 +11,13 @@ from functools import partial
 from json import JSONDecodeError
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from speedrun.ground.errors import translate_os_errors
 
 if TYPE_CHECKING:
-    from huggingface_hub import HfApi
-    from huggingface_hub.hf_api import DatasetInfo, ModelInfo
-
-    _Info = TypeVar("_Info", DatasetInfo, ModelInfo)
+    from huggingface_hub.hf_api import DatasetInfo
 
 _TIMEOUT_S = 10.0  #: of a request for metadata
 
@@ -50,14 +47,6 @@ def dataset_info(repo: str, revision: str | None, *, files_metadata: bool = Fals
     Raises:
         HubError: if there is no answer, or no such repository or revision.
     """
-    return _info(
-        lambda api: api.dataset_info(
-            repo, revision=revision, timeout=_TIMEOUT_S, files_metadata=files_metadata
-        )
-    )
-
-
-def _info(request: "Callable[[HfApi], _Info]") -> "_Info":
     # The tests cover plain HTTP, not Xet, which needs a real progress bar. The client reads this at import.
     os.environ["HF_HUB_DISABLE_XET"] = "1"
     endpoint = _endpoint()
@@ -65,9 +54,10 @@ def _info(request: "Callable[[HfApi], _Info]") -> "_Info":
     from huggingface_hub.utils import logging
 
     logging.set_verbosity_error()  # its warnings contain signed addresses
+    request = partial(HfApi(endpoint=endpoint).dataset_info, repo, revision=revision, timeout=_TIMEOUT_S)
     with _client_errors():
         try:
-            info = request(HfApi(endpoint=endpoint))
+            info = request(files_metadata=files_metadata)
         except (
             JSONDecodeError,
             UnicodeDecodeError,
@@ -98,18 +88,19 @@ def download(repo: str, commit: str, name: str, folder: Path, count: Callable[[i
         fetch(endpoint=_endpoint(), tqdm_class=bar)
 
 
-def model_files(repo: str, names: Sequence[str]) -> Path:
+def model_folder(repo: str, names: Sequence[str]) -> Path:
     """Return the folder with these files of a model repository, in the client's cache; its name is the commit.
 
-    What is missing there is downloaded. If the hub does not answer, the newest commit in the cache is taken.
+    What is missing there is downloaded. If the hub cannot be reached, the newest commit in the cache is taken.
 
     Raises:
         HubError: if there is no answer, and not all files are in the cache.
         StorageError: if a file cannot be written.
     """
+    os.environ["HF_HUB_DISABLE_XET"] = "1"  # as above
     offline = None
     try:
-        _info(lambda api: api.model_info(repo, revision="main", timeout=_TIMEOUT_S))
+        reach(_TIMEOUT_S)
     except HubError as error:  # the client would try again for half a minute
         offline = error
     from huggingface_hub import hf_hub_download

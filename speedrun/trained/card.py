@@ -49,10 +49,8 @@ Token {document_token} opens every document: begin a prompt with it. The harness
 """
 
 
-def ours(trained: Trained, num_params: int, name: str, *, tokenizer: str) -> str:
+def ours(trained: Trained, num_params: int, name: str, *, tokenizer: str, version: str) -> str:
     """Return the card of a folder that `exported` writes, in Markdown with the hub's front matter."""
-    from speedrun import __version__
-
     prompt = "--ids 0,1,2" if trained.track.synthetic is not None else "--prompt 'Once'"
     words = f"The tokenizer is in `{tokenizer}`."
     if not tokenizer:
@@ -60,7 +58,7 @@ def ours(trained: Trained, num_params: int, name: str, *, tokenizer: str) -> str
         words = (
             "The tokenizer is GPT-2's, `r50k_base` of tiktoken." if is_gpt2 else "Its ids stand for no text."
         )
-    load = _OURS.format(name=name, prompt=prompt, version=__version__)
+    load = _OURS.format(name=name, prompt=prompt, version=version)
     return _card(trained, num_params, "speedrun", f"{load}{words}\n")
 
 

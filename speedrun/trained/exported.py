@@ -6,6 +6,7 @@ and digests: `Facts`; `README.md` the card. The tokenizer's file is there if the
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +14,6 @@ import jax
 import msgspec
 import numpy as np
 
-from speedrun import __version__
 from speedrun.board.submission import findings
 from speedrun.data import inventory, vocabulary
 from speedrun.ground import mesh as meshes
@@ -74,6 +74,7 @@ def write(trained: Trained, out: Path) -> list[Path]:
     raw, spoken = save(named_arrays(trained)), tokenizer_file(trained)
     program, data = trained.program, trained.track.data
     table, recipe = program.layout.table, program.recipe
+    version = import_module("speedrun").__version__  # its `__init__` is of a higher floor
     facts = Facts(
         recipe=recipe.name,
         revision=recipe.revision,
@@ -88,9 +89,9 @@ def write(trained: Trained, out: Path) -> list[Path]:
         weights_sha256=runfile.sha256(raw),
         tokenizer=next(iter(spoken), ""),  # pyright: ignore[reportArgumentType]
         tokenizer_sha256=next(map(runfile.sha256, spoken.values()), ""),
-        version=__version__,
+        version=version,
     )
-    about = card.ours(trained, facts.num_params, out.name, tokenizer=facts.tokenizer)
+    about = card.ours(trained, facts.num_params, out.name, tokenizer=facts.tokenizer, version=version)
     return save_folder(
         trained,
         out,
@@ -176,13 +177,7 @@ def read(folder: Path) -> Facts:
 
 
 def load(folder: Path, *, data: Path | None, recipe: str | None, devices: int) -> Trained:
-    """Load the model of a folder.
-
-    Args:
-        folder: that `write` made.
-        data: folder of shards; None: the track's.
-        recipe: name of the model's recipe, if it lies in a file of its own.
-        devices: of this machine, over which the weights are sharded.
+    """Load the model of a folder; see `sources.load`.
 
     Raises:
         UsageError: if its recipe or track is unknown or another one here.

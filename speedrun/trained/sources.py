@@ -91,7 +91,7 @@ def _found(source: Path) -> tuple[Path, Mapping[str, str]]:
             f"{source}: no such folder; name a run, a folder of weights, or one of {', '.join(ON_THE_HUB)}"
         )
     try:
-        folder = hub.model_files(repo, (transformers_gpt2.CONFIG, WEIGHTS))
+        folder = hub.model_folder(repo, (transformers_gpt2.CONFIG, WEIGHTS))
     except hub.HubError as error:
         raise UsageError(
             f"{repo}: {error}; download its {transformers_gpt2.CONFIG} and {WEIGHTS} elsewhere, and name their folder"

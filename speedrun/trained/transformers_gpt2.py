@@ -160,13 +160,9 @@ def overrides_of(config: Config) -> dict[str, str]:
 
 
 def load(folder: Path, *, data: Path | None, devices: int, origin: Mapping[str, str]) -> Trained:
-    """Load a GPT-2 as the ladder's recipe `gpt2` at its sizes.
+    """Load a GPT-2 as the ladder's recipe `gpt2` at its sizes, on the data of a track with its vocabulary.
 
-    Args:
-        folder: holds `config.json` and the weights, in one file or several.
-        data: folder of shards; None: that of the track whose vocabulary it has.
-        devices: of this machine, over which the weights are sharded.
-        origin: where they come from.
+    See `sources.load`; `origin` says where the weights come from.
 
     Raises:
         UsageError: if the model computes something else, or no track has its vocabulary.

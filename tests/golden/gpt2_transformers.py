@@ -10,7 +10,9 @@ Arrays in the file
 """
 
 import json
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -48,28 +50,24 @@ def drawn(config: dict, seed: int) -> dict[str, np.ndarray]:
     }
 
 
-def logits(model: object, tokens_BT: np.ndarray) -> np.ndarray:
+def logits(model: Any, tokens_BT: np.ndarray) -> np.ndarray:
     """Return what a model of transformers computes: float32 [B, T, V]."""
-    import torch
-
+    torch = import_module("torch")
     with torch.no_grad():
         return model.eval()(torch.from_numpy(tokens_BT.astype(np.int64))).logits.float().numpy()
 
 
 def main() -> None:
-    import torch
-    from transformers import GPT2Config, GPT2LMHeadModel
-
+    torch, transformers = import_module("torch"), import_module("transformers")
     weights = drawn(CONFIG, seed=0)
-    model = GPT2LMHeadModel(GPT2Config(**CONFIG))
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**CONFIG))
     state = {f"transformer.{name}": torch.from_numpy(x.astype(np.float32)) for name, x in weights.items()}
     missing, unexpected = model.load_state_dict(state, strict=False)
     assert set(missing) <= {"lm_head.weight"} and not unexpected, (missing, unexpected)
     model.tie_weights()
     tokens_BT = np.random.default_rng(1).integers(0, CONFIG["vocab_size"], (2, 24), dtype=np.int32)
-    np.savez_compressed(
-        GOLDEN, config=json.dumps(CONFIG), tokens=tokens_BT, logits=logits(model, tokens_BT), **weights
-    )
+    arrays: dict[str, Any] = {"tokens": tokens_BT, "logits": logits(model, tokens_BT), **weights}
+    np.savez_compressed(GOLDEN, config=np.array(json.dumps(CONFIG)), **arrays)
 
 
 if __name__ == "__main__":
