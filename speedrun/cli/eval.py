@@ -8,7 +8,16 @@ from typing import Any
 import click
 import msgspec
 
-from speedrun.cli.options import Integer, data_option, example, json_option, recipe_option
+from speedrun.cli.options import (
+    Integer,
+    data_option,
+    dtype_option,
+    example,
+    json_option,
+    recipe_option,
+    source_argument,
+    step_option,
+)
 from speedrun.ground.clock import Stopwatch
 from speedrun.ground.console import duration
 from speedrun.ground.errors import UsageError
@@ -20,9 +29,10 @@ from speedrun.ground.errors import UsageError
         "speedrun eval runs/docs --context 128 --tokens 65536",
         "speedrun eval runs/record21 --shard data/fineweb10B/fineweb_train_000103.bin",
         "speedrun eval runs/record21 --hellaswag hellaswag_val.jsonl --limit 1000",
+        "speedrun eval gpt2 --data data/fineweb10B --dtype float32",
     )
 )
-@click.argument("run", type=click.Path(path_type=Path), metavar="RUN")
+@source_argument
 @click.option(
     "--shard",
     "shards",
@@ -41,22 +51,27 @@ from speedrun.ground.errors import UsageError
     "--hellaswag", type=click.Path(path_type=Path), metavar="FILE", help="Its questions, as lines of JSON."
 )
 @click.option("--limit", type=Integer(1), metavar="N", help="Only the first N questions.")
-@click.option("--step", type=Integer(0), metavar="N", help="Of the checkpoint. Default: the newest.")
+@step_option
+@dtype_option
 @recipe_option(text="The run's recipe, if it is in a file of your own.")
 @click.option("--devices", type=Integer(1), default=1, show_default=True, metavar="N", help="To score on.")
 @data_option
 @json_option
-def command(*, run: Path, shards: tuple[Path, ...], as_json: bool, **given: Any) -> None:
-    """Score the weights of a run, which it keeps with --checkpoint-every. Nothing of it is ranked."""
-    from speedrun.trained import held_out, hellaswag, weights, words
+def command(*, source: Path, shards: tuple[Path, ...], as_json: bool, **given: Any) -> None:
+    """Score the weights of RUN, which it keeps with --checkpoint-every. Nothing of it is ranked.
+
+    Or those of a folder that 'speedrun export' made, of a GPT-2 in a folder, or of gpt2, gpt2-medium, gpt2-large or
+    gpt2-xl on the hub.
+    """
+    from speedrun.trained import held_out, hellaswag, sources, words
 
     asks = given["hellaswag"] is not None
     _refuse_what_has_no_effect(given, asks=asks, scores=bool(shards) or not asks)
     questions = hellaswag.read(given["hellaswag"], given["limit"]) if asks else []
-    chosen = {name: given[name] for name in ("data", "recipe", "step", "devices")}
-    trained = weights.load(run, **chosen)
-    recipe, spoken = trained.program.recipe, words.Words(trained.track, trained.folder)
-    found: dict[str, Any] = {"recipe": recipe.name, "step": trained.step, "track": trained.track.id}
+    chosen = {name: given[name] for name in ("data", "recipe", "step", "devices", "dtype")}
+    trained = sources.load(source, **chosen)
+    recipe, spoken = trained.program.recipe, words.Words(trained.track, trained.words_folder)
+    found: dict[str, Any] = trained.facts
     context = given["context"] or recipe.eval_seq_len
     parts = held_out.slices(trained, shards, context, given["tokens"]) if shards or not asks else []
     click.echo(str(trained), err=True)

@@ -1,30 +1,61 @@
-"""`speedrun export`: write a record in the formats of other tools."""
+"""`speedrun export`: write a record, or the model that it trained, in the formats of other tools."""
 
+import importlib
 from pathlib import Path
+from typing import Any
 
 import click
 import msgspec
 
-from speedrun.cli.options import example, json_option, out_option
+from speedrun.cli.options import data_option, example, json_option, out_option, recipe_option, step_option
 from speedrun.exchange.exports import FORMS, export
+from speedrun.ground.errors import UsageError
 from speedrun.ledger.record import load
+
+#: Forms of a trained model: modules with `write(trained, out)`, which returns the files that it wrote.
+MODEL_FORMS = {
+    "safetensors": "speedrun.trained.exported",
+    "transformers": "speedrun.trained.transformers_gpt2",
+}
 
 
 @click.command(
     epilog=example(
         "speedrun export records/smoke-cpu/2026-11-21-first --to classic",
         "speedrun export RECORD --to tensorboard --out events",
+        "speedrun export runs/docs --to safetensors --out docs-model",
     )
 )
 @click.argument("record", type=click.Path(path_type=Path))
-@click.option("--to", "form", type=click.Choice(list(FORMS)), required=True, help="The format.")
+@click.option(
+    "--to",
+    "form",
+    type=click.Choice([*FORMS, *MODEL_FORMS]),
+    required=True,
+    help=f"The format: {', '.join(FORMS)} of the curves; {', '.join(MODEL_FORMS)} of the model.",
+)
 @out_option("New folder. Default: RECORD's name and the format.")
+@step_option
+@recipe_option(text="The model's recipe, if it is in a file of your own.")
+@data_option
 @json_option
-def command(*, record: Path, form: str, out: Path | None, as_json: bool) -> None:
-    """Write the curves of RECORD as text logs, CSV, offline wandb runs or TensorBoard events.
+def command(*, record: Path, form: str, out: Path | None, as_json: bool, **given: Any) -> None:
+    """Write the curves of RECORD as text logs, CSV, offline wandb runs or TensorBoard events, or its model.
 
-    The files contain nothing about this machine, and nothing is sent. The record is not changed.
+    A model needs weights, which a run keeps with --checkpoint-every. The files contain nothing about this machine, and
+    nothing is sent. The record is not changed.
     """
     folder = out if out is not None else Path(f"{record.resolve().name}-{form}")
-    paths = [str(path) for path in export(load(record), form, folder)]
-    click.echo(msgspec.json.encode({"files": paths}) if as_json else "\n".join(paths))
+    if form in MODEL_FORMS:
+        from speedrun.trained import sources
+
+        paths = importlib.import_module(MODEL_FORMS[form]).write(sources.load(record, **given), folder)
+    else:
+        for name, value in given.items():
+            if value is not None:
+                raise UsageError(
+                    f"--{name} has no effect on curves; leave it out, or choose a form of the model"
+                )
+        paths = export(load(record), form, folder)
+    names = [str(path) for path in paths]
+    click.echo(msgspec.json.encode({"files": names}) if as_json else "\n".join(names))

@@ -10,11 +10,14 @@ from speedrun.cli.options import (
     Integer,
     Number,
     data_option,
+    dtype_option,
     example,
     json_option,
     parse_settings,
     recipe_option,
     settings_option,
+    source_argument,
+    step_option,
 )
 from speedrun.cli.program import show
 from speedrun.ground.clock import Stopwatch
@@ -36,9 +39,10 @@ _CHUNK = 16
         "speedrun sample runs/docs --prompt @prompt.txt --tokens 200 --temperature 0.5 --top-k 40",
         "speedrun sample runs/docs --prompt 'A list' --samples 4 --seed 1 --json",
         "speedrun sample runs/first --ids 0,17,4",
+        "speedrun sample gpt2 --prompt 'Hello, my name is' --data data/fineweb10B",
     )
 )
-@click.argument("run", type=click.Path(path_type=Path), metavar="RUN")
+@source_argument
 @click.option(
     "--prompt",
     "prompts",
@@ -76,27 +80,29 @@ _CHUNK = 16
 @click.option(
     "--seed", type=Integer(0, 2**31 - 1), default=0, show_default=True, metavar="N", help="Of the draws."
 )
-@click.option("--step", type=Integer(0), metavar="N", help="Of the checkpoint. Default: the newest.")
+@step_option
+@dtype_option
 @recipe_option(text="The run's recipe, if it is in a file of your own.")
 @data_option
 @json_option
 def command(
-    *, run: Path, prompts: tuple[str, ...], ids: tuple[str, ...], as_json: bool, **given: Any
+    *, source: Path, prompts: tuple[str, ...], ids: tuple[str, ...], as_json: bool, **given: Any
 ) -> None:
-    """Continue prompts with the weights of a run, which it keeps with --checkpoint-every.
+    """Continue prompts with the weights of RUN, which it keeps with --checkpoint-every.
 
-    A text ends where the model ends the document. The same seed gives the same text.
+    Or with those of a folder that 'speedrun export' made, of a GPT-2 in a folder, or of gpt2, gpt2-medium, gpt2-large
+    or gpt2-xl on the hub. A text ends where the model ends the document. The same seed gives the same text.
     """
-    from speedrun.trained import decode, weights, words
+    from speedrun.trained import decode, sources, words
 
-    trained = weights.load(run, data=given["data"], recipe=given["recipe"], step=given["step"])
-    spoken = words.Words(trained.track, trained.folder)
+    chosen = {name: given[name] for name in ("data", "recipe", "step", "dtype")}
+    trained = sources.load(source, **chosen)
+    spoken = words.Words(trained.track, trained.words_folder)
     texts = [_text(prompt) for prompt in prompts] if prompts or ids else [""]
     starts = [*map(spoken.encode, texts), *(spoken.checked(_numbers(text)) for text in ids)]
     starts = [start for start in starts for _ in range(given["samples"])]
-    recipe = trained.program.recipe
     decoder = decode.Decoder(
-        recipe,
+        trained.program.recipe,
         trained.inputs,
         trained.params,
         vocab_size=trained.track.data.vocab_size,
@@ -109,7 +115,7 @@ def command(
     num_written, seconds = _write(decoder, starts, found, given["tokens"], how, is_shown=not as_json)
     rate = num_written / seconds if seconds else None
     if as_json:
-        facts = {"recipe": recipe.name, "step": trained.step, "track": trained.track.id, **how._asdict()}
+        facts = {**trained.facts, **how._asdict()}
         samples = [x.facts | {"prompt_ids": start.tolist()} for x, start in zip(found, starts, strict=True)]
         click.echo(msgspec.json.encode({**facts, "tokens_per_s": rate, "samples": samples}))
     if rate is not None:

@@ -1,4 +1,4 @@
-"""The Hugging Face hub: what a dataset repository holds, and single files of it.
+"""The Hugging Face hub: what a dataset repository holds, and single files of it or of a model's repository.
 
 `huggingface_hub` reads endpoint and token from HF_ENDPOINT, HF_TOKEN and `hf auth login`. It resumes a broken
 transfer within one process and checks only the size of a file: callers of `download` check the digest.
@@ -86,6 +86,23 @@ def download(repo: str, commit: str, name: str, folder: Path, count: Callable[[i
     bar: Any = lambda **_options: nullcontext(SimpleNamespace(update=count))  # noqa: E731
     with translate_os_errors(folder / name), _client_errors():
         fetch(endpoint=_endpoint(), tqdm_class=bar)
+
+
+def model_file(repo: str, name: str, revision: str = "main") -> Path:
+    """Return a file of a model repository in the client's cache, downloaded if it is not there.
+
+    The folder of its snapshot is named by the commit. Without a network, the newest one in the cache is taken.
+
+    Raises:
+        HubError: if there is no answer and no such file in the cache.
+        StorageError: if it cannot be written.
+    """
+    os.environ["HF_HUB_DISABLE_XET"] = "1"  # as above
+    endpoint = _endpoint()
+    from huggingface_hub import hf_hub_download
+
+    with translate_os_errors(name), _client_errors():
+        return Path(hf_hub_download(repo, name, revision=revision, endpoint=endpoint))
 
 
 def _endpoint() -> str:

@@ -3,8 +3,8 @@
 A record is small and has no weights: they lie beside it, in RECORD.checkpoints, if the run was told to keep some.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from speedrun.ledger import runfile
 from speedrun.science import recipes
 from speedrun.science.inputs import Inputs
 from speedrun.science.params import SHARDS, Params
-from speedrun.science.recipe import describe, no_constants
+from speedrun.science.recipe import Recipe, describe, no_constants
 from speedrun.training import checkpoint
 from speedrun.training.prepare import Resumable, decoded
 from speedrun.training.program import Program
@@ -36,11 +36,31 @@ class Trained:
     folder: Path  #: of the track's data
     step: int  #: steps that the weights were trained
     packed: Params  #: as `Layout` packs them, in the dtype of training
+    overrides: Mapping[str, str] = field(default_factory=dict)  #: of the recipe, by dotted name
+    run: tuple[Path, str] | None = None  #: record and run that trained them, if they lie here
+    origin: Mapping[str, str] = field(default_factory=dict)  #: of weights from a folder or the hub
+    is_ours: bool = True  #: a run trained them on the track; else the track only names the data
+    tokenizer: Path | None = None  #: folder of its file; None: that of the data
 
     def __str__(self) -> str:
-        devices = self.program.mesh.devices
-        where = f"{devices.size} x {devices.flat[0].device_kind}"
-        return f"model {self.program.recipe.name} after {self.step:,} steps, trained on {self.track.id} | {where}"
+        devices, recipe = self.program.mesh.devices, self.program.recipe
+        trained = f" after {self.step:,} steps, trained on {self.track.id}" if self.is_ours else ""
+        from_ = "".join(f" | {name} {value[:40]}" for name, value in self.origin.items())
+        where = f"{recipe.compute_dtype} on {devices.size} x {devices.flat[0].device_kind}"
+        return f"model {recipe.name}{trained}{from_} | {where}"
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What `--json` prints of it."""
+        step = self.step if self.is_ours else None
+        recipe = self.program.recipe
+        facts = {"recipe": recipe.name, "step": step, "track": self.track.id, "dtype": recipe.compute_dtype}
+        return facts | dict(self.origin)
+
+    @property
+    def words_folder(self) -> Path:
+        """The folder of the tokenizer's file."""
+        return self.tokenizer or self.folder
 
     @property
     def inputs(self) -> Inputs:
@@ -90,13 +110,7 @@ def load(
     folder = run.resolve() if run.name.endswith(".checkpoints") else checkpoint.folder_of(run)
     kept = _settings(folder, run)
     track = tracks.load(kept.config.track)
-    chosen = recipes.load(recipe or kept.recipe.name)
-    if (chosen.name, chosen.revision) != (kept.recipe.name, kept.recipe.revision):
-        raise UsageError(
-            f"{run} was trained with {kept.recipe.name}, revision {kept.recipe.revision}; got {chosen.name}, revision "
-            f"{chosen.revision}; check out the commit of the run, or name its own recipe with --recipe"
-        )
-    chosen = chosen.override(kept.config.overrides)
+    chosen = own_recipe(run, kept.recipe.name, kept.recipe.revision, recipe).override(kept.config.overrides)
     meshes.prepare(track.rules.platform)
     shards = inventory.data_folder(track, data or kept.config.data)
     known = () if chosen.constants is no_constants else vocabulary.load(track, shards)
@@ -108,7 +122,20 @@ def load(
             f"{run} was trained with other settings than {chosen.name} has now; check out the commit of the run, or "
             "name its own recipe with --recipe"
         )
-    return Trained(program, track, shards, facts.step, _restored(at, facts, program))
+    record = folder.with_name(folder.name.removesuffix(".checkpoints")), facts.run_id
+    packed = _restored(at, facts, program)
+    return Trained(program, track, shards, facts.step, packed, kept.config.overrides, record)
+
+
+def own_recipe(source: Path, name: str, revision: int, given: str | None) -> Recipe:
+    """Return the recipe that trained some weights, from `given` if it is named; raise UsageError for another one."""
+    chosen = recipes.load(given or name)
+    if (chosen.name, chosen.revision) != (name, revision):
+        raise UsageError(
+            f"{source} was trained with {name}, revision {revision}; got {chosen.name}, revision "
+            f"{chosen.revision}; check out the commit of the run, or name its own recipe with --recipe"
+        )
+    return chosen
 
 
 def _settings(folder: Path, run: Path) -> Resumable:

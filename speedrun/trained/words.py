@@ -21,14 +21,21 @@ class Words:
     track: Track
     folder: Path  #: of the track's data
 
-    @cached_property
-    def _choice(self) -> tokenizer.Choice | None:
+    @property
+    def path(self) -> Path | None:
+        """The file of the tokenizer in the folder; None if ids stand for no text. It may be missing."""
         if self.track.synthetic is not None:
             return None
-        if self.track.python_docs is not None:
-            return tokenizer.choose(str(self.folder / vocabulary.TOKENIZER))
-        ranks = self.folder / vocabulary.RANKS
-        return tokenizer.choose(str(ranks) if ranks.exists() else "gpt2", engine="tiktoken")
+        is_own = self.track.python_docs is not None
+        return self.folder / (vocabulary.TOKENIZER if is_own else vocabulary.RANKS)
+
+    @cached_property
+    def _choice(self) -> tokenizer.Choice | None:
+        if self.path is None:
+            return None
+        if self.path.name == vocabulary.TOKENIZER:
+            return tokenizer.choose(str(self.path))
+        return tokenizer.choose(str(self.path) if self.path.exists() else "gpt2", engine="tiktoken")
 
     @cached_property
     def tokens(self) -> dict[int, bytes]:

@@ -1,0 +1,245 @@
+"""A folder with the weights of a trained model by name, all that is needed to load them, and a model card.
+
+`model.safetensors` has the parameters by the names of the model, as they were trained; `model.json` recipe, step, data
+and digests: `Facts`; `README.md` the card. The tokenizer's file is there if the data has one.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import msgspec
+import numpy as np
+
+from speedrun import __version__
+from speedrun.board.submission import findings
+from speedrun.data import inventory, vocabulary
+from speedrun.ground import mesh as meshes
+from speedrun.ground import track as tracks
+from speedrun.ground.errors import DataError, UsageError, translate_os_errors
+from speedrun.ground.track import Track
+from speedrun.ground.wholefile import make_folder
+from speedrun.ledger import runfile
+from speedrun.science.params import Params, count
+from speedrun.science.recipe import Recipe, describe, no_constants
+from speedrun.trained import card
+from speedrun.trained.tensors import DTYPES, WEIGHTS, Form, Tensors
+from speedrun.trained.weights import Trained, own_recipe
+from speedrun.trained.words import Words
+from speedrun.training.program import Program
+
+FACTS = "model.json"
+#: What of a recipe only training reads.
+_TRAINING = ("summary", "parent", "optimizer", "loss", "carry", "eval_sequences")
+_Digest = msgspec.Meta(pattern="^[0-9a-f]{64}$")
+
+
+class Facts(runfile.Strict, frozen=True, tag_field="schema", tag="speedrun.model/1"):
+    """Contents of `model.json`."""
+
+    recipe: str
+    revision: int
+    overrides: dict[str, str]  #: settings of the recipe, by dotted name
+    settings: dict[str, Any]  #: of the recipe, as far as the forward pass depends on them
+    step: int  #: steps that were trained
+    track: str  #: name and version
+    vocab_size: int  #: of the data; the model may know more ids
+    document_token: int  #: opens a document
+    dtypes: dict[str, str]  #: of the parameters that are not float32
+    num_params: int
+    weights_sha256: str  #: of `model.safetensors`
+    tokenizer: Literal["", "tokenizer.json", "r50k_base.tiktoken"]  #: empty: none is in the folder
+    tokenizer_sha256: str
+    version: str  #: of the harness
+
+
+def named_arrays(trained: Trained) -> dict[str, np.ndarray]:
+    """Return the parameters by name, in the dtype of training, on the host."""
+    params = jax.jit(trained.program.layout.unpack)(trained.packed)
+    # The library writes the memory of an array, whatever its strides are.
+    return {name: np.ascontiguousarray(x) for name, x in meshes.fetch(params).items()}
+
+
+def write(trained: Trained, out: Path) -> list[Path]:
+    """Write the folder of a model; return its files.
+
+    Raises:
+        UsageError: if these are not weights of ours, or the folder is not new or empty.
+        DataError: if the tokenizer's file is missing.
+    """
+    from safetensors.numpy import save
+
+    raw, spoken = save(named_arrays(trained)), tokenizer_file(trained)
+    program, data = trained.program, trained.track.data
+    table, recipe = program.layout.table, program.recipe
+    facts = Facts(
+        recipe=recipe.name,
+        revision=recipe.revision,
+        overrides=dict(trained.overrides),
+        settings=_settings(recipe),
+        step=trained.step,
+        track=trained.track.id,
+        vocab_size=data.vocab_size,
+        document_token=data.document_token,
+        dtypes={name: spec.dtype for name, spec in table.items() if spec.dtype != "float32"},
+        num_params=count(table),
+        weights_sha256=runfile.sha256(raw),
+        tokenizer=next(iter(spoken), ""),  # pyright: ignore[reportArgumentType]
+        tokenizer_sha256=next(map(runfile.sha256, spoken.values()), ""),
+        version=__version__,
+    )
+    about = card.ours(trained, facts.num_params, out.name, tokenizer=facts.tokenizer)
+    return save_folder(
+        trained,
+        out,
+        {
+            WEIGHTS: raw,
+            FACTS: runfile.encode(facts),
+            "README.md": about.encode(),
+            **spoken,
+        },
+    )
+
+
+def save_folder(trained: Trained, out: Path, files: Mapping[str, bytes]) -> list[Path]:
+    """Make a folder of such files; return them.
+
+    Raises:
+        UsageError: if these are not weights of ours, the folder is part of the record or not empty, or a text would
+            hold a secret.
+    """
+    if not trained.is_ours:
+        raise UsageError(f"{trained}: need weights that a run of speedrun trained; name one")
+    if trained.run and out.resolve().is_relative_to(trained.run[0].resolve()):
+        raise UsageError(f"{out} is inside the record, which may hold nothing else; choose another --out")
+    texts = {name: raw for name, raw in files.items() if name.endswith((".json", ".md"))}
+    if secret := next((finding for finding in findings(texts) if finding.secret), None):
+        raise UsageError(
+            f"{secret.path}:{secret.line} would hold {secret.kind}; nothing was written; take it out of the record's "
+            "title, or of the settings"
+        )
+    with translate_os_errors(out, UsageError):
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise UsageError(f"{out} is there and not an empty folder; choose a new one with --out")
+    make_folder(out, files)
+    return [out / name for name in files]
+
+
+def tokenizer_file(trained: Trained) -> dict[str, bytes]:
+    """Return name and content of the tokenizer's file; nothing if ids have no text, or it is GPT-2's and not there.
+
+    Raises:
+        DataError: if the data needs one that is not there.
+    """
+    path = Words(trained.track, trained.words_folder).path
+    if path is None or (path.name == vocabulary.RANKS and not path.exists()):
+        return {}
+    try:
+        return {path.name: path.read_bytes()}
+    except OSError as error:
+        raise DataError(
+            f"{path}: {error.strerror}; need the tokenizer; name its folder with --data"
+        ) from None
+
+
+def is_one(folder: Path) -> bool:
+    """Return whether a folder is one that `write` made, or should be."""
+    return (folder / FACTS).exists()
+
+
+def read(folder: Path) -> Facts:
+    """Read `model.json`, and compare the other files with its digests.
+
+    Raises:
+        DataError: if a file is missing or damaged.
+    """
+    path = folder / FACTS
+    try:
+        facts = msgspec.json.decode(path.read_bytes(), type=Facts)
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(
+            f"{path}: {reason}; need what 'speedrun export RUN --to safetensors' writes; export it again"
+        ) from None
+    wanted = {WEIGHTS: facts.weights_sha256, facts.tokenizer: facts.tokenizer_sha256}
+    for name, want in wanted.items() if facts.tokenizer else [(WEIGHTS, facts.weights_sha256)]:
+        try:
+            with (folder / name).open("rb") as file:
+                got = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise DataError(f"{folder / name}: {error.strerror}; copy the whole folder again") from None
+        if got != want:
+            raise DataError(f"{folder / name}: sha256 is {got}; {FACTS} says {want}; copy the folder again")
+    return facts
+
+
+def load(folder: Path, *, data: Path | None, recipe: str | None, devices: int) -> Trained:
+    """Load the model of a folder.
+
+    Args:
+        folder: that `write` made.
+        data: folder of shards; None: the track's.
+        recipe: name of the model's recipe, if it lies in a file of its own.
+        devices: of this machine, over which the weights are sharded.
+
+    Raises:
+        UsageError: if its recipe or track is unknown or another one here.
+        DataError: if a file is missing, damaged, or not what the recipe needs.
+    """
+    facts = read(folder)
+    track = _track(folder, facts)
+    chosen = own_recipe(folder, facts.recipe, facts.revision, recipe).override(facts.overrides)
+    if differs := next(_differences(facts.settings, _settings(chosen)), None):
+        raise UsageError(
+            f"{folder} was trained with other settings than {chosen.name} has now: {differs}; install speedrun "
+            f"{facts.version} as it was then, or name the model's own recipe with --recipe"
+        )
+    meshes.prepare("any")
+    known = () if chosen.constants is no_constants else vocabulary.load(track, folder)
+    program = Program(chosen, meshes.make_mesh(devices), vocabulary=known)
+    return Trained(
+        program,
+        track,
+        inventory.data_folder(track, data),
+        facts.step,
+        placed(program, arrays(folder, program)),
+        overrides=facts.overrides,
+        origin={"weights": folder.name, "sha256": facts.weights_sha256},
+        tokenizer=folder if facts.tokenizer else None,
+    )
+
+
+def arrays(folder: Path, program: Program) -> Iterable[tuple[str, np.ndarray]]:
+    """Yield the parameters of a program by name from a folder; raise DataError unless they are exactly its own."""
+    wanted = {name: (Form(DTYPES[spec.dtype], spec.shape),) for name, spec in program.layout.table.items()}
+    return Tensors(folder).read(wanted)
+
+
+def placed(program: Program, arrays: Iterable[tuple[str, np.ndarray]]) -> Params:
+    """Pack parameters by name, and place them on the mesh of a program."""
+    shardings = program.shardings(program.specs).params
+    return jax.jit(program.layout.pack, out_shardings=shardings)(dict(arrays))
+
+
+def _settings(recipe: Recipe) -> dict[str, Any]:
+    described = describe(recipe)
+    return {name: value for name, value in described.items() if name not in _TRAINING}
+
+
+def _differences(then: Any, now: Any, name: str = "") -> Iterator[str]:
+    """Yield the settings that differ, by dotted name."""
+    if isinstance(then, dict) and isinstance(now, dict):
+        for key in sorted({*then} | {*now}):
+            yield from _differences(then.get(key), now.get(key), f"{name}.{key}" if name else key)
+    elif then != now:
+        yield f"{name} was {str(then)[:80]}, is {str(now)[:80]}"
+
+
+def _track(folder: Path, facts: Facts) -> Track:
+    track = tracks.load(facts.track.partition("@")[0])
+    want = track.data.vocab_size, track.data.document_token
+    if (got := (facts.vocab_size, facts.document_token)) != want:
+        raise UsageError(f"{folder}: vocabulary, document token {got}; {track.id} has {want}; export again")
+    return track

@@ -1,0 +1,106 @@
+"""The weights that a command names: a run, a folder with exported weights, or a GPT-2 in a folder or on the hub."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from speedrun.data import hub
+from speedrun.ground.errors import UsageError
+from speedrun.science.params import Params
+from speedrun.trained import exported, transformers_gpt2, weights
+from speedrun.trained.tensors import WEIGHTS
+from speedrun.trained.weights import Trained
+from speedrun.training import checkpoint
+from speedrun.training.program import Program
+
+#: OpenAI's models by name. A folder of that name comes first.
+ON_THE_HUB = {name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")}
+
+
+def load(
+    source: Path,
+    *,
+    data: Path | None = None,
+    recipe: str | None = None,
+    step: int | None = None,
+    devices: int = 1,
+    dtype: str | None = None,
+) -> Trained:
+    """Load weights from wherever they are.
+
+    Args:
+        source: folder of a record or of its checkpoints, an exported folder, a folder of a GPT-2 in the form of
+            transformers, or the name of one `ON_THE_HUB`.
+        data: folder of shards; None: the run's own, or the track's.
+        recipe: name of the recipe, if it lies in a file of its own.
+        step: which checkpoint of a run; None: the newest.
+        devices: of this machine, over which the weights are sharded.
+        dtype: of the computation; None: as the recipe says.
+
+    Raises:
+        UsageError: if there are no such weights, or an argument does not fit them.
+        CheckpointError: if a checkpoint is damaged.
+        DataError: if weights are missing, damaged or not finite.
+    """
+    folder, origin = _found(source)
+    if exported.is_one(folder):
+        _refuse("--step", step, f"{source} has the weights of one step")
+        trained = exported.load(folder, data=data, recipe=recipe, devices=devices)
+    elif transformers_gpt2.is_one(folder):
+        _refuse("--step", step, f"{source} has the weights of one step")
+        _refuse("--recipe", recipe, f"{source} is a GPT-2")
+        trained = transformers_gpt2.load(folder, data=data, devices=devices, origin=origin)
+    else:
+        trained = weights.load(folder, data=data, recipe=recipe, step=step, devices=devices)
+    if dtype is None:
+        return trained
+    changed = trained.program.recipe.override({"compute_dtype": dtype})
+    return replace(trained, program=replace(trained.program, recipe=changed))
+
+
+def packed_for(program: Program, source: Path) -> tuple[Params, Mapping[str, str]]:
+    """Return the weights of an exported folder or a GPT-2 in the layout of a program, and where they come from.
+
+    The recipe may be another than the one that trained them, if its parameters have the same names, shapes and dtypes.
+
+    Raises:
+        UsageError: if there is no such folder.
+        DataError: if weights are missing, damaged, not finite, or not exactly those of the program.
+    """
+    folder, origin = _found(source)
+    if exported.is_one(folder):
+        facts = exported.read(folder)
+        packed = exported.placed(program, exported.arrays(folder, program))
+        return packed, {"weights": folder.name, "sha256": facts.weights_sha256}
+    if transformers_gpt2.is_one(folder):
+        return exported.placed(program, transformers_gpt2.arrays(folder, program)), origin
+    raise UsageError(
+        f"{source} is no folder of weights; need one with {exported.FACTS} or {transformers_gpt2.CONFIG}; "
+        "'speedrun export RUN --to safetensors' makes one of a run"
+    )
+
+
+def _found(source: Path) -> tuple[Path, Mapping[str, str]]:
+    """Return the folder of a source, and where its weights come from; download what is named and not here."""
+    if source.is_file():
+        raise UsageError(f"{source} is a file; name the folder that holds it")
+    if source.exists() or checkpoint.folder_of(source).exists():
+        return source, {"weights": source.resolve().name}
+    if (repo := ON_THE_HUB.get(str(source))) is None:
+        raise UsageError(
+            f"{source}: no such folder; name a run, a folder of weights, or one of {', '.join(ON_THE_HUB)}"
+        )
+    try:
+        config = hub.model_file(repo, transformers_gpt2.CONFIG)
+        commit = config.parent.name
+        hub.model_file(repo, WEIGHTS, commit)
+    except hub.HubError as error:
+        raise UsageError(
+            f"{repo}: {error}; download its {transformers_gpt2.CONFIG} and {WEIGHTS} elsewhere, and name their folder"
+        ) from None
+    return config.parent, {"weights": repo, "revision": commit}
+
+
+def _refuse(option: str, given: object, why: str) -> None:
+    if given is not None:
+        raise UsageError(f"{option} has no effect: {why}; leave it out")

@@ -1,0 +1,118 @@
+"""The tensors of `.safetensors` files, which are untrusted: headers are checked before any data is read.
+
+The library checks that tensors cover the file without gaps or overlaps, so no shape can claim more than is there.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from speedrun.ground.errors import DataError
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+#: A header says how large it is; the library refuses more.
+_MOST_HEADER_BYTES = 100_000_000
+#: As a header names them. The dtypes of trained parameters.
+DTYPES = {"float32": "F32", "bfloat16": "BF16"}
+
+
+class Form(NamedTuple):
+    """A tensor, as a header describes it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{[*self.shape]}"
+
+
+class _Index(msgspec.Struct, frozen=True):
+    weight_map: dict[str, str]
+
+
+class Tensors:
+    """The tensors of `model.safetensors` in a folder, or of the files that its index names."""
+
+    def __init__(self, folder: Path) -> None:
+        """Check the headers.
+
+        Raises:
+            DataError: if a file is missing or damaged, or two have the same tensor.
+        """
+        self.folder = folder
+        self.forms: dict[str, Form] = {}
+        self._files: dict[str, Any] = {}
+        index = folder / INDEX
+        names = [WEIGHTS] if not index.exists() else _shards(index)
+        for name in names:
+            opened, forms = _opened(folder / name)
+            if both := sorted(forms.keys() & self.forms):
+                raise DataError(f"{folder / name}: {both[0]} is in two files; copy the folder again")
+            self.forms |= forms
+            self._files |= dict.fromkeys(forms, opened)
+
+    def read(self, wanted: Mapping[str, tuple[Form, ...]]) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield tensors by name, after the forms of all of them are compared with those that they may have.
+
+        Raises:
+            DataError: if one is missing, not wanted, of another form, or holds NaN or infinity.
+        """
+        folder = self.folder
+        for name in sorted({*wanted} | {*self.forms}):
+            got, need = self.forms.get(name), wanted.get(name)
+            if got is None or need is None or got not in need:
+                what = "is missing" if got is None else f"is {got}"
+                needs = f"need {' or '.join(map(str, need))}" if need else "the model has no such parameter"
+                raise DataError(f"{folder}: parameter {name} {what}; {needs}; name the model's own recipe")
+        for name in wanted:
+            x = self._files[name].get_tensor(name)
+            if not np.isfinite(x.astype(np.float32, copy=False)).all():
+                raise DataError(f"{folder}: {name} holds NaN or infinity; need finite weights; copy it again")
+            yield name, x
+
+
+def _shards(index: Path) -> list[str]:
+    try:
+        names = sorted({*msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()})
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"{index}: {reason}; need a map from parameters to files; copy it again") from None
+    if wrong := [name for name in names if not re.fullmatch(r"[\w-][\w.-]*\.safetensors", name)]:
+        raise DataError(f"{index} names {wrong[0]!r}; need files of this folder; copy it again")
+    return names
+
+
+def _opened(path: Path) -> tuple[Any, dict[str, Form]]:
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_file():
+        what = "not a file" if path.exists() else "no such file"
+        raise DataError(f"{path}: {what}; need the weights; copy the folder again")
+    try:
+        file = safe_open(path, framework="np")
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
+        forms = {name: Form(x.get_dtype(), tuple(x.get_shape())) for name, x in slices.items()}
+        _check_names(path)
+    except (SafetensorError, OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error).rpartition("header: ")[2]
+        raise DataError(f"{path}: {reason}; need a whole file of safetensors; copy it again") from None
+    return file, forms
+
+
+def _check_names(path: Path) -> None:
+    """Raise ValueError if a header has a name twice: the library takes the last one."""
+    with path.open("rb") as file:
+        size = min(int.from_bytes(file.read(8), "little"), _MOST_HEADER_BYTES)
+        header = file.read(size)
+
+    def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(found := dict(pairs)) != len(pairs):
+            raise ValueError("a name is in the header twice")
+        return found
+
+    json.loads(header, object_pairs_hook=distinct)
