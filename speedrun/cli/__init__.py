@@ -40,7 +40,11 @@ GROUPS = {
         "sweep": "Compare settings or features of a recipe, or a recipe with its ancestors.",
         "import-log": "Read other people's logs, and report how much equal runs differ.",
     },
-    "Use": {"sample": "Let a trained model write.", "eval": "Score a trained model on other text."},
+    "Use": {
+        "sample": "Let a trained model write.",
+        "play": "Let exported models write in a browser.",
+        "eval": "Score a trained model on other text.",
+    },
     "Publish": {
         "describe": "Set title, authors, changes and parent of a record.",
         "submit": "Validate a record, scan it for secrets, and pack it for a pull request.",

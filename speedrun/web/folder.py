@@ -8,7 +8,9 @@ import hashlib
 import io
 import json
 import tarfile
+from dataclasses import replace
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 
-from speedrun.data import vocabulary
-from speedrun.ground.errors import DataError, UsageError
+from speedrun.ground.errors import DataError
+from speedrun.ground.track import Track
 from speedrun.ground.wholefile import make_folder
 from speedrun.science.inputs import Inputs
 from speedrun.science.params import Params
 from speedrun.science.recipe import Recipe
-from speedrun.ground.track import Track
 from speedrun.trained.incremental import DecodingKernels
 from speedrun.trained.weights import Trained
 from speedrun.trained.words import Words
@@ -53,10 +54,11 @@ def write(trained: Trained, out: Path, *, dtype: str = "float32") -> list[Path]:
         UsageError: if the page lacks an operation of the model, or the folder is not empty.
         DataError: if the tokenizer is of a kind that the page lacks, or a file of this package is damaged.
     """
-    recipe, track = trained.program.recipe, trained.track
-    params = {name: x.astype(jnp.float32) for name, x in trained.params.items()}
+    recipe, track = trained.program.recipe.override({"compute_dtype": "float32"}), trained.track
+    trained = replace(trained, program=replace(trained.program, recipe=recipe))
+    params = {name: jnp.asarray(x, jnp.float32) for name, x in trained.params.items()}
     name = f"{recipe.name}-{trained.step}"
-    words = Words(track, trained.folder)
+    words = Words(track, trained.words_folder)
     facts = {"name": name, "track": track.id, "step": trained.step, "has_text": bool(words.tokens)}
     files = of_model(recipe, params, trained.inputs, track, facts, dtype=dtype)
     if words.tokens:
@@ -125,7 +127,9 @@ def _merges_of_file(name: str, raw: bytes) -> list[list[int]]:
     wanted = {key: splitter.get(key) for key in plain}
     extras = [key for key in ("continuing_subword_prefix", "end_of_word_suffix", "dropout") if model.get(key)]
     if wanted != plain or found.get("normalizer") or extras or model.get("type") != "BPE":
-        raise DataError(f"{name}: need byte-level BPE with GPT-2's rule for words; the page has no other tokenizer")
+        raise DataError(
+            f"{name}: need byte-level BPE with GPT-2's rule for words; the page has no other tokenizer"
+        )
     ids = model["vocab"]
     split = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
     return [[ids[left], ids[right], ids[left + right]] for left, right in split]
@@ -138,7 +142,7 @@ def _merges_of_ranks(tokens: dict[int, bytes]) -> list[list[int]]:
     for index, token in sorted(tokens.items()):
         parts = [token[i : i + 1] for i in range(len(token))]
         while len(parts) > 2:
-            ranked = [(ids.get(a + b, index), i) for i, (a, b) in enumerate(zip(parts, parts[1:], strict=False))]
+            ranked = [(ids.get(a + b, index), i) for i, (a, b) in enumerate(pairwise(parts))]
             rank, i = min(ranked)
             if rank >= index:
                 break  # no merge leads here: the token is never produced
@@ -158,7 +162,9 @@ def page() -> dict[str, bytes]:
     files = {file.name: file.read_bytes() for file in (ours / "page").iterdir() if file.is_file()}
     raw = (ours / _JAX_JS).read_bytes()
     if (got := base64.b64encode(hashlib.sha512(raw).digest()).decode()) != _JAX_JS_SHA512:
-        raise DataError(f"{_JAX_JS}: sha512 is {got}; jax-js was published with another; install speedrun again")
+        raise DataError(
+            f"{_JAX_JS}: sha512 is {got}; jax-js was published with another; install speedrun again"
+        )
     with tarfile.open(fileobj=io.BytesIO(raw)) as archive:
         for member in archive:
             folder, _, name = member.name.rpartition("/")
@@ -168,12 +174,10 @@ def page() -> dict[str, bytes]:
 
 
 def _stored(array: np.ndarray, dtype: str) -> np.ndarray:
-    if dtype == "float16" and array.dtype == np.float32 and array.size >= SMALL:
-        with np.errstate(over="ignore"):
-            narrow = array.astype(np.float16)
-        if not np.isfinite(narrow).all():
-            raise UsageError("a weight is larger than float16 holds, 65,504; export with --dtype float32")
-        return narrow
+    """Return an array in C order, large ones in `dtype`; infinite or too large for float16, it stays float32."""
+    is_large = array.dtype == np.float32 and array.size >= SMALL
+    if dtype == "float16" and is_large and np.abs(array).max() <= np.finfo(np.float16).max:
+        return array.astype(np.float16, order="C")
     return np.asarray(array, order="C")
 
 

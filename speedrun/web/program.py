@@ -16,18 +16,19 @@ from speedrun.ground.errors import UsageError
 from speedrun.trained import equations
 from speedrun.trained.alignment import shape_of
 
+_ELEMENTWISE = """
+abs add and ceil cos div eq erf erfc exp expm1 floor ge gt le log log1p logistic lt max min mul ne
+neg not or pow rsqrt select_n sign sin sqrt sub tan tanh xor
+"""
 #: Operations of the page that take arrays of one shape, or scalars, and have the name of the primitive.
-ELEMENTWISE = frozenset(
-    "abs add and ceil cos div eq erf erfc exp expm1 floor ge gt le log log1p logistic lt max min mul ne neg not or "
-    "pow rsqrt select_n sign sin sqrt sub tan tanh xor".split()
-)
+ELEMENTWISE = frozenset(_ELEMENTWISE.split())
 #: Those that change nothing here: everything is float32, and nothing is differentiated.
 _NOTHING = frozenset({"copy", "copy_p", "optimization_barrier", "stop_gradient", "reduce_precision"})
 _REDUCTIONS = frozenset({"reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_sum"})
 _RUNNING = frozenset({"cummax", "cummin", "cumsum"})
 _DTYPES = frozenset({"bool", "float32", "int32", "uint32"})
 #: Elements up to which a value is evaluated although it is larger than what it is made from.
-_SMALL = 1 << 14
+_SMALL = 1 << 17
 
 Operand = int | dict[str, Any]  #: the number of a value, or {"value", "dtype"} of a literal
 
@@ -98,6 +99,8 @@ class _Writer:
         if not all(x in self._known for x in operands):
             return False
         sizes = [np.prod(shape_of(x), dtype=int) for x in operands]
+        if eqn.primitive.name == "broadcast_in_dim" and max(sizes, default=1) == 1:
+            return shape_of(eqn.outvars[0]) == ()  # cheaper where it is used
         return sum(np.prod(shape_of(x), dtype=int) for x in eqn.outvars) <= max([_SMALL, *sizes])
 
     def _value(self, dtype: Any, shape: Sequence[int]) -> int:
