@@ -26,9 +26,12 @@ ELEMENTWISE = frozenset(_ELEMENTWISE.split())
 _NOTHING = frozenset({"copy", "copy_p", "optimization_barrier", "stop_gradient", "reduce_precision"})
 _REDUCTIONS = frozenset({"reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_sum"})
 _RUNNING = frozenset({"cummax", "cummin", "cumsum"})
+_MOVING = frozenset({"broadcast_in_dim", "concatenate", "pad", "reshape", "tile"})
 _DTYPES = frozenset({"bool", "float32", "int32", "uint32"})
 #: Elements up to which a value is evaluated although it is larger than what it is made from.
 _SMALL = 1 << 17
+#: The same for one number that is repeated.
+_FEW = 1 << 10
 
 Operand = int | dict[str, Any]  #: the number of a value, or {"value", "dtype"} of a literal
 
@@ -99,9 +102,10 @@ class _Writer:
         if not all(x in self._known for x in operands):
             return False
         sizes = [np.prod(shape_of(x), dtype=int) for x in operands]
+        made = sum(np.prod(shape_of(x), dtype=int) for x in eqn.outvars)
         if eqn.primitive.name == "broadcast_in_dim" and max(sizes, default=1) == 1:
-            return shape_of(eqn.outvars[0]) == ()  # cheaper where it is used
-        return sum(np.prod(shape_of(x), dtype=int) for x in eqn.outvars) <= max([_SMALL, *sizes])
+            return made <= _FEW
+        return made <= max([_SMALL, *sizes])
 
     def _value(self, dtype: Any, shape: Sequence[int]) -> int:
         if str(dtype) not in _DTYPES:
@@ -111,15 +115,15 @@ class _Writer:
         self._json["values"].append([str(dtype), [int(n) for n in shape]])
         return len(self._json["values"]) - 1
 
-    def _operand(self, x: Any) -> Operand:
-        if isinstance(x, Literal):
+    def _operand(self, x: Any, *, is_moved: bool = False) -> Operand:
+        if isinstance(x, Literal) and not is_moved:
             # JSON has no infinity.
             value = x.val.item() if hasattr(x.val, "item") else x.val
             value = value if not isinstance(value, float) or np.isfinite(value) else str(value)
             return {"value": value, "dtype": str(x.aval.dtype)}
-        if x in self._alias:
+        if not isinstance(x, Literal) and x in self._alias:
             return self._alias[x]
-        array = np.asarray(self._known[x])
+        array = np.asarray(x.val if isinstance(x, Literal) else self._known[x], x.aval.dtype)
         name = self._constants.name_of(array)
         if name not in self._named:
             self._named[name] = self._value(array.dtype, array.shape)
@@ -136,7 +140,8 @@ class _Writer:
         if name in _NOTHING:
             self._alias.update(zip(eqn.outvars, map(self._operand, eqn.invars), strict=True))
             return
-        xs = [self._operand(x) for x in eqn.invars]
+        # In a compiled function, jax-js 0.1.25 adds a literal to all of a concatenation, in place of its own part.
+        xs = [self._operand(x, is_moved=name in _MOVING) for x in eqn.invars]
         if name == "split":
             self._alias.update(self._split(eqn, xs))
         elif name == "square":
@@ -191,6 +196,8 @@ def _taken(eqn: JaxprEqn) -> tuple[str, dict[str, Any]] | None:
             return name, {"bounds": [list(bounds) for bounds in ends]}
         case "concatenate":
             return name, {"axis": params["dimension"]}
+        case "pad" if all(low >= 0 and high >= 0 and not inner for low, high, inner in params["padding_config"]):
+            return name, {"widths": [[int(low), int(high)] for low, high, _ in params["padding_config"]]}
         case "tile":
             return name, {"reps": [int(n) for n in params["reps"]]}
         case "iota":

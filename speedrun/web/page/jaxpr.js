@@ -33,6 +33,18 @@ function running(x, axis, combine) {
   return x;
 }
 
+/** Surrounds `x` by copies of a number, [before, after] along each axis. */
+function padded(x, number, widths) {
+  widths.forEach((ends, axis) => {
+    const [before, after] = ends.map((width) =>
+      width ? [np.broadcastTo(number.ref.reshape(x.shape.map(() => 1)), x.shape.with(axis, width))] : [],
+    );
+    if (before.length + after.length) x = np.concatenate([...before, x, ...after], axis);
+  });
+  number.dispose();
+  return x;
+}
+
 /** Operations that take more than arrays: (operands, what else they take, [dtype, shape] of the output). */
 const OTHERS = {
   broadcast: ([x], { inner, shape }) => np.broadcastTo(x.reshape(inner), shape),
@@ -50,6 +62,7 @@ const OTHERS = {
     }),
   iota: (_, { axis }, [dtype, shape]) =>
     np.broadcastTo(np.arange(0, shape[axis], 1, { dtype }).reshape(shape.map((n, i) => (i === axis ? n : 1))), shape),
+  pad: ([x, number], { widths }) => padded(x, number, widths),
   reshape: ([x], { shape }) => x.reshape(shape),
   rows: ([table, indices]) => np.take(table, indices.reshape(indices.shape.slice(0, -1)), 0),
   select_n: ([which, no, yes]) => np.where(which, yes, no),
