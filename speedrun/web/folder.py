@@ -62,7 +62,7 @@ def write(trained: Trained, out: Path, *, dtype: str = "float32") -> list[Path]:
     facts = {"name": name, "track": track.id, "step": trained.step, "has_text": bool(words.tokens)}
     files = of_model(recipe, params, trained.inputs, track, facts, dtype=dtype)
     if words.tokens:
-        files["tokenizer.json"] = _json(tokenizer(words))
+        files["tokenizer.json"] = _json(described_tokenizer(*words.file(), words.tokens))
     return write_folder(out, {name: files})
 
 
@@ -102,21 +102,23 @@ def of_model(
         "states": [program(states, params, [one], constants) for one in tokens],
         "logits": [program(logits, params, [one], constants) for one in rows],
     }
-    arrays = {name: _stored(x, dtype) for name, x in constants.arrays.items()}
+    arrays = {name: stored(x, dtype) for name, x in constants.arrays.items()}
     return {"model.json": _json(described), "weights.safetensors": safetensors.numpy.save(arrays)}
 
 
-def tokenizer(words: Words) -> dict[str, Any]:
+def described_tokenizer(name: str, raw: bytes, tokens: dict[int, bytes]) -> dict[str, Any]:
     """Return the bytes of each id in base64, and the merges as [left, right, merged], the first to be applied first.
+
+    Args:
+        name: gpt2, or of the file.
+        raw: the file.
+        tokens: the bytes of ids; special ones are missing.
 
     Raises:
         DataError: if it is not byte-level BPE with GPT-2's rule for words.
     """
-    tokens = words.tokens
-    name, raw = words.file()
     pairs = _merges_of_ranks(tokens) if name == "gpt2" else _merges_of_file(name, raw)
-    size = max(tokens) + 1
-    spelled = [base64.b64encode(tokens.get(index, b"")).decode() for index in range(size)]
+    spelled = [base64.b64encode(tokens.get(index, b"")).decode() for index in range(max(tokens) + 1)]
     return {"tokens": spelled, "merges": pairs}
 
 
@@ -173,7 +175,7 @@ def page() -> dict[str, bytes]:
     return files
 
 
-def _stored(array: np.ndarray, dtype: str) -> np.ndarray:
+def stored(array: np.ndarray, dtype: str) -> np.ndarray:
     """Return an array in C order, large ones in `dtype`; infinite or too large for float16, it stays float32."""
     is_large = array.dtype == np.float32 and array.size >= SMALL
     if dtype == "float16" and is_large and np.abs(array).max() <= np.finfo(np.float16).max:

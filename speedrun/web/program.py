@@ -196,7 +196,9 @@ def _taken(eqn: JaxprEqn) -> tuple[str, dict[str, Any]] | None:
             return name, {"bounds": [list(bounds) for bounds in ends]}
         case "concatenate":
             return name, {"axis": params["dimension"]}
-        case "pad" if all(low >= 0 and high >= 0 and not inner for low, high, inner in params["padding_config"]):
+        case "pad" if all(
+            low >= 0 and high >= 0 and not inner for low, high, inner in params["padding_config"]
+        ):
             return name, {"widths": [[int(low), int(high)] for low, high, _ in params["padding_config"]]}
         case "tile":
             return name, {"reps": [int(n) for n in params["reps"]]}

@@ -27,6 +27,8 @@ def answering(folders: Sequence[Path]) -> Answer:
             models[name if name not in models else f"{name} ({number})"] = root / "models" / name
 
     def answer(path: str, _: dict[str, str]) -> Reply | None:
+        if "\0" in unquote(path):
+            return None
         parts = [part for part in unquote(path).split("/") if part] or ["index.html"]
         if parts == [_LIST]:
             return Reply(msgspec.json.encode(list(models)), content_type(_LIST))
