@@ -21,7 +21,7 @@ import safetensors.numpy
 
 from speedrun.ground.errors import DataError
 from speedrun.ground.track import Track
-from speedrun.ground.wholefile import make_folder
+from speedrun.ground.wholefile import make_folder, write_whole
 from speedrun.science.inputs import Inputs
 from speedrun.science.params import Params
 from speedrun.science.recipe import Recipe
@@ -30,6 +30,7 @@ from speedrun.trained.weights import Trained
 from speedrun.trained.words import Words
 from speedrun.web.program import Constants, program
 
+LIST = "models.json"
 FORMAT = "speedrun.web/1"
 #: Positions of the shortest program; the next have four times as many, up to what the model was scored on.
 SHORTEST = 64
@@ -67,12 +68,13 @@ def write(trained: Trained, out: Path, *, dtype: str = "float32") -> list[Path]:
 
 
 def write_folder(out: Path, models: dict[str, dict[str, bytes]]) -> list[Path]:
-    """Write the page with the files of models by name; return the paths."""
-    files = page() | {"models.json": _json(list(models))}
-    for name, parts in models.items():
-        files |= {f"models/{name}/{part}": raw for part, raw in parts.items()}
-    make_folder(out, files)
-    return [out / name for name in files]
+    """Write the page with the files of models by name; return the paths. The list of models comes last."""
+    folders = {out: page(), out / "jax-js": jax_js()}
+    folders |= {out / "models" / name: files for name, files in models.items()}
+    for folder, files in folders.items():
+        make_folder(folder, files)
+    write_whole(out / LIST, _json(list(models)))
+    return [folder / name for folder, files in folders.items() for name in files] + [out / LIST]
 
 
 def of_model(
@@ -155,23 +157,29 @@ def _merges_of_ranks(tokens: dict[int, bytes]) -> list[list[int]]:
 
 
 def page() -> dict[str, bytes]:
-    """Return the files of the page, and jax-js with its licence.
+    """Return the files of the page, without jax-js."""
+    ours = resources.files("speedrun.web") / "page"
+    return {file.name: file.read_bytes() for file in ours.iterdir() if file.is_file()}
+
+
+def jax_js() -> dict[str, bytes]:
+    """Return the modules of jax-js, and its licence.
 
     Raises:
-        DataError: if jax-js is not what was published.
+        DataError: if the package is not what was published.
     """
-    ours = resources.files("speedrun.web")
-    files = {file.name: file.read_bytes() for file in (ours / "page").iterdir() if file.is_file()}
-    raw = (ours / _JAX_JS).read_bytes()
+    raw = (resources.files("speedrun.web") / _JAX_JS).read_bytes()
     if (got := base64.b64encode(hashlib.sha512(raw).digest()).decode()) != _JAX_JS_SHA512:
         raise DataError(
             f"{_JAX_JS}: sha512 is {got}; jax-js was published with another; install speedrun again"
         )
+    files = {}
     with tarfile.open(fileobj=io.BytesIO(raw)) as archive:
         for member in archive:
             folder, _, name = member.name.rpartition("/")
-            if name == "LICENSE" or (folder == "package/dist" and name.endswith(".js")):
-                files[f"jax-js/{name}"] = archive.extractfile(member).read()  # pyright: ignore
+            is_module = folder == "package/dist" and name.endswith(".js")
+            if (is_module or name == "LICENSE") and (file := archive.extractfile(member)) is not None:
+                files[name] = file.read()
     return files
 
 

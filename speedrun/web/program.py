@@ -120,10 +120,10 @@ class _Writer:
             # JSON has no infinity.
             value = x.val.item() if hasattr(x.val, "item") else x.val
             value = value if not isinstance(value, float) or np.isfinite(value) else str(value)
-            return {"value": value, "dtype": str(x.aval.dtype)}
+            return {"value": value, "dtype": _dtype(x)}
         if not isinstance(x, Literal) and x in self._alias:
             return self._alias[x]
-        array = np.asarray(x.val if isinstance(x, Literal) else self._known[x], x.aval.dtype)
+        array = np.asarray(x.val if isinstance(x, Literal) else self._known[x], _dtype(x))
         name = self._constants.name_of(array)
         if name not in self._named:
             self._named[name] = self._value(array.dtype, array.shape)
@@ -148,7 +148,7 @@ class _Writer:
             self._alias[out] = self._emit("mul", xs * 2, out)
         elif name == "integer_pow" and params["y"] > 0:
             self._alias[out] = self._power(xs[0], params["y"], out)
-        elif name in ELEMENTWISE and (name != "select_n" or str(eqn.invars[0].aval.dtype) == "bool"):
+        elif name in ELEMENTWISE and (name != "select_n" or _dtype(eqn.invars[0]) == "bool"):
             self._alias[out] = self._emit(name, xs, out)
         elif (taken := _taken(eqn)) is not None:
             self._alias[out] = self._emit(taken[0], xs, out, **taken[1])
@@ -226,6 +226,10 @@ def _is_row(eqn: JaxprEqn) -> bool:
         and numbers.offset_dims == tuple(range(leading, leading + len(rest)))
         and str(eqn.params["mode"]) in ("GatherScatterMode.PROMISE_IN_BOUNDS", "GatherScatterMode.CLIP", "1")
     )
+
+
+def _dtype(x: Any) -> str:
+    return str(x.aval.dtype)
 
 
 def _detail(eqn: JaxprEqn) -> str:

@@ -6,7 +6,7 @@ const $ = (id) => document.getElementById(id);
 const NONE = "";
 const LIMITS = [0.01, 0.1, 0.5, 0.9];
 const percent = (p) => (p >= 0.0995 ? `${(100 * p).toFixed(0)} %` : p >= 0.001 ? `${(100 * p).toFixed(1)} %` : "< 0.1 %");
-const visible = (text) => text.replaceAll("\n", "↵").replaceAll("\t", "⇥");
+const visible = (text) => (text.trim() ? text : text.replaceAll(" ", "␣")).replaceAll("\n", "↵").replaceAll("\t", "⇥");
 const quoted = (text) => `“${visible(text)}”`;
 
 const loaded = new Map(); // by backend and name
@@ -29,7 +29,9 @@ async function model(name, device) {
 
 /** One model's text, and the alternatives of the token that is chosen. */
 class Column {
-  constructor(facts) {
+  constructor(model) {
+    const { facts } = model;
+    this.spell = (ids) => model.decode(ids);
     const root = $("column").content.cloneNode(true).firstElementChild;
     [this.title, this.text, this.speed, this.heading, this.bars] = root.children;
     this.title.textContent = `${facts.name}, trained on ${facts.track}`;
@@ -96,8 +98,7 @@ const drawn = () => new Promise((resolve) => setTimeout(resolve, 0));
 
 async function write(name, device, how, numTokens) {
   const one = await model(name, device);
-  const column = new Column(one.facts);
-  column.spell = (ids) => one.decode(ids);
+  let column = null; // once there is something to show
   const prompt = one.encode($("prompt").value);
   const ids = [];
   let shown = "";
@@ -105,6 +106,7 @@ async function write(name, device, how, numTokens) {
   let number = 0;
   for await (const token of one.continued(prompt, how, numTokens)) {
     ids.push(token.id);
+    column ??= new Column(one);
     const isFirst = ids.length === 1 && one.facts.has_text && token.id === one.facts.document_token;
     // A character may take several tokens: it is shown with the last of them.
     const all = one.decode(ids).join("").replace(/\ufffd$/u, "");
