@@ -43,6 +43,7 @@ GROUPS = {
     "Use": {
         "watch": "Show runs on a page, while they train or afterwards.",
         "sample": "Let a trained model write.",
+        "play": "Let exported models write in a browser.",
         "eval": "Score a trained model on other text.",
     },
     "Publish": {

@@ -17,6 +17,7 @@ from speedrun.ledger.record import load
 MODEL_FORMS = {
     "safetensors": "speedrun.trained.exported",
     "transformers": "speedrun.trained.transformers_gpt2",
+    "web": "speedrun.web.folder",
 }
 
 
@@ -25,6 +26,7 @@ MODEL_FORMS = {
         "speedrun export records/smoke-cpu/2026-11-21-first --to classic",
         "speedrun export RECORD --to tensorboard --out events",
         "speedrun export runs/docs --to safetensors --out docs-model",
+        "speedrun export runs/docs --to web --out docs-web",
     )
 )
 @click.argument("record", type=click.Path(path_type=Path))
@@ -39,18 +41,30 @@ MODEL_FORMS = {
 @step_option
 @recipe_option(text="The model's recipe, if it is in a file of your own.")
 @data_option
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "float16"]),
+    help="How web stores large arrays; the page computes in float32. Default: float32.",
+)
 @json_option
-def command(*, record: Path, form: str, out: Path | None, as_json: bool, **given: Any) -> None:
+def command(
+    *, record: Path, form: str, out: Path | None, as_json: bool, dtype: str | None, **given: Any
+) -> None:
     """Write the curves of RECORD as text logs, CSV, offline wandb runs or TensorBoard events, or its model.
 
     A model needs weights, which a run keeps with --checkpoint-every. The files contain nothing about this machine, and
     nothing is sent. The record is not changed.
     """
     folder = out if out is not None else Path(f"{record.resolve().name}-{form}")
+    if dtype is not None and form != "web":
+        raise UsageError(f"--dtype has no effect on {form}; leave it out")
     if form in MODEL_FORMS:
         from speedrun.trained import sources
 
-        paths = importlib.import_module(MODEL_FORMS[form]).write(sources.load(record, **given), folder)
+        stored = {} if dtype is None else {"dtype": dtype}
+        paths = importlib.import_module(MODEL_FORMS[form]).write(
+            sources.load(record, **given), folder, **stored
+        )
     else:
         for name, value in given.items():
             if value is not None:

@@ -44,10 +44,16 @@ class Words:
         Raises:
             DataError: if the file of the tokenizer is missing, and cannot be downloaded.
         """
-        if self._choice is None or self._choice.path is None:
+        name, raw = self.file()
+        if not name:
             return {}
-        raw = self._choice.path.read_bytes()
-        return vocabulary.ranks(raw) if self._choice.name == "gpt2" else vocabulary.byte_level(raw)
+        return vocabulary.ranks(raw) if name == "gpt2" else vocabulary.byte_level(raw)
+
+    def file(self) -> tuple[str, bytes]:
+        """Return the name of the tokenizer and the bytes of its file; both are empty if ids stand for no text."""
+        if self._choice is None or self._choice.path is None:
+            return "", b""
+        return self._choice.name, self._choice.path.read_bytes()
 
     @cached_property
     def encoder(self) -> tokenizer.Tokenizer | None:

@@ -1,0 +1,195 @@
+"""The folder of a model in the browser: the page, jax-js, and in models/NAME programs, weights and the tokenizer.
+
+Any static host can serve it. jax-js is shipped as its package was published, and its digest is checked.
+"""
+
+import base64
+import hashlib
+import io
+import json
+import tarfile
+from dataclasses import replace
+from importlib import resources
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors.numpy
+
+from speedrun.ground.errors import DataError
+from speedrun.ground.track import Track
+from speedrun.ground.wholefile import make_folder, write_whole
+from speedrun.science.inputs import Inputs
+from speedrun.science.params import Params
+from speedrun.science.recipe import Recipe
+from speedrun.trained.incremental import DecodingKernels
+from speedrun.trained.weights import Trained
+from speedrun.trained.words import Words
+from speedrun.web.program import Constants, program
+
+LIST = "models.json"
+FORMAT = "speedrun.web/1"
+#: Positions of the shortest program; the next have four times as many, up to what the model was scored on.
+SHORTEST = 64
+#: Rows of the longer program for logits.
+ROWS = 64
+#: Smaller arrays stay float32: learned scalars and rotary angles.
+SMALL = 1024
+_JAX_JS = "jax-js-jax-0.1.25.tgz"
+#: Of the package on npm, `dist.integrity`.
+_JAX_JS_SHA512 = "g6PxWa6ZLjeQdDAM0ImBSqpdYnC6InCUTCCbMLxhMHMsMNu+JbHRjIQZ/anjBcP69of6hiqfGmTl+3gBn1qu/A=="
+
+
+def write(trained: Trained, out: Path, *, dtype: str = "float32") -> list[Path]:
+    """Write a trained model with its page into a new folder; return the files.
+
+    Args:
+        trained: the model.
+        out: new or empty folder.
+        dtype: of large arrays in the file, float32 or float16; the page computes in float32.
+
+    Raises:
+        UsageError: if the page lacks an operation of the model, or the folder is not empty.
+        DataError: if the tokenizer is of a kind that the page lacks, or a file of this package is damaged.
+    """
+    recipe, track = trained.program.recipe.override({"compute_dtype": "float32"}), trained.track
+    trained = replace(trained, program=replace(trained.program, recipe=recipe))
+    params = {name: jnp.asarray(x, jnp.float32) for name, x in trained.params.items()}
+    name = f"{recipe.name}-{trained.step}"
+    words = Words(track, trained.words_folder)
+    facts = {"name": name, "track": track.id, "step": trained.step, "has_text": bool(words.tokens)}
+    files = of_model(recipe, params, trained.inputs, track, facts, dtype=dtype)
+    if words.tokens:
+        files["tokenizer.json"] = _json(described_tokenizer(*words.file(), words.tokens))
+    return write_folder(out, {name: files})
+
+
+def write_folder(out: Path, models: dict[str, dict[str, bytes]]) -> list[Path]:
+    """Write the page with the files of models by name; return the paths. The list of models comes last."""
+    folders = {out: page(), out / "jax-js": jax_js()}
+    folders |= {out / "models" / name: files for name, files in models.items()}
+    for folder, files in folders.items():
+        make_folder(folder, files)
+    write_whole(out / LIST, _json(list(models)))
+    return [folder / name for folder, files in folders.items() for name in files] + [out / LIST]
+
+
+def of_model(
+    recipe: Recipe, params: Params, inputs: Inputs, track: Track, facts: dict[str, Any], *, dtype: str
+) -> dict[str, bytes]:
+    """Return `model.json` and `weights.safetensors` of parameters in float32."""
+    constants, config, kernels = Constants(params), recipe.config, DecodingKernels()
+    lengths = [n for i in range(20) if (n := SHORTEST * 4**i) < recipe.eval_seq_len] + [recipe.eval_seq_len]
+    vocab_size = track.data.vocab_size
+
+    def states(params: Params, tokens_BT: jax.Array) -> jax.Array:
+        x_BTD = recipe.forward(params, tokens_BT, inputs, config, kernels)
+        return x_BTD.reshape(tokens_BT.size, -1)
+
+    def logits(params: Params, x_ND: jax.Array) -> jax.Array:
+        return recipe.logits(params, x_ND, config)[:, :vocab_size]
+
+    tokens = [jax.ShapeDtypeStruct((1, length), jnp.int32) for length in lengths]
+    (_, width) = jax.eval_shape(states, params, tokens[0]).shape
+    rows = [jax.ShapeDtypeStruct((n, width), jnp.float32) for n in (1, ROWS)]
+    described = {
+        "format": FORMAT,
+        **facts,
+        "vocab_size": vocab_size,
+        "document_token": track.data.document_token,
+        "num_positions": lengths[-1],
+        "states": [program(states, params, [one], constants) for one in tokens],
+        "logits": [program(logits, params, [one], constants) for one in rows],
+    }
+    arrays = {name: stored(x, dtype) for name, x in constants.arrays.items()}
+    return {"model.json": _json(described), "weights.safetensors": safetensors.numpy.save(arrays)}
+
+
+def described_tokenizer(name: str, raw: bytes, tokens: dict[int, bytes]) -> dict[str, Any]:
+    """Return the bytes of each id in base64, and the merges as [left, right, merged], the first to be applied first.
+
+    Args:
+        name: gpt2, or of the file.
+        raw: the file.
+        tokens: the bytes of ids; special ones are missing.
+
+    Raises:
+        DataError: if it is not byte-level BPE with GPT-2's rule for words.
+    """
+    pairs = _merges_of_ranks(tokens) if name == "gpt2" else _merges_of_file(name, raw)
+    spelled = [base64.b64encode(tokens.get(index, b"")).decode() for index in range(max(tokens) + 1)]
+    return {"tokens": spelled, "merges": pairs}
+
+
+def _merges_of_file(name: str, raw: bytes) -> list[list[int]]:
+    found = json.loads(raw)
+    model, splitter = found["model"], found.get("pre_tokenizer") or {}
+    plain = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+    wanted = {key: splitter.get(key) for key in plain}
+    extras = [key for key in ("continuing_subword_prefix", "end_of_word_suffix", "dropout") if model.get(key)]
+    if wanted != plain or found.get("normalizer") or extras or model.get("type") != "BPE":
+        raise DataError(
+            f"{name}: need byte-level BPE with GPT-2's rule for words; the page has no other tokenizer"
+        )
+    ids = model["vocab"]
+    split = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+    return [[ids[left], ids[right], ids[left + right]] for left, right in split]
+
+
+def _merges_of_ranks(tokens: dict[int, bytes]) -> list[list[int]]:
+    """Return the merges that ranks stand for: each token's last is that of its bytes with all lower ranks."""
+    ids = {token: index for index, token in tokens.items()}
+    pairs = []
+    for index, token in sorted(tokens.items()):
+        parts = [token[i : i + 1] for i in range(len(token))]
+        while len(parts) > 2:
+            ranked = [(ids.get(a + b, index), i) for i, (a, b) in enumerate(pairwise(parts))]
+            rank, i = min(ranked)
+            if rank >= index:
+                break  # no merge leads here: the token is never produced
+            parts[i : i + 2] = [parts[i] + parts[i + 1]]
+        if len(parts) == 2:
+            pairs.append([ids[parts[0]], ids[parts[1]], index])
+    return pairs
+
+
+def page() -> dict[str, bytes]:
+    """Return the files of the page, without jax-js."""
+    ours = resources.files("speedrun.web") / "page"
+    return {file.name: file.read_bytes() for file in ours.iterdir() if file.is_file()}
+
+
+def jax_js() -> dict[str, bytes]:
+    """Return the modules of jax-js, and its licence.
+
+    Raises:
+        DataError: if the package is not what was published.
+    """
+    raw = (resources.files("speedrun.web") / _JAX_JS).read_bytes()
+    if (got := base64.b64encode(hashlib.sha512(raw).digest()).decode()) != _JAX_JS_SHA512:
+        raise DataError(
+            f"{_JAX_JS}: sha512 is {got}; jax-js was published with another; install speedrun again"
+        )
+    files = {}
+    with tarfile.open(fileobj=io.BytesIO(raw)) as archive:
+        for member in archive:
+            folder, _, name = member.name.rpartition("/")
+            is_module = folder == "package/dist" and name.endswith(".js")
+            if (is_module or name == "LICENSE") and (file := archive.extractfile(member)) is not None:
+                files[name] = file.read()
+    return files
+
+
+def stored(array: np.ndarray, dtype: str) -> np.ndarray:
+    """Return an array in C order, large ones in `dtype`; infinite or too large for float16, it stays float32."""
+    is_large = array.dtype == np.float32 and array.size >= SMALL
+    if dtype == "float16" and is_large and np.abs(array).max() <= np.finfo(np.float16).max:
+        return array.astype(np.float16, order="C")
+    return np.asarray(array, order="C")
+
+
+def _json(found: Any) -> bytes:
+    return json.dumps(found, separators=(",", ":"), ensure_ascii=False).encode()

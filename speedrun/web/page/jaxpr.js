@@ -1,0 +1,129 @@
+/**
+ * Evaluates programs that `speedrun export --to web` wrote: a jaxpr, rewritten in the operations below.
+ *
+ * jax-js counts references: a function uses up its arguments, and `x.ref` is one more reference. So each use of a
+ * value but the last takes `.ref`. That is counted here, once, for all operations.
+ */
+import { jit, lax, nn, numpy as np } from "./jax-js/index.js";
+
+const UNARY = {
+  abs: np.abs, ceil: np.ceil, cos: np.cos, erf: lax.erf, erfc: lax.erfc, exp: np.exp, expm1: np.expm1,
+  floor: np.floor, log: np.log, log1p: np.log1p, logistic: nn.sigmoid, neg: np.negative, not: np.logicalNot,
+  rsqrt: (x) => np.reciprocal(np.sqrt(x)), sign: np.sign, sin: np.sin, sqrt: np.sqrt, tan: np.tan, tanh: np.tanh,
+};
+const BINARY = {
+  add: np.add, and: np.bitwiseAnd, div: np.divide, eq: np.equal, ge: np.greaterEqual, gt: np.greater, le: np.lessEqual,
+  lt: np.less, max: np.maximum, min: np.minimum, mul: np.multiply, ne: np.notEqual, or: np.bitwiseOr, pow: np.power,
+  sub: np.subtract, xor: np.bitwiseXor,
+};
+const REDUCTIONS = {
+  reduce_and: np.all, reduce_max: np.max, reduce_min: np.min, reduce_or: np.any, reduce_sum: np.sum,
+};
+
+/** The result of combining each entry with those before it, by steps of 1, 2, 4, ... */
+function running(x, axis, combine) {
+  const length = x.shape[axis];
+  const part = (from, to) => x.shape.map((n, i) => (i === axis ? [from, to] : [0, n]));
+  for (let step = 1; step < length; step *= 2) {
+    const head = x.ref.slice(...part(0, step));
+    const before = x.ref.slice(...part(0, length - step));
+    const after = x.slice(...part(step, length));
+    x = np.concatenate([head, combine(after, before)], axis);
+  }
+  return x;
+}
+
+/** Surrounds `x` by copies of a number, [before, after] along each axis. */
+function padded(x, number, widths) {
+  widths.forEach((ends, axis) => {
+    const [before, after] = ends.map((width) =>
+      width ? [np.broadcastTo(number.ref.reshape(x.shape.map(() => 1)), x.shape.with(axis, width))] : [],
+    );
+    if (before.length + after.length) x = np.concatenate([...before, x, ...after], axis);
+  });
+  number.dispose();
+  return x;
+}
+
+/** Operations that take more than arrays: (operands, what else they take, [dtype, shape] of the output). */
+const OTHERS = {
+  broadcast: ([x], { inner, shape }) => np.broadcastTo(x.reshape(inner), shape),
+  concatenate: (xs, { axis }) => np.concatenate(xs, axis),
+  convert: ([x], _, [dtype]) => x.astype(dtype),
+  cummax: ([x], { axis }) => running(x, axis, np.maximum),
+  cummin: ([x], { axis }) => running(x, axis, np.minimum),
+  cumsum: ([x], { axis }) => running(x, axis, np.add),
+  dot: ([x, y], { left, right, batch_left, batch_right }) =>
+    lax.dot(x, y, {
+      lhsContractingDims: left,
+      rhsContractingDims: right,
+      lhsBatchDims: batch_left,
+      rhsBatchDims: batch_right,
+    }),
+  iota: (_, { axis }, [dtype, shape]) =>
+    np.broadcastTo(np.arange(0, shape[axis], 1, { dtype }).reshape(shape.map((n, i) => (i === axis ? n : 1))), shape),
+  pad: ([x, number], { widths }) => padded(x, number, widths),
+  reshape: ([x], { shape }) => x.reshape(shape),
+  rows: ([table, indices]) => np.take(table, indices.reshape(indices.shape.slice(0, -1)), 0),
+  select_n: ([which, no, yes]) => np.where(which, yes, no),
+  slice: ([x], { bounds }) => x.slice(...bounds),
+  tile: ([x], { reps }) => np.tile(x, reps),
+  transpose: ([x], { permutation }) => x.transpose(permutation),
+};
+
+function apply(name, operands, more, type) {
+  if (name in UNARY) return UNARY[name](operands[0]);
+  if (name in BINARY) return BINARY[name](operands[0], operands[1]);
+  if (name in REDUCTIONS) return REDUCTIONS[name](operands[0], more.axes);
+  return OTHERS[name](operands, more, type);
+}
+
+export function knows(name) {
+  return [UNARY, BINARY, REDUCTIONS, OTHERS].some((table) => Object.hasOwn(table, name));
+}
+
+function literal({ value, dtype }) {
+  const number = { inf: Infinity, "-inf": -Infinity, nan: NaN }[value] ?? value;
+  return np.array(number, { dtype, shape: [] });
+}
+
+/** How often each value is used, as operand or output. */
+function uses(program) {
+  const counts = new Map();
+  const count = (x) => typeof x === "number" && counts.set(x, (counts.get(x) ?? 0) + 1);
+  program.equations.forEach(([, operands]) => operands.forEach(count));
+  program.outputs.forEach(count);
+  return counts;
+}
+
+/** Evaluate a program. `given` maps the numbers of inputs and constants to arrays, which are used up. */
+export function evaluate(program, given) {
+  const left = uses(program);
+  const values = new Map();
+  for (const [number, value] of given) left.has(number) ? values.set(number, value) : value.dispose();
+  const read = (x) => {
+    if (typeof x !== "number") return literal(x);
+    const value = values.get(x);
+    const remaining = left.get(x) - 1;
+    left.set(x, remaining);
+    if (remaining) return value.ref;
+    values.delete(x);
+    return value;
+  };
+  for (const [name, operands, out, more] of program.equations) {
+    values.set(out, apply(name, operands.map(read), more, program.values[out]));
+  }
+  return program.outputs.map(read);
+}
+
+/** Compile a program: a function of its inputs, which uses them up, and of constants by name, which it keeps. */
+export function compiled(program, constants) {
+  const numbers = Object.keys(program.constants).map(Number);
+  const run = jit((inputs, weights) =>
+    evaluate(program, [
+      ...program.inputs.map((number, i) => [number, inputs[i]]),
+      ...numbers.map((number, i) => [number, weights[i]]),
+    ]),
+  );
+  return (...inputs) => run(inputs, numbers.map((number) => constants.get(program.constants[number]).ref));
+}

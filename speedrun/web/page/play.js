@@ -1,0 +1,177 @@
+/** The page: reads the form, lets one or two models write, and shows how probable each token was. */
+import { Model, read, start } from "./model.js";
+import { Unusable } from "./safetensors.js";
+
+const $ = (id) => document.getElementById(id);
+const NONE = "";
+const LIMITS = [0.01, 0.1, 0.5, 0.9];
+const percent = (p) => (p >= 0.0995 ? `${(100 * p).toFixed(0)} %` : p >= 0.001 ? `${(100 * p).toFixed(1)} %` : "< 0.1 %");
+const visible = (text) => (text.trim() ? text : text.replaceAll(" ", "␣")).replaceAll("\n", "↵").replaceAll("\t", "⇥");
+const quoted = (text) => `“${visible(text)}”`;
+
+const loaded = new Map(); // by backend and name
+let stopped = false;
+
+function fail(error) {
+  if (!(error instanceof Unusable)) console.error(error);
+  const known = error instanceof Unusable || error instanceof RangeError;
+  $("error").textContent = error instanceof Unusable ? error.message
+    : known ? "The memory of this page is full. Close other pages, or choose a smaller model."
+    : `Something failed that should not: ${error.message ?? error}.`;
+  $("error").hidden = false;
+}
+
+async function model(name, device) {
+  const key = `${device} ${name}`;
+  if (!loaded.has(key)) loaded.set(key, await Model.load(`models/${encodeURIComponent(name)}`, device));
+  return loaded.get(key);
+}
+
+/** One model's text, and the alternatives of the token that is chosen. */
+class Column {
+  constructor(model) {
+    const { facts } = model;
+    this.spell = (ids) => model.decode(ids);
+    const root = $("column").content.cloneNode(true).firstElementChild;
+    [this.title, this.text, this.speed, this.heading, this.bars] = root.children;
+    this.title.textContent = `${facts.name}, trained on ${facts.track}`;
+    this.text.addEventListener("keydown", (event) => this.#move(event));
+    $("columns").append(root);
+    this.tokens = [];
+    this.follows = true; // shows the newest token until another is chosen
+  }
+
+  add(token, text) {
+    const one = document.createElement("span");
+    const spoken = token.p === null ? `${quoted(text)}, given` : `${quoted(text)}, ${percent(token.p)}`;
+    one.textContent = text.replaceAll("\n", "↵\n");
+    one.setAttribute("role", "option");
+    one.setAttribute("aria-label", spoken);
+    one.title = spoken;
+    one.tabIndex = this.tokens.length ? -1 : 0;
+    if (token.isPrompt) one.classList.add("prompt");
+    if (token.p !== null) one.classList.add(`p${LIMITS.filter((limit) => token.p >= limit).length}`);
+    const index = this.tokens.push({ ...token, text, one }) - 1;
+    one.addEventListener("click", () => this.choose(index, true));
+    one.addEventListener("focus", () => this.choose(index, true));
+    this.text.append(one);
+    if (this.follows) this.choose(index);
+  }
+
+  choose(index, byReader = false) {
+    if (byReader) this.follows = false;
+    const { text, p, top, id } = this.tokens[index];
+    for (const other of this.tokens) {
+      other.one.setAttribute("aria-selected", String(other.one === this.tokens[index].one));
+      other.one.tabIndex = other.one === this.tokens[index].one ? 0 : -1;
+    }
+    this.heading.textContent = p === null ? `${quoted(text)} begins the text` : `${quoted(text)}: ${percent(p)}`;
+    const rows = top.some(([one]) => one === id) || p === null ? top : [...top, [id, p]];
+    this.bars.replaceChildren(...rows.map(([one, share]) => this.#bar(this.spell([one])[0], share, one === id)));
+  }
+
+  #bar(text, p, isChosen) {
+    const row = document.createElement("li");
+    row.classList.toggle("chosen", isChosen);
+    for (const [name, content] of [["of", visible(text)], ["bar", ""], ["p", percent(p)]]) {
+      const cell = document.createElement("span");
+      cell.className = name;
+      cell.textContent = content;
+      row.append(cell);
+    }
+    row.children[1].style.setProperty("--share", `${100 * p}%`);
+    return row;
+  }
+
+  #move(event) {
+    const at = this.tokens.findIndex(({ one }) => one === document.activeElement);
+    const last = this.tokens.length - 1;
+    const to = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: last }[event.key];
+    if (at < 0 || to === undefined) return;
+    event.preventDefault();
+    this.tokens[Math.min(Math.max(to, 0), last)].one.focus();
+  }
+}
+
+/** Waits until the browser has drawn. */
+const drawn = () => new Promise((resolve) => setTimeout(resolve, 0));
+
+async function write(name, device, how, numTokens) {
+  const one = await model(name, device);
+  let column = null; // once there is something to show
+  const prompt = one.encode($("prompt").value);
+  const ids = [];
+  let shown = "";
+  let began = 0;
+  let number = 0;
+  for await (const token of one.continued(prompt, how, numTokens)) {
+    ids.push(token.id);
+    column ??= new Column(one);
+    const isFirst = ids.length === 1 && one.facts.has_text && token.id === one.facts.document_token;
+    // A character may take several tokens: it is shown with the last of them.
+    const all = one.decode(ids).join("").replace(/\ufffd$/u, "");
+    column.add(token, isFirst ? "▸ " : all.slice(shown.length));
+    shown = all.startsWith(shown) ? all : shown;
+    if (!token.isPrompt) {
+      number += 1;
+      if (number === 1) began = performance.now(); // the first is with the compilation
+      else column.speed.textContent = `${number} tokens, ${((performance.now() - began) / (number - 1)).toFixed(0)} ms each, on ${device}`;
+      await drawn();
+    }
+    if (stopped) break;
+  }
+  if (!stopped && number < numTokens) {
+    const why = prompt.length + number < one.facts.num_positions ? "the model ended the document" : "the model reads no further";
+    column.speed.textContent = `${column.speed.textContent || `${number} tokens`}; ${why}`;
+  }
+}
+
+async function submit(event) {
+  event.preventDefault();
+  stopped = false;
+  $("error").hidden = true;
+  $("columns").replaceChildren();
+  $("write").disabled = true;
+  $("stop").disabled = false;
+  const how = {
+    temperature: Number($("temperature").value), topK: Number($("top-k").value), seed: Number($("seed").value),
+  };
+  const names = [$("left").value, $("right").value].filter((name) => name !== NONE);
+  try {
+    for (const name of names) {
+      if (stopped) break;
+      $("status").textContent = `${name} writes, on ${$("backend").value}. The first token also waits for compilation.`;
+      await drawn();
+      await write(name, $("backend").value, how, Number($("tokens").value));
+    }
+  } catch (error) {
+    fail(error);
+  }
+  $("status").textContent = stopped ? "Stopped." : "Ready.";
+  $("write").disabled = false;
+  $("stop").disabled = true;
+}
+
+async function begin() {
+  const backends = await start();
+  const names = await read("models.json", "json");
+  const { facts } = await model(names[0], backends[0]);
+  $("left").replaceChildren(...names.map((name) => new Option(name)));
+  $("right").replaceChildren(new Option("none", NONE), ...names.map((name) => new Option(name)));
+  $("right").value = names[1] ?? NONE;
+  $("beside").hidden = names.length < 2;
+  $("backend").replaceChildren(...backends.map((name) => new Option(name)));
+  $("backend-label").hidden = backends.length < 2;
+  $("prompt-label").textContent = facts.has_text ? "Prompt" : `Prompt: ids from 0 to ${facts.vocab_size - 1}, for they stand for no text`;
+  $("tokens").max = facts.num_positions;
+  $("prompt").value = facts.has_text ? "Return the" : "0, 17, 4";
+  $("status").textContent = `Ready, on ${backends[0]}.`;
+  $("write").disabled = false;
+}
+
+$("form").addEventListener("submit", submit);
+$("stop").addEventListener("click", () => (stopped = true));
+begin().catch((error) => {
+  $("status").textContent = "Nothing can be computed.";
+  fail(error);
+});

@@ -1,0 +1,67 @@
+/** Reads safetensors: 8 bytes with the length of a header in JSON, the header, and the raw bytes of all arrays. */
+
+const BYTES = { F32: 4, F16: 2, I32: 4, U32: 4, BOOL: 1 };
+const TYPES = { F32: "float32", F16: "float32", I32: "int32", U32: "uint32", BOOL: "bool" };
+
+/** A file or setting that cannot be used; the message is for the reader of the page. */
+export class Unusable extends Error {}
+
+/** Numbers of IEEE half precision, widened. */
+export function widened(halves) {
+  const table = new Float32Array(1 << 16);
+  for (let bits = 0; bits < table.length; bits++) {
+    const [exponent, fraction] = [(bits >> 10) & 31, bits & 1023];
+    const size = exponent === 31 ? (fraction ? NaN : Infinity)
+      : exponent ? 2 ** (exponent - 15) * (1 + fraction / 1024) : 2 ** -14 * (fraction / 1024);
+    table[bits] = bits >> 15 ? -size : size;
+  }
+  return Float32Array.from(halves, (bits) => table[bits]);
+}
+
+function values(type, bytes) {
+  const copy = bytes.slice().buffer; // aligned
+  if (type === "F32") return new Float32Array(copy);
+  if (type === "F16") return widened(new Uint16Array(copy));
+  if (type === "I32") return new Int32Array(copy);
+  return type === "U32" ? new Uint32Array(copy) : Int32Array.from(bytes);
+}
+
+/**
+ * Read all arrays of a file: a map from names to {dtype, shape, data}. Throws `Unusable` with the file's name if the
+ * header or an offset is not inside the file, a size is not that of its shape, or a number is not finite.
+ */
+export function parse(buffer, file) {
+  const refuse = (why) => {
+    throw new Unusable(`${file}: ${why}. Export the model again.`);
+  };
+  if (buffer.byteLength < 8) refuse(`${buffer.byteLength} bytes, too few for a header; it may be cut off`);
+  const length = Number(new DataView(buffer).getBigUint64(0, true));
+  if (length > buffer.byteLength - 8) {
+    refuse(`the header says ${length} bytes, the file has ${buffer.byteLength - 8}; it may be cut off`);
+  }
+  let header;
+  try {
+    header = JSON.parse(new TextDecoder("utf-8", { fatal: true }).decode(new Uint8Array(buffer, 8, length)));
+  } catch {
+    refuse("the header is not JSON");
+  }
+  const found = new Map();
+  for (const [name, entry] of Object.entries(header)) {
+    if (name === "__metadata__") continue;
+    const { dtype, shape, data_offsets: offsets } = entry ?? {};
+    if (!(dtype in BYTES)) refuse(`${name} has the type ${dtype}; need ${Object.keys(BYTES).join(", ")}`);
+    if (!Array.isArray(shape) || !Array.isArray(offsets)) refuse(`${name} has no shape or no offsets`);
+    const [from, to] = offsets;
+    if (!(from >= 0 && from <= to && to <= buffer.byteLength - 8 - length)) {
+      refuse(`${name} lies at ${from} to ${to}, outside the file; it may be cut off`);
+    }
+    const size = shape.reduce((a, b) => a * b, 1) * BYTES[dtype];
+    if (to - from !== size) refuse(`${name} has ${to - from} bytes; its shape [${shape}] needs ${size}`);
+    const data = values(dtype, new Uint8Array(buffer, 8 + length + from, size));
+    if (data instanceof Float32Array && !data.every((x) => Number.isFinite(x) || x === -Infinity)) {
+      refuse(`${name} holds a number that is not finite`);
+    }
+    found.set(name, { dtype: TYPES[dtype], shape, data });
+  }
+  return found;
+}

@@ -1,0 +1,467 @@
+"""Models in the browser: Chromium computes what JAX computes, draws the same tokens, and says what is wrong."""
+
+import json
+import re
+import shutil
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from test_trained import laptop, moved
+
+from speedrun.data import tokenizer, vocabulary
+from speedrun.ground import track
+from speedrun.ground.errors import DataError, UsageError
+from speedrun.ground.serving import Reply, content_type, serving
+from speedrun.science.inputs import Inputs
+from speedrun.science.kernels.choose import Kernels
+from speedrun.science.params import Params
+from speedrun.science.recipe import Recipe
+from speedrun.trained.decode import Decoder, Draw, drawn
+from speedrun.web import folder, serve
+from speedrun.web.program import ELEMENTWISE, Constants, program
+
+TRACK = track.load("smoke-cpu")
+FACTS = {"name": "it", "track": "smoke-cpu@1", "step": 1, "has_text": False}
+#: The others of the ladder have no operation that these lack.
+RECIPES = ("smoke", "gpt2", "muon", "record21")
+Page = Any
+Models = dict[str, tuple[Recipe, Params, Inputs]]
+
+
+def chromium() -> str:
+    """The browser's path."""
+    found = [
+        path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))
+    ]
+    if not found:
+        pytest.skip("needs Chromium on the PATH")
+    return found[0]
+
+
+@pytest.fixture(scope="module")
+def models() -> Models:
+    """Models whose weights are random, by name."""
+    return {name: (laptop(name), *moved(laptop(name))) for name in RECIPES}
+
+
+@pytest.fixture(scope="module")
+def root(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that is served."""
+    out = tmp_path_factory.mktemp("web") / "out"
+    files = {
+        name: folder.of_model(*model, TRACK, FACTS | {"name": name}, dtype="float32")
+        for name, model in models.items()
+    }
+    folder.write_folder(out, files)
+    return out
+
+
+@pytest.fixture(scope="module")
+def page(request: pytest.FixtureRequest) -> Iterator[Page]:
+    """A page of the server that has imported its modules. The browser starts once."""
+    browser, path = pytest.importorskip("playwright.sync_api", reason="needs playwright"), chromium()
+    answer = serve.answering([request.getfixturevalue("root")])
+
+    def with_blank(path: str, query: dict[str, str]) -> Reply | None:
+        blank = Reply(b"<!doctype html><title>.</title><link rel=icon href='data:,'>", content_type("a.html"))
+        return blank if path == "/blank" else answer(path, query)
+
+    with browser.sync_playwright() as driver, serving(with_blank) as url:
+        one = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        page = one.new_context().new_page()
+        page.goto(f"{url}blank")
+        page.evaluate(
+            """async () => {
+              for (const name of ["jaxpr", "draw", "tokenizer", "safetensors", "model"]) {
+                window[name] = await import(`/${name}.js`);
+              }
+              window.np = (await import("/jax-js/index.js")).numpy;
+              await model.start();
+            }"""
+        )
+        yield page
+        one.close()
+
+
+# --- operations -------------------------------------------------------------------------------------------
+
+EVALUATE = """
+async ([program, inputs, constants]) => {
+  const array = ([dtype, shape, data]) => {
+    if (dtype === "bool") return np.array(Int32Array.from(data), { shape, dtype: "int32" }).astype("bool");
+    const kind = { float32: Float32Array, int32: Int32Array, uint32: Uint32Array }[dtype];
+    return np.array(kind.from(data), { shape, dtype });
+  };
+  const known = new Map(Object.entries(constants).map(([name, one]) => [name, array(one)]));
+  const [out] = jaxpr.compiled(program, known)(...inputs.map(array));
+  const found = [out.dtype, out.shape];
+  return [...found, Array.from(await out.data(), Number)];
+}
+"""
+
+
+def _sent(x: np.ndarray) -> list[Any]:
+    return [str(x.dtype), x.shape, x.ravel().tolist()]
+
+
+def computed(page: Page, function: Callable[..., Any], *inputs: np.ndarray) -> np.ndarray:
+    """The function of inputs, evaluated by the page."""
+    constants = Constants({})
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]
+    made = program(lambda _, *xs: function(*xs), {}, shapes, constants)
+    arrays = {name: _sent(x) for name, x in constants.arrays.items()}
+    dtype, shape, data = page.evaluate(EVALUATE, [made, [*map(_sent, inputs)], arrays])
+    return np.array(data, dtype).reshape(shape)
+
+
+X = np.random.default_rng(0).normal(size=(2, 3, 4)).astype(np.float32)
+POSITIVE, FLAGS = np.abs(X) + 0.1, X > 0
+FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "broadcast": (lambda x: jnp.broadcast_to(x[:, None], (2, 5, 3, 4)), X),
+    "concatenate": (lambda x: jnp.concatenate([x, 2 * x, x[:, :1]], 1), X),
+    "convert": (lambda x: (x > 0).astype(jnp.int32) + x.astype(jnp.int32), X),
+    "cummax": (lambda x: jax.lax.cummax(x, 1), np.array([[1, 5, 2, 7, 3, 3, 9, 0, 1]], np.int32)),
+    "cummin": (lambda x: jax.lax.cummin(x, 1), X),
+    "cumsum": (lambda x: jnp.cumsum(x, 1), np.arange(21, dtype=np.int32).reshape(3, 7)),
+    "dot": (lambda x, y: jnp.einsum("bthk,bshk->bhts", x, y), X[None], X[None, :1] * 3),
+    "integer_pow": (lambda x: x**5 + x**3 - x**2, X),
+    "iota": (lambda x: x + jax.lax.broadcasted_iota(jnp.int32, (400, 400), 1), np.ones((1, 1), np.int32)),
+    "iota, moved": (
+        lambda x: jnp.concatenate([x, jax.lax.broadcasted_iota(jnp.float32, (1, 140_000), 1)], 1),
+        np.ones((1, 1), np.float32),
+    ),
+    "pad": (lambda x: jnp.pad(x, ((1, 0), (0, 2), (0, 0)), constant_values=7.0), X),
+    "literals, moved": (lambda x: jnp.concatenate([x[0], jnp.full((2000, 4), 3.0), x[1]]), X),
+    "reduce_max": (lambda x: x.max((0, 2)), X),
+    "reduce_min": (lambda x: x.min(1), X),
+    "reduce_sum": (lambda x: x.sum((0, 1, 2)), X),
+    "reduce_or": (lambda x: x.any(1), FLAGS),
+    "reduce_and": (lambda x: x.all(0), FLAGS),
+    "reshape": (lambda x: x.reshape(4, 6)[None], X),
+    "rows": (lambda x: jnp.asarray(X[0]).at[x].get(mode="promise_in_bounds"), np.array([[2, 0]], np.int32)),
+    "select_n": (lambda x, y: jnp.where(x, 1.5, y), FLAGS, X),
+    "slice": (lambda x: x[:, 1:3, 2], X),
+    "softmax": (lambda x: jax.nn.softmax(x * 30, -1), X),
+    "split": (lambda x: jnp.subtract(*jnp.split(x, 2, -1)), X),
+    "tile": (lambda x: jnp.tile(x, (2, 3, 1)), X),
+    "transpose": (lambda x: x.transpose(2, 0, 1), X),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_operations_are_those_of_jax(name: str, page: Page) -> None:
+    function, *inputs = FUNCTIONS[name]
+    expected = np.asarray(jax.jit(function)(*inputs))
+    found = computed(page, function, *inputs)
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+    np.testing.assert_allclose(found, expected, rtol=2e-6, atol=1e-6)
+
+
+#: Operands that are not any two floats.
+GIVEN: dict[str, tuple[np.ndarray, ...]] = {
+    **dict.fromkeys(("and", "or", "xor"), (FLAGS, ~FLAGS[:, ::-1])),
+    **dict.fromkeys(("log", "sqrt", "rsqrt"), (POSITIVE,)),
+    **dict.fromkeys(("log1p", "tan"), (X / 4,)),
+    "not": (FLAGS,),
+    "pow": (POSITIVE, X),
+}
+TWO = frozenset(["add", "div", "eq", "ge", "gt", "le", "lt", "max", "min", "mul", "ne", "sub"])
+NAMES = {"and": "bitwise_and", "or": "bitwise_or", "not": "bitwise_not", "xor": "bitwise_xor"}
+
+
+def test_elementwise_operations_are_those_of_jax(page: Page) -> None:
+    for name in sorted(ELEMENTWISE - {"select_n"}):
+        function = getattr(jax.lax, NAMES.get(name, name))
+        inputs = [np.ascontiguousarray(x) for x in GIVEN.get(name, (X, X[:, ::-1])[: 1 + (name in TWO)])]
+        found, expected = computed(page, function, *inputs), np.asarray(function(*inputs))
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_what_the_page_lacks_is_refused_at_the_export() -> None:
+    cases: tuple[tuple[Any, Any, str], ...] = (
+        (jnp.sort, jnp.float32, "the model uses sort of float32"),
+        (lambda x: x.astype(jnp.bfloat16) * 2, jnp.float32, "the model computes with bfloat16"),
+        (lambda x: jnp.zeros(9).at[x].add(1.0), jnp.int32, "the model uses scatter-add"),
+    )
+    for function, dtype, said in cases:
+        shape = jax.ShapeDtypeStruct((4,), dtype)
+        with pytest.raises(UsageError, match=said) as error:
+            program(lambda _, x, function=function: function(x), {}, [shape], Constants({}))
+        assert "\n" not in str(error.value)
+
+
+def test_what_depends_on_no_token_is_computed_once() -> None:
+    """But not written out, if it is only large."""
+    constants, x = Constants({"w": X}), jax.ShapeDtypeStruct((3, 4), jnp.float32)
+    made = program(lambda p, x: x * jnp.sin(p["w"]).sum(0), {"w": X}, [x], constants)
+    assert [equation[0] for equation in made["equations"]] == ["mul"]
+    x = jax.ShapeDtypeStruct((), jnp.float32)
+    large = program(lambda _, x: x * jnp.tril(jnp.ones((3000, 3000))), {}, [x], constants)
+    assert sum(array.size for array in constants.arrays.values()) < 10_000
+    assert {"iota", "ge"} <= {equation[0] for equation in large["equations"]}
+
+
+# --- models -----------------------------------------------------------------------------------------------
+
+PREDICT = """
+async ([name, ids]) => {
+  window.one?.dispose();
+  window.one = await model.Model.load(`models/${name}`);
+  return (await one.predict(ids)).map((x) => Array.from(x));
+}
+"""
+CONTINUE = """
+async ([name, ids, how, numTokens]) => {
+  const found = [];
+  const one = await model.Model.load(`models/${name}`);
+  for await (const token of one.continued(ids, how, numTokens)) if (!token.isPrompt) found.push(token);
+  return found;
+}
+"""
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("num_tokens", [40, 150])
+def test_logits_are_those_of_jax(name: str, num_tokens: int, page: Page, models: Models) -> None:
+    recipe, params, inputs = models[name]
+    ids = np.random.default_rng(0).integers(0, 256, num_tokens)
+    ids[[0, 17]] = 0  # two documents
+    padded = np.pad(ids, (0, 256 - num_tokens))[None].astype(np.int32)
+    x_BTD = recipe.forward(params, jnp.asarray(padded), inputs, recipe.config, Kernels("cpu", ""))
+    expected = np.asarray(recipe.logits(params, x_BTD[0, :num_tokens], recipe.config))[:, :256]
+    found = np.array(page.evaluate(PREDICT, [name, ids.tolist()]))
+    assert np.abs(found - expected).max() < 1e-4
+
+
+@pytest.mark.parametrize(("temperature", "top_k", "seed"), [(0.0, 0, 0), (0.8, 0, 3), (1.2, 20, 2**31 - 1)])
+def test_the_page_writes_what_sample_writes(
+    temperature: float, top_k: int, seed: int, page: Page, models: Models
+) -> None:
+    recipe, params, inputs = models["smoke"]
+    prompt = np.array([0, 17, 4], np.int32)
+    decoder = Decoder(recipe, inputs, params, vocab_size=256, document_token=0, num_positions=64)
+    _, (ids,) = decoder.extend(decoder.start([prompt]), 24, Draw(temperature, top_k, 1.0, seed))
+    expected = ids.tolist()
+    expected = expected[: expected.index(0)] if 0 in expected else expected
+    how = {"temperature": temperature, "topK": top_k, "seed": seed}
+    found = page.evaluate(CONTINUE, ["smoke", prompt.tolist(), how, 24])
+    assert [token["id"] for token in found] == expected
+    assert len(expected) > 8
+    for token in found:
+        assert dict(token["top"]).get(token["id"], token["p"]) == token["p"]
+        assert sum(p for _, p in token["top"]) <= 1 + 1e-6
+
+
+def test_draws_are_those_of_jax(page: Page) -> None:
+    rng, ids = np.random.default_rng(0), [0, 5, 77]
+    stream = zlib.crc32(np.array(ids, np.int32).tobytes())
+    for seed in range(20):
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), np.uint32(stream)), 7)
+        z_V = rng.normal(size=300).astype(np.float32) * 3
+        expected_V = jax.random.uniform(key, (300,), minval=jnp.finfo(jnp.float32).tiny)
+        u_V, index = page.evaluate(
+            """([ids, seed, z, topK]) => {
+              const key = draw.keyAt(seed, ids, 7);
+              const how = { temperature: 0.8, topK };
+              return [Array.from(draw.uniforms(key, z.length)), draw.drawn(Float32Array.from(z), key, how)];
+            }""",
+            [ids, seed, z_V.tolist(), 20 * (seed % 2)],
+        )
+        assert np.array_equal(np.array(u_V, np.float32), expected_V)
+        assert index == int(drawn(jnp.asarray(z_V), key, Draw(0.8, 20 * (seed % 2), 1.0, seed)))
+
+
+# --- tokenizer --------------------------------------------------------------------------------------------
+
+HARD = (
+    "Return the array.",
+    "  two  spaces\t\ttabs\n\n\nlines \r\n end  ",
+    "I'm you'll they've IT'S x'y '' 'S",
+    "naïve Ünïcödé 中文字符 日本語 🙂 é e\u0301",
+    "1234567890 3.14 ½ ² Ⅷ x1y2",
+    "nbsp\u00a0here\u3000wide\u0085next\ufeffbom\u200bzero\u2028sep\x1cfs",
+    "<|endoftext|> is text",
+    "if x != y: return {'a': [1, 2], \"b\": (3,)}  # ...",
+    "\x00\x01\x7f",
+    "",
+)
+
+
+def test_the_tokenizer_is_that_of_the_data(page: Page, tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers", reason="needs tokenizers")
+    path = tmp_path / "tokenizer.json"
+    tokenizer.train_bpe(iter(["the array of the output array " * 50, *HARD, *HARD]), 420, path)
+    known = tokenizer.load(tokenizer.choose(str(path)))
+    raw = path.read_bytes()
+    described = folder.described_tokenizer("tokenizer.json", raw, vocabulary.byte_level(raw))
+    ids = [one.tolist() for one in known.encode(list(HARD))]
+    found, texts = page.evaluate(
+        """([described, texts, ids]) => {
+          const one = new tokenizer.Tokenizer(described);
+          return [texts.map((text) => one.encode(text)), ids.map((of) => one.decode(of).join(""))];
+        }""",
+        [described, HARD, ids],
+    )
+    assert found == ids
+    shown = ["".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text) for text in HARD]
+    assert texts == shown
+
+
+def test_merges_are_recovered_from_ranks() -> None:
+    """As GPT-2's file gives them: bytes first, then the result of each merge."""
+    tokens = {i: bytes([i]) for i in range(256)} | {256: b"th", 257: b"he", 258: b"the", 259: b"thethe"}
+    merges = folder.described_tokenizer("gpt2", b"", tokens)["merges"]
+    assert merges == [[116, 104, 256], [104, 101, 257], [256, 101, 258], [258, 258, 259]]
+
+
+def test_a_tokenizer_that_the_page_lacks_is_refused() -> None:
+    other = {"model": {"type": "Unigram"}, "pre_tokenizer": {"type": "Metaspace"}}
+    with pytest.raises(DataError, match="need byte-level BPE"):
+        folder.described_tokenizer("spm.json", json.dumps(other).encode(), {0: b"a"})
+
+
+# --- files ------------------------------------------------------------------------------------------------
+
+
+def changed(**arrays: Any) -> Callable[[bytes], bytes]:
+    """A file with other arrays."""
+
+    def change(raw: bytes) -> bytes:
+        old = safetensors.numpy.load(raw)
+        return safetensors.numpy.save(old | {k: np.ascontiguousarray(f(old[k])) for k, f in arrays.items()})
+
+    return change
+
+
+BROKEN: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "cut": (lambda raw: raw[:-100], "outside the file"),
+    "long header": (
+        lambda raw: (1 << 40).to_bytes(8, "little") + raw[8:],
+        "the header says 1099511627776 bytes",
+    ),
+    "short": (lambda _: b"abc", "too few for a header"),
+    "shape": (
+        changed(embed=lambda x: x[:, :-1]),
+        r"embed is float32\[256,127\]; the model needs float32\[256,128\]",
+    ),
+    "not a number": (
+        changed(embed=lambda x: x * np.float32("nan")),
+        "embed holds a number that is not finite",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_broken_weights_are_a_sentence(kind: str, page: Page, root: Path) -> None:
+    (breaks, said), at = BROKEN[kind], root / "models" / "smoke" / "weights.safetensors"
+    raw = at.read_bytes()
+    try:
+        at.write_bytes(breaks(raw))
+        name, message = page.evaluate(
+            "() => model.Model.load('models/smoke').catch((e) => [e.constructor.name, e.message])"
+        )
+    finally:
+        at.write_bytes(raw)
+    assert name == "Unusable"
+    assert re.search(said, message)
+
+
+def test_half_precision_is_widened_exactly(page: Page) -> None:
+    halves = np.arange(1 << 16, dtype=np.uint16)
+    found = page.evaluate(
+        "bits => Array.from(safetensors.widened(Uint16Array.from(bits)), String)", halves.tolist()
+    )
+    expected = halves.view(np.float16).astype(np.float64)
+    assert np.array_equal(
+        np.array([float(x.replace("Infinity", "inf")) for x in found]), expected, equal_nan=True
+    )
+
+
+def test_large_arrays_are_stored_in_half_precision_if_they_fit() -> None:
+    large, small = np.ones((64, 64), np.float32), np.ones(8, np.float32)
+    assert folder.stored(large, "float16").dtype == np.float16
+    assert folder.stored(large * 1e6, "float16").dtype == folder.stored(small, "float16").dtype == np.float32
+    assert folder.stored(large, "float32").dtype == np.float32
+
+
+def test_only_exported_files_are_served(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name / "models" / "m").mkdir(parents=True)
+        (tmp_path / name / "models.json").write_text('["m"]')
+        (tmp_path / name / "models" / "m" / "model.json").write_text(name)
+    (tmp_path / "secret").write_text("no")
+    answer = serve.answering([tmp_path / "a", tmp_path / "b"])
+
+    def body(path: str) -> Any:
+        reply = answer(path, {})
+        return reply and reply.body
+
+    assert body("/models.json") == b'["m","m (2)"]'
+    assert (body("/models/m/model.json"), body("/models/m%20(2)/model.json")) == (b"a", b"b")
+    outside = ("/../secret", "/%2e%2e/secret", "/models/m/../../../../secret", "/models/other/x")
+    for path in (*outside, "/models", "/none", "/%00"):
+        assert body(path) is None
+    with pytest.raises(UsageError, match="need a folder that 'speedrun export RUN --to web' made"):
+        serve.answering([tmp_path])
+
+
+def test_jax_js_is_what_was_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = folder.jax_js()
+    assert b"MIT License" in files["LICENSE"]
+    for name in {*re.findall(rb'"\./([\w.-]+\.js)"', b"".join(files.values()))}:
+        assert name.decode() in files
+    monkeypatch.setattr(folder, "_JAX_JS_SHA512", "0")
+    with pytest.raises(DataError, match="install speedrun again"):
+        folder.jax_js()
+
+
+# --- the page ---------------------------------------------------------------------------------------------
+
+
+def test_the_page_writes_and_says_what_is_wrong(page: Page) -> None:
+    """By hand: write, look at a token with the arrow keys, then a prompt that is no id, and one too long."""
+    tab, problems = page.context.new_page(), []
+    tab.on("pageerror", lambda error: problems.append(str(error)))
+    tab.goto(page.url.replace("blank", ""))
+    tab.wait_for_selector("#write:not([disabled])")
+    tab.select_option("#left", "smoke")
+    tab.select_option("#right", "gpt2")
+    tab.fill("#tokens", "5")
+    tab.fill("#temperature", "0")
+    tab.click("#write")
+    tab.wait_for_selector("#write:not([disabled])")
+    sections = tab.locator("section")
+    assert [sections.nth(i).locator("[role=option]").count() for i in range(2)] == [8, 8]
+    assert re.fullmatch(r"5 tokens, \d+ ms each, on wasm", sections.nth(0).locator(".speed").inner_text())
+    tokens = sections.nth(0).locator("[role=option]")
+    tokens.nth(2).focus()
+    tab.keyboard.press("ArrowRight")
+    assert tokens.nth(3).get_attribute("aria-selected") == "true"
+    assert re.fullmatch(r"“\d+ ”, [<.\d ]+ %", tokens.nth(3).get_attribute("aria-label"))
+    assert sections.nth(0).locator(".bars li").count() in (10, 11)
+    for prompt, said in (
+        ("0, 256", "“256” is no id of smoke-cpu@1"),
+        ("7 " * 1024, "The prompt has 1024 tokens"),
+    ):
+        tab.fill("#prompt", prompt)
+        tab.click("#write")
+        tab.wait_for_selector("#write:not([disabled])")
+        assert said in tab.inner_text("#error")
+    assert not problems
+    tab.close()
+
+
+def test_a_browser_without_webassembly_is_told(page: Page) -> None:
+    tab = page.context.new_page()
+    tab.add_init_script("delete globalThis.WebAssembly")
+    tab.goto(page.url.replace("blank", ""))
+    tab.wait_for_selector("#error:not([hidden])")
+    assert "This browser has no WebAssembly" in tab.inner_text("#error")
+    tab.close()
