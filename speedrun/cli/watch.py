@@ -39,10 +39,7 @@ _RUNS = Path("runs")
 @click.option(
     "--open/--no-open", "is_opened", default=False, help="Open the page in a browser of this machine."
 )
-@click.pass_context
-def command(
-    ctx: click.Context, *, runs: tuple[Path, ...], port: int, ghost: str | None, is_opened: bool
-) -> None:
+def command(*, runs: tuple[Path, ...], port: int, ghost: str | None, is_opened: bool) -> None:
     """Show runs on a page until Ctrl-C: loss, step times, memory, events.
 
     Logs are only read. Default: the newest folder below runs/. A folder that does not exist yet is waited for.
@@ -50,7 +47,6 @@ def command(
     folders = runs or (_newest(),)
     for folder in folders:
         feed.check(folder)
-    ctx.with_resource(children.stoppable())
     with server.watching(folders, port, ghost) as url:
         used = url.rstrip("/").rpartition(":")[2]
         click.echo(console.clean(f"watch   {shlex.join(map(str, folders))}"))
@@ -60,7 +56,8 @@ def command(
         )
         if is_opened:
             click.launch(url)
-        threading.Event().wait()
+        with children.stoppable():  # inside, so that pages still get the last lines
+            threading.Event().wait()
 
 
 def _newest() -> Path:

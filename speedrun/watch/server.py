@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from speedrun.ground import companion
+from speedrun.ground.clock import Stopwatch
 from speedrun.ground.output import reported
 from speedrun.ground.serving import HOST, Reply, content_type, serving
 from speedrun.watch.feed import Feed
@@ -58,8 +59,9 @@ class Pages:
     def end(self) -> None:
         """Send all pages what is left, and wait for them a moment."""
         self._is_over.set()
+        spent = Stopwatch()
         for reader in [*self._readers]:
-            reader.join(_LAST_S)
+            reader.join(max(0.0, _LAST_S - spent.seconds))
 
 
 @contextmanager

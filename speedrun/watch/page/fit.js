@@ -1,6 +1,7 @@
 // What is computed from a run: smoothed losses, rates, MFU, and when the target may be reached.
 
 const LEAST = 30; // steps in a fit
+const NEW = 0.75; // a fit has the steps after this share of the tokens so far
 const RECENT = 50; // steps of a rate
 
 // The number of steps in a mean: a fortieth of the run, at least 5 and at most 200.
@@ -41,7 +42,7 @@ export function utilisation(run, peaks) {
 
 // When the target is reached, as seconds on the ranked clock.
 //
-// Least squares of the training losses of the second half of the tokens on log(tokens). The interval is Fieller's for
+// Least squares of the training losses of the last quarter of the tokens so far on log(tokens). The interval is Fieller's for
 // where the line crosses the target, 95 %, with the variance of the residuals times (1 + r) / (1 - r), r their
 // autocorrelation at lag one. Training loss stands for validation loss, and a falling learning rate bends the curve down.
 export function arrival(run, target) {
@@ -52,9 +53,9 @@ export function arrival(run, target) {
   const last = run.tokens.at(-1) ?? 0;
   const x = [], y = [];
   run.tokens.forEach((tokens, at) => {
-    if (tokens >= last / 2 && Number.isFinite(run.loss[at])) x.push(Math.log(tokens)), y.push(run.loss[at]);
+    if (tokens >= NEW * last && Number.isFinite(run.loss[at])) x.push(Math.log(tokens)), y.push(run.loss[at]);
   });
-  if (x.length < LEAST) return { none: `needs ${LEAST} steps in the second half` };
+  if (x.length < LEAST) return { none: `needs ${LEAST} steps in the last quarter so far` };
   const line = leastSquares(x, y);
   const z = 1.96, g = (z * z * line.variance) / (line.slope ** 2 * line.spread);
   if (line.slope >= 0 || g >= 1) return { none: "the loss does not fall measurably" };

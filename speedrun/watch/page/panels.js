@@ -103,9 +103,9 @@ function target(run, rules) {
   const name = `target ${rules?.target ?? ""}`;
   if (found.reached) return tile(name, `reached`, `loss ${loss(found.reached.loss)} after ${seconds(found.reached.time)}`);
   if (found.none) return tile(name, run.end ? "missed" : "no estimate", found.none);
-  const method = "95 %; line through the training losses of the second half against log tokens";
-  if (found.late) return tile(name, "after the end", `by a ${method.slice(6)}; a falling rate may bend it down`);
-  return tile(name, `at ${seconds(found.time)}`, `${seconds(found.low)} to ${seconds(found.high)}, ${method}`);
+  const when = `${seconds(found.low)} to ${seconds(found.high)} (95 %)`;
+  if (found.late) return tile(name, "after the end", `${when}, if losses go on as in the last quarter; a falling rate helps`);
+  return tile(name, `at ${seconds(found.time)}`, `${when}; linear in log tokens over the last quarter`);
 }
 
 export function summary(run, rules) {
