@@ -58,7 +58,7 @@ TRAINED_LINES = 4_400
 TRAINED = (
     *("speedrun.trained", "speedrun.cli.sample", "speedrun.cli.eval", "speedrun.bench.decoding"),
     *("speedrun.watch", "speedrun.cli.watch", "speedrun.web", "speedrun.cli.play", "speedrun.ground.serving"),
-    *("speedrun.cli.weights", "speedrun.cli.export", "speedrun.ground.companion"),
+    *("speedrun.cli.weights", "speedrun.cli.export", "speedrun.cli.extras", "speedrun.ground.companion"),
 )
 #: Of one file; of one function, without decorators.
 FILE_LINES = 350

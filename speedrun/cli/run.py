@@ -9,6 +9,7 @@ import click
 import msgspec
 
 from speedrun.cli.card import card, following
+from speedrun.cli.extras import EXTRA_ARGUMENTS, checkpoint_steps, extra_options, extras_of
 from speedrun.cli.options import (
     Integer,
     example,
@@ -18,18 +19,14 @@ from speedrun.cli.options import (
     settings_option,
 )
 from speedrun.cli.run_options import (
-    EXTRA_ARGUMENTS,
     PROCESS_ARGUMENTS,
     checkpoint_options,
-    checkpoint_steps,
     config_of,
     config_options,
     ghost_option,
     new_folder,
     process_options,
-    sample_options,
     wandb_option,
-    watch_options,
 )
 from speedrun.ground import children, signals
 from speedrun.ground import track as tracks
@@ -62,14 +59,7 @@ from speedrun.training import meet
 @process_options
 @ghost_option
 @wandb_option
-@watch_options
-@sample_options
-@click.option(
-    "--init-from",
-    type=click.Path(path_type=Path),
-    metavar="SOURCE",
-    help="Start from the weights of an exported folder or a GPT-2, as 'speedrun eval' takes them. Never ranked.",
-)
+@extra_options
 @click.option(
     "-v",
     "--verbose",
@@ -113,9 +103,7 @@ def command(
         **config_of(ctx.params, overrides, resume or folder),
         seed=given["seed"],
         replicas=given["replicas"],
-        checkpoint_every=checkpoint_steps(
-            track, given["checkpoint_every"], given["sample_every"], given["sample_prompts"]
-        ),
+        checkpoint_every=checkpoint_steps(track, given),
         keep_checkpoints=given["keep_checkpoints"],
         deadlines_s=deadlines,
         resume=resume is not None,
@@ -125,14 +113,7 @@ def command(
     group = meet.find_group(
         coordinator, given["processes"], given["process"], given["heartbeat"], given["meet_within"]
     )
-    extras = single.Extras(
-        given["ghost"],
-        wandb,
-        given["watch_port"] if given["watch"] else None,
-        given["sample_every"],
-        given["sample_prompts"],
-        given["init_from"],
-    )
+    extras = single.Extras(**extras_of(given), wandb=wandb)
     done = single.run(config, meet.joined(group), extras, to_stderr=as_json, verbose=verbose)
     if done is None:
         return

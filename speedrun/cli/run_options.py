@@ -18,11 +18,9 @@ from speedrun.cli.options import (
     track_option,
 )
 from speedrun.ground import clock
-from speedrun.ground import track as tracks
 from speedrun.ground.errors import UsageError, unknown
 from speedrun.training import watchdog
 from speedrun.training.meet import HEARTBEAT_S, MEET_S
-from speedrun.watch import PORT
 
 #: `--ghost RECORD`, as the argument `ghost` for `race.find`.
 ghost_option: Decorator = click.option(
@@ -38,7 +36,7 @@ wandb_option: Decorator = click.option(
 )
 
 
-def _combined(*options: Decorator) -> Decorator:
+def combined(*options: Decorator) -> Decorator:
     """Return a decorator that adds all options."""
 
     def add(command: Callable[..., object]) -> Callable[..., object]:
@@ -50,7 +48,7 @@ def _combined(*options: Decorator) -> Decorator:
 
 
 #: The options that `config_of` reads.
-config_options = _combined(
+config_options = combined(
     track_option(),
     recipe_option(),
     devices_option,
@@ -75,7 +73,7 @@ def _deadlines_s(texts: tuple[str, ...]) -> dict[str, float]:
 
 
 #: The options of a run that keeps checkpoints, resumes, or must not hang.
-checkpoint_options = _combined(
+checkpoint_options = combined(
     click.option(
         "--checkpoint-every",
         type=Integer(1),
@@ -106,7 +104,7 @@ checkpoint_options = _combined(
     ),
 )
 #: The options of a run in several processes.
-process_options = _combined(
+process_options = combined(
     click.option(
         "--local-processes",
         type=Integer(1),
@@ -137,39 +135,6 @@ process_options = _combined(
         help="Time for all processes to connect.",
     ),
 )
-#: `--watch` and `--watch-port N`, as the arguments `watch` and `watch_port`.
-watch_options = _combined(
-    click.option(
-        "--watch", is_flag=True, help="Serve a page of the run from a child process. It cannot stop the run."
-    ),
-    click.option(
-        "--watch-port",
-        type=Integer(1, 65_535),
-        default=PORT,
-        show_default=True,
-        metavar="N",
-        help="Of that page, on this machine only.",
-    ),
-)
-#: `--sample-every N` and `--sample-prompt TEXT`, as the arguments `sample_every` and `sample_prompts`.
-sample_options = _combined(
-    click.option(
-        "--sample-every",
-        type=Integer(1),
-        metavar="N",
-        help="Let the checkpoints of each N steps write a text, beside the record; a child process does it. "
-        "Without --checkpoint-every, it makes them.",
-    ),
-    click.option(
-        "--sample-prompt",
-        "sample_prompts",
-        multiple=True,
-        metavar="TEXT",
-        help="What these texts begin with; repeatable. Default: the start of a document.",
-    ),
-)
-#: The arguments of what a run does beside training; a resumed run takes them, too.
-EXTRA_ARGUMENTS = ("ghost", "wandb", "watch", "watch_port", "sample_every", "sample_prompts")
 #: The arguments of `process_options`.
 PROCESS_ARGUMENTS = ("local_processes", "coordinator", "processes", "process", "heartbeat", "meet_within")
 
@@ -178,23 +143,6 @@ def config_of(given: dict[str, Any], overrides: dict[str, str], out: Path) -> di
     """Return the fields of a `prepare.RunConfig` that the options of a command say."""
     same = {key: given[key] for key in ("track", "recipe", "data", "microbatches", "attention")}
     return {**same, "out": out, "overrides": overrides, "num_devices": given["devices"]}
-
-
-def checkpoint_steps(
-    track: str, checkpoint_every: int | None, sample_every: int | None, prompts: tuple[str, ...]
-) -> int:
-    """Return the steps between checkpoints, 0 for none; raise UsageError if samples could not be made of them."""
-    if prompts and sample_every is None:
-        raise UsageError("--sample-prompt has no effect; it needs --sample-every; leave it out, or add that")
-    if prompts and tracks.load(track).synthetic is not None:
-        raise UsageError(
-            f"ids of {track} stand for no text, got --sample-prompt {prompts[0][:40]!r}; leave it out"
-        )
-    if sample_every is not None and sample_every % (checkpoint_every or 1):
-        raise UsageError(
-            f"--sample-every {sample_every} of checkpoints of each {checkpoint_every} steps; need a multiple"
-        )
-    return checkpoint_every or sample_every or 0
 
 
 def new_folder(name: str) -> Path:
