@@ -99,7 +99,9 @@ def test_another_log_in_its_place_begins_anew(tmp_path) -> None:
     for raw in (other, other[:5000], b""):
         path.write_bytes(raw)
         for reader in (page, Feed([tmp_path], at)):
-            assert all(data["anew"] for name, data, _ in parsed(reader.news()) if name == "lines")
+            events = parsed(reader.news())
+            assert lines_of(events) == raw.decode().splitlines()[: raw.count(b"\n")]
+            assert all(data["anew"] for name, data, _ in events if name == "lines")
         at = parsed(Feed([tmp_path]).news())[-1][2]
     path.write_bytes(RAW)
     assert lines_of(parsed(page.news())) == LINES
@@ -495,6 +497,8 @@ def test_the_page_keeps_what_it_has_and_continues(page, tmp_path) -> None:
     with server.watching([tmp_path], port, None):
         check_numbers(page, RAW)
         page.wait_for_selector("#trouble", state="hidden")
+        assert "another log" not in page.inner_text("#events")
+        assert page.inner_text("#events").count("\nstarted") == 1
         path.write_bytes(RAW[:cut].replace(b"smoke-0-ac10", b"smoke-0-ffff"))
         says(page, "smoke-0-ffff", "#title")
         check_numbers(page, RAW[:cut])

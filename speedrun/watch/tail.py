@@ -25,7 +25,7 @@ class Piece(NamedTuple):
     """Complete lines, without their ends."""
 
     lines: list[bytes]
-    anew: bool  #: these are the first ones of another file than before
+    anew: bool  #: they begin with the first line: whatever was read before is of no use
 
 
 class Tail:
@@ -55,14 +55,15 @@ class Tail:
             first = file.readline(_LONGEST)
             head = runlog.digest(first)[:8] if first.endswith(b"\n") else ""
             offset = self.position.offset
-            anew = bool(offset) and (head != self.position.head or stat.st_size < offset)
-            file.seek(0 if anew else offset)
+            is_other = bool(offset) and (head != self.position.head or stat.st_size < offset)
+            offset = 0 if is_other else offset
+            file.seek(offset)
             raw = file.read(_MOST)
             if len(raw) == _MOST and b"\n" not in raw:
                 raw += file.readline(_LONGEST)
             complete, newline, _ = raw.rpartition(b"\n")
-            self.position = Position(head, (0 if anew else offset) + len(complete + newline))
+            self.position = Position(head, offset + len(complete + newline))
             if self.position.offset >= stat.st_size or not newline:
                 self._seen = seen  # nothing more until it changes
         lines = complete.split(b"\n") if newline else []
-        return Piece(lines, anew) if lines or anew else None
+        return Piece(lines, offset == 0) if lines or is_other else None

@@ -33,9 +33,9 @@ export class Run {
   }
 
   read(lines, anew) {
-    if (anew) {
+    if (anew && this.last) {
       this.clear();
-      this.note("", "log", "another log is in its place; read from its beginning");
+      this.note("", "log", "another log is in its place, or the server does not know what it sent; read from the beginning");
     }
     for (const raw of lines) {
       try {
