@@ -400,6 +400,22 @@ def test_a_config_that_does_not_fit_is_one_line(
     refused("sample", golden.write(tmp_path / "x", **change), "--ids", 0, said=said, exit_code=exit_code)
 
 
+def test_a_name_twice_is_no_choice(golden: Golden, tmp_path: Path) -> None:
+    """In one header, where the library takes the last; and in two files."""
+    path = golden.write(tmp_path / "x") / "model.safetensors"
+    raw = path.read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    header = raw[8 : 8 + size].rstrip()
+    (again,) = [f'"{name}":{json.dumps(x)}' for name, x in json.loads(header).items() if name == "wte.weight"]
+    path.write_bytes(packed_file(header[:-1] + f",{again}}}".encode(), raw[8 + size :]))
+    refused("sample", path.parent, "--ids", 0, said="a name is in the header twice", exit_code=3)
+    path.write_bytes(raw)
+    path.with_name("other.safetensors").write_bytes(save({"wpe.weight": golden.weights["wpe.weight"]}))
+    index = {"weight_map": {"wte.weight": path.name, "wpe.weight": "other.safetensors"}}
+    (path.parent / tensors.INDEX).write_text(json.dumps(index))
+    refused("sample", path.parent, "--ids", 0, said="wpe.weight is in two files", exit_code=3)
+
+
 def test_an_index_names_files_of_its_folder(golden: Golden, tmp_path: Path) -> None:
     folder = golden.write(tmp_path / "x")
     for map_ in ({"wte.weight": "../x/model.safetensors"}, ["a"], {"a": 1}):
