@@ -3,7 +3,7 @@
 #
 #   scripts/test.sh [--quick] [ARGUMENTS OF PYTEST]    for instance -k stream
 #
-# --quick installs no compiler for GPUs (0.6 GB) and skips the tests that need it.
+# --quick installs no compiler for GPUs (0.6 GB) and skips the tests that need it. Tests of pages need Chromium on the PATH.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -18,6 +18,9 @@ export PATH="$PWD/.venv/bin:$PATH"
 export MPLCONFIGDIR="${MPLCONFIGDIR:-$PWD/.venv/matplotlib}"
 export PYRIGHT_PYTHON_IGNORE_WARNINGS=1
 
+if ! command -v chromium chromium-browser google-chrome >/dev/null; then
+  echo "test: found no chromium, chromium-browser or google-chrome; tests of pages in a browser are skipped"
+fi
 trap 'echo "test: ${SECONDS} s in all"' EXIT
 ruff check
 ruff format --check
