@@ -1,4 +1,4 @@
-// A chart on two canvases: curves below, crosshair above. Long curves cost a minimum and a maximum for each pixel.
+/** A chart on two canvases: curves below, crosshair above. Long curves cost a minimum and a maximum for each pixel. */
 
 import { make, swatch } from "./text.js";
 
@@ -7,7 +7,7 @@ const STEPS = [1, 2, 5, 10];
 
 export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-// Values at round distances inside a range.
+/** Values at round distances inside a range. */
 export function ticks(low, high, most) {
   const rough = (high - low) / most;
   const power = 10 ** Math.floor(Math.log10(rough));
@@ -17,7 +17,7 @@ export function ticks(low, high, most) {
   return found;
 }
 
-// 1, 2 and 5 of each decade; round distances where the range is shorter than one.
+/** 1, 2 and 5 of each decade; round distances where the range is shorter than one. */
 export function logTicks(low, high, most) {
   if (high / low < 10) return ticks(low, high, most);
   const found = [];
@@ -29,7 +29,7 @@ export function logTicks(low, high, most) {
   return found.length > 2 * most ? found.filter((value) => /^1e/.test(value.toExponential())) : found;
 }
 
-// The index of the value nearest to x in rising values.
+/** The index of the value nearest to x in rising values. */
 export function nearest(values, x) {
   let low = 0, high = values.length - 1;
   while (high - low > 1) {
@@ -41,7 +41,7 @@ export function nearest(values, x) {
 }
 
 export class Chart {
-  // `label`: what it shows; `onCursor(x)` is called where the reader points, with null when they leave.
+  /** `label`: what it shows; `onCursor(x)` is called where the reader points, with null when they leave. */
   constructor(host, label, onCursor) {
     this.host = host;
     this.onCursor = onCursor;
@@ -64,7 +64,7 @@ export class Chart {
     host.addEventListener("keydown", (event) => this.key(event));
   }
 
-  // Draw a model of `panels.js`.
+  /** Draw a model of `panels.js`. */
   show(model) {
     this.model = model;
     this.draw();
@@ -127,7 +127,10 @@ export class Chart {
       }
     if (!isLog) x0 = Math.min(x0, 0);
     this.last = x1 = Math.max(x1, x.last ?? x1);
-    for (const level of levels) (y0 = Math.min(y0, level.value)), (y1 = Math.max(y1, level.value));
+    for (const level of levels) {
+      y0 = Math.min(y0, level.value);
+      y1 = Math.max(y1, level.value);
+    }
     if (y.low !== undefined && !isLog) y0 = y.low;
     if (y.high !== undefined) y1 = Math.min(y1, y.high);
     const room = isLog ? 0 : (y1 - y0) * 0.05 || 0.5;
@@ -194,7 +197,11 @@ export class Chart {
     const flush = () => {
       if (!column) return;
       const { px, first, low, high, last } = column;
-      for (const py of low === high ? [first] : [first, low, high, last]) isDown ? pen.lineTo(px, py) : pen.moveTo(px, py), (isDown = true);
+      for (const py of low === high ? [first] : [first, low, high, last]) {
+        if (isDown) pen.lineTo(px, py);
+        else pen.moveTo(px, py);
+        isDown = true;
+      }
       column = null;
     };
     for (let i = 0; i < one.x.length; i++) {
@@ -233,8 +240,10 @@ export class Chart {
     }
   }
 
-  // One dot for each step; where there are more than pixels, from the smallest to the largest. What is above the range is
-  // a triangle at the top.
+  /**
+   * One dot for each step; where there are more than pixels, from the smallest to the largest. What is above the range is
+   * a triangle at the top.
+   */
   strip(pen, one) {
     const top = this.model.y.high, spans = new Map();
     const isDense = one.x.length > 2 * (this.box.right - this.box.left);
@@ -307,7 +316,7 @@ export class Chart {
   }
 }
 
-// A small curve without axes.
+/** A small curve without axes. */
 export function sparkline(canvas, x, y) {
   const ratio = window.devicePixelRatio || 1, width = canvas.clientWidth, height = canvas.clientHeight;
   if (!width || !x.length) return;
@@ -316,7 +325,10 @@ export function sparkline(canvas, x, y) {
   const pen = canvas.getContext("2d");
   pen.scale(ratio, ratio);
   let low = Infinity, high = -Infinity;
-  for (const value of y) (low = Math.min(low, value)), (high = Math.max(high, value));
+  for (const value of y) {
+    low = Math.min(low, value);
+    high = Math.max(high, value);
+  }
   const toX = (at) => 1 + ((at - x[0]) / (x.at(-1) - x[0] || 1)) * (width - 2);
   const toY = (value) => height - 3 - ((value - low) / (high - low || 1)) * (height - 6);
   pen.strokeStyle = colour("--c0");

@@ -1,19 +1,25 @@
-// What is computed from a run: smoothed losses, rates, MFU, and when the target may be reached.
+/** What is computed from a run: smoothed losses, rates, MFU, and when the target may be reached. */
 
 const LEAST = 30; // steps in a fit
 const NEW = 0.75; // a fit has the steps after this share of the tokens so far
 const RECENT = 50; // steps of a rate
 
-// The number of steps in a mean: a fortieth of the run, at least 5 and at most 200.
+/** The number of steps in a mean: a fortieth of the run, at least 5 and at most 200. */
 export const widthOf = (numSteps) => Math.max(5, Math.min(200, Math.round(numSteps / 40)));
 
-// Trailing means of `width` values; of fewer at the beginning. NaN stays out of the means.
+/** Trailing means of `width` values; of fewer at the beginning. NaN stays out of the means. */
 export function smoothed(values, width) {
   let sum = 0, count = 0;
   return values.map((value, at) => {
-    if (Number.isFinite(value)) (sum += value), (count += 1);
+    if (Number.isFinite(value)) {
+      sum += value;
+      count += 1;
+    }
     const left = values[at - width];
-    if (at >= width && Number.isFinite(left)) (sum -= left), (count -= 1);
+    if (at >= width && Number.isFinite(left)) {
+      sum -= left;
+      count -= 1;
+    }
     return count && Number.isFinite(value) ? sum / count : NaN;
   });
 }
@@ -23,13 +29,13 @@ export function median(values, share = 0.5) {
   return ranked.length ? ranked[Math.min(ranked.length - 1, Math.floor(share * ranked.length))] : NaN;
 }
 
-// Tokens per second of training, over the last 50 steps.
+/** Tokens per second of training, over the last 50 steps. */
 export function rate(run) {
   const now = run.tokens.length - 1, before = Math.max(0, now - RECENT);
   return now > before ? (run.tokens[now] - run.tokens[before]) / (run.time[now] - run.time[before]) : NaN;
 }
 
-// Model FLOPs per second over the peak of the devices; where that is unknown, over the measured rate of a product.
+/** Model FLOPs per second over the peak of the devices; where that is unknown, over the measured rate of a product. */
 export function utilisation(run, peaks) {
   const { preflight, plan } = run;
   if (!preflight || !plan) return { share: NaN, of: "" };
@@ -40,11 +46,13 @@ export function utilisation(run, peaks) {
   return { share: flops / (preflight.matmul_gflops * 1e9), of: "of the measured matmul rate" };
 }
 
-// When the target is reached, as seconds on the ranked clock.
-//
-// Least squares of the training losses of the last quarter of the tokens so far on log(tokens). The interval is Fieller's for
-// where the line crosses the target, 95 %, with the variance of the residuals times (1 + r) / (1 - r), r their
-// autocorrelation at lag one. Training loss stands for validation loss, and a falling learning rate bends the curve down.
+/**
+ * When the target is reached, as seconds on the ranked clock.
+ *
+ * Least squares of the training losses of the last quarter of the tokens so far on log(tokens). The interval is Fieller's for
+ * where the line crosses the target, 95 %, with the variance of the residuals times (1 + r) / (1 - r), r their
+ * autocorrelation at lag one. Training loss stands for validation loss, and a falling learning rate bends the curve down.
+ */
 export function arrival(run, target) {
   if (!Number.isFinite(target)) return { none: "no target" };
   const reached = run.vals.find((val) => val.loss <= target);
@@ -53,7 +61,10 @@ export function arrival(run, target) {
   const last = run.tokens.at(-1) ?? 0;
   const x = [], y = [];
   run.tokens.forEach((tokens, at) => {
-    if (tokens >= NEW * last && Number.isFinite(run.loss[at])) x.push(Math.log(tokens)), y.push(run.loss[at]);
+    if (tokens >= NEW * last && Number.isFinite(run.loss[at])) {
+      x.push(Math.log(tokens));
+      y.push(run.loss[at]);
+    }
   });
   if (x.length < LEAST) return { none: `needs ${LEAST} steps in the last quarter so far` };
   const line = leastSquares(x, y);
@@ -68,11 +79,14 @@ export function arrival(run, target) {
   return { ...found, late: found.low > planned, ends: planned };
 }
 
-// Slope and means; `spread`: sum of squared deviations of x; `variance`: of the residuals, with their autocorrelation.
+/** Slope and means; `spread`: sum of squared deviations of x; `variance`: of the residuals, with their autocorrelation. */
 export function leastSquares(xs, ys) {
   const n = xs.length, x = xs.reduce((a, b) => a + b) / n, y = ys.reduce((a, b) => a + b) / n;
   let spread = 0, cross = 0;
-  for (let i = 0; i < n; i++) (spread += (xs[i] - x) ** 2), (cross += (xs[i] - x) * (ys[i] - y));
+  for (let i = 0; i < n; i++) {
+    spread += (xs[i] - x) ** 2;
+    cross += (xs[i] - x) * (ys[i] - y);
+  }
   const slope = cross / spread;
   let squares = 0, lagged = 0, before = 0;
   for (let i = 0; i < n; i++) {

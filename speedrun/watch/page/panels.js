@@ -1,10 +1,10 @@
-// What the page says of runs: the model of each chart, tiles, events, schedule, samples and settings.
+/** What the page says of runs: the model of each chart, tiles, events, schedule, samples and settings. */
 
 import { sparkline } from "./chart.js";
 import * as fit from "./fit.js";
 import { bytes, loss, make, ms, seconds, short, swatch, whole } from "./text.js";
 
-// By the number of a run: no two neighbours share colour and dash.
+/** By the number of a run: no two neighbours share colour and dash. */
 const DASHES = [[], [7, 4], [2, 3], [11, 3, 2, 3], [5, 5], [14, 4]];
 export const lookOf = (number) => ({ colour: `--c${number % 6}`, dash: DASHES[(number + Math.floor(number / 6)) % 6] });
 
@@ -13,7 +13,7 @@ const GHOST = { colour: "--grey", dash: [4, 3] };
 const axisOf = (axis) =>
   axis === "time" ? { label: "training time", format: (v) => (v < 10 && v % 1 ? `${+v.toPrecision(3)} s` : v < 600 ? `${+v.toFixed(1)} s` : `${+(v / 60).toFixed(1)} min`) } : { label: "tokens", format: short };
 
-// Training losses, their means and the validations of all runs that are shown, the ghost and the target.
+/** Training losses, their means and the validations of all runs that are shown, the ghost and the target. */
 export function lossModel(runs, focus, view, rules) {
   const series = [], ghost = rules?.ghost;
   if (ghost) {
@@ -40,7 +40,7 @@ export function lossModel(runs, focus, view, rules) {
   return { series, lead, levels, isLog: view.scale === "log", x: axisOf(view.axis), y: { format: (v) => `${+v.toFixed(3)}` }, empty: "no steps yet" };
 }
 
-// The time of each step, on an axis that ends where that of the losses does.
+/** The time of each step, on an axis that ends where that of the losses does. */
 export function stepModel(run, view, last) {
   const middle = fit.median(run?.ms ?? []);
   const series = run ? [{
@@ -124,7 +124,7 @@ export function events(run) {
     make("li", level, make("span", "quiet", utc.slice(11, 19)), make("b", "", kind), make("span", "text", said)));
 }
 
-// Small curves of what the schedule gives to each step.
+/** Small curves of what the schedule gives to each step. */
 export function inputs(host, run) {
   const rows = [...run.inputs].slice(0, 24).map(([name, { at, value }]) => {
     const item = make("li", "", make("div", "what", make("span", "quiet", name), make("span", "", String(+value.at(-1).toPrecision(4)))), make("canvas"));
@@ -135,7 +135,7 @@ export function inputs(host, run) {
   [...run.inputs.values()].slice(0, 24).forEach(({ at, value }, number) => sparkline(host.children[number].lastElementChild, at, value));
 }
 
-// The newest texts of a file of samples; lines of another form are left out.
+/** The newest texts of a file of samples; lines of another form are left out. */
 export function samples(texts) {
   const steps = texts.map((one) => one.step), newest = steps.length ? Math.max(...steps) : 0;
   const shown = texts.filter((one) => one.step === newest).slice(-8);
@@ -158,7 +158,7 @@ export function about(run) {
   return rows(pairs);
 }
 
-// The config as names with dots.
+/** The config as names with dots. */
 export function config(run) {
   const pairs = [];
   const walk = (value, name) => {

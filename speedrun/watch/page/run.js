@@ -1,4 +1,4 @@
-// One run, from the lines of its log. A line that does not decode is counted, and changes nothing.
+/** One run, from the lines of its log. A line that does not decode is counted, and changes nothing. */
 
 import * as text from "./text.js";
 
@@ -27,7 +27,7 @@ export class Run {
     return this.start?.num_steps ?? 0;
   }
 
-  // Steps that are finished, counted from the beginning of the training, also of a run that was resumed.
+  /** Steps that are finished, counted from the beginning of the training, also of a run that was resumed. */
   get done() {
     return this.steps.length ? this.steps.at(-1) + 1 : 0;
   }

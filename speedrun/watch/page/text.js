@@ -1,4 +1,4 @@
-// Numbers and times as text, and elements whose content is text only: names and log lines are never markup.
+/** Numbers and times as text, and elements whose content is text only: names and log lines are never markup. */
 
 const LONG = new Intl.NumberFormat("en-US");
 
@@ -30,7 +30,7 @@ export function seconds(s) {
   return `${Math.floor(s / 86400)} d ${Math.floor((s % 86400) / 3600)} h`;
 }
 
-// An element with a class and children, which are elements or text.
+/** An element with a class and children, which are elements or text. */
 export function make(tag, name = "", ...children) {
   const element = document.createElement(tag);
   if (name) element.className = name;
@@ -38,7 +38,7 @@ export function make(tag, name = "", ...children) {
   return element;
 }
 
-// Replace the children of a list only where they changed, so that focus and scrolling stay.
+/** Replace the children of a list only where they changed, so that focus and scrolling stay. */
 export function fill(host, children) {
   children.forEach((child, at) => {
     const old = host.children[at];

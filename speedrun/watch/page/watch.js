@@ -1,4 +1,4 @@
-// The page: takes the feed, keeps the runs, and draws what changed.
+/** The page: takes the feed, keeps the runs, and draws what changed. */
 
 import { Chart } from "./chart.js";
 import * as panels from "./panels.js";
@@ -20,7 +20,7 @@ function point(x) {
   for (const chart of charts) chart.setCursor(x);
 }
 
-// ---- the feed
+/* ---- the feed */
 
 function connect() {
   const source = new EventSource(`feed?after=${encodeURIComponent(feed.id)}`);
@@ -76,7 +76,7 @@ function readSamples(file, lines, anew) {
   file.list = file.list.slice(-64);
 }
 
-// The target and the ghost of a track; null while they are on their way.
+/** The target and the ghost of a track; null while they are on their way. */
 function rulesOf(run) {
   const track = run?.start?.track;
   if (typeof track !== "string") return null;
@@ -84,13 +84,16 @@ function rulesOf(run) {
     rules.set(track, null);
     fetch(`rules?track=${encodeURIComponent(track)}`)
       .then((reply) => reply.json())
-      .then((found) => (rules.set(track, found), (isDue = true)))
+      .then((found) => {
+        rules.set(track, found);
+        isDue = true;
+      })
       .catch(() => setTimeout(() => rules.delete(track), 2000));
   }
   return rules.get(track);
 }
 
-// ---- what is said
+/* ---- what is said */
 
 const quietFor = (run) => (run.last ? (Date.now() + feed.ahead - Date.parse(run.last)) / 1000 : 0);
 
@@ -125,7 +128,10 @@ function drawHead(run) {
   if ($("trouble").textContent !== bad) $("trouble").textContent = bad;
   $("trouble").hidden = !bad;
   const news = `${status.replace(/ for .*/, "")}|${run?.vals.length}`; // only what is worth an interruption
-  if (news !== announced) ($("announce").textContent = `${status}. ${line}`), (announced = news);
+  if (news !== announced) {
+    $("announce").textContent = `${status}. ${line}`;
+    announced = news;
+  }
 }
 
 function drawLegend() {
@@ -175,7 +181,7 @@ function draw() {
   if (run) drawDetails(run);
 }
 
-// ---- what the reader does
+/* ---- what the reader does */
 
 function choose(name, value) {
   view[name] = value;
@@ -231,7 +237,10 @@ document.addEventListener("change", ({ target }) => {
 });
 $("theme").addEventListener("click", nextTheme);
 $("help").addEventListener("click", KEYS["?"]);
-$("config-details").addEventListener("toggle", () => ((isDue = true), draw()));
+$("config-details").addEventListener("toggle", () => {
+  isDue = true;
+  draw();
+});
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => (isDue = true));
 
 connect();
