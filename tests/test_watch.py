@@ -22,6 +22,7 @@ from speedrun import cli
 from speedrun.board import ghost
 from speedrun.ground import companion, runlog
 from speedrun.ground.errors import UsageError
+from speedrun.ground.wholefile import write_whole
 from speedrun.ledger.record import load
 from speedrun.watch import feed, server, tail
 from speedrun.watch.feed import Feed
@@ -32,6 +33,7 @@ RECORD = ROOT / "records" / "smoke-cpu" / "2026-11-22-one-run"
 (LOG,) = RECORD.glob("runs/*/metrics.jsonl")
 RAW = LOG.read_bytes()
 LINES = RAW.decode().splitlines()
+KINDS = ("log", "samples")
 HOSTILE = "<img src=x onerror=window.struck=1>"
 
 
@@ -59,6 +61,10 @@ def line(event: dict[str, object]) -> str:
     return json.dumps(
         {"i": 0, "t_mono_ns": 0, "t_utc": "2026-11-22T11:14:00+00:00", "prev": "", "event": event}
     )
+
+
+def sample(step: int, text: str = "") -> str:
+    return json.dumps({"step": step, "prompt": "", "text": text or f"text of step {step}"}) + "\n"
 
 
 # ---- the feed
@@ -128,6 +134,31 @@ def test_runs_that_come_later_are_found(tmp_path) -> None:
     found = {(file["kind"], file["run"]) for file in listing["files"]}
     assert found == {("log", "a"), ("log", "b"), ("samples", "")}
     assert len(lines_of(rest)) == len(LINES) + 1
+
+
+def test_samples_belong_to_one_record(tmp_path) -> None:
+    """Also where two records have the same name."""
+    folders = [tmp_path / parent / "docs" for parent in "ab"]
+    for folder in folders:
+        log_in(folder, RAW)
+        companion.samples_of(folder).write_text(sample(1))
+    (_, listing, _), *_ = parsed(Feed(folders).news())
+    keys = {kind: [one["record_key"] for one in listing["files"] if one["kind"] == kind] for kind in KINDS}
+    assert len({*keys["log"]}) == 2
+    assert keys["log"] == keys["samples"]
+
+
+def test_a_file_that_is_replaced_by_a_longer_one_is_sent_once(tmp_path) -> None:
+    """As samples are written: the whole file again, with lines at its end."""
+    log_in(tmp_path / "run", RAW)
+    path, lines, page = companion.samples_of(tmp_path / "run"), [], Feed([tmp_path / "run"])
+    list(page.news())
+    got: list[str] = []
+    for step in (10, 40, 30, 20):
+        lines.append(sample(step))
+        write_whole(path, *(line.encode() for line in lines))
+        got += lines_of(parsed(page.news()))
+    assert got == [line.rstrip() for line in lines]
 
 
 def test_hostile_names_and_bytes_stay_one_event(tmp_path) -> None:
@@ -468,6 +499,20 @@ def test_everything_works_by_keyboard(page) -> None:
                 )
             )
         assert {"axis", "scale", "theme", "help", "loss", "steps", "events", "SUMMARY"} <= reached
+
+
+def test_the_newest_samples_of_the_run_in_focus_are_shown(page, tmp_path) -> None:
+    """Of two records with one name; the newest step is not in the last line."""
+    folders = [tmp_path / parent / "docs" for parent in "ab"]
+    for folder, name in zip(folders, ("first", "second"), strict=True):
+        log_in(folder, RAW)
+        lines = [sample(1000, f"newest of the {name}"), *map(sample, range(1, 90))]
+        companion.samples_of(folder).write_text("".join(lines))
+    with shown(page, *folders):
+        says(page, "newest of the first", "#texts")
+        page.keyboard.press("]")
+        says(page, "newest of the second", "#texts")
+        assert page.inner_text("#texts").count("step") == 1
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import IO, NamedTuple
 
 from speedrun.ground import console
@@ -20,6 +21,11 @@ from speedrun.ground.exit_codes import meaning
 
 NICENESS = 10  #: the run needs the cores
 _HASTE_S = 10.0
+
+
+def samples_of(record: Path) -> Path:
+    """Return the file that `--sample-every` writes beside a record."""
+    return Path(f"{record.resolve()}.samples.jsonl")
 
 
 class Remedy(NamedTuple):

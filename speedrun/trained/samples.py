@@ -20,6 +20,7 @@ import jax
 import msgspec
 
 from speedrun.ground import companion
+from speedrun.ground.companion import samples_of as path_of
 from speedrun.ground.errors import CheckpointError, DataError, UsageError
 from speedrun.ground.output import reported
 from speedrun.ground.wholefile import write_whole
@@ -54,11 +55,6 @@ def beside(request: Request | None) -> AbstractContextManager[None]:
         leave_s=_LEAVE_S,
         killed=f"they took longer than {_LEAVE_S:.0f} s after the run",
     )
-
-
-def path_of(record: Path) -> Path:
-    """Return the file of a record's samples."""
-    return Path(f"{record.resolve()}.samples.jsonl")
 
 
 def follow(request: Request, until: IO[bytes]) -> list[int]:

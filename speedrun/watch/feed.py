@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from speedrun.ground import clock
+from speedrun.ground import clock, companion
 from speedrun.ground.errors import UsageError
 from speedrun.watch.tail import Position, Tail
 
@@ -35,7 +35,7 @@ class File(NamedTuple):
 
     key: str  #: stands for its path
     kind: Literal["log", "samples"]
-    record: str  #: name of the record's folder
+    record: Path  #: the record's folder, which has the samples beside it
     run: str  #: name of the run's folder; empty for samples
     path: Path
 
@@ -65,10 +65,10 @@ def find(folders: Sequence[Path]) -> list[File]:
         path = log.resolve()
         run = path.parent
         record = run.parent.parent if run.parent.name == "runs" else run
-        found[path] = File(_key(path), "log", record.name, run.name, path)
-        samples = record.with_name(f"{record.name}.samples.jsonl")
+        found[path] = File(_key(path), "log", record, run.name, path)
+        samples = companion.samples_of(record)
         if samples.exists():
-            found[samples] = File(_key(samples), "samples", record.name, "", samples)
+            found[samples] = File(_key(samples), "samples", record, "", samples)
     return list(found.values())
 
 
@@ -143,8 +143,8 @@ class Feed:
 
     def _listing(self) -> bytes:
         files = [
-            {"key": key, "kind": file.kind, "record": _name(file.record), "run": _name(file.run)}
-            | {"problem": self._problems.get(key, "")}
+            {"key": key, "kind": file.kind, "record": _name(file.record.name), "run": _name(file.run)}
+            | {"record_key": _key(file.record), "problem": self._problems.get(key, "")}
             for key, (file, _) in self._tails.items()
         ]
         folders = [{"name": _name(str(folder)), "exists": folder.exists()} for folder in self._folders]

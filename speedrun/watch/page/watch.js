@@ -59,7 +59,7 @@ function know(file) {
     if (!runs.has(file.key)) runs.set(file.key, Object.assign(new Run(file), { number: runs.size }));
     runs.get(file.key).file = file;
     view.focus ??= file.key;
-  } else if (!texts.has(file.key)) texts.set(file.key, { record: file.record, list: [] });
+  } else if (!texts.has(file.key)) texts.set(file.key, { record: file.record_key, list: [] });
 }
 
 function readSamples(file, lines, anew) {
@@ -73,7 +73,7 @@ function readSamples(file, lines, anew) {
       if (!(problem instanceof SyntaxError || problem instanceof TypeError)) throw problem;
     }
   }
-  file.list = file.list.slice(-64);
+  file.list = file.list.sort((a, b) => a.step - b.step).slice(-64); // older checkpoints may be sampled last
 }
 
 /** The target and the ghost of a track; null while they are on their way. */
@@ -164,7 +164,7 @@ function drawDetails(run) {
   if ($("config-details").open) fill($("config"), panels.config(run));
   $("schedule").hidden = !run.inputs.size;
   panels.inputs($("inputs"), run);
-  const told = [...texts.values()].find((one) => one.record === run.file.record)?.list ?? [];
+  const told = [...texts.values()].find((one) => one.record === run.file.record_key)?.list ?? [];
   $("samples").hidden = !told.length;
   fill($("texts"), panels.samples(told));
   $("unread").textContent = run.unread ? `${whole(run.unread)} ${run.unread === 1 ? "line" : "lines"} could not be read` : "";
