@@ -20,11 +20,13 @@ from test_train import SMALL
 
 from speedrun import cli
 from speedrun.board import ghost
+from speedrun.cli.extras import extras_of
 from speedrun.ground import companion, runlog
 from speedrun.ground.errors import UsageError
+from speedrun.ground.serving import HOST
 from speedrun.ground.wholefile import write_whole
 from speedrun.ledger.record import load
-from speedrun.watch import feed, server, tail
+from speedrun.watch import PORT, feed, server, tail
 from speedrun.watch.feed import Feed
 from speedrun.watch.rules import rules
 
@@ -255,7 +257,7 @@ def test_the_feed_ends_with_the_server(tmp_path) -> None:
 
 def free_port() -> int:
     with socket.socket() as one:
-        one.bind((server.HOST, 0))
+        one.bind((HOST, 0))
         return one.getsockname()[1]
 
 
@@ -264,16 +266,43 @@ def test_a_page_that_cannot_be_served_is_one_warning(tmp_path, capfd) -> None:
         port = int(url.rstrip("/").rpartition(":")[2])
         with server.watched(tmp_path / "run", port, None):
             threading.Event().wait(2)
-    said, warning = capfd.readouterr().err.splitlines()
-    assert said == f"watch   http://127.0.0.1:{port}/"
-    assert warning.startswith(f"warning: watch: port {port}: Address already in use")
-    assert warning.endswith(f"speedrun watch {tmp_path}/run --port 0")
+    (warning,) = capfd.readouterr().err.splitlines()
+    problem = f"port {port}: Address already in use; choose another with --watch-port"
+    again = f"speedrun watch {tmp_path}/run --port 0"
+    assert warning == f"warning: watch: {problem}; the run needs no page; for another: {again}"
+
+
+def test_an_address_is_printed_when_it_is_served(tmp_path, monkeypatch) -> None:
+    """Not before: until then, it may be the page of another run."""
+    port, said = free_port(), threading.Event()
+    served: list[tuple[str, bool]] = []
+
+    def heard(line: str) -> None:
+        served.append((line, port_is_served(port)))
+        said.set()
+
+    monkeypatch.setattr(companion, "say", heard)
+    with server.watched(tmp_path, port, None):
+        assert said.wait(30)
+    assert served == [(f"watch   http://127.0.0.1:{port}/", True)]
 
 
 def test_without_the_option_nothing_starts(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(companion, "beside", None)
     with server.watched(tmp_path, None, None):
         pass
+
+
+def test_the_port_of_no_page_is_refused(tmp_path) -> None:
+    words = ["--data", str(tmp_path), "--out", str(tmp_path / "run"), "--watch-port", "4000"]
+    done = CliRunner().invoke(cli.command, ["run", "--track", "smoke-cpu", *words])
+    assert done.exit_code == 2
+    (said,) = done.output.splitlines()
+    assert "--watch-port 4000 has no effect; it needs --watch" in said
+    given = {"ghost": None, "sample_every": None, "sample_prompts": (), "init_from": None, "watch": True}
+    assert extras_of({**given, "watch_port": None})["watch_port"] == PORT
+    assert extras_of({**given, "watch_port": 4000})["watch_port"] == 4000
+    assert extras_of({**given, "watch_port": None, "watch": False})["watch_port"] is None
 
 
 def test_mistakes_are_one_line(tmp_path, monkeypatch) -> None:
@@ -637,4 +666,4 @@ def test_a_real_run_is_watched_while_it_trains(browser, smoke_data, tmp_path) ->
 
 def port_is_served(port: int) -> bool:
     with socket.socket() as probe:
-        return not probe.connect_ex((server.HOST, port))
+        return not probe.connect_ex((HOST, port))

@@ -19,8 +19,7 @@ extra_options = combined(
     click.option(
         "--watch-port",
         type=Integer(1, 65_535),
-        default=PORT,
-        show_default=True,
+        show_default=str(PORT),
         metavar="N",
         help="Of that page, on this machine only.",
     ),
@@ -50,9 +49,12 @@ EXTRA_ARGUMENTS = ("ghost", "wandb", "watch", "watch_port", "sample_every", "sam
 
 
 def extras_of(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a `study.single.Extras` that the options say."""
+    """Return the fields of a `study.single.Extras` that the options say; raise UsageError for a port of no page."""
+    port = given["watch_port"]
+    if port is not None and not given["watch"]:
+        raise UsageError(f"--watch-port {port} has no effect; it needs --watch; leave it out, or add that")
     same = {name: given[name] for name in ("ghost", "sample_every", "sample_prompts", "init_from")}
-    return same | {"watch_port": given["watch_port"] if given["watch"] else None}
+    return same | {"watch_port": (port or PORT) if given["watch"] else None}
 
 
 def checkpoint_steps(track: str, given: dict[str, Any]) -> int:

@@ -38,7 +38,13 @@ class Remedy(NamedTuple):
 
 @contextlib.contextmanager
 def beside(
-    module: str, words: Sequence[str], remedy: Remedy, *, leave_s: float, killed: str
+    module: str,
+    words: Sequence[str],
+    remedy: Remedy,
+    *,
+    leave_s: float,
+    killed: str,
+    is_heard: bool = False,
 ) -> Iterator[None]:
     """Run a module of this package inside the block.
 
@@ -48,6 +54,7 @@ def beside(
         remedy: for the warning.
         leave_s: from the end of the block until it is killed; at most `_HASTE_S` if the block raised.
         killed: the problem if it had to be killed.
+        is_heard: print what it prints, too; it must start no process that stays.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -58,7 +65,7 @@ def beside(
             child = subprocess.Popen(
                 [sys.executable, "-m", module, *words],
                 stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
+                stdout=subprocess.PIPE if is_heard else subprocess.DEVNULL,
                 stderr=errors,
                 env={**os.environ, "TMPDIR": scratch},
                 process_group=0,  # a Ctrl-C is for the run
@@ -85,7 +92,10 @@ def beside(
 
 
 def _report(child: subprocess.Popen[bytes], errors: IO[bytes], remedy: Remedy, killed: str) -> None:
-    """Wait for the child; warn if it failed."""
+    """Say what the child prints, and wait for it; warn if it failed."""
+    with child.stdout or contextlib.nullcontext(()) as printed:
+        for line in printed:
+            say(line.decode(errors="replace").rstrip("\n"))
     if not (code := child.wait()):
         return
     errors.seek(0)

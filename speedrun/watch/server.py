@@ -9,15 +9,16 @@ import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import msgspec
 
 from speedrun.ground import companion
 from speedrun.ground.clock import Stopwatch
+from speedrun.ground.errors import UsageError
 from speedrun.ground.output import reported
-from speedrun.ground.serving import HOST, Reply, content_type, serving
+from speedrun.ground.serving import Reply, content_type, serving
 from speedrun.watch.feed import Feed
 from speedrun.watch.rules import rules
 
@@ -82,20 +83,32 @@ def watching(folders: Sequence[Path], port: int, ghost: str | None) -> Iterator[
 def watched(record: Path, port: int | None, ghost: str | None) -> AbstractContextManager[None]:
     """Serve the page of a run from another process inside the block; without a port, do nothing.
 
-    Whatever goes wrong is one warning.
+    Its address is printed once it is served. Whatever goes wrong is one warning.
     """
     if port is None:
         return nullcontext()
-    companion.say(f"watch   http://{HOST}:{port}/")
     words = [str(record), str(port), *([] if ghost is None else [ghost])]
     again = ["speedrun", "watch", str(record), "--port", "0"]
     remedy = companion.Remedy("watch", "the run needs no page; for another", again)
-    return companion.beside("speedrun.watch.server", words, remedy, leave_s=_LEAVE_S, killed=_STAYED)
+    return companion.beside(
+        "speedrun.watch.server", words, remedy, leave_s=_LEAVE_S, killed=_STAYED, is_heard=True
+    )
 
 
 def main(record: str, port: str, ghost: str | None = None) -> None:
-    """Serve until standard input ends."""
-    with watching([Path(record)], int(port), ghost):
+    """Serve until standard input ends.
+
+    Raises:
+        UsageError: if the port cannot be used.
+    """
+    with ExitStack() as stack:
+        try:
+            url = stack.enter_context(watching([Path(record)], int(port), ghost))
+        except UsageError as error:
+            problem = str(error).partition(";")[0]  # the option of a run has another name
+            raise UsageError(f"{problem}; choose another with --watch-port") from None
+        sys.stdout.write(f"watch   {url}\n")
+        sys.stdout.flush()
         sys.stdin.buffer.read()
 
 
