@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from scipy import stats
 from test_train import SMALL
 
 from speedrun import cli
@@ -579,28 +580,87 @@ def test_the_page_keeps_what_it_has_and_continues(page, tmp_path) -> None:
         says(page, "another log is in its place", "#events")
 
 
-def test_the_estimate_is_fiellers(page) -> None:
-    """Against NumPy's least squares; a loss that is a line on log tokens is met within the interval."""
+ARRIVE = """async ([tokens, losses, target]) => {
+    const { arrival } = await import("/fit.js");
+    const time = tokens.map((one) => one / 1e4);
+    return losses.map((loss) => arrival({ vals: [], tokens, loss, time, plan: { total_tokens: 1e9 } }, target));
+}"""
+TOKENS = np.arange(1, 401) * 1000.0
+
+
+def losses_on_a_line(num_runs: int, correlation: float) -> Any:
+    """Return losses [run, step] that fall by 0.35 times log tokens; neighbours are correlated."""
     rng = np.random.default_rng(0)
-    arrive = """async ([tokens, loss, time, target]) => {
-        const { arrival } = await import("/fit.js");
-        return arrival({ vals: [], tokens, loss, time, plan: { total_tokens: 1e9 } }, target);
-    }"""
-    hits, tokens = 0, np.arange(1, 401) * 1000.0
+    noise_RT = rng.standard_normal((num_runs, TOKENS.size + 200))
+    for step in range(1, noise_RT.shape[1]):
+        fresh_R = np.sqrt(1 - correlation**2) * noise_RT[:, step]
+        noise_RT[:, step] = correlation * noise_RT[:, step - 1] + fresh_R
+    return 8 - 0.35 * np.log(TOKENS) + 0.02 * noise_RT[:, 200:]
+
+
+def arrivals(page: Any, losses: Any, target: float) -> list[dict[str, Any]]:
+    return page.evaluate(ARRIVE, [TOKENS.tolist(), losses.tolist(), target])
+
+
+def time_of(loss: float) -> float:
+    """When the true line is there, in seconds."""
+    return np.exp((8 - loss) / 0.35) / 1e4
+
+
+def test_the_estimate_is_fiellers(page) -> None:
+    """On white noise: where the line of NumPy's least squares may be at the target, by the t test of that."""
+    target, losses = 3.4, losses_on_a_line(20, 0.0)
+    recent = slice(299, None)  # the last quarter
+    x, n = np.log(TOKENS[recent]), 101
     with shown(page, RECORD):
-        for _ in range(20):
-            loss = 8 - 0.35 * np.log(tokens) + 0.05 * rng.standard_normal(400)
-            found = page.evaluate(arrive, [tokens.tolist(), loss.tolist(), (tokens / 1e4).tolist(), 3.4])
-            true_s = np.exp((8 - 3.4) / 0.35) / 1e4
-            hits += found["low"] <= true_s <= found["high"]
-            recent = tokens >= tokens[-1] * 0.75
-            slope, level = np.polyfit(np.log(tokens[recent]), loss[recent], 1)
-            assert found["time"] == pytest.approx(np.exp((3.4 - level) / slope) / 1e4, rel=1e-6)
-        assert hits >= 16
-        flat = page.evaluate(
-            arrive, [tokens.tolist(), (4 + 0.05 * rng.standard_normal(400)).tolist(), tokens.tolist(), 3.4]
-        )
-        assert "does not fall" in flat["none"]
+        for loss, found in zip(losses, arrivals(page, losses, target), strict=True):
+            slope, level = np.polyfit(x, loss[recent], 1)
+            rest = loss[recent] - level - slope * x
+            r = max(0, (n * (rest[1:] @ rest[:-1]) / (rest @ rest) + 2) / (n - 4))
+            free = n * (1 - r) / (1 + r)
+            # Where (line(x) - target)^2 = t^2 v (1 / n + (x - mean)^2 / spread).
+            room = stats.t.ppf(0.975, free - 2) ** 2 * (rest @ rest) / (free - 2)
+            spread = n * np.var(x)
+            line, away = np.poly1d([slope, level - target]), np.poly1d([1, -x.mean()])
+            low, high = sorted((line**2 - (away**2 / spread + 1 / n) * room).roots)
+            assert found["time"] == pytest.approx(np.exp((target - level) / slope) / 1e4, rel=1e-6)
+            assert [found["low"], found["high"]] == pytest.approx(np.exp([low, high]) / 1e4, rel=2e-4)
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.2, 0.5, 0.9])
+def test_the_interval_has_the_true_time_as_often_as_it_says(page, correlation) -> None:
+    """Of 500 runs, at most 6 % show an interval without it, and most show one unless neighbours are nearly equal."""
+    with shown(page, RECORD):
+        found = [one for one in arrivals(page, losses_on_a_line(500, correlation), 3.4) if "none" not in one]
+    missed = sum(not one["low"] <= time_of(3.4) <= one["high"] for one in found)
+    assert missed <= 30
+    assert len(found) > 450 or correlation == 0.9
+
+
+def test_where_there_is_no_estimate_it_is_said(page) -> None:
+    rng = np.random.default_rng(0)
+    flat = 4 + 0.05 * rng.standard_normal((1, 400))
+    slow = 8 - 0.35 * np.log(TOKENS) + 0.1 * np.sin(np.arange(400) / 20)
+    with shown(page, RECORD):
+        assert "does not fall" in arrivals(page, flat, 3.4)[0]["none"]
+        assert "too much like" in arrivals(page, slow[None], 3.0)[0]["none"]
+        # Training losses are below the target, and no validation is.
+        for below in (flat, losses_on_a_line(1, 0.0)):
+            assert arrivals(page, below, 4.2) == [{"atTarget": True}]
+
+
+def test_at_the_target_the_next_validation_decides(page, tmp_path) -> None:
+    rows = [json.loads(one) for one in LINES]
+    for row in rows:
+        if row["event"]["ev"] == "val":
+            row["event"]["loss"] = 9.0
+        if row["event"]["ev"] == "step":
+            row["event"]["loss"] -= 1.0
+    log_in(
+        tmp_path, "".join(json.dumps(row) + "\n" for row in rows if row["event"]["ev"] != "run_end").encode()
+    )
+    with shown(page, tmp_path):
+        says(page, "at the target\nby training losses; the next validation decides", "#tiles")
 
 
 def test_a_long_run_is_quick(page, tmp_path) -> None:

@@ -1,6 +1,7 @@
 /** What is computed from a run: smoothed losses, rates, MFU, and when the target may be reached. */
 
 const LEAST = 30; // steps in a fit
+const FREE = 10; // losses in a fit, as many independent ones as are worth its correlated ones
 const NEW = 0.75; // a fit has the steps after this share of the tokens so far
 const RECENT = 50; // steps of a rate
 
@@ -49,9 +50,9 @@ export function utilisation(run, peaks) {
 /**
  * When the target is reached, as seconds on the ranked clock.
  *
- * Least squares of the training losses of the last quarter of the tokens so far on log(tokens). The interval is Fieller's for
- * where the line crosses the target, 95 %, with the variance of the residuals times (1 + r) / (1 - r), r their
- * autocorrelation at lag one. Training loss stands for validation loss, and a falling learning rate bends the curve down.
+ * Least squares of the training losses of the last quarter of the tokens so far on log(tokens). The interval is Fieller's
+ * for where the line crosses the target, 95 %, widened by the autocorrelation of the residuals. Training loss stands
+ * for validation loss, and a falling learning rate bends the curve down.
  */
 export function arrival(run, target) {
   if (!Number.isFinite(target)) return { none: "no target" };
@@ -68,18 +69,38 @@ export function arrival(run, target) {
   });
   if (x.length < LEAST) return { none: `needs ${LEAST} steps in the last quarter so far` };
   const line = leastSquares(x, y);
-  const z = 1.96, g = (z * z * line.variance) / (line.slope ** 2 * line.spread);
+  if (line.y + line.slope * (Math.log(last) - line.x) <= target) return { atTarget: true };
+  if (!(line.free >= FREE)) return { none: "each training loss is too much like the one before" };
+  const z = student(line.free - 2);
+  const g = (z * z * line.variance) / (line.slope ** 2 * line.spread);
   if (line.slope >= 0 || g >= 1) return { none: "the loss does not fall measurably" };
   const d = (target - line.y) / line.slope;
   const half = ((z * Math.sqrt(line.variance)) / -line.slope) * Math.sqrt((1 - g) / x.length + (d * d) / line.spread);
   const speed = rate(run), now = run.time.at(-1);
   const at = (logTokens) => now + Math.max(0, Math.exp(logTokens) - last) / speed;
-  const found = { time: at(line.x + d), low: at(line.x + (d - half) / (1 - g)), high: at(line.x + (d + half) / (1 - g)) };
+  const [low, high] = [d - half, d + half].map((one) => at(line.x + one / (1 - g)));
   const planned = now + Math.max(0, (run.plan?.total_tokens ?? Infinity) - last) / speed;
-  return { ...found, late: found.low > planned, ends: planned };
+  return { time: at(line.x + d), low, high, late: low > planned, ends: planned };
 }
 
-/** Slope and means; `spread`: sum of squared deviations of x; `variance`: of the residuals, with their autocorrelation. */
+/** The 97.5 % quantile of Student's t, by Abramowitz and Stegun 26.7.5: to 0.001 from 8 degrees of freedom on. */
+export function student(freedom) {
+  const z = 1.959964;
+  const terms = [
+    (z ** 3 + z) / 4,
+    (5 * z ** 5 + 16 * z ** 3 + 3 * z) / 96,
+    (3 * z ** 7 + 19 * z ** 5 + 17 * z ** 3 - 15 * z) / 384,
+  ];
+  return terms.reduce((sum, term, at) => sum + term / freedom ** (at + 1), z);
+}
+
+/**
+ * Slope and means; `spread`: sum of squared deviations of x.
+ *
+ * `free`: n (1 - r) / (1 + r), the number of independent losses whose mean is as certain, with r the autocorrelation of
+ * the residuals at lag one. Residuals of a line have it lower by about (2 + 4 r) / n, which is undone. `variance`: that
+ * of y, as `variance / n` is the squared standard error of its mean; the residuals have free - 2 degrees of freedom.
+ */
 export function leastSquares(xs, ys) {
   const n = xs.length, x = xs.reduce((a, b) => a + b) / n, y = ys.reduce((a, b) => a + b) / n;
   let spread = 0, cross = 0;
@@ -95,6 +116,7 @@ export function leastSquares(xs, ys) {
     lagged += residual * before;
     before = residual;
   }
-  const r = Math.min(0.95, Math.max(0, squares ? lagged / squares : 0));
-  return { slope, x, y, spread, variance: ((squares / (n - 2)) * (1 + r)) / (1 - r) };
+  const r = Math.min(1, Math.max(0, squares ? ((n * lagged) / squares + 2) / (n - 4) : 0));
+  const free = (n * (1 - r)) / (1 + r);
+  return { slope, x, y, spread, free, variance: squares / (free - 2) };
 }

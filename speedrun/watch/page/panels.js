@@ -102,6 +102,7 @@ function target(run, rules) {
   const found = fit.arrival(run, rules?.target ?? NaN);
   const name = `target ${rules?.target ?? ""}`;
   if (found.reached) return tile(name, `reached`, `loss ${loss(found.reached.loss)} after ${seconds(found.reached.time)}`);
+  if (found.atTarget) return tile(name, "at the target", "by training losses; the next validation decides");
   if (found.none) return tile(name, run.end ? "missed" : "no estimate", found.none);
   const when = `${seconds(found.low)} to ${seconds(found.high)} (95 %)`;
   if (found.late) return tile(name, "after the end", `${when}, if losses go on as in the last quarter; a falling rate helps`);
