@@ -5,7 +5,9 @@ of the recipe's optimiser. So its gradients come from another differentiation th
 step that `speedrun run` takes, on one device in float32, on the same batches.
 """
 
+from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,6 +55,7 @@ class Trace(NamedTuple):
     """What JAX computed."""
 
     losses: list[float]
+    nudged: list[float]  #: with each starting value moved to a neighbouring number: how far rounding carries
     first: TrainState
     before: TrainState  #: of the step that is compared
     grads: Params
@@ -60,10 +63,21 @@ class Trace(NamedTuple):
 
 
 def tiny(recipe: Recipe) -> tuple[Recipe, dict[str, Any]]:
-    """Return the preset of a recipe, and the settings that differ."""
-    known = settings(recipe)
-    changes = {key: value for key, value in TINY.items() if key in known and known[key] != value}
-    return recipe.override(changes), changes
+    """Return the preset of a recipe, and the settings that differ.
+
+    Raises:
+        UsageError: if the recipe is for other data, or its training has several stages.
+    """
+    sized: dict[str, Any] = {"size": "smoke"} if settings(recipe).get("config.model_dim") == 768 else {}
+    known = settings(recipe.override(sized))
+    changes = sized | {key: value for key, value in TINY.items() if key in known and known[key] != value}
+    preset, vocab_size = recipe.override(changes), track.load(TRACK).data.vocab_size
+    if preset.config.vocab_size != vocab_size or len(preset.stages) > 1:
+        raise UsageError(
+            f"recipe {recipe.name} has {preset.config.vocab_size:,} ids and {len(preset.stages)} stages; the page needs "
+            f"{vocab_size} ids, those of {TRACK}, and one stage; choose another, such as smoke"
+        )
+    return preset, changes
 
 
 def batches(num_steps: int, num_sequences: int, seq_len: int) -> list[Tokens]:
@@ -80,26 +94,59 @@ def batches(num_steps: int, num_sequences: int, seq_len: int) -> list[Tokens]:
 
 def traced(one: Program, data: list[Tokens]) -> Trace:
     """Train with JAX."""
-    static, mesh, specs = one.static_at(0), one.mesh, one.specs
-    batch, rest = PartitionSpec(one.axes), PartitionSpec()
+    first, kept = _copied(one.init(jax.random.key(0))), []
+    kept += [_copied(state) for _, state in _losses(one, first, data[: CHECKED_STEP + 1])][-2:]
+    before, after = kept
+    grads = _copied(_gradients(one)(_placed(one, before), *data[CHECKED_STEP], one.schedule))
+    rng = np.random.default_rng(0)
+
+    def nudged(x: np.ndarray) -> np.ndarray:
+        way = rng.choice(np.array([-np.inf, np.inf], np.float32), x.shape)
+        return np.where(x == 0, x, np.nextafter(x, way))
+
+    starts = first, first._replace(params={name: nudged(x) for name, x in first.params.items()})
+    losses, others = ([loss for loss, _ in _losses(one, start, data)] for start in starts)
+    return Trace(losses, others, first, before, grads, after)
+
+
+def _losses(one: Program, start: TrainState, data: list[Tokens]) -> Iterator[tuple[float, TrainState]]:
+    """Yield the loss of each step, and a copy of the state after it."""
+    state = _placed(one, start)
+    for tokens_BT, targets_BT in data:
+        state, metrics = one.train_step(state, tokens_BT, targets_BT, one.schedule)
+        yield float(metrics.loss), _copied(state)
+
+
+def _gradients(one: Program) -> Callable[..., Params]:
+    """Return the gradients of a training step: (state, tokens_BT, targets_BT, schedule) -> packed."""
+    rows, whole = PartitionSpec(one.axes), PartitionSpec()
 
     @jax.jit
-    @partial(jax.shard_map, mesh=mesh, in_specs=(specs, batch, batch, rest), out_specs=one.layout.specs)
-    def gradients(state: TrainState, tokens_BT: jax.Array, targets_BT: jax.Array, schedule: Params) -> Params:
-        inputs = one.step.plan.at(state.step, schedule, static)
+    @partial(jax.shard_map, mesh=one.mesh, in_specs=(one.specs, rows, rows, whole), out_specs=one.layout.specs)
+    def gradients(
+        state: TrainState, tokens_BT: jax.Array, targets_BT: jax.Array, schedule: Params
+    ) -> Params:
+        inputs = one.step.plan.at(state.step, schedule, one.static_at(0))
         return one.step.loss_and_grads(state.params, Batch(tokens_BT, targets_BT, state.carry), inputs)[1]
 
-    state = one.init(jax.random.key(0))
-    kept, grads, losses = [_copied(state)], {}, []
-    for i, (tokens_BT, targets_BT) in enumerate(data):
-        if i == CHECKED_STEP:
-            kept, grads = [*kept, _copied(state)], _copied(gradients(state, tokens_BT, targets_BT, one.schedule))
-        state, metrics = one.train_step(state, tokens_BT, targets_BT, one.schedule)
-        losses.append(float(metrics.loss))
-        if i == CHECKED_STEP:
-            kept.append(_copied(state))
-    first, before, after = kept
-    return Trace(losses, first, before, grads, after)
+    return gradients
+
+
+def _placed(one: Program, state: TrainState) -> TrainState:
+    return jax.device_put(state, one.shardings(one.specs))
+
+
+def write(recipe: Recipe, out: Path) -> None:
+    """Write the page that trains a recipe's preset into a new folder, which `serve` takes.
+
+    Raises:
+        UsageError: if the recipe does not fit, or the page lacks an operation of it.
+    """
+    found = files(recipe)
+    folder.write_folder(out, {})
+    make_folder(out / "training", found)
+    for file in (resources.files("speedrun.web") / "trainer").iterdir():
+        write_whole(out / file.name, file.read_bytes())
 
 
 def files(recipe: Recipe) -> dict[str, bytes]:
@@ -129,6 +176,7 @@ def files(recipe: Recipe) -> dict[str, bytes]:
         ],
         "checked_step": CHECKED_STEP,
         "losses": trace.losses,
+        "nudged": trace.nudged,
         "loss": _loss(one, trace.first, data[0], constants),
         "update": _update(one, trace.first, constants),
     }
