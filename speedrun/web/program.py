@@ -111,7 +111,7 @@ class _Writer:
     def _value(self, dtype: Any, shape: Sequence[int]) -> int:
         if str(dtype) not in _DTYPES:
             raise UsageError(
-                f"the model computes with {dtype}; the page has {', '.join(sorted(_DTYPES))}; export to another form"
+                f"the model computes with {dtype}; the page has {', '.join(sorted(_DTYPES))}; choose another form"
             )
         self._json["values"].append([str(dtype), [int(n) for n in shape]])
         return len(self._json["values"]) - 1
@@ -155,7 +155,7 @@ class _Writer:
             self._alias[out] = self._emit(taken[0], xs, out, **taken[1])
         else:
             raise UsageError(
-                f"the model uses {name}{_detail(eqn)}, which the page does not know; export to another form"
+                f"the model uses {name}{_detail(eqn)}, which the page does not know; choose another recipe or form"
             )
 
     def _split(self, eqn: JaxprEqn, xs: list[Operand]) -> dict[Any, Operand]:

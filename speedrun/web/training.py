@@ -74,8 +74,8 @@ def tiny(recipe: Recipe) -> tuple[Recipe, dict[str, Any]]:
     preset, vocab_size = recipe.override(changes), track.load(TRACK).data.vocab_size
     if preset.config.vocab_size != vocab_size or len(preset.stages) > 1:
         raise UsageError(
-            f"recipe {recipe.name} has {preset.config.vocab_size:,} ids and {len(preset.stages)} stages; the page needs "
-            f"{vocab_size} ids, those of {TRACK}, and one stage; choose another, such as smoke"
+            f"recipe {recipe.name} has {preset.config.vocab_size:,} ids and {len(preset.stages)} stages; the page "
+            f"needs {vocab_size} ids, those of {TRACK}, and one stage; choose another, such as smoke"
         )
     return preset, changes
 
@@ -84,7 +84,8 @@ def batches(num_steps: int, num_sequences: int, seq_len: int) -> list[Tokens]:
     """Return the first batches of the track's synthetic stream, i32 [B, T]: those that a run of this shape reads."""
     source = Source(**(track.load(TRACK).synthetic or {}))
     num_tokens = num_sequences * seq_len
-    tokens = generate(source, 1, num_steps * num_tokens // source.line_tokens + 1).reshape(-1).astype(np.int32)
+    num_lines = num_steps * num_tokens // source.line_tokens + 1
+    tokens = generate(source, 1, num_lines).reshape(-1).astype(np.int32)
 
     def at(start: int) -> np.ndarray:
         return tokens[start : start + num_tokens].reshape(num_sequences, seq_len)
@@ -94,9 +95,8 @@ def batches(num_steps: int, num_sequences: int, seq_len: int) -> list[Tokens]:
 
 def traced(one: Program, data: list[Tokens]) -> Trace:
     """Train with JAX."""
-    first, kept = _copied(one.init(jax.random.key(0))), []
-    kept += [_copied(state) for _, state in _losses(one, first, data[: CHECKED_STEP + 1])][-2:]
-    before, after = kept
+    first = _copied(one.init(jax.random.key(0)))
+    before, after = [state for _, state in _losses(one, first, data[: CHECKED_STEP + 1])][-2:]
     grads = _copied(_gradients(one)(_placed(one, before), *data[CHECKED_STEP], one.schedule))
     rng = np.random.default_rng(0)
 
@@ -119,13 +119,12 @@ def _losses(one: Program, start: TrainState, data: list[Tokens]) -> Iterator[tup
 
 def _gradients(one: Program) -> Callable[..., Params]:
     """Return the gradients of a training step: (state, tokens_BT, targets_BT, schedule) -> packed."""
-    rows, whole = PartitionSpec(one.axes), PartitionSpec()
+    rows = PartitionSpec(one.axes)
+    specs = one.specs, rows, rows, PartitionSpec()
 
     @jax.jit
-    @partial(jax.shard_map, mesh=one.mesh, in_specs=(one.specs, rows, rows, whole), out_specs=one.layout.specs)
-    def gradients(
-        state: TrainState, tokens_BT: jax.Array, targets_BT: jax.Array, schedule: Params
-    ) -> Params:
+    @partial(jax.shard_map, mesh=one.mesh, in_specs=specs, out_specs=one.layout.specs)
+    def gradients(state: TrainState, tokens_BT: jax.Array, targets_BT: jax.Array, schedule: Params) -> Params:
         inputs = one.step.plan.at(state.step, schedule, one.static_at(0))
         return one.step.loss_and_grads(state.params, Batch(tokens_BT, targets_BT, state.carry), inputs)[1]
 
@@ -158,8 +157,16 @@ def files(recipe: Recipe) -> dict[str, bytes]:
     preset, changes = tiny(recipe)
     (stage,) = preset.stages
     one = Program(preset, arranged(jax.devices("cpu")[:1], 1), 1)
+    plan = one.step.plan
+    if one.specs.carry or plan.constants or len({*map(one.static_at, range(stage.num_steps))}) > 1:
+        raise UsageError(
+            f"recipe {recipe.name} carries values from step to step, has constants, or compiles inputs in; the page "
+            "needs one whose inputs are scheduled numbers; choose another, such as smoke"
+        )
     data = batches(stage.num_steps, stage.num_sequences, stage.seq_len)
-    constants, trace = Constants({}), traced(one, data)
+    constants, state = Constants({}), jax.eval_shape(one.step.init, jax.random.key(0))
+    programs = {"loss": _loss(one, state, data[0], constants), "update": _update(one, state, constants)}
+    trace = traced(one, data)
     facts = {
         "format": FORMAT,
         "recipe": preset.name,
@@ -171,25 +178,20 @@ def files(recipe: Recipe) -> dict[str, bytes]:
         "num_params": count(one.layout.table),
         "params": sorted(trace.grads),
         "num_state": len(jax.tree.leaves(trace.first.opt_state)),
-        "schedule": [
-            {"dtype": str(x.dtype), "values": x.tolist()} for _, x in sorted(one.step.plan.schedule.items())
-        ],
+        "schedule": [{"dtype": str(x.dtype), "values": x.tolist()} for _, x in sorted(plan.schedule.items())],
         "checked_step": CHECKED_STEP,
         "losses": trace.losses,
         "nudged": trace.nudged,
-        "loss": _loss(one, trace.first, data[0], constants),
-        "update": _update(one, trace.first, constants),
+        **programs,
     }
     arrays = dict(constants.arrays)
     for when, state in (("first", trace.first), ("before", trace.before), ("after", trace.after)):
         arrays |= {f"{when}.params.{name}": x for name, x in state.params.items()}
         arrays |= {f"{when}.state.{i}": x for i, x in enumerate(jax.tree.leaves(state.opt_state))}
     arrays |= {f"grads.{name}": x for name, x in trace.grads.items()}
-    arrays["tokens"] = np.concatenate([*(x.tokens_BT.reshape(-1) for x in data), data[-1].targets_BT[-1, -1:]])
-    return {
-        "training.json": folder.encoded(facts),
-        "arrays.safetensors": safetensors.numpy.save({k: np.asarray(x, order="C") for k, x in arrays.items()}),
-    }
+    arrays["tokens"] = np.concatenate([*(x.tokens_BT.ravel() for x in data), data[-1].targets_BT[-1, -1:]])
+    raw = safetensors.numpy.save({name: np.asarray(x, order="C") for name, x in arrays.items()})
+    return {"training.json": folder.encoded(facts), "arrays.safetensors": raw}
 
 
 def _loss(one: Program, state: TrainState, data: Tokens, constants: Constants) -> dict[str, Any]:
@@ -206,7 +208,7 @@ def _loss(one: Program, state: TrainState, data: Tokens, constants: Constants) -
 
 
 def _update(one: Program, state: TrainState, constants: Constants) -> dict[str, Any]:
-    """Return new parameters, then the optimiser's new state, of gradients, state, parameters and inputs, as a program."""
+    """Return new parameters, then a new state, of gradients, state, parameters and inputs, as a program."""
 
     def update(_: Any, grads: Params, opt_state: Any, packed: Params, row: Params) -> Any:
         def alone(grads: Params) -> Any:

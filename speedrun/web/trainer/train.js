@@ -4,9 +4,10 @@ import { Unusable } from "./safetensors.js";
 import { Trainer } from "./training.js";
 
 const $ = (id) => document.getElementById(id);
-const [WIDTH, HEIGHT, LEFT, BOTTOM, TOP] = [640, 300, 40, 24, 8];
+const [HEIGHT, LEFT, RIGHT, BOTTOM, TOP] = [300, 36, 12, 24, 8]; // as in train.css
 const drawn = () => new Promise((resolve) => setTimeout(resolve, 0));
-const relative = (x) => (x ? x.toExponential(1).replace("e", " × 10^").replace("+", "") : "0");
+const raised = (digits) => digits.replace(/[-\d]/g, (one) => (one === "-" ? "⁻" : "⁰¹²³⁴⁵⁶⁷⁸⁹"[one]));
+const relative = (x) => (x ? x.toExponential(1).replace(/e\+?(.*)/, (_, power) => ` × 10${raised(power)}`) : "0");
 const median = (xs) => xs.toSorted((a, b) => a - b)[xs.length >> 1];
 
 let trainer;
@@ -32,11 +33,12 @@ function element(name, attributes, text = "") {
 function draw() {
   const { losses: jax, num_steps: numSteps } = trainer.facts;
   const [low, high] = [Math.floor(2 * Math.min(...jax)) / 2, Math.ceil(2 * Math.max(...jax)) / 2];
-  const x = (step) => LEFT + (step / (numSteps - 1)) * (WIDTH - LEFT - 12);
+  const width = $("chart").clientWidth;
+  const x = (step) => LEFT + (step / (numSteps - 1)) * (width - LEFT - RIGHT);
   const y = (loss) => TOP + ((high - loss) / (high - low)) * (HEIGHT - TOP - BOTTOM);
   const parts = [];
   for (let loss = low; loss <= high; loss += 0.5) {
-    parts.push(element("line", { class: "grid", x1: LEFT, x2: WIDTH, y1: y(loss), y2: y(loss) }));
+    parts.push(element("line", { class: "grid", x1: LEFT, x2: width, y1: y(loss), y2: y(loss) }));
     parts.push(element("text", { x: LEFT - 6, y: y(loss) + 4, "text-anchor": "end" }, loss.toFixed(1)));
   }
   for (const step of [0, (numSteps - 1) >> 1, numSteps - 1]) {
@@ -138,6 +140,7 @@ async function begin() {
 $("start").addEventListener("click", run);
 $("stop").addEventListener("click", () => (isRunning = false));
 $("reset").addEventListener("click", reset);
+addEventListener("resize", () => trainer && draw());
 begin().catch((error) => {
   $("status").textContent = "Nothing can be computed.";
   fail(error);
