@@ -13,18 +13,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+from click.testing import CliRunner
 from test_trained import laptop, moved
 
-from speedrun.data import tokenizer, vocabulary
+from speedrun import cli
+from speedrun.data import synthetic, tokenizer, vocabulary
 from speedrun.ground import track
 from speedrun.ground.errors import DataError, UsageError
 from speedrun.ground.serving import Reply, content_type, serving
+from speedrun.science import recipes
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels.choose import Kernels
 from speedrun.science.params import Params
 from speedrun.science.recipe import Recipe
 from speedrun.trained.decode import Decoder, Draw, drawn
-from speedrun.web import folder, serve
+from speedrun.web import folder, serve, training
 from speedrun.web.program import ELEMENTWISE, Constants, program
 
 TRACK = track.load("smoke-cpu")
@@ -64,10 +67,20 @@ def root(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def recipe_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a recipe."""
+    out = tmp_path_factory.mktemp("web") / "recipe"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(training.TINY, "stages.0.num_steps", 12)
+        training.write(recipes.load("smoke"), out)
+    return out
+
+
+@pytest.fixture(scope="module")
 def page(request: pytest.FixtureRequest) -> Iterator[Page]:
     """A page of the server that has imported its modules. The browser starts once."""
     browser, path = pytest.importorskip("playwright.sync_api", reason="needs playwright"), chromium()
-    answer = serve.answering([request.getfixturevalue("root")])
+    answer = serve.answering([request.getfixturevalue(name) for name in ("recipe_root", "root")])
 
     def with_blank(path: str, query: dict[str, str]) -> Reply | None:
         blank = Reply(b"<!doctype html><title>.</title><link rel=icon href='data:,'>", content_type("a.html"))
@@ -79,7 +92,7 @@ def page(request: pytest.FixtureRequest) -> Iterator[Page]:
         page.goto(f"{url}blank")
         page.evaluate(
             """async () => {
-              for (const name of ["jaxpr", "draw", "tokenizer", "safetensors", "model"]) {
+              for (const name of ["jaxpr", "draw", "tokenizer", "safetensors", "model", "training"]) {
                 window[name] = await import(`/${name}.js`);
               }
               window.np = (await import("/jax-js/index.js")).numpy;
@@ -132,6 +145,7 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cumsum": (lambda x: jnp.cumsum(x, 1), np.arange(21, dtype=np.int32).reshape(3, 7)),
     "dot": (lambda x, y: jnp.einsum("bthk,bshk->bhts", x, y), X[None], X[None, :1] * 3),
     "integer_pow": (lambda x: x**5 + x**3 - x**2, X),
+    "floor_divide": (lambda x: x // 4, np.arange(-9, 9, dtype=np.int32)),
     "iota": (lambda x: x + jax.lax.broadcasted_iota(jnp.int32, (400, 400), 1), np.ones((1, 1), np.int32)),
     "iota, moved": (
         lambda x: jnp.concatenate([x, jax.lax.broadcasted_iota(jnp.float32, (1, 140_000), 1)], 1),
@@ -148,6 +162,7 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "rows": (lambda x: jnp.asarray(X[0]).at[x].get(mode="promise_in_bounds"), np.array([[2, 0]], np.int32)),
     "select_n": (lambda x, y: jnp.where(x, 1.5, y), FLAGS, X),
     "slice": (lambda x: x[:, 1:3, 2], X),
+    "stack": (lambda x, y: jnp.stack([x, y], 1), X, X[::-1] * 2),
     "softmax": (lambda x: jax.nn.softmax(x * 30, -1), X),
     "split": (lambda x: jnp.subtract(*jnp.split(x, 2, -1)), X),
     "tile": (lambda x: jnp.tile(x, (2, 3, 1)), X),
@@ -170,6 +185,7 @@ GIVEN: dict[str, tuple[np.ndarray, ...]] = {
     **dict.fromkeys(("log", "sqrt", "rsqrt"), (POSITIVE,)),
     **dict.fromkeys(("log1p", "tan"), (X / 4,)),
     "not": (FLAGS,),
+    "rem": (np.arange(-9, 9, dtype=np.int32), np.full(18, 4, np.int32)),
     "pow": (POSITIVE, X),
 }
 TWO = frozenset(["add", "div", "eq", "ge", "gt", "le", "lt", "max", "min", "mul", "ne", "sub"])
@@ -464,4 +480,105 @@ def test_a_browser_without_webassembly_is_told(page: Page) -> None:
     tab.goto(page.url.replace("blank", ""))
     tab.wait_for_selector("#error:not([hidden])")
     assert "This browser has no WebAssembly" in tab.inner_text("#error")
+    tab.close()
+
+
+# --- the recipe -------------------------------------------------------------------------------------------
+
+COMPARE = """
+async (factor) => {
+  const one = await training.Trainer.load("training");
+  const rate = one.facts.schedule[0];
+  rate.values = rate.values.map((x) => x * factor);
+  return await one.compare();
+}
+"""
+TRAIN = """
+async (numSteps) => {
+  const one = await training.Trainer.load("training");
+  const losses = [];
+  while (losses.length < numSteps) losses.push(await one.next());
+  one.reset();
+  return [losses, await one.next(), one.facts];
+}
+"""
+
+
+def test_a_training_step_is_that_of_jax(page: Page) -> None:
+    """From JAX's state of step 10; Muon's update magnifies the gradient's rounding."""
+    found = page.evaluate(COMPARE, 1.0)
+    packed = {"bank.64x128.0", "bank.64x64.0", "bank.64x64.1", "embed", "head", "scalars", "value_embed.0"}
+    assert {*found["gradient"]} == {*found["update"]} == packed
+    assert found["loss"] < 3e-6
+    assert max(found["gradient"].values()) < 2e-5
+    assert max(found["update"].values()) < 5e-5
+
+
+def test_a_wrong_learning_rate_is_seen(page: Page) -> None:
+    found = page.evaluate(COMPARE, 1.01)
+    assert max(found["gradient"].values()) < 2e-5
+    np.testing.assert_allclose(list(found["update"].values()), 0.01, rtol=0.01)
+
+
+def test_losses_of_a_recipe_follow_those_of_jax(page: Page) -> None:
+    """As closely as JAX's own, from starting values that differ in the last bit."""
+    losses, again, facts = page.evaluate(TRAIN, 10)
+    expected, nudged = np.array(facts["losses"])[:10], np.array(facts["nudged"])[:10]
+    np.testing.assert_allclose(losses[:2], expected[:2], rtol=5e-6)
+    np.testing.assert_allclose(losses, expected, rtol=1e-2)
+    np.testing.assert_allclose(nudged, expected, rtol=1e-2)
+    assert np.abs(nudged - expected).max() > 0
+    assert again == losses[0]
+    assert expected[9] < expected[0] - 0.5
+
+
+def test_batches_of_the_page_are_the_first_of_the_track() -> None:
+    whole = synthetic.generate(synthetic.Source(**(TRACK.synthetic or {})), 1, 200).reshape(-1)
+    found = training.batches(9, 4, 64)
+    assert len(found) == 9
+    for i, (tokens_BT, targets_BT) in enumerate(found):
+        assert tokens_BT.ravel().tolist() == whole[i * 256 : (i + 1) * 256].tolist()
+        assert targets_BT.ravel().tolist() == whole[i * 256 + 1 : (i + 1) * 256 + 1].tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("docs", "recipe docs has 4,096 ids and 1 stages"),
+        ("record89", "recipe record89 has 256 ids and 4 stages"),
+    ],
+)
+def test_a_recipe_that_does_not_fit_is_refused(name: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        training.tiny(recipes.load(name))
+
+
+def test_play_needs_something_to_play() -> None:
+    found = CliRunner().invoke(cli.command, ["play"], prog_name="speedrun")
+    assert found.exit_code == 2
+    assert "error: got nothing to serve; name a folder" in found.output
+
+
+def test_the_page_trains_and_stops(page: Page) -> None:
+    """By hand: start with the keyboard, stop, go on to the end, begin anew."""
+    tab, problems = page.context.new_page(), []
+    tab.on("pageerror", lambda error: problems.append(str(error)))
+    tab.goto(page.url.replace("blank", "train.html"))
+    tab.wait_for_selector("#start:not([disabled])")
+    assert "trained here, by recipe smoke" in tab.inner_text("#what")
+    assert "config.model_dim=64" in tab.inner_text("#settings")
+    tab.focus("#start")
+    tab.keyboard.press("Enter")
+    tab.wait_for_function("() => parseInt(document.getElementById('step').textContent) > 0")
+    tab.click("#stop")
+    tab.wait_for_function("() => document.getElementById('status').textContent === 'Stopped.'")
+    assert tab.locator("#checks tr").count() == 3
+    assert re.fullmatch(r"\d\.\d \u00d7 10\u207b.", tab.inner_text("#largest"))
+    assert tab.inner_text("#start") == "Go on"
+    tab.click("#start")
+    tab.wait_for_function("() => document.getElementById('step').textContent === '12 of 12'")
+    assert len(tab.get_attribute("svg .page", "points").split()) == 12
+    tab.click("#reset:not([disabled])")
+    assert tab.inner_text("#step") == "0 of 12"
+    assert not problems
     tab.close()

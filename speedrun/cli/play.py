@@ -1,32 +1,56 @@
-"""`speedrun play`: serve exported models, which a browser then lets write."""
+"""`speedrun play`: serve exported models, which a browser then lets write, or a recipe, which it trains."""
 
 import contextlib
+import tempfile
 import threading
 from pathlib import Path
 
 import click
 import msgspec
 
-from speedrun.cli.options import Integer, example, json_option
+from speedrun.cli.options import Integer, example, json_option, recipe_option
+from speedrun.ground.errors import UsageError
 
 
 @click.command(
-    epilog=example("speedrun play docs-web", "speedrun play docs-web smoke-web --port 0"),
+    epilog=example(
+        "speedrun play docs-web",
+        "speedrun play docs-web smoke-web --port 0",
+        "speedrun play --recipe smoke",
+    ),
 )
-@click.argument("folders", nargs=-1, required=True, metavar="DIR...", type=click.Path(path_type=Path))
+@click.argument("folders", nargs=-1, metavar="[DIR...]", type=click.Path(path_type=Path))
+@recipe_option(text="Also a page that trains this recipe, made tiny, beside what JAX computed.")
 @click.option(
     "--port", type=Integer(0), default=3281, show_default=True, metavar="N", help="0: any that is free."
 )
 @json_option
-def command(*, folders: tuple[Path, ...], port: int, as_json: bool) -> None:
+def command(*, folders: tuple[Path, ...], recipe: str | None, port: int, as_json: bool) -> None:
     """Serve the page of DIR, which 'speedrun export RUN --to web' made, on this machine only.
 
-    The browser computes. With several folders, two models write beside each other, with one seed. Ctrl-C ends it.
+    The browser computes. With several folders, two models write beside each other, with one seed. With --recipe, JAX
+    first trains a tiny preset on the CPU, for some seconds. Ctrl-C ends it.
     """
     from speedrun.ground.serving import serving
     from speedrun.web.serve import answering
 
-    with serving(answering(folders), port) as url:
-        click.echo(msgspec.json.encode({"url": url}) if as_json else f"{url}   Ctrl-C ends it")
-        with contextlib.suppress(KeyboardInterrupt):
-            threading.Event().wait()
+    if not folders and recipe is None:
+        raise UsageError("got nothing to serve; name a folder that 'export --to web' made, or pass --recipe")
+    with tempfile.TemporaryDirectory() as scratch:
+        if recipe is not None:
+            folders = (_trainable(recipe, Path(scratch) / "page"), *folders)
+        with serving(answering(folders), port) as url:
+            url += "train.html" if recipe is not None else ""
+            click.echo(msgspec.json.encode({"url": url}) if as_json else f"{url}   Ctrl-C ends it")
+            with contextlib.suppress(KeyboardInterrupt):
+                threading.Event().wait()
+
+
+def _trainable(recipe: str, out: Path) -> Path:
+    from speedrun.ground import mesh
+    from speedrun.science import recipes
+    from speedrun.web import training
+
+    mesh.prepare("cpu")
+    training.write(recipes.load(recipe), out)
+    return out

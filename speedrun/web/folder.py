@@ -63,7 +63,7 @@ def write(trained: Trained, out: Path, *, dtype: str = "float32") -> list[Path]:
     facts = {"name": name, "track": track.id, "step": trained.step, "has_text": bool(words.tokens)}
     files = of_model(recipe, params, trained.inputs, track, facts, dtype=dtype)
     if words.tokens:
-        files["tokenizer.json"] = _json(described_tokenizer(*words.file(), words.tokens))
+        files["tokenizer.json"] = encoded(described_tokenizer(*words.file(), words.tokens))
     return write_folder(out, {name: files})
 
 
@@ -73,7 +73,7 @@ def write_folder(out: Path, models: dict[str, dict[str, bytes]]) -> list[Path]:
     folders |= {out / "models" / name: files for name, files in models.items()}
     for folder, files in folders.items():
         make_folder(folder, files)
-    write_whole(out / LIST, _json(list(models)))
+    write_whole(out / LIST, encoded(list(models)))
     return [folder / name for folder, files in folders.items() for name in files] + [out / LIST]
 
 
@@ -105,7 +105,7 @@ def of_model(
         "logits": [program(logits, params, [one], constants) for one in rows],
     }
     arrays = {name: stored(x, dtype) for name, x in constants.arrays.items()}
-    return {"model.json": _json(described), "weights.safetensors": safetensors.numpy.save(arrays)}
+    return {"model.json": encoded(described), "weights.safetensors": safetensors.numpy.save(arrays)}
 
 
 def described_tokenizer(name: str, raw: bytes, tokens: dict[int, bytes]) -> dict[str, Any]:
@@ -191,5 +191,6 @@ def stored(array: np.ndarray, dtype: str) -> np.ndarray:
     return np.asarray(array, order="C")
 
 
-def _json(found: Any) -> bytes:
+def encoded(found: Any) -> bytes:
+    """Return a value as JSON without spaces."""
     return json.dumps(found, separators=(",", ":"), ensure_ascii=False).encode()

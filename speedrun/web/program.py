@@ -18,15 +18,16 @@ from speedrun.trained.alignment import shape_of
 
 _ELEMENTWISE = """
 abs add and ceil cos div eq erf erfc exp expm1 floor ge gt le log log1p logistic lt max min mul ne
-neg not or pow rsqrt select_n sign sin sqrt sub tan tanh xor
+neg not or pow rem rsqrt select_n sign sin sqrt
+stop_gradient sub tan tanh xor
 """
 #: Operations of the page that take arrays of one shape, or scalars, and have the name of the primitive.
 ELEMENTWISE = frozenset(_ELEMENTWISE.split())
-#: Those that change nothing here: everything is float32, and nothing is differentiated.
-_NOTHING = frozenset({"copy", "copy_p", "optimization_barrier", "stop_gradient", "reduce_precision"})
+#: Those that change nothing here: everything is float32.
+_NOTHING = frozenset({"copy", "copy_p", "optimization_barrier", "reduce_precision"})
 _REDUCTIONS = frozenset({"reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_sum"})
 _RUNNING = frozenset({"cummax", "cummin", "cumsum"})
-_MOVING = frozenset({"broadcast_in_dim", "concatenate", "pad", "reshape", "tile"})
+_MOVING = frozenset({"broadcast_in_dim", "concatenate", "pad", "reshape", "stack", "tile"})
 _DTYPES = frozenset({"bool", "float32", "int32", "uint32"})
 #: Elements up to which a value is evaluated although it is larger than what it is made from.
 _SMALL = 1 << 17
@@ -55,9 +56,9 @@ def program(function: Callable[..., Any], params: Any, shapes: Sequence[Any], co
     """Return `function(params, *inputs)` as JSON; its constants are added to `constants`.
 
     Args:
-        function: of the parameters and the inputs, to one array.
+        function: of the parameters and the inputs, to an array or a tree of them.
         params: their values.
-        shapes: `jax.ShapeDtypeStruct` of each input.
+        shapes: `jax.ShapeDtypeStruct` of each input; trees of them are read leaf by leaf.
         constants: of all programs of a model.
 
     Returns:
@@ -68,7 +69,7 @@ def program(function: Callable[..., Any], params: Any, shapes: Sequence[Any], co
         UsageError: if the page lacks an operation.
     """
     jaxpr, consts = equations.traced(function, params, *shapes, keep=lambda _: False)
-    return _Writer(constants).write(jaxpr, consts, params, len(shapes))
+    return _Writer(constants).write(jaxpr, consts, params)
 
 
 class _Writer:
@@ -79,12 +80,12 @@ class _Writer:
         self._named: dict[str, int] = {}
         self._json: dict[str, Any] = {"values": [], "inputs": [], "constants": {}, "equations": []}
 
-    def write(self, jaxpr: Any, consts: Sequence[Any], params: Any, num_inputs: int) -> dict[str, Any]:
+    def write(self, jaxpr: Any, consts: Sequence[Any], params: Any) -> dict[str, Any]:
         import jax
 
-        weights = jaxpr.invars[: len(jaxpr.invars) - num_inputs]
-        known = [*zip(jaxpr.constvars, consts, strict=True)]
-        known += zip(weights, jax.tree.leaves(params), strict=True)
+        leaves = jax.tree.leaves(params)
+        weights = jaxpr.invars[: len(leaves)]
+        known = [*zip(jaxpr.constvars, consts, strict=True), *zip(weights, leaves, strict=True)]
         self._known = dict(known)
         for x in jaxpr.invars[len(weights) :]:
             self._alias[x] = self._value(x.aval.dtype, shape_of(x))
@@ -110,7 +111,7 @@ class _Writer:
     def _value(self, dtype: Any, shape: Sequence[int]) -> int:
         if str(dtype) not in _DTYPES:
             raise UsageError(
-                f"the model computes with {dtype}; the page has {', '.join(sorted(_DTYPES))}; export to another form"
+                f"the model computes with {dtype}; the page has {', '.join(sorted(_DTYPES))}; choose another form"
             )
         self._json["values"].append([str(dtype), [int(n) for n in shape]])
         return len(self._json["values"]) - 1
@@ -154,7 +155,7 @@ class _Writer:
             self._alias[out] = self._emit(taken[0], xs, out, **taken[1])
         else:
             raise UsageError(
-                f"the model uses {name}{_detail(eqn)}, which the page does not know; export to another form"
+                f"the model uses {name}{_detail(eqn)}, which the page does not know; choose another recipe or form"
             )
 
     def _split(self, eqn: JaxprEqn, xs: list[Operand]) -> dict[Any, Operand]:
@@ -196,6 +197,8 @@ def _taken(eqn: JaxprEqn) -> tuple[str, dict[str, Any]] | None:
             return name, {"bounds": [list(bounds) for bounds in ends]}
         case "concatenate":
             return name, {"axis": params["dimension"]}
+        case "stack":
+            return name, {"axis": params["axis"]}
         case "pad" if all(
             low >= 0 and high >= 0 and not inner for low, high, inner in params["padding_config"]
         ):

@@ -6,15 +6,19 @@
  */
 import { jit, lax, nn, numpy as np } from "./jax-js/index.js";
 
+/** jax-js 0.1.25 has no sign of integers. */
+const sign = (x) => np.sign(x.astype("float32")).astype(x.dtype);
+
 const UNARY = {
   abs: np.abs, ceil: np.ceil, cos: np.cos, erf: lax.erf, erfc: lax.erfc, exp: np.exp, expm1: np.expm1,
   floor: np.floor, log: np.log, log1p: np.log1p, logistic: nn.sigmoid, neg: np.negative, not: np.logicalNot,
-  rsqrt: (x) => np.reciprocal(np.sqrt(x)), sign: np.sign, sin: np.sin, sqrt: np.sqrt, tan: np.tan, tanh: np.tanh,
+  rsqrt: (x) => np.reciprocal(np.sqrt(x)), sign, sin: np.sin, sqrt: np.sqrt,
+  stop_gradient: lax.stopGradient, tan: np.tan, tanh: np.tanh,
 };
 const BINARY = {
-  add: np.add, and: np.bitwiseAnd, div: np.divide, eq: np.equal, ge: np.greaterEqual, gt: np.greater, le: np.lessEqual,
+  add: np.add, and: np.bitwiseAnd, div: (x, y) => x.div(y), eq: np.equal, ge: np.greaterEqual, gt: np.greater, le: np.lessEqual,
   lt: np.less, max: np.maximum, min: np.minimum, mul: np.multiply, ne: np.notEqual, or: np.bitwiseOr, pow: np.power,
-  sub: np.subtract, xor: np.bitwiseXor,
+  rem: np.fmod, sub: np.subtract, xor: np.bitwiseXor,
 };
 const REDUCTIONS = {
   reduce_and: np.all, reduce_max: np.max, reduce_min: np.min, reduce_or: np.any, reduce_sum: np.sum,
@@ -67,11 +71,20 @@ const OTHERS = {
   rows: ([table, indices]) => np.take(table, indices.reshape(indices.shape.slice(0, -1)), 0),
   select_n: ([which, no, yes]) => np.where(which, yes, no),
   slice: ([x], { bounds }) => x.slice(...bounds),
+  stack: (xs, { axis }) => np.stack(xs, axis),
   tile: ([x], { reps }) => np.tile(x, reps),
   transpose: ([x], { permutation }) => x.transpose(permutation),
 };
 
-function apply(name, operands, more, type) {
+/** Rows as a product: its gradient needs no scatter, which jax-js 0.1.25 lacks in compiled functions. */
+export const rowsByProduct = ([table, indices], _, [, shape]) => {
+  const places = np.arange(0, table.shape[0], 1, { dtype: "int32" });
+  const chosen = np.equal(indices.astype("int32").reshape([-1, 1]), places.reshape([1, -1])).astype("float32");
+  return np.matmul(chosen, table).reshape(shape);
+};
+
+function apply(name, operands, more, type, others) {
+  if (name in others) return others[name](operands, more, type);
   if (name in UNARY) return UNARY[name](operands[0]);
   if (name in BINARY) return BINARY[name](operands[0], operands[1]);
   if (name in REDUCTIONS) return REDUCTIONS[name](operands[0], more.axes);
@@ -96,8 +109,11 @@ function uses(program) {
   return counts;
 }
 
-/** Evaluate a program. `given` maps the numbers of inputs and constants to arrays, which are used up. */
-export function evaluate(program, given) {
+/**
+ * Evaluate a program. `given` maps the numbers of inputs and constants to arrays, which are used up. `others` are
+ * operations to use in place of those above.
+ */
+export function evaluate(program, given, others = {}) {
   const left = uses(program);
   const values = new Map();
   for (const [number, value] of given) left.has(number) ? values.set(number, value) : value.dispose();
@@ -111,7 +127,7 @@ export function evaluate(program, given) {
     return value;
   };
   for (const [name, operands, out, more] of program.equations) {
-    values.set(out, apply(name, operands.map(read), more, program.values[out]));
+    values.set(out, apply(name, operands.map(read), more, program.values[out], others));
   }
   return program.outputs.map(read);
 }

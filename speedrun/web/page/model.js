@@ -31,7 +31,7 @@ export async function read(url, as) {
   }
 }
 
-function array({ dtype, shape, data }) {
+export function array({ dtype, shape, data }) {
   if (dtype === "bool") return np.array(data, { shape, dtype: "int32" }).astype("bool");
   return np.array(data, { shape, dtype });
 }
