@@ -55,16 +55,16 @@ def command(
     A model needs weights, which a run keeps with --checkpoint-every. The files contain nothing about this machine, and
     nothing is sent. The record is not changed.
     """
-    folder = out if out is not None else Path(f"{record.resolve().name}-{form}")
+    folder = out or Path(f"{record.resolve().name}-{form}")
+    folder = folder if folder.name else folder.resolve()
     if dtype is not None and form != "web":
         raise UsageError(f"--dtype has no effect on {form}; leave it out")
     if form in MODEL_FORMS:
-        from speedrun.trained import sources
+        from speedrun.trained import exported, sources
 
-        stored = {} if dtype is None else {"dtype": dtype}
-        paths = importlib.import_module(MODEL_FORMS[form]).write(
-            sources.load(record, **given), folder, **stored
-        )
+        stored, trained = {} if dtype is None else {"dtype": dtype}, sources.load(record, **given)
+        exported.check_out(trained, folder)
+        paths = importlib.import_module(MODEL_FORMS[form]).write(trained, folder, **stored)
     else:
         for name, value in given.items():
             if value is not None:

@@ -103,7 +103,7 @@ def command(
         **config_of(ctx.params, overrides, resume or folder),
         seed=given["seed"],
         replicas=given["replicas"],
-        checkpoint_every=checkpoint_steps(track, given),
+        checkpoint_every=0 if resume else checkpoint_steps(track, given),
         keep_checkpoints=given["keep_checkpoints"],
         deadlines_s=deadlines,
         resume=resume is not None,

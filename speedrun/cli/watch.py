@@ -1,5 +1,6 @@
 """`speedrun watch`: a page of runs, while they train or afterwards."""
 
+import contextlib
 import shlex
 import socket
 import threading
@@ -8,7 +9,7 @@ from pathlib import Path
 import click
 
 from speedrun.cli.options import Integer, example
-from speedrun.ground import children, console
+from speedrun.ground import console
 from speedrun.ground.errors import UsageError
 from speedrun.watch import PORT, feed, server
 
@@ -56,7 +57,7 @@ def command(*, runs: tuple[Path, ...], port: int, ghost: str | None, is_opened: 
         )
         if is_opened:
             click.launch(url)
-        with children.stoppable():  # inside, so that pages still get the last lines
+        with contextlib.suppress(KeyboardInterrupt):  # inside, so that pages still get the last lines
             threading.Event().wait()
 
 

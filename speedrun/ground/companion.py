@@ -84,11 +84,13 @@ def beside(
         finally:
             assert child.stdin is not None
             child.stdin.close()
-            waiting.join(leave_s)
-            if waiting.is_alive():
-                with contextlib.suppress(ProcessLookupError):  # it has just ended
-                    os.killpg(child.pid, signal.SIGKILL)
-                waiting.join()
+            try:
+                waiting.join(leave_s)
+            finally:  # also if a signal ends the waiting
+                if waiting.is_alive():
+                    with contextlib.suppress(ProcessLookupError):  # it has just ended
+                        os.killpg(child.pid, signal.SIGKILL)
+                    waiting.join()
 
 
 def _report(child: subprocess.Popen[bytes], errors: IO[bytes], remedy: Remedy, killed: str) -> None:

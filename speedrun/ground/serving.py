@@ -5,6 +5,7 @@ could be pointed at it; and replies forbid other origins to read or embed them, 
 """
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -32,8 +33,6 @@ CONTENT_TYPES = {
     "css": "text/css; charset=utf-8",
     "js": "text/javascript; charset=utf-8",
     "json": "application/json",
-    "svg": "image/svg+xml",
-    "png": "image/png",
 }
 
 
@@ -77,7 +76,9 @@ class _Server(ThreadingHTTPServer):
     block_on_close = False  # a page may hold a stream of events open
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of a browser that went away."""
+        """Say nothing of a browser that went away; anything else is a mistake of ours."""
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
 
 
 def _handler(answer: Answer) -> type[BaseHTTPRequestHandler]:
@@ -85,8 +86,8 @@ def _handler(answer: Answer) -> type[BaseHTTPRequestHandler]:
         timeout = 60  # of a client that sends no request
 
         def do_GET(self) -> None:
-            name, _, _ = self.headers.get("Host", "").rpartition(":")
-            if name not in _NAMES:
+            name, _, _ = self.headers.get("Host", "").partition(":")
+            if name.lower() not in _NAMES:
                 return self.send_error(403, "Only for this machine")
             parts = urlsplit(self.path)
             found = answer(parts.path, dict(parse_qsl(parts.query)))

@@ -223,6 +223,12 @@ def reproduce_command(run: Run) -> str:
     return shlex.join(command)
 
 
+def sources(runs: Sequence[Run]) -> list[str]:
+    """Return the weights that runs of a record started from, if they were not random: V311 marks these runs."""
+    own = {run.file.run_id for run in runs}
+    return sorted({run.origin.run_id for run in runs if run.resumed} - own)
+
+
 def readme_head(manifest: Manifest, summary: Summary, runs: Sequence[Run]) -> str:
     """Return the generated part of `README.md`: title, result card, command, plot."""
     rows = [
@@ -240,6 +246,8 @@ def readme_head(manifest: Manifest, summary: Summary, runs: Sequence[Run]) -> st
         ("authors", ", ".join(manifest.about.authors) or "not named"),
         ("parent", manifest.about.parent_record or _parent_recipe(manifest)),
     ]
+    if begun_from := sources(runs):
+        rows.append(("started from", f"{', '.join(begun_from)}: given weights, not random ones"))
     measured = ("validation loss", "target", "train time", "cold wall time", "steps", "tokens")
     if not summary.num_finished:
         rows = [row for row in rows if row[0] not in measured]

@@ -12,7 +12,7 @@ from speedrun.data import generated, inventory, overview
 from speedrun.exchange.relay import relayed
 from speedrun.ground import processes
 from speedrun.ground import track as tracks
-from speedrun.ground.errors import SpeedrunError
+from speedrun.ground.errors import SpeedrunError, UsageError
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.format import Summary
 from speedrun.ledger.validate import Report, validate
@@ -68,6 +68,14 @@ class Extras(NamedTuple):
         """Return what is to be sampled of a run."""
         if self.sample_every is None:
             return None
+        path = samples.path_of(config.out)
+        if not config.resume and path.exists():
+            raise UsageError(f"{path} has the samples of another run; move it away, or pass another --out")
+        every = config.checkpoint_every
+        if self.sample_every % (every or self.sample_every):
+            raise UsageError(
+                f"--sample-every {self.sample_every}; need a multiple of --checkpoint-every {every}"
+            )
         return samples.Request(config.out, self.sample_every, self.sample_prompts, config.recipe, config.data)
 
 
@@ -105,9 +113,10 @@ def run(
                     _say(f"{config.out} is finished; nothing to resume, its record is written again")
             if not is_done:
                 extras = extras if processes.is_first() else Extras(init_from=extras.init_from)
+                request = extras.samples(config)
                 config = _begun(config, extras.init_from)
                 page = watched(config.out, extras.watch_port, extras.ghost)
-                with page, relayed(config.out, extras.wandb), samples.beside(extras.samples(config)):
+                with page, relayed(config.out, extras.wandb), samples.beside(request):
                     _train(config, extras.ghost, to_stderr=to_stderr, verbose=verbose)
                     if extras.sample_every is not None:
                         _say(f"samples {samples.path_of(config.out)}: the last checkpoints are being read")

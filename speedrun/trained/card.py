@@ -4,6 +4,7 @@ import json
 
 from speedrun.ground.console import clean, duration
 from speedrun.ledger import record as records
+from speedrun.ledger.assemble import sources
 from speedrun.ledger.run import Run, loss_of
 from speedrun.trained.weights import Trained
 
@@ -100,7 +101,7 @@ def _card(trained: Trained, num_params: int, library: str, load: str) -> str:
     return "\n".join(
         [
             f"---\n{front}\n# license: the licence of these weights is for you to choose; write it here\n---\n",
-            f"# {title}\n\nA language model, trained from scratch by `speedrun`, a speedrun harness in JAX.\n",
+            f"# {title}\n\nA language model, trained by `speedrun`, a speedrun harness in JAX.\n",
             f"| | |\n|---|---|\n{table}\n",
             load,
             _LIMITS,
@@ -131,6 +132,7 @@ def _of_the_run(trained: Trained) -> dict[str, str]:
         "date": run.begun.date().isoformat(),
         "seed": str(run.file.seed),
         "run": clean(run.file.run_id),
+        "started from": clean(", ".join(sources(record.runs))) or "random weights",
     }
     if record.manifest is not None:
         about = record.manifest.about

@@ -108,24 +108,27 @@ def save_folder(trained: Trained, out: Path, files: Mapping[str, bytes]) -> list
     """Make a folder of such files; return them.
 
     Raises:
-        UsageError: if these are not weights of ours, the folder is part of the record or not empty, or a text would
-            hold a secret.
+        UsageError: if these are not weights of ours, the folder is not empty, or a text would hold a secret.
     """
     if not trained.is_ours:
         raise UsageError(f"{trained}: need weights that a run of speedrun trained; name one")
-    if trained.run and out.resolve().is_relative_to(trained.run[0].resolve()):
-        raise UsageError(f"{out} is inside the record, which may hold nothing else; choose another --out")
     texts = {name: raw for name, raw in files.items() if name.endswith((".json", ".md"))}
     if secret := next((finding for finding in findings(texts) if finding.secret), None):
         raise UsageError(
             f"{secret.path}:{secret.line} would hold {secret.kind}; nothing was written; take it out of the record's "
             "title, or of the settings"
         )
+    make_folder(out, files)
+    return [out / name for name in files]
+
+
+def check_out(trained: Trained, out: Path) -> None:
+    """Raise UsageError if a folder for a model is part of the record, or not empty."""
+    if trained.run and out.resolve().is_relative_to(trained.run[0].resolve()):
+        raise UsageError(f"{out} is inside the record, which may hold nothing else; choose another --out")
     with translate_os_errors(out, UsageError):
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise UsageError(f"{out} is there and not an empty folder; choose a new one with --out")
-    make_folder(out, files)
-    return [out / name for name in files]
 
 
 def tokenizer_file(trained: Trained) -> dict[str, bytes]:
@@ -201,7 +204,7 @@ def load(folder: Path, *, data: Path | None, recipe: str | None, devices: int) -
         facts.step,
         placed(program, arrays(folder, program)),
         overrides=facts.overrides,
-        origin={"weights": folder.name, "sha256": facts.weights_sha256},
+        origin={"weights": folder.resolve().name, "sha256": facts.weights_sha256},
         tokenizer=folder if facts.tokenizer else None,
     )
 

@@ -108,6 +108,10 @@ def adapter(trained: Trained, words: Words, say: Callable[[str], None]) -> Any:
 
 
 def _row(context: list[int], ending: list[int], longest: int) -> Row:
+    if len(ending) >= longest:
+        raise UsageError(
+            f"an ending of {len(ending):,} tokens; the model takes {longest:,} with its context; leave out the task"
+        )
     ids = np.array([*context, *ending][-longest:], np.int32)
     return Row(ids, max(1, len(ids) - len(ending)))
 
@@ -125,6 +129,10 @@ def _written(
 ) -> Iterator[str]:
     """Continue each context until one of its ends."""
     data, longest = trained.track.data, trained.program.recipe.eval_seq_len
+    if (most := max(one[1] for one in asked)) >= longest:
+        raise UsageError(
+            f"a task asks for {most:,} new tokens; the model takes {longest:,} with its context; leave it out"
+        )
     starts = [words.encode(context)[-max(1, longest - most) :] for context, most, _, _ in asked]
     decoder = Decoder(  # one program for all
         trained.program.recipe,

@@ -11,6 +11,7 @@ python -m speedrun.trained.samples REQUEST       as JSON; when its standard inpu
 import os
 import select
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -68,20 +69,22 @@ def follow(request: Request, until: IO[bytes]) -> list[int]:
     """
     folder, path = checkpoint.folder_of(request.record), path_of(request.record)
     found, is_over = _written(path), False
+    due_until = 0  # of this run: nothing that the file says is counted up to
     while not is_over:
         is_over = bool(select.select([until], [], [], _POLL_S)[0])
         while due := [step for step in _due(folder, request.every, is_over=is_over) if step not in found]:
             step = due[-1]
+            due_until = max(due_until, step)
             try:
                 found[step] = [msgspec.json.encode(sample) for sample in spoken(request, step)]
             except (CheckpointError, UsageError):
+                time.sleep(_POLL_S)  # it may be about to be deleted, file by file
                 if step in _steps(folder):
                     raise
                 found[step] = []  # deleted while it was read: the run keeps only the newest ones
-            write_whole(path, *(line + b"\n" for at in sorted(found) for line in found[at]))
-    return [
-        step for step in range(request.every, max(found, default=0) + 1, request.every) if not found.get(step)
-    ]
+            # In the order in which they were made: whoever follows the file has read its beginning.
+            write_whole(path, *(line + b"\n" for lines in found.values() for line in lines))
+    return [step for step in range(request.every, due_until + 1, request.every) if not found.get(step)]
 
 
 def _written(path: Path) -> dict[int, list[bytes]]:

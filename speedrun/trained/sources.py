@@ -71,7 +71,7 @@ def packed_for(program: Program, source: Path) -> tuple[Params, Mapping[str, str
     if exported.is_one(folder):
         facts = exported.read(folder)
         packed = exported.placed(program, exported.arrays(folder, program))
-        return packed, {"weights": folder.name, "sha256": facts.weights_sha256}
+        return packed, {"weights": folder.resolve().name, "sha256": facts.weights_sha256}
     if transformers_gpt2.is_one(folder):
         return exported.placed(program, transformers_gpt2.arrays(folder, program)), origin
     raise UsageError(

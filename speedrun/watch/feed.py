@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from speedrun.ground import clock, companion
+from speedrun.ground import clock, companion, runlog
 from speedrun.ground.errors import UsageError
 from speedrun.watch.tail import Position, Tail
 
@@ -121,21 +121,21 @@ class Feed:
         if (listing := self._listing()) != self._told:
             self._told = listing
             yield b"event: files\ndata: %b\n\n" % listing
-        for key, (_, tail) in self._tails.items():
-            yield from self._read(key, tail)
+        for file, tail in self._tails.values():
+            yield from self._read(file, tail)
 
-    def _read(self, key: str, tail: Tail) -> Iterator[bytes]:
+    def _read(self, file: File, tail: Tail) -> Iterator[bytes]:
         while True:
             try:
                 piece = tail.read()
             except OSError as error:
-                self._problems[key] = error.strerror or type(error).__name__
+                self._problems[file.key] = error.strerror or type(error).__name__
                 return
-            self._problems.pop(key, None)
+            self._problems.pop(file.key, None)
             if piece is None:
                 return
-            lines = {"key": key, "anew": piece.anew, "lines": [_text(raw) for raw in piece.lines]}
-            yield _event("lines", lines, self._id())
+            lines = [_text(raw, file.kind) for raw in piece.lines]
+            yield _event("lines", {"key": file.key, "anew": piece.anew, "lines": lines}, self._id())
 
     def _id(self) -> str:
         known = {**self._after, **{key: tail.position for key, (_, tail) in self._tails.items()}}
@@ -156,10 +156,13 @@ def _name(text: str) -> str:
     return os.fsencode(text).decode(errors="replace")
 
 
-def _text(raw: bytes) -> str | None:
+def _text(raw: bytes, kind: str) -> str | None:
+    """Return a line as text; None if it is no UTF-8 or no line of a log, which the page could not draw."""
     try:
+        if kind == "log":
+            runlog.decode(raw)
         return raw.decode()
-    except UnicodeDecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 

@@ -4,6 +4,7 @@ A position is a number of bytes and a digest of the first line, which has the ti
 rsync makes one again and again, continues where the last one ended; another log begins anew.
 """
 
+import errno
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -43,10 +44,11 @@ class Tail:
         Raises:
             OSError: if there is a file that cannot be read.
         """
-        try:
-            file = self._path.open("rb")
-        except FileNotFoundError:
+        if not self._path.exists():
             return None
+        if not self._path.is_file():
+            raise OSError(errno.EINVAL, "it is no file")  # a pipe would never open
+        file = self._path.open("rb")
         with file:
             stat = os.fstat(file.fileno())
             seen = stat.st_ino, stat.st_size, stat.st_mtime_ns

@@ -7,6 +7,7 @@ import base64
 import hashlib
 import io
 import json
+import shutil
 import tarfile
 from dataclasses import replace
 from importlib import resources
@@ -21,7 +22,7 @@ import safetensors.numpy
 
 from speedrun.ground.errors import DataError
 from speedrun.ground.track import Track
-from speedrun.ground.wholefile import make_folder, write_whole
+from speedrun.ground.wholefile import PARTIAL, give_name, make_folder
 from speedrun.science.inputs import Inputs
 from speedrun.science.params import Params
 from speedrun.science.recipe import Recipe
@@ -68,13 +69,17 @@ def write(trained: Trained, out: Path, *, dtype: str = "float32") -> list[Path]:
 
 
 def write_folder(out: Path, models: dict[str, dict[str, bytes]]) -> list[Path]:
-    """Write the page with the files of models by name; return the paths. The list of models comes last."""
-    folders = {out: page(), out / "jax-js": jax_js()}
-    folders |= {out / "models" / name: files for name, files in models.items()}
-    for folder, files in folders.items():
-        make_folder(folder, files)
-    write_whole(out / LIST, encoded(list(models)))
-    return [folder / name for folder, files in folders.items() for name in files] + [out / LIST]
+    """Write the page with the files of models by name; return the paths. The folder appears by one rename."""
+    folders = {"": page() | {LIST: encoded(list(models))}, "jax-js": jax_js()}
+    folders |= {f"models/{name}": files for name, files in models.items()}
+    partial = out.with_name(f"{out.name}{PARTIAL}")
+    try:
+        for folder, files in folders.items():
+            make_folder(partial / folder, files)
+        give_name(partial, out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return [out / folder / name for folder, files in folders.items() for name in files]
 
 
 def of_model(

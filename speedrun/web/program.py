@@ -24,7 +24,7 @@ stop_gradient sub tan tanh xor
 #: Operations of the page that take arrays of one shape, or scalars, and have the name of the primitive.
 ELEMENTWISE = frozenset(_ELEMENTWISE.split())
 #: Those that change nothing here: everything is float32.
-_NOTHING = frozenset({"copy", "copy_p", "optimization_barrier", "reduce_precision"})
+_NOTHING = frozenset({"copy", "copy_p", "optimization_barrier"})
 _REDUCTIONS = frozenset({"reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_sum"})
 _RUNNING = frozenset({"cummax", "cummin", "cumsum"})
 _MOVING = frozenset({"broadcast_in_dim", "concatenate", "pad", "reshape", "stack", "tile"})

@@ -13,7 +13,8 @@ export function ticks(low, high, most) {
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = power * STEPS.find((factor) => power * factor >= rough * 0.999);
   const found = [];
-  for (let at = Math.ceil(low / step - 1e-9); at * step <= high + step * 1e-9; at++) found.push(at * step);
+  const first = Math.ceil(low / step - 1e-9);
+  for (let i = 0; i <= 2 * most && (first + i) * step <= high + step * 1e-9; i++) found.push((first + i) * step);
   return found;
 }
 
@@ -21,7 +22,7 @@ export function ticks(low, high, most) {
 export function logTicks(low, high, most) {
   if (high / low < 10) return ticks(low, high, most);
   const found = [];
-  for (let power = Math.floor(Math.log10(low)); 10 ** power <= high; power++)
+  for (let power = Math.floor(Math.log10(low)); power < 309 && 10 ** power <= high; power++)
     for (const factor of [1, 2, 5]) {
       const value = factor * 10 ** power;
       if (value >= low * 0.999 && value <= high * 1.001) found.push(value);

@@ -76,7 +76,7 @@ export function tiles(run, rules) {
   const plan = run.plan, planned = (plan?.state_bytes_per_device ?? 0) + (plan?.temp_bytes_per_device ?? 0);
   return [
     tile("training loss", loss(mean), run.loss.length ? `mean of ${Math.min(width, run.loss.length)}; last ${loss(run.loss.at(-1))}` : ""),
-    tile("validation loss", loss(val?.loss), val ? `before step ${whole(val.step)} of ${whole(run.numSteps)}` : ""),
+    tile("validation loss", loss(val?.loss), val ? `after ${whole(val.step)} steps of ${whole(run.numSteps)}` : ""),
     tile("step", whole(run.done), `of ${whole(run.numSteps)}; ${short(run.tokens.at(-1) ?? 0)} of ${short(plan?.total_tokens)} tokens`),
     tile("training time", seconds(run.end?.train_time_s ?? run.time.at(-1)), run.end ? `${seconds(run.end.cold_wall_s)} in all` : "on the ranked clock"),
     target(run, rules),

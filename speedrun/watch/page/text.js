@@ -18,7 +18,7 @@ export const ms = (n) => (Number.isFinite(n) ? (n < 100 ? n.toFixed(1) : whole(n
 export function bytes(n) {
   if (!(n > 0)) return "–";
   for (const [power, unit] of [[30, "GiB"], [20, "MiB"], [10, "KiB"]])
-    if (n >= 2 ** power) return `${(n / 2 ** power).toPrecision(3)} ${unit}`;
+    if (n >= 2 ** power) return `${n >= 1000 * 2 ** power ? whole(n / 2 ** power) : (n / 2 ** power).toPrecision(3)} ${unit}`;
   return `${n} B`;
 }
 

@@ -64,6 +64,7 @@ export class Model {
     const weights = parse(raw, `${folder}/weights.safetensors`);
     check(facts, weights, folder);
     const model = new Model();
+    model.device = device;
     model.facts = facts;
     model.tokenizer = facts.has_text ? new Tokenizer(await read(`${folder}/tokenizer.json`, "json")) : null;
     defaultDevice(device);
@@ -108,6 +109,7 @@ export class Model {
     if (which < 0) throw new Unusable(`${ids.length} tokens; the model reads up to ${this.facts.num_positions}. Shorten the prompt.`);
     const padded = new Int32Array(lengths[which]);
     padded.set(ids);
+    defaultDevice(this.device); // another model may have set another one
     const [out] = this.states[which](np.array(padded, { shape: [1, padded.length] }));
     const width = out.shape[1];
     const states = await out.data();

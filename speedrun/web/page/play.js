@@ -29,12 +29,12 @@ async function model(name, device) {
 
 /** One model's text, and the alternatives of the token that is chosen. */
 class Column {
-  constructor(model) {
+  constructor(model, label) {
     const { facts } = model;
     this.spell = (ids) => model.decode(ids);
     const root = $("column").content.cloneNode(true).firstElementChild;
     [this.title, this.text, this.speed, this.heading, this.bars] = root.children;
-    this.title.textContent = `${facts.name}, trained on ${facts.track}`;
+    this.title.textContent = `${label}, trained on ${facts.track}`;
     this.text.addEventListener("keydown", (event) => this.#move(event));
     $("columns").append(root);
     this.tokens = [];
@@ -106,7 +106,7 @@ async function write(name, device, how, numTokens) {
   let number = 0;
   for await (const token of one.continued(prompt, how, numTokens)) {
     ids.push(token.id);
-    column ??= new Column(one);
+    column ??= new Column(one, name);
     const isFirst = ids.length === 1 && one.facts.has_text && token.id === one.facts.document_token;
     // A character may take several tokens: it is shown with the last of them.
     const all = one.decode(ids).join("").replace(/\ufffd$/u, "");
