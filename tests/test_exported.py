@@ -496,7 +496,9 @@ def test_an_unknown_source_names_the_known_ones(tmp_path: Path, monkeypatch) -> 
 
 def test_where_nothing_may_be_written_nothing_is(trained: Trained, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is inside the record"):
-        exported.write(trained, RECORD / "plots" / "x")
+        exported.check_out(trained, RECORD / "plots" / "x")
     with pytest.raises(UsageError, match="not an empty folder"):
-        exported.write(trained, folder)
+        exported.check_out(trained, folder)
+    for form in ("safetensors", "web", "transformers"):
+        refused("export", folder, "--to", form, "--out", folder, said="not an empty folder", exit_code=2)
     refused("export", RECORD, "--to", "csv", "--step", 6, said="--step has no effect on curves", exit_code=2)

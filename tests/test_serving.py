@@ -32,6 +32,7 @@ def test_pages_are_served_whole_and_in_parts() -> None:
         assert headers["Content-Type"] == "text/html; charset=utf-8"
         assert asked(url, "/parts?name=two")[:2] == (200, b"one two")
         assert asked(url, "/../etc/passwd")[0] == 404
+        assert asked(url, "/", host="LOCALHOST")[0] == 200  # as browsers name a server on port 80
 
 
 def test_other_sites_can_neither_ask_nor_read() -> None:

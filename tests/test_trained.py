@@ -28,6 +28,7 @@ from speedrun.science.kernels.choose import Kernels
 from speedrun.science.params import Layout, Params
 from speedrun.science.recipe import Recipe
 from speedrun.study import single
+from speedrun.study.extras import Extras
 from speedrun.trained import exported, harness, held_out, hellaswag, samples, weights, words
 from speedrun.trained.decode import Decoder, Draw, drawn
 from speedrun.trained.incremental import DecodingKernels, Incremental, probes
@@ -424,10 +425,18 @@ def test_a_context_that_is_too_long_is_cut_at_its_start(harnessed, of_text) -> N
     assert whole == cut
 
 
+def test_what_the_model_cannot_take_is_refused_not_cut(harnessed, of_text) -> None:
+    longest = of_text[0].program.recipe.eval_seq_len
+    with pytest.raises(UsageError, match="an ending of 32 tokens"):
+        harnessed._loglikelihood_tokens([(("", ""), [1], [1] * longest)])
+    with pytest.raises(UsageError, match="new tokens"):
+        harnessed.generate_until([SimpleNamespace(args=("the", {"max_gen_toks": longest}))])
+
+
 def test_a_text_for_the_harness_ends_before_what_ends_it(harnessed, of_text) -> None:
-    (whole,) = harnessed.generate_until([SimpleNamespace(args=("the cat", {"max_gen_toks": 40}))])
+    (whole,) = harnessed.generate_until([SimpleNamespace(args=("the cat", {"max_gen_toks": 20}))])
     end = whole[-1]
-    (cut,) = harnessed.generate_until([SimpleNamespace(args=("the cat", {"max_gen_toks": 40, "until": end}))])
+    (cut,) = harnessed.generate_until([SimpleNamespace(args=("the cat", {"max_gen_toks": 20, "until": end}))])
     assert cut == whole.partition(end)[0]
 
 
@@ -669,7 +678,7 @@ def sampled(request: samples.Request) -> dict[int, list[int]]:
 def test_each_checkpoint_writes_what_the_command_writes(growing) -> None:
     assert followed(growing) == []
     found = sampled(growing)
-    assert [*found] == [6, 12]
+    assert sorted(found) == [6, 12]
     for step, ids in found.items():
         words = (growing.record, "--step", step, "--tokens", len(ids), "--data", growing.data, "--json")
         (one,) = json.loads(sample(*words).stdout)["samples"]
@@ -706,7 +715,7 @@ def test_a_run_starts_from_given_weights_and_is_marked(run: Path, smoke_data: Pa
         keep_checkpoints=0,
         checkpoint_every=6,
     )
-    extras = single.Extras(sample_every=6, init_from=tmp_path / "model")
+    extras = Extras(sample_every=6, init_from=tmp_path / "model")
     done = single.run(config, nullcontext(), extras, to_stderr=True, verbose=False)
     assert done is not None
     begun = weights.load(out, data=smoke_data, step=0).packed
@@ -715,8 +724,13 @@ def test_a_run_starts_from_given_weights_and_is_marked(run: Path, smoke_data: Pa
     (resumed,) = (event for event in events if isinstance(event, runlog.Resume))
     assert resumed.run_id.startswith("model ")  # and the digest
     assert "V311" in {result.check.id for result in done.report.having("warning")}
-    assert [*sampled(samples.Request(out, 6))] == [6, 12]
+    assert sorted(sampled(samples.Request(out, 6))) == [6, 12]
     assert "warning" not in capfd.readouterr().err
+    assert f"started from | {resumed.run_id}" in (out / "README.md").read_text()
+    card = exported.write(weights.load(out, data=smoke_data), tmp_path / "again")[-1]
+    assert f"started from | {resumed.run_id}" in card.read_text()
+    with pytest.raises(UsageError, match="samples of another run"):
+        extras.samples(msgspec.structs.replace(config, out=out))
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,10 @@ def line(event: dict[str, object]) -> str:
     )
 
 
+def warning(message: str) -> str:
+    return line({"ev": "warning", "message": message})
+
+
 def sample(step: int, text: str = "") -> str:
     return json.dumps({"step": step, "prompt": "", "text": text or f"text of step {step}"}) + "\n"
 
@@ -166,14 +170,31 @@ def test_a_file_that_is_replaced_by_a_longer_one_is_sent_once(tmp_path) -> None:
 
 def test_hostile_names_and_bytes_stay_one_event(tmp_path) -> None:
     run = os.fsdecode(b"\xff<b>\nid: 7\n\nevent: end")
-    log_in(tmp_path, RAW.splitlines(keepends=True)[0] + b'\xff\r\n{"x": "a\rb"}\n', run)
+    log_in(
+        tmp_path,
+        RAW.splitlines(keepends=True)[0] + b'\xff\r\n{"x": "a\rb"}\n' + LINES[1].encode() + b"\n",
+        run,
+    )
     (_, listing, _), (name, data, _) = parsed(Feed([tmp_path]).news())
     assert listing["files"][0]["run"].endswith("<b>\nid: 7\n\nevent: end")
-    assert (name, data["lines"]) == ("lines", [LINES[0], None, '{"x": "a\rb"}'])
+    # What is no line of a log is for no page: its fields may hold anything.
+    assert (name, data["lines"]) == ("lines", [LINES[0], None, None, LINES[1]])
+
+
+def test_a_pipe_in_the_place_of_a_log_stops_nobody(tmp_path) -> None:
+    os.mkfifo(log_in(tmp_path, run="pipe").parent / "other")
+    path = log_in(tmp_path, run="another")
+    path.unlink()
+    os.mkfifo(path)
+    log_in(tmp_path, RAW)
+    page = Feed([tmp_path])
+    assert LINES[0] in lines_of(parsed(page.news()))
+    (_, listing, _), *_ = parsed(page.news())
+    assert {file["problem"] for file in listing["files"]} == {"", "it is no file"}
 
 
 def test_a_long_log_comes_in_pieces_and_a_long_line_whole(tmp_path) -> None:
-    long = [LINES[0], *("x" * 999 for _ in range(1000)), "y" * 700_000, "z"]
+    long = [LINES[0], *(warning("x" * 999) for _ in range(1000)), warning("y" * 700_000), warning("z")]
     log_in(tmp_path, "\n".join([*long, ""]).encode())
     events = parsed(Feed([tmp_path]).news())
     assert lines_of(events) == long

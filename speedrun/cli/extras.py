@@ -49,7 +49,7 @@ EXTRA_ARGUMENTS = ("ghost", "wandb", "watch", "watch_port", "sample_every", "sam
 
 
 def extras_of(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a `study.single.Extras` that the options say; raise UsageError for a port of no page."""
+    """Return the fields of a `study.extras.Extras` that the options say; raise UsageError for a port of no page."""
     port = given["watch_port"]
     if port is not None and not given["watch"]:
         raise UsageError(f"--watch-port {port} has no effect; it needs --watch; leave it out, or add that")

@@ -97,6 +97,7 @@ def command(
     ctx.with_resource(children.stoppable())
     _import_jax()
     from speedrun.study import single
+    from speedrun.study.extras import Extras
     from speedrun.training.prepare import RunConfig
 
     config = RunConfig(
@@ -113,7 +114,7 @@ def command(
     group = meet.find_group(
         coordinator, given["processes"], given["process"], given["heartbeat"], given["meet_within"]
     )
-    extras = single.Extras(**extras_of(given), wandb=wandb)
+    extras = Extras(**extras_of(given), wandb=wandb)
     done = single.run(config, meet.joined(group), extras, to_stderr=as_json, verbose=verbose)
     if done is None:
         return

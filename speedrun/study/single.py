@@ -12,11 +12,12 @@ from speedrun.data import generated, inventory, overview
 from speedrun.exchange.relay import relayed
 from speedrun.ground import processes
 from speedrun.ground import track as tracks
-from speedrun.ground.errors import SpeedrunError, UsageError
+from speedrun.ground.errors import SpeedrunError
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.format import Summary
 from speedrun.ledger.validate import Report, validate
 from speedrun.study import race
+from speedrun.study.extras import Extras
 from speedrun.trained import samples, start
 from speedrun.training.prepare import RunConfig
 from speedrun.training.resume_settings import resumed
@@ -52,31 +53,6 @@ class Single(NamedTuple):
             "bits_per_byte": self.bits_per_byte,
             "failed_checks": {r.check.id: r.messages for r in self.report.having("failed")},
         }
-
-
-class Extras(NamedTuple):
-    """What a run does beside training, in its first process."""
-
-    ghost: str | None = None  #: as in `--ghost`
-    wandb: str | None = None  #: project to which the log is sent
-    watch_port: int | None = None  #: of a page; None: no page
-    sample_every: int | None = None  #: steps
-    sample_prompts: tuple[str, ...] = ()
-    init_from: Path | None = None  #: weights to start from
-
-    def samples(self, config: RunConfig) -> samples.Request | None:
-        """Return what is to be sampled of a run."""
-        if self.sample_every is None:
-            return None
-        path = samples.path_of(config.out)
-        if not config.resume and path.exists():
-            raise UsageError(f"{path} has the samples of another run; move it away, or pass another --out")
-        every = config.checkpoint_every
-        if self.sample_every % (every or self.sample_every):
-            raise UsageError(
-                f"--sample-every {self.sample_every}; need a multiple of --checkpoint-every {every}"
-            )
-        return samples.Request(config.out, self.sample_every, self.sample_prompts, config.recipe, config.data)
 
 
 def run(

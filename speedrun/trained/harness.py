@@ -110,7 +110,7 @@ def adapter(trained: Trained, words: Words, say: Callable[[str], None]) -> Any:
 def _row(context: list[int], ending: list[int], longest: int) -> Row:
     if len(ending) >= longest:
         raise UsageError(
-            f"an ending of {len(ending):,} tokens; the model takes {longest:,} with its context; leave out the task"
+            f"an ending of {len(ending):,} tokens; the model takes {longest:,} with its context; leave that task out"
         )
     ids = np.array([*context, *ending][-longest:], np.int32)
     return Row(ids, max(1, len(ids) - len(ending)))
