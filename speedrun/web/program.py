@@ -143,7 +143,7 @@ class _Writer:
             return
         # In a compiled function, jax-js 0.1.25 adds a literal to all of a concatenation, in place of its own part.
         xs = [self._operand(x, is_moved=name in _MOVING) for x in eqn.invars]
-        if name == "split":
+        if name in ("split", "unstack"):  # the second from JAX 0.12 on
             self._alias.update(self._split(eqn, xs))
         elif name == "square":
             self._alias[out] = self._emit("mul", xs * 2, out)
@@ -159,11 +159,16 @@ class _Writer:
             )
 
     def _split(self, eqn: JaxprEqn, xs: list[Operand]) -> dict[Any, Operand]:
-        ends, axis, found = np.cumsum(eqn.params["sizes"]), eqn.params["axis"], {}
-        for out, end in zip(eqn.outvars, ends.tolist(), strict=True):
-            bounds = [[0, n] for n in shape_of(eqn.invars[0])]
-            bounds[axis] = [end - shape_of(out)[axis], end]
-            found[out] = self._emit("slice", xs, out, bounds=bounds)
+        """Take a split apart, or an unstack, whose parts lose the axis."""
+        shape, axis, found = shape_of(eqn.invars[0]), eqn.params["axis"], {}
+        sizes = [int(n) for n in eqn.params.get("sizes", (1,) * shape[axis])]
+        for out, end, size in zip(eqn.outvars, np.cumsum(sizes).tolist(), sizes, strict=True):
+            bounds = [[0, n] for n in shape]
+            bounds[axis] = [end - size, end]
+            found[out] = self._value(_dtype(out), (*shape[:axis], size, *shape[axis + 1 :]))
+            self._json["equations"].append(["slice", xs, found[out], {"bounds": bounds}])
+            if len(shape_of(out)) < len(shape):
+                found[out] = self._emit("reshape", [found[out]], out, shape=list(shape_of(out)))
         return found
 
     def _power(self, x: Operand, exponent: int, out: Any) -> Operand:
