@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Makes .venv from the lock files. Called by quickstart.sh and test.sh; may be called by hand, as often as you like.
 #
-#   scripts/install.sh [run|prep|quick|dev]
+#   scripts/install.sh [run|prep|dev|compile]
 #
 #   run      what `speedrun` needs
 #   prep     also what makes shards from text: datasets, pyarrow, tiktoken, and the fast tokenizer
-#   quick    also the tools of scripts/test.sh
-#   dev      also the compiler for absent GPUs (Linux)
+#   dev      also the tools of scripts/test.sh
+#   compile  also the compiler for absent GPUs (Linux)
 #
 # Environment, all optional:
 #   PYTHON                 the interpreter to use (3.11 or newer)
@@ -99,11 +99,11 @@ main() {
   case $want in
     run) locks=(requirements/run.lock) ;;
     prep) locks=(requirements/prep.lock) ;;
-    quick | dev) locks=(requirements/dev.lock) ;;
-    *) die "got $want; need run, prep, quick or dev" ;;
+    dev | compile) locks=(requirements/dev.lock) ;;
+    *) die "got $want; need run, prep, dev or compile" ;;
   esac
   # The CUDA locks already contain a compiler, of the same version as JAX.
-  if [[ $want == dev && $kind == cpu ]]; then locks+=("requirements/aot${SPEEDRUN_JAX:+-$SPEEDRUN_JAX}.lock"); fi
+  if [[ $want == compile && $kind == cpu ]]; then locks+=("requirements/aot${SPEEDRUN_JAX:+-$SPEEDRUN_JAX}.lock"); fi
   if [[ $kind != cpu ]]; then locks+=("requirements/$kind.lock"); fi
   if [[ -n ${SPEEDRUN_JAX:-} ]]; then
     [[ $kind == cpu ]] || die "SPEEDRUN_JAX has no lock for $kind; need SPEEDRUN_ACCELERATOR=cpu"
@@ -118,7 +118,7 @@ main() {
   sum="$kind ${SPEEDRUN_JAX:-} $(digest "$python" pyproject.toml requirements/*.lock)"
   if [[ -x .venv/bin/speedrun && -f $stamp ]]; then
     case "$want $(<"$stamp")" in
-      "$want $want $sum" | *" dev $sum" | "run prep $sum" | "run quick $sum" | "prep quick $sum") return ;;
+      "$want $want $sum" | *" compile $sum" | "run prep $sum" | "run dev $sum" | "prep dev $sum") return ;;
     esac
   fi
 

@@ -1,30 +1,41 @@
 #!/usr/bin/env bash
-# Installs, then lints, checks formats and types, and runs the tests.
+# Installs, then runs tests.
 #
-#   scripts/test.sh [--quick] [ARGUMENTS OF PYTEST]    for instance -k stream
-#
-# --quick installs no compiler for GPUs (0.6 GB) and skips the tests that need it. Tests of pages need Chromium on the PATH.
+#   scripts/test.sh [ARGUMENTS OF PYTEST]             lints, checks formats and types, and runs the default group
+#   scripts/test.sh --compile [ARGUMENTS OF PYTEST]   compilers for absent GPUs (0.6 GB more to install), and what else takes minutes
+#   scripts/test.sh --page [ARGUMENTS OF PYTEST]      pages in a browser: needs Chromium on the PATH
+#   scripts/test.sh --all [ARGUMENTS OF PYTEST]       all of these, with a limit of processor time for each test of the default group
 set -euo pipefail
+
+group=default
+case ${1:-} in
+  -h | --help) sed -n '2,/^set/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit ;;
+  --compile | --page | --all) group=${1#--} && shift ;;
+esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-want=dev
-if [[ ${1:-} == --quick ]]; then
-  want=quick
-  shift
-fi
-scripts/install.sh $want
+case $group in
+  compile | all) scripts/install.sh compile ;;
+  *) scripts/install.sh dev ;;
+esac
 export PATH="$PWD/.venv/bin:$PATH"
 # Caches stay inside the checkout, and the type checker stays off the network.
 export MPLCONFIGDIR="${MPLCONFIGDIR:-$PWD/.venv/matplotlib}"
 export PYRIGHT_PYTHON_IGNORE_WARNINGS=1
+# Programs that no test run has used for two weeks.
+if [[ -d .venv/programs ]]; then find .venv/programs -type f -atime +14 -delete; fi
 
-if ! command -v chromium chromium-browser google-chrome >/dev/null; then
-  echo "test: found no chromium, chromium-browser or google-chrome; tests of pages in a browser are skipped"
-fi
 trap 'echo "test: ${SECONDS} s in all"' EXIT
-ruff check
-ruff format --check
-pyright
-shellcheck scripts/*.sh
-hadolint Dockerfile
-pytest -n 2 --dist loadfile "$@" # fixtures and programs of a file are made once
+if [[ $group != compile && $group != page ]]; then
+  ruff check
+  ruff format --check
+  pyright
+  shellcheck scripts/*.sh
+  hadolint Dockerfile
+fi
+tests=(pytest -n 2 --dist loadfile) # fixtures and programs of a file are made once
+case $group in
+  default) "${tests[@]}" "$@" ;;
+  all) "${tests[@]}" --processor-limit-s 30 "$@" && "${tests[@]}" -m "compile or page" "$@" ;;
+  *) "${tests[@]}" -m "$group" "$@" ;;
+esac

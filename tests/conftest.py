@@ -1,12 +1,11 @@
 """Eight simulated devices for every test, and no silent broadcasting of ranks."""
 
-import atexit
 import dataclasses
 import gc
 import os
-import shutil
-import tempfile
-from collections.abc import Callable
+import resource
+import sys
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -24,23 +23,27 @@ os.environ.setdefault(
     else "",
 )
 
-# A fifth would be making the same ones again: the workers of a session, and what they start, share them.
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="speedrun-programs-")
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
-    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+# A fifth would be making the same ones again: workers, and what they start, share them, and so do later test runs.
+# JAX keys a program by its text, its flags and the version of XLA. `rm -r .venv/programs` makes a cold run.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(sys.prefix) / "programs"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 
+import filelock
 import jax
 import pytest
 from jax.sharding import Mesh
+from small_run import SMALL
 
 from speedrun.data import synthetic
 from speedrun.ground import mesh, track
+from speedrun.ledger.assemble import assemble
 from speedrun.predict import deviceless
 from speedrun.science import recipes
 from speedrun.science.models import record21
 from speedrun.science.recipe import Recipe, Stage
 from speedrun.training import health
+from speedrun.training.prepare import RunConfig
+from speedrun.training.train import train
 
 mesh.prepare(os.environ["SPEEDRUN_TEST_PLATFORM"])
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -48,6 +51,41 @@ gc.set_threshold(
     200_000, 20, 100
 )  # tracing makes many objects: to look for dead ones was a sixth of the time
 health._TRIALS = 2  # every run times this machine first; a second of each test that trains
+
+
+#: Fixtures that only tests of a group have.
+GROUPS = {"h100": "compile", "page": "page", "browser": "page"}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--processor-limit-s", type=float, help="fail a test that takes more, its children included"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)  # before groups are left out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put a test into the group of its fixtures."""
+    for item in items:
+        for name in GROUPS.keys() & set(getattr(item, "fixturenames", ())):
+            item.add_marker(GROUPS[name])
+
+
+def processor_s() -> float:
+    """Seconds of processor time of this process and of its children that have ended."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
+@pytest.fixture(autouse=True)
+def _processor_limit(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A budget for each test, without what it shares with others: `scripts/test.sh --all` sets it."""
+    limit_s, before_s = request.config.getoption("--processor-limit-s"), processor_s()
+    yield
+    spent_s = processor_s() - before_s
+    assert not limit_s or spent_s <= limit_s, (
+        f"took {spent_s:.1f} s of processor; the limit is {limit_s:.0f} s"
+    )
 
 
 @pytest.fixture(scope="session")
@@ -77,16 +115,36 @@ def tiny() -> Recipe:
 
 
 @pytest.fixture(scope="session")
-def smoke_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shared(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """A folder that all workers have."""
+    own = tmp_path_factory.getbasetemp()
+    return own if worker_id == "master" else own.parent
+
+
+@pytest.fixture(scope="session")
+def smoke_data(shared: Path) -> Path:
     """The shards of the smoke track."""
-    folder = tmp_path_factory.mktemp("smoke")
-    synthetic.write(track.load("smoke-cpu"), folder)
-    return folder
+    synthetic.write(track.load("smoke-cpu"), shared / "smoke")
+    return shared / "smoke"
+
+
+@pytest.fixture(scope="session")
+def trained(shared: Path, smoke_data: Path) -> RunConfig:
+    """A finished run with a checkpoint after every step, and its record. Read it, or change a copy."""
+    out = shared / "trained" / "record"
+    config = RunConfig(
+        "smoke-cpu", out, overrides=SMALL, data=smoke_data, checkpoint_every=1, keep_checkpoints=0
+    )
+    with filelock.FileLock(shared / "trained.lock"):
+        if not (out / "manifest.json").exists():
+            train(config)
+            assemble(out, title="small", declared_runs=1)
+    return config
 
 
 @pytest.fixture(scope="session")
 def h100() -> Callable[..., Mesh]:
     """Meshes of so many H100s, on one node or more, to compile for, where the compiler is installed."""
     if missing := deviceless.missing_wheels():
-        pytest.skip(f"needs {', '.join(missing)}: scripts/test.sh installs them, --quick leaves them out")
+        pytest.skip(f"needs {', '.join(missing)}: scripts/test.sh --compile installs them")
     return partial(deviceless.target_mesh, "h100")

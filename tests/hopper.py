@@ -65,7 +65,7 @@ def opcodes(code: str, folder: Path) -> list[list[str]]:
     spec = find_spec("nvidia")
     places = [Path(place) / "cu13" for place in (spec and spec.submodule_search_locations) or ()]
     if not (roots := [place for place in places if (place / "bin" / "nvdisasm").exists()]):
-        pytest.skip("no nvdisasm here; scripts/install.sh dev brings it")
+        pytest.skip("no nvdisasm here; scripts/install.sh compile brings it")
     dumps = {"MOSAIC_GPU_DUMP_TO": str(folder), "CUDA_ROOT": str(roots[0]), "MOSAIC_GPU_DUMP_SASS": "1"}
     dumps |= {"MOSAIC_GPU_DUMP_PTX": "1", "JAX_PLATFORMS": "cpu"}
     subprocess.run([sys.executable, "-c", code], env={**os.environ, **dumps}, check=True, timeout=300)

@@ -300,7 +300,7 @@ def test_a_disk_without_room_is_one_line_and_nothing_is_begun(checkout: Path):
     assert not (checkout / ".venv").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_the_script_goes_all_the_way_and_on_after_a_signal(checkout: Path):
     """Two minutes: two runs of forty steps, stopped in the first. They prove nothing: code 1."""
     words = ("run_track.sh", "smoke-cpu", "0", "--runs", "2", "--set", "stages.0.num_steps=40")

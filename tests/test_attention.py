@@ -174,7 +174,7 @@ def defined(case: str) -> list[jax.Array]:
 #: Of forms in other tiles, which differ from theirs only where tiles meet.
 IN_TILES = {"mixed documents", "documents longer than the window", "window of one token"}
 PAIRS = [
-    pytest.param(name, case, marks=pytest.mark.slow if "tiles" in name and case not in IN_TILES else ())
+    pytest.param(name, case, marks=pytest.mark.compile if "tiles" in name and case not in IN_TILES else ())
     for name in FORMS
     for case in CASES
 ]

@@ -284,8 +284,8 @@ def test_what_is_missing_is_said_in_one_line(args, said):
     ("args", "said"),
     [
         (["--seeds", "1,2,3"], "got 3 different seeds; need 2"),
-        pytest.param(["--seeds", "-1,2"], "need 0 to 2147483647", marks=pytest.mark.slow),
-        pytest.param(["--set", "nope=1"], "unknown setting 'nope'", marks=pytest.mark.slow),
+        pytest.param(["--seeds", "-1,2"], "need 0 to 2147483647", marks=pytest.mark.compile),
+        pytest.param(["--set", "nope=1"], "unknown setting 'nope'", marks=pytest.mark.compile),
     ],
 )
 def test_what_cannot_be_declared_is_said_in_one_line(tmp_path, smoke_data, args, said):
@@ -452,7 +452,7 @@ SMALL = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_a_batch_is_declared_run_killed_and_resumed(tmp_path):
     """Three processes of training: the second one is taken for killed, and its seed runs again."""
     settings = [word for name, value in SMALL.items() for word in ("--set", f"{name}={value}")]

@@ -114,7 +114,7 @@ def test_the_track_says_recipe_devices_and_runs(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("name", "devices"), [pytest.param("main-8xh100", 8, marks=pytest.mark.slow), ("single-gpu", 1)]
+    ("name", "devices"), [pytest.param("main-8xh100", 8, marks=pytest.mark.compile), ("single-gpu", 1)]
 )
 def test_a_track_is_planned_for_any_recipe(name: str, devices: int, monkeypatch: pytest.MonkeyPatch):
     """Steps, time and price are those of the recipe that is asked for; devices and runs are the track's."""

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from test_train import SMALL
+from small_run import SMALL
 
 from speedrun import cli
 from speedrun.board.record_plot import plot
@@ -32,19 +32,10 @@ from speedrun.training.program import Program
 NUM_STEPS = 12
 
 
-@pytest.fixture(scope="module")
-def unbroken(tmp_path_factory, smoke_data) -> RunConfig:
+@pytest.fixture(scope="session")
+def unbroken(trained) -> RunConfig:
     """A finished run that kept a checkpoint of every step."""
-    config = RunConfig(
-        "smoke-cpu",
-        tmp_path_factory.mktemp("unbroken") / "out",
-        overrides=SMALL,
-        data=smoke_data,
-        checkpoint_every=1,
-        keep_checkpoints=0,
-    )
-    train.train(config)
-    return config
+    return trained
 
 
 def steps(out: Path, run_id: str) -> list[tuple[object, ...]]:
@@ -74,7 +65,7 @@ def went_on(config: RunConfig, tmp_path: Path, after: int) -> tuple[Path, runfil
 
 
 @pytest.mark.parametrize(
-    "after", [1, *(pytest.param(k, marks=pytest.mark.slow) for k in range(2, NUM_STEPS + 1))]
+    "after", [1, *(pytest.param(k, marks=pytest.mark.compile) for k in range(2, NUM_STEPS + 1))]
 )
 def test_a_run_that_goes_on_ends_with_the_same_bytes(unbroken, tmp_path, after):
     out, new = went_on(unbroken, tmp_path, after)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_train import SMALL
+from small_run import SMALL
 
 from speedrun.data import synthetic
 from speedrun.ground import clock, runlog, track

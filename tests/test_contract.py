@@ -182,7 +182,7 @@ def test_the_gradient_of_its_loss_is_that_of_the_definition(toy):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-4, atol=1e-5), *both)
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_the_toy_trains_on_one_device_like_a_plain_loop(toy, batches, plain_losses):
     program, steps, losses = Program(toy, mesh.make_mesh(1), vocabulary=()), {}, []
     state = program.init(jax.random.key(0))
@@ -205,7 +205,7 @@ def finished(toy: Recipe, smoke_data: Path, tmp_path_factory: pytest.TempPathFac
     return config
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_a_run_on_eight_devices_is_a_record_with_the_same_losses(toy, plain_losses, finished):
     (log,) = finished.out.glob("runs/*/metrics.jsonl")
     events = [line.event for line in runlog.read(log)]
@@ -218,7 +218,7 @@ def test_a_run_on_eight_devices_is_a_record_with_the_same_losses(toy, plain_loss
     assert report.exit_code == 0, [result.messages for result in report.having("failed")]
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_the_referee_trains_it_again_with_its_constants(toy, finished, tmp_path):
     (log,) = finished.out.glob("runs/*/metrics.jsonl")
     events = [line.event for line in runlog.read(log)]
@@ -249,7 +249,7 @@ def test_the_referee_trains_it_again_with_its_constants(toy, finished, tmp_path)
     assert found.val_loss == pytest.approx(run.val_loss, abs=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_a_run_that_goes_on_ends_with_the_same_bytes(finished, tmp_path):
     """Carried values and gradients that wait for an update are in the checkpoint."""
     (old,) = facts_of(finished.out)

@@ -77,7 +77,7 @@ def head_gradients(
 @pytest.mark.parametrize(
     ("fp8", "most"),
     [
-        pytest.param(None, 0.01, marks=pytest.mark.slow, id="bf16"),
+        pytest.param(None, 0.01, marks=pytest.mark.compile, id="bf16"),
         pytest.param(gpu.Fp8(x=8.0, head=64.0, grad=64.0), 0.1, id="fp8"),
     ],
 )
@@ -91,7 +91,7 @@ def test_a_head_with_these_passes_is_the_definition(fp8, most):
         assert np.linalg.norm(np.asarray(got, np.float32) - want) < most * np.linalg.norm(want)
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_an_error_of_the_hardware_s_tanh_is_lost_in_the_rounding_of_logits():
     """NVIDIA documents at most 2^-11 of the value. Drawn for each logit, it moves gradients less than 16 bits do."""
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from record_forge import Spec, forge, install_track, write_run
-from test_train import SMALL
+from small_run import SMALL
 
 from speedrun.ground import track
 from speedrun.ground.errors import SpeedrunError, StorageError, UsageError
@@ -77,12 +77,12 @@ def checkout(tmp_path, monkeypatch) -> Path:
     ("words", "step"),
     [
         (["describe", "records/forged/record", "--title", "new", "--author", "ada"], 13),
-        pytest.param(["batch", "--resume", "batch"], 17, marks=pytest.mark.slow),
-        pytest.param(["leaderboard", "build"], 17, marks=pytest.mark.slow),
+        pytest.param(["batch", "--resume", "batch"], 17, marks=pytest.mark.compile),
+        pytest.param(["leaderboard", "build"], 17, marks=pytest.mark.compile),
         pytest.param(
-            ["submit", "records/forged/record", "--out", "sent", "--name", "x"], 1, marks=pytest.mark.slow
+            ["submit", "records/forged/record", "--out", "sent", "--name", "x"], 1, marks=pytest.mark.compile
         ),
-        pytest.param(["plot", "records/forged/record"], 3, marks=pytest.mark.slow),
+        pytest.param(["plot", "records/forged/record"], 3, marks=pytest.mark.compile),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -154,7 +154,7 @@ num_shards = 1
 """
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_a_soak_of_commands_struck_at_any_byte(failing_disk, tmp_path):
     """Killed, out of space, or refused by fsync; then the next documented command loses nothing and ends well."""
     (tmp_path / "work").mkdir()

@@ -300,7 +300,7 @@ def test_a_run_knows_the_image_around_it(monkeypatch, named):
 BASE_PYTHON = os.environ.get("SPEEDRUN_BASE_PYTHON", "")
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 @pytest.mark.skipif(
     not (BASE_PYTHON and os.geteuid() == 0 and shutil.which("debootstrap")),
     reason="needs root, debootstrap, and SPEEDRUN_BASE_PYTHON, a folder with bin/python",

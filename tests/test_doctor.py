@@ -510,7 +510,7 @@ def test_a_wrong_number_of_gpus_is_in_the_way_of_the_track_that_was_asked_for():
 KEYS = {"ready", "track", "qualifies", "checks", "cost", "next"}
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_this_machine_is_fit(tmp_path: Path):
     # A process of its own: it wants eight devices, and JAX may have started here with another number.
     args = [sys.executable, "-m", "speedrun", "doctor", "--json"]
@@ -665,7 +665,7 @@ def test_what_a_machine_says_cannot_paint_the_terminal(driver: Path, capsys: pyt
     assert "\x1b" not in clean(check.found)
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_a_node_with_half_of_cuda_is_told_so(driver: Path, tmp_path: Path):
     """The compiler for GPUs that are not there is such a half; five seconds."""
     pytest.importorskip("jax_cuda12_plugin")

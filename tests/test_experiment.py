@@ -693,7 +693,7 @@ def data(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 @pytest.mark.parametrize("feature", [pytest.param(f, id=f.name) for r, f in HAD if r.name == "smoke"])
 def test_a_recipe_without_a_feature_trains(feature: Feature, data, tmp_path):
     """A value that the kernels cannot take would look like a feature of great worth."""
@@ -702,7 +702,7 @@ def test_a_recipe_without_a_feature_trains(feature: Feature, data, tmp_path):
     assert done.outcome == "finished"
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_real_runs_from_the_command_to_the_forest(tmp_path, data):
     settings = [word for key, value in SMALL.items() for word in ("--set", f"{key}={value}")]
     env = os.environ | {"SPEEDRUN_DATA": str(data)}

@@ -18,7 +18,7 @@ from hub_server import COMMIT, FakeHub, serve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save
-from test_train import SMALL
+from small_run import SMALL
 
 from speedrun import cli
 from speedrun.ground import mesh, track

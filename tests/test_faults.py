@@ -26,8 +26,8 @@ import msgspec
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from small_run import SMALL
 from test_checkpoint import facts_of, steps
-from test_train import SMALL
 
 from speedrun.board import leaks
 from speedrun.cli import command
@@ -165,7 +165,7 @@ def test_another_process_ends_with_the_same_bytes_and_tells_no_secret(config, un
         assert not [leak for leak in leaks.find(path.read_bytes(), own) if leak.secret], path
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_killed_between_saves(config, unbroken, tmp_path):
     """At the tenth step, some steps after the checkpoint; what came after it is told as lost."""
     out = tmp_path / "out"
@@ -179,7 +179,7 @@ def test_killed_between_saves(config, unbroken, tmp_path):
     assert end.event.lost_s == (last.t_mono_ns - stood.t_mono_ns) / 1e9 > 0
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 @pytest.mark.parametrize(
     "fault",
     [
@@ -195,7 +195,7 @@ def test_killed_inside_a_save_and_elsewhere(config, unbroken, tmp_path, fault):
     went_on(config, out, unbroken, since=kept(out)[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 @pytest.mark.parametrize("fault", ["compile@2=kill", "clock=kill", "evaluation@3=kill"])
 def test_killed_before_the_first_checkpoint(config, unbroken, tmp_path, fault):
     """The run starts over in its folder."""
@@ -232,7 +232,7 @@ def test_killed_between_a_shard_and_the_manifest(tmp_path):
     assert whole == again
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_going_on_across_the_end_of_a_shard(config, tmp_path, monkeypatch):
     """Shards of three steps each; the run is broken off behind the second and the third."""
     ids = np.random.default_rng(0).integers(0, 256, 5 * 1600)
@@ -259,7 +259,7 @@ def test_going_on_across_the_end_of_a_shard(config, tmp_path, monkeypatch):
 # --- told to stop ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 @pytest.mark.parametrize(
     ("fault", "code", "left"),
     [
@@ -288,7 +288,7 @@ def test_told_to_stop(config, unbroken, tmp_path, fault, code, left):
 # --- standing still --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_a_step_that_hangs_ends_the_run_with_its_stacks(config, tmp_path):
     out = tmp_path / "out"
     code, stderr = ended(at(config, out, deadlines_s={"step": 3}), "step@8=sleep:600")
@@ -307,7 +307,7 @@ def test_a_step_that_hangs_ends_the_run_with_its_stacks(config, tmp_path):
     assert "Hang: step has taken 3." in (out / "README.md").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 @pytest.mark.parametrize("phase", ["compile", "data", "evaluation"])
 def test_other_phases_have_deadlines_too(config, tmp_path, phase):
     """Twelve seconds are more than a phase takes here, and less than the pause."""
@@ -316,7 +316,7 @@ def test_other_phases_have_deadlines_too(config, tmp_path, phase):
     assert (code, f"error: {phase} has taken 12." in stderr) == (HANG, True)
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_a_slow_step_is_no_hang(config, unbroken, tmp_path):
     """And a run with faults on is no record, whatever came of it."""
     out = tmp_path / "out"
@@ -400,7 +400,7 @@ def test_a_log_on_a_full_disk_is_one_line_and_goes_on_where_there_is_room(tmp_pa
 # --- numbers ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_a_loss_that_is_no_number_on_one_device_stops_all_and_spoils_no_checkpoint(config, tmp_path):
     """The fourth sequence of step 8, which one of eight devices holds, makes a gradient infinite."""
     shard = shards.open_shard(config.data / "smoke_train_000001.bin", vocab_size=256)
@@ -428,7 +428,7 @@ def test_a_loss_that_is_no_number_on_one_device_stops_all_and_spoils_no_checkpoi
     assert end.status == "non-finite"
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_a_diverged_run_reaches_nothing_and_says_so(smoke_data, tmp_path):
     settings = [w for k, v in (SMALL | {"optimizer.muon_lr": "50"}).items() for w in ("--set", f"{k}={v}")]
     words = ["run", "--data", str(smoke_data), "--out", str(tmp_path / "out"), *settings]
@@ -441,7 +441,7 @@ def test_a_diverged_run_reaches_nothing_and_says_so(smoke_data, tmp_path):
 # --- disks -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_a_disk_that_fills_up(config, unbroken, tmp_path):
     """No file may grow beyond 20 kB after the first checkpoint: the next one fails in the background, and is told."""
     out = tmp_path / "out"
@@ -472,7 +472,7 @@ def test_a_folder_of_checkpoints_that_cannot_be_made_is_told_first(config, tmp_p
 # --- caches, descriptors, other programs -------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_a_damaged_cache_of_programs_is_compiled_anew(config, unbroken, tmp_path):
     cache = tmp_path / "programs"
     env = {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
@@ -502,7 +502,7 @@ def read_all(text: str) -> list[Code]:
     return [read(path, one) for path, one in split_source(text).items()]
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_nothing_piles_up_in_many_lives(config, tmp_path, monkeypatch):
     """Three hundred steps, stopped every thirty, with few descriptors; all lives in this one process."""
     real, lives, life = loop._log_stage_change, [], 0
@@ -533,7 +533,7 @@ def test_nothing_piles_up_in_many_lives(config, tmp_path, monkeypatch):
     assert lives[-1][2] - held_mib < 50 * (len(lives) - 3), lives  # programs are compiled in each life
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_a_soak_of_random_kills(config, tmp_path):
     """Five minutes: killed, told to stop or interrupted at random moments, also while it starts; then left to end."""
     rnd, out = random.Random(0), tmp_path / "out"

@@ -96,7 +96,7 @@ class Run:
 
 @pytest.fixture(
     scope="module",
-    params=[*(pytest.param(file, marks=pytest.mark.slow) for file in FILES[:-1]), *FILES[-1:]],
+    params=[*(pytest.param(file, marks=pytest.mark.compile) for file in FILES[:-1]), *FILES[-1:]],
     ids=lambda path: path.stem,
 )
 def golden(request) -> dict[str, Any]:
@@ -159,17 +159,17 @@ def test_the_first_losses_and_gradients_agree(golden):
     train(Run(golden, 1), 2)
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_all_losses_and_final_weights_agree(golden):
     assert_all_steps_agree(Run(golden, 1))
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_the_first_loss_and_gradients_agree_on_eight_devices(golden):
     """One step, because each device costs as much here as one alone."""
     train(Run(golden, 8), 1)
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_all_losses_and_final_weights_agree_on_eight_devices(golden):
     assert_all_steps_agree(Run(golden, 8))

@@ -217,7 +217,7 @@ class File:
 
 @pytest.fixture(
     scope="module",
-    params=[*(pytest.param(file, marks=pytest.mark.slow) for file in FILES[:-1]), *FILES[-1:]],
+    params=[*(pytest.param(file, marks=pytest.mark.compile) for file in FILES[:-1]), *FILES[-1:]],
     ids=lambda path: path.stem,
 )
 def golden(request) -> File:
@@ -332,7 +332,7 @@ def inputs_of(recipe: Recipe, step: int) -> Inputs:
     return Inputs({**recipe.inputs_at(step), **given}, {})
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_golden89_activations_agree_piece_by_piece(golden, recorded):
     recipe, params = golden.recipe(1), golden.names.ours(golden.starts)
     tokens, targets = (jnp.asarray(x[:1]) for x in golden.rows(0))
@@ -518,7 +518,7 @@ def test_golden89_the_first_steps_agree(golden):
     assert_run_agrees(Run(golden, 1), 2)
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 @pytest.mark.parametrize("num_devices", [1, 8])
 def test_golden89_all_steps_agree(golden, num_devices):
     run, num_steps = Run(golden, num_devices, OPTIMISED), len(golden.schedule)
@@ -529,7 +529,7 @@ def test_golden89_all_steps_agree(golden, num_devices):
     assert_state_agrees(run, state)
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_golden89_all_steps_agree_with_the_derivative_of_the_loss(golden, monkeypatch):
     """The second run of a file, whose softmax has no weights of targets that do not exist."""
 

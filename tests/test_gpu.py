@@ -20,7 +20,7 @@ QUICK = {"head-fp8", "banded"}
 @pytest.mark.parametrize(
     "name",
     [
-        name if ON_GPU or name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+        name if ON_GPU or name in QUICK else pytest.param(name, marks=pytest.mark.compile)
         for name in agreement.names()
     ],
 )

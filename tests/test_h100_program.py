@@ -142,7 +142,7 @@ def test_every_product_of_the_mathematics_is_counted(compiled, program):
     assert flops["bf16"] == pytest.approx(6 * sizes["matrix"] * TOKENS, rel=0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_plan_and_scale_and_arithmetic_give_one_answer(compiled, monkeypatch):
     """And it is not far below what eight H100 are published to take for the same mathematics in PyTorch: 101.6 ms."""
     monkeypatch.setattr(planning, "compiled_step", lambda *_: compiled)
@@ -168,7 +168,7 @@ def test_plan_and_scale_and_arithmetic_give_one_answer(compiled, monkeypatch):
     assert kinds["head passes"].instructions == pytest.approx(2 * cost.HEAD_SLOTS * LOGITS, rel=0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 @pytest.mark.parametrize(("devices", "peak_bytes"), [(1, 26.0e9), (2, 24.9e9), (4, 24.4e9)])
 def test_fewer_devices_run_the_same_program_in_parts(h100, devices, peak_bytes):
     program = Program(RECORD, h100(devices))
@@ -187,7 +187,7 @@ def test_fewer_devices_run_the_same_program_in_parts(h100, devices, peak_bytes):
         assert 2 * LEAST_BYTES <= sent["reduce-scatter"] <= 1.02 * 2 * LEAST_BYTES, names(found)
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_two_nodes_run_the_same_program_and_exchange_an_eighth_of_each_gradient(h100, step):
     """In the dtype of the gradients: of what a device owns, and of nothing else but scalars."""
     twice = RECORD.override({"stages.0.num_sequences": "16", "eval_sequences": "16"})

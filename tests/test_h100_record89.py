@@ -119,7 +119,7 @@ def check_arrays(found: Anatomy, num_tokens: int) -> None:
     assert [1, num_tokens, RECORD.config.model_dim] not in in_32
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 @pytest.mark.parametrize("adam", [False, True], ids=["without Adam", "with Adam"])
 @pytest.mark.parametrize("stage", range(4))
 def test_a_step_is_the_one_that_was_meant(program, stage, adam):
@@ -147,7 +147,7 @@ def test_a_step_is_the_one_that_was_meant(program, stage, adam):
     assert products["bf16"] == pytest.approx((6 * of["matrix"] - 2 * mlp) * num_tokens, rel=0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_the_last_validation_fits_beside_the_state(program):
     found = anatomy.dissect(deviceless.compiled_evaluation(program))
     assert found.memory.peak_bytes < 40e9

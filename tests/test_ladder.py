@@ -70,7 +70,7 @@ def test_the_table_of_this_repository_follows_the_parents():
     assert [recipes.load(name).parent for name in rungs] == [None, *rungs[:-1]]
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 @pytest.mark.parametrize("rung", RUNGS, ids=lambda rung: rung.recipe)
 def test_the_predicted_minutes_are_those_of_the_compiled_program(rung: ladder.Rung):
     """Memory and time on eight H100, without one."""

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 from click.testing import CliRunner, Result
-from test_train import SMALL
+from small_run import SMALL
 
 from speedrun import cli
 from speedrun.cli import launch
@@ -655,7 +655,7 @@ def check_record(out: Path) -> None:
     assert '"num_processes":2' in log.read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 @pytest.mark.skipif(
     not shutil.which("slurmctld", path="/usr/sbin:/usr/bin"),
     reason="needs SLURM: apt install slurmctld slurmd slurm-client munge",
@@ -671,7 +671,7 @@ def test_slurm_runs_it_in_two_tasks(tmp_path: Path):
     check_record(out)
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_ssh_runs_it_on_two_hosts(place: Place):
     """Both are this machine: stand-ins for the connection only."""
     out = place.folder / "out"
@@ -694,7 +694,7 @@ def asked_validators(program: str, *args: str) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 @pytest.mark.parametrize(
     "words", [EACH["kubernetes"], [*SEVERAL["kubernetes"], "--gpus-per-node", "4"]], ids=["one", "several"]
 )
@@ -717,7 +717,7 @@ except validator.ValidationError:
     assert asked_validators(program, json.dumps(found)) == "good\n"
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 @pytest.mark.parametrize(
     "words",
     [EACH["skypilot"], [*SEVERAL["skypilot"], "--gpus-per-node", "4", "--out", "s3://b/c"]],

@@ -36,7 +36,7 @@ def record(tmp_path_factory: pytest.TempPathFactory, smoke_data: Path) -> sr.Rec
     return sr.Record(folder / "runs" / "notebook")
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_the_notebook_makes_a_good_record(record: sr.Record) -> None:
     report = record.validate()
     assert report.exit_code == 0
@@ -50,7 +50,7 @@ def test_the_notebook_makes_a_good_record(record: sr.Record) -> None:
     assert repr(record) == f"Record({str(record.folder)!r})"
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_a_record_is_drawn_in_known_ways(record: sr.Record) -> None:
     with pytest.raises(UsageError, match="unknown kind of plot 'pie'; "):
         record.plot("pie")  # pyright: ignore[reportArgumentType]

@@ -208,7 +208,7 @@ def test_the_entries_are_short() -> None:
         "polar": True, "shampoo": True}  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 @pytest.mark.parametrize("name", ["polar", "shampoo"])
 def test_an_entry_takes_part_and_trains_alike_on_one_device_and_eight(name: str, folder: Path) -> None:
     recipe = sr.load(str(folder / f"{name}.py"))

@@ -105,7 +105,7 @@ def around(recipe: Recipe, **settings: float) -> Recipe:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_a_recipe_trains_alike_on_one_device_and_eight(tiny):
     programs = [Program(around(tiny), mesh.make_mesh(n)) for n in (1, 8)]
     (_, one), (state, eight) = (run(program, 4) for program in programs)
@@ -115,7 +115,7 @@ def test_a_recipe_trains_alike_on_one_device_and_eight(tiny):
         assert {name: x.sharding.spec for name, x in held.items()} == programs[1].layout.specs
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_a_recipe_with_identity_settings_ends_in_the_same_state(tiny):
     wrapped = around(tiny, lr=1.0, momentum=0.0, every=3)
     states = [run(Program(recipe, mesh.make_mesh(8)), 4)[0] for recipe in (tiny, wrapped)]

@@ -14,7 +14,7 @@ SCRIPT = "python data/fineweb_prep.py"
 #: Those whose commands train, or ask the machine.
 SLOW = {"racer.md", "researcher.md", "operator.md"}
 RUN = [
-    pytest.param(name, marks=pytest.mark.slow if name in SLOW else ())
+    pytest.param(name, marks=pytest.mark.compile if name in SLOW else ())
     for name, text in PAGES.items()
     if commands("bash", text)
 ]

@@ -63,7 +63,7 @@ def test_arithmetic_comes_near_the_reference(full_size: Recipe):
     assert stage.gathered_bytes == stage.scattered_bytes == 2 * (plan.num_params - 52)
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_kernels_are_those_of_one_device():
     """Attention runs in each layer and microbatch, once forward and twice backward; Muon once a step, on stacks."""
     recipe = recipes.load("record21")
@@ -85,7 +85,7 @@ def test_memory_is_scarce_for_record_21_only_on_24_gb(kind: str):
     assert fitted.memory == ("scarce" if kind == "4090" else "ample")
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 @pytest.mark.usefixtures("h100")
 def test_24_gb_are_enough_for_record_21():
     """Also for the three quarters that JAX takes, unless told otherwise."""
@@ -103,7 +103,7 @@ def test_no_step_of_a_small_model_beats_its_floors(recipe: str):
 
 
 @pytest.mark.parametrize(
-    "kind", ["4090", *(pytest.param(x, marks=pytest.mark.slow) for x in devices.DEVICES if x != "4090")]
+    "kind", ["4090", *(pytest.param(x, marks=pytest.mark.compile) for x in devices.DEVICES if x != "4090")]
 )
 def test_no_step_beats_its_floors(full_size: Recipe, kind: str):
     """And more devices are faster."""

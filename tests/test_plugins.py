@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from small_run import SMALL
 from test_recipes import train_trace
-from test_train import SMALL
 
 import speedrun as sr
 from speedrun.data import inventory, prep, tokenizer
@@ -53,7 +53,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 _NIGHTLY = [
-    pytest.param(name, marks=pytest.mark.slow) for name in ("grouped", "swiglu", "adamw", "snoo", "chars")
+    pytest.param(name, marks=pytest.mark.compile) for name in ("grouped", "swiglu", "adamw", "snoo", "chars")
 ]
 
 
@@ -111,7 +111,7 @@ def test_shards_of_bytes_are_those_of_the_track_and_the_recipe_of_characters(
     assert bytes(found.val[0].read(0, 21)[1:].astype(np.uint8)) == b"Was it a cat I saw? "
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_a_run_of_one_is_a_record_that_carries_it(folder: Path, tmp_path: Path, smoke_data: Path) -> None:
     recipe = sr.load(str(folder / "gelu.py")).override(SMALL)
     record = sr.run(recipe, track="smoke-cpu", out=tmp_path / "record", data=smoke_data, quiet=True)

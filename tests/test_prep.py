@@ -538,7 +538,7 @@ def test_killed_and_restarted(tmp_path: Path):
     killed_and_resumed(tmp_path, 3, seed=0)
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_killed_twenty_times(tmp_path: Path):
     killed_and_resumed(tmp_path, 20, seed=1)
 

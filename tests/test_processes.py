@@ -16,7 +16,7 @@ import jax
 import msgspec
 import numpy as np
 import pytest
-from test_train import SMALL
+from small_run import SMALL
 
 from speedrun.data import stream
 from speedrun.ground import errors, exit_codes, mesh, processes, runlog
@@ -155,7 +155,7 @@ def check_same_run(out: Path, alone: Path, count: int, replicas: int = 1) -> Non
     assert [(hw.num_processes, hw.num_replicas) for hw in of(runlog.Preflight, out)] == [(count, replicas)]
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_two_processes_train_what_one_does(by_two, alone):
     check_same_run(by_two, alone, 2)
     names = [type(event).__name__ for event in lines(by_two)]
@@ -163,14 +163,14 @@ def test_two_processes_train_what_one_does(by_two, alone):
     assert len(list(by_two.glob("runs/*"))) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_two_processes_repeat_their_run_bitwise(by_two, tmp_path, smoke_data):
     again = trained_by(2, tmp_path, smoke_data)
     assert facts(again).final_hash == facts(by_two).final_hash
     assert [s.loss for s in of(runlog.Step, again)] == [s.loss for s in of(runlog.Step, by_two)]
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_four_processes_train_what_one_does(alone, tmp_path, smoke_data):
     check_same_run(trained_by(4, tmp_path, smoke_data), alone, 4)
 
@@ -189,20 +189,20 @@ def with_start(monkeypatch: pytest.MonkeyPatch, folder: Path, text: str) -> None
     monkeypatch.setenv("PYTHONPATH", f"{folder}:{Path(__file__).parent.parent}")
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_two_nodes_train_what_one_does(alone, tmp_path, smoke_data, monkeypatch):
     """Each has a replica, unasked. That both end with one state, the run itself has compared."""
     with_start(monkeypatch, tmp_path, NODES.format(per_node=1))
     check_same_run(trained_by(2, tmp_path, smoke_data), alone, 2, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_two_nodes_of_two_processes_train_what_one_does(alone, tmp_path, smoke_data, monkeypatch):
     with_start(monkeypatch, tmp_path, NODES.format(per_node=2))
     check_same_run(trained_by(4, tmp_path, smoke_data), alone, 4, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_four_processes_with_a_replica_each_train_what_one_does(alone, tmp_path, smoke_data):
     check_same_run(trained_by(4, tmp_path, smoke_data, replicas=4), alone, 4, 4)
 
@@ -215,7 +215,7 @@ if "--process 1 " in " ".join(sys.orig_argv):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_replicas_that_end_with_other_states_are_refused(tmp_path, smoke_data, monkeypatch):
     with_start(monkeypatch, tmp_path, DRIFTS)
     config = RunConfig("smoke-cpu", tmp_path / "out", overrides=SMALL, data=smoke_data, replicas=2)
@@ -245,7 +245,7 @@ def losses_alone(config: RunConfig, num_steps: int) -> list[float]:
     return losses
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_a_signal_to_one_stops_both_at_the_same_step_with_one_checkpoint(tmp_path, smoke_data, monkeypatch):
     """As two nodes, with a replica each; up to there they train what one process does."""
     with_start(monkeypatch, tmp_path, NODES.format(per_node=1))
@@ -265,7 +265,7 @@ def test_a_signal_to_one_stops_both_at_the_same_step_with_one_checkpoint(tmp_pat
     assert facts(out).outcome == "aborted"
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 @pytest.mark.parametrize(("sent", "replicas"), [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGTERM, 2)])
 def test_a_run_that_was_stopped_goes_on_with_the_bytes_of_one_that_was_not(
     tmp_path, smoke_data, sent, replicas
@@ -323,22 +323,22 @@ def killed(tmp_path: Path, smoke_data: Path, which: int, sent: signal.Signals, s
     assert len(steps) >= 3
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_a_killed_worker_ends_the_run_and_is_named(tmp_path, smoke_data):
     killed(tmp_path, smoke_data, 1, signal.SIGKILL, "process 1 lost: killed by SIGKILL")
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_a_killed_coordinator_ends_the_run_and_is_named(tmp_path, smoke_data):
     killed(tmp_path, smoke_data, 0, signal.SIGKILL, "process 0 lost: killed by SIGKILL")
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_a_stopped_worker_ends_the_run_and_is_killed(tmp_path, smoke_data):
     killed(tmp_path, smoke_data, 1, signal.SIGSTOP, "process 1 lost: it was stopped")
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_no_process_outlives_a_killed_launcher(tmp_path, smoke_data):
     out = tmp_path / "out"
     running = launched(out, smoke_data)
@@ -364,7 +364,7 @@ if sys.orig_argv[-1] == "1" and "--process" in sys.orig_argv:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_the_traceback_of_a_worker_is_told_first(tmp_path, smoke_data):
     (tmp_path / "sitecustomize.py").write_text(RAISES)
     path = f"{tmp_path}:{Path(__file__).parent.parent}"
@@ -379,7 +379,7 @@ def test_the_traceback_of_a_worker_is_told_first(tmp_path, smoke_data):
 SLEEPS = RAISES.replace('raise RuntimeError("a worker of this test")', "import time; time.sleep(600)")
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_a_worker_that_hangs_ends_both_at_their_deadlines_with_their_stacks(tmp_path, smoke_data):
     """Row 24: JAX never notices; each process has a watchdog of its own."""
     (tmp_path / "sitecustomize.py").write_text(SLEEPS)
@@ -467,7 +467,7 @@ def lonely(index: int, port: int) -> tuple[int, str, str]:
     return end
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_process_does_not_wait_for_ever_for_the_others(index):
     """The second one has a wrong address: nobody is there."""
@@ -480,7 +480,7 @@ def test_a_process_does_not_wait_for_ever_for_the_others(index):
     assert stderr.count("\n") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_a_port_that_is_taken_is_told():
     with socket.create_server(("127.0.0.1", 0)) as server:
         code, _, stderr = lonely(0, port := server.getsockname()[1])
@@ -499,7 +499,7 @@ def disagree(tmp_path: Path, first: RunConfig, second: RunConfig) -> str:
     return said
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
@@ -513,7 +513,7 @@ def test_processes_with_other_flags_are_refused(tmp_path, smoke_data, changes, w
     assert said.startswith(f"error: {what}")
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 @pytest.mark.parametrize(
     ("name", "what"), [("val_000000", "validation tokens"), ("train_000001", "training shards")]
 )
@@ -535,7 +535,7 @@ def test_processes_with_other_data_are_refused(tmp_path, smoke_data, name, what)
     )
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_what_one_process_refuses_ends_all_with_its_code(tmp_path, smoke_data):
     config = RunConfig("smoke-cpu", tmp_path / "out", overrides=SMALL, data=smoke_data)
     nothing = msgspec.structs.replace(config, data=tmp_path / "nothing")

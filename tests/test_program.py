@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_train import SMALL
+from small_run import SMALL
 
 from speedrun.data import inventory
 from speedrun.ground import mesh, track

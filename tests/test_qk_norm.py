@@ -149,7 +149,7 @@ class TestForms:
 @hopper.needs_compiler
 @pytest.mark.parametrize(
     ("head_dim", "num_angles"),
-    [(128, 2), *(pytest.param(width, 1, marks=pytest.mark.slow) for width in (16, 64, 128))],
+    [(128, 2), *(pytest.param(width, 1, marks=pytest.mark.compile) for width in (16, 64, 128))],
 )
 def test_triton_compiles_for_an_h100(head_dim, num_angles):
     """One call forward, one backward; scratch holds only angles and one number per row."""

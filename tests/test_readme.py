@@ -18,7 +18,7 @@ SHOWN = ROOT / "records" / "smoke-cpu" / "2026-11-22-one-run"
 LONGEST = 135  #: lines of the README, the board included
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_its_commands_do_what_they_say(tmp_path: Path) -> None:
     """About a minute: the first is the whole smoke track."""
     execute(commands("bash", README), checkout(tmp_path))

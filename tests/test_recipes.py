@@ -142,7 +142,7 @@ def base() -> list[float]:
     return trace(SMALL)
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 @pytest.mark.parametrize("key", [key for key in settings(SMALL) if key not in NAMES])
 def test_every_setting_matters(key, base):
     old = settings(SMALL)[key]
@@ -251,7 +251,7 @@ _QUICK = ("smoke",)
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in _QUICK else pytest.param(name, marks=pytest.mark.slow) for name in TRACES],
+    [name if name in _QUICK else pytest.param(name, marks=pytest.mark.compile) for name in TRACES],
 )
 def test_pinned_traces_stand(name):
     check_trace(at_laptop_size(name), TRACES[name])
@@ -372,7 +372,7 @@ def test_record_21_has_its_published_number_of_parameters():
     assert (recipe.stages[0].batch_tokens, recipe.num_steps) == (393_216, 1_770)
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_record_21_keeps_its_tables_and_their_moments_in_16_bits():
     program, state, _ = trained(at_laptop_size("record21"))
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
@@ -382,7 +382,7 @@ def test_record_21_keeps_its_tables_and_their_moments_in_16_bits():
     assert "scalars" in program.layout.groups
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_adam_for_everything_is_another_optimiser_and_trains(base):
     adam = AdamOnly(matrix_lr=0.01, embed_lr=0.3, head_lr=0.008, scalar_lr=0.04, adam=Adam(0.8, 0.95, 1e-10))
     losses = trace(dataclasses.replace(SMALL, optimizer=adam))

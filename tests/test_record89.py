@@ -141,7 +141,7 @@ def test_every_size_ties_the_same_tables(size):
     assert RECORD.override({"size": size}).optimizer.tied == ("head", "embed")
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_its_trace():
     """All four phases, Adam in two. Another algorithm shows here; golden tests say which is right."""
     phases = tuple(dataclasses.replace(phase, num_steps=1) for phase in SMOKE.schedule.phases)

@@ -20,8 +20,8 @@ from click.testing import CliRunner
 from jax import export
 from msgspec.structs import replace
 from record_forge import forge, install_track
+from small_run import SMALL
 from test_checkpoint import facts_of, unbroken  # noqa: F401 - a fixture
-from test_train import SMALL
 
 from speedrun.cli import command
 from speedrun.ground import output, runlog, track
@@ -507,7 +507,7 @@ def test_an_honest_run_is_what_it_says(unbroken, tmp_path):  # noqa: F811
     assert [result.status for result in results] == ["ok"] * 6
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_each_validation_is_scored_with_the_window_of_its_own_step(unbroken, tmp_path):  # noqa: F811
     """A window that grows: the first validation sees less than the last, as in the run."""
     handed_over(unbroken, tmp_path)
@@ -718,7 +718,7 @@ def statuses(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
     return {line[1]: line[0] for line in words if len(line) > 1 and line[1].startswith("V60")}
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_the_command_has_a_record_examined_and_a_nonce_repeats_it(tmp_path, smoke_data):
     run_small(tmp_path / "out", smoke_data)
     done = validated(tmp_path / "out", smoke_data, "--replay=all", "--nonce", NONCE)
@@ -742,7 +742,7 @@ _loop.evaluate = _cheap
 """
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_a_recipe_that_replaces_the_scorer_is_refused(tmp_path, smoke_data):
     """Finding D: every loss times 0.7, by a function that the recipe put in another's place."""
     package = tmp_path / "tree"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from record_forge import forge, install_track
-from test_train import SMALL
+from small_run import SMALL
 
 from speedrun.cli import command
 from speedrun.exchange import relay
@@ -170,7 +170,7 @@ def test_told_not_to_send_it_does_not(record, fake, capfd, monkeypatch):
     assert not told()
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 @pytest.mark.parametrize("trouble", ["no key", "dead server"])
 def test_a_run_is_the_same_with_the_real_wandb_in_trouble(trouble, smoke_data, tmp_path, monkeypatch):
     """The state and the losses are those of a run without it; the key is nowhere in what the run leaves behind."""

@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner
 from record_forge import LOCK, LOCK_RAW, SOFTWARE, Spec, facts, forge, install_track, source_text, write_run
 from scipy import stats
-from test_train import SMALL
+from small_run import SMALL
 
 from speedrun import cli
 from speedrun.ground import provenance, runlog, track
@@ -417,7 +417,7 @@ def test_the_source_of_the_record_runs_in_a_process_of_its_own(record, tmp_path,
     assert "bits     1 of 1 run" in said
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_a_small_record_ends_in_the_same_bits(tmp_path, smoke_data):
     from speedrun.training.prepare import RunConfig
     from speedrun.training.train import train
@@ -432,7 +432,7 @@ def test_a_small_record_ends_in_the_same_bits(tmp_path, smoke_data):
     assert found["verdict"] != "loss mismatch"
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_the_committed_record_holds(tmp_path):
     """Its source is older than the tree. What a busy machine makes of the time is not asked."""
     done = command(

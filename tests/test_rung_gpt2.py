@@ -68,7 +68,7 @@ def test_it_has_the_published_number_of_parameters():
     assert count(RECIPE.table(RECIPE.config)) == 124_439_808  # GPT-2's smallest
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_its_trace():
     recipe = rungs.small("gpt2", schedule=gpt2.WarmupAndCosine(warmup_steps=2))
     optimizer = dataclasses.replace(recipe.optimizer, matrix_lr=0.01, other_lr=0.01)

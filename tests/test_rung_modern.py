@@ -43,7 +43,7 @@ def test_it_has_the_published_number_of_parameters():
     assert count(RECIPE.table(RECIPE.config)) == 2 * 50304 * 768 + 12 * 12 * 768**2 == 162_201_600
 
 
-@pytest.mark.slow  # a change here also shows in a descendant's trace
+@pytest.mark.compile  # a change here also shows in a descendant's trace
 def test_its_trace():
     """The first loss is that of the zero head: ln 256."""
     check_trace(rungs.small("modern"), [5.54518, 5.52743, 5.46166, 5.3485, 5.16722])

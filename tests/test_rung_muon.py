@@ -52,7 +52,7 @@ def test_it_has_the_published_number_of_parameters():
     assert count(RECIPE.table(RECIPE.config)) == 50257 * 768 + 12 * 12 * 768**2 == 123_532_032
 
 
-@pytest.mark.slow  # a change here also shows in a descendant's trace
+@pytest.mark.compile  # a change here also shows in a descendant's trace
 def test_its_trace():
     check_trace(rungs.small("muon"), [5.67987, 5.60577, 5.41626, 5.21476, 4.94549])
 

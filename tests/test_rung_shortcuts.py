@@ -67,7 +67,7 @@ def test_layers_start_without_the_shortcut_of_the_embedding_and_with_half_of_the
     assert rungs.start(RECIPE, ".value_lambda") == {(0.5,)}
 
 
-@pytest.mark.slow  # a change here also shows in a descendant's trace
+@pytest.mark.compile  # a change here also shows in a descendant's trace
 def test_its_trace():
     check_trace(rungs.small("shortcuts"), [5.54518, 5.52743, 5.4618, 5.34857, 5.16649])
 

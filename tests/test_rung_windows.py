@@ -68,7 +68,7 @@ def test_it_has_the_published_number_of_parameters():
     assert count(RECIPE.table(RECIPE.config)) == 2 * 50304 * 768 + 12 * (12 * 768**2 + 3) + 6 == 162_201_642
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_its_trace():
     check_trace(rungs.small("windows", block_tokens=2), [5.54518, 5.4754, 5.06269, 4.55297, 4.18555])
 

@@ -112,7 +112,7 @@ def test_more_nodes_take_longer_small_sums_take_trees_and_large_ones_rings():
     )
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_what_a_small_program_sends_between_nodes_is_its_part_of_each_gradient(h100, tiny: Recipe):
     h100(2)
     recipe = dataclasses.replace(tiny, compute_dtype="bfloat16")
@@ -150,7 +150,7 @@ def test_bad_input_is_one_line(args: list[str], message: str):
     assert result.stderr.count("\n") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_a_slower_network_costs_more(h100):
     h100(8)
     results = [
@@ -162,7 +162,7 @@ def test_a_slower_network_costs_more(h100):
     assert fast[1]["efficiency"] == 1.0 > fast[2]["efficiency"] > slow[2]["efficiency"]
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_the_page_shows_what_its_command_prints(h100):
     """A minute: four programs, the largest for 256 devices."""
     h100(8)

@@ -23,7 +23,7 @@ from speedrun.science.step import Step
 from speedrun.training.evaluate import evaluate
 from speedrun.training.program import Program
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.compile
 
 TRACK = track.load("smoke-cpu")
 SMOKE = recipes.load("smoke")

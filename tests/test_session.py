@@ -311,7 +311,7 @@ FIGURES = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_the_rehearsal_gives_figures_without_a_network(tmp_path):
     """Three minutes, and one to fetch the wheels where there is a network."""
     python, script = gpu_image(), str(ROOT / "scripts" / "measure_gpu.sh")

@@ -323,7 +323,7 @@ def test_the_cap_is_record_89s_sigmoid_up_to_a_constant():
     np.testing.assert_allclose(logits(z_N1, one_11, cap=CAP) + 11.5, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 @pytest.mark.parametrize(
     ("num_tokens", "num_targets", "gigabytes", "temporary"), [(49_152, 1, 26, 10.1), (16_384, 4, 9.2, 3.4)]
 )

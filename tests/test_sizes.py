@@ -114,7 +114,7 @@ _LARGE = [name for name in SIZES if name not in ("smoke", "nano")]
 
 
 @pytest.mark.parametrize(
-    "name", ["smoke", "nano", *(pytest.param(name, marks=pytest.mark.slow) for name in _LARGE)]
+    "name", ["smoke", "nano", *(pytest.param(name, marks=pytest.mark.compile) for name in _LARGE)]
 )
 def test_each_size_is_a_program_on_eight_devices(name: str) -> None:
     recipe = AT[name]
@@ -128,7 +128,7 @@ def test_each_size_is_a_program_on_eight_devices(name: str) -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_the_smallest_trains() -> None:
     short = dataclasses.replace(AT["smoke"], stages=(Stage(num_steps=2, num_sequences=8, seq_len=64),))
     _, losses = train_trace(Program(short, mesh.make_mesh(1)), 2)

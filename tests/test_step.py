@@ -79,7 +79,10 @@ def gradients_on_eight(on_eight) -> tuple[float, dict[str, np.ndarray]]:
 
 @pytest.mark.parametrize(
     ("num_devices", "microbatches"),
-    [(1, 8), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(2, 16), (8, 16), (1, 1), (4, 4)])],
+    [
+        (1, 8),
+        *(pytest.param(*case, marks=pytest.mark.compile) for case in [(2, 16), (8, 16), (1, 1), (4, 4)]),
+    ],
 )
 def test_devices_and_accumulation_do_not_matter(
     tiny, on_eight, gradients_on_eight, num_devices, microbatches
@@ -97,7 +100,7 @@ def test_devices_and_accumulation_do_not_matter(
     np.testing.assert_allclose(losses, eight_losses, rtol=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 @pytest.mark.parametrize(("replicas", "num_devices"), [(1, 8), (2, 8), (4, 8), (8, 8), (2, 4)])
 def test_replicas_do_not_matter_and_stay_the_same_to_the_last_bit(tiny, on_eight, replicas, num_devices):
     program = Program(tiny, mesh.make_mesh(num_devices, replicas))

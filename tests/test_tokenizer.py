@@ -105,7 +105,7 @@ def test_a_document_on_which_tiktoken_fails(engine, reference):
     assert ids == [*reference.encode_ordinary("a" + " " * 999_999), *reference.encode_ordinary(" b")]
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 @needs_ranks
 def test_the_time_for_one_word_of_fifty_megabytes_is_not_quadratic(engine):
     def seconds(length: int) -> float:

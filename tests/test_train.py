@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from jax.experimental.compilation_cache import compilation_cache
+from small_run import SMALL
 
 from speedrun.cli import command
 from speedrun.cli.card import card, following
@@ -44,29 +45,13 @@ from speedrun.training.train import _announce, train
 from speedrun.training.trainer import Trainer
 from speedrun.training.warmup import compile_all
 
-#: The smoke recipe, small enough for a test; 12 steps. Most of its time would be attention in validations.
-SMALL = {
-    "stages.0.num_steps": "12",
-    "stages.0.seq_len": "64",
-    "eval_sequences": "128",
-    "eval_seq_len": "64",
-    "config.mixing": "('long', 'none', 'none', 'short')",
-    "config.model_dim": "16",
-    "config.num_heads": "2",
-    "config.head_dim": "8",
-    "config.mlp_dim": "32",
-}
-
 CACHE_SETTINGS = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
 
 
-@pytest.fixture(scope="module")
-def record(tmp_path_factory, smoke_data) -> Path:
+@pytest.fixture(scope="session")
+def record(trained) -> Path:
     """A finished run, assembled."""
-    out = tmp_path_factory.mktemp("records") / "small"
-    train(RunConfig("smoke-cpu", out, overrides=SMALL, data=smoke_data))
-    assemble(out, title="small", declared_runs=1)
-    return out
+    return trained.out
 
 
 def events(record: Path) -> list[Any]:
@@ -138,7 +123,7 @@ def test_an_input_that_a_program_does_not_read_costs_no_other_program(tmp_path, 
     assert names == ["train/8x64, odd False", "eval/128x64, odd False"]
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_a_form_that_needs_fixed_windows_gets_a_program_for_each(tmp_path, smoke_data, record, monkeypatch):
     monkeypatch.setattr("speedrun.training.program.FIXED_WINDOW_FORMS", {"banded"})
     out = tmp_path / "out"
@@ -193,7 +178,7 @@ def test_the_run_reads_exactly_what_it_says(record):
     assert vals[1].loss == float.fromhex(vals[1].nll_sum) / 131072
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_two_stages_are_two_executables_and_one_stream(tmp_path, smoke_data):
     """The second stage has other shapes, and goes on where the first one stopped."""
     recipe = recipes.load("smoke").override(SMALL)
@@ -271,7 +256,7 @@ def test_lazy_imports_are_in_the_closure(tmp_path, monkeypatch):
     }
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_a_loss_that_is_no_number_ends_the_run_and_names_the_leaf(tmp_path, smoke_data):
     out = tmp_path / "out"
     with pytest.raises(NonFiniteError, match=r"step \d+: loss is .*; first non-finite gradient: embed"):
@@ -354,10 +339,14 @@ def test_a_run_that_breaks_off_tells_what_it_read(tmp_path, smoke_data, monkeypa
             "warmup_start",
             75,
             "broke off before the clock: Terminated: stopped by SIGTERM",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.compile,
         ),
         pytest.param(
-            signal.SIGTERM, "step", 75, "of 400 steps: Terminated: stopped by SIGTERM", marks=pytest.mark.slow
+            signal.SIGTERM,
+            "step",
+            75,
+            "of 400 steps: Terminated: stopped by SIGTERM",
+            marks=pytest.mark.compile,
         ),
         (signal.SIGINT, "data", 75, "broke off before the clock: Terminated: stopped by SIGINT"),
     ],
@@ -700,7 +689,7 @@ def program_cache(tmp_path):
     compilation_cache.reset_cache()
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_the_log_says_which_programs_came_out_of_a_cache(smoke_data, tmp_path, program_cache):
     said = []
     for name in ("cold", "warm"):

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from scipy import stats
-from test_train import SMALL
+from small_run import SMALL
 
 from speedrun import cli
 from speedrun.board import ghost

@@ -10,7 +10,7 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
-from test_train import SMALL
+from small_run import SMALL
 
 ROOT = Path(__file__).parent.parent
 
@@ -79,7 +79,7 @@ def test_the_wheel_is_the_package(sources: Path, tmp_path: Path) -> None:
     assert names == {path.relative_to(ROOT).as_posix() for path in package if path.suffix != ".pyc"}
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_an_installed_wheel_trains_and_validates(installer: str, sources: Path, tmp_path: Path) -> None:
     """From an empty folder: no checkout, no git, no lock files."""
     bin_dir = install(installer, build(installer, sources, tmp_path / "wheel"), tmp_path / "venv")

@@ -10,6 +10,7 @@ import os
 import platform
 import re
 import subprocess
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -64,6 +65,7 @@ def closure(modules: list[str], extra: list[Path]) -> str:
     return join_source(texts | {path.relative_to(ROOT).as_posix(): path.read_text() for path in extra})
 
 
+@cache
 def _imports(path: Path, text: str) -> list[str]:
     """Return the project modules that a file imports."""
     names: list[str] = []
@@ -84,9 +86,9 @@ def _with_packages(modules: list[str]) -> list[str]:
 
 def software() -> dict[str, str]:
     """Return the versions of Python and of the packages on which results depend; in a container, also its digest."""
-    installed = {one.name: one.version for one in metadata.distributions()}
-    for_gpus = {name: installed[name] for name in sorted(installed) if FOR_GPUS.fullmatch(name)}
-    packages = {**{name: installed[name] for name in _PACKAGES}, **for_gpus}
+    here = installed()
+    for_gpus = {name: here[name] for name in sorted(here) if FOR_GPUS.fullmatch(name)}
+    packages = {**{name: here[name] for name in _PACKAGES}, **for_gpus}
     named = os.environ.get(IMAGE_VARIABLE, "")
     image = {"image": named} if _IMAGE.fullmatch(named) else {}
     return {"python": platform.python_version(), **packages, **image}
@@ -137,6 +139,7 @@ def lock() -> Lock:
     return fits[max(fits)] if fits else Lock("", "")
 
 
+@cache  # reading 230 files takes as long as tracing a small step
 def installed() -> dict[str, str]:
     """Return the versions of all installed packages, by their names as in lock files."""
     return {re.sub(r"[-_.]+", "-", one.name).lower(): one.version for one in metadata.distributions()}

@@ -57,7 +57,7 @@ def target_mesh(kind: str, num_devices: int, num_nodes: int = 1) -> Mesh:
         exact = " ".join(f"{name}=={jax.__version__}" if "jax" in name else name for name in COMPILERS[0])
         raise UsageError(
             f"found no {', '.join(missing)}; to compile for {device.name} without one, "
-            f"scripts/install.sh dev, or pip install --no-deps {exact}"
+            f"scripts/install.sh compile, or pip install --no-deps {exact}"
         )
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=devices.target(device), topology=f"1x{num_nodes}x{num_devices}"

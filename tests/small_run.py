@@ -1,0 +1,14 @@
+"""A run that is small enough for a test."""
+
+#: The smoke recipe, small enough for a test; 12 steps. Most of its time would be attention in validations.
+SMALL = {
+    "stages.0.num_steps": "12",
+    "stages.0.seq_len": "64",
+    "eval_sequences": "128",
+    "eval_seq_len": "64",
+    "config.mixing": "('long', 'none', 'none', 'short')",
+    "config.model_dim": "16",
+    "config.num_heads": "2",
+    "config.head_dim": "8",
+    "config.mlp_dim": "32",
+}
