@@ -113,9 +113,8 @@ def test_the_track_says_recipe_devices_and_runs(monkeypatch: pytest.MonkeyPatch)
     assert "as the records here took" in lines[1]
 
 
-@pytest.mark.parametrize(
-    ("name", "devices"), [pytest.param("main-8xh100", 8, marks=pytest.mark.compile), ("single-gpu", 1)]
-)
+@pytest.mark.compile
+@pytest.mark.parametrize(("name", "devices"), [("main-8xh100", 8), ("single-gpu", 1)])
 def test_a_track_is_planned_for_any_recipe(name: str, devices: int, monkeypatch: pytest.MonkeyPatch):
     """Steps, time and price are those of the recipe that is asked for; devices and runs are the track's."""
     monkeypatch.chdir(ROOT)

@@ -152,6 +152,7 @@ def test_bench_step_times_a_recipe():
     assert (late.exit_code, "smoke has 280 steps" in late.stderr) == (2, True)
 
 
+@pytest.mark.compile
 def test_bench_attention_times_what_runs_and_says_why_the_rest_does_not():
     sizes = ["--tokens", "40", "--dim", "8", "--window", "2", "--block", "4", "--document", "7"]
     result = json.loads(invoke("bench", "attention", *sizes, "--json").stdout)
@@ -164,6 +165,7 @@ def test_bench_attention_times_what_runs_and_says_why_the_rest_does_not():
     assert re.search(r"^flash3 +not here: this is a cpu", shown, re.MULTILINE)
 
 
+@pytest.mark.compile
 def test_bench_norm_times_what_runs_and_says_why_the_rest_does_not():
     result = json.loads(invoke("bench", "norm", "--tokens", "40", "--dim", "8", "--json").stdout)
     assert [timing["name"] for timing in result["timings"]] == ["definition"]
@@ -171,6 +173,7 @@ def test_bench_norm_times_what_runs_and_says_why_the_rest_does_not():
     assert result["auto"] == "definition"
 
 
+@pytest.mark.compile
 def test_bench_muon_times_the_share_of_one_device():
     small = ["--set", "config.model_dim=16", "--set", "config.num_heads=2", "--set", "config.head_dim=8"]
     timings = json.loads(invoke("bench", "muon", "--devices", "8", *small, "--json").stdout)
@@ -187,6 +190,7 @@ def test_bench_muon_refuses_a_recipe_without_muon(monkeypatch: pytest.MonkeyPatc
     assert (result.exit_code, "trains without Muon" in result.stderr) == (2, True)
 
 
+@pytest.mark.compile
 def test_bench_health_measures_every_rate_and_no_collective_of_one_device():
     two, one = (json.loads(invoke("bench", "health", "--devices", n, "--json").stdout) for n in "21")
     assert all(rate > 0 for rate in two.values())

@@ -67,22 +67,16 @@ def no_orphans() -> Iterator[None]:
         os.waitpid(-1, os.WNOHANG)
 
 
-@pytest.fixture(scope="module")
-def config(tmp_path_factory, smoke_data) -> RunConfig:
+@pytest.fixture(scope="session")
+def config(trained) -> RunConfig:
     """A run with a checkpoint after 5, 10 and 12 steps."""
-    return RunConfig(
-        "smoke-cpu",
-        tmp_path_factory.mktemp("unbroken") / "out",
-        overrides=SMALL,
-        data=smoke_data,
-        checkpoint_every=EVERY,
-        keep_checkpoints=0,
-    )
+    return msgspec.structs.replace(trained, checkpoint_every=EVERY)
 
 
-@pytest.fixture(scope="module")
-def unbroken(config) -> runfile.RunFile:
-    return train.train(config)
+@pytest.fixture(scope="session")
+def unbroken(trained) -> runfile.RunFile:
+    (facts,) = facts_of(trained.out)
+    return facts
 
 
 def at(config: RunConfig, out: Path, **changes) -> RunConfig:

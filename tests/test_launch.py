@@ -466,6 +466,7 @@ def test_what_a_ranked_job_asks_of_slurm():
     assert "the hardware of a rank" in text
 
 
+@pytest.mark.compile
 def test_the_limit_is_what_the_plan_expects_and_more():
     planned = CliRunner().invoke(
         cli.command, ["plan", "--recipe", "record21", "--arithmetic", "--json"], prog_name="speedrun"

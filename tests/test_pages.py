@@ -11,13 +11,7 @@ PAGES = {
 }
 SCRIPT = "python data/fineweb_prep.py"
 
-#: Those whose commands train, or ask the machine.
-SLOW = {"racer.md", "researcher.md", "operator.md"}
-RUN = [
-    pytest.param(name, marks=pytest.mark.compile if name in SLOW else ())
-    for name, text in PAGES.items()
-    if commands("bash", text)
-]
+RUN = [name for name, text in PAGES.items() if commands("bash", text)]
 GIVEN = sorted(
     {
         line.replace(SCRIPT, "speedrun data prep")
@@ -28,6 +22,7 @@ GIVEN = sorted(
 )
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("name", RUN)
 def test_its_commands_do_what_they_say(name: str, tmp_path: Path) -> None:
     execute(commands("bash", PAGES[name]), checkout(tmp_path))

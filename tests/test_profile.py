@@ -64,6 +64,7 @@ def test_the_trace_is_kept_where_it_was_asked_for(found, folder):
     assert list(folder.rglob("*.xplane.pb"))
 
 
+@pytest.mark.compile
 def test_the_command_shows_it(tmp_path):
     small = ["--set", "config.model_dim=16", "--set", "config.num_heads=2", "--set", "config.head_dim=8"]
     args = ["profile", "--devices", "1", "--steps", "1", "--top", "3", *small]

@@ -151,6 +151,7 @@ def test_every_setting_matters(key, base):
     assert trace(changed) != base if late else train_only(changed) != base[:-1]
 
 
+@pytest.mark.compile
 def test_eight_bits_in_the_head_matter_once_it_is_not_zero(base):
     losses = train_only(
         dataclasses.replace(SMALL, config=dataclasses.replace(SMALL.config, head_fp8=RECORD21))
