@@ -254,6 +254,7 @@ OTHER_WRITES = {
     ("speedrun.ground.children", "path.open"): "a lock on what is there: nothing is written",
     ("speedrun.training.meet", "open"): "/dev/null",
     ("speedrun.ground.output", "os.open"): "/dev/null",
+    ("speedrun.ground.serving", "os.open"): "for reading",
     ("speedrun.library", "path.write_bytes"): "a scratch folder",
     ("speedrun.cli.warm", "os.fdopen"): "a pipe",
     ("speedrun.bench.session", "self._log.open"): "what a worker says, as it says it",

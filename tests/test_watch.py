@@ -6,6 +6,7 @@ import random
 import shutil
 import socket
 import threading
+import tracemalloc
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -201,9 +202,52 @@ def test_a_long_log_comes_in_pieces_and_a_long_line_whole(tmp_path) -> None:
     assert len(events) > 4
 
 
-@pytest.mark.parametrize("text", ["", "a", "a:b:-1,c:d:\N{SUPERSCRIPT TWO},:x:1", f"a:b:{10**20}"])
+@pytest.mark.parametrize("first", [[], [LINES[0]]])
+def test_a_line_that_is_too_long_hides_no_other(first: list[str], tmp_path) -> None:
+    """It is one that cannot be shown, and costs no memory, also where it has no end yet, or a page comes back."""
+    path = log_in(tmp_path, "".join(f"{one}\n" for one in first).encode() + b"x" * 10**7)
+    page = Feed([tmp_path])
+    tracemalloc.start()
+    begun = parsed(page.news())
+    at = begun[-1][2]
+    for _ in range(3):
+        with path.open("ab") as log:
+            log.write(b"y" * 10**6)
+        assert lines_of(parsed(page.news())) == []
+    assert tracemalloc.get_traced_memory()[1] < 8 * 2**20
+    tracemalloc.stop()
+    with path.open("ab") as log:
+        log.write(b"\n" + LINES[1].encode() + b"\n")
+    assert lines_of(begun) + lines_of(parsed(page.news())) == [*first, None, LINES[1]]
+    assert lines_of(parsed(Feed([tmp_path], at).news())) == [None, LINES[1]]
+
+
+def test_only_samples_are_shown_of_a_file_of_samples(tmp_path) -> None:
+    log_in(tmp_path / "run", RAW)
+    companion.samples_of(tmp_path / "run").write_text("root:x:0:0\n" + sample(1) + '{"step": 1}\n[]\n')
+    page = Feed([tmp_path / "run"])
+    assert lines_of(parsed(page.news()))[len(LINES) :] == [None, sample(1).rstrip(), None, None]
+    companion.samples_of(tmp_path / "run").unlink()
+    companion.samples_of(tmp_path / "run").symlink_to("/etc/passwd")
+    assert lines_of(parsed(Feed([tmp_path / "run"]).news())) == LINES
+
+
+def test_a_run_with_a_long_name_is_shown(tmp_path) -> None:
+    log_in(tmp_path / ("x" * 250), RAW)
+    assert lines_of(parsed(Feed([tmp_path / ("x" * 250)]).news())) == LINES
+
+
+KEY = "0123456789ab"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "a", f"{KEY}:b:-1,{KEY}:d:\N{SUPERSCRIPT TWO},:x:1", f"{KEY}::{10**20}", f"{KEY}:\n\nevent: end:1"]
+    + [f"{'a' * 10**5}::1", f"{KEY}:{'a' * 10**5}:1"],
+)
 def test_a_malformed_id_is_none(text) -> None:
     assert feed.positions(text) == {}
+    assert feed.positions(f"{text},{KEY}::7") == {KEY: tail.Position("", 7)}
 
 
 def test_a_log_that_cannot_be_read_is_said(tmp_path, monkeypatch) -> None:
@@ -226,8 +270,8 @@ def test_only_runs_and_what_may_become_one_are_watched(tmp_path) -> None:
         feed.check(good)
     (tmp_path / "source.txt").touch()
     feed.check(tmp_path)
-    for bad in (ROOT / "docs", LOG):
-        with pytest.raises(UsageError, match="is no run"):
+    for bad, said in ((ROOT / "docs", "is no run"), (LOG, "is no run"), (tmp_path / ("x" * 300), "too long")):
+        with pytest.raises(UsageError, match=said):
             feed.check(bad)
 
 
@@ -251,6 +295,17 @@ def test_the_rules_are_those_of_the_track_and_the_record(monkeypatch) -> None:
         (None, "../x", "no target: unknown track"),
     ):
         assert problem in " ".join(rules(choice)(track)["problems"])
+
+
+def test_nothing_is_kept_of_tracks_that_nobody_has() -> None:
+    found = rules("best")
+    found("smoke-cpu@1")
+    tracemalloc.start()
+    for number in range(20):
+        found(f"{number}@{'x' * 60_000}")
+        found(f"smoke-cpu@{number + 2}{'0' * 60_000}")
+    assert tracemalloc.get_traced_memory()[0] < 60_000
+    tracemalloc.stop()
 
 
 def got(url: str) -> bytes:
@@ -283,15 +338,16 @@ def free_port() -> int:
         return one.getsockname()[1]
 
 
-def test_a_page_that_cannot_be_served_is_one_warning(tmp_path, capfd) -> None:
+def test_a_page_that_cannot_be_served_is_one_warning(tmp_path, monkeypatch) -> None:
+    said, warnings = threading.Event(), []
+    monkeypatch.setattr(companion, "say", lambda line: (warnings.append(line), said.set()))
     with server.watching([tmp_path], 0, None) as url:
         port = int(url.rstrip("/").rpartition(":")[2])
         with server.watched(tmp_path / "run", port, None):
-            threading.Event().wait(2)
-    (warning,) = capfd.readouterr().err.splitlines()
+            assert said.wait(60)
     problem = f"port {port}: Address already in use; choose another with --watch-port"
     again = f"speedrun watch {tmp_path}/run --port 0"
-    assert warning == f"warning: watch: {problem}; the run needs no page; for another: {again}"
+    assert warnings == [f"warning: watch: {problem}; the run needs no page; for another: {again}"]
 
 
 def test_an_address_is_printed_when_it_is_served(tmp_path, monkeypatch) -> None:

@@ -5,6 +5,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Callable, Iterator
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -415,14 +416,18 @@ def test_only_exported_files_are_served(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("no")
     answer = serve.answering([tmp_path / "a", tmp_path / "b"])
 
-    def body(path: str) -> Any:
+    def body(path: str) -> bytes | None:
         reply = answer(path, {})
-        return reply and reply.body
+        if reply is None or isinstance(reply.body, bytes):
+            return reply and reply.body
+        assert isinstance(reply.body, FileIO)
+        with reply.body as file:
+            return file.read()
 
     assert body("/models.json") == b'["m","m (2)"]'
     assert (body("/models/m/model.json"), body("/models/m%20(2)/model.json")) == (b"a", b"b")
     outside = ("/../secret", "/%2e%2e/secret", "/models/m/../../../../secret", "/models/other/x")
-    for path in (*outside, "/models", "/none", "/%00"):
+    for path in (*outside, "/models", "/none", "/%00", f"/{'x' * 300}", "/models/m/..%2fm", "/models/%FF"):
         assert body(path) is None
     with pytest.raises(UsageError, match="need a folder that 'speedrun export RUN --to web' made"):
         serve.answering([tmp_path])

@@ -1,8 +1,6 @@
 """`speedrun play`: serve exported models, which a browser then lets write, or a recipe, which it trains."""
 
-import contextlib
 import tempfile
-import threading
 from pathlib import Path
 
 import click
@@ -29,21 +27,21 @@ def command(*, folders: tuple[Path, ...], recipe: str | None, port: int, as_json
     """Serve the page of DIR, which 'speedrun export RUN --to web' made, on this machine only.
 
     The browser computes. With several folders, two models write beside each other, with one seed. With --recipe, JAX
-    first trains a tiny preset on the CPU, for some seconds. Ctrl-C ends it.
+    first trains a tiny preset on the CPU, for some seconds. Ctrl-C or SIGTERM ends it.
     """
-    from speedrun.ground.serving import serving
+    from speedrun.ground import signals
+    from speedrun.ground.serving import serving, stoppable
     from speedrun.web.serve import answering
 
     if not folders and recipe is None:
         raise UsageError("got nothing to serve; name a folder that 'export --to web' made, or pass --recipe")
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, signals.handled_by(signals.stop):
         if recipe is not None:
             folders = (_trainable(recipe, Path(scratch) / "page"), *folders)
-        with serving(answering(folders), port) as url:
+        with stoppable() as stopped, serving(answering(folders), port) as url:
             url += "train.html" if recipe is not None else ""
             click.echo(msgspec.json.encode({"url": url}) if as_json else f"{url}   Ctrl-C ends it")
-            with contextlib.suppress(KeyboardInterrupt):
-                threading.Event().wait()
+            stopped()
 
 
 def _trainable(recipe: str, out: Path) -> Path:

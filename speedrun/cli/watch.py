@@ -1,9 +1,7 @@
 """`speedrun watch`: a page of runs, while they train or afterwards."""
 
-import contextlib
 import shlex
 import socket
-import threading
 from pathlib import Path
 
 import click
@@ -11,6 +9,7 @@ import click
 from speedrun.cli.options import Integer, example
 from speedrun.ground import console
 from speedrun.ground.errors import UsageError
+from speedrun.ground.serving import stoppable
 from speedrun.watch import PORT, feed, server
 
 _RUNS = Path("runs")
@@ -41,14 +40,15 @@ _RUNS = Path("runs")
     "--open/--no-open", "is_opened", default=False, help="Open the page in a browser of this machine."
 )
 def command(*, runs: tuple[Path, ...], port: int, ghost: str | None, is_opened: bool) -> None:
-    """Show runs on a page until Ctrl-C: loss, step times, memory, events.
+    """Show runs on a page until Ctrl-C or SIGTERM: loss, step times, memory, events.
 
     Logs are only read. Default: the newest folder below runs/. A folder that does not exist yet is waited for.
     """
     folders = runs or (_newest(),)
     for folder in folders:
         feed.check(folder)
-    with server.watching(folders, port, ghost) as url:
+    # Outside: pages still get the last lines.
+    with stoppable() as stopped, server.watching(folders, port, ghost) as url:
         used = url.rstrip("/").rpartition(":")[2]
         click.echo(console.clean(f"watch   {shlex.join(map(str, folders))}"))
         click.echo(f"page    {url}   Ctrl-C ends it")
@@ -57,8 +57,7 @@ def command(*, runs: tuple[Path, ...], port: int, ghost: str | None, is_opened: 
         )
         if is_opened:
             click.launch(url)
-        with contextlib.suppress(KeyboardInterrupt):  # inside, so that pages still get the last lines
-            threading.Event().wait()
+        stopped()
 
 
 def _newest() -> Path:

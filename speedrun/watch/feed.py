@@ -4,13 +4,14 @@ Each event has an id with the position in every file; a page that asks with `aft
 read, and the reader knows nothing of what is in a line.
 
     event: files    all files that there are: {"files": [...], "folders": [...]}; again when one appears
-    event: lines    {"key", "anew", "lines"}: complete lines of one file; null for one that is no UTF-8
+    event: lines    {"key", "anew", "lines"}: complete lines of one file; null for one that cannot be shown
     event: beat     {"now": UTC}: at the start, and every few seconds; without any, the connection is dead
     event: end      the server is about to end
 """
 
 import hashlib
 import os
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -46,9 +47,13 @@ def check(folder: Path) -> None:
     Raises:
         UsageError: names the folder, and what is needed.
     """
-    if not folder.exists() or (folder.is_dir() and (_logs(folder) or not any(folder.iterdir()))):
-        return
-    if not any((folder / name).exists() for name in _BEGUN):
+    try:
+        if not folder.exists() or (folder.is_dir() and (_logs(folder) or not any(folder.iterdir()))):
+            return
+        is_begun = any((folder / name).exists() for name in _BEGUN)
+    except OSError as error:
+        raise UsageError(f"{folder}: {error.strerror}; name the folder of a run or record") from None
+    if not is_begun:
         raise UsageError(
             f"{folder} is no run; need the folder of a run or record, as speedrun run --out makes"
         )
@@ -62,12 +67,12 @@ def find(folders: Sequence[Path]) -> list[File]:
     """Return the logs and samples of folders of runs, each once."""
     found: dict[Path, File] = {}
     for log in (log for folder in folders for log in _logs(folder)):
-        path = log.resolve()
+        path = Path(os.path.realpath(log))  # raises nothing if links change meanwhile
         run = path.parent
         record = run.parent.parent if run.parent.name == "runs" else run
         found[path] = File(_key(path), "log", record, run.name, path)
         samples = companion.samples_of(record)
-        if samples.exists():
+        if os.path.exists(samples):  # no method of Path, which fails for a name that is too long
             found[samples] = File(_key(samples), "samples", record, "", samples)
     return list(found.values())
 
@@ -78,13 +83,8 @@ def _key(path: Path) -> str:
 
 def positions(text: str) -> dict[str, Position]:
     """Return the positions in an event's id. What is malformed is left out: that file begins anew."""
-    found: dict[str, Position] = {}
-    for part in text.split(","):
-        key, _, rest = part.partition(":")
-        head, _, offset = rest.partition(":")
-        if key and offset.isascii() and offset.isdecimal() and len(offset) < 16:
-            found[key] = Position(head, int(offset))
-    return found
+    parts = [re.fullmatch("([0-9a-f]{12}):([0-9a-f]{8})?:([0-9]{1,15})", part) for part in text.split(",")]
+    return {part[1]: Position(part[2] or "", int(part[3])) for part in parts if part}
 
 
 class Feed:
@@ -122,20 +122,21 @@ class Feed:
             self._told = listing
             yield b"event: files\ndata: %b\n\n" % listing
         for file, tail in self._tails.values():
-            yield from self._read(file, tail)
+            while event := self._next(file, tail):
+                yield event  # a client that does not read holds this, and no more
 
-    def _read(self, file: File, tail: Tail) -> Iterator[bytes]:
-        while True:
-            try:
-                piece = tail.read()
-            except OSError as error:
-                self._problems[file.key] = error.strerror or type(error).__name__
-                return
-            self._problems.pop(file.key, None)
-            if piece is None:
-                return
-            lines = [_text(raw, file.kind) for raw in piece.lines]
-            yield _event("lines", {"key": file.key, "anew": piece.anew, "lines": lines}, self._id())
+    def _next(self, file: File, tail: Tail) -> bytes:
+        """Return the event with the next lines of a file; nothing if there are none, or it cannot be read."""
+        try:
+            piece = tail.read()
+        except OSError as error:
+            self._problems[file.key] = error.strerror or type(error).__name__
+            return b""
+        self._problems.pop(file.key, None)
+        if piece is None:
+            return b""
+        lines = [_text(raw, file.kind) for raw in piece.lines]
+        return _event("lines", {"key": file.key, "anew": piece.anew, "lines": lines}, self._id())
 
     def _id(self) -> str:
         known = {**self._after, **{key: tail.position for key, (_, tail) in self._tails.items()}}
@@ -156,11 +157,20 @@ def _name(text: str) -> str:
     return os.fsencode(text).decode(errors="replace")
 
 
-def _text(raw: bytes, kind: str) -> str | None:
-    """Return a line as text; None if it is no UTF-8 or no line of a log, which the page could not draw."""
+class _Sample(msgspec.Struct):
+    step: float
+    text: str
+
+
+def _text(raw: bytes | None, kind: str) -> str | None:
+    """Return a line as text; None if it is too long, no UTF-8, or no line of such a file: nothing else is shown."""
     try:
+        if raw is None:
+            return None
         if kind == "log":
             runlog.decode(raw)
+        else:
+            msgspec.json.decode(raw, type=_Sample)
         return raw.decode()
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None

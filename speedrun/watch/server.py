@@ -19,6 +19,7 @@ from speedrun.ground.clock import Stopwatch
 from speedrun.ground.errors import UsageError
 from speedrun.ground.output import reported
 from speedrun.ground.serving import Reply, content_type, serving
+from speedrun.ground.signals import handled_by, stop
 from speedrun.watch.feed import Feed
 from speedrun.watch.rules import rules
 
@@ -100,6 +101,7 @@ def main(record: str, port: str, ghost: str | None = None) -> None:
 
     Raises:
         UsageError: if the port cannot be used.
+        Terminated: at a signal.
     """
     with ExitStack() as stack:
         try:
@@ -107,9 +109,10 @@ def main(record: str, port: str, ghost: str | None = None) -> None:
         except UsageError as error:
             problem = str(error).partition(";")[0]  # the option of a run has another name
             raise UsageError(f"{problem}; choose another with --watch-port") from None
-        sys.stdout.write(f"watch   {url}\n")
-        sys.stdout.flush()
-        sys.stdin.buffer.read()
+        with handled_by(stop):
+            sys.stdout.write(f"watch   {url}\n")
+            sys.stdout.flush()
+            sys.stdin.buffer.read()
 
 
 if __name__ == "__main__":

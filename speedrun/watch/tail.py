@@ -4,15 +4,16 @@ A position is a number of bytes and a digest of the first line, which has the ti
 rsync makes one again and again, continues where the last one ended; another log begins anew.
 """
 
-import errno
 import os
+from io import BufferedReader
 from pathlib import Path
 from typing import NamedTuple
 
 from speedrun.ground import runlog
+from speedrun.ground.serving import opened
 
 _MOST = 2**18  #: bytes in one piece, so that a long log arrives bit by bit
-_LONGEST = 2**24  #: bytes of a line
+_LONGEST = 2**20  #: bytes of a line; of a longer one nothing is kept
 
 
 class Position(NamedTuple):
@@ -25,7 +26,7 @@ class Position(NamedTuple):
 class Piece(NamedTuple):
     """Complete lines, without their ends."""
 
-    lines: list[bytes]
+    lines: list[bytes | None]  #: None: one that is too long
     anew: bool  #: they begin with the first line: whatever was read before is of no use
 
 
@@ -36,6 +37,7 @@ class Tail:
         """Begin at the start, or at the position of an earlier reader."""
         self._path = path
         self.position = position or Position()
+        self._is_within = False  #: a line that is too long
         self._seen: tuple[int, int, int] | None = None
 
     def read(self) -> Piece | None:
@@ -44,12 +46,11 @@ class Tail:
         Raises:
             OSError: if there is a file that cannot be read.
         """
-        if not self._path.exists():
+        try:
+            file = opened(self._path.parent, self._path.name)
+        except FileNotFoundError:
             return None
-        if not self._path.is_file():
-            raise OSError(errno.EINVAL, "it is no file")  # a pipe would never open
-        file = self._path.open("rb")
-        with file:
+        with BufferedReader(file) as file:
             stat = os.fstat(file.fileno())
             seen = stat.st_ino, stat.st_size, stat.st_mtime_ns
             if seen == self._seen:
@@ -58,14 +59,24 @@ class Tail:
             head = runlog.digest(first)[:8] if first.endswith(b"\n") else ""
             offset = self.position.offset
             is_other = bool(offset) and (head != self.position.head or stat.st_size < offset)
-            offset = 0 if is_other else offset
+            if is_other:
+                offset, self._is_within = 0, False
             file.seek(offset)
             raw = file.read(_MOST)
             if len(raw) == _MOST and b"\n" not in raw:
-                raw += file.readline(_LONGEST)
-            complete, newline, _ = raw.rpartition(b"\n")
-            self.position = Position(head, offset + len(complete + newline))
-            if self.position.offset >= stat.st_size or not newline:
-                self._seen = seen  # nothing more until it changes
-        lines = complete.split(b"\n") if newline else []
-        return Piece(lines, offset == 0) if lines or is_other else None
+                raw += file.readline(_LONGEST - _MOST)
+        lines = self._lines(raw)
+        used = len(raw) if self._is_within else raw.rfind(b"\n") + 1
+        self.position = Position(head, offset + used)
+        if self.position.offset >= stat.st_size or not used:
+            self._seen = seen  # nothing more until it changes
+        return Piece(lines, offset == 0) if used or is_other else None
+
+    def _lines(self, raw: bytes) -> list[bytes | None]:
+        """Return the complete lines, and note whether the last one is too long to wait for its end."""
+        *lines, rest = raw.split(b"\n")
+        found: list[bytes | None] = [*lines]
+        if found and self._is_within:
+            found[0] = None
+        self._is_within = len(rest) >= _LONGEST or (self._is_within and not found)
+        return found

@@ -1,5 +1,6 @@
 """Serves folders of models in the browser on this machine: the page of the first, and the models of all."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import unquote
@@ -7,9 +8,10 @@ from urllib.parse import unquote
 import msgspec
 
 from speedrun.ground.errors import UsageError
-from speedrun.ground.serving import Answer, Reply, content_type
+from speedrun.ground.serving import Answer, Reply, content_type, file_below, opened
 
 _LIST = "models.json"
+_LIST_BYTES = 2**20  #: at most
 
 
 def answering(folders: Sequence[Path]) -> Answer:
@@ -20,35 +22,30 @@ def answering(folders: Sequence[Path]) -> Answer:
     Raises:
         UsageError: if a folder is not one that 'speedrun export --to web' made.
     """
-    roots = [folder.resolve() for folder in folders]
-    models: dict[str, Path] = {}
+    roots = [Path(os.path.realpath(folder)) for folder in folders]
+    models: dict[str, tuple[Path, str]] = {}
     for number, root in enumerate(roots, 1):
         for name in _names(root):
-            models[name if name not in models else f"{name} ({number})"] = root / "models" / name
+            models[name if name not in models else f"{name} ({number})"] = root, name
 
     def answer(path: str, _: dict[str, str]) -> Reply | None:
-        if "\0" in unquote(path):
-            return None
-        parts = [part for part in unquote(path).split("/") if part] or ["index.html"]
-        if parts == [_LIST]:
+        root, names = roots[0], [name for name in unquote(path).split("/") if name] or ["index.html"]
+        if names == [_LIST]:
             return Reply(msgspec.json.encode(list(models)), content_type(_LIST))
-        folder, rest = roots[0], parts
-        if parts[0] == "models" and len(parts) > 1:
-            if parts[1] not in models:
+        if names[0] == "models" and len(names) > 1:
+            if names[1] not in models:
                 return None
-            folder, rest = models[parts[1]], parts[2:]
-        file = folder.joinpath(*rest).resolve()
-        if not file.is_relative_to(folder) or not file.is_file():
-            return None
-        return Reply(file.read_bytes(), content_type(file.name))
+            root, names[1] = models[names[1]]
+        return file_below(root, *names)
 
     return answer
 
 
 def _names(root: Path) -> list[str]:
     try:
-        return msgspec.json.decode((root / _LIST).read_bytes(), type=list[str])
-    except (OSError, msgspec.DecodeError) as error:
+        with opened(root, _LIST) as file:
+            return msgspec.json.decode(file.read(_LIST_BYTES), type=list[str])
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UsageError(
             f"{root / _LIST}: {reason}; need a folder that 'speedrun export RUN --to web' made"
