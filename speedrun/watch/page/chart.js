@@ -2,7 +2,7 @@
 
 import { make, swatch } from "./text.js";
 
-const LEFT = 52, RIGHT = 10, TOP = 10, BOTTOM = 34;
+const LEFT = 56, RIGHT = 10, TOP = 10, BOTTOM = 34;
 const STEPS = [1, 2, 5, 10];
 
 export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -88,7 +88,7 @@ export class Chart {
     if (!this.model || !this.host.clientWidth) return;
     const { pen, width, height } = this.size(this.below);
     const { model } = this;
-    this.box = { left: LEFT, right: width - RIGHT, top: TOP, bottom: height - BOTTOM };
+    const box = (this.box = { left: LEFT, right: width - RIGHT, top: TOP, bottom: height - BOTTOM });
     pen.font = `12px ${getComputedStyle(document.body).fontFamily}`;
     const [x0, x1, y0, y1] = this.range();
     if (!(x1 > x0)) {
@@ -97,6 +97,9 @@ export class Chart {
       this.toX = null;
       return;
     }
+    this.choose = (low, high, pixels, apart) => (model.isLog ? logTicks : ticks)(low, high, Math.max(3, Math.floor(pixels / apart)));
+    const marks = this.choose(y0, y1, box.bottom - box.top, 44).map((value) => [value, model.y.format(value)]);
+    box.left = Math.max(LEFT, ...marks.map(([, words]) => pen.measureText(words).width + 12)); // no label is cut
     const scale = (low, high, from, to) => {
       const f = model.isLog ? Math.log : (v) => v;
       const a = f(low), b = (to - from) / (f(high) - a);
@@ -104,7 +107,7 @@ export class Chart {
     };
     this.toX = scale(x0, x1, this.box.left, this.box.right);
     this.toY = scale(y0, y1, this.box.bottom, this.box.top);
-    this.axes(pen, x0, x1, y0, y1);
+    this.axes(pen, x0, x1, marks);
     pen.save();
     pen.beginPath();
     pen.rect(this.box.left - 4, this.box.top - 4, this.box.right - this.box.left + 8, this.box.bottom - this.box.top + 8);
@@ -139,27 +142,25 @@ export class Chart {
     return [x0, x1, y.low === undefined && !isLog ? y0 - room : y0, isLog ? y1 : y1 + room];
   }
 
-  axes(pen, x0, x1, y0, y1) {
+  axes(pen, x0, x1, marks) {
     const { model, box } = this;
-    const choose = model.isLog ? logTicks : ticks;
-    const many = (pixels, apart) => Math.max(3, Math.floor(pixels / apart));
     pen.lineWidth = 1;
     pen.strokeStyle = colour("--line");
     pen.fillStyle = colour("--grey");
     pen.textAlign = "right";
     pen.textBaseline = "middle";
-    for (const value of choose(y0, y1, many(box.bottom - box.top, 44))) {
+    for (const [value, words] of marks) {
       const at = Math.round(this.toY.to(value)) + 0.5;
       pen.beginPath();
       pen.moveTo(box.left, at);
       pen.lineTo(box.right, at);
       pen.stroke();
-      pen.fillText(model.y.format(value), box.left - 8, at);
+      pen.fillText(words, box.left - 8, at);
     }
     pen.textAlign = "center";
     pen.textBaseline = "top";
     let free = -Infinity;
-    for (const value of choose(x0, x1, many(box.right - box.left, 80))) {
+    for (const value of this.choose(x0, x1, box.right - box.left, 80)) {
       const at = this.toX.to(value), words = model.x.format(value);
       const half = pen.measureText(words).width / 2;
       if (at - half < free || at + half > box.right + RIGHT) continue;
@@ -313,7 +314,7 @@ export class Chart {
     this.readout.replaceChildren(...rows);
     const isRight = at > this.box.left + (this.box.right - this.box.left) * 0.55;
     this.readout.style.setProperty("right", isRight ? "auto" : ".4rem");
-    this.readout.style.setProperty("left", isRight ? `${LEFT + 4}px` : "auto");
+    this.readout.style.setProperty("left", isRight ? `${this.box.left + 4}px` : "auto");
   }
 }
 

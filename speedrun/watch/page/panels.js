@@ -10,8 +10,8 @@ export const lookOf = (number) => ({ colour: `--c${number % 6}`, dash: DASHES[(n
 
 const GHOST = { colour: "--grey", dash: [4, 3] };
 
-const axisOf = (axis) =>
-  axis === "time" ? { label: "training time", format: (v) => (v < 10 && v % 1 ? `${+v.toPrecision(3)} s` : v < 600 ? `${+v.toFixed(1)} s` : `${+(v / 60).toFixed(1)} min`) } : { label: "tokens", format: short };
+const time = (s) => (s < 10 && s % 1 ? `${+s.toPrecision(3)} s` : s < 600 ? `${+s.toFixed(1)} s` : `${+(s / 60).toFixed(1)} min`);
+const axisOf = (axis) => (axis === "time" ? { label: "training time", format: time } : { label: "tokens", format: short });
 
 /** Training losses, their means and the validations of all runs that are shown, the ghost and the target. */
 export function lossModel(runs, focus, view, rules) {
@@ -37,7 +37,7 @@ export function lossModel(runs, focus, view, rules) {
     series.push(lead, { kind: "points", x: run.vals.map((val) => val[view.axis]), y: run.vals.map((val) => val.loss), ...look });
   }
   const levels = Number.isFinite(rules?.target) ? [{ value: rules.target, text: `target ${rules.target}` }] : [];
-  return { series, lead, levels, isLog: view.scale === "log", x: axisOf(view.axis), y: { format: (v) => `${+v.toFixed(3)}` }, empty: "no steps yet" };
+  return { series, lead, levels, isLog: view.scale === "log", x: axisOf(view.axis), y: { format: (v) => (Math.abs(v) < 1e4 ? `${+v.toFixed(3)}` : short(v)) }, empty: "no steps yet" };
 }
 
 /** The time of each step, on an axis that ends where that of the losses does. */
@@ -48,7 +48,7 @@ export function stepModel(run, view, last) {
     say: (at) => `step ${whole(run.steps[at] + 1)} · ${ms(run.ms[at])}`,
   }] : [];
   const high = Math.max(4 * middle, 1.2 * fit.median(run?.ms ?? [], 0.99)); // what is above becomes a triangle
-  return { series, lead: series[0], levels: [], isLog: false, x: { ...axisOf(view.axis), last }, y: { low: 0, high, format: (v) => `${short(v)} ms` }, empty: "no steps yet" };
+  return { series, lead: series[0], levels: [], isLog: false, x: { ...axisOf(view.axis), last }, y: { low: 0, high, format: (v) => (v < 1000 ? `${short(v)} ms` : time(v / 1000)) }, empty: "no steps yet" };
 }
 
 export function stepNote(run) {

@@ -5,7 +5,7 @@ import * as panels from "./panels.js";
 import { Run } from "./run.js";
 import { fill, make, seconds, swatch, whole } from "./text.js";
 
-const SILENT_S = 30; // since the last line of a run that is not over
+const SILENT_S = 30, BUSY_S = 600; // since the last line: while a run trains, and while it compiles or validates
 const DEAD_MS = 15000; // without a beat of the server
 const DRAW_MS = 250;
 
@@ -100,7 +100,8 @@ const quietFor = (run) => (run.last ? (Date.now() + feed.ahead - Date.parse(run.
 function statusOf(run) {
   if (run.status !== "running") return [run.status, { finished: "finished", "broke off": "broke" }[run.status] ?? ""];
   const quiet = quietFor(run);
-  return feed.isOn && quiet > SILENT_S ? [`silent for ${seconds(quiet)}`, "silent"] : ["running", "running"];
+  const most = run.phase === "training" ? Math.max(SILENT_S, (3 * (run.ms.at(-1) ?? 0)) / 1000) : BUSY_S;
+  return feed.isOn && quiet > most ? [`silent for ${seconds(quiet)}`, "silent"] : ["running", "running"];
 }
 
 function trouble(run) {
