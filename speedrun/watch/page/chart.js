@@ -2,7 +2,7 @@
 
 import { make, swatch } from "./text.js";
 
-const LEFT = 56, RIGHT = 10, TOP = 10, BOTTOM = 34;
+const LEFT = 60, RIGHT = 10, TOP = 10, BOTTOM = 34;
 const STEPS = [1, 2, 5, 10];
 
 export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
