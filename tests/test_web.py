@@ -34,7 +34,7 @@ from speedrun.web.program import ELEMENTWISE, Constants, program
 TRACK = track.load("smoke-cpu")
 FACTS = {"name": "it", "track": "smoke-cpu@1", "step": 1, "has_text": False}
 #: The others of the ladder have no operation that these lack.
-RECIPES = ("smoke", "gpt2", "muon", "record21")
+RECIPES = ("smoke", "muon", "record21")
 Page = Any
 Models = dict[str, tuple[Recipe, Params, Inputs]]
 
@@ -89,7 +89,9 @@ def page(request: pytest.FixtureRequest) -> Iterator[Page]:
 
     with browser.sync_playwright() as driver, serving(with_blank) as url:
         one = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        page = one.new_context().new_page()
+        context = one.new_context()
+        context.set_default_timeout(300_000)  # cores may be shared
+        page = context.new_page()
         page.goto(f"{url}blank")
         page.evaluate(
             """async () => {
@@ -106,8 +108,10 @@ def page(request: pytest.FixtureRequest) -> Iterator[Page]:
 
 # --- operations -------------------------------------------------------------------------------------------
 
+#: Arrays come and go as text: Playwright would pack each number by itself.
 EVALUATE = """
-async ([program, inputs, constants]) => {
+async (sent) => {
+  const [program, inputs, constants] = JSON.parse(sent);
   const array = ([dtype, shape, data]) => {
     if (dtype === "bool") return np.array(Int32Array.from(data), { shape, dtype: "int32" }).astype("bool");
     const kind = { float32: Float32Array, int32: Int32Array, uint32: Uint32Array }[dtype];
@@ -116,7 +120,7 @@ async ([program, inputs, constants]) => {
   const known = new Map(Object.entries(constants).map(([name, one]) => [name, array(one)]));
   const [out] = jaxpr.compiled(program, known)(...inputs.map(array));
   const found = [out.dtype, out.shape];
-  return [...found, Array.from(await out.data(), Number)];
+  return [...found, Array.from(await out.data(), Number).join()];
 }
 """
 
@@ -131,8 +135,13 @@ def computed(page: Page, function: Callable[..., Any], *inputs: np.ndarray) -> n
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]
     made = program(lambda _, *xs: function(*xs), {}, shapes, constants)
     arrays = {name: _sent(x) for name, x in constants.arrays.items()}
-    dtype, shape, data = page.evaluate(EVALUATE, [made, [*map(_sent, inputs)], arrays])
-    return np.array(data, dtype).reshape(shape)
+    dtype, shape, data = page.evaluate(EVALUATE, json.dumps([made, [*map(_sent, inputs)], arrays]))
+    return _numbers(data).astype(dtype).reshape(shape)
+
+
+def _numbers(text: str) -> np.ndarray:
+    """From JavaScript, NaN and Infinity too."""
+    return np.array([float(one) for one in text.split(",")])
 
 
 X = np.random.default_rng(0).normal(size=(2, 3, 4)).astype(np.float32)
@@ -147,9 +156,13 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "dot": (lambda x, y: jnp.einsum("bthk,bshk->bhts", x, y), X[None], X[None, :1] * 3),
     "integer_pow": (lambda x: x**5 + x**3 - x**2, X),
     "floor_divide": (lambda x: x // 4, np.arange(-9, 9, dtype=np.int32)),
-    "iota": (lambda x: x + jax.lax.broadcasted_iota(jnp.int32, (400, 400), 1), np.ones((1, 1), np.int32)),
+    # Too large to be written out; the end is compared.
+    "iota": (
+        lambda x: (x + jax.lax.broadcasted_iota(jnp.int32, (400, 400), 1))[398:, 300:],
+        np.ones((1, 1), np.int32),
+    ),
     "iota, moved": (
-        lambda x: jnp.concatenate([x, jax.lax.broadcasted_iota(jnp.float32, (1, 140_000), 1)], 1),
+        lambda x: jnp.concatenate([x, jax.lax.broadcasted_iota(jnp.float32, (1, 140_000), 1)], 1)[:, -99:],
         np.ones((1, 1), np.float32),
     ),
     "pad": (lambda x: jnp.pad(x, ((1, 0), (0, 2), (0, 0)), constant_values=7.0), X),
@@ -231,7 +244,7 @@ PREDICT = """
 async ([name, ids]) => {
   window.one?.dispose();
   window.one = await model.Model.load(`models/${name}`);
-  return (await one.predict(ids)).map((x) => Array.from(x));
+  return (await one.predict(ids)).map((x) => x.join()).join();
 }
 """
 CONTINUE = """
@@ -253,33 +266,31 @@ def test_logits_are_those_of_jax(name: str, num_tokens: int, page: Page, models:
     padded = np.pad(ids, (0, 256 - num_tokens))[None].astype(np.int32)
     x_BTD = recipe.forward(params, jnp.asarray(padded), inputs, recipe.config, Kernels("cpu", ""))
     expected = np.asarray(recipe.logits(params, x_BTD[0, :num_tokens], recipe.config))[:, :256]
-    found = np.array(page.evaluate(PREDICT, [name, ids.tolist()]))
+    found = _numbers(page.evaluate(PREDICT, [name, ids.tolist()])).reshape(expected.shape)
     assert np.abs(found - expected).max() < 1e-4
 
 
-@pytest.mark.parametrize(("temperature", "top_k", "seed"), [(0.0, 0, 0), (0.8, 0, 3), (1.2, 20, 2**31 - 1)])
-def test_the_page_writes_what_sample_writes(
-    temperature: float, top_k: int, seed: int, page: Page, models: Models
-) -> None:
+def test_the_page_writes_what_sample_writes(page: Page, models: Models) -> None:
     recipe, params, inputs = models["smoke"]
     prompt = np.array([0, 17, 4], np.int32)
     decoder = Decoder(recipe, inputs, params, vocab_size=256, document_token=0, num_positions=64)
-    _, (ids,) = decoder.extend(decoder.start([prompt]), 24, Draw(temperature, top_k, 1.0, seed))
-    expected = ids.tolist()
-    expected = expected[: expected.index(0)] if 0 in expected else expected
-    how = {"temperature": temperature, "topK": top_k, "seed": seed}
-    found = page.evaluate(CONTINUE, ["smoke", prompt.tolist(), how, 24])
-    assert [token["id"] for token in found] == expected
-    assert len(expected) > 8
-    for token in found:
-        assert dict(token["top"]).get(token["id"], token["p"]) == token["p"]
-        assert sum(p for _, p in token["top"]) <= 1 + 1e-6
+    for temperature, top_k, seed in ((0.0, 0, 0), (0.8, 0, 3), (1.2, 20, 2**31 - 1)):
+        _, (ids,) = decoder.extend(decoder.start([prompt]), 24, Draw(temperature, top_k, 1.0, seed))
+        expected = ids.tolist()
+        expected = expected[: expected.index(0)] if 0 in expected else expected
+        how = {"temperature": temperature, "topK": top_k, "seed": seed}
+        found = page.evaluate(CONTINUE, ["smoke", prompt.tolist(), how, 24])
+        assert [token["id"] for token in found] == expected
+        assert len(expected) > 8
+        for token in found:
+            assert dict(token["top"]).get(token["id"], token["p"]) == token["p"]
+            assert sum(p for _, p in token["top"]) <= 1 + 1e-6
 
 
 def test_draws_are_those_of_jax(page: Page) -> None:
     rng, ids = np.random.default_rng(0), [0, 5, 77]
     stream = zlib.crc32(np.array(ids, np.int32).tobytes())
-    for seed in range(20):
+    for seed in range(4):
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), np.uint32(stream)), 7)
         z_V = rng.normal(size=300).astype(np.float32) * 3
         expected_V = jax.random.uniform(key, (300,), minval=jnp.finfo(jnp.float32).tiny)
@@ -391,14 +402,9 @@ def test_broken_weights_are_a_sentence(kind: str, page: Page, root: Path) -> Non
 
 
 def test_half_precision_is_widened_exactly(page: Page) -> None:
-    halves = np.arange(1 << 16, dtype=np.uint16)
-    found = page.evaluate(
-        "bits => Array.from(safetensors.widened(Uint16Array.from(bits)), String)", halves.tolist()
-    )
-    expected = halves.view(np.float16).astype(np.float64)
-    assert np.array_equal(
-        np.array([float(x.replace("Infinity", "inf")) for x in found]), expected, equal_nan=True
-    )
+    every = "Uint16Array.from({ length: 65536 }, (_, bits) => bits)"
+    found = _numbers(page.evaluate(f"() => safetensors.widened({every}).join()"))
+    np.testing.assert_array_equal(found, np.arange(1 << 16, dtype=np.uint16).view(np.float16))
 
 
 def test_large_arrays_are_stored_in_half_precision_if_they_fit() -> None:
@@ -453,7 +459,7 @@ def test_the_page_writes_and_says_what_is_wrong(page: Page) -> None:
     tab.goto(page.url.replace("blank", ""))
     tab.wait_for_selector("#write:not([disabled])")
     tab.select_option("#left", "smoke")
-    tab.select_option("#right", "gpt2")
+    tab.select_option("#right", "muon")
     tab.fill("#tokens", "5")
     tab.fill("#temperature", "0")
     tab.click("#write")
@@ -517,10 +523,7 @@ def test_a_training_step_is_that_of_jax(page: Page) -> None:
     assert found["loss"] < 3e-6
     assert max(found["gradient"].values()) < 2e-5
     assert max(found["update"].values()) < 5e-5
-
-
-def test_a_wrong_learning_rate_is_seen(page: Page) -> None:
-    found = page.evaluate(COMPARE, 1.01)
+    found = page.evaluate(COMPARE, 1.01)  # a learning rate that is wrong is seen
     assert max(found["gradient"].values()) < 2e-5
     np.testing.assert_allclose(list(found["update"].values()), 0.01, rtol=0.01)
 
