@@ -192,6 +192,9 @@ def test_only_files_below_a_folder_are_opened(tmp_path) -> None:
     (folder / "inner").rename(folder / "other")
     (folder / "inner").symlink_to(tmp_path)  # under a server that has served from it
     assert file_below(folder, "inner", "secret") is None
+    folder.rename(tmp_path / "moved")
+    folder.symlink_to(tmp_path)
+    assert file_below(folder, "secret") is None
     assert file_below(tmp_path / "gone", "file") is None
 
 

@@ -424,11 +424,13 @@ def test_only_exported_files_are_served(tmp_path: Path) -> None:
 
     def body(path: str) -> bytes | None:
         reply = answer(path, {})
-        if reply is None or isinstance(reply.body, bytes):
-            return reply and reply.body
-        assert isinstance(reply.body, FileIO)
-        with reply.body as file:
-            return file.read()
+        if reply is None:
+            return None
+        if isinstance(reply.body, FileIO):
+            with reply.body as file:
+                return file.read()
+        assert isinstance(reply.body, bytes)
+        return reply.body
 
     assert body("/models.json") == b'["m","m (2)"]'
     assert (body("/models/m/model.json"), body("/models/m%20(2)/model.json")) == (b"a", b"b")

@@ -77,16 +77,19 @@ def content_type(path: str) -> str:
 def opened(folder: Path, *names: str) -> FileIO:
     """Open a regular file below a folder for reading. No name leads upwards or through a link, not even a sudden one.
 
+    The folder itself is no link either: give its real path.
+
     Raises:
         OSError: if there is none that can be read.
     """
     if not {"", ".", ".."}.isdisjoint(names) or any("/" in name or "\0" in name for name in names):
         raise FileNotFoundError(errno.ENOENT, "not the name of a file")
-    at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe that blocks would never open
+    at = os.open(folder, flags | os.O_DIRECTORY)
     for name in names:
         above = at
-        try:  # a pipe that blocks would never open
-            at = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=above)
+        try:
+            at = os.open(name, flags, dir_fd=above)
         finally:
             os.close(above)
     if not stat.S_ISREG(os.fstat(at).st_mode):
