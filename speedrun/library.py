@@ -22,6 +22,7 @@ from speedrun.board import record_plot
 from speedrun.data import generated
 from speedrun.ground.console import Printer
 from speedrun.ground.errors import SpeedrunError, UsageError, unknown
+from speedrun.ground.exit_codes import meaning
 from speedrun.ground.plugins import resolve
 from speedrun.ground.track import load as load_track
 from speedrun.ledger import record as records
@@ -136,6 +137,7 @@ def run(
     finally:
         if list(out.glob("runs/*/run.json")):
             assemble(out, title=f"{name or rules.recipe} on {track}", declared_runs=1)
+    records.need_finished(out)
     return Record(out)
 
 
@@ -165,6 +167,8 @@ def _train(asked: dict[str, Any], printer: Printer) -> None:
             and load_track(asked["track"]).rules.platform != "cpu"
         ):
             said += _HELD
+        if not said.startswith("error: "):
+            said = f"the run ended with {meaning(child.returncode)}; the last line was: {said}"
         error = SpeedrunError(said.removeprefix("error: "))
         error.exit_code = child.returncode
         raise error

@@ -378,6 +378,15 @@ def test_a_resumed_batch_makes_data_only_for_a_run(folder, monkeypatch):
     assert len(made) == 1
 
 
+@pytest.mark.parametrize("code", [0, 5])
+def test_a_run_that_succeeds_with_nothing_is_an_error(folder, monkeypatch, code):
+    monkeypatch.setattr(generated, "ensure", lambda *_: None)
+    monkeypatch.setattr(children, "run_module", lambda *_, **__: code)
+    begun(folder, lost(1, 3.25))
+    result = invoke("batch", "--resume", str(folder))
+    assert (result.exit_code, "resume with: speedrun batch --resume" in result.stderr) == (code or 1, True)
+
+
 def test_a_damaged_declaration_is_one_line(folder):
     (begun(folder) / "batch.json").write_text("{}")
     result = invoke("batch", "--resume", str(folder))

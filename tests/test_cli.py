@@ -260,7 +260,7 @@ def test_a_recipe_that_cannot_be_loaded_hides_no_other(monkeypatch: pytest.Monke
     result = invoke("recipes", "--json")
     assert (result.exit_code, [*json.loads(result.stdout)]) == (0, ["smoke"])
     assert result.stderr.startswith(
-        f"warning: recipe broken cannot be loaded: {tmp_path}/broken.py:1: ZeroDiv"
+        f"warning: recipe broken cannot be loaded: ZeroDivisionError: division by zero; raised at {tmp_path}"
     )
     assert result.stderr.count("\n") == 1
 

@@ -104,6 +104,20 @@ def test_a_run_that_is_refused_says_why(tmp_path: Path, capfd: pytest.CaptureFix
         sr.load("smok")
 
 
+@pytest.mark.parametrize(
+    ("ends", "said"), [("exit 0", "no finished run"), ("kill -9 $$", "signal 9.*: step 7")]
+)
+def test_a_run_that_leaves_nothing_is_an_error(
+    ends: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho step 7\n{ends}\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with pytest.raises(SpeedrunError, match=said):
+        sr.run(track="webmini", out=tmp_path / "mine", quiet=True)
+
+
 @pytest.mark.parametrize(("track", "blamed"), [("webmini", True), ("smoke-cpu", False)])
 def test_memory_that_this_process_holds_is_named(
     track: str, blamed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,6 +1,7 @@
 """Standard output that nobody reads or that is full, a locale that holds no record, and whose error it was."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 
 from speedrun.ground import output
 from speedrun.ground.errors import UsageError
+from speedrun.ground.sourcefile import IMPORTED
 
 ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "records" / "smoke-cpu" / "2026-11-21-first"
@@ -108,29 +110,56 @@ def test_a_variable_that_is_no_utf8_is_refused(name: str):
 # --- whose error it was -----------------------------------------------------------------------------------
 
 
-def raised(code: str, path: Path) -> Exception:
+def raised(code: str, path: Path) -> BaseException:
     """What the text of a file raises."""
     try:
         exec(compile(code, str(path), "exec"), {})
-    except Exception as error:  # noqa: BLE001 - any is what the test is about
+    except BaseException as error:  # noqa: BLE001 - any is what the test is about
         return error
     raise AssertionError("raised nothing")
 
 
-SHAPES = "import numpy as np\n\nnp.ones((2, 3)) @ np.ones((2, 3))\n"
+UNSPEAKABLE = """
+class Mine(Exception):
+    def __str__(self): raise SystemExit(0)
+raise Mine
+"""
+OURS = """
+from speedrun.ground.errors import {name} as Theirs
+class Mine(Theirs): exit_code = 0
+raise Mine('said')
+"""
+#: What a recipe may raise in place of an error, and how the line begins that tells it.
+ODD = {
+    "import sys; sys.exit(0)": "SystemExit: 0; ",
+    "exit()": "SystemExit: None; ",
+    "raise GeneratorExit": "GeneratorExit: ; ",
+    "import asyncio; raise asyncio.CancelledError('x')": "CancelledError: x; ",
+    "import click; raise click.exceptions.Exit(0)": "Exit: 0; ",
+    "raise BrokenPipeError(32, 'x')": "BrokenPipeError: [Errno 32] x; ",
+    "raise ValueError('a\\n\\udc80')": "ValueError: a \\udc80; ",
+    UNSPEAKABLE: "Mine: <exception str() failed>; ",
+    **{OURS.format(name=name): "Mine: said; " for name in ("DataError", "Terminated", "NonFiniteError")},
+    OURS.format(name="UsageError"): "said",
+}
+#: What a recipe may call to end the process, and what would have ended it.
+ENDS = ("os._exit(0)", "os.execv('/bin/true', ['true'])", "os.execlp('true', 'true')")
 
 
 @pytest.mark.parametrize(
     ("code", "place", "said"),
     [
-        (SHAPES, "science/models/mine.py", "speedrun/science/models/mine.py:3: ValueError: matmul: "),
         (
             "\nnonsense",
             "science/recipes/mine.py",
-            "speedrun/science/recipes/mine.py:2: NameError: name 'nonsense' is not defined; ",
+            "NameError: name 'nonsense' is not defined; raised at {}:2; ",
         ),
-        ("x = (", "science/recipes/mine.py", "speedrun/science/recipes/mine.py:1: SyntaxError: "),
-        ("1 / 0", "science/nn.py", "speedrun/science/nn.py:1: ZeroDivisionError: division by zero; "),
+        (
+            "x = (",
+            "science/recipes/mine.py",
+            "SyntaxError: '(' was never closed (mine.py, line 1); raised at {}:1; ",
+        ),
+        ("1 / 0", "science/nn.py", "ZeroDivisionError: division by zero; raised at {}:1; "),
         (
             "raise RuntimeError('INTERNAL: Out of memory allocating 9 bytes.')",
             "x.py",
@@ -138,20 +167,65 @@ SHAPES = "import numpy as np\n\nnp.ones((2, 3)) @ np.ones((2, 3))\n"
         ),
         ("raise MemoryError", "training/loop.py", "out of memory: no more to be had; "),
         (
+            "raise ImportError('x.so: failed to map segment from shared object')",
+            "x.py",
+            "out of memory: x.so: failed to map segment",
+        ),
+        (
             "raise RuntimeError('RESOURCE_EXHAUSTED: of 9 bytes')",
             "x.py",
             "out of memory: RESOURCE_EXHAUSTED: of 9",
         ),
+        *((code, "science/recipes/mine.py", said) for code, said in ODD.items()),
     ],
 )
 def test_an_error_of_a_recipe_names_its_line(code: str, place: str, said: str):
     error = output.expected(raised(code, ROOT / "speedrun" / place))
-    assert isinstance(error, UsageError)
-    assert str(error).startswith(said)
+    assert type(error) is UsageError
+    assert error.exit_code == 2
+    assert str(error).startswith(said.format(f"speedrun/{place}"))
     assert "\n" not in str(error)
+
+
+def test_an_error_inside_a_package_names_both_places_and_blames_none(monkeypatch: pytest.MonkeyPatch):
+    mine = ROOT / "mine.py"
+    monkeypatch.setitem(IMPORTED, str(mine), "")
+    said = str(output.expected(raised("import json\n\njson.loads('x')", mine)))
+    assert re.search(r"; raised at \S*json/decoder\.py:\d+, called from your recipe at \S*mine\.py:3; ", said)
+    shape = "from speedrun.science.params import ParamSpec\n\nParamSpec()"
+    assert f"raised at {mine}:3; " in str(output.expected(raised(shape, mine)))
 
 
 @pytest.mark.parametrize("place", ["speedrun/training/loop.py", "tests/models/mine.py"])
 def test_a_fault_of_ours_keeps_its_traceback(place: str):
     assert output.expected(raised("1 / 0", ROOT / place)) is None
+    assert output.expected(raised("exit()", ROOT / place)) is None
     assert output.expected(KeyboardInterrupt()) is None
+
+
+def test_no_recipe_ends_the_process_and_whoever_else_may():
+    script = f"""
+import contextlib
+from speedrun.ground import output
+from speedrun.ground.sourcefile import IMPORTED
+output.own_process()
+IMPORTED["mine.py"] = ""
+for code in {ENDS}:
+    with contextlib.suppress(SystemExit):
+        exec(compile("import os; " + code, "mine.py", "exec"))
+    print("alive")
+output.leave(7)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (7, "alive\n" * len(ENDS), "")
+
+
+def test_debug_shows_the_traceback_of_any_error(tmp_path: Path):
+    mine = tmp_path / "mine.py"
+    mine.write_text("raise SystemExit(0)\n")
+    done = subprocess.run(
+        [*SPEEDRUN, "--debug", "recipes", str(mine)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == UsageError.exit_code
+    assert "Traceback (most recent call last):" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith(f"error: SystemExit: 0; raised at {mine}:1; ")

@@ -566,8 +566,9 @@ def test_an_error_of_a_recipe_is_told_before_a_record_begins(tmp_path, smoke_dat
 
     recipe = dataclasses.replace(recipes.load("smoke"), forward=forward)
     monkeypatch.setattr(recipes, "load", lambda _: recipe)
-    with pytest.raises((TypeError, ValueError), match=r"\(7,\)"):
+    with pytest.raises((TypeError, ValueError), match=r"\(7,\)") as info:
         train(RunConfig("smoke-cpu", tmp_path / "out", overrides=SMALL, data=smoke_data))
+    assert "jax" in info.traceback[-1].path.parts, "a line of the recipe is not where it was raised"
     assert not (tmp_path / "out").exists()
 
 

@@ -15,9 +15,9 @@ import click
 
 from speedrun import __version__
 from speedrun.cli.options import Group
-from speedrun.ground.errors import INTERRUPTED, Terminated, UsageError, unknown
+from speedrun.ground.errors import INTERRUPTED, SpeedrunError, Terminated, UsageError, unknown
 from speedrun.ground.exit_codes import EXIT_CODES
-from speedrun.ground.output import LOST, expected, leave, tolerate_closed_streams
+from speedrun.ground.output import DEBUG, LOST, expected, leave, own_process, show_traceback, text_of
 
 GROUPS = {
     "Train": {
@@ -83,6 +83,15 @@ class _Commands(Group):
         with formatter.section("Example"):
             formatter.write_text("speedrun doctor")
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command; make one of ours of what it raises, before click could: a recipe may raise what click does."""
+        try:
+            return super().invoke(ctx)
+        except BaseException as error:
+            if (known := expected(error)) is None or known is error:
+                raise
+            raise known from error
+
     def main(self, args: Sequence[str] | None = None, *rest: Any, **named: Any) -> NoReturn:
         """Run a command and exit. An expected error is one line; others keep their traceback."""
         words = list(sys.argv[1:] if args is None else args)
@@ -94,13 +103,13 @@ class _Commands(Group):
             error.show()
             sys.exit(error.exit_code)
         except click.UsageError as error:
+            show_traceback(error)
             _fail(_usage(error), UsageError.exit_code, words)
         except click.Abort:  # what click makes of KeyboardInterrupt
             _fail("interrupted", INTERRUPTED, words)
-        except BaseException as error:
-            if (known := expected(error)) is None:
-                raise
-            _fail(str(known), known.exit_code, words)
+        except (SpeedrunError, Terminated) as error:
+            show_traceback(error)
+            _fail(text_of(error), error.exit_code, words)
 
 
 def _fail(said: str, exit_code: int, words: list[str]) -> NoReturn:
@@ -139,8 +148,11 @@ def _usage(error: click.UsageError) -> str:
 
 @click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, message="speedrun %(version)s")
-def command() -> None:
+@click.option("--debug", is_flag=True, help="Show the traceback of an error, too. Comes before the command.")
+def command(*, debug: bool) -> None:
     """Time to 3.28: a speedrun harness for language models in JAX, with numbers that can be believed."""
+    if debug:
+        os.environ[DEBUG] = "1"  # also for child processes
 
 
 def _lost_output() -> str:
@@ -155,7 +167,7 @@ def main() -> None:
     if sys.getfilesystemencoding() != "utf-8":  # records are UTF-8 in any locale
         os.environ["PYTHONUTF8"] = "1"  # for child processes
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
-    tolerate_closed_streams()
+    own_process()
     try:
         command(prog_name="speedrun")
     except SystemExit as end:

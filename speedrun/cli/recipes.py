@@ -27,7 +27,7 @@ def command(*, name: str | None, as_json: bool) -> None:
     for each in recipes.names() if name is None else []:
         try:
             one = recipes.load(each)
-        except Exception as error:
+        except BaseException as error:
             if (known := expected(error)) is None:
                 raise
             click.echo(clean(f"warning: recipe {each} cannot be loaded: {known}"), err=True)

@@ -32,6 +32,7 @@ from speedrun.ground import children, signals
 from speedrun.ground import track as tracks
 from speedrun.ground.errors import INTERRUPTED, UsageError
 from speedrun.launch import local
+from speedrun.ledger import record
 from speedrun.training import meet
 
 
@@ -93,7 +94,9 @@ def command(
     if local_processes is not None:
         if coordinator:
             raise UsageError("--local-processes and --coordinator; the first sets the second; leave one out")
-        ctx.exit(local.run(local_processes, _child_words(ctx, resume or folder)))
+        if not (code := local.run(local_processes, _child_words(ctx, resume or folder))):
+            record.need_finished(resume or folder)
+        ctx.exit(code)
     ctx.with_resource(children.stoppable())
     _import_jax()
     from speedrun.study import single

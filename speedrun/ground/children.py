@@ -102,7 +102,8 @@ def shell_code(code: int) -> int:
 def run_error(code: int, command: str, out: Path, data: Path | None) -> SpeedrunError:
     """Return the error for a run that ended with a bad exit code: how to resume, with data that is not the track's."""
     resume = ["speedrun", command, "--resume", str(out), *([] if data is None else ["--data", str(data)])]
-    error = SpeedrunError(f"a run ended with {meaning(code)}; resume with: {shlex.join(resume)}")
+    ended = f"ended with {meaning(code)}" if code else "left no result, although its process succeeded"
+    error = SpeedrunError(f"a run {ended}; resume with: {shlex.join(resume)}")
     error.exit_code = shell_code(code) or SpeedrunError.exit_code
     return error
 

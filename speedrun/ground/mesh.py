@@ -33,6 +33,9 @@ def prepare(platform: str) -> None:
     has_gpu = any(Path("/dev").glob("nvidia[0-9]*")) or "cuda" in (
         getattr(jax.config, "jax_platforms", None) or ""
     )
+    jax.config.update(
+        "jax_traceback_filtering", "off"
+    )  # without JAX's frames, a recipe would be blamed for its errors
     if platform == "gpu" or (platform == "any" and has_gpu):
         return
     num_local, rest = divmod(CPU_DEVICES, processes.count())

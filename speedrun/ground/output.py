@@ -4,22 +4,36 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn, TextIO
 
 from speedrun.ground.errors import INTERRUPTED, SpeedrunError, Terminated, UsageError
-from speedrun.ground.sourcefile import recipe_folders
+from speedrun.ground.sourcefile import IMPORTED
 
 LOST: dict[int, OSError] = {}  #: first error of writing, by descriptor
+DEBUG = (
+    "SPEEDRUN_DEBUG"  #: environment variable that `--debug` sets, for this process and those that it starts
+)
 _LONGEST = 300  #: characters of another library's message
+_PACKAGE = Path(__file__).parent.parent
+#: What loaders and numeric libraries say if they get no memory; XLA's messages for device and host memory are first.
+_NO_MEMORY = (
+    "RESOURCE_EXHAUSTED",
+    "Out of memory",
+    "failed to map segment",
+    "cannot allocate memory",
+    "Cannot allocate memory",
+    "can't start new thread",
+)
 
 
 @contextmanager
 def reported() -> Iterator[None]:
     """Report an expected error as one line with its exit code. For modules that run as processes of their own."""
-    tolerate_closed_streams()
+    own_process()
     try:
         yield
     except KeyboardInterrupt:
@@ -27,10 +41,17 @@ def reported() -> Iterator[None]:
     except BaseException as error:
         if (known := expected(error)) is None:
             raise
-        print(f"error: {known}", file=sys.stderr)  # noqa: T201
+        show_traceback(error)
+        print(f"error: {text_of(known)}", file=sys.stderr)  # noqa: T201
         if isinstance(known, Terminated):
             leave(known.exit_code)
         sys.exit(known.exit_code)
+
+
+def show_traceback(error: BaseException) -> None:
+    """Print the traceback of an expected error if `--debug` asks for it."""
+    if os.environ.get(DEBUG):
+        traceback.print_exception(error)
 
 
 def leave(exit_code: int) -> NoReturn:
@@ -40,30 +61,98 @@ def leave(exit_code: int) -> NoReturn:
 
 
 def expected(error: BaseException) -> SpeedrunError | Terminated | None:
-    """Return an error that a user can cause, also out of memory or an error of a recipe, as one of ours; else None."""
-    if isinstance(error, SpeedrunError | Terminated):
+    """Return an error that a user can cause as one of ours, else None.
+
+    Besides ours, these are out of memory, and whatever a recipe raises: also SystemExit, or an error of ours with an
+    exit code that means something else.
+    """
+    said, recipe = text_of(error), line_of_recipe(error)
+    if recipe and isinstance(error, UsageError):
+        return UsageError(said)
+    if isinstance(error, SpeedrunError | Terminated) and not recipe:
         return error
-    said = " ".join(str(error).split())[:_LONGEST].rstrip(".")
-    # XLA's messages for device and host memory. Naming its error class would import JAX.
-    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in said or "Out of memory" in said:
-        return UsageError(f"out of memory: {said or 'no more to be had'}; ask for less, or use more devices")
-    if isinstance(error, Exception) and (line := line_of_recipe(error)):
-        return UsageError(f"{line}: {type(error).__name__}: {said}; the recipe has to be corrected there")
+    if isinstance(error, MemoryError) or any(words in said for words in _NO_MEMORY):
+        return UsageError(
+            f"out of memory: {said[:_LONGEST].rstrip('.') or 'no more to be had'}; ask for less, or use more devices"
+        )
+    if recipe and not isinstance(error, KeyboardInterrupt):
+        kind = type(error).__name__
+        return UsageError(
+            f"{kind}: {said[:_LONGEST].rstrip('.')}; {_raised_at(error)}; 'speedrun --debug' shows the traceback"
+        )
     return None
 
 
-def line_of_recipe(error: Exception) -> str:
-    """Return the innermost line of science in a traceback, as `speedrun/science/nn.py:7`; empty if there is none."""
-    package = Path(__file__).parent.parent
-    places = (package / "science", *recipe_folders())
-    lines = [(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(error.__traceback__)]
+def text_of(error: BaseException) -> str:
+    """Return what an error says, on one line of UTF-8; also if its `__str__` raises."""
+    said = str(traceback.TracebackException(type(error), error, None))
+    return " ".join(said.encode(errors="backslashreplace").decode().split())
+
+
+def line_of_recipe(error: BaseException) -> str:
+    """Return the line of science that an error comes from, as `speedrun/science/nn.py:7`.
+
+    It is the innermost line outside of installed packages. Empty if that is no science: the error is ours then.
+    """
+    ours = [line for line in _lines(error) if _is_science(line[0]) or _PACKAGE in Path(line[0]).parents]
+    return _shown(ours[-1]) if ours and _is_science(ours[-1][0]) else ""
+
+
+def _raised_at(error: BaseException) -> str:
+    """Return in words where an error was raised, and by which line of a recipe."""
+    lines = _lines(error)
+    science = [line for line in lines if _is_science(line[0])]
+    places = [lines[-1], science[-1], *[line for line in science if line[0] in IMPORTED][-1:]]
+    said = [
+        f"{'your recipe at ' * (i > 0 and file in IMPORTED)}{_shown((file, number))}"
+        for i, (file, number) in enumerate(dict.fromkeys(places))
+    ]
+    return f"raised at {', called from '.join(said)}"
+
+
+def _lines(error: BaseException) -> list[tuple[str, int]]:
+    """Return file and line of each frame, the innermost last. Those of this file only guard others."""
+    found = [(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(error.__traceback__)]
     if isinstance(error, SyntaxError):
-        lines.append((error.filename or "", error.lineno or 0))
-    for name, number in reversed(lines):
-        path = Path(name)
-        if any(place in path.parents for place in places):
-            return f"{path.relative_to(package.parent) if package in path.parents else path}:{number}"
-    return ""
+        found.append((error.filename or "", error.lineno or 0))
+    return [line for line in found if line[0] != __file__]
+
+
+def _is_science(file: str) -> bool:
+    return file in IMPORTED or _PACKAGE / "science" in Path(file).parents
+
+
+def _shown(line: tuple[str, int]) -> str:
+    """Return a line as text; a file of an installed package from the name of the package on."""
+    path = Path(line[0])
+    if _PACKAGE in path.parents:
+        path = path.relative_to(_PACKAGE.parent)
+    return f"{str(path).rpartition('site-packages/')[2]}:{line[1]}"
+
+
+def own_process() -> None:
+    """Prepare a process that is ours: its streams never fail, and no recipe ends it as if all was done."""
+    tolerate_closed_streams()
+    process = os.getpid()
+
+    def guarded(end: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
+        def ended(*given: Any, **named: Any) -> NoReturn:
+            if os.getpid() == process and _called_by_science(sys._getframe(1)):
+                raise SystemExit(f"os.{end.__name__} would end the process")
+            end(*given, **named)
+
+        return ended
+
+    for name in ("_exit", "execv", "execve"):
+        setattr(os, name, guarded(getattr(os, name)))
+
+
+def _called_by_science(frame: FrameType) -> bool:
+    """Return whether the innermost frame of science or of ours is one of science."""
+    files = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(frame))
+    return next(
+        (_is_science(file) for file in files if _is_science(file) or _PACKAGE in Path(file).parents), False
+    )
 
 
 class _Unfailing(io.FileIO):

@@ -16,6 +16,7 @@ import msgspec
 
 from speedrun.ground import signals
 from speedrun.ground.errors import SpeedrunError, Terminated, UsageError
+from speedrun.ground.output import expected
 
 T = TypeVar("T")
 
@@ -89,8 +90,10 @@ def agreed(
     try:
         done = work()
         mine = _Outcome(facts(done))
-    except SpeedrunError as error:
-        done, mine = None, _Outcome(error=str(error), exit_code=error.exit_code)
+    except BaseException as error:
+        if not isinstance(known := expected(error), SpeedrunError):
+            raise
+        done, mine = None, _Outcome(error=str(known), exit_code=known.exit_code)
     service, key = client(), f"speedrun {next(_calls)}"
     service.key_value_set(f"{key}/{index()}", msgspec.json.encode(mine).decode())
     texts = [service.blocking_key_value_get(f"{key}/{i}", _TIMEOUT_MS) for i in range(count())]

@@ -53,8 +53,13 @@ class _Text(SourceFileLoader):
     """Compiles the text. Bytecode beside it may be of another one, edited in the same second."""
 
     def get_code(self, fullname: str) -> CodeType:
-        text = IMPORTED[self.path] = importlib.util.decode_source(self.get_data(self.path))
-        return compile(text, self.path, "exec", dont_inherit=True)
+        try:
+            text = IMPORTED[self.path] = importlib.util.decode_source(self.get_data(self.path))
+            return compile(text, self.path, "exec", dont_inherit=True)
+        except (SyntaxError, ValueError, RecursionError) as error:
+            if getattr(error, "lineno", None):
+                raise
+            raise UsageError(f"{self.path}: {error}; need Python in UTF-8") from error
 
 
 class RecipeFinder:

@@ -17,7 +17,7 @@ from typing import TypeVar
 from msgspec import DecodeError
 
 from speedrun.ground import console, runlog, track
-from speedrun.ground.errors import UsageError
+from speedrun.ground.errors import SpeedrunError, UsageError
 from speedrun.ground.track import Track
 from speedrun.ground.wholefile import PARTIAL, write_whole
 from speedrun.ledger.format import Declaration, FormatError, Manifest, Summary
@@ -138,6 +138,14 @@ def need_record(folder: Path) -> Path:
         hint = f"did you mean {inside[0]}?" if inside else "name the folder that 'speedrun run' printed"
         raise UsageError(f"{folder} holds no manifest.json, so it is no record; {hint}")
     return folder
+
+
+def need_finished(folder: Path) -> None:
+    """Raise SpeedrunError unless a run of this record finished: the process of a run may succeed and leave none."""
+    if not (folder.is_dir() and load(folder).finished):
+        raise SpeedrunError(
+            f"{folder} has no finished run, although its process succeeded; need one; look for what in the recipe ends it"
+        )
 
 
 def known_track(runs: Sequence[Run]) -> Track | None:

@@ -132,7 +132,9 @@ class Attempt:
             code = self._run(argv)
             # A batch that proves nothing is still complete. `stats` reports it, `submit` knows whether it matters.
             may_be_unproven = stage in ("batch", "stats") and code == SpeedrunError.exit_code
-            if code and not (may_be_unproven and not self._missing_runs()):
+            is_incomplete = stage == "batch" and self._missing_runs() > 0
+            if is_incomplete or (code and not may_be_unproven):
+                code = code or SpeedrunError.exit_code
                 without = f" without --again {self.again}" if self.again else ""
                 sys.stderr.write(
                     f"attempt: {stage} ended with {meaning(code)}; to continue, run the same command{without}\n"

@@ -100,12 +100,12 @@ class Batch:
             if now.missing:
                 generated.ensure(self._rules, self.data, self.say)
             while now.missing:
-                request = self._request(now.missing[0])
+                seed = now.missing[0]
                 code = children.run_module(
-                    "speedrun.study.race", request, to_stderr=self.to_stderr, keep_open=(lock,)
+                    "speedrun.study.race", self._request(seed), to_stderr=self.to_stderr, keep_open=(lock,)
                 )
                 now = self._standing()
-                if code and code != NonFiniteError.exit_code:
+                if seed in now.missing or code not in (0, NonFiniteError.exit_code):
                     raise children.run_error(code, "batch", self.folder, self.data)
             summary = self._assemble()
             return Outcome(self._rules, now, summary, plot(self.folder) if summary.num_finished else [])

@@ -25,7 +25,7 @@ from typing import Any
 
 from speedrun.ground import processes, signals
 from speedrun.ground.errors import INTERRUPTED, SpeedrunError, Terminated, UsageError
-from speedrun.ground.output import reported, unfailing
+from speedrun.ground.output import expected, reported, unfailing
 
 HEARTBEAT_S = 100  #: a process without heartbeat for this long is lost
 MEET_S = 300  #: until all processes must have connected
@@ -113,12 +113,13 @@ def joined(group: Group | None) -> Iterator[None]:
         yield
         processes.barrier()
     except BaseException as error:
+        known = expected(error) or error
         if not _all_reach_the_end():
-            _exit_alone(error)
+            _exit_alone(known)
         _disconnect()
         if processes.is_first():
             raise
-        sys.exit(_exit_code(error))
+        sys.exit(_exit_code(known))
     _disconnect()
 
 

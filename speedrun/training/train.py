@@ -13,7 +13,7 @@ from speedrun.ground import mesh as meshes
 from speedrun.ground import track as tracks
 from speedrun.ground.clock import now
 from speedrun.ground.errors import NonFiniteError, translate_os_errors
-from speedrun.ground.output import reported
+from speedrun.ground.output import expected, reported, text_of
 from speedrun.ground.wholefile import make_folder, write_whole
 from speedrun.ledger import runfile
 from speedrun.training import checkpoint, health, loop, watchdog
@@ -60,8 +60,9 @@ def _logged(ready: Ready, checkpoints: Checkpoints | None, reader: runlog.Reader
             outcome = "finished"
         except BaseException as error:
             # Log every cause: a run that broke off stays visible.
-            outcome = "non-finite" if isinstance(error, NonFiniteError) else "aborted"
-            log.emit(runlog.Error(type(error).__name__, str(error) or "stopped from outside"))
+            known = expected(error) or error
+            outcome = "non-finite" if isinstance(known, NonFiniteError) else "aborted"
+            log.emit(runlog.Error(type(known).__name__, text_of(known) or "stopped from outside"))
             raise
         finally:
             trainer.phases.enter("end")
