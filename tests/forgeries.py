@@ -119,15 +119,18 @@ def later_by(seconds: float) -> Edit:
     ]
 
 
-def trains_in_a_pause(log: Moments) -> Moments:
-    """The first validation lasts ten minutes, by both clocks."""
-    place, ns = place_of(log, runlog.ClockResume), 600 * 10**9
-    later = [
-        moment._replace(mono_ns=moment.mono_ns + ns, utc_ns=moment.utc_ns + ns) for moment in log[place:]
-    ]
-    return change(runlog.RunEnd, cold_wall_s=lambda end: end.cold_wall_s + 600, phases={})(
-        [*log[:place], *later]
-    )
+def long_pause(seconds: int) -> Edit:
+    """The first validation lasts so much longer, by both clocks."""
+
+    def edit(log: Moments) -> Moments:
+        place, ns = place_of(log, runlog.ClockResume), seconds * 10**9
+        later = [
+            moment._replace(mono_ns=moment.mono_ns + ns, utc_ns=moment.utc_ns + ns) for moment in log[place:]
+        ]
+        longer = change(runlog.RunEnd, cold_wall_s=lambda end: end.cold_wall_s + seconds, phases={})
+        return longer([*log[:place], *later])
+
+    return edit
 
 
 def with_error(log: Moments) -> Moments:
@@ -637,7 +640,7 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V205", "in no time", logged(change(runlog.Val, at=-1, seconds=1e-9), change(runlog.RunEnd, val_s=1.5))),
     ("V205", "longer than its pause",
      logged(change(runlog.Val, at=1, seconds=9.0), change(runlog.RunEnd, val_s=10.5, phases={}))),
-    ("V205", "ten minutes in a pause", logged(trains_in_a_pause)),
+    ("V205", "ten minutes in a pause", logged(long_pause(600))),
     ("V206", "compiled late", logged(compile_late)),
     ("V207", "state not rebuilt", logged(change(runlog.WarmupEnd, state_hash="d" * 16))),
     ("V207", "other state", made(edit_run=facts(init_hash="d" * 16))),
@@ -726,6 +729,7 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V406", "nobody knows", preflight(dirty=None)),
     ("V407", "a slow node", with_runs([Spec(seed=3, edit_log=change(runlog.Preflight, matmul_gflops=20.0))],
                                       declared=(1, 2, 3))),
+    ("V407", "a node that became slow", ending(matmul_gflops=20.0)),
     ("V407", "faster than can be bought", on_device("NVIDIA H200", 1e8)),
     ("V407", "a tired device", on_device("NVIDIA H200", 1e6)),
     ("V407", "a device of nobody that is too good", on_device("Wunderkind 9000", 1e12)),

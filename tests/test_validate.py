@@ -20,6 +20,7 @@ from forgeries import (
     edited,
     fixed,
     logged,
+    long_pause,
     place_of,
     promised,
     with_file,
@@ -119,6 +120,34 @@ def test_a_forgery_is_refused_by_its_check_alone(folder, id, how, build):
     assert list(found(folder)) == [id], found(folder)
     assert report.exit_code == (0 if find_check(id).severity == "warning" else 1)
     assert validate(folder, strict=True).exit_code == 1
+
+
+@pytest.mark.parametrize("ranked", [True, False])
+@pytest.mark.parametrize(
+    ("before", "after", "edits", "problems"),
+    [
+        (0.001, 0.0, [], {"V205", "V209"}),  # measured once, as older runs are
+        (0.001, 0.001, [], {"V205", "V209"}),
+        (0.001, 50.0, [], set()),
+        (50.0, 0.001, [], set()),
+        (50.0, 50.0, [long_pause(20)], {"V205"}),
+        (5.0, 50.0, [long_pause(20)], set()),
+        (50.0, 5.0, [long_pause(20)], set()),
+        (1e-9, 50.0, [long_pause(600)], {"V205"}),
+    ],
+)
+def test_a_machine_whose_load_changed_spoils_no_run(folder, before, after, edits, problems, ranked):
+    """Of the rates before and after the run, the wider allowance holds; where nothing is ranked, it is a warning."""
+    rules = track.TRACKS_DIR / "forged.toml"
+    rules.write_text(rules.read_text().replace("ranked = true", f"ranked = {str(ranked).lower()}"))
+    rates = (
+        change(kind, matmul_gflops=x) for kind, x in ((runlog.Preflight, before), (runlog.RunEnd, after))
+    )
+    logged(*rates, *edits)(folder)
+    status = {result.check.id: result.status for result in validate(folder).results}
+    assert [status[id] for id in ("V205", "V209")] == [
+        ("failed" if ranked else "warning") if id in problems else "ok" for id in ("V205", "V209")
+    ]
 
 
 def test_every_check_has_a_forgery_and_one_id():

@@ -51,6 +51,13 @@ class Run:
         return self.file.outcome == "finished"
 
     @property
+    def bench_gflops(self) -> tuple[float, float]:
+        """The lowest and the highest of the measured rates: before the run, and after it if it was measured then."""
+        rates = [hw.matmul_gflops for hw in self.of(runlog.Preflight)]
+        rates += [end.matmul_gflops for end in self.of(runlog.RunEnd) if end.matmul_gflops]
+        return min(rates), max(rates)
+
+    @property
     def broke_off(self) -> str:
         """Where and why a run that did not finish broke off."""
         begun = bool(self.of(runlog.ClockStart))

@@ -101,7 +101,9 @@ def ask(check: Check, record: Record) -> Result:
         problems = [f"a number is out of range ({error})"]
     shown = tuple(clean(problem) for problem in problems[:MAX_PROBLEMS])
     more = ("and more",) if len(problems) > MAX_PROBLEMS else ()
-    status: Status = "ok" if not problems else "failed" if check.severity == "error" else "warning"
+    is_ranked = record.track is None or record.track.rules.ranked
+    is_error = check.severity == "error" or (check.severity == "error if ranked" and is_ranked)
+    status: Status = "ok" if not problems else "failed" if is_error else "warning"
     return Result(check, status, shown + more)
 
 

@@ -1,7 +1,8 @@
-"""Measures the devices before a run. Checks compare claimed step times with the result."""
+"""Measures the devices before and after a run. Checks compare claimed step times with the result."""
 
 import subprocess
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ _MULTIPLICATIONS = 8
 #: Microseconds since the driver was loaded. The power cap is left out: large products always reach it.
 _COUNTERS = ("hw_thermal_slowdown", "sw_thermal_slowdown", "hw_power_brake_slowdown")
 _ANSWER_S = 20.0  #: with a broken driver nvidia-smi hangs
-_TRIALS = 10
+_TRIALS = 5
 
 
 def matmul_gflops(mesh: Mesh) -> float:
@@ -24,17 +25,16 @@ def matmul_gflops(mesh: Mesh) -> float:
     power, and so at a higher clock.
     """
     x_NMM = random_matrices(mesh)
-    size = x_NMM.shape[-1]
+    flops = _MULTIPLICATIONS * mesh.size * 2 * x_NMM.shape[-1] ** 3
+    return flops / best_s(lambda: _chain(x_NMM, x_NMM.sharding)) / 1e9
 
-    def chain(x_NMM: jax.Array) -> jax.Array:
-        y_NMM = x_NMM
-        for _ in range(_MULTIPLICATIONS):
-            y_NMM = y_NMM @ x_NMM
-        return y_NMM
 
-    program = jax.jit(chain, out_shardings=x_NMM.sharding)
-    flops = _MULTIPLICATIONS * mesh.size * 2 * size**3
-    return flops / best_s(lambda: program(x_NMM)) / 1e9
+@partial(jax.jit, static_argnums=1)
+def _chain(x_NMM: jax.Array, placing: NamedSharding) -> jax.Array:
+    y_NMM = x_NMM
+    for _ in range(_MULTIPLICATIONS):
+        y_NMM = y_NMM @ x_NMM
+    return jax.lax.with_sharding_constraint(y_NMM, placing)
 
 
 def random_matrices(mesh: Mesh) -> jax.Array:

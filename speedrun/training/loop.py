@@ -15,6 +15,7 @@ from speedrun.ground import faults, processes, runlog, signals
 from speedrun.ground import mesh as meshes
 from speedrun.ground.clock import cold_wall_s
 from speedrun.ground.errors import NonFiniteError, SpeedrunError
+from speedrun.ground.output import text_of
 from speedrun.ledger import runfile
 from speedrun.training import health
 from speedrun.training.evaluate import evaluate
@@ -43,12 +44,22 @@ def run(trainer: Trainer) -> None:
             trainer.pending = Pending(step, metrics._replace(bad=meshes.whole(metrics.bad)), batches.cursor)
             trainer.place = Place(step + 1, batches.cursor)
         _finish(trainer, executables, throttled_s)
-    trainer.tally.final_hash = processes.agreed(
-        lambda: state_hash(trainer.state),
-        lambda found: {"the final state": f"of hash {found}"},
-        otherwise="replicas drifted apart, so a device computes wrongly; run 'speedrun doctor' on each node",
-        refuse=SpeedrunError,
-    )
+    with processes.handled_by(signals.ignore):  # the result is known, and must not be lost
+        trainer.tally.final_hash = processes.agreed(
+            lambda: state_hash(trainer.state),
+            lambda found: {"the final state": f"of hash {found}"},
+            otherwise="replicas drifted apart, so a device computes wrongly; run 'speedrun doctor' on each node",
+            refuse=SpeedrunError,
+        )
+        _measure_again(trainer)
+
+
+def _measure_again(trainer: Trainer) -> None:
+    """Repeat the bench of the preflight: other programs may have come or gone since. It may fail."""
+    try:
+        trainer.tally.matmul_gflops = health.matmul_gflops(trainer.ready.program.mesh)
+    except jax.errors.JaxRuntimeError as error:
+        trainer.log.emit(runlog.Warning(f"no bench after the run: {text_of(error)}"), hold=True)
 
 
 def _set_up(trainer: Trainer) -> Executables:

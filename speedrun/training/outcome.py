@@ -30,6 +30,7 @@ def run_end(trainer: Trainer, outcome: str) -> runlog.RunEnd:
         throttled_s=tally.throttled_s,
         phases={**trainer.phases.seconds()},
         lost_s=tally.lost_s,
+        matmul_gflops=tally.matmul_gflops,
     )
 
 

@@ -33,6 +33,7 @@ class Tally:
     tokens_seen: int = 0
     peak_bytes: int = 0
     throttled_s: float | None = None
+    matmul_gflops: float = 0.0  #: measured after the run
     cold_wall_s: float = 0.0  #: 0 until the last validation is done
     val_sha256: str = ""
     ranges: tuple[stream.Span, ...] = ()

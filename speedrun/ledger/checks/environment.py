@@ -177,28 +177,29 @@ def committed(run: Run, record: Record) -> Iterator[str]:
     hint="benchmark the node by itself (`speedrun doctor`), and run again on a healthy one",
 )
 def health(record: Record) -> Iterator[str]:
-    """Compare the benchmark of each run with the record's median, and with the vendor's rate if known."""
-    rates = {run.folder: _preflight(run) for run in record.finished}
-    kinds = {(hw.device_kind, hw.num_devices) for hw in rates.values()}
+    """Compare both benchmarks of each run with the record's median, and with the vendor's rate if known."""
+    rates = {run.folder: run.bench_gflops for run in record.finished}
+    kinds = {(hw.device_kind, hw.num_devices) for hw in map(_preflight, record.finished)}
     if len(kinds) != 1:  # V404 reports several
         raise Skip("no run finished" if not kinds else "the runs have different hardware")
     ((kind, num_devices),) = kinds
     device = devices.named(kind)
     absurd = _BEYOND * max(known.bf16_flops for known in devices.DEVICES.values()) * num_devices / 1e9
-    beyond = [folder for folder, hw in rates.items() if not 0 < hw.matmul_gflops <= absurd]
+    beyond = [folder for folder, (low, high) in rates.items() if not 0 < low <= high <= absurd]
     if beyond:
         yield from (
-            f"{folder}: a bench of {rates[folder].matmul_gflops:,.0f} Gflop/s, which no device reaches"
+            f"{folder}: a bench of {rates[folder][1]:,.0f} Gflop/s, which no device reaches"
             for folder in beyond
         )
         return
     if device is None and len(rates) < 2:
         raise Skip(f"one run on a {kind}, whose rate is unknown")
-    usual = median(hw.matmul_gflops for hw in rates.values())
-    for folder, hw in rates.items():
-        if hw.matmul_gflops < usual * SLOW.get(hw.platform, min(SLOW.values())):
-            yield f"{folder}: the bench reached {hw.matmul_gflops:,.1f} Gflop/s, the median run {usual:,.1f}"
+    usual = median(high for _, high in rates.values())
+    slow = SLOW.get(_preflight(record.finished[0]).platform, min(SLOW.values()))
+    for folder, (low, high) in rates.items():
+        if low < usual * slow:
+            yield f"{folder}: the bench reached {low:,.1f} Gflop/s, the median run {usual:,.1f}"
         if device is not None:
             most = device.bf16_flops * num_devices / 1e9
-            if not SLOWEST_OF_VENDOR * most <= hw.matmul_gflops <= most:
-                yield f"{folder}: the bench reached {hw.matmul_gflops:,.0f} Gflop/s, the vendor's rate is {most:,.0f}"
+            if not SLOWEST_OF_VENDOR * most <= low <= high <= most:
+                yield f"{folder}: the bench reached {high:,.0f} Gflop/s, the vendor's rate is {most:,.0f}"

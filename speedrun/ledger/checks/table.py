@@ -7,7 +7,7 @@ from typing import Literal, NotRequired, TypedDict, TypeVar, Unpack
 from speedrun.ledger.record import Record
 from speedrun.ledger.run import Run
 
-Severity = Literal["error", "warning"]
+Severity = Literal["error", "error if ranked", "warning"]
 Need = Literal["runs", "manifest", "summary", "source", "track"]
 
 
