@@ -17,6 +17,7 @@ from adam_only import AdamOnly
 from click.testing import CliRunner, Result
 
 from speedrun import __version__, cli
+from speedrun.cli import run
 from speedrun.cli.options import json_option
 from speedrun.data import inventory, shards, synthetic, writing
 from speedrun.ground import track
@@ -199,6 +200,19 @@ def test_bench_health_measures_every_rate_and_no_collective_of_one_device():
         "reduce_scatter_gb_per_s",
         "all_reduce_gb_per_s",
     ]
+
+
+@pytest.mark.parametrize("option", [p for p in run.command.params if p.expose_value], ids=lambda p: p.name)
+def test_an_option_reaches_the_processes_that_share_the_run(option: click.Parameter):
+    """What a child parses is what its parent parsed."""
+    special = {"deadlines": "step=60", "recipe": "smoke", "local_processes": "2"}
+    value = "7" if isinstance(option.type, click.IntRange) else special.get(option.name or "", "-a 'b' =c")
+    words = [option.opts[0]] if getattr(option, "is_flag", False) else [option.opts[0], value]
+    parent = run.command.make_context("run", words * (1 + option.multiple))
+    folder = parent.params["resume"] or Path("a folder")
+    child = run.command.make_context("run", run._child_words(parent, folder))
+    given = {"local_processes": None} | ({} if parent.params["resume"] else {"out": folder})
+    assert child.params == parent.params | given
 
 
 # --- errors -----------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -631,3 +632,20 @@ def test_bench_prep_compares_equal_bytes(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(prep_speed, "plain", other)
     with pytest.raises(DataError, match="makes other bytes than tiktoken in one thread"):
         prep_speed.compare(open_source([str(HEAD)]), choice, column="text", num_workers=2)
+
+
+@pytest.mark.parametrize("look", [1, 2])
+def test_a_lock_whose_holder_just_left_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look: int
+) -> None:
+    """Its file goes at any look at it."""
+    path, looks, stat = tmp_path / LOCK, itertools.count(1), Path.stat
+
+    def looked(self: Path, **more: Any) -> os.stat_result:
+        if self == path and next(looks) == look:
+            path.unlink()
+        return stat(self, **more)
+
+    monkeypatch.setattr(Path, "stat", looked)
+    with lock_folder(tmp_path):
+        assert os.path.exists(path)

@@ -1,5 +1,6 @@
 """What a run logs goes to wandb from a process of its own; nothing that wandb does reaches the run."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -15,8 +16,9 @@ from small_run import SMALL
 
 from speedrun.cli import command
 from speedrun.exchange import relay
-from speedrun.ground import track
+from speedrun.ground import companion, track
 from speedrun.ground.clock import Stopwatch
+from speedrun.ground.errors import Terminated
 
 KEY = "canary00" * 5
 
@@ -98,6 +100,7 @@ def test_what_grows_in_the_log_arrives(record, fake, tmp_path, capfd):
     [
         ("raise CommError('no server')", "no server"),
         ("os._exit(3)", "its process ended with exit code 3"),
+        ("os.kill(os.getpid(), 9)", "its process ended with exit code -9 (signal 9)"),
     ],
 )
 def test_a_wandb_that_fails_is_one_line(record, fake, capfd, fault, said):
@@ -131,10 +134,23 @@ def test_a_wandb_that_never_ends_is_left_behind(record, fake, tmp_path, capfd, m
         record.rename(fresh)
         threading.Event().wait(2)
     assert watch.seconds < 10
-    assert "did not take everything within 2 s" in capfd.readouterr().err
+    assert "it did not end within 2 s after the run; to send the record later: " in capfd.readouterr().err
     assert told()[-1][0] == "log"
     left = {path.name for path in (tmp_path / "site").iterdir()} - {"__pycache__"}
     assert left == {"wandb.py"}, "its scratch files"
+
+
+def test_of_a_run_that_broke_off_nobody_says_more_than_there_is(record, fake, capfd, monkeypatch):
+    fake(stall="time.sleep(600)")
+    monkeypatch.setattr(companion, "_HASTE_S", 1.0)
+    fresh = record.with_name("fresh")
+    with contextlib.suppress(Terminated), relay.relayed(fresh, "mine"):
+        record.rename(fresh)
+        threading.Event().wait(2)
+        raise Terminated
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "it did not end within 1 s" in line
+    assert "complete" not in line
 
 
 def test_a_wandb_that_cannot_be_started_is_one_line(record, fake, capfd, monkeypatch):

@@ -23,6 +23,7 @@ from speedrun.cli.run_options import (
     checkpoint_options,
     config_of,
     config_options,
+    deadlines_s,
     ghost_option,
     new_folder,
     process_options,
@@ -76,7 +77,7 @@ def command(
     out: Path | None,
     settings: tuple[str, ...],
     resume: Path | None,
-    deadlines: dict[str, float],
+    deadlines: tuple[str, ...],
     local_processes: int | None,
     coordinator: str | None,
     wandb: str | None,
@@ -109,7 +110,7 @@ def command(
         replicas=given["replicas"],
         checkpoint_every=0 if resume else checkpoint_steps(track, given),
         keep_checkpoints=given["keep_checkpoints"],
-        deadlines_s=deadlines,
+        deadlines_s=deadlines_s(deadlines),
         resume=resume is not None,
     )
     if resume is not None:
@@ -142,7 +143,7 @@ def _import_jax() -> None:
 
 
 def _child_words(ctx: click.Context, out: Path) -> list[str]:
-    """Return the arguments of this command for a process that shares the run."""
+    """Return the arguments of this command for a process that shares the run. All but paths are as they were typed."""
     words = ["--resume", str(out)] if ctx.params["resume"] else ["--out", str(out)]
     for option in ctx.command.params:
         name = option.name or ""

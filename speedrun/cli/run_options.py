@@ -59,8 +59,8 @@ config_options = combined(
 )
 
 
-def _deadlines_s(texts: tuple[str, ...]) -> dict[str, float]:
-    """Parse `phase=seconds` texts."""
+def deadlines_s(texts: tuple[str, ...]) -> dict[str, float]:
+    """Parse `phase=seconds` texts, as `--deadline` takes them."""
     found: dict[str, float] = {}
     for text in texts:
         phase, _, seconds = text.partition("=")
@@ -70,6 +70,13 @@ def _deadlines_s(texts: tuple[str, ...]) -> dict[str, float]:
             raise UsageError(f"--deadline {text!r}; need whole seconds, for example --deadline step=60")
         found[phase] = float(seconds)
     return found
+
+
+def _checked_deadlines(
+    _ctx: click.Context, _option: click.Parameter, texts: tuple[str, ...]
+) -> tuple[str, ...]:
+    deadlines_s(texts)
+    return texts
 
 
 #: The options of a run that keeps checkpoints, resumes, or must not hang.
@@ -98,7 +105,7 @@ checkpoint_options = combined(
         "--deadline",
         "deadlines",
         multiple=True,
-        callback=lambda _ctx, _option, texts: _deadlines_s(texts),
+        callback=_checked_deadlines,
         metavar="PHASE=SECONDS",
         help=f"End a run that stays longer in one phase: {', '.join(watchdog.DEADLINES_S)}; 0: no limit. Repeatable.",
     ),

@@ -35,9 +35,8 @@ def relayed(record: Path, project: str | None) -> AbstractContextManager[None]:
     return companion.beside(
         "speedrun.exchange.relay",
         [str(record), project, *old],
-        companion.Remedy("wandb", "the record is complete; to send it later", export),
+        companion.Remedy("wandb", "to send the record later", export),
         leave_s=_LEAVE_S,
-        killed=f"it did not take everything within {_LEAVE_S:.0f} s after the run",
     )
 
 

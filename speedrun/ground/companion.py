@@ -32,7 +32,7 @@ class Remedy(NamedTuple):
     """What a warning says beside the problem."""
 
     name: str  #: of the companion
-    state: str  #: how things are without it
+    purpose: str  #: what the command is for
     command: Sequence[str]  #: what to type
 
 
@@ -43,7 +43,6 @@ def beside(
     remedy: Remedy,
     *,
     leave_s: float,
-    killed: str,
     is_heard: bool = False,
 ) -> Iterator[None]:
     """Run a module of this package inside the block.
@@ -53,7 +52,6 @@ def beside(
         words: its arguments.
         remedy: for the warning.
         leave_s: from the end of the block until it is killed; at most `_HASTE_S` if the block raised.
-        killed: the problem if it had to be killed.
         is_heard: print what it prints, too; it must start no process that stays.
     """
     with contextlib.ExitStack() as stack:
@@ -74,7 +72,8 @@ def beside(
             _warn(remedy, f"it cannot start: {error.strerror}")
             yield
             return
-        waiting = threading.Thread(target=_report, args=[child, errors, remedy, killed], daemon=True)
+        overdue: list[str] = []
+        waiting = threading.Thread(target=_report, args=[child, errors, remedy, overdue], daemon=True)
         waiting.start()
         try:
             yield
@@ -88,13 +87,14 @@ def beside(
                 waiting.join(leave_s)
             finally:  # also if a signal ends the waiting
                 if waiting.is_alive():
+                    overdue.append(f"it did not end within {leave_s:.0f} s after the run")
                     with contextlib.suppress(ProcessLookupError):  # it has just ended
                         os.killpg(child.pid, signal.SIGKILL)
                     waiting.join()
 
 
-def _report(child: subprocess.Popen[bytes], errors: IO[bytes], remedy: Remedy, killed: str) -> None:
-    """Say what the child prints, and wait for it; warn if it failed."""
+def _report(child: subprocess.Popen[bytes], errors: IO[bytes], remedy: Remedy, overdue: list[str]) -> None:
+    """Say what the child prints, and wait for it; warn if it failed, or was killed because it was `overdue`."""
     with child.stdout or contextlib.nullcontext(()) as printed:
         for line in printed:
             say(line.decode(errors="replace").rstrip("\n"))
@@ -102,13 +102,13 @@ def _report(child: subprocess.Popen[bytes], errors: IO[bytes], remedy: Remedy, k
         return
     errors.seek(0)
     problem = errors.read().decode(errors="replace").strip().rpartition("\n")[2].removeprefix("error: ")
-    if code == -signal.SIGKILL:
-        problem = killed
-    _warn(remedy, problem or f"its process ended with {meaning(code)}")
+    if code < 0 or not problem:
+        problem = "".join(overdue) or f"its process ended with {meaning(code)}"
+    _warn(remedy, problem)
 
 
 def _warn(remedy: Remedy, problem: str) -> None:
-    say(f"warning: {remedy.name}: {problem}; {remedy.state}: {shlex.join(remedy.command)}")
+    say(f"warning: {remedy.name}: {problem}; {remedy.purpose}: {shlex.join(remedy.command)}")
 
 
 def say(line: str) -> None:

@@ -54,7 +54,11 @@ def _locked(
                     f"{path}: cannot be locked: {error.strerror}; choose a folder on another disk"
                 ) from None
             # The previous holder removed its file, and another process may have made a new one: only that counts.
-            if path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno())):
+            try:
+                is_ours = os.path.samestat(path.stat(), os.fstat(file.fileno()))
+            except FileNotFoundError:
+                is_ours = False
+            if is_ours:
                 try:
                     yield
                 finally:

@@ -52,9 +52,8 @@ def beside(request: Request | None) -> AbstractContextManager[None]:
     return companion.beside(
         "speedrun.trained.samples",
         [msgspec.json.encode(request, enc_hook=str).decode()],
-        companion.Remedy("samples", "the record is complete; to sample its last checkpoint", last),
+        companion.Remedy("samples", "to sample the last checkpoint", last),
         leave_s=_LEAVE_S,
-        killed=f"they took longer than {_LEAVE_S:.0f} s after the run",
     )
 
 

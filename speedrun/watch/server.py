@@ -25,7 +25,6 @@ from speedrun.watch.rules import rules
 
 _LEAVE_S = 3.0  #: from the end of the run until the process is killed
 _LAST_S = 1.5  #: for pages to get the last lines
-_STAYED = f"it did not end within {_LEAVE_S:.0f} s after the run"
 _PAGE = Path(__file__).parent / "page"
 
 
@@ -91,9 +90,7 @@ def watched(record: Path, port: int | None, ghost: str | None) -> AbstractContex
     words = [str(record), str(port), *([] if ghost is None else [ghost])]
     again = ["speedrun", "watch", str(record), "--port", "0"]
     remedy = companion.Remedy("watch", "the run needs no page; for another", again)
-    return companion.beside(
-        "speedrun.watch.server", words, remedy, leave_s=_LEAVE_S, killed=_STAYED, is_heard=True
-    )
+    return companion.beside("speedrun.watch.server", words, remedy, leave_s=_LEAVE_S, is_heard=True)
 
 
 def main(record: str, port: str, ghost: str | None = None) -> None:
