@@ -38,6 +38,7 @@ from speedrun.ledger.validate import validate
 from speedrun.referee import sandbox
 from speedrun.science import recipes
 from speedrun.science.recipe import Stage
+from speedrun.training import watchdog
 from speedrun.training.loop import _compilations
 from speedrun.training.prepare import RunConfig, prepare
 from speedrun.training.program import Program
@@ -570,6 +571,27 @@ def test_an_error_of_a_recipe_is_told_before_a_record_begins(tmp_path, smoke_dat
         train(RunConfig("smoke-cpu", tmp_path / "out", overrides=SMALL, data=smoke_data))
     assert "jax" in info.traceback[-1].path.parts, "a line of the recipe is not where it was raised"
     assert not (tmp_path / "out").exists()
+
+
+def test_a_recipe_that_never_returns_ends_at_a_deadline(tmp_path, monkeypatch):
+    ended, said = threading.Event(), []
+
+    def end(message: str, _log: object, stacks: Path) -> None:
+        said.append((message, stacks))
+        ended.set()
+
+    def load(_name: str) -> object:
+        assert ended.wait(60)
+        raise UsageError("was freed")
+
+    monkeypatch.setattr(watchdog, "_end", end)
+    monkeypatch.setattr(recipes, "load", load)
+    out = tmp_path / "new" / "out"
+    with pytest.raises(UsageError, match="was freed"):
+        train(RunConfig("smoke-cpu", out, deadlines_s={"start": 0.1}))
+    message, stacks = said[0]
+    assert "start has taken 0." in message
+    assert stacks == tmp_path / "new" / "out.stacks.txt"
 
 
 def test_devices_that_nobody_has_tried_are_refused():

@@ -16,7 +16,7 @@ from speedrun.ledger import runfile
 from speedrun.science import recipes
 from speedrun.science.params import SHARDS
 from speedrun.science.recipe import Recipe, describe, no_constants
-from speedrun.training import contract, fixed, footprint
+from speedrun.training import contract, fixed, footprint, watchdog
 from speedrun.training.program import Program
 
 
@@ -131,6 +131,11 @@ def prepare(config: RunConfig) -> Ready:
         UsageError: unknown track, recipe or setting; device count; too little memory; output folder.
         DataError: shards missing, damaged, foreign or too short.
     """
+    with watchdog.starting(config.out, config.deadlines_s):
+        return _prepare(config)
+
+
+def _prepare(config: RunConfig) -> Ready:
     track = tracks.load(config.track)
     recipe = recipes.load(config.recipe or track.recipe).override(config.overrides)
     _check_out(config)

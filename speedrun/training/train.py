@@ -52,8 +52,11 @@ def _logged(ready: Ready, checkpoints: Checkpoints | None, reader: runlog.Reader
     path = _make_folders(ready, run_dir) if processes.is_first() else None
     with runlog.RunLog(path, now, reader) as log, processes.handled_by(signals.ignore):
         trainer, outcome = Trainer(run_id, started.utc, ready, log, checkpoints), "aborted"
+        trainer.phases.enter("start")  # its deadline counts from here
         try:
-            watched = watchdog.watching(trainer.phases, config.deadlines_s, log, _stacks(config.out))
+            watched = watchdog.watching(
+                trainer.phases, config.deadlines_s, log, watchdog.stacks_of(config.out)
+            )
             with watched, processes.handled_by(processes.immediate_stop()):
                 _announce(trainer)
                 loop.run(trainer)
@@ -73,12 +76,6 @@ def _logged(ready: Ready, checkpoints: Checkpoints | None, reader: runlog.Reader
                 write_whole(run_dir / "run.json", runfile.encode(facts))
             log.emit(run_end(trainer, outcome))  # the result comes last, when everything else is on disk
     return facts
-
-
-def _stacks(out: Path) -> Path:
-    """Return the path for stacks, beside the record; one for each process."""
-    which = f".process-{processes.index()}" if processes.count() > 1 else ""
-    return Path(f"{out.resolve()}{which}.stacks.txt")
 
 
 def _make_folders(ready: Ready, run_dir: Path) -> Path:

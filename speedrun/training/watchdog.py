@@ -9,17 +9,17 @@ import math
 import os
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from speedrun.ground import runlog
-from speedrun.ground.clock import Phase, Phases
+from speedrun.ground import processes, runlog
+from speedrun.ground.clock import Phase, Phases, now
 from speedrun.ground.errors import HANG
 
-#: Limits for one stay in a phase: one step, one wait for data, one evaluation. Other phases have none.
+#: Limits for one stay in a phase: one step, one wait for data, one evaluation. The end has none.
 DEADLINES_S: dict[Phase, float] = {
     **dict.fromkeys(("compile", "warm-up", "evaluation", "checkpoint"), 3600.0),
-    **dict.fromkeys(("step", "data"), 900.0),
+    **dict.fromkeys(("start", "step", "data"), 900.0),
 }
 _SLOW = 0.5  #: share of a deadline after which a warning is logged, once for each phase
 _GRACE_S = 10.0  #: for writing stacks and log: disk or terminal may hang
@@ -57,12 +57,29 @@ def watching(
         thread.join()
 
 
+@contextmanager
+def starting(out: Path, deadlines_s: Mapping[str, float]) -> Iterator[None]:
+    """Watch what a run of the record `out` does before it has a log: it imports and traces a recipe."""
+    phases = Phases()
+    phases.enter("start")  # from here on: the process may be old
+    with runlog.RunLog(None, now) as unwritten, watching(phases, deadlines_s, unwritten, stacks_of(out)):
+        yield
+
+
+def stacks_of(out: Path) -> Path:
+    """Return the path for stacks, beside the record; one for each process."""
+    which = f".process-{processes.index()}" if processes.count() > 1 else ""
+    return Path(f"{out.resolve()}{which}.stacks.txt")
+
+
 def _end(message: str, log: runlog.RunLog, stacks: Path) -> None:
     """Write stacks, log and error, the safest first, and end the process."""
     threading.Timer(_GRACE_S, os._exit, (HANG,)).start()
     try:
-        with stacks.open("w") as file:
-            faulthandler.dump_traceback(file)
+        with suppress(OSError):  # the message and the exit code matter more
+            stacks.parent.mkdir(parents=True, exist_ok=True)
+            with stacks.open("w") as file:
+                faulthandler.dump_traceback(file)
         log.emit(runlog.Error("Hang", message))
         os.write(2, f"error: {message}\n".encode())
         faulthandler.dump_traceback(2)
