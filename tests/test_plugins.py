@@ -6,7 +6,7 @@ import py_compile
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -16,10 +16,11 @@ from small_run import SMALL
 from test_recipes import train_trace
 
 import speedrun as sr
+from speedrun.cli.sample import _text
 from speedrun.data import inventory, prep, tokenizer
 from speedrun.data.sources import open_source
 from speedrun.ground import mesh, plugins, provenance, track
-from speedrun.ground.errors import UsageError
+from speedrun.ground.errors import DataError, UsageError
 from speedrun.ground.plugins import GROUP, own_file, resolve
 from speedrun.ground.sourcefile import RECIPES, RECIPES_VARIABLE
 from speedrun.ledger.source import split_source
@@ -27,6 +28,7 @@ from speedrun.library import settings_of
 from speedrun.science import recipes
 from speedrun.science.params import count
 from speedrun.science.recipe import Stage
+from speedrun.study.batch import Batch
 from speedrun.training.program import Program
 
 PAGE = (Path(__file__).parent.parent / "docs" / "recipes.md").read_text()
@@ -166,6 +168,35 @@ def test_an_installed_package_names_its_recipe(folder: Path, monkeypatch: pytest
     entry = metadata.EntryPoint("adamw", "nowhere.to_be_found", GROUP)
     with pytest.raises(UsageError, match=r"entry point adamw of speedrun\.recipes names nowhere"):
         resolve("adamw")
+
+
+def _huge(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(2**40)
+
+
+#: What a name may stand for besides a file that ends.
+ENDLESS = [
+    ("not a regular file", os.mkfifo),
+    ("not a regular file", lambda path: path.symlink_to("/dev/zero")),
+    ("Is a directory", Path.mkdir),
+    ("1,099,511,627,776 bytes, more than", _huge),
+    ("Too many levels of symbolic links", lambda path: path.symlink_to(path)),
+]
+
+
+@pytest.mark.parametrize(("said", "make"), ENDLESS)
+def test_what_never_ends_is_refused_wherever_it_is_named(said: str, make: Callable, tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    make(path)
+    for read in (resolve, lambda name: tokenizer.choose(f"{name}.json"), lambda name: _text(f"@{name}")):
+        path.with_name("mine.py.json").unlink(missing_ok=True)
+        path.with_name("mine.py.json").symlink_to(path)
+        with pytest.raises((UsageError, DataError), match=re.escape(said)):
+            read(str(path))
+    (tmp_path / "batch.json").symlink_to(path)
+    with pytest.raises(UsageError, match=r"holds no batch\.json"):
+        Batch(tmp_path, None, None, None, print, to_stderr=False)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from speedrun.cli.program import show
 from speedrun.cli.weights import dtype_option, source_argument, step_option
 from speedrun.ground.clock import Stopwatch
 from speedrun.ground.errors import UsageError
+from speedrun.ground.wholefile import read_regular
 
 if TYPE_CHECKING:
     import numpy as np
@@ -166,7 +167,7 @@ def _text(prompt: str) -> str:
         return prompt
     path = Path(prompt[1:])
     try:
-        return path.read_text(encoding="utf-8")
+        return read_regular(path).decode().replace("\r\n", "\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8"
         raise UsageError(

@@ -11,6 +11,7 @@ import msgspec
 from speedrun.data.shards import Shard, open_shard
 from speedrun.ground.errors import DataError
 from speedrun.ground.track import Data, Track
+from speedrun.ground.wholefile import read_regular
 
 MANIFEST = "manifest.json"
 
@@ -53,7 +54,7 @@ def read_manifest(folder: Path) -> Manifest | None:
     """Return the manifest of a folder, None if there is none; raise DataError if it cannot be read."""
     path = folder / MANIFEST
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Manifest)
+        return msgspec.json.decode(read_regular(path), type=Manifest)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:

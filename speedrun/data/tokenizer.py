@@ -16,7 +16,7 @@ from speedrun.data.documents import need
 from speedrun.data.gpt2 import END_OF_TEXT, Gigatoken, Tiktoken, cached_ranks, check_ranks
 from speedrun.data.vocabulary import RANKS_SHA256
 from speedrun.ground.errors import DataError, UsageError, unknown
-from speedrun.ground.wholefile import write_whole
+from speedrun.ground.wholefile import read_regular, write_whole
 
 ENGINES = ("auto", "tiktoken", "gigatoken")
 
@@ -101,7 +101,7 @@ def _engine(name: str) -> str:
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_regular(path)
     except OSError as error:
         raise DataError(
             f"{path}: {error.strerror}; a tokenizer's file is needed; name another with --tokenizer"

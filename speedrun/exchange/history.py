@@ -15,7 +15,7 @@ import msgspec
 from speedrun.board.drawing import PAPER, TARGET, TRAIN, VAL, canvas, key, label, number_decades, svg, title
 from speedrun.board.standings import Published, Row, read_built
 from speedrun.ground.errors import UsageError, translate_os_errors
-from speedrun.ground.wholefile import write_whole
+from speedrun.ground.wholefile import read_regular, write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,7 +41,7 @@ def read_rows(path: Path, kind: type[_Row]) -> list[_Row]:
         UsageError: if it cannot be read, or a line is not of this kind.
     """
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+        lines = [line for line in read_regular(path).decode().splitlines() if not line.startswith("#")]
         return msgspec.convert([*csv.DictReader(lines, delimiter="\t")], list[kind], strict=False)
     except (OSError, ValueError, csv.Error) as error:
         *columns, last = kind.__struct_fields__

@@ -17,9 +17,11 @@ from speedrun.ground.sourcefile import (
     find,
     recipe_folders,
 )
+from speedrun.ground.wholefile import read_regular
 
 #: Group of entry points: `mine = "theirlab.recipes.mine"` names the module of a recipe called mine.
 GROUP = "speedrun.recipes"
+_MOST_BYTES = 2**20  #: of a recipe's file
 _PACKAGE = RECIPES.replace("/", ".")
 
 
@@ -83,7 +85,7 @@ def _check(path: Path, shipped: set[str]) -> None:
         )
     try:
         check_path(f"{RECIPES}/{path.name}")
-        path.read_text(encoding="utf-8")
+        read_regular(path, _MOST_BYTES).decode()
     except UnicodeDecodeError:
         raise UsageError(f"{path}: is not UTF-8; a record could not carry it; save it as UTF-8") from None
     except ValueError as error:

@@ -1,10 +1,12 @@
-"""Atomic writes: to a temporary file, synchronised, then renamed. All files are written this way.
+"""Whole files. They are written atomically: to a temporary file, synchronised, then renamed.
 
 A killed process leaves `NAME.partial`, which the next writer of that name overwrites.
 """
 
+import errno
 import os
 import shutil
+import stat
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +14,23 @@ from pathlib import Path
 from speedrun.ground.errors import StorageError, UsageError, translate_os_errors
 
 PARTIAL = ".partial"
+_MOST_BYTES = 2**30  #: of a file that is read at once
+
+
+def read_regular(path: Path, most_bytes: int = _MOST_BYTES) -> bytes:
+    """Read a file that a user named. A pipe would wait for its writer, and a device never end.
+
+    Raises:
+        OSError: if it cannot be read, is no regular file, or is larger than `most_bytes`.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        if status.st_size > most_bytes:
+            raise OSError(errno.EFBIG, f"{status.st_size:,} bytes, more than {most_bytes:,}", str(path))
+        return file.read(most_bytes)
 
 
 def write_whole(path: Path, *parts: bytes | memoryview) -> None:

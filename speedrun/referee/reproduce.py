@@ -13,7 +13,7 @@ from speedrun.ground import clock, lock, provenance
 from speedrun.ground.clock import Stopwatch
 from speedrun.ground.console import clean, duration
 from speedrun.ground.errors import DataError, NonFiniteError, SpeedrunError, UsageError
-from speedrun.ground.wholefile import make_folder, write_whole
+from speedrun.ground.wholefile import make_folder, read_regular, write_whole
 from speedrun.ledger.batch import seeds_from
 from speedrun.ledger.format import FormatError, Manifest, decode
 from speedrun.ledger.record import Record, load
@@ -214,7 +214,7 @@ def planned(
 
 def _read_plan(folder: Path) -> Plan:
     try:
-        return msgspec.json.decode((folder / PLAN).read_bytes(), type=Plan)
+        return msgspec.json.decode(read_regular(folder / PLAN), type=Plan)
     except (OSError, ValueError, RecursionError):
         raise UsageError(f"{folder} exists and was not begun by this command; pass another --out") from None
 

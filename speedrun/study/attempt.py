@@ -20,7 +20,7 @@ from speedrun.ground import children, clock, devices, provenance
 from speedrun.ground import track as tracks
 from speedrun.ground.errors import SpeedrunError, UsageError
 from speedrun.ground.exit_codes import meaning
-from speedrun.ground.wholefile import write_whole
+from speedrun.ground.wholefile import read_regular, write_whole
 from speedrun.ledger import runfile
 from speedrun.ledger.batch import Standing, standing
 from speedrun.ledger.record import load
@@ -224,7 +224,7 @@ class Attempt:
 
 def _read(path: Path, settings: Settings) -> State:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=State)
+        return msgspec.json.decode(read_regular(path), type=State)
     except FileNotFoundError:
         return State(settings)
     except (OSError, ValueError, RecursionError) as error:

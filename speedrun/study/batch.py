@@ -14,6 +14,7 @@ from speedrun.ground import children
 from speedrun.ground import track as tracks
 from speedrun.ground.errors import NonFiniteError, UsageError
 from speedrun.ground.track import Track
+from speedrun.ground.wholefile import read_regular
 from speedrun.ledger import format, runfile, statistics
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.batch import Standing, standing
@@ -75,7 +76,7 @@ class Batch:
     def __post_init__(self) -> None:
         path = self.folder / runfile.BATCH
         try:
-            raw = path.read_bytes()
+            raw = read_regular(path)
             self._declared = format.decode(raw, format.Declaration)
         except OSError:
             raise UsageError(

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from speedrun.ground.errors import UsageError
+from speedrun.ground.wholefile import read_regular
 from speedrun.ledger.batch import seeds_from
 from speedrun.ledger.format import FormatError, TrackRef
 from speedrun.ledger.record import read_files, render_logs, run_folders
@@ -108,7 +109,7 @@ def read(folder: Path) -> Experiment:
     """
     path = folder / EXPERIMENT
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=Experiment)
+        found = msgspec.json.decode(read_regular(path), type=Experiment)
     except OSError:
         raise UsageError(f"{folder} holds no {EXPERIMENT}; start with 'speedrun sweep'") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

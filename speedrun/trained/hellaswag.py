@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from speedrun.ground.errors import DataError, UsageError
+from speedrun.ground.wholefile import read_regular
 from speedrun.trained.likelihood import Row, endings
 from speedrun.trained.weights import Trained
 from speedrun.trained.words import Words
@@ -45,12 +46,11 @@ def read(path: Path, limit: int | None) -> list[Question]:
     """Read questions, one JSON object a line; raise DataError if one has another form, or there are none."""
     found: list[Question] = []
     try:
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip() and (limit is None or len(found) < limit):
-                    found.append(msgspec.json.decode(line, type=Question))
-                    if not (found[-1].ctx and all(found[-1].endings) and 0 <= found[-1].label < 4):
-                        raise ValueError(f"line {number} has an empty text, or label {found[-1].label}")
+        for number, line in enumerate(read_regular(path).splitlines(), 1):
+            if line.strip() and (limit is None or len(found) < limit):
+                found.append(msgspec.json.decode(line, type=Question))
+                if not (found[-1].ctx and all(found[-1].endings) and 0 <= found[-1].label < 4):
+                    raise ValueError(f"line {number} has an empty text, or label {found[-1].label}")
     except OSError as error:
         raise DataError(
             f"{path}: {error.strerror}; need hellaswag_val.jsonl, from the repository rowanz/hellaswag"

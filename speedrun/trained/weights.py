@@ -17,6 +17,7 @@ from speedrun.ground import mesh as meshes
 from speedrun.ground import track as tracks
 from speedrun.ground.errors import CheckpointError, DataError, UsageError
 from speedrun.ground.track import Track
+from speedrun.ground.wholefile import read_regular
 from speedrun.ledger import runfile
 from speedrun.science import recipes
 from speedrun.science.inputs import Inputs
@@ -145,7 +146,7 @@ def _settings(folder: Path, run: Path) -> Resumable:
             f"{run} has no weights: {path} is missing; run again with --checkpoint-every N, which keeps them"
         )
     try:
-        return decoded(checkpoint.unseal(msgspec.json.decode(path.read_bytes())), Resumable)
+        return decoded(checkpoint.unseal(msgspec.json.decode(read_regular(path))), Resumable)
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: {getattr(error, 'strerror', None) or error}; run again") from None
 

@@ -7,6 +7,7 @@ import msgspec
 
 from speedrun.ground import processes, track
 from speedrun.ground.errors import CheckpointError, UsageError
+from speedrun.ground.wholefile import read_regular
 from speedrun.ledger import format, runfile
 from speedrun.ledger.salvage import ended, salvage
 from speedrun.training import checkpoint
@@ -33,7 +34,7 @@ def resumed(out: Path) -> RunConfig:
             "--checkpoint-every if you want to resume it"
         )
     try:
-        kept = decoded(checkpoint.unseal(msgspec.json.decode(path.read_bytes())), Resumable)
+        kept = decoded(checkpoint.unseal(msgspec.json.decode(read_regular(path))), Resumable)
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(f"{path}: {reason}; start a new run with another --out") from None
