@@ -569,7 +569,7 @@ def test_an_error_of_a_recipe_is_told_before_a_record_begins(tmp_path, smoke_dat
     monkeypatch.setattr(recipes, "load", lambda _: recipe)
     with pytest.raises((TypeError, ValueError), match=r"\(7,\)") as info:
         train(RunConfig("smoke-cpu", tmp_path / "out", overrides=SMALL, data=smoke_data))
-    assert "jax" in info.traceback[-1].path.parts, "a line of the recipe is not where it was raised"
+    assert "jax" in Path(info.traceback[-1].path).parts, "a line of the recipe is not where it was raised"
     assert not (tmp_path / "out").exists()
 
 
@@ -592,6 +592,20 @@ def test_a_recipe_that_never_returns_ends_at_a_deadline(tmp_path, monkeypatch):
     message, stacks = said[0]
     assert "start has taken 0." in message
     assert stacks == tmp_path / "new" / "out.stacks.txt"
+
+
+@pytest.mark.parametrize("nodes", [[], ["nvidia0"]])
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "any"])
+def test_cuda_is_not_started_without_a_gpu(platform, nodes, monkeypatch):
+    """It would print a page before JAX takes the CPU, which `prepare` then refuses in a line."""
+    updates: dict[str, object] = {}
+    config = SimpleNamespace(jax_platforms=None, jax_num_cpu_devices=-1, update=updates.__setitem__)
+    monkeypatch.setattr(mesh, "jax", SimpleNamespace(config=config))
+    monkeypatch.setattr(
+        mesh, "Path", lambda _: SimpleNamespace(glob=lambda name: [n for n in nodes if n[:2] == name[:2]])
+    )
+    mesh.prepare(platform)
+    assert (updates.get("jax_platforms") == "cpu") == (platform == "cpu" or not nodes)
 
 
 def test_devices_that_nobody_has_tried_are_refused():

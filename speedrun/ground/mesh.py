@@ -30,13 +30,14 @@ def prepare(platform: str) -> None:
 
     "cpu" simulates a node; "gpu" uses the GPUs; "any" uses GPUs if there are some, or if $JAX_PLATFORMS names CUDA.
     """
-    has_gpu = any(Path("/dev").glob("nvidia[0-9]*")) or "cuda" in (
-        getattr(jax.config, "jax_platforms", None) or ""
-    )
+    found = [*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("dxg")]  # the second: under Windows
+    has_gpu = bool(found) or "cuda" in (getattr(jax.config, "jax_platforms", None) or "")
     jax.config.update(
         "jax_traceback_filtering", "off"
     )  # without JAX's frames, a recipe would be blamed for its errors
-    if platform == "gpu" or (platform == "any" and has_gpu):
+    if (
+        platform in ("gpu", "any") and has_gpu
+    ):  # without one, CUDA would print a page before JAX takes the CPU
         return
     num_local, rest = divmod(CPU_DEVICES, processes.count())
     if rest:

@@ -2,12 +2,12 @@
 
 import io
 import os
+import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn, TextIO
 
 from speedrun.ground.errors import INTERRUPTED, SpeedrunError, Terminated, UsageError
@@ -19,14 +19,9 @@ DEBUG = (
 )
 _LONGEST = 300  #: characters of another library's message
 _PACKAGE = Path(__file__).parent.parent
-#: What loaders and numeric libraries say if they get no memory; XLA's messages for device and host memory are first.
-_NO_MEMORY = (
-    "RESOURCE_EXHAUSTED",
-    "Out of memory",
-    "failed to map segment",
-    "cannot allocate memory",
-    "Cannot allocate memory",
-    "can't start new thread",
+#: What XLA, loaders of libraries and Python say if they get no memory. Naming their error classes would import them.
+_NO_MEMORY = re.compile(
+    "RESOURCE_EXHAUSTED|Out of memory|failed to map segment|annot allocate memory|t start new thread"
 )
 
 
@@ -71,7 +66,7 @@ def expected(error: BaseException) -> SpeedrunError | Terminated | None:
         return UsageError(said)
     if isinstance(error, SpeedrunError | Terminated) and not recipe:
         return error
-    if isinstance(error, MemoryError) or any(words in said for words in _NO_MEMORY):
+    if isinstance(error, MemoryError) or _NO_MEMORY.search(said):
         return UsageError(
             f"out of memory: {said[:_LONGEST].rstrip('.') or 'no more to be had'}; ask for less, or use more devices"
         )
@@ -90,22 +85,28 @@ def text_of(error: BaseException) -> str:
 
 
 def line_of_recipe(error: BaseException) -> str:
-    """Return the line of science that an error comes from, as `speedrun/science/nn.py:7`.
+    """Return the line of science that an error comes from, as `speedrun/science/nn.py:7`; empty if it is ours."""
+    return _science(reversed(_lines(error)))
 
-    It is the innermost line outside of installed packages. Empty if that is no science: the error is ours then.
-    """
-    ours = [line for line in _lines(error) if _is_science(line[0]) or _PACKAGE in Path(line[0]).parents]
-    return _shown(ours[-1]) if ours and _is_science(ours[-1][0]) else ""
+
+def _science(lines: Iterable[tuple[str, int]]) -> str:
+    """Return the first line of science; empty if one of ours comes before it. Installed packages do not count."""
+    for file, number in lines:
+        if _is_science(file):
+            return _shown(file, number)
+        if _PACKAGE in Path(file).parents:
+            break
+    return ""
 
 
 def _raised_at(error: BaseException) -> str:
     """Return in words where an error was raised, and by which line of a recipe."""
     lines = _lines(error)
     science = [line for line in lines if _is_science(line[0])]
-    places = [lines[-1], science[-1], *[line for line in science if line[0] in IMPORTED][-1:]]
+    places = dict.fromkeys([lines[-1], science[-1], *[line for line in science if line[0] in IMPORTED][-1:]])
     said = [
-        f"{'your recipe at ' * (i > 0 and file in IMPORTED)}{_shown((file, number))}"
-        for i, (file, number) in enumerate(dict.fromkeys(places))
+        _shown(*line) if i == 0 or line[0] not in IMPORTED else f"your recipe at {_shown(*line)}"
+        for i, line in enumerate(places)
     ]
     return f"raised at {', called from '.join(said)}"
 
@@ -122,12 +123,11 @@ def _is_science(file: str) -> bool:
     return file in IMPORTED or _PACKAGE / "science" in Path(file).parents
 
 
-def _shown(line: tuple[str, int]) -> str:
-    """Return a line as text; a file of an installed package from the name of the package on."""
-    path = Path(line[0])
-    if _PACKAGE in path.parents:
-        path = path.relative_to(_PACKAGE.parent)
-    return f"{str(path).rpartition('site-packages/')[2]}:{line[1]}"
+def _shown(file: str, number: int) -> str:
+    """Return a line as text; a file of a package from the name of the package on."""
+    path = Path(file)
+    inside = path.relative_to(_PACKAGE.parent) if _PACKAGE in path.parents else path
+    return f"{str(inside).rpartition('site-packages/')[2]}:{number}"
 
 
 def own_process() -> None:
@@ -136,23 +136,18 @@ def own_process() -> None:
     process = os.getpid()
 
     def guarded(end: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
-        def ended(*given: Any, **named: Any) -> NoReturn:
-            if os.getpid() == process and _called_by_science(sys._getframe(1)):
+        def ended(*given: Any) -> NoReturn:
+            stack = (
+                (frame.f_code.co_filename, number) for frame, number in traceback.walk_stack(sys._getframe(1))
+            )
+            if os.getpid() == process and _science(stack):
                 raise SystemExit(f"os.{end.__name__} would end the process")
-            end(*given, **named)
+            end(*given)
 
         return ended
 
     for name in ("_exit", "execv", "execve"):
         setattr(os, name, guarded(getattr(os, name)))
-
-
-def _called_by_science(frame: FrameType) -> bool:
-    """Return whether the innermost frame of science or of ours is one of science."""
-    files = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(frame))
-    return next(
-        (_is_science(file) for file in files if _is_science(file) or _PACKAGE in Path(file).parents), False
-    )
 
 
 class _Unfailing(io.FileIO):
