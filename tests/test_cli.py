@@ -100,7 +100,7 @@ def test_every_help_has_an_example(names: tuple[str, ...]):
         (["data", "synth", "--track", "webmini"], "error: track 'webmini' is not synthetic"),
         (["data", "verify", "--fall"], "error: unknown option '--fall'; did you mean '--full'?"),
         (["data", "verfy"], "error: unknown command 'verfy'; did you mean 'verify'?"),
-        (["--bogus"], "error: unknown option '--bogus'; choose one of: --help, --version"),
+        (["--nothing"], "error: unknown option '--nothing'; choose one of: --debug, --help, --version"),
         (["run", "--seed", "x"], "'x' is not a valid integer; 'speedrun run --help' shows what is needed"),
         (["run", "--seed", "-1"], "-1 is not in the range 0<=x<=2147483647; 'speedrun run --help' shows"),
         (["run", "--seed"], "error: option '--seed' requires an argument; --help shows what is needed"),

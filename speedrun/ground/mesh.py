@@ -32,12 +32,10 @@ def prepare(platform: str) -> None:
     """
     found = [*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("dxg")]  # the second: under Windows
     has_gpu = bool(found) or "cuda" in (getattr(jax.config, "jax_platforms", None) or "")
-    jax.config.update(
-        "jax_traceback_filtering", "off"
-    )  # without JAX's frames, a recipe would be blamed for its errors
-    if (
-        platform in ("gpu", "any") and has_gpu
-    ):  # without one, CUDA would print a page before JAX takes the CPU
+    # Without JAX's frames, a recipe would be blamed for its errors.
+    jax.config.update("jax_traceback_filtering", "off")
+    # Without a GPU, CUDA would print a page before JAX takes the CPU.
+    if platform in ("gpu", "any") and has_gpu:
         return
     num_local, rest = divmod(CPU_DEVICES, processes.count())
     if rest:
