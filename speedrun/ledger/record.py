@@ -144,7 +144,7 @@ def need_finished(folder: Path) -> None:
     """Raise SpeedrunError unless a run of this record finished: the process of a run may succeed and leave none."""
     if not (folder.is_dir() and load(folder).finished):
         raise SpeedrunError(
-            f"{folder} has no finished run, although its process succeeded; need one; look for what in the recipe ends it"
+            f"{folder} has no finished run, although its process succeeded; need one; look for what ends it"
         )
 
 

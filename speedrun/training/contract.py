@@ -36,7 +36,8 @@ def check(program: Program) -> None:
         fields = ", ".join(Batch._fields)
         raise UsageError(f"recipe {name}: its loss reads batch.{error.name}; a batch has {fields}") from None
     except KeyError as error:
-        line = line_of_recipe(error)
+        if not (line := line_of_recipe(error)):
+            raise  # a fault of ours
         raise UsageError(f"recipe {name}: {line}: no {error} in its table, carry or schedule") from error
 
 
