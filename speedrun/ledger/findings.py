@@ -78,6 +78,7 @@ class Replayed(Strict, frozen=True):
     stop: int
     from_checkpoint: bool
     state_hash: str  #: at its start
+    stop_hash: str  #: of the state after its last step
     losses: tuple[float, ...]
     vals: tuple[tuple[int, float], ...]  #: step and loss of each validation, by the examiner's scorer
 
@@ -88,6 +89,7 @@ class Findings(Strict, frozen=True):
     final_hash: str  #: of the state that was scored: the run's own, or the end of the replay
     val_loss: float  #: of that state in nats, by the examiner's scorer
     own: bool  #: whether that state is the run's own, from its checkpoint
+    dtype: str  #: "bfloat16" if its training programs hold numbers of 16 bits or fewer, else "float32"
     columns: int  #: of the logits
     num_ids: int  #: of the track
     rows: float  #: nats; largest change of a log-probability when rows of the head are permuted
@@ -95,4 +97,8 @@ class Findings(Strict, frozen=True):
     leak_at: int  #: position of that output
     changes: int  #: number of texts that were changed
     company: float  #: nats; largest change of a log-probability when sequences get other neighbours
+    constant_bytes: int  #: of all constants in its programs, compressed together
+    shuffled_loss: float  #: of the same state, with the targets of each sequence shuffled
+    other_loss: float | None  #: of the same state on other text of the same kind; None: there is none
+    other_error: float  #: standard error of the difference between this and `val_loss`, over sequences
     stretches: tuple[Replayed, ...]

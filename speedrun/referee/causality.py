@@ -1,135 +1,193 @@
-"""Finds outputs that depend on later tokens: changes the ends of texts, and compares the outputs before the change.
+"""Finds what a model may not know: changes later tokens, other sequences and other rows of the head, and compares.
 
-Legend: B sequences, T time, D model, N outputs, R texts.
+A program may condition on all that it sees, so a call that examines is drawn like a call that scores: whole batches of
+scored sequences, full chunks of their rows, both in random order, and nothing else to fill them. What is compared keeps
+its place in two such calls of one program, which then computes it by the same operations in the same order; what it may
+not depend on enters as an exact zero or not at all. So the log-probabilities have to be equal: with a tolerance,
+however small, a program could gain as much at every token. Equal numbers have equal means.
+
+Legend: B sequences, T time, D model, N outputs (B * T), K outputs of a chunk, V vocabulary, R texts, Q changes,
+M batches.
 """
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+_TEXTS = (
+    140  #: at least; each has a position of its own, as a model may know few texts or leak at few positions
+)
 _BLOCK = 64  #: positions cover every residue modulo this
 _EDGES = 3  #: positions at either end of a sequence
+_ROUNDS = 2  #: changed ends of each text
 _KINDS = 6  #: of a change: see `changed`
 
-Forward = Callable[[np.ndarray], np.ndarray]
+
+class Model(NamedTuple):
+    """The programs that score."""
+
+    hidden: Callable[[np.ndarray], Any]  #: ids [B, T] -> outputs [B, T, D]
+    log_probs: Callable[[np.ndarray], jax.Array]  #: outputs [K, D] -> [K, V]
+    chunk: int  #: K
 
 
-class Change(NamedTuple):
-    """A text with another end."""
+class Text(NamedTuple):
+    """The text that is scored."""
 
-    at: int  #: the first token that differs
-    ids_T: np.ndarray
-
-
-def texts(
-    rows_RT: np.ndarray, separator: int, draw: np.random.Generator
-) -> Iterator[tuple[np.ndarray, list[int]]]:
-    """Yield texts with the positions at which to change each: about 140 positions, spread evenly over the texts.
-
-    Positions cover all residues modulo 64, both ends of a sequence, and places after a separator, which every
-    second text gets before each of its positions.
-    """
-    length = rows_RT.shape[1]
-    residues = [
-        int(draw.choice(range(r or _BLOCK, max(length, r + 1), _BLOCK) or [0])) for r in range(_BLOCK)
-    ]
-    edges = [*range(1, 1 + _EDGES), *range(length - _EDGES, length)]
-    inside = sorted({at for at in (*residues, *edges) if 0 < at < length})
-    for number, part in enumerate(np.array_split(np.asarray(inside), len(rows_RT) // 2)):
-        plain_T, planted_T = rows_RT[2 * number].copy(), rows_RT[2 * number + 1].copy()
-        planted_T[part - 1] = separator
-        yield plain_T, part.tolist()
-        yield planted_T, part.tolist()
+    rows_RT: np.ndarray  #: its sequences
+    num_ids: int
+    separator: int  #: the id that opens a document
 
 
-def changed(
-    text_T: np.ndarray,
-    at: int,
-    kind: int,
-    others_RT: np.ndarray,
-    num_ids: int,
-    separator: int,
-    draw: np.random.Generator,
-) -> Change:
-    """Return a text with another end.
+class Known(NamedTuple):
+    """The largest changes of log-probabilities, in nats. An honest model has zeros."""
 
-    Kinds: 0, the end of another text; 1, random ids; 2, the end of another text with separators at `at` and at random;
-    3, its own end without separators; 4, its own end with one token changed; 5, its own end after an extra separator.
-    """
-    ids_T, length = text_T.copy(), len(text_T)
-    other_T = others_RT[draw.integers(len(others_RT))]
-    if kind in (0, 2):
-        ids_T[at:] = other_T[at:]
-    if kind == 1:
-        ids_T[at:] = draw.integers(0, num_ids, length - at)
-    if kind == 2:
-        ids_T[at:][draw.random(length - at) < 1 / 16] = separator
-        ids_T[at] = separator
-    if kind == 3:
-        ids_T[at:][ids_T[at:] == separator] = (separator + 1 + draw.integers(num_ids - 1)) % num_ids
-    if kind == 5:
-        ids_T[at:] = np.concatenate([[separator], text_T[at:-1]])
-    if ids_T[at] == text_T[at]:
-        ids_T[at] = (text_T[at] + 1 + draw.integers(num_ids - 1)) % num_ids
-    return Change(at, ids_T)
+    rows: float = 0.0  #: with other rows of the head
+    later: float = 0.0  #: with later tokens
+    at: int = -1  #: position of the output in which that was seen
+    company: float = 0.0  #: with other sequences
+    changes: int = 0  #: number of changed texts
 
 
-class Leak(NamedTuple):
-    """The largest change of an output that precedes the changed token."""
-
-    nats: float
-    at: int
-    changes: int  #: number of changed texts
+NOTHING = Known()
 
 
-def leak(
-    hidden: Forward,
-    distance: Callable[[np.ndarray, np.ndarray], float],
-    rows_RT: np.ndarray,
-    batch: int,
-    num_ids: int,
-    separator: int,
-    draw: np.random.Generator,
-) -> Leak:
-    """Change the ends of texts and compare every output before the change.
+class _Case(NamedTuple):
+    """Outputs of a call that has to agree with another one at some places."""
+
+    what: str  #: field of `Known`
+    x_ND: np.ndarray
+    kept_N: np.ndarray  #: bool
+
+
+def parts(number: int, size: int, draw: np.random.Generator) -> np.ndarray:
+    """Return 0 to number - 1 in random order, in parts of one size; the first ones fill up the last part."""
+    return np.resize(draw.permutation(number), (-(-number // size), size))
+
+
+def known(
+    model: Model, text: Text, num_texts: int, batch: int, draw: np.random.Generator, found: Known = NOTHING
+) -> Known:
+    """Compare batches of scored text with ones of which a part was changed.
 
     Args:
-        hidden: ids [B, T] to outputs [B, T, D].
-        distance: between outputs [N, D], in nats.
-        rows_RT: texts, an even number.
+        model: under examination.
+        text: that is scored.
+        num_texts: to change, at least. Each at a place of its own, as a model may leak in few texts or at few places.
         batch: B.
-        num_ids: size of the vocabulary.
-        separator: id that opens a document.
         draw: random generator.
+        found: elsewhere; the larger changes are kept.
     """
-    groups = [
-        (
-            text_T,
-            [
-                changed(text_T, at, int(kind), rows_RT, num_ids, separator, draw)
-                for at in places
-                for kind in draw.choice(_KINDS, 2, replace=False)
-            ],
-        )
-        for text_T, places in texts(rows_RT, separator, draw)
-    ]
-    ids = [ids_T for text_T, changes in groups for ids_T in (text_T, *(change.ids_T for change in changes))]
-    outputs = _in_batches(hidden, ids, batch)
-    found = Leak(0.0, -1, sum(len(changes) for _, changes in groups))
-    for _, changes in groups:
-        before_TD = next(outputs)
-        for change in changes:
-            after_TD = next(outputs)
-            differ = np.flatnonzero((before_TD[: change.at] != after_TD[: change.at]).any(axis=1))
-            if len(differ):
-                nats = distance(before_TD[differ], after_TD[differ])
-                if not nats <= found.nats:  # true for NaN, too
-                    found = found._replace(nats=nats, at=int(differ[-1]))
+    num_batches = -(-num_texts // batch)
+    batches = _batches(len(text.rows_RT), batch, draw)
+    ids_MBT = np.stack([text.rows_RT[next(batches)] for _ in range(num_batches)])
+    rows_RT = ids_MBT.reshape(-1, ids_MBT.shape[-1])
+    places_QMB = [places(rows_RT, text.separator, draw).reshape(num_batches, batch) for _ in range(_ROUNDS)]
+    found = found._replace(changes=found.changes + _ROUNDS * len(rows_RT))
+    for ids_BT, *places_QB in zip(ids_MBT, *places_QMB, strict=True):
+        x_ND = _flat(model.hidden(ids_BT))
+        cases = [_other_ends(model, ids_BT, at_B, text, draw) for at_B in places_QB]
+        if batch > 1:
+            cases.append(_other_company(model, ids_BT, text.rows_RT[next(batches)], draw))
+        cases.append(_other_rows(x_ND, cases[-1].x_ND, draw))
+        for places_K in parts(len(x_ND), model.chunk, draw):
+            log_probs_KV = model.log_probs(x_ND[places_K])
+            for case in cases:
+                again_KV = model.log_probs(case.x_ND[places_K])
+                apart_K = np.asarray(apart(log_probs_KV, again_KV)) * case.kept_N[places_K]
+                worst = int(np.argmax(apart_K))
+                if (nats := float(apart_K[worst])) > getattr(found, case.what):
+                    at = {"at": int(places_K[worst] % ids_BT.shape[1])} if case.what == "later" else {}
+                    found = found._replace(**{case.what: nats}, **at)
     return found
 
 
-def _in_batches(hidden: Forward, ids: list[np.ndarray], batch: int) -> Iterator[np.ndarray]:
-    for start in range(0, len(ids), batch):
-        rows = ids[start : start + batch]
-        yield from hidden(np.stack([*rows, *[rows[-1]] * (batch - len(rows))]))[: len(rows)]
+def _batches(num_rows: int, batch: int, draw: np.random.Generator) -> Iterator[np.ndarray]:
+    """Yield the batches of one scoring after another."""
+    while True:
+        yield from parts(num_rows, batch, draw)
+
+
+def _flat(x_BTD: Any) -> np.ndarray:
+    return np.concatenate(np.asarray(x_BTD))
+
+
+def _other_ends(
+    model: Model, ids_BT: np.ndarray, at_B: np.ndarray, text: Text, draw: np.random.Generator
+) -> _Case:
+    """Change the end of each sequence from a position on."""
+    pairs = zip(ids_BT, at_B, strict=True)
+    changed_BT = np.stack([changed(ids_T, int(at), text, draw) for ids_T, at in pairs])
+    kept_BT = np.arange(ids_BT.shape[1]) < at_B[:, None]
+    return _Case("later", _flat(model.hidden(changed_BT)), kept_BT.reshape(-1))
+
+
+def _other_company(
+    model: Model, ids_BT: np.ndarray, others_BT: np.ndarray, draw: np.random.Generator
+) -> _Case:
+    """Put other sequences in the places of about half of a batch."""
+    kept_B1 = (draw.permutation(len(ids_BT)) < len(ids_BT) // 2)[:, None]
+    x_ND = _flat(model.hidden(np.where(kept_B1, ids_BT, others_BT)))
+    return _Case("company", x_ND, np.broadcast_to(kept_B1, ids_BT.shape).reshape(-1))
+
+
+def _other_rows(x_ND: np.ndarray, others_ND: np.ndarray, draw: np.random.Generator) -> _Case:
+    """Put other outputs in the places of about half of the rows of the head."""
+    kept_N = draw.random(len(x_ND)) < 0.5
+    return _Case("rows", np.where(kept_N[:, None], x_ND, draw.permutation(others_ND)), kept_N)
+
+
+def places(rows_RT: np.ndarray, separator: int, draw: np.random.Generator) -> np.ndarray:
+    """Return the position in each text at which its end is to change: int [R], from 1 to T - 1.
+
+    They cover all residues modulo 64 and both ends of a sequence; half of the others lie behind a separator, if the
+    text has one.
+    """
+    length = rows_RT.shape[1]
+    residues = [draw.choice(range(r or _BLOCK, max(length, r + 1), _BLOCK) or [0]) for r in range(_BLOCK)]
+    edges = [*range(1, 1 + _EDGES), *range(length - _EDGES, length)]
+    wanted = draw.permutation([at for at in (*edges, *residues) if 0 < at < length])[: len(rows_RT)]
+    found_R = draw.integers(1, length, len(rows_RT))
+    order = draw.permutation(len(rows_RT))
+    found_R[order[: len(wanted)]] = wanted
+    for row in order[len(wanted) :: 2]:
+        if len(behind := np.flatnonzero(rows_RT[row, :-1] == separator) + 1):
+            found_R[row] = draw.choice(behind)
+    return found_R
+
+
+def changed(ids_T: np.ndarray, at: int, text: Text, draw: np.random.Generator) -> np.ndarray:
+    """Return a sequence with another end, whose first token differs.
+
+    Half of all ends are those of another sequence, as it is scored. The others are, with equal probability: random ids;
+    the end of another sequence with separators at `at` and at random; the own end without separators, with one token
+    changed, or after an extra separator.
+    """
+    kind = draw.integers(1, _KINDS) if draw.random() < 0.5 else 0
+    new_T, (num_ids, separator), num_later = ids_T.copy(), text[1:], len(ids_T) - at
+    others_RT = text.rows_RT[text.rows_RT[:, at] != ids_T[at]]
+    if kind in (0, 2) and len(others_RT):
+        new_T[at:] = draw.choice(others_RT)[at:]
+    if kind == 1:
+        new_T[at:] = draw.integers(0, num_ids, num_later)
+    if kind == 2:
+        new_T[at:][draw.random(num_later) < 1 / 16] = separator
+        new_T[at] = separator
+    if kind == 3:
+        new_T[at:][new_T[at:] == separator] = (separator + 1 + draw.integers(num_ids - 1)) % num_ids
+    if kind == 5:
+        new_T[at:] = np.concatenate([[separator], ids_T[at:-1]])
+    if new_T[at] == ids_T[at]:
+        new_T[at] = (ids_T[at] + 1 + draw.integers(num_ids - 1)) % num_ids
+    return new_T
+
+
+@jax.jit
+def apart(first_KV: jax.Array, second_KV: jax.Array) -> jax.Array:
+    """Return the largest difference in each row of log-probabilities: [K]. NaN differs from all."""
+    # Never NaN itself: comparisons would drop it, and a column of -inf would hide all others.
+    differ_KV = jnp.where(first_KV == second_KV, 0.0, jnp.abs(first_KV - second_KV))
+    return jnp.nan_to_num(jnp.max(differ_KV, axis=1), nan=jnp.finfo(jnp.float32).max)

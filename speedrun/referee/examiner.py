@@ -9,8 +9,7 @@ N tokens of a chunk, V vocabulary, L leaves of the state.
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +32,8 @@ from speedrun.training.checkpoint import unseal
 from speedrun.training.fingerprint import state_hash
 from speedrun.training.prepare import decoded
 
-#: Texts to change: as many as positions, so that a leak in few texts is as likely to be found as one at few positions.
-_TEXTS = 140
-_BATCHES = 4  #: in which sequences, and rows of the head, are permuted
+_TEXTS = 140  #: scored sequences to change
+_OTHERS = 64  #: sequences of other text, at most
 
 
 def examine(request: Examination) -> Findings:
@@ -63,31 +61,44 @@ class _Examiner:
 
     def findings(self) -> Findings:
         """Train all stretches again, then look at the run's own final state, or at the last one that was reached."""
-        replayed, leaves = [], []
+        replayed, leaves, cursor = [], [], stream.START
         for stretch in self.request.stretches:
-            found, leaves = self._replayed(stretch)
+            found, leaves, cursor = self._replayed(stretch)
             replayed.append(found)
         if own := self.request.checkpoints is not None:
-            leaves, _ = self._restored(self.end)
+            leaves, cursor = self._restored(self.end)
         params = self._params(leaves)
-        seen = self._leak(params)
+        scored, others = self._scored, self._others(cursor)
+        nll_R, others_R = self._nll(params, scored), self._nll(params, others)
+        compared = min(len(nll_R), len(others_R)) > 1
+        few_BT = scored.tokens_BT[:_OTHERS], self._draw.permutation(scored.targets_BT[:_OTHERS], axis=1)
+        known = self._known(params, scored, _TEXTS, causality.NOTHING)
+        if (
+            compared
+        ):  # or it could show later tokens of other text, and predict it as well as what it memorised
+            known = self._known(params, others, _OTHERS, known)
         return Findings(
             final_hash=state_hash(leaves),
-            val_loss=self._loss(params),
+            val_loss=float(nll_R.mean()),
             own=own,
+            dtype=self.programs.dtype,
             columns=self.handed.programs["logits"].outputs[0].shape[1],
             num_ids=self.track.data.vocab_size,
-            rows=self._rows(params),
-            leak=seen.nats,
-            leak_at=seen.at,
-            changes=seen.changes,
-            company=self._company(params),
+            rows=known.rows,
+            leak=known.later,
+            leak_at=known.at,
+            changes=known.changes,
+            company=known.company,
+            constant_bytes=self.programs.constant_bytes,
+            shuffled_loss=float(self._nll(params, stream.Batch(*few_BT)).mean()),
+            other_loss=float(others_R.mean()) if compared else None,
+            other_error=_error(nll_R, others_R) if compared else 0.0,
             stretches=tuple(replayed),
         )
 
     # --- training
 
-    def _replayed(self, stretch: Stretch) -> tuple[Replayed, list[Any]]:
+    def _replayed(self, stretch: Stretch) -> tuple[Replayed, list[Any], stream.Cursor]:
         """Train a stretch of steps again, with the validations that the track declares before and inside it."""
         leaves, cursor = self._restored(stretch.start) if stretch.from_checkpoint else self._initial()
         began, losses, vals = state_hash(leaves), [], []
@@ -103,11 +114,14 @@ class _Examiner:
             batch = tokens.batch(num_sequences, seq_len, documents[at] if documents else 0)
             ids = (meshes.place(x, self.programs.mesh) for x in batch)
             *leaves, loss = self.programs.compiled(name, outs=outs)(*leaves, *ids)
-            losses.append(float(loss))
-        found = Replayed(
-            stretch.start, stretch.stop, stretch.from_checkpoint, began, tuple(losses), tuple(vals)
+            losses.append(float(_number(loss)))
+        start, stop, from_checkpoint = stretch.start, stretch.stop, stretch.from_checkpoint
+        hashes = began, state_hash(leaves)
+        return (
+            Replayed(start, stop, from_checkpoint, *hashes, tuple(losses), tuple(vals)),
+            leaves,
+            tokens.cursor,
         )
-        return found, leaves
 
     def _initial(self) -> tuple[list[Any], stream.Cursor]:
         key = jax.random.key_data(jax.random.key(self.request.run_seed))
@@ -156,119 +170,93 @@ class _Examiner:
         (x_BTD,) = forward(*params, jnp.asarray(ids_BT, jnp.int32))
         return x_BTD
 
-    def log_probs(self, params: list[jax.Array], x_ND: Any) -> Iterator[jax.Array]:
-        """Yield log softmax over all columns of the logits, by the definition: f32 [N, V], chunk by chunk."""
-        chunk, width = self.handed.programs["logits"].inputs[-1].shape
-        dtype = jnp.dtype(self.handed.programs["logits"].inputs[-1].dtype)
-        for at in range(0, len(x_ND), chunk):
-            part = jnp.asarray(x_ND[at : at + chunk], dtype)
-            padded = jnp.zeros((chunk, width), dtype).at[: len(part)].set(part)
-            (z_NV,) = self.programs.compiled("logits")(*params, padded)
-            yield jax.nn.log_softmax(z_NV.astype(jnp.float32), axis=1)[: len(part)]
+    def log_probs(self, params: list[jax.Array], x_KD: np.ndarray) -> jax.Array:
+        """Return log softmax over all columns of the logits of a chunk, by the definition: f32 [K, V]."""
+        (z_KV,) = self.programs.compiled("logits")(*params, jnp.asarray(x_KD))
+        return _log_softmax(z_KV)
 
-    def costs(self, params: list[jax.Array], x_ND: Any, targets_N: np.ndarray) -> np.ndarray:
-        """Return the negative log likelihood of each target in nats: f64 [N]."""
-        found, at = [], 0
-        for log_probs_NV in self.log_probs(params, x_ND):
-            picked = jnp.asarray(targets_N[at : at + len(log_probs_NV), None])
-            found.append(-np.asarray(jnp.take_along_axis(log_probs_NV, picked, axis=1)[:, 0], np.float64))
-            at += len(log_probs_NV)
-        return np.concatenate(found)
+    @property
+    def _chunk(self) -> int:
+        """Rows that the head takes."""
+        return self.handed.programs["logits"].inputs[-1].shape[0]
+
+    def costs(self, params: list[jax.Array], x_ND: np.ndarray, targets_N: np.ndarray) -> np.ndarray:
+        """Return the negative log likelihood of each target in nats, a large number if there is none: f64 [N]."""
+        found_N = np.empty(len(targets_N))
+        for rows_K in causality.parts(len(targets_N), self._chunk, self._draw):
+            log_probs_KV = self.log_probs(params, x_ND[rows_K])
+            picked_K1 = jnp.asarray(targets_N[rows_K, None])
+            found_N[rows_K] = -np.asarray(jnp.take_along_axis(log_probs_KV, picked_K1, axis=1)[:, 0])
+        return _number(found_N)
+
+    def _nll(self, params: list[jax.Array], text: stream.Batch, at_step: int | None = None) -> np.ndarray:
+        """Return the mean loss of each sequence of a text, in the validation at a step: f64 [R].
+
+        In an unknown order, so that what a sequence or token learns from its neighbours is of no use.
+        """
+        found_R, batch = np.empty(len(text.tokens_BT)), self._shape_BT[0]
+        for rows_B in causality.parts(len(found_R), batch, self._draw) if len(found_R) else ():
+            x_ND = np.concatenate(np.asarray(self.outputs(params, text.tokens_BT[rows_B], at_step)))
+            costs_N = self.costs(params, x_ND, text.targets_BT[rows_B].reshape(-1))
+            found_R[rows_B] = costs_N.reshape(batch, -1).mean(axis=1)
+        return found_R
 
     def _loss(self, params: list[jax.Array], at_step: int | None = None) -> float:
         """Return the mean loss over the track's validation tokens, in the validation at a step."""
-        num_tokens, total = self.track.data.val_tokens, 0.0
-        batch, length = self._shape_BT
-        rows = list(stream.validation_batches(self.shards.val[0], num_tokens, 1, length))
-        # In an unknown order, so that what a sequence or token learns from its neighbours is of no use.
-        order = self._draw.permutation(len(rows))
-        for start in range(0, len(rows), batch):
-            part = [rows[at] for at in order[start : start + batch]]
-            ids = [row.tokens_BT[0] for row in part] + [part[-1].tokens_BT[0]] * (batch - len(part))
-            x_ND = np.concatenate(np.asarray(self.outputs(params, np.stack(ids), at_step))[: len(part)])
-            targets_N = np.concatenate([row.targets_BT[0] for row in part])
-            shuffled = self._draw.permutation(len(x_ND))
-            total += float(self.costs(params, x_ND[shuffled], targets_N[shuffled]).sum())
-        return total / num_tokens
+        return float(self._nll(params, self._scored, at_step).mean())
 
     # --- properties
 
-    def _distance(self, params: list[jax.Array]) -> Callable[[np.ndarray, np.ndarray], float]:
-        def distance(first_ND: np.ndarray, second_ND: np.ndarray) -> float:
-            pairs = zip(self.log_probs(params, first_ND), self.log_probs(params, second_ND), strict=True)
-            return max(_apart(*pair) for pair in pairs)
+    @cached_property
+    def _scored(self) -> stream.Batch:
+        """The validation text in sequences: a model may recognise them by their first ids."""
+        num_tokens, length = self.track.data.val_tokens, self._shape_BT[1]
+        num_rows = max(1, num_tokens // length)
+        (text,) = stream.validation_batches(self.shards.val[0], num_tokens, num_rows, length)
+        return text
 
-        return distance
-
-    def _scored(self, which: np.ndarray) -> np.ndarray:
-        """Return rows of the validation text as they are scored: a model may recognise them by their first ids."""
-        length = self._shape_BT[1]
-        shard, starts = self.shards.val[0], which % self._num_rows * length
-        return np.stack([shard.read(int(at), int(at) + length).astype(np.int32) for at in starts])
-
-    @property
-    def _num_rows(self) -> int:
-        return self.track.data.val_tokens // self._shape_BT[1]
-
-    def _texts(self, num_rows: int) -> np.ndarray:
-        """Return rows of the validation text in random order, each equally often."""
-        return self._scored(np.resize(self._draw.permutation(self._num_rows), num_rows))
+    def _others(self, cursor: stream.Cursor) -> stream.Batch:
+        """Return sequences of the same kind that were neither scored nor read until a cursor, if there are any."""
+        length, last = self._shape_BT[1], len(self.shards.train) - 1
+        read = cursor.offset if cursor.shard == last else 0
+        places = [(self.shards.val[0], self.track.data.val_tokens), (self.shards.train[last], read)]
+        num_rows = [max(0, min((shard.num_tokens - at - 1) // length, _OTHERS)) for shard, at in places]
+        shard, start = places[int(np.argmax(num_rows))]
+        ids = shard.read(start, min(start + max(num_rows) * length + 1, shard.num_tokens)).astype(np.int32)
+        return stream.Batch(ids[:-1].reshape(-1, length), ids[1:].reshape(-1, length))
 
     @cached_property
     def _draw(self) -> np.random.Generator:
         return np.random.default_rng(self.request.draws)
 
-    def _leak(self, params: list[jax.Array]) -> causality.Leak:
+    def _known(
+        self, params: list[jax.Array], text: stream.Batch, num_texts: int, found: causality.Known
+    ) -> causality.Known:
         data, batch = self.track.data, self._shape_BT[0]
-        return causality.leak(
-            lambda ids_BT: np.asarray(self.outputs(params, ids_BT)),
-            self._distance(params),
-            self._texts(_TEXTS),
-            batch,
-            data.vocab_size,
-            data.document_token,
-            self._draw,
-        )
-
-    def _company(self, params: list[jax.Array]) -> float:
-        """Return the largest change when sequences get other neighbours and places in the batch."""
-        batch, _ = self._shape_BT
-        if batch == 1:
-            return 0.0
-        largest = 0.0
-        for _ in range(_BATCHES):
-            rows_RT = self._scored(self._draw.integers(self._num_rows) + np.arange(2 * batch))
-            order = self._draw.permutation(len(rows_RT))
-            first_RTD, second_RTD = (self._both(params, rows) for rows in (rows_RT[order], rows_RT))
-            for one_TD, other_TD in zip(first_RTD, second_RTD[order], strict=True):
-                if (one_TD != other_TD).any():
-                    largest = max(largest, self._distance(params)(one_TD, other_TD))
-        return largest
-
-    def _both(self, params: list[jax.Array], rows_RT: np.ndarray) -> np.ndarray:
-        """Return the outputs of two batches."""
-        return np.concatenate([self.outputs(params, half_BT) for half_BT in np.split(rows_RT, 2)])
-
-    def _rows(self, params: list[jax.Array]) -> float:
-        """Return the largest change when the rows of the head are permuted."""
-        chunk, width = self.handed.programs["logits"].inputs[-1].shape
-        batch, _ = self._shape_BT
-        largest = 0.0
-        for ids_BT in np.split(self._texts(_BATCHES * batch), _BATCHES):
-            x_ND = np.asarray(self.outputs(params, ids_BT)).reshape(-1, width)
-            for start in range(0, len(x_ND), chunk):
-                part_ND = x_ND[start : start + chunk]
-                order = self._draw.permutation(len(part_ND))
-                (first,), (second,) = self.log_probs(params, part_ND), self.log_probs(params, part_ND[order])
-                largest = max(largest, _apart(first[order], second))
-        return largest
+        model = causality.Model(partial(self.outputs, params), partial(self.log_probs, params), self._chunk)
+        rows = causality.Text(text.tokens_BT, data.vocab_size, data.document_token)
+        return causality.known(model, rows, num_texts, batch, self._draw, found)
 
 
-def _apart(first_NV: jax.Array, second_NV: jax.Array) -> float:
-    """Return the largest difference of log-probabilities; two zero probabilities are equal, NaN differs from all."""
-    # Never NaN itself: `max` would drop it, and a column of -inf would hide all others.
-    differ_NV = jnp.where(first_NV == second_NV, 0.0, jnp.abs(first_NV - second_NV))
-    return float(jnp.nan_to_num(jnp.max(differ_NV), nan=jnp.finfo(jnp.float32).max))
+@jax.jit
+def _log_softmax(z_KV: jax.Array) -> jax.Array:
+    return jax.nn.log_softmax(z_KV.astype(jnp.float32), axis=1)
+
+
+def _number(x: Any) -> np.ndarray:
+    """Return an array with a large number for each that is none: JSON has no NaN, and comparisons drop it."""
+    most = float(np.finfo(np.float32).max)
+    return np.nan_to_num(x, nan=most, posinf=most, neginf=-most)
+
+
+def _error(first_R: np.ndarray, second_R: np.ndarray) -> float:
+    """Return the standard error of the difference between the means of two samples of sequences.
+
+    By the smaller of both deviations: losses that are wild on one of the texts would hide any difference.
+    """
+    return float(
+        min(x_R.std(ddof=1) for x_R in (first_R, second_R)) * (1 / len(first_R) + 1 / len(second_R)) ** 0.5
+    )
 
 
 if __name__ == "__main__":

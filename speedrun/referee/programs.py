@@ -1,5 +1,7 @@
 """Programs that a record's source handed over: reads StableHLO, inspects and compiles it. Nothing is unpickled."""
 
+import lzma
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +18,11 @@ from jax.sharding import PartitionSpec as P
 from speedrun.ledger.findings import Array, HandedOver, Lowered
 from speedrun.science.step import COMPILER_OPTIONS
 from speedrun.training.program import inspect
+
+#: A constant, as MLIR prints it: hex digits of an array, or nested numbers.
+_CONSTANT = re.compile(r'\bdense(?:_resource)?<("0x[0-9A-F]*"|[^">]*)>')
+#: A number of fewer bits than float32.
+_NARROW = re.compile(r"[x<](bf16|f16|f8)")
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,26 @@ class Programs:
         """Return the sharding of each leaf of a state."""
         inputs = self.handed.programs[self.handed.steps[0]].inputs
         return [self.place(one) for one in inputs[: len(self.handed.leaves)]]
+
+    @cached_property
+    def dtype(self) -> str:
+        """By which two machines round training differently: the narrowest in its programs."""
+        texts = (self.text(name) for name in dict.fromkeys(self.handed.steps))
+        return "bfloat16" if any(map(_NARROW.search, texts)) else "float32"
+
+    @cached_property
+    def constant_bytes(self) -> int:
+        """Bytes of all distinct constants, compressed together: schedules, declared constants, starts, memories."""
+        found = {value for name in self.handed.programs for value in _CONSTANT.findall(self.text(name))}
+        raw = [
+            bytes.fromhex(value[3:-1]) if value.startswith('"0x') else value.encode()
+            for value in sorted(found)
+        ]
+        return len(lzma.compress(b"\n".join(raw)))
+
+    def text(self, name: str) -> str:
+        """Return a program as text."""
+        return self.exported(name).mlir_module()
 
     @cached_property
     def _executables(self) -> dict[str, Any]:
