@@ -277,17 +277,17 @@ def logged(*edits: Edit, **run_facts) -> Build:
     return made(edit_log=both(*edits), edit_run=facts(**run_facts))
 
 
-def configured(config: dict, **run_facts) -> Build:
+def configured(config: dict, edit: Edit = lambda log: log, **run_facts) -> Build:
     """Runs of another recipe, which agree about it."""
     whole = {**CONFIG, "recipe": {**CONFIG["recipe"], **config}}
     sha256 = config_sha256(whole)
     start = change(runlog.RunStart, config=whole, config_sha256=sha256)
-    return made(edit_log=start, edit_run=facts(config_sha256=sha256, **run_facts))
+    return made(edit_log=both(start, edit), edit_run=facts(config_sha256=sha256, **run_facts))
 
 
-def cutting(*shards) -> Build:
+def cutting(*shards, edit: Edit = lambda log: log) -> Build:
     """Runs of a recipe that cuts documents."""
-    return configured({"stages": [{"num_steps": 10, "document_tokens": 32}]}, data=data(*shards))
+    return configured({"stages": [{"num_steps": 10, "document_tokens": 32}]}, edit, data=data(*shards))
 
 
 # --- edits of the source: the runs carry the digest of the edited one ----------------------------------------
@@ -607,13 +607,18 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V102", "other order", made(shards=(shard("t_train_2.bin", 0, 600), shard("t_train_1.bin", 0, 400)))),
     ("V102", "went back", made(shards=(replace(ONE, stop=300), TWO, replace(ONE, start=300)))),
     ("V102", "one left out", made(shards=(shard("t_train_2.bin", 0, 1000),))),
+    ("V102", "the first tokens left out", made(shards=(replace(ONE, start=50, stop=650), TWO))),
+    ("V102", "tokens left out in the middle",
+     made(shards=(replace(ONE, stop=300), shard("t_train_1.bin", 350, 650), TWO))),
+    ("V102", "a later shard from its middle", made(shards=(ONE, replace(TWO, start=9, stop=409)))),
     ("V102", "a first batch of its own", with_runs([OWN_BATCH], declared=(1, 2, 3))),
     ("V103", "trained on it", made(shards=(ONE, shard("t_val_0.bin", 0, 400)))),
     ("V103", "listed", logged(change(runlog.DataReady, train_shards=ALL_SHARDS))),
     ("V104", "count was edited", logged(change(runlog.Step, at=4, tokens_seen=501))),
     ("V104", "cursor was edited", logged(change(runlog.Step, at=4, cursor=(0, 600)))),
     ("V104", "fewer cut off than said", made(edit_run=facts(data=data(replace(ONE, stop=590), TWO)))),
-    ("V104", "cursor beyond the cut", cutting(replace(ONE, start=10, stop=640, skipped=30), TWO)),
+    ("V104", "cursor beyond the cut", cutting(
+        replace(ONE, stop=640, skipped=40), TWO, edit=change(runlog.Step, at=4, cursor=(0, 541)))),
     ("V104", "cut off where none is cut", made(edit_run=facts(data=data(replace(ONE, stop=640, skipped=40), TWO)))),
     ("V106", "all of it cut off", cutting(ONE, TWO, replace(CUT, skipped=50))),
     ("V104", "more read than trained on", made(edit_run=facts(data=data(ONE, replace(TWO, stop=500))))),
@@ -707,10 +712,13 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V308", "a start that was learned", made(val_losses=(4.0, 4.0, 3.4, 3.25))),
     ("V308", "far ahead in the middle", made(val_losses=(5.5, 3.5, 3.4, 3.25))),
     ("V401", "a setting that rounds", in_environment(XLA_FLAGS="--xla_allow_excess_precision=true")),
-    ("V401", "behind a good one", in_environment(XLA_FLAGS="--xla_gpu_autotune_level=4 --xla_cpu_enable_fast_math")),
+    ("V401", "behind a good one", in_environment(XLA_FLAGS="--xla_gpu_enable_pdl=1 --xla_cpu_enable_fast_math")),
+    ("V401", "products that were tuned elsewhere", in_environment(XLA_FLAGS="--xla_gpu_load_autotune_results_from=a")),
     ("V401", "a file of settings", in_environment(XLA_FLAGS="flags.txt")),
     ("V401", "in the program", logged(change(runlog.Plan, compiler_options={"xla_cpu_enable_fast_math": True}))),
     ("V402", "foreign code", in_environment(LD_PRELOAD="faster.so")),
+    ("V402", "another precision", in_environment(JAX_DEFAULT_MATMUL_PRECISION="bfloat16")),
+    ("V402", "products in TF32", in_environment(NVIDIA_TF32_OVERRIDE="1")),
     ("V402", "a secret", in_environment(XLA_FLAGS="", HF_TOKEN="x")),
     ("V403", "no lock", preflight(lock="", lock_sha256="")),
     ("V403", "another lock", preflight(lock_sha256=HASH)),

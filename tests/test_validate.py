@@ -50,7 +50,7 @@ from speedrun.ground import runlog, track
 from speedrun.ground.errors import UsageError
 from speedrun.ledger import history as history_module
 from speedrun.ledger.assemble import HEAD_END, assemble
-from speedrun.ledger.checks import CHECKS
+from speedrun.ledger.checks import CHECKS, environment
 from speedrun.ledger.checks.batches import unfollowed
 from speedrun.ledger.checks.fixed import _inputs
 from speedrun.ledger.format import FormatError, Look, Summary, decode
@@ -58,6 +58,7 @@ from speedrun.ledger.record import load
 from speedrun.ledger.reference import CURVES
 from speedrun.ledger.runfile import encode
 from speedrun.ledger.validate import find_check, validate
+from speedrun.science.step import COMPILER_OPTIONS
 
 
 @pytest.fixture
@@ -76,6 +77,31 @@ def test_an_honest_record_passes_every_check(folder):
     report = validate(forge(folder), strict=True)
     assert {result.status for result in report.results} == {"ok"}
     assert report.exit_code == 0
+
+
+def test_the_harness_compiles_with_settings_that_are_known(folder):
+    for options in COMPILER_OPTIONS.values():
+        assert found(forge(folder, edit_log=change(runlog.Plan, compiler_options=options))) == {}
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "autotune_level",
+        "load_autotune_results_from",
+        "enable_cublaslt",
+        "enable_triton_gemm",
+        "triton_gemm_any",
+    ]
+    + [
+        "enable_triton_softmax_fusion",
+        "enable_split_k_autotuning",
+        "cudnn_gemm_fusion_level",
+        "enable_cudnn_fmha",
+    ],
+)
+def test_flags_that_choose_other_products_are_not_known(flag):
+    assert not environment._FLAGS.fullmatch(f"xla_gpu_{flag}")
 
 
 def test_an_optimiser_may_differ_where_the_model_is_fixed(folder):
@@ -384,6 +410,21 @@ def test_science_that_is_not_that_of_its_commit_was_not_committed(folder, histor
     commit = history({RECIPE: SOURCE[RECIPE]})
     forge(folder, edit_log=change(runlog.Preflight, commit=commit))
     assert found(folder) == {}
+
+
+def test_a_clone_without_history_cannot_tell_whether_a_commit_is_known(
+    folder, history, tmp_path, monkeypatch
+):
+    older, _ = history({**SOURCE, **RUN_LOCK}), history({"a": "b"})
+    root = history_module.ROOT
+    git(root, "clone", "--quiet", "--depth", "1", root.as_uri(), str(tmp_path / "shallow"))
+    monkeypatch.setattr(history_module, "ROOT", tmp_path / "shallow")
+    assert history_module.knows(older) is None
+    report = validate(forge(folder, edit_log=change(runlog.Preflight, commit=older)))
+    assert [result.status for result in report.results if result.check.id == "V406"] == ["skipped"]
+    git(root, "worktree", "add", "--quiet", str(tmp_path / "tree"))
+    monkeypatch.setattr(history_module, "ROOT", tmp_path / "tree")
+    assert history_module.knows("c" * 40) is False
 
 
 @pytest.mark.parametrize("ranked", [True, False])

@@ -30,8 +30,7 @@ def knows(commit: str) -> bool | None:
     """Return whether a commit is in this repository; None if there is no complete repository."""
     if files_at(commit, ()) is not None:
         return True
-    git = ROOT / ".git"
-    return None if not git.is_dir() or (git / "shallow").exists() else False
+    return False if _git("rev-parse", "--is-shallow-repository") == b"false\n" else None
 
 
 @lru_cache(maxsize=256)

@@ -12,20 +12,23 @@ from speedrun.ledger.code import is_science
 from speedrun.ledger.record import Record
 from speedrun.ledger.run import Run
 
-#: XLA flags that change the schedule and not the results, without the leading dashes. What changes rounding belongs in
-#: the recipe, where readers see it.
+#: XLA flags that change the schedule and not the results, without the leading dashes. What chooses other products or
+#: reductions (autotuning and its files, Triton, cuBLASLt, split-K) rounds otherwise, and belongs in the recipe, where
+#: readers see it.
 _FLAGS = re.compile(
     r"xla_force_host_platform_device_count|xla_backend_optimization_level|xla_llvm_disable_expensive_passes"
     r"|xla_gpu_(all_gather|all_reduce|reduce_scatter)_combine_threshold_bytes"
     r"|xla_gpu_enable_(latency_hiding_scheduler|analytical_sol_latency_estimator|pipelined_(all_gather|all_reduce|"
-    r"reduce_scatter|p2p|collectives)|command_buffer|cublaslt|triton_gemm|triton_softmax_fusion|async_collectives|"
-    r"highest_priority_async_stream|nccl_user_buffers|nccl_comm_splitting|while_loop_double_buffering|"
-    r"while_loop_unrolling|dynamic_slice_fusion|pdl|cudnn_fmha|cudnn_frontend|split_k_autotuning)"
-    r"|xla_gpu_(graph_min_graph_size|autotune_level|memory_limit_slop_factor|deterministic_ops|"
-    r"exclude_nondeterministic_ops|cudnn_gemm_fusion_level|collective_permute_decomposer_threshold|"
-    r"lhs_enable_gpu_async_tracker|triton_gemm_any|experimental_parallel_collective_overlap_limit|"
-    r"load_autotune_results_from|force_compilation_parallelism)"
+    r"reduce_scatter|p2p|collectives)|command_buffer|async_collectives|highest_priority_async_stream|"
+    r"nccl_user_buffers|nccl_comm_splitting|while_loop_double_buffering|while_loop_unrolling|dynamic_slice_fusion|pdl)"
+    r"|xla_gpu_(graph_min_graph_size|memory_limit_slop_factor|deterministic_ops|exclude_nondeterministic_ops|"
+    r"collective_permute_decomposer_threshold|lhs_enable_gpu_async_tracker|"
+    r"experimental_parallel_collective_overlap_limit|force_compilation_parallelism)"
 )
+#: Numbers of 16 bits stay so, where the code says so: the harness compiles with it.
+_EXACT = ("xla_allow_excess_precision", False)
+#: Variables that choose the precision of every product: recorded, so that V402 sees them.
+_PRECISION = {"JAX_DEFAULT_MATMUL_PRECISION", "NVIDIA_TF32_OVERRIDE"}
 LOCK = re.compile(r"[a-z0-9][a-z0-9.-]{0,60}\.lock")
 #: Packages whose versions a record must name.
 NEEDED = ("python", "jax", "jaxlib", "numpy", "optax")
@@ -55,20 +58,20 @@ def xla_flags(run: Run, _record: Record) -> Iterator[str]:
     for word in words:
         if not word.startswith("--") or not _FLAGS.fullmatch(word[2:].partition("=")[0]):
             yield f"XLA_FLAGS holds {word}"
-    for name in plan.compiler_options:
-        if not _FLAGS.fullmatch(name):
-            yield f"compiled with {name}"
+    for option in plan.compiler_options.items():
+        if option != _EXACT and not _FLAGS.fullmatch(option[0]):
+            yield f"compiled with {option[0]}"
 
 
 @check_run(
     "V402",
     "the environment holds known variables only",
     why="a variable can load foreign code or another library, and may hold a secret",
-    hint="record only the variables of `provenance.VARIABLES`",
+    hint="record only the variables of `provenance.VARIABLES`; a recipe says its precision itself",
 )
 def variables(run: Run, _record: Record) -> Iterator[str]:
     """Check names only; V401 checks XLA_FLAGS."""
-    if foreign := sorted(_preflight(run).environment.keys() - set(provenance.VARIABLES)):
+    if foreign := sorted(_preflight(run).environment.keys() - (set(provenance.VARIABLES) - _PRECISION)):
         yield f"{', '.join(foreign)} {'are' if len(foreign) > 1 else 'is'} not among them"
 
 
@@ -159,7 +162,7 @@ def committed(run: Run, record: Record) -> Iterator[str]:
     texts = record.source_files
     theirs = history.files_at(hw.commit, tuple(texts))
     if theirs is None:
-        return
+        raise Skip(f"commit {hw.commit[:12]} is not known here; 'git fetch --unshallow', or fetch its branch")
     # V503 compares the instruments. Without a rank, a recipe from outside the repository needs no commit.
     science = [path for path in texts if is_science(path) and theirs.get(path) != texts[path].encode()]
     changed = [path for path in science if path in theirs or not path.startswith(f"{RECIPES}/")]

@@ -32,7 +32,7 @@ def shard_hashes(record: Record) -> Iterator[str]:
 
 @check_run(
     "V102",
-    "shards are read from the first one on, by name",
+    "tokens are read from the first one on, by shard and name",
     needs=("runs", "track"),
     why="choosing the order of the data influences the loss",
     hint="keep all shards of the track in the folder, under their own names, and run again",
@@ -55,6 +55,11 @@ def shard_order(run: Run, record: Record) -> Iterator[str]:
     due = [listed[at : at + len(in_order)] for at in range(began, began + 1 + run.resumed)]
     if in_order not in due or num_restarts >= run.file.data.num_epochs:
         yield f"read {', '.join(in_order)}; the order is {', '.join(listed)}"
+    due_at = {listed[began]: run.origin.cursor[1]} if began < len(listed) else {}
+    for shard in run.file.data.shards:
+        if shard.start > (due := due_at.get(shard.name, 0)):  # V107 reports what is read again
+            yield f"{shard.name} is read from token {shard.start:,} on; the next one is {due:,}"
+        due_at = {shard.name: shard.stop}
     first = next((one for one in record.finished if not one.resumed), run)
     if not run.resumed and run.file.first_batch_sha256 != first.file.first_batch_sha256:
         yield f"its first batch is not that of {first.folder}; the data must not depend on the seed"
