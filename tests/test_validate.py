@@ -5,11 +5,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import record_forge
 from click.testing import CliRunner
 from forgeries import (
     FEWEST,
@@ -51,7 +53,7 @@ from speedrun.ground.errors import UsageError
 from speedrun.ledger import history as history_module
 from speedrun.ledger.assemble import HEAD_END, assemble
 from speedrun.ledger.checks import CHECKS, environment
-from speedrun.ledger.checks.batches import unfollowed
+from speedrun.ledger.checks.batches import nowhere_else, unfollowed
 from speedrun.ledger.checks.fixed import _inputs
 from speedrun.ledger.format import FormatError, Look, Summary, decode
 from speedrun.ledger.record import load
@@ -410,6 +412,24 @@ def test_science_that_is_not_that_of_its_commit_was_not_committed(folder, histor
     commit = history({RECIPE: SOURCE[RECIPE]})
     forge(folder, edit_log=change(runlog.Preflight, commit=commit))
     assert found(folder) == {}
+
+
+@pytest.mark.parametrize("merged", [True, False])
+def test_a_copy_that_claims_to_be_older_is_the_copy(history, tmp_path, monkeypatch, merged):
+    """What git has first is the original, whether or not the other one has been merged."""
+    install_track(tmp_path)
+    monkeypatch.setattr(track, "TRACKS_DIR", tmp_path)
+    root = history_module.ROOT
+    original, copy = (root / "records" / "forged" / name for name in ("original", "copy"))
+    for folder, days in ((original, 0), (copy, 1)):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        monkeypatch.setattr(record_forge, "EPOCH", record_forge.EPOCH - timedelta(days=days))
+        forge(folder, seeds=(1,))
+        if folder == original or merged:
+            history({})
+    assert list(nowhere_else.find(load(original))) == []
+    (told,) = nowhere_else.find(load(copy))
+    assert "same name as tiny-1-00a1 of forged/original" in told
 
 
 def test_a_clone_without_history_cannot_tell_whether_a_commit_is_known(

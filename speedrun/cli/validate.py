@@ -43,7 +43,7 @@ class _WithReplay(click.Command):
     "--replay",
     type=click.Choice(["some", "all"]),
     metavar="[=all]",
-    help="Also check V601 to V606 on two runs, =all: on every run. EXECUTES CODE FROM THE RECORD in a sandbox.",
+    help="Also check V601 to V608 on two runs, =all: on every run. EXECUTES CODE FROM THE RECORD in a sandbox.",
 )
 @click.option("--nonce", metavar="HEX", help="With --replay: seed of what is drawn. Default: random.")
 @click.option(

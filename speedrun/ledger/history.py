@@ -3,7 +3,7 @@
 import os
 import re
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -64,6 +64,21 @@ def base(commit: str) -> str:
     if not _COMMIT.fullmatch(commit) or not (ROOT / ".git").exists():
         return ""
     return (_git("merge-base", commit, "HEAD") or b"").decode().strip()
+
+
+def added_first(folder: Path, names: Sequence[str]) -> str | None:
+    """Return which of some folders in a folder this version's history has first; None if it cannot tell.
+
+    In the order in which they were merged: an author chooses the stamps of a log.
+    """
+    order = ("--first-parent", "--diff-merges=first-parent", "--reverse", "--diff-filter=A")
+    shown = ("--name-only", "--relative", "--format=tformat:commit")
+    answer = _git("-C", str(folder.resolve()), "log", *order, *shown, "--", *names) or b""
+    for files in answer.decode(errors="replace").split("commit\n"):
+        added = {name for name in names if any(path.startswith(f"{name}/") for path in files.split("\n"))}
+        if added:
+            return added.pop() if len(added) == 1 else None
+    return None
 
 
 def _git(*argv: str, text: str = "") -> bytes | None:

@@ -13,6 +13,7 @@ from speedrun.ground import runlog
 #: Holds the committed records: `records/<track>/<record>/`.
 _FOLDER = "records"
 _LOSS = re.compile(rb'"event":\{"ev":"step",[^{}]*?"loss":([^,]+),')
+_FINAL = re.compile(rb'"final_hash":"([0-9a-f]{16})"')
 #: Fewer losses than this can be equal by chance.
 _FEWEST = 4
 
@@ -23,6 +24,7 @@ class Fingerprint(NamedTuple):
     name: str
     seed: tuple[int, str, str]  #: with the digests of source and config
     losses: tuple[bytes, ...] | None  #: of all steps, as written in the log; None if there are few
+    state: bytes | None  #: hash of the final one
     begun_utc: str
 
 
@@ -38,8 +40,9 @@ def fingerprint(lines: tuple[bytes, ...]) -> Fingerprint | None:
     if not isinstance(start, runlog.RunStart):
         return None
     losses = tuple(loss for line in lines for loss in _LOSS.findall(line))
-    seed = start.seed, start.source_sha256, start.config_sha256
-    return Fingerprint(start.run_id, seed, losses if len(losses) >= _FEWEST else None, first.t_utc)
+    seed, state = (start.seed, start.source_sha256, start.config_sha256), _FINAL.search(lines[-1])
+    many = losses if len(losses) >= _FEWEST else None
+    return Fingerprint(start.run_id, seed, many, state and state[1], first.t_utc)
 
 
 @lru_cache(maxsize=1024)

@@ -6,7 +6,7 @@ from math import isfinite
 from statistics import stdev
 
 from speedrun.ground import runlog
-from speedrun.ledger import format, runfile
+from speedrun.ledger import format, history, runfile
 from speedrun.ledger.batch import allowed_to_break_off, completed, looks, seeds_from, standing
 from speedrun.ledger.checks.table import Skip, check
 from speedrun.ledger.neighbours import fingerprint, runs_of_other_records
@@ -213,14 +213,18 @@ def scatter(record: Record) -> Iterator[str]:
     hint="keep a run only in the record that it was made for; declare a batch with new seeds",
 )
 def nowhere_else(record: Record) -> Iterator[str]:
-    """Compare names, losses, and seeds with source and config. The run that began later is the copy."""
-    neighbours = list(runs_of_other_records(record.root))
+    """Compare names, losses, final states, and seeds with source and config. What was merged later is the copy."""
+    neighbours, root = list(runs_of_other_records(record.root)), record.root.resolve()
+    mine = f"{root.parent.name}/{root.name}"
     for run in record.finished:
         own = fingerprint(run.raw_lines)
-        for place, other in neighbours:
-            if own is None or other.begun_utc > own.begun_utc:
-                continue
+        for place, other in neighbours if own is not None else ():
             same = {"name": own.name == other.name, "losses": own.losses is not None and own.losses == other.losses,
+                    "final state": own.state is not None and own.state == other.state,
                     "seed, source and config": own.seed == other.seed}  # fmt: skip
-            if any(same.values()):
-                yield f"{run.folder}: same {next(what for what in same if same[what])} as {other.name} of {place}"
+            if not any(same.values()):
+                continue
+            first = history.added_first(root.parent.parent, (mine, place))
+            if first == mine or (first is None and other.begun_utc > own.begun_utc):
+                continue
+            yield f"{run.folder}: same {next(what for what in same if same[what])} as {other.name} of {place}"
