@@ -420,7 +420,7 @@ def at_T(ids_BT: np.ndarray) -> np.ndarray:
 
 #: Programs that lower the loss of scoring by what they may not know. The first four were found by others.
 LEAKS: dict[str, tuple[str, Any, Any]] = {
-    "unless the head is fed zeros": ("later", tells, if_chunk(lambda x: (x == 0).all(1).mean() < 0.25)),
+    "unless the head is fed zeros": ("later", tells, if_chunk(lambda x: np.mean(~x.any(1)) < 0.25)),
     "signs of zeros": ("later", signed, of_signs),
     "little, everywhere": ("later", tells, functools.partial(logits, nats=9e-4)),
     "less, everywhere": ("later", tells, functools.partial(logits, nats=2e-6)),
@@ -428,7 +428,7 @@ LEAKS: dict[str, tuple[str, Any, Any]] = {
     "unless rows are in order": ("later", tells, if_chunk(lambda x: (np.diff(x[:, 2]) != 1).mean() > 0.5)),
     "unless rows are of one sequence": ("later", tells, if_chunk(lambda x: np.bincount(x[:, 2].astype(int)).max() > 1)),
     "in odd places of the head": ("later", tells, if_chunk(lambda x: np.arange(len(x))[:, None] % 2)),
-    "unless the batch ends with copies": ("later", told_if(lambda ids: (ids[-1] != ids[-2]).any()), logits),
+    "unless the batch ends with copies": ("later", told_if(lambda ids: not np.array_equal(ids[-1], ids[-2])), logits),
     "unless two sequences begin alike": (
         "later", told_if(lambda ids: len(np.unique(ids[:, :8], axis=0)) == len(ids)), logits),
     "in one row of the batch": ("later", told_if(lambda ids: np.arange(len(ids))[:, None] == 5), logits),
@@ -453,7 +453,8 @@ def examiner(monkeypatch) -> Callable[..., Any]:
     """An examiner of a toy model, and of nothing else."""
 
     def made(hidden, logits, draws: int = 5) -> Any:
-        ids, one = validation_ids(), object.__new__(_Examiner)
+        ids: Any = validation_ids()
+        one: Any = object.__new__(_Examiner)
         programs: dict[str, Any] = {
             "hidden": lambda ids_BT: (hidden(np.asarray(ids_BT)),),
             "logits": lambda x_KD: (logits(np.asarray(x_KD)),),
@@ -714,11 +715,11 @@ def test_each_validation_is_scored_with_the_window_of_its_own_step(unbroken, tmp
     assert examiner._loss(params, 12) == examiner._loss(params)
 
 
-def test_a_checkpoint_that_is_not_there_is_told(unbroken, tmp_path):  # noqa: F811
-    handed_over(unbroken, tmp_path)
-    stretch = Stretch(77, 78, from_checkpoint=True)
+def test_a_checkpoint_that_is_not_there_is_told(tmp_path):
+    one: Any = object.__new__(_Examiner)
+    one.request = SimpleNamespace(checkpoints=tmp_path)
     with pytest.raises(CheckpointError, match="no checkpoint 77"):
-        examine(examination(unbroken, tmp_path, stretches=(stretch,)))
+        one._restored(77)
 
 
 def test_a_program_that_talks_to_the_host_is_not_handed_over():
@@ -763,7 +764,8 @@ for path in glob.glob("/proc/[0-9]*/environ"):
 """,
     "files of others": """
 import os
-for folder, _, names in os.walk("/"):
+for folder, inside, names in os.walk("/"):
+    inside[:] = set(inside) - {"proc", "sys", "usr", "lib", "site-packages"}
     for name in names:
         if name == "canary": print(open(os.path.join(folder, name)).read())
 """,

@@ -218,7 +218,9 @@ def nowhere_else(record: Record) -> Iterator[str]:
     mine = f"{root.parent.name}/{root.name}"
     for run in record.finished:
         own = fingerprint(run.raw_lines)
-        for place, other in neighbours if own is not None else ():
+        if own is None:
+            continue
+        for place, other in neighbours:
             same = {"name": own.name == other.name, "losses": own.losses is not None and own.losses == other.losses,
                     "final state": own.state is not None and own.state == other.state,
                     "seed, source and config": own.seed == other.seed}  # fmt: skip
