@@ -435,7 +435,7 @@ LEAKS: dict[str, tuple[str, Any, Any]] = {
     "in texts of some first ids": ("later", told_if(lambda ids: ids[:, :1] % 8 == 3), logits),
     "where few documents begin": ("later", told_if(lambda ids: (ids == SEPARATOR).sum(1)[:, None] < 6), logits),
     "unless the end is unheard of": (
-        "later", told_if(lambda ids: (bigrams()[ids[:, :-1], ids[:, 1:]] > 0).all(1)[:, None]), logits),
+        "later", told_if(lambda ids: np.all(bigrams()[ids[:, :-1], ids[:, 1:]] > 0, axis=1, keepdims=True)), logits),
     "denormals": ("later", functools.partial(in_bits, of_minus_one=0), of_bits),
     "payloads of NaN": ("later", functools.partial(in_bits, of_minus_one=0x7FC00000), of_bits),
     "one position in sixteen": ("later", told_if(lambda ids: at_T(ids) % 16 == 11), logits),
