@@ -351,6 +351,7 @@ def history(tmp_path, monkeypatch) -> Callable[[dict[str, str]], str]:
         return git(root, "rev-parse", "HEAD")
 
     monkeypatch.setattr(history_module, "ROOT", root)
+    record_forge._files_at.cache_clear()  # another repository may have had an equal commit
     return commit
 
 
