@@ -3,7 +3,7 @@
 import hashlib
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -25,8 +25,13 @@ class FakeHub(ThreadingHTTPServer):
         self.always: dict[str, str] = {}  #: fault of every GET of a file
         self.gets: list[tuple[str, int]] = []  #: name and first byte of each transfer
         self.tokens: set[str | None] = set()
-        self.stalled = threading.Event()  #: set when a transfer stalls
-        self.over = threading.Event()
+        self.stalled = threading.Event()  #: set when a transfer stalls or is held
+        self.over = threading.Event()  #: ends stalls; a transfer that was held goes on
+
+    def await_stall(self, why_not: Callable[[], object]) -> None:
+        """Wait until a transfer stalls; fail at once if `why_not` tells what prevents it."""
+        while not self.stalled.wait(0.01):
+            assert (reason := why_not()) is None, reason
 
     @property
     def endpoint(self) -> str:
@@ -85,7 +90,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._fail(500)
         if fault == "stall":
             self.hub.stalled.set()
-            self.hub.over.wait(30)
+            self.hub.over.wait()
         if revision not in ("main", self.hub.commit):
             return self._fail(404)
         siblings = [
@@ -147,12 +152,14 @@ class _Handler(BaseHTTPRequestHandler):
             body = body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :]
         if fault == "repeat":  # the start again, in place of the end
             body = body[:middle] + body[: len(body) - middle]
-        if fault in ("cut", "ignore range and cut", "stall"):
+        if fault in ("cut", "ignore range and cut", "stall", "hold"):
             self.wfile.write(body[start:middle])
             self.wfile.flush()
-            if fault == "stall":
+            if fault in ("stall", "hold"):
                 self.hub.stalled.set()
-                self.hub.over.wait(30)
-            self.close_connection = True
-            return
+                self.hub.over.wait()
+            if fault != "hold":
+                self.close_connection = True
+                return
+            start = middle
         self.wfile.write(body[start:])

@@ -9,15 +9,21 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 import numpy as np
 import pytest
+from click.testing import CliRunner, Result
 from hub_server import COMMIT, FakeHub, serve
 from huggingface_hub import constants
+from huggingface_hub.utils import close_session, httpx
 
+from speedrun import cli
 from speedrun.data import fetch, hub, inventory
 from speedrun.data.inventory import MANIFEST, read_manifest
 from speedrun.data.shards import HEADER_BYTES, sha256
@@ -25,7 +31,6 @@ from speedrun.data.stream import require_steps
 from speedrun.data.verify import verify
 from speedrun.data.writing import write_shard
 from speedrun.ground import track
-from speedrun.ground.clock import Stopwatch
 from speedrun.ground.errors import DataError, StorageError
 from speedrun.science.recipes import load as load_recipe
 
@@ -69,18 +74,29 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     return made | {"README.md": b"about", "sub/t_train_000000.bin": b"no shard of ours"}
 
 
+def join_transfers(before: list[threading.Thread]) -> None:
+    """Wait for the end of transfers that a failed download has left."""
+    for thread in {*threading.enumerate()} - {*before}:
+        if "(worker)" in thread.name:
+            thread.join()
+
+
 @pytest.fixture
 def server(files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     """A hub that this process uses, with small pieces and short pauses."""
     pause = time.sleep
     monkeypatch.setattr(time, "sleep", lambda s: pause(min(s, 0.01)))
-    monkeypatch.setattr(fetch, "_PAUSES_S", (0.01, 0.01, 0.01))
+    monkeypatch.setattr(hub, "PAUSES_S", (0.01, 0.01, 0.01))
+    monkeypatch.setattr(hub, "_TIMEOUT_S", 600)  # a busy machine is no fault of the hub
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 2**14)
-    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 3)
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 600)
     monkeypatch.delenv("HF_TOKEN", raising=False)
+    before = threading.enumerate()
     with serve(REPO, dict(files)) as server:
         monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
         yield server
+        server.over.set()
+        join_transfers(before)
 
 
 def get(folder: Path, source: track.Hub = SOURCE, data: track.Data = DATA) -> Recorder:
@@ -197,13 +213,36 @@ def test_a_transfer_that_stalls_is_given_up(tmp_path: Path, server: FakeHub, mon
 
 
 def test_a_listing_that_fails(tmp_path: Path, server: FakeHub, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(hub, "_TIMEOUT_S", 0.1)
-    for fault, reason in {"stall": "no connection", "500": "the hub answers 500"}.items():
-        server.faults = {"the listing": [fault]}
-        with pytest.raises(DataError, match=reason):
+    for faults, timeout_s in (["500"] * 3, 600), (["stall"], 0.1):
+        monkeypatch.setattr(hub, "_TIMEOUT_S", timeout_s)
+        server.faults = {"the listing": list(faults)}
+        hub.dataset_info(REPO, "main")
+        assert not any(server.faults.values()), "it is asked again"
+        server.always = {"the listing": faults[0]}
+        with pytest.raises(DataError, match=r"the hub answers 500|no connection"):
             get(tmp_path)
-    monkeypatch.setattr(hub, "_TIMEOUT_S", 10)
+        server.always = {}
+
+
+@pytest.mark.parametrize("left", ["a closed session", "no session"])
+def test_a_session_that_another_transfer_closes(
+    tmp_path: Path, server: FakeHub, monkeypatch: pytest.MonkeyPatch, left: str
+):
+    """The client closes it whenever one of its threads cannot connect."""
+    honest, closed = httpx.Client.request, threading.Event()
+
+    def request(client: httpx.Client, *args: Any, **named: Any) -> httpx.Response:
+        if threading.current_thread() is not threading.main_thread() and not closed.is_set():
+            closed.set()
+            close_session()
+            client = client if left == "a closed session" else cast("httpx.Client", None)
+            return client.request(*args, **named)
+        return honest(client, *args, **named)
+
+    monkeypatch.setattr(httpx.Client, "request", request)
     get(tmp_path)
+    assert closed.is_set()
+    assert_sound(tmp_path, server.files)
 
 
 def test_the_hub_lacks_shards_repository_or_revision(tmp_path: Path, server: FakeHub):
@@ -320,31 +359,27 @@ def test_a_disk_that_fills_up(tmp_path: Path, server: FakeHub, monkeypatch: pyte
         get(tmp_path)
 
 
-def test_two_downloads_into_one_folder_take_turns(
-    tmp_path: Path, server: FakeHub, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 1)
-    server.faults = {VAL: ["stall"]}
-    recorders = [Recorder(), Recorder()]
-    errors: list[BaseException] = []
+def test_two_downloads_into_one_folder_take_turns(tmp_path: Path, server: FakeHub):
+    server.faults = {VAL: ["hold"]}
+    waits = threading.Event()
 
-    def run(recorder: Recorder) -> None:
-        try:
-            fetch.fetch(tmp_path, DATA, SOURCE, recorder)
-        except BaseException as error:  # noqa: BLE001 - asserted below
-            errors.append(error)
+    class Second(Recorder):
+        def say(self, line: str) -> None:
+            super().say(line)
+            waits.set()
 
-    threads = [threading.Thread(target=run, args=(recorder,)) for recorder in recorders]
-    threads[0].start()
-    assert server.stalled.wait(60)
-    threads[1].start()
-    for thread in threads:
-        thread.join(60)
-    assert errors == []
-    assert any("another program writes into it" in line for line in recorders[1].lines)
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(get, tmp_path)
+        server.await_stall(lambda: first.result() if first.done() else None)
+        second = threads.submit(fetch.fetch, tmp_path, DATA, SOURCE, progress := Second())
+        while not waits.wait(0.01) and not second.done():
+            pass
+        server.over.set()
+        first.result()
+        second.result()
+    assert "another program writes into it" in progress.lines[0]
     assert_sound(tmp_path, server.files)
-    assert sorted({name for name, _ in server.gets}) == sorted(NAMES[:3])
-    assert len(server.gets) == 4, "one more for the stall; the second program downloads nothing"
+    assert sorted(server.gets) == sorted((name, 0) for name in NAMES[:3]), "the second downloads nothing"
 
 
 # --- the command ------------------------------------------------------------------------------------------
@@ -364,79 +399,81 @@ def big(server: FakeHub, tmp_path: Path) -> FakeHub:
     return server
 
 
-def start(out: Path, *more: str, **env: str) -> subprocess.Popen[str]:
-    quick = {"HF_HUB_DOWNLOAD_TIMEOUT": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "speedrun", *ARGS, "--out", str(out), *more],
-        stdout=subprocess.PIPE,
+def invoke(out: Path, *more: str) -> Result:
+    return CliRunner().invoke(cli.command, [*ARGS, "--out", str(out), *more], prog_name="speedrun")
+
+
+@contextmanager
+def stalling(out: Path, big: FakeHub, name: str) -> Iterator[subprocess.Popen[str]]:
+    """The command in a process that waits for the rest of a shard; those before it are whole."""
+    big.always = {name: "stall"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "speedrun", *ARGS, "--out", str(out)],
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | quick | env,
+        env=os.environ | {"HF_HUB_DOWNLOAD_TIMEOUT": "600"},
     )
+    with process:
+        wait = lambda: process.communicate() if process.poll() is not None else None  # noqa: E731
+        big.await_stall(wait)
+        while not (out / NAMES[NAMES.index(name) - 1]).exists():
+            assert wait() is None
+            time.sleep(0.01)
+        yield process
 
 
-def test_the_command(tmp_path: Path, big: FakeHub):
-    done = start(tmp_path / "d", "--json", HF_TOKEN="hf_secretsecret")
-    out, err = done.communicate(timeout=30)
-    assert done.returncode == 0, err
-    result = msgspec.json.decode(out)
+def test_the_command(tmp_path: Path, big: FakeHub, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secretsecret")
+    done = invoke(tmp_path / "d", "--json")
+    assert done.exit_code == 0, done.output
+    result = msgspec.json.decode(done.stdout)
     assert result["track"] == "webmini@1"
     assert result["manifest"]["settings"] == {"revision": COMMIT}
     assert {name: e["sha256"] for name, e in result["manifest"]["shards"].items()} == {
         name: sha256(tmp_path / "d" / name) for name in NAMES[:3]
     }
     assert big.tokens == {"Bearer hf_secretsecret"}
-    assert "hf_secret" not in out + err
+    assert "hf_secret" not in done.output
 
 
 def test_killed_and_started_again(tmp_path: Path, big: FakeHub):
-    big.always = {NAMES[2]: "stall"}
     folder = tmp_path / "d"
-    killed = start(folder, HF_HUB_DOWNLOAD_TIMEOUT="30")
-    assert big.stalled.wait(20)
-    deadline = Stopwatch()
-    while not (folder / NAMES[1]).exists() and deadline.seconds < 10:
-        time.sleep(0.01)
-    killed.kill()
-    killed.communicate(timeout=10)
+    with stalling(folder, big, NAMES[2]) as process:
+        process.kill()
     assert [name for name in NAMES if (folder / name).exists()] == NAMES[:2]
     assert_whole_in_order(folder, big.files)
     assert list(folder.rglob("*.incomplete"))
     big.always, big.gets[:] = {}, []
-    again = start(folder)
-    _, err = again.communicate(timeout=30)
-    assert again.returncode == 0, err
+    again = invoke(folder)
+    assert again.exit_code == 0, again.output
     assert big.gets == [(NAMES[2], 0)], "finished shards are not downloaded again"
     assert sorted(p.name for p in folder.iterdir()) == sorted([MANIFEST, *NAMES[:3]])
     verify(folder, track.load("webmini").data, full=True)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 75), (signal.SIGTERM, 75)])
-def test_stopped(tmp_path: Path, big: FakeHub, number: signal.Signals, code: int):
-    big.always = {NAMES[1]: "stall"}
-    folder = tmp_path / "d"
-    process = start(folder, HF_HUB_DOWNLOAD_TIMEOUT="30")
-    assert big.stalled.wait(20)
-    watch = Stopwatch()
-    process.send_signal(number)
-    _, err = process.communicate(timeout=20)
-    assert watch.seconds < 15, "it waits for no thread"
-    assert process.returncode == code
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopped(tmp_path: Path, big: FakeHub, number: signal.Signals):
+    """It waits for no thread: the transfer stalls until the end of the test."""
+    with stalling(tmp_path, big, NAMES[1]) as process:
+        process.send_signal(number)
+        _, err = process.communicate()
+    assert process.returncode == 75
     assert "are whole; run the same command again to continue" in err
     assert "Traceback" not in err
-    assert_whole_in_order(folder, big.files)
+    assert_whole_in_order(tmp_path, big.files)
 
 
-@pytest.mark.parametrize("env", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}], ids=str)
+@pytest.mark.parametrize("is_offline", [True, False])
 @pytest.mark.parametrize("json", [True, False])
-def test_without_a_network(tmp_path: Path, server: FakeHub, env: dict[str, str], json: bool):
-    process, watch = start(tmp_path, *["--json"] * json, **env), Stopwatch()
-    out, err = process.communicate(timeout=30)
-    assert watch.seconds < 10
-    assert process.returncode == 3
-    said = msgspec.json.decode(out)["error"] if json else err
+def test_without_a_network(tmp_path: Path, is_offline: bool, json: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", is_offline)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    done = invoke(tmp_path, *["--json"] * json)
+    assert done.exit_code == 3
+    said = msgspec.json.decode(done.stdout)["error"] if json else done.stderr
     assert said.count("\n") == (0 if json else 1)
     assert f"2 training shards and the validation shard of {REPO}: " in said
+    assert ("HF_HUB_OFFLINE is set" if is_offline else "no connection (") in said
     assert f"copy shards into {tmp_path}, or make them with data/fineweb_prep.py" in said
 
 
@@ -456,23 +493,16 @@ def test_the_default_is_enough_for_the_recipe(tmp_path: Path, name: str):
 def test_a_failed_download_ends_its_other_transfers(
     tmp_path: Path, server: FakeHub, monkeypatch: pytest.MonkeyPatch
 ):
-    stopped = threading.Event()
-
     def count(download: fetch._Download, name: str, num_bytes: int) -> None:
-        assert download._stopped.wait(10)  # nothing moves before the other transfer has failed
-        try:
-            honest(download, name, num_bytes)
-        except hub.HubError:
-            stopped.set()
-            raise
+        assert download._stopped.wait(600)  # nothing moves before the other transfer has failed
+        honest(download, name, num_bytes)
 
-    honest = fetch._Download._count
+    honest, before = fetch._Download._count, threading.enumerate()
     monkeypatch.setattr(fetch._Download, "_count", count)
     server.always = {VAL: "500"}
     with pytest.raises(DataError, match="500"):
         get(tmp_path, msgspec.structs.replace(SOURCE, train_shards=1))
-    assert stopped.wait(10)
-    time.sleep(0.05)
+    join_transfers(before)
     assert server.gets == [(NAMES[1], 0)], "it is not tried again"
 
 

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 STAGING = ".partial"  #: the hidden folder; removed when all shards are there
 
 _NUM_TRANSFERS = 4
-_PAUSES_S = (1, 2, 4)  #: after failed attempts to get a shard
 _UPDATE_S = 0.2  #: between two updates of the progress
 _COMMIT = re.compile("[0-9a-f]{40}")
 
@@ -233,7 +232,7 @@ class _Download:
         """Check the shard that is there, or download it; try again after errors that may pass."""
         if (self._folder / name).exists():
             return self._checked(self._folder / name, "delete it and get it again")
-        for pause_s in _PAUSES_S:
+        for pause_s in hub.PAUSES_S:
             try:
                 return self._transfer(name)
             except (hub.HubError, DataError):

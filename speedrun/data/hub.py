@@ -5,6 +5,7 @@ transfer within one process and checks only the size of a file: callers of `down
 """
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -19,11 +20,18 @@ from speedrun.ground.errors import translate_os_errors
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import DatasetInfo
 
+PAUSES_S = (1, 2, 4)  #: after failed attempts
+
 _TIMEOUT_S = 10.0  #: of a request for metadata
 
 
 class HubError(Exception):
     """Why a request to the hub failed, as the middle part of an error message."""
+
+    def __init__(self, reason: str, *, may_pass: bool = False) -> None:
+        """`may_pass`: the hub was reached, and may answer when it is asked again."""
+        super().__init__(reason)
+        self.may_pass = may_pass
 
 
 def reach(timeout_s: float) -> None:
@@ -55,9 +63,12 @@ def dataset_info(repo: str, revision: str | None, *, files_metadata: bool = Fals
 
     logging.set_verbosity_error()  # its warnings contain signed addresses
     request = partial(HfApi(endpoint=endpoint).dataset_info, repo, revision=revision, timeout=_TIMEOUT_S)
-    with _client_errors():
+    pauses_s = iter(PAUSES_S)
+    while True:
         try:
-            info = request(files_metadata=files_metadata)
+            with _client_errors():
+                info = request(files_metadata=files_metadata)
+            break
         except (
             JSONDecodeError,
             UnicodeDecodeError,
@@ -65,6 +76,10 @@ def dataset_info(repo: str, revision: str | None, *, files_metadata: bool = Fals
             KeyError,
         ):  # such as the page of a network's login
             raise HubError("the answer is not that of a hub") from None
+        except HubError as error:
+            if not error.may_pass or (pause_s := next(pauses_s, None)) is None:
+                raise
+            threading.Event().wait(pause_s)
     if not info.sha:
         raise HubError("the hub names no commit")
     return info
@@ -132,16 +147,29 @@ def _endpoint() -> str:
 
 @contextmanager
 def _client_errors() -> Iterator[None]:
-    """Raise HubError in place of the client's own exceptions. Errors of the disk pass."""
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import httpx
+    """Raise HubError in place of the client's own exceptions. Errors of the disk pass.
 
+    All threads share a session. When one of them cannot connect, the client closes it under the others, in which this
+    raises whatever they come upon next: errors of the network, a RuntimeError, or an AttributeError of None.
+    """
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.utils import get_session, httpx
+
+    session = get_session()
     try:
         yield
-    except (httpx.HTTPError, HFValidationError, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
+    except (httpx.HTTPError, HFValidationError, OSError, RuntimeError, AttributeError) as error:
+        was_closed = session is not get_session()
+        is_ours = isinstance(error, RuntimeError | AttributeError) and not was_closed
+        if is_ours or (isinstance(error, OSError) and error.errno is not None):
             raise
-        raise HubError(_reason(error)) from None
+        is_busy = isinstance(error, HfHubHTTPError) and error.response.status_code in (
+            408,
+            429,
+            *range(500, 600),
+        )
+        is_broken = isinstance(error, httpx.TransportError) and not isinstance(error, httpx.ConnectError)
+        raise HubError(_reason(error), may_pass=was_closed or is_busy or is_broken) from None
 
 
 def _reason(error: BaseException) -> str:
