@@ -344,6 +344,9 @@ class Soak:
         if now.words[1] != "--resume":
             now.words = ["run", "--resume", now.out]
             return False
+        if code == 2 and "start it again, with the same command" in self._call.said:
+            now.words = now.begun
+            return True
         if code != 2 or "start a new run with another --out" not in self._call.said:
             return False
         if out.exists():

@@ -1,9 +1,12 @@
 """A run that goes on ends with the bytes of one that never stopped; damage is found, named and never trained on."""
 
 import errno
+import logging
 import os
+import re
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import jax
@@ -135,6 +138,21 @@ def test_what_was_killed_before_its_folder_appeared_starts_over(unbroken, tmp_pa
     with pytest.raises(CheckpointError, match="seen"):
         train.train(msgspec.structs.replace(unbroken, out=out, resume=True))
     assert (out / "source.txt").exists()
+
+
+@pytest.mark.parametrize("left", [(), (".lock",), (".lock", "run.json.partial")])
+def test_what_was_killed_in_its_first_write_is_told_to_start_again(unbroken, tmp_path, left, monkeypatch):
+    """Its settings are nowhere; the same command works."""
+    out = tmp_path / "out"
+    folder_of(out).mkdir()
+    for name in left:
+        (folder_of(out) / name).write_text("torn")
+    result = resumed(out)
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert "killed before its settings were written; start it again, with the same command" in result.stderr
+    monkeypatch.setattr(loop, "run", lambda *_: (_ for _ in ()).throw(CheckpointError("seen")))
+    with pytest.raises(CheckpointError, match="seen"):
+        train.train(msgspec.structs.replace(unbroken, out=out))
 
 
 def test_a_second_run_into_one_folder_is_refused_without_checkpoints_too(unbroken, tmp_path):
@@ -277,6 +295,47 @@ def test_damage_is_found_and_the_step_before_is_taken(copy, small, damage):
     assert line.startswith("checkpoint 2 is damaged (")
     assert "\n" not in line
     assert not (copy / "2").exists()
+    assert (copy / "2.damaged" / "facts").exists()
+
+
+SICK_DISKS = {
+    "status": ValueError('UNKNOWN: Error reading "x": Input/output error [os_error_code=5]'),
+    "memory": jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes"),
+    "files": OSError(errno.EMFILE, "Too many open files"),
+    "permission": PermissionError(errno.EACCES, "Permission denied"),
+    "no text": MemoryError(),
+    "a bug": UnboundLocalError("x"),
+    "no text at all": Exception(),
+}
+
+
+@pytest.mark.parametrize(("item", "is_wrapped"), [("facts", False), ("state", True)])
+@pytest.mark.parametrize("error", SICK_DISKS.values(), ids=SICK_DISKS)
+def test_what_is_no_damage_stops_and_changes_nothing(copy, small, monkeypatch, error, item, is_wrapped):
+    """Two checkpoints are whole; a disk or the memory is not, at the first item that is read or the second."""
+    before = tree(copy)
+    with opened(copy, b"{}", every=1, keep=0) as checkpoints:
+        honest = checkpoints._manager.restore
+
+        def restore(step, args):
+            if item not in args:
+                return honest(step, args=args)
+            if is_wrapped:  # as orbax does
+                raise Exception("Encountered error while reading array index\nand so on") from error
+            raise error
+
+        monkeypatch.setattr(checkpoints._manager, "restore", restore)
+        reason = str(error).partition(" [")[0] or type(error).__name__
+        with pytest.raises(
+            CheckpointError, match=re.escape(f"{copy / '2'}: cannot be read: {reason}; it is kept")
+        ):
+            checkpoints.restore(small, "c" * 64, print)
+    assert tree(copy) == before
+
+
+def tree(folder: Path) -> dict[Path, bytes]:
+    """The files of checkpoints; `opened` writes the same `run.json` again."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_facts_that_cannot_be_read_are_damage_too(copy, small):
@@ -303,7 +362,9 @@ def test_a_changed_fact_is_damage_too(copy, small, was, becomes):
     path.write_text(text.replace(was, becomes, 1))
     said = []
     assert restored(copy, small, said)[1].step == 1
-    assert said == ["checkpoint 2 is damaged (its digest does not fit); removed, the one before it is tried"]
+    assert said == [
+        "checkpoint 2 is damaged (its digest does not fit); kept as 2.damaged, the one before it is taken"
+    ]
 
 
 def test_swapped_checkpoints_are_damage(copy, small):
@@ -325,11 +386,23 @@ def test_no_changed_bit_of_what_was_sealed_passes():
             unseal(msgspec.json.decode(bytes(changed)))
 
 
-def test_no_whole_checkpoint_is_an_error(copy, small):
+def test_no_whole_checkpoint_is_an_error_and_all_are_kept(copy, small):
     for step in ("1", "2"):
         flip(largest(copy / step))
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+    before = tree(copy)
+    with pytest.raises(CheckpointError, match=r"no whole checkpoint; 2 is damaged \(.*\); 1 is damaged \("):
         restored(copy, small, [])
+    assert tree(copy) == before
+
+
+def test_a_step_that_is_damaged_again_keeps_both(copy, small):
+    for _ in range(2):
+        flip(largest(copy / "2"))
+        with opened(copy, b"{}", every=1, keep=0) as checkpoints:
+            state, _ = checkpoints.restore(small, "c" * 64, lambda _: None)
+            assert checkpoints.steps == [1]
+            checkpoints.save(state, facts(state, 2))
+    assert {path.name for path in copy.iterdir()} >= {"1", "2", "2.damaged", "2.damaged+"}
 
 
 @pytest.mark.parametrize("overrides", [{"config__model_dim": "32"}, {"config__mlp_dim": "64"}])
@@ -364,11 +437,27 @@ def test_one_process_writes_at_a_time(copy):
         pass
 
 
-def test_what_a_killed_writer_left_is_removed(copy, small):
-    left = copy / "3.orbax-checkpoint-tmp-1"
+def test_what_a_killed_writer_left_is_removed_and_no_file_of_that_name(copy, small):
+    left, file = copy / "3.orbax-checkpoint-tmp-1", copy / "45.orbax-checkpoint-tmp-1"
     (left / "state").mkdir(parents=True)
+    file.touch()
     assert restored(copy, small, [])[1].step == 2
     assert not left.exists()
+    assert file.exists()
+
+
+def test_the_process_is_left_as_it_was(copy, small):
+    """Loggers and hooks, also after an error."""
+    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    now = lambda: ([logger.level for logger in loggers], sys.unraisablehook)  # noqa: E731
+    before = now()
+    restored(copy, small, [])
+    assert now() == before
+    flip(largest(copy / "1"))
+    flip(largest(copy / "2"))
+    with pytest.raises(CheckpointError):
+        restored(copy, small, [])
+    assert now() == before
 
 
 def test_the_newest_are_kept(tmp_path, small):

@@ -83,8 +83,12 @@ def checkout(tmp_path, monkeypatch) -> Path:
             ["submit", "records/forged/record", "--out", "sent", "--name", "x"], 1, marks=pytest.mark.compile
         ),
         pytest.param(["plot", "records/forged/record"], 3, marks=pytest.mark.compile),
+        *(
+            pytest.param(["export", "records/forged/record", "--to", form], 1, marks=pytest.mark.compile)
+            for form in ("csv", "classic", "tensorboard")
+        ),
     ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
+    ids=lambda value: f"{value[0]} {value[-1]}" if isinstance(value, list) else "",
 )
 def test_the_next_call_mends_what_the_disk_did_to_the_last(failing_disk, checkout, tmp_path, words, step):
     (tmp_path / "work").mkdir()

@@ -1,9 +1,12 @@
 """Exports: they read back as the record, and contain nothing about the machine that exports."""
 
+import errno
 import os
 import struct
 import subprocess
 import sys
+from functools import partial
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -13,11 +16,11 @@ from hypothesis import strategies as st
 from record_forge import SOFTWARE, forge, install_track
 
 from speedrun.cli.export import command
-from speedrun.exchange import classic_log, curve_table, curves, foreign
+from speedrun.exchange import classic_log, curve_table, curves, exports, foreign
 from speedrun.exchange.curves import Point, Problems
 from speedrun.exchange.exports import FORMS, curves_of, export
 from speedrun.ground import track
-from speedrun.ground.errors import UsageError
+from speedrun.ground.errors import StorageError, UsageError
 from speedrun.ledger.record import load
 
 ROOT = Path(__file__).parent.parent
@@ -214,9 +217,44 @@ def test_an_export_changes_no_existing_file(record, tmp_path):
     (tmp_path / "taken" / "mine").touch()
     with pytest.raises(UsageError, match="is not empty"):
         export(record, "csv", tmp_path / "taken")
+    export(record, "csv", tmp_path / "edited")[0].write_text("mine")
+    with pytest.raises(UsageError, match="is not empty"):
+        export(record, "csv", tmp_path / "edited")
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="cannot be written"):
         export(record, "csv", tmp_path / "file" / "x")
+
+
+@pytest.mark.parametrize("form", ["csv", "classic", "tensorboard"])
+def test_the_same_command_goes_on_wherever_the_disk_was_full(form, record, tmp_path, monkeypatch):
+    """At every rename and every sync; a killed process leaves the partial folder, too."""
+    if form == "tensorboard":
+        pytest.importorskip("tensorboardX", reason="needs tensorboardX")
+    monkeypatch.setattr(exports, "findings", lambda _: [])  # most of the time, and not the point here
+    whole = {path.name: path.read_bytes() for path in export(record, form, tmp_path / "whole")}
+    reached = 0
+    for moment in range(1, 100):
+        out, calls = tmp_path / f"{moment}", count(1)
+
+        def strike(real, *args, calls=calls, moment=moment):
+            if next(calls) == moment:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return real(*args)
+
+        with monkeypatch.context() as disk:
+            for name in ("replace", "fsync"):
+                disk.setattr(os, name, partial(strike, getattr(os, name)))
+            try:
+                export(record, form, out)
+            except StorageError as error:
+                assert str(error).endswith("No space left on device; free or choose another folder")  # noqa: PT017
+            else:
+                break
+        assert not out.with_name(f"{out.name}.partial").exists()
+        out.with_name(f"{out.name}.partial").mkdir()
+        assert {path.name: path.read_bytes() for path in export(record, form, out)} == whole
+        reached = moment
+    assert reached >= 3 * len(whole) + 2
 
 
 def test_a_record_that_cannot_be_read_is_refused(record, tmp_path):

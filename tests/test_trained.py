@@ -32,6 +32,11 @@ from speedrun.study.extras import Extras
 from speedrun.trained import exported, harness, held_out, hellaswag, samples, weights, words
 from speedrun.trained.decode import Decoder, Draw, drawn
 from speedrun.trained.incremental import DecodingKernels, Incremental, probes
+<<<<<<< HEAD
+=======
+from speedrun.trained.start import start_from
+from speedrun.training import checkpoint, train
+>>>>>>> 7c78893 (Set damaged checkpoints aside, and make exports by one rename)
 from speedrun.training.checkpoint import folder_of, seal, unseal
 from speedrun.training.prepare import RunConfig
 from speedrun.training.program import Program
@@ -702,7 +707,9 @@ def test_samples_that_cannot_be_read_are_not_overwritten(growing) -> None:
     assert path.read_text() == "[1]\n"
 
 
-def test_a_run_starts_from_given_weights_and_is_marked(run: Path, smoke_data: Path, tmp_path, capfd) -> None:
+def test_a_run_starts_from_given_weights_and_is_marked(
+    run: Path, smoke_data: Path, tmp_path, capfd, monkeypatch
+) -> None:
     trained = weights.load(run, data=smoke_data)
     exported.write(trained, tmp_path / "model")
     out = tmp_path / "out"
@@ -716,6 +723,13 @@ def test_a_run_starts_from_given_weights_and_is_marked(run: Path, smoke_data: Pa
         checkpoint_every=6,
     )
     extras = Extras(sample_every=6, init_from=tmp_path / "model")
+    with (
+        monkeypatch.context() as broken
+    ):  # killed before its step 0 is whole: nothing could be resumed without it
+        broken.setattr(checkpoint.Checkpoints, "save", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            start_from(config, tmp_path / "model")
+        assert not checkpoint.folder_of(out).exists()
     done = single.run(config, nullcontext(), extras, to_stderr=True, verbose=False)
     assert done is not None
     begun = weights.load(out, data=smoke_data, step=0).packed

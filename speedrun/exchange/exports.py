@@ -4,6 +4,7 @@ Exports contain only what the record holds: no path, user, host or environment o
 less than the record and prove nothing.
 """
 
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -12,8 +13,8 @@ from speedrun.exchange import classic_log, curve_table
 from speedrun.exchange.curves import ContextRun, Point, context_run, on_machine
 from speedrun.exchange.trackers import to_tensorboard, to_wandb
 from speedrun.ground import runlog
-from speedrun.ground.errors import UsageError
-from speedrun.ground.wholefile import write_whole
+from speedrun.ground.errors import UsageError, translate_os_errors
+from speedrun.ground.wholefile import PARTIAL, give_name, write_whole
 from speedrun.ledger.record import Record
 from speedrun.ledger.run import Run, loss_of
 
@@ -66,11 +67,12 @@ FORMS: dict[str, Callable[[Record, Path], list[Path]]] = {
 
 
 def export(record: Record, form: str, out: Path) -> Sequence[Path]:
-    """Write a record in one of the `FORMS` into a new or empty folder; return the files.
+    """Write a record in one of the `FORMS` into a new or empty folder, which appears whole; return the files.
 
     Raises:
         UsageError: if the record cannot be read whole or holds a secret, the folder is part of it or not empty, or a
             library is missing.
+        StorageError: if a file cannot be written.
     """
     if not record.whole:
         raise UsageError(f"{record.root} cannot be read whole; 'speedrun validate {record.root}' says why")
@@ -81,10 +83,24 @@ def export(record: Record, form: str, out: Path) -> Sequence[Path]:
         )
     if out.resolve().is_relative_to(record.root.resolve()):
         raise UsageError(f"{out} is inside the record, which may hold nothing else; choose another --out")
+    partial = out.with_name(f"{out.name}{PARTIAL}")
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        if any(out.iterdir()):
-            raise UsageError(f"{out} is not empty; choose a new folder with --out")
-        return FORMS[form](record, out)
-    except OSError as error:
-        raise UsageError(f"{out} cannot be written: {error.strerror}; choose another --out") from None
+        with translate_os_errors(out, UsageError):
+            shutil.rmtree(partial, ignore_errors=True)  # of a killed process
+            partial.mkdir(parents=True)
+            names = [path.relative_to(partial) for path in FORMS[form](record, partial)]
+            if not out.exists() or not any(out.iterdir()):
+                give_name(partial, out)
+            elif not _is_same(out, partial, names):  # it is, if the process was killed at its very end
+                raise UsageError(f"{out} is not empty; choose a new folder with --out")
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return [out / name for name in names]
+
+
+def _is_same(folder: Path, other: Path, names: list[Path]) -> bool:
+    """Return whether both folders hold the same bytes, in files of these names."""
+    found = [path.relative_to(folder) for path in folder.rglob("*") if not path.is_dir()]
+    return sorted(found) == sorted(names) and all(
+        (folder / name).read_bytes() == (other / name).read_bytes() for name in names
+    )

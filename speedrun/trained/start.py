@@ -4,6 +4,7 @@ Its first state is written as a checkpoint of step 0, and the run resumes it. So
 names the weights and their digest, and no such run is ranked: none that is resumed is.
 """
 
+import shutil
 from pathlib import Path
 
 import jax
@@ -13,6 +14,7 @@ from speedrun.data import stream
 from speedrun.ground import processes
 from speedrun.ground import track as tracks
 from speedrun.ground.errors import UsageError
+from speedrun.ground.wholefile import PARTIAL, give_name
 from speedrun.ledger import runfile
 from speedrun.science import recipes
 from speedrun.science.params import Params
@@ -56,8 +58,12 @@ def start_from(config: RunConfig, source: Path) -> RunConfig:
         train_time_s=0.0,
         arrays=checkpoint.described(state),
     )
-    with checkpoint.opened(folder, ready.resumable, every=every, keep=config.keep_checkpoints) as checkpoints:
+    # Without its step 0 the folder would be that of a run that begins with random weights.
+    partial = folder.with_name(folder.name + PARTIAL)
+    shutil.rmtree(partial, ignore_errors=True)
+    with checkpoint.opened(partial, ready.resumable, every=every, keep=config.keep_checkpoints) as checkpoints:
         checkpoints.save(state, facts)
+    give_name(partial, folder)
     return msgspec.structs.replace(ready.config, resume=True)
 
 

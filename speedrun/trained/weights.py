@@ -196,7 +196,7 @@ def _restored(folder: Path, facts: checkpoint.Facts, program: Program) -> Params
         wanted, ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=True
     )
     try:
-        with checkpoint.raise_damaged():
+        with checkpoint.raise_damaged(folder):
             reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
             arrays: dict[str, Any] = reader.restore(folder / "state", args=args)
     except checkpoint.Damaged as damage:

@@ -10,11 +10,11 @@ and casts a wrong dtype silently: we digest arrays, facts and `run.json`, and co
 import gc
 import hashlib
 import logging
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import jax
 import msgspec
 
 from speedrun.ground import faults, lock, processes
-from speedrun.ground.errors import CheckpointError
+from speedrun.ground.errors import CheckpointError, translate_os_errors
 from speedrun.ground.mesh import fetch
 from speedrun.ground.wholefile import write_whole
 from speedrun.science.step import TrainState
@@ -106,21 +106,28 @@ def described(state: Any) -> dict[str, Array]:
     }
 
 
-@cache
-def _silence_libraries() -> None:
-    """Silence orbax and tensorstore: on a failed write they would print 600 lines before our error.
-
-    For the rest of the process: threads of tensorstore outlive the failed write.
-    """
-    for name in ("absl", "asyncio"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    original = sys.unraisablehook
+@contextmanager
+def _quiet_libraries() -> Iterator[None]:
+    """Silence orbax and tensorstore in the block: on a failed write they would print 600 lines before our error."""
+    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    levels, original = [logger.level for logger in loggers], sys.unraisablehook
 
     def hook(found: Any) -> None:
         if "Event loop is closed" not in str(found.exc_value):  # raised after a failed write
             original(found)
 
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
     sys.unraisablehook = hook
+    try:
+        yield
+    except BaseException:
+        gc.collect()  # what a failed write has left complains when it is collected
+        raise
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        sys.unraisablehook = original
 
 
 @contextmanager
@@ -133,12 +140,13 @@ def opened(folder: Path, run: bytes, *, every: int, keep: int) -> Iterator["Chec
     Raises:
         CheckpointError: if another process writes there, or a checkpoint could not be written.
     """
-    _silence_libraries()
     with ExitStack() as held:
+        held.enter_context(_quiet_libraries())
         if processes.is_first():
             held.enter_context(lock.lock_folder(folder, refuse=CheckpointError))
-            for left in folder.glob("*.orbax-checkpoint-tmp*"):
-                shutil.rmtree(left)  # unfinished: its process died
+            with translate_os_errors(folder, CheckpointError):
+                for left in folder.glob("*.orbax-checkpoint-tmp*/"):
+                    shutil.rmtree(left)  # unfinished: its process died
             write_whole(folder / RUN, msgspec.json.encode(seal(run)))
         processes.barrier()
         with closing(Checkpoints(folder, every, keep)) as checkpoints:
@@ -198,20 +206,39 @@ class Checkpoints:
     def restore(
         self, program: Program, config_sha256: str, say: Callable[[str], None]
     ) -> tuple[TrainState, Facts]:
-        """Restore the newest whole checkpoint: state and facts. Remove newer ones, which are damaged, and `say` so.
+        """Restore the newest whole checkpoint: state and facts. Rename newer ones, which are damaged, and `say` so.
 
         Raises:
-            CheckpointError: if there is none, or it belongs to another model or run.
+            CheckpointError: if there is none, one belongs to another model or run, or the disk or memory is to blame.
         """
+        damaged: dict[int, Damaged] = {}
         for step in self.steps:
             try:
-                return self._restore(step, program, config_sha256)
+                found = self._restore(step, program, config_sha256)
             except Damaged as damage:
-                say(f"checkpoint {step} is damaged ({damage}); removed, the one before it is tried")
-                self._manager.delete(step)
+                damaged[step] = damage
+            else:
+                self._set_aside(damaged, say)
+                return found
+        reasons = "".join(f" {step} is damaged ({damage});" for step, damage in damaged.items())
         raise CheckpointError(
-            f"{self._folder}: no whole checkpoint; need one to resume from; start the run again, in a new folder"
+            f"{self._folder}: no whole checkpoint;{reasons} need one to resume from; start again, in a new folder"
         )
+
+    def _set_aside(self, damaged: dict[int, "Damaged"], say: Callable[[str], None]) -> None:
+        """Rename damaged checkpoints, now that another one is known to be whole."""
+        for step, damage in damaged.items():
+            aside = self._folder / f"{step}.damaged"
+            while aside.exists():
+                aside = aside.with_name(f"{aside.name}+")
+            processes.barrier()
+            if processes.is_first():
+                with translate_os_errors(aside, CheckpointError):
+                    (self._folder / str(step)).rename(aside)
+            processes.barrier()
+            say(f"checkpoint {step} is damaged ({damage}); kept as {aside.name}, the one before it is taken")
+        if damaged:
+            self._manager.reload()
 
     def _restore(self, step: int, program: Program, config_sha256: str) -> tuple[TrainState, Facts]:
         facts = self._facts(step)
@@ -226,7 +253,7 @@ class Checkpoints:
             for name, array in expected.items()
         }
         args = self._ocp.args.Composite(state=self._ocp.args.StandardRestore(wanted))
-        with raise_damaged():
+        with raise_damaged(self._folder / str(step)):
             found = self._manager.restore(step, args=args)["state"]
         state = jax.tree.unflatten(jax.tree.structure(abstract), [found[name] for name in expected])
         for name, array in described(state).items():
@@ -237,7 +264,7 @@ class Checkpoints:
 
     def _facts(self, step: int) -> Facts:
         args = self._ocp.args.Composite(facts=self._ocp.args.JsonRestore())
-        with raise_damaged():
+        with raise_damaged(self._folder / str(step)):
             return msgspec.json.decode(unseal(self._manager.restore(step, args=args)["facts"]), type=Facts)
 
     def settle(self) -> None:
@@ -267,20 +294,41 @@ class Damaged(Exception):
     """A checkpoint that cannot be read, or is not what was written."""
 
 
+#: What tensorstore says first of files that are cut, missing or garbled. Other words are of disks, limits and memory.
+_DAMAGE = {"DATA_LOSS", "NOT_FOUND", "OUT_OF_RANGE", "INVALID_ARGUMENT", "FAILED_PRECONDITION"}
+
+
 @contextmanager
-def raise_damaged() -> Iterator[None]:
-    """Turn errors of orbax and tensorstore about cut, missing or garbled files into one line."""
-    reason = ""
+def raise_damaged(checkpoint: Path) -> Iterator[None]:
+    """Turn errors of orbax and tensorstore into one line.
+
+    Raises:
+        Damaged: if files are cut, missing or garbled.
+        CheckpointError: for any other cause: the files may be whole.
+    """
     try:
         yield
     except Exception as error:  # noqa: BLE001 - orbax raises this very class, with 60 lines of text
-        reason = str(error).strip().partition("\n")[0][:120]
-    if reason:
-        # When collected, the other reads of orbax print as many lines for each array.
-        hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+        cause = error.__cause__ or error
+        said = str(cause).strip()
+        status = re.match("([A-Z_]+): ", said)
+        is_damage = isinstance(cause, ValueError | KeyError | FileNotFoundError | NotADirectoryError)
+        said = said.partition("\n")[0].partition(" [")[0] or type(cause).__name__
+        said = said if len(said) < 160 else f"{said[:60]} ... {said[-90:]}"
+        failed = Damaged(said)
+        if not is_damage or (status and status[1] not in _DAMAGE):
+            failed = CheckpointError(
+                f"{checkpoint}: cannot be read: {said}; it is kept; mend that, and try again"
+            )
+    else:
+        return
+    # When collected, the other reads of orbax print as many lines for each array.
+    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    try:
         gc.collect()
+    finally:
         sys.unraisablehook = hook
-        raise Damaged(reason)
+    raise failed
 
 
 def _check_fit(facts: Facts, expected: dict[str, Any], config_sha256: str, where: Path) -> None:

@@ -29,6 +29,10 @@ def resumed(out: Path) -> RunConfig:
         return finished
     path = checkpoint.folder_of(out) / checkpoint.RUN
     if not path.exists():
+        if path.parent.exists() and not out.exists():
+            raise UsageError(
+                f"{out}: the run was killed before its settings were written; start it again, with the same command"
+            )
         raise UsageError(
             f"{out} has no checkpoints: {path} is missing; start a new run with another --out, and with "
             "--checkpoint-every if you want to resume it"
