@@ -27,7 +27,7 @@ from speedrun import cli
 from speedrun.data import fetch, hub, inventory
 from speedrun.data.inventory import MANIFEST, read_manifest
 from speedrun.data.shards import HEADER_BYTES, sha256
-from speedrun.data.stream import require_steps
+from speedrun.data.stream import Shape, require_steps
 from speedrun.data.verify import verify
 from speedrun.data.writing import write_shard
 from speedrun.ground import track
@@ -484,7 +484,7 @@ def test_the_default_is_enough_for_the_recipe(tmp_path: Path, name: str):
     full = write_shard(tmp_path / "x.bin", np.zeros(1, int))
     full = dataclasses.replace(full, num_tokens=100_000_000)
     recipe = load_recipe(rules.recipe)
-    steps = [stage.batch_tokens for stage in recipe.stages for _ in range(stage.num_steps)]
+    steps = [Shape(1, stage.batch_tokens) for stage in recipe.stages for _ in range(stage.num_steps)]
     require_steps([full] * rules.data.hub.train_shards, steps)
     assert rules.data.get == f"speedrun data get --track {name}"
     assert inventory.data_folder(rules, None).name == "fineweb10B"

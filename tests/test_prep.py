@@ -231,10 +231,21 @@ def test_a_changed_setting_is_named(tmp_path: Path):
     }.items():
         with pytest.raises(UsageError, match=said):
             prepare(open_source([str(rows)]), BYTES, other, out)
-    write_rows(rows, ["abc"] * 6)
-    with pytest.raises(UsageError, match="with files_sha256 "):
-        prepare(open_source([str(rows)]), BYTES, cut, out)
+    times = rows.stat()
+    for texts in (["abc"] * 6, ["abc"] * 4 + ["abd"]):  # another size; an edit of the same size and time
+        write_rows(rows, texts)
+        os.utime(rows, ns=(times.st_atime_ns, times.st_mtime_ns))
+        with pytest.raises(UsageError, match="with files_sha256 "):
+            prepare(open_source([str(rows)]), BYTES, cut, out)
     assert shards_of(out) == before
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path):
+    rows = write_rows(tmp_path / "rows.jsonl", ["abc"] * 5)
+    source = open_source([str(rows)])
+    os.utime(rows, ns=(0, 0))
+    with pytest.raises(DataError, match="changed while it was read"):
+        prepare(source, BYTES, Cut("x", 4), tmp_path / "out")
 
 
 @pytest.mark.parametrize("prefix", ["../x", "/tmp/x", "a/b", "", ".", "x\0", "\udcff"])

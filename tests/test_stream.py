@@ -136,9 +136,9 @@ def test_a_run_with_too_few_tokens_is_refused(
 ):
     shards = make(folder, *lengths)
     steps = num_epochs * len(list(oracle(shards, num_tokens)))
-    require_steps(shards * num_epochs, [num_tokens] * steps)
+    require_steps(shards * num_epochs, [Shape(1, num_tokens)] * steps)
     with pytest.raises(DataError, match=rf"last for {steps} steps; the recipe takes {steps + 1};"):
-        require_steps(shards * num_epochs, [num_tokens] * (steps + 1))
+        require_steps(shards * num_epochs, [Shape(1, num_tokens)] * (steps + 1))
 
 
 @given(LENGTHS, st.integers(1, 3), st.integers(1, 3))
@@ -273,6 +273,10 @@ def test_documents_are_packed_as_in_record_89(texts, shape, splits):
     with tempfile.TemporaryDirectory() as name:
         shards = [write_shard(Path(name, f"s{i}.bin"), np.array(text)) for i, text in enumerate(texts)]
         cursor, read, rest = Cursor(0, 0), 0, 0
+        steps = len(list(documents_oracle(texts, 0, shape)))
+        require_steps(shards, [shape] * steps, 0)
+        with pytest.raises(DataError, match=rf"last for {steps} steps; the recipe takes {steps + 1};"):
+            require_steps(shards, [shape] * (steps + 1), 0)
         for rows, index, end in documents_oracle(texts, 0, shape):
             streams = [
                 TokenStream(shards, cursor, process=i, num_processes=splits, document_token=0)

@@ -101,7 +101,7 @@ class Suite:
                 document_token=rules.document_token,
             )
         shards = loading.folder_shards(self._tokens, None)
-        stream.require_steps(shards, [self._size.text_tokens] * self._size.text_steps)
+        stream.require_steps(shards, [stream.Shape(1, self._size.text_tokens)] * self._size.text_steps)
 
     def _environment(self) -> dict[str, str]:
         """Of the worker. Programs are kept from slice to slice."""

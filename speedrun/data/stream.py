@@ -13,6 +13,7 @@ Source: modded-nanogpt, `distributed_data_generator`.
 """
 
 import hashlib
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import pairwise
@@ -202,26 +203,62 @@ def packed(
     return ids_BT, stop
 
 
-def require_steps(shards: Sequence[Shard], batch_tokens: Sequence[int]) -> None:
-    """Check, without reading, that the shards have enough tokens for a run.
+def require_steps(
+    shards: Sequence[Shard], shapes: Sequence[Shape], document_token: int | None = None
+) -> None:
+    """Check that the shards have enough tokens for a run; reads them only where documents are packed.
 
     Args:
         shards: in the order of reading.
-        batch_tokens: tokens of each step, in order.
+        shapes: of the batches of all steps, in order.
+        document_token: the first token of each document; needed to pack documents.
 
     Raises:
-        DataError: if there are fewer tokens than the steps need. Cut documents may need more; that is found out later.
+        DataError: if there are fewer tokens or documents than the steps need.
     """
-    lengths, offset, steps = [shard.num_tokens for shard in shards], 0, 0
-    for num_tokens in batch_tokens:
-        while lengths and offset + num_tokens + 1 >= lengths[0]:
-            lengths, offset = lengths[1:], 0
-        if not lengths:
+    left, offset, documents = list(shards), 0, _Documents(document_token)
+    for step, shape in enumerate(shapes):
+        while left:
+            if shape.document_tokens:
+                stop = documents.end(left[0], offset, shape)
+            else:
+                stop = offset + shape.num_sequences * shape.seq_len
+                stop = stop if stop + 1 < left[0].num_tokens else None
+            if stop is not None:
+                offset = stop
+                break
+            del left[0]
+            offset = 0
+        else:
             raise DataError(
-                f"{len(shards)} training shards last for {steps:,} steps; the recipe takes {len(batch_tokens):,}; "
+                f"{len(shards)} training shards last for {step:,} steps; the recipe takes {len(shapes):,}; "
                 "get more shards or run fewer steps"
             )
-        offset, steps = offset + num_tokens, steps + 1
+
+
+class _Documents:
+    """Where packed batches end, from the lengths of documents alone. Holds those of one shard."""
+
+    def __init__(self, document_token: int | None) -> None:
+        self._document_token = document_token
+        self._shard: Shard | None = None
+        self._cut_at = 0
+
+    def end(self, shard: Shard, offset: int, shape: Shape) -> int | None:
+        """Return the offset after a batch from `offset` on, as `packed` does; None if the rest does not fill it."""
+        if shard is not self._shard:
+            text = shard.read(0, shard.num_tokens)
+            self._bounds = [*np.flatnonzero(text == self._document_token).tolist(), shard.num_tokens]
+            self._shard, self._cut_at = shard, 0
+        if shape.document_tokens != self._cut_at:
+            lengths = np.minimum(np.diff(self._bounds), shape.document_tokens)
+            self._before, self._cut_at = [0, *np.cumsum(lengths).tolist()], shape.document_tokens
+        document = bisect_left(self._bounds, offset)
+        for _ in range(shape.num_sequences):
+            if document >= len(self._before):
+                return None
+            document = bisect_left(self._before, self._before[document] + shape.seq_len + 1)
+        return self._bounds[document] if document < len(self._bounds) else None
 
 
 def _rows(tokens: np.ndarray, num_sequences: int) -> Batch:

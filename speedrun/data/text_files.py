@@ -10,6 +10,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -39,11 +40,20 @@ class Files:
         if any(suffix_of(path) == ".parquet" for path in self._paths.values()):
             need("pyarrow")
         self._bytes = {label: path.stat().st_size for label, path in found}
+        self._changed_ns = {label: path.stat().st_mtime_ns for label, path in found}
         self.total_bytes = sum(self._bytes.values())
 
     def identity(self) -> dict[str, str | int]:
-        """Return names and sizes of the files; a digest of the content would take as long as the work itself."""
-        listing = json.dumps(list(self._bytes.items()))
+        """Return a digest of names and contents. To tokenize takes many times as long as to read.
+
+        Raises:
+            DataError: if a file cannot be read.
+        """
+        digests = {}
+        for label, path in self._paths.items():
+            with _one_line(path), path.open("rb") as file:
+                digests[label] = hashlib.file_digest(file, "sha256").hexdigest()
+        listing = json.dumps(list(digests.items()))
         return {
             "files": len(self._bytes),
             "files_sha256": hashlib.sha256(listing.encode()).hexdigest(),
@@ -62,14 +72,24 @@ class Files:
         for label in labels[first:]:
             path = self._paths[label]
             row = start.row if label == start.file else 0
-            try:
+            with _one_line(path):
                 for block in READERS[suffix_of(path)](path, row, self._column):
+                    if path.stat().st_mtime_ns != self._changed_ns[label]:
+                        raise DataError(
+                            f"{path}: changed while it was read; remove the folder, and start again"
+                        )
                     place = Place(label, block.first.row)
                     yield block._replace(first=place, read_bytes=read_bytes + block.read_bytes)
-            except (OSError, EOFError, zlib.error) as error:
-                reason = " ".join(str(error).split())
-                raise DataError(f"{path}: {reason}; a readable file is needed; get it again") from None
             read_bytes += self._bytes[label]
+
+
+@contextmanager
+def _one_line(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, EOFError, zlib.error) as error:
+        reason = " ".join(str(error).split())
+        raise DataError(f"{path}: {reason}; a readable file is needed; get it again") from None
 
 
 def _check_names(source: str, found: list[tuple[str, Path]]) -> None:

@@ -152,7 +152,9 @@ def _prepare(config: RunConfig) -> Ready:
     fixed.check(recipe, program.step.plan.rows, track)
     program = footprint.fitted_here(program)
     found = inventory.open_track(folder, track.data)
-    stream.require_steps(found.train, [s.batch_tokens for s in recipe.stages for _ in range(s.num_steps)])
+    shapes = [stream.Shape(one.num_sequences, one.seq_len, one.document_tokens) for one in recipe.stages]
+    steps = [shape for shape, one in zip(shapes, recipe.stages, strict=True) for _ in range(one.num_steps)]
+    stream.require_steps(found.train, steps, track.data.document_token)
     stream.validation_batches(found.val[0], track.data.val_tokens, recipe.eval_sequences, recipe.eval_seq_len)
     source = provenance.closure(
         [f"speedrun.science.recipes.{recipe.name}", "speedrun.training.train"],
