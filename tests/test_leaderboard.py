@@ -240,6 +240,12 @@ def test_the_readme_gets_the_tables_between_its_marks(records):
     assert text.endswith("after\n")
     assert "\nold\n" not in text
     assert "(records/forged/fast)" in text
+    shutil.copytree("records", other := Path("other"))
+    shutil.rmtree(other / "forged" / "fast")
+    shutil.copytree(other, Path("elsewhere") / "records")
+    for path in (other, other.absolute(), Path("elsewhere") / "records"):
+        assert invoke("build", "--records", str(path)).exit_code == 0
+        assert readme.read_text() == text, "it shows the board of the records beside it"
     readme.write_text(f"{board_pages.BEGIN} no end")
     assert (invoke("build").exit_code, "restore the marks" in invoke("build").stderr) == (2, True)
 

@@ -14,15 +14,15 @@ from speedrun.ground.console import clean
 from speedrun.ground.errors import SpeedrunError, UsageError
 from speedrun.ground.wholefile import write_whole
 
+_RECORDS = "records"  #: the name of the folder whose board the README beside it shows
 _records_option: Decorator = click.option(
     "--records",
     type=click.Path(path_type=Path),
-    default=Path("records"),
+    default=Path(_RECORDS),
     show_default=True,
     metavar="DIR",
     help="Folder of <track>/<record>/.",
 )
-_README = Path("README.md")
 _OTHERS = "What others published or claim is in italics: unranked, not verified by us."
 
 
@@ -39,8 +39,9 @@ def command() -> None:
 def build(*, records: Path, as_json: bool) -> None:
     """Validate every record again and write LEADERBOARD.md, leaderboard.json and leaderboard.html.
 
-    They go into the folder of records. If README.md in this folder has the two marks of the board, the same tables are
-    written between them. A record that cannot be judged is left out and named, and the exit code is 1.
+    They go into the folder of records. If it is called records, and the README.md beside it has the two marks of the
+    board, the same tables are written between them. A record that cannot be judged is left out and named, and the exit
+    code is 1.
     """
     board = read(records)
     for path, content in _files(board, records).items():
@@ -78,14 +79,15 @@ def _files(board: Board, records: Path) -> dict[Path, bytes]:
         records / "LEADERBOARD.md": f"# The board\n\n{_OTHERS}\n\n{table}".encode(),
         records / BOARD: pages.json(board),
     }
-    readme = _README.read_text(encoding="utf-8") if _README.exists() else ""
-    if pages.BEGIN in readme:
+    readme = records.parent / "README.md"
+    text = readme.read_text(encoding="utf-8") if records.name == _RECORDS and readme.exists() else ""
+    if pages.BEGIN in text:
         known = tuple(one for one in board.published if not one.claim)  # a first page is no place for claims
-        block = pages.markdown(replace(board, published=known), records=records.as_posix())
+        block = pages.markdown(replace(board, published=known), records=_RECORDS)
         try:
-            files[_README] = pages.spliced(readme, block).encode()
+            files[readme] = pages.spliced(text, block).encode()
         except ValueError as error:
-            raise UsageError(f"{_README}: {error}; restore the marks") from None
+            raise UsageError(f"{readme}: {error}; restore the marks") from None
     return files
 
 
