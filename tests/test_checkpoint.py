@@ -386,7 +386,7 @@ def test_no_changed_bit_of_what_was_sealed_passes():
             unseal(msgspec.json.decode(bytes(changed)))
 
 
-def test_no_whole_checkpoint_is_an_error_and_all_are_kept(copy, small):
+def test_no_whole_checkpoint_is_an_error(copy, small):
     for step in ("1", "2"):
         flip(largest(copy / step))
     before = tree(copy)
@@ -437,7 +437,7 @@ def test_one_process_writes_at_a_time(copy):
         pass
 
 
-def test_what_a_killed_writer_left_is_removed_and_no_file_of_that_name(copy, small):
+def test_what_a_killed_writer_left_is_removed(copy, small):
     left, file = copy / "3.orbax-checkpoint-tmp-1", copy / "45.orbax-checkpoint-tmp-1"
     (left / "state").mkdir(parents=True)
     file.touch()

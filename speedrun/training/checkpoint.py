@@ -24,7 +24,7 @@ import msgspec
 from speedrun.ground import faults, lock, processes
 from speedrun.ground.errors import CheckpointError, translate_os_errors
 from speedrun.ground.mesh import fetch
-from speedrun.ground.wholefile import write_whole
+from speedrun.ground.wholefile import give_name, write_whole
 from speedrun.science.step import TrainState
 from speedrun.training.fingerprint import fingerprint
 from speedrun.training.program import Program
@@ -233,8 +233,7 @@ class Checkpoints:
                 aside = aside.with_name(f"{aside.name}+")
             processes.barrier()
             if processes.is_first():
-                with translate_os_errors(aside, CheckpointError):
-                    (self._folder / str(step)).rename(aside)
+                give_name(self._folder / str(step), aside)
             processes.barrier()
             say(f"checkpoint {step} is damaged ({damage}); kept as {aside.name}, the one before it is taken")
         if damaged:
