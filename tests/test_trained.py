@@ -32,11 +32,8 @@ from speedrun.study.extras import Extras
 from speedrun.trained import exported, harness, held_out, hellaswag, samples, weights, words
 from speedrun.trained.decode import Decoder, Draw, drawn
 from speedrun.trained.incremental import DecodingKernels, Incremental, probes
-<<<<<<< HEAD
-=======
 from speedrun.trained.start import start_from
-from speedrun.training import checkpoint, train
->>>>>>> 7c78893 (Set damaged checkpoints aside, and make exports by one rename)
+from speedrun.training import checkpoint
 from speedrun.training.checkpoint import folder_of, seal, unseal
 from speedrun.training.prepare import RunConfig
 from speedrun.training.program import Program
