@@ -203,6 +203,18 @@ class TestForms:
             assert jnp.linalg.norm(a - b) < 0.02 * jnp.linalg.norm(b)
 
     @pytest.mark.parametrize("name", FORMS)
+    def test_no_window_shows_a_later_token(self, name):
+        """A window without blocks shows nothing: NaN, which ends a run."""
+        case, t = Case([48], 2, 8), 40
+        form, (q, k, v, _) = jax.jit(partial(FORMS[name](case), scale=0.3)), inputs(case)
+        for blocks in (-(2**31), -3, 0, 1, 2):
+            seen = sight(jnp.zeros((2, 48), jnp.int32), jnp.int32(blocks), 8)
+            now, later = form(q, k, v, seen), form(q, k.at[:, t].add(1), v.at[:, t].add(1), seen)
+            np.testing.assert_array_equal(now[:, :t], later[:, :t])
+            is_right = blocks in ([2] if "flash3" in name else [1, 2])
+            np.testing.assert_array_equal(jnp.isnan(now), not is_right)
+
+    @pytest.mark.parametrize("name", FORMS)
     def test_inside_shard_map(self, name):
         """As in the training step: one row per device, with varying mesh axes checked.
 

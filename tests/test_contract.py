@@ -125,7 +125,9 @@ def plain_losses(toy: Recipe, batches: list[np.ndarray]) -> list[float]:
     @jax.jit
     @partial(jax.value_and_grad, has_aux=True)
     def differentiate(p, batch, now):
-        out = recipe.loss(p, batch, Inputs(now, {"window_blocks": 5}), recipe.config, kernels, recipe.forward)
+        out = recipe.loss(
+            p, batch, Inputs(now, {"window_blocks": (1, 5)}), recipe.config, kernels, recipe.forward
+        )
         return out.objective, out
 
     losses = []
@@ -358,6 +360,12 @@ MISTAKES = {
         "    def at(self, *at): return {k: v for k, v in super().at(*at).items() if k != 'momentum'}\n"
         "CHANGES = {'schedule': Short()}",
         "give no input 'momentum'; they give",
+    ),
+    "window": (
+        "class Closing(toy89.Schedule):\n"
+        "    def at(self, *at): return super().at(*at) | {'window_blocks': np.int32(at[1] - at[0])}\n"
+        "CHANGES = {'schedule': Closing()}",
+        "its schedule gives a window 'window_blocks' of 0 blocks; need at least 1",
     ),
     "float": (
         "class Falling(toy89.Schedule):\n"

@@ -76,7 +76,7 @@ def test_a_track_fixes_every_input_that_its_model_reads(name: str) -> None:
     rules = track.load(name)
     program = Program(at_laptop_size(rules.recipe), mesh.make_mesh(1))
     recipe, asked = program.recipe, Asked(program.recipe.inputs_at(0))
-    inputs = Inputs(asked, dict.fromkeys(asked, 4))
+    inputs = Inputs(asked, dict.fromkeys(asked, (1, 4)))
     params = jax.eval_shape(lambda key: program.layout.unpack(program.layout.init(key)), jax.random.key(0))
     ids = jax.ShapeDtypeStruct((1, 64), np.int32)
 

@@ -80,7 +80,7 @@ def test_the_bound_of_a_scheduled_window_is_in_tokens():
     ids_BT = jnp.asarray(np.random.default_rng(1).integers(1, 256, (1, 512)))
 
     def hidden(blocks, form):
-        inputs = Inputs({"window_blocks": blocks}, {"window_blocks": 3})
+        inputs = Inputs({"window_blocks": blocks}, {"window_blocks": (1, 3)})
         return recipe.forward(params, ids_BT, inputs, recipe.config, Kernels("cpu", "", form))
 
     forms = jax.jit(lambda blocks: [hidden(blocks, form) for form in ("banded", "definition")])

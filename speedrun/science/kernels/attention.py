@@ -29,13 +29,14 @@ class Sight(NamedTuple):
     """How far back each token sees; computed once per step and window. Both arrays are non-decreasing in T."""
 
     start_BT: jax.Array  #: i32, the first token of its document
-    first_BT: jax.Array  #: i32, the first key it sees: from its document's start to the token itself
+    first_BT: jax.Array  #: i32, the first key it sees, in its document; it sees none if that is later
 
 
 def sight(doc_BT: jax.Array, window_blocks: jax.Array | int, block_tokens: int) -> Sight:
     """Return the mask as intervals: first[q] = max(start[q], (q // block - window_blocks + 1) * block).
 
-    `doc_BT` has the index of each token's document, i32; documents are contiguous. A window has at least one block.
+    `doc_BT` has the index of each token's document, i32; documents are contiguous. With a window below one block a
+    query sees nothing.
     """
     t_T = jnp.arange(doc_BT.shape[-1], dtype=jnp.int32)
     opens_BT = jnp.diff(doc_BT, axis=-1, prepend=doc_BT[:, :1]) != 0
@@ -55,8 +56,8 @@ def attention(
 ) -> jax.Array:
     """Return softmax(scale q k^T, over visible keys) v, with a float32 softmax. Memory grows with T squared.
 
-    `sight` is made from this layer's window; each query sees at least itself. Record 21 scales by 0.12 for unit-RMS q
-    and k of 128 dimensions.
+    `sight` is made from this layer's window. A query that sees nothing is NaN, in every form.
+    Record 21 scales by 0.12 for unit-RMS q and k of 128 dimensions.
 
     Returns:
         [B, T, H, K] in the dtype of `v_BTHK`.

@@ -75,8 +75,9 @@ def attention(
 ) -> jax.Array:
     """Compute the definition's value and gradient to the rounding of the inputs' dtype, for any window.
 
-    Scores, sums and accumulators are float32; weights and their gradients are rounded to the dtype of the values
-    before each product. The backward pass recomputes scores, so memory is linear in T.
+    A query that sees nothing is NaN, as in the definition. Scores, sums and accumulators are float32; weights and
+    their gradients are rounded to the dtype of the values before each product. The backward pass recomputes scores, so
+    memory is linear in T.
 
     Queries, keys and values have one dtype, bfloat16 for speed; K is a power of two, T a multiple of every tile.
     `backward` has the tiles of both backward kernels; `interpret` is for tests.
@@ -188,6 +189,7 @@ def _forward_kernel(*refs: Any, scale: float, tiles: Tiles) -> None:
 
     start = jnp.zeros(q_CK.shape, jnp.float32), jnp.full(t_C.shape, UNSEEN), jnp.zeros(t_C.shape)
     o_CK, top_C, sum_C = jax.lax.fori_loop(first_tile_ref[...], _end_key_tile(tiles), visit, start)
+    sum_C = jnp.where(first_C <= t_C, sum_C, jnp.nan)  # sees nothing: not the mean of all values
     o_ref[...] = (o_CK / sum_C[:, None]).astype(o_ref.dtype)
     lse_ref[...] = top_C + jnp.log2(sum_C)
 
