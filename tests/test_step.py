@@ -4,11 +4,13 @@ import dataclasses
 import math
 import re
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
@@ -17,7 +19,8 @@ from speedrun.ground import mesh
 from speedrun.ground.errors import UsageError
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels.cross_entropy import logits
-from speedrun.science.recipe import Batch, Recipe
+from speedrun.science.params import Dtype, Layout, Params, ParamSpec, Table, constant
+from speedrun.science.recipe import Batch, Loss, Recipe, Stage
 from speedrun.science.step import StepMetrics, TrainState
 from speedrun.training.fingerprint import fingerprint, state_hash
 from speedrun.training.program import Program, recomputed
@@ -113,6 +116,93 @@ def test_replicas_do_not_matter_and_stay_the_same_to_the_last_bit(tiny, on_eight
             parts.setdefault(str(shard.index), set()).add(np.asarray(shard.data).tobytes())
         assert len(parts) in (1, num_devices // replicas)
         assert {len(copies) for copies in parts.values()} == {1}
+
+
+class Descent:
+    """Adds gradients, and schedules nothing: what a step changes is then the mean gradient itself."""
+
+    def transform(self, _: Layout) -> optax.GradientTransformationExtraArgs:
+        return optax.with_extra_args_support(optax.identity())
+
+    def at(self, *_: int) -> dict[str, Any]:
+        return {}
+
+
+def linear(size: float, dtype: Dtype) -> Recipe:
+    """A recipe whose gradient is the mean token times `size`, 2 `size`, 3 `size`, ...; its parameters are 1."""
+
+    def table(_: Any) -> Table:
+        ones = constant(1.0)
+        return {
+            "matrix": ParamSpec((3, 4, 6), ("k", "m", "n"), ones, "matrix"),
+            "table": ParamSpec((9, 4), ("vocab", "model"), ones, "embed", "bfloat16"),
+            "scalar": ParamSpec((5,), ("lambda",), ones, "scalar"),
+        }
+
+    def loss(p: Params, batch: Batch, *_: Any) -> Loss:
+        token, whole = batch.tokens_BT.astype(jnp.float32).mean(), (x.astype(jnp.float32) for x in p.values())
+        by = token * size
+        objective = by * sum((x.ravel() * jnp.arange(1, x.size + 1)).sum() for x in whole)
+        return Loss(
+            jnp.asarray(objective),
+            token + 0 * objective,
+            {"read": batch.carry["read"] + batch.tokens_BT[:, 0]},
+        )
+
+    config = SimpleNamespace(vocab_size=9)
+    return Recipe(
+        *("linear", "", None, 1, config, table),
+        forward=lambda *_: jnp.zeros(()),
+        logits=lambda *_: jnp.zeros(()),
+        loss=loss,
+        optimizer=Descent(),
+        schedule=Descent(),
+        stages=(Stage(num_steps=2, num_sequences=16, seq_len=2),),
+        eval_sequences=16,
+        eval_seq_len=2,
+        compute_dtype=dtype,
+        carry=lambda _: {"read": jnp.zeros((), jnp.int32)},
+    )
+
+
+def descend(program: Program, tokens_B: np.ndarray, num_steps: int) -> tuple[dict[str, Any], TrainState]:
+    """Return what some steps add to each parameter, and the state."""
+    state, ids_BT = program.init(jax.random.key(0)), np.stack([tokens_B, tokens_B], axis=1).astype(np.int32)
+    for _ in range(num_steps):
+        ids = mesh.place(ids_BT, program.mesh)
+        state, metrics = program.train_step(state, ids, ids, program.schedule)
+        assert float(metrics.loss) == tokens_B.mean()
+    return {name: np.float64(x) - 1 for name, x in on_host(program, state).items()}, state
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "replicas", "microbatches"),
+    [(1, 1, 1), (1, 1, 16), (8, 1, 8), (8, 2, 8), (8, 8, 8), (8, 4, 16)],
+)
+def test_a_step_takes_the_mean_gradient_of_all_devices_and_carries_on(num_devices, replicas, microbatches):
+    """To the last bit: the sums are whole numbers."""
+    program = Program(linear(1.0, "float32"), mesh.make_mesh(num_devices, replicas), microbatches)
+    tokens_B = np.arange(16) % 8
+    moved, state = descend(program, tokens_B, 2)
+    for name, x in moved.items():
+        np.testing.assert_array_equal(x.ravel(), 7.0 * np.arange(1, x.size + 1), name)
+    np.testing.assert_array_equal(state.carry["read"], 2 * tokens_B)
+    assert int(state.step) == 2
+
+
+def test_parameters_travel_in_16_bits_and_are_summed_and_updated_in_32():
+    """In 16 bits 2^-4 + 2^-14 is 2^-4, and their mean over 16 would be half an ulp of 1: not enough to move it."""
+    program = Program(linear(2.0**-14, "bfloat16"), mesh.make_mesh(2), 16)
+    moved, _ = descend(program, np.array([1024, 1, *[0] * 14]), 1)
+    firsts = {name: x.ravel()[0] for name, x in moved.items()}
+    assert firsts == {"matrix": 2.0**-8 + 2.0**-18, "table": 2.0**-7, "scalar": 2.0**-8 + 2.0**-18}
+    for microbatches, summed in ((16, "f32"), (2, "bf16")):
+        once = Program(program.recipe, program.mesh, microbatches)
+        ids = jax.ShapeDtypeStruct((16, 2), jnp.int32)
+        text = once.train_step.lower(once.init(jax.random.key(0)), ids, ids, once.schedule).as_text()
+        for kind, dtype in (("all_gather", "bf16"), ("reduce_scatter", summed)):
+            sent = re.findall(rf'stablehlo\.{kind}"\(.*?: \(tensor<[\dx]*(\w+)>\) ->', text, re.DOTALL)
+            assert sent == 2 * [dtype], kind
 
 
 def test_a_replica_that_drifts_has_another_hash(tiny):
