@@ -26,6 +26,7 @@ from speedrun.science.kernels.cross_entropy import (
     single_targets,
     weighted_cross_entropy,
     weighted_on_cpu,
+    weighted_uncapped,
 )
 from speedrun.science.kernels.forms import HeadCall
 
@@ -260,6 +261,14 @@ def test_without_a_cap_it_is_plain_cross_entropy(num_chunks):
     np.testing.assert_allclose(dx_ND, p_NV @ w, atol=1e-5)
     np.testing.assert_allclose(dhead_VD, p_NV.T @ x, atol=1e-5)
     np.testing.assert_allclose(logits(x_ND, head_VD, cap=math.inf), x @ w.T, atol=1e-4)
+
+
+def test_without_a_cap_the_heads_gradient_is_summed_in_float32():
+    """One chunk in the middle gives 256, the others 1 each: in 16 bits, 256 + 1 is 256."""
+    x_ND, targets_N = jnp.full((64, 1), 2, jnp.bfloat16).at[32].set(512), jnp.zeros(64, jnp.int32)
+    form = partial(summed, partial(weighted_uncapped, num_chunks=64), cap=math.inf)
+    grad = jax.jit(jax.grad(form, 1))(x_ND, jnp.zeros((2, 1), jnp.bfloat16), targets_N)
+    assert grad.tolist() == [[-320.0], [320.0]]  # 319, rounded once
 
 
 def test_probabilities_of_a_zero_head_are_uniform():

@@ -152,6 +152,9 @@ def assert_all_steps_agree(run: Run) -> None:
     for name, value in run.named(state.params).items():
         want = run.golden[f"final_norm/{name}"]
         np.testing.assert_allclose(np.linalg.norm(value), want, rtol=1e-3, err_msg=name)
+        want = run.golden[f"final_probe/{name}"]
+        error = np.linalg.norm(probes(value) - want) / np.linalg.norm(want)
+        assert error < 1e-2, f"{name}: {error}"
 
 
 def test_the_first_losses_and_gradients_agree(golden):

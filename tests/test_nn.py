@@ -25,8 +25,9 @@ def test_rotary_turns_pairs_by_position_times_frequency(head_dim):
     np.testing.assert_allclose(got, np.concatenate([z.real, z.imag], axis=-1), atol=1e-5)
 
 
-def test_rms_norm_is_computed_in_float32_and_returned_as_it_came():
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 768)), jnp.bfloat16)
+@pytest.mark.parametrize("size", [1.0, 2.0**-12])  # the mean square of the other is half of epsilon
+def test_rms_norm_is_computed_in_float32_and_returned_as_it_came(size):
+    x = jnp.asarray(size * np.random.default_rng(0).standard_normal((4, 768)), jnp.bfloat16)
     wide = np.asarray(x, np.float64)
     want = wide / np.sqrt(np.mean(wide**2, axis=-1, keepdims=True) + 1.1920929e-07)
     got = nn.rms_norm(x)

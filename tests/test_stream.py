@@ -258,6 +258,9 @@ def test_impossible_validation_is_refused_early(folder: Path):
 
 
 @example(texts=[[0, 1, 0, 2]], shape=Shape(2, 1, 12), splits=1)  # the last document of a shard is needed
+@example(
+    texts=[[0, 1, 0, 2, 0, 3, 0, 1]], shape=Shape(4, 1, 12), splits=2
+)  # no two rows next to each other equal
 @settings(deadline=None, max_examples=60)
 @given(
     texts=st.lists(
