@@ -444,6 +444,7 @@ CPU = CALL._replace(platform="cpu", compute_capability="", dtype=jnp.dtype(jnp.f
             "banded",
             "gpu 7.5; the kernels need an A100 (gpu 8.0), L40S",
         ),
+        (CALL._replace(platform="rocm"), "banded", "not triton: this is a rocm 9.0; the"),
         (CPU, "banded", "49,152 tokens, windows of at most 1,792"),
         (CPU._replace(shape_BTHK=(2, 256, 2, 16)), "definition", "256 tokens"),
         (CPU._replace(shape_BTHK=(2, 1024, 2, 16)), "definition", "nothing to skip"),
@@ -469,12 +470,20 @@ def test_what_was_chosen_computes_attention():
 
 
 def test_every_choice_of_a_program_is_kept():
-    """Also where training and validation have equal shapes."""
+    """Also where training and validation have equal shapes, and where another program's trace could be taken."""
+
+    @partial(jax.jit, static_argnums=0)
+    def head(kernels: Kernels, *args: jax.Array) -> jax.Array:
+        return kernels.summed_cross_entropy(*args, cap=15.0, fp8=None)
+
     chosen = Kernels("cpu", "")
     x_ND, head_VD, targets_N = jnp.ones((8, 4)), jnp.ones((16, 4)), jnp.zeros(8, jnp.int32)
     for fp8 in (None, RECORD21):
         chosen.summed_cross_entropy(x_ND, head_VD, targets_N, cap=15.0, fp8=fp8)
     assert [one.name for one in chosen.choices.values()] == ["chunks", "fp8"]
+    for kernels in (Kernels("cpu", ""), Kernels("cpu", "")):
+        head(kernels, x_ND, head_VD, targets_N)
+        assert [one.name for one in kernels.choices.values()] == ["chunks"]
 
 
 def test_a_form_that_cannot_run_gives_all_reasons(monkeypatch):

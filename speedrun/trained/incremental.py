@@ -35,7 +35,7 @@ from speedrun.trained.alignment import RUNNING, Time, passage, shape_of, with_sh
 from speedrun.trained.equations import Values, bind, needed, run, traced, variables
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DecodingKernels(Kernels):
     """The definitions of all operations, with attention as one equation that `Incremental` knows."""
 

@@ -10,7 +10,6 @@ Source: the recurrence is that of Dao et al. 2022 and 2023, FlashAttention 1 and
 
 import math
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -41,9 +40,8 @@ class Tiles(NamedTuple):
 #: 128 queries of width 128 take 32 KB of shared memory; each stage of keys and values takes as much.
 FORWARD = Tiles(queries=128, keys=64, num_warps=8, num_stages=3)
 BACKWARD = Tiles(queries=64, keys=64, num_warps=4, num_stages=2)
-#: By compute capability. With four warps, registers spill on 8.x.
-_WIDE = BACKWARD._replace(num_warps=8)
-BACKWARD_ON = MappingProxyType({"8.0": _WIDE, "8.9": _WIDE, "9.0": BACKWARD, "10.0": BACKWARD})
+#: With four warps, registers spill on 8.x.
+BACKWARD_ON_8 = BACKWARD._replace(num_warps=8)
 
 
 class Bounds(NamedTuple):

@@ -97,7 +97,7 @@ def choose_head(call: forms.HeadCall) -> Choice:
     return Choice(str(call.dtype) if fp8 is None else "fp8", head, reason)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # as an argument of `jit`, no other program's kernels stand for these
 class Kernels:
     """The operations of one program. Tracing a call chooses its form and adds the choice to `choices`.
 
@@ -108,7 +108,7 @@ class Kernels:
     compute_capability: str  #: of an NVIDIA GPU; empty elsewhere
     wanted_attention: str = "auto"
     head_tokens: int = forms.HEAD_TOKENS  #: of which logits exist at one time
-    choices: dict[str, Choice] = field(default_factory=dict, compare=False)  #: by operation and shape
+    choices: dict[str, Choice] = field(default_factory=dict)  #: by operation and shape
 
     def attention(
         self,

@@ -23,8 +23,9 @@ from speedrun.science.kernels.qk_norm import qk_norm
 MOST_SCORE_BYTES = 4 * 2**30
 #: Tokens per chunk of logits on a GPU: 4.9 GB in 16 bits with the GPT-2 vocabulary.
 HEAD_TOKENS = 49_152
-_HOPPER = "H100 or H200 (gpu 9.0)"
-_TRITON = f"A100 (gpu 8.0), L40S or 4090 (gpu 8.9), {_HOPPER}, B200 (gpu 10.0)"
+#: GPUs by compute capability: those that Mosaic's kernels and FlashAttention-3 can run on, and those that Triton's can.
+_HOPPER = MappingProxyType({"9.0": "H100 or H200"})
+_TRITON = MappingProxyType({"8.0": "A100", "8.9": "L40S or 4090", **_HOPPER, "10.0": "B200"})
 
 
 class Choice(NamedTuple):
@@ -110,14 +111,23 @@ def _flash3_refusals(call: AttentionCall) -> list[str]:
     return reasons
 
 
-def _platform_refusals(call: Any, cards: str = _HOPPER) -> list[str]:
+def _platform_refusals(call: Any, cards: Mapping[str, str] = _HOPPER) -> list[str]:
+    if call.platform == "gpu" and call.compute_capability in cards:
+        return []
     here = f"{call.platform} {call.compute_capability}".strip()
-    return [] if f"({here})" in cards else [f"this is a {here}; the kernels need an {cards}"]
+    need = ", ".join(f"{name} (gpu {capability})" for capability, name in cards.items())
+    return [f"this is a {here}; the kernels need an {need}"]
 
 
-def _refusals(call: AttentionCall | QkNormCall, cards: str = _HOPPER) -> list[str]:
+def _refusals(call: AttentionCall | QkNormCall, cards: Mapping[str, str] = _HOPPER) -> list[str]:
     other = [] if call.dtype == jnp.bfloat16 else [f"{call.dtype} inputs; the kernels need bfloat16"]
     return _platform_refusals(call, cards) + other
+
+
+def _bind_triton(call: AttentionCall) -> Callable[..., jax.Array]:
+    is_8 = call.compute_capability.startswith("8.")
+    tiles = attention_triton.BACKWARD_ON_8 if is_8 else attention_triton.BACKWARD
+    return partial(attention_triton.attention, backward=tiles)
 
 
 def _bind_flash3(call: AttentionCall) -> Callable[..., jax.Array]:
@@ -138,9 +148,7 @@ ATTENTION: Mapping[str, Form] = MappingProxyType(
         ),
         "triton": Form(
             lambda call: _refusals(call, _TRITON) + attention_triton.refusals(call.shape_BTHK),
-            lambda call: partial(
-                attention_triton.attention, backward=attention_triton.BACKWARD_ON[call.compute_capability]
-            ),
+            _bind_triton,
         ),
         "flash3": Form(_flash3_refusals, _bind_flash3),
     }
