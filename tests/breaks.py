@@ -346,7 +346,7 @@ def main() -> None:
     parser.add_argument("--number", type=int, default=120)
     parser.add_argument("--only", choices=TESTS)
     parser.add_argument("--out", type=Path, default=Path("breaks.md"))
-    parser.add_argument("--timeout-s", type=float, default=180)
+    parser.add_argument("--timeout-s", type=float, default=600)
     args = parser.parse_args()
     drawn = list(islice(draw(args.seed, [args.only] if args.only else [*TESTS]), args.number))
     done = args.out.read_text() if args.out.exists() else ""
