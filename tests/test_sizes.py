@@ -173,6 +173,15 @@ def test_a_size_that_cannot_be_is_refused_in_one_line(recipe: Recipe, size: str,
     assert "\n" not in str(caught.value)
 
 
+def test_a_width_of_another_name_is_refused_unless_it_is_given() -> None:
+    wide = GPT2 | {"config.expert_dim": 1536}
+    with pytest.raises(
+        UsageError, match=r"size=nano has no rule for config\.expert_dim=1536, a multiple of the w"
+    ):
+        settings_at("nano", wide)
+    assert settings_at("nano", wide, {"config.expert_dim"}) == settings_at("nano", GPT2)
+
+
 def test_a_setting_that_is_gone_at_this_size_is_unknown() -> None:
     with pytest.raises(UsageError, match=r"unknown setting 'config\.head_fp8\.x'"):
         RECORD21.override({"size": "smoke", "config.head_fp8.x": 1.0})

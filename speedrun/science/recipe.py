@@ -142,7 +142,7 @@ class Recipe:
         known, new = settings(self), {}
         if "size" in changes:
             rest = {key: value for key, value in changes.items() if key != "size"}
-            return _rebuilt(self, settings_at(str(changes["size"]), known)).override(rest)
+            return _rebuilt(self, settings_at(str(changes["size"]), known, rest)).override(rest)
         for key, value in changes.items():
             if key in IDENTITY:
                 raise UsageError(f"setting {key!r} identifies the recipe; to change it, write a recipe file")

@@ -1,9 +1,10 @@
 """Siblings of a full-size recipe (12 layers of width 768): the settings that `--set size=nano` stands for.
 
-The rules go by the names of settings, so they hold for every architecture. docs/recipes.md explains them.
+The rules go by the names of settings. A multiple of the width of another name is refused, since it would not shrink.
+docs/recipes.md explains them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from speedrun.ground.errors import UsageError
@@ -22,8 +23,12 @@ SMOKE |= {"bigram_rows": 1_920, "prefix_weight": 0.0, "end_prefix_weight": 0.0} 
 SMOKE |= {"num_sequences": 8, "seq_len": 256, "eval_sequences": 64, "eval_seq_len": 256}
 
 
-def settings_at(name: str, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a full-size recipe at another size, by dotted name; raise UsageError for any other."""
+def settings_at(name: str, known: Mapping[str, Any], given: Collection[str] = ()) -> dict[str, Any]:
+    """Return the settings of a full-size recipe at another size, by dotted name.
+
+    Raises:
+        UsageError: for any other recipe, and for a width without a rule that is not among the `given` names.
+    """
     if name not in SIZES:
         raise UsageError(f"unknown size {name!r}; choose one of: {', '.join(SIZES)}")
     if known.get("config.model_dim") != 768 or "config.num_heads" not in known:
@@ -48,7 +53,19 @@ def settings_at(name: str, known: Mapping[str, Any]) -> dict[str, Any]:
         elif field == "num_sequences":  # one for each of eight devices; what is left shortens them
             new[key] = max(min(old, 8), round(old * batch))
             new[f"{above}.seq_len"] = round(old * known[f"{above}.seq_len"] * batch) // new[key]
-    return new | (_smoke(known) if name == "smoke" else {})
+    new |= _smoke(known) if name == "smoke" else {}
+    for key, old in known.items():
+        if (
+            key.startswith("config.")
+            and type(old) is int
+            and old
+            and old % 768 == 0
+            and key not in {*new, *given}
+        ):
+            raise UsageError(
+                f"size={name} has no rule for {key}={old}, a multiple of the width; --set {key}=..., too"
+            )
+    return new
 
 
 def _smoke(known: Mapping[str, Any]) -> dict[str, Any]:
