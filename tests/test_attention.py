@@ -207,7 +207,8 @@ class TestForms:
             assert jnp.linalg.norm(a - b) < 0.02 * jnp.linalg.norm(b)
         # Scores of about 300, of which 16 bits leave even numbers.
         q, k = q.at[..., 0].set(32), k.at[..., 0].set(32)
-        want = attention(*(x.astype(jnp.float32) for x in (q, k, v)), case.sight(), scale=0.3)
+        q32, k32, v32 = (x.astype(jnp.float32) for x in (q, k, v))
+        want = attention(q32, k32, v32, case.sight(), scale=0.3)
         assert jnp.linalg.norm(run(q, k, v, g)[0] - want) < 0.01 * jnp.linalg.norm(want)
         # Where all values are equal, a score has no gradient: two sums cancel, of which none may be rounded.
         _, dq, dk, dv = run(q, k, jnp.broadcast_to(v[:, :1], v.shape), g)
