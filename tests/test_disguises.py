@@ -76,7 +76,7 @@ def test_inputs_are_plain_copies() -> None:
     assert kinds == {"a": int, "b": bool, "c": str, "d": np.ndarray}
     assert (plan.rows[0]["a"], plan.rows[0]["d"].any()) == (2, False)
     with pytest.raises(TypeError):
-        plan.at(0, plan.schedule, ()).extremes["a"] = (1, 1)  # pyright: ignore[reportIndexIssue]
+        plan.at(0, plan.schedule, ()).spans["a"] = (1, 1)  # pyright: ignore[reportIndexIssue]
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ def test_a_validation_has_the_window_of_its_own_step(tiny: Recipe):
     wide = dataclasses.replace(tiny, schedule=dataclasses.replace(tiny.schedule, final_window=2.2))
     program = Program(wide, mesh.make_mesh(1))
     windows = [int(wide.inputs_at(step)["window_blocks"]) for step in range(wide.num_steps + 1)]
-    assert windows[-2] < windows[-1] == program.step.plan.extremes["window_blocks"][1]
+    assert windows[-2] < windows[-1] == program.step.plan.spans["window_blocks"][1]
     keys = jax.random.split(jax.random.key(0), 99)
     state = program.init(keys[0])
     packed = {

@@ -176,7 +176,7 @@ def test_a_size_that_cannot_be_is_refused_in_one_line(recipe: Recipe, size: str,
 def test_a_width_of_another_name_is_refused_unless_it_is_given() -> None:
     wide = GPT2 | {"config.expert_dim": 1536}
     with pytest.raises(
-        UsageError, match=r"size=nano has no rule for config\.expert_dim=1536, a multiple of the w"
+        UsageError, match=r"size=nano has no rule for config\.expert_dim, a multiple of the w"
     ):
         settings_at("nano", wide)
     assert settings_at("nano", wide, {"config.expert_dim"}) == settings_at("nano", GPT2)

@@ -22,7 +22,7 @@ class Inputs:
     """The inputs of one step."""
 
     values: Mapping[str, Any]  #: arrays, or Python values that are compiled in
-    extremes: Mapping[str, tuple[int, int]]  #: smallest and largest value of each integer over all steps
+    spans: Mapping[str, tuple[int, int]]  #: smallest and largest value of each integer over all steps
 
     def __getitem__(self, name: str) -> Any:
         """Return an input; raise UsageError if the schedule does not give it."""
@@ -32,13 +32,9 @@ class Inputs:
         return self.values[name]
 
     def window(self, name: str) -> Window:
-        """Return an input as a window of attention, in blocks: static if it is compiled in.
-
-        Raises:
-            UsageError: if it is below 1 at any step, so that a query would see nothing.
-        """
+        """Return an input as a window, in blocks, static if it is compiled in; raise UsageError where it is below 1."""
         blocks = self[name]
-        least, most = (blocks, blocks) if isinstance(blocks, int) else self.extremes[name]
+        least, most = (blocks, blocks) if isinstance(blocks, int) else self.spans[name]
         if least < 1:
             raise UsageError(f"its schedule gives a window {name!r} of {least} blocks; need at least 1")
         return Window(blocks, most)
@@ -49,8 +45,8 @@ class Plan(NamedTuple):
 
     rows: tuple[dict[str, Any], ...]  #: by step: NumPy values are traced, Python values are compiled in
     schedule: Arrays  #: the traced ones, [num_steps + 1, ...], and constants
-    extremes: dict[str, tuple[int, int]]  #: of each traced integer
-    constants: Arrays  #: the same at every step: never compiled in, nor in `extremes`
+    spans: dict[str, tuple[int, int]]  #: of each traced integer
+    constants: Arrays  #: the same at every step: never compiled in, nor in `spans`
 
     @classmethod
     def of(cls, inputs_at: Callable[[int], dict[str, Any]], num_steps: int, constants: Arrays) -> Self:
@@ -68,23 +64,21 @@ class Plan(NamedTuple):
         traced = [name for name in rows[0] if any(isinstance(row[name], np.ndarray) for row in rows)]
         schedule = {name: np.stack([row[name] for row in rows]) for name in traced}
         integers = {name: x for name, x in schedule.items() if np.issubdtype(x.dtype, np.integer)}
-        extremes = {name: (int(x.min()), int(x.max())) for name, x in integers.items()}
-        return cls(rows, schedule | constants, extremes, constants)
+        spans = {name: (int(x.min()), int(x.max())) for name, x in integers.items()}
+        return cls(rows, schedule | constants, spans, constants)
 
     def static_at(self, step: int, *, integers: bool) -> Static:
         """Return what is compiled into the executable of a step: Python values, and traced `integers` if asked for."""
         row = {name: value for name, value in self.rows[step].items() if name not in self.schedule}
         if integers:
-            row |= {
-                name: int(self.rows[step][name]) for name in self.extremes if self.schedule[name].ndim == 1
-            }
+            row |= {name: int(self.rows[step][name]) for name in self.spans if self.schedule[name].ndim == 1}
         return tuple(row.items())
 
     def at(self, step: jax.Array | int, schedule: Mapping[str, Any], static: Static) -> Inputs:
         """Return the inputs of a step from a schedule on the device."""
         values = {name: jnp.asarray(x) if name in self.constants else x[step] for name, x in schedule.items()}
         values |= dict(static)
-        return Inputs(MappingProxyType(values), MappingProxyType(self.extremes))
+        return Inputs(MappingProxyType(values), MappingProxyType(self.spans))
 
 
 def _plain(name: str, value: Any) -> Any:

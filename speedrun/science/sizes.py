@@ -24,10 +24,8 @@ SMOKE |= {"num_sequences": 8, "seq_len": 256, "eval_sequences": 64, "eval_seq_le
 
 
 def settings_at(name: str, known: Mapping[str, Any], given: Collection[str] = ()) -> dict[str, Any]:
-    """Return the settings of a full-size recipe at another size, by dotted name.
-
-    Raises:
-        UsageError: for any other recipe, and for a width without a rule that is not among the `given` names.
+    """Return the settings of a full-size recipe at another size; raise UsageError for any other, and for a width
+    without a rule that is not among the `given` settings.
     """
     if name not in SIZES:
         raise UsageError(f"unknown size {name!r}; choose one of: {', '.join(SIZES)}")
@@ -54,16 +52,13 @@ def settings_at(name: str, known: Mapping[str, Any], given: Collection[str] = ()
             new[key] = max(min(old, 8), round(old * batch))
             new[f"{above}.seq_len"] = round(old * known[f"{above}.seq_len"] * batch) // new[key]
     new |= _smoke(known) if name == "smoke" else {}
-    for key, old in known.items():
-        if (
-            key.startswith("config.")
-            and type(old) is int
-            and old
-            and old % 768 == 0
-            and key not in {*new, *given}
-        ):
+    config = {
+        key: old for key, old in known.items() if key.startswith("config.") and type(old) is int and old
+    }
+    for key in config.keys() - new.keys() - {*given}:
+        if config[key] % 768 == 0:
             raise UsageError(
-                f"size={name} has no rule for {key}={old}, a multiple of the width; --set {key}=..., too"
+                f"size={name} has no rule for {key}, a multiple of the width; --set {key}=..., too"
             )
     return new
 

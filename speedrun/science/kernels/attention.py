@@ -35,8 +35,7 @@ class Sight(NamedTuple):
 def sight(doc_BT: jax.Array, window_blocks: jax.Array | int, block_tokens: int) -> Sight:
     """Return the mask as intervals: first[q] = max(start[q], (q // block - window_blocks + 1) * block).
 
-    `doc_BT` has the index of each token's document, i32; documents are contiguous. With a window below one block a
-    query sees nothing.
+    `doc_BT` has the index of each token's document, i32; documents are contiguous. Below one block nothing is seen.
     """
     t_T = jnp.arange(doc_BT.shape[-1], dtype=jnp.int32)
     opens_BT = jnp.diff(doc_BT, axis=-1, prepend=doc_BT[:, :1]) != 0

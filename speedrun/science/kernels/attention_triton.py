@@ -73,9 +73,8 @@ def attention(
 ) -> jax.Array:
     """Compute the definition's value and gradient to the rounding of the inputs' dtype, for any window.
 
-    A query that sees nothing is NaN, as in the definition. Scores, sums and accumulators are float32; weights and
-    their gradients are rounded to the dtype of the values before each product. The backward pass recomputes scores, so
-    memory is linear in T.
+    Scores, sums and accumulators are float32; weights and their gradients are rounded to the dtype of the values
+    before each product. The backward pass recomputes scores, so memory is linear in T.
 
     Queries, keys and values have one dtype, bfloat16 for speed; K is a power of two, T a multiple of every tile.
     `backward` has the tiles of both backward kernels; `interpret` is for tests.
