@@ -2,10 +2,8 @@
 
 import csv
 import gzip
-import itertools
 import json
 import math
-import re
 from pathlib import Path
 
 import msgspec
@@ -14,10 +12,8 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speedrun.board import pages
-from speedrun.board.standings import Board, read_built
 from speedrun.cli.import_log import command
-from speedrun.exchange import curves, foreign, history
+from speedrun.exchange import curves, foreign
 from speedrun.exchange.curves import Context, Point
 from speedrun.ground.errors import UsageError
 from speedrun.study import noise
@@ -307,59 +303,6 @@ def test_equal_single_losses_are_not_copies():
     runs = read("log,step,val_loss\na,9,3.1\nb,9,3.1\nc,9,3.2\n").runs
     (group,) = noise.groups(noise.distinct(runs))
     assert group.losses == (3.1, 3.1, 3.2)
-
-
-HISTORY = ROOT / "records" / "history.tsv"
-
-
-def texts(picture: Path) -> set[str]:
-    """Return the texts of a picture; matplotlib writes each into a comment beside its outlines."""
-    return set(re.findall("<!-- (.*?) -->", picture.read_text()))
-
-
-def test_the_history_is_drawn_with_our_qualified_records(tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    assert run_cli(HISTORY, "--history", tmp_path).strip() == str(tmp_path / "history.svg")
-    committed = ROOT / "docs" / "history.svg"
-    assert texts(tmp_path / "history.svg") == texts(committed), "draw it again"
-    assert {"hollow: claimed since, not verified", "claimed, open: 0.665"} < texts(committed)
-    assert committed.stat().st_size < 100_000
-    alone = texts(history.draw(HISTORY, tmp_path, tmp_path))
-    assert {"record21, 2.93", "record 89, 1.23", "implemented here, in JAX; no qualified run yet"} < alone
-    board = read_built(ROOT / "records")
-    assert board is not None
-    row = msgspec.structs.replace(
-        board.rows[0], track=history.TRACK, standing="qualified", train_time_s=171.0
-    )
-    slow = msgspec.structs.replace(row, standing="valid", train_time_s=99.0)
-    (tmp_path / "leaderboard.json").write_bytes(pages.json(Board((row, slow), ())))
-    assert texts(history.draw(HISTORY, tmp_path, tmp_path)) >= {"2.85", "qualified here, in JAX"}
-    assert not texts(tmp_path / "history.svg") & {
-        "1.65",
-        "implemented here, in JAX; no qualified run yet",
-    }
-
-
-def test_the_history_has_the_records_of_its_source():
-    """Counts and ends of the public table; record 21 was timed three times."""
-    found = history.read(HISTORY)
-    assert [one.record for one in found if one.record != 21] == [n for n in range(1, 90) if n != 21]
-    assert [one.minutes for one in found if one.record == 21] == [2.933, 2.997, 3.014]
-    assert (found[0].minutes, found[-1].minutes, found[-1].date.isoformat()) == (45, 1.23, "2026-07-17")
-    slower = [after.record for one, after in itertools.pairwise(found) if after.minutes >= one.minutes]
-    assert slower == [21, 21]
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "record\tdate\n1\t2024-05-28\n", "record\tdate\tminutes\tlabel\trecipe\n1\t2024-05-28\t-1\t\t\n"],
-)
-def test_a_table_that_is_not_a_history_is_refused(tmp_path, text):
-    path = tmp_path / "table.tsv"
-    path.write_text(text)
-    with pytest.raises(UsageError, match="need"):
-        run_cli(path, "--history", tmp_path)
-    assert not (tmp_path / "history.svg").exists()
 
 
 public = pytest.mark.skipif(not PUBLIC.exists(), reason="needs ../shared/upstream-runs.csv.gz")

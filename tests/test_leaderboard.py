@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from record_forge import Spec, facts, forge, install_track, shard, source_text, write_run
 
 from speedrun import cli
+from speedrun.board import figures
 from speedrun.board import pages as board_pages
 from speedrun.board import standings as board
 from speedrun.board.progress import _draw_history, progress
@@ -33,6 +34,7 @@ minutes = 3.0
 link = "https://example.org/a"
 caveat = "another clock"
 """
+MARK = figures.BEGIN.format("board")
 HOSTILE = "a|b<img src=x onerror=1>](javascript:x)\n| x | @all `c` ***"
 
 
@@ -233,7 +235,7 @@ def test_build_then_check(records):
 
 def test_the_readme_gets_the_tables_between_its_marks(records):
     readme = Path("README.md")
-    readme.write_text(f"before\n{board_pages.BEGIN}\nold\n{board_pages.END}\nafter\n")
+    readme.write_text(f"before\n{MARK}\nold\n{figures.END}\nafter\n")
     assert invoke("build").exit_code == 0
     text = readme.read_text()
     assert text.startswith("before\n")
@@ -246,7 +248,7 @@ def test_the_readme_gets_the_tables_between_its_marks(records):
     for path in (other, other.absolute(), Path("elsewhere") / "records"):
         assert invoke("build", "--records", str(path)).exit_code == 0
         assert readme.read_text() == text, "it shows the board of the records beside it"
-    readme.write_text(f"{board_pages.BEGIN} no end")
+    readme.write_text(f"{MARK} no end")
     assert (invoke("build").exit_code, "restore the marks" in invoke("build").stderr) == (2, True)
 
 
@@ -257,6 +259,9 @@ def test_times_have_intervals_and_published_times_are_marked(records):
     (theirs,) = [line for line in text.splitlines() if "theirs" in line]
     assert "| *published* |" in theirs
     assert "[theirs](https://example.org/a)" in theirs
+    assert text.index("forged/slow") < text.index("**Elsewhere") < text.index(theirs), (
+        "a table of their own, below ours"
+    )
 
 
 def test_a_column_that_is_empty_on_a_track_is_left_out(records):
@@ -285,7 +290,7 @@ def test_hostile_text_is_escaped(records):
     text, page = board_pages.markdown(board.read(records)), board_pages.page(board.read(records), {})
     assert len(text.splitlines()) == len(calm[0].splitlines())
     pipes = [len(re.findall(r"(?<!\\)\|", line)) for line in text.splitlines() if line.startswith("|")]
-    assert set(pipes) == {11}
+    assert set(pipes) == {11, 5}, "ours, and below them those of others"
     assert "javascript:" not in re.findall(r"\]\(([^)]*)\)", text)
     tags = [_Tags(), _Tags()]
     for parser, source in zip(tags, (calm[1], page), strict=True):
@@ -302,7 +307,7 @@ def test_hostile_folder_names_are_escaped(records):
         shutil.copytree(records / "forged" / "fast", records / name / "b) | 1")
     text, page = board_pages.markdown(board.read(records)), board_pages.page(board.read(records), {})
     pipes = [len(re.findall(r"(?<!\\)\|", line)) for line in text.splitlines() if line.startswith("|")]
-    assert set(pipes) == {11}
+    assert set(pipes) == {11, 5}, "ours, and below them those of others"
     parser = _Tags()
     parser.feed(page)
     links = [str(attrs["href"]) for tag, attrs in parser.tags if tag == "a"]
@@ -330,7 +335,7 @@ def test_the_page_fits_a_phone_and_sorts_by_key(records):
     names = [tag for tag, _ in parser.tags]
     assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in parser.tags
     heads = [after for tag, after in itertools.pairwise(names) if tag == "th"]
-    assert heads == ["button"] * 10, "each head can be reached with Tab"
+    assert heads == ["button"] * (10 + 4), "each head can be reached with Tab"
     labels = [attrs.get("data-label") for tag, attrs in parser.tags if tag == "td"]
     assert labels[:2] == ["rank", "train time"]
     assert None not in labels
@@ -356,11 +361,11 @@ def test_the_page_loads_nothing_from_a_network(records):
 def test_a_claim_is_on_the_board_with_its_state_and_not_in_the_readme(records):
     claim = CONTEXT.replace("theirs", "newer").replace("3.0", "2.0")
     (records / "context.toml").write_text(f'{CONTEXT}{claim}claim = "open"\ndate = "2026-08-31"\n')
-    Path("README.md").write_text(f"{board_pages.BEGIN}\n{board_pages.END}\n")
+    Path("README.md").write_text(f"{MARK}\n{figures.END}\n")
     assert invoke("build").exit_code == 0
     text, readme = (records / "LEADERBOARD.md").read_text(), Path("README.md").read_text()
     (line,) = [line for line in text.splitlines() if "[newer]" in line]
-    assert line.startswith("|  | 2 min |")
+    assert line.startswith("| forged | 2 min |")
     assert "| *claimed, open* |" in line
     assert line.endswith("| 2026-08-31 |")
     assert "not verified by us" in text

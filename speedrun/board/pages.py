@@ -14,13 +14,12 @@ from urllib.parse import quote
 import msgspec
 
 from speedrun.board.standings import Board, Published, Row
-from speedrun.ground import track as tracks
 from speedrun.ground.console import clean, quantity
 
-BEGIN, END = "<!-- leaderboard: made by `speedrun leaderboard build` -->", "<!-- end of leaderboard -->"
+_ELSEWHERE = "Elsewhere: published or claimed by others; not verified by us, never ranked"
 _COLUMNS = (
-    *("rank", "train time", "val loss", "runs", "standing", "cold wall", "steps", "tokens"),
-    *("lines changed", "record", "date"),
+    *("track", "rank", "train time", "val loss", "runs", "standing", "cold wall", "steps", "tokens"),
+    *("lines changed", "record", "date", "by our rules"),
 )
 _LONGEST = 80  #: characters of a stranger's text in a cell
 _MARKUP = re.compile(r"([\\|`*_\[\]<>&~#@$!()])")
@@ -38,10 +37,29 @@ class _Entry(NamedTuple):
     published: bool  #: by somebody else
 
 
-def _entries(board: Board, track: str) -> list[_Entry]:
-    name = track.rpartition("@")[0]
-    published = sorted((one for one in board.published if one.track == name), key=lambda one: one.minutes)
-    return [*map(_of_record, board.of(track)), *map(_of_published, published)]
+class _Table(NamedTuple):
+    """Our records on a track, or what others published."""
+
+    head: str
+    columns: Sequence[str]  #: those that are not empty
+    entries: list[_Entry]
+
+
+def _tables(board: Board) -> list[_Table]:
+    """Return a table for each track with a record of ours, and below them one for all results of others."""
+    first = {row.track: row for row in board.rows}
+    tables = [
+        _table(track, [*map(_of_record, board.of(track))], row.rules.rank_by) for track, row in first.items()
+    ]
+    theirs = sorted(board.published, key=lambda one: (one.track, one.minutes))
+    return [*tables, _table(_ELSEWHERE, [*map(_of_published, theirs)])] if theirs else tables
+
+
+def _table(head: str, entries: list[_Entry], rank_by: str = "train time") -> _Table:
+    """Choose the columns; what the track ranks by follows the rank."""
+    names = dict.fromkeys(("track", "rank", rank_by, *_COLUMNS))
+    used = [name for name in names if name == "record" or any(one.cells.get(name) for one in entries)]
+    return _Table(head, used, entries)
 
 
 def _of_record(row: Row) -> _Entry:
@@ -65,7 +83,13 @@ def _of_record(row: Row) -> _Entry:
 
 
 def _of_published(one: Published) -> _Entry:
-    cells = {"train time": f"{one.minutes:g} min", "standing": one.standing, "date": one.date}
+    cells = {
+        "track": one.track,
+        "train time": f"{one.minutes:g} min",
+        "standing": one.standing,
+        "date": one.date,
+    }
+    cells["by our rules"] = one.rules
     keys, about = {"train time": 60 * one.minutes}, f": {one.hardware}; {one.caveat}"
     return _Entry(cells, keys, one.name, one.link, about, (), published=True)
 
@@ -76,26 +100,20 @@ def _seconds(mean: float | None, half_width: float | None) -> str:
     return f"{mean:.2f} s" if half_width is None else f"{mean:.2f} ± {half_width:.2f} s"
 
 
-def _columns(track: str, entries: Sequence[_Entry]) -> list[str]:
-    """Return the columns that are not empty; what the track ranks by follows the rank."""
-    names = dict.fromkeys(("rank", tracks.load(track.rpartition("@")[0]).rules.rank_by, *_COLUMNS))
-    return [name for name in names if name == "record" or any(entry.cells.get(name) for entry in entries)]
-
-
 def markdown(board: Board, *, records: str = "records") -> str:
-    """Return tables of all tracks; `records` is the path from the Markdown file to the folder of records."""
-    return "\n\n".join(_markdown_track(board, name, records) for name in board.tracks) + "\n"
+    """Return all tables; `records` is the path from the Markdown file to the folder of records."""
+    return "\n\n".join(_markdown(table, records) for table in _tables(board)) + "\n"
 
 
-def _markdown_track(board: Board, track: str, records: str) -> str:
-    entries = _entries(board, track)
-    columns = _columns(track, entries)
-    lines = [f"**{_words(track)}**", "", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
-    for entry in entries:
+def _markdown(table: _Table, records: str) -> str:
+    columns = table.columns
+    lines = [f"**{_words(table.head)}**", "", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    for entry in table.entries:
         link = entry.path if entry.published else f"{records}/{quote(entry.path)}"
         cells = entry.cells | {"record": f"[{_words(entry.name)}]({link}){_words(entry.about, limit=200)}"}
         if entry.published:
             cells |= {name: f"*{cells[name]}*" for name in ("standing", "record")}
+            cells["by our rules"] = _words(cells["by our rules"], limit=200)
         lines.append(f"| {' | '.join(cells.get(name, '') for name in columns)} |")
     return "\n".join(lines)
 
@@ -103,19 +121,6 @@ def _markdown_track(board: Board, track: str, records: str) -> str:
 def _words(text: str, limit: int = _LONGEST) -> str:
     """Return a stranger's text as Markdown that is nothing but text."""
     return _MARKUP.sub(r"\\\1", clean(text, limit=limit))
-
-
-def spliced(text: str, block: str) -> str:
-    """Return a text with the part between the two marks replaced.
-
-    Raises:
-        ValueError: if the marks are not there, once and in order.
-    """
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end or BEGIN in after:
-        raise ValueError(f"need {BEGIN!r}, then {END!r}, once each")
-    return f"{before}{BEGIN}\n\n{block}\n{END}{after}"
 
 
 def json(board: Board) -> bytes:
@@ -162,7 +167,7 @@ th.ariaSort=up?'ascending':'descending';
 
 def page(board: Board, plots: dict[str, bytes]) -> str:
     """Return the board as one HTML page with its plots; `plots` holds SVGs by caption."""
-    parts = [_html_track(board, name) for name in board.tracks]
+    parts = map(_html_table, _tables(board))
     figures = [
         f'<figure><img alt="{_text(name)}" src="data:image/svg+xml;base64,{base64.b64encode(svg).decode()}">'
         f"<figcaption>{_text(name, limit=200)}</figcaption></figure>"
@@ -178,12 +183,12 @@ def page(board: Board, plots: dict[str, bytes]) -> str:
     )
 
 
-def _html_track(board: Board, track: str) -> str:
-    entries = _entries(board, track)
-    columns = _columns(track, entries)
-    heads = "".join(f'<th scope="col"><button type="button">{name}</button></th>' for name in columns)
-    rows = "".join(_html_row(entry, columns) for entry in entries)
-    return f"<h2>{_text(track)}</h2>\n<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>\n"
+def _html_table(table: _Table) -> str:
+    heads = "".join(f'<th scope="col"><button type="button">{name}</button></th>' for name in table.columns)
+    rows = "".join(_html_row(entry, table.columns) for entry in table.entries)
+    return (
+        f"<h2>{_text(table.head)}</h2>\n<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>\n"
+    )
 
 
 def _html_row(entry: _Entry, columns: Sequence[str]) -> str:
@@ -193,8 +198,8 @@ def _html_row(entry: _Entry, columns: Sequence[str]) -> str:
     cells = []
     for name in columns:
         key = f' data-key="{entry.keys[name]:.4f}"' if name in entry.keys else ""
-        kind = name if name in ("record", "standing") else "number"
-        content = record if name == "record" else _text(entry.cells.get(name, ""))
+        kind = name if name in ("record", "standing") else "rules" if name == "by our rules" else "number"
+        content = record if name == "record" else _text(entry.cells.get(name, ""), limit=200)
         cells.append(f'<td class="{kind}" data-label="{name}"{key}>{content}</td>')
     standing = "published" if entry.published else entry.cells["standing"].partition(":")[0]
     return f'<tr class="{standing.replace(" ", "-")}">{"".join(cells)}</tr>\n'

@@ -6,10 +6,11 @@ Standing, means and intervals are recomputed from the logs. Nothing a record cla
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Literal
 
 import msgspec
 
+from speedrun.board import figures
+from speedrun.board.figures import Published
 from speedrun.ground import track as tracks
 from speedrun.ground.errors import UsageError
 from speedrun.ledger.assemble import derive_summary
@@ -19,7 +20,6 @@ from speedrun.ledger.record import Record, load
 from speedrun.ledger.statistics import mean_interval
 from speedrun.ledger.validate import Report, examine
 
-CONTEXT = "context.toml"
 BOARD = "leaderboard.json"
 #: From best to worst. "qualified": a declared batch proves the target. "valid": reached on an unranked track.
 #: "provisional": reached on a ranked track, not proven. "missed": the mean loss is above the target.
@@ -82,34 +82,6 @@ class LeftOut(msgspec.Struct, frozen=True):
     why: str  #: safe to print
 
 
-class Published(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A result that somebody else published."""
-
-    name: str
-    track: str
-    hardware: str
-    minutes: float
-    link: Annotated[str, msgspec.Meta(pattern="^https://")]
-    caveat: str
-    date: Annotated[str, msgspec.Meta(pattern=r"^(\d{4}-\d\d(-\d\d)?)?$")] = ""
-    claim: Literal["", "merged", "open", "closed"] = ""  #: state of its thread, if it is only claimed there
-
-    def __post_init__(self) -> None:
-        if self.claim and len(self.date) != len("2026-07-17"):
-            raise ValueError(f"{self.name!r} is claimed on {self.date!r}; need year, month and day")
-
-    @property
-    def standing(self) -> str:
-        """What the board says of it."""
-        return f"claimed, {self.claim}" if self.claim else "published"
-
-
-class Context(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`context.toml`."""
-
-    published: tuple[Published, ...] = ()
-
-
 class Board(msgspec.Struct, frozen=True):
     """`leaderboard.json`."""
 
@@ -151,7 +123,7 @@ def read(folder: Path) -> Board:
         if isinstance(one, Row)
     ]
     left_out = tuple(one for one in judged if isinstance(one, LeftOut))
-    return Board(tuple(_ranked(rows)), _context(folder / CONTEXT).published, left_out)
+    return Board(tuple(_ranked(rows)), figures.read(folder).results, left_out)
 
 
 def read_built(folder: Path) -> Board | None:
@@ -167,15 +139,6 @@ def read_built(folder: Path) -> Board | None:
         return None
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path}: {error}; run 'speedrun leaderboard build' to make it again") from None
-
-
-def _context(path: Path) -> Context:
-    try:
-        return msgspec.toml.decode(path.read_bytes(), type=Context)
-    except FileNotFoundError:
-        return Context()
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: {error}; correct it") from None
 
 
 def row_of(folder: Path, path: str) -> Row | LeftOut:

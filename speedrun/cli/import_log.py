@@ -6,7 +6,7 @@ import click
 import msgspec
 
 from speedrun.cli.options import Integer, example, json_option, out_option
-from speedrun.exchange import foreign, history
+from speedrun.exchange import foreign
 from speedrun.exchange.curves import Context
 from speedrun.ground.console import clean
 from speedrun.study import noise
@@ -30,7 +30,6 @@ class Imported(msgspec.Struct, frozen=True):
         "speedrun import-log logs/*.txt --out context",
         "speedrun import-log runs.csv.gz --match track_1_short/2026 --mean 3.27 3.29",
         "speedrun import-log runs.csv.gz --steps 1770 --bands",
-        "speedrun import-log records/history.tsv --history docs",
     )
 )
 @click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path(path_type=Path))
@@ -43,13 +42,6 @@ class Imported(msgspec.Struct, frozen=True):
     "--mean", type=(float, float), metavar="LOW HIGH", help="Only groups with a mean loss in this range."
 )
 @click.option("--bands", "with_bands", is_flag=True, help="Show the losses of the chosen runs step by step.")
-@click.option(
-    "--history",
-    "drawn",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="Draw FILE, a table of published records, with ours from ./records, into DIR.",
-)
 @json_option
 def command(
     *,
@@ -59,7 +51,6 @@ def command(
     steps: int | None,
     mean: tuple[float, float] | None,
     with_bands: bool,
-    drawn: Path | None,
     as_json: bool,
 ) -> None:
     """Read the logs of other people's runs, and show how much equal runs differ.
@@ -69,10 +60,6 @@ def command(
     same step form a group; copies of a run count once. Imported runs have no seed and no chain of hashes, so they are
     never ranked. Nothing in a FILE is executed.
     """
-    if drawn is not None:
-        paths = [str(history.draw(path, Path("records"), drawn)) for path in files]
-        click.echo(msgspec.json.encode({"plots": paths}) if as_json else "\n".join(paths))
-        return
     names = foreign.names(files)
     contexts = tuple(foreign.import_file(path, name) for path, name in zip(files, names, strict=True))
     if out is not None:

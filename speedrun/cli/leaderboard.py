@@ -1,4 +1,4 @@
-"""`speedrun leaderboard`: the board of all records, as Markdown, JSON and one page."""
+"""`speedrun leaderboard`: the board of all records, and every figure of others on pages and pictures."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import click
 import msgspec
 from msgspec.structs import replace
 
-from speedrun.board import pages
+from speedrun.board import figures, history, ladder, pages
 from speedrun.board.progress import pictures
 from speedrun.board.standings import BOARD, Board, read
 from speedrun.cli.options import Decorator, Group, example, json_option
@@ -14,11 +14,10 @@ from speedrun.ground.console import clean
 from speedrun.ground.errors import SpeedrunError, UsageError
 from speedrun.ground.wholefile import write_whole
 
-_RECORDS = "records"  #: the name of the folder whose board the README beside it shows
 _records_option: Decorator = click.option(
     "--records",
     type=click.Path(path_type=Path),
-    default=Path(_RECORDS),
+    default=Path("records"),
     show_default=True,
     metavar="DIR",
     help="Folder of <track>/<record>/.",
@@ -39,9 +38,9 @@ def command() -> None:
 def build(*, records: Path, as_json: bool) -> None:
     """Validate every record again and write LEADERBOARD.md, leaderboard.json and leaderboard.html.
 
-    They go into the folder of records. If it is called records, and the README.md beside it has the two marks of the
-    board, the same tables are written between them. A record that cannot be judged is left out and named, and the exit
-    code is 1.
+    They go into the folder of records. If it is called records, README.md and docs/*.md beside it get the board and the
+    figures of context.toml between the marks that they have, and docs its pictures. A record that cannot be judged is left out and named, and
+    the exit code is 1.
     """
     board = read(records)
     for path, content in _files(board, records).items():
@@ -73,21 +72,30 @@ def check(*, records: Path) -> None:
 
 
 def _files(board: Board, records: Path) -> dict[Path, bytes]:
-    """Return every generated text by its path."""
+    """Return every generated file by its path, but the page in HTML."""
+    context, root = figures.read(records), records.absolute().parent
     table = pages.markdown(board, records=".")
     files = {
         records / "LEADERBOARD.md": f"# The board\n\n{_OTHERS}\n\n{table}".encode(),
         records / BOARD: pages.json(board),
     }
-    readme = records.parent / "README.md"
-    text = readme.read_text(encoding="utf-8") if records.name == _RECORDS and readme.exists() else ""
-    if pages.BEGIN in text:
-        known = tuple(one for one in board.published if not one.claim)  # a first page is no place for claims
-        block = pages.markdown(replace(board, published=known), records=_RECORDS)
+    if records.absolute().name != "records":
+        return files
+    known = tuple(one for one in board.published if not one.claim)  # a first page is no place for claims
+    block = pages.markdown(replace(board, published=known), records=records.name)
+    names = figures.texts(context) | {"board": f"\n\n{block}\n"}
+    for path in (root / "README.md", *sorted(root.glob("docs/*.md"))):
+        page = path.read_text(encoding="utf-8") if path.exists() else ""
         try:
-            files[readme] = pages.spliced(text, block).encode()
-        except ValueError as error:
-            raise UsageError(f"{readme}: {error}; restore the marks") from None
+            new = figures.filled(page, names)
+        except UsageError as error:
+            raise UsageError(f"{path}: {error}") from None
+        if figures.END in page:
+            files[path] = new.encode()
+    if context.history:
+        files[root / "docs" / "history.svg"] = history.draw(context.history, board)
+    if context.ladder:
+        files[root / "docs" / "ladder.svg"] = ladder.draw(context)
     return files
 
 

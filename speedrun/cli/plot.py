@@ -10,7 +10,6 @@ from speedrun.board.progress import pareto, results
 from speedrun.board.record_plot import KINDS, Kind, plot
 from speedrun.board.standings import LeftOut, Row, row_of
 from speedrun.cli.options import example, json_option
-from speedrun.exchange.ladder import draw as draw_ladder
 from speedrun.ground.console import clean
 from speedrun.ground.errors import UsageError
 
@@ -20,7 +19,6 @@ from speedrun.ground.errors import UsageError
         "speedrun plot records/smoke-cpu/2026-11-21-first",
         "speedrun plot runs/first --kind all",
         "speedrun plot runs/first runs/second --kind pareto --out runs",
-        "speedrun plot runs/ladder/gpt2 runs/ladder/muon --ladder records/ladder.tsv --out docs",
     )
 )
 @click.argument("records", type=click.Path(path_type=Path), metavar="RECORD...", nargs=-1, required=True)
@@ -33,12 +31,6 @@ from speedrun.ground.errors import UsageError
     "mean train time of several records in one picture.",
 )
 @click.option(
-    "--ladder",
-    type=click.Path(path_type=Path),
-    metavar="TABLE",
-    help="Draw what each recipe of this table gains, in one picture; the records are one of each recipe.",
-)
-@click.option(
     "--out",
     type=click.Path(path_type=Path),
     default=Path(),
@@ -46,11 +38,9 @@ from speedrun.ground.errors import UsageError
     help="Where to write one picture of several records; others go into RECORD/plots. Default: this folder.",
 )
 @json_option
-def command(*, records: tuple[Path, ...], kind: str, ladder: Path | None, out: Path, as_json: bool) -> None:
+def command(*, records: tuple[Path, ...], kind: str, out: Path, as_json: bool) -> None:
     """Draw records as SVG and PNG. An SVG follows the light or dark mode of whoever looks at it."""
-    if ladder is not None:
-        found = draw_ladder(ladder, records, out)
-    elif kind == "pareto":
+    if kind == "pareto":
         found = pareto(_rows(records), out)
     else:
         kinds: list[Kind] = [known for known in KINDS if kind in (known, "all")]

@@ -23,8 +23,8 @@ from speedrun.training.program import Program
 #: What a plan is computed from.
 Basis = Literal["arithmetic", "compiled program"]
 
-#: Relative error of a step time. No GPU has been timed yet; docs/LOG.md compares with published times.
-ERROR = 0.15
+#: Relative error of a step time. No GPU has been timed yet: published minutes of eight recipes are so far off.
+ERROR = 0.30
 #: What only a compiler decides, fitted to record 21 compiled for an A100, and for an H100 with Mosaic's MLP: traffic of
 #: elementwise kernels relative to that of the products, and the number of such kernels per matrix.
 _BETWEEN, _BETWEEN_WITH_MOSAIC, _BETWEEN_STARTS = 1.15, 0.75, 8

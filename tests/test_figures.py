@@ -1,0 +1,190 @@
+"""One number, one place: pages and pictures state the figures of records/context.toml, and type none themselves."""
+
+import itertools
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from speedrun.board import figures, history, ladder
+from speedrun.board.figures import Context
+from speedrun.board.standings import Board, read_built
+from speedrun.ground.errors import UsageError
+from speedrun.predict import plan as planning
+from speedrun.science import recipes
+
+ROOT = Path(__file__).parent.parent
+CONTEXT = figures.read(ROOT / "records")
+FIGURES = figures.texts(CONTEXT)
+#: The logs of experiments and changes say what a number was.
+PAGES = [ROOT / "README.md", *(path for path in (ROOT / "docs").glob("*.md") if path.name != "LOG.md")]
+_MARKED = re.compile("<!-- figure: .+? -->.*?<!-- end -->", re.DOTALL)
+_TIME = r"\d[\d.,]* ?(?:ms|s|min|minutes|seconds)\b"
+
+
+def typed(page: str) -> list[str]:
+    """The figures of a page that no mark encloses: of the file, or times that are called predicted or published."""
+    bare = _MARKED.sub("", page)
+    told = [
+        time
+        for sentence in re.split(r"(?<=[.:;|])\s", bare)
+        if re.search("predict|publish", sentence, re.IGNORECASE)
+        for time in re.findall(_TIME, sentence)
+    ]
+    units = {"minutes": r"(?:minutes|min)\b", "seconds": r"(?:seconds|s)\b", "ms": r"ms\b"}
+    for name, figure in FIGURES.items():
+        *_, unit = name.split()
+        if unit in units and name.split()[1] in ("21", "89", "92", "record21", "record89"):
+            told += re.findall(rf"(?<![\d.,]){re.escape(figure)} {units[unit]}", bare)
+    return told
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_a_page_states_the_figures_of_the_file_and_types_none(page: Path) -> None:
+    text = page.read_text()
+    assert figures.filled(text, FIGURES | {"board": _board_of(text)}) == text, "speedrun leaderboard build"
+    assert typed(text) == []
+    inline = re.findall(r"^<!-- figure: (.+?) -->.", text, re.MULTILINE)
+    assert not inline, "a comment at the start of a line ends the paragraph"
+
+
+def _board_of(text: str) -> str:
+    """The board of a page, which `leaderboard check` compares (tests/test_records.py)."""
+    return text.partition(figures.BEGIN.format("board"))[2].partition(figures.END)[0]
+
+
+@pytest.mark.parametrize(
+    ("page", "found"),
+    [
+        ("takes 9 minutes, predicted", ["9 minutes"]),
+        (f"it takes {FIGURES['published 21 minutes']} minutes", ["3.01 minutes"]),
+        ("published: <!-- figure: a -->9<!-- end --> minutes; ours took 8 minutes", []),
+    ],
+)
+def test_a_typed_figure_is_found(page: str, found: list[str]) -> None:
+    assert typed(page) == found
+
+
+@pytest.mark.parametrize(
+    ("page", "said"),
+    [
+        ("<!-- figure: b -->1<!-- end -->", "unknown figure 'b'; choose one of: a"),
+        ("<!-- figure: a -->1", "has no <!-- end -->"),
+        ("<!-- figure: a -->1 <!-- figure: a -->2<!-- end -->", "has no <!-- end -->"),
+    ],
+)
+def test_a_wrong_mark_is_refused(page: str, said: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(said)):
+        figures.filled(page, {"a": "1"})
+
+
+def test_docstrings_of_recipes_state_published_minutes() -> None:
+    published = {one.minutes for one in CONTEXT.history}
+    paths = [Path(recipes.__path__[0], f"{rung.recipe}.py") for rung in CONTEXT.ladder]
+    found = {
+        float(number) for path in paths for number in re.findall(r"(\d[\d.]*) minutes", path.read_text())
+    }
+    assert 45 in found
+    assert found <= published
+
+
+def texts(picture: bytes) -> set[str]:
+    """The texts of a picture; matplotlib writes each into a comment beside its outlines."""
+    return set(re.findall("<!-- (.*?) -->", picture.decode()))
+
+
+def test_the_picture_of_the_ladder_has_the_minutes_of_the_file() -> None:
+    said = texts((ROOT / "docs" / "ladder.svg").read_bytes())
+    assert said >= {f"{minutes:.3g}" for _, *both in CONTEXT.rungs for minutes in both}
+    assert said >= {rung.recipe for rung in CONTEXT.ladder} | {"2 of 3 runs reach it", "not reached"}
+    gained = msgspec.structs.replace(CONTEXT.ladder[0], losses=(3.0, 3.0))
+    assert "2 of 2 runs reach it" in texts(ladder.draw(msgspec.structs.replace(CONTEXT, ladder=(gained,))))
+
+
+def test_the_history_is_drawn_with_our_qualified_records() -> None:
+    committed = ROOT / "docs" / "history.svg"
+    assert texts(committed.read_bytes()) >= {
+        *("record21, 3.01", "record89, 1.23", "ANVIL, 0.665", "claimed, open: 0.359"),
+        *("hollow: claimed since, not verified", "implemented here, in JAX; no qualified run yet"),
+    }
+    assert committed.stat().st_size < 100_000
+    board = read_built(ROOT / "records")
+    assert board is not None
+    row = msgspec.structs.replace(
+        board.rows[0], track=history.TRACK, standing="qualified", train_time_s=171.0
+    )
+    slow = msgspec.structs.replace(row, standing="valid", train_time_s=99.0)
+    drawn = texts(history.draw(CONTEXT.history, Board((row, slow), ())))
+    assert drawn >= {"2.85", "qualified here, in JAX"}
+    assert not drawn & {"1.65", "implemented here, in JAX; no qualified run yet"}
+
+
+def test_the_history_has_the_records_of_its_source() -> None:
+    """Counts and ends of the public table; record 21 was timed three times."""
+    found = CONTEXT.history
+    assert [one.record for one in found if one.record != 21] == [n for n in range(1, 93) if n != 21]
+    assert [one.minutes for one in found if one.record == 21] == [2.933, 2.997, 3.014]
+    assert (found[0].minutes, found[-1].minutes, found[-1].date.isoformat()) == (45, 0.665, "2026-08-30")
+    slower = [after.record for one, after in itertools.pairwise(found) if after.minutes >= one.minutes]
+    assert slower == [21, 21]
+    assert [one.date for one in found] == sorted(one.date for one in found)
+
+
+LADDER = 'ladder = [["gpt2", "1", [3.0, 3.1]]]\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("history = [[1, 2024-05-28]]", "correct it"),
+        ("history = [[1, 2024-05-28, -1.0]]", "correct it"),
+        ("history = [[1, 2024-05-28, inf]]", "correct it"),
+        ('history = [[1, 2024-05-28, 45, "", "", "javascript:x"]]', "correct it"),
+        (LADDER, "needs the minutes of 1; add them"),
+        (f"history = [[1, 2024-05-28, 45]]\n{LADDER}", "needs the minutes of 'gpt2'; add them"),
+        ('ladder = [["gpt2", "1", [3.0]]]', "correct it"),
+    ],
+)
+def test_a_malformed_file_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "context.toml").write_text(text)
+    with pytest.raises(UsageError, match=said):
+        figures.read(tmp_path)
+
+
+def test_without_a_file_nothing_is_stated(tmp_path: Path) -> None:
+    assert figures.read(tmp_path) == Context()
+
+
+def test_the_ladder_follows_the_parents() -> None:
+    rungs = [rung.recipe for rung in CONTEXT.ladder]
+    assert [recipes.load(name).parent for name in rungs] == [None, *rungs[:-1]]
+
+
+def test_the_error_of_a_plan_is_the_farthest_rung() -> None:
+    """Of the published minutes from the predicted ones, rounded up to 5 %."""
+    farthest = max(abs(published / predicted - 1) for _, published, predicted in CONTEXT.rungs)
+    assert planning.ERROR - 0.05 < farthest <= planning.ERROR
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "row", CONTEXT.predicted, ids=lambda row: f"{row.recipe}-{row.num_devices}x{row.kind}"
+)
+def test_a_prediction_is_what_plan_says_of_the_compiled_program(row: figures.Prediction) -> None:
+    recipe = recipes.load(row.recipe)
+    found = planning.plan(recipe, row.kind, row.num_devices, 8, "compiled program")
+    total_s, mfu = found.total_s, found.stages[0].mfu
+    now = (total_s, 1e3 * total_s / recipe.num_steps, found.memory_bytes / 1e9, mfu)
+    old = (row.total_s, row.step_ms, row.memory_gb, row.mfu)
+    line = [
+        row.recipe,
+        row.kind,
+        row.num_devices,
+        round(now[0], 2),
+        round(now[1], 2),
+        round(now[2], 1),
+        round(mfu, 3),
+    ]
+    assert found.fits
+    assert now == pytest.approx(old, rel=0.01), f"write {line}"
