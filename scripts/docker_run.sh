@@ -11,6 +11,8 @@
 # Environment: SPEEDRUN_DATA (data folder), SPEEDRUN_SHM (shared memory, default 16g), and the variables that a run
 # records. No other variable is passed on.
 set -euo pipefail
+# shellcheck source=/dev/null
+source "$(dirname "${BASH_SOURCE[0]}")/help.sh" "${1:-}"
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 die() {

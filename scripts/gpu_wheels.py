@@ -121,6 +121,8 @@ def pip(*words: str) -> None:
 def main() -> None:
     """Packs or installs, and says so in a line."""
     match sys.argv[1:]:
+        case ["-h" | "--help"]:
+            print(__doc__.strip())
         case ["pack", folder]:
             wheels = pack(Path(folder))
             size = sum(wheel.stat().st_size for wheel in wheels) / 2**20

@@ -15,6 +15,8 @@
 #
 # Nothing is installed outside .venv. Every package is pinned by digest. pip uses the index that you configured.
 set -euo pipefail
+# shellcheck source=/dev/null
+source "$(dirname "${BASH_SOURCE[0]}")/help.sh" "$@"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 die() {

@@ -19,6 +19,8 @@
 #
 # Compiled programs stay in .gpu for the next try. Exits with 1 if a part gave no figures; the summary says why.
 set -euo pipefail
+# shellcheck source=/dev/null
+source "$(dirname "${BASH_SOURCE[0]}")/help.sh" "$@"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 python=${SPEEDRUN_PYTHON:-python3}

@@ -4,7 +4,8 @@
 #   scripts/run_track.sh TRACK GPUS [ARGUMENTS OF speedrun attempt]      GPUS may be 0: scripts/run_track.sh smoke-cpu 0
 #
 # Installs, then runs `speedrun attempt`: doctor, data, batch, stats, validate, submit. After an interruption the same
-# command continues. It first prints what this takes. `--dry-run` stops there; it needs no GPU, and writes no log.
+# command continues. It first prints what this takes. `--dry-run` stops there; it needs no GPU, writes no log, and installs
+# nothing: without packages it says what would be installed.
 #
 # Environment, all optional:
 #
@@ -14,6 +15,8 @@
 #
 # All output is also in runs/TRACK.log.
 set -euo pipefail
+# shellcheck source=/dev/null
+source "$(dirname "${BASH_SOURCE[0]}")/help.sh" "$@"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 track=${1:?need a track} gpus=${2:?need a number of GPUs}
@@ -45,7 +48,11 @@ fi
 export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/speedrun/programs}"
 
 python=${SPEEDRUN_PYTHON:-.venv/bin/python}
-if [[ -z ${SPEEDRUN_PYTHON:-} ]]; then
+if [[ -n $dry && -z ${SPEEDRUN_PYTHON:-} && ! -x .venv/bin/speedrun ]]; then
+  echo "dry run: would install, scripts/install.sh run, then: speedrun attempt --track $track $*"
+  echo "dry run: time, disk space and cost need the packages; install them, and type this again"
+  exit
+elif [[ -z $dry && -z ${SPEEDRUN_PYTHON:-} ]]; then
   echo "== $(date -u +%FT%TZ) install: scripts/install.sh run"
   scripts/install.sh run
 fi

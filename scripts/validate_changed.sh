@@ -6,6 +6,8 @@
 # CHECKOUT is a clone with the branch at its HEAD, BASE the commit to compare with. Nothing in it is run, imported or
 # installed: git lists the changes, `speedrun validate` reads the files. Exits with 1 if a record is refused.
 set -euo pipefail
+# shellcheck source=/dev/null
+source "$(dirname "${BASH_SOURCE[0]}")/help.sh" "$@"
 export LC_ALL=C PYTHONUTF8=1 # file names may be any bytes
 checkout=${1:?need a checkout} base=${2:?need a commit}
 exec 2>&1

@@ -269,7 +269,7 @@ def test_a_wrong_number_of_gpus_is_one_line(checkout: Path, name: str, need: str
 
 
 def test_a_dry_run_needs_no_gpu(checkout: Path):
-    """What it takes is said on any machine; a stand-in for Python shows what is asked of it."""
+    """What it takes is said on any machine, and nothing is installed; a stand-in for Python shows what is asked."""
     stand_in = checkout / "python"
     stand_in.write_text('#!/bin/sh\necho "$@"\n')
     stand_in.chmod(0o755)
@@ -278,7 +278,15 @@ def test_a_dry_run_needs_no_gpu(checkout: Path):
         said, _ = run.communicate(timeout=60)
         want = f"-m speedrun attempt --track {goal} --recipe values --dry-run\n"
         assert (run.returncode, said) == (0, want)
-    assert not (checkout / "runs").exists()
+        run = script(checkout, name, "--dry-run", SPEEDRUN_PYTHON="")
+        said, _ = run.communicate(timeout=60)
+        assert (run.returncode, said.splitlines()[0]) == (
+            0,
+            f"dry run: would install, scripts/install.sh run, then: speedrun attempt --track {goal} --dry-run",
+        )
+    assert not {"runs", ".venv", ".venv.lock"} & {path.name for path in checkout.iterdir()}, (
+        "nothing is written"
+    )
 
 
 def test_a_disk_without_room_is_one_line_and_nothing_is_begun(checkout: Path):

@@ -1,0 +1,13 @@
+# shellcheck shell=bash
+# Prints the head of the script that sources it, and ends that script, if one of the arguments is -h or --help.
+#
+#   source "$(dirname "${BASH_SOURCE[0]}")/help.sh" "$@"
+for word; do
+  if [[ $word == -h || $word == --help ]]; then
+    while IFS= read -r line && [[ $line == '#'* ]]; do
+      line=${line#\#}
+      if [[ $line != '!'* ]]; then echo "${line# }"; fi
+    done <"$0"
+    exit
+  fi
+done
