@@ -106,7 +106,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 def node(driver: Path, offline: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight H100 that JAX sees, too, in a folder without data."""
 
-    def seen(found: list[nvidia.Gpu], records: Path, *, usable: bool) -> Iterator[Check]:
+    def seen(found: list[nvidia.Gpu], records: Path, *, usable: bool, timed: bool) -> Iterator[Check]:
         assert usable
         assert len(found) == 8
         yield Check("devices", f"8 x {H100}", ok=True, facts=NODE._asdict())
@@ -540,6 +540,17 @@ def test_this_machine_is_fit(tmp_path: Path):
     seen = found["devices"]["found"]
     assert "cpu" not in seen or seen == "8 x cpu (simulated)"
     assert found["hub"]["mark"] == "note"
+
+
+def test_of_one_track_only_what_it_needs_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The smoke track, as for the quickstart, needs neither rates nor a network."""
+    monkeypatch.setattr(examine, "_rates", lambda *_: pytest.fail("rates were measured"))
+    monkeypatch.setattr(examine.network, "Probe", lambda: pytest.fail("the network was asked"))
+    monkeypatch.setenv("SPEEDRUN_DATA", str(tmp_path))
+    found = [check.name for check in examine.checks(track.load("smoke-cpu"), tmp_path, alone=True)]
+    assert [name for name in found if name not in ("driver", "lock")] == [
+        *("python", "packages", "devices", "disk", "track smoke-cpu", "data smoke-cpu")
+    ]
 
 
 def test_a_node_of_eight_is_told_what_to_do_and_what_it_costs(node: None, monkeypatch: pytest.MonkeyPatch):

@@ -26,7 +26,7 @@ _SIGNS = {"ok": "[green]✓[/]", "note": "[yellow]![/]", "bad": "[red]✗[/]"}
 @click.option(
     "--track",
     metavar="NAME",
-    help="What must run here. Default: smoke-cpu, with a proposal for the hardest track that fits.",
+    help="Only what this track needs. Default: all tracks, with a proposal for the hardest one that fits.",
 )
 @price_option
 @json_option
@@ -37,7 +37,7 @@ def command(ctx: click.Context, *, track: str | None, dollars: float, as_json: b
     Exits with 0 if the track can run here (its data may be missing), else with 1.
     """
     rules, checks = tracks.load(track or qualify.SMOKE), []
-    for check in examine(rules, _RECORDS):
+    for check in examine(rules, _RECORDS, alone=track is not None):
         checks.append(check)
         if not as_json:
             _print(check)

@@ -15,13 +15,15 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
 
-def checks(track: Track, records: Path) -> Iterator[Check]:
+def checks(track: Track, records: Path, *, alone: bool = False) -> Iterator[Check]:
     """Yield every check as soon as it is done.
 
-    The track decides what is needed. `records`, `<track>/<record>/`, have the rates to compare with.
+    The track decides what is needed. `records`, `<track>/<record>/`, have the rates to compare with. With `alone` other
+    tracks are left out; so are rates and network, if the track needs neither GPUs nor the hub.
     """
-    hub = network.Probe()
     on_gpus = track.rules.platform == "gpu"
+    frugal = alone and not on_gpus and track.data.hub is None
+    hub = None if frugal else network.Probe()
     basis = list(software.checks())
     yield from basis
     found: list[nvidia.Gpu] = []
@@ -31,16 +33,17 @@ def checks(track: Track, records: Path) -> Iterator[Check]:
     if all(check.ok for check in basis if check.needed):
         usable = all(check.ok for check in soundness if check.name in ("cuda", "driver"))
         try:
-            for check in _devices(found, records, usable=usable):
+            for check in _devices(found, records, usable=usable, timed=not frugal):
                 yield check
                 if check.name == "devices":
                     machine = Machine(**check.facts)  # pyright: ignore[reportArgumentType]
         except RuntimeError as error:  # what JAX raises when a driver or a plugin is broken
             reason = str(error).strip().partition("\n")[0]
             yield Check("devices", f"{reason}; end what else uses them, or repair the driver", ok=False)
-    yield from storage.checks(track)
-    yield hub.check()
-    for one in map(tracks.load, tracks.names()):
+    yield from storage.checks(track, timed=not frugal)
+    if hub is not None:
+        yield hub.check()
+    for one in [track] if alone else map(tracks.load, tracks.names()):
         fits = True
         if machine is not None:
             fit = qualify.check(one, machine, needed=one.name == track.name)
@@ -71,8 +74,8 @@ def _driver(found: list[nvidia.Gpu], *, needed: bool) -> Iterator[Check]:
             yield Check("topology", f"not known: {error}", ok=False, needed=False)
 
 
-def _devices(found: list[nvidia.Gpu], records: Path, *, usable: bool) -> Iterator[Check]:
-    """Check the devices, a collective over all of them, and their rates."""
+def _devices(found: list[nvidia.Gpu], records: Path, *, usable: bool, timed: bool = True) -> Iterator[Check]:
+    """Check the devices; if `timed`, also a collective over all of them, and their rates."""
     import jax
 
     from speedrun.ground import mesh
@@ -91,6 +94,8 @@ def _devices(found: list[nvidia.Gpu], records: Path, *, usable: bool) -> Iterato
     if found and simulated:
         said = f"not measured: {len(found)} GPUs are here, and JAX uses none of them; see above"
         yield Check("rates", said, ok=False, needed=False)
+        return
+    if not timed:
         return
     agree = _devices_agree(over)
     yield Check(

@@ -19,8 +19,8 @@ _MOST_BYTES = 256 * 2**20
 _MOST_S = 1.5  #: for writing, and again for reading
 
 
-def checks(track: Track) -> list[Check]:
-    """Check space and speed of the disk for a track's data; the folder may not exist yet."""
+def checks(track: Track, *, timed: bool = True) -> list[Check]:
+    """Check space of the disk for a track's data, and its speed if `timed`; the folder may not exist yet."""
     root = inventory.data_folder(track, None).parent.absolute()
     there = next(folder for folder in (root, *root.parents) if folder.is_dir())
     free_bytes = shutil.disk_usage(there).free
@@ -29,7 +29,8 @@ def checks(track: Track) -> list[Check]:
     enough = free_bytes >= need_bytes
     advice = "" if enough else "; free some, or name another disk with SPEEDRUN_DATA"
     facts = {"free_bytes": free_bytes, "need_bytes": need_bytes}
-    return [Check("disk", room + advice, ok=enough, facts=facts), _speed(there)]
+    space = Check("disk", room + advice, ok=enough, facts=facts)
+    return [space, _speed(there)] if timed else [space]
 
 
 def _speed(folder: Path) -> Check:
