@@ -199,6 +199,9 @@ def test_an_unknown_card_is_one_line_that_names_the_known_ones():
     ("args", "message"),
     [
         (["--device-kind", "h1000"], "unknown device kind 'h1000'; did you mean 'h100'?"),
+        (["--device-kind", "rtx4090"], "unknown device kind 'rtx4090'; did you mean '4090'?"),
+        (["--device-kind", "rtx5090"], "unknown device kind 'rtx5090'; choose one of: 4090, a100,"),
+        (["--set", "stages.0.num_steps=2.5"], "num_steps='2.5': need a whole number like 280"),
         (["--recipe", "smok"], "unknown recipe 'smok'; did you mean 'smoke'?"),
         (["--microbatches", "3"], "8 sequences in 3 parts on 8 devices do not come out even"),
         (["--devices", "3"], "got 3 devices for a replica, need a divisor of 8"),

@@ -88,6 +88,16 @@ def test_its_links_lead_somewhere() -> None:
     assert not [link for link in local if not (ROOT / link.partition("#")[0]).exists()]
 
 
+def test_nobody_is_told_to_install_what_is_not_published() -> None:
+    pages = [
+        ROOT / "README.md",
+        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("speedrun/**/*.py"),
+        *ROOT.glob("scripts/*.sh"),
+    ]
+    assert not [path for path in pages if re.search(r"pip install '?speedrun\b", path.read_text())]
+
+
 def test_its_reading_order_is_short() -> None:
     want = re.search(r"fewer than ([\d,]+) lines of code", README)
     assert want

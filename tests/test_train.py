@@ -521,7 +521,7 @@ def test_the_folder_of_a_run_must_be_writable(tmp_path, smoke_data):
         ({"track": "smoke-gpu"}, "did you mean 'smoke-cpu'"),
         ({"recipe": "smok"}, "did you mean 'smoke'"),
         ({"overrides": {"config.model_dims": "3"}}, "did you mean 'config.model_dim'?"),
-        ({"overrides": {"config.model_dim": "wide"}}, "need a number"),
+        ({"overrides": {"config.model_dim": "wide"}}, "need a whole number"),
         ({"overrides": {"config.model_dim.x": "1"}}, "did you mean 'config.model_dim'?"),
         ({"overrides": {"muon_lr": "0.1"}}, "unknown setting 'muon_lr'; did you mean 'optimizer.muon_lr'?"),
         ({"overrides": {"config.head_dim": "6"}}, "multiple of 4"),

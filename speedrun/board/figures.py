@@ -150,6 +150,7 @@ def texts(context: Context) -> dict[str, str]:
     for past in context.history:
         name = f"published {past.record}"
         found |= {f"{name} minutes": _three(past.minutes), f"{name} seconds": _three(60 * past.minutes)}
+        found[f"{name} dollars"] = _dollars(60 * past.minutes, MAIN[1])
     for one in context.predicted:
         name = f"predicted {one.recipe} {one.num_devices}x{one.kind}"
         found |= {
@@ -157,7 +158,7 @@ def texts(context: Context) -> dict[str, str]:
             f"{name} seconds": _three(one.total_s),
             f"{name} ms": _three(one.step_ms),
             f"{name} GB": _three(one.memory_gb),
-            f"{name} $": _three(one.total_s * one.num_devices / 3600 * DOLLARS),
+            f"{name} dollars": _dollars(one.total_s, one.num_devices),
         }
     for rung, published, predicted in context.rungs:
         found[f"ladder {rung.recipe}"] = f"{_three(published)}, {_three(predicted)}"
@@ -172,6 +173,10 @@ def texts(context: Context) -> dict[str, str]:
 def _three(number: float) -> str:
     """Return three digits, without an exponent."""
     return f"{number:.3g}" if number < 1000 else f"{float(f'{number:.3g}'):,.0f}"
+
+
+def _dollars(time_s: float, num_devices: int) -> str:
+    return f"{time_s / 3600 * num_devices * DOLLARS:.2f}"
 
 
 def _cards(context: Context) -> str:

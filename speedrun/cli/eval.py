@@ -52,7 +52,7 @@ from speedrun.ground.errors import UsageError
 @click.option(
     "--tasks",
     metavar="A,B,...",
-    help="Tasks of lm-evaluation-harness, by name or file; needs pip install 'speedrun[lm-eval]'.",
+    help="Tasks of lm-evaluation-harness, by name or file; needs pip install lm-eval.",
 )
 @click.option("--limit", type=Integer(1), metavar="N", help="Only the first N questions.")
 @step_option

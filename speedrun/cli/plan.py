@@ -48,7 +48,7 @@ _RECORDS = Path("records")
     "--compile/--arithmetic",
     "compiled",
     default=None,
-    help="Read the compiled step, or estimate it in a second. Default: compile, if a compiler is installed.",
+    help="Read the compiled step, or estimate it from sizes. Default: compile, if a compiler is installed.",
 )
 @click.option("--dollars", type=Number(0), metavar="X", help="Price of one device for an hour.")
 @click.option("--nodes", metavar="N,N", help="Instead: how the step scales over so many machines.")

@@ -82,7 +82,7 @@ def relay(record: Path, project: str, skip: Container[str], until: IO[bytes]) ->
         try:
             wandb = importlib.import_module("wandb")
         except ModuleNotFoundError:
-            raise UsageError("not installed; type: pip install 'speedrun[wandb]'") from None
+            raise UsageError("not installed; type: pip install wandb") from None
         logs: dict[Path, _Log] = {}
         is_over = False
         while not is_over:

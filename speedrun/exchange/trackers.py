@@ -103,7 +103,7 @@ def to_wandb(record: Record, out: Path) -> list[Path]:
     # wandb also writes logs full of paths and settings. They stay in a temporary folder.
     with tempfile.TemporaryDirectory() as scratch:
         os.environ |= ENVIRONMENT | {"WANDB_CACHE_DIR": scratch}
-        wandb = _need("wandb", "wandb")
+        wandb = _need("wandb")
         for run in record.runs:
             sent = WandbRun(wandb, run.lines[0], scratch=scratch)
             for line in run.lines:
@@ -125,7 +125,7 @@ def to_tensorboard(record: Record, out: Path) -> list[Path]:
     Raises:
         UsageError: if tensorboardX is not installed.
     """
-    writer = _need("tensorboardX.record_writer", "tensorboard")
+    writer = _need("tensorboardX.record_writer")
     events = importlib.import_module("tensorboardX.proto.event_pb2")
     paths = []
     for run in record.runs:
@@ -147,10 +147,10 @@ def to_tensorboard(record: Record, out: Path) -> list[Path]:
     return paths
 
 
-def _need(module: str, extra: str) -> Any:
+def _need(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name != module.partition(".")[0]:
             raise
-        raise UsageError(f"{error.name} is not installed; type: pip install 'speedrun[{extra}]'") from None
+        raise UsageError(f"{error.name} is not installed; type: pip install {error.name}") from None

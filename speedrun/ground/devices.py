@@ -123,7 +123,7 @@ _CUDNN = (9, 10, 2)
 def load(kind: str) -> Device:
     """Return the device of this name; raise UsageError if there is none."""
     if kind not in DEVICES:
-        raise unknown("device kind", kind, DEVICES)
+        raise unknown("device kind", kind, DEVICES, least=0.7)  # 5090 is no misspelled 4090
     return DEVICES[kind]
 
 

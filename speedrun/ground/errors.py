@@ -65,11 +65,14 @@ def translate_os_errors(path: object, otherwise: type[SpeedrunError] = StorageEr
         raise kind(f"{path}: cannot be written: {error.strerror}; free or choose another folder") from None
 
 
-def unknown(kind: str, got: str, known: Iterable[str]) -> UsageError:
-    """Return the error for an unknown name. It suggests those that end in `.got`, else the nearest; all of a few."""
+def unknown(kind: str, got: str, known: Iterable[str], *, least: float = 0.5) -> UsageError:
+    """Return the error for an unknown name. It suggests those that end in `.got`, else the nearest; all of a few.
+
+    `least` is how alike a suggestion must be, from 0 to 1.
+    """
     known = sorted(known)
     near = [name for name in known if name.endswith(f".{got}")]
-    near = near or difflib.get_close_matches(got, known, n=1, cutoff=0.5)
+    near = near or difflib.get_close_matches(got, known, n=1, cutoff=least)
     hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
     hint += f"choose one of: {', '.join(known)}" if not near or len(known) < 9 else ""
     return UsageError(f"unknown {kind} {got!r}; {hint.strip()}")

@@ -152,6 +152,7 @@ class Recipe:
         return _rebuilt(self, new)
 
 
+_KINDS: dict[type, str] = {int: "a whole number", float: "a number"}
 IDENTITY = ("name", "summary", "parent", "revision")
 
 
@@ -220,7 +221,5 @@ def _literal(old: Any, key: str, text: str) -> Any:
     if kind is float and isinstance(value, float) and not math.isfinite(value):
         value = None
     if kind not in (int, float, tuple) or type(value) is not kind:
-        raise UsageError(
-            f"setting {key}={text[:80]!r}: need {'a number' if kind in (int, float) else 'a value'} like {old!r}"
-        )
+        raise UsageError(f"setting {key}={text[:80]!r}: need {_KINDS.get(kind, 'a value')} like {old!r}")
     return value

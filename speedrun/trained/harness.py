@@ -1,6 +1,6 @@
 """lm-evaluation-harness on a trained model, for tasks that this package does not score by itself.
 
-It is imported when it is asked for: pip install 'speedrun[lm-eval]'. Its tasks load data from the hub.
+It is imported when it is asked for: pip install lm-eval. Its tasks load data from the hub.
 
 Source: Gao et al., EleutherAI/lm-evaluation-harness.
 """
@@ -43,7 +43,7 @@ def scores(
         harness = importlib.import_module("lm_eval")
         tasks_of = importlib.import_module("lm_eval.tasks").TaskManager
     except ModuleNotFoundError as error:
-        raise UsageError(f"--tasks needs {error.name}; type: pip install 'speedrun[lm-eval]'") from None
+        raise UsageError(f"--tasks needs {error.name}; type: pip install lm-eval") from None
     if words.encoder is None:
         raise UsageError(f"ids of {words.track.id} stand for no text; tasks need a model of text")
     known = tasks_of()
