@@ -23,7 +23,6 @@ DOLLARS = 2.5  #: a GPU and hour, where a page states a price
 _MARK = re.compile(f"({BEGIN.format('(.+?)')})(.*?)({END})", re.DOTALL)
 
 Minutes = Annotated[float, Meta(gt=1e-3, lt=1e6)]
-Link = Annotated[str, Meta(pattern="^(https://.+)?$")]
 
 
 class Published(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -57,7 +56,7 @@ class PastRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     minutes: Minutes
     label: str = ""  #: shown beside the point
     recipe: str = ""  #: of this repository, if one implements the record
-    link: Link = ""  #: with one, the record is also on the board
+    link: Annotated[str, Meta(pattern="^(https://.+)?$")] = ""  #: with one, the record is also on the board
     caveat: str = ""
     rules: str = ""
 
@@ -73,12 +72,10 @@ class Rung(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     """A recipe of the ladder, oldest first."""
 
     recipe: str
-    records: Annotated[
-        str, Meta(pattern=r"^(\d+-)?\d+$")
-    ]  #: that it mirrors; the last one's minutes are its own
-    losses: Annotated[
-        tuple[float, ...], Meta(min_length=2)
-    ]  #: at the end of runs on a small track, one of each seed
+    #: That it mirrors; the minutes of the last one are its own.
+    records: Annotated[str, Meta(pattern=r"^(\d+-)?\d+$")]
+    #: At the end of runs on a small track, one for each seed.
+    losses: Annotated[tuple[float, ...], Meta(min_length=2)]
 
 
 class Prediction(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -118,10 +115,9 @@ class Context(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         predicted = {
             one.recipe: one.total_s / 60 for one in self.predicted if (one.kind, one.num_devices) == MAIN
         }
-        newest = [int(rung.records.rpartition("-")[2]) for rung in self.ladder]
         return [
-            (rung, published[number], predicted[rung.recipe])
-            for rung, number in zip(self.ladder, newest, strict=True)
+            (rung, published[int(rung.records.rpartition("-")[2])], predicted[rung.recipe])
+            for rung in self.ladder
         ]
 
 
@@ -153,11 +149,12 @@ def texts(context: Context) -> dict[str, str]:
         found[f"{name} dollars"] = _dollars(60 * past.minutes, MAIN[1])
     for one in context.predicted:
         name = f"predicted {one.recipe} {one.num_devices}x{one.kind}"
+        memory = f"{one.memory_gb:.1f} | {devices.load(one.kind).memory_bytes / 1e9:.1f}"
         found |= {
             f"{name} minutes": _three(one.total_s / 60),
             f"{name} seconds": _three(one.total_s),
             f"{name} ms": _three(one.step_ms),
-            f"{name} GB": _three(one.memory_gb),
+            f"{name} card": f"{memory} | {one.step_ms:,.0f} | {one.total_s / 60:.0f} | {one.mfu:.0%}",
             f"{name} dollars": _dollars(one.total_s, one.num_devices),
         }
     for rung, published, predicted in context.rungs:
@@ -165,7 +162,6 @@ def texts(context: Context) -> dict[str, str]:
     if context.ladder:
         ratios = [published / predicted for _, published, predicted in context.rungs]
         found["ladder ratios"] = f"{min(ratios):.2f} to {max(ratios):.2f}"
-    found["cards"] = _cards(context)
     found["scaling"] = f"\n```sh\n$ speedrun plan --recipe record21 --nodes 1,2,8,32\n{context.scaling}```\n"
     return found
 
@@ -177,20 +173,6 @@ def _three(number: float) -> str:
 
 def _dollars(time_s: float, num_devices: int) -> str:
     return f"{time_s / 3600 * num_devices * DOLLARS:.2f}"
-
-
-def _cards(context: Context) -> str:
-    """Return the table of single devices."""
-    lines = [
-        "| `--device-kind` | needs, GB | has, GB (10^9) | a step, ms | training, minutes | MFU |",
-        "|---|---|---|---|---|---|",
-    ]
-    for one in context.predicted:
-        if one.num_devices == 1:
-            has_gb = devices.load(one.kind).memory_bytes / 1e9
-            numbers = f"{one.memory_gb:.1f} | {has_gb:.1f} | {one.step_ms:,.0f} | {one.total_s / 60:.0f}"
-            lines.append(f"| `{one.kind}` | {numbers} | {one.mfu:.0%} |")
-    return "\n" + "\n".join(lines) + "\n"
 
 
 def filled(page: str, figures: Mapping[str, str]) -> str:
