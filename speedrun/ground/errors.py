@@ -66,7 +66,7 @@ def translate_os_errors(path: object, otherwise: type[SpeedrunError] = StorageEr
 
 
 def unknown(kind: str, got: str, known: Iterable[str], *, least: float = 0.5) -> UsageError:
-    """Return the error for an unknown name. It suggests those that end in `.got`, else the nearest that is alike; all of a few."""
+    """Return the error for an unknown name: those that end in `.got`, else the nearest if alike; all of a few."""
     known = sorted(known)
     near = [name for name in known if name.endswith(f".{got}")]
     near = near or difflib.get_close_matches(got, known, n=1, cutoff=least)
