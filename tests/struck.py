@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from speedrun import cli
-from speedrun.board.pages import BEGIN, END
+from speedrun.board.figures import BEGIN, END
 from speedrun.data import synthetic
 from speedrun.ground import children, clock, provenance, track
 from speedrun.ground.sourcefile import join_source
@@ -269,7 +269,7 @@ class Soak:
         self.blows: Counter[str] = Counter()
         synthetic.write(track.load("tiny"), Path(data))
         (place / "records" / "tiny").mkdir(parents=True)
-        (place / "README.md").write_text(f"# A fork\n\n{BEGIN}\n{END}\n{OWNERS.decode()}")
+        (place / "README.md").write_text(f"# A fork\n\n{BEGIN.format('board')}\n{END}\n{OWNERS.decode()}")
 
     def complaints(self, seconds: float) -> Iterator[str]:
         """Of every kind once without a blow, and then of random ones until the time is over."""

@@ -44,15 +44,15 @@ MESH = "speedrun.ground.mesh"
 HEAVY = {"jax", "jaxlib", "optax", "orbax", "matplotlib", "datasets", "huggingface_hub", "tiktoken", "wandb"}
 
 #: Budgets of lines that are not blank.
-SCIENCE_LINES = 1_187
+SCIENCE_LINES = 1_205
 #: Record 89 has three times the mechanisms of record 21, and optimisers of its own.
 MORE_SCIENCE = {"record89": 586}
 #: Of these, 700 are checkpoints, the watchdog, several processes, replicas on many nodes and fault injection.
-CLOSURE_LINES = 4_710
+CLOSURE_LINES = 4_950
 #: Kernels are counted by themselves: a record carries all forms its step could have chosen.
 KERNEL_LINES = 1_709
 #: All Python of the package, in every room, blank lines included. It only goes down.
-PACKAGE_LINES = 41_000
+PACKAGE_LINES = 40_700
 #: Of one file; of one function, without decorators.
 FILE_LINES = 350
 FUNCTION_LINES = 60

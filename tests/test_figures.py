@@ -167,7 +167,7 @@ def test_the_error_of_a_plan_is_the_farthest_rung() -> None:
     assert planning.ERROR - 0.05 < farthest <= planning.ERROR
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 @pytest.mark.parametrize(
     "row", CONTEXT.predicted, ids=lambda row: f"{row.recipe}-{row.num_devices}x{row.kind}"
 )

@@ -39,8 +39,8 @@ def build(*, records: Path, as_json: bool) -> None:
     """Validate every record again and write LEADERBOARD.md, leaderboard.json and leaderboard.html.
 
     They go into the folder of records. If it is called records, README.md and docs/*.md beside it get the board and the
-    figures of context.toml between the marks that they have, and docs its pictures. A record that cannot be judged is left out and named, and
-    the exit code is 1.
+    figures of context.toml between the marks that they have, and docs its pictures. A record that cannot be judged is
+    left out and named, and the exit code is 1.
     """
     board = read(records)
     for path, content in _files(board, records).items():

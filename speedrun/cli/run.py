@@ -93,11 +93,7 @@ def command(
     overrides = parse_settings(settings)  # before JAX, whose import is slow
     folder = out or new_folder(track)
     if local_processes is not None:
-        if coordinator:
-            raise UsageError("--local-processes and --coordinator; the first sets the second; leave one out")
-        if not (code := local.run(local_processes, _child_words(ctx, resume or folder))):
-            record.need_finished(resume or folder)
-        ctx.exit(code)
+        ctx.exit(_in_processes(ctx, local_processes, resume or folder))
     ctx.with_resource(children.stoppable())
     _import_jax()
     from speedrun.study import single
@@ -140,6 +136,15 @@ def _import_jax() -> None:
         importlib.import_module("speedrun.training.train")
     if got:
         signals.stop(got[0], None)
+
+
+def _in_processes(ctx: click.Context, number: int, out: Path) -> int:
+    """Run in several processes of this machine; return the exit code."""
+    if ctx.params["coordinator"]:
+        raise UsageError("--local-processes and --coordinator; the first sets the second; leave one out")
+    if not (code := local.run(number, _child_words(ctx, out))):
+        record.need_finished(out)
+    return code
 
 
 def _child_words(ctx: click.Context, out: Path) -> list[str]:

@@ -217,42 +217,35 @@ def require_steps(
         DataError: if there are fewer tokens or documents than the steps need.
     """
     left, offset, documents = list(shards), 0, _Documents(document_token)
+    stop: int | None = 0
     for step, shape in enumerate(shapes):
-        while left:
-            if shape.document_tokens:
-                stop = documents.end(left[0], offset, shape)
-            else:
-                stop = offset + shape.num_sequences * shape.seq_len
-                stop = stop if stop + 1 < left[0].num_tokens else None
-            if stop is not None:
-                offset = stop
-                break
-            del left[0]
-            offset = 0
-        else:
+        while left and (stop := documents.end(left[0], offset, shape)) is None:
+            left, offset = left[1:], 0
+        if not left:
             raise DataError(
                 f"{len(shards)} training shards last for {step:,} steps; the recipe takes {len(shapes):,}; "
                 "get more shards or run fewer steps"
             )
+        offset = stop or 0
 
 
 class _Documents:
-    """Where packed batches end, from the lengths of documents alone. Holds those of one shard."""
+    """Where batches end, packed ones from the lengths of documents alone. Holds those of one shard."""
 
     def __init__(self, document_token: int | None) -> None:
         self._document_token = document_token
-        self._shard: Shard | None = None
-        self._cut_at = 0
+        self._of: tuple[Shard, int] | None = None
 
     def end(self, shard: Shard, offset: int, shape: Shape) -> int | None:
-        """Return the offset after a batch from `offset` on, as `packed` does; None if the rest does not fill it."""
-        if shard is not self._shard:
-            text = shard.read(0, shard.num_tokens)
-            self._bounds = [*np.flatnonzero(text == self._document_token).tolist(), shard.num_tokens]
-            self._shard, self._cut_at = shard, 0
-        if shape.document_tokens != self._cut_at:
+        """Return the offset after a batch from `offset` on; None if the rest does not fill it."""
+        if not shape.document_tokens:
+            stop = offset + shape.num_sequences * shape.seq_len
+            return stop if stop + 1 < shard.num_tokens else None
+        if self._of != (shard, shape.document_tokens):
+            starts = np.flatnonzero(shard.read(0, shard.num_tokens) == self._document_token)
+            self._bounds = [*starts.tolist(), shard.num_tokens]
             lengths = np.minimum(np.diff(self._bounds), shape.document_tokens)
-            self._before, self._cut_at = [0, *np.cumsum(lengths).tolist()], shape.document_tokens
+            self._before, self._of = [0, *np.cumsum(lengths).tolist()], (shard, shape.document_tokens)
         document = bisect_left(self._bounds, offset)
         for _ in range(shape.num_sequences):
             if document >= len(self._before):

@@ -4,7 +4,7 @@ The rules go by the names of settings. A multiple of the width of another name i
 docs/recipes.md explains them.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from speedrun.ground.errors import UsageError
@@ -23,9 +23,9 @@ SMOKE |= {"bigram_rows": 1_920, "prefix_weight": 0.0, "end_prefix_weight": 0.0} 
 SMOKE |= {"num_sequences": 8, "seq_len": 256, "eval_sequences": 64, "eval_seq_len": 256}
 
 
-def settings_at(name: str, known: Mapping[str, Any], given: Collection[str] = ()) -> dict[str, Any]:
+def settings_at(name: str, known: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a full-size recipe at another size; raise UsageError for any other, and for a width
-    without a rule that is not among the `given` settings.
+    without a rule that is not `given`.
     """
     if name not in SIZES:
         raise UsageError(f"unknown size {name!r}; choose one of: {', '.join(SIZES)}")
@@ -52,11 +52,13 @@ def settings_at(name: str, known: Mapping[str, Any], given: Collection[str] = ()
             new[key] = max(min(old, 8), round(old * batch))
             new[f"{above}.seq_len"] = round(old * known[f"{above}.seq_len"] * batch) // new[key]
     new |= _smoke(known) if name == "smoke" else {}
-    config = {
-        key: old for key, old in known.items() if key.startswith("config.") and type(old) is int and old
-    }
-    for key in config.keys() - new.keys() - {*given}:
-        if config[key] % 768 == 0:
+    for key, old in known.items():
+        if (
+            key.startswith("config.")
+            and isinstance(old, int)
+            and old % 768 == 0 < old
+            and key not in {**new, **given}
+        ):
             raise UsageError(
                 f"size={name} has no rule for {key}, a multiple of the width; --set {key}=..., too"
             )

@@ -40,8 +40,7 @@ class Tiles(NamedTuple):
 #: 128 queries of width 128 take 32 KB of shared memory; each stage of keys and values takes as much.
 FORWARD = Tiles(queries=128, keys=64, num_warps=8, num_stages=3)
 BACKWARD = Tiles(queries=64, keys=64, num_warps=4, num_stages=2)
-#: With four warps, registers spill on 8.x.
-BACKWARD_ON_8 = BACKWARD._replace(num_warps=8)
+BACKWARD_ON_8 = BACKWARD._replace(num_warps=8)  #: with four warps, registers spill on 8.x
 
 
 class Bounds(NamedTuple):
