@@ -152,7 +152,6 @@ class Recipe:
         return _rebuilt(self, new)
 
 
-_KINDS: dict[type, str] = {int: "a whole number", float: "a number"}
 IDENTITY = ("name", "summary", "parent", "revision")
 
 
@@ -221,5 +220,6 @@ def _literal(old: Any, key: str, text: str) -> Any:
     if kind is float and isinstance(value, float) and not math.isfinite(value):
         value = None
     if kind not in (int, float, tuple) or type(value) is not kind:
-        raise UsageError(f"setting {key}={text[:80]!r}: need {_KINDS.get(kind, 'a value')} like {old!r}")
+        need = "a whole number" if kind is int else "a number" if kind is float else "a value"
+        raise UsageError(f"setting {key}={text[:80]!r}: need {need} like {old!r}")
     return value
