@@ -173,9 +173,10 @@ def defined(case: str) -> list[jax.Array]:
     return differentiated(attention, CASES[case])(*inputs(CASES[case]))
 
 
-#: Forms that are not interpreted, and differ from no other only where tiles meet.
+#: Forms that are not interpreted; the others in other tiles differ from theirs only where tiles meet.
 QUICK = {"definition", "banded"}
 IN_TILES = {"mixed documents", "documents longer than the window", "window of one token"}
+EACH = [pytest.param(name, marks=pytest.mark.compile if "tiles" in name else ()) for name in FORMS]
 PAIRS = [
     pytest.param(name, case, marks=pytest.mark.compile if name not in QUICK and case not in IN_TILES else ())
     for name in FORMS
@@ -198,7 +199,7 @@ class TestForms:
         for got, want in zip(run(*inputs(case)), defined(case_name), strict=True):
             np.testing.assert_allclose(got, want, atol=3e-6)
 
-    @pytest.mark.parametrize("name", FORMS)
+    @pytest.mark.parametrize("name", EACH)
     def test_bfloat16(self, name):
         case = CASES["mixed documents"]
         run = differentiated(FORMS[name](case), case)
@@ -226,7 +227,7 @@ class TestForms:
             is_right = blocks in ([2] if "flash3" in name else [1, 2])
             np.testing.assert_array_equal(jnp.isnan(now), not is_right)
 
-    @pytest.mark.parametrize("name", FORMS)
+    @pytest.mark.parametrize("name", EACH)
     def test_inside_shard_map(self, name):
         """As in the training step: one row per device, with varying mesh axes checked.
 
@@ -245,7 +246,7 @@ class TestForms:
 
 
 @pytest.mark.usefixtures("kernels_on_paper")
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", EACH)
 def test_paired_heads_are_one_softmax_for_each_query(name):
     """Half h // 2 of token t is number 2 t + h // 2 of its sequence; head h sees head h % 2 there, inside documents."""
     case, num_tokens = Case([2, 26, 6, 30], 9, 1), 32  # lengths in halves of tokens

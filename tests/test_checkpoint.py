@@ -140,7 +140,7 @@ def test_what_was_killed_before_its_folder_appeared_starts_over(unbroken, tmp_pa
     assert (out / "source.txt").exists()
 
 
-@pytest.mark.parametrize("left", [(), (".lock",), (".lock", "run.json.partial")])
+@pytest.mark.parametrize("left", [(), (".lock", "run.json.partial")])
 def test_what_was_killed_in_its_first_write_is_told_to_start_again(unbroken, tmp_path, left, monkeypatch):
     """Its settings are nowhere; the same command works."""
     out = tmp_path / "out"
@@ -298,19 +298,23 @@ def test_damage_is_found_and_the_step_before_is_taken(copy, small, damage):
     assert (copy / "2.damaged" / "facts").exists()
 
 
-SICK_DISKS = {
-    "status": ValueError('UNKNOWN: Error reading "x": Input/output error [os_error_code=5]'),
-    "memory": jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes"),
-    "files": OSError(errno.EMFILE, "Too many open files"),
-    "permission": PermissionError(errno.EACCES, "Permission denied"),
-    "no text": MemoryError(),
-    "a bug": UnboundLocalError("x"),
-    "no text at all": Exception(),
+#: What reading facts or arrays may raise, and whether orbax wraps it in an error of its own.
+NO_DAMAGE = {
+    "status": ("state", True, ValueError('UNKNOWN: Error reading "x": Input/output error [os_error_code=5]')),
+    "memory": (
+        "state",
+        True,
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes"),
+    ),
+    "files": ("facts", False, OSError(errno.EMFILE, "Too many open files")),
+    "permission": ("facts", False, PermissionError(errno.EACCES, "Permission denied")),
+    "no text": ("state", False, MemoryError()),
+    "a bug": ("facts", False, UnboundLocalError("x")),
+    "no text at all": ("state", True, Exception()),
 }
 
 
-@pytest.mark.parametrize(("item", "is_wrapped"), [("facts", False), ("state", True)])
-@pytest.mark.parametrize("error", SICK_DISKS.values(), ids=SICK_DISKS)
+@pytest.mark.parametrize(("item", "is_wrapped", "error"), NO_DAMAGE.values(), ids=NO_DAMAGE)
 def test_what_is_no_damage_stops_and_changes_nothing(copy, small, monkeypatch, error, item, is_wrapped):
     """Two checkpoints are whole; a disk or the memory is not, at the first item that is read or the second."""
     before = tree(copy)

@@ -189,7 +189,7 @@ def test_the_loss_for_logs_has_no_gradient_and_skips_what_is_missing(form: Calla
     assert not any(np.any(g) for g in grads)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, CHUNK_TOKENS + 1, 2 * CHUNK_TOKENS])
+@pytest.mark.parametrize("num_tokens", [1, CHUNK_TOKENS + 1])
 def test_numbers_of_tokens_do_not_matter(num_tokens: int):
     x_ND, head_VD, ids_NM = inputs(num_tokens + 8)
     x_ND, ids_NM = x_ND[8:], ids_NM[8:]

@@ -81,7 +81,7 @@ def token_by_token(function, params, tokens_BT: np.ndarray, known: int) -> tuple
 
 
 #: Most others differ from these in what is fixed, or acts on each position by itself.
-FAST = ("gpt2", "windows", "smoke")
+FAST = ("gpt2", "smoke")
 
 
 @pytest.mark.parametrize(
@@ -289,6 +289,7 @@ def test_the_most_probable_tokens_are_those_of_the_forward_pass(small) -> None:
         assert text[len(prompt) :] == [*found_N]
 
 
+@pytest.mark.compile
 def test_a_text_depends_on_seed_and_place_and_not_on_chunks_or_companions(small) -> None:
     decoder = decoder_of(small)
     whole_PN = decoder.extend(decoder.start(PROMPTS), 20, Draw(seed=3))[1]
@@ -433,6 +434,7 @@ def harnessed(of_text, monkeypatch):
     return harness.adapter(trained, spoken, print)
 
 
+@pytest.mark.compile
 def test_the_harness_gets_the_definition_of_a_likelihood(harnessed, of_text) -> None:
     trained, _ = of_text
     context = harnessed.tok_encode("the cat sat")
@@ -463,6 +465,7 @@ def test_what_the_model_cannot_take_is_refused_not_cut(harnessed, of_text) -> No
         harnessed.generate_until([SimpleNamespace(args=("the", {"max_gen_toks": longest}))])
 
 
+@pytest.mark.compile
 def test_a_text_for_the_harness_ends_before_what_ends_it(harnessed, of_text) -> None:
     (whole,) = harnessed.generate_until([SimpleNamespace(args=("the cat", {"max_gen_toks": 20}))])
     end = whole[-1]
@@ -512,6 +515,7 @@ def test_bits_per_byte_count_the_bytes_of_the_targets(of_text, tmp_path) -> None
     assert found.bits_per_byte == pytest.approx(nats / np.log(2) / num_bytes, rel=1e-4)
 
 
+@pytest.mark.compile
 def test_hellaswag_takes_the_ending_with_the_smallest_mean_loss(of_text, tmp_path) -> None:
     trained, spoken = of_text
     endings = ("the mat.", "a dog that ate the cat.", "cat", "the the the the the the")
@@ -576,6 +580,7 @@ def test_a_relative_folder_of_checkpoints_is_one(run: Path, monkeypatch) -> None
     assert sample("out.checkpoints", "--ids", "0", "--tokens", 1).exit_code == 0
 
 
+@pytest.mark.compile
 def test_bench_sample_times_both() -> None:
     found = CliRunner().invoke(cli.command, ["bench", "sample", "--tokens", "16", "--new", "2", "--json"])
     assert [one["name"] for one in json.loads(found.stdout)] == ["cached", "whole"]
@@ -732,6 +737,7 @@ def test_samples_that_cannot_be_read_are_not_overwritten(growing) -> None:
     assert path.read_text() == "[1]\n"
 
 
+@pytest.mark.compile
 def test_a_run_starts_from_given_weights_and_is_marked(
     run: Path, smoke_data: Path, tmp_path, capfd, monkeypatch
 ) -> None:
