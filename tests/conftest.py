@@ -47,9 +47,8 @@ from speedrun.training.train import train
 
 mesh.prepare(os.environ["SPEEDRUN_TEST_PLATFORM"])
 jax.config.update("jax_numpy_rank_promotion", "raise")
-gc.set_threshold(
-    200_000, 20, 100
-)  # tracing makes many objects: to look for dead ones was a sixth of the time
+# Tracing makes many objects: to look for dead ones was a sixth of the time.
+gc.set_threshold(200_000, 20, 100)
 health._TRIALS = 2  # every run times this machine first; a second of each test that trains
 
 
@@ -69,6 +68,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         for name in GROUPS.keys() & set(getattr(item, "fixturenames", ())):
             item.add_marker(GROUPS[name])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forget_the_past() -> None:
+    """Keep the collector away from what earlier files have made: a checkpoint that is damaged calls it."""
+    gc.freeze()
 
 
 def processor_s() -> float:
