@@ -7,7 +7,7 @@
 #   scripts/measure_gpu.sh [--from DIR] --rehearse       the same parts tiny on a CPU, in a few minutes
 #
 #   --out DIR             results; default docs/benchmarks/<date>-<gpu>. Earlier results stay
-#   --minutes N           time limit; the same command continues with the parts that have no result
+#   --minutes N           time limit of this slice; the same command continues with the parts that have no result
 #   --parts NAME,...      only these, also again; --list names them all
 #   --shards DIR          3 million real tokens (*_train_*.bin) and 131,073 to score (*_val_*.bin), in llm.c's format;
 #                         default: synthetic ids with the document lengths of FineWeb
@@ -17,7 +17,8 @@
 #   SPEEDRUN_PYTHON       the Python with JAX for CUDA; default python3. Nothing is installed into it
 #   SPEEDRUN_WHEELS       the same as --from
 #
-# Compiled programs stay in .gpu for the next try. Exits with 1 if a part gave no figures; the summary says why.
+# Compiled programs stay in .gpu for the next try. Exits with 1 if a part gave no figures; the summary says why. Whether the
+# kernels are right is a test: SPEEDRUN_TEST_PLATFORM=gpu pytest tests/test_gpu.py
 set -euo pipefail
 # shellcheck source=/dev/null
 source "$(dirname "${BASH_SOURCE[0]}")/help.sh" "$@"

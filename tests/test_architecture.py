@@ -239,11 +239,9 @@ OTHER_WRITES = {
     ("speedrun.ground.output", "os.open"): "/dev/null",
     ("speedrun.ground.serving", "os.open"): "for reading",
     ("speedrun.library", "path.write_bytes"): "a scratch folder",
-    ("speedrun.cli.warm", "os.fdopen"): "a pipe",
-    ("speedrun.bench.session", "self._log.open"): "what a worker says, as it says it",
-    ("speedrun.bench.summary", "tarfile.open"): "memory",
-    ("speedrun.cli.warm", "stem.with_name(stem.name + suffix).open"): "what a part says, as it says it",
-    ("speedrun.bench.suite", "shutil.copytree"): "choices of the autotuner, one whole file each",
+    ("speedrun.bench.session", "said.open"): "what a part prints, as it prints it",
+    ("speedrun.bench.session", "errors.open"): "what a part prints, as it prints it",
+    ("speedrun.bench.session", "tarfile.open"): "memory",
 }
 _WRITING = {
     *("write_text", "write_bytes", "touch", "truncate", "tofile", "savefig", "hardlink_to", "symlink_to"),

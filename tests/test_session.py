@@ -1,20 +1,19 @@
 """Parts measured in one sitting: a hang or a crash costs one part, and nothing that was measured is lost."""
 
-import json
 import os
+import re
 import subprocess
-import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
+import click.testing
 import pytest
 from click.testing import CliRunner
 
 from speedrun import cli
-from speedrun.bench import rival, session, suite, summary
-from speedrun.bench.parts import FULL, TINY, Part, chosen, parts
-from speedrun.bench.session import Result
+from speedrun.bench import rival, session
+from speedrun.bench.session import FULL, TINY, Part, Result, parts
 from speedrun.doctor import cuda
 from speedrun.ground import provenance
 from speedrun.ground.errors import SpeedrunError, UsageError
@@ -22,167 +21,98 @@ from speedrun.science.recipes import record21
 
 ROOT = Path(__file__).parent.parent
 
-#: Commands that end in every way. `count` tells how many came before it in the same process.
-FAKE = """
-import os, signal, sys, time
-import click
-from speedrun.cli import warm
-from speedrun.ground.errors import UsageError
-
-before = []
-
-@click.group()
-def command():
-    before.append(0)
-
-@command.command()
-def count():
-    click.echo('{"before": %d, "rows": [{"a": 1, "b": 2.5}]}' % (len(before) - 1))
-
-@command.command()
-def fail():
-    click.echo("error: it was not to be", err=True)
-    sys.exit(1)
-
-@command.command()
-def refuse():
-    click.echo("error: nothing here to measure", err=True)
-    sys.exit(2)
-
-@command.command()
-def hang():
-    click.echo("runs: the kernel of doom", err=True)
-    os.system("sleep 600 & echo $! > %s" % os.environ["SLEEPER"])
-    time.sleep(600)
-
-@command.command()
-def die():
-    click.echo("runs: the kernel of death", err=True)
-    os.kill(os.getpid(), signal.SIGSEGV)
-
-@command.command()
-def crash():
-    raise RuntimeError("CUDA error: misaligned address")
-
-warm.serve(command)
-"""
-
 
 @pytest.fixture
 def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Result]]:
-    """Runs fake parts into one folder, as often as it is called."""
-    script = tmp_path / "fake.py"
-    script.write_text(FAKE)
-    out = tmp_path / "out"
-    out.mkdir()
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "SLEEPER": str(tmp_path / "sleeper")}
+    """Runs parts that are lines of shell, into one folder, as often as it is called."""
+    monkeypatch.setattr(session, "_COMMAND", ("sh", "-c"))
+    env = {**os.environ, "SLEEPER": str(tmp_path / "sleeper")}
 
     def run(*asked: Part, most_s: float = 60.0) -> dict[str, Result]:
-        ended: list[Result] = []
-        worker = [sys.executable, str(script)]
-        session.run(asked, out, worker, env=env, most_s=most_s, ended=ended.append)
-        return {one.name: one for one in ended}
+        return {one.name: one for one in session.run(asked, tmp_path / "out", ["one GPU"], env, most_s)}
 
     return run
 
 
-def part(name: str, *argv: str, limit_s: float = 30.0, **named) -> Part:
-    return Part(name, argv or (name,), limit_s, **named)
+def part(name: str, line: str = "echo 1", limit_s: float = 30.0) -> Part:
+    return Part(name, (line,), limit_s)
 
 
-def test_each_end_of_a_part_is_told_and_the_others_go_on(measured, tmp_path, monkeypatch):
-    monkeypatch.setattr(session, "_GRACE_S", 1.0)
-    found = measured(
-        part("one", "count"), part("two", "count"), part("fail"), part("refuse"), part("three", "count"),
-        part("hang", limit_s=1.0), part("after", "count"), part("die"), part("crash"), part("last", "count"),
-    )  # fmt: skip
-    assert {name: one.status for name, one in found.items()} == {
-        **dict.fromkeys(("one", "two", "three", "after", "last"), "ok"),
-        **{"fail": "failed", "refuse": "refused", "hang": "killed", "die": "died", "crash": "died"},
-    }
-    assert found["fail"].reason == "it was not to be"
-    assert found["refuse"].reason == "nothing here to measure"
-    assert found["hang"].reason == "beyond its limit of 1 s; last it said: runs: the kernel of doom"
-    assert found["die"].reason == "signal 11; last it said: runs: the kernel of death"
-    assert found["crash"].reason.endswith("RuntimeError: CUDA error: misaligned address")
-    said = {
-        path.stem: json.loads(path.read_text())
-        for path in tmp_path.glob("out/parts/*.out")
-        if path.stat().st_size
-    }
-    assert [said[name]["before"] for name in ("one", "two", "three", "after", "last")] == [0, 1, 4, 0, 0]
-    assert "in hang" in (tmp_path / "out/parts/hang.err").read_text(), "its stacks are kept"
-    sleeper = int((tmp_path / "sleeper").read_text())
-    state = Path(f"/proc/{sleeper}/stat")
-    assert not state.exists() or state.read_text().split()[2] == "Z", "what a part started ends with it"
+#: A command that has started another, which holds its output open.
+HANGS = "echo runs: the kernel of doom >&2; sleep 600 & echo $! > $SLEEPER; wait"
 
 
-def test_a_part_may_ask_for_a_process_of_its_own_and_end_in_other_ways(measured, tmp_path):
-    made = tmp_path / "out" / "record"
-    made.mkdir()
-    found = measured(
-        part("one", "count"),
-        part("alone", "count", alone=True, makes="record"),
-        part("fail", ends_well=(0, 1)),
-    )
-    said = [
-        json.loads((tmp_path / f"out/parts/{name}.out").read_text())["before"] for name in ("one", "alone")
+def is_gone(sleeper: Path) -> bool:
+    state = Path(f"/proc/{sleeper.read_text().strip()}/stat")
+    return not state.exists() or state.read_text().split()[2] == "Z"
+
+
+ENDS = {
+    "well": ("echo '{\"mean_ms\": 812.25, \"mfu\": null}'", "ok", ""),
+    "no": ("echo '{\"ready\": false}'; exit 1", "ok", "exit code 1 "),
+    "refuse": ("echo '{\"error\": \"nothing to measure\"}'; exit 2", "refused", "nothing to measure"),
+    "fail": ("echo '{\"error\": \"no such shard\"}'; exit 3", "failed", "no such shard"),
+    "unsure": ("echo '{\"error\": \"it was not to be\"}'", "failed", "it was not to be"),
+    "crash": ("echo some; echo RuntimeError: CUDA error >&2; exit 1", "failed", "said last: RuntimeError: CUDA error"),
+    "silent": ("true", "failed", "exit code 0 (done); it said last: nothing"),
+    "die": ("echo the kernel of death >&2; kill -SEGV $$", "failed", "(signal 11); it said last: the kernel of death"),
+    "hang": (HANGS, "failed", "beyond its limit; it said last: runs: the kernel of doom"),
+}  # fmt: skip
+
+
+def test_each_end_of_a_part_is_told_and_the_others_go_on(measured, tmp_path):
+    asked = [
+        part(name, line, 2.0 if name == "hang" else 30.0) for name, (line, _, _) in reversed(ENDS.items())
     ]
-    assert said == [0, 0]
-    assert (found["fail"].status, found["fail"].reason) == ("ok", "exit code 1")
-    assert not made.exists()
-
-
-def test_time_that_is_up_leaves_the_rest_for_another_slice(measured, monkeypatch):
-    monkeypatch.setattr(session, "_GRACE_S", 0.5)
-    found = measured(part("hang"), part("count"), most_s=1.0)
-    assert list(found) == ["hang"]
-    assert found["hang"].status == "cut"
-    assert found["hang"].reason.startswith("the slice was over after 1 s")
-
-
-def test_a_worker_that_cannot_start_is_a_reason(tmp_path):
-    ended: list[Result] = []
-    worker = [sys.executable, "-c", "import a_package_that_is_not_here"]
-    session.run([part("count")], tmp_path, worker, env={}, most_s=30.0, ended=ended.append)
-    assert ended[0].status == "died"
-    assert ended[0].reason.endswith("No module named 'a_package_that_is_not_here'")
-
-
-def test_slices_meet_in_one_summary(measured, tmp_path):
-    out, all_parts = tmp_path / "out", [part("one", "count"), part("fail"), part("never")]
-    measured(part("one", "count"), part("fail"))
-    measured(part("fail", "count"))
-    text = summary.text(["one GPU"], all_parts, out)
-    assert "- one GPU" in text
-    assert "| one | ok |" in text
-    assert "| fail | ok |" in text, "a part that ran again has its newest result"
+    found = measured(*asked)
+    assert list(found) == [*reversed(ENDS)]
+    for name, (_, status, reason) in ENDS.items():
+        assert found[name].status == status, name
+        assert reason in found[name].reason, name
+    assert is_gone(tmp_path / "sleeper"), "what a part started ends with it"
+    assert session.results(tmp_path / "out") == found
+    assert session.report([*asked, part("never")], tmp_path / "out") == []
+    text = (tmp_path / "out" / "summary.md").read_text()
+    assert "- one GPU\n" in text
+    assert re.search(r"ok +well +[0-9.]+ s  mean_ms 812.25\n", text)
+    assert re.search(r"failed +silent .*nothing\n", text)
     assert "Not run: never." in text
-    assert "- before: 0" in text
-    assert "| 1 | 2.5 |" in text
-    (out / "parts" / "one.out").write_text('{"mean_ms": 812.25, "mfu": null, "peak_bytes": 28800000000}')
-    text = summary.text([], all_parts, out)
-    assert "| mean_ms 812.2, peak_bytes 28800000000 |" in text
-    (out / "parts" / "one.out").write_text('[{"verdict": "right", "o": 0.1}, {"verdict": "wrong", "o": 0.2}]')
-    assert "| 1 of 2 cases right |" in summary.text([], all_parts, out)
 
 
-def test_parts_are_chosen_by_name_in_their_own_order():
-    known = [part("a"), part("b"), part("c")]
-    assert chosen(known, "c,a") == [known[0], known[2]]
-    with pytest.raises(UsageError, match="unknown part 'd'; choose one of: a, b, c"):
-        chosen(known, "a,d")
+def test_slices_go_on_where_the_last_one_stopped(measured, tmp_path):
+    out, asked = tmp_path / "out", [part("one"), part("fail", "false"), part("hang", HANGS), part("last")]
+    measured(*asked[:2])
+    assert session.chosen(asked, None, out) == asked[2:], "a failure is a result, too"
+    assert measured(*asked[2:], most_s=1.0) == {}, "the end of a slice is not"
+    assert is_gone(tmp_path / "sleeper")
+    assert session.chosen(asked, None, out) == asked[2:]
+    torn = out / "parts" / "one.json"
+    torn.write_bytes(torn.read_bytes()[:-9])
+    assert session.chosen(asked, None, out) == [asked[0], *asked[2:]]
+    assert measured(part("hang", "echo 2"))["hang"].figures == 2
+    assert session.chosen(asked, "last,hang", out) == asked[2:], "in their own order, also again"
+    with pytest.raises(UsageError, match="unknown part 'd'; choose one of: fail, hang, last, one"):
+        session.chosen(asked, "hang,d", out)
 
 
-def test_an_archive_stays_below_its_limit_and_names_what_it_leaves_out(tmp_path):
+def test_what_an_earlier_try_left_is_removed(measured, tmp_path):
+    left = tmp_path / "out" / "parts" / "run" / "log.txt"
+    left.parent.mkdir(parents=True)
+    left.touch()
+    measured(part("run"))
+    assert not left.exists()
+
+
+def test_an_archive_stays_below_its_limit_and_names_what_it_leaves_out(tmp_path, monkeypatch):
     for name, size in {"small": 1_000, "large": 40_000, "larger": 90_000}.items():
         (tmp_path / name).write_bytes(os.urandom(size))
-    assert summary.archive(tmp_path, most_bytes=50_000) == ["larger"]
+    monkeypatch.setattr(session, "MOST_ARCHIVE_BYTES", 50_000)
     packed = tmp_path / "outputs.tar.gz"
-    assert packed.stat().st_size <= 50_000
-    with tarfile.open(packed) as tar:
-        assert tar.getnames() == ["small", "large"]
-    assert summary.archive(tmp_path) == [], "an archive holds no archive"
+    for _ in range(2):  # an archive holds no archive
+        assert session.report([], tmp_path) == ["larger"]
+        assert packed.stat().st_size <= 50_000
+        with tarfile.open(packed) as tar:
+            assert tar.getnames() == ["summary.md", "small", "large"]
 
 
 @pytest.mark.parametrize("size", [FULL, TINY], ids=["full", "tiny"])
@@ -196,7 +126,8 @@ def test_all_parts_are_commands_with_names_of_their_own(size, tmp_path):
 
 
 def test_the_windows_that_are_timed_are_those_of_the_schedule():
-    for name, step in FULL.windows.items():
+    for name in ("w1", "w7", "w14"):
+        step = int(FULL[name].removeprefix("--first-step "))
         assert f"w{int(record21.RECIPE.inputs_at(step)['window_blocks'])}" == name
 
 
@@ -223,19 +154,46 @@ def test_a_machine_that_cannot_measure_is_a_line(answer, said, tmp_path, monkeyp
     assert not (tmp_path / "out").exists()
 
 
-def test_a_gpu_that_jax_cannot_use_ends_the_session_at_once(tmp_path, monkeypatch):
+@pytest.fixture
+def bench_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., click.testing.Result]:
+    """Calls the command with parts that run one line of shell."""
     monkeypatch.setattr(cuda, "described", lambda: ["a GPU, driver 580"])
-    monkeypatch.setattr(suite.Suite, "_provide", lambda _: None)
-    script = tmp_path / "fake.py"
-    script.write_text(FAKE.replace("def die", "def bench"))
-    monkeypatch.setattr(suite, "_worker", lambda: [sys.executable, str(script)])
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    words = ["bench", "all", "--out", str(tmp_path / "out"), "--work", str(tmp_path)]
-    done = CliRunner().invoke(cli.command, words)
+    monkeypatch.setattr(session, "provide", lambda *_, **__: None)
+
+    def run(line: str, *words: str) -> click.testing.Result:
+        monkeypatch.setattr(session, "_COMMAND", ("sh", "-c", line))  # $0 is the first word of a part
+        words = ("bench", "all", "--out", str(tmp_path / "out"), "--work", str(tmp_path), *words)
+        return CliRunner().invoke(cli.command, words)
+
+    return run
+
+
+def test_a_gpu_that_jax_cannot_use_ends_the_session_at_once(bench_all, tmp_path):
+    done = bench_all("echo CUDA_ERROR_SYSTEM_NOT_READY >&2; exit 1")
     assert done.exit_code == 2
-    assert done.stderr.startswith("error: JAX cannot use this GPU: ")
+    assert "error: JAX cannot use this GPU: exit code 1 " in done.stderr
+    assert "said last: CUDA_ERROR_SYSTEM_NOT_READY; see " in done.stderr
     assert list(session.results(tmp_path / "out")) == ["target"]
-    assert "Not run: agree-triton, " in (tmp_path / "out" / "summary.md").read_text()
+    assert "Not run: step-triton-w1, " in (tmp_path / "out" / "summary.md").read_text()
+
+
+def test_a_command_measures_what_is_missing_or_asked_for(bench_all):
+    fails = '[ "$0" != plan ] || exit 3; echo "{}"'
+    done = bench_all(fails)
+    assert done.exit_code == 1
+    listed = bench_all(fails, "--list").stdout.splitlines()
+    assert done.stderr == f"error: 1 of {len(listed)} parts gave no figures: plan\n"
+    assert [line.split()[1] for line in done.stdout.splitlines()[:-1]] == listed
+    again = bench_all(fails)
+    assert again.exit_code == 0
+    assert [line.split()[1] for line in again.stdout.splitlines()[:-1]] == ["target"], "in every slice"
+    asked = bench_all(fails, "--parts", "plan,norm", "--rehearse")
+    assert [line.split()[:2] for line in asked.stdout.splitlines()[:-1]] == [
+        ["ok", "norm"],
+        ["failed", "plan"],
+    ]
+    late = bench_all("sleep 600", "--parts", "norm,plan", "--minutes", "0.001", "--rehearse")
+    assert "time is up before norm, plan; the same command continues there" in late.stdout
 
 
 RIVAL = """#!/bin/sh
@@ -296,19 +254,7 @@ def gpu_image() -> str:
     return python
 
 
-FIGURES = (
-    *("agree-triton", "agree-qk-norm", "agree-head-bf16", "agree-head-fp8", "agree-banded", "step-banded-w1"),
-    *(
-        "step-banded-w3",
-        "run",
-        "rival",
-        "profile-w1",
-        "profile-w3",
-        "step-auto-w3-no-command-buffers",
-        "health",
-    ),
-    *("doctor", "norm", "muon", "head", "attention-w1", "attention-w4", "loader", "plan", "estimate"),
-)
+REFUSED = r"target|(step|rank)-(triton|flash3)-w\d+"  #: by a CPU
 
 
 @pytest.mark.compile
@@ -333,8 +279,12 @@ def test_the_rehearsal_gives_figures_without_a_network(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = session.results(out)
-    assert {name: found[name].reason for name in FIGURES if found[name].status != "ok"} == {}
-    assert {one.status for one in found.values()} == {"ok", "refused"}
-    assert all(one.reason for one in found.values() if one.status == "refused")
-    assert "Not run" not in (out / "summary.md").read_text()
-    assert 0 < (out / "outputs.tar.gz").stat().st_size <= summary.MOST_ARCHIVE_BYTES
+    wrong = {
+        name: one.reason
+        for name, one in found.items()
+        if one.status != ("refused" if re.fullmatch(REFUSED, name) else "ok")
+        or not (one.figures or one.reason)
+    }
+    assert wrong == {}
+    assert "Not run: none" in (out / "summary.md").read_text()
+    assert 0 < (out / "outputs.tar.gz").stat().st_size <= session.MOST_ARCHIVE_BYTES

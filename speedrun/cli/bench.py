@@ -93,28 +93,3 @@ def muon(*, recipe: str, devices: str, settings: tuple[str, ...], as_json: bool)
     mesh.prepare("any")
     one = Program(recipes.load(recipe).override(overrides), mesh.make_mesh(1))
     show(kernels.muon(one, int(devices)), as_json=as_json)
-
-
-@command.command(epilog=example("speedrun bench agree triton", "speedrun bench agree head-fp8 --json"))
-@click.argument("kernel")
-@click.option("--tiny", is_flag=True, help="Inputs for a CPU.")
-@json_option
-@click.pass_context
-def agree(ctx: click.Context, *, kernel: str, tiny: bool, as_json: bool) -> None:
-    """Compare a kernel with its definition in float32: triton, flash3, banded, qk-norm, mlp-bf16, mlp-fp8, head-bf16 or
-    head-fp8.
-
-    Exits with 1 if an error is larger than the kernel's rounding explains.
-    """
-    from speedrun.bench import agreement
-    from speedrun.ground import mesh
-
-    mesh.prepare("any")
-    size, found = agreement.TINY if tiny else agreement.FULL, []
-    for one in agreement.compare(kernel, size, lambda case: click.echo(f"runs: {case}", err=True)):
-        found.append(one)
-        if not as_json:
-            click.echo(str(one))
-    if as_json:
-        show([one.facts() for one in found], as_json=True)
-    ctx.exit(not all(one.is_right for one in found))

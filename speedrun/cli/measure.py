@@ -1,12 +1,14 @@
 """`speedrun bench all` and `rival`: what is measured on a rented GPU."""
 
+import os
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import click
 
 from speedrun.bench import rival as rivals
-from speedrun.bench.suite import Suite
+from speedrun.bench import session
 from speedrun.cli.options import (
     Integer,
     Number,
@@ -19,7 +21,9 @@ from speedrun.cli.options import (
 )
 from speedrun.cli.program import show
 from speedrun.doctor import cuda
+from speedrun.ground import signals
 from speedrun.ground.clock import now
+from speedrun.ground.errors import SpeedrunError, UsageError
 
 _FOLDER = click.Path(path_type=Path, file_okay=False)
 
@@ -34,7 +38,7 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
 )
 @click.option("--out", type=_FOLDER, metavar="DIR", help="Default: docs/benchmarks/<date>-<gpu>.")
 @click.option(
-    "--parts", "names", metavar="NAME,...", help="Run only these, also again. Default: all not yet ok."
+    "--parts", "names", metavar="NAME,...", help="Run only these, also again. Default: all without a result."
 )
 @click.option("--list", "listed", is_flag=True, help="List the names of the parts, and stop.")
 @click.option("--minutes", type=Number(0), default=30, show_default=True, help="For all parts together.")
@@ -64,11 +68,40 @@ def everything(
         rivals.executable(rival)
     kind = "rehearsal" if rehearse else machine[0].partition(",")[0].replace(" ", "-")
     out = (out or Path("docs", "benchmarks", f"{now().utc[:10]}-{kind}")).absolute()
-    suite = Suite(machine, out, work, shards, rival, rehearse)
+    tokens = (shards or work / "tokens").absolute()
+    parts = session.parts(session.TINY if rehearse else session.FULL, out, tokens, rival and rival.absolute())
     if listed:
-        click.echo("\n".join(part.name for part in suite.parts))
+        click.echo("\n".join(part.name for part in parts))
         return
-    suite.run(names, minutes, click.echo)
+    wanted, first = session.chosen(parts, names, out), parts[0]
+    if not rehearse:  # it starts CUDA: where it fails, all others would
+        wanted = [first, *(part for part in wanted if part != first)]
+    session.provide(tokens, made=shards is None)
+    machine += [", ".join(f"{name} {metadata.version(name)}" for name in ("jax", "jaxlib", "numpy", "optax"))]
+    machine += [f"tokens: {shards or 'synthetic, with the document lengths of FineWeb'}"]
+    env = {
+        "JAX_COMPILATION_CACHE_DIR": str((work / "programs").absolute()),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        **os.environ,
+        "JAX_PLATFORMS": "cpu" if rehearse else "cuda",  # with both, JAX would fall back to the CPU silently
+    }
+    ended, left_out = list[session.Result](), list[str]()
+    with signals.handled_by(signals.stop):
+        for result in session.run(wanted, out, machine, env, 60 * minutes):
+            ended.append(result)
+            click.echo(session.row(result))
+            left_out = session.report(parts, out)
+            if not rehearse and result.name == first.name and result.status != "ok":
+                raise UsageError(
+                    f"JAX cannot use this GPU: {result.reason}; see {out}/parts/{first.name}.err"
+                )
+    if late := [part.name for part in wanted[len(ended) :]]:
+        click.echo(f"time is up before {', '.join(late)}; the same command continues there")
+    if left_out:
+        click.echo(f"too large for the archive: {', '.join(left_out)}")
+    click.echo(f"summary in {out}/summary.md, everything in {out}/outputs.tar.gz")
+    if bad := [result.name for result in ended if result.status == "failed"]:
+        raise SpeedrunError(f"{len(bad)} of {len(ended)} parts gave no figures: {', '.join(bad)}")
 
 
 @click.command(epilog=example("speedrun bench rival ../rival --data DIR --recipe record21 --steps 60"))

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from speedrun.data.writing import write_shard
+from speedrun.ground.track import Data
 
 MEDIAN, MEAN = 403, 690  #: tokens of a document of FineWeb
 _ZIPF_OFFSET = 2.7  #: the weight of rank r is 1 / (r + offset)
@@ -41,9 +42,10 @@ def tokens(num_tokens: int, *, vocab_size: int, document_token: int, seed: int) 
     return ids
 
 
-def write(folder: Path, *, train_tokens: int, val_tokens: int, vocab_size: int, document_token: int) -> None:
+def write(folder: Path, rules: Data, train_tokens: int) -> None:
     """Write a training shard and a validation shard, named as a track finds them."""
     folder.mkdir(parents=True, exist_ok=True)
-    for seed, (part, count) in enumerate({"val_000000": val_tokens, "train_000001": train_tokens}.items()):
-        ids = tokens(count, vocab_size=vocab_size, document_token=document_token, seed=seed)
+    counts = {"val_000000": rules.val_tokens + 1, "train_000001": train_tokens}
+    for seed, (part, count) in enumerate(counts.items()):
+        ids = tokens(count, vocab_size=rules.vocab_size, document_token=rules.document_token, seed=seed)
         write_shard(folder / f"imitation_{part}.bin", ids.astype(np.uint16))
