@@ -49,6 +49,7 @@ def is_gone(sleeper: Path) -> bool:
 
 ENDS = {
     "well": ("echo '{\"mean_ms\": 812.25, \"mfu\": null}'", "ok", ""),
+    "rows": ("echo '[{\"name\": \"ours\", \"median_ms\": 2.5}]'", "ok", ""),
     "no": ("echo '{\"ready\": false}'; exit 1", "ok", "exit code 1 "),
     "refuse": ("echo '{\"error\": \"nothing to measure\"}'; exit 2", "refused", "nothing to measure"),
     "fail": ("echo '{\"error\": \"no such shard\"}'; exit 3", "failed", "no such shard"),
@@ -75,6 +76,7 @@ def test_each_end_of_a_part_is_told_and_the_others_go_on(measured, tmp_path):
     text = (tmp_path / "out" / "summary.md").read_text()
     assert "- one GPU\n" in text
     assert re.search(r"ok +well +[0-9.]+ s  mean_ms 812.25\n", text)
+    assert re.search(r"ok +rows +[0-9.]+ s  ours 2.5\n", text)
     assert re.search(r"failed +silent .*nothing\n", text)
     assert "Not run: never." in text
 

@@ -205,7 +205,8 @@ def row(one: Result) -> str:
     """Return a line of the table: how a part ended, and the few figures that matter most, or the reason for none."""
     facts = one.figures if one.status == "ok" and isinstance(one.figures, dict) else {}
     gist = {key: facts[key] for key in _GIST if facts.get(key) is not None}
-    gist |= {timed["name"]: timed["median_ms"] for timed in facts.get("timings", ())}
+    rows = one.figures if isinstance(one.figures, list) else facts.get("timings", ())
+    gist |= {timed["name"]: timed["median_ms"] for timed in rows}
     said = ", ".join(f"{key} {value:.5g}" for key, value in gist.items())
     return f"{one.status:<8} {one.name:<32} {one.seconds:6.1f} s  {said or one.reason}"
 
@@ -219,8 +220,7 @@ def report(parts: Sequence[Part], out: Path) -> list[str]:
     lines += ["", *(f"    {row(one)}" for one in done), "", f"Not run: {', '.join(missing) or 'none'}.", ""]
     write_whole(out / "summary.md", "\n".join(["# What this machine measured", "", *lines]).encode())
     target = out / "outputs.tar.gz"
-    files = [path for path in out.rglob("*") if path.is_file() and path != target]
-    files.sort(key=lambda path: path.stat().st_size)
+    files = sorted({*filter(Path.is_file, out.rglob("*"))} - {target}, key=lambda path: path.stat().st_size)
     for kept in range(len(files), -1, -1):
         packed = io.BytesIO()
         with tarfile.open(fileobj=packed, mode="w:gz") as tar:
