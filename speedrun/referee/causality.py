@@ -149,7 +149,7 @@ def places(rows_RT: np.ndarray, separator: int, draw: np.random.Generator) -> np
     length = rows_RT.shape[1]
     residues = [draw.choice(range(r or _BLOCK, max(length, r + 1), _BLOCK) or [0]) for r in range(_BLOCK)]
     edges = [*range(1, 1 + _EDGES), *range(length - _EDGES, length)]
-    wanted = draw.permutation([at for at in (*edges, *residues) if 0 < at < length])[: len(rows_RT)]
+    wanted = draw.permutation(np.array([at for at in (*edges, *residues) if 0 < at < length]))[: len(rows_RT)]
     found_R = draw.integers(1, length, len(rows_RT))
     order = draw.permutation(len(rows_RT))
     found_R[order[: len(wanted)]] = wanted
