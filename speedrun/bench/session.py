@@ -110,7 +110,7 @@ def parts(size: dict[str, str], out: Path, tokens: Path, rival: Path | None) -> 
         add(f"attention-w{blocks}", f"bench attention {size['heads']} --block 128 --window {blocks}")
     add("loader", "bench loader")
     add("plan", "plan --recipe record21 --devices 1")
-    add("estimate", "attempt --track single-gpu --dry-run")
+    add("estimate", "plan --track single-gpu")
     return found
 
 
