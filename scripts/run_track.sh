@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Makes a record ready to submit, from a bare checkout. For scripts/run_8gpu.sh and scripts/run_1gpu.sh.
+# Makes a record from a bare checkout. For scripts/run_8gpu.sh and scripts/run_1gpu.sh.
 #
-#   scripts/run_track.sh TRACK GPUS [ARGUMENTS OF speedrun attempt]      GPUS may be 0: scripts/run_track.sh smoke-cpu 0
+#   scripts/run_track.sh TRACK GPUS [--dry-run] [OPTIONS OF speedrun batch]     for instance smoke-cpu 0 --runs 6
 #
-# Installs, then runs `speedrun attempt`: doctor, data, batch, stats, validate, submit. After an interruption the same
-# command continues. It first prints what this takes. `--dry-run` stops there; it needs no GPU, writes no log, and installs
-# nothing: without packages it says what would be installed.
+# Installs, says what the batch takes, checks the machine, gets the shards, runs a declared batch, and says what it
+# proves and what to type next. After an interruption the same command goes on. By default `--runs` is what a rank needs
+# and `--out` is runs/TRACK; another batch needs another `--out`. `--dry-run` prints the steps, time, disk space and
+# cost; it needs no GPU, installs nothing and writes nothing.
 #
 # Environment, all optional:
 #
@@ -13,48 +14,118 @@
 #   SPEEDRUN_DATA      folder for data; default ./data
 #   SPEEDRUN_PYTHON    a Python with all packages; default: scripts/install.sh makes .venv
 #
-# All output is also in runs/TRACK.log.
+# All output is also in runs/TRACK.log. Exits as the step that failed; with 1 if the batch does not prove its target.
 set -euo pipefail
 # shellcheck source=/dev/null
 source "$(dirname "${BASH_SOURCE[0]}")/help.sh" "$@"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-track=${1:?need a track} gpus=${2:?need a number of GPUs}
-shift 2
-dry=
-if [[ " $* " == *" --dry-run "* ]]; then dry=yes; fi
-if [[ -z $dry ]]; then
-  mkdir -p runs
-  # A signal to the process group must not end the log before the run.
-  exec > >(trap '' INT TERM && exec tee -a "runs/$track.log") 2>&1
-fi
-
-found=0
-if command -v nvidia-smi >/dev/null; then
-  found=$(nvidia-smi --query-gpu=name --format=csv,noheader | wc -l) || found=0
-fi
-if ((found < gpus)) && [[ -z $dry ]]; then
-  echo "run_track: found $found GPUs, $track needs $gpus; choose another script, or a machine with more" >&2
+die() {
+  echo "run_track: $*" >&2
   exit 2
-fi
+}
 
-# NVIDIA recommends the first two for JAX on such nodes; records name them. The cache keeps compiled programs and
-# choices of the autotuner, so that a second run compiles in seconds; its log says so.
-if ((gpus > 0)); then
-  export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
-  export NCCL_NVLS_ENABLE="${NCCL_NVLS_ENABLE:-1}"
-  export XLA_PYTHON_CLIENT_MEM_FRACTION="${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.9}"
-fi
-export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/speedrun/programs}"
+# step NAME COMMAND: prints it, runs it unless in a dry run, and exits if it fails. A batch that proves nothing ends with 1.
+step() {
+  echo "== $(date -u +%FT%TZ) $1:$(printf ' %q' "${@:2}")"
+  if [[ -n $dry ]]; then return; fi
+  set -m # in a process group of its own: a Ctrl-C must not reach it twice
+  "${@:2}" </dev/null &
+  child=$!
+  set +m
+  # A signal ends `wait`, and not yet the child.
+  while code=0 && { wait "$child" || code=$?; } && kill -0 "$child" 2>/dev/null; do :; done
+  child=""
+  if ((stopped)); then code=$stopped; fi
+  if ((code > 1)) || [[ $code == 1 && $1 != batch ]]; then
+    echo "run_track: $1 ended with exit code $code; to go on, type the same command"
+    exit "$code"
+  fi
+}
 
-python=${SPEEDRUN_PYTHON:-.venv/bin/python}
-if [[ -n $dry && -z ${SPEEDRUN_PYTHON:-} && ! -x .venv/bin/speedrun ]]; then
-  echo "dry run: would install, scripts/install.sh run, then: speedrun attempt --track $track $*"
-  echo "dry run: time, disk space and cost need the packages; install them, and type this again"
-  exit
-elif [[ -z $dry && -z ${SPEEDRUN_PYTHON:-} ]]; then
-  echo "== $(date -u +%FT%TZ) install: scripts/install.sh run"
-  scripts/install.sh run
-fi
-# exec, so that a signal to this script reaches the run.
-exec "$python" -m speedrun attempt --track "$track" "$@"
+main() {
+  track=${1:?need a track} gpus=${2:?need a number of GPUs} rules=speedrun/tracks/$1.toml
+  shift 2
+  [[ -f $rules ]] || die "there is no $rules; have: $(echo speedrun/tracks/*.toml)"
+  record=runs/$track dry="" data="" count="" title="" child="" stopped=0 planned=(--track "$track") declared=() kept=()
+  while (($#)); do
+    if [[ $1 == --dry-run ]]; then dry=yes && shift && continue; fi
+    if [[ $1 == --*=* ]]; then set -- "${1%%=*}" "${1#*=}" "${@:2}"; fi
+    (($# > 1)) || die "got $1 without a value; need --dry-run or options of 'speedrun batch' that say what to run"
+    case $1 in
+      --out) record=$2 ;;
+      --title) title=$2 ;;
+      --runs) count=given planned+=("$1" "$2") ;;
+      --recipe | --set) planned+=("$1" "$2") ;;
+      --expect) count=given declared+=("$1" "$2") ;;
+      --attention | --devices | --microbatches | --power | --seeds | --sigma | --then) declared+=("$1" "$2") ;;
+      --data) data=$2 kept+=("$1" "$2") ;;
+      --ghost | --wandb) kept+=("$1" "$2") ;;
+      *) die "got $1; need --dry-run or options of 'speedrun batch' that say what to run" ;;
+    esac
+    shift 2
+  done
+  least=$(sed -n 's/^min_runs = \([0-9]*\).*/\1/p' "$rules")
+  if [[ -z $count ]]; then planned+=(--runs $((least > 2 ? least : 2))); fi
+  declared+=(--out "$record")
+  batch=("${planned[@]}" "${declared[@]}" ${kept[@]+"${kept[@]}"} ${title:+--title "$title"})
+  typed=$(printf '%q ' "${batch[@]}")
+  if [[ -f $record/batch.json ]]; then
+    begun=$(cat "$record.typed" 2>/dev/null) || begun="options that are not known"
+    [[ $begun == "$typed" ]] ||
+      die "$record was begun with $begun; pass the same to go on, or another --out to begin another"
+    batch=(--resume "$record" ${kept[@]+"${kept[@]}"})
+    if [[ ! -f $record/manifest.json ]]; then batch+=(${title:+--title "$title"}); fi # `describe` may have set another
+  fi
+  read -ra get <<<"$(sed -n 's/^get = "\(.*\)"$/\1/p' "$rules")"
+  if [[ -n $data ]]; then get=(speedrun data verify --track "$track" --data "$data"); fi
+  [[ ${get[0]} == speedrun ]] || die "track $track takes anybody's shards; ${get[*]}"
+
+  names=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null) || names=""
+  if [[ -z $dry ]]; then
+    found=$(grep -c . <<<"$names") || true
+    ((found >= gpus)) || die "found $found GPUs, $track needs $gpus; choose another script, or a machine with more"
+    mkdir -p runs "$(dirname "$record")"
+    # A signal to the process group must not end the log before the run.
+    exec > >(trap '' INT TERM HUP && exec tee -a "runs/$track.log") 2>&1
+    trap 'stopped=$((stopped ? 130 : 75))
+      if [[ -n $child ]]; then kill -TERM -- "-$child" || true; else exit $stopped; fi' INT TERM HUP
+  fi
+
+  # NVIDIA recommends the first two for JAX on such nodes; records name them. The cache keeps compiled programs and
+  # choices of the autotuner, so that a second run compiles in seconds; its log says so.
+  if ((gpus > 0)); then
+    export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
+    export NCCL_NVLS_ENABLE="${NCCL_NVLS_ENABLE:-1}"
+    export XLA_PYTHON_CLIENT_MEM_FRACTION="${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.9}"
+  fi
+  export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/speedrun/programs}"
+
+  python=${SPEEDRUN_PYTHON:-.venv/bin/python}
+  if [[ -z ${SPEEDRUN_PYTHON:-} ]]; then step install scripts/install.sh run; fi
+  if [[ -n $dry && -z ${SPEEDRUN_PYTHON:-} && ! -x .venv/bin/speedrun ]]; then
+    echo "time, disk space and cost need the packages: type this again after scripts/install.sh run"
+  elif [[ -n $dry || ${batch[0]} != --resume ]]; then
+    of='import sys; from speedrun.ground.devices import kind_of; print(kind_of(sys.argv[1]) or "")'
+    if [[ -n $names ]]; then kind=$("$python" -c "$of" "${names%%$'\n'*}"); fi
+    dry="" step plan "$python" -m speedrun plan "${planned[@]}" --dollars "${SPEEDRUN_DOLLARS:-2.50}" \
+      ${kind:+--device-kind "$kind"}
+  fi
+  step doctor "$python" -m speedrun doctor --track "$track"
+  step data "$python" -m "${get[@]}"
+  if [[ -z $dry && ${batch[0]} != --resume ]]; then printf '%s\n' "$typed" >"$record.typed"; fi
+  step batch "$python" -m speedrun batch "${batch[@]}"
+  if [[ -n $dry ]]; then exit; fi
+
+  "$python" -m speedrun stats "$record" || true # the batch has the exit code
+  if ((code)); then
+    echo "run_track: a run broke off, a check failed, or the target is not proven: see above"
+    echo "next: the same command, if runs are missing; else $python -m speedrun submit --missed $record"
+  else
+    echo "next: $python -m speedrun validate --strict $record"
+    echo "then: $python -m speedrun submit $record"
+  fi
+  exit "$code"
+}
+
+main "$@"

@@ -25,7 +25,6 @@ GROUPS = {
         "recipes": "List recipes, or the settings of one.",
         "run": "Train on a track, under the clock.",
         "batch": "Declare several runs, run them, and test their mean loss.",
-        "attempt": "Run all stages to a record: doctor, data, batch, stats, validate, submit.",
         "launch": "Print the job file that runs a track on a cluster, or submit it.",
     },
     "Check": {

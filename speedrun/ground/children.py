@@ -34,29 +34,18 @@ def stoppable() -> Iterator[None]:
         raise
 
 
-def run(
-    argv: Sequence[str],
-    *,
-    to_stderr: bool = False,
-    keep_open: Sequence[int] = (),
-    kill_after_s: float = KILL_AFTER_S,
-) -> int:
-    """Run a program and return its exit code, as `wait_for` does.
-
-    With `to_stderr`, its standard output goes to our standard error. It inherits the descriptors `keep_open`.
-    """
-    stdout = sys.stderr if to_stderr else None
-    return wait_for(Popen(argv, stdout=stdout, pass_fds=keep_open, process_group=0), kill_after_s)
-
-
 def run_module(
     module: str, request: dict[str, Any], *, to_stderr: bool, keep_open: Sequence[int] = ()
 ) -> int:
-    """Run a module of this package with the path of a JSON file that holds `request`; return its exit code."""
+    """Run a module of this package with the path of a JSON file that holds `request`; return as `wait_for` does.
+
+    With `to_stderr`, its standard output goes to our standard error. It inherits the descriptors `keep_open`.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch, "request.json")
         write_whole(path, msgspec.json.encode(request, enc_hook=str))
-        return run([sys.executable, "-m", module, str(path)], to_stderr=to_stderr, keep_open=keep_open)
+        argv, stdout = [sys.executable, "-m", module, str(path)], sys.stderr if to_stderr else None
+        return wait_for(Popen(argv, stdout=stdout, pass_fds=keep_open, process_group=0))
 
 
 def wait_for(child: Popen[bytes], kill_after_s: float = KILL_AFTER_S) -> int:

@@ -1,0 +1,299 @@
+"""The scripts from a bare checkout to a record: their steps, and that the same command goes on after any end."""
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from speedrun.cli.batch import command as batch
+from speedrun.ground import devices
+
+ROOT = Path(__file__).parent.parent
+STEPS = ("install", "plan", "doctor", "data", "batch")
+
+#: In place of scripts/install.sh and of the Python that it makes: notes what is asked, and does what `fault-*` says.
+INSTALL = f"""#!/usr/bin/env bash
+if [[ -f fault-install ]]; then source ./fault-install; fi
+mkdir -p .venv/bin
+cat >.venv/bin/python <<'PYTHON'
+#!/usr/bin/env bash
+if [[ $1 == -c ]]; then PYTHONPATH={ROOT} exec {sys.executable} "$@"; fi
+echo "${{*:3}}" >>typed
+if [[ $3 == batch ]]; then
+  record=$(sed -E 's/.*--(out|resume) ([^ ]+).*/\\2/' <<<"$*")
+  if [[ -f fault-declare ]]; then source ./fault-declare; fi
+  mkdir -p "$record" && touch "$record/batch.json"
+fi
+if [[ -f fault-$3 ]]; then source "./fault-$3"; fi
+if [[ $3 == batch ]]; then touch "$record/manifest.json"; fi
+PYTHON
+chmod +x .venv/bin/python
+ln -sf python .venv/bin/speedrun
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """The scripts, with that stand-in, and the rules of tracks. There is no GPU."""
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    shutil.copytree(ROOT / "speedrun" / "tracks", tmp_path / "speedrun" / "tracks")
+    (tmp_path / "scripts" / "install.sh").write_text(INSTALL)
+    gpus(tmp_path, "echo NVIDIA-SMI has failed; exit 9")
+    return tmp_path
+
+
+def gpus(checkout: Path, does: str) -> None:
+    """Puts a program on the PATH that is asked for GPUs."""
+    tool = checkout / "bin" / "nvidia-smi"
+    tool.parent.mkdir(exist_ok=True)
+    tool.write_text(f"#!/bin/sh\n{does}\n")
+    tool.chmod(0o755)
+
+
+def start(checkout: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("XLA_", "SPEEDRUN_", "PYTHONPATH"))
+    }
+    env = {**kept, "PATH": f"{checkout / 'bin'}:{kept['PATH']}", "HF_HUB_OFFLINE": "1", **variables}
+    env["JAX_COMPILATION_CACHE_DIR"] = str(checkout / "programs")
+    argv = ["bash", str(checkout / "scripts" / words[0]), *words[1:]]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(argv, env=env, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+
+
+def ended(checkout: Path, *words: str, **variables: str) -> tuple[int, str]:
+    with start(checkout, *words, **variables) as run:
+        said, _ = run.communicate(timeout=60)
+    return run.returncode, said
+
+
+def smoke(checkout: Path, *options: str, **variables: str) -> tuple[int, str]:
+    return ended(checkout, "run_track.sh", "smoke-cpu", "0", *options, **variables)
+
+
+def steps(said: str) -> dict[str, list[str]]:
+    """The printed command of each step."""
+    lines = [line.partition(": ") for line in said.splitlines() if line.startswith("== ")]
+    return {head.split()[2]: shlex.split(command) for head, _, command in lines}
+
+
+def typed(checkout: Path) -> list[str]:
+    """What the stand-in was asked since the last call."""
+    path = checkout / "typed"
+    lines = path.read_text().splitlines() if path.exists() else []
+    path.unlink(missing_ok=True)
+    return lines
+
+
+def test_all_steps_in_order(checkout: Path) -> None:
+    code, said = smoke(checkout, "--recipe=values", "--set", "a=1", SPEEDRUN_DOLLARS="3")
+    assert (code, tuple(steps(said))) == (0, STEPS)
+    assert typed(checkout) == [
+        "plan --track smoke-cpu --recipe values --set a=1 --runs 2 --dollars 3",
+        "doctor --track smoke-cpu",
+        "data synth --track smoke-cpu",
+        "batch --track smoke-cpu --recipe values --set a=1 --runs 2 --out runs/smoke-cpu",
+        "stats runs/smoke-cpu",
+    ]
+    *_, first, then = said.splitlines()
+    assert first == "next: .venv/bin/python -m speedrun validate --strict runs/smoke-cpu"
+    assert then == "then: .venv/bin/python -m speedrun submit runs/smoke-cpu"
+    assert (checkout / "runs" / "smoke-cpu.log").read_text() == said
+
+
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [
+        ("exit 3", 3),
+        ("kill -9 $PPID; exit", -9),
+        ("trap 'sleep 0.2; echo saved; exit 0' TERM; kill $PPID; sleep 9", 75),
+    ],
+)
+@pytest.mark.parametrize("step", [*STEPS[:-1], "declare", "batch"])
+def test_the_same_command_goes_on_after_any_end(checkout: Path, step: str, how: str, code: int) -> None:
+    """A step that fails; a script that is killed; one that is stopped, and stops what runs, and waits for it."""
+    fault = checkout / f"fault-{step}"
+    fault.write_text(how)
+    stopped, said = smoke(checkout, "--title", "of two")
+    name = "batch" if step == "declare" else step
+    assert (stopped, list(steps(said))[-1]) == (code, name)
+    told = f"run_track: {name} ended with exit code {code}; to go on, type the same command"
+    assert code < 0 or said.splitlines()[-1] == told
+    fault.unlink()
+    typed(checkout)
+    code, said = smoke(checkout, "--title", "of two")
+    assert (code, list(steps(said))[-1]) == (0, "batch"), said
+    new = "--track smoke-cpu --runs 2 --out runs/smoke-cpu"
+    begun = "--resume runs/smoke-cpu" if step == "batch" else new
+    assert f"batch {begun} --title of two" in typed(checkout)
+
+
+@pytest.mark.parametrize("step", ["plan", "doctor", "data"])
+def test_only_a_batch_may_answer_no(checkout: Path, step: str) -> None:
+    (checkout / f"fault-{step}").write_text("exit 1")
+    code, said = smoke(checkout)
+    assert (code, list(steps(said))[-1]) == (1, step)
+
+
+def test_a_batch_that_proves_nothing_is_told(checkout: Path) -> None:
+    (checkout / "fault-batch").write_text("exit 1")
+    code, said = smoke(checkout)
+    assert (code, typed(checkout)[-1]) == (1, "stats runs/smoke-cpu")
+    assert said.splitlines()[-1].endswith(" -m speedrun submit --missed runs/smoke-cpu")
+
+
+def test_ctrl_c_reaches_a_step_once(checkout: Path) -> None:
+    """Of a terminal, which sends it to a whole process group. A second signal would mean: at once."""
+    waits = "while [[ -z ${got-} && SECONDS -lt 20 ]]; do sleep 0.05; done; sleep 0.3"
+    does = f"trap 'echo got; got=1' INT TERM; echo ready; {waits}; exit 75"
+    (checkout / "fault-batch").write_text(does)
+    spawn = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
+    argv = [sys.executable, "-c", spawn, str(checkout / "scripts" / "run_track.sh"), "smoke-cpu", "0"]
+    (checkout / "scripts" / "in_a_terminal.sh").write_text(f"exec {shlex.join(argv)}")
+    with start(checkout, "in_a_terminal.sh") as run:
+        assert run.stdin
+        assert run.stdout
+        lines = []
+        for line in run.stdout:
+            lines.append(line.strip())
+            if lines[-1] == "ready":
+                run.stdin.write("\x03")
+                run.stdin.flush()
+    assert (run.returncode, "".join(lines).count("got")) == (75, 1), lines
+
+
+def test_what_was_described_since_is_kept(checkout: Path) -> None:
+    for _ in range(2):
+        assert smoke(checkout, "--title", "of two", "--data", "mine")[0] == 0
+    lines = typed(checkout)
+    assert "data verify --track smoke-cpu --data mine" in lines
+    assert "batch --resume runs/smoke-cpu --data mine" in lines
+    assert len([line for line in lines if line.startswith("plan")]) == 1
+
+
+def test_another_batch_is_not_begun_by_mistake(checkout: Path) -> None:
+    smoke(checkout, "--set", "a=1")
+    typed(checkout)
+    begun = "--track smoke-cpu --set a=1 --runs 2 --out runs/smoke-cpu"
+    told = f"was begun with {begun} ; pass the same to go on, or another --out to begin another\n"
+    assert smoke(checkout) == (2, f"run_track: runs/smoke-cpu {told}")
+    (checkout / "runs" / "smoke-cpu.typed").unlink()
+    code, said = smoke(checkout)
+    assert (code, typed(checkout)) == (2, [])
+    assert "was begun with options that are not known" in said
+    assert smoke(checkout, "--out", "runs/more/another")[0] == 0
+    assert "batch --track smoke-cpu --runs 2 --out runs/more/another" in typed(checkout)
+
+
+def test_it_knows_every_option_of_a_batch(checkout: Path) -> None:
+    options = {option for one in batch.params for option in one.opts if option.startswith("--")}
+    words = [
+        word for option in sorted(options - {"--track", "--resume", "--json"}) for word in (option, "a 'b'")
+    ]
+    code, said = smoke(checkout, *words, "--dry-run")
+    assert code == 0, said
+    _, *told = steps(said)["batch"][4:]
+    assert sorted(told[1:]) == sorted(words)
+
+
+@pytest.mark.parametrize(
+    "words", [("--track", "x"), ("--resume=x",), ("--json",), ("--dollars", "3"), ("word",), ("--runs",)]
+)
+def test_what_it_does_not_know_is_one_line_before_anything(checkout: Path, words: tuple[str, ...]) -> None:
+    code, said = smoke(checkout, *words)
+    assert (code, len(said.splitlines())) == (2, 1)
+    assert said.startswith(f"run_track: got {words[0].partition('=')[0]}")
+    assert not {"runs", ".venv"} & {path.name for path in checkout.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            ("run_8gpu.sh",),
+            "found 0 GPUs, main-8xh100 needs 8; choose another script, or a machine with more",
+        ),
+        (("run_1gpu.sh",), "found 0 GPUs, single-gpu needs 1; choose another script, or a machine with more"),
+        (("run_track.sh", "webmini", "0"), "track webmini takes anybody's shards; pass a folder of llm.c"),
+        (
+            ("run_track.sh", "smoke", "0"),
+            "there is no speedrun/tracks/smoke.toml; have: speedrun/tracks/docs-cpu",
+        ),
+    ],
+)
+def test_what_cannot_run_here_is_one_line(checkout: Path, words: tuple[str, ...], told: str) -> None:
+    code, said = ended(checkout, *words)
+    assert (code, len(said.splitlines())) == (2, 1)
+    assert said.startswith(f"run_track: {told}")
+    assert not {"runs", ".venv"} & {path.name for path in checkout.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("name", "goal", "runs"), [("run_8gpu.sh", "main-8xh100", 4), ("run_1gpu.sh", "single-gpu", 3)]
+)
+def test_a_dry_run_needs_no_gpu_and_writes_nothing(checkout: Path, name: str, goal: str, runs: int) -> None:
+    before = sorted(checkout.rglob("*"))
+    code, said = ended(checkout, name, "--dry-run")
+    assert (code, list(steps(said))) == (0, ["install", "doctor", "data", "batch"])
+    assert "time, disk space and cost need the packages: type this again after scripts/install.sh run" in said
+    assert sorted(checkout.rglob("*")) == before
+    subprocess.run(["bash", "scripts/install.sh"], cwd=checkout, check=True)
+    gpus(checkout, f"echo {shlex.quote(devices.load('h200').name)}; echo another")
+    code, said = ended(checkout, name, "--dry-run")
+    assert (code, tuple(steps(said))) == (0, STEPS)
+    plan = f"plan --track {goal} --runs {runs} --dollars 2.50 --device-kind h200"
+    assert typed(checkout) == [plan], "nothing else is run"
+    assert sorted(path for path in checkout.rglob("*") if ".venv" not in path.parts) == before
+
+
+def test_a_disk_without_room_is_one_line_and_nothing_is_begun(checkout: Path) -> None:
+    for name in ("scripts/install.sh", "pyproject.toml"):
+        shutil.copy(ROOT / name, checkout / name)
+    shutil.copytree(ROOT / "requirements", checkout / "requirements")
+    (checkout / "bin" / "df").write_text("#!/bin/sh\necho header\necho /dev/x 10 9 1500000 90% /\n")
+    (checkout / "bin" / "df").chmod(0o755)
+    code, said = smoke(checkout, PYTHON=sys.executable, SPEEDRUN_ACCELERATOR="cuda13")
+    assert code == 1
+    told = f"install: found 1 GB free in {checkout}, cuda13 needs 8; free some, or put the checkout"
+    assert said.splitlines()[-2].startswith(told)
+    assert not (checkout / ".venv").exists()
+
+
+@pytest.mark.compile
+def test_the_script_goes_all_the_way_and_on_after_a_signal(checkout: Path) -> None:
+    """Two minutes: two runs of forty steps, stopped in the first. They prove nothing: code 1."""
+    shutil.rmtree(checkout / "speedrun")
+    for name in ("speedrun", "records"):
+        shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
+    words = ("run_track.sh", "smoke-cpu", "0", "--runs", "2", "--set", "stages.0.num_steps=40")
+    lines = []
+    with start(checkout, *words, SPEEDRUN_PYTHON=sys.executable) as stopped:
+        assert stopped.stdout is not None
+        for line in stopped.stdout:
+            lines.append(line)
+            if "---- clock start" in line:
+                stopped.send_signal(signal.SIGTERM)
+    assert stopped.returncode == 75, "".join(lines)
+    assert lines[-1] == "run_track: batch ended with exit code 75; to go on, type the same command\n"
+    assert list(steps("".join(lines))) == ["plan", "doctor", "data", "batch"]
+
+    with start(checkout, *words, SPEEDRUN_PYTHON=sys.executable) as went_on:
+        said, _ = went_on.communicate(timeout=400)
+    assert went_on.returncode == 1, said
+    assert list(steps(said)) == ["doctor", "data", "batch"]
+    assert "batch   2 of 2 runs" in said
+    assert ": not proven" in said
+    assert said.splitlines()[-1].endswith("submit --missed runs/smoke-cpu")
+
+    (record,) = checkout.glob("runs/*/manifest.json")
+    outcomes = [run["outcome"] for run in json.loads(record.read_text())["batch"]["runs"]]
+    assert sorted(outcomes) == ["aborted", "finished", "finished"]
+    assert (checkout / "runs" / "smoke-cpu.log").read_text() == "".join(lines) + said
