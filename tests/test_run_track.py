@@ -114,7 +114,7 @@ def test_all_steps_in_order(checkout: Path) -> None:
     [
         ("exit 3", 3),
         ("kill -9 $PPID; exit", -9),
-        ("trap 'sleep 0.2; echo saved; exit 0' TERM; kill $PPID; sleep 9", 75),
+        ("trap 'sleep 0.2; echo saved; exit 0' TERM; kill $PPID; (sleep 9; echo late)", 75),
     ],
 )
 @pytest.mark.parametrize("step", [*STEPS[:-1], "declare", "batch"])
@@ -127,6 +127,7 @@ def test_the_same_command_goes_on_after_any_end(checkout: Path, step: str, how: 
     assert (stopped, list(steps(said))[-1]) == (code, name)
     told = f"run_track: {name} ended with exit code {code}; to go on, type the same command"
     assert code < 0 or said.splitlines()[-1] == told
+    assert "late" not in said
     fault.unlink()
     typed(checkout)
     code, said = smoke(checkout, "--title", "of two")
