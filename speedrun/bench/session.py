@@ -109,8 +109,7 @@ def parts(size: dict[str, str], out: Path, tokens: Path, rival: Path | None) -> 
     for blocks in (1, 2, 4, 7, 10, 14):
         add(f"attention-w{blocks}", f"bench attention {size['heads']} --block 128 --window {blocks}")
     add("loader", "bench loader")
-    add("plan", "plan --recipe record21 --devices 1")
-    add("estimate", "plan --track single-gpu")
+    add("plan", "plan --track single-gpu")
     return found
 
 
