@@ -337,6 +337,13 @@ def test_what_is_no_damage_stops_and_changes_nothing(copy, small, monkeypatch, e
     assert tree(copy) == before
 
 
+def test_a_pipe_in_a_checkpoint_is_not_waited_for(copy, small):
+    (file := next(path for path in (copy / "2").rglob("*") if path.is_file())).unlink()
+    os.mkfifo(file)
+    with pytest.raises(CheckpointError, match=re.escape(f"{file}: not a regular file; move it away")):
+        restored(copy, small, [])
+
+
 def tree(folder: Path) -> dict[Path, bytes]:
     """The files of checkpoints; `opened` writes the same `run.json` again."""
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -14,8 +14,9 @@ from record_forge import Spec, forge, install_track, write_run
 from small_run import SMALL
 
 from speedrun.ground import track
-from speedrun.ground.errors import SpeedrunError, StorageError, UsageError
-from speedrun.ground.wholefile import make_folder
+from speedrun.ground.errors import DataError, SpeedrunError, StorageError, UsageError
+from speedrun.ground.lock import LOCK, lock_folder
+from speedrun.ground.wholefile import PARTIAL, make_folder, write_whole
 
 HERE = Path(__file__).parent
 SOAK_S = float(os.environ.get("SPEEDRUN_SOAK_S", "300"))
@@ -171,3 +172,15 @@ def test_a_soak_of_commands_struck_at_any_byte(failing_disk, tmp_path):
     sys.stderr.write(f"\nseed {SOAK_SEED}: {blows}\n")
     assert not complaints, f"seed {SOAK_SEED}\n" + "\n".join(complaints)
     assert sum(blows.values()) > SOAK_S / 30
+
+
+@pytest.mark.parametrize("odd", [os.mkfifo, lambda path: path.symlink_to(path.with_name("precious"))])
+def test_what_lies_in_the_place_of_a_lock_or_a_new_file_is_not_written_through(tmp_path, odd):
+    """A pipe would never open, and a link leads to another file."""
+    (precious := tmp_path / "precious").write_text("kept")
+    odd(tmp_path / LOCK)
+    with pytest.raises(DataError, match=r"No such device|Too many levels"), lock_folder(tmp_path):
+        pass
+    odd(tmp_path / ("file" + PARTIAL))
+    write_whole(tmp_path / "file", b"new")
+    assert (precious.read_text(), (tmp_path / "file").read_bytes()) == ("kept", b"new")

@@ -143,7 +143,10 @@ ODD = {
     OURS.format(name="UsageError"): "said",
 }
 #: What a recipe may call to end the process, and what would have ended it.
-ENDS = ("os._exit(0)", "os.execv('/bin/true', ['true'])", "os.execlp('true', 'true')")
+ENDS = (
+    *("os._exit(0)", "os.execv('/bin/true', ['true'])", "os.execlp('true', 'true')"),
+    "from threading import Thread; t = Thread(target=os._exit, args=(0,)); t.start(); t.join()",
+)
 
 
 @pytest.mark.parametrize(
@@ -192,6 +195,9 @@ def test_an_error_inside_a_package_names_both_places_and_blames_none(monkeypatch
     monkeypatch.setitem(IMPORTED, str(mine), "")
     said = str(output.expected(raised("import json\n\njson.loads('x')", mine)))
     assert re.search(r"; raised at \S*json/decoder\.py:\d+, called from your recipe at \S*mine\.py:3; ", said)
+    limit = "from dataclasses import replace\nfrom speedrun.science.recipes.smoke import RECIPE\n"
+    limit += "replace(RECIPE, eval_sequences=0)"
+    assert f"called from your recipe at {mine}:3; " in str(output.expected(raised(limit, mine)))
     shape = "from speedrun.science.params import ParamSpec\n\nParamSpec()"
     assert f"raised at {mine}:3; " in str(output.expected(raised(shape, mine)))
 

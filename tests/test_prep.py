@@ -243,7 +243,9 @@ def test_a_changed_setting_is_named(tmp_path: Path):
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path):
     rows = write_rows(tmp_path / "rows.jsonl", ["abc"] * 5)
     source = open_source([str(rows)])
-    os.utime(rows, ns=(0, 0))
+    times = rows.stat()
+    write_rows(rows, ["abd"] * 5)
+    os.utime(rows, ns=(times.st_atime_ns, times.st_mtime_ns))
     with pytest.raises(DataError, match="changed while it was read"):
         prepare(source, BYTES, Cut("x", 4), tmp_path / "out")
 

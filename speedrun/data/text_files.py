@@ -40,7 +40,7 @@ class Files:
         if any(suffix_of(path) == ".parquet" for path in self._paths.values()):
             need("pyarrow")
         self._bytes = {label: path.stat().st_size for label, path in found}
-        self._changed_ns = {label: path.stat().st_mtime_ns for label, path in found}
+        self._states = {label: _state(path) for label, path in found}
         self.total_bytes = sum(self._bytes.values())
 
     def identity(self) -> dict[str, str | int]:
@@ -74,13 +74,19 @@ class Files:
             row = start.row if label == start.file else 0
             with _one_line(path):
                 for block in READERS[suffix_of(path)](path, row, self._column):
-                    if path.stat().st_mtime_ns != self._changed_ns[label]:
+                    if _state(path) != self._states[label]:
                         raise DataError(
                             f"{path}: changed while it was read; remove the folder, and start again"
                         )
                     place = Place(label, block.first.row)
                     yield block._replace(first=place, read_bytes=read_bytes + block.read_bytes)
             read_bytes += self._bytes[label]
+
+
+def _state(path: Path) -> tuple[int, ...]:
+    """Return what changes with the content of a file. Its time of change, unlike that of its content, cannot be set."""
+    status = path.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 @contextmanager

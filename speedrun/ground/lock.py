@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -38,8 +39,13 @@ def _locked(
     while True:
         with translate_os_errors(folder, refuse or DataError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            file = path.open("w")
+            flags = (
+                os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+            )  # whatever lies there stays as it is
+            file = os.fdopen(os.open(path, flags, 0o666), "wb")
         with file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise (refuse or DataError)(f"{path}: not a regular file, as a lock is; remove it")
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

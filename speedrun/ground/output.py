@@ -19,6 +19,8 @@ DEBUG = (
 )
 _LONGEST = 300  #: characters of another library's message
 _PACKAGE = Path(__file__).parent.parent
+#: Files whose lines only check what a recipe gives them, and are no place of an error.
+_GUARDS = {__file__, str(Path(__file__).with_name("limits.py"))}
 #: What XLA, loaders of libraries and Python say if they get no memory. Naming their error classes would import them.
 _NO_MEMORY = re.compile(
     "RESOURCE_EXHAUSTED|Out of memory|failed to map segment|annot allocate memory|t start new thread"
@@ -112,11 +114,11 @@ def _raised_at(error: BaseException) -> str:
 
 
 def _lines(error: BaseException) -> list[tuple[str, int]]:
-    """Return file and line of each frame, the innermost last. Those of this file only guard others."""
+    """Return file and line of each frame, the innermost last, but for those of guards."""
     found = [(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(error.__traceback__)]
     if isinstance(error, SyntaxError):
         found.append((error.filename or "", error.lineno or 0))
-    return [line for line in found if line[0] != __file__]
+    return [line for line in found if line[0] not in _GUARDS]
 
 
 def _is_science(file: str) -> bool:
@@ -137,10 +139,9 @@ def own_process() -> None:
 
     def guarded(end: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
         def ended(*given: Any) -> NoReturn:
-            stack = (
-                (frame.f_code.co_filename, number) for frame, number in traceback.walk_stack(sys._getframe(1))
-            )
-            if os.getpid() == process and _science(stack):
+            caller = sys._getframe().f_back  # none, or a thread's: a recipe may have handed over the function
+            file = caller.f_code.co_filename if caller else ""
+            if os.getpid() == process and (_is_science(file) or _PACKAGE not in Path(file).parents):
                 raise SystemExit(f"os.{end.__name__} would end the process")
             end(*given)
 

@@ -56,7 +56,7 @@ class _Text(SourceFileLoader):
         try:
             text = IMPORTED[self.path] = importlib.util.decode_source(self.get_data(self.path))
             return compile(text, self.path, "exec", dont_inherit=True)
-        except (SyntaxError, ValueError, RecursionError) as error:
+        except (SyntaxError, ValueError, LookupError, RecursionError) as error:
             if getattr(error, "lineno", None):
                 raise
             raise UsageError(f"{self.path}: {error}; need Python in UTF-8") from error

@@ -33,6 +33,13 @@ def read_regular(path: Path, most_bytes: int = _MOST_BYTES) -> bytes:
         return file.read(most_bytes)
 
 
+def require_regular(folder: Path) -> None:
+    """Raise OSError if something below a folder is neither a file nor a folder: to read it might never end."""
+    for path in folder.rglob("*"):
+        if not (path.is_file() or path.is_dir()):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
 def write_whole(path: Path, *parts: bytes | memoryview) -> None:
     """Write a file atomically: after a crash at any moment it has its old content, or all parts. Its folder must exist.
 
@@ -41,8 +48,10 @@ def write_whole(path: Path, *parts: bytes | memoryview) -> None:
     """
     partial = path.with_name(path.name + PARTIAL)
     try:
-        with translate_os_errors(path), partial.open("wb") as file:
-            file.writelines(parts)
+        with translate_os_errors(path):
+            partial.unlink(missing_ok=True)  # it may be a link to another file
+            with partial.open("xb") as file:
+                file.writelines(parts)
         give_name(partial, path)
     except StorageError:
         with suppress(OSError):

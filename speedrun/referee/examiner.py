@@ -25,6 +25,7 @@ from speedrun.ground import mesh as meshes
 from speedrun.ground import track as tracks
 from speedrun.ground.errors import CheckpointError
 from speedrun.ground.output import reported
+from speedrun.ground.wholefile import require_regular
 from speedrun.ledger.findings import Examination, Findings, HandedOver, Replayed, Stretch
 from speedrun.referee import causality
 from speedrun.referee.programs import Programs
@@ -144,6 +145,7 @@ class _Examiner:
             for name, one, place in zip(self.handed.leaves, arrays, self.programs.state_places, strict=False)
         }
         try:
+            require_regular(folder)
             facts = json.loads(unseal(json.loads((folder / "facts" / "metadata").read_bytes())))
             arrays = ocp.StandardCheckpointer().restore(folder / "state", wanted)
             cursor = stream.Cursor(*map(int, facts["cursor"]))

@@ -209,7 +209,7 @@ def _restored(folder: Path, facts: checkpoint.Facts, program: Program) -> Params
 
 def _facts(folder: Path) -> checkpoint.Facts:
     try:
-        sealed = msgspec.json.decode((folder / "facts" / "metadata").read_bytes())
+        sealed = msgspec.json.decode(read_regular(folder / "facts" / "metadata"))
         facts = msgspec.json.decode(checkpoint.unseal(sealed), type=checkpoint.Facts)
         if str(facts.step) != folder.name:
             raise ValueError(f"it holds step {facts.step}")

@@ -24,7 +24,7 @@ import msgspec
 from speedrun.ground import faults, lock, processes
 from speedrun.ground.errors import CheckpointError, translate_os_errors
 from speedrun.ground.mesh import fetch
-from speedrun.ground.wholefile import give_name, write_whole
+from speedrun.ground.wholefile import give_name, require_regular, write_whole
 from speedrun.science.step import TrainState
 from speedrun.training.fingerprint import fingerprint
 from speedrun.training.program import Program
@@ -149,6 +149,10 @@ def opened(folder: Path, run: bytes, *, every: int, keep: int) -> Iterator["Chec
                     shutil.rmtree(left)  # unfinished: its process died
             write_whole(folder / RUN, msgspec.json.encode(seal(run)))
         processes.barrier()
+        try:
+            require_regular(folder)
+        except OSError as error:
+            raise CheckpointError(f"{error.filename}: {error.strerror}; move it away") from None
         with closing(Checkpoints(folder, every, keep)) as checkpoints:
             yield checkpoints
 
@@ -306,6 +310,7 @@ def raise_damaged(checkpoint: Path) -> Iterator[None]:
         CheckpointError: for any other cause: the files may be whole.
     """
     try:
+        require_regular(checkpoint)
         yield
     except Exception as error:  # noqa: BLE001 - orbax raises this very class, with 60 lines of text
         cause = error.__cause__ or error
