@@ -35,7 +35,6 @@ step() {
   set +m
   # A signal ends `wait`, and not yet the child.
   while code=0 && { wait "$child" || code=$?; } && kill -0 "$child" 2>/dev/null; do :; done
-  child=""
   if ((stopped)); then code=$stopped; fi
   if ((code > 1)) || [[ $code == 1 && $1 != batch ]]; then
     echo "run_track: $1 ended with exit code $code; to go on, type the same command"
@@ -47,7 +46,7 @@ main() {
   track=${1:?need a track} gpus=${2:?need a number of GPUs} rules=speedrun/tracks/$1.toml
   shift 2
   [[ -f $rules ]] || die "there is no $rules; have: $(echo speedrun/tracks/*.toml)"
-  record=runs/$track dry="" data="" count="" title="" child="" stopped=0 planned=(--track "$track") declared=() kept=()
+  record=runs/$track dry="" data="" count="" title="" group="" stopped=0 planned=(--track "$track") declared=() kept=()
   while (($#)); do
     if [[ $1 == --dry-run ]]; then dry=yes && shift && continue; fi
     if [[ $1 == --*=* ]]; then set -- "${1%%=*}" "${1#*=}" "${@:2}"; fi
@@ -89,7 +88,8 @@ main() {
     # A signal to the process group must not end the log before the run.
     exec > >(trap '' INT TERM HUP && exec tee -a "runs/$track.log") 2>&1
     trap 'stopped=$((stopped ? 130 : 75))
-      if [[ -n $child ]]; then kill -TERM -- "-$child" || true; else exit $stopped; fi' INT TERM HUP
+      group=$(jobs -p) # it may run before its number is known here
+      if [[ -n $group ]]; then kill -TERM -- "-$group" || true; else exit $stopped; fi' INT TERM HUP
   fi
 
   # NVIDIA recommends the first two for JAX on such nodes; records name them. The cache keeps compiled programs and

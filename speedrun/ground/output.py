@@ -4,6 +4,7 @@ import io
 import os
 import re
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -139,9 +140,12 @@ def own_process() -> None:
 
     def guarded(end: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
         def ended(*given: Any) -> NoReturn:
-            caller = sys._getframe().f_back  # none, or a thread's: a recipe may have handed over the function
-            file = caller.f_code.co_filename if caller else ""
-            if os.getpid() == process and (_is_science(file) or _PACKAGE not in Path(file).parents):
+            caller = sys._getframe().f_back
+            frames = traceback.walk_stack(caller) if caller else ()
+            stack = [(frame.f_code.co_filename, number) for frame, number in frames]
+            # Called first of all in a thread: a recipe handed over the function.
+            is_theirs = not stack or stack[0][0] == threading.__file__ or _science(stack)
+            if os.getpid() == process and is_theirs:
                 raise SystemExit(f"os.{end.__name__} would end the process")
             end(*given)
 
