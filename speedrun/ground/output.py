@@ -15,9 +15,7 @@ from speedrun.ground.errors import INTERRUPTED, SpeedrunError, Terminated, Usage
 from speedrun.ground.sourcefile import IMPORTED
 
 LOST: dict[int, OSError] = {}  #: first error of writing, by descriptor
-DEBUG = (
-    "SPEEDRUN_DEBUG"  #: environment variable that `--debug` sets, for this process and those that it starts
-)
+DEBUG = "SPEEDRUN_DEBUG"  #: the variable that `--debug` sets, for this process and those that it starts
 _LONGEST = 300  #: characters of another library's message
 _PACKAGE = Path(__file__).parent.parent
 #: Files whose lines only check what a recipe gives them, and are no place of an error.
