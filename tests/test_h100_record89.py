@@ -84,6 +84,9 @@ def test_a_run_compiles_eight_steps_and_its_validations():
     validations = [step for step in steps if rules.validates_at(step)]
     # Of seven, three differ from another only by Adam, which no validation has.
     assert len(dict.fromkeys(map(program.eval_shape_at, [*validations, RECORD.num_steps]))) == 7
+    # The window of the step that follows; at the end, one of 20 blocks of 128, which no step has.
+    assert "long_keys 2561," in str(program.eval_shape_at(RECORD.num_steps))
+    assert "long_keys 897," in str(program.eval_shape_at(RECORD.steps_of(1)[0]))
 
 
 def flops(text: str) -> dict[str, float]:

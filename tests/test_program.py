@@ -13,10 +13,11 @@ from speedrun.data import inventory
 from speedrun.ground import mesh, track
 from speedrun.ground.errors import SpeedrunError, UsageError
 from speedrun.science.recipe import Recipe
-from speedrun.science.step import Step
+from speedrun.science.step import Step, TrainState
 from speedrun.training import loop, scoring, train
 from speedrun.training import program as programs
 from speedrun.training.evaluate import evaluate
+from speedrun.training.fingerprint import state_hash
 from speedrun.training.prepare import RunConfig
 from speedrun.training.program import Program
 
@@ -46,6 +47,25 @@ def test_the_scorer_is_the_definition_for_any_cap_and_chunk(hidden, cap, chunk, 
     z_TV = np.asarray(logits(x_TD), np.float64)
     nll_T = np.log(np.exp(z_TV).sum(axis=1)) - z_TV[np.arange(TOKENS), np.asarray(targets_T)]
     assert np.asarray(sums_C, np.float64).sum() == pytest.approx(nll_T.sum(), rel=1e-6)
+
+
+def test_logits_of_16_bits_are_summed_in_32(hidden):
+    x_TD, head_VD, targets_T = hidden
+
+    def logits(x_ND: jax.Array) -> jax.Array:
+        return (x_ND @ head_VD.T).astype(jnp.bfloat16)
+
+    sums_C = scoring.nll_sums(logits, x_TD, targets_T, vocab_size=VOCAB, platform="cpu")
+    z_TV = np.asarray(logits(x_TD), np.float64)
+    nll_T = np.log(np.exp(z_TV).sum(axis=1)) - z_TV[np.arange(TOKENS), np.asarray(targets_T)]
+    assert np.asarray(sums_C, np.float64).sum() == pytest.approx(nll_T.sum(), rel=1e-6)
+
+
+def test_every_leaf_of_a_state_is_in_its_hash():
+    state = TrainState(jnp.int32(1), {"a": jnp.ones(3)}, {"b": jnp.ones(3)}, {"c": jnp.ones(3)})
+    leaves, tree = jax.tree.flatten(state)
+    changed = [jax.tree.unflatten(tree, [x + (i == k) for i, x in enumerate(leaves)]) for k in range(5)]
+    assert len({*map(state_hash, changed)}) == 5  # the last is the state itself
 
 
 @pytest.mark.parametrize(("platform", "most_bytes"), [("cpu", 64 * 2**20), ("gpu", 2 * 2**30)])

@@ -68,6 +68,18 @@ def test_it_has_the_published_number_of_parameters():
     assert count(RECIPE.table(RECIPE.config)) == 124_439_808  # GPT-2's smallest
 
 
+@pytest.mark.parametrize("num_layers", [2, 8])
+def test_what_is_added_to_the_stream_starts_smaller_the_deeper_it_is(num_layers):
+    """GPT-2: 0.02, divided by the root of the number of additions, two a layer."""
+    recipe = rungs.small("gpt2", num_layers=num_layers)
+    for name, spec in recipe.table(recipe.config).items():
+        if name.endswith(("attn_out.weight", "mlp_down.weight", "mlp_up.weight")):
+            want = 0.02 if "mlp_up" in name else 0.02 / np.sqrt(2 * num_layers)
+            assert float(spec.init(jax.random.key(0), spec.shape).std()) == pytest.approx(want, rel=0.05), (
+                name
+            )
+
+
 @pytest.mark.compile
 def test_its_trace():
     recipe = rungs.small("gpt2", schedule=gpt2.WarmupAndCosine(warmup_steps=2))

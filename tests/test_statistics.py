@@ -8,6 +8,7 @@ from scipy import stats
 
 from speedrun.ledger import statistics
 from speedrun.ledger.statistics import (
+    ALPHA,
     WIDENED,
     batch_needed,
     equivalent,
@@ -174,3 +175,14 @@ def test_pooling_leaves_the_means_of_groups_aside():
     assert pooled_sd([[1.0, 3.0], [101.0, 103.0], [7.0]]) == pytest.approx(2**0.5)
     with pytest.raises(ValueError, match="nothing can be pooled"):
         pooled_sd([[1.0], [2.0]])
+
+
+@pytest.mark.parametrize("num_looks", [1, 2])
+def test_a_batch_has_its_power_at_the_level_of_each_look(num_looks):
+    found = batch_needed(3.2, 1.0, known_sigma=1.0, num_looks=num_looks)
+    assert found is not None
+    fewer, enough = (
+        power(n, 3.2, 1.0, rule="z", alpha=ALPHA["z"] / num_looks, known_sigma=1.0)
+        for n in (found - 1, found)
+    )
+    assert fewer < 0.9 <= enough

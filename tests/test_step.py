@@ -476,10 +476,12 @@ def test_a_model_that_peeks_scores_zero_and_one_that_looks_back_does_not(tiny):
     assert loss(-1) > 5
 
 
-@pytest.mark.parametrize("leaf", ["block.0.qkv", "head", "block.2.lambdas"])
-def test_the_first_parameter_with_a_bad_gradient_is_named(tiny, on_eight, leaf):
+@pytest.mark.parametrize(
+    ("leaf", "value"), [("block.0.qkv", jnp.nan), ("head", jnp.inf), ("block.2.lambdas", -jnp.inf)]
+)
+def test_the_first_parameter_with_a_bad_gradient_is_named(tiny, on_eight, leaf, value):
     program, state, _ = on_eight
     named = jax.tree.map(jnp.zeros_like, on_host(program, state))
-    bad = program.layout.pack(named | {leaf: named[leaf].at[..., 0].set(jnp.nan)})
+    bad = program.layout.pack(named | {leaf: named[leaf].at[..., 0].set(value)})
     flags = {name: program.step._nonfinite(name, grad) for name, grad in bad.items()}
     assert program.step.first_nonfinite(StepMetrics(jnp.float32(0), jnp.float32(1), flags)) == leaf
