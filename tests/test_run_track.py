@@ -151,6 +151,7 @@ def test_a_batch_that_proves_nothing_is_told(checkout: Path) -> None:
     assert said.splitlines()[-1].endswith(" -m speedrun submit --missed runs/smoke-cpu")
 
 
+@pytest.mark.compile  # on a busy machine one in three lost the key: why is not known
 def test_ctrl_c_reaches_a_step_once(checkout: Path) -> None:
     """Of a terminal, which sends it to a whole process group. A second signal would mean: at once."""
     waits = "while [[ -z ${got-} && SECONDS -lt 20 ]]; do sleep 0.05; done; sleep 0.3"
