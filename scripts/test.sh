@@ -36,6 +36,6 @@ fi
 tests=(pytest -n 2 --dist loadfile) # fixtures and programs of a file are made once
 case $group in
   default) "${tests[@]}" "$@" ;;
-  all) "${tests[@]}" --processor-limit-s 30 "$@" && "${tests[@]}" -m "compile or page" "$@" ;;
+  all) "${tests[@]}" --processor-limit-s 60 "$@" && "${tests[@]}" -m "compile or page" "$@" ;;
   *) "${tests[@]}" -m "$group" "$@" ;;
 esac

@@ -1,6 +1,7 @@
 """Architecture rules that span files: layers, imports, budgets of lines, atomic writes."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -52,7 +53,7 @@ CLOSURE_LINES = 4_950
 #: Kernels are counted by themselves: a record carries all forms its step could have chosen.
 KERNEL_LINES = 1_709
 #: All Python of the package, in every room, blank lines included. It only goes down.
-PACKAGE_LINES = 39_627
+PACKAGE_LINES = 39_619
 #: Of one file; of one function, without decorators.
 FILE_LINES = 350
 FUNCTION_LINES = 60
@@ -191,6 +192,12 @@ def test_a_record_can_be_read_in_one_sitting(recipe: str) -> None:
     assert science <= SCIENCE_LINES + more, f"{science:,} lines of science in {lines}"
     assert sum(kernels.values()) <= KERNEL_LINES, f"{sum(kernels.values()):,} lines in {kernels}"
     assert sum(lines.values()) <= CLOSURE_LINES + more, f"{sum(lines.values()):,} lines in {lines}"
+
+
+def test_the_rules_name_the_budgets() -> None:
+    budgets = (SCIENCE_LINES, CLOSURE_LINES, KERNEL_LINES, *MORE_SCIENCE.values())
+    stated = set(re.findall(r"[\d,]*\d", (ROOT / "RULES.md").read_text()))
+    assert {f"{number:,}" for number in budgets} <= stated
 
 
 def test_files_and_functions_are_short() -> None:

@@ -754,9 +754,8 @@ def test_a_run_starts_from_given_weights_and_is_marked(
         checkpoint_every=6,
     )
     extras = Extras(sample_every=6, init_from=tmp_path / "model")
-    with (
-        monkeypatch.context() as broken
-    ):  # killed before its step 0 is whole: nothing could be resumed without it
+    # Killed before its step 0 is whole: nothing could be resumed without it.
+    with monkeypatch.context() as broken:
         broken.setattr(checkpoint.Checkpoints, "save", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             start_from(config, tmp_path / "model")

@@ -39,9 +39,8 @@ def _locked(
     while True:
         with translate_os_errors(folder, refuse or DataError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            flags = (
-                os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-            )  # whatever lies there stays as it is
+            # Whatever lies there stays as it is: a link leads to another file, and a pipe would never open.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
             file = os.fdopen(os.open(path, flags, 0o666), "wb")
         with file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

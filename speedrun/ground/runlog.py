@@ -207,9 +207,7 @@ class RunEnd(Event, tag="run_end", frozen=True, omit_defaults=True):
     throttled_s: float | None = None  #: by heat or power supply; None if not counted
     phases: dict[str, float] = {}  #: seconds in each of `clock.Phases`; their sum is the wall time up to here
     lost_s: float = 0.0  #: of earlier processes, after the checkpoint from which this run was resumed
-    matmul_gflops: float = (
-        0.0  #: as in `Preflight`, measured again after the last validation; 0: not measured
-    )
+    matmul_gflops: float = 0.0  #: as in `Preflight`, but after the last validation; 0: not measured
 
 
 AnyEvent = (

@@ -17,9 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_TEXTS = (
-    140  #: at least; each has a position of its own, as a model may know few texts or leak at few positions
-)
 _BLOCK = 64  #: positions cover every residue modulo this
 _EDGES = 3  #: positions at either end of a sequence
 _ROUNDS = 2  #: changed ends of each text

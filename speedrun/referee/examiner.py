@@ -74,9 +74,8 @@ class _Examiner:
         compared = min(len(nll_R), len(others_R)) > 1
         few_BT = scored.tokens_BT[:_OTHERS], self._draw.permutation(scored.targets_BT[:_OTHERS], axis=1)
         known = self._known(params, scored, _TEXTS, causality.NOTHING)
-        if (
-            compared
-        ):  # or it could show later tokens of other text, and predict it as well as what it memorised
+        # Or it could show later tokens of other text, and predict it as well as what it memorised.
+        if compared:
             known = self._known(params, others, _OTHERS, known)
         return Findings(
             final_hash=state_hash(leaves),

@@ -33,7 +33,6 @@ from speedrun.training.program import Program
 FACTS = "model.json"
 #: What of a recipe only training reads.
 _TRAINING = ("summary", "parent", "optimizer", "loss", "carry", "eval_sequences")
-_Digest = msgspec.Meta(pattern="^[0-9a-f]{64}$")
 
 
 class Facts(runfile.Strict, frozen=True, tag_field="schema", tag="speedrun.model/1"):
