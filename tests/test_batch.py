@@ -125,6 +125,12 @@ def test_a_run_that_broke_off_is_run_again(folder):
     assert far(folder).passed
 
 
+def test_the_first_run_of_a_seed_counts(folder):
+    """A seed cannot be run again until it fits."""
+    begun(folder, lost(1, 3.29), lost(1, 3.20, attempt="b"), lost(2, 3.25))
+    assert far(folder).losses == (3.29, 3.25)
+
+
 def test_the_summary_holds_the_test(folder):
     summary = decode((forge(folder) / "summary.json").read_bytes(), Summary)
     assert summary.test is not None

@@ -385,6 +385,21 @@ def test_swapped_checkpoints_are_damage(copy, small):
         restored(copy, small, [])
 
 
+def test_arrays_that_changed_places_are_damage(tmp_path, small):
+    """Of one shape and dtype: only the digest of each knows its place."""
+    state = small.init(jax.random.key(0))
+    same: dict[str, list[str]] = {}
+    for name, value in state.params.items():
+        same.setdefault(f"{value.shape}{value.dtype}", []).append(name)
+    pairs = ((a, b) for a, b, *_ in (names for names in same.values() if len(names) > 1))
+    one, other = next((a, b) for a, b in pairs if not np.array_equal(state.params[a], state.params[b]))
+    params = {**state.params, one: state.params[other], other: state.params[one]}
+    with opened(tmp_path, b"{}", every=1, keep=0) as checkpoints:
+        checkpoints.save(state._replace(params=params), facts(state, 1))
+    with pytest.raises(CheckpointError, match=f"{one} is not what was written"):
+        restored(tmp_path, small, [])
+
+
 def test_no_changed_bit_of_what_was_sealed_passes():
     """Of `run.json`: what was asked for, with its seed."""
     raw = '{"seed":0,"note":"größer \\" \\n"}'.encode()

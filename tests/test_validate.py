@@ -37,6 +37,8 @@ from record_forge import (
     Spec,
     both,
     change,
+    declaration,
+    declare,
     digest,
     facts,
     forge,
@@ -255,6 +257,22 @@ def test_a_stamp_that_is_none_ends_in_a_report(folder, path, stamp):
     old = b"2026-10-02T01:00:00+00:00" if path != "batch.json" else b"2026-10-02T00:00:00+00:00"
     edited(path, old, stamp.encode())(folder)
     assert "V001" in found(folder)
+
+
+@pytest.mark.parametrize(("spread", "status"), [(0.03, "failed"), (0.06, "ok")])
+def test_losses_far_closer_than_seeds_are_are_refused(folder, spread, status):
+    """By chance, four losses lie within 0.04 sigma once in 10,000 batches: the quantile of chi-squared, 3 degrees."""
+    sigma = track.load("forged").target.sigma
+    runs = [
+        Spec(seed=k, val_losses=(5.5, 4.0, 3.4, 3.25 + z * spread * sigma * 1.5**0.5))
+        for k, z in enumerate((-1, 0, 0, 1))
+    ]
+    declare(folder, declaration(runs[0], range(4)), runs[0])
+    for run in runs:
+        write_run(folder, run)
+    assemble(folder)
+    (result,) = (r for r in validate(folder).results if r.check.id == "V307")
+    assert result.status == status
 
 
 @pytest.mark.parametrize(
