@@ -7,6 +7,7 @@ import resource
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 # Workers that share cores wait for each other: an eighth of the suite's time.
@@ -15,10 +16,13 @@ if (_worker := os.environ.get("PYTEST_XDIST_WORKER")) and hasattr(os, "sched_set
     os.sched_setaffinity(0, _cores[int(_worker[2:]) % len(_cores) :: _number])
 
 os.environ.setdefault("SPEEDRUN_TEST_PLATFORM", "cpu")
-# Half of the suite's time would be LLVM making small programs for CPUs fast.
+# Two thirds of the suite's time would be XLA and LLVM making small programs for CPUs fast.
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    " --xla_cpu_parallel_codegen_split_count=1"
+    # Later ones do not know it, and end the process.
+    + (" --xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else "")
     if os.environ["SPEEDRUN_TEST_PLATFORM"] == "cpu"
     else "",
 )

@@ -16,14 +16,14 @@ from speedrun.ledger.run import Run
 #: reductions (autotuning and its files, Triton, cuBLASLt, split-K) rounds otherwise, and belongs in the recipe, where
 #: readers see it.
 _FLAGS = re.compile(
-    r"xla_force_host_platform_device_count|xla_backend_optimization_level|xla_llvm_disable_expensive_passes"
-    r"|xla_gpu_(all_gather|all_reduce|reduce_scatter)_combine_threshold_bytes"
-    r"|xla_gpu_enable_(latency_hiding_scheduler|analytical_sol_latency_estimator|pipelined_(all_gather|all_reduce|"
-    r"reduce_scatter|p2p|collectives)|command_buffer|async_collectives|highest_priority_async_stream|"
-    r"nccl_user_buffers|nccl_comm_splitting|while_loop_double_buffering|while_loop_unrolling|dynamic_slice_fusion|pdl)"
-    r"|xla_gpu_(graph_min_graph_size|memory_limit_slop_factor|deterministic_ops|exclude_nondeterministic_ops|"
-    r"collective_permute_decomposer_threshold|lhs_enable_gpu_async_tracker|"
-    r"experimental_parallel_collective_overlap_limit|force_compilation_parallelism)"
+    r"xla_(force_host_platform_device_count|backend_optimization_level|llvm_disable_expensive_passes|"
+    r"cpu_(use_fusion_emitters|parallel_codegen_split_count)|gpu_("
+    r"(all_gather|all_reduce|reduce_scatter)_combine_threshold_bytes|enable_(latency_hiding_scheduler|command_buffer|"
+    r"analytical_sol_latency_estimator|pipelined_(all_gather|all_reduce|reduce_scatter|p2p|collectives)|pdl|"
+    r"async_collectives|highest_priority_async_stream|nccl_user_buffers|nccl_comm_splitting|dynamic_slice_fusion|"
+    r"while_loop_double_buffering|while_loop_unrolling)|graph_min_graph_size|memory_limit_slop_factor|"
+    r"deterministic_ops|exclude_nondeterministic_ops|collective_permute_decomposer_threshold|"
+    r"lhs_enable_gpu_async_tracker|experimental_parallel_collective_overlap_limit|force_compilation_parallelism))"
 )
 #: Numbers of 16 bits stay so, where the code says so: the harness compiles with it.
 _EXACT = ("xla_allow_excess_precision", False)
