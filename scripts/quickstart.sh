@@ -22,7 +22,7 @@ run_s=$((SECONDS - install_s - data_s - doctor_s))
 
 # The newest record knows how long it compiled and trained. After its last validation come plots and checks.
 parts=$(python -c 'import json, pathlib, sys, time
-newest = max(pathlib.Path("runs").glob("*/summary.json"), key=lambda path: path.stat().st_mtime)
+newest = max(pathlib.Path("runs").glob("*/about.json"), key=lambda path: path.stat().st_mtime)
 one, run_s = json.loads(newest.read_text()), float(sys.argv[1])
 assert time.time() - newest.stat().st_mtime < run_s + 1, "a record of another folder or run"
 compile_s, train_s, cold_s = one["compile_s_mean"], one["train_time_s_mean"], one["cold_wall_s_mean"]

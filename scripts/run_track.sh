@@ -74,7 +74,7 @@ main() {
     [[ $begun == "$typed" ]] ||
       die "$record was begun with $begun; pass the same to go on, or another --out to begin another"
     batch=(--resume "$record" ${kept[@]+"${kept[@]}"})
-    if [[ ! -f $record/manifest.json ]]; then batch+=(${title:+--title "$title"}); fi # `describe` may have set another
+    if [[ ! -f $record/about.json ]]; then batch+=(${title:+--title "$title"}); fi # `describe` may have set another
   fi
   read -ra get <<<"$(sed -n 's/^get = "\(.*\)"$/\1/p' "$rules")"
   if [[ -n $data ]]; then get=(speedrun data verify --track "$track" --data "$data"); fi

@@ -27,8 +27,8 @@ from speedrun.ground.plugins import resolve
 from speedrun.ground.track import load as load_track
 from speedrun.ledger import record as records
 from speedrun.ledger.assemble import assemble
-from speedrun.ledger.format import Summary
 from speedrun.ledger.run import Run
+from speedrun.ledger.summary import Summary, summarize
 from speedrun.ledger.validate import Report, validate
 
 if TYPE_CHECKING:
@@ -55,12 +55,10 @@ class Record:
         Raises:
             UsageError: if it cannot be read.
         """
-        found = records.load(self.folder).summary
-        if found is None:
-            raise UsageError(
-                f"{self.folder} has no readable summary; 'speedrun validate {self.folder}' says why"
-            )
-        return found
+        found = records.load(self.folder)
+        if not found.whole or found.track is None:
+            raise UsageError(f"{self.folder} cannot be read; 'speedrun validate {self.folder}' says why")
+        return summarize(found)
 
     @property
     def runs(self) -> tuple[Run, ...]:
@@ -135,8 +133,8 @@ def run(
     try:
         _train(asked, printer)
     finally:
-        if list(out.glob("runs/*/run.json")):
-            assemble(out, title=f"{name or rules.recipe} on {track}", declared_runs=1)
+        if list(out.glob("runs/*/metrics.jsonl")):
+            assemble(out, title=f"{name or rules.recipe} on {track}")
     records.need_finished(out)
     return Record(out)
 

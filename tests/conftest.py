@@ -145,9 +145,9 @@ def trained(shared: Path, smoke_data: Path) -> RunConfig:
         "smoke-cpu", out, overrides=SMALL, data=smoke_data, checkpoint_every=1, keep_checkpoints=0
     )
     with filelock.FileLock(shared / "trained.lock"):
-        if not (out / "manifest.json").exists():
+        if not (out / "about.json").exists():
             train(config)
-            assemble(out, title="small", declared_runs=1)
+            assemble(out, title="small")
     return config
 
 

@@ -13,25 +13,23 @@ from record_forge import (
     CONFIG,
     RECIPE,
     SOFTWARE,
-    VAL_S,
     VAL_TOKENS,
     Edit,
     Moments,
     Spec,
     both,
     change,
-    facts,
     forge,
     moments,
-    run_file,
     shard,
     write_run,
 )
 
 from speedrun.ground import runlog, track
+from speedrun.ground.runlog import DataRead, ShardRange
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.batch import seeds_from
-from speedrun.ledger.format import Declaration, Look
+from speedrun.ledger.format import Declaration, Look, Recipe, config_sha256, encode
 from speedrun.ledger.record import load
 from speedrun.ledger.reproduction import (
     Outcome,
@@ -41,7 +39,6 @@ from speedrun.ledger.reproduction import (
     hardware_points,
     outcome_of,
 )
-from speedrun.ledger.runfile import DataRead, Recipe, RunFile, ShardRange, config_sha256, encode
 
 Build = Callable[[Path], object]
 
@@ -68,16 +65,8 @@ def went_on(log: Moments) -> Moments:
     resume = runlog.Resume("tiny-1-0000", 4, "e" * 16, fourth.train_time_s, fourth.tokens_seen, fourth.cursor)
     begun = log[fifth]._replace(event=log[start].event, mono_ns=log[fifth].mono_ns - 500)
     left = [*log[:start], log[start]._replace(event=resume), begun, *log[fifth:]]
-    vals = sum(isinstance(moment.event, runlog.Val) for moment in left)
-    return change(runlog.RunEnd, val_s=VAL_S * vals, phases={})(left)
-
-
-LEFT = shard("t_train_1.bin", 400, 600), shard("t_train_2.bin", 0, 400)
-
-
-def told_as_resumed(run: RunFile) -> RunFile:
-    (fifth,) = [m.event for m in moments(Spec(seed=run.seed)) if isinstance(m.event, runlog.Step)][4:5]
-    return replace(run, first_loss=fifth.loss.hex(), data=replace(run.data, shards=LEFT))
+    rest = data(shard("t_train_1.bin", 400, 600), shard("t_train_2.bin", 0, 400))
+    return change(runlog.RunEnd, data=rest)(left)
 
 
 def broken_off(log: Moments) -> Moments:
@@ -96,18 +85,7 @@ def pause_for_nothing(log: Moments) -> Moments:
 def compile_late(log: Moments) -> Moments:
     place = place_of(log, runlog.Step, 3)
     late = log[place]._replace(event=runlog.Compile("late", 0.1), mono_ns=log[place].mono_ns - 500)
-    return change(runlog.RunEnd, compile_s=0.5)([*log[:place], late, *log[place:]])
-
-
-def stamps_of_one_moment(log: Moments) -> Moments:
-    return [moment._replace(utc_ns=log[0].utc_ns) for moment in log]
-
-
-def jumps_in_utc(log: Moments) -> Moments:
-    """A year, in the middle."""
-    place = place_of(log, runlog.Step, 5)
-    year_ns = 365 * 86_400 * 10**9
-    return [*log[:place], *(moment._replace(utc_ns=moment.utc_ns + year_ns) for moment in log[place:])]
+    return [*log[:place], late, *log[place:]]
 
 
 def later_by(seconds: float) -> Edit:
@@ -127,8 +105,7 @@ def long_pause(seconds: int) -> Edit:
         later = [
             moment._replace(mono_ns=moment.mono_ns + ns, utc_ns=moment.utc_ns + ns) for moment in log[place:]
         ]
-        longer = change(runlog.RunEnd, cold_wall_s=lambda end: end.cold_wall_s + seconds, phases={})
-        return longer([*log[:place], *later])
+        return [*log[:place], *later]
 
     return edit
 
@@ -158,19 +135,10 @@ def ending(**fields) -> Build:
     return logged(change(runlog.RunEnd, **fields))
 
 
-def phased(**seconds: float) -> Build:
-    """With other seconds in some phases."""
-    return ending(phases=lambda end: {**end.phases, **{k.replace("_", "-"): v for k, v in seconds.items()}})
-
-
 def halved(kind: type[runlog.Event]) -> Edit:
     return change(kind, train_time_s=lambda event: event.train_time_s / 2)
 
 
-HALF_A_PHASE = change(
-    runlog.RunEnd,
-    phases=lambda end: {**end.phases, "step": end.phases["step"] / 2, "start": end.phases["start"] + 0.5},
-)
 TIMED = (runlog.Step, runlog.ClockPause, runlog.ClockResume, runlog.ClockStop, runlog.RunEnd)
 FEWER_SCORED = change(
     runlog.Val, tokens=VAL_TOKENS // 2, nll_sum=lambda val: (float.fromhex(val.nll_sum) / 2).hex()
@@ -220,26 +188,19 @@ def linked(folder: Path) -> None:
     (folder / "source.txt").symlink_to(folder.parent / "elsewhere.txt")
 
 
-def claimed(folder: Path) -> None:
-    """Says that the target was not reached, in the summary and in the README."""
-    edited("summary.json", b'"target_reached": true', b'"target_reached": false')(folder)
-    readme = folder / "README.md"
-    readme.write_text(readme.read_text().replace("3.28, reached", "3.28, not reached"))
-
-
 def other_config_in_one_run(folder: Path) -> None:
     config = {**CONFIG, "stages": [11]}
     sha256 = config_sha256(config)
     edit_log = change(runlog.RunStart, config=config, config_sha256=sha256)
     forge(folder, declared=(1, 2, 3))
-    write_run(folder, Spec(seed=3, edit_log=edit_log, edit_run=facts(config_sha256=sha256)))
+    write_run(folder, Spec(seed=3, edit_log=edit_log))
     assemble(folder)
 
 
 def blown_up_in_one_run(folder: Path) -> None:
     edit_log = change(runlog.RunEnd, status="non-finite", val_loss=None)
     forge(folder, declared=(1, 2, 3))
-    write_run(folder, Spec(seed=3, edit_log=edit_log, edit_run=facts(outcome="non-finite")))
+    write_run(folder, Spec(seed=3, edit_log=edit_log))
     assemble(folder)
 
 
@@ -272,22 +233,27 @@ def made(**spec) -> Build:
     return lambda folder: forge(folder, **spec)
 
 
-def logged(*edits: Edit, **run_facts) -> Build:
-    """Runs with an edited log and, if need be, edited facts."""
-    return made(edit_log=both(*edits), edit_run=facts(**run_facts))
+def logged(*edits: Edit) -> Build:
+    """Runs with an edited log."""
+    return made(edit_log=both(*edits))
 
 
-def configured(config: dict, edit: Edit = lambda log: log, **run_facts) -> Build:
+def reading(*ranges: ShardRange, val: ShardRange | None = None) -> Edit:
+    """As if a run had read other data than its log of steps says."""
+    return change(runlog.RunEnd, data=data(*ranges, val=val))
+
+
+def configured(config: dict, *edits: Edit) -> Build:
     """Runs of another recipe, which agree about it."""
     whole = {**CONFIG, "recipe": {**CONFIG["recipe"], **config}}
     sha256 = config_sha256(whole)
     start = change(runlog.RunStart, config=whole, config_sha256=sha256)
-    return made(edit_log=both(start, edit), edit_run=facts(config_sha256=sha256, **run_facts))
+    return logged(start, *edits)
 
 
 def cutting(*shards, edit: Edit = lambda log: log) -> Build:
     """Runs of a recipe that cuts documents."""
-    return configured({"stages": [{"num_steps": 10, "document_tokens": 32}]}, edit, data=data(*shards))
+    return configured({"stages": [{"num_steps": 10, "document_tokens": 32}]}, edit, reading(*shards))
 
 
 # --- edits of the source: the runs carry the digest of the edited one ----------------------------------------
@@ -351,11 +317,11 @@ def preflight(**fields) -> Build:
 
 
 def in_environment(**variables: str) -> Build:
-    return logged(change(runlog.Preflight, environment=variables), environment=variables)
+    return preflight(environment=variables)
 
 
 def on_device(kind: str, gflops: float) -> Build:
-    return logged(change(runlog.Preflight, device_kind=kind, matmul_gflops=gflops), device_kind=kind)
+    return preflight(device_kind=kind, matmul_gflops=gflops)
 
 
 def lines_of(values: Iterable[object]) -> str:
@@ -383,8 +349,8 @@ CUT = shard("t_train_2.bin", 400, 450)
 SHIFTED = replace(SCORED, start=5, stop=1005)
 
 
-def data(*ranges: ShardRange, val: ShardRange = SCORED) -> DataRead:
-    return DataRead(shards=ranges, val_shard=val, val_sha256="a" * 64)
+def data(*ranges: ShardRange, val: ShardRange | None = None, ids: str = "a" * 64) -> DataRead:
+    return DataRead(shards=ranges, val_shard=val or SCORED, val_sha256=ids)
 
 
 def beside(**other) -> Build:
@@ -405,8 +371,7 @@ def beside(**other) -> Build:
 def redeclared(folder: Path) -> None:
     """Of the seeds that follow from source and config, the second is left out."""
     spec = Spec()
-    run = run_file(spec, moments(spec))
-    first, _, third = seeds_from(run.source_sha256, run.config_sha256, 3)
+    first, _, third = seeds_from(spec.source_sha256, config_sha256(CONFIG), 3)
     forge(folder, seeds=(first, third))
 
 
@@ -419,12 +384,11 @@ def reproduced(**fields) -> Build:
 
     def build(folder: Path) -> None:
         record = load(forge(folder))
-        manifest, done = record.manifest, record.finished
-        assert manifest is not None
-        seen = tuple(replace(outcome_of(run), seed=run.file.seed + 5) for run in done)
+        done = record.finished
+        seen = tuple(replace(outcome_of(run), seed=run.start.seed + 5) for run in done)
         hardware = [hardware_of(run) for run in done]
         honest = Reproduction(
-            record_id=manifest.record_id, track="forged@1", by="", created_utc="2026-10-03T00:00:00+00:00",
+            record_id=record.id, track="forged@1", by="", created_utc="2026-10-03T00:00:00+00:00",
             hardware=hardware[0], software={}, same_seeds=False, points=hardware_points(hardware, hardware), runs=seen,
             confidence=0.99, loss_difference=None, time_ratio=None, num_same_bits=None, verdict="within",
         )  # fmt: skip
@@ -451,28 +415,22 @@ def AT_SEED_1(log: Moments) -> Moments:
 
 OLD = {**SOFTWARE, "jax": "0.9"}
 NO_JAXLIB = {name: version for name, version in SOFTWARE.items() if name != "jaxlib"}
-OWN_BATCH = Spec(seed=3, edit_run=facts(first_batch_sha256="c" * 64))
+OWN_BATCH = Spec(seed=3, edit_log=change(runlog.RunEnd, first_batch_sha256="c" * 64))
 OTHER_IDS = Spec(
     seed=3,
-    edit_log=change(runlog.DataReady, val_sha256="c" * 64),
-    edit_run=lambda run: replace(run, data=replace(run.data, val_sha256="c" * 64)),
+    edit_log=both(
+        change(runlog.DataReady, val_sha256="c" * 64),
+        change(runlog.RunEnd, data=lambda end: replace(end.data, val_sha256="c" * 64)),
+    ),
 )
-BROKE = [
-    Spec(seed=2, attempt=name, edit_log=broken_off, edit_run=facts(outcome="aborted", final_hash=""))
-    for name in "bc"
-]
+BROKE = [Spec(seed=2, attempt=name, edit_log=broken_off) for name in "bc"]
 STARTED_ALIKE = both(
     change(runlog.WarmupStart, state_hash="d" * 16), change(runlog.WarmupEnd, state_hash="d" * 16)
 )
 #: The log of seed 1 under the name of seed 2.
-COPIED = made(
-    edit_log=change(runlog.Step, loss=lambda step: 5.0 - 0.1 * step.step),
-    edit_run=facts(first_loss=(5.0).hex()),
-)
+COPIED = logged(change(runlog.Step, loss=lambda step: 5.0 - 0.1 * step.step))
 #: All steps, the last validation, and then "killed".
-DISLIKED = Spec(
-    seed=2, attempt="d", edit_log=lambda log: log[:-1], edit_run=facts(outcome="aborted", final_hash="")
-)
+DISLIKED = Spec(seed=2, attempt="d", edit_log=lambda log: log[:-1])
 TWO_LOOKS = promised(looks=(Look(2, 0.0005), Look(3, 0.0005)))
 #: So far below the target that two runs prove it at half the level.
 PROVEN = (5.5, 4.0, 3.4, 3.2)
@@ -563,34 +521,30 @@ WAYS_OUT = {
     "a module of the harness under another name": "from speedrun.ground import clock as nn\n",
 }
 
-FEWEST = 240
+FEWEST = 220
 FORGERIES: list[tuple[str, str, Build]] = [
-    ("V001", "unknown key", edited("runs/*1/run.json", b'"seed"', b'"speed"')),
+    ("V001", "unknown key", edited(LOG, b'"seed"', b'"speed"')),
+    ("V001", "an older format", edited(LOG, b'"format":2,', b"")),
+    ("V001", "a key of nobody in about.json", edited("about.json", b'"title"', b'"tittle"')),
     ("V001", "key twice", edited(LOG, b'"i":1,', b'"i":1,"i":1,')),
     ("V001", "NaN", edited(LOG, b'"lr_scale":1.0', b'"lr_scale":NaN')),
     ("V001", "torn", added("runs/tiny-1-00a1/metrics.jsonl", b'{"i":')),
-    ("V001", "no summary", lambda folder: (forge(folder) / "summary.json").unlink()),
+    ("V001", "the log of another run", lambda folder: next(forge(folder).glob("runs/*1")).rename(folder / "runs/x")),
     ("V001", "a reproduction with numbers beyond all range", reproduced(runs=(far(7), far(8)))),
     ("V001", "a step is missing", edited(LOG, b'"step":3,"tr', b'"step":4,"tr')),
     ("V002", "a line was edited", assembled(edited(LOG, b'"lr_scale":1.0', b'"lr_scale":0.5'))),
     ("V003", "source was edited", edited("source.txt", b"SIZE = 1", b"SIZE = 2")),
     ("V003", "source has a stray line", added("source.txt", b"more = 1\n")),
-    ("V003", "manifest was edited", edited("manifest.json", b'"record_id": "', b'"record_id": "0')),
-    ("V004", "mean was edited", edited("summary.json", b'"cold_wall_s_mean": 9', b'"cold_wall_s_mean": 8')),
-    ("V004", "steps were edited", edited("summary.json", b'"num_steps": 10', b'"num_steps": 11')),
-    ("V004", "README was edited", edited("README.md", b"| 3.2500", b"| 3.1500")),
     ("V005", "config was edited", logged(change(runlog.RunStart, config={**CONFIG, "stages": [11]}))),
     ("V005", "runs differ", other_config_in_one_run),
-    ("V006", "other digest", logged(change(runlog.RunStart, track_sha256=HASH), track_sha256=HASH)),
-    ("V006", "no such version", logged(change(runlog.RunStart, track="forged@2"), track="forged@2")),
-    ("V007", "text was edited", assembled(edited("runs/*1/log.txt", b"val 3.2500", b"val 3.1500"))),
-    ("V007", "other seed", made(edit_run=facts(seed=9))),
+    ("V006", "other digest", logged(change(runlog.RunStart, track_sha256=HASH))),
+    ("V006", "no such version", logged(change(runlog.RunStart, track="forged@2"))),
+    ("V007", "other ids at its end", ending(data=data(ONE, TWO, ids="c" * 64))),
     ("V007", "an error in a run that finished", logged(with_error)),
-    ("V007", "began at another hour", made(edit_run=lambda run: replace(run, created_utc="2026-10-02T09:30:00+00:00"))),
-    ("V007", "began before its log", made(edit_run=lambda run: replace(run, created_utc="2026-10-02T00:10:00+00:00"))),
     ("V008", "stray pickle", added("weights.pkl", b"\x80\x04.")),
     ("V008", "link", linked),
-    ("V008", "too big", added("runs/tiny-1-00a1/log.txt", b" " * 2**20)),
+    ("V008", "too big", added("README.md", b" " * 2**20)),
+    ("V008", "a file of the first format", added("runs/tiny-1-00a1/run.json", b"{}")),
     ("V008", "turned text", added("README.md", "\u202e".encode())),
     ("V008", "script", added("plots/loss.svg", b"<svg><script>alert(1)</script></svg>")),
     ("V008", "not an image", added("plots/loss.png", b"MZ")),
@@ -616,54 +570,33 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V103", "listed", logged(change(runlog.DataReady, train_shards=ALL_SHARDS))),
     ("V104", "count was edited", logged(change(runlog.Step, at=4, tokens_seen=501))),
     ("V104", "cursor was edited", logged(change(runlog.Step, at=4, cursor=(0, 600)))),
-    ("V104", "fewer cut off than said", made(edit_run=facts(data=data(replace(ONE, stop=590), TWO)))),
+    ("V104", "fewer cut off than said", logged(reading(replace(ONE, stop=590), TWO))),
     ("V104", "cursor beyond the cut", cutting(
         replace(ONE, stop=640, skipped=40), TWO, edit=change(runlog.Step, at=4, cursor=(0, 541)))),
-    ("V104", "cut off where none is cut", made(edit_run=facts(data=data(replace(ONE, stop=640, skipped=40), TWO)))),
+    ("V104", "cut off where none is cut", logged(reading(replace(ONE, stop=640, skipped=40), TWO))),
     ("V106", "all of it cut off", cutting(ONE, TWO, replace(CUT, skipped=50))),
-    ("V104", "more read than trained on", made(edit_run=facts(data=data(ONE, replace(TWO, stop=500))))),
+    ("V104", "more read than trained on", logged(reading(ONE, replace(TWO, stop=500)))),
     ("V105", "fewer scored", logged(FEWER_SCORED)),
-    ("V105", "from elsewhere", made(edit_run=facts(data=data(ONE, TWO, val=SHIFTED)))),
+    ("V105", "from elsewhere", logged(reading(ONE, TWO, val=SHIFTED))),
     ("V105", "other ids in one run", with_runs([OTHER_IDS], declared=(1, 2, 3))),
     ("V106", "beyond the end", made(shards=(replace(ONE, tokens=599), TWO))),
     ("V107", "overlap", made(shards=(ONE, shard("t_train_1.bin", 500, 900)))),
-    ("V107", "two epochs, it says", made(edit_run=lambda run: replace(run, data=replace(run.data, num_epochs=2)))),
-    ("V107", "no epoch", made(edit_run=lambda run: replace(run, data=replace(run.data, num_epochs=3)))),
     ("V201", "stamp goes back", logged(stamped_earlier(runlog.Plan, 0.3))),
     ("V201", "train time goes back", logged(change(runlog.Step, at=5, train_time_s=0.45))),
     ("V201", "two lines at one moment", logged(stamped_earlier(runlog.Plan, 0.200001))),
     ("V201", "as even as no clock", with_runs([Spec(seed=3, edit_log=evenly)], declared=(1, 2, 3))),
-    ("V202", "half the time", logged(*map(halved, TIMED), HALF_A_PHASE)),
+    ("V202", "half the time", logged(*map(halved, TIMED))),
     ("V202", "at the end only", logged(halved(runlog.RunEnd))),
-    ("V203", "stamps in UTC", logged(stamps_of_one_moment)),
-    ("V203", "cold wall", ending(cold_wall_s=0.5, phases={})),
-    ("V203", "a cold wall below the log's span", ending(cold_wall_s=3.0, phases={})),
-    ("V203", "a year in the middle", logged(jumps_in_utc)),
     ("V204", "outside its pause", logged(val_after_its_pause)),
     ("V204", "a pause for nothing", logged(pause_for_nothing)),
     ("V204", "at other steps", logged(change(runlog.Val, at=1, step=5))),
-    ("V205", "in no time", logged(change(runlog.Val, at=-1, seconds=1e-9), change(runlog.RunEnd, val_s=1.5))),
-    ("V205", "longer than its pause",
-     logged(change(runlog.Val, at=1, seconds=9.0), change(runlog.RunEnd, val_s=10.5, phases={}))),
+    ("V205", "in no time", logged(change(runlog.Val, at=-1, seconds=1e-9))),
     ("V205", "ten minutes in a pause", logged(long_pause(600))),
     ("V206", "compiled late", logged(compile_late)),
     ("V207", "state not rebuilt", logged(change(runlog.WarmupEnd, state_hash="d" * 16))),
-    ("V207", "other state", made(edit_run=facts(init_hash="d" * 16))),
-    ("V208", "two hours", logged(later_by(7200.0), change(runlog.RunEnd, cold_wall_s=7209.0, phases={}))),
+    ("V208", "two hours", logged(later_by(7200.0))),
     ("V209", "faster than the bench", logged(change(runlog.Preflight, matmul_gflops=4.0))),
-    ("V210", "a slow step", made(step_s=(0.1,) * 5 + (3.0,) + (0.1,) * 4)),
-    ("V212", "compiled for less", ending(compile_s=0.1)),
-    ("V212", "warmed up for longer", ending(warmup_s=3.0)),
-    ("V212", "validated in no time", ending(val_s=0.0)),
-    ("V212", "waited for longer than it trained", ending(data_wait_s=2.0)),
-    ("V212", "waited less than nothing", ending(data_wait_s=-1.0)),
-    ("V212", "lost time to nobody", ending(lost_s=5.0)),
-    ("V212", "a phase too long", phased(start=400.0)),
-    ("V212", "a phase below zero", phased(start=3.0, end=-1.0, other=0.0)),
-    ("V212", "trained outside of its phase", phased(step=0.1, start=4.0)),
-    ("V212", "compiled outside of its phase", phased(compile=0.1, end=0.4)),
-    ("V212", "another cold wall", ending(cold_wall_s=20.0)),
-    ("V301", "broke off", logged(broken_off, outcome="aborted", final_hash="")),
+    ("V301", "broke off", logged(broken_off)),
     ("V302", "not below the target", made(val_losses=(5.5, 4.0, 3.4, 3.279))),
     ("V302", "too few", made(seeds=(1,))),
     ("V303", "one left out", made(seeds=(1, 2), declared=(1, 2, 3))),
@@ -673,8 +606,8 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V303", "broke off when its result was known", with_runs([DISLIKED])),
     ("V303", "two broke off before a look that was never reached", with_runs(BROKE, **FAR_LOOK)),
     ("V304", "one run under two seeds", COPIED),
-    ("V304", "same start", made(edit_log=STARTED_ALIKE, edit_run=facts(init_hash="d" * 16))),
-    ("V304", "same weights", logged(change(runlog.RunEnd, final_hash="d" * 16), final_hash="d" * 16)),
+    ("V304", "same start", logged(STARTED_ALIKE)),
+    ("V304", "same weights", ending(final_hash="d" * 16)),
     ("V304", "same times", made(edit_log=lambda log: AT_SEED_1(log))),
     ("V305", "one stopped early", with_runs([SHORTER], seeds=(1,), declared=(1, 2))),
     ("V305", "other than declared", made(promise=promised(num_steps=12))),
@@ -701,14 +634,13 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V309", "blew up", blown_up_in_one_run),
     ("V310", "loss was edited", logged(*LOSS_31)),
     ("V310", "end was edited", logged(change(runlog.RunEnd, val_loss=3.1))),
-    ("V310", "verdict was edited", claimed),
-    ("V311", "goes on from another run", made(edit_log=went_on, edit_run=told_as_resumed)),
+    ("V311", "goes on from another run", logged(went_on)),
     ("V312", "a run of another record", beside()),
     ("V312", "a run under another name", beside(attempt="z")),
     ("V312", "a seed that was run again",
      beside(attempt="y", step_s=(0.2,) * 10, edit_log=OTHER_LOSSES)),
-    ("V404", "one device", logged(change(runlog.Preflight, num_devices=1), num_devices=1)),
-    ("V404", "other platform", logged(change(runlog.Preflight, platform="gpu"), platform="gpu")),
+    ("V404", "one device", logged(change(runlog.Preflight, num_devices=1))),
+    ("V404", "other platform", logged(change(runlog.Preflight, platform="gpu"))),
     ("V308", "a start that was learned", made(val_losses=(4.0, 4.0, 3.4, 3.25))),
     ("V308", "far ahead in the middle", made(val_losses=(5.5, 3.5, 3.4, 3.25))),
     ("V401", "a setting that rounds", in_environment(XLA_FLAGS="--xla_allow_excess_precision=true")),
@@ -723,9 +655,9 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V403", "no lock", preflight(lock="", lock_sha256="")),
     ("V403", "another lock", preflight(lock_sha256=HASH)),
     ("V403", "a lock from elsewhere", preflight(lock="../run.lock")),
-    ("V403", "not what is locked", logged(change(runlog.Preflight, software=OLD), software=OLD)),
-    ("V403", "no packages", logged(change(runlog.Preflight, software={}), software={})),
-    ("V403", "no compiler", logged(change(runlog.Preflight, software=NO_JAXLIB), software=NO_JAXLIB)),
+    ("V403", "not what is locked", logged(change(runlog.Preflight, software=OLD))),
+    ("V403", "no packages", logged(change(runlog.Preflight, software={}))),
+    ("V403", "no compiler", logged(change(runlog.Preflight, software=NO_JAXLIB))),
     ("V405", "too hot", logged(change(runlog.RunEnd, throttled_s=1.5))),
     ("V405", "nobody looked", logged(change(runlog.RunEnd, throttled_s=None))),
     ("V406", "no commit", preflight(commit="")),

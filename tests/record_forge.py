@@ -1,6 +1,6 @@
 """Makes small records by code alone: honest ones, and forgeries by somebody who knows the format.
 
-A forger edits events or facts *before* the log is chained and the record is assembled, so every hash is
+A forger edits events *before* the log is chained and the record is assembled, so every hash is
 right and only the one thing that was edited is wrong. Time is a fake clock.
 """
 
@@ -13,14 +13,14 @@ from typing import NamedTuple
 
 import msgspec
 
-from speedrun.ground import console, provenance, runlog, track
+from speedrun.ground import provenance, runlog, track
+from speedrun.ground.runlog import DataRead, ShardRange
 from speedrun.ground.sourcefile import join_source
-from speedrun.ledger import history, reference, runfile
+from speedrun.ledger import format, history, reference
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.code import is_science
-from speedrun.ledger.format import Declaration, Look, TrackRef
+from speedrun.ledger.format import Declaration, Look, Recipe, TrackRef
 from speedrun.ledger.reference import Point
-from speedrun.ledger.runfile import DataRead, Recipe, RunFile, ShardRange
 from speedrun.ledger.source import split_source
 
 VAL_TOKENS = 1000
@@ -154,7 +154,6 @@ class Spec:
     step_s: tuple[float, ...] = (0.1,) * 10
     val_losses: tuple[float, ...] = (5.5, 4.0, 3.4, 3.25)
     edit_log: Edit = list
-    edit_run: Callable[[RunFile], RunFile] = lambda run: run
     edit_source: Callable[[Mapping[str, str]], Mapping[str, str]] = dict
 
     @property
@@ -252,6 +251,8 @@ def run_end(spec: Spec, clock: _FakeClock, final: float) -> runlog.RunEnd:
         data_wait_s=0.01,
         peak_bytes=2**20,
         final_hash=state("end", spec),
+        data=DataRead(spec.shards, shard("t_val_0.bin", 0, VAL_TOKENS), "a" * 64),
+        first_batch_sha256="b" * 64,
         throttled_s=0.0,
         phases={"start": 4.0 + log_s - sum(spent.values()), **spent},
     )
@@ -261,15 +262,18 @@ def _opening(spec: Spec, num_steps: int) -> list[runlog.AnyEvent]:
     tokens = num_steps * BATCH_TOKENS
     return [
         runlog.RunStart(
+            format=runlog.FORMAT,
             run_id=spec.run_id,
             track="forged@1",
             track_sha256=track.sha256("forged"),
             recipe="tiny",
+            recipe_revision=1,
+            overrides={"lr": "0.02"},
             seed=spec.seed,
             num_steps=num_steps,
             source_sha256=spec.source_sha256,
             config=CONFIG,
-            config_sha256=runfile.config_sha256(CONFIG),
+            config_sha256=format.config_sha256(CONFIG),
         ),
         runlog.Preflight(
             "cpu",
@@ -281,7 +285,7 @@ def _opening(spec: Spec, num_steps: int) -> list[runlog.AnyEvent]:
             commit_of(spec.edit_source),
             False,
             LOCK,
-            runfile.sha256(LOCK_RAW),
+            format.sha256(LOCK_RAW),
         ),
         runlog.DataReady("forged", ["t_train_1.bin", "t_train_2.bin"], "t_val_0.bin", VAL_TOKENS, "a" * 64),
         runlog.Plan(
@@ -305,35 +309,6 @@ def _val(step: int, loss: float) -> runlog.Val:
     return runlog.Val(step, nll_sum / VAL_TOKENS, VAL_TOKENS, nll_sum.hex(), VAL_S)
 
 
-def run_file(spec: Spec, log: Moments) -> RunFile:
-    """The facts of an honest run."""
-    first = next((moment.event for moment in log if isinstance(moment.event, runlog.Step)), None)
-    return RunFile(
-        run_id=spec.run_id,
-        seed=spec.seed,
-        track="forged@1",
-        track_sha256=track.sha256("forged"),
-        recipe="tiny",
-        recipe_revision=1,
-        overrides={"lr": "0.02"},
-        config_sha256=runfile.config_sha256(CONFIG),
-        source_sha256=spec.source_sha256,
-        created_utc=f"2026-10-02T0{begun_h(spec.seed)}:00:00+00:00",
-        outcome="finished",
-        init_hash=state("start", spec),
-        final_hash=state("end", spec),
-        first_batch_sha256="b" * 64,
-        first_loss=first.loss.hex() if first else None,
-        platform="cpu",
-        device_kind="cpu",
-        num_devices=8,
-        software=SOFTWARE,
-        environment={"XLA_FLAGS": ""},
-        data=DataRead(shards=spec.shards, val_shard=shard("t_val_0.bin", 0, VAL_TOKENS), val_sha256="a" * 64),
-        peak_bytes=2**20,
-    )
-
-
 def chain(log: Moments) -> list[runlog.Line]:
     """The lines of a log, with their hashes."""
     lines, prev = [], runlog.GENESIS
@@ -346,29 +321,28 @@ def chain(log: Moments) -> list[runlog.Line]:
 
 def write_run(root: Path, spec: Spec) -> Path:
     """Writes one run into a record, as one of its batch if there is one; returns its folder."""
-    honest, batch = moments(spec), root / runfile.BATCH
+    honest, batch = moments(spec), root / format.BATCH
     if batch.exists():
         start = honest[0].event
         honest[0] = honest[0]._replace(
-            event=msgspec.structs.replace(start, batch_sha256=runfile.sha256(batch.read_bytes()))
+            event=msgspec.structs.replace(start, batch_sha256=format.sha256(batch.read_bytes()))
         )
     lines = chain(spec.edit_log(list(honest)))
     folder = root / "runs" / spec.run_id
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_bytes(b"".join(line.encode() + b"\n" for line in lines))
-    (folder / "log.txt").write_text(console.render(lines))
-    (folder / "run.json").write_bytes(runfile.encode(spec.edit_run(run_file(spec, honest))))
     return folder
 
 
 def declaration(spec: Spec, seeds: Sequence[int]) -> Declaration:
     """The promise of an honest batch of runs like this one."""
-    run = spec.edit_run(run_file(spec, moments(spec)))
+    start = spec.edit_log(moments(spec))[0].event
+    assert isinstance(start, runlog.RunStart)
     return Declaration(
-        track=TrackRef(run.track, run.track_sha256),
-        recipe=Recipe(run.recipe, run.recipe_revision, run.overrides),
-        config_sha256=run.config_sha256,
-        source_sha256=run.source_sha256,
+        track=TrackRef(start.track, start.track_sha256),
+        recipe=Recipe(start.recipe, start.recipe_revision, start.overrides),
+        config_sha256=start.config_sha256,
+        source_sha256=start.source_sha256,
         num_devices=8,
         microbatches=8,
         attention="auto",
@@ -385,7 +359,7 @@ def declare(root: Path, promise: Declaration, spec: Spec = Spec()) -> Path:
     """A record folder in which nothing has run yet."""
     root.mkdir(exist_ok=True)
     (root / "source.txt").write_text(source_text(spec.edit_source))
-    (root / runfile.BATCH).write_bytes(runfile.encode(promise))
+    (root / format.BATCH).write_bytes(format.encode(promise))
     return root
 
 
@@ -428,8 +402,3 @@ def both(*edits: Edit) -> Edit:
         return log
 
     return edit
-
-
-def facts(**fields) -> Callable[[RunFile], RunFile]:
-    """Edits fields of run.json."""
-    return lambda run: msgspec.structs.replace(run, **fields)

@@ -1,5 +1,10 @@
 """A run that is small enough for a test."""
 
+from pathlib import Path
+
+from speedrun.ledger.record import load
+from speedrun.ledger.run import Run
+
 #: The smoke recipe, small enough for a test; 12 steps. Most of its time would be attention in validations.
 SMALL = {
     "stages.0.num_steps": "12",
@@ -12,3 +17,8 @@ SMALL = {
     "config.head_dim": "8",
     "config.mlp_dim": "32",
 }
+
+
+def runs_of(out: Path) -> list[Run]:
+    """The runs of a record, the oldest first."""
+    return sorted(load(out).runs, key=lambda run: run.begun)

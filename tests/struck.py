@@ -29,7 +29,8 @@ from speedrun.board.figures import BEGIN, END
 from speedrun.data import synthetic
 from speedrun.ground import children, clock, provenance, track
 from speedrun.ground.sourcefile import join_source
-from speedrun.ledger import format, runfile
+from speedrun.ledger import format
+from speedrun.ledger.record import load
 from speedrun.ledger.source import split_source
 from speedrun.ledger.validate import validate
 
@@ -43,7 +44,7 @@ LEFT = (".partial", ".lock")  #: names of what commands leave that were killed
 _UNDONE = (
     r"\.checkpoints/|\.partial(/|$)|\.lock$"  #: what need not be as it was: nobody was told that it is done
 )
-ASSEMBLED = ("manifest.json", "summary.json", "README.md")  #: what assembling writes, in this order
+ASSEMBLED = ("about.json", "README.md")  #: what assembling writes, in this order
 COPIED = "V312"  #: the soak makes the same runs again and again, and copies records
 OWNERS = b"These words are the owner's.\n"
 
@@ -214,7 +215,7 @@ class Round:
         """What is wrong with a file that appeared meanwhile."""
         folder, _, name = path.rpartition("/")
         same = "" if final.get(path) == now[path] else "is another one at the end"
-        if name in ("run.json", "metrics.jsonl"):
+        if name == "metrics.jsonl":
             return same if ended(now, folder) else _lost_lines(f"{folder}/metrics.jsonl", now, final)
         if name in ("batch.json", "source.txt"):
             return same
@@ -227,17 +228,14 @@ def told(log: bytes) -> list[bytes]:
 
 
 def ended(now: dict[str, bytes], folder: str) -> bool:
-    """Whether a run had come to its end: its facts, and the last line of its log if it finished."""
-    facts, lines = now.get(f"{folder}/run.json", b""), told(now.get(f"{folder}/metrics.jsonl", b""))
-    return bool(facts) and (
-        b'"finished"' not in facts or any(b'"ev":"run_end"' in line for line in lines[-1:])
-    )
+    """Whether a run had come to its end."""
+    return any(b'"ev":"run_end"' in line for line in told(now.get(f"{folder}/metrics.jsonl", b""))[-1:])
 
 
 def _lost_lines(path: str, now: dict[str, bytes], final: dict[str, bytes]) -> str:
     """Of a log without its end every line is kept, but for a result that was being written with that end."""
     lines = [line for line in told(now.get(path, b"")) if b'"ev":"run_end"' not in line]
-    if path.replace("metrics.jsonl", "run.json") in now and b'"ev":"val"' in lines[-1]:
+    if b'"ev":"clock_stop"' in b"".join(lines[-2:-1]) and b'"ev":"val"' in lines[-1]:
         lines.pop()
     return "" if told(final.get(path, b""))[: len(lines)] == lines else "lost lines"
 
@@ -324,7 +322,7 @@ class Soak:
                 shutil.copytree(self._place / self._rnd.choice(records), self._place / out)
                 for name in ASSEMBLED[self._rnd.randrange(len(ASSEMBLED)) :]:
                     (self._place / out / name).unlink()
-                is_batch = (self._place / out / runfile.BATCH).exists()
+                is_batch = (self._place / out / format.BATCH).exists()
                 words = ["batch", "--resume", out, *self._data] if is_batch else ["run", "--resume", out]
                 return Round(words, out)
         every = ["--checkpoint-every", "5"] if "checkpoint" in kind else []
@@ -337,7 +335,7 @@ class Soak:
     def _mend(self, kind: str, now: Round, code: int) -> bool:
         """Sets the next command, as in docs/reliability.md; returns whether there was nothing to resume."""
         out = self._place / now.out
-        if kind == "batch" and (out / runfile.BATCH).exists():
+        if kind == "batch" and (out / format.BATCH).exists():
             now.words = ["batch", "--resume", now.out, *self._data]
         if not kind.startswith("run"):
             return False
@@ -369,10 +367,7 @@ class Soak:
         if failed := [one for one in failed if one[0] != COPIED]:
             yield f"validate: {failed}"
         if kind not in ("assemble", "describe"):
-            runs = [
-                format.decode(path.read_bytes(), runfile.RunFile) for path in record.glob("runs/*/run.json")
-            ]
-            hashes = {run.final_hash for run in runs if run.outcome == "finished"}
+            hashes = {run.end.final_hash for run in load(record).finished}
             if hashes != self._hashes.setdefault(kind, hashes):
                 yield f"ended with {hashes}, unbroken with {self._hashes[kind]}"
 

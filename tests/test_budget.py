@@ -5,12 +5,14 @@ import json
 import re
 import shutil
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from click.testing import CliRunner, Result
 
 from speedrun import cli
 from speedrun.ground import devices, track
+from speedrun.ledger.record import load
 from speedrun.predict import plan as planning
 from speedrun.science import recipes
 from speedrun.study import budget as budgets
@@ -36,10 +38,10 @@ def _nothing_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_takes_what_the_records_took():
     """Those of 280 steps as they are, that of 264 with 16 more."""
     walls = []
-    for path in RECORDS.glob("smoke-cpu/*/summary.json"):
-        summary = json.loads(path.read_text())
-        more = 280 / summary["num_steps"] - 1
-        walls.append(summary["cold_wall_s_mean"] + more * summary["train_time_s_mean"])
+    for path in RECORDS.glob("smoke-cpu/*/about.json"):
+        runs = load(path.parent).finished
+        more = 280 / runs[0].start.num_steps - 1
+        walls.append(fmean(run.end.cold_wall_s + more * run.train_time_s for run in runs))
     found = budget(track.load("smoke-cpu"), recipes.load("smoke"), 2, RECORDS, None, dollars=2.5)
     assert found.basis == "records"
     assert found.run_s == pytest.approx(sum(walls) / len(walls))
@@ -52,8 +54,8 @@ def test_records_count_on_as_many_devices_only(tmp_path: Path):
     folder = tmp_path / "records" / "smoke-cpu" / "one"
     shutil.copytree(RECORDS / "smoke-cpu" / "2026-11-21-first", folder)
     h100 = devices.load("h100").name
-    manifest = folder / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"device_kind": "cpu"', f'"device_kind": "{h100}"'))
+    (log,) = folder.glob("runs/*/metrics.jsonl")
+    log.write_text(log.read_text().replace('"device_kind":"cpu"', f'"device_kind":"{h100}"'))
     rules, recipe = track.load("smoke-cpu"), recipes.load("smoke")
 
     def basis(num_devices: int) -> str:
@@ -61,8 +63,7 @@ def test_records_count_on_as_many_devices_only(tmp_path: Path):
         return budget(rules, recipe, 2, tmp_path / "records", plan, dollars=None).basis
 
     assert (basis(8), basis(4)) == ("records", "arithmetic")
-    summary = folder / "summary.json"
-    summary.write_text(re.sub(r'"num_tokens": \d+', '"num_tokens": 0', summary.read_text()))
+    log.write_text(re.sub(r'"tokens_seen":\d+', '"tokens_seen":0', log.read_text()))
     assert basis(8) == "arithmetic", "nothing was trained"
 
 

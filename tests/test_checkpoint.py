@@ -14,15 +14,15 @@ import msgspec
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from small_run import SMALL
+from small_run import SMALL, runs_of
 
 from speedrun import cli
 from speedrun.board.record_plot import plot
 from speedrun.ground import mesh, runlog
 from speedrun.ground.errors import CheckpointError, Terminated, UsageError
 from speedrun.ground.lock import lock_record
-from speedrun.ledger import format, runfile
 from speedrun.ledger.assemble import assemble
+from speedrun.ledger.run import Run
 from speedrun.ledger.salvage import salvage
 from speedrun.ledger.validate import validate
 from speedrun.science import recipes
@@ -48,12 +48,7 @@ def steps(out: Path, run_id: str) -> list[tuple[object, ...]]:
     return [(s.step, s.loss.hex(), s.tokens_seen, s.cursor, s.inputs) for s in found]
 
 
-def facts_of(out: Path) -> list[runfile.RunFile]:
-    paths = sorted(out.glob("runs/*/run.json"), key=lambda path: path.stat().st_mtime_ns)
-    return [format.decode(path.read_bytes(), runfile.RunFile) for path in paths]
-
-
-def went_on(config: RunConfig, tmp_path: Path, after: int) -> tuple[Path, runfile.RunFile]:
+def went_on(config: RunConfig, tmp_path: Path, after: int) -> tuple[Path, Run]:
     """The record of a copy of the run that lost everything after some step, and went on."""
     out = tmp_path / "out"
     shutil.copytree(config.out, out)
@@ -61,10 +56,8 @@ def went_on(config: RunConfig, tmp_path: Path, after: int) -> tuple[Path, runfil
     for path in folder_of(out).iterdir():
         if path.name.isdigit() and int(path.name) > after:
             shutil.rmtree(path)
-    changed = {"out": out, "resume": True}
-    return out, train.train(
-        RunConfig(**{**{f: getattr(config, f) for f in config.__struct_fields__}, **changed})
-    )
+    train.train(msgspec.structs.replace(config, out=out, resume=True))
+    return out, runs_of(out)[-1]
 
 
 @pytest.mark.parametrize(
@@ -72,20 +65,20 @@ def went_on(config: RunConfig, tmp_path: Path, after: int) -> tuple[Path, runfil
 )
 def test_a_run_that_goes_on_ends_with_the_same_bytes(unbroken, tmp_path, after):
     out, new = went_on(unbroken, tmp_path, after)
-    (old,) = facts_of(unbroken.out)
-    assert new.final_hash == old.final_hash
+    (old,) = runs_of(unbroken.out)
+    assert new.end.final_hash == old.end.final_hash
     assert new.outcome == "finished"
-    assert steps(out, new.run_id) == steps(unbroken.out, old.run_id)[after:]
+    assert steps(out, new.folder) == steps(unbroken.out, old.folder)[after:]
 
 
 def test_a_run_that_goes_on_is_a_record_that_says_so_and_nothing_else_is_wrong(unbroken, tmp_path):
     out, new = went_on(unbroken, tmp_path, 5)
-    old = facts_of(unbroken.out)[0].run_id
+    old = runs_of(unbroken.out)[0].folder
     shutil.rmtree(out / "runs" / old)
-    assemble(out, title="went on", declared_runs=1)
+    assemble(out, title="went on")
     plot(out)
     found = {r.check.id: r.messages for r in validate(out).results if r.status in ("failed", "warning")}
-    assert found == {"V311": (f"{new.run_id}: resumes {old} after step 5",)}
+    assert found == {"V311": (f"{new.folder}: resumes {old} after step 5",)}
 
 
 def test_a_run_that_is_told_to_stop_keeps_its_state(unbroken, tmp_path, monkeypatch):
@@ -103,9 +96,9 @@ def test_a_run_that_is_told_to_stop_keeps_its_state(unbroken, tmp_path, monkeypa
         train.train(config)
     assert [path.name for path in folder_of(out).iterdir() if path.name.isdigit()] == ["7"]
     monkeypatch.setattr(loop, "_log_stage_change", real)
-    new = train.train(RunConfig(**{**fields, "out": out, "checkpoint_every": 100, "resume": True}))
-    assert new.final_hash == facts_of(unbroken.out)[0].final_hash
-    assert [facts.outcome for facts in facts_of(out)] == ["aborted", "finished"]
+    train.train(RunConfig(**{**fields, "out": out, "checkpoint_every": 100, "resume": True}))
+    assert runs_of(out)[-1].end.final_hash == runs_of(unbroken.out)[0].end.final_hash
+    assert [run.outcome for run in runs_of(out)] == ["aborted", "finished"]
 
 
 def test_a_run_that_was_killed_before_its_first_checkpoint_starts_over(unbroken, tmp_path):
@@ -115,15 +108,15 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_over(unbroken,
     shutil.copytree(killed, out / "runs" / killed.name)
     raw = (killed / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (out / "runs" / killed.name / "metrics.jsonl").write_bytes(b"".join(raw[: len(raw) // 2]))
-    (out / "runs" / killed.name / "run.json").unlink()
-    old = facts_of(unbroken.out)[0]
-    salvage(out, runfile.Recipe(old.recipe, old.recipe_revision, old.overrides), old.num_devices)
-    new = train.train(msgspec.structs.replace(unbroken, out=out, resume=True))
-    assert new.final_hash == old.final_hash
-    assemble(out, title="started over", declared_runs=1)
+    old = runs_of(unbroken.out)[0]
+    salvage(out)
+    train.train(msgspec.structs.replace(unbroken, out=out, resume=True))
+    new = runs_of(out)[-1]
+    assert new.end.final_hash == old.end.final_hash
+    assemble(out, title="started over")
     plot(out)
     found = {r.check.id: r.messages for r in validate(out).results if r.status in ("failed", "warning")}
-    assert found == {"V311": (f"{new.run_id}: resumes {killed.name} after step 0",)}
+    assert found == {"V311": (f"{new.folder}: resumes {killed.name} after step 0",)}
 
 
 def test_what_was_killed_before_its_folder_appeared_starts_over(unbroken, tmp_path, monkeypatch):
@@ -169,12 +162,12 @@ def resumed(out: Path) -> Result:
 def test_a_finished_run_whose_record_was_not_is_not_run_again(unbroken, tmp_path):
     """Killed while it was assembled, also between two files, and without any checkpoint to go on from."""
     out = shutil.copytree(unbroken.out, tmp_path / "out")
-    (out / "manifest.json").write_text('{"torn')
+    (out / "about.json").unlink()
     (out / "README.md.partial").write_text("half")
     result = resumed(out)
     assert result.exit_code == 1, result.output  # the target is out of reach of twelve steps
     assert "card    smoke-cpu@1: target 3.28 NOT reached" in result.stdout
-    assert [path.name for path in (out / "runs").iterdir()] == [facts_of(unbroken.out)[0].run_id]
+    assert [path.name for path in (out / "runs").iterdir()] == [runs_of(unbroken.out)[0].folder]
     assert not validate(out).having("failed")
 
 

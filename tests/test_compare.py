@@ -65,7 +65,7 @@ def command(monkeypatch, tmp_path):
         ran: list[tuple[str, int]] = []
 
         def run(self: Rerun, out: Path, *, seed: int, **_: object) -> Run:
-            side = "B" if self.old.file.seed == 2 else "A"
+            side = "B" if self.old.start.seed == 2 else "A"
             ran.append((side, seed))
             noise = 1 + 0.001 * (len(ran) % 3)
             return made(out, step_s=0.1 * noise * (share if side == "B" else 1.0))
@@ -111,8 +111,8 @@ def test_slower_is_slower_and_the_result_is_kept(command, tmp_path):
 
 def test_other_hardware_is_refused(command, tmp_path):
     command(1.0)
-    file = next((tmp_path / "b").glob("runs/*/run.json"))
-    file.write_text(file.read_text().replace('"num_devices": 8', '"num_devices": 2'))
+    file = next((tmp_path / "b").glob("runs/*/metrics.jsonl"))
+    file.write_text(file.read_text().replace('"num_devices":8', '"num_devices":2'))
     result, ran = command(1.0)
     assert (result.exit_code, ran) == (2, [])
     assert "number of devices of A is 8, of B 2" in result.stderr
@@ -150,7 +150,7 @@ def replay(tmp_path: Path):
         lambda out: None,
         lambda out: (out / "runs" / "x").mkdir(parents=True),
         lambda out: [made(out, seed=seed) for seed in (1, 2)],
-        lambda out: (made(out), next(out.glob("runs/*/run.json")).write_text("{}")),
+        lambda out: (made(out), next(out.glob("runs/*/metrics.jsonl")).write_text("{}")),
         lambda out: write_run(out, BROKE[0]),
     ],
     ids=["nothing", "an empty run", "two runs", "a damaged run", "a run that broke off"],

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_checkpoint import facts_of, went_on
+from small_run import runs_of
+from test_checkpoint import went_on
 from test_muon import slow_orthogonalize
 
 from speedrun.data.shards import open_shard
@@ -215,7 +216,7 @@ def test_a_run_on_eight_devices_is_a_record_with_the_same_losses(toy, plain_loss
     np.testing.assert_allclose(losses, plain_losses, rtol=1e-6)
     *_, last = [event for event in events if isinstance(event, runlog.Val)]
     assert (last.step, last.tokens) == (toy.num_steps, 131072)
-    assemble(finished.out, title="toy89", declared_runs=1)
+    assemble(finished.out, title="toy89")
     report = validate(finished.out)
     assert report.exit_code == 0, [result.messages for result in report.having("failed")]
 
@@ -247,16 +248,16 @@ def test_the_referee_trains_it_again_with_its_constants(toy, finished, tmp_path)
     losses = tuple(event.loss for event in events if isinstance(event, runlog.Step))
     assert [stretch.losses for stretch in found.stretches] == [losses[:3], losses[5:]]
     (run,) = load(finished.out).runs
-    assert (found.final_hash, found.leak) == (run.file.final_hash, 0.0)
+    assert (found.final_hash, found.leak) == (run.end.final_hash, 0.0)
     assert found.val_loss == pytest.approx(run.val_loss, abs=1e-5)
 
 
 @pytest.mark.compile
 def test_a_run_that_goes_on_ends_with_the_same_bytes(finished, tmp_path):
     """Carried values and gradients that wait for an update are in the checkpoint."""
-    (old,) = facts_of(finished.out)
+    (old,) = runs_of(finished.out)
     _, new = went_on(finished, tmp_path, 5)
-    assert new.final_hash == old.final_hash
+    assert new.end.final_hash == old.end.final_hash
 
 
 def returning(result: str) -> str:

@@ -1,12 +1,14 @@
 """A description goes into manifest and README, and changes no measurement."""
 
+import dataclasses
+
 import pytest
 from click.testing import CliRunner
 from msgspec.structs import replace
-from record_forge import forge, install_track
+from record_forge import Spec, change, forge, install_track, write_run
 
 from speedrun.cli.describe import command
-from speedrun.ground import track
+from speedrun.ground import runlog, track
 from speedrun.ground.errors import UsageError
 from speedrun.ledger.assemble import readme_head
 from speedrun.ledger.record import load
@@ -26,19 +28,16 @@ def described(*words) -> None:
     assert result.exit_code == 0, result.output
 
 
-def test_a_description_is_in_manifest_and_readme_and_the_rest_stays(records):
+def test_a_description_is_in_about_and_readme_and_the_rest_stays(records):
     child, parent = records
-    before, summary = load(child).manifest, (child / "summary.json").read_bytes()
+    before = load(child).id
     (child / "README.md").write_text((child / "README.md").read_text() + "\nWhy it works.\n")
     described(child, "--title", "less | of it", "--author", "ada", "--author", "bob", "--change", "one <b>")
     described(child, "--parent", parent)
-    manifest = load(child).manifest
-    assert before is not None
-    assert manifest is not None
-    assert (manifest.about.title, manifest.about.authors) == ("less | of it", ("ada", "bob"))
-    assert (manifest.about.changes, manifest.about.parent_record) == (("one <b>",), "forged/parent")
-    assert (manifest.batch, manifest.files, manifest.source) == (before.batch, before.files, before.source)
-    assert (child / "summary.json").read_bytes() == summary
+    record = load(child)
+    assert (record.about.title, record.about.authors) == ("less | of it", ("ada", "bob"))
+    assert (record.about.changes, record.about.parent_record) == (("one <b>",), "forged/parent")
+    assert record.id == before
     readme = (child / "README.md").read_text()
     assert readme.endswith("\nWhy it works.\n")
     assert "| parent | forged/parent |" in readme
@@ -57,13 +56,11 @@ def test_a_description_is_in_manifest_and_readme_and_the_rest_stays(records):
     ],
 )
 def test_a_readme_names_the_parent_of_the_recipe_where_no_record_is_named(records, config, said):
+    write_run(records[0], Spec(seed=0, edit_log=change(runlog.RunStart, config=config)))
     record = load(records[0])
-    assert record.manifest is not None
-    assert record.summary is not None
-    manifest = replace(record.manifest, config=config)
-    assert f"| parent | {said} |\n" in readme_head(manifest, record.summary, record.runs)
-    named = replace(manifest, about=replace(manifest.about, parent_record="smoke-cpu/first"))
-    assert "| parent | smoke-cpu/first |\n" in readme_head(named, record.summary, record.runs)
+    assert f"| parent | {said} |\n" in readme_head(record)
+    named = dataclasses.replace(record, about=replace(record.about, parent_record="smoke-cpu/first"))
+    assert "| parent | smoke-cpu/first |\n" in readme_head(named)
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,6 @@ def checkout(tmp_path, monkeypatch) -> Path:
     forge(root / "records" / "forged" / "record")
     shutil.copytree(root / "records" / "forged" / "record", root / "batch")
     killed = write_run(root / "batch", Spec(seed=2, attempt="k"))
-    (killed / "run.json").unlink()
     log = (killed / "metrics.jsonl").read_bytes()
     (killed / "metrics.jsonl").write_bytes(log[: len(log) // 2])
     return root

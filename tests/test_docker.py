@@ -15,10 +15,10 @@ from pathlib import Path
 import click
 import pytest
 from dockerfile import Root, context, fresh_root, is_in_context, settings, stages
-from record_forge import forge, install_track
+from record_forge import SOFTWARE, change, forge, install_track
 
 from speedrun import cli
-from speedrun.ground import provenance, track
+from speedrun.ground import provenance, runlog, track
 from speedrun.ground.clock import Stopwatch
 
 ROOT = Path(__file__).parent.parent
@@ -72,7 +72,7 @@ def test_a_stranger_finds_no_more_in_the_context_than_what_runs():
         ".git/config",
         ".env",
         "data/smoke/x.bin",
-        "runs/a/run.json",
+        "runs/a/metrics.jsonl",
         ".venv/bin/python",
         "speedrun/__pycache__/a",
     ):
@@ -238,17 +238,14 @@ def made_in(tmp_path, monkeypatch):
 
     install_track(tmp_path)
     monkeypatch.setattr(track, "TRACKS_DIR", tmp_path)
-    import msgspec
-
-    manifest = load(forge(tmp_path / "record")).manifest
-    assert manifest is not None
+    numbers = itertools.count()
 
     def choose(image: str | None, wanted: str | None = None) -> str:
-        software = manifest.software | ({"image": image} if image else {})
+        software = SOFTWARE | ({"image": image} if image else {})
+        edit = change(runlog.Preflight, software=software)
+        record = load(forge(tmp_path / f"record-{next(numbers)}", edit_log=edit))
         try:
-            return container.image_for(
-                msgspec.structs.replace(manifest, software=software), wanted, partial(click.echo, err=True)
-            )
+            return container.image_for(record, wanted, partial(click.echo, err=True))
         except UsageError as error:
             return f"error: {error}"
 

@@ -25,14 +25,14 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from forgeries import BROKE
-from record_forge import CONFIG, Spec, change, digest, facts, install_track, source_text, write_run
+from record_forge import CONFIG, Spec, change, digest, install_track, source_text, write_run
 from scipy import stats
 
 from speedrun import cli
 from speedrun.data import synthetic
 from speedrun.ground import children, provenance, runlog, track
 from speedrun.ground.errors import UsageError
-from speedrun.ledger import format, runfile
+from speedrun.ledger import format
 from speedrun.ledger.record import read_files
 from speedrun.ledger.run import Run, read_run
 from speedrun.ledger.validate import validate
@@ -246,7 +246,7 @@ def test_what_cannot_be_designed_is_refused_and_leaves_nothing(designed, tmp_pat
 
 def arms(*names: str) -> tuple[Arm, ...]:
     """Forged runs all have one config."""
-    sums = {"config_sha256": runfile.config_sha256(CONFIG), "source_sha256": digest(source_text())}
+    sums = {"config_sha256": format.config_sha256(CONFIG), "source_sha256": digest(source_text())}
     return tuple(
         Arm(
             name=name,
@@ -363,7 +363,7 @@ def forged(tmp_path, monkeypatch):
 
 def blown_up(seed: int) -> dict[str, Any]:
     edit_log = change(runlog.RunEnd, status="non-finite", val_loss=None)
-    return {"seed": seed, "edit_log": edit_log, "edit_run": facts(outcome="non-finite")}
+    return {"seed": seed, "edit_log": edit_log}
 
 
 def found_of(names: Sequence[str], seeds: Sequence[int], runs: experiment.Runs) -> dict[str, effects.Finding]:
@@ -699,7 +699,7 @@ def test_a_recipe_without_a_feature_trains(feature: Feature, data, tmp_path):
     """A value that the kernels cannot take would look like a feature of great worth."""
     off = features.without(recipes.load("smoke").override(SMALL), feature)
     done = train(RunConfig("smoke-cpu", tmp_path / "run", overrides=SMALL | off, data=data / "smoke"))
-    assert done.outcome == "finished"
+    assert done.status == "finished"
 
 
 @pytest.mark.compile

@@ -44,7 +44,7 @@ def trained(tmp_path_factory) -> Trained:
     program, rng = Program(recipe, mesh.make_mesh(1)), np.random.default_rng(0)
     named = {k: rng.standard_normal(x.shape).astype(x.dtype) for k, x in program.layout.table.items()}
     packed, run = jax.jit(program.layout.pack)(named), load(RECORD).runs[0]
-    origin = (RECORD, run.file.run_id)
+    origin = (RECORD, run.folder)
     return Trained(program, track.load("smoke-cpu"), data, run.start.num_steps, packed, OVERRIDES, origin)
 
 

@@ -26,8 +26,8 @@ import msgspec
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from small_run import SMALL
-from test_checkpoint import facts_of, steps
+from small_run import SMALL, runs_of
+from test_checkpoint import steps
 
 from speedrun.board import leaks
 from speedrun.cli import command
@@ -35,11 +35,13 @@ from speedrun.data import inventory, shards, writing
 from speedrun.ground import faults, provenance, runlog
 from speedrun.ground.clock import Stopwatch, now
 from speedrun.ground.errors import HANG, CheckpointError, NonFiniteError, StorageError, Terminated
-from speedrun.ledger import format, runfile
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.code import Code, read
+from speedrun.ledger.record import load
+from speedrun.ledger.run import Run
 from speedrun.ledger.salvage import salvage
 from speedrun.ledger.source import split_source
+from speedrun.ledger.summary import summarize
 from speedrun.ledger.validate import validate
 from speedrun.science import recipes
 from speedrun.training import loop, train
@@ -74,9 +76,9 @@ def config(trained) -> RunConfig:
 
 
 @pytest.fixture(scope="session")
-def unbroken(trained) -> runfile.RunFile:
-    (facts,) = facts_of(trained.out)
-    return facts
+def unbroken(trained) -> Run:
+    (run,) = runs_of(trained.out)
+    return run
 
 
 def at(config: RunConfig, out: Path, **changes) -> RunConfig:
@@ -132,11 +134,12 @@ def kept(out: Path) -> list[int]:
     return sorted(int(path.name) for path in folder_of(out).iterdir() if path.name.isdigit())
 
 
-def went_on(config: RunConfig, out: Path, unbroken: runfile.RunFile, since: int) -> runfile.RunFile:
+def went_on(config: RunConfig, out: Path, unbroken: Run, since: int) -> Run:
     """Resumes in this process, and finds what an unbroken run has from some step on."""
-    new = train.train(at(config, out, resume=True))
-    assert new.final_hash == unbroken.final_hash
-    assert steps(out, new.run_id) == steps(config.out, unbroken.run_id)[since:]
+    train.train(at(config, out, resume=True))
+    new = runs_of(out)[-1]
+    assert new.end.final_hash == unbroken.end.final_hash
+    assert steps(out, new.folder) == steps(config.out, unbroken.folder)[since:]
     assert not list(folder_of(out).glob("*tmp*"))
     return new
 
@@ -148,11 +151,11 @@ def test_another_process_ends_with_the_same_bytes_and_tells_no_secret(config, un
     """In the record, too, and in what an archive of it would hold; `ended` has looked at everything else."""
     out = tmp_path / "out"
     assert ended(at(config, out))[0] == 0
-    (again,) = facts_of(out)
-    assert again.final_hash == unbroken.final_hash
-    assert again.environment == provenance.environment()
-    assert steps(out, again.run_id) == steps(config.out, unbroken.run_id)
-    assemble(out, title="canaries", declared_runs=1)
+    (again,) = runs_of(out)
+    assert again.end.final_hash == unbroken.end.final_hash
+    assert again.preflight.environment == provenance.environment()
+    assert steps(out, again.folder) == steps(config.out, unbroken.folder)
+    assemble(out, title="canaries")
     own = leaks.own_shapes(CANARIES, host="")
     for path in (path for path in out.rglob("*") if path.is_file()):
         assert _CANARY.encode() not in path.read_bytes()
@@ -167,7 +170,7 @@ def test_killed_between_saves(config, unbroken, tmp_path):
     assert kept(out) == [5]
     broken = log_of(out)
     new = went_on(config, out, unbroken, since=5)
-    *_, end = chain_of(out / "runs" / new.run_id / "metrics.jsonl")
+    *_, end = chain_of(out / "runs" / new.folder / "metrics.jsonl")
     *_, last = chain_of(broken)
     (stood,) = (x for x in chain_of(broken) if isinstance(x.event, runlog.Checkpoint))
     assert end.event.lost_s == (last.t_mono_ns - stood.t_mono_ns) / 1e9 > 0
@@ -178,7 +181,7 @@ def test_killed_between_saves(config, unbroken, tmp_path):
     "fault",
     [
         *("save@2=kill", "saving@2=kill", "saving@2=kill:0.003", "saving@2=kill:0.01", "saving@2=kill:0.03"),
-        *("data@8=kill", "evaluation@20=kill", "run.json=kill", "step@12=kill"),
+        *("data@8=kill", "evaluation@20=kill", "end=kill", "step@12=kill"),
     ],
 )
 def test_killed_inside_a_save_and_elsewhere(config, unbroken, tmp_path, fault):
@@ -235,8 +238,9 @@ def test_going_on_across_the_end_of_a_shard(config, tmp_path, monkeypatch):
     tiny, real = sorted(tmp_path.glob("*.bin")), inventory.open_track
     opened = tuple(shards.open_shard(path, vocab_size=256) for path in tiny)
     monkeypatch.setattr(inventory, "open_track", lambda *args: real(*args)._replace(train=opened))
-    first = train.train(at(config, tmp_path / "first", checkpoint_every=1))
-    whole = steps(tmp_path / "first", first.run_id)
+    train.train(at(config, tmp_path / "first", checkpoint_every=1))
+    (first,) = runs_of(tmp_path / "first")
+    whole = steps(tmp_path / "first", first.folder)
     logged = chain_of(log_of(tmp_path / "first"))
     read_from = [line.event.cursor[0] for line in logged if isinstance(line.event, runlog.Step)]
     assert read_from == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
@@ -246,8 +250,9 @@ def test_going_on_across_the_end_of_a_shard(config, tmp_path, monkeypatch):
         for number in kept(out):
             if number > after:
                 shutil.rmtree(folder_of(out) / str(number))
-        new = train.train(at(config, out, checkpoint_every=1, resume=True))
-        assert (new.final_hash, steps(out, new.run_id)) == (first.final_hash, whole[after:])
+        train.train(at(config, out, checkpoint_every=1, resume=True))
+        new = runs_of(out)[-1]
+        assert (new.end.final_hash, steps(out, new.folder)) == (first.end.final_hash, whole[after:])
 
 
 # --- told to stop ----------------------------------------------------------------------------------------------
@@ -296,8 +301,8 @@ def test_a_step_that_hangs_ends_the_run_with_its_stacks(config, tmp_path):
         assert "in run\n" in text
         assert "watchdog.py" in text
     assert f"error: {last.message}\n" in stderr
-    salvage(out, runfile.Recipe("smoke", 1, config.overrides), 8)
-    assemble(out, title="hung", declared_runs=1)
+    salvage(out)
+    assemble(out, title="hung")
     assert "Hang: step has taken 3." in (out / "README.md").read_text()
 
 
@@ -319,10 +324,10 @@ def test_a_slow_step_is_no_hang(config, unbroken, tmp_path):
     warned = [x.event.message for x in chain_of(log_of(out)) if isinstance(x.event, runlog.Warning)]
     assert len(warned) == 1
     assert re.match(r"step has taken [45]\.\d s; its deadline is 8 s; --deadline step=", warned[0])
-    assert facts_of(out)[0].final_hash == unbroken.final_hash
-    assemble(out, title="slow", declared_runs=1)
+    assert runs_of(out)[0].end.final_hash == unbroken.end.final_hash
+    assemble(out, title="slow")
     failed = {result.check.id: result.messages for result in validate(out).having("failed")}
-    assert failed["V402"] == (f"{facts_of(out)[0].run_id}: SPEEDRUN_FAULTS is not among them",)
+    assert failed["V402"] == (f"{runs_of(out)[0].folder}: SPEEDRUN_FAULTS is not among them",)
 
 
 def test_faults_are_written_down_and_never_asked_for_by_a_normal_run(monkeypatch):
@@ -428,8 +433,7 @@ def test_a_diverged_run_reaches_nothing_and_says_so(smoke_data, tmp_path):
     words = ["run", "--data", str(smoke_data), "--out", str(tmp_path / "out"), *settings]
     result = CliRunner().invoke(command, words)
     assert result.exit_code in (1, 5)
-    summary = format.decode((tmp_path / "out" / "summary.json").read_bytes(), format.Summary)
-    assert not summary.target_reached
+    assert not summarize(load(tmp_path / "out")).target_reached
 
 
 # --- disks -----------------------------------------------------------------------------------------------------
@@ -474,7 +478,7 @@ def test_a_damaged_cache_of_programs_is_compiled_anew(config, unbroken, tmp_path
     def ran(name: str) -> list[str]:
         code, stderr = ended(at(config, tmp_path / name), **env)
         assert code == 0, stderr
-        assert facts_of(tmp_path / name)[0].final_hash == unbroken.final_hash
+        assert runs_of(tmp_path / name)[0].end.final_hash == unbroken.end.final_hash
         return [
             x.event.cache for x in chain_of(log_of(tmp_path / name)) if isinstance(x.event, runlog.Compile)
         ]
@@ -517,7 +521,7 @@ def test_nothing_piles_up_in_many_lives(config, tmp_path, monkeypatch):
             gc.collect()
             held = Path("/proc/self/status").read_text().partition("VmRSS:")[2].split()[0]
             lives.append((len(os.listdir("/proc/self/fd")), threading.active_count(), int(held) / 1024))
-            if facts_of(tmp_path / "out")[-1].outcome == "finished":
+            if runs_of(tmp_path / "out")[-1].outcome == "finished":
                 break
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
@@ -555,12 +559,12 @@ def test_a_soak_of_random_kills(config, tmp_path):
         assert child.returncode in (0, -9, -15, -2, 75, 130), stderr
         if child.returncode == 0:
             break
-        salvage(out, runfile.Recipe("smoke", 1, overrides), 8)
-    runs = facts_of(out)
+        salvage(out)
+    runs = runs_of(out)
     spent_s = [
         line.event.phases
         for run in runs
-        for line in runlog.read(out / "runs" / run.run_id / "metrics.jsonl")
+        for line in runlog.read(out / "runs" / run.folder / "metrics.jsonl")
         if isinstance(line.event, runlog.RunEnd)
     ]
     good_s, wall_s = sum(one.get("step", 0.0) for one in spent_s), sum(sum(one.values()) for one in spent_s)
@@ -568,7 +572,7 @@ def test_a_soak_of_random_kills(config, tmp_path):
         f"{dict(sent)}: {len(runs)} runs, {watch.seconds:.0f} s; goodput {good_s / wall_s:.1%}\n"
     )
     finished = [run for run in runs if run.outcome == "finished"]
-    assert [run.final_hash for run in finished] == [wanted.final_hash]
+    assert [run.end.final_hash for run in finished] == [wanted.final_hash]
     assert not [
         path for path in folder_of(out).iterdir() if not (path.name.isdigit() or path.name == "run.json")
     ]

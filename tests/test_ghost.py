@@ -167,8 +167,7 @@ def broken(record: Path, what: str) -> Path:
         case "text":
             log.write_bytes(b"\x1b[31m\n")
         case "unfinished":
-            (run,) = record.glob("runs/*/run.json")
-            run.write_text(run.read_text().replace('"outcome": "finished"', '"outcome": "aborted"'))
+            log.write_text(log.read_text().replace('"status":"finished"', '"status":"aborted"'))
         case "of another track":
             return forge(record.parent / "other", seeds=(1,), edit_log=foreign)
         case "standing still":

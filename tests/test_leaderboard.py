@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from forgeries import RECIPE, broken_off, told_as_resumed, went_on
+from forgeries import RECIPE, broken_off, went_on
 from msgspec.structs import replace
-from record_forge import Spec, facts, forge, install_track, shard, source_text, write_run
+from record_forge import Spec, forge, install_track, shard, source_text, write_run
 
 from speedrun import cli
 from speedrun.board import figures
@@ -53,12 +53,12 @@ def records(tmp_path, monkeypatch) -> Path:
         folder / "forged" / "unproven", seeds=(5, 6), step_s=(0.05,) * 10, val_losses=(5.5, 4.0, 3.4, 3.279)
     )
     forge(folder / "forged" / "single", seeds=(7,), step_s=(0.01,) * 10)
-    edited = forge(folder / "forged" / "edited", seeds=(8, 9), step_s=(0.02,) * 10) / "summary.json"
-    edited.write_text(edited.read_text().replace('"num_steps": 10', '"num_steps": 9'))
+    edited = forge(folder / "forged" / "edited", seeds=(8, 9), step_s=(0.02,) * 10) / "source.txt"
+    edited.write_text(edited.read_text().replace("SIZE = 1", "SIZE = 2"))
     broke = folder / "forged" / "broke"
     broke.mkdir()
     (broke / "source.txt").write_text(source_text())
-    write_run(broke, Spec(edit_log=broken_off, edit_run=facts(outcome="aborted", final_hash="")))
+    write_run(broke, Spec(edit_log=broken_off))
     assemble(broke)
     return folder
 
@@ -77,9 +77,7 @@ def test_only_qualified_batches_are_ranked_and_only_by_time(records):
         ("forged/broke", "no result", None),
         ("forged/edited", "refused", None),
     ]
-    refused = board.read(records).rows[-1]
-    assert refused.failed == ("V004",)
-    assert refused.num_steps == 10, "from the logs, not from the summary"
+    assert board.read(records).rows[-1].failed == ("V003",)
 
 
 def test_a_track_may_rank_by_steps(records):
@@ -132,7 +130,7 @@ def test_changed_lines_are_counted_against_the_parent(records):
 
 
 def test_a_bad_record_is_left_out_and_named_and_the_others_stay(records):
-    bad = records / "forged" / "slow" / "summary.json"
+    bad = records / "forged" / "slow" / "about.json"
     bad.write_text("{}")
     for log in (records / "forged" / "single").glob("runs/*/metrics.jsonl"):
         log.write_bytes(re.sub(rb'"cold_wall_s":[\d.]+', b'"cold_wall_s":1e308', log.read_bytes()))
@@ -151,7 +149,7 @@ def test_a_bad_record_is_left_out_and_named_and_the_others_stay(records):
 
 NUMBERS = [b"NaN", b"Infinity", b"1e308", b"-1e308", b"-1", b"0", b"9" * 400, b"1e-320", b'"1"', b"null"]
 NUM_PLACES = 1  #: of each file; 4 were tried, with as little found
-FILES = ("summary.json", "manifest.json", "batch.json", "runs/*/run.json", "runs/*/metrics.jsonl")
+FILES = ("batch.json", "runs/*/metrics.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -319,7 +317,7 @@ def test_hostile_folder_names_are_escaped(records):
 
 
 DOUBTFUL = {
-    "V311": {"edit_log": went_on, "edit_run": told_as_resumed},
+    "V311": {"edit_log": went_on},
     "V502": {"edit_source": lambda files: {**files, RECIPE: "import socket\n"}},
 }
 

@@ -43,8 +43,8 @@ def test_the_notebook_makes_a_good_record(record: sr.Record) -> None:
     assert repr(report) == f"<Report {report.verdict}>"
     assert report.verdict.startswith("good: ")
     (run,) = record.runs
-    recipe = sr.load("smoke").override(run.file.overrides)
-    assert run.file.overrides == settings_of(recipe)
+    recipe = sr.load("smoke").override(run.start.overrides)
+    assert run.start.overrides == settings_of(recipe)
     assert record.summary.num_steps == len(run.steps) == recipe.num_steps == 60
     assert (record.folder / "plots" / "loss.png").exists()
     assert repr(record) == f"Record({str(record.folder)!r})"

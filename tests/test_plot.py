@@ -171,13 +171,13 @@ def test_the_pareto_front_holds_the_rows_that_are_not_dominated(record):
 
 def test_records_are_drawn_together_and_refused_ones_left_out(record, tmp_path):
     slow, edited = forge(tmp_path / "slow", step_s=(9.0,) * 10), forge(tmp_path / "edited")
-    (edited / "summary.json").write_text((edited / "summary.json").read_text().replace("10", "9", 1))
+    (edited / "source.txt").write_text((edited / "source.txt").read_text().replace("SIZE = 1", "SIZE = 2"))
     argv = ["--kind", "pareto", "--out", str(tmp_path / "out"), "--json"]
     paths = [tmp_path / "out" / f"pareto-forged-1.{form}" for form in ("svg", "png")]
     result = CliRunner().invoke(command, [str(record), str(slow), str(edited), *argv])
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["plots"] == [str(path) for path in paths]
-    assert f"{edited} is left out, refused: V004" in result.stderr
+    assert f"{edited} is left out, refused: V003" in result.stderr
     first = [path.read_bytes() for path in paths]
     assert CliRunner().invoke(command, [str(slow), str(record), *argv]).exit_code == 0
     assert [path.read_bytes() for path in paths] == first, (

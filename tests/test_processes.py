@@ -16,12 +16,11 @@ import jax
 import msgspec
 import numpy as np
 import pytest
-from small_run import SMALL
+from small_run import SMALL, runs_of
 
 from speedrun.data import stream
 from speedrun.ground import errors, exit_codes, mesh, processes, runlog
 from speedrun.ground.errors import UsageError
-from speedrun.ledger import format, runfile
 from speedrun.training import checkpoint, meet
 from speedrun.training.prepare import RunConfig, prepare
 from speedrun.training.train import train
@@ -48,11 +47,6 @@ def lines(out: Path) -> list[Any]:
 
 def of(kind: type, out: Path) -> list[Any]:
     return [event for event in lines(out) if isinstance(event, kind)]
-
-
-def facts(out: Path) -> runfile.RunFile:
-    paths = sorted(out.glob("runs/*/run.json"), key=lambda path: path.stat().st_mtime_ns)
-    return format.decode(paths[-1].read_bytes(), runfile.RunFile)
 
 
 def free_port() -> int:
@@ -148,10 +142,12 @@ def check_same_run(out: Path, alone: Path, count: int, replicas: int = 1) -> Non
     assert (first.step, first.tokens, last.step) == (0, 131072, 12)
     assert first.loss == pytest.approx(first_alone.loss, rel=1e-6)
     assert last.loss == pytest.approx(last_alone.loss, rel=2e-3)
-    mine, other = facts(out), facts(alone)
-    for name in ("init_hash", "first_batch_sha256", "source_sha256", "data", "num_devices"):
-        assert getattr(mine, name) == getattr(other, name), name
-    assert (mine.config_sha256 == other.config_sha256) is (replicas == 1)
+    mine, other = runs_of(out)[-1], runs_of(alone)[-1]
+    assert mine.of(runlog.WarmupStart) == other.of(runlog.WarmupStart)
+    assert (mine.data, mine.end.first_batch_sha256) == (other.data, other.end.first_batch_sha256)
+    assert mine.start.source_sha256 == other.start.source_sha256
+    assert mine.preflight.num_devices == other.preflight.num_devices
+    assert (mine.start.config_sha256 == other.start.config_sha256) is (replicas == 1)
     assert [(hw.num_processes, hw.num_replicas) for hw in of(runlog.Preflight, out)] == [(count, replicas)]
 
 
@@ -166,7 +162,7 @@ def test_two_processes_train_what_one_does(by_two, alone):
 @pytest.mark.compile
 def test_two_processes_repeat_their_run_bitwise(by_two, tmp_path, smoke_data):
     again = trained_by(2, tmp_path, smoke_data)
-    assert facts(again).final_hash == facts(by_two).final_hash
+    assert runs_of(again)[-1].end.final_hash == runs_of(by_two)[-1].end.final_hash
     assert [s.loss for s in of(runlog.Step, again)] == [s.loss for s in of(runlog.Step, by_two)]
 
 
@@ -225,7 +221,7 @@ def test_replicas_that_end_with_other_states_are_refused(tmp_path, smoke_data, m
         "error: process 1 has the final state of hash 0000000000000000, process 0 has of hash"
     )
     assert "replicas drifted apart" in said
-    assert facts(config.out).outcome == "aborted"
+    assert runs_of(config.out)[-1].outcome == "aborted"
 
 
 # --- rows 18, 21, 22, 23, 30 of the table of faults: signals and death -----------------------------------
@@ -262,7 +258,7 @@ def test_a_signal_to_one_stops_both_at_the_same_step_with_one_checkpoint(tmp_pat
     assert [hw.num_replicas for hw in of(runlog.Preflight, out)] == [2]
     config = RunConfig("smoke-cpu", tmp_path / "alone", overrides=LONG, data=smoke_data)
     np.testing.assert_allclose([step.loss for step in steps[:3]], losses_alone(config, 3), rtol=1e-5)
-    assert facts(out).outcome == "aborted"
+    assert runs_of(out)[-1].outcome == "aborted"
 
 
 @pytest.mark.compile
@@ -305,7 +301,7 @@ def test_a_run_that_was_stopped_goes_on_with_the_bytes_of_one_that_was_not(
     )
     assert [code for code, *_ in ends(shared([config] * 2, tmp_path))] == [0, 0]
     assert [hw.num_replicas for hw in of(runlog.Preflight, out)] == [replicas]
-    assert facts(out).final_hash == facts(unbroken).final_hash
+    assert runs_of(out)[-1].end.final_hash == runs_of(unbroken)[-1].end.final_hash
 
 
 def killed(tmp_path: Path, smoke_data: Path, which: int, sent: signal.Signals, said: str) -> None:

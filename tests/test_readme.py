@@ -9,6 +9,7 @@ import pytest
 from pages import ROOT, blocks, checkout, commands, execute, read_options
 
 from speedrun.cli import COMMANDS
+from speedrun.ground import console, runlog
 from speedrun.ground.exit_codes import EXIT_CODES
 
 README = (ROOT / "README.md").read_text()
@@ -58,11 +59,11 @@ def test_the_exit_codes_are_the_real_ones() -> None:
 
 def test_what_it_shows_is_in_a_record() -> None:
     """The lines of a run; its card and checks are printed, and not kept."""
-    (log,) = SHOWN.glob("runs/*/log.txt")
+    (log,) = SHOWN.glob("runs/*/metrics.jsonl")
     (shown,) = blocks("console", README)
     lines = [line for line in shown if line.startswith(("step", "----", "result"))]
     assert len(lines) == 4
-    assert not set(lines) - set(log.read_text().splitlines())
+    assert not set(lines) - set(console.render(runlog.read(log)).splitlines())
 
 
 def test_the_tree_is_the_tree() -> None:

@@ -9,7 +9,7 @@ from speedrun.cli import command
 from speedrun.ledger.validate import validate
 
 ROOT = Path(__file__).parent.parent
-RECORDS = sorted(path.parent for path in (ROOT / "records").glob("*/*/manifest.json"))
+RECORDS = sorted(path.parent for path in (ROOT / "records").glob("*/*/about.json"))
 
 
 def test_there_is_a_record_of_the_smoke_track():

@@ -22,7 +22,7 @@ from jax import export
 from msgspec.structs import replace
 from record_forge import forge, install_track
 from small_run import SMALL
-from test_checkpoint import facts_of, unbroken  # noqa: F401 - a fixture
+from test_checkpoint import unbroken  # noqa: F401 - a fixture
 
 from speedrun.cli import command
 from speedrun.data import stream
@@ -70,7 +70,7 @@ def replayed(start: int, losses: tuple[float, ...], **changes) -> Replayed:
 def honest(run) -> Findings:
     losses = {event.step: event.loss for event in run.steps}
     return Findings(
-        final_hash=run.file.final_hash,
+        final_hash=run.end.final_hash,
         val_loss=run.val_loss + 1e-5,
         own=True,
         dtype="bfloat16",
@@ -153,7 +153,7 @@ def test_a_run_of_another_machine_is_no_liar_and_not_proven(record):
     found = statuses_of(record, drifted)
     assert (found.pop("V601"), found.pop("V606"), set(found.values())) == ("skipped", "warning", {"ok"})
     (whole,) = drifted.stretches
-    same = replace(drifted, stretches=(replace(whole, stop_hash=run.file.final_hash),))
+    same = replace(drifted, stretches=(replace(whole, stop_hash=run.end.final_hash),))
     assert statuses_of(record, same)["V605"] == "failed"  # the bits of its end are those of this machine
 
 
@@ -167,7 +167,7 @@ def test_where_one_state_has_the_same_bits_every_loss_has(record, shown_by):
     lower = replace(last, losses=tuple(loss - 1e-6 for loss in last.losses))
     assert statuses_of(kept, replace(honest(run), stretches=(first, lower)))["V605"] == "ok"
     if shown_by == "the end":
-        lower = replace(lower, stop_hash=run.file.final_hash)
+        lower = replace(lower, stop_hash=run.end.final_hash)
     else:
         first = replace(first, stop_hash="c" * 16)
     assert statuses_of(kept, replace(honest(run), stretches=(first, lower)))["V605"] == "failed"
@@ -683,17 +683,17 @@ def examination(config: RunConfig, tmp_path: Path, **changes) -> Examination:
 
 def test_an_honest_run_is_what_it_says(unbroken, tmp_path):  # noqa: F811
     """Every bit: the programs that were handed over are those that ran."""
-    assemble(unbroken.out, title="small", declared_runs=1)
+    assemble(unbroken.out, title="small")
     (run,) = load(unbroken.out).runs
     handed_over(unbroken, tmp_path)
     found = examine(examination(unbroken, tmp_path))
-    assert found.final_hash == run.file.final_hash == facts_of(unbroken.out)[0].final_hash
+    assert found.final_hash == run.end.final_hash
     assert found.val_loss == pytest.approx(run.val_loss, abs=1e-5)
     assert (found.leak, found.rows < 1e-5, found.company < 1e-5) == (0.0, True, True)
     losses = [event.loss for event in run.of(runlog.Step)]
     first, last = found.stretches
     assert (first.losses, last.losses) == (tuple(losses[:2]), tuple(losses[9:12]))
-    assert first.state_hash == run.file.init_hash
+    assert first.state_hash == run.of(runlog.WarmupStart)[0].state_hash
     assert last.state_hash == {event.step: event.state_hash for event in run.of(runlog.Checkpoint)}[9]
     ((step, loss),) = first.vals
     assert (step, loss) == (0, pytest.approx(run.vals[0].loss, abs=1e-5))
@@ -879,7 +879,7 @@ def test_a_run_brings_back_plain_files_only(record, tmp_path, monkeypatch):
     code = """
 import os
 os.makedirs("record/runs")
-open("record/summary.json", "w").write("x")
+open("record/about.json", "w").write("x")
 os.symlink("/etc/passwd", "record/runs/link")
 os.mkfifo("record/pipe")
 raise SystemExit(5)
@@ -891,7 +891,7 @@ raise SystemExit(5)
     with pytest.raises(SpeedrunError) as info:
         rerun.run(tmp_path / "out", seed=0, data=None, echo=terminal())
     assert info.value.exit_code == 5
-    assert sorted(path.name for path in (tmp_path / "out").rglob("*")) == ["summary.json"]
+    assert sorted(path.name for path in (tmp_path / "out").rglob("*")) == ["about.json"]
 
 
 # --- all of it, as people call it --------------------------------------------------------------------------
@@ -986,15 +986,15 @@ def test_only_what_a_record_may_hold_is_brought_back(tmp_path):
     made, out = tmp_path / "made" / "record", tmp_path / "out" / "mine"
     (made / "runs" / "smoke-0-abcd").mkdir(parents=True)
     out.parent.mkdir()
-    (made / "summary.json").write_text("{}")
+    (made / "about.json").write_text("{}")
     (made / "tool.sh").write_text("#!/bin/sh\n")
     (made / "source.txt").symlink_to("/etc/hosts")
     (made.parent / "record-of-another").mkdir()
-    (made.parent / "record-of-another" / "summary.json").write_text("{}")
+    (made.parent / "record-of-another" / "about.json").write_text("{}")
     (made.parent / "record.stacks.txt").write_text("Thread 1")
     _bring(made, out)
     found = {path.relative_to(out.parent).as_posix() for path in out.parent.rglob("*") if path.is_file()}
-    assert found == {"mine/summary.json", "mine.stacks.txt"}
+    assert found == {"mine/about.json", "mine.stacks.txt"}
 
 
 def test_checkpoints_that_are_no_files_are_refused(tmp_path):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from record_forge import forge, install_track
-from small_run import SMALL
+from small_run import SMALL, runs_of
 
 from speedrun.cli import command
 from speedrun.exchange import relay
@@ -201,8 +201,8 @@ def test_a_run_is_the_same_with_the_real_wandb_in_trouble(trouble, smoke_data, t
         words = ["run", "--data", str(smoke_data), "--out", str(tmp_path / out), *settings, *more]
         done = CliRunner().invoke(command, words)
         assert done.exit_code == 1, done.output
-        (run,) = tmp_path.glob(f"{out}/runs/*/run.json")
-        hashes.append(json.loads(run.read_bytes())["final_hash"])
+        (run,) = runs_of(tmp_path / out)
+        hashes.append(run.end.final_hash)
     assert hashes[0] == hashes[1]
     assert "warning: wandb: " in done.stderr
     assert not [

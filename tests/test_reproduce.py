@@ -15,7 +15,18 @@ from typing import Any
 import msgspec
 import pytest
 from click.testing import CliRunner
-from record_forge import LOCK, LOCK_RAW, SOFTWARE, Spec, facts, forge, install_track, source_text, write_run
+from record_forge import (
+    LOCK,
+    LOCK_RAW,
+    SOFTWARE,
+    Spec,
+    both,
+    change,
+    forge,
+    install_track,
+    source_text,
+    write_run,
+)
 from scipy import stats
 from small_run import SMALL
 
@@ -24,11 +35,10 @@ from speedrun.ground import provenance, runlog, track
 from speedrun.ground.errors import NonFiniteError, SpeedrunError
 from speedrun.ledger import reproduction
 from speedrun.ledger.assemble import assemble
-from speedrun.ledger.format import decode
+from speedrun.ledger.format import decode, encode, sha256
 from speedrun.ledger.record import load, read_files
 from speedrun.ledger.reproduction import Difference, Reproduction, point, verdict
 from speedrun.ledger.run import Run, read_run
-from speedrun.ledger.runfile import encode, sha256
 from speedrun.ledger.statistics import difference_interval, pooled_sd
 from speedrun.ledger.validate import validate
 from speedrun.referee import container, reproduce, sandbox
@@ -120,9 +130,8 @@ def reproduced(record, tmp_path, monkeypatch):
             made = make(seed)
             if isinstance(made, BaseException):
                 raise made
-            spec = dataclasses.replace(
-                made, seed=1, edit_run=lambda run: made.edit_run(facts(seed=seed)(run))
-            )
+            told = change(runlog.RunStart, seed=seed)
+            spec = dataclasses.replace(made, seed=1, edit_log=both(made.edit_log, told))
             write_run(out, spec)
             (out / "source.txt").write_text(source_text())
             return read_run(read_files(out)[0], spec.run_id)
@@ -246,8 +255,7 @@ def test_a_run_that_becomes_non_finite_is_an_answer(reproduced, tmp_path):
         return [*log[:place], log[place]._replace(event=runlog.Error("NonFiniteError", "block0"))]
 
     def run(self: Rerun, out: Path, *, seed: int, **_: object) -> Run:
-        outcome = facts(seed=seed, outcome="non-finite")
-        write_run(out, Spec(seed=1, edit_log=blown, edit_run=outcome))
+        write_run(out, Spec(seed=1, edit_log=both(blown, change(runlog.RunStart, seed=seed))))
         (out / "source.txt").write_text(source_text())
         raise NonFiniteError("its loss became nan")
 
@@ -262,8 +270,8 @@ def test_a_run_that_becomes_non_finite_is_an_answer(reproduced, tmp_path):
 
 
 def test_a_run_of_something_else_is_not_compared(reproduced):
-    other = facts(config_sha256="0" * 64)
-    result, _ = reproduced(make=lambda seed: Spec(seed=seed, edit_run=other))
+    other = change(runlog.RunStart, config_sha256="0" * 64)
+    result, _ = reproduced(make=lambda seed: Spec(seed=seed, edit_log=other))
     assert (result.exit_code, "has another config than the record" in result.stderr) == (3, True), (
         result.output
     )
@@ -275,8 +283,8 @@ def test_a_run_that_leaves_nothing_is_told(reproduced):
 
 
 def newer(record: Path) -> None:
-    path = record / "manifest.json"
-    path.write_text(path.read_text().replace("speedrun.manifest/1", "speedrun.manifest/2"))
+    path = record / "batch.json"
+    path.write_text(path.read_text().replace("speedrun.batch/1", "speedrun.batch/2"))
 
 
 def no_time(record: Path) -> None:
@@ -307,11 +315,11 @@ def other_shard(record: Path) -> None:
         (
             newer,
             2,
-            "speedrun.manifest/2, and this speedrun reads speedrun.manifest/1: a newer one wrote it; update",
+            "speedrun.batch/2, and this speedrun reads speedrun.batch/1: a newer one wrote it; update",
         ),
         (no_time, 2, "a finished run scored no tokens or took no time"),
-        (edited_source, 2, "is not the source that manifest and runs name"),
-        (edited_track, 2, "which this version does not know"),
+        (edited_source, 2, "is not the source that the runs name"),
+        (edited_track, 2, "in a version that is not known here"),
         (no_shard, 3, "t_train_2.bin: No such file or directory; the record read one with"),
         (other_shard, 3, "nothing was executed"),
     ],
@@ -325,32 +333,13 @@ def test_what_cannot_be_used_is_one_line_and_nothing_is_run(reproduced, record, 
     assert not (tmp_path / "out").exists()
 
 
-def test_a_claimed_id_is_no_path(record, tmp_path, monkeypatch):
-    path = record / "manifest.json"
-    claimed = json.loads(path.read_text())["record_id"]
-    path.write_text(path.read_text().replace(claimed, "/../../away/" + "0" * 52))
-    cwd = tmp_path / "one" / "two"
-    cwd.mkdir(parents=True)
-    monkeypatch.chdir(cwd)
-
-    def stopped(*_: object, **__: object) -> Run:
-        raise SpeedrunError("stopped")
-
-    monkeypatch.setattr(Rerun, "run", stopped)
-    result = CliRunner().invoke(cli.command, ["reproduce", str(record)], prog_name="speedrun")
-    (begun,) = (cwd / "runs").iterdir()
-    assert (result.exit_code, begun.name) == (1, f"reproduction-{claimed[:12]}"), result.output
-    assert [path.name for path in (tmp_path / "one").iterdir()] == ["two"]
-
-
 def test_times_that_nobody_can_divide_by_are_told(reproduced, record):
     """The runs of a forged record are read by `validate`, too."""
     reproduced("--into-record")
     found = decode((record / "reproduction.json").read_bytes(), Reproduction)
     shutil.rmtree(record)
-    manifest = load(forge(record, step_s=(0.0,) * 10)).manifest
-    assert manifest is not None
-    raw = encode(msgspec.structs.replace(found, record_id=manifest.record_id))
+    again = load(forge(record, step_s=(0.0,) * 10))
+    raw = encode(msgspec.structs.replace(found, record_id=again.id))
     (record / "reproduction.json").write_bytes(raw)
     (result,) = (one for one in validate(record).results if one.check.id == "V009")
     assert "a run of the record took no time" in result.messages[0]
@@ -424,7 +413,7 @@ def test_a_small_record_ends_in_the_same_bits(tmp_path, smoke_data):
 
     record = tmp_path / "record"
     train(RunConfig("smoke-cpu", record, overrides=SMALL, data=smoke_data))
-    assemble(record, title="small", declared_runs=1)
+    assemble(record, title="small")
     words = ("--same-seeds", "--json", "--data", str(smoke_data), "--out", str(tmp_path / "out"))
     done = command("reproduce", str(record), *words)
     found = json.loads(done.stdout)
@@ -440,7 +429,6 @@ def test_the_committed_record_holds(tmp_path):
     )
     found = json.loads(done.stdout)
     assert found["verdict"] != "loss mismatch"
-    recorded, here = load(COMMITTED).manifest, provenance.software()
-    assert recorded is not None
-    if all(here[name] == recorded.software[name] for name in ("jax", "jaxlib", "numpy")):
+    recorded, here = load(COMMITTED).lead.preflight.software, provenance.software()
+    if all(here[name] == recorded[name] for name in ("jax", "jaxlib", "numpy")):
         assert (found["num_same_bits"], found["loss_difference"]["mean"]) == (1, 0.0)

@@ -1,6 +1,5 @@
 """The scripts from a bare checkout to a record: their steps, and that the same command goes on after any end."""
 
-import json
 import os
 import shlex
 import shutil
@@ -13,6 +12,7 @@ import pytest
 
 from speedrun.cli.batch import command as batch
 from speedrun.ground import devices
+from speedrun.ledger.record import load
 
 ROOT = Path(__file__).parent.parent
 STEPS = ("install", "plan", "doctor", "data", "batch")
@@ -31,7 +31,7 @@ if [[ $3 == batch ]]; then
   mkdir -p "$record" && touch "$record/batch.json"
 fi
 if [[ -f fault-$3 ]]; then source "./fault-$3"; fi
-if [[ $3 == batch ]]; then touch "$record/manifest.json"; fi
+if [[ $3 == batch ]]; then touch "$record/about.json"; fi
 PYTHON
 chmod +x .venv/bin/python
 ln -sf python .venv/bin/speedrun
@@ -295,7 +295,6 @@ def test_the_script_goes_all_the_way_and_on_after_a_signal(checkout: Path) -> No
     assert ": not proven" in said
     assert said.splitlines()[-1].endswith("submit --missed runs/smoke-cpu")
 
-    (record,) = checkout.glob("runs/*/manifest.json")
-    outcomes = [run["outcome"] for run in json.loads(record.read_text())["batch"]["runs"]]
-    assert sorted(outcomes) == ["aborted", "finished", "finished"]
+    (about,) = checkout.glob("runs/*/about.json")
+    assert sorted(run.outcome for run in load(about.parent).runs) == ["aborted", "finished", "finished"]
     assert (checkout / "runs" / "smoke-cpu.log").read_text() == "".join(lines) + said

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from speedrun.ground.sourcefile import MARKER, check_path, join_source
-from speedrun.ledger.runfile import sha256
+from speedrun.ledger.format import sha256
 from speedrun.ledger.source import split_source
 
 NAMES = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,8}", fullmatch=True)

@@ -6,6 +6,7 @@ import os
 import shlex
 import subprocess
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
-from record_forge import SOFTWARE, change, facts, forge, install_track
+from record_forge import SOFTWARE, change, forge, install_track
 
 from speedrun import cli
 from speedrun.board import pull_request, submission
@@ -79,14 +80,12 @@ def test_a_record_that_fails_or_warns_is_refused_with_the_check_id(record, id, b
 LEAKS = {
     "README.md": lambda folder: edited_in_place(folder / "README.md", f"\n\nlogin with {TOKEN}\n"),
     "NOTES.md": lambda folder: (folder / "NOTES.md").write_text(TOKEN),
-    "manifest.json": lambda folder: assemble(
-        folder, changes=[f"see https://somebody:{'p4ssword'}@example.org"]
-    ),
+    "about.json": lambda folder: assemble(folder, changes=[f"see https://somebody:{'p4ssword'}@example.org"]),
     "plots/loss.svg": lambda folder: plot(
         folder, f"<svg xmlns='http://www.w3.org/2000/svg'><text>{TOKEN}</text></svg>"
     ),
     "runs/tiny-1-00a1/metrics.jsonl": lambda folder: forge_anew(folder, device_kind=TOKEN),
-    "runs/tiny-2-00a2/log.txt": lambda folder: forge_anew(folder, software={**SOFTWARE, "tool": TOKEN}),
+    "runs/tiny-2-00a2/metrics.jsonl": lambda folder: forge_anew(folder, software={**SOFTWARE, "tool": TOKEN}),
 }
 
 
@@ -118,7 +117,7 @@ def plot(folder: Path, svg: str) -> None:
 def forge_anew(folder: Path, **fields) -> None:
     for path in sorted(folder.rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
-    forge(folder, edit_log=change(runlog.Preflight, **fields), edit_run=facts(**fields))
+    forge(folder, edit_log=change(runlog.Preflight, **fields))
 
 
 @pytest.mark.parametrize("path", LEAKS)
@@ -274,13 +273,12 @@ def test_a_slug_is_a_name_for_any_shell_and_any_disk(text):
 
 
 def test_a_dated_folder_keeps_its_name(record):
-    manifest = load(record).manifest
-    assert manifest is not None
-    assert submission.name_of(Path("x/2026-01-02-wider-head"), manifest) == "2026-01-02-wider-head"
-    assert submission.name_of(Path("x/2026-01-02-Wider"), manifest) == NAME
-    assert submission.name_of(record, manifest, "Größer, & better!") == "2026-10-02-groer-better"
+    found = load(record)
+    assert submission.name_of(replace(found, root=Path("x/2026-01-02-wider-head"))) == "2026-01-02-wider-head"
+    assert submission.name_of(replace(found, root=Path("x/2026-01-02-Wider"))) == NAME
+    assert submission.name_of(found, "Größer, & better!") == "2026-10-02-groer-better"
     with pytest.raises(UsageError, match="--name"):
-        submission.name_of(record, manifest, "漢字")
+        submission.name_of(found, "漢字")
 
 
 # --- the text ----------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from jax.experimental.compilation_cache import compilation_cache
-from small_run import SMALL
+from small_run import SMALL, runs_of
 
 from speedrun.cli import command
 from speedrun.cli.card import card, following
@@ -31,7 +31,6 @@ from speedrun.data import generated, inventory, synthetic, writing
 from speedrun.ground import console, mesh, provenance, runlog, signals, sourcefile, track
 from speedrun.ground.clock import now
 from speedrun.ground.errors import DataError, NonFiniteError, Terminated, UsageError
-from speedrun.ledger import format, runfile
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.source import split_source
 from speedrun.ledger.validate import validate
@@ -113,7 +112,7 @@ def test_an_input_that_a_program_does_not_read_costs_no_other_program(tmp_path, 
     monkeypatch.setattr(recipes, "load", lambda _: odd)
     ready = prepare(RunConfig("smoke-cpu", tmp_path / "out", data=smoke_data))
     with runlog.RunLog(tmp_path / "log", now) as log:
-        trainer = Trainer("tiny-1-00a1", "", ready, log, None)
+        trainer = Trainer("tiny-1-00a1", ready, log, None)
         trainer.state = ready.program.init(jax.random.key(0))
         found = compile_all(trainer)
     names = [
@@ -156,7 +155,7 @@ def test_a_form_of_attention_that_cannot_run_is_refused_with_all_reasons(smoke_d
 def test_a_run_on_fewer_devices_than_the_track_asks_for_is_warned(tmp_path, smoke_data, num_devices, warned):
     given = RunConfig("smoke-cpu", tmp_path / "out", data=smoke_data, num_devices=num_devices)
     with runlog.RunLog(tmp_path / "log", now) as log:
-        _announce(Trainer("tiny-1-00a1", "", prepare(given), log, None))
+        _announce(Trainer("tiny-1-00a1", prepare(given), log, None))
     lines = list(runlog.read(tmp_path / "log"))
     assert sum(isinstance(line.event, runlog.Warning) for line in lines) == warned
     text = "warn  2 devices, smoke-cpu@1 asks for 8: the record will not pass V404\n"
@@ -189,7 +188,7 @@ def test_two_stages_are_two_executables_and_one_stream(tmp_path, smoke_data):
         patch.setattr(recipes, "load", lambda name: patched)
         out = tmp_path / "out"
         train(RunConfig("smoke-cpu", out, data=smoke_data))
-    assemble(out, title="stages", declared_runs=1)
+    assemble(out, title="stages")
     names = [event.name for event in events(out) if isinstance(event, runlog.Compile)]
     assert names == ["train/8x64", "train/16x32", "eval/128x64"]
     changes = [(event.step, event.stage) for event in events(out) if isinstance(event, runlog.StageChange)]
@@ -267,7 +266,7 @@ def test_a_loss_that_is_no_number_ends_the_run_and_names_the_leaf(tmp_path, smok
 
 def assert_non_finite(out: Path) -> None:
     """A record of a failure, as its log and its checks have it."""
-    assemble(out, title="broken", declared_runs=1)
+    assemble(out, title="broken")
     assert events(out)[-1].status == "non-finite"
     assert [result.check.id for result in validate(out).having("failed")] == ["V301", "V309"]
 
@@ -321,13 +320,12 @@ def test_a_run_that_breaks_off_tells_what_it_read(tmp_path, smoke_data, monkeypa
     monkeypatch.setattr("speedrun.training.loop._log_stage_change", interrupt)
     with pytest.raises(KeyboardInterrupt):
         train(RunConfig("smoke-cpu", out, overrides=SMALL, data=smoke_data))
-    assemble(out, title="interrupted", declared_runs=1)
-    (path,) = out.glob("runs/*/run.json")
-    facts = format.decode(path.read_bytes(), runfile.RunFile)
-    assert facts.outcome == "aborted"
-    assert [(r.start, r.stop) for r in facts.data.shards] == [(0, 4 * 512)]
+    assemble(out, title="interrupted")
+    (run,) = runs_of(out)
+    assert run.outcome == "aborted"
+    assert [(r.start, r.stop) for r in run.data.shards] == [(0, 4 * 512)]
     (failed,) = validate(out).having("failed")
-    told = f"{facts.run_id} broke off after 3 of 12 steps: KeyboardInterrupt: stopped from outside"
+    told = f"{run.folder} broke off after 3 of 12 steps: KeyboardInterrupt: stopped from outside"
     assert (failed.check.id, failed.messages) == ("V301", ("0 of 1 runs finished", told))
     assert f"- {told}" in (out / "README.md").read_text()
 
@@ -370,8 +368,6 @@ def test_a_stopped_run_ends_its_log_and_writes_its_facts(tmp_path, smoke_data, s
     assert stderr.count("Traceback") == 0
     *_, error, end = events(out)
     assert (error.message, end.status) == (f"stopped by {sent.name}", "aborted")
-    (path,) = out.glob("runs/*/run.json")
-    assert format.decode(path.read_bytes(), runfile.RunFile).outcome == "aborted"
     (failed,) = validate(out).having("failed")
     assert failed.messages[1].endswith(said)
 
@@ -465,10 +461,8 @@ def test_replay_executes_nothing_that_the_run_did_not(record, tmp_path):
 def test_replay_takes_no_other_variable_from_a_record_than_runs_record(record, tmp_path, monkeypatch, name):
     copy = tmp_path / "copy"
     shutil.copytree(record, copy)
-    (path,) = copy.glob("runs/*/run.json")
-    facts = format.decode(path.read_bytes(), runfile.RunFile)
-    hostile = msgspec.structs.replace(facts, environment={**facts.environment, name: "cpu"})
-    path.write_bytes(runfile.encode(hostile))
+    (path,) = copy.glob("runs/*/metrics.jsonl")
+    path.write_text(path.read_text().replace('"environment":{', f'"environment":{{"{name}":"cpu",'))
     given = []
 
     class Child:
@@ -493,9 +487,10 @@ def test_replay_takes_no_other_variable_from_a_record_than_runs_record(record, t
 
 @pytest.mark.parametrize("named", ["whole", "."])
 def test_a_run_killed_without_checkpoints_is_told_what_to_do(record, tmp_path, monkeypatch, named):
-    """After the last line of its log, before its facts."""
     copy = tmp_path / "copy"
-    shutil.copytree(record / "runs", copy / "runs", ignore=shutil.ignore_patterns("run.json", "log.txt"))
+    shutil.copytree(record / "runs", copy / "runs")
+    (log,) = copy.glob("runs/*/metrics.jsonl")
+    log.write_bytes(log.read_bytes().rpartition(b'{"i":')[0])
     before = sorted(tmp_path.rglob("*"))
     monkeypatch.chdir(copy)
     result = CliRunner().invoke(command, ["run", "--resume", str(copy) if named == "whole" else named])
@@ -710,7 +705,7 @@ def test_a_broken_run_leaves_a_readable_record_and_its_exit_code(tmp_path, smoke
     settings = [w for k, v in (SMALL | {"optimizer.embed_lr": "1e38"}).items() for w in ("--set", f"{k}={v}")]
     result = CliRunner().invoke(command, ["run", "--data", str(smoke_data), "--out", str(out), *settings])
     assert result.exit_code == 5
-    assert (out / "manifest.json").is_file()
+    assert (out / "about.json").is_file()
 
 
 @pytest.fixture
@@ -731,8 +726,9 @@ def test_the_log_says_which_programs_came_out_of_a_cache(smoke_data, tmp_path, p
     said = []
     for name in ("cold", "warm"):
         config = RunConfig(track="smoke-cpu", out=tmp_path / name, overrides=SMALL, data=smoke_data)
-        log = tmp_path / name / "runs" / train(config).run_id
-        lines = runlog.read(log / "metrics.jsonl")
+        train(config)
+        (log,) = (tmp_path / name).glob("runs/*/metrics.jsonl")
+        lines = runlog.read(log)
         said.append([line.event.cache for line in lines if isinstance(line.event, runlog.Compile)])
-        assert f"(cache: {said[-1][0]})" in console.render(runlog.read(log / "metrics.jsonl"))
+        assert f"(cache: {said[-1][0]})" in console.render(runlog.read(log))
     assert said == [["miss", "miss"], ["hit", "hit"]]

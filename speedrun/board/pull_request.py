@@ -9,9 +9,8 @@ from statistics import fmean, stdev
 
 from speedrun.board.standings import standing_of
 from speedrun.ground.console import clean, quantity
-from speedrun.ledger.assemble import derive_summary
-from speedrun.ledger.format import Manifest
 from speedrun.ledger.record import Record
+from speedrun.ledger.summary import summarize
 from speedrun.ledger.validate import Report
 
 _LONGEST = 200  #: characters of a stranger's text
@@ -52,15 +51,15 @@ def title(record: Record, place: str) -> str:
     return f"Record {place}: {time_s:.2f} s at {loss:.4f}, n = {len(done)}{missed}"
 
 
-def text(record: Record, manifest: Manifest, report: Report, archive: Sequence[str]) -> str:
+def text(record: Record, report: Report, archive: Sequence[str]) -> str:
     """Return the text as Markdown; `archive` is name, size and digest of the archive, as words."""
-    changes = "\n".join(f"- {literal(change)}" for change in manifest.about.changes)
+    changes = "\n".join(f"- {literal(change)}" for change in record.about.changes)
     ids = {
         status: ", ".join(result.check.id for result in report.having(status)) for status in ("ok", "skipped")
     }
     blocks = [
-        literal(manifest.about.title),
-        _table([*_results(record, manifest, report), *_facts(manifest), ("archive", ", ".join(archive))]),
+        literal(record.about.title),
+        _table([*_results(record, report), *_facts(record), ("archive", ", ".join(archive))]),
         f"## What changed\n\n{changes or 'Nothing is named.'}",
         "## Rules",
         f"- [x] `speedrun validate --strict` passes: {ids['ok']}\n"
@@ -72,10 +71,10 @@ def text(record: Record, manifest: Manifest, report: Report, archive: Sequence[s
     return "\n\n".join(blocks) + "\n"
 
 
-def _results(record: Record, manifest: Manifest, report: Report) -> list[tuple[str, str]]:
+def _results(record: Record, report: Report) -> list[tuple[str, str]]:
     """Return what was measured, computed again from the logs."""
     done, rules = record.finished, record.rules
-    summary = derive_summary(record.runs, rules, record.declaration)
+    summary = summarize(record)
     test, broken = summary.test, summary.num_runs - summary.num_finished
     proof = "none: no declared batch is complete"
     if test is not None:
@@ -85,7 +84,7 @@ def _results(record: Record, manifest: Manifest, report: Report) -> list[tuple[s
         ("status", standing_of(record, report)),
         (
             "runs",
-            f"n = {len(done)} finished of {manifest.batch.declared_runs} declared; {broken} did not finish",
+            f"n = {len(done)} finished of {record.declared_runs} declared; {broken} did not finish",
         ),
         ("validation loss", _spread([run.val_loss for run in done], "nats per token", 4)),
         ("target", f"{rules.target.loss:g}, {'reached' if summary.target_reached else 'not reached'}"),
@@ -101,19 +100,19 @@ def _spread(numbers: Sequence[float], unit: str, digits: int) -> str:
     return f"{fmean(numbers):.{digits}f} {unit}{sd}"
 
 
-def _facts(manifest: Manifest) -> list[tuple[str, str]]:
-    """Return what the record claims about hardware, versions and source; the checks compare it with the logs."""
-    hardware, recipe, about = manifest.hardware, manifest.recipe, manifest.about
+def _facts(record: Record) -> list[tuple[str, str]]:
+    """Return what the record says of hardware, versions and source."""
+    hardware, start, about = record.lead.preflight, record.lead.start, record.about
     matmul = quantity(hardware.matmul_gflops * 1e9, "flop/s")
-    changed = "".join(f", {cell(f'{key}={value}')}" for key, value in recipe.overrides.items())
+    changed = "".join(f", {cell(f'{key}={value}')}" for key, value in start.overrides.items())
     return [
         ("hardware", f"{hardware.num_devices} x {cell(hardware.device_kind)}, matmul {matmul}"),
-        ("versions", cell(", ".join(f"{name} {version}" for name, version in manifest.software.items()))),
-        ("recipe", f"{cell(recipe.name)}, revision {recipe.revision}{changed}"),
-        ("source", f"{manifest.source.lines:,} lines, {cell(manifest.source.sha256)}"),
+        ("versions", cell(", ".join(f"{name} {version}" for name, version in hardware.software.items()))),
+        ("recipe", f"{cell(start.recipe)}, revision {start.recipe_revision}{changed}"),
+        ("source", f"{record.source_lines:,} lines, {record.source_sha256}"),
         ("parent", cell(about.parent_record) if about.parent_record else "none"),
         ("authors", cell(", ".join(about.authors)) if about.authors else "not named"),
-        ("record id", cell(manifest.record_id)),
+        ("record id", record.id),
     ]
 
 

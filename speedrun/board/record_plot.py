@@ -196,7 +196,7 @@ def _draw_steps(axes: "Axes", runs: Sequence[Run]) -> None:
 
 
 def _what(runs: Sequence[Run]) -> str:
-    return f"{runs[0].file.recipe} on {runs[0].file.track}"
+    return f"{runs[0].start.recipe} on {runs[0].start.track}"
 
 
 def _headline(runs: Sequence[Run]) -> str:

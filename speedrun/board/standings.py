@@ -13,11 +13,10 @@ from speedrun.board import figures
 from speedrun.board.figures import Published
 from speedrun.ground import track as tracks
 from speedrun.ground.errors import UsageError
-from speedrun.ledger.assemble import derive_summary
 from speedrun.ledger.code import changed_lines
-from speedrun.ledger.format import Manifest
 from speedrun.ledger.record import Record, load
 from speedrun.ledger.statistics import mean_interval
+from speedrun.ledger.summary import summarize
 from speedrun.ledger.validate import Report, examine
 
 BOARD = "leaderboard.json"
@@ -107,10 +106,8 @@ def read(folder: Path) -> Board:
         UsageError: if there is no such folder, or its context file is malformed.
     """
     if not folder.is_dir():
-        raise UsageError(f"{folder} is not a folder; need one that holds <track>/<record>/manifest.json")
-    inside = sorted(
-        {path.parent for name in ("manifest.json", "runs") for path in folder.glob(f"*/*/{name}")}
-    )
+        raise UsageError(f"{folder} is not a folder; need one that holds <track>/<record>/source.txt")
+    inside = sorted({path.parent for name in ("source.txt", "runs") for path in folder.glob(f"*/*/{name}")})
     judged: list[Row | LeftOut] = []
     sources: dict[str, bytes] = {}
     for one in inside:
@@ -152,18 +149,18 @@ def row_of(folder: Path, path: str) -> Row | LeftOut:
 
 def _judge(record: Record, path: str) -> Row | LeftOut:
     report = examine(record)
-    if record.manifest is None or record.track is None or not record.whole:
+    if record.track is None or not record.whole:
         failed = report.having("failed")
         why = next((one for one in failed if one.check.id in ("V001", "V006", "V008")), failed[0])
         return LeftOut(path, f"{why.check.id}: {why.messages[0]}")
     try:
-        return _row(record, record.manifest, report, path)
+        return _row(record, report, path)
     except ArithmeticError as error:  # a number that no check refuses
         return LeftOut(path, f"a number is out of range ({error})")
 
 
-def _row(record: Record, manifest: Manifest, report: Report, path: str) -> Row:
-    summary = derive_summary(record.runs, record.rules, record.declaration)
+def _row(record: Record, report: Report, path: str) -> Row:
+    summary = summarize(record)
     times = mean_interval([run.train_time_s for run in record.finished])
     losses = mean_interval([run.val_loss for run in record.finished])
     return Row(
@@ -171,12 +168,12 @@ def _row(record: Record, manifest: Manifest, report: Report, path: str) -> Row:
         path=path,
         standing=standing_of(record, report),
         failed=tuple(result.check.id for result in report.having("failed")),
-        title=manifest.about.title,
-        authors=manifest.about.authors,
-        changes=manifest.about.changes,
-        parent=manifest.about.parent_record,
-        created_utc=manifest.created_utc,
-        device=f"{manifest.hardware.num_devices} x {manifest.hardware.device_kind}",
+        title=record.about.title,
+        authors=record.about.authors,
+        changes=record.about.changes,
+        parent=record.about.parent_record,
+        created_utc=record.created_utc,
+        device="{} x {}".format(*record.lead.hardware),
         num_runs=summary.num_finished,
         val_loss=summary.val_loss_mean,
         val_loss_half_width=None if losses is None else losses.half_width,
@@ -186,7 +183,7 @@ def _row(record: Record, manifest: Manifest, report: Report, path: str) -> Row:
         cold_wall_s=summary.cold_wall_s_mean,
         num_steps=summary.num_steps,
         num_tokens=summary.num_tokens,
-        source_lines=manifest.source.lines,
+        source_lines=record.source_lines,
     )
 
 
@@ -205,7 +202,7 @@ def standing_of(record: Record, report: Report) -> str:
     warned = [result.check.id for result in report.having("warning")]
     if failed:
         return "no result" if failed == ["V301"] else "refused"
-    summary = derive_summary(record.runs, record.rules, record.declaration)
+    summary = summarize(record)
     if summary.test is not None and summary.test.passed and _UNPROVEN.isdisjoint(warned):
         return "qualified"
     if not summary.target_reached:

@@ -20,9 +20,8 @@ from speedrun.board import leaks, pull_request
 from speedrun.board.standings import standing_of
 from speedrun.ground.errors import SpeedrunError, UsageError
 from speedrun.ground.wholefile import write_whole
-from speedrun.ledger.format import Manifest
+from speedrun.ledger.format import sha256
 from speedrun.ledger.record import Record
-from speedrun.ledger.runfile import sha256
 from speedrun.ledger.validate import Report
 
 _NAME = re.compile(r"\d{4}-\d\d-\d\d-[a-z0-9][a-z0-9-]{0,59}")
@@ -53,15 +52,15 @@ class Submission(msgspec.Struct, frozen=True):
     findings: tuple[Finding, ...]
 
 
-def require_acceptable(record: Record, report: Report, *, missed: bool) -> Manifest:
-    """Return the manifest of a record that passes all checks and whose outcome is the expected one.
+def require_acceptable(record: Record, report: Report, *, missed: bool) -> None:
+    """Refuse a record unless it passes all checks and whose outcome is the expected one.
 
     Raises:
         SpeedrunError: a check failed or warned, or the record missed its target without `missed`.
         UsageError: it reached its target, and `missed` was given.
     """
-    root, manifest = record.root, record.manifest
-    if report.exit_code or manifest is None:
+    root = record.root
+    if report.exit_code:
         found = [(status, report.having(status)) for status in ("failed", "warning")]
         bad = "; ".join(
             f"{', '.join(one.check.id for one in some)} {status}" for status, some in found if some
@@ -78,7 +77,6 @@ def require_acceptable(record: Record, report: Report, *, missed: bool) -> Manif
         )
     if missed and not is_missed:
         raise UsageError(f"{root} reached its target ({loss:.4f}, {target:g}); leave out --missed")
-    return manifest
 
 
 def slug(text: str) -> str:
@@ -87,18 +85,18 @@ def slug(text: str) -> str:
     return re.sub("[^a-z0-9]+", "-", plain).strip("-")[:50].strip("-")
 
 
-def name_of(root: Path, manifest: Manifest, wanted: str | None = None) -> str:
+def name_of(record: Record, wanted: str | None = None) -> str:
     """Return the name of the record's folder in the repository: `<yyyy-mm-dd>-<slug>`.
 
-    This is the name of `root` if it has that form. Otherwise it is the day of the first run and the title, or `wanted`.
+    That is the folder's own name if it has that form, else the day of the first run and the title, or `wanted`.
 
     Raises:
         UsageError: if that gives no name.
     """
-    if wanted is None and _NAME.fullmatch(root.resolve().name):
-        return root.resolve().name
-    words = slug(manifest.about.title if wanted is None else wanted)
-    name = f"{manifest.created_utc[:10]}-{words}"
+    if wanted is None and _NAME.fullmatch(name := record.root.resolve().name):
+        return name
+    words = slug(record.about.title if wanted is None else wanted)
+    name = f"{record.created_utc[:10]}-{words}"
     if not _NAME.fullmatch(name):
         raise UsageError(f"the record would be named {name!r}; need a date and a word, give one with --name")
     return name
@@ -132,9 +130,7 @@ def pack(files: Mapping[str, bytes], folder: str) -> bytes:
     return packed.getvalue()
 
 
-def prepare(
-    record: Record, manifest: Manifest, report: Report, *, name: str, out: Path
-) -> tuple[Submission, bytes]:
+def prepare(record: Record, report: Report, *, name: str, out: Path) -> tuple[Submission, bytes]:
     """Scan, pack and describe an acceptable record, named by `name_of`; write nothing.
 
     Returns:
@@ -147,7 +143,7 @@ def prepare(
     archive, content = out / f"{name}.tar.gz", pack(record.raw, name)
     about_archive = (f"`{archive.name}`", f"{len(content):,} bytes", f"sha256 `{sha256(content)}`")
     title = pull_request.title(record, f"{record.rules.name}/{name}")
-    text = pull_request.text(record, manifest, report, about_archive)
+    text = pull_request.text(record, report, about_archive)
     text_path = out / f"{name}.pull-request.md"
     outgoing = {**record.raw, text_path.name: text.encode(), "title": title.encode()}
     submission = Submission(

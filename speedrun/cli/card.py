@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING
 
 from speedrun.ground import track as tracks
 from speedrun.ground.plugins import own_file
-from speedrun.ledger import format
+from speedrun.ledger.summary import Summary
 from speedrun.ledger.validate import Report, Status
 
 if TYPE_CHECKING:
     from speedrun.training.prepare import RunConfig
 
 
-def card(rules: tracks.Track, summary: format.Summary, report: Report) -> str:
+def card(rules: tracks.Track, summary: Summary, report: Report) -> str:
     """Return the result in three lines, and a line for each check that failed or warned."""
     reached = "reached" if summary.target_reached else "NOT reached"
     words: dict[Status, str] = {"failed": "failed", "warning": "warned", "skipped": "not asked"}
@@ -37,7 +37,7 @@ def card(rules: tracks.Track, summary: format.Summary, report: Report) -> str:
     return f"{head}\nchecks  {''.join(checks)}"
 
 
-def _standing(rules: tracks.Rules, summary: format.Summary) -> str:
+def _standing(rules: tracks.Rules, summary: Summary) -> str:
     """Return what the result is worth on the track."""
     if not rules.ranked:
         return "shown, not ranked"
@@ -46,7 +46,7 @@ def _standing(rules: tracks.Rules, summary: format.Summary) -> str:
     return "qualified" if summary.test.passed else "not proven"
 
 
-def following(config: "RunConfig", summary: format.Summary, report: Report) -> str:
+def following(config: "RunConfig", summary: Summary, report: Report) -> str:
     """Return the most useful next command: explain a failed check, replay a success, or try another seed."""
     data = ["--data", str(config.data)] if config.data else []
     if failed := report.having("failed"):

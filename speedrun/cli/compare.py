@@ -49,7 +49,7 @@ def command(
     sides = {"A": Rerun(first, unsafe=unsafe), "B": Rerun(second, unsafe=unsafe)}
     click.echo(protections(unsafe=unsafe), err=True)
     _check_alike(sides["A"].old, sides["B"].old)
-    seeds = seeds_from(sides["A"].old.file.source_sha256, sides["B"].old.file.source_sha256, pairs)
+    seeds = seeds_from(sides["A"].old.start.source_sha256, sides["B"].old.start.source_sha256, pairs)
     with tempfile.TemporaryDirectory() as scratch:
         folder = out or Path(scratch, "compare")
         with translate_os_errors(folder):
@@ -76,9 +76,9 @@ def command(
 def _check_alike(a: Run, b: Run) -> None:
     """Raise UsageError for records of different tracks or hardware."""
     for what, one, other in (
-        ("track", a.file.track, b.file.track),
-        ("platform", a.file.platform, b.file.platform),
-        ("number of devices", a.file.num_devices, b.file.num_devices),
+        ("track", a.start.track, b.start.track),
+        ("platform", a.preflight.platform, b.preflight.platform),
+        ("number of devices", a.preflight.num_devices, b.preflight.num_devices),
     ):
         if one != other:
             raise UsageError(

@@ -37,13 +37,13 @@ def command(
     changes: tuple[str, ...],
     parent: Path | None,
 ) -> None:
-    """Write title, authors, changes and parent of RECORD into its manifest and the head of its README.
+    """Write title, authors, changes and parent of RECORD into its about.json and the head of its README.
 
     Fields that are not given stay as they are. README.md below its head is yours to write.
     """
     need_record(record)
-    if parent is not None and not (parent / "manifest.json").is_file():
-        raise UsageError(f"{parent} is not a record; give --parent a folder that holds manifest.json")
+    if parent is not None and not (parent / "source.txt").is_file():
+        raise UsageError(f"{parent} is not a record; give --parent a folder that holds source.txt")
     if not (title or authors or changes or parent):
         raise UsageError("nothing to change; give --title, --author, --change or --parent")
     place = None if parent is None else "/".join(parent.resolve().parts[-2:])

@@ -42,7 +42,7 @@ def command(
         found = rerun.replay(out or Path(scratch, "record"), data=data, echo=echo)
     if as_json:
         facts = {
-            "run": rerun.old.file.run_id,
+            "run": rerun.old.folder,
             "losses": found.num_losses,
             "equal": found.num_equal,
             "largest_difference": found.largest_difference,

@@ -12,7 +12,6 @@ from speedrun.cli.progress import Progress
 from speedrun.ground.children import locked
 from speedrun.ground.console import clean
 from speedrun.ground.errors import UsageError
-from speedrun.ledger.format import record_id
 from speedrun.ledger.reproduction import REPRODUCTION
 from speedrun.referee import circumstances, container, reproduce
 from speedrun.referee.rerun import Rerun
@@ -70,23 +69,21 @@ def command(
     """
     if image is not None and not in_docker:
         raise UsageError("--image names a container image; it needs --docker as well")
-    found, manifest = circumstances.read(record)
-    # Of the content, not the id that the record claims: a path could stand there.
-    digest = record_id(manifest)[:12]
-    folder = out or Path("runs") / f"reproduction-{digest}{'-same-seeds' * same_seeds}"
+    found = circumstances.read(record)
+    folder = out or Path("runs") / f"reproduction-{found.id[:12]}{'-same-seeds' * same_seeds}"
     if in_docker:
-        chosen = container.image_for(manifest, image, partial(click.echo, err=True))
-        shards = container.data_for(manifest, data)
+        chosen = container.image_for(found, image, partial(click.echo, err=True))
+        shards = container.data_for(found, data)
         words = container.inner_words(runs, by, shards, same_seeds=same_seeds, as_json=as_json)
         exit_code = container.reproduced(chosen, record, folder, shards, words)
     else:
         # Refuses what may not be executed.
-        rerun = Rerun(record, found.finished[0].file.run_id, unsafe=unsafe)
+        rerun = Rerun(record, found.finished[0].folder, unsafe=unsafe)
         with Progress("data") as progress:
-            points = circumstances.points(found, manifest, data, progress.update)
+            points = circumstances.points(found, data, progress.update)
         for line in (*reproduce.differences(points), protections(unsafe=unsafe)):
             click.echo(line, err=True)
-        repetition = reproduce.planned(folder, found, manifest, runs, same_seeds=same_seeds)
+        repetition = reproduce.planned(folder, found, runs, same_seeds=same_seeds)
         with locked(folder / reproduce.PLAN):
             result = repetition.run(rerun, data, points, by, sys.stderr)
         if as_json:

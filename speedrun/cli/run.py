@@ -66,7 +66,7 @@ from speedrun.training import meet
     "-v",
     "--verbose",
     is_flag=True,
-    help="Print the kernel of each operation, and why. log.txt has both.",
+    help="Print the kernel of each operation, and why. The log has both.",
 )
 @json_option
 @click.pass_context

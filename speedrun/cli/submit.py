@@ -50,12 +50,12 @@ def command(
     need_record(record)
     loaded = load(record)
     report = examine(loaded, strict=True)
-    manifest = submission.require_acceptable(loaded, report, missed=missed)
+    submission.require_acceptable(loaded, report, missed=missed)
     out = Path(os.path.relpath(record.resolve().parent)) if out is None else out
     if out.resolve().is_relative_to(record.resolve()):
         raise UsageError(f"{out} is inside the record, which may hold nothing else; choose another --out")
-    called = submission.name_of(record, manifest, name)
-    ready, archive = submission.prepare(loaded, manifest, report, name=called, out=out)
+    called = submission.name_of(loaded, name)
+    ready, archive = submission.prepare(loaded, report, name=called, out=out)
     if any(finding.secret for finding in ready.findings):
         _refuse(ctx, record, ready.findings, as_json=as_json)
     if not dry_run:

@@ -80,7 +80,7 @@ def command(
     if explain is not None:
         return _explain(explain, as_json=as_json)
     if not records:
-        raise UsageError("no record given; name the folder that holds its manifest.json")
+        raise UsageError("no record given; name the folder that holds its source.txt")
     reports = {str(need_record(record)): validate(record, strict=strict) for record in records}
     if replay:
         from speedrun.referee.questions import Options, checked_nonce, examined

@@ -9,7 +9,7 @@ from speedrun.doctor.check import Check, Fact
 from speedrun.ground.console import quantity
 from speedrun.ground.devices import Device
 from speedrun.ledger.checks.environment import SLOW, SLOWEST_OF_VENDOR
-from speedrun.ledger.format import FormatError, Manifest, decode
+from speedrun.ledger.record import load
 
 
 class Machine(NamedTuple):
@@ -32,14 +32,11 @@ class Rates(NamedTuple):
 def cohort(records: Path, machine: Machine) -> list[float]:
     """Return the matmul Gflop/s of each record that was made on the same hardware. Records keep no other rate."""
     found = []
-    for path in sorted(records.glob("*/*/manifest.json")):
-        try:
-            hardware = decode(path.read_bytes(), Manifest).hardware
-        except (OSError, FormatError):
-            continue  # `validate` reports it
-        same = (hardware.platform, hardware.device_kind, hardware.num_devices) == machine
-        if same and hardware.matmul_gflops > 0:  # 0 if every run stopped before the measurement
-            found.append(hardware.matmul_gflops)
+    for path in sorted(records.glob("*/*/source.txt")):
+        for run in load(path.parent).finished[:1]:
+            hw = run.preflight
+            if (hw.platform, hw.device_kind, hw.num_devices) == machine:
+                found.append(hw.matmul_gflops)
     return found
 
 

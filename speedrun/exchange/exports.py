@@ -30,12 +30,12 @@ def curves_of(run: Run) -> ContextRun:
                 vals.append(Point(val.step, loss_of(val), time_s))
             case runlog.Step() as step:
                 steps.append(Point(step.step + 1, step.loss, step.train_time_s))
-    file = run.file
+    hw = run.preflight
     return on_machine(
         context_run(run.folder, run.start.num_steps, vals, steps),
-        software=file.software,
-        device=file.device_kind,
-        num_devices=file.num_devices,
+        software=hw.software,
+        device=hw.device_kind,
+        num_devices=hw.num_devices,
     )
 
 

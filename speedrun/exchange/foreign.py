@@ -18,7 +18,7 @@ from speedrun.exchange.curves import Context, Problems
 from speedrun.ground.console import clean
 from speedrun.ground.errors import UsageError
 from speedrun.ground.wholefile import write_whole
-from speedrun.ledger.runfile import sha256
+from speedrun.ledger.format import sha256
 
 _MIB = 2**20
 MAX_BYTES = 32 * _MIB

@@ -29,12 +29,12 @@ def _scalars(event: runlog.AnyEvent) -> list[tuple[int, str, float]]:
         case runlog.Val():
             return [(event.step, "val/loss", loss_of(event))]
         case runlog.Step():
-            done, old = event.step + 1, {} if event.lr_scale is None else {"lr_scale": event.lr_scale}
+            done = event.step + 1
             return [
                 (done, "train/loss", event.loss),
                 (done, "train/time_s", event.train_time_s),
                 (done, "train/tokens", float(event.tokens_seen)),
-                *((done, f"train/{name}", float(value)) for name, value in (event.inputs or old).items()),
+                *((done, f"train/{name}", float(value)) for name, value in event.inputs.items()),
             ]
     return []
 

@@ -1,6 +1,6 @@
 """The text log of a run, made from its events.
 
-`log.txt` is `render(lines)` of `metrics.jsonl`. `Printer` prints the same lines during the run; `ground.live` adds a
+`render(lines)` is the text of a `metrics.jsonl`. `Printer` prints the same lines during the run; `ground.live` adds a
 progress bar on a terminal.
 """
 
@@ -143,8 +143,6 @@ class TextLog:
                 return self._step(step)
             case StageChange() as change:
                 inputs = [f"{name} {value}" for name, value in change.inputs.items()]
-                if change.window_blocks is not None:
-                    inputs = [f"window {change.window_blocks} blocks"]
                 return f"{self._at(change.step)}  stage {change.stage}: {', '.join(inputs) or 'begins'}"
             case Val() as val:
                 clock = "clock paused" if self._clock_runs else "clock stopped"
@@ -222,7 +220,7 @@ class Printer:
     """Prints the log as it is written, without colour or carriage returns."""
 
     def __init__(self, stream: TextIO, *, verbose: bool = False) -> None:
-        """Print to `stream`; `verbose` adds the kernels and the reasons for their choice, which log.txt always has."""
+        """Print to `stream`; `verbose` adds the kernels and the reasons for their choice, which the log always has."""
         self._stream, self._verbose = stream, verbose
         self._text = TextLog()
 

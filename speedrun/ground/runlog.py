@@ -19,19 +19,45 @@ from speedrun.ground.clock import Stamp
 from speedrun.ground.errors import translate_os_errors
 
 GENESIS = "0" * 16
+#: Of a record, raised when an older one can no longer be read.
+FORMAT = 2
+
+Outcome = Literal["finished", "non-finite", "aborted"]
 
 
 class Event(msgspec.Struct, frozen=True, tag_field="ev", forbid_unknown_fields=True):
     """Base of all events."""
 
 
+class ShardRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One contiguous range of positions read as inputs; the target after the last is not counted."""
+
+    name: str
+    sha256: str  #: of the whole file
+    tokens: int  #: in the whole file
+    start: int  #: inclusive
+    stop: int  #: exclusive
+    skipped: int = 0  #: of these, not input: cut off from documents
+
+
+class DataRead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The data that a run read."""
+
+    shards: tuple[ShardRange, ...]  #: in reading order
+    val_shard: ShardRange
+    val_sha256: str  #: of the scored ids
+
+
 class RunStart(Event, tag="run_start", frozen=True, omit_defaults=True):
     """First line: the run. `config` is the resolved recipe with the split over devices."""
 
-    run_id: str
-    track: str
+    format: Literal[2]  #: `FORMAT`
+    run_id: str  #: also the name of its folder
+    track: str  #: name and version, as `smoke-cpu@1`
     track_sha256: str
     recipe: str
+    recipe_revision: int
+    overrides: dict[str, str]  #: settings of `--set`
     seed: int
     num_steps: int
     source_sha256: str
@@ -128,8 +154,6 @@ class Step(Event, tag="step", frozen=True, omit_defaults=True):
     tokens_seen: int
     cursor: tuple[int, int]  #: shard index and offset after this step's batch was taken
     inputs: dict[str, float | int | bool] = {}  #: scheduled inputs that are numbers
-    lr_scale: float | None = None  #: in records up to 2026-11-22
-    window_blocks: int | None = None  #: in records up to 2026-11-22
 
 
 class StageChange(Event, tag="stage_change", frozen=True, omit_defaults=True):
@@ -138,7 +162,6 @@ class StageChange(Event, tag="stage_change", frozen=True, omit_defaults=True):
     step: int
     stage: int
     inputs: dict[str, int] = {}
-    window_blocks: int | None = None  #: in records up to 2026-11-22
 
 
 class ClockPause(Event, tag="clock_pause", frozen=True):
@@ -192,9 +215,9 @@ class Error(Event, tag="error", frozen=True):
 
 
 class RunEnd(Event, tag="run_end", frozen=True, omit_defaults=True):
-    """Last line. Status: finished, non-finite, aborted."""
+    """Last line, unless the process was killed."""
 
-    status: str
+    status: Outcome
     val_loss: float | None
     train_time_s: float
     cold_wall_s: float
@@ -203,7 +226,9 @@ class RunEnd(Event, tag="run_end", frozen=True, omit_defaults=True):
     val_s: float
     data_wait_s: float
     peak_bytes: int
-    final_hash: str
+    final_hash: str  #: of the state; empty if the run broke off
+    data: DataRead
+    first_batch_sha256: str = ""  #: empty if the run ended before its first step
     throttled_s: float | None = None  #: by heat or power supply; None if not counted
     phases: dict[str, float] = {}  #: seconds in each of `clock.Phases`; their sum is the wall time up to here
     lost_s: float = 0.0  #: of earlier processes, after the checkpoint from which this run was resumed

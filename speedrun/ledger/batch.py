@@ -3,11 +3,11 @@
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from speedrun.ground.errors import UsageError
 from speedrun.ledger import statistics
-from speedrun.ledger.format import Declaration, Look, TestResult
+from speedrun.ledger.format import Declaration, Look, Strict
 from speedrun.ledger.run import Run
 from speedrun.ledger.statistics import MeanTest
 
@@ -36,6 +36,16 @@ def looks(num_runs: int, then: int | None, known_sigma: float | None) -> tuple[L
         )
     counts = [num_runs] if then is None else [num_runs, then]
     return tuple(Look(n, statistics.ALPHA[statistics.rule_for(n, known_sigma)] / len(counts)) for n in counts)
+
+
+class TestResult(Strict, frozen=True):
+    """The test of a declared batch at its last look: see `ledger.statistics`."""
+
+    rule: Literal["t", "z"]
+    num_runs: int
+    p: float
+    alpha: float
+    passed: bool
 
 
 class Standing(NamedTuple):
@@ -78,7 +88,7 @@ def standing(
 
 def completed(runs: Sequence[Run]) -> Mapping[int, float]:
     """Return the final loss by seed of finished and non-finite runs; infinite for the latter."""
-    ended = [run for run in runs if run.file.outcome in ("finished", "non-finite")]
+    ended = [run for run in runs if run.outcome in ("finished", "non-finite")]
     return {run.start.seed: run.val_loss if run.finished else math.inf for run in reversed(ended)}
 
 

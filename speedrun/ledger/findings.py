@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from speedrun.ledger.runfile import Strict
+from speedrun.ledger.format import Strict
 
 
 class Wanted(Strict, frozen=True):

@@ -1,22 +1,26 @@
 """The files of a record, as types.
 
-    README.md  manifest.json  summary.json  batch.json  source.txt  runs/<run>/{run.json,metrics.jsonl,log.txt}  plots/
+    about.json  batch.json  source.txt  reproduction.json  runs/<run>/metrics.jsonl  README.md  plots/
 
-`batch.json` is the declaration of a batch, written before its first run. `run.json` (`runfile`) holds the facts of one
-run, written when it ends. `manifest.json` holds the facts of all runs, `summary.json` the numbers derived from them;
-both can be derived from the runs again. Losses are nats per token. A key that is not declared here is an error.
+`about.json` is what its authors say. `batch.json` is the declaration of a batch, written before its first run.
+`source.txt` is the source closure, and `metrics.jsonl` the log of a run (`ground.runlog`). All else is a view: README
+and plots are made from these, and never read. Losses are nats per token. A key that is not declared here is
+an error.
 """
 
-from typing import Literal, TypeVar
+import hashlib
+from typing import TypeVar
 
 import msgspec
 
-from speedrun.ledger.runfile import RUN_SCHEMA, DataRead, Outcome, Recipe, Strict, encode, sha256
-
-MANIFEST_SCHEMA = "speedrun.manifest/1"
-SUMMARY_SCHEMA = "speedrun.summary/1"
+ABOUT, BATCH, SOURCE, LOG = "about.json", "batch.json", "source.txt", "metrics.jsonl"
+ABOUT_SCHEMA = "speedrun.about/1"
 BATCH_SCHEMA = "speedrun.batch/1"
 REPRODUCTION_SCHEMA = "speedrun.reproduction/1"
+
+
+class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base: unknown keys are errors."""
 
 
 class FormatError(ValueError):
@@ -30,44 +34,12 @@ class TrackRef(Strict, frozen=True):
     sha256: str
 
 
-class SourceFile(Strict, frozen=True):
-    """One file inside `source.txt`."""
+class Recipe(Strict, frozen=True):
+    """The recipe, as the command line names it."""
 
-    path: str
-    sha256: str
-    lines: int
-
-
-class Source(Strict, frozen=True):
-    """The source closure."""
-
-    sha256: str
-    lines: int
-    files: tuple[SourceFile, ...]
-
-
-class Hardware(Strict, frozen=True):
-    """The hardware of a record."""
-
-    platform: str
-    device_kind: str
-    num_devices: int
-    matmul_gflops: float  #: measured before the first run
-
-
-class RunOutcome(Strict, frozen=True):
-    """One run of the batch and how it ended; no run may be left out."""
-
-    run_id: str
-    seed: int
-    outcome: Outcome
-
-
-class Batch(Strict, frozen=True):
-    """The number of declared runs, and the runs that exist."""
-
-    declared_runs: int
-    runs: tuple[RunOutcome, ...]
+    name: str
+    revision: int
+    overrides: dict[str, str]
 
 
 class Look(Strict, frozen=True):
@@ -95,72 +67,13 @@ class Declaration(Strict, frozen=True, tag_field="schema", tag=BATCH_SCHEMA):
     created_utc: str
 
 
-class FileRef(Strict, frozen=True):
-    """One file of the record."""
-
-    bytes: int
-    sha256: str
-
-
-class About(Strict, frozen=True):
-    """The part of a manifest that its authors write."""
+class About(Strict, frozen=True, tag_field="schema", tag=ABOUT_SCHEMA):
+    """`about.json`: what its authors say of a record."""
 
     title: str = "untitled"
     authors: tuple[str, ...] = ()
     parent_record: str | None = None
     changes: tuple[str, ...] = ()  #: from the parent; one sentence each
-
-
-class Manifest(Strict, frozen=True, tag_field="schema", tag=MANIFEST_SCHEMA):
-    """`manifest.json`: the facts of all runs."""
-
-    record_id: str  #: digest of everything below
-    about: About
-    created_utc: str  #: of the first run
-    track: TrackRef
-    recipe: Recipe
-    source: Source
-    config: dict
-    config_sha256: str
-    data: DataRead
-    hardware: Hardware
-    software: dict[str, str]
-    environment: dict[str, str]
-    batch: Batch
-    files: dict[str, FileRef]  #: source.txt, batch.json and the files of the runs
-
-
-class TestResult(Strict, frozen=True):
-    """The test of a declared batch at its last look: see `ledger.statistics`."""
-
-    rule: Literal["t", "z"]
-    num_runs: int
-    p: float
-    alpha: float
-    passed: bool
-
-
-class Summary(Strict, frozen=True, omit_defaults=True, tag_field="schema", tag=SUMMARY_SCHEMA):
-    """`summary.json`: derived numbers. Means are over finished runs; an sd needs two of them."""
-
-    num_runs: int
-    num_finished: int
-    broke_off: tuple[str, ...]  #: where and why each unfinished run broke off
-    target_loss: float
-    target_reached: bool
-    val_loss_mean: float | None
-    val_loss_sd: float | None
-    train_time_s_mean: float | None
-    train_time_s_sd: float | None
-    cold_wall_s_mean: float | None
-    compile_s_mean: float | None
-    num_steps: int
-    num_tokens: int
-    step_p50_ms: float
-    step_p95_ms: float
-    step_max_ms: float
-    data_wait_share: float | None  #: of the train time
-    test: TestResult | None = None  #: None without a declared batch, or before its first look
 
 
 _File = TypeVar("_File", bound=Strict)
@@ -197,7 +110,7 @@ def newer(raw: bytes) -> str:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ""
     name, _, version = got[:_LONGEST_SCHEMA].partition("/")
-    for own in (RUN_SCHEMA, BATCH_SCHEMA, MANIFEST_SCHEMA, SUMMARY_SCHEMA, REPRODUCTION_SCHEMA):
+    for own in (ABOUT_SCHEMA, BATCH_SCHEMA, REPRODUCTION_SCHEMA):
         own_name, _, own_version = own.partition("/")
         if name == own_name and version.isdecimal() and int(version) > int(own_version):
             return f"{name}/{version}, and this speedrun reads {own}: a newer one wrote it; update, and try again"
@@ -230,6 +143,16 @@ def check_range(holder: object) -> None:
                 raise FormatError(f"{shown}: a number is out of range; at most 2^128 is permitted")
 
 
-def record_id(manifest: Manifest) -> str:
-    """Return the digest of a manifest without its id."""
-    return sha256(encode(msgspec.structs.replace(manifest, record_id="")))
+def encode(file: Strict) -> bytes:
+    """Return the canonical bytes of a file of a record: JSON, indented for people and `diff`."""
+    return msgspec.json.format(msgspec.json.encode(file), indent=2) + b"\n"
+
+
+def sha256(raw: bytes) -> str:
+    """Return the SHA-256 digest as 64 hex digits."""
+    return hashlib.sha256(raw).hexdigest()
+
+
+def config_sha256(config: dict) -> str:
+    """Return the digest of a resolved config: of its JSON with sorted keys. A config has no seed."""
+    return sha256(msgspec.json.encode(config, order="sorted"))

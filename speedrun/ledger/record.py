@@ -8,22 +8,18 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeVar
 
-from msgspec import DecodeError
-
-from speedrun.ground import console, runlog, track
+from speedrun.ground import track
 from speedrun.ground.errors import SpeedrunError, UsageError
 from speedrun.ground.track import Track
-from speedrun.ground.wholefile import PARTIAL, write_whole
-from speedrun.ledger.format import Declaration, FormatError, Manifest, Summary
+from speedrun.ground.wholefile import PARTIAL
+from speedrun.ledger.format import ABOUT, BATCH, LOG, SOURCE, About, Declaration, FormatError, Strict, sha256
 from speedrun.ledger.reproduction import REPRODUCTION, Reproduction
 from speedrun.ledger.run import Run, read_json, read_run
-from speedrun.ledger.runfile import Strict
 from speedrun.ledger.source import split_source
 
 _MIB = 2**20
@@ -35,12 +31,10 @@ FOLDERS = re.compile(rf"runs|plots|{_RUN}")
 
 #: Every file that a record may hold, and its size cap in bytes.
 FILES = (
-    (re.compile(r"(manifest|summary|batch|reproduction)\.json"), _MIB),
+    (re.compile(r"(about|batch|reproduction)\.json"), _MIB),
     (re.compile(r"source\.txt"), 4 * _MIB),
     (re.compile(r"[A-Z]{1,30}\.md"), _MIB),
-    (re.compile(rf"{_RUN}/run\.json"), _MIB),
     (re.compile(rf"{_RUN}/metrics\.jsonl"), 32 * _MIB),
-    (re.compile(rf"{_RUN}/log\.txt"), _MIB),
     (re.compile(r"plots/[a-z0-9-]{1,60}\.(svg|png)"), 4 * _MIB),
 )
 MAX_FILES = 1000
@@ -59,8 +53,7 @@ class Record:
     refused: dict[str, str]  #: the reason for everything else, by path
     malformed: tuple[str, ...]  #: one line for each file that cannot be decoded
     runs: tuple[Run, ...]  #: by folder name
-    manifest: Manifest | None
-    summary: Summary | None
+    about: About
     declaration: Declaration | None  #: None also for a run by itself
     reproduction: Reproduction | None  #: result of a referee who ran it again, if there is one
     track: Track | None  #: None if this version does not know it
@@ -71,11 +64,47 @@ class Record:
         """The runs that finished."""
         return tuple(run for run in self.runs if run.finished)
 
+    @property
+    def lead(self) -> Run:
+        """The run for facts in which all agree: the first finished one by name, if there is one."""
+        return next(iter(self.finished), self.runs[0])
+
+    @property
+    def track_name(self) -> str:
+        """The name of the track without its version, as its runs have it."""
+        return self.lead.start.track.rpartition("@")[0]
+
+    @property
+    def declared_runs(self) -> int:
+        """The number of runs that were declared before the first; without a declaration, those that exist."""
+        return len(self.declaration.seeds) if self.declaration else len(self.runs)
+
+    @property
+    def created_utc(self) -> str:
+        """When its first run began."""
+        return min(run.created_utc for run in self.runs)
+
+    @cached_property
+    def id(self) -> str:
+        """The digest of its evidence: source, declaration and logs."""
+        paths = (path for path in sorted(self.raw) if path in (SOURCE, BATCH) or path.startswith("runs/"))
+        return sha256("".join(f"{sha256(self.raw[path])} {path}\n" for path in paths).encode())
+
+    @cached_property
+    def source_sha256(self) -> str:
+        """The digest of `source.txt`."""
+        return sha256(self.raw.get(SOURCE, b""))
+
+    @property
+    def source_lines(self) -> int:
+        """Lines of code in `source.txt`."""
+        return sum(text.count("\n") for text in self.source_files.values())
+
     @cached_property
     def source_files(self) -> dict[str, str]:
         """The files inside `source.txt`; empty if it cannot be split, which V003 reports."""
         try:
-            return split_source(self.raw.get("source.txt", b"").decode())
+            return split_source(self.raw.get(SOURCE, b"").decode())
         except ValueError:
             return {}
 
@@ -106,21 +135,20 @@ def load(root: Path) -> Record:
                 malformed.append(str(error))
             return None
 
-    read = [attempt(partial(read_run, raw, folder), run_paths(folder)) for folder in folders]
+    read = [attempt(partial(read_run, raw, folder), {f"runs/{folder}/{LOG}"}) for folder in folders]
     runs = tuple(run for run in read if run is not None)
 
     def file(path: str, kind: type[_File]) -> _File | None:
-        return attempt(lambda: read_json(raw, path, kind), {path})
+        return attempt(lambda: read_json(raw, path, kind), {path}) if path in raw else None
 
     return Record(
         root=root,
         raw=raw,
         refused=refused,
         runs=runs,
-        manifest=file("manifest.json", Manifest),
-        summary=file("summary.json", Summary),
-        declaration=file("batch.json", Declaration) if "batch.json" in raw else None,
-        reproduction=file(REPRODUCTION, Reproduction) if REPRODUCTION in raw else None,
+        about=file(ABOUT, About) or About(),
+        declaration=file(BATCH, Declaration),
+        reproduction=file(REPRODUCTION, Reproduction),
         track=known_track(runs),
         whole=0 < len(runs) == len(folders),
         malformed=tuple(malformed),  # complete, since all files above are read
@@ -128,15 +156,15 @@ def load(root: Path) -> Record:
 
 
 def need_record(folder: Path) -> Path:
-    """Return the folder of a record; refuse one without a manifest, and name the record that may have been meant.
+    """Return the folder of a record; refuse one without a source, and name the record that may have been meant.
 
     Raises:
         UsageError: if the folder exists and is no record.
     """
-    if folder.is_dir() and not (folder / "manifest.json").exists():
-        inside = sorted(path.parent for path in folder.glob("*/manifest.json"))
+    if folder.is_dir() and not (folder / SOURCE).exists():
+        inside = sorted(path.parent for path in folder.glob(f"*/{SOURCE}"))
         hint = f"did you mean {inside[0]}?" if inside else "name the folder that 'speedrun run' printed"
-        raise UsageError(f"{folder} holds no manifest.json, so it is no record; {hint}")
+        raise UsageError(f"{folder} holds no {SOURCE}, so it is no record; {hint}")
     return folder
 
 
@@ -150,7 +178,7 @@ def need_finished(folder: Path) -> None:
 
 def known_track(runs: Sequence[Run]) -> Track | None:
     """Return the track that all runs name, if this version has it byte for byte."""
-    named = {(kind.track, kind.track_sha256) for run in runs for kind in (run.start, run.file)}
+    named = {(run.start.track, run.start.track_sha256) for run in runs}
     if len(named) != 1:
         return None
     track_id, sha256 = named.pop()
@@ -171,7 +199,7 @@ def read_files(root: Path) -> tuple[dict[str, bytes], dict[str, str]]:
         UsageError: if `root` is not a folder.
     """
     if not root.is_dir():
-        raise UsageError(f"{root} is not a folder; give the folder of a record (it holds manifest.json)")
+        raise UsageError(f"{root} is not a folder; give the folder of a record (it holds {SOURCE})")
     raw: dict[str, bytes] = {}
     refused: dict[str, str] = {}
     left_bytes = MAX_BYTES
@@ -218,20 +246,6 @@ def _walk(folder: Path, prefix: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
             yield path, entry
 
 
-def render_logs(record_dir: Path) -> None:
-    """Write the `log.txt` of each run that has none yet: the text of its `metrics.jsonl`."""
-    for log in record_dir.glob("runs/*/metrics.jsonl"):
-        text = log.with_name("log.txt")
-        if not text.exists():
-            with suppress(DecodeError):  # whoever reads the run says which line it is
-                write_whole(text, console.render(runlog.read(log)).encode())
-
-
 def run_folders(raw: dict[str, bytes]) -> list[str]:
     """Return the names of the run folders."""
     return sorted({path.split("/")[1] for path in raw if path.startswith("runs/")})
-
-
-def run_paths(folder: str) -> set[str]:
-    """Return the paths of the files of one run."""
-    return {f"runs/{folder}/{name}" for name in ("run.json", "metrics.jsonl", "log.txt")}

@@ -13,10 +13,8 @@ import msgspec
 
 from speedrun.ground import runlog
 from speedrun.ground.console import clean
-from speedrun.ledger import runfile
-from speedrun.ledger.format import REPRODUCTION_SCHEMA, Hardware
+from speedrun.ledger.format import REPRODUCTION_SCHEMA, Strict
 from speedrun.ledger.run import Run
-from speedrun.ledger.runfile import Strict
 from speedrun.ledger.statistics import FEW_RUNS, Interval, difference_interval
 
 REPRODUCTION = "reproduction.json"
@@ -49,12 +47,21 @@ class Point(Strict, frozen=True):
     lost: str  #: what is no longer promised if they differ; else empty
 
 
+class Hardware(Strict, frozen=True):
+    """What a run found at its start."""
+
+    platform: str
+    device_kind: str
+    num_devices: int
+    matmul_gflops: float
+
+
 class Outcome(Strict, frozen=True):
     """One run of the reproduction."""
 
     run_id: str
     seed: int
-    outcome: runfile.Outcome
+    outcome: runlog.Outcome
     val_loss: float | None  #: None: it became non-finite
     train_time_s: float | None
     final_hash: str
@@ -127,7 +134,7 @@ def loss_difference(
     losses = [run.val_loss for run in record]
     scatter = noise(losses, sigma or _LOSS_SD * fmean(losses), "track" if sigma else "assumed")
     seeds = {run.seed for run in here}
-    counterparts = [run.val_loss for run in record if run.file.seed in seeds or not same_seeds]
+    counterparts = [run.val_loss for run in record if run.start.seed in seeds or not same_seeds]
     found = difference(counterparts, [run.val_loss for run in here if run.val_loss is not None], scatter)
     return _kept(found.mean, found.low, found.high, scatter)
 
@@ -151,20 +158,19 @@ def _kept(mean: float, low: float, high: float, scatter: Noise) -> Difference:
 
 def num_same_bits(record: Sequence[Run], here: Sequence[Outcome]) -> int:
     """Return the number of runs with the same final state as the record's run of their seed."""
-    hashes = {run.file.seed: run.file.final_hash for run in record}
+    hashes = {run.start.seed: run.end.final_hash for run in record}
     return sum(hashes.get(run.seed) == run.final_hash for run in here)
 
 
 def outcome_of(run: Run) -> Outcome:
     """Return what is kept of a finished or non-finite run."""
-    file, done = run.file, run.finished
-    loss, time_s = (run.val_loss, run.train_time_s) if done else (None, None)
-    return Outcome(file.run_id, file.seed, file.outcome, loss, time_s, file.final_hash)
+    loss, time_s = (run.val_loss, run.train_time_s) if run.finished else (None, None)
+    return Outcome(run.folder, run.start.seed, run.outcome, loss, time_s, run.end.final_hash)
 
 
 def hardware_of(run: Run) -> Hardware:
     """Return the hardware that a run found at its start."""
-    hw = run.of(runlog.Preflight)[0]
+    hw = run.preflight
     return Hardware(hw.platform, hw.device_kind, hw.num_devices, hw.matmul_gflops)
 
 
@@ -203,7 +209,7 @@ def concluded(found: Reproduction, record: Sequence[Run], sigma: float | None) -
     """
     done = [run for run in found.runs if run.outcome == "finished"]
     loss = loss_difference(record, done, sigma, same_seeds=found.same_seeds) if done else None
-    time = time_ratio(record, done, record[0].file.platform) if done else None
+    time = time_ratio(record, done, record[0].preflight.platform) if done else None
     return msgspec.structs.replace(
         found,
         confidence=CONFIDENCE,
@@ -229,7 +235,7 @@ def verdict(
 
 def runs_problem(found: Reproduction, record: Sequence[Run]) -> str | None:
     """Return why nothing can be derived from the runs of a file, or None."""
-    seeds, known = [run.seed for run in found.runs], {run.file.seed for run in record}
+    seeds, known = [run.seed for run in found.runs], {run.start.seed for run in record}
     if not seeds or len(set(seeds)) != len(seeds):
         return "needs runs with distinct seeds"
     if found.same_seeds and not known.issuperset(seeds):

@@ -1,4 +1,4 @@
-"""One run of a record: its facts, its log line by line, its text.
+"""One run of a record: its log, line by line, and what follows from it.
 
 Logs are untrusted. A line is accepted only in the canonical form of a known event, which also refuses repeated keys,
 NaN and stray spaces; and the events must come in an order that the checks can rely on.
@@ -13,8 +13,8 @@ from typing import TypeVar
 import msgspec
 
 from speedrun.ground import runlog
-from speedrun.ledger.format import FormatError, check_range, decode
-from speedrun.ledger.runfile import RunFile, Strict
+from speedrun.ground.errors import NonFiniteError
+from speedrun.ledger.format import LOG, FormatError, Strict, check_range, decode
 
 #: Events that a finished run has exactly once.
 _ONCE = (
@@ -28,6 +28,8 @@ _ONCE = (
 _CLOCK = (runlog.ClockStart, runlog.ClockPause, runlog.ClockResume, runlog.ClockStop)
 
 
+#: The commit that reads records of the first format, which kept a run's facts in a file beside its log.
+_READS_OLDER = "e330e64"
 #: Origin of a run that was not resumed.
 _BEGINNING = runlog.Resume(run_id="", step=0, state_hash="", train_time_s=0.0, tokens_seen=0, cursor=(0, 0))
 
@@ -37,18 +39,39 @@ _File = TypeVar("_File", bound=Strict)
 
 @dataclass(frozen=True)
 class Run:
-    """One run: its facts, its log, its text."""
+    """One run, by its log."""
 
-    file: RunFile
     raw_lines: tuple[bytes, ...]
     lines: tuple[runlog.Line, ...]
-    text: str
     folder: str
+
+    @cached_property
+    def outcome(self) -> runlog.Outcome:
+        """How it ended. A run that was killed broke off where its log ends."""
+        if isinstance(end := self.lines[-1].event, runlog.RunEnd):
+            return end.status
+        errors = [error.kind for error in self.of(runlog.Error)]
+        return "non-finite" if errors[-1:] == [NonFiniteError.__name__] else "aborted"
 
     @property
     def finished(self) -> bool:
         """Whether it claims to have finished."""
-        return self.file.outcome == "finished"
+        return self.outcome == "finished"
+
+    @property
+    def created_utc(self) -> str:
+        """Time of the first line, as the log has it."""
+        return self.lines[0].t_utc
+
+    @cached_property
+    def preflight(self) -> runlog.Preflight:
+        """Hardware and software; a finished run always has them."""
+        return self.of(runlog.Preflight)[0]
+
+    @property
+    def hardware(self) -> tuple[int, str]:
+        """The number of devices and their kind; none for a run that was killed before it knew."""
+        return next(((hw.num_devices, hw.device_kind) for hw in self.of(runlog.Preflight)), (0, ""))
 
     @property
     def bench_gflops(self) -> tuple[float, float]:
@@ -89,8 +112,13 @@ class Run:
 
     @cached_property
     def end(self) -> runlog.RunEnd:
-        """The last event of a finished run."""
+        """The last event of a run that was not killed."""
         return self.of(runlog.RunEnd)[0]
+
+    @property
+    def data(self) -> runlog.DataRead:
+        """What it read; a run that was not killed has it."""
+        return self.end.data
 
     @cached_property
     def steps(self) -> list[runlog.Step]:
@@ -165,27 +193,24 @@ def _check_moment(utc: str) -> None:
 
 
 def read_run(raw: dict[str, bytes], folder: str) -> Run:
-    """Read one run with its log, line by line.
+    """Read one run, line by line.
 
     Raises:
-        FormatError: if a file is missing, or a line is not a canonical event.
+        FormatError: if its log is missing or of another format, or a line is not a canonical event.
     """
-    path = f"runs/{folder}"
-    file = read_json(raw, f"{path}/run.json", RunFile)
-    log = _required(raw, f"{path}/metrics.jsonl").split(b"\n")
+    path = f"runs/{folder}/{LOG}"
+    log = _required(raw, path).split(b"\n")
     if log.pop():
-        raise FormatError(f"{path}/metrics.jsonl: the last line is torn")
+        raise FormatError(f"{path}: the last line is torn")
     lines = []
     for number, raw_line in enumerate(log, 1):
         try:
             lines.append(_read_line(raw_line))
         except FormatError as error:
-            raise FormatError(f"{path}/metrics.jsonl line {number}: {error}") from None
-    try:
-        text = _required(raw, f"{path}/log.txt").decode()
-    except UnicodeDecodeError as error:
-        raise FormatError(f"{path}/log.txt: {error}") from None
-    run = Run(file, tuple(log), tuple(lines), text, folder)
+            older = number == 1 and b'"ev":"run_start"' in raw_line and b'"format":' not in raw_line
+            why = f"an older speedrun wrote it; commit {_READS_OLDER} reads it" if older else error
+            raise FormatError(f"{path} line {number}: {why}") from None
+    run = Run(tuple(log), tuple(lines), folder)
     if problem := grammar_problem(run):
         raise FormatError(f"{path}: {problem}")
     return run
@@ -217,6 +242,8 @@ def grammar_problem(run: Run) -> str | None:
     kinds = [type(line.event) for line in run.lines]
     if not kinds or kinds[0] is not runlog.RunStart or kinds.count(runlog.RunStart) != 1:
         return "the log must begin with its only run_start"
+    if run.start.run_id != run.folder:
+        return f"it is the log of {run.start.run_id!r}"
     first = run.origin.step
     if [step.step for step in run.steps] != list(range(first, first + len(run.steps))):
         return f"steps must be numbered {first}, {first + 1}, {first + 2}, ... without a gap"

@@ -3,7 +3,7 @@
 import re
 
 from speedrun.ground.sourcefile import check_path
-from speedrun.ledger.runfile import sha256
+from speedrun.ledger.format import sha256
 
 _MARKER = re.compile(r"#### file: (\S+) sha256:([0-9a-f]{64}) lines:(0|[1-9][0-9]{0,6})")
 

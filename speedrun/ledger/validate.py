@@ -113,10 +113,6 @@ def _missing(record: Record) -> dict[Need, str]:
     unread = "V008" if record.refused else "V001"
     if not record.whole:
         missing["runs"] = f"a run cannot be read: see {unread}"
-    if record.manifest is None:
-        missing["manifest"] = f"manifest.json cannot be read: see {unread}"
-    if record.summary is None:
-        missing["summary"] = f"summary.json cannot be read: see {unread}"
     if "source.txt" in record.refused:
         missing["source"] = "source.txt was not read: see V008"
     if record.track is None:

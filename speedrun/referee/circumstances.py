@@ -4,11 +4,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from speedrun.ground import provenance, runlog
-from speedrun.ground import track as tracks
 from speedrun.ground.console import clean
 from speedrun.ground.errors import DataError, UsageError
-from speedrun.ledger import format, history, runfile
-from speedrun.ledger.format import Manifest
+from speedrun.ledger import format, history
 from speedrun.ledger.record import Record, load
 from speedrun.ledger.reproduction import REPRODUCTION, Point, point
 from speedrun.ledger.validate import validate
@@ -17,7 +15,7 @@ _BITS = "equal bits"
 _TIMES = "equal bits and equal times"
 
 
-def read(folder: Path) -> tuple[Record, Manifest]:
+def read(folder: Path) -> Record:
     """Read a record that can be run again: complete, of a known track, with a finished run that has a loss and a time.
 
     Raises:
@@ -28,15 +26,14 @@ def read(folder: Path) -> tuple[Record, Manifest]:
         # An earlier reproduction has no say in this one.
         if path.endswith(".json") and path != REPRODUCTION and (problem := format.newer(raw)):
             raise UsageError(f"{folder / path}: {clean(problem)}")
-    manifest = record.manifest
-    if not record.whole or manifest is None:
+    if not record.whole:
         raise UsageError(
             f"{folder}: cannot be read as a record; 'speedrun validate {folder}' says what is wrong"
         )
     if record.track is None:
         raise UsageError(
-            f"{folder}: ran under {clean(manifest.track.id)} with sha256 {manifest.track.sha256[:16]}, which this "
-            "version does not know; get the newest speedrun, or the one that made the record"
+            f"{folder}: ran under {clean(record.lead.start.track)}, in a version that is not known here; "
+            "get the newest speedrun, or the one that made the record"
         )
     if not record.finished:
         raise UsageError(
@@ -47,45 +44,32 @@ def read(folder: Path) -> tuple[Record, Manifest]:
             f"{folder}: a finished run scored no tokens or took no time, so there is nothing to compare with; "
             f"'speedrun validate {folder}' says what is wrong"
         )
-    _check_source(record, manifest, folder)
-    return record, manifest
-
-
-def _check_source(record: Record, manifest: Manifest, folder: Path) -> None:
-    """Compare every digest of the source: of the text, of its files, and in each run."""
-    raw = record.raw.get("source.txt", b"")
-    files = {file.path: file.sha256 for file in manifest.source.files}
-    here = {path: runfile.sha256(text.encode()) for path, text in record.source_files.items()}
-    digest = runfile.sha256(raw)
-    named = {manifest.source.sha256, *(run.file.source_sha256 for run in record.runs)}
-    if named != {digest} or files != here:
+    if {run.start.source_sha256 for run in record.runs} != {record.source_sha256} or not record.source_files:
         raise UsageError(
-            f"{folder}/source.txt is not the source that manifest and runs name, its sha256 is {digest[:16]}; "
+            f"{folder}/source.txt is not the source that the runs name, its sha256 is {record.source_sha256[:16]}; "
             f"nothing was executed; 'speedrun validate {folder}' says what is wrong"
         )
+    return record
 
 
-def points(
-    record: Record, manifest: Manifest, data: Path | None, report: Callable[[int, int], None]
-) -> tuple[Point, ...]:
+def points(record: Record, data: Path | None, report: Callable[[int, int], None]) -> tuple[Point, ...]:
     """Compare what can be compared before anything runs.
 
     Args:
         record: to be run again.
-        manifest: of the record.
         data: folder of shards; None: the track's own.
         report: called with the bytes of data that were read and those there are.
 
     Raises:
         DataError: if a shard is missing or another one.
     """
-    read = _data(manifest, data, report)
+    read = _data(record, data, report)
     return (
         _checks(record),
-        _tree(manifest),
-        *_packages(manifest),
+        _tree(record),
+        *_packages(record),
         _lock(record),
-        point("flags", _flags(manifest), f"{_flags(manifest)}, passed on", equal=True),
+        point("flags", _flags(record), f"{_flags(record)}, passed on", equal=True),
         read,
     )
 
@@ -97,24 +81,24 @@ def _checks(record: Record) -> Point:
     return point("checks", "all pass", here, lost="the record's own claims")
 
 
-def _tree(manifest: Manifest) -> Point:
+def _tree(record: Record) -> Point:
     """Compare the source with this checkout; since the record's own is run in any case, they count as equal."""
-    files = {file.path: file.sha256 for file in manifest.source.files}
-    here = {path: runfile.sha256(raw) for path, raw in history.files_here(files).items()}
-    differ = sum(files[path] != here.get(path) for path in files)
-    named = f"{len(files)} files, sha256 {manifest.source.sha256[:16]}"
+    files = record.source_files
+    here = history.files_here(files)
+    differ = sum(text.encode() != here.get(path) for path, text in files.items())
+    named = f"{len(files)} files, sha256 {record.source_sha256[:16]}"
     other = f"; {differ} of them differ in this checkout" if differ else ""
     return point("source", named, f"the record's own{other}", equal=True)
 
 
-def _packages(manifest: Manifest) -> Iterator[Point]:
+def _packages(record: Record) -> Iterator[Point]:
     """Compare the versions of Python, packages and image."""
-    here, on_cpu = provenance.software(), manifest.hardware.platform == "cpu"
-    for name in {**manifest.software, **here}:
-        if on_cpu and provenance.FOR_GPUS.fullmatch(name):
+    here, hw = provenance.software(), record.lead.preflight
+    for name in {**hw.software, **here}:
+        if hw.platform == "cpu" and provenance.FOR_GPUS.fullmatch(name):
             continue  # a compiler that CPUs do not use
         lost = _BITS if name in ("python", "numpy", "optax") else _TIMES
-        yield point(name, manifest.software.get(name, "none"), here.get(name, "none"), lost=lost)
+        yield point(name, hw.software.get(name, "none"), here.get(name, "none"), lost=lost)
 
 
 def _lock(record: Record) -> Point:
@@ -130,16 +114,19 @@ def _lock(record: Record) -> Point:
     return point("lock", recorded, f"{here.name} {here.sha256[:16]}".strip() or "none", lost=wanted)
 
 
-def _flags(manifest: Manifest) -> str:
-    return " ".join(f"{name}={value}" for name, value in sorted(manifest.environment.items())) or "none"
+def _flags(record: Record) -> str:
+    return (
+        " ".join(f"{name}={value}" for name, value in sorted(record.lead.preflight.environment.items()))
+        or "none"
+    )
 
 
-def _data(manifest: Manifest, data: Path | None, report: Callable[[int, int], None]) -> Point:
+def _data(record: Record, data: Path | None, report: Callable[[int, int], None]) -> Point:
     """Compare the shards that the runs read byte by byte; synthetic ones are generated when the source runs."""
     from speedrun.data import inventory
 
-    rules = tracks.load(manifest.track.id.rpartition("@")[0])
-    shards = {shard.name: shard.sha256 for shard in (*manifest.data.shards, manifest.data.val_shard)}
+    rules, read = record.rules, record.lead.data
+    shards = {shard.name: shard.sha256 for shard in (*read.shards, read.val_shard)}
     recorded = f"{len(shards)} shards"
     if data is None and rules.synthetic is not None:
         return point("data", recorded, "generated, compared after each run", equal=True)

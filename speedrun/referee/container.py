@@ -7,12 +7,11 @@ from pathlib import Path
 
 from speedrun.data import inventory
 from speedrun.ground import children
-from speedrun.ground import track as tracks
 from speedrun.ground.console import clean
 from speedrun.ground.errors import SpeedrunError, UsageError
 from speedrun.ground.exit_codes import EXIT_CODES, meaning
-from speedrun.ledger.format import Manifest
 from speedrun.ledger.history import ROOT
+from speedrun.ledger.record import Record
 
 SCRIPT = ROOT / "scripts" / "docker_run.sh"
 _ANSWER_S = 60.0
@@ -20,13 +19,13 @@ _ANSWER_S = 60.0
 _RECORD, _OUT, _DATA = "/record", "/out", "/shards"
 
 
-def image_for(manifest: Manifest, wanted: str | None, say: Callable[[str], object]) -> str:
+def image_for(record: Record, wanted: str | None, say: Callable[[str], object]) -> str:
     """Choose the image: the wanted one, else the one that the record names, else the local one for its platform.
 
     A missing local image is built from this checkout. An image that a record names is never replaced.
 
     Args:
-        manifest: of the record.
+        record: to be run again.
         wanted: a local image, or None.
         say: takes a line of progress, or a warning.
 
@@ -35,8 +34,8 @@ def image_for(manifest: Manifest, wanted: str | None, say: Callable[[str], objec
     """
     if shutil.which("docker") is None:
         raise UsageError("there is no docker on the PATH; install Docker Engine, or leave --docker out")
-    recorded = manifest.software.get("image")
-    target = "gpu" if manifest.hardware.platform == "gpu" else "cpu"
+    recorded = record.lead.preflight.software.get("image")
+    target = "gpu" if record.lead.preflight.platform == "gpu" else "cpu"
     local = f"speedrun:{target}"
     if wanted is not None:
         if not _is_here(wanted):
@@ -99,9 +98,9 @@ def _build(tag: str, target: str) -> None:
         )
 
 
-def data_for(manifest: Manifest, data: Path | None) -> Path | None:
+def data_for(record: Record, data: Path | None) -> Path | None:
     """Return the folder of shards to mount; None if the record's source makes them."""
-    rules = tracks.load(manifest.track.id.rpartition("@")[0])
+    rules = record.rules
     return data if data is not None or rules.synthetic is not None else inventory.data_folder(rules, None)
 
 

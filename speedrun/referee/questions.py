@@ -114,7 +114,7 @@ def examined(folder: Path, report: Report, options: Options, echo: TextIO) -> Re
     record = load(folder)
     if not record.finished:
         raise UsageError(f"{folder}: no run finished; an examination needs a final state")
-    runs = {run.file.run_id: run for run in record.finished}
+    runs = {run.folder: run for run in record.finished}
     given = _owners(options.checkpoints, runs)
     names = chosen(options.nonce, runs, options.which)
     reruns = [Rerun(folder, name, unsafe=options.unsafe) for name in names]
@@ -135,7 +135,7 @@ def examined(folder: Path, report: Report, options: Options, echo: TextIO) -> Re
         file=echo,
         flush=True,
     )
-    found = [_examined(rerun, given.get(rerun.old.file.run_id), options, echo) for rerun in reruns]
+    found = [_examined(rerun, given.get(rerun.old.folder), options, echo) for rerun in reruns]
     return Report(report.results + _results(record, found), report.strict)
 
 
@@ -154,7 +154,7 @@ def _owners(folders: Iterable[Path], runs: dict[str, Run]) -> dict[str, Path]:
         steps = sorted(int(path.name) for path in folder.glob("[0-9]*") if path.name.isdecimal())
         try:
             facts = json.loads(plain(folder / str(steps[-1]) / "facts" / "metadata", _MOST_FACTS_BYTES))
-            found[runs[json.loads(facts["text"])["run_id"]].file.run_id] = folder
+            found[runs[json.loads(facts["text"])["run_id"]].folder] = folder
         except (OSError, ValueError, LookupError, TypeError, RecursionError):
             raise UsageError(
                 f"{folder} holds no checkpoints of a finished run of this record; need a run's folder of checkpoints; "
@@ -166,7 +166,7 @@ def _owners(folders: Iterable[Path], runs: dict[str, Run]) -> dict[str, Path]:
 def _examined(rerun: Rerun, checkpoints: Path | None, options: Options, echo: TextIO) -> Examined:
     """Examine one run: its source hands over its programs, the examiner runs them."""
     run = rerun.old
-    rules, draws = tracks.load(run.file.track.rpartition("@")[0]), drawn(options.nonce, run.file.run_id)
+    rules, draws = tracks.load(run.start.track.rpartition("@")[0]), drawn(options.nonce, run.folder)
     data = inventory.data_folder(rules, options.data).absolute()
     if rules.synthetic is not None:
         generated.ensure(rules, options.data, lambda text: print(text, file=echo))
@@ -179,8 +179,8 @@ def _examined(rerun: Rerun, checkpoints: Path | None, options: Options, echo: Te
             programs=programs,
             track=rules.name,
             data=data,
-            run_seed=run.file.seed,
-            num_devices=run.file.num_devices,
+            run_seed=run.start.seed,
+            num_devices=run.preflight.num_devices,
             replicas=run.start.config.get("replicas", 1),
             checkpoints=checkpoints and checkpoints.absolute(),
             stretches=stretches(run, steps if checkpoints else None, rules.rules.val_every, draws),

@@ -15,7 +15,7 @@ from speedrun.ground.console import clean, duration
 from speedrun.ground.errors import DataError, NonFiniteError, SpeedrunError, UsageError
 from speedrun.ground.wholefile import make_folder, read_regular, write_whole
 from speedrun.ledger.batch import seeds_from
-from speedrun.ledger.format import FormatError, Manifest, decode
+from speedrun.ledger.format import FormatError, decode, encode
 from speedrun.ledger.record import Record, load
 from speedrun.ledger.reproduction import (
     CONFIDENCE,
@@ -30,7 +30,6 @@ from speedrun.ledger.reproduction import (
     outcome_of,
 )
 from speedrun.ledger.run import Run
-from speedrun.ledger.runfile import encode
 from speedrun.referee.rerun import Rerun
 
 PLAN = "plan.json"
@@ -70,7 +69,6 @@ class Repetition:
 
     folder: Path
     record: Record
-    manifest: Manifest
     plan: Plan
 
     def run(
@@ -129,18 +127,18 @@ class Repetition:
             # The stacks of a run that hung lie beside its folder.
             for attempt in sorted(path for path in self.folder.glob(f"{seed}-*") if path.is_dir()):
                 for run in load(attempt).runs:
-                    if run.file.seed == seed and run.file.outcome in ("finished", "non-finite"):
+                    if run.start.seed == seed and run.outcome in ("finished", "non-finite"):
                         self._check_same(run, attempt)
                         found.setdefault(seed, run)
         return found
 
     def _check_same(self, run: Run, attempt: Path) -> None:
         """Raise DataError if a finished run has another source, config or data than the record."""
-        file, wanted = run.file, self.manifest
+        start, wanted = run.start, self.record.lead
         differ = {
-            "source": file.source_sha256 != wanted.source.sha256,
-            "config": file.config_sha256 != wanted.config_sha256,
-            "data": file.data != wanted.data,
+            "source": start.source_sha256 != wanted.start.source_sha256,
+            "config": start.config_sha256 != wanted.start.config_sha256,
+            "data": run.finished and run.data != wanted.data,
         }
         if run.finished and any(differ.values()):
             names = ", ".join(name for name, other in differ.items() if other)
@@ -153,8 +151,8 @@ class Repetition:
         hardware = [hardware_of(run) for run in runs]
         recorded = [hardware_of(run) for run in self.record.finished]
         found = Reproduction(
-            record_id=self.manifest.record_id,
-            track=self.manifest.track.id,
+            record_id=self.record.id,
+            track=self.record.rules.id,
             by=clean(by),
             created_utc=self.plan.created_utc,
             hardware=hardware[0],
@@ -171,9 +169,7 @@ class Repetition:
         return concluded(found, self.record.finished, self.record.rules.target.sigma)
 
 
-def planned(
-    folder: Path, record: Record, manifest: Manifest, num_runs: int | None, *, same_seeds: bool
-) -> Repetition:
+def planned(folder: Path, record: Record, num_runs: int | None, *, same_seeds: bool) -> Repetition:
     """Return the repetition that was planned in a folder before, if it is the same one; else plan it.
 
     Fresh seeds follow from the record's digest and the time of planning, so nobody picks them.
@@ -181,14 +177,13 @@ def planned(
     Args:
         folder: of the runs; new, empty, or with the same plan.
         record: to run again.
-        manifest: of the record.
         num_runs: None: as many as the record has.
         same_seeds: use the record's seeds.
 
     Raises:
         UsageError: if more of the record's seeds are wanted than there are, or the folder holds something else.
     """
-    recorded = [run.file.seed for run in record.finished]
+    recorded = [run.start.seed for run in record.finished]
     num_runs = num_runs or len(recorded)
     if same_seeds and num_runs > len(recorded):
         raise UsageError(
@@ -197,19 +192,19 @@ def planned(
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         plan = _read_plan(folder)
         found = (plan.record_id, plan.same_seeds, len(plan.seeds))
-        if found != (manifest.record_id, same_seeds, num_runs):
+        if found != (record.id, same_seeds, num_runs):
             raise UsageError(
                 f"{folder} was begun with another record, seeds or number of runs; pass another --out"
             )
-        return Repetition(folder, record, manifest, plan)
+        return Repetition(folder, record, plan)
     now = clock.now().utc
-    derived = seeds_from(manifest.record_id, now, num_runs + len(recorded))
+    derived = seeds_from(record.id, now, num_runs + len(recorded))
     fresh = [seed for seed in derived if seed not in recorded]
     seeds = (recorded if same_seeds else fresh)[:num_runs]
-    plan = Plan(manifest.record_id, same_seeds, tuple(seeds), now)
+    plan = Plan(record.id, same_seeds, tuple(seeds), now)
     with lock.lock_record(folder):
         make_folder(folder, {PLAN: msgspec.json.format(msgspec.json.encode(plan), indent=2) + b"\n"})
-    return Repetition(folder, record, manifest, plan)
+    return Repetition(folder, record, plan)
 
 
 def _read_plan(folder: Path) -> Plan:
@@ -275,7 +270,7 @@ def _numbers(found: Reproduction, record: Record) -> list[str]:
     if loss is None or time is None:
         return lines
     seeds = {run.seed for run in found.runs}
-    counterparts = [run for run in record.finished if run.file.seed in seeds or not found.same_seeds]
+    counterparts = [run for run in record.finished if run.start.seed in seeds or not found.same_seeds]
     record_loss = fmean(run.val_loss for run in counterparts)
     record_s = fmean(run.train_time_s for run in record.finished)
     return [

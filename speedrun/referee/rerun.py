@@ -22,9 +22,9 @@ from speedrun.ground.console import clean
 from speedrun.ground.errors import DataError, SpeedrunError, UsageError, translate_os_errors
 from speedrun.ground.exit_codes import EXIT_CODES, meaning
 from speedrun.ground.wholefile import write_whole
-from speedrun.ledger import runfile
+from speedrun.ledger import format
 from speedrun.ledger.findings import Examination, Findings, HandedOver, Wanted
-from speedrun.ledger.record import Record, load, read_files, render_logs
+from speedrun.ledger.record import Record, load, read_files
 from speedrun.ledger.run import Run
 from speedrun.ledger.source import split_source
 from speedrun.referee import sandbox
@@ -113,11 +113,10 @@ class Rerun:
                 self._execute(self._entry, config, Path(scratch), echo, {}, limit_s)
             finally:
                 _bring(made, out)
-        render_logs(out)
         new = [run for run in load(out).runs if run.finished] if out.is_dir() else []
         if len(new) != 1:
             raise SpeedrunError(
-                f"the source of {self.old.file.run_id} succeeded, but left {len(new)} readable finished runs; "
+                f"the source of {self.old.folder} succeeded, but left {len(new)} readable finished runs; "
                 f"need one; 'speedrun validate {out}' says what is wrong"
             )
         return new[0]
@@ -125,7 +124,7 @@ class Rerun:
     def replay(self, out: Path, *, data: Path | None, echo: TextIO) -> Replay:
         """Run it with its own seed, and compare every loss. Arguments and errors as those of `run`."""
         self._verify(data, echo)
-        new = self.run(out, seed=self.old.file.seed, data=data, echo=echo)
+        new = self.run(out, seed=self.old.start.seed, data=data, echo=echo)
         old_losses, losses = ([step.loss for step in run.steps] for run in (self.old, new))
         pairs = list(zip(old_losses, losses, strict=False))
         return Replay(
@@ -160,7 +159,7 @@ class Rerun:
         self._verify(data, echo)
         with tempfile.TemporaryDirectory(prefix="speedrun-programs-") as scratch:
             given = Path(scratch, "programs")
-            wanted = Wanted(self._config(Path(scratch, "record"), self.old.file.seed, data, echo), given)
+            wanted = Wanted(self._config(Path(scratch, "record"), self.old.start.seed, data, echo), given)
             self._execute("speedrun.referee.handover", wanted, Path(scratch), echo, self._ours, _HANDOVER_S)
             try:
                 raw = plain(given / "programs.json", _MOST_TABLE_BYTES)
@@ -173,7 +172,7 @@ class Rerun:
                     left_bytes -= len(found)
             except (OSError, ValueError) as error:
                 raise SpeedrunError(
-                    f"the source of {self.old.file.run_id} handed over no readable programs ({clean(str(error))}), "
+                    f"the source of {self.old.folder} handed over no readable programs ({clean(str(error))}), "
                     "so it cannot be examined; see its output above"
                 ) from None
         folder.mkdir()
@@ -235,13 +234,13 @@ class Rerun:
             readable=readable,
             environment={**keep, **self._environment, "PYTHONPATH": str(code)},
             stdout=echo,
-            limits=sandbox.Limits(limit_s, gpu=self.old.file.platform == "gpu"),
+            limits=sandbox.Limits(limit_s, gpu=self.old.preflight.platform == "gpu"),
             unsafe=self._unsafe,
         )
         if found:
             what = "the examiner" if module == "speedrun.referee.examiner" else "the source"
             error = SpeedrunError(
-                f"{what} of {self.old.file.run_id} ended with {meaning(found)}; see its output above"
+                f"{what} of {self.old.folder} ended with {meaning(found)}; see its output above"
             )
             error.exit_code = found if found in EXIT_CODES else SpeedrunError.exit_code
             raise error
@@ -252,7 +251,7 @@ class Rerun:
         Raises:
             DataError: if one is missing or differs.
         """
-        rules = tracks.load(self.old.file.track.rpartition("@")[0])
+        rules = tracks.load(self.old.start.track.rpartition("@")[0])
         folder = inventory.data_folder(rules, data)
         if rules.data.sha256 and (data is not None or folder.is_dir()):
             generated.ensure(rules, data, lambda text: print(text, file=echo))
@@ -260,8 +259,8 @@ class Rerun:
 
     def _config(self, out: Path, seed: int, data: Path | None, echo: TextIO) -> dict[str, object]:
         """Return the `prepare.RunConfig` of the record's own source; older sources have fewer settings."""
-        file, config = self.old.file, self.old.start.config
-        rules = tracks.load(file.track.rpartition("@")[0])
+        start, config = self.old.start, self.old.start.config
+        rules = tracks.load(start.track.rpartition("@")[0])
         if data is not None and not data.is_dir():
             raise DataError(f"{data}: no such folder; need one with the shards of {rules.id}")
         own_data = data is None and rules.synthetic is not None and _GENERATOR in self._source
@@ -270,11 +269,11 @@ class Rerun:
         wanted: dict[str, object] = {
             "track": rules.name,
             "out": str(out.absolute()),
-            "recipe": file.recipe,
+            "recipe": start.recipe,
             "seed": seed,
-            "overrides": file.overrides,
+            "overrides": start.overrides,
             "data": None if own_data else str(inventory.data_folder(rules, data).absolute()),
-            "num_devices": file.num_devices,
+            "num_devices": self.old.preflight.num_devices,
             "microbatches": config.get("microbatches"),
         }
         return wanted | {name: config[name] for name in ("attention", "replicas") if name in config}
@@ -307,7 +306,7 @@ def _bring(made: Path, out: Path) -> None:
 def _find(record: Record, folder: Path, run_id: str | None) -> Run:
     if not record.whole or not record.runs:
         raise UsageError(f"{folder}: no readable run; 'speedrun validate {folder}' says what is wrong")
-    runs = {run.file.run_id: run for run in record.runs}
+    runs = {run.folder: run for run in record.runs}
     if run_id is not None and run_id not in runs:
         raise UsageError(f"{folder} has no run {run_id!r}; choose one of: {', '.join(runs)}")
     return runs[run_id] if run_id is not None else record.runs[0]
@@ -316,9 +315,9 @@ def _find(record: Record, folder: Path, run_id: str | None) -> Run:
 def _checked_source(record: Record, folder: Path, run: Run) -> dict[str, str]:
     """Return the files of `source.txt`, if its digest is the one that the run names."""
     raw = record.raw.get("source.txt", b"")
-    if runfile.sha256(raw) != run.file.source_sha256:
+    if format.sha256(raw) != run.start.source_sha256:
         raise UsageError(
-            f"{folder}/source.txt is not the source of {run.file.run_id} (its sha256 differs); nothing was executed; "
+            f"{folder}/source.txt is not the source of {run.folder} (its sha256 differs); nothing was executed; "
             f"'speedrun validate {folder}' says what is wrong"
         )
     try:
@@ -329,9 +328,9 @@ def _checked_source(record: Record, folder: Path, run: Run) -> dict[str, str]:
 
 def _checked_environment(folder: Path, run: Run) -> dict[str, str]:
     """Return the variables of the run, if a run records no others: those could load foreign code."""
-    if foreign := sorted(run.file.environment.keys() - set(provenance.VARIABLES)):
+    if foreign := sorted(run.preflight.environment.keys() - set(provenance.VARIABLES)):
         raise UsageError(
-            f"{folder}: the environment of {run.file.run_id} holds {clean(', '.join(foreign))}; "
+            f"{folder}: the environment of {run.folder} holds {clean(', '.join(foreign))}; "
             f"only {', '.join(provenance.VARIABLES)} are permitted; nothing was executed"
         )
-    return run.file.environment
+    return run.preflight.environment

@@ -15,11 +15,12 @@ from speedrun.ground import track as tracks
 from speedrun.ground.errors import NonFiniteError, UsageError
 from speedrun.ground.track import Track
 from speedrun.ground.wholefile import read_regular
-from speedrun.ledger import format, runfile, statistics
+from speedrun.ledger import format, statistics
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.batch import Standing, standing
 from speedrun.ledger.record import load
 from speedrun.ledger.salvage import salvage
+from speedrun.ledger.summary import Summary
 from speedrun.study import race
 
 
@@ -54,7 +55,7 @@ class Outcome(NamedTuple):
 
     rules: Track
     standing: Standing
-    summary: format.Summary
+    summary: Summary
     plots: list[Path]
 
 
@@ -74,17 +75,18 @@ class Batch:
     to_stderr: bool  #: where the runs print
 
     def __post_init__(self) -> None:
-        path = self.folder / runfile.BATCH
+        path = self.folder / format.BATCH
         try:
             raw = read_regular(path)
             self._declared = format.decode(raw, format.Declaration)
         except OSError:
             raise UsageError(
-                f"{self.folder} holds no {runfile.BATCH}; declare a batch: speedrun batch --runs N"
+                f"{self.folder} holds no {format.BATCH}; declare a batch: speedrun batch --runs N"
             ) from None
         except format.FormatError as error:
             raise UsageError(f"{path}: {error}; restore it, or declare a new batch") from None
-        self._sha256 = runfile.sha256(raw)
+        self._sha256 = format.sha256(raw)
+        self._told: set[str] = set()  # runs that were killed
         self._rules = tracks.load(self._declared.track.id.rpartition("@")[0])
         rival = race.find(self.ghost, self._rules.id)  # once, so that its warning appears once
         self._rival = rival and str(rival.record)
@@ -96,7 +98,7 @@ class Batch:
             UsageError: if another process runs this batch.
             SpeedrunError: if a run breaks off.
         """
-        with children.locked(self.folder / runfile.BATCH) as lock:
+        with children.locked(self.folder / format.BATCH) as lock:
             now = self._standing()
             if now.missing:
                 generated.ensure(self._rules, self.data, self.say)
@@ -113,7 +115,8 @@ class Batch:
 
     def _standing(self) -> Standing:
         """Salvage killed runs, write the record, and report its standing."""
-        for run_id in salvage(self.folder, self._declared.recipe, self._declared.num_devices):
+        for run_id in {*salvage(self.folder)} - self._told:
+            self._told.add(run_id)
             sys.stderr.write(
                 f"warning: {run_id} was killed; its log is kept as that of a run that broke off\n"
             )
@@ -124,7 +127,7 @@ class Batch:
         self.say(progress(self._declared, now))
         return now
 
-    def _assemble(self) -> format.Summary:
+    def _assemble(self) -> Summary:
         default = f"{self._declared.recipe.name} on {self._declared.track.id}"
         return assemble(self.folder, title=self.title, default_title=default)
 

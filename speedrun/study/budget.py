@@ -13,7 +13,8 @@ from speedrun.data import overview
 from speedrun.ground.console import duration, quantity
 from speedrun.ground.errors import UsageError
 from speedrun.ground.track import Track
-from speedrun.ledger import format
+from speedrun.ledger.record import load
+from speedrun.ledger.summary import summarize
 from speedrun.predict.plan import Plan
 from speedrun.science.recipe import Recipe
 
@@ -82,17 +83,14 @@ def _of_records(
 ) -> tuple[float, float, Basis] | None:
     """Return the mean wall and train time of the records; train time is scaled to the recipe's number of tokens."""
     found = []
-    for path in sorted((records / track.name).glob("*/summary.json")):
-        try:
-            summary = format.decode(path.read_bytes(), format.Summary)
-            manifest = format.decode((path.parent / "manifest.json").read_bytes(), format.Manifest)
-        except (OSError, format.FormatError):
-            continue  # `validate` reports it
+    for path in sorted((records / track.name).glob("*/source.txt")):
+        record = load(path.parent)
+        if not record.finished or record.track is None or record.lead.start.recipe != recipe.name:
+            continue
+        summary, (num_devices, kind) = summarize(record), record.lead.hardware
         train_s, wall_s = summary.train_time_s_mean, summary.cold_wall_s_mean
-        kind, num_devices = manifest.hardware.device_kind, manifest.hardware.num_devices
         here = kind == "cpu" if plan is None else (kind, num_devices) == (plan.device, plan.num_devices)
-        same = here and manifest.recipe.name == recipe.name
-        if same and train_s is not None and wall_s is not None and summary.num_tokens > 0:
+        if here and train_s is not None and wall_s is not None and summary.num_tokens > 0:
             scaled_s = train_s * recipe.total_tokens / summary.num_tokens
             found.append((wall_s - train_s + scaled_s, scaled_s))
     if not found:

@@ -14,7 +14,7 @@ from speedrun.ground.errors import UsageError
 from speedrun.ground.output import reported
 from speedrun.ground.track import sha256
 from speedrun.ground.wholefile import make_folder
-from speedrun.ledger import batch, format, runfile
+from speedrun.ledger import batch, format
 from speedrun.training.prepare import RunConfig, decoded, prepare
 
 
@@ -36,7 +36,7 @@ def declare(promise: Promise) -> format.Declaration:
     """
     ready = prepare(promise.config)
     looks = batch.looks(promise.num_runs, promise.then, ready.track.target.sigma)
-    num_runs, config_sha256 = looks[-1].num_runs, runfile.config_sha256(ready.described)
+    num_runs, config_sha256 = looks[-1].num_runs, format.config_sha256(ready.described)
     seeds = promise.seeds or batch.seeds_from(ready.source_sha256, config_sha256, num_runs)
     if len(set(seeds)) != num_runs or len(seeds) != num_runs:
         raise UsageError(f"got {len(set(seeds))} different seeds; need {num_runs}, one for each run")
@@ -44,7 +44,7 @@ def declare(promise: Promise) -> format.Declaration:
         raise UsageError(f"got seeds {min(seeds)} to {max(seeds)}; need 0 to {2**31 - 1}")
     declaration = format.Declaration(
         track=format.TrackRef(ready.track.id, sha256(ready.track.name)),
-        recipe=runfile.Recipe(ready.recipe.name, ready.recipe.revision, promise.config.overrides),
+        recipe=format.Recipe(ready.recipe.name, ready.recipe.revision, promise.config.overrides),
         config_sha256=config_sha256,
         source_sha256=ready.source_sha256,
         num_devices=ready.program.num_devices,
@@ -59,7 +59,7 @@ def declare(promise: Promise) -> format.Declaration:
     )
     out = promise.config.out
     with lock.lock_record(out):
-        make_folder(out, {"source.txt": ready.source.encode(), runfile.BATCH: runfile.encode(declaration)})
+        make_folder(out, {"source.txt": ready.source.encode(), format.BATCH: format.encode(declaration)})
     return declaration
 
 

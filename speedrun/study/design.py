@@ -15,7 +15,7 @@ from speedrun.ground.clock import now
 from speedrun.ground.errors import UsageError, unknown
 from speedrun.ground.output import reported
 from speedrun.ground.wholefile import make_folder
-from speedrun.ledger import format, runfile
+from speedrun.ledger import format
 from speedrun.science import recipes
 from speedrun.study import features, trials
 from speedrun.study.features import FEATURES
@@ -51,7 +51,7 @@ def design(request: Request) -> Experiment:
         arm = msgspec.structs.replace(
             draft,
             overrides=overrides,
-            config_sha256=runfile.config_sha256(ready.described),
+            config_sha256=format.config_sha256(ready.described),
             source_sha256=ready.source_sha256,
         )
         if same := next((one for one in arms if one.config_sha256 == arm.config_sha256), None):

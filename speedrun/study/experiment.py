@@ -13,7 +13,7 @@ from speedrun.ground import track as tracks
 from speedrun.ground.console import duration
 from speedrun.ground.errors import NonFiniteError, UsageError
 from speedrun.ground.wholefile import write_whole
-from speedrun.ledger import runfile
+from speedrun.ledger import format
 from speedrun.ledger.assemble import assemble
 from speedrun.study import trials
 from speedrun.study.effects import Summary, summary, winner
@@ -43,7 +43,7 @@ class Runner:
 
     def __post_init__(self) -> None:
         self._plan = trials.read(self.folder)
-        self._sha256 = runfile.sha256((self.folder / EXPERIMENT).read_bytes())
+        self._sha256 = format.sha256((self.folder / EXPERIMENT).read_bytes())
         self._track = self._plan.track.id.rpartition("@")[0]
 
     def run(self) -> Outcome:
@@ -78,7 +78,7 @@ class Runner:
         rules = [tracks.TRACKS_DIR / f"{self._track}.toml"]
         for recipe, sha256 in sorted({(arm.recipe, arm.source_sha256) for arm in self._plan.arms}):
             roots = [f"speedrun.science.recipes.{recipe}", "speedrun.training.train"]
-            if runfile.sha256(provenance.closure(roots, rules).encode()) != sha256:
+            if format.sha256(provenance.closure(roots, rules).encode()) != sha256:
                 raise UsageError(
                     f"the source of {recipe} changed since {self.folder} was designed, or is not in $SPEEDRUN_RECIPES; "
                     "restore it, or start a new sweep"
@@ -123,7 +123,7 @@ class Runner:
     def _assemble(self, trial: Trial, out: Path, *, drawn: bool) -> None:
         """Write the record of one run."""
         change = f"One run of the experiment with sha256 {self._sha256[:16]}: {self._plan.standing}."
-        assemble(out, title=f"{trial.arm.recipe}, {trial.arm.name}", changes=[change], declared_runs=1)
+        assemble(out, title=f"{trial.arm.recipe}, {trial.arm.name}", changes=[change])
         if drawn:
             plot(out)
 

@@ -14,7 +14,7 @@ from speedrun.ground import processes
 from speedrun.ground import track as tracks
 from speedrun.ground.errors import SpeedrunError
 from speedrun.ledger.assemble import assemble
-from speedrun.ledger.format import Summary
+from speedrun.ledger.summary import Summary
 from speedrun.ledger.validate import Report, validate
 from speedrun.study import race
 from speedrun.study.extras import Extras
@@ -102,7 +102,7 @@ def run(
         raise
     if not processes.is_first():
         return None
-    summary = assemble(config.out, default_title=_title(config), declared_runs=1)
+    summary = assemble(config.out, default_title=_title(config))
     picture = next(path for path in plot(config.out) if path.suffix == ".png")
     return Single(config, tracks.load(config.track), picture, summary, validate(config.out))
 
@@ -133,10 +133,10 @@ def _title(config: RunConfig) -> str:
 
 def _assemble_broken(config: RunConfig) -> None:
     """Write the record of a run that broke off."""
-    if not list(config.out.glob("runs/*/run.json")):
+    if not list(config.out.glob("runs/*/metrics.jsonl")):
         return
     try:
-        assemble(config.out, default_title=_title(config), declared_runs=1)
+        assemble(config.out, default_title=_title(config))
         _say(f"record  {config.out} says where the run broke off")
     except SpeedrunError as error:  # the error that broke the run matters more
         _say(f"warning: the record of the broken run is incomplete: {error}")

@@ -54,7 +54,7 @@ def stats(
     if record.declaration is not None and target is None and alpha is None:
         test = standing(record.declaration, record.runs, aim, sigma).test
     declared = test is not None
-    blown_up = [math.inf for run in record.runs if run.file.outcome == "non-finite"]
+    blown_up = [math.inf for run in record.runs if run.outcome == "non-finite"]
     test = test or statistics.mean_below([*losses, *blown_up], aim, known_sigma=sigma, alpha=alpha)
     is_tested = len(losses) + len(blown_up) > 1
     sd = stdev(losses) if len(losses) > 1 else None

@@ -17,10 +17,9 @@ import msgspec
 from speedrun.ground.errors import UsageError
 from speedrun.ground.wholefile import read_regular
 from speedrun.ledger.batch import seeds_from
-from speedrun.ledger.format import FormatError, TrackRef
-from speedrun.ledger.record import read_files, render_logs, run_folders
+from speedrun.ledger.format import FormatError, TrackRef, sha256
+from speedrun.ledger.record import read_files, run_folders
 from speedrun.ledger.run import Run, read_run
-from speedrun.ledger.runfile import sha256
 
 EXPERIMENT = "experiment.json"
 EXPERIMENT_SCHEMA = "speedrun.experiment/1"
@@ -163,21 +162,20 @@ def _attempts(folder: Path, experiment: Experiment, trial: Trial) -> list[Path]:
 
 
 def _completed_run(attempt: Path) -> Run | None:
-    render_logs(attempt)
     raw, _ = read_files(attempt)
     for name in run_folders(raw):
         try:
             run = read_run(raw, name)
         except FormatError:
             continue  # it was killed
-        if run.file.outcome in ("finished", "non-finite"):
+        if run.outcome in ("finished", "non-finite"):
             return run
     return None
 
 
 def _check(run: Run, trial: Trial, attempt: Path) -> None:
     wanted = (trial.seed, trial.arm.config_sha256, trial.arm.source_sha256)
-    if (run.file.seed, run.file.config_sha256, run.file.source_sha256) != wanted:
+    if (run.start.seed, run.start.config_sha256, run.start.source_sha256) != wanted:
         raise UsageError(
             f"{attempt} holds another run than arm {trial.arm.name!r} with seed {trial.seed} as declared; take it out"
         )

@@ -122,22 +122,20 @@ def _of_the_run(trained: Trained) -> dict[str, str]:
     if trained.run is None or not (trained.run[0] / "runs").is_dir():
         return {}
     record = records.load(trained.run[0])
-    run = next((run for run in record.runs if run.file.run_id == trained.run[1]), None)
+    run = next((run for run in record.runs if run.folder == trained.run[1]), None)
     if run is None:
         return {}
-    facts = {
+    return {
         "validation loss": _loss(trained, run),
         "train time": f"{duration(run.train_time_s)} for all steps" if run.finished else "the run broke off",
-        "hardware": f"{run.file.num_devices} x {clean(run.file.device_kind)}",
+        "hardware": clean("{} x {}".format(*run.hardware)),
         "date": run.begun.date().isoformat(),
-        "seed": str(run.file.seed),
-        "run": clean(run.file.run_id),
+        "seed": str(run.start.seed),
+        "run": clean(run.folder),
         "started from": clean(", ".join(sources(record.runs))) or "random weights",
+        "title": clean(record.about.title),
+        "authors": clean(", ".join(record.about.authors)) or "not named",
     }
-    if record.manifest is not None:
-        about = record.manifest.about
-        facts |= {"title": clean(about.title), "authors": clean(", ".join(about.authors)) or "not named"}
-    return facts
 
 
 def _loss(trained: Trained, run: Run) -> str:

@@ -21,7 +21,7 @@ from speedrun.ground import track as tracks
 from speedrun.ground.errors import DataError, UsageError, translate_os_errors
 from speedrun.ground.track import Track
 from speedrun.ground.wholefile import make_folder
-from speedrun.ledger import runfile
+from speedrun.ledger import format
 from speedrun.science.params import Params, count
 from speedrun.science.recipe import Recipe, describe, no_constants
 from speedrun.trained import card
@@ -35,7 +35,7 @@ FACTS = "model.json"
 _TRAINING = ("summary", "parent", "optimizer", "loss", "carry", "eval_sequences")
 
 
-class Facts(runfile.Strict, frozen=True, tag_field="schema", tag="speedrun.model/1"):
+class Facts(format.Strict, frozen=True, tag_field="schema", tag="speedrun.model/1"):
     """Contents of `model.json`."""
 
     recipe: str
@@ -85,9 +85,9 @@ def write(trained: Trained, out: Path) -> list[Path]:
         document_token=data.document_token,
         dtypes={name: spec.dtype for name, spec in table.items() if spec.dtype != "float32"},
         num_params=count(table),
-        weights_sha256=runfile.sha256(raw),
+        weights_sha256=format.sha256(raw),
         tokenizer=next(iter(spoken), ""),  # pyright: ignore[reportArgumentType]
-        tokenizer_sha256=next(map(runfile.sha256, spoken.values()), ""),
+        tokenizer_sha256=next(map(format.sha256, spoken.values()), ""),
         version=version,
     )
     about = card.ours(trained, facts.num_params, out.name, tokenizer=facts.tokenizer, version=version)
@@ -96,7 +96,7 @@ def write(trained: Trained, out: Path) -> list[Path]:
         out,
         {
             WEIGHTS: raw,
-            FACTS: runfile.encode(facts),
+            FACTS: format.encode(facts),
             "README.md": about.encode(),
             **spoken,
         },

@@ -15,7 +15,7 @@ from speedrun.ground import processes
 from speedrun.ground import track as tracks
 from speedrun.ground.errors import UsageError
 from speedrun.ground.wholefile import PARTIAL, give_name
-from speedrun.ledger import runfile
+from speedrun.ledger import format
 from speedrun.science import recipes
 from speedrun.science.params import Params
 from speedrun.science.step import TrainState
@@ -52,7 +52,7 @@ def start_from(config: RunConfig, source: Path) -> RunConfig:
     facts = checkpoint.Facts(
         step=0,
         run_id=" ".join(origin.values()),
-        config_sha256=runfile.config_sha256(ready.described),
+        config_sha256=format.config_sha256(ready.described),
         cursor=stream.START,
         tokens_seen=0,
         train_time_s=0.0,

@@ -18,7 +18,7 @@ from speedrun.ground import track as tracks
 from speedrun.ground.errors import CheckpointError, DataError, UsageError
 from speedrun.ground.track import Track
 from speedrun.ground.wholefile import read_regular
-from speedrun.ledger import runfile
+from speedrun.ledger import format
 from speedrun.science import recipes
 from speedrun.science.inputs import Inputs
 from speedrun.science.params import SHARDS, Params
@@ -174,7 +174,7 @@ def _configs(kept: Resumable, program: Program) -> Iterator[str]:
             "attention": config.attention,
             "memory": memory,
         }
-        yield runfile.config_sha256(described)
+        yield format.config_sha256(described)
 
 
 def _restored(folder: Path, facts: checkpoint.Facts, program: Program) -> Params:

@@ -16,7 +16,7 @@ from speedrun.ground import mesh as meshes
 from speedrun.ground.clock import cold_wall_s
 from speedrun.ground.errors import NonFiniteError, SpeedrunError
 from speedrun.ground.output import text_of
-from speedrun.ledger import runfile
+from speedrun.ledger import format
 from speedrun.training import health
 from speedrun.training.evaluate import evaluate
 from speedrun.training.fingerprint import state_hash
@@ -137,11 +137,11 @@ def _next_batch(
     with trainer.phases.within("data"):
         faults.point("data")
         batch = next(batches)
-    if trainer.tally.first_batch_sha256 is None:
+    if not trainer.tally.first_batch_sha256:
         of_all = batch
         if processes.count() > 1:  # with the rows of other processes
             of_all = trainer.ready.stream(trainer.place.cursor).batch(*executables.planned[step].batch)
-        trainer.tally.first_batch_sha256 = runfile.sha256(of_all.tokens_BT.astype("<u2").tobytes())
+        trainer.tally.first_batch_sha256 = format.sha256(of_all.tokens_BT.astype("<u2").tobytes())
     return batch
 
 
@@ -172,7 +172,6 @@ def _report(trainer: Trainer, executables: Executables) -> None:
     planned, tally = executables.planned[step], trainer.tally
     batch_tokens = planned.batch.num_sequences * planned.batch.seq_len
     tally.tokens_seen += batch_tokens
-    tally.first_loss = loss if tally.first_loss is None else tally.first_loss
     if bad or not np.isfinite(loss):
         leaf = trainer.ready.program.step.first_nonfinite(metrics)
         raise NonFiniteError(

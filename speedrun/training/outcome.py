@@ -1,19 +1,14 @@
-"""The results of a run: the last line of its log, and `run.json`."""
+"""The results of a run: the last line of its log."""
 
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from speedrun.data import shards
-from speedrun.ground import provenance, runlog
-from speedrun.ground import track as tracks
+from speedrun.ground import runlog
 from speedrun.ground.clock import cold_wall_s
-from speedrun.ledger import runfile
 from speedrun.training.trainer import Trainer
 
 
-def run_end(trainer: Trainer, outcome: str) -> runlog.RunEnd:
+def run_end(trainer: Trainer, outcome: runlog.Outcome) -> runlog.RunEnd:
     """Return the last line of the log."""
     tally = trainer.tally
     return runlog.RunEnd(
@@ -27,6 +22,8 @@ def run_end(trainer: Trainer, outcome: str) -> runlog.RunEnd:
         data_wait_s=tally.data_wait_s,
         peak_bytes=tally.peak_bytes,
         final_hash=tally.final_hash,
+        data=tally.read or data_read(trainer),
+        first_batch_sha256=tally.first_batch_sha256,
         throttled_s=tally.throttled_s,
         phases={**trainer.phases.seconds()},
         lost_s=tally.lost_s,
@@ -46,57 +43,26 @@ def lost_s(record: Path, step: int) -> float:
 
 
 def latest(record: Path) -> str:
-    """Return the id of the latest run that ended; empty if there is none."""
-    raws = [path.read_bytes() for path in record.glob("runs/*/run.json")]
-    found = [msgspec.json.decode(raw, type=runfile.RunFile) for raw in raws]
-    return max(found, key=lambda run: run.created_utc).run_id if found else ""
+    """Return the id of the latest run in a record; empty if there is none."""
+    firsts = {path.parent.name: next(runlog.read(path)) for path in record.glob("runs/*/metrics.jsonl")}
+    return max(firsts, key=lambda run_id: firsts[run_id].t_utc, default="")
 
 
-def run_file(trainer: Trainer, outcome: Any) -> runfile.RunFile:
-    """Return the facts of the run: its `run.json`."""
-    ready, tally = trainer.ready, trainer.tally
-    device = ready.program.mesh.devices.flat[0]
-    return runfile.RunFile(
-        run_id=trainer.run_id,
-        seed=ready.config.seed,
-        track=ready.track.id,
-        track_sha256=tracks.sha256(ready.track.name),
-        recipe=ready.recipe.name,
-        recipe_revision=ready.recipe.revision,
-        overrides=ready.config.overrides,
-        config_sha256=runfile.config_sha256(ready.described),
-        source_sha256=ready.source_sha256,
-        created_utc=trainer.created_utc,
-        outcome=outcome,
-        init_hash=tally.init_hash,
-        final_hash=tally.final_hash,
-        first_batch_sha256=tally.first_batch_sha256,
-        first_loss=None if tally.first_loss is None else tally.first_loss.hex(),
-        platform=device.platform,
-        device_kind=device.device_kind,
-        num_devices=ready.program.num_devices,
-        software=provenance.software(),
-        environment=provenance.environment(),
-        data=tally.read or data_read(trainer),
-        peak_bytes=tally.peak_bytes,
-    )
-
-
-def data_read(trainer: Trainer) -> runfile.DataRead:
+def data_read(trainer: Trainer) -> runlog.DataRead:
     """Return the data read so far, with the digest of every shard."""
     ready, tally = trainer.ready, trainer.tally
     folder, val = ready.folder, ready.shards.val[0]
     ranges = [
-        runfile.ShardRange(r.name, _digest(folder / r.name), r.shard_tokens, r.start, r.stop, r.skipped)
+        runlog.ShardRange(r.name, _digest(folder / r.name), r.shard_tokens, r.start, r.stop, r.skipped)
         for r in tally.ranges
     ]
     num_scored = ready.track.data.val_tokens
-    scored = runfile.ShardRange(val.path.name, _digest(val.path), val.num_tokens, 0, num_scored)
-    return runfile.DataRead(tuple(ranges), scored, tally.val_sha256)
+    scored = runlog.ShardRange(val.path.name, _digest(val.path), val.num_tokens, 0, num_scored)
+    return runlog.DataRead(tuple(ranges), scored, tally.val_sha256)
 
 
 def _digest(path: Path) -> str:
-    """Return the digest of a shard; empty if it was deleted, so that `run.json` can still be written."""
+    """Return the digest of a shard; empty if it was deleted, so that the log can still be ended."""
     try:
         return shards.sha256(path)
     except OSError:

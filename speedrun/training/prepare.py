@@ -12,7 +12,7 @@ from speedrun.ground import mesh as meshes
 from speedrun.ground import processes, provenance
 from speedrun.ground import track as tracks
 from speedrun.ground.errors import UsageError
-from speedrun.ledger import runfile
+from speedrun.ledger import format
 from speedrun.science import recipes
 from speedrun.science.params import SHARDS
 from speedrun.science.recipe import Recipe, describe, no_constants
@@ -52,7 +52,7 @@ class Resumable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The settings that a resumed run keeps."""
 
     config: RunConfig
-    recipe: runfile.Recipe
+    recipe: format.Recipe
     num_devices: int
 
 
@@ -80,7 +80,7 @@ class Ready:
     @property
     def source_sha256(self) -> str:
         """Return the digest of the source closure."""
-        return runfile.sha256(self.source.encode())
+        return format.sha256(self.source.encode())
 
     @property
     def described(self) -> dict[str, Any]:
@@ -106,20 +106,20 @@ class Ready:
         differs = "CUDA_VISIBLE_DEVICES"
         return {
             "seed": str(self.config.seed),
-            "constants": f"of sha256 {runfile.sha256(constants)[:12]}",
+            "constants": f"of sha256 {format.sha256(constants)[:12]}",
             "the output folder": str(self.config.out),
-            "settings": f"of sha256 {runfile.config_sha256({**self.described, **options})[:12]}",
+            "settings": f"of sha256 {format.config_sha256({**self.described, **options})[:12]}",
             "source": f"of sha256 {self.source_sha256[:12]}",
             "packages": str(provenance.software()),
             "environment": str({k: v for k, v in provenance.environment().items() if k != differs}),
-            "training shards": f"whose names, sizes and manifest have sha256 {runfile.sha256(data)[:12]}",
+            "training shards": f"whose names, sizes and manifest have sha256 {format.sha256(data)[:12]}",
             "validation tokens": f"of sha256 {val_sha256[:12]}",
         }
 
     @property
     def resumable(self) -> bytes:
         """Return `Resumable` as JSON. A resumed run has as many replicas, on any nodes."""
-        recipe = runfile.Recipe(self.recipe.name, self.recipe.revision, self.config.overrides)
+        recipe = format.Recipe(self.recipe.name, self.recipe.revision, self.config.overrides)
         config = msgspec.structs.replace(self.config, replicas=self.program.replicas)
         return msgspec.json.encode(Resumable(config, recipe, self.program.num_devices), enc_hook=str)
 
@@ -178,12 +178,12 @@ def _check_out(config: RunConfig) -> None:
     """Check that the output folder is new, or that of the declared batch."""
     try:
         taken = config.out.exists()
-        declared = runfile.sha256((config.out / runfile.BATCH).read_bytes()) if config.batch_sha256 else ""
+        declared = format.sha256((config.out / format.BATCH).read_bytes()) if config.batch_sha256 else ""
     except OSError as error:
         raise UsageError(f"{config.out}: {error.strerror}; choose an --out you may read and write") from None
     if declared != config.batch_sha256:
         raise UsageError(
-            f"{config.out / runfile.BATCH} is not the declared one; restore it, or declare a new batch"
+            f"{config.out / format.BATCH} is not the declared one; restore it, or declare a new batch"
         )
     if config.resume:
         return

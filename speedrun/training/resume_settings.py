@@ -8,8 +8,9 @@ import msgspec
 from speedrun.ground import processes, track
 from speedrun.ground.errors import CheckpointError, UsageError
 from speedrun.ground.wholefile import read_regular
-from speedrun.ledger import format, runfile
-from speedrun.ledger.salvage import ended, salvage
+from speedrun.ledger import format
+from speedrun.ledger.record import load
+from speedrun.ledger.salvage import salvage
 from speedrun.training import checkpoint
 from speedrun.training.prepare import Resumable, RunConfig, decoded
 
@@ -23,7 +24,7 @@ def resumed(out: Path) -> RunConfig:
         UsageError: if the folder holds a batch, or no checkpoints.
         CheckpointError: if the settings cannot be read.
     """
-    if (out / runfile.BATCH).exists():
+    if (out / format.BATCH).exists():
         raise UsageError(f"{out} is a batch; type: speedrun batch --resume {shlex.quote(str(out))}")
     if finished := _finished(out):
         return finished
@@ -43,18 +44,13 @@ def resumed(out: Path) -> RunConfig:
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(f"{path}: {reason}; start a new run with another --out") from None
     if processes.is_first():
-        salvage(out, kept.recipe, kept.num_devices)
+        salvage(out)
     return msgspec.structs.replace(kept.config, out=out, resume=True)
 
 
 def _finished(out: Path) -> RunConfig | None:
-    for path in out.glob("runs/*/run.json"):
-        try:
-            run = format.decode(path.read_bytes(), runfile.RunFile)
-        except format.FormatError:
-            continue  # `salvage` writes it again from its log
-        if run.outcome == "finished" and ended(path.parent):
-            name = run.track.rpartition("@")[0]
-            recipe = None if run.recipe == track.load(name).recipe else run.recipe
-            return RunConfig(name, out, recipe, run.seed, run.overrides)
+    for run in load(out).finished if out.is_dir() else ():
+        start, name = run.start, run.start.track.rpartition("@")[0]
+        recipe = None if start.recipe == track.load(name).recipe else start.recipe
+        return RunConfig(name, out, recipe, start.seed, start.overrides)
     return None

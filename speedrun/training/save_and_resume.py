@@ -7,7 +7,7 @@ from speedrun.data import stream
 from speedrun.ground import runlog
 from speedrun.ground.clock import Stopwatch
 from speedrun.ground.errors import Terminated
-from speedrun.ledger import runfile
+from speedrun.ledger import format
 from speedrun.training import checkpoint
 from speedrun.training.fingerprint import state_hash
 from speedrun.training.outcome import latest, lost_s
@@ -48,7 +48,7 @@ def resume(trainer: Trainer) -> None:
         return
     trainer.state, old = checkpoints.restore(
         ready.program,
-        runfile.config_sha256(ready.described),
+        format.config_sha256(ready.described),
         say=lambda text: trainer.log.emit(runlog.Warning(text)),
     )
     trainer.place = Place(old.step, stream.Cursor(*old.cursor))
@@ -65,7 +65,7 @@ def _write(trainer: Trainer, checkpoints: checkpoint.Checkpoints) -> None:
     facts = checkpoint.Facts(
         step=place.step,
         run_id=trainer.run_id,
-        config_sha256=runfile.config_sha256(trainer.ready.described),
+        config_sha256=format.config_sha256(trainer.ready.described),
         cursor=place.cursor,
         tokens_seen=trainer.tally.tokens_seen,
         train_time_s=trainer.clock.seconds,

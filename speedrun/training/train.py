@@ -1,4 +1,4 @@
-"""One run of a recipe on a track: checks, folder, log, `loop.run`, and `run.json`, however the run ends.
+"""One run of a recipe on a track: checks, folder, `loop.run`, and its log to the last line, however the run ends.
 
 python -m speedrun.training.train CONFIG.json      prints the log; `speedrun replay` runs this on an unpacked record
 """
@@ -15,16 +15,16 @@ from speedrun.ground.clock import now
 from speedrun.ground.errors import NonFiniteError, translate_os_errors
 from speedrun.ground.output import expected, reported, text_of
 from speedrun.ground.wholefile import make_folder, write_whole
-from speedrun.ledger import runfile
+from speedrun.ledger import format
 from speedrun.training import checkpoint, health, loop, watchdog
 from speedrun.training.checkpoint import Checkpoints
-from speedrun.training.outcome import run_end, run_file
+from speedrun.training.outcome import run_end
 from speedrun.training.prepare import Ready, RunConfig, decoded, prepare
 from speedrun.training.trainer import Trainer
 
 
-def train(config: RunConfig, reader: runlog.Reader | None = None) -> runfile.RunFile:
-    """Train once, and write `source.txt` and `runs/<run id>/` into the record folder; return the facts of the run.
+def train(config: RunConfig, reader: runlog.Reader | None = None) -> runlog.RunEnd:
+    """Train once, and write `source.txt` and `runs/<run id>/` into the record folder; return the last line of the log.
 
     Raises:
         SpeedrunError: if `prepare` refuses, and no folder is made; or if the run breaks off, and its log says why.
@@ -43,15 +43,16 @@ def _checkpoints(ready: Ready) -> AbstractContextManager[Checkpoints | None]:
     return checkpoint.opened(folder, ready.resumable, every=every, keep=ready.config.keep_checkpoints)
 
 
-def _logged(ready: Ready, checkpoints: Checkpoints | None, reader: runlog.Reader | None) -> runfile.RunFile:
+def _logged(ready: Ready, checkpoints: Checkpoints | None, reader: runlog.Reader | None) -> runlog.RunEnd:
     """Run from the first line of the log to the last."""
     config, started = ready.config, now()
-    nonce = runfile.sha256(f"{started}".encode())[:4]
+    nonce = format.sha256(f"{started}".encode())[:4]
     run_id = f"{ready.recipe.name}-{config.seed}-{nonce}"
     run_dir = config.out / "runs" / run_id
     path = _make_folders(ready, run_dir) if processes.is_first() else None
     with runlog.RunLog(path, now, reader) as log, processes.handled_by(signals.ignore):
-        trainer, outcome = Trainer(run_id, started.utc, ready, log, checkpoints), "aborted"
+        trainer = Trainer(run_id, ready, log, checkpoints)
+        outcome: runlog.Outcome = "aborted"
         trainer.phases.enter("start")  # its deadline counts from here
         try:
             watched = watchdog.watching(
@@ -70,12 +71,11 @@ def _logged(ready: Ready, checkpoints: Checkpoints | None, reader: runlog.Reader
         finally:
             trainer.phases.enter("end")
             trainer.tally.peak_bytes = meshes.peak_bytes(ready.program.mesh)
-            faults.point("run.json")
-            facts = run_file(trainer, outcome)
-            if path is not None:
-                write_whole(run_dir / "run.json", runfile.encode(facts))
-            log.emit(run_end(trainer, outcome))  # the result comes last, when everything else is on disk
-    return facts
+            faults.point("end")
+            log.emit(
+                end := run_end(trainer, outcome)
+            )  # the result comes last, when everything else is on disk
+    return end
 
 
 def _make_folders(ready: Ready, run_dir: Path) -> Path:
@@ -96,15 +96,18 @@ def _announce(trainer: Trainer) -> None:
     track, recipe, mesh = ready.track, ready.recipe, ready.program.mesh
     log.emit(
         runlog.RunStart(
+            format=runlog.FORMAT,
             run_id=trainer.run_id,
             track=track.id,
             track_sha256=tracks.sha256(track.name),
             recipe=recipe.name,
+            recipe_revision=recipe.revision,
+            overrides=ready.config.overrides,
             seed=ready.config.seed,
             num_steps=recipe.num_steps,
             source_sha256=ready.source_sha256,
             config=ready.described,
-            config_sha256=runfile.config_sha256(ready.described),
+            config_sha256=format.config_sha256(ready.described),
             batch_sha256=ready.config.batch_sha256,
         )
     )

@@ -6,11 +6,10 @@ from typing import NamedTuple
 import jax
 
 from speedrun.data import stream
-from speedrun.ground import processes
+from speedrun.ground import processes, runlog
 from speedrun.ground.clock import Clock, Phases
 from speedrun.ground.runlog import RunLog
 from speedrun.ground.signals import Deferred
-from speedrun.ledger import runfile
 from speedrun.science.step import StepMetrics, TrainState
 from speedrun.training.checkpoint import Checkpoints
 from speedrun.training.prepare import Ready
@@ -18,18 +17,16 @@ from speedrun.training.prepare import Ready
 
 @dataclass
 class Tally:
-    """What a run collects for `run_end` and `run.json`."""
+    """What a run collects for the end of its log."""
 
     lost_s: float = 0.0
     compile_s: float = 0.0
     warmup_s: float = 0.0
     val_s: float = 0.0
     data_wait_s: float = 0.0
-    init_hash: str = ""
     final_hash: str = ""
     val_loss: float | None = None
-    first_loss: float | None = None
-    first_batch_sha256: str | None = None
+    first_batch_sha256: str = ""
     tokens_seen: int = 0
     peak_bytes: int = 0
     throttled_s: float | None = None
@@ -37,7 +34,7 @@ class Tally:
     cold_wall_s: float = 0.0  #: 0 until the last validation is done
     val_sha256: str = ""
     ranges: tuple[stream.Span, ...] = ()
-    read: runfile.DataRead | None = None  #: with the digests of the shards, which take seconds
+    read: runlog.DataRead | None = None  #: with the digests of the shards, which take seconds
 
 
 class Place(NamedTuple):
@@ -60,7 +57,6 @@ class Trainer:
     """One run: its settings, log, clock, state and results so far."""
 
     run_id: str
-    created_utc: str
     ready: Ready
     log: RunLog
     checkpoints: Checkpoints | None

@@ -122,10 +122,10 @@ def warm_up(trainer: Trainer, executables: Executables) -> None:
         meshes.fetch(score(state.params, *_random_ids(ready, shape), program.schedule, state.step))
     del state  # otherwise two states would be in memory
     trainer.state = program.init(jax.random.key(ready.config.seed))
-    trainer.tally.init_hash = state_hash(trainer.state)
+    again = state_hash(trainer.state)
     trainer.tally.warmup_s = watch.seconds
     num_steps = _STEPS * len(executables.steps)
-    trainer.log.emit(runlog.WarmupEnd(trainer.tally.init_hash, num_steps, watch.seconds))
+    trainer.log.emit(runlog.WarmupEnd(again, num_steps, watch.seconds))
 
 
 def _random_ids(ready: Ready, shape: StepShape) -> list[jax.Array]:

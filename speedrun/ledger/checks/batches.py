@@ -6,7 +6,7 @@ from math import isfinite
 from statistics import stdev
 
 from speedrun.ground import runlog
-from speedrun.ledger import format, history, runfile
+from speedrun.ledger import format, history
 from speedrun.ledger.batch import allowed_to_break_off, completed, looks, seeds_from, standing
 from speedrun.ledger.checks.table import Skip, check
 from speedrun.ledger.neighbours import fingerprint, runs_of_other_records
@@ -65,7 +65,7 @@ def all_there(record: Record) -> Iterator[str]:
     yield from (f"seed {seed} was not declared" for seed in sorted(done - set(declared.seeds)))
     if not progress.missing and (more := done & set(declared.seeds[len(progress.losses) :])):
         yield f"seeds {sorted(more)} were run after the batch was decided"
-    broke_off = [run for run in record.runs if run.file.outcome == "aborted"]
+    broke_off = [run for run in record.runs if run.outcome == "aborted"]
     for run in broke_off:
         if run.vals and run.vals[-1].step == run.start.num_steps:
             yield f"{run.folder}: broke off when its result was known, so it had to count"
@@ -86,7 +86,7 @@ def distinct(record: Record) -> Iterator[str]:
     facts: dict[str, Callable[[Run], object]] = {
         "seed": lambda run: run.start.seed,
         "starting state": lambda run: tuple(event.state_hash for event in run.of(runlog.WarmupStart)),
-        "final state": lambda run: run.file.final_hash,
+        "final state": lambda run: run.end.final_hash,
         "list of losses": lambda run: tuple(step.loss for step in run.steps),
         "list of times": lambda run: tuple(round(seconds * 1e9) for seconds in run.step_s),
     }
@@ -123,11 +123,9 @@ def unfollowed(runs: Sequence[Run]) -> list[Run]:
     def is_replaced(run: Run) -> bool:
         knew_result = bool(run.vals) and run.vals[-1].step == run.start.num_steps
         later = (other.origin.run_id for other in runs if other.begun > run.begun and other.resumed)
-        return (
-            run.resumed and run.file.outcome == "aborted" and not knew_result and run.origin.run_id in later
-        )
+        return run.resumed and run.outcome == "aborted" and not knew_result and run.origin.run_id in later
 
-    return [run for run in runs if run.file.run_id not in left_off and not is_replaced(run)]
+    return [run for run in runs if run.folder not in left_off and not is_replaced(run)]
 
 
 @check(
@@ -145,44 +143,44 @@ def declared_before(record: Record) -> Iterator[str]:
     declared = record.declaration
     if declared is None:
         if len(begun := unfollowed(record.runs)) > 1:
-            yield f"{len(begun)} runs, and no {runfile.BATCH} that declared them"
+            yield f"{len(begun)} runs, and no {format.BATCH} that declared them"
         yield from (
             f"{run.folder}: names a batch that is not here" for run in record.runs if run.start.batch_sha256
         )
         return
-    sha256 = runfile.sha256(record.raw[runfile.BATCH])
+    sha256 = format.sha256(record.raw[format.BATCH])
     for run in record.runs:
         if run.start.batch_sha256 != sha256:
-            yield f"{run.folder}: was not started by this {runfile.BATCH}"
+            yield f"{run.folder}: was not started by this {format.BATCH}"
         if run.begun < datetime.fromisoformat(declared.created_utc):
             yield f"{run.folder}: began {run.lines[0].t_utc}, before the declaration of {declared.created_utc}"
-    first = record.runs[0].file  # other checks compare the runs with each other
+    first = record.runs[0].start  # other checks compare the runs with each other
     rules = format.TrackRef(first.track, first.track_sha256)
-    recipe = runfile.Recipe(first.recipe, first.recipe_revision, first.overrides)
+    recipe = format.Recipe(first.recipe, first.recipe_revision, first.overrides)
     stated = declared.track, declared.recipe, declared.config_sha256, declared.source_sha256
     if stated != (rules, recipe, first.config_sha256, first.source_sha256):
-        yield f"{runfile.BATCH}: another track, recipe, config or source was declared than ran"
-    config = record.runs[0].start.config
+        yield f"{format.BATCH}: another track, recipe, config or source was declared than ran"
+    config = first.config
     split = config.get("num_devices"), config.get("microbatches"), config.get("attention")
     if split != (declared.num_devices, declared.microbatches, declared.attention):
-        yield f"{runfile.BATCH}: other devices, micro-batches or kernels were declared than ran"
+        yield f"{format.BATCH}: other devices, micro-batches or kernels were declared than ran"
     if len(set(declared.seeds)) < len(declared.seeds):
-        yield f"{runfile.BATCH}: a seed appears twice, and would count twice"
+        yield f"{format.BATCH}: a seed appears twice, and would count twice"
     follow = seeds_from(declared.source_sha256, declared.config_sha256, len(declared.seeds))
     if not declared.seeds_chosen and declared.seeds != follow:
-        yield f"{runfile.BATCH}: its seeds do not follow from source and config as it claims"
+        yield f"{format.BATCH}: its seeds do not follow from source and config as it claims"
     some = seeds_from(declared.source_sha256, declared.config_sha256, _MOST_DERIVED)
     if declared.seeds_chosen and declared.seeds != follow and (derived := set(declared.seeds) & set(some)):
-        yield f"{runfile.BATCH}: {len(derived)} of its chosen seeds follow from source and config; others were left out"
+        yield f"{format.BATCH}: {len(derived)} of its chosen seeds follow from source and config; others were left out"
     counts = [look.num_runs for look in declared.looks]
     fit = 0 < len(counts) <= 2 and counts == sorted({*counts}) and counts[-1] == len(declared.seeds)
     if not fit or counts[0] < 1:
-        yield f"{runfile.BATCH}: looks after {counts} runs do not fit {len(declared.seeds)} seeds"
+        yield f"{format.BATCH}: looks after {counts} runs do not fit {len(declared.seeds)} seeds"
         return
     due = looks(counts[0], counts[1] if len(counts) > 1 else None, record.rules.target.sigma)
     if declared.looks != due:
         levels = ", ".join(f"{look.alpha:g}" for look in due)
-        yield f"{runfile.BATCH}: its looks test at another level than the rule's, which is {levels}"
+        yield f"{format.BATCH}: its looks test at another level than the rule's, which is {levels}"
 
 
 @check(

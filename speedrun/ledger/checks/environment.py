@@ -6,7 +6,7 @@ from statistics import median
 
 from speedrun.ground import devices, provenance, runlog
 from speedrun.ground.sourcefile import RECIPES
-from speedrun.ledger import history, runfile
+from speedrun.ledger import format, history
 from speedrun.ledger.checks.table import Skip, check, check_run
 from speedrun.ledger.code import is_science
 from speedrun.ledger.record import Record
@@ -97,7 +97,7 @@ def packages(run: Run, record: Record) -> Iterator[str]:
     else:
         at_commit = history.files_at(hw.commit, (path,)) or {}
         texts = [files[path] for files in (history.files_here([path]), at_commit) if path in files]
-        text = next((text for text in texts if runfile.sha256(text) == hw.lock_sha256), None)
+        text = next((text for text in texts if format.sha256(text) == hw.lock_sha256), None)
         if text is not None:
             yield from _unlike(hw.software, text.decode(errors="replace"))
             return

@@ -2,33 +2,22 @@
 
 import re
 from collections.abc import Iterator
-from datetime import datetime
 
 import msgspec
 
 from speedrun.ground import console, runlog
-from speedrun.ledger import format, runfile
-from speedrun.ledger.assemble import (
-    derive_files,
-    derive_manifest,
-    derive_source,
-    derive_summary,
-    readme_head,
-)
+from speedrun.ledger import format
 from speedrun.ledger.checks.table import check
+from speedrun.ledger.format import SOURCE
 from speedrun.ledger.record import Record
 from speedrun.ledger.reproduction import concluded, runs_problem
-from speedrun.ledger.run import Run
+from speedrun.ledger.source import split_source
 
 #: Control characters but tab and newline, and all that change the direction of text.
 _HOSTILE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff]")
 _ACTIVE_SVG = re.compile(
     rb"<\s*(script|foreignObject|iframe|image|a)\b|\son\w+\s*=|javascript:", re.IGNORECASE
 )
-
-
-#: Between the creation of a run and the first line of its log.
-_BEGINNING_S = 60.0
 
 
 @check(
@@ -62,51 +51,20 @@ def chain(record: Record) -> Iterator[str]:
 
 @check(
     "V003",
-    "source and files are the ones the manifest names",
-    needs=("runs", "manifest", "source"),
+    "the source is the one that the runs name",
+    needs=("runs", "source"),
     why="replay executes and reviewers read the source text, so it must be the one that ran",
-    hint="restore the files, or assemble the record again",
+    hint="restore source.txt, which the run wrote before it began",
 )
 def hashes(record: Record) -> Iterator[str]:
-    """Compare every digest: of files, of the source text and its parts, and of the manifest."""
-    manifest = record.manifest
-    assert manifest is not None
+    """Compare the digests of the text, and of each file in it."""
     try:
-        source = derive_source(record.raw)
-    except format.FormatError as error:
-        yield str(error)
-        return
-    yield from _differences("manifest.json: source", manifest.source, source)
-    yield from _differences("manifest.json: files", manifest.files, derive_files(record.raw))
+        split_source(record.raw.get(SOURCE, b"").decode())
+    except ValueError as error:
+        yield f"{SOURCE}: {error}"
     for run in record.runs:
-        if {run.file.source_sha256, run.start.source_sha256} != {source.sha256}:
-            yield f"{run.folder}: ran other sources than source.txt"
-    if manifest.record_id != format.record_id(manifest):
-        yield "manifest.json: record_id is not the hash of its content"
-
-
-@check(
-    "V004",
-    "manifest, summary and README follow from the runs",
-    needs=("runs", "manifest", "summary", "track"),
-    why="people read these numbers, so they must follow from the logs",
-    hint="assemble the record again; never edit derived numbers",
-)
-def derived(record: Record) -> Iterator[str]:
-    """Derive everything again. V310 checks `target_reached`."""
-    stored, summary = record.manifest, record.summary
-    assert stored is not None
-    assert summary is not None
-    manifest = derive_manifest(
-        record.runs, stored.about, stored.batch.declared_runs, stored.source, stored.files
-    )
-    manifest = msgspec.structs.replace(manifest, record_id=stored.record_id)
-    yield from _differences("manifest.json", stored, manifest)
-    expected = derive_summary(record.runs, record.rules, record.declaration)
-    expected = msgspec.structs.replace(expected, target_reached=summary.target_reached)
-    yield from _differences("summary.json", summary, expected)
-    if not record.raw.get("README.md", b"").startswith(readme_head(stored, summary, record.runs).encode()):
-        yield "README.md: its head is not the generated one"
+        if run.start.source_sha256 != record.source_sha256:
+            yield f"{run.folder}: ran other sources than {SOURCE}"
 
 
 @check(
@@ -116,12 +74,11 @@ def derived(record: Record) -> Iterator[str]:
     hint="make one record for each config; its runs differ only in their seeds",
 )
 def config(record: Record) -> Iterator[str]:
-    """Compare the config in the log with its digests in the log and in run.json."""
+    """Compare the config in each log with its digest, and with those of the others."""
     for run in record.runs:
-        stated = {run.start.config_sha256, run.file.config_sha256}
-        if stated != {runfile.config_sha256(run.start.config)}:
+        if run.start.config_sha256 != format.config_sha256(run.start.config):
             yield f"{run.folder}: config_sha256 is not the hash of the config in the log"
-    if len({runfile.config_sha256(run.start.config) for run in record.runs}) > 1:
+    if len({format.config_sha256(run.start.config) for run in record.runs}) > 1:
         yield "the runs have different configs"
 
 
@@ -140,47 +97,19 @@ def known_track(record: Record) -> Iterator[str]:
 
 @check(
     "V007",
-    "run.json, metrics.jsonl and log.txt agree",
-    why="people read log.txt and programs read metrics.jsonl, so both must describe the same run",
-    hint="restore run.json and log.txt: the run writes both from its log",
+    "the log of a finished run tells one story",
+    why="its end repeats what its beginning says, and both must describe the same run",
+    hint="restore the log from where the run wrote it, or run again",
 )
 def one_story(record: Record) -> Iterator[str]:
-    """Render the text log again, and compare run.json with the log."""
-    for run in record.runs:
-        if console.render(run.lines) != run.text:
-            yield f"{run.folder}: log.txt is not the text of metrics.jsonl"
-        for name, stated, logged in _shared_facts(run):
-            if stated != logged:
-                yield f"{run.folder}: run.json says {name} {stated!r}, the log {logged!r}"
-        apart_s = abs((run.begun - datetime.fromisoformat(run.file.created_utc)).total_seconds())
-        if apart_s > _BEGINNING_S:
-            yield f"{run.folder}: run.json says it began {run.file.created_utc}, the log {run.lines[0].t_utc}"
-        if run.finished and (errors := run.of(runlog.Error)):
-            yield f"{run.folder}: run.json says it finished, the log has {console.clean(errors[0].kind)}"
-
-
-def _shared_facts(run: Run) -> Iterator[tuple[str, object, object]]:
-    """Yield the name, the value in run.json and the value in the log of each shared fact."""
-    file = run.file
-    yield "run_id", file.run_id, run.start.run_id
-    yield "folder", file.run_id, run.folder
-    yield "seed", file.seed, run.start.seed
-    yield "recipe", file.recipe, run.start.recipe
-    for hw in run.of(runlog.Preflight):
-        yield "platform", file.platform, hw.platform
-        yield "device_kind", file.device_kind, hw.device_kind
-        yield "num_devices", file.num_devices, hw.num_devices
-        yield "software", file.software, hw.software
-        yield "environment", file.environment, hw.environment
-    for data in run.of(runlog.DataReady):
-        yield "val_shard", file.data.val_shard.name, data.val_shard
-        yield "val_sha256", file.data.val_sha256, data.val_sha256
-    for step in run.steps[:1]:
-        yield "first_loss", file.first_loss, step.loss.hex()
-    for end in run.of(runlog.RunEnd):
-        yield "outcome", file.outcome, end.status
-        yield "final_hash", file.final_hash, end.final_hash
-        yield "peak_bytes", file.peak_bytes, end.peak_bytes
+    """Compare the validation data of its beginning and its end; a run that finished met no error."""
+    for run in record.finished:
+        (begun,) = run.of(runlog.DataReady)
+        first, last = (begun.val_shard, begun.val_sha256), (run.data.val_shard.name, run.data.val_sha256)
+        if first != last:
+            yield f"{run.folder}: it was to score {first}, and scored {last}"
+        if errors := run.of(runlog.Error):
+            yield f"{run.folder}: it finished, and has {console.clean(errors[0].kind)}"
 
 
 @check(
@@ -205,17 +134,16 @@ def plain_files(record: Record) -> Iterator[str]:
 @check(
     "V009",
     "a reproduction is of this record, and follows from its runs",
-    needs=("runs", "manifest", "track"),
+    needs=("runs", "track"),
     why="readers must be able to derive its verdict again",
     hint="let `speedrun reproduce RECORD --into-record` write reproduction.json, or remove it",
 )
 def reproduced(record: Record) -> Iterator[str]:
     """Derive differences and verdict again; the results of its runs are taken from the referee."""
-    stored, manifest = record.reproduction, record.manifest
-    assert manifest is not None
+    stored = record.reproduction
     if stored is None or not record.finished:
         return
-    if (stored.record_id, stored.track) != (manifest.record_id, manifest.track.id):
+    if (stored.record_id, stored.track) != (record.id, record.rules.id):
         yield "reproduction.json: is of another record"
         return
     if problem := runs_problem(stored, record.finished):

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from math import prod
 
 from speedrun.ground import provenance, runlog
-from speedrun.ledger import history, runfile
+from speedrun.ledger import format, history
 from speedrun.ledger.checks.environment import LOCK
 from speedrun.ledger.checks.table import Skip, check, check_run
 from speedrun.ledger.code import MOST_BYTES, SCIENCE, Code, is_science, read
@@ -97,7 +97,7 @@ def whole(record: Record) -> Iterator[str]:
         if (
             text is not None
             and record.track is not None
-            and runfile.sha256(text.encode()) != run.start.track_sha256
+            and format.sha256(text.encode()) != run.start.track_sha256
         ):
             yield f"{run.folder}: {tracks} is not the track that it ran under"
     yield from (f"{path} is of another layout than the entry" for path in _of_another_layout(files))
@@ -171,7 +171,7 @@ def _is_reviewed(path: str, text: str) -> bool:
     raw = text.encode(errors="replace")
     if path not in _REVIEWED:
         return False
-    return runfile.sha256(raw)[:16] in _REVIEWED[path] or history.files_here([path]).get(path) == raw
+    return format.sha256(raw)[:16] in _REVIEWED[path] or history.files_here([path]).get(path) == raw
 
 
 def _is_ours(name: str, modules: dict[str, Code], attribute: str, given: set[str]) -> bool:
@@ -286,7 +286,7 @@ def no_weights(record: Record) -> Iterator[str]:
 def _settings(run: Run) -> Literals:
     """Measure a recipe's settings, which the source has too unless `--set` brought them."""
     found = Literals()
-    found.note_data([run.start.config, run.file.overrides])
+    found.note_data([run.start.config, run.start.overrides])
     return found
 
 
@@ -302,8 +302,8 @@ def state(run: Run, record: Record) -> Iterator[str]:
     (plan,), (hw,) = run.of(runlog.Plan), run.of(runlog.Preflight)
     if (replicas := run.start.config.get("replicas", 1)) != hw.num_replicas:
         yield f"its config says {replicas!r} replicas, its hardware {hw.num_replicas}"
-    if hw.num_replicas < 1 or run.file.num_devices % hw.num_replicas:
-        yield f"{run.file.num_devices} devices cannot hold {hw.num_replicas} replicas"
+    if hw.num_replicas < 1 or run.preflight.num_devices % hw.num_replicas:
+        yield f"{run.preflight.num_devices} devices cannot hold {hw.num_replicas} replicas"
     cap = record.rules.rules.state_bytes_per_param
     held = _held_bytes(run, plan)
     if held > cap * plan.num_params:
@@ -315,7 +315,7 @@ def state(run: Run, record: Record) -> Iterator[str]:
 def _held_bytes(run: Run, plan: runlog.Plan) -> int:
     """Return the bytes of one replica of the state."""
     (hw,) = run.of(runlog.Preflight)
-    return plan.state_bytes_per_device * run.file.num_devices // max(1, hw.num_replicas)
+    return plan.state_bytes_per_device * run.preflight.num_devices // max(1, hw.num_replicas)
 
 
 #: Bytes of the narrowest dtype of parameters.

@@ -8,7 +8,7 @@ from speedrun.ledger.record import Record
 from speedrun.ledger.run import Run
 
 Severity = Literal["error", "error if ranked", "warning"]
-Need = Literal["runs", "manifest", "summary", "source", "track"]
+Need = Literal["runs", "source", "track"]
 
 
 class Skip(Exception):

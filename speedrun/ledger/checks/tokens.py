@@ -9,7 +9,6 @@ from speedrun.ledger.checks.fixed import leaves
 from speedrun.ledger.checks.table import Skip, check, check_run
 from speedrun.ledger.record import Record
 from speedrun.ledger.run import Run
-from speedrun.ledger.runfile import ShardRange
 
 
 @check(
@@ -25,7 +24,7 @@ def shard_hashes(record: Record) -> Iterator[str]:
     if not table:
         raise Skip(f"{record.rules.id} lists no digests")
     for run in record.finished:
-        for shard in (*run.file.data.shards, run.file.data.val_shard):
+        for shard in (*run.data.shards, run.data.val_shard):
             if table.get(shard.name) != shard.sha256:
                 yield f"{run.folder}: {shard.name} is not the track's file"
 
@@ -44,7 +43,7 @@ def shard_order(run: Run, record: Record) -> Iterator[str]:
     listed = [name for name in data.train_shards if name != data.val_shard]
     if listed != sorted(set(listed)):
         yield "the list of training shards is not sorted by name"
-    names = [shard.name for shard in run.file.data.shards if not _is_scored(shard, run)]
+    names = [shard.name for shard in run.data.shards if not _is_scored(shard, run)]
     strangers = sorted({name for name in [*names, *listed] if not fnmatchcase(name, rules.train)})
     if strangers:
         yield f"{strangers[0]} does not match {rules.train}"
@@ -53,15 +52,15 @@ def shard_order(run: Run, record: Record) -> Iterator[str]:
     # A resumed run may start at the end of its shard, and read from the next.
     began = run.origin.cursor[0]
     due = [listed[at : at + len(in_order)] for at in range(began, began + 1 + run.resumed)]
-    if in_order not in due or num_restarts >= run.file.data.num_epochs:
+    if in_order not in due or num_restarts:
         yield f"read {', '.join(in_order)}; the order is {', '.join(listed)}"
     due_at = {listed[began]: run.origin.cursor[1]} if began < len(listed) else {}
-    for shard in run.file.data.shards:
+    for shard in run.data.shards:
         if shard.start > (due := due_at.get(shard.name, 0)):  # V107 reports what is read again
             yield f"{shard.name} is read from token {shard.start:,} on; the next one is {due:,}"
         due_at = {shard.name: shard.stop}
     first = next((one for one in record.finished if not one.resumed), run)
-    if not run.resumed and run.file.first_batch_sha256 != first.file.first_batch_sha256:
+    if not run.resumed and run.end.first_batch_sha256 != first.end.first_batch_sha256:
         yield f"its first batch is not that of {first.folder}; the data must not depend on the seed"
 
 
@@ -75,15 +74,15 @@ def shard_order(run: Run, record: Record) -> Iterator[str]:
 def no_leak(run: Run, record: Record) -> Iterator[str]:
     """Compare names and digests, since files can be renamed."""
     (data,) = run.of(runlog.DataReady)
-    for shard in run.file.data.shards:
+    for shard in run.data.shards:
         if _is_scored(shard, run):
             yield f"trained on {shard.name}, which is the validation shard {data.val_shard}"
     if data.val_shard in data.train_shards:
         yield f"{data.val_shard} is in the list of training shards"
 
 
-def _is_scored(shard: ShardRange, run: Run) -> bool:
-    val = run.file.data.val_shard
+def _is_scored(shard: runlog.ShardRange, run: Run) -> bool:
+    val = run.data.val_shard
     return shard.name == val.name or shard.sha256 == val.sha256
 
 
@@ -98,9 +97,9 @@ def token_count(run: Run, _record: Record) -> Iterator[str]:
 
     Where documents are cut, a range holds more than a step reads, and the cursor can only be bounded.
     """
-    if (cut := sum(shard.skipped for shard in run.file.data.shards)) and not _cuts_documents(run):
+    if (cut := sum(shard.skipped for shard in run.data.shards)) and not _cuts_documents(run):
         yield f"{cut:,} tokens were skipped, but no stage of its recipe cuts documents"
-    shards = iter(run.file.data.shards)
+    shards = iter(run.data.shards)
     seen = num_read = run.origin.tokens_seen
     offset, skipped = run.origin.cursor[1], 0
     for step in run.steps:
@@ -127,7 +126,7 @@ def _cuts_documents(run: Run) -> bool:
     return any(settings[name] for name in settings if fnmatchcase(name, "stages.*.document_tokens"))
 
 
-def _num_inputs(shard: ShardRange) -> int:
+def _num_inputs(shard: runlog.ShardRange) -> int:
     return shard.stop - shard.start - shard.skipped
 
 
@@ -141,7 +140,7 @@ def _num_inputs(shard: ShardRange) -> int:
 def val_tokens(run: Run, record: Record) -> Iterator[str]:
     """Check every validation, not only the last."""
     want = record.rules.data.val_tokens
-    val = run.file.data.val_shard
+    val = run.data.val_shard
     if not fnmatchcase(val.name, record.rules.data.val):
         yield f"{val.name} does not match {record.rules.data.val}"
     if (val.start, val.stop) != (0, want):
@@ -150,7 +149,7 @@ def val_tokens(run: Run, record: Record) -> Iterator[str]:
     if scored != {want}:
         counts = ", ".join(f"{count:,}" for count in sorted(scored))
         yield f"{counts} tokens were scored; the track says {want:,}"
-    if run.file.data.val_sha256 != record.finished[0].file.data.val_sha256:
+    if run.data.val_sha256 != record.finished[0].data.val_sha256:
         yield f"scored other ids than {record.finished[0].folder}"
 
 
@@ -164,7 +163,7 @@ def shard_sizes(record: Record) -> Iterator[str]:
     """Each name is one file, and no position lies beyond its end."""
     known: dict[str, tuple[str, int]] = {}
     for run in record.finished:
-        for shard in (*run.file.data.shards, run.file.data.val_shard):
+        for shard in (*run.data.shards, run.data.val_shard):
             if (
                 not 0 <= shard.start < shard.stop <= shard.tokens
                 or not 0 <= shard.skipped < shard.stop - shard.start
@@ -177,21 +176,18 @@ def shard_sizes(record: Record) -> Iterator[str]:
 
 @check_run(
     "V107",
-    "no position is read more often than declared",
+    "no position is read twice",
     why="reading a position twice is training for longer than declared",
     hint="get more shards, or train for fewer steps",
 )
 def read_once(run: Run, _record: Record) -> Iterator[str]:
     """Count how many ranges cover a position of a shard. All tracks permit one."""
-    data = run.file.data
-    if data.num_epochs != 1:
-        yield f"claims {data.num_epochs} epochs; the track reads each position once"
-    for name in dict.fromkeys(shard.name for shard in data.shards):
-        if (times := _depth(shard for shard in data.shards if shard.name == name)) > data.num_epochs:
-            yield f"{name}: a position is read {times} times in {data.num_epochs} declared epoch(s)"
+    for name in dict.fromkeys(shard.name for shard in run.data.shards):
+        if (times := _depth(shard for shard in run.data.shards if shard.name == name)) > 1:
+            yield f"{name}: a position is read {times} times; the track reads each once"
 
 
-def _depth(ranges: Iterable[ShardRange]) -> int:
+def _depth(ranges: Iterable[runlog.ShardRange]) -> int:
     """Return the largest number of ranges that share a position."""
     depth = deepest = 0
     # At one position, an end (-1) sorts before a start (+1): ranges that touch do not overlap.

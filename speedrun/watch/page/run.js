@@ -72,8 +72,7 @@ export class Run {
     this.ms.push((event.train_time_s - this.before) * 1000);
     this.before = event.train_time_s;
     this.phase = "training";
-    const { lr_scale, window_blocks } = event; // in records up to 2026-11-22
-    for (const [name, value] of Object.entries({ lr_scale, window_blocks, ...event.inputs })) {
+    for (const [name, value] of Object.entries(event.inputs ?? {})) {
       if (!finite(value) && typeof value !== "boolean") continue;
       if (!this.inputs.has(name)) this.inputs.set(name, { at: [], value: [] });
       const input = this.inputs.get(name);
@@ -137,8 +136,7 @@ const TAKE = {
   },
   step: (run, event) => run.step(event),
   stage_change(run, event, utc) {
-    const { window_blocks } = event;
-    run.note(utc, "stage", `from step ${text.whole(event.step)}: stage ${event.stage}; ${said(event.inputs ?? { window_blocks })}`);
+    run.note(utc, "stage", `from step ${text.whole(event.step)}: stage ${event.stage}; ${said(event.inputs ?? {})}`);
   },
   clock_pause(run, event, utc) {
     run.phase = event.reason;
