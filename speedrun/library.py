@@ -28,6 +28,7 @@ from speedrun.ground.track import load as load_track
 from speedrun.ledger import record as records
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.run import Run
+from speedrun.ledger.salvage import ended
 from speedrun.ledger.summary import Summary, summarize
 from speedrun.ledger.validate import Report, validate
 
@@ -133,7 +134,7 @@ def run(
     try:
         _train(asked, printer)
     finally:
-        if list(out.glob("runs/*/metrics.jsonl")):
+        if any(map(ended, out.glob("runs/*"))):
             assemble(out, title=f"{name or rules.recipe} on {track}")
     records.need_finished(out)
     return Record(out)

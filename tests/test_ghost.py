@@ -169,6 +169,8 @@ def broken(record: Path, what: str) -> Path:
         case "unfinished":
             log.write_text(log.read_text().replace('"status":"finished"', '"status":"aborted"'))
         case "of another track":
+            rules = track.TRACKS_DIR / "forged.toml"
+            rules.with_name("other.toml").write_text(rules.read_text().replace('"forged"', '"other"'))
             return forge(record.parent / "other", seeds=(1,), edit_log=foreign)
         case "standing still":
             return forge(record.parent / "still", seeds=(1,), edit_log=still)

@@ -158,14 +158,14 @@ def _kept(mean: float, low: float, high: float, scatter: Noise) -> Difference:
 
 def num_same_bits(record: Sequence[Run], here: Sequence[Outcome]) -> int:
     """Return the number of runs with the same final state as the record's run of their seed."""
-    hashes = {run.start.seed: run.end.final_hash for run in record}
+    hashes = {run.start.seed: run.final_hash for run in record}
     return sum(hashes.get(run.seed) == run.final_hash for run in here)
 
 
 def outcome_of(run: Run) -> Outcome:
     """Return what is kept of a finished or non-finite run."""
     loss, time_s = (run.val_loss, run.train_time_s) if run.finished else (None, None)
-    return Outcome(run.folder, run.start.seed, run.outcome, loss, time_s, run.end.final_hash)
+    return Outcome(run.folder, run.start.seed, run.outcome, loss, time_s, run.final_hash)
 
 
 def hardware_of(run: Run) -> Hardware:

@@ -116,6 +116,11 @@ class Run:
         return self.of(runlog.RunEnd)[0]
 
     @property
+    def final_hash(self) -> str:
+        """Of its last state; empty if it broke off."""
+        return next((end.final_hash for end in self.of(runlog.RunEnd)), "")
+
+    @property
     def data(self) -> runlog.DataRead:
         """What it read; a run that was not killed has it."""
         return self.end.data

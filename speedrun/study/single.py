@@ -14,6 +14,7 @@ from speedrun.ground import processes
 from speedrun.ground import track as tracks
 from speedrun.ground.errors import SpeedrunError
 from speedrun.ledger.assemble import assemble
+from speedrun.ledger.salvage import ended
 from speedrun.ledger.summary import Summary
 from speedrun.ledger.validate import Report, validate
 from speedrun.study import race
@@ -133,7 +134,7 @@ def _title(config: RunConfig) -> str:
 
 def _assemble_broken(config: RunConfig) -> None:
     """Write the record of a run that broke off."""
-    if not list(config.out.glob("runs/*/metrics.jsonl")):
+    if not any(map(ended, config.out.glob("runs/*"))):
         return
     try:
         assemble(config.out, default_title=_title(config))

@@ -42,9 +42,10 @@ def lost_s(record: Path, step: int) -> float:
     return lost_ns / 1e9
 
 
-def latest(record: Path) -> str:
-    """Return the id of the latest run in a record; empty if there is none."""
+def latest(record: Path, but: str) -> str:
+    """Return the id of the latest run in a record but one; empty if there is no other."""
     firsts = {path.parent.name: next(runlog.read(path)) for path in record.glob("runs/*/metrics.jsonl")}
+    firsts.pop(but)
     return max(firsts, key=lambda run_id: firsts[run_id].t_utc, default="")
 
 

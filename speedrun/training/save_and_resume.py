@@ -43,7 +43,7 @@ def resume(trainer: Trainer) -> None:
     ready, out, checkpoints = trainer.ready, trainer.ready.config.out, trainer.checkpoints
     assert checkpoints is not None
     if not checkpoints.steps:
-        if run_id := latest(out):
+        if run_id := latest(out, trainer.run_id):
             trainer.log.emit(runlog.Resume(run_id, 0, state_hash(trainer.state), 0.0, 0, stream.START))
         return
     trainer.state, old = checkpoints.restore(

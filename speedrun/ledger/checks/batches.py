@@ -86,7 +86,7 @@ def distinct(record: Record) -> Iterator[str]:
     facts: dict[str, Callable[[Run], object]] = {
         "seed": lambda run: run.start.seed,
         "starting state": lambda run: tuple(event.state_hash for event in run.of(runlog.WarmupStart)),
-        "final state": lambda run: run.end.final_hash,
+        "final state": lambda run: run.final_hash,
         "list of losses": lambda run: tuple(step.loss for step in run.steps),
         "list of times": lambda run: tuple(round(seconds * 1e9) for seconds in run.step_s),
     }

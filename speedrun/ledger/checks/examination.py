@@ -83,9 +83,9 @@ def check_findings(id: str, title: str, **texts: Unpack[Texts]) -> Callable[[Fin
 def loss(run: Run, findings: Findings) -> Iterator[str]:
     """Compare with the examiner's scorer: tightly if the state is the run's own, or was made again bit by bit."""
     scores = f"its final state scores {findings.val_loss:.5f}, the run says {run.val_loss:.5f}"
-    same, differ = findings.final_hash == run.end.final_hash, abs(findings.val_loss - run.val_loss)
+    same, differ = findings.final_hash == run.final_hash, abs(findings.val_loss - run.val_loss)
     if findings.own and not same:
-        yield f"the state that was scored is {findings.final_hash}, the run ended with {run.end.final_hash}"
+        yield f"the state that was scored is {findings.final_hash}, the run ended with {run.final_hash}"
     if findings.own or same:
         if not differ <= _SCORER:
             yield scores
@@ -153,7 +153,7 @@ def goes_on(run: Run, findings: Findings) -> Iterator[str]:
     stated = {step.step: step.loss for step in run.steps}
     scored = {val.step: loss_of(val) for val in run.vals}
     kept = {event.step: event.state_hash for event in run.of(runlog.Checkpoint)}
-    ends = {**kept, run.start.num_steps: run.end.final_hash}
+    ends = {**kept, run.start.num_steps: run.final_hash}
     same = any(ends.get(one.stop) == one.stop_hash for one in findings.stretches)
     for one in findings.stretches:
         where = f"from checkpoint {one.start}" if one.from_checkpoint else "from the seed"
@@ -183,9 +183,9 @@ def goes_on(run: Run, findings: Findings) -> Iterator[str]:
 )
 def its_own(run: Run, findings: Findings) -> Iterator[str]:
     """Compare hashes in the case in which V601 is skipped."""
-    same = findings.own or findings.final_hash == run.end.final_hash
+    same = findings.own or findings.final_hash == run.final_hash
     if not same and abs(findings.val_loss - run.val_loss) <= _drift(run):
-        yield f"trained again, it is {findings.final_hash}, the run ended with {run.end.final_hash}"
+        yield f"trained again, it is {findings.final_hash}, the run ended with {run.final_hash}"
 
 
 def _gap(findings: Findings) -> str:
