@@ -8,7 +8,7 @@
 #
 #   --out DIR             results; default docs/benchmarks/<date>-<gpu>. Earlier results stay
 #   --minutes N           time limit of this slice; the same command continues with the parts that have no result
-#   --parts NAME,...      only these, also again; --list names them all
+#   --parts NAME,...      only these, also again; a wrong name lists them all
 #   --shards DIR          3 million real tokens (*_train_*.bin) and 131,073 to score (*_val_*.bin), in llm.c's format;
 #                         default: synthetic ids with the document lengths of FineWeb
 #   --rival DIR           another program, DIR/run, timed in turns with ours: see speedrun/bench/rival.py

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Starts SLURM with one node on this machine, submits the output of `speedrun launch --on slurm` for a run with two
-# tasks, and copies the record. Everything else is in a temporary folder; nothing keeps running.
+# Starts SLURM with one node on this machine, submits `jobs/slurm.sh` for a run with two tasks, and keeps its
+# record. Everything else is in a temporary folder; nothing keeps running.
 #
 #   scripts/slurm_smoke.sh OUT [ARGUMENTS OF speedrun run]
 #
@@ -102,14 +102,13 @@ start slurmd -D -N localhost
 until_true is_idle
 
 SPEEDRUN_DATA=$scratch/data speedrun data synth --track smoke-cpu
-speedrun launch --on slurm --track smoke-cpu --nodes 2 --time 0:20:00 --name smoke \
-  --data "$scratch/data/smoke" --stage "$scratch/stage" --out "$out" --save "$out/job.sh" \
-  ${CHECKOUT:+--checkout "$CHECKOUT"} -- "$@"
+sed "s|^track=.*|track=smoke-cpu|; s|^data=.*|data=$scratch/data/smoke|; s|^out=.*|out=$out|" \
+  "$(dirname "${BASH_SOURCE[0]}")/../jobs/slurm.sh" >"$out/job.sh"
 
 # Arguments of sbatch override the lines of the file: here both tasks are on the one node.
-here=(--nodes=1 --ntasks-per-node=2 --output="$out/job.log")
-sbatch --test-only "${here[@]}" "$out/job.sh"
+here=(--nodes=1 --ntasks-per-node=2 --gpus-per-node=0 --time=0:20:00 --output="$out/job.log")
+sbatch --test-only "${here[@]}" "$out/job.sh" run "$@"
 code=0
-sbatch --wait "${here[@]}" "$out/job.sh" || code=$?
+sbatch --wait "${here[@]}" "$out/job.sh" run "$@" || code=$?
 cat "$out/job.log"
 exit "$code"

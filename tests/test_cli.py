@@ -67,7 +67,6 @@ SUBCOMMANDS = (
     ("bench", "attention"),
     ("bench", "step"),
     ("bench", "muon"),
-    ("bench", "health"),
     ("bench", "loader"),
     ("data", "get"),
     ("data", "list"),
@@ -189,17 +188,6 @@ def test_bench_muon_refuses_a_recipe_without_muon(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(recipes, "load", lambda name: without)
     result = invoke("bench", "muon")
     assert (result.exit_code, "trains without Muon" in result.stderr) == (2, True)
-
-
-@pytest.mark.compile
-def test_bench_health_measures_every_rate_and_no_collective_of_one_device():
-    two, one = (json.loads(invoke("bench", "health", "--devices", n, "--json").stdout) for n in "21")
-    assert all(rate > 0 for rate in two.values())
-    assert [name for name, rate in one.items() if rate == 0] == [
-        "all_gather_gb_per_s",
-        "reduce_scatter_gb_per_s",
-        "all_reduce_gb_per_s",
-    ]
 
 
 @pytest.mark.parametrize("option", [p for p in run.command.params if p.expose_value], ids=lambda p: p.name)

@@ -80,11 +80,11 @@ def shared(configs: list[RunConfig], folder: Path, port: int | None = None) -> l
     return running
 
 
-def launched(out: Path, data: Path, *more: str, **env: str) -> subprocess.Popen[str]:
+def launched(out: Path, data: Path, *more: str) -> subprocess.Popen[str]:
     """`speedrun run --local-processes 2` of many steps."""
     settings = [word for key, value in LONG.items() for word in ("--set", f"{key}={value}")]
     argv = ["speedrun", "run", "--data", str(data), "--out", str(out), *settings, *QUICK, *more]
-    return started([*argv, "--local-processes", "2"], env={**os.environ, **env})
+    return started([*argv, "--local-processes", "2"])
 
 
 def children(parent: subprocess.Popen[str]) -> list[int]:
@@ -166,11 +166,6 @@ def test_two_processes_repeat_their_run_bitwise(by_two, tmp_path, smoke_data):
     assert [s.loss for s in of(runlog.Step, again)] == [s.loss for s in of(runlog.Step, by_two)]
 
 
-@pytest.mark.compile
-def test_four_processes_train_what_one_does(alone, tmp_path, smoke_data):
-    check_same_run(trained_by(4, tmp_path, smoke_data), alone, 4)
-
-
 #: Python reads this file when it starts.
 NODES = """
 import socket, sys
@@ -186,21 +181,16 @@ def with_start(monkeypatch: pytest.MonkeyPatch, folder: Path, text: str) -> None
 
 
 @pytest.mark.compile
-def test_two_nodes_train_what_one_does(alone, tmp_path, smoke_data, monkeypatch):
-    """Each has a replica, unasked. That both end with one state, the run itself has compared."""
-    with_start(monkeypatch, tmp_path, NODES.format(per_node=1))
-    check_same_run(trained_by(2, tmp_path, smoke_data), alone, 2, 2)
-
-
-@pytest.mark.compile
-def test_two_nodes_of_two_processes_train_what_one_does(alone, tmp_path, smoke_data, monkeypatch):
-    with_start(monkeypatch, tmp_path, NODES.format(per_node=2))
-    check_same_run(trained_by(4, tmp_path, smoke_data), alone, 4, 2)
-
-
-@pytest.mark.compile
-def test_four_processes_with_a_replica_each_train_what_one_does(alone, tmp_path, smoke_data):
-    check_same_run(trained_by(4, tmp_path, smoke_data, replicas=4), alone, 4, 4)
+@pytest.mark.parametrize(
+    ("count", "per_node", "replicas", "asked"),
+    [(4, 4, 1, None), (2, 1, 2, None), (4, 2, 2, None), (4, 4, 4, 4)],
+)
+def test_several_processes_and_nodes_train_what_one_does(
+    count, per_node, replicas, asked, alone, tmp_path, smoke_data, monkeypatch
+):
+    """Each node has a replica, unasked. That all end with one state, the run itself has compared."""
+    with_start(monkeypatch, tmp_path, NODES.format(per_node=per_node))
+    check_same_run(trained_by(count, tmp_path, smoke_data, asked), alone, count, replicas)
 
 
 DRIFTS = """
@@ -268,22 +258,11 @@ def test_a_run_that_was_stopped_goes_on_with_the_bytes_of_one_that_was_not(
 ):
     """The launcher hands the signal on to both. How many replicas there are is said when the run is begun."""
     out = tmp_path / "out"
-    few = ["--set", "stages.0.num_steps=60", "--checkpoint-every", "1000"]
-    settings = [w for k, v in (SMALL | {"stages.0.num_steps": "60"}).items() for w in ("--set", f"{k}={v}")]
+    few = SMALL | {"stages.0.num_steps": "60"}
+    settings = [word for key, value in few.items() for word in ("--set", f"{key}={value}")]
     command = ["speedrun", "run", "--local-processes", "2", *QUICK]
-    running = started(
-        [
-            *command,
-            "--data",
-            str(smoke_data),
-            "--out",
-            str(out),
-            *settings,
-            *few[2:],
-            "--replicas",
-            str(replicas),
-        ]
-    )
+    where = ["--data", str(smoke_data), "--out", str(out), "--replicas", str(replicas)]
+    running = started([*command, *where, *settings, "--checkpoint-every", "1000"])
     wait_for_steps(running, out, 5)
     running.send_signal(sent)
     ((code, _, stderr),) = ends([running])
@@ -294,7 +273,7 @@ def test_a_run_that_was_stopped_goes_on_with_the_bytes_of_one_that_was_not(
     config = RunConfig(
         "smoke-cpu",
         unbroken,
-        overrides=SMALL | {"stages.0.num_steps": "60"},
+        overrides=few,
         data=smoke_data,
         checkpoint_every=1000,
         replicas=replicas,
@@ -304,34 +283,28 @@ def test_a_run_that_was_stopped_goes_on_with_the_bytes_of_one_that_was_not(
     assert runs_of(out)[-1].end.final_hash == runs_of(unbroken)[-1].end.final_hash
 
 
-def killed(tmp_path: Path, smoke_data: Path, which: int, sent: signal.Signals, said: str) -> None:
-    """A process gets a signal that it cannot heed: all are gone soon, and the launcher says which was lost."""
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    ("which", "sent", "cause"),
+    [
+        (1, signal.SIGKILL, "killed by SIGKILL"),
+        (0, signal.SIGKILL, "killed by SIGKILL"),
+        (1, signal.SIGSTOP, "it was stopped"),
+    ],
+)
+def test_a_process_that_is_lost_ends_the_run_and_is_named(which, sent, cause, tmp_path, smoke_data):
+    """It gets a signal that it cannot heed: all are gone soon, and the launcher says which was lost."""
     out = tmp_path / "out"
     running = launched(out, smoke_data)
     pids = wait_for_steps(running, out, 3)
     os.kill(pids[which], sent)
     ((code, _, stderr),) = ends([running], timeout=25)
     assert code == exit_codes.LOST, stderr
-    assert f"error: {said}; the others cannot go on without it" in stderr
+    assert f"error: process {which} lost: {cause}; " in stderr
     assert all(map(is_gone, pids))
     steps = [step.step for step in of(runlog.Step, out)]
     assert steps == list(range(len(steps)))
     assert len(steps) >= 3
-
-
-@pytest.mark.compile
-def test_a_killed_worker_ends_the_run_and_is_named(tmp_path, smoke_data):
-    killed(tmp_path, smoke_data, 1, signal.SIGKILL, "process 1 lost: killed by SIGKILL")
-
-
-@pytest.mark.compile
-def test_a_killed_coordinator_ends_the_run_and_is_named(tmp_path, smoke_data):
-    killed(tmp_path, smoke_data, 0, signal.SIGKILL, "process 0 lost: killed by SIGKILL")
-
-
-@pytest.mark.compile
-def test_a_stopped_worker_ends_the_run_and_is_killed(tmp_path, smoke_data):
-    killed(tmp_path, smoke_data, 1, signal.SIGSTOP, "process 1 lost: it was stopped")
 
 
 @pytest.mark.compile
@@ -348,40 +321,35 @@ def test_no_process_outlives_a_killed_launcher(tmp_path, smoke_data):
     pytest.fail(f"{pids} are left")
 
 
-#: Python reads this file when it starts.
-RAISES = """
+#: What process 1 does at a step.
+FAILS = """
 import sys
 if sys.orig_argv[-1] == "1" and "--process" in sys.orig_argv:
     from speedrun.training import loop
     def fail(executables, step, log):
         if step == 5:
-            raise RuntimeError("a worker of this test")
+            {what}
     loop._log_stage_change = fail
 """
 
 
 @pytest.mark.compile
-def test_the_traceback_of_a_worker_is_told_first(tmp_path, smoke_data):
-    (tmp_path / "sitecustomize.py").write_text(RAISES)
-    path = f"{tmp_path}:{Path(__file__).parent.parent}"
-    running = launched(tmp_path / "out", smoke_data, PYTHONPATH=path)
-    ((code, _, stderr),) = ends([running])
+def test_the_traceback_of_a_worker_is_told_first(tmp_path, smoke_data, monkeypatch):
+    with_start(monkeypatch, tmp_path, FAILS.format(what='raise RuntimeError("a worker of this test")'))
+    ((code, _, stderr),) = ends([launched(tmp_path / "out", smoke_data)])
     assert code == exit_codes.LOST, stderr
     said = stderr.index("process 1: error: Traceback")
     assert said < stderr.index("RuntimeError: a worker of this test") < stderr.index("error: process 1 lost")
 
 
-#: Its heart goes on beating.
-SLEEPS = RAISES.replace('raise RuntimeError("a worker of this test")', "import time; time.sleep(600)")
-
-
 @pytest.mark.compile
-def test_a_worker_that_hangs_ends_both_at_their_deadlines_with_their_stacks(tmp_path, smoke_data):
-    """Row 24: JAX never notices; each process has a watchdog of its own."""
-    (tmp_path / "sitecustomize.py").write_text(SLEEPS)
-    path = f"{tmp_path}:{Path(__file__).parent.parent}"
+def test_a_worker_that_hangs_ends_both_at_their_deadlines_with_their_stacks(
+    tmp_path, smoke_data, monkeypatch
+):
+    """Row 24: its heart goes on beating and JAX never notices; each process has a watchdog of its own."""
+    with_start(monkeypatch, tmp_path, FAILS.format(what="import time; time.sleep(600)"))
     out = tmp_path / "out"
-    running = launched(out, smoke_data, "--deadline", "step=5", PYTHONPATH=path)
+    running = launched(out, smoke_data, "--deadline", "step=5")
     pids = wait_for_steps(running, out, 3)
     ((code, _, stderr),) = ends([running], timeout=40)
     assert code == errors.HANG, stderr
@@ -394,20 +362,6 @@ def test_a_worker_that_hangs_ends_both_at_their_deadlines_with_their_stacks(tmp_
 
 
 # --- rows 26 to 29: meeting and agreeing -------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (("a:1", None, None), "--processes, --process missing"),
-        (("a", 2, 0), "need HOST:PORT"),
-        (("a:99999", 2, 0), "need HOST:PORT"),
-        (("a:1", 2, 2), "--process 2 of 2; need one from 0 to 1"),
-    ],
-)
-def test_flags_that_do_not_belong_together_are_refused(flags, said):
-    with pytest.raises(UsageError, match=said):
-        meet.find_group(*flags)
 
 
 def test_a_cluster_is_known_by_its_variables(monkeypatch):
@@ -423,6 +377,9 @@ def test_a_cluster_is_known_by_its_variables(monkeypatch):
     pod = meet.find_group("pod-0:1234", 2, None)
     assert pod == meet.Group(2, 1, "pod-0:1234", "flags and Kubernetes")
     assert meet.find_group("pod-0:1234", 1, 0) is None
+    for flags in (("a:1", None, None), ("a", 2, 0), ("a:99999", 2, 0), ("a:1", 2, 2)):
+        with pytest.raises(UsageError, match="need"):
+            meet.find_group(*flags)
 
 
 def test_nodes_are_counted_by_the_machines_of_their_processes():
@@ -455,33 +412,19 @@ def test_processes_that_were_told_of_other_numbers_are_refused(monkeypatch, inde
         meet._machines(1)
 
 
-def lonely(index: int, port: int) -> tuple[int, str, str]:
-    group = ["--coordinator", f"127.0.0.1:{port}", "--processes", "2", "--process", str(index)]
-    (end,) = ends(
-        [started(["speedrun.training.meet", "nothing.json", *group, "--meet-within", "3"])], timeout=18
-    )
-    return end
-
-
 @pytest.mark.compile
-@pytest.mark.parametrize("index", [0, 1])
-def test_a_process_does_not_wait_for_ever_for_the_others(index):
-    """The second one has a wrong address: nobody is there."""
-    port = free_port()
-    code, _, stderr = lonely(index, port)
-    assert code == 2
-    assert stderr.startswith(
-        f"process {index}: error: not all 2 processes met at 127.0.0.1:{port} within 3 s;"
-    )
-    assert stderr.count("\n") == 1
-
-
-@pytest.mark.compile
-def test_a_port_that_is_taken_is_told():
+@pytest.mark.parametrize(("index", "taken"), [(0, False), (1, False), (0, True)])
+def test_a_process_does_not_wait_for_ever_for_the_others(index, taken):
+    """The second one has a wrong address: nobody is there. A port that is taken is told at once."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        code, _, stderr = lonely(0, port := server.getsockname()[1])
+        port = server.getsockname()[1]
+        if not taken:
+            server.close()
+        group = ["--coordinator", f"127.0.0.1:{port}", "--processes", "2", "--process", str(index)]
+        running = started(["speedrun.training.meet", "nothing.json", *group, "--meet-within", "3"])
+        ((code, _, stderr),) = ends([running], timeout=18)
     assert code == 2
-    assert stderr.startswith(f"error: process 0 cannot listen on 127.0.0.1:{port}: Address already in use;")
+    assert ("Address already in use" if taken else f"met at 127.0.0.1:{port} within 3 s") in stderr
     assert stderr.count("\n") == 1
 
 

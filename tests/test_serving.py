@@ -97,15 +97,6 @@ def test_whatever_is_sent_is_answered_once(capfd) -> None:
     assert capfd.readouterr() == ("", "")
 
 
-def test_an_answer_that_the_machine_cannot_give_is_said(capfd) -> None:
-    def failing(path: str, query: dict[str, str]) -> Reply | None:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    with serving(failing) as url:
-        assert asked(url, "/")[0] == 503
-    assert capfd.readouterr() == ("", "")
-
-
 @pytest.mark.parametrize("limit", ["clients", "descriptors"])
 def test_clients_are_few_and_quick(limit: str, monkeypatch, capfd) -> None:
     """One more is refused, until those that send nothing, or never end, are sent away."""
@@ -124,18 +115,6 @@ def test_clients_are_few_and_quick(limit: str, monkeypatch, capfd) -> None:
         silent.close()
         while asked(url, "/")[0] != 200:  # their threads end
             pass
-    assert capfd.readouterr() == ("", "")
-
-
-def test_without_a_thread_a_client_is_refused(monkeypatch, capfd) -> None:
-    def start(_: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with serving(answer) as url:
-        with monkeypatch.context() as patch:
-            patch.setattr(module.threading.Thread, "start", start)
-            assert asked(url, "/")[0] == 503
-        assert asked(url, "/")[0] == 200
     assert capfd.readouterr() == ("", "")
 
 
@@ -262,6 +241,26 @@ def test_a_folder_that_cannot_be_played_is_one_line(kind: str, tmp_path) -> None
         assert said.endswith("need a folder that 'speedrun export RUN --to web' made")
 
 
+def test_what_the_machine_cannot_give_is_said(monkeypatch, capfd) -> None:
+    def failing(path: str, query: dict[str, str]) -> Reply | None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    def start(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with serving(failing) as url:
+        assert asked(url, "/")[0] == 503
+    with serving(answer) as url:
+        with monkeypatch.context() as patch:
+            patch.setattr(module.threading.Thread, "start", start)
+            assert asked(url, "/")[0] == 503
+        assert asked(url, "/")[0] == 200
+        for port in (int(url.rstrip("/").rpartition(":")[2]), 70_000):
+            with pytest.raises(UsageError, match="choose another with --port"), serving(answer, port):
+                pass
+    assert capfd.readouterr() == ("", "")
+
+
 def test_other_sites_can_neither_ask_nor_read() -> None:
     with serving(answer) as url:
         assert asked(url, "/", host="evil.example:80")[0] == 403  # a name that was pointed at this machine
@@ -270,12 +269,3 @@ def test_other_sites_can_neither_ask_nor_read() -> None:
         assert "Access-Control-Allow-Origin" not in headers
         assert headers["Cross-Origin-Resource-Policy"] == "same-origin"
         assert "default-src 'self'" in headers["Content-Security-Policy"]
-
-
-def test_a_port_in_use_is_one_line() -> None:
-    with serving(answer) as url:
-        port = int(url.rstrip("/").rpartition(":")[2])
-        with pytest.raises(UsageError, match="choose another with --port"), serving(answer, port):
-            pass
-    with pytest.raises(UsageError, match="port 70000"), serving(answer, 70_000):
-        pass

@@ -3,7 +3,6 @@
 import os
 import re
 import subprocess
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -72,7 +71,7 @@ def test_each_end_of_a_part_is_told_and_the_others_go_on(measured, tmp_path):
         assert reason in found[name].reason, name
     assert is_gone(tmp_path / "sleeper"), "what a part started ends with it"
     assert session.results(tmp_path / "out") == found
-    assert session.report([*asked, part("never")], tmp_path / "out") == []
+    session.report([*asked, part("never")], tmp_path / "out")
     text = (tmp_path / "out" / "summary.md").read_text()
     assert "- one GPU\n" in text
     assert re.search(r"ok +well +[0-9.]+ s  mean_ms 812.25\n", text)
@@ -88,33 +87,15 @@ def test_slices_go_on_where_the_last_one_stopped(measured, tmp_path):
     assert measured(*asked[2:], most_s=1.0) == {}, "the end of a slice is not"
     assert is_gone(tmp_path / "sleeper")
     assert session.chosen(asked, None, out) == asked[2:]
+    (out / "parts" / "hang").mkdir()  # what an earlier try left
     torn = out / "parts" / "one.json"
     torn.write_bytes(torn.read_bytes()[:-9])
     assert session.chosen(asked, None, out) == [asked[0], *asked[2:]]
     assert measured(part("hang", "echo 2"))["hang"].figures == 2
+    assert not (out / "parts" / "hang").exists()
     assert session.chosen(asked, "last,hang", out) == asked[2:], "in their own order, also again"
-    with pytest.raises(UsageError, match="unknown part 'd'; choose one of: fail, hang, last, one"):
+    with pytest.raises(UsageError, match="fail, hang, last, one"):
         session.chosen(asked, "hang,d", out)
-
-
-def test_what_an_earlier_try_left_is_removed(measured, tmp_path):
-    left = tmp_path / "out" / "parts" / "run" / "log.txt"
-    left.parent.mkdir(parents=True)
-    left.touch()
-    measured(part("run"))
-    assert not left.exists()
-
-
-def test_an_archive_stays_below_its_limit_and_names_what_it_leaves_out(tmp_path, monkeypatch):
-    for name, size in {"small": 1_000, "large": 40_000, "larger": 90_000}.items():
-        (tmp_path / name).write_bytes(os.urandom(size))
-    monkeypatch.setattr(session, "MOST_ARCHIVE_BYTES", 50_000)
-    packed = tmp_path / "outputs.tar.gz"
-    for _ in range(2):  # an archive holds no archive
-        assert session.report([], tmp_path) == ["larger"]
-        assert packed.stat().st_size <= 50_000
-        with tarfile.open(packed) as tar:
-            assert tar.getnames() == ["summary.md", "small", "large"]
 
 
 @pytest.mark.parametrize("size", [FULL, TINY], ids=["full", "tiny"])
@@ -134,25 +115,16 @@ def test_the_windows_that_are_timed_are_those_of_the_schedule():
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
-    [
-        ("exit 9", "no GPU: nvidia-smi fails"),
-        ("exit 0", "no GPU: nvidia-smi names none; need one, or --rehearse on a CPU"),
-        ("echo 'NVIDIA H200, 470.82.01, 143771, 16, 16, Disabled'", "too old for CUDA"),
-    ],
+    "answer", ["exit 9", "exit 0", "echo 'NVIDIA H200, 470.82.01, 143771, 16, 16, Disabled'"]
 )
-def test_a_machine_that_cannot_measure_is_a_line(answer, said, tmp_path, monkeypatch):
+def test_a_machine_that_cannot_measure_is_a_line(answer, tmp_path, monkeypatch):
     tool = tmp_path / "nvidia-smi"
     tool.write_text(f"#!/bin/sh\n{answer}\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    whole = {"jax-cuda13-plugin": "0.11.2", "jax-cuda13-pjrt": "0.11.2", "jaxlib": "0.11.2"}
-    monkeypatch.setattr(provenance, "installed", lambda: whole)
-    monkeypatch.setattr(cuda, "_libraries", lambda _: [])
+    monkeypatch.setattr(provenance, "installed", dict)
     done = CliRunner().invoke(cli.command, ["bench", "all", "--out", str(tmp_path / "out")])
-    assert done.exit_code == 2
-    assert said in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    assert (done.exit_code, len(done.stderr.splitlines())) == (2, 1)
     assert not (tmp_path / "out").exists()
 
 
@@ -164,7 +136,7 @@ def bench_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 
     def run(line: str, *words: str) -> click.testing.Result:
         monkeypatch.setattr(session, "_COMMAND", ("sh", "-c", line))  # $0 is the first word of a part
-        words = ("bench", "all", "--out", str(tmp_path / "out"), "--work", str(tmp_path), *words)
+        words = ("bench", "all", "--out", str(tmp_path / "out"), *words)
         return CliRunner().invoke(cli.command, words)
 
     return run
@@ -179,11 +151,11 @@ def test_a_gpu_that_jax_cannot_use_ends_the_session_at_once(bench_all, tmp_path)
     assert "Not run: step-triton-w1, " in (tmp_path / "out" / "summary.md").read_text()
 
 
-def test_a_command_measures_what_is_missing_or_asked_for(bench_all):
+def test_a_command_measures_what_is_missing_or_asked_for(bench_all, tmp_path):
     fails = '[ "$0" != plan ] || exit 3; echo "{}"'
     done = bench_all(fails)
     assert done.exit_code == 1
-    listed = bench_all(fails, "--list").stdout.splitlines()
+    listed = [one.name for one in parts(FULL, tmp_path, tmp_path, None)]
     assert done.stderr == f"error: 1 of {len(listed)} parts gave no figures: plan\n"
     assert [line.split()[1] for line in done.stdout.splitlines()[:-1]] == listed
     again = bench_all(fails)
@@ -221,25 +193,11 @@ def test_a_rival_is_read_line_by_line(tmp_path):
     assert found.ratio == pytest.approx((85 + 120) / 200)
     assert (found.ratio_least, found.ratio_most) == pytest.approx((0.85, 1.2))
     assert [row["step"] for row in found.curve] == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (
-            "#!/bin/sh\necho torch: no kernel image >&2; exit 3\n",
-            "exit code 3; it said last: torch: no kernel image",
-        ),
-        ("#!/bin/sh\necho hello\n", "printed 0 steps, need 4"),
-    ],
-)
-def test_a_rival_that_fails_is_a_line(text, said, tmp_path):
-    with pytest.raises(SpeedrunError, match=said):
-        rival.read(stranger(tmp_path, text), 4)
-
-
-def test_a_rival_is_a_program(tmp_path):
-    with pytest.raises(UsageError, match="run is no executable file"):
+    for text in ("#!/bin/sh\necho torch: no kernel image >&2; exit 3\n", "#!/bin/sh\necho hello\n"):
+        with pytest.raises(SpeedrunError, match=r"no kernel image|printed 0 steps"):
+            rival.read(stranger(tmp_path, text), 4)
+    (tmp_path / "run").unlink()
+    with pytest.raises(UsageError, match="no executable"):
         rival.executable(tmp_path)
 
 
@@ -273,12 +231,7 @@ def test_the_rehearsal_gives_figures_without_a_network(tmp_path):
     env = {**os.environ, "SPEEDRUN_PYTHON": python, "HOME": str(tmp_path)}
     env = {name: value for name, value in env.items() if not name.startswith(("JAX_", "XLA_"))}
     words = ["--from", str(wheels), "--rehearse", "--out", str(out), "--rival", str(folder)]
-    done = subprocess.run(
-        ["unshare", "-n", script, *words, "--work", str(tmp_path / "work")],
-        capture_output=True,
-        text=True,
-        env=env,
-    )
+    done = subprocess.run(["unshare", "-n", script, *words], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     found = session.results(out)
     wrong = {
@@ -289,4 +242,3 @@ def test_the_rehearsal_gives_figures_without_a_network(tmp_path):
     }
     assert wrong == {}
     assert "Not run: none" in (out / "summary.md").read_text()
-    assert 0 < (out / "outputs.tar.gz").stat().st_size <= session.MOST_ARCHIVE_BYTES

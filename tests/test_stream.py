@@ -6,6 +6,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise, repeat
 from pathlib import Path
 
@@ -493,7 +494,8 @@ def test_the_benchmark_removes_its_shards(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(pace, "_SYNTHETIC_TOKENS", 5000)
     monkeypatch.setattr(pace, "_LOOPS_S", 0.01)
-    args = ["bench", "loader", "--seq-len", "64", "--steps", "2", "--step-ms", "1"]
+    monkeypatch.setattr(pace, "measure", partial(pace.measure, shape=(8, 64), step_ms=1, num_steps=2))
+    args = ["bench", "loader"]
     told = CliRunner().invoke(cli.command, [*args, "--json"])
     assert told.exit_code == 0
     assert msgspec.json.decode(told.stdout)["batch_tokens"] == 8 * 64

@@ -44,8 +44,14 @@ class Pace(msgspec.Struct, frozen=True):
         )
 
 
-def measure(shards: Sequence[Shard], shape: tuple[int, int], *, step_ms: float, num_steps: int) -> Pace:
-    """Read batches beside simulated steps, then as fast as possible.
+def measure(
+    shards: Sequence[Shard],
+    shape: tuple[int, int] = (8, 49_152),
+    *,
+    step_ms: float = 100,
+    num_steps: int = 30,
+) -> Pace:
+    """Read batches beside simulated steps, then as fast as possible. By default those of record 21 on eight H100.
 
     Args:
         shards: read in order, repeatedly.

@@ -1,11 +1,10 @@
 """Measure the rates of a machine: products, memory, collectives, transfers."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import msgspec
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -21,7 +20,7 @@ _LOAD_S = 2.0  #: nvidia-smi needs up to a second for eight GPUs
 Answer = TypeVar("Answer")
 
 
-class Health(msgspec.Struct, frozen=True):
+class Rates(NamedTuple):
     """Best rates of all devices at once, summed. GB are 10^9 bytes."""
 
     matmul_gflops: float
@@ -31,26 +30,19 @@ class Health(msgspec.Struct, frozen=True):
     all_reduce_gb_per_s: float  #: leaving for other devices in a ring, likewise
     host_to_device_gb_per_s: float
 
-    def __str__(self) -> str:
-        lines = []
-        for name, value in msgspec.structs.asdict(self).items():
-            what, _, unit = name.replace("_gb_per_s", " GB/s").replace("_gflops", " Gflop/s").partition(" ")
-            lines.append(f"{what.replace('_', ' '):<16} {value:12,.1f} {unit}")
-        return "\n".join(lines)
 
-
-def measure(mesh: Mesh) -> Health:
+def measure(mesh: Mesh) -> Rates:
     """Measure all rates; takes seconds."""
-    return Health(
+    return Rates(
         matmul_gflops(mesh),
-        memory_gb_per_s(mesh),
+        _memory_gb_per_s(mesh),
         *_collectives_gb_per_s(mesh),
-        all_reduce_gb_per_s(mesh),
-        host_to_device_gb_per_s(mesh),
+        _all_reduce_gb_per_s(mesh),
+        _host_to_device_gb_per_s(mesh),
     )
 
 
-def memory_gb_per_s(mesh: Mesh) -> float:
+def _memory_gb_per_s(mesh: Mesh) -> float:
     """Time passes that read and write an array larger than any cache, many in one dispatch."""
     x_NM, num_passes = _array(mesh), 8 if is_simulated(mesh) else 128
 
@@ -82,7 +74,7 @@ def _collectives_gb_per_s(mesh: Mesh) -> tuple[float, float]:
     return sent_gb / best_s(lambda: gathering(x_NM)), sent_gb / best_s(lambda: scattering(whole_NNM))
 
 
-def all_reduce_gb_per_s(mesh: Mesh) -> float:
+def _all_reduce_gb_per_s(mesh: Mesh) -> float:
     """Time an all-reduce: in a ring of n devices, each sends 2 (n - 1) / n of the array."""
     if mesh.size == 1:
         return 0.0
@@ -110,7 +102,7 @@ def during_products(mesh: Mesh, gflops: float, ask: Callable[[], Answer]) -> Ans
     return answer
 
 
-def host_to_device_gb_per_s(mesh: Mesh) -> float:
+def _host_to_device_gb_per_s(mesh: Mesh) -> float:
     """Time the transfer of one array from host memory, divided over the devices."""
     x_NM = np.random.default_rng(0).random((mesh.size, _columns(mesh)), np.float32)
     return x_NM.nbytes / best_s(lambda: place(x_NM, mesh)) / 1e9

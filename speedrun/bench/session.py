@@ -1,18 +1,16 @@
 """All that is measured on a GPU: commands of `speedrun`, one process after the other, in slices of time.
 
     OUT/parts/<name>.json    how a part ended, and its figures; beside it what it printed and the files that it made
-    OUT/summary.md           a table of all parts; outputs.tar.gz holds the whole folder, small enough to send
+    OUT/summary.md           a table of all parts
 
 A part with a result does not run again. Its own limit is a result, the end of a slice is none.
 """
 
-import io
 import os
 import shlex
 import shutil
 import signal
 import sys
-import tarfile
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import product
@@ -31,7 +29,6 @@ from speedrun.ground.exit_codes import meaning
 from speedrun.ground.wholefile import write_whole
 
 Status = Literal["ok", "refused", "failed"]
-MOST_ARCHIVE_BYTES = 16 * 2**20
 _COMMAND = (sys.executable, "-m", "speedrun")
 
 
@@ -101,7 +98,6 @@ def parts(size: dict[str, str], out: Path, tokens: Path, rival: Path | None) -> 
         words = f"--steps 2 --top 40 --out {files}/profile-{window}"
         add(f"profile-{window}", f"profile {size['step']} {_ONE} {size[window]} {words}", 300)
     add("step-auto-w14-no-command-buffers", f"{step} --steps 5 {size['w14']} --no-command-buffers", 300)
-    add("health", "bench health")
     add("doctor", "doctor")
     add("norm", f"bench norm {size['heads']}")
     add("muon", f"bench muon {size['step']}", 300)
@@ -197,7 +193,7 @@ def _verdict(code: int | None, figures: Any, last: str) -> tuple[Status, str]:
     return ("refused" if code == UsageError.exit_code else "failed"), reason
 
 
-_GIST = ("mean_ms", "step_ms", "mfu", "peak_bytes", "ratio", "matmul_gflops", "memory_gb_per_s")
+_GIST = ("mean_ms", "step_ms", "mfu", "peak_bytes", "ratio")
 
 
 def row(one: Result) -> str:
@@ -210,22 +206,11 @@ def row(one: Result) -> str:
     return f"{one.status:<8} {one.name:<32} {one.seconds:6.1f} s  {said or one.reason}"
 
 
-def report(parts: Sequence[Part], out: Path) -> list[str]:
-    """Write summary and archive; return the files that the archive leaves out for their size, smallest first."""
+def report(parts: Sequence[Part], out: Path) -> None:
+    """Write a table of all parts."""
     found = results(out)
     done = [found[part.name] for part in parts if part.name in found]
     missing = [part.name for part in parts if part.name not in found]
     lines = [f"- {line}" for line in dict.fromkeys(line for one in done for line in one.machine)]
     lines += ["", *(f"    {row(one)}" for one in done), "", f"Not run: {', '.join(missing) or 'none'}.", ""]
     write_whole(out / "summary.md", "\n".join(["# What this machine measured", "", *lines]).encode())
-    target = out / "outputs.tar.gz"
-    files = sorted({*filter(Path.is_file, out.rglob("*"))} - {target}, key=lambda path: path.stat().st_size)
-    for kept in range(len(files), -1, -1):
-        packed = io.BytesIO()
-        with tarfile.open(fileobj=packed, mode="w:gz") as tar:
-            for path in files[:kept]:
-                tar.add(path, path.relative_to(out))
-        if packed.tell() <= MOST_ARCHIVE_BYTES:
-            write_whole(target, packed.getvalue())
-            return [str(path.relative_to(out)) for path in files[kept:]]
-    raise AssertionError("an empty archive fits")

@@ -25,7 +25,6 @@ GROUPS = {
         "recipes": "List recipes, or the settings of one.",
         "run": "Train on a track, under the clock.",
         "batch": "Declare several runs, run them, and test their mean loss.",
-        "launch": "Print the job file that runs a track on a cluster, or submit it.",
     },
     "Check": {
         "validate": "Check a record offline; recompute every claim.",

@@ -26,13 +26,14 @@ from speedrun.ground.clock import now
 from speedrun.ground.errors import SpeedrunError, UsageError
 
 _FOLDER = click.Path(path_type=Path, file_okay=False)
+_WORK = Path(".gpu")  #: keeps compiled programs and tokens
 
 
 @click.command(
     "all",
     epilog=example(
         "speedrun bench all --out measured --minutes 8",
-        "speedrun bench all --out measured --parts health,profile-w14",
+        "speedrun bench all --out measured --parts norm,profile-w14",
         "speedrun bench all --rehearse --out rehearsed",
     ),
 )
@@ -40,26 +41,22 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
 @click.option(
     "--parts", "names", metavar="NAME,...", help="Run only these, also again. Default: all without a result."
 )
-@click.option("--list", "listed", is_flag=True, help="List the names of the parts, and stop.")
 @click.option("--minutes", type=Number(0), default=30, show_default=True, help="For all parts together.")
 @click.option(
     "--shards", type=_FOLDER, metavar="DIR", help="Real tokens. Default: imitated, as long as FineWeb's."
 )
 @click.option("--rival", type=_FOLDER, metavar="DIR", help="A program to time in turns with ours.")
-@click.option("--work", type=_FOLDER, default=".gpu", show_default=True, help="Keeps compiled programs.")
 @click.option("--rehearse", is_flag=True, help="Run the same parts tiny on the CPU, in a few minutes.")
 def everything(
     *,
     out: Path | None,
     names: str | None,
-    listed: bool,
     minutes: float,
     shards: Path | None,
     rival: Path | None,
-    work: Path,
     rehearse: bool,
 ) -> None:
-    """Run all benchmarks, with hangs and crashes contained: results, a summary, one archive.
+    """Run all benchmarks, with hangs and crashes contained: results and a summary.
 
     Parts of an earlier slice keep their results. Exits with 1 if a part failed in this one.
     """
@@ -68,11 +65,8 @@ def everything(
         rivals.executable(rival)
     kind = "rehearsal" if rehearse else machine[0].partition(",")[0].replace(" ", "-")
     out = (out or Path("docs", "benchmarks", f"{now().utc[:10]}-{kind}")).absolute()
-    tokens = (shards or work / "tokens").absolute()
+    tokens = (shards or _WORK / "tokens").absolute()
     parts = session.parts(session.TINY if rehearse else session.FULL, out, tokens, rival and rival.absolute())
-    if listed:
-        click.echo("\n".join(part.name for part in parts))
-        return
     wanted, first = session.chosen(parts, names, out), parts[0]
     if not rehearse:  # it starts CUDA: where it fails, all others would
         wanted = [first, *(part for part in wanted if part != first)]
@@ -80,26 +74,24 @@ def everything(
     machine += [", ".join(f"{name} {metadata.version(name)}" for name in ("jax", "jaxlib", "numpy", "optax"))]
     machine += [f"tokens: {shards or 'synthetic, with the document lengths of FineWeb'}"]
     env = {
-        "JAX_COMPILATION_CACHE_DIR": str((work / "programs").absolute()),
+        "JAX_COMPILATION_CACHE_DIR": str((_WORK / "programs").absolute()),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         **os.environ,
         "JAX_PLATFORMS": "cpu" if rehearse else "cuda",  # with both, JAX would fall back to the CPU silently
     }
-    ended, left_out = list[session.Result](), list[str]()
+    ended = list[session.Result]()
     with signals.handled_by(signals.stop):
         for result in session.run(wanted, out, machine, env, 60 * minutes):
             ended.append(result)
             click.echo(session.row(result))
-            left_out = session.report(parts, out)
+            session.report(parts, out)
             if not rehearse and result.name == first.name and result.status != "ok":
                 raise UsageError(
                     f"JAX cannot use this GPU: {result.reason}; see {out}/parts/{first.name}.err"
                 )
     if late := [part.name for part in wanted[len(ended) :]]:
         click.echo(f"time is up before {', '.join(late)}; the same command continues there")
-    if left_out:
-        click.echo(f"too large for the archive: {', '.join(left_out)}")
-    click.echo(f"summary in {out}/summary.md, everything in {out}/outputs.tar.gz")
+    click.echo(f"summary in {out}/summary.md")
     if bad := [result.name for result in ended if result.status == "failed"]:
         raise SpeedrunError(f"{len(bad)} of {len(ended)} parts gave no figures: {', '.join(bad)}")
 

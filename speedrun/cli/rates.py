@@ -1,4 +1,4 @@
-"""`speedrun bench health`, `loader`, `prep` and `target`: what this machine reaches, and what it is."""
+"""`speedrun bench loader`, `prep` and `target`: what this machine reaches, and what it is."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,20 +12,6 @@ from speedrun.cli.program import show
 from speedrun.ground.errors import UsageError
 
 
-@click.command(epilog=example("speedrun bench health", "speedrun bench health --devices 8 --json"))
-@click.option("--devices", type=Integer(1), metavar="N", help="Default: all there are.")
-@json_option
-def health(*, devices: int | None, as_json: bool) -> None:
-    """What all devices together reach: products, memory, collectives, transfers from the host."""
-    import jax
-
-    from speedrun.bench.machine import measure
-    from speedrun.ground import mesh
-
-    mesh.prepare("any")
-    show(measure(mesh.make_mesh(devices or len(jax.devices()))), as_json=as_json)
-
-
 @click.command(epilog=example("speedrun bench loader", "speedrun bench loader --data data/fineweb10B"))
 @click.option(
     "--data",
@@ -33,23 +19,15 @@ def health(*, devices: int | None, as_json: bool) -> None:
     metavar="DIR",
     help="Folder of shards. Default: two of 100 million tokens, made for this and removed.",
 )
-@click.option("--sequences", type=Integer(1), default=8, show_default=True, help="Sequences of a batch.")
-@click.option("--seq-len", type=Integer(1), default=49152, show_default=True, help="Tokens of a sequence.")
-@click.option(
-    "--step-ms", type=Integer(1), default=100, show_default=True, help="Duration of a simulated step."
-)
-@click.option("--steps", type=Integer(1), default=30, show_default=True, help="Number of simulated steps.")
 @json_option
-def loader(
-    *, data: Path | None, sequences: int, seq_len: int, step_ms: int, steps: int, as_json: bool
-) -> None:
+def loader(*, data: Path | None, as_json: bool) -> None:
     """Batches from shards, against what eight H100 consume: tokens per second, waiting, the first batch."""
     from speedrun.bench import loading
 
     if data is None:
         click.echo("writes two shards of 100 million tokens, and removes them", err=True)
     with nullcontext(loading.folder_shards(data)) if data else loading.synthetic_shards() as shards:
-        found = loading.measure(shards, (sequences, seq_len), step_ms=step_ms, num_steps=steps)
+        found = loading.measure(shards)
     show(found, as_json=as_json)
 
 
@@ -81,4 +59,4 @@ def target(*, as_json: bool) -> None:
     click.echo(msgspec.json.encode({"target": text}) if as_json else text)
 
 
-COMMANDS = (health, loader, prep, target)
+COMMANDS = (loader, prep, target)

@@ -121,12 +121,7 @@ def _rates(over: "Mesh", machine: Machine, records: Path) -> Iterator[Check]:
     from speedrun.training import health
 
     before_s = health.throttled_s(over)
-    reached = rates.Rates(
-        health.matmul_gflops(over),
-        bench.memory_gb_per_s(over),
-        bench.all_reduce_gb_per_s(over),
-        bench.host_to_device_gb_per_s(over),
-    )
+    reached = bench.measure(over)
     yield from rates.checks(reached, machine, devices.named(machine.kind), rates.cohort(records, machine))
     if health.is_simulated(over):
         return

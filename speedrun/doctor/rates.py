@@ -3,13 +3,16 @@
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from speedrun.doctor.check import Check, Fact
 from speedrun.ground.console import quantity
 from speedrun.ground.devices import Device
 from speedrun.ledger.checks.environment import SLOW, SLOWEST_OF_VENDOR
 from speedrun.ledger.record import load
+
+if TYPE_CHECKING:
+    from speedrun.bench.machine import Rates
 
 
 class Machine(NamedTuple):
@@ -18,15 +21,6 @@ class Machine(NamedTuple):
     platform: str
     kind: str
     num_devices: int
-
-
-class Rates(NamedTuple):
-    """Best rates, summed over devices; see `bench.machine.Health`."""
-
-    matmul_gflops: float
-    memory_gb_per_s: float
-    all_reduce_gb_per_s: float  #: 0 with one device
-    host_to_device_gb_per_s: float
 
 
 def cohort(records: Path, machine: Machine) -> list[float]:
@@ -40,7 +34,7 @@ def cohort(records: Path, machine: Machine) -> list[float]:
     return found
 
 
-def checks(rates: Rates, machine: Machine, device: Device | None, peers: list[float]) -> Iterator[Check]:
+def checks(rates: "Rates", machine: Machine, device: Device | None, peers: list[float]) -> Iterator[Check]:
     """Yield one check per rate.
 
     `device` is None if the vendor's rates are unknown. `peers` are from `cohort`.
@@ -53,7 +47,12 @@ def checks(rates: Rates, machine: Machine, device: Device | None, peers: list[fl
     yield _check("memory", rates.memory_gb_per_s * 1e9, "B/s" + together, memory, machine)
     if several:
         links = None if device is None else device.link_rate * num
-        yield _check("all-reduce", rates.all_reduce_gb_per_s * 1e9, "B/s" + together, links, machine)
+        for name, rate in (
+            ("all-gather", rates.all_gather_gb_per_s),
+            ("reduce-scatter", rates.reduce_scatter_gb_per_s),
+            ("all-reduce", rates.all_reduce_gb_per_s),
+        ):
+            yield _check(name, rate * 1e9, "B/s" + together, links, machine)
     # No bound: it depends on the host's memory and slots more than on the device.
     yield _check("host to device", rates.host_to_device_gb_per_s * 1e9, "B/s" + together, None, machine)
 

@@ -38,11 +38,6 @@ class Data(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sha256: dict[str, str] = {}  #: shard name -> digest; empty if any shards may be used
     hub: Hub | None = None  #: None: not on the hub
 
-    @property
-    def is_ours_to_get(self) -> bool:
-        """Whether `get` is a command of this package; else it says what the user must provide."""
-        return self.get.startswith("speedrun ")
-
 
 class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The target loss, in nats per token."""

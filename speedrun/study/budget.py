@@ -11,7 +11,6 @@ import msgspec
 
 from speedrun.data import overview
 from speedrun.ground.console import duration, quantity
-from speedrun.ground.errors import UsageError
 from speedrun.ground.track import Track
 from speedrun.ledger.record import load
 from speedrun.ledger.summary import summarize
@@ -23,10 +22,6 @@ from speedrun.science.recipe import Recipe
 UNTIMED_S = 120.0
 #: Cost of a forward pass relative to a training step of the same tokens.
 _FORWARD = 1 / 3
-_RECORDS = Path(__file__).parent.parent.parent / "records"
-_SETUP_S = 900  #: of a job: check the machine, install, copy shards
-_UNKNOWN_S = 1800  #: limit for a run of unknown length
-_ROUND_S = 600
 
 Basis = Literal["records", "arithmetic", "unknown"]
 
@@ -131,42 +126,3 @@ def lines(budget: Budget, error: float) -> list[str]:
         f"{budget.num_runs} runs of {duration(budget.run_s)}, {duration(budget.train_s)} of them on the clock"
     )
     return [disk, f"batch  {runs} | about {duration(budget.total_s)} in all, {basis}{cost}"]
-
-
-def time_limit(
-    track: Track, recipe: Recipe, gpus: int, gpu: str, microbatches: int, num_runs: int
-) -> tuple[int, str]:
-    """Return a time limit in seconds for a job of `num_runs` runs, one after the other, and where it comes from.
-
-    `gpus` is the number of GPUs of a node, 0 for CPUs; `gpu` is their kind, as in `devices`.
-
-    Raises:
-        UsageError: if the recipe does not fit the memory of the GPUs.
-    """
-    from speedrun.predict import plan
-
-    planned = None
-    if gpus:
-        num_devices = next(n for n in (8, 4, 2, 1) if n <= gpus)
-        planned = plan.plan(recipe, gpu, num_devices, microbatches)
-        if refused := plan.refusal(recipe, planned):
-            raise UsageError(refused)
-    run_s = budget(track, recipe, num_runs, _RECORDS, planned, dollars=None).run_s
-    total_s = _SETUP_S + track.rules.untimed_cap_s + num_runs * (_UNKNOWN_S if run_s is None else 2 * run_s)
-    reason = "twice what 'speedrun plan' expects" if run_s else f"{_UNKNOWN_S // 60} minutes a run, a guess"
-    limit_s = -int(-total_s // _ROUND_S) * _ROUND_S
-    return limit_s, f"{reason}, and what {track.id} grants for compiling"
-
-
-def check_division(recipe: Recipe, replicas: int, num_devices: int, microbatches: int | None) -> None:
-    """Raise UsageError if so many devices cannot share the recipe's batches."""
-    from jax.sharding import AbstractMesh
-
-    from speedrun.ground.mesh import DATA, REPLICA
-    from speedrun.science.params import SHARDS
-    from speedrun.training.program import Program
-
-    if num_devices % replicas:
-        raise UsageError(f"--replicas {replicas}; {num_devices} GPUs cannot be divided among them")
-    mesh = AbstractMesh((replicas, num_devices // replicas), (REPLICA, DATA))
-    Program(recipe, mesh, microbatches or max(SHARDS, mesh.size))  # pyright: ignore[reportArgumentType]
