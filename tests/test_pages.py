@@ -52,7 +52,6 @@ def test_the_page_on_data_names_every_option_of_prep() -> None:
         "--json",
         "--column",
         "--workers",
-        "--engine",
     }
     assert (ROOT / "data" / "fineweb_prep.py").exists()
     missing = [name for name in options if name not in PAGES["data.md"]]

@@ -35,7 +35,7 @@ def of_gpt2(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, ...]:
 
 @needs_ranks
 def test_the_bytes_of_gpt2_are_tiktokens(of_gpt2: tuple[bytes, ...]):
-    reference = tokenizer.load(tokenizer.choose(str(RANKS), engine="tiktoken"))
+    reference = tokenizer.load(tokenizer.choose(str(RANKS)))
     assert isinstance(reference, gpt2.Tiktoken)
     encoding: tiktoken.Encoding = reference.encoding
     assert of_gpt2 == (*map(encoding.decode_single_token_bytes, range(50256)), b"")
@@ -95,7 +95,7 @@ def test_a_missing_or_foreign_file_is_told_in_one_line(
 def test_the_ranks_come_with_the_shards_if_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     made = inventory.Manifest("kjj0/fineweb10B-gpt2", {"revision": "a"}, 50257, 50256, {})
     monkeypatch.setattr(fetch, "fetch", lambda folder, *_: folder.mkdir() or made)
-    monkeypatch.setattr(gpt2, "cached_ranks", lambda: RANKS)
+    monkeypatch.setattr(gpt2, "cached_ranks", RANKS.read_bytes)
     words = ["data", "get", "--track", "main-8xh100", "--out", str(tmp_path / "fineweb"), "--vocabulary"]
     done = CliRunner().invoke(command, words)
     assert done.exit_code == 0, done.output

@@ -51,7 +51,7 @@ def get(
     with resumable(f"get {rules.name}", folder) as progress:
         manifest = fetch.fetch(folder, rules.data, source, progress)
     if vocabulary:
-        write_whole(folder / RANKS, gpt2.cached_ranks().read_bytes())
+        write_whole(folder / RANKS, gpt2.cached_ranks())
     tokens = sum(entry.tokens for entry in manifest.shards.values())
     place = f"{manifest.source}@{manifest.settings['revision']}"
     output(

@@ -48,7 +48,6 @@ _workers_option = click.option(
 )
 @source_option
 @click.option("--tokenizer", "name", default="gpt2", show_default=True, metavar="NAME", help=_TOKENIZER_HELP)
-@click.option("--engine", default="auto", show_default=True, help="auto, tiktoken or gigatoken, for gpt2.")
 @_workers_option
 @folder_option
 @click.option("--prefix", default="fineweb", show_default=True, help="First word of the shards' names.")
@@ -72,7 +71,7 @@ def command(*, sources: tuple[str, ...], as_json: bool, **given: Any) -> None:
     if sources and given["out"] is None:
         raise UsageError(f"--source {sources[0]} without --out; the shards need a folder; name one")
     # Local files are checked before the network.
-    choice = tokenizer.choose(given["name"], engine=given["engine"], document_text=given["document_text"])
+    choice = tokenizer.choose(given["name"], document_text=given["document_text"])
     folder = inventory.data_folder(tracks.load(_FINEWEB_TRACK), given["out"])
     column, workers = given["column"], given["workers"]
     source = open_source(sources or (FINEWEB,), column=column, revision=given["revision"])
@@ -83,8 +82,6 @@ def command(*, sources: tuple[str, ...], as_json: bool, **given: Any) -> None:
         progress.update(done.read_bytes, done.total_bytes, facts)
 
     with resumable("prep", folder) as progress, lock_folder(folder, progress.say):
-        if choice.engine:
-            progress.say(f"tokens  {choice.name} by {choice.engine}")
         made = prep.prepare(source, choice, cut, folder, column=column, num_workers=workers, tell=show)
     output(made.facts(), made.summary(), as_json=as_json)
 

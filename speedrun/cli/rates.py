@@ -60,14 +60,14 @@ def loader(
 @data_prep.column_option
 @json_option
 def prep(*, sources: tuple[str, ...], name: str, workers: int, column: str, as_json: bool) -> None:
-    """Text to shards with tiktoken and with gigatoken, against tiktoken in one thread; equal bytes or an error."""
+    """Text to shards on several threads, against one; equal bytes or an error."""
     if not sources:
         raise UsageError("no --source; text is needed; name a file or a folder")
     from speedrun.bench import preparing
     from speedrun.data import tokenizer
     from speedrun.data.sources import open_source
 
-    choice, source = tokenizer.choose(name, engine="gigatoken"), open_source(sources, column=column)
+    choice, source = tokenizer.choose(name), open_source(sources, column=column)
     show(preparing.compare(source, choice, column=column, num_workers=workers), as_json=as_json)
 
 
