@@ -8,17 +8,14 @@ import numpy as np
 import pytest
 
 from speedrun.data import synthetic
-from speedrun.data.inventory import ShardEntry
 from speedrun.data.synthetic import ONE, Source
 from speedrun.data.verify import verify
 from speedrun.ground import track
 from speedrun.ground.errors import DataError
-from speedrun.ground.lock import LOCK
 
 SMOKE = track.load("smoke-cpu")
 assert SMOKE.synthetic is not None
 SOURCE = Source(**SMOKE.synthetic)
-ENTRY = ShardEntry(tokens=1, documents=1, sha256="0" * 64)
 SMALL = dataclasses.replace(
     SOURCE, vocab_size=20, line_words=5, num_classes=3, num_successors=2, zipf_offset=1
 )
@@ -192,12 +189,3 @@ def test_correct_shards_are_not_written_again(tmp_path):
     synthetic.write(SMOKE, tmp_path)
     after = {path.name: path.stat().st_ino for path in tmp_path.glob("*.bin")}
     assert [name for name in before if before[name] != after[name]] == [wrong.name]
-
-
-def test_two_programs_take_turns(tmp_path, monkeypatch):
-    seen = []
-    monkeypatch.setattr(synthetic, "_write_one", lambda *_: seen.append((tmp_path / LOCK).exists()) or ENTRY)
-    synthetic.write(SMOKE, tmp_path)
-    assert seen
-    assert all(seen)
-    assert not (tmp_path / LOCK).exists()

@@ -16,6 +16,7 @@ from speedrun.data.vocabulary import RANKS
 from speedrun.ground import track as tracks
 from speedrun.ground.console import clean
 from speedrun.ground.errors import UsageError
+from speedrun.ground.lock import lock_folder
 from speedrun.ground.wholefile import write_whole
 
 
@@ -73,7 +74,8 @@ def synth(*, track: str, out: Path | None, as_json: bool) -> None:
             f"track {track!r} is not synthetic; it needs real shards; get them: {rules.data.get}"
         )
     folder = inventory.data_folder(rules, out)
-    manifest = synthetic.write(rules, folder)
+    with lock_folder(folder):
+        manifest = synthetic.write(rules, folder)
     lines = [
         f"{folder / name}  {entry.tokens:,} tokens  {entry.documents:,} documents"
         for name, entry in manifest.shards.items()

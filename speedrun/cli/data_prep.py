@@ -88,15 +88,14 @@ def command(*, sources: tuple[str, ...], as_json: bool, **given: Any) -> None:
 
 @click.command(epilog=example("speedrun data docs --track docs-cpu"))
 @track_option("docs-cpu")
-@_workers_option
 @folder_option
 @json_option
-def docs(*, track: str, workers: int, out: Path | None, as_json: bool) -> None:
+def docs(*, track: str, out: Path | None, as_json: bool) -> None:
     """Make the shards of a track from the documentation of this Python; half a minute."""
     rules = tracks.load(track)
     folder = inventory.data_folder(rules, out)
-    with signals.handled_by(signals.stop):
-        made = python_docs.make(rules, folder, num_workers=workers, say=partial(click.echo, err=True))
+    with signals.handled_by(signals.stop), lock_folder(folder, partial(click.echo, err=True)):
+        made = python_docs.make(rules, folder)
     output(made.facts(), made.summary(), as_json=as_json)
 
 
