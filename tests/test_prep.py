@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 
 from speedrun.data import documents, inventory, overview, prep, text_files, tokenizer, workers, writing
 from speedrun.data.inventory import Place
+from speedrun.data.overview import verify
 from speedrun.data.prep import Cut, prepare
 from speedrun.data.sources import Dataset, open_source
-from speedrun.data.verify import verify
 from speedrun.ground import track, wholefile
 from speedrun.ground.clock import Stopwatch
 from speedrun.ground.errors import DataError, UsageError

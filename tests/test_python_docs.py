@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from speedrun.data import generated, inventory, prep, python_docs, tokenizer
+from speedrun.data.overview import verify
 from speedrun.data.python_docs import collect
 from speedrun.data.sources import open_source
-from speedrun.data.verify import verify
 from speedrun.ground import track
 from speedrun.ground.errors import DataError, UsageError
 

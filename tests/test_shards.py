@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from speedrun import cli
 from speedrun.data import inventory, overview, shards, synthetic, writing
 from speedrun.data.inventory import Manifest, ShardEntry, open_track
+from speedrun.data.overview import verify
 from speedrun.data.shards import open_shard
-from speedrun.data.verify import verify
 from speedrun.data.writing import write_shard
 from speedrun.ground import track
 from speedrun.ground.clock import Stopwatch

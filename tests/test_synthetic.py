@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from speedrun.data import synthetic
+from speedrun.data.overview import verify
 from speedrun.data.synthetic import ONE, Source
-from speedrun.data.verify import verify
 from speedrun.ground import track
 from speedrun.ground.errors import DataError
 

@@ -10,8 +10,8 @@ from speedrun.cli.data_prep import output
 from speedrun.cli.options import Group, Integer, data_option, example, json_option, track_option
 from speedrun.cli.progress import Progress, resumable
 from speedrun.data import documents, fetch, gpt2, inventory, overview, synthetic, tokenizer
+from speedrun.data.overview import verify as verify_shards
 from speedrun.data.sources import open_source
-from speedrun.data.verify import verify as verify_shards
 from speedrun.data.vocabulary import RANKS
 from speedrun.ground import track as tracks
 from speedrun.ground.console import clean

@@ -26,8 +26,8 @@ from speedrun.data.inventory import (
     open_track,
     read_manifest,
 )
+from speedrun.data.overview import count_documents
 from speedrun.data.shards import open_shard, sha256
-from speedrun.data.verify import count_documents
 from speedrun.data.writing import write_manifest
 from speedrun.ground.errors import DataError, UsageError
 from speedrun.ground.lock import lock_folder
