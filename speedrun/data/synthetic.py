@@ -23,7 +23,7 @@ import numpy as np
 
 from speedrun.data.inventory import Manifest, ShardEntry
 from speedrun.data.shards import sha256
-from speedrun.data.writing import holds, write_manifest, write_shard
+from speedrun.data.writing import write_manifest, write_shard
 from speedrun.ground.errors import DataError, translate_os_errors
 from speedrun.ground.track import Track
 
@@ -131,7 +131,7 @@ def _class_L(source: Source, tokens: np.ndarray, column: int) -> np.ndarray:
 def write(track: Track, folder: Path) -> Manifest:
     """Make the shards of a synthetic track; the same bytes everywhere. Callers lock the folder (`ground.lock`).
 
-    Correct shards are not written again: another program may be reading them.
+    Shards with the digest in the track file are not written again: another program may be reading them.
 
     Raises:
         DataError: if a shard differs from the digest in the track file, or the folder cannot be written.
@@ -156,10 +156,10 @@ def write(track: Track, folder: Path) -> Manifest:
 def _write_one(source: Source, stream: int, path: Path, track: Track) -> ShardEntry:
     """Write one shard; stream 0 is validation."""
     tokens = generate(source, stream, source.val_lines if stream == 0 else source.shard_lines)
-    if not holds(path, tokens):
+    want = track.data.sha256.get(path.name)
+    if not path.is_file() or sha256(path) != want:
         write_shard(path, tokens)
-    got, want = sha256(path), track.data.sha256.get(path.name)
-    if want not in (got, None):
+    if want not in (got := sha256(path), None):
         raise DataError(
             f"{path}: sha256 is {got}, {track.id} says {want}; this machine makes other bytes: report it"
         )

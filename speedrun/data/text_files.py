@@ -7,7 +7,6 @@ import gzip
 import hashlib
 import io
 import json
-import os
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,7 +28,7 @@ class Files:
         """Find the files; read none.
 
         Raises:
-            UsageError: if a file is named twice, or two have the same name: places in them would be ambiguous.
+            UsageError: if two files have the same name: places in them would be ambiguous.
             DataError: if there are none, or a name is not UTF-8.
         """
         self.name = " ".join(names)
@@ -99,19 +98,16 @@ def _one_line(path: Path) -> Iterator[None]:
 
 
 def _check_names(source: str, found: list[tuple[str, Path]]) -> None:
-    """Refuse a file that is named twice, two files with the same name, and names that are not UTF-8."""
-    labels, paths = set[str](), set[str]()
+    """Refuse two files with the same name, and names that are not UTF-8."""
+    labels = set[str]()
     for label, path in found:
         if valid(source + label) != source + label:  # Python turns other bytes into surrogates
             raise DataError(f"{str(path)!r}: the name is not UTF-8; the manifest needs it; rename the file")
-        if (absolute := os.path.abspath(path)) in paths:
-            raise UsageError(f"{source}: {path} is named twice; each file is read once; name it once")
         if label in labels:
             raise UsageError(
                 f"{source}: two files are {label}; names must differ; give the folder above them"
             )
         labels.add(label)
-        paths.add(absolute)
 
 
 def suffix_of(path: Path) -> str:

@@ -5,14 +5,19 @@ A `Choice` holds the file of a tokenizer. Special tokens in a text are ordinary 
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from speedrun.data.documents import need
+from speedrun.data import documents
+from speedrun.data.documents import Block, need
 from speedrun.data.gpt2 import END_OF_TEXT, Tiktoken, cached_ranks, checked_ranks
+from speedrun.data.inventory import Place
 from speedrun.ground.errors import DataError, UsageError, unknown
 from speedrun.ground.wholefile import read_regular, write_whole
 
@@ -212,6 +217,58 @@ def train_bpe(texts: Iterator[str], vocab_size: int, out: Path, *, document_text
     tokenizer.train_from_iterator(texts, trainer)
     write_whole(out, tokenizer.to_str(pretty=True).encode(), b"\n")
     return tokenizer.get_vocab_size()
+
+
+# --- blocks of documents as ids ---------------------------------------------------------------------------
+
+#: Blocks in flight for each worker: one being encoded, one waiting, one done and not yet taken.
+_BLOCKS_PER_WORKER = 3
+
+
+class Encoded(NamedTuple):
+    """A block as ids; a document token precedes each document."""
+
+    first: Place  #: of the first document
+    ids: np.ndarray  #: uint16 [N]
+    starts: np.ndarray  #: int64 [D]: positions of the document tokens
+    source_tokens: np.ndarray | None  #: int64 [D]: tokens of each document, as the source counts them
+    read_bytes: int  #: of the source, up to the end of this block
+
+
+def encoded(
+    blocks: Iterable[Block], chosen: Tokenizer, column: str, *, num_workers: int
+) -> Generator[Encoded, None, None]:
+    """Yield all blocks as ids, in order. The calling thread reads them; a single worker is the calling thread.
+
+    The tokenizers release Python's lock while they work, as gzip does. So threads are as fast as processes here, share
+    one tokenizer and start at once. Results are taken in the order of submission, and only a few blocks are in flight:
+    the output does not depend on the number of threads, and memory does not grow with the corpus.
+
+    Raises:
+        DataError: if a document cannot be read.
+    """
+    encode = partial(_encoded, chosen, column)
+    if num_workers == 1:
+        yield from map(encode, blocks)
+        return
+    in_flight: deque[Future[Encoded]] = deque()
+    pool = ThreadPoolExecutor(num_workers, "encode")
+    try:
+        for block in blocks:
+            in_flight.append(pool.submit(encode, block))
+            if len(in_flight) >= _BLOCKS_PER_WORKER * num_workers:
+                yield in_flight.popleft().result()
+        while in_flight:
+            yield in_flight.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _encoded(chosen: Tokenizer, column: str, block: Block) -> Encoded:
+    texts, source_tokens = documents.read(block, column)
+    ids, starts = joined(chosen.encode(texts), chosen.document_token)
+    counts = None if source_tokens is None else np.array(source_tokens, np.int64)
+    return Encoded(block.first, ids, starts, counts, block.read_bytes)
 
 
 def joined(texts: Sequence[np.ndarray], document_token: int) -> tuple[np.ndarray, np.ndarray]:
