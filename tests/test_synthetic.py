@@ -122,21 +122,6 @@ def test_the_code_length_equals_the_slow_definition(source: Source):
     assert code_length_nats(source, tokens) == pytest.approx(slow, rel=1e-9)
 
 
-def test_frequencies_are_the_declared_probabilities():
-    lines = synthetic.generate(SMALL, 1, 200_000).reshape(-1, SMALL.line_tokens)
-    end, repeat = SMALL.end / ONE, SMALL.repeat / ONE
-    shares = np.bincount(lines[:, 0], minlength=3) / len(lines)
-    assert shares == pytest.approx([end, (1 - end) * (1 - repeat), (1 - end) * repeat], abs=0.004)
-    first = np.bincount(lines[lines[:, 0] != synthetic.REPEAT, 1], minlength=SMALL.vocab_size)
-    assert first / first.sum() == pytest.approx(synthetic.zipf_weights_V(SMALL) / ONE, abs=0.004)
-
-
-def test_rows_are_distributions():
-    assert rows_CVV(SOURCE).sum(axis=2) == pytest.approx(np.ones((SOURCE.num_classes, SOURCE.vocab_size)))
-    assert synthetic.zipf_weights_V(SOURCE).sum() == ONE
-    assert synthetic.slot_weights_S(SOURCE).sum() == ONE - SOURCE.noise
-
-
 def test_repeated_lines_repeat_inside_their_document():
     lines = synthetic.generate(SOURCE, 2, 5_000).reshape(-1, SOURCE.line_tokens)
     repeats = np.flatnonzero(lines[:, 0] == synthetic.REPEAT)

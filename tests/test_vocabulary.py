@@ -74,8 +74,6 @@ def test_a_track_says_what_its_ids_stand_for_or_there_is_no_vocabulary(tmp_path:
         (MAIN, "r50k_base.tiktoken", b"IQ== 0\n", "sha256 is 6835.*; GPT-2's ranks have 306c"),
         (DOCS, "tokenizer.json", None, "No such file .*speedrun data docs --track docs-cpu$"),
         (DOCS, "tokenizer.json", b"{", "Expecting property name"),
-        (DOCS, "tokenizer.json", b"\xff\xfe", "Expecting value"),
-        (DOCS, "tokenizer.json", b"[]", "indices must be integers"),
         (DOCS, "tokenizer.json", b'{"added_tokens": [], "model": {"vocab": []}}', "'list' object has no attribute"),
         (DOCS, "tokenizer.json", b"{}", "no tokenizer .'added_tokens"),
         (DOCS, "tokenizer.json", json.dumps({"added_tokens": [], "model": {"vocab": {"\n": 3}}}).encode(), r"'.n'"),
