@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from speedrun.cli import data_prep
+from speedrun.cli.data import column_option, source_option
 from speedrun.cli.options import Integer, example, json_option
 from speedrun.cli.program import show
 from speedrun.ground.errors import UsageError
@@ -54,10 +54,10 @@ def loader(
 
 
 @click.command(epilog=example("speedrun bench prep --source rows.jsonl.gz --tokenizer r50k_base.tiktoken"))
-@data_prep.source_option
+@source_option
 @click.option("--tokenizer", "name", default="gpt2", show_default=True, help="gpt2, or its .tiktoken file.")
 @click.option("--workers", type=Integer(2), default=2, show_default=True, help="Threads that tokenize.")
-@data_prep.column_option
+@column_option
 @json_option
 def prep(*, sources: tuple[str, ...], name: str, workers: int, column: str, as_json: bool) -> None:
     """Text to shards on several threads, against one; equal bytes or an error."""
