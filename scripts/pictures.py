@@ -8,6 +8,12 @@ from records/leaderboard.json, so run `speedrun leaderboard build` first.
 """
 
 import re
+import sys
+
+if {"-h", "--help"} & {*sys.argv[1:]}:  # before anything is installed
+    print(__doc__.strip())
+    sys.exit()
+
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
