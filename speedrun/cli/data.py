@@ -8,27 +8,9 @@ from typing import Any
 import click
 import msgspec
 
-from speedrun.cli.options import (
-    Group,
-    Integer,
-    data_option,
-    example,
-    json_option,
-    out_option,
-    track_option,
-)
+from speedrun.cli.options import Group, Integer, data_option, example, json_option, out_option, track_option
 from speedrun.cli.progress import Progress, resumable
-from speedrun.data import (
-    documents,
-    fetch,
-    gpt2,
-    inventory,
-    overview,
-    prep,
-    python_docs,
-    synthetic,
-    tokenizer,
-)
+from speedrun.data import documents, fetch, gpt2, inventory, overview, prep, python_docs, synthetic, tokenizer
 from speedrun.data.sources import HUB, open_source
 from speedrun.data.text_files import READERS
 from speedrun.data.vocabulary import RANKS

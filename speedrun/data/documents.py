@@ -22,9 +22,8 @@ class Block(NamedTuple):
     first: Place  #: of the first document
     num_rows: int
     raw: bytes | list[str]  #: lines of JSON, or texts
-    source_tokens: (
-        list[int] | None
-    )  #: tokens of each document, as the source counts them; None for lines of JSON
+    #: Of each document, as the source counts them; None for lines of JSON.
+    source_tokens: list[int] | None
     read_bytes: int  #: of the source's files, up to the end of this block
 
 

@@ -20,13 +20,7 @@ import numpy as np
 
 from speedrun.data import shards, tokenizer
 from speedrun.data.documents import Source
-from speedrun.data.inventory import (
-    MANIFEST,
-    Manifest,
-    Place,
-    ShardEntry,
-    read_manifest,
-)
+from speedrun.data.inventory import MANIFEST, Manifest, Place, ShardEntry, read_manifest
 from speedrun.data.overview import bytes_per_token, density
 from speedrun.data.tokenizer import Encoded
 from speedrun.data.writing import write_manifest, write_shard
