@@ -82,11 +82,12 @@ def _files(board: Board, records: Path) -> dict[Path, bytes]:
         return files
     known = tuple(one for one in board.published if not one.claim)  # a first page is no place for claims
     block = pages.markdown(replace(board, published=known), records=records.name)
+    page = readme.read_text(encoding="utf-8")
     try:
-        page = figures.filled(readme.read_text(encoding="utf-8"), {figures.BOARD: f"\n\n{block}\n"})
+        new = figures.filled(page, {figures.BOARD: f"\n\n{block}\n"})
     except UsageError as error:
         raise UsageError(f"{readme}: {error}") from None
-    return files | {readme: page.encode()}
+    return files | {readme: new.encode()} if figures.END in page else files
 
 
 def _holds(path: Path, content: bytes) -> bool:

@@ -104,14 +104,14 @@ def verify(
                     f"{shard.path}: begins with id {first}; need {data.document_token}: {data.get}"
                 )
     verified, done = [], 0
-    total = sum(shard.path.stat().st_size for shard in (*train, *val))
+    sizes = {shard.path: HEADER_BYTES + 2 * shard.num_tokens for shard in (*train, *val)}
     for shard in (*train, *val):
-        report(done, total)
-        entry = manifest.shards[shard.path.name] if manifest else None
+        report(done, sum(sizes.values()))
+        entry = manifest.shards.get(shard.path.name) if manifest else None
         got = _compared(shard, data, entry) if full else None
-        density = bytes_per_token([entry] if entry else [])
-        verified.append(Verified(shard.path.name, shard.num_tokens, got, density))
-        done += shard.path.stat().st_size
+        dense = bytes_per_token([entry] if entry else [])
+        verified.append(Verified(shard.path.name, shard.num_tokens, got, dense))
+        done += sizes[shard.path]
     return verified
 
 
