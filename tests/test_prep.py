@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speedrun import cli
-from speedrun.data import documents, inventory, overview, text_files, tokenizer, writing
+from speedrun.data import documents, gpt2, inventory, overview, text_files, tokenizer, writing
 from speedrun.data.inventory import Place
 from speedrun.data.overview import verify
 from speedrun.data.prep import Cut, prepare
@@ -57,6 +57,23 @@ def definition(texts: Sequence[str], shard_tokens: int, limit: int | None = None
 def write_rows(path: Path, texts: Sequence[str]) -> Path:
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return path
+
+
+def command(rows: Path, out: Path, options: str) -> list[str]:
+    """The words of `data prep` with bytes as tokens."""
+    argv = [
+        "-m",
+        "speedrun",
+        "data",
+        "prep",
+        "--source",
+        str(rows),
+        "--tokenizer",
+        "bytes",
+        "--out",
+        str(out),
+    ]
+    return [sys.executable, *argv, *options.split()]
 
 
 def shards_of(folder: Path) -> dict[str, bytes]:
@@ -309,11 +326,10 @@ def test_a_folder_with_other_shards_or_missing_ones(tmp_path: Path):
 def test_two_preparations_of_one_folder_take_turns(tmp_path: Path):
     """The second one says that it waits, and then finds all shards."""
     rows, out = write_rows(tmp_path / "rows.jsonl", ["abc"] * 50), tmp_path / "out"
-    argv = f"--source {rows} --tokenizer bytes --out {out} --shard-tokens 20 --json".split()
+    argv = command(rows, out, "--shard-tokens 20 --json")
     with lock_folder(out):
-        command = [sys.executable, "-m", "speedrun", "data", "prep", *argv]
         others = [
-            subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            subprocess.Popen(argv, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
             for _ in range(2)
         ]
         for other in others:
@@ -343,17 +359,8 @@ def test_the_shards_verify_and_an_unfinished_folder_does_not(tmp_path: Path):
 
 @needs_shared
 def test_real_rows_equal_tiktokens_by_document(tmp_path: Path):
-    import tiktoken
-    from tiktoken.load import load_tiktoken_bpe
-    from tiktoken_ext.openai_public import r50k_pat_str
-
-    encoding = tiktoken.Encoding(
-        "gpt2",
-        pat_str=r50k_pat_str,
-        mergeable_ranks=load_tiktoken_bpe(str(RANKS)),
-        special_tokens={"<|endoftext|>": 50256},
-    )
     choice = tokenizer.choose(str(RANKS))
+    encoding = gpt2.Tiktoken(choice.raw).encoding
     made = prepare(open_source([str(HEAD)]), choice, Cut(shard_tokens=50_000), tmp_path, num_workers=2)
     shards = ids_of(tmp_path)
     assert {len(shard) for shard in shards[:-1]} == {50_000}
@@ -465,8 +472,7 @@ def killed_and_resumed(tmp_path: Path, num_kills: int, seed: int) -> None:
     texts = ["".join(rnd.choices("abcdefgh \n", k=rnd.randrange(400))) for _ in range(12_000)]
     rows = write_rows(tmp_path / "rows.jsonl", texts)
     prepare(open_source([str(rows)]), BYTES, Cut("x", 20_011), tmp_path / "whole")
-    argv = [sys.executable, "-m", "speedrun", "data", "prep", "--source", str(rows), "--tokenizer", "bytes"]
-    argv += ["--out", str(tmp_path / "out"), "--prefix", "x", "--shard-tokens", "20011", "--workers", "2"]
+    argv = command(rows, tmp_path / "out", "--prefix x --shard-tokens 20011 --workers 2")
     for life in range(num_kills):
         # A session of its own, to check that no process survives the kill.
         process = subprocess.Popen(argv, cwd=ROOT, start_new_session=True, stderr=subprocess.DEVNULL)
@@ -519,8 +525,7 @@ def test_killed_twenty_times(tmp_path: Path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_stop_it_and_it_says_how_to_continue(tmp_path: Path, number: int):
     rows = write_rows(tmp_path / "rows.jsonl", ["abc " * 100] * 20_000)
-    argv = [sys.executable, "-m", "speedrun", "data", "prep", "--source", str(rows), "--tokenizer", "bytes"]
-    argv += ["--out", str(tmp_path / "out"), "--shard-tokens", "1000", "--workers", "2"]
+    argv = command(rows, tmp_path / "out", "--shard-tokens 1000 --workers 2")
     process = subprocess.Popen(argv, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
     wait_for_shards(tmp_path / "out", 1)
     os.killpg(process.pid, number)  # to the process group, as a terminal does
