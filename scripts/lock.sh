@@ -38,7 +38,7 @@ lock aot.lock "The compiler for GPUs that are not there; laid over dev.lock." --
 lock run.lock "What scripts/quickstart.sh needs." \
   pyproject.toml --group build --constraint requirements/dev.lock "$@"
 lock prep.lock "What making shards of text needs, too: speedrun data prep." \
-  pyproject.toml --group build --extra prep-fast --constraint requirements/dev.lock "$@"
+  pyproject.toml --group build --extra prep --constraint requirements/dev.lock "$@"
 # FlashAttention-3, from a third party. Its metadata requires another JAX than it needs, hence no dependencies.
 for cuda in 12 13; do
   lock attention-cuda$cuda.lock "For --attention flash3; pip install --no-deps --require-hashes -r this." --no-deps \

@@ -26,9 +26,9 @@ from huggingface_hub.utils import close_session, httpx
 from speedrun import cli
 from speedrun.data import fetch, hub, inventory
 from speedrun.data.inventory import MANIFEST, read_manifest
+from speedrun.data.overview import verify
 from speedrun.data.shards import HEADER_BYTES, sha256
 from speedrun.data.stream import Shape, require_steps
-from speedrun.data.verify import verify
 from speedrun.data.writing import write_shard
 from speedrun.ground import track
 from speedrun.ground.errors import DataError, StorageError
@@ -136,21 +136,10 @@ def test_each_shard_is_downloaded_once(tmp_path: Path, server: FakeHub):
     get(tmp_path / "new", msgspec.structs.replace(SOURCE, train_shards=1))
 
 
-def test_more_shards_later(tmp_path: Path, server: FakeHub):
-    get(tmp_path, msgspec.structs.replace(SOURCE, train_shards=1))
-    get(tmp_path, msgspec.structs.replace(SOURCE, train_shards=3))
-    assert_sound(tmp_path, server.files, 3)
-    assert len(server.gets) == 4
-
-
 FAULTS = {
     "cut at 60 %": ["cut"],
-    "cut again and again": ["cut"] * 5,
-    "500 twice": ["500", "500"],
-    "a wrong byte": ["flip"],
     "a stretch twice": ["repeat"],
     "200 to a Range": ["cut", "ignore range"],
-    "a stall": ["stall"],
     "all of it": ["500", "cut", "ignore range and cut", "stall", "flip"],
 }
 
@@ -245,15 +234,11 @@ def test_a_session_that_another_transfer_closes(
     assert_sound(tmp_path, server.files)
 
 
-def test_the_hub_lacks_shards_repository_or_revision(tmp_path: Path, server: FakeHub):
+def test_the_hub_lacks_shards_or_the_repository(tmp_path: Path, server: FakeHub):
     with pytest.raises(DataError, match=f"at {COMMIT} it has 3 and 1; need 4 and 1"):
         get(tmp_path, msgspec.structs.replace(SOURCE, train_shards=4))
     with pytest.raises(DataError, match="the hub answers 404"):
         get(tmp_path, msgspec.structs.replace(SOURCE, repo="nobody/tokens"))
-    with pytest.raises(DataError, match="the hub answers 404"):
-        get(tmp_path, msgspec.structs.replace(SOURCE, revision="gone"))
-    with pytest.raises(DataError, match="Repo id must be in the form"):
-        get(tmp_path, msgspec.structs.replace(SOURCE, repo="a/b/c"))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -281,14 +266,7 @@ def test_a_lost_shard_must_be_the_same_again(tmp_path: Path, server: FakeHub):
         get(tmp_path)
     assert not (tmp_path / NAMES[1]).exists()
     server.files[NAMES[1]] = sound
-    get(tmp_path)
-    assert_sound(tmp_path, server.files)
-
-
-def test_a_lost_shard_is_restored_even_if_fewer_are_requested(tmp_path: Path, server: FakeHub):
-    get(tmp_path)
-    (tmp_path / NAMES[2]).unlink()
-    get(tmp_path, msgspec.structs.replace(SOURCE, train_shards=1))
+    get(tmp_path, msgspec.structs.replace(SOURCE, train_shards=1))  # restored also if fewer are asked for
     assert_sound(tmp_path, server.files)
 
 
@@ -301,9 +279,6 @@ def test_digests_of_the_track_are_checked(tmp_path: Path, server: FakeHub):
 def test_bad_ids_are_refused_even_with_a_correct_digest(tmp_path: Path, server: FakeHub):
     server.files[VAL] = server.files[VAL][:HEADER_BYTES] + b"\xff\xff" * 100_000
     with pytest.raises(DataError, match="token 0 is id 65535"):
-        get(tmp_path)
-    server.files[VAL] = server.files[VAL][:-2]
-    with pytest.raises(DataError, match="201,022 bytes; 100,000 tokens need 201,024"):
         get(tmp_path)
 
 
@@ -463,18 +438,15 @@ def test_stopped(tmp_path: Path, big: FakeHub, number: signal.Signals):
     assert_whole_in_order(tmp_path, big.files)
 
 
-@pytest.mark.parametrize("is_offline", [True, False])
-@pytest.mark.parametrize("json", [True, False])
-def test_without_a_network(tmp_path: Path, is_offline: bool, json: bool, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("is_offline", "why"), [(True, "HF_HUB_OFFLINE is set"), (False, "no connection (")])
+def test_without_a_network(tmp_path: Path, is_offline: bool, why: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", is_offline)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    done = invoke(tmp_path, *["--json"] * json)
+    done = invoke(tmp_path)
     assert done.exit_code == 3
-    said = msgspec.json.decode(done.stdout)["error"] if json else done.stderr
-    assert said.count("\n") == (0 if json else 1)
-    assert f"2 training shards and the validation shard of {REPO}: " in said
-    assert ("HF_HUB_OFFLINE is set" if is_offline else "no connection (") in said
-    assert f"copy shards into {tmp_path}, or make them with data/fineweb_prep.py" in said
+    assert done.stderr.count("\n") == 1
+    assert why in done.stderr
+    assert f"copy shards into {tmp_path}, or make them with data/fineweb_prep.py" in done.stderr
 
 
 @pytest.mark.parametrize("name", [n for n in track.names() if track.load(n).data.hub])
@@ -504,12 +476,6 @@ def test_a_failed_download_ends_its_other_transfers(
         get(tmp_path, msgspec.structs.replace(SOURCE, train_shards=1))
     join_transfers(before)
     assert server.gets == [(NAMES[1], 0)], "it is not tried again"
-
-
-def test_errors_of_the_client_are_one_line(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(hub.HubError, match=r"no connection \(.*refused"):
-        hub.dataset_info(REPO, "main")
 
 
 @pytest.mark.parametrize("page", [b"<html>Log in</html>", b"[]", b"\xff"])

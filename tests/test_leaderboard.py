@@ -21,7 +21,6 @@ from speedrun.board import pages as board_pages
 from speedrun.board import standings as board
 from speedrun.board.progress import _draw_history, progress
 from speedrun.ground import track
-from speedrun.ground.errors import UsageError
 from speedrun.ledger.assemble import assemble
 from speedrun.referee.rerun import Rerun
 
@@ -372,19 +371,3 @@ def test_a_claim_is_on_the_board_with_its_state_and_not_in_the_readme(records):
     assert "not verified by us" in text
     assert "[theirs]" in readme
     assert "newer" not in readme
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("[[published", "correct it"),
-        (CONTEXT.replace("https", "javascript"), r"\^https://"),
-        ("x = 1", "correct it"),
-        (f'{CONTEXT}claim = "open"\ndate = "2026-08"', "need year, month and day"),
-        (f'{CONTEXT}claim = "verified"', "correct it"),
-    ],
-)
-def test_a_malformed_context_is_refused(records, text, said):
-    (records / "context.toml").write_text(text)
-    with pytest.raises(UsageError, match=said):
-        board.read(records)

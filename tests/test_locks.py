@@ -46,8 +46,8 @@ def test_locks_hold_what_the_project_asks_for() -> None:
     assert names(build) == names(PROJECT["build-system"]["requires"])
     for lock, asked in {
         "run": [],
-        "dev": [*extras["dev"], *extras["prep-fast"], *extras["prep"]],
-        "prep": [*extras["prep-fast"], *extras["prep"]],
+        "dev": [*extras["dev"], *extras["prep"]],
+        "prep": extras["prep"],
         "cuda12": ["jax-cuda12-plugin"],
         "cuda13": ["jax-cuda13-plugin"],
     }.items():

@@ -46,13 +46,12 @@ def test_its_links_lead_somewhere(name: str) -> None:
 
 
 def test_the_page_on_data_names_every_option_of_prep() -> None:
-    from speedrun.cli.data_prep import command
+    from speedrun.cli.data import prep_
 
-    options = {name for param in command.params for name in param.opts} - {
+    options = {name for param in prep_.params for name in param.opts} - {
         "--json",
         "--column",
         "--workers",
-        "--engine",
     }
     assert (ROOT / "data" / "fineweb_prep.py").exists()
     missing = [name for name in options if name not in PAGES["data.md"]]

@@ -10,21 +10,23 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speedrun.data import documents, inventory, overview, prep, text_files, tokenizer, workers, writing
+from speedrun import cli
+from speedrun.data import documents, gpt2, inventory, overview, text_files, tokenizer, writing
 from speedrun.data.inventory import Place
+from speedrun.data.overview import verify
 from speedrun.data.prep import Cut, prepare
 from speedrun.data.sources import Dataset, open_source
-from speedrun.data.verify import verify
 from speedrun.ground import track, wholefile
 from speedrun.ground.clock import Stopwatch
 from speedrun.ground.errors import DataError, UsageError
@@ -55,6 +57,23 @@ def definition(texts: Sequence[str], shard_tokens: int, limit: int | None = None
 def write_rows(path: Path, texts: Sequence[str]) -> Path:
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return path
+
+
+def command(rows: Path, out: Path, options: str) -> list[str]:
+    """The words of `data prep` with bytes as tokens."""
+    argv = [
+        "-m",
+        "speedrun",
+        "data",
+        "prep",
+        "--source",
+        str(rows),
+        "--tokenizer",
+        "bytes",
+        "--out",
+        str(out),
+    ]
+    return [sys.executable, *argv, *options.split()]
 
 
 def shards_of(folder: Path) -> dict[str, bytes]:
@@ -98,6 +117,17 @@ class Killed(Exception):
     pass
 
 
+def kill_after(num_blocks: int) -> Callable[..., None]:
+    """A report that ends the preparation after a number of blocks."""
+    left = itertools.count(num_blocks - 1, -1)
+
+    def report(*_: object) -> None:
+        if next(left) == 0:
+            raise Killed
+
+    return report
+
+
 @settings(deadline=None, max_examples=60)
 @given(TEXTS, st.integers(1, 30), st.integers(1, 40), st.data())
 def test_an_interrupted_preparation_continues(tmp_path_factory, texts, shard_tokens, block_bytes, data):
@@ -106,21 +136,12 @@ def test_an_interrupted_preparation_continues(tmp_path_factory, texts, shard_tok
     rows, cut = write_rows(folder / "rows.jsonl", texts), Cut("x", shard_tokens)
     lives = data.draw(st.lists(st.integers(1, 4), max_size=4))
 
-    def kill_after(num_blocks: int):
-        left = itertools.count(num_blocks - 1, -1)
-
-        def tell(_: prep.Progress) -> None:
-            if next(left) == 0:
-                raise Killed
-
-        return tell
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text_files, "BLOCK_BYTES", block_bytes)
         patch.setattr(wholefile, "_sync", lambda _: None)  # slow for hundreds of files, and not tested here
         for life in lives:
             try:
-                prepare(open_source([str(rows)]), BYTES, cut, folder / "a", tell=kill_after(life))
+                prepare(open_source([str(rows)]), BYTES, cut, folder / "a", report=kill_after(life))
             except Killed:
                 manifest = inventory.read_manifest(folder / "a")
                 assert manifest is not None
@@ -132,18 +153,11 @@ def test_an_interrupted_preparation_continues(tmp_path_factory, texts, shard_tok
     assert (folder / "a" / "manifest.json").read_bytes() == (folder / "b" / "manifest.json").read_bytes()
 
 
-def test_shard_ends():
-    """The definition by hand: a full shard neither loses nor repeats the document token."""
-    assert definition(["ab", "c"], 3) == [[256, 97, 98], [256, 99]]
-    assert definition(["abcd", ""], 2) == [[256, 97], [98, 99], [100, 256]]
-
-
 def test_files_and_folders_are_sorted_by_name(tmp_path: Path):
     write_rows(tmp_path / "b.jsonl", ["three", "four"])
     with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
-        file.write(
-            '{"text": "one"}\n\n  \n{"text": "two"}'
-        )  # blank lines are not rows; no newline at the end
+        # Blank lines are not rows; no newline at the end.
+        file.write('{"text": "one"}\n\n  \n{"text": "two"}')
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "z.txt").write_text("five\nlines\n")
     (tmp_path / "other.csv").write_text("not read")
@@ -161,12 +175,9 @@ def test_files_and_folders_are_sorted_by_name(tmp_path: Path):
         ("x.jsonl", b'{"text": "a"}\n[1]\n', "row 1 is not a JSON object"),
         ("x.jsonl", b'{"text": "a"}\n{"text": null}\n', "row 1 has NoneType as 'text'"),
         ("x.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 9, mtime=0)[:-9], "x.jsonl.gz: "),
-        ("x.jsonl.gz", b"no gzip at all", "x.jsonl.gz: "),
         ("x.jsonl", b'{"text": "a"}\n{"text": "b\xff"}\n', r"x\.jsonl: row 1 is not UTF-8 at its byte 11"),
-        ("x.jsonl", b'{"text": "a\xed\xa0\x80"}', "row 0 is not UTF-8"),
         ("x.jsonl", '{"text": "a"}'.encode("utf-16"), "row 0 is not UTF-8"),
         ("x.jsonl", b'{"text": ' + b"[" * 100_000, "row 0 is not JSON"),
-        ("x.jsonl", b'{"n": ' + b"9" * 5_000 + b', "text": "a"}', "row 0 is not JSON"),
         ("x.txt", b"abc\xff", "byte 3 is not UTF-8"),
         ("x.parquet", b"PAR1 not", "x.parquet: "),
         ("x.parquet", b"PAR1" + b"\x0e" * 40 + b"\x28\0\0\0PAR1", "x.parquet: Couldn't deserialize thrift"),
@@ -190,7 +201,6 @@ def test_a_source_that_cannot_be_read(tmp_path: Path, name: str, content: bytes,
     ],
 )
 def test_what_pythons_json_accepts_is_accepted(tmp_path: Path, line: bytes):
-    """Also what the faster parser refuses: lone surrogates, NaN and infinity."""
     (tmp_path / "x.jsonl").write_bytes(line)
     want = json.loads(line)["text"].encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     assert list(documents.texts(open_source([str(tmp_path)]), "text")) == [want]
@@ -200,12 +210,8 @@ def test_sources_that_cannot_be_combined(tmp_path: Path):
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         write_rows(tmp_path / folder / "x.jsonl", [folder])
-    with pytest.raises(UsageError, match=r"two files are x\.jsonl"):
+    with pytest.raises(UsageError, match="two files have one name"):
         open_source([str(tmp_path / "a"), str(tmp_path / "b")])
-    rows = str(tmp_path / "a" / "x.jsonl")
-    for again in (rows, f"{tmp_path}/b/../a/x.jsonl", str(tmp_path / "a")):
-        with pytest.raises(UsageError, match=r"x\.jsonl is named twice"):
-            open_source([rows, again])
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "\udcff.txt").write_text("a")
     with pytest.raises(DataError, match="the name is not UTF-8"):
@@ -250,7 +256,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path):
         prepare(source, BYTES, Cut("x", 4), tmp_path / "out")
 
 
-@pytest.mark.parametrize("prefix", ["../x", "/tmp/x", "a/b", "", ".", "x\0", "\udcff"])
+@pytest.mark.parametrize("prefix", ["../x", "a/b", "", "x\0"])
 def test_a_prefix_must_be_part_of_a_file_name(tmp_path: Path, prefix: str):
     rows = write_rows(tmp_path / "rows.jsonl", ["abc"])
     with pytest.raises(UsageError, match="need letters, digits"):
@@ -270,8 +276,6 @@ TOKEN_COUNTS = {
     "text": (["1", "x"], None),
     "huge": ([1, 2**63], None),
     "negative": ([1, -1], None),
-    "fractions": ([1.0, 2.5], None),
-    "flags": ([True, False], None),
 }
 
 
@@ -322,21 +326,10 @@ def test_a_folder_with_other_shards_or_missing_ones(tmp_path: Path):
 def test_two_preparations_of_one_folder_take_turns(tmp_path: Path):
     """The second one says that it waits, and then finds all shards."""
     rows, out = write_rows(tmp_path / "rows.jsonl", ["abc"] * 50), tmp_path / "out"
-    argv = [
-        "--source",
-        str(rows),
-        "--tokenizer",
-        "bytes",
-        "--out",
-        str(out),
-        "--shard-tokens",
-        "20",
-        "--json",
-    ]
+    argv = command(rows, out, "--shard-tokens 20 --json")
     with lock_folder(out):
-        command = [sys.executable, "-m", "speedrun", "data", "prep", *argv]
         others = [
-            subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            subprocess.Popen(argv, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
             for _ in range(2)
         ]
         for other in others:
@@ -365,19 +358,9 @@ def test_the_shards_verify_and_an_unfinished_folder_does_not(tmp_path: Path):
 
 
 @needs_shared
-@pytest.mark.parametrize("engine", ["tiktoken", "gigatoken"])
-def test_real_rows_equal_tiktokens_by_document(tmp_path: Path, engine: str):
-    import tiktoken
-    from tiktoken.load import load_tiktoken_bpe
-    from tiktoken_ext.openai_public import r50k_pat_str
-
-    encoding = tiktoken.Encoding(
-        "gpt2",
-        pat_str=r50k_pat_str,
-        mergeable_ranks=load_tiktoken_bpe(str(RANKS)),
-        special_tokens={"<|endoftext|>": 50256},
-    )
-    choice = tokenizer.choose(str(RANKS), engine=engine)
+def test_real_rows_equal_tiktokens_by_document(tmp_path: Path):
+    choice = tokenizer.choose(str(RANKS))
+    encoding = gpt2.Tiktoken(choice.raw).encoding
     made = prepare(open_source([str(HEAD)]), choice, Cut(shard_tokens=50_000), tmp_path, num_workers=2)
     shards = ids_of(tmp_path)
     assert {len(shard) for shard in shards[:-1]} == {50_000}
@@ -435,14 +418,8 @@ def test_rows_are_found_after_an_interruption(tmp_path: Path, kind: str, monkeyp
     prepare(source(), BYTES, cut, tmp_path / "whole")
     assert ids_of(tmp_path / "whole", "x") == definition(texts, 37)
     for life in (1, 2, 3, 5):
-        blocks = itertools.count(1)
-
-        def tell(_: prep.Progress, blocks=blocks, life=life) -> None:
-            if next(blocks) == life:
-                raise Killed
-
         with pytest.raises(Killed):
-            prepare(source(), BYTES, cut, tmp_path / "broken", tell=tell)
+            prepare(source(), BYTES, cut, tmp_path / "broken", report=kill_after(life))
     prepare(source(), BYTES, cut, tmp_path / "broken")
     assert shards_of(tmp_path / "broken") == shards_of(tmp_path / "whole")
 
@@ -459,7 +436,7 @@ def test_blocks_are_read_on_demand():
             read.append(row)
             yield documents.Block(Place("x", row), 1, ["abc"], None, row)
 
-    encoded = workers.encoded(blocks(), tokenizer.Bytes(), "text", num_workers=3)
+    encoded = tokenizer.encoded(blocks(), tokenizer.Bytes(), "text", num_workers=3)
     assert [next(encoded).first.row for _ in range(20)] == list(range(20))
     assert len(read) <= 20 + 3 * 3
     encoded.close()
@@ -477,23 +454,12 @@ def test_a_row_that_cannot_be_read_ends_all_workers(tmp_path: Path):
 # --- processes --------------------------------------------------------------------------------------------
 
 
-def run(*args: str | Path, **env: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "speedrun", "data", "prep", *map(str, args)],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-        env={**os.environ, **env},
-    )
-
-
 @needs_shared
 def test_the_number_of_workers_does_not_matter(tmp_path: Path):
     """The first block takes longest, so others finish before it."""
     texts = ["a" * 600_000, *(f"row {i} " * 3_000 for i in range(60))]
     rows = write_rows(tmp_path / "rows.jsonl", texts)
-    choice = tokenizer.choose(str(RANKS), engine="tiktoken")
+    choice = tokenizer.choose(str(RANKS))
     for num_workers in (1, 2, 4):
         source, out = open_source([str(rows)]), tmp_path / str(num_workers)
         prepare(source, choice, Cut("x", 99_991), out, num_workers=num_workers)
@@ -506,8 +472,7 @@ def killed_and_resumed(tmp_path: Path, num_kills: int, seed: int) -> None:
     texts = ["".join(rnd.choices("abcdefgh \n", k=rnd.randrange(400))) for _ in range(12_000)]
     rows = write_rows(tmp_path / "rows.jsonl", texts)
     prepare(open_source([str(rows)]), BYTES, Cut("x", 20_011), tmp_path / "whole")
-    argv = [sys.executable, "-m", "speedrun", "data", "prep", "--source", str(rows), "--tokenizer", "bytes"]
-    argv += ["--out", str(tmp_path / "out"), "--prefix", "x", "--shard-tokens", "20011", "--workers", "2"]
+    argv = command(rows, tmp_path / "out", "--prefix x --shard-tokens 20011 --workers 2")
     for life in range(num_kills):
         # A session of its own, to check that no process survives the kill.
         process = subprocess.Popen(argv, cwd=ROOT, start_new_session=True, stderr=subprocess.DEVNULL)
@@ -557,56 +522,35 @@ def test_killed_twenty_times(tmp_path: Path):
     killed_and_resumed(tmp_path, 20, seed=1)
 
 
-@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, 75), (signal.SIGINT, 75)])
-def test_signals_stop_it_and_it_says_how_to_continue(tmp_path: Path, number: int, exit_code: int):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_stop_it_and_it_says_how_to_continue(tmp_path: Path, number: int):
     rows = write_rows(tmp_path / "rows.jsonl", ["abc " * 100] * 20_000)
-    argv = [sys.executable, "-m", "speedrun", "data", "prep", "--source", str(rows), "--tokenizer", "bytes"]
-    argv += ["--out", str(tmp_path / "out"), "--shard-tokens", "1000", "--workers", "2"]
+    argv = command(rows, tmp_path / "out", "--shard-tokens 1000 --workers 2")
     process = subprocess.Popen(argv, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
     wait_for_shards(tmp_path / "out", 1)
     os.killpg(process.pid, number)  # to the process group, as a terminal does
     _, said = process.communicate(timeout=20)
-    assert process.returncode == exit_code, said
+    assert process.returncode == 75, said
     assert "run the same command again to continue" in said
     assert "Traceback" not in said
     assert_gone(process.pid)
 
 
-@pytest.mark.parametrize("extra", [[], ["--json"]], ids=["text", "json"])
-def test_without_a_network_it_says_what_is_missing(tmp_path: Path, extra: list[str]):
+def test_without_a_network_it_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Nothing listens on the port of HF_ENDPOINT."""
-    watch = Stopwatch()
-    done = run("--tokenizer", "bytes", "--out", tmp_path / "out", *extra, HF_ENDPOINT="http://127.0.0.1:9")
-    assert watch.seconds < 30
-    assert done.returncode == 3
-    said = json.loads(done.stdout)["error"] if extra else done.stderr
-    assert "hub:HuggingFaceFW/fineweb" in said
-    assert "--source FOLDER" in said
-    assert said.strip().count("\n") == 0
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    argv = ["data", "prep", "--tokenizer", "bytes", "--out", str(tmp_path / "out")]
+    done = CliRunner().invoke(cli.command, argv, prog_name="speedrun")
+    assert done.exit_code == 3
+    assert "hub:HuggingFaceFW/fineweb" in done.stderr
+    assert done.stderr.strip().count("\n") == 0
     assert not (tmp_path / "out").exists()
 
 
 def test_the_script_is_the_command(tmp_path: Path):
     rows = write_rows(tmp_path / "rows.jsonl", ["abc"] * 30)
-    script = [
-        sys.executable,
-        str(ROOT / "data" / "fineweb_prep.py"),
-        "--source",
-        str(rows),
-        "--tokenizer",
-        "bytes",
-    ]
-    script += [
-        "--out",
-        str(tmp_path / "out"),
-        "--shard-tokens",
-        "50",
-        "--max-shards",
-        "2",
-        "--workers",
-        "2",
-        "--json",
-    ]
+    argv = f"--source {rows} --tokenizer bytes --out {tmp_path / 'out'} --shard-tokens 50 --max-tokens 100 --json"
+    script = [sys.executable, str(ROOT / "data" / "fineweb_prep.py"), *argv.split()]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(script, capture_output=True, text=True, check=True, env=env)
     report = json.loads(done.stdout)
@@ -632,8 +576,7 @@ def test_bench_prep_compares_equal_bytes(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(prep_speed, "_TRIALS", 1)
     choice = tokenizer.choose(str(RANKS))
     result = prep_speed.compare(open_source([str(HEAD)]), choice, column="text", num_workers=2)
-    assert result.timings[0].name == "tiktoken, one thread"
-    assert (len(result.timings), result.timings[0].ratio, result.tokens) == (3, 1.0, 216_090)
+    assert (len(result.timings), result.timings[0].ratio, result.tokens) == (2, 1.0, 216_090)
     honest = prep_speed.plain
 
     def other(*args):
@@ -643,7 +586,7 @@ def test_bench_prep_compares_equal_bytes(monkeypatch: pytest.MonkeyPatch):
         return facts
 
     monkeypatch.setattr(prep_speed, "plain", other)
-    with pytest.raises(DataError, match="makes other bytes than tiktoken in one thread"):
+    with pytest.raises(DataError, match="make other bytes than one thread"):
         prep_speed.compare(open_source([str(HEAD)]), choice, column="text", num_workers=2)
 
 

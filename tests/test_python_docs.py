@@ -1,7 +1,6 @@
 """The corpus of Python's documentation: its texts, their order, and the shards."""
 
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -9,10 +8,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from speedrun.data import inventory, prep, python_docs, tokenizer, writing
-from speedrun.data.python_docs import Document, collect
+from speedrun.data import generated, inventory, prep, python_docs, tokenizer
+from speedrun.data.overview import verify
+from speedrun.data.python_docs import collect
 from speedrun.data.sources import open_source
-from speedrun.data.verify import verify
 from speedrun.ground import track
 from speedrun.ground.errors import DataError, UsageError
 
@@ -54,7 +53,7 @@ def roots(tmp_path: Path) -> dict[str, Path]:
 
 
 def test_docstrings_keep_their_order_and_no_code_runs(roots: dict[str, Path]):
-    documents = {document.name: document.text for document in collect(roots)}
+    documents = collect(roots)
     assert set(documents) == {
         "lib/module.py",
         "lib/again.py",
@@ -78,78 +77,74 @@ def test_docstrings_keep_their_order_and_no_code_runs(roots: dict[str, Path]):
 
 
 def test_the_order_is_deterministic_and_mixes_folders(roots: dict[str, Path]):
-    once, again = collect(roots), collect(dict(reversed(roots.items())))
-    assert once == again
-    assert [document.name for document in once] != sorted(document.name for document in once)
+    once, again = list(collect(roots).items()), list(collect(dict(reversed(roots.items()))).items())
+    assert once == again != sorted(once)
 
 
-def small(track_name: str = "docs-cpu", **changes: int) -> track.Track:
+def small() -> track.Track:
     """A track with a vocabulary small enough for a few files."""
-    rules = track.load(track_name)
+    rules = track.load("docs-cpu")
     wanted = {"vocab_size": 400, "shard_tokens": 3_000}
     data = msgspec.structs.replace(rules.data, vocab_size=400, val_tokens=1_000)
     return msgspec.structs.replace(rules, data=data, python_docs=wanted)
 
 
 @pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch) -> None:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the small track; its documentation is that of the package `email`."""
     import email
 
-    folder = Path(email.__file__).parent
-    monkeypatch.setattr(python_docs, "installed", lambda: {"email": folder})
+    root = Path(email.__file__).parent
+    monkeypatch.setattr(python_docs, "installed", lambda: {"email": root})
+    monkeypatch.setenv("SPEEDRUN_DATA", str(tmp_path))
+    return tmp_path / "docs"
 
 
-@pytest.mark.usefixtures("few")
-def test_the_shards_verify_under_the_track(tmp_path: Path):
-    rules = small()
-    made = python_docs.ensure(rules, tmp_path / "a")
-    assert made is not None
-    passed = verify(tmp_path / "a", rules.data, full=True)
-    assert len(passed) > 3
-    manifest = made.manifest
+def test_the_shards_verify_under_the_track(folder: Path):
+    rules, said = small(), []
+    generated.ensure(rules, None, said.append)
+    assert len(verify(folder, rules.data, full=True)) > 3
+    manifest = inventory.read_manifest(folder)
+    assert manifest is not None
     assert (manifest.scored_tokens, manifest.vocab_size, manifest.document_token) == (1_000, 400, 0)
     # The bytes of the scored tokens, decoded by the tokenizer's library.
     import tokenizers
 
-    ids = np.fromfile(tmp_path / "a" / "docs_val_000000.bin", "<u2", offset=1024)[1:1_001]
-    text = tokenizers.Tokenizer.from_file(str(tmp_path / "a" / "tokenizer.json")).decode(ids.tolist())
+    ids = np.fromfile(folder / "docs_val_000000.bin", "<u2", offset=1024)[1:1_001]
+    text = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).decode(ids.tolist())
     assert manifest.scored_bytes == len(text.encode())
-    assert python_docs.ensure(rules, tmp_path / "a") is None, "it is complete"
-    python_docs.make(rules, tmp_path / "b")
-    for path in (tmp_path / "a").iterdir():
-        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
-    python_docs.make(rules, tmp_path / "b")  # replaces its own shards
+    generated.ensure(rules, None, said.append)
+    assert len(said) == 1, "it is complete"
+    other = folder.with_name("other")
+    for _ in range(2):  # the second replaces its own shards
+        python_docs.make(rules, other)
+        assert {p.name: p.read_bytes() for p in folder.iterdir()} == {
+            p.name: p.read_bytes() for p in other.iterdir()
+        }
 
 
-@pytest.mark.usefixtures("few")
-@pytest.mark.parametrize("act", [python_docs.make, python_docs.ensure])
-def test_other_shards_are_not_replaced(tmp_path: Path, act: Callable):
-    rows, out = tmp_path / "corpus.jsonl", tmp_path / "out"
+def test_other_shards_are_not_replaced(folder: Path):
+    rows = folder.with_name("corpus.jsonl")
     rows.write_text('{"text": "abc"}\n' * 9)
-    made = prep.prepare(open_source([str(rows)]), tokenizer.choose("bytes"), prep.Cut("docs", 10), out)
-    unfinished = msgspec.structs.replace(made.manifest, complete=False)
-    writing.write_manifest(out, unfinished)  # `ensure` leaves a complete folder alone
-    before = {path: path.read_bytes() for path in out.iterdir()}
-    with pytest.raises(UsageError, match=rf"holds shards of {rows}; docs-cpu@1 would replace them"):
-        act(small(), out)
-    assert {path: path.read_bytes() for path in out.iterdir()} == before
-    (out / inventory.MANIFEST).unlink()
-    with pytest.raises(UsageError, match=r"holds docs_train_000001\.bin without manifest\.json"):
-        act(small(), out)
-    assert {path.name for path in out.iterdir()} == {path.name for path in before} - {inventory.MANIFEST}
+    prep.prepare(open_source([str(rows)]), tokenizer.choose("bytes"), prep.Cut("docs", 10), folder)
+    for left in (inventory.MANIFEST, "docs_val_000000.bin"):
+        before = {path: path.read_bytes() for path in folder.iterdir()}
+        with pytest.raises(UsageError, match="holds other shards; docs-cpu@1 would replace them"):
+            python_docs.make(small(), folder)
+        assert {path: path.read_bytes() for path in folder.iterdir()} == before
+        (folder / left).unlink()
 
 
-@pytest.mark.usefixtures("few")
-def test_a_program_that_waited_does_not_make_it_again(tmp_path: Path):
+def test_a_program_that_waited_does_not_make_it_again(folder: Path):
     said: list[str] = []
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(python_docs.ensure, small(), tmp_path / "a")
-        while not (tmp_path / "a" / python_docs.CORPUS).exists():
+        first = pool.submit(generated.ensure, small(), None, print)
+        while not (folder / python_docs.CORPUS).exists():
             time.sleep(0.001)
-        second = pool.submit(python_docs.ensure, small(), tmp_path / "a", say=said.append)
-        assert first.result() is not None
-        assert second.result() is None
-    assert len(said) == 1, "it says that it waits"
+        pool.submit(generated.ensure, small(), None, said.append).result()
+        first.result()
+    (line,) = said
+    assert "waiting" in line
 
 
 def test_too_little_documentation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, roots: dict[str, Path]):
@@ -159,7 +154,6 @@ def test_too_little_documentation(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_other_tracks_are_refused(tmp_path: Path):
-    assert python_docs.ensure(track.load("webmini"), tmp_path) is None
     with pytest.raises(UsageError, match="'webmini' is not made of Python's documentation"):
         python_docs.make(track.load("webmini"), tmp_path)
 
@@ -170,4 +164,3 @@ def test_the_real_list_of_folders():
         (folder / "__init__.py").exists() or (folder / "os.py").exists()
         for folder in python_docs.installed().values()
     )
-    assert Document._fields == ("name", "text"), "fields of the rows; `data prep` reads the text"

@@ -18,18 +18,17 @@ from hypothesis import strategies as st
 from speedrun import cli
 from speedrun.data import inventory, overview, shards, synthetic, writing
 from speedrun.data.inventory import Manifest, ShardEntry, open_track
+from speedrun.data.overview import verify
 from speedrun.data.shards import open_shard
-from speedrun.data.verify import verify
 from speedrun.data.writing import write_shard
 from speedrun.ground import track
-from speedrun.ground.clock import Stopwatch
 from speedrun.ground.errors import DataError, StorageError
 
 VOCAB_SIZE = 50257
 
 
-def header(magic: int = shards.MAGIC, version: int = 1, count: int = 4, order: str = "<") -> bytes:
-    words = np.zeros(256, f"{order}i4")
+def header(magic: int = shards.MAGIC, version: int = 1, count: int = 4) -> bytes:
+    words = np.zeros(256, "<i4")
     words[:3] = magic, version, count
     return words.tobytes()
 
@@ -37,14 +36,10 @@ def header(magic: int = shards.MAGIC, version: int = 1, count: int = 4, order: s
 BODY = np.arange(4, dtype="<u2").tobytes()
 BAD_FILES = {
     "wrong magic": (header(magic=7) + BODY, "starts with 7"),
-    "llama": (header(magic=20240801, version=7) + BODY * 2, "Llama"),
     "version 2": (header(version=2) + BODY, "version 2"),
-    "big-endian": (header(order=">") + BODY, "big-endian"),
     "no tokens": (header(count=0), "promises 0 tokens"),
-    "negative": (header(count=-1), "promises -1 tokens"),
     "too short": (header(count=5) + BODY, "1,032 bytes"),
     "too long": (header(count=3) + BODY, "1,032 bytes"),
-    "odd byte": (header() + BODY + b"x", "1,033 bytes"),
     "half a header": (header()[:500], "500 bytes"),
     "empty": (b"", "empty"),
 }
@@ -70,30 +65,24 @@ def test_folders_and_pipes_are_refused(tmp_path: Path):
     assert_refused(tmp_path / "missing.bin", "no such file")
 
 
-@pytest.mark.parametrize(("content", "cause"), BAD_FILES.values(), ids=BAD_FILES)
-def test_a_bad_shard_is_exit_code_3(tmp_path: Path, content: bytes, cause: str):
-    for name in ("x_val_000000.bin", "x_train_000001.bin"):
-        write_shard(tmp_path / name, np.zeros(131_073, int))
-    (tmp_path / "x_train_000002.bin").write_bytes(content)
-    watch = Stopwatch()
-    refused = CliRunner().invoke(
-        cli.command, ["data", "verify", "--track", "webmini", "--data", str(tmp_path)]
-    )
-    assert watch.seconds < 1
-    assert refused.exit_code == 3
-    assert refused.stderr.startswith(f"error: {tmp_path / 'x_train_000002.bin'}: ")
-    assert cause in refused.stderr
-    assert refused.stderr.count("\n") == 1
-
-
 def assert_refused(path: Path, cause: str):
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError, match=re.escape(cause)) as caught:
         open_shard(path, vocab_size=VOCAB_SIZE)
     message = str(caught.value)
     assert message.startswith(f"{path}: ")
-    assert cause in message
     assert "\n" not in message
     assert message.count(";") == 2, "what we got; what is needed; what to do"
+
+
+def test_a_bad_shard_is_exit_code_3(tmp_path: Path):
+    for name in ("x_val_000000.bin", "x_train_000001.bin"):
+        write_shard(tmp_path / name, np.zeros(131_073, int))
+    (bad := tmp_path / "x_train_000002.bin").write_bytes(header()[:500])
+    argv = ["data", "verify", "--track", "webmini", "--data", str(tmp_path)]
+    refused = CliRunner().invoke(cli.command, argv)
+    assert refused.exit_code == 3
+    assert refused.stderr.startswith(f"error: {bad}: ")
+    assert refused.stderr.count("\n") == 1
 
 
 @settings(deadline=None)
@@ -327,41 +316,29 @@ def test_the_folder_of_a_track(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 # --- overview ---------------------------------------------------------------------------------------------
 
 
-def test_the_overview_of_a_track(tmp_path: Path):
-    smoke = track.load("smoke-cpu")
-    holding = overview.holding(smoke, tmp_path)
-    assert (holding.shards, holding.expected, holding.tokens, holding.complete) == (0, 4, 0, False)
-    assert "speedrun data synth" in str(holding.problem)
-    manifest = synthetic.write(smoke, tmp_path)
-    holding = overview.holding(smoke, tmp_path)
-    assert (holding.shards, holding.complete, holding.problem) == (4, True, None)
+def test_the_overview_of_a_track(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SPEEDRUN_DATA", str(tmp_path))
+    smoke, folder = track.load("smoke-cpu"), tmp_path / "smoke"
+    manifest = synthetic.write(smoke, folder)
+    holding = overview.holding(smoke)
+    assert (holding.shards, holding.expected, holding.complete, holding.problem) == (4, 4, True, None)
     assert holding.source == manifest.source
     assert holding.tokens == sum(entry.tokens for entry in manifest.shards.values())
     assert holding.documents == sum(entry.documents for entry in manifest.shards.values())
-    assert holding.size_bytes == sum((tmp_path / name).stat().st_size for name in manifest.shards)
-    last = max(manifest.shards)
-    (tmp_path / "smoke_train_000003.bin").unlink()
-    holding = overview.holding(smoke, tmp_path)
-    assert (holding.shards, holding.complete) == (3, False)
-    assert "smoke_train_000003.bin is missing" in str(holding.problem)
-    (tmp_path / last).write_bytes(b"")
-    holding = overview.holding(smoke, tmp_path)
-    assert (holding.shards, holding.tokens, holding.complete) == (3, 0, False)
-    assert "empty" in str(holding.problem)
-
-
-def test_the_overview_of_all_tracks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("SPEEDRUN_DATA", str(tmp_path))
-    told = CliRunner().invoke(cli.command, ["data", "list", "--json"])
-    assert [one["track"] for one in msgspec.json.decode(told.stdout)["tracks"]] == [
-        track.load(name).id for name in track.names()
-    ]
-    synthetic.write(track.load("smoke-cpu"), tmp_path / "smoke")
+    assert holding.size_bytes == sum(path.stat().st_size for path in folder.glob("*.bin"))
     said = CliRunner().invoke(cli.command, ["data", "list"]).stdout
     assert re.search(r"smoke-cpu@1 +complete +\S+/smoke\n +4 of 4 shards \| 1\.12 Mtokens \| ", said), said
     assert re.search(
         r"main-8xh100@1 +incomplete +\S+/fineweb10B\n +.*no such folder; .*speedrun data get", said
     )
+    told = CliRunner().invoke(cli.command, ["data", "list", "--json"])
+    assert [one["track"] for one in msgspec.json.decode(told.stdout)["tracks"]] == [
+        track.load(name).id for name in track.names()
+    ]
+    (folder / "smoke_train_000003.bin").write_bytes(b"")
+    holding = overview.holding(smoke)
+    assert (holding.shards, holding.tokens, holding.complete) == (4, 0, False)
+    assert "empty" in str(holding.problem)
 
 
 def test_full_verification_reports_progress(folder: Path):

@@ -8,17 +8,14 @@ import numpy as np
 import pytest
 
 from speedrun.data import synthetic
-from speedrun.data.inventory import ShardEntry
+from speedrun.data.overview import verify
 from speedrun.data.synthetic import ONE, Source
-from speedrun.data.verify import verify
 from speedrun.ground import track
 from speedrun.ground.errors import DataError
-from speedrun.ground.lock import LOCK
 
 SMOKE = track.load("smoke-cpu")
 assert SMOKE.synthetic is not None
 SOURCE = Source(**SMOKE.synthetic)
-ENTRY = ShardEntry(tokens=1, documents=1, sha256="0" * 64)
 SMALL = dataclasses.replace(
     SOURCE, vocab_size=20, line_words=5, num_classes=3, num_successors=2, zipf_offset=1
 )
@@ -125,21 +122,6 @@ def test_the_code_length_equals_the_slow_definition(source: Source):
     assert code_length_nats(source, tokens) == pytest.approx(slow, rel=1e-9)
 
 
-def test_frequencies_are_the_declared_probabilities():
-    lines = synthetic.generate(SMALL, 1, 200_000).reshape(-1, SMALL.line_tokens)
-    end, repeat = SMALL.end / ONE, SMALL.repeat / ONE
-    shares = np.bincount(lines[:, 0], minlength=3) / len(lines)
-    assert shares == pytest.approx([end, (1 - end) * (1 - repeat), (1 - end) * repeat], abs=0.004)
-    first = np.bincount(lines[lines[:, 0] != synthetic.REPEAT, 1], minlength=SMALL.vocab_size)
-    assert first / first.sum() == pytest.approx(synthetic.zipf_weights_V(SMALL) / ONE, abs=0.004)
-
-
-def test_rows_are_distributions():
-    assert rows_CVV(SOURCE).sum(axis=2) == pytest.approx(np.ones((SOURCE.num_classes, SOURCE.vocab_size)))
-    assert synthetic.zipf_weights_V(SOURCE).sum() == ONE
-    assert synthetic.slot_weights_S(SOURCE).sum() == ONE - SOURCE.noise
-
-
 def test_repeated_lines_repeat_inside_their_document():
     lines = synthetic.generate(SOURCE, 2, 5_000).reshape(-1, SOURCE.line_tokens)
     repeats = np.flatnonzero(lines[:, 0] == synthetic.REPEAT)
@@ -192,12 +174,3 @@ def test_correct_shards_are_not_written_again(tmp_path):
     synthetic.write(SMOKE, tmp_path)
     after = {path.name: path.stat().st_ino for path in tmp_path.glob("*.bin")}
     assert [name for name in before if before[name] != after[name]] == [wrong.name]
-
-
-def test_two_programs_take_turns(tmp_path, monkeypatch):
-    seen = []
-    monkeypatch.setattr(synthetic, "_write_one", lambda *_: seen.append((tmp_path / LOCK).exists()) or ENTRY)
-    synthetic.write(SMOKE, tmp_path)
-    assert seen
-    assert all(seen)
-    assert not (tmp_path / LOCK).exists()

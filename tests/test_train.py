@@ -650,7 +650,7 @@ def test_data_that_a_run_had_to_make_is_told_once(tmp_path, smoke_data, monkeypa
     monkeypatch.setenv("SPEEDRUN_DATA", str(tmp_path))
 
     def copied(rules: track.Track, folder: Path) -> inventory.Manifest | None:
-        shutil.copytree(smoke_data, folder)
+        shutil.copytree(smoke_data, folder, dirs_exist_ok=True)
         return inventory.read_manifest(folder)
 
     monkeypatch.setattr(synthetic, "write", copied)

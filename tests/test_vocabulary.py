@@ -35,7 +35,7 @@ def of_gpt2(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, ...]:
 
 @needs_ranks
 def test_the_bytes_of_gpt2_are_tiktokens(of_gpt2: tuple[bytes, ...]):
-    reference = tokenizer.load(tokenizer.choose(str(RANKS), engine="tiktoken"))
+    reference = tokenizer.load(tokenizer.choose(str(RANKS)))
     assert isinstance(reference, gpt2.Tiktoken)
     encoding: tiktoken.Encoding = reference.encoding
     assert of_gpt2 == (*map(encoding.decode_single_token_bytes, range(50256)), b"")
@@ -74,8 +74,6 @@ def test_a_track_says_what_its_ids_stand_for_or_there_is_no_vocabulary(tmp_path:
         (MAIN, "r50k_base.tiktoken", b"IQ== 0\n", "sha256 is 6835.*; GPT-2's ranks have 306c"),
         (DOCS, "tokenizer.json", None, "No such file .*speedrun data docs --track docs-cpu$"),
         (DOCS, "tokenizer.json", b"{", "Expecting property name"),
-        (DOCS, "tokenizer.json", b"\xff\xfe", "Expecting value"),
-        (DOCS, "tokenizer.json", b"[]", "indices must be integers"),
         (DOCS, "tokenizer.json", b'{"added_tokens": [], "model": {"vocab": []}}', "'list' object has no attribute"),
         (DOCS, "tokenizer.json", b"{}", "no tokenizer .'added_tokens"),
         (DOCS, "tokenizer.json", json.dumps({"added_tokens": [], "model": {"vocab": {"\n": 3}}}).encode(), r"'.n'"),
@@ -95,7 +93,7 @@ def test_a_missing_or_foreign_file_is_told_in_one_line(
 def test_the_ranks_come_with_the_shards_if_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     made = inventory.Manifest("kjj0/fineweb10B-gpt2", {"revision": "a"}, 50257, 50256, {})
     monkeypatch.setattr(fetch, "fetch", lambda folder, *_: folder.mkdir() or made)
-    monkeypatch.setattr(gpt2, "cached_ranks", lambda: RANKS)
+    monkeypatch.setattr(gpt2, "cached_ranks", RANKS.read_bytes)
     words = ["data", "get", "--track", "main-8xh100", "--out", str(tmp_path / "fineweb"), "--vocabulary"]
     done = CliRunner().invoke(command, words)
     assert done.exit_code == 0, done.output

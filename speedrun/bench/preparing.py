@@ -17,7 +17,6 @@ from speedrun.ground.errors import DataError, UsageError
 
 _TRIALS = 3
 _CUT = prep.Cut()
-_PLAIN = "tiktoken, one thread"
 
 
 class Timed(msgspec.Struct, frozen=True):
@@ -43,7 +42,7 @@ class Comparison(msgspec.Struct, frozen=True):
     timings: list[Timed]
     text_bytes: int
     tokens: int
-    peak_bytes: int  #: of this process, in the fast ways
+    peak_bytes: int  #: of this process, before the plain way
 
     def __str__(self) -> str:
         last = (
@@ -54,38 +53,33 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 def compare(source: Source, choice: tokenizer.Choice, *, column: str, num_workers: int) -> Comparison:
-    """Time each way a few times, in turns.
-
-    The source is read once in each trial. `choice` is GPT-2's tokenizer, with any engine.
+    """Time both ways a few times, in turns. The source is read once in each trial; `choice` is GPT-2's tokenizer.
 
     Raises:
-        DataError: if two ways make different bytes; or from the preparation.
+        DataError: if the two make different bytes; or from the preparation.
         UsageError: if the tokenizer is not GPT-2's.
     """
-    engines = {f"{engine}, {num_workers} workers": engine for engine in ("tiktoken", "gigatoken")}
-    seconds: dict[str, list[float]] = {name: [] for name in (_PLAIN, *engines)}
-    starts_s, digests = dict[str, float](), dict[str, list[str]]()
+    first, ours = "one thread", f"{num_workers} workers"
+    seconds: dict[str, list[float]] = {first: [], ours: []}
+    starts_s, digests = {}, {}
     text_bytes = tokens = peak_bytes = 0
     with tempfile.TemporaryDirectory(prefix="speedrun-prep-") as folder:
         for trial in range(_TRIALS):
-            # The plain way last: it raises the peak memory of this process.
-            for name in (*engines, _PLAIN):
-                out = Path(folder) / f"{name}-{trial}"
-                if name == _PLAIN:
-                    peak_bytes = peak_bytes or _peak_bytes()
-                    starts_s[name], took_s, text_bytes, tokens = plain(source, choice, column, out)
-                else:
-                    chosen = choice._replace(engine=engines[name])
-                    done = prep.prepare(source, chosen, _CUT, out, column=column, num_workers=num_workers)
-                    starts_s[name], took_s = done.start_s, done.seconds
-                seconds[name].append(took_s)
-                digests[name] = [shards.sha256(path) for path in sorted(out.glob("*.bin"))]
-    for name, digest in digests.items():
-        if digest != digests[_PLAIN]:
-            raise DataError(f"{name}: makes other bytes than tiktoken in one thread; report it")
+            out = Path(folder) / f"{ours}-{trial}"
+            done = prep.prepare(source, choice, _CUT, out, column=column, num_workers=num_workers)
+            seconds[ours].append(done.seconds)
+            starts_s[ours], digests[ours] = done.start_s, _digests(out)
+            # Before the plain way raises it in this process.
+            peak_bytes = peak_bytes or _peak_bytes()
+            out = Path(folder) / f"plain-{trial}"
+            starts_s[first], took_s, text_bytes, tokens = plain(source, choice, column, out)
+            seconds[first].append(took_s)
+            digests[first] = _digests(out)
+    if digests[ours] != digests[first]:
+        raise DataError(f"{ours}: make other bytes than one thread; they must be equal; report it")
     best_s = {name: min(times) for name, times in seconds.items()}
     timings = [
-        Timed(name, best, starts_s[name], text_bytes / best / 1e6, tokens / best, best_s[_PLAIN] / best)
+        Timed(name, best, starts_s[name], text_bytes / best / 1e6, tokens / best, best_s[first] / best)
         for name, best in best_s.items()
     ]
     return Comparison(timings, text_bytes, tokens, peak_bytes)
@@ -98,7 +92,7 @@ def plain(source: Source, choice: tokenizer.Choice, column: str, out: Path) -> t
         Seconds to load the tokenizer, seconds of the rest, bytes of text, tokens.
     """
     watch = Stopwatch()
-    loaded = tokenizer.load(choice._replace(engine="tiktoken"))
+    loaded = tokenizer.load(choice)
     if not isinstance(loaded, Tiktoken):
         raise UsageError(f"tokenizer {choice.name}: GPT-2's is compared; give gpt2 or its .tiktoken file")
     encoding = loaded.encoding
@@ -112,6 +106,10 @@ def plain(source: Source, choice: tokenizer.Choice, column: str, out: Path) -> t
     for index, at in enumerate(range(0, len(ids), _CUT.shard_tokens)):
         write_shard(out / _CUT.name(index), ids[at : at + _CUT.shard_tokens])
     return start_s, watch.seconds, text_bytes, len(ids)
+
+
+def _digests(out: Path) -> list[str]:
+    return [shards.sha256(path) for path in sorted(out.glob("*.bin"))]
 
 
 def _peak_bytes() -> int:

@@ -1,31 +1,50 @@
 """`speedrun data`: fetches, makes, lists and checks the shards of a track; trains tokenizers."""
 
+import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
-from speedrun.cli import data_prep
-from speedrun.cli.data_prep import output
-from speedrun.cli.options import Group, Integer, data_option, example, json_option, track_option
+from speedrun.cli.options import Group, Integer, data_option, example, json_option, out_option, track_option
 from speedrun.cli.progress import Progress, resumable
-from speedrun.data import documents, fetch, gpt2, inventory, overview, synthetic, tokenizer
-from speedrun.data.sources import open_source
-from speedrun.data.verify import verify as verify_shards
+from speedrun.data import documents, fetch, gpt2, inventory, overview, prep, python_docs, synthetic, tokenizer
+from speedrun.data.sources import HUB, open_source
+from speedrun.data.text_files import READERS
 from speedrun.data.vocabulary import RANKS
+from speedrun.data.writing import MAX_TOKENS
+from speedrun.ground import signals
 from speedrun.ground import track as tracks
 from speedrun.ground.console import clean
 from speedrun.ground.errors import UsageError
+from speedrun.ground.lock import lock_folder
 from speedrun.ground.wholefile import write_whole
+
+FINEWEB = f"{HUB}HuggingFaceFW/fineweb:sample-10BT"
+_FINEWEB_TRACK = "main-8xh100"  #: whose folder FineWeb's shards go to by default
+
+_SOURCE_HELP = f"File or folder of {', '.join(READERS)}, or hub:OWNER/NAME[:CONFIG]. Repeatable."
+_TOKENIZER_HELP = "gpt2, bytes, a .tiktoken file of GPT-2, or a .json file."
+_DOCUMENT_HELP = "Token that opens a document, in a .json tokenizer."
+folder_option = out_option("Output folder. Default: the track's, in $SPEEDRUN_DATA or ./data.")
+source_option = click.option("--source", "sources", multiple=True, metavar="NAME", help=_SOURCE_HELP)
+column_option = click.option("--column", default="text", show_default=True, help="Field that is the text.")
+revision_option = click.option("--revision", help="Commit of a hub: dataset. Default: its newest.")
+document_option = click.option(
+    "--document-token", "document_text", default=gpt2.END_OF_TEXT, show_default=True, help=_DOCUMENT_HELP
+)
+
+
+def _num_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @click.command(cls=Group, epilog=example("speedrun data get --track main-8xh100", "speedrun data list"))
 def command() -> None:
     """Fetch, make, list and check shards."""
-
-
-command.add_command(data_prep.command, "prep")
-command.add_command(data_prep.docs, "docs")
 
 
 @command.command(
@@ -40,7 +59,7 @@ command.add_command(data_prep.docs, "docs")
     "--vocabulary", is_flag=True, help="Also GPT-2's ranks, for recipes that read the bytes of ids."
 )
 @click.option("--repo", metavar="OWNER/NAME", help="Dataset repository, on a track that takes any shards.")
-@data_prep.folder_option
+@folder_option
 @json_option
 def get(
     *, track: str, shards: int | None, vocabulary: bool, repo: str | None, out: Path | None, as_json: bool
@@ -51,7 +70,7 @@ def get(
     with resumable(f"get {rules.name}", folder) as progress:
         manifest = fetch.fetch(folder, rules.data, source, progress)
     if vocabulary:
-        write_whole(folder / RANKS, gpt2.cached_ranks().read_bytes())
+        write_whole(folder / RANKS, gpt2.cached_ranks())
     tokens = sum(entry.tokens for entry in manifest.shards.values())
     place = f"{manifest.source}@{manifest.settings['revision']}"
     output(
@@ -61,9 +80,66 @@ def get(
     )
 
 
+@command.command(
+    "prep",
+    epilog=example(
+        "speedrun data prep",
+        "speedrun data prep --source texts/ --out data/mine --shard-tokens 1000000",
+        "speedrun data prep --source book.txt --tokenizer bytes --out data/book --shard-tokens 100000",
+    ),
+)
+@source_option
+@click.option("--tokenizer", "name", default="gpt2", show_default=True, metavar="NAME", help=_TOKENIZER_HELP)
+@click.option(
+    "--workers", type=Integer(1), default=_num_cores, help="Threads that tokenize. Default: one a core."
+)
+@folder_option
+@click.option("--prefix", default="fineweb", show_default=True, help="First word of the shards' names.")
+@click.option(
+    "--shard-tokens", type=Integer(1, MAX_TOKENS), default=10**8, show_default=True, help="Of each shard."
+)
+@click.option("--max-tokens", type=Integer(1), help="Stop after so many tokens.")
+@column_option
+@document_option
+@revision_option
+@json_option
+def prep_(*, sources: tuple[str, ...], as_json: bool, **given: Any) -> None:
+    """Make shards of text; without --source, of FineWeb's sample of 10 billion tokens.
+
+    A stopped or killed command continues after its last whole shard when it is run again. The bytes do not depend
+    on that, nor on the number of workers.
+    """
+    cut = prep.Cut(given["prefix"], given["shard_tokens"], given["max_tokens"])
+    if sources and given["out"] is None:
+        raise UsageError(f"--source {sources[0]} without --out; the shards need a folder; name one")
+    # Local files are checked before the network.
+    choice = tokenizer.choose(given["name"], document_text=given["document_text"])
+    folder = inventory.data_folder(tracks.load(_FINEWEB_TRACK), given["out"])
+    column, workers = given["column"], given["workers"]
+    source = open_source(sources or (FINEWEB,), column=column, revision=given["revision"])
+    with resumable("prep", folder) as progress, lock_folder(folder, progress.say):
+        made = prep.prepare(
+            source, choice, cut, folder, column=column, num_workers=workers, report=progress.update
+        )
+    output(made.facts(), made.summary(), as_json=as_json)
+
+
+@command.command(epilog=example("speedrun data docs --track docs-cpu"))
+@track_option("docs-cpu")
+@folder_option
+@json_option
+def docs(*, track: str, out: Path | None, as_json: bool) -> None:
+    """Make the shards of a track from the documentation of this Python; half a minute."""
+    rules = tracks.load(track)
+    folder = inventory.data_folder(rules, out)
+    with signals.handled_by(signals.stop), lock_folder(folder, partial(click.echo, err=True)):
+        made = python_docs.make(rules, folder)
+    output(made.facts(), made.summary(), as_json=as_json)
+
+
 @command.command(epilog=example("speedrun data synth --track smoke-cpu"))
 @track_option()
-@data_prep.folder_option
+@folder_option
 @json_option
 def synth(*, track: str, out: Path | None, as_json: bool) -> None:
     """Make the synthetic shards of a track: the same bytes everywhere."""
@@ -73,7 +149,8 @@ def synth(*, track: str, out: Path | None, as_json: bool) -> None:
             f"track {track!r} is not synthetic; it needs real shards; get them: {rules.data.get}"
         )
     folder = inventory.data_folder(rules, out)
-    manifest = synthetic.write(rules, folder)
+    with lock_folder(folder):
+        manifest = synthetic.write(rules, folder)
     lines = [
         f"{folder / name}  {entry.tokens:,} tokens  {entry.documents:,} documents"
         for name, entry in manifest.shards.items()
@@ -91,7 +168,7 @@ def verify(*, track: str, data: Path | None, full: bool, as_json: bool) -> None:
     rules = tracks.load(track)
     folder = inventory.data_folder(rules, data)
     with Progress(f"verify {rules.name}") as progress:
-        verified = verify_shards(folder, rules.data, full=full, report=progress.update)
+        verified = overview.verify(folder, rules.data, full=full, report=progress.update)
     facts = {"track": rules.id, "folder": str(folder), "full": full}
     lines = [f"ok  {folder / shard.name}  {shard}" for shard in verified]
     output({**facts, "shards": [shard._asdict() for shard in verified]}, lines, as_json=as_json)
@@ -109,12 +186,12 @@ def list_(*, as_json: bool) -> None:
 @command.command(
     "train-bpe", epilog=example("speedrun data train-bpe --source texts/ --vocab-size 4096 --out mine.json")
 )
-@data_prep.source_option
+@source_option
 @click.option("--vocab-size", type=Integer(258, 2**16), required=True, help="Ids, with the document token.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="A .json file.")
-@data_prep.column_option
-@data_prep.document_option
-@data_prep.revision_option
+@column_option
+@document_option
+@revision_option
 @json_option
 def train_bpe(*, sources: tuple[str, ...], out: Path, column: str, as_json: bool, **given: Any) -> None:
     """Train a byte-level BPE on texts, through `tokenizers`: the same texts give the same file."""
@@ -125,3 +202,8 @@ def train_bpe(*, sources: tuple[str, ...], out: Path, column: str, as_json: bool
     size = tokenizer.train_bpe(texts, given["vocab_size"], out, document_text=document)
     facts = {"tokenizer": str(out), "vocab_size": size}
     output(facts, [f"{out}  {size:,} ids, document token {document}"], as_json=as_json)
+
+
+def output(facts: object, lines: list[str], *, as_json: bool) -> None:
+    """Print one JSON object, or lines."""
+    click.echo(msgspec.json.encode(facts) if as_json else "\n".join(lines))

@@ -1,4 +1,4 @@
-"""`speedrun leaderboard`: the board of all records, and every figure of others on pages and pictures."""
+"""`speedrun leaderboard`: the board of all records."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import click
 import msgspec
 from msgspec.structs import replace
 
-from speedrun.board import figures, history, ladder, pages
+from speedrun.board import figures, pages
 from speedrun.board.progress import pictures
 from speedrun.board.standings import BOARD, Board, read
 from speedrun.cli.options import Decorator, Group, example, json_option
@@ -38,9 +38,8 @@ def command() -> None:
 def build(*, records: Path, as_json: bool) -> None:
     """Validate every record again and write LEADERBOARD.md, leaderboard.json and leaderboard.html.
 
-    They go into the folder of records. If it is called records, README.md and docs/*.md beside it get the board and the
-    figures of context.toml between the marks that they have, and docs its pictures. A record that cannot be judged is
-    left out and named, and the exit code is 1.
+    They go into the folder of records. If it is called records, README.md beside it gets the board between its marks. A
+    record that cannot be judged is left out and named, and the exit code is 1.
     """
     board = read(records)
     for path, content in _files(board, records).items():
@@ -73,30 +72,22 @@ def check(*, records: Path) -> None:
 
 def _files(board: Board, records: Path) -> dict[Path, bytes]:
     """Return every generated file by its path, but the page in HTML."""
-    context, root = figures.read(records), records.absolute().parent
     table = pages.markdown(board, records=".")
     files = {
         records / "LEADERBOARD.md": f"# The board\n\n{_OTHERS}\n\n{table}".encode(),
         records / BOARD: pages.json(board),
     }
-    if records.absolute().name != "records":
+    readme = records.absolute().parent / "README.md"
+    if records.absolute().name != "records" or not readme.exists():
         return files
     known = tuple(one for one in board.published if not one.claim)  # a first page is no place for claims
     block = pages.markdown(replace(board, published=known), records=records.name)
-    names = figures.texts(context) | {"board": f"\n\n{block}\n"}
-    for path in (root / "README.md", *sorted(root.glob("docs/*.md"))):
-        page = path.read_text(encoding="utf-8") if path.exists() else ""
-        try:
-            new = figures.filled(page, names)
-        except UsageError as error:
-            raise UsageError(f"{path}: {error}") from None
-        if figures.END in page:
-            files[path] = new.encode()
-    if context.history:
-        files[root / "docs" / "history.svg"] = history.draw(context.history, board)
-    if context.ladder:
-        files[root / "docs" / "ladder.svg"] = ladder.draw(context)
-    return files
+    page = readme.read_text(encoding="utf-8")
+    try:
+        new = figures.filled(page, {figures.BOARD: f"\n\n{block}\n"})
+    except UsageError as error:
+        raise UsageError(f"{readme}: {error}") from None
+    return files | {readme: new.encode()} if figures.END in page else files
 
 
 def _holds(path: Path, content: bytes) -> bool:

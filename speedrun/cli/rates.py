@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from speedrun.cli import data_prep
+from speedrun.cli.data import column_option, source_option
 from speedrun.cli.options import Integer, example, json_option
 from speedrun.cli.program import show
 from speedrun.ground.errors import UsageError
@@ -32,20 +32,20 @@ def loader(*, data: Path | None, as_json: bool) -> None:
 
 
 @click.command(epilog=example("speedrun bench prep --source rows.jsonl.gz --tokenizer r50k_base.tiktoken"))
-@data_prep.source_option
+@source_option
 @click.option("--tokenizer", "name", default="gpt2", show_default=True, help="gpt2, or its .tiktoken file.")
 @click.option("--workers", type=Integer(2), default=2, show_default=True, help="Threads that tokenize.")
-@data_prep.column_option
+@column_option
 @json_option
 def prep(*, sources: tuple[str, ...], name: str, workers: int, column: str, as_json: bool) -> None:
-    """Text to shards with tiktoken and with gigatoken, against tiktoken in one thread; equal bytes or an error."""
+    """Text to shards on several threads, against one; equal bytes or an error."""
     if not sources:
         raise UsageError("no --source; text is needed; name a file or a folder")
     from speedrun.bench import preparing
     from speedrun.data import tokenizer
     from speedrun.data.sources import open_source
 
-    choice, source = tokenizer.choose(name, engine="gigatoken"), open_source(sources, column=column)
+    choice, source = tokenizer.choose(name), open_source(sources, column=column)
     show(preparing.compare(source, choice, column=column, num_workers=workers), as_json=as_json)
 
 

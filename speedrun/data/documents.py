@@ -8,8 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple, Protocol
 
-import msgspec
-
 from speedrun.data.inventory import Place
 from speedrun.ground.errors import DataError, UsageError
 
@@ -24,9 +22,8 @@ class Block(NamedTuple):
     first: Place  #: of the first document
     num_rows: int
     raw: bytes | list[str]  #: lines of JSON, or texts
-    source_tokens: (
-        list[int] | None
-    )  #: tokens of each document, as the source counts them; None for lines of JSON
+    #: Of each document, as the source counts them; None for lines of JSON.
+    source_tokens: list[int] | None
     read_bytes: int  #: of the source's files, up to the end of this block
 
 
@@ -136,7 +133,7 @@ def texts(source: Source, column: str) -> Iterator[str]:
 
 def _row(line: bytes, file: str, number: int) -> dict[str, Any]:
     try:
-        row = _parsed(line)
+        row = json.loads(line.decode("utf-8-sig"))  # from bytes, it would accept surrogates and UTF-16
     except UnicodeDecodeError as error:
         raise _not_utf8(file, number, error) from None
     except (ValueError, RecursionError) as error:
@@ -144,14 +141,6 @@ def _row(line: bytes, file: str, number: int) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise DataError(f"{file}: row {number:,} is not a JSON object; repair or remove it")
     return row
-
-
-def _parsed(line: bytes) -> Any:
-    """Return the same as `json.loads`, twice as fast; msgspec refuses NaN and escaped lone surrogates."""
-    try:
-        return msgspec.json.decode(line)
-    except ValueError:  # the base of msgspec's errors
-        return json.loads(line.decode("utf-8-sig"))  # from bytes, it would accept surrogates and UTF-16
 
 
 def valid(text: str) -> str:

@@ -1,8 +1,4 @@
-"""GPT-2's tokenizer, with two engines that give the same ids.
-
-tiktoken is the reference. gigatoken is about ten times as fast; when it is loaded, its ids of difficult texts are
-compared with tiktoken's. Both are imported where they are used.
-"""
+"""GPT-2's tokenizer, encoded by tiktoken, which is imported where it is used."""
 
 import hashlib
 import os
@@ -10,14 +6,13 @@ import re
 import tempfile
 from collections.abc import Iterator
 from copy import copy
-from itertools import chain
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from speedrun.data.vocabulary import RANKS_SHA256
+from speedrun.data import vocabulary
 from speedrun.ground.errors import DataError, translate_os_errors
 from speedrun.ground.wholefile import write_whole
 
@@ -34,70 +29,63 @@ _WORDS = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|
 _TIMEOUT_S = 10
 
 
-def check_ranks(path: Path, raw: bytes) -> None:
-    """Check the digest of GPT-2's ranks.
-
-    Raises:
-        DataError: if it differs.
-    """
-    if (got := hashlib.sha256(raw).hexdigest()) != RANKS_SHA256:
+def checked_ranks(raw: bytes, name: object) -> bytes:
+    """Return GPT-2's ranks, the content of the file `name`; raise DataError if they have another digest."""
+    try:
+        vocabulary.ranks(raw)
+    except ValueError as error:
         raise DataError(
-            f"{path}: sha256 is {got}; GPT-2's ranks have {RANKS_SHA256}; delete the file, or name another "
-            "with --tokenizer PATH.tiktoken"
-        )
+            f"{name}: {error}; delete the file, or name another with --tokenizer PATH.tiktoken"
+        ) from None
+    return raw
 
 
-def cached_ranks() -> Path:
-    """Return the path of GPT-2's ranks in tiktoken's cache; download them if they are missing.
+def cached_ranks() -> bytes:
+    """Return GPT-2's ranks from tiktoken's cache; download them if they are missing.
 
     Raises:
         DataError: if they cannot be downloaded, or have another digest.
     """
+    import requests
+
     folder = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
     path = Path(folder or Path(tempfile.gettempdir()) / "data-gym-cache")
     # tiktoken's name; the digest protects nothing.
     path = path / hashlib.sha1(RANKS_URL.encode(), usedforsecurity=False).hexdigest()
-    if not path.exists():
-        raw = _download(RANKS_URL)
-        check_ranks(path, raw)
-        with translate_os_errors(path.parent):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, raw)
-    return path
-
-
-def _download(url: str) -> bytes:
-    import requests
-
+    if path.exists():
+        return checked_ranks(path.read_bytes(), path)
     try:
-        response = requests.get(url, timeout=_TIMEOUT_S)
+        response = requests.get(RANKS_URL, timeout=_TIMEOUT_S)
         response.raise_for_status()
     except requests.RequestException as error:
         raise DataError(
             f"GPT-2's ranks are not in $TIKTOKEN_CACHE_DIR and cannot be downloaded ({type(error).__name__}); "
-            f"need {url}; copy that file and pass --tokenizer PATH/r50k_base.tiktoken"
+            f"need {RANKS_URL}; copy that file and pass --tokenizer PATH/r50k_base.tiktoken"
         ) from None
-    return response.content
+    raw = checked_ranks(response.content, RANKS_URL)
+    with translate_os_errors(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, raw)
+    return raw
 
 
 class Tiktoken:
-    """The reference engine."""
+    """GPT-2's tokenizer."""
 
     vocab_size = VOCAB_SIZE
     document_token = DOCUMENT_TOKEN
 
-    def __init__(self, path: Path, *, num_threads: int = 1) -> None:
-        """Load the ranks; `choose` has checked their digest.
+    def __init__(self, raw: bytes, *, num_threads: int = 1) -> None:
+        """Load the ranks.
 
         Args:
-            path: of the ranks.
+            raw: content of their file.
             num_threads: each gets its own copy of the encoding: two threads that shared one were sometimes slower
                 than one thread.
         """
         import tiktoken
-        from tiktoken.load import load_tiktoken_bpe
 
-        self._ranks = load_tiktoken_bpe(str(path))
+        self._ranks = {token: index for index, token in vocabulary.ranks(raw).items()}
         self.encoding = tiktoken.Encoding(
             "gpt2",
             pat_str=_WORDS,
@@ -128,42 +116,6 @@ def _ids(encoding: "tiktoken.Encoding", text: str) -> np.ndarray:
     return np.concatenate([encoding.encode_to_numpy(part, disallowed_special=()) for part in parts(text)])
 
 
-class Gigatoken(Tiktoken):
-    """The fast engine."""
-
-    def __init__(self, path: Path) -> None:
-        """Load both engines and compare them.
-
-        Raises:
-            DataError: if they differ.
-        """
-        from importlib.metadata import version
-
-        import gigatoken
-
-        super().__init__(path)
-        # With special tokens, it would encode "<|endoftext|>" in a text as one.
-        self._fast = gigatoken.Tokenizer.from_tiktoken(path, "gpt2", {})
-        texts = list(difficult_texts())
-        ours, reference = self.encode(texts), super().encode(texts)
-        for text, got, want in zip(texts, ours, reference, strict=True):
-            if not np.array_equal(got, want):
-                raise DataError(
-                    f"gigatoken {version('gigatoken')} makes {got[:8]} of {text[:40]!r}, tiktoken {want[:8]}; "
-                    "they must agree; pass --engine tiktoken, and report it"
-                )
-
-    def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """As `Tokenizer`."""
-        import awkward
-
-        if not texts:
-            return []
-        batch = self._fast.encode_batch(texts)
-        counts = awkward.num(batch).to_numpy()
-        return np.split(awkward.flatten(batch).to_numpy(), np.cumsum(counts)[:-1])
-
-
 #: Longer documents are split: tiktoken's matcher fails on much longer white space before a word.
 _LONG_CHARACTERS = 2**16
 _WHITE = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
@@ -184,28 +136,3 @@ def parts(text: str) -> Iterator[str]:
                 yield text[start : border.start()]
                 start = border.start()
     yield text[start:]
-
-
-def difficult_texts() -> Iterator[str]:
-    """Yield texts on which tokenizers may differ: white space, contractions, scripts, numbers, control characters."""
-    pieces = (
-        "", " ", "  ", "\n", "\r\n", "\t \n  ", "\u00a0", "\u2003x", "\u3000 a", "\x1c\x85", "\ufeff", "\u200b", "\0",
-        "don't", "DON'T", "it's 'tis 'll've", "\u2019s", "''s", " 's", "a's1's", "x'", "'re're",
-        "1", "12345678901", "3.14", " 42", "½²Ⅷ", "٣४", "a1b2", "1a 2b",
-        "naïve café", "e\u0301", "ſß", "ǅ", "ёж", "你好,世界", "日本語 テキスト", "한국어", "שלום", "नमस्ते", "ไทย",
-        "👩‍👩‍👧‍👦", "🇩🇪🏳️‍🌈", "\U0001d4d0", "\ufffd", "\U0010ffff", "\ue000",
-        "!!!", " ...", "--->", "$$ a_b", "<|endoftext|>", "a <|endoftext|> b", "<|endoftext|", "endoftext|>",
-        "http://a.b/c?d=e&f", "def f(x):\n\treturn x\n\n", "    four", "a\n\n\nb", "a \n b", "end ", "end\n ",
-    )  # fmt: skip
-    yield from pieces
-    yield from (f"{left}{right}" for left in pieces for right in pieces)
-    yield from (
-        "a" * 5_000,
-        "ab" * 3_000,
-        " " * 5_000 + "x",
-        "\n " * 3_000,
-        "." * 5_000,
-        "1" * 999,
-        "é" * 2_000,
-    )
-    yield " ".join(chain.from_iterable((pieces, reversed(pieces))))

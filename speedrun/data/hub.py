@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 PAUSES_S = (1, 2, 4)  #: after failed attempts
 
 _TIMEOUT_S = 10.0  #: of a request for metadata
+_BUSY = (408, 429, *range(500, 600))  #: answers after which it may answer again
+#: What the client raises at an answer that is none, such as the page of a network's login.
+_NO_ANSWER = (JSONDecodeError, UnicodeDecodeError, TypeError, KeyError)
 
 
 class HubError(Exception):
@@ -69,12 +72,7 @@ def dataset_info(repo: str, revision: str | None, *, files_metadata: bool = Fals
             with _client_errors():
                 info = request(files_metadata=files_metadata)
             break
-        except (
-            JSONDecodeError,
-            UnicodeDecodeError,
-            TypeError,
-            KeyError,
-        ):  # such as the page of a network's login
+        except _NO_ANSWER:
             raise HubError("the answer is not that of a hub") from None
         except HubError as error:
             if not error.may_pass or (pause_s := next(pauses_s, None)) is None:
@@ -163,11 +161,7 @@ def _client_errors() -> Iterator[None]:
         is_ours = isinstance(error, RuntimeError | AttributeError) and not was_closed
         if is_ours or (isinstance(error, OSError) and error.errno is not None):
             raise
-        is_busy = isinstance(error, HfHubHTTPError) and error.response.status_code in (
-            408,
-            429,
-            *range(500, 600),
-        )
+        is_busy = isinstance(error, HfHubHTTPError) and error.response.status_code in _BUSY
         is_broken = isinstance(error, httpx.TransportError) and not isinstance(error, httpx.ConnectError)
         raise HubError(_reason(error), may_pass=was_closed or is_busy or is_broken) from None
 

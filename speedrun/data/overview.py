@@ -1,18 +1,34 @@
-"""What is on disk of the data of a track, from headers and manifests, without reading tokens."""
+"""What the folder of a track holds: from headers and manifest, or with every byte compared."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from speedrun.data.inventory import ShardEntry, data_folder, open_track, read_manifest
-from speedrun.data.shards import HEADER_BYTES
+import numpy as np
+
+from speedrun.data.inventory import MANIFEST, ShardEntry, data_folder, open_track, read_manifest
+from speedrun.data.shards import HEADER_BYTES, Shard, sha256
 from speedrun.ground.console import quantity
 from speedrun.ground.errors import DataError
 from speedrun.ground.track import Data, Track
 
+_CHUNK_TOKENS = 2**24  #: held in memory at a time
 _SHARD_BYTES = 2 * 10**8 + HEADER_BYTES  #: of a shard on the hub: 100 million ids of two bytes
 _WRITTEN_BYTES = 2 * 10**9  #: more than records, plots, compiled programs and locally made shards take
+
+
+class Verified(NamedTuple):
+    """One shard that passed."""
+
+    name: str
+    tokens: int
+    sha256: str | None  #: None if only header and size were checked
+    bytes_per_token: float | None  #: of text, where the manifest knows it
+
+    def __str__(self) -> str:
+        facts = [f"{self.tokens:,} tokens", *density(self.bytes_per_token), self.sha256]
+        return "  ".join(filter(None, facts))
 
 
 class Holding(NamedTuple):
@@ -61,17 +77,66 @@ def density(bytes_per_token: float | None) -> list[str]:
     return [] if bytes_per_token is None else [f"{bytes_per_token:.2f} bytes a token"]
 
 
-def to_fetch_bytes(track: Track, folder: Path | None = None) -> int:
-    """Return the bytes that `speedrun data get` would still download."""
-    here = holding(track, folder)
-    if track.data.hub is None or here.expected is None:
-        return 0
-    return max(0, here.expected - here.shards) * _SHARD_BYTES
+def verify(
+    folder: Path, data: Data, *, full: bool, report: Callable[[int, int], None] = lambda *_: None
+) -> list[Verified]:
+    """Check the shards of a track.
+
+    Args:
+        folder: of the shards.
+        data: what the track says of them.
+        full: read every byte: digests against track and manifest, ids, the number of documents, and the
+            document token at the start of each validation shard.
+        report: called with bytes read and bytes in total.
+
+    Returns:
+        One entry per shard, training shards first.
+
+    Raises:
+        DataError: at the first problem.
+    """
+    train, val = open_track(folder, data)
+    manifest = read_manifest(folder)
+    if full:
+        for shard in val:
+            if (first := shard.read(0, 1)[0]) != data.document_token:
+                raise DataError(
+                    f"{shard.path}: begins with id {first}; need {data.document_token}: {data.get}"
+                )
+    verified, done = [], 0
+    sizes = {shard.path: HEADER_BYTES + 2 * shard.num_tokens for shard in (*train, *val)}
+    for shard in (*train, *val):
+        report(done, sum(sizes.values()))
+        entry = manifest.shards.get(shard.path.name) if manifest else None
+        got = _compared(shard, data, entry) if full else None
+        dense = bytes_per_token([entry] if entry else [])
+        verified.append(Verified(shard.path.name, shard.num_tokens, got, dense))
+        done += sizes[shard.path]
+    return verified
 
 
-def disk_bytes(track: Track, folder: Path | None = None) -> int:
-    """Return the disk space a batch on a track needs: missing data, and what runs write."""
-    return to_fetch_bytes(track, folder) + _WRITTEN_BYTES
+def _compared(shard: Shard, data: Data, entry: ShardEntry | None) -> str:
+    """Compare all bytes of a shard with track and manifest; return its digest."""
+    documents, got = count_documents(shard, data.document_token), sha256(shard.path)
+    for need in (data.sha256.get(shard.path.name, got), entry.sha256 if entry else got):
+        if got != need:
+            raise DataError(f"{shard.path}: sha256 is {got}; need {need}; delete it, then: {data.get}")
+    if entry and entry.documents != documents:
+        raise DataError(
+            f"{shard.path}: {documents:,} documents; {MANIFEST} says {entry.documents:,}: {data.get}"
+        )
+    return got
+
+
+def count_documents(shard: Shard, document_token: int) -> int:
+    """Return the number of document tokens in a shard.
+
+    Raises:
+        DataError: if an id is outside the vocabulary, or the file changes meanwhile.
+    """
+    starts = range(0, shard.num_tokens, _CHUNK_TOKENS)
+    chunks = (shard.read(start, min(start + _CHUNK_TOKENS, shard.num_tokens)) for start in starts)
+    return sum(int(np.count_nonzero(chunk == document_token)) for chunk in chunks)
 
 
 def holding(track: Track, folder: Path | None = None) -> Holding:
@@ -81,8 +146,7 @@ def holding(track: Track, folder: Path | None = None) -> Holding:
     expected = data.hub.train_shards + 1 if data.hub else len(data.sha256) or None
     tokens, documents, density, source, problem = 0, None, None, None, None
     try:
-        train, val = open_track(folder, data)
-        tokens = sum(shard.num_tokens for shard in (*train, *val))
+        tokens = sum(shard.tokens for shard in verify(folder, data, full=False))
         if manifest := read_manifest(folder):
             source = manifest.source
             entries = [manifest.shards[path.name] for path in paths]
@@ -105,6 +169,19 @@ def holding(track: Track, folder: Path | None = None) -> Holding:
         complete=problem is None,
         problem=problem,
     )
+
+
+def to_fetch_bytes(track: Track, folder: Path | None = None) -> int:
+    """Return the bytes that `speedrun data get` would still download."""
+    here = holding(track, folder)
+    if track.data.hub is None or here.expected is None:
+        return 0
+    return max(0, here.expected - here.shards) * _SHARD_BYTES
+
+
+def disk_bytes(track: Track, folder: Path | None = None) -> int:
+    """Return the disk space a batch on a track needs: missing data, and what runs write."""
+    return to_fetch_bytes(track, folder) + _WRITTEN_BYTES
 
 
 def bits_per_byte(loss: float, folder: Path, data: Data) -> float | None:

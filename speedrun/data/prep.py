@@ -20,18 +20,13 @@ import numpy as np
 
 from speedrun.data import shards, tokenizer
 from speedrun.data.documents import Source
-from speedrun.data.inventory import (
-    MANIFEST,
-    Manifest,
-    Place,
-    ShardEntry,
-    read_manifest,
-)
+from speedrun.data.inventory import MANIFEST, Manifest, Place, ShardEntry, read_manifest
 from speedrun.data.overview import bytes_per_token, density
-from speedrun.data.workers import Encoded, encoded
-from speedrun.data.writing import MAX_TOKENS, write_manifest, write_shard
+from speedrun.data.tokenizer import Encoded
+from speedrun.data.writing import write_manifest, write_shard
 from speedrun.ground import faults
 from speedrun.ground.clock import Stopwatch
+from speedrun.ground.console import quantity
 from speedrun.ground.errors import DataError, UsageError, translate_os_errors
 
 SCORED_TOKENS = 10_485_760  #: of the speedrun's validation
@@ -49,16 +44,6 @@ class Cut(NamedTuple):
     def name(self, index: int) -> str:
         """Return the file name of a shard; shard 0 is for validation."""
         return f"{self.prefix}_{'train' if index else 'val'}_{index:06d}.bin"
-
-
-class Progress(NamedTuple):
-    """How far a preparation is."""
-
-    num_shards: int  #: whole ones
-    tokens: int  #: in whole shards and in the current one
-    tokens_per_s: float  #: in this process
-    read_bytes: int  #: of the source
-    total_bytes: int  #: of the source; 0 if unknown
 
 
 class Prepared(NamedTuple):
@@ -109,7 +94,7 @@ def prepare(
     *,
     column: str = "text",
     num_workers: int = 1,
-    tell: Callable[[Progress], None] = lambda _: None,
+    report: Callable[[int, int, str], None] = lambda *_: None,
 ) -> Prepared:
     """Make the shards of a source, or continue an interrupted preparation. Callers lock the folder (`ground.lock`).
 
@@ -120,14 +105,15 @@ def prepare(
         out: folder of the shards; created if missing.
         column: the field of a row that holds the text.
         num_workers: threads that tokenize; the bytes do not depend on it.
-        tell: called after every block.
+        report: called after every block with bytes read, bytes in total (0 if unknown), and other facts.
 
     Raises:
-        UsageError: if the folder was begun with other settings, or shards would be of impossible length.
+        UsageError: if the folder was begun with other settings, or the prefix cannot begin a file name.
         DataError: if source or tokenizer cannot be read, or the folder holds other shards or cannot be written.
     """
     watch = Stopwatch()
-    _check(cut)
+    if not re.fullmatch(r"\w[\w.-]*", cut.prefix, re.ASCII):
+        raise UsageError(f"--prefix {cut.prefix!r}; it begins file names: need letters, digits and _ . -")
     loaded = tokenizer.load(choice, num_threads=num_workers)
     fresh = Manifest(
         source=source.name,
@@ -146,21 +132,15 @@ def prepare(
     writer = _Writer(out, cut, manifest, loaded.id_bytes_V())
     start_s, watch = watch.seconds, Stopwatch()
     start, start_tokens = writer.next, writer.tokens
-    with closing(encoded(source.blocks(start), loaded, column, num_workers=num_workers)) as blocks:
+    with closing(tokenizer.encoded(source.blocks(start), loaded, column, num_workers=num_workers)) as blocks:
         for block in blocks:
             writer.add(_after(block, start))
             rate = (writer.tokens - start_tokens) / max(1e-9, watch.seconds)
-            tell(Progress(writer.num_shards, writer.tokens, rate, block.read_bytes, source.total_bytes))
+            facts = f"{writer.num_shards} shards  {writer.tokens:,} tokens  {quantity(rate, 'tok/s')}"
+            report(block.read_bytes, source.total_bytes, facts)
             if writer.is_full:
                 break
     return Prepared(out, writer.finish(), found, start_s, watch.seconds)
-
-
-def _check(cut: Cut) -> None:
-    if not re.fullmatch(r"\w[\w.-]*", cut.prefix, re.ASCII):
-        raise UsageError(f"--prefix {cut.prefix!r}; it begins file names: need letters, digits and _ . -")
-    if not 1 <= cut.shard_tokens <= MAX_TOKENS:
-        raise UsageError(f"shards of {cut.shard_tokens:,} tokens; need 1 to {MAX_TOKENS:,}")
 
 
 def _settings(source: Source, choice: tokenizer.Choice, cut: Cut) -> dict[str, str | int | float]:

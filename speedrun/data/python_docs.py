@@ -12,10 +12,9 @@ import ast
 import hashlib
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
@@ -23,34 +22,20 @@ from speedrun.data import documents, prep, tokenizer
 from speedrun.data.inventory import MANIFEST, read_manifest
 from speedrun.data.sources import open_source
 from speedrun.data.vocabulary import TOKENIZER
-from speedrun.ground.errors import DataError, UsageError
-from speedrun.ground.lock import lock_folder
+from speedrun.ground.errors import DataError, UsageError, translate_os_errors
 from speedrun.ground.track import Track
 from speedrun.ground.wholefile import write_whole
 
 PACKAGES = ("jax", "numpy", "scipy", "optax", "matplotlib")  #: dependencies of `speedrun run`
 #: Folders without documentation, or with little English.
 _SKIPPED = {
-    "test",
-    "tests",
-    "site-packages",
-    "dist-packages",
-    "idlelib",
-    "lib2to3",
-    "__pycache__",
-    "_vendor",
+    *("test", "tests", "site-packages", "dist-packages"),
+    *("idlelib", "lib2to3", "__pycache__", "_vendor"),
 }
 _MIN_CHARACTERS = 80  #: shorter docstrings are remarks such as "See help(type(self))."
 
 CORPUS = "corpus.jsonl"
 SOURCE = "the documentation of this Python"  #: in the manifest
-
-
-class Document(NamedTuple):
-    """A text and its origin."""
-
-    name: str  #: such as `jax/numpy/linalg.py`
-    text: str
 
 
 def installed() -> dict[str, Path]:
@@ -63,8 +48,8 @@ def installed() -> dict[str, Path]:
     return roots
 
 
-def collect(roots: dict[str, Path]) -> list[Document]:
-    """Return all documents of some folders, in order."""
+def collect(roots: dict[str, Path]) -> dict[str, str]:
+    """Return the texts of some folders, in order, by names such as `jax/numpy/linalg.py`."""
     files = [
         (f"{name}/{path.relative_to(root).as_posix()}", path)
         for name, root in roots.items()
@@ -72,25 +57,21 @@ def collect(roots: dict[str, Path]) -> list[Document]:
         if not _SKIPPED & set(path.relative_to(root).parts)
     ]
     files.sort(key=lambda named: hashlib.sha256(named[0].encode()).digest())
+    found: dict[str, str] = {}
     seen: set[str] = set()
-    return [document for name, path in files for document in _documents_of(name, path, seen)]
-
-
-def _documents_of(name: str, path: Path, seen: set[str]) -> Iterator[Document]:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about escapes in other people's code
-            tree = ast.parse(path.read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return  # this Python cannot read the file, so it is not part of its documentation
-    if name == "python/pydoc_data/topics.py":
-        texts = sorted(_topics(tree).items())
-        yield from (Document(f"{name}:{topic}", text.strip()) for topic, text in texts)
-        return
-    fresh = [text for text in _docstrings(tree) if text not in seen]
-    seen.update(fresh)
-    if fresh:
-        yield Document(name, "\n\n".join(fresh))
+    for name, path in files:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # about escapes in other people's code
+                tree = ast.parse(path.read_bytes())
+        except (OSError, SyntaxError, ValueError):
+            continue  # this Python cannot read the file, so it is not part of its documentation
+        if name == "python/pydoc_data/topics.py":
+            found |= {f"{name}:{topic}": text.strip() for topic, text in sorted(_topics(tree).items())}
+        elif fresh := [text for text in _docstrings(tree) if text not in seen]:
+            seen.update(fresh)
+            found[name] = "\n\n".join(fresh)
+    return found
 
 
 def _topics(tree: ast.Module) -> dict[str, str]:
@@ -110,10 +91,10 @@ def _docstrings(tree: ast.Module) -> Iterator[str]:
             yield documents.valid(text)
 
 
-def make(
-    track: Track, folder: Path, *, num_workers: int = 1, say: Callable[[str], None] = lambda _: None
-) -> prep.Prepared:
+def make(track: Track, folder: Path) -> prep.Prepared:
     """Make corpus, tokenizer and shards of a track anew, with the code that makes any other shards.
+
+    Callers lock the folder (`ground.lock`).
 
     Raises:
         UsageError: if the track needs other data, or the folder holds other shards.
@@ -123,34 +104,21 @@ def make(
         raise UsageError(
             f"track {track.name!r} is not made of Python's documentation; get its data: {track.data.get}"
         )
-    with lock_folder(folder, say):
-        return _make(track, track.python_docs, folder, num_workers)
-
-
-def ensure(
-    track: Track, folder: Path, *, say: Callable[[str], None] = lambda _: None
-) -> prep.Prepared | None:
-    """Make the shards as `make` does, if the track has `python_docs` and the folder is not complete."""
-    if track.python_docs is None or _is_complete(folder):
-        return None
-    with lock_folder(folder, say):
-        if _is_complete(folder):  # by the program that held the lock
-            return None
-        made = _make(track, track.python_docs, folder, 1)
-    say(f"made  the shards of Python's documentation in {folder}: {made.facts()['tokens']:,} tokens")
-    return made
-
-
-def _is_complete(folder: Path) -> bool:
-    found = read_manifest(folder)
-    return found is not None and found.complete
-
-
-def _make(track: Track, wanted: dict[str, int], folder: Path, num_workers: int) -> prep.Prepared:
-    _remove_old(folder, track)
+    manifest = read_manifest(folder)
+    is_ours = manifest is not None and manifest.source == SOURCE
+    if not is_ours and (manifest or any(folder.glob("*.bin"))):
+        raise UsageError(
+            f"{folder}: holds other shards; {track.id} would replace them; choose another folder, or remove them"
+        )
+    with translate_os_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    for pattern in (track.data.train, track.data.val, MANIFEST):
+        for path in folder.glob(pattern):
+            path.unlink()
     texts = collect(installed())
-    write_whole(folder / CORPUS, *(msgspec.json.encode(text._asdict()) + b"\n" for text in texts))
-    size = tokenizer.train_bpe((text.text for text in texts), wanted["vocab_size"], folder / TOKENIZER)
+    rows = ({"name": name, "text": text} for name, text in texts.items())
+    write_whole(folder / CORPUS, *(msgspec.json.encode(row) + b"\n" for row in rows))
+    size = tokenizer.train_bpe(iter(texts.values()), track.python_docs["vocab_size"], folder / TOKENIZER)
     if size != track.data.vocab_size:
         raise DataError(
             f"{folder / TOKENIZER}: {size:,} ids; {track.id} needs {track.data.vocab_size:,}; this Python has too "
@@ -158,23 +126,9 @@ def _make(track: Track, wanted: dict[str, int], folder: Path, num_workers: int) 
         )
     cut = prep.Cut(
         prefix=track.data.val.partition("_val_")[0],
-        shard_tokens=wanted["shard_tokens"],
+        shard_tokens=track.python_docs["shard_tokens"],
         scored_tokens=track.data.val_tokens,
     )
     source = open_source([str(folder / CORPUS)])
     source.name = SOURCE  # independent of the folder's path
-    choice = tokenizer.choose(str(folder / TOKENIZER))
-    return prep.prepare(source, choice, cut, folder, num_workers=num_workers)
-
-
-def _remove_old(folder: Path, track: Track) -> None:
-    """Remove earlier shards of this kind; refuse a folder with others."""
-    old, manifest = sorted(folder.glob("*.bin")), read_manifest(folder)
-    if (old or manifest) and (manifest is None or manifest.source != SOURCE):
-        found = f"shards of {manifest.source}" if manifest else f"{old[0].name} without {MANIFEST}"
-        raise UsageError(
-            f"{folder}: holds {found}; {track.id} would replace them; choose another folder, or remove them"
-        )
-    for pattern in (track.data.train, track.data.val, MANIFEST):
-        for path in folder.glob(pattern):
-            path.unlink()
+    return prep.prepare(source, tokenizer.choose(str(folder / TOKENIZER)), cut, folder)

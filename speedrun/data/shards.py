@@ -19,7 +19,6 @@ from speedrun.ground.errors import DataError
 
 MAGIC = 20240520
 VERSION = 1
-LLAMA_MAGIC = 20240801  #: llm.c's other format: version 7, uint32 tokens
 HEADER_BYTES = 256 * 4
 
 
@@ -88,10 +87,6 @@ def _count(path: Path, header: bytes, size_bytes: int) -> int:
         got = f"{size_bytes:,} bytes" if size_bytes else "empty"
         raise DataError(f"{path}: {got}; a header alone has {HEADER_BYTES:,}; delete it and make it again")
     magic, version, count = (int(x) for x in np.frombuffer(header, "<i4", 3))
-    if magic == LLAMA_MAGIC:
-        raise DataError(f"{path}: uint32 tokens (llm.c's Llama format); need uint16 of GPT-2; tokenize again")
-    if np.int32(magic).byteswap() == MAGIC:
-        raise DataError(f"{path}: big-endian; need little-endian; swap the bytes or make it again")
     if magic != MAGIC:
         raise DataError(f"{path}: starts with {magic}; a shard starts with {MAGIC}; remove the file")
     if version != VERSION:

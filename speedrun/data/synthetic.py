@@ -21,11 +21,10 @@ from pathlib import Path
 
 import numpy as np
 
-from speedrun.data.inventory import Manifest, ShardEntry, read_manifest
+from speedrun.data.inventory import Manifest, ShardEntry
 from speedrun.data.shards import sha256
-from speedrun.data.writing import holds, write_manifest, write_shard
-from speedrun.ground.errors import DataError
-from speedrun.ground.lock import lock_folder
+from speedrun.data.writing import write_manifest, write_shard
+from speedrun.ground.errors import DataError, translate_os_errors
 from speedrun.ground.track import Track
 
 DOCUMENT, NEW, REPEAT = 0, 1, 2
@@ -130,7 +129,9 @@ def _class_L(source: Source, tokens: np.ndarray, column: int) -> np.ndarray:
 
 
 def write(track: Track, folder: Path) -> Manifest:
-    """Make the shards of a synthetic track; the same bytes everywhere. Correct shards are not written again.
+    """Make the shards of a synthetic track; the same bytes everywhere. Callers lock the folder (`ground.lock`).
+
+    Shards with the digest in the track file are not written again: another program may be reading them.
 
     Raises:
         DataError: if a shard differs from the digest in the track file, or the folder cannot be written.
@@ -139,35 +140,26 @@ def write(track: Track, folder: Path) -> Manifest:
     source = Source(**settings)
     names = [track.data.val.replace("*", "000000")]
     names += [track.data.train.replace("*", f"{i:06d}") for i in range(1, source.num_shards + 1)]
-    with lock_folder(folder):
-        entries = {
-            name: _write_one(source, stream, folder / name, track) for stream, name in enumerate(names)
-        }
-        manifest = Manifest(
-            source=f"speedrun data synth --track {track.name}",
-            settings=dict(settings),
-            vocab_size=track.data.vocab_size,
-            document_token=track.data.document_token,
-            shards=entries,
-        )
-        write_manifest(folder, manifest)
+    with translate_os_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    manifest = Manifest(
+        source=f"speedrun data synth --track {track.name}",
+        settings=dict(settings),
+        vocab_size=track.data.vocab_size,
+        document_token=track.data.document_token,
+        shards={name: _write_one(source, stream, folder / name, track) for stream, name in enumerate(names)},
+    )
+    write_manifest(folder, manifest)
     return manifest
-
-
-def ensure(track: Track, folder: Path) -> Manifest | None:
-    """Make the shards of a synthetic track unless its folder has a manifest; return None if nothing was made."""
-    if track.synthetic is None or read_manifest(folder) is not None:
-        return None
-    return write(track, folder)
 
 
 def _write_one(source: Source, stream: int, path: Path, track: Track) -> ShardEntry:
     """Write one shard; stream 0 is validation."""
     tokens = generate(source, stream, source.val_lines if stream == 0 else source.shard_lines)
-    if not holds(path, tokens):
+    want = track.data.sha256.get(path.name)
+    if not path.is_file() or sha256(path) != want:
         write_shard(path, tokens)
-    got, want = sha256(path), track.data.sha256.get(path.name)
-    if want not in (got, None):
+    if want not in (got := sha256(path), None):
         raise DataError(
             f"{path}: sha256 is {got}, {track.id} says {want}; this machine makes other bytes: report it"
         )

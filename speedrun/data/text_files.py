@@ -7,7 +7,6 @@ import gzip
 import hashlib
 import io
 import json
-import os
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,14 +28,20 @@ class Files:
         """Find the files; read none.
 
         Raises:
-            UsageError: if a file is named twice, or two have the same name: places in them would be ambiguous.
+            UsageError: if two files have the same name: places in them would be ambiguous.
             DataError: if there are none, or a name is not UTF-8.
         """
         self.name = " ".join(names)
         self._column = column
         found = [file for name in names for file in _files_of(Path(name))]
         self._paths = dict(found)
-        _check_names(self.name, found)
+        if len(self._paths) < len(found):
+            raise UsageError(f"{self.name}: two files have one name; need others; give the folder above them")
+        for label, path in found:
+            if valid(self.name + label) != self.name + label:  # Python turns other bytes into surrogates
+                raise DataError(
+                    f"{str(path)!r}: the name is not UTF-8; the manifest needs it; rename the file"
+                )
         if any(suffix_of(path) == ".parquet" for path in self._paths.values()):
             need("pyarrow")
         self._bytes = {label: path.stat().st_size for label, path in found}
@@ -96,22 +101,6 @@ def _one_line(path: Path) -> Iterator[None]:
     except (OSError, EOFError, zlib.error) as error:
         reason = " ".join(str(error).split())
         raise DataError(f"{path}: {reason}; a readable file is needed; get it again") from None
-
-
-def _check_names(source: str, found: list[tuple[str, Path]]) -> None:
-    """Refuse a file that is named twice, two files with the same name, and names that are not UTF-8."""
-    labels, paths = set[str](), set[str]()
-    for label, path in found:
-        if valid(source + label) != source + label:  # Python turns other bytes into surrogates
-            raise DataError(f"{str(path)!r}: the name is not UTF-8; the manifest needs it; rename the file")
-        if (absolute := os.path.abspath(path)) in paths:
-            raise UsageError(f"{source}: {path} is named twice; each file is read once; name it once")
-        if label in labels:
-            raise UsageError(
-                f"{source}: two files are {label}; names must differ; give the folder above them"
-            )
-        labels.add(label)
-        paths.add(absolute)
 
 
 def suffix_of(path: Path) -> str:

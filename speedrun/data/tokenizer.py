@@ -1,34 +1,38 @@
 """Tokenizers: GPT-2's, any file of the `tokenizers` library, or bytes.
 
-A `Choice` names a tokenizer and the digest of its file. Special tokens in a text are ordinary text: the characters
+A `Choice` holds the file of a tokenizer. Special tokens in a text are ordinary text: the characters
 "<|endoftext|>" on a web page never become a document token. `tokenizers` is imported where it is used.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from speedrun.data.documents import need
-from speedrun.data.gpt2 import END_OF_TEXT, Gigatoken, Tiktoken, cached_ranks, check_ranks
-from speedrun.data.vocabulary import RANKS_SHA256
+from speedrun.data import documents
+from speedrun.data.documents import Block, need
+from speedrun.data.gpt2 import END_OF_TEXT, Tiktoken, cached_ranks, checked_ranks
+from speedrun.data.inventory import Place
 from speedrun.ground.errors import DataError, UsageError, unknown
 from speedrun.ground.wholefile import read_regular, write_whole
-
-ENGINES = ("auto", "tiktoken", "gigatoken")
 
 
 class Choice(NamedTuple):
     """A tokenizer, not yet loaded."""
 
     name: str  #: gpt2, bytes, or the name of a file of `tokenizers`
-    path: Path | None  #: of the file; None for bytes
-    sha256: str  #: of the file; empty for bytes
-    engine: str = ""  #: tiktoken or gigatoken, for gpt2
+    raw: bytes  #: content of the file; empty for bytes
     document_text: str = END_OF_TEXT  #: the document token of a file of `tokenizers`
+
+    @property
+    def sha256(self) -> str:
+        """The digest of the file; empty for bytes."""
+        return hashlib.sha256(self.raw).hexdigest() if self.raw else ""
 
 
 class Tokenizer(Protocol):
@@ -46,12 +50,11 @@ class Tokenizer(Protocol):
         ...
 
 
-def choose(name: str, *, engine: str = "auto", document_text: str = END_OF_TEXT) -> Choice:
-    """Find the file of a tokenizer and compute its digest.
+def choose(name: str, *, document_text: str = END_OF_TEXT) -> Choice:
+    """Read the file of a tokenizer.
 
     Args:
         name: `gpt2`, `bytes`, a .tiktoken file with GPT-2's ranks, or a .json file of `tokenizers`.
-        engine: for GPT-2, one of `ENGINES`.
         document_text: for a .json file, the document token.
 
     Raises:
@@ -59,15 +62,12 @@ def choose(name: str, *, engine: str = "auto", document_text: str = END_OF_TEXT)
         DataError: if there is no such file, or its ranks are not GPT-2's.
     """
     if name == "bytes":
-        return Choice("bytes", None, "")
+        return Choice("bytes", b"")
     if name.endswith(".json"):
-        path = Path(name)
-        return Choice(path.name, path, _sha256(_read(path)), document_text=document_text)
+        return Choice(Path(name).name, _read(Path(name)), document_text)
     if name == "gpt2" or name.endswith(".tiktoken"):
         need("tiktoken")
-        path = cached_ranks() if name == "gpt2" else Path(name)
-        check_ranks(path, _read(path))
-        return Choice("gpt2", path, RANKS_SHA256, _engine(engine))
+        return Choice("gpt2", cached_ranks() if name == "gpt2" else checked_ranks(_read(Path(name)), name))
     raise unknown("tokenizer", name, ("gpt2", "bytes", "FILE.tiktoken", "FILE.json"))
 
 
@@ -75,28 +75,14 @@ def load(choice: Choice, *, num_threads: int = 1) -> Tokenizer:
     """Load a tokenizer for a number of threads.
 
     Raises:
-        DataError: if its file has changed, or gigatoken and tiktoken differ.
+        DataError: if its file has another format.
         UsageError: if its ids do not fit into uint16, or it has no such document token.
     """
-    if choice.path is None:
+    if choice.name == "bytes":
         return Bytes()
-    raw = _read(choice.path)
-    if (got := _sha256(raw)) != choice.sha256:
-        raise DataError(f"{choice.path}: sha256 is {got}; it was {choice.sha256} at the start; start again")
-    if choice.name != "gpt2":
-        return FromFile(choice.path, raw, choice.document_text)
-    if choice.engine == "gigatoken":
-        return Gigatoken(choice.path)
-    return Tiktoken(choice.path, num_threads=num_threads)
-
-
-def _engine(name: str) -> str:
-    if name not in ENGINES:
-        raise unknown("engine", name, ENGINES)
-    if name == "auto":
-        return "gigatoken" if find_spec("gigatoken") else "tiktoken"
-    need(name)
-    return name
+    if choice.name == "gpt2":
+        return Tiktoken(choice.raw, num_threads=num_threads)
+    return FromFile(choice)
 
 
 def _read(path: Path) -> bytes:
@@ -106,10 +92,6 @@ def _read(path: Path) -> bytes:
         raise DataError(
             f"{path}: {error.strerror}; a tokenizer's file is needed; name another with --tokenizer"
         ) from None
-
-
-def _sha256(raw: bytes) -> str:
-    return hashlib.sha256(raw).hexdigest()
 
 
 # --- bytes ------------------------------------------------------------------------------------------------
@@ -136,36 +118,33 @@ class Bytes:
 class FromFile:
     """A JSON file of the `tokenizers` library. Special tokens in texts are ordinary text."""
 
-    def __init__(self, path: Path, raw: bytes, document_text: str) -> None:
-        """Load the file.
-
-        Raises:
-            DataError: if it has another format.
-            UsageError: if ids do not fit into uint16, or `document_text` is not one of its tokens.
-        """
+    def __init__(self, choice: Choice) -> None:
+        """Load the file; raise as `load`."""
         import tokenizers
 
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(raw.decode())
+            self._tokenizer = tokenizers.Tokenizer.from_str(choice.raw.decode())
         except Exception as error:  # noqa: BLE001 - the library raises nothing more specific
             raise DataError(
-                f"{path}: {error}; a file as `tokenizers` saves it is needed; name another"
+                f"{choice.name}: {error}; a file as `tokenizers` saves it is needed; name another"
             ) from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
-        self._path = path
+        self._name = choice.name
         vocab = self._tokenizer.get_vocab()
         self.vocab_size = max(vocab.values()) + 1
         if self.vocab_size > 2**16:
-            raise UsageError(f"{path}: {self.vocab_size:,} ids; a shard holds 65,536; choose a smaller one")
-        if document_text not in vocab:
+            raise UsageError(
+                f"{choice.name}: {self.vocab_size:,} ids; a shard holds 65,536; choose a smaller one"
+            )
+        if choice.document_text not in vocab:
             special = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
             raise UsageError(
-                f"{path}: has no token {document_text!r} for documents; its special tokens are "
+                f"{choice.name}: has no token {choice.document_text!r} for documents; its special tokens are "
                 f"{', '.join(special) or 'none'}; choose with --document-token"
             )
-        self.document_token = vocab[document_text]
+        self.document_token = vocab[choice.document_text]
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """As `Tokenizer`.
@@ -177,7 +156,7 @@ class FromFile:
         ids = [np.array(encoding.ids, np.uint32) for encoding in encodings]
         if any((of_text == self.document_token).any() for of_text in ids):
             raise DataError(
-                f"{self._path}: a text became token {self.document_token}, the document token; it must be special "
+                f"{self._name}: a text became token {self.document_token}, the document token; it must be special "
                 "in the file; make it so"
             )
         return ids
@@ -238,6 +217,58 @@ def train_bpe(texts: Iterator[str], vocab_size: int, out: Path, *, document_text
     tokenizer.train_from_iterator(texts, trainer)
     write_whole(out, tokenizer.to_str(pretty=True).encode(), b"\n")
     return tokenizer.get_vocab_size()
+
+
+# --- blocks of documents as ids ---------------------------------------------------------------------------
+
+#: Blocks in flight for each worker: one being encoded, one waiting, one done and not yet taken.
+_BLOCKS_PER_WORKER = 3
+
+
+class Encoded(NamedTuple):
+    """A block as ids; a document token precedes each document."""
+
+    first: Place  #: of the first document
+    ids: np.ndarray  #: uint16 [N]
+    starts: np.ndarray  #: int64 [D]: positions of the document tokens
+    source_tokens: np.ndarray | None  #: int64 [D]: tokens of each document, as the source counts them
+    read_bytes: int  #: of the source, up to the end of this block
+
+
+def encoded(
+    blocks: Iterable[Block], chosen: Tokenizer, column: str, *, num_workers: int
+) -> Generator[Encoded, None, None]:
+    """Yield all blocks as ids, in order. The calling thread reads them; a single worker is the calling thread.
+
+    The tokenizers release Python's lock while they work, as gzip does. So threads are as fast as processes here, share
+    one tokenizer and start at once. Results are taken in the order of submission, and only a few blocks are in flight:
+    the output does not depend on the number of threads, and memory does not grow with the corpus.
+
+    Raises:
+        DataError: if a document cannot be read.
+    """
+    encode = partial(_encoded, chosen, column)
+    if num_workers == 1:
+        yield from map(encode, blocks)
+        return
+    in_flight: deque[Future[Encoded]] = deque()
+    pool = ThreadPoolExecutor(num_workers, "encode")
+    try:
+        for block in blocks:
+            in_flight.append(pool.submit(encode, block))
+            if len(in_flight) >= _BLOCKS_PER_WORKER * num_workers:
+                yield in_flight.popleft().result()
+        while in_flight:
+            yield in_flight.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _encoded(chosen: Tokenizer, column: str, block: Block) -> Encoded:
+    texts, source_tokens = documents.read(block, column)
+    ids, starts = joined(chosen.encode(texts), chosen.document_token)
+    counts = None if source_tokens is None else np.array(source_tokens, np.int64)
+    return Encoded(block.first, ids, starts, counts, block.read_bytes)
 
 
 def joined(texts: Sequence[np.ndarray], document_token: int) -> tuple[np.ndarray, np.ndarray]:

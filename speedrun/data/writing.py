@@ -29,19 +29,10 @@ def write_shard(path: Path, tokens: np.ndarray) -> Shard:
         raise DataError(
             f"{path}: ids of {tokens.min()} to {tokens.max()}; the format holds 0 to {UINT16_IDS - 1:,}"
         )
-    write_whole(path, *_content(tokens))
-    return open_shard(path, vocab_size=UINT16_IDS)
-
-
-def holds(path: Path, tokens: np.ndarray) -> bool:
-    """Return whether a file is the shard of these tokens, byte by byte."""
-    return path.is_file() and path.read_bytes() == b"".join(_content(tokens))
-
-
-def _content(tokens: np.ndarray) -> tuple[bytes, memoryview]:
     header = np.zeros(256, "<i4")
     header[:3] = MAGIC, VERSION, tokens.size
-    return header.tobytes(), np.ascontiguousarray(tokens, "<u2").data
+    write_whole(path, header.tobytes(), np.ascontiguousarray(tokens, "<u2").data)
+    return open_shard(path, vocab_size=UINT16_IDS)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from speedrun.data import inventory, overview
-from speedrun.data.verify import verify
+from speedrun.data.overview import verify
 from speedrun.doctor.check import Check
 from speedrun.ground.clock import Stopwatch
 from speedrun.ground.console import quantity

@@ -15,7 +15,7 @@ from typing import NamedTuple, TextIO
 import msgspec
 
 from speedrun.data import generated, inventory
-from speedrun.data.verify import verify
+from speedrun.data.overview import verify
 from speedrun.ground import provenance
 from speedrun.ground import track as tracks
 from speedrun.ground.console import clean

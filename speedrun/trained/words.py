@@ -35,7 +35,7 @@ class Words:
             return None
         if self.path.name == vocabulary.TOKENIZER:
             return tokenizer.choose(str(self.path))
-        return tokenizer.choose(str(self.path) if self.path.exists() else "gpt2", engine="tiktoken")
+        return tokenizer.choose(str(self.path) if self.path.exists() else "gpt2")
 
     @cached_property
     def tokens(self) -> dict[int, bytes]:
@@ -51,9 +51,7 @@ class Words:
 
     def file(self) -> tuple[str, bytes]:
         """Return the name of the tokenizer and the bytes of its file; both are empty if ids stand for no text."""
-        if self._choice is None or self._choice.path is None:
-            return "", b""
-        return self._choice.name, self._choice.path.read_bytes()
+        return ("", b"") if self._choice is None else (self._choice.name, self._choice.raw)
 
     @cached_property
     def encoder(self) -> tokenizer.Tokenizer | None:
