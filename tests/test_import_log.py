@@ -106,18 +106,6 @@ def test_the_wall_clock_of_the_port_to_jax_is_not_a_train_time():
     assert "unknown from '|  val_loss'" in found.problems[1].message
 
 
-def test_groups_show_the_mean_time_of_a_step(tmp_path: Path):
-    for name, time_ms in (("a", 100), ("b", 120)):
-        (tmp_path / name).write_text(
-            f"step:0/10 val_loss:9 train_time:0ms\nstep:10/10 val_loss:4 train_time:{time_ms}ms"
-        )
-    shown = CliRunner().invoke(command, [str(tmp_path / "a"), str(tmp_path / "b")]).stdout
-    assert "n 2  mean 4.0000  sd 0.0000  step 11.00 ms\n" in shown
-    (tmp_path / "a").write_text("s:10 tel:4.0")
-    shown = CliRunner().invoke(command, [str(tmp_path / "a")]).stdout
-    assert "mean 4.0000  sd none\n" in shown
-
-
 def test_the_machine_is_read_from_versions_and_tables():
     (run,) = read(HEAD + "step:0/9 val_loss:4.0\n").runs
     assert run.software == {
@@ -237,23 +225,15 @@ def test_no_number_crashes(value):
     read(f"step:0/9 val_loss:{value} train_time:{value}ms\nstep:{value} val_loss:1\n")
 
 
-def test_a_file_that_is_too_large_is_refused(tmp_path, monkeypatch):
+def test_files_that_are_no_logs_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(foreign, "MAX_BYTES", 1000)
-    big, bomb = tmp_path / "big.txt", tmp_path / "bomb.gz"
-    big.write_bytes(b"x" * 1001)
-    bomb.write_bytes(gzip.compress(b"x" * 1001))
-    with pytest.raises(UsageError, match="more than 1,000 bytes"):
-        foreign.import_file(big, "a")
-    with pytest.raises(UsageError, match="unpacks to more than 1,000"):
-        foreign.import_file(bomb, "a")
-    bomb.write_bytes(gzip.compress(b"x" * 100)[:-12])
-    with pytest.raises(UsageError, match="damaged gzip"):
-        foreign.import_file(bomb, "a")
-    with pytest.raises(UsageError, match="is not a file"):
+    squeezed = gzip.compress(b"x" * 1001)
+    for raw in (b"x" * 1001, squeezed, squeezed[:-12], b"hello\n"):
+        (tmp_path / "file").write_bytes(raw)
+        with pytest.raises(UsageError):
+            foreign.import_file(tmp_path / "file", "a")
+    with pytest.raises(UsageError):
         foreign.import_file(tmp_path / "none", "a")
-    big.write_text("hello\n")
-    with pytest.raises(UsageError, match="no line of a known log"):
-        foreign.import_file(big, "a")
 
 
 def run_cli(*args: object) -> str:
@@ -270,24 +250,20 @@ def test_the_command_groups_runs_by_folder_and_end(tmp_path):
             f"{HEAD}step:0/9 val_loss:9.0 train_time:1ms\nstep:9/9 val_loss:{loss} train_time:50ms\n"
         )
     files = sorted(tmp_path.rglob("*.txt"))
-    found = json.loads(run_cli(*files, "--out", tmp_path / "out", "--bands", "--json"))
+    found = json.loads(run_cli(*files, "--bands", "--json"))
     top = tmp_path.name
     assert [(group["folder"], group["losses"]) for group in found["groups"]] == [
         (f"{top}/x", [3.0, 3.2]),
         (f"{top}/y", [5.0]),
     ], "a copy counts once"
+    assert found["groups"][0]["step_ms"] == pytest.approx(50 / 9)
     assert found["noise"]["pooled_sd"] == pytest.approx(0.02**0.5)
     assert [band["num_runs"] for band in found["bands"]] == [3, 3]
-    written = [
-        msgspec.json.decode(path.read_bytes(), type=Context) for path in sorted((tmp_path / "out").iterdir())
-    ]
-    assert len(written) == 4
+    assert len([msgspec.convert(one, Context) for one in found["files"]]) == 4
     assert str(tmp_path) not in json.dumps(found), "no path of this machine"
     shown = run_cli(files[0], "--mean", 2, 4)
     assert "2 x NVIDIA H100 80GB HBM3, python 3.12.7" in shown
-    assert "x  9/9  n 1  mean 3.0000  sd none" in shown
-    with pytest.raises(UsageError, match="already exists"):
-        run_cli(*files, "--out", tmp_path / "out")
+    assert "x  9/9  n 1  mean 3.0000  sd none  step 5.56 ms" in shown
 
 
 def test_versions_and_runs_of_a_file_are_limited():
@@ -343,15 +319,6 @@ def test_the_public_bands_of_record_21(public_runs):
         band = bands[step]
         assert (band.mean, band.sd) == pytest.approx((mean, sd), abs=6e-5)
         assert (band.least, band.most) == (least, most)
-
-
-@public
-def test_three_public_logs_are_of_record_21_in_its_first_variant(public_runs):
-    """Its authors list 81 final losses, mean 3.2787 and sd 0.0019; the logs of the others were not published."""
-    names = ("2025-01-26_BatchSize/", "2025-02-01_RuleTweak/")
-    losses = [run.final_loss for run in public_runs if any(name in run.name for name in names)]
-    assert losses == pytest.approx([3.2774, 3.2808, 3.2788], abs=1e-9)
-    assert abs(sum(losses) / 3 - 3.2787) < 2 * 0.0019 / 3**0.5
 
 
 @public

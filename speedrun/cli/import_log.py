@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from speedrun.cli.options import Integer, example, json_option, out_option
+from speedrun.cli.options import Integer, example, json_option
 from speedrun.exchange import foreign
 from speedrun.exchange.curves import Context
 from speedrun.ground.console import clean
@@ -27,13 +27,12 @@ class Imported(msgspec.Struct, frozen=True):
 
 @click.command(
     epilog=example(
-        "speedrun import-log logs/*.txt --out context",
+        "speedrun import-log logs/*.txt --json",
         "speedrun import-log runs.csv.gz --match track_1_short/2026 --mean 3.27 3.29",
         "speedrun import-log runs.csv.gz --steps 1770 --bands",
     )
 )
 @click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path(path_type=Path))
-@out_option("Write one context file for each FILE.")
 @click.option(
     "--match", "texts", multiple=True, metavar="TEXT", help="Only runs with TEXT in their name. Repeatable."
 )
@@ -46,7 +45,6 @@ class Imported(msgspec.Struct, frozen=True):
 def command(
     *,
     files: tuple[Path, ...],
-    out: Path | None,
     texts: tuple[str, ...],
     steps: int | None,
     mean: tuple[float, float] | None,
@@ -62,8 +60,6 @@ def command(
     """
     names = foreign.names(files)
     contexts = tuple(foreign.import_file(path, name) for path, name in zip(files, names, strict=True))
-    if out is not None:
-        foreign.write(contexts, out)
     runs = (run for one in contexts for run in one.runs if steps is None or run.num_steps == steps)
     chosen = noise.distinct(run for run in runs if not texts or any(text in run.name for text in texts))
     groups = tuple(noise.groups(chosen))

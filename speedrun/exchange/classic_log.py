@@ -18,7 +18,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from speedrun.exchange.curves import ContextRun, Problems, Reading, on_machine, runs_of
+from speedrun.exchange.curves import ContextRun, Machine, Problems, Reading, runs_of
 
 _LONGEST_LINE = 1000  #: characters; longer lines are source text
 _NUMBER = r"[+-]?[0-9]{1,15}(?:\.[0-9]{0,20})?(?:[eE][+-]?[0-9]{1,3})?"
@@ -50,19 +50,15 @@ _SMI_ROW = re.compile(r"\|\s+([0-9]{1,3})\s+(\S.{0,40}?)\s+(?:On|Off)\s+\|")
 
 def read(name: str, text: str, problems: Problems) -> list[ContextRun]:
     """Return the runs of one text log; step lines that cannot be read are added to `problems`."""
-    machine = _Machine()
-    runs = runs_of(name, _readings(text, machine, problems), problems)
-    return [
-        on_machine(run, software=machine.software, device=machine.device, num_devices=machine.num_devices)
-        for run in runs
-    ]
+    head = _Head()
+    return runs_of(name, _readings(text, head, problems), problems, head.machine)
 
 
-class _Machine:
+class _Head:
     """Software and hardware, from the lines before the steps."""
 
     def __init__(self) -> None:
-        self.software: dict[str, str] = {}
+        self._software: dict[str, str] = {}
         self._named: tuple[str, int] | None = None
         self._rows: dict[str, str] = {}
 
@@ -71,26 +67,22 @@ class _Machine:
             if row := _SMI_ROW.match(line):
                 self._rows.setdefault(row[1], row[2])
             if version := _VERSIONS[-1][1].match(line):
-                self.software.setdefault("driver", version[1])
+                self._software.setdefault("driver", version[1])
         elif line.startswith("Running "):
             for key, pattern in _VERSIONS:
                 if version := pattern.match(line):
-                    self.software.setdefault(key, version[1])
-            if (other := _OTHER.match(line)) and len(self.software) < _MOST_VERSIONS:
-                self.software.setdefault(other[1].lower(), other[2])
+                    self._software.setdefault(key, version[1])
+            if (other := _OTHER.match(line)) and len(self._software) < _MOST_VERSIONS:
+                self._software.setdefault(other[1].lower(), other[2])
             if machine := _MACHINE.match(line):
                 self._named = machine[1], int(machine[2])
 
-    @property
-    def device(self) -> str | None:
-        return self._named[0] if self._named else next(iter(self._rows.values()), None)
-
-    @property
-    def num_devices(self) -> int | None:
-        return self._named[1] if self._named else len(self._rows) or None
+    def machine(self) -> Machine:
+        first = next(iter(self._rows.values()), None)
+        return Machine(self._software, *(self._named or (first, len(self._rows) or None)))
 
 
-def _readings(text: str, machine: _Machine, problems: Problems) -> Iterator[Reading]:
+def _readings(text: str, head: _Head, problems: Problems) -> Iterator[Reading]:
     for number, raw in enumerate(text.split("\n"), 1):
         if len(raw) > _LONGEST_LINE:
             if _BEGINS_LIKE_A_STEP.match(raw):
@@ -106,7 +98,7 @@ def _readings(text: str, machine: _Machine, problems: Problems) -> Iterator[Read
         elif _BEGINS_LIKE_A_STEP.match(line):
             problems.add(number, f"no step in {line!r}; left out")
         else:
-            machine.read(line)
+            head.read(line)
 
 
 def _reading(number: int, step: re.Match[str]) -> Reading | str | None:

@@ -15,7 +15,8 @@ Each dialect turns its lines into `Reading`s. The rules for their order are the 
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -75,10 +76,22 @@ class Context(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="schema
     num_problems: int = 0  #: all of them
 
 
+class Machine(NamedTuple):
+    """Software and hardware of a run, as far as they are known."""
+
+    software: Mapping[str, str] = MappingProxyType({})
+    device: str | None = None
+    num_devices: int | None = None
+
+
 def context_run(
-    name: str, num_steps: int | None, validations: Sequence[Point], train_losses: Sequence[Point] = ()
+    name: str,
+    num_steps: int | None,
+    validations: Sequence[Point],
+    train_losses: Sequence[Point],
+    machine: Machine,
 ) -> ContextRun:
-    """Return a run with its final loss and time, and a name that is safe to print."""
+    """Return a run with its final loss and time, and texts that are safe to print."""
     last = validations[-1] if validations else Point(0, None)
     return ContextRun(
         name=_shown(name),
@@ -87,18 +100,9 @@ def context_run(
         final_loss=last.loss,
         train_time_s=last.train_time_s,
         train_losses=tuple(train_losses),
-    )
-
-
-def on_machine(
-    run: ContextRun, *, software: dict[str, str], device: str | None, num_devices: int | None
-) -> ContextRun:
-    """Return the run with its software and hardware, as text that is safe to print."""
-    return msgspec.structs.replace(
-        run,
-        software={_shown(name): _shown(version) for name, version in software.items()},
-        device=None if device is None else _shown(device),
-        num_devices=num_devices,
+        software={_shown(name): _shown(version) for name, version in machine.software.items()},
+        device=None if machine.device is None else _shown(machine.device),
+        num_devices=machine.num_devices,
     )
 
 
@@ -172,8 +176,10 @@ class _Curves:
         self.num_steps = self.num_steps if reading.num_steps is None else reading.num_steps
 
 
-def runs_of(name: str, readings: Iterable[Reading], problems: Problems) -> list[ContextRun]:
-    """Return the runs of one log in order; the second is called `name#2`."""
+def runs_of(
+    name: str, readings: Iterable[Reading], problems: Problems, machine: Callable[[], Machine] = Machine
+) -> list[ContextRun]:
+    """Return the runs of one log in order; the second is called `name#2`. `machine` is called after all readings."""
     logs: list[_Curves] = []
     last: Reading | None = None
     for reading in readings:
@@ -193,7 +199,8 @@ def runs_of(name: str, readings: Iterable[Reading], problems: Problems) -> list[
             problems.add(log.line, f"run {number} of {name} repeats run {seen[curves]}; left out")
         elif any(curves):
             seen[curves] = number
-            runs.append(context_run(name if number == 1 else f"{name}#{number}", log.num_steps, *curves))
+            shown = name if number == 1 else f"{name}#{number}"
+            runs.append(context_run(shown, log.num_steps, *curves, machine()))
     return runs
 
 

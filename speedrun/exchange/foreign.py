@@ -11,13 +11,10 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-
 from speedrun.exchange import classic_log, curve_table
 from speedrun.exchange.curves import Context, Problems
 from speedrun.ground.console import clean
 from speedrun.ground.errors import UsageError
-from speedrun.ground.wholefile import write_whole
 from speedrun.ledger.runfile import sha256
 
 _MIB = 2**20
@@ -61,24 +58,6 @@ def names(paths: Sequence[Path]) -> list[str]:
     absolute = [Path(os.path.abspath(path)) for path in paths]
     shared = Path(os.path.commonpath([path.parent for path in absolute])).parent
     return [path.relative_to(shared).as_posix() for path in absolute]
-
-
-def write(contexts: Sequence[Context], folder: Path) -> None:
-    """Write one JSON file for each context; existing files are kept.
-
-    Raises:
-        UsageError: if a name is taken, or the folder cannot be made.
-    """
-    for one in contexts:
-        stem = "".join(char if char.isalnum() or char in "._-" else "_" for char in one.source).lstrip(".")
-        path = folder / f"{stem[:80]}-{one.sha256[:8]}.json"
-        if path.exists():
-            raise UsageError(f"{path} already exists; give another --out, or move it away")
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"{path} cannot be written: {error.strerror}; give another --out") from None
-        write_whole(path, msgspec.json.format(msgspec.json.encode(one), indent=1) + b"\n")
 
 
 def _bytes_of(path: Path) -> bytes:

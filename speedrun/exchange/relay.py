@@ -6,7 +6,6 @@ child is gone ten seconds after the run.
 python -m speedrun.exchange.relay RECORD PROJECT [RUN...]      skips these runs; ends with its standard input
 """
 
-import importlib
 import os
 import select
 import sys
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from speedrun.board import leaks
-from speedrun.exchange.trackers import ENVIRONMENT, WandbRun
+from speedrun.exchange.wandb_runs import WandbRun, library
 from speedrun.ground import companion, runlog
 from speedrun.ground.errors import UsageError
 from speedrun.ground.output import reported
@@ -78,11 +77,7 @@ def relay(record: Path, project: str, skip: Container[str], until: IO[bytes]) ->
     if (mode := os.environ.get("WANDB_MODE", "online")) not in ("online", "shared"):
         raise UsageError(f"WANDB_MODE={mode}, which sends nothing")
     with tempfile.TemporaryDirectory() as scratch:
-        os.environ |= ENVIRONMENT
-        try:
-            wandb = importlib.import_module("wandb")
-        except ModuleNotFoundError:
-            raise UsageError("not installed; type: pip install wandb") from None
+        wandb = library()
         logs: dict[Path, _Log] = {}
         is_over = False
         while not is_over:
