@@ -326,10 +326,6 @@ DAMAGED = {
     "backwards": packed_file({"a": tensor([2], 8, 0)}, b"\0" * 8),
     "unknown dtype": packed_file({"a": tensor([2], 0, 8, "F7")}, b"\0" * 8),
     "empty and huge": packed_file({"wte.weight": tensor([0, 2**62], 0, 0)}),
-    "a name twice": packed_file(
-        b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"a":{"dtype":"I32","shape":[2],"data_offsets":[0,8]}}',
-        b"\0" * 8,
-    ),
 }
 
 
@@ -398,22 +394,6 @@ def test_a_config_that_does_not_fit_is_one_line(
     golden: Golden, tmp_path: Path, change: dict, said: str, exit_code: int
 ) -> None:
     refused("sample", golden.write(tmp_path / "x", **change), "--ids", 0, said=said, exit_code=exit_code)
-
-
-def test_a_name_twice_is_no_choice(golden: Golden, tmp_path: Path) -> None:
-    """In one header, where the library takes the last; and in two files."""
-    path = golden.write(tmp_path / "x") / "model.safetensors"
-    raw = path.read_bytes()
-    size = int.from_bytes(raw[:8], "little")
-    header = raw[8 : 8 + size].rstrip()
-    (again,) = [f'"{name}":{json.dumps(x)}' for name, x in json.loads(header).items() if name == "wte.weight"]
-    path.write_bytes(packed_file(header[:-1] + f",{again}}}".encode(), raw[8 + size :]))
-    refused("sample", path.parent, "--ids", 0, said="a name is in the header twice", exit_code=3)
-    path.write_bytes(raw)
-    path.with_name("other.safetensors").write_bytes(save({"wpe.weight": golden.weights["wpe.weight"]}))
-    index = {"weight_map": {"wte.weight": path.name, "wpe.weight": "other.safetensors"}}
-    (path.parent / tensors.INDEX).write_text(json.dumps(index))
-    refused("sample", path.parent, "--ids", 0, said="wpe.weight is in two files", exit_code=3)
 
 
 def test_an_index_names_files_of_its_folder(golden: Golden, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ and digests: `Facts`; `README.md` the card. The tokenizer's file is there if the
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from importlib import import_module
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from speedrun.ground.wholefile import make_folder
 from speedrun.ledger import runfile
 from speedrun.science.params import Params, count
 from speedrun.science.recipe import Recipe, describe, no_constants
-from speedrun.trained import card
+from speedrun.trained.card import card
 from speedrun.trained.tensors import DTYPES, WEIGHTS, Form, Tensors
 from speedrun.trained.weights import Trained, own_recipe
 from speedrun.trained.words import Words
@@ -33,6 +33,17 @@ from speedrun.training.program import Program
 FACTS = "model.json"
 #: What of a recipe only training reads.
 _TRAINING = ("summary", "parent", "optimizer", "loss", "carry", "eval_sequences")
+
+_LOAD = """\
+```sh
+speedrun sample {name}
+speedrun eval {name}
+```
+
+`model.safetensors` has the parameters by name. In `model.json`, `settings` say which functions of speedrun {version}
+compute with them.
+
+"""
 
 
 class Facts(runfile.Strict, frozen=True, tag_field="schema", tag="speedrun.model/1"):
@@ -73,7 +84,6 @@ def write(trained: Trained, out: Path) -> list[Path]:
     raw, spoken = save(named_arrays(trained)), tokenizer_file(trained)
     program, data = trained.program, trained.track.data
     table, recipe = program.layout.table, program.recipe
-    version = import_module("speedrun").__version__  # its `__init__` is of a higher floor
     facts = Facts(
         recipe=recipe.name,
         revision=recipe.revision,
@@ -88,19 +98,11 @@ def write(trained: Trained, out: Path) -> list[Path]:
         weights_sha256=runfile.sha256(raw),
         tokenizer=next(iter(spoken), ""),  # pyright: ignore[reportArgumentType]
         tokenizer_sha256=next(map(runfile.sha256, spoken.values()), ""),
-        version=version,
+        version=metadata.version("speedrun"),
     )
-    about = card.ours(trained, facts.num_params, out.name, tokenizer=facts.tokenizer, version=version)
-    return save_folder(
-        trained,
-        out,
-        {
-            WEIGHTS: raw,
-            FACTS: runfile.encode(facts),
-            "README.md": about.encode(),
-            **spoken,
-        },
-    )
+    about = card(trained, "speedrun", _LOAD.format(name=out.name, version=facts.version))
+    files = {WEIGHTS: raw, FACTS: runfile.encode(facts), "README.md": about.encode(), **spoken}
+    return save_folder(trained, out, files)
 
 
 def save_folder(trained: Trained, out: Path, files: Mapping[str, bytes]) -> list[Path]:
@@ -178,7 +180,7 @@ def read(folder: Path) -> Facts:
     return facts
 
 
-def load(folder: Path, *, data: Path | None, recipe: str | None, devices: int) -> Trained:
+def load(folder: Path, *, data: Path | None, recipe: str | None) -> Trained:
     """Load the model of a folder; see `sources.load`.
 
     Raises:
@@ -195,7 +197,7 @@ def load(folder: Path, *, data: Path | None, recipe: str | None, devices: int) -
         )
     meshes.prepare("any")
     known = () if chosen.constants is no_constants else vocabulary.load(track, folder)
-    program = Program(chosen, meshes.make_mesh(devices), vocabulary=known)
+    program = Program(chosen, meshes.make_mesh(1), vocabulary=known)
     return Trained(
         program,
         track,

@@ -19,6 +19,7 @@ from typing import IO, Any
 
 import jax
 import msgspec
+import numpy as np
 
 from speedrun.ground import companion
 from speedrun.ground.companion import samples_of as path_of
@@ -120,18 +121,11 @@ def spoken(request: Request, step: int) -> Iterator[dict[str, Any]]:
     trained = weights.load(request.record, data=request.data, recipe=request.recipe, step=step)
     vocabulary = words.Words(trained.track, trained.words_folder)
     starts = [vocabulary.encode(prompt) for prompt in request.prompts or ("",)]
-    room = trained.program.recipe.eval_seq_len - max(map(len, starts))
-    decoder = decode.Decoder(
-        trained.program.recipe,
-        trained.inputs,
-        trained.params,
-        vocab_size=trained.track.data.vocab_size,
-        document_token=trained.track.data.document_token,
-        num_positions=max(map(len, starts)) + max(1, min(NUM_TOKENS, room)),
-    )
-    num_tokens = decoder.num_positions - max(map(len, starts))
+    longest = max(map(len, starts))
+    num_tokens = max(1, min(NUM_TOKENS, trained.program.recipe.eval_seq_len - longest))
+    decoder = decode.decoder_of(trained, longest + num_tokens)
     how = decode.Draw(temperature=TEMPERATURE, seed=SEED)
-    _, ids_PN = decoder.extend(decoder.start(starts), min(NUM_TOKENS, num_tokens), how)
+    ids_PN = np.concatenate([*decoder.continued(starts, num_tokens, how)], axis=1)
     for start, ids_N in zip(starts, ids_PN, strict=True):
         text = words.Text(vocabulary, start)
         text.add(ids_N, is_last=True)

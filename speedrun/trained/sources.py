@@ -23,7 +23,6 @@ def load(
     data: Path | None = None,
     recipe: str | None = None,
     step: int | None = None,
-    devices: int = 1,
     dtype: str | None = None,
 ) -> Trained:
     """Load weights from wherever they are.
@@ -34,7 +33,6 @@ def load(
         data: folder of shards; None: the run's own, or the track's.
         recipe: name of the recipe, if it lies in a file of its own.
         step: which checkpoint of a run; None: the newest.
-        devices: of this machine, over which the weights are sharded.
         dtype: of the computation; None: as the recipe says.
 
     Raises:
@@ -45,13 +43,13 @@ def load(
     folder, origin = _found(source)
     if exported.is_one(folder):
         _refuse("--step", step, f"{source} has the weights of one step")
-        trained = exported.load(folder, data=data, recipe=recipe, devices=devices)
+        trained = exported.load(folder, data=data, recipe=recipe)
     elif transformers_gpt2.is_one(folder):
         _refuse("--step", step, f"{source} has the weights of one step")
         _refuse("--recipe", recipe, f"{source} is a GPT-2")
-        trained = transformers_gpt2.load(folder, data=data, devices=devices, origin=origin)
+        trained = transformers_gpt2.load(folder, data=data, origin=origin)
     else:
-        trained = weights.load(folder, data=data, recipe=recipe, step=step, devices=devices)
+        trained = weights.load(folder, data=data, recipe=recipe, step=step)
     if dtype is None:
         return trained
     changed = trained.program.recipe.override({"compute_dtype": dtype})

@@ -3,7 +3,6 @@
 The library checks that tensors cover the file without gaps or overlaps, so no shape can claim more than is there.
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,8 +14,6 @@ import numpy as np
 from speedrun.ground.errors import DataError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-#: A header says how large it is; the library refuses more.
-_MOST_HEADER_BYTES = 100_000_000
 #: As a header names them. The dtypes of trained parameters.
 DTYPES = {"float32": "F32", "bfloat16": "BF16"}
 
@@ -42,7 +39,7 @@ class Tensors:
         """Check the headers.
 
         Raises:
-            DataError: if a file is missing or damaged, or two have the same tensor.
+            DataError: if a file is missing or damaged.
         """
         self.folder = folder
         self.forms: dict[str, Form] = {}
@@ -51,8 +48,6 @@ class Tensors:
         names = [WEIGHTS] if not index.exists() else _shards(index)
         for name in names:
             opened, forms = _opened(folder / name)
-            if both := sorted(forms.keys() & self.forms):
-                raise DataError(f"{folder / name}: {both[0]} is in two files; copy the folder again")
             self.forms |= forms
             self._files |= dict.fromkeys(forms, opened)
 
@@ -97,22 +92,7 @@ def _opened(path: Path) -> tuple[Any, dict[str, Form]]:
         file = safe_open(path, framework="np")
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
         forms = {name: Form(x.get_dtype(), tuple(x.get_shape())) for name, x in slices.items()}
-        _check_names(path)
     except (SafetensorError, OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error).rpartition("header: ")[2]
         raise DataError(f"{path}: {reason}; need a whole file of safetensors; copy it again") from None
     return file, forms
-
-
-def _check_names(path: Path) -> None:
-    """Raise ValueError if a header has a name twice: the library takes the last one."""
-    with path.open("rb") as file:
-        size = min(int.from_bytes(file.read(8), "little"), _MOST_HEADER_BYTES)
-        header = file.read(size)
-
-    def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(found := dict(pairs)) != len(pairs):
-            raise ValueError("a name is in the header twice")
-        return found
-
-    json.loads(header, object_pairs_hook=distinct)
