@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from record_forge import SOFTWARE, forge, install_track
+from record_forge import forge, install_track
 
 from speedrun.cli.export import command
 from speedrun.exchange import classic_log, curve_table, curves, exports, foreign
@@ -46,7 +46,6 @@ def test_curves_are_those_of_the_log(record):
     assert [point.train_time_s for point in run.validations] == pytest.approx([0.0, 0.4, 0.8, 1.0])
     assert [point.step for point in run.train_losses] == list(range(1, 11))
     assert run.train_losses[9].loss == pytest.approx(4.11)
-    assert (run.software, run.device, run.num_devices) == (SOFTWARE, "cpu", 8)
 
 
 def test_classic_logs_read_back_rounded(record, tmp_path):
@@ -56,11 +55,6 @@ def test_classic_logs_read_back_rounded(record, tmp_path):
         found, want = foreign.import_file(path, "x"), curves_of(run)
         assert found.num_problems == 0
         (back,) = found.runs
-        assert (back.software, back.device, back.num_devices) == (
-            want.software,
-            want.device,
-            want.num_devices,
-        )
         for points, wanted in ((back.validations, want.validations), (back.train_losses, want.train_losses)):
             same_points(points, wanted, loss=5.1e-5, time_s=5.1e-4)
     first = "step:0/10 val_loss:5.5000 train_time:0ms step_avg:0.00ms"
@@ -97,12 +91,10 @@ _POINTS = st.lists(
 
 
 @settings(deadline=None)
-@given(_POINTS, _POINTS, st.text(max_size=20), st.none() | st.integers(0, 10**6))
-def test_what_is_written_is_read(validations, train_losses, text, num_steps):
-    machine = curves.Machine({text: text}, text, 8)
-    run = curves.context_run("a", num_steps, validations, train_losses, machine)
+@given(_POINTS, _POINTS, st.none() | st.integers(0, 10**6))
+def test_what_is_written_is_read(validations, train_losses, num_steps):
+    run = curves.context_run("a", num_steps, validations, train_losses)
     written = classic_log.write(run)
-    assert all(line.isprintable() for line in written.split("\n"))
     found = classic_log.read("a", written, Problems())
     assert [(p.step, p.loss is None) for p in found[0].validations] == [
         (p.step, p.loss is None) for p in validations

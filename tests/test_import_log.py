@@ -106,20 +106,6 @@ def test_the_wall_clock_of_the_port_to_jax_is_not_a_train_time():
     assert "unknown from '|  val_loss'" in found.problems[1].message
 
 
-def test_the_machine_is_read_from_versions_and_tables():
-    (run,) = read(HEAD + "step:0/9 val_loss:4.0\n").runs
-    assert run.software == {
-        "python": "3.12.7",
-        "torch": "2.7.0.dev20250125+cu126",
-        "cuda": "12.6",
-        "driver": "550.1",
-    }
-    assert (run.device, run.num_devices) == ("NVIDIA H100 80GB HBM3", 2)
-    line = "Running PyTorch 2.11.0+cu128 compiled for CUDA 12.8 on NVIDIA H100 NVL with world_size 4\n"
-    (run,) = read(HEAD + line + "step:0/9 val_loss:4.0\n").runs
-    assert (run.device, run.num_devices) == ("NVIDIA H100 NVL", 4), "the GPUs used, not those present"
-
-
 def test_one_file_may_hold_several_runs():
     one = "".join(
         f"step:{step}/20 val_loss:{loss} train_time:{step}ms\n" for step, loss in ((0, 9), (10, 5), (20, 4))
@@ -169,7 +155,7 @@ def test_a_table_gives_the_same_runs_as_logs():
     assert found.runs[0].validations == curve((0, 9.5, 0.0), (9, 3.25, 1.5005))
     assert found.runs[1].validations == curve((9, None, None))
     assert found == read(table.replace("\n", "\r\n"))
-    assert foreign._inflated(Path("x"), gzip.compress(table.encode())) == table.encode()
+    assert foreign._inflated(gzip.compress(table.encode())) == table.encode()
 
 
 @pytest.mark.parametrize(
@@ -194,18 +180,17 @@ def test_no_text_crashes_and_nothing_unprintable_comes_out(text):
         found = read(head + text, name=text[:50])
         assert msgspec.json.decode(msgspec.json.encode(found), type=Context) == found
         for run in found.runs:
-            texts = [run.name, run.device or "", *run.software, *run.software.values()]
-            assert all(said.isprintable() for said in texts)
+            assert run.name.isprintable()
             assert all(point.loss is None or math.isfinite(point.loss) for point in run.validations)
         assert all(problem.message.isprintable() for problem in found.problems)
 
 
 def test_hostile_names_are_escaped(tmp_path):
     evil = "e\x1b]8;;x\x07vil\u202e"
-    (run,) = read(f"Running on device_name={evil} with world_size=2\nstep:0/9 val_loss:1.0\n", name=evil).runs
+    (run,) = read("step:0/9 val_loss:1.0\n", name=evil).runs
     (row,) = read(f"log,step,val_loss\n{evil},0,1.0\n").runs
     escaped = "e\\x1b]8;;x\\x07vil\\u202e"
-    assert (run.name, run.device, row.name) == (escaped, escaped, escaped)
+    assert (run.name, row.name) == (escaped, escaped)
     path = tmp_path / "a\x1b[2J.txt"
     path.write_text("step:0/9 val_loss:1.0\nstep:1/9 val_loss:\x1b[2J\n")
     shown = run_cli(path)
@@ -262,14 +247,10 @@ def test_the_command_groups_runs_by_folder_and_end(tmp_path):
     assert len([msgspec.convert(one, Context) for one in found["files"]]) == 4
     assert str(tmp_path) not in json.dumps(found), "no path of this machine"
     shown = run_cli(files[0], "--mean", 2, 4)
-    assert "2 x NVIDIA H100 80GB HBM3, python 3.12.7" in shown
     assert "x  9/9  n 1  mean 3.0000  sd none  step 5.56 ms" in shown
 
 
-def test_versions_and_runs_of_a_file_are_limited():
-    versions = "".join(f"Running thing{number} version 1\n" for number in range(1000))
-    (run,) = read(versions + "step:0/9 val_loss:1.0\n").runs
-    assert len(run.software) == 20
+def test_the_runs_of_a_file_are_limited():
     found = read("".join(f"step:0/9 val_loss:{number}.5\n" for number in range(curves.MOST_RUNS + 2)))
     assert len(found.runs) == curves.MOST_RUNS
     assert "more than 20,000 runs" in found.problems[0].message

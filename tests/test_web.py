@@ -22,6 +22,7 @@ from speedrun.data import synthetic, tokenizer, vocabulary
 from speedrun.ground import track
 from speedrun.ground.errors import DataError, UsageError
 from speedrun.ground.serving import Reply, content_type, serving
+from speedrun.ground.wholefile import make_folder
 from speedrun.science import recipes
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels.choose import Kernels
@@ -63,7 +64,7 @@ def root(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
         name: folder.of_model(*model, TRACK, FACTS | {"name": name}, dtype="float32")
         for name, model in models.items()
     }
-    folder.write_folder(out, files)
+    make_folder(out, folder.site(files))
     return out
 
 

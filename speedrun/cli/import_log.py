@@ -73,10 +73,7 @@ def command(
 def _lines(found: Imported) -> list[str]:
     lines: list[str] = []
     for one in found.files:
-        software = "".join(f", {name} {version}" for name, version in one.runs[0].software.items())
-        machine = f"{one.runs[0].num_devices or '?'} x {one.runs[0].device}" if one.runs[0].device else ""
-        about = f" | {(machine + software).removeprefix(', ')}" if machine or software else ""
-        lines.append(f"file    {one.source}: {len(one.runs):,} runs, {one.num_problems:,} problems{about}")
+        lines.append(f"file    {one.source}: {len(one.runs):,} runs, {one.num_problems:,} problems")
         lines += [f"        line {problem.line}: {problem.message}" for problem in one.problems[:_MOST_SHOWN]]
         if one.num_problems > _MOST_SHOWN:
             lines.append(f"        and {one.num_problems - _MOST_SHOWN:,} more")

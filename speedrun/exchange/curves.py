@@ -15,8 +15,7 @@ Each dialect turns its lines into `Reading`s. The rules for their order are the 
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -61,9 +60,6 @@ class ContextRun(msgspec.Struct, frozen=True, omit_defaults=True):
     final_loss: float | None
     train_time_s: float | None  #: at the last validation
     train_losses: tuple[Point, ...] = ()
-    software: dict[str, str] = {}
-    device: str | None = None
-    num_devices: int | None = None
 
 
 class Context(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="schema", tag="speedrun.context/1"):
@@ -76,38 +72,22 @@ class Context(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="schema
     num_problems: int = 0  #: all of them
 
 
-class Machine(NamedTuple):
-    """Software and hardware of a run, as far as they are known."""
-
-    software: Mapping[str, str] = MappingProxyType({})
-    device: str | None = None
-    num_devices: int | None = None
-
-
 def context_run(
     name: str,
     num_steps: int | None,
     validations: Sequence[Point],
-    train_losses: Sequence[Point],
-    machine: Machine,
+    train_losses: Sequence[Point] = (),
 ) -> ContextRun:
-    """Return a run with its final loss and time, and texts that are safe to print."""
+    """Return a run with its final loss and time, and a name that is safe to print."""
     last = validations[-1] if validations else Point(0, None)
     return ContextRun(
-        name=_shown(name),
+        name=clean(name, limit=_NAME_LIMIT),
         num_steps=num_steps,
         validations=tuple(validations),
         final_loss=last.loss,
         train_time_s=last.train_time_s,
         train_losses=tuple(train_losses),
-        software={_shown(name): _shown(version) for name, version in machine.software.items()},
-        device=None if machine.device is None else _shown(machine.device),
-        num_devices=machine.num_devices,
     )
-
-
-def _shown(text: str) -> str:
-    return clean(text, limit=_NAME_LIMIT)
 
 
 def can_identify(points: Sequence[Point]) -> bool:
@@ -176,10 +156,8 @@ class _Curves:
         self.num_steps = self.num_steps if reading.num_steps is None else reading.num_steps
 
 
-def runs_of(
-    name: str, readings: Iterable[Reading], problems: Problems, machine: Callable[[], Machine] = Machine
-) -> list[ContextRun]:
-    """Return the runs of one log in order; the second is called `name#2`. `machine` is called after all readings."""
+def runs_of(name: str, readings: Iterable[Reading], problems: Problems) -> list[ContextRun]:
+    """Return the runs of one log in order; the second is called `name#2`."""
     logs: list[_Curves] = []
     last: Reading | None = None
     for reading in readings:
@@ -200,7 +178,7 @@ def runs_of(
         elif any(curves):
             seen[curves] = number
             shown = name if number == 1 else f"{name}#{number}"
-            runs.append(context_run(shown, log.num_steps, *curves, machine()))
+            runs.append(context_run(shown, log.num_steps, *curves))
     return runs
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from speedrun.board.submission import findings
 from speedrun.exchange import classic_log, curve_table
-from speedrun.exchange.curves import ContextRun, Machine, Point, context_run
+from speedrun.exchange.curves import ContextRun, Point, context_run
 from speedrun.exchange.wandb_runs import offline_runs
 from speedrun.ground import runlog
 from speedrun.ground.errors import UsageError
@@ -29,9 +29,7 @@ def curves_of(run: Run) -> ContextRun:
                 vals.append(Point(val.step, loss_of(val), time_s))
             case runlog.Step() as step:
                 steps.append(Point(step.step + 1, step.loss, step.train_time_s))
-    file = run.file
-    machine = Machine(file.software, file.device_kind, file.num_devices)
-    return context_run(run.folder, run.start.num_steps, vals, steps, machine)
+    return context_run(run.folder, run.start.num_steps, vals, steps)
 
 
 def _classic(record: Record) -> dict[str, bytes]:

@@ -162,11 +162,9 @@ class _Sample(msgspec.Struct):
     text: str
 
 
-def _text(raw: bytes | None, kind: str) -> str | None:
-    """Return a line as text; None if it is too long, no UTF-8, or no line of such a file: nothing else is shown."""
+def _text(raw: bytes, kind: str) -> str | None:
+    """Return a line as text; None if it is no UTF-8, or no line of such a file: nothing else is shown."""
     try:
-        if raw is None:
-            return None
         if kind == "log":
             runlog.decode(raw)
         else:

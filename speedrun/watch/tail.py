@@ -4,6 +4,7 @@ A position is a number of bytes and a digest of the first line, which has the ti
 rsync makes one again and again, continues where the last one ended; another log begins anew.
 """
 
+import errno
 import os
 from io import BufferedReader
 from pathlib import Path
@@ -12,8 +13,7 @@ from typing import NamedTuple
 from speedrun.ground import runlog
 from speedrun.ground.serving import opened
 
-_MOST = 2**18  #: bytes in one piece, so that a long log arrives bit by bit
-_LONGEST = 2**20  #: bytes of a line; of a longer one nothing is kept
+_MOST = 2**20  #: bytes in one piece, so that a long log arrives bit by bit, and of a line
 
 
 class Position(NamedTuple):
@@ -26,7 +26,7 @@ class Position(NamedTuple):
 class Piece(NamedTuple):
     """Complete lines, without their ends."""
 
-    lines: list[bytes | None]  #: None: one that is too long
+    lines: list[bytes]
     anew: bool  #: they begin with the first line: whatever was read before is of no use
 
 
@@ -37,14 +37,13 @@ class Tail:
         """Begin at the start, or at the position of an earlier reader."""
         self._path = path
         self.position = position or Position()
-        self._is_within = False  #: a line that is too long
         self._seen: tuple[int, int, int] | None = None
 
     def read(self) -> Piece | None:
-        """Return complete lines that are new, at most 256 KiB of them unless one is longer; None if there are none.
+        """Return complete lines that are new, at most 1 MiB of them; None if there are none.
 
         Raises:
-            OSError: if there is a file that cannot be read.
+            OSError: if there is a file that cannot be read, or a line that is longer.
         """
         try:
             file = opened(self._path.parent, self._path.name)
@@ -55,28 +54,18 @@ class Tail:
             seen = stat.st_ino, stat.st_size, stat.st_mtime_ns
             if seen == self._seen:
                 return None
-            first = file.readline(_LONGEST)
+            first = file.readline(_MOST)
             head = runlog.digest(first)[:8] if first.endswith(b"\n") else ""
             offset = self.position.offset
             is_other = bool(offset) and (head != self.position.head or stat.st_size < offset)
             if is_other:
-                offset, self._is_within = 0, False
+                offset = 0
             file.seek(offset)
             raw = file.read(_MOST)
-            if len(raw) == _MOST and b"\n" not in raw:
-                raw += file.readline(_LONGEST - _MOST)
-        lines = self._lines(raw)
-        used = len(raw) if self._is_within else raw.rfind(b"\n") + 1
+        used = raw.rfind(b"\n") + 1
+        if not used and len(raw) == _MOST:
+            raise OSError(errno.EFBIG, f"a line is longer than {_MOST:,} bytes")
         self.position = Position(head, offset + used)
         if self.position.offset >= stat.st_size or not used:
             self._seen = seen  # nothing more until it changes
-        return Piece(lines, offset == 0) if used or is_other else None
-
-    def _lines(self, raw: bytes) -> list[bytes | None]:
-        """Return the complete lines, and note whether the last one is too long to wait for its end."""
-        *lines, rest = raw.split(b"\n")
-        found: list[bytes | None] = [*lines]
-        if found and self._is_within:
-            found[0] = None
-        self._is_within = len(rest) >= _LONGEST or (self._is_within and not found)
-        return found
+        return Piece(raw.split(b"\n")[:-1], offset == 0) if used or is_other else None

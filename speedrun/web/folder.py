@@ -7,8 +7,8 @@ import base64
 import hashlib
 import io
 import json
-import shutil
 import tarfile
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib import resources
 from itertools import pairwise
@@ -22,7 +22,7 @@ import safetensors.numpy
 
 from speedrun.ground.errors import DataError
 from speedrun.ground.track import Track
-from speedrun.ground.wholefile import PARTIAL, give_name, make_folder
+from speedrun.ground.wholefile import make_folder
 from speedrun.science.inputs import Inputs
 from speedrun.science.params import Params
 from speedrun.science.recipe import Recipe
@@ -65,21 +65,16 @@ def write(trained: Trained, out: Path, *, dtype: str = "float32") -> list[Path]:
     files = of_model(recipe, params, trained.inputs, track, facts, dtype=dtype)
     if words.tokens:
         files["tokenizer.json"] = encoded(described_tokenizer(*words.file(), words.tokens))
-    return write_folder(out, {name: files})
+    written = site({name: files})
+    make_folder(out, written)
+    return [out / path for path in written]
 
 
-def write_folder(out: Path, models: dict[str, dict[str, bytes]]) -> list[Path]:
-    """Write the page with the files of models by name; return the paths. The folder appears by one rename."""
-    folders = {"": page() | {LIST: encoded(list(models))}, "jax-js": jax_js()}
-    folders |= {f"models/{name}": files for name, files in models.items()}
-    partial = out.with_name(f"{out.name}{PARTIAL}")
-    try:
-        for folder, files in folders.items():
-            make_folder(partial / folder, files)
-        give_name(partial, out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return [out / folder / name for folder, files in folders.items() for name in files]
+def site(models: Mapping[str, Mapping[str, bytes]]) -> dict[str, bytes]:
+    """Return the page with the files of models by name, by path."""
+    files = page("page") | {LIST: encoded(list(models))}
+    files |= {f"jax-js/{name}": raw for name, raw in jax_js().items()}
+    return files | {f"models/{name}/{file}": raw for name, of in models.items() for file, raw in of.items()}
 
 
 def of_model(
@@ -161,9 +156,9 @@ def _merges_of_ranks(tokens: dict[int, bytes]) -> list[list[int]]:
     return pairs
 
 
-def page() -> dict[str, bytes]:
-    """Return the files of the page, without jax-js."""
-    ours = resources.files("speedrun.web") / "page"
+def page(folder: str) -> dict[str, bytes]:
+    """Return the files of a page by name."""
+    ours = resources.files("speedrun.web") / folder
     return {file.name: file.read_bytes() for file in ours.iterdir() if file.is_file()}
 
 
