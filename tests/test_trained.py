@@ -554,7 +554,6 @@ def test_eval_prints_the_loss_of_the_run(run: Path, smoke_data: Path) -> None:
         ("eval RUN --shard no-such-file", 3),
         ("eval RUN --hellaswag no-such-file", 3),
         ("sample RUN --prompt hello", 2),
-        ("sample RUN --prompt @no-such-file", 2),
         ("sample RUN --ids 1,x", 2),
         ("sample RUN --ids 256", 2),
         ("sample RUN --ids -1", 2),

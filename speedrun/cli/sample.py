@@ -20,7 +20,6 @@ from speedrun.cli.program import show
 from speedrun.cli.weights import dtype_option, source_argument, step_option
 from speedrun.ground.clock import Stopwatch
 from speedrun.ground.errors import UsageError
-from speedrun.ground.wholefile import read_regular
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 @click.command(
     epilog=example(
         "speedrun sample runs/docs --prompt 'Return the'",
-        "speedrun sample runs/docs --prompt @prompt.txt --tokens 200 --temperature 0.5 --top-k 40",
+        'speedrun sample runs/docs --prompt "$(cat prompt.txt)" --tokens 200 --temperature 0.5 --top-k 40',
         "speedrun sample runs/docs --prompt 'A list' --samples 4 --seed 1 --json",
         "speedrun sample runs/first --ids 0,17,4",
         "speedrun sample gpt2 --prompt 'Hello, my name is' --data data/fineweb10B",
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
     "--prompt",
     "prompts",
     multiple=True,
-    metavar="TEXT|@FILE",
+    metavar="TEXT",
     help="What the text begins with; repeatable. Default: the start of a document.",
 )
 @click.option(
@@ -94,7 +93,7 @@ def command(
     chosen = {name: given[name] for name in ("data", "recipe", "step", "dtype")}
     trained = sources.load(source, **chosen)
     spoken = words.Words(trained.track, trained.words_folder)
-    texts = [_text(prompt) for prompt in prompts] if prompts or ids else [""]
+    texts = prompts if prompts or ids else ("",)
     starts = [*map(spoken.encode, texts), *(spoken.checked(_numbers(text)) for text in ids)]
     starts = [start for start in starts for _ in range(given["samples"])]
     decoder = decode.decoder_of(trained, max(map(len, starts)) + given["tokens"])
@@ -149,20 +148,6 @@ def _write(
         for number, text in enumerate(found, 1):
             click.echo(f"--- {number} of {len(found)}\n{text.prompt}{text.text}")
     return num_timed, seconds if num_timed else 0.0
-
-
-def _text(prompt: str) -> str:
-    """Return a prompt, or the text of a file if it is named with @."""
-    if not prompt.startswith("@"):
-        return prompt
-    path = Path(prompt[1:])
-    try:
-        return read_regular(path).decode().replace("\r\n", "\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8"
-        raise UsageError(
-            f"{path}: {reason}; need a file of text in UTF-8; a prompt that begins with @ is a file"
-        ) from None
 
 
 def _numbers(text: str) -> list[int]:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import msgspec
 import numpy as np
 
 from speedrun.board.submission import findings
@@ -25,7 +24,7 @@ from speedrun.ledger import runfile
 from speedrun.science.params import Params, count
 from speedrun.science.recipe import Recipe, describe, no_constants
 from speedrun.trained.card import card
-from speedrun.trained.tensors import DTYPES, WEIGHTS, Form, Tensors
+from speedrun.trained.tensors import DTYPES, WEIGHTS, Form, Tensors, read_json
 from speedrun.trained.weights import Trained, own_recipe
 from speedrun.trained.words import Words
 from speedrun.training.program import Program
@@ -160,14 +159,7 @@ def read(folder: Path) -> Facts:
     Raises:
         DataError: if a file is missing or damaged.
     """
-    path = folder / FACTS
-    try:
-        facts = msgspec.json.decode(path.read_bytes(), type=Facts)
-    except (OSError, ValueError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(
-            f"{path}: {reason}; need what 'speedrun export RUN --to safetensors' writes; export it again"
-        ) from None
+    facts = read_json(folder / FACTS, Facts)
     wanted = {WEIGHTS: facts.weights_sha256, facts.tokenizer: facts.tokenizer_sha256}
     for name, want in wanted.items() if facts.tokenizer else [(WEIGHTS, facts.weights_sha256)]:
         try:

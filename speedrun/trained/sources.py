@@ -41,12 +41,14 @@ def load(
         DataError: if weights are missing, damaged or not finite.
     """
     folder, origin = _found(source)
-    if exported.is_one(folder):
-        _refuse("--step", step, f"{source} has the weights of one step")
+    is_export, is_gpt2 = exported.is_one(folder), transformers_gpt2.is_one(folder)
+    if step is not None and (is_export or is_gpt2):
+        raise UsageError(f"--step has no effect: {source} has the weights of one step; leave it out")
+    if is_export:
         trained = exported.load(folder, data=data, recipe=recipe)
-    elif transformers_gpt2.is_one(folder):
-        _refuse("--step", step, f"{source} has the weights of one step")
-        _refuse("--recipe", recipe, f"{source} is a GPT-2")
+    elif is_gpt2:
+        if recipe is not None:
+            raise UsageError(f"--recipe has no effect: {source} is a GPT-2; leave it out")
         trained = transformers_gpt2.load(folder, data=data, origin=origin)
     else:
         trained = weights.load(folder, data=data, recipe=recipe, step=step)
@@ -95,8 +97,3 @@ def _found(source: Path) -> tuple[Path, Mapping[str, str]]:
             f"{repo}: {error}; download its {transformers_gpt2.CONFIG} and {WEIGHTS} elsewhere, and name their folder"
         ) from None
     return folder, {"weights": repo, "revision": folder.name}
-
-
-def _refuse(option: str, given: object, why: str) -> None:
-    if given is not None:
-        raise UsageError(f"{option} has no effect: {why}; leave it out")

@@ -6,16 +6,19 @@ The library checks that tensors cover the file without gaps or overlaps, so no s
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 
 from speedrun.ground.errors import DataError
+from speedrun.ground.wholefile import read_regular
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 #: As a header names them. The dtypes of trained parameters.
 DTYPES = {"float32": "F32", "bfloat16": "BF16"}
+
+_T = TypeVar("_T")
 
 
 class Form(NamedTuple):
@@ -71,12 +74,17 @@ class Tensors:
             yield name, x
 
 
-def _shards(index: Path) -> list[str]:
+def read_json(path: Path, kind: type[_T]) -> _T:
+    """Read a file of JSON; raise DataError if it is missing or has another form."""
     try:
-        names = sorted({*msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()})
+        return msgspec.json.decode(read_regular(path), type=kind)
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise DataError(f"{index}: {reason}; need a map from parameters to files; copy it again") from None
+        raise DataError(f"{path}: {reason}; copy or export the folder again") from None
+
+
+def _shards(index: Path) -> list[str]:
+    names = sorted({*read_json(index, _Index).weight_map.values()})
     if wrong := [name for name in names if not re.fullmatch(r"[\w-][\w.-]*\.safetensors", name)]:
         raise DataError(f"{index} names {wrong[0]!r}; need files of this folder; copy it again")
     return names

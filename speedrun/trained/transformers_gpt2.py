@@ -25,7 +25,7 @@ from speedrun.science.models import gpt2
 from speedrun.science.params import ParamSpec, Table
 from speedrun.trained.card import card
 from speedrun.trained.exported import named_arrays, placed, save_folder, tokenizer_file
-from speedrun.trained.tensors import WEIGHTS, Form, Tensors
+from speedrun.trained.tensors import WEIGHTS, Form, Tensors, read_json
 from speedrun.trained.weights import Trained
 from speedrun.training.program import Program
 
@@ -140,11 +140,7 @@ def read_config(folder: Path) -> Config:
         UsageError: if it is of a model that computes something else than GPT-2.
     """
     path = folder / CONFIG
-    try:
-        config = msgspec.json.decode(path.read_bytes(), type=Config)
-    except (OSError, ValueError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(f"{path}: {reason}; need the config of a GPT-2; copy it again") from None
+    config = read_json(path, Config)
     for name, known in _COMPUTED.items():
         if (got := getattr(config, name)) not in known:
             raise UsageError(f"{path}: {name} is {got!r}; our GPT-2 has {known[0]!r}; choose another model")
