@@ -28,7 +28,7 @@ from speedrun.ground.errors import UsageError
 from speedrun.ground.serving import HOST
 from speedrun.ground.wholefile import write_whole
 from speedrun.ledger.record import load
-from speedrun.watch import PORT, feed, server, tail
+from speedrun.watch import PORT, feed, server
 from speedrun.watch.feed import Feed
 from speedrun.watch.rules import rules
 
@@ -42,17 +42,17 @@ KINDS = ("log", "samples")
 HOSTILE = "<img src=x onerror=window.struck=1>"
 
 
-def parsed(events: Iterator[bytes]) -> list[tuple[str, Any, str]]:
-    """Name, data and id of each event."""
+def parsed(events: Iterator[bytes]) -> list[tuple[str, Any]]:
+    """Name and data of each event."""
     found = []
     for block in b"".join(events).decode().split("\n\n")[:-1]:
         fields = dict(line.split(": ", 1) for line in block.split("\n"))
-        found.append((fields["event"], json.loads(fields["data"]), fields.get("id", "")))
+        found.append((fields["event"], json.loads(fields["data"])))
     return found
 
 
-def lines_of(events: list[tuple[str, Any, str]]) -> list[str]:
-    return [line for name, data, _ in events if name == "lines" for line in data["lines"]]
+def lines_of(events: list[tuple[str, Any]]) -> list[str]:
+    return [line for name, data in events if name == "lines" for line in data["lines"]]
 
 
 def log_in(folder: Path, raw: bytes = b"", run: str = "one") -> Path:
@@ -79,39 +79,28 @@ def sample(step: int, text: str = "") -> str:
 # ---- the feed
 
 
-def test_a_page_that_comes_back_gets_what_follows(tmp_path) -> None:
-    """However the log grew and wherever the page was cut off: each line once, in order."""
+def test_each_line_comes_once_and_whole(tmp_path) -> None:
+    """However the log grew, and in order."""
     draw = random.Random(0)
     for _ in range(20):
-        path = log_in(tmp_path)
-        got: list[str] = []
-        at = ""
-        page = Feed([tmp_path])
+        path, page, got = log_in(tmp_path), Feed([tmp_path]), list[str]()
         cuts = sorted(draw.sample(range(len(RAW)), 6))
         for start, stop in zip([0, *cuts], [*cuts, len(RAW)], strict=True):
             with path.open("ab") as file:
                 file.write(RAW[start:stop])
-            if draw.random() < 0.5:  # another connection
-                page = Feed([tmp_path], at)
-            events = parsed(page.news())
-            got += lines_of(events)
-            at = next((at for _, _, at in reversed(events) if at), at)
+            got += lines_of(parsed(page.news()))
         assert got == LINES
 
 
 def test_another_log_in_its_place_begins_anew(tmp_path) -> None:
     path, page = log_in(tmp_path, RAW), Feed([tmp_path])
-    at = parsed(page.news())[-1][2]
+    parsed(page.news())
     other = RAW.replace(b"smoke-0-ac10", b"smoke-0-ffff")
-    for raw in (other, other[:5000], b""):
+    for raw in (other, other[:5000], b"", RAW):
         path.write_bytes(raw)
-        for reader in (page, Feed([tmp_path], at)):
-            events = parsed(reader.news())
-            assert lines_of(events) == raw.decode().splitlines()[: raw.count(b"\n")]
-            assert all(data["anew"] for name, data, _ in events if name == "lines")
-        at = parsed(Feed([tmp_path]).news())[-1][2]
-    path.write_bytes(RAW)
-    assert lines_of(parsed(page.news())) == LINES
+        events = parsed(page.news())
+        assert lines_of(events) == raw.decode().splitlines()[: raw.count(b"\n")]
+        assert all(data["anew"] for name, data in events if name == "lines")
 
 
 def test_a_copy_of_the_same_log_continues(tmp_path) -> None:
@@ -125,13 +114,13 @@ def test_a_copy_of_the_same_log_continues(tmp_path) -> None:
 
 def test_runs_that_come_later_are_found(tmp_path) -> None:
     page = Feed([tmp_path / "later"])
-    ((_, listing, _),) = parsed(page.news())
+    ((_, listing),) = parsed(page.news())
     assert listing == {"files": [], "folders": [{"name": str(tmp_path / "later"), "exists": False}]}
     log_in(tmp_path / "later", RAW, "a")
     assert lines_of(parsed(page.news())) == LINES
     log_in(tmp_path / "later", RAW, "b")
     (tmp_path / "later.samples.jsonl").write_text('{"step": 1, "prompt": "", "text": "hello"}\n')
-    (_, listing, _), *rest = parsed(page.news())
+    (_, listing), *rest = parsed(page.news())
     found = {(file["kind"], file["run"]) for file in listing["files"]}
     assert found == {("log", "a"), ("log", "b"), ("samples", "")}
     assert len(lines_of(rest)) == len(LINES) + 1
@@ -143,7 +132,7 @@ def test_samples_belong_to_one_record(tmp_path) -> None:
     for folder in folders:
         log_in(folder, RAW)
         companion.samples_of(folder).write_text(sample(1))
-    (_, listing, _), *_ = parsed(Feed(folders).news())
+    (_, listing), *_ = parsed(Feed(folders).news())
     keys = {kind: [one["record_key"] for one in listing["files"] if one["kind"] == kind] for kind in KINDS}
     assert len({*keys["log"]}) == 2
     assert keys["log"] == keys["samples"]
@@ -169,7 +158,7 @@ def test_hostile_names_and_bytes_stay_one_event(tmp_path) -> None:
         RAW.splitlines(keepends=True)[0] + b'\xff\r\n{"x": "a\rb"}\n' + LINES[1].encode() + b"\n",
         run,
     )
-    (_, listing, _), (name, data, _) = parsed(Feed([tmp_path]).news())
+    (_, listing), (name, data) = parsed(Feed([tmp_path]).news())
     assert listing["files"][0]["run"].endswith("<b>\nid: 7\n\nevent: end")
     # What is no line of a log is for no page: its fields may hold anything.
     assert (name, data["lines"]) == ("lines", [LINES[0], None, None, LINES[1]])
@@ -183,7 +172,7 @@ def test_a_pipe_in_the_place_of_a_log_stops_nobody(tmp_path) -> None:
     log_in(tmp_path, RAW)
     page = Feed([tmp_path])
     assert LINES[0] in lines_of(parsed(page.news()))
-    (_, listing, _), *_ = parsed(page.news())
+    (_, listing), *_ = parsed(page.news())
     assert {file["problem"] for file in listing["files"]} == {"", "it is no file"}
 
 
@@ -213,18 +202,6 @@ def test_only_samples_are_shown_of_a_file_of_samples(tmp_path) -> None:
 def test_a_run_with_a_long_name_is_shown(tmp_path) -> None:
     log_in(tmp_path / ("x" * 250), RAW)
     assert lines_of(parsed(Feed([tmp_path / ("x" * 250)]).news())) == LINES
-
-
-KEY = "0123456789ab"
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", f"{KEY}:b:-1,{KEY}:d:\N{SUPERSCRIPT TWO},:x:1", f"{KEY}::{10**20}", f"{KEY}:\n\nevent: end:1"],
-)
-def test_a_malformed_id_is_none(text) -> None:
-    assert feed.positions(text) == {}
-    assert feed.positions(f"{text},{KEY}::7") == {KEY: tail.Position("", 7)}
 
 
 def test_only_runs_and_what_may_become_one_are_watched(tmp_path) -> None:

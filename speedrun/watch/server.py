@@ -41,17 +41,17 @@ class Pages:
     def __call__(self, path: str, query: dict[str, str]) -> Reply | None:
         """Return the reply to a request; None: not found."""
         if path == "/feed":
-            return Reply(self._feed(query.get("after", "")), "text/event-stream; charset=utf-8")
+            return Reply(self._feed(), "text/event-stream; charset=utf-8")
         if path == "/rules":
             with self._ghost_turn:  # read it once
                 found = self._rules(query.get("track", ""))
             return Reply(msgspec.json.encode(found), content_type("rules.json"))
         return file_below(_PAGE, path[1:] or "index.html")
 
-    def _feed(self, after: str) -> Iterator[bytes]:
+    def _feed(self) -> Iterator[bytes]:
         self._readers.add(threading.current_thread())
         try:
-            yield from Feed(self._folders, after).events(self._is_over)
+            yield from Feed(self._folders).events(self._is_over)
         finally:
             self._readers.discard(threading.current_thread())
 
