@@ -219,21 +219,21 @@ def test_only_runs_and_what_may_become_one_are_watched(tmp_path) -> None:
 
 def test_the_rules_are_those_of_the_track_and_the_record(monkeypatch) -> None:
     monkeypatch.chdir(ROOT)
-    found = rules(str(RECORD))("smoke-cpu@1")
+    found = rules(str(RECORD), "smoke-cpu@1")
     (run,) = load(RECORD).runs
     assert found["target"] == 3.28
     assert found["ghost"]["record"] == RECORD.name
     for name, of in (("tokens", "tokens_seen"), ("time_s", "train_time_s"), ("loss", "loss")):
         np.testing.assert_allclose(found["ghost"][name], [getattr(step, of) for step in run.steps])
     assert ghost.best(Path("records"), "smoke-cpu@1") is not None
-    assert rules("best")("smoke-cpu@1")["ghost"]["record"] == "2026-11-21-264-steps"
-    assert rules(None)("smoke-cpu@1")["ghost"] is None
+    assert rules("best", "smoke-cpu@1")["ghost"]["record"] == "2026-11-21-264-steps"
+    assert rules(None, "smoke-cpu@1")["ghost"] is None
     for choice, track, problem in (
         ("best", "smoke-cpu@2", "whose target may differ"),
         ("docs", "smoke-cpu@1", "no ghost: docs"),
         (None, "../x", "no target: unknown track"),
     ):
-        assert problem in " ".join(rules(choice)(track)["problems"])
+        assert problem in " ".join(rules(choice, track)["problems"])
 
 
 def got(url: str) -> bytes:

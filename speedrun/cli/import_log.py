@@ -10,7 +10,7 @@ from speedrun.exchange import foreign
 from speedrun.exchange.curves import Context
 from speedrun.ground.console import clean
 from speedrun.study import noise
-from speedrun.study.noise import Band, Group, Noise
+from speedrun.study.noise import Group, Noise
 
 _MOST_SHOWN = 5  #: problems of a file
 
@@ -22,14 +22,13 @@ class Imported(msgspec.Struct, frozen=True):
     num_chosen: int  #: runs that the options left, each counted once
     groups: tuple[Group, ...]
     noise: Noise | None
-    bands: tuple[Band, ...]
 
 
 @click.command(
     epilog=example(
         "speedrun import-log logs/*.txt --json",
         "speedrun import-log runs.csv.gz --match track_1_short/2026 --mean 3.27 3.29",
-        "speedrun import-log runs.csv.gz --steps 1770 --bands",
+        "speedrun import-log runs.csv.gz --steps 1770",
     )
 )
 @click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path(path_type=Path))
@@ -40,7 +39,6 @@ class Imported(msgspec.Struct, frozen=True):
 @click.option(
     "--mean", type=(float, float), metavar="LOW HIGH", help="Only groups with a mean loss in this range."
 )
-@click.option("--bands", "with_bands", is_flag=True, help="Show the losses of the chosen runs step by step.")
 @json_option
 def command(
     *,
@@ -48,7 +46,6 @@ def command(
     texts: tuple[str, ...],
     steps: int | None,
     mean: tuple[float, float] | None,
-    with_bands: bool,
     as_json: bool,
 ) -> None:
     """Read the logs of other people's runs, and show how much equal runs differ.
@@ -65,8 +62,7 @@ def command(
     groups = tuple(noise.groups(chosen))
     if mean is not None:
         groups = tuple(group for group in groups if mean[0] <= group.mean <= mean[1])
-    bands = tuple(noise.bands(chosen)) if with_bands else ()
-    found = Imported(contexts, len(chosen), groups, noise.noise(groups), bands)
+    found = Imported(contexts, len(chosen), groups, noise.noise(groups))
     click.echo(msgspec.json.encode(found) if as_json else "\n".join(_lines(found)))
 
 
@@ -83,10 +79,6 @@ def _lines(found: Imported) -> list[str]:
         step = "" if group.step_ms is None else f"  step {group.step_ms:.2f} ms"
         where = clean(group.folder) or "no folder"
         lines.append(f"group   {where}  {steps}  n {len(group.losses)}  mean {group.mean:.4f}  sd {sd}{step}")
-    for band in found.bands:
-        sd = "none" if band.sd is None else f"{band.sd:.4f}"
-        spread = f"mean {band.mean:.4f}  sd {sd}  {band.least:.4f}..{band.most:.4f}"
-        lines.append(f"band    {band.step:>6}  n {band.num_runs}  {spread}")
     if (all_ := found.noise) is not None:
         lines.append(
             f"noise   sd {all_.pooled_sd:.5f} (95 %: {all_.low:.5f} to {all_.high:.5f}), pooled over {all_.num_groups} "

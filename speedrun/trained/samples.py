@@ -26,6 +26,7 @@ from speedrun.ground.companion import samples_of as path_of
 from speedrun.ground.errors import CheckpointError, DataError, UsageError
 from speedrun.ground.output import reported
 from speedrun.ground.wholefile import write_whole
+from speedrun.trained import decode, weights, words
 from speedrun.training import checkpoint
 from speedrun.training.prepare import decoded
 
@@ -79,7 +80,7 @@ def follow(request: Request, until: IO[bytes]) -> list[int]:
                 found[step] = [msgspec.json.encode(sample) for sample in spoken(request, step)]
             except (CheckpointError, UsageError):
                 time.sleep(_POLL_S)  # it may be about to be deleted, file by file
-                if step in _steps(folder):
+                if (folder / str(step)).exists():
                     raise
                 found[step] = []  # deleted while it was read: the run keeps only the newest ones
             # In the order in which they were made: whoever follows the file has read its beginning.
@@ -98,14 +99,9 @@ def _written(path: Path) -> dict[int, list[bytes]]:
     return found
 
 
-def _steps(folder: Path) -> list[int]:
-    names = [path.name for path in folder.iterdir()] if folder.exists() else []
-    return sorted(int(name) for name in names if name.isdecimal())
-
-
 def _due(folder: Path, every: int, *, is_over: bool) -> list[int]:
     """Return the steps whose checkpoints are to be sampled: at the end, the last one, too."""
-    steps = _steps(folder)
+    steps = weights.steps_in(folder)
     return [step for step in steps if step and (step % every == 0 or (is_over and step == steps[-1]))]
 
 
@@ -116,8 +112,6 @@ def spoken(request: Request, step: int) -> Iterator[dict[str, Any]]:
         UsageError: if prompts do not fit, or the checkpoint is not there.
         CheckpointError: if it cannot be read.
     """
-    from speedrun.trained import decode, weights, words
-
     trained = weights.load(request.record, data=request.data, recipe=request.recipe, step=step)
     vocabulary = words.Words(trained.track, trained.words_folder)
     starts = [vocabulary.encode(prompt) for prompt in request.prompts or ("",)]

@@ -152,8 +152,14 @@ def _unsealed(path: Path, form: type[_T]) -> _T:
         raise CheckpointError(f"{path}: {reason}; choose another --step, or run again") from None
 
 
+def steps_in(folder: Path) -> list[int]:
+    """Return the steps that have a checkpoint, the newest last."""
+    names = [path.name for path in folder.iterdir()] if folder.exists() else []
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
 def _step(folder: Path, wanted: int | None) -> int:
-    steps = sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
+    steps = steps_in(folder)
     if not steps:
         raise UsageError(f"{folder} has no checkpoint; run again with --checkpoint-every N, which keeps some")
     if wanted is not None and wanted not in steps:

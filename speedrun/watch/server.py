@@ -33,8 +33,7 @@ class Pages:
 
     def __init__(self, folders: Sequence[Path], ghost: str | None) -> None:
         """Watch these folders; `ghost` as in `--ghost`."""
-        self._folders = folders
-        self._rules, self._ghost_turn = rules(ghost), threading.Lock()
+        self._folders, self._ghost = folders, ghost
         self._is_over = threading.Event()
         self._readers: set[threading.Thread] = set()
 
@@ -43,8 +42,7 @@ class Pages:
         if path == "/feed":
             return Reply(self._feed(), "text/event-stream; charset=utf-8")
         if path == "/rules":
-            with self._ghost_turn:  # read it once
-                found = self._rules(query.get("track", ""))
+            found = rules(self._ghost, query.get("track", ""))
             return Reply(msgspec.json.encode(found), content_type("rules.json"))
         return file_below(_PAGE, path[1:] or "index.html")
 
