@@ -18,17 +18,16 @@ import math
 import re
 from collections.abc import Iterator
 
-from speedrun.exchange.curves import ContextRun, Problems, Reading, runs_of
+from speedrun.exchange.curves import NUMBER, ContextRun, Problems, Reading, runs_of
 
 _LONGEST_LINE = 1000  #: characters; longer lines are source text
-_NUMBER = r"[+-]?[0-9]{1,15}(?:\.[0-9]{0,20})?(?:[eE][+-]?[0-9]{1,3})?"
 _MARK = r"(?:\[[a-z]+[0-9]{1,4}\]:|\[METRICS[^\]|]{0,40}\])?\s*"
 _STEP = re.compile(rf"{_MARK}(?:step|s):\s*([0-9]{{1,12}})(?:/([0-9]{{1,12}}))?(?=\s|$)(.*)")
 _BEGINS_LIKE_A_STEP = re.compile(r"step:\s*[0-9]|\[METRICS")
 _WORD = re.compile(r"([A-Za-z_][A-Za-z0-9_/]{0,40}):\s*(\S{1,100})(?=\s|$)\s*")
 _FIELD = re.compile(r"\|\s*([A-Za-z_][A-Za-z0-9_/]{0,40}):\s*([^|]{1,100}?)\s*(?=\||$)")
-_LOSS = re.compile(rf"(?:{_NUMBER}|[+-]?(?:nan|inf))")
-_TIME = re.compile(rf"({_NUMBER})(ms|s)?")
+_LOSS = re.compile(rf"(?:{NUMBER}|[+-]?(?:nan|inf))")
+_TIME = re.compile(rf"({NUMBER})(ms|s)?")
 _COLOURS = re.compile(r"\x1b\[[0-9;]{0,20}m")
 
 _VALIDATION = ("val_loss", "tel")

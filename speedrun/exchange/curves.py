@@ -23,6 +23,8 @@ import msgspec
 from speedrun.ground.console import clean
 
 MOST_RUNS = 20_000
+#: Of losses and times, as text; short enough to be read.
+NUMBER = r"[+-]?[0-9]{1,15}(?:\.[0-9]{0,20})?(?:[eE][+-]?[0-9]{1,3})?"
 _MOST_PROBLEMS = 100
 _FIRST_STEPS = 11  #: before the clock restarts
 _NAME_LIMIT = 200  #: characters

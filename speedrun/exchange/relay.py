@@ -20,6 +20,7 @@ from speedrun.exchange.wandb_runs import WandbRun, library
 from speedrun.ground import companion, runlog
 from speedrun.ground.errors import UsageError
 from speedrun.ground.output import reported
+from speedrun.ground.tail import Tail
 
 _LEAVE_S = 10.0  #: from the end of the run until the child is killed
 _POLL_S = 1.0  #: between two reads of the logs
@@ -43,16 +44,12 @@ class _Log:
     """A growing log and its run in wandb."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._offset = path, 0
+        self._path, self._tail = path, Tail(path)
         self._run: WandbRun | None = None
 
     def send(self, wandb: Any, record: Path, project: str, scratch: str) -> None:
         """Send the complete lines that are new."""
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            complete, newline, _ = file.read().rpartition(b"\n")
-        self._offset += len(complete + newline)
-        for raw in complete.splitlines():
+        for raw in (raw for piece in iter(self._tail.read, None) for raw in piece.lines):
             line = runlog.decode(raw)
             if isinstance(line.event, runlog.RunStart):
                 # The only line with free text of which wandb gets anything.

@@ -5,7 +5,7 @@ and digests: `Facts`; `README.md` the card. The tokenizer's file is there if the
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -182,10 +182,11 @@ def load(folder: Path, *, data: Path | None, recipe: str | None) -> Trained:
     facts = read(folder)
     track = _track(folder, facts)
     chosen = own_recipe(folder, facts.recipe, facts.revision, recipe).override(facts.overrides)
-    if differs := next(_differences(facts.settings, _settings(chosen)), None):
+    then, now = facts.settings, _settings(chosen)
+    if differing := [name for name in sorted({*then, *now}) if then.get(name) != now.get(name)]:
         raise UsageError(
-            f"{folder} was trained with other settings than {chosen.name} has now: {differs}; install speedrun "
-            f"{facts.version} as it was then, or name the model's own recipe with --recipe"
+            f"{folder} was trained with other settings than {chosen.name} has now: {', '.join(differing)}; install "
+            f"speedrun {facts.version} as it was then, or name the model's own recipe with --recipe"
         )
     meshes.prepare("any")
     known = () if chosen.constants is no_constants else vocabulary.load(track, folder)
@@ -217,15 +218,6 @@ def placed(program: Program, arrays: Iterable[tuple[str, np.ndarray]]) -> Params
 def _settings(recipe: Recipe) -> dict[str, Any]:
     described = describe(recipe)
     return {name: value for name, value in described.items() if name not in _TRAINING}
-
-
-def _differences(then: Any, now: Any, name: str = "") -> Iterator[str]:
-    """Yield the settings that differ, by dotted name."""
-    if isinstance(then, dict) and isinstance(now, dict):
-        for key in sorted({*then} | {*now}):
-            yield from _differences(then.get(key), now.get(key), f"{name}.{key}" if name else key)
-    elif then != now:
-        yield f"{name} was {str(then)[:80]}, is {str(now)[:80]}"
 
 
 def _track(folder: Path, facts: Facts) -> Track:

@@ -19,7 +19,7 @@ import msgspec
 
 from speedrun.ground import clock, companion, runlog
 from speedrun.ground.errors import UsageError
-from speedrun.watch.tail import Tail
+from speedrun.ground.tail import Tail
 
 POLL_S = 0.25
 BEAT_S = 3.0
