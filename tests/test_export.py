@@ -183,7 +183,9 @@ def test_where_the_disk_is_full_there_is_a_whole_folder_or_none(form, record, tm
     """At every rename and every sync."""
     monkeypatch.setattr(exports, "findings", lambda _: [])  # most of the time, and not the point here
     whole = {path.name: path.read_bytes() for path in export(record, form, tmp_path / "whole")}
-    for moment in count(1):
+    moment, is_over = 0, False
+    while not is_over:
+        moment += 1
         out, calls = tmp_path / f"{moment}", count(1)
 
         def strike(real, *args, calls=calls, moment=moment):
@@ -196,7 +198,7 @@ def test_where_the_disk_is_full_there_is_a_whole_folder_or_none(form, record, tm
                 disk.setattr(os, name, partial(strike, getattr(os, name)))
             try:
                 export(record, form, out)
-                break
+                is_over = True
             except StorageError:
                 assert not out.with_name(f"{out.name}.partial").exists()
                 assert not out.exists() or {path.name: path.read_bytes() for path in out.iterdir()} == whole

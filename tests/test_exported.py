@@ -2,7 +2,6 @@
 
 import json
 import runpy
-import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -287,49 +286,17 @@ def refused(*words: object, exit_code: int) -> None:
     assert (found.exit_code, found.stderr.count("\n")) == (exit_code, 1), found.output
 
 
-def packed_file(header: object, data: bytes = b"", size: int | None = None) -> bytes:
-    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack("<Q", len(raw) if size is None else size) + raw + data
-
-
-def tensor(shape: list[int], start: int, end: int, dtype: str = "F32") -> dict[str, Any]:
-    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
-
-
-_TWO = tensor([2], 0, 8)
-_ONE_TB = 2**40
-DAMAGED = {
-    "nothing": b"",
-    "header of exabytes": packed_file({"a": _TWO}, b"\0" * 8, 2**63),
-    "no JSON": packed_file(b"{a:"),
-    "very deep": packed_file(b'{"a":' * 100_000),
-    "overlapping": packed_file({"a": _TWO, "b": tensor([2], 4, 12)}, b"\0" * 12),
-    "truncated": packed_file({"a": _TWO}, b"\0" * 7),
-    "a terabyte": packed_file({"a": tensor([_ONE_TB // 4], 0, _ONE_TB)}, b"\0" * 8),
-    "unknown dtype": packed_file({"a": tensor([2], 0, 8, "F7")}, b"\0" * 8),
-    "empty and huge": packed_file({"wte.weight": tensor([0, 2**62], 0, 0)}),
-}
-
-
-@pytest.mark.parametrize("name", DAMAGED)
-def test_a_damaged_file_is_refused(golden: Golden, tmp_path: Path, name: str) -> None:
-    folder = golden.write(tmp_path / "x", n_layer=1)
-    (folder / "model.safetensors").write_bytes(DAMAGED[name])
-    refused("sample", folder, "--ids", 0, exit_code=3)
-
-
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_changed_bytes_are_a_model_or_a_data_error(tmp_path_factory, data: st.DataObject) -> None:
     """Half of them are in the header. What is read has the forms that were wanted, and is finite."""
     form = tensors.Form("F32", (2, 3))
-    good = save({"a": np.ones((2, 3), np.float32), "b": np.ones((2, 3), np.float32)})
-    raw = bytearray(good)
+    raw = bytearray(save({"a": np.ones((2, 3), np.float32), "b": np.ones((2, 3), np.float32)}))
     for _ in range(data.draw(st.integers(1, 4))):
-        at = data.draw(st.integers(0, len(raw) - 1))
-        raw[at] = data.draw(st.integers(0, 255))
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
     folder = tmp_path_factory.mktemp("bytes")
-    (folder / "model.safetensors").write_bytes(raw[: data.draw(st.sampled_from([len(raw), len(raw) // 2]))])
+    size = data.draw(st.sampled_from([len(raw), len(raw) // 2, 7, 0]))
+    (folder / "model.safetensors").write_bytes(raw[:size])
     try:
         found = dict(tensors.Tensors(folder).read({"a": (form,), "b": (form,)}))
     except DataError:

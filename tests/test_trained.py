@@ -450,7 +450,7 @@ metric_list: [{{metric: bits_per_byte, aggregation: bits_per_byte, higher_is_bet
 def test_without_the_harness_tasks_are_refused(of_text, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(UsageError, match="pip install lm-eval"):
-        harness.scores(*of_text, ["piqa"], None, print)
+        harness.scores(of_text[0], of_text[1], ["piqa"], None, print)
 
 
 def test_bits_per_byte_count_the_bytes_of_the_targets(of_text, tmp_path) -> None:

@@ -199,11 +199,6 @@ def test_only_samples_are_shown_of_a_file_of_samples(tmp_path) -> None:
     assert lines_of(parsed(Feed([tmp_path / "run"]).news())) == LINES
 
 
-def test_a_run_with_a_long_name_is_shown(tmp_path) -> None:
-    log_in(tmp_path / ("x" * 250), RAW)
-    assert lines_of(parsed(Feed([tmp_path / ("x" * 250)]).news())) == LINES
-
-
 def test_only_runs_and_what_may_become_one_are_watched(tmp_path) -> None:
     for good in (RECORD, LOG.parent, tmp_path / "later", tmp_path):
         feed.check(good)
