@@ -163,7 +163,8 @@ def runs_of(name: str, readings: Iterable[Reading], problems: Problems) -> list[
     logs: list[_Curves] = []
     last: Reading | None = None
     for reading in readings:
-        if last is not None and _same(last, reading):
+        # NaN is not equal to itself, so texts are compared.
+        if last is not None and repr(last[1:]) == repr(reading[1:]):
             continue
         last = reading
         if not logs or logs[-1].begins_again(reading):
@@ -182,8 +183,3 @@ def runs_of(name: str, readings: Iterable[Reading], problems: Problems) -> list[
             shown = name if number == 1 else f"{name}#{number}"
             runs.append(context_run(shown, log.num_steps, *curves))
     return runs
-
-
-def _same(a: Reading, b: Reading) -> bool:
-    """Whether two readings differ only in their line. NaN is not equal to itself, so their texts are compared."""
-    return repr(a[1:]) == repr(b[1:])

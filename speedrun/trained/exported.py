@@ -18,7 +18,6 @@ from speedrun.data import inventory, vocabulary
 from speedrun.ground import mesh as meshes
 from speedrun.ground import track as tracks
 from speedrun.ground.errors import DataError, UsageError, translate_os_errors
-from speedrun.ground.track import Track
 from speedrun.ground.wholefile import make_folder
 from speedrun.ledger import runfile
 from speedrun.science.params import Params, count
@@ -180,7 +179,10 @@ def load(folder: Path, *, data: Path | None, recipe: str | None) -> Trained:
         DataError: if a file is missing, damaged, or not what the recipe needs.
     """
     facts = read(folder)
-    track = _track(folder, facts)
+    track = tracks.load(facts.track.partition("@")[0])
+    want = track.data.vocab_size, track.data.document_token
+    if (got := (facts.vocab_size, facts.document_token)) != want:
+        raise UsageError(f"{folder}: vocabulary, document token {got}; {track.id} has {want}; export again")
     chosen = own_recipe(folder, facts.recipe, facts.revision, recipe).override(facts.overrides)
     then, now = facts.settings, _settings(chosen)
     if differing := [name for name in sorted({*then, *now}) if then.get(name) != now.get(name)]:
@@ -218,11 +220,3 @@ def placed(program: Program, arrays: Iterable[tuple[str, np.ndarray]]) -> Params
 def _settings(recipe: Recipe) -> dict[str, Any]:
     described = describe(recipe)
     return {name: value for name, value in described.items() if name not in _TRAINING}
-
-
-def _track(folder: Path, facts: Facts) -> Track:
-    track = tracks.load(facts.track.partition("@")[0])
-    want = track.data.vocab_size, track.data.document_token
-    if (got := (facts.vocab_size, facts.document_token)) != want:
-        raise UsageError(f"{folder}: vocabulary, document token {got}; {track.id} has {want}; export again")
-    return track
