@@ -67,6 +67,10 @@ def _attention_of_newest(
     return jnp.einsum("bhts,bshk->bthk", weights_BHTS.astype(v_BSHK.dtype), v_BSHK)
 
 
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.aval.dtype, jnp.inexact)
+
+
 def _is_attention(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in ("jit", "pjit") and eqn.params["name"] == _ATTENTION
 
@@ -106,7 +110,7 @@ class _Position:
             way = passage(eqn, i, times)
             if way is not None and self._fits(values, way.operands):
                 # Integers stay whole: they are cheap, and whole they need no cache.
-                if not rows and not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
+                if not rows and not _is_float(eqn.outvars[0]):
                     alike = all(x.time == times[i] for x in values if isinstance(x, Whole))
                     return self._whole(eqn, values, way.out if alike else None)
                 operands = zip(eqn.invars, values, way.operands, strict=True)
