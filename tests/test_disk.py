@@ -83,10 +83,6 @@ def checkout(tmp_path, monkeypatch) -> Path:
             ["submit", "records/forged/record", "--out", "sent", "--name", "x"], 1, marks=pytest.mark.compile
         ),
         pytest.param(["plot", "records/forged/record"], 3, marks=pytest.mark.compile),
-        *(
-            pytest.param(["export", "records/forged/record", "--to", form], 1, marks=pytest.mark.compile)
-            for form in ("csv", "classic", "tensorboard")
-        ),
     ],
     ids=lambda value: f"{value[0]} {value[-1]}" if isinstance(value, list) else "",
 )

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import struct
 import subprocess
 import sys
 from functools import partial
@@ -13,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from record_forge import SOFTWARE, forge, install_track
+from record_forge import forge, install_track
 
 from speedrun.cli.export import command
 from speedrun.exchange import classic_log, curve_table, curves, exports, foreign
@@ -47,7 +46,6 @@ def test_curves_are_those_of_the_log(record):
     assert [point.train_time_s for point in run.validations] == pytest.approx([0.0, 0.4, 0.8, 1.0])
     assert [point.step for point in run.train_losses] == list(range(1, 11))
     assert run.train_losses[9].loss == pytest.approx(4.11)
-    assert (run.software, run.device, run.num_devices) == (SOFTWARE, "cpu", 8)
 
 
 def test_classic_logs_read_back_rounded(record, tmp_path):
@@ -57,11 +55,6 @@ def test_classic_logs_read_back_rounded(record, tmp_path):
         found, want = foreign.import_file(path, "x"), curves_of(run)
         assert found.num_problems == 0
         (back,) = found.runs
-        assert (back.software, back.device, back.num_devices) == (
-            want.software,
-            want.device,
-            want.num_devices,
-        )
         for points, wanted in ((back.validations, want.validations), (back.train_losses, want.train_losses)):
             same_points(points, wanted, loss=5.1e-5, time_s=5.1e-4)
     first = "step:0/10 val_loss:5.5000 train_time:0ms step_avg:0.00ms"
@@ -98,12 +91,10 @@ _POINTS = st.lists(
 
 
 @settings(deadline=None)
-@given(_POINTS, _POINTS, st.text(max_size=20), st.none() | st.integers(0, 10**6))
-def test_what_is_written_is_read(validations, train_losses, text, num_steps):
+@given(_POINTS, _POINTS, st.none() | st.integers(0, 10**6))
+def test_what_is_written_is_read(validations, train_losses, num_steps):
     run = curves.context_run("a", num_steps, validations, train_losses)
-    run = curves.on_machine(run, software={text: text}, device=text, num_devices=8)
     written = classic_log.write(run)
-    assert all(line.isprintable() for line in written.split("\n"))
     found = classic_log.read("a", written, Problems())
     assert [(p.step, p.loss is None) for p in found[0].validations] == [
         (p.step, p.loss is None) for p in validations
@@ -111,27 +102,6 @@ def test_what_is_written_is_read(validations, train_losses, text, num_steps):
     assert [p.step for p in found[0].train_losses] == [p.step for p in train_losses]
     (table,) = curve_table.read(curve_table.write([run]), Problems())
     assert (table.name, table.validations) == ("a", validations)
-
-
-def test_tensorboard_reads_the_events(record, tmp_path):
-    event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2", reason="needs tensorboardX")
-    paths = export(record, "tensorboard", tmp_path / "out")
-    assert [path.parent.name for path in paths] == ["tiny-1-00a1", "tiny-2-00a2"]
-    assert all("tfevents" in path.name for path in paths)
-    raw, found, times = paths[0].read_bytes(), {}, []
-    while raw:  # length, its checksum, event, its checksum
-        (size,) = struct.unpack_from("<Q", raw)
-        event = event_pb2.Event.FromString(raw[12 : 12 + size])
-        raw = raw[16 + size :]
-        times.append(event.wall_time)
-        for value in event.summary.value:
-            found.setdefault(value.tag, []).append((event.step, pytest.approx(value.simple_value, rel=1e-6)))
-    want = curves_of(record.runs[0])
-    assert [(point.step, point.loss) for point in want.validations] == found["val/loss"]
-    assert [(point.step, point.loss) for point in want.train_losses] == found["train/loss"]
-    assert [(point.step, point.train_time_s) for point in want.train_losses] == found["train/time_s"]
-    assert times == sorted(times)
-    assert times[0] > 1.7e9, "when the run was, not when it was exported"
 
 
 CANARIES = {
@@ -144,9 +114,8 @@ CANARIES = {
 
 @pytest.mark.parametrize("form", list(FORMS))
 def test_an_export_holds_nothing_about_this_machine(form, tmp_path):
-    module = {"wandb": "wandb", "tensorboard": "tensorboardX"}.get(form)
-    if module:
-        pytest.importorskip(module, reason=f"needs {module}")
+    if form == "wandb":
+        pytest.importorskip("wandb", reason="needs wandb")
     home, cwd = tmp_path / "canary-home", tmp_path / "canary-cwd"
     home.mkdir()
     cwd.mkdir()
@@ -167,15 +136,9 @@ def test_an_export_holds_nothing_about_this_machine(form, tmp_path):
     paths = [path for path in (cwd / "out").rglob("*") if path.is_file()]
     assert len(paths) == len(done.stdout.splitlines())
     host = os.uname().nodename
-    machine = [
-        "canary",
-        str(tmp_path),
-        *([host] if len(host) > 6 else []),
-    ]  # "vm" is in any file of that size
+    # "vm" is in any file of that size.
+    machine = ["canary", str(tmp_path), *([host] if len(host) > 6 else [])]
     for path in paths:
-        assert host not in str(path.relative_to(cwd)).split("."), (
-            "the usual name of a file of events ends in it"
-        )
         assert not [word for word in machine if word.encode() in path.read_bytes()]
     left = [
         path for folder in (home, cwd) for path in folder.rglob("*") if path.is_file() and path not in paths
@@ -198,40 +161,31 @@ def test_a_record_with_a_secret_is_not_exported(form, record, tmp_path, monkeypa
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("form", "package"), [("wandb", "wandb"), ("tensorboard", "tensorboardX")])
-def test_a_missing_library_is_one_line_that_names_the_extra(form, package, record, tmp_path, monkeypatch):
-    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "path", [str(ROOT)])
-    with pytest.raises(UsageError, match=rf"{package} is not installed; type: pip install {package}"):
-        export(record, form, tmp_path / "out")
+def test_without_wandb_it_says_what_to_install(record, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UsageError, match="pip install wandb"):
+        export(record, "wandb", tmp_path / "out")
 
 
 def test_an_export_changes_no_existing_file(record, tmp_path):
-    with pytest.raises(UsageError, match="is inside the record"):
-        export(record, "csv", record.root / "plots" / "x")
-    assert not (record.root / "plots").exists()
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "mine").touch()
-    with pytest.raises(UsageError, match="is not empty"):
-        export(record, "csv", tmp_path / "taken")
-    export(record, "csv", tmp_path / "edited")[0].write_text("mine")
-    with pytest.raises(UsageError, match="is not empty"):
-        export(record, "csv", tmp_path / "edited")
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match="cannot be written"):
-        export(record, "csv", tmp_path / "file" / "x")
+    for out in (record.root / "plots" / "x", tmp_path / "taken", tmp_path / "file" / "x"):
+        with pytest.raises(UsageError):
+            export(record, "csv", out)
+    assert not (record.root / "plots").exists()
+    assert [path.name for path in (tmp_path / "taken").iterdir()] == ["mine"]
 
 
-@pytest.mark.parametrize("form", ["csv", "classic", "tensorboard"])
-def test_the_same_command_goes_on_wherever_the_disk_was_full(form, record, tmp_path, monkeypatch):
-    """At every rename and every sync; a killed process leaves the partial folder, too."""
-    if form == "tensorboard":
-        pytest.importorskip("tensorboardX", reason="needs tensorboardX")
+@pytest.mark.parametrize("form", ["csv", "classic"])
+def test_where_the_disk_is_full_there_is_a_whole_folder_or_none(form, record, tmp_path, monkeypatch):
+    """At every rename and every sync."""
     monkeypatch.setattr(exports, "findings", lambda _: [])  # most of the time, and not the point here
     whole = {path.name: path.read_bytes() for path in export(record, form, tmp_path / "whole")}
-    reached = 0
-    for moment in range(1, 100):
+    moment, is_over = 0, False
+    while not is_over:
+        moment += 1
         out, calls = tmp_path / f"{moment}", count(1)
 
         def strike(real, *args, calls=calls, moment=moment):
@@ -240,19 +194,15 @@ def test_the_same_command_goes_on_wherever_the_disk_was_full(form, record, tmp_p
             return real(*args)
 
         with monkeypatch.context() as disk:
-            for name in ("replace", "fsync"):
+            for name in ("rename", "replace", "fsync"):
                 disk.setattr(os, name, partial(strike, getattr(os, name)))
             try:
                 export(record, form, out)
-            except StorageError as error:
-                assert str(error).endswith("No space left on device; free or choose another folder")  # noqa: PT017
-            else:
-                break
-        assert not out.with_name(f"{out.name}.partial").exists()
-        out.with_name(f"{out.name}.partial").mkdir()
-        assert {path.name: path.read_bytes() for path in export(record, form, out)} == whole
-        reached = moment
-    assert reached >= 3 * len(whole) + 2
+                is_over = True
+            except StorageError:
+                assert not out.with_name(f"{out.name}.partial").exists()
+                assert not out.exists() or {path.name: path.read_bytes() for path in out.iterdir()} == whole
+    assert moment > 3 * len(whole) + 2
 
 
 def test_a_record_that_cannot_be_read_is_refused(record, tmp_path):

@@ -2,7 +2,6 @@
 
 import json
 import runpy
-import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -238,14 +237,6 @@ def test_transformers_computes_the_same(golden: Golden, ours: Trained, tmp_path:
     agree(sources.load(tmp_path / "saved", dtype="float32"), golden)
 
 
-def test_other_architectures_have_no_such_form(trained: Trained, tmp_path: Path) -> None:
-    with pytest.raises(
-        UsageError, match="no architecture like smoke; need a recipe with that of GPT-2: gpt2;"
-    ):
-        transformers_gpt2.write(trained, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 # --- the hub
 
 
@@ -283,61 +274,16 @@ def test_without_a_network_it_names_the_way_out(tmp_path: Path, monkeypatch) -> 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.chdir(tmp_path)
-    refused("sample", "gpt2", said="name their folder", exit_code=2)
+    refused("sample", "gpt2", exit_code=2)
 
 
 # --- what is refused
 
 
-def refused(*words: object, said: str, exit_code: int) -> None:
+def refused(*words: object, exit_code: int) -> None:
+    """In one line."""
     found = speedrun(*words)
     assert (found.exit_code, found.stderr.count("\n")) == (exit_code, 1), found.output
-    assert said in found.stderr
-
-
-def packed_file(header: object, data: bytes = b"", size: int | None = None) -> bytes:
-    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack("<Q", len(raw) if size is None else size) + raw + data
-
-
-def tensor(shape: list[int], start: int, end: int, dtype: str = "F32") -> dict[str, Any]:
-    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
-
-
-_TWO = tensor([2], 0, 8)
-_ONE_TB = 2**40
-DAMAGED = {
-    "nothing": b"",
-    "no header": b"\0" * 7,
-    "header larger than the file": packed_file({"a": _TWO}, b"\0" * 8, 10**6),
-    "header of exabytes": packed_file({"a": _TWO}, b"\0" * 8, 2**63),
-    "no JSON": packed_file(b"{a:"),
-    "no UTF-8": packed_file(b'{"\xff":1}'),
-    "a list": packed_file([1, 2]),
-    "very deep": packed_file(b'{"a":' * 100_000),
-    "overlapping": packed_file({"a": _TWO, "b": tensor([2], 4, 12)}, b"\0" * 12),
-    "a gap": packed_file({"a": _TWO, "b": tensor([1], 12, 16)}, b"\0" * 16),
-    "outside": packed_file({"a": tensor([2], 8, 16)}, b"\0" * 8),
-    "truncated": packed_file({"a": _TWO}, b"\0" * 7),
-    "more than it says": packed_file({"a": _TWO}, b"\0" * 9),
-    "a terabyte": packed_file({"a": tensor([_ONE_TB // 4], 0, _ONE_TB)}, b"\0" * 8),
-    "more than 64 bits": packed_file({"a": tensor([2**62, 2**62], 0, 8)}, b"\0" * 8),
-    "negative": packed_file({"a": tensor([-2], 0, 8)}, b"\0" * 8),
-    "backwards": packed_file({"a": tensor([2], 8, 0)}, b"\0" * 8),
-    "unknown dtype": packed_file({"a": tensor([2], 0, 8, "F7")}, b"\0" * 8),
-    "empty and huge": packed_file({"wte.weight": tensor([0, 2**62], 0, 0)}),
-    "a name twice": packed_file(
-        b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"a":{"dtype":"I32","shape":[2],"data_offsets":[0,8]}}',
-        b"\0" * 8,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", DAMAGED)
-def test_a_damaged_file_is_refused(golden: Golden, tmp_path: Path, name: str) -> None:
-    folder = golden.write(tmp_path / "x", n_layer=1)
-    (folder / "model.safetensors").write_bytes(DAMAGED[name])
-    refused("sample", folder, "--ids", 0, said=str(folder), exit_code=3)
 
 
 @given(st.data())
@@ -345,13 +291,12 @@ def test_a_damaged_file_is_refused(golden: Golden, tmp_path: Path, name: str) ->
 def test_changed_bytes_are_a_model_or_a_data_error(tmp_path_factory, data: st.DataObject) -> None:
     """Half of them are in the header. What is read has the forms that were wanted, and is finite."""
     form = tensors.Form("F32", (2, 3))
-    good = save({"a": np.ones((2, 3), np.float32), "b": np.ones((2, 3), np.float32)})
-    raw = bytearray(good)
+    raw = bytearray(save({"a": np.ones((2, 3), np.float32), "b": np.ones((2, 3), np.float32)}))
     for _ in range(data.draw(st.integers(1, 4))):
-        at = data.draw(st.integers(0, len(raw) - 1))
-        raw[at] = data.draw(st.integers(0, 255))
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
     folder = tmp_path_factory.mktemp("bytes")
-    (folder / "model.safetensors").write_bytes(raw[: data.draw(st.sampled_from([len(raw), len(raw) // 2]))])
+    size = data.draw(st.sampled_from([len(raw), len(raw) // 2, 7, 0]))
+    (folder / "model.safetensors").write_bytes(raw[:size])
     try:
         found = dict(tensors.Tensors(folder).read({"a": (form,), "b": (form,)}))
     except DataError:
@@ -363,93 +308,76 @@ def test_changed_bytes_are_a_model_or_a_data_error(tmp_path_factory, data: st.Da
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    "change",
     [
-        ({"wte.weight": np.zeros((255, 32), np.float32)}, "wte.weight is F32[255, 32]; need F32[256, 32] or"),
-        ({"h.1.mlp.c_fc.weight": None}, "h.1.mlp.c_fc.weight is missing; need F32[32, 80]"),
-        ({"h.2.ln_1.bias": np.zeros(32, np.float32)}, "h.2.ln_1.bias is F32[32]; the model has no such"),
-        ({"ln_f.bias": np.zeros(32, np.int32)}, "ln_f.bias is I32[32]; need F32[32]"),
-        ({"ln_f.bias": np.full(32, np.nan, np.float32)}, "ln_f.bias holds NaN or infinity"),
-        ({"lm_head.weight": np.zeros((256, 32), np.float32)}, "lm_head.weight is not the table of tokens"),
+        {"wte.weight": np.zeros((255, 32), np.float32)},
+        {"h.1.mlp.c_fc.weight": None},
+        {"h.2.ln_1.bias": np.zeros(32, np.float32)},
+        {"ln_f.bias": np.zeros(32, np.int32)},
+        {"ln_f.bias": np.full(32, np.nan, np.float32)},
+        {"lm_head.weight": np.zeros((256, 32), np.float32)},
     ],
 )
-def test_parameters_that_do_not_fit_are_named(
-    golden: Golden, tmp_path: Path, change: dict, said: str
-) -> None:
+def test_parameters_that_do_not_fit_are_named(golden: Golden, tmp_path: Path, change: dict) -> None:
     there = {name: x for name, x in (golden.weights | change).items() if x is not None}
-    refused("sample", golden.write(tmp_path / "x", there), "--ids", 0, said=said, exit_code=3)
+    with pytest.raises(DataError, match=next(iter(change))):
+        sources.load(golden.write(tmp_path / "x", there))
 
 
 @pytest.mark.parametrize(
-    ("change", "said", "exit_code"),
+    ("change", "error"),
     [
-        ({"model_type": "llama"}, "model_type is 'llama'; our GPT-2 has 'gpt2'", 2),
-        ({"activation_function": "relu"}, "activation_function is 'relu'", 2),
-        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True", 2),
-        ({"vocab_size": 300}, "300 ids, first token 0; need the vocabulary of one of the tracks", 2),
-        ({"n_layer": 10**6}, "1,000,000 layers; the weights have fewer", 3),
-        ({"n_layer": 1}, "the model has no such parameter", 3),
-        ({"n_embd": 2**40}, "$.n_embd", 3),
-        ({"n_head": 5}, "width 32, 5 heads", 3),
-        ({"n_positions": "many"}, "$.n_positions", 3),
+        ({"model_type": "llama"}, UsageError),
+        ({"activation_function": "relu"}, UsageError),
+        ({"scale_attn_by_inverse_layer_idx": True}, UsageError),
+        ({"vocab_size": 300}, UsageError),
+        ({"n_layer": 10**6}, DataError),
+        ({"n_layer": 1}, DataError),
+        ({"n_embd": 2**40}, DataError),
+        ({"n_head": 5}, DataError),
+        ({"n_positions": "many"}, DataError),
     ],
 )
-def test_a_config_that_does_not_fit_is_one_line(
-    golden: Golden, tmp_path: Path, change: dict, said: str, exit_code: int
+def test_a_config_that_does_not_fit_is_refused(
+    golden: Golden, tmp_path: Path, change: dict, error: type[Exception]
 ) -> None:
-    refused("sample", golden.write(tmp_path / "x", **change), "--ids", 0, said=said, exit_code=exit_code)
-
-
-def test_a_name_twice_is_no_choice(golden: Golden, tmp_path: Path) -> None:
-    """In one header, where the library takes the last; and in two files."""
-    path = golden.write(tmp_path / "x") / "model.safetensors"
-    raw = path.read_bytes()
-    size = int.from_bytes(raw[:8], "little")
-    header = raw[8 : 8 + size].rstrip()
-    (again,) = [f'"{name}":{json.dumps(x)}' for name, x in json.loads(header).items() if name == "wte.weight"]
-    path.write_bytes(packed_file(header[:-1] + f",{again}}}".encode(), raw[8 + size :]))
-    refused("sample", path.parent, "--ids", 0, said="a name is in the header twice", exit_code=3)
-    path.write_bytes(raw)
-    path.with_name("other.safetensors").write_bytes(save({"wpe.weight": golden.weights["wpe.weight"]}))
-    index = {"weight_map": {"wte.weight": path.name, "wpe.weight": "other.safetensors"}}
-    (path.parent / tensors.INDEX).write_text(json.dumps(index))
-    refused("sample", path.parent, "--ids", 0, said="wpe.weight is in two files", exit_code=3)
+    with pytest.raises(error):
+        sources.load(golden.write(tmp_path / "x", **change))
 
 
 def test_an_index_names_files_of_its_folder(golden: Golden, tmp_path: Path) -> None:
     folder = golden.write(tmp_path / "x")
     for map_ in ({"wte.weight": "../x/model.safetensors"}, ["a"], {"a": 1}):
         (folder / tensors.INDEX).write_text(json.dumps({"weight_map": map_}))
-        refused("sample", folder, "--ids", 0, said=tensors.INDEX, exit_code=3)
+        with pytest.raises(DataError, match=tensors.INDEX):
+            sources.load(folder)
 
 
 @pytest.mark.parametrize(
-    ("change", "said", "exit_code"),
+    ("change", "error"),
     [
-        (b"{", "model.json", 3),
-        (b"[" * 100_000, "model.json", 3),
-        ({"schema": "speedrun.model/2"}, "speedrun.model/2", 3),
-        ({"step": "many"}, "$.step", 3),
-        ({"more": 1}, "more", 3),
-        ({"tokenizer": "../../tokenizer.json"}, "$.tokenizer", 3),
-        ({"weights_sha256": "0" * 64}, "model.safetensors: sha256 is", 3),
-        ({"revision": 7}, "was trained with smoke, revision 7; got smoke, revision", 2),
-        ({"recipe": "gpt2"}, "unknown setting 'config.mixing'", 2),
-        ({"recipe": "no_such"}, "no_such", 2),
-        ({"track": "no-such@1"}, "no-such", 2),
-        ({"document_token": 7}, "vocabulary, document token (256, 7)", 2),
-        ({"overrides": {}}, "other settings than smoke has now: config.", 2),
-        ({"overrides": {"config.no": "1"}}, "config.no", 2),
+        (b"{", DataError),
+        (b"[" * 100_000, DataError),
+        ({"schema": "speedrun.model/2"}, DataError),
+        ({"step": "many"}, DataError),
+        ({"more": 1}, DataError),
+        ({"tokenizer": "../../tokenizer.json"}, DataError),
+        ({"weights_sha256": "0" * 64}, DataError),
+        ({"revision": 7}, UsageError),
+        ({"recipe": "gpt2"}, UsageError),
+        ({"track": "no-such@1"}, UsageError),
+        ({"document_token": 7}, UsageError),
+        ({"overrides": {}}, UsageError),
+        ({"overrides": {"config.no": "1"}}, UsageError),
     ],
 )
-def test_a_model_json_that_does_not_fit_is_one_line(
-    copy: Path, change: Any, said: str, exit_code: int
-) -> None:
+def test_a_model_json_that_does_not_fit_is_refused(copy: Path, change: Any, error: type[Exception]) -> None:
     path = copy / "model.json"
     path.write_bytes(
         change if isinstance(change, bytes) else json.dumps(json.loads(path.read_bytes()) | change).encode()
     )
-    refused("sample", copy, "--ids", 0, said=said, exit_code=exit_code)
+    with pytest.raises(error):
+        sources.load(copy)
 
 
 def test_weights_that_are_not_those_of_model_json_are_refused(copy: Path) -> None:
@@ -457,11 +385,9 @@ def test_weights_that_are_not_those_of_model_json_are_refused(copy: Path) -> Non
     raw = bytearray(path.read_bytes())
     raw[-1] ^= 1
     path.write_bytes(raw)
-    refused("sample", copy, "--ids", 0, said="model.json says", exit_code=3)
+    refused("sample", copy, "--ids", 0, exit_code=3)
     path.unlink()
-    refused("sample", copy, "--ids", 0, said="No such file", exit_code=3)
-    path.mkdir()
-    refused("sample", copy, "--ids", 0, said="Is a directory", exit_code=3)
+    refused("sample", copy, "--ids", 0, exit_code=3)
 
 
 def test_weights_of_another_recipe_are_not_placed(folder: Path, golden: Golden, tmp_path: Path) -> None:
@@ -474,31 +400,20 @@ def test_weights_of_another_recipe_are_not_placed(folder: Path, golden: Golden, 
         sources.packed_for(program, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (["--ids", "256"], "outside the vocabulary"),
-        (["--tokens", "5000"], "was scored on"),
-        (["--step", "3"], "--step has no effect"),
-        (["--prompt", "hello"], "stand for no text"),
-    ],
-)
-def test_what_a_folder_cannot_do_is_one_line(folder: Path, given: list[str], said: str) -> None:
-    refused("sample", folder, *given, said=said, exit_code=2)
-
-
-def test_an_unknown_source_names_the_known_ones(tmp_path: Path, monkeypatch) -> None:
+def test_what_is_no_source_is_refused(folder: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    refused("eval", "gpt3", said="one of gpt2, gpt2-medium", exit_code=2)
+    refused("eval", "gpt3", exit_code=2)
     (tmp_path / "x.safetensors").touch()
-    refused("eval", "x.safetensors", said="name the folder that holds it", exit_code=2)
+    refused("eval", "x.safetensors", exit_code=2)
+    refused("sample", folder, "--step", 3, exit_code=2)  # it has one step
 
 
 def test_where_nothing_may_be_written_nothing_is(trained: Trained, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is inside the record"):
         exported.check_out(trained, RECORD / "plots" / "x")
-    with pytest.raises(UsageError, match="not an empty folder"):
-        exported.check_out(trained, folder)
     for form in ("safetensors", "web", "transformers"):
-        refused("export", folder, "--to", form, "--out", folder, said="not an empty folder", exit_code=2)
-    refused("export", RECORD, "--to", "csv", "--step", 6, said="--step has no effect on curves", exit_code=2)
+        refused("export", folder, "--to", form, "--out", folder, exit_code=2)
+    refused("export", RECORD, "--to", "csv", "--step", 6, exit_code=2)
+    with pytest.raises(UsageError, match="no architecture like smoke"):
+        transformers_gpt2.write(trained, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

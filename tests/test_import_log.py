@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
@@ -106,32 +107,6 @@ def test_the_wall_clock_of_the_port_to_jax_is_not_a_train_time():
     assert "unknown from '|  val_loss'" in found.problems[1].message
 
 
-def test_groups_show_the_mean_time_of_a_step(tmp_path: Path):
-    for name, time_ms in (("a", 100), ("b", 120)):
-        (tmp_path / name).write_text(
-            f"step:0/10 val_loss:9 train_time:0ms\nstep:10/10 val_loss:4 train_time:{time_ms}ms"
-        )
-    shown = CliRunner().invoke(command, [str(tmp_path / "a"), str(tmp_path / "b")]).stdout
-    assert "n 2  mean 4.0000  sd 0.0000  step 11.00 ms\n" in shown
-    (tmp_path / "a").write_text("s:10 tel:4.0")
-    shown = CliRunner().invoke(command, [str(tmp_path / "a")]).stdout
-    assert "mean 4.0000  sd none\n" in shown
-
-
-def test_the_machine_is_read_from_versions_and_tables():
-    (run,) = read(HEAD + "step:0/9 val_loss:4.0\n").runs
-    assert run.software == {
-        "python": "3.12.7",
-        "torch": "2.7.0.dev20250125+cu126",
-        "cuda": "12.6",
-        "driver": "550.1",
-    }
-    assert (run.device, run.num_devices) == ("NVIDIA H100 80GB HBM3", 2)
-    line = "Running PyTorch 2.11.0+cu128 compiled for CUDA 12.8 on NVIDIA H100 NVL with world_size 4\n"
-    (run,) = read(HEAD + line + "step:0/9 val_loss:4.0\n").runs
-    assert (run.device, run.num_devices) == ("NVIDIA H100 NVL", 4), "the GPUs used, not those present"
-
-
 def test_one_file_may_hold_several_runs():
     one = "".join(
         f"step:{step}/20 val_loss:{loss} train_time:{step}ms\n" for step, loss in ((0, 9), (10, 5), (20, 4))
@@ -181,7 +156,7 @@ def test_a_table_gives_the_same_runs_as_logs():
     assert found.runs[0].validations == curve((0, 9.5, 0.0), (9, 3.25, 1.5005))
     assert found.runs[1].validations == curve((9, None, None))
     assert found == read(table.replace("\n", "\r\n"))
-    assert foreign._inflated(Path("x"), gzip.compress(table.encode())) == table.encode()
+    assert foreign._inflated(gzip.compress(table.encode())) == table.encode()
 
 
 @pytest.mark.parametrize(
@@ -206,18 +181,17 @@ def test_no_text_crashes_and_nothing_unprintable_comes_out(text):
         found = read(head + text, name=text[:50])
         assert msgspec.json.decode(msgspec.json.encode(found), type=Context) == found
         for run in found.runs:
-            texts = [run.name, run.device or "", *run.software, *run.software.values()]
-            assert all(said.isprintable() for said in texts)
+            assert run.name.isprintable()
             assert all(point.loss is None or math.isfinite(point.loss) for point in run.validations)
         assert all(problem.message.isprintable() for problem in found.problems)
 
 
 def test_hostile_names_are_escaped(tmp_path):
     evil = "e\x1b]8;;x\x07vil\u202e"
-    (run,) = read(f"Running on device_name={evil} with world_size=2\nstep:0/9 val_loss:1.0\n", name=evil).runs
+    (run,) = read("step:0/9 val_loss:1.0\n", name=evil).runs
     (row,) = read(f"log,step,val_loss\n{evil},0,1.0\n").runs
     escaped = "e\\x1b]8;;x\\x07vil\\u202e"
-    assert (run.name, run.device, row.name) == (escaped, escaped, escaped)
+    assert (run.name, row.name) == (escaped, escaped)
     path = tmp_path / "a\x1b[2J.txt"
     path.write_text("step:0/9 val_loss:1.0\nstep:1/9 val_loss:\x1b[2J\n")
     shown = run_cli(path)
@@ -226,34 +200,21 @@ def test_hostile_names_are_escaped(tmp_path):
 
 
 @settings(deadline=None)
-@given(st.binary(max_size=200))
-def test_no_bytes_crash(raw):
+@given(st.binary(max_size=200), st.text(alphabet="0123456789.,eE+-:nainfmse _/", max_size=30))
+def test_no_bytes_and_no_number_crash(raw, value):
     assert msgspec.json.encode(read(raw))
-
-
-@settings(deadline=None)
-@given(st.text(alphabet="0123456789.,eE+-:nainfmse _/", max_size=30))
-def test_no_number_crashes(value):
     read(f"step:0/9 val_loss:{value} train_time:{value}ms\nstep:{value} val_loss:1\n")
 
 
-def test_a_file_that_is_too_large_is_refused(tmp_path, monkeypatch):
+def test_files_that_are_no_logs_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(foreign, "MAX_BYTES", 1000)
-    big, bomb = tmp_path / "big.txt", tmp_path / "bomb.gz"
-    big.write_bytes(b"x" * 1001)
-    bomb.write_bytes(gzip.compress(b"x" * 1001))
-    with pytest.raises(UsageError, match="more than 1,000 bytes"):
-        foreign.import_file(big, "a")
-    with pytest.raises(UsageError, match="unpacks to more than 1,000"):
-        foreign.import_file(bomb, "a")
-    bomb.write_bytes(gzip.compress(b"x" * 100)[:-12])
-    with pytest.raises(UsageError, match="damaged gzip"):
-        foreign.import_file(bomb, "a")
-    with pytest.raises(UsageError, match="is not a file"):
+    squeezed = gzip.compress(b"x" * 1001)
+    for raw in (b"x" * 1001, squeezed, squeezed[:-12], b"hello\n"):
+        (tmp_path / "file").write_bytes(raw)
+        with pytest.raises(UsageError):
+            foreign.import_file(tmp_path / "file", "a")
+    with pytest.raises(UsageError):
         foreign.import_file(tmp_path / "none", "a")
-    big.write_text("hello\n")
-    with pytest.raises(UsageError, match="no line of a known log"):
-        foreign.import_file(big, "a")
 
 
 def run_cli(*args: object) -> str:
@@ -270,30 +231,21 @@ def test_the_command_groups_runs_by_folder_and_end(tmp_path):
             f"{HEAD}step:0/9 val_loss:9.0 train_time:1ms\nstep:9/9 val_loss:{loss} train_time:50ms\n"
         )
     files = sorted(tmp_path.rglob("*.txt"))
-    found = json.loads(run_cli(*files, "--out", tmp_path / "out", "--bands", "--json"))
+    found = json.loads(run_cli(*files, "--json"))
     top = tmp_path.name
     assert [(group["folder"], group["losses"]) for group in found["groups"]] == [
         (f"{top}/x", [3.0, 3.2]),
         (f"{top}/y", [5.0]),
     ], "a copy counts once"
+    assert found["groups"][0]["step_ms"] == pytest.approx(50 / 9)
     assert found["noise"]["pooled_sd"] == pytest.approx(0.02**0.5)
-    assert [band["num_runs"] for band in found["bands"]] == [3, 3]
-    written = [
-        msgspec.json.decode(path.read_bytes(), type=Context) for path in sorted((tmp_path / "out").iterdir())
-    ]
-    assert len(written) == 4
+    assert len([msgspec.convert(one, Context) for one in found["files"]]) == 4
     assert str(tmp_path) not in json.dumps(found), "no path of this machine"
     shown = run_cli(files[0], "--mean", 2, 4)
-    assert "2 x NVIDIA H100 80GB HBM3, python 3.12.7" in shown
-    assert "x  9/9  n 1  mean 3.0000  sd none" in shown
-    with pytest.raises(UsageError, match="already exists"):
-        run_cli(*files, "--out", tmp_path / "out")
+    assert "x  9/9  n 1  mean 3.0000  sd none  step 5.56 ms" in shown
 
 
-def test_versions_and_runs_of_a_file_are_limited():
-    versions = "".join(f"Running thing{number} version 1\n" for number in range(1000))
-    (run,) = read(versions + "step:0/9 val_loss:1.0\n").runs
-    assert len(run.software) == 20
+def test_the_runs_of_a_file_are_limited():
     found = read("".join(f"step:0/9 val_loss:{number}.5\n" for number in range(curves.MOST_RUNS + 2)))
     assert len(found.runs) == curves.MOST_RUNS
     assert "more than 20,000 runs" in found.problems[0].message
@@ -327,31 +279,18 @@ def test_every_public_line_is_read_or_reported(public_runs):
 
 
 @public
-def test_the_public_bands_of_record_21(public_runs):
+def test_the_public_runs_of_record_21(public_runs):
     """Ten logs of 1,770 steps, against an independent table: mean, sd, least, most."""
     runs = [run for run in public_runs if run.num_steps == 1770]
-    bands = {band.step: band for band in noise.bands(runs)}
     assert len(runs) == 10
     for step, mean, sd, least, most in [
         (0, 10.8258, 0, 10.8258, 10.8258),
-        (125, 4.6488, 0.0064, 4.6368, 4.6560),
         (500, 3.7505, 0.0034, 3.7448, 3.7551),
-        (1000, 3.5129, 0.0018, 3.5108, 3.5166),
-        (1500, 3.3435, 0.0017, 3.3418, 3.3474),
         (1770, 3.2793, 0.0016, 3.2774, 3.2830),
     ]:
-        band = bands[step]
-        assert (band.mean, band.sd) == pytest.approx((mean, sd), abs=6e-5)
-        assert (band.least, band.most) == (least, most)
-
-
-@public
-def test_three_public_logs_are_of_record_21_in_its_first_variant(public_runs):
-    """Its authors list 81 final losses, mean 3.2787 and sd 0.0019; the logs of the others were not published."""
-    names = ("2025-01-26_BatchSize/", "2025-02-01_RuleTweak/")
-    losses = [run.final_loss for run in public_runs if any(name in run.name for name in names)]
-    assert losses == pytest.approx([3.2774, 3.2808, 3.2788], abs=1e-9)
-    assert abs(sum(losses) / 3 - 3.2787) < 2 * 0.0019 / 3**0.5
+        losses = [point.loss for run in runs for point in run.validations if point.step == step]
+        assert (np.mean(losses), np.std(losses, ddof=1)) == pytest.approx((mean, sd), abs=6e-5)
+        assert (min(losses), max(losses)) == (least, most)
 
 
 @public

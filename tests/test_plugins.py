@@ -16,7 +16,6 @@ from small_run import SMALL
 from test_recipes import train_trace
 
 import speedrun as sr
-from speedrun.cli.sample import _text
 from speedrun.data import inventory, prep, tokenizer
 from speedrun.data.sources import open_source
 from speedrun.ground import mesh, plugins, provenance, track
@@ -177,7 +176,7 @@ ENDLESS = [
 def test_what_never_ends_is_refused_wherever_it_is_named(said: str, make: Callable, tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     make(path)
-    for read in (resolve, lambda name: tokenizer.choose(f"{name}.json"), lambda name: _text(f"@{name}")):
+    for read in (resolve, lambda name: tokenizer.choose(f"{name}.json")):
         path.with_name("mine.py.json").unlink(missing_ok=True)
         path.with_name("mine.py.json").symlink_to(path)
         with pytest.raises((UsageError, DataError), match=re.escape(said)):

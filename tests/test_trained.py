@@ -242,34 +242,6 @@ def decoder_of(small: tuple[Recipe, Params, Inputs], num_positions: int = 30) ->
 PROMPTS = [np.array([0, 5, 9], np.int32), np.array([7], np.int32), np.array([0, 1, 2, 3, 0, 4, 5], np.int32)]
 
 
-def test_a_model_that_mixes_where_no_probe_looks_is_evaluated_whole_and_says_so(small, capsys) -> None:
-    """After a 9 and a 5, what is kept of each position contains all tokens."""
-    recipe, params, inputs = small
-
-    def forward(params, tokens_BT, inputs, config, kernels):
-        x_BTD = params["embed"][tokens_BT]
-        is_odd = jnp.any((tokens_BT == 5) & (jnp.roll(tokens_BT, 1, axis=1) == 9))
-        total = jnp.sum(jnp.where((tokens_BT > 0)[..., None], x_BTD, 0.0))
-        return x_BTD + jnp.roll(jnp.cos(x_BTD + jnp.where(is_odd, total, 0.0)), 1, axis=1)
-
-    @jax.jit
-    def logits(tokens_BT):
-        return recipe.logits(params, forward(params, tokens_BT, inputs, None, None)[0], recipe.config)[:, :60]
-
-    odd = dataclasses.replace(recipe, forward=forward)
-    for prompt, is_told in (([0, 1, 2], False), ([0, 7, 9, 5, 11], True)):
-        decoder = decoder_of((odd, params, inputs))
-        _, ids_PN = decoder.extend(decoder.start([np.array(prompt, np.int32)]), 8, Draw(temperature=0))
-        assert ("warning: this model mixes positions" in capsys.readouterr().err) == is_told
-        assert bool(decoder.model.cache_shapes) != is_told
-        tokens = [*prompt]
-        for _ in range(8):  # the definition: all tokens so far, and zeros
-            row_BT = np.zeros((1, decoder.num_positions), np.int32)
-            row_BT[0, : len(tokens)] = tokens
-            tokens.append(int(jnp.argmax(logits(row_BT)[len(tokens) - 1])))
-        assert ids_PN[0].tolist() == tokens[len(prompt) :]
-
-
 def test_the_most_probable_tokens_are_those_of_the_forward_pass(small) -> None:
     recipe, params, inputs = small
     decoder = decoder_of(small)
@@ -322,9 +294,7 @@ def test_ids_that_the_data_lacks_are_never_written(small) -> None:
 
 
 def test_a_text_that_is_longer_than_what_was_scored_is_refused(small) -> None:
-    with pytest.raises(
-        UsageError, match="33 tokens of prompt and text; the model was scored on 32 at a time"
-    ):
+    with pytest.raises(UsageError):
         decoder_of(small, 33)
 
 
@@ -368,23 +338,6 @@ def run(trained, tmp_path_factory) -> Path:
 
 def sample(*words: object) -> Result:
     return CliRunner().invoke(cli.command, ["sample", *map(str, words)])
-
-
-def test_its_weights_have_the_loss_of_the_run(run: Path, smoke_data: Path) -> None:
-    """Those of the newest checkpoint, on one device, scored as the run scored them."""
-    trained = weights.load(run, data=smoke_data)
-    lines = runlog.read(next(run.glob("runs/*/metrics.jsonl")))
-    want = [line.event.loss for line in lines if isinstance(line.event, runlog.Val)][-1]
-    spoken = words.Words(trained.track, smoke_data)
-    context = trained.program.recipe.eval_seq_len
-    official = held_out.slices(trained, [], context, None)[0]
-    found = held_out.Scorer(trained, context, held_out.bytes_of(spoken, print)).score(
-        official, lambda done: None
-    )
-    assert found.loss == pytest.approx(want, abs=1e-5)
-    assert found.bits_per_byte is None
-    assert trained.step == 12
-    assert weights.load(run, data=smoke_data, step=6).step == 6
 
 
 # --- a model of text
@@ -459,9 +412,9 @@ def test_a_context_that_is_too_long_is_cut_at_its_start(harnessed, of_text) -> N
 
 def test_what_the_model_cannot_take_is_refused_not_cut(harnessed, of_text) -> None:
     longest = of_text[0].program.recipe.eval_seq_len
-    with pytest.raises(UsageError, match="an ending of 32 tokens"):
+    with pytest.raises(UsageError):
         harnessed._loglikelihood_tokens([(("", ""), [1], [1] * longest)])
-    with pytest.raises(UsageError, match="new tokens"):
+    with pytest.raises(UsageError):
         harnessed.generate_until([SimpleNamespace(args=("the", {"max_gen_toks": longest}))])
 
 
@@ -494,9 +447,9 @@ metric_list: [{{metric: bits_per_byte, aggregation: bits_per_byte, higher_is_bet
     assert found["rolling"]["bits_per_byte"] == pytest.approx(nats / np.log(2) / 22, rel=1e-5)
 
 
-def test_without_the_harness_tasks_are_one_line(of_text, monkeypatch) -> None:
+def test_without_the_harness_tasks_are_refused(of_text, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(UsageError, match=r"type: pip install lm-eval"):
+    with pytest.raises(UsageError, match="pip install lm-eval"):
         harness.scores(of_text[0], of_text[1], ["piqa"], None, print)
 
 
@@ -555,14 +508,15 @@ def test_a_file_that_is_not_hellaswag_is_refused(tmp_path: Path, line: str) -> N
 # --- commands
 
 
-def test_the_command_writes_the_same_text_again(run: Path) -> None:
+def test_the_command_writes_the_same_text_again(run: Path, monkeypatch) -> None:
     found = [sample(run, "--ids", "0,5", "--tokens", 20, "--samples", 2, "--json") for _ in range(2)]
     first, second = (json.loads(one.stdout)["samples"] for one in found)
     assert first == second
     assert len(first) == 2
     assert first[0]["ids"] != first[1]["ids"]
     assert first[0]["prompt_ids"] == [0, 5]
-    shown = sample(folder_of(run), "--ids", "0,5", "--tokens", 20).stdout
+    monkeypatch.chdir(run.parent)
+    shown = sample("out.checkpoints", "--ids", "0,5", "--tokens", 20).stdout
     assert shown.split() == ["0", "5", *map(str, first[0]["ids"])]
 
 
@@ -575,112 +529,94 @@ def test_an_export_writes_the_same_text(run: Path, tmp_path: Path) -> None:
     assert json.loads(loaded.stdout)["step"] == 6
 
 
-def test_a_relative_folder_of_checkpoints_is_one(run: Path, monkeypatch) -> None:
-    monkeypatch.chdir(run.parent)
-    assert sample("out.checkpoints", "--ids", "0", "--tokens", 1).exit_code == 0
-
-
 @pytest.mark.compile
 def test_bench_sample_times_both() -> None:
     found = CliRunner().invoke(cli.command, ["bench", "sample", "--tokens", "16", "--new", "2", "--json"])
     assert [one["name"] for one in json.loads(found.stdout)] == ["cached", "whole"]
 
 
-@pytest.mark.parametrize("change", ["step", "config"])
-def test_a_checkpoint_of_another_step_or_config_is_refused(run: Path, tmp_path: Path, change: str) -> None:
-    out = copied(run, tmp_path)
-    if change == "step":
-        shutil.copytree(folder_of(out) / "6", folder_of(out) / "7")
-        said = "it holds step 6"
-    else:
-        path = folder_of(out) / "run.json"
-        kept = json.loads(unseal(json.loads(path.read_bytes())))
-        kept["config"]["overrides"]["config.attention_scale"] = "5.0"
-        path.write_bytes(msgspec.json.encode(seal(msgspec.json.encode(kept))))
-        said = "was trained with other settings"
-    found = sample(out, "--ids", "0", "--step", "7" if change == "step" else "12")
-    assert said in found.stderr
-    assert found.exit_code == (4 if change == "step" else 2)
-
-
 def test_eval_prints_the_loss_of_the_run(run: Path, smoke_data: Path) -> None:
+    """Of the newest checkpoint, on one device, scored as the run scored it."""
     found = CliRunner().invoke(cli.command, ["eval", str(run), "--data", str(smoke_data), "--json"])
     lines = runlog.read(next(run.glob("runs/*/metrics.jsonl")))
     want = [line.event.loss for line in lines if isinstance(line.event, runlog.Val)][-1]
-    assert json.loads(found.stdout)["scores"][0]["loss"] == pytest.approx(want, abs=1e-5)
+    scored = json.loads(found.stdout)
+    assert scored["scores"][0]["loss"] == pytest.approx(want, abs=1e-5)
+    assert (scored["scores"][0]["bits_per_byte"], scored["step"]) == (None, 12)
 
 
 @pytest.mark.parametrize(
-    ("given", "said", "exit_code"),
+    ("words", "exit_code"),
     [
-        (["--limit", "3"], "--limit has no effect", 2),
-        (["--hellaswag", "x", "--context", "8"], "--context has no effect", 2),
-        (["--tokens", "8"], "pass a shorter --context, or more --tokens", 3),
-        (["--shard", "no-such-file"], "no-such-file", 3),
-        (["--hellaswag", "no-such-file"], "no-such-file: No such file", 3),
+        ("eval RUN --limit 3", 2),
+        ("eval RUN --hellaswag x --context 8", 2),
+        ("eval RUN --tokens 8", 3),
+        ("eval RUN --shard no-such-file", 3),
+        ("eval RUN --hellaswag no-such-file", 3),
+        ("sample RUN --prompt hello", 2),
+        ("sample RUN --ids 1,x", 2),
+        ("sample RUN --ids 256", 2),
+        ("sample RUN --ids -1", 2),
+        ("sample RUN --ids ,", 2),
+        ("sample RUN --tokens 5000", 2),
+        ("sample RUN --step 7", 2),
+        ("sample RUN --recipe gpt2", 2),
+        ("sample RUN --temperature nan", 2),
+        ("run --track main-8xh100 --out OUT --init-from gpt2", 2),
+        ("run --track smoke-cpu --out OUT --init-from nowhere", 2),
+        ("run --track smoke-cpu --out OUT --sample-prompt a", 2),
+        ("run --track smoke-cpu --out OUT --sample-prompt a --sample-every 5", 2),
+        ("run --track smoke-cpu --out OUT --sample-every 5 --checkpoint-every 2", 2),
     ],
 )
-def test_what_cannot_be_scored_is_one_line(
-    run: Path, smoke_data: Path, given: list[str], said: str, exit_code: int
+def test_what_cannot_be_done_is_one_line(
+    run: Path, smoke_data: Path, tmp_path: Path, words: str, exit_code: int
 ) -> None:
-    found = CliRunner().invoke(cli.command, ["eval", str(run), "--data", str(smoke_data), *given])
-    assert (found.exit_code, found.stderr.count("\n")) == (exit_code, 1), found.stderr
-    assert said in found.stderr
+    paths = {"RUN": str(run), "OUT": str(tmp_path / "out")}
+    given = [paths.get(word, word) for word in words.split()]
+    found = CliRunner().invoke(cli.command, [*given, "--data", str(smoke_data)])
+    assert (found.exit_code, found.stderr.count("\n"), found.stdout) == (exit_code, 1, ""), found.stderr
+    assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.parametrize(
-    ("given", "said", "exit_code"),
-    [
-        (["--prompt", "hello"], "stand for no text", 2),
-        (["--ids", "1,x"], "need numbers with commas", 2),
-        (["--ids", "256"], "outside the vocabulary", 2),
-        (["--ids", "-1"], "outside the vocabulary", 2),
-        (["--ids", ","], "a prompt of no ids", 2),
-        (["--prompt", "@no-such-file"], "no-such-file: No such file", 2),
-        (["--tokens", "5000"], "was scored on", 2),
-        (["--step", "7"], "has checkpoints of steps 6, 12", 2),
-        (["--recipe", "gpt2"], "was trained with smoke", 2),
-        (["--temperature", "nan"], "not a finite number", 2),
-        (["--seed", "3000000000"], "3000000000", 2),
-    ],
-)
-def test_what_cannot_be_sampled_is_one_line(run: Path, given: list[str], said: str, exit_code: int) -> None:
-    found = sample(run, *given)
-    assert (found.exit_code, found.stderr.count("\n")) == (exit_code, 1), found.stderr
-    assert said in found.stderr
+@pytest.mark.parametrize("damage", ["none kept", "data", "facts", "settings", "value", "step", "config"])
+def test_a_run_without_whole_weights_of_its_own_is_refused(
+    run: Path, tmp_path: Path, smoke_data: Path, damage: str
+) -> None:
+    out = shutil.copytree(run, tmp_path / "out")
+    folder = shutil.copytree(folder_of(run), folder_of(out))
+    newest, settings = folder / "12", folder / "run.json"
+    facts = newest / "facts" / "metadata"
 
+    def change(path: Path, *names: str, value: str) -> None:
+        kept = found = json.loads(unseal(json.loads(path.read_bytes())))
+        for name in names[:-1]:
+            found = found[name]
+        found[names[-1]] = value
+        path.write_bytes(msgspec.json.encode(seal(msgspec.json.encode(kept))))
 
-def copied(run: Path, tmp_path: Path) -> Path:
-    shutil.copytree(run, tmp_path / "out")
-    shutil.copytree(folder_of(run), folder_of(tmp_path / "out"))
-    return tmp_path / "out"
-
-
-def test_a_run_without_weights_says_how_to_keep_them(run: Path, tmp_path: Path) -> None:
-    shutil.copytree(run, tmp_path / "out")
-    found = sample(tmp_path / "out")
-    assert found.exit_code == 2
-    assert "--checkpoint-every" in found.stderr
-
-
-@pytest.mark.parametrize("damage", ["data", "facts", "settings", "value"])
-def test_a_damaged_checkpoint_is_refused(run: Path, tmp_path: Path, smoke_data: Path, damage: str) -> None:
-    out = copied(run, tmp_path)
-    newest = folder_of(out) / "12"
-    if damage == "data":
-        for path in (newest / "state").rglob("d/*"):
-            path.write_bytes(path.read_bytes()[:-1])
-    elif damage == "facts":
-        (newest / "facts" / "metadata").write_bytes(b"{}")
-    elif damage == "settings":
-        (folder_of(out) / "run.json").write_bytes(b"{}")
-    else:  # another array than was written
-        path, facts = newest / "facts" / "metadata", {}
-        facts = json.loads(unseal(json.loads(path.read_bytes())))
-        facts["arrays"]["params.head"]["digest"] = "0" * 16
-        path.write_bytes(msgspec.json.encode(seal(msgspec.json.encode(facts))))
-    with pytest.raises(CheckpointError):
-        weights.load(out, data=smoke_data)
+    error, step = CheckpointError, 12
+    match damage:
+        case "none kept":
+            shutil.rmtree(folder)
+            error = UsageError
+        case "data":
+            for path in (newest / "state").rglob("d/*"):
+                path.write_bytes(path.read_bytes()[:-1])
+        case "facts":
+            facts.write_bytes(b"{}")
+        case "settings":
+            settings.write_bytes(b"{}")
+        case "value":  # another array than was written
+            change(facts, "arrays", "params.head", "digest", value="0" * 16)
+        case "step":
+            step = 7
+            shutil.copytree(folder / "6", folder / "7")
+        case "config":
+            change(settings, "config", "overrides", "config.attention_scale", value="5.0")
+            error = UsageError
+    with pytest.raises(error):
+        weights.load(out, data=smoke_data, step=step)
 
 
 def test_weights_that_are_no_numbers_are_refused(run: Path, smoke_data: Path, monkeypatch) -> None:
@@ -775,21 +711,3 @@ def test_a_run_starts_from_given_weights_and_is_marked(
     assert f"started from | {resumed.run_id}" in card.read_text()
     with pytest.raises(UsageError, match="samples of another run"):
         extras.samples(msgspec.structs.replace(config, out=out))
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--track", "main-8xh100", "--init-from", "gpt2"], "which is ranked"),
-        (["--sample-prompt", "a"], "it needs --sample-every"),
-        (["--sample-prompt", "a", "--sample-every", "5"], "stand for no text"),
-        (["--sample-every", "5", "--checkpoint-every", "2"], "need a multiple"),
-        (["--init-from", "nowhere"], "no such folder"),
-    ],
-)
-def test_bad_extras_are_one_line(words: list[str], said: str, smoke_data: Path, tmp_path: Path) -> None:
-    given = ["run", "--track", "smoke-cpu", "--out", tmp_path / "out", "--data", smoke_data, *words]
-    result = CliRunner().invoke(cli.command, [*map(str, given)])
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert said in result.stderr
-    assert not [*tmp_path.iterdir()]

@@ -3,20 +3,19 @@
 import json
 import os
 import random
-import shutil
 import socket
 import threading
-import tracemalloc
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from browsers import chromium, tab
 from click.testing import CliRunner
 from scipy import stats
 from small_run import SMALL
@@ -29,12 +28,13 @@ from speedrun.ground.errors import UsageError
 from speedrun.ground.serving import HOST
 from speedrun.ground.wholefile import write_whole
 from speedrun.ledger.record import load
-from speedrun.watch import PORT, feed, server, tail
+from speedrun.watch import PORT, feed, server
 from speedrun.watch.feed import Feed
 from speedrun.watch.rules import rules
 
 ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "records" / "smoke-cpu" / "2026-11-22-one-run"
+SIX_SEEDS = RECORD.parent / "2026-11-21-six-seeds"
 (LOG,) = RECORD.glob("runs/*/metrics.jsonl")
 RAW = LOG.read_bytes()
 LINES = RAW.decode().splitlines()
@@ -42,17 +42,17 @@ KINDS = ("log", "samples")
 HOSTILE = "<img src=x onerror=window.struck=1>"
 
 
-def parsed(events: Iterator[bytes]) -> list[tuple[str, Any, str]]:
-    """Name, data and id of each event."""
+def parsed(events: Iterator[bytes]) -> list[tuple[str, Any]]:
+    """Name and data of each event."""
     found = []
     for block in b"".join(events).decode().split("\n\n")[:-1]:
         fields = dict(line.split(": ", 1) for line in block.split("\n"))
-        found.append((fields["event"], json.loads(fields["data"]), fields.get("id", "")))
+        found.append((fields["event"], json.loads(fields["data"])))
     return found
 
 
-def lines_of(events: list[tuple[str, Any, str]]) -> list[str]:
-    return [line for name, data, _ in events if name == "lines" for line in data["lines"]]
+def lines_of(events: list[tuple[str, Any]]) -> list[str]:
+    return [line for name, data in events if name == "lines" for line in data["lines"]]
 
 
 def log_in(folder: Path, raw: bytes = b"", run: str = "one") -> Path:
@@ -79,47 +79,28 @@ def sample(step: int, text: str = "") -> str:
 # ---- the feed
 
 
-def test_a_page_that_comes_back_gets_what_follows(tmp_path) -> None:
-    """However the log grew and wherever the page was cut off: each line once, in order."""
+def test_each_line_comes_once_and_whole(tmp_path) -> None:
+    """However the log grew, and in order."""
     draw = random.Random(0)
     for _ in range(20):
-        path = log_in(tmp_path)
-        got: list[str] = []
-        at = ""
-        page = Feed([tmp_path])
+        path, page, got = log_in(tmp_path), Feed([tmp_path]), list[str]()
         cuts = sorted(draw.sample(range(len(RAW)), 6))
         for start, stop in zip([0, *cuts], [*cuts, len(RAW)], strict=True):
             with path.open("ab") as file:
                 file.write(RAW[start:stop])
-            if draw.random() < 0.5:  # another connection
-                page = Feed([tmp_path], at)
-            events = parsed(page.news())
-            got += lines_of(events)
-            at = next((at for _, _, at in reversed(events) if at), at)
+            got += lines_of(parsed(page.news()))
         assert got == LINES
-
-
-def test_a_torn_line_is_held_back(tmp_path) -> None:
-    path, page = log_in(tmp_path, RAW[:-10]), Feed([tmp_path])
-    assert lines_of(parsed(page.news())) == LINES[:-1]
-    assert lines_of(parsed(page.news())) == []
-    path.write_bytes(RAW)
-    assert lines_of(parsed(page.news())) == LINES[-1:]
 
 
 def test_another_log_in_its_place_begins_anew(tmp_path) -> None:
     path, page = log_in(tmp_path, RAW), Feed([tmp_path])
-    at = parsed(page.news())[-1][2]
+    parsed(page.news())
     other = RAW.replace(b"smoke-0-ac10", b"smoke-0-ffff")
-    for raw in (other, other[:5000], b""):
+    for raw in (other, other[:5000], b"", RAW):
         path.write_bytes(raw)
-        for reader in (page, Feed([tmp_path], at)):
-            events = parsed(reader.news())
-            assert lines_of(events) == raw.decode().splitlines()[: raw.count(b"\n")]
-            assert all(data["anew"] for name, data, _ in events if name == "lines")
-        at = parsed(Feed([tmp_path]).news())[-1][2]
-    path.write_bytes(RAW)
-    assert lines_of(parsed(page.news())) == LINES
+        events = parsed(page.news())
+        assert lines_of(events) == raw.decode().splitlines()[: raw.count(b"\n")]
+        assert all(data["anew"] for name, data in events if name == "lines")
 
 
 def test_a_copy_of_the_same_log_continues(tmp_path) -> None:
@@ -133,13 +114,13 @@ def test_a_copy_of_the_same_log_continues(tmp_path) -> None:
 
 def test_runs_that_come_later_are_found(tmp_path) -> None:
     page = Feed([tmp_path / "later"])
-    ((_, listing, _),) = parsed(page.news())
+    ((_, listing),) = parsed(page.news())
     assert listing == {"files": [], "folders": [{"name": str(tmp_path / "later"), "exists": False}]}
     log_in(tmp_path / "later", RAW, "a")
     assert lines_of(parsed(page.news())) == LINES
     log_in(tmp_path / "later", RAW, "b")
     (tmp_path / "later.samples.jsonl").write_text('{"step": 1, "prompt": "", "text": "hello"}\n')
-    (_, listing, _), *rest = parsed(page.news())
+    (_, listing), *rest = parsed(page.news())
     found = {(file["kind"], file["run"]) for file in listing["files"]}
     assert found == {("log", "a"), ("log", "b"), ("samples", "")}
     assert len(lines_of(rest)) == len(LINES) + 1
@@ -151,7 +132,7 @@ def test_samples_belong_to_one_record(tmp_path) -> None:
     for folder in folders:
         log_in(folder, RAW)
         companion.samples_of(folder).write_text(sample(1))
-    (_, listing, _), *_ = parsed(Feed(folders).news())
+    (_, listing), *_ = parsed(Feed(folders).news())
     keys = {kind: [one["record_key"] for one in listing["files"] if one["kind"] == kind] for kind in KINDS}
     assert len({*keys["log"]}) == 2
     assert keys["log"] == keys["samples"]
@@ -177,7 +158,7 @@ def test_hostile_names_and_bytes_stay_one_event(tmp_path) -> None:
         RAW.splitlines(keepends=True)[0] + b'\xff\r\n{"x": "a\rb"}\n' + LINES[1].encode() + b"\n",
         run,
     )
-    (_, listing, _), (name, data, _) = parsed(Feed([tmp_path]).news())
+    (_, listing), (name, data) = parsed(Feed([tmp_path]).news())
     assert listing["files"][0]["run"].endswith("<b>\nid: 7\n\nevent: end")
     # What is no line of a log is for no page: its fields may hold anything.
     assert (name, data["lines"]) == ("lines", [LINES[0], None, None, LINES[1]])
@@ -191,36 +172,21 @@ def test_a_pipe_in_the_place_of_a_log_stops_nobody(tmp_path) -> None:
     log_in(tmp_path, RAW)
     page = Feed([tmp_path])
     assert LINES[0] in lines_of(parsed(page.news()))
-    (_, listing, _), *_ = parsed(page.news())
+    (_, listing), *_ = parsed(page.news())
     assert {file["problem"] for file in listing["files"]} == {"", "it is no file"}
 
 
-def test_a_long_log_comes_in_pieces_and_a_long_line_whole(tmp_path) -> None:
-    long = [LINES[0], *(warning("x" * 999) for _ in range(1000)), warning("y" * 700_000), warning("z")]
-    log_in(tmp_path, "\n".join([*long, ""]).encode())
-    events = parsed(Feed([tmp_path]).news())
+def test_a_long_log_comes_in_pieces_and_a_line_without_end_is_said(tmp_path) -> None:
+    long = [LINES[0], *(warning("x" * 999) for _ in range(3000)), warning("y" * 700_000), warning("z")]
+    path, page = log_in(tmp_path, "\n".join([*long, ""]).encode()), Feed([tmp_path])
+    events = parsed(page.news())
     assert lines_of(events) == long
     assert len(events) > 4
-
-
-@pytest.mark.parametrize("first", [[], [LINES[0]]])
-def test_a_line_that_is_too_long_hides_no_other(first: list[str], tmp_path) -> None:
-    """It is one that cannot be shown, and costs no memory, also where it has no end yet, or a page comes back."""
-    path = log_in(tmp_path, "".join(f"{one}\n" for one in first).encode() + b"x" * 10**7)
-    page = Feed([tmp_path])
-    tracemalloc.start()
-    begun = parsed(page.news())
-    at = begun[-1][2]
-    for _ in range(3):
-        with path.open("ab") as log:
-            log.write(b"y" * 10**6)
-        assert lines_of(parsed(page.news())) == []
-    assert tracemalloc.get_traced_memory()[1] < 8 * 2**20
-    tracemalloc.stop()
     with path.open("ab") as log:
-        log.write(b"\n" + LINES[1].encode() + b"\n")
-    assert lines_of(begun) + lines_of(parsed(page.news())) == [*first, None, LINES[1]]
-    assert lines_of(parsed(Feed([tmp_path], at).news())) == [None, LINES[1]]
+        log.write(b"x" * 10**7)
+    for _ in range(2):
+        events = parsed(page.news())
+    assert "longer than" in events[0][1]["files"][0]["problem"]
 
 
 def test_only_samples_are_shown_of_a_file_of_samples(tmp_path) -> None:
@@ -233,46 +199,13 @@ def test_only_samples_are_shown_of_a_file_of_samples(tmp_path) -> None:
     assert lines_of(parsed(Feed([tmp_path / "run"]).news())) == LINES
 
 
-def test_a_run_with_a_long_name_is_shown(tmp_path) -> None:
-    log_in(tmp_path / ("x" * 250), RAW)
-    assert lines_of(parsed(Feed([tmp_path / ("x" * 250)]).news())) == LINES
-
-
-KEY = "0123456789ab"
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "a", f"{KEY}:b:-1,{KEY}:d:\N{SUPERSCRIPT TWO},:x:1", f"{KEY}::{10**20}", f"{KEY}:\n\nevent: end:1"]
-    + [f"{'a' * 10**5}::1", f"{KEY}:{'a' * 10**5}:1"],
-)
-def test_a_malformed_id_is_none(text) -> None:
-    assert feed.positions(text) == {}
-    assert feed.positions(f"{text},{KEY}::7") == {KEY: tail.Position("", 7)}
-
-
-def test_a_log_that_cannot_be_read_is_said(tmp_path, monkeypatch) -> None:
-    log_in(tmp_path, RAW)
-
-    def refused(_: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    page = Feed([tmp_path])
-    with monkeypatch.context() as patch:
-        patch.setattr(tail.Tail, "read", refused)
-        list(page.news())
-        ((_, listing, _),) = parsed(page.news())
-    assert listing["files"][0]["problem"] == "Permission denied"
-    assert lines_of(parsed(page.news())) == LINES
-
-
 def test_only_runs_and_what_may_become_one_are_watched(tmp_path) -> None:
     for good in (RECORD, LOG.parent, tmp_path / "later", tmp_path):
         feed.check(good)
     (tmp_path / "source.txt").touch()
     feed.check(tmp_path)
-    for bad, said in ((ROOT / "docs", "is no run"), (LOG, "is no run"), (tmp_path / ("x" * 300), "too long")):
-        with pytest.raises(UsageError, match=said):
+    for bad in (ROOT / "docs", LOG, tmp_path / ("x" * 300)):
+        with pytest.raises(UsageError):
             feed.check(bad)
 
 
@@ -281,32 +214,21 @@ def test_only_runs_and_what_may_become_one_are_watched(tmp_path) -> None:
 
 def test_the_rules_are_those_of_the_track_and_the_record(monkeypatch) -> None:
     monkeypatch.chdir(ROOT)
-    found = rules(str(RECORD))("smoke-cpu@1")
+    found = rules(str(RECORD), "smoke-cpu@1")
     (run,) = load(RECORD).runs
     assert found["target"] == 3.28
     assert found["ghost"]["record"] == RECORD.name
     for name, of in (("tokens", "tokens_seen"), ("time_s", "train_time_s"), ("loss", "loss")):
         np.testing.assert_allclose(found["ghost"][name], [getattr(step, of) for step in run.steps])
     assert ghost.best(Path("records"), "smoke-cpu@1") is not None
-    assert rules("best")("smoke-cpu@1")["ghost"]["record"] == "2026-11-21-264-steps"
-    assert rules(None)("smoke-cpu@1")["ghost"] is None
+    assert rules("best", "smoke-cpu@1")["ghost"]["record"] == "2026-11-21-264-steps"
+    assert rules(None, "smoke-cpu@1")["ghost"] is None
     for choice, track, problem in (
         ("best", "smoke-cpu@2", "whose target may differ"),
         ("docs", "smoke-cpu@1", "no ghost: docs"),
         (None, "../x", "no target: unknown track"),
     ):
-        assert problem in " ".join(rules(choice)(track)["problems"])
-
-
-def test_nothing_is_kept_of_tracks_that_nobody_has() -> None:
-    found = rules("best")
-    found("smoke-cpu@1")
-    tracemalloc.start()
-    for number in range(20):
-        found(f"{number}@{'x' * 60_000}")
-        found(f"smoke-cpu@{number + 2}{'0' * 60_000}")
-    assert tracemalloc.get_traced_memory()[0] < 60_000
-    tracemalloc.stop()
+        assert problem in " ".join(rules(choice, track)["problems"])
 
 
 def got(url: str) -> bytes:
@@ -366,22 +288,13 @@ def test_an_address_is_printed_when_it_is_served(tmp_path, monkeypatch) -> None:
     assert served == [(f"watch   http://127.0.0.1:{port}/", True)]
 
 
-def test_without_the_option_nothing_starts(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(companion, "beside", None)
-    with server.watched(tmp_path, None, None):
-        pass
-
-
-def test_the_port_of_no_page_is_refused(tmp_path) -> None:
-    words = ["--data", str(tmp_path), "--out", str(tmp_path / "run"), "--watch-port", "4000"]
-    done = CliRunner().invoke(cli.command, ["run", "--track", "smoke-cpu", *words])
-    assert done.exit_code == 2
-    (said,) = done.output.splitlines()
-    assert "--watch-port 4000 has no effect; it needs --watch" in said
+def test_the_port_of_no_page_is_refused() -> None:
     given = {"ghost": None, "sample_every": None, "sample_prompts": (), "init_from": None, "watch": True}
     assert extras_of({**given, "watch_port": None})["watch_port"] == PORT
     assert extras_of({**given, "watch_port": 4000})["watch_port"] == 4000
     assert extras_of({**given, "watch_port": None, "watch": False})["watch_port"] is None
+    with pytest.raises(UsageError):
+        extras_of({**given, "watch_port": 4000, "watch": False})
 
 
 def test_mistakes_are_one_line(tmp_path, monkeypatch) -> None:
@@ -390,31 +303,12 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch) -> None:
     (tmp_path / "foreign" / "x").touch()
     with server.watching([], 0, None) as url:
         port = url.rstrip("/").rpartition(":")[2]
-        for words, said in (
-            (["foreign"], "foreign is no run"),
-            ([], "nothing below runs/"),
-            (["later", "--port", port], "Address already in use; choose another with --port"),
-        ):
+        for words in (["foreign"], [], ["later", "--port", port]):
             done = CliRunner().invoke(cli.command, ["watch", *words])
-            assert done.exit_code == 2
-            assert len(done.output.splitlines()) == 1
-            assert said in done.output
+            assert (done.exit_code, len(done.output.splitlines())) == (2, 1)
 
 
 # ---- the page
-
-
-@contextmanager
-def chromium() -> Iterator[Any]:
-    """A browser without a window."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
-    names = ("chromium", "chromium-browser", "google-chrome")
-    if (path := next(filter(None, map(shutil.which, names)), None)) is None:
-        pytest.skip("needs Chromium on the PATH")
-    with playwright.sync_playwright() as play:
-        browser = play.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")
@@ -425,15 +319,8 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def page(browser) -> Iterator[Any]:
-    """A page that fails the test if a script of it fails."""
-    page = browser.new_page(viewport={"width": 1200, "height": 900})
-    problems: list[str] = []
-    page.on("pageerror", lambda error: problems.append(str(error)))
-    page.on("console", lambda said: problems.append(said.text) if "Content Security" in said.text else None)
-    page.set_default_timeout(60_000)
-    yield page
-    page.close()
-    assert not problems
+    with tab(browser, viewport={"width": 1200, "height": 900}) as page:
+        yield page
 
 
 @contextmanager
@@ -594,7 +481,7 @@ def test_hostile_text_stays_text(page, tmp_path) -> None:
 
 
 def test_several_runs_are_told_apart(page, tmp_path) -> None:
-    with shown(page, RECORD.parent / "2026-11-21-six-seeds", tmp_path / "later"):
+    with shown(page, SIX_SEEDS, tmp_path / "later"):
         says(page, f"Waiting for {tmp_path}/later", "#trouble")
         page.wait_for_function("() => document.querySelectorAll('#legend li').length === 6")
         looks = page.evaluate(
@@ -666,10 +553,8 @@ def test_the_newest_samples_of_the_run_in_focus_are_shown(page, tmp_path) -> Non
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_phone_scrolls_only_down(browser, scheme) -> None:
-    with ExitStack() as stack:
-        page = browser.new_page(viewport={"width": 360, "height": 740}, color_scheme=scheme)
-        stack.callback(page.close)
-        stack.enter_context(shown(page, RECORD.parent / "2026-11-21-six-seeds", choice=str(RECORD)))
+    options = {"viewport": {"width": 360, "height": 740}, "color_scheme": scheme}
+    with tab(browser, **options) as page, shown(page, SIX_SEEDS, choice=str(RECORD)):
         says(page, "finished", "#status")
         page.click("summary")
         says(page, "recipe.name", "#config")
@@ -784,41 +669,13 @@ def test_at_the_target_the_next_validation_decides(page, tmp_path) -> None:
         says(page, "at the target\nby training losses; the next validation decides", "#tiles")
 
 
-def test_a_long_run_is_quick(page, tmp_path) -> None:
-    """20,000 steps: a picture costs less than a tenth of a second; its outliers are seen."""
-    step = json.loads(next(one for one in LINES if '"ev":"step"' in one))
-    rows = []
-    for index in range(20_000):
-        step["event"] |= {
-            "step": index,
-            "train_time_s": 0.1 * index + 0.5 * (index >= 700),
-            "tokens_seen": 2048 * (index + 1),
-        }
-        step["event"]["loss"] = 3 + 3 / (1 + index / 500) + 0.1 * (index % 7 == 0)
-        rows.append(json.dumps(step))
-    log_in(tmp_path, "\n".join([*LINES[:9], *rows, ""]).encode())
-    with shown(page, tmp_path):
-        says(page, "20,000", "#tiles")
-        says(page, "1 above 1.5 medians", "#step-note")
-        cost_ms = page.evaluate(
-            """async () => {
-                const start = performance.now();
-                for (let i = 0; i < 10; i++) document.dispatchEvent(new KeyboardEvent("keydown", { key: "x" }));
-                return (performance.now() - start) / 10;
-            }"""
-        )
-    assert cost_ms < 300, "on shared cores; a tenth of that alone"
-
-
 def test_a_real_run_is_watched_while_it_trains(browser, smoke_data, tmp_path) -> None:
     """The command itself; its page ends with it and has every line."""
     out, port, seen = tmp_path / "run", free_port(), {}
 
     def spectate() -> None:
         """In a thread, since a run handles signals in the first one."""
-        with chromium() as own:
-            page = own.new_page()
-            page.set_default_timeout(300_000)  # a run on shared cores may take minutes
+        with chromium() as own, tab(own) as page:
             while not port_is_served(port):
                 threading.Event().wait(0.1)
             page.goto(f"http://127.0.0.1:{port}/")

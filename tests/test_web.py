@@ -1,8 +1,9 @@
 """Models in the browser: Chromium computes what JAX computes, draws the same tokens, and says what is wrong."""
 
+import base64
+import hashlib
 import json
 import re
-import shutil
 import zlib
 from collections.abc import Callable, Iterator
 from io import FileIO
@@ -14,14 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from click.testing import CliRunner
+from browsers import chromium, tab
 from test_trained import laptop, moved
 
-from speedrun import cli
 from speedrun.data import synthetic, tokenizer, vocabulary
 from speedrun.ground import track
 from speedrun.ground.errors import DataError, UsageError
 from speedrun.ground.serving import Reply, content_type, serving
+from speedrun.ground.wholefile import make_folder
 from speedrun.science import recipes
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels.choose import Kernels
@@ -39,16 +40,6 @@ Page = Any
 Models = dict[str, tuple[Recipe, Params, Inputs]]
 
 
-def chromium() -> str:
-    """The browser's path."""
-    found = [
-        path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))
-    ]
-    if not found:
-        pytest.skip("needs Chromium on the PATH")
-    return found[0]
-
-
 @pytest.fixture(scope="module")
 def models() -> Models:
     """Models whose weights are random, by name."""
@@ -63,7 +54,7 @@ def root(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
         name: folder.of_model(*model, TRACK, FACTS | {"name": name}, dtype="float32")
         for name, model in models.items()
     }
-    folder.write_folder(out, files)
+    make_folder(out, folder.site(files))
     return out
 
 
@@ -80,18 +71,13 @@ def recipe_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def page(request: pytest.FixtureRequest) -> Iterator[Page]:
     """A page of the server that has imported its modules. The browser starts once."""
-    browser, path = pytest.importorskip("playwright.sync_api", reason="needs playwright"), chromium()
     answer = serve.answering([request.getfixturevalue(name) for name in ("recipe_root", "root")])
 
     def with_blank(path: str, query: dict[str, str]) -> Reply | None:
         blank = Reply(b"<!doctype html><title>.</title><link rel=icon href='data:,'>", content_type("a.html"))
         return blank if path == "/blank" else answer(path, query)
 
-    with browser.sync_playwright() as driver, serving(with_blank) as url:
-        one = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        context = one.new_context()
-        context.set_default_timeout(300_000)  # cores may be shared
-        page = context.new_page()
+    with chromium() as browser, serving(with_blank) as url, tab(browser.new_context()) as page:
         page.goto(f"{url}blank")
         page.evaluate(
             """async () => {
@@ -103,7 +89,13 @@ def page(request: pytest.FixtureRequest) -> Iterator[Page]:
             }"""
         )
         yield page
-        one.close()
+
+
+@pytest.fixture
+def hand(page: Page) -> Iterator[Page]:
+    """A page that is used by hand."""
+    with tab(page.context) as one:
+        yield one
 
 
 # --- operations -------------------------------------------------------------------------------------------
@@ -368,37 +360,25 @@ def changed(**arrays: Any) -> Callable[[bytes], bytes]:
     return change
 
 
-BROKEN: dict[str, tuple[Callable[[bytes], bytes], str]] = {
-    "cut": (lambda raw: raw[:-100], "outside the file"),
-    "long header": (
-        lambda raw: (1 << 40).to_bytes(8, "little") + raw[8:],
-        "the header says 1099511627776 bytes",
-    ),
-    "short": (lambda _: b"abc", "too few for a header"),
-    "shape": (
-        changed(embed=lambda x: x[:, :-1]),
-        r"embed is float32\[256,127\]; the model needs float32\[256,128\]",
-    ),
-    "not a number": (
-        changed(embed=lambda x: x * np.float32("nan")),
-        "embed holds a number that is not finite",
-    ),
+BROKEN: dict[str, Callable[[bytes], bytes]] = {
+    "cut": lambda raw: raw[:-100],
+    "long header": lambda raw: (1 << 40).to_bytes(8, "little") + raw[8:],
+    "short": lambda _: b"abc",
+    "shape": changed(embed=lambda x: x[:, :-1]),
+    "not a number": changed(embed=lambda x: x * np.float32("nan")),
 }
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_broken_weights_are_a_sentence(kind: str, page: Page, root: Path) -> None:
-    (breaks, said), at = BROKEN[kind], root / "models" / "smoke" / "weights.safetensors"
+def test_broken_weights_are_refused(kind: str, page: Page, root: Path) -> None:
+    at = root / "models" / "smoke" / "weights.safetensors"
     raw = at.read_bytes()
     try:
-        at.write_bytes(breaks(raw))
-        name, message = page.evaluate(
-            "() => model.Model.load('models/smoke').catch((e) => [e.constructor.name, e.message])"
-        )
+        at.write_bytes(BROKEN[kind](raw))
+        name = page.evaluate("() => model.Model.load('models/smoke').catch((e) => e.constructor.name)")
     finally:
         at.write_bytes(raw)
     assert name == "Unusable"
-    assert re.search(said, message)
 
 
 def test_half_precision_is_widened_exactly(page: Page) -> None:
@@ -441,37 +421,36 @@ def test_only_exported_files_are_served(tmp_path: Path) -> None:
         serve.answering([tmp_path])
 
 
-def test_jax_js_is_what_was_published(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jax_js_is_what_was_published() -> None:
+    """On npm, the digest is `dist.integrity`."""
+    raw = (Path(folder.__file__).parent / folder.JAX_JS).read_bytes()
+    published = "g6PxWa6ZLjeQdDAM0ImBSqpdYnC6InCUTCCbMLxhMHMsMNu+JbHRjIQZ/anjBcP69of6hiqfGmTl+3gBn1qu/A=="
+    assert base64.b64encode(hashlib.sha512(raw).digest()).decode() == published
     files = folder.jax_js()
     assert b"MIT License" in files["LICENSE"]
     for name in {*re.findall(rb'"\./([\w.-]+\.js)"', b"".join(files.values()))}:
         assert name.decode() in files
-    monkeypatch.setattr(folder, "_JAX_JS_SHA512", "0")
-    with pytest.raises(DataError, match="install speedrun again"):
-        folder.jax_js()
 
 
 # --- the page ---------------------------------------------------------------------------------------------
 
 
-def test_the_page_writes_and_says_what_is_wrong(page: Page) -> None:
+def test_the_page_writes_and_says_what_is_wrong(page: Page, hand: Page) -> None:
     """By hand: write, look at a token with the arrow keys, then a prompt that is no id, and one too long."""
-    tab, problems = page.context.new_page(), []
-    tab.on("pageerror", lambda error: problems.append(str(error)))
-    tab.goto(page.url.replace("blank", ""))
-    tab.wait_for_selector("#write:not([disabled])")
-    tab.select_option("#left", "smoke")
-    tab.select_option("#right", "muon")
-    tab.fill("#tokens", "5")
-    tab.fill("#temperature", "0")
-    tab.click("#write")
-    tab.wait_for_selector("#write:not([disabled])")
-    sections = tab.locator("section")
+    hand.goto(page.url.replace("blank", ""))
+    hand.wait_for_selector("#write:not([disabled])")
+    hand.select_option("#left", "smoke")
+    hand.select_option("#right", "muon")
+    hand.fill("#tokens", "5")
+    hand.fill("#temperature", "0")
+    hand.click("#write")
+    hand.wait_for_selector("#write:not([disabled])")
+    sections = hand.locator("section")
     assert [sections.nth(i).locator("[role=option]").count() for i in range(2)] == [8, 8]
     assert re.fullmatch(r"5 tokens, \d+ ms each, on wasm", sections.nth(0).locator(".speed").inner_text())
     tokens = sections.nth(0).locator("[role=option]")
     tokens.nth(2).focus()
-    tab.keyboard.press("ArrowRight")
+    hand.keyboard.press("ArrowRight")
     assert tokens.nth(3).get_attribute("aria-selected") == "true"
     assert re.fullmatch(r"“\d+ ”, [<.\d ]+ %", tokens.nth(3).get_attribute("aria-label"))
     assert sections.nth(0).locator(".bars li").count() in (10, 11)
@@ -479,21 +458,17 @@ def test_the_page_writes_and_says_what_is_wrong(page: Page) -> None:
         ("0, 256", "“256” is no id of smoke-cpu@1"),
         ("7 " * 1024, "The prompt has 1024 tokens"),
     ):
-        tab.fill("#prompt", prompt)
-        tab.click("#write")
-        tab.wait_for_selector("#write:not([disabled])")
-        assert said in tab.inner_text("#error")
-    assert not problems
-    tab.close()
+        hand.fill("#prompt", prompt)
+        hand.click("#write")
+        hand.wait_for_selector("#write:not([disabled])")
+        assert said in hand.inner_text("#error")
 
 
-def test_a_browser_without_webassembly_is_told(page: Page) -> None:
-    tab = page.context.new_page()
-    tab.add_init_script("delete globalThis.WebAssembly")
-    tab.goto(page.url.replace("blank", ""))
-    tab.wait_for_selector("#error:not([hidden])")
-    assert "This browser has no WebAssembly" in tab.inner_text("#error")
-    tab.close()
+def test_a_browser_without_webassembly_is_told(page: Page, hand: Page) -> None:
+    hand.add_init_script("delete globalThis.WebAssembly")
+    hand.goto(page.url.replace("blank", ""))
+    hand.wait_for_selector("#error:not([hidden])")
+    assert "This browser has no WebAssembly" in hand.inner_text("#error")
 
 
 # --- the recipe -------------------------------------------------------------------------------------------
@@ -551,44 +526,28 @@ def test_batches_of_the_page_are_the_first_of_the_track() -> None:
         assert targets_BT.ravel().tolist() == whole[i * 256 + 1 : (i + 1) * 256 + 1].tolist()
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("docs", "recipe docs has 4,096 ids and 1 stages"),
-        ("record89", "recipe record89 has 256 ids and 4 stages"),
-    ],
-)
-def test_a_recipe_that_does_not_fit_is_refused(name: str, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+@pytest.mark.parametrize("name", ["docs", "record89"])
+def test_a_recipe_that_does_not_fit_is_refused(name: str) -> None:
+    with pytest.raises(UsageError):
         training.tiny(recipes.load(name))
 
 
-def test_play_needs_something_to_play() -> None:
-    found = CliRunner().invoke(cli.command, ["play"], prog_name="speedrun")
-    assert found.exit_code == 2
-    assert "error: got nothing to serve; name a folder" in found.output
-
-
-def test_the_page_trains_and_stops(page: Page) -> None:
+def test_the_page_trains_and_stops(page: Page, hand: Page) -> None:
     """By hand: start with the keyboard, stop, go on to the end, begin anew."""
-    tab, problems = page.context.new_page(), []
-    tab.on("pageerror", lambda error: problems.append(str(error)))
-    tab.goto(page.url.replace("blank", "train.html"))
-    tab.wait_for_selector("#start:not([disabled])")
-    assert "trained here, by recipe smoke" in tab.inner_text("#what")
-    assert "config.model_dim=64" in tab.inner_text("#settings")
-    tab.focus("#start")
-    tab.keyboard.press("Enter")
-    tab.wait_for_function("() => parseInt(document.getElementById('step').textContent) > 0")
-    tab.click("#stop")
-    tab.wait_for_function("() => document.getElementById('status').textContent === 'Stopped.'")
-    assert tab.locator("#checks tr").count() == 3
-    assert re.fullmatch(r"\d\.\d \u00d7 10\u207b.", tab.inner_text("#largest"))
-    assert tab.inner_text("#start") == "Go on"
-    tab.click("#start")
-    tab.wait_for_function("() => document.getElementById('step').textContent === '12 of 12'")
-    assert len(tab.get_attribute("svg .page", "points").split()) == 12
-    tab.click("#reset:not([disabled])")
-    assert tab.inner_text("#step") == "0 of 12"
-    assert not problems
-    tab.close()
+    hand.goto(page.url.replace("blank", "train.html"))
+    hand.wait_for_selector("#start:not([disabled])")
+    assert "trained here, by recipe smoke" in hand.inner_text("#what")
+    assert "config.model_dim=64" in hand.inner_text("#settings")
+    hand.focus("#start")
+    hand.keyboard.press("Enter")
+    hand.wait_for_function("() => parseInt(document.getElementById('step').textContent) > 0")
+    hand.click("#stop")
+    hand.wait_for_function("() => document.getElementById('status').textContent === 'Stopped.'")
+    assert hand.locator("#checks tr").count() == 3
+    assert re.fullmatch(r"\d\.\d \u00d7 10\u207b.", hand.inner_text("#largest"))
+    assert hand.inner_text("#start") == "Go on"
+    hand.click("#start")
+    hand.wait_for_function("() => document.getElementById('step').textContent === '12 of 12'")
+    assert len(hand.get_attribute("svg .page", "points").split()) == 12
+    hand.click("#reset:not([disabled])")
+    assert hand.inner_text("#step") == "0 of 12"

@@ -48,7 +48,7 @@ GROUPS = {
         "describe": "Set title, authors, changes and parent of a record.",
         "submit": "Validate a record, scan it for secrets, and pack it for a pull request.",
         "leaderboard": "Build the board of all records, or check that it is up to date.",
-        "export": "Write a record as text logs, CSV, wandb runs or TensorBoard events; or its model.",
+        "export": "Write a record as text logs, CSV or wandb runs; or its model.",
     },
     "Machine": {
         "doctor": "Report what this machine can run, and what to type next.",

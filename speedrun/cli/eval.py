@@ -58,7 +58,6 @@ from speedrun.ground.errors import UsageError
 @step_option
 @dtype_option
 @recipe_option(text="The run's recipe, if it is in a file of your own.")
-@click.option("--devices", type=Integer(1), default=1, show_default=True, metavar="N", help="To score on.")
 @data_option
 @json_option
 def command(*, source: Path, shards: tuple[Path, ...], as_json: bool, **given: Any) -> None:
@@ -73,7 +72,7 @@ def command(*, source: Path, shards: tuple[Path, ...], as_json: bool, **given: A
     asks, scores = given["hellaswag"] is not None, bool(shards) or not (given["hellaswag"] or tasks)
     _refuse_what_has_no_effect(given, asks=asks or bool(tasks), scores=scores)
     questions = hellaswag.read(given["hellaswag"], given["limit"]) if asks else []
-    chosen = {name: given[name] for name in ("data", "recipe", "step", "devices", "dtype")}
+    chosen = {name: given[name] for name in ("data", "recipe", "step", "dtype")}
     trained = sources.load(source, **chosen)
     recipe, spoken = trained.program.recipe, words.Words(trained.track, trained.words_folder)
     found: dict[str, Any] = trained.facts

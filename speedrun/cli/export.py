@@ -24,7 +24,7 @@ MODEL_FORMS = {
 @click.command(
     epilog=example(
         "speedrun export records/smoke-cpu/2026-11-21-first --to classic",
-        "speedrun export RECORD --to tensorboard --out events",
+        "speedrun export RECORD --to wandb --out curves",
         "speedrun export runs/docs --to safetensors --out docs-model",
         "speedrun export runs/docs --to web --out docs-web",
     )
@@ -50,7 +50,7 @@ MODEL_FORMS = {
 def command(
     *, record: Path, form: str, out: Path | None, as_json: bool, dtype: str | None, **given: Any
 ) -> None:
-    """Write the curves of RECORD as text logs, CSV, offline wandb runs or TensorBoard events, or its model.
+    """Write the curves of RECORD as text logs, CSV or offline wandb runs, or its model.
 
     A model needs weights, which a run keeps with --checkpoint-every. The files contain nothing about this machine, and
     nothing is sent. The record is not changed.

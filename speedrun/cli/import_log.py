@@ -5,12 +5,12 @@ from pathlib import Path
 import click
 import msgspec
 
-from speedrun.cli.options import Integer, example, json_option, out_option
+from speedrun.cli.options import Integer, example, json_option
 from speedrun.exchange import foreign
 from speedrun.exchange.curves import Context
 from speedrun.ground.console import clean
 from speedrun.study import noise
-from speedrun.study.noise import Band, Group, Noise
+from speedrun.study.noise import Group, Noise
 
 _MOST_SHOWN = 5  #: problems of a file
 
@@ -22,18 +22,16 @@ class Imported(msgspec.Struct, frozen=True):
     num_chosen: int  #: runs that the options left, each counted once
     groups: tuple[Group, ...]
     noise: Noise | None
-    bands: tuple[Band, ...]
 
 
 @click.command(
     epilog=example(
-        "speedrun import-log logs/*.txt --out context",
+        "speedrun import-log logs/*.txt --json",
         "speedrun import-log runs.csv.gz --match track_1_short/2026 --mean 3.27 3.29",
-        "speedrun import-log runs.csv.gz --steps 1770 --bands",
+        "speedrun import-log runs.csv.gz --steps 1770",
     )
 )
 @click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path(path_type=Path))
-@out_option("Write one context file for each FILE.")
 @click.option(
     "--match", "texts", multiple=True, metavar="TEXT", help="Only runs with TEXT in their name. Repeatable."
 )
@@ -41,16 +39,13 @@ class Imported(msgspec.Struct, frozen=True):
 @click.option(
     "--mean", type=(float, float), metavar="LOW HIGH", help="Only groups with a mean loss in this range."
 )
-@click.option("--bands", "with_bands", is_flag=True, help="Show the losses of the chosen runs step by step.")
 @json_option
 def command(
     *,
     files: tuple[Path, ...],
-    out: Path | None,
     texts: tuple[str, ...],
     steps: int | None,
     mean: tuple[float, float] | None,
-    with_bands: bool,
     as_json: bool,
 ) -> None:
     """Read the logs of other people's runs, and show how much equal runs differ.
@@ -62,25 +57,19 @@ def command(
     """
     names = foreign.names(files)
     contexts = tuple(foreign.import_file(path, name) for path, name in zip(files, names, strict=True))
-    if out is not None:
-        foreign.write(contexts, out)
     runs = (run for one in contexts for run in one.runs if steps is None or run.num_steps == steps)
     chosen = noise.distinct(run for run in runs if not texts or any(text in run.name for text in texts))
     groups = tuple(noise.groups(chosen))
     if mean is not None:
         groups = tuple(group for group in groups if mean[0] <= group.mean <= mean[1])
-    bands = tuple(noise.bands(chosen)) if with_bands else ()
-    found = Imported(contexts, len(chosen), groups, noise.noise(groups), bands)
+    found = Imported(contexts, len(chosen), groups, noise.noise(groups))
     click.echo(msgspec.json.encode(found) if as_json else "\n".join(_lines(found)))
 
 
 def _lines(found: Imported) -> list[str]:
     lines: list[str] = []
     for one in found.files:
-        software = "".join(f", {name} {version}" for name, version in one.runs[0].software.items())
-        machine = f"{one.runs[0].num_devices or '?'} x {one.runs[0].device}" if one.runs[0].device else ""
-        about = f" | {(machine + software).removeprefix(', ')}" if machine or software else ""
-        lines.append(f"file    {one.source}: {len(one.runs):,} runs, {one.num_problems:,} problems{about}")
+        lines.append(f"file    {one.source}: {len(one.runs):,} runs, {one.num_problems:,} problems")
         lines += [f"        line {problem.line}: {problem.message}" for problem in one.problems[:_MOST_SHOWN]]
         if one.num_problems > _MOST_SHOWN:
             lines.append(f"        and {one.num_problems - _MOST_SHOWN:,} more")
@@ -90,10 +79,6 @@ def _lines(found: Imported) -> list[str]:
         step = "" if group.step_ms is None else f"  step {group.step_ms:.2f} ms"
         where = clean(group.folder) or "no folder"
         lines.append(f"group   {where}  {steps}  n {len(group.losses)}  mean {group.mean:.4f}  sd {sd}{step}")
-    for band in found.bands:
-        sd = "none" if band.sd is None else f"{band.sd:.4f}"
-        spread = f"mean {band.mean:.4f}  sd {sd}  {band.least:.4f}..{band.most:.4f}"
-        lines.append(f"band    {band.step:>6}  n {band.num_runs}  {spread}")
     if (all_ := found.noise) is not None:
         lines.append(
             f"noise   sd {all_.pooled_sd:.5f} (95 %: {all_.low:.5f} to {all_.high:.5f}), pooled over {all_.num_groups} "

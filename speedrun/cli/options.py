@@ -116,6 +116,18 @@ def out_option(text: str) -> Decorator:
     return click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help=text)
 
 
+def port_option(default: int) -> Decorator:
+    """`--port N`, as the argument `port`."""
+    return click.option(
+        "--port",
+        type=Integer(0, 65_535),
+        default=default,
+        show_default=True,
+        metavar="N",
+        help="Of the page, on this machine only; 0: any that is free.",
+    )
+
+
 #: `--devices N`, as the argument `devices`; None means what the track asks for.
 devices_option: Decorator = click.option(
     "--devices", type=Integer(1), metavar="N", help="Default: what the track asks for, or all there are."

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from speedrun.cli.options import Integer, example, json_option, recipe_option
+from speedrun.cli.options import example, json_option, port_option, recipe_option
 from speedrun.ground.errors import UsageError
 
 
@@ -19,9 +19,7 @@ from speedrun.ground.errors import UsageError
 )
 @click.argument("folders", nargs=-1, metavar="[DIR...]", type=click.Path(path_type=Path))
 @recipe_option(text="Also a page that trains this recipe, made tiny, beside what JAX computed.")
-@click.option(
-    "--port", type=Integer(0), default=3281, show_default=True, metavar="N", help="0: any that is free."
-)
+@port_option(3281)
 @json_option
 def command(*, folders: tuple[Path, ...], recipe: str | None, port: int, as_json: bool) -> None:
     """Serve the page of DIR, which 'speedrun export RUN --to web' made, on this machine only.

@@ -20,7 +20,6 @@ from speedrun.cli.program import show
 from speedrun.cli.weights import dtype_option, source_argument, step_option
 from speedrun.ground.clock import Stopwatch
 from speedrun.ground.errors import UsageError
-from speedrun.ground.wholefile import read_regular
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,14 +27,11 @@ if TYPE_CHECKING:
     from speedrun.trained.decode import Decoder, Draw
     from speedrun.trained.words import Text
 
-#: Tokens between two looks at the terminal.
-_CHUNK = 16
-
 
 @click.command(
     epilog=example(
         "speedrun sample runs/docs --prompt 'Return the'",
-        "speedrun sample runs/docs --prompt @prompt.txt --tokens 200 --temperature 0.5 --top-k 40",
+        'speedrun sample runs/docs --prompt "$(cat prompt.txt)" --tokens 200 --temperature 0.5 --top-k 40',
         "speedrun sample runs/docs --prompt 'A list' --samples 4 --seed 1 --json",
         "speedrun sample runs/first --ids 0,17,4",
         "speedrun sample gpt2 --prompt 'Hello, my name is' --data data/fineweb10B",
@@ -46,7 +42,7 @@ _CHUNK = 16
     "--prompt",
     "prompts",
     multiple=True,
-    metavar="TEXT|@FILE",
+    metavar="TEXT",
     help="What the text begins with; repeatable. Default: the start of a document.",
 )
 @click.option(
@@ -97,17 +93,10 @@ def command(
     chosen = {name: given[name] for name in ("data", "recipe", "step", "dtype")}
     trained = sources.load(source, **chosen)
     spoken = words.Words(trained.track, trained.words_folder)
-    texts = [_text(prompt) for prompt in prompts] if prompts or ids else [""]
+    texts = prompts if prompts or ids else ("",)
     starts = [*map(spoken.encode, texts), *(spoken.checked(_numbers(text)) for text in ids)]
     starts = [start for start in starts for _ in range(given["samples"])]
-    decoder = decode.Decoder(
-        trained.program.recipe,
-        trained.inputs,
-        trained.params,
-        vocab_size=trained.track.data.vocab_size,
-        document_token=trained.track.data.document_token,
-        num_positions=max(map(len, starts)) + given["tokens"],
-    )
+    decoder = decode.decoder_of(trained, max(map(len, starts)) + given["tokens"])
     click.echo(str(trained), err=True)
     how = decode.Draw(given["temperature"], given["top_k"], given["top_p"], given["seed"])
     found = [words.Text(spoken, start) for start in starts]
@@ -119,7 +108,7 @@ def command(
         click.echo(msgspec.json.encode({**facts, "tokens_per_s": rate, "samples": samples}))
     if rate is not None:
         rates = f"{num_written:,} tokens in {seconds:.2f} s, {rate:,.0f} tokens/s"
-        click.echo(f"{rates} after the first {_CHUNK} of each text", err=True)
+        click.echo(f"{rates} after the first {decode.CHUNK} of each text", err=True)
 
 
 def _write(
@@ -139,19 +128,19 @@ def _write(
     is_one = is_shown and len(found) == 1
     if is_one:
         click.echo(found[0].prompt, nl=False)
-    texts, watch, num_timed, left = decoder.start(starts), Stopwatch(), 0, num_tokens
-    while left and not all(text.has_ended for text in found):
-        texts, ids_PN = decoder.extend(texts, _CHUNK, how)  # another number would be compiled anew
-        chunk = min(_CHUNK, left)
-        left -= chunk
-        for text, ids_N in zip(found, ids_PN[:, :chunk], strict=True):
+    watch, num_timed, left = Stopwatch(), 0, num_tokens
+    for ids_PN in decoder.continued(starts, num_tokens, how):
+        if left < num_tokens:
+            num_timed += ids_PN.size
+        left -= ids_PN.shape[1]
+        for text, ids_N in zip(found, ids_PN, strict=True):
             new = text.add(ids_N, is_last=not left)
             if is_one:
                 click.echo(new, nl=False)
-        if left == num_tokens - chunk:
+        if not num_timed:
             watch = Stopwatch()
-        else:
-            num_timed += _CHUNK * len(found)
+        if all(text.has_ended for text in found):
+            break
     seconds = watch.seconds
     if is_one:
         click.echo()
@@ -159,20 +148,6 @@ def _write(
         for number, text in enumerate(found, 1):
             click.echo(f"--- {number} of {len(found)}\n{text.prompt}{text.text}")
     return num_timed, seconds if num_timed else 0.0
-
-
-def _text(prompt: str) -> str:
-    """Return a prompt, or the text of a file if it is named with @."""
-    if not prompt.startswith("@"):
-        return prompt
-    path = Path(prompt[1:])
-    try:
-        return read_regular(path).decode().replace("\r\n", "\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8"
-        raise UsageError(
-            f"{path}: {reason}; need a file of text in UTF-8; a prompt that begins with @ is a file"
-        ) from None
 
 
 def _numbers(text: str) -> list[int]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from speedrun.cli.options import Integer, example
+from speedrun.cli.options import example, port_option
 from speedrun.ground import console
 from speedrun.ground.errors import UsageError
 from speedrun.ground.serving import stoppable
@@ -23,23 +23,13 @@ _RUNS = Path("runs")
     )
 )
 @click.argument("runs", nargs=-1, type=click.Path(path_type=Path), metavar="[RUN]...")
-@click.option(
-    "--port",
-    type=Integer(0, 65_535),
-    default=PORT,
-    show_default=True,
-    metavar="N",
-    help="Of the page, on this machine only; 0: any that is free.",
-)
+@port_option(PORT)
 @click.option(
     "--ghost",
     metavar="RECORD|best",
     help="Draw this record beside the runs; 'best': the fastest qualified one of the track in records/.",
 )
-@click.option(
-    "--open/--no-open", "is_opened", default=False, help="Open the page in a browser of this machine."
-)
-def command(*, runs: tuple[Path, ...], port: int, ghost: str | None, is_opened: bool) -> None:
+def command(*, runs: tuple[Path, ...], port: int, ghost: str | None) -> None:
     """Show runs on a page until Ctrl-C or SIGTERM: loss, step times, memory, events.
 
     Logs are only read. Default: the newest folder below runs/. A folder that does not exist yet is waited for.
@@ -55,8 +45,6 @@ def command(*, runs: tuple[Path, ...], port: int, ghost: str | None, is_opened: 
         click.echo(
             f"remote  ssh -L {used}:127.0.0.1:{used} {socket.gethostname()}   then open the page there"
         )
-        if is_opened:
-            click.launch(url)
         stopped()
 
 

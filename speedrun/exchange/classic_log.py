@@ -1,4 +1,4 @@
-"""Read and write the text logs of modded-nanogpt and llm.c: losses by step, and the machine.
+"""Read and write the text logs of modded-nanogpt and llm.c: losses by step.
 
     step:125/1770 val_loss:4.6539 train_time:12051ms step_avg:96.41ms     a validation, of all later scripts
     step:125/3350 val_loss:4.66393 train_time:22.870s step_avg:182.95ms   the same in seconds, of its third track
@@ -9,8 +9,8 @@
     [METRICS (1 step stale)] step: 9  |  time: 2025-08-20 13:50:50.4  |  loss: 6.47   a step, by the wall clock
 
 The wall clock of the last one runs through validations, so it is not a train time and not kept. A log may begin with
-the whole text of the script that wrote it, with versions and with the table of nvidia-smi. None of it is trusted: a
-line counts only if it consists of `key:value` words (or fields between bars), the first of which is the step.
+the whole text of the script that wrote it, with versions and with the table of nvidia-smi. None of it is read: a line
+counts only if it consists of `key:value` words (or fields between bars), the first of which is the step.
 Source: the public logs, and the print statements inside them.
 """
 
@@ -18,79 +18,28 @@ import math
 import re
 from collections.abc import Iterator
 
-from speedrun.exchange.curves import ContextRun, Problems, Reading, on_machine, runs_of
+from speedrun.exchange.curves import NUMBER, ContextRun, Problems, Reading, runs_of
 
 _LONGEST_LINE = 1000  #: characters; longer lines are source text
-_NUMBER = r"[+-]?[0-9]{1,15}(?:\.[0-9]{0,20})?(?:[eE][+-]?[0-9]{1,3})?"
 _MARK = r"(?:\[[a-z]+[0-9]{1,4}\]:|\[METRICS[^\]|]{0,40}\])?\s*"
 _STEP = re.compile(rf"{_MARK}(?:step|s):\s*([0-9]{{1,12}})(?:/([0-9]{{1,12}}))?(?=\s|$)(.*)")
-_MOST_VERSIONS = 20  #: of one log
 _BEGINS_LIKE_A_STEP = re.compile(r"step:\s*[0-9]|\[METRICS")
 _WORD = re.compile(r"([A-Za-z_][A-Za-z0-9_/]{0,40}):\s*(\S{1,100})(?=\s|$)\s*")
 _FIELD = re.compile(r"\|\s*([A-Za-z_][A-Za-z0-9_/]{0,40}):\s*([^|]{1,100}?)\s*(?=\||$)")
-_LOSS = re.compile(rf"(?:{_NUMBER}|[+-]?(?:nan|inf))")
-_TIME = re.compile(rf"({_NUMBER})(ms|s)?")
+_LOSS = re.compile(rf"(?:{NUMBER}|[+-]?(?:nan|inf))")
+_TIME = re.compile(rf"({NUMBER})(ms|s)?")
 _COLOURS = re.compile(r"\x1b\[[0-9;]{0,20}m")
 
 _VALIDATION = ("val_loss", "tel")
 _TRAINING = ("train_loss", "trl", "loss")
 
-_VERSIONS = (
-    ("python", re.compile(r"Running Python ([0-9][^\s]{0,40})")),
-    ("torch", re.compile(r"Running [Pp]y[Tt]orch ([0-9][^\s]{0,40})")),
-    ("cuda", re.compile(r"Running [Pp]y[Tt]orch [0-9]\S{0,40} compiled for CUDA ([0-9][^\s]{0,20})")),
-    ("driver", re.compile(r".{0,60}Driver Version: ([0-9][^\s]{0,20})")),
-)
-_OTHER = re.compile(r"Running ([A-Za-z][A-Za-z0-9_-]{0,40}) version ([0-9]\S{0,40})")
-_MACHINE = re.compile(
-    r"Running .{0,120}?\bon (?:device_name=)?(\S.{0,60}?)\s+with world_size[ =]([0-9]{1,6})\s*$"
-)
-_SMI_ROW = re.compile(r"\|\s+([0-9]{1,3})\s+(\S.{0,40}?)\s+(?:On|Off)\s+\|")
-
 
 def read(name: str, text: str, problems: Problems) -> list[ContextRun]:
     """Return the runs of one text log; step lines that cannot be read are added to `problems`."""
-    machine = _Machine()
-    runs = runs_of(name, _readings(text, machine, problems), problems)
-    return [
-        on_machine(run, software=machine.software, device=machine.device, num_devices=machine.num_devices)
-        for run in runs
-    ]
+    return runs_of(name, _readings(text, problems), problems)
 
 
-class _Machine:
-    """Software and hardware, from the lines before the steps."""
-
-    def __init__(self) -> None:
-        self.software: dict[str, str] = {}
-        self._named: tuple[str, int] | None = None
-        self._rows: dict[str, str] = {}
-
-    def read(self, line: str) -> None:
-        if line.startswith("|"):
-            if row := _SMI_ROW.match(line):
-                self._rows.setdefault(row[1], row[2])
-            if version := _VERSIONS[-1][1].match(line):
-                self.software.setdefault("driver", version[1])
-        elif line.startswith("Running "):
-            for key, pattern in _VERSIONS:
-                if version := pattern.match(line):
-                    self.software.setdefault(key, version[1])
-            if (other := _OTHER.match(line)) and len(self.software) < _MOST_VERSIONS:
-                self.software.setdefault(other[1].lower(), other[2])
-            if machine := _MACHINE.match(line):
-                self._named = machine[1], int(machine[2])
-
-    @property
-    def device(self) -> str | None:
-        return self._named[0] if self._named else next(iter(self._rows.values()), None)
-
-    @property
-    def num_devices(self) -> int | None:
-        return self._named[1] if self._named else len(self._rows) or None
-
-
-def _readings(text: str, machine: _Machine, problems: Problems) -> Iterator[Reading]:
+def _readings(text: str, problems: Problems) -> Iterator[Reading]:
     for number, raw in enumerate(text.split("\n"), 1):
         if len(raw) > _LONGEST_LINE:
             if _BEGINS_LIKE_A_STEP.match(raw):
@@ -105,8 +54,6 @@ def _readings(text: str, machine: _Machine, problems: Problems) -> Iterator[Read
                 yield reading
         elif _BEGINS_LIKE_A_STEP.match(line):
             problems.add(number, f"no step in {line!r}; left out")
-        else:
-            machine.read(line)
 
 
 def _reading(number: int, step: re.Match[str]) -> Reading | str | None:
@@ -140,13 +87,8 @@ def _words(text: str) -> tuple[dict[str, str], str]:
 
 
 def write(run: ContextRun) -> str:
-    """Return a run as such a log: versions, then losses by step with four digits and times in whole milliseconds."""
-    lines = ["=" * 100]
-    for name, version in run.software.items():
-        lines.append(f"Running {'Python' if name == 'python' else f'{name} version'} {version}")
-    if run.device is not None and run.num_devices is not None:
-        lines.append(f"Running on device_name={run.device} with world_size={run.num_devices}")
-    lines.append("=" * 100)
+    """Return a run as such a log: losses by step with four digits, and times in whole milliseconds."""
+    lines = []
     points = [(point.step, 0, "val", point) for point in run.validations]
     points += [(point.step, 1, "train", point) for point in run.train_losses]
     planned = "" if run.num_steps is None else f"/{run.num_steps}"

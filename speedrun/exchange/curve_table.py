@@ -12,11 +12,11 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from speedrun.exchange.curves import MOST_RUNS, ContextRun, Point, Problems, Reading, runs_of
+from speedrun.exchange.curves import MOST_RUNS, NUMBER, ContextRun, Point, Problems, Reading, runs_of
 
 _COLUMNS = ("log", "step", "num_steps", "val_loss", "train_time_ms")
 _WHOLE = re.compile(r"[0-9]{1,12}")
-_NUMBER = re.compile(r"[+-]?(?:[0-9]{1,15}(?:\.[0-9]{0,20})?(?:[eE][+-]?[0-9]{1,3})?|nan|inf)")
+_NUMBER = re.compile(rf"{NUMBER}|[+-]?(?:nan|inf)")
 
 
 def is_table(text: str) -> bool:

@@ -23,6 +23,8 @@ import msgspec
 from speedrun.ground.console import clean
 
 MOST_RUNS = 20_000
+#: Of losses and times, as text; short enough to be read.
+NUMBER = r"[+-]?[0-9]{1,15}(?:\.[0-9]{0,20})?(?:[eE][+-]?[0-9]{1,3})?"
 _MOST_PROBLEMS = 100
 _FIRST_STEPS = 11  #: before the clock restarts
 _NAME_LIMIT = 200  #: characters
@@ -60,9 +62,6 @@ class ContextRun(msgspec.Struct, frozen=True, omit_defaults=True):
     final_loss: float | None
     train_time_s: float | None  #: at the last validation
     train_losses: tuple[Point, ...] = ()
-    software: dict[str, str] = {}
-    device: str | None = None
-    num_devices: int | None = None
 
 
 class Context(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="schema", tag="speedrun.context/1"):
@@ -76,34 +75,21 @@ class Context(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="schema
 
 
 def context_run(
-    name: str, num_steps: int | None, validations: Sequence[Point], train_losses: Sequence[Point] = ()
+    name: str,
+    num_steps: int | None,
+    validations: Sequence[Point],
+    train_losses: Sequence[Point] = (),
 ) -> ContextRun:
     """Return a run with its final loss and time, and a name that is safe to print."""
     last = validations[-1] if validations else Point(0, None)
     return ContextRun(
-        name=_shown(name),
+        name=clean(name, limit=_NAME_LIMIT),
         num_steps=num_steps,
         validations=tuple(validations),
         final_loss=last.loss,
         train_time_s=last.train_time_s,
         train_losses=tuple(train_losses),
     )
-
-
-def on_machine(
-    run: ContextRun, *, software: dict[str, str], device: str | None, num_devices: int | None
-) -> ContextRun:
-    """Return the run with its software and hardware, as text that is safe to print."""
-    return msgspec.structs.replace(
-        run,
-        software={_shown(name): _shown(version) for name, version in software.items()},
-        device=None if device is None else _shown(device),
-        num_devices=num_devices,
-    )
-
-
-def _shown(text: str) -> str:
-    return clean(text, limit=_NAME_LIMIT)
 
 
 def can_identify(points: Sequence[Point]) -> bool:
@@ -177,7 +163,8 @@ def runs_of(name: str, readings: Iterable[Reading], problems: Problems) -> list[
     logs: list[_Curves] = []
     last: Reading | None = None
     for reading in readings:
-        if last is not None and _same(last, reading):
+        # NaN is not equal to itself, so texts are compared.
+        if last is not None and repr(last[1:]) == repr(reading[1:]):
             continue
         last = reading
         if not logs or logs[-1].begins_again(reading):
@@ -193,10 +180,6 @@ def runs_of(name: str, readings: Iterable[Reading], problems: Problems) -> list[
             problems.add(log.line, f"run {number} of {name} repeats run {seen[curves]}; left out")
         elif any(curves):
             seen[curves] = number
-            runs.append(context_run(name if number == 1 else f"{name}#{number}", log.num_steps, *curves))
+            shown = name if number == 1 else f"{name}#{number}"
+            runs.append(context_run(shown, log.num_steps, *curves))
     return runs
-
-
-def _same(a: Reading, b: Reading) -> bool:
-    """Whether two readings differ only in their line. NaN is not equal to itself, so their texts are compared."""
-    return repr(a[1:]) == repr(b[1:])

@@ -4,6 +4,7 @@ The file is not trusted. It is read once, up to a limit that also holds after de
 are replaced, and lines that cannot be read are reported by number.
 """
 
+import errno
 import gzip
 import io
 import os
@@ -11,17 +12,14 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-
 from speedrun.exchange import classic_log, curve_table
 from speedrun.exchange.curves import Context, Problems
 from speedrun.ground.console import clean
 from speedrun.ground.errors import UsageError
-from speedrun.ground.wholefile import write_whole
+from speedrun.ground.wholefile import read_regular
 from speedrun.ledger.format import sha256
 
-_MIB = 2**20
-MAX_BYTES = 32 * _MIB
+MAX_BYTES = 32 * 2**20
 _GZIP = b"\x1f\x8b"
 
 
@@ -33,8 +31,13 @@ def import_file(path: Path, name: str) -> Context:
     Raises:
         UsageError: the file cannot be read, is larger than 32 MiB, or holds no curve.
     """
-    raw = _bytes_of(path)
-    context = import_bytes(_inflated(path, raw), name, source=path.name, digest=sha256(raw))
+    try:
+        raw = read_regular(path, MAX_BYTES)
+        inflated = _inflated(raw)
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"{clean(str(path))}: {reason}; need a text log or a CSV of curves") from None
+    context = import_bytes(inflated, name, source=path.name, digest=sha256(raw))
     if not context.runs:
         first = next(iter(context.problems), None)
         why = f" (line {first.line}: {first.message})" if first else ""
@@ -63,48 +66,12 @@ def names(paths: Sequence[Path]) -> list[str]:
     return [path.relative_to(shared).as_posix() for path in absolute]
 
 
-def write(contexts: Sequence[Context], folder: Path) -> None:
-    """Write one JSON file for each context; existing files are kept.
-
-    Raises:
-        UsageError: if a name is taken, or the folder cannot be made.
-    """
-    for one in contexts:
-        stem = "".join(char if char.isalnum() or char in "._-" else "_" for char in one.source).lstrip(".")
-        path = folder / f"{stem[:80]}-{one.sha256[:8]}.json"
-        if path.exists():
-            raise UsageError(f"{path} already exists; give another --out, or move it away")
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"{path} cannot be written: {error.strerror}; give another --out") from None
-        write_whole(path, msgspec.json.format(msgspec.json.encode(one), indent=1) + b"\n")
-
-
-def _bytes_of(path: Path) -> bytes:
-    if not path.is_file():
-        raise UsageError(f"{clean(str(path))} is not a file; give a text log or a CSV of curves")
-    try:
-        with path.open("rb") as file:
-            raw = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise UsageError(f"{clean(str(path))} cannot be read: {error.strerror}") from None
-    if len(raw) > MAX_BYTES:
-        raise UsageError(
-            f"{clean(str(path))} has more than {MAX_BYTES:,} bytes; a log of one run has about 0.2 MB"
-        )
-    return raw
-
-
-def _inflated(path: Path, raw: bytes) -> bytes:
+def _inflated(raw: bytes) -> bytes:
     """Return the content of a gzip file, or the bytes unchanged."""
     if not raw.startswith(_GZIP):
         return raw
-    try:
-        with gzip.GzipFile(fileobj=io.BytesIO(raw)) as file:
-            inflated = file.read(MAX_BYTES + 1)
-    except (OSError, EOFError, zlib.error) as error:
-        raise UsageError(f"{clean(str(path))} is a damaged gzip file ({error}); download it again") from None
+    with gzip.GzipFile(fileobj=io.BytesIO(raw)) as file:
+        inflated = file.read(MAX_BYTES + 1)
     if len(inflated) > MAX_BYTES:
-        raise UsageError(f"{clean(str(path))} unpacks to more than {MAX_BYTES:,} bytes; need a log")
+        raise OSError(errno.EFBIG, f"more than {MAX_BYTES:,} bytes, unpacked")
     return inflated

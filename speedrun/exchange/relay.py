@@ -6,7 +6,6 @@ child is gone ten seconds after the run.
 python -m speedrun.exchange.relay RECORD PROJECT [RUN...]      skips these runs; ends with its standard input
 """
 
-import importlib
 import os
 import select
 import sys
@@ -17,10 +16,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from speedrun.board import leaks
-from speedrun.exchange.trackers import ENVIRONMENT, WandbRun
+from speedrun.exchange.wandb_runs import WandbRun, library
 from speedrun.ground import companion, runlog
 from speedrun.ground.errors import UsageError
 from speedrun.ground.output import reported
+from speedrun.ground.tail import Tail
 
 _LEAVE_S = 10.0  #: from the end of the run until the child is killed
 _POLL_S = 1.0  #: between two reads of the logs
@@ -44,16 +44,12 @@ class _Log:
     """A growing log and its run in wandb."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._offset = path, 0
+        self._path, self._tail = path, Tail(path)
         self._run: WandbRun | None = None
 
     def send(self, wandb: Any, record: Path, project: str, scratch: str) -> None:
         """Send the complete lines that are new."""
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            complete, newline, _ = file.read().rpartition(b"\n")
-        self._offset += len(complete + newline)
-        for raw in complete.splitlines():
+        for raw in (raw for piece in iter(self._tail.read, None) for raw in piece.lines):
             line = runlog.decode(raw)
             if isinstance(line.event, runlog.RunStart):
                 # The only line with free text of which wandb gets anything.
@@ -78,11 +74,7 @@ def relay(record: Path, project: str, skip: Container[str], until: IO[bytes]) ->
     if (mode := os.environ.get("WANDB_MODE", "online")) not in ("online", "shared"):
         raise UsageError(f"WANDB_MODE={mode}, which sends nothing")
     with tempfile.TemporaryDirectory() as scratch:
-        os.environ |= ENVIRONMENT
-        try:
-            wandb = importlib.import_module("wandb")
-        except ModuleNotFoundError:
-            raise UsageError("not installed; type: pip install wandb") from None
+        wandb = library()
         logs: dict[Path, _Log] = {}
         is_over = False
         while not is_over:

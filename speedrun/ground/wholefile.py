@@ -68,7 +68,7 @@ def give_name(partial: Path, path: Path) -> None:
 
 
 def make_folder(path: Path, files: Mapping[str, bytes]) -> None:
-    """Make a folder with its files, atomically. No other process may be making it.
+    """Make a folder with its files by relative path, atomically. No other process may be making it.
 
     Raises:
         UsageError: if it cannot be made, or exists and is not empty.
@@ -80,6 +80,7 @@ def make_folder(path: Path, files: Mapping[str, bytes]) -> None:
         with translate_os_errors(path, UsageError):
             partial.mkdir(parents=True)
             for name, content in files.items():
+                (partial / name).parent.mkdir(parents=True, exist_ok=True)
                 write_whole(partial / name, content)
             os.rename(partial, path)
             _sync(path.parent)

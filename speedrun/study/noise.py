@@ -40,17 +40,6 @@ class Noise(msgspec.Struct, frozen=True):
     high: float
 
 
-class Band(msgspec.Struct, frozen=True):
-    """The losses of several runs at one step."""
-
-    step: int
-    num_runs: int
-    mean: float
-    sd: float | None
-    least: float
-    most: float
-
-
 def distinct(runs: Iterable[ContextRun]) -> list[ContextRun]:
     """Return runs with a final loss, without copies of a log in other folders."""
     found, seen = [], set()
@@ -100,19 +89,6 @@ def noise(found: Sequence[Group]) -> Noise | None:
         low=float(low),
         high=float(high),
     )
-
-
-def bands(runs: Iterable[ContextRun]) -> list[Band]:
-    """Return the losses at each step of a validation."""
-    at: dict[int, list[float]] = defaultdict(list)
-    for run in runs:
-        for point in run.validations:
-            if point.loss is not None:
-                at[point.step].append(point.loss)
-    return [
-        Band(step, len(losses), statistics.fmean(losses), _sd(losses), min(losses), max(losses))
-        for step, losses in sorted(at.items())
-    ]
 
 
 def _sd(losses: Sequence[float]) -> float | None:

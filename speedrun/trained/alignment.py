@@ -64,14 +64,6 @@ def passage(eqn: JaxprEqn, i: int, times: Times) -> Passage | None:
     return out and Passage(out, [time, *[None] * (len(times) - 1)])
 
 
-def _broadcast(eqn: JaxprEqn, time: Time) -> Time | None:
-    return time._replace(axis=eqn.params["broadcast_dimensions"][time.axis])
-
-
-def _transpose(eqn: JaxprEqn, time: Time) -> Time | None:
-    return time._replace(axis=eqn.params["permutation"].index(time.axis))
-
-
 def _reshape(eqn: JaxprEqn, time: Time) -> Time | None:
     """Positions stay apart if an axis of the output counts them, alone or with what lies within each."""
     if eqn.params["dimensions"] is not None:  # transposes first
@@ -94,8 +86,10 @@ def _without(dropped: Sequence[int], time: Time) -> Time | None:
 #: Where the first operand's positions are in the output, by primitive.
 _OF_FIRST_OPERAND: Mapping[str, Callable[[JaxprEqn, Time], Time | None]] = MappingProxyType(
     {
-        "broadcast_in_dim": _broadcast,
-        "transpose": _transpose,
+        "broadcast_in_dim": lambda eqn, time: time._replace(
+            axis=eqn.params["broadcast_dimensions"][time.axis]
+        ),
+        "transpose": lambda eqn, time: time._replace(axis=eqn.params["permutation"].index(time.axis)),
         "reshape": _reshape,
         "squeeze": lambda eqn, time: _without(eqn.params["dimensions"], time),
         "split": lambda eqn, time: time if eqn.params["axis"] != time.axis else None,

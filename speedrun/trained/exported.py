@@ -5,13 +5,12 @@ and digests: `Facts`; `README.md` the card. The tokenizer's file is there if the
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
-from importlib import import_module
+from collections.abc import Iterable, Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import msgspec
 import numpy as np
 
 from speedrun.board.submission import findings
@@ -19,13 +18,12 @@ from speedrun.data import inventory, vocabulary
 from speedrun.ground import mesh as meshes
 from speedrun.ground import track as tracks
 from speedrun.ground.errors import DataError, UsageError, translate_os_errors
-from speedrun.ground.track import Track
 from speedrun.ground.wholefile import make_folder
 from speedrun.ledger import format
 from speedrun.science.params import Params, count
 from speedrun.science.recipe import Recipe, describe, no_constants
-from speedrun.trained import card
-from speedrun.trained.tensors import DTYPES, WEIGHTS, Form, Tensors
+from speedrun.trained.card import card
+from speedrun.trained.tensors import DTYPES, WEIGHTS, Form, Tensors, read_json
 from speedrun.trained.weights import Trained, own_recipe
 from speedrun.trained.words import Words
 from speedrun.training.program import Program
@@ -33,6 +31,17 @@ from speedrun.training.program import Program
 FACTS = "model.json"
 #: What of a recipe only training reads.
 _TRAINING = ("summary", "parent", "optimizer", "loss", "carry", "eval_sequences")
+
+_LOAD = """\
+```sh
+speedrun sample {name}
+speedrun eval {name}
+```
+
+`model.safetensors` has the parameters by name. In `model.json`, `settings` say which functions of speedrun {version}
+compute with them.
+
+"""
 
 
 class Facts(format.Strict, frozen=True, tag_field="schema", tag="speedrun.model/1"):
@@ -73,7 +82,6 @@ def write(trained: Trained, out: Path) -> list[Path]:
     raw, spoken = save(named_arrays(trained)), tokenizer_file(trained)
     program, data = trained.program, trained.track.data
     table, recipe = program.layout.table, program.recipe
-    version = import_module("speedrun").__version__  # its `__init__` is of a higher floor
     facts = Facts(
         recipe=recipe.name,
         revision=recipe.revision,
@@ -88,19 +96,11 @@ def write(trained: Trained, out: Path) -> list[Path]:
         weights_sha256=format.sha256(raw),
         tokenizer=next(iter(spoken), ""),  # pyright: ignore[reportArgumentType]
         tokenizer_sha256=next(map(format.sha256, spoken.values()), ""),
-        version=version,
+        version=metadata.version("speedrun"),
     )
-    about = card.ours(trained, facts.num_params, out.name, tokenizer=facts.tokenizer, version=version)
-    return save_folder(
-        trained,
-        out,
-        {
-            WEIGHTS: raw,
-            FACTS: format.encode(facts),
-            "README.md": about.encode(),
-            **spoken,
-        },
-    )
+    about = card(trained, "speedrun", _LOAD.format(name=out.name, version=facts.version))
+    files = {WEIGHTS: raw, FACTS: format.encode(facts), "README.md": about.encode(), **spoken}
+    return save_folder(trained, out, files)
 
 
 def save_folder(trained: Trained, out: Path, files: Mapping[str, bytes]) -> list[Path]:
@@ -158,14 +158,7 @@ def read(folder: Path) -> Facts:
     Raises:
         DataError: if a file is missing or damaged.
     """
-    path = folder / FACTS
-    try:
-        facts = msgspec.json.decode(path.read_bytes(), type=Facts)
-    except (OSError, ValueError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(
-            f"{path}: {reason}; need what 'speedrun export RUN --to safetensors' writes; export it again"
-        ) from None
+    facts = read_json(folder / FACTS, Facts)
     wanted = {WEIGHTS: facts.weights_sha256, facts.tokenizer: facts.tokenizer_sha256}
     for name, want in wanted.items() if facts.tokenizer else [(WEIGHTS, facts.weights_sha256)]:
         try:
@@ -178,7 +171,7 @@ def read(folder: Path) -> Facts:
     return facts
 
 
-def load(folder: Path, *, data: Path | None, recipe: str | None, devices: int) -> Trained:
+def load(folder: Path, *, data: Path | None, recipe: str | None) -> Trained:
     """Load the model of a folder; see `sources.load`.
 
     Raises:
@@ -186,16 +179,20 @@ def load(folder: Path, *, data: Path | None, recipe: str | None, devices: int) -
         DataError: if a file is missing, damaged, or not what the recipe needs.
     """
     facts = read(folder)
-    track = _track(folder, facts)
+    track = tracks.load(facts.track.partition("@")[0])
+    want = track.data.vocab_size, track.data.document_token
+    if (got := (facts.vocab_size, facts.document_token)) != want:
+        raise UsageError(f"{folder}: vocabulary, document token {got}; {track.id} has {want}; export again")
     chosen = own_recipe(folder, facts.recipe, facts.revision, recipe).override(facts.overrides)
-    if differs := next(_differences(facts.settings, _settings(chosen)), None):
+    then, now = facts.settings, _settings(chosen)
+    if differing := [name for name in sorted({*then, *now}) if then.get(name) != now.get(name)]:
         raise UsageError(
-            f"{folder} was trained with other settings than {chosen.name} has now: {differs}; install speedrun "
-            f"{facts.version} as it was then, or name the model's own recipe with --recipe"
+            f"{folder} was trained with other settings than {chosen.name} has now: {', '.join(differing)}; install "
+            f"speedrun {facts.version} as it was then, or name the model's own recipe with --recipe"
         )
     meshes.prepare("any")
     known = () if chosen.constants is no_constants else vocabulary.load(track, folder)
-    program = Program(chosen, meshes.make_mesh(devices), vocabulary=known)
+    program = Program(chosen, meshes.make_mesh(1), vocabulary=known)
     return Trained(
         program,
         track,
@@ -223,20 +220,3 @@ def placed(program: Program, arrays: Iterable[tuple[str, np.ndarray]]) -> Params
 def _settings(recipe: Recipe) -> dict[str, Any]:
     described = describe(recipe)
     return {name: value for name, value in described.items() if name not in _TRAINING}
-
-
-def _differences(then: Any, now: Any, name: str = "") -> Iterator[str]:
-    """Yield the settings that differ, by dotted name."""
-    if isinstance(then, dict) and isinstance(now, dict):
-        for key in sorted({*then} | {*now}):
-            yield from _differences(then.get(key), now.get(key), f"{name}.{key}" if name else key)
-    elif then != now:
-        yield f"{name} was {str(then)[:80]}, is {str(now)[:80]}"
-
-
-def _track(folder: Path, facts: Facts) -> Track:
-    track = tracks.load(facts.track.partition("@")[0])
-    want = track.data.vocab_size, track.data.document_token
-    if (got := (facts.vocab_size, facts.document_token)) != want:
-        raise UsageError(f"{folder}: vocabulary, document token {got}; {track.id} has {want}; export again")
-    return track

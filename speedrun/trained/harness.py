@@ -14,13 +14,12 @@ import numpy as np
 import yaml
 
 from speedrun.ground.errors import DataError, UsageError
-from speedrun.trained.decode import Decoder, Draw
+from speedrun.trained.decode import Draw, decoder_of
 from speedrun.trained.likelihood import Row, endings
 from speedrun.trained.weights import Trained
 from speedrun.trained.words import Text, Words
 
 _NEW_TOKENS = 256  #: of a text, where the task does not say
-_CHUNK = 16  #: tokens between two searches for the end of a text
 
 
 def scores(
@@ -128,25 +127,18 @@ def _written(
     trained: Trained, words: Words, asked: Sequence[tuple[str, int, list[str], Draw]]
 ) -> Iterator[str]:
     """Continue each context until one of its ends."""
-    data, longest = trained.track.data, trained.program.recipe.eval_seq_len
+    longest = trained.program.recipe.eval_seq_len
     if (most := max(one[1] for one in asked)) >= longest:
         raise UsageError(
             f"a task asks for {most:,} new tokens; the model takes {longest:,} with its context; leave it out"
         )
     starts = [words.encode(context)[-max(1, longest - most) :] for context, most, _, _ in asked]
-    decoder = Decoder(  # one program for all
-        trained.program.recipe,
-        trained.inputs,
-        trained.params,
-        vocab_size=data.vocab_size,
-        document_token=data.document_token,
-        num_positions=min(longest, max(len(s) + one[1] for s, one in zip(starts, asked, strict=True))),
-    )
+    needed = max(len(start) + one[1] for start, one in zip(starts, asked, strict=True))
+    decoder = decoder_of(trained, min(longest, needed))  # one program for all
     for start, (_, most, ends, draw) in zip(starts, asked, strict=True):
-        texts, text = decoder.start([start]), Text(words, start)
-        for left in range(min(most, decoder.num_positions - len(start)), 0, -_CHUNK):
-            texts, (ids_N,) = decoder.extend(texts, _CHUNK, draw)
-            text.add(ids_N[:left], is_last=left <= _CHUNK)
+        text, num_tokens = Text(words, start), min(most, decoder.num_positions - len(start))
+        for (ids_N,) in decoder.continued([start], num_tokens, draw):
+            text.add(ids_N, is_last=len(text.ids) + len(ids_N) == num_tokens)
             if text.has_ended or any(end in text.text for end in ends):
                 break
         yield min((text.text.partition(end)[0] for end in ends), key=len, default=text.text)

@@ -60,14 +60,14 @@ def slices(trained: Trained, shards: Sequence[Path], context: int, tokens: int |
         DataError: if a shard is damaged, or has no whole batch.
     """
     data, batch = trained.track.data, SHARDS * context
-    found = [Slice(open_shard(path, vocab_size=data.vocab_size), 0, 0) for path in shards]
+    found = [(open_shard(path, vocab_size=data.vocab_size), 0) for path in shards]
     if not found:
         official = inventory.open_track(trained.folder, data).val[0]
-        found = [Slice(official, 0, 0)]
+        found = [(official, 0)]
         if official.num_tokens > data.val_tokens + batch:
-            found.append(Slice(official, data.val_tokens, 0))
+            found.append((official, data.val_tokens))
     whole = []
-    for shard, start, _ in found:
+    for shard, start in found:
         most = min(tokens or data.val_tokens, shard.num_tokens - 1 - start)
         if most < batch:
             raise DataError(

@@ -8,9 +8,11 @@ Source: Zellers et al. 2019, HellaSwag; llm.c, `dev/data/hellaswag.py` (A. Karpa
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from speedrun.ground.errors import DataError, UsageError
 from speedrun.ground.wholefile import read_regular
@@ -18,13 +20,15 @@ from speedrun.trained.likelihood import Row, endings
 from speedrun.trained.weights import Trained
 from speedrun.trained.words import Words
 
+_Text = Annotated[str, Meta(min_length=1)]
+
 
 class Question(msgspec.Struct, frozen=True):
     """One line of the file; it may have other fields."""
 
-    ctx: str
-    endings: tuple[str, str, str, str]
-    label: int
+    ctx: _Text
+    endings: tuple[_Text, _Text, _Text, _Text]
+    label: Annotated[int, Meta(ge=0, le=3)]
 
 
 class Answers(msgspec.Struct, frozen=True):
@@ -44,13 +48,9 @@ class Answers(msgspec.Struct, frozen=True):
 
 def read(path: Path, limit: int | None) -> list[Question]:
     """Read questions, one JSON object a line; raise DataError if one has another form, or there are none."""
-    found: list[Question] = []
     try:
-        for number, line in enumerate(read_regular(path).splitlines(), 1):
-            if line.strip() and (limit is None or len(found) < limit):
-                found.append(msgspec.json.decode(line, type=Question))
-                if not (found[-1].ctx and all(found[-1].endings) and 0 <= found[-1].label < 4):
-                    raise ValueError(f"line {number} has an empty text, or label {found[-1].label}")
+        lines = [line for line in read_regular(path).splitlines() if line.strip()]
+        found = [msgspec.json.decode(line, type=Question) for line in lines[:limit]]
     except OSError as error:
         raise DataError(
             f"{path}: {error.strerror}; need hellaswag_val.jsonl, from the repository rowanz/hellaswag"

@@ -19,12 +19,14 @@ from typing import IO, Any
 
 import jax
 import msgspec
+import numpy as np
 
 from speedrun.ground import companion
 from speedrun.ground.companion import samples_of as path_of
 from speedrun.ground.errors import CheckpointError, DataError, UsageError
 from speedrun.ground.output import reported
 from speedrun.ground.wholefile import write_whole
+from speedrun.trained import decode, weights, words
 from speedrun.training import checkpoint
 from speedrun.training.prepare import decoded
 
@@ -78,7 +80,7 @@ def follow(request: Request, until: IO[bytes]) -> list[int]:
                 found[step] = [msgspec.json.encode(sample) for sample in spoken(request, step)]
             except (CheckpointError, UsageError):
                 time.sleep(_POLL_S)  # it may be about to be deleted, file by file
-                if step in _steps(folder):
+                if (folder / str(step)).exists():
                     raise
                 found[step] = []  # deleted while it was read: the run keeps only the newest ones
             # In the order in which they were made: whoever follows the file has read its beginning.
@@ -97,14 +99,9 @@ def _written(path: Path) -> dict[int, list[bytes]]:
     return found
 
 
-def _steps(folder: Path) -> list[int]:
-    names = [path.name for path in folder.iterdir()] if folder.exists() else []
-    return sorted(int(name) for name in names if name.isdecimal())
-
-
 def _due(folder: Path, every: int, *, is_over: bool) -> list[int]:
     """Return the steps whose checkpoints are to be sampled: at the end, the last one, too."""
-    steps = _steps(folder)
+    steps = weights.steps_in(folder)
     return [step for step in steps if step and (step % every == 0 or (is_over and step == steps[-1]))]
 
 
@@ -115,23 +112,14 @@ def spoken(request: Request, step: int) -> Iterator[dict[str, Any]]:
         UsageError: if prompts do not fit, or the checkpoint is not there.
         CheckpointError: if it cannot be read.
     """
-    from speedrun.trained import decode, weights, words
-
     trained = weights.load(request.record, data=request.data, recipe=request.recipe, step=step)
     vocabulary = words.Words(trained.track, trained.words_folder)
     starts = [vocabulary.encode(prompt) for prompt in request.prompts or ("",)]
-    room = trained.program.recipe.eval_seq_len - max(map(len, starts))
-    decoder = decode.Decoder(
-        trained.program.recipe,
-        trained.inputs,
-        trained.params,
-        vocab_size=trained.track.data.vocab_size,
-        document_token=trained.track.data.document_token,
-        num_positions=max(map(len, starts)) + max(1, min(NUM_TOKENS, room)),
-    )
-    num_tokens = decoder.num_positions - max(map(len, starts))
+    longest = max(map(len, starts))
+    num_tokens = max(1, min(NUM_TOKENS, trained.program.recipe.eval_seq_len - longest))
+    decoder = decode.decoder_of(trained, longest + num_tokens)
     how = decode.Draw(temperature=TEMPERATURE, seed=SEED)
-    _, ids_PN = decoder.extend(decoder.start(starts), min(NUM_TOKENS, num_tokens), how)
+    ids_PN = np.concatenate([*decoder.continued(starts, num_tokens, how)], axis=1)
     for start, ids_N in zip(starts, ids_PN, strict=True):
         text = words.Text(vocabulary, start)
         text.add(ids_N, is_last=True)

@@ -23,7 +23,6 @@ def load(
     data: Path | None = None,
     recipe: str | None = None,
     step: int | None = None,
-    devices: int = 1,
     dtype: str | None = None,
 ) -> Trained:
     """Load weights from wherever they are.
@@ -34,7 +33,6 @@ def load(
         data: folder of shards; None: the run's own, or the track's.
         recipe: name of the recipe, if it lies in a file of its own.
         step: which checkpoint of a run; None: the newest.
-        devices: of this machine, over which the weights are sharded.
         dtype: of the computation; None: as the recipe says.
 
     Raises:
@@ -43,15 +41,17 @@ def load(
         DataError: if weights are missing, damaged or not finite.
     """
     folder, origin = _found(source)
-    if exported.is_one(folder):
-        _refuse("--step", step, f"{source} has the weights of one step")
-        trained = exported.load(folder, data=data, recipe=recipe, devices=devices)
-    elif transformers_gpt2.is_one(folder):
-        _refuse("--step", step, f"{source} has the weights of one step")
-        _refuse("--recipe", recipe, f"{source} is a GPT-2")
-        trained = transformers_gpt2.load(folder, data=data, devices=devices, origin=origin)
+    is_export, is_gpt2 = exported.is_one(folder), transformers_gpt2.is_one(folder)
+    if step is not None and (is_export or is_gpt2):
+        raise UsageError(f"--step has no effect: {source} has the weights of one step; leave it out")
+    if is_export:
+        trained = exported.load(folder, data=data, recipe=recipe)
+    elif is_gpt2:
+        if recipe is not None:
+            raise UsageError(f"--recipe has no effect: {source} is a GPT-2; leave it out")
+        trained = transformers_gpt2.load(folder, data=data, origin=origin)
     else:
-        trained = weights.load(folder, data=data, recipe=recipe, step=step, devices=devices)
+        trained = weights.load(folder, data=data, recipe=recipe, step=step)
     if dtype is None:
         return trained
     changed = trained.program.recipe.override({"compute_dtype": dtype})
@@ -97,8 +97,3 @@ def _found(source: Path) -> tuple[Path, Mapping[str, str]]:
             f"{repo}: {error}; download its {transformers_gpt2.CONFIG} and {WEIGHTS} elsewhere, and name their folder"
         ) from None
     return folder, {"weights": repo, "revision": folder.name}
-
-
-def _refuse(option: str, given: object, why: str) -> None:
-    if given is not None:
-        raise UsageError(f"{option} has no effect: {why}; leave it out")

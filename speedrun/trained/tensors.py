@@ -3,22 +3,22 @@
 The library checks that tensors cover the file without gaps or overlaps, so no shape can claim more than is there.
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 
 from speedrun.ground.errors import DataError
+from speedrun.ground.wholefile import read_regular
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-#: A header says how large it is; the library refuses more.
-_MOST_HEADER_BYTES = 100_000_000
 #: As a header names them. The dtypes of trained parameters.
 DTYPES = {"float32": "F32", "bfloat16": "BF16"}
+
+_T = TypeVar("_T")
 
 
 class Form(NamedTuple):
@@ -42,7 +42,7 @@ class Tensors:
         """Check the headers.
 
         Raises:
-            DataError: if a file is missing or damaged, or two have the same tensor.
+            DataError: if a file is missing or damaged.
         """
         self.folder = folder
         self.forms: dict[str, Form] = {}
@@ -51,8 +51,6 @@ class Tensors:
         names = [WEIGHTS] if not index.exists() else _shards(index)
         for name in names:
             opened, forms = _opened(folder / name)
-            if both := sorted(forms.keys() & self.forms):
-                raise DataError(f"{folder / name}: {both[0]} is in two files; copy the folder again")
             self.forms |= forms
             self._files |= dict.fromkeys(forms, opened)
 
@@ -76,12 +74,17 @@ class Tensors:
             yield name, x
 
 
-def _shards(index: Path) -> list[str]:
+def read_json(path: Path, kind: type[_T]) -> _T:
+    """Read a file of JSON; raise DataError if it is missing or has another form."""
     try:
-        names = sorted({*msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()})
+        return msgspec.json.decode(read_regular(path), type=kind)
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise DataError(f"{index}: {reason}; need a map from parameters to files; copy it again") from None
+        raise DataError(f"{path}: {reason}; copy or export the folder again") from None
+
+
+def _shards(index: Path) -> list[str]:
+    names = sorted({*read_json(index, _Index).weight_map.values()})
     if wrong := [name for name in names if not re.fullmatch(r"[\w-][\w.-]*\.safetensors", name)]:
         raise DataError(f"{index} names {wrong[0]!r}; need files of this folder; copy it again")
     return names
@@ -97,22 +100,7 @@ def _opened(path: Path) -> tuple[Any, dict[str, Form]]:
         file = safe_open(path, framework="np")
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
         forms = {name: Form(x.get_dtype(), tuple(x.get_shape())) for name, x in slices.items()}
-        _check_names(path)
     except (SafetensorError, OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error).rpartition("header: ")[2]
         raise DataError(f"{path}: {reason}; need a whole file of safetensors; copy it again") from None
     return file, forms
-
-
-def _check_names(path: Path) -> None:
-    """Raise ValueError if a header has a name twice: the library takes the last one."""
-    with path.open("rb") as file:
-        size = min(int.from_bytes(file.read(8), "little"), _MOST_HEADER_BYTES)
-        header = file.read(size)
-
-    def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(found := dict(pairs)) != len(pairs):
-            raise ValueError("a name is in the header twice")
-        return found
-
-    json.loads(header, object_pairs_hook=distinct)

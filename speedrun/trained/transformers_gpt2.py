@@ -22,10 +22,10 @@ from speedrun.ground.errors import DataError, UsageError
 from speedrun.ground.track import Track
 from speedrun.science import recipes
 from speedrun.science.models import gpt2
-from speedrun.science.params import ParamSpec, Table, count
-from speedrun.trained import card
+from speedrun.science.params import ParamSpec, Table
+from speedrun.trained.card import card
 from speedrun.trained.exported import named_arrays, placed, save_folder, tokenizer_file
-from speedrun.trained.tensors import WEIGHTS, Form, Tensors
+from speedrun.trained.tensors import WEIGHTS, Form, Tensors, read_json
 from speedrun.trained.weights import Trained
 from speedrun.training.program import Program
 
@@ -50,6 +50,18 @@ _PARTS = {
 _BUFFERS = re.compile(r"h\.\d+\.attn\.(masked_)?bias")
 _HEAD = "lm_head.weight"
 _READ = ("F32", "F16", "BF16")
+_LOAD = """\
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{name}")
+{tokenizer}
+```
+
+Token {document_token} opens every document: begin a prompt with it. The harness that trained it reads the folder, too:
+`speedrun sample {name}`.
+
+"""
 
 _Size = Annotated[int, Meta(ge=1, le=2**24)]
 
@@ -128,11 +140,7 @@ def read_config(folder: Path) -> Config:
         UsageError: if it is of a model that computes something else than GPT-2.
     """
     path = folder / CONFIG
-    try:
-        config = msgspec.json.decode(path.read_bytes(), type=Config)
-    except (OSError, ValueError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(f"{path}: {reason}; need the config of a GPT-2; copy it again") from None
+    config = read_json(path, Config)
     for name, known in _COMPUTED.items():
         if (got := getattr(config, name)) not in known:
             raise UsageError(f"{path}: {name} is {got!r}; our GPT-2 has {known[0]!r}; choose another model")
@@ -159,7 +167,7 @@ def overrides_of(config: Config) -> dict[str, str]:
     return {name: str(value) for name, value in sizes.items()}
 
 
-def load(folder: Path, *, data: Path | None, devices: int, origin: Mapping[str, str]) -> Trained:
+def load(folder: Path, *, data: Path | None, origin: Mapping[str, str]) -> Trained:
     """Load a GPT-2 as the ladder's recipe `gpt2` at its sizes, on the data of a track with its vocabulary.
 
     See `sources.load`; `origin` says where the weights come from.
@@ -175,7 +183,7 @@ def load(folder: Path, *, data: Path | None, devices: int, origin: Mapping[str, 
         )
     track, overrides = _track(folder, config), overrides_of(config)
     meshes.prepare("any")
-    program = Program(recipes.load("gpt2").override(overrides), meshes.make_mesh(devices))
+    program = Program(recipes.load("gpt2").override(overrides), meshes.make_mesh(1))
     packed = placed(program, _arrays(tensors, program.layout.table))
     shards = inventory.data_folder(track, data)
     # Its own tokenizer, if the track has such a file; else GPT-2's, which every machine can get.
@@ -253,11 +261,14 @@ def write(trained: Trained, out: Path) -> list[Path]:
         own["tokenizer_config.json"] = _json(
             {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
         )
-    tokenizer = next(iter(own), "" if trained.track.synthetic is not None else "gpt2")
+    tokenizer = f'tokenizer = AutoTokenizer.from_pretrained("{out.name if own else "gpt2"}")'
+    if trained.track.synthetic is not None:
+        tokenizer = "# Its ids are those of synthetic data, and stand for no text."
+    load = _LOAD.format(name=out.name, tokenizer=tokenizer, document_token=document_token)
     files = {
         WEIGHTS: save(there, metadata={"format": "pt"}),  # without it, transformers refuses the file
         CONFIG: _json(_config(cfg, document_token)),
-        "README.md": card.transformers(trained, count(table), out.name, tokenizer=tokenizer).encode(),
+        "README.md": card(trained, "transformers", load).encode(),
     }
     return save_folder(trained, out, files | own)
 

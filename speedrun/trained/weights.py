@@ -6,7 +6,7 @@ A record is small and has no weights: they lie beside it, in RECORD.checkpoints,
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,8 @@ from speedrun.science.recipe import Recipe, describe, no_constants
 from speedrun.training import checkpoint
 from speedrun.training.prepare import Resumable, decoded
 from speedrun.training.program import Program
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -92,16 +94,14 @@ def load(
     data: Path | None = None,
     recipe: str | None = None,
     step: int | None = None,
-    devices: int = 1,
 ) -> Trained:
-    """Load the weights of a run.
+    """Load the weights of a run onto one device.
 
     Args:
         run: folder of a record, or of its checkpoints.
         data: folder of shards; None: the run's own, else the track's.
         recipe: name of the run's recipe, if it lies in a file of its own.
         step: which checkpoint; None: the newest.
-        devices: of this machine, over which the weights are sharded.
 
     Raises:
         UsageError: if there are no checkpoints, or the recipe is not the run's.
@@ -109,15 +109,19 @@ def load(
         DataError: if weights are not finite.
     """
     folder = run.resolve() if run.name.endswith(".checkpoints") else checkpoint.folder_of(run)
-    kept = _settings(folder, run)
+    if not (folder / checkpoint.RUN).exists():
+        raise UsageError(f"{run} has no weights; run again with --checkpoint-every N, which keeps them")
+    kept = _unsealed(folder / checkpoint.RUN, Resumable)
     track = tracks.load(kept.config.track)
     chosen = own_recipe(run, kept.recipe.name, kept.recipe.revision, recipe).override(kept.config.overrides)
     meshes.prepare(track.rules.platform)
     shards = inventory.data_folder(track, data or kept.config.data)
     known = () if chosen.constants is no_constants else vocabulary.load(track, shards)
-    program = Program(chosen, meshes.make_mesh(devices), kept.config.microbatches or SHARDS, vocabulary=known)
+    program = Program(chosen, meshes.make_mesh(1), kept.config.microbatches or SHARDS, vocabulary=known)
     at = folder / str(_step(folder, step))
-    facts = _facts(at)
+    facts = _unsealed(at / "facts" / "metadata", checkpoint.Facts)
+    if str(facts.step) != at.name:
+        raise CheckpointError(f"{at}: it holds step {facts.step}; choose another --step")
     if facts.config_sha256 not in _configs(kept, program):
         raise UsageError(
             f"{run} was trained with other settings than {chosen.name} has now; check out the commit of the run, or "
@@ -139,20 +143,23 @@ def own_recipe(source: Path, name: str, revision: int, given: str | None) -> Rec
     return chosen
 
 
-def _settings(folder: Path, run: Path) -> Resumable:
-    path = folder / checkpoint.RUN
-    if not path.exists():
-        raise UsageError(
-            f"{run} has no weights: {path} is missing; run again with --checkpoint-every N, which keeps them"
-        )
+def _unsealed(path: Path, form: type[_T]) -> _T:
+    """Read a file of JSON that `checkpoint.seal` packed."""
     try:
-        return decoded(checkpoint.unseal(msgspec.json.decode(read_regular(path))), Resumable)
+        return decoded(checkpoint.unseal(msgspec.json.decode(read_regular(path))), form)
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: {getattr(error, 'strerror', None) or error}; run again") from None
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"{path}: {reason}; choose another --step, or run again") from None
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Return the steps that have a checkpoint, the newest last."""
+    names = [path.name for path in folder.iterdir()] if folder.exists() else []
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def _step(folder: Path, wanted: int | None) -> int:
-    steps = sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
+    steps = steps_in(folder)
     if not steps:
         raise UsageError(f"{folder} has no checkpoint; run again with --checkpoint-every N, which keeps some")
     if wanted is not None and wanted not in steps:
@@ -203,28 +210,8 @@ def _restored(folder: Path, facts: checkpoint.Facts, program: Program) -> Params
         raise CheckpointError(
             f"{folder} is damaged ({damage}); choose another --step, or run again"
         ) from None
-    _check(arrays, found, folder)
-    return {name: arrays[f"params.{name}"] for name in abstract}
-
-
-def _facts(folder: Path) -> checkpoint.Facts:
-    try:
-        sealed = msgspec.json.decode(read_regular(folder / "facts" / "metadata"))
-        facts = msgspec.json.decode(checkpoint.unseal(sealed), type=checkpoint.Facts)
-        if str(facts.step) != folder.name:
-            raise ValueError(f"it holds step {facts.step}")
-        return facts
-    except (OSError, ValueError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise CheckpointError(
-            f"{folder}: its facts cannot be read ({reason}); choose another --step"
-        ) from None
-
-
-def _check(arrays: dict[str, Any], facts: dict[str, checkpoint.Array], folder: Path) -> None:
-    """Compare arrays with their digests, and refuse what is not finite."""
     for name, array in checkpoint.described(arrays).items():
-        if array.digest != facts[name].digest:
+        if array.digest != found[name].digest:
             raise CheckpointError(
                 f"{folder}: {name} is not what was written; run again, or choose another --step"
             )
@@ -232,3 +219,4 @@ def _check(arrays: dict[str, Any], facts: dict[str, checkpoint.Array], folder: P
             raise DataError(
                 f"{folder}: {name} holds NaN or infinity; need finite weights; choose another --step"
             )
+    return {name: arrays[f"params.{name}"] for name in abstract}

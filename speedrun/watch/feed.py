@@ -1,7 +1,6 @@
 """What a page gets: the lines of all logs of some folders, as server-sent events, while the logs grow.
 
-Each event has an id with the position in every file; a page that asks with `after=ID` gets what follows. Files are only
-read, and the reader knows nothing of what is in a line.
+A page that connects again gets all of it again. Files are only read, and the reader knows nothing of what is in a line.
 
     event: files    all files that there are: {"files": [...], "folders": [...]}; again when one appears
     event: lines    {"key", "anew", "lines"}: complete lines of one file; null for one that cannot be shown
@@ -11,7 +10,6 @@ read, and the reader knows nothing of what is in a line.
 
 import hashlib
 import os
-import re
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,7 +19,7 @@ import msgspec
 
 from speedrun.ground import clock, companion, runlog
 from speedrun.ground.errors import UsageError
-from speedrun.watch.tail import Position, Tail
+from speedrun.ground.tail import Tail
 
 POLL_S = 0.25
 BEAT_S = 3.0
@@ -81,19 +79,12 @@ def _key(path: Path) -> str:
     return hashlib.sha256(os.fsencode(path)).hexdigest()[:12]
 
 
-def positions(text: str) -> dict[str, Position]:
-    """Return the positions in an event's id. What is malformed is left out: that file begins anew."""
-    parts = [re.fullmatch("([0-9a-f]{12}):([0-9a-f]{8})?:([0-9]{1,15})", part) for part in text.split(",")]
-    return {part[1]: Position(part[2] or "", int(part[3])) for part in parts if part}
-
-
 class Feed:
     """What one page gets."""
 
-    def __init__(self, folders: Sequence[Path], after: str = "") -> None:
-        """Begin with the first lines, or after the event with this id."""
+    def __init__(self, folders: Sequence[Path]) -> None:
+        """Begin with the first lines."""
         self._folders = folders
-        self._after = positions(after)
         self._tails: dict[str, tuple[File, Tail]] = {}
         self._problems: dict[str, str] = {}
         self._told: bytes = b""
@@ -117,7 +108,7 @@ class Feed:
         """Yield events for what is new in all files."""
         for file in find(self._folders):
             if file.key not in self._tails:
-                self._tails[file.key] = file, Tail(file.path, self._after.get(file.key))
+                self._tails[file.key] = file, Tail(file.path)
         if (listing := self._listing()) != self._told:
             self._told = listing
             yield b"event: files\ndata: %b\n\n" % listing
@@ -136,11 +127,7 @@ class Feed:
         if piece is None:
             return b""
         lines = [_text(raw, file.kind) for raw in piece.lines]
-        return _event("lines", {"key": file.key, "anew": piece.anew, "lines": lines}, self._id())
-
-    def _id(self) -> str:
-        known = {**self._after, **{key: tail.position for key, (_, tail) in self._tails.items()}}
-        return ",".join(f"{key}:{head}:{offset}" for key, (head, offset) in known.items())
+        return _event("lines", {"key": file.key, "anew": piece.anew, "lines": lines})
 
     def _listing(self) -> bytes:
         files = [
@@ -162,11 +149,9 @@ class _Sample(msgspec.Struct):
     text: str
 
 
-def _text(raw: bytes | None, kind: str) -> str | None:
-    """Return a line as text; None if it is too long, no UTF-8, or no line of such a file: nothing else is shown."""
+def _text(raw: bytes, kind: str) -> str | None:
+    """Return a line as text; None if it is no UTF-8, or no line of such a file: nothing else is shown."""
     try:
-        if raw is None:
-            return None
         if kind == "log":
             runlog.decode(raw)
         else:
@@ -176,8 +161,5 @@ def _text(raw: bytes | None, kind: str) -> str | None:
         return None
 
 
-def _event(name: str, data: dict[str, Any], at: str = "") -> bytes:
-    return (f"id: {at}\n" if at else "").encode() + b"event: %b\ndata: %b\n\n" % (
-        name.encode(),
-        msgspec.json.encode(data),
-    )
+def _event(name: str, data: dict[str, Any]) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(data))

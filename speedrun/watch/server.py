@@ -18,14 +18,14 @@ from speedrun.ground import companion
 from speedrun.ground.clock import Stopwatch
 from speedrun.ground.errors import UsageError
 from speedrun.ground.output import reported
-from speedrun.ground.serving import Reply, content_type, serving
+from speedrun.ground.serving import Reply, content_type, file_below, serving
 from speedrun.ground.signals import handled_by, stop
 from speedrun.watch.feed import Feed
 from speedrun.watch.rules import rules
 
 _LEAVE_S = 3.0  #: from the end of the run until the process is killed
 _LAST_S = 1.5  #: for pages to get the last lines
-_PAGE = Path(__file__).parent / "page"
+_PAGE = Path(__file__).resolve().parent / "page"
 
 
 class Pages:
@@ -33,27 +33,23 @@ class Pages:
 
     def __init__(self, folders: Sequence[Path], ghost: str | None) -> None:
         """Watch these folders; `ghost` as in `--ghost`."""
-        self._folders = folders
-        self._rules, self._ghost_turn = rules(ghost), threading.Lock()
-        self._files = {f"/{path.name}": path.read_bytes() for path in _PAGE.iterdir()}
+        self._folders, self._ghost = folders, ghost
         self._is_over = threading.Event()
         self._readers: set[threading.Thread] = set()
 
     def __call__(self, path: str, query: dict[str, str]) -> Reply | None:
         """Return the reply to a request; None: not found."""
         if path == "/feed":
-            return Reply(self._feed(query.get("after", "")), "text/event-stream; charset=utf-8")
+            return Reply(self._feed(), "text/event-stream; charset=utf-8")
         if path == "/rules":
-            with self._ghost_turn:  # read it once
-                found = self._rules(query.get("track", ""))
+            found = rules(self._ghost, query.get("track", ""))
             return Reply(msgspec.json.encode(found), content_type("rules.json"))
-        name = "/index.html" if path == "/" else path
-        return Reply(self._files[name], content_type(name)) if name in self._files else None
+        return file_below(_PAGE, path[1:] or "index.html")
 
-    def _feed(self, after: str) -> Iterator[bytes]:
+    def _feed(self) -> Iterator[bytes]:
         self._readers.add(threading.current_thread())
         try:
-            yield from Feed(self._folders, after).events(self._is_over)
+            yield from Feed(self._folders).events(self._is_over)
         finally:
             self._readers.discard(threading.current_thread())
 

@@ -1,14 +1,12 @@
 """The folder of a model in the browser: the page, jax-js, and in models/NAME programs, weights and the tokenizer.
 
-Any static host can serve it. jax-js is shipped as its package was published, and its digest is checked.
+Any static host can serve it. jax-js is shipped as its package was published.
 """
 
 import base64
-import hashlib
-import io
 import json
-import shutil
 import tarfile
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib import resources
 from itertools import pairwise
@@ -22,7 +20,7 @@ import safetensors.numpy
 
 from speedrun.ground.errors import DataError
 from speedrun.ground.track import Track
-from speedrun.ground.wholefile import PARTIAL, give_name, make_folder
+from speedrun.ground.wholefile import make_folder
 from speedrun.science.inputs import Inputs
 from speedrun.science.params import Params
 from speedrun.science.recipe import Recipe
@@ -39,9 +37,7 @@ SHORTEST = 64
 ROWS = 64
 #: Smaller arrays stay float32: learned scalars and rotary angles.
 SMALL = 1024
-_JAX_JS = "jax-js-jax-0.1.25.tgz"
-#: Of the package on npm, `dist.integrity`.
-_JAX_JS_SHA512 = "g6PxWa6ZLjeQdDAM0ImBSqpdYnC6InCUTCCbMLxhMHMsMNu+JbHRjIQZ/anjBcP69of6hiqfGmTl+3gBn1qu/A=="
+JAX_JS = "jax-js-jax-0.1.25.tgz"  #: as npm published it
 
 
 def write(trained: Trained, out: Path, *, dtype: str = "float32") -> list[Path]:
@@ -54,7 +50,7 @@ def write(trained: Trained, out: Path, *, dtype: str = "float32") -> list[Path]:
 
     Raises:
         UsageError: if the page lacks an operation of the model, or the folder is not empty.
-        DataError: if the tokenizer is of a kind that the page lacks, or a file of this package is damaged.
+        DataError: if the tokenizer is of a kind that the page lacks.
     """
     recipe, track = trained.program.recipe.override({"compute_dtype": "float32"}), trained.track
     trained = replace(trained, program=replace(trained.program, recipe=recipe))
@@ -65,21 +61,16 @@ def write(trained: Trained, out: Path, *, dtype: str = "float32") -> list[Path]:
     files = of_model(recipe, params, trained.inputs, track, facts, dtype=dtype)
     if words.tokens:
         files["tokenizer.json"] = encoded(described_tokenizer(*words.file(), words.tokens))
-    return write_folder(out, {name: files})
+    written = site({name: files})
+    make_folder(out, written)
+    return [out / path for path in written]
 
 
-def write_folder(out: Path, models: dict[str, dict[str, bytes]]) -> list[Path]:
-    """Write the page with the files of models by name; return the paths. The folder appears by one rename."""
-    folders = {"": page() | {LIST: encoded(list(models))}, "jax-js": jax_js()}
-    folders |= {f"models/{name}": files for name, files in models.items()}
-    partial = out.with_name(f"{out.name}{PARTIAL}")
-    try:
-        for folder, files in folders.items():
-            make_folder(partial / folder, files)
-        give_name(partial, out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return [out / folder / name for folder, files in folders.items() for name in files]
+def site(models: Mapping[str, Mapping[str, bytes]]) -> dict[str, bytes]:
+    """Return the page with the files of models by name, by path."""
+    files = page("page") | {LIST: encoded(list(models))}
+    files |= {f"jax-js/{name}": raw for name, raw in jax_js().items()}
+    return files | {f"models/{name}/{file}": raw for name, of in models.items() for file, raw in of.items()}
 
 
 def of_model(
@@ -161,25 +152,16 @@ def _merges_of_ranks(tokens: dict[int, bytes]) -> list[list[int]]:
     return pairs
 
 
-def page() -> dict[str, bytes]:
-    """Return the files of the page, without jax-js."""
-    ours = resources.files("speedrun.web") / "page"
+def page(folder: str) -> dict[str, bytes]:
+    """Return the files of a page by name."""
+    ours = resources.files("speedrun.web") / folder
     return {file.name: file.read_bytes() for file in ours.iterdir() if file.is_file()}
 
 
 def jax_js() -> dict[str, bytes]:
-    """Return the modules of jax-js, and its licence.
-
-    Raises:
-        DataError: if the package is not what was published.
-    """
-    raw = (resources.files("speedrun.web") / _JAX_JS).read_bytes()
-    if (got := base64.b64encode(hashlib.sha512(raw).digest()).decode()) != _JAX_JS_SHA512:
-        raise DataError(
-            f"{_JAX_JS}: sha512 is {got}; jax-js was published with another; install speedrun again"
-        )
+    """Return the modules of jax-js, and its licence."""
     files = {}
-    with tarfile.open(fileobj=io.BytesIO(raw)) as archive:
+    with (resources.files("speedrun.web") / JAX_JS).open("rb") as raw, tarfile.open(fileobj=raw) as archive:
         for member in archive:
             folder, _, name = member.name.rpartition("/")
             is_module = folder == "package/dist" and name.endswith(".js")

@@ -154,8 +154,9 @@ class _Writer:
         elif (taken := _taken(eqn)) is not None:
             self._alias[out] = self._emit(taken[0], xs, out, **taken[1])
         else:
+            shapes = ", ".join(str(x.aval) for x in eqn.invars)
             raise UsageError(
-                f"the model uses {name}{_detail(eqn)}, which the page does not know; choose another recipe or form"
+                f"the model uses {name} of {shapes}, which the page does not know; choose another recipe or form"
             )
 
     def _split(self, eqn: JaxprEqn, xs: list[Operand]) -> dict[Any, Operand]:
@@ -238,11 +239,6 @@ def _is_row(eqn: JaxprEqn) -> bool:
 
 def _dtype(x: Any) -> str:
     return str(x.aval.dtype)
-
-
-def _detail(eqn: JaxprEqn) -> str:
-    shapes = ", ".join(str(x.aval) for x in eqn.invars)
-    return f" of {shapes}"
 
 
 def _digest(array: np.ndarray) -> str:

@@ -7,7 +7,6 @@ step that `speedrun run` takes, on one device in float32, on the same batches.
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from speedrun.data.synthetic import Source, generate
 from speedrun.ground import track
 from speedrun.ground.errors import UsageError
 from speedrun.ground.mesh import DATA, arranged
-from speedrun.ground.wholefile import make_folder, write_whole
+from speedrun.ground.wholefile import make_folder
 from speedrun.science.inputs import Inputs
 from speedrun.science.params import Params, count
 from speedrun.science.recipe import Batch, Recipe, settings
@@ -141,11 +140,8 @@ def write(recipe: Recipe, out: Path) -> None:
     Raises:
         UsageError: if the recipe does not fit, or the page lacks an operation of it.
     """
-    found = files(recipe)
-    folder.write_folder(out, {})
-    make_folder(out / "training", found)
-    for file in (resources.files("speedrun.web") / "trainer").iterdir():
-        write_whole(out / file.name, file.read_bytes())
+    ours = {f"training/{name}": raw for name, raw in files(recipe).items()}
+    make_folder(out, folder.site({}) | folder.page("trainer") | ours)
 
 
 def files(recipe: Recipe) -> dict[str, bytes]:

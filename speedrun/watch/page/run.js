@@ -33,9 +33,11 @@ export class Run {
   }
 
   read(lines, anew) {
-    if (anew && this.last) {
+    if (anew) {
+      const isOther = this.first && this.first !== lines[0]; // else the page was connected again
       this.clear();
-      this.note("", "log", "another log is in its place, or the server does not know what it sent; read from the beginning");
+      this.first = lines[0];
+      if (isOther) this.note("", "log", "another log is in its place");
     }
     for (const raw of lines) {
       try {

@@ -12,7 +12,7 @@ const DRAW_MS = 250;
 const $ = (id) => document.getElementById(id);
 const runs = new Map(), texts = new Map(), rules = new Map(), hidden = new Set();
 const view = { axis: "time", scale: "linear", theme: "auto", focus: null };
-const feed = { id: "", isOn: false, tries: 0, heard: 0, ahead: 0, folders: [], ended: false, source: null };
+const feed = { isOn: false, tries: 0, heard: 0, ahead: 0, folders: [], ended: false, source: null };
 let drawn = "", isDue = true, announced = "";
 
 const charts = ["loss", "steps"].map((id) => new Chart($(id), id === "loss" ? "Loss" : "Time of each step", point));
@@ -23,11 +23,10 @@ function point(x) {
 /* ---- the feed */
 
 function connect() {
-  const source = new EventSource(`feed?after=${encodeURIComponent(feed.id)}`);
+  const source = new EventSource("feed");
   feed.source = source;
   const on = (name, take) => source.addEventListener(name, (event) => {
     feed.heard = performance.now();
-    if (event.lastEventId) feed.id = event.lastEventId;
     take(JSON.parse(event.data));
     isDue = true;
   });

@@ -1,6 +1,6 @@
-"""A record in wandb and in TensorBoard: the numbers of its logs, and nothing about the machine it ran on.
+"""Runs in wandb: the numbers of their logs, and nothing about the machine they ran on.
 
-wandb adds its own version, that of Python and the platform. Both libraries are optional.
+wandb adds its own version, that of Python and the platform. It is optional.
 """
 
 import importlib
@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 from speedrun.ground import runlog
 from speedrun.ground.errors import UsageError
-from speedrun.ground.wholefile import PARTIAL, give_name, write_whole
 from speedrun.ledger.record import Record
 from speedrun.ledger.run import loss_of
 
@@ -20,7 +19,18 @@ _ID_LIMIT = 64  #: characters of wandb's run ids; names of run folders fit but f
 _INIT_TIMEOUT_S = 20.0  #: wandb's default is 90, too long to wait for a dead server
 
 #: Read by wandb when it is imported. The first stops reports of crashes to its makers.
-ENVIRONMENT = {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
+_ENVIRONMENT = {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
+
+
+def library(**environment: str) -> Any:
+    """Return wandb, with variables that it reads when it is imported; raise UsageError if it is not installed."""
+    os.environ |= _ENVIRONMENT | environment
+    try:
+        return importlib.import_module("wandb")
+    except ModuleNotFoundError as error:
+        if error.name != "wandb":
+            raise
+        raise UsageError("wandb is not installed; type: pip install wandb") from None
 
 
 def _scalars(event: runlog.AnyEvent) -> list[tuple[int, str, float]]:
@@ -97,13 +107,12 @@ class WandbRun:
         self._run.finish(exit_code=0 if succeeded else 1)
 
 
-def to_wandb(record: Record, out: Path) -> list[Path]:
-    """Write an offline run for each run, for `wandb sync`; return the paths. Raise UsageError without wandb."""
-    paths = []
+def offline_runs(record: Record) -> dict[str, bytes]:
+    """Return the files of an offline run for each run, for `wandb sync`; raise UsageError without wandb."""
+    files = {}
     # wandb also writes logs full of paths and settings. They stay in a temporary folder.
     with tempfile.TemporaryDirectory() as scratch:
-        os.environ |= ENVIRONMENT | {"WANDB_CACHE_DIR": scratch}
-        wandb = _need("wandb")
+        wandb = library(WANDB_CACHE_DIR=scratch)
         for run in record.runs:
             sent = WandbRun(wandb, run.lines[0], scratch=scratch)
             for line in run.lines:
@@ -111,46 +120,6 @@ def to_wandb(record: Record, out: Path) -> list[Path]:
             sent.finish()
             (written,) = Path(scratch).glob(f"wandb/offline-run-*/run-{sent.id}.wandb")
             begun = datetime.fromisoformat(run.lines[0].t_utc)
-            folder = out / f"offline-run-{begun:%Y%m%d_%H%M%S}-{sent.id}"
-            folder.mkdir()
-            paths.append(folder / written.name)
-            write_whole(paths[-1], written.read_bytes())
+            files[f"offline-run-{begun:%Y%m%d_%H%M%S}-{sent.id}/{written.name}"] = written.read_bytes()
         wandb.teardown()
-    return paths
-
-
-def to_tensorboard(record: Record, out: Path) -> list[Path]:
-    """Write one folder with a file of events for each run, with the times of its log; return the paths.
-
-    Raises:
-        UsageError: if tensorboardX is not installed.
-    """
-    writer = _need("tensorboardX.record_writer")
-    events = importlib.import_module("tensorboardX.proto.event_pb2")
-    paths = []
-    for run in record.runs:
-        begun_s = _utc_s(run.lines[0])
-        # The usual name ends in the name of the host; this one ends in that of the run.
-        path = out / run.folder / f"events.out.tfevents.{begun_s:010.0f}.{run.folder}"
-        path.parent.mkdir()
-        partial = path.with_name(path.name + PARTIAL)
-        file = writer.RecordWriter(str(partial))
-        file.write(events.Event(wall_time=begun_s, file_version="brain.Event:2").SerializeToString())
-        for line in run.lines:
-            for step, name, number in _scalars(line.event):
-                event = events.Event(wall_time=_utc_s(line), step=step)
-                event.summary.value.add(tag=name, simple_value=number)
-                file.write(event.SerializeToString())
-        file.close()
-        give_name(partial, path)
-        paths.append(path)
-    return paths
-
-
-def _need(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name != module.partition(".")[0]:
-            raise
-        raise UsageError(f"{error.name} is not installed; type: pip install {error.name}") from None
+    return files
