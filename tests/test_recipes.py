@@ -120,6 +120,7 @@ NAMES = {
     "constants",
     "config.head_fp8",
     "optimizer.factor_of",
+    "stages.0.document_tokens",  # of what reads the data
 }
 OTHER = {
     "config.vocab_size": "40",
@@ -129,9 +130,13 @@ OTHER = {
     "config.head_dim": "12",
     "config.table_dtype": "bfloat16",
     "optimizer.muon_dtype": "bfloat16",
+    "optimizer.adam.beta1": "0.5",
+    "optimizer.adam.beta2": "0.5",
     "optimizer.adam.eps": "0.1",
     "schedule.cooldown_fraction": "0.7",
     "schedule.cooldown": "cosine",
+    "schedule.momentum_start": "0.5",
+    "schedule.momentum_end": "0.5",
     "schedule.warmup_steps": "2",
     "schedule.window_grows": "down",
     "compute_dtype": "bfloat16",
