@@ -115,7 +115,11 @@ FEATURES = (
     Feature(
         "momentum-warm-up",
         "a momentum that rises at first",
-        {"schedule.momentum_start": lambda _, recipe, __: recipe.schedule.momentum_end},
+        {
+            "schedule.momentum_start": lambda old, recipe, _: settings(recipe).get(
+                "schedule.momentum_end", old
+            )
+        },
     ),
     Feature("cooldown", "a learning rate that falls at the end", {"schedule.final_lr_scale": 1.0}),
     Feature("bfloat16-tables", "tables and their moments in 16 bits", {"config.table_dtype": "float32"}),

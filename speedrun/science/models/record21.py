@@ -76,9 +76,9 @@ class Config:
         """Indices of value embeddings that some layer adds."""
         return sorted(set(self.value_tables) - {NO_TABLE})
 
-    def mlp(self, x_ND: jax.Array, up_FD: jax.Array, down_DF: jax.Array, kernels: Kernels) -> jax.Array:
-        """Apply the MLP of a layer to its normalised input. A variant overrides it."""
-        return kernels.mlp(x_ND, up_FD, down_DF)
+    def mlp(self, x_ND: jax.Array, p: Params, block: str, kernels: Kernels) -> jax.Array:
+        """Apply the MLP of a layer, such as "block.0", to its normalised input. A variant overrides it."""
+        return kernels.mlp(x_ND, p[f"{block}.mlp_up"], p[f"{block}.mlp_down"])
 
 
 class Context(NamedTuple):
@@ -185,7 +185,7 @@ def block(x_ND: jax.Array, x0_ND: jax.Array, p: Params, i: int, ctx: Context, cf
     keep, shortcut = p[f"block.{i}.lambdas"]
     x_ND = nn.blend((keep, x_ND), (shortcut, x0_ND))
     x_ND = x_ND + attend(nn.rms_norm(x_ND), p, i, ctx, cfg)
-    return x_ND + cfg.mlp(nn.rms_norm(x_ND), p[f"block.{i}.mlp_up"], p[f"block.{i}.mlp_down"], ctx.kernels)
+    return x_ND + cfg.mlp(nn.rms_norm(x_ND), p, f"block.{i}", ctx.kernels)
 
 
 def forward(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernels: Kernels) -> jax.Array:
