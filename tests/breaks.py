@@ -26,9 +26,10 @@ ROOT = Path(__file__).parent.parent
 #: Tests of whole programs: the first compiles a recipe of four layers, the others are quick.
 _TRACE = "test_recipes.py::test_pinned_traces_stand[smoke]"
 _NUMBERS = [
-    "test_recipes.py::test_every_number_of_record_21_is_the_published_one",
-    "test_recipes.py::test_the_schedule_is_record_21s",
-    "test_recipes.py::test_record_21_has_its_published_number_of_parameters",
+    "test_rungs.py::test_every_number_is_the_published_one[record21]",
+    "test_rungs.py::test_rate_and_momentum_are_the_published_ones[record21-708-0.1-300]",
+    "test_rungs.py::test_the_window_is_the_published_one[record21-128-14]",
+    "test_rungs.py::test_it_has_the_published_number_of_parameters[record21-275598388]",
 ]
 _SETTINGS = [
     "test_recipes.py::test_an_unknown_setting_suggests_only_what_can_be_set",

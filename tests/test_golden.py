@@ -163,16 +163,6 @@ def test_the_first_losses_and_gradients_agree(golden):
 
 
 @pytest.mark.compile
-def test_all_losses_and_final_weights_agree(golden):
-    assert_all_steps_agree(Run(golden, 1))
-
-
-@pytest.mark.compile
-def test_the_first_loss_and_gradients_agree_on_eight_devices(golden):
-    """One step, because each device costs as much here as one alone."""
-    train(Run(golden, 8), 1)
-
-
-@pytest.mark.compile
-def test_all_losses_and_final_weights_agree_on_eight_devices(golden):
-    assert_all_steps_agree(Run(golden, 8))
+@pytest.mark.parametrize("num_devices", [1, 8])
+def test_all_losses_and_final_weights_agree(golden, num_devices):
+    assert_all_steps_agree(Run(golden, num_devices))

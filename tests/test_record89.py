@@ -66,7 +66,6 @@ def test_its_starting_values_are_the_published_ones(published):
     ("setting", "said"),
     [
         ({"config.layers.1.attention": "none"}, "layer 6, and no other, needs 'none'"),
-        ({"config.layers.6.attention": "short"}, "layer 6, and no other, needs 'none'"),
         ({"config.layers.6.extras": "('value',)"}, "layer 6 has extras"),
         ({"config.layers.1.extras": "('compose',)"}, "one before layer 4 has 'compose'"),
         ({"config.layers.10.extras": "()"}, "the last layer needs its embedding"),
@@ -76,19 +75,14 @@ def test_its_starting_values_are_the_published_ones(published):
             "target_weights .*; need `float`, got `str`",
         ),
         ({"schedule.phases.2.target_weights": "(0.0,)"}, "need a weight above 0"),
-        ({"schedule.phases.1.prefix_weight": "-0.5"}, "prefix_weight is -0.5; need `float` >= 0"),
         ({"schedule.phases.3.long_blocks": "1_000_000_000"}, "a window of 16,000,000,000 tokens"),
         ({"config.layers.1.extras": "('value', 'value')"}, "need each once"),
         ({"config.bigram_rows": "1"}, "bigram_rows is 1"),
-        ({"config.num_heads": "0"}, "num_heads is 0; need `int` >= 1"),
         ({"config.layers.0.extras": "({},)"}, "extras is .*; need `str`, got `object`"),
         ({"schedule.phases.0.target_weights": "(1e999, 1.0, 1.0)"}, "need `float` <= 1"),
         ({"schedule.phases.2.end_weights": "(1.0, 0.5)"}, "need equal lengths"),
         ({"schedule.phases.3.lr_scale": "2.0"}, "its lr_scale must be 1"),
-        ({"schedule.cooldown_fraction": "0"}, "cooldown_fraction is 0.0; need `float` > 0"),
         ({"config.mlp_dtype": "float16"}, "need Literal.'float8_e4m3fn', 'bfloat16', 'float32'"),
-        ({"config.table_dtype": "float16"}, "need Literal.'float32', 'bfloat16'"),
-        ({"optimizer.polar_dtype": "float16"}, "need Literal.'float32', 'bfloat16'"),
     ],
 )
 def test_a_setting_that_would_do_nothing_or_fail_is_refused(setting, said):

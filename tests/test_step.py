@@ -451,31 +451,6 @@ def test_no_position_sees_another_document_or_sequence(tiny, on_eight):
     assert (nll[0, 3:12] != base[0, 3:12]).any()
 
 
-def copier(shift: int, recipe: Recipe) -> Recipe:
-    """Return a model that predicts the token `shift` positions ahead in its input."""
-
-    def forward(p, tokens_BT, _, cfg, kernels):
-        del kernels
-        peeked_BT = jnp.roll(tokens_BT, -shift, axis=1)
-        return jax.nn.one_hot(peeked_BT, cfg.head_size) * 1e4 + 0 * p["embed"][0, 0]
-
-    return dataclasses.replace(recipe, forward=forward)
-
-
-def test_a_model_that_peeks_scores_zero_and_one_that_looks_back_does_not(tiny):
-    """Only a model that sees the next token scores zero."""
-    ids = batch(tiny)[:4]
-    params = {"embed": jnp.zeros((1, 1)), "head": jnp.eye(tiny.config.head_size)}
-
-    def loss(shift: int) -> float:
-        nll_BT = named_nll(copier(shift, tiny), params, ids)
-        return float(nll_BT[:, :-1].mean())  # the last position has no next token to peek at
-
-    assert loss(1) == pytest.approx(0, abs=1e-4)
-    assert loss(0) > 5
-    assert loss(-1) > 5
-
-
 @pytest.mark.parametrize(
     ("leaf", "value"), [("block.0.qkv", jnp.nan), ("head", jnp.inf), ("block.2.lambdas", -jnp.inf)]
 )

@@ -209,21 +209,17 @@ class Layout:
 
     def init(self, key: jax.Array) -> Params:
         """Return packed initial values. A parameter's key depends on its name, or on `like`, not on its position."""
-        return self.pack(
-            {
-                name: spec.init(_key_of(spec.like or name, key), spec.shape).astype(spec.dtype)
-                for name, spec in self.table.items()
-            }
-        )
+
+        def start(name: str, spec: ParamSpec) -> jax.Array:
+            own = jax.random.fold_in(key, zlib.crc32((spec.like or name).encode()))
+            return spec.init(own, spec.shape).astype(spec.dtype)
+
+        return self.pack({name: start(name, spec) for name, spec in self.table.items()})
 
 
 def count(table: Mapping[str, ParamSpec]) -> int:
     """Return the number of declared scalars, without padding."""
     return sum(spec.size for spec in table.values())
-
-
-def _key_of(name: str, key: jax.Array) -> jax.Array:
-    return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 
 def _wide(x: jax.Array) -> jax.Array:

@@ -77,5 +77,5 @@ def _smoke(known: Mapping[str, Any]) -> dict[str, Any]:
         elif field.endswith("dtype"):
             new[key] = "float32"
         elif key.startswith(("schedule.", "stages.")) and field.endswith("_steps"):
-            new[key] = max(1, round(old * shrink))
+            new[key] = max(min(old, 1), round(old * shrink))  # none stays none
     return new

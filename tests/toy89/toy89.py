@@ -1,29 +1,29 @@
 """toy89: every mechanism that record 89 needs, as small as it can be.
 
 Stages of other shapes; packed documents; hashed bigrams with random signs; scheduled rotary frequencies; an MLP with a
-carried scale; several targets, and one from a constant table, with a gradient of their own; Adam every second step;
-head and embedding tied, then untied with their moments copied; reduced second moments; an optimiser group of its own.
+carried scale; several targets, and one from a constant table; Adam every second step; head and embedding tied, then
+untied; groups of parameters of its own.
 
 Legend: B batch, T time, D model, H heads, K head width, P parts of an MLP, F their width,
 V vocabulary, N tokens, M targets of a token, R rows of bigrams, S rows of signs.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from speedrun.science import nn
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels import cross_entropy
 from speedrun.science.kernels.attention import sight
 from speedrun.science.kernels.choose import Kernels
-from speedrun.science.optim.groups import by_group, scale_by_input
-from speedrun.science.optim.muon import orthogonalize
-from speedrun.science.params import Layout, Params, ParamSpec, Table, constant, uniform_fan_in
+from speedrun.science.kernels.cross_entropy import Targets
+from speedrun.science.optim.cautious_adam import AdamGroup
+from speedrun.science.optim.record89 import NorMuonAndAdam
+from speedrun.science.params import Params, ParamSpec, Table, constant, uniform_fan_in
 from speedrun.science.recipe import Batch, Forward, Loss, Recipe, Stage, Vocabulary
 
 CAP = 15.0
@@ -140,35 +140,6 @@ def logits(p: Params, x_ND: jax.Array, cfg: Config) -> jax.Array:
 # --- the loss
 
 
-@jax.custom_vjp
-def nll_sums(x_ND: jax.Array, head_VD: jax.Array, targets_NM: jax.Array) -> jax.Array:
-    """Return the summed negative log likelihood of the first, second, ... targets: f32 [M]; -1 is no target."""
-    return _scored(x_ND, head_VD, targets_NM)[0]
-
-
-def _scored(
-    x_ND: jax.Array, head_VD: jax.Array, targets_NM: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    z_NV = CAP * jnp.tanh(x_ND @ head_VD.T / CAP)
-    z_NM = jnp.take_along_axis(z_NV, jnp.maximum(targets_NM, 0), axis=1)
-    nll_NM = jax.nn.logsumexp(z_NV, axis=1, keepdims=True) - z_NM
-    return jnp.sum(nll_NM, axis=0, where=targets_NM >= 0), (x_ND, head_VD, targets_NM, z_NV)
-
-
-def _gradients(saved: tuple[jax.Array, ...], g_M: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    """One softmax serves all targets: dz = (sum of weights) p - weights at the targets."""
-    x_ND, head_VD, targets_NM, z_NV = saved
-    weight_NM = jnp.where(targets_NM >= 0, g_M[None, :], 0.0)
-    at_NMV = jax.nn.one_hot(targets_NM, len(head_VD))
-    dcapped_NV = jnp.sum(weight_NM, axis=1, keepdims=True) * jax.nn.softmax(z_NV)
-    dcapped_NV -= jnp.einsum("nm,nmv->nv", weight_NM, at_NMV)
-    dz_NV = dcapped_NV * (1 - jnp.square(z_NV / CAP))
-    return dz_NV @ head_VD, dz_NV.T @ x_ND, None
-
-
-nll_sums.defvjp(_scored, _gradients)
-
-
 def targets_ahead(targets_BT: jax.Array, num: int) -> jax.Array:
     """Return the next `num` targets of each token: i32 [B, T, M]; -1 behind the end of the sequence."""
     longer_BT = jnp.pad(targets_BT, ((0, 0), (0, num - 1)), constant_values=-1)
@@ -187,150 +158,11 @@ def loss(p: Params, batch: Batch, inputs: Inputs, cfg: Config, kernels: Kernels,
     ahead_BTM = targets_ahead(batch.targets_BT, cfg.num_targets)
     prefix_BT1 = inputs["prefix"][batch.targets_BT][..., None]
     targets_NM = jnp.concatenate([ahead_BTM, prefix_BT1], axis=-1).reshape(-1, cfg.num_targets + 1)
-    mean_M = nll_sums(x_BTD.reshape(len(targets_NM), -1), p["head"], targets_NM) / len(targets_NM)
-    return Loss(jnp.sum(inputs["target_weights"] * mean_M), mean_M[0], {"amax": amax_B})
-
-
-# --- the optimiser
-
-
-class Halved(NamedTuple):
-    """Gradients that wait for the next update, and the state of the inner optimiser."""
-
-    waiting: Any
-    inner: Any
-
-
-def every_second(inner: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
-    """Sum gradients over steps without `adam`, which is compiled in; update with the sum in the others."""
-
-    def init(params: Any) -> Halved:
-        return Halved(jax.tree.map(jnp.zeros_like, params), inner.init(params))
-
-    def update(grads: Any, state: Halved, params: Any, *, inputs: Inputs) -> tuple[Any, Halved]:
-        total = jax.tree.map(jnp.add, state.waiting, grads)
-        zeros = jax.tree.map(jnp.zeros_like, total)
-        if not inputs["adam"]:
-            return zeros, Halved(total, state.inner)
-        updates, after = inner.update(total, state.inner, params, inputs=inputs)
-        return updates, Halved(zeros, after)
-
-    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
-
-
-def tied(adam: Any, head: str, embed: str) -> optax.GradientTransformationExtraArgs:
-    """Update two tables as one while `tied`; at `untie`, copy moments and count of the head to the embedding."""
-
-    def init(params: Params) -> dict[str, Any]:
-        return {name: adam.init(params[name]) for name in (head, embed)}
-
-    def update(
-        grads: Params, state: dict[str, Any], params: Params, *, inputs: Inputs
-    ) -> tuple[Params, dict[str, Any]]:
-        is_tied, unties = inputs["tied"], inputs["untie"]
-        both = grads[head] + jnp.where(is_tied, grads[embed], 0.0)
-        head_update, head_state = adam.update(both, state[head], params[head], inputs=inputs)
-        embed_update, embed_state = adam.update(grads[embed], state[embed], params[embed], inputs=inputs)
-
-        def choose(of_head: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
-            return jnp.where(unties, of_head, jnp.where(is_tied, old, new))
-
-        copied = jax.tree.map(choose, head_state, state[embed], embed_state)
-        updates = {head: head_update, embed: jnp.where(is_tied, head_update, embed_update)}
-        return updates, {head: head_state, embed: copied}
-
-    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
-
-
-class NorMuonState(NamedTuple):
-    """Running mean of gradients [K, m, n], and of the squares of directions, one for each row: [K, m, 1]."""
-
-    momentum: Any
-    second: Any
-
-
-def nor_muon(lr: float, decay: float) -> optax.GradientTransformationExtraArgs:
-    """Muon with normalised rows and cautious decay, which falls with the square of the learning rate."""
-
-    def init(params: Params) -> NorMuonState:
-        second = jax.tree.map(lambda p: jnp.zeros_like(p[..., :1]), params)
-        return NorMuonState(jax.tree.map(jnp.zeros_like, params), second)
-
-    def update(
-        grads: Params, state: NorMuonState, params: Params, *, inputs: Inputs
-    ) -> tuple[Params, NorMuonState]:
-        mu, rate = inputs["momentum"], lr * inputs["lr_scale"]
-        mean = jax.tree.map(lambda m, g: mu * m + (1 - mu) * g, state.momentum, grads)
-        x = jax.tree.map(
-            lambda m, g: orthogonalize(mu * m + (1 - mu) * g, steps=5, dtype="float32"), mean, grads
-        )
-        second = jax.tree.map(
-            lambda s, x: 0.9 * s + 0.1 * jnp.mean(x * x, axis=-1, keepdims=True), state.second, x
-        )
-
-        def move(x_Kmn: jax.Array, s_Km1: jax.Array, p_Kmn: jax.Array) -> jax.Array:
-            size_K11, d_Kmn = _norm(x_Kmn), x_Kmn * jax.lax.rsqrt(jnp.maximum(s_Km1, 1e-10))
-            d_Kmn *= size_K11 / jnp.maximum(_norm(d_Kmn), 1e-10)
-            return -rate * (d_Kmn + decay * rate * jnp.where(d_Kmn * p_Kmn >= 0, p_Kmn, 0.0))
-
-        return jax.tree.map(move, x, second, params), NorMuonState(mean, second)
-
-    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
-
-
-def _norm(x_Kmn: jax.Array) -> jax.Array:
-    return jnp.linalg.norm(x_Kmn, axis=(1, 2), keepdims=True)
-
-
-class OptimizerState(NamedTuple):
-    """State of the tied tables, and of all other parameters."""
-
-    pair: Any
-    others: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Optimizer:
-    """NorMuon for matrices at every step, Adam for all others at every second, with betas for each group."""
-
-    matrix_lr: float = 0.03
-    adam_lr: float = 0.01
-    decay: float = 1.0
-
-    def transform(self, layout: Layout) -> optax.GradientTransformationExtraArgs:
-        """Return the transformation of packed parameters."""
-
-        def adam(beta1: float, beta2: float) -> optax.GradientTransformationExtraArgs:
-            scaled = optax.scale_by_adam(beta1, beta2), optax.scale(-self.adam_lr), scale_by_input("lr_scale")
-            return optax.with_extra_args_support(optax.chain(*scaled))
-
-        pair: Any = every_second(tied(adam(0.5, 0.95), "head", "embed"))
-        others: Any = by_group(
-            {
-                "matrix": nor_muon(self.matrix_lr, self.decay),
-                "bigram": every_second(adam(0.75, 0.95)),
-                "scalar": every_second(adam(0.9, 0.95)),
-                "gate": every_second(adam(0.9, 0.99)),
-                "head": optax.set_to_zero(),
-                "embed": optax.set_to_zero(),
-            },
-            layout,
-        )
-
-        def tables(packed: Params) -> Params:
-            return {name: packed[name] for name in ("head", "embed")}
-
-        def init(params: Params) -> OptimizerState:
-            return OptimizerState(pair.init(tables(params)), others.init(params))
-
-        def update(
-            grads: Params, state: OptimizerState, params: Params, *, inputs: Inputs
-        ) -> tuple[Params, OptimizerState]:
-            moves, other_state = others.update(grads, state.others, params, inputs=inputs)
-            pair_moves, pair_state = pair.update(tables(grads), state.pair, tables(params), inputs=inputs)
-            return {**moves, **pair_moves}, OptimizerState(pair_state, other_state)
-
-        return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
+    weights_NM = jnp.where(targets_NM >= 0, inputs["target_weights"][None], 0.0)
+    targets = Targets(targets_NM, weights_NM, jnp.sum(weights_NM, axis=1))
+    x_ND = x_BTD.reshape(len(targets_NM), -1)
+    losses = kernels.weighted_cross_entropy(x_ND, p["head"], targets, cap=CAP, fp8=None)
+    return Loss(losses.weighted / len(x_ND), losses.first / len(x_ND), {"amax": amax_B})
 
 
 # --- the schedule and the recipe
@@ -359,7 +191,6 @@ class Schedule:
             "rotary": np.concatenate([frequency_K, np.zeros(2)]).astype(np.float32),
             "target_weights": np.array([1, 0.5 * second, 0.25 * second, 0.25], np.float32),
             "tied": np.bool_(step <= self.untie_step),
-            "untie": np.bool_(step == self.untie_step),
         }
 
 
@@ -373,7 +204,23 @@ RECIPE = Recipe(
     forward=forward,
     logits=logits,
     loss=loss,
-    optimizer=Optimizer(),
+    optimizer=NorMuonAndAdam(
+        muon_lr=0.03,
+        muon_decay=1.0,
+        muon_beta2=0.9,
+        polar_dtype="float32",
+        rate_of=lambda _: 1.0,
+        adam_lr=0.01,
+        adam_eps=1e-8,
+        adam_decay=0.0,
+        adam=(
+            AdamGroup("head", 1.0, 0.5, 0.95, 0.0),
+            AdamGroup("embed", 1.0, 0.5, 0.95, 0.0),
+            AdamGroup("bigram", 1.0, 0.75, 0.95, 0.0),
+            AdamGroup("scalar", 1.0, 0.9, 0.95, 0.0),
+            AdamGroup("gate", 1.0, 0.9, 0.99, 0.0),
+        ),
+    ),
     schedule=Schedule(),
     stages=(
         Stage(num_steps=1, num_sequences=8, seq_len=32, document_tokens=16),

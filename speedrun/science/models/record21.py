@@ -5,9 +5,7 @@ Legend: B batch, T time, N tokens, D model, H heads, K head width, M all heads, 
 Source: modded-nanogpt, records 8 to 21 (K. Jordan, @Grad62304977, @YouJiacheng, @brendanh0gan, @KoszarskyB and others).
 """
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import jax
@@ -78,9 +76,9 @@ class Config:
         """Indices of value embeddings that some layer adds."""
         return sorted(set(self.value_tables) - {NO_TABLE})
 
-    def mlp(self, x_ND: jax.Array, up_FD: jax.Array, down_DF: jax.Array, kernels: Kernels) -> jax.Array:
-        """Apply the MLP of a layer to its normalised input. A variant overrides it."""
-        return kernels.mlp(x_ND, up_FD, down_DF)
+    def mlp(self, x_ND: jax.Array, p: Params, block: str, kernels: Kernels) -> jax.Array:
+        """Apply the MLP of a layer, such as "block.0", to its normalised input. A variant overrides it."""
+        return kernels.mlp(x_ND, p[f"{block}.mlp_up"], p[f"{block}.mlp_down"])
 
 
 class Context(NamedTuple):
@@ -91,13 +89,6 @@ class Context(NamedTuple):
     sights: dict[Mixing, Sight]  #: how far back each token sees
     angles: tuple[jax.Array, jax.Array]
     values: dict[int, jax.Array]  #: value embeddings [B, T, H, K] by table
-
-
-class Mixer(NamedTuple):
-    """How a layer mixes positions: its parameters, and its function of rms_norm(x)."""
-
-    table: Callable[[Config], Table]
-    apply: Callable[[jax.Array, Params, int, Context, Config], jax.Array]
 
 
 def attention_table(cfg: Config) -> Table:
@@ -112,6 +103,8 @@ def attention_table(cfg: Config) -> Table:
 
 def attend(h_ND: jax.Array, p: Params, i: int, ctx: Context, cfg: Config) -> jax.Array:
     """Apply attention of layer `i`: QK-norm, rotary, and own values, weighted, beside those of its embedding."""
+    if cfg.mixing[i] == "none":
+        return jnp.zeros_like(h_ND)
     window, value_table, block = cfg.mixing[i], cfg.value_tables[i], f"block.{i}"
     (own, shared), (q_MD, k_MD, v_MD) = p[f"{block}.value_lambdas"], p[f"{block}.qkv"]
     heads = (*ctx.sights[window].first_BT.shape, cfg.num_heads, cfg.head_dim)
@@ -129,18 +122,9 @@ def attend(h_ND: jax.Array, p: Params, i: int, ctx: Context, cfg: Config) -> jax
     return o_BTHK.reshape(len(h_ND), -1) @ p[f"{block}.attn_out"].T
 
 
-MIXERS: Mapping[Mixing, Mixer] = MappingProxyType(
-    {
-        "long": Mixer(attention_table, attend),
-        "short": Mixer(attention_table, attend),
-        "none": Mixer(lambda _: {}, lambda h_ND, *_: jnp.zeros_like(h_ND)),
-    }
-)
-
-
 def block_table(mixing: Mixing, cfg: Config) -> Table:
     """Declare the parameters of one layer."""
-    return MIXERS[mixing].table(cfg) | {
+    return (attention_table(cfg) if mixing != "none" else {}) | {
         "lambdas": ParamSpec((2,), ("lambda",), constant(1.0, 0.0), "scalar"),
         "mlp_up": ParamSpec((cfg.mlp_dim, cfg.model_dim), ("mlp", "model"), uniform_fan_in, "matrix"),
         "mlp_down": ParamSpec((cfg.model_dim, cfg.mlp_dim), ("model", "mlp"), zeros, "matrix"),
@@ -200,8 +184,8 @@ def block(x_ND: jax.Array, x0_ND: jax.Array, p: Params, i: int, ctx: Context, cf
     """Apply one layer: embedding shortcut, mixing over positions, MLP."""
     keep, shortcut = p[f"block.{i}.lambdas"]
     x_ND = nn.blend((keep, x_ND), (shortcut, x0_ND))
-    x_ND = x_ND + MIXERS[cfg.mixing[i]].apply(nn.rms_norm(x_ND), p, i, ctx, cfg)
-    return x_ND + cfg.mlp(nn.rms_norm(x_ND), p[f"block.{i}.mlp_up"], p[f"block.{i}.mlp_down"], ctx.kernels)
+    x_ND = x_ND + attend(nn.rms_norm(x_ND), p, i, ctx, cfg)
+    return x_ND + cfg.mlp(nn.rms_norm(x_ND), p, f"block.{i}", ctx.kernels)
 
 
 def forward(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernels: Kernels) -> jax.Array:

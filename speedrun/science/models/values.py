@@ -4,10 +4,8 @@ Legend: B batch, T time, D model, H heads, K head width.
 Source: modded-nanogpt, records 14 (@KoszarskyB), 15 (@leloykun, @YouJiacheng), 16 and 17 (@YouJiacheng).
 """
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Literal
 
 import jax
@@ -70,18 +68,15 @@ def table(cfg: Config) -> Table:
 
 
 def attention(
-    h_BTD: jax.Array, value_BTHK: jax.Array, p: Params, name: str, ctx: muon.Context, cfg: Config
+    h_BTD: jax.Array, values: dict[int, jax.Array], p: Params, i: int, ctx: muon.Context, cfg: Config
 ) -> jax.Array:
-    """Apply attention to values of two sources: the layer's own, and its value embedding."""
-    q_BTHK, k_BTHK, v_BTHK = muon.heads(h_BTD, p, name, cfg)
-    own, shared = p[f"{name}.value_lambdas"]
-    v_BTHK = nn.blend((own, v_BTHK), (shared, value_BTHK))
-    return muon.project(ctx.attend(*ctx.turn(q_BTHK, k_BTHK), v_BTHK), p, name)
-
-
-MIXERS: Mapping[Mixing, Callable[..., jax.Array]] = MappingProxyType(
-    {"window": attention, "none": lambda h_BTD, *_: jnp.zeros_like(h_BTD)}
-)
+    """Apply attention of layer `i` to values of two sources: its own, and its value embedding."""
+    if cfg.mixing[i] == "none":
+        return jnp.zeros_like(h_BTD)
+    q_BTHK, k_BTHK, v_BTHK = muon.heads(h_BTD, p, f"block.{i}", cfg)
+    own, shared = p[f"block.{i}.value_lambdas"]
+    v_BTHK = nn.blend((own, v_BTHK), (shared, values[cfg.value_tables[i]]))
+    return muon.project(ctx.attend(*ctx.turn(q_BTHK, k_BTHK), v_BTHK), p, f"block.{i}")
 
 
 def forward(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernels: Kernels) -> jax.Array:
@@ -99,12 +94,12 @@ def forward(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernel
     values[NO_TABLE] = jnp.zeros((), p["embed"].dtype)
     x_BTD = x0_BTD = nn.rms_norm(nn.lookup(p["embed"], tokens_BT))
     half, saved = cfg.num_layers // 2, []
-    for i, (mixing, value_table) in enumerate(zip(cfg.mixing, cfg.value_tables, strict=True)):
+    for i in range(cfg.num_layers):
         if i >= half:
             x_BTD += nn.blend((p["skips"][i - half], saved.pop()))
         keep, shortcut = p[f"block.{i}.lambdas"]
         x_BTD = nn.blend((keep, x_BTD), (shortcut, x0_BTD))
-        x_BTD += MIXERS[mixing](nn.rms_norm(x_BTD), values[value_table], p, f"block.{i}", ctx, cfg)
+        x_BTD += attention(nn.rms_norm(x_BTD), values, p, i, ctx, cfg)
         x_BTD += modern.mlp(x_BTD, p, f"block.{i}")
         if i < half:
             saved.append(x_BTD)

@@ -1,6 +1,6 @@
 """Optimisers as values of a recipe: one transformation of packed parameters, made of one per group."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from speedrun.ground.errors import UsageError
 from speedrun.ground.limits import Momentum, Natural, Positive, Rate
 from speedrun.science.inputs import Inputs
 from speedrun.science.optim.muon import scale_by_muon, shape_factor
-from speedrun.science.params import Dtype, Layout
+from speedrun.science.params import Dtype, Layout, Member
 
 
 def by_group(
@@ -52,45 +52,37 @@ class Adam:
 def in_float32(transform: optax.GradientTransformation) -> optax.GradientTransformation:
     """Make a transformation compute in float32 and keep the dtype of its state."""
 
-    def cast(tree: Any, like: Any) -> Any:
-        return jax.tree.map(lambda x, y: x.astype(y.dtype), tree, like)
-
-    def widen(tree: Any) -> Any:
-        def wide(x: jax.Array) -> jax.Array:
-            return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
-
-        return jax.tree.map(wide, tree)
+    def wide(x: jax.Array) -> jax.Array:
+        return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        updates, new = transform.update(widen(updates), widen(state), params)
-        return updates, cast(new, state)
+        updates, new = transform.update(jax.tree.map(wide, updates), jax.tree.map(wide, state), params)
+        return updates, optax.tree.cast_like(new, state)
 
     return optax.GradientTransformation(transform.init, update)
 
 
 @dataclass(frozen=True, slots=True)
 class MuonAndAdam:
-    """Muon for the matrices inside blocks, Adam for tables, head and scalars (record 21).
+    """Muon for the matrices inside blocks, Adam for all others.
 
-    Learning rates are peak values, multiplied by the input `lr_scale`.
+    Learning rates are peak values, multiplied by the input `lr_scale`; None: the table has no such group.
     """
 
     muon_lr: Rate
     muon_steps: Natural
     muon_dtype: Dtype  #: of the Newton-Schulz iteration
-    embed_lr: Rate
     head_lr: Rate
-    scalar_lr: Rate
     adam: Adam
+    embed_lr: Rate | None = None
+    scalar_lr: Rate | None = None
+    factor_of: Callable[[Member], float] = shape_factor  #: times `muon_lr`
 
     def transform(self, layout: Layout) -> optax.GradientTransformationExtraArgs:
         """Return the transformation of packed parameters."""
-        factors = partial(layout.per_matrix, shape_factor)
+        factors = partial(layout.per_matrix, self.factor_of)
         muon = scale_by_muon(factors, steps=self.muon_steps, dtype=self.muon_dtype)
-        groups = {
-            "matrix": optax.chain(muon, optax.scale(-self.muon_lr)),
-            "embed": self.adam.at(self.embed_lr),
-            "head": self.adam.at(self.head_lr),
-            "scalar": self.adam.at(self.scalar_lr),
-        }
+        rates = {"embed": self.embed_lr, "head": self.head_lr, "scalar": self.scalar_lr}
+        groups = {"matrix": optax.chain(muon, optax.scale(-self.muon_lr))}
+        groups |= {name: self.adam.at(lr) for name, lr in rates.items() if lr is not None}
         return optax.chain(by_group(groups, layout), scale_by_input("lr_scale"))

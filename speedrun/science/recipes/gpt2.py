@@ -7,19 +7,18 @@ Run: speedrun run --track main-8xh100 --recipe gpt2
 Credits: A. Karpathy and the contributors of llm.c.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from speedrun.ground.limits import Count, Momentum, Positive, Rate
+from speedrun.ground.limits import Momentum, Positive, Rate
 from speedrun.ground.mesh import DATA
 from speedrun.science.models.gpt2 import Config, forward, logits, loss, table
 from speedrun.science.optim.groups import by_group, in_float32, scale_by_input
+from speedrun.science.optim.schedules import Schedule
 from speedrun.science.params import Layout
 from speedrun.science.recipe import Recipe, Stage
 
@@ -68,19 +67,6 @@ class AdamW:
         return optax.chain(clip, by_group(groups, layout), scale_by_input("lr_scale"))
 
 
-@dataclass(frozen=True, slots=True)
-class WarmupAndCosine:
-    """A learning rate that rises linearly, then falls to zero as half a cosine."""
-
-    warmup_steps: Count
-
-    def at(self, step: int, num_steps: int) -> dict[str, Any]:
-        """Return the inputs of step `step` (from 0) of `num_steps`."""
-        warm = min(1.0, (step + 1) / self.warmup_steps)
-        progress = max(0, step - self.warmup_steps) / max(1, num_steps - self.warmup_steps)
-        return {"lr_scale": np.float32(warm * (1 + math.cos(math.pi * progress)) / 2)}
-
-
 RECIPE = Recipe(
     name="gpt2",
     summary="12 layers, 124M parameters, 10.3B tokens: llm.c's GPT-2, record 1",
@@ -108,7 +94,7 @@ RECIPE = Recipe(
         weight_decay=0.1,
         clip_norm=1.0,
     ),
-    schedule=WarmupAndCosine(warmup_steps=700),
+    schedule=Schedule(cooldown_fraction=1.0, cooldown="cosine", warmup_steps=700),
     stages=(Stage(num_steps=19_560, num_sequences=512, seq_len=1024),),
     eval_sequences=512,
     eval_seq_len=1024,

@@ -8,59 +8,19 @@ Credits: K. Jordan, J. Bernstein (@jxbz), @bozavlado.
 """
 
 import math
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from dataclasses import replace
 
-import numpy as np
-import optax
-
-from speedrun.ground.limits import Momentum, Natural, Positive, Rate
 from speedrun.science.models import muon
-from speedrun.science.optim.groups import Adam, by_group, scale_by_input
-from speedrun.science.optim.muon import scale_by_muon
-from speedrun.science.params import Dtype, Layout, Member
+from speedrun.science.optim.groups import Adam, MuonAndAdam
+from speedrun.science.optim.schedules import Schedule
+from speedrun.science.params import Member
 from speedrun.science.recipe import Stage
 from speedrun.science.recipes import gpt2
 
 
 def longer_side_root(matrix: Member) -> float:
-    """Return the scale that gives the entries of an orthogonal matrix a mean square of one."""
+    """Return the scale that gives the entries of an orthogonal matrix a mean square of one; `muon_lr` is their size."""
     return math.sqrt(max(matrix.rows, matrix.cols))
-
-
-@dataclass(frozen=True, slots=True)
-class MuonAndAdam:
-    """Muon for the matrices, Adam for the table. Learning rates are peak values, multiplied by `lr_scale`."""
-
-    muon_lr: Rate  #: root mean square of an update's entries
-    muon_steps: Natural
-    muon_dtype: Dtype  #: of the Newton-Schulz iteration
-    head_lr: Rate
-    adam: Adam
-
-    def transform(self, layout: Layout) -> optax.GradientTransformationExtraArgs:
-        """Return the transformation of packed parameters."""
-        factors = partial(layout.per_matrix, longer_side_root)
-        matrix = scale_by_muon(factors, steps=self.muon_steps, dtype=self.muon_dtype)
-        groups = {
-            "matrix": optax.chain(matrix, optax.scale(-self.muon_lr)),
-            "head": self.adam.at(self.head_lr),
-        }
-        return optax.chain(by_group(groups, layout), scale_by_input("lr_scale"))
-
-
-@dataclass(frozen=True, slots=True)
-class Trapezoid:
-    """A constant learning rate that falls linearly to zero at the end, and a constant momentum of Muon."""
-
-    cooldown_fraction: Positive  #: last fraction of training, in which the learning rate falls
-    momentum: Momentum
-
-    def at(self, step: int, num_steps: int) -> dict[str, Any]:
-        """Return the inputs of step `step` (from 0) of `num_steps`."""
-        remaining = min(1.0, (1 - step / num_steps) / self.cooldown_fraction)
-        return {"lr_scale": np.float32(remaining), "momentum": np.float32(self.momentum)}
 
 
 RECIPE = replace(
@@ -84,7 +44,8 @@ RECIPE = replace(
         muon_dtype="bfloat16",
         head_lr=0.0036,
         adam=Adam(beta1=0.9, beta2=0.95, eps=1e-8),
+        factor_of=longer_side_root,
     ),
-    schedule=Trapezoid(cooldown_fraction=1800 / 6200, momentum=0.95),
+    schedule=Schedule(cooldown_fraction=1800 / 6200, momentum_start=0.95, momentum_end=0.95),
     stages=(Stage(num_steps=6200, num_sequences=512, seq_len=1024),),
 )

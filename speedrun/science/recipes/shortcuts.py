@@ -14,9 +14,10 @@ import numpy as np
 
 from speedrun.ground.limits import Count, Momentum
 from speedrun.science.models import shortcuts
-from speedrun.science.optim.groups import Adam, MuonAndAdam
 from speedrun.science.recipe import Stage
 from speedrun.science.recipes import modern
+
+PARENT = modern.RECIPE
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,26 +36,18 @@ class MomentumWarmup:
 
 
 RECIPE = replace(
-    modern.RECIPE,
+    PARENT,
     name="shortcuts",
     summary="12 layers, 162M parameters, 1.7B tokens: shortcuts and capped logits, record 9",
     parent="modern",
-    config=shortcuts.Config(**asdict(modern.RECIPE.config), logit_cap=30.0),
+    config=shortcuts.Config(**asdict(PARENT.config), logit_cap=30.0),
     table=shortcuts.table,
     forward=shortcuts.forward,
     logits=shortcuts.logits,
     loss=shortcuts.loss,
-    optimizer=MuonAndAdam(
-        muon_lr=0.02,
-        muon_steps=5,
-        muon_dtype="bfloat16",
-        embed_lr=0.3,
-        head_lr=0.002,
-        scalar_lr=0.02,
-        adam=Adam(beta1=0.9, beta2=0.95, eps=1e-8),
-    ),
+    optimizer=replace(PARENT.optimizer, scalar_lr=0.02),
     schedule=MomentumWarmup(
-        then=replace(modern.RECIPE.schedule, cooldown_fraction=914 / 3200),
+        then=replace(PARENT.schedule, cooldown_fraction=914 / 3200),
         first_momentum=0.85,
         warmup_steps=500,
     ),

@@ -13,7 +13,7 @@ from speedrun.science.models import values
 from speedrun.science.recipe import Stage
 from speedrun.science.recipes import windows
 
-PARENT, MOMENTUM = windows.RECIPE, windows.RECIPE.schedule.then
+PARENT = windows.RECIPE
 RECIPE = replace(
     PARENT,
     name="values",
@@ -31,8 +31,7 @@ RECIPE = replace(
     forward=values.forward,
     schedule=replace(
         PARENT.schedule,
-        then=replace(MOMENTUM, then=replace(MOMENTUM.then, cooldown_fraction=600 / 1490)),
-        growth_blocks=13.5,
+        then=replace(PARENT.schedule.then, cooldown_fraction=600 / 1490, final_window=14.5),
     ),
     stages=(Stage(num_steps=1490, num_sequences=8, seq_len=65536),),
 )

@@ -7,33 +7,13 @@ Run: speedrun run --track main-8xh100 --recipe windows
 Credits: @KoszarskyB, @fernbear.bsky.social, K. Jordan.
 """
 
-import math
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import asdict, replace
 
-import numpy as np
-
-from speedrun.ground.limits import Blocks
 from speedrun.science.models import windows
 from speedrun.science.recipe import Stage
 from speedrun.science.recipes import unet
 
 PARENT = unet.RECIPE
-
-
-@dataclass(frozen=True, slots=True)
-class GrowingWindow:
-    """A schedule with a window that grows linearly from one block, rounded down to whole blocks."""
-
-    then: Any  #: another schedule, which gives all other inputs
-    growth_blocks: Blocks
-
-    def at(self, step: int, num_steps: int) -> dict[str, Any]:
-        """Return the inputs of step `step` (from 0) of `num_steps`."""
-        blocks = 1 + math.floor(self.growth_blocks * step / num_steps)
-        return self.then.at(step, num_steps) | {"window_blocks": np.int32(blocks)}
-
-
 RECIPE = replace(
     PARENT,
     name="windows",
@@ -42,13 +22,15 @@ RECIPE = replace(
     config=windows.Config(**asdict(PARENT.config), document_token=50256, block_tokens=64),
     forward=windows.forward,
     optimizer=replace(PARENT.optimizer, muon_lr=0.05, adam=replace(PARENT.optimizer.adam, beta1=0.8)),
-    schedule=GrowingWindow(
+    schedule=replace(
+        PARENT.schedule,
         then=replace(
-            PARENT.schedule,
-            then=replace(PARENT.schedule.then, cooldown_fraction=640 / 1750),
-            warmup_steps=300,
+            PARENT.schedule.then,
+            cooldown_fraction=640 / 1750,
+            final_window=28.0,
+            window_grows="down",
         ),
-        growth_blocks=27.0,
+        warmup_steps=300,
     ),
     stages=(Stage(num_steps=1750, num_sequences=8, seq_len=65536),),
     eval_sequences=8,

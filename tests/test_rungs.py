@@ -1,0 +1,517 @@
+"""The rungs of the ladder: published numbers, forward passes against float64, pinned traces, and their own pieces."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.special import erf
+from test_recipes import check_trace
+
+from speedrun.ground.errors import UsageError
+from speedrun.ground.mesh import DATA
+from speedrun.science import nn, recipes
+from speedrun.science.inputs import Inputs
+from speedrun.science.kernels.choose import Kernels
+from speedrun.science.optim import muon as muon_optimizer
+from speedrun.science.params import Layout, Params, count
+from speedrun.science.recipe import IDENTITY, Batch, Recipe, Stage, settings
+from speedrun.science.recipes import gpt2
+
+_SHORT = ("short",) * 3
+RUNGS = ("gpt2", "muon", "modern", "shortcuts", "unet", "windows", "values", "record21")
+
+
+# --- published numbers
+
+
+def group(above: str, **values: Any) -> dict[str, Any]:
+    return {f"{above}.{name}": value for name, value in values.items()}
+
+
+def steps(number: int, num_sequences: int, seq_len: int) -> dict[str, Any]:
+    shape = {"num_sequences": num_sequences, "seq_len": seq_len}
+    return group("stages.0", num_steps=number, document_tokens=0, **shape)
+
+
+#: Of each rung, what differs from its parent but for its schedule; from llm.c's command and modded-nanogpt's logs.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "gpt2": {
+        **group("config", vocab_size=50257, max_positions=1024, num_layers=12, model_dim=768),
+        **group("config", num_heads=12, head_dim=64, mlp_dim=3072),
+        **group("optimizer", matrix_lr=6e-4, other_lr=6e-4, beta1=0.9, beta2=0.95, eps=1e-8),
+        **group("optimizer", weight_decay=0.1, clip_norm=1.0),
+        **steps(19560, 512, 1024),
+        **{"eval_sequences": 512, "eval_seq_len": 1024, "compute_dtype": "bfloat16"},
+    },
+    "muon": {
+        **group("optimizer", muon_lr=0.1 * 0.0036, muon_steps=5, muon_dtype="bfloat16", head_lr=0.0036),
+        **group("optimizer.adam", beta1=0.9, beta2=0.95, eps=1e-8),
+        **steps(6200, 512, 1024),
+    },
+    "modern": {
+        **group("config", head_size=50304, num_heads=6, head_dim=128, table_dtype="float32"),
+        **group("optimizer", muon_lr=0.02, embed_lr=0.3, head_lr=0.002),
+        **steps(4578, 512, 1024),
+    },
+    "shortcuts": {"config.logit_cap": 30.0, "optimizer.scalar_lr": 0.02, **steps(3200, 512, 1024)},
+    "unet": {
+        "config.table_dtype": "bfloat16",
+        **group("optimizer", muon_lr=0.04, embed_lr=0.6, head_lr=0.008, scalar_lr=0.04),
+        **steps(3000, 512, 1024),
+    },
+    "windows": {
+        **group("config", document_token=50256, block_tokens=64),
+        **{"optimizer.muon_lr": 0.05, "optimizer.adam.beta1": 0.8},
+        **steps(1750, 8, 65536),
+        **{"eval_sequences": 8, "eval_seq_len": 65536},
+    },
+    "values": {
+        **group("config", block_tokens=128, mixing=(*["window"] * 7, "none", *["window"] * 4)),
+        **group("config", value_tables=(0, 1, 2, -1, -1, -1, -1, -1, -1, 0, 1, 2)),
+        **steps(1490, 8, 65536),
+    },
+    "record21": {
+        **group("config", mixing=("long", *_SHORT, "long", "short", "short", "none", *_SHORT, "long")),
+        **group("config", attention_scale=0.12, logit_cap=15.0),
+        # The published gradient is of a mean, ours of a sum.
+        **group("config.head_fp8", x=2.0, head=2.0**9, grad=2.0**19 / 49152),
+        "optimizer.adam.eps": 1e-10,
+        **steps(1770, 8, 49152),
+        "eval_seq_len": 262144,
+    },
+}
+#: Settings of its parent that a rung does not have.
+GONE = {
+    "muon": {"config.max_positions", *(name for name in PUBLISHED["gpt2"] if "optimizer" in name)},
+    "record21": {"config.num_layers"},
+}
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_every_number_is_the_published_one(rung):
+    want: dict[str, Any] = {}
+    for name in RUNGS[: RUNGS.index(rung) + 1]:
+        want = {key: x for key, x in want.items() if key not in GONE.get(name, ())} | PUBLISHED[name]
+    got = settings(recipes.load(rung))
+    assert {k: x for k, x in got.items() if k not in IDENTITY and not k.startswith("schedule.")} == want
+
+
+def test_constants_are_the_published_ones():
+    assert (muon_optimizer.A, muon_optimizer.B, muon_optimizer.C) == (3.4445, -4.7750, 2.0315)
+    assert np.finfo(np.float32).eps == nn.EPS
+
+
+@pytest.mark.parametrize(
+    ("rung", "parameters"),
+    [
+        ("gpt2", 124_439_808),
+        ("muon", 50257 * 768 + 12 * 12 * 768**2),
+        ("modern", 2 * 50304 * 768 + 12 * 12 * 768**2),
+        ("shortcuts", 162_201_600 + 12 * 3),  # scalars
+        ("unet", 162_201_636 + 6),  # skips
+        ("windows", 162_201_642),
+        ("values", (4 * 50257 + 50304) * 768 + 11 * 4 * 768**2 + 12 * 8 * 768**2 + 52),
+        ("record21", 275_598_388),
+    ],
+)
+def test_it_has_the_published_number_of_parameters(rung, parameters):
+    recipe = recipes.load(rung)
+    assert count(recipe.table(recipe.config)) == parameters
+
+
+@pytest.mark.parametrize(
+    ("rung", "falling", "last", "rising"),
+    [
+        ("muon", 1800, 0.0, 0),
+        ("modern", 1308, 0.0, 0),
+        ("shortcuts", 914, 0.0, 500),
+        ("unet", 900, 0.0, 500),
+        ("windows", 640, 0.0, 300),
+        ("values", 600, 0.0, 300),
+        ("record21", 708, 0.1, 300),
+    ],
+)
+def test_rate_and_momentum_are_the_published_ones(rung, falling, last, rising):
+    """The rate falls to `last` in the last steps; Muon's momentum rises from 0.85 to 0.95 in the first."""
+    recipe = recipes.load(rung)
+    step = np.arange(recipe.num_steps + 1)
+    at = [recipe.inputs_at(s) for s in range(recipe.num_steps + 1)]
+    fall = np.clip((recipe.num_steps - step) / falling, 0, 1)
+    np.testing.assert_allclose([x["lr_scale"] for x in at], fall + last * (1 - fall), atol=1e-6)
+    assert all(x["lr_scale"] == 1 for x in at[: recipe.num_steps - falling])
+    rise = np.minimum(1, step / rising) if rising else np.ones(len(step))
+    np.testing.assert_allclose([x["momentum"] for x in at], 0.85 + 0.1 * rise, atol=1e-6)
+
+
+def test_the_learning_rate_of_gpt2_is_that_of_the_log():
+    """The log prints six decimals."""
+    logged = {0: 1e-6, 699: 6e-4, 700: 6e-4, 5000: 526e-6, 10130: 3e-4, 15000: 82e-6, 19559: 0.0}
+    for step, lr in logged.items():
+        got = 6e-4 * recipes.load("gpt2").inputs_at(step)["lr_scale"]
+        assert got == pytest.approx(lr, abs=5.1e-7), step
+
+
+@pytest.mark.parametrize(
+    ("rung", "block", "last"), [("windows", 64, 28), ("values", 128, 14), ("record21", 128, 14)]
+)
+def test_the_window_is_the_published_one(rung, block, last):
+    """1,728 tokens in all: rounded down to blocks, and one block more; record 21 rounds up. In whole numbers."""
+    recipe = recipes.load(rung)
+    n, up = recipe.num_steps, rung == "record21"
+    grown = [divmod(1728 * step, block * n) for step in range(n + 1)]
+    want = [max(1, blocks + (rest > 0)) if up else blocks + 1 for blocks, rest in grown]
+    got = [recipe.inputs_at(step)["window_blocks"] for step in range(n + 1)]
+    assert (got, got[-1]) == (want, last)
+
+
+@pytest.mark.parametrize(
+    ("rung", "ending", "values"),
+    [
+        ("shortcuts", ".lambdas", (1.0, 0.0)),
+        ("shortcuts", ".value_lambda", (0.5,)),
+        ("values", ".lambdas", (1.0, 0.0)),
+        ("values", ".value_lambdas", (0.5, 0.5)),
+        ("values", "skips", (1.0,) * 6),
+    ],
+)
+def test_scalars_start_as_published(rung, ending, values):
+    recipe = recipes.load(rung)
+    specs = [spec for name, spec in recipe.table(recipe.config).items() if name.endswith(ending)]
+    assert {tuple(spec.init(jax.random.key(0), spec.shape).tolist()) for spec in specs} == {values}
+
+
+@pytest.mark.parametrize("num_layers", [2, 8])
+def test_what_gpt2_adds_to_the_stream_starts_smaller_the_deeper_it_is(num_layers):
+    """GPT-2: 0.02, divided by the root of the number of additions, two a layer."""
+    recipe = small("gpt2", num_layers=num_layers)
+    for name, spec in recipe.table(recipe.config).items():
+        if name.endswith(("attn_out.weight", "mlp_down.weight", "mlp_up.weight")):
+            want = 0.02 if "mlp_up" in name else 0.02 / np.sqrt(2 * num_layers)
+            sd = float(spec.init(jax.random.key(0), spec.shape).std())
+            assert sd == pytest.approx(want, rel=0.05), name
+
+
+# --- pinned traces, at laptop size
+
+#: Sizes of the configs; a config has only some of them.
+SMALL: dict[str, Any] = {
+    "vocab_size": 256,
+    "head_size": 256,
+    "max_positions": 64,
+    "num_layers": 2,
+    "model_dim": 64,
+    "num_heads": 2,
+    "head_dim": 32,
+    "mlp_dim": 128,
+    "table_dtype": "float32",
+    "document_token": 0,
+    "block_tokens": 16,
+}
+#: Layers of `values`, which has an entry for each.
+LAYERS = {"num_layers": 4, "mixing": ("window", "none", "window", "window"), "value_tables": (0, -1, 1, 0)}
+
+
+def small(name: str, **config: Any) -> Recipe:
+    """Return a rung at laptop size, in float32."""
+    recipe = recipes.load(name)
+    fields = {field.name for field in dataclasses.fields(recipe.config)}
+    sizes = {key: value for key, value in SMALL.items() if key in fields} | config
+    return dataclasses.replace(
+        recipe,
+        config=dataclasses.replace(recipe.config, **sizes),
+        stages=(Stage(4, 8, 64),),
+        eval_sequences=8,
+        eval_seq_len=64,
+        compute_dtype="float32",
+    )
+
+
+#: A change of `muon` to `windows` also shows in a descendant's trace; the first loss of a zero head is ln 256.
+TRACES = {
+    "gpt2": ({}, [5.55591, 5.23174, 4.75588, 4.27593, 4.12729]),
+    "muon": ({}, [5.67987, 5.60577, 5.41626, 5.21476, 4.94549]),
+    "modern": ({}, [5.54518, 5.52743, 5.46166, 5.3485, 5.16722]),
+    "shortcuts": ({}, [5.54518, 5.52743, 5.4618, 5.34857, 5.16649]),
+    "unet": ({}, [5.54518, 5.4754, 5.07879, 4.59327, 4.16915]),
+    "windows": ({"block_tokens": 2}, [5.54518, 5.4754, 5.06269, 4.55297, 4.18555]),
+    "values": (LAYERS, [5.54518, 5.4754, 5.05799, 4.53397, 4.19396]),
+}
+
+
+@pytest.mark.parametrize(
+    "rung",
+    [
+        rung if rung in ("unet", "values") else pytest.param(rung, marks=pytest.mark.compile)
+        for rung in TRACES
+    ],
+)
+def test_its_trace(rung):
+    config, pinned = TRACES[rung]
+    recipe = small(rung, **config)
+    if rung == "gpt2":
+        fast = {"optimizer.matrix_lr": 0.01, "optimizer.other_lr": 0.01, "schedule.warmup_steps": 2}
+        recipe = recipe.override(fast)
+    check_trace(recipe, pinned)
+
+
+# --- forward passes against float64, after the papers
+
+
+def random_params(recipe: Recipe) -> dict[str, np.ndarray]:
+    """Draw every parameter from a normal, so that none is zero and every path through the model matters."""
+    rng = np.random.default_rng(0)
+    table = recipe.table(recipe.config)
+    return {name: (0.2 * rng.standard_normal(spec.shape)).astype(np.float32) for name, spec in table.items()}
+
+
+def hidden(recipe: Recipe, params: dict[str, np.ndarray], ids_BT: np.ndarray, **inputs: int) -> np.ndarray:
+    """Return the recipe's final hidden states for given scheduled inputs."""
+
+    @jax.jit
+    def forward(params: Params, ids_BT: jax.Array) -> jax.Array:
+        return recipe.forward(params, ids_BT, Inputs(inputs, {}), recipe.config, Kernels("cpu", ""))
+
+    return np.asarray(forward({name: jnp.asarray(x) for name, x in params.items()}, jnp.asarray(ids_BT)))
+
+
+def rms(x: np.ndarray) -> np.ndarray:
+    """Divide by the root mean square of the last axis."""
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.finfo(np.float32).eps)
+
+
+def split(x_TD: np.ndarray, num_heads: int) -> np.ndarray:
+    """Split into heads: [H, T, K]."""
+    return np.moveaxis(x_TD.reshape(len(x_TD), num_heads, -1), 1, 0)
+
+
+def turn(x_HTK: np.ndarray, f: np.ndarray) -> np.ndarray:
+    """Rotate pair i by position times f_i, as a product of complex numbers."""
+    u, w = np.split(x_HTK, 2, axis=-1)
+    z = (u + 1j * w) * np.exp(-1j * np.arange(x_HTK.shape[1])[:, None] * f)
+    return np.concatenate([z.real, z.imag], axis=-1)
+
+
+def attend(q_HTK: np.ndarray, k_HTK: np.ndarray, v_HTK: np.ndarray, seen_TT: np.ndarray) -> np.ndarray:
+    """Return softmax(q k^T / sqrt(K)) v over what is seen, heads side by side: [T, H K]."""
+    scores = np.where(seen_TT, q_HTK @ np.swapaxes(k_HTK, 1, 2) / np.sqrt(q_HTK.shape[-1]), -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    o_HTK = weights / weights.sum(-1, keepdims=True) @ v_HTK
+    return np.moveaxis(o_HTK, 0, 1).reshape(q_HTK.shape[1], -1)
+
+
+def gpt2_forward(p: dict[str, np.ndarray], ids_T: np.ndarray) -> np.ndarray:
+    """Radford et al. 2019."""
+
+    def norm(x, name):
+        x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
+        return x * p[f"{name}.gain"] + p[f"{name}.bias"]
+
+    def affine(x, name):
+        return x @ p[f"{name}.weight"].T + p[f"{name}.bias"]
+
+    def gelu(x):
+        return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+    x, earlier = p["embed"][ids_T] + p["positions"][: len(ids_T)], np.tri(len(ids_T), dtype=bool)
+    for block in ("block.0", "block.1"):
+        h = norm(x, f"{block}.attn_norm")
+        weights, biases = p[f"{block}.qkv.weight"], p[f"{block}.qkv.bias"]
+        qkv = [split(h @ w.T + b, 2) for w, b in zip(weights, biases, strict=True)]
+        x = x + affine(attend(*qkv, earlier), f"{block}.attn_out")
+        x = x + affine(gelu(affine(norm(x, f"{block}.mlp_norm"), f"{block}.mlp_up")), f"{block}.mlp_down")
+    return norm(x, "final_norm")
+
+
+def forward_of(rung: str, p: dict[str, np.ndarray], ids_T: np.ndarray, cfg: Any, blocks: int) -> np.ndarray:
+    """Return the final states of a rung above gpt2; each does what the one before does, and more."""
+    has = {name: RUNGS.index(rung) >= RUNGS.index(name) for name in RUNGS}
+    t, depth = np.arange(len(ids_T)), cfg.num_layers
+    seen_TT, back_TT = t[:, None] >= t, t[:, None] - t < blocks * cfg.block_tokens if has["windows"] else True
+    if has["values"]:
+        back_TT = t[:, None] // cfg.block_tokens - t // cfg.block_tokens < blocks
+    if has["windows"]:
+        document_T = np.cumsum(ids_T == cfg.document_token)
+        seen_TT = seen_TT & back_TT & (document_T[:, None] == document_T)
+    f = 10_000 ** (-np.arange(16) / 16)
+    if has["values"]:
+        f = np.concatenate([(1 / 1024) ** (np.arange(8) / 7), np.zeros(8)])
+    x = x0 = rms(p["embed"][ids_T]) if has["modern"] else p["embed"][ids_T]
+    outputs, first = [], None
+    for i in range(depth):
+        block = f"block.{i}"
+        if has["unet"] and i >= depth // 2:
+            x = x + p["skips"][i - depth // 2] * outputs[depth - 1 - i]
+        if has["shortcuts"]:
+            x = p[f"{block}.lambdas"][0] * x + p[f"{block}.lambdas"][1] * x0
+        if f"{block}.qkv" in p:
+            q, k, v = (split(rms(x) @ w.T, 2) for w in p[f"{block}.qkv"])
+            q, k = (turn(rms(each) if has["modern"] else each, f) for each in (q, k))
+            if has["values"]:
+                v = p[f"{block}.value_lambdas"][0] * v
+                if cfg.value_tables[i] >= 0:
+                    shared = p[f"value_embed.{cfg.value_tables[i]}"][ids_T]
+                    v = v + p[f"{block}.value_lambdas"][1] * split(shared, 2)
+            elif has["shortcuts"]:
+                first = v if first is None else first
+                v = (1 - p[f"{block}.value_lambda"]) * v + p[f"{block}.value_lambda"] * first
+            o = attend(q, k, v, seen_TT) @ p[f"{block}.attn_out"].T
+            x = x + (o if has["modern"] else o / np.sqrt(2 * depth))
+        up = rms(x) @ p[f"{block}.mlp_up"].T
+        h = np.maximum(up, 0) ** 2 if has["modern"] else up / 2 * (1 + erf(up / np.sqrt(2)))
+        x = x + h @ p[f"{block}.mlp_down"].T
+        outputs.append(x)
+    return rms(x)
+
+
+@pytest.mark.parametrize("rung", RUNGS[:-1])
+def test_its_forward_pass_is_the_published_one(rung):
+    """Two documents of 24 tokens, and windows of three blocks of four; record 21's is in tests/test_golden.py."""
+    windows = {"block_tokens": 4, "document_token": 9} if rung in ("windows", "values") else {}
+    depth = LAYERS if rung == "values" else {"num_layers": 2 if rung in ("gpt2", "muon") else 4}
+    recipe = small(rung, **depth, **windows)
+    params = random_params(recipe)
+    ids_BT = np.random.default_rng(1).integers(10, 256, (2, 24))
+    ids_BT[0, 7] = ids_BT[1, 20] = 9
+    p = {name: x.astype(np.float64) for name, x in params.items()}
+    got = hidden(recipe, params, ids_BT, **({"window_blocks": 3} if windows else {}))
+    want = [
+        gpt2_forward(p, ids_T) if rung == "gpt2" else forward_of(rung, p, ids_T, recipe.config, 3)
+        for ids_T in ids_BT
+    ]
+    np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-4)
+
+
+def test_table_and_head_of_gpt2_are_one():
+    recipe = small("gpt2")
+    params = random_params(recipe)
+    x_ND = np.random.default_rng(1).standard_normal((3, 64)).astype(np.float32)
+    arrays = {name: jnp.asarray(x) for name, x in params.items()}
+    got = recipe.logits(arrays, jnp.asarray(x_ND), recipe.config)
+    np.testing.assert_allclose(got, x_ND @ params["embed"].T, rtol=1e-4, atol=1e-5)
+
+
+def test_the_loss_of_shortcuts_is_that_of_capped_logits():
+    recipe = small("shortcuts", logit_cap=2.0)
+    params = random_params(recipe)
+    ids_BT, targets_BT = np.random.default_rng(1).integers(0, 256, (2, 2, 12))
+    z_BTV = hidden(recipe, params, ids_BT).astype(np.float64) @ params["head"].T
+    capped_BTV = 2 * np.tanh(z_BTV / 2)
+    target_BT = np.take_along_axis(capped_BTV, targets_BT[..., None], 2)[..., 0]
+    batch = Batch(jnp.asarray(ids_BT), jnp.asarray(targets_BT), {})
+    arrays = {name: jnp.asarray(x) for name, x in params.items()}
+    rest = Inputs({}, {}), recipe.config, Kernels("cpu", ""), recipe.forward
+    got = jax.jit(lambda params, batch: recipe.loss(params, batch, *rest))(arrays, batch)
+    want = np.mean(np.log(np.exp(capped_BTV).sum(-1)) - target_BT)
+    assert float(got.objective) == float(got.nll) == pytest.approx(want, rel=1e-5)
+
+
+def test_the_bound_of_a_scheduled_window_is_in_tokens():
+    """The banded form skips tiles of 128 keys beyond the bound; what it should have seen there is NaN."""
+    recipe = small("windows", block_tokens=64)
+    params = {name: jnp.asarray(x) for name, x in random_params(recipe).items()}
+    ids_BT = jnp.asarray(np.random.default_rng(1).integers(1, 256, (1, 512)))
+
+    def of(blocks, form):
+        inputs = Inputs({"window_blocks": blocks}, {"window_blocks": (1, 3)})
+        return recipe.forward(params, ids_BT, inputs, recipe.config, Kernels("cpu", "", form))
+
+    forms = jax.jit(lambda blocks: [of(blocks, form) for form in ("banded", "definition")])
+    np.testing.assert_allclose(*forms(jnp.int32(3)), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("rung", "changes", "said"),
+    [
+        ("modern", {"head_size": 255}, "head_size is 255; need at least vocab_size, 256"),
+        ("shortcuts", {"logit_cap": 0.0}, "logit_cap is 0; need more than 0, at most 40"),
+        ("shortcuts", {"logit_cap": 41.0}, "logit_cap is 41; need more than 0, at most 40"),
+        ("values", {"mixing": ("window",) * 3}, "mixing has 3 entries; need num_layers, 4"),
+        ("values", {"value_tables": (0,) * 5}, "value_tables has 5 entries; need num_layers, 4"),
+        ("values", {"mixing": ("window", "half", "none", "none")}, "mixing is .*half.*; need tuple.Literal"),
+        ("values", {"value_tables": (-2, 0, 0, 0)}, "number tables from 0, -1 for none"),
+    ],
+)
+def test_configs_that_do_not_fit_are_refused(rung, changes, said):
+    with pytest.raises(ValueError, match=said):
+        small(rung, **(LAYERS if rung == "values" else {}) | changes)
+
+
+def test_sequences_longer_than_the_positions_of_gpt2_are_refused():
+    recipe = small("gpt2", max_positions=8)
+    with pytest.raises(UsageError, match=r"sequences of 12 tokens; need config\.max_positions, 8, or fewer"):
+        hidden(recipe, random_params(recipe), np.zeros((1, 12), np.int32))
+
+
+# --- their own optimisers
+
+
+@pytest.mark.parametrize("clip_norm", [0.5, 1e9])
+def test_adamw_clips_all_gradients_together_and_decays_matrices_and_tables(clip_norm):
+    """Two steps on eight shards against float64; the rates differ, so that a decay times lr^2 would show."""
+    rates = {"matrix_lr": 0.2, "other_lr": 0.1, "weight_decay": 0.3}
+    optimizer = gpt2.AdamW(**rates, beta1=0.8, beta2=0.9, eps=1e-3, clip_norm=clip_norm)
+    recipe = small("gpt2", num_layers=1, vocab_size=24, max_positions=16, model_dim=4, head_dim=2, mlp_dim=8)
+    layout = Layout(recipe.table(recipe.config))
+    rng = np.random.default_rng(0)
+    shapes = {name: x.shape for name, x in jax.eval_shape(layout.init, jax.random.key(0)).items()}
+    start, first, second = (
+        {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+        for _ in range(3)
+    )
+
+    def shards(tree):
+        """Divide what is sharded over eight, repeat the rest."""
+
+        def of(name, x):
+            return x.reshape(8, -1, *x.shape[1:]) if DATA in layout.specs[name] else np.stack([x] * 8)
+
+        return {name: jnp.asarray(of(name, x)) for name, x in tree.items()}
+
+    transform = optimizer.transform(layout)
+
+    def train(params: Any, *grads: Any) -> Any:
+        state = transform.init(params)
+        for grad, lr_scale in zip(grads, (0.5, 2.0), strict=True):
+            moves, state = transform.update(grad, state, params, inputs=Inputs({"lr_scale": lr_scale}, {}))
+            params = jax.tree.map(jnp.add, params, moves)
+        return params
+
+    got: dict[str, Any] = jax.jit(jax.vmap(train, axis_name=DATA))(*map(shards, (start, first, second)))
+    want = {name: x.astype(np.float64) for name, x in start.items()}
+    mean, square = (dict.fromkeys(want, 0.0) for _ in range(2))
+    for step, (grads, lr_scale) in enumerate(((first, 0.5), (second, 2.0)), start=1):
+        norm = np.sqrt(sum(np.sum(g.astype(np.float64) ** 2) for g in grads.values()))
+        for name, g in grads.items():
+            g = g.astype(np.float64) * min(1, clip_norm / norm)
+            mean[name] = 0.8 * mean[name] + 0.2 * g
+            square[name] = 0.9 * square[name] + 0.1 * g**2
+            adam = mean[name] / (1 - 0.8**step) / (np.sqrt(square[name] / (1 - 0.9**step)) + 1e-3)
+            decay = 0.0 if name == "vectors" else 0.3
+            lr = lr_scale * (0.2 if name in layout.banks else 0.1)
+            want[name] = want[name] - lr * (adam + decay * want[name])
+    for name, x in want.items():
+        np.testing.assert_allclose(got[name], shards({name: x})[name], rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_the_entries_of_an_update_are_as_large_as_its_learning_rate():
+    """For square, wide and tall matrices. Singular values end between 0.7 and 1.2."""
+    recipe = small("muon", num_layers=1, model_dim=32, head_dim=16)
+    layout = Layout(recipe.table(recipe.config))
+    transform = recipe.optimizer.transform(layout)
+    rng = np.random.default_rng(0)
+    grads = {name: rng.standard_normal(spec.shape).astype(np.float32) for name, spec in layout.table.items()}
+
+    def update(grads):
+        params = layout.init(jax.random.key(0))
+        inputs = Inputs({"lr_scale": 0.5, "momentum": 0.95}, {})
+        return layout.unpack(transform.update(grads, transform.init(params), params, inputs=inputs)[0])
+
+    one_device = jax.tree.map(lambda x: x[None], layout.pack({k: jnp.asarray(g) for k, g in grads.items()}))
+    updates = jax.jit(jax.vmap(update, axis_name=DATA))(one_device)
+    for name in ("qkv", "attn_out", "mlp_up", "mlp_down"):
+        size = np.sqrt(np.mean(np.square(updates[f"block.0.{name}"]), axis=(-2, -1))) / (0.5 * 0.00036)
+        assert ((size > 0.7) & (size < 1.2)).all(), (name, size)
+    np.testing.assert_allclose(np.abs(updates["embed"]), 0.5 * 0.0036, rtol=1e-3)  # Adam's first step
