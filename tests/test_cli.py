@@ -106,8 +106,8 @@ def test_every_help_has_an_example(names: tuple[str, ...]):
         (["run", "--seed"], "error: option '--seed' requires an argument; --help shows what is needed"),
         (["plot"], "error: missing argument 'RECORD...'; 'speedrun plot --help' shows what is needed"),
         (
-            ["replay", "a", "b"],
-            "error: got unexpected extra argument (b); 'speedrun replay --help' shows",
+            ["reproduce", "a", "b"],
+            "error: got unexpected extra argument (b); 'speedrun reproduce --help' shows",
         ),
     ],
 )

@@ -42,12 +42,12 @@ from speedrun.science.recipe import Recipe, describe
 from speedrun.study import design, effects, features, space
 from speedrun.study import experiment as running
 from speedrun.study import trials as experiment
-from speedrun.study.design import Request
 from speedrun.study.features import Feature
 from speedrun.study.forest import forest
 from speedrun.study.space import Range
-from speedrun.study.trials import BASELINE, Arm, Experiment
-from speedrun.training.prepare import RunConfig
+from speedrun.study.trials import BASELINE, Arm, Experiment, Request
+from speedrun.training import child
+from speedrun.training.request import RunConfig
 from speedrun.training.train import train
 
 
@@ -479,27 +479,29 @@ def performed(tmp_path, monkeypatch):
         (folder / "experiment.json").write_bytes(experiment.encode(made))
         return made
 
-    def ended(module: str, request: dict[str, Any], **_: object) -> int:
-        if module == "speedrun.study.design":
-            plan(request["num_confirming"])
-            return 0
-        config = request["config"]  # of `race`
-        out = Path(config["out"])
+    def designed(module: str, request: Request) -> int:
+        assert module == "speedrun.study.design"
+        plan(request.num_confirming)
+        return 0
+
+    def trained(config: RunConfig, *_: object, **__: object) -> tuple[int, str]:
+        out, seed = config.out, config.seed
         out.mkdir(parents=True)
         (out / "source.txt").write_text(source_text())
-        arm, seed = out.parent.name[3:], config["seed"]
+        arm = out.parent.name[3:]
         asked.append((arm, seed))
         code = codes.pop(0) if codes else 0
         if code is None:
-            return 0
+            return 0, ""
         noise = seed % 997 / 142_000  # no two alike: a variance of zero tells nothing
         step_s = (0.08 if arm == "no-brake" else 0.1) * (1 + noise)
         rest: dict[int, Any] = {0: {"seed": seed, "step_s": (step_s,) * 10}, 5: blown_up(seed)}
         spec = Spec(**rest[code]) if code in rest else dataclasses.replace(BROKE[0], seed=seed)
         write_run(out, spec)
-        return code
+        return code, ""
 
-    monkeypatch.setattr(children, "run_module", ended)
+    monkeypatch.setattr(children, "run_module", designed)
+    monkeypatch.setattr(child, "trained", trained)
     monkeypatch.setattr(running, "plot", drawn.append)
     return SimpleNamespace(folder=folder, asked=asked, codes=codes, drawn=drawn, plan=plan)
 

@@ -62,7 +62,10 @@ def free_port() -> int:
 
 def started(argv: list[str], **more: Any) -> subprocess.Popen[str]:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, "-m", *argv], **pipes, **more)
+    tests = str(Path(__file__).parent)  # of `shared_run`
+    env = more.pop("env", os.environ)
+    path = os.pathsep.join(filter(None, [env.get("PYTHONPATH"), tests]))
+    return subprocess.Popen([sys.executable, "-m", *argv], **pipes, **more, env={**env, "PYTHONPATH": path})
 
 
 def ends(running: list[subprocess.Popen[str]], timeout: float = 90) -> list[tuple[int, str, str]]:
@@ -76,13 +79,14 @@ def ends(running: list[subprocess.Popen[str]], timeout: float = 90) -> list[tupl
 
 
 def shared(configs: list[RunConfig], folder: Path, port: int | None = None) -> list[subprocess.Popen[str]]:
-    """`python -m speedrun.training.meet`, once for each config."""
+    """Processes that share a run, one for each config."""
     port, running = port or free_port(), []
     for i, config in enumerate(configs):
         path = folder / f"config-{i}.json"
         path.write_bytes(msgspec.json.encode(config, enc_hook=str))
-        group = ["--coordinator", f"127.0.0.1:{port}", "--processes", str(len(configs)), "--process", str(i)]
-        running.append(started(["speedrun.training.meet", str(path), *group, *QUICK]))
+        running.append(
+            started(["shared_run", str(path), f"127.0.0.1:{port}", str(len(configs)), str(i), "60"])
+        )
     return running
 
 
@@ -460,10 +464,8 @@ def test_processes_that_were_told_of_other_numbers_are_refused(monkeypatch, inde
 
 
 def lonely(index: int, port: int) -> tuple[int, str, str]:
-    group = ["--coordinator", f"127.0.0.1:{port}", "--processes", "2", "--process", str(index)]
-    (end,) = ends(
-        [started(["speedrun.training.meet", "nothing.json", *group, "--meet-within", "3"])], timeout=18
-    )
+    words = ["shared_run", "nothing.json", f"127.0.0.1:{port}", "2", str(index), "3"]
+    (end,) = ends([started(words)], timeout=18)
     return end
 
 

@@ -35,8 +35,8 @@ from speedrun.trained.incremental import DecodingKernels, Incremental, probes
 from speedrun.trained.start import start_from
 from speedrun.training import checkpoint
 from speedrun.training.checkpoint import folder_of, seal, unseal
-from speedrun.training.prepare import RunConfig
 from speedrun.training.program import Program
+from speedrun.training.request import RunConfig
 
 T = 48
 

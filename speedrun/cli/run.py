@@ -21,12 +21,12 @@ from speedrun.cli.options import (
 from speedrun.cli.run_options import (
     PROCESS_ARGUMENTS,
     checkpoint_options,
-    config_of,
     config_options,
     deadlines_s,
     ghost_option,
     new_folder,
     process_options,
+    request_of,
     wandb_option,
 )
 from speedrun.ground import children, signals
@@ -98,10 +98,11 @@ def command(
     _import_jax()
     from speedrun.study import single
     from speedrun.study.extras import Extras
-    from speedrun.training.prepare import RunConfig
 
-    config = RunConfig(
-        **config_of(ctx.params, overrides, resume or folder),
+    config = request_of(
+        ctx.params,
+        overrides,
+        resume or folder,
         seed=given["seed"],
         replicas=given["replicas"],
         checkpoint_every=0 if resume else checkpoint_steps(track, given),

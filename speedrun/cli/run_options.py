@@ -21,6 +21,7 @@ from speedrun.ground import clock
 from speedrun.ground.errors import UsageError, unknown
 from speedrun.training import watchdog
 from speedrun.training.meet import HEARTBEAT_S, MEET_S
+from speedrun.training.request import RunConfig
 
 #: `--ghost RECORD`, as the argument `ghost` for `race.find`.
 ghost_option: Decorator = click.option(
@@ -47,7 +48,7 @@ def combined(*options: Decorator) -> Decorator:
     return add
 
 
-#: The options that `config_of` reads.
+#: The options that `request_of` reads.
 config_options = combined(
     track_option(),
     recipe_option(),
@@ -146,10 +147,10 @@ process_options = combined(
 PROCESS_ARGUMENTS = ("local_processes", "coordinator", "processes", "process", "heartbeat", "meet_within")
 
 
-def config_of(given: dict[str, Any], overrides: dict[str, str], out: Path) -> dict[str, Any]:
-    """Return the fields of a `prepare.RunConfig` that the options of a command say."""
+def request_of(given: dict[str, Any], overrides: dict[str, str], out: Path, **more: Any) -> RunConfig:
+    """Return the request that the options of a command say, with `more` of its fields."""
     same = {key: given[key] for key in ("track", "recipe", "data", "microbatches", "attention")}
-    return {**same, "out": out, "overrides": overrides, "num_devices": given["devices"]}
+    return RunConfig(**same, out=out, overrides=overrides, num_devices=given["devices"], **more)
 
 
 def new_folder(name: str) -> Path:

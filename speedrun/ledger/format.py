@@ -16,7 +16,7 @@ from speedrun.ledger.runfile import RUN_SCHEMA, DataRead, Outcome, Recipe, Stric
 MANIFEST_SCHEMA = "speedrun.manifest/1"
 SUMMARY_SCHEMA = "speedrun.summary/1"
 BATCH_SCHEMA = "speedrun.batch/1"
-REPRODUCTION_SCHEMA = "speedrun.reproduction/1"
+REPRODUCTION_SCHEMA = "speedrun.reproduction/2"
 
 
 class FormatError(ValueError):

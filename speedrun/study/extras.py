@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from speedrun.ground.errors import UsageError
 from speedrun.trained import samples
-from speedrun.training.prepare import RunConfig
+from speedrun.training.request import RunConfig
 
 
 class Extras(NamedTuple):

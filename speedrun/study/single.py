@@ -19,7 +19,7 @@ from speedrun.ledger.validate import Report, validate
 from speedrun.study import race
 from speedrun.study.extras import Extras
 from speedrun.trained import samples, start
-from speedrun.training.prepare import RunConfig
+from speedrun.training.request import RunConfig
 from speedrun.training.resume_settings import resumed
 from speedrun.training.train import train
 from speedrun.watch.server import watched

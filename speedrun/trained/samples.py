@@ -26,7 +26,7 @@ from speedrun.ground.errors import CheckpointError, DataError, UsageError
 from speedrun.ground.output import reported
 from speedrun.ground.wholefile import write_whole
 from speedrun.training import checkpoint
-from speedrun.training.prepare import decoded
+from speedrun.training.request import decoded
 
 NUM_TOKENS = 64  #: of each text, or as many as the model takes
 TEMPERATURE, SEED = 0.8, 0

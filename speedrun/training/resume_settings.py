@@ -11,7 +11,8 @@ from speedrun.ground.wholefile import read_regular
 from speedrun.ledger import format, runfile
 from speedrun.ledger.salvage import ended, salvage
 from speedrun.training import checkpoint
-from speedrun.training.prepare import Resumable, RunConfig, decoded
+from speedrun.training.prepare import Resumable
+from speedrun.training.request import RunConfig, decoded
 
 
 def resumed(out: Path) -> RunConfig:

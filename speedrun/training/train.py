@@ -1,6 +1,6 @@
 """One run of a recipe on a track: checks, folder, log, `loop.run`, and `run.json`, however the run ends.
 
-python -m speedrun.training.train CONFIG.json      prints the log; `speedrun replay` runs this on an unpacked record
+python -m speedrun.training.train REQUEST.json      prints the log: every run that another process starts
 """
 
 import sys
@@ -19,7 +19,8 @@ from speedrun.ledger import runfile
 from speedrun.training import checkpoint, health, loop, watchdog
 from speedrun.training.checkpoint import Checkpoints
 from speedrun.training.outcome import run_end, run_file
-from speedrun.training.prepare import Ready, RunConfig, decoded, prepare
+from speedrun.training.prepare import Ready, prepare
+from speedrun.training.request import RunConfig, decoded
 from speedrun.training.trainer import Trainer
 
 
