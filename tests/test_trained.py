@@ -28,7 +28,7 @@ from speedrun.science.kernels.choose import Kernels
 from speedrun.science.params import Layout, Params
 from speedrun.science.recipe import Recipe
 from speedrun.study import single
-from speedrun.study.extras import Extras
+from speedrun.study.single import Extras
 from speedrun.trained import exported, harness, held_out, hellaswag, samples, weights, words
 from speedrun.trained.decode import Decoder, Draw, drawn
 from speedrun.trained.incremental import DecodingKernels, Incremental, probes
@@ -631,7 +631,7 @@ def test_what_cannot_be_scored_is_one_line(
 @pytest.mark.parametrize(
     ("given", "said", "exit_code"),
     [
-        (["--prompt", "hello"], "stand for no text", 2),
+        (["--prompt", "hello"], "whose ids stand for text", 2),
         (["--ids", "1,x"], "need numbers with commas", 2),
         (["--ids", "256"], "outside the vocabulary", 2),
         (["--ids", "-1"], "outside the vocabulary", 2),
@@ -781,8 +781,8 @@ def test_a_run_starts_from_given_weights_and_is_marked(
     ("words", "said"),
     [
         (["--track", "main-8xh100", "--init-from", "gpt2"], "which is ranked"),
-        (["--sample-prompt", "a"], "it needs --sample-every"),
-        (["--sample-prompt", "a", "--sample-every", "5"], "stand for no text"),
+        (["--sample-prompt", "a"], "needs --sample-every"),
+        (["--sample-prompt", "a", "--sample-every", "5"], "whose ids stand for text"),
         (["--sample-every", "5", "--checkpoint-every", "2"], "need a multiple"),
         (["--init-from", "nowhere"], "no such folder"),
     ],

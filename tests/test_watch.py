@@ -23,13 +23,12 @@ from small_run import SMALL
 
 from speedrun import cli
 from speedrun.board import ghost
-from speedrun.cli.extras import extras_of
 from speedrun.ground import clock, companion, runlog
 from speedrun.ground.errors import UsageError
 from speedrun.ground.serving import HOST
 from speedrun.ground.wholefile import write_whole
 from speedrun.ledger.record import load
-from speedrun.watch import PORT, feed, server, tail
+from speedrun.watch import feed, server, tail
 from speedrun.watch.feed import Feed
 from speedrun.watch.rules import rules
 
@@ -370,18 +369,6 @@ def test_without_the_option_nothing_starts(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(companion, "beside", None)
     with server.watched(tmp_path, None, None):
         pass
-
-
-def test_the_port_of_no_page_is_refused(tmp_path) -> None:
-    words = ["--data", str(tmp_path), "--out", str(tmp_path / "run"), "--watch-port", "4000"]
-    done = CliRunner().invoke(cli.command, ["run", "--track", "smoke-cpu", *words])
-    assert done.exit_code == 2
-    (said,) = done.output.splitlines()
-    assert "--watch-port 4000 has no effect; it needs --watch" in said
-    given = {"ghost": None, "sample_every": None, "sample_prompts": (), "init_from": None, "watch": True}
-    assert extras_of({**given, "watch_port": None})["watch_port"] == PORT
-    assert extras_of({**given, "watch_port": 4000})["watch_port"] == 4000
-    assert extras_of({**given, "watch_port": None, "watch": False})["watch_port"] is None
 
 
 def test_mistakes_are_one_line(tmp_path, monkeypatch) -> None:

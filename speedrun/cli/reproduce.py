@@ -94,9 +94,9 @@ def command(
     folder = out or Path("runs") / f"reproduction-{digest}{'-same-seeds' * same_seeds}"
     if in_docker:
         chosen = container.image_for(manifest, image, partial(click.echo, err=True))
-        shards = container.data_for(manifest, data)
-        words = container.inner_words(runs, by, shards, same_seeds=same_seeds, as_json=as_json)
-        exit_code = container.reproduced(chosen, record, folder, shards, words)
+        words = ["--runs", str(runs)] if runs is not None else []
+        words += [*(["--by", by] if by else []), *["--same-seeds"] * same_seeds, *["--json"] * as_json]
+        exit_code = container.reproduced(chosen, record, folder, manifest, data, words)
     else:
         pair = [(record, folder), *([(rival, folder / reproduce.RIVAL)] if rival is not None else [])]
         sides = [_side(*one, data, unsafe=unsafe) for one in pair]

@@ -9,7 +9,6 @@ import click
 import msgspec
 
 from speedrun.cli.card import card, following
-from speedrun.cli.extras import EXTRA_ARGUMENTS, checkpoint_steps, extra_options, extras_of
 from speedrun.cli.options import (
     Integer,
     example,
@@ -19,10 +18,12 @@ from speedrun.cli.options import (
     settings_option,
 )
 from speedrun.cli.run_options import (
+    EXTRA_ARGUMENTS,
     PROCESS_ARGUMENTS,
     checkpoint_options,
     config_options,
     deadlines_s,
+    extra_options,
     ghost_option,
     new_folder,
     process_options,
@@ -35,6 +36,7 @@ from speedrun.ground.errors import INTERRUPTED, UsageError
 from speedrun.launch import local
 from speedrun.ledger import record
 from speedrun.training import meet
+from speedrun.watch import PORT
 
 
 @click.command(
@@ -97,7 +99,6 @@ def command(
     ctx.with_resource(children.stoppable())
     _import_jax()
     from speedrun.study import single
-    from speedrun.study.extras import Extras
 
     config = request_of(
         ctx.params,
@@ -105,7 +106,7 @@ def command(
         resume or folder,
         seed=given["seed"],
         replicas=given["replicas"],
-        checkpoint_every=0 if resume else checkpoint_steps(track, given),
+        checkpoint_every=0 if resume else given["checkpoint_every"] or given["sample_every"] or 0,
         keep_checkpoints=given["keep_checkpoints"],
         deadlines_s=deadlines_s(deadlines),
         resume=resume is not None,
@@ -115,7 +116,14 @@ def command(
     group = meet.find_group(
         coordinator, given["processes"], given["process"], given["heartbeat"], given["meet_within"]
     )
-    extras = Extras(**extras_of(given), wandb=wandb)
+    extras = single.Extras(
+        ghost=given["ghost"],
+        wandb=wandb,
+        watch_port=given["watch_port"] or (PORT if given["watch"] else None),
+        sample_every=given["sample_every"],
+        sample_prompts=given["sample_prompts"],
+        init_from=given["init_from"],
+    )
     done = single.run(config, meet.joined(group), extras, to_stderr=as_json, verbose=verbose)
     if done is None:
         return
