@@ -622,30 +622,6 @@ def test_another_source_or_run_is_no_part_of_it(performed, monkeypatch):
     assert (result.exit_code, "the source of tiny changed" in result.stderr, performed.asked) == (2, True, [])
 
 
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        (["sweep", "--ladder"], "pass --runs N"),
-        (["sweep", "--runs", "0"], "invalid value for '--runs'"),
-        (["sweep", "--ladder", "--features", "cooldown"], "leave all but one out"),
-        (["sweep", "--ladder", "--set", "a=1,2"], "leave all but one out"),
-        (["sweep", "--track", "moon", "--ladder", "--runs", "2"], "unknown track 'moon'"),
-        (["sweep", "--resume", "nowhere"], "nowhere holds no experiment.json"),
-        (
-            ["sweep", "--resume", "nowhere", "--runs", "9"],
-            "--resume keeps the settings of the run, got --runs",
-        ),
-        (["sweep", "--runs", "2"], "nothing to sweep"),
-        (["sweep", "--runs", "2", "--set", "a=1"], "nothing to sweep"),
-        (["sweep", "--runs", "2", "--set", "a=1..2"], "add --trials"),
-    ],
-)
-def test_what_is_missing_is_said_in_one_line(args, said):
-    result = invoke(*args)
-    assert (result.exit_code, result.stderr.count("\n")) == (2, 1), result.stderr
-    assert said in result.stderr
-
-
 # --- the picture -------------------------------------------------------------------------------------------
 
 
