@@ -113,17 +113,10 @@ def command(
     )
     if resume is not None:
         only_with_resume(ctx, *EXTRA_ARGUMENTS, "verbose", *PROCESS_ARGUMENTS)
-    group = meet.find_group(
-        coordinator, given["processes"], given["process"], given["heartbeat"], given["meet_within"]
-    )
-    extras = single.Extras(
-        ghost=given["ghost"],
-        wandb=wandb,
-        watch_port=given["watch_port"] or (PORT if given["watch"] else None),
-        sample_every=given["sample_every"],
-        sample_prompts=given["sample_prompts"],
-        init_from=given["init_from"],
-    )
+    group = meet.find_group(coordinator, *(given[name] for name in PROCESS_ARGUMENTS[2:]))
+    page = given["watch_port"] or (PORT if given["watch"] else None)
+    same = {name: given[name] for name in ("ghost", "sample_every", "sample_prompts", "init_from")}
+    extras = single.Extras(**same, wandb=wandb, watch_port=page)
     done = single.run(config, meet.joined(group), extras, to_stderr=as_json, verbose=verbose)
     if done is None:
         return

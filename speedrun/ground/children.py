@@ -6,6 +6,7 @@ import shlex
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -51,6 +52,8 @@ def wait_for(child: Popen[Any], kill_after_s: float = KILL_AFTER_S) -> int:
         75 if the first signal stopped it: also if it ended before it had a handler, or by itself at that moment. 130 if
         it ignored a second signal for `kill_after_s`: then its process group is killed.
     """
+    if threading.current_thread() is not threading.main_thread():  # no signal comes here
+        return child.wait()
     got: list[int] = []
 
     def forward(number: int, _frame: object) -> None:

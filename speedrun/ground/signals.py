@@ -2,7 +2,6 @@
 
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -71,15 +70,8 @@ class Deferred:
 
 @contextmanager
 def handled_by(handler: Any, *numbers: int) -> Iterator[None]:
-    """Handle both signals, or those given, with `handler` inside the block; restore the old handlers afterwards.
-
-    Only the main thread gets signals; in another one this does nothing.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        numbers = ()
-    elif not numbers:
-        numbers = STOPS
-    before = {number: signal.signal(number, handler) for number in numbers}
+    """Handle both signals, or those given, with `handler` inside the block; restore the old handlers afterwards."""
+    before = {number: signal.signal(number, handler) for number in numbers or STOPS}
     try:
         yield
     finally:

@@ -71,7 +71,7 @@ class Reproduction(Strict, frozen=True, tag_field="schema", tag=REPRODUCTION_SCH
     runs: tuple[Outcome, ...]
 
 
-class Difference(NamedTuple):
+class Difference(msgspec.Struct, frozen=True):
     """A mean difference or ratio to the record, and its confidence interval."""
 
     mean: float

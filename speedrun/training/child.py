@@ -1,4 +1,7 @@
-"""A run in a process of its own: whoever asks for runs holds no device, and shows their logs."""
+"""A run in a process of its own: whoever asks for runs holds no device, and shows their logs.
+
+python -m speedrun.training.train REQUEST.json
+"""
 
 import sys
 import tempfile

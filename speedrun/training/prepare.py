@@ -73,9 +73,8 @@ class Ready:
         shards = [(shard.path.name, shard.num_tokens) for shard in self.shards.train]
         data = msgspec.json.encode([shards, inventory.read_manifest(self.folder)])
         val_sha256 = stream.validation_sha256(self.shards.val[0], self.track.data.val_tokens)
-        options = msgspec.to_builtins(self.config, enc_hook=str)
-        for own in ("out", "data", "seed"):
-            options.pop(own, None)
+        shared = msgspec.structs.replace(self.config, out=Path(), data=None, seed=0)
+        options = msgspec.to_builtins(shared, enc_hook=str)
         constants = b"".join(x.tobytes() for x in self.program.step.plan.constants.values())
         differs = "CUDA_VISIBLE_DEVICES"
         return {
@@ -159,9 +158,7 @@ def _check_out(config: RunConfig) -> None:
         raise UsageError(
             f"{config.out / runfile.BATCH} is not the declared one; restore it, or declare a new batch"
         )
-    if config.resume:
-        return
-    if taken and not config.batch_sha256:
+    if taken and not (config.batch_sha256 or config.resume):
         raise UsageError(f"{config.out} exists already; need a new folder; remove it or pass another --out")
 
 

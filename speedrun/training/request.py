@@ -1,7 +1,4 @@
-"""The request for a run, and the process that trains it. Light: whoever asks for runs holds no device.
-
-python -m speedrun.training.train REQUEST.json      prints each line of the log
-"""
+"""The request for a run. Light: whoever asks for runs holds no device."""
 
 from pathlib import Path
 from typing import TypeVar
@@ -14,7 +11,7 @@ _T = TypeVar("_T")
 class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What to run. Together with `source.txt` and the data, all that a replay needs.
 
-    As JSON it leaves out defaults, so that an older source, which has fewer settings, reads it as well.
+    As JSON it leaves out defaults: an older source has fewer settings.
     """
 
     track: str

@@ -1,7 +1,4 @@
-"""One run of a recipe on a track: checks, folder, log, `loop.run`, and `run.json`, however the run ends.
-
-python -m speedrun.training.train REQUEST.json      prints the log: every run that another process starts
-"""
+"""One run of a recipe on a track: checks, folder, log, `loop.run`, and `run.json`, however the run ends."""
 
 import sys
 from contextlib import AbstractContextManager, nullcontext
@@ -139,7 +136,7 @@ def _announce(trainer: Trainer) -> None:
     )
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # with the path of a request: prints each line of the log
     with reported():
-        raw = Path(sys.argv[1]).read_bytes()
-        train(decoded(raw, RunConfig), lambda line: print(line.encode().decode(), flush=True))  # noqa: T201
+        request = decoded(Path(sys.argv[1]).read_bytes(), RunConfig)
+        train(request, lambda line: print(line.encode().decode(), flush=True))  # noqa: T201
