@@ -8,15 +8,12 @@ record.validate()
 record.plot()
 """
 
-import subprocess
 import sys
 from contextlib import suppress
 from io import StringIO
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
-
-import msgspec
+from subprocess import STDOUT
+from typing import TYPE_CHECKING
 
 from speedrun.board import record_plot
 from speedrun.data import generated
@@ -31,6 +28,8 @@ from speedrun.ledger.run import Run
 from speedrun.ledger.salvage import ended
 from speedrun.ledger.summary import Summary, summarize
 from speedrun.ledger.validate import Report, validate
+from speedrun.training import child
+from speedrun.training.request import RunConfig
 
 if TYPE_CHECKING:
     from speedrun.science.recipe import Recipe
@@ -127,12 +126,14 @@ def run(
     out = Path(out).absolute()
     if out.exists():
         raise UsageError(f"{out} exists already; need a new folder; remove it or pass another out")
-    asked = {"track": track, "out": str(out), "recipe": name, "seed": seed, "overrides": settings}
-    asked |= {"data": None if data is None else str(Path(data).absolute()), "num_devices": devices}
+    folder = None if data is None else Path(data).absolute()
     printer = Printer(StringIO() if quiet else sys.stdout)
-    generated.ensure(rules, None if data is None else Path(data), printer.say)
+    generated.ensure(rules, folder, printer.say)
+    config = RunConfig(
+        track, out, recipe=name, seed=seed, overrides=settings, data=folder, num_devices=devices
+    )
     try:
-        _train(asked, printer)
+        _train(config, printer)
     finally:
         if any(map(ended, out.glob("runs/*"))):
             assemble(out, title=f"{name or rules.recipe} on {track}")
@@ -140,37 +141,23 @@ def run(
     return Record(out)
 
 
-def _train(asked: dict[str, Any], printer: Printer) -> None:
+def _train(config: RunConfig, printer: Printer) -> None:
     """Train in a child process: JAX may have other devices here, and the cold wall time starts with a process.
 
     Raises:
         SpeedrunError: with the last line and the exit code of the process, if it fails.
     """
-    with TemporaryDirectory(prefix="speedrun-") as folder:
-        path, said = Path(folder, "request.json"), ""
-        path.write_bytes(msgspec.json.encode(asked))
-        argv = [sys.executable, "-m", "speedrun.training.train", str(path)]
-        with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:
-            assert child.stdout is not None
-            try:
-                for line in map(str.rstrip, child.stdout):
-                    if not printer.relay(line):
-                        said = line or said
-            except BaseException:
-                child.terminate()
-                raise
-    if child.returncode:
-        if (
-            "out of memory" in said
-            and "jax" in sys.modules
-            and load_track(asked["track"]).rules.platform != "cpu"
-        ):
-            said += _HELD
-        if not said.startswith("error: "):
-            said = f"the run ended with {meaning(child.returncode)}; the last line was: {said}"
-        error = SpeedrunError(said.removeprefix("error: "))
-        error.exit_code = child.returncode
-        raise error
+    code, said = child.trained(config, printer, errors=STDOUT)
+    if not code:
+        return
+    on_cpu = load_track(config.track).rules.platform == "cpu"
+    if "out of memory" in said and "jax" in sys.modules and not on_cpu:
+        said += _HELD
+    if not said.startswith("error: "):
+        said = f"the run ended with {meaning(code)}; the last line was: {said}"
+    error = SpeedrunError(said.removeprefix("error: "))
+    error.exit_code = code
+    raise error
 
 
 def settings_of(recipe: "Recipe") -> dict[str, str]:

@@ -46,7 +46,7 @@ from speedrun.science import recipes
 from speedrun.science.models import record21
 from speedrun.science.recipe import Recipe, Stage
 from speedrun.training import health
-from speedrun.training.prepare import RunConfig
+from speedrun.training.request import RunConfig
 from speedrun.training.train import train
 
 mesh.prepare(os.environ["SPEEDRUN_TEST_PLATFORM"])

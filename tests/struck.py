@@ -9,6 +9,7 @@ complaints, and the number of blows.
 
 import ctypes
 import importlib
+import io
 import json
 import os
 import random
@@ -33,6 +34,7 @@ from speedrun.ledger import format
 from speedrun.ledger.record import load
 from speedrun.ledger.source import split_source
 from speedrun.ledger.validate import validate
+from speedrun.training import child
 
 TIMEOUT_S = 120
 MOST_TRIES = 9
@@ -66,6 +68,8 @@ NONE = Blow()
 
 class Fork:
     """A function in a process of its own; also in place of a `Popen` of one of our modules."""
+
+    stdout = io.StringIO()  #: nothing to read: it prints where we do
 
     def __init__(self, argv: list[str], **_: object) -> None:
         self._pid = forked(lambda: runpy.run_module(argv[2], run_name="__main__", alter_sys=True), argv[2:])
@@ -254,11 +258,11 @@ class Soak:
     }
 
     def __init__(self, place: Path, work: Path, data: str, settings: list[str], seed: int) -> None:
-        for name in ("study.declare", "training.train", "study.race", "board.record_plot"):
+        for name in ("study.declare", "training.train", "board.record_plot"):
             importlib.import_module(f"speedrun.{name}")
         importlib.import_module("orbax.checkpoint")
         provenance.closure = partial(closure, provenance.closure)
-        children.Popen = Fork
+        children.Popen = child.Popen = Fork
         self._place, self._data, self._number = place, ["--data", data], 0
         self._settings = ["--track", "tiny", *self._data, *settings]
         self._rnd, self._call = random.Random(seed), Caller(place, work)

@@ -246,7 +246,6 @@ OTHER_WRITES = {
     ("speedrun.training.meet", "open"): "/dev/null",
     ("speedrun.ground.output", "os.open"): "/dev/null",
     ("speedrun.ground.serving", "os.open"): "for reading",
-    ("speedrun.library", "path.write_bytes"): "a scratch folder",
     ("speedrun.bench.session", "said.open"): "what a part prints, as it prints it",
     ("speedrun.bench.session", "errors.open"): "what a part prints, as it prints it",
     ("speedrun.bench.session", "tarfile.open"): "memory",

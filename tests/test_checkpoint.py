@@ -29,8 +29,8 @@ from speedrun.science import recipes
 from speedrun.science.step import TrainState
 from speedrun.training import checkpoint, loop, train
 from speedrun.training.checkpoint import Facts, described, folder_of, named, opened, seal, unseal
-from speedrun.training.prepare import RunConfig
 from speedrun.training.program import Program
+from speedrun.training.request import RunConfig
 
 NUM_STEPS = 12
 

@@ -105,8 +105,8 @@ def test_every_help_has_an_example(names: tuple[str, ...]):
         (["run", "--seed"], "error: option '--seed' requires an argument; --help shows what is needed"),
         (["plot"], "error: missing argument 'RECORD...'; 'speedrun plot --help' shows what is needed"),
         (
-            ["replay", "a", "b"],
-            "error: got unexpected extra argument (b); 'speedrun replay --help' shows",
+            ["reproduce", "a", "b"],
+            "error: got unexpected extra argument (b); 'speedrun reproduce --help' shows",
         ),
     ],
 )
@@ -119,6 +119,35 @@ def test_wrong_usage_is_one_line_and_ends_with_2(args: list[str], message: str):
     assert (machine.exit_code, machine.stderr) == (2, "")
     report = json.loads(machine.stdout)
     assert (report["exit_code"], report["error"].count("\n")) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "batch",
+        "batch --expect 3.2",
+        "batch --track main-8xh100 --expect 3.29",
+        "batch --runs 2 --seeds 1;2",
+        "batch --resume nowhere",
+        "batch --resume nowhere --runs 9",
+        "stats nowhere",
+        "reproduce nowhere",
+        "sweep --ladder",
+        "sweep --runs 0",
+        "sweep --ladder --features cooldown",
+        "sweep --ladder --set a=1,2",
+        "sweep --track moon --ladder --runs 2",
+        "sweep --resume nowhere",
+        "sweep --resume nowhere --runs 9",
+        "sweep --runs 2",
+        "sweep --runs 2 --set a=1",
+        "sweep --runs 2 --set a=1..2",
+    ],
+)
+def test_what_is_missing_is_one_line_that_ends_with_2(words: str):
+    result = invoke(*words.split())
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1), result.stderr
+    assert result.stderr.startswith("error: ")
 
 
 @pytest.mark.parametrize("names", [(), ("data",), ("bench",)], ids=" ".join)

@@ -16,7 +16,7 @@ from speedrun.ground.clock import Phases
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.validate import validate
 from speedrun.training.outcome import lost_s
-from speedrun.training.prepare import RunConfig
+from speedrun.training.request import RunConfig
 from speedrun.training.train import train
 
 PHASES = ["start", "compile", "warm-up", "step", "data", "evaluation", "checkpoint", "end"]

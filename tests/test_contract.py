@@ -20,7 +20,8 @@ from speedrun.referee.handover import hand_over
 from speedrun.science import recipes
 from speedrun.science.recipe import Recipe
 from speedrun.training.checkpoint import folder_of
-from speedrun.training.prepare import RunConfig, prepare
+from speedrun.training.prepare import prepare
+from speedrun.training.request import RunConfig
 from speedrun.training.train import train
 
 FILE = Path(__file__).parent / "toy89" / "toy89.py"

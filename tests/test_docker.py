@@ -256,8 +256,8 @@ def test_the_image_of_the_record_is_the_one(docker, made_in, capfd):
     docker("speedrun:cpu")
     assert made_in(None) == "speedrun:cpu"
     assert made_in(IMAGE) == (
-        f"error: the record was made in image {IMAGE}, which is not here and was never published; 'docker load' it, or "
-        "name another: --image speedrun:cpu"
+        f"error: image {IMAGE} is not here and cannot be pulled; "
+        "'docker load' it, or name another: --image speedrun:cpu"
     )
     assert made_in(IMAGE, "speedrun:cpu") == "speedrun:cpu"
     assert not capfd.readouterr().err

@@ -42,12 +42,12 @@ from speedrun.science.recipe import Recipe, describe
 from speedrun.study import design, effects, features, space
 from speedrun.study import experiment as running
 from speedrun.study import trials as experiment
-from speedrun.study.design import Request
 from speedrun.study.features import Feature
 from speedrun.study.forest import forest
 from speedrun.study.space import Range
-from speedrun.study.trials import BASELINE, Arm, Experiment
-from speedrun.training.prepare import RunConfig
+from speedrun.study.trials import BASELINE, Arm, Experiment, Request
+from speedrun.training import child
+from speedrun.training.request import RunConfig
 from speedrun.training.train import train
 
 
@@ -479,27 +479,29 @@ def performed(tmp_path, monkeypatch):
         (folder / "experiment.json").write_bytes(experiment.encode(made))
         return made
 
-    def ended(module: str, request: dict[str, Any], **_: object) -> int:
-        if module == "speedrun.study.design":
-            plan(request["num_confirming"])
-            return 0
-        config = request["config"]  # of `race`
-        out = Path(config["out"])
+    def designed(module: str, request: Request) -> int:
+        assert module == "speedrun.study.design"
+        plan(request.num_confirming)
+        return 0
+
+    def trained(config: RunConfig, *_: object, **__: object) -> tuple[int, str]:
+        out, seed = config.out, config.seed
         out.mkdir(parents=True)
         (out / "source.txt").write_text(source_text())
-        arm, seed = out.parent.name[3:], config["seed"]
+        arm = out.parent.name[3:]
         asked.append((arm, seed))
         code = codes.pop(0) if codes else 0
         if code is None:
-            return 0
+            return 0, ""
         noise = seed % 997 / 142_000  # no two alike: a variance of zero tells nothing
         step_s = (0.08 if arm == "no-brake" else 0.1) * (1 + noise)
         rest: dict[int, Any] = {0: {"seed": seed, "step_s": (step_s,) * 10}, 5: blown_up(seed)}
         spec = Spec(**rest[code]) if code in rest else dataclasses.replace(BROKE[0], seed=seed)
         write_run(out, spec)
-        return code
+        return code, ""
 
-    monkeypatch.setattr(children, "run_module", ended)
+    monkeypatch.setattr(children, "run_module", designed)
+    monkeypatch.setattr(child, "trained", trained)
     monkeypatch.setattr(running, "plot", drawn.append)
     return SimpleNamespace(folder=folder, asked=asked, codes=codes, drawn=drawn, plan=plan)
 
@@ -618,30 +620,6 @@ def test_another_source_or_run_is_no_part_of_it(performed, monkeypatch):
     monkeypatch.setattr(provenance, "closure", lambda *_: source_text() + "\n")
     result = invoke("sweep", "--resume", str(performed.folder))
     assert (result.exit_code, "the source of tiny changed" in result.stderr, performed.asked) == (2, True, [])
-
-
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        (["sweep", "--ladder"], "pass --runs N"),
-        (["sweep", "--runs", "0"], "invalid value for '--runs'"),
-        (["sweep", "--ladder", "--features", "cooldown"], "leave all but one out"),
-        (["sweep", "--ladder", "--set", "a=1,2"], "leave all but one out"),
-        (["sweep", "--track", "moon", "--ladder", "--runs", "2"], "unknown track 'moon'"),
-        (["sweep", "--resume", "nowhere"], "nowhere holds no experiment.json"),
-        (
-            ["sweep", "--resume", "nowhere", "--runs", "9"],
-            "--resume keeps the settings of the run, got --runs",
-        ),
-        (["sweep", "--runs", "2"], "nothing to sweep"),
-        (["sweep", "--runs", "2", "--set", "a=1"], "nothing to sweep"),
-        (["sweep", "--runs", "2", "--set", "a=1..2"], "add --trials"),
-    ],
-)
-def test_what_is_missing_is_said_in_one_line(args, said):
-    result = invoke(*args)
-    assert (result.exit_code, result.stderr.count("\n")) == (2, 1), result.stderr
-    assert said in result.stderr
 
 
 # --- the picture -------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ from speedrun.ledger.validate import validate
 from speedrun.science import recipes
 from speedrun.training import loop, train
 from speedrun.training.checkpoint import folder_of
-from speedrun.training.prepare import RunConfig
+from speedrun.training.request import RunConfig
 
 EVERY = 5
 TIMEOUT_S = 180

@@ -14,8 +14,9 @@ from speedrun.science import recipes
 from speedrun.science.recipe import Recipe
 from speedrun.training import footprint
 from speedrun.training import program as programs
-from speedrun.training.prepare import RunConfig, prepare
+from speedrun.training.prepare import prepare
 from speedrun.training.program import Program
+from speedrun.training.request import RunConfig
 
 
 @pytest.mark.parametrize("num_devices", [1, 8])

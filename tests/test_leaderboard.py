@@ -22,6 +22,7 @@ from speedrun.board import standings as board
 from speedrun.board.progress import _draw_history, progress
 from speedrun.ground import track
 from speedrun.ledger.assemble import assemble
+from speedrun.referee.reproduce import Repetition
 from speedrun.referee.rerun import Rerun
 
 CONTEXT = """
@@ -157,7 +158,8 @@ FILES = ("batch.json", "runs/*/metrics.jsonl")
 )
 def test_no_number_in_a_record_causes_a_traceback(records, value, monkeypatch):
     """Some numbers of each file in turn, under each command that reads a record."""
-    monkeypatch.setattr(Rerun, "run", lambda self, *_, **__: self.old)
+    monkeypatch.setattr(Rerun, "check_data", lambda *_: records)
+    monkeypatch.setattr(Repetition, "run_one", lambda self, *_: self.record.finished[0])
     draw, fast = random.Random(value), records / "forged" / "fast"
     for path in (records / "forged").iterdir():
         if path != fast:
@@ -177,7 +179,7 @@ def test_no_number_in_a_record_causes_a_traceback(records, value, monkeypatch):
                 ["validate", name],
                 ["leaderboard", "build"],
                 ["stats", name, "--against", str(fast)],
-                ["compare", name, str(fast)],
+                ["reproduce", name, "--against", str(fast), "--out", str(odd.with_name("out"))],
                 ["plot", name, "--kind", "pareto"],
                 ["export", name, "--to", "csv", "--out", str(odd.with_name("out"))],
                 ["describe", name, "--title", "odd"],

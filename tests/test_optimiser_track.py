@@ -26,8 +26,9 @@ from speedrun.science import recipes
 from speedrun.science.inputs import Inputs, Plan
 from speedrun.science.recipe import Batch, Recipe, Stage, describe
 from speedrun.training import fixed
-from speedrun.training.prepare import RunConfig, prepare
+from speedrun.training.prepare import prepare
 from speedrun.training.program import Program
+from speedrun.training.request import RunConfig
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "optimiser-track.md").read_text()

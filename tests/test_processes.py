@@ -22,7 +22,8 @@ from speedrun.data import stream
 from speedrun.ground import errors, exit_codes, mesh, processes, runlog
 from speedrun.ground.errors import UsageError
 from speedrun.training import checkpoint, meet
-from speedrun.training.prepare import RunConfig, prepare
+from speedrun.training.prepare import prepare
+from speedrun.training.request import RunConfig
 from speedrun.training.train import train
 
 LONG = SMALL | {"stages.0.num_steps": "400"}
@@ -56,7 +57,10 @@ def free_port() -> int:
 
 def started(argv: list[str], **more: Any) -> subprocess.Popen[str]:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, "-m", *argv], **pipes, **more)
+    tests = str(Path(__file__).parent)  # of `shared_run`
+    env = more.pop("env", os.environ)
+    path = os.pathsep.join(filter(None, [env.get("PYTHONPATH"), tests]))
+    return subprocess.Popen([sys.executable, "-m", *argv], **pipes, **more, env={**env, "PYTHONPATH": path})
 
 
 def ends(running: list[subprocess.Popen[str]], timeout: float = 90) -> list[tuple[int, str, str]]:
@@ -70,13 +74,14 @@ def ends(running: list[subprocess.Popen[str]], timeout: float = 90) -> list[tupl
 
 
 def shared(configs: list[RunConfig], folder: Path, port: int | None = None) -> list[subprocess.Popen[str]]:
-    """`python -m speedrun.training.meet`, once for each config."""
+    """Processes that share a run, one for each config."""
     port, running = port or free_port(), []
     for i, config in enumerate(configs):
         path = folder / f"config-{i}.json"
         path.write_bytes(msgspec.json.encode(config, enc_hook=str))
-        group = ["--coordinator", f"127.0.0.1:{port}", "--processes", str(len(configs)), "--process", str(i)]
-        running.append(started(["speedrun.training.meet", str(path), *group, *QUICK]))
+        running.append(
+            started(["shared_run", str(path), f"127.0.0.1:{port}", str(len(configs)), str(i), "60"])
+        )
     return running
 
 
@@ -420,8 +425,7 @@ def test_a_process_does_not_wait_for_ever_for_the_others(index, taken):
         port = server.getsockname()[1]
         if not taken:
             server.close()
-        group = ["--coordinator", f"127.0.0.1:{port}", "--processes", "2", "--process", str(index)]
-        running = started(["speedrun.training.meet", "nothing.json", *group, "--meet-within", "3"])
+        running = started(["shared_run", "nothing.json", f"127.0.0.1:{port}", "2", str(index), "3"])
         ((code, _, stderr),) = ends([running], timeout=18)
     assert code == 2
     assert ("Address already in use" if taken else f"met at 127.0.0.1:{port} within 3 s") in stderr

@@ -18,8 +18,8 @@ from speedrun.training import loop, scoring, train
 from speedrun.training import program as programs
 from speedrun.training.evaluate import evaluate
 from speedrun.training.fingerprint import state_hash
-from speedrun.training.prepare import RunConfig
 from speedrun.training.program import Program
+from speedrun.training.request import RunConfig
 
 TOKENS, WIDTH, VOCAB = 24, 8, 50
 

@@ -44,8 +44,8 @@ from speedrun.referee.rerun import Rerun, _bring
 from speedrun.science.inputs import Inputs
 from speedrun.science.recipe import Recipe
 from speedrun.training.checkpoint import folder_of
-from speedrun.training.prepare import RunConfig
 from speedrun.training.program import Program
+from speedrun.training.request import RunConfig
 
 needs_sandbox = pytest.mark.skipif(
     sandbox.problem() is not None, reason=f"namespaces cannot be had here: {sandbox.problem()}"
@@ -746,7 +746,7 @@ def in_there(code: str, tmp_path: Path, **changes) -> subprocess.CompletedProces
 
 
 def test_a_source_does_not_hear_that_its_reader_has_left(tmp_path):
-    """`speedrun replay RECORD | head -1`: an older source ends with 120 where it cannot write."""
+    """`speedrun reproduce RECORD | head -1`: an older source ends with 120 where it cannot write."""
     reader, writer = os.pipe()
     os.close(reader)
     given = {"environment": {"PATH": os.environ["PATH"]}, "limits": sandbox.Limits(60.0), "unsafe": True}
@@ -867,8 +867,7 @@ GIFTS = {
 @needs_sandbox
 @pytest.mark.parametrize("gift", GIFTS)
 def test_what_a_source_hands_over_is_plain_files_or_refused(gift, record, tmp_path, monkeypatch):
-    monkeypatch.setattr(Rerun, "_config", lambda *_: {"data": None})
-    monkeypatch.setattr(Rerun, "_verify", lambda *_: None)
+    monkeypatch.setattr("speedrun.referee.rerun.verify", lambda *_, **__: None)
     with pytest.raises(SpeedrunError, match="handed over no readable programs"):
         stranger(record, GIFTS[gift]).hand_over(tmp_path / "programs", data=tmp_path, echo=terminal())
     assert not (tmp_path / "programs").exists()
@@ -886,10 +885,9 @@ raise SystemExit(5)
 """
     rerun = stranger(record, "")
     rerun._source = {"speedrun/__init__.py": "", "speedrun/training/train.py": code}
-    monkeypatch.setattr(Rerun, "_config", lambda *_: {"data": None})
-    monkeypatch.setattr(Rerun, "_verify", lambda *_: None)
+    monkeypatch.setattr("speedrun.referee.rerun.verify", lambda *_, **__: None)
     with pytest.raises(SpeedrunError) as info:
-        rerun.run(tmp_path / "out", seed=0, data=None, echo=terminal())
+        rerun.run(tmp_path / "out", seed=0, data=tmp_path, echo=terminal())
     assert info.value.exit_code == 5
     assert sorted(path.name for path in (tmp_path / "out").rglob("*")) == ["about.json"]
 
@@ -1011,18 +1009,10 @@ def test_checkpoints_that_are_no_files_are_refused(tmp_path):
             _owners([tmp_path / name], {})
 
 
-@pytest.mark.parametrize(
-    ("out", "data", "match"),
-    [
-        ("file/new", None, "file/new: cannot be written"),
-        ("new", "nowhere", "nowhere: no such folder; need one"),
-    ],
-)
-def test_folders_that_cannot_be_used_are_told_before_anything_runs(out, data, match, record, tmp_path):
+def test_a_folder_that_cannot_be_used_is_told_before_anything_runs(record, tmp_path):
     (tmp_path / "file").touch()
-    rerun = Rerun(record.root)
-    with pytest.raises(SpeedrunError, match=match):
-        rerun.run(tmp_path / out, seed=0, data=data and tmp_path / data, echo=io.StringIO())
+    with pytest.raises(SpeedrunError, match="file/new: cannot be written"):
+        Rerun(record.root).run(tmp_path / "file" / "new", seed=0, data=tmp_path, echo=io.StringIO())
 
 
 def test_damaged_shards_of_the_referee_are_not_held_against_a_record(smoke_data, tmp_path):
@@ -1033,6 +1023,7 @@ def test_damaged_shards_of_the_referee_are_not_held_against_a_record(smoke_data,
     raw[1024 + 200] ^= 1
     shard.write_bytes(raw)
     rerun = Rerun(Path(__file__).parent.parent / "records" / "smoke-cpu" / "2026-11-22-one-run")
-    for run in (rerun.replay, rerun.hand_over):
-        with pytest.raises(DataError, match=f"{shard.name}: sha256 is"):
-            run(tmp_path / "new", data=tmp_path / "damaged", echo=io.StringIO())
+    with pytest.raises(DataError, match=f"{shard.name}: sha256 is"):
+        rerun.hand_over(tmp_path / "new", data=tmp_path / "damaged", echo=io.StringIO())
+    with pytest.raises(DataError, match=f"{shard.name}: .*; the run read one with sha256"):
+        rerun.check_data(tmp_path / "damaged", io.StringIO())

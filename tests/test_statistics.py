@@ -164,7 +164,7 @@ def test_the_interval_of_a_ratio_of_pairs_uses_the_pairs():
 
 @pytest.mark.parametrize("num_pairs", [2, 3, 5])
 def test_the_interval_of_a_ratio_holds_the_true_one_as_often_as_it_says(num_pairs):
-    """Also of as few pairs as `speedrun compare` takes."""
+    """Also of as few pairs as `speedrun reproduce --against` takes."""
     rng = np.random.default_rng(4)
     times = 100 * (1 + 0.005 * rng.normal(size=(600, 2, num_pairs)))
     found = [ratio_interval(list(first), list(0.99 * second)) for first, second in times]

@@ -3,7 +3,6 @@
 import dataclasses
 import gc
 import io
-import json
 import math
 import os
 import shutil
@@ -39,8 +38,9 @@ from speedrun.science import recipes
 from speedrun.science.recipe import Stage
 from speedrun.training import watchdog
 from speedrun.training.loop import _compilations
-from speedrun.training.prepare import RunConfig, prepare
+from speedrun.training.prepare import prepare
 from speedrun.training.program import Program
+from speedrun.training.request import RunConfig
 from speedrun.training.train import _announce, train
 from speedrun.training.trainer import Trainer
 from speedrun.training.warmup import compile_all
@@ -196,31 +196,28 @@ def test_two_stages_are_two_executables_and_one_stream(tmp_path, smoke_data):
     assert not validate(out).having("failed")
 
 
-def test_a_replay_of_the_closure_gives_identical_losses(record, smoke_data, tmp_path):
-    out = tmp_path / "again"
+def test_a_run_of_the_closure_gives_identical_losses(record, smoke_data, tmp_path):
+    words = [
+        "reproduce",
+        str(record),
+        "--same-seeds",
+        "--data",
+        str(smoke_data),
+        "--out",
+        str(tmp_path / "out"),
+    ]
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "speedrun",
-            "replay",
-            str(record),
-            "--data",
-            str(smoke_data),
-            "--out",
-            str(out),
-            "--json",
-        ],
+        [sys.executable, "-m", "speedrun", *words],
         capture_output=True,
         text=True,
         env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    facts = json.loads(done.stdout)
-    assert (facts["equal"], facts["losses"], facts["largest_difference"]) == (12, 12, 0.0)
+    assert "bits     1 of 1 run ended in exactly the state" in done.stdout, done.stderr
+    assert "12 of 12 losses are equal, the largest difference is 0" in done.stdout
     # The unpacked source, asked for its own closure, gives the text it was unpacked from.
-    assert (out / "source.txt").read_text() == (record / "source.txt").read_text()
+    (again,) = (tmp_path / "out").glob("*-1/source.txt")
+    assert again.read_text() == (record / "source.txt").read_text()
 
 
 def test_the_closure_holds_the_science_and_no_command_line(record):
@@ -448,17 +445,19 @@ def test_the_handlers_of_signals_are_put_back():
     assert [signal.getsignal(number) for number in both] == before
 
 
-def test_replay_executes_nothing_that_the_run_did_not(record, tmp_path):
+def test_nothing_is_executed_that_the_run_did_not(record, smoke_data, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(record, copy)
     (copy / "source.txt").write_text((copy / "source.txt").read_text().replace("0.05", "0.06"))
-    result = CliRunner().invoke(command, ["replay", str(copy)])
+    result = CliRunner().invoke(command, ["reproduce", str(copy), "--data", str(smoke_data)])
     assert result.exit_code == 2
     assert "nothing was executed" in result.stderr
 
 
 @pytest.mark.parametrize("name", ["LD_PRELOAD", "PYTHONPATH", "JAX_PLATFORMS"])
-def test_replay_takes_no_other_variable_from_a_record_than_runs_record(record, tmp_path, monkeypatch, name):
+def test_no_other_variable_is_taken_from_a_record_than_runs_record(
+    record, smoke_data, tmp_path, monkeypatch, name
+):
     copy = tmp_path / "copy"
     shutil.copytree(record, copy)
     (path,) = copy.glob("runs/*/metrics.jsonl")
@@ -475,7 +474,7 @@ def test_replay_takes_no_other_variable_from_a_record_than_runs_record(record, t
     monkeypatch.setattr(sandbox, "_Group", Child)
     monkeypatch.setattr(sandbox, "problem", lambda: None)
     monkeypatch.setenv("SECRET", "of this machine")
-    result = CliRunner().invoke(command, ["replay", str(copy)])
+    result = CliRunner().invoke(command, ["reproduce", str(copy), "--data", str(smoke_data)])
     if name in provenance.VARIABLES:
         assert given[0][name] == "cpu"
         assert "SECRET" not in given[0]
@@ -664,7 +663,7 @@ def test_the_next_command_is_the_one_that_helps(tmp_path, record):
     summary, report = assemble(record), validate(record)
     reached = msgspec.structs.replace(summary, target_reached=True)
     plain = RunConfig("smoke-cpu", Path("runs/x"), seed=3)
-    assert following(plain, reached, report) == "speedrun replay runs/x"
+    assert following(plain, reached, report) == "speedrun reproduce runs/x --same-seeds"
     assert following(plain, summary, report) == "speedrun run --track smoke-cpu --seed 4"
     settings = {"optimizer.muon_lr": "0.04", "config.mixing": "('long', 'short')"}
     changed = RunConfig(

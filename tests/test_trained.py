@@ -28,15 +28,15 @@ from speedrun.science.kernels.choose import Kernels
 from speedrun.science.params import Layout, Params
 from speedrun.science.recipe import Recipe
 from speedrun.study import single
-from speedrun.study.extras import Extras
+from speedrun.study.single import Extras
 from speedrun.trained import exported, harness, held_out, hellaswag, samples, weights, words
 from speedrun.trained.decode import Decoder, Draw, drawn
 from speedrun.trained.incremental import DecodingKernels, Incremental, probes
 from speedrun.trained.start import start_from
 from speedrun.training import checkpoint
 from speedrun.training.checkpoint import folder_of, seal, unseal
-from speedrun.training.prepare import RunConfig
 from speedrun.training.program import Program
+from speedrun.training.request import RunConfig
 
 T = 48
 

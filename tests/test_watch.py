@@ -22,13 +22,12 @@ from small_run import SMALL
 
 from speedrun import cli
 from speedrun.board import ghost
-from speedrun.cli.extras import extras_of
 from speedrun.ground import clock, companion, runlog
 from speedrun.ground.errors import UsageError
 from speedrun.ground.serving import HOST
 from speedrun.ground.wholefile import write_whole
 from speedrun.ledger.record import load
-from speedrun.watch import PORT, feed, server
+from speedrun.watch import feed, server
 from speedrun.watch.feed import Feed
 from speedrun.watch.rules import rules
 
@@ -286,15 +285,6 @@ def test_an_address_is_printed_when_it_is_served(tmp_path, monkeypatch) -> None:
     with server.watched(tmp_path, port, None):
         assert said.wait(30)
     assert served == [(f"watch   http://127.0.0.1:{port}/", True)]
-
-
-def test_the_port_of_no_page_is_refused() -> None:
-    given = {"ghost": None, "sample_every": None, "sample_prompts": (), "init_from": None, "watch": True}
-    assert extras_of({**given, "watch_port": None})["watch_port"] == PORT
-    assert extras_of({**given, "watch_port": 4000})["watch_port"] == 4000
-    assert extras_of({**given, "watch_port": None, "watch": False})["watch_port"] is None
-    with pytest.raises(UsageError):
-        extras_of({**given, "watch_port": 4000, "watch": False})
 
 
 def test_mistakes_are_one_line(tmp_path, monkeypatch) -> None:

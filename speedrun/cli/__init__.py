@@ -28,13 +28,11 @@ GROUPS = {
     },
     "Check": {
         "validate": "Check a record offline; recompute every claim.",
-        "replay": "Run the source that a record carries.",
-        "reproduce": "Run a record again and judge whether its result holds.",
+        "reproduce": "Run a record again and judge whether its result holds, or two in turns.",
     },
     "Study": {
         "plot": "Draw the loss and step times of records, or their time against their loss.",
         "stats": "Report what the runs of a record prove, and how many more a proof needs.",
-        "compare": "Run two records in turns on this node, and report which is faster.",
         "sweep": "Compare settings or features of a recipe, or a recipe with its ancestors.",
         "import-log": "Read other people's logs, and report how much equal runs differ.",
     },

@@ -18,14 +18,14 @@ from speedrun.cli.options import (
     parse_settings,
     settings_option,
 )
-from speedrun.cli.run_options import config_of, config_options, ghost_option, new_folder, wandb_option
+from speedrun.cli.run_options import config_options, ghost_option, new_folder, request_of, wandb_option
 from speedrun.data import generated
 from speedrun.exchange.relay import relayed
 from speedrun.ground import children
 from speedrun.ground import track as tracks
 from speedrun.ground.errors import UsageError
 from speedrun.ledger.validate import validate
-from speedrun.study.batch import Batch, Outcome, num_runs
+from speedrun.study.batch import Batch, Outcome, Promise, num_runs
 
 
 @click.command(
@@ -40,17 +40,10 @@ from speedrun.study.batch import Batch, Outcome, num_runs
 @click.option("--runs", type=Integer(2), metavar="N", help="How many.")
 @click.option("--then", type=Integer(3), metavar="N", help="Total, if the first look proves nothing.")
 @click.option(
-    "--expect", type=Number(0), metavar="LOSS", help="Expected mean loss, to derive the number of runs."
-)
-@click.option(
-    "--power",
-    type=Number(0.5, 0.999),
-    default=0.9,
-    show_default=True,
-    help="With --expect: the probability that the batch passes.",
-)
-@click.option(
-    "--sigma", type=Number(0, min_open=True), help="With --expect: sd of losses. Default: the track's."
+    "--expect",
+    type=Number(0),
+    metavar="LOSS",
+    help="Expected mean loss, for as many runs as prove it 9 of 10 times.",
 )
 @click.option("--seeds", metavar="N,N,...", help="Choose them. Default: derived from source and config.")
 @click.option("--title", help="What the record is, in a few words.")
@@ -77,9 +70,9 @@ def command(
     ctx.with_resource(children.stoppable())
     if resume is None:
         folder = given["out"] or new_folder(given["track"])
-        request = _request({**given, "data": data}, folder)
+        promise = _promise({**given, "data": data}, folder)
         generated.ensure(tracks.load(given["track"]), data, partial(click.echo, err=True))
-        if code := children.run_module("speedrun.study.declare", request, to_stderr=as_json):
+        if code := children.run_module("speedrun.study.declare", promise):
             ctx.exit(children.shell_code(code))
     else:
         only_with_resume(ctx, "data", "title", "ghost", "wandb")
@@ -90,23 +83,22 @@ def command(
         ctx.exit(_finish(folder, batch.run(), as_json=as_json))
 
 
-def _request(given: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the `declare.Promise` that the options say."""
+def _promise(given: dict[str, Any], folder: Path) -> Promise:
+    """Return the batch that the options say."""
     rules, then, expect = tracks.load(given["track"]), given["then"], given["expect"]
     num_looks = 1 if then is None else 2
     text = given["seeds"] or ""
     try:
-        seeds = [int(word) for word in text.split(",") if word]
+        seeds = tuple(int(word) for word in text.split(",") if word)
     except ValueError:
         raise UsageError(f"--seeds {text!r}; need whole numbers with commas between them") from None
-    return {
-        "config": config_of(given, parse_settings(given["settings"]), folder),
-        "num_runs": given["runs"]
-        or num_runs(rules, expect, given["power"], given["sigma"], num_looks=num_looks),
-        "then": then,
-        "seeds": seeds,
-        "expected_loss": expect,
-    }
+    return Promise(
+        config=request_of(given, parse_settings(given["settings"]), folder),
+        num_runs=given["runs"] or num_runs(rules, expect, num_looks=num_looks),
+        then=then,
+        seeds=seeds,
+        expected_loss=expect,
+    )
 
 
 def _finish(folder: Path, done: Outcome, *, as_json: bool) -> int:

@@ -9,7 +9,7 @@ from speedrun.ledger.summary import Summary
 from speedrun.ledger.validate import Report, Status
 
 if TYPE_CHECKING:
-    from speedrun.training.prepare import RunConfig
+    from speedrun.training.request import RunConfig
 
 
 def card(rules: tracks.Track, summary: Summary, report: Report) -> str:
@@ -47,12 +47,12 @@ def _standing(rules: tracks.Rules, summary: Summary) -> str:
 
 
 def following(config: "RunConfig", summary: Summary, report: Report) -> str:
-    """Return the most useful next command: explain a failed check, replay a success, or try another seed."""
+    """Return the most useful next command: explain a failed check, reproduce a success, or try another seed."""
     data = ["--data", str(config.data)] if config.data else []
     if failed := report.having("failed"):
         words = ["validate", "--explain", failed[0].check.id]
     elif summary.target_reached:
-        words = ["replay", str(config.out), *data]
+        words = ["reproduce", str(config.out), "--same-seeds", *data]
     else:
         words = ["run", "--track", config.track, *_chosen(config), *data, "--seed", str(config.seed + 1)]
     return shlex.join(["speedrun", *words])

@@ -1,4 +1,4 @@
-"""`speedrun reproduce`: run a record again and say whether its result holds. Executes code from the record."""
+"""`speedrun reproduce`: run a record again, or two in turns, and judge the result. Executes code from the record."""
 
 import sys
 from functools import partial
@@ -8,28 +8,42 @@ import click
 import msgspec
 
 from speedrun.cli.options import Integer, data_option, example, json_option, out_option, unsafe_option
-from speedrun.cli.progress import Progress
 from speedrun.ground.children import locked
 from speedrun.ground.console import clean
-from speedrun.ground.errors import UsageError
+from speedrun.ground.errors import SpeedrunError, UsageError
+from speedrun.ground.wholefile import write_whole
+from speedrun.ledger.record import Record
 from speedrun.ledger.reproduction import REPRODUCTION
 from speedrun.referee import circumstances, container, reproduce
 from speedrun.referee.rerun import Rerun
 from speedrun.referee.sandbox import protections
+from speedrun.study.comparison import Comparison, compare
 
 _RECORD = "records/smoke-cpu/2026-11-21-six-seeds"
+_NUM_PAIRS = 3
 
 
 @click.command(
     epilog=example(
         f"speedrun reproduce {_RECORD} --runs 1",
         f"speedrun reproduce {_RECORD} --same-seeds --runs 1",
+        f"speedrun reproduce {_RECORD} --against runs/mine",
         f"speedrun reproduce {_RECORD} --docker",
     )
 )
 @click.argument("record", type=click.Path(path_type=Path))
 @click.option(
-    "--runs", type=Integer(1), metavar="N", help="Number of runs. Default: as many as the record has."
+    "--runs",
+    type=Integer(1),
+    metavar="N",
+    help=f"Number of runs. Default: as many as the record has; with --against {_NUM_PAIRS} of each.",
+)
+@click.option(
+    "--against",
+    "rival",
+    type=click.Path(path_type=Path),
+    metavar="RECORD",
+    help="Run this one in turns with it, with the same fresh seeds, and report which is faster.",
 )
 @click.option(
     "--same-seeds", is_flag=True, help="Use the record's seeds, to compare bits. Default: fresh ones."
@@ -50,6 +64,7 @@ def command(
     *,
     record: Path,
     runs: int | None,
+    rival: Path | None,
     same_seeds: bool,
     by: str,
     data: Path | None,
@@ -62,37 +77,98 @@ def command(
 ) -> None:
     """Run RECORD again from its own source, and say whether its result holds. EXECUTES CODE FROM THE RECORD.
 
-    First compares what the record names (source, track, data, packages, lock, flags) with this machine, and says which
-    promise each difference costs. The verdict is within, faster, slower, loss mismatch or not the same hardware. Exits
-    with 0 if it is within or faster, else with 1; with 2 or 3, before anything runs, if the record or the data cannot
-    be used.
+    First compares what the record names (data, packages, lock) with this machine, and says which promise each
+    difference costs. The verdict is within, faster, slower, loss mismatch or not the same hardware. Exits with 0 if it
+    is within or faster, else with 1; with 2 or 3, before anything runs, if the record or the data cannot be used.
+
+    With --against, exits with 0 if the rival is faster and its loss is not worse within the noise, else with 1.
     """
     if image is not None and not in_docker:
         raise UsageError("--image names a container image; it needs --docker as well")
+    if rival is not None and (same_seeds or into_record or in_docker or runs == 1):
+        raise UsageError("--against takes 2 runs or more with fresh seeds, here; leave the other options out")
     found = circumstances.read(record)
     folder = out or Path("runs") / f"reproduction-{found.id[:12]}{'-same-seeds' * same_seeds}"
     if in_docker:
         chosen = container.image_for(found, image, partial(click.echo, err=True))
-        shards = container.data_for(found, data)
-        words = container.inner_words(runs, by, shards, same_seeds=same_seeds, as_json=as_json)
-        exit_code = container.reproduced(chosen, record, folder, shards, words)
+        words = ["--runs", str(runs)] if runs is not None else []
+        words += [*(["--by", by] if by else []), *["--same-seeds"] * same_seeds, *["--json"] * as_json]
+        exit_code = container.reproduced(chosen, found, folder, data, words)
     else:
-        # Refuses what may not be executed.
-        rerun = Rerun(record, found.finished[0].folder, unsafe=unsafe)
-        with Progress("data") as progress:
-            points = circumstances.points(found, data, progress.update)
-        for line in (*reproduce.differences(points), protections(unsafe=unsafe)):
-            click.echo(line, err=True)
-        repetition = reproduce.planned(folder, found, runs, same_seeds=same_seeds)
-        with locked(folder / reproduce.PLAN):
-            result = repetition.run(rerun, data, points, by, sys.stderr)
-        if as_json:
-            click.echo(msgspec.json.encode(result))
-        else:
-            lines = reproduce.table(result, found)
-            click.echo("\n".join([*lines, f"wrote    {clean(str(folder / REPRODUCTION))}"]))
-        exit_code = 0 if result.verdict in ("within", "faster") else 1
+        pair = [(record, folder), *([(rival, folder / reproduce.RIVAL)] if rival is not None else [])]
+        sides = [_side(*one, data, unsafe=unsafe) for one in pair]
+        if rival is not None:
+            _check_alike(*(side.record for side in sides))
+        click.echo(protections(unsafe=unsafe), err=True)
+        num_runs = runs or (len(found.finished) if rival is None else _NUM_PAIRS)
+        exit_code = _reproduced(sides, num_runs, by, same_seeds=same_seeds, as_json=as_json)
     if into_record and (folder / REPRODUCTION).exists():
         path = reproduce.put_into_record(folder, record)
         click.echo(f"wrote {clean(str(path))}", err=True)
     ctx.exit(exit_code)
+
+
+def _side(record: Path, folder: Path, data: Path | None, *, unsafe: bool) -> reproduce.Repetition:
+    """Check a record and its data; execute nothing yet."""
+    found = circumstances.read(record)
+    rerun = Rerun(record, found.lead.folder, unsafe=unsafe)
+    points = tuple(circumstances.points(found))
+    shards = rerun.check_data(data, sys.stderr)
+    for line in reproduce.differences(points):
+        click.echo(line, err=True)
+    return reproduce.Repetition(folder, found, rerun, shards, points)
+
+
+def _reproduced(
+    sides: list[reproduce.Repetition], num_runs: int, by: str, *, same_seeds: bool, as_json: bool
+) -> int:
+    """Run one or two records again, print the result, and return the exit code."""
+    folder = sides[0].folder
+    plan = reproduce.planned(folder, [side.record for side in sides], num_runs, same_seeds=same_seeds)
+    with locked(folder / reproduce.PLAN):
+        runs = reproduce.run_in_turns(sides, plan.seeds, sys.stderr)
+        results = [side.judge(plan, ended, by) for side, ended in zip(sides, runs, strict=True)]
+    facts: dict[str, object] = results[0].facts
+    lines = [line for result in results for line in reproduce.table(result)]
+    good = results[0].judgement.verdict in ("within", "faster")
+    if len(sides) > 1:
+        try:
+            found = compare([*zip(plan.seeds, *runs, strict=True)])
+        except ValueError as error:  # too few finished, or numbers that no honest run has
+            raise SpeedrunError(f"the runs cannot be compared: {error}; 'speedrun validate' them") from None
+        good = found.time_ratio.high < 1 and found.loss_difference.low <= 0
+        facts = {"record": facts, "rival": results[1].facts, "comparison": msgspec.to_builtins(found)}
+        lines += _lines(found)
+        raw = msgspec.json.format(msgspec.json.encode(found), indent=2)
+        write_whole(folder / "comparison.json", raw, b"\n")
+    wrote = f"wrote    {clean(str(folder / REPRODUCTION))}"
+    click.echo(msgspec.json.encode(facts) if as_json else "\n".join([*lines, wrote]))
+    return 0 if good else 1
+
+
+def _check_alike(record: Record, rival: Record) -> None:
+    """Raise UsageError for records of different tracks or hardware."""
+    ours, theirs = record.lead.preflight, rival.lead.preflight
+    for fact, one, other in (
+        ("track", record.rules.id, rival.rules.id),
+        ("platform", ours.platform, theirs.platform),
+        ("number of devices", ours.num_devices, theirs.num_devices),
+    ):
+        if one != other:
+            raise UsageError(
+                f"{fact} of the record is {one}, of its rival {other}; need the same for both; choose other records"
+            )
+
+
+def _lines(found: Comparison) -> list[str]:
+    ratio, loss = found.time_ratio, found.loss_difference
+    change = f"{ratio.mean - 1:+.2%} of its time, 95 % between {ratio.low - 1:+.2%} and {ratio.high - 1:+.2%}"
+    verdict = "not resolvable here"
+    if found.is_resolved:
+        verdict = "the rival is faster" if ratio.mean < 1 else "the rival is slower"
+    return [
+        f"rival    {change}: {verdict}",
+        f"loss     {loss.mean:+.5f} nats, 95 % between {loss.low:+.5f} and {loss.high:+.5f}",
+        f"both     {found.equivalent_s:+.2f} s: with the loss counted as time, at {found.s_per_nat:.1f} s a nat",
+        f"rate     {found.rate_from}",
+    ]

@@ -9,7 +9,6 @@ import click
 import msgspec
 
 from speedrun.cli.card import card, following
-from speedrun.cli.extras import EXTRA_ARGUMENTS, checkpoint_steps, extra_options, extras_of
 from speedrun.cli.options import (
     Integer,
     example,
@@ -19,14 +18,16 @@ from speedrun.cli.options import (
     settings_option,
 )
 from speedrun.cli.run_options import (
+    EXTRA_ARGUMENTS,
     PROCESS_ARGUMENTS,
     checkpoint_options,
-    config_of,
     config_options,
     deadlines_s,
+    extra_options,
     ghost_option,
     new_folder,
     process_options,
+    request_of,
     wandb_option,
 )
 from speedrun.ground import children, signals
@@ -35,6 +36,7 @@ from speedrun.ground.errors import INTERRUPTED, UsageError
 from speedrun.launch import local
 from speedrun.ledger import record
 from speedrun.training import meet
+from speedrun.watch import PORT
 
 
 @click.command(
@@ -97,24 +99,24 @@ def command(
     ctx.with_resource(children.stoppable())
     _import_jax()
     from speedrun.study import single
-    from speedrun.study.extras import Extras
-    from speedrun.training.prepare import RunConfig
 
-    config = RunConfig(
-        **config_of(ctx.params, overrides, resume or folder),
+    config = request_of(
+        ctx.params,
+        overrides,
+        resume or folder,
         seed=given["seed"],
         replicas=given["replicas"],
-        checkpoint_every=0 if resume else checkpoint_steps(track, given),
+        checkpoint_every=0 if resume else given["checkpoint_every"] or given["sample_every"] or 0,
         keep_checkpoints=given["keep_checkpoints"],
         deadlines_s=deadlines_s(deadlines),
         resume=resume is not None,
     )
     if resume is not None:
         only_with_resume(ctx, *EXTRA_ARGUMENTS, "verbose", *PROCESS_ARGUMENTS)
-    group = meet.find_group(
-        coordinator, given["processes"], given["process"], given["heartbeat"], given["meet_within"]
-    )
-    extras = Extras(**extras_of(given), wandb=wandb)
+    group = meet.find_group(coordinator, *(given[name] for name in PROCESS_ARGUMENTS[2:]))
+    page = given["watch_port"] or (PORT if given["watch"] else None)
+    same = {name: given[name] for name in ("ghost", "sample_every", "sample_prompts", "init_from")}
+    extras = single.Extras(**same, wandb=wandb, watch_port=page)
     done = single.run(config, meet.joined(group), extras, to_stderr=as_json, verbose=verbose)
     if done is None:
         return

@@ -21,6 +21,8 @@ from speedrun.ground import clock
 from speedrun.ground.errors import UsageError, unknown
 from speedrun.training import watchdog
 from speedrun.training.meet import HEARTBEAT_S, MEET_S
+from speedrun.training.request import RunConfig
+from speedrun.watch import PORT
 
 #: `--ghost RECORD`, as the argument `ghost` for `race.find`.
 ghost_option: Decorator = click.option(
@@ -47,7 +49,7 @@ def combined(*options: Decorator) -> Decorator:
     return add
 
 
-#: The options that `config_of` reads.
+#: The options that `request_of` reads.
 config_options = combined(
     track_option(),
     recipe_option(),
@@ -146,10 +148,47 @@ process_options = combined(
 PROCESS_ARGUMENTS = ("local_processes", "coordinator", "processes", "process", "heartbeat", "meet_within")
 
 
-def config_of(given: dict[str, Any], overrides: dict[str, str], out: Path) -> dict[str, Any]:
-    """Return the fields of a `prepare.RunConfig` that the options of a command say."""
+#: The options of what a single run does beside training, or starts from.
+extra_options = combined(
+    click.option(
+        "--watch", is_flag=True, help="Serve a page of the run from a child process. It cannot stop the run."
+    ),
+    click.option(
+        "--watch-port",
+        type=Integer(1, 65_535),
+        show_default=str(PORT),
+        metavar="N",
+        help="Serve it at this port of this machine.",
+    ),
+    click.option(
+        "--sample-every",
+        type=Integer(1),
+        metavar="N",
+        help="Let the checkpoints of each N steps write a text, beside the record; a child process does it. "
+        "Without --checkpoint-every, it makes them.",
+    ),
+    click.option(
+        "--sample-prompt",
+        "sample_prompts",
+        multiple=True,
+        metavar="TEXT",
+        help="What these texts begin with; repeatable. Default: the start of a document.",
+    ),
+    click.option(
+        "--init-from",
+        type=click.Path(path_type=Path),
+        metavar="SOURCE",
+        help="Start from the weights of an exported folder or a GPT-2, as 'speedrun eval' takes them. Never ranked.",
+    ),
+)
+#: Those that a resumed run takes, too.
+EXTRA_ARGUMENTS = ("ghost", "wandb", "watch", "watch_port", "sample_every", "sample_prompts")
+
+
+def request_of(given: dict[str, Any], overrides: dict[str, str], out: Path, **more: Any) -> RunConfig:
+    """Return the request that the options of a command say, with `more` of its fields."""
     same = {key: given[key] for key in ("track", "recipe", "data", "microbatches", "attention")}
-    return {**same, "out": out, "overrides": overrides, "num_devices": given["devices"]}
+    return RunConfig(**same, out=out, overrides=overrides, num_devices=given["devices"], **more)
 
 
 def new_folder(name: str) -> Path:

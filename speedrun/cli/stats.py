@@ -19,16 +19,8 @@ _RULES = {"t": "Student's t", "z": "z with the track's known noise"}
 )
 @click.argument("record", type=click.Path(path_type=Path))
 @click.option("--target", type=Number(0), help="Instead of the track's.")
-@click.option("--alpha", type=Number(0, 1, min_open=True), help="Level of the test. Default: the rule's.")
 @click.option(
     "--against", type=click.Path(path_type=Path), metavar="RECORD", help="Test whether its loss is the same."
-)
-@click.option(
-    "--margin",
-    type=Number(0, min_open=True),
-    default=0.001,
-    show_default=True,
-    help="With --against: largest difference of equivalent losses.",
 )
 @json_option
 @click.pass_context
@@ -37,9 +29,7 @@ def command(
     *,
     record: Path,
     target: float | None,
-    alpha: float | None,
     against: Path | None,
-    margin: float,
     as_json: bool,
 ) -> None:
     """Test the mean loss of the finished runs of RECORD against the target.
@@ -47,7 +37,7 @@ def command(
     A declared batch is tested at its declared looks. Other runs are tested as well, but prove nothing for the board.
     Exits with 0 if the target is proven, with 1 if not.
     """
-    found = stats(record, target=target, alpha=alpha, parent=against, margin=margin)
+    found = stats(record, target=target, parent=against)
     click.echo(msgspec.json.encode(found) if as_json else "\n".join(_lines(found, against)))
     ctx.exit(0 if found.passed else 1)
 

@@ -8,7 +8,7 @@ import click
 import msgspec
 
 from speedrun.cli.options import Integer, example, json_option, only_with_resume, parse_settings
-from speedrun.cli.run_options import config_of, config_options, new_folder
+from speedrun.cli.run_options import config_options, new_folder, request_of
 from speedrun.data import generated
 from speedrun.ground import children
 from speedrun.ground import track as tracks
@@ -17,6 +17,7 @@ from speedrun.ground.errors import UsageError
 from speedrun.study import space
 from speedrun.study.experiment import Runner
 from speedrun.study.report import table
+from speedrun.study.trials import Kind, Request
 
 
 @click.command(
@@ -69,9 +70,9 @@ def command(
     if resume is None:
         request = _request({**given, "data": data})
         generated.ensure(tracks.load(given["track"]), data, partial(click.echo, err=True))
-        if code := children.run_module("speedrun.study.design", request, to_stderr=True):
+        if code := children.run_module("speedrun.study.design", request):
             ctx.exit(children.shell_code(code))
-        folder = request["config"]["out"]
+        folder = request.config.out
     else:
         only_with_resume(ctx, "data")
         folder = resume
@@ -84,8 +85,8 @@ def command(
         click.echo(clean(line))
 
 
-def _request(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the `design.Request` that the options say."""
+def _request(given: dict[str, Any]) -> Request:
+    """Return the experiment that the options say."""
     features, ladder, trials = given["features"], given["ladder"], given["trials"]
     settings = {key: space.parse(key, text) for key, text in parse_settings(given["settings"]).items()}
     fixed = {
@@ -98,7 +99,8 @@ def _request(given: dict[str, Any]) -> dict[str, Any]:
         )
     if given["runs"] is None:
         raise UsageError("number of runs missing; pass --runs N; noise needs at least two runs")
-    kind, variants = "ladder" if ladder else "features", []
+    kind: Kind = "ladder" if ladder else "features"
+    variants: list[dict[str, str]] = []
     if features is None and not ladder:
         if not free:
             raise UsageError(
@@ -106,11 +108,11 @@ def _request(given: dict[str, Any]) -> dict[str, Any]:
             )
         kind = "sweep"
         variants = space.grid(free) if trials is None else space.draw(free, trials, given["seed"])
-    return {
-        "config": config_of(given, fixed, given["out"] or new_folder(f"{given['track']}-sweep")),
-        "kind": kind,
-        "num_runs": given["runs"],
-        "num_confirming": given["runs"] if given["confirm"] is None else given["confirm"],
-        "features": [name for name in (features or "").split(",") if name not in ("", "all")],
-        "variants": variants,
-    }
+    return Request(
+        config=request_of(given, fixed, given["out"] or new_folder(f"{given['track']}-sweep")),
+        kind=kind,
+        num_runs=given["runs"],
+        num_confirming=given["runs"] if given["confirm"] is None else given["confirm"],
+        features=tuple(name for name in (features or "").split(",") if name not in ("", "all")),
+        variants=tuple(variants),
+    )

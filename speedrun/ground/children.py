@@ -6,7 +6,8 @@ import shlex
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from subprocess import Popen, TimeoutExpired
@@ -34,21 +35,15 @@ def stoppable() -> Iterator[None]:
         raise
 
 
-def run_module(
-    module: str, request: dict[str, Any], *, to_stderr: bool, keep_open: Sequence[int] = ()
-) -> int:
-    """Run a module of this package with the path of a JSON file that holds `request`; return as `wait_for` does.
-
-    With `to_stderr`, its standard output goes to our standard error. It inherits the descriptors `keep_open`.
-    """
+def run_module(module: str, request: msgspec.Struct) -> int:
+    """Run a module of this package with the path of a JSON file that holds `request`; return as `wait_for` does."""
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch, "request.json")
         write_whole(path, msgspec.json.encode(request, enc_hook=str))
-        argv, stdout = [sys.executable, "-m", module, str(path)], sys.stderr if to_stderr else None
-        return wait_for(Popen(argv, stdout=stdout, pass_fds=keep_open, process_group=0))
+        return wait_for(Popen([sys.executable, "-m", module, str(path)], process_group=0))
 
 
-def wait_for(child: Popen[bytes], kill_after_s: float = KILL_AFTER_S) -> int:
+def wait_for(child: Popen[Any], kill_after_s: float = KILL_AFTER_S) -> int:
     """Wait for a child, forward SIGINT and SIGTERM to it, and return its exit code.
 
     Start the child with `process_group=0`. Otherwise a terminal sends it every Ctrl-C as well, and it counts two.
@@ -57,6 +52,8 @@ def wait_for(child: Popen[bytes], kill_after_s: float = KILL_AFTER_S) -> int:
         75 if the first signal stopped it: also if it ended before it had a handler, or by itself at that moment. 130 if
         it ignored a second signal for `kill_after_s`: then its process group is killed.
     """
+    if threading.current_thread() is not threading.main_thread():  # no signal comes here
+        return child.wait()
     got: list[int] = []
 
     def forward(number: int, _frame: object) -> None:

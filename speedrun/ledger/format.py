@@ -16,7 +16,7 @@ import msgspec
 ABOUT, BATCH, SOURCE, LOG = "about.json", "batch.json", "source.txt", "metrics.jsonl"
 ABOUT_SCHEMA = "speedrun.about/1"
 BATCH_SCHEMA = "speedrun.batch/1"
-REPRODUCTION_SCHEMA = "speedrun.reproduction/1"
+REPRODUCTION_SCHEMA = "speedrun.reproduction/2"
 
 
 class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,4 +1,4 @@
-"""`reproduction.json`: the result of running a record again, and its verdict on the record.
+"""`reproduction.json`: the runs of a record that was run again. The verdict on the record is derived from them.
 
 It compares the loss, given the noise of single runs, and the time, on hardware of the same kind. Intervals are 99 %: of
 a hundred honest reproductions one is called a mismatch.
@@ -29,9 +29,6 @@ _TIME_SD = {"cpu": 0.05, "gpu": 0.005}
 _LOSS_SD = 0.0125
 #: Smallest ratio of two benchmarks that count as the same hardware; nothing else tells CPUs apart.
 _SAME_BENCH = {"cpu": 0.5, "gpu": 0.85}
-
-#: Points that decide whether times are comparable.
-HARDWARE = ("devices", "bench")
 
 Verdict = Literal["within", "faster", "slower", "loss mismatch", "not the same hardware"]
 NoiseFrom = Literal["runs", "track", "assumed"]
@@ -65,15 +62,7 @@ class Outcome(Strict, frozen=True):
     val_loss: float | None  #: None: it became non-finite
     train_time_s: float | None
     final_hash: str
-
-
-class Difference(Strict, frozen=True):
-    """A mean difference or ratio to the record, and its confidence interval."""
-
-    mean: float
-    low: float
-    high: float
-    noise_from: NoiseFrom  #: source of the sd of single runs
+    hardware: Hardware
 
 
 class Reproduction(Strict, frozen=True, tag_field="schema", tag=REPRODUCTION_SCHEMA):
@@ -83,12 +72,25 @@ class Reproduction(Strict, frozen=True, tag_field="schema", tag=REPRODUCTION_SCH
     track: str  #: name and version
     by: str  #: name of the referee; may be empty
     created_utc: str  #: when its seeds were drawn
-    hardware: Hardware  #: of the first run
     software: dict[str, str]
     same_seeds: bool  #: whether they are the record's; else fresh ones
-    points: tuple[Point, ...]  #: all comparisons, equal or not
+    points: tuple[Point, ...]  #: compared before the runs, equal or not
     runs: tuple[Outcome, ...]
-    confidence: float  #: of both intervals
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """A mean difference or ratio to the record, and its confidence interval."""
+
+    mean: float
+    low: float
+    high: float
+    noise_from: NoiseFrom  #: source of the sd of single runs
+
+
+class Judgement(msgspec.Struct, frozen=True):
+    """What the runs of a reproduction say about the record."""
+
+    hardware: tuple[Point, ...]  #: whether times are comparable
     loss_difference: Difference | None  #: nats, these runs minus the record; None: no run finished
     time_ratio: Difference | None  #: ranked train time, these runs over the record
     num_same_bits: int | None  #: runs with the same final state as in the record; None with fresh seeds
@@ -136,41 +138,29 @@ def loss_difference(
     seeds = {run.seed for run in here}
     counterparts = [run.val_loss for run in record if run.start.seed in seeds or not same_seeds]
     found = difference(counterparts, [run.val_loss for run in here if run.val_loss is not None], scatter)
-    return _kept(found.mean, found.low, found.high, scatter)
+    return Difference(found.mean, found.low, found.high, scatter.origin)
 
 
-def time_ratio(record: Sequence[Run], here: Sequence[Outcome], platform: str) -> Difference:
+def time_ratio(record: Sequence[Run], here: Sequence[Outcome]) -> Difference:
     """Return the train time of these runs over the record's, as a ratio of geometric means; seeds do not matter."""
     logs = [math.log(run.train_time_s) for run in record]
-    assumed = _TIME_SD.get(platform, max(_TIME_SD.values()))
+    assumed = _TIME_SD.get(record[0].preflight.platform, max(_TIME_SD.values()))
     scatter = noise(logs, assumed, "assumed")
     if scatter.sd < assumed:  # runs of one hour on one machine do not show how machines of a kind differ
         scatter = Noise(assumed, None, "assumed")
     found = difference(logs, [math.log(run.train_time_s) for run in here if run.train_time_s], scatter)
-    return _kept(math.exp(found.mean), math.exp(found.low), math.exp(found.high), scatter)
-
-
-def _kept(mean: float, low: float, high: float, scatter: Noise) -> Difference:
-    """Round to nine digits: further digits differ between versions of SciPy, which must all read the file."""
-    mean, low, high = (float(f"{number:.9g}") for number in (mean, low, high))
-    return Difference(mean, low, high, scatter.origin)
-
-
-def num_same_bits(record: Sequence[Run], here: Sequence[Outcome]) -> int:
-    """Return the number of runs with the same final state as the record's run of their seed."""
-    hashes = {run.start.seed: run.final_hash for run in record}
-    return sum(hashes.get(run.seed) == run.final_hash for run in here)
+    return Difference(math.exp(found.mean), math.exp(found.low), math.exp(found.high), scatter.origin)
 
 
 def outcome_of(run: Run) -> Outcome:
     """Return what is kept of a finished or non-finite run."""
     loss, time_s = (run.val_loss, run.train_time_s) if run.finished else (None, None)
-    return Outcome(run.folder, run.start.seed, run.outcome, loss, time_s, run.final_hash)
+    return Outcome(
+        run.folder, run.start.seed, run.outcome, loss, time_s, run.final_hash, _hardware_of(run.preflight)
+    )
 
 
-def hardware_of(run: Run) -> Hardware:
-    """Return the hardware that a run found at its start."""
-    hw = run.preflight
+def _hardware_of(hw: runlog.Preflight) -> Hardware:
     return Hardware(hw.platform, hw.device_kind, hw.num_devices, hw.matmul_gflops)
 
 
@@ -182,51 +172,51 @@ def point(what: str, recorded: str, here: str, *, equal: bool | None = None, los
 
 def hardware_points(recorded: Sequence[Hardware], here: Sequence[Hardware]) -> tuple[Point, ...]:
     """Compare kind and number of devices, and the median benchmark of each side."""
-    theirs, ours = recorded[0], here[0]
-    their_kind, our_kind = (
-        f"{one.num_devices} x {one.device_kind} ({one.platform})" for one in (theirs, ours)
+    platform = recorded[0].platform
+    theirs, ours = (
+        f"{one.num_devices} x {one.device_kind} ({one.platform})" for one in (recorded[0], here[0])
     )
     rates = [median(one.matmul_gflops for one in side) for side in (recorded, here)]
+    near = min(rates) >= _SAME_BENCH.get(platform, max(_SAME_BENCH.values())) * max(rates) > 0
     their_rate, our_rate = (f"{rate:,.0f} Gflop/s" for rate in rates)
-    same = _SAME_BENCH.get(theirs.platform, max(_SAME_BENCH.values()))
-    near = min(rates) >= same * max(rates) > 0
+    busy = "comparable times: another machine, or a busy one"
     return (
-        point(HARDWARE[0], their_kind, our_kind, lost="comparable times, and equal bits"),
-        point(
-            HARDWARE[1],
-            their_rate,
-            our_rate,
-            equal=near,
-            lost="comparable times: another machine, or a busy one",
-        ),
+        point("devices", theirs, ours, lost="comparable times, and equal bits"),
+        point("bench", their_rate, our_rate, equal=near, lost=busy),
     )
 
 
-def concluded(found: Reproduction, record: Sequence[Run], sigma: float | None) -> Reproduction:
-    """Return a reproduction with all fields that follow from its runs and points derived again.
+def judged(found: Reproduction, record: Sequence[Run], sigma: float | None) -> Judgement:
+    """Judge a record by the runs of a reproduction without a `runs_problem`.
 
-    These are differences, confidence, equal bits and verdict. `record` has the finished runs of the record.
+    Args:
+        found: the reproduction.
+        record: the finished runs of the record.
+        sigma: sd of losses over seeds that the track declares.
     """
     done = [run for run in found.runs if run.outcome == "finished"]
     loss = loss_difference(record, done, sigma, same_seeds=found.same_seeds) if done else None
-    time = time_ratio(record, done, record[0].preflight.platform) if done else None
-    return msgspec.structs.replace(
-        found,
-        confidence=CONFIDENCE,
+    time = time_ratio(record, done) if done else None
+    recorded = [_hardware_of(run.preflight) for run in record]
+    hardware = hardware_points(recorded, [run.hardware for run in found.runs])
+    hashes = {run.start.seed: run.final_hash for run in record}
+    num_same_bits = sum(hashes.get(run.seed) == run.final_hash for run in done)
+    return Judgement(
+        hardware=hardware,
         loss_difference=loss,
         time_ratio=time,
-        num_same_bits=num_same_bits(record, done) if found.same_seeds else None,
-        verdict=verdict(loss, time, found.points, len(found.runs) - len(done)),
+        num_same_bits=num_same_bits if found.same_seeds else None,
+        verdict=verdict(loss, time, hardware, len(found.runs) - len(done)),
     )
 
 
 def verdict(
-    loss: Difference | None, time: Difference | None, points: Sequence[Point], num_non_finite: int = 0
+    loss: Difference | None, time: Difference | None, hardware: Sequence[Point], num_non_finite: int = 0
 ) -> Verdict:
     """Return the verdict: by the loss, which compares on any hardware; then by hardware; then by time."""
     if loss is None or time is None or num_non_finite or not loss.low <= 0 <= loss.high:
         return "loss mismatch"
-    if not all(point.equal for point in points if point.what in HARDWARE):
+    if not all(point.equal for point in hardware):
         return "not the same hardware"
     if time.low <= 1 <= time.high or abs(time.mean - 1) <= SAME_TIME:
         return "within"
@@ -236,18 +226,15 @@ def verdict(
 def runs_problem(found: Reproduction, record: Sequence[Run]) -> str | None:
     """Return why nothing can be derived from the runs of a file, or None."""
     seeds, known = [run.seed for run in found.runs], {run.start.seed for run in record}
+    done = [run for run in found.runs if run.outcome == "finished"]
     if not seeds or len(set(seeds)) != len(seeds):
         return "needs runs with distinct seeds"
     if found.same_seeds and not known.issuperset(seeds):
         return "claims the seeds of the record, which has others"
-    if any(
-        run.outcome == "finished" and not (run.val_loss and (run.train_time_s or 0) > 0) for run in found.runs
-    ):
+    if any(not (run.val_loss and (run.train_time_s or 0) > 0) for run in done):
         return "a finished run has no loss, or no time"
     if any(run.outcome == "aborted" for run in found.runs):
         return "holds a run that broke off"
-    if sorted(point.what for point in found.points if point.what in HARDWARE) != sorted(HARDWARE):
-        return f"needs one point each for {' and '.join(HARDWARE)}"
     if any(run.train_time_s <= 0 for run in record):
         return "a run of the record took no time, so there is nothing to compare with"
     return None

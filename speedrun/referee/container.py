@@ -8,7 +8,7 @@ from pathlib import Path
 from speedrun.data import inventory
 from speedrun.ground import children
 from speedrun.ground.console import clean
-from speedrun.ground.errors import SpeedrunError, UsageError
+from speedrun.ground.errors import SpeedrunError, UsageError, translate_os_errors
 from speedrun.ground.exit_codes import EXIT_CODES, meaning
 from speedrun.ledger.history import ROOT
 from speedrun.ledger.record import Record
@@ -34,41 +34,30 @@ def image_for(record: Record, wanted: str | None, say: Callable[[str], object]) 
     """
     if shutil.which("docker") is None:
         raise UsageError("there is no docker on the PATH; install Docker Engine, or leave --docker out")
-    recorded = record.lead.preflight.software.get("image")
-    target = "gpu" if record.lead.preflight.platform == "gpu" else "cpu"
-    local = f"speedrun:{target}"
-    if wanted is not None:
-        if not _is_here(wanted):
-            raise UsageError(f"image {wanted} is not here; 'docker image ls' lists those that are")
-        return wanted
-    if recorded is not None:
-        named = _recorded(clean(recorded), local)
+    recorded = record.lead.preflight
+    target = "gpu" if recorded.platform == "gpu" else "cpu"
+    local, image = f"speedrun:{target}", wanted or clean(recorded.software.get("image", ""))
+    if not image:
+        if not _is_here(local):
+            say(f"building {local} from this checkout, as the record names no image")
+            _build(local, target)
+        return local
+    if not _is_here(image) and not (wanted is None and _was_pulled(image)):
+        raise UsageError(
+            f"image {image} is not here and cannot be pulled; 'docker load' it, or name another: --image {local}"
+        )
+    if wanted is None:
         say(
-            f"warning: {named} is the image that the record chose, so the verdict is its author's word; "
+            f"warning: {image} is the image that the record chose, so the verdict is its author's word; "
             f"--image {local} asks one of yours"
         )
-        return named
-    if not _is_here(local):
-        say(f"building {local} from this checkout, as the record names no image")
-        _build(local, target)
-    return local
+    return image
 
 
-def _recorded(named: str, local: str) -> str:
-    """Return the image that a record names, after pulling it if it was published."""
-    if _is_here(named):
-        return named
-    published = "@" in named
-    if (
-        published
-        and subprocess.run(["docker", "pull", "--", named], stdout=subprocess.DEVNULL, check=False).returncode
-        == 0
-    ):
-        return named
-    why = "cannot be pulled" if published else "is not here and was never published"
-    raise UsageError(
-        f"the record was made in image {named}, which {why}; 'docker load' it, or name another: --image {local}"
-    )
+def _was_pulled(image: str) -> bool:
+    """Pull an image that was published: its name holds a digest."""
+    argv = ["docker", "pull", "--", image]
+    return "@" in image and not subprocess.run(argv, stdout=subprocess.DEVNULL, check=False).returncode
 
 
 def _is_here(image: str) -> bool:
@@ -98,51 +87,38 @@ def _build(tag: str, target: str) -> None:
         )
 
 
-def data_for(record: Record, data: Path | None) -> Path | None:
-    """Return the folder of shards to mount; None if the record's source makes them."""
-    rules = record.rules
-    return data if data is not None or rules.synthetic is not None else inventory.data_folder(rules, None)
+def reproduced(image: str, record: Record, out: Path, data: Path | None, words: Sequence[str]) -> int:
+    """Reproduce a record in the image, which isolates it, and return the exit code.
 
-
-def inner_words(
-    num_runs: int | None, by: str, data: Path | None, *, same_seeds: bool, as_json: bool
-) -> list[str]:
-    """Return the command for the container."""
-    words = ["reproduce", _RECORD, "--out", _OUT, "--unsafe-here"]  # the container isolates it
-    words += ["--runs", str(num_runs)] if num_runs is not None else []
-    words += ["--by", by] if by else []
-    words += ["--data", _DATA] if data is not None else []
-    return words + ["--same-seeds"] * same_seeds + ["--json"] * as_json
-
-
-def reproduced(image: str, record: Path, out: Path, data: Path | None, words: Sequence[str]) -> int:
-    """Run the command in the image, with record and data mounted read-only, and return its exit code.
+    Args:
+        image: see `image_for`.
+        record: its folder is mounted read-only, as the data is.
+        out: of the runs.
+        data: folder of shards; None: the track's own, or shards that are made inside.
+        words: further options of `speedrun reproduce`.
 
     Raises:
         UsageError: a folder that cannot be mounted.
         SpeedrunError: the container did not start.
     """
-    mounts = [(record, f"{_RECORD}:ro"), (out, _OUT), *([(data, f"{_DATA}:ro")] if data is not None else [])]
+    mounts = {record.root: f"{_RECORD}:ro", out: _OUT}
+    inner = ["reproduce", _RECORD, "--out", _OUT, "--unsafe-here", *words]
+    if data is not None or record.rules.synthetic is None:
+        mounts[inventory.data_folder(record.rules, data)] = f"{_DATA}:ro"
+        inner += ["--data", _DATA]
     argv = [str(SCRIPT), "--image", image, "--alone"]
-    for folder, place in mounts:
-        argv += ["--mount", f"{_mountable(folder)}:{place}"]
-    try:
+    for folder, place in mounts.items():
+        if ":" in str(folder.absolute()):
+            raise UsageError(f"{folder} holds a colon, which docker takes for the end of a path; move it")
+        argv += ["--mount", f"{folder.absolute()}:{place}"]
+    with translate_os_errors(out, UsageError):
         out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"{out}: {error.strerror}; choose an --out that can be written") from None
-    code = _waited_for([*argv, *words])
+    code = _waited_for([*argv, *inner])
     if code not in EXIT_CODES:
         raise SpeedrunError(
             f"the container ended with {meaning(code)}, see above; 'docker run' itself says 125 to 127"
         )
     return code
-
-
-def _mountable(folder: Path) -> Path:
-    path = folder.absolute()
-    if ":" in str(path):
-        raise UsageError(f"{path} holds a colon, which docker takes for the end of a path; move it")
-    return path
 
 
 def _waited_for(argv: Sequence[str]) -> int:

@@ -31,7 +31,7 @@ from speedrun.referee import causality
 from speedrun.referee.programs import Programs
 from speedrun.training.checkpoint import unseal
 from speedrun.training.fingerprint import state_hash
-from speedrun.training.prepare import decoded
+from speedrun.training.request import decoded
 
 _TEXTS = 140  #: scored sequences to change
 _OTHERS = 64  #: sequences of other text, at most

@@ -22,7 +22,7 @@ from speedrun.ground.output import reported
 from speedrun.ledger.findings import Array, HandedOver, Lowered, Wanted
 from speedrun.science.inputs import Inputs, Static
 from speedrun.training.checkpoint import named
-from speedrun.training.prepare import Ready, RunConfig, decoded, prepare
+from speedrun.training.prepare import Ready, RunConfig, prepare
 from speedrun.training.program import FOREIGN
 
 _FORWARD_TOKENS = 8192  #: of a forward pass, in one or more sequences
@@ -175,4 +175,5 @@ def _axes(sharding: NamedSharding | None) -> tuple[tuple[str, ...], ...]:
 
 if __name__ == "__main__":
     with reported():
-        hand_over(decoded(Path(sys.argv[1]).read_bytes(), Wanted))
+        raw = Path(sys.argv[1]).read_bytes()
+        hand_over(msgspec.json.decode(raw, type=Wanted, dec_hook=lambda kind, value: kind(value)))

@@ -1,11 +1,11 @@
-"""The runs of `speedrun reproduce`: planned before the first, run in any order, judged together."""
+"""The runs of `speedrun reproduce`: planned before the first, run in turns with a rival's, judged together."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from statistics import fmean
-from typing import TextIO
+from typing import Any, NamedTuple, TextIO
 
 import msgspec
 
@@ -20,19 +20,19 @@ from speedrun.ledger.record import Record, load
 from speedrun.ledger.reproduction import (
     CONFIDENCE,
     REPRODUCTION,
+    Judgement,
     NoiseFrom,
     Point,
     Reproduction,
     Verdict,
-    concluded,
-    hardware_of,
-    hardware_points,
+    judged,
     outcome_of,
 )
 from speedrun.ledger.run import Run
 from speedrun.referee.rerun import Rerun
 
 PLAN = "plan.json"
+RIVAL = "rival"  #: folder of the rival's runs, in that of the record's
 
 _MEANING: dict[Verdict, str] = {
     "within": "loss and time agree with the record's as far as {runs} can tell",
@@ -53,14 +53,28 @@ class Plan(
     frozen=True,
     forbid_unknown_fields=True,
     tag_field="schema",
-    tag="speedrun.reproduction-plan/1",
+    tag="speedrun.reproduction-plan/2",
 ):
     """`plan.json`: the seeds to run, fixed before the first run, so that nobody picks among results."""
 
-    record_id: str
+    record_ids: tuple[str, ...]  #: of the record, and of its rival if there is one
     same_seeds: bool
     seeds: tuple[int, ...]
     created_utc: str
+
+
+class Result(NamedTuple):
+    """What came of running a record again."""
+
+    record: Record
+    runs: list[Run]
+    reproduction: Reproduction
+    judgement: Judgement
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Return the reproduction and its judgement as JSON."""
+        return msgspec.to_builtins(self.reproduction) | msgspec.to_builtins(self.judgement)
 
 
 @dataclass(frozen=True)
@@ -69,142 +83,130 @@ class Repetition:
 
     folder: Path
     record: Record
-    plan: Plan
+    rerun: Rerun
+    data: Path  #: folder of shards
+    points: tuple[Point, ...]  #: what was compared before the runs
 
-    def run(
-        self, rerun: Rerun, data: Path | None, points: tuple[Point, ...], by: str, echo: TextIO
-    ) -> Reproduction:
-        """Run what is missing, judge all runs and write `reproduction.json`.
-
-        Args:
-            rerun: runs the record's source.
-            data: folder of shards; None: the track's own.
-            points: what was compared before the runs.
-            by: who runs them.
-            echo: where progress and the output of the runs go.
+    def run_one(self, seed: int, echo: TextIO) -> Run:
+        """Run one seed, if it has no result yet. A non-finite loss is a result; any other error ends the command.
 
         Raises:
             SpeedrunError: if a run breaks off; the runs before it are kept.
             DataError: if a run has another source, config or data than the record.
         """
-        found = self._judged(self._run_missing(rerun, data, echo), points, by)
-        write_whole(self.folder / REPRODUCTION, encode(found))
-        return found
-
-    def _run_missing(self, rerun: Rerun, data: Path | None, echo: TextIO) -> list[Run]:
-        """Run the seeds that have no result yet; return all runs in the order of the seeds."""
-        done, watch, num_new = self._ended(), Stopwatch(), 0
-        expected_s = fmean(run.end.cold_wall_s for run in self.record.finished)
-        num_seeds = len(self.plan.seeds)
-        for number, seed in enumerate(self.plan.seeds, 1):
-            if seed in done:
-                continue
-            eta_s = (num_seeds - len(done)) * (watch.seconds / num_new if num_new else expected_s)
-            print(f"run {number} of {num_seeds}  seed {seed}  eta {duration(eta_s)}", file=echo)
-            self._run_one(rerun, seed, data, echo)
-            done, num_new = self._ended(), num_new + 1
-            if seed not in done:
-                raise SpeedrunError(f"the run with seed {seed} left no readable log; see its output above")
-        return [done[seed] for seed in self.plan.seeds]
-
-    def _run_one(self, rerun: Rerun, seed: int, data: Path | None, echo: TextIO) -> None:
-        """Run one seed. A non-finite loss is a result; any other error ends the command."""
+        if found := self._result(seed):
+            return found
         attempts = (self.folder / f"{seed}-{attempt}" for attempt in count(1))
         out = next(path for path in attempts if not path.exists())
         try:
-            rerun.run(out, seed=seed, data=data, echo=echo)
+            self.rerun.run(out, seed=seed, data=self.data, echo=echo)
         except SpeedrunError as error:
-            if error.exit_code == NonFiniteError.exit_code:
-                return
-            resumable = SpeedrunError(f"{error}; run the same command again to continue in {self.folder}")
-            resumable.exit_code = error.exit_code
-            raise resumable from None
-
-    def _ended(self) -> dict[int, Run]:
-        """Return the runs with a result by seed: the first of each seed, so that nobody gets a second try."""
-        found: dict[int, Run] = {}
-        for seed in self.plan.seeds:
-            # The stacks of a run that hung lie beside its folder.
-            for attempt in sorted(path for path in self.folder.glob(f"{seed}-*") if path.is_dir()):
-                for run in load(attempt).runs:
-                    if run.start.seed == seed and run.outcome in ("finished", "non-finite"):
-                        self._check_same(run, attempt)
-                        found.setdefault(seed, run)
+            if error.exit_code != NonFiniteError.exit_code:
+                resumable = SpeedrunError(f"{error}; run the same command again to continue in {self.folder}")
+                resumable.exit_code = error.exit_code
+                raise resumable from None
+        if (found := self._result(seed)) is None:
+            raise SpeedrunError(f"the run with seed {seed} left no readable log; see its output above")
         return found
+
+    def _result(self, seed: int) -> Run | None:
+        """Return the first run of a seed that has a result, so that nobody gets a second try."""
+        # The stacks of a run that hung lie beside its folder.
+        for attempt in sorted(path for path in self.folder.glob(f"{seed}-*") if path.is_dir()):
+            for run in load(attempt).runs:
+                if run.start.seed == seed and run.outcome in ("finished", "non-finite"):
+                    if run.finished:
+                        self._check_same(run, attempt)
+                    return run
+        return None
 
     def _check_same(self, run: Run, attempt: Path) -> None:
         """Raise DataError if a finished run has another source, config or data than the record."""
-        start, wanted = run.start, self.record.lead
-        differ = {
-            "source": start.source_sha256 != wanted.start.source_sha256,
-            "config": start.config_sha256 != wanted.start.config_sha256,
-            "data": run.finished and run.data != wanted.data,
+        wanted = self.record.lead
+        facts = {
+            "source": (run.start.source_sha256, wanted.start.source_sha256),
+            "config": (run.start.config_sha256, wanted.start.config_sha256),
+            "data": (run.data, wanted.data),
         }
-        if run.finished and any(differ.values()):
-            names = ", ".join(name for name, other in differ.items() if other)
+        differ = [name for name, (here, recorded) in facts.items() if here != recorded]
+        if differ:
             raise DataError(
-                f"{attempt}: its run has another {names} than the record, so they cannot be compared; "
+                f"{attempt}: its run has another {', '.join(differ)} than the record, so they cannot be compared; "
                 "move the folder away and run the same command again"
             )
 
-    def _judged(self, runs: list[Run], compared: tuple[Point, ...], by: str) -> Reproduction:
-        hardware = [hardware_of(run) for run in runs]
-        recorded = [hardware_of(run) for run in self.record.finished]
+    def judge(self, plan: Plan, runs: list[Run], by: str) -> Result:
+        """Write `reproduction.json`, and judge the record by it."""
         found = Reproduction(
             record_id=self.record.id,
             track=self.record.rules.id,
             by=clean(by),
-            created_utc=self.plan.created_utc,
-            hardware=hardware[0],
+            created_utc=plan.created_utc,
             software=provenance.software(),
-            same_seeds=self.plan.same_seeds,
-            points=(*compared, *hardware_points(recorded, hardware)),
+            same_seeds=plan.same_seeds,
+            points=self.points,
             runs=tuple(outcome_of(run) for run in runs),
-            confidence=CONFIDENCE,
-            loss_difference=None,
-            time_ratio=None,
-            num_same_bits=None,
-            verdict="loss mismatch",
         )
-        return concluded(found, self.record.finished, self.record.rules.target.sigma)
+        write_whole(self.folder / REPRODUCTION, encode(found))
+        judgement = judged(found, self.record.finished, self.record.rules.target.sigma)
+        return Result(self.record, runs, found, judgement)
 
 
-def planned(folder: Path, record: Record, num_runs: int | None, *, same_seeds: bool) -> Repetition:
-    """Return the repetition that was planned in a folder before, if it is the same one; else plan it.
+def run_in_turns(sides: Sequence[Repetition], seeds: Sequence[int], echo: TextIO) -> list[list[Run]]:
+    """Run every seed on every side, in alternating order (A B, B A, ...); return the runs of each side.
 
-    Fresh seeds follow from the record's digest and the time of planning, so nobody picks them.
+    A node that warms up or slows down then favours neither.
+
+    Raises:
+        SpeedrunError: as `Repetition.run_one`.
+    """
+    runs: list[list[Run]] = [[] for _ in sides]
+    expected_s = sum(fmean(run.end.cold_wall_s for run in side.record.finished) for side in sides)
+    watch = Stopwatch()
+    for number, seed in enumerate(seeds):
+        eta_s = (len(seeds) - number) * max(expected_s, watch.seconds / max(1, number))
+        print(f"run {number + 1} of {len(seeds)}  seed {seed}  eta {duration(eta_s)}", file=echo)
+        order = [*zip(sides, runs, strict=True)]
+        for side, ended in order if number % 2 == 0 else order[::-1]:
+            ended.append(side.run_one(seed, echo))
+    return runs
+
+
+def planned(folder: Path, records: Sequence[Record], num_runs: int, *, same_seeds: bool) -> Plan:
+    """Return the plan in a folder, if it is the same one; else plan.
+
+    Fresh seeds follow from the records' digests and the time of planning, so nobody picks them.
 
     Args:
         folder: of the runs; new, empty, or with the same plan.
-        record: to run again.
-        num_runs: None: as many as the record has.
-        same_seeds: use the record's seeds.
+        records: to run again: one, or one and its rival.
+        num_runs: of each.
+        same_seeds: use the first record's seeds.
 
     Raises:
         UsageError: if more of the record's seeds are wanted than there are, or the folder holds something else.
     """
-    recorded = [run.start.seed for run in record.finished]
-    num_runs = num_runs or len(recorded)
+    recorded = [run.start.seed for run in records[0].finished]
+    ids = tuple(record.id for record in records)
     if same_seeds and num_runs > len(recorded):
         raise UsageError(
             f"--runs {num_runs} --same-seeds: the record has {len(recorded)} finished runs; ask for at most that many"
         )
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         plan = _read_plan(folder)
-        found = (plan.record_id, plan.same_seeds, len(plan.seeds))
-        if found != (record.id, same_seeds, num_runs):
+        if (plan.record_ids, plan.same_seeds, len(plan.seeds)) != (ids, same_seeds, num_runs):
             raise UsageError(
                 f"{folder} was begun with another record, seeds or number of runs; pass another --out"
             )
-        return Repetition(folder, record, plan)
+        return plan
     now = clock.now().utc
-    derived = seeds_from(record.id, now, num_runs + len(recorded))
-    fresh = [seed for seed in derived if seed not in recorded]
-    seeds = (recorded if same_seeds else fresh)[:num_runs]
-    plan = Plan(record.id, same_seeds, tuple(seeds), now)
+    known = {run.start.seed for record in records for run in record.finished}
+    derived = seeds_from(" ".join(ids), now, num_runs + len(known))
+    seeds = recorded if same_seeds else [seed for seed in derived if seed not in known]
+    plan = Plan(ids, same_seeds, tuple(seeds[:num_runs]), now)
     with lock.lock_record(folder):
         make_folder(folder, {PLAN: msgspec.json.format(msgspec.json.encode(plan), indent=2) + b"\n"})
-    return Repetition(folder, record, plan)
+    return plan
 
 
 def _read_plan(folder: Path) -> Plan:
@@ -244,29 +246,49 @@ def differences(points: Sequence[Point]) -> list[str]:
     return lines
 
 
-def table(found: Reproduction, record: Record) -> list[str]:
+def table(result: Result) -> list[str]:
     """Return the result for people: points, loss and time with intervals, equal bits, and the verdict."""
-    runs = f"{len(found.runs)} run{'s' * (len(found.runs) != 1)}"
+    record, runs, found, judgement = result
+    number = f"{len(runs)} run{'s' * (len(runs) != 1)}"
     seeds = "the record's seeds" if found.same_seeds else "fresh seeds"
-    hardware = f"{found.hardware.num_devices} x {clean(found.hardware.device_kind)}"
-    lines = [f"again    {found.track}, {runs} with {seeds} on {hardware}", *differences(found.points)]
-    lines += _numbers(found, record)
-    if found.num_same_bits is not None:
+    hardware = f"{found.runs[0].hardware.num_devices} x {clean(found.runs[0].hardware.device_kind)}"
+    lines = [
+        f"again    {found.track}, {number} with {seeds} on {hardware}",
+        *differences((*found.points, *judgement.hardware)),
+        *_numbers(result),
+    ]
+    if found.same_seeds:
         lines.append(
-            f"bits     {found.num_same_bits} of {runs} ended in exactly the state of the record's run of that seed"
+            f"bits     {judgement.num_same_bits} of {number} ended in exactly the state of the record's run of that "
+            f"seed; {_equal_losses(record, runs)}"
         )
-    return [*lines, f"verdict  {found.verdict}: {_MEANING[found.verdict].format(runs=runs)}"]
+    return [*lines, f"verdict  {judgement.verdict}: {_MEANING[judgement.verdict].format(runs=number)}"]
 
 
-def _numbers(found: Reproduction, record: Record) -> list[str]:
-    """Loss and time of both sides, of the runs that stayed finite."""
+def _equal_losses(record: Record, runs: Sequence[Run]) -> str:
+    """Return how many losses of steps are equal to those of the record's run of the same seed, to the last bit."""
+    recorded = {run.start.seed: run.steps for run in record.finished}
+    pairs = [
+        (old.loss, new.loss)
+        for run in runs
+        for old, new in zip(recorded[run.start.seed], run.steps, strict=False)
+    ]
+    num_losses = sum(len(recorded[run.start.seed]) for run in runs)
+    largest = max((abs(old - new) for old, new in pairs), default=0.0)
+    num_equal = sum(old == new for old, new in pairs)
+    return f"{num_equal} of {num_losses} losses are equal, the largest difference is {largest:.3g}"
+
+
+def _numbers(result: Result) -> list[str]:
+    """Return loss and time of both sides, of the runs that stayed finite."""
+    record, _, found, judgement = result
     losses = [run.val_loss for run in found.runs if run.val_loss is not None]
     times_s = [run.train_time_s for run in found.runs if run.train_time_s is not None]
     num_non_finite = len(found.runs) - len(losses)
     lines = (
         [f"loss     {num_non_finite} of {len(found.runs)} runs became non-finite"] if num_non_finite else []
     )
-    loss, time = found.loss_difference, found.time_ratio
+    loss, time = judgement.loss_difference, judgement.time_ratio
     if loss is None or time is None:
         return lines
     seeds = {run.seed for run in found.runs}
@@ -276,7 +298,7 @@ def _numbers(found: Reproduction, record: Record) -> list[str]:
     return [
         *lines,
         f"loss     {fmean(losses):.5f}, record {record_loss:.5f} | {loss.mean:+.5f} nats, "
-        f"{found.confidence:.0%} between {loss.low:+.5f} and {loss.high:+.5f} ({_NOISE[loss.noise_from]})",
+        f"{CONFIDENCE:.0%} between {loss.low:+.5f} and {loss.high:+.5f} ({_NOISE[loss.noise_from]})",
         f"time     {fmean(times_s):.2f} s, record {record_s:.2f} s | {time.mean - 1:+.1%}, "
-        f"{found.confidence:.0%} between {time.low - 1:+.1%} and {time.high - 1:+.1%} ({_NOISE[time.noise_from]})",
+        f"{CONFIDENCE:.0%} between {time.low - 1:+.1%} and {time.high - 1:+.1%} ({_NOISE[time.noise_from]})",
     ]

@@ -1,6 +1,6 @@
 """Runs the source that a record carries, in a sandboxed process. Nothing else executes code of a record.
 
-`speedrun replay`, `compare`, `reproduce` and `validate --replay` use it, and their help says so.
+`speedrun reproduce` and `validate --replay` use it, and their help says so.
 """
 
 import os
@@ -10,11 +10,11 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import TextIO
 
 import msgspec
 
-from speedrun.data import generated, inventory
+from speedrun.data import generated, inventory, shards
 from speedrun.data.overview import verify
 from speedrun.ground import provenance
 from speedrun.ground import track as tracks
@@ -28,6 +28,7 @@ from speedrun.ledger.record import Record, load, read_files
 from speedrun.ledger.run import Run
 from speedrun.ledger.source import split_source
 from speedrun.referee import sandbox
+from speedrun.training.request import RunConfig
 
 _PACKAGE = Path(__file__).parent.parent
 
@@ -44,27 +45,12 @@ _OURS = (
     "ledger/findings.py",
 )
 _NEEDED = "speedrun/training/program.py"
-#: A source before 2026-11-22 makes the synthetic shards by itself.
-_GENERATOR = "speedrun/data/synthetic.py"
-
-_LEAST_S, _MOST_S, _SLOWER = (
-    3600.0,
-    7 * 86400.0,
-    10.0,
-)  #: time limit of a run: bounds, and factor on its own time
+#: Time limit of a run: bounds, and factor on its own time.
+_LEAST_S, _MOST_S, _SLOWER = 3600.0, 7 * 86400.0, 10.0
 _HANDOVER_S = 1800.0
 _MOST_BYTES = 1 << 30  #: of all programs together
 _MOST_TABLE_BYTES = 1 << 24  #: of programs.json
 _MOST_STACKS_BYTES = 1 << 22
-
-
-class Replay(NamedTuple):
-    """How the losses of a run compare with those of the same run made again."""
-
-    num_losses: int  #: of the recorded run
-    num_equal: int  #: to the last bit
-    largest_difference: float  #: nats
-    equal: bool  #: whether both have the same losses, and as many
 
 
 class Rerun:
@@ -88,13 +74,39 @@ class Rerun:
         self._environment = _checked_environment(folder, self.old)
         self._ours = {f"speedrun/{name}": (_PACKAGE / name).read_text("utf-8") for name in _OURS}
 
-    def run(self, out: Path, *, seed: int, data: Path | None, echo: TextIO) -> Run:
+    def check_data(self, data: Path | None, echo: TextIO) -> Path:
+        """Make the shards that can be made, read every byte of those that the run read, and return their folder.
+
+        Args:
+            data: folder of shards; None: the track's own.
+            echo: where progress goes.
+
+        Raises:
+            DataError: if one is missing or another: that would be held against the record.
+        """
+        rules = self._rules
+        generated.ensure(rules, data, lambda text: print(text, file=echo))
+        folder, read = inventory.data_folder(rules, data).absolute(), self.old.data
+        for name, wanted in {shard.name: shard.sha256 for shard in (*read.shards, read.val_shard)}.items():
+            path = folder / Path(name).name
+            try:
+                found = shards.sha256(path)
+            except OSError as error:
+                found = str(error.strerror)
+            if found != wanted:
+                raise DataError(
+                    f"{path}: {found[:40]}; the run read one with sha256 {wanted[:16]}; nothing was executed; "
+                    f"{rules.data.get}"
+                )
+        return folder
+
+    def run(self, out: Path, *, seed: int, data: Path, echo: TextIO) -> Run:
         """Unpack the source into a scratch folder, train with it, and return the new run.
 
         Args:
             out: folder of the new record.
             seed: of the new run.
-            data: folder of shards; None: the track's own.
+            data: folder of shards: see `check_data`.
             echo: where its output goes.
 
         Raises:
@@ -108,9 +120,9 @@ class Rerun:
         limit_s = min(_MOST_S, max(_LEAST_S, _SLOWER * took_s))
         with tempfile.TemporaryDirectory(prefix="speedrun-run-") as scratch:
             made = Path(scratch, "record")
-            config = self._config(made, seed, data, echo)
+            config = self._config(made, seed, data)
             try:
-                self._execute(self._entry, config, Path(scratch), echo, {}, limit_s)
+                self._execute(self._entry, config, data, Path(scratch), echo, {}, limit_s)
             finally:
                 _bring(made, out)
         new = [run for run in load(out).runs if run.finished] if out.is_dir() else []
@@ -120,19 +132,6 @@ class Rerun:
                 f"need one; 'speedrun validate {out}' says what is wrong"
             )
         return new[0]
-
-    def replay(self, out: Path, *, data: Path | None, echo: TextIO) -> Replay:
-        """Run it with its own seed, and compare every loss. Arguments and errors as those of `run`."""
-        self._verify(data, echo)
-        new = self.run(out, seed=self.old.start.seed, data=data, echo=echo)
-        old_losses, losses = ([step.loss for step in run.steps] for run in (self.old, new))
-        pairs = list(zip(old_losses, losses, strict=False))
-        return Replay(
-            num_losses=len(old_losses),
-            num_equal=sum(old == again for old, again in pairs),
-            largest_difference=max((abs(old - again) for old, again in pairs), default=0.0),
-            equal=old_losses == losses,
-        )
 
     @property
     def _entry(self) -> str:
@@ -156,11 +155,14 @@ class Rerun:
         Raises:
             SpeedrunError: if it ends with an error, or hands over anything else.
         """
-        self._verify(data, echo)
+        if self._rules.data.sha256:  # damaged shards here would be held against the record
+            verify(data, self._rules.data, full=True)
         with tempfile.TemporaryDirectory(prefix="speedrun-programs-") as scratch:
             given = Path(scratch, "programs")
-            wanted = Wanted(self._config(Path(scratch, "record"), self.old.start.seed, data, echo), given)
-            self._execute("speedrun.referee.handover", wanted, Path(scratch), echo, self._ours, _HANDOVER_S)
+            config = self._config(Path(scratch, "record"), self.old.start.seed, data)
+            wanted = Wanted(msgspec.to_builtins(config, enc_hook=str), given)
+            module = "speedrun.referee.handover"
+            self._execute(module, wanted, data, Path(scratch), echo, self._ours, _HANDOVER_S)
             try:
                 raw = plain(given / "programs.json", _MOST_TABLE_BYTES)
                 names = msgspec.json.decode(raw, type=HandedOver).programs
@@ -198,6 +200,7 @@ class Rerun:
         self,
         module: str,
         request: object,
+        data: Path,
         scratch: Path,
         echo: TextIO,
         ours: Mapping[str, str],
@@ -208,10 +211,7 @@ class Rerun:
             file = scratch / "source" / path
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, encoding="utf-8")
-        config = msgspec.to_builtins(request, enc_hook=str)
-        data = config.get("config", config)["data"]
-        readable = [Path(data)] if data else []
-        self._start(module, request, scratch, echo, scratch / "source", readable, limit_s)
+        self._start(module, request, scratch, echo, scratch / "source", [data], limit_s)
 
     def _start(
         self,
@@ -245,38 +245,25 @@ class Rerun:
             error.exit_code = found if found in EXIT_CODES else SpeedrunError.exit_code
             raise error
 
-    def _verify(self, data: Path | None, echo: TextIO) -> None:
-        """Read every byte of the shards that a track lists: damaged ones here would be held against the record.
+    @property
+    def _rules(self) -> tracks.Track:
+        return tracks.load(self.old.start.track.rpartition("@")[0])
 
-        Raises:
-            DataError: if one is missing or differs.
-        """
-        rules = tracks.load(self.old.start.track.rpartition("@")[0])
-        folder = inventory.data_folder(rules, data)
-        if rules.data.sha256 and (data is not None or folder.is_dir()):
-            generated.ensure(rules, data, lambda text: print(text, file=echo))
-            verify(folder, rules.data, full=True)
-
-    def _config(self, out: Path, seed: int, data: Path | None, echo: TextIO) -> dict[str, object]:
-        """Return the `prepare.RunConfig` of the record's own source; older sources have fewer settings."""
-        start, config = self.old.start, self.old.start.config
-        rules = tracks.load(start.track.rpartition("@")[0])
-        if data is not None and not data.is_dir():
-            raise DataError(f"{data}: no such folder; need one with the shards of {rules.id}")
-        own_data = data is None and rules.synthetic is not None and _GENERATOR in self._source
-        if rules.synthetic is not None and not own_data:
-            generated.ensure(rules, data, lambda text: print(text, file=echo))
-        wanted: dict[str, object] = {
-            "track": rules.name,
-            "out": str(out.absolute()),
-            "recipe": start.recipe,
-            "seed": seed,
-            "overrides": start.overrides,
-            "data": None if own_data else str(inventory.data_folder(rules, data).absolute()),
-            "num_devices": self.old.preflight.num_devices,
-            "microbatches": config.get("microbatches"),
-        }
-        return wanted | {name: config[name] for name in ("attention", "replicas") if name in config}
+    def _config(self, out: Path, seed: int, data: Path) -> RunConfig:
+        """Return the request for the run, with another seed and folders."""
+        start = self.old.start
+        return RunConfig(
+            track=self._rules.name,
+            out=out.absolute(),
+            recipe=start.recipe,
+            seed=seed,
+            overrides=start.overrides,
+            data=data.absolute(),
+            num_devices=self.old.preflight.num_devices,
+            replicas=start.config.get("replicas"),
+            microbatches=start.config.get("microbatches"),
+            attention=start.config.get("attention", "auto"),
+        )
 
 
 def plain(path: Path, most_bytes: int) -> bytes:

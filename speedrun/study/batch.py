@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+import msgspec
 
 from speedrun.board.record_plot import plot
 from speedrun.data import generated
@@ -22,32 +24,37 @@ from speedrun.ledger.record import load
 from speedrun.ledger.salvage import salvage
 from speedrun.ledger.summary import Summary
 from speedrun.study import race
+from speedrun.training import child
+from speedrun.training.request import RunConfig
 
 
-def num_runs(
-    rules: Track, expect: float | None, power: float, sigma: float | None, *, num_looks: int = 1
-) -> int:
-    """Return the number of runs that prove a mean loss of `expect` with probability `power` at the first look.
-
-    `sigma` is the sd of losses over seeds; None: the track's.
+def num_runs(rules: Track, expect: float | None, *, num_looks: int = 1) -> int:
+    """Return the number of runs that prove a mean loss of `expect` with a probability of 90 % at the first look.
 
     Raises:
-        UsageError: if it does not follow: no mean, no sd, or a mean that no number of runs can prove.
+        UsageError: if it does not follow: no mean, no known noise, or a mean that no number of runs can prove.
     """
-    sigma, target = sigma or rules.target.sigma, rules.target.loss
-    if expect is None:
-        raise UsageError("number of runs missing; pass --runs N, or --expect LOSS to derive it")
-    if sigma is None:
-        raise UsageError(f"the noise of {rules.id} is not known; add --sigma, the sd of losses over seeds")
-    needed = statistics.batch_needed(
-        target - expect, sigma, known_sigma=rules.target.sigma, power_wanted=power, num_looks=num_looks
-    )
+    sigma, target = rules.target.sigma, rules.target.loss
+    if expect is None or sigma is None:
+        missing = "number of runs missing" if expect is None else f"the noise of {rules.id} is not known"
+        raise UsageError(f"{missing}; pass --runs N, or --expect LOSS on a track with a known noise")
+    needed = statistics.batch_needed(target - expect, sigma, known_sigma=sigma, num_looks=num_looks)
     if needed is None:
         raise UsageError(
             f"got a mean of {expect} with sd {sigma}; {statistics.MOST_RUNS:,} runs would not show that it is below "
             f"{target}; need a lower mean"
         )
     return max(needed, rules.rules.min_runs, 2)
+
+
+class Promise(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A batch to declare."""
+
+    config: RunConfig  #: of every run; its seed is ignored
+    num_runs: int
+    then: int | None = None  #: total number of runs at a second look
+    seeds: tuple[int, ...] = ()  #: empty: derived from source and config
+    expected_loss: float | None = None
 
 
 class Outcome(NamedTuple):
@@ -88,8 +95,7 @@ class Batch:
         self._sha256 = format.sha256(raw)
         self._told: set[str] = set()  # runs that were killed
         self._rules = tracks.load(self._declared.track.id.rpartition("@")[0])
-        rival = race.find(self.ghost, self._rules.id)  # once, so that its warning appears once
-        self._rival = rival and str(rival.record)
+        self._ghost = race.find(self.ghost, self._rules.id)
 
     def run(self) -> Outcome:
         """Run the missing seeds, and write the record after each.
@@ -104,9 +110,8 @@ class Batch:
                 generated.ensure(self._rules, self.data, self.say)
             while now.missing:
                 seed = now.missing[0]
-                code = children.run_module(
-                    "speedrun.study.race", self._request(seed), to_stderr=self.to_stderr, keep_open=(lock,)
-                )
+                with race.live(sys.stderr if self.to_stderr else sys.stdout, self._ghost) as printer:
+                    code, _ = child.trained(self._request(seed), printer, keep_open=(lock,))
                 now = self._standing()
                 if seed in now.missing or code not in (0, NonFiniteError.exit_code):
                     raise children.run_error(code, "batch", self.folder, self.data)
@@ -131,22 +136,20 @@ class Batch:
         default = f"{self._declared.recipe.name} on {self._declared.track.id}"
         return assemble(self.folder, title=self.title, default_title=default)
 
-    def _request(self, seed: int) -> dict[str, Any]:
-        """Return the `race.Request` of a run."""
+    def _request(self, seed: int) -> RunConfig:
         declared = self._declared
-        config = {
-            "track": self._rules.name,
-            "out": self.folder,
-            "recipe": declared.recipe.name,
-            "seed": seed,
-            "overrides": declared.recipe.overrides,
-            "data": self.data,
-            "num_devices": declared.num_devices,
-            "microbatches": declared.microbatches,
-            "attention": declared.attention,
-            "batch_sha256": self._sha256,
-        }
-        return {"config": config, "ghost": self._rival, "track": self._rules.id}
+        return RunConfig(
+            track=self._rules.name,
+            out=self.folder,
+            recipe=declared.recipe.name,
+            seed=seed,
+            overrides=declared.recipe.overrides,
+            data=self.data,
+            num_devices=declared.num_devices,
+            microbatches=declared.microbatches,
+            attention=declared.attention,
+            batch_sha256=self._sha256,
+        )
 
 
 def progress(declared: format.Declaration, now: Standing) -> str:

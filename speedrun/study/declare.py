@@ -6,8 +6,6 @@ python -m speedrun.study.declare PROMISE.json      called by `speedrun batch`, w
 import sys
 from pathlib import Path
 
-import msgspec
-
 from speedrun.ground import lock, signals
 from speedrun.ground.clock import now
 from speedrun.ground.errors import UsageError
@@ -15,17 +13,9 @@ from speedrun.ground.output import reported
 from speedrun.ground.track import sha256
 from speedrun.ground.wholefile import make_folder
 from speedrun.ledger import batch, format
-from speedrun.training.prepare import RunConfig, decoded, prepare
-
-
-class Promise(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A batch to declare."""
-
-    config: RunConfig  #: of every run; its seed is ignored
-    num_runs: int
-    then: int | None = None  #: total number of runs at a second look
-    seeds: tuple[int, ...] = ()  #: empty: derived from source and config
-    expected_loss: float | None = None
+from speedrun.study.batch import Promise
+from speedrun.training.prepare import prepare
+from speedrun.training.request import decoded
 
 
 def declare(promise: Promise) -> format.Declaration:

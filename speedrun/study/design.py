@@ -19,19 +19,9 @@ from speedrun.ledger import format
 from speedrun.science import recipes
 from speedrun.study import features, trials
 from speedrun.study.features import FEATURES
-from speedrun.study.trials import BASELINE, Arm, Experiment, Kind
-from speedrun.training.prepare import RunConfig, decoded, prepare
-
-
-class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An experiment to design."""
-
-    config: RunConfig  #: of every run; its overrides hold for every arm, its seed is ignored
-    kind: Kind
-    num_runs: int  #: of each arm
-    num_confirming: int  #: of the best arm and the one it is compared with
-    features: tuple[str, ...] = ()  #: to switch off; empty: all that the recipe has
-    variants: tuple[dict[str, str], ...] = ()  #: settings of each arm of a sweep
+from speedrun.study.trials import BASELINE, Arm, Experiment, Request
+from speedrun.training.prepare import prepare
+from speedrun.training.request import decoded
 
 
 def design(request: Request) -> Experiment:

@@ -1,9 +1,9 @@
 """The statistics of an experiment: paired differences between arms, and their tests.
 
 A difference is an arm minus the one it is compared with, for one seed. Losses are nats per token, times are ranked
-seconds. A loss counts as time at the price of a nat, as in `speedrun compare`; the price is taken as exact. Intervals
-are Student's t for a single arm, 95 %. Tests are two-sided; their p is adjusted by Holm over all arms, for each measure
-separately.
+seconds. A loss counts as time at the price of a nat, as in `speedrun reproduce --against`; the price is taken as exact.
+Intervals are Student's t for a single arm, 95 %. Tests are two-sided; their p is adjusted by Holm over all arms, for
+each measure separately.
 
 The best of many arms looks better than it is, so only runs with fresh seeds confirm it.
 """

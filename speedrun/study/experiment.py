@@ -1,10 +1,11 @@
 """Runs a declared experiment. Each run is a child process, so that this process holds no device."""
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from speedrun.board.record_plot import plot
 from speedrun.data import generated
@@ -15,11 +16,13 @@ from speedrun.ground.errors import NonFiniteError, UsageError
 from speedrun.ground.wholefile import write_whole
 from speedrun.ledger import format
 from speedrun.ledger.assemble import assemble
-from speedrun.study import trials
+from speedrun.study import race, trials
 from speedrun.study.effects import Summary, summary, winner
 from speedrun.study.forest import forest
 from speedrun.study.report import TITLES, count
 from speedrun.study.trials import EXPERIMENT, Runs, Trial
+from speedrun.training import child
+from speedrun.training.request import RunConfig
 
 
 class Outcome(NamedTuple):
@@ -96,8 +99,8 @@ class Runner:
             )
             out = trials.new_folder(self.folder, self._plan, trial)
             generated.ensure(tracks.load(self._track), self.data, self.say)
-            request = {"config": self._request(trial, out), "ghost": None, "track": self._plan.track.id}
-            code = children.run_module("speedrun.study.race", request, to_stderr=True, keep_open=(lock,))
+            with race.live(sys.stderr) as printer:
+                code, _ = child.trained(self._request(trial, out), printer, keep_open=(lock,))
             runs |= trials.completed(self.folder, self._plan, [trial])
             run = runs.get((trial.arm.name, trial.seed))
             if run is not None:
@@ -106,19 +109,18 @@ class Runner:
                 raise children.run_error(code, "sweep", self.folder, self.data)
         return runs
 
-    def _request(self, trial: Trial, out: Path) -> dict[str, Any]:
-        """Return the `prepare.RunConfig` of a trial."""
-        return {
-            "track": self._track,
-            "out": out,
-            "recipe": trial.arm.recipe,
-            "seed": trial.seed,
-            "overrides": trial.arm.overrides,
-            "data": self.data,
-            "num_devices": self._plan.num_devices,
-            "microbatches": self._plan.microbatches,
-            "attention": self._plan.attention,
-        }
+    def _request(self, trial: Trial, out: Path) -> RunConfig:
+        return RunConfig(
+            track=self._track,
+            out=out,
+            recipe=trial.arm.recipe,
+            seed=trial.seed,
+            overrides=trial.arm.overrides,
+            data=self.data,
+            num_devices=self._plan.num_devices,
+            microbatches=self._plan.microbatches,
+            attention=self._plan.attention,
+        )
 
     def _assemble(self, trial: Trial, out: Path, *, drawn: bool) -> None:
         """Write the record of one run."""

@@ -1,30 +1,16 @@
-"""The ghost of a run: the record it is compared with on the console. As a module, trains one run with a ghost.
-
-python -m speedrun.study.race REQUEST.json
-"""
+"""The ghost of a run: the record it is compared with on the console."""
 
 import sys
 from pathlib import Path
 from typing import TextIO
-
-import msgspec
 
 from speedrun.board import ghost as ghosts
 from speedrun.board.ghost import Ghost
 from speedrun.ground import console
 from speedrun.ground.errors import UsageError
 from speedrun.ground.live import Live
-from speedrun.ground.output import reported
 
 _RECORDS = Path("records")
-
-
-class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One run of a batch."""
-
-    config: msgspec.Raw  #: a `prepare.RunConfig`
-    ghost: str | None  #: as in `--ghost`
-    track: str  #: name and version
 
 
 def find(choice: str | None, track: str) -> Ghost | None:
@@ -40,21 +26,6 @@ def find(choice: str | None, track: str) -> Ghost | None:
         return None
 
 
-def live(stream: TextIO, ghost: Ghost | None, *, verbose: bool = False) -> Live:
+def live(stream: TextIO, ghost: Ghost | None = None, *, verbose: bool = False) -> Live:
     """Return the console of a run with this ghost."""
     return Live(stream, ghost, "" if ghost is None else ghost.legend, verbose=verbose)
-
-
-def main(path: Path) -> None:
-    """Train as the request in a file says."""
-    from speedrun.training.prepare import RunConfig, decoded
-    from speedrun.training.train import train
-
-    request = msgspec.json.decode(path.read_bytes(), type=Request)
-    config = decoded(request.config, RunConfig)
-    with reported(), live(sys.stdout, find(request.ghost, request.track)) as reader:
-        train(config, reader)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -12,20 +12,53 @@ from speedrun.data import generated, inventory, overview
 from speedrun.exchange.relay import relayed
 from speedrun.ground import processes
 from speedrun.ground import track as tracks
-from speedrun.ground.errors import SpeedrunError
+from speedrun.ground.errors import SpeedrunError, UsageError
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.salvage import ended
 from speedrun.ledger.summary import Summary
 from speedrun.ledger.validate import Report, validate
 from speedrun.study import race
-from speedrun.study.extras import Extras
 from speedrun.trained import samples, start
-from speedrun.training.prepare import RunConfig
+from speedrun.training.request import RunConfig
 from speedrun.training.resume_settings import resumed
 from speedrun.training.train import train
 from speedrun.watch.server import watched
 
 _say = partial(print, file=sys.stderr, flush=True)
+
+
+class Extras(NamedTuple):
+    """What a run does beside training, in its first process."""
+
+    ghost: str | None = None  #: as in `--ghost`
+    wandb: str | None = None  #: project to which the log is sent
+    watch_port: int | None = None  #: of a page; None: no page
+    sample_every: int | None = None  #: steps
+    sample_prompts: tuple[str, ...] = ()
+    init_from: Path | None = None  #: weights to start from
+
+    def samples(self, config: RunConfig) -> samples.Request | None:
+        """Return what is to be sampled of a run.
+
+        Raises:
+            UsageError: for prompts that nothing takes, or steps without a checkpoint.
+        """
+        every, prompts = self.sample_every, self.sample_prompts
+        if prompts and (every is None or tracks.load(config.track).synthetic is not None):
+            raise UsageError(
+                f"--sample-prompt {prompts[0][:40]!r} needs --sample-every, and a track whose ids stand for text; "
+                "leave it out, or add that"
+            )
+        if every is None:
+            return None
+        path = samples.path_of(config.out)
+        if not config.resume and path.exists():
+            raise UsageError(f"{path} has the samples of another run; move it away, or pass another --out")
+        if every % (config.checkpoint_every or every):
+            raise UsageError(
+                f"--sample-every {every}; need a multiple of --checkpoint-every {config.checkpoint_every}"
+            )
+        return samples.Request(config.out, every, prompts, config.recipe, config.data)
 
 
 class Single(NamedTuple):

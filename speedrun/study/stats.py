@@ -35,13 +35,10 @@ class Stats(msgspec.Struct, frozen=True):
     equivalent: statistics.Equivalence | None  #: to the parent
 
 
-def stats(
-    folder: Path, *, target: float | None, alpha: float | None, parent: Path | None, margin: float
-) -> Stats:
+def stats(folder: Path, *, target: float | None, parent: Path | None) -> Stats:
     """Test the mean loss of a record against the target, and against the mean of its parent.
 
-    Without `target` and `alpha`, those of track and rule count. `parent` is the folder of another record. `margin` is
-    the largest difference of equivalent losses, in nats.
+    Without `target`, that of the track counts. `parent` is the folder of another record.
 
     Raises:
         UsageError: if a record has no finished run, or the comparison has fewer than two on one side.
@@ -51,19 +48,15 @@ def stats(
     aim, sigma = rules.target.loss if target is None else target, rules.target.sigma
     losses = [run.val_loss for run in runs]
     test = None
-    if record.declaration is not None and target is None and alpha is None:
+    if record.declaration is not None and target is None:
         test = standing(record.declaration, record.runs, aim, sigma).test
     declared = test is not None
     blown_up = [math.inf for run in record.runs if run.outcome == "non-finite"]
-    test = test or statistics.mean_below([*losses, *blown_up], aim, known_sigma=sigma, alpha=alpha)
+    test = test or statistics.mean_below([*losses, *blown_up], aim, known_sigma=sigma)
     is_tested = len(losses) + len(blown_up) > 1
     sd = stdev(losses) if len(losses) > 1 else None
     noise = max(sigma or 0.0, sd or 0.0) if test.rule == "z" else sd
-    needed, gap = None, aim - fmean(losses)
-    if noise and alpha is None:
-        needed = statistics.batch_needed(gap, noise, known_sigma=sigma)
-    elif noise:
-        needed = statistics.runs_needed(gap, noise, rule=test.rule, alpha=test.alpha)
+    needed = statistics.batch_needed(aim - fmean(losses), noise, known_sigma=sigma) if noise else None
     times_s, walls_s = ([getattr(run.end, name) for run in runs] for name in ("train_time_s", "cold_wall_s"))
     return Stats(
         track=rules.id,
@@ -82,17 +75,17 @@ def stats(
         alpha=test.alpha,
         passed=is_tested and test.passed,
         runs_needed=needed,
-        equivalent=None if parent is None else _equivalence(parent, losses, margin),
+        equivalent=None if parent is None else _equivalence(parent, losses),
     )
 
 
-def _equivalence(parent: Path, losses: list[float], margin: float) -> statistics.Equivalence:
+def _equivalence(parent: Path, losses: list[float]) -> statistics.Equivalence:
     others = [run.val_loss for run in _finished(parent).finished]
     if min(len(others), len(losses)) < 2:
         raise UsageError(
             f"--against compares {len(losses)} runs with {len(others)}; need two finished ones on each side"
         )
-    return statistics.equivalent(others, losses, margin=margin)
+    return statistics.equivalent(others, losses)
 
 
 def _finished(folder: Path) -> Record:

@@ -20,6 +20,7 @@ from speedrun.ledger.batch import seeds_from
 from speedrun.ledger.format import FormatError, TrackRef, sha256
 from speedrun.ledger.record import read_files, run_folders
 from speedrun.ledger.run import Run, read_run
+from speedrun.training.request import RunConfig
 
 EXPERIMENT = "experiment.json"
 EXPERIMENT_SCHEMA = "speedrun.experiment/1"
@@ -29,6 +30,17 @@ BASELINE = "as it is"
 
 Kind = Literal["features", "ladder", "sweep"]
 Standing = Literal["research, not ranked"]
+
+
+class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An experiment to design."""
+
+    config: RunConfig  #: of every run; its overrides hold for every arm, its seed is ignored
+    kind: Kind
+    num_runs: int  #: of each arm
+    num_confirming: int  #: of the best arm and the one it is compared with
+    features: tuple[str, ...] = ()  #: to switch off; empty: all that the recipe has
+    variants: tuple[dict[str, str], ...] = ()  #: settings of each arm of a sweep
 
 
 class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -28,7 +28,7 @@ from speedrun.ground.output import reported
 from speedrun.ground.wholefile import write_whole
 from speedrun.trained import decode, weights, words
 from speedrun.training import checkpoint
-from speedrun.training.prepare import decoded
+from speedrun.training.request import decoded
 
 NUM_TOKENS = 64  #: of each text, or as many as the model takes
 TEMPERATURE, SEED = 0.8, 0

@@ -21,8 +21,9 @@ from speedrun.science.params import Params
 from speedrun.science.step import TrainState
 from speedrun.trained import sources
 from speedrun.training import checkpoint
-from speedrun.training.prepare import RunConfig, prepare
+from speedrun.training.prepare import prepare
 from speedrun.training.program import Program
+from speedrun.training.request import RunConfig
 
 
 def start_from(config: RunConfig, source: Path) -> RunConfig:

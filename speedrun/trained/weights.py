@@ -24,8 +24,9 @@ from speedrun.science.inputs import Inputs
 from speedrun.science.params import SHARDS, Params
 from speedrun.science.recipe import Recipe, describe, no_constants
 from speedrun.training import checkpoint
-from speedrun.training.prepare import Resumable, decoded
+from speedrun.training.prepare import Resumable
 from speedrun.training.program import Program
+from speedrun.training.request import decoded
 
 _T = TypeVar("_T")
 

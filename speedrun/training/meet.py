@@ -4,12 +4,9 @@
                                                            no --process
     tasks of SLURM or Open MPI                             need no flags: JAX asks the cluster
 
-`speedrun run` takes these flags. One process of a run by itself:
-
-    python -m speedrun.training.meet CONFIG.json --coordinator HOST:PORT --processes N --process I
+`speedrun run` takes these flags.
 """
 
-import argparse
 import contextlib
 import itertools
 import os
@@ -25,7 +22,7 @@ from typing import Any
 
 from speedrun.ground import processes, signals
 from speedrun.ground.errors import INTERRUPTED, SpeedrunError, Terminated, UsageError
-from speedrun.ground.output import expected, reported, unfailing
+from speedrun.ground.output import expected, unfailing
 
 HEARTBEAT_S = 100  #: a process without heartbeat for this long is lost
 MEET_S = 300  #: until all processes must have connected
@@ -272,33 +269,3 @@ def _exit_alone(error: BaseException) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(_exit_code(error))
-
-
-def _main(words: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m speedrun.training.meet", allow_abbrev=False)
-    parser.add_argument("config", type=Path)
-    parser.add_argument("--coordinator")
-    parser.add_argument("--processes", type=int)
-    parser.add_argument("--process", type=int)
-    parser.add_argument("--heartbeat", type=int, default=HEARTBEAT_S)
-    parser.add_argument("--meet-within", type=int, default=MEET_S)
-    args = parser.parse_args(words)
-    group = find_group(args.coordinator, args.processes, args.process, args.heartbeat, args.meet_within)
-    with joined(group):
-        from speedrun.data import generated
-        from speedrun.ground import console, track
-        from speedrun.training.prepare import RunConfig, decoded
-        from speedrun.training.train import train
-
-        raw = args.config.read_bytes()
-        config = decoded(raw, RunConfig)
-        printer = console.Printer(sys.stdout) if processes.is_first() else None
-        say = printer.say if printer else lambda _: None
-        rules = track.load(config.track)
-        processes.agreed(lambda: generated.ensure(rules, config.data, say), lambda _: {})
-        train(config, printer)
-
-
-if __name__ == "__main__":
-    with reported():
-        _main(sys.argv[1:])

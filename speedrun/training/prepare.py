@@ -1,8 +1,8 @@
-"""The settings of a run, and all checks of them before a record is created."""
+"""All checks of a run before its record is created."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import msgspec
@@ -18,34 +18,7 @@ from speedrun.science.params import SHARDS
 from speedrun.science.recipe import Recipe, describe, no_constants
 from speedrun.training import contract, fixed, footprint, watchdog
 from speedrun.training.program import Program
-
-
-class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The settings of one run. Together with `source.txt` and the data, all that a replay needs."""
-
-    track: str
-    out: Path  #: the record folder; must not exist, unless a batch was declared in it
-    recipe: str | None = None  #: None: the track's own
-    seed: int = 0
-    overrides: dict[str, str] = {}  #: settings of the recipe, by dotted name
-    data: Path | None = None  #: folder of shards; None: the track's own
-    num_devices: int | None = None  #: None: what the track asks for, or all there are
-    replicas: int | None = None  #: of the state, each divided over as many devices; None: one for each node
-    microbatches: int | None = None  #: None: one for each device, at least as many as a full node has
-    attention: str = "auto"  #: its form, as `kernels.choose` names it
-    batch_sha256: str = ""  #: of the `batch.json` in `out` that declares this run; empty for a run by itself
-    checkpoint_every: int = 0  #: steps; 0: no checkpoints
-    keep_checkpoints: int = 2  #: the newest ones; 0: all
-    resume: bool = False  #: from the newest checkpoint of the run in `out`
-    deadlines_s: dict[str, float] = {}  #: of phases, where other than `watchdog.DEADLINES_S`
-
-
-_T = TypeVar("_T")
-
-
-def decoded(raw: bytes | msgspec.Raw, kind: type[_T]) -> _T:
-    """Decode the JSON request of another process, with paths as text; raise msgspec.DecodeError for another form."""
-    return msgspec.json.decode(raw, type=kind, dec_hook=lambda kind, value: kind(value))
+from speedrun.training.request import RunConfig
 
 
 class Resumable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -100,8 +73,8 @@ class Ready:
         shards = [(shard.path.name, shard.num_tokens) for shard in self.shards.train]
         data = msgspec.json.encode([shards, inventory.read_manifest(self.folder)])
         val_sha256 = stream.validation_sha256(self.shards.val[0], self.track.data.val_tokens)
-        options = msgspec.to_builtins(self.config, enc_hook=str)
-        del options["out"], options["data"], options["seed"]
+        shared = msgspec.structs.replace(self.config, out=Path(), data=None, seed=0)
+        options = msgspec.to_builtins(shared, enc_hook=str)
         constants = b"".join(x.tobytes() for x in self.program.step.plan.constants.values())
         differs = "CUDA_VISIBLE_DEVICES"
         return {
@@ -185,9 +158,7 @@ def _check_out(config: RunConfig) -> None:
         raise UsageError(
             f"{config.out / format.BATCH} is not the declared one; restore it, or declare a new batch"
         )
-    if config.resume:
-        return
-    if taken and not config.batch_sha256:
+    if taken and not (config.batch_sha256 or config.resume):
         raise UsageError(f"{config.out} exists already; need a new folder; remove it or pass another --out")
 
 

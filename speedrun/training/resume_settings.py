@@ -12,7 +12,8 @@ from speedrun.ledger import format
 from speedrun.ledger.record import load
 from speedrun.ledger.salvage import salvage
 from speedrun.training import checkpoint
-from speedrun.training.prepare import Resumable, RunConfig, decoded
+from speedrun.training.prepare import Resumable
+from speedrun.training.request import RunConfig, decoded
 
 
 def resumed(out: Path) -> RunConfig:

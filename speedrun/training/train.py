@@ -1,6 +1,6 @@
 """One run of a recipe on a track: checks, folder, `loop.run`, and its log to the last line, however the run ends.
 
-python -m speedrun.training.train CONFIG.json      prints the log; `speedrun replay` runs this on an unpacked record
+python -m speedrun.training.train REQUEST.json      prints the log; other commands run this as a child process
 """
 
 import sys
@@ -19,7 +19,8 @@ from speedrun.ledger import format
 from speedrun.training import checkpoint, health, loop, watchdog
 from speedrun.training.checkpoint import Checkpoints
 from speedrun.training.outcome import run_end
-from speedrun.training.prepare import Ready, RunConfig, decoded, prepare
+from speedrun.training.prepare import Ready, prepare
+from speedrun.training.request import RunConfig, decoded
 from speedrun.training.trainer import Trainer
 
 
@@ -141,7 +142,7 @@ def _announce(trainer: Trainer) -> None:
     )
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # with the path of a request: prints each line of the log
     with reported():
-        raw = Path(sys.argv[1]).read_bytes()
-        train(decoded(raw, RunConfig), lambda line: print(line.encode().decode(), flush=True))  # noqa: T201
+        request = decoded(Path(sys.argv[1]).read_bytes(), RunConfig)
+        train(request, lambda line: print(line.encode().decode(), flush=True))  # noqa: T201

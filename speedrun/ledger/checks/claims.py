@@ -37,7 +37,7 @@ def enough_runs(record: Record) -> Iterator[str]:
     needs=("runs", "track"),
     severity="warning",
     why="a loss that falls much faster than any known one is a discovery or a leak, and a replay shows which",
-    hint="replay it (`speedrun replay RECORD`); once confirmed, its curve becomes the reference",
+    hint="replay it (`speedrun validate RECORD --replay`); once confirmed, its curve becomes the reference",
 )
 def no_wonder(record: Record) -> Iterator[str]:
     """Compare every validation with the reference after as many tokens."""

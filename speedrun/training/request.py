@@ -1,0 +1,36 @@
+"""The request for a run. Light: whoever asks for runs holds no device."""
+
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+_T = TypeVar("_T")
+
+
+class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What to run. Together with `source.txt` and the data, all that a replay needs.
+
+    As JSON it leaves out defaults: an older source has fewer settings.
+    """
+
+    track: str
+    out: Path  #: the record folder; must not exist, unless a batch was declared in it
+    recipe: str | None = None  #: None: the track's own
+    seed: int = 0
+    overrides: dict[str, str] = {}  #: settings of the recipe, by dotted name
+    data: Path | None = None  #: folder of shards; None: the track's own
+    num_devices: int | None = None  #: None: what the track asks for, or all there are
+    replicas: int | None = None  #: of the state, each divided over as many devices; None: one for each node
+    microbatches: int | None = None  #: None: one for each device, at least as many as a full node has
+    attention: str = "auto"  #: its form, as `kernels.choose` names it
+    batch_sha256: str = ""  #: of the `batch.json` in `out` that declares this run; empty for a run by itself
+    checkpoint_every: int = 0  #: steps; 0: no checkpoints
+    keep_checkpoints: int = 2  #: the newest ones; 0: all
+    resume: bool = False  #: from the newest checkpoint of the run in `out`
+    deadlines_s: dict[str, float] = {}  #: of phases, where other than `watchdog.DEADLINES_S`
+
+
+def decoded(raw: bytes | msgspec.Raw, kind: type[_T]) -> _T:
+    """Decode the JSON request of another process, with paths as text; raise msgspec.DecodeError for another form."""
+    return msgspec.json.decode(raw, type=kind, dec_hook=lambda kind, value: kind(value))
