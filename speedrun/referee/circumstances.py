@@ -6,7 +6,7 @@ from pathlib import Path
 from speedrun.ground import provenance, runlog
 from speedrun.ground.console import clean
 from speedrun.ground.errors import DataError, UsageError
-from speedrun.ledger import format, history
+from speedrun.ledger import decoding, history
 from speedrun.ledger.record import Record, load
 from speedrun.ledger.reproduction import REPRODUCTION, Point, point
 from speedrun.ledger.validate import validate
@@ -24,7 +24,7 @@ def read(folder: Path) -> Record:
     record = load(folder)
     for path, raw in record.raw.items():
         # An earlier reproduction has no say in this one.
-        if path.endswith(".json") and path != REPRODUCTION and (problem := format.newer(raw)):
+        if path.endswith(".json") and path != REPRODUCTION and (problem := decoding.newer(raw)):
             raise UsageError(f"{folder / path}: {clean(problem)}")
     if not record.whole:
         raise UsageError(
