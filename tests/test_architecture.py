@@ -249,7 +249,6 @@ OTHER_WRITES = {
     ("speedrun.library", "path.write_bytes"): "a scratch folder",
     ("speedrun.bench.session", "said.open"): "what a part prints, as it prints it",
     ("speedrun.bench.session", "errors.open"): "what a part prints, as it prints it",
-    ("speedrun.bench.session", "tarfile.open"): "memory",
 }
 _WRITING = {
     *("write_text", "write_bytes", "touch", "truncate", "tofile", "savefig", "hardlink_to", "symlink_to"),
