@@ -18,7 +18,7 @@ from speedrun.cli.export import command
 from speedrun.exchange import classic_log, curve_table, curves, exports, foreign
 from speedrun.exchange.curves import Point, Problems
 from speedrun.exchange.exports import FORMS, curves_of, export
-from speedrun.ground import track
+from speedrun.ground import console, track
 from speedrun.ground.errors import StorageError, UsageError
 from speedrun.ledger.record import load
 
@@ -46,6 +46,15 @@ def test_curves_are_those_of_the_log(record):
     assert [point.train_time_s for point in run.validations] == pytest.approx([0.0, 0.4, 0.8, 1.0])
     assert [point.step for point in run.train_losses] == list(range(1, 11))
     assert run.train_losses[9].loss == pytest.approx(4.11)
+
+
+def test_the_text_is_what_a_run_prints(record, tmp_path, capsys):
+    paths = export(record, "text", tmp_path / "out")
+    for path, run in zip(paths, record.runs, strict=True):
+        printer = console.Printer(sys.stdout, verbose=True)
+        for line in run.lines:
+            printer(line)
+        assert path.read_text() == capsys.readouterr().out
 
 
 def test_classic_logs_read_back_rounded(record, tmp_path):

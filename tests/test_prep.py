@@ -153,6 +153,12 @@ def test_an_interrupted_preparation_continues(tmp_path_factory, texts, shard_tok
     assert (folder / "a" / "manifest.json").read_bytes() == (folder / "b" / "manifest.json").read_bytes()
 
 
+def test_shard_ends():
+    """The definition by hand: a full shard neither loses nor repeats the document token."""
+    assert definition(["ab", "c"], 3) == [[256, 97, 98], [256, 99]]
+    assert definition(["abcd", ""], 2) == [[256, 97], [98, 99], [100, 256]]
+
+
 def test_files_and_folders_are_sorted_by_name(tmp_path: Path):
     write_rows(tmp_path / "b.jsonl", ["three", "four"])
     with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:

@@ -242,6 +242,34 @@ def decoder_of(small: tuple[Recipe, Params, Inputs], num_positions: int = 30) ->
 PROMPTS = [np.array([0, 5, 9], np.int32), np.array([7], np.int32), np.array([0, 1, 2, 3, 0, 4, 5], np.int32)]
 
 
+def test_a_model_that_mixes_where_no_probe_looks_is_evaluated_whole_and_says_so(small, capsys) -> None:
+    """After a 9 and a 5, what is kept of each position contains all tokens."""
+    recipe, params, inputs = small
+
+    def forward(params, tokens_BT, inputs, config, kernels):
+        x_BTD = params["embed"][tokens_BT]
+        is_odd = jnp.any((tokens_BT == 5) & (jnp.roll(tokens_BT, 1, axis=1) == 9))
+        total = jnp.sum(jnp.where((tokens_BT > 0)[..., None], x_BTD, 0.0))
+        return x_BTD + jnp.roll(jnp.cos(x_BTD + jnp.where(is_odd, total, 0.0)), 1, axis=1)
+
+    @jax.jit
+    def logits(tokens_BT):
+        return recipe.logits(params, forward(params, tokens_BT, inputs, None, None)[0], recipe.config)[:, :60]
+
+    odd = dataclasses.replace(recipe, forward=forward)
+    for prompt, is_told in (([0, 1, 2], False), ([0, 7, 9, 5, 11], True)):
+        decoder = decoder_of((odd, params, inputs))
+        _, ids_PN = decoder.extend(decoder.start([np.array(prompt, np.int32)]), 8, Draw(temperature=0))
+        assert ("warning: this model mixes positions" in capsys.readouterr().err) == is_told
+        assert bool(decoder.model.cache_shapes) != is_told
+        tokens = [*prompt]
+        for _ in range(8):  # the definition: all tokens so far, and zeros
+            row_BT = np.zeros((1, decoder.num_positions), np.int32)
+            row_BT[0, : len(tokens)] = tokens
+            tokens.append(int(jnp.argmax(logits(row_BT)[len(tokens) - 1])))
+        assert ids_PN[0].tolist() == tokens[len(prompt) :]
+
+
 def test_the_most_probable_tokens_are_those_of_the_forward_pass(small) -> None:
     recipe, params, inputs = small
     decoder = decoder_of(small)

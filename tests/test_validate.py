@@ -57,7 +57,8 @@ from speedrun.ledger.assemble import HEAD_END, assemble
 from speedrun.ledger.checks import CHECKS, environment
 from speedrun.ledger.checks.batches import nowhere_else, unfollowed
 from speedrun.ledger.checks.fixed import _inputs
-from speedrun.ledger.format import FormatError, Look, decode, encode
+from speedrun.ledger.decoding import FormatError, decode
+from speedrun.ledger.format import Look, encode
 from speedrun.ledger.record import load
 from speedrun.ledger.reference import CURVES
 from speedrun.ledger.summary import Summary, summarize

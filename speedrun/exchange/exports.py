@@ -1,4 +1,4 @@
-"""A record in the formats of other tools: classic text logs, CSV, wandb.
+"""A record in other formats: what its runs printed, classic text logs, CSV, wandb.
 
 Exports contain only what the record holds: no path, user, host or environment of the machine that exports. They hold
 less than the record and prove nothing.
@@ -11,7 +11,7 @@ from speedrun.board.submission import findings
 from speedrun.exchange import classic_log, curve_table
 from speedrun.exchange.curves import ContextRun, Point, context_run
 from speedrun.exchange.wandb_runs import offline_runs
-from speedrun.ground import runlog
+from speedrun.ground import console, runlog
 from speedrun.ground.errors import UsageError
 from speedrun.ground.wholefile import make_folder
 from speedrun.ledger.record import Record
@@ -46,10 +46,16 @@ def _csv(record: Record) -> dict[str, bytes]:
     }
 
 
+def _text(record: Record) -> dict[str, bytes]:
+    """Return what each run printed, with all kernels and reasons."""
+    return {f"{run.folder}.txt": console.render(run.lines).encode() for run in record.runs}
+
+
 #: From a record to files by relative path.
 FORMS: dict[str, Callable[[Record], dict[str, bytes]]] = {
     "classic": _classic,
     "csv": _csv,
+    "text": _text,
     "wandb": offline_runs,
 }
 

@@ -78,7 +78,6 @@ def make_folder(path: Path, files: Mapping[str, bytes]) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     try:
         with translate_os_errors(path, UsageError):
-            partial.mkdir(parents=True)
             for name, content in files.items():
                 (partial / name).parent.mkdir(parents=True, exist_ok=True)
                 write_whole(partial / name, content)

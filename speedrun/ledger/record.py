@@ -17,7 +17,8 @@ from speedrun.ground import track
 from speedrun.ground.errors import SpeedrunError, UsageError
 from speedrun.ground.track import Track
 from speedrun.ground.wholefile import PARTIAL
-from speedrun.ledger.format import ABOUT, BATCH, LOG, SOURCE, About, Declaration, FormatError, Strict, sha256
+from speedrun.ledger.decoding import FormatError
+from speedrun.ledger.format import ABOUT, BATCH, LOG, SOURCE, About, Declaration, Strict, sha256
 from speedrun.ledger.reproduction import REPRODUCTION, Reproduction
 from speedrun.ledger.run import Run, read_json, read_run
 from speedrun.ledger.source import split_source

@@ -14,7 +14,8 @@ import msgspec
 
 from speedrun.ground import runlog
 from speedrun.ground.errors import NonFiniteError
-from speedrun.ledger.format import LOG, FormatError, Strict, check_range, decode
+from speedrun.ledger.decoding import FormatError, check_range, decode
+from speedrun.ledger.format import LOG, Strict
 
 #: Events that a finished run has exactly once.
 _ONCE = (

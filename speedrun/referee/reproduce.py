@@ -15,7 +15,8 @@ from speedrun.ground.console import clean, duration
 from speedrun.ground.errors import DataError, NonFiniteError, SpeedrunError, UsageError
 from speedrun.ground.wholefile import make_folder, read_regular, write_whole
 from speedrun.ledger.batch import seeds_from
-from speedrun.ledger.format import FormatError, decode, encode
+from speedrun.ledger.decoding import FormatError, decode
+from speedrun.ledger.format import encode
 from speedrun.ledger.record import Record, load
 from speedrun.ledger.reproduction import (
     CONFIDENCE,

@@ -12,7 +12,8 @@ little, but for the composed heads of record 89.
 
 A row is an entry of the whole value. Rows of the past may be kept only if they do not depend on tokens that follow, and
 a causal function need not compute them so: it may subtract a maximum over all positions, and add it again. No rule on
-equations can know that. So it is tried: where sequences that begin alike have other rows, it is evaluated whole.
+equations can know that. So it is tried: where sequences that begin alike have other rows, it is evaluated whole. Other
+tokens may still do what those of the trial did not: `decode` compares the beginning of each text.
 
 Legend: T positions, B sequences (one), H heads, K head width, S keys, D model.
 """
@@ -209,10 +210,27 @@ class Incremental:
             self._mixed |= changing
             self._find_kept(params)
 
+    def evaluate_whole(self, params: Any) -> None:
+        """Keep nothing of past positions from now on: `step` costs as much as the function."""
+        self._mixed = {x for eqn in self._eqns for x in eqn.outvars}
+        self._find_kept(params)
+
     @property
     def cache_shapes(self) -> list[tuple[int, ...]]:
         """The shapes of what is kept of past positions."""
         return [shape_of(x) for x in self._kept]
+
+    def differences(
+        self, cache: list[jax.Array], other: list[jax.Array], num_positions: jax.Array
+    ) -> jax.Array:
+        """Return by how much the rows of the first positions differ, as a share of the largest number: f32 []."""
+        worst = jnp.float32(0)
+        for x, y, time in zip(cache, other, self._kept.values(), strict=True):
+            is_read = jnp.arange(x.shape[time.axis]) < num_positions * time.per
+            is_read = jnp.expand_dims(is_read, [i for i in range(x.ndim) if i != time.axis])
+            x, y = (jnp.where(is_read, one.astype(jnp.float32), 0) for one in (x, y))
+            worst = jnp.maximum(worst, jnp.max(jnp.abs(x - y)) / jnp.maximum(jnp.max(jnp.abs(y)), 1e-30))
+        return worst
 
     def _find_kept(self, params: Any) -> None:
         def first(params: Any, tokens_BT: jax.Array) -> None:
