@@ -189,7 +189,7 @@ def test_a_changed_run_json_is_refused(unbroken, tmp_path):
     (out := tmp_path / "out").mkdir()
     path = shutil.copytree(folder_of(unbroken.out), folder_of(out)) / "run.json"
     raw = path.read_text()
-    path.write_text(raw.replace('seed\\":0', 'seed\\":1'))
+    path.write_text(raw.replace('checkpoint_every\\":1', 'checkpoint_every\\":2'))
     assert path.read_text() != raw
     result = resumed(out)
     assert (result.exit_code, result.stderr.count("\n")) == (4, 1)

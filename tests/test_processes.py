@@ -174,8 +174,8 @@ def test_two_processes_repeat_their_run_bitwise(by_two, tmp_path, smoke_data):
 #: Python reads this file when it starts.
 NODES = """
 import socket, sys
-if "--process" in sys.orig_argv:
-    process = int(sys.orig_argv[sys.orig_argv.index("--process") + 1])
+if "shared_run" in sys.orig_argv:
+    process = int(sys.orig_argv[-2])
     socket.gethostname = lambda: f"node{{process // {per_node}}}"
 """
 
@@ -200,7 +200,7 @@ def test_several_processes_and_nodes_train_what_one_does(
 
 DRIFTS = """
 import sys
-if "--process 1 " in " ".join(sys.orig_argv):
+if "shared_run" in sys.orig_argv and sys.orig_argv[-2] == "1":
     from speedrun.training import loop
     loop.state_hash = lambda state: "0" * 16
 """
