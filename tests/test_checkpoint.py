@@ -123,7 +123,7 @@ def test_what_was_killed_before_its_folder_appeared_starts_over(unbroken, tmp_pa
     """Its checkpoints' `run.json` is there, and nothing else. Nothing is trained here: the folder is made first."""
     out = tmp_path / "out"
     folder_of(out).mkdir()
-    monkeypatch.setattr(loop, "run", lambda *_: (_ for _ in ()).throw(CheckpointError("seen")))
+    monkeypatch.setattr(loop.Training, "run", lambda *_: (_ for _ in ()).throw(CheckpointError("seen")))
     with pytest.raises(CheckpointError, match="seen"):
         train.train(msgspec.structs.replace(unbroken, out=out, resume=True))
     assert (out / "source.txt").read_bytes() == (unbroken.out / "source.txt").read_bytes()
@@ -143,7 +143,7 @@ def test_what_was_killed_in_its_first_write_is_told_to_start_again(unbroken, tmp
     result = resumed(out)
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert "killed before its settings were written; start it again, with the same command" in result.stderr
-    monkeypatch.setattr(loop, "run", lambda *_: (_ for _ in ()).throw(CheckpointError("seen")))
+    monkeypatch.setattr(loop.Training, "run", lambda *_: (_ for _ in ()).throw(CheckpointError("seen")))
     with pytest.raises(CheckpointError, match="seen"):
         train.train(msgspec.structs.replace(unbroken, out=out))
 

@@ -305,7 +305,7 @@ SMALL = msgspec.structs.replace(
 
 def write(_: track.Track, folder: Path) -> inventory.Manifest:
     """Stands for the generator: two shards of five tokens."""
-    folder.mkdir(exist_ok=True)  # `lock_folder` has made it
+    folder.mkdir(exist_ok=True)
     names = ("smoke_train_000001.bin", "smoke_val_000000.bin")
     digests = [shards.sha256(writing.write_shard(folder / name, np.arange(5)).path) for name in names]
     entries = {name: inventory.ShardEntry(5, 1, digest) for name, digest in zip(names, digests, strict=True)}

@@ -42,7 +42,6 @@ from speedrun.training.prepare import prepare
 from speedrun.training.program import Program
 from speedrun.training.request import RunConfig
 from speedrun.training.train import _announce, train
-from speedrun.training.trainer import Trainer
 from speedrun.training.warmup import compile_all
 
 CACHE_SETTINGS = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
@@ -112,9 +111,7 @@ def test_an_input_that_a_program_does_not_read_costs_no_other_program(tmp_path, 
     monkeypatch.setattr(recipes, "load", lambda _: odd)
     ready = prepare(RunConfig("smoke-cpu", tmp_path / "out", data=smoke_data))
     with runlog.RunLog(tmp_path / "log", now) as log:
-        trainer = Trainer("tiny-1-00a1", ready, log, None)
-        trainer.state = ready.program.init(jax.random.key(0))
-        found = compile_all(trainer)
+        found = compile_all(ready, ready.program.init(jax.random.key(0)), log)
     names = [
         line.event.name for line in runlog.read(tmp_path / "log") if isinstance(line.event, runlog.Compile)
     ]
@@ -155,7 +152,7 @@ def test_a_form_of_attention_that_cannot_run_is_refused_with_all_reasons(smoke_d
 def test_a_run_on_fewer_devices_than_the_track_asks_for_is_warned(tmp_path, smoke_data, num_devices, warned):
     given = RunConfig("smoke-cpu", tmp_path / "out", data=smoke_data, num_devices=num_devices)
     with runlog.RunLog(tmp_path / "log", now) as log:
-        _announce(Trainer("tiny-1-00a1", prepare(given), log, None))
+        _announce("tiny-1-00a1", prepare(given), log)
     lines = list(runlog.read(tmp_path / "log"))
     assert sum(isinstance(line.event, runlog.Warning) for line in lines) == warned
     text = "warn  2 devices, smoke-cpu@1 asks for 8: the record will not pass V404\n"

@@ -1,34 +1,11 @@
-"""The results of a run: the last line of its log."""
+"""What a run read, and what earlier processes of it left in its record."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
-from speedrun.data import shards
+from speedrun.data import shards, stream
 from speedrun.ground import runlog
-from speedrun.ground.clock import cold_wall_s
-from speedrun.training.trainer import Trainer
-
-
-def run_end(trainer: Trainer, outcome: runlog.Outcome) -> runlog.RunEnd:
-    """Return the last line of the log."""
-    tally = trainer.tally
-    return runlog.RunEnd(
-        status=outcome,
-        val_loss=tally.val_loss if outcome == "finished" else None,
-        train_time_s=trainer.clock.seconds,
-        cold_wall_s=tally.cold_wall_s or cold_wall_s(),
-        compile_s=tally.compile_s,
-        warmup_s=tally.warmup_s,
-        val_s=tally.val_s,
-        data_wait_s=tally.data_wait_s,
-        peak_bytes=tally.peak_bytes,
-        final_hash=tally.final_hash,
-        data=tally.read or data_read(trainer),
-        first_batch_sha256=tally.first_batch_sha256,
-        throttled_s=tally.throttled_s,
-        phases={**trainer.phases.seconds()},
-        lost_s=tally.lost_s,
-        matmul_gflops=tally.matmul_gflops,
-    )
+from speedrun.training.prepare import Ready
 
 
 def lost_s(record: Path, step: int) -> float:
@@ -49,17 +26,16 @@ def latest(record: Path, but: str) -> str:
     return max(firsts, key=lambda run_id: firsts[run_id].t_utc, default="")
 
 
-def data_read(trainer: Trainer) -> runlog.DataRead:
+def data_read(ready: Ready, spans: Iterable[stream.Span]) -> runlog.DataRead:
     """Return the data read so far, with the digest of every shard."""
-    ready, tally = trainer.ready, trainer.tally
     folder, val = ready.folder, ready.shards.val[0]
     ranges = [
         runlog.ShardRange(r.name, _digest(folder / r.name), r.shard_tokens, r.start, r.stop, r.skipped)
-        for r in tally.ranges
+        for r in spans
     ]
     num_scored = ready.track.data.val_tokens
     scored = runlog.ShardRange(val.path.name, _digest(val.path), val.num_tokens, 0, num_scored)
-    return runlog.DataRead(tuple(ranges), scored, tally.val_sha256)
+    return runlog.DataRead(tuple(ranges), scored, ready.val_sha256)
 
 
 def _digest(path: Path) -> str:

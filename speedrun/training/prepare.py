@@ -1,6 +1,7 @@
 """All checks of a run before its record is created."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,11 @@ class Ready:
             self.shards.train, cursor, process=process, num_processes=num_processes, document_token=opens
         )
 
+    @cached_property
+    def val_sha256(self) -> str:
+        """Return the digest of the ids that will be scored."""
+        return stream.validation_sha256(self.shards.val[0], self.track.data.val_tokens)
+
     @property
     def source_sha256(self) -> str:
         """Return the digest of the source closure."""
@@ -72,7 +78,6 @@ class Ready:
         """Return what must be equal in all processes, by name. Shards are compared by names, sizes and manifest."""
         shards = [(shard.path.name, shard.num_tokens) for shard in self.shards.train]
         data = msgspec.json.encode([shards, inventory.read_manifest(self.folder)])
-        val_sha256 = stream.validation_sha256(self.shards.val[0], self.track.data.val_tokens)
         shared = msgspec.structs.replace(self.config, out=Path(), data=None, seed=0)
         options = msgspec.to_builtins(shared, enc_hook=str)
         constants = b"".join(x.tobytes() for x in self.program.step.plan.constants.values())
@@ -86,7 +91,7 @@ class Ready:
             "packages": str(provenance.software()),
             "environment": str({k: v for k, v in provenance.environment().items() if k != differs}),
             "training shards": f"whose names, sizes and manifest have sha256 {format.sha256(data)[:12]}",
-            "validation tokens": f"of sha256 {val_sha256[:12]}",
+            "validation tokens": f"of sha256 {self.val_sha256[:12]}",
         }
 
     @property

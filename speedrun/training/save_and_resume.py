@@ -1,75 +1,64 @@
-"""Saving a run in checkpoints, and resuming from them."""
+"""Saving a run in a checkpoint, and resuming from the newest one."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import NamedTuple
 
 from speedrun.data import stream
 from speedrun.ground import runlog
 from speedrun.ground.clock import Stopwatch
-from speedrun.ground.errors import Terminated
 from speedrun.ledger import format
-from speedrun.training import checkpoint
+from speedrun.science.step import TrainState
+from speedrun.training.checkpoint import Checkpoints, Facts, described
 from speedrun.training.fingerprint import state_hash
 from speedrun.training.outcome import latest, lost_s
-from speedrun.training.trainer import Place, Trainer
+from speedrun.training.prepare import Ready
 
 
-@contextmanager
-def saved_if_stopped(trainer: Trainer) -> Iterator[None]:
-    """Save a checkpoint if the run is stopped. `Terminated` is raised only between steps."""
-    try:
-        yield
-    except Terminated:
-        save(trainer, wait=True)
-        raise
+class Place(NamedTuple):
+    """The position of a run."""
+
+    step: int  #: the next one
+    cursor: stream.Cursor  #: of its first token
+    tokens_seen: int = 0
+    train_time_s: float = 0.0
 
 
-def save(trainer: Trainer, *, wait: bool = False) -> None:
-    """Save a checkpoint of the current step, unless it is already saved; `wait` until it is on disk.
-
-    All losses must be reported first.
-    """
-    if trainer.checkpoints is None:
-        return
-    with trainer.phases.within("checkpoint"):
-        if trainer.checkpoints.newest != trainer.place.step:
-            _write(trainer, trainer.checkpoints)
-        if wait:
-            trainer.checkpoints.settle()
+BEGINNING = Place(0, stream.START)
 
 
-def resume(trainer: Trainer) -> None:
-    """Resume from the newest checkpoint; without one, keep the fresh state."""
-    ready, out, checkpoints = trainer.ready, trainer.ready.config.out, trainer.checkpoints
-    assert checkpoints is not None
-    if not checkpoints.steps:
-        if run_id := latest(out, trainer.run_id):
-            trainer.log.emit(runlog.Resume(run_id, 0, state_hash(trainer.state), 0.0, 0, stream.START))
-        return
-    trainer.state, old = checkpoints.restore(
-        ready.program,
-        format.config_sha256(ready.described),
-        say=lambda text: trainer.log.emit(runlog.Warning(text)),
-    )
-    trainer.place = Place(old.step, stream.Cursor(*old.cursor))
-    trainer.clock.resume_at(old.train_time_s)
-    trainer.tally.tokens_seen = old.tokens_seen
-    trainer.tally.lost_s = lost_s(out, old.step)
-    resumed = old.run_id, old.step, state_hash(trainer.state), old.train_time_s, old.tokens_seen, old.cursor
-    trainer.log.emit(runlog.Resume(*resumed))
-
-
-def _write(trainer: Trainer, checkpoints: checkpoint.Checkpoints) -> None:
-    """Write a checkpoint, and log it."""
-    watch, place, state = Stopwatch(), trainer.place, trainer.state
-    facts = checkpoint.Facts(
+def save(
+    ready: Ready, checkpoints: Checkpoints, run_id: str, state: TrainState, place: Place, log: runlog.RunLog
+) -> None:
+    """Write a checkpoint in the background, and log it."""
+    watch = Stopwatch()
+    facts = Facts(
         step=place.step,
-        run_id=trainer.run_id,
-        config_sha256=format.config_sha256(trainer.ready.described),
+        run_id=run_id,
+        config_sha256=format.config_sha256(ready.described),
         cursor=place.cursor,
-        tokens_seen=trainer.tally.tokens_seen,
-        train_time_s=trainer.clock.seconds,
-        arrays=checkpoint.described(state),
+        tokens_seen=place.tokens_seen,
+        train_time_s=place.train_time_s,
+        arrays=described(state),
     )
     checkpoints.save(state, facts)
-    trainer.log.emit(runlog.Checkpoint(place.step, state_hash(state), watch.seconds))
+    log.emit(runlog.Checkpoint(place.step, state_hash(state), watch.seconds))
+
+
+def resume(
+    ready: Ready, checkpoints: Checkpoints, run_id: str, state: TrainState, log: runlog.RunLog
+) -> tuple[TrainState, Place, float]:
+    """Return state and place of the newest checkpoint, and the seconds lost after it; without one, the fresh state."""
+    out = ready.config.out
+    if not checkpoints.steps:
+        if earlier := latest(out, but=run_id):
+            log.emit(runlog.Resume(earlier, 0, state_hash(state), 0.0, 0, stream.START))
+        return state, BEGINNING, 0.0
+    state, old = checkpoints.restore(
+        ready.program,
+        format.config_sha256(ready.described),
+        say=lambda text: log.emit(runlog.Warning(text)),
+    )
+    place = Place(old.step, stream.Cursor(*old.cursor), old.tokens_seen, old.train_time_s)
+    log.emit(
+        runlog.Resume(old.run_id, old.step, state_hash(state), old.train_time_s, old.tokens_seen, old.cursor)
+    )
+    return state, place, lost_s(out, old.step)

@@ -7,21 +7,18 @@ import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-from speedrun.data import stream
 from speedrun.ground import faults, lock, processes, provenance, runlog, signals
-from speedrun.ground import mesh as meshes
 from speedrun.ground import track as tracks
 from speedrun.ground.clock import now
 from speedrun.ground.errors import NonFiniteError, translate_os_errors
 from speedrun.ground.output import expected, reported, text_of
 from speedrun.ground.wholefile import make_folder, write_whole
 from speedrun.ledger import format
-from speedrun.training import checkpoint, health, loop, watchdog
+from speedrun.training import checkpoint, health, watchdog
 from speedrun.training.checkpoint import Checkpoints
-from speedrun.training.outcome import run_end
+from speedrun.training.loop import Training
 from speedrun.training.prepare import Ready, prepare
 from speedrun.training.request import RunConfig, decoded
-from speedrun.training.trainer import Trainer
 
 
 def train(config: RunConfig, reader: runlog.Reader | None = None) -> runlog.RunEnd:
@@ -52,16 +49,16 @@ def _logged(ready: Ready, checkpoints: Checkpoints | None, reader: runlog.Reader
     run_dir = config.out / "runs" / run_id
     path = _make_folders(ready, run_dir) if processes.is_first() else None
     with runlog.RunLog(path, now, reader) as log, processes.handled_by(signals.ignore):
-        trainer = Trainer(run_id, ready, log, checkpoints)
+        training = Training(run_id, ready, log, checkpoints)
         outcome: runlog.Outcome = "aborted"
-        trainer.phases.enter("start")  # its deadline counts from here
+        training.phases.enter("start")  # its deadline counts from here
         try:
             watched = watchdog.watching(
-                trainer.phases, config.deadlines_s, log, watchdog.stacks_of(config.out)
+                training.phases, config.deadlines_s, log, watchdog.stacks_of(config.out)
             )
             with watched, processes.handled_by(processes.immediate_stop()):
-                _announce(trainer)
-                loop.run(trainer)
+                _announce(run_id, ready, log)
+                training.run()
             outcome = "finished"
         except BaseException as error:
             # Log every cause: a run that broke off stays visible.
@@ -70,12 +67,9 @@ def _logged(ready: Ready, checkpoints: Checkpoints | None, reader: runlog.Reader
             log.emit(runlog.Error(type(known).__name__, text_of(known) or "stopped from outside"))
             raise
         finally:
-            trainer.phases.enter("end")
-            trainer.tally.peak_bytes = meshes.peak_bytes(ready.program.mesh)
+            training.phases.enter("end")
             faults.point("end")
-            log.emit(
-                end := run_end(trainer, outcome)
-            )  # the result comes last, when everything else is on disk
+            log.emit(end := training.end(outcome))  # the result comes last, when everything else is on disk
     return end
 
 
@@ -91,14 +85,13 @@ def _make_folders(ready: Ready, run_dir: Path) -> Path:
     return run_dir / "metrics.jsonl"
 
 
-def _announce(trainer: Trainer) -> None:
+def _announce(run_id: str, ready: Ready, log: runlog.RunLog) -> None:
     """Log what is about to run, on which devices, with which data."""
-    ready, log = trainer.ready, trainer.log
     track, recipe, mesh = ready.track, ready.recipe, ready.program.mesh
     log.emit(
         runlog.RunStart(
             format=runlog.FORMAT,
-            run_id=trainer.run_id,
+            run_id=run_id,
             track=track.id,
             track_sha256=tracks.sha256(track.name),
             recipe=recipe.name,
@@ -130,14 +123,13 @@ def _announce(trainer: Trainer) -> None:
         problem = f"{mesh.size} devices, {track.id} asks for {wanted}: the record will not pass V404"
         log.emit(runlog.Warning(problem))
     val = ready.shards.val[0]
-    trainer.tally.val_sha256 = stream.validation_sha256(val, track.data.val_tokens)
     log.emit(
         runlog.DataReady(
             folder=ready.folder.name,
             train_shards=[shard.path.name for shard in ready.shards.train],
             val_shard=val.path.name,
             val_tokens=track.data.val_tokens,
-            val_sha256=trainer.tally.val_sha256,
+            val_sha256=ready.val_sha256,
         )
     )
 

@@ -19,7 +19,6 @@ from speedrun.training.fingerprint import state_hash
 from speedrun.training.footprint import flops_per_token
 from speedrun.training.prepare import Ready
 from speedrun.training.program import StepShape
-from speedrun.training.trainer import Trainer
 
 _STEPS = 2  #: of each executable
 
@@ -40,16 +39,17 @@ class Executables(NamedTuple):
     scores: dict[StepShape, Any]
     planned: tuple[Planned, ...]  #: each step
     score_at: dict[int, Any]  #: at each step that is validated, the end included
+    compile_s: float
 
 
-def compile_all(trainer: Trainer) -> Executables:
+def compile_all(ready: Ready, state: TrainState, log: runlog.RunLog) -> Executables:
     """Compile an executable for each shape of a step and of a validation, but equal programs only once.
 
     Raise UsageError if a step needs more memory than a device has, by the compiler's count.
     """
-    ready, state, tally = trainer.ready, trainer.state, trainer.tally
     program, recipe = ready.program, ready.recipe
     done: dict[str, Any] = {}
+    times_s: list[float] = []
 
     def compiled(name: str, lowered: Any) -> Any:
         watch = Stopwatch()
@@ -58,8 +58,8 @@ def compile_all(trainer: Trainer) -> Executables:
             return done[text]
         with _cache() as answers:
             done[text] = program.compiled(lowered)
-        trainer.log.emit(runlog.Compile(name, watch.seconds, answers[-1] if answers else "off"))
-        tally.compile_s += watch.seconds
+        times_s.append(watch.seconds)
+        log.emit(runlog.Compile(name, times_s[-1], answers[-1] if answers else "off"))
         return done[text]
 
     def step(shape: StepShape) -> Any:
@@ -77,8 +77,9 @@ def compile_all(trainer: Trainer) -> Executables:
     scores = {shape: score(shape) for shape in dict.fromkeys(scored_at.values())}
     memory = [executable.memory_analysis() for executable in steps.values()]
     footprint.require(program, max(m.peak_memory_in_bytes for m in memory))
-    trainer.log.emit(_plan(ready, state, max(m.temp_size_in_bytes for m in memory)))
-    return Executables(steps, scores, planned, {at: scores[shape] for at, shape in scored_at.items()})
+    log.emit(_plan(ready, state, max(m.temp_size_in_bytes for m in memory)))
+    score_at = {at: scores[shape] for at, shape in scored_at.items()}
+    return Executables(steps, scores, planned, score_at, sum(times_s))
 
 
 def _planned(ready: Ready, step: int) -> Planned:
@@ -109,11 +110,10 @@ def _cache() -> Iterator[list[Literal["hit", "miss"]]]:
         jax.monitoring.unregister_event_listener(listen)
 
 
-def warm_up(trainer: Trainer, executables: Executables) -> None:
-    """Run every executable on random ids, then build the state again from the seed."""
-    watch, ready, state = Stopwatch(), trainer.ready, trainer.state
-    program = ready.program
-    trainer.log.emit(runlog.WarmupStart(state_hash(state)))
+def warm_up(ready: Ready, executables: Executables, state: TrainState, log: runlog.RunLog) -> TrainState:
+    """Run every executable on random ids, which uses up the state, and return it built again from the seed."""
+    watch, program = Stopwatch(), ready.program
+    log.emit(runlog.WarmupStart(state_hash(state)))
     for shape, step in executables.steps.items():
         for _ in range(_STEPS):
             state, metrics = step(state, *_random_ids(ready, shape), program.schedule)
@@ -121,11 +121,10 @@ def warm_up(trainer: Trainer, executables: Executables) -> None:
     for shape, score in executables.scores.items():
         meshes.fetch(score(state.params, *_random_ids(ready, shape), program.schedule, state.step))
     del state  # otherwise two states would be in memory
-    trainer.state = program.init(jax.random.key(ready.config.seed))
-    again = state_hash(trainer.state)
-    trainer.tally.warmup_s = watch.seconds
-    num_steps = _STEPS * len(executables.steps)
-    trainer.log.emit(runlog.WarmupEnd(again, num_steps, watch.seconds))
+    state = program.init(jax.random.key(ready.config.seed))
+    again, num_steps = state_hash(state), _STEPS * len(executables.steps)
+    log.emit(runlog.WarmupEnd(again, num_steps, watch.seconds))
+    return state
 
 
 def _random_ids(ready: Ready, shape: StepShape) -> list[jax.Array]:
