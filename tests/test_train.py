@@ -344,7 +344,7 @@ def test_a_run_that_breaks_off_tells_what_it_read(tmp_path, smoke_data, monkeypa
         (signal.SIGINT, "data", 75, "broke off before the clock: Terminated: stopped by SIGINT"),
     ],
 )
-def test_a_stopped_run_ends_its_log_and_writes_its_facts(tmp_path, smoke_data, sent, seen, exit_code, said):
+def test_a_stopped_run_ends_its_log(tmp_path, smoke_data, sent, seen, exit_code, said):
     """A process of its own, stopped when its log says `seen`: after `data` it compiles."""
     out = tmp_path / "out"
     settings = [w for k, v in (SMALL | {"stages.0.num_steps": "400"}).items() for w in ("--set", f"{k}={v}")]
