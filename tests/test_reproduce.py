@@ -283,6 +283,14 @@ def test_a_run_of_something_else_is_not_compared(reproduced):
     )
 
 
+def test_a_run_that_blew_up_before_it_said_on_what_it_ran_is_told(reproduced):
+    def nothing(log):
+        return [log[0], log[1]._replace(event=runlog.Error("NonFiniteError", "block0"))]
+
+    result, _ = reproduced(make=lambda seed: Spec(seed=seed, edit_log=nothing))
+    assert (result.exit_code, "left no readable log" in result.stderr) == (1, True), result.output
+
+
 def test_a_run_that_leaves_nothing_is_told(reproduced):
     result, _ = reproduced(make=lambda _: NonFiniteError("its loss became nan"))
     assert (result.exit_code, "left no readable log" in result.stderr) == (1, True), result.output

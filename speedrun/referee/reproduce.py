@@ -115,7 +115,8 @@ class Repetition:
         # The stacks of a run that hung lie beside its folder.
         for attempt in sorted(path for path in self.folder.glob(f"{seed}-*") if path.is_dir()):
             for run in load(attempt).runs:
-                if run.start.seed == seed and run.outcome in ("finished", "non-finite"):
+                has_begun = bool(run.hardware[0])  # a stranger's log may claim an end before its beginning
+                if run.start.seed == seed and has_begun and run.outcome in ("finished", "non-finite"):
                     if run.finished:
                         self._check_same(run, attempt)
                     return run
