@@ -96,7 +96,7 @@ def test_the_next_call_mends_what_the_disk_did_to_the_last(failing_disk, checkou
         "step": step,
     }
     complaints, blows = answer(failing_disk, asked, tmp_path)
-    assert blows >= 10
+    assert blows >= 3  # a submission is two files
     assert not complaints, "\n".join(complaints)
 
 

@@ -127,8 +127,8 @@ def test_a_form_that_needs_fixed_windows_gets_a_program_for_each(tmp_path, smoke
     train(RunConfig("smoke-cpu", out, overrides=SMALL, data=smoke_data, attention="banded"))
     names = [event.name for event in events(out) if isinstance(event, runlog.Compile)]
     assert names == [
-        *("train/8x64, window 1", "train/8x64, window 2", "train/8x64, window 3"),
-        *("eval/128x64, window 1", "eval/128x64, window 3"),
+        *("train/8x64, window_blocks 1", "train/8x64, window_blocks 2", "train/8x64, window_blocks 3"),
+        *("eval/128x64, window_blocks 1", "eval/128x64, window_blocks 3"),
     ]
     np.testing.assert_allclose(losses(out), losses(record), rtol=1e-3)
     (plan,) = (event for event in events(out) if isinstance(event, runlog.Plan))
