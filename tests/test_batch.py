@@ -169,11 +169,18 @@ def test_what_a_power_cut_leaves_at_the_end_of_a_log_is_cut_off(folder, tail):
     assert [run.outcome for run in load(folder).runs if run.folder == killed.name] == ["aborted"]
 
 
+def kept_at_the_end(log):
+    """With a checkpoint of the last step between the stop of the clock and the result."""
+    saved = log[-3]._replace(event=runlog.Checkpoint(10, "e" * 16, 0.01), mono_ns=log[-3].mono_ns + 500)
+    return [*log[:-2], saved, *log[-2:]]
+
+
 @pytest.mark.parametrize("kept", [0, 0.5, 1, 1.5], ids=["nothing", "half a loss", "a loss", "half an end"])
-def test_a_run_killed_while_its_result_is_written_is_run_again(folder, kept):
+@pytest.mark.parametrize("edit", [list, kept_at_the_end], ids=["", "with a checkpoint"])
+def test_a_run_killed_while_its_result_is_written_is_run_again(folder, kept, edit):
     """Its last two lines, the loss and the end, are one write: V303 sees no result that was known."""
     forge(folder)
-    killed = write_run(folder, Spec(seed=2, attempt="k"))
+    killed = write_run(folder, Spec(seed=2, attempt="k", edit_log=edit))
     *lines, loss, end = (killed / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     told = loss[: int(len(loss) * kept)] + end[: int(len(end) * max(0, kept - 1))]
     (killed / "metrics.jsonl").write_bytes(b"".join(lines) + told)

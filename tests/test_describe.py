@@ -12,6 +12,7 @@ from speedrun.ground import runlog, track
 from speedrun.ground.errors import UsageError
 from speedrun.ledger.assemble import readme_head
 from speedrun.ledger.record import load
+from speedrun.ledger.summary import summarize
 from speedrun.ledger.validate import validate
 
 
@@ -58,9 +59,9 @@ def test_a_description_is_in_about_and_readme_and_the_rest_stays(records):
 def test_a_readme_names_the_parent_of_the_recipe_where_no_record_is_named(records, config, said):
     write_run(records[0], Spec(seed=0, edit_log=change(runlog.RunStart, config=config)))
     record = load(records[0])
-    assert f"| parent | {said} |\n" in readme_head(record)
+    assert f"| parent | {said} |\n" in readme_head(record, summarize(record))
     named = dataclasses.replace(record, about=replace(record.about, parent_record="smoke-cpu/first"))
-    assert "| parent | smoke-cpu/first |\n" in readme_head(named)
+    assert "| parent | smoke-cpu/first |\n" in readme_head(named, summarize(named))
 
 
 @pytest.mark.parametrize(

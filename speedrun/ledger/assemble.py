@@ -47,8 +47,6 @@ def assemble(
         record = load(record_dir)
         for path, why in record.refused.items():
             raise UsageError(f"{record_dir / path}: {why}; take it out of the record")
-        if not record.runs and not record.malformed[1:]:
-            raise UsageError(f"{record_dir} holds no runs; 'speedrun run' writes them")
         for problem in record.malformed:
             raise UsageError(f"{record_dir}: {problem}; 'speedrun validate' lists all problems")
         if ABOUT not in record.raw:
@@ -59,25 +57,19 @@ def assemble(
         )
         own = record.raw.get("README.md", b"").rpartition(HEAD_END.encode())[2]
         write_whole(record_dir / ABOUT, encode(record.about))
-        write_whole(record_dir / "README.md", readme_head(record).encode(), own)
-        return summarize(record)
+        summary = summarize(record)
+        write_whole(record_dir / "README.md", readme_head(record, summary).encode(), own)
+        return summary
 
 
 def reproduce_command(run: Run) -> str:
     """Return the command line that makes this run again."""
     name = run.start.track.rpartition("@")[0]
-    command = [
-        "speedrun",
-        "run",
-        "--track",
-        name,
-        "--recipe",
-        run.start.recipe,
-        "--seed",
-        str(run.start.seed),
-    ]
-    if name in track.names() and run.hardware[0] != track.load(name).rules.num_devices:
-        command += ["--devices", str(run.hardware[0])]
+    recipe, seed, (num_devices, _) = run.start.recipe, str(run.start.seed), run.hardware
+    command = ["speedrun", "run", "--track", name, "--recipe", recipe, "--seed", seed]
+    # A run that was killed before its preflight has no devices.
+    if name in track.names() and num_devices not in (0, track.load(name).rules.num_devices):
+        command += ["--devices", str(num_devices)]
     if name in track.names() and track.load(name).synthetic is None:
         command += ["--data", "DIR"]
     for key, value in run.start.overrides.items():
@@ -91,9 +83,9 @@ def sources(runs: Sequence[Run]) -> list[str]:
     return sorted({run.origin.run_id for run in runs if run.resumed} - own)
 
 
-def readme_head(record: Record) -> str:
+def readme_head(record: Record, summary: Summary) -> str:
     """Return the generated part of `README.md`: title, result card, command, plot."""
-    summary, about, lead = summarize(record), record.about, record.lead
+    about, lead = record.about, record.lead
     rows = [
         ("track", lead.start.track),
         ("recipe", f"{lead.start.recipe}, revision {lead.start.recipe_revision}"),
@@ -104,7 +96,7 @@ def readme_head(record: Record) -> str:
         ("runs", f"{summary.num_finished} finished of {record.declared_runs} declared"),
         ("steps", f"{summary.num_steps:,} of {summary.step_p50_ms:.1f} ms (median)"),
         ("tokens", f"{summary.num_tokens:,}"),
-        ("hardware", "{} x {}".format(*lead.hardware)),
+        ("hardware", "{} x {}".format(*lead.hardware) if lead.hardware[0] else "not known"),
         ("source", f"{record.source_lines:,} lines, sha256 `{record.source_sha256[:16]}`"),
         ("authors", ", ".join(about.authors) or "not named"),
         ("parent", about.parent_record or _parent_recipe(lead)),

@@ -46,8 +46,9 @@ def _salvage(folder: Path) -> bool:
             folder.rmdir()
         return False
     # The result is printed with the end of the run; without that end, nobody has seen the result.
-    if isinstance(lines[-1].event, runlog.Val) and isinstance(lines[-2].event, runlog.ClockStop):
-        lines.pop()
+    for stop in (line.i for line in lines if isinstance(line.event, runlog.ClockStop)):
+        result = next((line.i for line in lines[stop:] if isinstance(line.event, runlog.Val)), len(lines))
+        del lines[result:]
     if (whole := b"".join(line.encode() + b"\n" for line in lines)) != raw:
         write_whole(folder / LOG, whole)
     return True

@@ -3,13 +3,16 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from speedrun.ground import provenance
+from speedrun.ground import provenance, runlog
 from speedrun.ground.console import clean
 from speedrun.ground.errors import UsageError
 from speedrun.ledger.format import BATCH
 from speedrun.ledger.record import Record, load
 from speedrun.ledger.reproduction import Point, point
+from speedrun.ledger.run import READS_OLDER
 from speedrun.ledger.validate import validate
+
+_LOG = "speedrun/ground/runlog.py"
 
 
 def read(folder: Path) -> Record:
@@ -26,6 +29,8 @@ def read(folder: Path) -> Record:
         problem = (
             f"ran under {record.lead.start.track}, which this version does not know; get the newest speedrun"
         )
+    elif record.source_files and f"\nFORMAT = {runlog.FORMAT}\n" not in record.source_files.get(_LOG, ""):
+        problem = f"its source writes logs of an older format, which nothing here reads; commit {READS_OLDER} runs it"
     elif not runs:
         problem = "no run finished, so there is no result to reproduce"
     elif any(run.vals[-1].tokens <= 0 or run.train_time_s <= 0 for run in runs):

@@ -21,8 +21,9 @@ def lost_s(record: Path, step: int) -> float:
 
 def latest(record: Path, but: str) -> str:
     """Return the id of the latest run in a record but one; empty if there is no other."""
-    firsts = {path.parent.name: next(runlog.read(path)) for path in record.glob("runs/*/metrics.jsonl")}
-    firsts.pop(but)
+    logs = {path.parent.name: path for path in record.glob("runs/*/metrics.jsonl")}
+    # On another node the log of this run may be missing, or still empty.
+    firsts = {run_id: next(runlog.read(path)) for run_id, path in logs.items() if run_id != but}
     return max(firsts, key=lambda run_id: firsts[run_id].t_utc, default="")
 
 

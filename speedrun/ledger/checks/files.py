@@ -3,8 +3,6 @@
 import re
 from collections.abc import Iterator
 
-import msgspec
-
 from speedrun.ground import console, runlog
 from speedrun.ledger import format
 from speedrun.ledger.checks.table import check
@@ -147,13 +145,3 @@ def reproduced(record: Record) -> Iterator[str]:
         yield "reproduction.json: is of another record"
     elif problem := runs_problem(stored, record.finished):
         yield f"reproduction.json: {problem}"
-
-
-def _differences(place: str, stored: object, derived: object) -> Iterator[str]:
-    """Yield a line for each leaf in which a stored file differs from the derived one."""
-    old, new = msgspec.to_builtins(stored), msgspec.to_builtins(derived)
-    if isinstance(old, dict) and isinstance(new, dict):
-        for key in {**old, **new}:
-            yield from _differences(f"{place}.{key}", old.get(key), new.get(key))
-    elif old != new:
-        yield f"{place}: stored {old!r}, derived {new!r}"
