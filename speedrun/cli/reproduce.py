@@ -19,7 +19,7 @@ from speedrun.referee.rerun import Rerun
 from speedrun.referee.sandbox import protections
 from speedrun.study.comparison import Comparison, compare
 
-_RECORD = "records/smoke-cpu/2026-11-21-six-seeds"
+_RECORD = "runs/first"
 _NUM_PAIRS = 3
 
 
@@ -112,6 +112,7 @@ def _side(record: Path, folder: Path, data: Path | None, *, unsafe: bool) -> rep
     """Check a record and its data; execute nothing yet."""
     found = circumstances.read(record)
     rerun = Rerun(record, found.lead.folder, unsafe=unsafe)
+    circumstances.require_our_logs(found)
     points = tuple(circumstances.points(found))
     shards = rerun.check_data(data, sys.stderr)
     for line in reproduce.differences(points):

@@ -29,8 +29,6 @@ def read(folder: Path) -> Record:
         problem = (
             f"ran under {record.lead.start.track}, which this version does not know; get the newest speedrun"
         )
-    elif record.source_files and f"\nFORMAT = {runlog.FORMAT}\n" not in record.source_files.get(_LOG, ""):
-        problem = f"its source writes logs of an older format, which nothing here reads; commit {READS_OLDER} runs it"
     elif not runs:
         problem = "no run finished, so there is no result to reproduce"
     elif any(run.vals[-1].tokens <= 0 or run.train_time_s <= 0 for run in runs):
@@ -38,6 +36,19 @@ def read(folder: Path) -> Record:
     if problem:
         raise UsageError(f"{folder}: {clean(problem)}; 'speedrun validate {folder}' says what is wrong")
     return record
+
+
+def require_our_logs(record: Record) -> None:
+    """Refuse a record whose source writes logs that this version cannot read: it would run for nothing.
+
+    Raises:
+        UsageError: naming the commit that can.
+    """
+    if f"\nFORMAT = {runlog.FORMAT}\n" not in record.source_files.get(_LOG, ""):
+        raise UsageError(
+            f"{record.root}: its source writes an older format of logs; nothing was executed; commit {READS_OLDER} has a "
+            "speedrun that reads them, and runs it again"
+        )
 
 
 def points(record: Record) -> Iterator[Point]:
