@@ -569,8 +569,5 @@ def test_a_source_that_writes_an_older_format_is_not_run(tmp_path):
     """As those of the committed records, until they are made again."""
     done = command("reproduce", str(COMMITTED), "--runs", "1", "--out", str(tmp_path / "out"))
     assert (done.returncode, done.stdout) == (2, "")
-    assert (
-        f"older format of logs; nothing was executed; commit {READS_OLDER} has"
-        in done.stderr
-    )
+    assert f"older format of logs; nothing was executed; commit {READS_OLDER} has" in done.stderr
     assert not (tmp_path / "out").exists()

@@ -46,8 +46,8 @@ def require_our_logs(record: Record) -> None:
     """
     if f"\nFORMAT = {runlog.FORMAT}\n" not in record.source_files.get(_LOG, ""):
         raise UsageError(
-            f"{record.root}: its source writes an older format of logs; nothing was executed; commit {READS_OLDER} has a "
-            "speedrun that reads them, and runs it again"
+            f"{record.root}: its source writes an older format of logs; nothing was executed; commit {READS_OLDER} has "
+            "a speedrun that reads them, and runs it again"
         )
 
 

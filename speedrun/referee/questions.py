@@ -121,7 +121,7 @@ def examined(folder: Path, report: Report, options: Options, echo: TextIO) -> Re
     if not all(rerun.can_be_examined for rerun in reruns):
         raise UsageError(
             f"{folder}: its instruments are older than this examiner understands; 'git checkout' its commit "
-            "and validate there, or 'speedrun reproduce --same-seeds' compares its losses"
+            "and validate there"
         )
     (harness,) = (result for result in report.results if result.check.id == _HARNESS)
     if harness.status != "ok":
