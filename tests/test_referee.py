@@ -919,7 +919,8 @@ def test_the_command_has_a_record_examined_and_a_nonce_repeats_it(tmp_path, smok
     done = validated(tmp_path / "out", smoke_data, "--replay=all", "--nonce", NONCE)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"nonce {NONCE}" in done.stdout
-    assert statuses(done) == dict.fromkeys(["V601", "V602", "V603", "V604", "V605", "V606"], "ok")
+    # After twelve steps a model knows little: shuffled targets cost it less than a nat, and V608 warns.
+    assert statuses(done) == {**dict.fromkeys([f"V60{i}" for i in range(1, 8)], "ok"), "V608": "warning"}
 
 
 CHEAT = """
