@@ -564,6 +564,10 @@ def test_a_folder_without_runs_cannot_be_assembled(folder):
     (folder / "source.txt").write_text(source_text())
     with pytest.raises(UsageError, match="no runs"):
         assemble(folder)
+    log = write_run(folder, Spec()) / "metrics.jsonl"
+    log.write_bytes(log.read_bytes()[:-9])
+    with pytest.raises(UsageError, match="the last line is torn"):
+        assemble(folder)
 
 
 def test_files_have_one_spelling():

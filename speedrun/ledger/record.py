@@ -125,7 +125,7 @@ def load(root: Path) -> Record:
     """
     raw, refused = read_files(root)
     folders = run_folders(raw)
-    malformed: list[str] = [] if folders else ["runs: the record holds no run"]
+    malformed: list[str] = [] if folders else ["the record holds no runs"]
 
     def attempt(read: Callable[[], _Read], paths: set[str]) -> _Read | None:
         """Return None and note the problem if it fails; refused files are already noted."""
