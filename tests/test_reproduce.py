@@ -42,7 +42,7 @@ from speedrun.ledger.format import encode, sha256
 from speedrun.ledger.record import load, read_files
 from speedrun.ledger.reproduction import Difference, Reproduction, judged, point, verdict
 from speedrun.ledger.run import READS_OLDER, Run, read_run
-from speedrun.ledger.statistics import difference_interval, pooled_sd
+from speedrun.ledger.statistics import pooled_sd
 from speedrun.ledger.validate import validate
 from speedrun.referee import container, reproduce, sandbox
 from speedrun.referee.rerun import Rerun
@@ -57,17 +57,16 @@ COMMITTED = ROOT / "records" / "smoke-cpu" / "2026-11-21-six-seeds"
 
 def test_the_interval_is_the_one_of_scipy_where_both_sides_tell_the_noise():
     first, second = [3.1, 3.4, 3.2, 3.3, 3.5], [3.0, 3.6, 3.3]
-    found = difference_interval(first, second, pooled_sd([first, second]), freedom=6, confidence=0.99)
+    pooled = reproduction.Noise(pooled_sd([first, second]), 6, "runs")
+    found = reproduction.difference(first, second, pooled)
     tested: Any = stats.ttest_ind(second, first, equal_var=True)
     want = tested.confidence_interval(0.99)
     assert (found.low, found.high) == pytest.approx((want.low, want.high))
 
 
 def test_the_interval_of_a_known_noise_is_normal():
-    found = difference_interval([1.0] * 4, [2.0] * 4, 0.1, confidence=0.99)
+    found = reproduction.difference([1.0] * 4, [2.0] * 4, reproduction.Noise(0.1, None, "track"))
     assert found.half_width == pytest.approx(stats.norm.ppf(0.995) * 0.1 / math.sqrt(2))
-    with pytest.raises(ValueError, match="one on each side"):
-        difference_interval([], [1.0], 0.1)
 
 
 def test_a_new_run_of_the_same_kind_is_inside_99_of_100_times():

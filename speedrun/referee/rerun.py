@@ -123,7 +123,7 @@ class Rerun:
             made = Path(scratch, "record")
             config = self._config(made, seed, data)
             try:
-                self._execute(self._entry, config, data, Path(scratch), echo, {}, limit_s)
+                self._execute("speedrun.training.train", config, data, Path(scratch), echo, {}, limit_s)
             finally:
                 _bring(made, out)
         new = [run for run in load(out).runs if run.finished] if out.is_dir() else []
@@ -133,12 +133,6 @@ class Rerun:
                 f"need one; 'speedrun validate {out}' says what is wrong"
             )
         return new[0]
-
-    @property
-    def _entry(self) -> str:
-        """The module that trains; the layout before 2026-11-22 had it elsewhere."""
-        new, old = "speedrun/training/train.py", "speedrun/train.py"
-        return (new if new in self._source else old).removesuffix(".py").replace("/", ".")
 
     @property
     def can_be_examined(self) -> bool:

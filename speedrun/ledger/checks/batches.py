@@ -12,6 +12,7 @@ from speedrun.ledger.checks.table import Skip, check
 from speedrun.ledger.neighbours import fingerprint, runs_of_other_records
 from speedrun.ledger.record import Record
 from speedrun.ledger.run import Run
+from speedrun.ledger.statistics import chi2_cdf
 
 #: Probability, under the track's noise, below which losses are too close together.
 _TOO_CLOSE = 1e-4
@@ -192,15 +193,13 @@ def declared_before(record: Record) -> Iterator[str]:
 )
 def scatter(record: Record) -> Iterator[str]:
     """A chi-squared test, one-sided, that the sample variance is not below the track's."""
-    from scipy import special
-
     sigma, losses = record.rules.target.sigma, [run.val_loss for run in record.finished]
     if sigma is None:
         raise Skip("the noise of this track is not known")
     if len(losses) < _FEWEST:
         return
     freedom, sd = len(losses) - 1, stdev(losses)
-    if special.chdtr(freedom, freedom * (sd / sigma) ** 2) < _TOO_CLOSE:
+    if chi2_cdf(freedom, freedom * (sd / sigma) ** 2) < _TOO_CLOSE:
         yield f"sd {sd:.2g} of {len(losses)} losses; seeds of this track differ by {sigma:.2g}"
 
 

@@ -40,11 +40,6 @@ _BEYOND = 10.0
 SLOWEST_OF_VENDOR = 0.5
 
 
-def _preflight(run: Run) -> runlog.Preflight:
-    """Return the preflight of a finished run, which always has one."""
-    return run.of(runlog.Preflight)[0]
-
-
 @check_run(
     "V401",
     "the compiler's settings are known ones",
@@ -54,7 +49,7 @@ def _preflight(run: Run) -> runlog.Preflight:
 def xla_flags(run: Run, _record: Record) -> Iterator[str]:
     """Check XLA_FLAGS and the compiler options of the program."""
     (plan,) = run.of(runlog.Plan)
-    words = _preflight(run).environment.get("XLA_FLAGS", "").split()
+    words = run.preflight.environment.get("XLA_FLAGS", "").split()
     for word in words:
         if not word.startswith("--") or not _FLAGS.fullmatch(word[2:].partition("=")[0]):
             yield f"XLA_FLAGS holds {word}"
@@ -71,7 +66,7 @@ def xla_flags(run: Run, _record: Record) -> Iterator[str]:
 )
 def variables(run: Run, _record: Record) -> Iterator[str]:
     """Check names only; V401 checks XLA_FLAGS."""
-    if foreign := sorted(_preflight(run).environment.keys() - (set(provenance.VARIABLES) - _PRECISION)):
+    if foreign := sorted(run.preflight.environment.keys() - (set(provenance.VARIABLES) - _PRECISION)):
         yield f"{', '.join(foreign)} {'are' if len(foreign) > 1 else 'is'} not among them"
 
 
@@ -87,7 +82,7 @@ def packages(run: Run, record: Record) -> Iterator[str]:
 
     Tracks that do not rank skip runs without a known lock file.
     """
-    hw = _preflight(run)
+    hw = run.preflight
     if missing := [name for name in NEEDED if not hw.software.get(name)]:
         yield f"no version of {', '.join(missing)} is recorded"
         return
@@ -144,7 +139,7 @@ def throttling(run: Run, record: Record) -> Iterator[str]:
 )
 def committed(run: Run, record: Record) -> Iterator[str]:
     """Check the run's claim; if its commit is known here, compare the science with it."""
-    hw = _preflight(run)
+    hw = run.preflight
     problem = "it is not known whether the code was that of a commit" if hw.dirty is not False else ""
     if hw.dirty:
         problem = f"the code differed from commit {hw.commit[:12]}"
@@ -182,7 +177,7 @@ def committed(run: Run, record: Record) -> Iterator[str]:
 def health(record: Record) -> Iterator[str]:
     """Compare both benchmarks of each run with the record's median, and with the vendor's rate if known."""
     rates = {run.folder: run.bench_gflops for run in record.finished}
-    kinds = {(hw.device_kind, hw.num_devices) for hw in map(_preflight, record.finished)}
+    kinds = {(hw.device_kind, hw.num_devices) for hw in (run.preflight for run in record.finished)}
     if len(kinds) != 1:  # V404 reports several
         raise Skip("no run finished" if not kinds else "the runs have different hardware")
     ((kind, num_devices),) = kinds
@@ -198,7 +193,7 @@ def health(record: Record) -> Iterator[str]:
     if device is None and len(rates) < 2:
         raise Skip(f"one run on a {kind}, whose rate is unknown")
     usual = median(high for _, high in rates.values())
-    slow = SLOW.get(_preflight(record.finished[0]).platform, min(SLOW.values()))
+    slow = SLOW.get(record.lead.preflight.platform, min(SLOW.values()))
     for folder, (low, high) in rates.items():
         if low < usual * slow:
             yield f"{folder}: the bench reached {low:,.1f} Gflop/s, the median run {usual:,.1f}"
