@@ -383,8 +383,7 @@ def test_stats_counts_runs_by_the_rule_for_so_many(folder):
     forge(folder, val_losses=(5.5, 4.0, 3.4, 3.269))
     found = json.loads(invoke("stats", str(folder), "--json").stdout)
     assert found["rule"] == "z"
-    assert found["runs_needed"] == statistics.runs_needed(0.011, 0.01, rule="t", alpha=0.01) == 14
-    assert statistics.runs_needed(0.011, 0.01, rule="z", alpha=0.001) == 16
+    assert found["runs_needed"] == statistics.batch_needed(0.011, 0.01, known_sigma=None) == 14
 
 
 def test_stats_of_one_run_has_no_p(folder):
