@@ -60,6 +60,7 @@ def fake(tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), *sys.path]))
     monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setattr(relay, "_LEAVE_S", 300.0)  # it ends by itself, later on a busy machine
 
     def make(fault: str = "pass", stall: str = "pass"):
         (site / "wandb.py").write_text(FAKE.format(fault=fault, stall=stall))
@@ -126,10 +127,11 @@ def test_a_wandb_that_never_ends_is_left_behind(record, fake, tmp_path, capfd, m
     fresh, watch = record.with_name("fresh"), Stopwatch()
     with contextlib.suppress(Terminated), relay.relayed(fresh, "mine"):
         record.rename(fresh)
-        threading.Event().wait(2)
+        while not told() or told()[-1][0] != "log":
+            threading.Event().wait(0.1)
         if fails:
             raise Terminated
-    assert watch.seconds < 10
+    assert watch.seconds < 300, "half of what it stalls"
     (line,) = capfd.readouterr().err.splitlines()
     assert f"it did not end within {within_s} s after the run; to send the record later: " in line
     assert told()[-1][0] == "log"
