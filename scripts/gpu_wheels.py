@@ -20,7 +20,7 @@ from pathlib import Path
 REQUIREMENTS = Path(__file__).parent.parent / "requirements"
 PYTHON, PLATFORMS = "3.12", ("manylinux_2_28_x86_64", "manylinux2014_x86_64")
 #: Of run.lock; that machine has the rest.
-PACKAGES = ("msgspec",)
+PACKAGES = ("flatbuffers", "msgspec")
 MOST_BYTES = 60 * 2**20
 _LIBRARY = "dew_flash_attn/libdew_flash_attn3.so"
 

@@ -39,7 +39,7 @@ case ${1:-} in
 esac
 if [[ -n $wheels ]]; then "$python" scripts/gpu_wheels.py install "$wheels" .gpu/packages; fi
 export PYTHONPATH="$PWD:$PWD/.gpu/packages${PYTHONPATH:+:$PYTHONPATH}"
-if ! missing=$("$python" -c 'import click, jax, msgspec, optax' 2>&1); then
+if ! missing=$("$python" -c 'import click, flatbuffers, jax, msgspec, optax' 2>&1); then
   echo "measure_gpu: $python lacks a package (${missing##*$'\n'}); need --from DIR with the wheels of --wheels" >&2
   exit 2
 fi

@@ -3,9 +3,7 @@
 A `Build` writes a forged record into a folder.
 """
 
-import base64
-import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -27,9 +25,10 @@ from record_forge import (
 
 from speedrun.ground import runlog, track
 from speedrun.ground.runlog import DataRead, ShardRange
+from speedrun.ledger.archive import name_of
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.batch import seeds_from
-from speedrun.ledger.format import Declaration, Look, Recipe, config_sha256, encode
+from speedrun.ledger.format import Declaration, Look, Recipe, config_sha256, encode, sha256
 from speedrun.ledger.record import load
 from speedrun.ledger.reproduction import Hardware, Outcome, Reproduction, outcome_of
 
@@ -175,6 +174,22 @@ def assembled(build: Build) -> Build:
     return build_both
 
 
+def programs(raw: bytes | None, digest: str) -> Build:
+    """Runs that name an archive of programs; `raw` is what lies there."""
+
+    def build(folder: Path) -> None:
+        def exported(log: Moments) -> Moments:
+            at = place_of(log, runlog.Plan)
+            made = log[at]._replace(event=runlog.Exported(digest, 4, 0.1), mono_ns=log[at].mono_ns - 1)
+            return [*log[:at], made, *log[at:]]
+
+        forge(folder, edit_log=exported)
+        if raw is not None:
+            (folder / name_of(digest)).write_bytes(raw)
+
+    return build
+
+
 def linked(folder: Path) -> None:
     forge(folder)
     (folder / "source.txt").rename(folder.parent / "elsewhere.txt")
@@ -317,18 +332,6 @@ def on_device(kind: str, gflops: float) -> Build:
     return preflight(device_kind=kind, matmul_gflops=gflops)
 
 
-def lines_of(values: Iterable[object]) -> str:
-    """One short assignment a line."""
-    return "".join(f"W{number} = {value!r}\n" for number, value in enumerate(values))
-
-
-#: What was learned, as a cheat would bring it along.
-WEIGHTS = random.Random(0).randbytes(70_000)
-BASE64 = base64.b64encode(WEIGHTS).decode()
-WORDS = [BASE64[start : start + 100] for start in range(0, len(BASE64), 100)]
-NUMBERS = [round(byte / 255, 4) for byte in WEIGHTS[:6_000]]
-ROWS = [tuple(NUMBERS[start : start + 100]) for start in range(0, len(NUMBERS), 100)]
-
 ONE, TWO, SCORED = (
     shard("t_train_1.bin", 0, 600),
     shard("t_train_2.bin", 0, 400),
@@ -432,85 +435,7 @@ FAR_LOOK = {
 THREE_LOOKS = (Look(2, 0.001), Look(3, 0.001), Look(4, 0.001))
 SHORTER = Spec(seed=2, step_s=(0.1,) * 9, shards=(ONE, shard("t_train_2.bin", 0, 300)))
 
-#: Ways to the interpreter, files, clocks and foreign memory that name none of them.
-WAYS_OUT = {
-    "the builtins of enum": "import enum\nf = enum.bltns.open\n",
-    "a formatter": "import string\nf = string.Formatter().get_field('0.__globals__', (len,), {})\n",
-    "a class pattern": "def f(g):\n    match g:\n        case object(__globals__=x):\n            return x\n",
-    "a class pattern of ours": "class A:\n    __match_args__ = ('gi_frame',)\n",
-    "from attributes": "import msgspec\nf = msgspec.convert(len, dict, from_attributes=True)\n",
-    "dataclasses write code": "import dataclasses\nf = dataclasses._create_fn\n",
-    "a dataclass by text": "from dataclasses import make_dataclass\n",
-    "annotations are evaluated": "from typing_extensions import get_annotations as f\nx = f(1, eval_str=True)\n",
-    "type hints are evaluated": "import typing\nf = typing.get_type_hints\n",
-    "a submodule of numpy": "import numpy as np\nf = np.lib.npyio.load('w.npy')\n",
-    "the current time of numpy": "import numpy as np\nnow = np.datetime64('now')\n",
-    "an array dumps itself": "import numpy as np\nnp.zeros(3).dump('w')\n",
-    "an array writes itself": "import numpy as np\nnp.zeros(3).tofile('w')\n",
-    "a field lends its name": "import numpy as np\n\nclass A:\n    dump: int = 1\n\nnp.zeros(3).dump('w')\n",
-    "a mapped array": "import numpy as np\nf = np.memmap\n",
-    "raw memory": "import numpy as np\nf = np.zeros(3).ctypes\n",
-    "packed bytes": "import numpy as np\nf = np.frombuffer(b'abcd')\n",
-    "the modules of fnmatch": "import fnmatch\nf = fnmatch.posixpath.os\n",
-    "an array's type is patched": "import jax.numpy as jnp\ntype(jnp.zeros(1)).sum = print\n",
-    "an argument is patched": "import jax\n\ndef f(cls):\n    cls.sum = None\n\nf(jax.Array)\n",
-    "a self that is none": "class A:\n    def f(self):\n        self.sum = None\n",
-    "a self that is another": "class A:\n    def __init__(self, x):\n        self = x\n        self.sum = None\n",
-    "a self that a pattern binds": "class A:\n def __init__(self, x):\n  match x:\n   case self:\n    self.sum = 1\n",
-    "init of another's": "class A:\n    def __init__(self):\n        self.sum = 1\n\ndef f(x):\n    A.__init__(x)\n",
-    "a pytree of names": "from jax.tree_util import register_dataclass as f\nf(super, ('__getattribute__',), ())\n",
-    "a tuple of names": "class A(tuple):\n    _fields = ('__class__',)\n",
-    "annotations of an enum": "from dataclasses import dataclass\nfrom enum import Enum\n"
-    "A = dataclass(Enum('A', {'__annotations__': {'\" + str(1) + \"': int}}), init=False)\n",
-    "annotations of a dict": "import typing\nA = typing.TypedDict('A', {'\" + str(1) + \"': int})\n",
-    "annotations of a namespace": "def f(name, bases, space):\n    return space\n\nclass A(metaclass=f):\n    x: int\n",
-    "wraps copies names": "import functools\nf = functools.wraps(len, assigned=('__globals__',))\n",
-    "an attribute by its text": "from operator import attrgetter\n",
-    "a module that an error holds": "import math\ntry:\n    math.lib\nexcept AttributeError as e:\n    m = e.obj\n",
-    "a name that shadows a module": "from jax.experimental import pallas as pl\nf = lambda pl: pl.load('w.npy')\n",
-    "one name for two modules": "import numpy as np\n\ndef f():\n    import math as np\n",
-    "the loader of a module": "f = __loader__\n",
-    "the spec of a dotted name": "import importlib.util\nf = importlib.util.find_spec('a.b')\n",
-    "a hook for attributes": "class A:\n    def __getattr__(self, name):\n        return name\n",
-    "a hook for classes": "class A:\n    def __init_subclass__(cls):\n        pass\n",
-    "a module's own hook": "def __getattr__(name):\n    return name\n",
-    "a number by a hook": "class A:\n    def __float__(self):\n        return 0.0\n",
-    "object's own setter": "object.__setattr__(1, 'x', 2)\n",
-    "a callback that prints": "import jax\njax.debug.print('x')\n",
-    "a callback of the debugger": "import jax\nf = jax.debug.callback\n",
-    "an ordered callback": "from jax.experimental import io_callback\n",
-    "an old callback": "from jax.experimental import host_callback\n",
-    "a foreign call": "import jax\nf = jax.ffi.ffi_call('x', ())\n",
-    "a kernel's print": "from jax.experimental import pallas as pl\nf = pl.debug_print\n",
-    "assembly in a kernel": "from jax.experimental.pallas import triton\nf = triton.elementwise_inline_asm\n",
-    "JAX's settings": "import jax\njax.config.update('jax_enable_x64', True)\n",
-    "JAX's own inside": "from jax._src import core\n",
-    "a rule of a primitive": "import jax\njax.lax.add_p.def_impl(print)\n",
-    "an export": "from jax import export\n",
-    "a module that optax holds": "import optax\nf = optax.tree_utils.functools\n",
-    "compiles by itself": "import jax\nf = jax.jit(abs).lower(1).compile()\n",
-    "the frame of a generator": "import itertools\n\ndef f(g):\n    gi_frame = 1\n    return g.gi_frame\n",
-    "a format with attributes": "f = '{0.__class__}'.format(1)\n",
-    "a class made by type": "A = type('A', (), {})\n",
-    "every class": "f = int.mro()\n",
-    "names of a module": "f = dir\n",
-    "an object's table": "f = vars\n",
-    "the identity of an object": "f = id(1)\n",
-    "memory": "f = memoryview(b'')\n",
-    "a future that waits": "async def f():\n    pass\n",
-    "a random number of the machine": "import secrets\n",
-    "a random number of Python": "from random import SystemRandom\n",
-    "a weak reference": "import weakref\n",
-    "a regular expression's compiler": "import re\nf = re._compiler\n",
-    "a counter of references": "from copy import deepcopy\n",
-    "an exit": "f = exit\n",
-    "an assignment to an imported function": "import jax\njax.numpy.sum = max\n",
-    "a deletion": "import jax\ndel jax.numpy.sum\n",
-    "our modules as a whole": "import speedrun.science.nn\n",
-    "a module of the harness under another name": "from speedrun.ground import clock as nn\n",
-}
-
-FEWEST = 220
+FEWEST = 181
 FORGERIES: list[tuple[str, str, Build]] = [
     ("V001", "unknown key", edited(LOG, b'"seed"', b'"speed"')),
     ("V001", "an older format", edited(LOG, b'"format":2,', b"")),
@@ -524,6 +449,9 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V002", "a line was edited", assembled(edited(LOG, b'"lr_scale":1.0', b'"lr_scale":0.5'))),
     ("V003", "source was edited", edited("source.txt", b"SIZE = 1", b"SIZE = 2")),
     ("V003", "source has a stray line", added("source.txt", b"more = 1\n")),
+    ("V003", "other programs", programs(b"others", "a" * 64)),
+    ("V003", "no programs", programs(None, sha256(b"mine"))),
+    ("V003", "programs that no run names", added("programs-0000000000000000.xz", b"more")),
     ("V005", "config was edited", logged(change(runlog.RunStart, config={**CONFIG, "stages": [11]}))),
     ("V005", "runs differ", other_config_in_one_run),
     ("V006", "other digest", logged(change(runlog.RunStart, track_sha256=HASH))),
@@ -670,54 +598,7 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V501", "a name that is not there", science("from speedrun.science.models import record22\n")),
     ("V501", "no track", sourced("speedrun/tracks/forged.toml", lambda _: None)),
     ("V501", "easier rules", sourced("speedrun/tracks/forged.toml", lambda text: text.replace("3.28", "3.38"))),
-    ("V502", "a socket", science("import socket\n")),
-    ("V502", "a clock", science("def f():\n    from time import perf_counter\n    return perf_counter()\n")),
-    ("V502", "a process", science("import subprocess as numpy\n")),
-    ("V502", "foreign functions", science("from ctypes import CDLL\n")),
-    ("V502", "a pickle", science("import pickle\n")),
-    ("V502", "a package of nobody", science("import faster_attention\n")),
-    ("V502", "opens a file", science("SIZE = len(open('weights.bin', 'rb').read())\n")),
-    ("V502", "loads an array", science("import numpy as np\nSIZE = np.load('w.npy').size\n")),
-    ("V502", "loads it by another name", science("import numpy as np\nx = np\ny = x.load\n")),
-    ("V502", "reads beside itself", science("def f(path):\n    return path.read_bytes()\n")),
-    ("V502", "eval", science("SIZE = eval('1')\n")),
-    ("V502", "eval by another name", science("e = eval\nSIZE = e('1')\n")),
-    ("V502", "import by a function", science("SIZE = __import__('o' + 's').getpid()\n")),
-    ("V502", "import by a library", science("import importlib\nSIZE = importlib.import_module('socket')\n")),
-    ("V502", "a computed attribute", science("import numpy\nSIZE = getattr(numpy, 'lo' + 'ad')\n")),
-    ("V502", "through another module", science("import dataclasses\nos = dataclasses.sys.modules['os']\n")),
-    ("V502", "through the harness", science("from speedrun.ground.mesh import sys\n")),
-    ("V502", "through all classes", science("SIZE = ().__class__.__base__.__subclasses__()\n")),
-    ("V502", "by a pattern", science("import numpy\nmatch numpy:\n    case object(load=f):\n        f('w.npy')\n")),
-    ("V502", "in other letters", science("SIZE = \uff45val('1')\n")),
-    ("V502", "hands a module on", science("import numpy\nSIZE = (lambda m: m.load('w.npy').size)(numpy)\n")),
-    ("V502", "hands on a part of one", science("from jax import numpy as n\nx = [n][0].load\n")),
-    ("V502", "through a frame", science("def f(g):\n    return g.gi_frame.f_builtins\n")),
-    ("V502", "through annotations", science("from functools import singledispatch\n")),
-    ("V502", "another's numpy", science("from speedrun.ground import mesh\nSIZE = mesh.np.load('w.npy').size\n")),
-    ("V502", "everything", science("from jax import *\n")),
-    ("V502", "a relative import", science("from .. import step\n")),
     ("V501", "a decoy of another layout", extended("speedrun/step.py", "x = 1\n")),
-    ("V502", "the instruments", science("from speedrun.ground.clock import Clock\n")),
-    ("V502", "changes the harness", science("from speedrun.ground import mesh\nmesh.place = None\n")),
-    ("V502", "changes a table",
-     science("from speedrun.science.step import COMPILER_OPTIONS\nCOMPILER_OPTIONS['gpu'] = {}\n")),
-    ("V502", "changes it by a method", science("from speedrun.science.step import COMPILER_OPTIONS as A\nA.clear()\n")),
-    ("V502", "changes it in a loop", science("from speedrun.ground import mesh\nx = [0 for mesh.place in (None,)]\n")),
-    ("V502", "changes JAX", science("import jax\njax.jit = print\n")),
-    ("V502", "deafens the log", science("import jax\njax.monitoring.clear_event_listeners()\n")),
-    ("V502", "asks the host", science("import jax\nf = jax.pure_callback\n")),
-    ("V502", "sets the environment", science("import os\nos.environ['XLA_FLAGS'] = ''\n")),
-    ("V502", "unpacks data", science("import zlib\nSIZE = len(zlib.decompress(b'x'))\n")),
-    *(("V502", how, science(text)) for how, text in WAYS_OUT.items()),
-    ("V502", "a name that another file brings",
-     science("from speedrun.science.models.more0 import stdlib\n", "import sys as stdlib\n")),
-    ("V502", "what another file imports", science("from speedrun.science import params\nmath = params.math.lib\n")),
-    ("V502", "where getattr is at home",
-     extended("speedrun/science/recipe.py", "import functools\nf = functools.partial(getattr, math)\n")),
-    ("V502", "where imports are at home",
-     extended("speedrun/science/kernels/attention_flash3.py",
-              "\nload = importlib.import_module\nx = map(load, ['os'])\n")),
     ("V503", "another clock", extended("speedrun/ground/clock.py", "# slower\n")),
     ("V503", "another validation", sourced("speedrun/training/evaluate.py", lambda text: text.replace("+=", "=", 1))),
     ("V503", "another finder of recipes", extended("speedrun/science/recipes/__init__.py", "# mine\n")),
@@ -727,32 +608,6 @@ FORGERIES: list[tuple[str, str, Build]] = [
      made(edit_source=lambda files: {
          **files, "speedrun/training/evaluate/__init__.py": files["speedrun/training/evaluate.py"]})),
     ("V503", "shadows a package", extended("numpy.py", "float32 = 1\n")),
-    ("V504", "a long string", science(f"W = {BASE64!r}\n")),
-    ("V504", "a row of settings", configured({"config": {"weights": NUMBERS[:300]}})),
-    ("V504", "long settings", configured({"config": {f"{i:030}": f"{i:030}" for i in range(200)}})),
-    ("V504", "many settings", configured({"config": {str(i): NUMBERS[i] for i in range(300)}})),
-    ("V504", "bytes", science(f"W = {WEIGHTS[:500]!a}\n")),
-    ("V504", "a long integer", science(f"W = {int.from_bytes(WEIGHTS[:500]):#x}\n")),
-    ("V504", "a row of numbers", science(f"W = {NUMBERS[:300]}\n")),
-    ("V504", "a call of numbers", science(f"import numpy\nW = numpy.r_({str(NUMBERS[:300])[1:-1]})\n")),
-    ("V504", "a docstring", science(f'"""{BASE64[:2_000]}"""\n')),
-    ("V504", "a name", science(f"W{BASE64[:2_000].translate({43: 95, 47: 95})} = 1\n")),
-    ("V504", "many short strings", science(lines_of(WORDS[:7] * 100))),
-    ("V504", "one string of short words", science(f"W = {' '.join(WORDS)!r}\n")),
-    ("V504", "many short rows", science(lines_of(ROWS))),
-    ("V504", "as many strings as fit on ten pages", science(lines_of(WORDS[:170]))),
-    ("V504", "integers of 31 bytes",
-     science(lines_of(int.from_bytes(WEIGHTS[at : at + 31]) for at in range(0, 17_000, 31)))),
-    ("V504", "names of 80 letters",
-     science("".join(f"w{WEIGHTS[at : at + 40].hex()} = None\n" for at in range(0, 39_000, 40)))),
-    ("V504", "spread over files", science(lines_of(ROWS[:30]), lines_of(ROWS[30:]))),
-    ("V504", "spread over files as strings", science(lines_of(WORDS[:350]), lines_of(WORDS[350:700]))),
-    ("V504", "base64 in docstrings", science("".join(f'"""{word[:60]} {word[60:]}"""\n' for word in WORDS[:360]))),
-    ("V504", "base64 in comments", science("".join(f"# {word[:50]} {word[50:]}\n" for word in WORDS[:360]))),
-    ("V504", "comments", science("".join(f"# {word}\n" for word in WORDS[:800]))),
-    ("V504", "a line of a megabyte", science(f"W = {BASE64 * 11!r}\n")),
-    ("V504", "many bytes of nothing", science("x = 1 ;\n" * 40_000)),
-    ("V504", "more than a text", science(*["# a\n" * 60_000] * 6)),
     ("V505", "a table beside the parameters", logged(change(runlog.Plan, state_bytes_per_device=2**22))),
     ("V505", "a replica that nobody asked for", logged(change(runlog.Preflight, num_replicas=2))),
     ("V506", "fewer are told", logged(change(runlog.Plan, num_params=1_100_000))),

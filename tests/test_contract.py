@@ -12,11 +12,10 @@ from speedrun.ground.errors import UsageError
 from speedrun.ground.plugins import resolve
 from speedrun.ground.sourcefile import RECIPES_VARIABLE
 from speedrun.ledger.assemble import assemble
-from speedrun.ledger.findings import Examination, Stretch, Wanted
+from speedrun.ledger.findings import Examination, Stretch
 from speedrun.ledger.record import load
 from speedrun.ledger.validate import validate
 from speedrun.referee.examiner import examine
-from speedrun.referee.handover import hand_over
 from speedrun.science import recipes
 from speedrun.science.recipe import Recipe
 from speedrun.training.checkpoint import folder_of
@@ -62,15 +61,9 @@ def test_a_run_on_eight_devices_is_a_record(toy, finished):
 def test_the_referee_trains_it_again_with_its_constants(toy, finished, tmp_path):
     (log,) = finished.out.glob("runs/*/metrics.jsonl")
     events = [line.event for line in runlog.read(log)]
-    config = {
-        "track": "smoke-cpu",
-        "recipe": toy.name,
-        "out": str(tmp_path / "out"),
-        "data": str(finished.data),
-    }
-    hand_over(Wanted(config, tmp_path / "programs"))
+    (programs,) = finished.out.glob("programs-*.xz")
     request = Examination(
-        programs=tmp_path / "programs",
+        programs=programs,
         track="smoke-cpu",
         data=finished.data,
         run_seed=0,

@@ -36,7 +36,7 @@ from speedrun.ground import faults, provenance, runlog
 from speedrun.ground.clock import Stopwatch, now
 from speedrun.ground.errors import HANG, CheckpointError, NonFiniteError, StorageError, Terminated
 from speedrun.ledger.assemble import assemble
-from speedrun.ledger.code import Code, read
+from speedrun.ledger.code import read
 from speedrun.ledger.record import load
 from speedrun.ledger.run import Run
 from speedrun.ledger.salvage import salvage
@@ -492,12 +492,8 @@ def test_a_damaged_cache_of_programs_is_compiled_anew(config, unbroken, tmp_path
 
 def test_no_run_reaches_for_wandb():
     """Curves go there by `speedrun export`, from a record: nothing of it can slow or stop a run."""
-    text = provenance.closure(["speedrun.training.train"], [])
-    assert "wandb" not in {name for code in read_all(text) for _, name, _ in code.imports}
-
-
-def read_all(text: str) -> list[Code]:
-    return [read(path, one) for path, one in split_source(text).items()]
+    files = split_source(provenance.closure(["speedrun.training.train"], [])).values()
+    assert "wandb" not in {module for text in files for _, module, _ in read(text).imports}
 
 
 @pytest.mark.compile

@@ -1,6 +1,5 @@
 """The optimiser tracks: what they fix is that of their recipe, a run that differs is refused, and its entries train."""
 
-import ast
 import dataclasses
 import importlib
 import re
@@ -19,8 +18,7 @@ from speedrun.ground import mesh, plugins, provenance, track
 from speedrun.ground.errors import UsageError
 from speedrun.ground.sourcefile import RECIPES_VARIABLE
 from speedrun.ledger.checks.fixed import FREE, FREE_FOLDERS, leaves
-from speedrun.ledger.code import is_science
-from speedrun.ledger.reaches import imports_of
+from speedrun.ledger.code import is_science, read
 from speedrun.ledger.source import split_source
 from speedrun.science import recipes
 from speedrun.science.inputs import Inputs, Plan
@@ -166,9 +164,8 @@ def test_fixed_science_imports_nothing_that_is_free() -> None:
     free = tuple(folder.rstrip("/").replace("/", ".") for folder in FREE_FOLDERS)
     assert len(_fixed_science()) > 10
     for path in _fixed_science():
-        for node in ast.walk(ast.parse(path.read_text())):
-            for one in imports_of(node):
-                assert not f"{one.module}.{one.name}".startswith(free), f"{path} imports {one.module}"
+        for one in read(path.read_text()).imports:
+            assert not f"{one.module}.{one.name}".startswith(free), f"{path} imports {one.module}"
 
 
 #: Tables that a recipe could change, for nothing: of packing, of flags that V401 reads, of an empty carry, of `--set`.
@@ -177,7 +174,7 @@ HARMLESS = {"PLACES", "COMPILER_OPTIONS", "NOTHING", "SIZES", "SMOKE"}
 
 @pytest.mark.parametrize("name", FIXING)
 def test_the_fixed_model_has_no_table_that_a_recipe_could_change(name: str) -> None:
-    """V502 does not see `table = MIXERS; table["long"] = mine`."""
+    """As by `table = MIXERS; table["long"] = mine`."""
     source = split_source(provenance.closure([f"speedrun.science.recipes.{track.load(name).recipe}"], []))
     for path in source:
         if path.startswith("speedrun/science/") and not path.startswith(FREE_FOLDERS):

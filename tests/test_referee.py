@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import io
+import lzma
 import math
 import os
 import shutil
@@ -29,16 +30,16 @@ from speedrun.data import stream
 from speedrun.ground import output, runlog, track
 from speedrun.ground.errors import CheckpointError, DataError, SpeedrunError, UsageError
 from speedrun.ground.mesh import make_mesh
+from speedrun.ledger.archive import Archive, pack
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.checks.examination import REPLAY_CHECKS, Examined, tolerance
-from speedrun.ledger.findings import Examination, Findings, Replayed, Stretch, Wanted
+from speedrun.ledger.findings import Examination, Findings, Replayed, Stretch
 from speedrun.ledger.record import load
 from speedrun.ledger.validate import ask, find_check, validate
 from speedrun.referee import sandbox
 from speedrun.referee.causality import NOTHING, Known, Model, Text, apart, known, places
 from speedrun.referee.examiner import _error, _Examiner, examine
-from speedrun.referee.handover import hand_over
-from speedrun.referee.programs import Programs
+from speedrun.referee.programs import Programs, unpack
 from speedrun.referee.questions import Options, _owners, chosen, drawn, examined, stretches
 from speedrun.referee.rerun import Rerun, _bring
 from speedrun.science.inputs import Inputs
@@ -308,13 +309,11 @@ def test_nothing_of_a_record_that_fails_is_executed(record, monkeypatch):
         examined(record.root, report, options(), sys.stdout)
 
 
-def test_a_source_older_than_the_examiner_is_told():
+def test_a_record_without_programs_is_told():
     committed = Path(__file__).parent.parent / "records" / "smoke-cpu" / "2026-11-21-first"
     result = CliRunner().invoke(command, ["validate", str(committed), "--replay"])
     assert result.exit_code == 2
-    assert (
-        "its instruments are older than this examiner understands; 'git checkout' its commit" in result.stderr
-    )
+    assert "carries no programs, so it cannot be examined" in result.stderr
 
 
 @pytest.mark.parametrize("nonce", ["xyz", "ABCDEF00", "00", "0" * 65, ""])
@@ -460,11 +459,9 @@ def examiner(monkeypatch) -> Callable[..., Any]:
             "logits": lambda x_KD: (logits(np.asarray(x_KD)),),
         }
         shapes = {"hidden": (BATCH, LENGTH), "logits": (CHUNK, 4)}
-        lowered = {
-            name: SimpleNamespace(inputs=[SimpleNamespace(shape=shape)]) for name, shape in shapes.items()
-        }
-        one.handed = SimpleNamespace(programs=lowered, hidden={9: "hidden"})
-        one.programs, one.end = SimpleNamespace(compiled=programs.__getitem__), 9
+        one.archive = SimpleNamespace(hidden={9: "hidden"})
+        one.programs = SimpleNamespace(compiled=programs.__getitem__, shape=shapes.__getitem__)
+        one.end = 9
         one.request = SimpleNamespace(draws=draws)
         data = SimpleNamespace(val_tokens=ROWS * LENGTH, vocab_size=NUM_IDS, document_token=SEPARATOR)
         one.track = SimpleNamespace(data=data)
@@ -566,12 +563,12 @@ def test_a_token_that_cannot_follow_hides_nothing(kind, found):
 
 
 def programs_of(monkeypatch, **functions) -> Programs:
-    """Programs that were handed over as text."""
+    """Programs as text."""
     args = {name: jax.ShapeDtypeStruct((CHUNK, 4), jnp.float32) for name in functions}
     texts = {name: jax.jit(one).lower(args[name]).as_text() for name, one in functions.items()}
     monkeypatch.setattr(Programs, "text", lambda _, name: texts[name])
-    handed: Any = SimpleNamespace(programs=texts, steps=("train",))
-    return Programs(Path(), handed, None)
+    given: Any = SimpleNamespace(programs=texts, steps=("train",))
+    return Programs(given, make_mesh(1))
 
 
 @pytest.mark.parametrize("spread", ["in one", "over all", "in small pieces"])
@@ -654,20 +651,19 @@ def test_a_recipe_that_shows_the_next_token_inside_blocks_is_caught(tiny, kind):
     assert kind == "forged" or found == Known(changes=128)
 
 
-# --- programs that are handed over -------------------------------------------------------------------------
+# --- programs of a record -------------------------------------------------------------------------------------
 
 
-def handed_over(config: RunConfig, tmp_path: Path) -> Path:
-    folder = tmp_path / "programs"
-    given = {"track": config.track, "out": str(tmp_path / "out"), "overrides": config.overrides}
-    hand_over(Wanted({**given, "data": str(config.data)}, folder))
-    return folder
+def programs_in(out: Path) -> Path:
+    """The archive that a record carries."""
+    (path,) = out.glob("programs-*.xz")
+    return path
 
 
 def examination(config: RunConfig, tmp_path: Path, **changes) -> Examination:
     assert config.data is not None
     given = Examination(
-        programs=tmp_path / "programs",
+        programs=programs_in(config.out),
         track=config.track,
         data=config.data,
         run_seed=config.seed,
@@ -682,10 +678,9 @@ def examination(config: RunConfig, tmp_path: Path, **changes) -> Examination:
 
 
 def test_an_honest_run_is_what_it_says(unbroken, tmp_path):  # noqa: F811
-    """Every bit: the programs that were handed over are those that ran."""
+    """Every bit: the programs in the record are those that ran."""
     assemble(unbroken.out, title="small")
     (run,) = load(unbroken.out).runs
-    handed_over(unbroken, tmp_path)
     found = examine(examination(unbroken, tmp_path))
     assert found.final_hash == run.end.final_hash
     assert found.val_loss == pytest.approx(run.val_loss, abs=1e-5)
@@ -706,9 +701,8 @@ def test_an_honest_run_is_what_it_says(unbroken, tmp_path):  # noqa: F811
 @pytest.mark.compile
 def test_each_validation_is_scored_with_the_window_of_its_own_step(unbroken, tmp_path):  # noqa: F811
     """A window that grows: the first validation sees less than the last, as in the run."""
-    handed_over(unbroken, tmp_path)
     examiner = _Examiner(examination(unbroken, tmp_path))
-    assert examiner.handed.hidden == {0: "hidden-0", 12: "hidden-12"}
+    assert examiner.archive.hidden == {0: "hidden-0", 12: "hidden-12"}
     leaves, _ = examiner._restored(12)
     params = examiner._params(leaves)
     assert abs(examiner._loss(params, 0) - examiner._loss(params)) > 1e-6
@@ -722,7 +716,78 @@ def test_a_checkpoint_that_is_not_there_is_told(tmp_path):
         one._restored(77)
 
 
-def test_a_program_that_talks_to_the_host_is_not_handed_over():
+def test_programs_name_no_folder_of_this_machine(unbroken):  # noqa: F811
+    """So that equal code gives equal bytes in any checkout, and a record tells nothing of its author's disk."""
+    found = unpack(programs_in(unbroken.out).read_bytes())
+    assert {"init", "train-0", "logits"} < found.programs.keys()
+    for raw in found.programs.values():
+        assert b".py" not in raw
+        assert b"site-packages" not in raw
+
+
+ARCHIVE = Archive(
+    ("step",), 0, ("train",), {1: "hidden"}, (0,), dict.fromkeys(("init", "train", "hidden", "logits"), b"")
+)
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        (pack(ARCHIVE)[:-9], "is cut"),
+        (pack(ARCHIVE) + b"more", "longer than its content"),
+        (b"", "is cut"),
+        (b"\x00" * 99, "format not supported"),
+        (lzma.compress(bytes(2**28 + 1), preset=0), "more than 268,435,456 bytes"),
+        (lzma.compress(b"\x81" * 2000), "object"),
+        (pack(replace(ARCHIVE, steps=("train", "another"))), "names 'another' and holds no such program"),
+    ],
+    ids=["cut", "more behind it", "empty", "no archive", "huge", "another kind", "a name without a program"],
+)
+def test_what_is_no_archive_is_told(raw, said):
+    assert unpack(pack(ARCHIVE)) == ARCHIVE
+    with pytest.raises(UsageError, match=said):
+        unpack(raw)
+
+
+def as_exported(function: Any, *args: Any, **named: Any) -> bytes:
+    return bytes(export.export(jax.jit(function), **named)(*args).serialize())
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        (b"", "cannot be read by this JAX"),
+        (as_exported(jnp.sin, jnp.ones(3))[:-99], "cannot be read by this JAX"),
+        (as_exported(jnp.sin, jnp.ones(3), platforms=["tpu"]), "is for 1 devices of tpu"),
+        (as_exported(lambda x: x["a"], {"a": jnp.ones(3)}), "does not take arrays one by one"),
+    ],
+    ids=["nothing", "cut", "of another platform", "of a tree"],
+)
+def test_a_program_that_cannot_be_examined_is_told(raw, said):
+    with pytest.raises(UsageError, match=said):
+        Programs(replace(ARCHIVE, programs={"init": raw}), make_mesh(1)).compiled("init")
+
+
+def test_an_examination_executes_no_source(unbroken, tmp_path, monkeypatch):  # noqa: F811
+    """Its text is unpacked nowhere: the only process is our examiner, from our own code."""
+    started: list[Any] = []
+
+    def run(argv: list[str], scratch: Path, **given: Any) -> int:
+        files = sorted(path.name for path in scratch.rglob("*"))
+        started.append((argv[1:3], given["environment"]["PYTHONPATH"], files))
+        return 1
+
+    monkeypatch.setattr(sandbox, "run", run)
+    shutil.copytree(unbroken.out, tmp_path / "record")
+    assemble(tmp_path / "record", title="small")
+    report = validate(tmp_path / "record")
+    with pytest.raises(SpeedrunError, match=r"the examiner of .* ended with"):
+        examined(tmp_path / "record", report, options(data=unbroken.data), io.StringIO())
+    ours = str(Path(track.__file__).parent.parent.parent)
+    assert started == [(["-m", "speedrun.referee.examiner"], ours, ["programs.xz", "request.json"])]
+
+
+def test_a_program_that_talks_to_the_host_is_not_exported():
     def talks(x: jax.Array) -> jax.Array:
         return jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct((), np.float32), x)
 
@@ -839,42 +904,14 @@ def test_without_a_sandbox_nothing_runs_unless_the_user_says_so(tmp_path, monkey
     assert in_there("print(1)", tmp_path, unsafe=True).stdout == "1\n"
 
 
-def stranger(record, source: str) -> Rerun:
-    """A run whose source does this when it is asked for its programs."""
-    rerun = Rerun(record.root)
-    rerun._source, rerun._ours = {"speedrun/__init__.py": "", "speedrun/referee/handover.py": source}, {}
-    rerun._environment = {}
-    return rerun
-
-
 def terminal() -> TextIO:
     """A real one: pytest's has no descriptor."""
     assert sys.__stdout__ is not None
     return sys.__stdout__
 
 
-GIFTS = {
-    "nothing": "",
-    "a link": "import os; os.mkdir('programs'); os.symlink('/etc/hostname', 'programs/programs.json')",
-    "a pipe": "import os; os.mkdir('programs'); os.mkfifo('programs/programs.json')",
-    "nonsense": "import os; os.mkdir('programs'); open('programs/programs.json', 'w').write('{}')",
-    "a path": "import os; os.mkdir('programs'); open('programs/programs.json', 'w').write("
-    '\'{"leaves":[],"num_params":0,"steps":[],"programs":{"../x":'
-    '{"inputs":[],"outputs":[],"num_devices":1,"kept":[],"convention":1}}}\')',
-}
-
-
 @needs_sandbox
-@pytest.mark.parametrize("gift", GIFTS)
-def test_what_a_source_hands_over_is_plain_files_or_refused(gift, record, tmp_path, monkeypatch):
-    monkeypatch.setattr("speedrun.referee.rerun.verify", lambda *_, **__: None)
-    with pytest.raises(SpeedrunError, match="handed over no readable programs"):
-        stranger(record, GIFTS[gift]).hand_over(tmp_path / "programs", data=tmp_path, echo=terminal())
-    assert not (tmp_path / "programs").exists()
-
-
-@needs_sandbox
-def test_a_run_brings_back_plain_files_only(record, tmp_path, monkeypatch):
+def test_a_run_brings_back_plain_files_only(record, tmp_path):
     code = """
 import os
 os.makedirs("record/runs")
@@ -883,9 +920,9 @@ os.symlink("/etc/passwd", "record/runs/link")
 os.mkfifo("record/pipe")
 raise SystemExit(5)
 """
-    rerun = stranger(record, "")
+    rerun = Rerun(record.root)
     rerun._source = {"speedrun/__init__.py": "", "speedrun/training/train.py": code}
-    monkeypatch.setattr("speedrun.referee.rerun.verify", lambda *_, **__: None)
+    rerun._environment = {}
     with pytest.raises(SpeedrunError) as info:
         rerun.run(tmp_path / "out", seed=0, data=tmp_path, echo=terminal())
     assert info.value.exit_code == 5
@@ -1024,7 +1061,5 @@ def test_damaged_shards_of_the_referee_are_not_held_against_a_record(smoke_data,
     raw[1024 + 200] ^= 1
     shard.write_bytes(raw)
     rerun = Rerun(Path(__file__).parent.parent / "records" / "smoke-cpu" / "2026-11-22-one-run")
-    with pytest.raises(DataError, match=f"{shard.name}: sha256 is"):
-        rerun.hand_over(tmp_path / "new", data=tmp_path / "damaged", echo=io.StringIO())
     with pytest.raises(DataError, match=f"{shard.name}: .*; the run read one with sha256"):
         rerun.check_data(tmp_path / "damaged", io.StringIO())

@@ -24,7 +24,7 @@ BOARD = "leaderboard.json"
 #: "provisional": reached on a ranked track, not proven. "missed": the mean loss is above the target.
 STANDINGS = ("qualified", "valid", "provisional", "missed", "no result", "refused")
 #: Warnings that rule out "qualified": too few runs, an implausible result, a resumed run, science that uses the host.
-_UNPROVEN = frozenset({"V302", "V308", "V311", "V502"})
+_UNPROVEN = frozenset({"V302", "V308", "V311"})
 
 
 class Row(msgspec.Struct, frozen=True):

@@ -43,7 +43,7 @@ class _WithReplay(click.Command):
     "--replay",
     type=click.Choice(["some", "all"]),
     metavar="[=all]",
-    help="Also check V601 to V608 on two runs, =all: on every run. EXECUTES CODE FROM THE RECORD in a sandbox.",
+    help="Also check V601 to V608 on two runs, =all: on every run. Runs its programs in a sandbox, not its source.",
 )
 @click.option("--nonce", metavar="HEX", help="With --replay: seed of what is drawn. Default: random.")
 @click.option(
@@ -74,7 +74,7 @@ def command(
 ) -> None:
     """Check every claim of the records in the folders RECORD.
 
-    Reads only: no network, no accelerator, and without --replay nothing in a record is executed. Exits with 0 if
+    Reads only: no network, no accelerator, and nothing of a record's source is executed. Exits with 0 if
     all records are good, else with 1.
     """
     if explain is not None:

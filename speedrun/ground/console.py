@@ -16,6 +16,7 @@ from speedrun.ground.runlog import (
     Compile,
     DataReady,
     Error,
+    Exported,
     Line,
     Plan,
     Preflight,
@@ -111,6 +112,10 @@ class TextLog:
             case DataReady() as data:
                 shards = f"{len(data.train_shards)} training shard{'s' * (len(data.train_shards) != 1)}"
                 return f"data  {data.folder} | {shards} | val {data.val_tokens:,} tokens of {data.val_shard}"
+            case Exported() as made:
+                return (
+                    f"prog  {made.num_bytes / 1e3:.1f} kB of programs for the record in {made.seconds:.1f} s"
+                )
             case Plan() as plan:
                 return self._plan(plan)
             case Compile() as done:
@@ -120,9 +125,8 @@ class TextLog:
                 self._state_hash = warm.state_hash
                 return None
             case WarmupEnd() as warm:
-                state = "restored" if warm.state_hash == self._state_hash else "NOT restored"
-                state = f"state {warm.state_hash[:8]} {state}"
-                return f"warm  {warm.num_steps} steps in {warm.seconds:.1f} s | {state}"
+                how = "restored" if warm.state_hash == self._state_hash else "NOT restored"
+                return f"warm  {warm.num_steps} steps in {warm.seconds:.1f} s | state {warm.state_hash[:8]} {how}"
             case Resume() as old:
                 self._train_time_s, self._shown = (
                     old.train_time_s,

@@ -93,6 +93,14 @@ class DataReady(Event, tag="data", frozen=True):
     val_sha256: str  #: of the val_tokens + 1 ids that will be scored, as little-endian uint16
 
 
+class Exported(Event, tag="exported", frozen=True):
+    """The programs of the run, exported for its record before any was compiled: `ledger.archive`."""
+
+    sha256: str  #: of the archive
+    num_bytes: int
+    seconds: float
+
+
 class Plan(Event, tag="plan", frozen=True, omit_defaults=True):
     """Sizes of the run, and the memory that the compiler needs."""
 
@@ -236,7 +244,7 @@ class RunEnd(Event, tag="run_end", frozen=True, omit_defaults=True):
 
 
 AnyEvent = (
-    RunStart | Preflight | DataReady | Plan | Compile | WarmupStart | WarmupEnd | Resume | ClockStart | Step
+    RunStart | Preflight | DataReady | Exported | Plan | Compile | WarmupStart | WarmupEnd | Resume | ClockStart | Step
     | StageChange | ClockPause | Val | ClockResume | ClockStop | Checkpoint | Warning | Error | RunEnd
 )  # fmt: skip
 

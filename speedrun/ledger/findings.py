@@ -1,51 +1,8 @@
-"""The files that pass between three processes: the referee, a record's source and the examiner."""
+"""The files that pass between two processes: the referee and its examiner."""
 
 from pathlib import Path
-from typing import Any
 
 from speedrun.ledger.format import Strict
-
-
-class Wanted(Strict, frozen=True):
-    """Request to a record's source: its programs."""
-
-    config: dict[str, Any]  #: `prepare.RunConfig` of the run, with a new folder as `out`
-    folder: Path  #: to write them to
-
-
-class Array(Strict, frozen=True):
-    """One argument or result of a program."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    axes: tuple[tuple[str, ...], ...] = ()  #: of the mesh over which each dimension is sharded
-
-
-class Lowered(Strict, frozen=True):
-    """A program: StableHLO in NAME.mlir, with its inputs and outputs."""
-
-    inputs: tuple[Array, ...]
-    outputs: tuple[Array, ...]
-    num_devices: int
-    kept: tuple[int, ...]  #: inputs that it uses
-    convention: int  #: version of JAX's calling convention
-
-
-class HandedOver(Strict, frozen=True):
-    """`programs.json`: what a record's source hands over.
-
-    init    u32[2], the data of a key -> the leaves of the state
-    train   leaves, tokens_BT, targets_BT -> leaves, loss; one for each shape
-    hidden  parameters, tokens_BT -> hidden state before the head [B, T, D]; one for each set of inputs
-    logits  parameters, x_ND -> [N, V]
-    """
-
-    leaves: tuple[str, ...]  #: their names, as in a checkpoint
-    num_params: int  #: leaves named `params.*`, in the order in which `hidden` and `logits` take them
-    programs: dict[str, Lowered]
-    steps: tuple[str, ...]  #: name of the program of each step
-    hidden: dict[int, str]  #: name of the forward pass of each validation, the last included
-    document_tokens: tuple[int, ...] = ()  #: of each step, at which documents are cut; none: contiguous text
 
 
 class Stretch(Strict, frozen=True):
@@ -59,7 +16,7 @@ class Stretch(Strict, frozen=True):
 class Examination(Strict, frozen=True):
     """Request to the examiner."""
 
-    programs: Path  #: folder of what the source handed over
+    programs: Path  #: the archive that the record carries
     track: str
     data: Path  #: folder of shards
     run_seed: int

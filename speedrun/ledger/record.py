@@ -17,6 +17,7 @@ from speedrun.ground import track
 from speedrun.ground.errors import SpeedrunError, UsageError
 from speedrun.ground.track import Track
 from speedrun.ground.wholefile import PARTIAL
+from speedrun.ledger import archive
 from speedrun.ledger.decoding import FormatError
 from speedrun.ledger.format import ABOUT, BATCH, LOG, SOURCE, About, Declaration, Strict, sha256
 from speedrun.ledger.reproduction import REPRODUCTION, Reproduction
@@ -34,6 +35,7 @@ FOLDERS = re.compile(rf"runs|plots|{_RUN}")
 FILES = (
     (re.compile(r"(about|batch|reproduction)\.json"), _MIB),
     (re.compile(r"source\.txt"), 4 * _MIB),
+    (archive.NAME, archive.MOST_BYTES),
     (re.compile(r"[A-Z]{1,30}\.md"), _MIB),
     (re.compile(rf"{_RUN}/metrics\.jsonl"), 32 * _MIB),
     (re.compile(r"plots/[a-z0-9-]{1,60}\.(svg|png)"), 4 * _MIB),

@@ -1,4 +1,4 @@
-"""Trains and scores the programs that a record's source handed over; imports nothing of that source.
+"""Trains and scores the programs that a record carries; imports nothing of its source.
 
     python -m speedrun.referee.examiner EXAMINATION.json      run by `validate --replay` in a process of its own
 
@@ -26,9 +26,9 @@ from speedrun.ground import track as tracks
 from speedrun.ground.errors import CheckpointError
 from speedrun.ground.output import reported
 from speedrun.ground.wholefile import require_regular
-from speedrun.ledger.findings import Examination, Findings, HandedOver, Replayed, Stretch
+from speedrun.ledger.findings import Examination, Findings, Replayed, Stretch
 from speedrun.referee import causality
-from speedrun.referee.programs import Programs
+from speedrun.referee.programs import Programs, unpack
 from speedrun.training.checkpoint import unseal
 from speedrun.training.fingerprint import state_hash
 from speedrun.training.request import decoded
@@ -52,13 +52,10 @@ class _Examiner:
 
     def __init__(self, request: Examination) -> None:
         self.request, self.track = request, tracks.load(request.track)
-        handed = msgspec.json.decode((request.programs / "programs.json").read_bytes(), type=HandedOver)
-        self.handed = handed
-        self.programs = Programs(
-            request.programs, handed, meshes.make_mesh(request.num_devices, request.replicas)
-        )
+        self.archive = unpack(request.programs.read_bytes())
+        self.programs = Programs(self.archive, meshes.make_mesh(request.num_devices, request.replicas))
         self.shards = inventory.open_track(request.data, self.track.data)
-        self.end = len(handed.steps)
+        self.end = len(self.archive.steps)
 
     def findings(self) -> Findings:
         """Train all stretches again, then look at the run's own final state, or at the last one that was reached."""
@@ -82,7 +79,7 @@ class _Examiner:
             val_loss=float(nll_R.mean()),
             own=own,
             dtype=self.programs.dtype,
-            columns=self.handed.programs["logits"].outputs[0].shape[1],
+            columns=self.programs.exported("logits").out_avals[0].shape[1],
             num_ids=self.track.data.vocab_size,
             rows=known.rows,
             leak=known.later,
@@ -104,14 +101,13 @@ class _Examiner:
         began, losses, vals = state_hash(leaves), [], []
         opens = self.track.data.document_token
         tokens = stream.TokenStream(self.shards.train, cursor, document_token=opens)
-        outs = (*self.programs.state_places, NamedSharding(self.programs.mesh, P()))
+        outs = (*self._places, NamedSharding(self.programs.mesh, P()))
         for at in range(stretch.start, stretch.stop):
             if self.track.validates_at(at):
                 vals.append((at, self._loss(self._params(leaves), at)))
-            name = self.handed.steps[at]
-            num_sequences, seq_len = self.handed.programs[name].inputs[-1].shape
-            documents = self.handed.document_tokens
-            batch = tokens.batch(num_sequences, seq_len, documents[at] if documents else 0)
+            name = self.archive.steps[at]
+            num_sequences, seq_len = self.programs.shape(name)
+            batch = tokens.batch(num_sequences, seq_len, self.archive.document_tokens[at])
             ids = (meshes.place(x, self.programs.mesh) for x in batch)
             *leaves, loss = self.programs.compiled(name, outs=outs)(*leaves, *ids)
             losses.append(float(_number(loss)))
@@ -125,8 +121,11 @@ class _Examiner:
 
     def _initial(self) -> tuple[list[Any], stream.Cursor]:
         key = jax.random.key_data(jax.random.key(self.request.run_seed))
-        places = tuple(self.programs.state_places)
-        return list(self.programs.compiled("init", outs=places)(key)), stream.START
+        return list(self.programs.compiled("init", outs=self._places)(key)), stream.START
+
+    @property
+    def _places(self) -> tuple[Any, ...]:
+        return tuple(leaf.sharding for leaf in self.programs.state)
 
     def _restored(self, step: int) -> tuple[list[Any], stream.Cursor]:
         """Restore a state of the run and its position in the data from a checkpoint."""
@@ -138,11 +137,7 @@ class _Examiner:
             raise CheckpointError(
                 f"{self.request.checkpoints}: no checkpoint {step}, which is needed; train with --keep-checkpoints 0"
             )
-        arrays = self.handed.programs[self.handed.steps[0]].inputs
-        wanted = {
-            name: jax.ShapeDtypeStruct(one.shape, jnp.dtype(one.dtype), sharding=place)
-            for name, one, place in zip(self.handed.leaves, arrays, self.programs.state_places, strict=False)
-        }
+        wanted = dict(zip(self.archive.leaves, self.programs.state, strict=True))
         try:
             require_regular(folder)
             facts = json.loads(unseal(json.loads((folder / "facts" / "metadata").read_bytes())))
@@ -151,23 +146,23 @@ class _Examiner:
         except Exception as error:  # noqa: BLE001 - orbax raises this very class, with 60 lines of text
             said = str(error).strip().partition("\n")[0][:120]
             raise CheckpointError(f"{folder}: cannot be read ({said}); restore its files") from None
-        return [arrays[name] for name in self.handed.leaves], cursor
+        return [arrays[name] for name in self.archive.leaves], cursor
 
     # --- scoring
 
     def _params(self, leaves: list[Any]) -> list[jax.Array]:
         """Return the parameters, unsharded, on one device."""
         device = self.programs.mesh.devices.flat[0]
-        return [jax.device_put(np.asarray(x), device) for x in leaves[1 : 1 + self.handed.num_params]]
+        return [jax.device_put(np.asarray(x), device) for x in leaves[1 : 1 + self.archive.num_params]]
 
     @property
     def _shape_BT(self) -> tuple[int, ...]:
         """Shape of the ids that a forward pass takes."""
-        return self.handed.programs[self.handed.hidden[self.end]].inputs[-1].shape
+        return self.programs.shape(self.archive.hidden[self.end])
 
     def outputs(self, params: list[jax.Array], ids_BT: np.ndarray, at: int | None = None) -> jax.Array:
         """Return the hidden state before the head in the validation at a step, by default the last: [B, T, D]."""
-        forward = self.programs.compiled(self.handed.hidden[self.end if at is None else at])
+        forward = self.programs.compiled(self.archive.hidden[self.end if at is None else at])
         (x_BTD,) = forward(*params, jnp.asarray(ids_BT, jnp.int32))
         return x_BTD
 
@@ -179,7 +174,7 @@ class _Examiner:
     @property
     def _chunk(self) -> int:
         """Rows that the head takes."""
-        return self.handed.programs["logits"].inputs[-1].shape[0]
+        return self.programs.shape("logits")[0]
 
     def costs(self, params: list[jax.Array], x_ND: np.ndarray, targets_N: np.ndarray) -> np.ndarray:
         """Return the negative log likelihood of each target in nats, a large number if there is none: f64 [N]."""

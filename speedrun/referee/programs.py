@@ -1,21 +1,18 @@
-"""Programs that a record's source handed over: reads StableHLO, inspects and compiles it. Nothing is unpickled."""
+"""The programs that a record carries: reads StableHLO, inspects and compiles it."""
 
 import lzma
 import re
-from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
+import msgspec
 from jax import export
-from jax.core import ShapedArray
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
-from speedrun.ledger.findings import Array, HandedOver, Lowered
+from speedrun.ground.console import clean
+from speedrun.ground.errors import UsageError
+from speedrun.ledger.archive import Archive
 from speedrun.science.step import COMPILER_OPTIONS
 from speedrun.training.program import inspect
 
@@ -23,72 +20,95 @@ from speedrun.training.program import inspect
 _CONSTANT = re.compile(r'\bdense(?:_resource)?<("0x[0-9A-F]*"|[^">]*)>')
 #: A number of fewer bits than float32.
 _NARROW = re.compile(r"[x<](bf16|f16|f8)")
+#: Of all programs of an archive together.
+_MOST_UNPACKED_BYTES = 2**28
 
 
-@dataclass(frozen=True)
+def unpack(raw: bytes) -> Archive:
+    """Read an untrusted archive.
+
+    Raises:
+        UsageError: if it is no such file, or larger than one may be.
+    """
+    opened = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_MOST_UNPACKED_BYTES)
+    try:
+        unpacked = opened.decompress(raw, _MOST_UNPACKED_BYTES)
+        if not opened.eof or opened.unused_data:
+            raise UsageError(
+                f"its archive of programs is cut, longer than its content, or has more than "
+                f"{_MOST_UNPACKED_BYTES:,} bytes; restore it, or run again"
+            )
+        found = msgspec.msgpack.decode(unpacked, type=Archive)
+    except (lzma.LZMAError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(f"its archive of programs: {clean(str(error))}; restore it, or run again") from None
+    if unknown := {*found.steps, *found.hidden.values(), "init", "logits"} - found.programs.keys():
+        raise UsageError(f"its archive names {min(unknown)[:40]!r} and holds no such program; restore it")
+    return found
+
+
 class Programs:
-    """The programs that were handed over, by name."""
+    """The programs of an archive, by name. Each is read and compiled once."""
 
-    folder: Path
-    handed: HandedOver
-    mesh: Any
+    def __init__(self, archive: Archive, mesh: Mesh) -> None:
+        self.archive, self.mesh = archive, mesh
+        self._exported: dict[str, export.Exported] = {}
+        self._executables: dict[str, Any] = {}
 
     def exported(self, name: str) -> export.Exported:
-        """Return a program as `jax.export` represents it; built from plain fields, nothing is unpickled."""
-        lowered = self.handed.programs[name]
-        avals, places = self._arrays(lowered, lowered.inputs)
-        results, result_places = self._arrays(lowered, lowered.outputs)
-        # A field of JAX 0.10 alone.
-        old_fields = {"_has_named_shardings": True} if jax.__version_info__ < (0, 11) else {}
-        return export.Exported(
-            fun_name=name.replace("-", "_"),
-            in_tree=jax.tree.structure((avals, {})),
-            in_avals=avals,
-            out_tree=jax.tree.structure(results),
-            out_avals=results,
-            **old_fields,
-            _in_named_shardings=places,
-            _out_named_shardings=result_places,
-            in_shardings_hlo=(None,) * len(avals),
-            out_shardings_hlo=(None,) * len(results),
-            nr_devices=lowered.num_devices,
-            platforms=(jax.default_backend() if jax.default_backend() != "gpu" else "cuda",),
-            ordered_effects=(),
-            unordered_effects=(),
-            disabled_safety_checks=(),
-            mlir_module_serialized=(self.folder / f"{name}.mlir").read_bytes(),
-            calling_convention_version=lowered.convention,
-            module_kept_var_idx=lowered.kept,
-            uses_global_constants=False,
-            _get_vjp=None,
-        )
+        """Return a program as `jax.export` represents it.
 
-    def _arrays(self, lowered: Lowered, arrays: tuple[Array, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        avals = tuple(ShapedArray(one.shape, np.dtype(jnp.dtype(one.dtype))) for one in arrays)
-        if lowered.num_devices == 1:
-            return avals, (None,) * len(avals)
-        return avals, tuple(self.place(one) for one in arrays)
+        Raises:
+            UsageError: if this JAX cannot read it, or it is for another platform or number of devices.
+        """
+        if name in self._exported:
+            return self._exported[name]
+        try:
+            one = export.deserialize(bytearray(self.archive.programs[name]))
+        except Exception as error:  # noqa: BLE001 - a parser of untrusted bytes, which raises whatever comes
+            why = f"cannot be read by this JAX ({clean(repr(error), limit=120)})"
+            raise UsageError(
+                f"program {clean(name)} {why}; lower it again with the JAX of the record"
+            ) from None
+        platform = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
+        if platform not in one.platforms or one.nr_devices not in (1, self.mesh.size):
+            got = f"{one.nr_devices} devices of {'/'.join(one.platforms)}"
+            raise UsageError(
+                f"program {clean(name)} is for {clean(got)}; this examination has {self.mesh.size} of {platform}"
+            )
+        if one.in_tree != jax.tree.structure((tuple(one.in_avals), {})):
+            raise UsageError(
+                f"program {clean(name)} does not take arrays one by one; need those that a run exports"
+            )
+        self._exported[name] = one
+        return one
 
-    def place(self, one: Array) -> NamedSharding:
-        """Return the sharding of an array."""
-        return NamedSharding(self.mesh, P(*(axes or None for axes in one.axes)))
+    @property
+    def state(self) -> list[jax.ShapeDtypeStruct]:
+        """Shape, dtype and sharding of each leaf of a state."""
+        first, num_leaves = self.archive.steps[0], len(self.archive.leaves)
+        return self._args(first)[:num_leaves]
 
-    @cached_property
-    def state_places(self) -> list[NamedSharding]:
-        """Return the sharding of each leaf of a state."""
-        inputs = self.handed.programs[self.handed.steps[0]].inputs
-        return [self.place(one) for one in inputs[: len(self.handed.leaves)]]
+    def _args(self, name: str) -> list[jax.ShapeDtypeStruct]:
+        """Return the arguments of a program; those for a single device have no sharding."""
+        one = self.exported(name)
+        places = one.in_shardings_jax(self.mesh) if one.nr_devices > 1 else (None,) * len(one.in_avals)
+        pairs = zip(one.in_avals, places, strict=True)
+        return [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x, place in pairs]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of the last argument of a program."""
+        return tuple(self.exported(name).in_avals[-1].shape)
 
     @cached_property
     def dtype(self) -> str:
         """By which two machines round training differently: the narrowest in its programs."""
-        texts = (self.text(name) for name in dict.fromkeys(self.handed.steps))
+        texts = (self.text(name) for name in dict.fromkeys(self.archive.steps))
         return "bfloat16" if any(map(_NARROW.search, texts)) else "float32"
 
     @cached_property
     def constant_bytes(self) -> int:
         """Bytes of all distinct constants, compressed together: schedules, declared constants, starts, memories."""
-        found = {value for name in self.handed.programs for value in _CONSTANT.findall(self.text(name))}
+        found = {value for name in self.archive.programs for value in _CONSTANT.findall(self.text(name))}
         raw = [
             bytes.fromhex(value[3:-1]) if value.startswith('"0x') else value.encode()
             for value in sorted(found)
@@ -98,10 +118,6 @@ class Programs:
     def text(self, name: str) -> str:
         """Return a program as text."""
         return self.exported(name).mlir_module()
-
-    @cached_property
-    def _executables(self) -> dict[str, Any]:
-        return {}
 
     def compiled(self, name: str, *, outs: Any = None) -> Any:
         """Return the executable of a program, compiled once.
@@ -115,14 +131,12 @@ class Programs:
         """
         if name in self._executables:
             return self._executables[name]
-        one, lowered = self.exported(name), self.handed.programs[name]
+        one, args = self.exported(name), self._args(name)
         inspect(one.mlir_module())
-        args = [
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
-            for x, place in zip(*self._arrays(lowered, lowered.inputs), strict=True)
-        ]
         options: Any = COMPILER_OPTIONS.get(jax.default_backend(), {})
         donate = tuple(range(max(0, len(args) - 2))) if outs else ()
-        called = jax.jit(one.call, donate_argnums=donate, out_shardings=outs)
+        called = jax.jit(
+            lambda *args: tuple(jax.tree.leaves(one.call(*args))), donate_argnums=donate, out_shardings=outs
+        )
         self._executables[name] = called.lower(*args).compile(compiler_options=options)
         return self._executables[name]

@@ -1,4 +1,4 @@
-"""`speedrun validate --replay`: check runs against their programs and states. Executes a record's source.
+"""`speedrun validate --replay`: check runs against their programs and states. Executes no source of a record.
 
 Runs, stretches and positions are drawn from a nonce that is unknown beforehand. Nothing drawn may follow from the log,
 because an author can rewrite a log until the draw suits it.
@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Literal, NamedTuple, TextIO
 
 from speedrun.data import generated, inventory
+from speedrun.data.overview import verify
 from speedrun.ground import runlog
 from speedrun.ground import track as tracks
 from speedrun.ground.errors import UsageError
+from speedrun.ledger import archive
 from speedrun.ledger.checks.examination import REPLAY_CHECKS, Examined
 from speedrun.ledger.findings import Examination, Stretch
 from speedrun.ledger.record import Record, load
@@ -29,7 +31,6 @@ from speedrun.referee.rerun import Rerun, plain
 _FEW_RUNS = 2
 _RESTARTS = 2
 _STEPS = 8  #: of a stretch
-_HARNESS = "V503"  #: checks that the instruments in the source are known
 _MOST_FACTS_BYTES = 1 << 20  #: of a checkpoint; it is not trusted
 
 Which = Literal["some", "all"]
@@ -100,12 +101,11 @@ def examined(folder: Path, report: Report, options: Options, echo: TextIO) -> Re
         folder: the record.
         report: of the other checks; if one failed, nothing is executed.
         options: of the examination.
-        echo: where the output of the record's source goes.
+        echo: where progress goes.
 
     Raises:
-        UsageError: if a check failed, no run finished, the source is too old, its instruments are unknown, or there is
-            no sandbox.
-        SpeedrunError: if its source ends with an error.
+        UsageError: if a check failed, no run finished, a run carries no programs, or there is no sandbox.
+        SpeedrunError: if an examination ends with an error.
     """
     if failed := report.having("failed"):
         raise UsageError(
@@ -118,25 +118,31 @@ def examined(folder: Path, report: Report, options: Options, echo: TextIO) -> Re
     given = _owners(options.checkpoints, runs)
     names = chosen(options.nonce, runs, options.which)
     reruns = [Rerun(folder, name, unsafe=options.unsafe) for name in names]
-    if not all(rerun.can_be_examined for rerun in reruns):
-        raise UsageError(
-            f"{folder}: its instruments are older than this examiner understands; 'git checkout' its commit "
-            "and validate there"
-        )
-    (harness,) = (result for result in report.results if result.check.id == _HARNESS)
-    if harness.status != "ok":
-        raise UsageError(
-            f"{folder}: {_HARNESS} was skipped ({harness.messages[0]}): programs from unknown instruments prove "
-            "nothing; fetch the run's commit, and validate again"
-        )
+    archives = [_programs(record, rerun.old) for rerun in reruns]
     print(sandbox.protections(unsafe=options.unsafe), file=echo)
     print(
         f"examining {len(names)} of {len(runs)} runs, nonce {options.nonce}; --nonce {options.nonce} repeats it",
         file=echo,
         flush=True,
     )
-    found = [_examined(rerun, given.get(rerun.old.folder), options, echo) for rerun in reruns]
+    found = [
+        _examined(rerun, raw, given.get(rerun.old.folder), options, echo)
+        for rerun, raw in zip(reruns, archives, strict=True)
+    ]
     return Report(report.results + _results(record, found), report.strict)
+
+
+def _programs(record: Record, run: Run) -> bytes:
+    """Return the archive of a run's programs, whose digest V003 compared.
+
+    Raises:
+        UsageError: if the record carries none.
+    """
+    for made in run.of(runlog.Exported):
+        return record.raw[archive.name_of(made.sha256)]
+    raise UsageError(
+        f"{record.root}: {run.folder} carries no programs, so it cannot be examined; run it again"
+    )
 
 
 def _results(record: Record, found: Sequence[Examined]) -> tuple[Result, ...]:
@@ -163,18 +169,20 @@ def _owners(folders: Iterable[Path], runs: dict[str, Run]) -> dict[str, Path]:
     return found
 
 
-def _examined(rerun: Rerun, checkpoints: Path | None, options: Options, echo: TextIO) -> Examined:
-    """Examine one run: its source hands over its programs, the examiner runs them."""
+def _examined(rerun: Rerun, raw: bytes, checkpoints: Path | None, options: Options, echo: TextIO) -> Examined:
+    """Examine one run by the archive of its programs."""
     run = rerun.old
     rules, draws = tracks.load(run.start.track.rpartition("@")[0]), drawn(options.nonce, run.folder)
     data = inventory.data_folder(rules, options.data).absolute()
     if rules.synthetic is not None:
         generated.ensure(rules, options.data, lambda text: print(text, file=echo))
+    if rules.data.sha256:  # damaged shards here would be held against the record
+        verify(data, rules.data, full=True)
     # From the log, not the folder: whoever provides checkpoints must not choose among them.
     steps = [event.step for event in run.of(runlog.Checkpoint) if event.step < run.start.num_steps]
     with tempfile.TemporaryDirectory(prefix="speedrun-examination-") as scratch:
-        programs = Path(scratch, "programs")
-        rerun.hand_over(programs, data=data, echo=echo)
+        programs = Path(scratch, "programs.xz")
+        programs.write_bytes(raw)
         wanted = Examination(
             programs=programs,
             track=rules.name,

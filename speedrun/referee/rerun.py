@@ -7,7 +7,7 @@ import os
 import stat
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
@@ -15,7 +15,6 @@ from typing import TextIO
 import msgspec
 
 from speedrun.data import generated, inventory, shards
-from speedrun.data.overview import verify
 from speedrun.ground import provenance
 from speedrun.ground import track as tracks
 from speedrun.ground.console import clean
@@ -23,7 +22,7 @@ from speedrun.ground.errors import DataError, SpeedrunError, UsageError, transla
 from speedrun.ground.exit_codes import EXIT_CODES, meaning
 from speedrun.ground.wholefile import write_whole
 from speedrun.ledger import format
-from speedrun.ledger.findings import Examination, Findings, HandedOver, Wanted
+from speedrun.ledger.findings import Examination, Findings
 from speedrun.ledger.record import Record, load, read_files
 from speedrun.ledger.run import Run
 from speedrun.ledger.source import split_source
@@ -35,22 +34,8 @@ _PACKAGE = Path(__file__).parent.parent
 #: What any process needs. No compilation cache: foreign code could leave programs there for us to run.
 _ENVIRONMENT = ("PATH", "LANG", "LD_LIBRARY_PATH", provenance.IMAGE_VARIABLE)
 
-#: Files of ours that replace those of the record's source to lower its programs; a source without the needed one is
-#: too old.
-_OURS = (
-    "referee/__init__.py",
-    "referee/handover.py",
-    "ground/output.py",
-    "ground/sourcefile.py",
-    "ledger/findings.py",
-    "ledger/format.py",  # which the findings need, and a run did not before 2026-11-24
-)
-_NEEDED = "speedrun/science/inputs.py"
 #: Time limit of a run: bounds, and factor on its own time.
 _LEAST_S, _MOST_S, _SLOWER = 3600.0, 7 * 86400.0, 10.0
-_HANDOVER_S = 1800.0
-_MOST_BYTES = 1 << 30  #: of all programs together
-_MOST_TABLE_BYTES = 1 << 24  #: of programs.json
 _MOST_STACKS_BYTES = 1 << 22
 
 
@@ -73,7 +58,6 @@ class Rerun:
         self._unsafe = unsafe
         self._source = _checked_source(record, folder, self.old)
         self._environment = _checked_environment(folder, self.old)
-        self._ours = {f"speedrun/{name}": (_PACKAGE / name).read_text("utf-8") for name in _OURS}
 
     def check_data(self, data: Path | None, echo: TextIO) -> Path:
         """Make the shards that can be made, read every byte of those that the run read, and return their folder.
@@ -123,7 +107,7 @@ class Rerun:
             made = Path(scratch, "record")
             config = self._config(made, seed, data)
             try:
-                self._execute("speedrun.training.train", config, data, Path(scratch), echo, {}, limit_s)
+                self._execute("speedrun.training.train", config, data, Path(scratch), echo, limit_s)
             finally:
                 _bring(made, out)
         new = [run for run in load(out).runs if run.finished] if out.is_dir() else []
@@ -134,50 +118,8 @@ class Rerun:
             )
         return new[0]
 
-    @property
-    def can_be_examined(self) -> bool:
-        """Whether the instruments in its source are new enough to lower programs for the examiner."""
-        return _NEEDED in self._source
-
-    def hand_over(self, folder: Path, *, data: Path, echo: TextIO) -> None:
-        """Have the source lower its programs, and copy them as plain files into a new folder.
-
-        Args:
-            folder: where they go.
-            data: folder of shards, of which the source reads the headers.
-            echo: where its output goes.
-
-        Raises:
-            SpeedrunError: if it ends with an error, or hands over anything else.
-        """
-        if self._rules.data.sha256:  # damaged shards here would be held against the record
-            verify(data, self._rules.data, full=True)
-        with tempfile.TemporaryDirectory(prefix="speedrun-programs-") as scratch:
-            given = Path(scratch, "programs")
-            config = self._config(Path(scratch, "record"), self.old.start.seed, data)
-            wanted = Wanted(msgspec.to_builtins(config, enc_hook=str), given)
-            module = "speedrun.referee.handover"
-            self._execute(module, wanted, data, Path(scratch), echo, self._ours, _HANDOVER_S)
-            try:
-                raw = plain(given / "programs.json", _MOST_TABLE_BYTES)
-                names = msgspec.json.decode(raw, type=HandedOver).programs
-                if not all(name.replace("-", "").isalnum() for name in names):
-                    raise ValueError("a program with a name that is not permitted")
-                programs, left_bytes = {}, _MOST_BYTES
-                for name in names:
-                    programs[f"{name}.mlir"] = found = plain(given / f"{name}.mlir", left_bytes)
-                    left_bytes -= len(found)
-            except (OSError, ValueError) as error:
-                raise SpeedrunError(
-                    f"the source of {self.old.folder} handed over no readable programs ({clean(str(error))}), "
-                    "so it cannot be examined; see its output above"
-                ) from None
-        folder.mkdir()
-        for name, content in {"programs.json": raw, **programs}.items():
-            (folder / name).write_bytes(content)
-
     def examine(self, request: Examination, scratch: Path, echo: TextIO) -> Findings:
-        """Run our examiner on programs that were handed over, without any of the source.
+        """Run our examiner on the programs of the record, without any of its source.
 
         Args:
             request: what to examine; its paths to programs and findings lie in `scratch`.
@@ -198,11 +140,10 @@ class Rerun:
         data: Path,
         scratch: Path,
         echo: TextIO,
-        ours: Mapping[str, str],
         limit_s: float,
     ) -> None:
-        """Unpack the record's source into a scratch folder, with files of ours on top, and run a module of it."""
-        for path, text in {**self._source, **ours}.items():
+        """Unpack the record's source into a scratch folder, and run a module of it."""
+        for path, text in self._source.items():
             file = scratch / "source" / path
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, encoding="utf-8")

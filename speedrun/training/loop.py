@@ -19,11 +19,13 @@ from speedrun.ground.clock import Clock, Phases, Stopwatch, cold_wall_s
 from speedrun.ground.errors import NonFiniteError, SpeedrunError, Terminated
 from speedrun.ground.output import text_of
 from speedrun.ground.signals import Deferred
-from speedrun.ledger import format
+from speedrun.ground.wholefile import write_whole
+from speedrun.ledger import archive, format
 from speedrun.science.step import StepMetrics, TrainState
 from speedrun.training import health
 from speedrun.training.checkpoint import Checkpoints
 from speedrun.training.evaluate import evaluate
+from speedrun.training.exports import exported
 from speedrun.training.fingerprint import state_hash
 from speedrun.training.outcome import data_read
 from speedrun.training.prepare import Ready
@@ -125,6 +127,8 @@ class Training:
         inspect(program.init.lower(jax.random.key(0)).as_text())
         self.state = signals.interruptible(lambda: program.init(jax.random.key(seed)))
         self.phases.enter("compile")
+        if processes.is_first():
+            self._export()
         self.executables = compile_all(self.ready, self.state, self.log)
         self.compile_s = self.executables.compile_s
         self.stopping.check()
@@ -141,6 +145,19 @@ class Training:
                 )
                 self.clock.resume_at(self.place.train_time_s)
             self.checkpoints.rehearse(self.state)
+
+    def _export(self) -> None:
+        """Write the programs of this run into its record, unless another run wrote the same ones."""
+        watch, raw = Stopwatch(), archive.pack(exported(self.ready))
+        if len(raw) > archive.MOST_BYTES:
+            problem = (
+                f"programs of {len(raw):,} bytes, {archive.MOST_BYTES:,} are permitted: it cannot be examined"
+            )
+            self.log.emit(runlog.Warning(f"{problem}; compute tables from formulas"))
+            return
+        sha256 = format.sha256(raw)
+        write_whole(self.ready.config.out / archive.name_of(sha256), raw)
+        self.log.emit(runlog.Exported(sha256, len(raw), watch.seconds))
 
     @contextmanager
     def _clocked(self) -> Iterator[None]:

@@ -1,6 +1,6 @@
 """V601 to V608: compare runs with what the examiner found about their states and programs.
 
-These checks need the record's source to be executed (`speedrun.referee.rerun`).
+The examiner (`speedrun.referee.examiner`) runs the programs that a record carries, and none of its source.
 
 On one machine the same program gives the same bits. So nothing may change that must not, and where a state was reached
 in the same bits, every loss has the same bits. Two honest machines round differently, and training amplifies that:

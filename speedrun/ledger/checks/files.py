@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 
 from speedrun.ground import console, runlog
-from speedrun.ledger import format
+from speedrun.ledger import archive, format
 from speedrun.ledger.checks.table import check
 from speedrun.ledger.format import SOURCE
 from speedrun.ledger.record import Record
@@ -49,13 +49,13 @@ def chain(record: Record) -> Iterator[str]:
 
 @check(
     "V003",
-    "the source is the one that the runs name",
+    "source and programs are those that the runs name",
     needs=("runs", "source"),
-    why="replay executes and reviewers read the source text, so it must be the one that ran",
-    hint="restore source.txt, which the run wrote before it began",
+    why="an examiner runs the programs and reviewers read the source, so both must be those that ran",
+    hint="restore source.txt and programs-*.xz, which the run wrote before its clock started",
 )
 def hashes(record: Record) -> Iterator[str]:
-    """Compare the digests of the text, and of each file in it."""
+    """Compare the digests of text and programs."""
     try:
         split_source(record.raw.get(SOURCE, b"").decode())
     except ValueError as error:
@@ -63,6 +63,17 @@ def hashes(record: Record) -> Iterator[str]:
     for run in record.runs:
         if run.start.source_sha256 != record.source_sha256:
             yield f"{run.folder}: ran other sources than {SOURCE}"
+    named = {
+        archive.name_of(made.sha256): made.sha256 for run in record.runs for made in run.of(runlog.Exported)
+    }
+    for name, sha256 in named.items():
+        if format.sha256(record.raw.get(name, b"")) != sha256:
+            yield f"{name}: missing, or not the programs that a run names"
+    yield from (
+        f"{name}: no run names it"
+        for name in record.raw
+        if archive.NAME.fullmatch(name) and name not in named
+    )
 
 
 @check(

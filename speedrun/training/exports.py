@@ -1,28 +1,24 @@
-"""Lowers the programs of a recipe and writes them to a folder: all that a record's source does for its examination.
+"""Exports the programs of a run for its record, before the clock starts: see `ledger.archive`.
 
-    python -m speedrun.referee.handover WANTED.json      in an unpacked source, in a sandboxed process of its own
-
-Nothing is trained or scored here. A program is StableHLO, a pure function of arrays. The examiner
-(`speedrun.referee.examiner`) inspects, compiles and runs it in a process that imports nothing of the record's source.
+Nothing is compiled, trained or scored here. A program is StableHLO, a pure function of arrays, without the names of
+files, so that equal code gives equal bytes anywhere.
 """
 
-import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import msgspec
 import numpy as np
 from jax import export
 from jax.sharding import NamedSharding
 
-from speedrun.ground.output import reported
-from speedrun.ledger.findings import Array, HandedOver, Lowered, Wanted
+from speedrun.ledger.archive import Archive
 from speedrun.science.inputs import Inputs, Static
 from speedrun.training.checkpoint import named
-from speedrun.training.prepare import Ready, RunConfig, prepare
+from speedrun.training.prepare import Ready
 from speedrun.training.program import FOREIGN
 
 _FORWARD_TOKENS = 8192  #: of a forward pass, in one or more sequences
@@ -32,31 +28,33 @@ _CHUNK_TOKENS = 1024  #: rows of logits
 _ANY_CALL = [export.DisabledSafetyCheck.custom_call(name) for name in FOREIGN]
 
 
-def hand_over(wanted: Wanted) -> None:
-    """Write the programs of a run to a folder.
-
-    Raises:
-        SpeedrunError: as `prepare`.
-    """
-    ready = prepare(msgspec.convert(wanted.config, RunConfig, dec_hook=lambda kind, value: kind(value)))
-    lowered = {**_training(ready), **_forward(ready)}
-    wanted.folder.mkdir()
-    for name, one in lowered.items():
-        (wanted.folder / f"{name}.mlir").write_bytes(one.mlir_module_serialized)
-    state = _state(ready)
-    names = {step: f"train-{i}" for i, step in enumerate(_shapes(ready))}
-    program, recipe = ready.program, ready.recipe
-    handed = HandedOver(
+def exported(ready: Ready) -> Archive:
+    """Return the programs of a run."""
+    program, recipe, state = ready.program, ready.recipe, _state(ready)
+    names = {shape: f"train-{i}" for i, shape in enumerate(_shapes(ready))}
+    with _without_places():
+        made = {**_training(ready), **_forward(ready)}
+        programs = {name: bytes(one.serialize()) for name, one in made.items()}
+    steps = range(recipe.num_steps)
+    return Archive(
         leaves=tuple(named(state)),
         num_params=len(state.params),
-        programs={name: _described(one) for name, one in lowered.items()},
-        steps=tuple(names[program.shape_at(step)] for step in range(recipe.num_steps)),
+        steps=tuple(names[program.shape_at(step)] for step in steps),
         hidden=_names_of_forward(ready),
-        document_tokens=tuple(
-            recipe.stages[recipe.stage_of(step)].document_tokens for step in range(recipe.num_steps)
-        ),
+        document_tokens=tuple(recipe.stages[recipe.stage_of(step)].document_tokens for step in steps),
+        programs=programs,
     )
-    (wanted.folder / "programs.json").write_bytes(msgspec.json.encode(handed))
+
+
+@contextmanager
+def _without_places() -> Iterator[None]:
+    """Leave out the files and lines of operations: they name folders of this machine."""
+    before = jax.config.values["jax_traceback_in_locations_limit"]
+    jax.config.update("jax_traceback_in_locations_limit", 0)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_traceback_in_locations_limit", before)
 
 
 def _state(ready: Ready) -> Any:
@@ -153,27 +151,3 @@ def _forward(ready: Ready) -> dict[str, export.Exported]:
         },
         "logits": export.export(jax.jit(logits), disabled_checks=_ANY_CALL)(*leaves, x_ND),
     }
-
-
-def _described(one: export.Exported) -> Lowered:
-    def arrays(avals: Any, shardings: Any) -> tuple[Array, ...]:
-        return tuple(Array(x.shape, str(x.dtype), _axes(s)) for x, s in zip(avals, shardings, strict=True))
-
-    return Lowered(
-        inputs=arrays(one.in_avals, one._in_named_shardings),
-        outputs=arrays(one.out_avals, one._out_named_shardings),
-        num_devices=one.nr_devices,
-        kept=tuple(one.module_kept_var_idx),
-        convention=one.calling_convention_version,
-    )
-
-
-def _axes(sharding: NamedSharding | None) -> tuple[tuple[str, ...], ...]:
-    parts = () if sharding is None else tuple(sharding.spec)
-    return tuple(() if part is None else (part,) if isinstance(part, str) else tuple(part) for part in parts)
-
-
-if __name__ == "__main__":
-    with reported():
-        raw = Path(sys.argv[1]).read_bytes()
-        hand_over(msgspec.json.decode(raw, type=Wanted, dec_hook=lambda kind, value: kind(value)))
