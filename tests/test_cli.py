@@ -70,7 +70,6 @@ SUBCOMMANDS = (
     ("bench", "loader"),
     ("data", "get"),
     ("data", "list"),
-    ("bench", "prep"),
     ("data", "docs"),
     ("data", "prep"),
     ("data", "synth"),

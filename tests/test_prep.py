@@ -575,27 +575,6 @@ def test_bits_per_byte(tmp_path: Path):
     assert overview.bits_per_byte(np.log(256), tmp_path, data) == pytest.approx(16), "two tokens per byte"
 
 
-@needs_shared
-def test_bench_prep_compares_equal_bytes(monkeypatch: pytest.MonkeyPatch):
-    from speedrun.bench import preparing as prep_speed
-
-    monkeypatch.setattr(prep_speed, "_TRIALS", 1)
-    choice = tokenizer.choose(str(RANKS))
-    result = prep_speed.compare(open_source([str(HEAD)]), choice, column="text", num_workers=2)
-    assert (len(result.timings), result.timings[0].ratio, result.tokens) == (2, 1.0, 216_090)
-    honest = prep_speed.plain
-
-    def other(*args):
-        facts = honest(*args)
-        (path,) = args[-1].glob("*.bin")
-        path.write_bytes(path.read_bytes()[:-1] + b"x")
-        return facts
-
-    monkeypatch.setattr(prep_speed, "plain", other)
-    with pytest.raises(DataError, match="make other bytes than one thread"):
-        prep_speed.compare(open_source([str(HEAD)]), choice, column="text", num_workers=2)
-
-
 @pytest.mark.parametrize("look", [1, 2])
 def test_a_lock_whose_holder_just_left_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look: int

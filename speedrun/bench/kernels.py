@@ -13,7 +13,7 @@ import optax
 
 from speedrun.bench.timing import FormTimings, Timing, compare, compare_forms
 from speedrun.ground import mesh as meshes
-from speedrun.ground.errors import UsageError, unknown
+from speedrun.ground.errors import UsageError
 from speedrun.science import nn
 from speedrun.science.kernels import cross_entropy, cross_entropy_gpu
 from speedrun.science.kernels.attention import sight
@@ -36,16 +36,8 @@ def attention(
     window_blocks: int,
     block_tokens: int,
     document_tokens: int,
-    without: Sequence[str] = (),
 ) -> FormTimings:
-    """Time attention with its gradients in every form that runs here, on one sequence of equally long documents.
-
-    Raises:
-        UsageError: for an unknown form in `without`.
-    """
-    if strange := sorted(set(without) - {*ATTENTION}):
-        raise unknown("form of attention", strange[0], ATTENTION)
-    forms = {name: form for name, form in ATTENTION.items() if name not in without}
+    """Time attention with its gradients in every form that runs here, on one sequence of equally long documents."""
     platform, compute_capability, dtype = _here()
     call = AttentionCall(
         shape_BTHK=(1, num_tokens, num_heads, head_dim),
@@ -68,7 +60,7 @@ def attention(
 
         return run
 
-    return compare_forms(forms, choose_attention, call, value_and_gradients, do, seen, *qkv)
+    return compare_forms(ATTENTION, choose_attention, call, value_and_gradients, do, seen, *qkv)
 
 
 def norm(*, num_tokens: int, num_heads: int, head_dim: int) -> FormTimings:

@@ -8,7 +8,7 @@ from typing import Any
 import click
 import msgspec
 
-from speedrun.cli.options import example, json_option, price_option
+from speedrun.cli.options import json_option, new_command, option, price_option
 from speedrun.doctor import qualify
 from speedrun.doctor.check import Check
 from speedrun.doctor.checkup import checks as examine
@@ -20,13 +20,11 @@ _RECORDS = Path("records")
 _SIGNS = {"ok": "[green]✓[/]", "note": "[yellow]![/]", "bad": "[red]✗[/]"}
 
 
-@click.command(
-    epilog=example("speedrun doctor", "speedrun doctor --track main-8xh100", "speedrun doctor --json")
-)
-@click.option(
-    "--track",
-    metavar="NAME",
-    help="Only what this track needs. Default: all tracks, with a proposal for the hardest one that fits.",
+@new_command("speedrun doctor", "speedrun doctor --track main-8xh100", "speedrun doctor --json")
+@option(
+    "--track NAME",
+    str,
+    "Only what this track needs. Default: all tracks, with a proposal for the hardest one that fits.",
 )
 @price_option
 @json_option

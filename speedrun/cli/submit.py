@@ -9,26 +9,21 @@ import msgspec
 
 from speedrun.board import submission
 from speedrun.board.submission import Finding, Submission
-from speedrun.cli.options import example, json_option, out_option
+from speedrun.cli.options import PATH, flag, json_option, new_command, option, out_option
 from speedrun.ground.console import clean
 from speedrun.ground.errors import SpeedrunError, UsageError
 from speedrun.ledger.record import load, need_record
 from speedrun.ledger.validate import Report, examine
 
 
-@click.command(
-    epilog=example(
-        "speedrun submit runs/first --dry-run",
-        "speedrun submit runs/first --name wider-head --out submissions",
-    )
+@new_command(
+    "speedrun submit runs/first --dry-run", "speedrun submit runs/first --name wider-head --out submissions"
 )
-@click.argument("record", type=click.Path(path_type=Path))
+@click.argument("record", type=PATH)
 @out_option("Where to write. Default: the folder that holds the record.")
-@click.option(
-    "--name", metavar="WORDS", help="What changed, in a few words, for the folder's name. Default: the title."
-)
-@click.option("--dry-run", is_flag=True, help="Show everything and write nothing.")
-@click.option("--missed", is_flag=True, help="Submit a record that missed its target.")
+@option("--name WORDS", str, "What changed, in a few words, for the folder's name. Default: the title.")
+@flag("--dry-run", "Show everything and write nothing.")
+@flag("--missed", "Submit a record that missed its target.")
 @json_option
 @click.pass_context
 def command(
