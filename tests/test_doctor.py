@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -20,21 +19,21 @@ from speedrun.bench import machine as bench
 from speedrun.cli.doctor import _print
 from speedrun.data import overview
 from speedrun.doctor import checkup as examine
-from speedrun.doctor import cuda, gpus, network, nvidia, qualify, rates, software, storage
+from speedrun.doctor import cuda, data, fit, gpus, software
+from speedrun.doctor import devices as seen_devices
 from speedrun.doctor.check import Check
-from speedrun.doctor.rates import Machine
+from speedrun.doctor.devices import Machine
 from speedrun.ground import devices, mesh, track
 from speedrun.ground.clock import Stopwatch
 from speedrun.ground.console import clean
-from speedrun.ledger.record import load
 from speedrun.training.health import matmul_gflops
 
 ROOT = Path(__file__).parent.parent
 H100 = "NVIDIA H100 80GB HBM3"
 CPUS = Machine("cpu", "cpu", 8)
 NODE = Machine("gpu", H100, 8)
-GPU = nvidia.Gpu(H100, "580.95.05", 81559 * 2**20, 16, 16, mig=False)
-LOAD = nvidia.Load(1755, 1980, 65, ())
+GPU = gpus.Gpu(H100, "580.95.05", 81559 * 2**20, 16, 16, mig=False)
+LOAD = gpus.Load(1755, 1980, 65, ())
 WHOLE = {
     "jax-cuda13-plugin": "0.10.2",
     "jax-cuda13-pjrt": "0.10.2",
@@ -104,9 +103,9 @@ esac
 @pytest.fixture
 def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No network, no data, and a disk that is asked for as little as can be."""
-    monkeypatch.setattr(storage, "_MOST_BYTES", storage._PIECE_BYTES)
+    monkeypatch.setattr(data, "_MOST_BYTES", data._PIECE_BYTES)
     monkeypatch.setattr(
-        network.hub, "reach", lambda _: (_ for _ in ()).throw(network.hub.HubError("no connection"))
+        data.hub, "reach", lambda _: (_ for _ in ()).throw(data.hub.HubError("no connection"))
     )
     monkeypatch.setenv("SPEEDRUN_DATA", str(tmp_path / "data"))
 
@@ -115,11 +114,11 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def node(driver: Path, offline: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight H100 that JAX sees, too."""
 
-    def seen(found: list[nvidia.Gpu], records: Path, *, usable: bool, timed: bool) -> Iterator[Check]:
+    def seen(found: list[gpus.Gpu], *, usable: bool, timed: bool) -> Iterator[Check]:
         shown = NODE if usable else CPUS
         yield Check("devices", f"8 x {shown.kind}", ok=True, facts=shown._asdict())
 
-    monkeypatch.setattr(examine, "_devices", seen)
+    monkeypatch.setattr(examine.devices, "checks", seen)
     monkeypatch.setattr(software.provenance, "installed", lambda: WHOLE)
     monkeypatch.setattr(cuda, "_libraries", lambda plugin: ["nvidia-cudnn-cu13"])
 
@@ -134,25 +133,25 @@ def test_the_matrix_is_read_pair_by_pair(num: int, plain: bool):
         return f"NV{i + j}" if j - i == 1 else "SYS"
 
     wanted = {(i, j): kind(i, j) for i in range(num) for j in range(i + 1, num)}
-    assert nvidia.read_links(matrix(kind, num, plain=plain)) == wanted
+    assert gpus.read_links(matrix(kind, num, plain=plain)) == wanted
 
 
 def test_the_driver_is_asked(driver: Path):
-    assert nvidia.gpus() == 8 * [GPU]
-    assert nvidia.loads()[7] == nvidia.Load(1755, 1980, 67, ())
-    assert set(nvidia.links().values()) == {"NV18"}
+    assert gpus.found() == 8 * [GPU]
+    assert gpus.loads()[7] == gpus.Load(1755, 1980, 67, ())
+    assert set(gpus.links().values()) == {"NV18"}
     (driver / "name").write_text("NVIDIA GeForce RTX 4090, 535.104.05, 24564, [N/A], [N/A], [N/A]\n")
     (driver / "clocks.sm").write_text("[N/A], [N/A], [Not Supported], [N/A]\n")
-    (gpu,), (load,) = nvidia.gpus(), nvidia.loads()
+    (gpu,), (load,) = gpus.found(), gpus.loads()
     assert (gpu.pcie_width, gpu.most_pcie_width, gpu.mig) == (None, None, False)
-    assert load == nvidia.Load(None, None, None, ())
+    assert load == gpus.Load(None, None, None, ())
     assert gpus.clocks([load], None).ok
 
 
 @pytest.mark.parametrize("bits", [0, 0x1FF, *(1 << bit for bit in range(9))])
 def test_every_reason_that_slows_has_a_word_and_the_power_cap_has_none(driver: Path, bits: int):
     (driver / "clocks.sm").write_text(f"1755, 1980, 60, {bits:#018x}\n")
-    (load,) = nvidia.loads()
+    (load,) = gpus.loads()
     assert len(load.reasons) == (bits & 0b0_1111_1010).bit_count()
 
 
@@ -168,12 +167,12 @@ def test_every_reason_that_slows_has_a_word_and_the_power_cap_has_none(driver: P
 def test_a_driver_that_gives_no_answer_says_so(
     does: str, driver: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    monkeypatch.setattr(nvidia, "_ANSWER_S", 0.2)
+    monkeypatch.setattr(gpus, "_ANSWER_S", 0.2)
     (tmp_path / "bin" / "nvidia-smi").write_text(f"#!/bin/sh\n{does}\n")
     if not does:
         monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(nvidia.NoAnswerError, match="nvidia-smi"):
-        nvidia.loads()
+    with pytest.raises(gpus.NoAnswerError, match="nvidia-smi"):
+        gpus.loads()
 
 
 # --- CUDA ---------------------------------------------------------------------------------------------------
@@ -220,22 +219,6 @@ def test_half_an_installation_is_told(
     assert bool(problem) == bool(names)
 
 
-@pytest.mark.parametrize("version", ["13.0.88", "12.9.86", "unknown"])
-def test_the_compiler_may_be_the_systems(version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Wheels that only compile may be missing where a ptxas is there, and new enough."""
-    tool = tmp_path / "bin" / "ptxas"
-    tool.parent.mkdir()
-    tool.write_text(f"#!/bin/sh\necho Cuda compilation tools, release 13.0, V{version}\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    needs = [f"{name}; extra == 'with-cuda'" for name in ("nvidia-cuda-nvcc>=13.0.48", "nvidia-nvvm")]
-    monkeypatch.setattr(cuda.metadata, "requires", lambda _: needs)
-    first, _ = cuda.checks([GPU], WHOLE, needed=True)
-    assert first.ok == (version == "13.0.88")
-    assert not first.ok or first.found.endswith(f"ptxas 13.0.88 at {tool}")
-
-
 def test_source_that_is_not_installed_has_floors(monkeypatch: pytest.MonkeyPatch):
     def absent(_: str) -> Any:
         raise software.metadata.PackageNotFoundError
@@ -247,9 +230,9 @@ def test_source_that_is_not_installed_has_floors(monkeypatch: pytest.MonkeyPatch
     assert not any("pytest" in one for one in packages)
 
 
-def test_gpus_that_jax_does_not_use_are_not_measured_as_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(examine, "_rates", lambda *_: pytest.fail("simulated devices were measured"))
-    found = {check.name: check.mark for check in examine._devices([GPU], tmp_path, usable=True)}
+def test_gpus_that_jax_does_not_use_are_not_measured_as_cpus(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(seen_devices, "_measured", lambda *_: pytest.fail("simulated devices were measured"))
+    found = {check.name: check.mark for check in seen_devices.checks([GPU], usable=True)}
     assert found == {"devices": "ok", "visible": "note", "rates": "note"}
 
 
@@ -264,11 +247,11 @@ def test_what_cuda_needs_is_what_its_plugin_says():
 
 
 def linked(kind: Callable[[int, int], str]) -> Check:
-    return gpus.topology(8 * [GPU], nvidia.read_links(matrix(kind)))
+    return gpus.topology(8 * [GPU], gpus.read_links(matrix(kind)))
 
 
 def alike(**changes: Any) -> Check:
-    return next(gpus.identity([GPU, GPU._replace(**changes)]))
+    return gpus.identity([GPU, GPU._replace(**changes)])
 
 
 def free(throttled_s: float | None = 0.0, **changes: Any) -> Check:
@@ -310,32 +293,14 @@ def of_vendor(share: float) -> bench.Rates:
 
 @pytest.mark.parametrize(("share", "ok"), [(0.75, True), (0.45, False)])
 def test_rates_are_held_against_the_vendors(share: float, ok: bool):
-    found = {check.name: check for check in rates.checks(of_vendor(share), NODE, devices.load("h100"), [])}
+    found = {check.name: check for check in seen_devices.rates(of_vendor(share), NODE, devices.load("h100"))}
     assert list(found) == ["matmul", "memory", "all-gather", "reduce-scatter", "all-reduce", "host to device"]
     assert [check.ok for check in found.values()] == [*5 * [ok], True]
     assert found["all-reduce"].facts["share_of_vendor"] == pytest.approx(share)
     assert found["matmul"].facts["matmul_per_s"] == pytest.approx(share * 8 * 989.4e12)
-    one = rates.checks(of_vendor(share), Machine("gpu", "something new", 1), None, [])
-    assert [check.name for check in one] == ["matmul", "memory", "host to device"]
-
-
-@pytest.mark.parametrize(("share", "ok"), [(0.95, True), (0.8, False)])
-def test_rates_are_held_against_the_records(share: float, ok: bool):
-    reached = of_vendor(0.7)
-    peers = [reached.matmul_gflops / share, 1e12, 1.0]
-    (matmul, *_) = rates.checks(reached, NODE, devices.load("h100"), peers)
-    assert matmul.ok == ok
-    assert matmul.facts["share_of_cohort"] == pytest.approx(share)
-
-
-def test_the_cohort_is_what_records_of_this_hardware_say(tmp_path: Path):
-    records = tmp_path / "records"
-    first = shutil.copytree(ROOT / "records/smoke-cpu/2026-11-21-first", records / "smoke-cpu" / "first")
-    assert rates.cohort(records, CPUS) == [load(first).lead.preflight.matmul_gflops]
-    assert rates.cohort(records, NODE) == []
-    (log,) = first.glob("runs/*/metrics.jsonl")
-    log.write_text(log.read_text().replace('"format":2', '"format":9'))
-    assert rates.cohort(records, CPUS) == [], "another format"
+    one = of_vendor(share)._replace(all_gather_gb_per_s=0, reduce_scatter_gb_per_s=0, all_reduce_gb_per_s=0)
+    alone = seen_devices.rates(one, Machine("gpu", "something new", 1), None)
+    assert [check.name for check in alone] == ["matmul", "memory", "host to device"]
 
 
 @pytest.mark.compile
@@ -358,8 +323,8 @@ def test_a_question_under_load_is_asked_while_the_devices_work(monkeypatch: pyte
 
 
 def test_the_disk_is_measured_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(storage, "_MOST_BYTES", 2 * storage._PIECE_BYTES)
-    assert min(storage.rates(tmp_path)) > 0
+    monkeypatch.setattr(data, "_MOST_BYTES", 2 * data._PIECE_BYTES)
+    assert min(data.rates(tmp_path)) > 0
     assert not list(tmp_path.iterdir())
 
 
@@ -368,9 +333,9 @@ def test_a_full_disk_is_in_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         raise OSError(28, "No space left on device")
 
     monkeypatch.setenv("SPEEDRUN_DATA", str(tmp_path / "not" / "yet"))
-    monkeypatch.setattr(storage.shutil, "disk_usage", lambda _: SimpleNamespace(free=10**9))
-    monkeypatch.setattr(storage.tempfile, "TemporaryFile", refused)
-    room, speed = storage.checks(track.load("main-8xh100"))
+    monkeypatch.setattr(data.shutil, "disk_usage", lambda _: SimpleNamespace(free=10**9))
+    monkeypatch.setattr(data.tempfile, "TemporaryFile", refused)
+    room, speed = data.disk(track.load("main-8xh100"))
     assert (room.mark, speed.mark) == ("bad", "bad")
     assert f"1.0 GB free in {tmp_path}; main-8xh100 needs 4.0 GB" in room.found
 
@@ -388,28 +353,28 @@ def test_a_hub_that_answers_and_one_that_does_not(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     with serve("owner/name", {}) as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
-        assert network.Probe().check() == Check("hub", "answers", ok=True, needed=False)
+        assert data.Probe().check() == Check("hub", "answers", ok=True, needed=False)
     with socket.create_server(("127.0.0.1", 0)) as gone:
         closed = f"http://127.0.0.1:{gone.getsockname()[1]}"
     for address in (closed, "http://[::bad"):
         monkeypatch.setenv("HF_ENDPOINT", address)
-        assert network.Probe().check().mark == "note"
-    monkeypatch.setattr(network, "_ANSWER_S", 0.2)
+        assert data.Probe().check().mark == "note"
+    monkeypatch.setattr(data, "_ANSWER_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         watch = Stopwatch()
-        assert network.Probe().check().mark == "note"
+        assert data.Probe().check().mark == "note"
         assert watch.seconds < 5
 
 
 # --- tracks and advice --------------------------------------------------------------------------------------
 
 
-def advised(machine: Machine, *, with_data: bool, asked: str | None = None) -> qualify.Advice:
+def advised(machine: Machine, *, with_data: bool, asked: str | None = None) -> fit.Advice:
     rules = [track.load(name) for name in track.names()]
-    fits = [qualify.check(one, machine, needed=False) for one in rules]
+    fits = [fit.check(one, machine, needed=False) for one in rules]
     data = [Check(f"data {one.name}", "", ok=with_data, needed=False) for one in rules]
-    return qualify.advice([*fits, *data], asked=asked)
+    return fit.advice([*fits, *data], asked=asked)
 
 
 @pytest.mark.parametrize(
@@ -428,7 +393,7 @@ def test_the_hardest_track_that_fits_is_next(machine: Machine, without: str, wit
     assert advised(machine, with_data=False).command == without
     assert advised(machine, with_data=True).command == with_data
     assert advised(machine, with_data=True, asked="smoke-cpu").command == "speedrun run --track smoke-cpu"
-    fits = qualify.check(track.load("main-8xh100"), machine, needed=True)
+    fits = fit.check(track.load("main-8xh100"), machine, needed=True)
     assert fits.mark == ("ok" if machine == NODE else "bad")
 
 
@@ -456,10 +421,10 @@ def test_this_machine_is_fit(tmp_path: Path):
 
 def test_of_one_track_only_what_it_needs_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The smoke track, as for the quickstart, needs neither rates nor a network."""
-    monkeypatch.setattr(examine, "_rates", lambda *_: pytest.fail("rates were measured"))
-    monkeypatch.setattr(examine.network, "Probe", lambda: pytest.fail("the network was asked"))
+    monkeypatch.setattr(seen_devices, "_measured", lambda *_: pytest.fail("rates were measured"))
+    monkeypatch.setattr(examine.data, "Probe", lambda: pytest.fail("the network was asked"))
     monkeypatch.setenv("SPEEDRUN_DATA", str(tmp_path))
-    found = [check.name for check in examine.checks(track.load("smoke-cpu"), tmp_path, alone=True)]
+    found = [check.name for check in examine.checks(track.load("smoke-cpu"), alone=True)]
     assert [name for name in found if name not in ("driver", "lock")] == [
         *("python", "packages", "devices", "disk", "track smoke-cpu", "data smoke-cpu")
     ]
@@ -513,7 +478,7 @@ def test_a_driver_that_fails_is_told_where_there_is_one(
     (tmp_path / "bin" / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
     if not installed:
         monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(nvidia, "present", lambda: num_gpus)
+    monkeypatch.setattr(examine, "_known_gpus", lambda: num_gpus)
     assert [check.mark for check in examine._driver([], needed=True)] == marks
 
 
@@ -548,7 +513,7 @@ def test_a_machine_that_is_not_fit(offline: None, monkeypatch: pytest.MonkeyPatc
     def broken(*_: object, **__: object):
         raise RuntimeError("no CUDA\nand a long tale")
 
-    monkeypatch.setattr(examine, "_devices", broken)
+    monkeypatch.setattr(examine.devices, "checks", broken)
     result = invoke()
     assert result.exit_code == 1
     assert "bad   devices: no CUDA; " in result.stdout
@@ -563,8 +528,7 @@ def test_a_machine_that_is_not_fit(offline: None, monkeypatch: pytest.MonkeyPatc
 
 def test_what_a_machine_says_cannot_paint_the_terminal(driver: Path, capsys: pytest.CaptureFixture[str]):
     (driver / "name").write_text("\x1b[31mevil\x1b[0m, 580.95.05, 81559, 16, 16, Disabled\n")
-    (gpu,) = nvidia.gpus()
-    (check,) = gpus.identity([gpu])
-    _print(check)
+    (gpu,) = gpus.found()
+    _print(check := gpus.identity([gpu]))
     assert capsys.readouterr().out == f"ok    gpus: {clean(check.found)}\n"
     assert "\x1b" not in clean(check.found)

@@ -2,22 +2,20 @@
 
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import click
 import msgspec
 
 from speedrun.cli.options import json_option, new_command, option, price_option
-from speedrun.doctor import qualify
+from speedrun.doctor import fit
 from speedrun.doctor.check import Check
 from speedrun.doctor.checkup import checks as examine
 from speedrun.ground import devices
 from speedrun.ground import track as tracks
 from speedrun.ground.console import clean
 
-_RECORDS = Path("records")
-_SIGNS = {"ok": "[green]✓[/]", "note": "[yellow]![/]", "bad": "[red]✗[/]"}
+_COLOURS = {"ok": "green", "note": "yellow", "bad": "red"}
 
 
 @new_command("speedrun doctor", "speedrun doctor --track main-8xh100", "speedrun doctor --json")
@@ -34,13 +32,13 @@ def command(ctx: click.Context, *, track: str | None, dollars: float, as_json: b
 
     Exits with 0 if the track can run here (its data may be missing), else with 1.
     """
-    rules, checks = tracks.load(track or qualify.SMOKE), []
-    for check in examine(rules, _RECORDS, alone=track is not None):
+    rules, checks = tracks.load(track or fit.SMOKE), []
+    for check in examine(rules, alone=track is not None):
         checks.append(check)
         if not as_json:
             _print(check)
     ready = all(check.ok for check in checks if check.needed)
-    advice = qualify.advice(checks, asked=track)
+    advice = fit.advice(checks, asked=track)
     again = "speedrun doctor" + (f" --track {track}" if track else "")
     following = advice.command if ready else f"repair what is marked above, then: {again}"
     cost = _cost(advice.track, dollars, checks) if ready else None
@@ -62,19 +60,9 @@ def command(ctx: click.Context, *, track: str | None, dollars: float, as_json: b
 
 
 def _print(check: Check) -> None:
-    """Print a check at once, as some take seconds: with a tick on a terminal, else as a plain line."""
-    if not sys.stdout.isatty():
-        click.echo(clean(f"{check.mark:<4}  {check.name}: {check.found}"))
-        return
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    line = Table.grid(padding=(0, 1))
-    line.add_column(width=1)
-    line.add_column(width=17)
-    line.add_row(_SIGNS[check.mark], check.name, escape(clean(check.found)))
-    Console().print(line)
+    """Print a check at once, as some take seconds."""
+    mark = click.style(f"{check.mark:<4}", fg=_COLOURS[check.mark])
+    click.echo(f"{mark}  {clean(f'{check.name}: {check.found}')}")
 
 
 def _cost(name: str, dollars: float, checks: list[Check]) -> dict[str, Any] | None:

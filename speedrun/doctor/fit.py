@@ -4,7 +4,7 @@ import shlex
 from typing import NamedTuple
 
 from speedrun.doctor.check import Check
-from speedrun.doctor.rates import Machine
+from speedrun.doctor.devices import Machine
 from speedrun.ground import track as tracks
 from speedrun.ground.track import Track
 
