@@ -343,20 +343,3 @@ def test_data_speaks_json(small: Path):
     assert digests == {name: entry["sha256"] for name, entry in made["manifest"]["shards"].items()}
     refused = invoke("data", "verify", "--json")
     assert json.loads(refused.stdout)["exit_code"] == refused.exit_code == DataError.exit_code
-
-
-def test_bytes_per_token_are_shown_where_the_manifest_knows_them(small: Path):
-    """Two shards of four tokens of text each: 14 and 6 bytes."""
-    invoke("data", "synth")
-    assert "bytes a token" not in invoke("data", "verify").stdout + invoke("data", "list").stdout
-    manifest = inventory.read_manifest(small)
-    assert manifest is not None
-    entries = {
-        name: msgspec.structs.replace(entry, text_bytes=text_bytes)
-        for (name, entry), text_bytes in zip(sorted(manifest.shards.items()), (14, 6), strict=True)
-    }
-    writing.write_manifest(small, msgspec.structs.replace(manifest, shards=entries))
-    train, val = invoke("data", "verify").stdout.splitlines()
-    assert "5 tokens  3.50 bytes a token" in train
-    assert "5 tokens  1.50 bytes a token" in val
-    assert "2 documents | 2.50 bytes a token | " in invoke("data", "list").stdout

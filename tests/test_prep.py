@@ -252,16 +252,6 @@ def test_a_changed_setting_is_named(tmp_path: Path):
     assert shards_of(out) == before
 
 
-def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path):
-    rows = write_rows(tmp_path / "rows.jsonl", ["abc"] * 5)
-    source = open_source([str(rows)])
-    times = rows.stat()
-    write_rows(rows, ["abd"] * 5)
-    os.utime(rows, ns=(times.st_atime_ns, times.st_mtime_ns))
-    with pytest.raises(DataError, match="changed while it was read"):
-        prepare(source, BYTES, Cut("x", 4), tmp_path / "out")
-
-
 @pytest.mark.parametrize("prefix", ["../x", "a/b", "", "x\0"])
 def test_a_prefix_must_be_part_of_a_file_name(tmp_path: Path, prefix: str):
     rows = write_rows(tmp_path / "rows.jsonl", ["abc"])
@@ -273,34 +263,6 @@ def test_a_prefix_must_be_part_of_a_file_name(tmp_path: Path, prefix: str):
 def test_a_text_keeps_its_bytes(tmp_path: Path):
     (tmp_path / "x.txt").write_bytes(b"\xef\xbb\xbfa\r\nb\rc\n")
     assert list(documents.texts(open_source([str(tmp_path)]), "text")) == ["\ufeffa\r\nb\rc\n"]
-
-
-#: A column, and the token counts that are read from it.
-TOKEN_COUNTS = {
-    "numbers": ([1, 2], [1, 2]),
-    "null": ([1, None], None),
-    "text": (["1", "x"], None),
-    "huge": ([1, 2**63], None),
-    "negative": ([1, -1], None),
-}
-
-
-@pytest.mark.parametrize(("counts", "want"), TOKEN_COUNTS.values(), ids=TOKEN_COUNTS)
-def test_invalid_token_counts_are_ignored(tmp_path: Path, counts: list, want: list[int] | None):
-    """The column of an unknown source may hold anything; shards are made nevertheless."""
-    import pyarrow as pa
-    import pyarrow.parquet
-
-    rows = [{"text": "ab", "token_count": count} for count in counts]
-    (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    column = pa.array(counts, pa.uint64()) if counts[1] == 2**63 else pa.array(counts)
-    pyarrow.parquet.write_table(
-        pa.table({"text": ["ab", "ab"], "token_count": column}), tmp_path / "x.parquet"
-    )
-    for name in ("x.jsonl", "x.parquet"):
-        made = prepare(open_source([str(tmp_path / name)]), BYTES, Cut(), tmp_path / f"{name}.out")
-        (entry,) = made.manifest.shards.values()
-        assert (entry.documents, entry.source_tokens) == (2, None if want is None else sum(want))
 
 
 def test_parquet_that_is_not_utf8_is_refused_by_row(tmp_path: Path):
@@ -354,7 +316,6 @@ def test_the_shards_verify_and_an_unfinished_folder_does_not(tmp_path: Path):
     made = prepare(open_source([str(rows)]), BYTES, Cut("x", 40), tmp_path / "out")
     passed = verify(tmp_path / "out", data, full=True)
     assert sum(shard.tokens for shard in passed) == sum(e.tokens for e in made.manifest.shards.values())
-    assert {shard.bytes_per_token for shard in passed} == {1.0}
     writing.write_manifest(tmp_path / "out", msgspec.structs.replace(made.manifest, complete=False))
     with pytest.raises(DataError, match="unfinished after 3 shards"):
         inventory.open_track(tmp_path / "out", data)
@@ -378,12 +339,12 @@ def test_real_rows_equal_tiktokens_by_document(tmp_path: Path):
     assert len(want) == 300
     assert [document.tolist() for document in got] == [[50256, *of_text] for of_text in want]
     density = len("".join(texts).encode()) / sum(map(len, want))
-    assert overview.bytes_per_token(list(made.manifest.shards.values())) == pytest.approx(density)
+    assert f"{density:.2f} bytes a token" in made.summary()[0]
 
 
 @needs_shared
 def test_parquet_through_pyarrow_and_datasets_equals_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Offline, through `load_dataset`. The token counts of the rows are about right."""
+    """Offline, through `load_dataset`."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     choice, cut = tokenizer.choose(str(RANKS)), Cut(shard_tokens=50_000)
@@ -392,14 +353,10 @@ def test_parquet_through_pyarrow_and_datasets_equals_lines(tmp_path: Path, monke
         "parquet": open_source([str(PARQUET)]),
         "datasets": Dataset(str(PARQUET.parent), None, None, column="text"),
     }
-    made = {name: prepare(source, choice, cut, tmp_path / name) for name, source in sources.items()}
+    for name, source in sources.items():
+        prepare(source, choice, cut, tmp_path / name)
     assert shards_of(tmp_path / "parquet") == shards_of(tmp_path / "lines")
     assert shards_of(tmp_path / "datasets") == shards_of(tmp_path / "lines")
-    for name in ("parquet", "datasets"):
-        entries = made[name].manifest.shards.values()
-        off = sum(entry.tokens - entry.documents - (entry.source_tokens or 0) for entry in entries)
-        assert abs(off) <= 9 * 7, "9 of 300 rows differ, by at most 7"
-    assert all(entry.source_tokens is None for entry in made["lines"].manifest.shards.values())
 
 
 @needs_shared
@@ -440,7 +397,7 @@ def test_blocks_are_read_on_demand():
     def blocks():
         for row in range(1_000):
             read.append(row)
-            yield documents.Block(Place("x", row), 1, ["abc"], None, row)
+            yield documents.Block(Place("x", row), 1, ["abc"], row)
 
     encoded = tokenizer.encoded(blocks(), tokenizer.Bytes(), "text", num_workers=3)
     assert [next(encoded).first.row for _ in range(20)] == list(range(20))

@@ -4,10 +4,10 @@ import hashlib
 import os
 import re
 import tempfile
+import threading
 from collections.abc import Iterator
 from copy import copy
 from pathlib import Path
-from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -75,14 +75,8 @@ class Tiktoken:
     vocab_size = VOCAB_SIZE
     document_token = DOCUMENT_TOKEN
 
-    def __init__(self, raw: bytes, *, num_threads: int = 1) -> None:
-        """Load the ranks.
-
-        Args:
-            raw: content of their file.
-            num_threads: each gets its own copy of the encoding: two threads that shared one were sometimes slower
-                than one thread.
-        """
+    def __init__(self, raw: bytes) -> None:
+        """Load the ranks from the content of their file."""
         import tiktoken
 
         self._ranks = {token: index for index, token in vocabulary.ranks(raw).items()}
@@ -93,17 +87,14 @@ class Tiktoken:
             special_tokens={END_OF_TEXT: self.document_token},
             explicit_n_vocab=self.vocab_size,
         )
-        self._idle: SimpleQueue[tiktoken.Encoding] = SimpleQueue()
-        for _ in range(num_threads):
-            self._idle.put(copy(self.encoding))  # 25 ms
+        #: Each thread has a copy: two that shared one were sometimes slower than one thread.
+        self._own = threading.local()
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """As `Tokenizer`; the ids of `encode_ordinary`, without a Python integer per token."""
-        encoding = self._idle.get()
-        try:
-            return [_ids(encoding, text) for text in texts]
-        finally:
-            self._idle.put(encoding)
+        if not hasattr(self._own, "encoding"):
+            self._own.encoding = copy(self.encoding)  # 25 ms
+        return [_ids(self._own.encoding, text) for text in texts]
 
     def id_bytes_V(self) -> np.ndarray:
         """As `Tokenizer`."""

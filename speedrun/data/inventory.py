@@ -33,7 +33,9 @@ class ShardEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     sha256: str  #: of the file
     first: Place | None = None  #: of its first token
     text_bytes: int | None = None  #: of UTF-8 that its tokens stand for
-    source_tokens: int | None = None  #: of its documents, as the source counts them, without document tokens
+    source_tokens: int | None = (
+        None  #: in manifests until November 2026: of its documents, as the source counted them
+    )
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from speedrun.data import documents, hub
-from speedrun.data.documents import TOKEN_COUNT, Block, Source, need, of_batches
+from speedrun.data.documents import Block, Source, need, of_batches
 from speedrun.data.inventory import Place
 from speedrun.data.text_files import Files
 from speedrun.ground.errors import DataError, UsageError
@@ -76,10 +76,8 @@ class Dataset:
             rows = datasets.load_dataset(
                 self._path, self._config, split="train", streaming=True, revision=self._revision
             )
-            names = rows.column_names or [self._column]
-            documents.require_column(self.name, self._column, names)
-            rows = rows.select_columns([name for name in (self._column, TOKEN_COUNT) if name in names])
-            rows = rows.with_format("arrow")
+            documents.require_column(self.name, self._column, rows.column_names or [self._column])
+            rows = rows.select_columns([self._column]).with_format("arrow")
             at = start.reader or {"row": 0, "state": None}
             if at["state"] is not None:
                 rows.load_state_dict(at["state"])

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from speedrun.data import documents
-from speedrun.data.documents import TOKEN_COUNT, Block, need, of_batches, valid
+from speedrun.data.documents import Block, need, of_batches, valid
 from speedrun.data.inventory import Place
 from speedrun.ground.errors import DataError, UsageError
 
@@ -45,7 +45,6 @@ class Files:
         if any(suffix_of(path) == ".parquet" for path in self._paths.values()):
             need("pyarrow")
         self._bytes = {label: path.stat().st_size for label, path in found}
-        self._states = {label: _state(path) for label, path in found}
         self.total_bytes = sum(self._bytes.values())
 
     def identity(self) -> dict[str, str | int]:
@@ -79,19 +78,9 @@ class Files:
             row = start.row if label == start.file else 0
             with _one_line(path):
                 for block in READERS[suffix_of(path)](path, row, self._column):
-                    if _state(path) != self._states[label]:
-                        raise DataError(
-                            f"{path}: changed while it was read; remove the folder, and start again"
-                        )
                     place = Place(label, block.first.row)
                     yield block._replace(first=place, read_bytes=read_bytes + block.read_bytes)
             read_bytes += self._bytes[label]
-
-
-def _state(path: Path) -> tuple[int, ...]:
-    """Return what changes with the content of a file. Its time of change, unlike that of its content, cannot be set."""
-    status = path.stat()
-    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 @contextmanager
@@ -139,10 +128,10 @@ def _json_lines(path: Path, row: int, column: str) -> Iterator[Block]:
             lines.append(line)
             size += len(line)
             if size >= BLOCK_BYTES:
-                yield Block(Place("", row), len(lines), b"".join(lines), None, file.tell())
+                yield Block(Place("", row), len(lines), b"".join(lines), file.tell())
                 row, lines, size = row + len(lines), [], 0
         if lines:
-            yield Block(Place("", row), len(lines), b"".join(lines), None, file.tell())
+            yield Block(Place("", row), len(lines), b"".join(lines), file.tell())
 
 
 def _text(path: Path, row: int, column: str) -> Iterator[Block]:
@@ -153,7 +142,7 @@ def _text(path: Path, row: int, column: str) -> Iterator[Block]:
         text = path.read_bytes().decode()  # not read_text, which would turn CRLF into LF
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: byte {error.start:,} is not UTF-8; convert the file first") from None
-    yield Block(Place("", 0), 1, [text], None, path.stat().st_size)
+    yield Block(Place("", 0), 1, [text], path.stat().st_size)
 
 
 def _parquet(path: Path, row: int, column: str) -> Iterator[Block]:
@@ -163,16 +152,14 @@ def _parquet(path: Path, row: int, column: str) -> Iterator[Block]:
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            documents.require_column(str(path), column, names)
-            wanted = [name for name in (column, TOKEN_COUNT) if name in names]
+            documents.require_column(str(path), column, file.schema_arrow.names)
             sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
             group, skipped = 0, 0
             while group < len(sizes) and skipped + sizes[group] <= row:
                 skipped, group = skipped + sizes[group], group + 1
             groups = list(range(group, len(sizes)))
             batches = file.iter_batches(
-                documents.BATCH_ROWS, row_groups=groups, columns=wanted, use_threads=False
+                documents.BATCH_ROWS, row_groups=groups, columns=[column], use_threads=False
             )
             per_row = path.stat().st_size / max(1, sum(sizes))
             for block in of_batches(batches, column, Place("", skipped), row, str(path)):
