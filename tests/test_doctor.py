@@ -353,17 +353,17 @@ def test_a_hub_that_answers_and_one_that_does_not(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     with serve("owner/name", {}) as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
-        assert data.Probe().check() == Check("hub", "answers", ok=True, needed=False)
+        assert data.reachable() == Check("hub", "answers", ok=True, needed=False)
     with socket.create_server(("127.0.0.1", 0)) as gone:
         closed = f"http://127.0.0.1:{gone.getsockname()[1]}"
     for address in (closed, "http://[::bad"):
         monkeypatch.setenv("HF_ENDPOINT", address)
-        assert data.Probe().check().mark == "note"
+        assert data.reachable().mark == "note"
     monkeypatch.setattr(data, "_ANSWER_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         watch = Stopwatch()
-        assert data.Probe().check().mark == "note"
+        assert data.reachable().mark == "note"
         assert watch.seconds < 5
 
 
@@ -422,7 +422,7 @@ def test_this_machine_is_fit(tmp_path: Path):
 def test_of_one_track_only_what_it_needs_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The smoke track, as for the quickstart, needs neither rates nor a network."""
     monkeypatch.setattr(seen_devices, "_measured", lambda *_: pytest.fail("rates were measured"))
-    monkeypatch.setattr(examine.data, "Probe", lambda: pytest.fail("the network was asked"))
+    monkeypatch.setattr(data, "reachable", lambda: pytest.fail("the network was asked"))
     monkeypatch.setenv("SPEEDRUN_DATA", str(tmp_path))
     found = [check.name for check in examine.checks(track.load("smoke-cpu"), alone=True)]
     assert [name for name in found if name not in ("driver", "lock")] == [
@@ -496,17 +496,14 @@ def test_versions_compare_as_numbers(version: str, ok: bool):
     assert software.floor("jax", version, "jax>=0.10.2").ok == ok
 
 
-def test_packages_that_no_lock_has_are_named(monkeypatch: pytest.MonkeyPatch):
+def test_packages_that_no_lock_has_are_a_note(monkeypatch: pytest.MonkeyPatch):
     # Not what is installed here: that may be another JAX, laid over the lock.
     pins = software.provenance.pinned((ROOT / "requirements" / "run.lock").read_text())
     here = {name: max(filter(None, versions)) for name, versions in pins.items()}
     monkeypatch.setattr(software.provenance, "installed", lambda: here)
     assert software.lock().ok, "this environment is a lock's"
     here["optax"] = "0.0.1"
-    here.pop("rich")
-    check = software.lock()
-    assert check.mark == "note"
-    assert "requirements/run.lock pins them (optax 0.0.1, rich missing)" in check.found
+    assert software.lock().mark == "note"
 
 
 def test_a_machine_that_is_not_fit(offline: None, monkeypatch: pytest.MonkeyPatch):

@@ -108,29 +108,9 @@ def muon(*, recipe: str, devices: str, settings: tuple[str, ...]) -> Answer:
     return _answer(kernels.muon(one, int(devices)))
 
 
-@new_command("speedrun bench sample", "speedrun bench sample --recipe record21 --set size=nano", of=command)
-@recipe_option("smoke", "Whose model, with its initial weights.")
-@option("--tokens N", Integer(2), "Length of the text.", 256)
-@option("--new N", COUNT, "Of these, tokens that are timed.", 32)
-@settings_option
-@answering
-def sample(*, recipe: str, tokens: int, new: int, settings: tuple[str, ...]) -> Answer:
-    """Generation with cached keys and values, against the whole forward pass for each token."""
-    if new >= tokens:
-        raise UsageError(
-            f"--new {new} of --tokens {tokens}; the text begins with a token that is given; ask for fewer"
-        )
-    one = _program(recipe, settings)
-    from speedrun.bench import decoding
-
-    return _answer(decoding.decoding(one, num_tokens=tokens, num_new=new))
-
-
 @new_command("speedrun bench loader", "speedrun bench loader --data data/fineweb10B", of=command)
 @option(
-    "--data DIR",
-    FOLDER,
-    "Folder of shards. Default: two of 100 million tokens, made for this and removed.",
+    "--data DIR", FOLDER, "Folder of shards. Default: two of 100 million tokens, made for this and removed."
 )
 @answering
 def loader(*, data: Path | None) -> Answer:
@@ -208,9 +188,7 @@ def _program(
 @program_options
 @option("--steps N", COUNT, "Number of timed steps.", 10)
 @option(
-    "--data DIR",
-    FOLDER,
-    "Folder of shards. Default: synthetic ids with the document lengths of FineWeb.",
+    "--data DIR", FOLDER, "Folder of shards. Default: synthetic ids with the document lengths of FineWeb."
 )
 @flag("--no-command-buffers", "XLA launches kernels one by one.")
 @answering

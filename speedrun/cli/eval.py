@@ -1,6 +1,5 @@
 """`speedrun eval`: the loss of a trained model on other text, and HellaSwag."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,7 @@ from speedrun.cli.options import (
     option,
     weights_options,
 )
-from speedrun.ground.clock import Stopwatch
-from speedrun.ground.console import duration
+from speedrun.cli.progress import counted
 from speedrun.ground.errors import UsageError
 
 
@@ -42,11 +40,7 @@ from speedrun.ground.errors import UsageError
 @option("--context N", Integer(2), "Tokens of a sequence. Default: as the run scored.")
 @option("--tokens N", COUNT, "At most so many of each. Default: as the track.")
 @option("--hellaswag FILE", PATH, "Its questions, as lines of JSON.")
-@option(
-    "--tasks A,B,...",
-    str,
-    "Tasks of lm-evaluation-harness, by name or file; needs pip install lm-eval.",
-)
+@option("--tasks A,B,...", str, "Tasks of lm-evaluation-harness, by name or file; needs pip install lm-eval.")
 @option("--limit N", COUNT, "Only the first N questions.")
 @weights_options
 @dtype_option
@@ -72,10 +66,13 @@ def command(*, source: Path, shards: tuple[Path, ...], **given: Any) -> Answer:
     click.echo(str(trained), err=True)
     if parts:
         scorer = held_out.Scorer(trained, context, held_out.bytes_of(spoken, partial(click.echo, err=True)))
-        found["scores"] = [scorer.score(part, _progress(part.name, part.tokens, "tokens")) for part in parts]
+        found["scores"] = []
+        for part in parts:
+            with counted(part.name, part.tokens, "tokens") as say:
+                found["scores"].append(scorer.score(part, say))
     if asks:
-        say = _progress("hellaswag", len(questions), "questions")
-        found["hellaswag"] = hellaswag.ask(trained, spoken, questions, say)
+        with counted("hellaswag", len(questions), "questions") as say:
+            found["hellaswag"] = hellaswag.ask(trained, spoken, questions, say)
     lines = [*found.get("scores", []), *([found["hellaswag"]] if asks else [])]
     if tasks:
         from speedrun.trained import harness
@@ -94,17 +91,3 @@ def _refuse_what_has_no_effect(given: dict[str, Any], *, asks: bool, scores: boo
         if given[name] is not None:
             needs = "--hellaswag or --tasks" if name == "limit" else "--shard, beside --hellaswag or --tasks"
             raise UsageError(f"--{name} has no effect; it needs {needs}; leave it out, or add that")
-
-
-def _progress(what: str, total: int, unit: str) -> Callable[[int], None]:
-    """Return a function that says how far the work is: rate and remaining time, every ten seconds."""
-    watch, said = Stopwatch(), [0.0]
-
-    def say(done: int) -> None:
-        if watch.seconds - said[0] > 10:
-            said[0] = watch.seconds
-            rate = done / watch.seconds
-            left = duration((total - done) / rate)
-            click.echo(f"{what}: {done:,} of {total:,} {unit}, {rate:,.0f}/s, eta {left}", err=True)
-
-    return say

@@ -19,7 +19,6 @@ def checks(track: Track, *, alone: bool = False) -> Iterator[Check]:
     """
     on_gpus = track.rules.platform == "gpu"
     frugal = alone and not on_gpus and track.data.hub is None
-    hub = None if frugal else data.Probe()
     basis = list(software.checks())
     yield from basis
     found: list[gpus.Gpu] = []
@@ -37,8 +36,8 @@ def checks(track: Track, *, alone: bool = False) -> Iterator[Check]:
             reason = str(error).strip().partition("\n")[0]
             yield Check("devices", f"{reason}; end what else uses them, or repair the driver", ok=False)
     yield from data.disk(track, timed=not frugal)
-    if hub is not None:
-        yield hub.check()
+    if not frugal:
+        yield data.reachable()
     for one in [track] if alone else map(tracks.load, tracks.names()):
         fits = True
         if machine is not None:
