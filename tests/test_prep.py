@@ -61,19 +61,8 @@ def write_rows(path: Path, texts: Sequence[str]) -> Path:
 
 def command(rows: Path, out: Path, options: str) -> list[str]:
     """The words of `data prep` with bytes as tokens."""
-    argv = [
-        "-m",
-        "speedrun",
-        "data",
-        "prep",
-        "--source",
-        str(rows),
-        "--tokenizer",
-        "bytes",
-        "--out",
-        str(out),
-    ]
-    return [sys.executable, *argv, *options.split()]
+    argv = f"-m speedrun data prep --source {rows} --tokenizer bytes --out {out} {options}"
+    return [sys.executable, *argv.split()]
 
 
 def shards_of(folder: Path) -> dict[str, bytes]:
@@ -153,22 +142,16 @@ def test_an_interrupted_preparation_continues(tmp_path_factory, texts, shard_tok
     assert (folder / "a" / "manifest.json").read_bytes() == (folder / "b" / "manifest.json").read_bytes()
 
 
-def test_shard_ends():
-    """The definition by hand: a full shard neither loses nor repeats the document token."""
-    assert definition(["ab", "c"], 3) == [[256, 97, 98], [256, 99]]
-    assert definition(["abcd", ""], 2) == [[256, 97], [98, 99], [100, 256]]
-
-
 def test_files_and_folders_are_sorted_by_name(tmp_path: Path):
     write_rows(tmp_path / "b.jsonl", ["three", "four"])
     with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
         # Blank lines are not rows; no newline at the end.
         file.write('{"text": "one"}\n\n  \n{"text": "two"}')
     (tmp_path / "c").mkdir()
-    (tmp_path / "c" / "z.txt").write_text("five\nlines\n")
+    (tmp_path / "c" / "z.txt").write_bytes(b"\xef\xbb\xbffive\r\nlines\n")
     (tmp_path / "other.csv").write_text("not read")
     source = open_source([str(tmp_path)])
-    assert list(documents.texts(source, "text")) == ["one", "two", "three", "four", "five\nlines\n"]
+    assert list(documents.texts(source, "text")) == ["one", "two", "three", "four", "\ufefffive\r\nlines\n"]
     places = [block.first for block in source.blocks(Place("b.jsonl", 1))]
     assert places == [Place("b.jsonl", 1), Place("c/z.txt", 0)]
     assert [b.read_bytes for b in source.blocks(Place("", 0))][-1] == source.total_bytes
@@ -258,11 +241,6 @@ def test_a_prefix_must_be_part_of_a_file_name(tmp_path: Path, prefix: str):
     with pytest.raises(UsageError, match="need letters, digits"):
         prepare(open_source([str(rows)]), BYTES, Cut(prefix), tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
-
-
-def test_a_text_keeps_its_bytes(tmp_path: Path):
-    (tmp_path / "x.txt").write_bytes(b"\xef\xbb\xbfa\r\nb\rc\n")
-    assert list(documents.texts(open_source([str(tmp_path)]), "text")) == ["\ufeffa\r\nb\rc\n"]
 
 
 def test_parquet_that_is_not_utf8_is_refused_by_row(tmp_path: Path):

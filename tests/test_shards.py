@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -151,24 +150,6 @@ def test_killed_between_write_and_rename(tmp_path: Path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["x.bin", "x.bin.partial"]
     write_shard(path, np.arange(1000))
     assert [p.name for p in tmp_path.iterdir()] == ["x.bin"]
-
-
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda _: None, "no such folder"),
-        (lambda folder: folder.mkdir(), "an empty folder"),
-        (lambda folder: folder.write_text(""), "a file, not a folder"),
-        (lambda folder: (folder / "other").mkdir(parents=True), "a folder with 1 other entries"),
-    ],
-    ids=["missing", "empty", "file", "other"],
-)
-def test_the_error_says_what_is_there_in_place_of_shards(
-    tmp_path: Path, make: Callable[[Path], object], said: str
-):
-    make(tmp_path / "t")
-    with pytest.raises(DataError, match=f"t: {said}; the track needs .*; {DATA.get}"):
-        open_track(tmp_path / "t", DATA)
 
 
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path):
@@ -326,23 +307,7 @@ def test_the_overview_of_a_track(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert holding.tokens == sum(entry.tokens for entry in manifest.shards.values())
     assert holding.documents == sum(entry.documents for entry in manifest.shards.values())
     assert holding.size_bytes == sum(path.stat().st_size for path in folder.glob("*.bin"))
-    said = CliRunner().invoke(cli.command, ["data", "list"]).stdout
-    assert re.search(r"smoke-cpu@1 +complete +\S+/smoke\n +4 of 4 shards \| 1\.12 Mtokens \| ", said), said
-    assert re.search(
-        r"main-8xh100@1 +incomplete +\S+/fineweb10B\n +.*no such folder; .*speedrun data get", said
-    )
-    told = CliRunner().invoke(cli.command, ["data", "list", "--json"])
-    assert [one["track"] for one in msgspec.json.decode(told.stdout)["tracks"]] == [
-        track.load(name).id for name in track.names()
-    ]
     (folder / "smoke_train_000003.bin").write_bytes(b"")
     holding = overview.holding(smoke)
     assert (holding.shards, holding.tokens, holding.complete) == (4, 0, False)
     assert "empty" in str(holding.problem)
-
-
-def test_full_verification_reports_progress(folder: Path):
-    told: list[tuple[int, int]] = []
-    verify(folder, DATA, full=True, report=lambda done, total: told.append((done, total)))
-    size = (folder / VAL).stat().st_size
-    assert told == [(i * size, 3 * size) for i in range(3)]
