@@ -162,11 +162,6 @@ attention_option = option("--attention FORM", str, "Attention kernels.", "auto")
 #: `--first-step I`, as the argument `first_step`.
 first_step_option = option("--first-step I", NATURAL, "Of the schedule.", 0)
 
-#: `--dollars X`, as the argument `dollars`.
-price_option = option(
-    "--dollars X", Number(0), "Price of a GPU and hour.", 2.5, envvar="SPEEDRUN_DOLLARS", show_envvar=True
-)
-
 _OWN_RECIPE = "What to train: a name, or your own file, path/to/mine.py. Default: the track's own recipe."
 
 

@@ -62,11 +62,6 @@ def _driver(found: list[gpus.Gpu], *, needed: bool) -> Iterator[Check]:
         return
     yield gpus.identity(found)
     yield from cuda.checks(found, provenance.installed(), needed=needed)
-    if len(found) > 1:
-        try:
-            yield gpus.topology(found, gpus.links())
-        except gpus.NoAnswerError as error:  # some virtual machines hide it, with a sound driver
-            yield Check("topology", f"not known: {error}", ok=False, needed=False)
 
 
 def _known_gpus() -> int:

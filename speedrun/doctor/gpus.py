@@ -1,4 +1,4 @@
-"""Check the GPUs of this machine: what they are, how they are connected, what throttles them.
+"""Check the GPUs of this machine: what they are, and what throttles them.
 
 `nvidia-smi` answers for NVIDIA's driver.
 """
@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from speedrun.doctor.check import Check
-from speedrun.ground import devices
 
 _ANSWER_S = 20.0  #: an nvidia-smi that hangs is a broken driver
 #: Share of the highest clock, under load. The power cap alone keeps large products well above it.
@@ -18,8 +17,6 @@ _LOW_CLOCK = 0.6
 _HOT_C = 85  #: where clocks begin to fall
 #: An unset or unknown field.
 _NOTHING = re.compile(r"\[?(N/A|Not Supported|Not Active|Unknown Error|Requested functionality.*)\]?")
-#: Newer versions underline the head of the matrix.
-_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 #: Bits of `clocks_event_reasons.active` that slow a run down. Large products always run at the power cap (4). Idle (1)
 #: and the display's clock (256) are harmless.
 _REASONS = {
@@ -113,36 +110,6 @@ def loads() -> list[Load]:
     ]
 
 
-def links() -> dict[tuple[int, int], str]:
-    """Return the connection of every pair: `NV18` is 18 NVLinks; PIX, PXB, PHB, NODE, SYS are ever longer PCIe paths.
-
-    Raises:
-        NoAnswerError: see `found`.
-    """
-    return read_links(_ask("topo", "-m"))
-
-
-def read_links(matrix: str) -> dict[tuple[int, int], str]:
-    """Parse the pairs (i < j) of the matrix of `nvidia-smi topo -m`, without network cards.
-
-    The head is `GPU0  GPU1 ... NIC0 ... CPU Affinity`; a row is `GPU0  X  NV18 ...`.
-    """
-    rows = [_ESCAPES.sub("", line).split() for line in matrix.splitlines()]
-    head = next((row for row in rows if row[:1] == ["GPU0"] and row[1:2] != ["X"]), [])
-    pairs = {}
-    for row in rows:
-        if row and row is not head and (i := _index(row[0])) is not None:
-            for name, kind in zip(head, row[1:], strict=False):  # affinities stand behind the pairs
-                if (j := _index(name)) is not None and i < j:
-                    pairs[i, j] = kind
-    return pairs
-
-
-def _index(word: str) -> int | None:
-    match = re.fullmatch(r"GPU(\d+)", word)
-    return int(match[1]) if match else None
-
-
 # --- whether that is sound -------------------------------------------------------------------------------------
 
 
@@ -160,29 +127,6 @@ def identity(gpus: list[Gpu]) -> Check:
             said.append(f"GPU {i} has {lanes}; reseat it, or rent another node")
     facts = {"num_gpus": len(gpus), "gpu": gpus[0].name}
     return Check("gpus", "; ".join(said), ok=len(said) == 1, needed=False, facts=facts)
-
-
-def topology(gpus: list[Gpu], links: dict[tuple[int, int], str]) -> Check:
-    """Check that every pair of GPUs is connected by all of its NVLinks."""
-    pairs = [(i, j) for i in range(len(gpus)) for j in range(i + 1, len(gpus))]
-    kinds = Counter(links.get(pair, "unknown") for pair in pairs)
-    said = ", ".join(f"{kind} x {count}" for kind, count in kinds.items())
-    usual, count = kinds.most_common(1)[0]
-    device, whole = devices.named(gpus[0].name), False
-    if count < len(pairs):
-        i, j = next(pair for pair in pairs if links.get(pair, "unknown") != usual)
-        odd = f"GPU{i} and GPU{j} by {links.get((i, j), 'unknown')}"
-        found = f"uneven: {said}; {odd}: collectives go at the slowest pair's rate; rent another node"
-    elif not usual.startswith("NV"):
-        found = f"all {count} pairs over PCIe ({usual}), none over NVLink: fit for one GPU, slow for several"
-    else:
-        num = int(usual[2:] or 0)
-        found = f"all {count} pairs over {num} NVLinks"
-        whole = device is None or num >= device.num_links
-        if device is not None and not whole:
-            found += f"; a {device.name} has {device.num_links}: some are down, see nvidia-smi nvlink -s"
-    facts = {"num_pairs": len(pairs), "links": said}
-    return Check("topology", found, ok=whole, needed=False, facts=facts)
 
 
 def clocks(loads: list[Load], throttled_s: float | None) -> Check:
