@@ -144,13 +144,6 @@ def test_a_command_of_commands_alone_is_a_question_for_help(names: tuple[str, ..
     assert "Example" in result.stderr
 
 
-def test_bench_head_refuses_what_the_memory_cannot_hold():
-    result = invoke("bench", "head", "--tokens", "1000000000")
-    assert result.exit_code == 2
-    assert "the head takes 402,944.0 GB or more, there are " in result.stderr
-    assert (result.stdout, result.stderr.count("\n")) == ("", 1)
-
-
 def test_bench_step_times_a_recipe():
     small = {"stages.0.seq_len": 32, "config.model_dim": 16, "config.num_heads": 2, "config.head_dim": 8}
     settings = [word for name, value in small.items() for word in ("--set", f"{name}={value}")]

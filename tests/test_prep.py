@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speedrun import cli
-from speedrun.data import documents, gpt2, inventory, overview, text_files, tokenizer, writing
+from speedrun.data import documents, gpt2, inventory, overview, sources, tokenizer, writing
 from speedrun.data.inventory import Place
 from speedrun.data.overview import verify
 from speedrun.data.prep import Cut, prepare
@@ -88,7 +88,7 @@ def test_shards_are_the_definition(tmp_path_factory, texts, shard_tokens, limit,
     folder = tmp_path_factory.mktemp("prep")
     source = open_source([str(write_rows(folder / "rows.jsonl", texts))])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text_files, "BLOCK_BYTES", block_bytes)
+        patch.setattr(sources, "BLOCK_BYTES", block_bytes)
         patch.setattr(wholefile, "_sync", lambda _: None)  # slow for hundreds of files, and not tested here
         made = prepare(source, BYTES, Cut("x", shard_tokens, limit, 7), folder / "out")
     want = definition(texts, shard_tokens, limit)
@@ -126,7 +126,7 @@ def test_an_interrupted_preparation_continues(tmp_path_factory, texts, shard_tok
     lives = data.draw(st.lists(st.integers(1, 4), max_size=4))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text_files, "BLOCK_BYTES", block_bytes)
+        patch.setattr(sources, "BLOCK_BYTES", block_bytes)
         patch.setattr(wholefile, "_sync", lambda _: None)  # slow for hundreds of files, and not tested here
         for life in lives:
             try:
@@ -267,25 +267,6 @@ def test_a_folder_with_other_shards_or_missing_ones(tmp_path: Path):
     (out / "fineweb_val_000000.bin").unlink()
     with pytest.raises(DataError, match="no such file"):
         prepare(open_source([str(rows)]), BYTES, Cut(), out)
-
-
-def test_two_preparations_of_one_folder_take_turns(tmp_path: Path):
-    """The second one says that it waits, and then finds all shards."""
-    rows, out = write_rows(tmp_path / "rows.jsonl", ["abc"] * 50), tmp_path / "out"
-    argv = command(rows, out, "--shard-tokens 20 --json")
-    with lock_folder(out):
-        others = [
-            subprocess.Popen(argv, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-            for _ in range(2)
-        ]
-        for other in others:
-            assert other.stderr is not None
-            assert "another program writes into it" in other.stderr.readline()
-        assert list(out.iterdir()) == [out / LOCK]
-    reports = [json.loads(other.communicate(timeout=30)[0]) for other in others]
-    assert sorted(report["found_shards"] for report in reports) == [0, 10]
-    assert ids_of(out) == definition(["abc"] * 50, 20)
-    assert not (out / LOCK).exists()
 
 
 def test_the_shards_verify_and_an_unfinished_folder_does_not(tmp_path: Path):

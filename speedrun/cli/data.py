@@ -24,8 +24,7 @@ from speedrun.cli.options import (
 )
 from speedrun.cli.progress import Progress, resumable
 from speedrun.data import documents, fetch, gpt2, inventory, overview, prep, python_docs, synthetic, tokenizer
-from speedrun.data.sources import HUB, open_source
-from speedrun.data.text_files import READERS
+from speedrun.data.sources import HUB, READERS, open_source
 from speedrun.data.vocabulary import RANKS
 from speedrun.data.writing import MAX_TOKENS
 from speedrun.ground import signals

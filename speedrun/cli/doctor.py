@@ -32,9 +32,9 @@ def command(ctx: click.Context, *, track: str | None, as_json: bool) -> None:
         if not as_json:
             _print(check)
     ready = all(check.ok for check in checks if check.needed)
-    advice = fit.advice(checks, asked=track)
     again = "speedrun doctor" + (f" --track {track}" if track else "")
-    following = advice.command if ready else f"repair what is marked above, then: {again}"
+    repair = f"repair what is marked above, then: {again}"
+    following = fit.advice(checks, asked=track) if ready else repair
     if as_json:
         report = {
             "ready": ready,

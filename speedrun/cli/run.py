@@ -85,7 +85,7 @@ def command(
     Exits with 0 if the target is reached and every check passes, with 1 if not.
     """
     tracks.load(track)
-    overrides = parse_settings(settings)  # before JAX, whose import is slow
+    overrides, limits_s = parse_settings(settings), deadlines_s(deadlines)  # before JAX, whose import is slow
     folder = out or new_folder(track)
     if local_processes is not None:
         ctx.exit(_in_processes(ctx, local_processes, resume or folder))
@@ -101,7 +101,7 @@ def command(
         replicas=given["replicas"],
         checkpoint_every=0 if resume else given["checkpoint_every"] or given["sample_every"] or 0,
         keep_checkpoints=given["keep_checkpoints"],
-        deadlines_s=deadlines_s(deadlines),
+        deadlines_s=limits_s,
         resume=resume is not None,
     )
     if resume is not None:

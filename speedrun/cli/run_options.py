@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import click
-
 from speedrun.cli.options import (
     COUNT,
     NATURAL,
@@ -68,13 +66,6 @@ def deadlines_s(texts: tuple[str, ...]) -> dict[str, float]:
     return found
 
 
-def _checked_deadlines(
-    _ctx: click.Context, _option: click.Parameter, texts: tuple[str, ...]
-) -> tuple[str, ...]:
-    deadlines_s(texts)
-    return texts
-
-
 #: The options of a run that keeps checkpoints, resumes, or must not hang.
 checkpoint_options = combined(
     option(
@@ -94,7 +85,6 @@ checkpoint_options = combined(
         f"End a run that stays longer in one phase: {', '.join(watchdog.DEADLINES_S)}; 0: no limit.",
         name="deadlines",
         multiple=True,
-        callback=_checked_deadlines,
     ),
 )
 #: The options of a run in several processes.

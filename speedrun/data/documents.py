@@ -1,6 +1,6 @@
 """Documents in the order of their source, in blocks that workers decode.
 
-A source yields small blocks, from any document on. `text_files` and `sources` have the kinds of sources.
+A source (`data.sources`) yields small blocks, from any document on.
 """
 
 import json

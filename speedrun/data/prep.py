@@ -51,8 +51,6 @@ class Prepared(NamedTuple):
     folder: Path
     manifest: Manifest
     found_shards: int  #: of an earlier run
-    start_s: float  #: until the tokenizer was ready
-    seconds: float  #: after that
 
     def facts(self) -> dict[str, Any]:
         """Return the fields, and totals over all shards."""
@@ -110,7 +108,6 @@ def prepare(
         UsageError: if the folder was begun with other settings, or the prefix cannot begin a file name.
         DataError: if source or tokenizer cannot be read, or the folder holds other shards or cannot be written.
     """
-    watch = Stopwatch()
     if not re.fullmatch(r"\w[\w.-]*", cut.prefix, re.ASCII):
         raise UsageError(f"--prefix {cut.prefix!r}; it begins file names: need letters, digits and _ . -")
     loaded = tokenizer.load(choice)
@@ -126,11 +123,10 @@ def prepare(
     manifest = _found(out, cut, fresh)
     found = len(manifest.shards)
     if manifest.complete:
-        return Prepared(out, manifest, found, watch.seconds, 0.0)
+        return Prepared(out, manifest, found)
     write_manifest(out, manifest)
     writer = _Writer(out, cut, manifest, loaded.id_bytes_V())
-    start_s, watch = watch.seconds, Stopwatch()
-    start, start_tokens = writer.next, writer.tokens
+    watch, start, start_tokens = Stopwatch(), writer.next, writer.tokens
     with closing(tokenizer.encoded(source.blocks(start), loaded, column, num_workers=num_workers)) as blocks:
         for block in blocks:
             writer.add(_after(block, start))
@@ -139,7 +135,7 @@ def prepare(
             report(block.read_bytes, source.total_bytes, facts)
             if writer.is_full:
                 break
-    return Prepared(out, writer.finish(), found, start_s, watch.seconds)
+    return Prepared(out, writer.finish(), found)
 
 
 def _settings(source: Source, choice: tokenizer.Choice, cut: Cut) -> dict[str, str | int | float]:

@@ -185,7 +185,7 @@ def train_bpe(texts: Iterator[str], vocab_size: int, out: Path, *, document_text
 
     Args:
         texts: read once.
-        vocab_size: number of ids: the document token, which is 0, 256 bytes, and merges.
+        vocab_size: number of ids, 258 to 65,536: the document token, which is 0, 256 bytes, and merges.
         out: the JSON file.
         document_text: the document token.
 
@@ -193,7 +193,7 @@ def train_bpe(texts: Iterator[str], vocab_size: int, out: Path, *, document_text
         The number of ids; less than `vocab_size` if the texts have no more pairs to merge.
 
     Raises:
-        UsageError: if `vocab_size` leaves no merge or does not fit into uint16, or `out` is not a .json file.
+        UsageError: if `out` is not a .json file.
         StorageError: if the file cannot be written.
     """
     from tokenizers import Tokenizer as Model
@@ -201,10 +201,6 @@ def train_bpe(texts: Iterator[str], vocab_size: int, out: Path, *, document_text
 
     if out.suffix != ".json":
         raise UsageError(f"{out}: the ending marks the kind of tokenizer; need .json; rename it")
-    if not 257 < vocab_size <= 2**16:
-        raise UsageError(
-            f"a vocabulary of {vocab_size:,}; need 258 to 65,536: bytes, a document token, merges"
-        )
     tokenizer = Model(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
