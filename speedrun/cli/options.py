@@ -88,11 +88,11 @@ def option(
         name: of the argument, if it differs.
         more: for `click.option`.
     """
-    flag, _, metavar = usage.partition(" ")
+    flags, _, metavar = usage.partition(" ")
     if more.get("multiple"):
         text += " Repeatable."
     shown = {"show_default": True, "default": default} if default is not None else {}
-    names = [flag, *([name] if name else [])]
+    names = [flags, name] if name else [flags]
     return click.option(*names, type=kind, metavar=metavar or None, help=text, **shown, **more)
 
 
@@ -124,8 +124,8 @@ def answering(command: Callable[..., Answer]) -> Callable[..., object]:
     """Add `--json` to a command, and print what it answers."""
 
     @functools.wraps(command)
-    def printed(*args: Any, as_json: bool, **given: Any) -> None:
-        answer = command(*args, **given)
+    def printed(*, as_json: bool, **given: Any) -> None:
+        answer = command(**given)
         show(answer.facts, answer.lines, as_json=as_json)
         click.get_current_context().exit(answer.exit_code)
 
