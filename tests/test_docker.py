@@ -1,101 +1,23 @@
-"""The container: what its file says, what stays outside, what would be typed; and its steps, without an engine."""
+"""The container: what would be typed to an engine, which is not here."""
 
 import itertools
-import json
 import os
 import re
-import shlex
-import shutil
 import subprocess
 import sys
-import tomllib
 from functools import partial
 from pathlib import Path
 
 import click
 import pytest
-from dockerfile import Root, context, fresh_root, is_in_context, settings, stages
 from record_forge import SOFTWARE, change, forge, install_track
 
-from speedrun import cli
 from speedrun.ground import provenance, runlog, track
-from speedrun.ground.clock import Stopwatch
 
 ROOT = Path(__file__).parent.parent
-DOCKERFILE = (ROOT / "Dockerfile").read_text()
-STAGES = stages(DOCKERFILE)
 SCRIPT = ROOT / "scripts" / "docker_run.sh"
 IMAGE = "sha256:" + "1" * 64
 COMMITTED = "records/smoke-cpu/2026-11-21-first"
-
-
-# --- the file -----------------------------------------------------------------------------------------------
-
-
-def test_the_linter_has_nothing_to_say():
-    linter = Path(sys.executable).with_name("hadolint")
-    if not linter.exists():
-        pytest.skip("needs hadolint: scripts/install.sh dev")
-    done = subprocess.run([linter, ROOT / "Dockerfile"], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "")
-
-
-@pytest.mark.parametrize("target", ["cpu", "gpu"])
-def test_both_targets_are_pinned_locked_and_not_root(target: str):
-    stage = STAGES[target]
-    assert re.fullmatch(r"python:3\.\d+-slim-bookworm@sha256:[0-9a-f]{64} AS base", stage[0].text)
-    assert [step.text for step in stage if step.name == "USER"] == ["1000:1000"]
-    assert [step.text for step in stage if step.name == "ENTRYPOINT"] == ['["speedrun"]']
-    (health,) = [step.text for step in stage if step.name == "HEALTHCHECK"]
-    assert health.endswith('CMD ["speedrun", "doctor"]')
-    (volumes,) = [json.loads(step.text) for step in stage if step.name == "VOLUME"]
-    assert set(volumes) == {"/workspace/data", "/workspace/records", "/workspace/runs", "/cache"}
-    assert settings(stage)["PIP_NO_CACHE_DIR"] == "1"
-    installs = [
-        part for step in stage if step.name == "RUN" for part in step.text.split("&&") if "install -" in part
-    ]
-    for part in (part for part in installs if "pip" in part):
-        assert "--require-hashes" in part or "--no-deps --no-build-isolation" in part
-    locks = re.findall(r"requirements/([a-z0-9$A-Z]+)\.lock", " ".join(installs))
-    assert locks == (["run"] if target == "cpu" else ["run", "cuda$CUDA"])
-    assert all((ROOT / "requirements" / f"{lock.replace('$CUDA', '12')}.lock").exists() for lock in locks)
-
-
-def test_a_stranger_finds_no_more_in_the_context_than_what_runs():
-    sent = list(context(ROOT))
-    assert {path.split("/")[0] for path in sent} == {
-        "speedrun", "requirements", "pyproject.toml", "README.md", "LICENSE", ".gitignore",
-    }  # fmt: skip
-    assert not [path for path in sent if "__pycache__" in path or path.endswith(".pyc")]
-    ignored = (ROOT / ".dockerignore").read_text()
-    for path in (
-        ".git/config",
-        ".env",
-        "data/smoke/x.bin",
-        "runs/a/metrics.jsonl",
-        ".venv/bin/python",
-        "speedrun/__pycache__/a",
-    ):
-        assert not is_in_context(path, ignored), path
-    for needed in ("speedrun/tracks/smoke-cpu.toml", "requirements/run.lock"):
-        assert needed in sent
-    readme = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["readme"]
-    assert readme in sent, "the package cannot be built without it"
-
-
-def test_the_commands_of_the_page_can_be_given():
-    lines = re.findall(
-        r"^(speedrun .*|scripts/.*|docker .*)$", (ROOT / "docs" / "containers.md").read_text(), re.MULTILINE
-    )
-    ours = [shlex.split(line)[1:] for line in lines if not line.startswith("docker ")]
-    assert len(ours) == 5
-    for name, *words in ours:
-        command = cli.command.get_command(click.Context(cli.command), name)
-        assert command is not None
-        command.make_context(name, words)  # reads every option; raises what a user would be told
-    assert [line for line in lines if line.startswith("docker ")] == re.findall(
-        r"^#   (docker build .*? \.)", DOCKERFILE, re.M
-    )
 
 
 # --- what would be typed ------------------------------------------------------------------------------------
@@ -289,51 +211,3 @@ def test_a_run_knows_the_image_around_it(monkeypatch, named):
     assert provenance.software()["image"] == named
     monkeypatch.setenv("SPEEDRUN_IMAGE", "mine:latest")
     assert "image" not in provenance.software(), "a tag can be moved"
-
-
-# --- its steps, without an engine ---------------------------------------------------------------------------
-
-#: A Python like that of the base image, that needs nothing beside its own folder.
-BASE_PYTHON = os.environ.get("SPEEDRUN_BASE_PYTHON", "")
-
-
-@pytest.mark.compile
-@pytest.mark.skipif(
-    not (BASE_PYTHON and os.geteuid() == 0 and shutil.which("debootstrap")),
-    reason="needs root, debootstrap, and SPEEDRUN_BASE_PYTHON, a folder with bin/python",
-)
-def test_every_step_of_the_cpu_target_runs_in_a_fresh_root(tmp_path):
-    """Then doctor and a short run inside, as a user who is not root. Prints seconds and sizes: pytest -s."""
-    folder, watch = tmp_path / "root", Stopwatch()
-    fresh_root(folder, Path(BASE_PYTHON))
-    pip = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
-    root = Root(folder, ROOT, pip)
-    tell(f"root: {watch.seconds:.0f} s, {megabytes(folder)} MB")
-    for step in STAGES["cpu"]:
-        watch = Stopwatch()
-        done = root.execute(step)
-        if done is not None:
-            tell(f"{step.name} {step.text[:60]}: {watch.seconds:.0f} s, {megabytes(folder)} MB")
-            assert done.returncode == 0, done.stdout + done.stderr
-    for words in (
-        ["speedrun", "doctor"],
-        ["speedrun", "data", "synth", "--track", "smoke-cpu"],
-        ["speedrun", "run", "--track", "smoke-cpu", "--out", "runs/a", "--set", "stages.0.num_steps=20"],
-        ["speedrun", "validate", "runs/a"],
-    ):
-        watch = Stopwatch()
-        done = root.run(words)
-        tell(
-            f"$ {' '.join(words)}: {watch.seconds:.0f} s, exit code {done.returncode}\n{done.stdout[-1500:]}"
-        )
-        assert done.returncode == (1 if words[1] == "run" else 0), done.stdout + done.stderr
-    assert not [path for path in (folder / "cache").rglob("*pip*") if path.is_dir()], "no cache is left"
-
-
-def tell(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
-
-
-def megabytes(folder: Path) -> int:
-    done = subprocess.run(["du", "-smx", str(folder)], capture_output=True, text=True, check=False)
-    return int(done.stdout.split()[0])

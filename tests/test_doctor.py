@@ -2,11 +2,10 @@
 
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,21 +19,19 @@ from speedrun.bench import machine as bench
 from speedrun.cli.doctor import _print
 from speedrun.data import overview
 from speedrun.doctor import checkup as examine
-from speedrun.doctor import cuda, gpus, network, nvidia, qualify, rates, software, storage
+from speedrun.doctor import cuda, data, fit, gpus, software
+from speedrun.doctor import devices as seen_devices
 from speedrun.doctor.check import Check
-from speedrun.doctor.rates import Machine
+from speedrun.doctor.devices import Machine
 from speedrun.ground import devices, mesh, track
-from speedrun.ground.clock import Stopwatch
 from speedrun.ground.console import clean
-from speedrun.ledger.record import load
-from speedrun.training.health import matmul_gflops
 
 ROOT = Path(__file__).parent.parent
 H100 = "NVIDIA H100 80GB HBM3"
 CPUS = Machine("cpu", "cpu", 8)
 NODE = Machine("gpu", H100, 8)
-GPU = nvidia.Gpu(H100, "580.95.05", 81559 * 2**20, 16, 16, mig=False)
-LOAD = nvidia.Load(1755, 1980, 65, ())
+GPU = gpus.Gpu(H100, "580.95.05", 81559 * 2**20, 16, 16, mig=False)
+LOAD = gpus.Load(1755, 1980, 65, ())
 WHOLE = {
     "jax-cuda13-plugin": "0.10.2",
     "jax-cuda13-pjrt": "0.10.2",
@@ -50,26 +47,6 @@ def invoke(*args: str) -> Result:
 # --- machines that are not here -----------------------------------------------------------------------------
 
 
-def matrix(kind: Callable[[int, int], str], num: int = 8, *, plain: bool = True) -> str:
-    """`nvidia-smi topo -m` as its manual shows it, with two network cards; newer ones underline the heads."""
-    names = [f"GPU{i}" for i in range(num)] + ["NIC0", "NIC1"]
-    head = [name if plain else f"\x1b[4m{name}\x1b[0m" for name in names]
-    lines = ["\t" + "\t".join([*head, "CPU Affinity", "NUMA Affinity", "GPU NUMA ID"])]
-    for i, name in enumerate(names):
-        pairs = [kind(min(i, j), max(i, j)) if i < num and j < num else "NODE" for j in range(len(names))]
-        pairs[i] = " X "
-        rest = ["0-51,104-155", "0", "N/A"] if i < num else []
-        lines.append("\t".join([name, *pairs, *rest]))
-    legend = (
-        "\nLegend:\n\n  X    = Self\n  SYS  = Connection traversing PCIe as well as the SMP interconnect\n"
-    )
-    return "\n".join(lines) + "\n" + legend + "\nNIC Legend:\n\n  NIC0: mlx5_0\n  NIC1: mlx5_1\n"
-
-
-def everywhere(_i: int, _j: int) -> str:
-    return "NV18"
-
-
 @pytest.fixture
 def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of answers that a `nvidia-smi` on the PATH gives: those of a sound node of eight H100."""
@@ -81,7 +58,6 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "".join(f"1755, 1980, {60 + i}, 0x0000000000000004\n" for i in range(8))
     )
     (answers / "counters").write_text(8 * "0, 0, 0\n")
-    (answers / "topo").write_text(matrix(everywhere))
     tool = tmp_path / "bin" / "nvidia-smi"
     tool.parent.mkdir()
     tool.write_text(
@@ -91,7 +67,6 @@ case "$*" in
   --query-gpu=name,*) cat name ;;
   --query-gpu=clocks.sm,*) cat clocks.sm ;;
   --query-gpu=*counters*) cat counters ;;
-  "topo -m") cat topo ;;
   *) echo "Field is not a valid field to query." && exit 2 ;;
 esac
 """
@@ -104,9 +79,9 @@ esac
 @pytest.fixture
 def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No network, no data, and a disk that is asked for as little as can be."""
-    monkeypatch.setattr(storage, "_MOST_BYTES", storage._PIECE_BYTES)
+    monkeypatch.setattr(data, "_MOST_BYTES", data._PIECE_BYTES)
     monkeypatch.setattr(
-        network.hub, "reach", lambda _: (_ for _ in ()).throw(network.hub.HubError("no connection"))
+        data.hub, "reach", lambda _: (_ for _ in ()).throw(data.hub.HubError("no connection"))
     )
     monkeypatch.setenv("SPEEDRUN_DATA", str(tmp_path / "data"))
 
@@ -115,11 +90,11 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def node(driver: Path, offline: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight H100 that JAX sees, too."""
 
-    def seen(found: list[nvidia.Gpu], records: Path, *, usable: bool, timed: bool) -> Iterator[Check]:
+    def seen(found: list[gpus.Gpu], *, usable: bool, timed: bool) -> Iterator[Check]:
         shown = NODE if usable else CPUS
         yield Check("devices", f"8 x {shown.kind}", ok=True, facts=shown._asdict())
 
-    monkeypatch.setattr(examine, "_devices", seen)
+    monkeypatch.setattr(examine.devices, "checks", seen)
     monkeypatch.setattr(software.provenance, "installed", lambda: WHOLE)
     monkeypatch.setattr(cuda, "_libraries", lambda plugin: ["nvidia-cudnn-cu13"])
 
@@ -127,32 +102,21 @@ def node(driver: Path, offline: None, monkeypatch: pytest.MonkeyPatch) -> None:
 # --- nvidia-smi ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("plain", [True, False])
-@pytest.mark.parametrize("num", [1, 2, 8])
-def test_the_matrix_is_read_pair_by_pair(num: int, plain: bool):
-    def kind(i: int, j: int) -> str:
-        return f"NV{i + j}" if j - i == 1 else "SYS"
-
-    wanted = {(i, j): kind(i, j) for i in range(num) for j in range(i + 1, num)}
-    assert nvidia.read_links(matrix(kind, num, plain=plain)) == wanted
-
-
 def test_the_driver_is_asked(driver: Path):
-    assert nvidia.gpus() == 8 * [GPU]
-    assert nvidia.loads()[7] == nvidia.Load(1755, 1980, 67, ())
-    assert set(nvidia.links().values()) == {"NV18"}
+    assert gpus.found() == 8 * [GPU]
+    assert gpus.loads()[7] == gpus.Load(1755, 1980, 67, ())
     (driver / "name").write_text("NVIDIA GeForce RTX 4090, 535.104.05, 24564, [N/A], [N/A], [N/A]\n")
     (driver / "clocks.sm").write_text("[N/A], [N/A], [Not Supported], [N/A]\n")
-    (gpu,), (load,) = nvidia.gpus(), nvidia.loads()
+    (gpu,), (load,) = gpus.found(), gpus.loads()
     assert (gpu.pcie_width, gpu.most_pcie_width, gpu.mig) == (None, None, False)
-    assert load == nvidia.Load(None, None, None, ())
+    assert load == gpus.Load(None, None, None, ())
     assert gpus.clocks([load], None).ok
 
 
 @pytest.mark.parametrize("bits", [0, 0x1FF, *(1 << bit for bit in range(9))])
 def test_every_reason_that_slows_has_a_word_and_the_power_cap_has_none(driver: Path, bits: int):
     (driver / "clocks.sm").write_text(f"1755, 1980, 60, {bits:#018x}\n")
-    (load,) = nvidia.loads()
+    (load,) = gpus.loads()
     assert len(load.reasons) == (bits & 0b0_1111_1010).bit_count()
 
 
@@ -168,12 +132,12 @@ def test_every_reason_that_slows_has_a_word_and_the_power_cap_has_none(driver: P
 def test_a_driver_that_gives_no_answer_says_so(
     does: str, driver: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    monkeypatch.setattr(nvidia, "_ANSWER_S", 0.2)
+    monkeypatch.setattr(gpus, "_ANSWER_S", 0.2)
     (tmp_path / "bin" / "nvidia-smi").write_text(f"#!/bin/sh\n{does}\n")
     if not does:
         monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(nvidia.NoAnswerError, match="nvidia-smi"):
-        nvidia.loads()
+    with pytest.raises(gpus.NoAnswerError, match="nvidia-smi"):
+        gpus.loads()
 
 
 # --- CUDA ---------------------------------------------------------------------------------------------------
@@ -220,55 +184,17 @@ def test_half_an_installation_is_told(
     assert bool(problem) == bool(names)
 
 
-@pytest.mark.parametrize("version", ["13.0.88", "12.9.86", "unknown"])
-def test_the_compiler_may_be_the_systems(version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Wheels that only compile may be missing where a ptxas is there, and new enough."""
-    tool = tmp_path / "bin" / "ptxas"
-    tool.parent.mkdir()
-    tool.write_text(f"#!/bin/sh\necho Cuda compilation tools, release 13.0, V{version}\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    needs = [f"{name}; extra == 'with-cuda'" for name in ("nvidia-cuda-nvcc>=13.0.48", "nvidia-nvvm")]
-    monkeypatch.setattr(cuda.metadata, "requires", lambda _: needs)
-    first, _ = cuda.checks([GPU], WHOLE, needed=True)
-    assert first.ok == (version == "13.0.88")
-    assert not first.ok or first.found.endswith(f"ptxas 13.0.88 at {tool}")
-
-
-def test_source_that_is_not_installed_has_floors(monkeypatch: pytest.MonkeyPatch):
-    def absent(_: str) -> Any:
-        raise software.metadata.PackageNotFoundError
-
-    monkeypatch.setattr(software.metadata, "metadata", absent)
-    python, packages = software.declared()
-    assert python == ">=3.11"
-    assert any(one.startswith("jax>=") for one in packages)
-    assert not any("pytest" in one for one in packages)
-
-
-def test_gpus_that_jax_does_not_use_are_not_measured_as_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(examine, "_rates", lambda *_: pytest.fail("simulated devices were measured"))
-    found = {check.name: check.mark for check in examine._devices([GPU], tmp_path, usable=True)}
+def test_gpus_that_jax_does_not_use_are_not_measured_as_cpus(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(seen_devices, "_measured", lambda *_: pytest.fail("simulated devices were measured"))
+    found = {check.name: check.mark for check in seen_devices.checks([GPU], usable=True)}
     assert found == {"devices": "ok", "visible": "note", "rates": "note"}
-
-
-def test_what_cuda_needs_is_what_its_plugin_says():
-    pytest.importorskip("jax_cuda12_plugin")
-    names = cuda._libraries("jax-cuda12-plugin")
-    assert {"nvidia-cudnn-cu12", "nvidia-nccl-cu12", "nvidia-cublas-cu12"} <= set(names)
-    assert "jax-cuda12-pjrt" not in names
 
 
 # --- verdicts on GPUs ---------------------------------------------------------------------------------------
 
 
-def linked(kind: Callable[[int, int], str]) -> Check:
-    return gpus.topology(8 * [GPU], nvidia.read_links(matrix(kind)))
-
-
 def alike(**changes: Any) -> Check:
-    return next(gpus.identity([GPU, GPU._replace(**changes)]))
+    return gpus.identity([GPU, GPU._replace(**changes)])
 
 
 def free(throttled_s: float | None = 0.0, **changes: Any) -> Check:
@@ -278,10 +204,6 @@ def free(throttled_s: float | None = 0.0, **changes: Any) -> Check:
 @pytest.mark.parametrize(
     ("check", "names"),
     [
-        (linked(everywhere), ""),
-        (linked(lambda i, j: "NV12"), "over 12 NVLinks"),
-        (linked(lambda i, j: "PHB"), "PCIe (PHB)"),
-        (linked(lambda i, j: "SYS" if (i, j) == (2, 5) else "NV18"), "GPU2 and GPU5 by SYS"),
         (alike(), ""),
         (alike(name="NVIDIA A100-SXM4-80GB"), "several kinds"),
         (alike(pcie_width=4), "GPU 1 has 4 of 16 PCIe lanes"),
@@ -310,32 +232,14 @@ def of_vendor(share: float) -> bench.Rates:
 
 @pytest.mark.parametrize(("share", "ok"), [(0.75, True), (0.45, False)])
 def test_rates_are_held_against_the_vendors(share: float, ok: bool):
-    found = {check.name: check for check in rates.checks(of_vendor(share), NODE, devices.load("h100"), [])}
+    found = {check.name: check for check in seen_devices.rates(of_vendor(share), NODE, devices.load("h100"))}
     assert list(found) == ["matmul", "memory", "all-gather", "reduce-scatter", "all-reduce", "host to device"]
     assert [check.ok for check in found.values()] == [*5 * [ok], True]
     assert found["all-reduce"].facts["share_of_vendor"] == pytest.approx(share)
     assert found["matmul"].facts["matmul_per_s"] == pytest.approx(share * 8 * 989.4e12)
-    one = rates.checks(of_vendor(share), Machine("gpu", "something new", 1), None, [])
-    assert [check.name for check in one] == ["matmul", "memory", "host to device"]
-
-
-@pytest.mark.parametrize(("share", "ok"), [(0.95, True), (0.8, False)])
-def test_rates_are_held_against_the_records(share: float, ok: bool):
-    reached = of_vendor(0.7)
-    peers = [reached.matmul_gflops / share, 1e12, 1.0]
-    (matmul, *_) = rates.checks(reached, NODE, devices.load("h100"), peers)
-    assert matmul.ok == ok
-    assert matmul.facts["share_of_cohort"] == pytest.approx(share)
-
-
-def test_the_cohort_is_what_records_of_this_hardware_say(tmp_path: Path):
-    records = tmp_path / "records"
-    first = shutil.copytree(ROOT / "records/smoke-cpu/2026-11-21-first", records / "smoke-cpu" / "first")
-    assert rates.cohort(records, CPUS) == [load(first).lead.preflight.matmul_gflops]
-    assert rates.cohort(records, NODE) == []
-    (log,) = first.glob("runs/*/metrics.jsonl")
-    log.write_text(log.read_text().replace('"format":2', '"format":9'))
-    assert rates.cohort(records, CPUS) == [], "another format"
+    one = of_vendor(share)._replace(all_gather_gb_per_s=0, reduce_scatter_gb_per_s=0, all_reduce_gb_per_s=0)
+    alone = seen_devices.rates(one, Machine("gpu", "something new", 1), None)
+    assert [check.name for check in alone] == ["matmul", "memory", "host to device"]
 
 
 @pytest.mark.compile
@@ -345,21 +249,12 @@ def test_every_rate_is_measured_and_no_collective_of_one_device():
     assert [rate == 0 for rate in one] == [False, False, True, True, True, False]
 
 
-def test_a_question_under_load_is_asked_while_the_devices_work(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(bench, "_LOAD_S", 0.3)
-    over = mesh.make_mesh(2)
-    gflops = matmul_gflops(over)
-    watch = Stopwatch()
-    assert bench.during_products(over, gflops, lambda: "asked") == "asked"
-    assert watch.seconds > 0.2
-
-
 # --- disk and network ---------------------------------------------------------------------------------------
 
 
 def test_the_disk_is_measured_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(storage, "_MOST_BYTES", 2 * storage._PIECE_BYTES)
-    assert min(storage.rates(tmp_path)) > 0
+    monkeypatch.setattr(data, "_MOST_BYTES", 2 * data._PIECE_BYTES)
+    assert min(data.rates(tmp_path)) > 0
     assert not list(tmp_path.iterdir())
 
 
@@ -368,9 +263,9 @@ def test_a_full_disk_is_in_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         raise OSError(28, "No space left on device")
 
     monkeypatch.setenv("SPEEDRUN_DATA", str(tmp_path / "not" / "yet"))
-    monkeypatch.setattr(storage.shutil, "disk_usage", lambda _: SimpleNamespace(free=10**9))
-    monkeypatch.setattr(storage.tempfile, "TemporaryFile", refused)
-    room, speed = storage.checks(track.load("main-8xh100"))
+    monkeypatch.setattr(data.shutil, "disk_usage", lambda _: SimpleNamespace(free=10**9))
+    monkeypatch.setattr(data.tempfile, "TemporaryFile", refused)
+    room, speed = data.disk(track.load("main-8xh100"))
     assert (room.mark, speed.mark) == ("bad", "bad")
     assert f"1.0 GB free in {tmp_path}; main-8xh100 needs 4.0 GB" in room.found
 
@@ -388,28 +283,22 @@ def test_a_hub_that_answers_and_one_that_does_not(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     with serve("owner/name", {}) as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
-        assert network.Probe().check() == Check("hub", "answers", ok=True, needed=False)
+        assert data.reachable() == Check("hub", "answers", ok=True, needed=False)
     with socket.create_server(("127.0.0.1", 0)) as gone:
         closed = f"http://127.0.0.1:{gone.getsockname()[1]}"
     for address in (closed, "http://[::bad"):
         monkeypatch.setenv("HF_ENDPOINT", address)
-        assert network.Probe().check().mark == "note"
-    monkeypatch.setattr(network, "_ANSWER_S", 0.2)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        watch = Stopwatch()
-        assert network.Probe().check().mark == "note"
-        assert watch.seconds < 5
+        assert data.reachable().mark == "note"
 
 
 # --- tracks and advice --------------------------------------------------------------------------------------
 
 
-def advised(machine: Machine, *, with_data: bool, asked: str | None = None) -> qualify.Advice:
+def advised(machine: Machine, *, with_data: bool, asked: str | None = None) -> str:
     rules = [track.load(name) for name in track.names()]
-    fits = [qualify.check(one, machine, needed=False) for one in rules]
+    fits = [fit.check(one, machine, needed=False) for one in rules]
     data = [Check(f"data {one.name}", "", ok=with_data, needed=False) for one in rules]
-    return qualify.advice([*fits, *data], asked=asked)
+    return fit.advice([*fits, *data], asked=asked)
 
 
 @pytest.mark.parametrize(
@@ -425,10 +314,10 @@ def advised(machine: Machine, *, with_data: bool, asked: str | None = None) -> q
     ],
 )
 def test_the_hardest_track_that_fits_is_next(machine: Machine, without: str, with_data: str):
-    assert advised(machine, with_data=False).command == without
-    assert advised(machine, with_data=True).command == with_data
-    assert advised(machine, with_data=True, asked="smoke-cpu").command == "speedrun run --track smoke-cpu"
-    fits = qualify.check(track.load("main-8xh100"), machine, needed=True)
+    assert advised(machine, with_data=False) == without
+    assert advised(machine, with_data=True) == with_data
+    assert advised(machine, with_data=True, asked="smoke-cpu") == "speedrun run --track smoke-cpu"
+    fits = fit.check(track.load("main-8xh100"), machine, needed=True)
     assert fits.mark == ("ok" if machine == NODE else "bad")
 
 
@@ -444,7 +333,7 @@ def test_this_machine_is_fit(tmp_path: Path):
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
     found = {check["name"]: check for check in report["checks"]}
-    assert report.keys() == {"ready", "track", "qualifies", "checks", "cost", "next"}
+    assert report.keys() == {"ready", "track", "qualifies", "checks", "next"}
     assert report["next"].startswith("speedrun ")
     basis = {"python", "packages", "lock", "devices", "collective", "matmul", "memory", "host to device"}
     assert basis | {"disk", "disk speed", "hub", "track smoke-cpu", "data smoke-cpu"} <= found.keys()
@@ -456,34 +345,17 @@ def test_this_machine_is_fit(tmp_path: Path):
 
 def test_of_one_track_only_what_it_needs_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The smoke track, as for the quickstart, needs neither rates nor a network."""
-    monkeypatch.setattr(examine, "_rates", lambda *_: pytest.fail("rates were measured"))
-    monkeypatch.setattr(examine.network, "Probe", lambda: pytest.fail("the network was asked"))
+    monkeypatch.setattr(seen_devices, "_measured", lambda *_: pytest.fail("rates were measured"))
+    monkeypatch.setattr(data, "reachable", lambda: pytest.fail("the network was asked"))
     monkeypatch.setenv("SPEEDRUN_DATA", str(tmp_path))
-    found = [check.name for check in examine.checks(track.load("smoke-cpu"), tmp_path, alone=True)]
+    found = [check.name for check in examine.checks(track.load("smoke-cpu"), alone=True)]
     assert [name for name in found if name not in ("driver", "lock")] == [
         *("python", "packages", "devices", "disk", "track smoke-cpu", "data smoke-cpu")
     ]
 
 
-def test_a_node_of_eight_is_told_what_to_do_and_what_it_costs(node: None, monkeypatch: pytest.MonkeyPatch):
-    asked: list[list[str]] = []
-    run = subprocess.run
-
-    def planned(argv: list[str], **named: Any) -> subprocess.CompletedProcess[str]:
-        if argv[0] == "nvidia-smi":
-            return run(argv, **named)
-        asked.append(argv)
-        return subprocess.CompletedProcess(argv, 0, '{"batch": {"said": ["batch  4 runs ... $6.24"]}}')
-
-    monkeypatch.setattr(subprocess, "run", planned)
-    lines = invoke("--dollars", "3").stdout.splitlines()
-    assert "ok    topology: all 28 pairs over 18 NVLinks" in lines
-    assert lines[-2:] == ["batch  4 runs ... $6.24", "next: speedrun data get --track main-8xh100"]
-    words = asked[-1]
-    assert words[words.index("plan") :] == [
-        *("plan", "--track", "main-8xh100", "--device-kind", "h100"),
-        *("--dollars", "3.0", "--json"),
-    ]
+def test_a_node_of_eight_is_told_what_to_do(node: None):
+    assert invoke().stdout.splitlines()[-1] == "next: speedrun data get --track main-8xh100"
 
 
 @pytest.mark.parametrize(("asked", "code", "mark"), [((), 0, "note"), (("--track", "main-8xh100"), 1, "bad")])
@@ -513,14 +385,8 @@ def test_a_driver_that_fails_is_told_where_there_is_one(
     (tmp_path / "bin" / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
     if not installed:
         monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(nvidia, "present", lambda: num_gpus)
+    monkeypatch.setattr(examine, "_known_gpus", lambda: num_gpus)
     assert [check.mark for check in examine._driver([], needed=True)] == marks
-
-
-def test_links_that_nobody_tells_are_a_note_and_the_driver_is_sound(node: None, driver: Path):
-    (driver / "topo").unlink()
-    found = {check.name: check.mark for check in examine._driver([], needed=True)}
-    assert (found["driver"], found["topology"]) == ("ok", "note")
 
 
 @pytest.mark.parametrize(
@@ -531,24 +397,21 @@ def test_versions_compare_as_numbers(version: str, ok: bool):
     assert software.floor("jax", version, "jax>=0.10.2").ok == ok
 
 
-def test_packages_that_no_lock_has_are_named(monkeypatch: pytest.MonkeyPatch):
+def test_packages_that_no_lock_has_are_a_note(monkeypatch: pytest.MonkeyPatch):
     # Not what is installed here: that may be another JAX, laid over the lock.
     pins = software.provenance.pinned((ROOT / "requirements" / "run.lock").read_text())
     here = {name: max(filter(None, versions)) for name, versions in pins.items()}
     monkeypatch.setattr(software.provenance, "installed", lambda: here)
     assert software.lock().ok, "this environment is a lock's"
     here["optax"] = "0.0.1"
-    here.pop("rich")
-    check = software.lock()
-    assert check.mark == "note"
-    assert "requirements/run.lock pins them (optax 0.0.1, rich missing)" in check.found
+    assert software.lock().mark == "note"
 
 
 def test_a_machine_that_is_not_fit(offline: None, monkeypatch: pytest.MonkeyPatch):
     def broken(*_: object, **__: object):
         raise RuntimeError("no CUDA\nand a long tale")
 
-    monkeypatch.setattr(examine, "_devices", broken)
+    monkeypatch.setattr(examine.devices, "checks", broken)
     result = invoke()
     assert result.exit_code == 1
     assert "bad   devices: no CUDA; " in result.stdout
@@ -563,8 +426,7 @@ def test_a_machine_that_is_not_fit(offline: None, monkeypatch: pytest.MonkeyPatc
 
 def test_what_a_machine_says_cannot_paint_the_terminal(driver: Path, capsys: pytest.CaptureFixture[str]):
     (driver / "name").write_text("\x1b[31mevil\x1b[0m, 580.95.05, 81559, 16, 16, Disabled\n")
-    (gpu,) = nvidia.gpus()
-    (check,) = gpus.identity([gpu])
-    _print(check)
+    (gpu,) = gpus.found()
+    _print(check := gpus.identity([gpu]))
     assert capsys.readouterr().out == f"ok    gpus: {clean(check.found)}\n"
     assert "\x1b" not in clean(check.found)

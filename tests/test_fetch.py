@@ -462,22 +462,6 @@ def test_the_default_is_enough_for_the_recipe(tmp_path: Path, name: str):
     assert inventory.data_folder(rules, None).name == "fineweb10B"
 
 
-def test_a_failed_download_ends_its_other_transfers(
-    tmp_path: Path, server: FakeHub, monkeypatch: pytest.MonkeyPatch
-):
-    def count(download: fetch._Download, name: str, num_bytes: int) -> None:
-        assert download._stopped.wait(600)  # nothing moves before the other transfer has failed
-        honest(download, name, num_bytes)
-
-    honest, before = fetch._Download._count, threading.enumerate()
-    monkeypatch.setattr(fetch._Download, "_count", count)
-    server.always = {VAL: "500"}
-    with pytest.raises(DataError, match="500"):
-        get(tmp_path, msgspec.structs.replace(SOURCE, train_shards=1))
-    join_transfers(before)
-    assert server.gets == [(NAMES[1], 0)], "it is not tried again"
-
-
 @pytest.mark.parametrize("page", [b"<html>Log in</html>", b"[]", b"\xff"])
 def test_the_page_of_a_network_that_wants_a_login_is_one_line(page: bytes, monkeypatch: pytest.MonkeyPatch):
     class Page(BaseHTTPRequestHandler):

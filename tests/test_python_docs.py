@@ -1,7 +1,5 @@
 """The corpus of Python's documentation: its texts, their order, and the shards."""
 
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -135,18 +133,6 @@ def test_other_shards_are_not_replaced(folder: Path):
         (folder / left).unlink()
 
 
-def test_a_program_that_waited_does_not_make_it_again(folder: Path):
-    said: list[str] = []
-    with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(generated.ensure, small(), None, print)
-        while not (folder / python_docs.CORPUS).exists():
-            time.sleep(0.001)
-        pool.submit(generated.ensure, small(), None, said.append).result()
-        first.result()
-    (line,) = said
-    assert "waiting" in line
-
-
 def test_too_little_documentation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, roots: dict[str, Path]):
     monkeypatch.setattr(python_docs, "installed", lambda: roots)
     with pytest.raises(DataError, match="docs-cpu@1 needs 400; this Python has too little"):
@@ -156,11 +142,3 @@ def test_too_little_documentation(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_other_tracks_are_refused(tmp_path: Path):
     with pytest.raises(UsageError, match="'webmini' is not made of Python's documentation"):
         python_docs.make(track.load("webmini"), tmp_path)
-
-
-def test_the_real_list_of_folders():
-    assert {"python", "jax", "numpy"} <= set(python_docs.installed())
-    assert all(
-        (folder / "__init__.py").exists() or (folder / "os.py").exists()
-        for folder in python_docs.installed().values()
-    )

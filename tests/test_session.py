@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 @pytest.fixture
 def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Result]]:
     """Runs parts that are lines of shell, into one folder, as often as it is called."""
-    monkeypatch.setattr(session, "_COMMAND", ("sh", "-c"))
+    monkeypatch.setattr(session, "COMMAND", ("sh", "-c"))
     env = {**os.environ, "SLEEPER": str(tmp_path / "sleeper")}
 
     def run(*asked: Part, most_s: float = 60.0) -> dict[str, Result]:
@@ -132,10 +132,10 @@ def test_a_machine_that_cannot_measure_is_a_line(answer, tmp_path, monkeypatch):
 def bench_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., click.testing.Result]:
     """Calls the command with parts that run one line of shell."""
     monkeypatch.setattr(cuda, "described", lambda: ["a GPU, driver 580"])
-    monkeypatch.setattr(session, "provide", lambda *_, **__: None)
+    monkeypatch.setattr(session, "imitated", lambda folder: folder)
 
     def run(line: str, *words: str) -> click.testing.Result:
-        monkeypatch.setattr(session, "_COMMAND", ("sh", "-c", line))  # $0 is the first word of a part
+        monkeypatch.setattr(session, "COMMAND", ("sh", "-c", line))  # $0 is the first word of a part
         words = ("bench", "all", "--out", str(tmp_path / "out"), *words)
         return CliRunner().invoke(cli.command, words)
 

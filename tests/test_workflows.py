@@ -27,26 +27,6 @@ def steps(name: str) -> list[dict[str, Any]]:
     return [step for job in parsed(name)["jobs"].values() for step in job["steps"]]
 
 
-def test_pushes_and_nights_run_every_group() -> None:
-    assert sorted(WORKFLOWS) == ["docker.yml", "nightly.yml", "records.yml", "test.yml"]
-    pushed, nightly = (
-        {step["run"].partition(" #")[0] for step in steps(name) if "scripts/test.sh" in step.get("run", "")}
-        for name in ("test.yml", "nightly.yml")
-    )
-    assert (pushed, nightly) == ({"scripts/test.sh", 'scripts/test.sh "--$GROUP"'}, {"scripts/test.sh --all"})
-    assert parsed("test.yml")["jobs"]["group"]["strategy"]["matrix"] == {"group": ["compile", "page"]}
-
-
-def test_every_locked_jax_is_tested() -> None:
-    job = parsed("test.yml")["jobs"]["test"]
-    found = [(one["python"], one.get("jax")) for one in job["strategy"]["matrix"]["include"]]
-    overlays = [path.stem.removeprefix("jax-") for path in (ROOT / "requirements").glob("jax-*.lock")]
-    assert sorted(found, key=str) == sorted(
-        [("3.11", None), ("3.12", None), *(("3.12", jax) for jax in overlays)], key=str
-    )
-    assert job["env"] == {"SPEEDRUN_JAX": "${{ matrix.jax }}"}
-
-
 @pytest.mark.parametrize("name", WORKFLOWS)
 def test_a_workflow_may_only_read(name: str) -> None:
     workflow = parsed(name)
@@ -68,28 +48,6 @@ def test_a_workflow_may_only_read(name: str) -> None:
         if str(step.get("uses")).startswith("actions/checkout@"):
             assert step["with"]["persist-credentials"] is False
         assert "${{" not in step.get("run", ""), "what stands in an event is a stranger's: not for a shell"
-
-
-def test_the_image_is_built_and_tried() -> None:
-    runs = [step["run"] for step in steps("docker.yml") if "run" in step]
-    assert runs[0] == "docker build --target cpu --tag speedrun:cpu ."
-    assert any(run.startswith("scripts/docker_run.sh run --track smoke-cpu ") for run in runs)
-
-
-def test_records_are_read_by_the_base_branch() -> None:
-    base, proposed = (step["with"] for step in steps("records.yml") if "path" in step.get("with", {}))
-    assert base == {
-        "ref": "${{ github.event.pull_request.base.sha }}",
-        "path": "base",
-        "persist-credentials": False,
-    }
-    assert (proposed["path"], "ref" in proposed) == ("proposed", False)
-    runs = [step["run"] for step in steps("records.yml") if "run" in step]
-    assert runs[0] == "base/scripts/install.sh run"
-    path, script, *args = runs[1].split()
-    assert (path, script) == ('PATH="$PWD/base/.venv/bin:$PATH"', f"base/scripts/{SCRIPT.name}")
-    assert args == ["proposed", "HEAD^1"]
-    assert not any("working-directory" in step for step in steps("records.yml"))
 
 
 # --- the script --------------------------------------------------------------------------------------------
@@ -148,12 +106,6 @@ def obeyed(output: str) -> list[str]:
             found.append(command[1])
         marker = command[2] if command[1] == "stop-commands" else None
     return found
-
-
-def test_the_runner_of_this_test_obeys() -> None:
-    before = "  ::add-mask::x\nx ::no::\nx ##[error]y\n::stop-commands::m\n"
-    text = before + "::error::a\n##[group]\n::m::\n::error file=x::b"
-    assert obeyed(text) == ["add-mask", "error", "stop-commands", "error"]
 
 
 def test_good_records_pass_and_others_are_not_asked(clone: Path) -> None:

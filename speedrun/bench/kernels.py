@@ -13,7 +13,7 @@ import optax
 
 from speedrun.bench.timing import FormTimings, Timing, compare, compare_forms
 from speedrun.ground import mesh as meshes
-from speedrun.ground.errors import UsageError, unknown
+from speedrun.ground.errors import UsageError
 from speedrun.science import nn
 from speedrun.science.kernels import cross_entropy, cross_entropy_gpu
 from speedrun.science.kernels.attention import sight
@@ -36,16 +36,8 @@ def attention(
     window_blocks: int,
     block_tokens: int,
     document_tokens: int,
-    without: Sequence[str] = (),
 ) -> FormTimings:
-    """Time attention with its gradients in every form that runs here, on one sequence of equally long documents.
-
-    Raises:
-        UsageError: for an unknown form in `without`.
-    """
-    if strange := sorted(set(without) - {*ATTENTION}):
-        raise unknown("form of attention", strange[0], ATTENTION)
-    forms = {name: form for name, form in ATTENTION.items() if name not in without}
+    """Time attention with its gradients in every form that runs here, on one sequence of equally long documents."""
     platform, compute_capability, dtype = _here()
     call = AttentionCall(
         shape_BTHK=(1, num_tokens, num_heads, head_dim),
@@ -68,7 +60,7 @@ def attention(
 
         return run
 
-    return compare_forms(forms, choose_attention, call, value_and_gradients, do, seen, *qkv)
+    return compare_forms(ATTENTION, choose_attention, call, value_and_gradients, do, seen, *qkv)
 
 
 def norm(*, num_tokens: int, num_heads: int, head_dim: int) -> FormTimings:
@@ -89,12 +81,7 @@ def norm(*, num_tokens: int, num_heads: int, head_dim: int) -> FormTimings:
 
 
 def head(*, num_tokens: int, model_dim: int, vocab_size: int) -> list[Timing]:
-    """Time loss and gradients of the vocabulary head. Three matrix products are the bound.
-
-    Raises:
-        UsageError: if the arguments and one more array of logits exceed the memory.
-    """
-    _require_memory(4 * (num_tokens * model_dim + vocab_size * model_dim + 2 * num_tokens * vocab_size))
+    """Time loss and gradients of the vocabulary head. Three matrix products are the bound."""
     kx, kw, kt, kg = jax.random.split(jax.random.key(0), 4)
     x_ND = jax.random.normal(kx, (num_tokens, model_dim))
     head_VD = 0.02 * jax.random.normal(kw, (vocab_size, model_dim))
@@ -174,13 +161,3 @@ def _here() -> tuple[str, str, jnp.dtype]:
     """Platform, compute capability and dtype: bfloat16 on a GPU, else float32."""
     platform, compute_capability = meshes.accelerator(meshes.make_mesh(1))
     return platform, compute_capability, jnp.dtype(jnp.bfloat16 if platform == "gpu" else jnp.float32)
-
-
-def _require_memory(need_bytes: int) -> None:
-    """Refuse what would make XLA abort the process on a CPU."""
-    limit_bytes = meshes.memory_bytes(meshes.make_mesh(1))
-    if need_bytes > limit_bytes:
-        raise UsageError(
-            f"the head takes {need_bytes / 1e9:,.1f} GB or more, there are {limit_bytes / 1e9:,.1f} GB; "
-            "ask for fewer --tokens"
-        )

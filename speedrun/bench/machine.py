@@ -33,13 +33,8 @@ class Rates(NamedTuple):
 
 def measure(mesh: Mesh) -> Rates:
     """Measure all rates; takes seconds."""
-    return Rates(
-        matmul_gflops(mesh),
-        _memory_gb_per_s(mesh),
-        *_collectives_gb_per_s(mesh),
-        _all_reduce_gb_per_s(mesh),
-        _host_to_device_gb_per_s(mesh),
-    )
+    memory, collectives = _memory_gb_per_s(mesh), _collectives_gb_per_s(mesh)
+    return Rates(matmul_gflops(mesh), memory, *collectives, _host_to_device_gb_per_s(mesh))
 
 
 def _memory_gb_per_s(mesh: Mesh) -> float:
@@ -53,37 +48,29 @@ def _memory_gb_per_s(mesh: Mesh) -> float:
     return num_passes * 2 * x_NM.nbytes / best_s(lambda: program(x_NM)) / 1e9
 
 
-def _collectives_gb_per_s(mesh: Mesh) -> tuple[float, float]:
-    """Time what an FSDP step sends: an all-gather and a reduce-scatter of one array."""
+def _collectives_gb_per_s(mesh: Mesh) -> tuple[float, float, float]:
+    """Time what an FSDP step sends, an all-gather and a reduce-scatter of one array, and an all-reduce.
+
+    In a ring of n devices, each sends 2 (n - 1) / n of the array for an all-reduce.
+    """
     if mesh.size == 1:
-        return 0.0, 0.0
-    x_NM = _array(mesh)
+        return 0.0, 0.0, 0.0
+    others_gb, x_NM = (mesh.size - 1) / 1e9, _array(mesh)
 
-    def gather(x_NM: jax.Array) -> jax.Array:
-        return jax.lax.all_gather(x_NM, DATA, tiled=True)[None]
+    def over_devices(
+        collective: Callable[[jax.Array], jax.Array], out: P
+    ) -> Callable[[jax.Array], jax.Array]:
+        return jax.jit(jax.shard_map(collective, mesh=mesh, in_specs=P(DATA), out_specs=out))
 
-    def scatter(x_1NM: jax.Array) -> jax.Array:
-        return jax.lax.psum_scatter(x_1NM[0], DATA, tiled=True)
-
-    gathering, scattering = (
-        jax.jit(jax.shard_map(one, mesh=mesh, in_specs=P(DATA), out_specs=P(DATA)))
-        for one in (gather, scatter)
+    gather = over_devices(lambda x_NM: jax.lax.all_gather(x_NM, DATA, tiled=True)[None], P(DATA))
+    scatter = over_devices(lambda x_1NM: jax.lax.psum_scatter(x_1NM[0], DATA, tiled=True), P(DATA))
+    reduce = over_devices(lambda x_1M: jax.lax.psum(x_1M, DATA), P())
+    whole_NNM = gather(x_NM)
+    return (
+        others_gb * x_NM.nbytes / best_s(lambda: gather(x_NM)),
+        others_gb * x_NM.nbytes / best_s(lambda: scatter(whole_NNM)),
+        2 * others_gb * x_NM.nbytes / mesh.size / best_s(lambda: reduce(x_NM)),
     )
-    whole_NNM = gathering(x_NM)
-    sent_gb = (mesh.size - 1) * x_NM.nbytes / 1e9
-    return sent_gb / best_s(lambda: gathering(x_NM)), sent_gb / best_s(lambda: scattering(whole_NNM))
-
-
-def _all_reduce_gb_per_s(mesh: Mesh) -> float:
-    """Time an all-reduce: in a ring of n devices, each sends 2 (n - 1) / n of the array."""
-    if mesh.size == 1:
-        return 0.0
-    x_NM = _array(mesh)
-    program = jax.jit(
-        jax.shard_map(lambda x_1M: jax.lax.psum(x_1M, DATA), mesh=mesh, in_specs=P(DATA), out_specs=P())
-    )
-    sent_gb = 2 * (mesh.size - 1) * x_NM.nbytes / mesh.size / 1e9
-    return sent_gb / best_s(lambda: program(x_NM))
 
 
 def during_products(mesh: Mesh, gflops: float, ask: Callable[[], Answer]) -> Answer:

@@ -12,6 +12,7 @@ It stays in the process group that it was started in.
 
 import subprocess
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 
@@ -70,24 +71,21 @@ def compare(
     """
     runs = []
     for turn in "ABBA":
-        runs.append(_ours(ours) if turn == "A" else read(theirs, num_steps))
+        if turn == "A":
+            found = msgspec.json.decode(_output("ours", ours))
+            runs.append(Curve("ours", found["ms"], found["losses"]))
+        else:
+            runs.append(read(theirs, num_steps))
         say(f"{runs[-1].who}: {num_steps} steps, last loss {runs[-1].losses[-1]:.4f}")
     return compared(runs)
-
-
-def _ours(argv: Sequence[str]) -> Curve:
-    found = msgspec.json.decode(_output("ours", argv))
-    return Curve("ours", found["ms"], found["losses"])
 
 
 def read(argv: Sequence[str], num_steps: int) -> Curve:
     """Run the other program and read its steps; raise SpeedrunError if it fails, or writes another number of them."""
     lines = []
     for text in _output("the rival", argv).splitlines():
-        try:
+        with suppress(msgspec.DecodeError):  # other output
             lines.append(msgspec.json.decode(text, type=Line))
-        except msgspec.DecodeError:
-            continue  # other output
     if len(lines) != num_steps:
         raise SpeedrunError(
             f"the rival printed {len(lines)} steps, need {num_steps}; a line of JSON for each: step, time_s, loss"

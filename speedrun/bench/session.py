@@ -20,16 +20,15 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from speedrun.bench import loading
-from speedrun.data import imitation, stream
+from speedrun.data import imitation
 from speedrun.ground import track as tracks
 from speedrun.ground.clock import Stopwatch, now
 from speedrun.ground.errors import SpeedrunError, UsageError, translate_os_errors, unknown
 from speedrun.ground.exit_codes import meaning
 from speedrun.ground.wholefile import write_whole
 
+COMMAND = (sys.executable, "-m", "speedrun")
 Status = Literal["ok", "refused", "failed"]
-_COMMAND = (sys.executable, "-m", "speedrun")
 
 
 class Part(NamedTuple):
@@ -52,7 +51,17 @@ class Result(msgspec.Struct, frozen=True):
     machine: list[str]
     figures: Any  #: what the part printed; None if that is no JSON
 
+    def __str__(self) -> str:
+        """A line: how it ended, and the few figures that matter most, or the reason for none."""
+        facts = self.figures if self.status == "ok" and isinstance(self.figures, dict) else {}
+        gist = {key: facts[key] for key in _GIST if facts.get(key) is not None}
+        rows = self.figures if isinstance(self.figures, list) else facts.get("timings", ())
+        gist |= {timed["name"]: timed["median_ms"] for timed in rows}
+        said = ", ".join(f"{key} {value:.5g}" for key, value in gist.items())
+        return f"{self.status:<8} {self.name:<32} {self.seconds:6.1f} s  {said or self.reason}"
 
+
+_GIST = ("mean_ms", "step_ms", "mfu", "peak_bytes", "ratio")
 _ONE = "--microbatches 1 --set stages.0.num_sequences=1"  #: one sequence, the share of one of eight GPUs
 _NUM_STEPS, _STEP_TOKENS = 60, 49_152  #: on real text
 #: Options of each measurement; w1, w7 and w14 are windows of attention, by a step of the schedule that has them.
@@ -109,12 +118,11 @@ def parts(size: dict[str, str], out: Path, tokens: Path, rival: Path | None) -> 
     return found
 
 
-def provide(folder: Path, *, made: bool) -> None:
-    """Make tokens unless that was done before, or check those given; raise DataError if there are too few."""
-    if made and not any(folder.glob("*_train_*.bin")):
+def imitated(folder: Path) -> Path:
+    """Return the folder, with tokens for all parts unless it has some."""
+    if not any(folder.glob("*_train_*.bin")):
         imitation.write(folder, tracks.load("webmini").data, 2 * _NUM_STEPS * _STEP_TOKENS)
-    shapes = [stream.Shape(1, _STEP_TOKENS)] * _NUM_STEPS
-    stream.require_steps(loading.folder_shards(folder, None), shapes)
+    return folder
 
 
 def results(out: Path) -> dict[str, Result]:
@@ -144,66 +152,50 @@ def run(
     """
     with translate_os_errors(out):
         (out / "parts").mkdir(parents=True, exist_ok=True)
-    watch = Stopwatch()
+    slice_watch = Stopwatch()
     for part in parts:
-        if (result := _one(part, out, machine, env, most_s - watch.seconds)) is None:
+        left_s, watch = most_s - slice_watch.seconds, Stopwatch()
+        code = _end(part, out / "parts", env, min(part.limit_s, left_s)) if left_s > 0 else None
+        if code is None and left_s < part.limit_s:
             return
+        status, reason, figures = _verdict(out / "parts" / part.name, code)
+        seconds, ended_utc = round(watch.seconds, 1), now().utc
+        result = Result(part.name, part.argv, status, reason, seconds, ended_utc, machine, figures)
+        write_whole(out / "parts" / f"{part.name}.json", msgspec.json.encode(result))
         yield result
 
 
-def _one(part: Part, out: Path, machine: list[str], env: dict[str, str], left_s: float) -> Result | None:
-    """Run a part and write its result; return None, and write none, if the slice was over before its limit."""
-    stem, watch, limit_s = out / "parts" / part.name, Stopwatch(), min(part.limit_s, left_s)
-    if limit_s <= 0:
-        return None
-    file, said, errors = (stem.with_name(f"{part.name}.{kind}") for kind in ("json", "out", "err"))
-    file.unlink(missing_ok=True)
-    shutil.rmtree(stem, ignore_errors=True)  # what an earlier try made
-    argv = [*_COMMAND, *part.argv]
+def _end(part: Part, folder: Path, env: dict[str, str], limit_s: float) -> int | None:
+    """Run a part; return its exit code, None if the limit ended it, with all that it started."""
+    (folder / f"{part.name}.json").unlink(missing_ok=True)
+    shutil.rmtree(folder / part.name, ignore_errors=True)  # what an earlier try made
+    said, errors = (folder / f"{part.name}.{kind}" for kind in ("out", "err"))
     with said.open("wb") as stdout, errors.open("wb") as stderr:
+        argv = [*COMMAND, *part.argv]
         process = Popen(argv, env=env, stdin=DEVNULL, stdout=stdout, stderr=stderr, process_group=0)
-    code = None
     try:
-        code = process.wait(limit_s)
+        return process.wait(limit_s)
     except TimeoutExpired:
-        if limit_s < part.limit_s:
-            return None
-    finally:  # with all that it started
+        return None
+    finally:
         with suppress(ProcessLookupError, TimeoutExpired):
             os.killpg(process.pid, signal.SIGKILL)
             process.wait(20)  # one that a driver holds may not die; the next part goes on
+
+
+def _verdict(stem: Path, code: int | None) -> tuple[Status, str, Any]:
+    """Return status, reason and figures of a part, by its exit code and what it printed."""
     figures = None
     with suppress(msgspec.DecodeError):
-        figures = msgspec.json.decode(said.read_bytes())
-    last = errors.read_text(errors="replace").strip().rpartition("\n")[2][:300] or "nothing"
-    status, reason = _verdict(code, figures, last)
-    seconds, ended_utc = round(watch.seconds, 1), now().utc
-    result = Result(part.name, part.argv, status, reason, seconds, ended_utc, machine, figures)
-    write_whole(file, msgspec.json.encode(result))
-    return result
-
-
-def _verdict(code: int | None, figures: Any, last: str) -> tuple[Status, str]:
-    """Return status and reason of a part by its exit code; None if its limit ended it."""
+        figures = msgspec.json.decode(stem.with_name(f"{stem.name}.out").read_bytes())
     error = figures.get("error") if isinstance(figures, dict) else None
     if code in (0, SpeedrunError.exit_code) and figures is not None and not error:
-        return "ok", meaning(code) if code else ""
+        return "ok", meaning(code) if code else "", figures
+    errors = stem.with_name(f"{stem.name}.err").read_text(errors="replace")
+    last = errors.strip().rpartition("\n")[2][:300] or "nothing"
     how = "beyond its limit" if code is None else meaning(code)
-    reason = str(error or f"{how}; it said last: {last}")
-    return ("refused" if code == UsageError.exit_code else "failed"), reason
-
-
-_GIST = ("mean_ms", "step_ms", "mfu", "peak_bytes", "ratio")
-
-
-def row(one: Result) -> str:
-    """Return a line of the table: how a part ended, and the few figures that matter most, or the reason for none."""
-    facts = one.figures if one.status == "ok" and isinstance(one.figures, dict) else {}
-    gist = {key: facts[key] for key in _GIST if facts.get(key) is not None}
-    rows = one.figures if isinstance(one.figures, list) else facts.get("timings", ())
-    gist |= {timed["name"]: timed["median_ms"] for timed in rows}
-    said = ", ".join(f"{key} {value:.5g}" for key, value in gist.items())
-    return f"{one.status:<8} {one.name:<32} {one.seconds:6.1f} s  {said or one.reason}"
+    status: Status = "refused" if code == UsageError.exit_code else "failed"
+    return status, str(error or f"{how}; it said last: {last}"), figures
 
 
 def report(parts: Sequence[Part], out: Path) -> None:
@@ -212,5 +204,5 @@ def report(parts: Sequence[Part], out: Path) -> None:
     done = [found[part.name] for part in parts if part.name in found]
     missing = [part.name for part in parts if part.name not in found]
     lines = [f"- {line}" for line in dict.fromkeys(line for one in done for line in one.machine)]
-    lines += ["", *(f"    {row(one)}" for one in done), "", f"Not run: {', '.join(missing) or 'none'}.", ""]
+    lines += ["", *(f"    {one}" for one in done), "", f"Not run: {', '.join(missing) or 'none'}.", ""]
     write_whole(out / "summary.md", "\n".join(["# What this machine measured", "", *lines]).encode())

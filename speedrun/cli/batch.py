@@ -6,17 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
 
 from speedrun.cli.card import card
 from speedrun.cli.options import (
+    PATH,
     Integer,
     Number,
-    example,
     json_option,
+    new_command,
     only_with_resume,
+    option,
     parse_settings,
     settings_option,
+    show,
 )
 from speedrun.cli.run_options import config_options, ghost_option, new_folder, request_of, wandb_option
 from speedrun.data import generated
@@ -28,26 +30,19 @@ from speedrun.ledger.validate import validate
 from speedrun.study.batch import Batch, Outcome, Promise, num_runs
 
 
-@click.command(
-    epilog=example(
-        "speedrun batch --track smoke-cpu --runs 6",
-        "speedrun batch --track main-8xh100 --expect 3.278 --title 'record 21 in JAX'",
-        "speedrun batch --resume runs/2026-11-21-smoke-cpu-1",
-    )
+@new_command(
+    "speedrun batch --track smoke-cpu --runs 6",
+    "speedrun batch --track main-8xh100 --expect 3.278 --title 'record 21 in JAX'",
+    "speedrun batch --resume runs/2026-11-21-smoke-cpu-1",
 )
 @config_options
 @settings_option
-@click.option("--runs", type=Integer(2), metavar="N", help="How many.")
-@click.option("--then", type=Integer(3), metavar="N", help="Total, if the first look proves nothing.")
-@click.option(
-    "--expect",
-    type=Number(0),
-    metavar="LOSS",
-    help="Expected mean loss, for as many runs as prove it 9 of 10 times.",
-)
-@click.option("--seeds", metavar="N,N,...", help="Choose them. Default: derived from source and config.")
-@click.option("--title", help="What the record is, in a few words.")
-@click.option("--resume", type=click.Path(path_type=Path), metavar="DIR", help="Resume a declared batch.")
+@option("--runs N", Integer(2), "How many.")
+@option("--then N", Integer(3), "Total, if the first look proves nothing.")
+@option("--expect LOSS", Number(0), "Expected mean loss, for as many runs as prove it 9 of 10 times.")
+@option("--seeds N,N,...", str, "Choose them. Default: derived from source and config.")
+@option("--title TEXT", str, "What the record is, in a few words.")
+@option("--resume DIR", PATH, "Resume a declared batch.")
 @ghost_option
 @wandb_option
 @json_option
@@ -104,13 +99,10 @@ def _promise(given: dict[str, Any], folder: Path) -> Promise:
 def _finish(folder: Path, done: Outcome, *, as_json: bool) -> int:
     """Validate and print the record; return the exit code."""
     report = validate(folder)
-    if as_json:
-        facts = {"record": str(folder), "summary": done.summary}
-        facts["failed_checks"] = {r.check.id: r.messages for r in report.having("failed")}
-        click.echo(msgspec.json.encode(facts))
-    else:
-        click.echo(card(done.rules, done.summary, report))
-        click.echo(f"record  {folder}")
-        for picture in done.plots[-1:]:  # the PNG
-            click.echo(f"plot    {picture}\nnext    {shlex.join(['speedrun', 'stats', str(folder)])}")
+    facts = {"record": str(folder), "summary": done.summary}
+    facts["failed_checks"] = {r.check.id: r.messages for r in report.having("failed")}
+    lines = [card(done.rules, done.summary, report), f"record  {folder}"]
+    for picture in done.plots[-1:]:  # the PNG
+        lines += [f"plot    {picture}", f"next    {shlex.join(['speedrun', 'stats', str(folder)])}"]
+    show(facts, lines, as_json=as_json)
     return 0 if done.standing.passed and report.exit_code == 0 else 1

@@ -1,95 +1,314 @@
 """`speedrun bench`: how far operations are from their bounds on this machine."""
 
+import os
+from contextlib import nullcontext
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
 import click
 
-from speedrun.cli import measure, program, rates, sample
+from speedrun.bench import rival as rivals
+from speedrun.bench import session
 from speedrun.cli.options import (
-    Decorator,
+    COUNT,
+    FOLDER,
+    Answer,
     Group,
     Integer,
-    example,
-    json_option,
+    Number,
+    answering,
+    attention_option,
+    combined,
+    first_step_option,
+    flag,
+    new_command,
+    option,
     parse_settings,
     recipe_option,
     settings_option,
 )
-from speedrun.cli.program import show
+from speedrun.doctor import cuda
+from speedrun.ground import signals
+from speedrun.ground.clock import now
+from speedrun.ground.errors import SpeedrunError, UsageError
+
+if TYPE_CHECKING:
+    from speedrun.training.program import Program
+
+_WORK = Path(".gpu")  #: keeps compiled programs and tokens
 
 
-@click.command(cls=Group, epilog=example("speedrun bench head", "speedrun bench attention"))
+@new_command("speedrun bench head", "speedrun bench attention", cls=Group)
 def command() -> None:
     """Time operations side by side, in one run."""
 
 
-for _command in (measure.everything, measure.rival, program.step, sample.bench, *rates.COMMANDS):
-    command.add_command(_command)
+def _answer(found: Any) -> Answer:
+    """Answer with timings, one or several, which know their own text."""
+    return Answer(found, found if isinstance(found, list) else [found])
 
 
-def _size(option: str, name: str, default: int, what: str, *, least: int = 1) -> Decorator:
-    """An option for one size of the inputs, as the argument `name`."""
-    return click.option(option, name, type=Integer(least), default=default, show_default=True, help=what)
+# --- operations ------------------------------------------------------------------------------------------------
 
 
-@command.command(epilog=example("speedrun bench head", "speedrun bench head --tokens 4096 --dim 768"))
-@_size("--tokens", "num_tokens", 1024, "Rows of the logits.")
-@_size("--dim", "model_dim", 128, "Width of the model.")
-@_size("--vocab", "vocab_size", 50304, "Columns of the logits.")
-@json_option
-def head(*, as_json: bool, **sizes: int) -> None:
+@new_command("speedrun bench head", "speedrun bench head --tokens 4096 --dim 768", of=command)
+@option("--tokens N", COUNT, "Rows of the logits.", 1024, name="num_tokens")
+@option("--dim N", COUNT, "Width of the model.", 128, name="model_dim")
+@option("--vocab N", COUNT, "Columns of the logits.", 50304, name="vocab_size")
+@answering
+def head(**sizes: int) -> Answer:
     """Loss and gradients of the vocabulary head, against its definition and its three matrix products."""
     from speedrun.bench import kernels
 
-    show(kernels.head(**sizes), as_json=as_json)
+    return _answer(kernels.head(**sizes))
 
 
-@command.command(
-    epilog=example(
-        "speedrun bench attention",
-        "speedrun bench attention --tokens 49152 --heads 6 --dim 128 --window 14 --block 128 --document 600",
-    )
+@new_command(
+    "speedrun bench attention",
+    "speedrun bench attention --tokens 49152 --heads 6 --dim 128 --window 14 --block 128 --document 600",
+    of=command,
 )
-@_size("--tokens", "num_tokens", 2048, "Sequence length.")
-@_size("--heads", "num_heads", 4, "Number of heads.")
-@_size("--dim", "head_dim", 32, "Width of a head.")
-@_size("--window", "window_blocks", 4, "Blocks that a query sees.")
-@_size("--block", "block_tokens", 64, "Tokens of a block.")
-@_size("--document", "document_tokens", 600, "Tokens of a document.")
-@click.option("--without", multiple=True, metavar="FORM", help="Leave out a form. Repeatable.")
-@json_option
-def attention(*, without: tuple[str, ...], as_json: bool, **sizes: int) -> None:
+@option("--tokens N", COUNT, "Sequence length.", 2048, name="num_tokens")
+@option("--heads N", COUNT, "Number of heads.", 4, name="num_heads")
+@option("--dim N", COUNT, "Width of a head.", 32, name="head_dim")
+@option("--window N", COUNT, "Blocks that a query sees.", 4, name="window_blocks")
+@option("--block N", COUNT, "Tokens of a block.", 64, name="block_tokens")
+@option("--document N", COUNT, "Tokens of a document.", 600, name="document_tokens")
+@answering
+def attention(**sizes: int) -> Answer:
     """Attention and its gradients, in every form that runs here, against the definition."""
     from speedrun.bench import kernels
 
-    show(kernels.attention(without=without, **sizes), as_json=as_json)
+    return _answer(kernels.attention(**sizes))
 
 
-@command.command(epilog=example("speedrun bench norm", "speedrun bench norm --tokens 49152 --dim 128"))
-@_size("--tokens", "num_tokens", 2048, "Sequence length.")
-@_size("--heads", "num_heads", 4, "Number of heads.")
-@_size("--dim", "head_dim", 32, "Width of a head.", least=4)
-@json_option
-def norm(*, as_json: bool, **sizes: int) -> None:
+@new_command("speedrun bench norm", "speedrun bench norm --tokens 49152 --dim 128", of=command)
+@option("--tokens N", COUNT, "Sequence length.", 2048, name="num_tokens")
+@option("--heads N", COUNT, "Number of heads.", 4, name="num_heads")
+@option("--dim N", Integer(4), "Width of a head.", 32, name="head_dim")
+@answering
+def norm(**sizes: int) -> Answer:
     """QK-norm and rotary with their gradients, in every form that runs here, against the definition."""
     from speedrun.bench import kernels
 
-    show(kernels.norm(**sizes), as_json=as_json)
+    return _answer(kernels.norm(**sizes))
 
 
-@command.command(epilog=example("speedrun bench muon", "speedrun bench muon --recipe record21 --devices 8"))
+@new_command("speedrun bench muon", "speedrun bench muon --recipe record21 --devices 8", of=command)
 @recipe_option("smoke", "Whose matrices.")
-@click.option(
-    "--devices", type=click.Choice(["1", "2", "4", "8"]), default="1", help="Time the share of one of N."
-)
+@option("--devices N", click.Choice(["1", "2", "4", "8"]), "Time the share of one of N.", "1")
 @settings_option
-@json_option
-def muon(*, recipe: str, devices: str, settings: tuple[str, ...], as_json: bool) -> None:
+@answering
+def muon(*, recipe: str, devices: str, settings: tuple[str, ...]) -> Answer:
     """Newton-Schulz on the matrices of one device, against its products alone and against optax."""
-    overrides = parse_settings(settings)
+    one = _program(recipe, settings)
     from speedrun.bench import kernels
+
+    return _answer(kernels.muon(one, int(devices)))
+
+
+@new_command("speedrun bench loader", "speedrun bench loader --data data/fineweb10B", of=command)
+@option(
+    "--data DIR", FOLDER, "Folder of shards. Default: two of 100 million tokens, made for this and removed."
+)
+@answering
+def loader(*, data: Path | None) -> Answer:
+    """Batches from shards, against what eight H100 consume: tokens per second, waiting, the first batch."""
+    from speedrun.bench import loading
+
+    if data is None:
+        click.echo("writes two shards of 100 million tokens, and removes them", err=True)
+    with nullcontext(loading.folder_shards(data)) if data else loading.synthetic_shards() as shards:
+        return _answer(loading.measure(shards))
+
+
+@new_command("speedrun bench target", of=command)
+@answering
+def target() -> Answer:
+    """Print how XLA describes this GPU, to compile for it elsewhere (`speedrun/ground/devices.py`)."""
+    from speedrun.bench.machine import described
+
+    text = described()
+    return Answer({"target": text}, [text])
+
+
+# --- steps of a recipe -----------------------------------------------------------------------------------------
+
+#: The options whose values `asked_program` takes.
+program_options = combined(
+    recipe_option("smoke", "What to train."),
+    option("--devices N", COUNT, "Default: all there are."),
+    option("--microbatches N", COUNT, "Parts of a step's batch.", 8),
+    attention_option,
+    first_step_option,
+    settings_option,
+)
+
+
+def asked_program(*, first_step: int, **asked: Any) -> "Program":
+    """Return the program that the options ask for.
+
+    Raises:
+        UsageError: for a step past the end; what recipe, devices and kernels refuse; too little memory.
+    """
+    program = _program(**asked)
+    from speedrun.training import footprint
+
+    num_steps = program.recipe.num_steps
+    if first_step >= num_steps:
+        raise UsageError(
+            f"--first-step {first_step}: {asked['recipe']} has {num_steps} steps; need one below"
+        )
+    return footprint.fitted_here(program)
+
+
+def _program(
+    recipe: str,
+    settings: tuple[str, ...],
+    devices: int | None = 1,
+    microbatches: int = 8,
+    attention: str = "auto",
+) -> "Program":
+    overrides = parse_settings(settings)
+    import jax
+
     from speedrun.ground import mesh
     from speedrun.science import recipes
     from speedrun.training.program import Program
 
+    chosen = recipes.load(recipe).override(overrides)
     mesh.prepare("any")
-    one = Program(recipes.load(recipe).override(overrides), mesh.make_mesh(1))
-    show(kernels.muon(one, int(devices)), as_json=as_json)
+    return Program(chosen, mesh.make_mesh(devices or len(jax.devices())), microbatches, attention)
+
+
+@new_command(
+    "speedrun bench step --recipe smoke", "speedrun bench step --recipe record21 --steps 20", of=command
+)
+@program_options
+@option("--steps N", COUNT, "Number of timed steps.", 10)
+@option(
+    "--data DIR", FOLDER, "Folder of shards. Default: synthetic ids with the document lengths of FineWeb."
+)
+@flag("--no-command-buffers", "XLA launches kernels one by one.")
+@answering
+def step(*, steps: int, data: Path | None, first_step: int, no_command_buffers: bool, **asked: Any) -> Answer:
+    """The training step as in a run, one ahead: milliseconds, tokens per second, MFU, memory."""
+    program = asked_program(first_step=first_step, **asked)
+    from speedrun.bench import loading
+    from speedrun.bench import steps as timing
+
+    found = timing.step(
+        program,
+        num_steps=steps,
+        first_step=first_step,
+        shards=loading.folder_shards(data, None) if data else (),
+        command_buffers=not no_command_buffers,
+    )
+    return _answer(found)
+
+
+@new_command("speedrun bench rival ../rival --data DIR --recipe record21 --steps 60", of=command)
+@click.argument("folder", type=FOLDER)
+@option("--data DIR", FOLDER, "Shards that both read.", required=True)
+@recipe_option("record21", "Ours.")
+@option("--steps N", COUNT, "Of each run.", 60)
+@first_step_option
+@option("--devices N", COUNT, "Of each program.", 1)
+@option("--microbatches N", COUNT, "Parts of a step's batch.", 1)
+@attention_option
+@settings_option
+@answering
+def rival(
+    *,
+    folder: Path,
+    data: Path,
+    recipe: str,
+    steps: int,
+    first_step: int,
+    settings: tuple[str, ...],
+    **same: object,
+) -> Answer:
+    """Time our step and another program's in turns, ABBA, on the same tokens; FOLDER/run is that program.
+
+    It is called with --shards DIR --steps N --first-step I --sequences N --seq-len N, and writes a line of JSON for
+    each step: {"step": i, "time_s": seconds since the first began, "loss": nats}.
+    """
+    from speedrun.science import recipes
+
+    program = rivals.executable(folder)
+    chosen = recipes.load(recipe).override(parse_settings(settings))
+    stage = chosen.stages[chosen.stage_of(first_step)]
+    which = ["--steps", str(steps), "--first-step", str(first_step)]
+    options = {"recipe": recipe, "data": data, **same}
+    ours = [*session.COMMAND, "bench", "step", "--json", *which]
+    ours += [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    ours += [word for text in settings for word in ("--set", text)]
+    shape = ["--sequences", str(stage.num_sequences), "--seq-len", str(stage.seq_len)]
+    theirs = [str(program), "--shards", str(data), *which, *shape]
+    return _answer(rivals.compare(ours, theirs, steps, lambda line: click.echo(line, err=True)))
+
+
+# --- all of it on a rented GPU ---------------------------------------------------------------------------------
+
+
+@new_command(
+    "speedrun bench all --out measured --minutes 8",
+    "speedrun bench all --out measured --parts norm,profile-w14",
+    "speedrun bench all --rehearse --out rehearsed",
+    of=command,
+    name="all",
+)
+@option("--out DIR", FOLDER, "Default: docs/benchmarks/<date>-<gpu>.")
+@option("--parts NAME,...", str, "Run only these, also again. Default: all without a result.", name="names")
+@option("--minutes N", Number(0), "For all parts together.", 30)
+@option("--shards DIR", FOLDER, "Real tokens. Default: imitated, as long as FineWeb's.")
+@option("--rival DIR", FOLDER, "A program to time in turns with ours.", name="program")
+@flag("--rehearse", "Run the same parts tiny on the CPU, in a few minutes.")
+def everything(
+    *,
+    out: Path | None,
+    names: str | None,
+    minutes: float,
+    shards: Path | None,
+    program: Path | None,
+    rehearse: bool,
+) -> None:
+    """Run all benchmarks, with hangs and crashes contained: results and a summary.
+
+    Parts of an earlier slice keep their results. Exits with 1 if a part failed in this one.
+    """
+    machine = ["rehearsal on a CPU: no figure here says anything of a GPU"] if rehearse else cuda.described()
+    if program is not None:
+        rivals.executable(program)
+    kind = "rehearsal" if rehearse else machine[0].partition(",")[0].replace(" ", "-")
+    out = (out or Path("docs", "benchmarks", f"{now().utc[:10]}-{kind}")).absolute()
+    tokens = shards.absolute() if shards else session.imitated(_WORK.absolute() / "tokens")
+    size = session.TINY if rehearse else session.FULL
+    parts = session.parts(size, out, tokens, program and program.absolute())
+    wanted, first = session.chosen(parts, names, out), parts[0]
+    if not rehearse:  # it starts CUDA: where it fails, all others would
+        wanted = [first, *(part for part in wanted if part != first)]
+    machine += [", ".join(f"{name} {metadata.version(name)}" for name in ("jax", "jaxlib", "numpy", "optax"))]
+    machine += [f"tokens: {shards or 'synthetic, with the document lengths of FineWeb'}"]
+    env = {
+        "JAX_COMPILATION_CACHE_DIR": str((_WORK / "programs").absolute()),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        **os.environ,
+        "JAX_PLATFORMS": "cpu" if rehearse else "cuda",  # with both, JAX would fall back to the CPU silently
+    }
+    ended = list[session.Result]()
+    with signals.handled_by(signals.stop):
+        for result in session.run(wanted, out, machine, env, 60 * minutes):
+            ended.append(result)
+            click.echo(result)
+            session.report(parts, out)
+            if not rehearse and result.name == first.name and result.status != "ok":
+                raise UsageError(
+                    f"JAX cannot use this GPU: {result.reason}; see {out}/parts/{first.name}.err"
+                )
+    if late := [part.name for part in wanted[len(ended) :]]:
+        click.echo(f"time is up before {', '.join(late)}; the same command continues there")
+    click.echo(f"summary in {out}/summary.md")
+    if bad := [result.name for result in ended if result.status == "failed"]:
+        raise SpeedrunError(f"{len(bad)} of {len(ended)} parts gave no figures: {', '.join(bad)}")

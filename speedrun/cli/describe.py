@@ -4,31 +4,21 @@ from pathlib import Path
 
 import click
 
-from speedrun.cli.options import example
+from speedrun.cli.options import PATH, new_command, option
 from speedrun.ground.errors import UsageError
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.record import need_record
 
 
-@click.command(
-    epilog=example(
-        "speedrun describe RECORD --title 'smoke in 264 steps' --author ada --change 'sixteen steps fewer'",
-        "speedrun describe RECORD --parent records/smoke-cpu/2026-11-21-first",
-    )
+@new_command(
+    "speedrun describe RECORD --title 'smoke in 264 steps' --author ada --change 'sixteen steps fewer'",
+    "speedrun describe RECORD --parent records/smoke-cpu/2026-11-21-first",
 )
-@click.argument("record", type=click.Path(path_type=Path))
-@click.option("--title", help="What it is, in a few words.")
-@click.option("--author", "authors", multiple=True, metavar="NAME", help="A name or handle. Repeatable.")
-@click.option(
-    "--change",
-    "changes",
-    multiple=True,
-    metavar="TEXT",
-    help="A change from the parent, in one sentence. Repeatable.",
-)
-@click.option(
-    "--parent", type=click.Path(path_type=Path), metavar="RECORD", help="The record it was made from."
-)
+@click.argument("record", type=PATH)
+@option("--title TEXT", str, "What it is, in a few words.")
+@option("--author NAME", str, "A name or handle.", name="authors", multiple=True)
+@option("--change TEXT", str, "A change from the parent, in one sentence.", name="changes", multiple=True)
+@option("--parent RECORD", PATH, "The record it was made from.")
 def command(
     *,
     record: Path,

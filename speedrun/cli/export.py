@@ -5,10 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
 
-from speedrun.cli.options import data_option, example, json_option, out_option, recipe_option
-from speedrun.cli.weights import step_option
+from speedrun.cli.options import PATH, Answer, answering, new_command, option, out_option, weights_options
 from speedrun.exchange.exports import FORMS, export
 from speedrun.ground.errors import UsageError
 from speedrun.ledger.record import load
@@ -21,35 +19,29 @@ MODEL_FORMS = {
 }
 
 
-@click.command(
-    epilog=example(
-        "speedrun export records/smoke-cpu/2026-11-21-first --to classic",
-        "speedrun export RECORD --to wandb --out curves",
-        "speedrun export runs/docs --to safetensors --out docs-model",
-        "speedrun export runs/docs --to web --out docs-web",
-    )
+@new_command(
+    "speedrun export records/smoke-cpu/2026-11-21-first --to classic",
+    "speedrun export RECORD --to wandb --out curves",
+    "speedrun export runs/docs --to safetensors --out docs-model",
+    "speedrun export runs/docs --to web --out docs-web",
 )
-@click.argument("record", type=click.Path(path_type=Path))
-@click.option(
+@click.argument("record", type=PATH)
+@option(
     "--to",
-    "form",
-    type=click.Choice([*FORMS, *MODEL_FORMS]),
+    click.Choice([*FORMS, *MODEL_FORMS]),
+    f"The format: {', '.join(FORMS)} of the curves; {', '.join(MODEL_FORMS)} of the model.",
+    name="form",
     required=True,
-    help=f"The format: {', '.join(FORMS)} of the curves; {', '.join(MODEL_FORMS)} of the model.",
 )
 @out_option("New folder. Default: RECORD's name and the format.")
-@step_option
-@recipe_option(text="The model's recipe, if it is in a file of your own.")
-@data_option
-@click.option(
+@weights_options
+@option(
     "--dtype",
-    type=click.Choice(["float32", "float16"]),
-    help="How web stores large arrays; the page computes in float32. Default: float32.",
+    click.Choice(["float32", "float16"]),
+    "How web stores large arrays; the page computes in float32. Default: float32.",
 )
-@json_option
-def command(
-    *, record: Path, form: str, out: Path | None, as_json: bool, dtype: str | None, **given: Any
-) -> None:
+@answering
+def command(*, record: Path, form: str, out: Path | None, dtype: str | None, **given: Any) -> Answer:
     """Write the curves of RECORD as text logs, CSV or offline wandb runs, or its model.
 
     A model needs weights, which a run keeps with --checkpoint-every. The files contain nothing about this machine, and
@@ -73,4 +65,4 @@ def command(
                 )
         paths = export(load(record), form, folder)
     names = [str(path) for path in paths]
-    click.echo(msgspec.json.encode({"files": names}) if as_json else "\n".join(names))
+    return Answer({"files": names}, names)

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from speedrun.cli.options import Integer, example, json_option
+from speedrun.cli.options import COUNT, PATH, Answer, answering, new_command, option
 from speedrun.exchange import foreign
 from speedrun.exchange.curves import Context
 from speedrun.ground.console import clean
@@ -24,30 +24,23 @@ class Imported(msgspec.Struct, frozen=True):
     noise: Noise | None
 
 
-@click.command(
-    epilog=example(
-        "speedrun import-log logs/*.txt --json",
-        "speedrun import-log runs.csv.gz --match track_1_short/2026 --mean 3.27 3.29",
-        "speedrun import-log runs.csv.gz --steps 1770",
-    )
+@new_command(
+    "speedrun import-log logs/*.txt --json",
+    "speedrun import-log runs.csv.gz --match track_1_short/2026 --mean 3.27 3.29",
+    "speedrun import-log runs.csv.gz --steps 1770",
 )
-@click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path(path_type=Path))
-@click.option(
-    "--match", "texts", multiple=True, metavar="TEXT", help="Only runs with TEXT in their name. Repeatable."
-)
-@click.option("--steps", type=Integer(1), help="Only runs that planned this number of steps.")
-@click.option(
-    "--mean", type=(float, float), metavar="LOW HIGH", help="Only groups with a mean loss in this range."
-)
-@json_option
+@click.argument("files", nargs=-1, required=True, metavar="FILE...", type=PATH)
+@option("--match TEXT", str, "Only runs with TEXT in their name.", name="texts", multiple=True)
+@option("--steps N", COUNT, "Only runs that planned this number of steps.")
+@option("--mean LOW HIGH", (float, float), "Only groups with a mean loss in this range.")
+@answering
 def command(
     *,
     files: tuple[Path, ...],
     texts: tuple[str, ...],
     steps: int | None,
     mean: tuple[float, float] | None,
-    as_json: bool,
-) -> None:
+) -> Answer:
     """Read the logs of other people's runs, and show how much equal runs differ.
 
     A FILE is a text log of modded-nanogpt, of its port to JAX or of llm.c, or a CSV with the columns
@@ -63,7 +56,7 @@ def command(
     if mean is not None:
         groups = tuple(group for group in groups if mean[0] <= group.mean <= mean[1])
     found = Imported(contexts, len(chosen), groups, noise.noise(groups))
-    click.echo(msgspec.json.encode(found) if as_json else "\n".join(_lines(found)))
+    return Answer(found, _lines(found))
 
 
 def _lines(found: Imported) -> list[str]:

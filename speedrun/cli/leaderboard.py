@@ -3,36 +3,26 @@
 from pathlib import Path
 
 import click
-import msgspec
 from msgspec.structs import replace
 
 from speedrun.board import figures, pages
 from speedrun.board.progress import pictures
 from speedrun.board.standings import BOARD, Board, read
-from speedrun.cli.options import Decorator, Group, example, json_option
+from speedrun.cli.options import PATH, Group, json_option, new_command, option, show
 from speedrun.ground.console import clean
 from speedrun.ground.errors import SpeedrunError, UsageError
 from speedrun.ground.wholefile import write_whole
 
-_records_option: Decorator = click.option(
-    "--records",
-    type=click.Path(path_type=Path),
-    default=Path("records"),
-    show_default=True,
-    metavar="DIR",
-    help="Folder of <track>/<record>/.",
-)
+_records_option = option("--records DIR", PATH, "Folder of <track>/<record>/.", Path("records"))
 _OTHERS = "What others published or claim is in italics: unranked, not verified by us."
 
 
-@click.command(cls=Group, epilog=example("speedrun leaderboard build", "speedrun leaderboard check"))
+@new_command("speedrun leaderboard build", "speedrun leaderboard check", cls=Group)
 def command() -> None:
     """Build the board from records, or check that it is up to date."""
 
 
-@command.command(
-    epilog=example("speedrun leaderboard build", "speedrun leaderboard build --records DIR --json")
-)
+@new_command("speedrun leaderboard build", "speedrun leaderboard build --records DIR --json", of=command)
 @_records_option
 @json_option
 def build(*, records: Path, as_json: bool) -> None:
@@ -46,12 +36,9 @@ def build(*, records: Path, as_json: bool) -> None:
         write_whole(path, content)
     # Not in `_files`, which `check` compares: pictures differ between versions of matplotlib.
     write_whole(records / "leaderboard.html", pages.page(board, pictures(board)).encode())
-    if as_json:
-        click.echo(msgspec.json.encode(board))
-    else:
-        for row in board.rows:
-            click.echo(f"{row.track:<16} {row.rank or '':>3} {row.standing:<12} {row.path}")
-        click.echo(f"board   {records / 'LEADERBOARD.md'}\npage    {records / 'leaderboard.html'}")
+    rows = [f"{row.track:<16} {row.rank or '':>3} {row.standing:<12} {row.path}" for row in board.rows]
+    places = [f"board   {records / 'LEADERBOARD.md'}", f"page    {records / 'leaderboard.html'}"]
+    show(board, [*rows, *places], as_json=as_json)
     for one in board.left_out:
         click.echo(clean(f"left out {one.path}: {one.why}"), err=True)
     if board.left_out:
@@ -60,7 +47,7 @@ def build(*, records: Path, as_json: bool) -> None:
         )
 
 
-@command.command(epilog=example("speedrun leaderboard check"))
+@new_command("speedrun leaderboard check", of=command)
 @_records_option
 def check(*, records: Path) -> None:
     """Exit with 1 if the board is out of date."""

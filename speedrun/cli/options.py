@@ -1,9 +1,13 @@
-"""Options that several commands share, so that one name means one thing everywhere. No heavy imports."""
+"""What commands are made of: options, examples and answers, so that one name means one thing everywhere.
 
+No heavy imports.
+"""
+
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
@@ -11,11 +15,6 @@ from speedrun.ground.errors import UsageError, unknown
 from speedrun.ground.plugins import resolve
 
 Decorator = Callable[[Callable[..., object]], Callable[..., object]]
-
-
-def example(*lines: str) -> str:
-    """Return the examples at the end of a command's help. Every command has some."""
-    return "\n".join(["\b", "Example:", *(f"  {line}" for line in lines)])
 
 
 class Group(click.Group):
@@ -30,6 +29,14 @@ class Group(click.Group):
     def load(self, ctx: click.Context, name: str) -> click.Command | None:
         """Return the command of a name that exists."""
         return super().get_command(ctx, name)
+
+
+def new_command(
+    *examples: str, of: click.Group | None = None, **more: Any
+) -> Callable[[Callable[..., object]], Any]:
+    """Return a decorator that makes a command, of a group; its help ends with the examples. Every command has some."""
+    epilog = "\n".join(["\b", "Example:", *(f"  {line}" for line in examples)])
+    return (click.command if of is None else of.command)(epilog=epilog, **more)
 
 
 class Integer(click.IntRange):
@@ -51,41 +58,6 @@ class Number(click.FloatRange):
         return number
 
 
-#: `--json`, as the argument `as_json`.
-json_option: Decorator = click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON object on stdout, also for an error."
-)
-
-#: `--data DIR`, as the argument `data`; None means the track's own folder.
-data_option: Decorator = click.option(
-    "--data",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="Folder of shards. Default: the track's, in $SPEEDRUN_DATA or ./data.",
-)
-
-#: `--unsafe-here`, as the argument `unsafe`, of every command that executes a record's source.
-unsafe_option: Decorator = click.option(
-    "--unsafe-here",
-    "unsafe",
-    is_flag=True,
-    help="Run the record's code even where it cannot be isolated from your network, files and processes.",
-)
-
-
-def track_option(default: str = "smoke-cpu") -> Decorator:
-    """`--track NAME`, as the argument `track`."""
-    return click.option(
-        "--track", default=default, show_default=True, metavar="NAME", help="Rules of the run."
-    )
-
-
-#: `--set KEY=VALUE`, as the argument `settings` for `parse_settings`.
-settings_option: Decorator = click.option(
-    "--set", "settings", multiple=True, metavar="KEY=VALUE", help="Change a number of the recipe. Repeatable."
-)
-
-
 class RecipeName(click.ParamType):
     """A recipe by its name, its file or its entry point; the argument is its name."""
 
@@ -96,66 +68,133 @@ class RecipeName(click.ParamType):
         return resolve(value)
 
 
+PATH = click.Path(path_type=Path)
+FOLDER = click.Path(path_type=Path, file_okay=False)
+COUNT = Integer(1)
+NATURAL = Integer(0)
+SEED = Integer(0, 2**31 - 1)
+
+
+def option(
+    usage: str, kind: Any, text: str, default: Any = None, *, name: str = "", **more: Any
+) -> Decorator:
+    """Add an option to a command.
+
+    Args:
+        usage: as in its help, for example "--steps N".
+        kind: of its value, as click takes it.
+        text: what it means. That it is repeatable, if `multiple`, is added.
+        default: shown in the help, unless None.
+        name: of the argument, if it differs.
+        more: for `click.option`.
+    """
+    flags, _, metavar = usage.partition(" ")
+    if more.get("multiple"):
+        text += " Repeatable."
+    shown = {"show_default": True, "default": default} if default is not None else {}
+    names = [flags, name] if name else [flags]
+    return click.option(*names, type=kind, metavar=metavar or None, help=text, **shown, **more)
+
+
+def flag(name: str, text: str, argument: str = "") -> Decorator:
+    """Add an option without a value, as `argument` if its name differs."""
+    return click.option(*name.split("/"), *([argument] if argument else []), is_flag=True, help=text)
+
+
+def combined(*options: Decorator) -> Decorator:
+    """Return a decorator that adds all options."""
+    return lambda command: functools.reduce(
+        lambda command, option: option(command), reversed(options), command
+    )
+
+
+class Answer(NamedTuple):
+    """What a command found."""
+
+    facts: Any  #: for `--json`
+    lines: Iterable[object]  #: for people
+    exit_code: int = 0
+
+
+#: `--json`, as the argument `as_json`.
+json_option = flag("--json", "Print one JSON object on stdout, also for an error.", "as_json")
+
+
+def answering(command: Callable[..., Answer]) -> Callable[..., object]:
+    """Add `--json` to a command, and print what it answers."""
+
+    @functools.wraps(command)
+    def printed(*, as_json: bool, **given: Any) -> None:
+        answer = command(**given)
+        show(answer.facts, answer.lines, as_json=as_json)
+        click.get_current_context().exit(answer.exit_code)
+
+    return json_option(printed)
+
+
+def show(facts: Any, lines: Iterable[object], *, as_json: bool) -> None:
+    """Print one JSON object, or lines."""
+    import msgspec  # not light enough for --help
+
+    click.echo(msgspec.json.encode(facts) if as_json else "\n".join(map(str, lines)))
+
+
+#: `--data DIR`, as the argument `data`; None means the track's own folder.
+data_option = option(
+    "--data DIR", PATH, "Folder of shards. Default: the track's, in $SPEEDRUN_DATA or ./data."
+)
+
+#: `--unsafe-here`, as the argument `unsafe`, of every command that executes a record's source.
+unsafe_option = flag(
+    "--unsafe-here",
+    "Run the record's code even where it cannot be isolated from your network, files and processes.",
+    "unsafe",
+)
+
+#: `--set KEY=VALUE`, as the argument `settings` for `parse_settings`.
+settings_option = option(
+    "--set KEY=VALUE", str, "Change a number of the recipe.", name="settings", multiple=True
+)
+
+#: `--attention FORM`, as the argument `attention`.
+attention_option = option("--attention FORM", str, "Attention kernels.", "auto")
+
+#: `--first-step I`, as the argument `first_step`.
+first_step_option = option("--first-step I", NATURAL, "Of the schedule.", 0)
+
 _OWN_RECIPE = "What to train: a name, or your own file, path/to/mine.py. Default: the track's own recipe."
+
+
+def track_option(default: str = "smoke-cpu") -> Decorator:
+    """`--track NAME`, as the argument `track`."""
+    return option("--track NAME", str, "Rules of the run.", default)
 
 
 def recipe_option(default: str | None = None, text: str = _OWN_RECIPE) -> Decorator:
     """`--recipe NAME|FILE`, as the argument `recipe`; None means the track's own."""
-    return click.option(
-        "--recipe",
-        type=RecipeName(),
-        metavar="NAME|FILE",
-        default=default,
-        show_default=default is not None,
-        help=text,
-    )
+    return option("--recipe NAME|FILE", RecipeName(), text, default)
 
 
 def out_option(text: str) -> Decorator:
     """`--out DIR`, as the argument `out`."""
-    return click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help=text)
+    return option("--out DIR", PATH, text)
 
 
 def port_option(default: int) -> Decorator:
     """`--port N`, as the argument `port`."""
-    return click.option(
-        "--port",
-        type=Integer(0, 65_535),
-        default=default,
-        show_default=True,
-        metavar="N",
-        help="Of the page, on this machine only; 0: any that is free.",
-    )
+    text = "Of the page, on this machine only; 0: any that is free."
+    return option("--port N", Integer(0, 65_535), text, default)
 
 
-#: `--devices N`, as the argument `devices`; None means what the track asks for.
-devices_option: Decorator = click.option(
-    "--devices", type=Integer(1), metavar="N", help="Default: what the track asks for, or all there are."
+#: The options that choose the weights of a trained model: for `trained.sources`.
+weights_options = combined(
+    option("--step N", NATURAL, "Of the checkpoint. Default: the newest."),
+    recipe_option(text="The model's recipe, if it is in a file of your own."),
+    data_option,
 )
-
-#: `--attention FORM`, as the argument `attention`.
-attention_option: Decorator = click.option(
-    "--attention", default="auto", show_default=True, metavar="FORM", help="Attention kernels."
-)
-
-#: `--microbatches N`, as the argument `microbatches`; None means 8, or one for each device if there are more.
-microbatches_option: Decorator = click.option(
-    "--microbatches",
-    type=Integer(1),
-    metavar="N",
-    help="Parts of a step's batch. Default: 8, or one for each device if there are more.",
-)
-
-#: `--dollars X`, as the argument `dollars`.
-price_option: Decorator = click.option(
-    "--dollars",
-    type=Number(0),
-    default=2.5,
-    show_default=True,
-    envvar="SPEEDRUN_DOLLARS",
-    show_envvar=True,
-    metavar="X",
-    help="Price of a GPU and hour.",
+#: `--dtype NAME`, as the argument `dtype`; None means the recipe's own.
+dtype_option = option(
+    "--dtype", click.Choice(["float32", "bfloat16"]), "Of the computation. Default: as the recipe computes."
 )
 
 

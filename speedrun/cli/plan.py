@@ -8,13 +8,15 @@ import click
 import msgspec
 
 from speedrun.cli.options import (
-    Integer,
+    COUNT,
     Number,
-    example,
     json_option,
+    new_command,
+    option,
     parse_settings,
     recipe_option,
     settings_option,
+    show,
 )
 from speedrun.ground import devices as kinds
 from speedrun.ground import track as tracks
@@ -23,26 +25,18 @@ from speedrun.ground.errors import SpeedrunError, UsageError
 _RECORDS = Path("records")
 
 
-@click.command(
-    epilog=example(
-        "speedrun plan --recipe record21 --device-kind h100 --devices 8",
-        "speedrun plan --recipe webmini --device-kind a100 --arithmetic",
-        "speedrun plan --track main-8xh100 --runs 4 --dollars 2.50",
-        "speedrun plan --recipe record21 --nodes 1,2,8,32",
-    )
+@new_command(
+    "speedrun plan --recipe record21 --device-kind h100 --devices 8",
+    "speedrun plan --recipe webmini --device-kind a100 --arithmetic",
+    "speedrun plan --track main-8xh100 --runs 4 --dollars 2.50",
+    "speedrun plan --recipe record21 --nodes 1,2,8,32",
 )
 @recipe_option(text="What to train. Default: the track's, or smoke.")
-@click.option("--track", metavar="NAME", help="Add data, time and cost of a batch on this track.")
-@click.option(
-    "--runs", type=Integer(1), metavar="N", help="Runs of that batch. Default: as many as a rank needs."
-)
-@click.option(
-    "--device-kind", "kind", default="h100", show_default=True, metavar="KIND", help=", ".join(kinds.DEVICES)
-)
-@click.option("--devices", type=Integer(1), metavar="N", help="In one machine. Default: the track's, or 8.")
-@click.option(
-    "--microbatches", type=Integer(1), default=8, show_default=True, metavar="N", help="Per step and node."
-)
+@option("--track NAME", str, "Add data, time and cost of a batch on this track.")
+@option("--runs N", COUNT, "Runs of that batch. Default: as many as a rank needs.")
+@option("--device-kind KIND", str, ", ".join(kinds.DEVICES), "h100", name="kind")
+@option("--devices N", COUNT, "In one machine. Default: the track's, or 8.")
+@option("--microbatches N", COUNT, "Per step and node.", 8)
 @settings_option
 @click.option(
     "--compile/--arithmetic",
@@ -50,11 +44,9 @@ _RECORDS = Path("records")
     default=None,
     help="Read the compiled step, or estimate it from sizes. Default: compile, if a compiler is installed.",
 )
-@click.option("--dollars", type=Number(0), metavar="X", help="Price of one device for an hour.")
-@click.option("--nodes", metavar="N,N", help="Instead: how the step scales over so many machines.")
-@click.option(
-    "--network", type=Number(0, min_open=True), metavar="GBIT", help="With --nodes: the rate of a device."
-)
+@option("--dollars X", Number(0), "Price of one device for an hour.")
+@option("--nodes N,N", str, "Instead: how the step scales over so many machines.")
+@option("--network GBIT", Number(0, min_open=True), "With --nodes: the rate of a device.")
 @json_option
 @click.pass_context
 def command(
@@ -109,7 +101,7 @@ def command(
         said = budgets.lines(batch, planning.ERROR)
         derived = {"total_s": batch.total_s, "dollars": batch.dollars, "said": said}
         facts, lines = facts | {"batch": msgspec.structs.asdict(batch) | derived}, lines + said
-    click.echo(msgspec.json.encode(facts) if as_json else "\n".join(lines))
+    show(facts, lines, as_json=as_json)
     if facts["error"] and not as_json:
         raise SpeedrunError(str(facts["error"]))
     ctx.exit(1 if facts["error"] else 0)

@@ -4,20 +4,15 @@ import tempfile
 from pathlib import Path
 
 import click
-import msgspec
 
-from speedrun.cli.options import example, json_option, port_option, recipe_option
+from speedrun.cli.options import PATH, json_option, new_command, port_option, recipe_option, show
 from speedrun.ground.errors import UsageError
 
 
-@click.command(
-    epilog=example(
-        "speedrun play docs-web",
-        "speedrun play docs-web smoke-web --port 0",
-        "speedrun play --recipe smoke",
-    ),
+@new_command(
+    "speedrun play docs-web", "speedrun play docs-web smoke-web --port 0", "speedrun play --recipe smoke"
 )
-@click.argument("folders", nargs=-1, metavar="[DIR...]", type=click.Path(path_type=Path))
+@click.argument("folders", nargs=-1, metavar="[DIR...]", type=PATH)
 @recipe_option(text="Also a page that trains this recipe, made tiny, beside what JAX computed.")
 @port_option(3281)
 @json_option
@@ -38,7 +33,7 @@ def command(*, folders: tuple[Path, ...], recipe: str | None, port: int, as_json
             folders = (_trainable(recipe, Path(scratch) / "page"), *folders)
         with stoppable() as stopped, serving(answering(folders), port) as url:
             url += "train.html" if recipe is not None else ""
-            click.echo(msgspec.json.encode({"url": url}) if as_json else f"{url}   Ctrl-C ends it")
+            show({"url": url}, [f"{url}   Ctrl-C ends it"], as_json=as_json)
             stopped()
 
 

@@ -4,49 +4,43 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import click
-import msgspec
 
 from speedrun.board.progress import pareto, results
 from speedrun.board.record_plot import KINDS, Kind, plot
 from speedrun.board.standings import LeftOut, Row, row_of
-from speedrun.cli.options import example, json_option
+from speedrun.cli.options import PATH, Answer, answering, new_command, option
 from speedrun.ground.console import clean
 from speedrun.ground.errors import UsageError
 
 
-@click.command(
-    epilog=example(
-        "speedrun plot records/smoke-cpu/2026-11-21-first",
-        "speedrun plot runs/first --kind all",
-        "speedrun plot runs/first runs/second --kind pareto --out runs",
-    )
+@new_command(
+    "speedrun plot records/smoke-cpu/2026-11-21-first",
+    "speedrun plot runs/first --kind all",
+    "speedrun plot runs/first runs/second --kind pareto --out runs",
 )
-@click.argument("records", type=click.Path(path_type=Path), metavar="RECORD...", nargs=-1, required=True)
-@click.option(
+@click.argument("records", type=PATH, metavar="RECORD...", nargs=-1, required=True)
+@option(
     "--kind",
-    type=click.Choice([*KINDS, "all", "pareto"]),
-    default="loss",
-    show_default=True,
-    help="Loss against train time, loss against tokens, a histogram of step times, all three, or the mean loss against "
-    "mean train time of several records in one picture.",
+    click.Choice([*KINDS, "all", "pareto"]),
+    "Loss against train time, loss against tokens, a histogram of step times, all three, or the mean loss against mean "
+    "train time of several records in one picture.",
+    "loss",
 )
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    default=Path(),
-    metavar="DIR",
-    help="Where to write one picture of several records; others go into RECORD/plots. Default: this folder.",
+@option(
+    "--out DIR",
+    PATH,
+    "Where to write one picture of several records; others go into RECORD/plots. Default: this folder.",
 )
-@json_option
-def command(*, records: tuple[Path, ...], kind: str, out: Path, as_json: bool) -> None:
+@answering
+def command(*, records: tuple[Path, ...], kind: str, out: Path | None) -> Answer:
     """Draw records as SVG and PNG. An SVG follows the light or dark mode of whoever looks at it."""
     if kind == "pareto":
-        found = pareto(_rows(records), out)
+        found = pareto(_rows(records), out or Path())
     else:
         kinds: list[Kind] = [known for known in KINDS if kind in (known, "all")]
         found = [path for record in records for path in plot(record, kinds)]
     paths = [str(path) for path in found]
-    click.echo(msgspec.json.encode({"plots": paths}) if as_json else "\n".join(paths))
+    return Answer({"plots": paths}, paths)
 
 
 def _rows(records: Sequence[Path]) -> list[Row]:

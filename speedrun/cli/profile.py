@@ -3,11 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
-import msgspec
-
-from speedrun.cli.options import Integer, example, json_option
-from speedrun.cli.program import asked_program, program_options
+from speedrun.cli.bench import asked_program, program_options
+from speedrun.cli.options import COUNT, FOLDER, Answer, answering, new_command, option
 
 if TYPE_CHECKING:
     from speedrun.bench.profile import Profile, Row
@@ -17,23 +14,16 @@ _GAPS = 3  #: shown of each device
 _SHOWN_SHARE = 0.01
 
 
-@click.command(
-    epilog=example(
-        "speedrun profile --recipe smoke",
-        "speedrun profile --recipe record21 --devices 1 --first-step 1769 --out trace",
-    )
+@new_command(
+    "speedrun profile --recipe smoke",
+    "speedrun profile --recipe record21 --devices 1 --first-step 1769 --out trace",
 )
 @program_options
-@click.option("--steps", type=Integer(1), default=3, show_default=True, help="Number of traced steps.")
-@click.option("--top", type=Integer(1), default=20, show_default=True, help="Rows of the table.")
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path, file_okay=False),
-    metavar="DIR",
-    help="Keep the trace, for XProf or Perfetto.",
-)
-@json_option
-def command(*, steps: int, first_step: int, top: int, out: Path | None, as_json: bool, **asked: Any) -> None:
+@option("--steps N", COUNT, "Number of traced steps.", 3)
+@option("--top N", COUNT, "Rows of the table.", 20)
+@option("--out DIR", FOLDER, "Keep the trace, for XProf or Perfetto.")
+@answering
+def command(*, steps: int, first_step: int, top: int, out: Path | None, **asked: Any) -> Answer:
     """Trace training steps on synthetic ids: longest operations, idle gaps, overlap of collectives.
 
     Bytes are those of the compiled program, without caching.
@@ -42,21 +32,18 @@ def command(*, steps: int, first_step: int, top: int, out: Path | None, as_json:
     from speedrun.bench.profile import profile
 
     found = profile(program, num_steps=steps, first_step=first_step, folder=out)
-    if as_json:
-        rows, usage = [row._asdict() for row in found.rows[:top]], [_facts(one) for one in found.devices]
-        click.echo(
-            msgspec.json.encode({**found._asdict(), "rows": rows, "devices": usage, "shares": found.shares})
-        )
-        return
-    kind = program.mesh.devices.flat[0].device_kind
-    click.echo(
-        f"step    {found.step_ms:.2f} ms, {steps} steps of {program.recipe.name} on {program.num_devices} x {kind}"
-    )
+    rows, usage = [row._asdict() for row in found.rows[:top]], [_facts(one) for one in found.devices]
+    facts = {**found._asdict(), "rows": rows, "devices": usage, "shares": found.shares}
+    device = f"{program.num_devices} x {program.mesh.devices.flat[0].device_kind}"
     shares = ", ".join(f"{kind} {share:.1%}" for kind, share in found.shares.items() if share >= _SHOWN_SHARE)
-    for line in [*map(_device, found.devices), f"kinds   {shares}", *_table(found, top)]:
-        click.echo(line)
-    if out is not None:
-        click.echo(f"trace   {out}")
+    lines = [
+        f"step    {found.step_ms:.2f} ms, {steps} steps of {program.recipe.name} on {device}",
+        *map(_device, found.devices),
+        f"kinds   {shares}",
+        *_table(found, top),
+        *([] if out is None else [f"trace   {out}"]),
+    ]
+    return Answer(facts, lines)
 
 
 def _facts(usage: "Usage") -> dict[str, object]:

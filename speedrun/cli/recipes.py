@@ -1,17 +1,16 @@
 """`speedrun recipes`: the recipes, and their settings."""
 
 import click
-import msgspec
 
-from speedrun.cli.options import RecipeName, example, json_option
+from speedrun.cli.options import Answer, RecipeName, answering, new_command
 from speedrun.ground.console import clean
 from speedrun.ground.output import expected
 
 
-@click.command(epilog=example("speedrun recipes", "speedrun recipes smoke"))
+@new_command("speedrun recipes", "speedrun recipes smoke")
 @click.argument("name", type=RecipeName(), required=False)
-@json_option
-def command(*, name: str | None, as_json: bool) -> None:
+@answering
+def command(*, name: str | None) -> Answer:
     """List the recipes, or the settings of the recipe NAME with their values, as --set takes them.
 
     A recipe that cannot be loaded is left out, with a warning.
@@ -42,4 +41,4 @@ def command(*, name: str | None, as_json: bool) -> None:
         }
         counts = f"{num_params:>12,} parameters  {one.total_tokens:>12,} tokens"
         lines.append(f"{each:<{max(map(len, recipes.names()))}}  {counts}  {one.summary}")
-    click.echo(msgspec.json.encode(found) if as_json else "\n".join(lines))
+    return Answer(found, lines)

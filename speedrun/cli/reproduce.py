@@ -7,7 +7,18 @@ from pathlib import Path
 import click
 import msgspec
 
-from speedrun.cli.options import Integer, data_option, example, json_option, out_option, unsafe_option
+from speedrun.cli.options import (
+    COUNT,
+    PATH,
+    data_option,
+    flag,
+    json_option,
+    new_command,
+    option,
+    out_option,
+    show,
+    unsafe_option,
+)
 from speedrun.ground.children import locked
 from speedrun.ground.console import clean
 from speedrun.ground.errors import SpeedrunError, UsageError
@@ -23,39 +34,33 @@ _RECORD = "runs/first"
 _NUM_PAIRS = 3
 
 
-@click.command(
-    epilog=example(
-        f"speedrun reproduce {_RECORD} --runs 1",
-        f"speedrun reproduce {_RECORD} --same-seeds --runs 1",
-        f"speedrun reproduce {_RECORD} --against runs/mine",
-        f"speedrun reproduce {_RECORD} --docker",
-    )
+@new_command(
+    f"speedrun reproduce {_RECORD} --runs 1",
+    f"speedrun reproduce {_RECORD} --same-seeds --runs 1",
+    f"speedrun reproduce {_RECORD} --against runs/mine",
+    f"speedrun reproduce {_RECORD} --docker",
 )
-@click.argument("record", type=click.Path(path_type=Path))
-@click.option(
-    "--runs",
-    type=Integer(1),
-    metavar="N",
-    help=f"Number of runs. Default: as many as the record has; with --against {_NUM_PAIRS} of each.",
+@click.argument("record", type=PATH)
+@option(
+    "--runs N",
+    COUNT,
+    f"Number of runs. Default: as many as the record has; with --against {_NUM_PAIRS} of each.",
 )
-@click.option(
-    "--against",
-    "rival",
-    type=click.Path(path_type=Path),
-    metavar="RECORD",
-    help="Run this one in turns with it, with the same fresh seeds, and report which is faster.",
+@option(
+    "--against RECORD",
+    PATH,
+    "Run this one in turns with it, with the same fresh seeds, and report which is faster.",
+    name="rival",
 )
-@click.option(
-    "--same-seeds", is_flag=True, help="Use the record's seeds, to compare bits. Default: fresh ones."
-)
-@click.option("--by", default="", metavar="NAME", help="Your name, for the result.")
+@flag("--same-seeds", "Use the record's seeds, to compare bits. Default: fresh ones.")
+@option("--by NAME", str, "Your name, for the result.", "")
 @data_option
 @out_option(
     "For runs and reproduction.json; the same command continues there. Default: a folder below runs/."
 )
-@click.option("--into-record", is_flag=True, help="Also put reproduction.json into the record.")
-@click.option("--docker", "in_docker", is_flag=True, help="Run in the container image that the record names.")
-@click.option("--image", metavar="NAME", help="With --docker: use another image; differences are reported.")
+@flag("--into-record", "Also put reproduction.json into the record.")
+@flag("--docker", "Run in the container image that the record names.", "in_docker")
+@option("--image NAME", str, "With --docker: use another image; differences are reported.")
 @unsafe_option
 @json_option
 @click.pass_context
@@ -143,7 +148,7 @@ def _reproduced(
         raw = msgspec.json.format(msgspec.json.encode(found), indent=2)
         write_whole(folder / "comparison.json", raw, b"\n")
     wrote = f"wrote    {clean(str(folder / REPRODUCTION))}"
-    click.echo(msgspec.json.encode(facts) if as_json else "\n".join([*lines, wrote]))
+    show(facts, [*lines, wrote], as_json=as_json)
     return 0 if good else 1
 
 

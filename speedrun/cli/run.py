@@ -6,16 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
 
 from speedrun.cli.card import card, following
 from speedrun.cli.options import (
-    Integer,
-    example,
+    COUNT,
+    SEED,
+    flag,
     json_option,
+    new_command,
     only_with_resume,
+    option,
     parse_settings,
     settings_option,
+    show,
 )
 from speedrun.cli.run_options import (
     EXTRA_ARGUMENTS,
@@ -39,37 +42,27 @@ from speedrun.training import meet
 from speedrun.watch import PORT
 
 
-@click.command(
-    epilog=example(
-        "speedrun run --track smoke-cpu",
-        "speedrun run --track smoke-cpu --seed 1 --set optimizer.muon_lr=0.05",
-        "speedrun run --track webmini --data DIR --checkpoint-every 50",
-        "speedrun run --resume runs/2026-11-21-webmini-1",
-        "speedrun run --local-processes 2",
-    )
+@new_command(
+    "speedrun run --track smoke-cpu",
+    "speedrun run --track smoke-cpu --seed 1 --set optimizer.muon_lr=0.05",
+    "speedrun run --track webmini --data DIR --checkpoint-every 50",
+    "speedrun run --resume runs/2026-11-21-webmini-1",
+    "speedrun run --local-processes 2",
 )
 @config_options
 @settings_option
-@click.option(
-    "--seed", type=Integer(0, 2**31 - 1), default=0, show_default=True, help="Of the initial weights."
-)
-@click.option(
-    "--replicas",
-    type=Integer(1),
-    metavar="N",
-    help="Copies of the state, each sharded over as many devices. Default: one for each node.",
+@option("--seed N", SEED, "Of the initial weights.", 0)
+@option(
+    "--replicas N",
+    COUNT,
+    "Copies of the state, each sharded over as many devices. Default: one for each node.",
 )
 @checkpoint_options
 @process_options
 @ghost_option
 @wandb_option
 @extra_options
-@click.option(
-    "-v",
-    "--verbose",
-    is_flag=True,
-    help="Print the kernel of each operation, and why. The log has both.",
-)
+@flag("-v/--verbose", "Print the kernel of each operation, and why. The log has both.")
 @json_option
 @click.pass_context
 def command(
@@ -92,7 +85,7 @@ def command(
     Exits with 0 if the target is reached and every check passes, with 1 if not.
     """
     tracks.load(track)
-    overrides = parse_settings(settings)  # before JAX, whose import is slow
+    overrides, limits_s = parse_settings(settings), deadlines_s(deadlines)  # before JAX, whose import is slow
     folder = out or new_folder(track)
     if local_processes is not None:
         ctx.exit(_in_processes(ctx, local_processes, resume or folder))
@@ -108,7 +101,7 @@ def command(
         replicas=given["replicas"],
         checkpoint_every=0 if resume else given["checkpoint_every"] or given["sample_every"] or 0,
         keep_checkpoints=given["keep_checkpoints"],
-        deadlines_s=deadlines_s(deadlines),
+        deadlines_s=limits_s,
         resume=resume is not None,
     )
     if resume is not None:
@@ -120,14 +113,12 @@ def command(
     done = single.run(config, meet.joined(group), extras, to_stderr=as_json, verbose=verbose)
     if done is None:
         return
-    if as_json:
-        click.echo(msgspec.json.encode(done.facts()))
-    else:
-        click.echo(card(done.rules, done.summary, done.report))
-        if done.bits_per_byte is not None:
-            click.echo(f"bytes   {done.bits_per_byte:.3f} bits per byte of validation text")
-        click.echo(f"record  {done.config.out}\nplot    {done.picture}")
-        click.echo(f"next    {following(done.config, done.summary, done.report)}")
+    lines = [card(done.rules, done.summary, done.report)]
+    if done.bits_per_byte is not None:
+        lines.append(f"bytes   {done.bits_per_byte:.3f} bits per byte of validation text")
+    lines += [f"record  {done.config.out}", f"plot    {done.picture}"]
+    lines.append(f"next    {following(done.config, done.summary, done.report)}")
+    show(done.facts(), lines, as_json=as_json)
     ctx.exit(0 if done.summary.target_reached and done.report.exit_code == 0 else 1)
 
 
@@ -152,11 +143,11 @@ def _in_processes(ctx: click.Context, number: int, out: Path) -> int:
 def _child_words(ctx: click.Context, out: Path) -> list[str]:
     """Return the arguments of this command for a process that shares the run. All but paths are as they were typed."""
     words = ["--resume", str(out)] if ctx.params["resume"] else ["--out", str(out)]
-    for option in ctx.command.params:
-        name = option.name or ""
+    for param in ctx.command.params:
+        name = param.name or ""
         is_given = ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
         if is_given and name not in ("resume", "out", "local_processes"):
             value = ctx.params[name]
             for one in value if isinstance(value, tuple) else [value]:
-                words += [option.opts[0]] if one is True else [option.opts[0], str(one)]
+                words += [param.opts[0]] if one is True else [param.opts[0], str(one)]
     return words

@@ -1,18 +1,18 @@
 """Options of the commands that train: `run`, `batch` and `sweep`."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import click
-
 from speedrun.cli.options import (
-    Decorator,
+    COUNT,
+    NATURAL,
+    PATH,
     Integer,
     attention_option,
+    combined,
     data_option,
-    devices_option,
-    microbatches_option,
+    flag,
+    option,
     out_option,
     recipe_option,
     track_option,
@@ -25,37 +25,29 @@ from speedrun.training.request import RunConfig
 from speedrun.watch import PORT
 
 #: `--ghost RECORD`, as the argument `ghost` for `race.find`.
-ghost_option: Decorator = click.option(
-    "--ghost",
-    metavar="RECORD|best",
-    help="Show on the step lines how far ahead of this record the run is, in seconds and loss; 'best': of the "
-    "fastest qualified record of the track in records/.",
+ghost_option = option(
+    "--ghost RECORD|best",
+    str,
+    "Show on the step lines how far ahead of this record the run is, in seconds and loss; 'best': of the fastest "
+    "qualified record of the track in records/.",
 )
 
 #: `--wandb PROJECT`, as the argument `wandb` for `relay.relayed`.
-wandb_option: Decorator = click.option(
-    "--wandb", metavar="PROJECT", help="Send the log to wandb from a child process. It cannot stop the run."
+wandb_option = option(
+    "--wandb PROJECT", str, "Send the log to wandb from a child process. It cannot stop the run."
 )
-
-
-def combined(*options: Decorator) -> Decorator:
-    """Return a decorator that adds all options."""
-
-    def add(command: Callable[..., object]) -> Callable[..., object]:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return add
-
 
 #: The options that `request_of` reads.
 config_options = combined(
     track_option(),
     recipe_option(),
-    devices_option,
+    option("--devices N", COUNT, "Default: what the track asks for, or all there are."),
     attention_option,
-    microbatches_option,
+    option(
+        "--microbatches N",
+        COUNT,
+        "Parts of a step's batch. Default: 8, or one for each device if there are more.",
+    ),
     data_option,
     out_option("A new folder. Default: below runs/, with date, track and a number."),
 )
@@ -74,111 +66,73 @@ def deadlines_s(texts: tuple[str, ...]) -> dict[str, float]:
     return found
 
 
-def _checked_deadlines(
-    _ctx: click.Context, _option: click.Parameter, texts: tuple[str, ...]
-) -> tuple[str, ...]:
-    deadlines_s(texts)
-    return texts
-
-
 #: The options of a run that keeps checkpoints, resumes, or must not hang.
 checkpoint_options = combined(
-    click.option(
-        "--checkpoint-every",
-        type=Integer(1),
-        metavar="N",
-        help="Steps between checkpoints, in DIR.checkpoints; writing them counts as train time. Default: none.",
+    option(
+        "--checkpoint-every N",
+        COUNT,
+        "Steps between checkpoints, in DIR.checkpoints; writing them counts as train time. Default: none.",
     ),
-    click.option(
-        "--keep-checkpoints",
-        type=Integer(0),
-        default=2,
-        show_default=True,
-        metavar="N",
-        help="How many of the newest to keep; 0: all.",
+    option("--keep-checkpoints N", NATURAL, "How many of the newest to keep; 0: all.", 2),
+    option(
+        "--resume DIR",
+        PATH,
+        "Resume the run in DIR from its newest checkpoint, with its settings. Never ranked.",
     ),
-    click.option(
-        "--resume",
-        type=click.Path(path_type=Path),
-        metavar="DIR",
-        help="Resume the run in DIR from its newest checkpoint, with its settings. Never ranked.",
-    ),
-    click.option(
-        "--deadline",
-        "deadlines",
+    option(
+        "--deadline PHASE=SECONDS",
+        str,
+        f"End a run that stays longer in one phase: {', '.join(watchdog.DEADLINES_S)}; 0: no limit.",
+        name="deadlines",
         multiple=True,
-        callback=_checked_deadlines,
-        metavar="PHASE=SECONDS",
-        help=f"End a run that stays longer in one phase: {', '.join(watchdog.DEADLINES_S)}; 0: no limit. Repeatable.",
     ),
 )
 #: The options of a run in several processes.
 process_options = combined(
-    click.option(
-        "--local-processes",
-        type=Integer(1),
-        metavar="N",
-        help="Start N processes on this machine that share its devices, to try out what a cluster does.",
+    option(
+        "--local-processes N",
+        COUNT,
+        "Start N processes on this machine that share its devices, to try out what a cluster does.",
     ),
-    click.option(
-        "--coordinator",
-        metavar="HOST:PORT",
-        help="Of process 0, if several share the run. SLURM and Open MPI need no such options.",
+    option(
+        "--coordinator HOST:PORT",
+        str,
+        "Of process 0, if several share the run. SLURM and Open MPI need no such options.",
     ),
-    click.option("--processes", type=Integer(1), metavar="N", help="How many share the run."),
-    click.option("--process", type=Integer(0), metavar="I", help="The number of this process."),
-    click.option(
-        "--heartbeat",
-        type=Integer(5),
-        default=HEARTBEAT_S,
-        show_default=True,
-        metavar="SECONDS",
-        help="A process that is silent for so long is lost, and the run ends.",
+    option("--processes N", COUNT, "How many share the run."),
+    option("--process I", NATURAL, "The number of this process."),
+    option(
+        "--heartbeat SECONDS",
+        Integer(5),
+        "A process that is silent for so long is lost, and the run ends.",
+        HEARTBEAT_S,
     ),
-    click.option(
-        "--meet-within",
-        type=Integer(1),
-        default=MEET_S,
-        show_default=True,
-        metavar="SECONDS",
-        help="Time for all processes to connect.",
-    ),
+    option("--meet-within SECONDS", COUNT, "Time for all processes to connect.", MEET_S),
 )
 #: The arguments of `process_options`.
 PROCESS_ARGUMENTS = ("local_processes", "coordinator", "processes", "process", "heartbeat", "meet_within")
 
-
 #: The options of what a single run does beside training, or starts from.
 extra_options = combined(
-    click.option(
-        "--watch", is_flag=True, help="Serve a page of the run from a child process. It cannot stop the run."
+    flag("--watch", "Serve a page of the run from a child process. It cannot stop the run."),
+    option("--watch-port N", Integer(1, 65_535), f"Serve it at this port of this machine. Default: {PORT}."),
+    option(
+        "--sample-every N",
+        COUNT,
+        "Let the checkpoints of each N steps write a text, beside the record; a child process does it. Without "
+        "--checkpoint-every, it makes them.",
     ),
-    click.option(
-        "--watch-port",
-        type=Integer(1, 65_535),
-        show_default=str(PORT),
-        metavar="N",
-        help="Serve it at this port of this machine.",
-    ),
-    click.option(
-        "--sample-every",
-        type=Integer(1),
-        metavar="N",
-        help="Let the checkpoints of each N steps write a text, beside the record; a child process does it. "
-        "Without --checkpoint-every, it makes them.",
-    ),
-    click.option(
-        "--sample-prompt",
-        "sample_prompts",
+    option(
+        "--sample-prompt TEXT",
+        str,
+        "What these texts begin with. Default: the start of a document.",
+        name="sample_prompts",
         multiple=True,
-        metavar="TEXT",
-        help="What these texts begin with; repeatable. Default: the start of a document.",
     ),
-    click.option(
-        "--init-from",
-        type=click.Path(path_type=Path),
-        metavar="SOURCE",
-        help="Start from the weights of an exported folder or a GPT-2, as 'speedrun eval' takes them. Never ranked.",
+    option(
+        "--init-from SOURCE",
+        PATH,
+        "Start from the weights of an exported folder or a GPT-2, as 'speedrun eval' takes them. Never ranked.",
     ),
 )
 #: Those that a resumed run takes, too.

@@ -7,17 +7,17 @@ import click
 import msgspec
 
 from speedrun.cli.options import (
-    Integer,
+    COUNT,
+    NATURAL,
+    PATH,
+    SEED,
     Number,
-    data_option,
-    example,
+    dtype_option,
     json_option,
-    parse_settings,
-    recipe_option,
-    settings_option,
+    new_command,
+    option,
+    weights_options,
 )
-from speedrun.cli.program import show
-from speedrun.cli.weights import dtype_option, source_argument, step_option
 from speedrun.ground.clock import Stopwatch
 from speedrun.ground.errors import UsageError
 
@@ -28,57 +28,30 @@ if TYPE_CHECKING:
     from speedrun.trained.words import Text
 
 
-@click.command(
-    epilog=example(
-        "speedrun sample runs/docs --prompt 'Return the'",
-        'speedrun sample runs/docs --prompt "$(cat prompt.txt)" --tokens 200 --temperature 0.5 --top-k 40',
-        "speedrun sample runs/docs --prompt 'A list' --samples 4 --seed 1 --json",
-        "speedrun sample runs/first --ids 0,17,4",
-        "speedrun sample gpt2 --prompt 'Hello, my name is' --data data/fineweb10B",
-    )
+@new_command(
+    "speedrun sample runs/docs --prompt 'Return the'",
+    'speedrun sample runs/docs --prompt "$(cat prompt.txt)" --tokens 200 --temperature 0.5 --top-k 40',
+    "speedrun sample runs/docs --prompt 'A list' --samples 4 --seed 1 --json",
+    "speedrun sample runs/first --ids 0,17,4",
+    "speedrun sample gpt2 --prompt 'Hello, my name is' --data data/fineweb10B",
 )
-@source_argument
-@click.option(
-    "--prompt",
-    "prompts",
+@click.argument("source", type=PATH, metavar="RUN")
+@option(
+    "--prompt TEXT",
+    str,
+    "What the text begins with. Default: the start of a document.",
+    name="prompts",
     multiple=True,
-    metavar="TEXT",
-    help="What the text begins with; repeatable. Default: the start of a document.",
 )
-@click.option(
-    "--ids", multiple=True, metavar="I,J,...", help="A prompt as ids, taken as they are. Repeatable."
-)
-@click.option(
-    "--tokens", type=Integer(1), default=100, show_default=True, metavar="N", help="How many to write."
-)
-@click.option(
-    "--samples", type=Integer(1), default=1, show_default=True, metavar="N", help="Texts of each prompt."
-)
-@click.option(
-    "--temperature",
-    type=Number(0),
-    default=0.8,
-    show_default=True,
-    metavar="X",
-    help="Of the softmax; 0: always the most probable token.",
-)
-@click.option(
-    "--top-k", type=Integer(0), default=0, metavar="K", help="Only the K most probable tokens. Default: all."
-)
-@click.option(
-    "--top-p",
-    type=Number(0, 1),
-    default=1.0,
-    metavar="P",
-    help="Only the most probable tokens that have probability P together. Default: all.",
-)
-@click.option(
-    "--seed", type=Integer(0, 2**31 - 1), default=0, show_default=True, metavar="N", help="Of the draws."
-)
-@step_option
+@option("--ids I,J,...", str, "A prompt as ids, taken as they are.", multiple=True)
+@option("--tokens N", COUNT, "How many to write.", 100)
+@option("--samples N", COUNT, "Texts of each prompt.", 1)
+@option("--temperature X", Number(0), "Of the softmax; 0: always the most probable token.", 0.8)
+@option("--top-k K", NATURAL, "Only the K most probable tokens; 0: all.", 0)
+@option("--top-p P", Number(0, 1), "Only the most probable tokens that have probability P together.", 1.0)
+@option("--seed N", SEED, "Of the draws.", 0)
+@weights_options
 @dtype_option
-@recipe_option(text="The run's recipe, if it is in a file of your own.")
-@data_option
 @json_option
 def command(
     *, source: Path, prompts: tuple[str, ...], ids: tuple[str, ...], as_json: bool, **given: Any
@@ -155,31 +128,3 @@ def _numbers(text: str) -> list[int]:
         return [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
         raise UsageError(f"--ids {text!r}; need numbers with commas between them: --ids 1,2,3") from None
-
-
-@click.command(
-    "sample",
-    epilog=example("speedrun bench sample", "speedrun bench sample --recipe record21 --set size=nano"),
-)
-@recipe_option("smoke", "Whose model, with its initial weights.")
-@click.option("--tokens", type=Integer(2), default=256, show_default=True, help="Length of the text.")
-@click.option(
-    "--new", type=Integer(1), default=32, show_default=True, help="Of these, tokens that are timed."
-)
-@settings_option
-@json_option
-def bench(*, recipe: str, tokens: int, new: int, settings: tuple[str, ...], as_json: bool) -> None:
-    """Generation with cached keys and values, against the whole forward pass for each token."""
-    overrides = parse_settings(settings)
-    if new >= tokens:
-        raise UsageError(
-            f"--new {new} of --tokens {tokens}; the text begins with a token that is given; ask for fewer"
-        )
-    from speedrun.bench import decoding
-    from speedrun.ground import mesh
-    from speedrun.science import recipes
-    from speedrun.training.program import Program
-
-    mesh.prepare("any")
-    one = Program(recipes.load(recipe).override(overrides), mesh.make_mesh(1))
-    show(decoding.decoding(one, num_tokens=tokens, num_new=new), as_json=as_json)

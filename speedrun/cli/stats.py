@@ -3,43 +3,29 @@
 from pathlib import Path
 
 import click
-import msgspec
 
-from speedrun.cli.options import Number, example, json_option
+from speedrun.cli.options import PATH, Answer, Number, answering, new_command, option
 from speedrun.ledger.statistics import Interval
 from speedrun.study.stats import Stats, stats
 
 _RULES = {"t": "Student's t", "z": "z with the track's known noise"}
 
 
-@click.command(
-    epilog=example(
-        "speedrun stats records/smoke-cpu/2026-11-21-first", "speedrun stats RECORD --against PARENT --json"
-    )
+@new_command(
+    "speedrun stats records/smoke-cpu/2026-11-21-first", "speedrun stats RECORD --against PARENT --json"
 )
-@click.argument("record", type=click.Path(path_type=Path))
-@click.option("--target", type=Number(0), help="Instead of the track's.")
-@click.option(
-    "--against", type=click.Path(path_type=Path), metavar="RECORD", help="Test whether its loss is the same."
-)
-@json_option
-@click.pass_context
-def command(
-    ctx: click.Context,
-    *,
-    record: Path,
-    target: float | None,
-    against: Path | None,
-    as_json: bool,
-) -> None:
+@click.argument("record", type=PATH)
+@option("--target LOSS", Number(0), "Instead of the track's.")
+@option("--against RECORD", PATH, "Test whether its loss is the same.")
+@answering
+def command(*, record: Path, target: float | None, against: Path | None) -> Answer:
     """Test the mean loss of the finished runs of RECORD against the target.
 
     A declared batch is tested at its declared looks. Other runs are tested as well, but prove nothing for the board.
     Exits with 0 if the target is proven, with 1 if not.
     """
     found = stats(record, target=target, parent=against)
-    click.echo(msgspec.json.encode(found) if as_json else "\n".join(_lines(found, against)))
-    ctx.exit(0 if found.passed else 1)
+    return Answer(found, _lines(found, against), 0 if found.passed else 1)
 
 
 def _lines(found: Stats, against: Path | None) -> list[str]:

@@ -5,9 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
 
-from speedrun.cli.options import Integer, example, json_option, only_with_resume, parse_settings
+from speedrun.cli.options import (
+    COUNT,
+    NATURAL,
+    PATH,
+    Answer,
+    answering,
+    flag,
+    new_command,
+    only_with_resume,
+    option,
+    parse_settings,
+)
 from speedrun.cli.run_options import config_options, new_folder, request_of
 from speedrun.data import generated
 from speedrun.ground import children
@@ -20,47 +30,40 @@ from speedrun.study.report import table
 from speedrun.study.trials import Kind, Request
 
 
-@click.command(
-    epilog=example(
-        "speedrun sweep --set optimizer.muon_lr=0.025,0.05,0.1 --set schedule.momentum_end=0.9,0.95 --runs 2",
-        "speedrun sweep --set optimizer.muon_lr=0.01..0.2 --trials 8 --runs 2 --confirm 6",
-        "speedrun sweep --features all --runs 4",
-        "speedrun sweep --features value-embeddings,cooldown --runs 2 --set stages.0.num_steps=140",
-        "speedrun sweep --track docs-cpu --ladder --runs 3 --set config.vocab_size=4096 --set config.head_size=4096",
-        "speedrun sweep --resume runs/2026-11-21-smoke-cpu-sweep-1",
-    )
+@new_command(
+    "speedrun sweep --set optimizer.muon_lr=0.025,0.05,0.1 --set schedule.momentum_end=0.9,0.95 --runs 2",
+    "speedrun sweep --set optimizer.muon_lr=0.01..0.2 --trials 8 --runs 2 --confirm 6",
+    "speedrun sweep --features all --runs 4",
+    "speedrun sweep --features value-embeddings,cooldown --runs 2 --set stages.0.num_steps=140",
+    "speedrun sweep --track docs-cpu --ladder --runs 3 --set config.vocab_size=4096 --set config.head_size=4096",
+    "speedrun sweep --resume runs/2026-11-21-smoke-cpu-sweep-1",
 )
-@click.option(
-    "--set",
-    "settings",
+@option(
+    "--set KEY=VALUE,...",
+    str,
+    "Values to try; LOW..HIGH with --trials. A single value holds for every arm.",
+    name="settings",
     multiple=True,
-    metavar="KEY=VALUE,...",
-    help="Values to try; LOW..HIGH with --trials. A single value holds for every arm. Repeatable.",
 )
-@click.option("--trials", type=Integer(1), metavar="K", help="K random combinations instead of the grid.")
-@click.option("--seed", type=Integer(0), default=0, show_default=True, help="Of the random combinations.")
-@click.option(
-    "--features",
-    metavar="NAME,...",
-    help="Instead, switch off one feature at a time: 'all', or names of speedrun/study/features.py.",
+@option("--trials K", COUNT, "K random combinations instead of the grid.")
+@option("--seed N", NATURAL, "Of the random combinations.", 0)
+@option(
+    "--features NAME,...",
+    str,
+    "Instead, switch off one feature at a time: 'all', or names of speedrun/study/features.py.",
 )
-@click.option(
-    "--ladder", is_flag=True, help="Instead, compare the recipe and its ancestors, each with its parent."
-)
-@click.option("--runs", type=Integer(1), metavar="N", help="Runs of each arm, all with the same N seeds.")
-@click.option(
-    "--confirm",
-    type=Integer(0),
-    metavar="N",
-    help="Fresh seeds for the best arm and the one it is compared with. Default: as many as --runs.",
+@flag("--ladder", "Instead, compare the recipe and its ancestors, each with its parent.")
+@option("--runs N", COUNT, "Runs of each arm, all with the same N seeds.")
+@option(
+    "--confirm N",
+    NATURAL,
+    "Fresh seeds for the best arm and the one it is compared with. Default: as many as --runs.",
 )
 @config_options
-@click.option("--resume", type=click.Path(path_type=Path), metavar="DIR", help="Run what is missing.")
-@json_option
+@option("--resume DIR", PATH, "Run what is missing.")
+@answering
 @click.pass_context
-def command(
-    ctx: click.Context, *, data: Path | None, resume: Path | None, as_json: bool, **given: Any
-) -> None:
+def command(ctx: click.Context, *, data: Path | None, resume: Path | None, **given: Any) -> Answer:
     """Run a recipe as it is and in other variants, all with the same seeds; report which are better.
 
     The variants have other settings (--set), lack a feature (--features), or are ancestors (--ladder). Loss and time
@@ -77,12 +80,9 @@ def command(
         only_with_resume(ctx, "data")
         folder = resume
     done = Runner(folder, data, lambda line: click.echo(clean(line), err=True)).run()
-    if as_json:
-        plots = [str(path) for path in done.plots]
-        click.echo(msgspec.json.encode({"experiment": str(folder), "summary": done.summary, "plots": plots}))
-        return
-    for line in (*table(done.summary), *(f"plot    {path}" for path in done.plots[-1:])):
-        click.echo(clean(line))
+    plots = [str(path) for path in done.plots]
+    facts = {"experiment": str(folder), "summary": done.summary, "plots": plots}
+    return Answer(facts, map(clean, [*table(done.summary), *(f"plot    {path}" for path in plots[-1:])]))
 
 
 def _request(given: dict[str, Any]) -> Request:

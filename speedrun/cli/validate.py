@@ -1,14 +1,23 @@
 """`speedrun validate`: check every claim of a record, offline."""
 
 import sys
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-import msgspec
 
-from speedrun.cli.options import data_option, example, json_option, unsafe_option
+from speedrun.cli.options import (
+    PATH,
+    data_option,
+    flag,
+    json_option,
+    new_command,
+    option,
+    show,
+    unsafe_option,
+)
 from speedrun.ground.console import clean
 from speedrun.ground.errors import UsageError
 from speedrun.ledger.record import need_record
@@ -30,30 +39,27 @@ class _WithReplay(click.Command):
         return super().parse_args(ctx, ["--replay=some" if word == "--replay" else word for word in args])
 
 
-@click.command(
+@new_command(
+    "speedrun validate records/smoke-cpu/2026-11-21-first",
+    "speedrun validate --explain V104",
     cls=_WithReplay,
-    epilog=example(
-        "speedrun validate records/smoke-cpu/2026-11-21-first", "speedrun validate --explain V104"
-    ),
 )
-@click.argument("records", metavar="RECORD...", type=click.Path(path_type=Path), nargs=-1)
-@click.option("--strict", is_flag=True, help="Treat warnings as failures.")
-@click.option("--explain", metavar="ID", help="Say what one check demands, why, and what to do; then stop.")
-@click.option(
-    "--replay",
-    type=click.Choice(["some", "all"]),
-    metavar="[=all]",
-    help="Also check V601 to V608 on two runs, =all: on every run. Runs its programs in a sandbox, not its source.",
+@click.argument("records", metavar="RECORD...", type=PATH, nargs=-1)
+@flag("--strict", "Treat warnings as failures.")
+@option("--explain ID", str, "Say what one check demands, why, and what to do; then stop.")
+@option(
+    "--replay [=all]",
+    click.Choice(["some", "all"]),
+    "Also check V601 to V608 on two runs, =all: on every run. Runs its programs in a sandbox, not its source.",
 )
-@click.option("--nonce", metavar="HEX", help="With --replay: seed of what is drawn. Default: random.")
-@click.option(
-    "--checkpoints",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
+@option("--nonce HEX", str, "With --replay: seed of what is drawn. Default: random.")
+@option(
+    "--checkpoints DIR",
+    PATH,
+    "With --replay: checkpoints of one run. A run without them is trained again in full.",
     multiple=True,
-    help="With --replay: checkpoints of one run; may be repeated. A run without them is trained again in full.",
 )
-@click.option("-v", "--verbose", is_flag=True, help="Also show checks that passed or were skipped.")
+@flag("-v/--verbose", "Also show checks that passed or were skipped.")
 @unsafe_option
 @data_option
 @json_option
@@ -89,31 +95,36 @@ def command(
         echo = sys.stderr if as_json else sys.stdout
         reports = {path: examined(Path(path), report, options, echo) for path, report in reports.items()}
     exit_code = max(report.exit_code for report in reports.values())
-    if as_json:
-        facts = {path: report.facts() for path, report in reports.items()}
-        shown = {"exit_code": exit_code, "records": facts} if len(facts) > 1 else facts.popitem()[1]
-        click.echo(msgspec.json.encode(shown))
-    else:
-        for path, report in reports.items():
-            if len(reports) > 1:
-                click.echo(clean(path))
-            _show(report, verbose=verbose)
+    facts = {path: report.facts() for path, report in reports.items()}
+    lines = []
+    for path, report in reports.items():
+        lines += [clean(path)] if len(reports) > 1 else []
+        lines += _lines(report, verbose=verbose)
+    show(
+        {"exit_code": exit_code, "records": facts} if len(facts) > 1 else facts.popitem()[1],
+        lines,
+        as_json=as_json,
+    )
     ctx.exit(exit_code)
 
 
 def _explain(id: str, *, as_json: bool) -> None:
     check = find_check(id)
-    facts = {"id": check.id, "severity": check.severity, "title": check.title, "why": check.why}
-    if as_json:
-        click.echo(msgspec.json.encode({**facts, "fix": check.hint}))
-    else:
-        click.echo(f"{check.id}  {check.title} ({check.severity})\nwhy   {check.why}\nfix   {check.hint}")
+    facts = {
+        "id": check.id,
+        "severity": check.severity,
+        "title": check.title,
+        "why": check.why,
+        "fix": check.hint,
+    }
+    lines = [f"{check.id}  {check.title} ({check.severity})", f"why   {check.why}", f"fix   {check.hint}"]
+    show(facts, lines, as_json=as_json)
 
 
-def _show(report: Report, *, verbose: bool) -> None:
+def _lines(report: Report, *, verbose: bool) -> Iterator[str]:
     for result in report.shown(verbose=verbose):
         status = click.style(f"{result.status:<8}", fg=_COLOURS[result.status])
         fix = [f"fix: {result.check.hint}"] if result.status in ("failed", "warning") else []
         lines = [f"{status} {result.check.id}  {result.check.title}", *result.messages, *fix]
-        click.echo(f"\n{' ' * 15}".join(lines))
-    click.echo(report.verdict + ("" if verbose else " (-v shows all)"))
+        yield f"\n{' ' * 15}".join(lines)
+    yield report.verdict + ("" if verbose else " (-v shows all)")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from speedrun.cli.options import example, port_option
+from speedrun.cli.options import PATH, new_command, option, port_option
 from speedrun.ground import console
 from speedrun.ground.errors import UsageError
 from speedrun.ground.serving import stoppable
@@ -15,19 +15,17 @@ from speedrun.watch import PORT, feed, server
 _RUNS = Path("runs")
 
 
-@click.command(
-    epilog=example(
-        "speedrun watch",
-        "speedrun watch runs/first runs/second --ghost best",
-        "speedrun run --track smoke-cpu --watch",
-    )
+@new_command(
+    "speedrun watch",
+    "speedrun watch runs/first runs/second --ghost best",
+    "speedrun run --track smoke-cpu --watch",
 )
-@click.argument("runs", nargs=-1, type=click.Path(path_type=Path), metavar="[RUN]...")
+@click.argument("runs", nargs=-1, type=PATH, metavar="[RUN]...")
 @port_option(PORT)
-@click.option(
-    "--ghost",
-    metavar="RECORD|best",
-    help="Draw this record beside the runs; 'best': the fastest qualified one of the track in records/.",
+@option(
+    "--ghost RECORD|best",
+    str,
+    "Draw this record beside the runs; 'best': the fastest qualified one of the track in records/.",
 )
 def command(*, runs: tuple[Path, ...], port: int, ghost: str | None) -> None:
     """Show runs on a page until Ctrl-C or SIGTERM: loss, step times, memory, events.

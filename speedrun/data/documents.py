@@ -1,6 +1,6 @@
 """Documents in the order of their source, in blocks that workers decode.
 
-A source yields small blocks, from any document on. `text_files` and `sources` have the kinds of sources.
+A source (`data.sources`) yields small blocks, from any document on.
 """
 
 import json
@@ -12,8 +12,6 @@ from speedrun.data.inventory import Place
 from speedrun.ground.errors import DataError, UsageError
 
 BATCH_ROWS = 256  #: rows of parquet decoded at a time; those of FineWeb hold 3 kB each
-TOKEN_COUNT = "token_count"  #: FineWeb's column with the GPT-2 tokens of a document
-_MAX_TOKENS = 2**31 - 1  #: of one document
 
 
 class Block(NamedTuple):
@@ -22,8 +20,6 @@ class Block(NamedTuple):
     first: Place  #: of the first document
     num_rows: int
     raw: bytes | list[str]  #: lines of JSON, or texts
-    #: Of each document, as the source counts them; None for lines of JSON.
-    source_tokens: list[int] | None
     read_bytes: int  #: of the source's files, up to the end of this block
 
 
@@ -57,12 +53,8 @@ def of_batches(batches: Iterable[Any], column: str, at: Place, row: int, name: s
     """
     for batch in batches:
         skip = min(max(0, row - at.row), batch.num_rows)
-        texts = _texts(batch.column(column).slice(skip), name, at.row + skip, column)
-        counts = None
-        if TOKEN_COUNT in batch.schema.names:
-            counts = _counts(batch.column(TOKEN_COUNT).slice(skip).to_pylist())
-        if texts:
-            yield Block(Place(at.file, at.row + skip), len(texts), texts, counts, 0)
+        if texts := _texts(batch.column(column).slice(skip), name, at.row + skip, column):
+            yield Block(Place(at.file, at.row + skip), len(texts), texts, 0)
         at = Place(at.file, at.row + batch.num_rows)
 
 
@@ -77,12 +69,6 @@ def _texts(values: Any, name: str, first_row: int, column: str) -> list[str]:
             raise _no_text(name, row, column, text)
         texts.append(text)
     return texts
-
-
-def _counts(values: list[Any]) -> list[int] | None:
-    """Return the token counts of a source; None unless every document has a possible one."""
-    counts = [value for value in values if type(value) is int and 0 <= value <= _MAX_TOKENS]
-    return counts if len(counts) == len(values) else None
 
 
 def require_column(name: str, column: str, names: Sequence[str]) -> None:
@@ -104,31 +90,24 @@ def _not_utf8(name: str, row: int, error: UnicodeDecodeError) -> DataError:
 # --- in the workers ------------------------------------------------------------------------------------------
 
 
-def read(block: Block, column: str) -> tuple[list[str], list[int] | None]:
-    """Decode a block.
-
-    Returns:
-        The texts, and the tokens of each where the source counts them.
-
-    Raises:
-        DataError: if a line is not JSON or has no text.
-    """
+def read(block: Block, column: str) -> list[str]:
+    """Decode the texts of a block; raise DataError if a line is not JSON or has no text."""
     if isinstance(block.raw, list):
-        return [valid(text) for text in block.raw], block.source_tokens
+        return [valid(text) for text in block.raw]
     lines = [line for line in block.raw.split(b"\n") if line and not line.isspace()]
-    rows = [_row(line, block.first.file, block.first.row + i) for i, line in enumerate(lines)]
     texts = []
-    for number, row in enumerate(rows, block.first.row):
-        if not isinstance(text := row.get(column), str):
+    for number, line in enumerate(lines, block.first.row):
+        text = _row(line, block.first.file, number).get(column)
+        if not isinstance(text, str):
             raise _no_text(block.first.file, number, column, text)
         texts.append(valid(text))
-    return texts, _counts([row.get(TOKEN_COUNT) for row in rows])
+    return texts
 
 
 def texts(source: Source, column: str) -> Iterator[str]:
     """Yield all texts of a source; raise DataError as `read` and the source do."""
     for block in source.blocks(Place("", 0)):
-        yield from read(block, column)[0]
+        yield from read(block, column)
 
 
 def _row(line: bytes, file: str, number: int) -> dict[str, Any]:

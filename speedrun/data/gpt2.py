@@ -1,20 +1,16 @@
 """GPT-2's tokenizer, encoded by tiktoken, which is imported where it is used."""
 
-import hashlib
-import os
 import re
-import tempfile
+import threading
 from collections.abc import Iterator
 from copy import copy
-from pathlib import Path
-from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from speedrun.data import vocabulary
-from speedrun.ground.errors import DataError, translate_os_errors
-from speedrun.ground.wholefile import write_whole
+from speedrun.data.documents import need
+from speedrun.ground.errors import DataError
 
 if TYPE_CHECKING:
     import tiktoken
@@ -26,7 +22,6 @@ VOCAB_SIZE, DOCUMENT_TOKEN = 50257, 50256
 RANKS_URL = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tiktoken"
 #: GPT-2's words, which are encoded independently of each other. Source: the same.
 _WORDS = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
-_TIMEOUT_S = 10
 
 
 def checked_ranks(raw: bytes, name: object) -> bytes:
@@ -41,32 +36,22 @@ def checked_ranks(raw: bytes, name: object) -> bytes:
 
 
 def cached_ranks() -> bytes:
-    """Return GPT-2's ranks from tiktoken's cache; download them if they are missing.
+    """Return GPT-2's ranks from tiktoken's cache; download them if they are missing there, or damaged.
 
     Raises:
-        DataError: if they cannot be downloaded, or have another digest.
+        UsageError: if tiktoken is not installed.
+        DataError: if they cannot be downloaded.
     """
-    import requests
+    need("tiktoken")
+    from tiktoken.load import read_file_cached
 
-    folder = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
-    path = Path(folder or Path(tempfile.gettempdir()) / "data-gym-cache")
-    # tiktoken's name; the digest protects nothing.
-    path = path / hashlib.sha1(RANKS_URL.encode(), usedforsecurity=False).hexdigest()
-    if path.exists():
-        return checked_ranks(path.read_bytes(), path)
     try:
-        response = requests.get(RANKS_URL, timeout=_TIMEOUT_S)
-        response.raise_for_status()
-    except requests.RequestException as error:
+        return read_file_cached(RANKS_URL, vocabulary.RANKS_SHA256)
+    except (OSError, ValueError) as error:  # also those of the network
         raise DataError(
             f"GPT-2's ranks are not in $TIKTOKEN_CACHE_DIR and cannot be downloaded ({type(error).__name__}); "
             f"need {RANKS_URL}; copy that file and pass --tokenizer PATH/r50k_base.tiktoken"
         ) from None
-    raw = checked_ranks(response.content, RANKS_URL)
-    with translate_os_errors(path.parent):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, raw)
-    return raw
 
 
 class Tiktoken:
@@ -75,14 +60,8 @@ class Tiktoken:
     vocab_size = VOCAB_SIZE
     document_token = DOCUMENT_TOKEN
 
-    def __init__(self, raw: bytes, *, num_threads: int = 1) -> None:
-        """Load the ranks.
-
-        Args:
-            raw: content of their file.
-            num_threads: each gets its own copy of the encoding: two threads that shared one were sometimes slower
-                than one thread.
-        """
+    def __init__(self, raw: bytes) -> None:
+        """Load the ranks from the content of their file."""
         import tiktoken
 
         self._ranks = {token: index for index, token in vocabulary.ranks(raw).items()}
@@ -93,17 +72,14 @@ class Tiktoken:
             special_tokens={END_OF_TEXT: self.document_token},
             explicit_n_vocab=self.vocab_size,
         )
-        self._idle: SimpleQueue[tiktoken.Encoding] = SimpleQueue()
-        for _ in range(num_threads):
-            self._idle.put(copy(self.encoding))  # 25 ms
+        #: Each thread has a copy: two that shared one were sometimes slower than one thread.
+        self._own = threading.local()
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """As `Tokenizer`; the ids of `encode_ordinary`, without a Python integer per token."""
-        encoding = self._idle.get()
-        try:
-            return [_ids(encoding, text) for text in texts]
-        finally:
-            self._idle.put(encoding)
+        if not hasattr(self._own, "encoding"):
+            self._own.encoding = copy(self.encoding)  # 25 ms
+        return [_ids(self._own.encoding, text) for text in texts]
 
     def id_bytes_V(self) -> np.ndarray:
         """As `Tokenizer`."""

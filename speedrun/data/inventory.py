@@ -33,7 +33,9 @@ class ShardEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     sha256: str  #: of the file
     first: Place | None = None  #: of its first token
     text_bytes: int | None = None  #: of UTF-8 that its tokens stand for
-    source_tokens: int | None = None  #: of its documents, as the source counts them, without document tokens
+    source_tokens: int | None = (
+        None  #: in manifests until November 2026: of its documents, as the source counted them
+    )
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -97,7 +99,8 @@ def _open_split(folder: Path, pattern: str, data: Data) -> tuple[Shard, ...]:
     """Open the shards of a split. If the track lists its shards, they must be the first of that list."""
     names = sorted(path.name for path in folder.glob(pattern))
     if not names:
-        raise DataError(f"{folder}: {_what_is_there(folder)}; the track needs {pattern}; {data.get}")
+        there = "no shards" if folder.is_dir() else "no such folder"
+        raise DataError(f"{folder}: {there}; the track needs {pattern}; {data.get}")
     listed = sorted(fnmatch.filter(data.sha256, pattern))
     if listed:  # later ones have no digest and are ignored
         names = [name for name in names if name <= listed[-1]]
@@ -106,14 +109,6 @@ def _open_split(folder: Path, pattern: str, data: Data) -> tuple[Shard, ...]:
         what = f"{foreign[0]} is not the track's" if foreign[0] not in listed else f"{min(wrong)} is missing"
         raise DataError(f"{folder}: {what}; need its shards in order, no gap; remove or add it; {data.get}")
     return tuple(open_shard(folder / name, vocab_size=data.vocab_size) for name in names)
-
-
-def _what_is_there(folder: Path) -> str:
-    """Say what is there in place of shards."""
-    if not folder.is_dir():
-        return "a file, not a folder" if folder.exists() else "no such folder"
-    num_entries = sum(1 for _ in folder.glob("*"))
-    return f"a folder with {num_entries} other entries" if num_entries else "an empty folder"
 
 
 def _check_manifest(folder: Path, data: Data, shards: Sequence[Shard]) -> None:

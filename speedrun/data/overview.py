@@ -1,7 +1,7 @@
 """What the folder of a track holds: from headers and manifest, or with every byte compared."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,11 +24,9 @@ class Verified(NamedTuple):
     name: str
     tokens: int
     sha256: str | None  #: None if only header and size were checked
-    bytes_per_token: float | None  #: of text, where the manifest knows it
 
     def __str__(self) -> str:
-        facts = [f"{self.tokens:,} tokens", *density(self.bytes_per_token), self.sha256]
-        return "  ".join(filter(None, facts))
+        return "  ".join(filter(None, [f"{self.tokens:,} tokens", self.sha256]))
 
 
 class Holding(NamedTuple):
@@ -40,7 +38,6 @@ class Holding(NamedTuple):
     expected: int | None  #: how many the track's recipe needs, validation included; None: any number
     tokens: int  #: in sound shards
     documents: int | None  #: document tokens, where a manifest counts them
-    bytes_per_token: float | None  #: of text, where a manifest knows it
     size_bytes: int
     source: str | None  #: the manifest's
     complete: bool  #: `speedrun run` finds what it needs
@@ -48,33 +45,15 @@ class Holding(NamedTuple):
 
     def lines(self) -> list[str]:
         """Return what `speedrun data list` prints."""
-        of = "" if self.expected is None else f" of {self.expected}"
-        facts = [
-            f"{self.shards}{of} shards",
-            quantity(self.tokens, "tokens"),
-            *([] if self.documents is None else [f"{self.documents:,} documents"]),
-            *density(self.bytes_per_token),
-            quantity(self.size_bytes, "B"),
-            *([] if self.source is None else [f"from {self.source}"]),
-        ]
-        state = "complete" if self.complete else "incomplete"
-        details = [" | ".join(facts) if self.shards else None, self.problem]
-        return [
-            f"{self.track:<16} {state:<10} {self.folder}",
-            *(f"{'':<16} {detail}" for detail in details if detail),
-        ]
-
-
-def bytes_per_token(entries: Sequence[ShardEntry]) -> float | None:
-    """Return the bytes of text per token, document tokens excluded; None if an entry does not know them."""
-    text_bytes = [entry.text_bytes for entry in entries if entry.text_bytes is not None]
-    tokens = sum(entry.tokens - entry.documents for entry in entries)
-    return sum(text_bytes) / tokens if tokens and len(text_bytes) == len(entries) else None
-
-
-def density(bytes_per_token: float | None) -> list[str]:
-    """Return how to show the bytes of text that a token stands for; nothing if that is unknown."""
-    return [] if bytes_per_token is None else [f"{bytes_per_token:.2f} bytes a token"]
+        lines = [f"{self.track:<16} {'complete' if self.complete else 'incomplete':<10} {self.folder}"]
+        if self.shards:
+            of = "" if self.expected is None else f" of {self.expected}"
+            facts = [f"{self.shards}{of} shards", quantity(self.tokens, "tokens")]
+            facts += [] if self.documents is None else [f"{self.documents:,} documents"]
+            facts += [quantity(self.size_bytes, "B")]
+            facts += [] if self.source is None else [f"from {self.source}"]
+            lines.append(f"{'':<16} {' | '.join(facts)}")
+        return lines + ([] if self.problem is None else [f"{'':<16} {self.problem}"])
 
 
 def verify(
@@ -109,8 +88,7 @@ def verify(
         report(done, sum(sizes.values()))
         entry = manifest.shards.get(shard.path.name) if manifest else None
         got = _compared(shard, data, entry) if full else None
-        dense = bytes_per_token([entry] if entry else [])
-        verified.append(Verified(shard.path.name, shard.num_tokens, got, dense))
+        verified.append(Verified(shard.path.name, shard.num_tokens, got))
         done += sizes[shard.path]
     return verified
 
@@ -144,13 +122,12 @@ def holding(track: Track, folder: Path | None = None) -> Holding:
     folder, data = data_folder(track, folder), track.data
     paths = [path for pattern in (data.train, data.val) for path in folder.glob(pattern)]
     expected = data.hub.train_shards + 1 if data.hub else len(data.sha256) or None
-    tokens, documents, density, source, problem = 0, None, None, None, None
+    tokens, documents, source, problem = 0, None, None, None
     try:
         tokens = sum(shard.tokens for shard in verify(folder, data, full=False))
         if manifest := read_manifest(folder):
             source = manifest.source
-            entries = [manifest.shards[path.name] for path in paths]
-            documents, density = sum(entry.documents for entry in entries), bytes_per_token(entries)
+            documents = sum(manifest.shards[path.name].documents for path in paths)
         if expected is not None and len(paths) < expected:
             problem = f"{folder}: {len(paths)} shards; the track takes {expected}; {data.get}"
     except DataError as error:
@@ -163,7 +140,6 @@ def holding(track: Track, folder: Path | None = None) -> Holding:
         expected=expected,
         tokens=tokens,
         documents=documents,
-        bytes_per_token=density,
         size_bytes=size_bytes,
         source=source,
         complete=problem is None,

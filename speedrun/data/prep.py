@@ -21,7 +21,6 @@ import numpy as np
 from speedrun.data import shards, tokenizer
 from speedrun.data.documents import Source
 from speedrun.data.inventory import MANIFEST, Manifest, Place, ShardEntry, read_manifest
-from speedrun.data.overview import bytes_per_token, density
 from speedrun.data.tokenizer import Encoded
 from speedrun.data.writing import write_manifest, write_shard
 from speedrun.ground import faults
@@ -52,36 +51,34 @@ class Prepared(NamedTuple):
     folder: Path
     manifest: Manifest
     found_shards: int  #: of an earlier run
-    start_s: float  #: until the tokenizer was ready
-    seconds: float  #: after that
 
     def facts(self) -> dict[str, Any]:
         """Return the fields, and totals over all shards."""
-        keys = ("tokens", "documents", "text_bytes", "source_tokens")
-        return {**self._asdict(), "folder": str(self.folder), **{key: self._total(key) for key in keys}}
-
-    def _total(self, key: str) -> int | None:
-        """Return the sum of a field over all shards; None if one of them does not know it."""
-        numbers = [getattr(entry, key) for entry in self.manifest.shards.values()]
-        return None if None in numbers else sum(numbers)
+        entries = self.manifest.shards.values()
+        sizes = [entry.text_bytes for entry in entries]
+        return {
+            **self._asdict(),
+            "folder": str(self.folder),
+            "tokens": sum(entry.tokens for entry in entries),
+            "documents": sum(entry.documents for entry in entries),
+            "text_bytes": None if None in sizes else sum(filter(None, sizes)),
+        }
 
     def summary(self) -> list[str]:
         """Return the lines that tell what was made."""
-        entries = list(self.manifest.shards.values())
-        tokens, num_documents = sum(e.tokens for e in entries), sum(e.documents for e in entries)
+        facts, num_shards = self.facts(), len(self.manifest.shards)
         found = f" ({self.found_shards} were there)" if self.found_shards else ""
-        facts = [
-            f"{len(entries)} shards{found}",
-            f"{tokens:,} tokens",
-            f"{num_documents:,} documents",
-            *density(bytes_per_token(entries)),
+        said = [
+            f"{num_shards} shards{found}",
+            f"{facts['tokens']:,} tokens",
+            f"{facts['documents']:,} documents",
         ]
-        lines = [f"made    {self.folder}: {'  '.join(facts)}"]
-        if (counted := self._total("source_tokens")) is not None:
-            # The source counts all of a last document, also if a limit cut it off.
-            got = tokens - num_documents
-            lines += [f"count   the source says {counted:,} tokens, here are {got:,}: {got - counted:+,}"]
-        if len(entries) == 1:
+        if facts["text_bytes"] is not None:
+            said.append(
+                f"{facts['text_bytes'] / max(1, facts['tokens'] - facts['documents']):.2f} bytes a token"
+            )
+        lines = [f"made    {self.folder}: {'  '.join(said)}"]
+        if num_shards == 1:
             lines += ["note    all tokens are in the validation shard; to train, choose fewer --shard-tokens"]
         return lines
 
@@ -111,10 +108,9 @@ def prepare(
         UsageError: if the folder was begun with other settings, or the prefix cannot begin a file name.
         DataError: if source or tokenizer cannot be read, or the folder holds other shards or cannot be written.
     """
-    watch = Stopwatch()
     if not re.fullmatch(r"\w[\w.-]*", cut.prefix, re.ASCII):
         raise UsageError(f"--prefix {cut.prefix!r}; it begins file names: need letters, digits and _ . -")
-    loaded = tokenizer.load(choice, num_threads=num_workers)
+    loaded = tokenizer.load(choice)
     fresh = Manifest(
         source=source.name,
         settings=_settings(source, choice, cut),
@@ -127,11 +123,10 @@ def prepare(
     manifest = _found(out, cut, fresh)
     found = len(manifest.shards)
     if manifest.complete:
-        return Prepared(out, manifest, found, watch.seconds, 0.0)
+        return Prepared(out, manifest, found)
     write_manifest(out, manifest)
     writer = _Writer(out, cut, manifest, loaded.id_bytes_V())
-    start_s, watch = watch.seconds, Stopwatch()
-    start, start_tokens = writer.next, writer.tokens
+    watch, start, start_tokens = Stopwatch(), writer.next, writer.tokens
     with closing(tokenizer.encoded(source.blocks(start), loaded, column, num_workers=num_workers)) as blocks:
         for block in blocks:
             writer.add(_after(block, start))
@@ -140,7 +135,7 @@ def prepare(
             report(block.read_bytes, source.total_bytes, facts)
             if writer.is_full:
                 break
-    return Prepared(out, writer.finish(), found, start_s, watch.seconds)
+    return Prepared(out, writer.finish(), found)
 
 
 def _settings(source: Source, choice: tokenizer.Choice, cut: Cut) -> dict[str, str | int | float]:
@@ -211,7 +206,6 @@ class _Writer:
 
     def _begin(self) -> None:
         self._filled, self._first = 0, self.next
-        self._source_tokens: int | None = 0
 
     @property
     def num_shards(self) -> int:
@@ -237,11 +231,6 @@ class _Writer:
             stop = min(len(block.ids), at + self._limit() - self._filled)
             self._buffer[self._filled : self._filled + stop - at] = block.ids[at:stop]
             self._filled += stop - at
-            if block.source_tokens is None or self._source_tokens is None:
-                self._source_tokens = None
-            else:
-                opened = slice(*map(int, np.searchsorted(block.starts, (at, stop))))
-                self._source_tokens += int(block.source_tokens[opened].sum())
             at = stop
             self.next = _place(block, at)
             if self._filled == self._limit():
@@ -258,7 +247,6 @@ class _Writer:
             sha256=shards.sha256(self._out / name),
             first=self._first,
             text_bytes=None if self._id_bytes_V is None else int(counts_V @ self._id_bytes_V),
-            source_tokens=self._source_tokens,
         )
         entries = {**self._manifest.shards, name: entry}
         changes: dict[str, Any] = {"shards": entries, "next": self.next}

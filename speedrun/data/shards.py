@@ -6,7 +6,6 @@ It is read with `pread`, not `mmap`: a file that shrinks during a run is then an
 Source: karpathy/llm.c, `dev/data/data_common.py`.
 """
 
-import errno
 import hashlib
 import os
 import stat
@@ -69,15 +68,15 @@ def open_shard(path: Path, *, vocab_size: int) -> Shard:
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
-            kind = "a folder" if stat.S_ISDIR(status.st_mode) else "not a regular file"
-            raise DataError(f"{path}: is {kind}; a shard is a file; remove it from the data folder")
+            raise DataError(f"{path}: not a regular file; a shard is one; remove it from the data folder")
         with path.open("rb") as file:
             header = file.read(HEADER_BYTES)
     except FileNotFoundError:
         raise DataError(f"{path}: no such file; a shard is needed here; make or download it") from None
     except OSError as error:
-        cause = "a loop of symbolic links" if error.errno == errno.ELOOP else error.strerror
-        raise DataError(f"{path}: {cause}; a readable file is needed; replace it with the shard") from None
+        raise DataError(
+            f"{path}: {error.strerror}; a readable file is needed; replace it with the shard"
+        ) from None
     return Shard(path, _count(path, header, status.st_size), vocab_size, _identity(status))
 
 

@@ -71,8 +71,8 @@ def choose(name: str, *, document_text: str = END_OF_TEXT) -> Choice:
     raise unknown("tokenizer", name, ("gpt2", "bytes", "FILE.tiktoken", "FILE.json"))
 
 
-def load(choice: Choice, *, num_threads: int = 1) -> Tokenizer:
-    """Load a tokenizer for a number of threads.
+def load(choice: Choice) -> Tokenizer:
+    """Load a tokenizer.
 
     Raises:
         DataError: if its file has another format.
@@ -81,7 +81,7 @@ def load(choice: Choice, *, num_threads: int = 1) -> Tokenizer:
     if choice.name == "bytes":
         return Bytes()
     if choice.name == "gpt2":
-        return Tiktoken(choice.raw, num_threads=num_threads)
+        return Tiktoken(choice.raw)
     return FromFile(choice)
 
 
@@ -185,7 +185,7 @@ def train_bpe(texts: Iterator[str], vocab_size: int, out: Path, *, document_text
 
     Args:
         texts: read once.
-        vocab_size: number of ids: the document token, which is 0, 256 bytes, and merges.
+        vocab_size: number of ids, 258 to 65,536: the document token, which is 0, 256 bytes, and merges.
         out: the JSON file.
         document_text: the document token.
 
@@ -193,7 +193,7 @@ def train_bpe(texts: Iterator[str], vocab_size: int, out: Path, *, document_text
         The number of ids; less than `vocab_size` if the texts have no more pairs to merge.
 
     Raises:
-        UsageError: if `vocab_size` leaves no merge or does not fit into uint16, or `out` is not a .json file.
+        UsageError: if `out` is not a .json file.
         StorageError: if the file cannot be written.
     """
     from tokenizers import Tokenizer as Model
@@ -201,10 +201,6 @@ def train_bpe(texts: Iterator[str], vocab_size: int, out: Path, *, document_text
 
     if out.suffix != ".json":
         raise UsageError(f"{out}: the ending marks the kind of tokenizer; need .json; rename it")
-    if not 257 < vocab_size <= 2**16:
-        raise UsageError(
-            f"a vocabulary of {vocab_size:,}; need 258 to 65,536: bytes, a document token, merges"
-        )
     tokenizer = Model(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -231,7 +227,6 @@ class Encoded(NamedTuple):
     first: Place  #: of the first document
     ids: np.ndarray  #: uint16 [N]
     starts: np.ndarray  #: int64 [D]: positions of the document tokens
-    source_tokens: np.ndarray | None  #: int64 [D]: tokens of each document, as the source counts them
     read_bytes: int  #: of the source, up to the end of this block
 
 
@@ -265,10 +260,8 @@ def encoded(
 
 
 def _encoded(chosen: Tokenizer, column: str, block: Block) -> Encoded:
-    texts, source_tokens = documents.read(block, column)
-    ids, starts = joined(chosen.encode(texts), chosen.document_token)
-    counts = None if source_tokens is None else np.array(source_tokens, np.int64)
-    return Encoded(block.first, ids, starts, counts, block.read_bytes)
+    ids, starts = joined(chosen.encode(documents.read(block, column)), chosen.document_token)
+    return Encoded(block.first, ids, starts, block.read_bytes)
 
 
 def joined(texts: Sequence[np.ndarray], document_token: int) -> tuple[np.ndarray, np.ndarray]:

@@ -2,13 +2,10 @@
 
 import os
 import re
-import shutil
-import subprocess
 from collections.abc import Iterator
 from importlib import metadata
-from typing import NamedTuple
 
-from speedrun.doctor import nvidia
+from speedrun.doctor import gpus
 from speedrun.doctor.check import Check, numbers
 from speedrun.ground import provenance
 from speedrun.ground.errors import UsageError
@@ -17,13 +14,12 @@ from speedrun.ground.errors import UsageError
 #: numbers.
 DRIVERS = {12: "525.60.13", 13: "580"}
 
-#: Wheels with compilers only. A CUDA toolkit of the system has the same programs.
+#: Wheels with compilers only. The toolkit of the system may have the same programs, and XLA says so if it has not.
 _COMPILER = ("nvidia-cuda-nvcc", "nvidia-nvvm")
-_ANSWER_S = 20.0
 _ANEW = "make it anew: rm -r .venv; scripts/install.sh"
 
 
-def checks(gpus: list[nvidia.Gpu], installed: dict[str, str], *, needed: bool) -> Iterator[Check]:
+def checks(found: list[gpus.Gpu], installed: dict[str, str], *, needed: bool) -> Iterator[Check]:
     """Check the wheels, then the driver for them.
 
     `needed`: whether the chosen track trains on GPUs.
@@ -31,15 +27,13 @@ def checks(gpus: list[nvidia.Gpu], installed: dict[str, str], *, needed: bool) -
     problem = wheels_problem(installed)
     releases = _releases(installed)
     if problem:
-        yield Check("cuda", f"{len(gpus)} NVIDIA GPUs are here, but {problem}", ok=False, needed=needed)
+        yield Check("cuda", f"{len(found)} NVIDIA GPUs are here, but {problem}", ok=False, needed=needed)
     else:
         (release,) = releases
         plugin = f"jax-cuda{release}-plugin"
-        found = f"wheels of CUDA {release}, {plugin} {installed[plugin]}"
-        if _missing(plugin, installed) and (tool := ptxas()):
-            found += f", ptxas {tool.version} at {tool.path}"
-        yield Check("cuda", found, ok=True, needed=needed, facts={"cuda_release": release})
-    yield driver(gpus[0].driver, max(releases, default=min(DRIVERS)), needed=needed)
+        said = f"wheels of CUDA {release}, {plugin} {installed[plugin]}"
+        yield Check("cuda", said, ok=True, needed=needed, facts={"cuda_release": release})
+    yield driver(found[0].driver, max(releases, default=min(DRIVERS)), needed=needed)
 
 
 def described() -> list[str]:
@@ -49,8 +43,8 @@ def described() -> list[str]:
         UsageError: without a GPU, or with a driver that is too old.
     """
     try:
-        found = nvidia.gpus()
-    except nvidia.NoAnswerError as error:
+        found = gpus.found()
+    except gpus.NoAnswerError as error:
         raise UsageError(f"no GPU: {error}; need one, or --rehearse on a CPU") from None
     if not found:
         raise UsageError("no GPU: nvidia-smi names none; need one, or --rehearse on a CPU")
@@ -89,40 +83,8 @@ def wheels_problem(installed: dict[str, str]) -> str:
     if len(set(versions.values())) > 1:
         said = ", ".join(f"{name} {version}" for name, version in versions.items())
         return f"wheels of several versions are mixed ({said}); {_ANEW}"
-    missing = _missing(plugin, installed)
-    if not missing:
-        return ""
-    said = f"CUDA is half installed: {', '.join(missing)} missing"
-    if not all(name.startswith(_COMPILER) for name in missing):
-        return f"{said}; {_ANEW}"
-    tool, least = ptxas(), _least_compiler(plugin)
-    if tool is None:
-        return f"{said}, and no ptxas of the system stands in; {_ANEW}"
-    if numbers(tool.version) < numbers(least):
-        return f"{said}, and {tool.path} is {tool.version}, where {plugin} needs {least}; {_ANEW}"
-    return ""
-
-
-class Ptxas(NamedTuple):
-    """The assembler of a CUDA toolkit, which XLA finds by itself."""
-
-    path: str
-    version: str
-
-
-def ptxas() -> Ptxas | None:
-    """Return the first one in XLA's order: $CUDA_HOME, /usr/local/cuda, PATH; None if it does not answer."""
-    folders = (os.environ.get("CUDA_HOME"), "/usr/local/cuda")
-    places = [*(f"{folder}/bin/ptxas" for folder in folders if folder), "ptxas"]
-    path = next((found for place in places if (found := shutil.which(place))), None)
-    if path is None:
-        return None
-    try:
-        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=_ANSWER_S).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    version = re.search(r"\bV([\d.]+)", said)
-    return Ptxas(path, version[1]) if version else None
+    missing = sorted({*_libraries(plugin)} - installed.keys())
+    return f"CUDA is half installed: {', '.join(missing)} missing; {_ANEW}" if missing else ""
 
 
 def unseen(num_gpus: int, num_devices: int) -> Check:
@@ -145,17 +107,7 @@ def _releases(installed: dict[str, str]) -> list[int]:
     return sorted(int(match[1]) for match in found if match)
 
 
-def _missing(plugin: str, installed: dict[str, str]) -> list[str]:
-    return sorted(set(_libraries(plugin)) - installed.keys())
-
-
-def _least_compiler(plugin: str) -> str:
-    """Return the least version of ptxas that the plugin requires."""
-    lines = [line for line in metadata.requires(plugin) or [] if line.startswith(_COMPILER[0])]
-    return next((found[1] for line in lines if (found := re.search(r">=([\d.]+)", line))), "0")
-
-
 def _libraries(plugin: str) -> list[str]:
     """Return the wheels that the plugin requires to run."""
     wanted = [line for line in metadata.requires(plugin) or [] if "with-cuda" in line]
-    return [re.split(r"[<>=!~; ]", line)[0] for line in wanted]
+    return [re.split(r"[<>=!~; ]", line)[0] for line in wanted if not line.startswith(_COMPILER)]

@@ -1,10 +1,9 @@
 """Find the tracks that fit a machine, and the next command."""
 
 import shlex
-from typing import NamedTuple
 
 from speedrun.doctor.check import Check
-from speedrun.doctor.rates import Machine
+from speedrun.doctor.devices import Machine
 from speedrun.ground import track as tracks
 from speedrun.ground.track import Track
 
@@ -29,14 +28,7 @@ def _misfit(track: Track, machine: Machine) -> str:
     return f"needs {need} {rules.platform} devices, {there} are here"
 
 
-class Advice(NamedTuple):
-    """The next command on this machine."""
-
-    track: str
-    command: str
-
-
-def advice(checks: list[Check], *, asked: str | None) -> Advice:
+def advice(checks: list[Check], *, asked: str | None) -> str:
     """Return the command for the chosen track, else for the ranked track with most devices that fits."""
     marks = {check.name: check.ok for check in checks}
     ranked = [
@@ -47,8 +39,8 @@ def advice(checks: list[Check], *, asked: str | None) -> Advice:
     hardest = max(ranked, key=lambda track: track.rules.num_devices, default=tracks.load(SMOKE))
     track = tracks.load(asked) if asked else hardest
     if not marks.get(f"data {track.name}"):
-        return Advice(track.name, track.data.get)
+        return track.data.get
     if track.rules.ranked:
         argv = ["speedrun", "batch", "--track", track.name, "--runs", str(track.rules.min_runs)]
-        return Advice(track.name, shlex.join(argv))
-    return Advice(track.name, f"speedrun run --track {track.name}")
+        return shlex.join(argv)
+    return f"speedrun run --track {track.name}"
