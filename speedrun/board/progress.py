@@ -123,7 +123,7 @@ def _draw_history(axes: "Axes", rows: Sequence[Row]) -> None:
     bests = [place for place, _ in steps]
     for place in places if len(rows) <= _MOST_COSTS else bests[-_MOST_COSTS:]:
         label(axes, (place, costs[place]), form.format(costs[place]), (6, 5))
-    dates = {place: row.date for place, row in enumerate(rows)}
+    dates: dict[float, str] = {place: row.date for place, row in enumerate(rows)}
     axes.xaxis.set_major_locator(MaxNLocator(_MOST_DATES, integer=True))
     axes.xaxis.set_major_formatter(lambda place, _: dates.get(place, ""))
     axes.tick_params(axis="x", rotation=20)

@@ -8,7 +8,8 @@ import click
 import msgspec
 
 from speedrun.board import submission
-from speedrun.board.submission import Finding, Submission
+from speedrun.board.leaks import Leak
+from speedrun.board.submission import Submission
 from speedrun.cli.options import example, json_option, out_option
 from speedrun.ground.console import clean
 from speedrun.ground.errors import SpeedrunError, UsageError
@@ -66,7 +67,7 @@ def command(
         _show(ready, report, written=not dry_run)
 
 
-def _refuse(ctx: click.Context, record: Path, found: tuple[Finding, ...], *, as_json: bool) -> NoReturn:
+def _refuse(ctx: click.Context, record: Path, found: tuple[Leak, ...], *, as_json: bool) -> NoReturn:
     """Name file, line and kind, never the secret. A log cannot be edited, so the secret itself must be revoked."""
     error = (
         f"{record} seems to hold secrets ({sum(one.secret for one in found)}), so nothing was written; revoke them "
@@ -80,7 +81,7 @@ def _refuse(ctx: click.Context, record: Path, found: tuple[Finding, ...], *, as_
     ctx.exit(SpeedrunError.exit_code)
 
 
-def _line(finding: Finding) -> str:
+def _line(finding: Leak) -> str:
     status = "secret " if finding.secret else "warning"
     return f"{status} {clean(finding.path)}:{finding.line}  {clean(finding.kind)}"
 

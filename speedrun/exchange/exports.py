@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from speedrun.board.submission import findings
+from speedrun.board.leaks import refuse_secrets
 from speedrun.exchange.wandb_runs import offline_runs
 from speedrun.ground import console, runlog
 from speedrun.ground.console import clean
@@ -96,11 +96,7 @@ def export(record: Record, form: str, out: Path) -> list[Path]:
     """
     if not record.whole:
         raise UsageError(f"{record.root} cannot be read whole; 'speedrun validate {record.root}' says why")
-    if secret := next((finding for finding in findings(record.raw) if finding.secret), None):
-        raise UsageError(
-            f"{secret.path}:{secret.line} holds {secret.kind}; nothing was written; revoke the secret where it was "
-            "issued, and run again without it"
-        )
+    refuse_secrets(record.raw, "revoke the secret where it was issued, and run again without it")
     if out.resolve().is_relative_to(record.root.resolve()):
         raise UsageError(f"{out} is inside the record, which may hold nothing else; choose another --out")
     files = FORMS[form](record)

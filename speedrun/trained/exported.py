@@ -13,7 +13,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from speedrun.board.submission import findings
+from speedrun.board.leaks import refuse_secrets
 from speedrun.data import inventory, vocabulary
 from speedrun.ground import mesh as meshes
 from speedrun.ground import track as tracks
@@ -112,11 +112,7 @@ def save_folder(trained: Trained, out: Path, files: Mapping[str, bytes]) -> list
     if not trained.is_ours:
         raise UsageError(f"{trained}: need weights that a run of speedrun trained; name one")
     texts = {name: raw for name, raw in files.items() if name.endswith((".json", ".md"))}
-    if secret := next((finding for finding in findings(texts) if finding.secret), None):
-        raise UsageError(
-            f"{secret.path}:{secret.line} would hold {secret.kind}; nothing was written; take it out of the record's "
-            "title, or of the settings"
-        )
+    refuse_secrets(texts, "take it out of the record's title, or of the settings")
     make_folder(out, files)
     return [out / name for name in files]
 
