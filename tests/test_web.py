@@ -265,7 +265,7 @@ def test_logits_are_those_of_jax(name: str, num_tokens: int, page: Page, models:
 def test_the_page_writes_what_sample_writes(page: Page, models: Models) -> None:
     recipe, params, inputs = models["smoke"]
     prompt = np.array([0, 17, 4], np.int32)
-    decoder = Decoder(recipe, inputs, params, vocab_size=256, document_token=0, num_positions=64)
+    decoder = Decoder(recipe, inputs, params, vocab_size=256, num_positions=64)
     for temperature, top_k, seed in ((0.0, 0, 0), (0.8, 0, 3), (1.2, 20, 2**31 - 1)):
         _, (ids,) = decoder.extend(decoder.start([prompt]), 24, Draw(temperature, top_k, 1.0, seed))
         expected = ids.tolist()

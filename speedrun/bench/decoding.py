@@ -16,9 +16,7 @@ def decoding(program: Program, *, num_tokens: int, num_new: int) -> list[Timing]
     recipe, vocab_size = program.recipe, program.recipe.config.vocab_size
     inputs = weights.inputs_at(program, recipe.num_steps)
     params = weights.named(program, program.layout.init(jax.random.key(0)))
-    decoder = Decoder(
-        recipe, inputs, params, vocab_size=vocab_size, document_token=0, num_positions=num_tokens
-    )
+    decoder = Decoder(recipe, inputs, params, vocab_size=vocab_size, num_positions=num_tokens)
     prompt = np.arange(num_tokens - num_new, dtype=np.int32) % vocab_size
 
     def cached(params: Params, texts: Texts, how: Draw) -> jax.Array:
