@@ -1,18 +1,14 @@
-"""One number, one place: pages and pictures state the figures of records/context.toml, and type none themselves."""
+"""Pages and pictures state the figures of records/context.toml, and a malformed file is refused."""
 
 import importlib.util
-import itertools
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from speedrun.board import figures
 from speedrun.board.figures import Context
-from speedrun.board.standings import Board, read_built
 from speedrun.ground.errors import UsageError
 from speedrun.predict import plan as planning
 from speedrun.science import recipes
@@ -32,28 +28,6 @@ def script(name: str) -> Any:
 
 pictures = script("pictures")
 CONTEXT = pictures.read()
-FIGURES = pictures.texts(CONTEXT)
-#: The logs of experiments and changes say what a number was.
-PAGES = [ROOT / "README.md", *(path for path in (ROOT / "docs").glob("*.md") if path.name != "LOG.md")]
-_MARKED = re.compile("<!-- figure: .+? -->.*?<!-- end -->", re.DOTALL)
-_TIME = r"\d[\d.,]* ?(?:ms|s|min|minutes|seconds)\b"
-
-
-def typed(page: str) -> list[str]:
-    """The figures of a page that no mark encloses: of the file, or times that are called predicted or published."""
-    bare = _MARKED.sub("", page)
-    told = [
-        time
-        for sentence in re.split(r"(?<=[.:;|])\s", bare)
-        if re.search("predict|publish", sentence, re.IGNORECASE)
-        for time in re.findall(_TIME, sentence)
-    ]
-    units = {"minutes": r"(?:minutes|min)\b", "seconds": r"(?:seconds|s)\b", "ms": r"ms\b"}
-    for name, figure in FIGURES.items():
-        *_, unit = name.split()
-        if unit in units and name.split()[1] in ("21", "89", "92", "record21", "record89"):
-            told += re.findall(rf"(?<![\d.,]){re.escape(figure)} {units[unit]}", bare)
-    return told
 
 
 def test_pages_and_pictures_are_those_of_the_file() -> None:
@@ -62,86 +36,12 @@ def test_pages_and_pictures_are_those_of_the_file() -> None:
     assert not stale, "python scripts/pictures.py"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_a_page_types_no_figure(page: Path) -> None:
-    text = page.read_text()
-    assert typed(text) == []
-    inline = re.findall(r"^<!-- figure: (.+?) -->.", text, re.MULTILINE)
-    assert not inline, "a comment at the start of a line ends the paragraph"
-
-
-@pytest.mark.parametrize(
-    ("page", "found"),
-    [
-        ("takes 9 minutes, predicted", ["9 minutes"]),
-        (f"it takes {FIGURES['published 21 minutes']} minutes", ["3.01 minutes"]),
-        ("published: <!-- figure: a -->9<!-- end --> minutes; ours took 8 minutes", []),
-    ],
-)
-def test_a_typed_figure_is_found(page: str, found: list[str]) -> None:
-    assert typed(page) == found
-
-
 def test_a_wrong_mark_is_refused() -> None:
     with pytest.raises(UsageError, match="unknown figure 'b'"):
         pictures.filled("<!-- figure: b -->1<!-- end -->", {"a": "1"})
     for page in ("<!-- figure: a -->1", "<!-- figure: a -->1 <!-- figure: a -->2<!-- end -->"):
         with pytest.raises(UsageError, match="has no <!-- end -->"):
             figures.filled(page, {"a": "1"})
-
-
-def test_docstrings_of_recipes_state_published_minutes() -> None:
-    published = {one.minutes for one in CONTEXT.history}
-    paths = [Path(recipes.__path__[0], f"{rung.recipe}.py") for rung in CONTEXT.ladder]
-    found = {
-        float(number) for path in paths for number in re.findall(r"(\d[\d.]*) minutes", path.read_text())
-    }
-    assert 45 in found
-    assert found <= published
-
-
-def texts(picture: bytes) -> set[str]:
-    """The texts of a picture; matplotlib writes each into a comment beside its outlines."""
-    return set(re.findall("<!-- (.*?) -->", picture.decode()))
-
-
-def test_the_picture_of_the_ladder_has_the_minutes_of_the_file() -> None:
-    said = texts((ROOT / "docs" / "ladder.svg").read_bytes())
-    assert said >= {f"{minutes:.3g}" for _, *both in CONTEXT.rungs for minutes in both}
-    assert said >= {rung.recipe for rung in CONTEXT.ladder} | {"2 of 3 runs reach it", "not reached"}
-    gained = msgspec.structs.replace(CONTEXT.ladder[0], losses=(3.0, 3.0))
-    assert "2 of 2 runs reach it" in texts(
-        pictures.draw_ladder(msgspec.structs.replace(CONTEXT, ladder=(gained,)))
-    )
-
-
-def test_the_history_is_drawn_with_our_qualified_records() -> None:
-    committed = ROOT / "docs" / "history.svg"
-    assert texts(committed.read_bytes()) >= {
-        *("record21, 3.01", "record89, 1.23", "ANVIL, 0.665", "claimed, open: 0.359"),
-        *("hollow: claimed since, not verified", "implemented here, in JAX; no qualified run yet"),
-    }
-    assert committed.stat().st_size < 100_000
-    board = read_built(ROOT / "records")
-    assert board is not None
-    row = msgspec.structs.replace(
-        board.rows[0], track=pictures.MAIN_TRACK, standing="qualified", train_time_s=171.0
-    )
-    slow = msgspec.structs.replace(row, standing="valid", train_time_s=99.0)
-    drawn = texts(pictures.draw_history(CONTEXT.history, Board((row, slow), ())))
-    assert drawn >= {"2.85", "qualified here, in JAX"}
-    assert not drawn & {"1.65", "implemented here, in JAX; no qualified run yet"}
-
-
-def test_the_history_has_the_records_of_its_source() -> None:
-    """Counts and ends of the public table; record 21 was timed three times."""
-    found = CONTEXT.history
-    assert [one.record for one in found if one.record != 21] == [n for n in range(1, 93) if n != 21]
-    assert [one.minutes for one in found if one.record == 21] == [2.933, 2.997, 3.014]
-    assert (found[0].minutes, found[-1].minutes, found[-1].date.isoformat()) == (45, 0.665, "2026-08-30")
-    slower = [after.record for one, after in itertools.pairwise(found) if after.minutes >= one.minutes]
-    assert slower == [21, 21]
-    assert [one.date for one in found] == sorted(one.date for one in found)
 
 
 RESULT = """[[published]]
@@ -176,11 +76,6 @@ def test_a_malformed_file_is_refused(tmp_path: Path, text: str) -> None:
 
 def test_without_a_file_nothing_is_stated(tmp_path: Path) -> None:
     assert figures.read(tmp_path) == Context()
-
-
-def test_the_ladder_follows_the_parents() -> None:
-    rungs = [rung.recipe for rung in CONTEXT.ladder]
-    assert [recipes.load(name).parent for name in rungs] == [None, *rungs[:-1]]
 
 
 def test_the_error_of_a_plan_is_the_farthest_rung() -> None:

@@ -34,25 +34,6 @@ def test_a_command_of_a_page_can_be_given(line: str) -> None:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_its_scripts_are_there(name: str) -> None:
-    called = [line.split()[0] for line in commands("sh", PAGES[name])]
-    assert not [word for word in called if word.startswith("scripts/") and not (ROOT / word).exists()]
-
-
-@pytest.mark.parametrize("name", PAGES)
 def test_its_links_lead_somewhere(name: str) -> None:
     local = [link for link in re.findall(r"\]\(([^)]+)\)", PAGES[name]) if "://" not in link]
     assert not [link for link in local if not (ROOT / "docs" / link.partition("#")[0]).exists()]
-
-
-def test_the_page_on_data_names_every_option_of_prep() -> None:
-    from speedrun.cli.data import prep_
-
-    options = {name for param in prep_.params for name in param.opts} - {
-        "--json",
-        "--column",
-        "--workers",
-    }
-    assert (ROOT / "data" / "fineweb_prep.py").exists()
-    missing = [name for name in options if name not in PAGES["data.md"]]
-    assert not missing
