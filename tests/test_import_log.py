@@ -106,6 +106,8 @@ def test_one_file_may_hold_several_runs():
     assert [(run.name, run.final_loss) for run in found.runs] == [("a/b.txt", 4.0), ("a/b.txt#2", 3.0)]
     assert [problem.line for problem in found.problems] == [7]
     assert "repeats run 1" in found.problems[0].message
+    twice = "".join(2 * line for line in one.splitlines(keepends=True))  # a console and its log file
+    assert read(twice).runs == read(one).runs
 
 
 @pytest.mark.parametrize(
@@ -130,14 +132,6 @@ def test_impossible_lines_are_reported_by_number(bad, said, left):
     assert run.validations == curve((0, 9.0, 0.0), (10, 5.0, 0.01)) + left
     assert [problem.line for problem in found.problems] == [3]
     assert said in found.problems[0].message
-
-
-def test_repeated_lines_of_joined_outputs_are_one_run():
-    lines = ["step:0/9 val_loss:9.0 train_time:0ms", "step:9/9 val_loss:nan train_time:5ms"]
-    found = read("\n".join(line for line in lines for _ in range(2)))
-    assert len(found.runs) == 1
-    assert found.num_problems == 1, "the loss that is not a number"
-    assert found.runs[0].final_loss is None
 
 
 def test_a_table_gives_the_same_runs_as_logs():

@@ -57,13 +57,13 @@ def said(result: Result) -> str:
 
 # --- refused -----------------------------------------------------------------------------------------------
 
-ONE_OF_EACH = list({id: build for id, _, build in FORGERIES}.items())
+BUILD = {id: build for id, _, build in FORGERIES}
 
 
-@pytest.mark.parametrize(("id", "build"), ONE_OF_EACH, ids=[id for id, _ in ONE_OF_EACH])
-def test_a_record_that_fails_or_warns_is_refused_with_the_check_id(record, id, build):
+@pytest.mark.parametrize("id", ["V003", "V308"])  # one that fails, and one that warns
+def test_a_record_that_fails_or_warns_is_refused_with_the_check_id(record, id):
     folder = Path("runs/forged")
-    build(folder)
+    BUILD[id](folder)
     before = files(Path("runs"))
     result = submit(folder)
     assert (result.exit_code, result.stdout) == (1, "")

@@ -6,15 +6,15 @@ jaxpr is read once. What depends on no token (weights, angles) is computed once.
     by row   if it acts on each position by itself: at the newest position only
     whole    if it mixes positions (a shift, a running sum): at all of them, with rows of the past from a cache
 
-and attention for the newest query, on cached keys and values. So no model has a second form for generation, and a
-recipe from outside needs none. The price: what is evaluated whole costs as much as in `forward`. In the ladder that is
-little, but for the composed heads of record 89.
+A product of the newest query with keys, and of its weights with values, takes them from the cache. So no model has a
+second form for generation, and a recipe from outside needs none. The price: what is evaluated whole costs as much as in
+`forward`. In the ladder that is little, but for the composed heads of record 89.
 
 A row is an entry of the whole value. Rows of the past may be kept only if they do not depend on tokens that follow, and
 a causal function need not compute them so: it may subtract a maximum over all positions, and add it again. No rule on
 equations can know that. So `decode` compares the rows of each text with those of the same text before other tokens.
 
-Legend: T positions, B sequences (one), H heads, K head width, S keys, D model.
+Legend: T positions, B sequences (one), H heads, K head width, D model.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,43 +34,18 @@ from speedrun.trained.equations import Values, bind, needed, run, traced, variab
 
 @dataclass(frozen=True, eq=False)
 class DecodingKernels(Kernels):
-    """The definitions of all operations, with attention as one equation that `Incremental` knows."""
+    """The definitions of all operations: none is an opaque kernel, and no sequence is too long for one."""
 
-    platform: str = "cpu"  #: where no operation is an opaque kernel
+    platform: str = "cpu"
     compute_capability: str = ""
 
     def attention(self, q_BTHK: Any, k_BTHK: Any, v_BTHK: Any, sight: Sight, /, **more: Any) -> jax.Array:
         """Compute `kernels.attention`."""
-        return jax.jit(_attention)(q_BTHK, k_BTHK, v_BTHK, sight.first_BT, jnp.float32(more["scale"]))
-
-
-_ATTENTION = "speedrun_attention_of_decoding"
-
-
-def _attention(q_BTHK: Any, k_BTHK: Any, v_BTHK: Any, first_BT: Any, scale: Any) -> jax.Array:
-    return definition.attention(q_BTHK, k_BTHK, v_BTHK, Sight(first_BT, first_BT), scale=scale)
-
-
-_attention.__name__ = _ATTENTION
-
-
-def _attention_of_newest(
-    q_BTHK: Any, k_BSHK: Any, v_BSHK: Any, first_BT: Any, scale: Any, start: Any
-) -> jax.Array:
-    """Compute `_attention` of the queries from position `start` on."""
-    scores_BHTS = jnp.einsum("bthk,bshk->bhts", q_BTHK, k_BSHK, preferred_element_type=jnp.float32) * scale
-    t_T, s_S = start + jnp.arange(q_BTHK.shape[1]), jnp.arange(k_BSHK.shape[1])
-    seen_BTS = (s_S[None, None] <= t_T[None, :, None]) & (s_S[None, None] >= first_BT[:, :, None])
-    weights_BHTS = jax.nn.softmax(jnp.where(seen_BTS[:, None], scores_BHTS, -jnp.inf), axis=-1)
-    return jnp.einsum("bhts,bshk->bthk", weights_BHTS.astype(v_BSHK.dtype), v_BSHK)
+        return definition.attention(q_BTHK, k_BTHK, v_BTHK, sight, scale=more["scale"])
 
 
 def _is_float(x: Any) -> bool:
     return jnp.issubdtype(x.aval.dtype, jnp.inexact)
-
-
-def _is_attention(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name in ("jit", "pjit") and eqn.params["name"] == _ATTENTION
 
 
 class Row(NamedTuple):
@@ -90,22 +65,18 @@ class Whole(NamedTuple):
 class _Position:
     """Evaluates equations at position `t`."""
 
-    def __init__(self, t: jax.Array, past: Values | None, *, is_whole: bool) -> None:
-        self._t, self._past, self._is_whole = t, past, is_whole
+    def __init__(self, t: jax.Array, past: Values | None) -> None:
+        self._t, self._past = t, past
         self.times: dict[Var, Time] = {}  #: of what is in the cache
         self.cache: Values = {}  #: what was needed at all positions, with the newest row
 
     def apply(self, eqn: JaxprEqn, values: list[Any]) -> list[Any]:
         """Evaluate an equation on values that are `Row`, `Whole`, or depend on no token."""
-        if self._is_whole:
-            return self._whole(eqn, values, None)
-        if _is_attention(eqn) and isinstance(values[0], Row) and values[0].time.axis == 1:
-            return [self._attend(eqn, values)]
         times = [x.time if isinstance(x, Row | Whole) else None for x in values]
         rows = [i for i, x in enumerate(values) if isinstance(x, Row)]
         wholes = [i for i, x in enumerate(values) if isinstance(x, Whole) and x.time is not None]
         for i in [*rows, *wholes]:
-            way = passage(eqn, i, times)
+            way = passage(eqn, i, values[i].time)
             if way is not None and self._fits(values, way.operands):
                 # Integers stay whole: they are cheap, and whole they need no cache.
                 if not rows and not _is_float(eqn.outvars[0]):
@@ -147,12 +118,6 @@ class _Position:
         """Return the entries of the newest position."""
         return jax.lax.dynamic_slice_in_dim(value, self._t * time.per, time.per, time.axis)
 
-    def _attend(self, eqn: JaxprEqn, values: list[Any]) -> Row:
-        (q, time), *rest = values
-        k, v, first, scale = (self.whole(x, value) for x, value in zip(eqn.invars[1:], rest, strict=True))
-        first, start = self.newest(first, Time(1, time.per)), self._t * time.per
-        return Row(_attention_of_newest(q, k, v, first, scale, start), time)
-
 
 class Incremental:
     """A causal function (params, tokens_BT) -> x_BTD of one sequence: `fixed` and `start`, then `step` by step.
@@ -178,7 +143,7 @@ class Incremental:
         """
         self._is_whole = is_whole
         tokens = jax.ShapeDtypeStruct((1, num_positions), jnp.int32)
-        jaxpr, consts = traced(function, params, tokens, keep=_is_attention)
+        jaxpr, consts = traced(function, params, tokens)
         *self._params, self._tokens = jaxpr.invars
         self._states: Any = jaxpr.outvars[0]
         self._consts = dict(zip(jaxpr.constvars, consts, strict=True))
@@ -193,7 +158,7 @@ class Incremental:
         self._kept: dict[Var, Time] = {}  #: whose rows of the past are needed
 
         def first(params: Any, tokens_BT: jax.Array) -> None:
-            position = _Position(jnp.int32(0), None, is_whole=is_whole)
+            position = _Position(jnp.int32(0), None)
             self._advance(position, self.fixed(params), tokens_BT)
             self._kept = position.times
 
@@ -232,11 +197,13 @@ class Incremental:
         self, fixed: list[jax.Array], cache: list[jax.Array], tokens_BT: jax.Array, t: jax.Array
     ) -> tuple[jax.Array, list[jax.Array]]:
         """Return the state of position `t` [1, 1, D] and the new cache. `tokens_BT` holds all tokens up to it."""
-        position = _Position(t, dict(zip(self._kept, cache, strict=True)), is_whole=self._is_whole)
+        position = _Position(t, dict(zip(self._kept, cache, strict=True)))
         x_BTD = self._advance(position, fixed, tokens_BT)
         return x_BTD, [position.cache[x] for x in self._kept]
 
     def _advance(self, position: _Position, fixed: list[jax.Array], tokens_BT: jax.Array) -> jax.Array:
+        if self._is_whole:
+            return position.newest(self.start(fixed, tokens_BT)[0], Time(1))
         values = self._values(fixed, Whole(tokens_BT, Time(1)))
         run(self._eqns, values, position.apply)
         x = values[self._states]
