@@ -19,7 +19,7 @@ import msgspec
 from speedrun.board import leaks, pull_request
 from speedrun.board.leaks import Leak
 from speedrun.board.standings import standing_of
-from speedrun.ground.errors import SpeedrunError, UsageError
+from speedrun.ground.errors import SpeedrunError, UsageError, translate_os_errors
 from speedrun.ground.wholefile import write_whole
 from speedrun.ledger.format import sha256
 from speedrun.ledger.record import Record
@@ -70,6 +70,12 @@ def require_acceptable(record: Record, report: Report, *, missed: bool) -> None:
         )
     if missed and not is_missed:
         raise UsageError(f"{root} reached its target ({loss:.4f}, {target:g}); leave out --missed")
+
+
+def require_outside(record: Path, out: Path) -> None:
+    """Raise UsageError if what is written about a record would become part of it."""
+    if out.resolve().is_relative_to(record.resolve()):
+        raise UsageError(f"{out} is inside the record, which may hold nothing else; choose another --out")
 
 
 def slug(text: str) -> str:
@@ -166,9 +172,7 @@ def write(submission: Submission, content: bytes) -> None:
         UsageError: if the folder cannot be made.
     """
     archive = Path(submission.archive)
-    try:
+    with translate_os_errors(archive.parent, UsageError):
         archive.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"{archive.parent}: {error.strerror}; choose another --out") from None
     write_whole(archive, content)
     write_whole(Path(submission.text_path), submission.text.encode())

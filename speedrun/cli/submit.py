@@ -12,7 +12,7 @@ from speedrun.board.leaks import Leak
 from speedrun.board.submission import Submission
 from speedrun.cli.options import example, json_option, out_option
 from speedrun.ground.console import clean
-from speedrun.ground.errors import SpeedrunError, UsageError
+from speedrun.ground.errors import SpeedrunError
 from speedrun.ledger.record import load, need_record
 from speedrun.ledger.validate import Report, examine
 
@@ -53,8 +53,7 @@ def command(
     report = examine(loaded, strict=True)
     submission.require_acceptable(loaded, report, missed=missed)
     out = Path(os.path.relpath(record.resolve().parent)) if out is None else out
-    if out.resolve().is_relative_to(record.resolve()):
-        raise UsageError(f"{out} is inside the record, which may hold nothing else; choose another --out")
+    submission.require_outside(record, out)
     called = submission.name_of(loaded, name)
     ready, archive = submission.prepare(loaded, report, name=called, out=out)
     if any(finding.secret for finding in ready.findings):

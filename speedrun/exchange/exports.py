@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from speedrun.board.leaks import refuse_secrets
+from speedrun.board.submission import require_outside
 from speedrun.exchange.wandb_runs import offline_runs
 from speedrun.ground import console, runlog
 from speedrun.ground.console import clean
@@ -97,8 +98,7 @@ def export(record: Record, form: str, out: Path) -> list[Path]:
     if not record.whole:
         raise UsageError(f"{record.root} cannot be read whole; 'speedrun validate {record.root}' says why")
     refuse_secrets(record.raw, "revoke the secret where it was issued, and run again without it")
-    if out.resolve().is_relative_to(record.root.resolve()):
-        raise UsageError(f"{out} is inside the record, which may hold nothing else; choose another --out")
+    require_outside(record.root, out)
     files = FORMS[form](record)
     make_folder(out, files)
     return [out / name for name in files]

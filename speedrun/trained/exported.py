@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from speedrun.board.leaks import refuse_secrets
+from speedrun.board.submission import require_outside
 from speedrun.data import inventory, vocabulary
 from speedrun.ground import mesh as meshes
 from speedrun.ground import track as tracks
@@ -119,8 +120,8 @@ def save_folder(trained: Trained, out: Path, files: Mapping[str, bytes]) -> list
 
 def check_out(trained: Trained, out: Path) -> None:
     """Raise UsageError if a folder for a model is part of the record, or not empty."""
-    if trained.run and out.resolve().is_relative_to(trained.run[0].resolve()):
-        raise UsageError(f"{out} is inside the record, which may hold nothing else; choose another --out")
+    if trained.run:
+        require_outside(trained.run[0], out)
     with translate_os_errors(out, UsageError):
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise UsageError(f"{out} is there and not an empty folder; choose a new one with --out")
