@@ -62,10 +62,6 @@ def drawn(z_V: jax.Array, key: jax.Array, how: Draw) -> jax.Array:
     return jnp.where(how.temperature > 0, order_V[jnp.argmax(noisy_V)], jnp.argmax(z_V)).astype(jnp.int32)
 
 
-def _key(seed: int | jax.Array, stream: jax.Array, position: jax.Array) -> jax.Array:
-    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), stream), position)
-
-
 class Decoder:
     """A model that continues prompts. Programs are compiled at the first call."""
 
@@ -184,7 +180,8 @@ class Decoder:
         def write(texts: Texts, _: None) -> tuple[Texts, jax.Array]:
             z_PV, caches = self._next(params, fixed, texts)
             # Of text and position alone, so that pauses do not matter.
-            keys_P = jax.vmap(partial(_key, how.seed))(texts.stream_P, texts.length_P)
+            keys_P = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(how.seed), texts.stream_P)
+            keys_P = jax.vmap(jax.random.fold_in)(keys_P, texts.length_P)
             new_P = draw(z_PV, keys_P)
             tokens_PT = texts.tokens_PT.at[rows_P, texts.length_P].set(new_P, mode="drop")
             return Texts(tokens_PT, texts.length_P + 1, texts.stream_P, caches), new_P

@@ -44,10 +44,6 @@ class DecodingKernels(Kernels):
         return definition.attention(q_BTHK, k_BTHK, v_BTHK, sight, scale=more["scale"])
 
 
-def _is_float(x: Any) -> bool:
-    return jnp.issubdtype(x.aval.dtype, jnp.inexact)
-
-
 class Row(NamedTuple):
     """A value at the newest position."""
 
@@ -79,7 +75,7 @@ class _Position:
             way = passage(eqn, i, values[i].time)
             if way is not None and self._fits(values, way.operands):
                 # Integers stay whole: they are cheap, and whole they need no cache.
-                if not rows and not _is_float(eqn.outvars[0]):
+                if not rows and not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
                     alike = all(x.time == times[i] for x in values if isinstance(x, Whole))
                     return self._whole(eqn, values, way.out if alike else None)
                 operands = zip(eqn.invars, values, way.operands, strict=True)
