@@ -123,7 +123,7 @@ def test_a_wandb_that_never_ends_is_left_behind(record, fake, tmp_path, capfd, m
     monkeypatch.setattr(companion, "_HASTE_S", 1.0)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "site"))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "site"))
-    fresh = record.with_name("fresh")
+    fresh, watch = record.with_name("fresh"), Stopwatch()
     with contextlib.suppress(Terminated), relay.relayed(fresh, "mine"):
         record.rename(fresh)
         while not told() or told()[-1][0] != "log":

@@ -44,6 +44,11 @@ def shape_of(x: Any) -> tuple[int, ...]:
     return x.aval.shape
 
 
+def dtype_of(x: Any) -> Any:
+    """Return the dtype of a variable or literal of a jaxpr."""
+    return x.aval.dtype
+
+
 def passage(eqn: JaxprEqn, i: int, time: Time) -> Passage | None:
     """Return how positions get from operand `i`, where they lie at `time`, to the output.
 

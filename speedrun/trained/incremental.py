@@ -28,7 +28,7 @@ from jax.extend.core import JaxprEqn, Var
 from speedrun.science.kernels import attention as definition
 from speedrun.science.kernels.attention import Sight
 from speedrun.science.kernels.choose import Kernels
-from speedrun.trained.alignment import RUNNING, Time, passage, shape_of, with_shapes_of_rows
+from speedrun.trained.alignment import RUNNING, Time, dtype_of, passage, shape_of, with_shapes_of_rows
 from speedrun.trained.equations import Values, bind, needed, run, traced, variables
 
 
@@ -75,7 +75,7 @@ class _Position:
             way = passage(eqn, i, values[i].time)
             if way is not None and self._fits(values, way.operands):
                 # Integers stay whole: they are cheap, and whole they need no cache.
-                if not rows and not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
+                if not rows and not jnp.issubdtype(dtype_of(eqn.outvars[0]), jnp.inexact):
                     alike = all(x.time == times[i] for x in values if isinstance(x, Whole))
                     return self._whole(eqn, values, way.out if alike else None)
                 operands = zip(eqn.invars, values, way.operands, strict=True)
