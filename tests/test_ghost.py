@@ -12,7 +12,6 @@ from record_forge import Spec, chain, forge, install_track, moments
 from speedrun import cli
 from speedrun.board import ghost
 from speedrun.board.ghost import Curve
-from speedrun.board.standings import Board
 from speedrun.ground import runlog, track
 from speedrun.ground.console import render
 from speedrun.ground.errors import UsageError
@@ -117,31 +116,6 @@ def test_the_bar_of_a_narrow_terminal_shows_the_ghost(folder, monkeypatch):
     assert re.search(r"10/10\S* \S+ .*  loss 4\.\d{4}  eta 0s  ghost -1\.8 s \+0\.009", stream.getvalue())
 
 
-def rows(**standings: str) -> Board:
-    """Return a board of records, each a second slower than the one before."""
-    one = {
-        "track": "forged@1", "failed": (), "title": "", "authors": (), "changes": (), "parent": None,
-        "created_utc": "2026-10-02T00:00:00+00:00", "device": "", "num_runs": 2, "val_loss": 3.2, "p": None,
-        "val_loss_half_width": None, "train_time_half_width_s": None,
-        "cold_wall_s": None, "num_steps": 10, "num_tokens": 1000, "source_lines": 1,
-    }  # fmt: skip
-    facts = [
-        {**one, "path": f"forged/{path}", "standing": standing.replace("_", " "), "train_time_s": 9.0 - i}
-        for i, (path, standing) in enumerate(standings.items())
-    ]
-    return msgspec.convert({"rows": facts, "published": []}, Board)
-
-
-def test_the_default_is_the_fastest_qualified_record(folder):
-    assert ghost.best(folder, "forged@1") is None
-    board = folder / "leaderboard.json"
-    board.write_bytes(msgspec.json.encode(rows(slow="qualified", fast="qualified", single="provisional")))
-    assert ghost.best(folder, "forged@1") == folder / "forged" / "fast"
-    assert ghost.best(folder, "forged@2") is None
-    board.write_bytes(msgspec.json.encode(rows(single="provisional", wrong="refused")))
-    assert ghost.best(folder, "forged@1") is None
-
-
 def test_the_default_comes_from_the_built_board(folder, capsys):
     (folder / "records" / "forged").mkdir(parents=True)
     forge(folder / "records" / "forged" / "slow", step_s=(0.2,) * 10)
@@ -151,6 +125,8 @@ def test_the_default_comes_from_the_built_board(folder, capsys):
     assert rival is not None
     assert rival.record == Path("records/forged/fast")
     assert race.find(None, "forged@1") is None
+    assert ghost.best(Path("records"), "forged@2") is None
+    assert ghost.best(folder, "forged@1") is None, "there is no board"
     chosen = race.find("records/forged/slow", "forged@1")
     assert chosen is not None
     assert "(2 runs, 2.00 s)" in chosen.legend

@@ -1,7 +1,6 @@
 """The board: standing and rank from the logs alone, escaped text, and a page that loads nothing."""
 
 import html.parser
-import itertools
 import json
 import random
 import re
@@ -102,11 +101,6 @@ def test_a_track_may_rank_by_steps(records):
     assert axes.get_ylabel() == "steps"
 
 
-def test_a_folder_without_runs_is_not_on_the_board(records):
-    (records / "forged" / "fast" / "runs").rename(records / "elsewhere")
-    assert "forged/fast" not in [row.path for row in board.read(records).rows]
-
-
 def added(files: dict[str, str]) -> dict[str, str]:
     """Return the source with three more lines in the recipe, one of them blank."""
     return {**files, RECIPE: files[RECIPE] + "a = 1\n\nb = 2\n"}
@@ -148,7 +142,6 @@ def test_a_bad_record_is_left_out_and_named_and_the_others_stay(records):
 
 
 NUMBERS = [b"NaN", b"Infinity", b"1e308", b"-1e308", b"-1", b"0", b"9" * 400, b"1e-320", b'"1"', b"null"]
-NUM_PLACES = 1  #: of each file; 4 were tried, with as little found
 FILES = ("batch.json", "runs/*/metrics.jsonl")
 
 
@@ -165,29 +158,28 @@ def test_no_number_in_a_record_causes_a_traceback(records, value, monkeypatch):
         if path != fast:
             shutil.rmtree(path)
     for pattern in FILES:
-        for _ in range(NUM_PLACES):
-            shutil.rmtree(records / "forged" / "odd", ignore_errors=True)
-            odd = shutil.copytree(fast, records / "forged" / "odd")
-            file = draw.choice(sorted(odd.glob(pattern)))
-            raw = file.read_bytes()
-            number = draw.choice(
-                list(re.finditer(rb"(?<=[:\[,] )-?\d[\d.e+-]*|(?<=[:\[,])-?\d[\d.e+-]*(?=[,}\]])", raw))
-            )
-            file.write_bytes(raw[: number.start()] + value + raw[number.end() :])
-            name = str(odd)
-            for args in (
-                ["validate", name],
-                ["leaderboard", "build"],
-                ["stats", name, "--against", str(fast)],
-                ["reproduce", name, "--against", str(fast), "--out", str(odd.with_name("out"))],
-                ["plot", name, "--kind", "pareto"],
-                ["export", name, "--to", "csv", "--out", str(odd.with_name("out"))],
-                ["describe", name, "--title", "odd"],
-            ):
-                shutil.rmtree(odd.with_name("out"), ignore_errors=True)
-                found = CliRunner().invoke(cli.command, args, prog_name="speedrun")
-                told = isinstance(found.exception, SystemExit) or found.exception is None
-                assert told, f"{args} of {file.name} with {value} for {number}: {found.exc_info}"
+        shutil.rmtree(records / "forged" / "odd", ignore_errors=True)
+        odd = shutil.copytree(fast, records / "forged" / "odd")
+        file = draw.choice(sorted(odd.glob(pattern)))
+        raw = file.read_bytes()
+        number = draw.choice(
+            list(re.finditer(rb"(?<=[:\[,] )-?\d[\d.e+-]*|(?<=[:\[,])-?\d[\d.e+-]*(?=[,}\]])", raw))
+        )
+        file.write_bytes(raw[: number.start()] + value + raw[number.end() :])
+        name = str(odd)
+        for args in (
+            ["validate", name],
+            ["leaderboard", "build"],
+            ["stats", name, "--against", str(fast)],
+            ["reproduce", name, "--against", str(fast), "--out", str(odd.with_name("out"))],
+            ["plot", name, "--kind", "pareto"],
+            ["export", name, "--to", "csv", "--out", str(odd.with_name("out"))],
+            ["describe", name, "--title", "odd"],
+        ):
+            shutil.rmtree(odd.with_name("out"), ignore_errors=True)
+            found = CliRunner().invoke(cli.command, args, prog_name="speedrun")
+            told = isinstance(found.exception, SystemExit) or found.exception is None
+            assert told, f"{args} of {file.name} with {value} for {number}: {found.exc_info}"
 
 
 def test_a_mean_above_the_target_is_missed(records):
@@ -322,18 +314,6 @@ def test_a_batch_with_a_doubtful_warning_is_not_ranked(records):
     rows = {row.path: (row.standing, row.rank) for row in board.read(records).rows}
     assert rows["forged/doubtful"] == ("provisional", None)
     assert rows["forged/fast"] == ("qualified", 1)
-
-
-def test_the_page_fits_a_phone_and_sorts_by_key(records):
-    parser = _Tags()
-    parser.feed(board_pages.page(board.read(records), {}))
-    names = [tag for tag, _ in parser.tags]
-    assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in parser.tags
-    heads = [after for tag, after in itertools.pairwise(names) if tag == "th"]
-    assert heads == ["button"] * (10 + 4), "each head can be reached with Tab"
-    labels = [attrs.get("data-label") for tag, attrs in parser.tags if tag == "td"]
-    assert labels[:2] == ["rank", "train time"]
-    assert None not in labels
 
 
 def test_the_page_loads_nothing_from_a_network(records):

@@ -67,10 +67,6 @@ def test_every_shape_is_found_in_every_kind_of_file(token, kind, form):
     assert set(secrets(FORMS[form](token))) == {(2, kind)}
 
 
-def test_every_shape_has_an_example():
-    assert {shape.kind for shape in leaks.SHAPES if shape.secret} == set(TOKENS)
-
-
 @settings(deadline=None)
 @given(st.text(), st.text(), st.sampled_from(sorted(TOKENS)))
 def test_a_token_is_found_whatever_surrounds_it(before, after, kind):
@@ -105,11 +101,6 @@ def test_a_real_record_raises_no_alarm():
     files = [path for path in RECORD.rglob("*") if path.is_file()]
     assert len(files) > 5
     assert {path.name: found for path in files if (found := leaks.find(path.read_bytes(), NOBODY))} == {}
-
-
-def test_forty_digits_without_a_word_are_doubtful():
-    (leak,) = leaks.find(f"value {HEX40}".encode(), NOBODY)
-    assert (leak.secret, "wandb key, or a commit" in leak.kind) == (False, True)
 
 
 # --- this process's own ------------------------------------------------------------------------------------

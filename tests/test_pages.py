@@ -34,12 +34,6 @@ def test_a_command_of_a_page_can_be_given(line: str) -> None:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_its_scripts_are_there(name: str) -> None:
-    called = [line.split()[0] for line in commands("sh", PAGES[name])]
-    assert not [word for word in called if word.startswith("scripts/") and not (ROOT / word).exists()]
-
-
-@pytest.mark.parametrize("name", PAGES)
 def test_its_links_lead_somewhere(name: str) -> None:
     local = [link for link in re.findall(r"\]\(([^)]+)\)", PAGES[name]) if "://" not in link]
     assert not [link for link in local if not (ROOT / "docs" / link.partition("#")[0]).exists()]

@@ -9,7 +9,6 @@ import tempfile
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import click
 import msgspec
@@ -20,9 +19,8 @@ from speedrun import cli
 from speedrun.cli import play
 from speedrun.ground import serving as module
 from speedrun.ground import signals
-from speedrun.ground.errors import Terminated, UsageError
+from speedrun.ground.errors import UsageError
 from speedrun.ground.serving import HOST, Reply, content_type, file_below, opened, serving
-from speedrun.watch import server
 
 
 def answer(path: str, query: dict[str, str]) -> Reply | None:
@@ -134,22 +132,6 @@ def test_what_files_cost_is_bounded(tmp_path) -> None:
         tracemalloc.stop()
 
 
-def test_a_file_that_changes_is_sent_as_long_as_it_was(tmp_path) -> None:
-    path = tmp_path / "file"
-    for change, length in ((b"b" * 10**6, 10**6), (None, 2**16)):
-        path.write_bytes(b"a" * 10**6)
-        with opened(tmp_path, "file") as file:
-            parts = module._pieces(file, 10**6)
-            first = next(parts)
-            if change is None:
-                path.write_bytes(b"")
-            else:
-                with path.open("ab") as more:
-                    more.write(change)
-            path.unlink()
-            assert len(first + b"".join(parts)) == length
-
-
 def test_only_files_below_a_folder_are_opened(tmp_path) -> None:
     """Whatever is asked for, and whatever was put there."""
     (tmp_path / "secret").write_text("no")
@@ -206,18 +188,6 @@ def test_a_signal_while_a_page_is_made_leaves_nothing(tmp_path, monkeypatch) -> 
         found = CliRunner().invoke(cli.command, ["play", "--recipe", "smoke"])
     assert (found.exit_code, found.output) == (75, "error: stopped by SIGTERM\n")
     assert not [*tmp_path.iterdir()]
-
-
-def test_a_signal_ends_the_server_beside_a_run(tmp_path, monkeypatch) -> None:
-    class Input:
-        buffer = property(lambda self: self)
-
-        def read(self) -> Any:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr("sys.stdin", Input())
-    with signals.handled_by(lambda *_: pytest.fail("it is not handled")), pytest.raises(Terminated):
-        server.main(str(tmp_path), "0")
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "loop", "endless", "bytes", "form", "gone"])

@@ -19,10 +19,9 @@ from markdown_it.token import Token
 from record_forge import SOFTWARE, change, forge, install_track
 
 from speedrun import cli
-from speedrun.board import pull_request, submission
+from speedrun.board import leaks, pull_request, submission
 from speedrun.ground import runlog, track
 from speedrun.ground.console import clean
-from speedrun.ground.errors import UsageError
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.record import load
 from speedrun.ledger.validate import validate
@@ -58,13 +57,13 @@ def said(result: Result) -> str:
 
 # --- refused -----------------------------------------------------------------------------------------------
 
-ONE_OF_EACH = list({id: build for id, _, build in FORGERIES}.items())
+BUILD = {id: build for id, _, build in FORGERIES}
 
 
-@pytest.mark.parametrize(("id", "build"), ONE_OF_EACH, ids=[id for id, _ in ONE_OF_EACH])
-def test_a_record_that_fails_or_warns_is_refused_with_the_check_id(record, id, build):
+@pytest.mark.parametrize("id", ["V003", "V308"])  # one that fails, and one that warns
+def test_a_record_that_fails_or_warns_is_refused_with_the_check_id(record, id):
     folder = Path("runs/forged")
-    build(folder)
+    BUILD[id](folder)
     before = files(Path("runs"))
     result = submit(folder)
     assert (result.exit_code, result.stdout) == (1, "")
@@ -149,7 +148,7 @@ def test_values_of_secret_variables_are_refused(record, monkeypatch):
 
 
 def test_a_name_that_is_a_secret_is_not_shown():
-    (name,) = submission.findings({f"runs/{TOKEN}/log.txt": b""})
+    (name,) = leaks.in_files({f"runs/{TOKEN}/log.txt": b""})
     assert (name.path, name.secret) == ("runs/(hidden)/log.txt", True)
 
 
@@ -161,19 +160,18 @@ def test_a_trace_of_a_person_is_a_warning(record):
 
 
 @pytest.mark.parametrize(
-    ("args", "message"),
+    "args",
     [
-        (["missing"], "missing is not a folder"),
-        (["runs"], "did you mean runs/first?"),
-        (["runs/first", "--out", "runs/first/plots"], "is inside the record"),
-        (["runs/first", "--name", "!!!"], "give one with --name"),
-        (["runs/first", "--out", "forged.toml"], "File exists; choose another --out"),
+        ["missing"],
+        ["runs"],
+        ["runs/first", "--out", "runs/first/plots"],
+        ["runs/first", "--name", "!!!"],
+        ["runs/first", "--out", "forged.toml"],
     ],
 )
-def test_wrong_usage_exits_with_2(record, args, message):
+def test_wrong_usage_exits_with_2(record, args):
     result = submit(*args)
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
-    assert message in said(result)
 
 
 # --- packed ------------------------------------------------------------------------------------------------
@@ -205,14 +203,6 @@ def test_the_archive_is_the_record_and_reproducible(record):
     }
     assert packed == files(record)
     assert f"{len(archive):,} bytes" in first.stdout
-
-
-def test_order_and_time_do_not_change_the_archive():
-    one, other = ({name: name.encode() for name in names} for names in ("abc", "cab"))
-    archive = submission.pack(one, "x")
-    assert submission.pack(other, "x") == archive
-    flags, mtime = archive[3], archive[4:8]  # of the gzip header: RFC 1952, section 2.3
-    assert (flags, mtime) == (0, bytes(4))
 
 
 def test_the_longest_name_fits():
@@ -272,13 +262,16 @@ def test_a_slug_is_a_name_for_any_shell_and_any_disk(text):
     assert submission.slug(slug) == slug
 
 
-def test_a_dated_folder_keeps_its_name(record):
-    found = load(record)
-    assert submission.name_of(replace(found, root=Path("x/2026-01-02-wider-head"))) == "2026-01-02-wider-head"
-    assert submission.name_of(replace(found, root=Path("x/2026-01-02-Wider"))) == NAME
-    assert submission.name_of(found, "Größer, & better!") == "2026-10-02-groer-better"
-    with pytest.raises(UsageError, match="--name"):
-        submission.name_of(found, "漢字")
+@pytest.mark.parametrize(
+    ("folder", "wanted", "name"),
+    [
+        ("2026-01-02-wider-head", None, "2026-01-02-wider-head"),
+        ("2026-01-02-Wider", None, NAME),
+        ("x", "Größer, & better!", "2026-10-02-groer-better"),
+    ],
+)
+def test_a_dated_folder_keeps_its_name(record, folder, wanted, name):
+    assert submission.name_of(replace(load(record), root=Path(folder)), wanted) == name
 
 
 # --- the text ----------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ An SVG follows the light or dark mode of whoever looks at it. matplotlib is impo
 """
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
-    from matplotlib.text import Annotation
 
 INK, GREY, TRAIN, VAL, TARGET, PAPER = "#1c2733", "#6b7782", "#93b1cf", "#1f5fa8", "#c8452f", "#ffffff"
 _DARK = {
@@ -30,7 +29,6 @@ _DARK = {
 DASHED = (0, (5, 3))
 #: The largest number that is drawn; matplotlib fails far beyond it.
 MOST = 1e15
-_CLEAR = 2.0  #: pixels between a text and a line, at least
 STYLE: dict[Any, Any] = {
     "svg.hashsalt": "speedrun",
     "font.family": ["DejaVu Sans"],
@@ -104,31 +102,12 @@ def level(axes: "Axes", value: float, text: str, colour: str) -> None:
 
 def label(
     axes: "Axes", place: tuple[float, float], text: str, offset: tuple[float, float], **form: Any
-) -> "Annotation":
+) -> None:
     """Write a text with an outline beside a point; the offset is in typographic points, `form` is matplotlib's."""
     from matplotlib.patheffects import withStroke
 
     form = {"color": VAL, "path_effects": [withStroke(linewidth=3, foreground=PAPER)], "zorder": 5} | form
-    return axes.annotate(text, place, xytext=offset, textcoords="offset points", **form)
-
-
-def keep_clear(axes: "Axes", labels: Sequence["Annotation"], levels: Sequence[float]) -> None:
-    """Move each label that crosses one of the horizontal lines: below its point, then farther above or below.
-
-    Call it last: limits and layout of the axes decide where the lines are.
-    """
-    figure = axes.get_figure(root=True)
-    assert figure is not None
-    figure.draw_without_rendering()
-    heights = [axes.transData.transform((0, level))[1] for level in levels]
-    for one in labels:
-        x, y = one.get_position()
-        for offset in (y, -y, y + 14, -y - 14, y):
-            one.set_position((x, offset))
-            one.set_verticalalignment("bottom" if offset >= 0 else "top")
-            box = one.get_window_extent()
-            if not any(box.y0 - _CLEAR < height < box.y1 + _CLEAR for height in heights):
-                break
+    axes.annotate(text, place, xytext=offset, textcoords="offset points", **form)
 
 
 def number_decades(axis: "Axis") -> None:

@@ -9,13 +9,15 @@ import json
 import os
 import re
 import socket
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 from urllib.parse import quote
 
 import msgspec
+
+from speedrun.ground.errors import UsageError
 
 #: Environment variables with one of these words in their name hold secrets,
 _SECRET_NAME = re.compile(r"TOKEN|KEY|SECRET|PASSW|PASSPHRASE|CREDENTIAL", re.IGNORECASE)
@@ -27,6 +29,7 @@ _MOST_OF_A_KIND = 5  #: in one file
 class Leak(msgspec.Struct, frozen=True):
     """One place in a file."""
 
+    path: str  #: of the file; a part that is itself a secret is hidden
     line: int  #: from 1
     kind: str  #: what it looks like, without its text
     secret: bool  #: else a trace of a person or a machine, which is a warning
@@ -48,6 +51,11 @@ def _token(kind: str, pattern: str) -> Shape:  # at the start of a word
 SHAPES = (
     _token("a Hugging Face token", r"(?:hf|api_org)_[A-Za-z0-9]{30,}"),
     _token("a wandb key", r"wandb_v1_[A-Za-z0-9_]{40,}"),
+    # The older one is 40 hex digits, as is a git commit. The word before it decides.
+    Shape(
+        "a wandb key",
+        re.compile(rb"(?i:wandb|key|token|secret|passw(?:or)?d|login)\W{1,10}[0-9a-f]{40}(?![A-Za-z0-9])"),
+    ),
     _token("a GitHub token", r"(?:gh[pousr]_[A-Za-z0-9]{30,}|github_pat_[A-Za-z0-9_]{40,})"),
     _token("a GitLab token", r"glpat-[A-Za-z0-9_-]{20,}"),
     _token("an AWS key id", r"(?:AKIA|ASIA)[A-Z0-9]{16}(?![A-Za-z0-9])"),
@@ -66,14 +74,6 @@ SHAPES = (
         re.compile(rb"(?<![\w.])(?:/home/|/Users/|[A-Z]:(?:\\{1,2}|/)Users(?:\\{1,2}|/))[\w.-]"),
         secret=False,
     ),
-)
-
-#: The older wandb key is 40 hex digits, as is a git commit. The nearest word before it decides.
-_HEX40 = re.compile(rb"(?<![A-Za-z0-9])[0-9a-f]{40}(?![A-Za-z0-9])")
-_BEFORE_BYTES = 80
-_HEX40_WORDS = re.compile(
-    rb"(?P<key>wandb|key|token|secret|passw|login)|(?P<commit>commit|revision|sha-?1|git|@|/resolve/|/blob/|/tree/)",
-    re.IGNORECASE,
 )
 
 
@@ -111,32 +111,30 @@ def _spellings(value: str) -> set[bytes]:
     return {raw, escaped.encode(errors="surrogateescape"), quote(raw, safe="").encode()}
 
 
-def find(raw: bytes, own: Iterable[Shape] | None = None) -> list[Leak]:
+def find(raw: bytes, own: Iterable[Shape] | None = None, path: str = "") -> list[Leak]:
     """Return what looks like a secret or a trace of this machine, by line, at most five of a kind.
 
     Zero bytes are skipped, so UTF-16 is read as well. `own` is the result of `own_shapes`; None calls it.
     """
     raw = raw.replace(b"\0", b"")
-    found: list[Leak] = []
-    for shape in (*SHAPES, *(own_shapes() if own is None else own)):
-        places = (match.start() for match in shape.pattern.finditer(raw))
-        found += _leaks(raw, places, shape.kind, secret=shape.secret)
-    hex40 = [(match.start(), _hex40(raw, match.start())) for match in _HEX40.finditer(raw)]
-    keys = (place for place, what in hex40 if what == "key")
-    found += _leaks(raw, keys, "a wandb key", secret=True)
-    unknown = (place for place, what in hex40 if what == "unknown")
-    found += _leaks(raw, unknown, "40 hex digits: a wandb key, or a commit without that word", secret=False)
-    return sorted(set(found), key=lambda leak: (leak.line, not leak.secret, leak.kind))
+    found = {
+        Leak(path, raw.count(b"\n", 0, match.start()) + 1, shape.kind, shape.secret)
+        for shape in (*SHAPES, *(own_shapes() if own is None else own))
+        for match in islice(shape.pattern.finditer(raw), _MOST_OF_A_KIND)
+    }
+    return sorted(found, key=lambda leak: (leak.line, not leak.secret, leak.kind))
 
 
-def _leaks(raw: bytes, places: Iterable[int], kind: str, *, secret: bool) -> Iterator[Leak]:
-    for place in islice(places, _MOST_OF_A_KIND):
-        yield Leak(raw.count(b"\n", 0, place) + 1, kind, secret)
+def in_files(files: Mapping[str, bytes]) -> tuple[Leak, ...]:
+    """Return what leaks from any of these files or their names, by path and line."""
+    own, found = own_shapes(), []
+    for path, content in sorted(files.items()):
+        shown = "/".join("(hidden)" if find(part.encode(), own) else part for part in path.split("/"))
+        found += [*find(path.encode(), own, shown), *find(content, own, shown)]
+    return tuple(found)
 
 
-def _hex40(raw: bytes, place: int) -> Literal["key", "commit", "unknown"]:
-    before = raw[max(0, place - _BEFORE_BYTES) : place].rpartition(b"\n")[2]
-    words = [match.lastgroup for match in _HEX40_WORDS.finditer(before)]
-    if not words:
-        return "unknown"
-    return "key" if words[-1] == "key" else "commit"
+def refuse_secrets(files: Mapping[str, bytes], remedy: str) -> None:
+    """Raise UsageError, which ends with the remedy, if one of these files holds a secret."""
+    if secret := next((leak for leak in in_files(files) if leak.secret), None):
+        raise UsageError(f"{secret.path}:{secret.line} holds {secret.kind}; nothing was written; {remedy}")

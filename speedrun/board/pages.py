@@ -128,7 +128,6 @@ def json(board: Board) -> bytes:
     return msgspec.json.format(msgspec.json.encode(board), indent=2) + b"\n"
 
 
-#: Below 50 rem each line of a table becomes a card, and the heads become a row of buttons above the cards.
 _STYLE = """
 :root{color-scheme:light dark;--paper:#fff;--ink:#1c2733;--grey:#5d6974;--line:#dde3e9;--hover:#eef2f6;
 --link:#1f5fa8;--good:#1b7a3d;--bad:#b5391f}
@@ -146,14 +145,7 @@ th[aria-sort=ascending] button::after{content:" \\2191"}th[aria-sort=descending]
 .refused .standing{color:var(--bad)}.number{white-space:nowrap;font-variant-numeric:tabular-nums}
 figure{display:inline-block;margin:0 1rem 1rem 0;max-width:36rem;vertical-align:top}
 img{width:100%}figcaption{color:var(--grey)}
-@media(max-width:50rem){table,thead,tbody{display:block}th,td{border:0;padding:.1rem 0}
-thead tr{display:flex;flex-wrap:wrap;gap:.3rem;margin-bottom:.6rem}
-th button{border:1px solid var(--line);border-radius:1rem;padding:.3rem .7rem;font-weight:400;font-size:.85rem}
-tbody tr{display:grid;grid-template-columns:repeat(auto-fill,minmax(9rem,1fr));gap:.2rem 1rem;
-border-top:1px solid var(--line);padding:.7rem 0}
-td:empty{display:none}td::before{content:attr(data-label);display:block;color:var(--grey);font-size:.8rem;
-font-style:normal;font-weight:400}td.record{grid-column:1/-1;order:-1}td.record::before{display:none}
-figure{margin:0 0 1rem}}
+@media(max-width:50rem){table{display:block;overflow-x:auto}figure{margin:0 0 1rem}}
 """
 _SCRIPT = """
 for(const button of document.querySelectorAll('th button'))button.onclick=()=>{
@@ -200,7 +192,7 @@ def _html_row(entry: _Entry, columns: Sequence[str]) -> str:
         key = f' data-key="{entry.keys[name]:.4f}"' if name in entry.keys else ""
         kind = name if name in ("record", "standing") else "rules" if name == "by our rules" else "number"
         content = record if name == "record" else _text(entry.cells.get(name, ""), limit=200)
-        cells.append(f'<td class="{kind}" data-label="{name}"{key}>{content}</td>')
+        cells.append(f'<td class="{kind}"{key}>{content}</td>')
     standing = "published" if entry.published else entry.cells["standing"].partition(":")[0]
     return f'<tr class="{standing.replace(" ", "-")}">{"".join(cells)}</tr>\n'
 

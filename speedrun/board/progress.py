@@ -17,7 +17,6 @@ from speedrun.board.drawing import (
     VAL,
     canvas,
     in_font,
-    keep_clear,
     label,
     number_decades,
     save,
@@ -32,9 +31,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _MOST_DATES = 6
-_MOST_BESTS = 6
+_MOST_COSTS = 6
 _MOST_NAMED = 12
-_CROWD = 30  #: records; points are small from here on
 _MOST_NAME = 32  #: characters
 _LOG_FROM = 10.0  #: ratio of the longest time to the shortest from which the scale is logarithmic
 
@@ -68,16 +66,13 @@ def pareto(rows: Sequence[Row], folder: Path) -> list[Path]:
 
 def results(rows: Iterable[Row]) -> list[Row]:
     """Return the rows with a time and a loss that no check refused and that can be drawn."""
-    return [row for row in rows if row.standing != "refused" and _is_drawable(row)]
 
+    def is_drawable(row: Row) -> bool:
+        numbers = row.train_time_s, row.val_loss, row.num_steps
+        half_widths = row.train_time_half_width_s or 0.0, row.val_loss_half_width or 0.0
+        return all(number is not None and abs(number) <= MOST for number in (*numbers, *half_widths))
 
-def _is_drawable(row: Row) -> bool:
-    if row.train_time_s is None or row.val_loss is None:
-        return False
-    half_widths = row.train_time_half_width_s or 0.0, row.val_loss_half_width or 0.0
-    return all(
-        abs(number) <= MOST for number in (row.train_time_s, row.num_steps, row.val_loss, *half_widths)
-    )
+    return [row for row in rows if row.standing != "refused" and is_drawable(row)]
 
 
 def _qualifies(row: Row) -> bool:
@@ -115,6 +110,8 @@ def progress(rows: Sequence[Row]) -> list[tuple[int, float]]:
 
 def _draw_history(axes: "Axes", rows: Sequence[Row]) -> None:
     """Draw a point for each record that reached the target, by date, filled where qualified, and the best so far."""
+    from matplotlib.ticker import MaxNLocator
+
     rows = sorted((row for row in rows if row.standing != "missed"), key=lambda row: row.moment)
     places, costs = range(len(rows)), [_place(row)[0] for row in rows]
     name, form, half_widths = _unit(rows)
@@ -124,19 +121,15 @@ def _draw_history(axes: "Axes", rows: Sequence[Row]) -> None:
         axes.step(*zip(*line, strict=True), where="post", color=TRAIN, linewidth=1.2, zorder=1)
     _points(axes, rows, places, costs, half_widths, [0.0] * len(rows))
     bests = [place for place, _ in steps]
-    for place in places if len(rows) <= _MOST_BESTS else _some(bests, _MOST_BESTS):
+    for place in places if len(rows) <= _MOST_COSTS else bests[-_MOST_COSTS:]:
         label(axes, (place, costs[place]), form.format(costs[place]), (6, 5))
-    dated = _some(places, _MOST_DATES)
-    axes.set_xticks(dated, [rows[place].date for place in dated], rotation=20, ha="right")
+    dates: dict[float, str] = {place: row.date for place, row in enumerate(rows)}
+    axes.xaxis.set_major_locator(MaxNLocator(_MOST_DATES, integer=True))
+    axes.xaxis.set_major_formatter(lambda place, _: dates.get(place, ""))
+    axes.tick_params(axis="x", rotation=20)
     axes.set_ylim(bottom=0, top=1.25 * max(c + h for c, h in zip(costs, half_widths, strict=True)))
     axes.margins(x=0.15)
     axes.set_ylabel(name)
-
-
-def _some(places: Sequence[int], most: int) -> list[int]:
-    """Return at most this many of the places, evenly spaced, the last one included."""
-    every = max(1, -(-len(places) // most))
-    return list(places[::-1][::every][::-1])
 
 
 def _draw_pareto(figure: "Figure", track: str, rows: Sequence[Row]) -> None:
@@ -159,18 +152,15 @@ def _draw_pareto(figure: "Figure", track: str, rows: Sequence[Row]) -> None:
     axes.ticklabel_format(axis="y", useOffset=False)
     _note(axes, 0, f"target {target:g}", TARGET)
     named = sorted(rows, key=_place) if len(rows) <= _MOST_NAMED else best
-    labels = []
     for number, row in enumerate(named[-_MOST_NAMED:], 1):
         name = row.path.rpartition("/")[2][:_MOST_NAME]
         _note(axes, number, f"{number}  {name}", VAL if _qualifies(row) else GREY)
-        labels.append(label(axes, _place(row), str(number), (6, 5)))
-    keep_clear(axes, labels, [target])
+        label(axes, _place(row), str(number), (6, 5))
 
 
 def _points(axes: "Axes", rows: Sequence[Row], *numbers: Sequence[float]) -> None:
     """Draw a point for each row, filled where qualified; the numbers are x, y and the half widths in y and x."""
-    size = 3 if len(rows) >= _CROWD else 5
-    form = {"color": VAL, "markersize": size, "elinewidth": 1, "capsize": size / 2, "zorder": 3}
+    form = {"color": VAL, "markersize": 4, "elinewidth": 1, "capsize": 2, "zorder": 3}
     for face, filled in ((VAL, True), (PAPER, False)):
         shown = [place for place, row in enumerate(rows) if _qualifies(row) == filled]
         if shown:

@@ -1,11 +1,10 @@
 """The pictures of one record: loss against train time, loss against tokens, and a histogram of step times."""
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from speedrun.board.drawing import (
     DASHED,
@@ -15,7 +14,6 @@ from speedrun.board.drawing import (
     TRAIN,
     VAL,
     canvas,
-    keep_clear,
     key,
     label,
     level,
@@ -26,38 +24,22 @@ from speedrun.board.drawing import (
 from speedrun.board.ghost import same_batches
 from speedrun.ground.console import quantiles_ms
 from speedrun.ground.errors import UsageError
-from speedrun.ground.runlog import Resume, Step
 from speedrun.ledger.record import Record, load
 from speedrun.ledger.run import Run, loss_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.text import Annotation
 
 Kind = Literal["loss", "tokens", "steps"]  #: also the names of the files
 KINDS: tuple[Kind, ...] = get_args(Kind)
+#: What the horizontal axis of a loss curve shows of a step, and its name.
+_AXES = {"loss": ("train_time_s", "train time (s)"), "tokens": ("tokens_seen", "training tokens")}
 
 _MAX_LABELS = 6
 _NUM_BINS = 60
 _FAR = 3.0  #: times the 95th percentile; longer steps are counted in the key and not shown
 _NARROWEST_MS = 0.01  #: half width of a histogram whose steps all take the same time
 _LOG_FROM = 50.0  #: ratio of the tallest bar to the shortest from which the scale is logarithmic
-
-
-class _Axis(NamedTuple):
-    """The horizontal axis of a loss curve."""
-
-    of: Callable[[Step | Resume], float]
-    label: str
-
-
-_TIME = _Axis(lambda at: at.train_time_s, "train time (s)")
-
-
-def _token_axis(most_tokens: int) -> _Axis:
-    sizes = ((10**9, "billions"), (10**6, "millions"), (10**3, "thousands"))
-    size, word = next(((size, f" ({word})") for size, word in sizes if most_tokens >= size), (1, ""))
-    return _Axis(lambda at: at.tokens_seen / size, f"training tokens{word}")
 
 
 def plot(record_dir: Path, kinds: Sequence[Kind] = ("loss",)) -> list[Path]:
@@ -73,16 +55,14 @@ def plot(record_dir: Path, kinds: Sequence[Kind] = ("loss",)) -> list[Path]:
     if not runs:
         raise UsageError(f"{record_dir} holds no run with a step; 'speedrun validate {record_dir}' says why")
     _check_drawable(runs)
-    tokens = _token_axis(max(run.steps[-1].tokens_seen for run in runs))
-    draw: dict[Kind, Callable[[Axes], None]] = {
-        "loss": lambda axes: _draw_loss(axes, record, runs, _TIME),
-        "tokens": lambda axes: _draw_loss(axes, record, runs, tokens),
-        "steps": lambda axes: _draw_steps(axes, runs),
-    }
     paths: list[Path] = []
     for kind in kinds:
         with canvas(8.0, 4.5) as figure:
-            draw[kind](figure.add_subplot())
+            axes = figure.add_subplot()
+            if kind == "steps":
+                _draw_steps(axes, runs)
+            else:
+                _draw_loss(axes, record, runs, *_AXES[kind])
             paths += save(figure, record_dir / "plots", kind)
     return paths
 
@@ -96,73 +76,67 @@ def _check_drawable(runs: Sequence[Run]) -> None:
                 raise UsageError(f"{run.folder}: {number:g} cannot be drawn; need numbers below {MOST:g}")
 
 
-def _draw_loss(axes: "Axes", record: Record, runs: Sequence[Run], axis: _Axis) -> None:
+def _draw_loss(axes: "Axes", record: Record, runs: Sequence[Run], of: str, name: str) -> None:
+    """Draw losses against the attribute `of` of steps."""
+    from matplotlib.ticker import EngFormatter
+
     same = same_batches(runs)
     alike = same if len(same) > 1 else []
     if alike:
-        _band(axes, alike, axis)
+        _band(axes, alike, of)
     for run in runs:
         if run not in alike:
-            at, losses = [axis.of(step) for step in run.steps], [step.loss for step in run.steps]
+            at, losses = [getattr(step, of) for step in run.steps], [step.loss for step in run.steps]
             axes.plot(at, losses, color=GREY if alike else TRAIN, linewidth=0.7, alpha=0.8, zorder=1)
-        # No line through the validations: there are few, and the train loss shows what happens between them.
-        axes.plot(*_vals(run, axis), "o", color=VAL, markersize=5, clip_on=False, zorder=3)
-    levels: list[float] = []
+    vals = [_vals(run, of) for run in runs]
+    # No line through the validations: there are few, and the train loss shows what happens between them.
+    places, losses = ([point[i] for point in chain(*vals)] for i in (0, 1))
+    axes.plot(places, losses, "o", color=VAL, markersize=5, clip_on=False, zorder=3)
     if record.track is not None:
         target = record.track.target
-        levels.append(target.loss)
         level(axes, target.loss, f"target {target.loss:g}", TARGET)
         if target.entropy_rate:
-            levels.append(target.entropy_rate)
             level(axes, target.entropy_rate, f"entropy rate {target.entropy_rate:.2f}", GREY)
     axes.set_xlim(left=0)
     axes.margins(x=0.02)
-    axes.set_xlabel(axis.label)
+    if of == "tokens_seen":
+        axes.xaxis.set_major_formatter(EngFormatter())
+    axes.set_xlabel(name)
     axes.set_ylabel("loss (nats per token)")
     title(axes, _headline(runs))
-    labels = _label_validations(axes, runs, axis)
+    _label_validations(axes, vals)
     train = f"train: mean and range of {len(alike)} runs" if alike else "train"
     others = [("other runs", GREY)] if 0 < len(alike) < len(runs) else []
     key(axes, (train, TRAIN), *others, ("validation", VAL))
-    keep_clear(axes, labels, levels)
 
 
-def _band(axes: "Axes", runs: Sequence[Run], axis: _Axis) -> None:
+def _band(axes: "Axes", runs: Sequence[Run], of: str) -> None:
     """Draw the mean and range of each step's loss over the runs, at the mean place of the step."""
     steps = [*zip(*(run.steps for run in runs), strict=True)]
-    at = [fmean(axis.of(step) for step in same) for same in steps]
+    at = [fmean(getattr(step, of) for step in same) for same in steps]
     losses = [[step.loss for step in same] for same in steps]
     low, high = [min(same) for same in losses], [max(same) for same in losses]
     axes.fill_between(at, low, high, color=TRAIN, alpha=0.5, linewidth=0, zorder=1)
     axes.plot(at, [fmean(same) for same in losses], color=TRAIN, linewidth=1.0, zorder=1.5)
 
 
-def _vals(run: Run, axis: _Axis) -> tuple[list[float], list[float]]:
+def _vals(run: Run, of: str) -> list[tuple[float, float]]:
     """Return place and loss of the validations; one before step s is placed at the end of step s - 1."""
-    ends = [axis.of(at) for at in (run.origin, *run.steps)]
+    ends = [getattr(at, of) for at in (run.origin, *run.steps)]
     places = [(val.step - run.origin.step, val) for val in run.vals if val.tokens > 0]
-    known = [(ends[place], loss_of(val)) for place, val in places if 0 <= place < len(ends)]
-    return [place for place, _ in known], [loss for _, loss in known]
+    return [(ends[place], loss_of(val)) for place, val in places if 0 <= place < len(ends)]
 
 
-def _label_validations(axes: "Axes", runs: Sequence[Run], axis: _Axis) -> list["Annotation"]:
-    """Write the mean loss of the runs at some of the validations, always at the last; return what may be moved."""
-    points: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
-    for run in runs:
-        for number, point in enumerate(zip(*_vals(run, axis), strict=True)):
-            points[number].append(point)
-    last, movable = len(points) - 1, []
+def _label_validations(axes: "Axes", vals: Sequence[Sequence[tuple[float, float]]]) -> None:
+    """Write the mean loss of the runs at some of the validations, always at the last."""
+    last = max(map(len, vals)) - 1
     every = max(1, -(-last // (_MAX_LABELS - 1)))
     for number in range(last, -1, -every):
-        places, losses = zip(*points[number], strict=True)
-        point, mean = (fmean(places), max(losses)), fmean(losses)
-        if number == last:
-            movable.append(label(axes, point, f"{mean:.4f}", (0, 8), ha="center", fontweight="bold"))
-        elif number:
-            movable.append(label(axes, point, f"{mean:.2f}", (0, 8), ha="center", fontsize=9))
-        else:  # the first point is on the axis
-            label(axes, point, f"{mean:.2f}", (8, 0), fontsize=9)
-    return movable
+        places, losses = zip(*(one[number] for one in vals if number < len(one)), strict=True)
+        digits, weight = (4, "bold") if number == last else (2, "normal")
+        offset, side = ((0, 8), "center") if number else ((8, 0), "left")  # the first point is on the axis
+        point, text = (fmean(places), max(losses)), f"{fmean(losses):.{digits}f}"
+        label(axes, point, text, offset, ha=side, fontweight=weight, fontsize=9)
 
 
 def _draw_steps(axes: "Axes", runs: Sequence[Run]) -> None:
@@ -171,11 +145,8 @@ def _draw_steps(axes: "Axes", runs: Sequence[Run]) -> None:
     if min(times_s) < 0:
         raise UsageError(f"a step takes {min(times_s):g} s; need a time of at least 0")
     p50_ms, p95_ms, max_ms = quantiles_ms(times_s)
-    most_ms = min(max_ms, _FAR * p95_ms)
-    shown_ms = [1e3 * seconds for seconds in times_s if 1e3 * seconds <= most_ms]
-    least_ms = min(shown_ms)
-    slack_ms = 0.0 if most_ms - least_ms > _NARROWEST_MS else _NARROWEST_MS
-    ends_ms = least_ms - slack_ms, most_ms + slack_ms
+    shown_ms = [1e3 * seconds for seconds in times_s if 1e3 * seconds <= _FAR * p95_ms]
+    ends_ms = min(shown_ms) - _NARROWEST_MS, max(shown_ms) + _NARROWEST_MS
     counts, _, _ = axes.hist(shown_ms, bins=_NUM_BINS, range=ends_ms, color=TRAIN, zorder=1)
     tall = [float(count) for count in counts if count]
     if max(tall) > _LOG_FROM * min(tall):

@@ -17,8 +17,9 @@ from statistics import fmean
 import msgspec
 
 from speedrun.board import leaks, pull_request
+from speedrun.board.leaks import Leak
 from speedrun.board.standings import standing_of
-from speedrun.ground.errors import SpeedrunError, UsageError
+from speedrun.ground.errors import SpeedrunError, UsageError, translate_os_errors
 from speedrun.ground.wholefile import write_whole
 from speedrun.ledger.format import sha256
 from speedrun.ledger.record import Record
@@ -26,15 +27,6 @@ from speedrun.ledger.validate import Report
 
 _NAME = re.compile(r"\d{4}-\d\d-\d\d-[a-z0-9][a-z0-9-]{0,59}")
 _BOARD = ("records/LEADERBOARD.md", "records/leaderboard.json", "records/leaderboard.html", "README.md")
-
-
-class Finding(msgspec.Struct, frozen=True):
-    """Something in an outgoing file that should perhaps not go out."""
-
-    path: str  #: from the record's root; a part that is itself a secret is hidden
-    line: int
-    kind: str
-    secret: bool  #: stops the submission; else a warning
 
 
 class Submission(msgspec.Struct, frozen=True):
@@ -49,7 +41,7 @@ class Submission(msgspec.Struct, frozen=True):
     text: str  #: Markdown
     text_path: str
     commands: tuple[str, ...]  #: to be typed in the checkout; none is run
-    findings: tuple[Finding, ...]
+    findings: tuple[Leak, ...]  #: secrets stop the submission; the others are warnings
 
 
 def require_acceptable(record: Record, report: Report, *, missed: bool) -> None:
@@ -61,9 +53,10 @@ def require_acceptable(record: Record, report: Report, *, missed: bool) -> None:
     """
     root = record.root
     if report.exit_code:
-        found = [(status, report.having(status)) for status in ("failed", "warning")]
         bad = "; ".join(
-            f"{', '.join(one.check.id for one in some)} {status}" for status, some in found if some
+            f"{', '.join(one.check.id for one in found)} {status}"
+            for status in ("failed", "warning")
+            if (found := report.having(status))
         )
         raise SpeedrunError(
             f"{root} is refused: {bad}; 'speedrun validate --strict {root}' says why and what to do"
@@ -77,6 +70,12 @@ def require_acceptable(record: Record, report: Report, *, missed: bool) -> None:
         )
     if missed and not is_missed:
         raise UsageError(f"{root} reached its target ({loss:.4f}, {target:g}); leave out --missed")
+
+
+def require_outside(record: Path, out: Path) -> None:
+    """Raise UsageError if what is written about a record would become part of it."""
+    if out.resolve().is_relative_to(record.resolve()):
+        raise UsageError(f"{out} is inside the record, which may hold nothing else; choose another --out")
 
 
 def slug(text: str) -> str:
@@ -100,20 +99,6 @@ def name_of(record: Record, wanted: str | None = None) -> str:
     if not _NAME.fullmatch(name):
         raise UsageError(f"the record would be named {name!r}; need a date and a word, give one with --name")
     return name
-
-
-def findings(files: Mapping[str, bytes]) -> tuple[Finding, ...]:
-    """Return what leaks from any of these files or their names, by path and line."""
-    own = leaks.own_shapes()
-    return tuple(
-        Finding(_shown(path, own), leak.line, leak.kind, leak.secret)
-        for path, content in sorted(files.items())
-        for leak in [*leaks.find(path.encode(), own), *leaks.find(content, own)]
-    )
-
-
-def _shown(path: str, own: tuple[leaks.Shape, ...]) -> str:
-    return "/".join(part if not leaks.find(part.encode(), own) else "(hidden)" for part in path.split("/"))
 
 
 def pack(files: Mapping[str, bytes], folder: str) -> bytes:
@@ -156,7 +141,7 @@ def prepare(record: Record, report: Report, *, name: str, out: Path) -> tuple[Su
         text=text,
         text_path=str(text_path),
         commands=_commands(record.root, place, archive, title, text_path),
-        findings=findings(outgoing),
+        findings=leaks.in_files(outgoing),
     )
     return submission, content
 
@@ -187,9 +172,7 @@ def write(submission: Submission, content: bytes) -> None:
         UsageError: if the folder cannot be made.
     """
     archive = Path(submission.archive)
-    try:
+    with translate_os_errors(archive.parent, UsageError):
         archive.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"{archive.parent}: {error.strerror}; choose another --out") from None
     write_whole(archive, content)
     write_whole(Path(submission.text_path), submission.text.encode())

@@ -7,10 +7,10 @@ import click
 import msgspec
 
 from speedrun.board import submission
-from speedrun.board.submission import Finding
+from speedrun.board.leaks import Leak
 from speedrun.cli.options import PATH, flag, json_option, new_command, option, out_option, show
 from speedrun.ground.console import clean
-from speedrun.ground.errors import SpeedrunError, UsageError
+from speedrun.ground.errors import SpeedrunError
 from speedrun.ledger.record import load, need_record
 from speedrun.ledger.validate import examine
 
@@ -46,8 +46,7 @@ def command(
     report = examine(loaded, strict=True)
     submission.require_acceptable(loaded, report, missed=missed)
     out = Path(os.path.relpath(record.resolve().parent)) if out is None else out
-    if out.resolve().is_relative_to(record.resolve()):
-        raise UsageError(f"{out} is inside the record, which may hold nothing else; choose another --out")
+    submission.require_outside(record, out)
     called = submission.name_of(loaded, name)
     ready, archive = submission.prepare(loaded, report, name=called, out=out)
     found = [_line(finding) for finding in ready.findings]
@@ -77,7 +76,7 @@ def command(
     show({**msgspec.to_builtins(ready), "written": not dry_run}, lines, as_json=as_json)
 
 
-def _line(finding: Finding) -> str:
+def _line(finding: Leak) -> str:
     """Name file, line and kind, never the secret."""
     status = "secret " if finding.secret else "warning"
     return f"{status} {clean(finding.path)}:{finding.line}  {clean(finding.kind)}"

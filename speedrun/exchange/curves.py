@@ -4,7 +4,7 @@ Logs from elsewhere have no seed, no digest of the data and no chain of hashes, 
 source is one imported file; it may hold many runs. Losses are nats per token. Times are seconds on the clock of whoever
 made the log; what that clock counted is unknown.
 
-Each dialect turns its lines into `Reading`s. The rules for their order are the same for all:
+Each dialect turns its validations into `Reading`s. The rules for their order are the same for all:
 
 - A loss that is not finite is kept as None and reported.
 - A reading that repeats the one before is dropped: a console and a log file may have been joined.
@@ -16,20 +16,17 @@ Each dialect turns its lines into `Reading`s. The rules for their order are the 
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from speedrun.ground.console import clean
 
 MOST_RUNS = 20_000
-#: Of losses and times, as text; short enough to be read.
-NUMBER = r"[+-]?[0-9]{1,15}(?:\.[0-9]{0,20})?(?:[eE][+-]?[0-9]{1,3})?"
 _MOST_PROBLEMS = 100
 _FIRST_STEPS = 11  #: before the clock restarts
 _NAME_LIMIT = 200  #: characters
-_MOST_STEPS = 10**12
-_MOST_NUMBER = 1e12  #: of a loss, of seconds
+_MOST = 1e12  #: of a loss, of seconds
 
 
 class Point(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -38,12 +35,6 @@ class Point(msgspec.Struct, frozen=True, omit_defaults=True):
     step: int  #: steps done
     loss: float | None  #: None where it was not finite
     train_time_s: float | None = None  #: None where the log has none, or one that goes back
-
-    @property
-    def plausible(self) -> bool:
-        """Whether all numbers are in range; NaN and infinity are not."""
-        numbers = [number for number in (self.loss, self.train_time_s) if number is not None]
-        return 0 <= self.step <= _MOST_STEPS and all(0 <= number <= _MOST_NUMBER for number in numbers)
 
 
 class Problem(msgspec.Struct, frozen=True):
@@ -61,7 +52,6 @@ class ContextRun(msgspec.Struct, frozen=True, omit_defaults=True):
     validations: tuple[Point, ...]
     final_loss: float | None
     train_time_s: float | None  #: at the last validation
-    train_losses: tuple[Point, ...] = ()
 
 
 class Context(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="schema", tag="speedrun.context/1"):
@@ -74,34 +64,15 @@ class Context(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="schema
     num_problems: int = 0  #: all of them
 
 
-def context_run(
-    name: str,
-    num_steps: int | None,
-    validations: Sequence[Point],
-    train_losses: Sequence[Point] = (),
-) -> ContextRun:
-    """Return a run with its final loss and time, and a name that is safe to print."""
-    last = validations[-1] if validations else Point(0, None)
-    return ContextRun(
-        name=clean(name, limit=_NAME_LIMIT),
-        num_steps=num_steps,
-        validations=tuple(validations),
-        final_loss=last.loss,
-        train_time_s=last.train_time_s,
-        train_losses=tuple(train_losses),
-    )
-
-
 def can_identify(points: Sequence[Point]) -> bool:
     """Whether two runs with these validations are copies; a single loss without a time may be equal by chance."""
     return len(points) > 1 or any(point.train_time_s is not None for point in points)
 
 
 class Reading(NamedTuple):
-    """One line of a log."""
+    """A validation, as a line of a log has it."""
 
     line: int
-    kind: Literal["val", "train"]
     step: int
     num_steps: int | None
     loss: float
@@ -122,64 +93,58 @@ class Problems:
             self.kept.append(Problem(line, clean(message, limit=160)))
 
 
-class _Curves:
+class _Run:
     """One run while it is read."""
 
-    def __init__(self, first: Reading) -> None:
-        self.line = first.line
-        self.num_steps = first.num_steps
-        self.points: dict[str, list[Point]] = {"val": [], "train": []}
-        self.time_s = {"val": 0.0, "train": 0.0}  #: of the last reading
-
-    def begins_again(self, reading: Reading) -> bool:
-        points = self.points[reading.kind]
-        return bool(points) and reading.step <= points[0].step
+    def __init__(self, line: int) -> None:
+        self.line = line
+        self.num_steps: int | None = None
+        self.points: list[Point] = []
+        self._time_s = 0.0  #: of the last reading
 
     def take(self, reading: Reading, problems: Problems) -> None:
-        points, step, time_s = self.points[reading.kind], reading.step, reading.train_time_s
-        if points and step <= points[-1].step:
-            problems.add(reading.line, f"step {step} comes after step {points[-1].step}; left out")
+        line, step, num_steps, loss, time_s = reading
+        if self.points and step <= self.points[-1].step:
+            problems.add(line, f"step {step} comes after step {self.points[-1].step}; left out")
             return
-        loss = reading.loss if math.isfinite(reading.loss) else None
-        if loss is None:
-            problems.add(reading.line, f"the {reading.kind} loss of step {step} is {reading.loss}")
-        before_s = self.time_s[reading.kind]
-        if time_s is not None and time_s < before_s and step > _FIRST_STEPS:
+        if not math.isfinite(loss):
+            problems.add(line, f"the loss of step {step} is {loss}")
+        if time_s is not None and time_s < self._time_s and step > _FIRST_STEPS:
             problems.add(
-                reading.line, f"the time of step {step} goes back from {before_s} to {time_s} s; left out"
+                line, f"the time of step {step} goes back from {self._time_s} to {time_s} s; left out"
             )
             time_s = None
-        point = Point(step, loss, time_s)
-        if not point.plausible:
-            problems.add(reading.line, f"step {step} has numbers out of range; left out")
+        point = Point(step, loss if math.isfinite(loss) else None, time_s)
+        if not all(0 <= number <= _MOST for number in (point.loss, time_s) if number is not None):
+            problems.add(line, f"step {step} has numbers out of range; left out")
             return
-        points.append(point)
-        self.time_s[reading.kind] = before_s if time_s is None else time_s
-        self.num_steps = self.num_steps if reading.num_steps is None else reading.num_steps
+        self.points.append(point)
+        self._time_s = self._time_s if time_s is None else time_s
+        self.num_steps = self.num_steps if num_steps is None else num_steps
 
 
 def runs_of(name: str, readings: Iterable[Reading], problems: Problems) -> list[ContextRun]:
-    """Return the runs of one log in order; the second is called `name#2`."""
-    logs: list[_Curves] = []
+    """Return the runs of one log in order, with names that are safe to print; the second is called `name#2`."""
+    read: list[_Run] = []
     last: Reading | None = None
     for reading in readings:
         # NaN is not equal to itself, so texts are compared.
         if last is not None and repr(last[1:]) == repr(reading[1:]):
             continue
         last = reading
-        if not logs or logs[-1].begins_again(reading):
-            if len(logs) == MOST_RUNS:
+        if not read or (read[-1].points and reading.step <= read[-1].points[0].step):
+            if len(read) == MOST_RUNS:
                 problems.add(reading.line, f"more than {MOST_RUNS:,} runs; the rest is left out")
                 break
-            logs.append(_Curves(reading))
-        logs[-1].take(reading, problems)
+            read.append(_Run(reading.line))
+        read[-1].take(reading, problems)
     runs, seen = [], {}
-    for number, log in enumerate(logs, 1):
-        curves = tuple(log.points["val"]), tuple(log.points["train"])
-        if can_identify(curves[0]) and curves in seen:
-            problems.add(log.line, f"run {number} of {name} repeats run {seen[curves]}; left out")
-        elif any(curves):
-            seen[curves] = number
-            shown = name if number == 1 else f"{name}#{number}"
-            runs.append(context_run(shown, log.num_steps, *curves))
+    for number, one in enumerate(read, 1):
+        points = tuple(one.points)
+        if can_identify(points) and points in seen:
+            problems.add(one.line, f"run {number} of {name} repeats run {seen[points]}; left out")
+        elif points:
+            seen[points] = number
+            shown = clean(name if number == 1 else f"{name}#{number}", limit=_NAME_LIMIT)
+            runs.append(ContextRun(shown, one.num_steps, points, points[-1].loss, points[-1].train_time_s))
     return runs

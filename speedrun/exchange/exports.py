@@ -1,49 +1,76 @@
-"""A record in other formats: what its runs printed, classic text logs, CSV, wandb.
+"""A record in other formats: what its runs printed, text logs of modded-nanogpt, CSV, wandb.
 
 Exports contain only what the record holds: no path, user, host or environment of the machine that exports. They hold
 less than the record and prove nothing.
 """
 
+import csv
+import io
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal, NamedTuple
 
-from speedrun.board.submission import findings
-from speedrun.exchange import classic_log, curve_table
-from speedrun.exchange.curves import ContextRun, Point, context_run
+from speedrun.board.leaks import refuse_secrets
+from speedrun.board.submission import require_outside
 from speedrun.exchange.wandb_runs import offline_runs
 from speedrun.ground import console, runlog
+from speedrun.ground.console import clean
 from speedrun.ground.errors import UsageError
 from speedrun.ground.wholefile import make_folder
 from speedrun.ledger.record import Record
 from speedrun.ledger.run import Run, loss_of
 
 
-def curves_of(run: Run) -> ContextRun:
-    """Return the curves of one of our runs; a training loss is at the end of its step."""
-    time_s, vals, steps = 0.0, [], []
+class Loss(NamedTuple):
+    """A point of a curve."""
+
+    step: int  #: steps done
+    kind: Literal["val", "train"]
+    loss: float
+    train_time_s: float
+
+
+def curve(run: Run) -> list[Loss]:
+    """Return the losses of a run by step, a validation before the training loss of the step that ended there."""
+    time_s, found = 0.0, []
     for line in run.lines:
         match line.event:
             case runlog.ClockPause(train_time_s=paused_s) | runlog.ClockStop(train_time_s=paused_s):
                 time_s = paused_s
             case runlog.Val() as val:
-                vals.append(Point(val.step, loss_of(val), time_s))
+                found.append(Loss(val.step, "val", loss_of(val), time_s))
             case runlog.Step() as step:
-                steps.append(Point(step.step + 1, step.loss, step.train_time_s))
-    return context_run(run.folder, run.start.num_steps, vals, steps)
+                found.append(Loss(step.step + 1, "train", step.loss, step.train_time_s))
+    return sorted(found, key=lambda point: (point.step, point.kind == "train"))
 
 
 def _classic(record: Record) -> dict[str, bytes]:
-    """Return one text log for each run; it rounds, see `classic_log.write`."""
-    return {f"{run.folder}.txt": classic_log.write(curves_of(run)).encode() for run in record.runs}
+    """Return a log of modded-nanogpt for each run: losses with four digits, times in whole milliseconds."""
+    files = {}
+    for run in record.runs:
+        lines = (
+            f"step:{step}/{run.start.num_steps} {kind}_loss:{loss:.4f} train_time:{1e3 * time_s:.0f}ms "
+            f"step_avg:{1e3 * time_s / max(step, 1):.2f}ms\n"
+            for step, kind, loss, time_s in curve(run)
+        )
+        files[f"{run.folder}.txt"] = "".join(lines).encode()
+    return files
 
 
 def _csv(record: Record) -> dict[str, bytes]:
-    """Return the validations and training losses of all runs, with all digits."""
-    runs = [curves_of(run) for run in record.runs]
-    return {
-        "validations.csv": curve_table.write(runs).encode(),
-        "train_losses.csv": curve_table.write(runs, train=True).encode(),
-    }
+    """Return a table of the validations of all runs and one of the training losses, with all digits."""
+    files = {}
+    for name, kind in (("validations.csv", "val"), ("train_losses.csv", "train")):
+        table = io.StringIO()
+        writer = csv.writer(table, lineterminator="\n")
+        writer.writerow(["log", "step", "num_steps", f"{kind}_loss", "train_time_ms"])
+        for run in record.runs:
+            for point in (point for point in curve(run) if point.kind == kind):
+                # A digit of a nanosecond is more than a clock resolves; divided by 1,000 it gives the seconds again.
+                time_ms = f"{1e3 * point.train_time_s:.6f}".rstrip("0").rstrip(".")
+                writer.writerow([clean(run.folder), point.step, run.start.num_steps, point.loss, time_ms])
+        files[name] = table.getvalue().encode()
+    return files
 
 
 def _text(record: Record) -> dict[str, bytes]:
@@ -70,13 +97,8 @@ def export(record: Record, form: str, out: Path) -> list[Path]:
     """
     if not record.whole:
         raise UsageError(f"{record.root} cannot be read whole; 'speedrun validate {record.root}' says why")
-    if secret := next((finding for finding in findings(record.raw) if finding.secret), None):
-        raise UsageError(
-            f"{secret.path}:{secret.line} holds {secret.kind}; nothing was written; revoke the secret where it was "
-            "issued, and run again without it"
-        )
-    if out.resolve().is_relative_to(record.root.resolve()):
-        raise UsageError(f"{out} is inside the record, which may hold nothing else; choose another --out")
+    refuse_secrets(record.raw, "revoke the secret where it was issued, and run again without it")
+    require_outside(record.root, out)
     files = FORMS[form](record)
     make_folder(out, files)
     return [out / name for name in files]

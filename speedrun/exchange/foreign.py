@@ -1,19 +1,34 @@
-"""Import a file of somebody else's curves, in any supported dialect.
+"""Import a file of somebody else's validations: a text log, or a CSV table of many runs.
+
+    step:125/1770 val_loss:4.6539 train_time:12051ms step_avg:96.41ms     modded-nanogpt
+    step:125/3350 val_loss:4.66393 train_time:22.870s step_avg:182.95ms   its third track: seconds
+    s:250 tel:6.1710                                                      llm.c: no time
+    [METRICS (latest)] step: 1674  |  val_loss: 3.275080919265747         modded-nanogpt-jax
+
+A log may begin with the whole text of the script that wrote it, with versions and with the table of nvidia-smi. None
+of it is read: a line counts only if it consists of `key:value` words (or fields between bars), the first of which is
+the step. Source: the public logs, and the print statements inside them.
+
+    log,step,num_steps,val_loss,train_time_ms
+
+is the head of a table; the lines of a run are adjacent.
 
 The file is not trusted. It is read once, up to a limit that also holds after decompression. Bytes that are not UTF-8
-are replaced, and lines that cannot be read are reported by number.
+are replaced, names are cleaned before they are shown, and lines that cannot be read are reported by number.
 """
 
+import csv
 import errno
 import gzip
 import io
+import itertools
 import os
+import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from speedrun.exchange import classic_log, curve_table
-from speedrun.exchange.curves import Context, Problems
+from speedrun.exchange.curves import MOST_RUNS, Context, ContextRun, Problems, Reading, runs_of
 from speedrun.ground.console import clean
 from speedrun.ground.errors import UsageError
 from speedrun.ground.wholefile import read_regular
@@ -21,6 +36,18 @@ from speedrun.ledger.format import sha256
 
 MAX_BYTES = 32 * 2**20
 _GZIP = b"\x1f\x8b"
+_LONGEST_LINE = 1000  #: characters; longer lines are source text
+#: Short enough to be read.
+_NUMBER = r"[+-]?[0-9]{1,15}(?:\.[0-9]{0,20})?(?:[eE][+-]?[0-9]{1,3})?"
+_LOSS = re.compile(rf"{_NUMBER}|[+-]?(?:nan|inf)")
+_TIME = re.compile(rf"({_NUMBER})(ms|s)?")
+_WHOLE = re.compile(r"[0-9]{1,12}")
+_COLOURS = re.compile(r"\x1b\[[0-9;]{0,20}m")
+_MARK = r"(?:\[[a-z]+[0-9]{1,4}\]:|\[METRICS[^\]|]{0,40}\])?\s*"
+_STEP = re.compile(rf"{_MARK}(?:step|s):\s*([0-9]{{1,12}})(?:/([0-9]{{1,12}}))?(?=\s|$)(.*)")
+_BEGINS_LIKE_A_STEP = re.compile(r"step:\s*[0-9]|\[METRICS")
+_WORD = re.compile(r"([A-Za-z_][A-Za-z0-9_/]{0,40}):\s*(\S{1,100})(?=\s|$)\s*")
+_FIELD = re.compile(r"\|\s*([A-Za-z_][A-Za-z0-9_/]{0,40}):\s*([^|]{1,100}?)\s*(?=\||$)")
 
 
 def import_file(path: Path, name: str) -> Context:
@@ -52,10 +79,11 @@ def import_bytes(raw: bytes, name: str, *, source: str, digest: str) -> Context:
     """Return the runs of uncompressed bytes; there may be none."""
     problems = Problems()
     text = raw.decode("utf-8-sig", errors="replace")
-    if curve_table.is_table(text):
-        runs = curve_table.read(text, problems)
+    head = text[:200].partition("\n")[0].strip().split(",")
+    if {"log", "step", "val_loss"} <= {*head}:
+        runs = _runs_of_table(text, problems)
     else:
-        runs = classic_log.read(name, text, problems)
+        runs = runs_of(name, _readings_of_log(text, problems), problems)
     return Context(clean(source, limit=200), digest, tuple(runs), tuple(problems.kept), problems.count)
 
 
@@ -75,3 +103,79 @@ def _inflated(raw: bytes) -> bytes:
     if len(inflated) > MAX_BYTES:
         raise OSError(errno.EFBIG, f"more than {MAX_BYTES:,} bytes, unpacked")
     return inflated
+
+
+def _readings_of_log(text: str, problems: Problems) -> Iterator[Reading]:
+    for number, raw in enumerate(text.split("\n"), 1):
+        if len(raw) > _LONGEST_LINE:
+            if _BEGINS_LIKE_A_STEP.match(raw):
+                problems.add(number, f"a step line of {len(raw):,} characters; left out")
+            continue
+        line = _COLOURS.sub("", raw).strip()
+        if step := _STEP.match(line):
+            reading = _reading(number, step)
+            if isinstance(reading, str):
+                problems.add(number, f"{reading} in {line!r}; left out")
+            elif reading is not None:
+                yield reading
+        elif _BEGINS_LIKE_A_STEP.match(line):
+            problems.add(number, f"no step in {line!r}; left out")
+
+
+def _reading(number: int, step: re.Match[str]) -> Reading | str | None:
+    """Return the reading of a line, None if it is no validation, or what is wrong with it."""
+    words, rest = _words(step[3])
+    if rest:
+        return f"the line is cut off or unknown from {rest[:40]!r} on"
+    if (loss := words.get("val_loss", words.get("tel"))) is None:
+        return None
+    time = _TIME.fullmatch(words.get("train_time", "0"))
+    if not _LOSS.fullmatch(loss) or time is None:
+        return "a number that cannot be read"
+    time_s = float(time[1]) / (1 if time[2] == "s" else 1e3) if "train_time" in words else None
+    return Reading(number, int(step[1]), int(step[2]) if step[2] else None, float(loss), time_s)
+
+
+def _words(text: str) -> tuple[dict[str, str], str]:
+    """Return the leading `key:value` words, the first of each key, and the rest."""
+    words: dict[str, str] = {}
+    rest = text.lstrip()
+    while rest.startswith("|") and (field := _FIELD.match(rest)):
+        words.setdefault(field[1], field[2])
+        rest = rest[field.end() :]
+    while rest and (word := _WORD.match(rest)):
+        words.setdefault(word[1], word[2])
+        rest = rest[word.end() :]
+    return words, rest
+
+
+def _runs_of_table(text: str, problems: Problems) -> list[ContextRun]:
+    rows = csv.DictReader(io.StringIO(text, newline=""))
+    runs: list[ContextRun] = []
+    try:
+        for name, readings in itertools.groupby(_readings_of_table(rows, problems), key=lambda pair: pair[0]):
+            runs += runs_of(name, (reading for _, reading in readings), problems)
+            if len(runs) >= MOST_RUNS:
+                problems.add(rows.line_num, f"more than {MOST_RUNS:,} runs; the rest is left out")
+                break
+    except csv.Error as error:
+        problems.add(rows.line_num, f"{error}; the rest is left out")
+    return runs
+
+
+def _readings_of_table(rows: csv.DictReader, problems: Problems) -> Iterator[tuple[str, Reading]]:
+    for row in rows:
+        cells = {key: (value or "").strip() for key, value in row.items() if isinstance(key, str)}
+        step, loss = cells["step"], cells["val_loss"]
+        planned, time_ms = cells.get("num_steps", ""), cells.get("train_time_ms", "")
+        if (
+            None in row  # more cells than columns
+            or not (_WHOLE.fullmatch(step) and _LOSS.fullmatch(loss))
+            or not (time_ms == "" or _LOSS.fullmatch(time_ms))
+            or not (planned == "" or _WHOLE.fullmatch(planned))
+        ):
+            problems.add(rows.line_num, f"cannot be read: {','.join(cells.values())!r}; left out")
+            continue
+        time_s = float(time_ms) / 1e3 if time_ms else None
+        num_steps = int(planned) if planned else None
+        yield cells["log"], Reading(rows.line_num, int(step), num_steps, float(loss), time_s)

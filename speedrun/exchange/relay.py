@@ -10,10 +10,11 @@ import os
 import select
 import sys
 import tempfile
-from collections.abc import Container
+from collections.abc import Callable, Container, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from speedrun.board import leaks
 from speedrun.exchange.wandb_runs import WandbRun, library
@@ -40,28 +41,22 @@ def relayed(record: Path, project: str | None) -> AbstractContextManager[None]:
     )
 
 
-class _Log:
-    """A growing log and its run in wandb."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._tail = path, Tail(path)
-        self._run: WandbRun | None = None
-
-    def send(self, wandb: Any, record: Path, project: str, scratch: str) -> None:
-        """Send the complete lines that are new."""
-        for raw in (raw for piece in iter(self._tail.read, None) for raw in piece.lines):
+def _sent(path: Path, begin: Callable[[runlog.Line], WandbRun]) -> Iterator[None]:
+    """Send the lines of a growing log to a run that its first line begins; pause where there is none yet."""
+    tail, run = Tail(path), None
+    while True:
+        for raw in (raw for piece in iter(tail.read, None) for raw in piece.lines):
             line = runlog.decode(raw)
             if isinstance(line.event, runlog.RunStart):
                 # The only line with free text of which wandb gets anything.
                 if secret := next((leak for leak in leaks.find(raw) if leak.secret), None):
-                    raise UsageError(f"line 1 of {self._path} holds {secret.kind}; nothing of it is sent")
-                self._run = WandbRun(
-                    wandb, line, scratch=scratch, mode="online", project=project, group=record.resolve().name
-                )
-            elif self._run is not None:
-                self._run(line)
-            if isinstance(line.event, runlog.RunEnd) and self._run is not None:
-                self._run.finish(succeeded=line.event.status == "finished")
+                    raise UsageError(f"line 1 of {path} holds {secret.kind}; nothing of it is sent")
+                run = begin(line)
+            elif run is not None:
+                run(line)
+            if isinstance(line.event, runlog.RunEnd) and run is not None:
+                run.finish(succeeded=line.event.status == "finished")
+        yield
 
 
 def relay(record: Path, project: str, skip: Container[str], until: IO[bytes]) -> None:
@@ -74,14 +69,15 @@ def relay(record: Path, project: str, skip: Container[str], until: IO[bytes]) ->
     if (mode := os.environ.get("WANDB_MODE", "online")) not in ("online", "shared"):
         raise UsageError(f"WANDB_MODE={mode}, which sends nothing")
     with tempfile.TemporaryDirectory() as scratch:
-        wandb = library()
-        logs: dict[Path, _Log] = {}
+        wandb, group = library(), record.resolve().name
+        begin = partial(WandbRun, wandb, scratch=scratch, mode="online", project=project, group=group)
+        logs: dict[Path, Iterator[None]] = {}
         is_over = False
         while not is_over:
             is_over = bool(select.select([until], [], [], _POLL_S)[0])
             for path in sorted(record.glob("runs/*/metrics.jsonl")):
                 if path.parent.name not in skip:
-                    logs.setdefault(path, _Log(path)).send(wandb, record, project, scratch)
+                    next(logs.setdefault(path, _sent(path, begin)))
         wandb.teardown()
 
 

@@ -33,25 +33,15 @@ def library(**environment: str) -> Any:
         raise UsageError("wandb is not installed; type: pip install wandb") from None
 
 
-def _scalars(event: runlog.AnyEvent) -> list[tuple[int, str, float]]:
-    """Return steps done, name and value of each number in an event."""
+def _scalars(event: runlog.AnyEvent) -> tuple[int, dict[str, float]]:
+    """Return steps done, and the numbers of an event by name."""
     match event:
         case runlog.Val():
-            return [(event.step, "val/loss", loss_of(event))]
+            return event.step, {"val/loss": loss_of(event)}
         case runlog.Step():
-            done = event.step + 1
-            return [
-                (done, "train/loss", event.loss),
-                (done, "train/time_s", event.train_time_s),
-                (done, "train/tokens", float(event.tokens_seen)),
-                *((done, f"train/{name}", float(value)) for name, value in event.inputs.items()),
-            ]
-    return []
-
-
-def _utc_s(line: runlog.Line) -> float:
-    """Return the time of a line, in seconds since 1970."""
-    return datetime.fromisoformat(line.t_utc).timestamp()
+            found = {"loss": event.loss, "time_s": event.train_time_s, "tokens": event.tokens_seen}
+            return event.step + 1, {f"train/{k}": float(x) for k, x in {**found, **event.inputs}.items()}
+    return 0, {}
 
 
 class WandbRun:
@@ -90,7 +80,7 @@ class WandbRun:
             x_disable_stats=True,
             x_disable_viewer=True,
             x_save_requirements=False,
-            x_start_time=_utc_s(start),
+            x_start_time=datetime.fromisoformat(start.t_utc).timestamp(),
         )
         self._run = wandb.init(
             mode=mode, project=project, id=self.id, name=event.run_id, group=group, config=event.config,
@@ -99,8 +89,10 @@ class WandbRun:
 
     def __call__(self, line: runlog.Line) -> None:
         """Log the numbers of a line; wandb joins those of one step into one row."""
-        for step, key, number in _scalars(line.event):
-            self._run.log({key: number, "_timestamp": _utc_s(line)}, step=step)
+        step, numbers = _scalars(line.event)
+        if numbers:
+            now_s = datetime.fromisoformat(line.t_utc).timestamp()
+            self._run.log({**numbers, "_timestamp": now_s}, step=step)
 
     def finish(self, *, succeeded: bool = True) -> None:
         """End it; returns when wandb has everything."""

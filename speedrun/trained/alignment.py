@@ -14,7 +14,8 @@ from jax.extend.core import JaxprEqn
 _ELEMENTWISE = """
 abs add and atan2 cbrt ceil clamp convert_element_type copy cos cosh div eq erf erf_inv erfc exp exp2 expm1 floor ge gt
 integer_pow is_finite le log log1p logistic lt max min mul ne neg not optimization_barrier or pow reduce_precision rem
-round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor
+round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub
+tan tanh xor
 """
 ELEMENTWISE = frozenset(_ELEMENTWISE.split())
 REDUCTIONS = frozenset(
@@ -31,15 +32,11 @@ class Time(NamedTuple):
     per: int = 1
 
 
-#: Where each operand has its positions; None: it has none, or is needed whole.
-Times = Sequence[Time | None]
-
-
 class Passage(NamedTuple):
     """How positions go through an equation that acts on each by itself."""
 
     out: Time  #: of its outputs
-    operands: Times
+    operands: Sequence[Time | None]  #: where each has its positions; None: it has none, or is needed whole
 
 
 def shape_of(x: Any) -> tuple[int, ...]:
@@ -47,21 +44,25 @@ def shape_of(x: Any) -> tuple[int, ...]:
     return x.aval.shape
 
 
-def passage(eqn: JaxprEqn, i: int, times: Times) -> Passage | None:
-    """Return how positions get from operand `i` to the output; None if the equation mixes them, or is unknown.
+def dtype_of(x: Any) -> Any:
+    """Return the dtype of a variable or literal of a jaxpr."""
+    return x.aval.dtype
 
-    `times` has what is known of all operands; that of `i` is known.
+
+def passage(eqn: JaxprEqn, i: int, time: Time) -> Passage | None:
+    """Return how positions get from operand `i`, where they lie at `time`, to the output.
+
+    None if the equation mixes them, or is unknown.
     """
-    time, name = times[i], eqn.primitive.name
-    assert time is not None
+    name = eqn.primitive.name
     if name in ELEMENTWISE or (name == "concatenate" and time.axis != eqn.params["dimension"]):
         return Passage(time, [time if shape_of(x) else None for x in eqn.invars])
     if name == "dot_general":
-        return _of_product(eqn, i, time, times)
+        return _of_product(eqn, i, time)
     if name == "gather":
         return _of_lookup(eqn, time) if i == 1 else None
     out = _OF_FIRST_OPERAND[name](eqn, time) if i == 0 and name in _OF_FIRST_OPERAND else None
-    return out and Passage(out, [time, *[None] * (len(times) - 1)])
+    return out and Passage(out, [time, *[None] * (len(eqn.invars) - 1)])
 
 
 def _reshape(eqn: JaxprEqn, time: Time) -> Time | None:
@@ -103,18 +104,19 @@ _OF_FIRST_OPERAND: Mapping[str, Callable[[JaxprEqn, Time], Time | None]] = Mappi
 )
 
 
-def _of_product(eqn: JaxprEqn, i: int, time: Time, times: Times) -> Passage | None:
-    """A product leaves positions apart unless it sums over them, or pairs each with each of the other operand."""
+def _of_product(eqn: JaxprEqn, i: int, time: Time) -> Passage | None:
+    """A product leaves positions apart unless it sums over them.
+
+    It may pair each with each, as queries with keys. Then a row has entries for keys that follow, which a causal
+    function masks.
+    """
     contracted, batch = eqn.params["dimension_numbers"]
     if time.axis in contracted[i]:
         return None
-    time_of_other = times[1 - i]
     if time.axis in batch[i]:
         place = batch[i].index(time.axis)
         other = time._replace(axis=batch[1 - i][place])
         return Passage(time._replace(axis=place), [time, other] if i == 0 else [other, time])
-    if time_of_other is not None and time_of_other.axis not in contracted[1 - i]:
-        return None
     free = [
         [d for d in range(len(shape_of(x))) if d not in (*contracted[j], *batch[j])]
         for j, x in enumerate(eqn.invars)

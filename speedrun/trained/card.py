@@ -58,13 +58,13 @@ def _of_the_run(trained: Trained) -> dict[str, str]:
     run = next((run for run in record.runs if run.folder == trained.run[1]), None)
     if run is None:
         return {}
+    val = next((val for val in run.vals if val.step == trained.step), None)
     loss = f"not measured after step {trained.step:,}"
-    for val in run.vals:
-        if val.step == trained.step:
-            loss = f"{loss_of(val):.4f} nats per token, on {val.tokens:,} tokens in sequences of "
-            loss += (
-                f"{trained.program.recipe.eval_seq_len:,}; with another context or tokenizer, none compares"
-            )
+    if val is not None:
+        loss = (
+            f"{loss_of(val):.4f} nats per token, on {val.tokens:,} tokens in sequences of "
+            f"{trained.program.recipe.eval_seq_len:,}; with another context or tokenizer, none compares"
+        )
     return {
         "run": clean(run.folder),
         "date": run.begun.date().isoformat(),

@@ -17,7 +17,7 @@ from speedrun.ground.errors import UsageError
 from speedrun.science.inputs import Inputs
 from speedrun.science.params import Params
 from speedrun.science.recipe import Recipe
-from speedrun.trained.incremental import DecodingKernels, Incremental, probes
+from speedrun.trained.incremental import DecodingKernels, Incremental
 from speedrun.trained.weights import Trained
 
 #: Lengths are rounded up to a multiple: programs are compiled for one length.
@@ -62,22 +62,11 @@ def drawn(z_V: jax.Array, key: jax.Array, how: Draw) -> jax.Array:
     return jnp.where(how.temperature > 0, order_V[jnp.argmax(noisy_V)], jnp.argmax(z_V)).astype(jnp.int32)
 
 
-def _key(seed: int | jax.Array, stream: jax.Array, position: jax.Array) -> jax.Array:
-    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), stream), position)
-
-
 class Decoder:
     """A model that continues prompts. Programs are compiled at the first call."""
 
     def __init__(
-        self,
-        recipe: Recipe,
-        inputs: Inputs,
-        params: Params,
-        *,
-        vocab_size: int,
-        document_token: int,
-        num_positions: int,
+        self, recipe: Recipe, inputs: Inputs, params: Params, *, vocab_size: int, num_positions: int
     ) -> None:
         """Read the model for sequences of up to so many tokens.
 
@@ -86,7 +75,6 @@ class Decoder:
             inputs: those of the last validation.
             params: by name, in the compute dtype.
             vocab_size: ids that the data has; the model may know more, which are never drawn.
-            document_token: opens a document.
             num_positions: prompt and new tokens.
 
         Raises:
@@ -99,22 +87,21 @@ class Decoder:
                 "shorten the prompt, or ask for fewer --tokens"
             )
         self.num_positions = min(longest, -(-num_positions // POSITIONS) * POSITIONS)
-        self._params, kernels = params, DecodingKernels()
-        self.model = Incremental(
-            lambda params, tokens_BT: recipe.forward(params, tokens_BT, inputs, recipe.config, kernels),
-            params,
-            probes(self.num_positions, vocab_size=vocab_size, document_token=document_token),
+        self._params, self._vocab_size, kernels = params, vocab_size, DecodingKernels()
+        self._forward = lambda params, tokens_BT: recipe.forward(
+            params, tokens_BT, inputs, recipe.config, kernels
         )
         self._logits = lambda params, x_ND: recipe.logits(params, x_ND, recipe.config)[:, :vocab_size]
         self._is_new = True  #: whether what is kept was not compared since the last start
         # Rounding: a row alone and one of many are summed in other orders.
         dtypes = [x.dtype for x in jax.tree.leaves(params) if jnp.issubdtype(x.dtype, jnp.floating)]
         self._tolerance = max((float(jnp.finfo(dtype).eps) for dtype in dtypes), default=0.0) ** 0.5
-        self._compile()
+        self._compile(is_whole=False)
 
-    def _compile(self) -> None:
+    def _compile(self, *, is_whole: bool) -> None:
+        self.model = Incremental(self._forward, self._params, self.num_positions, is_whole=is_whole)
         self._fixed = jax.jit(self.model.fixed)(self._params)
-        # Other functions after `evaluate_whole`, whose programs JAX must not look up.
+        # Other functions each time, whose programs JAX must not look up.
         self._start = jax.jit(lambda *args: self._read(*args))
         self._extend = jax.jit(lambda *args: self.write(*args), static_argnums=4, donate_argnums=2)
         self._differ = jax.jit(jax.vmap(self.model.differences))
@@ -140,21 +127,23 @@ class Decoder:
         texts, ids_PN = self._extend(self._params, self._fixed, texts, how, num_tokens)  # `how` is traced
         if self._is_new and (found := self._difference(texts)) > self._tolerance:
             sys.stderr.write(
-                "warning: this model mixes positions in a way that no trial showed: what is kept of them differs by "
-                f"{found:.1e}; each token is computed from all before it, which is slow\n"
+                f"warning: this model mixes positions: what is kept of them differs by {found:.1e} from the whole "
+                "forward pass; each token is computed from all before it, which is slow\n"
             )
-            self.model.evaluate_whole(self._params)
-            self._compile()
+            self._compile(is_whole=True)
             texts = self._start(self._fixed, *begun)
             texts, ids_PN = self._extend(self._params, self._fixed, texts, how, num_tokens)
         self._is_new = False
         return texts, np.asarray(ids_PN)
 
     def _difference(self, texts: Texts) -> float:
-        """Return by how much rows that were kept differ from those of the whole forward pass."""
-        whole = self._start(self._fixed, *texts[:3])
+        """Return by how much rows that were kept differ from those of the whole forward pass before other tokens."""
         # The last token was not read; past the end, positions overwrite the last one.
-        read_P = jnp.minimum(texts.length_P, self.num_positions) - 1
+        read_P = np.minimum(texts.length_P, self.num_positions) - 1
+        other_PT = np.random.default_rng(0).integers(0, self._vocab_size, texts.tokens_PT.shape, np.int32)
+        is_read_PT = np.arange(self.num_positions) < read_P[:, None]
+        tokens_PT = np.where(is_read_PT, texts.tokens_PT, other_PT)
+        whole = self._start(self._fixed, tokens_PT, texts.length_P, texts.stream_P)
         return float(jnp.max(self._differ(texts.caches, whole.caches, read_P)))
 
     def continued(self, prompts: Sequence[np.ndarray], num_tokens: int, how: Draw) -> Iterator[np.ndarray]:
@@ -191,7 +180,8 @@ class Decoder:
         def write(texts: Texts, _: None) -> tuple[Texts, jax.Array]:
             z_PV, caches = self._next(params, fixed, texts)
             # Of text and position alone, so that pauses do not matter.
-            keys_P = jax.vmap(partial(_key, how.seed))(texts.stream_P, texts.length_P)
+            keys_P = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(how.seed), texts.stream_P)
+            keys_P = jax.vmap(jax.random.fold_in)(keys_P, texts.length_P)
             new_P = draw(z_PV, keys_P)
             tokens_PT = texts.tokens_PT.at[rows_P, texts.length_P].set(new_P, mode="drop")
             return Texts(tokens_PT, texts.length_P + 1, texts.stream_P, caches), new_P
@@ -202,12 +192,10 @@ class Decoder:
 
 def decoder_of(trained: Trained, num_positions: int) -> Decoder:
     """Return the decoder of a trained model for sequences of up to so many tokens; see `Decoder`."""
-    data, recipe = trained.track.data, trained.program.recipe
     return Decoder(
-        recipe,
+        trained.program.recipe,
         trained.inputs,
         trained.params,
-        vocab_size=data.vocab_size,
-        document_token=data.document_token,
+        vocab_size=trained.track.data.vocab_size,
         num_positions=num_positions,
     )

@@ -34,12 +34,10 @@ def variables(eqn: JaxprEqn) -> list[Var]:
     return [x for x in eqn.invars if isinstance(x, Var)]
 
 
-def traced(
-    function: Callable[..., Any], *args: Any, keep: Callable[[JaxprEqn], bool]
-) -> tuple[Jaxpr, list[Any]]:
-    """Trace a function of the leaves of `args`: its jaxpr and constants. It calls only what is to `keep`."""
+def traced(function: Callable[..., Any], *args: Any) -> tuple[Jaxpr, list[Any]]:
+    """Trace a function of the leaves of `args`: its jaxpr and constants. It calls no other function."""
     outer = jax.make_jaxpr(function)(*args)
-    entered = jax.make_jaxpr(lambda *leaves: _entered(outer.jaxpr, outer.consts, leaves, keep))
+    entered = jax.make_jaxpr(lambda *leaves: _entered(outer.jaxpr, outer.consts, leaves))
     closed = entered(*jax.tree.leaves(args))
     return closed.jaxpr, closed.consts
 
@@ -54,16 +52,14 @@ def needed(jaxpr: Jaxpr) -> list[JaxprEqn]:
     return found[::-1]
 
 
-def _entered(
-    jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], keep: Callable[[JaxprEqn], bool]
-) -> list[Any]:
+def _entered(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     def apply(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         inner = eqn.params.get(_CALLED.get(eqn.primitive.name, ""))
-        if inner is None or keep(eqn):
+        if inner is None:
             return bind(eqn, values)
         if hasattr(inner, "consts"):  # a closed one
-            return _entered(inner.jaxpr, inner.consts, values, keep)
-        return _entered(inner, [], values, keep)
+            return _entered(inner.jaxpr, inner.consts, values)
+        return _entered(inner, [], values)
 
     values: Values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
     run(jaxpr.eqns, values, apply)

@@ -13,7 +13,8 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from speedrun.board.submission import findings
+from speedrun.board.leaks import refuse_secrets
+from speedrun.board.submission import require_outside
 from speedrun.data import inventory, vocabulary
 from speedrun.ground import mesh as meshes
 from speedrun.ground import track as tracks
@@ -112,19 +113,15 @@ def save_folder(trained: Trained, out: Path, files: Mapping[str, bytes]) -> list
     if not trained.is_ours:
         raise UsageError(f"{trained}: need weights that a run of speedrun trained; name one")
     texts = {name: raw for name, raw in files.items() if name.endswith((".json", ".md"))}
-    if secret := next((finding for finding in findings(texts) if finding.secret), None):
-        raise UsageError(
-            f"{secret.path}:{secret.line} would hold {secret.kind}; nothing was written; take it out of the record's "
-            "title, or of the settings"
-        )
+    refuse_secrets(texts, "take it out of the record's title, or of the settings")
     make_folder(out, files)
     return [out / name for name in files]
 
 
 def check_out(trained: Trained, out: Path) -> None:
     """Raise UsageError if a folder for a model is part of the record, or not empty."""
-    if trained.run and out.resolve().is_relative_to(trained.run[0].resolve()):
-        raise UsageError(f"{out} is inside the record, which may hold nothing else; choose another --out")
+    if trained.run:
+        require_outside(trained.run[0], out)
     with translate_os_errors(out, UsageError):
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise UsageError(f"{out} is there and not an empty folder; choose a new one with --out")

@@ -1,12 +1,13 @@
 """lm-evaluation-harness on a trained model, for tasks that this package does not score by itself.
 
-It is imported when it is asked for: pip install lm-eval. Its tasks load data from the hub.
+It is imported when it is asked for: pip install lm-eval. Its tasks load data from the hub. Those that ask for new text
+are refused: no model of this size answers them.
 
 Source: Gao et al., EleutherAI/lm-evaluation-harness.
 """
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,9 @@ import numpy as np
 import yaml
 
 from speedrun.ground.errors import DataError, UsageError
-from speedrun.trained.decode import Draw, decoder_of
 from speedrun.trained.likelihood import Row, endings
 from speedrun.trained.weights import Trained
-from speedrun.trained.words import Text, Words
-
-_NEW_TOKENS = 256  #: of a text, where the task does not say
+from speedrun.trained.words import Words
 
 
 def scores(
@@ -95,13 +93,7 @@ def adapter(trained: Trained, words: Words, say: Callable[[str], None]) -> Any:
             return found
 
         def generate_until(self, requests: Any, **_: Any) -> list[str]:
-            asked = [(request.args[0], *_how(request.args[1])) for request in requests]
-            texts = _written(trained, words, asked)
-            found = []
-            for text in texts:
-                found.append(text)
-                say(f"{len(found):,} of {len(asked):,} texts")
-            return found
+            raise UsageError(f"{len(requests)} questions ask for new text; tasks that score given text work")
 
     return Model()
 
@@ -113,32 +105,3 @@ def _row(context: list[int], ending: list[int], longest: int) -> Row:
         )
     ids = np.array([*context, *ending][-longest:], np.int32)
     return Row(ids, max(1, len(ids) - len(ending)))
-
-
-def _how(given: dict[str, Any]) -> tuple[int, list[str], Draw]:
-    """Return how many tokens to write, the texts that end them, and how they are drawn."""
-    ends = given.get("until") or []
-    temperature = given.get("temperature", 0.0) if given.get("do_sample") else 0.0
-    draw = Draw(temperature, given.get("top_k", 0), given.get("top_p", 1.0))
-    return given.get("max_gen_toks", _NEW_TOKENS), [ends] if isinstance(ends, str) else [*ends], draw
-
-
-def _written(
-    trained: Trained, words: Words, asked: Sequence[tuple[str, int, list[str], Draw]]
-) -> Iterator[str]:
-    """Continue each context until one of its ends."""
-    longest = trained.program.recipe.eval_seq_len
-    if (most := max(one[1] for one in asked)) >= longest:
-        raise UsageError(
-            f"a task asks for {most:,} new tokens; the model takes {longest:,} with its context; leave it out"
-        )
-    starts = [words.encode(context)[-max(1, longest - most) :] for context, most, _, _ in asked]
-    needed = max(len(start) + one[1] for start, one in zip(starts, asked, strict=True))
-    decoder = decoder_of(trained, min(longest, needed))  # one program for all
-    for start, (_, most, ends, draw) in zip(starts, asked, strict=True):
-        text, num_tokens = Text(words, start), min(most, decoder.num_positions - len(start))
-        for (ids_N,) in decoder.continued([start], num_tokens, draw):
-            text.add(ids_N, is_last=len(text.ids) + len(ids_N) == num_tokens)
-            if text.has_ended or any(end in text.text for end in ends):
-                break
-        yield min((text.text.partition(end)[0] for end in ends), key=len, default=text.text)

@@ -6,74 +6,42 @@ jaxpr is read once. What depends on no token (weights, angles) is computed once.
     by row   if it acts on each position by itself: at the newest position only
     whole    if it mixes positions (a shift, a running sum): at all of them, with rows of the past from a cache
 
-and attention for the newest query, on cached keys and values. So no model has a second form for generation, and a
-recipe from outside needs none. The price: what is evaluated whole costs as much as in `forward`. In the ladder that is
-little, but for the composed heads of record 89.
+A product of the newest query with keys, and of its weights with values, takes them from the cache. So no model has a
+second form for generation, and a recipe from outside needs none. The price: what is evaluated whole costs as much as in
+`forward`. In the ladder that is little, but for the composed heads of record 89.
 
 A row is an entry of the whole value. Rows of the past may be kept only if they do not depend on tokens that follow, and
 a causal function need not compute them so: it may subtract a maximum over all positions, and add it again. No rule on
-equations can know that. So it is tried: where sequences that begin alike have other rows, it is evaluated whole. Other
-tokens may still do what those of the trial did not: `decode` compares the beginning of each text.
+equations can know that. So `decode` compares the rows of each text with those of the same text before other tokens.
 
-Legend: T positions, B sequences (one), H heads, K head width, S keys, D model.
+Legend: T positions, B sequences (one), H heads, K head width, D model.
 """
 
 from collections.abc import Callable, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
 from speedrun.science.kernels import attention as definition
 from speedrun.science.kernels.attention import Sight
 from speedrun.science.kernels.choose import Kernels
-from speedrun.trained.alignment import RUNNING, Time, passage, shape_of, with_shapes_of_rows
+from speedrun.trained.alignment import RUNNING, Time, dtype_of, passage, shape_of, with_shapes_of_rows
 from speedrun.trained.equations import Values, bind, needed, run, traced, variables
 
 
 @dataclass(frozen=True, eq=False)
 class DecodingKernels(Kernels):
-    """The definitions of all operations, with attention as one equation that `Incremental` knows."""
+    """The definitions of all operations: none is an opaque kernel, and no sequence is too long for one."""
 
-    platform: str = "cpu"  #: where no operation is an opaque kernel
+    platform: str = "cpu"
     compute_capability: str = ""
 
     def attention(self, q_BTHK: Any, k_BTHK: Any, v_BTHK: Any, sight: Sight, /, **more: Any) -> jax.Array:
         """Compute `kernels.attention`."""
-        return jax.jit(_attention)(q_BTHK, k_BTHK, v_BTHK, sight.first_BT, jnp.float32(more["scale"]))
-
-
-_ATTENTION = "speedrun_attention_of_decoding"
-
-
-def _attention(q_BTHK: Any, k_BTHK: Any, v_BTHK: Any, first_BT: Any, scale: Any) -> jax.Array:
-    return definition.attention(q_BTHK, k_BTHK, v_BTHK, Sight(first_BT, first_BT), scale=scale)
-
-
-_attention.__name__ = _ATTENTION
-
-
-def _attention_of_newest(
-    q_BTHK: Any, k_BSHK: Any, v_BSHK: Any, first_BT: Any, scale: Any, start: Any
-) -> jax.Array:
-    """Compute `_attention` of the queries from position `start` on."""
-    scores_BHTS = jnp.einsum("bthk,bshk->bhts", q_BTHK, k_BSHK, preferred_element_type=jnp.float32) * scale
-    t_T, s_S = start + jnp.arange(q_BTHK.shape[1]), jnp.arange(k_BSHK.shape[1])
-    seen_BTS = (s_S[None, None] <= t_T[None, :, None]) & (s_S[None, None] >= first_BT[:, :, None])
-    weights_BHTS = jax.nn.softmax(jnp.where(seen_BTS[:, None], scores_BHTS, -jnp.inf), axis=-1)
-    return jnp.einsum("bhts,bshk->bthk", weights_BHTS.astype(v_BSHK.dtype), v_BSHK)
-
-
-def _is_float(x: Any) -> bool:
-    return jnp.issubdtype(x.aval.dtype, jnp.inexact)
-
-
-def _is_attention(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name in ("jit", "pjit") and eqn.params["name"] == _ATTENTION
+        return definition.attention(q_BTHK, k_BTHK, v_BTHK, sight, scale=more["scale"])
 
 
 class Row(NamedTuple):
@@ -93,25 +61,21 @@ class Whole(NamedTuple):
 class _Position:
     """Evaluates equations at position `t`."""
 
-    def __init__(self, t: jax.Array, past: Values | None, mixed: AbstractSet[Var]) -> None:
-        self._t, self._past, self._mixed = t, past, mixed
+    def __init__(self, t: jax.Array, past: Values | None) -> None:
+        self._t, self._past = t, past
         self.times: dict[Var, Time] = {}  #: of what is in the cache
         self.cache: Values = {}  #: what was needed at all positions, with the newest row
 
     def apply(self, eqn: JaxprEqn, values: list[Any]) -> list[Any]:
         """Evaluate an equation on values that are `Row`, `Whole`, or depend on no token."""
-        if self._mixed & {*eqn.outvars}:
-            return self._whole(eqn, values, None)
-        if _is_attention(eqn) and isinstance(values[0], Row) and values[0].time.axis == 1:
-            return [self._attend(eqn, values)]
         times = [x.time if isinstance(x, Row | Whole) else None for x in values]
         rows = [i for i, x in enumerate(values) if isinstance(x, Row)]
         wholes = [i for i, x in enumerate(values) if isinstance(x, Whole) and x.time is not None]
         for i in [*rows, *wholes]:
-            way = passage(eqn, i, times)
+            way = passage(eqn, i, values[i].time)
             if way is not None and self._fits(values, way.operands):
                 # Integers stay whole: they are cheap, and whole they need no cache.
-                if not rows and not _is_float(eqn.outvars[0]):
+                if not rows and not jnp.issubdtype(dtype_of(eqn.outvars[0]), jnp.inexact):
                     alike = all(x.time == times[i] for x in values if isinstance(x, Whole))
                     return self._whole(eqn, values, way.out if alike else None)
                 operands = zip(eqn.invars, values, way.operands, strict=True)
@@ -150,29 +114,6 @@ class _Position:
         """Return the entries of the newest position."""
         return jax.lax.dynamic_slice_in_dim(value, self._t * time.per, time.per, time.axis)
 
-    def _attend(self, eqn: JaxprEqn, values: list[Any]) -> Row:
-        (q, time), *rest = values
-        k, v, first, scale = (self.whole(x, value) for x, value in zip(eqn.invars[1:], rest, strict=True))
-        first, start = self.newest(first, Time(1, time.per)), self._t * time.per
-        return Row(_attention_of_newest(q, k, v, first, scale, start), time)
-
-
-def probes(num_positions: int, *, vocab_size: int, document_token: int) -> np.ndarray:
-    """Return sequences that agree in their first half, of several documents, and end very differently: i32 [5, T]."""
-    rng, half = np.random.default_rng(0), num_positions // 2
-    head_T = rng.integers(0, vocab_size, half)
-    head_T[:: max(1, half // 3)] = document_token
-    others = rng.integers(0, vocab_size, (2, num_positions))
-    ends = (
-        *others,
-        np.resize(head_T, num_positions),
-        np.full(num_positions, document_token),
-        others[0] * 0 + head_T[-1],
-    )
-    return np.stack([np.concatenate([head_T, end_T[: num_positions - half]]) for end_T in ends]).astype(
-        np.int32
-    )
-
 
 class Incremental:
     """A causal function (params, tokens_BT) -> x_BTD of one sequence: `fixed` and `start`, then `step` by step.
@@ -181,17 +122,24 @@ class Incremental:
     """
 
     def __init__(
-        self, function: Callable[[Any, jax.Array], jax.Array], params: Any, probes_RT: np.ndarray
+        self,
+        function: Callable[[Any, jax.Array], jax.Array],
+        params: Any,
+        num_positions: int,
+        *,
+        is_whole: bool = False,
     ) -> None:
-        """Read a function, for sequences as long as the probes.
+        """Read a function.
 
         Args:
             function: to evaluate.
-            params: its parameters; with them, it is tried which rows may be kept.
-            probes_RT: i32, tokens that agree in the first half, as `probes` makes them.
+            params: its parameters, or others of these shapes.
+            num_positions: tokens of a sequence.
+            is_whole: evaluate all positions in each step, and keep nothing of those of the past.
         """
-        tokens = jax.ShapeDtypeStruct((1, probes_RT.shape[1]), jnp.int32)
-        jaxpr, consts = traced(function, params, tokens, keep=_is_attention)
+        self._is_whole = is_whole
+        tokens = jax.ShapeDtypeStruct((1, num_positions), jnp.int32)
+        jaxpr, consts = traced(function, params, tokens)
         *self._params, self._tokens = jaxpr.invars
         self._states: Any = jaxpr.outvars[0]
         self._consts = dict(zip(jaxpr.constvars, consts, strict=True))
@@ -204,16 +152,13 @@ class Incremental:
             (self._eqns if depends else self._fixed_eqns).append(eqn)
         self._fixed = [*dict.fromkeys(x for eqn in self._eqns for x in variables(eqn) if x not in on_tokens)]
         self._kept: dict[Var, Time] = {}  #: whose rows of the past are needed
-        self._mixed: set[Var] = set()  #: evaluated whole, because their rows depend on tokens that follow
-        self._find_kept(params)
-        while changing := self._changing(params, probes_RT):
-            self._mixed |= changing
-            self._find_kept(params)
 
-    def evaluate_whole(self, params: Any) -> None:
-        """Keep nothing of past positions from now on: `step` costs as much as the function."""
-        self._mixed = {x for eqn in self._eqns for x in eqn.outvars}
-        self._find_kept(params)
+        def first(params: Any, tokens_BT: jax.Array) -> None:
+            position = _Position(jnp.int32(0), None)
+            self._advance(position, self.fixed(params), tokens_BT)
+            self._kept = position.times
+
+        jax.eval_shape(first, params, tokens)
 
     @property
     def cache_shapes(self) -> list[tuple[int, ...]]:
@@ -232,31 +177,6 @@ class Incremental:
             worst = jnp.maximum(worst, jnp.max(jnp.abs(x - y)) / jnp.maximum(jnp.max(jnp.abs(y)), 1e-30))
         return worst
 
-    def _find_kept(self, params: Any) -> None:
-        def first(params: Any, tokens_BT: jax.Array) -> None:
-            position = _Position(jnp.int32(0), None, self._mixed)
-            self._advance(position, self.fixed(params), tokens_BT)
-            self._kept = position.times
-
-        jax.eval_shape(first, params, self._tokens.aval)
-
-    def _changing(self, params: Any, probes_RT: np.ndarray) -> set[Var]:
-        """Return what is kept, but has other rows in the first half if the tokens of the second half are others."""
-        half = probes_RT.shape[1] // 2
-
-        @jax.jit
-        def rows(params: Any, tokens_RT: jax.Array) -> list[jax.Array]:
-            fixed = self.fixed(params)
-
-            def of_one(tokens_T: jax.Array) -> list[jax.Array]:
-                cache = zip(self.start(fixed, tokens_T[None])[1], self._kept.values(), strict=True)
-                return [jax.lax.slice_in_dim(x, 0, half * time.per, axis=time.axis) for x, time in cache]
-
-            return [jnp.all(x == x[:1]) for x in jax.lax.map(of_one, tokens_RT)]
-
-        alike = rows(params, jnp.asarray(probes_RT))
-        return {x for x, is_alike in zip(self._kept, alike, strict=True) if not is_alike}
-
     def fixed(self, params: Any) -> list[jax.Array]:
         """Return what depends on no token."""
         values: Values = {**self._consts, **dict(zip(self._params, jax.tree.leaves(params), strict=True))}
@@ -273,11 +193,13 @@ class Incremental:
         self, fixed: list[jax.Array], cache: list[jax.Array], tokens_BT: jax.Array, t: jax.Array
     ) -> tuple[jax.Array, list[jax.Array]]:
         """Return the state of position `t` [1, 1, D] and the new cache. `tokens_BT` holds all tokens up to it."""
-        position = _Position(t, dict(zip(self._kept, cache, strict=True)), self._mixed)
+        position = _Position(t, dict(zip(self._kept, cache, strict=True)))
         x_BTD = self._advance(position, fixed, tokens_BT)
         return x_BTD, [position.cache[x] for x in self._kept]
 
     def _advance(self, position: _Position, fixed: list[jax.Array], tokens_BT: jax.Array) -> jax.Array:
+        if self._is_whole:
+            return position.newest(self.start(fixed, tokens_BT)[0], Time(1))
         values = self._values(fixed, Whole(tokens_BT, Time(1)))
         run(self._eqns, values, position.apply)
         x = values[self._states]

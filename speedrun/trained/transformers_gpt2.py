@@ -8,7 +8,7 @@ Source: transformers, `models/gpt2/modeling_gpt2.py`.
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -67,9 +67,8 @@ _Size = Annotated[int, Meta(ge=1, le=2**24)]
 
 
 class Config(msgspec.Struct, frozen=True):
-    """What we need of `config.json`, with the defaults of transformers. What computes something else is refused."""
+    """What we need of `config.json`, with the defaults of transformers."""
 
-    model_type: str
     vocab_size: _Size = 50257
     n_positions: _Size = 1024
     n_embd: _Size = 768
@@ -77,16 +76,10 @@ class Config(msgspec.Struct, frozen=True):
     n_head: _Size = 12
     n_inner: _Size | None = None
     bos_token_id: int | None = 50256
-    activation_function: str = "gelu_new"
-    layer_norm_epsilon: float = 1e-5
-    scale_attn_weights: bool = True
-    scale_attn_by_inverse_layer_idx: bool = False
-    add_cross_attention: bool = False
-    tie_word_embeddings: bool = True
 
 
-#: Values that our model computes; those of `activation_function` are names of one function.
-_COMPUTED = {
+#: What else our model computes, the default of transformers first. The activations are names of one function.
+_COMPUTED: dict[str, tuple[object, ...]] = {
     "model_type": ("gpt2",),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
     "layer_norm_epsilon": (gpt2.EPS,),
@@ -140,9 +133,9 @@ def read_config(folder: Path) -> Config:
         UsageError: if it is of a model that computes something else than GPT-2.
     """
     path = folder / CONFIG
-    config = read_json(path, Config)
+    config, given = read_json(path, Config), read_json(path, dict[str, Any])
     for name, known in _COMPUTED.items():
-        if (got := getattr(config, name)) not in known:
+        if (got := given.get(name, known[0])) not in known:
             raise UsageError(f"{path}: {name} is {got!r}; our GPT-2 has {known[0]!r}; choose another model")
     if config.n_embd % config.n_head:
         raise DataError(
@@ -274,19 +267,21 @@ def write(trained: Trained, out: Path) -> list[Path]:
 
 
 def _config(cfg: gpt2.Config, document_token: int) -> dict[str, object]:
+    sizes = Config(
+        vocab_size=cfg.vocab_size,
+        n_positions=cfg.max_positions,
+        n_embd=cfg.model_dim,
+        n_layer=cfg.num_layers,
+        n_head=cfg.num_heads,
+        n_inner=cfg.mlp_dim,
+        bos_token_id=document_token,
+    )
     return {
-        "model_type": "gpt2",
         "architectures": ["GPT2LMHeadModel"],
-        "vocab_size": cfg.vocab_size,
-        "n_positions": cfg.max_positions,
-        "n_embd": cfg.model_dim,
-        "n_layer": cfg.num_layers,
-        "n_head": cfg.num_heads,
-        "n_inner": cfg.mlp_dim,
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": gpt2.EPS,
+        **{name: known[0] for name, known in _COMPUTED.items()},
+        **msgspec.to_builtins(sizes),
+        "eos_token_id": document_token,
         **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
-        **dict.fromkeys(("bos_token_id", "eos_token_id"), document_token),
         "torch_dtype": "float32",
     }
 

@@ -119,7 +119,12 @@ def load(
     shards = inventory.data_folder(track, data or kept.config.data)
     known = () if chosen.constants is no_constants else vocabulary.load(track, shards)
     program = Program(chosen, meshes.make_mesh(1), kept.config.microbatches or SHARDS, vocabulary=known)
-    at = folder / str(_step(folder, step))
+    steps = steps_in(folder)
+    if not steps:
+        raise UsageError(f"{folder} has no checkpoint; run again with --checkpoint-every N, which keeps some")
+    if step is not None and step not in steps:
+        raise UsageError(f"{folder} has checkpoints of steps {', '.join(map(str, steps))}; got --step {step}")
+    at = folder / str(steps[-1] if step is None else step)
     facts = _unsealed(at / "facts" / "metadata", checkpoint.Facts)
     if str(facts.step) != at.name:
         raise CheckpointError(f"{at}: it holds step {facts.step}; choose another --step")
@@ -159,17 +164,6 @@ def steps_in(folder: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdecimal())
 
 
-def _step(folder: Path, wanted: int | None) -> int:
-    steps = steps_in(folder)
-    if not steps:
-        raise UsageError(f"{folder} has no checkpoint; run again with --checkpoint-every N, which keeps some")
-    if wanted is not None and wanted not in steps:
-        raise UsageError(
-            f"{folder} has checkpoints of steps {', '.join(map(str, steps))}; got --step {wanted}"
-        )
-    return steps[-1] if wanted is None else wanted
-
-
 def _configs(kept: Resumable, program: Program) -> Iterator[str]:
     """Yield the digests that the config of the run may have: it chose its use of memory by itself."""
     config = kept.config
@@ -198,7 +192,7 @@ def _restored(folder: Path, facts: checkpoint.Facts, program: Program) -> Params
     found = {name: array for name, array in facts.arrays.items() if name.startswith("params.")}
     for difference in checkpoint.differences(found, wanted):
         raise CheckpointError(
-            f"{folder}: {difference}; it is of another model, or another version of this one"
+            f"{folder}: {difference}; it is of another model, or of another version of this one"
         )
     args = ocp.args.PyTreeRestore(
         wanted, ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=True

@@ -68,7 +68,7 @@ def program(function: Callable[..., Any], params: Any, shapes: Sequence[Any], co
     Raises:
         UsageError: if the page lacks an operation.
     """
-    jaxpr, consts = equations.traced(function, params, *shapes, keep=lambda _: False)
+    jaxpr, consts = equations.traced(function, params, *shapes)
     return _Writer(constants).write(jaxpr, consts, params)
 
 

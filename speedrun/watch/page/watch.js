@@ -11,7 +11,7 @@ const DRAW_MS = 250;
 
 const $ = (id) => document.getElementById(id);
 const runs = new Map(), texts = new Map(), rules = new Map(), hidden = new Set();
-const view = { axis: "time", scale: "linear", theme: "auto", focus: null };
+const view = { axis: "time", scale: "linear", focus: null };
 const feed = { isOn: false, tries: 0, heard: 0, ahead: 0, folders: [], ended: false, source: null };
 let drawn = "", isDue = true, announced = "";
 
@@ -192,39 +192,6 @@ function choose(name, value) {
   draw();
 }
 
-function setTheme(theme) {
-  view.theme = theme;
-  if (theme === "auto") delete document.documentElement.dataset.theme;
-  else document.documentElement.dataset.theme = theme;
-  $("theme").textContent = `theme: ${theme}`;
-  isDue = true;
-  draw();
-}
-
-const nextTheme = () => setTheme({ auto: "light", light: "dark", dark: "auto" }[view.theme]);
-
-function shift(by) {
-  const keys = [...runs.keys()];
-  if (keys.length) choose("focus", keys[(keys.indexOf(view.focus) + by + keys.length) % keys.length]);
-}
-
-const KEYS = {
-  x: () => choose("axis", view.axis === "time" ? "tokens" : "time"),
-  l: () => choose("scale", view.scale === "log" ? "linear" : "log"),
-  t: nextTheme,
-  c: () => $("loss").focus(),
-  "[": () => shift(-1),
-  "]": () => shift(1),
-  "?": () => $("shortcuts").showModal(),
-};
-
-document.addEventListener("keydown", (event) => {
-  if (event.ctrlKey || event.metaKey || event.altKey || $("shortcuts").open) return;
-  if (KEYS[event.key]) {
-    event.preventDefault();
-    KEYS[event.key]();
-  }
-});
 document.addEventListener("change", ({ target }) => {
   if (target.name === "axis" || target.name === "scale") choose(target.name, target.value);
   if (target.dataset.focus) choose("focus", target.dataset.focus);
@@ -235,8 +202,6 @@ document.addEventListener("change", ({ target }) => {
     draw();
   }
 });
-$("theme").addEventListener("click", nextTheme);
-$("help").addEventListener("click", KEYS["?"]);
 $("config-details").addEventListener("toggle", () => {
   isDue = true;
   draw();
