@@ -83,7 +83,7 @@ class Record:
 def load(name: str) -> "Recipe":
     """Return a recipe of this package by its name, or one of your own by the path of its file.
 
-    The name may be that of an installed package's entry point. A file is read again each time.
+    A file is read again each time.
 
     Raises:
         UsageError: if there is none.

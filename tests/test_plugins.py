@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,7 @@ from speedrun.data import inventory, prep, tokenizer
 from speedrun.data.sources import open_source
 from speedrun.ground import mesh, plugins, provenance, track
 from speedrun.ground.errors import DataError, UsageError
-from speedrun.ground.plugins import GROUP, own_file, resolve
+from speedrun.ground.plugins import own_file, resolve
 from speedrun.ground.sourcefile import RECIPES, RECIPES_VARIABLE
 from speedrun.ledger.source import split_source
 from speedrun.library import settings_of
@@ -140,19 +139,6 @@ def test_processes_that_are_started_find_it_by_its_name(folder: Path) -> None:
     script = "from speedrun.science import recipes; print(recipes.load('swiglu').summary)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("smoke with SwiGLU")
-
-
-def test_an_installed_package_names_its_recipe(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = metadata.EntryPoint("adamw", "adamw", GROUP)
-    monkeypatch.setattr(
-        metadata, "entry_points", lambda **wanted: [entry] if wanted["name"] == "adamw" else []
-    )
-    monkeypatch.syspath_prepend(str(folder))
-    assert recipes.load(resolve("adamw")).name == "adamw"
-    monkeypatch.setenv(RECIPES_VARIABLE, "")
-    entry = metadata.EntryPoint("adamw", "nowhere.to_be_found", GROUP)
-    with pytest.raises(UsageError, match=r"entry point adamw of speedrun\.recipes names nowhere"):
-        resolve("adamw")
 
 
 def _huge(path: Path) -> None:
