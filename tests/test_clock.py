@@ -15,8 +15,8 @@ from speedrun.ground import clock, console, runlog, track
 from speedrun.ground.clock import Phases
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.validate import validate
-from speedrun.training.outcome import lost_s
 from speedrun.training.request import RunConfig
+from speedrun.training.save_and_resume import lost_s
 from speedrun.training.train import train
 
 PHASES = ["start", "compile", "warm-up", "step", "data", "evaluation", "checkpoint", "end"]
