@@ -21,32 +21,18 @@ MANY = 100_000
 BOMBS = {
     "brackets": "(" * MANY,
     "closed brackets": "(" * MANY + ")" * MANY,
-    "lists": "[" * MANY,
     "signs": "-" * MANY + "1",
-    "sums": "1" + "+1" * MANY,
-    "attributes": "a" + ".b" * MANY,
     "calls": "a" + "()" * MANY,
-    "indices": "a" + "[0]" * (MANY // 2),
     "comparisons": "a" + "<a" * (MANY // 4),
-    "powers": "1**" * (MANY // 2) + "1",
-    "nots": "not " * (MANY // 2) + "1",
     "lambdas": "lambda:" * (MANY // 4) + "1",
-    "conditions": "1 if 1 else " * (MANY // 8) + "1",
     "branches": "if 1: pass\n" + "elif 1: pass\n" * (MANY // 8),
     "blocks": "".join(" " * depth + "if 1:\n" for depth in range(500)),
-    "decorators": "@a\n" * (MANY // 2) + "def f(): 0",
-    "strings": "'" * MANY,
     "f-strings": "f'{" * 1_000,
     "a long number": "9" * MANY,
-    "a longer number": "0x" + "f" * MANY,
     "a zero byte": "x = '\0'",
     "half a character": "x = '\ud800'",
-    "odd escapes": "x = '\\d'",
-    "turned text": "\u202e = 1",
     "one line": "x = '" + "y" * 250_000 + "'",
     "a return": "return",
-    "an await": "await x",
-    "names": "x" * 250_000,
 }
 
 
@@ -58,11 +44,8 @@ def test_a_bomb_is_read_to_its_end(bomb):
 
 TABLES = {
     "a long line": "a = " + "[" * MANY,
-    "many lines": "a = 1\n" * MANY,
-    "brackets": "a = [\n" + "[\n" * 10_000,
     "a key of many parts": "a." + "b." * MANY + "c = 1",
     "keys of many parts": "".join(f"{'b.' * 150}c{number} = 1\n" for number in range(100)),
-    "strings": '"' * 300,
     "a number too large": "a = 1e999999",
     "a long number": "a = " + "9" * 390,
 }
@@ -110,7 +93,7 @@ def science(files: dict[str, str]) -> dict[str, str]:
     return {path: text for path, text in files.items() if code.is_science(path)}
 
 
-def test_our_own_science_is_on_the_list_but_for_two_reviewed_files():
+def test_our_own_science_is_on_the_list_but_for_reviewed_files():
     """What fails here and only computes belongs into speedrun/ledger/permitted.py."""
     files = {path: code.read(path, text) for path, text in science(ours()).items()}
     given = set().union(*(one.given for one in files.values()))
@@ -123,7 +106,7 @@ def test_our_own_science_is_on_the_list_but_for_two_reviewed_files():
             ]
         )
     }
-    assert left.keys() == {path for path in source._REVIEWED if path.startswith(code.SCIENCE)}, left
+    assert left.keys() == source._REVIEWED.keys() & files.keys(), left
 
 
 def test_our_own_files_carry_no_data():
