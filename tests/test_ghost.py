@@ -16,7 +16,6 @@ from speedrun.board.standings import Board
 from speedrun.ground import runlog, track
 from speedrun.ground.console import render
 from speedrun.ground.errors import UsageError
-from speedrun.ground.live import Live
 from speedrun.ground.runlog import Step
 from speedrun.study import race
 
@@ -98,23 +97,6 @@ def test_the_ghost_is_on_the_step_lines_and_in_no_log(folder):
     assert len(raced) == 10
     assert all(re.search(r"eta \d+s  ghost [+-]0\.0 s -0\.005$", line) for line in raced)
     assert re.sub(r"  ghost .*", "", "\n".join(shown) + "\n") == render(lines)
-
-
-def test_the_bar_of_a_narrow_terminal_shows_the_ghost(folder, monkeypatch):
-    class Terminal(io.StringIO):
-        encoding = "utf-8"
-
-        def isatty(self) -> bool:
-            return True
-
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    stream = Terminal()
-    with Live(stream, lambda step: f"ghost -1.8 s +0.{step.step:03}") as live:
-        for line in chain(moments(Spec())):
-            live(line)
-    assert re.search(r"10/10\S* \S+ .*  loss 4\.\d{4}  eta 0s  ghost -1\.8 s \+0\.009", stream.getvalue())
 
 
 def rows(**standings: str) -> Board:

@@ -1,20 +1,24 @@
 """The text log of a run, made from its events.
 
-`render(lines)` is the text of a `metrics.jsonl`. `Printer` prints the same lines during the run; `ground.live` adds a
-progress bar on a terminal.
+`render(lines)` is the text of a `metrics.jsonl`. `Printer` prints the same lines during the run; on a terminal `Live`
+shows the newest step below them.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import TextIO
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from typing import Self, TextIO
 
 from msgspec import DecodeError
 
 from speedrun.ground import runlog
+from speedrun.ground.clock import Stopwatch
 from speedrun.ground.runlog import Line
 
 _RULE_WIDTH = 82
 _KERNEL = "kern  "
 _LINE_LIMIT = 400  #: characters
+_CLEAR = "\r\x1b[K"  #: of a terminal: go to the start of the line, and erase it
+_REFRESH_S = 0.25
 
 
 def clean(text: str, *, limit: int = _LINE_LIMIT) -> str:
@@ -237,3 +241,68 @@ class Printer:
         encoding = self._stream.encoding or "utf-8"
         self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
         self._stream.flush()
+
+
+class Live(Printer):
+    """Prints events as they come. On a terminal, a line below them shows the newest step until another is printed.
+
+    Use as a context manager, and as the reader of a log.
+    """
+
+    def __init__(
+        self,
+        stream: TextIO,
+        ghost: Callable[[runlog.Step], str] | None = None,
+        legend: str = "",
+        *,
+        verbose: bool = False,
+    ) -> None:
+        """Print to `stream`.
+
+        `ghost` is called with every step; it returns a text to append to its line, which is not logged. `legend` is
+        printed when the run starts.
+        """
+        super().__init__(stream, verbose=verbose)
+        self._ghost, self._legend = ghost, legend
+        self._num_steps = 0
+        self._status: Stopwatch | None = (
+            None  #: since the line of the newest step was written, if it stands there
+        )
+
+    def __call__(self, line: Line) -> None:
+        """Show one event."""
+        if isinstance(line.event, runlog.RunStart):
+            self._num_steps = line.event.num_steps
+            if self._legend:
+                self.say(self._legend)
+        shown, step = self._shown(line), line.event
+        is_step = isinstance(step, runlog.Step)
+        ghost = f"  {self._ghost(step)}" if is_step and self._ghost is not None else ""
+        if shown is not None:
+            self._write(shown + ghost)
+        elif is_step and self._stream.isatty():
+            self._show(step, ghost)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._status is not None:
+            self._stream.write(_CLEAR)
+            self._stream.flush()
+
+    def _write(self, text: str) -> None:
+        super()._write(text if self._status is None else _CLEAR + text)
+        self._status = None
+
+    def _show(self, step: runlog.Step, ghost: str) -> None:
+        """Write the line of the newest step, a few times a second: a terminal may be slow, and the run waits for it."""
+        if self._status is not None and self._status.seconds < _REFRESH_S:
+            return
+        done = step.step + 1
+        rate = quantity(step.tokens_seen / max(1e-9, step.train_time_s), "tok/s")
+        eta = duration(step.train_time_s / done * (self._num_steps - done))
+        text = f"step  {done}/{self._num_steps}  {rate}  loss {step.loss:.4f}  eta {eta}{ghost}"
+        self._stream.write(_CLEAR + text[: shutil.get_terminal_size().columns - 1])
+        self._stream.flush()
+        self._status = Stopwatch()
