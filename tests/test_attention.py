@@ -279,19 +279,6 @@ def test_what_auto_chooses_fits_each_card(kind):
     assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == 3
 
 
-@hopper.needs_compiler
-@pytest.mark.parametrize(
-    ("tiles", "refusal"),
-    [
-        ({}, "register spilling"),
-        ({"forward": attention_triton.FORWARD._replace(num_stages=4)}, "Shared memory size limit exceeded"),
-    ],
-)
-def test_what_does_not_fit_an_l40s_is_seen(tiles, refusal):
-    with pytest.raises(jax.errors.JaxRuntimeError, match=refusal):
-        compiled_for("l40s", partial(attention_triton.attention, **tiles), 128, **hopper.NO_SPILLS)
-
-
 @pytest.mark.parametrize("window_tokens", [4, 5])
 def test_banded_says_when_its_bound_is_too_small(window_tokens):
     """Both bounds reach only into the preceding tile."""

@@ -148,15 +148,6 @@ def test_tables_in_sixteen_bits_take_twelve_bytes_a_scalar():
     assert of_bank == [8 * 6 * 20 * 4, 8 * 6 * 20 * 4, 8 * 20 * 4]
 
 
-def test_waiting_gradients_are_summed_in_the_dtype_of_the_parameter():
-    table = {name: spec((8, 1), name, "bfloat16") for name in ("head", "embed")}
-    driven = Driven(draw(0, table), table=table)
-    for _ in range(2):
-        driven.go({name: np.full((8, 1), 1 + 2**-9, np.float32) for name in table}, adam=False)
-    state: AdamState = driven.held[1][1]
-    assert np.asarray(state.waiting["head"], np.float32).tolist() == [[2.0]] * 8
-
-
 def test_a_group_without_settings_is_refused():
     rule = dataclasses.replace(OPTIMIZER, adam=OPTIMIZER.adam[:2])
     with pytest.raises(UsageError, match="no AdamGroup for group 'scalar'"):

@@ -66,11 +66,6 @@ def test_an_example_trains_alike_on_one_device_and_eight(name: str, folder: Path
     assert one[-1] < one[0] - 0.1
 
 
-@pytest.mark.parametrize("name", sorted(EXAMPLES))
-def test_an_example_is_short(name: str) -> None:
-    assert sum(map(bool, EXAMPLES[name].split("\n"))) < 40
-
-
 def test_examples_have_the_parameters_that_their_names_promise(folder: Path) -> None:
     """Of smoke: width 128, 4 heads of 32, MLP 256, 4 layers of which 3 have attention."""
     plain, swiglu, grouped = (
@@ -215,13 +210,6 @@ def test_a_source_has_no_byte_order_mark_and_a_last_newline(text: str, folder: P
     resolve(str(folder / "adamw.py"))
     source = split_source(provenance.closure(["speedrun.science.recipes.adamw"], []))
     assert source[f"{RECIPES}/adamw.py"] == EXAMPLES["adamw.py"]
-
-
-def test_the_newest_folder_comes_first(folder: Path, tmp_path: Path) -> None:
-    for where in (folder, tmp_path):
-        (where / "adamw.py").write_text(EXAMPLES["adamw.py"])
-        resolve(str(where / "adamw.py"))
-    assert os.environ[RECIPES_VARIABLE].split(os.pathsep) == [str(tmp_path), str(folder)]
 
 
 RATE = """from dataclasses import replace

@@ -167,11 +167,6 @@ def test_eight_bits_in_the_head_matter_once_it_is_not_zero(base):
     assert losses == pytest.approx(base[:-1], rel=0.05)
 
 
-def test_every_setting_is_covered_once():
-    assert set(OTHER) <= set(settings(SMALL))
-    assert len(settings(SMALL)) > 25
-
-
 @pytest.mark.parametrize(
     ("key", "said"),
     [
@@ -207,17 +202,6 @@ def test_numbers_have_limits(name):
         for value in (-5, "1" + "0" * 400):
             with pytest.raises(UsageError):
                 recipe.override({key: value})
-
-
-def test_a_recipe_that_is_written_has_limits_too():
-    stages = (Stage(0, 8, 64),)
-    with pytest.raises(ValueError, match="num_steps is 0; need `int` >= 1"):
-        dataclasses.replace(SMALL, stages=stages)
-
-
-@pytest.mark.parametrize("name", recipes.names())
-def test_a_recipe_is_called_like_its_file(name):
-    assert recipes.load(name).name == name
 
 
 @pytest.mark.parametrize("name", track.names())

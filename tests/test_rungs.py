@@ -12,10 +12,9 @@ from test_recipes import check_trace
 
 from speedrun.ground.errors import UsageError
 from speedrun.ground.mesh import DATA
-from speedrun.science import nn, recipes
+from speedrun.science import recipes
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels.choose import Kernels
-from speedrun.science.optim import muon as muon_optimizer
 from speedrun.science.params import Layout, Params, count
 from speedrun.science.recipe import IDENTITY, Batch, Recipe, Stage, settings
 from speedrun.science.recipes import gpt2
@@ -97,11 +96,6 @@ def test_every_number_is_the_published_one(rung):
         want = {key: x for key, x in want.items() if key not in GONE.get(name, ())} | PUBLISHED[name]
     got = settings(recipes.load(rung))
     assert {k: x for k, x in got.items() if k not in IDENTITY and not k.startswith("schedule.")} == want
-
-
-def test_constants_are_the_published_ones():
-    assert (muon_optimizer.A, muon_optimizer.B, muon_optimizer.C) == (3.4445, -4.7750, 2.0315)
-    assert np.finfo(np.float32).eps == nn.EPS
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,8 @@ def findings(pairs: Sequence[tuple[Arm, Arm]], seeds: Sequence[int], runs: Runs)
 def _finding(arm: Arm, other: Arm, seeds: Sequence[int], runs: Runs) -> Finding:
     """Compare one pair, without adjusted p and verdict."""
     ended = [seed for seed in seeds if (arm.name, seed) in runs]
-    paired = [seed for seed in ended if all(_finished(runs, name, seed) for name in (arm.name, other.name))]
+    finished = {key for key, run in runs.items() if run.finished}
+    paired = [seed for seed in ended if {(arm.name, seed), (other.name, seed)} <= finished]
     mine, others = ([runs[name, seed] for seed in paired] for name in (arm.name, other.name))
     losses, against_losses = [run.val_loss for run in mine], [run.val_loss for run in others]
     times_s, against_s = [run.train_time_s for run in mine], [run.train_time_s for run in others]
@@ -148,10 +149,6 @@ def _finding(arm: Arm, other: Arm, seeds: Sequence[int], runs: Runs) -> Finding:
         negligible_s=NEGLIGIBLE * fmean(against_s) if others else None,
         verdict="unresolved",
     )
-
-
-def _finished(runs: Runs, name: str, seed: int) -> bool:
-    return (name, seed) in runs and runs[name, seed].finished
 
 
 def _effect(differences: Sequence[float]) -> Effect | None:
