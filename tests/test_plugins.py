@@ -78,18 +78,6 @@ def test_examples_have_the_parameters_that_their_names_promise(folder: Path) -> 
     assert plain - grouped == 3 * 2 * (4 - 2) * 32 * 128
 
 
-def test_heads_of_a_group_share_keys_and_values(folder: Path) -> None:
-    recipe = sr.load(str(folder / "grouped.py"))
-    kv_2ED = np.random.default_rng(0).normal(size=(2, 2 * 32, 128)).astype(np.float32)
-    params = {"block.0.qkv.q": np.ones((1, 4 * 32, 128), np.float32), "block.0.qkv.kv": kv_2ED}
-    whole = recipe.forward.__globals__["repeated"](params, recipe.config)["block.0.qkv"]
-    q_HKD, *kv_2HKD = np.asarray(whole).reshape(3, 4, 32, 128)
-    assert (q_HKD == 1).all()
-    for whole_HKD, group_ED in zip(kv_2HKD, kv_2ED, strict=True):
-        for head in range(4):
-            np.testing.assert_array_equal(whole_HKD[head], group_ED[32 * (head // 2) :][:32])
-
-
 def test_shards_of_bytes_are_those_of_the_track_and_the_recipe_of_characters(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

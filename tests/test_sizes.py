@@ -66,19 +66,6 @@ def test_layers_keep_both_ends_and_their_mirrors(name: str) -> None:
     assert AT[name].config.mixing == tuple(RECORD21.config.mixing[place] for place in places)
 
 
-def test_rates_of_matrices_fall_with_the_width_and_the_batch_grows_by_sequences() -> None:
-    """By hand, from the rules of docs/recipes.md."""
-    assert settings_at("medium", GPT2, {}) == {
-        "config.num_layers": 16,
-        "config.num_heads": 16,
-        "config.model_dim": 1024,
-        "config.mlp_dim": 4096,
-        "optimizer.matrix_lr": pytest.approx(0.00135),
-        "stages.0.num_sequences": 1024,
-        "stages.0.seq_len": 1024,
-    }
-
-
 def test_the_smallest_has_the_budget_of_smoke_and_validates_where_positions_are_trained() -> None:
     assert settings_at("smoke", GPT2, {}) == {
         "config.vocab_size": 256,
