@@ -327,16 +327,8 @@ def test_a_stopped_run_ends_its_log(tmp_path, smoke_data):
 @pytest.mark.parametrize(("sent", "exit_code"), [([signal.SIGTERM], 75), ([signal.SIGINT] * 3, 130)])
 def test_a_run_that_is_stopped_while_it_starts_says_so(tmp_path, smoke_data, sent, exit_code):
     """While JAX is being imported: nothing is written yet. Whoever asks three times does not wait for the end."""
-    argv = [
-        sys.executable,
-        "-m",
-        "speedrun",
-        "run",
-        "--data",
-        str(smoke_data),
-        "--out",
-        str(tmp_path / "out"),
-    ]
+    words = ["run", "--data", str(smoke_data), "--out", str(tmp_path / "out")]
+    argv = [sys.executable, "-m", "speedrun", *words]
     running = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         while "libjax_common" not in Path(f"/proc/{running.pid}/maps").read_text():
