@@ -1,16 +1,14 @@
-"""NorMuon against its formulas in float64, and against values of an independent implementation."""
+"""NorMuon against its formulas in float64; test_golden89.py has an independent implementation."""
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from driven import OPTIMIZER, RATES, UNITS, Driven, draw, needs_units
+from driven import OPTIMIZER, RATES, Driven, draw
 
-from speedrun.science.inputs import Inputs
-from speedrun.science.optim.normuon import NorMuonState, normalize, normuon, polar_express
+from speedrun.science.optim.normuon import normalize, polar_express
 
 COEFFICIENTS = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
@@ -69,39 +67,6 @@ def test_it_follows_its_formulas_for_tall_wide_and_square_matrices(num_devices):
                 one.move(g, mu, lr_scale)
             want = np.stack([one.w for one in plain[name]]).reshape(start[name].shape)
             np.testing.assert_allclose(got[name], want, atol=3e-6, err_msg=f"{name} after step {step}")
-
-
-@needs_units
-@pytest.mark.parametrize("kind", ["wide", "square", "tall"])
-def test_it_agrees_with_an_independent_implementation(kind):
-    """Polar Express, directions, weights and state. Rates of the file change by step, so each has its own rule."""
-    with np.load(UNITS) as file:
-        one = {key.rpartition("/")[2]: x for key, x in file.items() if key.startswith(f"normuon/{kind}/")}
-        etas, mus, decays = (file[f"normuon/{key}"] for key in ("eta", "mu", "wd"))
-
-    def bank(name: str) -> jax.Array:
-        return jnp.asarray(one[name] if kind != "tall" else one[name].swapaxes(-1, -2))
-
-    @jax.jit
-    def move(w, state, g, eta, mu, decay):
-        rule = normuon(["w"], lambda: {"w": eta / decay}, 1.0, decay=1.0, beta2=0.9, dtype="float32")
-        inputs = Inputs({"momentum": mu, "lr_scale": decay}, {})
-        moves: Any
-        moves, state = rule.update({"w": g}, state, {"w": w}, inputs=inputs)
-        return w + moves["w"], state
-
-    w, second = bank("w0"), jnp.zeros_like(bank("second"))
-    state: Any = NorMuonState({"w": jnp.zeros_like(w)}, {"w": second})
-    for step, scalars in enumerate(zip(etas, mus, decays, strict=True)):
-        d, second = normalize(bank(f"polar{step}"), second, beta2=0.9)
-        np.testing.assert_allclose(d, bank(f"normed{step}"), rtol=1e-5, atol=1e-6)
-        w, state = move(w, state, bank("grads")[step], *map(jnp.float32, scalars))
-        np.testing.assert_allclose(w, bank(f"w{step + 1}"), atol=2e-6)
-    assert state.second["w"].shape == bank("second").shape
-    np.testing.assert_allclose(state.second["w"], bank("second"), rtol=2e-5)
-    np.testing.assert_allclose(state.momentum["w"], bank("momentum"), atol=1e-6)
-    # The first look-ahead is the gradient by a factor, which Polar Express does not see.
-    np.testing.assert_allclose(polar_express(bank("grads")[0], dtype="float32"), bank("polar0"), atol=2e-5)
 
 
 def test_without_gradients_zeros_stay_and_everything_else_decays():

@@ -126,11 +126,6 @@ def test_eight_bits_are_in_training_only():
     assert "f8E" not in score
 
 
-@pytest.mark.parametrize("size", ["nano", "micro", "small", "medium"])
-def test_every_size_ties_the_same_tables(size):
-    assert RECORD.override({"size": size}).optimizer.tied == ("head", "embed")
-
-
 @pytest.mark.compile
 def test_its_trace():
     """All four phases, Adam in two. Another algorithm shows here; golden tests say which is right."""
