@@ -8,22 +8,14 @@ import numpy as np
 import pytest
 from driven import OPTIMIZER, RATES, Driven, draw
 
-from speedrun.science.optim.normuon import normalize, polar_express
-
-COEFFICIENTS = (
-    (8.156554524902461, -22.48329292557795, 15.878769915207462),
-    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
-)
+from speedrun.science.optim.normuon import POLAR_EXPRESS, normalize, polar_express
 
 
 def slow_polar(g: np.ndarray) -> np.ndarray:
     """Apply a s + b s^3 + c s^5 to each singular value, in float64."""
     u, s, vt = np.linalg.svd(g.astype(np.float64), full_matrices=False)
     s = s / (1.02 * np.sqrt((s * s).sum()) + 1e-6)
-    for a, b, c in COEFFICIENTS:
+    for a, b, c in POLAR_EXPRESS:
         s = a * s + b * s**3 + c * s**5
     return (u * s) @ vt
 

@@ -213,14 +213,6 @@ def test_a_track_names_a_recipe_that_knows_its_ids(name):
     assert recipe.config.document_token == rules.data.document_token
 
 
-@pytest.mark.parametrize("name", track.names())
-def test_a_track_that_ranks_knows_its_noise_and_asks_for_several_runs(name):
-    rules = track.load(name)
-    if rules.rules.ranked:
-        assert rules.target.sigma
-        assert rules.rules.min_runs > 2
-
-
 #: Changes for recipes that are too large for a trace.
 SMALLER = {
     "record21": {"vocab_size": 256, "head_size": 256, "model_dim": 64, "num_heads": 2, "head_dim": 32}

@@ -161,22 +161,6 @@ def test_the_window_is_the_published_one(rung, block, last):
     assert (got, got[-1]) == (want, last)
 
 
-@pytest.mark.parametrize(
-    ("rung", "ending", "values"),
-    [
-        ("shortcuts", ".lambdas", (1.0, 0.0)),
-        ("shortcuts", ".value_lambda", (0.5,)),
-        ("values", ".lambdas", (1.0, 0.0)),
-        ("values", ".value_lambdas", (0.5, 0.5)),
-        ("values", "skips", (1.0,) * 6),
-    ],
-)
-def test_scalars_start_as_published(rung, ending, values):
-    recipe = recipes.load(rung)
-    specs = [spec for name, spec in recipe.table(recipe.config).items() if name.endswith(ending)]
-    assert {tuple(spec.init(jax.random.key(0), spec.shape).tolist()) for spec in specs} == {values}
-
-
 @pytest.mark.parametrize("num_layers", [2, 8])
 def test_what_gpt2_adds_to_the_stream_starts_smaller_the_deeper_it_is(num_layers):
     """GPT-2: 0.02, divided by the root of the number of additions, two a layer."""

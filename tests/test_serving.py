@@ -139,25 +139,20 @@ def test_a_signal_ends_the_server_beside_a_run(tmp_path, monkeypatch) -> None:
         server.main(str(tmp_path), "0")
 
 
-@pytest.mark.parametrize("kind", ["pipe", "folder", "loop", "endless", "bytes", "form", "gone"])
+@pytest.mark.parametrize("kind", ["pipe", "endless", "form", "gone"])
 def test_a_folder_that_cannot_be_played_is_one_line(kind: str, tmp_path) -> None:
     at = tmp_path / "models.json"
     makes = {
         "pipe": lambda: os.mkfifo(at),
-        "folder": at.mkdir,
-        "loop": lambda: at.symlink_to(at),
         "endless": lambda: at.symlink_to("/dev/zero"),
-        "bytes": lambda: at.write_bytes(b'["\xff"]'),
         "form": lambda: at.write_bytes(msgspec.json.encode({"a": 1})),
         "gone": lambda: None,
     }
     makes[kind]()
-    (tmp_path / "turn").symlink_to("turn")
-    for folder in (tmp_path, tmp_path / "turn", tmp_path / ("x" * 300)):
-        found = CliRunner().invoke(cli.command, ["play", str(folder), "--port", "0"])
-        assert found.exit_code == 2
-        (said,) = found.output.splitlines()
-        assert said.endswith("need a folder that 'speedrun export RUN --to web' made")
+    found = CliRunner().invoke(cli.command, ["play", str(tmp_path), "--port", "0"])
+    assert found.exit_code == 2
+    (said,) = found.output.splitlines()
+    assert said.endswith("need a folder that 'speedrun export RUN --to web' made")
 
 
 def test_what_the_machine_cannot_give_is_said(capfd) -> None:

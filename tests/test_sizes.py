@@ -86,15 +86,6 @@ def test_the_smallest_has_the_budget_of_smoke_and_validates_where_positions_are_
     }
 
 
-def test_the_smallest_has_the_ids_and_the_budget_of_the_recipe_smoke() -> None:
-    smoke, one = recipes.load("smoke"), AT["smoke"]
-    for key in ("stages", "compute_dtype"):
-        assert getattr(one, key) == getattr(smoke, key)
-    same = ("vocab_size", "head_size", "document_token", "model_dim", "num_heads", "head_dim", "block_tokens")
-    for key in (*same, "table_dtype", "head_fp8"):
-        assert getattr(one.config, key) == getattr(smoke.config, key)
-
-
 _LARGE = [name for name in SIZES if name not in ("smoke", "nano")]
 
 
