@@ -142,11 +142,7 @@ def run(
 
 
 def _train(config: RunConfig, printer: Printer) -> None:
-    """Train in a child process: JAX may have other devices here, and the cold wall time starts with a process.
-
-    Raises:
-        SpeedrunError: with the last line and the exit code of the process, if it fails.
-    """
+    """Train in a child process: JAX may have other devices here, and the cold wall time starts with a process."""
     code, said = child.trained(config, printer, errors=STDOUT)
     if not code:
         return

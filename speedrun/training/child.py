@@ -15,13 +15,9 @@ from speedrun.training.request import RunConfig
 def trained(
     config: RunConfig, printer: Printer, *, keep_open: Sequence[int] = (), errors: int | None = None
 ) -> tuple[int, str]:
-    """Train, and show each line of the log.
+    """Train, and show each line of the log, and whatever else the process prints.
 
-    Args:
-        config: the request.
-        printer: shows the log, and whatever else the process prints.
-        keep_open: descriptors that it inherits.
-        errors: where its standard error goes, as for `Popen`; None: to ours.
+    It inherits the descriptors `keep_open`. Its standard error goes to `errors`, as for `Popen`; None: to ours.
 
     Returns:
         What `children.wait_for` returns, and the last line that was none of the log.
