@@ -1,4 +1,4 @@
-"""The local web server: only for this machine, read-only, and an answer to whatever is sent."""
+"""The local web server: only for this machine, read-only, an answer to whatever is sent, and bounded memory."""
 
 import errno
 import http.client
@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import tempfile
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from click.testing import CliRunner
 
 from speedrun import cli
 from speedrun.cli import play
+from speedrun.ground import serving as module
 from speedrun.ground import signals
 from speedrun.ground.errors import Terminated, UsageError
 from speedrun.ground.serving import HOST, Reply, content_type, file_below, opened, serving
@@ -49,24 +51,103 @@ def test_pages_are_served_whole_and_in_parts() -> None:
         assert asked(url, "/", host="LOCALHOST")[0] == 200  # as browsers name a server on port 80
 
 
-@pytest.mark.parametrize(
-    ("head", "code"),
-    [
-        (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", 200),
-        (b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n", 403),
-        (b"GET http://[ HTTP/1.1\r\nHost: localhost\r\n\r\n", 400),
-        (b"GET * HTTP/1.1\r\nHost: localhost\r\n\r\n", 400),
-        (b"BREW / HTTP/1.1\r\n\r\n", 501),
-        (b"GET / HTTP/1.1\r\n" + 500 * b"X: a\r\n" + b"\r\n", 431),
-    ],
-)
-def test_whatever_is_sent_is_answered(head: bytes, code: int, capfd) -> None:
+HEADS: dict[str, tuple[bytes, int]] = {
+    "whole": (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", 200),
+    "two in a row": (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2, 200),
+    "cut": (b"GET / HTTP/1.1\r\nHost: localhost\r\nX", 200),
+    "cut in its line": (b"GET / HT", 400),
+    "no version, no host": (b"GET /\r\n\r\n", 403),
+    "two hosts": (b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n", 403),
+    "not for urlsplit": (b"GET http://[ HTTP/1.1\r\nHost: localhost\r\n\r\n", 400),
+    "no path": (b"GET * HTTP/1.1\r\nHost: localhost\r\n\r\n", 400),
+    "no line": (b"\r\n", 400),
+    "many words": (b"A " * 30_000 + b"\r\n\r\n", 400),
+    "no text": (b"\xff\0\xfe\r\n\r\n", 400),
+    "no version that is": (b"GET / HTTP/x\r\n\r\n", 400),
+    "version": (b"GET / HTTP/9.9\r\n\r\n", 505),
+    "method": (b"BREW / HTTP/1.1\r\n\r\n", 501),
+    "long line": (b"GET /" + 10**6 * b"a", 414),
+    "long header": (b"GET / HTTP/1.1\r\nX: " + 10**6 * b"a", 431),
+    "many headers": (b"GET / HTTP/1.1\r\n" + 500 * b"X: a\r\n" + b"\r\n", 431),
+    "long headers": (b"GET / HTTP/1.1\r\n" + 5 * (b"X: " + 60_000 * b"a" + b"\r\n") + b"\r\n", 431),
+}
+
+
+def sent(url: str, raw: bytes) -> socket.socket:
+    one = socket.create_connection((HOST, int(url.rstrip("/").rpartition(":")[2])), timeout=20)
+    one.sendall(raw)
+    return one
+
+
+def status(one: socket.socket) -> int:
+    """Of the only reply: read to its end."""
+    with one, one.makefile("rb") as file:
+        version, code, _ = file.readline().split(b" ", 2)
+        assert version == b"HTTP/1.0"
+        assert b"HTTP/1.0 " not in file.read()
+    return int(code)
+
+
+def test_whatever_is_sent_is_answered_once(capfd) -> None:
     with serving(answer) as url:
-        port = int(url.rstrip("/").rpartition(":")[2])
-        with socket.create_connection((HOST, port), timeout=20) as one, one.makefile("rb") as reply:
-            one.sendall(head)
-            assert reply.readline().split(b" ", 2)[:2] == [b"HTTP/1.0", str(code).encode()]
+        for name, (raw, code) in HEADS.items():
+            one = sent(url, raw)
+            one.shutdown(socket.SHUT_WR)
+            assert (name, status(one)) == (name, code)
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("limit", ["clients", "descriptors"])
+def test_clients_are_few_and_quick(limit: str, monkeypatch, capfd) -> None:
+    """One more is refused, until those that send nothing, or never end, are sent away."""
+    if limit == "clients":
+        monkeypatch.setattr(module, "_MOST_CLIENTS", 2)
+    else:
+        monkeypatch.setattr(os, "sysconf", {"SC_OPEN_MAX": module._SPARE_DESCRIPTORS + 6}.get)
+    monkeypatch.setattr(module, "_REQUEST_S", float("inf"))
+    with serving(answer) as url:
+        silent, slow = (sent(url, raw) for raw in (b"", HEADS["cut"][0]))
+        assert [asked(url, "/")[0] for _ in range(3)] == [503] * 3
+        monkeypatch.setattr(module, "_REQUEST_S", 0.0)
+        assert silent.recv(1) == b""
+        assert status(slow) == 200
+        monkeypatch.setattr(module, "_REQUEST_S", float("inf"))
+        silent.close()
+        while asked(url, "/")[0] != 200:  # their threads end
+            pass
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_files_cost_is_bounded(tmp_path) -> None:
+    """Clients that take none of it."""
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(2**25)
+    tracemalloc.start()
+    try:
+        with serving(lambda path, _: file_below(tmp_path, path[1:])) as url:
+            clients = [sent(url, b"GET /large HTTP/1.0\r\nHost: localhost\r\n\r\n") for _ in range(4)]
+            assert all(one.recv(1) for one in clients)
+            assert tracemalloc.get_traced_memory()[1] < 2**23
+            for one in clients:
+                one.close()
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_file_that_changes_is_sent_as_long_as_it_was(tmp_path) -> None:
+    path = tmp_path / "file"
+    for change, length in ((b"b" * 10**6, 10**6), (None, 2**16)):
+        path.write_bytes(b"a" * 10**6)
+        with opened(tmp_path, "file") as file:
+            parts = module._pieces(file, 10**6)
+            first = next(parts)
+            if change is None:
+                path.write_bytes(b"")
+            else:
+                with path.open("ab") as more:
+                    more.write(change)
+            path.unlink()
+            assert len(first + b"".join(parts)) == length
 
 
 def test_only_files_below_a_folder_are_opened(tmp_path) -> None:
@@ -155,13 +236,20 @@ def test_a_folder_that_cannot_be_played_is_one_line(kind: str, tmp_path) -> None
     assert said.endswith("need a folder that 'speedrun export RUN --to web' made")
 
 
-def test_what_the_machine_cannot_give_is_said(capfd) -> None:
+def test_what_the_machine_cannot_give_is_said(monkeypatch, capfd) -> None:
     def failing(path: str, query: dict[str, str]) -> Reply | None:
         raise OSError(errno.EMFILE, "Too many open files")
+
+    def start(_: object) -> None:
+        raise RuntimeError("can't start new thread")
 
     with serving(failing) as url:
         assert asked(url, "/")[0] == 503
     with serving(answer) as url:
+        with monkeypatch.context() as patch:
+            patch.setattr(module.threading.Thread, "start", start)
+            assert asked(url, "/")[0] == 503
+        assert asked(url, "/")[0] == 200
         for port in (int(url.rstrip("/").rpartition(":")[2]), 70_000):
             with pytest.raises(UsageError, match="choose another with --port"), serving(answer, port):
                 pass

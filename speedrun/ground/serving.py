@@ -2,28 +2,39 @@
 
 Any site open in the same browser can send requests to 127.0.0.1. So a request must name this host, or a foreign name
 could be pointed at it; and replies forbid other origins to read or embed them, and our pages to load anything else.
+
+Whatever clients send, the memory they cost is bounded: there are at most 64, each request is short, and each file is
+sent in pieces. Every request is answered; a client that stalls is not waited for.
 """
 
 import contextlib
 import errno
 import os
 import queue
+import socket
 import stat
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
+from http.client import LineTooLong
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl
 
+from speedrun.ground.clock import Stopwatch
 from speedrun.ground.errors import UsageError
 from speedrun.ground.signals import handled_by
 
-_STALLED_S = 60.0  #: to send a request, or to take a piece of a reply
+_MOST_CLIENTS = 64
+_REQUEST_S = 10.0  #: to send a request
+_STALLED_S = 60.0  #: to take a piece of a reply
+_LEAVE_S = 1.0  #: to stop sending after a reply
+_REQUEST_BYTES = 2**17  #: line and headers; Python's own limits are 64 KiB for each line, and 100 headers
 _PIECE_BYTES = 2**16
+_SPARE_DESCRIPTORS = 16  #: for the process itself
+_BUSY = b"HTTP/1.0 503 Service Unavailable\r\nContent-Length: 0\r\n\r\n"
 #: Whatever a request can name: too long, a loop of links, no folder.
 _NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EACCES, errno.ENXIO)
 HOST = "127.0.0.1"
@@ -51,7 +62,7 @@ CONTENT_TYPES = {
 class Reply(NamedTuple):
     """What a request gets."""
 
-    body: bytes | FileIO | Iterator[bytes]  #: an open file, or parts as they come
+    body: bytes | FileIO | Iterator[bytes]  #: a file as long as it is now, or parts as they come
     content_type: str = "application/octet-stream"
 
 
@@ -130,10 +141,48 @@ def serving(answer: Answer, port: int = 0) -> Iterator[str]:
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False  # a page may hold a stream of events open
+    request_queue_size = 128
 
     def __init__(self, address: tuple[str, int], answer: Answer) -> None:
         super().__init__(address, _Handler)
         self.answer = answer
+        #: Connections, with the time since they began; None once their request is here.
+        self.clients: dict[Any, Stopwatch | None] = {}
+        #: A client has three descriptors at most: its connection, and two while a file is looked for.
+        self._most = min(_MOST_CLIENTS, max(1, (os.sysconf("SC_OPEN_MAX") - _SPARE_DESCRIPTORS) // 3))
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer on a thread, unless there are too many."""
+        if len(self.clients) < self._most:
+            self.clients[request] = Stopwatch()
+            with contextlib.suppress(RuntimeError):  # no thread is left
+                return super().process_request(request, client_address)
+            del self.clients[request]
+        with contextlib.suppress(OSError):  # it went away
+            request.sendall(_BUSY)
+        return self._close(request, wait_s=0)
+
+    def service_actions(self) -> None:
+        """End the requests of clients that send them too slowly: what is here is answered."""
+        for request, since in list(self.clients.items()):
+            if since is not None and since.seconds > _REQUEST_S:
+                with contextlib.suppress(OSError):  # it went away
+                    request.shutdown(socket.SHUT_RD)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection after its reply."""
+        self._close(request, _LEAVE_S)
+        self.clients.pop(request, None)
+
+    def _close(self, request: Any, wait_s: float) -> None:
+        """Close, but read before what is on its way: to close a connection with unread bytes takes the reply back."""
+        with contextlib.suppress(OSError):  # it went away, or has no end
+            request.shutdown(socket.SHUT_WR)
+            request.settimeout(wait_s)
+            for _ in range(16):
+                if not request.recv(_PIECE_BYTES):
+                    break
+        self.close_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing of a browser that went away; anything else is a mistake of ours."""
@@ -141,9 +190,44 @@ class _Server(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
+class _Head:
+    """The lines of a request, of limited length together."""
+
+    def __init__(self, file: Any) -> None:
+        self._file, self._left, self.close = file, _REQUEST_BYTES, file.close
+
+    def readline(self, most: int) -> bytes:
+        line = self._file.readline(most)
+        self._left -= len(line)
+        if self._left < 0:
+            raise LineTooLong("head")
+        return line
+
+
+def _pieces(file: FileIO, size: int) -> Iterator[bytes]:
+    """Yield a file of that size. What is appended meanwhile is left out; of one that was cut, the reply is short."""
+    while size and (piece := file.read(min(size, _PIECE_BYTES))):
+        size -= len(piece)
+        yield piece
+
+
 class _Handler(BaseHTTPRequestHandler):
     timeout = _STALLED_S
+    default_request_version = "HTTP/1.0"  # so that errors have a status, whatever the line says
     server: Any  #: a _Server
+
+    def setup(self) -> None:
+        """Limit what is read."""
+        super().setup()
+        self.rfile: Any = _Head(self.rfile)
+
+    def parse_request(self) -> bool:
+        """Read a request; answer one that is none."""
+        is_good = super().parse_request()
+        self.server.clients[self.request] = None
+        if not is_good and not self.requestline.strip():
+            self.send_error(400)
+        return is_good
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Leave the message out, which may quote the request."""
@@ -175,7 +259,7 @@ class _Handler(BaseHTTPRequestHandler):
                 size, parts = len(parts), iter([parts])
             elif isinstance(parts, FileIO):
                 size = os.fstat(stack.enter_context(parts).fileno()).st_size
-                parts = iter(partial(parts.read, _PIECE_BYTES), b"")
+                parts = _pieces(parts, size)
             self.send_response(200)
             self.send_header("Content-Type", found.content_type)
             if size is not None:
