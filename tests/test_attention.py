@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from speedrun.ground import devices, mesh
 from speedrun.ground.errors import UsageError
-from speedrun.science.kernels import attention_banded, attention_triton
-from speedrun.science.kernels.attention import Window, attention, sight, visible
+from speedrun.science.kernels import attention_banded, attention_flash3, attention_triton
+from speedrun.science.kernels.attention import Sight, Window, attention, sight, visible
 from speedrun.science.kernels.choose import Kernels, choose_attention
 from speedrun.science.kernels.cross_entropy_gpu import RECORD21
 from speedrun.science.kernels.forms import AttentionCall
@@ -38,14 +38,15 @@ def sees(t: int, s: int, doc: list[int], window: int, block: int) -> bool:
 def test_visibility_is_the_rule(window, block, doc):
     seen = sight(jnp.array([doc]), jnp.int32(window), block)
     want = [[sees(t, s, doc, window, block) for s in range(17)] for t in range(17)]
-    np.testing.assert_array_equal(visible(seen)[0], want)
+    np.testing.assert_array_equal(visible(seen.first_BT)[0], want)
+    np.testing.assert_array_equal(seen.start_BT[0], [doc.index(d) for d in doc])
 
 
 def test_attention_is_a_softmax_over_visible_keys():
     rng = np.random.default_rng(0)
     q, k, v = rng.standard_normal((3, 1, 9, 2, 4)).astype(np.float32)
     seen = sight(jnp.array([[0, 0, 0, 1, 1, 1, 1, 2, 2]]), jnp.int32(2), 2)
-    mask = np.asarray(visible(seen))
+    mask = np.asarray(visible(seen.first_BT))
     got = attention(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), seen, scale=0.3)
     for t in range(9):
         for h in range(2):
@@ -79,7 +80,7 @@ class Case(NamedTuple):
     def window_tokens(self) -> int:
         return self.window_blocks * self.block_tokens
 
-    def sight(self) -> jax.Array:
+    def sight(self) -> Sight:
         rows = [np.repeat(np.arange(len(n)), n) for n in (self.lengths, self.lengths[::-1])]
         return sight(jnp.asarray(rows), jnp.int32(self.window_blocks), self.block_tokens)
 
@@ -112,7 +113,41 @@ FORMS: dict[str, Callable[[Case], Callable[..., jax.Array]]] = {
     "triton in oblong tiles": lambda _: partial(
         TRITON, forward=TILES._replace(queries=8), backward=TILES._replace(keys=8)
     ),
+    "flash3, its kernels on paper": lambda case: partial(
+        attention_flash3.attention,
+        window_blocks=case.window_blocks,
+        block_tokens=case.block_tokens,
+        max_documents=2 * len(case.lengths),
+    ),
 }
+
+
+@pytest.fixture
+def kernels_on_paper(monkeypatch):
+    """Replace FlashAttention-3 by its documented definition: packed sequences, a left window."""
+    wide = partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+    def scores_HRS(q, k, call, scale):
+        r = jnp.arange(len(q))
+        sequence = jnp.searchsorted(call.bounds_N, r, side="right")
+        sees = (sequence[:, None] == sequence[None, :]) & (r[None, :] <= r[:, None])
+        if call.left >= 0:
+            sees &= r[None, :] >= r[:, None] - call.left
+        return jnp.where(sees[None], wide("rhk,shk->hrs", q, k) * scale, -jnp.inf)
+
+    def forward(q, k, v, call, scale):
+        scores = scores_HRS(q, k, call, scale)
+        return jnp.einsum("hrs,shk->rhk", jax.nn.softmax(scores), v), jax.nn.logsumexp(scores, axis=-1)
+
+    def backward(do, q, o, k, v, lse, call, scale):
+        weights = jnp.exp(scores_HRS(q, k, call, scale) - lse[:, :, None])
+        delta = wide("rhk,rhk->hr", do, o)
+        dscores = weights * (wide("rhk,shk->hrs", do, v) - delta[:, :, None]) * scale
+        dq, dk = jnp.einsum("hrs,shk->rhk", dscores, k), jnp.einsum("hrs,rhk->shk", dscores, q)
+        return dq, dk, jnp.einsum("hrs,rhk->shk", weights, do)
+
+    monkeypatch.setattr(attention_flash3, "kernel_forward", forward)
+    monkeypatch.setattr(attention_flash3, "kernel_backward", backward)
 
 
 def inputs(case: Case, dtype: Any = jnp.float32) -> jax.Array:
@@ -124,7 +159,7 @@ def differentiated(form: Callable[..., jax.Array], case: Case) -> Callable[..., 
     """Return the function of queries, keys, values and a cotangent to value and gradients, as float32."""
 
     @jax.jit
-    def run(seen: jax.Array, *qkvg: jax.Array) -> list[jax.Array]:
+    def run(seen: Sight, *qkvg: jax.Array) -> list[jax.Array]:
         *qkv, g_BTHK = qkvg
         o_BTHK, pull = jax.vjp(lambda *qkv: form(*qkv, seen, scale=0.3), *qkv)
         return [x.astype(jnp.float32) for x in (o_BTHK, *pull(g_BTHK))]
@@ -149,6 +184,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.usefixtures("kernels_on_paper")
 class TestForms:
     """Value and gradients of each form against the definition in float32."""
 
@@ -188,7 +224,8 @@ class TestForms:
             seen = sight(jnp.zeros((2, 48), jnp.int32), jnp.int32(blocks), 8)
             now, later = form(q, k, v, seen), form(q, k.at[:, t].add(1), v.at[:, t].add(1), seen)
             np.testing.assert_array_equal(now[:, :t], later[:, :t])
-            np.testing.assert_array_equal(jnp.isnan(now), blocks < 1)
+            is_right = blocks in ([2] if "flash3" in name else [1, 2])
+            np.testing.assert_array_equal(jnp.isnan(now), not is_right)
 
     @pytest.mark.parametrize("name", EACH)
     def test_inside_shard_map(self, name):
@@ -208,6 +245,7 @@ class TestForms:
             np.testing.assert_allclose(a, b, atol=3e-6)
 
 
+@pytest.mark.usefixtures("kernels_on_paper")
 @pytest.mark.parametrize("name", EACH)
 def test_paired_heads_are_one_softmax_for_each_query(name):
     """Half h // 2 of token t is number 2 t + h // 2 of its sequence; head h sees head h % 2 there, inside documents."""
@@ -237,7 +275,7 @@ def test_paired_heads_are_one_softmax_for_each_query(name):
 @settings(max_examples=100, deadline=None)
 def test_bounds_hold_every_visible_tile_and_no_useless_one(lengths, window, block, query_tile, key_tile):
     doc = np.repeat(np.arange(len(lengths) + 1), [*lengths, 48])[:48]
-    first_BT = sight(jnp.asarray(doc)[None], jnp.int32(window), block)
+    first_BT = sight(jnp.asarray(doc)[None], jnp.int32(window), block).first_BT
     pairs_NCMS = np.asarray(visible(first_BT))[0].reshape(len(doc) // query_tile, query_tile, -1, key_tile)
     busy_NM = pairs_NCMS.any((1, 3))
     got = attention_triton.bounds(first_BT, query_tile=query_tile, key_tile=key_tile)
@@ -250,11 +288,11 @@ def compiled_for(kind: str, form: Callable[..., jax.Array], head_dim: int, **opt
     x_BTHK = jax.ShapeDtypeStruct((8, 49152, 6, head_dim), jnp.bfloat16)
     seen_BT = jax.ShapeDtypeStruct((8, 49152), jnp.int32)
 
-    def run(do: jax.Array, first: jax.Array, *qkv: jax.Array) -> tuple[jax.Array, ...]:
-        o_BTHK, pull = jax.vjp(lambda *qkv: form(*qkv, first, scale=0.12), *qkv)
+    def run(do: jax.Array, start: jax.Array, first: jax.Array, *qkv: jax.Array) -> tuple[jax.Array, ...]:
+        o_BTHK, pull = jax.vjp(lambda *qkv: form(*qkv, Sight(start, first), scale=0.12), *qkv)
         return o_BTHK, *pull(do)
 
-    program = hopper.compiled(run, x_BTHK, seen_BT, *[x_BTHK] * 3, kind=kind, **options)
+    program = hopper.compiled(run, x_BTHK, seen_BT, seen_BT, *[x_BTHK] * 3, kind=kind, **options)
     text, memory = program.as_text(), program.memory_analysis()
     assert text
     assert memory
@@ -279,6 +317,60 @@ def test_what_auto_chooses_fits_each_card(kind):
     assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == 3
 
 
+@hopper.needs_compiler
+@pytest.mark.skipif(bool(attention_flash3.problem()), reason=attention_flash3.problem())
+@pytest.mark.parametrize(("window_blocks", "num_calls"), [(1, 1), (14, 2)])
+def test_flash3_compiles_for_an_h100(window_blocks, num_calls):
+    form = partial(
+        attention_flash3.attention, window_blocks=window_blocks, block_tokens=128, max_documents=256
+    )
+    text, scratch_bytes = compiled_for("h100", form, 128)
+    assert text.count('custom_call_target="dew_flash3_mha_varlen_fwd"') == num_calls
+    assert text.count('custom_call_target="dew_flash3_mha_varlen_bwd"') == num_calls
+    assert scratch_bytes < num_calls * 256 * 2**20
+
+
+@pytest.mark.usefixtures("kernels_on_paper")
+@pytest.mark.parametrize("wrong", [{"window_blocks": 3}, {"block_tokens": 7}, {"max_documents": 11}])
+def test_flash3_is_never_silently_wrong(wrong):
+    """NaN for a sight from another window, and for too many documents."""
+    case = CASES["mixed documents"]
+    right = {"window_blocks": 2, "block_tokens": 8, "max_documents": 12}
+    *qkv, _ = inputs(case)
+    for bounds, is_wrong in ((right, False), (right | wrong, True)):
+        form = jax.jit(partial(attention_flash3.attention, scale=0.3, **bounds))
+        np.testing.assert_array_equal(jnp.isnan(form(*qkv, case.sight())), is_wrong)
+
+
+@pytest.fixture
+def flash3_package(tmp_path, monkeypatch):
+    """Provide an empty package `dew_flash_attn`, and clear the cache of `problem`."""
+    folder = tmp_path / "dew_flash_attn"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("raise OSError('the package must not be imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    attention_flash3.problem.cache_clear()
+    yield folder
+    attention_flash3.problem.cache_clear()
+
+
+def test_flash3_without_its_library_says_what_to_install(flash3_package):
+    assert "no libdew_flash_attn3.so" in attention_flash3.problem()
+    case = CASES["one document"]
+    q, k, v, _ = inputs(case)
+    with pytest.raises(UsageError, match=r"cannot run: no libdew_flash_attn3.so .*; pip install"):
+        attention_flash3.attention(
+            q, k, v, case.sight(), scale=0.3, window_blocks=2, block_tokens=8, max_documents=2
+        )
+
+
+def test_flash3_with_a_library_that_cannot_be_loaded_says_why(flash3_package):
+    (flash3_package / "libdew_flash_attn3.so").write_bytes(b"no library")
+    assert "cannot be loaded" in attention_flash3.problem()
+    with pytest.raises(UsageError, match=r"flash3' cannot run: .*cannot be loaded .*; or let 'auto'"):
+        choose_attention("flash3", CALL._replace(static_window_blocks=14))
+
+
 @pytest.mark.parametrize("window_tokens", [4, 5])
 def test_banded_says_when_its_bound_is_too_small(window_tokens):
     """Both bounds reach only into the preceding tile."""
@@ -295,7 +387,7 @@ def test_the_default_tile_is_half_the_bound_and_never_tiny(window_tokens, tile_t
     x_BTHK, zero_BT = jnp.zeros((1, 1200, 1, 8)), jnp.zeros((1, 1200), jnp.int32)
     form = partial(attention_banded.attention, window_tokens=window_tokens, scale=0.3)
     default, stated = (
-        str(jax.make_jaxpr(partial(form, tile_tokens=tile))(x_BTHK, x_BTHK, x_BTHK, zero_BT))
+        str(jax.make_jaxpr(partial(form, tile_tokens=tile))(x_BTHK, x_BTHK, x_BTHK, Sight(zero_BT, zero_BT)))
         for tile in (None, tile_tokens)
     )
     assert default == stated
@@ -306,7 +398,7 @@ def test_banded_memory_is_linear_in_time():
         x_BTHK, zero_BT = jnp.zeros((1, num_tokens, 1, 8)), jnp.zeros((1, num_tokens), jnp.int32)
         form = partial(attention_banded.attention, window_tokens=16, tile_tokens=16, scale=0.3)
         grads = jax.jit(jax.grad(lambda *args: form(*args).sum(), (0, 1, 2)))
-        memory = grads.lower(x_BTHK, x_BTHK, x_BTHK, zero_BT).compile().memory_analysis()
+        memory = grads.lower(x_BTHK, x_BTHK, x_BTHK, Sight(zero_BT, zero_BT)).compile().memory_analysis()
         assert memory
         return memory.temp_size_in_bytes
 
@@ -320,6 +412,8 @@ CALL = AttentionCall(
     compute_capability="9.0",
     block_tokens=128,
     max_window_blocks=14,
+    static_window_blocks=None,
+    max_documents=256,
 )
 CPU = CALL._replace(platform="cpu", compute_capability="", dtype=jnp.dtype(jnp.float32))
 
@@ -381,8 +475,16 @@ def test_every_choice_of_a_program_is_kept():
         assert [one.name for one in kernels.choices.values()] == ["chunks"]
 
 
-def test_a_form_that_cannot_run_gives_all_reasons():
+def test_a_form_that_cannot_run_gives_all_reasons(monkeypatch):
+    monkeypatch.setattr(attention_flash3, "problem", lambda: "no library")
     call = CPU._replace(shape_BTHK=(1, 100, 6, 40))
+    with pytest.raises(UsageError) as flash3:
+        choose_attention("flash3", call)
+    for reason in ("a cpu", "float32", "40 dimensions", "traced"):
+        assert reason in str(flash3.value)
+    assert "no library" not in str(flash3.value), "the library is loaded only where it can run"
+    with pytest.raises(UsageError, match="cannot run: no library"):
+        choose_attention("flash3", CALL._replace(static_window_blocks=14))
     with pytest.raises(UsageError) as triton:
         choose_attention("triton", call)
     for reason in ("a cpu", "float32", "40 dimensions", "100 tokens"):
@@ -399,6 +501,16 @@ def test_the_definition_is_refused_above_its_memory():
         choose_attention("definition", most._replace(shape_BTHK=(1, 2**15 + 1, 1, 16)))
 
 
+@pytest.mark.parametrize(("num_tokens", "room"), [(128, 3 * 64), (4096, 3 * 128)])
+def test_a_program_has_room_for_64_documents_a_row_or_one_for_32_tokens(monkeypatch, num_tokens, room):
+    monkeypatch.setattr(attention_flash3, "problem", lambda: "")
+    monkeypatch.setattr(attention_flash3, "attention", lambda *_, **bound: bound)
+    qkv = [jax.ShapeDtypeStruct((3, num_tokens, 2, 64), jnp.bfloat16)] * 3
+    call: Any = Kernels("gpu", "9.0", "flash3").attention
+    bound = call(*qkv, None, scale=0.1, window=Window(2, 2), block_tokens=64)
+    assert bound == {"scale": 0.1, "window_blocks": 2, "block_tokens": 64, "max_documents": room}
+
+
 @pytest.mark.parametrize(("capability", "num_warps"), [("8.0", 8), ("8.9", 8), ("9.0", 4), ("10.0", 4)])
 def test_triton_is_given_the_tiles_of_its_card(capability, num_warps):
     """Only warps differ, so `predict.cost` counts the tiles of every card."""
@@ -412,3 +524,10 @@ def test_banded_is_given_the_largest_window():
     choice = choose_attention("banded", CALL)
     assert isinstance(choice.function, partial)
     assert choice.function.keywords == {"window_tokens": 14 * 128}
+
+
+def test_flash3_runs_where_it_is_asked_for(monkeypatch):
+    monkeypatch.setattr(attention_flash3, "problem", lambda: "")
+    choice = choose_attention("flash3", CALL._replace(static_window_blocks=14))
+    assert isinstance(choice.function, partial)
+    assert choice.function.keywords == {"window_blocks": 14, "block_tokens": 128, "max_documents": 256}

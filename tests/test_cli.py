@@ -191,7 +191,7 @@ def test_bench_attention_times_what_runs_and_says_why_the_rest_does_not():
     assert result["auto"] == "definition"
     shown = invoke("bench", "attention", *sizes).stdout
     assert re.search(r"^banded +[\d.]+ ms \+- +[\d.]+ +[\d.]+ x$", shown, re.MULTILINE)
-    assert re.search(r"^triton +not here: this is a cpu", shown, re.MULTILINE)
+    assert re.search(r"^flash3 +not here: this is a cpu", shown, re.MULTILINE)
 
 
 @pytest.mark.compile

@@ -66,7 +66,9 @@ def _attention(name: str, size: Size) -> Iterator[_Case]:
     short_T[size.tokens // 20 : size.tokens // 15] = True
     documents = {"one document": ids * 0, "FineWeb's lengths": ids == 1, "short documents": short_T}
     for window_blocks, (kind, opens_T) in product(size.windows, documents.items()):
-        call = forms.AttentionCall(shape_BTHK, dtype, platform, capability, size.block_tokens, window_blocks)
+        call = forms.AttentionCall(
+            shape_BTHK, dtype, platform, capability, size.block_tokens, window_blocks, window_blocks, 256
+        )
         form = _interpreted if interpreted else choose.choose_attention(name, call).function
         seen = sight(jnp.asarray(np.cumsum(opens_T))[None], jnp.int32(window_blocks), size.block_tokens)
         *qkv, do = jax.random.normal(jax.random.key(0), (4, *shape_BTHK), dtype)
@@ -192,7 +194,7 @@ def wrong(fast: Callable[..., Results], definition: Callable[..., Results], args
 
 
 KERNELS = {
-    **dict.fromkeys(("triton", "banded"), _attention),
+    **dict.fromkeys(("triton", "flash3", "banded"), _attention),
     "qk-norm": _qk_norm,
     **dict.fromkeys(("mlp-bf16", "mlp-fp8"), _mlp),
     **dict.fromkeys(("head-bf16", "head-fp8"), _head),

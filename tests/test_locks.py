@@ -77,6 +77,11 @@ def test_an_overlaid_jax_has_its_own_compiler(overlay: str) -> None:
     assert {marker for *_, marker in pins(f"aot-{overlay}")} == {"sys_platform == 'linux'"}
 
 
+def test_flash_attention_is_the_version_whose_private_names_are_used() -> None:
+    for cuda in (12, 13):
+        assert versions(f"attention-cuda{cuda}") == {(f"dew-flash-attn-cu{cuda}", "0.3.6")}
+
+
 def test_locks_agree() -> None:
     everything = pins("cuda12") | pins("cuda13") | pins("dev")
     # What more packages ask for may need a package in more places: markers may differ.

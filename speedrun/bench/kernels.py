@@ -54,6 +54,8 @@ def attention(
         compute_capability=compute_capability,
         block_tokens=block_tokens,
         max_window_blocks=window_blocks,
+        static_window_blocks=window_blocks,
+        max_documents=-(-num_tokens // document_tokens),
     )
     doc_BT = (jnp.arange(num_tokens) // document_tokens)[None]
     seen = sight(doc_BT, jnp.int32(window_blocks), block_tokens)

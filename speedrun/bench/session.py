@@ -86,10 +86,10 @@ def parts(size: dict[str, str], out: Path, tokens: Path, rival: Path | None) -> 
     data, files = f"--data {shlex.quote(str(tokens))}", shlex.quote(str(out / "parts"))
     step, num_steps = f"bench step {size['step']}", 6 if size is TINY else _NUM_STEPS
     add("target", "bench target")
-    for form, window in product(("triton", "banded"), ("w1", "w7", "w14")):
+    for form, window in product(("triton", "flash3", "banded"), ("w1", "w7", "w14")):
         add(f"step-{form}-{window}", f"{step} --steps 5 --attention {form} {size[window]}", 300)
-    for window in ("w1", "w14"):
-        add(f"rank-triton-{window}", f"{step} {_ONE} --steps 5 --attention triton {size[window]}", 300)
+    for form, window in product(("triton", "flash3"), ("w1", "w14")):
+        add(f"rank-{form}-{window}", f"{step} {_ONE} --steps 5 --attention {form} {size[window]}", 300)
     short = f"--set stages.0.num_steps={num_steps}"
     add("run", f"run --track webmini {size['text']} {short} {data} --out {files}/run", 300)
     if rival is not None:

@@ -26,7 +26,7 @@ from speedrun.ground.devices import Device
 from speedrun.predict import anatomy, hlo
 from speedrun.science.inputs import Static
 from speedrun.science.kernels import attention_triton
-from speedrun.science.kernels.attention import sight
+from speedrun.science.kernels.attention import Sight, sight
 from speedrun.science.kernels.choose import Kernels
 from speedrun.science.recipe import Batch, Stage
 from speedrun.training.program import Program
@@ -170,7 +170,7 @@ class _Noting(Kernels):
     calls: list[tuple[int, int, int]] = field(default_factory=list)
 
     def attention(
-        self, q_BTHK: jax.Array, _k: jax.Array, v_BTHK: jax.Array, _: jax.Array, /, **more: Any
+        self, q_BTHK: jax.Array, _k: jax.Array, v_BTHK: jax.Array, _: Sight, /, **more: Any
     ) -> jax.Array:
         """Return `v_BTHK`, which has the shape of the result."""
         blocks, width = more["window"].blocks, math.prod(q_BTHK.shape[2:])
@@ -187,7 +187,7 @@ def visited_pairs(num_tokens: int, window_blocks: int, block_tokens: int) -> Att
     """
     lengths = document_lengths(num_tokens, seed=0)
     doc_BT = jnp.asarray(np.repeat(np.arange(len(lengths)), lengths))[None]
-    first_BT = sight(doc_BT, window_blocks, block_tokens)
+    first_BT = sight(doc_BT, window_blocks, block_tokens).first_BT
 
     def visited(tiles: attention_triton.Tiles) -> tuple[int, int]:
         """Count by queries, and by keys."""

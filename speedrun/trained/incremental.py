@@ -29,6 +29,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
 from speedrun.science.kernels import attention as definition
+from speedrun.science.kernels.attention import Sight
 from speedrun.science.kernels.choose import Kernels
 from speedrun.trained.alignment import RUNNING, Time, passage, shape_of, with_shapes_of_rows
 from speedrun.trained.equations import Values, bind, needed, run, traced, variables
@@ -41,16 +42,16 @@ class DecodingKernels(Kernels):
     platform: str = "cpu"  #: where no operation is an opaque kernel
     compute_capability: str = ""
 
-    def attention(self, q_BTHK: Any, k_BTHK: Any, v_BTHK: Any, first_BT: Any, /, **more: Any) -> jax.Array:
+    def attention(self, q_BTHK: Any, k_BTHK: Any, v_BTHK: Any, sight: Sight, /, **more: Any) -> jax.Array:
         """Compute `kernels.attention`."""
-        return jax.jit(_attention)(q_BTHK, k_BTHK, v_BTHK, first_BT, jnp.float32(more["scale"]))
+        return jax.jit(_attention)(q_BTHK, k_BTHK, v_BTHK, sight.first_BT, jnp.float32(more["scale"]))
 
 
 _ATTENTION = "speedrun_attention_of_decoding"
 
 
 def _attention(q_BTHK: Any, k_BTHK: Any, v_BTHK: Any, first_BT: Any, scale: Any) -> jax.Array:
-    return definition.attention(q_BTHK, k_BTHK, v_BTHK, first_BT, scale=scale)
+    return definition.attention(q_BTHK, k_BTHK, v_BTHK, Sight(first_BT, first_BT), scale=scale)
 
 
 _attention.__name__ = _ATTENTION

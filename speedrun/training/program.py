@@ -15,15 +15,15 @@ from speedrun.ground import signals
 from speedrun.ground.errors import UsageError
 from speedrun.ground.mesh import DATA, accelerator, replicate
 from speedrun.science.inputs import Arrays, Inputs, Static
-from speedrun.science.kernels.choose import Kernels
+from speedrun.science.kernels.choose import FIXED_WINDOW_FORMS, Kernels
 from speedrun.science.kernels.forms import HEAD_TOKENS, Choice
 from speedrun.science.params import SHARDS, Layout, Params
 from speedrun.science.recipe import Forward, Recipe, Vocabulary
 from speedrun.science.step import COMPILER_OPTIONS, Step, TrainState
 from speedrun.training import scoring
 
-#: Code from outside XLA that a program may call: kernels of Pallas.
-FOREIGN = ("__gpu$xla.gpu.triton", "mosaic_gpu_v2")
+#: Code from outside XLA that a program may call: kernels of Pallas and of the locked FlashAttention-3 wheel.
+FOREIGN = ("__gpu$xla.gpu.triton", "mosaic_gpu_v2", "dew_flash3_mha_varlen_fwd", "dew_flash3_mha_varlen_bwd")
 #: Calls of such code, in both forms in which MLIR prints them, and transfers from and to the host.
 _CALLS = re.compile(
     r'\bcustom_call @"?([^\s"(]+)|call_target_name = "([^"]*)"|stablehlo\.(infeed|outfeed|send|recv)\b'
@@ -112,7 +112,7 @@ class Program:
 
     def static_at(self, step: int) -> Static:
         """Return the inputs that are compiled into the executables of this step."""
-        return self.step.plan.static_at(step, integers=False)
+        return self.step.plan.static_at(step, integers=self.attention in FIXED_WINDOW_FORMS)
 
     def shape_at(self, step: int) -> StepShape:
         """Return the shape of this step, which selects its executable."""

@@ -30,7 +30,7 @@ _REVIEWED: dict[str, frozenset[str]] = {
     "speedrun/recipe.py": frozenset({"eb9cfb78a0f47f0c", "ef6e66ca208200a1"}),
     "speedrun/kernels/attention_flash3.py": frozenset({"8dfb05af037a80ca", "e08f3b818d6114b7"}),
     "speedrun/science/recipe.py": frozenset({"5d7df790fbb99012"}),
-    "speedrun/science/kernels/attention_flash3.py": frozenset({"52aa490a1730a6f0", "0d1db8af570a0f63"}),
+    "speedrun/science/kernels/attention_flash3.py": frozenset({"52aa490a1730a6f0"}),
 }
 #: Instruments that science may import: they give no access to time, data or log.
 _OPEN = tuple(

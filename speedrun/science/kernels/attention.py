@@ -25,10 +25,15 @@ class Window(NamedTuple):
         return self._replace(blocks=self.blocks // 2 + (self.blocks < 2), most=max(1, self.most // 2))
 
 
-def sight(doc_BT: jax.Array, window_blocks: jax.Array | int, block_tokens: int) -> jax.Array:
-    """Return the first key that each token sees, in its document; none if that is later: i32 [B, T], non-decreasing.
+class Sight(NamedTuple):
+    """How far back each token sees; computed once per step and window. Both arrays are non-decreasing in T."""
 
-        first[q] = max(start of its document, (q // block - window_blocks + 1) * block)
+    start_BT: jax.Array  #: i32, the first token of its document
+    first_BT: jax.Array  #: i32, the first key it sees, in its document; it sees none if that is later
+
+
+def sight(doc_BT: jax.Array, window_blocks: jax.Array | int, block_tokens: int) -> Sight:
+    """Return the mask as intervals: first[q] = max(start[q], (q // block - window_blocks + 1) * block).
 
     `doc_BT` has the index of each token's document, i32; documents are contiguous. Below one block nothing is seen.
     """
@@ -36,7 +41,7 @@ def sight(doc_BT: jax.Array, window_blocks: jax.Array | int, block_tokens: int) 
     opens_BT = jnp.diff(doc_BT, axis=-1, prepend=doc_BT[:, :1]) != 0
     start_BT = jax.lax.cummax(jnp.where(opens_BT, t_T[None], 0), axis=1)
     near_T = (t_T // block_tokens - window_blocks + 1) * block_tokens
-    return jnp.maximum(start_BT, near_T[None])
+    return Sight(start_BT, jnp.maximum(start_BT, near_T[None]))
 
 
 def visible(first_BT: jax.Array) -> jax.Array:
@@ -46,17 +51,31 @@ def visible(first_BT: jax.Array) -> jax.Array:
 
 
 def attention(
-    q_BTHK: jax.Array, k_BTHK: jax.Array, v_BTHK: jax.Array, first_BT: jax.Array, *, scale: float
+    q_BTHK: jax.Array, k_BTHK: jax.Array, v_BTHK: jax.Array, sight: Sight, *, scale: float
 ) -> jax.Array:
     """Return softmax(scale q k^T, over visible keys) v, with a float32 softmax. Memory grows with T squared.
 
-    `first_BT` is the `sight` of this layer's window. A query that sees nothing is NaN, in every form.
+    `sight` is made from this layer's window. A query that sees nothing is NaN, in every form.
     Record 21 scales by 0.12 for unit-RMS q and k of 128 dimensions.
 
     Returns:
         [B, T, H, K] in the dtype of `v_BTHK`.
     """
     scores_BHTS = jnp.einsum("bthk,bshk->bhts", q_BTHK, k_BTHK, preferred_element_type=jnp.float32) * scale
-    seen_BHTS = visible(first_BT)[:, None]
+    seen_BHTS = visible(sight.first_BT)[:, None]
     weights_BHTS = jax.nn.softmax(jnp.where(seen_BHTS, scores_BHTS, -jnp.inf), axis=-1)
     return jnp.einsum("bhts,bshk->bthk", weights_BHTS.astype(v_BTHK.dtype), v_BTHK)
+
+
+def size_refusals(shape_BTHK: tuple[int, ...], *, multiple: int = 1, widths: tuple[int, ...]) -> list[str]:
+    """Return why kernels cannot run on this shape: T must be a multiple of `multiple`, K one of `widths`."""
+    _, num_tokens, _, head_dim = shape_BTHK
+    reasons = []
+    if num_tokens % multiple:
+        reasons.append(f"sequences of {num_tokens:,} tokens; the kernels need a multiple of {multiple}")
+    if head_dim not in widths:
+        *others, last = widths
+        reasons.append(
+            f"heads of {head_dim} dimensions; the kernels need {', '.join(map(str, others))} or {last}"
+        )
+    return reasons

@@ -9,6 +9,8 @@ Legend: B batch, T time (queries), S time (keys a tile can reach), H heads, K he
 import jax
 import jax.numpy as jnp
 
+from speedrun.science.kernels.attention import Sight
+
 #: Products of smaller tiles do not fill a core or a GPU.
 SMALLEST_TILE_TOKENS = 128
 
@@ -17,7 +19,7 @@ def attention(
     q_BTHK: jax.Array,
     k_BTHK: jax.Array,
     v_BTHK: jax.Array,
-    first_BT: jax.Array,
+    sight: Sight,
     *,
     scale: float,
     window_tokens: int,
@@ -54,7 +56,7 @@ def attention(
 
     rest = num_tiles * tile - num_tokens
     padding_BT = jnp.broadcast_to(jnp.arange(num_tokens, num_tokens + rest)[None], (len(q_BTHK), rest))
-    first_BT = jnp.concatenate([first_BT, padding_BT], axis=1)  # padded queries see themselves
+    first_BT = jnp.concatenate([sight.first_BT, padding_BT], axis=1)  # padded queries see themselves
     o_NBCHK = jax.lax.map(
         lambda tiles: jax.checkpoint(attend)(*tiles),
         (

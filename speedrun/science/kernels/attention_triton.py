@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from speedrun.science.kernels.attention import Sight, size_refusals
+
 #: Scores are in base 2: exp2 is one instruction.
 LOG2_E = math.log2(math.e)
 #: Score of a masked pair. Finite, because a row may see nothing in its first tile, and inf - inf is NaN.
@@ -61,7 +63,7 @@ def attention(
     q_BTHK: jax.Array,
     k_BTHK: jax.Array,
     v_BTHK: jax.Array,
-    first_BT: jax.Array,
+    sight: Sight,
     *,
     scale: float,
     forward: Tiles = FORWARD,
@@ -81,19 +83,13 @@ def attention(
     """
     if reasons := refusals(q_BTHK.shape, forward, backward):
         raise ValueError("; ".join(reasons))
-    return _attention(q_BTHK, k_BTHK, v_BTHK, first_BT, _Settings(scale, forward, backward, interpret))
+    return _attention(q_BTHK, k_BTHK, v_BTHK, sight.first_BT, _Settings(scale, forward, backward, interpret))
 
 
 def refusals(shape_BTHK: tuple[int, ...], forward: Tiles = FORWARD, backward: Tiles = BACKWARD) -> list[str]:
     """Return why the kernels cannot run on this shape."""
-    (_, num_tokens, _, head_dim), widths = shape_BTHK, (16, 32, 64, 128)
     multiple = math.lcm(forward.queries, forward.keys, backward.queries, backward.keys)
-    checks = {
-        f"sequences of {num_tokens:,} tokens; the kernels need a multiple of {multiple}": num_tokens
-        % multiple,
-        f"heads of {head_dim} dimensions; the kernels need one of {widths}": head_dim not in widths,
-    }
-    return [reason for reason, applies in checks.items() if applies]
+    return size_refusals(shape_BTHK, multiple=multiple, widths=(16, 32, 64, 128))
 
 
 class _Settings(NamedTuple):

@@ -14,19 +14,24 @@ import jax.numpy as jnp
 
 from speedrun.ground.errors import UsageError, unknown
 from speedrun.science.kernels import cross_entropy, cross_entropy_gpu, forms
-from speedrun.science.kernels.attention import Window
+from speedrun.science.kernels.attention import Sight, Window
 from speedrun.science.kernels.cross_entropy import Cap, Losses, Targets, as_cap, single_targets
 from speedrun.science.kernels.cross_entropy_gpu import Fp8
 from speedrun.science.kernels.forms import Choice, Form
 from speedrun.science.kernels.mlp import Factors
 from speedrun.science.kernels.qk_norm import Angles
 
+FIXED_WINDOW_FORMS = frozenset({"flash3"})  #: of attention: they need one program per window
 #: On a CPU the definition is as fast up to this length: 3.3 ms against 3.8 at 256 tokens, 28.5 against 11.3 at 512.
 SHORT_TOKENS = 256
+#: Room for documents assumes this mean length. With more documents the output is NaN, never silently wrong.
+TOKENS_PER_DOCUMENT = 32
 
 
 def choose_attention(wanted: str, call: forms.AttentionCall) -> Choice:
     """Return the wanted form, or for "auto" the first form in order of preference that can run.
+
+    "auto" never chooses `flash3`, which needs one program per window.
 
     Raises:
         UsageError: if the name is unknown or the form cannot run; the message lists all reasons.
@@ -110,27 +115,26 @@ class Kernels:
         q_BTHK: jax.Array,
         k_BTHK: jax.Array,
         v_BTHK: jax.Array,
-        first_BT: jax.Array,
+        sight: Sight,
         /,
         *,
         scale: float,
         window: Window,
         block_tokens: int,
     ) -> jax.Array:
-        """Compute `kernels.attention`; `first_BT` is the `sight` of this window and block."""
+        """Compute `kernels.attention`; `sight` must be made from this `window` and `block_tokens`."""
         rows, tokens, heads, width = q_BTHK.shape
         if isinstance(window.blocks, int) and window.blocks < 1:  # forms disagree about what sees nothing
             raise UsageError(f"attention has a window of {window.blocks} blocks; need at least 1")
+        static = window.blocks if isinstance(window.blocks, int) else None
+        max_documents = rows * max(64, tokens // TOKENS_PER_DOCUMENT)
         here = (rows, tokens, heads, width), q_BTHK.dtype, self.platform, self.compute_capability
-        call = forms.AttentionCall(*here, block_tokens, window.most)
+        call = forms.AttentionCall(*here, block_tokens, window.most, static, max_documents)
         choice = choose_attention(self.wanted_attention, call)
-        shape, kind = (
-            f"{rows}x{tokens}x{heads}x{width}",
-            "fixed" if isinstance(window.blocks, int) else "traced",
-        )
+        shape, kind = f"{rows}x{tokens}x{heads}x{width}", "traced" if static is None else "fixed"
         self.choices[f"attention {shape} {q_BTHK.dtype}, {kind} window of {window.most} blocks"] = choice
         with jax.named_scope("attention"):
-            return choice.function(q_BTHK, k_BTHK, v_BTHK, first_BT, scale=scale)
+            return choice.function(q_BTHK, k_BTHK, v_BTHK, sight, scale=scale)
 
     def qk_norm(self, q_BTHK: jax.Array, k_BTHK: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array]:
         """Apply the RMS norm per head, then rotary, to queries and keys. See `kernels.qk_norm`."""

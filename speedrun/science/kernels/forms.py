@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from speedrun.science.kernels import attention_banded, attention_triton, qk_norm_triton
+from speedrun.science.kernels import attention_banded, attention_flash3, attention_triton, qk_norm_triton
 from speedrun.science.kernels.attention import attention
 from speedrun.science.kernels.cross_entropy import Cap
 from speedrun.science.kernels.cross_entropy_gpu import PASSES, Fp8, Passes
@@ -23,7 +23,7 @@ from speedrun.science.kernels.qk_norm import qk_norm
 MOST_SCORE_BYTES = 4 * 2**30
 #: Tokens per chunk of logits on a GPU: 4.9 GB in 16 bits with the GPT-2 vocabulary.
 HEAD_TOKENS = 49_152
-#: GPUs by compute capability: those that Mosaic's kernels can run on, and those that Triton's can.
+#: GPUs by compute capability: those that Mosaic's kernels and FlashAttention-3 can run on, and those that Triton's can.
 _HOPPER = MappingProxyType({"9.0": "H100 or H200"})
 _TRITON = MappingProxyType({"8.0": "A100", "8.9": "L40S or 4090", **_HOPPER, "10.0": "B200"})
 
@@ -52,6 +52,8 @@ class AttentionCall(NamedTuple):
     compute_capability: str  #: of an NVIDIA GPU, such as 9.0; empty elsewhere
     block_tokens: int
     max_window_blocks: int  #: upper bound of the window
+    static_window_blocks: int | None  #: the window, if the program is compiled for one; None if it is traced
+    max_documents: int  #: in the batch of one device
 
     @property
     def window_tokens(self) -> int:
@@ -99,6 +101,16 @@ def _definition_refusals(call: AttentionCall) -> list[str]:
     return [too_much] if need > MOST_SCORE_BYTES else []
 
 
+def _flash3_refusals(call: AttentionCall) -> list[str]:
+    reasons = _refusals(call) + attention_flash3.refusals(call.shape_BTHK)
+    if call.static_window_blocks is None:
+        reasons.append("the window is traced; the kernels need one program for each window")
+    # Loads the library, so only where it can run.
+    if not _platform_refusals(call) and (problem := attention_flash3.problem()):
+        reasons.append(problem)
+    return reasons
+
+
 def _platform_refusals(call: Any, cards: Mapping[str, str] = _HOPPER) -> list[str]:
     if call.platform == "gpu" and call.compute_capability in cards:
         return []
@@ -107,15 +119,25 @@ def _platform_refusals(call: Any, cards: Mapping[str, str] = _HOPPER) -> list[st
     return [f"this is a {here}; the kernels need an {need}"]
 
 
-def _triton_refusals(call: AttentionCall | QkNormCall) -> list[str]:
+def _refusals(call: AttentionCall | QkNormCall, cards: Mapping[str, str] = _HOPPER) -> list[str]:
     other = [] if call.dtype == jnp.bfloat16 else [f"{call.dtype} inputs; the kernels need bfloat16"]
-    return _platform_refusals(call, _TRITON) + other
+    return _platform_refusals(call, cards) + other
 
 
 def _bind_triton(call: AttentionCall) -> Callable[..., jax.Array]:
     is_8 = call.compute_capability.startswith("8.")
     tiles = attention_triton.BACKWARD_ON_8 if is_8 else attention_triton.BACKWARD
     return partial(attention_triton.attention, backward=tiles)
+
+
+def _bind_flash3(call: AttentionCall) -> Callable[..., jax.Array]:
+    assert call.static_window_blocks is not None
+    return partial(
+        attention_flash3.attention,
+        window_blocks=call.static_window_blocks,
+        block_tokens=call.block_tokens,
+        max_documents=call.max_documents,
+    )
 
 
 ATTENTION: Mapping[str, Form] = MappingProxyType(
@@ -125,9 +147,10 @@ ATTENTION: Mapping[str, Form] = MappingProxyType(
             lambda _: [], lambda call: partial(attention_banded.attention, window_tokens=call.window_tokens)
         ),
         "triton": Form(
-            lambda call: _triton_refusals(call) + attention_triton.refusals(call.shape_BTHK),
+            lambda call: _refusals(call, _TRITON) + attention_triton.refusals(call.shape_BTHK),
             _bind_triton,
         ),
+        "flash3": Form(_flash3_refusals, _bind_flash3),
     }
 )
 
@@ -135,7 +158,7 @@ QK_NORM: Mapping[str, Form] = MappingProxyType(
     {
         "definition": Form(lambda _: [], lambda _: qk_norm),
         "triton": Form(
-            lambda call: _triton_refusals(call) + qk_norm_triton.refusals(call.head_dim),
+            lambda call: _refusals(call, _TRITON) + qk_norm_triton.refusals(call.head_dim),
             lambda _: qk_norm_triton.qk_norm,
         ),
     }

@@ -109,11 +109,11 @@ def attend_in(
     doc_BT: jax.Array, window: Window, block_tokens: int, head_dim: int, kernels: Kernels
 ) -> Attend:
     """Return attention to the blocks of a window, inside each token's document. See `kernels.attention`."""
-    first_BT = sight(doc_BT, window.blocks, block_tokens)
+    seen = sight(doc_BT, window.blocks, block_tokens)
 
     def attend(q_BTHK: jax.Array, k_BTHK: jax.Array, v_BTHK: jax.Array) -> jax.Array:
         qkv, scale = (q_BTHK, k_BTHK, v_BTHK), head_dim**-0.5
-        return kernels.attention(*qkv, first_BT, scale=scale, window=window, block_tokens=block_tokens)
+        return kernels.attention(*qkv, seen, scale=scale, window=window, block_tokens=block_tokens)
 
     return attend
 

@@ -15,7 +15,7 @@ from speedrun.ground.limits import Count, Natural, Positive
 from speedrun.science import nn
 from speedrun.science.inputs import Inputs
 from speedrun.science.kernels import cross_entropy
-from speedrun.science.kernels.attention import Window, sight
+from speedrun.science.kernels.attention import Sight, Window, sight
 from speedrun.science.kernels.choose import Kernels
 from speedrun.science.kernels.cross_entropy_gpu import Fp8
 from speedrun.science.params import Dtype, Params, ParamSpec, Table, constant, normal, uniform_fan_in, zeros
@@ -86,7 +86,7 @@ class Context(NamedTuple):
 
     kernels: Kernels
     windows: dict[Mixing, Window]
-    sights: dict[Mixing, jax.Array]  #: the first key that each token sees: i32 [B, T]
+    sights: dict[Mixing, Sight]  #: how far back each token sees
     angles: tuple[jax.Array, jax.Array]
     values: dict[int, jax.Array]  #: value embeddings [B, T, H, K] by table
 
@@ -107,7 +107,7 @@ def attend(h_ND: jax.Array, p: Params, i: int, ctx: Context, cfg: Config) -> jax
         return jnp.zeros_like(h_ND)
     window, value_table, block = cfg.mixing[i], cfg.value_tables[i], f"block.{i}"
     (own, shared), (q_MD, k_MD, v_MD) = p[f"{block}.value_lambdas"], p[f"{block}.qkv"]
-    heads = (*ctx.sights[window].shape, cfg.num_heads, cfg.head_dim)
+    heads = (*ctx.sights[window].first_BT.shape, cfg.num_heads, cfg.head_dim)
     q_BTHK, k_BTHK, v_BTHK = (x.reshape(heads) for x in nn.project(h_ND, q_MD, k_MD, nn.scaled(v_MD, own)))
     if value_table in ctx.values:
         v_BTHK = nn.blend((jnp.ones(()), v_BTHK), (shared, ctx.values[value_table]))

@@ -99,7 +99,7 @@ def context(p: Params, tokens_BT: jax.Array, inputs: Inputs, cfg: Config, kernel
             "long": attention.view(doc_BT, long, by_token),
             "paired": attention.view(jnp.repeat(doc_BT, 2, axis=1), short, (cosines_TK, sines_TK)),
         },
-        compose_first_BT=sight(doc_BT, cfg.compose_keys, 1),
+        compose_first_BT=sight(doc_BT, cfg.compose_keys, 1).first_BT,
         x0_BTD=nn.rms_norm(smeared(nn.lookup(p["embed"], tokens_BT), p)),
         bigram_BTD=bigrams(p, tokens_BT, inputs["bigram_signs"]),
         values={i: nn.lookup(p[f"value_embed.{i}"], tokens_BT) for i in cfg.layers_with("value")},

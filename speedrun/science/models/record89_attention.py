@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from speedrun.science import nn
-from speedrun.science.kernels.attention import Window, sight
+from speedrun.science.kernels.attention import Sight, Window, sight
 from speedrun.science.kernels.attention_banded import padded, tiles, with_tiles_before
 from speedrun.science.kernels.choose import Kernels
 
@@ -24,7 +24,7 @@ SMALLEST_NORM = 1e-8
 class View(NamedTuple):
     """What queries of a layer see, and the angles of rotary. Windows are in tokens."""
 
-    first_BT: jax.Array  #: `sight`
+    seen: Sight
     window: Window
     angles: Angles  #: times the root of the scale of attention
 
@@ -81,7 +81,7 @@ def with_key_offset(heads: Heads) -> Heads:
 
 def attend(heads: Heads, view: View, kernels: Kernels) -> jax.Array:
     """Return softmax(q k^T) v over what `view` shows."""
-    return kernels.attention(*heads, view.first_BT, scale=1.0, window=view.window, block_tokens=1)
+    return kernels.attention(*heads, view.seen, scale=1.0, window=view.window, block_tokens=1)
 
 
 def attend_in_pairs(heads: Heads, view: View, kernels: Kernels) -> jax.Array:
