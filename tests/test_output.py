@@ -142,6 +142,11 @@ ODD = {
     **{OURS.format(name=name): "Mine: said; " for name in ("DataError", "Terminated", "NonFiniteError")},
     OURS.format(name="UsageError"): "said",
 }
+#: What a recipe may call to end the process, and what would have ended it.
+ENDS = (
+    *("os._exit(0)", "os.execv('/bin/true', ['true'])", "os.execlp('true', 'true')"),
+    "from threading import Thread; t = Thread(target=os._exit, args=(0,)); t.start(); t.join()",
+)
 
 
 @pytest.mark.parametrize(
@@ -202,6 +207,23 @@ def test_a_fault_of_ours_keeps_its_traceback(place: str):
     assert output.expected(raised("1 / 0", ROOT / place)) is None
     assert output.expected(raised("exit()", ROOT / place)) is None
     assert output.expected(KeyboardInterrupt()) is None
+
+
+def test_no_recipe_ends_the_process_and_whoever_else_may():
+    script = f"""
+import contextlib
+from speedrun.ground import output
+from speedrun.ground.sourcefile import IMPORTED
+output.own_process()
+IMPORTED["mine.py"] = ""
+for code in {ENDS}:
+    with contextlib.suppress(SystemExit):
+        exec(compile("import os; " + code, "mine.py", "exec"))
+    print("alive")
+output.leave(7)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (7, "alive\n" * len(ENDS), "")
 
 
 def test_debug_shows_the_traceback_of_any_error(tmp_path: Path):

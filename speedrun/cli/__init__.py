@@ -17,15 +17,7 @@ from speedrun import __version__
 from speedrun.cli.options import Group
 from speedrun.ground.errors import INTERRUPTED, SpeedrunError, Terminated, UsageError, unknown
 from speedrun.ground.exit_codes import EXIT_CODES
-from speedrun.ground.output import (
-    DEBUG,
-    LOST,
-    expected,
-    leave,
-    show_traceback,
-    text_of,
-    tolerate_closed_streams,
-)
+from speedrun.ground.output import DEBUG, LOST, expected, leave, own_process, show_traceback, text_of
 
 GROUPS = {
     "Train": {
@@ -171,7 +163,7 @@ def main() -> None:
     if sys.getfilesystemencoding() != "utf-8":  # records are UTF-8 in any locale
         os.environ["PYTHONUTF8"] = "1"  # for child processes
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
-    tolerate_closed_streams()
+    own_process()
     try:
         command(prog_name="speedrun")
     except SystemExit as end:

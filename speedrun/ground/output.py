@@ -4,8 +4,9 @@ import io
 import os
 import re
 import sys
+import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -28,7 +29,7 @@ _NO_MEMORY = re.compile(
 @contextmanager
 def reported() -> Iterator[None]:
     """Report an expected error as one line with its exit code. For modules that run as processes of their own."""
-    tolerate_closed_streams()
+    own_process()
     try:
         yield
     except KeyboardInterrupt:
@@ -85,11 +86,13 @@ def text_of(error: BaseException) -> str:
 
 
 def line_of_recipe(error: BaseException) -> str:
-    """Return the line of science that an error comes from, as `speedrun/science/nn.py:7`; empty if it is ours.
+    """Return the line of science that an error comes from, as `speedrun/science/nn.py:7`; empty if it is ours."""
+    return _science(reversed(_lines(error)))
 
-    Lines of installed packages are passed over.
-    """
-    for file, number in reversed(_lines(error)):
+
+def _science(lines: Iterable[tuple[str, int]]) -> str:
+    """Return the first line of science; empty if one of ours comes before it. Installed packages do not count."""
+    for file, number in lines:
         if _is_science(file):
             return _shown(file, number)
         if _PACKAGE in Path(file).parents:
@@ -126,6 +129,28 @@ def _shown(file: str, number: int) -> str:
     path = Path(file)
     inside = path.relative_to(_PACKAGE.parent) if _PACKAGE in path.parents else path
     return f"{str(inside).rpartition('site-packages/')[2]}:{number}"
+
+
+def own_process() -> None:
+    """Prepare a process that is ours: its streams never fail, and no recipe ends it as if all was done."""
+    tolerate_closed_streams()
+    process = os.getpid()
+
+    def guarded(end: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
+        def ended(*given: Any) -> NoReturn:
+            caller = sys._getframe().f_back
+            frames = traceback.walk_stack(caller) if caller else ()
+            stack = [(frame.f_code.co_filename, number) for frame, number in frames]
+            # Called first of all in a thread: a recipe handed over the function.
+            is_theirs = not stack or stack[0][0] == threading.__file__ or _science(stack)
+            if os.getpid() == process and is_theirs:
+                raise SystemExit(f"os.{end.__name__} would end the process")
+            end(*given)
+
+        return ended
+
+    for name in ("_exit", "execv", "execve"):
+        setattr(os, name, guarded(getattr(os, name)))
 
 
 class _Unfailing(io.FileIO):
