@@ -83,7 +83,7 @@ class Record:
 def load(name: str) -> "Recipe":
     """Return a recipe of this package by its name, or one of your own by the path of its file.
 
-    The name may be that of an installed package's entry point. A file is read again each time.
+    A file is read again each time.
 
     Raises:
         UsageError: if there is none.
@@ -142,11 +142,7 @@ def run(
 
 
 def _train(config: RunConfig, printer: Printer) -> None:
-    """Train in a child process: JAX may have other devices here, and the cold wall time starts with a process.
-
-    Raises:
-        SpeedrunError: with the last line and the exit code of the process, if it fails.
-    """
+    """Train in a child process: JAX may have other devices here, and the cold wall time starts with a process."""
     code, said = child.trained(config, printer, errors=STDOUT)
     if not code:
         return

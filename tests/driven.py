@@ -1,15 +1,12 @@
 """The optimiser of record 89 on a table of its own, in the shardings of the step, with gradients from the test."""
 
 import dataclasses
-import os
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -20,12 +17,6 @@ from speedrun.science.optim.cautious_adam import AdamGroup
 from speedrun.science.optim.record89 import NorMuonAndAdam
 from speedrun.science.params import Member, ParamSpec, Table, zeros
 from speedrun.science.step import Step
-
-FOLDER = Path(os.environ.get("SPEEDRUN_GOLDEN", Path(__file__).parent / "golden"))
-UNITS = FOLDER / "units2026.npz"
-needs_units = pytest.mark.skipif(
-    not UNITS.exists(), reason=f"no units2026.npz in {FOLDER}, which SPEEDRUN_GOLDEN names"
-)
 
 RATES = {"up": 2.0, "down": 4.0}  #: others 1
 

@@ -34,7 +34,6 @@ from speedrun.ledger import format
 from speedrun.ledger.record import load
 from speedrun.ledger.source import split_source
 from speedrun.ledger.validate import validate
-from speedrun.training import child
 
 TIMEOUT_S = 120
 MOST_TRIES = 9
@@ -262,7 +261,7 @@ class Soak:
             importlib.import_module(f"speedrun.{name}")
         importlib.import_module("orbax.checkpoint")
         provenance.closure = partial(closure, provenance.closure)
-        children.Popen = child.Popen = Fork
+        children.Popen = Fork
         self._place, self._data, self._number = place, ["--data", data], 0
         self._settings = ["--track", "tiny", *self._data, *settings]
         self._rnd, self._call = random.Random(seed), Caller(place, work)

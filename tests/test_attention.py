@@ -318,19 +318,6 @@ def test_what_auto_chooses_fits_each_card(kind):
 
 
 @hopper.needs_compiler
-@pytest.mark.parametrize(
-    ("tiles", "refusal"),
-    [
-        ({}, "register spilling"),
-        ({"forward": attention_triton.FORWARD._replace(num_stages=4)}, "Shared memory size limit exceeded"),
-    ],
-)
-def test_what_does_not_fit_an_l40s_is_seen(tiles, refusal):
-    with pytest.raises(jax.errors.JaxRuntimeError, match=refusal):
-        compiled_for("l40s", partial(attention_triton.attention, **tiles), 128, **hopper.NO_SPILLS)
-
-
-@hopper.needs_compiler
 @pytest.mark.skipif(bool(attention_flash3.problem()), reason=attention_flash3.problem())
 @pytest.mark.parametrize(("window_blocks", "num_calls"), [(1, 1), (14, 2)])
 def test_flash3_compiles_for_an_h100(window_blocks, num_calls):

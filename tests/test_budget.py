@@ -114,24 +114,6 @@ def test_the_track_says_recipe_devices_and_runs(monkeypatch: pytest.MonkeyPatch)
     assert "as the records here took" in lines[1]
 
 
-@pytest.mark.compile
-@pytest.mark.parametrize(("name", "devices"), [("main-8xh100", 8), ("single-gpu", 1)])
-def test_a_track_is_planned_for_any_recipe(name: str, devices: int, monkeypatch: pytest.MonkeyPatch):
-    """Steps, time and price are those of the recipe that is asked for; devices and runs are the track's."""
-    monkeypatch.chdir(ROOT)
-    words = ("--track", name, "--recipe", "values", "--dollars", "2.5", "--arithmetic", "--json")
-    found = json.loads(invoke(*words).stdout)
-    batch, recipe = found["batch"], recipes.load("values")
-    assert (found["recipe"], found["num_devices"], found["stages"][0]["num_steps"]) == (
-        "values",
-        devices,
-        1490,
-    )
-    step_s = found["stages"][0]["step_s"]
-    assert batch["train_s"] == pytest.approx(recipe.num_steps * step_s)
-    assert batch["dollars"] == pytest.approx(batch["total_s"] * devices * 2.5 / 3600)
-
-
 def test_runs_of_no_track_are_refused():
     result = invoke("--runs", "2")
     assert (result.exit_code, result.stderr) == (

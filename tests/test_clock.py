@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from small_run import SMALL
 
 from speedrun.data import synthetic
-from speedrun.ground import clock, console, runlog, track
+from speedrun.ground import clock, runlog, track
 from speedrun.ground.clock import Phases
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.validate import validate
-from speedrun.training.outcome import lost_s
 from speedrun.training.request import RunConfig
+from speedrun.training.save_and_resume import lost_s
 from speedrun.training.train import train
 
 PHASES = ["start", "compile", "warm-up", "step", "data", "evaluation", "checkpoint", "end"]
@@ -101,14 +101,6 @@ def test_the_phases_of_a_run_are_what_else_was_measured(record):
     assert end.phases["data"] == pytest.approx(end.data_wait_s, abs=0.05)
     in_clock_s = end.phases["step"] + end.phases["data"] + sum(kept[:2])
     assert in_clock_s == pytest.approx(end.train_time_s, rel=0.05, abs=0.1)
-
-
-def test_the_text_log_has_one_goodput_line(record):
-    (line,) = (line for line in console.render(lines_of(record)).splitlines() if "goodput" in line)
-    end = lines_of(record)[-1].event
-    share = end.phases["step"] / sum(end.phases.values())
-    assert line.startswith(f"        goodput {share:.1%} | wall ")
-    assert line.endswith("| lost to restarts 0.0 s")
 
 
 def test_a_clock_on_the_wall_that_is_set_back_moves_no_time(record):

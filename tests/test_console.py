@@ -4,11 +4,9 @@ from itertools import pairwise
 
 import pytest
 from record_forge import Spec, chain, change, install_track, moments
-from rich.console import Console
 
 from speedrun.ground import runlog, track
-from speedrun.ground.console import Printer, TextLog, clean, duration, quantiles_ms, quantity, render
-from speedrun.ground.live import Live
+from speedrun.ground.console import Live, Printer, TextLog, clean, duration, quantiles_ms, quantity, render
 
 
 @pytest.fixture
@@ -126,23 +124,18 @@ def test_a_stream_without_unicode_does_not_end_the_run():
     assert raw.getvalue() == b"warn  l'\\xe9t\\xe9\n"
 
 
-class _Terminal(io.StringIO):
-    encoding = "utf-8"
-
-    def isatty(self):
-        return True
-
-
-def test_on_a_terminal_a_bar_runs_below_the_lines(lines, monkeypatch):
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    assert Console(file=_Terminal()).is_terminal
-    stream = _Terminal()
-    with Live(stream) as live:
+def test_on_a_terminal_the_newest_step_stands_below_the_lines(spec_lines, monkeypatch):
+    """It is cut at the width, and gone at the end."""
+    monkeypatch.setenv("COLUMNS", "60")
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: True)
+    shards = (Spec().shards[0].__class__("t_train_1.bin", "0" * 64, 10**6, 0, 4000),)
+    lines = spec_lines(step_s=(0.1,) * 40, shards=shards, val_losses=(4.0,) * 20)
+    with Live(stream, lambda step: f"ghost +0.{step.step:03}" + "-" * 60) as live:
         for line in lines:
             live(line)
-    shown = stream.getvalue()
-    assert "\x1b" in shown
-    for text in render(lines).splitlines():
-        assert text.strip() in shown
+    below = [text.partition("\n")[0] for text in stream.getvalue().split("\r\x1b[K")[1:]]
+    assert re.fullmatch(r"step  1/40  1\.00 ktok/s  loss 5\.\d{4}  eta 4s  ghost \+0\.000-+", below[0])
+    assert len(below[0]) == 59
+    printed = re.sub(r"\r\x1b\[Kstep  \d+/40  \d.*?(?=\r)", "", stream.getvalue()).replace("\r\x1b[K", "")
+    assert re.sub(r"  ghost .*", "", printed) == render(lines)

@@ -128,14 +128,6 @@ MISTAKES = {
         returning("moves, jax.tree.map(lambda x: x.astype('float32'), state)"),
         r"its optimizer's update returns the state: \S+num_updates is float32\[\], need int32\[\]",
     ),
-    "state_shape": (
-        returning("moves, jax.tree.map(lambda x: x[None], state)"),
-        r"its optimizer's update returns the state: \S+ is float32\[1, 1, 16, 16\], need float32\[1, 16, 16\]",
-    ),
-    "state_lost": (
-        returning("moves, (state[0], state[1]._replace(mean={}))"),
-        r"its optimizer's update returns the state: \S+ is nothing, need float32\[",
-    ),
     "state_containers": (
         returning("moves, [*state]"),
         "its optimizer's update returns the state: the arrays of init in other containers",
@@ -157,11 +149,6 @@ MISTAKES = {
     "logits": (
         "def logits(*given): return toy89.logits(*given)[:, :-1]\nCHANGES = {'logits': logits}",
         "its logits are .64, 255. for 64 hidden states; config.vocab_size asks for 256 columns",
-    ),
-    "group": (
-        "def table(cfg): return {k: replace(p, group='valve') if k == 'gates' else p for k, p in TABLE(cfg).items()}\n"
-        "TABLE, CHANGES = toy89.table, {'table': table}",
-        "no AdamGroup for group 'valve'",
     ),
     "schedule": (
         "class Short(toy89.Schedule):\n"
@@ -186,10 +173,6 @@ MISTAKES = {
         "CHANGES = {'loss': loss}",
         "reads batch.masks_BT; a batch has tokens_BT, targets_BT, carry",
     ),
-    "carry": (
-        "def carry(cfg): return {}\nCHANGES = {'carry': carry}",
-        "no 'amax' in its table, carry or schedule",
-    ),
     "both": (
         "def constants(*given): return toy89.constants(*given) | {'tied': np.ones(1, bool)}\n"
         "CHANGES = {'constants': constants}",
@@ -199,10 +182,6 @@ MISTAKES = {
         "def constants(*_): return {'signs': np.ones((2**25 + 1,), np.int8)}\n"
         "CHANGES = {'constants': constants}",
         "its constants have 33,554,433 bytes; need 33,554,432 or less",
-    ),
-    "list": (
-        "def constants(*_): return {'signs': [1, -1]}\nCHANGES = {'constants': constants}",
-        "its constants give 'signs' as list; need NumPy numbers of 32 bits or less",
     ),
     "vocabulary_key": (
         "def constants(cfg, vocabulary): return {'prefix': {b'a': 0}[b'b']}\n"

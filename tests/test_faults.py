@@ -207,18 +207,8 @@ def test_killed_between_a_shard_and_the_manifest(tmp_path):
     rows.write_text("".join(json.dumps({"text": f"{i} words " * 50}) + "\n" for i in range(200)))
 
     def prep(name: str, **env: str) -> int:
-        argv = [
-            sys.executable,
-            "-m",
-            "speedrun",
-            "data",
-            "prep",
-            "--source",
-            str(rows),
-            "--tokenizer",
-            "bytes",
-        ]
-        argv += ["--out", str(tmp_path / name), "--shard-tokens", "20000"]
+        words = ["data", "prep", "--source", str(rows), "--tokenizer", "bytes", "--shard-tokens", "20000"]
+        argv = [sys.executable, "-m", "speedrun", *words, "--out", str(tmp_path / name)]
         return subprocess.run(argv, env=os.environ | env, capture_output=True, check=False).returncode
 
     assert prep("whole") == 0

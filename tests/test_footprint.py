@@ -89,13 +89,6 @@ def test_what_nothing_helps_is_said(a_device_of):
         footprint.require(program, footprint.most_bytes(program))
 
 
-def test_a_program_that_fits_passes(a_device_of):
-    program = Program(recipes.load("smoke"), make_mesh(8))
-    footprint.require(program, footprint.most_bytes(program))
-    a_device_of(100)
-    footprint.require(program, 100)
-
-
 def test_simulated_devices_share_the_memory_of_the_machine():
     one, eight = mesh.memory_bytes(make_mesh(1)), mesh.memory_bytes(make_mesh(8))
     assert one // 8 == eight

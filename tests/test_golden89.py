@@ -1,4 +1,4 @@
-"""Record 89 against an independent implementation: activations, gradients, weights and losses of float32 runs.
+"""Record 89 against an independent implementation: gradients, weights and losses of float32 runs.
 
 `SPEEDRUN_GOLDEN` names the folder of such files and of their `golden2026.py`, which explains their keys. Sizes,
 lengths and schedules come from the file.
@@ -9,7 +9,7 @@ import dataclasses
 import json
 import os
 import runpy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,8 @@ import pytest
 from speedrun.ground import mesh
 from speedrun.science import recipes
 from speedrun.science.inputs import Inputs
-from speedrun.science.kernels.choose import Kernels
 from speedrun.science.kernels.cross_entropy import Targets
 from speedrun.science.models import record89 as model
-from speedrun.science.models import record89_attention as attention
 from speedrun.science.models import record89_tokens as tokens89
 from speedrun.science.params import Params
 from speedrun.science.recipe import Batch, Loss, Recipe, Stage
@@ -260,107 +258,6 @@ def test_golden89_documents_and_hashes_agree(golden):
             starts = np.flatnonzero(tokens == golden.config["document_token"])
             ends = sorted({*starts[1:].tolist(), len(tokens)})
             assert ends == sorted({*want["ends"].tolist()})
-
-
-# --- one step, piece by piece
-
-
-@pytest.fixture
-def recorded(golden: File) -> Iterator[dict[str, Any]]:
-    """Activations of step 0 and micro-batch 0, under the file's names, as the pieces return them."""
-    seen: dict[str, Any] = {}
-    layer, root = [0], np.sqrt(golden.schedule[0]["attn_scale"])
-    back = np.argsort(golden.names.order)
-
-    def watch(patch: pytest.MonkeyPatch, module: Any, name: str, see: Callable[..., Any]) -> None:
-        piece = getattr(module, name)
-
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            if name == "mix_positions":
-                layer[0] = args[2]
-            result = piece(*args, **kwargs)
-            seen.update(see(result, *args))
-            return result
-
-        patch.setattr(module, name, watched)
-
-    def heads_of(o: Any, heads: Any, *_: Any) -> dict[str, Any]:
-        at = f"attn.{layer[0]}"
-        turned = {f"{at}.q": heads.q[..., back] / root, f"{at}.k": heads.k[..., back] / root}
-        return turned | {f"{at}.v": heads.v, f"{at}.softmax_out": o}
-
-    def mixed(
-        y: Any, _h: Any, _p: Any, i: int, _g: Any, _c: Any, _cfg: Any, post: Any, value: Any = None
-    ) -> dict[str, Any]:
-        return {f"attn.{i}.out": y / post} | ({} if value is None else {f"attn.{i}.aux_v": value})
-
-    def composed(o: Any, _heads: Any, _first: Any, w1: Any, *_: Any) -> dict[str, Any]:
-        # The rows of each softmax sum to one.
-        unit = w1 / jnp.sqrt(jnp.mean(jnp.square(w1), axis=-1, keepdims=True) + 1e-6)
-        return {"dc.correction": o, "dc.matrix_rowsum": unit.sum(axis=-1)}
-
-    def network(numbers: Any, _u: Any, _p: Any, name: str, i: int, *_: Any) -> dict[str, Any]:
-        wanted = {("mudd", 0): ("mudd.layer10", 14), ("mudd", 1): ("mudd.post", 5)}
-        return {wanted[name, i][0]: numbers[..., : wanted[name, i][1]]} if (name, i) in wanted else {}
-
-    with pytest.MonkeyPatch.context() as patch:
-        watch(patch, model, "smeared", lambda e, *_: {"smeared_embed": e})
-        watch(patch, model, "bigrams", lambda x, *_: {"bigram": x})
-        watch(patch, model, "context", lambda ctx, *_: {"x0": ctx.x0_BTD})
-        watch(
-            patch,
-            model,
-            "gates",
-            lambda g, _u, _p, half, _c: {("pre_gate", "post_gate")[half]: jnp.concatenate([*g.values()], -1)},
-        )
-        watch(patch, attention, "attend", heads_of)
-        watch(patch, model, "correct", lambda o, _o, _h, i, *_: {f"attn.{i}.heads": o})
-        watch(patch, model, "mix_positions", mixed)
-        watch(patch, attention, "composed", composed)
-        watch(patch, model, "network", network)
-        watch(patch, model, "add_mlp", lambda x, mid, _p, i, _c: {f"resid.{i}.mid": mid, f"resid.{i}.out": x})
-        watch(patch, model, "mix_channels", lambda _z, mid, _p, i, *_: {f"resid.{i}.mid": mid})
-        watch(patch, model, "block", lambda _x, start, _p, i, *_: {"resid.in": start} if i == 0 else {})
-        watch(patch, model, "last_block", lambda x, *_: {"resid.10.out": x})
-        watch(patch, model, "mixed_end", lambda x, *_: {"resid.final": x})
-        yield seen
-
-
-def inputs_of(recipe: Recipe, step: int) -> Inputs:
-    """The inputs of a step, outside of a program."""
-    given = {name: jnp.asarray(x) for name, x in recipe.constants(recipe.config, ()).items()}
-    return Inputs({**recipe.inputs_at(step), **given}, {})
-
-
-@pytest.mark.compile
-def test_golden89_activations_agree_piece_by_piece(golden, recorded):
-    recipe, params = golden.recipe(1), golden.names.ours(golden.starts)
-    tokens, targets = (jnp.asarray(x[:1]) for x in golden.rows(0))
-    inputs = inputs_of(recipe, 0)
-
-    @jax.jit
-    def run(params: Params) -> dict[str, jax.Array]:
-        x_BTD = recipe.forward(params, tokens, inputs, recipe.config, Kernels("cpu", ""))
-        return recorded | {"logits": x_BTD[0] @ params["head"].T}
-
-    got: dict[str, Any] = jax.device_get(run(params))
-    got["loss_per_token"] = per_token(got["logits"], np.asarray(targets[0]), inputs)
-    tolerance = script()["TOLERANCE"]
-    golden.assert_agrees(got, "act", tolerance["act_norm"], tolerance["act_probe / (norm / sqrt(size))"])
-
-
-def per_token(z_NV: np.ndarray, targets_N: np.ndarray, inputs: Inputs) -> np.ndarray:
-    """The weighted loss of each position in float64, from its definition."""
-    l_NV = 23 / (1 + np.exp(-(z_NV.astype(np.float64) + 5) / 7.5))
-    nll_NV = np.log(np.exp(l_NV).sum(axis=1, keepdims=True)) - l_NV
-    losses = np.zeros(len(targets_N))
-    for n in range(len(targets_N)):
-        for m, weight in enumerate(inputs["target_weights"][: inputs["targets"]]):
-            if n + m < len(targets_N):
-                losses[n] += weight * nll_NV[n, targets_N[n + m]]
-        if (prefix := inputs["prefixes"][targets_N[n]]) >= 0:
-            losses[n] += inputs["prefix_weight"] * nll_NV[n, prefix]
-    return losses
 
 
 # --- whole runs

@@ -74,10 +74,6 @@ def test_an_unknown_name_is_told() -> None:
         getattr(sr, "train")  # noqa: B009 - no type checker lets the name pass
 
 
-def test_completion_offers_the_names() -> None:
-    assert {"Record", "load", "run", "__version__"} <= {*dir(sr)}
-
-
 def test_the_package_is_imported_without_what_it_may_need() -> None:
     script = (
         "import sys, speedrun; print(*sorted({'jax', 'numpy', 'click', 'speedrun.library'} & {*sys.modules}))"

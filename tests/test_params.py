@@ -102,16 +102,6 @@ def test_a_group_of_its_own_is_packed_by_itself():
         np.testing.assert_array_equal(x, given[name])
 
 
-def test_a_bank_holds_matrices_only():
-    with pytest.raises(ValueError, match=r"shape \(3,\) has too few dimensions for a bank"):
-        ParamSpec((3,), ("lambda",), normal, "matrix")
-
-
-def test_every_packed_array_has_one_group_and_one_spec():
-    layout = Layout(TABLE)
-    assert set(layout.groups) == set(layout.specs) == set(layout.pack(values()))
-
-
 def test_starting_values_depend_on_the_name_and_seed_only():
     alone = Layout({"embed": TABLE["embed"], "skips": TABLE["skips"]})
     first, again, other = (

@@ -164,13 +164,6 @@ def test_two_processes_train_what_one_does(by_two, alone):
     assert len(list(by_two.glob("runs/*"))) == 1
 
 
-@pytest.mark.compile
-def test_two_processes_repeat_their_run_bitwise(by_two, tmp_path, smoke_data):
-    again = trained_by(2, tmp_path, smoke_data)
-    assert runs_of(again)[-1].end.final_hash == runs_of(by_two)[-1].end.final_hash
-    assert [s.loss for s in of(runlog.Step, again)] == [s.loss for s in of(runlog.Step, by_two)]
-
-
 #: Python reads this file when it starts.
 NODES = """
 import socket, sys

@@ -167,11 +167,6 @@ def test_eight_bits_in_the_head_matter_once_it_is_not_zero(base):
     assert losses == pytest.approx(base[:-1], rel=0.05)
 
 
-def test_every_setting_is_covered_once():
-    assert set(OTHER) <= set(settings(SMALL))
-    assert len(settings(SMALL)) > 25
-
-
 @pytest.mark.parametrize(
     ("key", "said"),
     [
@@ -209,17 +204,6 @@ def test_numbers_have_limits(name):
                 recipe.override({key: value})
 
 
-def test_a_recipe_that_is_written_has_limits_too():
-    stages = (Stage(0, 8, 64),)
-    with pytest.raises(ValueError, match="num_steps is 0; need `int` >= 1"):
-        dataclasses.replace(SMALL, stages=stages)
-
-
-@pytest.mark.parametrize("name", recipes.names())
-def test_a_recipe_is_called_like_its_file(name):
-    assert recipes.load(name).name == name
-
-
 @pytest.mark.parametrize("name", track.names())
 def test_a_track_names_a_recipe_that_knows_its_ids(name):
     rules = track.load(name)
@@ -227,14 +211,6 @@ def test_a_track_names_a_recipe_that_knows_its_ids(name):
     assert rules.name == name
     assert recipe.config.vocab_size >= rules.data.vocab_size
     assert recipe.config.document_token == rules.data.document_token
-
-
-@pytest.mark.parametrize("name", track.names())
-def test_a_track_that_ranks_knows_its_noise_and_asks_for_several_runs(name):
-    rules = track.load(name)
-    if rules.rules.ranked:
-        assert rules.target.sigma
-        assert rules.rules.min_runs > 2
 
 
 #: Changes for recipes that are too large for a trace.

@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import io
 import math
 import os
 import shutil
@@ -24,10 +23,10 @@ from jax.experimental.compilation_cache import compilation_cache
 from small_run import SMALL, runs_of
 
 from speedrun.cli import command
-from speedrun.cli.card import card, following
+from speedrun.cli.card import following
 from speedrun.cli.run import parse_settings
-from speedrun.data import generated, inventory, synthetic, writing
-from speedrun.ground import console, mesh, provenance, runlog, signals, sourcefile, track
+from speedrun.data import writing
+from speedrun.ground import console, mesh, provenance, runlog, signals, sourcefile
 from speedrun.ground.clock import now
 from speedrun.ground.errors import DataError, NonFiniteError, Terminated, UsageError
 from speedrun.ledger.assemble import assemble
@@ -139,13 +138,6 @@ def test_a_form_that_needs_fixed_windows_gets_a_program_for_each(tmp_path, smoke
 def test_a_track_for_gpus_does_not_train_on_a_cpu(smoke_data, tmp_path, name):
     message = str(refused(smoke_data, tmp_path, track=name, overrides={}).value)
     assert message.startswith(f"JAX found a cpu, {name}@1 needs a gpu; scripts/install.sh adds")
-
-
-def test_a_form_of_attention_that_cannot_run_is_refused_with_all_reasons(smoke_data, tmp_path):
-    message = str(refused(smoke_data, tmp_path, attention="triton").value)
-    assert "this is a cpu" in message
-    assert "need bfloat16" in message
-    assert "did you mean" in str(refused(smoke_data, tmp_path, attention="tritn").value)
 
 
 @pytest.mark.parametrize(("num_devices", "warned"), [(2, 1), (8, 0)])
@@ -324,62 +316,34 @@ def test_a_run_that_breaks_off_tells_what_it_read(tmp_path, smoke_data, monkeypa
     assert f"- {told}" in (out / "README.md").read_text()
 
 
-@pytest.mark.parametrize(
-    ("sent", "seen", "exit_code", "said"),
-    [
-        pytest.param(
-            signal.SIGTERM,
-            "warmup_start",
-            75,
-            "broke off before the clock: Terminated: stopped by SIGTERM",
-            marks=pytest.mark.compile,
-        ),
-        pytest.param(
-            signal.SIGTERM,
-            "step",
-            75,
-            "of 400 steps: Terminated: stopped by SIGTERM",
-            marks=pytest.mark.compile,
-        ),
-        (signal.SIGINT, "data", 75, "broke off before the clock: Terminated: stopped by SIGINT"),
-    ],
-)
-def test_a_stopped_run_ends_its_log(tmp_path, smoke_data, sent, seen, exit_code, said):
-    """A process of its own, stopped when its log says `seen`: after `data` it compiles."""
+def test_a_stopped_run_ends_its_log(tmp_path, smoke_data):
+    """A process of its own, stopped when its log has its data: it compiles."""
     out = tmp_path / "out"
     settings = [w for k, v in (SMALL | {"stages.0.num_steps": "400"}).items() for w in ("--set", f"{k}={v}")]
     argv = [sys.executable, "-m", "speedrun", "run", "--data", str(smoke_data), "--out", str(out), *settings]
     running = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
-        while not any(f'"ev":"{seen}"' in path.read_text() for path in out.glob("runs/*/metrics.jsonl")):
+        while not any('"ev":"data"' in path.read_text() for path in out.glob("runs/*/metrics.jsonl")):
             assert running.poll() is None, running.communicate()
             threading.Event().wait(0.05)
-        running.send_signal(sent)
+        running.send_signal(signal.SIGINT)
         _, stderr = running.communicate(timeout=60)
     finally:
         running.kill()
-    assert running.returncode == exit_code, stderr
+    assert running.returncode == 75, stderr
     assert stderr.count("Traceback") == 0
     *_, error, end = events(out)
-    assert (error.message, end.status) == (f"stopped by {sent.name}", "aborted")
+    assert (error.message, end.status) == ("stopped by SIGINT", "aborted")
     (failed,) = validate(out).having("failed")
-    assert failed.messages[1].endswith(said)
+    assert failed.messages[1].endswith("broke off before the clock: Terminated: stopped by SIGINT")
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
 @pytest.mark.parametrize(("sent", "exit_code"), [([signal.SIGTERM], 75), ([signal.SIGINT] * 3, 130)])
 def test_a_run_that_is_stopped_while_it_starts_says_so(tmp_path, smoke_data, sent, exit_code):
     """While JAX is being imported: nothing is written yet. Whoever asks three times does not wait for the end."""
-    argv = [
-        sys.executable,
-        "-m",
-        "speedrun",
-        "run",
-        "--data",
-        str(smoke_data),
-        "--out",
-        str(tmp_path / "out"),
-    ]
+    words = ["run", "--data", str(smoke_data), "--out", str(tmp_path / "out")]
+    argv = [sys.executable, "-m", "speedrun", *words]
     running = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         while "libjax_common" not in Path(f"/proc/{running.pid}/maps").read_text():
@@ -440,15 +404,6 @@ def test_the_handlers_of_signals_are_put_back():
     with signals.handled_by(signals.stop):
         assert [signal.getsignal(number) for number in both] == [signals.stop] * 2
     assert [signal.getsignal(number) for number in both] == before
-
-
-def test_nothing_is_executed_that_the_run_did_not(record, smoke_data, tmp_path):
-    copy = tmp_path / "copy"
-    shutil.copytree(record, copy)
-    (copy / "source.txt").write_text((copy / "source.txt").read_text().replace("0.05", "0.06"))
-    result = CliRunner().invoke(command, ["reproduce", str(copy), "--data", str(smoke_data)])
-    assert result.exit_code == 2
-    assert "nothing was executed" in result.stderr
 
 
 @pytest.mark.parametrize("name", ["LD_PRELOAD", "PYTHONPATH", "JAX_PLATFORMS"])
@@ -513,14 +468,11 @@ def test_the_folder_of_a_run_must_be_writable(tmp_path, smoke_data):
         ({"recipe": "smok"}, "did you mean 'smoke'"),
         ({"overrides": {"config.model_dims": "3"}}, "did you mean 'config.model_dim'?"),
         ({"overrides": {"config.model_dim": "wide"}}, "need a whole number"),
-        ({"overrides": {"config.model_dim.x": "1"}}, "did you mean 'config.model_dim'?"),
         ({"overrides": {"muon_lr": "0.1"}}, "unknown setting 'muon_lr'; did you mean 'optimizer.muon_lr'?"),
         ({"overrides": {"config.head_dim": "6"}}, "multiple of 4"),
         ({"overrides": {"config.vocab_size": "200"}}, "knows 200 ids"),
         ({"overrides": {"stages.0.num_sequences": "12"}}, "do not come out even"),
-        ({"overrides": {"stages.0.num_steps": "0"}}, "num_steps is 0; need `int` >= 1"),
         ({"overrides": {"stages.0.num_steps": "10000000000"}}, "need `int` <= 1000000"),
-        ({"overrides": {"stages": "()"}}, "did you mean 'stages.0"),
         (
             {"overrides": {"compute_dtype": "banana"}},
             "compute_dtype is 'banana'; need Literal['float32', 'bfloat16']",
@@ -530,8 +482,6 @@ def test_the_folder_of_a_run_must_be_writable(tmp_path, smoke_data):
             {"overrides": {"config.mixing": "('foo','long','long','long')"}},
             "need tuple[Literal['long', 'short', 'none']",
         ),
-        ({"overrides": {"config.num_heads": "0"}}, "num_heads is 0; need `int` >= 1"),
-        ({"overrides": {"schedule.momentum_steps": "0"}}, "momentum_steps is 0; need `int` >= 1"),
         (
             {"overrides": {"schedule.cooldown_fraction": "0"}},
             "cooldown_fraction is 0.0; need `float` >= 1e-37",
@@ -599,12 +549,6 @@ def test_cuda_is_not_started_without_a_gpu(platform, nodes, monkeypatch):
     assert (updates.get("jax_platforms") == "cpu") == (platform == "cpu" or not nodes)
 
 
-def test_devices_that_nobody_has_tried_are_refused():
-    devices = np.array([SimpleNamespace(platform="tpu")])
-    with pytest.raises(UsageError, match="found a tpu, need a CPU or GPU"):
-        mesh.accelerator(SimpleNamespace(devices=devices))  # pyright: ignore[reportArgumentType]
-
-
 def test_missing_data_names_the_command_that_gets_it(tmp_path):
     info = refused(tmp_path / "nowhere", tmp_path)
     assert info.type is DataError
@@ -642,58 +586,12 @@ def test_the_command_writes_a_record_and_says_no_when_the_target_is_missed(tmp_p
     assert (out / "README.md").read_text().startswith("# smoke on smoke-cpu@1")
 
 
-def test_data_that_a_run_had_to_make_is_told_once(tmp_path, smoke_data, monkeypatch):
-    monkeypatch.setenv("SPEEDRUN_DATA", str(tmp_path))
-
-    def copied(rules: track.Track, folder: Path) -> inventory.Manifest | None:
-        shutil.copytree(smoke_data, folder, dirs_exist_ok=True)
-        return inventory.read_manifest(folder)
-
-    monkeypatch.setattr(synthetic, "write", copied)
-    for said in (f"made  4 synthetic shards in {tmp_path / 'smoke'}: 1,115,136 tokens, 2.1 MiB\n", ""):
-        stream = io.StringIO()
-        generated.ensure(track.load("smoke-cpu"), None, console.Printer(stream).say)
-        assert stream.getvalue() == said
-
-
 def test_the_next_command_is_the_one_that_helps(tmp_path, record):
     summary, report = assemble(record), validate(record)
     reached = msgspec.structs.replace(summary, target_reached=True)
     plain = RunConfig("smoke-cpu", Path("runs/x"), seed=3)
     assert following(plain, reached, report) == "speedrun reproduce runs/x --same-seeds"
     assert following(plain, summary, report) == "speedrun run --track smoke-cpu --seed 4"
-    settings = {"optimizer.muon_lr": "0.04", "config.mixing": "('long', 'short')"}
-    changed = RunConfig(
-        "smoke-cpu",
-        Path("runs/x"),
-        "docs",
-        3,
-        settings,
-        Path("my data"),
-        2,
-        microbatches=4,
-        attention="banded",
-    )
-    assert following(changed, summary, report) == (
-        "speedrun run --track smoke-cpu --recipe docs --devices 2 --microbatches 4 --attention banded "
-        "--set optimizer.muon_lr=0.04 --set 'config.mixing=('\"'\"'long'\"'\"', '\"'\"'short'\"'\"')' "
-        "--data 'my data' --seed 4"
-    )
-    (bad,) = (result for result in report.results if result.check.id == "V404")
-    bad = dataclasses.replace(bad, status="failed", messages=("on a toaster",))
-    failed = dataclasses.replace(
-        report, results=tuple(bad if r.check is bad.check else r for r in report.results)
-    )
-    assert following(changed, reached, failed) == "speedrun validate --explain V404"
-    shown = card(track.load("smoke-cpu"), summary, failed)
-    ranked = msgspec.structs.replace(track.load("smoke-cpu").rules, ranked=True, min_runs=4)
-    ranked = msgspec.structs.replace(track.load("smoke-cpu"), rules=ranked)
-    assert " s | 1 run; a rank takes a batch of 4\n" in card(ranked, summary, failed)
-    num_passed, num_skipped = len(failed.having("ok")), len(failed.having("skipped"))
-    assert (
-        f" s | shown, not ranked\nchecks  {num_passed} checks passed, 1 failed, {num_skipped} not asked\n"
-        "        V404 failed: on a toaster" in shown
-    )
 
 
 def test_a_broken_run_leaves_a_readable_record_and_its_exit_code(tmp_path, smoke_data):

@@ -59,7 +59,7 @@ class Number(click.FloatRange):
 
 
 class RecipeName(click.ParamType):
-    """A recipe by its name, its file or its entry point; the argument is its name."""
+    """A recipe by its name or its file; the argument is its name."""
 
     name = "recipe"
 

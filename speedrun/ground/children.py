@@ -35,12 +35,19 @@ def stoppable() -> Iterator[None]:
         raise
 
 
-def run_module(module: str, request: msgspec.Struct) -> int:
-    """Run a module of this package with the path of a JSON file that holds `request`; return as `wait_for` does."""
-    with tempfile.TemporaryDirectory() as scratch:
+@contextmanager
+def started(module: str, request: msgspec.Struct, **more: Any) -> Iterator[Popen[Any]]:
+    """Start a module of this package with the path of a JSON file that holds `request`; `more` is for `Popen`."""
+    with tempfile.TemporaryDirectory(prefix="speedrun-") as scratch:
         path = Path(scratch, "request.json")
         write_whole(path, msgspec.json.encode(request, enc_hook=str))
-        return wait_for(Popen([sys.executable, "-m", module, str(path)], process_group=0))
+        yield Popen([sys.executable, "-m", module, str(path)], process_group=0, **more)
+
+
+def run_module(module: str, request: msgspec.Struct) -> int:
+    """Run a module of this package on a request; return as `wait_for` does."""
+    with started(module, request) as child:
+        return wait_for(child)
 
 
 def wait_for(child: Popen[Any], kill_after_s: float = KILL_AFTER_S) -> int:

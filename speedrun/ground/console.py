@@ -1,40 +1,24 @@
 """The text log of a run, made from its events.
 
-`render(lines)` is the text of a `metrics.jsonl`. `Printer` prints the same lines during the run; `ground.live` adds a
-progress bar on a terminal.
+`render(lines)` is the text of a `metrics.jsonl`. `Printer` prints the same lines during the run; on a terminal `Live`
+shows the newest step below them.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import TextIO
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from typing import Self, TextIO
 
 from msgspec import DecodeError
 
-from speedrun.ground.runlog import (
-    Checkpoint,
-    ClockStart,
-    ClockStop,
-    Compile,
-    DataReady,
-    Error,
-    Exported,
-    Line,
-    Plan,
-    Preflight,
-    Resume,
-    RunEnd,
-    RunStart,
-    StageChange,
-    Step,
-    Val,
-    WarmupEnd,
-    WarmupStart,
-    Warning,
-    decode,
-)
+from speedrun.ground import runlog
+from speedrun.ground.clock import Stopwatch
+from speedrun.ground.runlog import Line
 
 _RULE_WIDTH = 82
 _KERNEL = "kern  "
 _LINE_LIMIT = 400  #: characters
+_CLEAR = "\r\x1b[K"  #: of a terminal: go to the start of the line, and erase it
+_REFRESH_S = 0.25
 
 
 def clean(text: str, *, limit: int = _LINE_LIMIT) -> str:
@@ -100,66 +84,66 @@ class TextLog:
 
     def _text(self, line: Line) -> str | list[str] | None:
         match line.event:
-            case RunStart() as run:
+            case runlog.RunStart() as run:
                 self._num_steps = run.num_steps
                 return f"speedrun  track {run.track}  recipe {run.recipe}  seed {run.seed}  run {run.run_id}"
-            case Preflight() as hw:
+            case runlog.Preflight() as hw:
                 software = ", ".join(f"{name} {version}" for name, version in hw.software.items())
                 peak = quantity(hw.matmul_gflops * 1e9, "flop/s")
                 many = f" in {hw.num_processes} processes" * (hw.num_processes > 1)
                 many += f", {hw.num_replicas} replicas" * (hw.num_replicas > 1)
                 return f"hw    {hw.num_devices} x {hw.device_kind} ({hw.platform}){many} | matmul {peak} | {software}"
-            case DataReady() as data:
+            case runlog.DataReady() as data:
                 shards = f"{len(data.train_shards)} training shard{'s' * (len(data.train_shards) != 1)}"
                 return f"data  {data.folder} | {shards} | val {data.val_tokens:,} tokens of {data.val_shard}"
-            case Exported() as made:
+            case runlog.Exported() as made:
                 return (
                     f"prog  {made.num_bytes / 1e3:.1f} kB of programs for the record in {made.seconds:.1f} s"
                 )
-            case Plan() as plan:
+            case runlog.Plan() as plan:
                 return self._plan(plan)
-            case Compile() as done:
+            case runlog.Compile() as done:
                 cache = "" if done.cache == "off" else f" (cache: {done.cache})"
                 return f"comp  {done.name}  {done.seconds:.1f} s{cache}"
-            case WarmupStart() as warm:
+            case runlog.WarmupStart() as warm:
                 self._state_hash = warm.state_hash
                 return None
-            case WarmupEnd() as warm:
+            case runlog.WarmupEnd() as warm:
                 how = "restored" if warm.state_hash == self._state_hash else "NOT restored"
                 return f"warm  {warm.num_steps} steps in {warm.seconds:.1f} s | state {warm.state_hash[:8]} {how}"
-            case Resume() as old:
+            case runlog.Resume() as old:
                 self._train_time_s, self._shown = (
                     old.train_time_s,
                     (old.step, old.train_time_s, old.tokens_seen),
                 )
                 return f"{self._at(old.step)}  goes on from {old.run_id}, state {old.state_hash[:8]}"
-            case Checkpoint() as kept:
+            case runlog.Checkpoint() as kept:
                 return (
                     f"{self._at(kept.step)}  checkpoint, state {kept.state_hash[:8]}  ({kept.seconds:.2f} s)"
                 )
-            case ClockStart():
+            case runlog.ClockStart():
                 self._clock_runs = True
                 return "---- clock start ".ljust(_RULE_WIDTH, "-")
-            case ClockStop():
+            case runlog.ClockStop():
                 self._clock_runs = False
                 return "---- clock stop ".ljust(_RULE_WIDTH, "-")
-            case Step() as step:
+            case runlog.Step() as step:
                 return self._step(step)
-            case StageChange() as change:
+            case runlog.StageChange() as change:
                 inputs = [f"{name} {value}" for name, value in change.inputs.items()]
                 return f"{self._at(change.step)}  stage {change.stage}: {', '.join(inputs) or 'begins'}"
-            case Val() as val:
+            case runlog.Val() as val:
                 clock = "clock paused" if self._clock_runs else "clock stopped"
                 return f"{self._at(val.step)}  val {val.loss:.4f}  ({clock}, {val.seconds:.1f} s)"
-            case Warning() as warning:
+            case runlog.Warning() as warning:
                 return f"warn  {warning.message}"
-            case Error() as error:
+            case runlog.Error() as error:
                 return f"error {error.kind}: {error.message}"
-            case RunEnd() as end:
+            case runlog.RunEnd() as end:
                 return self._result(end)
         return None
 
-    def _plan(self, plan: Plan) -> list[str]:
+    def _plan(self, plan: runlog.Plan) -> list[str]:
         sizes = (
             f"plan  {quantity(plan.num_params)} parameters | {self._num_steps:,} steps x "
             f"{plan.tokens_per_step:,} tokens = {plan.total_tokens:,} | per device: state "
@@ -170,7 +154,7 @@ class TextLog:
     def _at(self, steps_done: int) -> str:
         return f"step  {steps_done:>{len(str(self._num_steps))}}/{self._num_steps}"
 
-    def _step(self, step: Step) -> str | None:
+    def _step(self, step: runlog.Step) -> str | None:
         """Return about ten lines for a run; times and rates are means since the previous line."""
         self._step_s.append(step.train_time_s - self._train_time_s)
         self._train_time_s = step.train_time_s
@@ -187,7 +171,7 @@ class TextLog:
             f"{quantity(rate, 'tok/s'):>10}  loss {step.loss:.4f}  eta {eta}"
         )
 
-    def _result(self, end: RunEnd) -> list[str]:
+    def _result(self, end: runlog.RunEnd) -> list[str]:
         val = "none" if end.val_loss is None else f"{end.val_loss:.4f}"
         other_s = end.cold_wall_s - end.train_time_s - end.compile_s - end.warmup_s - end.val_s
         p50_ms, p95_ms, max_ms = quantiles_ms(self._step_s)
@@ -203,7 +187,7 @@ class TextLog:
         ]
 
 
-def _goodput(end: RunEnd) -> list[str]:
+def _goodput(end: runlog.RunEnd) -> list[str]:
     """Return the share of steps in the wall time, and all phases; nothing for logs without phases."""
     if not (wall_s := sum(end.phases.values())):
         return []
@@ -250,7 +234,7 @@ class Printer:
             Whether it was an event.
         """
         try:
-            self(decode(text.encode()))
+            self(runlog.decode(text.encode()))
         except DecodeError:
             self.say(text)
             return False
@@ -260,3 +244,68 @@ class Printer:
         encoding = self._stream.encoding or "utf-8"
         self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
         self._stream.flush()
+
+
+class Live(Printer):
+    """Prints events as they come. On a terminal, a line below them shows the newest step until another is printed.
+
+    Use as a context manager, and as the reader of a log.
+    """
+
+    def __init__(
+        self,
+        stream: TextIO,
+        ghost: Callable[[runlog.Step], str] | None = None,
+        legend: str = "",
+        *,
+        verbose: bool = False,
+    ) -> None:
+        """Print to `stream`.
+
+        `ghost` is called with every step; it returns a text to append to its line, which is not logged. `legend` is
+        printed when the run starts.
+        """
+        super().__init__(stream, verbose=verbose)
+        self._ghost, self._legend = ghost, legend
+        self._num_steps = 0
+        self._status: Stopwatch | None = (
+            None  #: since the line of the newest step was written, if it stands there
+        )
+
+    def __call__(self, line: Line) -> None:
+        """Show one event."""
+        if isinstance(line.event, runlog.RunStart):
+            self._num_steps = line.event.num_steps
+            if self._legend:
+                self.say(self._legend)
+        shown, step = self._shown(line), line.event
+        is_step = isinstance(step, runlog.Step)
+        ghost = f"  {self._ghost(step)}" if is_step and self._ghost is not None else ""
+        if shown is not None:
+            self._write(shown + ghost)
+        elif is_step and self._stream.isatty():
+            self._show(step, ghost)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._status is not None:
+            self._stream.write(_CLEAR)
+            self._stream.flush()
+
+    def _write(self, text: str) -> None:
+        super()._write(text if self._status is None else _CLEAR + text)
+        self._status = None
+
+    def _show(self, step: runlog.Step, ghost: str) -> None:
+        """Write the line of the newest step, a few times a second: a terminal may be slow, and the run waits for it."""
+        if self._status is not None and self._status.seconds < _REFRESH_S:
+            return
+        done = step.step + 1
+        rate = quantity(step.tokens_seen / max(1e-9, step.train_time_s), "tok/s")
+        eta = duration(step.train_time_s / done * (self._num_steps - done))
+        text = f"step  {done}/{self._num_steps}  {rate}  loss {step.loss:.4f}  eta {eta}{ghost}"
+        self._stream.write(_CLEAR + text[: shutil.get_terminal_size().columns - 1])
+        self._stream.flush()
+        self._status = Stopwatch()

@@ -29,13 +29,7 @@ def lock_record(record: Path) -> AbstractContextManager[None]:
 def _locked(
     path: Path, folder: Path, say: Callable[[str], None] = print, refuse: type[SpeedrunError] | None = None
 ) -> Iterator[None]:
-    """Hold the lock `path` of `folder` inside the block, or until the process dies.
-
-    If another program holds it: wait and `say` so, or raise the error `refuse`.
-
-    Raises:
-        SpeedrunError: `refuse` if another program holds the lock; `refuse` or DataError if it cannot be written.
-    """
+    """Hold a lock inside the block, or until the process dies; if it is taken, wait and `say` so, or raise `refuse`."""
     while True:
         with translate_os_errors(folder, refuse or DataError):
             path.parent.mkdir(parents=True, exist_ok=True)

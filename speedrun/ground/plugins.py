@@ -1,7 +1,6 @@
-"""Recipes outside this package: files of one's own, by path or by entry point."""
+"""Recipes outside this package: files of one's own, by path."""
 
 import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Iterable
@@ -19,14 +18,12 @@ from speedrun.ground.sourcefile import (
 )
 from speedrun.ground.wholefile import read_regular
 
-#: Group of entry points: `mine = "theirlab.recipes.mine"` names the module of a recipe called mine.
-GROUP = "speedrun.recipes"
 _MOST_BYTES = 2**20  #: of a recipe's file
 _PACKAGE = RECIPES.replace("/", ".")
 
 
 def resolve(choice: str) -> str:
-    """Return the name of a recipe that is given by its name, the path of its file, or its entry point.
+    """Return the name of a recipe that is given by its name or the path of its file.
 
     The folder of a file is put first in $SPEEDRUN_RECIPES, for this process and those that it starts: its files are
     then modules of `speedrun.science.recipes`, so that a record carries them like those of this package. If a file
@@ -38,11 +35,10 @@ def resolve(choice: str) -> str:
     Raises:
         UsageError: if the file is missing, is not UTF-8, or has a name that is taken or cannot be imported.
     """
-    shipped = {path.stem for path in (ROOT / RECIPES).glob("*.py")}
-    path = Path(choice).absolute() if choice.endswith(".py") else _entry_point(choice, shipped)
-    if path is None:
+    if not choice.endswith(".py"):
         return choice
-    _check(path, shipped)
+    path = Path(choice).absolute()
+    _check(path)
     folders = [str(path.parent), *(str(folder) for folder in recipe_folders() if folder != path.parent)]
     os.environ[RECIPES_VARIABLE] = os.pathsep.join(folders)
     _forget_outdated()
@@ -55,31 +51,12 @@ def own_file(name: str | None) -> Path | None:
     return None if found is None or found[1].parent == ROOT / RECIPES else found[1]
 
 
-def _entry_point(name: str, shipped: set[str]) -> Path | None:
-    """The file that an installed package names for this recipe, if there is one."""
-    if name in shipped or any((folder / f"{name}.py").is_file() for folder in recipe_folders()):
-        return None
-    from importlib import metadata  # not light enough for --help
-
-    for entry in metadata.entry_points(group=GROUP, name=name):
-        try:
-            spec = importlib.util.find_spec(entry.module)
-        except ImportError:
-            spec = None
-        if spec is None or spec.origin is None or Path(spec.origin).name != f"{name}.py":
-            raise UsageError(
-                f"entry point {name} of {GROUP} names {entry.value}; need a module in a file {name}.py"
-            )
-        return Path(spec.origin).absolute()
-    return None
-
-
-def _check(path: Path, shipped: set[str]) -> None:
+def _check(path: Path) -> None:
     if not (path.stem.isidentifier() and path.stem.isascii()):
         raise UsageError(f"{path}: cannot be imported by this name; rename it to letters, digits and _")
     if os.pathsep in str(path.parent):
         raise UsageError(f"{path}: its folder has a {os.pathsep!r} in its name; move or rename it")
-    if path.stem in shipped:
+    if (ROOT / RECIPES / path.name).exists():
         raise UsageError(
             f"{path}: recipe {path.stem} ships with this package; rename the file and its recipe"
         )

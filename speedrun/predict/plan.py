@@ -115,14 +115,9 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 def plan(recipe: Recipe, kind: str, num_devices: int, microbatches: int, basis: Basis = "arithmetic") -> Plan:
-    """Predict what a recipe needs on devices of one kind.
+    """Predict what a recipe needs on 1, 2, 4 or 8 devices of one kind in one machine.
 
-    Args:
-        recipe: any recipe.
-        kind: a key of `devices.DEVICES`.
-        num_devices: 1, 2, 4 or 8, in one machine.
-        microbatches: per step, over all devices.
-        basis: source of memory, traffic and communication.
+    `microbatches` are those of a step, over all devices; `basis` is the source of memory, traffic and communication.
 
     Raises:
         UsageError: an unknown kind; a batch that does not divide; a compiler that is not installed.
@@ -277,10 +272,7 @@ def _by_arithmetic(program: Program, stage: Stage, device: Device) -> _Found:
 
 
 def _muon(program: Program, matrices: list[ParamSpec]) -> list[Work]:
-    """Newton-Schulz on the matrices of one device: three products an iteration, 4 m^2 n + 2 m^3 FLOPs for [m, n].
-
-    It runs once a step on stacks of equal matrices, so the number of kernels does not depend on the devices.
-    """
+    """Newton-Schulz on stacks of the matrices of one device, once a step: 4 m^2 n + 2 m^3 FLOPs an iteration."""
     known = {key.rpartition(".")[2]: value for key, value in settings(program.recipe.optimizer).items()}
     if "muon_steps" not in known:
         return []

@@ -139,16 +139,10 @@ def scaled(
     network_gbit: float | None,
     say: Callable[[str], object],
 ) -> Scaling:
-    """Compile and replay a step on several numbers of nodes.
+    """Compile and replay a step on several numbers of nodes, given with commas between them; one node is added.
 
-    Args:
-        recipe: its batch is that of one node.
-        kind: a key of `devices.DEVICES`.
-        num_devices: of a node.
-        nodes: numbers with commas between them; one node is added.
-        microbatches: per step, of one node.
-        network_gbit: rate between nodes, per second, device and direction; None: the kind's own.
-        say: takes a line of progress.
+    Batch, devices and micro-batches are those of one node. `network_gbit` is the rate between nodes, per second, device
+    and direction; None: the kind's own.
 
     Raises:
         UsageError: numbers that cannot be read; an unknown kind or rate; and as `scale`.
@@ -175,13 +169,8 @@ def scale(
 ) -> Scale:
     """Predict the first stage of a recipe on several nodes, with the same number of tokens per device.
 
-    Args:
-        recipe: its batch is that of one node.
-        device: the rates.
-        kind: a key of `devices.DEVICES`, to compile for.
-        num_devices: of a node.
-        num_nodes: each has one replica of the state.
-        microbatches: per step, of one node.
+    Batch, devices and micro-batches are those of one node, which has one replica of the state. `device` has the rates,
+    `kind` is compiled for.
 
     Raises:
         UsageError: a batch that does not divide; a compiler that is not installed.
@@ -254,11 +243,7 @@ def replayed(
 def seconds(one: Collective, per_node: int, nodes: int, device: Device) -> float:
     """Predict one collective: start, latency of its steps, bytes over the slowest link; the faster of ring and tree.
 
-    Args:
-        one: the collective.
-        per_node: devices of a group on each of its nodes.
-        nodes: nodes of a group.
-        device: the rates of the links.
+    A group has `per_node` devices on each of its `nodes`.
     """
     rate = device.link_rate if nodes == 1 else min(device.link_rate, per_node * device.network_rate)
     rounds = 2 if one.kind == "all-reduce" else 1

@@ -69,11 +69,10 @@ def usage(events: Iterable[Event]) -> list[Usage]:
     by_device: defaultdict[int, list[Event]] = defaultdict(list)
     for event in events:
         by_device[event.device].append(event)
-    return [_usage(device, sorted(by_device[device], key=_start)) for device in sorted(by_device)]
-
-
-def _start(event: Event) -> float:
-    return event.start_ns
+    return [
+        _usage(device, sorted(by_device[device], key=lambda event: event.start_ns))
+        for device in sorted(by_device)
+    ]
 
 
 def _usage(device: int, events: Sequence[Event]) -> Usage:

@@ -69,24 +69,23 @@ def design(request: Request) -> Experiment:
     return found
 
 
-def _draft(name: str, what: str, recipe: str, overrides: dict[str, str], against: str | None) -> Arm:
+def _draft(name: str, recipe: str, overrides: dict[str, str], against: str | None) -> Arm:
     """Return an arm that is not checked yet, without digests."""
-    return Arm(name, what, recipe, overrides, against, config_sha256="", source_sha256="")
+    return Arm(name, recipe, overrides, against, config_sha256="", source_sha256="")
 
 
 def _features(request: Request, name: str) -> tuple[list[Arm], list[str]]:
     """Return the recipe, and the recipe without each feature."""
-    known = {feature.name: feature for feature in FEATURES}
     for chosen in request.features:
-        if chosen not in known:
-            raise unknown("feature", chosen, known)
+        if chosen not in FEATURES:
+            raise unknown("feature", chosen, FEATURES)
     recipe = recipes.load(name).override(request.config.overrides)
-    drafts, left_out = [_draft(BASELINE, recipe.summary, name, {}, None)], []
-    for feature in (known[chosen] for chosen in request.features or known):
-        if off := features.without(recipe, feature):
-            drafts.append(_draft(f"no {feature.name}", feature.what, name, off, BASELINE))
+    drafts, left_out = [_draft(BASELINE, name, {}, None)], []
+    for feature in request.features or FEATURES:
+        if off := features.without(recipe, FEATURES[feature]):
+            drafts.append(_draft(f"no {feature}", name, off, BASELINE))
         else:
-            left_out.append(f"{feature.name}: {name} does not have it")
+            left_out.append(f"{feature}: {name} does not have it")
     return drafts, left_out
 
 
@@ -95,21 +94,17 @@ def _ladder(_request: Request, name: str) -> tuple[list[Arm], list[str]]:
     drafts: list[Arm] = []
     rung: str | None = name
     while rung is not None:
-        recipe = recipes.load(rung)
-        drafts.insert(0, _draft(rung, recipe.summary, rung, {}, recipe.parent))
-        rung = recipe.parent
+        parent = recipes.load(rung).parent
+        drafts.insert(0, _draft(rung, rung, {}, parent))
+        rung = parent
     return drafts, [] if len(drafts) > 1 else [f"{name} has no parent"]
 
 
 def _sweep(request: Request, name: str) -> tuple[list[Arm], list[str]]:
     """Return the recipe, and the recipe with each combination of settings."""
-    recipe = recipes.load(name).override(request.config.overrides)
     keys = {key for variant in request.variants for key in variant}
-    drafts = [
-        _draft(_name(variant, keys), "the recipe with these settings", name, variant, BASELINE)
-        for variant in request.variants
-    ]
-    return [_draft(BASELINE, recipe.summary, name, {}, None), *drafts], []
+    drafts = [_draft(_name(variant, keys), name, variant, BASELINE) for variant in request.variants]
+    return [_draft(BASELINE, name, {}, None), *drafts], []
 
 
 def _name(variant: Mapping[str, str], keys: set[str]) -> str:

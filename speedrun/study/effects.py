@@ -48,7 +48,6 @@ class Finding(msgspec.Struct, frozen=True):
     """One arm against another; the effects are None with fewer than two pairs of finished runs."""
 
     arm: str
-    what: str
     against: str
     seeds: tuple[int, ...]  #: of the pairs
     losses: tuple[float, ...]
@@ -56,8 +55,7 @@ class Finding(msgspec.Struct, frozen=True):
     train_times_s: tuple[float, ...]
     against_train_times_s: tuple[float, ...]
     num_non_finite: int  #: runs of the arm
-    s_per_nat: float | None
-    price: Literal["published"] | None  #: its source: see `comparison.RATE_FROM`
+    s_per_nat: float | None  #: its source is `comparison.RATE_FROM`
     loss: Effect | None
     log_time: Effect | None  #: of the logarithms
     together_s: Effect | None  #: equivalent seconds: time, and loss as time
@@ -127,7 +125,8 @@ def findings(pairs: Sequence[tuple[Arm, Arm]], seeds: Sequence[int], runs: Runs)
 def _finding(arm: Arm, other: Arm, seeds: Sequence[int], runs: Runs) -> Finding:
     """Compare one pair, without adjusted p and verdict."""
     ended = [seed for seed in seeds if (arm.name, seed) in runs]
-    paired = [seed for seed in ended if all(_finished(runs, name, seed) for name in (arm.name, other.name))]
+    finished = {key for key, run in runs.items() if run.finished}
+    paired = [seed for seed in ended if {(arm.name, seed), (other.name, seed)} <= finished]
     mine, others = ([runs[name, seed] for seed in paired] for name in (arm.name, other.name))
     losses, against_losses = [run.val_loss for run in mine], [run.val_loss for run in others]
     times_s, against_s = [run.train_time_s for run in mine], [run.train_time_s for run in others]
@@ -136,7 +135,6 @@ def _finding(arm: Arm, other: Arm, seeds: Sequence[int], runs: Runs) -> Finding:
     s_per_nat = seconds_per_nat(others) if others else None
     return Finding(
         arm=arm.name,
-        what=arm.what,
         against=other.name,
         seeds=tuple(paired),
         losses=tuple(losses),
@@ -145,17 +143,12 @@ def _finding(arm: Arm, other: Arm, seeds: Sequence[int], runs: Runs) -> Finding:
         against_train_times_s=tuple(against_s),
         num_non_finite=sum(not runs[arm.name, seed].finished for seed in ended),
         s_per_nat=s_per_nat,
-        price="published" if others else None,
         loss=_effect(by_loss),
         log_time=_effect([math.log(b / a) for a, b in zip(against_s, times_s, strict=True)]),
         together_s=_effect([s + nats * (s_per_nat or 0) for s, nats in zip(by_time_s, by_loss, strict=True)]),
         negligible_s=NEGLIGIBLE * fmean(against_s) if others else None,
         verdict="unresolved",
     )
-
-
-def _finished(runs: Runs, name: str, seed: int) -> bool:
-    return (name, seed) in runs and runs[name, seed].finished
 
 
 def _effect(differences: Sequence[float]) -> Effect | None:

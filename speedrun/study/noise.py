@@ -64,7 +64,8 @@ def _group(folder: str, step: int, num_steps: int | None, runs: list[ContextRun]
     losses = tuple(run.final_loss for run in runs if run.final_loss is not None)
     times_s = [run.train_time_s for run in runs if run.train_time_s is not None]
     step_ms = statistics.fmean(times_s) / step * 1e3 if step and len(times_s) == len(runs) else None
-    return Group(folder, step, num_steps, losses, statistics.fmean(losses), _sd(losses), step_ms)
+    sd = statistics.stdev(losses) if len(losses) > 1 else None
+    return Group(folder, step, num_steps, losses, statistics.fmean(losses), sd, step_ms)
 
 
 def noise(found: Sequence[Group]) -> Noise | None:
@@ -89,7 +90,3 @@ def noise(found: Sequence[Group]) -> Noise | None:
         low=float(low),
         high=float(high),
     )
-
-
-def _sd(losses: Sequence[float]) -> float | None:
-    return statistics.stdev(losses) if len(losses) > 1 else None

@@ -7,8 +7,8 @@ from typing import TextIO
 from speedrun.board import ghost as ghosts
 from speedrun.board.ghost import Ghost
 from speedrun.ground import console
+from speedrun.ground.console import Live
 from speedrun.ground.errors import UsageError
-from speedrun.ground.live import Live
 
 _RECORDS = Path("records")
 

@@ -97,14 +97,10 @@ def run(
     to_stderr: bool,
     verbose: bool,
 ) -> Single | None:
-    """Train, or resume, and write the record.
+    """Train, or resume, and write the record. With `config.resume`, only its folder is read.
 
-    Args:
-        config: with `resume`, only its folder is read.
-        joined: connects the processes of the run while it trains.
-        extras: what it does beside training.
-        to_stderr: whether the console is standard error.
-        verbose: whether it shows the kernels and the reasons for their choice.
+    `joined` connects the processes of the run while it trains. The console is standard error if `to_stderr`, and shows
+    the kernels and the reasons for their choice if `verbose`.
 
     Returns:
         None in all processes of a run but the first.

@@ -48,7 +48,6 @@ class Arm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One variant of a recipe."""
 
     name: str
-    what: str  #: in words
     recipe: str
     overrides: dict[str, str]
     against: str | None  #: name of the arm it is compared with

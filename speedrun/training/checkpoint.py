@@ -249,14 +249,19 @@ class Checkpoints:
             raise Damaged(f"it holds step {facts.step}")
         abstract = jax.eval_shape(program.init, jax.random.key(0))
         expected = named(abstract)
-        _check_fit(facts, expected, config_sha256, self._folder / str(step))
+        where = self._folder / str(step)
+        # Of another model: before anything is cast or cut to fit.
+        for difference in differences(facts.arrays, expected):
+            raise CheckpointError(f"{where}: {difference}; resume with its own recipe")
+        if facts.config_sha256 != config_sha256:
+            raise CheckpointError(f"{where}: of a run with another config; resume it with its own settings")
         shardings = named(program.shardings(program.specs))
         wanted = {
             name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=shardings[name])
             for name, array in expected.items()
         }
         args = self._ocp.args.Composite(state=self._ocp.args.StandardRestore(wanted))
-        with raise_damaged(self._folder / str(step)):
+        with raise_damaged(where):
             found = self._manager.restore(step, args=args)["state"]
         state = jax.tree.unflatten(jax.tree.structure(abstract), [found[name] for name in expected])
         for name, array in described(state).items():
@@ -333,11 +338,3 @@ def raise_damaged(checkpoint: Path) -> Iterator[None]:
     finally:
         sys.unraisablehook = hook
     raise failed
-
-
-def _check_fit(facts: Facts, expected: dict[str, Any], config_sha256: str, where: Path) -> None:
-    """Refuse the state of another model, before anything is cast or cut to fit."""
-    for difference in differences(facts.arrays, expected):
-        raise CheckpointError(f"{where}: {difference}; resume with its own recipe")
-    if facts.config_sha256 != config_sha256:
-        raise CheckpointError(f"{where}: of a run with another config; resume it with its own settings")

@@ -27,7 +27,6 @@ from speedrun.training.checkpoint import Checkpoints
 from speedrun.training.evaluate import evaluate
 from speedrun.training.exports import exported
 from speedrun.training.fingerprint import state_hash
-from speedrun.training.outcome import data_read
 from speedrun.training.prepare import Ready
 from speedrun.training.program import inspect
 from speedrun.training.save_and_resume import BEGINNING, Place, resume, save
@@ -113,7 +112,7 @@ class Training:
             data_wait_s=self.data_wait_s,
             peak_bytes=meshes.peak_bytes(self.ready.program.mesh),
             final_hash=self.final_hash,
-            data=self.read or data_read(self.ready, self.ranges),
+            data=self.read or self.ready.data_read(self.ranges),
             first_batch_sha256=self.first_batch_sha256,
             throttled_s=self.throttled_s,
             phases={**self.phases.seconds()},
@@ -283,7 +282,7 @@ class Training:
         # These come before the result, so that little is left to do after it.
         self.throttled_s = health.throttled_s(self.ready.program.mesh, since_s=throttled_s)
         self.read = processes.agreed(
-            lambda: data_read(self.ready, self.ranges),
+            lambda: self.ready.data_read(self.ranges),
             lambda read: {s.name: s.sha256 for s in read.shards},
         )
         self._save()

@@ -104,6 +104,8 @@ def joined(group: Group | None) -> Iterator[None]:
     if group is None:
         yield
         return
+    import jax
+
     _connect(group)
     try:
         processes.configure(processes.count(), processes.index(), num_nodes(_machines(group.meet_s)))
@@ -111,13 +113,15 @@ def joined(group: Group | None) -> Iterator[None]:
         processes.barrier()
     except BaseException as error:
         known = expected(error) or error
+        is_interrupt = isinstance(error, KeyboardInterrupt)
+        exit_code = INTERRUPTED if is_interrupt else getattr(known, "exit_code", SpeedrunError.exit_code)
         if not _all_reach_the_end():
-            _exit_alone(known)
-        _disconnect()
+            _exit_alone(known, exit_code)
+        jax.distributed.shutdown()
         if processes.is_first():
             raise
-        sys.exit(_exit_code(known))
-    _disconnect()
+        sys.exit(exit_code)
+    jax.distributed.shutdown()
 
 
 def _connect(group: Group) -> None:
@@ -138,8 +142,8 @@ def _connect(group: Group) -> None:
         }
         if group.index == 0:
             _check_port(host if is_local else "", int(port), group)
-    elif _has_node_to_itself():
-        given = {"local_device_ids": _all_gpus()}  # JAX would give one to each task
+    elif (gpus := _gpus_of_a_lone_task()) is not None:
+        given = {"local_device_ids": gpus}
     _quiet_gloo()
     # On a timeout JAX's client ends the process with a page of C++, so ours comes first.
     timer = threading.Timer(group.meet_s, _give_up, [group])
@@ -158,11 +162,7 @@ def _connect(group: Group) -> None:
 
 
 def _machines(timeout_s: int) -> list[str]:
-    """Return the machine of each process, as NCCL identifies it: containers with different names are different.
-
-    Raises:
-        UsageError: if processes got different numbers.
-    """
+    """Return the machine of each process, as NCCL identifies it: containers with different names are different."""
     path = Path("/proc/sys/kernel/random/boot_id")
     boot_id = path.read_text().strip() if path.exists() else ""
     service, key, count = processes.client(), "speedrun machine", processes.count()
@@ -218,16 +218,14 @@ def _give_up(group: Group) -> None:
     os._exit(UsageError.exit_code)
 
 
-def _has_node_to_itself() -> bool:
-    """Return whether the cluster started one task on each node, which gets all its GPUs."""
+def _gpus_of_a_lone_task() -> list[int] | None:
+    """Return all GPUs of this node if the cluster started one task on it, for JAX would give it one; else None."""
     tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "")
-    return tasks.partition("(")[0] == "1"
-
-
-def _all_gpus() -> list[int] | None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     nodes = [name for name in os.listdir("/dev") if name.startswith("nvidia") and name[6:].isdigit()]
-    return list(range(len(nodes if visible is None else visible.split(",")))) if nodes else None
+    if tasks.partition("(")[0] != "1" or not nodes:
+        return None
+    return list(range(len(nodes if visible is None else visible.split(","))))
 
 
 def _quiet_gloo() -> None:
@@ -249,23 +247,11 @@ def _all_reach_the_end() -> bool:
     return True
 
 
-def _disconnect() -> None:
-    import jax
-
-    jax.distributed.shutdown()
-
-
-def _exit_code(error: BaseException) -> int:
-    if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED
-    return getattr(error, "exit_code", SpeedrunError.exit_code)
-
-
-def _exit_alone(error: BaseException) -> None:
+def _exit_alone(error: BaseException, exit_code: int) -> None:
     """End this process without the others."""
     is_expected = isinstance(error, SpeedrunError | Terminated | KeyboardInterrupt)
     text = f"{error or 'interrupted'}\n" if is_expected else "".join(traceback.format_exception(error))
     sys.stderr.write(f"process {processes.index()}: error: {text}")
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(_exit_code(error))
+    os._exit(exit_code)

@@ -1,5 +1,6 @@
 """All checks of a run before its record is created."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -8,9 +9,9 @@ from typing import Any
 import jax
 import msgspec
 
-from speedrun.data import inventory, stream, vocabulary
+from speedrun.data import inventory, shards, stream, vocabulary
 from speedrun.ground import mesh as meshes
-from speedrun.ground import processes, provenance
+from speedrun.ground import processes, provenance, runlog
 from speedrun.ground import track as tracks
 from speedrun.ground.errors import UsageError
 from speedrun.ledger import format
@@ -41,6 +42,25 @@ class Ready:
     shards: inventory.TrackShards
     folder: Path
     source: str
+
+    def data_read(self, spans: Iterable[stream.Span]) -> runlog.DataRead:
+        """Return the data read so far, with the digest of every shard; empty for one that was deleted meanwhile."""
+
+        def digest(path: Path) -> str:
+            try:
+                return shards.sha256(path)
+            except OSError:
+                return ""
+
+        ranges = [
+            runlog.ShardRange(
+                r.name, digest(self.folder / r.name), r.shard_tokens, r.start, r.stop, r.skipped
+            )
+            for r in spans
+        ]
+        val, num_scored = self.shards.val[0], self.track.data.val_tokens
+        scored = runlog.ShardRange(val.path.name, digest(val.path), val.num_tokens, 0, num_scored)
+        return runlog.DataRead(tuple(ranges), scored, self.val_sha256)
 
     def stream(
         self, cursor: stream.Cursor, *, process: int = 0, num_processes: int = 1
@@ -76,8 +96,8 @@ class Ready:
     @property
     def facts(self) -> dict[str, str]:
         """Return what must be equal in all processes, by name. Shards are compared by names, sizes and manifest."""
-        shards = [(shard.path.name, shard.num_tokens) for shard in self.shards.train]
-        data = msgspec.json.encode([shards, inventory.read_manifest(self.folder)])
+        names = [(shard.path.name, shard.num_tokens) for shard in self.shards.train]
+        data = msgspec.json.encode([names, inventory.read_manifest(self.folder)])
         shared = msgspec.structs.replace(self.config, out=Path(), data=None, seed=0)
         options = msgspec.to_builtins(shared, enc_hook=str)
         constants = b"".join(x.tobytes() for x in self.program.step.plan.constants.values())

@@ -1,5 +1,6 @@
 """Saving a run in a checkpoint, and resuming from the newest one."""
 
+from pathlib import Path
 from typing import NamedTuple
 
 from speedrun.data import stream
@@ -9,7 +10,6 @@ from speedrun.ledger import format
 from speedrun.science.step import TrainState
 from speedrun.training.checkpoint import Checkpoints, Facts, described
 from speedrun.training.fingerprint import state_hash
-from speedrun.training.outcome import latest, lost_s
 from speedrun.training.prepare import Ready
 
 
@@ -49,7 +49,7 @@ def resume(
     """Return state and place of the newest checkpoint, and the seconds lost after it; without one, the fresh state."""
     out = ready.config.out
     if not checkpoints.steps:
-        if earlier := latest(out, but=run_id):
+        if earlier := _latest(out, but=run_id):
             log.emit(runlog.Resume(earlier, 0, state_hash(state), 0.0, 0, stream.START))
         return state, BEGINNING, 0.0
     state, old = checkpoints.restore(
@@ -62,3 +62,22 @@ def resume(
         runlog.Resume(old.run_id, old.step, state_hash(state), old.train_time_s, old.tokens_seen, old.cursor)
     )
     return state, place, lost_s(out, old.step)
+
+
+def lost_s(record: Path, step: int) -> float:
+    """Return the seconds that earlier processes of a run spent after its checkpoint of `step`; they are repeated."""
+    lost_ns = 0
+    for path in record.glob("runs/*/metrics.jsonl"):
+        lines = list(runlog.read(path))
+        saved = (runlog.Checkpoint, runlog.Resume)
+        since = [x.t_mono_ns for x in lines if isinstance(x.event, saved) and x.event.step == step]
+        lost_ns += lines[-1].t_mono_ns - since[-1] if since else 0
+    return lost_ns / 1e9
+
+
+def _latest(record: Path, but: str) -> str:
+    """Return the id of the latest run in a record but one; empty if there is no other."""
+    logs = {path.parent.name: path for path in record.glob("runs/*/metrics.jsonl")}
+    # On another node the log of this run may be missing, or still empty.
+    firsts = {run_id: next(runlog.read(path)) for run_id, path in logs.items() if run_id != but}
+    return max(firsts, key=lambda run_id: firsts[run_id].t_utc, default="")
