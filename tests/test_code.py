@@ -1,0 +1,127 @@
+"""Reading source texts of strangers: nothing crashes, and nothing runs."""
+
+import contextlib
+import difflib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from record_forge import RECIPE, forge, install_track
+
+from speedrun.ground import track
+from speedrun.ground.sourcefile import join_source
+from speedrun.ledger import code
+from speedrun.ledger.validate import validate
+
+MANY = 100_000
+#: All of them in less than the size that is refused unread.
+BOMBS = {
+    "brackets": "(" * MANY,
+    "closed brackets": "(" * MANY + ")" * MANY,
+    "signs": "-" * MANY + "1",
+    "calls": "a" + "()" * MANY,
+    "comparisons": "a" + "<a" * (MANY // 4),
+    "lambdas": "lambda:" * (MANY // 4) + "1",
+    "branches": "if 1: pass\n" + "elif 1: pass\n" * (MANY // 8),
+    "blocks": "".join(" " * depth + "if 1:\n" for depth in range(500)),
+    "f-strings": "f'{" * 1_000,
+    "a long number": "9" * MANY,
+    "a zero byte": "x = '\0'",
+    "half a character": "x = '\ud800'",
+    "one line": "x = '" + "y" * 250_000 + "'",
+    "a return": "return",
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_bomb_is_read_to_its_end(bomb):
+    with contextlib.suppress(ValueError):
+        assert not code.read(BOMBS[bomb] + "\n").imports
+
+
+@given(st.text(st.characters(codec="utf-8"), max_size=200))
+def test_any_text_is_read(text):
+    with contextlib.suppress(ValueError):
+        code.read(text)
+
+
+@pytest.mark.parametrize("bomb", ["closed brackets", "signs", "comparisons", "one line"])
+def test_a_record_with_a_bomb_ends_in_a_report(tmp_path, monkeypatch, bomb):
+    install_track(tmp_path)
+    monkeypatch.setattr(track, "TRACKS_DIR", tmp_path)
+    forge(tmp_path / "record", edit_source=lambda files: {**files, RECIPE: BOMBS[bomb] + "\n"})
+    report = validate(tmp_path / "record")
+    for result in report.results:
+        assert all(message.isprintable() and len(message) < 1000 for message in result.messages)
+
+
+def test_nothing_of_a_source_is_executed(tmp_path, monkeypatch):
+    install_track(tmp_path)
+    monkeypatch.setattr(track, "TRACKS_DIR", tmp_path)
+    canary = tmp_path / "canary"
+    text = f"@print\nclass A(open({str(canary)!r}, 'w').__class__): pass\n"
+    forge(tmp_path / "record", edit_source=lambda files: {**files, RECIPE: text})
+    validate(tmp_path / "record")
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize(
+    ("path", "is_science"),
+    [
+        ("speedrun/science/recipes/tiny.py", True),
+        ("speedrun/science/nn.py", True),
+        ("speedrun/science/kernels/fast/inner.py", True),
+        ("speedrun/step.py", True),
+        ("speedrun/kernels/attention.py", True),
+        ("speedrun/science/__init__.py", False),
+        ("speedrun/science/recipes.py", False),
+        ("speedrun/science/recipes/__init__.py", False),
+        ("speedrun/science/recipes/weights.toml", False),
+        ("speedrun/__init__.py", False),
+        ("speedrun/ground/clock.py", False),
+    ],
+)
+def test_science_is_told_by_its_place(path, is_science):
+    assert code.is_science(path) == is_science
+
+
+PARENT = {
+    "speedrun/science/models/mine.py": "import jax\n\ndef f(x):\n    y = x + 1\n    return y\n",
+    "speedrun/science/nn.py": "def norm(x):\n    return x\n",
+    "speedrun/training/loop.py": "a = 1\n",
+    "speedrun/tracks/mine.toml": "a = 1\n",
+}
+MODEL, NN = (PARENT[path] for path in ("speedrun/science/models/mine.py", "speedrun/science/nn.py"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_lines"),
+    [
+        ({}, 0),
+        ({"speedrun/training/loop.py": "b = 2\n"}, 0),
+        ({"speedrun/tracks/mine.toml": "b = 2\n"}, 0),
+        ({"speedrun/science/nn.py": NN.replace("return x", "return 2 * x")}, 1),
+        ({"speedrun/science/nn.py": f"\n\n{NN}  \n"}, 0),
+        ({"speedrun/science/nn.py": f"{NN}    # why\n    # how\n"}, 2),
+        ({"speedrun/science/nn.py": f"{NN}{NN}"}, 2),
+        ({"speedrun/science/nn.py": ""}, 0),
+        ({"speedrun/science/nn.py": MODEL, "speedrun/science/models/mine.py": NN}, 0),
+        ({"speedrun/science/models/copy.py": MODEL}, 4),
+    ],
+)
+def test_lines_of_science_that_the_parent_does_not_hold_are_counted(changes, num_lines):
+    assert code.changed_lines(join_source(PARENT | changes), join_source(PARENT)) == num_lines
+
+
+def test_a_record_without_a_parent_counts_all_its_science():
+    assert code.changed_lines(join_source(PARENT), "") == 6
+
+
+@given(st.lists(st.sampled_from("abc")), st.lists(st.sampled_from("abcd")))
+def test_changed_lines_are_at_most_those_of_a_diff(lines, parent_lines):
+    texts = [
+        join_source({"speedrun/science/nn.py": "".join(f"{line}\n" for line in side)})
+        for side in (lines, parent_lines)
+    ]
+    added = sum(line.startswith("+ ") for line in difflib.ndiff(parent_lines, lines))
+    assert max(0, len(lines) - len(parent_lines)) <= code.changed_lines(*texts) <= added
