@@ -61,6 +61,40 @@ def went_on(log: Moments) -> Moments:
     return change(runlog.RunEnd, data=rest)(left)
 
 
+def step_moved(to: type[runlog.Event], nth: int) -> Edit:
+    """The last step before an event is told behind it."""
+
+    def edit(log: Moments) -> Moments:
+        at = place_of(log, to, nth)
+        before, event = log[at - 1], log[at]
+        assert isinstance(before.event, runlog.Step)
+        return [
+            *log[: at - 1],
+            before._replace(event=event.event),
+            event._replace(event=before.event),
+            *log[at + 1 :],
+        ]
+
+    return edit
+
+
+def said_to_have_broken_off(folder: Path) -> None:
+    """Its loss became non-finite, which its log tells, and its end calls it a run that broke off."""
+    forge(folder, declared=(1, 2, 3))
+    blown = runlog.Error("NonFiniteError", "step 9: loss is nan")
+
+    def ended(log: Moments) -> Moments:
+        end = replace(log[-1].event, status="aborted", val_loss=None)
+        return [
+            *log[: place_of(log, runlog.ClockStop)],
+            log[-2]._replace(event=blown),
+            log[-1]._replace(event=end),
+        ]
+
+    write_run(folder, Spec(seed=3, edit_log=ended))
+    assemble(folder)
+
+
 def broken_off(log: Moments) -> Moments:
     """After five steps, by an error that the log tells."""
     place = place_of(log, runlog.Step, 5)
@@ -435,7 +469,7 @@ FAR_LOOK = {
 THREE_LOOKS = (Look(2, 0.001), Look(3, 0.001), Look(4, 0.001))
 SHORTER = Spec(seed=2, step_s=(0.1,) * 9, shards=(ONE, shard("t_train_2.bin", 0, 300)))
 
-FEWEST = 181
+FEWEST = 187
 FORGERIES: list[tuple[str, str, Build]] = [
     ("V001", "unknown key", edited(LOG, b'"seed"', b'"speed"')),
     ("V001", "an older format", edited(LOG, b'"format":2,', b"")),
@@ -457,6 +491,9 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V006", "other digest", logged(change(runlog.RunStart, track_sha256=HASH))),
     ("V006", "no such version", logged(change(runlog.RunStart, track="forged@2"))),
     ("V007", "other ids at its end", ending(data=data(ONE, TWO, ids="c" * 64))),
+    ("V007", "no final state",
+     with_runs([Spec(seed=3, edit_log=change(runlog.RunEnd, final_hash=""))], declared=(1, 2, 3))),
+    ("V007", "no first batch", ending(first_batch_sha256="")),
     ("V007", "an error in a run that finished", logged(with_error)),
     ("V008", "stray pickle", added("weights.pkl", b"\x80\x04.")),
     ("V008", "link", linked),
@@ -501,6 +538,8 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V202", "half the time", logged(*map(halved, TIMED))),
     ("V202", "at the end only", logged(halved(runlog.RunEnd))),
     ("V204", "outside its pause", logged(val_after_its_pause)),
+    ("V204", "a step after the stop", logged(step_moved(runlog.ClockStop, 0))),
+    ("V204", "a step in a pause", logged(step_moved(runlog.ClockPause, 1))),
     ("V204", "a pause for nothing", logged(pause_for_nothing)),
     ("V204", "at other steps", logged(change(runlog.Val, at=1, step=5))),
     ("V205", "in no time", logged(change(runlog.Val, at=-1, seconds=1e-9))),
@@ -523,6 +562,7 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V304", "same weights", ending(final_hash="d" * 16)),
     ("V304", "same times", made(edit_log=lambda log: AT_SEED_1(log))),
     ("V305", "one stopped early", with_runs([SHORTER], seeds=(1,), declared=(1, 2))),
+    ("V305", "fewer than in its config", configured({"stages": [{"num_steps": 14}]})),
     ("V305", "other than declared", made(promise=promised(num_steps=12))),
     ("V306", "declared afterwards", made(promise=promised(created_utc="2026-10-02T01:30:00+00:00"))),
     ("V306", "declared by nothing", declared_by_nothing),
@@ -545,6 +585,7 @@ FORGERIES: list[tuple[str, str, Build]] = [
     ("V309", "a loss below zero", logged(change(runlog.Step, at=4, loss=-0.5))),
     ("V309", "a validation beyond all models", made(val_losses=(5e5, 4.0, 3.4, 3.25))),
     ("V309", "blew up", blown_up_in_one_run),
+    ("V309", "blew up, and says that it broke off", said_to_have_broken_off),
     ("V310", "loss was edited", logged(*LOSS_31)),
     ("V310", "end was edited", logged(change(runlog.RunEnd, val_loss=3.1))),
     ("V311", "goes on from another run", logged(went_on)),

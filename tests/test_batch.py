@@ -4,6 +4,7 @@ import fcntl
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -153,6 +154,26 @@ def test_a_killed_run_stays_visible_as_one_that_broke_off(folder, keep):
     report = validate(folder, strict=True)
     assert not report.having("failed") + report.having("warning")
     assert killed.name in (folder / "README.md").read_text()
+
+
+def test_an_end_without_its_line_break_keeps_its_result(folder):
+    """The line was whole: who cuts off a byte cannot have the seed run again."""
+    forge(folder)
+    log = min(folder.glob("runs/*")) / "metrics.jsonl"
+    raw = log.read_bytes()
+    log.write_bytes(raw[:-1])
+    assert salvage(folder) == []
+    assert log.read_bytes() == raw
+
+
+@pytest.mark.parametrize("fill", [Path.mkdir, os.mkfifo])
+def test_a_log_that_is_no_file_is_one_line(folder, fill):
+    forge(folder)
+    log = min(folder.glob("runs/*")) / "metrics.jsonl"
+    log.unlink()
+    fill(log)
+    with pytest.raises(UsageError, match=r"metrics\.jsonl"):
+        salvage(folder)
 
 
 @pytest.mark.parametrize(
@@ -384,6 +405,16 @@ def test_stats_counts_runs_by_the_rule_for_so_many(folder):
     found = json.loads(invoke("stats", str(folder), "--json").stdout)
     assert found["rule"] == "z"
     assert found["runs_needed"] == statistics.batch_needed(0.011, 0.01, known_sigma=None) == 14
+
+
+def test_stats_proves_nothing_of_a_part_of_a_record(folder):
+    """A batch before its look, and a record of which a log is damaged."""
+    forge(folder, seeds=(1,), declared=(1, 2))
+    assert "1 of the 2 runs before its first look" in invoke("stats", str(folder)).stderr
+    shutil.rmtree(folder)
+    log = min(forge(folder, seeds=(1, 2, 3)).glob("runs/*")) / "metrics.jsonl"
+    log.write_bytes(log.read_bytes()[:-1])
+    assert "is no whole record" in invoke("stats", str(folder)).stderr
 
 
 def test_stats_of_one_run_has_no_p(folder):

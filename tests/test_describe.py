@@ -29,6 +29,18 @@ def described(*words) -> None:
     assert result.exit_code == 0, result.output
 
 
+def test_what_no_record_could_hold_is_refused_before_anything_is_written(records):
+    child, _ = records
+    before = {path: path.read_bytes() for path in child.rglob("*") if path.is_file()}
+    for words, said in (
+        (["--parent", child], "is the record itself"),
+        (["--change", "x" * 2**20], "at most 1,048,576"),
+    ):
+        result = CliRunner().invoke(command, [str(child), *map(str, words)])
+        assert said in str(result.exception)
+    assert {path: path.read_bytes() for path in child.rglob("*") if path.is_file()} == before
+
+
 def test_a_description_is_in_about_and_readme_and_the_rest_stays(records):
     child, parent = records
     before = load(child).id

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -887,6 +888,30 @@ except OSError: print("no")
 )
 def test_the_exit_code_is_the_strangers(code, found, tmp_path):
     assert in_there(code, tmp_path).returncode == found
+
+
+@needs_sandbox
+def test_a_stranger_ends_with_a_referee_that_is_killed(tmp_path):
+    """The limit of its time is in the referee's process."""
+    sleeper = f"import time; open('began', 'w').close(); time.sleep(600.{os.getpid()})"
+    script = f"""
+import pathlib, sys
+from speedrun.referee import sandbox
+sandbox.run([sys.executable, "-S", "-c", {sleeper!r}], pathlib.Path({str(tmp_path)!r}), environment={{}},
+            stdout=sys.stdout, limits=sandbox.Limits(600.0), unsafe=False)
+"""
+    referee = subprocess.Popen([sys.executable, "-c", script])
+    while not (tmp_path / "began").exists():
+        assert referee.poll() is None
+        time.sleep(0.05)
+    referee.kill()
+    referee.wait()
+    argv = ["pgrep", "-f", f"sleep.600.{os.getpid()}"]
+    for _ in range(600):
+        if subprocess.run(argv, capture_output=True, check=False).returncode:
+            return
+        time.sleep(0.1)
+    raise AssertionError("it goes on")
 
 
 @needs_sandbox

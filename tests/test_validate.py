@@ -1,6 +1,7 @@
 """One honest record passes; for each check, one forgery that this check alone refuses."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -53,6 +54,7 @@ from speedrun.cli.validate import command
 from speedrun.ground import console, runlog, track
 from speedrun.ground.errors import UsageError
 from speedrun.ledger import history as history_module
+from speedrun.ledger import record as record_module
 from speedrun.ledger.assemble import HEAD_END, assemble
 from speedrun.ledger.checks import CHECKS, environment
 from speedrun.ledger.checks.batches import nowhere_else, unfollowed
@@ -151,6 +153,11 @@ def test_a_forgery_is_refused_by_its_check_alone(folder, id, how, build):
     assert list(found(folder)) == [id], found(folder)
     assert report.exit_code == (0 if find_check(id).severity == "warning" else 1)
     assert validate(folder, strict=True).exit_code == 1
+
+
+def test_hardware_is_that_of_the_config(folder):
+    told = found(forge(folder, edit_log=change(runlog.Preflight, num_devices=16)))["V007"]
+    assert told[0] == "tiny-1-00a1: its config says 8 devices, its hardware 16"
 
 
 @pytest.mark.parametrize("ranked", [True, False])
@@ -638,6 +645,23 @@ def test_the_command_explains(folder):
     assert isinstance(CliRunner().invoke(command, ["--explain", "V999"]).exception, UsageError)
     assert isinstance(CliRunner().invoke(command, []).exception, UsageError)
     assert isinstance(CliRunner().invoke(command, [str(folder)]).exception, UsageError)
+
+
+def test_what_may_not_be_read_is_told_and_the_rest_is_judged(folder, monkeypatch):
+    forge(folder)
+
+    def read(path: Path, most_bytes: int) -> bytes:
+        if path.name == "about.json":
+            raise PermissionError(13, "Permission denied", str(path))
+        return path.read_bytes()
+
+    monkeypatch.setattr(record_module, "read_regular", read)
+    assert found(folder)["V008"] == ("about.json: cannot be read: Permission denied",)
+    real = os.scandir
+    monkeypatch.setattr(
+        os, "scandir", lambda place: real(place if "runs/" not in str(place) else "/proc/none")
+    )
+    assert "runs/tiny-1-00a1/: cannot be read: No such file or directory" in found(folder)["V008"]
 
 
 def test_nothing_heavy_is_imported():

@@ -188,7 +188,7 @@ def _row(record: Record, report: Report, path: str) -> Row:
 
 
 def _changed_lines(row: Row, sources: Mapping[str, bytes]) -> int | None:
-    if row.parent is None or row.parent not in sources:
+    if row.parent is None or row.parent not in sources or row.parent == row.path:
         return None
     try:
         return changed_lines(sources[row.path].decode(), sources[row.parent].decode())

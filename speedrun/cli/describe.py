@@ -34,6 +34,8 @@ def command(
     need_record(record)
     if parent is not None and not (parent / "source.txt").is_file():
         raise UsageError(f"{parent} is not a record; give --parent a folder that holds source.txt")
+    if parent is not None and parent.resolve() == record.resolve():
+        raise UsageError(f"{parent} is the record itself; give --parent the record that it was made from")
     if not (title or authors or changes or parent):
         raise UsageError("nothing to change; give --title, --author, --change or --parent")
     place = None if parent is None else "/".join(parent.resolve().parts[-2:])

@@ -11,7 +11,7 @@ from speedrun.ground import console, lock, track
 from speedrun.ground.errors import UsageError
 from speedrun.ground.wholefile import write_whole
 from speedrun.ledger.format import ABOUT, encode
-from speedrun.ledger.record import Record, discard_partials, load
+from speedrun.ledger.record import MOST_ABOUT_BYTES, Record, discard_partials, load
 from speedrun.ledger.run import Run
 from speedrun.ledger.summary import Summary, summarize
 
@@ -55,6 +55,10 @@ def assemble(
         record = dataclasses.replace(
             record, about=replace(record.about, **edits), track=record.track or track.load(record.track_name)
         )
+        if (size := len(encode(record.about))) > MOST_ABOUT_BYTES:
+            raise UsageError(
+                f"{size:,} bytes in about.json; a record holds at most {MOST_ABOUT_BYTES:,}; say it in fewer words"
+            )
         own = record.raw.get("README.md", b"").rpartition(HEAD_END.encode())[2]
         write_whole(record_dir / ABOUT, encode(record.about))
         summary = summarize(record)
@@ -93,7 +97,10 @@ def readme_head(record: Record, summary: Summary) -> str:
         ("target", f"{summary.target_loss:g}, {'reached' if summary.target_reached else 'not reached'}"),
         ("train time", _spread(summary.train_time_s_mean, summary.train_time_s_sd, "s", digits=2)),
         ("cold wall time", _spread(summary.cold_wall_s_mean, None, "s", digits=1)),
-        ("runs", f"{summary.num_finished} finished of {record.declared_runs} declared"),
+        (
+            "runs",
+            f"{summary.num_finished} finished of {record.declared_runs}{' declared' * bool(record.declaration)}",
+        ),
         ("steps", f"{summary.num_steps:,} of {summary.step_p50_ms:.1f} ms (median)"),
         ("tokens", f"{summary.num_tokens:,}"),
         ("hardware", "{} x {}".format(*lead.hardware) if lead.hardware[0] else "not known"),

@@ -16,7 +16,7 @@ from typing import TypeVar
 from speedrun.ground import track
 from speedrun.ground.errors import SpeedrunError, UsageError
 from speedrun.ground.track import Track
-from speedrun.ground.wholefile import PARTIAL
+from speedrun.ground.wholefile import PARTIAL, read_regular
 from speedrun.ledger import archive
 from speedrun.ledger.decoding import FormatError
 from speedrun.ledger.format import ABOUT, BATCH, LOG, SOURCE, About, Declaration, Strict, sha256
@@ -24,7 +24,7 @@ from speedrun.ledger.reproduction import REPRODUCTION, Reproduction
 from speedrun.ledger.run import Run, read_json, read_run
 from speedrun.ledger.source import split_source
 
-_MIB = 2**20
+_MIB = MOST_ABOUT_BYTES = 2**20
 
 _RUN = r"runs/[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}"
 
@@ -33,7 +33,7 @@ FOLDERS = re.compile(rf"runs|plots|{_RUN}")
 
 #: Every file that a record may hold, and its size cap in bytes.
 FILES = (
-    (re.compile(r"(about|batch|reproduction)\.json"), _MIB),
+    (re.compile(r"(about|batch|reproduction)\.json"), MOST_ABOUT_BYTES),
     (re.compile(r"source\.txt"), 4 * _MIB),
     (archive.NAME, archive.MOST_BYTES),
     (re.compile(r"[A-Z]{1,30}\.md"), _MIB),
@@ -164,7 +164,7 @@ def need_record(folder: Path) -> Path:
     Raises:
         UsageError: if the folder exists and is no record.
     """
-    if folder.is_dir() and not (folder / SOURCE).exists():
+    if folder.is_dir() and not os.path.exists(folder / SOURCE):
         inside = sorted(path.parent for path in folder.glob(f"*/{SOURCE}"))
         hint = f"did you mean {inside[0]}?" if inside else "name the folder that 'speedrun run' printed"
         raise UsageError(f"{folder} holds no {SOURCE}, so it is no record; {hint}")
@@ -206,13 +206,16 @@ def read_files(root: Path) -> tuple[dict[str, bytes], dict[str, str]]:
     raw: dict[str, bytes] = {}
     refused: dict[str, str] = {}
     left_bytes = MAX_BYTES
-    for path, entry in itertools.islice(_walk(root, ""), MAX_FILES):
-        size_bytes = entry.stat(follow_symlinks=False).st_size
-        if why := _objection(path, entry, size_bytes, left_bytes):
-            refused[path] = why
-        else:
-            raw[path] = Path(entry.path).read_bytes()
-            left_bytes -= size_bytes
+    for path, entry in itertools.islice(_walk(root, "", refused), MAX_FILES):
+        try:
+            size_bytes = entry.stat(follow_symlinks=False).st_size
+            if why := _objection(path, entry, size_bytes, left_bytes):
+                refused[path] = why
+            else:
+                raw[path] = read_regular(Path(entry.path), size_bytes)
+                left_bytes -= size_bytes
+        except OSError as error:
+            refused[path] = f"cannot be read: {error.strerror}"
     return raw, refused
 
 
@@ -239,12 +242,17 @@ def _objection(path: str, entry: os.DirEntry[str], size_bytes: int, left_bytes: 
     return None
 
 
-def _walk(folder: Path, prefix: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """Yield all files, and the folders it does not enter; follow no link."""
-    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+def _walk(folder: Path, prefix: str, refused: dict[str, str]) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """Yield all files, and the folders it does not enter; follow no link. What cannot be listed is noted."""
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError as error:
+        refused[prefix or "."] = f"cannot be read: {error.strerror}"
+        return
+    for entry in entries:
         path = prefix + entry.name
         if entry.is_dir(follow_symlinks=False) and FOLDERS.fullmatch(path):
-            yield from _walk(folder / entry.name, f"{path}/")
+            yield from _walk(folder / entry.name, f"{path}/", refused)
         else:
             yield path, entry
 

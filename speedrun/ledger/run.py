@@ -48,11 +48,12 @@ class Run:
 
     @cached_property
     def outcome(self) -> runlog.Outcome:
-        """How it ended. A run that was killed broke off where its log ends."""
-        if isinstance(end := self.lines[-1].event, runlog.RunEnd):
+        """How it ended. A run that was killed broke off where its log ends; an error that it logged counts always."""
+        end = self.lines[-1].event
+        if isinstance(end, runlog.RunEnd) and end.status != "aborted":
             return end.status
         errors = [error.kind for error in self.of(runlog.Error)]
-        return "non-finite" if errors[-1:] == [NonFiniteError.__name__] else "aborted"
+        return "non-finite" if NonFiniteError.__name__ in errors else "aborted"
 
     @property
     def finished(self) -> bool:

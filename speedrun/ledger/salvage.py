@@ -5,7 +5,8 @@ from pathlib import Path
 from msgspec import DecodeError
 
 from speedrun.ground import lock, runlog
-from speedrun.ground.wholefile import write_whole
+from speedrun.ground.errors import UsageError, translate_os_errors
+from speedrun.ground.wholefile import read_regular, write_whole
 from speedrun.ledger.format import LOG
 from speedrun.ledger.record import discard_partials
 
@@ -29,16 +30,26 @@ def salvage(root: Path) -> list[str]:
 def ended(folder: Path) -> bool:
     """Return whether a run wrote the end of its log."""
     raw = _read(folder / LOG)
-    return raw.endswith(b"\n") and b'"ev":"run_end"' in raw.splitlines()[-1]
+    return raw.endswith(b"\n") and _is_end(raw.splitlines()[-1])
+
+
+def _is_end(line: bytes) -> bool:
+    return b'"ev":"run_end"' in line and line.endswith(b"}}")
 
 
 def _read(path: Path) -> bytes:
-    return path.read_bytes() if path.exists() else b""
+    if not path.exists():
+        return b""
+    with translate_os_errors(path, UsageError):
+        return read_regular(path)
 
 
 def _salvage(folder: Path) -> bool:
     """Salvage one run. Without a first line, which says what it ran, remove it and return False."""
     raw = _read(folder / LOG)
+    if _is_end(raw.rpartition(b"\n")[2]):  # only its line break is missing: the result stays
+        write_whole(folder / LOG, raw, b"\n")
+        return False
     lines = _readable(raw)
     if not lines or not isinstance(lines[0].event, runlog.RunStart):
         (folder / LOG).unlink(missing_ok=True)

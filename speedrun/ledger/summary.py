@@ -53,7 +53,9 @@ def summarize(record: Record) -> Summary:
         cold_wall_s_mean=_mean([run.end.cold_wall_s for run in done]),
         compile_s_mean=_mean([run.end.compile_s for run in done]),
         num_steps=max((run.origin.step + len(run.steps) for run in done), default=0),
-        num_tokens=max((step.tokens_seen for run in done for step in run.steps[-1:]), default=0),
+        num_tokens=max(
+            (run.steps[-1].tokens_seen if run.steps else run.origin.tokens_seen for run in done), default=0
+        ),
         step_p50_ms=p50_ms,
         step_p95_ms=p95_ms,
         step_max_ms=max_ms,

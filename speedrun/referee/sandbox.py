@@ -30,7 +30,19 @@ from speedrun.ground.exit_codes import EXIT_CODES
 #: What every program needs to load. Nothing else of /etc: it holds names and keys.
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
-_UNSHARE = ("unshare", "--user", "--map-root-user", "--mount", "--net", "--pid", "--ipc", "--uts", "--fork")
+#: It ends with our process, and all inside with it: a killed referee leaves nothing that runs.
+_DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL")
+_UNSHARE = (
+    "unshare",
+    "--user",
+    "--map-root-user",
+    "--mount",
+    "--net",
+    "--pid",
+    "--ipc",
+    "--uts",
+    "--kill-child",
+)
 _UNPRIVILEGED = ("setpriv", "--no-new-privs", "--bounding-set=-all", "--inh-caps=-all", "--ambient-caps=-all")
 
 #: Makes the root and enters it. Arguments: the root, the memory limit in KiB or "unlimited", `ro:PATH`, `rw:PATH` and
@@ -236,7 +248,21 @@ def _argv(
     words += [f"ro:{path}" for path in (*_DEVICES, *(_gpus() if limits.gpu else ()))]
     words += [f"rw:{scratch.absolute()}"]
     at = ("env", f"--chdir={scratch.absolute()}")
-    return [*_UNSHARE, "sh", "-c", _SCRIPT, "sh", root, memory, *words, "--", *_UNPRIVILEGED, *at, *argv]
+    return [
+        *_DIES_WITH_US,
+        *_UNSHARE,
+        "sh",
+        "-c",
+        _SCRIPT,
+        "sh",
+        root,
+        memory,
+        *words,
+        "--",
+        *_UNPRIVILEGED,
+        *at,
+        *argv,
+    ]
 
 
 def _mount(kind: str, path: Path) -> str:

@@ -47,10 +47,14 @@ def stats(folder: Path, *, target: float | None, parent: Path | None) -> Stats:
     rules, runs = record.rules, record.finished
     aim, sigma = rules.target.loss if target is None else target, rules.target.sigma
     losses = [run.val_loss for run in runs]
-    test = None
-    if record.declaration is not None and target is None:
+    declared, test = record.declaration is not None and target is None, None
+    if record.declaration is not None and declared:
         test = standing(record.declaration, record.runs, aim, sigma).test
-    declared = test is not None
+        if test is None:
+            need = record.declaration.looks[0].num_runs
+            raise UsageError(
+                f"{folder}: {len(runs)} of the {need} runs before its first look; 'speedrun batch --resume'"
+            )
     blown_up = [math.inf for run in record.runs if run.outcome == "non-finite"]
     test = test or statistics.mean_below([*losses, *blown_up], aim, known_sigma=sigma)
     is_tested = len(losses) + len(blown_up) > 1
@@ -90,8 +94,8 @@ def _equivalence(parent: Path, losses: list[float]) -> statistics.Equivalence:
 
 def _finished(folder: Path) -> Record:
     record = load(folder)
-    if not record.finished or record.track is None:
+    if not record.finished or record.track is None or not record.whole or record.malformed:
         raise UsageError(
-            f"{folder} holds no finished run of a known track; 'speedrun validate {folder}' says why"
+            f"{folder} is no whole record with a finished run of a known track; 'speedrun validate {folder}' says why"
         )
     return record

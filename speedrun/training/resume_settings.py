@@ -46,6 +46,8 @@ def resumed(out: Path) -> RunConfig:
         raise CheckpointError(f"{path}: {reason}; start a new run with another --out") from None
     if processes.is_first():
         salvage(out)
+        for problem in load(out).malformed:
+            raise UsageError(f"{out}: {problem}; restore that file, or start a new run with another --out")
     return msgspec.structs.replace(kept.config, out=out, resume=True)
 
 

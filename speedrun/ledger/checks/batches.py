@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from math import isfinite
 from statistics import stdev
+from typing import Any
 
 from speedrun.ground import runlog
 from speedrun.ledger import format, history
@@ -106,12 +107,22 @@ def distinct(record: Record) -> Iterator[str]:
     hint="the number of steps is the recipe's; let every run come to its end",
 )
 def one_end(record: Record) -> Iterator[str]:
-    """All logs and the declaration have the same number of steps."""
+    """All logs, the declaration and the stages of the config have the same number of steps."""
     steps = {run.folder: run.start.num_steps for run in record.runs}
     if record.declaration is not None:
         steps["batch.json"] = record.declaration.num_steps
+    steps |= {f"the config of {run.folder}": _stage_steps(run.start.config) for run in record.runs}
     if len(set(steps.values())) > 1:
         yield "numbers of steps differ: " + ", ".join(f"{name} {number:,}" for name, number in steps.items())
+
+
+def _stage_steps(config: dict[str, Any]) -> int:
+    """Return the steps of all stages in a resolved config, which may hold anything; 0 if it has none."""
+    match config:
+        case {"recipe": {"stages": list() as stages}}:
+            counts = [stage.get("num_steps") for stage in stages if isinstance(stage, dict)]
+            return sum(count for count in counts if isinstance(count, int))
+    return 0
 
 
 def unfollowed(runs: Sequence[Run]) -> list[Run]:

@@ -1,5 +1,6 @@
 """V201 to V209: the train time is consistent and possible."""
 
+import re
 from collections.abc import Iterator
 from itertools import pairwise
 from statistics import median
@@ -21,12 +22,17 @@ _MOST_PAUSE_S, _MOST_PAUSE_SHARE = 10.0, 3.0
 _MOST_SLOWER = 10.0  #: by which a pause may be longer on a machine whose speed changed
 #: One letter for each event, to compare their order with.
 _LETTERS: dict[type, str] = {
+    runlog.Step: "s",
     runlog.ClockStart: "(",
     runlog.ClockPause: "[",
     runlog.Val: "v",
     runlog.ClockResume: "]",
     runlog.ClockStop: ")",
 }
+
+
+#: Steps while the clock runs, one validation in each pause, and one after the stop.
+_SHAPE = re.compile(r"\(s*(\[v\]s*)*\)v")
 
 
 def _agree(a_s: float, b_s: float) -> bool:
@@ -96,8 +102,8 @@ def pauses(run: Run, record: Record) -> Iterator[str]:
     if got != want:
         yield f"validated before steps {_some(got)}; the track says {_some(want)}"
     shape = "".join(_LETTERS.get(type(line.event), "") for line in run.lines)
-    if shape != "(" + "[v]" * (len(run.vals) - 1) + ")v":
-        yield "a validation lies outside a pause, or a pause holds none"
+    if not _SHAPE.fullmatch(shape):
+        yield "a step lies outside of the clock, a validation outside a pause, or a pause holds none"
 
 
 def _some(steps: list[int]) -> str:
