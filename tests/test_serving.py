@@ -190,7 +190,7 @@ def test_a_signal_while_a_page_is_made_leaves_nothing(tmp_path, monkeypatch) -> 
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.parametrize("kind", ["pipe", "folder", "loop", "endless", "bytes", "form", "gone"])
+@pytest.mark.parametrize("kind", ["pipe", "endless", "form", "gone"])
 def test_a_folder_that_cannot_be_played_is_one_line(kind: str, tmp_path) -> None:
     at = tmp_path / "models.json"
     makes = {
