@@ -12,15 +12,16 @@ import pytest
 from click.testing import CliRunner
 from forgeries import RECIPE, broken_off, went_on
 from msgspec.structs import replace
-from record_forge import Spec, forge, install_track, shard, source_text, write_run
+from record_forge import CONFIG, Spec, change, forge, install_track, shard, source_text, write_run
 
 from speedrun import cli
 from speedrun.board import figures
 from speedrun.board import pages as board_pages
 from speedrun.board import standings as board
 from speedrun.board.progress import _draw_history, progress
-from speedrun.ground import track
+from speedrun.ground import runlog, track
 from speedrun.ledger.assemble import assemble
+from speedrun.ledger.format import config_sha256
 from speedrun.referee.reproduce import Repetition
 from speedrun.referee.rerun import Rerun
 
@@ -83,7 +84,10 @@ def test_a_track_may_rank_by_steps(records):
     rules = track.TRACKS_DIR / "forged.toml"
     rules.write_text(rules.read_text().replace("ranked = true", 'ranked = true\nrank_by = "steps"'))
     shutil.rmtree(records / "forged")
-    fewer = {"step_s": (0.9,) * 9, "shards": (shard("t_train_1.bin", 0, 600), shard("t_train_2.bin", 0, 300))}
+    config = {**CONFIG, "recipe": {**CONFIG["recipe"], "stages": [{"num_steps": 9}]}}
+    nine = change(runlog.RunStart, config=config, config_sha256=config_sha256(config))
+    shards = (shard("t_train_1.bin", 0, 600), shard("t_train_2.bin", 0, 300))
+    fewer = {"step_s": (0.9,) * 9, "shards": shards, "edit_log": nine}
     for name, seeds, spec in (("ten", (1, 2), {}), ("nine", (3, 4), fewer), ("ten-later", (5, 6), {})):
         (records / "forged" / name).mkdir(parents=True)
         forge(records / "forged" / name, seeds=seeds, **spec)

@@ -109,13 +109,13 @@ def in_one_piece(run: Run, _record: Record) -> Iterator[str]:
 
 @check(
     "V404",
-    "the hardware is the track's",
+    "the hardware is the track's, and the config's",
     needs=("runs", "track"),
     why="times and losses of other hardware belong to another board",
     hint="run on the hardware the track names, without --devices",
 )
 def hardware(record: Record) -> Iterator[str]:
-    """Compare platform and number of devices with the track, and kinds of devices between runs."""
+    """Compare platform and number of devices with the track, the config, and between runs."""
     rules = record.rules.rules
     # A run that was killed before its preflight has no hardware yet.
     runs = [run for run in record.runs if run.of(runlog.Preflight)]
@@ -124,5 +124,7 @@ def hardware(record: Record) -> Iterator[str]:
             yield f"{run.folder}: ran on {run.preflight.platform}, the track wants {rules.platform}"
         if rules.num_devices not in (0, run.preflight.num_devices):
             yield f"{run.folder}: ran on {run.preflight.num_devices} devices, the track wants {rules.num_devices}"
+        if (stated := run.start.config.get("num_devices")) != run.preflight.num_devices:
+            yield f"{run.folder}: ran on {run.preflight.num_devices} devices, its config says {stated!r}"
     if len({(run.preflight.device_kind, run.preflight.num_devices) for run in runs}) > 1:
         yield "the runs of one record ran on different hardware"

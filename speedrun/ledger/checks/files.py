@@ -111,14 +111,12 @@ def known_track(record: Record) -> Iterator[str]:
     hint="restore the log from where the run wrote it, or run again",
 )
 def one_story(record: Record) -> Iterator[str]:
-    """Compare devices and data where both are told; a run that finished met no error, and has its digests."""
+    """Compare validation data where both tell it; a run that finished met no error, and has its digests."""
     for run in record.finished:
         (begun,) = run.of(runlog.DataReady)
         first, last = (begun.val_shard, begun.val_sha256), (run.data.val_shard.name, run.data.val_sha256)
         if first != last:
             yield f"{run.folder}: it was to score {first}, and scored {last}"
-        if (stated := run.start.config.get("num_devices")) != run.preflight.num_devices:
-            yield f"{run.folder}: its config says {stated!r} devices, its hardware {run.preflight.num_devices}"
         if not (run.final_hash and (run.end.first_batch_sha256 or not run.steps)):
             yield f"{run.folder}: it finished, and its end names no final state, or no first batch"
         if errors := run.of(runlog.Error):
