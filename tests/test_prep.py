@@ -420,13 +420,14 @@ def num_shards(folder: Path) -> int:
 
 def wait_for_shards(folder: Path, number: int) -> None:
     watch = Stopwatch()
-    while num_shards(folder) < number and watch.seconds < 20:
+    while num_shards(folder) < number:
+        assert watch.seconds < 300, "even a busy machine makes a shard in that time"
         time.sleep(0.001)
 
 
 def assert_gone(group: int) -> None:
     watch = Stopwatch()
-    while watch.seconds < 10:
+    while watch.seconds < 100:
         try:
             os.killpg(group, 0)
         except ProcessLookupError:
@@ -451,7 +452,7 @@ def test_signals_stop_it_and_it_says_how_to_continue(tmp_path: Path, number: int
     process = subprocess.Popen(argv, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
     wait_for_shards(tmp_path / "out", 1)
     os.killpg(process.pid, number)  # to the process group, as a terminal does
-    _, said = process.communicate(timeout=20)
+    _, said = process.communicate(timeout=200)
     assert process.returncode == 75, said
     assert "run the same command again to continue" in said
     assert "Traceback" not in said
