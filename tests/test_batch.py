@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from forgeries import BROKE, promised
+from forgeries import BROKE, programs, promised
 from record_forge import Spec, change, declaration, declare, forge, install_track, write_run
 
 from speedrun import cli
@@ -21,6 +21,7 @@ from speedrun.data import generated
 from speedrun.ground import children, runlog, track
 from speedrun.ground.errors import UsageError
 from speedrun.ledger import batch, statistics
+from speedrun.ledger.archive import name_of
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.format import Look
 from speedrun.ledger.record import load
@@ -154,6 +155,16 @@ def test_a_killed_run_stays_visible_as_one_that_broke_off(folder, keep):
     report = validate(folder, strict=True)
     assert not report.having("failed") + report.having("warning")
     assert killed.name in (folder / "README.md").read_text()
+
+
+def test_programs_that_no_log_names_are_removed(folder):
+    """Their run was killed between writing them and saying so."""
+    digest = "ab" * 32
+    programs(None, digest)(folder)
+    (folder / name_of(digest)).write_bytes(b"named")
+    (folder / "programs-0123456789abcdef.xz").write_bytes(b"of nobody")
+    assert salvage(folder) == []
+    assert [path.name for path in folder.glob("*.xz")] == [name_of(digest)]
 
 
 def test_an_end_without_its_line_break_keeps_its_result(folder):

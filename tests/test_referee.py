@@ -64,8 +64,14 @@ def record(tmp_path, monkeypatch):
     return load(forge(tmp_path / "record"))
 
 
+def place(step: int) -> tuple[int, int]:
+    """Where a forged run has read to: 600 tokens of its first shard, 100 a step."""
+    return (0, 100 * step) if step <= 6 else (1, 100 * (step - 6))
+
+
 def replayed(start: int, losses: tuple[float, ...], **changes) -> Replayed:
-    made = Replayed(start, start + len(losses), start > 0, "a" * 16, "b" * 16, losses, ())
+    stop = start + len(losses)
+    made = Replayed(start, stop, start > 0, "a" * 16, "b" * 16, losses, (), (place(start), place(stop)))
     return replace(made, **changes)
 
 
@@ -110,6 +116,8 @@ LIES = [
     ("V605", {"stretches": (replayed(8, (math.nan,)),)}),
     ("V605", {"stretches": (replayed(8, (4.61,), stop=10),)}),
     ("V605", {"stretches": (replayed(0, (), vals=((0, 5.0),)),)}),
+    ("V605", {"stretches": (replayed(0, (), cursors=((0, 7), (0, 0))),)}),
+    ("V605", {"stretches": (replayed(0, (5.0,), cursors=((0, 0), (0, 200))),)}),
     ("V607", {"constant_bytes": 75_000, "other_loss": None}),
 ]  # fmt: skip
 
@@ -668,6 +676,7 @@ def examination(config: RunConfig, tmp_path: Path, **changes) -> Examination:
         track=config.track,
         data=config.data,
         run_seed=config.seed,
+        num_steps=12,
         num_devices=8,
         replicas=1,
         checkpoints=folder_of(config.out),
@@ -697,6 +706,14 @@ def test_an_honest_run_is_what_it_says(unbroken, tmp_path):  # noqa: F811
     assert {result.check.id: result.status for result in results if result.status != "ok"} == {
         "V608": "warning"
     }
+
+
+@pytest.mark.parametrize("changes", [{"num_steps": 11}, {"num_steps": 13}])
+def test_programs_of_other_steps_than_the_log_has_are_told(unbroken, tmp_path, changes):  # noqa: F811
+    with pytest.raises(
+        UsageError, match="its programs are of 12 steps and 2 validations, the log and the track of"
+    ):
+        _Examiner(examination(unbroken, tmp_path, **changes))
 
 
 @pytest.mark.compile
@@ -740,9 +757,23 @@ ARCHIVE = Archive(
         (b"\x00" * 99, "format not supported"),
         (lzma.compress(bytes(2**28 + 1), preset=0), "more than 268,435,456 bytes"),
         (lzma.compress(b"\x81" * 2000), "object"),
-        (pack(replace(ARCHIVE, steps=("train", "another"))), "names 'another' and holds no such program"),
+        (pack(replace(ARCHIVE, steps=("train", "another"))), "lacks some that it names"),
+        (pack(replace(ARCHIVE, steps=())), "contradicts itself"),
+        (pack(replace(ARCHIVE, steps=("train", "train"))), "contradicts itself"),
+        (pack(replace(ARCHIVE, num_params=1)), "contradicts itself"),
     ],
-    ids=["cut", "more behind it", "empty", "no archive", "huge", "another kind", "a name without a program"],
+    ids=[
+        "cut",
+        "more behind it",
+        "empty",
+        "no archive",
+        "huge",
+        "another kind",
+        "a name without a program",
+        "no steps",
+        "steps without documents",
+        "parameters without leaves",
+    ],
 )
 def test_what_is_no_archive_is_told(raw, said):
     assert unpack(pack(ARCHIVE)) == ARCHIVE

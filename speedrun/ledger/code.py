@@ -84,9 +84,7 @@ def read(text: str) -> Names:
         raise ValueError(f"{size:,} bytes; at most {MOST_BYTES:,} are read")
     for name in (name for line in text.split("\n", 2)[:2] for name in _ENCODING.findall(line)):
         if name != "utf-8":
-            raise ValueError(
-                f"declares the encoding {name}, in which Python reads another text than people do"
-            )
+            raise ValueError(f"declares the encoding {name}: Python reads another text than people do")
     try:
         with warnings.catch_warnings():  # about odd escapes
             warnings.simplefilter("ignore")

@@ -20,6 +20,7 @@ class Examination(Strict, frozen=True):
     track: str
     data: Path  #: folder of shards
     run_seed: int
+    num_steps: int  #: by the log
     num_devices: int
     replicas: int
     checkpoints: Path | None  #: of the run
@@ -38,6 +39,9 @@ class Replayed(Strict, frozen=True):
     stop_hash: str  #: of the state after its last step
     losses: tuple[float, ...]
     vals: tuple[tuple[int, float], ...]  #: step and loss of each validation, by the examiner's scorer
+    cursors: tuple[
+        tuple[int, int], tuple[int, int]
+    ]  #: shard and offset of the next token, at its start and its end
 
 
 class Findings(Strict, frozen=True):

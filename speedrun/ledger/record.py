@@ -164,6 +164,7 @@ def need_record(folder: Path) -> Path:
     Raises:
         UsageError: if the folder exists and is no record.
     """
+    # Unlike Path.exists, this is False where it may not be looked at.
     if folder.is_dir() and not os.path.exists(folder / SOURCE):
         inside = sorted(path.parent for path in folder.glob(f"*/{SOURCE}"))
         hint = f"did you mean {inside[0]}?" if inside else "name the folder that 'speedrun run' printed"

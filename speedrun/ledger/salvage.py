@@ -12,7 +12,7 @@ from speedrun.ledger.record import discard_partials
 
 
 def salvage(root: Path) -> list[str]:
-    """Cut off what is unreadable at the end of each log. Nothing may run in the record.
+    """Cut off what is unreadable at the end of each log, and remove programs that no log names. Nothing may run there.
 
     Returns:
         The names of the runs that were killed.
@@ -24,7 +24,12 @@ def salvage(root: Path) -> list[str]:
     with lock.lock_record(root):
         discard_partials(root)
         folders = [path for path in sorted(root.glob("runs/*")) if path.is_dir()]
-        return [folder.name for folder in folders if not ended(folder) and _salvage(folder)]
+        killed = [folder.name for folder in folders if not ended(folder) and _salvage(folder)]
+        logs = [_read(folder / LOG) for folder in folders]
+        for path in root.glob("programs-*.xz"):  # of a run that was killed before its log could name them
+            if not any(path.stem.removeprefix("programs-").encode() in log for log in logs):
+                path.unlink()
+        return killed
 
 
 def ended(folder: Path) -> bool:

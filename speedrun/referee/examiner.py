@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from speedrun.data import inventory, stream
 from speedrun.ground import mesh as meshes
 from speedrun.ground import track as tracks
-from speedrun.ground.errors import CheckpointError
+from speedrun.ground.errors import CheckpointError, UsageError
 from speedrun.ground.output import reported
 from speedrun.ground.wholefile import require_regular
 from speedrun.ledger.findings import Examination, Findings, Replayed, Stretch
@@ -41,7 +41,8 @@ def examine(request: Examination) -> Findings:
     """Examine a run.
 
     Raises:
-        SpeedrunError: if a program is not permitted, or a checkpoint or data is missing or damaged.
+        SpeedrunError: if a program is not permitted, the archive does not fit the log, or a checkpoint or data is
+            missing or damaged.
     """
     meshes.prepare(tracks.load(request.track).rules.platform)
     return _Examiner(request).findings()
@@ -55,7 +56,14 @@ class _Examiner:
         self.archive = unpack(request.programs.read_bytes())
         self.programs = Programs(self.archive, meshes.make_mesh(request.num_devices, request.replicas))
         self.shards = inventory.open_track(request.data, self.track.data)
-        self.end = len(self.archive.steps)
+        self.end = request.num_steps
+        validated = {self.end, *filter(self.track.validates_at, range(self.end))}
+        # What its author stored: the log and the track say how many, and when.
+        if len(self.archive.steps) != self.end or not validated <= self.archive.hidden.keys():
+            got = f"{len(self.archive.steps):,} steps and {len(self.archive.hidden)} validations"
+            raise UsageError(
+                f"its programs are of {got}, the log and the track of {self.end:,} and {len(validated)}"
+            )
 
     def findings(self) -> Findings:
         """Train all stretches again, then look at the run's own final state, or at the last one that was reached."""
@@ -98,7 +106,7 @@ class _Examiner:
     def _replayed(self, stretch: Stretch) -> tuple[Replayed, list[Any], stream.Cursor]:
         """Train a stretch of steps again, with the validations that the track declares before and inside it."""
         leaves, cursor = self._restored(stretch.start) if stretch.from_checkpoint else self._initial()
-        began, losses, vals = state_hash(leaves), [], []
+        began, begun, losses, vals = state_hash(leaves), cursor, [], []
         opens = self.track.data.document_token
         tokens = stream.TokenStream(self.shards.train, cursor, document_token=opens)
         outs = (*self._places, NamedSharding(self.programs.mesh, P()))
@@ -114,7 +122,9 @@ class _Examiner:
         start, stop, from_checkpoint = stretch.start, stretch.stop, stretch.from_checkpoint
         hashes = began, state_hash(leaves)
         return (
-            Replayed(start, stop, from_checkpoint, *hashes, tuple(losses), tuple(vals)),
+            Replayed(
+                start, stop, from_checkpoint, *hashes, tuple(losses), tuple(vals), (begun, tokens.cursor)
+            ),
             leaves,
             tokens.cursor,
         )

@@ -41,8 +41,11 @@ def unpack(raw: bytes) -> Archive:
         found = msgspec.msgpack.decode(unpacked, type=Archive)
     except (lzma.LZMAError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"its archive of programs: {clean(str(error))}; restore it, or run again") from None
-    if unknown := {*found.steps, *found.hidden.values(), "init", "logits"} - found.programs.keys():
-        raise UsageError(f"its archive names {min(unknown)[:40]!r} and holds no such program; restore it")
+    held = {*found.steps, *found.hidden.values(), "init", "logits"} <= found.programs.keys()
+    if not (
+        held and 0 < len(found.steps) == len(found.document_tokens) and found.num_params < len(found.leaves)
+    ):
+        raise UsageError("its archive of programs lacks some that it names, or contradicts itself; run again")
     return found
 
 
@@ -75,7 +78,7 @@ class Programs:
             raise UsageError(
                 f"program {clean(name)} is for {clean(got)}; this examination has {self.mesh.size} of {platform}"
             )
-        if one.in_tree != jax.tree.structure((tuple(one.in_avals), {})):
+        if not one.in_avals or one.in_tree != jax.tree.structure((tuple(one.in_avals), {})):
             raise UsageError(
                 f"program {clean(name)} does not take arrays one by one; need those that a run exports"
             )
@@ -96,8 +99,15 @@ class Programs:
         return [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x, place in pairs]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of the last argument of a program."""
-        return tuple(self.exported(name).in_avals[-1].shape)
+        """Return the shape of the last argument of a program: of ids or hidden states, so two numbers.
+
+        Raises:
+            UsageError: if it has others.
+        """
+        shape = tuple(self.exported(name).in_avals[-1].shape)
+        if len(shape) != 2:
+            raise UsageError(f"program {clean(name)} takes {shape} last; need an array of two dimensions")
+        return shape
 
     @cached_property
     def dtype(self) -> str:

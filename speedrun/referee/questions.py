@@ -22,9 +22,9 @@ from speedrun.ground.errors import UsageError
 from speedrun.ledger import archive
 from speedrun.ledger.checks.examination import REPLAY_CHECKS, Examined
 from speedrun.ledger.findings import Examination, Stretch
-from speedrun.ledger.record import Record, load
+from speedrun.ledger.record import load
 from speedrun.ledger.run import Run
-from speedrun.ledger.validate import Report, Result, ask
+from speedrun.ledger.validate import Report, ask
 from speedrun.referee import sandbox
 from speedrun.referee.rerun import Rerun, plain
 
@@ -118,7 +118,11 @@ def examined(folder: Path, report: Report, options: Options, echo: TextIO) -> Re
     given = _owners(options.checkpoints, runs)
     names = chosen(options.nonce, runs, options.which)
     reruns = [Rerun(folder, name, unsafe=options.unsafe) for name in names]
-    archives = [_programs(record, rerun.old) for rerun in reruns]
+    archives = [
+        record.raw[archive.name_of(made.sha256)] for one in reruns for made in one.old.of(runlog.Exported)
+    ]
+    if len(archives) < len(reruns):
+        raise UsageError(f"{folder}: a run carries no programs, so it cannot be examined; run it again")
     print(sandbox.protections(unsafe=options.unsafe), file=echo)
     print(
         f"examining {len(names)} of {len(runs)} runs, nonce {options.nonce}; --nonce {options.nonce} repeats it",
@@ -129,24 +133,7 @@ def examined(folder: Path, report: Report, options: Options, echo: TextIO) -> Re
         _examined(rerun, raw, given.get(rerun.old.folder), options, echo)
         for rerun, raw in zip(reruns, archives, strict=True)
     ]
-    return Report(report.results + _results(record, found), report.strict)
-
-
-def _programs(record: Record, run: Run) -> bytes:
-    """Return the archive of a run's programs, whose digest V003 compared.
-
-    Raises:
-        UsageError: if the record carries none.
-    """
-    for made in run.of(runlog.Exported):
-        return record.raw[archive.name_of(made.sha256)]
-    raise UsageError(
-        f"{record.root}: {run.folder} carries no programs, so it cannot be examined; run it again"
-    )
-
-
-def _results(record: Record, found: Sequence[Examined]) -> tuple[Result, ...]:
-    return tuple(ask(one.of(found), record) for one in REPLAY_CHECKS)
+    return Report(report.results + tuple(ask(one.of(found), record) for one in REPLAY_CHECKS), report.strict)
 
 
 def _owners(folders: Iterable[Path], runs: dict[str, Run]) -> dict[str, Path]:
@@ -188,6 +175,7 @@ def _examined(rerun: Rerun, raw: bytes, checkpoints: Path | None, options: Optio
             track=rules.name,
             data=data,
             run_seed=run.start.seed,
+            num_steps=run.start.num_steps,
             num_devices=run.preflight.num_devices,
             replicas=run.start.config.get("replicas", 1),
             checkpoints=checkpoints and checkpoints.absolute(),

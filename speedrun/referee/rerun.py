@@ -1,6 +1,6 @@
-"""Runs the source that a record carries, in a sandboxed process. Nothing else executes code of a record.
+"""Starts the sandboxed processes that run what a record carries: its source to train again, or our examiner.
 
-`speedrun reproduce` and `validate --replay` use it, and their help says so.
+Only `speedrun reproduce` runs the source, and its help says so; `validate --replay` has its programs examined.
 """
 
 import os
@@ -107,7 +107,12 @@ class Rerun:
             made = Path(scratch, "record")
             config = self._config(made, seed, data)
             try:
-                self._execute("speedrun.training.train", config, data, Path(scratch), echo, limit_s)
+                for path, text in self._source.items():
+                    file = Path(scratch, "source", path)
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    file.write_text(text, encoding="utf-8")
+                code, module = Path(scratch, "source"), "speedrun.training.train"
+                self._start(module, config, Path(scratch), echo, code, [data], limit_s)
             finally:
                 _bring(made, out)
         new = [run for run in load(out).runs if run.finished] if out.is_dir() else []
@@ -132,22 +137,6 @@ class Rerun:
         readable = [_PACKAGE, request.data, *([request.checkpoints] if request.checkpoints else [])]
         self._start("speedrun.referee.examiner", request, scratch, echo, _PACKAGE.parent, readable, _MOST_S)
         return msgspec.json.decode(request.findings.read_bytes(), type=Findings)
-
-    def _execute(
-        self,
-        module: str,
-        request: object,
-        data: Path,
-        scratch: Path,
-        echo: TextIO,
-        limit_s: float,
-    ) -> None:
-        """Unpack the record's source into a scratch folder, and run a module of it."""
-        for path, text in self._source.items():
-            file = scratch / "source" / path
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text, encoding="utf-8")
-        self._start(module, request, scratch, echo, scratch / "source", [data], limit_s)
 
     def _start(
         self,

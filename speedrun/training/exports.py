@@ -17,9 +17,10 @@ from jax.sharding import NamedSharding
 
 from speedrun.ledger.archive import Archive
 from speedrun.science.inputs import Inputs, Static
+from speedrun.science.params import Params
 from speedrun.training.checkpoint import named
 from speedrun.training.prepare import Ready
-from speedrun.training.program import FOREIGN
+from speedrun.training.program import FOREIGN, StepShape
 
 _FORWARD_TOKENS = 8192  #: of a forward pass, in one or more sequences
 _CHUNK_TOKENS = 1024  #: rows of logits
@@ -30,17 +31,18 @@ _ANY_CALL = [export.DisabledSafetyCheck.custom_call(name) for name in FOREIGN]
 
 def exported(ready: Ready) -> Archive:
     """Return the programs of a run."""
-    program, recipe, state = ready.program, ready.recipe, _state(ready)
-    names = {shape: f"train-{i}" for i, shape in enumerate(_shapes(ready))}
-    with _without_places():
-        made = {**_training(ready), **_forward(ready)}
-        programs = {name: bytes(one.serialize()) for name, one in made.items()}
+    recipe, state, hidden = ready.recipe, _state(ready), _names_of_forward(ready)
     steps = range(recipe.num_steps)
+    shapes = [ready.program.shape_at(step) for step in steps]
+    names = {shape: f"train-{i}" for i, shape in enumerate(dict.fromkeys(shapes))}
+    with _without_places():
+        made = {**_training(ready, state, names), **_forward(ready, state.params, hidden)}
+        programs = {name: bytes(one.serialize()) for name, one in made.items()}
     return Archive(
         leaves=tuple(named(state)),
         num_params=len(state.params),
-        steps=tuple(names[program.shape_at(step)] for step in steps),
-        hidden=_names_of_forward(ready),
+        steps=tuple(names[shape] for shape in shapes),
+        hidden=hidden,
         document_tokens=tuple(recipe.stages[recipe.stage_of(step)].document_tokens for step in steps),
         programs=programs,
     )
@@ -67,14 +69,9 @@ def _state(ready: Ready) -> Any:
     )
 
 
-def _shapes(ready: Ready) -> list[Any]:
-    """Return the distinct shapes of all steps."""
-    return list(dict.fromkeys(ready.program.shape_at(step) for step in range(ready.recipe.num_steps)))
-
-
-def _training(ready: Ready) -> dict[str, export.Exported]:
-    """Lower the programs that make states."""
-    program, state = ready.program, _state(ready)
+def _training(ready: Ready, state: Any, names: dict[StepShape, str]) -> dict[str, export.Exported]:
+    """Lower the programs that make states: one for each shape of a step, with its name."""
+    program = ready.program
     structure, schedule = jax.tree.structure(state), program.step.plan.schedule
     where = tuple(leaf.sharding for leaf in jax.tree.leaves(state))
     key = jax.ShapeDtypeStruct((2,), np.uint32)
@@ -93,10 +90,10 @@ def _training(ready: Ready) -> dict[str, export.Exported]:
 
     found = {"init": export.export(jax.jit(init, out_shardings=where))(key)}
     rows = NamedSharding(program.mesh, jax.sharding.PartitionSpec(program.axes))
-    for i, shape in enumerate(_shapes(ready)):
+    for shape, name in names.items():
         ids_BT = jax.ShapeDtypeStruct((shape.num_sequences, shape.seq_len), np.int32, sharding=rows)
         lower = export.export(step(shape.static), disabled_checks=_ANY_CALL)
-        found[f"train-{i}"] = lower(*jax.tree.leaves(state), ids_BT, ids_BT)
+        found[name] = lower(*jax.tree.leaves(state), ids_BT, ids_BT)
     return found
 
 
@@ -109,14 +106,11 @@ def _names_of_forward(ready: Ready) -> dict[int, str]:
     return {step: f"hidden-{first[inputs]}" for step, inputs in alike.items()}
 
 
-def _forward(ready: Ready) -> dict[str, export.Exported]:
-    """Lower the programs that score, for one device: one forward pass for each set of inputs, and the head."""
+def _forward(ready: Ready, params: Params, names: dict[int, str]) -> dict[str, export.Exported]:
+    """Lower the programs that score, for one device: one forward pass for each of the names, and the head."""
     program, recipe = ready.program, ready.recipe
     kinds = recipe.table(recipe.config)
-    packed = {
-        name: jax.ShapeDtypeStruct(x.shape, x.dtype)
-        for name, x in jax.eval_shape(program.init, jax.random.key(0)).params.items()
-    }
+    packed = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in params.items()}
     structure = jax.tree.structure(packed)
 
     def view(leaves: Any) -> Any:
@@ -136,8 +130,7 @@ def _forward(ready: Ready) -> dict[str, export.Exported]:
     num_sequences = max(1, _FORWARD_TOKENS // recipe.eval_seq_len)
     ids_BT = jax.ShapeDtypeStruct((num_sequences, recipe.eval_seq_len), np.int32)
     leaves = jax.tree.leaves(packed)
-    steps = {name: int(name.removeprefix("hidden-")) for name in _names_of_forward(ready).values()}
-    plan = program.step.plan
+    steps, plan = {name: step for step, name in reversed(names.items())}, program.step.plan
     by_inputs = {
         name: partial(hidden, plan.at(step, plan.schedule, plan.static_at(step, integers=True)))
         for name, step in steps.items()

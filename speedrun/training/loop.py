@@ -146,12 +146,10 @@ class Training:
             self.checkpoints.rehearse(self.state)
 
     def _export(self) -> None:
-        """Write the programs of this run into its record, unless another run wrote the same ones."""
+        """Write the programs of this run into its record; those of a batch are the same file."""
         watch, raw = Stopwatch(), archive.pack(exported(self.ready))
         if len(raw) > archive.MOST_BYTES:
-            problem = (
-                f"programs of {len(raw):,} bytes, {archive.MOST_BYTES:,} are permitted: it cannot be examined"
-            )
+            problem = f"programs of {len(raw):,} bytes, above {archive.MOST_BYTES:,}: it cannot be examined"
             self.log.emit(runlog.Warning(f"{problem}; compute tables from formulas"))
             return
         sha256 = format.sha256(raw)

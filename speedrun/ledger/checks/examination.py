@@ -149,17 +149,21 @@ def by_itself(_run: Run, findings: Findings) -> Iterator[str]:
     hint="pass checkpoints of this run, or none",
 )
 def goes_on(run: Run, findings: Findings) -> Iterator[str]:
-    """Compare losses and validations of all stretches, and the states of checkpoints, with the log."""
+    """Compare losses, validations and tokens read of all stretches, and states of checkpoints, with the log."""
     stated = {step.step: step.loss for step in run.steps}
     scored = {val.step: loss_of(val) for val in run.vals}
     kept = {event.step: event.state_hash for event in run.of(runlog.Checkpoint)}
     ends = {**kept, run.start.num_steps: run.final_hash}
+    read = {run.origin.step: run.origin.cursor} | {step.step + 1: step.cursor for step in run.steps}
     same = any(ends.get(one.stop) == one.stop_hash for one in findings.stretches)
     for one in findings.stretches:
         where = f"from checkpoint {one.start}" if one.from_checkpoint else "from the seed"
         named = kept.get(one.start, one.state_hash) if one.from_checkpoint else one.state_hash
         if named != one.state_hash:
             yield f"checkpoint {one.start} is {one.state_hash}, the log says {named}"
+        for at, cursor in zip((one.start, one.stop), one.cursors, strict=True):
+            if (told := read.get(at, cursor)) != cursor:
+                yield f"{where}: the next token before step {at} is {cursor}, the log says {told}"
         if len(one.losses) != one.stop - one.start:
             yield f"{where}: {len(one.losses)} losses of {one.stop - one.start} steps"
         made = [("step", at, loss, stated, 0.0) for at, loss in enumerate(one.losses, one.start)]
