@@ -155,6 +155,19 @@ def test_a_second_run_into_one_folder_is_refused_without_checkpoints_too(unbroke
     assert not config.out.exists()
 
 
+def test_an_earlier_log_that_is_damaged_is_told_before_anything_is_compiled(unbroken, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(unbroken.out, out)
+    shutil.copytree(folder_of(unbroken.out), folder_of(out))
+    (log,) = out.glob("runs/*/metrics.jsonl")
+    log.write_bytes(log.read_bytes().replace(b'"ev":"plan"', b'"ev":"span"'))
+    result = resumed(out)
+    assert (result.exit_code, "restore that file, or start a new run" in result.stderr) == (2, True), (
+        result.output
+    )
+    assert len(list(out.glob("runs/*"))) == 1
+
+
 def resumed(out: Path) -> Result:
     return CliRunner().invoke(cli.command, ["run", "--resume", str(out)], prog_name="speedrun")
 

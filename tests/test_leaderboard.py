@@ -115,6 +115,7 @@ def test_changed_lines_are_counted_against_the_parent(records):
     assemble(child, parent_record="forged/fast")
     assemble(records / "forged" / "slow", parent_record="forged/child")
     assemble(records / "forged" / "single", parent_record="../elsewhere")
+    assemble(records / "forged" / "fast", parent_record="forged/fast")
     changed = {row.path: row.changed_lines for row in board.read(records).rows}
     assert changed == {
         "forged/child": 2,

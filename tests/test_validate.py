@@ -33,6 +33,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from record_forge import (
+    CONFIG,
     LOCK_RAW,
     RECIPE,
     SOURCE,
@@ -60,7 +61,7 @@ from speedrun.ledger.checks import CHECKS, environment
 from speedrun.ledger.checks.batches import nowhere_else, unfollowed
 from speedrun.ledger.checks.fixed import _inputs
 from speedrun.ledger.decoding import FormatError, decode
-from speedrun.ledger.format import Look, encode
+from speedrun.ledger.format import Look, config_sha256, encode
 from speedrun.ledger.record import load
 from speedrun.ledger.reference import CURVES
 from speedrun.ledger.summary import Summary, summarize
@@ -559,6 +560,25 @@ def test_the_summary_is_arithmetic(folder):
     assert summary.target_reached
     assert summary.step_p50_ms == pytest.approx(100)
     assert summary.num_tokens == 1000
+
+
+def test_a_run_that_was_resumed_at_its_end_saw_the_tokens_of_the_run_before(folder):
+    def rest(log):
+        resume = runlog.Resume("tiny-1-0000", 10, "e" * 16, 1.0, 1000, (1, 400))
+        start, stop = (place_of(log, kind) for kind in (runlog.ClockStart, runlog.ClockStop))
+        return [*log[:start], log[start]._replace(event=resume), log[start], *log[stop:]]
+
+    forge(folder, seeds=(1,), edit_log=rest)
+    summary = summarize(load(folder))
+    assert (summary.num_steps, summary.num_tokens) == (10, 1000)
+
+
+def test_hardware_is_that_of_the_config(folder):
+    config = {**CONFIG, "num_devices": 1}
+    start = change(runlog.RunStart, config=config, config_sha256=config_sha256(config))
+    assert (
+        found(forge(folder, edit_log=start))["V404"][0] == "tiny-1-00a1: ran on 8 devices, its config says 1"
+    )
 
 
 def test_a_folder_without_runs_cannot_be_assembled(folder):
