@@ -44,7 +44,7 @@ from speedrun.ledger.reproduction import Difference, Reproduction, judged, point
 from speedrun.ledger.run import READS_OLDER, Run, read_run
 from speedrun.ledger.statistics import pooled_sd
 from speedrun.ledger.validate import validate
-from speedrun.referee import container, reproduce, sandbox
+from speedrun.referee import reproduce, sandbox
 from speedrun.referee.rerun import Rerun
 from speedrun.study.comparison import compare
 
@@ -366,22 +366,6 @@ def test_a_record_is_left_alone_unless_asked(reproduced, record):
     assert (statuses["V009"], "failed" in statuses.values()) == ("ok", False), result.output
 
 
-def test_what_a_container_leaves_is_read_before_it_is_put_into_a_record(record, tmp_path, monkeypatch):
-    (tmp_path / "key").write_text("of nobody else")
-
-    def run(image: str, record: Path, out: Path, *_: object) -> int:
-        out.mkdir()
-        (out / "reproduction.json").symlink_to(tmp_path / "key")
-        return 0
-
-    monkeypatch.setattr(container, "image_for", lambda *_: "stranger")
-    monkeypatch.setattr(container, "reproduced", run)
-    words = ["reproduce", str(record), "--docker", "--into-record", "--out", str(tmp_path / "out")]
-    result = CliRunner().invoke(cli.command, words, prog_name="speedrun")
-    assert (result.exit_code, "nothing was put into the record" in result.stderr) == (2, True), result.output
-    assert not (record / "reproduction.json").exists()
-
-
 # --- two records in turns -----------------------------------------------------------------------------------
 
 
@@ -436,7 +420,7 @@ def test_a_rival_that_is_not_faster_is_told(raced, share, said):
     assert (result.exit_code, said in result.stdout) == (1, True), result.output
 
 
-@pytest.mark.parametrize("words", [["--same-seeds"], ["--docker"], ["--runs", "1"], []])
+@pytest.mark.parametrize("words", [["--same-seeds"], ["--runs", "1"], []])
 def test_what_cannot_race_is_refused(raced, tmp_path, words):
     if not words:
         shutil.rmtree(tmp_path / "rival")

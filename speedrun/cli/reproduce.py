@@ -1,7 +1,6 @@
 """`speedrun reproduce`: run a record again, or two in turns, and judge the result. Executes code from the record."""
 
 import sys
-from functools import partial
 from pathlib import Path
 
 import click
@@ -25,7 +24,7 @@ from speedrun.ground.errors import SpeedrunError, UsageError
 from speedrun.ground.wholefile import write_whole
 from speedrun.ledger.record import Record
 from speedrun.ledger.reproduction import REPRODUCTION
-from speedrun.referee import circumstances, container, reproduce
+from speedrun.referee import circumstances, reproduce
 from speedrun.referee.rerun import Rerun
 from speedrun.referee.sandbox import protections
 from speedrun.study.comparison import Comparison, compare
@@ -38,7 +37,6 @@ _NUM_PAIRS = 3
     f"speedrun reproduce {_RECORD} --runs 1",
     f"speedrun reproduce {_RECORD} --same-seeds --runs 1",
     f"speedrun reproduce {_RECORD} --against runs/mine",
-    f"speedrun reproduce {_RECORD} --docker",
 )
 @click.argument("record", type=PATH)
 @option(
@@ -59,8 +57,6 @@ _NUM_PAIRS = 3
     "For runs and reproduction.json; the same command continues there. Default: a folder below runs/."
 )
 @flag("--into-record", "Also put reproduction.json into the record.")
-@flag("--docker", "Run in the container image that the record names.", "in_docker")
-@option("--image NAME", str, "With --docker: use another image; differences are reported.")
 @unsafe_option
 @json_option
 @click.pass_context
@@ -75,8 +71,6 @@ def command(
     data: Path | None,
     out: Path | None,
     into_record: bool,
-    in_docker: bool,
-    image: str | None,
     unsafe: bool,
     as_json: bool,
 ) -> None:
@@ -88,28 +82,20 @@ def command(
 
     With --against, exits with 0 if the rival is faster and its loss is not worse within the noise, else with 1.
     """
-    if image is not None and not in_docker:
-        raise UsageError("--image names a container image; it needs --docker as well")
-    if rival is not None and (same_seeds or into_record or in_docker or runs == 1):
+    if rival is not None and (same_seeds or into_record or runs == 1):
         raise UsageError("--against takes 2 runs or more with fresh seeds, here; leave the other options out")
     found = circumstances.read(record)
     folder = out or Path("runs") / f"reproduction-{found.id[:12]}{'-same-seeds' * same_seeds}"
-    if in_docker:
-        chosen = container.image_for(found, image, partial(click.echo, err=True))
-        words = ["--runs", str(runs)] if runs is not None else []
-        words += [*(["--by", by] if by else []), *["--same-seeds"] * same_seeds, *["--json"] * as_json]
-        exit_code = container.reproduced(chosen, found, folder, data, words)
-    else:
-        pair = [(record, folder), *([(rival, folder / reproduce.RIVAL)] if rival is not None else [])]
-        sides = [_side(*one, data, unsafe=unsafe) for one in pair]
-        if rival is not None:
-            _check_alike(*(side.record for side in sides))
-        click.echo(protections(unsafe=unsafe), err=True)
-        num_runs = runs or (len(found.finished) if rival is None else _NUM_PAIRS)
-        exit_code = _reproduced(sides, num_runs, by, same_seeds=same_seeds, as_json=as_json)
-    if into_record and (folder / REPRODUCTION).exists():
-        path = reproduce.put_into_record(folder, record)
-        click.echo(f"wrote {clean(str(path))}", err=True)
+    pair = [(record, folder), *([(rival, folder / reproduce.RIVAL)] if rival is not None else [])]
+    sides = [_side(*one, data, unsafe=unsafe) for one in pair]
+    if rival is not None:
+        _check_alike(*(side.record for side in sides))
+    click.echo(protections(unsafe=unsafe), err=True)
+    num_runs = runs or (len(found.finished) if rival is None else _NUM_PAIRS)
+    exit_code = _reproduced(sides, num_runs, by, same_seeds=same_seeds, as_json=as_json)
+    if into_record:
+        write_whole(record / REPRODUCTION, (folder / REPRODUCTION).read_bytes())
+        click.echo(f"wrote {clean(str(record / REPRODUCTION))}", err=True)
     ctx.exit(exit_code)
 
 

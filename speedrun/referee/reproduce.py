@@ -15,7 +15,6 @@ from speedrun.ground.console import clean, duration
 from speedrun.ground.errors import DataError, NonFiniteError, SpeedrunError, UsageError
 from speedrun.ground.wholefile import make_folder, read_regular, write_whole
 from speedrun.ledger.batch import seeds_from
-from speedrun.ledger.decoding import FormatError, decode
 from speedrun.ledger.format import encode
 from speedrun.ledger.record import Record, load
 from speedrun.ledger.reproduction import (
@@ -216,25 +215,6 @@ def _read_plan(folder: Path) -> Plan:
         return msgspec.json.decode(read_regular(folder / PLAN), type=Plan)
     except (OSError, ValueError, RecursionError):
         raise UsageError(f"{folder} exists and was not begun by this command; pass another --out") from None
-
-
-def put_into_record(folder: Path, record: Path) -> Path:
-    """Copy `reproduction.json` from a folder of runs into the record; return its new path.
-
-    The file is decoded first: where a stranger's code ran, it may be a link to a file of ours.
-
-    Raises:
-        UsageError: if it cannot be read as a reproduction.
-    """
-    path, target = folder / REPRODUCTION, record / REPRODUCTION
-    try:
-        raw = encode(decode(path.read_bytes(), Reproduction))
-    except (OSError, FormatError) as error:
-        raise UsageError(
-            f"{path}: {clean(str(error))}; nothing was put into the record; run again with another --out"
-        ) from None
-    write_whole(target, raw)
-    return target
 
 
 def differences(points: Sequence[Point]) -> list[str]:
