@@ -1103,12 +1103,6 @@ def test_checkpoints_that_are_no_files_are_refused(tmp_path):
             _owners([tmp_path / name], {})
 
 
-def test_a_folder_that_cannot_be_used_is_told_before_anything_runs(record, tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(SpeedrunError, match="file/new: cannot be written"):
-        Rerun(record.root).run(tmp_path / "file" / "new", seed=0, data=tmp_path, echo=io.StringIO())
-
-
 def test_damaged_shards_of_the_referee_are_not_held_against_a_record(smoke_data, tmp_path):
     """The id exists, so that only the digest of the track tells."""
     shutil.copytree(smoke_data, tmp_path / "damaged")

@@ -158,6 +158,20 @@ def load(root: Path) -> Record:
     )
 
 
+def load_result(folder: Path) -> Record:
+    """Read a whole record of a known track with a finished run.
+
+    Raises:
+        UsageError: if it is none.
+    """
+    record = load(folder)
+    if not record.finished or record.track is None or not record.whole or record.malformed:
+        raise UsageError(
+            f"{folder} is no whole record with a finished run of a known track; 'speedrun validate {folder}' says why"
+        )
+    return record
+
+
 def need_record(folder: Path) -> Path:
     """Return the folder of a record; refuse one without a source, and name the record that may have been meant.
 

@@ -78,12 +78,9 @@ class Reproduction(Strict, frozen=True, tag_field="schema", tag=REPRODUCTION_SCH
     runs: tuple[Outcome, ...]
 
 
-class Difference(msgspec.Struct, frozen=True):
-    """A mean difference or ratio to the record, and its confidence interval."""
+class Difference(Interval, frozen=True):
+    """A mean difference or ratio to the record, and its 99 % interval."""
 
-    mean: float
-    low: float
-    high: float
     noise_from: NoiseFrom  #: source of the sd of single runs
 
 
@@ -116,8 +113,8 @@ def noise(numbers: Sequence[float], otherwise: float, origin: NoiseFrom) -> Nois
     return Noise(max(sd, otherwise), None, origin if otherwise >= sd else "runs")
 
 
-def difference(first: Sequence[float], second: Sequence[float], scatter: Noise) -> Interval:
-    """Return the 99 % interval of mean(second) - mean(first), which is +- reach * sd * sqrt(1 / n + 1 / m).
+def difference(first: Sequence[float], second: Sequence[float], scatter: Noise) -> Difference:
+    """Return mean(second) - mean(first) +- reach * sd * sqrt(1 / n + 1 / m).
 
     One number on a side is enough, so a new run can be compared with a batch.
     """
@@ -127,7 +124,7 @@ def difference(first: Sequence[float], second: Sequence[float], scatter: Noise) 
     reach = special.ndtri(tail) if scatter.freedom is None else special.stdtrit(scatter.freedom, tail)
     half = float(reach) * scatter.sd * math.sqrt(1 / len(first) + 1 / len(second))
     mean = fmean(second) - fmean(first)
-    return Interval(mean, mean - half, mean + half)
+    return Difference(mean, mean - half, mean + half, scatter.origin)
 
 
 def loss_difference(
@@ -146,8 +143,7 @@ def loss_difference(
     scatter = noise(losses, sigma or _LOSS_SD * fmean(losses), "track" if sigma else "assumed")
     seeds = {run.seed for run in here}
     counterparts = [run.val_loss for run in record if run.start.seed in seeds or not same_seeds]
-    found = difference(counterparts, [run.val_loss for run in here if run.val_loss is not None], scatter)
-    return Difference(found.mean, found.low, found.high, scatter.origin)
+    return difference(counterparts, [run.val_loss for run in here if run.val_loss is not None], scatter)
 
 
 def time_ratio(record: Sequence[Run], here: Sequence[Outcome]) -> Difference:
@@ -158,7 +154,7 @@ def time_ratio(record: Sequence[Run], here: Sequence[Outcome]) -> Difference:
     if scatter.sd < assumed:  # runs of one hour on one machine do not show how machines of a kind differ
         scatter = Noise(assumed, None, "assumed")
     found = difference(logs, [math.log(run.train_time_s) for run in here if run.train_time_s], scatter)
-    return Difference(math.exp(found.mean), math.exp(found.low), math.exp(found.high), scatter.origin)
+    return Difference(*map(math.exp, (found.mean, found.low, found.high)), scatter.origin)
 
 
 def outcome_of(run: Run) -> Outcome:
