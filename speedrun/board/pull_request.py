@@ -4,11 +4,11 @@ Text from a record is put into code spans, where it cannot become a mention, a l
 """
 
 import re
-from collections.abc import Iterable, Sequence
-from statistics import fmean, stdev
+from statistics import fmean
 
 from speedrun.board.standings import standing_of
 from speedrun.ground.console import clean, quantity
+from speedrun.ledger.assemble import facts
 from speedrun.ledger.record import Record
 from speedrun.ledger.summary import summarize
 from speedrun.ledger.validate import Report
@@ -51,15 +51,32 @@ def title(record: Record, place: str) -> str:
     return f"Record {place}: {time_s:.2f} s at {loss:.4f}, n = {len(done)}{missed}"
 
 
-def text(record: Record, report: Report, archive: Sequence[str]) -> str:
+def text(record: Record, report: Report, archive: str) -> str:
     """Return the text as Markdown; `archive` is name, size and digest of the archive, as words."""
+    summary, lead = summarize(record), record.lead
+    test, proof = summary.test, "none: no declared batch is complete"
+    if test is not None:
+        proof = f"p = {test.p:.2g} by {test.rule}, need less than {test.alpha:g}: {'' if test.passed else 'not '}proven"
+    rows = [
+        *facts(record, summary),
+        ("status", standing_of(record, report)),
+        ("test of the mean", proof),
+        (
+            "settings",
+            ", ".join(f"{key}={value}" for key, value in lead.start.overrides.items()) or "the recipe's",
+        ),
+        ("matmul", quantity(lead.preflight.matmul_gflops * 1e9, "flop/s")),
+        ("versions", ", ".join(f"{name} {version}" for name, version in lead.preflight.software.items())),
+        ("record id", record.id),
+        ("archive", archive),
+    ]
     changes = "\n".join(f"- {literal(change)}" for change in record.about.changes)
     ids = {
         status: ", ".join(result.check.id for result in report.having(status)) for status in ("ok", "skipped")
     }
     blocks = [
         literal(record.about.title),
-        _table([*_results(record, report), *_facts(record), ("archive", ", ".join(archive))]),
+        "\n".join(["| | |", "|---|---|", *(f"| {name} | {cell(value)} |" for name, value in rows)]),
         f"## What changed\n\n{changes or 'Nothing is named.'}",
         "## Rules",
         f"- [x] `speedrun validate --strict` passes: {ids['ok']}\n"
@@ -69,52 +86,3 @@ def text(record: Record, report: Report, archive: Sequence[str]) -> str:
         "\n".join(f"- [ ] {promise}" for promise in PROMISES),
     ]
     return "\n\n".join(blocks) + "\n"
-
-
-def _results(record: Record, report: Report) -> list[tuple[str, str]]:
-    """Return what was measured, computed again from the logs."""
-    done, rules = record.finished, record.rules
-    summary = summarize(record)
-    test, broken = summary.test, summary.num_runs - summary.num_finished
-    proof = "none: no declared batch is complete"
-    if test is not None:
-        proof = f"p = {test.p:.2g} by {test.rule}, need less than {test.alpha:g}: {'' if test.passed else 'not '}proven"
-    return [
-        ("track", cell(rules.id)),
-        ("status", standing_of(record, report)),
-        (
-            "runs",
-            f"n = {len(done)} finished of {record.declared_runs} declared; {broken} did not finish",
-        ),
-        ("validation loss", _spread([run.val_loss for run in done], "nats per token", 4)),
-        ("target", f"{rules.target.loss:g}, {'reached' if summary.target_reached else 'not reached'}"),
-        ("test of the mean", proof),
-        ("train time", _spread([run.train_time_s for run in done], "s", 2)),
-        ("cold wall time", _spread([run.end.cold_wall_s for run in done], "s", 1)),
-        ("steps, tokens", f"{summary.num_steps:,}, {summary.num_tokens:,}"),
-    ]
-
-
-def _spread(numbers: Sequence[float], unit: str, digits: int) -> str:
-    sd = f" (sd {stdev(numbers):.{digits}f})" if len(numbers) > 1 else " (one run, no sd)"
-    return f"{fmean(numbers):.{digits}f} {unit}{sd}"
-
-
-def _facts(record: Record) -> list[tuple[str, str]]:
-    """Return what the record says of hardware, versions and source."""
-    hardware, start, about = record.lead.preflight, record.lead.start, record.about
-    matmul = quantity(hardware.matmul_gflops * 1e9, "flop/s")
-    changed = "".join(f", {cell(f'{key}={value}')}" for key, value in start.overrides.items())
-    return [
-        ("hardware", f"{hardware.num_devices} x {cell(hardware.device_kind)}, matmul {matmul}"),
-        ("versions", cell(", ".join(f"{name} {version}" for name, version in hardware.software.items()))),
-        ("recipe", f"{cell(start.recipe)}, revision {start.recipe_revision}{changed}"),
-        ("source", f"{record.source_lines:,} lines, {record.source_sha256}"),
-        ("parent", cell(about.parent_record) if about.parent_record else "none"),
-        ("authors", cell(", ".join(about.authors)) if about.authors else "not named"),
-        ("record id", record.id),
-    ]
-
-
-def _table(rows: Iterable[tuple[str, str]]) -> str:
-    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])

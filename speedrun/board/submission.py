@@ -53,11 +53,8 @@ def require_acceptable(record: Record, report: Report, *, missed: bool) -> None:
     """
     root = record.root
     if report.exit_code:
-        bad = "; ".join(
-            f"{', '.join(one.check.id for one in found)} {status}"
-            for status in ("failed", "warning")
-            if (found := report.having(status))
-        )
+        problems = (*report.having("failed"), *report.having("warning"))
+        bad = ", ".join(f"{one.check.id} {one.status}" for one in problems)
         raise SpeedrunError(
             f"{root} is refused: {bad}; 'speedrun validate --strict {root}' says why and what to do"
         )
@@ -126,7 +123,7 @@ def prepare(record: Record, report: Report, *, name: str, out: Path) -> tuple[Su
     """
     place = PurePosixPath("records", record.rules.name, name)
     archive, content = out / f"{name}.tar.gz", pack(record.raw, name)
-    about_archive = (f"`{archive.name}`", f"{len(content):,} bytes", f"sha256 `{sha256(content)}`")
+    about_archive = f"{archive.name}, {len(content):,} bytes, sha256 {sha256(content)}"
     title = pull_request.title(record, f"{record.rules.name}/{name}")
     text = pull_request.text(record, report, about_archive)
     text_path = out / f"{name}.pull-request.md"
