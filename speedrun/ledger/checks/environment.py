@@ -140,24 +140,21 @@ def throttling(run: Run, record: Record) -> Iterator[str]:
 def committed(run: Run, record: Record) -> Iterator[str]:
     """Check the run's claim; if its commit is known here, compare the science with it."""
     hw = run.preflight
-    problem = "it is not known whether the code was that of a commit" if hw.dirty is not False else ""
-    if hw.dirty:
-        problem = f"the code differed from commit {hw.commit[:12]}"
-    if problem and not record.rules.rules.ranked:
-        raise Skip(f"{problem}; this track does not rank")
-    if problem:
-        yield problem
-        return
-    if not history.is_commit(hw.commit):
-        yield f"claims commit {hw.commit[:40]!r}; need 40 hex digits"
-        return
-    if record.rules.rules.ranked and history.knows(hw.commit) is False:
-        yield f"commit {hw.commit[:12]} is unknown in this repository; fetch it, or publish it with the record"
-        return
     texts = record.source_files
     theirs = history.files_at(hw.commit, tuple(texts))
-    if theirs is None:
-        raise Skip(f"commit {hw.commit[:12]} is not known here; 'git fetch --unshallow', or fetch its branch")
+    problem, is_known = "", True
+    if hw.dirty:
+        problem = f"the code differed from commit {hw.commit[:12]}"
+    elif hw.dirty is None or not history.is_commit(hw.commit):
+        problem = f"its commit, {hw.commit[:40]!r}, is not known to hold the code; need 40 hex digits of one that does"
+    elif theirs is None:
+        problem = f"commit {hw.commit[:12]} is not known here; fetch it, or publish it with the record"
+        is_known = history.is_complete()
+    if theirs is None or problem:
+        if not (record.rules.rules.ranked and is_known):
+            raise Skip(problem)
+        yield problem
+        return
     # V503 compares the instruments. Without a rank, a recipe from outside the repository needs no commit.
     science = [path for path in texts if is_science(path) and theirs.get(path) != texts[path].encode()]
     changed = [path for path in science if path in theirs or not path.startswith(f"{RECIPES}/")]
