@@ -19,7 +19,7 @@ from markdown_it.token import Token
 from record_forge import SOFTWARE, change, forge, install_track
 
 from speedrun import cli
-from speedrun.board import leaks, pull_request, submission
+from speedrun.board import leaks, submission
 from speedrun.ground import runlog, track
 from speedrun.ground.console import clean
 from speedrun.ledger.assemble import assemble
@@ -329,8 +329,8 @@ def test_hostile_text_is_escaped(record):
 @given(st.text(min_size=1))
 def test_a_literal_shows_any_text_as_it_is(text):
     wanted = clean(text, limit=200)
-    inline = [token for token in tokens(pull_request.literal(text)) if token.type in ("text", "code_inline")]
+    inline = [token for token in tokens(submission.literal(text)) if token.type in ("text", "code_inline")]
     assert [token.content for token in inline] == [wanted if wanted.strip() else "(empty)"]
-    table = tokens(f"| a | b |\n|---|---|\n| {pull_request.cell(text)} | c |\n")
+    table = tokens(f"| a | b |\n|---|---|\n| {submission.cell(text)} | c |\n")
     assert [token.content for token in table if token.type == "td_open" or token.type == "code_inline"][-2:]
     assert sum(token.type == "td_open" for token in table) == 2

@@ -59,11 +59,11 @@ from speedrun.ledger import record as record_module
 from speedrun.ledger.assemble import HEAD_END, assemble
 from speedrun.ledger.checks import CHECKS, environment
 from speedrun.ledger.checks.batches import nowhere_else, unfollowed
-from speedrun.ledger.checks.fixed import _inputs
+from speedrun.ledger.checks.claims import CURVES
+from speedrun.ledger.checks.source import _inputs
 from speedrun.ledger.decoding import FormatError, decode
 from speedrun.ledger.format import About, Look, config_sha256, encode
 from speedrun.ledger.record import load
-from speedrun.ledger.reference import CURVES
 from speedrun.ledger.summary import summarize
 from speedrun.ledger.validate import find_check, validate
 from speedrun.science.step import COMPILER_OPTIONS

@@ -48,9 +48,4 @@ def check_range(holder: object) -> None:
             case list() | tuple() as row:
                 left += row
             case int() | float() as number if not -_LARGEST <= number <= _LARGEST:
-                shown = (
-                    f"{number:g}"
-                    if isinstance(number, float)
-                    else f"an integer of {number.bit_length():,} bits"
-                )
-                raise FormatError(f"{shown}: a number is out of range; at most 2^128 is permitted")
+                raise FormatError("a number is out of range; at most 2^128 is permitted")

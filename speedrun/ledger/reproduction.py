@@ -27,8 +27,8 @@ SAME_TIME = 0.01
 #: cores; a GPU node by the same issue. Loss, as a share of it: smoke-cpu over seeds, 0.04 of 3.2.
 _TIME_SD = {"cpu": 0.05, "gpu": 0.005}
 _LOSS_SD = 0.0125
-#: Smallest ratio of two benchmarks that count as the same hardware; nothing else tells CPUs apart.
-_SAME_BENCH = {"cpu": 0.5, "gpu": 0.85}
+#: Smallest ratio of two benchmarks of the same hardware. Shared CPUs vary more than GPUs, and have no other mark.
+SAME_BENCH = {"cpu": 0.5, "gpu": 0.85}
 
 Verdict = Literal["within", "faster", "slower", "loss mismatch", "not the same hardware"]
 NoiseFrom = Literal["runs", "track", "assumed"]
@@ -182,7 +182,7 @@ def hardware_points(recorded: Sequence[Hardware], here: Sequence[Hardware]) -> t
         f"{one.num_devices} x {one.device_kind} ({one.platform})" for one in (recorded[0], here[0])
     )
     rates = [median(one.matmul_gflops for one in side) for side in (recorded, here)]
-    near = min(rates) >= _SAME_BENCH.get(platform, max(_SAME_BENCH.values())) * max(rates) > 0
+    near = min(rates) >= SAME_BENCH.get(platform, max(SAME_BENCH.values())) * max(rates) > 0
     their_rate, our_rate = (f"{rate:,.0f} Gflop/s" for rate in rates)
     busy = "comparable times: another machine, or a busy one"
     return (

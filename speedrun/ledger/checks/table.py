@@ -15,6 +15,13 @@ class Skip(Exception):
     """Raised by a check that does not apply to this record; carries the reason."""
 
 
+def if_ranked(record: Record, problem: str) -> str:
+    """Return a problem of a record on a track that ranks; raise Skip on any other track."""
+    if not record.rules.rules.ranked:
+        raise Skip(f"{problem}; this track does not rank")
+    return problem
+
+
 @dataclass(frozen=True, kw_only=True)
 class Check:
     """One rule of a record, with an id that never changes."""

@@ -5,7 +5,7 @@ from fnmatch import fnmatchcase
 from itertools import pairwise
 
 from speedrun.ground import runlog
-from speedrun.ledger.checks.fixed import leaves
+from speedrun.ledger.checks.source import leaves
 from speedrun.ledger.checks.table import Skip, check, check_run
 from speedrun.ledger.record import Record
 from speedrun.ledger.run import Run
