@@ -47,6 +47,10 @@ _Read = TypeVar("_Read")
 _File = TypeVar("_File", bound=Strict)
 
 
+class UnknownTrack(LookupError):
+    """A track that this version does not have byte for byte."""
+
+
 @dataclass(frozen=True)
 class Record:
     """A record folder, as far as it could be read."""
@@ -113,9 +117,9 @@ class Record:
 
     @property
     def rules(self) -> Track:
-        """The track, for checks that declare that they need it."""
+        """The track; raises UnknownTrack if this version does not know it, so a check that needs it is skipped."""
         if self.track is None:
-            raise LookupError("this check must declare that it needs the track")
+            raise UnknownTrack("the track is not known: see V006")
         return self.track
 
 

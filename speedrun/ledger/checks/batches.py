@@ -30,7 +30,6 @@ _COMMITTED = "records"
 @check(
     "V302",
     "the batch proves its target",
-    needs=("runs", "track"),
     severity="warning",
     why="one lucky run proves nothing: a rank takes a declared batch whose mean is below the target with p < 0.01",
     hint="`speedrun stats RECORD` says how many runs it would take; declare a new batch of that size",
@@ -56,7 +55,6 @@ def proves(record: Record) -> Iterator[str]:
 @check(
     "V303",
     "all declared runs are there, and no other",
-    needs=("runs", "track"),
     why="leaving out runs, or adding some, is choosing the result",
     hint="`speedrun batch --resume RECORD` runs what is missing; a larger batch needs a new declaration",
 )
@@ -147,7 +145,6 @@ def unfollowed(runs: Sequence[Run]) -> list[Run]:
 @check(
     "V306",
     "the batch was declared before its first run, and describes its runs",
-    needs=("runs", "track"),
     why="a number of runs that is chosen after the first results are in proves nothing",
     hint="declare with `speedrun batch`, which writes the declaration first; do not join runs afterwards",
 )
@@ -202,7 +199,6 @@ def declared_before(record: Record) -> Iterator[str]:
 @check(
     "V307",
     "the losses have the noise of the track",
-    needs=("runs", "track"),
     why="losses of different seeds have a known noise; a batch without it was copied or edited",
     hint="run every seed separately, from its own initialisation",
 )

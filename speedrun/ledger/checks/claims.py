@@ -44,7 +44,6 @@ CURVES: dict[str, tuple[Point, ...]] = {
 @check(
     "V301",
     "a run finished",
-    needs=("runs", "track"),
     why="a run that broke off is worth keeping, but it is no result",
     hint="find the reason in the log of the run that broke off, and run again into a new folder",
 )
@@ -58,7 +57,6 @@ def enough_runs(record: Record) -> Iterator[str]:
 @check(
     "V308",
     "no loss is far below the reference",
-    needs=("runs", "track"),
     severity="warning",
     why="a loss that falls much faster than any known one is a discovery or a leak, and a replay shows which",
     hint="replay it (`speedrun validate RECORD --replay`); once confirmed, its curve becomes the reference",
@@ -89,7 +87,6 @@ def expected_loss(curve: tuple[Point, ...], tokens: int) -> float:
 @check(
     "V309",
     "the loss is possible",
-    needs=("runs", "track"),
     why="no honest model gets below the entropy rate of its stream; NaN is no loss",
     hint="look for a leak, a shifted target or a broken mean; for NaN, lower the learning rate",
 )
@@ -113,7 +110,6 @@ def possible(record: Record) -> Iterator[str]:
 @check(
     "V310",
     "the stated result is the measured one",
-    needs=("runs", "track"),
     why="the stated loss is for people; the exact sum in the log is the measurement",
     hint="restore the log and assemble again: the loss is the last validation's sum over its tokens",
 )
@@ -143,7 +139,6 @@ def in_one_piece(run: Run, _record: Record) -> Iterator[str]:
 @check(
     "V404",
     "the hardware is the track's, and the config's",
-    needs=("runs", "track"),
     why="times and losses of other hardware belong to another board",
     hint="run on the hardware the track names, without --devices",
 )

@@ -72,7 +72,6 @@ def variables(run: Run, _record: Record) -> Iterator[str]:
 @check_run(
     "V403",
     "the packages are those of a lock file",
-    needs=("runs", "track"),
     why="another JAX is another compiler, so nobody can repeat the run without its versions",
     hint="install with scripts/install.sh, which takes all packages from requirements/",
 )
@@ -111,7 +110,6 @@ def _unlike(software: dict[str, str], lock: str) -> Iterator[str]:
 @check_run(
     "V405",
     "no device was throttled",
-    needs=("runs", "track"),
     severity="warning",
     why="a device that is too hot runs slower, so its times say little about the program",
     hint="let the machine cool, check its fans and power supply, and run again",
@@ -128,7 +126,6 @@ def throttling(run: Run, record: Record) -> Iterator[str]:
 @check_run(
     "V406",
     "the code is that of a commit",
-    needs=("runs", "track"),
     why="uncommitted code cannot be looked up, and may change between runs",
     hint="commit, then run; a copy without git cannot make a ranked record",
 )

@@ -24,13 +24,12 @@ _PLACES = (
 
 def _need_source(record: Record) -> None:
     if not record.source_files:
-        raise Skip("source.txt cannot be split: see V003")
+        raise Skip("source.txt cannot be read: see V003 and V008")
 
 
 @check(
     "V501",
     "the source can be read, and is complete",
-    needs=("runs", "source"),
     why="others read, replay and fork the source, so all of it must be there",
     hint="let the harness write source.txt from the import statements",
 )
@@ -83,7 +82,6 @@ def _module(path: str) -> str:
 @check(
     "V503",
     "the harness in the source is the harness",
-    needs=("runs", "source", "track"),
     why="records are comparable only with the same clock, data and validation",
     hint="change only the science; propose changes of the harness separately, before the record",
 )
@@ -127,7 +125,6 @@ def _some(paths: list[str]) -> str:
 @check_run(
     "V505",
     "the state holds parameters and optimiser state only",
-    needs=("runs", "track"),
     why="a table that is no parameter can memorise the training text without being counted",
     hint="make it a parameter, or run on a track that permits a larger state",
 )
@@ -159,7 +156,6 @@ _FEWEST_BYTES = 2
 @check_run(
     "V506",
     "the number of parameters is right",
-    needs=("runs", "track"),
     why="models are compared by size, and the flops that V209 checks follow from it",
     hint="let the harness sum the shapes that the recipe's table declares",
 )
@@ -192,7 +188,6 @@ FREE_FOLDERS = ("speedrun/science/optim/", "speedrun/science/recipes/")
 @check(
     "V507",
     "what the track fixes is the track's",
-    needs=("runs", "source", "track"),
     why="with another model, loss or batch, the number of steps says nothing about the optimiser",
     hint="change the optimizer, the schedule and the numbers of steps; all else comes from the track's recipe",
 )
