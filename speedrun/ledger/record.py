@@ -133,20 +133,20 @@ def load(root: Path) -> Record:
     folders = run_folders(raw)
     malformed: list[str] = [] if folders else ["the record holds no runs"]
 
-    def attempt(read: Callable[[], _Read], paths: set[str]) -> _Read | None:
+    def attempt(path: str, read: Callable[[], _Read]) -> _Read | None:
         """Return None and note the problem if it fails; refused files are already noted."""
         try:
             return read()
         except FormatError as error:
-            if paths.isdisjoint(refused):
+            if path not in refused:
                 malformed.append(str(error))
             return None
 
-    read = [attempt(partial(read_run, raw, folder), {f"runs/{folder}/{LOG}"}) for folder in folders]
+    read = [attempt(f"runs/{folder}/{LOG}", partial(read_run, raw, folder)) for folder in folders]
     runs = tuple(run for run in read if run is not None)
 
     def file(path: str, kind: type[_File]) -> _File | None:
-        return attempt(lambda: read_json(raw, path, kind), {path}) if path in raw else None
+        return attempt(path, lambda: read_json(raw[path], path, kind)) if path in raw else None
 
     return Record(
         root=root,

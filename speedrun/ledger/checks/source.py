@@ -10,7 +10,7 @@ from typing import Any
 from speedrun.ground import runlog
 from speedrun.ground.track import Fixed
 from speedrun.ledger import format, history
-from speedrun.ledger.checks.table import Skip, check, check_run
+from speedrun.ledger.checks.table import Skip, check, check_run, if_ranked
 from speedrun.ledger.code import SCIENCE, Names, is_science, read
 from speedrun.ledger.record import Record
 from speedrun.ledger.run import Run
@@ -91,30 +91,34 @@ def harness(record: Record) -> Iterator[str]:
     Where that commit is unknown, tracks that rank refuse files that differ from this version; others skip the check.
     """
     _need_source(record)
-    texts = {path: text for path, text in record.source_files.items() if not is_science(path)}
-    paths = tuple(texts)
-    here = history.files_here(paths)
-    tracks = {f"speedrun/tracks/{record.rules.name}.toml"}  # V501 compares it with the run's digest
-    differ = [path for path in paths if here.get(path) != texts[path].encode() and path not in tracks]
-    strangers = [path for path in differ if not path.startswith("speedrun/")]
-    yield from (f"{path}: not a file of the harness" for path in strangers)
+    rules = f"speedrun/tracks/{record.rules.name}.toml"  # V501 compares it with the run's digest
+    texts = {
+        path: text for path, text in record.source_files.items() if not is_science(path) and path != rules
+    }
+    if strangers := [path for path in texts if not path.startswith("speedrun/")]:
+        yield from (f"{path}: not a file of the harness" for path in strangers)
+        return
     # A commit says nothing about uncommitted code.
-    commits = sorted(
-        {hw.commit * (not hw.dirty) for run in record.finished for hw in run.of(runlog.Preflight)}
-    )
-    known = [files for commit in commits if (files := history.files_at(commit, paths)) is not None]
-    left = [path for path in differ if path not in strangers]
-    if known and len(known) == len(commits):
-        for path in left:
-            if any(files.get(path) != texts[path].encode() for files in known):
-                yield f"{path} differs from commit {', '.join(commit[:12] for commit in commits)}"
-    elif left and record.rules.rules.ranked:
-        yield f"not of this version, and the run's commit is not known here: {_some(left)}"
-    elif left and not strangers:
-        raise Skip(
-            f"{len(left)} of {len(paths)} files are not of this version, and the run's commit is not known here: "
-            f"{_some(left)}"
+    commits = {hw.commit * (not hw.dirty) for run in record.finished for hw in run.of(runlog.Preflight)} or {
+        ""
+    }
+    differ = _of_no_version(texts, commits)
+    if differ and any(history.files_at(commit, ()) is None for commit in commits):
+        yield if_ranked(
+            record, f"not of this version, and the run's commit is not known here: {_some(differ)}"
         )
+        return
+    yield from (
+        f"{path} differs from commit {', '.join(sorted(one[:12] for one in commits))}" for path in differ
+    )
+
+
+def _of_no_version(texts: dict[str, str], commits: set[str]) -> list[str]:
+    """Return the files that are neither of this version nor of each of some commits."""
+    here = history.files_here(texts)
+    differ = tuple(path for path, text in texts.items() if here.get(path) != text.encode())
+    known = [history.files_at(commit, differ) or {} for commit in commits]
+    return [path for path in differ if any(files.get(path) != texts[path].encode() for files in known)]
 
 
 def _some(paths: list[str]) -> str:
@@ -247,14 +251,10 @@ def _inputs(run: Run, rules: Fixed) -> Iterator[str]:
 def _code(record: Record) -> Iterator[str]:
     """Compare the fixed science with this version, and with the one that each run's commit is based on."""
     texts = {
-        path: text.encode()
+        path: text
         for path, text in record.source_files.items()
         if is_science(path) and not path.startswith(FREE_FOLDERS)
     }
-    here = history.files_here(texts)
-    differ = tuple(path for path, text in texts.items() if here.get(path) != text)
     bases = {history.base(hw.commit) for run in record.runs for hw in run.of(runlog.Preflight)} or {""}
-    known = [history.files_at(base, differ) or {} for base in bases]
-    for path in differ:
-        if any(files.get(path) != texts[path] for files in known):
-            yield f"{path} is neither of this version nor of one that is known here"
+    for path in _of_no_version(texts, bases):
+        yield f"{path} is neither of this version nor of one that is known here"
