@@ -154,7 +154,7 @@ def time_ratio(record: Sequence[Run], here: Sequence[Outcome]) -> Difference:
     if scatter.sd < assumed:  # runs of one hour on one machine do not show how machines of a kind differ
         scatter = Noise(assumed, None, "assumed")
     found = difference(logs, [math.log(run.train_time_s) for run in here if run.train_time_s], scatter)
-    return Difference(*map(math.exp, (found.mean, found.low, found.high)), scatter.origin)
+    return Difference(math.exp(found.mean), math.exp(found.low), math.exp(found.high), scatter.origin)
 
 
 def outcome_of(run: Run) -> Outcome:

@@ -1,6 +1,6 @@
 """V302 to V307, V312: the runs are the declared ones, all distinct, and together they prove the claim."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from functools import lru_cache
 from math import isfinite
@@ -87,18 +87,12 @@ def all_there(record: Record) -> Iterator[str]:
 )
 def distinct(record: Record) -> Iterator[str]:
     """Seeds, initial and final states, losses and times all differ."""
-    facts: dict[str, Callable[[Run], object]] = {
-        "seed": lambda run: run.start.seed,
-        "starting state": lambda run: tuple(event.state_hash for event in run.of(runlog.WarmupStart)),
-        "final state": lambda run: run.final_hash,
-        "list of losses": lambda run: tuple(step.loss for step in run.steps),
-        "list of times": lambda run: tuple(round(seconds * 1e9) for seconds in run.step_s),
-    }
-    for what, fact in facts.items():
-        first: dict[object, str] = {}
-        for run in record.finished:
-            other = first.setdefault(fact(run), run.folder)
-            if other != run.folder:
+    first: dict[tuple[str, object], str] = {}
+    for run in record.finished:
+        starting = tuple(event.state_hash for event in run.of(runlog.WarmupStart))
+        for what, fact in {**_facts(run), "starting state": starting}.items():
+            other = first.setdefault((what, fact), run.folder)
+            if fact and other != run.folder:
                 yield f"{run.folder}: same {what} as {other}"
 
 
@@ -240,9 +234,10 @@ def _facts(run: Run) -> dict[str, object]:
     start, losses = run.start, tuple(step.loss for step in run.steps)
     return {
         "name": start.run_id,
-        "losses": losses if len(losses) >= _FEWEST else None,
-        "final state": run.final_hash,
         "seed, source and config": (start.seed, start.source_sha256, start.config_sha256),
+        "list of losses": losses if len(losses) >= _FEWEST else None,
+        "list of times": tuple(round(seconds * 1e9) for seconds in run.step_s),
+        "final state": run.final_hash,
     }
 
 
