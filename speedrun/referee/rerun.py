@@ -109,8 +109,9 @@ class Rerun:
         with tempfile.TemporaryDirectory(prefix="speedrun-run-") as scratch:
             made, code = Path(scratch, "record"), Path(scratch, "source")
             for path, text in self._source.items():
-                (code / path).parent.mkdir(parents=True, exist_ok=True)
-                (code / path).write_text(text, encoding="utf-8")
+                file = code / path
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(text, encoding="utf-8")
             config = self._config(made, seed, data)
             try:
                 self._start("speedrun.training.train", config, Path(scratch), echo, code, [data], limit_s)
