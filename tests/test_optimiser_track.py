@@ -17,7 +17,7 @@ import speedrun as sr
 from speedrun.ground import mesh, plugins, provenance, track
 from speedrun.ground.errors import UsageError
 from speedrun.ground.sourcefile import RECIPES_VARIABLE
-from speedrun.ledger.checks.fixed import FREE, FREE_FOLDERS, leaves
+from speedrun.ledger.checks.source import FREE, FREE_FOLDERS, leaves
 from speedrun.ledger.code import is_science, read
 from speedrun.ledger.source import split_source
 from speedrun.science import recipes

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TextIO
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ from speedrun.ledger.assemble import assemble
 from speedrun.ledger.checks.examination import REPLAY_CHECKS, Examined, tolerance
 from speedrun.ledger.findings import Examination, Findings, Replayed, Stretch
 from speedrun.ledger.record import load
-from speedrun.ledger.validate import ask, find_check, validate
+from speedrun.ledger.validate import ask, validate
 from speedrun.referee import sandbox
 from speedrun.referee.causality import NOTHING, Known, Model, Text, apart, known, places
 from speedrun.referee.examiner import _error, _Examiner, examine
@@ -187,16 +187,6 @@ def test_where_one_state_has_the_same_bits_every_loss_has(record, shown_by):
         assert statuses_of(kept, replace(honest(run), stretches=(scored, last)))["V605"] == status
 
 
-def test_a_loss_of_the_first_step_times_0_999_is_refused(record):
-    run = record.runs[0]
-    first = run.steps[0].loss
-    assert abs(first - 0.999 * first) > 2 * tolerance("bfloat16", 0, 0)
-    assert (
-        statuses_of(record, replace(honest(run), stretches=(replayed(0, (0.999 * first,)),)))["V605"]
-        == "failed"
-    )
-
-
 def test_the_tolerance_grows_from_step_to_step():
     for start in (0, 40):
         found = [tolerance("bfloat16", start, steps) for steps in range(40)]
@@ -258,11 +248,6 @@ def test_one_of_two_runs_that_lies_is_enough(record):
     assert ask(check.of([good]), record).status == "ok"
     result = ask(check.of([good, bad]), record)
     assert (result.status, result.messages[0].split(":")[0]) == ("failed", second.folder)
-
-
-def test_the_checks_are_explained_and_have_ids_of_their_own():
-    assert [one.check.id for one in REPLAY_CHECKS] == [f"V60{i}" for i in range(1, 9)]
-    assert find_check("V603").why
 
 
 # --- the choice --------------------------------------------------------------------------------------------
@@ -762,18 +747,7 @@ ARCHIVE = Archive(
         (pack(replace(ARCHIVE, steps=("train", "train"))), "contradicts itself"),
         (pack(replace(ARCHIVE, num_params=1)), "contradicts itself"),
     ],
-    ids=[
-        "cut",
-        "more behind it",
-        "empty",
-        "no archive",
-        "huge",
-        "another kind",
-        "a name without a program",
-        "no steps",
-        "steps without documents",
-        "parameters without leaves",
-    ],
+    ids=range(10),
 )
 def test_what_is_no_archive_is_told(raw, said):
     assert unpack(pack(ARCHIVE)) == ARCHIVE
@@ -817,14 +791,6 @@ def test_an_examination_executes_no_source(unbroken, tmp_path, monkeypatch):  # 
         examined(tmp_path / "record", report, options(data=unbroken.data), io.StringIO())
     ours = str(Path(track.__file__).parent.parent.parent)
     assert started == [(["-m", "speedrun.referee.examiner"], ours, ["programs.xz", "request.json"])]
-
-
-def test_a_program_that_talks_to_the_host_is_not_exported():
-    def talks(x: jax.Array) -> jax.Array:
-        return jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct((), np.float32), x)
-
-    with pytest.raises(NotImplementedError, match="host_callbacks"):
-        export.export(jax.jit(talks))(jax.ShapeDtypeStruct((), np.float32))
 
 
 # --- a world of its own ------------------------------------------------------------------------------------
@@ -897,22 +863,6 @@ open("mine", "w").write("x")
 
 
 @needs_sandbox
-def test_a_stranger_has_no_network_and_no_privileges(tmp_path):
-    code = """
-import os, socket
-print([name for _, name in socket.if_nameindex() if name != "lo"])
-for host in ("127.0.0.1", "1.1.1.1"):
-    try: socket.create_connection((host, 22), timeout=2)
-    except OSError as error: print("no")
-try: os.setuid(12345)
-except OSError: print("no")
-try: os.chroot(".")
-except OSError: print("no")
-"""
-    assert in_there(code, tmp_path).stdout.split() == ["[]", "no", "no", "no", "no"]
-
-
-@needs_sandbox
 @pytest.mark.parametrize(
     ("code", "found"),
     [("import sys; sys.exit(5)", 5), ("import os; os.kill(os.getpid(), 15)", -15), ("x" * 9, 1)],
@@ -958,31 +908,6 @@ def test_without_a_sandbox_nothing_runs_unless_the_user_says_so(tmp_path, monkey
     shutil.rmtree(tmp_path / "scratch")
     assert sandbox.protections(unsafe=True).startswith("NO SANDBOX (unshare: Operation not permitted)")
     assert in_there("print(1)", tmp_path, unsafe=True).stdout == "1\n"
-
-
-def terminal() -> TextIO:
-    """A real one: pytest's has no descriptor."""
-    assert sys.__stdout__ is not None
-    return sys.__stdout__
-
-
-@needs_sandbox
-def test_a_run_brings_back_plain_files_only(record, tmp_path):
-    code = """
-import os
-os.makedirs("record/runs")
-open("record/about.json", "w").write("x")
-os.symlink("/etc/passwd", "record/runs/link")
-os.mkfifo("record/pipe")
-raise SystemExit(5)
-"""
-    rerun = Rerun(record.root)
-    rerun._source = {"speedrun/__init__.py": "", "speedrun/training/train.py": code}
-    rerun._environment = {}
-    with pytest.raises(SpeedrunError) as info:
-        rerun.run(tmp_path / "out", seed=0, data=tmp_path, echo=terminal())
-    assert info.value.exit_code == 5
-    assert sorted(path.name for path in (tmp_path / "out").rglob("*")) == ["about.json"]
 
 
 # --- all of it, as people call it --------------------------------------------------------------------------
@@ -1046,7 +971,7 @@ def test_a_recipe_that_replaces_the_scorer_is_refused(tmp_path, smoke_data):
 
 
 _TRIES = r"""
-import fcntl, os, termios
+import fcntl, os, socket, termios
 def tell(what, attempt):
     try:
         attempt()
@@ -1061,11 +986,15 @@ tell("make a control group", lambda: os.mkdir("/sys/fs/cgroup/stranger"))
 for number in 0, 1, 2:
     tell("reach a terminal", lambda: fcntl.ioctl(number, termios.TIOCGPGRP, bytes(4)))
 tell("find its terminal", lambda: written("/dev/tty"))
+for host in "127.0.0.1", "1.1.1.1":
+    tell("reach a network", lambda: socket.create_connection((host, 22), timeout=2))
+tell("be another user", lambda: os.setuid(12345))
+tell("change its root", lambda: os.chroot("."))
 print("\x1b[2Jwords\x1b]0;title\x07")
 """
 
 
-@pytest.mark.skipif(sandbox.problem() is not None, reason="no sandbox here")
+@needs_sandbox
 @pytest.mark.parametrize("gpu", [False, True])
 def test_a_stranger_reaches_neither_the_kernel_nor_the_terminal(tmp_path, gpu):
     shown, argv = io.StringIO(), [sys.executable, "-I", "-c", _TRIES]
@@ -1081,6 +1010,7 @@ def test_only_what_a_record_may_hold_is_brought_back(tmp_path):
     (made / "about.json").write_text("{}")
     (made / "tool.sh").write_text("#!/bin/sh\n")
     (made / "source.txt").symlink_to("/etc/hosts")
+    os.mkfifo(made / "batch.json")
     (made.parent / "record-of-another").mkdir()
     (made.parent / "record-of-another" / "about.json").write_text("{}")
     (made.parent / "record.stacks.txt").write_text("Thread 1")
@@ -1101,12 +1031,6 @@ def test_checkpoints_that_are_no_files_are_refused(tmp_path):
         fill(facts)
         with pytest.raises(UsageError, match="no checkpoints of a finished run"):
             _owners([tmp_path / name], {})
-
-
-def test_a_folder_that_cannot_be_used_is_told_before_anything_runs(record, tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(SpeedrunError, match="file/new: cannot be written"):
-        Rerun(record.root).run(tmp_path / "file" / "new", seed=0, data=tmp_path, echo=io.StringIO())
 
 
 def test_damaged_shards_of_the_referee_are_not_held_against_a_record(smoke_data, tmp_path):

@@ -26,7 +26,6 @@ from record_forge import (
     change,
     forge,
     install_track,
-    source_text,
     write_run,
 )
 from scipy import stats
@@ -44,7 +43,7 @@ from speedrun.ledger.reproduction import Difference, Reproduction, judged, point
 from speedrun.ledger.run import READS_OLDER, Run, read_run
 from speedrun.ledger.statistics import pooled_sd
 from speedrun.ledger.validate import validate
-from speedrun.referee import container, reproduce, sandbox
+from speedrun.referee import reproduce, sandbox
 from speedrun.referee.rerun import Rerun
 from speedrun.study.comparison import compare
 
@@ -55,16 +54,14 @@ COMMITTED = ROOT / "records" / "smoke-cpu" / "2026-11-21-six-seeds"
 # --- the numbers --------------------------------------------------------------------------------------------
 
 
-def test_the_interval_is_the_one_of_scipy_where_both_sides_tell_the_noise():
+def test_intervals_are_those_of_scipy():
+    """Where both sides tell the noise, and where it is known."""
     first, second = [3.1, 3.4, 3.2, 3.3, 3.5], [3.0, 3.6, 3.3]
     pooled = reproduction.Noise(pooled_sd([first, second]), 6, "runs")
     found = reproduction.difference(first, second, pooled)
     tested: Any = stats.ttest_ind(second, first, equal_var=True)
     want = tested.confidence_interval(0.99)
     assert (found.low, found.high) == pytest.approx((want.low, want.high))
-
-
-def test_the_interval_of_a_known_noise_is_normal():
     found = reproduction.difference([1.0] * 4, [2.0] * 4, reproduction.Noise(0.1, None, "track"))
     assert found.half_width == pytest.approx(stats.norm.ppf(0.995) * 0.1 / math.sqrt(2))
 
@@ -128,16 +125,15 @@ def reproduced(record, tmp_path, monkeypatch):
     def invoke(*args: str, make=lambda seed: Spec(seed=seed), out: str = "out"):
         ran: list[int] = []
 
-        def run(self: Rerun, out: Path, *, seed: int, **_: object) -> Run:
+        def run(self: Rerun, out: Path, *, seed: int, **_: object) -> None:
             ran.append(seed)
             made = make(seed)
             if isinstance(made, BaseException):
                 raise made
             told = change(runlog.RunStart, seed=seed)
-            spec = dataclasses.replace(made, seed=1, edit_log=both(made.edit_log, told))
-            write_run(out, spec)
-            (out / "source.txt").write_text(source_text())
-            return read_run(read_files(out)[0], spec.run_id)
+            write_run(out, dataclasses.replace(made, seed=1, edit_log=both(made.edit_log, told)))
+            if not load(out).finished:
+                raise NonFiniteError("its loss became nan")
 
         monkeypatch.setattr(Rerun, "run", run)
         words = ["reproduce", str(record), "--out", str(tmp_path / out), *args]
@@ -246,30 +242,21 @@ def test_whoever_comes_back_finds_what_was_run(reproduced, tmp_path):
     (tmp_path / "out" / f"{ran[0]}-0.stacks.txt").write_text("what a run that hung leaves behind")
     result, ran = reproduced()
     assert (result.exit_code, ran) == (0, []), "told again, not run again"
-    result, _ = reproduced("--runs", "5")
-    assert (result.exit_code, "was begun with another record, seeds or number" in result.stderr) == (2, True)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("")
-    result, _ = reproduced(out="mine")
-    assert (result.exit_code, "was not begun by this command" in result.stderr) == (2, True)
+    (tmp_path / "file").touch()
+    for args, out in ((["--runs", "5"], "out"), ([], "mine"), ([], "file"), ([], "file/new")):
+        result, ran = reproduced(*args, out=out)
+        assert (result.exit_code, ran, result.stderr.count("error: ")) == (2, [], 1), result.output
 
 
-def test_a_run_that_becomes_non_finite_is_an_answer(reproduced, tmp_path):
-    def blown(log):
-        place = next(i for i, moment in enumerate(log) if isinstance(moment.event, runlog.ClockStop))
-        return [*log[:place], log[place]._replace(event=runlog.Error("NonFiniteError", "block0"))]
+def blown(log):
+    place = next(i for i, moment in enumerate(log) if isinstance(moment.event, runlog.ClockStop))
+    return [*log[:place], log[place]._replace(event=runlog.Error("NonFiniteError", "block0"))]
 
-    def run(self: Rerun, out: Path, *, seed: int, **_: object) -> Run:
-        write_run(out, Spec(seed=1, edit_log=both(blown, change(runlog.RunStart, seed=seed))))
-        (out / "source.txt").write_text(source_text())
-        raise NonFiniteError("its loss became nan")
 
-    result, _ = reproduced()
-    record = str(tmp_path / "record")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Rerun, "run", run)
-        words = ["reproduce", record, "--runs", "1", "--out", str(tmp_path / "nan")]
-        result = CliRunner().invoke(cli.command, words, prog_name="speedrun")
+def test_a_run_that_becomes_non_finite_is_an_answer(reproduced):
+    result, _ = reproduced("--runs", "1", make=lambda seed: Spec(seed=seed, edit_log=blown))
     assert (result.exit_code, told(result)) == (1, "loss mismatch"), result.output
     assert "1 of 1 runs became non-finite" in result.stdout
 
@@ -280,19 +267,6 @@ def test_a_run_of_something_else_is_not_compared(reproduced):
     assert (result.exit_code, "has another config than the record" in result.stderr) == (3, True), (
         result.output
     )
-
-
-def test_a_run_that_blew_up_before_it_said_on_what_it_ran_is_told(reproduced):
-    def nothing(log):
-        return [log[0], log[1]._replace(event=runlog.Error("NonFiniteError", "block0"))]
-
-    result, _ = reproduced(make=lambda seed: Spec(seed=seed, edit_log=nothing))
-    assert (result.exit_code, "left no readable log" in result.stderr) == (1, True), result.output
-
-
-def test_a_run_that_leaves_nothing_is_told(reproduced):
-    result, _ = reproduced(make=lambda _: NonFiniteError("its loss became nan"))
-    assert (result.exit_code, "left no readable log" in result.stderr) == (1, True), result.output
 
 
 def newer(record: Path) -> None:
@@ -323,22 +297,15 @@ def other_shard(record: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "code", "said"),
-    [
-        (newer, 2, "cannot be read as a record; 'speedrun validate"),
-        (no_time, 2, "a finished run scored no tokens or took no time"),
-        (edited_source, 2, "is not the source of tiny-1-00a1 (its sha256 differs); nothing was executed"),
-        (edited_track, 2, "which this version does not know"),
-        (no_shard, 3, "t_train_2.bin: No such file or directory; the run read one with"),
-        (other_shard, 3, "nothing was executed"),
-    ],
+    ("spoil", "code"),
+    [(newer, 2), (no_time, 2), (edited_source, 2), (edited_track, 2), (no_shard, 3), (other_shard, 3)],
 )
-def test_what_cannot_be_used_is_one_line_and_nothing_is_run(reproduced, record, tmp_path, spoil, code, said):
+def test_what_cannot_be_used_is_one_line_and_nothing_is_run(reproduced, record, tmp_path, spoil, code):
     spoil(record)
     result, ran = reproduced()
     assert (result.exit_code, ran) == (code, []), result.output
     assert result.stderr.startswith("error: ")
-    assert (result.stderr.count("\n"), said in result.stderr) == (1, True), result.stderr
+    assert result.stderr.count("\n") == 1, result.stderr
     assert not (tmp_path / "out").exists()
 
 
@@ -358,28 +325,11 @@ def test_a_record_is_left_alone_unless_asked(reproduced, record):
     before = {path: path.read_bytes() for path in record.rglob("*") if path.is_file()}
     reproduced()
     assert {path: path.read_bytes() for path in record.rglob("*") if path.is_file()} == before
-    (record / "reproduction.json").write_text('{"schema": "speedrun.reproduction/3"}')
     result, _ = reproduced("--into-record")
     after = {path: path.read_bytes() for path in record.rglob("*") if path.is_file()}
     assert after.keys() - before.keys() == {record / "reproduction.json"}
     statuses = {one.check.id: one.status for one in validate(record).results}
     assert (statuses["V009"], "failed" in statuses.values()) == ("ok", False), result.output
-
-
-def test_what_a_container_leaves_is_read_before_it_is_put_into_a_record(record, tmp_path, monkeypatch):
-    (tmp_path / "key").write_text("of nobody else")
-
-    def run(image: str, record: Path, out: Path, *_: object) -> int:
-        out.mkdir()
-        (out / "reproduction.json").symlink_to(tmp_path / "key")
-        return 0
-
-    monkeypatch.setattr(container, "image_for", lambda *_: "stranger")
-    monkeypatch.setattr(container, "reproduced", run)
-    words = ["reproduce", str(record), "--docker", "--into-record", "--out", str(tmp_path / "out")]
-    result = CliRunner().invoke(cli.command, words, prog_name="speedrun")
-    assert (result.exit_code, "nothing was put into the record" in result.stderr) == (2, True), result.output
-    assert not (record / "reproduction.json").exists()
 
 
 # --- two records in turns -----------------------------------------------------------------------------------
@@ -393,13 +343,11 @@ def raced(record, tmp_path, monkeypatch):
     def invoke(share: float, *args: str):
         ran: list[tuple[str, int]] = []
 
-        def run(self: Rerun, out: Path, *, seed: int, **_: object) -> Run:
+        def run(self: Rerun, out: Path, *, seed: int, **_: object) -> None:
             is_rival = self.old.start.seed == 3
             ran.append(("B" if is_rival else "A", seed))
             step_s = 0.1 * (1 + 0.001 * (len(ran) % 3)) * (share if is_rival else 1.0)
-            spec = Spec(seed=1, step_s=(step_s,) * 10, edit_log=change(runlog.RunStart, seed=seed))
-            write_run(out, spec)
-            return read_run(read_files(out)[0], spec.run_id)
+            write_run(out, Spec(seed=1, step_s=(step_s,) * 10, edit_log=change(runlog.RunStart, seed=seed)))
 
         monkeypatch.setattr(Rerun, "run", run)
         words = [
@@ -436,7 +384,7 @@ def test_a_rival_that_is_not_faster_is_told(raced, share, said):
     assert (result.exit_code, said in result.stdout) == (1, True), result.output
 
 
-@pytest.mark.parametrize("words", [["--same-seeds"], ["--docker"], ["--runs", "1"], []])
+@pytest.mark.parametrize("words", [["--same-seeds"], ["--runs", "1"], []])
 def test_what_cannot_race_is_refused(raced, tmp_path, words):
     if not words:
         shutil.rmtree(tmp_path / "rival")
@@ -453,9 +401,7 @@ def made(folder: Path, *, step_s: float = 0.1, loss: float = 3.25, seed: int = 1
 
 def test_loss_counts_as_time(record, tmp_path):
     """The rival takes 0.9 s instead of 1 s and ends 0.0045 nats higher, worth 100 steps of 1,770: 0.0565 s."""
-    pairs = [
-        (i, made(tmp_path / f"a{i}"), made(tmp_path / f"b{i}", step_s=0.09, loss=3.2545)) for i in (1, 2)
-    ]
+    pairs = [(made(tmp_path / f"a{i}"), made(tmp_path / f"b{i}", step_s=0.09, loss=3.2545)) for i in (1, 2)]
     found = compare(pairs)
     assert found.time_ratio.mean == pytest.approx(0.9)
     assert found.loss_difference.mean == pytest.approx(0.0045)
@@ -468,7 +414,7 @@ def test_loss_counts_as_time(record, tmp_path):
 def test_what_the_node_does_to_both_is_no_difference(record, tmp_path):
     times_s = ((0.1, 0.101), (0.12, 0.119), (0.11, 0.11))
     pairs = [
-        (i, made(tmp_path / f"a{i}", step_s=a), made(tmp_path / f"b{i}", step_s=b))
+        (made(tmp_path / f"a{i}", step_s=a), made(tmp_path / f"b{i}", step_s=b))
         for i, (a, b) in enumerate(times_s)
     ]
     assert not compare(pairs).is_resolved
@@ -494,16 +440,20 @@ def foreign(record, monkeypatch, tmp_path):
     return invoke
 
 
+NAN = runlog.Error("NonFiniteError", "block0")
+
+
 @pytest.mark.parametrize(
     "leave",
     [
         lambda out: None,
+        lambda out: write_run(out, Spec(edit_log=lambda log: [log[0], log[1]._replace(event=NAN)])),
         lambda out: (out / "runs" / "x").mkdir(parents=True),
         lambda out: [made(out, seed=seed) for seed in (1, 2)],
         lambda out: (made(out), next(out.glob("runs/*/metrics.jsonl")).write_text("{}")),
         lambda out: write_run(out, BROKE[0]),
     ],
-    ids=["nothing", "an empty run", "two runs", "a damaged run", "a run that broke off"],
+    ids=["nothing", "no hardware", "an empty run", "two runs", "a damaged run", "a run that broke off"],
 )
 def test_what_a_foreign_source_leaves_is_not_trusted(foreign, leave):
     result = foreign(0, leave)
@@ -517,13 +467,6 @@ def test_a_foreign_source_that_ends_badly_ends_as_ours_would(foreign, code, seen
 
 
 # --- with training ------------------------------------------------------------------------------------------
-
-
-def command(*words: str) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "speedrun", *words]
-    return subprocess.run(
-        argv, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False
-    )
 
 
 def test_the_source_of_the_record_runs_in_a_process_of_its_own(record, tmp_path, capfd, monkeypatch):
@@ -558,7 +501,9 @@ def test_a_small_record_ends_in_the_same_bits(tmp_path, smoke_data):
     train(RunConfig("smoke-cpu", record, overrides=SMALL, data=smoke_data))
     assemble(record, title="small")
     words = ("--same-seeds", "--json", "--data", str(smoke_data), "--out", str(tmp_path / "out"))
-    done = command("reproduce", str(record), *words)
+    argv = [sys.executable, "-m", "speedrun", "reproduce", str(record), *words]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(argv, capture_output=True, text=True, env=env, check=False)
     found = json.loads(done.stdout)
     assert (found["num_same_bits"], found["loss_difference"]["mean"]) == (1, 0.0), done.stderr
     assert found["verdict"] != "loss mismatch"
@@ -566,7 +511,8 @@ def test_a_small_record_ends_in_the_same_bits(tmp_path, smoke_data):
 
 def test_a_source_that_writes_an_older_format_is_not_run(tmp_path):
     """As those of the committed records, until they are made again."""
-    done = command("reproduce", str(COMMITTED), "--runs", "1", "--out", str(tmp_path / "out"))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert f"older format of logs; nothing was executed; commit {READS_OLDER} has" in done.stderr
+    words = ["reproduce", str(COMMITTED), "--runs", "1", "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(cli.command, words, prog_name="speedrun")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"older format of logs; nothing was executed; commit {READS_OLDER} has" in result.stderr
     assert not (tmp_path / "out").exists()

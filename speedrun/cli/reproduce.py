@@ -1,8 +1,9 @@
 """`speedrun reproduce`: run a record again, or two in turns, and judge the result. Executes code from the record."""
 
 import sys
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
 import click
 import msgspec
@@ -10,35 +11,49 @@ import msgspec
 from speedrun.cli.options import (
     COUNT,
     PATH,
+    Answer,
+    answering,
     data_option,
     flag,
-    json_option,
     new_command,
     option,
     out_option,
-    show,
     unsafe_option,
 )
 from speedrun.ground.children import locked
 from speedrun.ground.console import clean
 from speedrun.ground.errors import SpeedrunError, UsageError
 from speedrun.ground.wholefile import write_whole
-from speedrun.ledger.record import Record
-from speedrun.ledger.reproduction import REPRODUCTION
-from speedrun.referee import circumstances, container, reproduce
-from speedrun.referee.rerun import Rerun
+from speedrun.ledger.format import encode
+from speedrun.ledger.record import Record, load_result
+from speedrun.ledger.reproduction import CONFIDENCE, REPRODUCTION, NoiseFrom, Point, Verdict
+from speedrun.ledger.run import Run
+from speedrun.referee import reproduce
+from speedrun.referee.reproduce import Result
 from speedrun.referee.sandbox import protections
-from speedrun.study.comparison import Comparison, compare
+from speedrun.study.comparison import compare
 
 _RECORD = "runs/first"
 _NUM_PAIRS = 3
+
+_MEANING: dict[Verdict, str] = {
+    "within": "loss and time agree with the record's as far as {runs} can tell",
+    "faster": "the loss agrees with the record's, and the time is significantly shorter",
+    "slower": "the loss agrees with the record's, but the time is significantly longer",
+    "loss mismatch": "the loss differs significantly from the record's, so its time says nothing",
+    "not the same hardware": "the loss agrees with the record's as far as {runs} can tell; the times do not compare",
+}
+_NOISE: dict[NoiseFrom, str] = {
+    "runs": "noise of the record's runs",
+    "track": "noise that the track declares",
+    "assumed": "noise assumed: the record has too few runs",
+}
 
 
 @new_command(
     f"speedrun reproduce {_RECORD} --runs 1",
     f"speedrun reproduce {_RECORD} --same-seeds --runs 1",
     f"speedrun reproduce {_RECORD} --against runs/mine",
-    f"speedrun reproduce {_RECORD} --docker",
 )
 @click.argument("record", type=PATH)
 @option(
@@ -59,13 +74,9 @@ _NUM_PAIRS = 3
     "For runs and reproduction.json; the same command continues there. Default: a folder below runs/."
 )
 @flag("--into-record", "Also put reproduction.json into the record.")
-@flag("--docker", "Run in the container image that the record names.", "in_docker")
-@option("--image NAME", str, "With --docker: use another image; differences are reported.")
 @unsafe_option
-@json_option
-@click.pass_context
+@answering
 def command(
-    ctx: click.Context,
     *,
     record: Path,
     runs: int | None,
@@ -75,11 +86,8 @@ def command(
     data: Path | None,
     out: Path | None,
     into_record: bool,
-    in_docker: bool,
-    image: str | None,
     unsafe: bool,
-    as_json: bool,
-) -> None:
+) -> Answer:
     """Run RECORD again from its own source, and say whether its result holds. EXECUTES CODE FROM THE RECORD.
 
     First compares what the record names (data, packages, lock) with this machine, and says which promise each
@@ -88,93 +96,134 @@ def command(
 
     With --against, exits with 0 if the rival is faster and its loss is not worse within the noise, else with 1.
     """
-    if image is not None and not in_docker:
-        raise UsageError("--image names a container image; it needs --docker as well")
-    if rival is not None and (same_seeds or into_record or in_docker or runs == 1):
+    if rival is not None and (same_seeds or into_record or runs == 1):
         raise UsageError("--against takes 2 runs or more with fresh seeds, here; leave the other options out")
-    found = circumstances.read(record)
+    found = load_result(record)
     folder = out or Path("runs") / f"reproduction-{found.id[:12]}{'-same-seeds' * same_seeds}"
-    if in_docker:
-        chosen = container.image_for(found, image, partial(click.echo, err=True))
-        words = ["--runs", str(runs)] if runs is not None else []
-        words += [*(["--by", by] if by else []), *["--same-seeds"] * same_seeds, *["--json"] * as_json]
-        exit_code = container.reproduced(chosen, found, folder, data, words)
-    else:
-        pair = [(record, folder), *([(rival, folder / reproduce.RIVAL)] if rival is not None else [])]
-        sides = [_side(*one, data, unsafe=unsafe) for one in pair]
-        if rival is not None:
-            _check_alike(*(side.record for side in sides))
-        click.echo(protections(unsafe=unsafe), err=True)
-        num_runs = runs or (len(found.finished) if rival is None else _NUM_PAIRS)
-        exit_code = _reproduced(sides, num_runs, by, same_seeds=same_seeds, as_json=as_json)
-    if into_record and (folder / REPRODUCTION).exists():
-        path = reproduce.put_into_record(folder, record)
-        click.echo(f"wrote {clean(str(path))}", err=True)
-    ctx.exit(exit_code)
-
-
-def _side(record: Path, folder: Path, data: Path | None, *, unsafe: bool) -> reproduce.Repetition:
-    """Check a record and its data; execute nothing yet."""
-    found = circumstances.read(record)
-    rerun = Rerun(record, found.lead.folder, unsafe=unsafe)
-    circumstances.require_our_logs(found)
-    points = tuple(circumstances.points(found))
-    shards = rerun.check_data(data, sys.stderr)
-    for line in reproduce.differences(points):
-        click.echo(line, err=True)
-    return reproduce.Repetition(folder, found, rerun, shards, points)
-
-
-def _reproduced(
-    sides: list[reproduce.Repetition], num_runs: int, by: str, *, same_seeds: bool, as_json: bool
-) -> int:
-    """Run one or two records again, print the result, and return the exit code."""
-    folder = sides[0].folder
+    pair = [(record, folder), *([(rival, folder / "rival")] if rival is not None else [])]
+    sides = [reproduce.prepared(*one, data, sys.stderr, unsafe=unsafe) for one in pair]
+    if rival is not None:
+        _check_alike(*(side.record for side in sides))
+    for side in sides:
+        click.echo("\n".join(_differences(side.points)), err=True)
+    click.echo(protections(unsafe=unsafe), err=True)
+    num_runs = runs or (len(found.finished) if rival is None else _NUM_PAIRS)
     plan = reproduce.planned(folder, [side.record for side in sides], num_runs, same_seeds=same_seeds)
     with locked(folder / reproduce.PLAN):
-        runs = reproduce.run_in_turns(sides, plan.seeds, sys.stderr)
-        results = [side.judge(plan, ended, by) for side, ended in zip(sides, runs, strict=True)]
-    facts: dict[str, object] = results[0].facts
-    lines = [line for result in results for line in reproduce.table(result)]
-    good = results[0].judgement.verdict in ("within", "faster")
-    if len(sides) > 1:
-        try:
-            found = compare([*zip(plan.seeds, *runs, strict=True)])
-        except ValueError as error:  # too few finished, or numbers that no honest run has
-            raise SpeedrunError(f"the runs cannot be compared: {error}; 'speedrun validate' them") from None
-        good = found.time_ratio.high < 1 and found.loss_difference.low <= 0
-        facts = {"record": facts, "rival": results[1].facts, "comparison": msgspec.to_builtins(found)}
-        lines += _lines(found)
-        raw = msgspec.json.format(msgspec.json.encode(found), indent=2)
-        write_whole(folder / "comparison.json", raw, b"\n")
-    wrote = f"wrote    {clean(str(folder / REPRODUCTION))}"
-    show(facts, [*lines, wrote], as_json=as_json)
-    return 0 if good else 1
+        ran = reproduce.run_in_turns(sides, plan.seeds, sys.stderr)
+        results = [side.judge(plan, ended, by) for side, ended in zip(sides, ran, strict=True)]
+    wrote = [folder / REPRODUCTION]
+    if into_record:
+        wrote.append(record / REPRODUCTION)
+        write_whole(record / REPRODUCTION, encode(results[0].reproduction))
+    answer = _judged(results[0]) if rival is None else _compared(results, folder)
+    return answer._replace(lines=[*answer.lines, *(f"wrote    {clean(str(path))}" for path in wrote)])
 
 
-def _check_alike(record: Record, rival: Record) -> None:
-    """Raise UsageError for records of different tracks or hardware."""
-    ours, theirs = record.lead.preflight, rival.lead.preflight
-    for fact, one, other in (
-        ("track", record.rules.id, rival.rules.id),
-        ("platform", ours.platform, theirs.platform),
-        ("number of devices", ours.num_devices, theirs.num_devices),
-    ):
-        if one != other:
-            raise UsageError(
-                f"{fact} of the record is {one}, of its rival {other}; need the same for both; choose other records"
-            )
+def _judged(result: Result) -> Answer:
+    """Return the answer about one record."""
+    good = result.judgement.verdict in ("within", "faster")
+    return Answer(result.facts, _table(result), int(not good))
 
 
-def _lines(found: Comparison) -> list[str]:
+def _compared(results: Sequence[Result], folder: Path) -> Answer:
+    """Write `comparison.json`, and return the answer about a record and its rival."""
+    try:
+        found = compare([*zip(*(result.runs for result in results), strict=True)])
+    except ValueError as error:  # too few finished, or numbers that no honest run has
+        raise SpeedrunError(f"the runs cannot be compared: {error}; 'speedrun validate' them") from None
+    write_whole(folder / "comparison.json", msgspec.json.format(msgspec.json.encode(found), indent=2), b"\n")
     ratio, loss = found.time_ratio, found.loss_difference
     change = f"{ratio.mean - 1:+.2%} of its time, 95 % between {ratio.low - 1:+.2%} and {ratio.high - 1:+.2%}"
     verdict = "not resolvable here"
     if found.is_resolved:
         verdict = "the rival is faster" if ratio.mean < 1 else "the rival is slower"
-    return [
+    lines = [
+        *(line for result in results for line in _table(result)),
         f"rival    {change}: {verdict}",
         f"loss     {loss.mean:+.5f} nats, 95 % between {loss.low:+.5f} and {loss.high:+.5f}",
         f"both     {found.equivalent_s:+.2f} s: with the loss counted as time, at {found.s_per_nat:.1f} s a nat",
         f"rate     {found.rate_from}",
+    ]
+    facts = {"record": results[0].facts, "rival": results[1].facts, "comparison": found}
+    return Answer(facts, lines, int(not (ratio.high < 1 and loss.low <= 0)))
+
+
+def _check_alike(*records: Record) -> None:
+    """Raise UsageError for records of different tracks or hardware."""
+    ran_on = [
+        f"{record.rules.id} on {record.lead.preflight.num_devices} devices ({clean(record.lead.preflight.platform)})"
+        for record in records
+    ]
+    if len(set(ran_on)) > 1:
+        raise UsageError(
+            f"{' and '.join(ran_on)} do not compare; need the same for both; choose other records"
+        )
+
+
+def _differences(points: Sequence[Point]) -> list[str]:
+    """Return one line that names all equal points, and one line for each other point."""
+    same = ", ".join(clean(point.what) for point in points if point.equal)
+    lines = [f"same     {same}"] if same else []
+    for point in points:
+        if not point.equal:
+            both = f"{point.what}: the record has {point.recorded}, here is {point.here}"
+            lines.append(f"differs  {clean(both)}; no longer promised: {clean(point.lost)}")
+    return lines
+
+
+def _table(result: Result) -> list[str]:
+    """Return the result for people: points, loss and time with intervals, equal bits, and the verdict."""
+    record, runs, found, judgement = result
+    number = f"{len(runs)} run{'s' * (len(runs) != 1)}"
+    seeds = "the record's seeds" if found.same_seeds else "fresh seeds"
+    hardware = f"{found.runs[0].hardware.num_devices} x {clean(found.runs[0].hardware.device_kind)}"
+    lines = [
+        f"again    {found.track}, {number} with {seeds} on {hardware}",
+        *_differences((*found.points, *judgement.hardware)),
+        *_numbers(result),
+    ]
+    if found.same_seeds:
+        lines.append(
+            f"bits     {judgement.num_same_bits} of {number} ended in exactly the state of the record's run of that "
+            f"seed; {_equal_losses(record, runs)}"
+        )
+    return [*lines, f"verdict  {judgement.verdict}: {_MEANING[judgement.verdict].format(runs=number)}"]
+
+
+def _equal_losses(record: Record, runs: Sequence[Run]) -> str:
+    """Return how many losses of steps are equal to those of the record's run of the same seed, to the last bit."""
+    recorded = {run.start.seed: run.steps for run in record.finished}
+    pairs = [
+        (old.loss, new.loss)
+        for run in runs
+        for old, new in zip(recorded[run.start.seed], run.steps, strict=False)
+    ]
+    num_losses = sum(len(recorded[run.start.seed]) for run in runs)
+    largest = max((abs(old - new) for old, new in pairs), default=0.0)
+    num_equal = sum(old == new for old, new in pairs)
+    return f"{num_equal} of {num_losses} losses are equal, the largest difference is {largest:.3g}"
+
+
+def _numbers(result: Result) -> list[str]:
+    """Return loss and time of both sides, of the runs that stayed finite."""
+    record, runs, found, judgement = result
+    done = [run for run in runs if run.finished]
+    blown = [f"loss     {len(runs) - len(done)} of {len(runs)} runs became non-finite"]
+    lines = blown if len(done) < len(runs) else []
+    loss, time = judgement.loss_difference, judgement.time_ratio
+    if loss is None or time is None:
+        return lines
+    seeds = {run.start.seed for run in runs}
+    counterparts = [run for run in record.finished if run.start.seed in seeds or not found.same_seeds]
+    losses, times_s = (
+        [fmean(getattr(run, fact) for run in side) for side in (done, theirs)]
+        for fact, theirs in (("val_loss", counterparts), ("train_time_s", record.finished))
+    )
+    return [
+        *lines,
+        f"loss     {losses[0]:.5f}, record {losses[1]:.5f} | {loss.mean:+.5f} nats, "
+        f"{CONFIDENCE:.0%} between {loss.low:+.5f} and {loss.high:+.5f} ({_NOISE[loss.noise_from]})",
+        f"time     {times_s[0]:.2f} s, record {times_s[1]:.2f} s | {time.mean - 1:+.1%}, "
+        f"{CONFIDENCE:.0%} between {time.low - 1:+.1%} and {time.high - 1:+.1%} ({_NOISE[time.noise_from]})",
     ]

@@ -87,9 +87,10 @@ def sources(runs: Sequence[Run]) -> list[str]:
     return sorted({run.origin.run_id for run in runs if run.resumed} - own)
 
 
-def readme_head(record: Record, summary: Summary) -> str:
-    """Return the generated part of `README.md`: title, result card, command, plot."""
+def facts(record: Record, summary: Summary) -> list[tuple[str, str]]:
+    """Return what a record is and what was measured, by name. Some of the texts are strangers'."""
     about, lead = record.about, record.lead
+    broken = summary.num_runs - summary.num_finished
     rows = [
         ("track", lead.start.track),
         ("recipe", f"{lead.start.recipe}, revision {lead.start.recipe_revision}"),
@@ -99,27 +100,31 @@ def readme_head(record: Record, summary: Summary) -> str:
         ("cold wall time", _spread(summary.cold_wall_s_mean, None, "s", digits=1)),
         (
             "runs",
-            f"{summary.num_finished} finished of {record.declared_runs}{' declared' * bool(record.declaration)}",
+            f"{summary.num_finished} finished of {record.declared_runs}{' declared' * bool(record.declaration)}"
+            f"{f'; {broken} did not finish' * bool(broken)}",
         ),
         ("steps", f"{summary.num_steps:,} of {summary.step_p50_ms:.1f} ms (median)"),
         ("tokens", f"{summary.num_tokens:,}"),
         ("hardware", "{} x {}".format(*lead.hardware) if lead.hardware[0] else "not known"),
-        ("source", f"{record.source_lines:,} lines, sha256 `{record.source_sha256[:16]}`"),
+        ("source", f"{record.source_lines:,} lines, sha256 {record.source_sha256[:16]}"),
         ("authors", ", ".join(about.authors) or "not named"),
         ("parent", about.parent_record or _parent_recipe(lead)),
     ]
     if begun_from := sources(record.runs):
         rows.append(("started from", f"{', '.join(begun_from)}: given weights, not random ones"))
     measured = ("validation loss", "target", "train time", "cold wall time", "steps", "tokens")
-    if not summary.num_finished:
-        rows = [row for row in rows if row[0] not in measured]
-    table = "\n".join(["| | |", "|---|---|", *(f"| {name} | {_cell(value)} |" for name, value in rows)])
+    return [row for row in rows if summary.num_finished or row[0] not in measured]
+
+
+def readme_head(record: Record, summary: Summary) -> str:
+    """Return the generated part of `README.md`: title, result card, command, plot."""
+    rows = (f"| {name} | {_cell(value)} |" for name, value in facts(record, summary))
     blocks = [
-        f"# {_cell(about.title)}",
+        f"# {_cell(record.about.title)}",
         "" if summary.num_finished else "**No run finished, so this record holds no result.**",
         "\n".join(f"- {_cell(said)}" for said in summary.broke_off),
-        table,
-        "\n".join(f"- {_cell(change)}" for change in about.changes),
+        "\n".join(["| | |", "|---|---|", *rows]),
+        "\n".join(f"- {_cell(change)}" for change in record.about.changes),
         "![loss against train time](plots/loss.svg)" if summary.num_finished else "",
         f"Run it again:\n\n    {console.clean(reproduce_command(record.runs[0]))}",
         HEAD_END,

@@ -4,7 +4,7 @@ from typing import TypeVar
 
 import msgspec
 
-from speedrun.ledger.format import ABOUT_SCHEMA, BATCH_SCHEMA, REPRODUCTION_SCHEMA, Strict, encode
+from speedrun.ledger.format import Strict, encode
 
 _File = TypeVar("_File", bound=Strict)
 
@@ -18,37 +18,16 @@ def decode(raw: bytes, kind: type[_File]) -> _File:
 
     Raises:
         FormatError: no JSON, a missing, unknown or repeated key, a wrong type, other spacing, a number out of range, or
-            a newer schema.
+            another schema.
     """
     try:
         file = msgspec.json.decode(raw, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise FormatError(newer(raw) or str(error)) from None
+        raise FormatError(str(error)) from None
     if encode(file) != raw:
         raise FormatError("not in canonical form (a key twice, or other spacing)")
     check_range(file)
     return file
-
-
-_LONGEST_SCHEMA = 40  #: characters
-
-
-class _Head(msgspec.Struct):
-    schema: str = ""
-
-
-def newer(raw: bytes) -> str:
-    """Return the problem of a file whose schema is a later version of one of ours; else an empty text."""
-    try:
-        got = msgspec.json.decode(raw, type=_Head).schema
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return ""
-    name, _, version = got[:_LONGEST_SCHEMA].partition("/")
-    for own in (ABOUT_SCHEMA, BATCH_SCHEMA, REPRODUCTION_SCHEMA):
-        own_name, _, own_version = own.partition("/")
-        if name == own_name and version.isdecimal() and int(version) > int(own_version):
-            return f"{name}/{version}, and this speedrun reads {own}: a newer one wrote it; update, and try again"
-    return ""
 
 
 #: The end of float32: above every honest number of a record. Squares of it, and sums of those, are finite.
@@ -69,9 +48,4 @@ def check_range(holder: object) -> None:
             case list() | tuple() as row:
                 left += row
             case int() | float() as number if not -_LARGEST <= number <= _LARGEST:
-                shown = (
-                    f"{number:g}"
-                    if isinstance(number, float)
-                    else f"an integer of {number.bit_length():,} bits"
-                )
-                raise FormatError(f"{shown}: a number is out of range; at most 2^128 is permitted")
+                raise FormatError("a number is out of range; at most 2^128 is permitted")

@@ -26,11 +26,9 @@ def is_commit(name: str) -> bool:
     return _COMMIT.fullmatch(name) is not None and len(set(name)) > 1
 
 
-def knows(commit: str) -> bool | None:
-    """Return whether a commit is in this repository; None if there is no complete repository."""
-    if files_at(commit, ()) is not None:
-        return True
-    return False if _git("rev-parse", "--is-shallow-repository") == b"false\n" else None
+def is_complete() -> bool:
+    """Return whether this code is in a repository with its whole history."""
+    return (ROOT / ".git").exists() and _git("rev-parse", "--is-shallow-repository") == b"false\n"
 
 
 @lru_cache(maxsize=256)
@@ -94,7 +92,7 @@ def _git(*argv: str, text: str = "") -> bytes | None:
 
 
 def _objects(answer: bytes, names: list[str]) -> dict[str, bytes | None]:
-    """Parse the output of `git cat-file --batch`: `ID TYPE SIZE`, a newline, the content, a newline for each name."""
+    """Parse `git cat-file --batch`: for each name `ID TYPE SIZE`, a newline, the content, a newline."""
     found: dict[str, bytes | None] = {}
     for name in names:
         head, _, answer = answer.partition(b"\n")

@@ -47,6 +47,10 @@ _Read = TypeVar("_Read")
 _File = TypeVar("_File", bound=Strict)
 
 
+class UnknownTrack(LookupError):
+    """A track that this version does not have byte for byte."""
+
+
 @dataclass(frozen=True)
 class Record:
     """A record folder, as far as it could be read."""
@@ -113,9 +117,9 @@ class Record:
 
     @property
     def rules(self) -> Track:
-        """The track, for checks that declare that they need it."""
+        """The track; raises UnknownTrack if this version does not know it, so a check that needs it is skipped."""
         if self.track is None:
-            raise LookupError("this check must declare that it needs the track")
+            raise UnknownTrack("the track is not known: see V006")
         return self.track
 
 
@@ -129,20 +133,20 @@ def load(root: Path) -> Record:
     folders = run_folders(raw)
     malformed: list[str] = [] if folders else ["the record holds no runs"]
 
-    def attempt(read: Callable[[], _Read], paths: set[str]) -> _Read | None:
+    def attempt(path: str, read: Callable[[], _Read]) -> _Read | None:
         """Return None and note the problem if it fails; refused files are already noted."""
         try:
             return read()
         except FormatError as error:
-            if paths.isdisjoint(refused):
+            if path not in refused:
                 malformed.append(str(error))
             return None
 
-    read = [attempt(partial(read_run, raw, folder), {f"runs/{folder}/{LOG}"}) for folder in folders]
+    read = [attempt(f"runs/{folder}/{LOG}", partial(read_run, raw, folder)) for folder in folders]
     runs = tuple(run for run in read if run is not None)
 
     def file(path: str, kind: type[_File]) -> _File | None:
-        return attempt(lambda: read_json(raw, path, kind), {path}) if path in raw else None
+        return attempt(path, lambda: read_json(raw[path], path, kind)) if path in raw else None
 
     return Record(
         root=root,
@@ -156,6 +160,20 @@ def load(root: Path) -> Record:
         whole=0 < len(runs) == len(folders),
         malformed=tuple(malformed),  # complete, since all files above are read
     )
+
+
+def load_result(folder: Path) -> Record:
+    """Read a whole record of a known track with a finished run.
+
+    Raises:
+        UsageError: if it is none.
+    """
+    record = load(folder)
+    if not record.finished or record.track is None or not record.whole or record.malformed:
+        raise UsageError(
+            f"{folder} is no whole record with a finished run of a known track; 'speedrun validate {folder}' says why"
+        )
+    return record
 
 
 def need_record(folder: Path) -> Path:

@@ -27,8 +27,8 @@ SAME_TIME = 0.01
 #: cores; a GPU node by the same issue. Loss, as a share of it: smoke-cpu over seeds, 0.04 of 3.2.
 _TIME_SD = {"cpu": 0.05, "gpu": 0.005}
 _LOSS_SD = 0.0125
-#: Smallest ratio of two benchmarks that count as the same hardware; nothing else tells CPUs apart.
-_SAME_BENCH = {"cpu": 0.5, "gpu": 0.85}
+#: Smallest ratio of two benchmarks of the same hardware. Shared CPUs vary more than GPUs, and have no other mark.
+SAME_BENCH = {"cpu": 0.5, "gpu": 0.85}
 
 Verdict = Literal["within", "faster", "slower", "loss mismatch", "not the same hardware"]
 NoiseFrom = Literal["runs", "track", "assumed"]
@@ -78,12 +78,9 @@ class Reproduction(Strict, frozen=True, tag_field="schema", tag=REPRODUCTION_SCH
     runs: tuple[Outcome, ...]
 
 
-class Difference(msgspec.Struct, frozen=True):
-    """A mean difference or ratio to the record, and its confidence interval."""
+class Difference(Interval, frozen=True):
+    """A mean difference or ratio to the record, and its 99 % interval."""
 
-    mean: float
-    low: float
-    high: float
     noise_from: NoiseFrom  #: source of the sd of single runs
 
 
@@ -116,8 +113,8 @@ def noise(numbers: Sequence[float], otherwise: float, origin: NoiseFrom) -> Nois
     return Noise(max(sd, otherwise), None, origin if otherwise >= sd else "runs")
 
 
-def difference(first: Sequence[float], second: Sequence[float], scatter: Noise) -> Interval:
-    """Return the 99 % interval of mean(second) - mean(first), which is +- reach * sd * sqrt(1 / n + 1 / m).
+def difference(first: Sequence[float], second: Sequence[float], scatter: Noise) -> Difference:
+    """Return mean(second) - mean(first) +- reach * sd * sqrt(1 / n + 1 / m).
 
     One number on a side is enough, so a new run can be compared with a batch.
     """
@@ -127,7 +124,7 @@ def difference(first: Sequence[float], second: Sequence[float], scatter: Noise) 
     reach = special.ndtri(tail) if scatter.freedom is None else special.stdtrit(scatter.freedom, tail)
     half = float(reach) * scatter.sd * math.sqrt(1 / len(first) + 1 / len(second))
     mean = fmean(second) - fmean(first)
-    return Interval(mean, mean - half, mean + half)
+    return Difference(mean, mean - half, mean + half, scatter.origin)
 
 
 def loss_difference(
@@ -146,8 +143,7 @@ def loss_difference(
     scatter = noise(losses, sigma or _LOSS_SD * fmean(losses), "track" if sigma else "assumed")
     seeds = {run.seed for run in here}
     counterparts = [run.val_loss for run in record if run.start.seed in seeds or not same_seeds]
-    found = difference(counterparts, [run.val_loss for run in here if run.val_loss is not None], scatter)
-    return Difference(found.mean, found.low, found.high, scatter.origin)
+    return difference(counterparts, [run.val_loss for run in here if run.val_loss is not None], scatter)
 
 
 def time_ratio(record: Sequence[Run], here: Sequence[Outcome]) -> Difference:
@@ -186,7 +182,7 @@ def hardware_points(recorded: Sequence[Hardware], here: Sequence[Hardware]) -> t
         f"{one.num_devices} x {one.device_kind} ({one.platform})" for one in (recorded[0], here[0])
     )
     rates = [median(one.matmul_gflops for one in side) for side in (recorded, here)]
-    near = min(rates) >= _SAME_BENCH.get(platform, max(_SAME_BENCH.values())) * max(rates) > 0
+    near = min(rates) >= SAME_BENCH.get(platform, max(SAME_BENCH.values())) * max(rates) > 0
     their_rate, our_rate = (f"{rate:,.0f} Gflop/s" for rate in rates)
     busy = "comparable times: another machine, or a busy one"
     return (

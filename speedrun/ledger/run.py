@@ -174,15 +174,15 @@ def loss_of(val: runlog.Val) -> float:
     return float.fromhex(val.nll_sum) / val.tokens
 
 
-def read_json(raw: dict[str, bytes], path: str, kind: type[_File]) -> _File:
-    """Decode one of the JSON files.
+def read_json(raw: bytes, path: str, kind: type[_File]) -> _File:
+    """Decode the JSON file at a path.
 
     Raises:
-        FormatError: if it is missing or does not fit its type.
+        FormatError: if it does not fit its type.
     """
     try:
-        file = decode(_required(raw, path), kind)
-        if (created_utc := getattr(file, "created_utc", None)) is not None:  # a summary has none
+        file = decode(raw, kind)
+        if (created_utc := getattr(file, "created_utc", None)) is not None:  # `about.json` has none
             _check_moment(created_utc)
     except FormatError as error:
         raise FormatError(f"{path}: {error}") from None
@@ -206,7 +206,9 @@ def read_run(raw: dict[str, bytes], folder: str) -> Run:
         FormatError: if its log is missing or of another format, or a line is not a canonical event.
     """
     path = f"runs/{folder}/{LOG}"
-    log = _required(raw, path).split(b"\n")
+    if path not in raw:
+        raise FormatError(f"{path}: missing")
+    log = raw[path].split(b"\n")
     if log.pop():
         raise FormatError(f"{path}: the last line is torn")
     lines = []
@@ -236,12 +238,6 @@ def _read_line(raw_line: bytes) -> runlog.Line:
     if line.encode() != raw_line:
         raise FormatError("not in canonical form (a key twice, or other spacing)")
     return line
-
-
-def _required(raw: dict[str, bytes], path: str) -> bytes:
-    if path not in raw:
-        raise FormatError(f"{path}: missing")
-    return raw[path]
 
 
 def grammar_problem(run: Run) -> str | None:

@@ -1,7 +1,7 @@
 """The numbers of a record, derived from its logs."""
 
-import math
 from collections.abc import Sequence
+from statistics import fmean, stdev
 
 from speedrun.ground import console
 from speedrun.ledger.batch import TestResult, standing
@@ -65,13 +65,8 @@ def summarize(record: Record) -> Summary:
 
 
 def _mean(numbers: Sequence[float]) -> float | None:
-    # Exact: `sum` rounds differently from Python 3.12 on, and both versions read a record.
-    return math.fsum(numbers) / len(numbers) if numbers else None
+    return fmean(numbers) if numbers else None
 
 
 def _sd(numbers: Sequence[float]) -> float | None:
-    """Return the sample standard deviation, with n - 1 degrees of freedom."""
-    mean = _mean(numbers)
-    if mean is None or len(numbers) < 2:
-        return None
-    return math.sqrt(math.fsum((number - mean) * (number - mean) for number in numbers) / (len(numbers) - 1))
+    return stdev(numbers) if len(numbers) > 1 else None

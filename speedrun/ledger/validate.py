@@ -9,8 +9,8 @@ from speedrun.ground.console import clean
 from speedrun.ground.errors import unknown
 from speedrun.ledger.checks import CHECKS
 from speedrun.ledger.checks.examination import REPLAY_CHECKS
-from speedrun.ledger.checks.table import Check, Need, Skip
-from speedrun.ledger.record import Record, load
+from speedrun.ledger.checks.table import Check, Skip
+from speedrun.ledger.record import Record, UnknownTrack, load
 
 Status = Literal["ok", "failed", "warning", "skipped"]
 
@@ -90,11 +90,12 @@ def examine(record: Record, *, strict: bool = False) -> Report:
 
 def ask(check: Check, record: Record) -> Result:
     """Run one check on a record."""
-    if missing := [why for need, why in _missing(record).items() if need in check.needs]:
-        return Result(check, "skipped", (missing[0],))
+    if check.needs_runs and not record.whole:
+        unread = "V008" if record.refused else "V001"
+        return Result(check, "skipped", (f"a run cannot be read: see {unread}",))
     try:
         problems = list(islice(check.find(record), MAX_PROBLEMS + 1))
-    except Skip as skip:
+    except (Skip, UnknownTrack) as skip:
         return Result(check, "skipped", (clean(str(skip)),))
     except ArithmeticError as error:
         # Numbers of a record may be too large to compute with.
@@ -105,19 +106,6 @@ def ask(check: Check, record: Record) -> Result:
     is_error = check.severity == "error" or (check.severity == "error if ranked" and is_ranked)
     status: Status = "ok" if not problems else "failed" if is_error else "warning"
     return Result(check, status, shown + more)
-
-
-def _missing(record: Record) -> dict[Need, str]:
-    """Return the parts that could not be read, with the check that says why."""
-    missing: dict[Need, str] = {}
-    unread = "V008" if record.refused else "V001"
-    if not record.whole:
-        missing["runs"] = f"a run cannot be read: see {unread}"
-    if "source.txt" in record.refused:
-        missing["source"] = "source.txt was not read: see V008"
-    if record.track is None:
-        missing["track"] = "the track is not known: see V006"
-    return missing
 
 
 def find_check(id: str) -> Check:

@@ -1,6 +1,6 @@
-"""The runs of `speedrun reproduce`: planned before the first, run in turns with a rival's, judged together."""
+"""`speedrun reproduce`: what differs here, the seeds that are planned, runs in turns with a rival's, and the result."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -9,53 +9,32 @@ from typing import Any, NamedTuple, TextIO
 
 import msgspec
 
-from speedrun.ground import clock, lock, provenance
+from speedrun.ground import clock, lock, provenance, runlog
 from speedrun.ground.clock import Stopwatch
 from speedrun.ground.console import clean, duration
 from speedrun.ground.errors import DataError, NonFiniteError, SpeedrunError, UsageError
 from speedrun.ground.wholefile import make_folder, read_regular, write_whole
 from speedrun.ledger.batch import seeds_from
-from speedrun.ledger.decoding import FormatError, decode
-from speedrun.ledger.format import encode
-from speedrun.ledger.record import Record, load
+from speedrun.ledger.format import Strict, encode
+from speedrun.ledger.record import Record, load, load_result
 from speedrun.ledger.reproduction import (
-    CONFIDENCE,
     REPRODUCTION,
     Judgement,
-    NoiseFrom,
     Point,
     Reproduction,
-    Verdict,
     judged,
     outcome_of,
+    point,
 )
-from speedrun.ledger.run import Run
+from speedrun.ledger.run import READS_OLDER, Run
+from speedrun.ledger.validate import examine
 from speedrun.referee.rerun import Rerun
 
 PLAN = "plan.json"
-RIVAL = "rival"  #: folder of the rival's runs, in that of the record's
-
-_MEANING: dict[Verdict, str] = {
-    "within": "loss and time agree with the record's as far as {runs} can tell",
-    "faster": "the loss agrees with the record's, and the time is significantly shorter",
-    "slower": "the loss agrees with the record's, but the time is significantly longer",
-    "loss mismatch": "the loss differs significantly from the record's, so its time says nothing",
-    "not the same hardware": "the loss agrees with the record's as far as {runs} can tell; the times do not compare",
-}
-_NOISE: dict[NoiseFrom, str] = {
-    "runs": "noise of the record's runs",
-    "track": "noise that the track declares",
-    "assumed": "noise assumed: the record has too few runs",
-}
+_LOG = "speedrun/ground/runlog.py"
 
 
-class Plan(
-    msgspec.Struct,
-    frozen=True,
-    forbid_unknown_fields=True,
-    tag_field="schema",
-    tag="speedrun.reproduction-plan/2",
-):
+class Plan(Strict, frozen=True, tag_field="schema", tag="speedrun.reproduction-plan/2"):
     """`plan.json`: the seeds to run, fixed before the first run, so that nobody picks among results."""
 
     record_ids: tuple[str, ...]  #: of the record, and of its rival if there is one
@@ -92,7 +71,7 @@ class Repetition:
         """Run one seed, if it has no result yet. A non-finite loss is a result; any other error ends the command.
 
         Raises:
-            SpeedrunError: if a run breaks off; the runs before it are kept.
+            SpeedrunError: if a run breaks off, or leaves no result; the runs before it are kept.
             DataError: if a run has another source, config or data than the record.
         """
         if found := self._result(seed):
@@ -107,16 +86,19 @@ class Repetition:
                 resumable.exit_code = error.exit_code
                 raise resumable from None
         if (found := self._result(seed)) is None:
-            raise SpeedrunError(f"the run with seed {seed} left no readable log; see its output above")
+            raise SpeedrunError(
+                f"the source left no run with seed {seed} and a result in {out}; need one, and no other; "
+                "see its output above"
+            )
         return found
 
     def _result(self, seed: int) -> Run | None:
         """Return the first run of a seed that has a result, so that nobody gets a second try."""
         # The stacks of a run that hung lie beside its folder.
         for attempt in sorted(path for path in self.folder.glob(f"{seed}-*") if path.is_dir()):
-            for run in load(attempt).runs:
-                has_begun = bool(run.hardware[0])  # a stranger's log may claim an end before its beginning
-                if run.start.seed == seed and has_begun and run.outcome in ("finished", "non-finite"):
+            match load(attempt).runs:
+                # A stranger's log may claim an end before its beginning, so without hardware.
+                case [run] if run.start.seed == seed and run.outcome != "aborted" and run.hardware[0]:
                     if run.finished:
                         self._check_same(run, attempt)
                     return run
@@ -152,6 +134,51 @@ class Repetition:
         write_whole(self.folder / REPRODUCTION, encode(found))
         judgement = judged(found, self.record.finished, self.record.rules.target.sigma)
         return Result(self.record, runs, found, judgement)
+
+
+def prepared(record: Path, folder: Path, data: Path | None, echo: TextIO, *, unsafe: bool) -> Repetition:
+    """Check a record and its data, and compare what it names with this machine; execute nothing yet.
+
+    Args:
+        record: to run again.
+        folder: of the new runs.
+        data: folder of shards; None: the track's own.
+        echo: where progress goes.
+        unsafe: run it without a sandbox if there is none.
+
+    Raises:
+        UsageError: if it is no whole record with a finished run, or its source would run for nothing.
+        DataError: if a shard is missing or another.
+    """
+    found = load_result(record)
+    if any(run.train_time_s <= 0 for run in found.finished):
+        raise UsageError(f"{record}: a finished run took no time; need one that did, to compare with")
+    rerun = Rerun(record, unsafe=unsafe)
+    if f"\nFORMAT = {runlog.FORMAT}\n" not in found.source_files.get(_LOG, ""):
+        raise UsageError(
+            f"{record}: its source writes an older format of logs; nothing was executed; commit {READS_OLDER} has "
+            "a speedrun that reads them, and runs it again"
+        )
+    return Repetition(folder, found, rerun, rerun.check_data(data, echo), tuple(_points(found)))
+
+
+def _points(record: Record) -> Iterator[Point]:
+    """Compare checks, packages and lock files. The record's own source and flags are used in any case."""
+    failed = ", ".join(result.check.id for result in examine(record).having("failed"))
+    here = f"{failed} failed" if failed else "all pass"
+    yield point("checks", "all pass", here, lost="the record's own claims")
+    theirs, software = record.lead.preflight, provenance.software()
+    for name in {**theirs.software, **software}:
+        if theirs.platform == "cpu" and provenance.FOR_GPUS.fullmatch(name):
+            continue  # a compiler that CPUs do not use
+        on_bits = name in ("python", "numpy", "optax")
+        lost = "equal bits" if on_bits else "equal bits and equal times"
+        yield point(name, theirs.software.get(name, "none"), software.get(name, "none"), lost=lost)
+    ours, lost = provenance.lock(), "the same packages"
+    if theirs.commit:
+        lost += f"; commit {theirs.commit[:12]} installs them"
+    locks = (f"{theirs.lock} {theirs.lock_sha256[:16]}", f"{ours.name} {ours.sha256[:16]}")
+    yield point("lock", *(lock.strip() or "none" for lock in locks), lost=lost)
 
 
 def run_in_turns(sides: Sequence[Repetition], seeds: Sequence[int], echo: TextIO) -> list[list[Run]]:
@@ -195,10 +222,13 @@ def planned(folder: Path, records: Sequence[Record], num_runs: int, *, same_seed
             f"--runs {num_runs} --same-seeds: the record has {len(recorded)} finished runs; ask for at most that many"
         )
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        plan = _read_plan(folder)
-        if (plan.record_ids, plan.same_seeds, len(plan.seeds)) != (ids, same_seeds, num_runs):
+        try:
+            plan = msgspec.json.decode(read_regular(folder / PLAN), type=Plan)
+        except (OSError, ValueError, RecursionError):
+            plan = None
+        if plan is None or (plan.record_ids, plan.same_seeds, len(plan.seeds)) != (ids, same_seeds, num_runs):
             raise UsageError(
-                f"{folder} was begun with another record, seeds or number of runs; pass another --out"
+                f"{folder} was not begun with this record, seeds and number of runs; pass another --out"
             )
         return plan
     now = clock.now().utc
@@ -207,100 +237,5 @@ def planned(folder: Path, records: Sequence[Record], num_runs: int, *, same_seed
     seeds = recorded if same_seeds else [seed for seed in derived if seed not in known]
     plan = Plan(ids, same_seeds, tuple(seeds[:num_runs]), now)
     with lock.lock_record(folder):
-        make_folder(folder, {PLAN: msgspec.json.format(msgspec.json.encode(plan), indent=2) + b"\n"})
+        make_folder(folder, {PLAN: encode(plan)})
     return plan
-
-
-def _read_plan(folder: Path) -> Plan:
-    try:
-        return msgspec.json.decode(read_regular(folder / PLAN), type=Plan)
-    except (OSError, ValueError, RecursionError):
-        raise UsageError(f"{folder} exists and was not begun by this command; pass another --out") from None
-
-
-def put_into_record(folder: Path, record: Path) -> Path:
-    """Copy `reproduction.json` from a folder of runs into the record; return its new path.
-
-    The file is decoded first: where a stranger's code ran, it may be a link to a file of ours.
-
-    Raises:
-        UsageError: if it cannot be read as a reproduction.
-    """
-    path, target = folder / REPRODUCTION, record / REPRODUCTION
-    try:
-        raw = encode(decode(path.read_bytes(), Reproduction))
-    except (OSError, FormatError) as error:
-        raise UsageError(
-            f"{path}: {clean(str(error))}; nothing was put into the record; run again with another --out"
-        ) from None
-    write_whole(target, raw)
-    return target
-
-
-def differences(points: Sequence[Point]) -> list[str]:
-    """Return one line that names all equal points, and one line for each other point."""
-    same = ", ".join(clean(point.what) for point in points if point.equal)
-    lines = [f"same     {same}"] if same else []
-    for point in points:
-        if not point.equal:
-            both = f"{point.what}: the record has {point.recorded}, here is {point.here}"
-            lines.append(f"differs  {clean(both)}; no longer promised: {clean(point.lost)}")
-    return lines
-
-
-def table(result: Result) -> list[str]:
-    """Return the result for people: points, loss and time with intervals, equal bits, and the verdict."""
-    record, runs, found, judgement = result
-    number = f"{len(runs)} run{'s' * (len(runs) != 1)}"
-    seeds = "the record's seeds" if found.same_seeds else "fresh seeds"
-    hardware = f"{found.runs[0].hardware.num_devices} x {clean(found.runs[0].hardware.device_kind)}"
-    lines = [
-        f"again    {found.track}, {number} with {seeds} on {hardware}",
-        *differences((*found.points, *judgement.hardware)),
-        *_numbers(result),
-    ]
-    if found.same_seeds:
-        lines.append(
-            f"bits     {judgement.num_same_bits} of {number} ended in exactly the state of the record's run of that "
-            f"seed; {_equal_losses(record, runs)}"
-        )
-    return [*lines, f"verdict  {judgement.verdict}: {_MEANING[judgement.verdict].format(runs=number)}"]
-
-
-def _equal_losses(record: Record, runs: Sequence[Run]) -> str:
-    """Return how many losses of steps are equal to those of the record's run of the same seed, to the last bit."""
-    recorded = {run.start.seed: run.steps for run in record.finished}
-    pairs = [
-        (old.loss, new.loss)
-        for run in runs
-        for old, new in zip(recorded[run.start.seed], run.steps, strict=False)
-    ]
-    num_losses = sum(len(recorded[run.start.seed]) for run in runs)
-    largest = max((abs(old - new) for old, new in pairs), default=0.0)
-    num_equal = sum(old == new for old, new in pairs)
-    return f"{num_equal} of {num_losses} losses are equal, the largest difference is {largest:.3g}"
-
-
-def _numbers(result: Result) -> list[str]:
-    """Return loss and time of both sides, of the runs that stayed finite."""
-    record, _, found, judgement = result
-    losses = [run.val_loss for run in found.runs if run.val_loss is not None]
-    times_s = [run.train_time_s for run in found.runs if run.train_time_s is not None]
-    num_non_finite = len(found.runs) - len(losses)
-    lines = (
-        [f"loss     {num_non_finite} of {len(found.runs)} runs became non-finite"] if num_non_finite else []
-    )
-    loss, time = judgement.loss_difference, judgement.time_ratio
-    if loss is None or time is None:
-        return lines
-    seeds = {run.seed for run in found.runs}
-    counterparts = [run for run in record.finished if run.start.seed in seeds or not found.same_seeds]
-    record_loss = fmean(run.val_loss for run in counterparts)
-    record_s = fmean(run.train_time_s for run in record.finished)
-    return [
-        *lines,
-        f"loss     {fmean(losses):.5f}, record {record_loss:.5f} | {loss.mean:+.5f} nats, "
-        f"{CONFIDENCE:.0%} between {loss.low:+.5f} and {loss.high:+.5f} ({_NOISE[loss.noise_from]})",
-        f"time     {fmean(times_s):.2f} s, record {record_s:.2f} s | {time.mean - 1:+.1%}, "
-        f"{CONFIDENCE:.0%} between {time.low - 1:+.1%} and {time.high - 1:+.1%} ({_NOISE[time.noise_from]})",
-    ]

@@ -18,14 +18,11 @@ from speedrun.data import generated, inventory, shards
 from speedrun.ground import provenance
 from speedrun.ground import track as tracks
 from speedrun.ground.console import clean
-from speedrun.ground.errors import DataError, SpeedrunError, UsageError, translate_os_errors
+from speedrun.ground.errors import DataError, SpeedrunError, UsageError
 from speedrun.ground.exit_codes import EXIT_CODES, meaning
 from speedrun.ground.wholefile import write_whole
-from speedrun.ledger import format
 from speedrun.ledger.findings import Examination, Findings
-from speedrun.ledger.record import Record, load, read_files
-from speedrun.ledger.run import Run
-from speedrun.ledger.source import split_source
+from speedrun.ledger.record import load, read_files
 from speedrun.referee import sandbox
 from speedrun.training.request import RunConfig
 
@@ -47,17 +44,28 @@ class Rerun:
 
         Args:
             folder: the record.
-            run_id: of the run; None: the first.
+            run_id: of the run; None: the first finished one.
             unsafe: run it without a sandbox if there is none.
 
         Raises:
-            UsageError: if there is no such run, or source or environment do not match it.
+            UsageError: if source or environment do not match the run.
         """
         record = load(folder)
-        self.old = _find(record, folder, run_id)
+        self.old = next((run for run in record.runs if run.folder == run_id), record.lead)
         self._unsafe = unsafe
-        self._source = _checked_source(record, folder, self.old)
-        self._environment = _checked_environment(folder, self.old)
+        self._source = record.source_files
+        if not self._source or record.source_sha256 != self.old.start.source_sha256:
+            raise UsageError(
+                f"{folder}/source.txt is not the source of {self.old.folder}; nothing was executed; "
+                f"'speedrun validate {folder}' says what is wrong"
+            )
+        self._environment = self.old.preflight.environment
+        # Other variables could load foreign code.
+        if foreign := sorted(self._environment.keys() - set(provenance.VARIABLES)):
+            raise UsageError(
+                f"{folder}: the environment of {self.old.folder} holds {clean(', '.join(foreign))}; "
+                f"only {', '.join(provenance.VARIABLES)} are permitted; nothing was executed"
+            )
 
     def check_data(self, data: Path | None, echo: TextIO) -> Path:
         """Make the shards that can be made, read every byte of those that the run read, and return their folder.
@@ -85,43 +93,30 @@ class Rerun:
                 )
         return folder
 
-    def run(self, out: Path, *, seed: int, data: Path, echo: TextIO) -> Run:
-        """Unpack the source into a scratch folder, train with it, and return the new run.
+    def run(self, out: Path, *, seed: int, data: Path, echo: TextIO) -> None:
+        """Unpack the source into a scratch folder, and train with it.
 
         Args:
-            out: folder of the new record.
+            out: folder of the new record, which does not exist; what the source leaves is brought there.
             seed: of the new run.
             data: folder of shards: see `check_data`.
             echo: where its output goes.
 
         Raises:
-            SpeedrunError: if it ends with an error, or leaves no run that can be read.
+            SpeedrunError: if it ends with an error.
         """
-        if out.exists():
-            raise UsageError(f"{out} exists already; need a new folder; remove it or pass another --out")
-        with translate_os_errors(out, UsageError):  # now rather than after the run
-            out.parent.mkdir(parents=True, exist_ok=True)
-        took_s = self.old.end.cold_wall_s if self.old.finished else 0.0
-        limit_s = min(_MOST_S, max(_LEAST_S, _SLOWER * took_s))
+        limit_s = min(_MOST_S, max(_LEAST_S, _SLOWER * self.old.end.cold_wall_s))
         with tempfile.TemporaryDirectory(prefix="speedrun-run-") as scratch:
-            made = Path(scratch, "record")
+            made, code = Path(scratch, "record"), Path(scratch, "source")
+            for path, text in self._source.items():
+                file = code / path
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(text, encoding="utf-8")
             config = self._config(made, seed, data)
             try:
-                for path, text in self._source.items():
-                    file = Path(scratch, "source", path)
-                    file.parent.mkdir(parents=True, exist_ok=True)
-                    file.write_text(text, encoding="utf-8")
-                code, module = Path(scratch, "source"), "speedrun.training.train"
-                self._start(module, config, Path(scratch), echo, code, [data], limit_s)
+                self._start("speedrun.training.train", config, Path(scratch), echo, code, [data], limit_s)
             finally:
                 _bring(made, out)
-        new = [run for run in load(out).runs if run.finished] if out.is_dir() else []
-        if len(new) != 1:
-            raise SpeedrunError(
-                f"the source of {self.old.folder} succeeded, but left {len(new)} readable finished runs; "
-                f"need one; 'speedrun validate {out}' says what is wrong"
-            )
-        return new[0]
 
     def examine(self, request: Examination, scratch: Path, echo: TextIO) -> Findings:
         """Run our examiner on the programs of the record, without any of its source.
@@ -213,36 +208,3 @@ def _bring(made: Path, out: Path) -> None:
     with suppress(OSError, ValueError):
         stacks = plain(made.with_name("record.stacks.txt"), _MOST_STACKS_BYTES)
         write_whole(out.with_name(f"{out.name}.stacks.txt"), stacks)
-
-
-def _find(record: Record, folder: Path, run_id: str | None) -> Run:
-    if not record.whole or not record.runs:
-        raise UsageError(f"{folder}: no readable run; 'speedrun validate {folder}' says what is wrong")
-    runs = {run.folder: run for run in record.runs}
-    if run_id is not None and run_id not in runs:
-        raise UsageError(f"{folder} has no run {run_id!r}; choose one of: {', '.join(runs)}")
-    return runs[run_id] if run_id is not None else record.runs[0]
-
-
-def _checked_source(record: Record, folder: Path, run: Run) -> dict[str, str]:
-    """Return the files of `source.txt`, if its digest is the one that the run names."""
-    raw = record.raw.get("source.txt", b"")
-    if format.sha256(raw) != run.start.source_sha256:
-        raise UsageError(
-            f"{folder}/source.txt is not the source of {run.folder} (its sha256 differs); nothing was executed; "
-            f"'speedrun validate {folder}' says what is wrong"
-        )
-    try:
-        return split_source(raw.decode())
-    except ValueError as error:
-        raise UsageError(f"{folder}/source.txt: {error}; nothing was executed") from None
-
-
-def _checked_environment(folder: Path, run: Run) -> dict[str, str]:
-    """Return the variables of the run, if a run records no others: those could load foreign code."""
-    if foreign := sorted(run.preflight.environment.keys() - set(provenance.VARIABLES)):
-        raise UsageError(
-            f"{folder}: the environment of {run.folder} holds {clean(', '.join(foreign))}; "
-            f"only {', '.join(provenance.VARIABLES)} are permitted; nothing was executed"
-        )
-    return run.preflight.environment

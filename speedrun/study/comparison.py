@@ -39,14 +39,14 @@ class Comparison(msgspec.Struct, frozen=True):
         return self.time_ratio.high < 1 or self.time_ratio.low > 1
 
 
-def compare(pairs: Sequence[tuple[int, Run, Run]]) -> Comparison:
-    """Compare pairs of runs with their seeds, as far as both finished.
+def compare(pairs: Sequence[tuple[Run, Run]]) -> Comparison:
+    """Compare pairs of runs of one seed, as far as both finished.
 
     Raises:
         ValueError: for fewer than two pairs, or a time that is not above zero.
     """
-    done = [(seed, a, b) for seed, a, b in pairs if a.finished and b.finished]
-    first, second = [a for _, a, _ in done], [b for _, _, b in done]
+    done = [(a, b) for a, b in pairs if a.finished and b.finished]
+    first, second = [a for a, _ in done], [b for _, b in done]
     first_s, second_s = [run.train_time_s for run in first], [run.train_time_s for run in second]
     first_loss, second_loss = [run.val_loss for run in first], [run.val_loss for run in second]
     difference = statistics.mean_interval([b - a for a, b in zip(first_loss, second_loss, strict=True)])
@@ -54,7 +54,7 @@ def compare(pairs: Sequence[tuple[int, Run, Run]]) -> Comparison:
         raise ValueError(f"got {len(first)} pairs; need two or more")
     s_per_nat = seconds_per_nat(first)
     return Comparison(
-        seeds=tuple(seed for seed, _, _ in done),
+        seeds=tuple(run.start.seed for run in first),
         first_s=tuple(first_s),
         second_s=tuple(second_s),
         first_loss=tuple(first_loss),

@@ -9,7 +9,7 @@ import msgspec
 from speedrun.ground.errors import UsageError
 from speedrun.ledger import statistics
 from speedrun.ledger.batch import standing
-from speedrun.ledger.record import Record, load
+from speedrun.ledger.record import load_result
 from speedrun.ledger.statistics import Interval
 
 
@@ -43,7 +43,7 @@ def stats(folder: Path, *, target: float | None, parent: Path | None) -> Stats:
     Raises:
         UsageError: if a record has no finished run, or the comparison has fewer than two on one side.
     """
-    record = _finished(folder)
+    record = load_result(folder)
     rules, runs = record.rules, record.finished
     aim, sigma = rules.target.loss if target is None else target, rules.target.sigma
     losses = [run.val_loss for run in runs]
@@ -84,18 +84,9 @@ def stats(folder: Path, *, target: float | None, parent: Path | None) -> Stats:
 
 
 def _equivalence(parent: Path, losses: list[float]) -> statistics.Equivalence:
-    others = [run.val_loss for run in _finished(parent).finished]
+    others = [run.val_loss for run in load_result(parent).finished]
     if min(len(others), len(losses)) < 2:
         raise UsageError(
             f"--against compares {len(losses)} runs with {len(others)}; need two finished ones on each side"
         )
     return statistics.equivalent(others, losses)
-
-
-def _finished(folder: Path) -> Record:
-    record = load(folder)
-    if not record.finished or record.track is None or not record.whole or record.malformed:
-        raise UsageError(
-            f"{folder} is no whole record with a finished run of a known track; 'speedrun validate {folder}' says why"
-        )
-    return record

@@ -1,9 +1,9 @@
 """All checks of a record, by id. An id is never used again for another rule."""
 
-from speedrun.ledger.checks import batches, claims, environment, files, fixed, source, timing, tokens
+from speedrun.ledger.checks import batches, claims, environment, files, source, timing, tokens
 from speedrun.ledger.checks.table import Check
 
-_MODULES = (batches, claims, environment, files, fixed, source, timing, tokens)
+_MODULES = (batches, claims, environment, files, source, timing, tokens)
 
 CHECKS: tuple[Check, ...] = tuple(
     sorted(

@@ -1,8 +1,10 @@
 """V302 to V307, V312: the runs are the declared ones, all distinct, and together they prove the claim."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
+from functools import lru_cache
 from math import isfinite
+from pathlib import Path
 from statistics import stdev
 from typing import Any
 
@@ -10,9 +12,9 @@ from speedrun.ground import runlog
 from speedrun.ledger import format, history
 from speedrun.ledger.batch import allowed_to_break_off, completed, looks, seeds_from, standing
 from speedrun.ledger.checks.table import Skip, check
-from speedrun.ledger.neighbours import fingerprint, runs_of_other_records
+from speedrun.ledger.decoding import FormatError
 from speedrun.ledger.record import Record
-from speedrun.ledger.run import Run
+from speedrun.ledger.run import Run, read_run
 from speedrun.ledger.statistics import chi2_cdf
 
 #: Probability, under the track's noise, below which losses are too close together.
@@ -21,12 +23,13 @@ _TOO_CLOSE = 1e-4
 _MOST_DERIVED = 200
 #: Fewer runs than this can be close by chance.
 _FEWEST = 4
+#: Holds the committed records: `records/<track>/<record>/`.
+_COMMITTED = "records"
 
 
 @check(
     "V302",
     "the batch proves its target",
-    needs=("runs", "track"),
     severity="warning",
     why="one lucky run proves nothing: a rank takes a declared batch whose mean is below the target with p < 0.01",
     hint="`speedrun stats RECORD` says how many runs it would take; declare a new batch of that size",
@@ -52,7 +55,6 @@ def proves(record: Record) -> Iterator[str]:
 @check(
     "V303",
     "all declared runs are there, and no other",
-    needs=("runs", "track"),
     why="leaving out runs, or adding some, is choosing the result",
     hint="`speedrun batch --resume RECORD` runs what is missing; a larger batch needs a new declaration",
 )
@@ -85,18 +87,12 @@ def all_there(record: Record) -> Iterator[str]:
 )
 def distinct(record: Record) -> Iterator[str]:
     """Seeds, initial and final states, losses and times all differ."""
-    facts: dict[str, Callable[[Run], object]] = {
-        "seed": lambda run: run.start.seed,
-        "starting state": lambda run: tuple(event.state_hash for event in run.of(runlog.WarmupStart)),
-        "final state": lambda run: run.final_hash,
-        "list of losses": lambda run: tuple(step.loss for step in run.steps),
-        "list of times": lambda run: tuple(round(seconds * 1e9) for seconds in run.step_s),
-    }
-    for what, fact in facts.items():
-        first: dict[object, str] = {}
-        for run in record.finished:
-            other = first.setdefault(fact(run), run.folder)
-            if other != run.folder:
+    first: dict[tuple[str, object], str] = {}
+    for run in record.finished:
+        starting = tuple(event.state_hash for event in run.of(runlog.WarmupStart))
+        for what, fact in {**_facts(run), "starting state": starting}.items():
+            other = first.setdefault((what, fact), run.folder)
+            if fact and other != run.folder:
                 yield f"{run.folder}: same {what} as {other}"
 
 
@@ -143,7 +139,6 @@ def unfollowed(runs: Sequence[Run]) -> list[Run]:
 @check(
     "V306",
     "the batch was declared before its first run, and describes its runs",
-    needs=("runs", "track"),
     why="a number of runs that is chosen after the first results are in proves nothing",
     hint="declare with `speedrun batch`, which writes the declaration first; do not join runs afterwards",
 )
@@ -198,7 +193,6 @@ def declared_before(record: Record) -> Iterator[str]:
 @check(
     "V307",
     "the losses have the noise of the track",
-    needs=("runs", "track"),
     why="losses of different seeds have a known noise; a batch without it was copied or edited",
     hint="run every seed separately, from its own initialisation",
 )
@@ -222,19 +216,49 @@ def scatter(record: Record) -> Iterator[str]:
 )
 def nowhere_else(record: Record) -> Iterator[str]:
     """Compare names, losses, final states, and seeds with source and config. What was merged later is the copy."""
-    neighbours, root = list(runs_of_other_records(record.root)), record.root.resolve()
-    mine = f"{root.parent.name}/{root.name}"
+    root = record.root.resolve()
+    mine, others = f"{root.parent.name}/{root.name}", list(_of_other_records(root))
     for run in record.finished:
-        own = fingerprint(run.raw_lines)
-        if own is None:
-            continue
-        for place, other in neighbours:
-            same = {"name": own.name == other.name, "losses": own.losses is not None and own.losses == other.losses,
-                    "final state": own.state is not None and own.state == other.state,
-                    "seed, source and config": own.seed == other.seed}  # fmt: skip
-            if not any(same.values()):
+        facts = _facts(run)
+        for place, begun, theirs in others:
+            same = [what for what in facts if facts[what] and facts[what] == theirs[what]]
+            if not same:
                 continue
             first = history.added_first(root.parent.parent, (mine, place))
-            if first == mine or (first is None and other.begun_utc > own.begun_utc):
-                continue
-            yield f"{run.folder}: same {next(what for what in same if same[what])} as {other.name} of {place}"
+            if first != mine and (first is not None or begun <= run.begun):
+                yield f"{run.folder}: same {same[0]} as {theirs['name']} of {place}"
+
+
+def _facts(run: Run) -> dict[str, object]:
+    """Return what no two finished runs share; a few losses can be equal by chance."""
+    start, losses = run.start, tuple(step.loss for step in run.steps)
+    return {
+        "name": start.run_id,
+        "seed, source and config": (start.seed, start.source_sha256, start.config_sha256),
+        "list of losses": losses if len(losses) >= _FEWEST else None,
+        "list of times": tuple(round(seconds * 1e9) for seconds in run.step_s),
+        "final state": run.final_hash,
+    }
+
+
+@lru_cache(maxsize=1024)
+def _read(log: Path, _size_bytes: int, _changed_ns: int) -> tuple[datetime, dict[str, object]] | None:
+    """Return when a finished run began, and its facts."""
+    folder = log.parent.name
+    try:
+        run = read_run({f"runs/{folder}/{format.LOG}": log.read_bytes()}, folder)
+    except (OSError, FormatError):
+        return None
+    return (run.begun, _facts(run)) if run.finished else None
+
+
+def _of_other_records(root: Path) -> Iterator[tuple[str, datetime, dict[str, object]]]:
+    """Yield place, beginning and facts of the finished runs of other committed records, if this is a committed one."""
+    if root.parent.parent.name != _COMMITTED:
+        return
+    for log in sorted(root.parent.parent.glob(f"*/*/runs/*/{format.LOG}")):
+        folder = log.parent.parent.parent
+        if folder != root and log.is_file() and not log.is_symlink():
+            stat = log.stat()
+            if found := _read(log, stat.st_size, stat.st_mtime_ns):
+                yield f"{folder.parent.name}/{folder.name}", *found

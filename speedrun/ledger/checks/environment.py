@@ -7,9 +7,10 @@ from statistics import median
 from speedrun.ground import devices, provenance, runlog
 from speedrun.ground.sourcefile import RECIPES
 from speedrun.ledger import format, history
-from speedrun.ledger.checks.table import Skip, check, check_run
+from speedrun.ledger.checks.table import Skip, check, check_run, if_ranked
 from speedrun.ledger.code import is_science
 from speedrun.ledger.record import Record
+from speedrun.ledger.reproduction import SAME_BENCH
 from speedrun.ledger.run import Run
 
 #: XLA flags that change the schedule and not the results, without the leading dashes. What chooses other products or
@@ -32,8 +33,6 @@ _PRECISION = {"JAX_DEFAULT_MATMUL_PRECISION", "NVIDIA_TF32_OVERRIDE"}
 LOCK = re.compile(r"[a-z0-9][a-z0-9.-]{0,60}\.lock")
 #: Packages whose versions a record must name.
 NEEDED = ("python", "jax", "jaxlib", "numpy", "optax")
-#: Smallest share of the record's median benchmark, by platform. Shared CPUs vary more than GPUs.
-SLOW = {"cpu": 0.5, "gpu": 0.85}
 #: Multiple of the fastest known device.
 _BEYOND = 10.0
 #: Smallest share of the vendor's rate: large products reach 0.6 to 0.8.
@@ -73,7 +72,6 @@ def variables(run: Run, _record: Record) -> Iterator[str]:
 @check_run(
     "V403",
     "the packages are those of a lock file",
-    needs=("runs", "track"),
     why="another JAX is another compiler, so nobody can repeat the run without its versions",
     hint="install with scripts/install.sh, which takes all packages from requirements/",
 )
@@ -86,7 +84,7 @@ def packages(run: Run, record: Record) -> Iterator[str]:
     if missing := [name for name in NEEDED if not hw.software.get(name)]:
         yield f"no version of {', '.join(missing)} is recorded"
         return
-    problem, path = "", f"requirements/{hw.lock}"
+    path = f"requirements/{hw.lock}"
     if not LOCK.fullmatch(hw.lock):
         problem = "it names no lock file: none matched the installed packages, or an older version ran"
     else:
@@ -99,9 +97,7 @@ def packages(run: Run, record: Record) -> Iterator[str]:
         problem = (
             f"{path} {hw.lock_sha256[:16]} belongs neither to this version nor to a commit that is known here"
         )
-    if not record.rules.rules.ranked:
-        raise Skip(f"{problem}; this track does not rank")
-    yield problem
+    yield if_ranked(record, problem)
 
 
 def _unlike(software: dict[str, str], lock: str) -> Iterator[str]:
@@ -114,7 +110,6 @@ def _unlike(software: dict[str, str], lock: str) -> Iterator[str]:
 @check_run(
     "V405",
     "no device was throttled",
-    needs=("runs", "track"),
     severity="warning",
     why="a device that is too hot runs slower, so its times say little about the program",
     hint="let the machine cool, check its fans and power supply, and run again",
@@ -123,9 +118,7 @@ def throttling(run: Run, record: Record) -> Iterator[str]:
     """Check the seconds of throttling that the driver counted while the clock ran."""
     throttled_s = run.end.throttled_s
     if throttled_s is None:
-        if not record.rules.rules.ranked:
-            raise Skip("throttling was not measured on this machine")
-        yield "throttling was not measured: no nvidia-smi, or an old driver"
+        yield if_ranked(record, "throttling was not measured: no nvidia-smi, or an old driver")
     elif throttled_s != 0:
         yield f"{throttled_s:.3f} s of {run.train_time_s:.1f} s, summed over devices, were throttled"
 
@@ -133,36 +126,31 @@ def throttling(run: Run, record: Record) -> Iterator[str]:
 @check_run(
     "V406",
     "the code is that of a commit",
-    needs=("runs", "track"),
     why="uncommitted code cannot be looked up, and may change between runs",
     hint="commit, then run; a copy without git cannot make a ranked record",
 )
 def committed(run: Run, record: Record) -> Iterator[str]:
     """Check the run's claim; if its commit is known here, compare the science with it."""
     hw = run.preflight
-    problem = "it is not known whether the code was that of a commit" if hw.dirty is not False else ""
-    if hw.dirty:
-        problem = f"the code differed from commit {hw.commit[:12]}"
-    if problem and not record.rules.rules.ranked:
-        raise Skip(f"{problem}; this track does not rank")
-    if problem:
-        yield problem
-        return
-    if not history.is_commit(hw.commit):
-        yield f"claims commit {hw.commit[:40]!r}; need 40 hex digits"
-        return
-    if record.rules.rules.ranked and history.knows(hw.commit) is False:
-        yield f"commit {hw.commit[:12]} is unknown in this repository; fetch it, or publish it with the record"
-        return
     texts = record.source_files
     theirs = history.files_at(hw.commit, tuple(texts))
-    if theirs is None:
-        raise Skip(f"commit {hw.commit[:12]} is not known here; 'git fetch --unshallow', or fetch its branch")
+    problem = ""
+    if hw.dirty:
+        problem = f"the code differed from commit {hw.commit[:12]}"
+    elif hw.dirty is None or not history.is_commit(hw.commit):
+        problem = f"its commit, {hw.commit[:40]!r}, is not known to hold the code; need 40 hex digits of one that does"
+    elif theirs is None:
+        problem = f"commit {hw.commit[:12]} is not known here; fetch it, or publish it with the record"
+        if not history.is_complete():
+            raise Skip(problem)
+    if theirs is None or problem:
+        yield if_ranked(record, problem)
+        return
     # V503 compares the instruments. Without a rank, a recipe from outside the repository needs no commit.
     science = [path for path in texts if is_science(path) and theirs.get(path) != texts[path].encode()]
     changed = [path for path in science if path in theirs or not path.startswith(f"{RECIPES}/")]
-    if science and not changed and not record.rules.rules.ranked:
-        raise Skip(f"commit {hw.commit[:12]} has no {science[0]}; this track does not rank")
+    if science and not changed:
+        if_ranked(record, f"commit {hw.commit[:12]} has no {science[0]}")
     for path in science:
         yield f"claims commit {hw.commit[:12]}, which has {'another' if path in theirs else 'no'} {path}"
 
@@ -177,23 +165,21 @@ def committed(run: Run, record: Record) -> Iterator[str]:
 def health(record: Record) -> Iterator[str]:
     """Compare both benchmarks of each run with the record's median, and with the vendor's rate if known."""
     rates = {run.folder: run.bench_gflops for run in record.finished}
-    kinds = {(hw.device_kind, hw.num_devices) for hw in (run.preflight for run in record.finished)}
+    kinds = {run.hardware for run in record.finished}
     if len(kinds) != 1:  # V404 reports several
         raise Skip("no run finished" if not kinds else "the runs have different hardware")
-    ((kind, num_devices),) = kinds
+    ((num_devices, kind),) = kinds
     device = devices.named(kind)
     absurd = _BEYOND * max(known.bf16_flops for known in devices.DEVICES.values()) * num_devices / 1e9
     beyond = [folder for folder, (low, high) in rates.items() if not 0 < low <= high <= absurd]
+    for folder in beyond:
+        yield f"{folder}: a bench of {rates[folder][1]:,.0f} Gflop/s, which no device reaches"
     if beyond:
-        yield from (
-            f"{folder}: a bench of {rates[folder][1]:,.0f} Gflop/s, which no device reaches"
-            for folder in beyond
-        )
         return
     if device is None and len(rates) < 2:
         raise Skip(f"one run on a {kind}, whose rate is unknown")
     usual = median(high for _, high in rates.values())
-    slow = SLOW.get(record.lead.preflight.platform, min(SLOW.values()))
+    slow = SAME_BENCH.get(record.lead.preflight.platform, min(SAME_BENCH.values()))
     for folder, (low, high) in rates.items():
         if low < usual * slow:
             yield f"{folder}: the bench reached {low:,.1f} Gflop/s, the median run {usual:,.1f}"

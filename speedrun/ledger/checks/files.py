@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from speedrun.ground import console, runlog
 from speedrun.ledger import archive, format
-from speedrun.ledger.checks.table import check
+from speedrun.ledger.checks.table import Skip, check
 from speedrun.ledger.format import SOURCE
 from speedrun.ledger.record import Record
 from speedrun.ledger.reproduction import runs_problem
@@ -21,7 +21,7 @@ _ACTIVE_SVG = re.compile(
 @check(
     "V001",
     "every file can be read and is well-formed",
-    needs=(),
+    needs_runs=False,
     why="a file without exactly one reading can mean two things to two readers",
     hint="let `speedrun run` write the files, and do not edit them",
 )
@@ -50,12 +50,13 @@ def chain(record: Record) -> Iterator[str]:
 @check(
     "V003",
     "source and programs are those that the runs name",
-    needs=("runs", "source"),
     why="an examiner runs the programs and reviewers read the source, so both must be those that ran",
     hint="restore source.txt and programs-*.xz, which the run wrote before its clock started",
 )
 def hashes(record: Record) -> Iterator[str]:
     """Compare the digests of text and programs."""
+    if SOURCE in record.refused:
+        raise Skip(f"{SOURCE} was not read: see V008")
     try:
         split_source(record.raw.get(SOURCE, b"").decode())
     except ValueError as error:
@@ -126,7 +127,7 @@ def one_story(record: Record) -> Iterator[str]:
 @check(
     "V008",
     "only known, plain, small files",
-    needs=(),
+    needs_runs=False,
     why="strangers read a record, so nothing in it may execute, hide, or be too large to review",
     hint="remove everything that the harness did not write",
 )
@@ -145,7 +146,6 @@ def plain_files(record: Record) -> Iterator[str]:
 @check(
     "V009",
     "a reproduction is of this record, and can be judged",
-    needs=("runs", "track"),
     why="readers must be able to derive its verdict",
     hint="let `speedrun reproduce RECORD --into-record` write reproduction.json, or remove it",
 )

@@ -1,14 +1,16 @@
-"""V501, V503, V505, V506: the source is complete, its harness is unchanged, and the run has the size that it states.
+"""V501, V503, V505 to V507: the source is complete, harness and what the track fixes are unchanged, sizes are right.
 
 The source is parsed and never executed: see `ledger.code`.
 """
 
 from collections.abc import Iterable, Iterator
 from math import prod
+from typing import Any
 
 from speedrun.ground import runlog
+from speedrun.ground.track import Fixed
 from speedrun.ledger import format, history
-from speedrun.ledger.checks.table import Skip, check, check_run
+from speedrun.ledger.checks.table import Skip, check, check_run, if_ranked
 from speedrun.ledger.code import SCIENCE, Names, is_science, read
 from speedrun.ledger.record import Record
 from speedrun.ledger.run import Run
@@ -22,13 +24,12 @@ _PLACES = (
 
 def _need_source(record: Record) -> None:
     if not record.source_files:
-        raise Skip("source.txt cannot be split: see V003")
+        raise Skip("source.txt cannot be read: see V003 and V008")
 
 
 @check(
     "V501",
     "the source can be read, and is complete",
-    needs=("runs", "source"),
     why="others read, replay and fork the source, so all of it must be there",
     hint="let the harness write source.txt from the import statements",
 )
@@ -81,7 +82,6 @@ def _module(path: str) -> str:
 @check(
     "V503",
     "the harness in the source is the harness",
-    needs=("runs", "source", "track"),
     why="records are comparable only with the same clock, data and validation",
     hint="change only the science; propose changes of the harness separately, before the record",
 )
@@ -91,30 +91,34 @@ def harness(record: Record) -> Iterator[str]:
     Where that commit is unknown, tracks that rank refuse files that differ from this version; others skip the check.
     """
     _need_source(record)
-    texts = {path: text for path, text in record.source_files.items() if not is_science(path)}
-    paths = tuple(texts)
-    here = history.files_here(paths)
-    tracks = {f"speedrun/tracks/{record.rules.name}.toml"}  # V501 compares it with the run's digest
-    differ = [path for path in paths if here.get(path) != texts[path].encode() and path not in tracks]
-    strangers = [path for path in differ if not path.startswith("speedrun/")]
-    yield from (f"{path}: not a file of the harness" for path in strangers)
+    rules = f"speedrun/tracks/{record.rules.name}.toml"  # V501 compares it with the run's digest
+    texts = {
+        path: text for path, text in record.source_files.items() if not is_science(path) and path != rules
+    }
+    if strangers := [path for path in texts if not path.startswith("speedrun/")]:
+        yield from (f"{path}: not a file of the harness" for path in strangers)
+        return
     # A commit says nothing about uncommitted code.
-    commits = sorted(
-        {hw.commit * (not hw.dirty) for run in record.finished for hw in run.of(runlog.Preflight)}
-    )
-    known = [files for commit in commits if (files := history.files_at(commit, paths)) is not None]
-    left = [path for path in differ if path not in strangers]
-    if known and len(known) == len(commits):
-        for path in left:
-            if any(files.get(path) != texts[path].encode() for files in known):
-                yield f"{path} differs from commit {', '.join(commit[:12] for commit in commits)}"
-    elif left and record.rules.rules.ranked:
-        yield f"not of this version, and the run's commit is not known here: {_some(left)}"
-    elif left and not strangers:
-        raise Skip(
-            f"{len(left)} of {len(paths)} files are not of this version, and the run's commit is not known here: "
-            f"{_some(left)}"
+    commits = {hw.commit * (not hw.dirty) for run in record.finished for hw in run.of(runlog.Preflight)} or {
+        ""
+    }
+    differ = _of_no_version(texts, commits)
+    if differ and any(history.files_at(commit, ()) is None for commit in commits):
+        yield if_ranked(
+            record, f"not of this version, and the run's commit is not known here: {_some(differ)}"
         )
+        return
+    yield from (
+        f"{path} differs from commit {', '.join(sorted(one[:12] for one in commits))}" for path in differ
+    )
+
+
+def _of_no_version(texts: dict[str, str], commits: set[str]) -> list[str]:
+    """Return the files that are neither of this version nor of each of some commits."""
+    here = history.files_here(texts)
+    differ = tuple(path for path, text in texts.items() if here.get(path) != text.encode())
+    known = [history.files_at(commit, differ) or {} for commit in commits]
+    return [path for path in differ if any(files.get(path) != texts[path].encode() for files in known)]
 
 
 def _some(paths: list[str]) -> str:
@@ -125,7 +129,6 @@ def _some(paths: list[str]) -> str:
 @check_run(
     "V505",
     "the state holds parameters and optimiser state only",
-    needs=("runs", "track"),
     why="a table that is no parameter can memorise the training text without being counted",
     hint="make it a parameter, or run on a track that permits a larger state",
 )
@@ -157,7 +160,6 @@ _FEWEST_BYTES = 2
 @check_run(
     "V506",
     "the number of parameters is right",
-    needs=("runs", "track"),
     why="models are compared by size, and the flops that V209 checks follow from it",
     hint="let the harness sum the shapes that the recipe's table declares",
 )
@@ -179,3 +181,80 @@ def parameters(run: Run, record: Record) -> Iterator[str]:
     multiplied = sum(prod(shape) for shape in plan.shapes.values() if len(shape) > 1 and max(shape) < vocab)
     if plan.flops_per_token < 3 * multiplied:
         yield f"{plan.flops_per_token:,.0f} flops a token; {multiplied:,} parameters in matrices take 6 each"
+
+
+#: Fields of a described recipe that no track fixes.
+FREE = ("kind", "name", "summary", "parent", "revision", "optimizer", "schedule")
+#: Folders of science that such a record may change. No other science imports from them, which a test enforces.
+FREE_FOLDERS = ("speedrun/science/optim/", "speedrun/science/recipes/")
+
+
+@check(
+    "V507",
+    "what the track fixes is the track's",
+    why="with another model, loss or batch, the number of steps says nothing about the optimiser",
+    hint="change the optimizer, the schedule and the numbers of steps; all else comes from the track's recipe",
+)
+def fixed(record: Record) -> Iterator[str]:
+    """Compare the config, the inputs of the model, and all science but optimisers and recipes, with the track's."""
+    rules = record.rules.fixed
+    if rules is None:
+        return
+    for run in record.runs:
+        problems = (*_settings(run, rules), *_inputs(run, rules))
+        yield from (f"{run.folder}: {problem}" for problem in problems)
+    yield from _code(record)
+
+
+def _settings(run: Run, rules: Fixed) -> Iterator[str]:
+    """Compare the described recipe with the track's, apart from what is free."""
+    found = {
+        name: value
+        for name, value in leaves(run.start.config.get("recipe")).items()
+        if name.partition(".")[0] not in FREE
+    }
+    wanted = leaves(rules.recipe)
+    for name in sorted({*found, *wanted}):
+        if found.get(name) != wanted.get(name):
+            yield f"{name} is {found.get(name)!r}, the track has {wanted.get(name)!r}"
+
+
+def leaves(tree: Any) -> dict[str, Any]:
+    """Return the values in a JSON tree by dotted name, without nulls and numbers of steps."""
+    found: dict[str, Any] = {}
+    left = [("", tree)]
+    while left:
+        name, node = left.pop()
+        match node:
+            case dict() | list():
+                parts = node.items() if isinstance(node, dict) else enumerate(node)
+                left += [(f"{name}.{key}" if name else str(key), part) for key, part in parts]
+            case value if value is not None and name.rpartition(".")[2] != "num_steps":
+                found[name] = value
+    return found
+
+
+def _inputs(run: Run, rules: Fixed) -> Iterator[str]:
+    """Compare the size of each batch, and the inputs that the model reads, with the track's at the same progress."""
+    sizes = {stage["num_sequences"] * stage["seq_len"] for stage in rules.recipe["stages"]}
+    for step in run.steps:
+        wanted = rules.inputs_at(step.step, run.start.num_steps)
+        found = {name: step.inputs.get(name) for name in wanted}
+        if found != wanted:
+            yield f"step {step.step}: the inputs of the model are {found}, the track has {wanted}"
+            return
+        if step.batch_tokens not in sizes:
+            yield f"step {step.step}: a batch of {step.batch_tokens:,} tokens, the track has {sorted(sizes)}"
+            return
+
+
+def _code(record: Record) -> Iterator[str]:
+    """Compare the fixed science with this version, and with the one that each run's commit is based on."""
+    texts = {
+        path: text
+        for path, text in record.source_files.items()
+        if is_science(path) and not path.startswith(FREE_FOLDERS)
+    }
+    bases = {history.base(hw.commit) for run in record.runs for hw in run.of(runlog.Preflight)} or {""}
+    for path in _of_no_version(texts, bases):
+        yield f"{path} is neither of this version nor of one that is known here"

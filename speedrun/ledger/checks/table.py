@@ -8,11 +8,17 @@ from speedrun.ledger.record import Record
 from speedrun.ledger.run import Run
 
 Severity = Literal["error", "error if ranked", "warning"]
-Need = Literal["runs", "source", "track"]
 
 
 class Skip(Exception):
     """Raised by a check that does not apply to this record; carries the reason."""
+
+
+def if_ranked(record: Record, problem: str) -> str:
+    """Return a problem of a record on a track that ranks; raise Skip on any other track."""
+    if not record.rules.rules.ranked:
+        raise Skip(f"{problem}; this track does not rank")
+    return problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +29,7 @@ class Check:
     title: str  #: what holds for a good record
     why: str  #: why it matters
     hint: str  #: what to do if it does not hold
-    needs: tuple[Need, ...] = ("runs",)  #: parts of the record that must be readable
+    needs_runs: bool = True  #: skipped where a run cannot be read
     severity: Severity = "error"
     find: Callable[[Record], Iterable[str]]  #: one line for each problem
 
@@ -33,7 +39,7 @@ class Texts(TypedDict):
 
     why: str
     hint: str
-    needs: NotRequired[tuple[Need, ...]]
+    needs_runs: NotRequired[bool]
     severity: NotRequired[Severity]
 
 

@@ -5,7 +5,7 @@ from fnmatch import fnmatchcase
 from itertools import pairwise
 
 from speedrun.ground import runlog
-from speedrun.ledger.checks.fixed import leaves
+from speedrun.ledger.checks.source import leaves
 from speedrun.ledger.checks.table import Skip, check, check_run
 from speedrun.ledger.record import Record
 from speedrun.ledger.run import Run
@@ -14,7 +14,6 @@ from speedrun.ledger.run import Run
 @check(
     "V101",
     "shards are the track's own",
-    needs=("runs", "track"),
     why="the same loss on other text is another result",
     hint="get the shards the track names, check them with `speedrun data verify --full`, and run again",
 )
@@ -32,7 +31,6 @@ def shard_hashes(record: Record) -> Iterator[str]:
 @check_run(
     "V102",
     "tokens are read from the first one on, by shard and name",
-    needs=("runs", "track"),
     why="choosing the order of the data influences the loss",
     hint="keep all shards of the track in the folder, under their own names, and run again",
 )
@@ -67,7 +65,6 @@ def shard_order(run: Run, record: Record) -> Iterator[str]:
 @check_run(
     "V103",
     "no training on the validation shard",
-    needs=("runs", "track"),
     why="a model that has seen the scored tokens may have memorised them",
     hint="take the shard out of the training data, discard the run, and run again",
 )
@@ -133,7 +130,6 @@ def _num_inputs(shard: runlog.ShardRange) -> int:
 @check_run(
     "V105",
     "exactly the declared tokens are scored",
-    needs=("runs", "track"),
     why="losses compare only over the same tokens, and over fewer tokens luck matters more",
     hint="score the size the track declares, from the start of its first validation shard",
 )
