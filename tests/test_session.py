@@ -13,8 +13,6 @@ from click.testing import CliRunner
 from speedrun import cli
 from speedrun.bench import rival, session
 from speedrun.bench.session import FULL, TINY, Part, Result, parts
-from speedrun.doctor import cuda
-from speedrun.ground import provenance
 from speedrun.ground.errors import SpeedrunError, UsageError
 from speedrun.science.recipes import record21
 
@@ -28,7 +26,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., d
     env = {**os.environ, "SLEEPER": str(tmp_path / "sleeper")}
 
     def run(*asked: Part, most_s: float = 60.0) -> dict[str, Result]:
-        return {one.name: one for one in session.run(asked, tmp_path / "out", ["one GPU"], env, most_s)}
+        return {one.name: one for one in session.run(asked, tmp_path / "out", env, most_s)}
 
     return run
 
@@ -47,12 +45,11 @@ def is_gone(sleeper: Path) -> bool:
 
 
 ENDS = {
-    "well": ("echo '{\"mean_ms\": 812.25, \"mfu\": null}'", "ok", ""),
-    "rows": ("echo '[{\"name\": \"ours\", \"median_ms\": 2.5}]'", "ok", ""),
-    "no": ("echo '{\"ready\": false}'; exit 1", "ok", "exit code 1 "),
-    "refuse": ("echo '{\"error\": \"nothing to measure\"}'; exit 2", "refused", "nothing to measure"),
-    "fail": ("echo '{\"error\": \"no such shard\"}'; exit 3", "failed", "no such shard"),
-    "unsure": ("echo '{\"error\": \"it was not to be\"}'", "failed", "it was not to be"),
+    "well": ("echo '{\"mean_ms\": 812.25, \"mfu\": null}'", "ok", "mean_ms 812.25"),
+    "rows": ("echo '[{\"name\": \"ours\", \"median_ms\": 2.5}]'", "ok", "ours 2.5"),
+    "no": ("echo '{\"ready\": false}'; exit 1", "ok", ""),
+    "refuse": ("echo '{\"error\": \"no GPU\", \"exit_code\": 2}'; exit 2", "refused", "no GPU"),
+    "fail": ("echo '{\"error\": \"no such shard\", \"exit_code\": 3}'; exit 3", "failed", "no such shard"),
     "crash": ("echo some; echo RuntimeError: CUDA error >&2; exit 1", "failed", "said last: RuntimeError: CUDA error"),
     "silent": ("true", "failed", "exit code 0 (done); it said last: nothing"),
     "die": ("echo the kernel of death >&2; kill -SEGV $$", "failed", "(signal 11); it said last: the kernel of death"),
@@ -66,17 +63,13 @@ def test_each_end_of_a_part_is_told_and_the_others_go_on(measured, tmp_path):
     ]
     found = measured(*asked)
     assert list(found) == [*reversed(ENDS)]
-    for name, (_, status, reason) in ENDS.items():
-        assert found[name].status == status, name
-        assert reason in found[name].reason, name
+    for name, (_, status, said) in ENDS.items():
+        assert (found[name].status, said in str(found[name])) == (status, True), name
     assert is_gone(tmp_path / "sleeper"), "what a part started ends with it"
     assert session.results(tmp_path / "out") == found
     session.report([*asked, part("never")], tmp_path / "out")
     text = (tmp_path / "out" / "summary.md").read_text()
-    assert "- one GPU\n" in text
-    assert re.search(r"ok +well +[0-9.]+ s  mean_ms 812.25\n", text)
-    assert re.search(r"ok +rows +[0-9.]+ s  ours 2.5\n", text)
-    assert re.search(r"failed +silent .*nothing\n", text)
+    assert all(f"    {one}\n" in text for one in found.values())
     assert "Not run: never." in text
 
 
@@ -114,24 +107,9 @@ def test_the_windows_that_are_timed_are_those_of_the_schedule():
         assert f"w{int(record21.RECIPE.inputs_at(step)['window_blocks'])}" == name
 
 
-@pytest.mark.parametrize(
-    "answer", ["exit 9", "exit 0", "echo 'NVIDIA H200, 470.82.01, 143771, 16, 16, Disabled'"]
-)
-def test_a_machine_that_cannot_measure_is_a_line(answer, tmp_path, monkeypatch):
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text(f"#!/bin/sh\n{answer}\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(provenance, "installed", dict)
-    done = CliRunner().invoke(cli.command, ["bench", "all", "--out", str(tmp_path / "out")])
-    assert (done.exit_code, len(done.stderr.splitlines())) == (2, 1)
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.fixture
 def bench_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., click.testing.Result]:
     """Calls the command with parts that run one line of shell."""
-    monkeypatch.setattr(cuda, "described", lambda: ["a GPU, driver 580"])
     monkeypatch.setattr(session, "imitated", lambda folder: folder)
 
     def run(line: str, *words: str) -> click.testing.Result:
@@ -145,8 +123,7 @@ def bench_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 def test_a_gpu_that_jax_cannot_use_ends_the_session_at_once(bench_all, tmp_path):
     done = bench_all("echo CUDA_ERROR_SYSTEM_NOT_READY >&2; exit 1")
     assert done.exit_code == 2
-    assert "error: JAX cannot use this GPU: exit code 1 " in done.stderr
-    assert "said last: CUDA_ERROR_SYSTEM_NOT_READY; see " in done.stderr
+    assert "said last: CUDA_ERROR_SYSTEM_NOT_READY; " in done.stderr
     assert list(session.results(tmp_path / "out")) == ["target"]
     assert "Not run: step-triton-w1, " in (tmp_path / "out" / "summary.md").read_text()
 
@@ -234,11 +211,10 @@ def test_the_rehearsal_gives_figures_without_a_network(tmp_path):
     done = subprocess.run(["unshare", "-n", script, *words], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     found = session.results(out)
-    wrong = {
-        name: one.reason
+    wrong = [
+        str(one)
         for name, one in found.items()
         if one.status != ("refused" if re.fullmatch(REFUSED, name) else "ok")
-        or not (one.figures or one.reason)
-    }
-    assert wrong == {}
+    ]
+    assert not wrong
     assert "Not run: none" in (out / "summary.md").read_text()

@@ -1,9 +1,10 @@
-"""All that is measured on a GPU: commands of `speedrun`, one process after the other, in slices of time.
+"""All that is measured on a GPU: commands of `speedrun`, one process after the other, each with a limit of time.
 
-    OUT/parts/<name>.json    how a part ended, and its figures; beside it what it printed and the files that it made
-    OUT/summary.md           a table of all parts
+    OUT/parts/<name>.json    what a part printed, or why it printed nothing; beside it the files that it made
+    OUT/parts/<name>.err     what it said meanwhile
+    OUT/summary.md           a line for each part
 
-A part with a result does not run again. Its own limit is a result, the end of a slice is none.
+A part with a result does not run again. Its own limit is a result, the end of a slice of time is none.
 """
 
 import os
@@ -16,19 +17,18 @@ from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from subprocess import DEVNULL, Popen, TimeoutExpired
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from speedrun.data import imitation
 from speedrun.ground import track as tracks
-from speedrun.ground.clock import Stopwatch, now
-from speedrun.ground.errors import SpeedrunError, UsageError, translate_os_errors, unknown
+from speedrun.ground.clock import Stopwatch
+from speedrun.ground.errors import UsageError, translate_os_errors, unknown
 from speedrun.ground.exit_codes import meaning
 from speedrun.ground.wholefile import write_whole
 
 COMMAND = (sys.executable, "-m", "speedrun")
-Status = Literal["ok", "refused", "failed"]
 
 
 class Part(NamedTuple):
@@ -39,26 +39,31 @@ class Part(NamedTuple):
     limit_s: float
 
 
-class Result(msgspec.Struct, frozen=True):
-    """How a part ended."""
+class Result(NamedTuple):
+    """What a part printed: figures, or an object with `error` and `exit_code`, as all commands do."""
 
     name: str
-    argv: tuple[str, ...]
-    status: Status
-    reason: str  #: one line; empty if all is well
-    seconds: float
-    ended_utc: str
-    machine: list[str]
-    figures: Any  #: what the part printed; None if that is no JSON
+    figures: Any
+
+    @property
+    def status(self) -> str:
+        """`ok`; `refused` for what this machine cannot do; else `failed`."""
+        if not self.error:
+            return "ok"
+        return "refused" if self.figures.get("exit_code") == UsageError.exit_code else "failed"
+
+    @property
+    def error(self) -> str:
+        """Why there are no figures; empty if there are some."""
+        return self.figures.get("error", "") if isinstance(self.figures, dict) else ""
 
     def __str__(self) -> str:
         """A line: how it ended, and the few figures that matter most, or the reason for none."""
-        facts = self.figures if self.status == "ok" and isinstance(self.figures, dict) else {}
+        facts = self.figures if isinstance(self.figures, dict) else {"timings": self.figures}
         gist = {key: facts[key] for key in _GIST if facts.get(key) is not None}
-        rows = self.figures if isinstance(self.figures, list) else facts.get("timings", ())
-        gist |= {timed["name"]: timed["median_ms"] for timed in rows}
+        gist |= {timed["name"]: timed["median_ms"] for timed in facts.get("timings", ())}
         said = ", ".join(f"{key} {value:.5g}" for key, value in gist.items())
-        return f"{self.status:<8} {self.name:<32} {self.seconds:6.1f} s  {said or self.reason}"
+        return f"{self.status:<8} {self.name:<32} {said or self.error}"
 
 
 _GIST = ("mean_ms", "step_ms", "mfu", "peak_bytes", "ratio")
@@ -129,8 +134,8 @@ def results(out: Path) -> dict[str, Result]:
     """Return the results in a folder, by name of the part."""
     found: dict[str, Result] = {}
     for path in out.glob("parts/*.json"):
-        with suppress(msgspec.DecodeError):  # another version wrote it: the part runs again
-            found[path.stem] = msgspec.json.decode(path.read_bytes(), type=Result)
+        with suppress(msgspec.DecodeError):  # it was cut off: the part runs again
+            found[path.stem] = Result(path.stem, msgspec.json.decode(path.read_bytes()))
     return found
 
 
@@ -143,33 +148,33 @@ def chosen(parts: Sequence[Part], names: str | None, out: Path) -> list[Part]:
     return [part for part in parts if part.name in asked]
 
 
-def run(
-    parts: Sequence[Part], out: Path, machine: list[str], env: dict[str, str], most_s: float
-) -> Iterator[Result]:
-    """Run parts in order; yield each result once it is on disk. `machine`, in lines, becomes part of it.
+def run(parts: Sequence[Part], out: Path, env: dict[str, str], most_s: float) -> Iterator[Result]:
+    """Run parts in order; yield each result once it is on disk.
 
     After `most_s` seconds the running part is cut, and later ones do not run.
     """
     with translate_os_errors(out):
         (out / "parts").mkdir(parents=True, exist_ok=True)
-    slice_watch = Stopwatch()
+    watch = Stopwatch()
     for part in parts:
-        left_s, watch = most_s - slice_watch.seconds, Stopwatch()
-        code = _end(part, out / "parts", env, min(part.limit_s, left_s)) if left_s > 0 else None
+        path = out / "parts" / f"{part.name}.json"
+        left_s = most_s - watch.seconds
+        code = _end(part, path, env, min(part.limit_s, left_s)) if left_s > 0 else None
         if code is None and left_s < part.limit_s:
+            path.unlink(missing_ok=True)
             return
-        status, reason, figures = _verdict(out / "parts" / part.name, code)
-        seconds, ended_utc = round(watch.seconds, 1), now().utc
-        result = Result(part.name, part.argv, status, reason, seconds, ended_utc, machine, figures)
-        write_whole(out / "parts" / f"{part.name}.json", msgspec.json.encode(result))
-        yield result
+        if part.name not in results(out):
+            last = path.with_suffix(".err").read_text(errors="replace").strip().rpartition("\n")[2]
+            how = "beyond its limit" if code is None else meaning(code)
+            error = f"{how}; it said last: {last[:300] or 'nothing'}"
+            write_whole(path, msgspec.json.encode({"error": error, "exit_code": code}))
+        yield results(out)[part.name]
 
 
-def _end(part: Part, folder: Path, env: dict[str, str], limit_s: float) -> int | None:
-    """Run a part; return its exit code, None if the limit ended it, with all that it started."""
-    (folder / f"{part.name}.json").unlink(missing_ok=True)
-    shutil.rmtree(folder / part.name, ignore_errors=True)  # what an earlier try made
-    said, errors = (folder / f"{part.name}.{kind}" for kind in ("out", "err"))
+def _end(part: Part, path: Path, env: dict[str, str], limit_s: float) -> int | None:
+    """Run a part, printing into `path`; return its exit code, None if the limit ended it and all that it started."""
+    shutil.rmtree(path.with_suffix(""), ignore_errors=True)  # what an earlier try made
+    said, errors = path, path.with_suffix(".err")
     with said.open("wb") as stdout, errors.open("wb") as stderr:
         argv = [*COMMAND, *part.argv]
         process = Popen(argv, env=env, stdin=DEVNULL, stdout=stdout, stderr=stderr, process_group=0)
@@ -183,26 +188,10 @@ def _end(part: Part, folder: Path, env: dict[str, str], limit_s: float) -> int |
             process.wait(20)  # one that a driver holds may not die; the next part goes on
 
 
-def _verdict(stem: Path, code: int | None) -> tuple[Status, str, Any]:
-    """Return status, reason and figures of a part, by its exit code and what it printed."""
-    figures = None
-    with suppress(msgspec.DecodeError):
-        figures = msgspec.json.decode(stem.with_name(f"{stem.name}.out").read_bytes())
-    error = figures.get("error") if isinstance(figures, dict) else None
-    if code in (0, SpeedrunError.exit_code) and figures is not None and not error:
-        return "ok", meaning(code) if code else "", figures
-    errors = stem.with_name(f"{stem.name}.err").read_text(errors="replace")
-    last = errors.strip().rpartition("\n")[2][:300] or "nothing"
-    how = "beyond its limit" if code is None else meaning(code)
-    status: Status = "refused" if code == UsageError.exit_code else "failed"
-    return status, str(error or f"{how}; it said last: {last}"), figures
-
-
 def report(parts: Sequence[Part], out: Path) -> None:
-    """Write a table of all parts."""
+    """Write a line for each part, and name those without a result."""
     found = results(out)
-    done = [found[part.name] for part in parts if part.name in found]
+    lines = [f"    {found[part.name]}" for part in parts if part.name in found]
     missing = [part.name for part in parts if part.name not in found]
-    lines = [f"- {line}" for line in dict.fromkeys(line for one in done for line in one.machine)]
-    lines += ["", *(f"    {one}" for one in done), "", f"Not run: {', '.join(missing) or 'none'}.", ""]
-    write_whole(out / "summary.md", "\n".join(["# What this machine measured", "", *lines]).encode())
+    text = ["# What this machine measured", "", *lines, "", f"Not run: {', '.join(missing) or 'none'}.", ""]
+    write_whole(out / "summary.md", "\n".join(text).encode())

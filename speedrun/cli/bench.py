@@ -2,7 +2,6 @@
 
 import os
 from contextlib import nullcontext
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,9 +27,7 @@ from speedrun.cli.options import (
     recipe_option,
     settings_option,
 )
-from speedrun.doctor import cuda
 from speedrun.ground import signals
-from speedrun.ground.clock import now
 from speedrun.ground.errors import SpeedrunError, UsageError
 
 if TYPE_CHECKING:
@@ -259,7 +256,7 @@ def rival(
     of=command,
     name="all",
 )
-@option("--out DIR", FOLDER, "Default: docs/benchmarks/<date>-<gpu>.")
+@option("--out DIR", FOLDER, "Where results are kept.", Path("measured"))
 @option("--parts NAME,...", str, "Run only these, also again. Default: all without a result.", name="names")
 @option("--minutes N", Number(0), "For all parts together.", 30)
 @option("--shards DIR", FOLDER, "Real tokens. Default: imitated, as long as FineWeb's.")
@@ -267,7 +264,7 @@ def rival(
 @flag("--rehearse", "Run the same parts tiny on the CPU, in a few minutes.")
 def everything(
     *,
-    out: Path | None,
+    out: Path,
     names: str | None,
     minutes: float,
     shards: Path | None,
@@ -278,19 +275,14 @@ def everything(
 
     Parts of an earlier slice keep their results. Exits with 1 if a part failed in this one.
     """
-    machine = ["rehearsal on a CPU: no figure here says anything of a GPU"] if rehearse else cuda.described()
     if program is not None:
         rivals.executable(program)
-    kind = "rehearsal" if rehearse else machine[0].partition(",")[0].replace(" ", "-")
-    out = (out or Path("docs", "benchmarks", f"{now().utc[:10]}-{kind}")).absolute()
-    tokens = shards.absolute() if shards else session.imitated(_WORK.absolute() / "tokens")
+    out, tokens = out.absolute(), shards or session.imitated(_WORK / "tokens")
     size = session.TINY if rehearse else session.FULL
-    parts = session.parts(size, out, tokens, program and program.absolute())
+    parts = session.parts(size, out, tokens.absolute(), program and program.absolute())
     wanted, first = session.chosen(parts, names, out), parts[0]
     if not rehearse:  # it starts CUDA: where it fails, all others would
         wanted = [first, *(part for part in wanted if part != first)]
-    machine += [", ".join(f"{name} {metadata.version(name)}" for name in ("jax", "jaxlib", "numpy", "optax"))]
-    machine += [f"tokens: {shards or 'synthetic, with the document lengths of FineWeb'}"]
     env = {
         "JAX_COMPILATION_CACHE_DIR": str((_WORK / "programs").absolute()),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -299,14 +291,12 @@ def everything(
     }
     ended = list[session.Result]()
     with signals.handled_by(signals.stop):
-        for result in session.run(wanted, out, machine, env, 60 * minutes):
+        for result in session.run(wanted, out, env, 60 * minutes):
             ended.append(result)
             click.echo(result)
             session.report(parts, out)
-            if not rehearse and result.name == first.name and result.status != "ok":
-                raise UsageError(
-                    f"JAX cannot use this GPU: {result.reason}; see {out}/parts/{first.name}.err"
-                )
+            if not rehearse and result.name == first.name and result.error:
+                raise UsageError(f"JAX cannot use this GPU: {result.error}; 'speedrun doctor' may know why")
     if late := [part.name for part in wanted[len(ended) :]]:
         click.echo(f"time is up before {', '.join(late)}; the same command continues there")
     click.echo(f"summary in {out}/summary.md")
