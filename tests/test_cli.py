@@ -22,7 +22,7 @@ from speedrun.ground.exit_codes import EXIT_CODES
 from speedrun.ground.sourcefile import RECIPES_VARIABLE
 from speedrun.science import recipes
 
-HEAVY = ("jax", "numpy", "msgspec", "rich", "optax", "matplotlib")
+HEAVY = ("jax", "numpy", "msgspec", "optax", "matplotlib")
 
 
 def invoke(*args: str) -> Result:
