@@ -33,12 +33,10 @@ def docker(tmp_path, monkeypatch):
 printf '%s\\0' "$@" >>{log}; printf '\\n' >>{log}
 case "$1 $2" in
   "image inspect")
-    [[ -e {images}.down ]] && echo "Cannot connect to the Docker daemon" >&2 && exit 1
     if grep -qxF -- "${{@: -1}}" {images}; then echo {IMAGE}; exit; fi
     echo "Error: No such image: ${{@: -1}}" >&2 && exit 1 ;;
   "pull --") grep -qxF -- "published $3" {images}; exit ;;
   "build "*) echo speedrun:cpu >>{images} ;;
-  "run "*) [[ -e {images}.broken ]] && exit 125 ;;
 esac
 exit 0
 """
@@ -142,15 +140,6 @@ def test_a_local_image_is_built_where_the_record_names_none(docker, tmp_path):
     assert build == ["build", "--target", "cpu", "--tag", "speedrun:cpu", str(ROOT)]
 
 
-def test_a_container_that_does_not_start_is_told(docker, tmp_path):
-    docker("speedrun:cpu")
-    (tmp_path / "images.broken").write_text("")
-    done = command("speedrun", "reproduce", f"{ROOT}/{COMMITTED}", "--docker", "--out", str(tmp_path / "out"))
-    assert (done.returncode, "the container ended with exit code 125" in done.stderr) == (1, True), (
-        done.stderr
-    )
-
-
 @pytest.fixture
 def made_in(tmp_path, monkeypatch):
     """The words of `docker run` for a record that was made in an image; the error where there are none."""
@@ -176,33 +165,16 @@ def made_in(tmp_path, monkeypatch):
 
 def test_the_image_of_the_record_is_the_one(docker, made_in, capfd):
     docker("speedrun:cpu")
-    assert made_in(None) == "speedrun:cpu"
-    assert made_in(IMAGE) == (
-        f"error: image {IMAGE} is not here and cannot be pulled; "
-        "'docker load' it, or name another: --image speedrun:cpu"
-    )
-    assert made_in(IMAGE, "speedrun:cpu") == "speedrun:cpu"
+    published = f"example.org/speedrun@{IMAGE}"
+    assert made_in(None) == made_in(IMAGE, "speedrun:cpu") == "speedrun:cpu"
     assert not capfd.readouterr().err
+    for absent in ((IMAGE,), (published,), (None, "mine")):
+        assert made_in(*absent).startswith("error: ")
     docker(IMAGE)
     assert made_in(IMAGE) == IMAGE
-    assert (
-        "so the verdict is its author's word; --image speedrun:cpu asks one of yours"
-        in capfd.readouterr().err
-    )
-    published = f"example.org/speedrun@{IMAGE}"
-    assert "cannot be pulled" in made_in(published)
+    assert "so the verdict is its author's word" in capfd.readouterr().err
     docker(f"published {published}")
     assert made_in(published) == published
-    assert "image mine is not here" in made_in(None, "mine")
-
-
-def test_an_engine_that_does_not_answer_is_one_line(docker, made_in, tmp_path, monkeypatch):
-    (tmp_path / "images.down").write_text("")
-    assert made_in(None) == (
-        "error: docker says: Cannot connect to the Docker daemon; start its engine, or leave --docker out"
-    )
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert "there is no docker on the PATH" in made_in(None)
 
 
 @pytest.mark.parametrize("named", [IMAGE, f"example.org/a/b@{IMAGE}"])
