@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# Runs `speedrun bench all`, everything to be measured on a GPU, in half an hour. The GPU machine needs no network:
-# missing packages are brought along.
+# Measures everything that needs a GPU, in half an hour: commands of `speedrun`, one after the other, each with a limit of
+# time. The GPU machine needs no network: missing packages are brought along.
 #
 #   scripts/measure_gpu.sh --wheels DIR                  with a network: fetches missing packages, about 4 MiB
 #   scripts/measure_gpu.sh [--from DIR] [OPTIONS]        on the GPU machine: installs them into .gpu/packages, measures
-#   scripts/measure_gpu.sh [--from DIR] --rehearse       the same parts tiny on a CPU, in a few minutes
 #
-#   --out DIR             results; default docs/benchmarks/<date>-<gpu>. Earlier results stay
-#   --minutes N           time limit of this slice; the same command continues with the parts that have no result
+#   --rehearse            the same parts tiny on a CPU, in a few minutes
+#   --out DIR             default ./measured: NAME.json is what a part printed, NAME.err what it said, summary.txt one
+#                         line for each. A part that has ended does not run again; the end of a slice is no end of a part
+#   --minutes N           time limit of this slice; the same command continues with what is missing
 #   --parts NAME,...      only these, also again; a wrong name lists them all
 #   --shards DIR          3 million real tokens (*_train_*.bin) and 131,073 to score (*_val_*.bin), in llm.c's format;
 #                         default: synthetic ids with the document lengths of FineWeb
@@ -17,30 +18,148 @@
 #   SPEEDRUN_PYTHON       the Python with JAX for CUDA; default python3. Nothing is installed into it
 #   SPEEDRUN_WHEELS       the same as --from
 #
-# Compiled programs stay in .gpu for the next try. Exits with 1 if a part gave no figures; the summary says why. Whether the
-# kernels are right is a test: SPEEDRUN_TEST_PLATFORM=gpu pytest tests/test_gpu.py
+# Compiled programs stay in .gpu for the next try. Exits with 1 if a part gave no figures, with 2 if JAX cannot use the GPU.
+# Whether the kernels are right is a test: SPEEDRUN_TEST_PLATFORM=gpu pytest tests/test_gpu.py
 set -euo pipefail
 # shellcheck source=/dev/null
 source "$(dirname "${BASH_SOURCE[0]}")/help.sh" "$@"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-
 python=${SPEEDRUN_PYTHON:-python3}
-wheels=${SPEEDRUN_WHEELS:-}
-case ${1:-} in
-  --wheels)
-    (($# == 2)) || { echo "measure_gpu: --wheels needs a folder, and nothing else" >&2; exit 2; }
-    exec "$python" scripts/gpu_wheels.py pack "$2"
-    ;;
-  --from)
-    (($# >= 2)) || { echo "measure_gpu: --from needs the folder that --wheels filled" >&2; exit 2; }
-    wheels=$2
-    shift 2
-    ;;
-esac
-if [[ -n $wheels ]]; then "$python" scripts/gpu_wheels.py install "$wheels" .gpu/packages; fi
-export PYTHONPATH="$PWD:$PWD/.gpu/packages${PYTHONPATH:+:$PYTHONPATH}"
-if ! missing=$("$python" -c 'import click, flatbuffers, jax, msgspec, optax' 2>&1); then
-  echo "measure_gpu: $python lacks a package (${missing##*$'\n'}); need --from DIR with the wheels of --wheels" >&2
+
+die() {
+  echo "measure_gpu: $*" >&2
   exit 2
-fi
-exec "$python" -m speedrun bench all "$@"
+}
+
+# Fetches what Python 3.12 with JAX for CUDA 13 lacks on Linux x86-64, by the digests of the lock files. Of FlashAttention
+# only version 3 is kept, which is called: the whole wheel has 74 MiB.
+fetch() {
+  "$python" -m pip download --quiet --no-deps --require-hashes --only-binary=:all: --python-version=3.12 \
+    --implementation=cp --platform=manylinux_2_28_x86_64 --platform=manylinux2014_x86_64 --dest "$1" \
+    --requirement <(sed -n '/^\(flatbuffers\|msgspec\)==/,/[^\\]$/p' requirements/run.lock) \
+    --requirement requirements/attention-cuda13.lock
+  "$python" - "$1"/dew_flash_attn*.whl <<'END'
+import sys, zipfile
+with zipfile.ZipFile(sys.argv[1]) as wheel:
+    kept = {name: wheel.read(name) for name in wheel.namelist() if "attn3.so" in name or ".dist-info/" in name}
+with zipfile.ZipFile(sys.argv[1], "w", zipfile.ZIP_DEFLATED, compresslevel=9) as wheel:
+    for name, raw in kept.items():
+        wheel.writestr(name, raw)
+END
+}
+
+# Calls a function with name, limit in seconds and words of each part, most important first. w1, w7 and w14 are windows of
+# attention, by a step of the schedule that has them.
+each() {
+  local step=(--recipe record21 --devices 1) one=(--microbatches 1 --set stages.0.num_sequences=1) steps=60
+  local heads=(--tokens 49152 --heads 6 --dim 128) head=(--tokens 49152 --dim 768) text form w blocks
+  local -A first=([w1]=0 [w7]=787 [w14]=1769)
+  text=("${step[@]}" "${one[@]}" --set eval_seq_len=16384)
+  if [[ -n $rehearse ]]; then
+    step=(--recipe smoke --devices 1 --set stages.0.seq_len=64) steps=6
+    heads=(--tokens 512 --heads 2 --dim 16) head=(--tokens 64 --dim 32 --vocab 512)
+    first=([w1]=0 [w7]=100 [w14]=279)
+    text=(--recipe webmini --devices 1 "${one[@]}" --set config.model_dim=32 --set config.num_heads=2
+      --set config.head_dim=16 --set config.mlp_dim=64)
+  fi
+  "$1" target 120 bench target
+  for form in triton flash3 banded; do for w in w1 w7 w14; do
+    "$1" "step-$form-$w" 300 bench step "${step[@]}" --steps 5 --attention $form --first-step "${first[$w]}"
+  done; done
+  for form in triton flash3; do for w in w1 w14; do # one sequence, the share of one of eight GPUs
+    "$1" "rank-$form-$w" 300 bench step "${step[@]}" "${one[@]}" --steps 5 --attention $form --first-step "${first[$w]}"
+  done; done
+  "$1" run 300 run --track webmini "${text[@]}" --set stages.0.num_steps=$steps --data "$shards" --out "$out/run"
+  if [[ -n $rival ]]; then "$1" rival 450 bench rival "$rival" "${text[@]}" --steps $steps --data "$shards"; fi
+  for w in w1 w14; do
+    "$1" "profile-$w" 300 profile "${step[@]}" "${one[@]}" --first-step "${first[$w]}" --steps 2 --top 40 \
+      --out "$out/profile-$w"
+  done
+  "$1" step-auto-w14-no-command-buffers 300 bench step "${step[@]}" --steps 5 --first-step "${first[w14]}" \
+    --no-command-buffers
+  "$1" doctor 120 doctor
+  "$1" norm 120 bench norm "${heads[@]}"
+  "$1" muon 300 bench muon "${step[@]}"
+  "$1" head 120 bench head "${head[@]}"
+  for blocks in 1 2 4 7 10 14; do
+    "$1" attention-w$blocks 120 bench attention "${heads[@]}" --block 128 --window $blocks
+  done
+  "$1" loader 120 bench loader
+  "$1" plan 120 plan --track single-gpu
+}
+
+name_it() { names+=("$1"); }
+
+# measure NAME LIMIT WORDS...: runs a part unless it has ended, and adds its line to the summary.
+measure() {
+  local name=$1 at=$out/$1 left=$((60 * minutes - SECONDS)) limit=$2 code=0 said
+  if [[ -n $wanted ]]; then [[ $wanted == *",$name,"* ]] || return 0; else [[ ! -e $at.json ]] || return 0; fi
+  if ((left <= 0)); then late+=" $name" && return; fi
+  rm -rf "$at" # what an earlier try made
+  timeout --signal=KILL $((left < limit ? left : limit)) "$python" -m speedrun "${@:3}" --json \
+    >"$at.part" 2>"$at.err" </dev/null &
+  child=$!
+  wait $child || code=$?
+  if ((code == 137 && left < limit)); then late+=" $name" && return; fi # by the end of the slice
+  mv "$at.part" "$at.json"
+  said=$("$python" - "$at.json" 2>/dev/null <<'END'
+import json, sys
+found = json.load(open(sys.argv[1]))
+found = found if isinstance(found, dict) else {"timings": found}
+keys = "error", "mean_ms", "step_ms", "mfu", "peak_bytes", "ratio"
+facts = [(key, found[key]) for key in keys if found.get(key) is not None]
+facts += [(one["name"], one["median_ms"]) for one in found.get("timings", ())]
+print(*(f"{key} {value if isinstance(value, str) else format(value, '.5g')}" for key, value in facts), sep=", ")
+END
+  ) || { said="no figures; it said last: $(tail -n 1 "$at.err")" && code=$((code > 1 ? code : 3)); }
+  case $code in 0 | 1) code=ok ;; 2) code=refused ;; 137) code=killed ;; *) code=failed ;; esac
+  printf '%-8s %-34s %s\n' $code "$name" "$said" | tee -a "$out/summary.txt"
+  if [[ $name == target && $code != ok && -z $rehearse ]]; then die "JAX cannot use this GPU"; fi
+  if [[ $code == failed || $code == killed ]]; then bad+=" $name"; fi
+}
+
+main() {
+  wheels=${SPEEDRUN_WHEELS:-} rehearse="" out=measured minutes=30 wanted="" shards="" rival="" names=() late="" bad=""
+  child=""
+  while (($#)); do
+    case $1 in
+      --rehearse) rehearse=yes && shift && continue ;;
+      --wheels | --from | --out | --minutes | --parts | --shards | --rival) (($# > 1)) || die "$1 needs a value" ;;
+      *) die "got $1; --help says what there is" ;;
+    esac
+    case $1 in
+      --wheels) fetch "$2" && exit ;;
+      --from) wheels=$2 ;;
+      --parts) wanted=,$2, ;;
+      *) printf -v "${1#--}" %s "$2" ;;
+    esac
+    shift 2
+  done
+  each name_it
+  for one in ${wanted//,/ }; do
+    [[ " ${names[*]} " == *" $one "* ]] || die "no part $one; have: ${names[*]}"
+  done
+  if [[ -n $wheels ]]; then
+    "$python" -m pip install --quiet --no-index --no-deps --upgrade --target .gpu/packages "$wheels"/*.whl
+  fi
+  export PYTHONPATH="$PWD:$PWD/.gpu/packages${PYTHONPATH:+:$PYTHONPATH}" JAX_PLATFORMS=cuda # not also cpu: no fallback
+  export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$PWD/.gpu/programs}"
+  export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="${JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS:-0}"
+  if [[ -n $rehearse ]]; then JAX_PLATFORMS=cpu; else rm -f "$out/target.json"; fi # without CUDA all others would fail
+  missing=$("$python" -c 'import click, flatbuffers, jax, msgspec, optax' 2>&1) ||
+    die "$python lacks a package (${missing##*$'\n'}); need --from DIR with the wheels of --wheels"
+  mkdir -p "$out"
+  if [[ -z $shards ]]; then
+    shards=.gpu/tokens
+    [[ -d $shards ]] || "$python" -c 'from pathlib import Path
+from speedrun.data import imitation
+from speedrun.ground import track
+imitation.write(Path(".gpu/tokens"), track.load("webmini").data, 6_000_000)'
+  fi
+  trap 'kill $child; exit 130' INT TERM
+  each measure
+  if [[ -n $late ]]; then echo "time is up before$late; the same command continues there"; fi
+  if [[ -n $bad ]]; then echo "measure_gpu: no figures of$bad" >&2 && exit 1; fi
+}
+
+main "$@"

@@ -274,8 +274,6 @@ OTHER_WRITES = {
     ("speedrun.training.meet", "open"): "/dev/null",
     ("speedrun.ground.output", "os.open"): "/dev/null",
     ("speedrun.ground.serving", "os.open"): "for reading",
-    ("speedrun.bench.session", "said.open"): "what a part prints, as it prints it",
-    ("speedrun.bench.session", "errors.open"): "what a part prints, as it prints it",
 }
 _WRITING = {
     *("write_text", "write_bytes", "touch", "truncate", "tofile", "savefig", "hardlink_to", "symlink_to"),

@@ -112,19 +112,3 @@ def test_the_track_says_recipe_devices_and_runs(monkeypatch: pytest.MonkeyPatch)
     assert [line[:5] for line in lines] == ["data ", "batch"]
     assert lines[1].startswith("batch  2 runs of ")
     assert "as the records here took" in lines[1]
-
-
-def test_runs_of_no_track_are_refused():
-    result = invoke("--runs", "2")
-    assert (result.exit_code, result.stderr) == (
-        2,
-        "error: --runs 2: of a batch on which track? add --track NAME\n",
-    )
-
-
-@pytest.mark.parametrize("words", [["--devices", "8"], ["--compile"]], ids=" ".join)
-def test_a_track_on_cpus_has_no_plan_of_devices(words: list[str]):
-    result = invoke("--track", "smoke-cpu", *words)
-    assert result.exit_code == 2
-    want = "smoke-cpu asks for no GPU; leave it out, or leave out --track"
-    assert result.stderr == f"error: {words[0]}: {want}\n"

@@ -22,7 +22,7 @@ from speedrun.ground.exit_codes import EXIT_CODES
 from speedrun.ground.sourcefile import RECIPES_VARIABLE
 from speedrun.science import recipes
 
-HEAVY = ("jax", "numpy", "msgspec", "rich", "optax", "matplotlib")
+HEAVY = ("jax", "numpy", "msgspec", "optax", "matplotlib")
 
 
 def invoke(*args: str) -> Result:
@@ -74,42 +74,32 @@ def test_every_help_has_an_example(names: tuple[str, ...]):
 
 
 @pytest.mark.parametrize(
-    ("args", "message"),
+    ("words", "suggestion"),
     [
-        (["dta"], "error: unknown command 'dta'; did you mean 'data'?"),
-        (
-            ["zzz"],
-            f"error: unknown command 'zzz'; choose one of: {', '.join(sorted(cli.COMMANDS))}",
-        ),
-        (["data", "verify", "--track", "smoke"], "error: unknown track 'smoke'; did you mean 'smoke-cpu'?"),
-        (["data", "synth", "--track", "webmini"], "error: track 'webmini' is not synthetic"),
-        (["data", "verify", "--fall"], "error: unknown option '--fall'; did you mean '--full'?"),
-        (["data", "verfy"], "error: unknown command 'verfy'; did you mean 'verify'?"),
-        (["--nothing"], "error: unknown option '--nothing'; choose one of: --debug, --help, --version"),
-        (["run", "--seed", "x"], "'x' is not a valid integer; 'speedrun run --help' shows what is needed"),
-        (["run", "--seed", "-1"], "-1 is not in the range 0<=x<=2147483647; 'speedrun run --help' shows"),
-        (["run", "--seed"], "error: option '--seed' requires an argument; --help shows what is needed"),
-        (["plot"], "error: missing argument 'RECORD...'; 'speedrun plot --help' shows what is needed"),
-        (
-            ["reproduce", "a", "b"],
-            "error: got unexpected extra argument (b); 'speedrun reproduce --help' shows",
-        ),
+        ("dta", "did you mean 'data'?"),
+        ("zzz", f"choose one of: {', '.join(sorted(cli.COMMANDS))}"),
+        ("data verify --track smoke", "did you mean 'smoke-cpu'?"),
+        ("data verify --fall", "did you mean '--full'?"),
+        ("data verfy", "did you mean 'verify'?"),
+        ("--nothing", "choose one of: --debug, --help, --version"),
+        ("run --seed x", "'speedrun run --help' shows what is needed"),
     ],
 )
-def test_wrong_usage_is_one_line_and_ends_with_2(args: list[str], message: str):
-    result = invoke(*args)
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert (result.stdout, result.stderr.count("\n")) == ("", 1)
-    machine = invoke(*args, "--json")
-    assert (machine.exit_code, machine.stderr) == (2, "")
+def test_a_wrong_word_ends_with_what_to_type(words: str, suggestion: str):
+    assert suggestion in invoke(*words.split()).stderr
+    machine = invoke(*words.split(), "--json")
     report = json.loads(machine.stdout)
-    assert (report["exit_code"], report["error"].count("\n")) == (2, 0)
+    assert (report["exit_code"], report["error"].count("\n"), machine.stderr) == (2, 0, "")
 
 
 @pytest.mark.parametrize(
     "words",
     [
+        "data synth --track webmini",
+        "run --seed -1",
+        "run --seed",
+        "plot",
+        "reproduce a b",
         "batch",
         "batch --expect 3.2",
         "batch --track main-8xh100 --expect 3.29",
@@ -117,6 +107,19 @@ def test_wrong_usage_is_one_line_and_ends_with_2(args: list[str], message: str):
         "batch --resume nowhere",
         "batch --resume nowhere --runs 9",
         "stats nowhere",
+        "plan --runs 2",
+        "plan --track smoke-cpu --devices 8",
+        "plan --track smoke-cpu --compile",
+        "sample nowhere",
+        "eval nowhere --limit 3",
+        "describe records/smoke-cpu/2026-11-21-first",
+        "describe records/smoke-cpu/2026-11-21-first --parent docs",
+        "export records/smoke-cpu/2026-11-21-first --to csv --dtype float16",
+        "play",
+        "watch docs",
+        "run --deadline nap=3",
+        "run --deadline step=x",
+        "run --set a",
         "reproduce nowhere",
         "sweep --ladder",
         "sweep --runs 0",
@@ -130,7 +133,7 @@ def test_wrong_usage_is_one_line_and_ends_with_2(args: list[str], message: str):
         "sweep --runs 2 --set a=1..2",
     ],
 )
-def test_what_is_missing_is_one_line_that_ends_with_2(words: str):
+def test_wrong_usage_is_one_line_and_ends_with_2(words: str):
     result = invoke(*words.split())
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1), result.stderr
     assert result.stderr.startswith("error: ")

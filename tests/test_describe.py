@@ -9,7 +9,6 @@ from record_forge import Spec, change, forge, install_track, write_run
 
 from speedrun.cli.describe import command
 from speedrun.ground import runlog, track
-from speedrun.ground.errors import UsageError
 from speedrun.ledger.assemble import readme_head
 from speedrun.ledger.record import load
 from speedrun.ledger.summary import summarize
@@ -74,14 +73,3 @@ def test_a_readme_names_the_parent_of_the_recipe_where_no_record_is_named(record
     assert f"| parent | {said} |\n" in readme_head(record, summarize(record))
     named = dataclasses.replace(record, about=replace(record.about, parent_record="smoke-cpu/first"))
     assert "| parent | smoke-cpu/first |\n" in readme_head(named, summarize(named))
-
-
-@pytest.mark.parametrize(
-    ("words", "why"), [([], "nothing to change"), (["--parent", "empty"], "is not a record"),
-                       (["--parent", "nowhere"], "is not a record")],
-)  # fmt: skip
-def test_a_description_that_cannot_be_written_is_refused(records, words, why, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UsageError, match=why):
-        CliRunner().invoke(command, [str(records[0]), *words], catch_exceptions=False)

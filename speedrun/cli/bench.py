@@ -1,22 +1,19 @@
 """`speedrun bench`: how far operations are from their bounds on this machine."""
 
-import os
+import sys
 from contextlib import nullcontext
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from speedrun.bench import rival as rivals
-from speedrun.bench import session
 from speedrun.cli.options import (
     COUNT,
     FOLDER,
     Answer,
     Group,
     Integer,
-    Number,
     answering,
     attention_option,
     combined,
@@ -28,15 +25,10 @@ from speedrun.cli.options import (
     recipe_option,
     settings_option,
 )
-from speedrun.doctor import cuda
-from speedrun.ground import signals
-from speedrun.ground.clock import now
-from speedrun.ground.errors import SpeedrunError, UsageError
+from speedrun.ground.errors import UsageError
 
 if TYPE_CHECKING:
     from speedrun.training.program import Program
-
-_WORK = Path(".gpu")  #: keeps compiled programs and tokens
 
 
 @new_command("speedrun bench head", "speedrun bench attention", cls=Group)
@@ -241,74 +233,9 @@ def rival(
     stage = chosen.stages[chosen.stage_of(first_step)]
     which = ["--steps", str(steps), "--first-step", str(first_step)]
     options = {"recipe": recipe, "data": data, **same}
-    ours = [*session.COMMAND, "bench", "step", "--json", *which]
+    ours = [sys.executable, "-m", "speedrun", "bench", "step", "--json", *which]
     ours += [word for name, value in options.items() for word in (f"--{name}", str(value))]
     ours += [word for text in settings for word in ("--set", text)]
     shape = ["--sequences", str(stage.num_sequences), "--seq-len", str(stage.seq_len)]
     theirs = [str(program), "--shards", str(data), *which, *shape]
     return _answer(rivals.compare(ours, theirs, steps, lambda line: click.echo(line, err=True)))
-
-
-# --- all of it on a rented GPU ---------------------------------------------------------------------------------
-
-
-@new_command(
-    "speedrun bench all --out measured --minutes 8",
-    "speedrun bench all --out measured --parts norm,profile-w14",
-    "speedrun bench all --rehearse --out rehearsed",
-    of=command,
-    name="all",
-)
-@option("--out DIR", FOLDER, "Default: docs/benchmarks/<date>-<gpu>.")
-@option("--parts NAME,...", str, "Run only these, also again. Default: all without a result.", name="names")
-@option("--minutes N", Number(0), "For all parts together.", 30)
-@option("--shards DIR", FOLDER, "Real tokens. Default: imitated, as long as FineWeb's.")
-@option("--rival DIR", FOLDER, "A program to time in turns with ours.", name="program")
-@flag("--rehearse", "Run the same parts tiny on the CPU, in a few minutes.")
-def everything(
-    *,
-    out: Path | None,
-    names: str | None,
-    minutes: float,
-    shards: Path | None,
-    program: Path | None,
-    rehearse: bool,
-) -> None:
-    """Run all benchmarks, with hangs and crashes contained: results and a summary.
-
-    Parts of an earlier slice keep their results. Exits with 1 if a part failed in this one.
-    """
-    machine = ["rehearsal on a CPU: no figure here says anything of a GPU"] if rehearse else cuda.described()
-    if program is not None:
-        rivals.executable(program)
-    kind = "rehearsal" if rehearse else machine[0].partition(",")[0].replace(" ", "-")
-    out = (out or Path("docs", "benchmarks", f"{now().utc[:10]}-{kind}")).absolute()
-    tokens = shards.absolute() if shards else session.imitated(_WORK.absolute() / "tokens")
-    size = session.TINY if rehearse else session.FULL
-    parts = session.parts(size, out, tokens, program and program.absolute())
-    wanted, first = session.chosen(parts, names, out), parts[0]
-    if not rehearse:  # it starts CUDA: where it fails, all others would
-        wanted = [first, *(part for part in wanted if part != first)]
-    machine += [", ".join(f"{name} {metadata.version(name)}" for name in ("jax", "jaxlib", "numpy", "optax"))]
-    machine += [f"tokens: {shards or 'synthetic, with the document lengths of FineWeb'}"]
-    env = {
-        "JAX_COMPILATION_CACHE_DIR": str((_WORK / "programs").absolute()),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        **os.environ,
-        "JAX_PLATFORMS": "cpu" if rehearse else "cuda",  # with both, JAX would fall back to the CPU silently
-    }
-    ended = list[session.Result]()
-    with signals.handled_by(signals.stop):
-        for result in session.run(wanted, out, machine, env, 60 * minutes):
-            ended.append(result)
-            click.echo(result)
-            session.report(parts, out)
-            if not rehearse and result.name == first.name and result.status != "ok":
-                raise UsageError(
-                    f"JAX cannot use this GPU: {result.reason}; see {out}/parts/{first.name}.err"
-                )
-    if late := [part.name for part in wanted[len(ended) :]]:
-        click.echo(f"time is up before {', '.join(late)}; the same command continues there")
-    click.echo(f"summary in {out}/summary.md")
-    if bad := [result.name for result in ended if result.status == "failed"]:
-        raise SpeedrunError(f"{len(bad)} of {len(ended)} parts gave no figures: {', '.join(bad)}")

@@ -4,9 +4,8 @@ import click
 import msgspec
 
 from speedrun.cli.options import json_option, new_command, option
-from speedrun.doctor import fit
+from speedrun.doctor import checkup
 from speedrun.doctor.check import Check
-from speedrun.doctor.checkup import checks as examine
 from speedrun.ground import track as tracks
 from speedrun.ground.console import clean
 
@@ -26,15 +25,15 @@ def command(ctx: click.Context, *, track: str | None, as_json: bool) -> None:
 
     Exits with 0 if the track can run here (its data may be missing), else with 1.
     """
-    rules, checks = tracks.load(track or fit.SMOKE), []
-    for check in examine(rules, alone=track is not None):
+    rules, checks = tracks.load(track or checkup.SMOKE), []
+    for check in checkup.checks(rules, alone=track is not None):
         checks.append(check)
         if not as_json:
             _print(check)
     ready = all(check.ok for check in checks if check.needed)
     again = "speedrun doctor" + (f" --track {track}" if track else "")
     repair = f"repair what is marked above, then: {again}"
-    following = fit.advice(checks, asked=track) if ready else repair
+    following = checkup.advice(checks, asked=track) if ready else repair
     if as_json:
         report = {
             "ready": ready,

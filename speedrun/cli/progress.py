@@ -1,10 +1,11 @@
-"""Progress of a long transfer or check, on stderr: a bar on a terminal, else a line from time to time."""
+"""Progress of a long transfer or check, on stderr: a line that a terminal rewrites, elsewhere one from time to time."""
 
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import click
 
@@ -13,10 +14,8 @@ from speedrun.ground.clock import Stopwatch
 from speedrun.ground.console import clean, duration, quantity
 from speedrun.ground.errors import Terminated
 
-if TYPE_CHECKING:
-    from rich.progress import Progress as Bar
-
-_LINE_S = 10.0  #: between two lines without a terminal
+_LINE_S, _REWRITE_S = 10.0, 0.25  #: between two lines, and on a terminal
+_ERASE = "\r\x1b[K"  #: the line of the cursor
 
 
 @contextmanager
@@ -45,7 +44,7 @@ class Progress:
     def __init__(self, what: str, unit: str = "B") -> None:
         """Start the clock at the first `update`."""
         self._what, self._unit = what, unit
-        self._bar: Bar | None = None
+        self._erase = _ERASE if sys.stderr.isatty() else ""
         self._watch, self._line = Stopwatch(), Stopwatch()
         self._first: int | None = None
 
@@ -53,15 +52,12 @@ class Progress:
         """Show how much of how much is done, and other facts; `total` is 0 if unknown."""
         if self._first is None:
             self._first, self._watch, self._line = done, Stopwatch(), Stopwatch()
-            if sys.stderr.isatty():
-                self._bar = _open_bar()
-        line = "  ".join(filter(None, [self._what, *self._shares(done, total), facts]))
-        if self._bar is not None:
-            task = self._bar.task_ids[0]
-            self._bar.update(task, completed=done, total=total or None, description=clean(line))
-        elif self._line.seconds >= _LINE_S:
+        elif self._line.seconds >= (_REWRITE_S if self._erase else _LINE_S):
             self._line = Stopwatch()
-            self.say(line)
+            line = clean("  ".join(filter(None, [self._what, *self._shares(done, total), facts])))
+            if self._erase:
+                line = self._erase + line[: shutil.get_terminal_size().columns - 1]
+            click.echo(line, err=True, nl=not self._erase)
 
     def _shares(self, done: int, total: int) -> list[str]:
         if not total:
@@ -72,27 +68,11 @@ class Progress:
         return [f"{done / total:.0%}", of, quantity(rate, f"{self._unit}/s"), left]
 
     def say(self, line: str) -> None:
-        """Print a line above the bar."""
-        if self._bar is not None:
-            self._bar.console.print(clean(line), markup=False)
-        else:
-            click.echo(clean(line), err=True)
+        """Print a line of its own."""
+        click.echo(self._erase + clean(line), err=True)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-
-def _open_bar() -> "Bar":
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn
-
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    text = TextColumn("{task.description}", markup=False)
-    bar = Progress(BarColumn(), text, console=console, transient=True, refresh_per_second=4)
-    bar.add_task("", total=None)
-    bar.start()
-    return bar
+        click.echo(self._erase, err=True, nl=False)

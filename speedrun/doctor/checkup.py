@@ -1,14 +1,18 @@
-"""All checks in order. JAX is imported only if its version is right."""
+"""All checks in order, and the next command. JAX is imported only if its version is right."""
 
+import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from speedrun.doctor import cuda, data, devices, fit, gpus, software
+from speedrun.doctor import cuda, data, devices, gpus, software
 from speedrun.doctor.check import Check
 from speedrun.ground import provenance
 from speedrun.ground import track as tracks
 from speedrun.ground.track import Track
+
+SMOKE = "smoke-cpu"  #: runs anywhere
+_DEVICES = Path("/dev")  #: where the kernel shows GPUs, working or not
 
 
 def checks(track: Track, *, alone: bool = False) -> Iterator[Check]:
@@ -35,16 +39,15 @@ def checks(track: Track, *, alone: bool = False) -> Iterator[Check]:
         except RuntimeError as error:  # what JAX raises when a driver or a plugin is broken
             reason = str(error).strip().partition("\n")[0]
             yield Check("devices", f"{reason}; end what else uses them, or repair the driver", ok=False)
-    yield from data.disk(track, timed=not frugal)
+    yield data.disk(track)
     if not frugal:
         yield data.reachable()
     for one in [track] if alone else map(tracks.load, tracks.names()):
-        fits = True
-        if machine is not None:
-            fitting = fit.check(one, machine, needed=one.name == track.name)
-            fits = fitting.ok
-            yield fitting
-        if fits or one.name == track.name:
+        is_asked = one.name == track.name
+        fit = None if machine is None else fitting(one, machine, needed=is_asked)
+        if fit is not None:
+            yield fit
+        if fit is None or fit.ok or is_asked:
             yield data.shards(one)
 
 
@@ -53,10 +56,9 @@ def _driver(found: list[gpus.Gpu], *, needed: bool) -> Iterator[Check]:
     try:
         found += gpus.found()
     except gpus.NoAnswerError as error:
-        if (num := _known_gpus()) or shutil.which("nvidia-smi"):
-            here = f"{num} NVIDIA GPUs are here, but" if num else "the kernel knows no NVIDIA GPU, and"
+        if any(_DEVICES.glob("nvidia[0-9]*")) or shutil.which("nvidia-smi"):
             advice = "repair the driver, or rent another image"
-            yield Check("driver", f"{here} {error}; {advice}", ok=False, needed=needed)
+            yield Check("driver", f"{error}; {advice}", ok=False, needed=needed)
         return
     if not found:
         return
@@ -64,6 +66,37 @@ def _driver(found: list[gpus.Gpu], *, needed: bool) -> Iterator[Check]:
     yield from cuda.checks(found, provenance.installed(), needed=needed)
 
 
-def _known_gpus() -> int:
-    """Count the GPUs that the kernel knows, working or not."""
-    return sum(1 for _ in Path("/dev").glob("nvidia[0-9]*"))
+def fitting(track: Track, machine: devices.Machine, *, needed: bool) -> Check:
+    """Check that the hardware of a track is here. CPU tracks simulate theirs."""
+    problem = _misfit(track, machine)
+    found = f"{problem or 'fits this machine'}: {track.summary}"
+    return Check(f"track {track.name}", found, ok=not problem, needed=needed)
+
+
+def _misfit(track: Track, machine: devices.Machine) -> str:
+    rules = track.rules
+    if rules.platform in ("any", "cpu"):
+        return ""
+    need = max(rules.num_devices, 1)
+    if machine.platform == rules.platform and machine.num_devices >= need:
+        return ""
+    there = f"{machine.num_devices} x {machine.kind}"
+    return f"needs {need} {rules.platform} devices, {there} are here"
+
+
+def advice(checks: list[Check], *, asked: str | None) -> str:
+    """Return the command for the chosen track, else for the ranked track with most devices that fits."""
+    marks = {check.name: check.ok for check in checks}
+    ranked = [
+        track
+        for track in map(tracks.load, tracks.names())
+        if track.rules.ranked and marks.get(f"track {track.name}")
+    ]
+    hardest = max(ranked, key=lambda track: track.rules.num_devices, default=tracks.load(SMOKE))
+    track = tracks.load(asked) if asked else hardest
+    if not marks.get(f"data {track.name}"):
+        return track.data.get
+    if track.rules.ranked:
+        argv = ["speedrun", "batch", "--track", track.name, "--runs", str(track.rules.min_runs)]
+        return shlex.join(argv)
+    return f"speedrun run --track {track.name}"

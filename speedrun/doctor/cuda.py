@@ -7,8 +7,6 @@ from importlib import metadata
 
 from speedrun.doctor import gpus
 from speedrun.doctor.check import Check, numbers
-from speedrun.ground import provenance
-from speedrun.ground.errors import UsageError
 
 #: Oldest driver for a major release of CUDA, by NVIDIA's minor version compatibility. scripts/install.sh uses the same
 #: numbers.
@@ -34,26 +32,6 @@ def checks(found: list[gpus.Gpu], installed: dict[str, str], *, needed: bool) ->
         said = f"wheels of CUDA {release}, {plugin} {installed[plugin]}"
         yield Check("cuda", said, ok=True, needed=needed, facts={"cuda_release": release})
     yield driver(found[0].driver, max(releases, default=min(DRIVERS)), needed=needed)
-
-
-def described() -> list[str]:
-    """Return a line for each GPU, and one for CUDA.
-
-    Raises:
-        UsageError: without a GPU, or with a driver that is too old.
-    """
-    try:
-        found = gpus.found()
-    except gpus.NoAnswerError as error:
-        raise UsageError(f"no GPU: {error}; need one, or --rehearse on a CPU") from None
-    if not found:
-        raise UsageError("no GPU: nvidia-smi names none; need one, or --rehearse on a CPU")
-    named = {check.name: check for check in checks(found, provenance.installed(), needed=True)}
-    if not named["driver"].ok:
-        raise UsageError(f"driver {named['driver'].found}")
-    # Other packages may come from the system; the first part of a session shows whether they fit.
-    lines = [f"{gpu.name}, driver {gpu.driver}, {gpu.memory_bytes / 2**30:.0f} GiB" for gpu in found]
-    return [*lines, named["cuda"].found]
 
 
 def driver(version: str, release: int, *, needed: bool) -> Check:

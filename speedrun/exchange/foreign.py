@@ -38,16 +38,11 @@ MAX_BYTES = 32 * 2**20
 _GZIP = b"\x1f\x8b"
 _LONGEST_LINE = 1000  #: characters; longer lines are source text
 #: Short enough to be read.
-_NUMBER = r"[+-]?[0-9]{1,15}(?:\.[0-9]{0,20})?(?:[eE][+-]?[0-9]{1,3})?"
-_LOSS = re.compile(rf"{_NUMBER}|[+-]?(?:nan|inf)")
-_TIME = re.compile(rf"({_NUMBER})(ms|s)?")
+_NUMBER = re.compile(r"[+-]?(?:[0-9]{1,15}(?:\.[0-9]{0,20})?(?:[eE][+-]?[0-9]{1,3})?|nan|inf)")
 _WHOLE = re.compile(r"[0-9]{1,12}")
 _COLOURS = re.compile(r"\x1b\[[0-9;]{0,20}m")
-_MARK = r"(?:\[[a-z]+[0-9]{1,4}\]:|\[METRICS[^\]|]{0,40}\])?\s*"
-_STEP = re.compile(rf"{_MARK}(?:step|s):\s*([0-9]{{1,12}})(?:/([0-9]{{1,12}}))?(?=\s|$)(.*)")
-_BEGINS_LIKE_A_STEP = re.compile(r"step:\s*[0-9]|\[METRICS")
-_WORD = re.compile(r"([A-Za-z_][A-Za-z0-9_/]{0,40}):\s*(\S{1,100})(?=\s|$)\s*")
-_FIELD = re.compile(r"\|\s*([A-Za-z_][A-Za-z0-9_/]{0,40}):\s*([^|]{1,100}?)\s*(?=\||$)")
+_MARK = re.compile(r"\s*(?:\[[a-z]+[0-9]{1,4}\]:|\[METRICS[^\]|]{0,40}\])?\s*")
+_STEP = re.compile(r"(?:step|s):\s*[0-9]")
 
 
 def import_file(path: Path, name: str) -> Context:
@@ -107,46 +102,41 @@ def _inflated(raw: bytes) -> bytes:
 
 def _readings_of_log(text: str, problems: Problems) -> Iterator[Reading]:
     for number, raw in enumerate(text.split("\n"), 1):
-        if len(raw) > _LONGEST_LINE:
-            if _BEGINS_LIKE_A_STEP.match(raw):
-                problems.add(number, f"a step line of {len(raw):,} characters; left out")
+        line = _MARK.sub("", _COLOURS.sub("", raw[: _LONGEST_LINE + 1]), count=1).strip()
+        if not _STEP.match(line):
             continue
-        line = _COLOURS.sub("", raw).strip()
-        if step := _STEP.match(line):
-            reading = _reading(number, step)
-            if isinstance(reading, str):
-                problems.add(number, f"{reading} in {line!r}; left out")
-            elif reading is not None:
-                yield reading
-        elif _BEGINS_LIKE_A_STEP.match(line):
-            problems.add(number, f"no step in {line!r}; left out")
+        try:
+            if len(raw) > _LONGEST_LINE:
+                raise ValueError(f"{len(raw):,} characters")
+            words = _words(line)
+            loss, time = words.get("val_loss", words.get("tel")), words.get("train_time", "")
+            if loss is not None:
+                step, _, num_steps = words.get("step", words.get("s", "")).partition("/")
+                is_ms = time.endswith("ms") or not time.endswith("s")
+                yield _reading(number, step, num_steps, loss, time.rstrip("ms"), 1e3 if is_ms else 1.0)
+        except ValueError as error:
+            problems.add(number, f"{error} in {line!r}; left out")
 
 
-def _reading(number: int, step: re.Match[str]) -> Reading | str | None:
-    """Return the reading of a line, None if it is no validation, or what is wrong with it."""
-    words, rest = _words(step[3])
-    if rest:
-        return f"the line is cut off or unknown from {rest[:40]!r} on"
-    if (loss := words.get("val_loss", words.get("tel"))) is None:
-        return None
-    time = _TIME.fullmatch(words.get("train_time", "0"))
-    if not _LOSS.fullmatch(loss) or time is None:
-        return "a number that cannot be read"
-    time_s = float(time[1]) / (1 if time[2] == "s" else 1e3) if "train_time" in words else None
-    return Reading(number, int(step[1]), int(step[2]) if step[2] else None, float(loss), time_s)
-
-
-def _words(text: str) -> tuple[dict[str, str], str]:
-    """Return the leading `key:value` words, the first of each key, and the rest."""
+def _words(line: str) -> dict[str, str]:
+    """Return the `key:value` words of a line, or fields between bars, the first of each key; refuse other text."""
+    fields = line.split("|") if "|" in line else re.sub(r":\s+", ":", line).split()
     words: dict[str, str] = {}
-    rest = text.lstrip()
-    while rest.startswith("|") and (field := _FIELD.match(rest)):
-        words.setdefault(field[1], field[2])
-        rest = rest[field.end() :]
-    while rest and (word := _WORD.match(rest)):
-        words.setdefault(word[1], word[2])
-        rest = rest[word.end() :]
-    return words, rest
+    for field in fields:
+        key, _, value = (part.strip() for part in field.partition(":"))
+        if not (key and value):
+            raise ValueError(f"{field.strip()[:40]!r} is cut off or unknown")
+        words.setdefault(key, value)
+    return words
+
+
+def _reading(line: int, step: str, num_steps: str, loss: str, time: str, per_s: float) -> Reading:
+    """Return a reading; number of steps and time may be empty. `per_s`: units of time in a second."""
+    wholes, numbers = (step, num_steps or "0"), (loss, time or "0")
+    if not all(map(_WHOLE.fullmatch, wholes)) or not all(map(_NUMBER.fullmatch, numbers)):
+        raise ValueError("a number that cannot be read")
+    planned, time_s = int(num_steps) if num_steps else None, float(time) / per_s if time else None
+    return Reading(line, int(step), planned, float(loss), time_s)
 
 
 def _runs_of_table(text: str, problems: Problems) -> list[ContextRun]:
@@ -166,16 +156,10 @@ def _runs_of_table(text: str, problems: Problems) -> list[ContextRun]:
 def _readings_of_table(rows: csv.DictReader, problems: Problems) -> Iterator[tuple[str, Reading]]:
     for row in rows:
         cells = {key: (value or "").strip() for key, value in row.items() if isinstance(key, str)}
-        step, loss = cells["step"], cells["val_loss"]
-        planned, time_ms = cells.get("num_steps", ""), cells.get("train_time_ms", "")
-        if (
-            None in row  # more cells than columns
-            or not (_WHOLE.fullmatch(step) and _LOSS.fullmatch(loss))
-            or not (time_ms == "" or _LOSS.fullmatch(time_ms))
-            or not (planned == "" or _WHOLE.fullmatch(planned))
-        ):
-            problems.add(rows.line_num, f"cannot be read: {','.join(cells.values())!r}; left out")
-            continue
-        time_s = float(time_ms) / 1e3 if time_ms else None
-        num_steps = int(planned) if planned else None
-        yield cells["log"], Reading(rows.line_num, int(step), num_steps, float(loss), time_s)
+        steps, time_ms = (cells["step"], cells.get("num_steps", "")), cells.get("train_time_ms", "")
+        try:
+            if None in row:
+                raise ValueError("more cells than columns")
+            yield cells["log"], _reading(rows.line_num, *steps, cells["val_loss"], time_ms, 1e3)
+        except ValueError as error:
+            problems.add(rows.line_num, f"{error} in {','.join(cells.values())!r}; left out")

@@ -9,6 +9,7 @@ extended after its results are known.
 
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -141,53 +142,40 @@ def _problem(found: Experiment) -> str | None:
     return None
 
 
-def new_folder(folder: Path, experiment: Experiment, trial: Trial) -> Path:
-    """Return the folder for the next attempt at a trial; earlier attempts are kept."""
-    attempts = len(_attempts(folder, experiment, trial))
-    return _arm_folder(folder, experiment, trial.arm) / f"{trial.seed}-{attempts + 1}"
-
-
-def completed(folder: Path, experiment: Experiment, wanted: Sequence[Trial]) -> Runs:
-    """Return the runs that finished or became non-finite; one that broke off is run again.
-
-    Raises:
-        UsageError: if a folder holds another run.
-    """
-    found: Runs = {}
-    for trial in wanted:
-        for attempt in _attempts(folder, experiment, trial):
-            run = _completed_run(attempt)
-            if run is not None:
-                _check(run, trial, attempt)
-                found.setdefault((trial.arm.name, trial.seed), run)  # the first counts
-    return found
-
-
-def _arm_folder(folder: Path, experiment: Experiment, arm: Arm) -> Path:
+def arm_folder(folder: Path, experiment: Experiment, arm: Arm) -> Path:
     """Return the folder of an arm; its name is restricted to characters that every file system allows."""
     number = experiment.arms.index(arm)
     return folder / f"{number:02}-{re.sub(r'[^A-Za-z0-9._=-]+', '-', arm.name)[:60]}"
 
 
-def _attempts(folder: Path, experiment: Experiment, trial: Trial) -> list[Path]:
-    return sorted(_arm_folder(folder, experiment, trial.arm).glob(f"{trial.seed}-*"))
+def new_folder(folder: Path, experiment: Experiment, trial: Trial) -> Path:
+    """Return the folder for the next attempt at a trial; earlier attempts are kept."""
+    place = arm_folder(folder, experiment, trial.arm)
+    return place / f"{trial.seed}-{len([*place.glob(f'{trial.seed}-*')]) + 1}"
 
 
-def _completed_run(attempt: Path) -> Run | None:
+def completed(folder: Path, experiment: Experiment, wanted: Sequence[Trial]) -> Runs:
+    """Return the runs that finished or became non-finite, the first of each trial; others are run again.
+
+    Raises:
+        UsageError: if a folder holds another run.
+    """
+    found: Runs = {}
+    for arm, seed in wanted:
+        for attempt in sorted(arm_folder(folder, experiment, arm).glob(f"{seed}-*")):
+            for run in _completed_runs(attempt):
+                start = run.start.seed, run.start.config_sha256, run.start.source_sha256
+                if start != (seed, arm.config_sha256, arm.source_sha256):
+                    raise UsageError(
+                        f"{attempt} holds another run than arm {arm.name!r} with seed {seed} as declared; take it out"
+                    )
+                found.setdefault((arm.name, seed), run)
+    return found
+
+
+def _completed_runs(attempt: Path) -> Iterator[Run]:
     raw, _ = read_files(attempt)
     for name in run_folders(raw):
-        try:
-            run = read_run(raw, name)
-        except FormatError:
-            continue  # it was killed
-        if run.outcome in ("finished", "non-finite"):
-            return run
-    return None
-
-
-def _check(run: Run, trial: Trial, attempt: Path) -> None:
-    wanted = (trial.seed, trial.arm.config_sha256, trial.arm.source_sha256)
-    if (run.start.seed, run.start.config_sha256, run.start.source_sha256) != wanted:
-        raise UsageError(
-            f"{attempt} holds another run than arm {trial.arm.name!r} with seed {trial.seed} as declared; take it out"
-        )
+        with suppress(FormatError):  # it was killed
+            if (run := read_run(raw, name)).outcome in ("finished", "non-finite"):
+                yield run

@@ -1,0 +1,198 @@
+"""Everything that is measured on a GPU: a hang or a crash costs one part, and nothing that was measured is lost."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from pages import read_options
+
+from speedrun.bench import rival
+from speedrun.ground.errors import SpeedrunError, UsageError
+from speedrun.science.recipes import record21
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = ROOT / "scripts" / "measure_gpu.sh"
+
+
+class Measured(NamedTuple):
+    code: int
+    lines: list[str]  #: of standard output
+    errors: str
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """The script, and tokens that it need not make."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / ".gpu" / "tokens").mkdir(parents=True)
+    for name in ("measure_gpu.sh", "help.sh"):
+        shutil.copy(ROOT / "scripts" / name, tmp_path / "scripts")
+    return tmp_path
+
+
+def measure(checkout: Path, does: str, *words: str) -> Measured:
+    """Runs the script where each part, `speedrun $*`, is a piece of shell."""
+    python = checkout / "python"
+    python.write_text(
+        f"""#!/bin/bash
+[[ $1 != - ]] || exec python3 "$@"
+[[ $1 != -c ]] || exit 0
+shift 2
+printf '%q ' "$@" >>{checkout}/typed; echo >>{checkout}/typed
+{does}
+"""
+    )
+    python.chmod(0o755)
+    env = {**os.environ, "SPEEDRUN_PYTHON": str(python)}
+    argv = ["bash", checkout / "scripts" / "measure_gpu.sh", *words]
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60)
+    return Measured(done.returncode, done.stdout.splitlines(), done.stderr)
+
+
+def typed(checkout: Path) -> list[str]:
+    """What was asked since the last call."""
+    lines = (checkout / "typed").read_text().splitlines()
+    (checkout / "typed").unlink()
+    return lines
+
+
+#: How parts end, and what their lines say.
+ENDS = {
+    "norm": ('echo \'{"mean_ms": 812.25, "mfu": null}\'', "ok", "mean_ms 812.25"),
+    "muon": ('echo \'[{"name": "ours", "median_ms": 2.5}]\'', "ok", "ours 2.5"),
+    "doctor": ("echo '{\"ready\": false}'; exit 1", "ok", ""),
+    "loader": ('echo \'{"error": "no GPU"}\'; exit 2', "refused", "error no GPU"),
+    "plan": ('echo \'{"error": "no shard"}\'; exit 3', "failed", "error no shard"),
+    "head": ("echo RuntimeError: CUDA error >&2; exit 1", "failed", "said last: RuntimeError: CUDA error"),
+    "attention-w1": (
+        "echo the kernel of death >&2; kill -SEGV $$",
+        "failed",
+        "said last: the kernel of death",
+    ),
+}
+
+
+def test_each_end_of_a_part_is_told_and_the_others_go_on(checkout: Path) -> None:
+    cases = [f"*' {name.partition('-')[0]} '*) {does} ;;" for name, (does, _, _) in ENDS.items()]
+    names = ",".join(ENDS)
+    done = measure(checkout, f'case " $* " in {" ".join(cases)} esac', "--rehearse", "--parts", names)
+    found = {line.split()[1]: line for line in done.lines}
+    assert found.keys() == ENDS.keys()
+    for name, (_, status, said) in ENDS.items():
+        assert (found[name].split()[0], said in found[name]) == (status, True)
+    assert (done.code, done.errors.splitlines()[-1]) == (
+        1,
+        "measure_gpu: no figures of head attention-w1 plan",
+    )
+    assert (checkout / "measured" / "summary.txt").read_text().splitlines() == done.lines
+
+
+def test_slices_go_on_where_the_last_one_stopped(checkout: Path) -> None:
+    first = measure(checkout, "echo '{}'", "--parts", "norm,head")
+    assert (first.code, [line.split()[1] for line in first.lines]) == (0, ["norm", "head"])
+    late = measure(checkout, '[[ $1 != plan ]] || sleep 600; echo "{}"', "--parts", "plan", "--minutes", "0")
+    assert late.lines == ["time is up before plan; the same command continues there"]
+    typed(checkout)
+    rest = measure(checkout, "echo '{}'")
+    asked = typed(checkout)
+    assert (rest.code, len(rest.lines)) == (0, len(asked))
+    assert not {"norm", "head"} & {line.split()[1] for line in rest.lines}
+    again = measure(checkout, "echo '{}'")
+    assert [line.split()[1] for line in again.lines] == ["target"], "in every slice"
+    assert measure(checkout, "echo '{}'", "--parts", "plan").code == 0
+    assert measure(checkout, "echo '{}'", "--parts", "plam").code == 2
+
+
+def test_a_gpu_that_jax_cannot_use_ends_the_session_at_once(checkout: Path) -> None:
+    done = measure(checkout, "echo CUDA_ERROR_SYSTEM_NOT_READY >&2; exit 1")
+    assert (done.code, len(done.lines)) == (2, 1)
+    assert "said last: CUDA_ERROR_SYSTEM_NOT_READY" in done.lines[0]
+
+
+@pytest.mark.parametrize("words", [(), ("--rehearse",)], ids=["full", "tiny"])
+def test_all_parts_are_commands_with_names_of_their_own(checkout: Path, words: tuple[str, ...]) -> None:
+    """And the windows that are timed are those of the schedule."""
+    (checkout / "rival").mkdir()
+    done = measure(checkout, "echo '{}'", "--rival", str(checkout / "rival"), *words)
+    names, asked = [line.split()[1] for line in done.lines], typed(checkout)
+    assert len({*names}) == len(names) == len(asked) > 25
+    for name, line in zip(names, asked, strict=True):
+        read_options(f"speedrun {line}")
+        given, window = shlex.split(line), re.search(r"(?:step|rank|profile).*-w(\d+)", name)
+        if window is not None and not words:
+            step = int(given[given.index("--first-step") + 1])
+            assert int(record21.RECIPE.inputs_at(step)["window_blocks"]) == int(window[1])
+
+
+RIVAL = """#!/bin/sh
+echo warming up
+i=0; while [ $i -lt $4 ]; do echo "{\\"step\\": $i, \\"time_s\\": 0.$((i + 1)), \\"loss\\": 5.0}"; i=$((i + 1)); done
+"""
+
+
+def stranger(folder: Path, text: str) -> list[str]:
+    path = folder / "run"
+    path.write_text(text)
+    path.chmod(0o755)
+    return [str(rival.executable(folder)), "--shards", "x", "--steps", "4"]
+
+
+def test_a_rival_is_read_line_by_line(tmp_path):
+    curve = rival.read(stranger(tmp_path, RIVAL), 4)
+    assert curve.ms == pytest.approx([100.0] * 4)
+    assert curve.losses == [5.0] * 4
+    ours = rival.Curve("ours", [90.0, 80.0, 80.0, 500.0], [5.0] * 4)
+    slower = rival.Curve("ours", [120.0] * 4, [5.0] * 4)
+    found = rival.compared([ours, curve, curve, slower])
+    assert found.ratio == pytest.approx((85 + 120) / 200)
+    assert (found.ratio_least, found.ratio_most) == pytest.approx((0.85, 1.2))
+    assert [row["step"] for row in found.curve] == [0, 1, 2, 3]
+    for text in ("#!/bin/sh\necho torch: no kernel image >&2; exit 3\n", "#!/bin/sh\necho hello\n"):
+        with pytest.raises(SpeedrunError, match=r"no kernel image|printed 0 steps"):
+            rival.read(stranger(tmp_path, text), 4)
+    (tmp_path / "run").unlink()
+    with pytest.raises(UsageError, match="no executable"):
+        rival.executable(tmp_path)
+
+
+# --- the whole script on a machine without a network --------------------------------------------------------
+
+
+def gpu_image() -> str:
+    """The Python of an environment like a GPU machine's: JAX for CUDA 13, and no msgspec."""
+    python = os.environ.get("SPEEDRUN_GPU_IMAGE", "")
+    if not python:
+        pytest.skip("$SPEEDRUN_GPU_IMAGE names no Python like a GPU machine's; see CONTRIBUTING.md")
+    if subprocess.run(["unshare", "-n", "true"], capture_output=True).returncode:
+        pytest.skip("this user may make no network namespace (unshare -n)")
+    return python
+
+
+REFUSED = r"target|(step|rank)-(triton|flash3)-w\d+"  #: by a CPU
+
+
+@pytest.mark.compile
+def test_the_rehearsal_gives_figures_without_a_network(tmp_path):
+    """Three minutes, and one to fetch the wheels where there is a network."""
+    python, script = gpu_image(), str(SCRIPT)
+    wheels, out, folder = tmp_path / "wheels", tmp_path / "out", tmp_path / "rival"
+    packed = subprocess.run([script, "--wheels", str(wheels)], capture_output=True, text=True)
+    if packed.returncode:
+        pytest.skip(f"no wheels: {packed.stderr.strip()}")
+    assert sum(path.stat().st_size for path in wheels.iterdir()) <= 60 * 2**20
+    folder.mkdir()
+    stranger(folder, RIVAL)
+    env = {**os.environ, "SPEEDRUN_PYTHON": python, "HOME": str(tmp_path)}
+    env = {name: value for name, value in env.items() if not name.startswith(("JAX_", "XLA_"))}
+    words = ["--from", str(wheels), "--rehearse", "--out", str(out), "--rival", str(folder)]
+    done = subprocess.run(["unshare", "-n", script, *words], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ended = dict(line.split()[1::-1] for line in (out / "summary.txt").read_text().splitlines())
+    assert {"target", "rival", "plan"} <= ended.keys()
+    for name, status in ended.items():
+        assert status == ("refused" if re.fullmatch(REFUSED, name) else "ok"), done.stdout
