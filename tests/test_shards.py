@@ -56,7 +56,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path):
     os.mkfifo(pipe := tmp_path / "pipe.bin")
     for path in (pipe, tmp_path):
         assert_refused(path, "not a regular file")
-    assert_refused(tmp_path / "missing.bin", "no such file")
+    assert_refused(tmp_path / "missing.bin", "No such file")
 
 
 def assert_refused(path: Path, cause: str):

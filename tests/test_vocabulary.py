@@ -75,7 +75,7 @@ def test_a_track_says_what_its_ids_stand_for_or_there_is_no_vocabulary(tmp_path:
         (DOCS, "tokenizer.json", None, "No such file .*speedrun data docs --track docs-cpu$"),
         (DOCS, "tokenizer.json", b"{", "Expecting property name"),
         (DOCS, "tokenizer.json", b'{"added_tokens": [], "model": {"vocab": []}}', "'list' object has no attribute"),
-        (DOCS, "tokenizer.json", b"{}", "no tokenizer .'added_tokens"),
+        (DOCS, "tokenizer.json", b"{}", "'added_tokens'"),
         (DOCS, "tokenizer.json", json.dumps({"added_tokens": [], "model": {"vocab": {"\n": 3}}}).encode(), r"'.n'"),
     ],
 )  # fmt: skip

@@ -10,7 +10,7 @@ import numpy as np
 
 from speedrun.data import vocabulary
 from speedrun.data.documents import need
-from speedrun.ground.errors import DataError
+from speedrun.ground.errors import DataError, translate_read_errors
 
 if TYPE_CHECKING:
     import tiktoken
@@ -26,12 +26,8 @@ _WORDS = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|
 
 def checked_ranks(raw: bytes, name: object) -> bytes:
     """Return GPT-2's ranks, the content of the file `name`; raise DataError if they have another digest."""
-    try:
+    with translate_read_errors(name, "delete the file, or name another with --tokenizer PATH.tiktoken"):
         vocabulary.ranks(raw)
-    except ValueError as error:
-        raise DataError(
-            f"{name}: {error}; delete the file, or name another with --tokenizer PATH.tiktoken"
-        ) from None
     return raw
 
 

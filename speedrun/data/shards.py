@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from speedrun.ground.errors import DataError
+from speedrun.ground.errors import DataError, translate_read_errors
 
 MAGIC = 20240520
 VERSION = 1
@@ -39,14 +39,10 @@ class Shard:
         """
         if not 0 <= start <= stop <= self.num_tokens:
             raise ValueError(f"{self.path}: no range {start}:{stop} in {self.num_tokens} tokens")
-        try:
-            with self.path.open("rb") as file:
-                raw = os.pread(file.fileno(), 2 * (stop - start), HEADER_BYTES + 2 * start)
-                changed = _identity(os.fstat(file.fileno())) != self.identity
-        except OSError as error:
-            raise DataError(
-                f"{self.path}: {error.strerror}; it was readable at the start; restore it"
-            ) from None
+        advice = "it was readable at the start; restore it"
+        with translate_read_errors(self.path, advice), self.path.open("rb") as file:
+            raw = os.pread(file.fileno(), 2 * (stop - start), HEADER_BYTES + 2 * start)
+            changed = _identity(os.fstat(file.fileno())) != self.identity
         if changed or len(raw) != 2 * (stop - start):
             raise DataError(f"{self.path}: changed since it was opened; shards must not change; start again")
         tokens = np.frombuffer(raw, "<u2")
@@ -65,18 +61,12 @@ def _identity(status: os.stat_result) -> tuple[int, int, int]:
 
 def open_shard(path: Path, *, vocab_size: int) -> Shard:
     """Open a shard: check header and size, and read no token; raise DataError unless it is a whole shard."""
-    try:
+    with translate_read_errors(path, "a shard is needed here; make or download it"):
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
             raise DataError(f"{path}: not a regular file; a shard is one; remove it from the data folder")
         with path.open("rb") as file:
             header = file.read(HEADER_BYTES)
-    except FileNotFoundError:
-        raise DataError(f"{path}: no such file; a shard is needed here; make or download it") from None
-    except OSError as error:
-        raise DataError(
-            f"{path}: {error.strerror}; a readable file is needed; replace it with the shard"
-        ) from None
     return Shard(path, _count(path, header, status.st_size), vocab_size, _identity(status))
 
 

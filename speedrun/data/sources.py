@@ -10,14 +10,14 @@ import io
 import json
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Any
 
 from speedrun.data import documents, hub
 from speedrun.data.documents import Block, Source, need, of_batches, valid
 from speedrun.data.inventory import Place
-from speedrun.ground.errors import DataError, UsageError
+from speedrun.ground.errors import DataError, UsageError, translate_read_errors
 
 HUB = "hub:"  #: prefix of the names of datasets
 BLOCK_BYTES = 2**19  #: of text in a block: larger ones take memory, smaller ones more calls
@@ -177,13 +177,8 @@ class Files:
             read_bytes += self._bytes[label]
 
 
-@contextmanager
-def _one_line(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, EOFError, zlib.error) as error:
-        reason = " ".join(str(error).split())
-        raise DataError(f"{path}: {reason}; a readable file is needed; get it again") from None
+def _one_line(path: Path) -> AbstractContextManager[None]:
+    return translate_read_errors(path, "a readable file is needed; get it again", EOFError, zlib.error)
 
 
 def suffix_of(path: Path) -> str:
@@ -232,10 +227,7 @@ def _text(path: Path, row: int, column: str) -> Iterator[Block]:
     """Yield one document."""
     if row > 0:
         return
-    try:
-        text = path.read_bytes().decode()  # not read_text, which would turn CRLF into LF
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: byte {error.start:,} is not UTF-8; convert the file first") from None
+    text = path.read_bytes().decode()  # not read_text, which would turn CRLF into LF
     yield Block(Place("", 0), 1, [text], path.stat().st_size)
 
 

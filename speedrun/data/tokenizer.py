@@ -18,7 +18,7 @@ from speedrun.data import documents
 from speedrun.data.documents import Block, need
 from speedrun.data.gpt2 import END_OF_TEXT, Tiktoken, cached_ranks, checked_ranks
 from speedrun.data.inventory import Place
-from speedrun.ground.errors import DataError, UsageError, unknown
+from speedrun.ground.errors import DataError, UsageError, translate_read_errors, unknown
 from speedrun.ground.wholefile import read_regular, write_whole
 
 
@@ -86,12 +86,8 @@ def load(choice: Choice) -> Tokenizer:
 
 
 def _read(path: Path) -> bytes:
-    try:
+    with translate_read_errors(path, "a tokenizer's file is needed; name another with --tokenizer"):
         return read_regular(path)
-    except OSError as error:
-        raise DataError(
-            f"{path}: {error.strerror}; a tokenizer's file is needed; name another with --tokenizer"
-        ) from None
 
 
 # --- bytes ------------------------------------------------------------------------------------------------

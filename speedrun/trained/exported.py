@@ -4,7 +4,6 @@
 and digests: `Facts`; `README.md` the card. The tokenizer's file is there if the data has one.
 """
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -16,9 +15,10 @@ import numpy as np
 from speedrun.board.leaks import refuse_secrets
 from speedrun.board.submission import require_outside
 from speedrun.data import inventory, vocabulary
+from speedrun.data.shards import sha256
 from speedrun.ground import mesh as meshes
 from speedrun.ground import track as tracks
-from speedrun.ground.errors import DataError, UsageError, translate_os_errors
+from speedrun.ground.errors import DataError, UsageError, translate_os_errors, translate_read_errors
 from speedrun.ground.wholefile import make_folder
 from speedrun.ledger import format
 from speedrun.science.params import Params, count
@@ -136,12 +136,8 @@ def tokenizer_file(trained: Trained) -> dict[str, bytes]:
     path = Words(trained.track, trained.words_folder).path
     if path is None or (path.name == vocabulary.RANKS and not path.exists()):
         return {}
-    try:
+    with translate_read_errors(path, "need the tokenizer; name its folder with --data"):
         return {path.name: path.read_bytes()}
-    except OSError as error:
-        raise DataError(
-            f"{path}: {error.strerror}; need the tokenizer; name its folder with --data"
-        ) from None
 
 
 def is_one(folder: Path) -> bool:
@@ -158,11 +154,8 @@ def read(folder: Path) -> Facts:
     facts = read_json(folder / FACTS, Facts)
     wanted = {WEIGHTS: facts.weights_sha256, facts.tokenizer: facts.tokenizer_sha256}
     for name, want in wanted.items() if facts.tokenizer else [(WEIGHTS, facts.weights_sha256)]:
-        try:
-            with (folder / name).open("rb") as file:
-                got = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            raise DataError(f"{folder / name}: {error.strerror}; copy the whole folder again") from None
+        with translate_read_errors(folder / name, "copy the whole folder again"):
+            got = sha256(folder / name)
         if got != want:
             raise DataError(f"{folder / name}: sha256 is {got}; {FACTS} says {want}; copy the folder again")
     return facts

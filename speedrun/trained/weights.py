@@ -15,7 +15,7 @@ import msgspec
 from speedrun.data import inventory, vocabulary
 from speedrun.ground import mesh as meshes
 from speedrun.ground import track as tracks
-from speedrun.ground.errors import CheckpointError, DataError, UsageError
+from speedrun.ground.errors import CheckpointError, DataError, UsageError, translate_read_errors
 from speedrun.ground.track import Track
 from speedrun.ground.wholefile import read_regular
 from speedrun.ledger import format
@@ -151,11 +151,8 @@ def own_recipe(source: Path, name: str, revision: int, given: str | None) -> Rec
 
 def _unsealed(path: Path, form: type[_T]) -> _T:
     """Read a file of JSON that `checkpoint.seal` packed."""
-    try:
+    with translate_read_errors(path, "choose another --step, or run again", kind=CheckpointError):
         return decoded(checkpoint.unseal(msgspec.json.decode(read_regular(path))), form)
-    except (OSError, ValueError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise CheckpointError(f"{path}: {reason}; choose another --step, or run again") from None
 
 
 def steps_in(folder: Path) -> list[int]:
