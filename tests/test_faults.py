@@ -31,7 +31,7 @@ from test_checkpoint import steps
 
 from speedrun.board import leaks
 from speedrun.cli import command
-from speedrun.data import inventory, shards, writing
+from speedrun.data import inventory, shards
 from speedrun.ground import faults, provenance, runlog
 from speedrun.ground.clock import Stopwatch, now
 from speedrun.ground.errors import HANG, CheckpointError, NonFiniteError, StorageError, Terminated
@@ -224,7 +224,7 @@ def test_going_on_across_the_end_of_a_shard(config, tmp_path, monkeypatch):
     """Shards of three steps each; the run is broken off behind the second and the third."""
     ids = np.random.default_rng(0).integers(0, 256, 5 * 1600)
     for i in range(5):
-        writing.write_shard(tmp_path / f"x_train_{i}.bin", ids[1600 * i : 1600 * (i + 1)])
+        shards.write_shard(tmp_path / f"x_train_{i}.bin", ids[1600 * i : 1600 * (i + 1)])
     tiny, real = sorted(tmp_path.glob("*.bin")), inventory.open_track
     opened = tuple(shards.open_shard(path, vocab_size=256) for path in tiny)
     monkeypatch.setattr(inventory, "open_track", lambda *args: real(*args)._replace(train=opened))

@@ -27,9 +27,8 @@ from speedrun import cli
 from speedrun.data import fetch, hub, inventory
 from speedrun.data.inventory import MANIFEST, read_manifest
 from speedrun.data.overview import verify
-from speedrun.data.shards import HEADER_BYTES, sha256
+from speedrun.data.shards import HEADER_BYTES, sha256, write_shard
 from speedrun.data.stream import Shape, require_steps
-from speedrun.data.writing import write_shard
 from speedrun.ground import track
 from speedrun.ground.errors import DataError, StorageError
 from speedrun.science.recipes import load as load_recipe

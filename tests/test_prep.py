@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speedrun import cli
-from speedrun.data import documents, gpt2, inventory, overview, sources, tokenizer, writing
+from speedrun.data import documents, gpt2, inventory, overview, sources, tokenizer
 from speedrun.data.inventory import Place
 from speedrun.data.overview import verify
 from speedrun.data.prep import Cut, prepare
@@ -275,7 +275,7 @@ def test_the_shards_verify_and_an_unfinished_folder_does_not(tmp_path: Path):
     made = prepare(open_source([str(rows)]), BYTES, Cut("x", 40), tmp_path / "out")
     passed = verify(tmp_path / "out", data, full=True)
     assert sum(shard.tokens for shard in passed) == sum(e.tokens for e in made.manifest.shards.values())
-    writing.write_manifest(tmp_path / "out", msgspec.structs.replace(made.manifest, complete=False))
+    inventory.write_manifest(tmp_path / "out", msgspec.structs.replace(made.manifest, complete=False))
     with pytest.raises(DataError, match="unfinished after 3 shards"):
         inventory.open_track(tmp_path / "out", data)
 
@@ -488,7 +488,7 @@ def test_bits_per_byte(tmp_path: Path):
     data = track.Data("x", "x_train_*.bin", "x_val_*.bin", 40, 257, DOCUMENT, "again!")
     assert overview.bits_per_byte(np.log(256), tmp_path, data) == pytest.approx(8)
     assert overview.bits_per_byte(1.0, tmp_path, msgspec.structs.replace(data, val_tokens=39)) is None
-    writing.write_manifest(tmp_path, msgspec.structs.replace(made.manifest, scored_bytes=20))
+    inventory.write_manifest(tmp_path, msgspec.structs.replace(made.manifest, scored_bytes=20))
     assert overview.bits_per_byte(np.log(256), tmp_path, data) == pytest.approx(16), "two tokens per byte"
 
 

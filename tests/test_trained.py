@@ -19,7 +19,7 @@ from click.testing import CliRunner, Result
 from small_run import SMALL
 
 from speedrun import cli
-from speedrun.data import tokenizer, writing
+from speedrun.data import shards, tokenizer
 from speedrun.ground import mesh, runlog, track
 from speedrun.ground.errors import CheckpointError, DataError, UsageError
 from speedrun.science import recipes
@@ -487,7 +487,7 @@ def test_bits_per_byte_count_the_bytes_of_the_targets(of_text, tmp_path) -> None
     ids = np.concatenate([spoken.encode("the cat sat on the mat. the dog ate") for _ in range(9)]).astype(
         np.uint16
     )
-    writing.write_shard(tmp_path / "x.bin", ids)
+    shards.write_shard(tmp_path / "x.bin", ids)
     (part,) = held_out.slices(trained, [tmp_path / "x.bin"], 8, 64)
     found = held_out.Scorer(trained, 8, held_out.bytes_of(spoken, print)).score(part, lambda done: None)
     rows = [[*map(int, ids[start : start + 9])] for start in range(0, 64, 8)]

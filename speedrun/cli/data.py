@@ -24,9 +24,9 @@ from speedrun.cli.options import (
 )
 from speedrun.cli.progress import Progress, resumable
 from speedrun.data import documents, fetch, gpt2, inventory, overview, prep, python_docs, synthetic, tokenizer
+from speedrun.data.shards import MAX_TOKENS
 from speedrun.data.sources import HUB, READERS, open_source
 from speedrun.data.vocabulary import RANKS
-from speedrun.data.writing import MAX_TOKENS
 from speedrun.ground import signals
 from speedrun.ground import track as tracks
 from speedrun.ground.console import clean

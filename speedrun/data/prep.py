@@ -20,9 +20,9 @@ import numpy as np
 
 from speedrun.data import shards, tokenizer
 from speedrun.data.documents import Source
-from speedrun.data.inventory import MANIFEST, Manifest, Place, ShardEntry, read_manifest
+from speedrun.data.inventory import MANIFEST, Manifest, Place, ShardEntry, read_manifest, write_manifest
+from speedrun.data.shards import write_shard
 from speedrun.data.tokenizer import Encoded
-from speedrun.data.writing import write_manifest, write_shard
 from speedrun.ground import faults
 from speedrun.ground.clock import Stopwatch
 from speedrun.ground.console import quantity

@@ -15,10 +15,13 @@ from pathlib import Path
 import numpy as np
 
 from speedrun.ground.errors import DataError, translate_read_errors
+from speedrun.ground.wholefile import write_whole
 
 MAGIC = 20240520
 VERSION = 1
 HEADER_BYTES = 256 * 4
+MAX_TOKENS = 2**31 - 1
+UINT16_IDS = 2**16
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,27 @@ def _count(path: Path, header: bytes, size_bytes: int) -> int:
             f"{path}: {size_bytes:,} bytes; {count:,} tokens need {need:,}; delete it and make it again"
         )
     return count
+
+
+def write_shard(path: Path, tokens: np.ndarray) -> Shard:
+    """Write a shard of tokens [N], integers from 0 to 65,535, atomically. Its folder must exist.
+
+    Raises:
+        DataError: if there are no tokens, too many, or some outside uint16.
+        StorageError: if the file cannot be written.
+    """
+    if tokens.ndim != 1 or not 1 <= tokens.size <= MAX_TOKENS or not np.issubdtype(tokens.dtype, np.integer):
+        raise DataError(
+            f"{path}: got {tokens.dtype}{list(tokens.shape)}; need 1 to {MAX_TOKENS:,} integers in one dimension"
+        )
+    if tokens.min() < 0 or tokens.max() >= UINT16_IDS:
+        raise DataError(
+            f"{path}: ids of {tokens.min()} to {tokens.max()}; the format holds 0 to {UINT16_IDS - 1:,}"
+        )
+    header = np.zeros(256, "<i4")
+    header[:3] = MAGIC, VERSION, tokens.size
+    write_whole(path, header.tobytes(), np.ascontiguousarray(tokens, "<u2").data)
+    return open_shard(path, vocab_size=UINT16_IDS)
 
 
 def sha256(path: Path) -> str:
