@@ -40,7 +40,7 @@ PARQUET = SHARED / "parquet" / "fineweb_head_300.parquet"
 
 needs_shared = pytest.mark.skipif(not RANKS.exists(), reason="needs ../shared/data: real rows, GPT-2's ranks")
 
-BYTES = tokenizer.choose("bytes")
+BYTES = tokenizer.load("bytes")
 DOCUMENT = 256
 
 
@@ -285,8 +285,9 @@ def test_the_shards_verify_and_an_unfinished_folder_does_not(tmp_path: Path):
 
 @needs_shared
 def test_real_rows_equal_tiktokens_by_document(tmp_path: Path):
-    choice = tokenizer.choose(str(RANKS))
-    encoding = gpt2.Tiktoken(choice.raw).encoding
+    choice = tokenizer.load(str(RANKS))
+    assert isinstance(choice, gpt2.Tiktoken)
+    encoding = choice.encoding
     made = prepare(open_source([str(HEAD)]), choice, Cut(shard_tokens=50_000), tmp_path, num_workers=2)
     shards = ids_of(tmp_path)
     assert {len(shard) for shard in shards[:-1]} == {50_000}
@@ -306,7 +307,7 @@ def test_parquet_through_pyarrow_and_datasets_equals_lines(tmp_path: Path, monke
     """Offline, through `load_dataset`."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    choice, cut = tokenizer.choose(str(RANKS)), Cut(shard_tokens=50_000)
+    choice, cut = tokenizer.load(str(RANKS)), Cut(shard_tokens=50_000)
     sources = {
         "lines": open_source([str(HEAD)]),
         "parquet": open_source([str(PARQUET)]),
@@ -381,7 +382,7 @@ def test_the_number_of_workers_does_not_matter(tmp_path: Path):
     """The first block takes longest, so others finish before it."""
     texts = ["a" * 600_000, *(f"row {i} " * 3_000 for i in range(60))]
     rows = write_rows(tmp_path / "rows.jsonl", texts)
-    choice = tokenizer.choose(str(RANKS))
+    choice = tokenizer.load(str(RANKS))
     for num_workers in (1, 2, 4):
         source, out = open_source([str(rows)]), tmp_path / str(num_workers)
         prepare(source, choice, Cut("x", 99_991), out, num_workers=num_workers)

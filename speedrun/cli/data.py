@@ -122,13 +122,13 @@ def prep_(*, sources: tuple[str, ...], **given: Any) -> Answer:
     if sources and given["out"] is None:
         raise UsageError(f"--source {sources[0]} without --out; the shards need a folder; name one")
     # Local files are checked before the network.
-    choice = tokenizer.choose(given["tokenizer"], document_text=given["document_text"])
+    chosen = tokenizer.load(given["tokenizer"], document_text=given["document_text"])
     folder = inventory.data_folder(tracks.load(_FINEWEB_TRACK), given["out"])
     column, workers = given["column"], given["workers"] or _num_cores()
     source = open_source(sources or (FINEWEB,), column=column, revision=given["revision"])
     with resumable("prep", folder) as progress, lock_folder(folder, progress.say):
         made = prep.prepare(
-            source, choice, cut, folder, column=column, num_workers=workers, report=progress.update
+            source, chosen, cut, folder, column=column, num_workers=workers, report=progress.update
         )
     return Answer(made.facts(), made.summary())
 

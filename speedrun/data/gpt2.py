@@ -10,7 +10,7 @@ import numpy as np
 
 from speedrun.data import vocabulary
 from speedrun.data.documents import need
-from speedrun.ground.errors import DataError, translate_read_errors
+from speedrun.ground.errors import DataError
 
 if TYPE_CHECKING:
     import tiktoken
@@ -22,13 +22,6 @@ VOCAB_SIZE, DOCUMENT_TOKEN = 50257, 50256
 RANKS_URL = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tiktoken"
 #: GPT-2's words, which are encoded independently of each other. Source: the same.
 _WORDS = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
-
-
-def checked_ranks(raw: bytes, name: object) -> bytes:
-    """Return GPT-2's ranks, the content of the file `name`; raise DataError if they have another digest."""
-    with translate_read_errors(name, "delete the file, or name another with --tokenizer PATH.tiktoken"):
-        vocabulary.ranks(raw)
-    return raw
 
 
 def cached_ranks() -> bytes:
@@ -53,13 +46,14 @@ def cached_ranks() -> bytes:
 class Tiktoken:
     """GPT-2's tokenizer."""
 
-    vocab_size = VOCAB_SIZE
-    document_token = DOCUMENT_TOKEN
+    name = "gpt2"
+    vocab_size, document_token = VOCAB_SIZE, DOCUMENT_TOKEN
 
     def __init__(self, raw: bytes) -> None:
-        """Load the ranks from the content of their file."""
+        """Load the ranks from the content of their file; raise ValueError if they are not GPT-2's."""
         import tiktoken
 
+        self.raw = raw
         self._ranks = {token: index for index, token in vocabulary.ranks(raw).items()}
         self.encoding = tiktoken.Encoding(
             "gpt2",

@@ -131,4 +131,4 @@ def make(track: Track, folder: Path) -> prep.Prepared:
     )
     source = open_source([str(folder / CORPUS)])
     source.name = SOURCE  # independent of the folder's path
-    return prep.prepare(source, tokenizer.choose(str(folder / TOKENIZER)), cut, folder)
+    return prep.prepare(source, tokenizer.load(str(folder / TOKENIZER)), cut, folder)
