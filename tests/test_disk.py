@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -36,14 +37,7 @@ def failing_disk(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("number", "kind"),
-    [
-        (errno.EIO, StorageError),
-        (errno.ENOSPC, StorageError),
-        (errno.EDQUOT, StorageError),
-        (errno.EACCES, UsageError),
-        (errno.ENOTDIR, UsageError),
-    ],
+    ("number", "kind"), [(errno.ENOSPC, StorageError), (errno.EIO, StorageError), (errno.EACCES, UsageError)]
 )
 def test_a_folder_that_cannot_be_made_is_a_fault_of_the_disk_or_of_the_user(
     tmp_path, monkeypatch, number, kind
@@ -52,7 +46,7 @@ def test_a_folder_that_cannot_be_made_is_a_fault_of_the_disk_or_of_the_user(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "rename", rename)
-    with pytest.raises(SpeedrunError, match="cannot be written") as caught:
+    with pytest.raises(SpeedrunError) as caught:
         make_folder(tmp_path / "out", {"source.txt": b""})
     assert type(caught.value) is kind
     assert not list(tmp_path.iterdir())
@@ -115,43 +109,16 @@ def answer(failing_disk: Path, asked: dict[str, Any], tmp_path: Path) -> Any:
     return json.loads(done.stdout)
 
 
-#: A track that twelve small steps reach.
-TINY = """
-name = "tiny"
-version = 1
-summary = "a track for the soak"
-recipe = "smoke"
-[data]
-folder = "tiny"
-train = "tiny_train_*.bin"
-val = "tiny_val_*.bin"
-val_tokens = 8192
-vocab_size = 256
-document_token = 0
-get = "none"
-[target]
-loss = 8.0
-[rules]
-platform = "cpu"
-num_devices = 2
-min_runs = 2
-val_every = 100
-untimed_cap_s = 1800.0
-ranked = false
-[synthetic]
-seed = 5
-vocab_size = 256
-line_words = 15
-num_classes = 4
-num_successors = 4
-zipf_offset = 3
-noise = 2451856297
-repeat = 858993459
-end = 214748364
-val_lines = 600
-shard_lines = 2000
-num_shards = 1
-"""
+def tiny() -> str:
+    """A track that twelve small steps reach: smoke-cpu with fewer tokens, without digests."""
+    text = (track.TRACKS_DIR / "smoke-cpu.toml").read_text()
+    text = (
+        re.sub(r"\[data.sha256\]\n(.+\n)*", "", text).replace("smoke_", "tiny_").replace("smoke-cpu", "tiny")
+    )
+    changes = {"folder": '"tiny"', "val_tokens": 8192, "loss": 8.0, "num_devices": 2, "min_runs": 2}
+    for name, value in (changes | {"val_lines": 600, "shard_lines": 2000, "num_shards": 1}).items():
+        text = re.sub(rf"^{name} = .*", f"{name} = {value}", text, flags=re.MULTILINE)
+    return text
 
 
 @pytest.mark.compile
@@ -159,7 +126,7 @@ def test_a_soak_of_commands_struck_at_any_byte(failing_disk, tmp_path):
     """Killed, out of space, or refused by fsync; then the next documented command loses nothing and ends well."""
     (tmp_path / "work").mkdir()
     shutil.copytree(track.TRACKS_DIR, tmp_path / "tracks")
-    (tmp_path / "tracks" / "tiny.toml").write_text(TINY)
+    (tmp_path / "tracks" / "tiny.toml").write_text(tiny())
     asked = {"tracks": tmp_path / "tracks", "work": tmp_path / "work", "data": tmp_path / "data"}
     asked |= {"settings": [word for key, value in SMALL.items() for word in ("--set", f"{key}={value}")]}
     asked |= {"seed": SOAK_SEED, "seconds": SOAK_S}
