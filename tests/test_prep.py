@@ -151,7 +151,7 @@ def test_files_and_folders_are_sorted_by_name(tmp_path: Path):
     (tmp_path / "c" / "z.txt").write_bytes(b"\xef\xbb\xbffive\r\nlines\n")
     (tmp_path / "other.csv").write_text("not read")
     source = open_source([str(tmp_path)])
-    assert list(documents.texts(source, "text")) == ["one", "two", "three", "four", "\ufefffive\r\nlines\n"]
+    assert list(documents.texts(source)) == ["one", "two", "three", "four", "\ufefffive\r\nlines\n"]
     places = [block.first for block in source.blocks(Place("b.jsonl", 1))]
     assert places == [Place("b.jsonl", 1), Place("c/z.txt", 0)]
     assert [b.read_bytes for b in source.blocks(Place("", 0))][-1] == source.total_bytes
@@ -192,7 +192,7 @@ def test_a_source_that_cannot_be_read(tmp_path: Path, name: str, content: bytes,
 def test_what_pythons_json_accepts_is_accepted(tmp_path: Path, line: bytes):
     (tmp_path / "x.jsonl").write_bytes(line)
     want = json.loads(line)["text"].encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    assert list(documents.texts(open_source([str(tmp_path)]), "text")) == [want]
+    assert list(documents.texts(open_source([str(tmp_path)]))) == [want]
 
 
 @pytest.mark.parametrize(
@@ -339,7 +339,7 @@ def test_rows_are_found_after_an_interruption(tmp_path: Path, kind: str, monkeyp
     def source() -> documents.Source:
         return open_source([folder]) if kind == "parquet" else Dataset(folder, None, None, column="text")
 
-    assert list(documents.texts(source(), "text")) == texts
+    assert list(documents.texts(source())) == texts
     prepare(source(), BYTES, cut, tmp_path / "whole")
     assert ids_of(tmp_path / "whole", "x") == definition(texts, 37)
     for life in (1, 2, 3, 5):
@@ -359,9 +359,9 @@ def test_blocks_are_read_on_demand():
     def blocks():
         for row in range(1_000):
             read.append(row)
-            yield documents.Block(Place("x", row), 1, ["abc"], row)
+            yield documents.Block(Place("x", row), ["abc"], row)
 
-    encoded = tokenizer.encoded(blocks(), tokenizer.Bytes(), "text", num_workers=3)
+    encoded = tokenizer.encoded(blocks(), tokenizer.Bytes(), num_workers=3)
     assert [next(encoded).first.row for _ in range(20)] == list(range(20))
     assert len(read) <= 20 + 3 * 3
     encoded.close()

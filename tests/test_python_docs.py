@@ -137,8 +137,3 @@ def test_too_little_documentation(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(python_docs, "installed", lambda: roots)
     with pytest.raises(DataError, match="docs-cpu@1 needs 400; this Python has too little"):
         python_docs.make(small(), tmp_path / "out")
-
-
-def test_other_tracks_are_refused(tmp_path: Path):
-    with pytest.raises(UsageError, match="'webmini' is not made of Python's documentation"):
-        python_docs.make(track.load("webmini"), tmp_path)

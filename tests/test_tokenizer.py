@@ -189,10 +189,7 @@ def test_a_document_token_that_is_not_special_is_refused(trained: Path, tmp_path
     loaded = tokenizer.load(str(tmp_path / "plain.json"))
     with pytest.raises(DataError, match="a text became token 0"):
         loaded.encode([END_OF_TEXT])
-
-
-def test_a_file_without_that_document_token(trained: Path):
-    with pytest.raises(UsageError, match=r"has no token '<s>' .* its special tokens are <\|endoftext\|>"):
+    with pytest.raises(UsageError, match="has no token '<s>'"):
         tokenizer.load(str(trained), document_text="<s>")
 
 

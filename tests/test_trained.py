@@ -476,12 +476,6 @@ metric_list: [{{metric: bits_per_byte, aggregation: bits_per_byte, higher_is_bet
     assert found["rolling"]["bits_per_byte"] == pytest.approx(nats / np.log(2) / 22, rel=1e-5)
 
 
-def test_without_the_harness_tasks_are_refused(of_text, monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(UsageError, match="pip install lm-eval"):
-        harness.scores(of_text[0], of_text[1], ["piqa"], None, print)
-
-
 def test_bits_per_byte_count_the_bytes_of_the_targets(of_text, tmp_path) -> None:
     trained, spoken = of_text
     ids = np.concatenate([spoken.encode("the cat sat on the mat. the dog ate") for _ in range(9)]).astype(

@@ -90,7 +90,6 @@ def prepare(
     cut: Cut,
     out: Path,
     *,
-    column: str = "text",
     num_workers: int = 1,
     report: Callable[[int, int, str], None] = lambda *_: None,
 ) -> Prepared:
@@ -101,7 +100,6 @@ def prepare(
         chosen: the tokenizer.
         cut: length and names of shards.
         out: folder of the shards; created if missing.
-        column: the field of a row that holds the text.
         num_workers: threads that tokenize; the bytes do not depend on it.
         report: called after every block with bytes read, bytes in total (0 if unknown), and other facts.
 
@@ -127,7 +125,7 @@ def prepare(
     write_manifest(out, manifest)
     writer = _Writer(out, cut, manifest, chosen.id_bytes_V())
     watch, start, start_tokens = Stopwatch(), writer.next, writer.tokens
-    with closing(encoded(source.blocks(start), chosen, column, num_workers=num_workers)) as blocks:
+    with closing(encoded(source.blocks(start), chosen, num_workers=num_workers)) as blocks:
         for block in blocks:
             writer.add(_after(block, start))
             rate = (writer.tokens - start_tokens) / max(1e-9, watch.seconds)

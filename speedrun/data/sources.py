@@ -11,6 +11,7 @@ import json
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -204,31 +205,28 @@ def _files_of(path: Path) -> list[tuple[str, Path]]:
 
 
 def _json_lines(path: Path, row: int, column: str) -> Iterator[Block]:
-    """Yield lines without decoding them: the workers do."""
+    """Yield the lines that are not blank."""
     with path.open("rb") as file:
         # GzipFile itself splits lines in Python.
         unpacked: IO[bytes] = (
             io.BufferedReader(gzip.GzipFile(fileobj=file), BLOCK_BYTES) if path.name.endswith(".gz") else file
         )
-        lines, size = [], 0
-        for number, line in enumerate(line for line in unpacked if not line.isspace()):
-            if number < row:
-                continue
-            lines.append(line)
+        texts, size = [], 0
+        for number, line in islice(enumerate(line for line in unpacked if not line.isspace()), row, None):
+            texts.append(documents.of_line(line, column, str(path), number))
             size += len(line)
             if size >= BLOCK_BYTES:
-                yield Block(Place("", row), len(lines), b"".join(lines), file.tell())
-                row, lines, size = row + len(lines), [], 0
-        if lines:
-            yield Block(Place("", row), len(lines), b"".join(lines), file.tell())
+                yield Block(Place("", row), texts, file.tell())
+                row, texts, size = number + 1, [], 0
+        if texts:
+            yield Block(Place("", row), texts, file.tell())
 
 
 def _text(path: Path, row: int, column: str) -> Iterator[Block]:
     """Yield one document."""
-    if row > 0:
-        return
-    text = path.read_bytes().decode()  # not read_text, which would turn CRLF into LF
-    yield Block(Place("", 0), 1, [text], path.stat().st_size)
+    if row == 0:
+        text = path.read_bytes().decode()  # not read_text, which would turn CRLF into LF
+        yield Block(Place("", 0), [text], path.stat().st_size)
 
 
 def _parquet(path: Path, row: int, column: str) -> Iterator[Block]:
@@ -249,7 +247,7 @@ def _parquet(path: Path, row: int, column: str) -> Iterator[Block]:
             )
             per_row = path.stat().st_size / max(1, sum(sizes))
             for block in of_batches(batches, column, Place("", skipped), row, str(path)):
-                yield block._replace(read_bytes=round(per_row * (block.first.row + block.num_rows)))
+                yield block._replace(read_bytes=round(per_row * (block.first.row + len(block.texts))))
     except (ArrowException, UnicodeDecodeError) as error:  # names of columns may not be UTF-8
         reason = " ".join(str(error).split())
         raise DataError(f"{path}: {reason}; a whole parquet file is needed; get it again") from None

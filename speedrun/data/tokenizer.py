@@ -13,7 +13,6 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from speedrun.data import documents
 from speedrun.data.documents import Block, need
 from speedrun.data.gpt2 import END_OF_TEXT, Tiktoken, cached_ranks
 from speedrun.data.inventory import Place
@@ -201,7 +200,7 @@ class Encoded(NamedTuple):
 
 
 def encoded(
-    blocks: Iterable[Block], chosen: Tokenizer, column: str, *, num_workers: int
+    blocks: Iterable[Block], chosen: Tokenizer, *, num_workers: int
 ) -> Generator[Encoded, None, None]:
     """Yield all blocks as ids, in order. The calling thread reads them; a single worker is the calling thread.
 
@@ -210,9 +209,9 @@ def encoded(
     the output does not depend on the number of threads, and memory does not grow with the corpus.
 
     Raises:
-        DataError: if a document cannot be read.
+        DataError: if a document cannot be read, or contains a document token.
     """
-    encode = partial(_encoded, chosen, column)
+    encode = partial(_encoded, chosen)
     if num_workers == 1:
         yield from map(encode, blocks)
         return
@@ -229,8 +228,8 @@ def encoded(
         pool.shutdown(cancel_futures=True)
 
 
-def _encoded(chosen: Tokenizer, column: str, block: Block) -> Encoded:
-    ids, starts = joined(chosen.encode(documents.read(block, column)), chosen.document_token)
+def _encoded(chosen: Tokenizer, block: Block) -> Encoded:
+    ids, starts = joined(chosen.encode(block.texts), chosen.document_token)
     return Encoded(block.first, ids, starts, block.read_bytes)
 
 
