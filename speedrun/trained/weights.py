@@ -110,7 +110,8 @@ def load(
         DataError: if weights are not finite.
     """
     folder = run.resolve() if run.name.endswith(".checkpoints") else checkpoint.folder_of(run)
-    if not (folder / checkpoint.RUN).exists():
+    steps = steps_in(folder)
+    if not steps:
         raise UsageError(f"{run} has no weights; run again with --checkpoint-every N, which keeps them")
     kept = _unsealed(folder / checkpoint.RUN, Resumable)
     track = tracks.load(kept.config.track)
@@ -119,9 +120,6 @@ def load(
     shards = inventory.data_folder(track, data or kept.config.data)
     known = () if chosen.constants is no_constants else vocabulary.load(track, shards)
     program = Program(chosen, meshes.make_mesh(1), kept.config.microbatches or SHARDS, vocabulary=known)
-    steps = steps_in(folder)
-    if not steps:
-        raise UsageError(f"{folder} has no checkpoint; run again with --checkpoint-every N, which keeps some")
     if step is not None and step not in steps:
         raise UsageError(f"{folder} has checkpoints of steps {', '.join(map(str, steps))}; got --step {step}")
     at = folder / str(steps[-1] if step is None else step)
