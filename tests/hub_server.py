@@ -103,7 +103,8 @@ class _Handler(BaseHTTPRequestHandler):
             for name, body in self.hub.files.items()
         ]
         facts = {"id": self.hub.repo, "sha": self.hub.commit, "siblings": siblings, "tags": []}
-        body = json.dumps(facts | {"private": False, "disabled": False, "downloads": 0, "likes": 0}).encode()
+        facts |= {"private": False, "disabled": False, "downloads": 0, "likes": 0}
+        body = (fault or json.dumps(facts)).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))

@@ -7,7 +7,6 @@ import dataclasses
 import gc
 import json
 import os
-import random
 import re
 import resource
 import shutil
@@ -15,7 +14,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -31,9 +29,9 @@ from test_checkpoint import steps
 
 from speedrun.board import leaks
 from speedrun.cli import command
-from speedrun.data import inventory, shards, writing
+from speedrun.data import inventory, shards
 from speedrun.ground import faults, provenance, runlog
-from speedrun.ground.clock import Stopwatch, now
+from speedrun.ground.clock import now
 from speedrun.ground.errors import HANG, CheckpointError, NonFiniteError, StorageError, Terminated
 from speedrun.ledger.assemble import assemble
 from speedrun.ledger.code import read
@@ -224,7 +222,7 @@ def test_going_on_across_the_end_of_a_shard(config, tmp_path, monkeypatch):
     """Shards of three steps each; the run is broken off behind the second and the third."""
     ids = np.random.default_rng(0).integers(0, 256, 5 * 1600)
     for i in range(5):
-        writing.write_shard(tmp_path / f"x_train_{i}.bin", ids[1600 * i : 1600 * (i + 1)])
+        shards.write_shard(tmp_path / f"x_train_{i}.bin", ids[1600 * i : 1600 * (i + 1)])
     tiny, real = sorted(tmp_path.glob("*.bin")), inventory.open_track
     opened = tuple(shards.open_shard(path, vocab_size=256) for path in tiny)
     monkeypatch.setattr(inventory, "open_track", lambda *args: real(*args)._replace(train=opened))
@@ -515,65 +513,3 @@ def test_nothing_piles_up_in_many_lives(config, tmp_path, monkeypatch):
     (fds, threads, _), (_, _, held_mib) = lives[1], lives[2]
     assert all(life[0] <= fds + 2 and life[1] <= threads + 1 for life in lives[1:]), lives
     assert lives[-1][2] - held_mib < 50 * (len(lives) - 3), lives  # programs are compiled in each life
-
-
-@pytest.mark.compile
-def test_a_soak_of_random_kills(config, tmp_path):
-    """Five minutes: killed, told to stop or interrupted at random moments, also while it starts; then left to end."""
-    rnd, out = random.Random(0), tmp_path / "out"
-    overrides = SMALL | {"stages.0.num_steps": "1600"}
-    wanted = train.train(at(config, tmp_path / "whole", overrides=overrides, checkpoint_every=0))
-    long = at(config, out, overrides=overrides, checkpoint_every=20, keep_checkpoints=2)
-    sent: Counter[str] = Counter()
-    watch = Stopwatch()
-    while True:
-        if out.exists() and not kept(out):  # nothing to go on from yet
-            shutil.rmtree(out)
-            shutil.rmtree(folder_of(out))
-        child = started(at(long, out, resume=out.exists()))
-        number = rnd.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-        try:
-            if watch.seconds < SOAK_S:
-                wait_for_clock(out, child, early=rnd.random() < 0.2)
-                threading.Event().wait(rnd.uniform(0, 3))
-                if child.poll() is None:
-                    child.send_signal(number)
-                    sent[number.name] += 1
-            _, stderr = child.communicate(timeout=TIMEOUT_S)
-        finally:
-            child.kill()
-        assert child.returncode in (0, -9, -15, -2, 75, 130), stderr
-        if child.returncode == 0:
-            break
-        salvage(out)
-    runs = runs_of(out)
-    spent_s = [
-        line.event.phases
-        for run in runs
-        for line in runlog.read(out / "runs" / run.folder / "metrics.jsonl")
-        if isinstance(line.event, runlog.RunEnd)
-    ]
-    good_s, wall_s = sum(one.get("step", 0.0) for one in spent_s), sum(sum(one.values()) for one in spent_s)
-    sys.stderr.write(
-        f"{dict(sent)}: {len(runs)} runs, {watch.seconds:.0f} s; goodput {good_s / wall_s:.1%}\n"
-    )
-    finished = [run for run in runs if run.outcome == "finished"]
-    assert [run.end.final_hash for run in finished] == [wanted.final_hash]
-    assert not [
-        path for path in folder_of(out).iterdir() if not (path.name.isdigit() or path.name == "run.json")
-    ]
-    assert sum(sent.values()) > 5
-
-
-SOAK_S = 300
-
-
-def wait_for_clock(out: Path, child: subprocess.Popen[str], *, early: bool) -> None:
-    """Until the newest log says that the clock runs; with `early` not so long."""
-    known = set(out.glob("runs/*/metrics.jsonl"))
-    watch = Stopwatch()
-    while child.poll() is None and not (early and watch.seconds > 3):
-        new = set(out.glob("runs/*/metrics.jsonl")) - known
-        if any('"ev":"clock_start"' in path.read_text() for path in new):
-            return
-        threading.Event().wait(0.1)

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,11 +26,10 @@ from speedrun import cli
 from speedrun.data import fetch, hub, inventory
 from speedrun.data.inventory import MANIFEST, read_manifest
 from speedrun.data.overview import verify
-from speedrun.data.shards import HEADER_BYTES, sha256
+from speedrun.data.shards import HEADER_BYTES, sha256, write_shard
 from speedrun.data.stream import Shape, require_steps
-from speedrun.data.writing import write_shard
 from speedrun.ground import track
-from speedrun.ground.errors import DataError, StorageError
+from speedrun.ground.errors import DataError
 from speedrun.science.recipes import load as load_recipe
 
 REPO = "someone/tokens"
@@ -153,14 +151,9 @@ def test_temporary_faults(
     get(tmp_path)
     assert not any(server.faults.values()), "all happened"
     assert_sound(tmp_path, server.files)
-
-
-def test_a_broken_transfer_resumes(tmp_path: Path, server: FakeHub):
-    server.faults = {VAL: ["cut"]}
-    get(tmp_path)
-    first, second = (start for name, start in server.gets if name == VAL)
-    assert first == 0
-    assert second > 0.5 * len(server.files[VAL])
+    if faults == ["cut"]:
+        resumed = [start for _, start in server.gets if start > 0.5 * len(server.files[VAL])]
+        assert len(resumed) == 3
 
 
 @pytest.mark.parametrize(
@@ -193,14 +186,6 @@ def test_permanent_faults(tmp_path: Path, server: FakeHub, fault: str, cause: st
     assert_sound(tmp_path, server.files)
 
 
-def test_a_transfer_that_stalls_is_given_up(tmp_path: Path, server: FakeHub, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.02)
-    server.always = {VAL: "stall"}
-    with pytest.raises(DataError, match=r"no connection \(.*; run the same command again to continue"):
-        get(tmp_path)
-    assert not (tmp_path / VAL).exists()
-
-
 def test_a_listing_that_fails(tmp_path: Path, server: FakeHub, monkeypatch: pytest.MonkeyPatch):
     for faults, timeout_s in (["500"] * 3, 600), (["stall"], 0.1):
         monkeypatch.setattr(hub, "_TIMEOUT_S", timeout_s)
@@ -211,6 +196,13 @@ def test_a_listing_that_fails(tmp_path: Path, server: FakeHub, monkeypatch: pyte
         with pytest.raises(DataError, match=r"the hub answers 500|no connection"):
             get(tmp_path)
         server.always = {}
+
+
+@pytest.mark.parametrize("page", ["<html>Log in</html>", "[]"])
+def test_the_page_of_a_network_that_wants_a_login_is_one_line(tmp_path: Path, server: FakeHub, page: str):
+    server.always = {"the listing": page}
+    with pytest.raises(DataError, match="the answer is not that of a hub"):
+        get(tmp_path)
 
 
 @pytest.mark.parametrize("left", ["a closed session", "no session"])
@@ -321,17 +313,6 @@ def test_disk_space_is_checked_first(tmp_path: Path, server: FakeHub, monkeypatc
     assert server.gets == []
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9, need))
     get(tmp_path)
-
-
-def test_a_disk_that_fills_up(tmp_path: Path, server: FakeHub, monkeypatch: pytest.MonkeyPatch):
-    import huggingface_hub.file_download
-
-    def full(*_args: object, **_named: object):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(huggingface_hub.file_download, "http_get", full)
-    with pytest.raises(StorageError, match="cannot be written: No space left on device; free or choose"):
-        get(tmp_path)
 
 
 def test_two_downloads_into_one_folder_take_turns(tmp_path: Path, server: FakeHub):
@@ -460,22 +441,3 @@ def test_the_default_is_enough_for_the_recipe(tmp_path: Path, name: str):
     require_steps([full] * rules.data.hub.train_shards, steps)
     assert rules.data.get == f"speedrun data get --track {name}"
     assert inventory.data_folder(rules, None).name == "fineweb10B"
-
-
-@pytest.mark.parametrize("page", [b"<html>Log in</html>", b"[]", b"\xff"])
-def test_the_page_of_a_network_that_wants_a_login_is_one_line(page: bytes, monkeypatch: pytest.MonkeyPatch):
-    class Page(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(page)))
-            self.end_headers()
-            self.wfile.write(page)
-
-        def log_message(self, format: str, *args: object):
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Page) as server:
-        threading.Thread(target=server.handle_request, daemon=True).start()
-        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-        with pytest.raises(hub.HubError, match="the answer is not that of a hub"):
-            hub.dataset_info(REPO, "main")

@@ -56,27 +56,6 @@ def test_locks_hold_what_the_project_asks_for() -> None:
         assert not missing, f"{lock}.lock lacks {missing}; run scripts/lock.sh"
 
 
-def test_the_compiler_brings_no_libraries() -> None:
-    """And for every JAX of dev.lock there is one."""
-    assert {name for name, *_ in pins("aot")} == names(PROJECT["project"]["optional-dependencies"]["aot"])
-    of_jax = {(version, marker) for name, version, marker in pins("dev") if name == "jax"}
-    linux = {
-        (version, marker.removesuffix(" and sys_platform == 'linux'"))
-        for name, version, marker in pins("aot")
-        if name == "jax-cuda12-plugin"
-    }
-    assert linux == of_jax
-
-
-@pytest.mark.parametrize("overlay", [lock.removeprefix("jax-") for lock in LOCKS if lock.startswith("jax-")])
-def test_an_overlaid_jax_has_its_own_compiler(overlay: str) -> None:
-    """The other wheels of that compiler do not depend on the version of JAX."""
-    assert versions(f"jax-{overlay}") == {("jax", overlay), ("jaxlib", overlay)}
-    of_jax = {("jax-cuda12-pjrt", overlay), ("jax-cuda12-plugin", overlay)}
-    assert versions(f"aot-{overlay}") == of_jax | {pin for pin in versions("aot") if "nvidia" in pin[0]}
-    assert {marker for *_, marker in pins(f"aot-{overlay}")} == {"sys_platform == 'linux'"}
-
-
 def test_flash_attention_is_the_version_whose_private_names_are_used() -> None:
     for cuda in (12, 13):
         assert versions(f"attention-cuda{cuda}") == {(f"dew-flash-attn-cu{cuda}", "0.3.6")}

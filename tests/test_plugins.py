@@ -86,7 +86,7 @@ def test_shards_of_bytes_are_those_of_the_track_and_the_recipe_of_characters(
     rules, config = track.load("chars"), sr.load(str(folder / "chars.py")).config
     assert (config.vocab_size, config.document_token) == (rules.data.vocab_size, rules.data.document_token)
     (tmp_path / "book.txt").write_text("Was it a cat I saw? " * 16_000)
-    choice, cut = tokenizer.choose("bytes"), prep.Cut("chars", shard_tokens=200_000)
+    choice, cut = tokenizer.load("bytes"), prep.Cut("chars", shard_tokens=200_000)
     prep.prepare(open_source([str(tmp_path / "book.txt")]), choice, cut, tmp_path / "shards")
     found = inventory.open_track(tmp_path / "shards", rules.data)
     assert bytes(found.val[0].read(0, 21)[1:].astype(np.uint8)) == b"Was it a cat I saw? "
@@ -143,7 +143,7 @@ ENDLESS = [
 def test_what_never_ends_is_refused_wherever_it_is_named(said: str, make: Callable, tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     make(path)
-    for read in (resolve, lambda name: tokenizer.choose(f"{name}.json")):
+    for read in (resolve, lambda name: tokenizer.load(f"{name}.json")):
         path.with_name("mine.py.json").unlink(missing_ok=True)
         path.with_name("mine.py.json").symlink_to(path)
         with pytest.raises((UsageError, DataError), match=re.escape(said)):

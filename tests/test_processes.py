@@ -132,11 +132,6 @@ def trained_by(count: int, folder: Path, smoke_data: Path, replicas: int | None 
     return config.out
 
 
-@pytest.fixture(scope="module")
-def by_two(tmp_path_factory, smoke_data) -> Path:
-    return trained_by(2, tmp_path_factory.mktemp("two"), smoke_data)
-
-
 def check_same_run(out: Path, alone: Path, count: int, replicas: int = 1) -> None:
     got, want = ([step.loss for step in of(runlog.Step, one)] for one in (out, alone))
     np.testing.assert_allclose(got[:2], want[:2], rtol=1e-6)
@@ -154,14 +149,9 @@ def check_same_run(out: Path, alone: Path, count: int, replicas: int = 1) -> Non
     assert mine.preflight.num_devices == other.preflight.num_devices
     assert (mine.start.config_sha256 == other.start.config_sha256) is (replicas == 1)
     assert [(hw.num_processes, hw.num_replicas) for hw in of(runlog.Preflight, out)] == [(count, replicas)]
-
-
-@pytest.mark.compile
-def test_two_processes_train_what_one_does(by_two, alone):
-    check_same_run(by_two, alone, 2)
-    names = [type(event).__name__ for event in lines(by_two)]
+    names = [type(event).__name__ for event in lines(out)]
     assert "Compile" not in names[names.index("ClockStart") : names.index("ClockStop")]
-    assert len(list(by_two.glob("runs/*"))) == 1
+    assert len(list(out.glob("runs/*"))) == 1
 
 
 #: Python reads this file when it starts.
@@ -181,7 +171,7 @@ def with_start(monkeypatch: pytest.MonkeyPatch, folder: Path, text: str) -> None
 @pytest.mark.compile
 @pytest.mark.parametrize(
     ("count", "per_node", "replicas", "asked"),
-    [(4, 4, 1, None), (2, 1, 2, None), (4, 2, 2, None), (4, 4, 4, 4)],
+    [(2, 2, 1, None), (4, 4, 1, None), (2, 1, 2, None), (4, 2, 2, None), (4, 4, 4, 4)],
 )
 def test_several_processes_and_nodes_train_what_one_does(
     count, per_node, replicas, asked, alone, tmp_path, smoke_data, monkeypatch

@@ -30,20 +30,20 @@ def checkout(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def test_a_clean_checkout_is_its_commit(checkout):
+@pytest.mark.parametrize(
+    ("path", "dirty"),
+    [
+        ("speedrun/a.py", True),
+        ("speedrun/new.py", True),
+        ("pyproject.toml", True),
+        ("records/README.md", False),  # records and notes beside the code do not count
+    ],
+)
+def test_changed_and_new_files_of_a_checkout_are_seen(checkout, path, dirty):
     assert provenance.checkout() == (git(checkout, "rev-parse", "HEAD"), False)
-
-
-@pytest.mark.parametrize("path", ["speedrun/a.py", "speedrun/new.py", "pyproject.toml"])
-def test_changed_and_new_files_are_seen(checkout, path):
+    (checkout / path).parent.mkdir(exist_ok=True)
     (checkout / path).write_text("B = 2\n")
-    assert provenance.checkout() == (git(checkout, "rev-parse", "HEAD"), True)
-
-
-def test_records_and_notes_beside_the_code_do_not_count(checkout):
-    (checkout / "records").mkdir()
-    (checkout / "records/README.md").write_text("a run\n")
-    assert provenance.checkout()[1] is False
+    assert provenance.checkout() == (git(checkout, "rev-parse", "HEAD"), dirty)
 
 
 def test_without_git_nothing_is_known(checkout, tmp_path, monkeypatch):

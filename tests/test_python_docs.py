@@ -124,7 +124,7 @@ def test_the_shards_verify_under_the_track(folder: Path):
 def test_other_shards_are_not_replaced(folder: Path):
     rows = folder.with_name("corpus.jsonl")
     rows.write_text('{"text": "abc"}\n' * 9)
-    prep.prepare(open_source([str(rows)]), tokenizer.choose("bytes"), prep.Cut("docs", 10), folder)
+    prep.prepare(open_source([str(rows)]), tokenizer.load("bytes"), prep.Cut("docs", 10), folder)
     for left in (inventory.MANIFEST, "docs_val_000000.bin"):
         before = {path: path.read_bytes() for path in folder.iterdir()}
         with pytest.raises(UsageError, match="holds other shards; docs-cpu@1 would replace them"):
@@ -137,8 +137,3 @@ def test_too_little_documentation(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(python_docs, "installed", lambda: roots)
     with pytest.raises(DataError, match="docs-cpu@1 needs 400; this Python has too little"):
         python_docs.make(small(), tmp_path / "out")
-
-
-def test_other_tracks_are_refused(tmp_path: Path):
-    with pytest.raises(UsageError, match="'webmini' is not made of Python's documentation"):
-        python_docs.make(track.load("webmini"), tmp_path)

@@ -15,11 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speedrun import cli
-from speedrun.data import inventory, overview, shards, synthetic, writing
+from speedrun.data import inventory, overview, shards, synthetic
 from speedrun.data.inventory import Manifest, ShardEntry, open_track
 from speedrun.data.overview import verify
-from speedrun.data.shards import open_shard
-from speedrun.data.writing import write_shard
+from speedrun.data.shards import open_shard, write_shard
 from speedrun.ground import track
 from speedrun.ground.errors import DataError, StorageError
 
@@ -56,7 +55,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path):
     os.mkfifo(pipe := tmp_path / "pipe.bin")
     for path in (pipe, tmp_path):
         assert_refused(path, "not a regular file")
-    assert_refused(tmp_path / "missing.bin", "no such file")
+    assert_refused(tmp_path / "missing.bin", "No such file")
 
 
 def assert_refused(path: Path, cause: str):
@@ -135,9 +134,9 @@ def test_killed_between_write_and_rename(tmp_path: Path):
     write_shard(path, np.array([1, 2, 3]))
     script = (
         "import os, signal, sys; from pathlib import Path; import numpy as np\n"
-        "from speedrun.data import inventory, shards, writing\n"
+        "from speedrun.data import inventory, shards\n"
         "os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "writing.write_shard(Path(sys.argv[1]), np.arange(1000))"
+        "shards.write_shard(Path(sys.argv[1]), np.arange(1000))"
     )
     killed = subprocess.run([sys.executable, "-c", script, path], check=False)
     assert killed.returncode == -signal.SIGKILL
@@ -174,7 +173,7 @@ def folder(tmp_path: Path) -> Path:
         write_shard(tmp_path / name, ids)
     entry = ShardEntry(10, 1, shards.sha256(tmp_path / VAL))
     names = [TRAIN, "t_train_2.bin", VAL]
-    writing.write_manifest(tmp_path, Manifest("a test", {"seed": 1}, 10, 0, dict.fromkeys(names, entry)))
+    inventory.write_manifest(tmp_path, Manifest("a test", {"seed": 1}, 10, 0, dict.fromkeys(names, entry)))
     return tmp_path
 
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from speedrun import cli
 from speedrun.bench import loading as pace
-from speedrun.data.shards import Shard
+from speedrun.data.shards import Shard, write_shard
 from speedrun.data.stream import (
     Batch,
     Cursor,
@@ -32,7 +32,6 @@ from speedrun.data.stream import (
     validation_batches,
     validation_sha256,
 )
-from speedrun.data.writing import write_shard
 from speedrun.ground.errors import DataError, UsageError
 from speedrun.science import nn
 

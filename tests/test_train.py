@@ -25,7 +25,7 @@ from small_run import SMALL, runs_of
 from speedrun.cli import command
 from speedrun.cli.card import following
 from speedrun.cli.run import parse_settings
-from speedrun.data import writing
+from speedrun.data import shards
 from speedrun.ground import console, mesh, provenance, runlog, signals, sourcefile
 from speedrun.ground.clock import now
 from speedrun.ground.errors import DataError, NonFiniteError, Terminated, UsageError
@@ -559,8 +559,8 @@ def test_a_validation_shard_that_is_too_short_is_refused(tmp_path):
     folder = tmp_path / "short"
     folder.mkdir()
     ids = np.arange(5000) % 50000
-    writing.write_shard(folder / "x_val_000000.bin", ids)
-    writing.write_shard(folder / "x_train_000001.bin", ids)
+    shards.write_shard(folder / "x_val_000000.bin", ids)
+    shards.write_shard(folder / "x_train_000001.bin", ids)
     info = refused(folder, tmp_path, track="webmini", overrides={})
     assert "validation needs" in str(info.value)
 

@@ -19,7 +19,7 @@ from click.testing import CliRunner, Result
 from small_run import SMALL
 
 from speedrun import cli
-from speedrun.data import tokenizer, writing
+from speedrun.data import shards, tokenizer
 from speedrun.ground import mesh, runlog, track
 from speedrun.ground.errors import CheckpointError, DataError, UsageError
 from speedrun.science import recipes
@@ -476,18 +476,12 @@ metric_list: [{{metric: bits_per_byte, aggregation: bits_per_byte, higher_is_bet
     assert found["rolling"]["bits_per_byte"] == pytest.approx(nats / np.log(2) / 22, rel=1e-5)
 
 
-def test_without_the_harness_tasks_are_refused(of_text, monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(UsageError, match="pip install lm-eval"):
-        harness.scores(of_text[0], of_text[1], ["piqa"], None, print)
-
-
 def test_bits_per_byte_count_the_bytes_of_the_targets(of_text, tmp_path) -> None:
     trained, spoken = of_text
     ids = np.concatenate([spoken.encode("the cat sat on the mat. the dog ate") for _ in range(9)]).astype(
         np.uint16
     )
-    writing.write_shard(tmp_path / "x.bin", ids)
+    shards.write_shard(tmp_path / "x.bin", ids)
     (part,) = held_out.slices(trained, [tmp_path / "x.bin"], 8, 64)
     found = held_out.Scorer(trained, 8, held_out.bytes_of(spoken, print)).score(part, lambda done: None)
     rows = [[*map(int, ids[start : start + 9])] for start in range(0, 64, 8)]

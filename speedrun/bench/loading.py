@@ -11,9 +11,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from speedrun.data.shards import Shard, open_shard
+from speedrun.data.shards import UINT16_IDS, Shard, open_shard, write_shard
 from speedrun.data.stream import Prefetch, TokenStream
-from speedrun.data.writing import UINT16_IDS, write_shard
 from speedrun.ground.clock import Stopwatch
 from speedrun.ground.errors import DataError
 

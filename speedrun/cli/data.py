@@ -23,15 +23,17 @@ from speedrun.cli.options import (
     track_option,
 )
 from speedrun.cli.progress import Progress, resumable
-from speedrun.data import documents, fetch, gpt2, inventory, overview, prep, python_docs, synthetic, tokenizer
+from speedrun.data import documents, fetch, generated, gpt2, inventory, overview, prep, tokenizer
+from speedrun.data.inventory import Manifest
+from speedrun.data.shards import MAX_TOKENS
 from speedrun.data.sources import HUB, READERS, open_source
 from speedrun.data.vocabulary import RANKS
-from speedrun.data.writing import MAX_TOKENS
 from speedrun.ground import signals
 from speedrun.ground import track as tracks
 from speedrun.ground.console import clean
 from speedrun.ground.errors import UsageError
 from speedrun.ground.lock import lock_folder
+from speedrun.ground.track import Track
 from speedrun.ground.wholefile import write_whole
 
 FINEWEB = f"{HUB}HuggingFaceFW/fineweb:sample-10BT"
@@ -88,12 +90,7 @@ def get(*, track: str, shards: int | None, vocabulary: bool, repo: str | None, o
         manifest = fetch.fetch(folder, rules.data, source, progress)
     if vocabulary:
         write_whole(folder / RANKS, gpt2.cached_ranks())
-    tokens = sum(entry.tokens for entry in manifest.shards.values())
-    place = f"{manifest.source}@{manifest.settings['revision']}"
-    return Answer(
-        {"track": rules.id, "folder": str(folder), "manifest": manifest},
-        [f"{folder}  {len(manifest.shards)} shards  {tokens:,} tokens  {place}"],
-    )
+    return _shards(rules, folder, manifest, f"{manifest.source}@{manifest.settings['revision']}")
 
 
 @new_command(
@@ -122,14 +119,12 @@ def prep_(*, sources: tuple[str, ...], **given: Any) -> Answer:
     if sources and given["out"] is None:
         raise UsageError(f"--source {sources[0]} without --out; the shards need a folder; name one")
     # Local files are checked before the network.
-    choice = tokenizer.choose(given["tokenizer"], document_text=given["document_text"])
+    chosen = tokenizer.load(given["tokenizer"], document_text=given["document_text"])
     folder = inventory.data_folder(tracks.load(_FINEWEB_TRACK), given["out"])
-    column, workers = given["column"], given["workers"] or _num_cores()
-    source = open_source(sources or (FINEWEB,), column=column, revision=given["revision"])
+    source = open_source(sources or (FINEWEB,), column=given["column"], revision=given["revision"])
+    workers = given["workers"] or _num_cores()
     with resumable("prep", folder) as progress, lock_folder(folder, progress.say):
-        made = prep.prepare(
-            source, choice, cut, folder, column=column, num_workers=workers, report=progress.update
-        )
+        made = prep.prepare(source, chosen, cut, folder, num_workers=workers, report=progress.update)
     return Answer(made.facts(), made.summary())
 
 
@@ -139,11 +134,7 @@ def prep_(*, sources: tuple[str, ...], **given: Any) -> Answer:
 @answering
 def docs(*, track: str, out: Path | None) -> Answer:
     """Make the shards of a track from the documentation of this Python; half a minute."""
-    rules = tracks.load(track)
-    folder = inventory.data_folder(rules, out)
-    with signals.handled_by(signals.stop), lock_folder(folder, partial(click.echo, err=True)):
-        made = python_docs.make(rules, folder)
-    return Answer(made.facts(), made.summary())
+    return _made(track, out)
 
 
 @new_command("speedrun data synth --track smoke-cpu", of=command)
@@ -152,19 +143,24 @@ def docs(*, track: str, out: Path | None) -> Answer:
 @answering
 def synth(*, track: str, out: Path | None) -> Answer:
     """Make the synthetic shards of a track: the same bytes everywhere."""
+    return _made(track, out)
+
+
+def _made(track: str, out: Path | None) -> Answer:
     rules = tracks.load(track)
-    if rules.synthetic is None:
-        raise UsageError(
-            f"track {track!r} is not synthetic; it needs real shards; get them: {rules.data.get}"
-        )
     folder = inventory.data_folder(rules, out)
-    with lock_folder(folder):
-        manifest = synthetic.write(rules, folder)
-    lines = [
-        f"{folder / name}  {entry.tokens:,} tokens  {entry.documents:,} documents"
-        for name, entry in manifest.shards.items()
-    ]
-    return Answer({"track": rules.id, "folder": str(folder), "manifest": manifest}, lines)
+    with signals.handled_by(signals.stop), lock_folder(folder, partial(click.echo, err=True)):
+        manifest = generated.make(rules, folder)
+    return _shards(rules, folder, manifest, manifest.source)
+
+
+def _shards(rules: Track, folder: Path, manifest: Manifest, origin: str) -> Answer:
+    """Return what a folder of shards holds, and where they come from."""
+    tokens = sum(entry.tokens for entry in manifest.shards.values())
+    return Answer(
+        {"track": rules.id, "folder": str(folder), "manifest": manifest},
+        [f"{folder}  {len(manifest.shards)} shards  {tokens:,} tokens  {origin}"],
+    )
 
 
 @new_command("speedrun data verify --track smoke-cpu --full", of=command)
@@ -198,12 +194,12 @@ def list_() -> Answer:
 @option("--out FILE", PATH, "A .json file.", required=True)
 @_reading_options
 @answering
-def train_bpe(*, sources: tuple[str, ...], out: Path, column: str, **given: Any) -> Answer:
+def train_bpe(*, sources: tuple[str, ...], out: Path, **given: Any) -> Answer:
     """Train a byte-level BPE on texts, through `tokenizers`: the same texts give the same file."""
     if not sources:
         raise UsageError("no --source; texts are needed to train on; name a file or a folder")
-    source = open_source(sources, column=column, revision=given["revision"])
-    texts, document = documents.texts(source, column), given["document_text"]
+    source = open_source(sources, column=given["column"], revision=given["revision"])
+    texts, document = documents.texts(source), given["document_text"]
     size = tokenizer.train_bpe(texts, given["vocab_size"], out, document_text=document)
     facts = {"tokenizer": str(out), "vocab_size": size}
     return Answer(facts, [f"{out}  {size:,} ids, document token {document}"])

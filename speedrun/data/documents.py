@@ -1,4 +1,4 @@
-"""Documents in the order of their source, in blocks that workers decode.
+"""Documents in the order of their source, in blocks that workers tokenize.
 
 A source (`data.sources`) yields small blocks, from any document on.
 """
@@ -15,11 +15,10 @@ BATCH_ROWS = 256  #: rows of parquet decoded at a time; those of FineWeb hold 3 
 
 
 class Block(NamedTuple):
-    """Consecutive documents, not yet decoded."""
+    """Consecutive documents."""
 
     first: Place  #: of the first document
-    num_rows: int
-    raw: bytes | list[str]  #: lines of JSON, or texts
+    texts: list[str]
     read_bytes: int  #: of the source's files, up to the end of this block
 
 
@@ -54,7 +53,7 @@ def of_batches(batches: Iterable[Any], column: str, at: Place, row: int, name: s
     for batch in batches:
         skip = min(max(0, row - at.row), batch.num_rows)
         if texts := _texts(batch.column(column).slice(skip), name, at.row + skip, column):
-            yield Block(Place(at.file, at.row + skip), len(texts), texts, 0)
+            yield Block(Place(at.file, at.row + skip), texts, 0)
         at = Place(at.file, at.row + batch.num_rows)
 
 
@@ -65,9 +64,7 @@ def _texts(values: Any, name: str, first_row: int, column: str) -> list[str]:
             text = value.as_py()
         except UnicodeDecodeError as error:  # Arrow itself does not check
             raise _not_utf8(name, row, error) from None
-        if not isinstance(text, str):
-            raise _no_text(name, row, column, text)
-        texts.append(text)
+        texts.append(_checked(text, name, row, column))
     return texts
 
 
@@ -77,49 +74,40 @@ def require_column(name: str, column: str, names: Sequence[str]) -> None:
         raise DataError(f"{name}: no column {column!r}; it has {', '.join(names)}; choose with --column")
 
 
-def _no_text(name: str, row: int, column: str, got: object) -> DataError:
-    return DataError(
-        f"{name}: row {row:,} has {type(got).__name__} as {column!r}; need a text; choose with --column or repair it"
-    )
+def of_line(line: bytes, column: str, name: str, row: int) -> str:
+    """Return the text of a line of JSON; `name` and `row` are for errors.
+
+    Raises:
+        DataError: if the line is not an object of JSON in UTF-8, or has no text.
+    """
+    try:
+        found = json.loads(line.decode("utf-8-sig"))  # from bytes, it would accept surrogates and UTF-16
+    except UnicodeDecodeError as error:
+        raise _not_utf8(name, row, error) from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{name}: row {row:,} is not JSON: {error}; repair or remove it") from None
+    if not isinstance(found, dict):
+        raise DataError(f"{name}: row {row:,} is not a JSON object; repair or remove it")
+    return _checked(found.get(column), name, row, column)
+
+
+def texts(source: Source) -> Iterator[str]:
+    """Yield all texts of a source; raise DataError as the source does."""
+    for block in source.blocks(Place("", 0)):
+        yield from block.texts
+
+
+def _checked(text: object, name: str, row: int, column: str) -> str:
+    if not isinstance(text, str):
+        raise DataError(
+            f"{name}: row {row:,} has {type(text).__name__} as {column!r}; need a text; choose with --column or "
+            "repair it"
+        )
+    return valid(text)
 
 
 def _not_utf8(name: str, row: int, error: UnicodeDecodeError) -> DataError:
     return DataError(f"{name}: row {row:,} is not UTF-8 at its byte {error.start:,}; repair or remove it")
-
-
-# --- in the workers ------------------------------------------------------------------------------------------
-
-
-def read(block: Block, column: str) -> list[str]:
-    """Decode the texts of a block; raise DataError if a line is not JSON or has no text."""
-    if isinstance(block.raw, list):
-        return [valid(text) for text in block.raw]
-    lines = [line for line in block.raw.split(b"\n") if line and not line.isspace()]
-    texts = []
-    for number, line in enumerate(lines, block.first.row):
-        text = _row(line, block.first.file, number).get(column)
-        if not isinstance(text, str):
-            raise _no_text(block.first.file, number, column, text)
-        texts.append(valid(text))
-    return texts
-
-
-def texts(source: Source, column: str) -> Iterator[str]:
-    """Yield all texts of a source; raise DataError as `read` and the source do."""
-    for block in source.blocks(Place("", 0)):
-        yield from read(block, column)
-
-
-def _row(line: bytes, file: str, number: int) -> dict[str, Any]:
-    try:
-        row = json.loads(line.decode("utf-8-sig"))  # from bytes, it would accept surrogates and UTF-16
-    except UnicodeDecodeError as error:
-        raise _not_utf8(file, number, error) from None
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{file}: row {number:,} is not JSON: {error}; repair or remove it") from None
-    if not isinstance(row, dict):
-        raise DataError(f"{file}: row {number:,} is not a JSON object; repair or remove it")
-    return row
 
 
 def valid(text: str) -> str:

@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from speedrun.data import hub
-from speedrun.data.inventory import MANIFEST, Manifest, ShardEntry, open_track, read_manifest
+from speedrun.data.inventory import MANIFEST, Manifest, ShardEntry, open_track, read_manifest, write_manifest
 from speedrun.data.overview import count_documents
 from speedrun.data.shards import open_shard, sha256
-from speedrun.data.writing import write_manifest
 from speedrun.ground.errors import DataError, UsageError
 from speedrun.ground.lock import lock_folder
 from speedrun.ground.track import Data, Hub, Track

@@ -4,29 +4,39 @@ from collections.abc import Callable
 from pathlib import Path
 
 from speedrun.data import python_docs, synthetic
-from speedrun.data.inventory import data_folder, read_manifest
+from speedrun.data.inventory import Manifest, data_folder, read_manifest
 from speedrun.ground.console import memory
+from speedrun.ground.errors import UsageError
 from speedrun.ground.lock import lock_folder
 from speedrun.ground.track import Track
 
 
-def ensure(track: Track, data: Path | None, say: Callable[[str], None]) -> None:
-    """Make the shards of a track that can be generated, unless they are complete or `data` names others.
+def make(track: Track, folder: Path) -> Manifest:
+    """Make the shards of a track anew. Callers lock the folder (`ground.lock`).
 
     Raises:
-        UsageError: if the folder holds other shards.
+        UsageError: if the track needs other data, or the folder holds other shards.
         DataError: if the folder cannot be written, or the shards differ from the track's digests.
     """
+    if track.synthetic is not None:
+        return synthetic.write(track, folder)
+    if track.python_docs is not None:
+        return python_docs.make(track, folder)
+    raise UsageError(
+        f"track {track.name!r} is not synthetic, nor Python's documentation; get its shards: {track.data.get}"
+    )
+
+
+def ensure(track: Track, data: Path | None, say: Callable[[str], None]) -> None:
+    """Make the shards of a track that can be made, unless they are complete or `data` names others; raise as `make`."""
     folder = data_folder(track, None)
     if data is not None or (track.synthetic is None and track.python_docs is None) or _is_complete(folder):
         return
     with lock_folder(folder, say):
         if _is_complete(folder):  # by the program that held the lock
             return
-        if track.synthetic is not None:
-            made, kind = synthetic.write(track, folder), "synthetic shards"
-        else:
-            made, kind = python_docs.make(track, folder).manifest, "shards of Python's documentation"
+        made = make(track, folder)
+    kind = "shards of Python's documentation" if track.synthetic is None else "synthetic shards"
     tokens = sum(shard.tokens for shard in made.shards.values())
     size = memory(sum((folder / name).stat().st_size for name in made.shards))
     say(f"made  {len(made.shards)} {kind} in {folder}: {tokens:,} tokens, {size}")

@@ -24,17 +24,6 @@ RANKS_URL = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tikt
 _WORDS = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
 
-def checked_ranks(raw: bytes, name: object) -> bytes:
-    """Return GPT-2's ranks, the content of the file `name`; raise DataError if they have another digest."""
-    try:
-        vocabulary.ranks(raw)
-    except ValueError as error:
-        raise DataError(
-            f"{name}: {error}; delete the file, or name another with --tokenizer PATH.tiktoken"
-        ) from None
-    return raw
-
-
 def cached_ranks() -> bytes:
     """Return GPT-2's ranks from tiktoken's cache; download them if they are missing there, or damaged.
 
@@ -57,13 +46,14 @@ def cached_ranks() -> bytes:
 class Tiktoken:
     """GPT-2's tokenizer."""
 
-    vocab_size = VOCAB_SIZE
-    document_token = DOCUMENT_TOKEN
+    name = "gpt2"
+    vocab_size, document_token = VOCAB_SIZE, DOCUMENT_TOKEN
 
     def __init__(self, raw: bytes) -> None:
-        """Load the ranks from the content of their file."""
+        """Load the ranks from the content of their file; raise ValueError if they are not GPT-2's."""
         import tiktoken
 
+        self.raw = raw
         self._ranks = {token: index for index, token in vocabulary.ranks(raw).items()}
         self.encoding = tiktoken.Encoding(
             "gpt2",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from speedrun.data.writing import write_shard
+from speedrun.data.shards import write_shard
 from speedrun.ground.track import Data
 
 MEDIAN, MEAN = 403, 690  #: tokens of a document of FineWeb

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import msgspec
 
 from speedrun.data.shards import Shard, open_shard
-from speedrun.ground.errors import DataError
+from speedrun.ground.errors import DataError, translate_read_errors
 from speedrun.ground.track import Data, Track
-from speedrun.ground.wholefile import read_regular
+from speedrun.ground.wholefile import read_regular, write_whole
 
 MANIFEST = "manifest.json"
 
@@ -55,14 +55,13 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 def read_manifest(folder: Path) -> Manifest | None:
     """Return the manifest of a folder, None if there is none; raise DataError if it cannot be read."""
     path = folder / MANIFEST
-    try:
-        return msgspec.json.decode(read_regular(path), type=Manifest)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(
-            f"{path}: {error}; need a valid manifest or none; delete it or make the data again"
-        ) from None
+    with translate_read_errors(path, "need a valid manifest or none; delete it or make the data again"):
+        return msgspec.json.decode(read_regular(path), type=Manifest) if path.exists() else None
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write `manifest.json`: after a new shard is written, but before a downloaded shard gets its name."""
+    write_whole(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=2), b"\n")
 
 
 class TrackShards(NamedTuple):

@@ -9,6 +9,7 @@ The bytes do not depend on the number of workers, nor on interruptions. After ea
 the source the next one begins; a second run continues there.
 """
 
+import hashlib
 import re
 from collections.abc import Callable
 from contextlib import closing
@@ -18,11 +19,11 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from speedrun.data import shards, tokenizer
+from speedrun.data import shards
 from speedrun.data.documents import Source
-from speedrun.data.inventory import MANIFEST, Manifest, Place, ShardEntry, read_manifest
-from speedrun.data.tokenizer import Encoded
-from speedrun.data.writing import write_manifest, write_shard
+from speedrun.data.inventory import MANIFEST, Manifest, Place, ShardEntry, read_manifest, write_manifest
+from speedrun.data.shards import write_shard
+from speedrun.data.tokenizer import Encoded, FromFile, Tokenizer, encoded
 from speedrun.ground import faults
 from speedrun.ground.clock import Stopwatch
 from speedrun.ground.console import quantity
@@ -85,11 +86,10 @@ class Prepared(NamedTuple):
 
 def prepare(
     source: Source,
-    choice: tokenizer.Choice,
+    chosen: Tokenizer,
     cut: Cut,
     out: Path,
     *,
-    column: str = "text",
     num_workers: int = 1,
     report: Callable[[int, int, str], None] = lambda *_: None,
 ) -> Prepared:
@@ -97,10 +97,9 @@ def prepare(
 
     Args:
         source: documents in order.
-        choice: the tokenizer.
+        chosen: the tokenizer.
         cut: length and names of shards.
         out: folder of the shards; created if missing.
-        column: the field of a row that holds the text.
         num_workers: threads that tokenize; the bytes do not depend on it.
         report: called after every block with bytes read, bytes in total (0 if unknown), and other facts.
 
@@ -110,12 +109,11 @@ def prepare(
     """
     if not re.fullmatch(r"\w[\w.-]*", cut.prefix, re.ASCII):
         raise UsageError(f"--prefix {cut.prefix!r}; it begins file names: need letters, digits and _ . -")
-    loaded = tokenizer.load(choice)
     fresh = Manifest(
         source=source.name,
-        settings=_settings(source, choice, cut),
-        vocab_size=loaded.vocab_size,
-        document_token=loaded.document_token,
+        settings=_settings(source, chosen, cut),
+        vocab_size=chosen.vocab_size,
+        document_token=chosen.document_token,
         shards={},
         complete=False,
         next=Place("", 0),
@@ -125,9 +123,9 @@ def prepare(
     if manifest.complete:
         return Prepared(out, manifest, found)
     write_manifest(out, manifest)
-    writer = _Writer(out, cut, manifest, loaded.id_bytes_V())
+    writer = _Writer(out, cut, manifest, chosen.id_bytes_V())
     watch, start, start_tokens = Stopwatch(), writer.next, writer.tokens
-    with closing(tokenizer.encoded(source.blocks(start), loaded, column, num_workers=num_workers)) as blocks:
+    with closing(encoded(source.blocks(start), chosen, num_workers=num_workers)) as blocks:
         for block in blocks:
             writer.add(_after(block, start))
             rate = (writer.tokens - start_tokens) / max(1e-9, watch.seconds)
@@ -138,14 +136,14 @@ def prepare(
     return Prepared(out, writer.finish(), found)
 
 
-def _settings(source: Source, choice: tokenizer.Choice, cut: Cut) -> dict[str, str | int | float]:
+def _settings(source: Source, chosen: Tokenizer, cut: Cut) -> dict[str, str | int | float]:
     """Return everything that the bytes of the shards depend on."""
     limit = {} if cut.limit_tokens is None else {"limit_tokens": cut.limit_tokens}
-    own = {"document_text": choice.document_text} if choice.name.endswith(".json") else {}
+    own = {"document_text": chosen.document_text} if isinstance(chosen, FromFile) else {}
     return {
         **source.identity(),
-        "tokenizer": choice.name,
-        "tokenizer_sha256": choice.sha256,
+        "tokenizer": chosen.name,
+        "tokenizer_sha256": hashlib.sha256(chosen.raw).hexdigest() if chosen.raw else "",
         **own,
         "prefix": cut.prefix,
         "shard_tokens": cut.shard_tokens,

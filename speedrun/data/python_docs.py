@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from speedrun.data import documents, prep, tokenizer
-from speedrun.data.inventory import MANIFEST, read_manifest
+from speedrun.data.inventory import MANIFEST, Manifest, read_manifest
 from speedrun.data.sources import open_source
 from speedrun.data.vocabulary import TOKENIZER
 from speedrun.ground.errors import DataError, UsageError, translate_os_errors
@@ -91,19 +91,16 @@ def _docstrings(tree: ast.Module) -> Iterator[str]:
             yield documents.valid(text)
 
 
-def make(track: Track, folder: Path) -> prep.Prepared:
+def make(track: Track, folder: Path) -> Manifest:
     """Make corpus, tokenizer and shards of a track anew, with the code that makes any other shards.
 
     Callers lock the folder (`ground.lock`).
 
     Raises:
-        UsageError: if the track needs other data, or the folder holds other shards.
+        UsageError: if the folder holds other shards.
         DataError: if this Python has too little documentation, or the folder cannot be written.
     """
-    if track.python_docs is None:
-        raise UsageError(
-            f"track {track.name!r} is not made of Python's documentation; get its data: {track.data.get}"
-        )
+    settings = track.python_docs or {}
     manifest = read_manifest(folder)
     is_ours = manifest is not None and manifest.source == SOURCE
     if not is_ours and (manifest or any(folder.glob("*.bin"))):
@@ -118,7 +115,7 @@ def make(track: Track, folder: Path) -> prep.Prepared:
     texts = collect(installed())
     rows = ({"name": name, "text": text} for name, text in texts.items())
     write_whole(folder / CORPUS, *(msgspec.json.encode(row) + b"\n" for row in rows))
-    size = tokenizer.train_bpe(iter(texts.values()), track.python_docs["vocab_size"], folder / TOKENIZER)
+    size = tokenizer.train_bpe(iter(texts.values()), settings["vocab_size"], folder / TOKENIZER)
     if size != track.data.vocab_size:
         raise DataError(
             f"{folder / TOKENIZER}: {size:,} ids; {track.id} needs {track.data.vocab_size:,}; this Python has too "
@@ -126,9 +123,9 @@ def make(track: Track, folder: Path) -> prep.Prepared:
         )
     cut = prep.Cut(
         prefix=track.data.val.partition("_val_")[0],
-        shard_tokens=track.python_docs["shard_tokens"],
+        shard_tokens=settings["shard_tokens"],
         scored_tokens=track.data.val_tokens,
     )
     source = open_source([str(folder / CORPUS)])
     source.name = SOURCE  # independent of the folder's path
-    return prep.prepare(source, tokenizer.choose(str(folder / TOKENIZER)), cut, folder)
+    return prep.prepare(source, tokenizer.load(str(folder / TOKENIZER)), cut, folder).manifest

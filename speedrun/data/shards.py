@@ -14,11 +14,14 @@ from pathlib import Path
 
 import numpy as np
 
-from speedrun.ground.errors import DataError
+from speedrun.ground.errors import DataError, translate_read_errors
+from speedrun.ground.wholefile import write_whole
 
 MAGIC = 20240520
 VERSION = 1
 HEADER_BYTES = 256 * 4
+MAX_TOKENS = 2**31 - 1
+UINT16_IDS = 2**16
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +42,10 @@ class Shard:
         """
         if not 0 <= start <= stop <= self.num_tokens:
             raise ValueError(f"{self.path}: no range {start}:{stop} in {self.num_tokens} tokens")
-        try:
-            with self.path.open("rb") as file:
-                raw = os.pread(file.fileno(), 2 * (stop - start), HEADER_BYTES + 2 * start)
-                changed = _identity(os.fstat(file.fileno())) != self.identity
-        except OSError as error:
-            raise DataError(
-                f"{self.path}: {error.strerror}; it was readable at the start; restore it"
-            ) from None
+        advice = "it was readable at the start; restore it"
+        with translate_read_errors(self.path, advice), self.path.open("rb") as file:
+            raw = os.pread(file.fileno(), 2 * (stop - start), HEADER_BYTES + 2 * start)
+            changed = _identity(os.fstat(file.fileno())) != self.identity
         if changed or len(raw) != 2 * (stop - start):
             raise DataError(f"{self.path}: changed since it was opened; shards must not change; start again")
         tokens = np.frombuffer(raw, "<u2")
@@ -65,18 +64,12 @@ def _identity(status: os.stat_result) -> tuple[int, int, int]:
 
 def open_shard(path: Path, *, vocab_size: int) -> Shard:
     """Open a shard: check header and size, and read no token; raise DataError unless it is a whole shard."""
-    try:
+    with translate_read_errors(path, "a shard is needed here; make or download it"):
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
             raise DataError(f"{path}: not a regular file; a shard is one; remove it from the data folder")
         with path.open("rb") as file:
             header = file.read(HEADER_BYTES)
-    except FileNotFoundError:
-        raise DataError(f"{path}: no such file; a shard is needed here; make or download it") from None
-    except OSError as error:
-        raise DataError(
-            f"{path}: {error.strerror}; a readable file is needed; replace it with the shard"
-        ) from None
     return Shard(path, _count(path, header, status.st_size), vocab_size, _identity(status))
 
 
@@ -98,6 +91,27 @@ def _count(path: Path, header: bytes, size_bytes: int) -> int:
             f"{path}: {size_bytes:,} bytes; {count:,} tokens need {need:,}; delete it and make it again"
         )
     return count
+
+
+def write_shard(path: Path, tokens: np.ndarray) -> Shard:
+    """Write a shard of tokens [N], integers from 0 to 65,535, atomically. Its folder must exist.
+
+    Raises:
+        DataError: if there are no tokens, too many, or some outside uint16.
+        StorageError: if the file cannot be written.
+    """
+    if tokens.ndim != 1 or not 1 <= tokens.size <= MAX_TOKENS or not np.issubdtype(tokens.dtype, np.integer):
+        raise DataError(
+            f"{path}: got {tokens.dtype}{list(tokens.shape)}; need 1 to {MAX_TOKENS:,} integers in one dimension"
+        )
+    if tokens.min() < 0 or tokens.max() >= UINT16_IDS:
+        raise DataError(
+            f"{path}: ids of {tokens.min()} to {tokens.max()}; the format holds 0 to {UINT16_IDS - 1:,}"
+        )
+    header = np.zeros(256, "<i4")
+    header[:3] = MAGIC, VERSION, tokens.size
+    write_whole(path, header.tobytes(), np.ascontiguousarray(tokens, "<u2").data)
+    return open_shard(path, vocab_size=UINT16_IDS)
 
 
 def sha256(path: Path) -> str:

@@ -10,14 +10,15 @@ import io
 import json
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
 from speedrun.data import documents, hub
 from speedrun.data.documents import Block, Source, need, of_batches, valid
 from speedrun.data.inventory import Place
-from speedrun.ground.errors import DataError, UsageError
+from speedrun.ground.errors import DataError, UsageError, translate_read_errors
 
 HUB = "hub:"  #: prefix of the names of datasets
 BLOCK_BYTES = 2**19  #: of text in a block: larger ones take memory, smaller ones more calls
@@ -177,13 +178,8 @@ class Files:
             read_bytes += self._bytes[label]
 
 
-@contextmanager
-def _one_line(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, EOFError, zlib.error) as error:
-        reason = " ".join(str(error).split())
-        raise DataError(f"{path}: {reason}; a readable file is needed; get it again") from None
+def _one_line(path: Path) -> AbstractContextManager[None]:
+    return translate_read_errors(path, "a readable file is needed; get it again", EOFError, zlib.error)
 
 
 def suffix_of(path: Path) -> str:
@@ -209,34 +205,28 @@ def _files_of(path: Path) -> list[tuple[str, Path]]:
 
 
 def _json_lines(path: Path, row: int, column: str) -> Iterator[Block]:
-    """Yield lines without decoding them: the workers do."""
+    """Yield the lines that are not blank."""
     with path.open("rb") as file:
         # GzipFile itself splits lines in Python.
         unpacked: IO[bytes] = (
             io.BufferedReader(gzip.GzipFile(fileobj=file), BLOCK_BYTES) if path.name.endswith(".gz") else file
         )
-        lines, size = [], 0
-        for number, line in enumerate(line for line in unpacked if not line.isspace()):
-            if number < row:
-                continue
-            lines.append(line)
+        texts, size = [], 0
+        for number, line in islice(enumerate(line for line in unpacked if not line.isspace()), row, None):
+            texts.append(documents.of_line(line, column, str(path), number))
             size += len(line)
             if size >= BLOCK_BYTES:
-                yield Block(Place("", row), len(lines), b"".join(lines), file.tell())
-                row, lines, size = row + len(lines), [], 0
-        if lines:
-            yield Block(Place("", row), len(lines), b"".join(lines), file.tell())
+                yield Block(Place("", row), texts, file.tell())
+                row, texts, size = number + 1, [], 0
+        if texts:
+            yield Block(Place("", row), texts, file.tell())
 
 
 def _text(path: Path, row: int, column: str) -> Iterator[Block]:
     """Yield one document."""
-    if row > 0:
-        return
-    try:
+    if row == 0:
         text = path.read_bytes().decode()  # not read_text, which would turn CRLF into LF
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: byte {error.start:,} is not UTF-8; convert the file first") from None
-    yield Block(Place("", 0), 1, [text], path.stat().st_size)
+        yield Block(Place("", 0), [text], path.stat().st_size)
 
 
 def _parquet(path: Path, row: int, column: str) -> Iterator[Block]:
@@ -257,7 +247,7 @@ def _parquet(path: Path, row: int, column: str) -> Iterator[Block]:
             )
             per_row = path.stat().st_size / max(1, sum(sizes))
             for block in of_batches(batches, column, Place("", skipped), row, str(path)):
-                yield block._replace(read_bytes=round(per_row * (block.first.row + block.num_rows)))
+                yield block._replace(read_bytes=round(per_row * (block.first.row + len(block.texts))))
     except (ArrowException, UnicodeDecodeError) as error:  # names of columns may not be UTF-8
         reason = " ".join(str(error).split())
         raise DataError(f"{path}: {reason}; a whole parquet file is needed; get it again") from None

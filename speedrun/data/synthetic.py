@@ -21,9 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
-from speedrun.data.inventory import Manifest, ShardEntry
-from speedrun.data.shards import sha256
-from speedrun.data.writing import write_manifest, write_shard
+from speedrun.data.inventory import Manifest, ShardEntry, write_manifest
+from speedrun.data.shards import sha256, write_shard
 from speedrun.ground.errors import DataError, translate_os_errors
 from speedrun.ground.track import Track
 

@@ -1,10 +1,9 @@
 """Tokenizers: GPT-2's, any file of the `tokenizers` library, or bytes.
 
-A `Choice` holds the file of a tokenizer. Special tokens in a text are ordinary text: the characters
-"<|endoftext|>" on a web page never become a document token. `tokenizers` is imported where it is used.
+Special tokens in a text are ordinary text: the characters "<|endoftext|>" on a web page never become a document token.
+`tokenizers` is imported where it is used.
 """
 
-import hashlib
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,30 +13,18 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from speedrun.data import documents
 from speedrun.data.documents import Block, need
-from speedrun.data.gpt2 import END_OF_TEXT, Tiktoken, cached_ranks, checked_ranks
+from speedrun.data.gpt2 import END_OF_TEXT, Tiktoken, cached_ranks
 from speedrun.data.inventory import Place
-from speedrun.ground.errors import DataError, UsageError, unknown
+from speedrun.ground.errors import DataError, UsageError, translate_read_errors, unknown
 from speedrun.ground.wholefile import read_regular, write_whole
-
-
-class Choice(NamedTuple):
-    """A tokenizer, not yet loaded."""
-
-    name: str  #: gpt2, bytes, or the name of a file of `tokenizers`
-    raw: bytes  #: content of the file; empty for bytes
-    document_text: str = END_OF_TEXT  #: the document token of a file of `tokenizers`
-
-    @property
-    def sha256(self) -> str:
-        """The digest of the file; empty for bytes."""
-        return hashlib.sha256(self.raw).hexdigest() if self.raw else ""
 
 
 class Tokenizer(Protocol):
     """Encodes texts as ids below `vocab_size`; none is the document token."""
 
+    name: str  #: gpt2, bytes, or the name of a file of `tokenizers`
+    raw: bytes  #: content of its file; empty for bytes
     vocab_size: int
     document_token: int
 
@@ -50,48 +37,33 @@ class Tokenizer(Protocol):
         ...
 
 
-def choose(name: str, *, document_text: str = END_OF_TEXT) -> Choice:
-    """Read the file of a tokenizer.
+def load(name: str, *, document_text: str = END_OF_TEXT) -> Tokenizer:
+    """Load a tokenizer.
 
     Args:
         name: `gpt2`, `bytes`, a .tiktoken file with GPT-2's ranks, or a .json file of `tokenizers`.
         document_text: for a .json file, the document token.
 
     Raises:
-        UsageError: if the name is unknown, or a package is missing.
-        DataError: if there is no such file, or its ranks are not GPT-2's.
+        UsageError: if the name is unknown, a package is missing, the ids do not fit into uint16, or there is no such
+            document token.
+        DataError: if there is no such file, or it has another format.
     """
     if name == "bytes":
-        return Choice("bytes", b"")
+        return Bytes()
     if name.endswith(".json"):
-        return Choice(Path(name).name, _read(Path(name)), document_text)
+        return FromFile(Path(name).name, _read(name), document_text)
     if name == "gpt2" or name.endswith(".tiktoken"):
         need("tiktoken")
-        return Choice("gpt2", cached_ranks() if name == "gpt2" else checked_ranks(_read(Path(name)), name))
+        raw = cached_ranks() if name == "gpt2" else _read(name)
+        with translate_read_errors(name, "delete the file, or name another with --tokenizer PATH.tiktoken"):
+            return Tiktoken(raw)
     raise unknown("tokenizer", name, ("gpt2", "bytes", "FILE.tiktoken", "FILE.json"))
 
 
-def load(choice: Choice) -> Tokenizer:
-    """Load a tokenizer.
-
-    Raises:
-        DataError: if its file has another format.
-        UsageError: if its ids do not fit into uint16, or it has no such document token.
-    """
-    if choice.name == "bytes":
-        return Bytes()
-    if choice.name == "gpt2":
-        return Tiktoken(choice.raw)
-    return FromFile(choice)
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return read_regular(path)
-    except OSError as error:
-        raise DataError(
-            f"{path}: {error.strerror}; a tokenizer's file is needed; name another with --tokenizer"
-        ) from None
+def _read(name: str) -> bytes:
+    with translate_read_errors(name, "a tokenizer's file is needed; name another with --tokenizer"):
+        return read_regular(Path(name))
 
 
 # --- bytes ------------------------------------------------------------------------------------------------
@@ -100,8 +72,8 @@ def _read(path: Path) -> bytes:
 class Bytes:
     """Ids 0 to 255 are the bytes of UTF-8; 256 is the document token."""
 
-    vocab_size = 257
-    document_token = 256
+    name, raw = "bytes", b""
+    vocab_size, document_token = 257, 256
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """As `Tokenizer`."""
@@ -118,33 +90,30 @@ class Bytes:
 class FromFile:
     """A JSON file of the `tokenizers` library. Special tokens in texts are ordinary text."""
 
-    def __init__(self, choice: Choice) -> None:
+    def __init__(self, name: str, raw: bytes, document_text: str) -> None:
         """Load the file; raise as `load`."""
         import tokenizers
 
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(choice.raw.decode())
-        except Exception as error:  # noqa: BLE001 - the library raises nothing more specific
-            raise DataError(
-                f"{choice.name}: {error}; a file as `tokenizers` saves it is needed; name another"
-            ) from None
+        self.name, self.raw, self.document_text = name, raw, document_text
+        # The library raises nothing more specific.
+        with translate_read_errors(
+            name, "a file as `tokenizers` saves it is needed; name another", Exception
+        ):
+            self._tokenizer = tokenizers.Tokenizer.from_str(raw.decode())
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
-        self._name = choice.name
         vocab = self._tokenizer.get_vocab()
         self.vocab_size = max(vocab.values()) + 1
         if self.vocab_size > 2**16:
-            raise UsageError(
-                f"{choice.name}: {self.vocab_size:,} ids; a shard holds 65,536; choose a smaller one"
-            )
-        if choice.document_text not in vocab:
+            raise UsageError(f"{name}: {self.vocab_size:,} ids; a shard holds 65,536; choose a smaller one")
+        if document_text not in vocab:
             special = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
             raise UsageError(
-                f"{choice.name}: has no token {choice.document_text!r} for documents; its special tokens are "
+                f"{name}: has no token {document_text!r} for documents; its special tokens are "
                 f"{', '.join(special) or 'none'}; choose with --document-token"
             )
-        self.document_token = vocab[choice.document_text]
+        self.document_token = vocab[document_text]
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """As `Tokenizer`.
@@ -156,7 +125,7 @@ class FromFile:
         ids = [np.array(encoding.ids, np.uint32) for encoding in encodings]
         if any((of_text == self.document_token).any() for of_text in ids):
             raise DataError(
-                f"{self._name}: a text became token {self.document_token}, the document token; it must be special "
+                f"{self.name}: a text became token {self.document_token}, the document token; it must be special "
                 "in the file; make it so"
             )
         return ids
@@ -231,7 +200,7 @@ class Encoded(NamedTuple):
 
 
 def encoded(
-    blocks: Iterable[Block], chosen: Tokenizer, column: str, *, num_workers: int
+    blocks: Iterable[Block], chosen: Tokenizer, *, num_workers: int
 ) -> Generator[Encoded, None, None]:
     """Yield all blocks as ids, in order. The calling thread reads them; a single worker is the calling thread.
 
@@ -240,9 +209,9 @@ def encoded(
     the output does not depend on the number of threads, and memory does not grow with the corpus.
 
     Raises:
-        DataError: if a document cannot be read.
+        DataError: if a document cannot be read, or contains a document token.
     """
-    encode = partial(_encoded, chosen, column)
+    encode = partial(_encoded, chosen)
     if num_workers == 1:
         yield from map(encode, blocks)
         return
@@ -259,8 +228,8 @@ def encoded(
         pool.shutdown(cancel_futures=True)
 
 
-def _encoded(chosen: Tokenizer, column: str, block: Block) -> Encoded:
-    ids, starts = joined(chosen.encode(documents.read(block, column)), chosen.document_token)
+def _encoded(chosen: Tokenizer, block: Block) -> Encoded:
+    ids, starts = joined(chosen.encode(block.texts), chosen.document_token)
     return Encoded(block.first, ids, starts, block.read_bytes)
 
 

@@ -5,7 +5,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from speedrun.ground.errors import DataError
+from speedrun.ground.errors import translate_read_errors
 from speedrun.ground.track import Track
 
 RANKS, TOKENIZER = "r50k_base.tiktoken", "tokenizer.json"
@@ -27,13 +27,9 @@ def load(track: Track, folder: Path) -> tuple[bytes, ...]:
     if track.data.hub is None and track.python_docs is None:
         return ()
     read, name, get = (ranks, RANKS, " --vocabulary") if track.data.hub else (byte_level, TOKENIZER, "")
-    try:
+    advice = f"the recipe needs the bytes of each id; get them: {track.data.get}{get}"
+    with translate_read_errors(folder / name, advice, LookupError, TypeError, AttributeError):
         tokens = read((folder / name).read_bytes())
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise DataError(
-            f"{folder / name}: no tokenizer ({getattr(error, 'strerror', None) or error}); the recipe needs the bytes "
-            f"of each id; get them: {track.data.get}{get}"
-        ) from None
     return tuple(tokens.get(index, b"") for index in range(track.data.vocab_size))
 
 

@@ -1,7 +1,6 @@
 """The text log of a run, made from its events.
 
-`render(lines)` is the text of a `metrics.jsonl`. `Printer` prints the same lines during the run; on a terminal `Live`
-shows the newest step below them.
+`render(lines)` is the text of a `metrics.jsonl`. `Printer` prints the same lines during the run.
 """
 
 import shutil
@@ -205,23 +204,46 @@ def render(lines: Iterable[Line]) -> str:
 
 
 class Printer:
-    """Prints the log as it is written, without colour or carriage returns."""
+    """Prints the log as it is written.
 
-    def __init__(self, stream: TextIO, *, verbose: bool = False) -> None:
-        """Print to `stream`; `verbose` adds the kernels and the reasons for their choice, which the log always has."""
-        self._stream, self._verbose = stream, verbose
-        self._text = TextLog()
+    Used as a context manager on a terminal, it shows the newest step in a line below the others.
+    """
+
+    def __init__(
+        self,
+        stream: TextIO,
+        ghost: Callable[[runlog.Step], str] | None = None,
+        legend: str = "",
+        *,
+        verbose: bool = False,
+    ) -> None:
+        """Print to `stream`.
+
+        `ghost` is called with every step; it returns a text to append to its line, which is not logged. `legend` is
+        printed when the run starts. `verbose` adds the kernels and the reasons for their choice, which the log always
+        has.
+        """
+        self._stream, self._ghost, self._legend, self._verbose = stream, ghost, legend, verbose
+        self._text, self._num_steps, self._is_live = TextLog(), 0, False
+        self._status: Stopwatch | None = (
+            None  #: since the line of the newest step was written, if it is there
+        )
 
     def __call__(self, line: Line) -> None:
         """Show one event."""
-        if (shown := self._shown(line)) is not None:
-            self._write(shown)
-
-    def _shown(self, line: Line) -> str | None:
-        text = self._text(line)
-        if text is None or self._verbose:
-            return text
-        return "\n".join(one for one in text.split("\n") if not one.startswith(_KERNEL))
+        shown, step = self._text(line), line.event
+        if isinstance(step, runlog.RunStart):
+            self._num_steps = step.num_steps
+            if self._legend:
+                self.say(self._legend)
+        if shown is not None and not self._verbose:
+            shown = "\n".join(one for one in shown.split("\n") if not one.startswith(_KERNEL))
+        is_step = isinstance(step, runlog.Step)
+        ghost = f"  {self._ghost(step)}" if is_step and self._ghost is not None else ""
+        if shown is not None:
+            self._write(shown + ghost)
+        elif is_step and self._is_live:
+            self._show(step, ghost)
 
     def say(self, text: str) -> None:
         """Show a line that is not an event."""
@@ -240,53 +262,8 @@ class Printer:
             return False
         return True
 
-    def _write(self, text: str) -> None:
-        encoding = self._stream.encoding or "utf-8"
-        self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
-        self._stream.flush()
-
-
-class Live(Printer):
-    """Prints events as they come. On a terminal, a line below them shows the newest step until another is printed.
-
-    Use as a context manager, and as the reader of a log.
-    """
-
-    def __init__(
-        self,
-        stream: TextIO,
-        ghost: Callable[[runlog.Step], str] | None = None,
-        legend: str = "",
-        *,
-        verbose: bool = False,
-    ) -> None:
-        """Print to `stream`.
-
-        `ghost` is called with every step; it returns a text to append to its line, which is not logged. `legend` is
-        printed when the run starts.
-        """
-        super().__init__(stream, verbose=verbose)
-        self._ghost, self._legend = ghost, legend
-        self._num_steps = 0
-        self._status: Stopwatch | None = (
-            None  #: since the line of the newest step was written, if it stands there
-        )
-
-    def __call__(self, line: Line) -> None:
-        """Show one event."""
-        if isinstance(line.event, runlog.RunStart):
-            self._num_steps = line.event.num_steps
-            if self._legend:
-                self.say(self._legend)
-        shown, step = self._shown(line), line.event
-        is_step = isinstance(step, runlog.Step)
-        ghost = f"  {self._ghost(step)}" if is_step and self._ghost is not None else ""
-        if shown is not None:
-            self._write(shown + ghost)
-        elif is_step and self._stream.isatty():
-            self._show(step, ghost)
-
     def __enter__(self) -> Self:
+        self._is_live = self._stream.isatty()
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -295,7 +272,9 @@ class Live(Printer):
             self._stream.flush()
 
     def _write(self, text: str) -> None:
-        super()._write(text if self._status is None else _CLEAR + text)
+        encoding, clear = self._stream.encoding or "utf-8", _CLEAR if self._status else ""
+        self._stream.write(clear + text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+        self._stream.flush()
         self._status = None
 
     def _show(self, step: runlog.Step, ghost: str) -> None:

@@ -65,6 +65,18 @@ def translate_os_errors(path: object, otherwise: type[SpeedrunError] = StorageEr
         raise kind(f"{path}: cannot be written: {error.strerror}; free or choose another folder") from None
 
 
+@contextmanager
+def translate_read_errors(
+    path: object, advice: str, *more: type[Exception], kind: type[SpeedrunError] = DataError
+) -> Iterator[None]:
+    """Turn an OSError of reading, or a ValueError of what was read, into one line. `more` are errors of the reader."""
+    try:
+        yield
+    except (OSError, ValueError, RecursionError, *more) as error:
+        reason = " ".join(str(getattr(error, "strerror", None) or error).split())
+        raise kind(f"{path}: {reason}; {advice}") from None
+
+
 def unknown(kind: str, got: str, known: Iterable[str], *, least: float = 0.5) -> UsageError:
     """Return the error for an unknown name: those that end in `.got`, else the nearest if alike; all of a few."""
     known = sorted(known)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from speedrun.ground.errors import UsageError
+from speedrun.ground.errors import UsageError, translate_read_errors
 from speedrun.ground.sourcefile import (
     IMPORTED,
     RECIPES,
@@ -60,15 +60,10 @@ def _check(path: Path) -> None:
         raise UsageError(
             f"{path}: recipe {path.stem} ships with this package; rename the file and its recipe"
         )
-    try:
+    advice = "need a Python file in UTF-8 that defines RECIPE, so that a record can carry it"
+    with translate_read_errors(path, advice, kind=UsageError):
         check_path(f"{RECIPES}/{path.name}")
         read_regular(path, _MOST_BYTES).decode()
-    except UnicodeDecodeError:
-        raise UsageError(f"{path}: is not UTF-8; a record could not carry it; save it as UTF-8") from None
-    except ValueError as error:
-        raise UsageError(f"{path}: {error}") from None
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}; need a Python file that defines RECIPE") from None
 
 
 def _forget_outdated() -> None:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from speedrun.ground.errors import UsageError, unknown
+from speedrun.ground.errors import UsageError, translate_read_errors, unknown
 
 TRACKS_DIR = Path(__file__).parent.parent / "tracks"
 
@@ -105,12 +105,9 @@ def load(name: str) -> Track:
     path = TRACKS_DIR / f"{name}.toml"
     if name not in names():
         raise unknown("track", name, names())
-    try:
+    advice = "a track file must hold exactly the fields of speedrun/ground/track.py"
+    with translate_read_errors(path, advice, kind=UsageError):
         return msgspec.convert(tomllib.loads(path.read_text()), Track)
-    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
-        raise UsageError(
-            f"{path}: {error}; a track file must hold exactly the fields of speedrun/ground/track.py"
-        ) from None
 
 
 def sha256(name: str) -> str:

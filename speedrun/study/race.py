@@ -7,7 +7,7 @@ from typing import TextIO
 from speedrun.board import ghost as ghosts
 from speedrun.board.ghost import Ghost
 from speedrun.ground import console
-from speedrun.ground.console import Live
+from speedrun.ground.console import Printer
 from speedrun.ground.errors import UsageError
 
 _RECORDS = Path("records")
@@ -26,6 +26,6 @@ def find(choice: str | None, track: str) -> Ghost | None:
         return None
 
 
-def live(stream: TextIO, ghost: Ghost | None = None, *, verbose: bool = False) -> Live:
+def live(stream: TextIO, ghost: Ghost | None = None, *, verbose: bool = False) -> Printer:
     """Return the console of a run with this ghost."""
-    return Live(stream, ghost, "" if ghost is None else ghost.legend, verbose=verbose)
+    return Printer(stream, ghost, "" if ghost is None else ghost.legend, verbose=verbose)

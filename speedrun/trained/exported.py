@@ -4,7 +4,6 @@
 and digests: `Facts`; `README.md` the card. The tokenizer's file is there if the data has one.
 """
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -16,14 +15,18 @@ import numpy as np
 from speedrun.board.leaks import refuse_secrets
 from speedrun.board.submission import require_outside
 from speedrun.data import inventory, vocabulary
+from speedrun.data.shards import sha256
 from speedrun.ground import mesh as meshes
 from speedrun.ground import track as tracks
-from speedrun.ground.errors import DataError, UsageError, translate_os_errors
+from speedrun.ground.console import clean
+from speedrun.ground.errors import DataError, UsageError, translate_os_errors, translate_read_errors
 from speedrun.ground.wholefile import make_folder
 from speedrun.ledger import format
+from speedrun.ledger import record as records
+from speedrun.ledger.assemble import sources
+from speedrun.ledger.run import loss_of
 from speedrun.science.params import Params, count
 from speedrun.science.recipe import Recipe, describe, no_constants
-from speedrun.trained.card import card
 from speedrun.trained.tensors import DTYPES, WEIGHTS, Form, Tensors, read_json
 from speedrun.trained.weights import Trained, own_recipe
 from speedrun.trained.words import Words
@@ -42,6 +45,33 @@ speedrun eval {name}
 `model.safetensors` has the parameters by name. In `model.json`, `settings` say which functions of speedrun {version}
 compute with them.
 
+"""
+
+
+_CARD = """\
+---
+library_name: "{library}"
+pipeline_tag: "text-generation"
+tags: ["speedrun", "{recipe}"]
+# license: the licence of these weights is for you to choose; write it here
+---
+
+# {recipe} on {track}
+
+A language model, trained by `speedrun`, a speedrun harness in JAX.
+
+| | |
+|---|---|
+{rows}
+
+## Load it
+
+{load}
+## Intended use and limits
+
+A model of a speedrun: made to reach a loss in the least time, or to study how. It continues text like that of its
+training. It was not trained to follow instructions or to be correct, safe or fair, and nobody tested it for any of
+these. It writes falsehoods, and what it read may come back. Do not use it where somebody relies on what it says.
 """
 
 
@@ -104,6 +134,46 @@ def write(trained: Trained, out: Path) -> list[Path]:
     return save_folder(trained, out, files)
 
 
+def card(trained: Trained, library: str, load: str) -> str:
+    """Return the card in Markdown with the hub's front matter; `load` says how to load the model with `library`."""
+    recipe, track = trained.program.recipe, trained.track
+    facts = {
+        "recipe": f"{recipe.name}, revision {recipe.revision}: {clean(recipe.summary)}",
+        "changed settings": ", ".join(f"{key}={value}" for key, value in trained.overrides.items()) or "none",
+        "parameters": f"{count(trained.program.layout.table):,}",
+        "track": f"{track.id}: {track.summary}",
+        "steps": f"{trained.step:,} of {recipe.num_steps:,}",
+        "context": f"{recipe.eval_seq_len:,} tokens",
+        **_of_the_run(trained),
+    }
+    rows = "\n".join(f"| {name} | {value.replace('|', '/')} |" for name, value in facts.items())
+    return _CARD.format(library=library, recipe=recipe.name, track=track.id, rows=rows, load=load)
+
+
+def _of_the_run(trained: Trained) -> dict[str, str]:
+    """Return what the record says about the run that trained the weights; nothing if it does not lie here."""
+    if trained.run is None or not (trained.run[0] / "runs").is_dir():
+        return {}
+    record = records.load(trained.run[0])
+    run = next((run for run in record.runs if run.folder == trained.run[1]), None)
+    if run is None:
+        return {}
+    val = next((val for val in run.vals if val.step == trained.step), None)
+    loss = f"not measured after step {trained.step:,}"
+    if val is not None:
+        loss = (
+            f"{loss_of(val):.4f} nats per token, on {val.tokens:,} tokens in sequences of "
+            f"{trained.program.recipe.eval_seq_len:,}; with another context or tokenizer, none compares"
+        )
+    return {
+        "run": clean(run.folder),
+        "date": run.begun.date().isoformat(),
+        "hardware": clean("{} x {}".format(*run.hardware)),
+        "started from": clean(", ".join(sources(record.runs))) or "random weights",
+        "validation loss": loss,
+    }
+
+
 def save_folder(trained: Trained, out: Path, files: Mapping[str, bytes]) -> list[Path]:
     """Make a folder of such files; return them.
 
@@ -136,12 +206,8 @@ def tokenizer_file(trained: Trained) -> dict[str, bytes]:
     path = Words(trained.track, trained.words_folder).path
     if path is None or (path.name == vocabulary.RANKS and not path.exists()):
         return {}
-    try:
+    with translate_read_errors(path, "need the tokenizer; name its folder with --data"):
         return {path.name: path.read_bytes()}
-    except OSError as error:
-        raise DataError(
-            f"{path}: {error.strerror}; need the tokenizer; name its folder with --data"
-        ) from None
 
 
 def is_one(folder: Path) -> bool:
@@ -158,11 +224,8 @@ def read(folder: Path) -> Facts:
     facts = read_json(folder / FACTS, Facts)
     wanted = {WEIGHTS: facts.weights_sha256, facts.tokenizer: facts.tokenizer_sha256}
     for name, want in wanted.items() if facts.tokenizer else [(WEIGHTS, facts.weights_sha256)]:
-        try:
-            with (folder / name).open("rb") as file:
-                got = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            raise DataError(f"{folder / name}: {error.strerror}; copy the whole folder again") from None
+        with translate_read_errors(folder / name, "copy the whole folder again"):
+            got = sha256(folder / name)
         if got != want:
             raise DataError(f"{folder / name}: sha256 is {got}; {FACTS} says {want}; copy the folder again")
     return facts

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from speedrun.ground.errors import DataError, UsageError
+from speedrun.ground.errors import DataError, UsageError, translate_read_errors
 from speedrun.ground.wholefile import read_regular
 from speedrun.trained.likelihood import Row, endings
 from speedrun.trained.weights import Trained
@@ -48,15 +48,10 @@ class Answers(msgspec.Struct, frozen=True):
 
 def read(path: Path, limit: int | None) -> list[Question]:
     """Read questions, one JSON object a line; raise DataError if one has another form, or there are none."""
-    try:
+    advice = "need lines with ctx, four endings and a label, as in hellaswag_val.jsonl of rowanz/hellaswag"
+    with translate_read_errors(path, advice):
         lines = [line for line in read_regular(path).splitlines() if line.strip()]
         found = [msgspec.json.decode(line, type=Question) for line in lines[:limit]]
-    except OSError as error:
-        raise DataError(
-            f"{path}: {error.strerror}; need hellaswag_val.jsonl, from the repository rowanz/hellaswag"
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: {error}; need lines with ctx, four endings and a label of 0 to 3") from None
     if not found:
         raise DataError(f"{path}: no questions; need one JSON object a line")
     return found

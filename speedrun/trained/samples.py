@@ -23,7 +23,7 @@ import numpy as np
 
 from speedrun.ground import companion
 from speedrun.ground.companion import samples_of as path_of
-from speedrun.ground.errors import CheckpointError, DataError, UsageError
+from speedrun.ground.errors import CheckpointError, UsageError, translate_read_errors
 from speedrun.ground.output import reported
 from speedrun.ground.wholefile import write_whole
 from speedrun.trained import decode, weights, words
@@ -91,11 +91,9 @@ def follow(request: Request, until: IO[bytes]) -> list[int]:
 def _written(path: Path) -> dict[int, list[bytes]]:
     """Return the lines that are there, by step: those of a run before it was resumed."""
     found: dict[int, list[bytes]] = {}
-    try:
+    with translate_read_errors(path, "need lines of JSON with a step; move it away", KeyError, TypeError):
         for line in path.read_bytes().splitlines() if path.exists() else ():
             found.setdefault(int(msgspec.json.decode(line, type=dict)["step"]), []).append(line)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DataError(f"{path}: {error!r}; need lines of JSON with a step; move it away") from None
     return found
 
 

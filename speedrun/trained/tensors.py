@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
-from speedrun.ground.errors import DataError
+from speedrun.ground.errors import DataError, translate_read_errors
 from speedrun.ground.wholefile import read_regular
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -76,11 +76,8 @@ class Tensors:
 
 def read_json(path: Path, kind: type[_T]) -> _T:
     """Read a file of JSON; raise DataError if it is missing or has another form."""
-    try:
+    with translate_read_errors(path, "copy or export the folder again"):
         return msgspec.json.decode(read_regular(path), type=kind)
-    except (OSError, ValueError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(f"{path}: {reason}; copy or export the folder again") from None
 
 
 def _shards(index: Path) -> list[str]:
@@ -96,11 +93,7 @@ def _opened(path: Path) -> tuple[Any, dict[str, Form]]:
     if not path.is_file():
         what = "not a file" if path.exists() else "no such file"
         raise DataError(f"{path}: {what}; need the weights; copy the folder again")
-    try:
+    with translate_read_errors(path, "need a whole file of safetensors; copy it again", SafetensorError):
         file = safe_open(path, framework="np")
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
-        forms = {name: Form(x.get_dtype(), tuple(x.get_shape())) for name, x in slices.items()}
-    except (SafetensorError, OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error).rpartition("header: ")[2]
-        raise DataError(f"{path}: {reason}; need a whole file of safetensors; copy it again") from None
-    return file, forms
+        return file, {name: Form(x.get_dtype(), tuple(x.get_shape())) for name, x in slices.items()}

@@ -23,8 +23,7 @@ from speedrun.ground.track import Track
 from speedrun.science import recipes
 from speedrun.science.models import gpt2
 from speedrun.science.params import ParamSpec, Table
-from speedrun.trained.card import card
-from speedrun.trained.exported import named_arrays, placed, save_folder, tokenizer_file
+from speedrun.trained.exported import card, named_arrays, placed, save_folder, tokenizer_file
 from speedrun.trained.tensors import WEIGHTS, Form, Tensors, read_json
 from speedrun.trained.weights import Trained
 from speedrun.training.program import Program

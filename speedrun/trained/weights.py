@@ -15,7 +15,7 @@ import msgspec
 from speedrun.data import inventory, vocabulary
 from speedrun.ground import mesh as meshes
 from speedrun.ground import track as tracks
-from speedrun.ground.errors import CheckpointError, DataError, UsageError
+from speedrun.ground.errors import CheckpointError, DataError, UsageError, translate_read_errors
 from speedrun.ground.track import Track
 from speedrun.ground.wholefile import read_regular
 from speedrun.ledger import format
@@ -110,7 +110,8 @@ def load(
         DataError: if weights are not finite.
     """
     folder = run.resolve() if run.name.endswith(".checkpoints") else checkpoint.folder_of(run)
-    if not (folder / checkpoint.RUN).exists():
+    steps = steps_in(folder)
+    if not steps:
         raise UsageError(f"{run} has no weights; run again with --checkpoint-every N, which keeps them")
     kept = _unsealed(folder / checkpoint.RUN, Resumable)
     track = tracks.load(kept.config.track)
@@ -119,9 +120,6 @@ def load(
     shards = inventory.data_folder(track, data or kept.config.data)
     known = () if chosen.constants is no_constants else vocabulary.load(track, shards)
     program = Program(chosen, meshes.make_mesh(1), kept.config.microbatches or SHARDS, vocabulary=known)
-    steps = steps_in(folder)
-    if not steps:
-        raise UsageError(f"{folder} has no checkpoint; run again with --checkpoint-every N, which keeps some")
     if step is not None and step not in steps:
         raise UsageError(f"{folder} has checkpoints of steps {', '.join(map(str, steps))}; got --step {step}")
     at = folder / str(steps[-1] if step is None else step)
@@ -151,11 +149,8 @@ def own_recipe(source: Path, name: str, revision: int, given: str | None) -> Rec
 
 def _unsealed(path: Path, form: type[_T]) -> _T:
     """Read a file of JSON that `checkpoint.seal` packed."""
-    try:
+    with translate_read_errors(path, "choose another --step, or run again", kind=CheckpointError):
         return decoded(checkpoint.unseal(msgspec.json.decode(read_regular(path))), form)
-    except (OSError, ValueError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise CheckpointError(f"{path}: {reason}; choose another --step, or run again") from None
 
 
 def steps_in(folder: Path) -> list[int]:

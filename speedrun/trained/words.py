@@ -30,33 +30,27 @@ class Words:
         return self.folder / (vocabulary.TOKENIZER if is_own else vocabulary.RANKS)
 
     @cached_property
-    def _choice(self) -> tokenizer.Choice | None:
-        if self.path is None:
-            return None
-        if self.path.name == vocabulary.TOKENIZER:
-            return tokenizer.choose(str(self.path))
-        return tokenizer.choose(str(self.path) if self.path.exists() else "gpt2")
-
-    @cached_property
     def tokens(self) -> dict[int, bytes]:
         """The bytes of each id; special ones are missing; empty if ids stand for no text.
 
         Raises:
             DataError: if the file of the tokenizer is missing, and cannot be downloaded.
         """
-        name, raw = self.file()
-        if not name:
+        if self.encoder is None:
             return {}
-        return vocabulary.ranks(raw) if name == "gpt2" else vocabulary.byte_level(raw)
+        return (vocabulary.ranks if self.encoder.name == "gpt2" else vocabulary.byte_level)(self.encoder.raw)
 
     def file(self) -> tuple[str, bytes]:
         """Return the name of the tokenizer and the bytes of its file; both are empty if ids stand for no text."""
-        return ("", b"") if self._choice is None else (self._choice.name, self._choice.raw)
+        return ("", b"") if self.encoder is None else (self.encoder.name, self.encoder.raw)
 
     @cached_property
     def encoder(self) -> tokenizer.Tokenizer | None:
         """Turns text into ids; None if ids stand for no text."""
-        return None if self._choice is None else tokenizer.load(self._choice)
+        if self.path is None:
+            return None
+        is_there = self.path.exists() or self.path.name == vocabulary.TOKENIZER
+        return tokenizer.load(str(self.path) if is_there else "gpt2")
 
     def encode(self, text: str) -> np.ndarray:
         """Return the ids of a text, after the token that opens a document: i32 [N].
