@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 from record_forge import Spec, forge, install_track, write_run
+from small_run import SMALL
 
 from speedrun.ground import track
 from speedrun.ground.errors import DataError, SpeedrunError, StorageError, UsageError
@@ -18,6 +20,8 @@ from speedrun.ground.lock import LOCK, lock_folder
 from speedrun.ground.wholefile import PARTIAL, make_folder, write_whole
 
 HERE = Path(__file__).parent
+SOAK_S = float(os.environ.get("SPEEDRUN_SOAK_S", "300"))
+SOAK_SEED = int(os.environ.get("SPEEDRUN_SOAK_SEED", "0"))
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +107,33 @@ def answer(failing_disk: Path, asked: dict[str, Any], tmp_path: Path) -> Any:
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+def tiny() -> str:
+    """A track that twelve small steps reach: smoke-cpu with fewer tokens, without digests."""
+    text = (track.TRACKS_DIR / "smoke-cpu.toml").read_text()
+    text = (
+        re.sub(r"\[data.sha256\]\n(.+\n)*", "", text).replace("smoke_", "tiny_").replace("smoke-cpu", "tiny")
+    )
+    changes = {"folder": '"tiny"', "val_tokens": 8192, "loss": 8.0, "num_devices": 2, "min_runs": 2}
+    for name, value in (changes | {"val_lines": 600, "shard_lines": 2000, "num_shards": 1}).items():
+        text = re.sub(rf"^{name} = .*", f"{name} = {value}", text, flags=re.MULTILINE)
+    return text
+
+
+@pytest.mark.compile
+def test_a_soak_of_commands_struck_at_any_byte(failing_disk, tmp_path):
+    """Killed, out of space, or refused by fsync; then the next documented command loses nothing and ends well."""
+    (tmp_path / "work").mkdir()
+    shutil.copytree(track.TRACKS_DIR, tmp_path / "tracks")
+    (tmp_path / "tracks" / "tiny.toml").write_text(tiny())
+    asked = {"tracks": tmp_path / "tracks", "work": tmp_path / "work", "data": tmp_path / "data"}
+    asked |= {"settings": [word for key, value in SMALL.items() for word in ("--set", f"{key}={value}")]}
+    asked |= {"seed": SOAK_SEED, "seconds": SOAK_S}
+    complaints, blows = answer(failing_disk, asked, tmp_path)
+    sys.stderr.write(f"\nseed {SOAK_SEED}: {blows}\n")
+    assert not complaints, f"seed {SOAK_SEED}\n" + "\n".join(complaints)
+    assert sum(blows.values()) > SOAK_S / 30
 
 
 @pytest.mark.parametrize("odd", [os.mkfifo, lambda path: path.symlink_to(path.with_name("precious"))])
